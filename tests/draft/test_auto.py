@@ -18,7 +18,7 @@ from paceline.lab.doctor import examine
 from paceline.lab.export import export
 from paceline.llm import LLM
 from paceline.server.local import local_service
-from paceline.server.records import Facts
+from paceline.server.wire import Facts
 from support.asking import ask
 from support.random_heads import write_eagle
 from support.running_server import serve

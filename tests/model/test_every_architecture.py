@@ -18,8 +18,7 @@ from tiny_architectures import VOCAB, cases, kinds, tiny_config
 from transformers import AutoModelForCausalLM
 
 from paceline.build import EngineOptions, build_engine, seeded_generator
-from paceline.core.batch import TokenLogprob
-from paceline.core.params import SamplingParams
+from paceline.core.params import SamplingParams, TokenLogprob
 from paceline.draft.spec import Loading
 from paceline.drafters import parse_draft, prepare_one
 from paceline.engine.driver import Drive, sequence

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from paceline.core.batch import TokenLogprob
+from paceline.core.params import TokenLogprob
 from paceline.request.text import TextStream
 from paceline.server.api.choices import LogprobColumns, Origins, token_record
 from support.made_tokenizers import KINDS, decode, tokens_of

@@ -157,6 +157,6 @@ def test_a_client_that_does_not_read(target: LLM, monkeypatch: pytest.MonkeyPatc
             client.sendall(request("/v1/completions", body))
             wait_until(lambda: not service.loop.idle)
             wait_until(lambda: service.loop.idle)
-        outcomes = service.loop.desk.metrics.requests
+        outcomes = service.loop.endpoint.metrics.requests
         assert outcomes.labels("cancelled")._value.get() == 4
         settled(server)

@@ -166,7 +166,7 @@ def test_an_observer_that_fails_stops_nothing(
     def fail(*_: Any) -> None:
         raise ValueError("a bug of the watcher")
 
-    monkeypatch.setattr(small.service.loop.desk.metrics, method, fail)
+    monkeypatch.setattr(small.service.loop.endpoint.metrics, method, fail)
     for _ in range(2):
         status, body = ask(small, max_tokens=8)
         assert status == whole[0] == 200
@@ -185,7 +185,7 @@ def test_the_thread_s_death_is_told(
     def bug(*_: Any) -> None:
         raise AssertionError("never expected")
 
-    monkeypatch.setattr(small.service.loop.desk.loop, "_publish", bug)
+    monkeypatch.setattr(small.service.loop.endpoint.loop, "_publish", bug)
     found: list[Any] = []
     threads = [
         threading.Thread(target=lambda: found.append(ask(small, stream=stream))) for _ in range(5)
@@ -328,7 +328,7 @@ def test_those_that_never_ran_have_waited_since_they_came(
     """Cancelled while they waited to be admitted, and unadmitted at the end."""
     seen: list[tuple[float, str]] = []
     service = local_service(target.beside(max_batch_size=1), MODEL, Limits(max_queue=8))
-    metrics = service.loop.desk.metrics
+    metrics = service.loop.endpoint.metrics
     monkeypatch.setattr(
         metrics, "finished", lambda request, outcome: seen.append((request.seq.queued, outcome))
     )
@@ -344,7 +344,7 @@ def test_those_that_never_ran_have_waited_since_they_came(
         ]
         for thread in threads:
             thread.start()
-        wait_until(lambda: service.loop.desk.loop.waiting >= 3)
+        wait_until(lambda: service.loop.endpoint.loop.waiting >= 3)
         time.sleep(0.1)  # two deadlines are over
         gate.set()
         for thread in threads:

@@ -156,7 +156,7 @@ def test_storm(busy: Running, target: LLM) -> None:
     assert pool.available == pool.total, "blocks were lost"
     assert busy.service.loop.alive
     assert not busy.service.loop.llm._requests
-    assert not busy.service.loop._tickets and busy.service.loop.desk.loop.idle
+    assert not busy.service.loop._tickets and busy.service.loop.endpoint.loop.idle
     # One request, one text: under load, alone, with speculation and without.
     assert len(tally.texts) > 10
     for key, texts in list(tally.texts.items())[:12]:

@@ -69,9 +69,9 @@ def test_a_full_queue_says_when_to_come_again(
     gate = Gate(small, monkeypatch)
     scheduler = small.service.loop.llm.engine.scheduler
     threads = [in_background(small, max_tokens=8)]
-    wait_until(lambda: small.service.loop.desk.loop.waiting + len(scheduler.running) == 1)
+    wait_until(lambda: small.service.loop.endpoint.loop.waiting + len(scheduler.running) == 1)
     threads.append(in_background(small, max_tokens=8))
-    wait_until(lambda: small.service.loop.desk.loop.waiting + len(scheduler.running) == 2)
+    wait_until(lambda: small.service.loop.endpoint.loop.waiting + len(scheduler.running) == 2)
     status, headers, body = ask(small, max_tokens=8)
     assert status == 429
     assert int(headers["Retry-After"]) >= 1

@@ -22,9 +22,9 @@ from paceline.server.app import create_app
 from paceline.server.client import Limits
 from paceline.server.config import ServeConfig
 from paceline.server.local import local_service
-from paceline.server.records import Facts
 from paceline.server.security import Keys
 from paceline.server.service import Service
+from paceline.server.wire import Facts
 
 MODEL = "paceline/tiny"
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import socket
 import threading
 from typing import Any
@@ -11,7 +12,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from paceline.core.params import Grammar, SamplingParams
+from paceline.core.params import Grammar, SamplingParams, TokenLogprob
 from paceline.errors import (
     CacheMemoryError,
     ConfigError,
@@ -20,6 +21,7 @@ from paceline.errors import (
     PacelineError,
     PromptError,
 )
+from paceline.request.completion import Completion, CompletionStats, StreamEvent
 from paceline.server.child import Link
 from paceline.server.config import ServeConfig
 from paceline.server.failures import (
@@ -30,17 +32,16 @@ from paceline.server.failures import (
     GoneError,
     RequestFailedError,
 )
-from paceline.server.records import CompletionRecord, Event, LogprobRecord, Stats
 from paceline.server.wire import (
     REPLIES,
     REQUESTS,
     Ended,
     Fault,
-    Frames,
     LoadModel,
     StepEvents,
     Submit,
     framed,
+    next_message,
     read_message,
 )
 
@@ -66,11 +67,11 @@ def test_requests_arrive_as_they_were_sent() -> None:
 
 
 def test_answers_arrive_as_they_were_sent() -> None:
-    logprobs = [LogprobRecord(1, -0.5, ((1, -0.5), (2, float("-inf"))))]
-    done = CompletionRecord(
-        "å🙂", [1, 2], logprobs, "stop", [True, False], Stats(3, 1, 0.3, 2.0, [0.5], 2), False
-    )
-    step = StepEvents([Event(1, 0, 2, "å🙂", [1], [True], done, logprobs), Event(2, 0, 0)])
+    logprobs = [TokenLogprob(1, -0.5, ((1, -0.5), (2, float("-inf"))))]
+    stats = CompletionStats(3, 1, 0.3, 2.0, [0.5], 2, 0.1, 20.0, arrivals=[(0.1, 2)])
+    done = Completion("", "å🙂", [1, 2], logprobs, "stop", 2, [True, False], stats)
+    event = StreamEvent(0, 2, "å🙂", [1], [True], done, logprobs)
+    step = StepEvents([(1, event), (2, StreamEvent(0, 0, "", [], []))])
     assert REPLIES.decode(framed(step)[4:]) == step
 
 
@@ -117,10 +118,23 @@ def test_messages_stay_whole_however_they_are_cut(sizes: list[int], data: st.Dat
     messages = [Ended(number, Fault("X", "x" * size)) for number, size in enumerate(sizes)]
     stream = b"".join(map(framed, messages))
     cuts = sorted(data.draw(st.lists(st.integers(0, len(stream)), max_size=6)))
-    frames, found = Frames(), []
-    for start, end in zip([0, *cuts], [*cuts, len(stream)], strict=True):
-        found += [REPLIES.decode(body) for body in frames.feed(stream[start:end])]
-    assert found == messages
+
+    async def read() -> list[Any]:
+        reader, found = asyncio.StreamReader(), []
+        for start, end in zip([0, *cuts], [*cuts, len(stream)], strict=True):
+            asyncio.get_running_loop().call_soon(reader.feed_data, stream[start:end])
+        asyncio.get_running_loop().call_soon(reader.feed_eof)
+        while (body := await next_message(reader)) is not None:
+            found.append(REPLIES.decode(body))
+        return found
+
+    assert asyncio.run(read()) == messages
+    ours, theirs = socket.socketpair()
+    with ours, theirs:
+        theirs.sendall(stream)
+        theirs.shutdown(socket.SHUT_WR)
+        found = list(iter(lambda: read_message(ours), None))
+    assert [REPLIES.decode(body) for body in found if body is not None] == messages
 
 
 def test_a_request_that_cannot_be_read_costs_nobody_else_anything() -> None:
@@ -128,7 +142,7 @@ def test_a_request_that_cannot_be_read_costs_nobody_else_anything() -> None:
     handled: list[Any] = []
     ended = threading.Event()
     link = Link(theirs, ended.set)
-    link.desk = type("Desk", (), {"handle": staticmethod(handled.append)})()  # type: ignore[assignment]
+    link.endpoint = type("Endpoint", (), {"handle": staticmethod(handled.append)})()  # type: ignore[assignment]
     reader = threading.Thread(target=link.read)
     reader.start()
     with ours, theirs:

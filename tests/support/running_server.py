@@ -14,12 +14,12 @@ import uvicorn
 from paceline.server.app import create_app
 from paceline.server.child import Link
 from paceline.server.client import Limits
-from paceline.server.desk import Desk
-from paceline.server.records import Facts
+from paceline.server.endpoint import EngineEndpoint
 from paceline.server.remote import RemoteEngine
 from paceline.server.requestlog import Exchange
 from paceline.server.security import Security
 from paceline.server.service import Service
+from paceline.server.wire import Facts
 
 if TYPE_CHECKING:
     from paceline import LLM
@@ -49,23 +49,23 @@ class SocketEngine(RemoteEngine):
         super().__init__(process, Facts.of(llm), limits)
         self.llm = llm
         self.link = Link(theirs, theirs.close)
-        self.link.desk = self.desk = Desk(llm, self.limits.max_queue, self.link.send)
+        self.link.endpoint = self.endpoint = EngineEndpoint(llm, self.limits.max_queue, self.link.send)
         self._reader = threading.Thread(target=self.link.read, daemon=True)
 
     async def start(self) -> None:
         self._reader.start()
-        self.desk.start()
+        self.endpoint.loop.start()
         await super().start()
 
     @property
     def idle(self) -> bool:
-        return super().idle and self.desk.loop.idle
+        return super().idle and self.endpoint.loop.idle
 
     def ended(self) -> str:
         return "has ended"
 
     def end(self) -> None:
-        self.desk.stop()
+        self.endpoint.stop()
         self.connection.close()
         self._reader.join(10)
 

@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 
 import torch
 
+from paceline.core.params import TokenLogprob
 from paceline.core.sequence import SequenceView
 from paceline.core.transfer import Arrival
 from paceline.core.tree import Draw, TokenTree, depths_of
@@ -154,15 +155,6 @@ class Check:
     @property
     def draw(self) -> Draw:
         return self.tree.draw
-
-
-@dataclass(frozen=True)
-class TokenLogprob:
-    """Log-probability of a chosen token and of the most likely ones, ``(id, logprob)``."""
-
-    token_id: int
-    logprob: float
-    top: tuple[tuple[int, float], ...] = ()
 
 
 @dataclass(frozen=True)

@@ -264,3 +264,12 @@ class SamplingParams:
             or self.presence_penalty != 0.0
             or self.frequency_penalty != 0.0
         )
+
+
+@dataclass(frozen=True)
+class TokenLogprob:
+    """Log-probability of a chosen token and of the most likely ones, ``(id, logprob)``."""
+
+    token_id: int
+    logprob: float
+    top: tuple[tuple[int, float], ...] = ()

@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
 
-from paceline.core.batch import TokenLogprob
-from paceline.core.sequence import SequenceState
+from paceline.core.params import TokenLogprob
+
+if TYPE_CHECKING:  # a server's HTTP process reads these records, and has no torch
+    from paceline.core.sequence import SequenceState
 
 
 @dataclass(frozen=True)
@@ -100,7 +103,7 @@ class StreamEvent:
 
     ``request`` is the place of the prompt in the list given to ``stream``. Tokens with
     ``from_draft`` come first, in the order of their positions in the draft. ``logprobs`` has one
-    entry a token if the request asked for them.
+    entry a token if the request asked for them; the first event has the ``prompt_logprobs``.
     """
 
     request: int
@@ -110,3 +113,4 @@ class StreamEvent:
     from_draft: list[bool]
     completion: Completion | None = None
     logprobs: list[TokenLogprob] | None = None
+    prompt_logprobs: list[TokenLogprob] | None = None

@@ -6,7 +6,8 @@ from collections import deque
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING
 
-from paceline.core.batch import Commit, TokenLogprob
+from paceline.core.batch import Commit
+from paceline.core.params import TokenLogprob
 from paceline.core.sequence import SequenceState
 from paceline.engine.recovery import Failure
 from paceline.errors import EngineLostError
@@ -110,6 +111,7 @@ class Request:
                     mask,
                     self.completion,
                     logprobs,
+                    (self.prompt_logprobs or None) if len(self._shown) == 1 else None,
                 )
             )
 

@@ -1,6 +1,6 @@
 """What runs in the engine's process: the model, the thread that decodes, and the metrics.
 
-Three threads: one reads the socket, one prepares requests (desk.py), one decodes (loop.py) and
+Three threads: one reads the socket, one prepares requests (endpoint.py), one decodes (loop.py) and
 writes to the socket. Without its parent this process has no purpose: when the connection is closed,
 it ends at once.
 """
@@ -21,11 +21,11 @@ import msgspec
 
 from paceline.errors import ConfigError, PacelineError
 from paceline.server.config import ServeConfig
-from paceline.server.desk import Desk
-from paceline.server.records import Facts
+from paceline.server.endpoint import EngineEndpoint
 from paceline.server.wire import (
     REQUESTS,
     Ended,
+    Facts,
     Failed,
     Fault,
     Hello,
@@ -54,7 +54,7 @@ class Link:
     def __init__(self, connection: socket.socket, end: Callable[[], None]) -> None:
         self._connection, self._end = connection, end
         self._writing = threading.Lock()
-        self.desk: Desk | None = None
+        self.endpoint: EngineEndpoint | None = None
 
     def send(self, message: WireMessage) -> None:
         """Waits while the other process does not read, and so the engine does, too."""
@@ -72,13 +72,13 @@ class Link:
     def read(self) -> None:
         """Until the other process has gone."""
         while (body := self.receive()) is not None:
-            assert self.desk is not None, "nothing is asked before the hello"
+            assert self.endpoint is not None, "nothing is asked before the hello"
             try:
                 message = REQUESTS.decode(body)
             except msgspec.MsgspecError as error:
                 self._refuse(body, error)
                 continue
-            self.desk.handle(message)
+            self.endpoint.handle(message)
         self._end()
 
     def _refuse(self, body: bytes, error: msgspec.MsgspecError) -> None:
@@ -103,23 +103,23 @@ def main(descriptor: int) -> None:
     assert isinstance(load, LoadModel)
     # Before anything is loaded, so that a parent that ends meanwhile is noticed.
     threading.Thread(target=link.read, name="paceline-link", daemon=True).start()
-    desk = _open(load.config, link)
-    link.desk = desk
-    link.send(Hello(Facts.of(desk.llm)))
-    desk.start()
-    desk.loop.join()
-    _end(0 if desk.loop.lost is None else 1)
+    endpoint = _open(load.config, link)
+    link.endpoint = endpoint
+    link.send(Hello(Facts.of(endpoint.llm)))
+    endpoint.loop.start()
+    endpoint.loop.join()
+    _end(0 if endpoint.loop.lost is None else 1)
 
 
-def _open(config: ServeConfig, link: Link) -> Desk:
-    """The loaded model at its desk; ends the process if it cannot be loaded."""
+def _open(config: ServeConfig, link: Link) -> EngineEndpoint:
+    """The endpoint of the loaded model; ends the process if it cannot be loaded."""
     from paceline.cli.options import debugging
     from paceline.server.loading import load_llm
     from paceline.server.run import set_up_logging
 
     set_up_logging(config.log_level)
     try:
-        return Desk(load_llm(config), config.max_queue, link.send, config.alias_of)
+        return EngineEndpoint(load_llm(config), config.max_queue, link.send, config.alias_of)
     except Exception as error:
         if debugging():
             traceback.print_exc()

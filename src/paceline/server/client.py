@@ -1,7 +1,7 @@
 """What handlers hold of the engine, wherever it is, and of their requests.
 
     handler                     event loop                        engine (see wire.py)
-    ticket = await submit() --> Submit -------------------------> desk.py
+    ticket = await submit() --> Submit -------------------------> endpoint.py
     async for events in ticket <-- one wake-up a step <---- StepEvents
 
 Everything here runs on the event loop's thread. A ticket that nobody reads any more (its client has
@@ -19,11 +19,11 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from paceline.server.failures import DeadlineError, DrainingError, GoneError, SlowReaderError
-from paceline.server.records import CompletionRecord, Event, Facts
 from paceline.server.wire import (
     Accepted,
     Cancel,
     Ended,
+    Facts,
     Lost,
     Scrape,
     Scraped,
@@ -34,6 +34,7 @@ from paceline.server.wire import (
 
 if TYPE_CHECKING:
     from paceline.core.params import SamplingParams
+    from paceline.request.completion import Completion, StreamEvent
 
 log = logging.getLogger("paceline.server")
 
@@ -77,12 +78,12 @@ class Ticket:
         self.count = count = len(prompts) * params.n
         self.prompt_tokens = sum(map(len, prompts))
         self.written = 0  # tokens so far
-        self.done: list[CompletionRecord] = []
+        self.done: list[Completion] = []
         self.accepted: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         self.open = count  # sequences that are not complete
         self.error: Exception | None = None  # what ended it
         self._client = client
-        self._events: list[Event] = []
+        self._events: list[StreamEvent] = []
         self._unread = 0
         self._waiter: asyncio.Future[None] | None = None
         self._timer: asyncio.TimerHandle | None = None
@@ -91,7 +92,7 @@ class Ticket:
         """Its sequences leave before the next step; a finished one is let go."""
         self._client.dismiss(self)
 
-    async def next(self) -> list[Event]:
+    async def next(self) -> list[StreamEvent]:
         """All that has come since the last call; nothing once it is complete.
 
         Raises DeadlineError, CacheMemoryError, EngineError or whatever else ended it.
@@ -109,7 +110,7 @@ class Ticket:
         events, self._events, self._unread = self._events, [], 0
         return events
 
-    async def __aiter__(self) -> AsyncIterator[list[Event]]:
+    async def __aiter__(self) -> AsyncIterator[list[StreamEvent]]:
         """What ``next`` gives, until all completions are there. Leaving early cancels."""
         try:
             while events := await self.next():
@@ -128,7 +129,7 @@ class Ticket:
         self.fail(error)
         self.cancel()
 
-    def add(self, event: Event) -> None:
+    def add(self, event: StreamEvent) -> None:
         """Without waking the handler."""
         count = len(event.token_ids)
         if event.completion is not None:
@@ -280,13 +281,13 @@ class EngineClient(ABC):
         elif isinstance(message, Lost):
             self.lose(message.reason)
 
-    def _deliver(self, events: Sequence[Event]) -> None:
+    def _deliver(self, events: Sequence[tuple[int, StreamEvent]]) -> None:
         touched: dict[int, Ticket] = {}
-        for event in events:
-            ticket = self._tickets.get(event.ticket)
+        for number, event in events:
+            ticket = self._tickets.get(number)
             if ticket is not None:  # else it was cancelled meanwhile
                 ticket.add(event)
-                touched[event.ticket] = ticket
+                touched[number] = ticket
         for ticket in touched.values():
             ticket.wake()
             if not ticket.open:

@@ -7,11 +7,10 @@ from contextlib import suppress
 from typing import TYPE_CHECKING
 
 from paceline.server.client import EngineClient, Limits
-from paceline.server.desk import Desk
-from paceline.server.records import Facts
+from paceline.server.endpoint import EngineEndpoint
 from paceline.server.security import RequestLimits
 from paceline.server.service import Service
-from paceline.server.wire import WireMessage
+from paceline.server.wire import Facts, WireMessage
 
 if TYPE_CHECKING:
     from paceline.llm import LLM
@@ -23,24 +22,24 @@ class LocalEngine(EngineClient):
     def __init__(self, llm: LLM, limits: Limits | None = None, alias_of: str | None = None) -> None:
         super().__init__(Facts.of(llm), limits)
         self.llm = llm
-        self.desk = Desk(llm, self.limits.max_queue, self._from_engine, alias_of)
+        self.endpoint = EngineEndpoint(llm, self.limits.max_queue, self._from_engine, alias_of)
         self._events: asyncio.AbstractEventLoop | None = None
 
     async def start(self) -> None:
         self._events = asyncio.get_running_loop()
         self._started = True
-        self.desk.start()
+        self.endpoint.loop.start()
 
     @property
     def alive(self) -> bool:
-        return super().alive and self.desk.loop.alive
+        return super().alive and self.endpoint.loop.alive
 
     @property
     def idle(self) -> bool:
-        return super().idle and self.desk.loop.idle
+        return super().idle and self.endpoint.loop.idle
 
     def _post(self, message: WireMessage) -> None:
-        self.desk.handle(message)
+        self.endpoint.handle(message)
 
     def _from_engine(self, message: WireMessage) -> None:
         """On any thread."""
@@ -49,7 +48,7 @@ class LocalEngine(EngineClient):
             self._events.call_soon_threadsafe(self.receive, message)
 
     async def _shut(self) -> None:
-        await asyncio.to_thread(self.desk.stop)
+        await asyncio.to_thread(self.endpoint.stop)
 
 
 def local_service(

@@ -1,7 +1,7 @@
 """The thread that owns the engine, and the jobs that it works on.
 
-    desk.py (other threads)                engine thread
-    reserve, put(job) -------- inbox ----> enqueue, step, step, ...
+    endpoint.py (other threads)            engine thread
+    reserve(job), put(job, requests) ----> enqueue, step, step, ...
     post(StepEvents(events)) <------------ one message a step, for all jobs
 
 Nothing but this thread touches the engine. A job that is cancelled leaves before the next step, and
@@ -15,10 +15,12 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from paceline.engine.recovery import Failure
 from paceline.errors import CacheMemoryError, ConfigError, EngineLostError, PacelineError
+from paceline.request.completion import StreamEvent
 from paceline.server.failures import (
     BusyError,
     DeadlineError,
@@ -27,8 +29,7 @@ from paceline.server.failures import (
     GoneError,
     RequestFailedError,
 )
-from paceline.server.records import Event, completion_of, event_of, logprobs_of
-from paceline.server.wire import Ended, Fault, Lost, StepEvents, WireMessage
+from paceline.server.wire import Ended, Fault, Lost, StepEvents, Submit, WireMessage
 
 if TYPE_CHECKING:
     from paceline.llm import LLM
@@ -43,17 +44,19 @@ _HANGING_SECONDS = 10.0  # that a forward has to fail in, once the model is lost
 
 
 class EngineJob:
-    """The engine's side of a ticket."""
+    """The requests of a ticket: reserved, then prepared, then admitted to the engine.
 
-    def __init__(
-        self, ticket: int, requests: list[Request], seconds: float | None, own: bool, arrived: float
-    ) -> None:
-        """``arrived`` by time.perf_counter; ``seconds`` may be taken from then on."""
-        self.ticket, self.requests, self.own, self.arrived = ticket, requests, own, arrived
-        self.deadline = None if seconds is None else arrived + seconds
-        self.open = list(requests)
-        for request in requests:  # those that never run have waited since then, too
-            request.seq.queued = arrived
+    ``arrived`` by time.perf_counter, from which the seconds of its deadline count.
+    """
+
+    def __init__(self, submit: Submit) -> None:
+        self.ticket, self.own = submit.ticket, submit.own
+        self.count = len(submit.prompts) * submit.params.n
+        self.arrived = time.perf_counter()
+        self.deadline = None if submit.seconds is None else self.arrived + submit.seconds
+        self.requests: list[Request] = []  # once they are prepared
+        self.open: list[Request] = []
+        self.admitted = self.cancelled = False
 
 
 class EngineLoop:
@@ -73,11 +76,9 @@ class EngineLoop:
         self.lost: str | None = None  # why the thread has ended, if that was not asked for
         self._max_queue, self._post = max_queue, post
         self._metrics = metrics
-        self._untold: set[str] = set()  # what the metrics have failed at
-        self._reserved: dict[int, int] = {}  # sequences that are being prepared, by ticket
-        self._inbox: deque[EngineJob] = deque()
-        self._jobs: list[EngineJob] = []
-        self._cancelled: set[int] = set()
+        self._failed_metrics: set[str] = set()
+        self._jobs: dict[int, EngineJob] = {}  # by ticket, in the order of their arrival
+        self._prepared: deque[EngineJob] = deque()
         self._wake = threading.Condition()
         self._stopping = self._closed = False
         self._failures = 0
@@ -100,43 +101,44 @@ class EngineLoop:
     @property
     def waiting(self) -> int:
         """Sequences that have been accepted but do not run yet."""
-        inbox = sum(len(job.requests) for job in list(self._inbox))
-        return len(self.llm.engine.scheduler.waiting) + inbox + sum(list(self._reserved.values()))
+        reserved = sum(job.count for job in list(self._jobs.values()) if not job.admitted)
+        return len(self.llm.engine.scheduler.waiting) + reserved
 
     @property
     def idle(self) -> bool:
-        return not (self._reserved or self._inbox or self._jobs)
+        return not self._jobs
 
-    def reserve(self, ticket: int, count: int) -> None:
-        """A place for so many sequences, while they are prepared.
+    def reserve(self, job: EngineJob) -> None:
+        """Room for its sequences, while they are prepared.
 
         Raises BusyError, GoneError, and ConfigError for more than can ever wait together.
         """
         with self._wake:
-            self._check_capacity(count)
-            self._reserved[ticket] = count
+            self._check_capacity(job.count)
+            self._jobs[job.ticket] = job
 
-    def withdraw(self, ticket: int) -> None:
+    def withdraw(self, job: EngineJob) -> None:
         """Nothing comes of a reservation."""
         with self._wake:
-            self._reserved.pop(ticket, None)
-            self._cancelled.discard(ticket)
+            self._jobs.pop(job.ticket, None)
 
-    def put(self, job: EngineJob) -> None:
-        """The job of a reservation. Raises GoneError."""
+    def put(self, job: EngineJob, requests: list[Request]) -> None:
+        """Its requests are prepared. Raises GoneError."""
         with self._wake:
-            self._reserved.pop(job.ticket, None)
             if self._closed:
                 raise GoneError
-            self._inbox.append(job)
+            job.requests, job.open = requests, list(requests)
+            for request in requests:  # those that never run have waited since then, too
+                request.seq.queued = job.arrived
+            self._prepared.append(job)
             self._wake.notify()
 
     def cancel(self, ticket: int) -> None:
         """It leaves before the next step; unknown or finished ones are ignored."""
         with self._wake:
-            jobs = [*self._inbox, *self._jobs]
-            if ticket in self._reserved or any(job.ticket == ticket for job in jobs):
-                self._cancelled.add(ticket)
+            job = self._jobs.get(ticket)
+            if job is not None:
+                job.cancelled = True
 
     def _check_capacity(self, count: int) -> None:
         if self._closed or self._stopping:
@@ -195,7 +197,7 @@ class EngineLoop:
     def _work(self) -> None:
         while True:
             with self._wake:
-                while not (self._inbox or self._jobs or self._stopping or self._broken):
+                while not (self._admitted or self._prepared or self._stopping or self._broken):
                     self._wake.wait()
                 if self._stopping:
                     return
@@ -206,13 +208,16 @@ class EngineLoop:
             if self.llm.engine.has_work:
                 self._step()
 
+    @property
+    def _admitted(self) -> list[EngineJob]:
+        return [job for job in list(self._jobs.values()) if job.admitted]
+
     def _admit(self) -> None:
-        while self._inbox:
-            with self._wake:  # in one of the two lists whenever another thread looks
-                job = self._inbox.popleft()
-                self._jobs.append(job)
+        while self._prepared:
+            job = self._prepared.popleft()
             self._tell("queued", job.requests)
-            if job.ticket in self._cancelled:
+            job.admitted = True
+            if job.cancelled:
                 continue
             try:
                 self.llm.enqueue(job.requests)
@@ -224,10 +229,10 @@ class EngineLoop:
     def _leave(self) -> None:
         """Those whose time is over, or who are not wanted any more."""
         now = time.perf_counter()
-        for job in list(self._jobs):
+        for job in self._admitted:
             if job.deadline is not None and now > job.deadline:
                 self._drop(job, "deadline", DeadlineError(job.own))
-            elif job.ticket in self._cancelled:
+            elif job.cancelled:
                 self._drop(job, "cancelled", EngineError("cancelled"))
 
     def _step(self) -> None:
@@ -247,14 +252,14 @@ class EngineLoop:
         try:
             getattr(self._metrics, what)(*arguments)
         except Exception as error:
-            if what not in self._untold:  # every step would fill the log
-                self._untold.add(what)
+            if what not in self._failed_metrics:  # every step would fill the log
+                self._failed_metrics.add(what)
                 log.exception("Metrics.%s failed; decoding goes on", what, exc_info=error)
 
     def _publish(self) -> None:
-        events: list[Event] = []
+        events: list[tuple[int, StreamEvent]] = []
         failed: list[tuple[EngineJob, str]] = []
-        for job in list(self._jobs):
+        for job in self._admitted:
             reason = self._collect(job, events)
             if reason is not None:
                 failed.append((job, reason))
@@ -265,29 +270,23 @@ class EngineLoop:
         for job, reason in failed:
             self._drop(job, "error", RequestFailedError(reason))
 
-    def _collect(self, job: EngineJob, events: list[Event]) -> str | None:
+    def _collect(self, job: EngineJob, events: list[tuple[int, StreamEvent]]) -> str | None:
         """What is new of a job; why it failed, if it did."""
         for request in list(job.open):
             completion = request.completion
             if completion is not None and completion.finish_reason == "error":
-                return str(getattr(completion, "error", None) or "the engine failed on it")
-            told, first = False, len(events)
-            while request.events:
-                event = request.events.popleft()
-                told = told or event.completion is not None
-                events.append(event_of(job.ticket, event))
-            if events[first:] and request.prompt_logprobs:
-                events[first].prompt_logprobs = logprobs_of(request.prompt_logprobs)
-                request.prompt_logprobs = []
-            if completion is None:
-                continue
-            if not told:
-                record = completion_of(completion)
-                events.append(Event(job.ticket, request.number, request.index, completion=record))
-            job.open.remove(request)
-            self._tell("finished", request, completion.finish_reason)
-            seconds = completion.stats.decode_seconds
-            self._request_seconds += 0.1 * (seconds - self._request_seconds)
+                return completion.error or "the engine failed on it"
+            new, shown = list(request.events), completion and replace(completion, prompt="")
+            request.events.clear()
+            if completion is not None:
+                if not new:  # it is not streamed
+                    new = [StreamEvent(request.number, request.index, "", [], [])]
+                new[-1] = replace(new[-1], completion=shown)
+                job.open.remove(request)
+                self._tell("finished", request, completion.finish_reason)
+                seconds = completion.stats.decode_seconds
+                self._request_seconds += 0.1 * (seconds - self._request_seconds)
+            events += [(job.ticket, event) for event in new]
         return None
 
     def _drop(self, job: EngineJob, outcome: str, error: Exception) -> None:
@@ -299,10 +298,7 @@ class EngineLoop:
 
     def _forget(self, job: EngineJob) -> None:
         self.llm.release(job.requests)
-        with self._wake:
-            self._cancelled.discard(job.ticket)
-            if job in self._jobs:
-                self._jobs.remove(job)
+        self.withdraw(job)
 
     def _recover(self, error: Exception) -> None:
         """A step failed. Whoever ran is told; the cache is whole again and others go on.
@@ -316,7 +312,7 @@ class EngineLoop:
             self._failures += 1
             log.exception("a step of the engine failed", exc_info=error)
             shown = EngineError("the engine failed on this request; see the server's log")
-        for job in list(self._jobs):
+        for job in self._admitted:
             if any(request.seq.seq_id in running for request in job.open):
                 self._drop(job, "error", shown)
         if self._failures >= MAX_FAILURES:
@@ -331,11 +327,9 @@ class EngineLoop:
             if self._closed:
                 return
             self._closed = True
-            jobs = [*self._jobs, *self._inbox]
+            jobs = list(self._jobs.values())
             self._jobs.clear()
-            self._inbox.clear()
-            reserved = list(self._reserved)
-            self._reserved.clear()
+            self._prepared.clear()
         ending: Exception = DrainingError("the server has shut down")
         if error is not None:
             self.lost = Failure.of(error).message
@@ -350,8 +344,8 @@ class EngineLoop:
             _quietly(self.llm.release, job.requests)
         if self.lost is not None:  # first, so that nobody who is told finds the server alive
             _quietly(self._post, Lost(self.lost))
-        for ticket in [*(job.ticket for job in jobs), *reserved]:
-            _quietly(self._post, Ended(ticket, Fault.of(ending)))
+        for job in jobs:
+            _quietly(self._post, Ended(job.ticket, Fault.of(ending)))
         self._over.set()
 
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import time
 from collections import Counter as Tally
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, Info, generate_latest
@@ -17,9 +17,9 @@ from paceline.core.batch import Commit
 from paceline.engine.clock import PHASES
 
 if TYPE_CHECKING:
+    from paceline.engine.engine import Engine
     from paceline.llm import LLM
     from paceline.request.request import Request
-    from paceline.server.loop import EngineLoop
 
 _FAST = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5)
 _SLOW = (0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 120.0)
@@ -32,94 +32,74 @@ class Metrics:
 
     def __init__(self) -> None:
         self.registry = CollectorRegistry()
-        self._requests()
-        self._engine()
-        self._speculation()
+        self._of_requests()
+        self._of_engine()
+        self._of_speculation()
         self._recent: dict[str, _Recent] = {}
         self._phases = dict.fromkeys(PHASES, 0.0)
         self._before: Tally[str] = Tally()  # sequences of the step before, by drafter
         self._preempted = 0
         self._begun: set[int] = set()
 
-    # -- what there is ---------------------------------------------------------------------------
-
-    def _counter(self, name: str, text: str, labels: Sequence[str] = ()) -> Counter:
+    def _counter(self, name: str, text: str, *labels: str) -> Counter:
         return Counter(f"paceline_{name}", text, labels, registry=self.registry)
 
-    def _gauge(self, name: str, text: str, labels: Sequence[str] = ()) -> Gauge:
+    def _gauge(self, name: str, text: str, *labels: str) -> Gauge:
         return Gauge(f"paceline_{name}", text, labels, registry=self.registry)
 
-    def _histogram(self, name: str, text: str, buckets: Iterable[float]) -> Histogram:
-        return Histogram(f"paceline_{name}", text, buckets=tuple(buckets), registry=self.registry)
+    def _histogram(self, name: str, text: str, buckets: Sequence[float]) -> Histogram:
+        return Histogram(f"paceline_{name}", text, buckets=buckets, registry=self.registry)
 
-    def _requests(self) -> None:
-        self.requests = self._counter(
-            "requests",
-            "Requests that ended, by outcome (stop, length, cancelled, ...).",
-            ["outcome"],
-        )
-        self.prompt_tokens = self._counter("prompt_tokens", "Tokens of prompts.")
-        self.tokens = self._counter("generation_tokens", "Tokens written.")
-        self.queue_time = self._histogram(
-            "queue_seconds", "From arrival to the first step of a request.", _SLOW
-        )
-        self.first_token = self._histogram(
-            "time_to_first_token_seconds", "From arrival to the first token.", _SLOW
-        )
-        self.token_gap = self._histogram(
-            "inter_token_latency_seconds",
-            "Time between deliveries, divided by the tokens delivered together.",
-            _FAST,
-        )
-        self.request_time = self._histogram(
-            "request_seconds", "From arrival to the last token.", _SLOW
-        )
+    def _of_requests(self) -> None:
+        counter, histogram = self._counter, self._histogram
+        outcomes = "Requests that ended, by outcome (stop, length, cancelled, ...)."
+        self.requests = counter("requests", outcomes, "outcome")
+        self.prompt_tokens = counter("prompt_tokens", "Tokens of prompts.")
+        self.tokens = counter("generation_tokens", "Tokens written.")
+        queued = "From arrival to the first step of a request."
+        self.queue_time = histogram("queue_seconds", queued, _SLOW)
+        first = "From arrival to the first token."
+        self.first_token = histogram("time_to_first_token_seconds", first, _SLOW)
+        gap = "Time between deliveries, divided by the tokens delivered together."
+        self.token_gap = histogram("inter_token_latency_seconds", gap, _FAST)
+        last = "From arrival to the last token."
+        self.request_time = histogram("request_seconds", last, _SLOW)
 
-    def _engine(self) -> None:
+    def _of_engine(self) -> None:
         self.running = self._gauge("requests_running", "Sequences being decoded.")
         self.waiting = self._gauge("requests_waiting", "Sequences that wait for room.")
         self.cache_usage = self._gauge("cache_usage_ratio", "Cache blocks in use, as a share.")
         # Labels as the Kubernetes inference gateway reads them, whatever the device is.
-        self.cache_config = Info(
-            "paceline_cache_config", "How the cache is laid out.", registry=self.registry
-        )
+        laid_out = "How the cache is laid out."
+        self.cache_config = Info("paceline_cache_config", laid_out, registry=self.registry)
         self.batch = self._histogram("batch_size", "Sequences of a step.", _SIZES)
-        self.prefix_hits = self._counter(
-            "prefix_cache_hit_tokens", "Tokens of prompts that were cached already."
-        )
-        self.preemptions = self._counter(
-            "preemptions", "Sequences that had to give up their cache."
-        )
+        hits = "Tokens of prompts that were cached already."
+        self.prefix_hits = self._counter("prefix_cache_hit_tokens", hits)
+        gave_up = "Sequences that had to give up their cache."
+        self.preemptions = self._counter("preemptions", gave_up)
 
-    def _speculation(self) -> None:
-        own = ["drafter"]
-        at = ["drafter", "position"]
-        name = "spec_decode_"
-        self.drafts = self._counter(f"{name}num_drafts", "Drafts verified.", own)
-        self.drafted = self._counter(f"{name}num_draft_tokens", "Tokens drafted.", own)
-        self.accepted = self._counter(f"{name}num_accepted_tokens", "Draft tokens accepted.", own)
-        self.drafted_at = self._counter(
-            f"{name}num_draft_tokens_per_pos", "Drafts that had a token to try at a position.", at
-        )
-        self.accepted_at = self._counter(
-            f"{name}num_accepted_tokens_per_pos", "Draft tokens accepted at a position.", at
-        )
-        self.acceptance = self._gauge(
-            f"{name}acceptance_rate", "Accepted by drafted tokens, of the last drafts.", own
-        )
-        self.mean_length = self._gauge(
-            f"{name}mean_accepted_length",
-            "Tokens a target step, its own included, of the last steps.",
-            own,
-        )
-        self.draft_length = self._gauge(
-            f"{name}draft_length", "Levels drafted in the last step, mean over its sequences.", own
-        )
-        self.phase_seconds = self._counter(
-            "step_seconds",
-            "Seconds of steps, by phase; shared among a step's drafters.",
-            ["phase", "drafter"],
-        )
+    def _of_speculation(self) -> None:
+        def counter(name: str, text: str, *labels: str) -> Counter:
+            return self._counter(f"spec_decode_{name}", text, "drafter", *labels)
+
+        def gauge(name: str, text: str) -> Gauge:
+            return self._gauge(f"spec_decode_{name}", text, "drafter")
+
+        self.drafts = counter("num_drafts", "Drafts verified.")
+        self.drafted = counter("num_draft_tokens", "Tokens drafted.")
+        self.accepted = counter("num_accepted_tokens", "Draft tokens accepted.")
+        text = "Drafts that had a token to try at a position."
+        self.drafted_at = counter("num_draft_tokens_per_pos", text, "position")
+        text = "Draft tokens accepted at a position."
+        self.accepted_at = counter("num_accepted_tokens_per_pos", text, "position")
+        text = "Accepted by drafted tokens, of the last drafts."
+        self.acceptance = gauge("acceptance_rate", text)
+        text = "Tokens a target step, its own included, of the last steps."
+        self.mean_length = gauge("mean_accepted_length", text)
+        text = "Levels drafted in the last step, mean over its sequences."
+        self.draft_length = gauge("draft_length", text)
+        text = "Seconds of steps, by phase; shared among a step's drafters."
+        self.phase_seconds = self._counter("step_seconds", text, "phase", "drafter")
 
     # -- the engine thread ---------------------------------------------------------------------
 
@@ -196,14 +176,12 @@ class Metrics:
 
     # -- scraping --------------------------------------------------------------------------------
 
-    def watch(self, loop: EngineLoop) -> None:
-        """Let the gauges read a loop's state whenever they are scraped."""
-        engine = loop.llm.engine
-        pool = engine.cache.pool
+    def watch(self, engine: Engine, waiting: Callable[[], int]) -> None:
+        """Let the gauges read the state of an engine whenever they are scraped."""
+        cache, pool = engine.cache, engine.cache.pool
         self.running.set_function(lambda: len(engine.scheduler.running))
-        self.waiting.set_function(lambda: loop.waiting)
+        self.waiting.set_function(waiting)
         self.cache_usage.set_function(lambda: 1 - pool.available / pool.total)
-        cache = engine.cache
         self.cache_config.info(
             {
                 "block_size": str(cache.block_size),

@@ -16,11 +16,10 @@ from contextlib import contextmanager, suppress
 from typing import TYPE_CHECKING
 
 from paceline.errors import EngineLostError, PacelineError
-from paceline.server.wire import REPLIES, Failed, Hello, LoadModel, framed, read_message
+from paceline.server.wire import REPLIES, Facts, Failed, Hello, LoadModel, framed, read_message
 
 if TYPE_CHECKING:
     from paceline.server.config import ServeConfig
-    from paceline.server.records import Facts
 
 # The folder that it is started in must not lend it modules.
 _START = (

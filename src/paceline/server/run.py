@@ -24,10 +24,10 @@ import uvicorn
 from paceline.errors import EngineLostError, PacelineError
 from paceline.server.app import create_app
 from paceline.server.client import EngineClient, Limits
-from paceline.server.records import Facts
 from paceline.server.requestlog import Exchange
 from paceline.server.security import Keys, RequestLimits, Security, is_loopback
 from paceline.server.service import Service
+from paceline.server.wire import Facts
 
 if TYPE_CHECKING:
     from paceline.server.config import ServeConfig

@@ -11,19 +11,15 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from paceline.server.errors import APIError, check_text
-from paceline.server.failures import ClientGoneError
 from paceline.server.requestlog import charge
 from paceline.server.security import RequestLimits
 
 if TYPE_CHECKING:
-    from fastapi import Request as HTTPRequest
-    from starlette.types import Receive
     from transformers import PreTrainedTokenizerFast
 
     from paceline.core.params import SamplingParams
     from paceline.request.defaults import SamplingDefaults
     from paceline.server.client import EngineClient, Ticket
-    from paceline.server.records import CompletionRecord
 
 log = logging.getLogger("paceline.server")
 
@@ -112,26 +108,3 @@ class Service:
             for prompt in prompts:
                 log.info("prompt %s", json.dumps(self.tokenizer.decode(prompt)))
         return ticket
-
-
-async def leave_with_client(receive: Receive, ticket: Ticket) -> None:
-    """Cancel a ticket as soon as its client closes the connection; the request has been read."""
-    while (await receive())["type"] != "http.disconnect":
-        pass
-    ticket.fail(ClientGoneError("the client has gone"))
-    ticket.cancel()
-
-
-async def gather(ticket: Ticket, http: HTTPRequest) -> list[CompletionRecord]:
-    """All completions of a ticket, in order; cancels them if the client goes away meanwhile."""
-    watcher = asyncio.create_task(leave_with_client(http.receive, ticket))
-    found: dict[tuple[int, int], CompletionRecord] = {}
-    try:
-        while events := await ticket.next():
-            for event in events:
-                if event.completion is not None:
-                    found[event.request, event.index] = event.completion
-    finally:
-        watcher.cancel()
-        ticket.cancel()
-    return [found[place] for place in sorted(found)]

@@ -8,7 +8,9 @@ from __future__ import annotations
 import asyncio
 import logging
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import AsyncIterator, Sequence
+from contextlib import asynccontextmanager
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any, ClassVar
 
 import msgspec
@@ -17,13 +19,12 @@ from fastapi.responses import JSONResponse, Response
 
 from paceline.server.errors import APIError, as_api_error, error_body
 from paceline.server.failures import ClientGoneError
-from paceline.server.service import gather, leave_with_client
 
 if TYPE_CHECKING:
     from starlette.types import Receive, Scope, Send
 
+    from paceline.request.completion import StreamEvent
     from paceline.server.client import Ticket
-    from paceline.server.records import CompletionRecord, Event
 
 log = logging.getLogger("paceline.server")
 
@@ -40,11 +41,11 @@ class Answer(ABC):
     named: ClassVar[bool] = False
 
     @abstractmethod
-    def whole(self, completions: Sequence[CompletionRecord]) -> Chunk:
-        """All of it at once; the completions of every prompt, one after the other."""
+    def whole(self, events: Sequence[StreamEvent]) -> Chunk:
+        """All of it at once: every text is one event, those of a prompt one after the other."""
 
     @abstractmethod
-    def feed(self, event: Event) -> Sequence[Chunk]:
+    def feed(self, event: StreamEvent) -> Sequence[Chunk]:
         """What a step has added. Nothing goes out before there is some output."""
 
     @abstractmethod
@@ -62,7 +63,44 @@ async def respond_with(
     """The response of a handler that has got its ticket."""
     if streams:
         return EventStream(answer, ticket)
-    return JSONResponse(answer.whole(await gather(ticket, http)))
+    whole: list[StreamEvent] = []
+    async with _attended(ticket, http.receive):
+        async for events in ticket:
+            whole += map(_whole, events)
+    return JSONResponse(answer.whole(sorted(whole, key=lambda event: (event.request, event.index))))
+
+
+def _whole(event: StreamEvent) -> StreamEvent:
+    """The only event of a text that is not streamed, with all that its completion has."""
+    done = event.completion
+    assert done is not None
+    return replace(
+        event,
+        text=done.text,
+        token_ids=done.token_ids,
+        from_draft=done.draft_mask,
+        logprobs=done.logprobs,
+        prompt_logprobs=done.prompt_logprobs,
+    )
+
+
+@asynccontextmanager
+async def _attended(ticket: Ticket, receive: Receive) -> AsyncIterator[None]:
+    """Cancel a ticket that nobody reads any more: after the block, or when the client has closed
+    the connection, whose request has been read."""
+
+    async def leave_with_client() -> None:
+        while (await receive())["type"] != "http.disconnect":
+            pass
+        ticket.fail(ClientGoneError("the client has gone"))
+        ticket.cancel()
+
+    watcher = asyncio.create_task(leave_with_client())
+    try:
+        yield
+    finally:
+        watcher.cancel()
+        ticket.cancel()
 
 
 class EventStream(Response):
@@ -77,8 +115,7 @@ class EventStream(Response):
         self.init_headers({"Cache-Control": "no-cache", "X-Accel-Buffering": "no"})
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        watcher = asyncio.create_task(leave_with_client(receive, self._ticket))
-        try:
+        async with _attended(self._ticket, receive):
             await send(
                 {
                     "type": "http.response.start",
@@ -87,9 +124,6 @@ class EventStream(Response):
                 }
             )
             await self._write(send)
-        finally:
-            watcher.cancel()
-            self._ticket.cancel()
 
     async def _write(self, send: Send) -> None:
         answer, ticket = self._answer, self._ticket

@@ -127,7 +127,7 @@ def _times(ticket: Ticket) -> Iterator[tuple[float, float | None]]:
     """Of each completion: to its first token, and between the others."""
     for done in ticket.done:
         first, rest = done.stats.time_to_first_token, len(done.token_ids) - 1
-        yield first, (done.stats.seconds - first) / rest if rest > 0 else None
+        yield first, (done.stats.arrivals[-1][0] - first) / rest if rest > 0 else None
 
 
 def _attributes(tickets: list[Ticket]) -> dict[str, Any]:

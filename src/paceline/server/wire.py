@@ -16,30 +16,34 @@ On a socket every message is four bytes of length and MessagePack. Nothing is ev
 
 from __future__ import annotations
 
+import asyncio
 import socket
 import struct
-from collections.abc import Iterator
+from typing import TYPE_CHECKING
 
 import msgspec
 
 from paceline import errors
 from paceline.core.params import SamplingParams
 from paceline.errors import PacelineError
+from paceline.request.completion import StreamEvent
+from paceline.request.defaults import SamplingDefaults
+from paceline.request.door import ContextBudget
 from paceline.server import failures
 from paceline.server.config import ServeConfig
-from paceline.server.failures import BusyError, DeadlineError, GoneError
-from paceline.server.records import Event, Facts, WireRecord
+
+if TYPE_CHECKING:
+    from paceline.llm import LLM
 
 _HEAD = struct.Struct("<I")
 
 
-class Fault(WireRecord):
+class Fault(msgspec.Struct):
     """An error by its class's name; errors that we did not foresee lose theirs."""
 
     name: str
     message: str
-    retry_after: int = 0
-    own: bool = False
+    details: dict[str, int | bool] = {}
 
     @classmethod
     def of(cls, error: BaseException) -> Fault:
@@ -47,23 +51,45 @@ class Fault(WireRecord):
             return cls("EngineError", "the engine failed on this request; see the server's log")
         # A message may quote what a client sent, and half a surrogate pair cannot be encoded.
         message = str(error).encode("utf-8", "replace").decode("utf-8")
-        retry_after = error.retry_after if isinstance(error, BusyError) else 0
-        own = error.own if isinstance(error, DeadlineError) else False
-        return cls(type(error).__name__, message, retry_after, own)
+        details = {name: value for name, value in vars(error).items() if isinstance(value, int)}
+        return cls(type(error).__name__, message, details)
 
     def error(self) -> PacelineError:
         """The error again; a class that is not known here becomes the base of all."""
-        if self.name == "BusyError":
-            return BusyError(self.message, self.retry_after)
-        if self.name == "DeadlineError":
-            return DeadlineError(self.own)
-        if self.name == "GoneError":
-            return GoneError()
-        for home in (failures, errors):
-            kind = getattr(home, self.name, None)
-            if isinstance(kind, type) and issubclass(kind, PacelineError):
-                return kind(self.message)
-        return PacelineError(self.message)
+        kind = getattr(failures, self.name, None) or getattr(errors, self.name, None)
+        if not (isinstance(kind, type) and issubclass(kind, PacelineError)):
+            kind = PacelineError
+        error = kind.__new__(kind, self.message)  # classes write their messages in different ways
+        vars(error).update(self.details)
+        return error
+
+
+class Facts(msgspec.Struct):
+    """What there is to know of an engine by those who do not hold it."""
+
+    context_budget: ContextBudget
+    drafters: tuple[str, ...]
+    dtype: str
+    device: str
+    backend: str
+    notes: tuple[str, ...] = ()
+    max_batch_size: int = 1
+    sampling: SamplingDefaults = SamplingDefaults()
+    drafts: tuple[str, ...] = ()  # the specs of the drafters
+
+    @classmethod
+    def of(cls, llm: LLM) -> Facts:
+        return cls(
+            llm.context_budget,
+            tuple(llm.drafters),
+            str(llm.target.dtype).removeprefix("torch."),
+            str(llm.target.device),
+            llm.target.backend_reason,
+            tuple(llm.notes),
+            llm.engine.scheduler.config.max_batch_size,
+            llm.sampling_defaults,
+            tuple(llm.drafts),
+        )
 
 
 class WireMessage(msgspec.Struct, array_like=True, gc=False, tag=True):
@@ -111,7 +137,12 @@ class Accepted(WireMessage):
 
 
 class StepEvents(WireMessage):
-    events: list[Event]
+    """What a step added, with the tickets that it is for.
+
+    An answer that is not streamed has one event a text, its completion. Prompts are not sent back.
+    """
+
+    events: list[tuple[int, StreamEvent]]
 
 
 class Ended(WireMessage):
@@ -148,43 +179,23 @@ def framed(message: WireMessage) -> bytes:
     return bytes(buffer)
 
 
-class Frames:
-    """Bytes as they come to whole messages."""
-
-    def __init__(self) -> None:
-        self._rest = bytearray()
-
-    def feed(self, data: bytes) -> Iterator[bytes]:
-        """The messages that are complete now."""
-        self._rest += data
-        while len(self._rest) >= _HEAD.size:
-            (length,) = _HEAD.unpack_from(self._rest)
-            end = _HEAD.size + length
-            if len(self._rest) < end:
-                return
-            body = bytes(self._rest[_HEAD.size : end])
-            del self._rest[:end]
-            yield body
-
-
 def read_message(connection: socket.socket) -> bytes | None:
     """One message, waited for; None once the other end has gone."""
-    head = _read(connection, _HEAD.size)
-    if head is None:
+    try:
+        head = connection.recv(_HEAD.size, socket.MSG_WAITALL)
+        if len(head) < _HEAD.size:
+            return None
+        (length,) = _HEAD.unpack(head)
+        body = connection.recv(length, socket.MSG_WAITALL)
+    except ConnectionError:
         return None
-    (length,) = _HEAD.unpack(head)
-    return _read(connection, length)
+    return body if len(body) == length else None
 
 
-def _read(connection: socket.socket, count: int) -> bytes | None:
-    data = bytearray(count)
-    view, at = memoryview(data), 0
-    while at < count:
-        try:
-            got = connection.recv_into(view[at:])
-        except ConnectionError:
-            return None
-        if not got:
-            return None
-        at += got
-    return bytes(data)
+async def next_message(stream: asyncio.StreamReader) -> bytes | None:
+    """The same on an event loop."""
+    try:
+        (length,) = _HEAD.unpack(await stream.readexactly(_HEAD.size))
+        return await stream.readexactly(length)
+    except (asyncio.IncompleteReadError, ConnectionError):
+        return None

@@ -7,7 +7,8 @@ from dataclasses import dataclass
 
 import torch
 
-from paceline.core.batch import Check, TokenLogprob
+from paceline.core.batch import Check
+from paceline.core.params import TokenLogprob
 from paceline.core.ranking import top
 from paceline.verify.layout import layout_of
 

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 import torch
 
-from paceline.core.batch import TokenLogprob
+from paceline.core.params import TokenLogprob
 from paceline.core.ranking import top
 from paceline.core.transfer import to_device
 

@@ -3,22 +3,18 @@
 from __future__ import annotations
 
 import uuid
+from abc import abstractmethod
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
-from paceline.server.api.choices import (
-    Origins,
-    agreement,
-    prompt_entry,
-    speculation_stats,
-    usage,
-)
+from paceline.server.api.choices import Origins, agreement, finish_reason, prompt_entry
 from paceline.server.api.protocol import Generation, Speculation
 from paceline.server.sse import Answer, Chunk
 
 if TYPE_CHECKING:
+    from paceline.core.params import TokenLogprob
+    from paceline.request.completion import Completion, StreamEvent
     from paceline.server.client import Ticket
-    from paceline.server.records import CompletionRecord, Event, LogprobRecord
     from paceline.server.service import Service
 
 
@@ -31,112 +27,123 @@ class OpenAIAnswer(Answer):
         body: Generation,
         ticket: Ticket,
         prompts: Sequence[list[int]],
-        visible: bool = False,
+        visible: bool,
+        names: tuple[str, str],
     ) -> None:
-        """``visible``: special tokens are part of the text."""
+        """``visible``: special tokens are part of the text. ``names``: what the id begins with, and
+        the kind of object."""
         self._service, self._ticket, self._generation = service, ticket, body
         self._tokenizer, self._prompts, self._visible = service.tokenizer, prompts, visible
         self._n = ticket.count // len(prompts)
         self._prompt_tokens = sum(map(len, prompts))
         self._speculation = body.speculation or Speculation()
-        self._id = body.request_id or uuid.uuid4().hex
-        self._created = service.now()
-        # of a stream
-        self._sources: dict[int, Origins] = {}
+        self._header = {
+            "id": f"{names[0]}-{body.request_id or uuid.uuid4().hex}",
+            "object": names[1],
+            "created": service.now(),
+            "model": service.model,
+        }
+        self._origins: dict[int, Origins] = {}
         self._begun: set[int] = set()
-        self._done: dict[int, CompletionRecord] = {}
+        self._done: dict[int, Completion] = {}
         self._written = 0
 
-    def _frame(self, prefix: str, kind: str) -> Chunk:
-        return {
-            "id": f"{prefix}-{self._id}",
-            "object": kind,
-            "created": self._created,
-            "model": self._service.model,
-        }
-
-    def _place(self, event: Event) -> int:
+    def _index(self, event: StreamEvent) -> int:
         """The choice that an event belongs to; counts its tokens."""
-        place = event.request * self._n + event.index
+        index = event.request * self._n + event.index
         self._written += len(event.token_ids)
         if event.completion is not None:
-            self._done[place] = event.completion
-        return place
+            self._done[index] = event.completion
+        return index
 
-    def _more(
-        self,
-        place: int,
-        tokens: Sequence[int],
-        drafted: Sequence[bool],
-        logprobs: Sequence[LogprobRecord] | None,
-        reason: str | None,
-    ) -> dict[str, Any]:
+    def _of_tokens(self, index: int, event: StreamEvent) -> dict[str, Any]:
         """What a choice says of its tokens, if the request wants it."""
-        more: dict[str, Any] = {}
+        fields: dict[str, Any] = {}
         if self._speculation.tokens:
-            if place not in self._sources:
-                prompt = self._prompts[place // self._n]
-                self._sources[place] = Origins(self._tokenizer, prompt, self._visible)
-            more["tokens"] = self._sources[place].records(tokens, drafted, logprobs, reason)
+            if index not in self._origins:
+                prompt = self._prompts[index // self._n]
+                self._origins[index] = Origins(self._tokenizer, prompt, self._visible)
+            fields["tokens"] = self._origins[index].records(
+                event.token_ids, event.from_draft, event.logprobs, finish_reason(event)
+            )
         if self._generation.return_token_ids:
-            more["token_ids"] = list(tokens)
-        return more
+            fields["token_ids"] = event.token_ids
+        return fields
 
-    def _more_of(self, place: int, done: CompletionRecord) -> dict[str, Any]:
-        return self._more(place, done.token_ids, done.draft_mask, done.logprobs, done.finish_reason)
-
-    def _more_of_event(self, place: int, event: Event) -> dict[str, Any]:
-        reason = None if event.completion is None else event.completion.finish_reason
-        return self._more(place, event.token_ids, event.from_draft, event.logprobs, reason)
-
-    def _usage(self, completions: Sequence[CompletionRecord]) -> dict[str, Any]:
-        counts = usage(self._prompt_tokens, completions, self._n)
-        expected = self._ticket.params.prediction
-        if expected:
-            agreed = sum(agreement(x.token_ids, x.draft_mask, expected) for x in completions)
-            counts["completion_tokens_details"] = {
-                "accepted_prediction_tokens": agreed,
-                "rejected_prediction_tokens": len(completions) * len(expected) - agreed,
-            }
-        return counts
-
-    def _prompt_scores(self, entries: Sequence[LogprobRecord] | None) -> dict[str, Any]:
+    def _prompt_scores(self, entries: Sequence[TokenLogprob] | None) -> dict[str, Any]:
         """The prompt's log-probabilities as vLLM shows them, if the request wants them."""
         if self._generation.prompt_logprobs is None:
             return {}
         shown = [prompt_entry(self._tokenizer, entry) for entry in entries or ()]
         return {"prompt_logprobs": [None, *shown]}
 
-    def _totals(self, completions: Sequence[CompletionRecord]) -> Chunk:
-        """What a whole answer says after its choices."""
-        totals: Chunk = {"usage": self._usage(completions)}
+    # -- the whole -----------------------------------------------------------------------------
+
+    def whole(self, events: Sequence[StreamEvent]) -> Chunk:
+        return {**self._header, **self._choices(events), **self._totals(counts=True)}
+
+    @abstractmethod
+    def _choices(self, events: Sequence[StreamEvent]) -> Chunk:
+        """``choices``, and what else is said of a whole answer."""
+
+    def _totals(self, counts: bool) -> Chunk:
+        """What is said of all choices together, of their tokens if ``counts``."""
+        completions = [self._done[index] for index in sorted(self._done)]
+        totals: Chunk = {}
         if self._speculation.stats:
-            totals["speculation"] = self._stats(completions)
+            totals["speculation"] = [
+                {
+                    "drafter": self._ticket.drafter,
+                    **{name: getattr(done.stats, name) for name in _SHOWN_STATS},
+                    "lossy": done.lossy,
+                }
+                for done in completions
+            ]
+        if counts:
+            totals["usage"] = self._usage(completions)
         return totals
 
-    def _stats(self, completions: Sequence[CompletionRecord]) -> list[dict[str, Any]]:
-        return [speculation_stats(found, self._ticket.drafter) for found in completions]
+    def _usage(self, completions: Sequence[Completion]) -> dict[str, Any]:
+        """A prompt counts once, however many completions it has."""
+        usage = self._counts(sum(len(done.token_ids) for done in completions))
+        cached = sum(done.stats.cached_tokens for done in completions[:: self._n])
+        usage["prompt_tokens_details"] = {"cached_tokens": cached}
+        expected = self._ticket.params.prediction
+        if expected:
+            agreed = sum(agreement(x.token_ids, x.draft_mask, expected) for x in completions)
+            usage["completion_tokens_details"] = {
+                "accepted_prediction_tokens": agreed,
+                "rejected_prediction_tokens": len(completions) * len(expected) - agreed,
+            }
+        return usage
+
+    def _counts(self, written: int) -> dict[str, Any]:
+        return {
+            "prompt_tokens": self._prompt_tokens,
+            "completion_tokens": written,
+            "total_tokens": self._prompt_tokens + written,
+        }
 
     # -- streaming -----------------------------------------------------------------------------
 
-    def _chunk(self, frame: Chunk, choice: dict[str, Any]) -> Chunk:
-        chunk = {**frame, "choices": [choice]}
+    def _chunk(self, choice: dict[str, Any]) -> Chunk:
+        chunk = {**self._header, "choices": [choice]}
         if self._generation.counts_on:
-            chunk["usage"] = {
-                "prompt_tokens": self._prompt_tokens,
-                "completion_tokens": self._written,
-                "total_tokens": self._prompt_tokens + self._written,
-            }
+            chunk["usage"] = self._counts(self._written)
         elif self._generation.counts:
             chunk["usage"] = None
         return chunk
 
-    def _tails(self, frame: Chunk) -> list[Chunk]:
-        """What follows the last choice."""
-        completions = [self._done[place] for place in sorted(self._done)]
-        tails: list[Chunk] = []
-        if self._speculation.stats:
-            tails.append({**frame, "choices": [], "speculation": self._stats(completions)})
-        if self._generation.counts:
-            tails.append({**frame, "choices": [], "usage": self._usage(completions)})
-        return tails
+    def closing(self) -> list[Chunk]:
+        totals = self._totals(self._generation.counts)
+        return [{**self._header, "choices": [], name: value} for name, value in totals.items()]
+
+
+_SHOWN_STATS = (
+    "drafted_tokens",
+    "accepted_tokens",
+    "acceptance_rate",
+    "mean_accepted_length",
+    "acceptance_per_position",
+    "target_steps",
+)

@@ -12,12 +12,12 @@ from typing import Any, ClassVar
 
 from pydantic import BeforeValidator, ValidationError
 
-from paceline.server.api.choices import seen, token_record
+from paceline.request.completion import Completion, StreamEvent
+from paceline.server.api.choices import token_records
 from paceline.server.api.dialogue import Dialogue
 from paceline.server.api.protocol import ChatRequest, Generation
 from paceline.server.api.tool_stream import Delta
 from paceline.server.errors import invalid
-from paceline.server.records import CompletionRecord, Event
 from paceline.server.requestlog import note
 from paceline.server.sse import Answer, Chunk
 
@@ -32,16 +32,17 @@ class BlocksAnswer(Answer):
         self._reader = dialogue.reader()
         self._blocks: list[dict[str, Any]] = []
         self._open = self._begun = False
-        self._done: CompletionRecord | None = None
+        self._done: Completion | None = None
         self._reason: str | None = None  # of the end
 
-    def feed(self, event: Event) -> list[Chunk]:
+    def feed(self, event: StreamEvent) -> list[Chunk]:
         deltas, done = self._reader.feed(event.text), event.completion
         if done is not None:
             self._done = done
             rest, self._reason = self._reader.finish(done.finish_reason)
             deltas = [*deltas, *rest]
-        logprobs = self._logprobs(event, done)
+        logged = self._dialogue.body.logprobs
+        logprobs = token_records(self._service.tokenizer, event) if logged else []
         chunks: list[Chunk] = []
         for delta in deltas:
             chunks += self._grow(delta, logprobs)
@@ -56,14 +57,6 @@ class BlocksAnswer(Answer):
             return []
         self._begun = True
         return self._opening()
-
-    def _logprobs(self, event: Event, done: CompletionRecord | None) -> list[dict[str, Any]]:
-        """Those of the tokens of a step, which go with its text."""
-        if not self._dialogue.body.logprobs or event.logprobs is None:
-            return []
-        tokenizer = self._service.tokenizer
-        entries = seen(tokenizer, event.logprobs, None if done is None else done.finish_reason)
-        return [token_record(tokenizer, entry) for entry in entries]
 
     def _grow(self, delta: Delta, logprobs: list[dict[str, Any]]) -> list[Chunk]:
         chunks: list[Chunk] = []
@@ -93,9 +86,8 @@ class BlocksAnswer(Answer):
         self._open = False
         return self._ended(self._blocks[-1], cut=self._reason == "length")
 
-    def whole(self, completions: Sequence[CompletionRecord]) -> Chunk:
-        done = completions[0]
-        self.feed(Event(0, 0, 0, done.text, completion=done, logprobs=done.logprobs))
+    def whole(self, events: Sequence[StreamEvent]) -> Chunk:
+        self.feed(events[0])
         return self._result()
 
     # -- the words of an API -------------------------------------------------------------------

@@ -9,12 +9,12 @@ from fastapi import APIRouter
 from fastapi import Request as HTTPRequest
 from fastapi.responses import Response
 
+from paceline.request.completion import StreamEvent
 from paceline.server.api.answers import OpenAIAnswer
-from paceline.server.api.choices import seen, token_record
+from paceline.server.api.choices import finish_reason, token_records
 from paceline.server.api.dialogue import Dialogue
 from paceline.server.api.protocol import ChatRequest
 from paceline.server.api.tool_stream import AnswerStream, Delta, message_of
-from paceline.server.records import CompletionRecord, Event, LogprobRecord
 from paceline.server.service import Service
 from paceline.server.sse import Chunk, respond_with
 
@@ -36,31 +36,31 @@ class ChatAnswer(OpenAIAnswer):
     def __init__(self, dialogue: Dialogue) -> None:
         body = dialogue.body
         visible = bool(body.shown_tools) or not body.skip_special_tokens
-        super().__init__(
-            dialogue.service, body, dialogue.ticket, [dialogue.prompt], visible=visible
-        )
+        kind = "chat.completion.chunk" if body.stream else "chat.completion"
+        prompts, names = [dialogue.prompt], ("chatcmpl", kind)
+        super().__init__(dialogue.service, body, dialogue.ticket, prompts, visible, names)
         self._dialogue, self._body = dialogue, body
         self._streams: dict[int, AnswerStream] = {}
 
-    def whole(self, completions: Sequence[CompletionRecord]) -> Chunk:
+    def _choices(self, events: Sequence[StreamEvent]) -> Chunk:
         choices = []
-        for index, done in enumerate(completions):
-            message, reason = message_of(self._dialogue.reader(), done.text, done.finish_reason)
+        for event in events:
+            index, reason = self._index(event), finish_reason(event) or ""
+            message, reason = message_of(self._dialogue.reader(), event.text, reason)
             message, reason = self._as_asked(message, reason)
             choices.append(
                 {
                     "index": index,
                     "message": {"role": "assistant", "refusal": None, **message},
-                    "logprobs": self._logprobs(done.logprobs, done.finish_reason),
+                    "logprobs": self._logprobs(event),
                     "finish_reason": reason,
-                    **self._more_of(index, done),
+                    **self._of_tokens(index, event),
                 }
             )
-        answer = {**self._frame("chatcmpl", "chat.completion"), "choices": choices}
-        answer |= self._prompt_scores(completions[0].prompt_logprobs)
+        answer = {"choices": choices, **self._prompt_scores(events[0].prompt_logprobs)}
         if self._body.return_token_ids:
             answer["prompt_token_ids"] = self._dialogue.prompt
-        return {**answer, **self._totals(completions)}
+        return answer
 
     def _as_asked(self, said: Delta, reason: str) -> tuple[Delta, str]:
         """Who has offered functions hears of a function call, not of tools."""
@@ -72,45 +72,35 @@ class ChatAnswer(OpenAIAnswer):
             said["function_call"] = calls[0]["function"]
         return said, "function_call" if reason == "tool_calls" else reason
 
-    def _logprobs(
-        self, entries: Sequence[LogprobRecord] | None, reason: str | None
-    ) -> dict[str, Any] | None:
-        if not self._body.logprobs or entries is None:
+    def _logprobs(self, event: StreamEvent) -> dict[str, Any] | None:
+        if not self._body.logprobs or event.logprobs is None:
             return None
-        shown = seen(self._tokenizer, entries, reason)
-        return {"content": [token_record(self._tokenizer, e) for e in shown], "refusal": None}
+        return {"content": token_records(self._tokenizer, event), "refusal": None}
 
     # -- streaming -----------------------------------------------------------------------------
 
-    def feed(self, event: Event) -> list[Chunk]:
-        place, ended = self._place(event), None
-        stream = self._streams.setdefault(place, self._dialogue.reader())
+    def feed(self, event: StreamEvent) -> list[Chunk]:
+        index, ended = self._index(event), None
+        stream = self._streams.setdefault(index, self._dialogue.reader())
         deltas = stream.feed(event.text)
-        done = event.completion
-        if done is not None:
-            rest, ended = stream.finish(done.finish_reason)
+        if event.completion is not None:
+            rest, ended = stream.finish(event.completion.finish_reason)
             deltas = [*deltas, *rest]
-        reason = None if done is None else done.finish_reason
-        logprobs, more = self._logprobs(event.logprobs, reason), self._more_of_event(place, event)
-        shown = [self._as_asked(delta, "")[0] for delta in deltas]
-        choices = [self._choice(place, delta) for delta in shown]
+        logprobs, more = self._logprobs(event), self._of_tokens(index, event)
+        choices = [self._choice(index, self._as_asked(delta, "")[0]) for delta in deltas]
         if not choices and (more or (logprobs and logprobs["content"])):
-            choices.append(self._choice(place, {}))
+            choices.append(self._choice(index, {}))
         if choices:
             choices[-1] |= {"logprobs": logprobs, **more}
         if ended is not None:
-            choices.append(self._choice(place, {}, self._as_asked({}, ended)[1]))
-        if choices and place not in self._begun:
-            self._begun.add(place)
-            choices.insert(0, self._choice(place, {"role": "assistant", "content": ""}))
-        frame = self._frame("chatcmpl", "chat.completion.chunk")
-        chunks = [self._chunk(frame, choice) for choice in choices]
-        if event.prompt_logprobs is not None and chunks and place == 0:
+            choices.append(self._choice(index, {}, self._as_asked({}, ended)[1]))
+        if choices and index not in self._begun:
+            self._begun.add(index)
+            choices.insert(0, self._choice(index, {"role": "assistant", "content": ""}))
+        chunks = [self._chunk(choice) for choice in choices]
+        if event.prompt_logprobs is not None and chunks and index == 0:
             chunks[0] |= self._prompt_scores(event.prompt_logprobs)
         return chunks
 
-    def _choice(self, place: int, delta: Delta, reason: str | None = None) -> dict[str, Any]:
-        return {"index": place, "delta": delta, "logprobs": None, "finish_reason": reason}
-
-    def closing(self) -> list[Chunk]:
-        return self._tails(self._frame("chatcmpl", "chat.completion.chunk"))
+    def _choice(self, index: int, delta: Delta, reason: str | None = None) -> dict[str, Any]:
+        return {"index": index, "delta": delta, "logprobs": None, "finish_reason": reason}

@@ -1,4 +1,4 @@
-"""Parts of answers that completions and chats share: usage, log-probabilities, statistics."""
+"""What answers say of single tokens: log-probabilities, and who proposed them."""
 
 from __future__ import annotations
 
@@ -8,24 +8,12 @@ from itertools import pairwise
 from typing import TYPE_CHECKING, Any
 
 from paceline.request.detokenise import Detokeniser, Spelling
-from paceline.server.records import CompletionRecord, LogprobRecord
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerFast
 
-
-def usage(
-    prompt_tokens: int, completions: Sequence[CompletionRecord], n: int = 1
-) -> dict[str, Any]:
-    """Token counts; a prompt counts once, however many completions (``n``) it has."""
-    written = sum(len(completion.token_ids) for completion in completions)
-    cached = sum(completion.stats.cached_tokens for completion in completions[::n])
-    return {
-        "prompt_tokens": prompt_tokens,
-        "completion_tokens": written,
-        "total_tokens": prompt_tokens + written,
-        "prompt_tokens_details": {"cached_tokens": cached},
-    }
+    from paceline.core.params import TokenLogprob
+    from paceline.request.completion import StreamEvent
 
 
 def agreement(tokens: Sequence[int], drafted: Sequence[bool], prediction: Sequence[int]) -> int:
@@ -41,7 +29,7 @@ def agreement(tokens: Sequence[int], drafted: Sequence[bool], prediction: Sequen
     return min(count, len(prediction))
 
 
-def prompt_entry(tokenizer: PreTrainedTokenizerFast, entry: LogprobRecord) -> dict[str, Any]:
+def prompt_entry(tokenizer: PreTrainedTokenizerFast, entry: TokenLogprob) -> dict[str, Any]:
     """A token of a prompt and its alternatives by their ids; a rank is known of those only."""
     ranked: dict[int, tuple[float, int | None]] = {entry.token_id: (entry.logprob, None)}
     ranked |= {token: (value, place) for place, (token, value) in enumerate(entry.top, 1)}
@@ -60,37 +48,29 @@ def ends_unseen(tokenizer: PreTrainedTokenizerFast, token: int, reason: str | No
     return reason == "stop" and Spelling.of(tokenizer).name(token, skip_special=True) is None
 
 
-def seen(
-    tokenizer: PreTrainedTokenizerFast,
-    entries: Sequence[LogprobRecord],
-    reason: str | None,
-) -> Sequence[LogprobRecord]:
-    """The entries of tokens that are part of the text."""
-    ended = bool(entries) and ends_unseen(tokenizer, entries[-1].token_id, reason)
+def finish_reason(event: StreamEvent) -> str | None:
+    """Why the text of an event ended with it, if it did."""
+    return None if event.completion is None else event.completion.finish_reason
+
+
+def seen(tokenizer: PreTrainedTokenizerFast, event: StreamEvent) -> list[TokenLogprob]:
+    """The log-probabilities of tokens that are part of the text."""
+    entries = event.logprobs or []
+    ended = entries and ends_unseen(tokenizer, entries[-1].token_id, finish_reason(event))
     return entries[:-1] if ended else entries
 
 
-def speculation_stats(completion: CompletionRecord, drafter: str) -> dict[str, Any]:
-    """How drafting went for one completion."""
-    stats = completion.stats
-    return {
-        "drafter": drafter,
-        "drafted_tokens": stats.drafted_tokens,
-        "accepted_tokens": stats.accepted_tokens,
-        "acceptance_rate": stats.acceptance_rate,
-        "mean_accepted_length": stats.mean_accepted_length,
-        "acceptance_per_position": stats.acceptance_per_position,
-        "target_steps": stats.target_steps,
-        "lossy": completion.lossy,
-    }
-
-
-def token_record(tokenizer: PreTrainedTokenizerFast, entry: LogprobRecord) -> dict[str, Any]:
+def token_record(tokenizer: PreTrainedTokenizerFast, entry: TokenLogprob) -> dict[str, Any]:
     """A token and its alternatives, as chats report them."""
     return {
         **_token(tokenizer, entry.token_id, entry.logprob),
         "top_logprobs": [_token(tokenizer, token, value) for token, value in entry.top],
     }
+
+
+def token_records(tokenizer: PreTrainedTokenizerFast, event: StreamEvent) -> list[dict[str, Any]]:
+    """Those of an event's tokens that are part of the text."""
+    return [token_record(tokenizer, entry) for entry in seen(tokenizer, event)]
 
 
 def _token(tokenizer: PreTrainedTokenizerFast, token: int, logprob: float) -> dict[str, Any]:
@@ -130,7 +110,7 @@ class Origins:
         self,
         tokens: Sequence[int],
         from_draft: Sequence[bool],
-        logprobs: Sequence[LogprobRecord] | None,
+        logprobs: Sequence[TokenLogprob] | None,
         reason: str | None,
     ) -> list[dict[str, Any]]:
         """Of the tokens that follow; the last ones if there is a ``reason`` why the text ended.
@@ -172,13 +152,7 @@ class LogprobColumns:
     def _detokeniser(self) -> Detokeniser:
         return Detokeniser(self._tokenizer, self._prompt)
 
-    def prompt(self, ids: Sequence[int], entries: Sequence[LogprobRecord]) -> dict[str, Any]:
-        """Of a prompt; nothing says how likely its first token is."""
-        columns = self.columns([LogprobRecord(ids[0], 0.0), *entries])
-        columns["token_logprobs"][0] = columns["top_logprobs"][0] = None
-        return columns
-
-    def columns(self, entries: Sequence[LogprobRecord]) -> dict[str, Any]:
+    def columns(self, entries: Sequence[TokenLogprob]) -> dict[str, Any]:
         """Of the tokens that follow. ``text_offset`` is how many characters of the text stood
         complete before the token."""
         offsets = []

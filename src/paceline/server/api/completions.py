@@ -7,19 +7,19 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
-import msgspec
 from fastapi import APIRouter
 from fastapi import Request as HTTPRequest
 from fastapi.responses import Response
 
+from paceline.core.params import TokenLogprob
+from paceline.request.completion import StreamEvent
 from paceline.server.api.answers import OpenAIAnswer
-from paceline.server.api.choices import LogprobColumns, seen
+from paceline.server.api.choices import LogprobColumns, finish_reason, seen
 from paceline.server.api.infill import infill
 from paceline.server.api.params import sampling_params
 from paceline.server.api.protocol import MAX_PROMPTS, CompletionRequest
 from paceline.server.client import Ticket
 from paceline.server.errors import APIError
-from paceline.server.records import CompletionRecord, Event, LogprobRecord
 from paceline.server.service import Service
 from paceline.server.sse import Chunk, respond_with
 
@@ -81,126 +81,80 @@ class CompletionAnswer(OpenAIAnswer):
     def __init__(
         self, service: Service, body: CompletionRequest, ticket: Ticket, prompts: list[list[int]]
     ) -> None:
-        super().__init__(service, body, ticket, prompts, visible=not body.skip_special_tokens)
+        names, visible = ("cmpl", "text_completion"), not body.skip_special_tokens
+        super().__init__(service, body, ticket, prompts, visible, names)
         self._body = body
-        self._header = self._frame("cmpl", "text_completion")
         self._columns: dict[int, LogprobColumns] = {}
 
-    def whole(self, completions: Sequence[CompletionRecord]) -> Chunk:
+    def _choices(self, events: Sequence[StreamEvent]) -> Chunk:
+        choices = list(map(self._choice, events))
+        if self._n > self._body.n:  # the likeliest of each prompt, by their mean log-probability
+            groups = [range(first, first + self._n) for first in range(0, len(events), self._n)]
+            means = [_mean_logprob(event) for event in events]
+            best = [sorted(group, key=lambda at: -means[at])[: self._body.n] for group in groups]
+            choices = [choices[at] for group in best for at in group]
+        return {"choices": [choice | {"index": at} for at, choice in enumerate(choices)]}
+
+    def feed(self, event: StreamEvent) -> list[Chunk]:
+        choice = self._choice(event)
+        columns = choice["logprobs"]
+        shown = choice["text"] or choice["finish_reason"] or (columns and columns["tokens"])
+        return [self._chunk(choice)] if shown or len(choice) > 4 else []
+
+    def _choice(self, event: StreamEvent) -> dict[str, Any]:
+        """What an event adds to its choice, of which the first has the prompt if it is wanted."""
         if self._body.max_tokens == 0:
-            completions = [_unwritten(done) for done in completions]
-        choices: list[dict[str, Any]] = []
-        for place in self._best(completions):
-            done = completions[place]
-            text, names = self._prompt_text(place), self._prompt_names(place, done.prompt_logprobs)
-            names = _joined(names, self._names(place, done.logprobs, done.finish_reason))
-            choice = self._choice(len(choices), text + done.text, done.finish_reason, names)
-            choice |= self._more_of(place, done)
-            choice |= self._prompt_more(place, done.prompt_logprobs)
-            choices.append(choice)
-        return {**self._header, "choices": choices, **self._totals(completions)}
+            event = _unwritten(event)
+        index = self._index(event)
+        first = index not in self._begun
+        self._begun.add(index)
+        more = self._of_tokens(index, event)
+        if first:
+            more |= self._prompt_scores(event.prompt_logprobs)
+        if first and self._body.return_token_ids:
+            more["prompt_token_ids"] = self._prompts[index // self._n]
+        echoed = first and self._body.echo
+        return {
+            "index": index,
+            "text": self._prompt_text(index) + event.text if echoed else event.text,
+            "logprobs": self._logprobs(index, event, echoed),
+            "finish_reason": finish_reason(event),
+            **more,
+        }
 
-    def _best(self, completions: Sequence[CompletionRecord]) -> list[int]:
-        """The places of the n likeliest answers of each prompt, by their mean log-probability."""
-        ranked = []
-        for first in range(0, len(completions), self._n):
-            own = list(range(first, min(first + self._n, len(completions))))
-            if self._n > self._body.n:
-                own.sort(key=lambda place: -_mean_logprob(completions[place]))
-            ranked += own[: self._body.n]
-        return ranked
-
-    def _choice(
-        self, index: int, text: str, reason: str | None, logprobs: dict[str, Any] | None
-    ) -> dict[str, Any]:
-        return {"index": index, "text": text, "logprobs": logprobs, "finish_reason": reason}
-
-    def _names(
-        self, place: int, entries: Sequence[LogprobRecord] | None, reason: str | None
-    ) -> dict[str, Any] | None:
-        """The columns of tokens that were written."""
-        if self._body.logprobs is None or entries is None:
+    def _logprobs(self, index: int, event: StreamEvent, echoed: bool) -> dict[str, Any] | None:
+        """The columns of tokens that were written, behind those of the prompt if it is echoed."""
+        if self._body.logprobs is None or (event.logprobs is None and not echoed):
             return None
-        if not self._body.echo:  # who has it echoed counts tokens
-            entries = seen(self._tokenizer, entries, reason)
-        return self._columns_of(place).columns(entries)
+        prompt = self._prompts[index // self._n]
+        # Who has the prompt echoed counts tokens: the one that ends the text is among them.
+        entries = (event.logprobs or []) if self._body.echo else seen(self._tokenizer, event)
+        if echoed:
+            entries = [TokenLogprob(prompt[0], 0.0), *(event.prompt_logprobs or ()), *entries]
+        if index not in self._columns:
+            self._columns[index] = LogprobColumns(self._tokenizer, () if echoed else prompt)
+        columns = self._columns[index].columns(entries)
+        if echoed:  # nothing says how likely a prompt's first token is
+            columns["token_logprobs"][0] = columns["top_logprobs"][0] = None
+        return columns
 
-    def _columns_of(self, place: int) -> LogprobColumns:
-        if place not in self._columns:
-            prompt = [] if self._body.echo else self._prompts[place // self._n]
-            self._columns[place] = LogprobColumns(self._tokenizer, prompt)
-        return self._columns[place]
-
-    # -- the prompt, for those who want it back ------------------------------------------------
-
-    def _prompt_text(self, place: int) -> str:
-        if not self._body.echo:
-            return ""
-        given = self._body.prompt[place // self._n]
+    def _prompt_text(self, index: int) -> str:
+        given = self._body.prompt[index // self._n]
         if isinstance(given, str):
             return given
         skip = self._body.skip_special_tokens
         return str(self._tokenizer.decode(given, skip_special_tokens=skip))
 
-    def _prompt_names(
-        self, place: int, entries: Sequence[LogprobRecord] | None
-    ) -> dict[str, Any] | None:
-        if not self._body.echo or self._body.logprobs is None:
-            return None
-        return self._columns_of(place).prompt(self._prompts[place // self._n], entries or ())
 
-    def _prompt_more(self, place: int, entries: Sequence[LogprobRecord] | None) -> dict[str, Any]:
-        more = self._prompt_scores(entries)
-        if self._body.return_token_ids:
-            more["prompt_token_ids"] = self._prompts[place // self._n]
-        return more
-
-    # -- streaming -----------------------------------------------------------------------------
-
-    def feed(self, event: Event) -> list[Chunk]:
-        if self._body.max_tokens == 0:
-            event = _unwritten_event(event)
-        place, reason, text, names = self._place(event), None, event.text, None
-        more = self._more_of_event(place, event)
-        if event.completion is not None:
-            reason = event.completion.finish_reason
-        if place not in self._begun:
-            self._begun.add(place)
-            text = self._prompt_text(place) + text
-            names = self._prompt_names(place, event.prompt_logprobs)
-            more |= self._prompt_more(place, event.prompt_logprobs)
-        names = _joined(names, self._names(place, event.logprobs, reason))
-        if not (text or reason or more or (names and names["tokens"])):
-            return []
-        return [self._chunk(self._header, {**self._choice(place, text, reason, names), **more})]
-
-    def closing(self) -> list[Chunk]:
-        return self._tails(self._header)
-
-
-def _joined(first: dict[str, Any] | None, second: dict[str, Any] | None) -> dict[str, Any] | None:
-    """Columns one after the other."""
-    if first is None or second is None:
-        return first or second
-    return {name: [*first[name], *second[name]] for name in first}
-
-
-def _mean_logprob(done: CompletionRecord) -> float:
-    values = [entry.logprob for entry in done.logprobs or ()]
+def _mean_logprob(event: StreamEvent) -> float:
+    values = [entry.logprob for entry in event.logprobs or ()]
     return sum(values) / len(values) if values else 0.0
 
 
-def _unwritten(done: CompletionRecord) -> CompletionRecord:
+def _unwritten(event: StreamEvent) -> StreamEvent:
     """Of a request for no tokens: the engine writes one, and it is dropped."""
-    logprobs: list[LogprobRecord] | None = None if done.logprobs is None else []
-    return msgspec.structs.replace(
-        done, text="", token_ids=[], draft_mask=[], logprobs=logprobs, finish_reason="length"
-    )
-
-
-def _unwritten_event(event: Event) -> Event:
-    done = None if event.completion is None else _unwritten(event.completion)
-    logprobs: list[LogprobRecord] | None = None if event.logprobs is None else []
-    return msgspec.structs.replace(
-        event, text="", token_ids=[], from_draft=[], logprobs=logprobs, completion=done
-    )
+    done = event.completion
+    if done is not None:
+        done = replace(done, text="", token_ids=[], draft_mask=[], finish_reason="length")
+    logprobs: list[TokenLogprob] | None = None if event.logprobs is None else []
+    return replace(event, text="", token_ids=[], from_draft=[], completion=done, logprobs=logprobs)

@@ -1,9 +1,8 @@
-"""The engine's side of the conversation in wire.py, in whichever process it is held."""
+"""The engine's end of the messages in wire.py, in whichever process it is."""
 
 from __future__ import annotations
 
 import logging
-import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from typing import TYPE_CHECKING
@@ -29,8 +28,8 @@ if TYPE_CHECKING:
 log = logging.getLogger("paceline.server")
 
 
-class Desk:
-    """Takes messages from those who speak HTTP, and posts the answers; owns the engine's thread.
+class EngineEndpoint:
+    """Takes messages from the HTTP side, and posts the answers; has the engine's thread.
 
     ``handle`` never waits for the engine or for a grammar to be compiled.
     """
@@ -49,37 +48,31 @@ class Desk:
         if alias_of is not None:
             self.metrics.registry.register(VllmNames(self.metrics.registry, alias_of))
         self.loop = EngineLoop(llm, max_queue, post, self.metrics)
-        self.metrics.watch(self.loop)
+        self.metrics.watch(llm.engine, lambda: self.loop.waiting)
         self._post = post
         # One thread: the grammar compiler's tokenizer is not made for several.
         self._preparing = ThreadPoolExecutor(1, "paceline-prepare")
 
-    def start(self) -> None:
-        self.loop.start()
-
     def stop(self) -> None:
-        """What is unfinished is cancelled, and told."""
+        """What is unfinished is cancelled, and its client told."""
         self.loop.stop()
         self._preparing.shutdown(wait=False, cancel_futures=True)
 
     def handle(self, message: WireMessage) -> None:
         """Called on one thread only."""
         if isinstance(message, Submit):
-            self._take(message)
+            job = EngineJob(message)
+            try:
+                self.loop.reserve(job)
+                self._preparing.submit(self._prepare, message, job)
+            except PacelineError as error:
+                self._post(Ended(message.ticket, Fault.of(error)))
         elif isinstance(message, Cancel):
             self.loop.cancel(message.ticket)
         elif isinstance(message, Scrape):
             self._post(Scraped(message.number, self.metrics.render()))
 
-    def _take(self, submit: Submit) -> None:
-        arrived = time.perf_counter()
-        try:
-            self.loop.reserve(submit.ticket, len(submit.prompts) * submit.params.n)
-            self._preparing.submit(self._prepare, submit, arrived)
-        except PacelineError as error:
-            self._post(Ended(submit.ticket, Fault.of(error)))
-
-    def _prepare(self, submit: Submit, arrived: float) -> None:
+    def _prepare(self, submit: Submit, job: EngineJob) -> None:
         try:
             requests = [
                 request
@@ -88,11 +81,10 @@ class Desk:
             ]
             for request in requests:
                 request.whole_characters = True
-            # Before the first step can be told: nothing comes before this.
-            self._post(Accepted(submit.ticket))
-            self.loop.put(EngineJob(submit.ticket, requests, submit.seconds, submit.own, arrived))
+            self._post(Accepted(submit.ticket))  # before the events of the first step
+            self.loop.put(job, requests)
         except Exception as error:
             if not isinstance(error, PacelineError):
                 log.exception("a request could not be prepared", exc_info=error)
-            self.loop.withdraw(submit.ticket)
+            self.loop.withdraw(job)
             self._post(Ended(submit.ticket, Fault.of(error)))
