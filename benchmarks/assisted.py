@@ -3,17 +3,15 @@
     python benchmarks/assisted.py [MODEL] [--draft SPEC ...] [--assistant FOLDER] [--dtype bfloat16]
         [--tokens 64] [--rounds 3] [--json]
 
-Each way answers the shipped prompts one by one, greedily; ways take turns, in another order each
-round. A figure is tokens by the sum of each prompt's median seconds, whose range over the rounds
-stands beside it. ``same`` counts answers equal to plain ``generate``'s: with bfloat16 two near
-equal logits may part them, with float32 nothing may. An engine is made before the clock starts.
+Each way answers the shipped prompts one by one, greedily; ways take turns, beginning with another
+one each round. A figure is tokens by the sum of each prompt's median seconds, whose range over the
+rounds stands beside it. ``same`` counts answers equal to plain ``generate``'s: with bfloat16 two
+near equal logits may part them, with float32 nothing may. Engines are made before the clock runs.
 """
 
 from __future__ import annotations
 
 import argparse
-import json
-import random
 import statistics
 import time
 from collections.abc import Callable
@@ -22,10 +20,12 @@ from typing import Any
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
+from harness import alternate, finish
 from paceline.defaults import DEFAULT_DRAFT, default_model
 from paceline.integrations.transformers import generate
+from paceline.lab.bench.prompts import load_prompts
 from paceline.model.names import resolve
-from prompts import BUILT_IN
+from prompts import SHIPPED
 
 Way = Callable[[torch.Tensor], torch.Tensor]
 
@@ -51,24 +51,30 @@ def ways_of(models: list[Any], assistant: Any, drafts: list[str], tokens: int) -
 
 def measure(ways: dict[str, Way], prompts: list[torch.Tensor], rounds: int) -> dict[str, Any]:
     """Tokens a second of each way, and how many answers were plain's."""
-    seconds: dict[str, list[list[float]]] = {name: [[] for _ in prompts] for name in ways}
     answers: dict[str, list[torch.Tensor]] = {}
-    for turn in range(rounds + 1):  # the first is for engines and caches
-        for name in random.Random(turn).sample(list(ways), len(ways)):
-            answers[name] = []
-            for number, ids in enumerate(prompts):
+    seconds: dict[str, list[list[float]]] = {name: [] for name in ways}  # by prompt
+
+    def run(name: str) -> Callable[[], float]:
+        def timed() -> float:
+            answers[name], took = [], []
+            for ids in prompts:
                 began = time.perf_counter()
                 answers[name].append(ways[name](ids))
-                if turn:
-                    seconds[name][number].append(time.perf_counter() - began)
+                took.append(time.perf_counter() - began)
+            seconds[name].append(took)
+            return sum(took)
+
+        return timed
+
+    totals = alternate({name: run(name) for name in ways}, rounds)
     figures = {}
-    for name, own in seconds.items():
+    for name, own in totals.items():
         written = sum(a.shape[1] - p.shape[1] for a, p in zip(answers[name], prompts, strict=True))
-        by_round = [sum(turn) for turn in zip(*own, strict=True)]
         pairs = zip(answers[name], answers["plain"], strict=True)
+        medians = map(statistics.median, zip(*seconds[name][1:], strict=True))
         figures[name] = {
-            "tokens_per_second": written / sum(map(statistics.median, own)),
-            "range": [written / max(by_round), written / min(by_round)],
+            "tokens_per_second": written / sum(medians),
+            "range": [written / max(own), written / min(own)],
             "same": sum(torch.equal(a, b) for a, b in pairs),
             "of": len(prompts),
         }
@@ -95,14 +101,14 @@ def main() -> None:
         return AutoModelForCausalLM.from_pretrained(resolve(name), dtype=dtype).eval()
 
     tokenizer = AutoTokenizer.from_pretrained(resolve(options.model))
-    texts = [text for suite in BUILT_IN.values() for _, text in suite][: options.prompts]
-    prompts = [tokenizer(text, return_tensors="pt").input_ids for text in texts]
+    texts = [prompt.text for prompt in load_prompts(None, list(SHIPPED.values()), 2)]
+    prompts = [tokenizer(text, return_tensors="pt").input_ids for text in texts[: options.prompts]]
     models = [load(options.model) for _ in range(1 + len(drafts))]
     assistant = load(options.assistant) if options.assistant else None
     ways = ways_of(models, assistant, drafts, options.tokens)
     figures = measure(ways, prompts, options.rounds)
     if options.json:
-        print(json.dumps({"model": options.model, "dtype": options.dtype, "ways": figures}))
+        finish({"model": options.model, "dtype": options.dtype, "ways": figures}, None)
         return
     for name, own in figures.items():
         low, high = own["range"]

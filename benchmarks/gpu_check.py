@@ -11,7 +11,6 @@ step can be captured by torch.cuda.graphs and what that gains. Exit code 1 if a 
 from __future__ import annotations
 
 import argparse
-import json
 import statistics
 import sys
 import time
@@ -22,6 +21,7 @@ from typing import Any
 import torch
 from rich.console import Console
 
+from harness import finish
 from paceline import LLM, SamplingParams
 from paceline.core.batch import Batch, Span
 from paceline.drafters import DRAFTERS
@@ -126,9 +126,7 @@ def main(arguments: list[str] | None = None) -> int:
         console.print(f"{rows:3} rows as a CUDA graph: {text}")
     record = {"device": str(device), "differ": wrong, "logits_apart": apart}
     record |= {"seconds": prices, "graph_seconds": graphs, "torch": torch.__version__}
-    if given.json is not None:
-        given.json.write_text(json.dumps(record, indent=1) + "\n", encoding="utf-8")
-    print(json.dumps(record))
+    finish(record, given.json)
     return 1 if wrong else 0
 
 

@@ -10,7 +10,7 @@ import json
 import os
 import platform
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from pathlib import Path
 from statistics import median
 from typing import Any, TypeVar
@@ -20,6 +20,7 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
 Element = TypeVar("Element")
+Name = TypeVar("Name", bound=Hashable)
 _STAT = Path("/proc/stat")
 QUIET = 0.15  # cores that others may keep busy
 
@@ -55,10 +56,10 @@ def rotated(items: Sequence[Element], turn: int) -> list[Element]:
 
 
 def alternate(
-    runs: Mapping[str, Callable[[], float]], rounds: int, warm_up: int = 1
-) -> dict[str, list[float]]:
+    runs: Mapping[Name, Callable[[], float]], rounds: int, warm_up: int = 1
+) -> dict[Name, list[float]]:
     """What every run returned in ``rounds`` rounds; those to warm up with do not count."""
-    found: dict[str, list[float]] = {name: [] for name in runs}
+    found: dict[Name, list[float]] = {name: [] for name in runs}
     for turn in range(warm_up + rounds):
         for name in rotated(list(runs), turn):
             figure = runs[name]()

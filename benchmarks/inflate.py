@@ -23,7 +23,6 @@ import argparse
 import hashlib
 import json
 import math
-import os
 import shutil
 import sys
 from collections.abc import Callable, Iterator
@@ -32,16 +31,17 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from rich.console import Console
-from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
+from huggingface_hub import save_torch_state_dict
+from safetensors.torch import load_file
 from torch import Tensor
 
-from checkpoint import Reader, ShardWriter, has_weights
-from paceline.errors import ModelLoadError
+from paceline.errors import ModelLoadError, PacelineError
+from paceline.files import cache_folder, folder_aside
 from paceline.model.names import resolve as named
 
-FORMAT = 2  # part of the fingerprint: raise it when the files written here change
-MARKER = "inflated.json"
+FORMAT = 3  # part of the fingerprint: raise it when the files written here change
+MARKER = "inflated.mark"
+_SIZES = ("hidden", "layers", "ffn")
 NOISE = 0.02  # standard deviation of the new weights
 
 
@@ -56,7 +56,6 @@ class Sizes:
     hidden: int
     layers: int
     ffn: int
-    heads: int | None = None  # query heads; None: as many as fit into the hidden width
 
 
 PRESETS: dict[str, Sizes] = {
@@ -101,16 +100,14 @@ def read_shape(config: dict[str, Any]) -> Shape:
 def wider(small: Shape, sizes: Sizes) -> Shape:
     """The shape to write: the head dimension and the ratio of query to KV heads stay."""
     ratio = small.heads // small.kv_heads
-    heads = sizes.heads or max(small.heads, sizes.hidden // small.head_dim // ratio * ratio)
+    heads = max(small.heads, sizes.hidden // small.head_dim // ratio * ratio)
     big = Shape(sizes.hidden, sizes.layers, sizes.ffn, heads, heads // ratio, small.head_dim)
-    for name in ("hidden", "layers", "ffn", "heads"):
+    for name in _SIZES:
         if getattr(big, name) < getattr(small, name):
             raise InflateError(
                 f"{name} {getattr(big, name)} is smaller than the source's {getattr(small, name)}; "
                 "a checkpoint can only grow"
             )
-    if heads % ratio:
-        raise InflateError(f"heads {heads} is not a multiple of the source's ratio {ratio}")
     return big
 
 
@@ -119,9 +116,9 @@ def places(old: int, new: int) -> list[int]:
     return [index * new // old for index in range(old)]
 
 
-def noise(seed: int, name: str, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
-    """Small normals, exact in bf16, which depend on the seed and the tensor's name only."""
-    digest = hashlib.sha256(f"{seed}:{name}".encode()).digest()
+def noise(name: str, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
+    """Small normals, exact in bf16, which depend on the tensor's name only."""
+    digest = hashlib.sha256(f"0:{name}".encode()).digest()
     generator = torch.Generator().manual_seed(int.from_bytes(digest[:7], "big"))
     draw = torch.empty(shape, dtype=torch.bfloat16).normal_(0.0, NOISE, generator=generator)
     return draw.to(dtype)
@@ -133,17 +130,20 @@ def is_exact(small: Shape, big: Shape) -> bool:
 
 
 class Inflater:
-    """Builds the padded tensors one by one, from a reader of the small checkpoint."""
+    """Builds the padded tensors one by one, from the small checkpoint's."""
 
-    def __init__(self, reader: Reader, small: Shape, big: Shape, tied: bool, seed: int) -> None:
-        self.reader, self.small, self.big, self.tied, self.seed = reader, small, big, tied, seed
-
-    def noise(self, name: str, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
-        return noise(self.seed, name, shape, dtype)
+    def __init__(self, folder: Path, small: Shape, big: Shape, tied: bool) -> None:
+        self.small, self.big, self.tied = small, big, tied
+        self.source = {
+            name: tensor
+            for file in sorted(folder.glob("*.safetensors"))
+            for name, tensor in load_file(file).items()
+        }
+        self.dtype = self.source["model.embed_tokens.weight"].dtype
 
     def embed(self, name: str) -> Tensor:
         """Rows [vocab, H]: the source's, padded with zeros."""
-        source = self.reader.get(name)
+        source = self.source[name]
         padded = source.new_zeros(source.shape[0], self.big.hidden)
         padded[:, : self.small.hidden] = source
         return padded
@@ -152,19 +152,19 @@ class Inflater:
         """Weights [H] of an RMSNorm, scaled for the wider mean; all random for a new layer."""
         scale = math.sqrt(self.small.hidden / self.big.hidden)
         if source is None:
-            return 1.0 + self.noise(name, (self.big.hidden,), self.reader.dtype)
-        weight = self.reader.get(source)
+            return 1.0 + noise(name, (self.big.hidden,), self.dtype)
+        weight = self.source[source]
         # A rounded scale would make the function differ: float32 keeps it to 1e-7.
         dtype = weight.dtype if is_exact(self.small, self.big) else torch.float32
-        padded = 1.0 + self.noise(name, (self.big.hidden,), dtype)
+        padded = 1.0 + noise(name, (self.big.hidden,), dtype)
         padded[: self.small.hidden] = (weight.double() * scale).to(dtype)
         return padded
 
     def reading(self, name: str, rows: int, source: str | None) -> Tensor:
         """A matrix [rows, H] that reads the hidden state: all that is new is random."""
-        padded = self.noise(name, (rows, self.big.hidden), self.reader.dtype)
+        padded = noise(name, (rows, self.big.hidden), self.dtype)
         if source is not None:
-            weight = self.reader.get(source)
+            weight = self.source[source]
             padded[: weight.shape[0], : weight.shape[1]] = weight
         return padded
 
@@ -174,9 +174,9 @@ class Inflater:
         New columns silence new heads and neurons; new rows keep the padding of the hidden state
         zero, which the norms and a tied head rely on.
         """
-        padded = torch.zeros(self.big.hidden, columns, dtype=self.reader.dtype)
+        padded = torch.zeros(self.big.hidden, columns, dtype=self.dtype)
         if source is not None:
-            weight = self.reader.get(source)
+            weight = self.source[source]
             padded[: weight.shape[0], : weight.shape[1]] = weight
         return padded
 
@@ -216,25 +216,8 @@ class Inflater:
             yield from self.layer(index)
         yield "model.norm.weight", self.norm("model.norm.weight", "model.norm.weight")
         if not self.tied:
-            head = self.reader.get("lm_head.weight")
+            head = self.source["lm_head.weight"]
             yield "lm_head.weight", self.reading("lm_head.weight", head.shape[0], "lm_head.weight")
-
-
-def fingerprint(source: Path, *settings: Any) -> str:
-    """A hash of everything the written checkpoint depends on: source files, settings, format."""
-    digest = hashlib.sha256(json.dumps([FORMAT, *settings]).encode())
-    for path in sorted(p for p in source.iterdir() if p.is_file() and p.suffix != ".md"):
-        digest.update(path.name.encode())
-        with path.open("rb") as file:
-            while chunk := file.read(1 << 22):
-                digest.update(chunk)
-    return digest.hexdigest()
-
-
-def cache_folder() -> Path:
-    """`$PACELINE_CACHE`, or `~/.cache/paceline`."""
-    configured = os.environ.get("PACELINE_CACHE")
-    return Path(configured).expanduser() if configured else Path.home() / ".cache" / "paceline"
 
 
 def resolve(model: str) -> Path:
@@ -245,99 +228,66 @@ def resolve(model: str) -> Path:
             folder = Path(named(model))
         except ModelLoadError as error:
             raise InflateError(str(error)) from None
-    if not (folder / "config.json").is_file() or not has_weights(folder):
+    if not (folder / "config.json").is_file() or not [*folder.glob("*.safetensors")]:
         raise InflateError(
             f"{model!r} has no config.json and *.safetensors; name the folder of a Llama checkpoint"
         )
     return folder
 
 
-def inflate(
-    model: str | Path,
-    sizes: Sizes,
-    out: str | Path | None = None,
-    *,
-    seed: int = 0,
-    quiet: bool = False,
+def mark_of(source: Path, *settings: Any) -> str:
+    """A hash of everything the written checkpoint depends on: source files, settings, format."""
+    digest = hashlib.sha256(json.dumps([FORMAT, *settings]).encode())
+    for path in sorted(p for p in source.iterdir() if p.is_file() and p.suffix != ".md"):
+        digest.update(path.name.encode() + path.read_bytes())
+    return digest.hexdigest()
+
+
+def write_once(
+    source: Path, shape: Shape, mark: str, out: str | Path | None, write: Callable[[Path], None]
 ) -> Path:
+    """Let ``write`` fill the folder, by default one of the cache folder, unless what is there bears
+    the same mark. Raises WriteError if it holds something else."""
+    name = f"{source.name}-{shape.layers}x{shape.hidden}-{mark[:12]}"
+    folder = Path(out).expanduser() if out else cache_folder() / "inflated" / name
+    marker = folder / MARKER
+    if not (marker.is_file() and marker.read_text() == mark):
+        with folder_aside(folder, "the inflated checkpoint") as partial:
+            write(partial)
+            (partial / MARKER).write_text(mark)
+    return folder
+
+
+def inflate(model: str | Path, sizes: Sizes, out: str | Path | None = None) -> Path:
     """Write the inflated checkpoint, or reuse it if it is there already; return its folder.
 
-    Without `out` it goes to the cache folder. Raises InflateError when the source is not a plain
-    Llama, a size is smaller than the source's, or `out` holds something else.
+    Raises InflateError when the source is not a plain Llama or a size is smaller than the source's,
+    WriteError when ``out`` holds something else.
     """
     source = resolve(str(model))
     config = json.loads((source / "config.json").read_text())
     small = read_shape(config)
     big = wider(small, sizes)
-    mark = fingerprint(source, asdict(sizes), seed)
-    name = f"{source.name}-{big.layers}x{big.hidden}-{mark[:12]}"
-    folder = Path(out).expanduser() if out else cache_folder() / "inflated" / name
 
     def write(partial: Path) -> None:
         tied = bool(config.get("tie_word_embeddings", False))
-        count = _write_weights(
-            Inflater(Reader(source), small, big, tied, seed), partial, name, quiet
-        )
-        _write_sidecars(source, config, partial, (small, big), count, mark)
+        tensors = dict(Inflater(source, small, big, tied).tensors())
+        save_torch_state_dict(tensors, partial, max_shard_size="1GB", metadata={"format": "pt"})
+        count = sum(tensor.numel() for tensor in tensors.values())
+        _write_sidecars(source, config, partial, (small, big), count)
 
-    return write_once(folder, mark, write)
-
-
-def write_once(folder: Path, mark: str, write: Callable[[Path], None]) -> Path:
-    """Let ``write`` fill ``folder``, unless what is there bears the same mark.
-
-    It is written beside it and renamed when complete: what is there is whole.
-    """
-    if (folder / MARKER).is_file():
-        if json.loads((folder / MARKER).read_text()).get("fingerprint") == mark:
-            return folder
-        shutil.rmtree(folder)  # ours, of another source or size
-    elif folder.exists() and any(folder.iterdir()):
-        raise InflateError(
-            f"{folder} is not empty and was not written by this script; name another"
-        )
-    partial = folder.with_name(f"{folder.name}.{os.getpid()}.partial")
-    partial.mkdir(parents=True)
-    try:
-        write(partial)
-        if folder.exists():
-            folder.rmdir()
-        partial.rename(folder)
-    except BaseException:  # Ctrl-C and a full disk too
-        shutil.rmtree(partial, ignore_errors=True)
-        raise
-    return folder
-
-
-def _write_weights(inflater: Inflater, folder: Path, title: str, quiet: bool) -> int:
-    """Stream all tensors into shards; return the number of parameters."""
-    count = 0
-    total = 7 * inflater.big.layers + 2 * inflater.big.layers + 2 + (not inflater.tied)
-    columns = (TextColumn("{task.description}"), BarColumn(), TimeRemainingColumn())
-    with Progress(*columns, console=Console(stderr=True), disable=quiet, transient=True) as bar:
-        task = bar.add_task(f"inflating {title}", total=total)
-        writer = ShardWriter(folder)
-        for name, tensor in inflater.tensors():
-            writer.add(name, tensor)
-            count += tensor.numel()
-            bar.advance(task)
-        writer.close()
-    return count
+    return write_once(source, big, mark_of(source, asdict(sizes)), out, write)
 
 
 def _write_sidecars(
-    source: Path,
-    config: dict[str, Any],
-    folder: Path,
-    shapes: tuple[Shape, Shape],
-    count: int,
-    mark: str,
+    source: Path, config: dict[str, Any], folder: Path, shapes: tuple[Shape, Shape], count: int
 ) -> None:
-    """Write config, marker and README; copy the tokenizer and the generation defaults."""
+    """Write config and README; copy the tokenizer and the generation defaults."""
     small, big = shapes
     for path in source.iterdir():
         own = path.suffix == ".safetensors" or path.name.endswith(".index.json")
-        if path.is_file() and not own and path.name.lower() not in ("config.json", "readme.md"):
+        skipped = path.name.lower() in ("config.json", "readme.md") or path.name.startswith(".")
+        if path.is_file() and not own and not skipped:
             shutil.copyfile(path, folder / path.name)
     label = {"model": source.name, "hidden": small.hidden, "layers": small.layers, "ffn": small.ffn}
     config = config | {
@@ -359,41 +309,30 @@ def _write_sidecars(
         "For measuring speed only: it says nothing that the small model does not say, at the cost "
         "of a model of this size. Figures from it are to be labelled as inflated.\n"
     )
-    marker = {"fingerprint": mark, "parameters": count, "inflated_from": label}
-    (folder / MARKER).write_text(json.dumps(marker, indent=2) + "\n")
 
 
-def parse(arguments: list[str]) -> tuple[str, Sizes, str | None, int]:
-    """Read the command line into (model, sizes, out, seed)."""
+def parse(arguments: list[str]) -> tuple[str, Sizes, str | None]:
+    """Read the command line into (model, sizes, out)."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
     parser.add_argument("model", help="folder of a small Llama checkpoint, or paceline/tiny")
     parser.add_argument("--preset", choices=sorted(PRESETS), help="sizes to start from")
-    parser.add_argument("--hidden", type=int)
-    parser.add_argument("--layers", type=int)
-    parser.add_argument("--ffn", type=int)
-    parser.add_argument("--heads", type=int, help="query heads; default: as the hidden width holds")
-    parser.add_argument("--seed", type=int, default=0, help="of the random padding")
+    for name in _SIZES:
+        parser.add_argument(f"--{name}", type=int)
     parser.add_argument("--out", help="folder to write; default: the cache folder")
     args = parser.parse_args(arguments)
     wanted = asdict(PRESETS[args.preset]) if args.preset else {}
-    wanted |= {k: v for k in ("hidden", "layers", "ffn", "heads") if (v := getattr(args, k))}
-    if missing := [k for k in ("hidden", "layers", "ffn") if k not in wanted]:
+    wanted |= {name: value for name in _SIZES if (value := getattr(args, name))}
+    if missing := [name for name in _SIZES if name not in wanted]:
         parser.error(f"give --preset, or also --{' --'.join(missing)}")
-    return args.model, Sizes(**wanted), args.out, args.seed
+    return args.model, Sizes(**wanted), args.out
 
 
 def main() -> None:
     """Inflate as the command line says and print the folder."""
-    model, sizes, out, seed = parse(sys.argv[1:])
     try:
-        folder = inflate(model, sizes, out, seed=seed)
-    except (InflateError, OSError) as error:
+        print(inflate(*parse(sys.argv[1:])))
+    except (InflateError, PacelineError, OSError) as error:
         raise SystemExit(f"error: {error}") from None
-    except KeyboardInterrupt:
-        raise SystemExit("interrupted: nothing was written") from None
-    marker = json.loads((folder / MARKER).read_text())
-    print(f"{marker['parameters'] / 1e6:.1f}M parameters", file=sys.stderr)
-    print(folder)
 
 
 if __name__ == "__main__":

@@ -24,13 +24,11 @@ import torch
 from torch import Tensor
 
 from inflate import (
-    MARKER,
     PRESETS,
     InflateError,
     Shape,
     Sizes,
-    cache_folder,
-    fingerprint,
+    mark_of,
     noise,
     places,
     read_shape,
@@ -56,12 +54,11 @@ class Padding:
 
     old: int
     new: int
-    seed: int
 
     def reading(self, name: str, weight: Tensor, rows: int) -> Tensor:
         """``[r, k * old]`` as ``[rows, k * new]``, block by block; all that is new is random."""
         blocks = weight.shape[1] // self.old
-        padded = noise(self.seed, name, (rows, blocks * self.new), weight.dtype)
+        padded = noise(name, (rows, blocks * self.new), weight.dtype)
         for block in range(blocks):
             at, source = block * self.new, block * self.old
             padded[: len(weight), at : at + self.old] = weight[:, source : source + self.old]
@@ -81,14 +78,14 @@ class Padding:
 
     def norm(self, name: str, weight: Tensor) -> Tensor:
         """An RMS norm over the wider state; exact in bf16 where new / old is a power of four."""
-        padded = 1.0 + noise(self.seed, name, (self.new,), weight.dtype)
+        padded = 1.0 + noise(name, (self.new,), weight.dtype)
         padded[: self.old] = (weight.double() * math.sqrt(self.old / self.new)).to(weight.dtype)
         return padded
 
 
-def pad_medusa(heads: MedusaHeads, target: Shape, big: Shape, seed: int) -> MedusaHeads:
+def pad_medusa(heads: MedusaHeads, target: Shape, big: Shape) -> MedusaHeads:
     """Medusa heads for the wider final hidden state."""
-    padding = Padding(target.hidden, big.hidden, seed)
+    padding = Padding(target.hidden, big.hidden)
     padded = MedusaHeads(replace(heads.config, hidden_size=big.hidden))
     tensors = {}
     for name, weight in heads.state_dict().items():
@@ -103,7 +100,7 @@ def pad_medusa(heads: MedusaHeads, target: Shape, big: Shape, seed: int) -> Medu
     return padded.to(next(heads.parameters()).dtype)
 
 
-def pad_eagle(head: EagleHead, target: Shape, big: Shape, seed: int) -> EagleHead:
+def pad_eagle(head: EagleHead, target: Shape, big: Shape) -> EagleHead:
     """An EAGLE head whose layer is as wide as the bigger target's."""
     config = head.config
     if config.hidden_size != target.hidden:
@@ -117,7 +114,7 @@ def pad_eagle(head: EagleHead, target: Shape, big: Shape, seed: int) -> EagleHea
     wide = _wider_config(config, target, big, layer)
     known = None if config.version == 1 else (head.d2t + torch.arange(len(head.d2t))).tolist()
     padded = EagleHead(wide, known)
-    padding = Padding(target.hidden, big.hidden, seed)
+    padding = Padding(target.hidden, big.hidden)
     shapes = {name: tuple(weight.shape) for name, weight in padded.state_dict().items()}
     tensors = {
         name: _pad_eagle_tensor(padding, name, weight, shapes[name])
@@ -158,12 +155,7 @@ def _pad_eagle_tensor(
 
 
 def inflate_heads(
-    heads: str | Path,
-    model: str | Path,
-    sizes: Sizes,
-    out: str | Path | None = None,
-    *,
-    seed: int = 0,
+    heads: str | Path, model: str | Path, sizes: Sizes, out: str | Path | None = None
 ) -> Path:
     """Write heads of ``model`` for ``inflate(model, sizes)``, or reuse them; return their folder.
 
@@ -173,26 +165,22 @@ def inflate_heads(
     config = json.loads((resolve(str(model)) / "config.json").read_text())
     target = read_shape(config)
     big = wider(target, sizes)
-    mark = fingerprint(source, asdict(target), asdict(sizes), seed)
-    name = f"{source.name}-{big.layers}x{big.hidden}-{mark[:12]}"
-    folder = Path(out).expanduser() if out else cache_folder() / "inflated" / name
 
     def write(partial: Path) -> None:
-        vocab = config["vocab_size"]
+        shape = TargetShape(target.hidden, config["vocab_size"], target.layers)
         if (source / _MEDUSA).is_file():
-            medusa = load_medusa(str(source), TargetShape(target.hidden, vocab, target.layers))
-            save_medusa(pad_medusa(medusa, target, big, seed), partial, big.layers)
+            save_medusa(
+                pad_medusa(load_medusa(str(source), shape), target, big), partial, big.layers
+            )
         else:
-            eagle = load_eagle(str(source), TargetShape(target.hidden, vocab, target.layers))
-            save_eagle(pad_eagle(eagle, target, big, seed), partial)
+            save_eagle(pad_eagle(load_eagle(str(source), shape), target, big), partial)
         (partial / "README.md").write_text(
             f"# {source.name}, inflated\n\nThe same heads for a target padded to {big.layers} "
             f"layers x {big.hidden}. For measuring speed only; figures from them are to be "
             "labelled as inflated.\n"
         )
-        (partial / MARKER).write_text(json.dumps({"fingerprint": mark}) + "\n")
 
-    return write_once(folder, mark, write)
+    return write_once(source, big, mark_of(source, asdict(target), asdict(sizes)), out, write)
 
 
 def main() -> None:
@@ -201,11 +189,10 @@ def main() -> None:
     parser.add_argument("heads", help="folder of Medusa or EAGLE heads, or a built-in name")
     parser.add_argument("--model", required=True, help="the target that the heads are for")
     parser.add_argument("--preset", choices=sorted(PRESETS), required=True, help="as the target's")
-    parser.add_argument("--seed", type=int, default=0, help="of the random padding")
     parser.add_argument("--out", help="folder to write; default: the cache folder")
     args = parser.parse_args(sys.argv[1:])
     try:
-        print(inflate_heads(args.heads, args.model, PRESETS[args.preset], args.out, seed=args.seed))
+        print(inflate_heads(args.heads, args.model, PRESETS[args.preset], args.out))
     except (InflateError, PacelineError, OSError) as error:
         raise SystemExit(f"error: {error}") from None
 

@@ -24,6 +24,7 @@ from functools import partial
 import torch
 from transformers import AutoModelForCausalLM, LlamaConfig
 
+from harness import alternate
 from paceline.lab.profiling.machine import read_bandwidth
 from paceline.model.backends.native.witness import NativeWork, witnessed
 from paceline.model.paged.cache import Feed, PagedCache
@@ -108,20 +109,20 @@ def main() -> None:
         name: (other, filled(other, blocks, kind or "auto")),
         "native": (native, filled(native, blocks, "auto")),
     }
-    found: dict[str, dict[int, list[float]]] = {name: {n: [] for n in lengths} for name in runs}
     with torch.inference_mode():
-        for turn in range(options.rounds + 1):
-            for rows in lengths:
-                for run, (model, cache) in runs.items():
-                    took = forward(model, cache, options.context, rows, bool(options.prompt))
-                    if turn:
-                        found[run][rows].append(took)
+        found = alternate(
+            {
+                (run, rows): partial(forward, *own, options.context, rows, bool(options.prompt))
+                for rows in lengths
+                for run, own in runs.items()
+            },
+            options.rounds,
+        )
         size = bytes_read(*runs["native"], options.context)
         best = read_bandwidth(torch.device("cpu"), 1 << 28)
-    medians = {
-        run: {count: statistics.median(times) for count, times in by_rows.items()}
-        for run, by_rows in found.items()
-    }
+    medians: dict[str, dict[int, float]] = {run: {} for run in runs}
+    for (run, rows), times in found.items():
+        medians[run][rows] = statistics.median(times)
     if options.json:
         print(json.dumps(medians))
         return

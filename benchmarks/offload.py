@@ -18,7 +18,6 @@ The last line of the output is one JSON object.
 from __future__ import annotations
 
 import argparse
-import json
 import os
 import tempfile
 import time
@@ -32,7 +31,7 @@ os.environ.setdefault("HF_HUB_OFFLINE", "1")
 
 import torch
 
-from harness import machine
+from harness import finish, machine
 from paceline.config import parse_bytes
 from paceline.core.batch import Batch, ModelOutput
 from paceline.core.params import SamplingParams
@@ -180,10 +179,7 @@ def main() -> None:
     print(" | ".join(rows[0]))
     for row in rows:
         print(" | ".join(map(str, row.values())))
-    result = json.dumps({"machine": machine("cpu"), "length": given.length, "rows": rows})
-    if given.json:
-        Path(given.json).write_text(result + "\n", encoding="utf-8")
-    print(result)
+    finish({"machine": machine(), "length": given.length, "rows": rows}, given.json)
 
 
 if __name__ == "__main__":

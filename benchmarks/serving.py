@@ -35,6 +35,7 @@ from collections import deque
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -44,6 +45,7 @@ from rich.console import Console
 from rich.progress import track
 
 import real
+from harness import alternate, finish, machine, median_ratio
 from paceline import LLM, SamplingParams
 from paceline.engine.driver import Drive
 from paceline.lab.bench.figures import percentile
@@ -187,9 +189,7 @@ class Cell:
 
     def ratio(self, one: str, other: str) -> float:
         """The median of the rounds' ratios."""
-        return statistics.median(
-            a / b for a, b in zip(self.rates[one], self.rates[other], strict=True)
-        )
+        return median_ratio(self.rates[one], self.rates[other])
 
     def record(self) -> dict[str, Any]:
         found: dict[str, Any] = {"concurrency": self.concurrency, "tokens_per_second": self.rates}
@@ -228,17 +228,16 @@ def measure(args: argparse.Namespace, work: Work) -> list[Cell]:
                 for port in ports.values():
                     over_http(port, cell.concurrency, short, way)
                 directly(llm, cell.concurrency, short, way)
-        turns = [(turn, cell) for turn in range(args.rounds) for cell in cells]
-        for turn, cell in track(turns, "serving", console=Console(stderr=True), transient=True):
-            names = [f"{kind} {way}" for kind in (*kinds, "engine") for way in WAYS]
-            shift = turn % len(names)
-            for name in names[shift:] + names[:shift]:
-                kind, way = name.split()
-                if kind == "engine":
-                    seconds = directly(llm, cell.concurrency, work, way)
-                else:
-                    seconds = over_http(ports[kind], cell.concurrency, work, way)
-                cell.rates.setdefault(name, []).append(work.tokens / seconds)
+        names = [(kind, way) for kind in (*kinds, "engine") for way in WAYS]
+
+        def rate(kind: str, way: str, clients: int) -> float:
+            if kind == "engine":
+                return work.tokens / directly(llm, clients, work, way)
+            return work.tokens / over_http(ports[kind], clients, work, way)
+
+        for cell in track(cells, "serving", console=Console(stderr=True), transient=True):
+            ways = {f"{k} {way}": partial(rate, k, way, cell.concurrency) for k, way in names}
+            cell.rates = alternate(ways, args.rounds, warm_up=0)
         for cell in cells:
             for kind, port in ports.items():
                 for way in WAYS:
@@ -339,10 +338,8 @@ def main() -> None:
     print_report(report, Console(width=max(100, Console().width)))
     if args.markdown:
         Path(args.markdown).write_text("\n\n".join(map(as_table, found)) + "\n")
-    line = json.dumps({"cells": [cell.record() for cell in cells], "threads": args.threads})
-    if args.json:
-        Path(args.json).write_text(line + "\n")
-    print(line)
+    record = {"cells": [cell.record() for cell in cells], "threads": args.threads}
+    finish(record | {"machine": machine()}, args.json)
 
 
 if __name__ == "__main__":

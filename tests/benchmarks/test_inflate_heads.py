@@ -81,7 +81,7 @@ def test_new_layers_lie_between_the_old_ones() -> None:
     ids=["EAGLE-3", "EAGLE-3 with options", "EAGLE-1"],
 )
 def test_an_eagle_head_continues_alike(head: EagleHead) -> None:
-    big = pad_eagle(head, SMALL, BIG, seed=0).eval()
+    big = pad_eagle(head, SMALL, BIG).eval()
     assert big.config.heads > 4 and big.config.ffn_size == 112
     assert big.config.feature_layers == ((0, 2, 5) if head.config.version == 3 else (5,))
     count = len(head.config.feature_layers)
@@ -107,7 +107,7 @@ def test_medusa_heads_predict_alike(shared: bool) -> None:
     heads = MedusaHeads(MedusaConfig(32, 60, heads=3, layers=2, shared_head=shared))
     for parameter in heads.parameters():
         torch.nn.init.normal_(parameter, std=0.3)
-    big = pad_medusa(heads, SMALL, BIG, seed=0)
+    big = pad_medusa(heads, SMALL, BIG)
     features, lm_head = torch.randn(5, 32), torch.randn(60, 32)
     with torch.inference_mode():
         expected = heads(features, lambda x: x @ lm_head.T)
@@ -145,7 +145,7 @@ def test_the_engine_drafts_and_accepts_the_same(kind: str, tmp_path: Path) -> No
     else:
         vocab = json.loads((Path(target) / "config.json").read_text())["vocab_size"]
         save_eagle(eagle(3 if kind == "eagle3" else 1, vocab), heads)
-    big = inflate(target, SIZES, tmp_path / "big", quiet=True)
+    big = inflate(target, SIZES, tmp_path / "big")
     padded = inflate_heads(heads, target, SIZES, tmp_path / "big-heads")
     small, large = (decode(str(t), f"{kind}:{h}") for t, h in ((target, heads), (big, padded)))
     assert small == large
