@@ -26,6 +26,7 @@ from paceline.model.backends.native.library import (
     check,
     library,
 )
+from paceline.model.backends.native.pages import zeros
 from paceline.model.backends.native.witness import NativeWork, WeightRead, tell
 from paceline.model.quantised.weights import (
     ROW_GROUP,
@@ -92,8 +93,7 @@ class Packed:
             size = library().pl_packed_bytes(DTYPES[dtype], padded, inputs)
         else:
             size = library().pl_quantised_bytes(empty)
-        data = torch.zeros(size, dtype=torch.uint8)
-        return cls(data, bias, outputs, inputs, dtype, form, rows * inputs)
+        return cls(zeros(size), bias, outputs, inputs, dtype, form, rows * inputs)
 
     def _take(self, linear: nn.Linear | QuantisedLinear, place: int, first: int) -> None:
         if isinstance(linear, QuantisedLinear):

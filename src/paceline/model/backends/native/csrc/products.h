@@ -19,38 +19,34 @@
 namespace {
 
 // Weights come from memory, and the hardware's prefetcher ends at every page: as each line is read,
-// the one FAR bytes behind it is fetched into the second cache. In one burst a stripe, fetches fill
-// the line buffers and loads wait (8 rows of bf16 on a Xeon with AVX512: 15.9 ms, 12.7 one by one).
-// Where several rows make reading slow, the line NEAR bytes behind goes into the first cache.
-constexpr long FAR = 8192, NEAR = 1024;
+// the one FAR bytes behind it is fetched into the second cache, and the one NEAR bytes behind it into
+// the first. In one burst a stripe, fetches fill the line buffers and loads wait (8 rows of bf16 on a
+// Xeon with AVX512: 15.9 ms, 12.7 one by one).
+constexpr long FAR = 8192, NEAR = 2048;
 
-template <int R>
 inline void fetch(const void* line) {
   __builtin_prefetch(static_cast<const char*>(line) + FAR, 0, 2);
-  if (R > 1) __builtin_prefetch(static_cast<const char*>(line) + NEAR, 0, 3);
+  __builtin_prefetch(static_cast<const char*>(line) + NEAR, 0, 3);
 }
 
 // Numbers of the cache, which need no fetching.
 struct Floats {
   typedef float Number;
   static V weights(const float* pair, int i, int odd) { return load(pair + PANEL * odd + 16 * i); }
-  template <int R>
   static void ahead(const float*, int) {}
 };
 
 struct FloatWeights : Floats {
-  template <int R>
   static void ahead(const float* pair, int i) {
-    fetch<R>(pair + 16 * i);
-    fetch<R>(pair + PANEL + 16 * i);
+    fetch(pair + 16 * i);
+    fetch(pair + PANEL + 16 * i);
   }
 };
 
 struct Bf16Weights {
   typedef uint16_t Number;
   static V weights(const uint16_t* pair, int i, int odd) { return odd ? odd_of(pair + 32 * i) : even_of(pair + 32 * i); }
-  template <int R>
-  static void ahead(const uint16_t* pair, int i) { fetch<R>(pair + 32 * i); }
+  static void ahead(const uint16_t* pair, int i) { fetch(pair + 32 * i); }
 };
 
 // The sums of a stripe's inputs of one parity, ODD, or of both (COUNT 2).
@@ -63,7 +59,7 @@ inline void sum_stripe(const typename Kind::Number* w, const float* x, long ldx,
   for (int pair = 0; pair < STRIPE / 2; pair++, w += 2 * PANEL, x += 2) {
     V weights[2][W];
     for (int i = 0; i < W; i++) {
-      if (ODD == 0) Kind::template ahead<R>(w, i);
+      if (ODD == 0) Kind::ahead(w, i);
       for (int odd = ODD; odd < ODD + COUNT; odd++) weights[odd][i] = Kind::weights(w, i, odd);
     }
 #pragma GCC unroll 12

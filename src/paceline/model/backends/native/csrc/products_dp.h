@@ -21,7 +21,7 @@ inline void dp_stripe(const uint16_t* w, const uint16_t* x, long ldx, float* c) 
   for (int r = 0; r < R; r++)
     for (int i = 0; i < 2; i++) even[r][i] = odd[r][i] = zero();
   for (int pair = 0; pair < STRIPE / 2; pair += 2, w += 4 * PANEL, x += 4) {
-    for (int i = 0; i < 4; i++) fetch<R>(w + 32 * i);
+    for (int i = 0; i < 4; i++) fetch(w + 32 * i);
 #pragma GCC unroll 8
     for (int r = 0; r < R; r++)
       for (int i = 0; i < 2; i++) {
