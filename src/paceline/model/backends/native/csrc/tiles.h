@@ -47,12 +47,6 @@ class Shaped {
   long upper_ = 0, lower_ = 0;
 };
 
-// Weights come from memory, and the hardware's prefetcher ends at every page: what is 8 KB behind a
-// stripe is fetched into the first cache.
-inline void fetch_ahead(const uint16_t* stripe) {
-  for (long i = 0; i < STRIPE * PANEL; i += 32) __builtin_prefetch(stripe + 4096 + i, 0, 3);
-}
-
 // c [rows, ldc] += a [rows, lda] times a bf16 panel of so many inputs, for up to 32 rows; `far`: the
 // panel comes from memory; `fresh`: c = instead.
 template <bool far, bool fresh = false>
@@ -72,7 +66,7 @@ inline void tiles(const uint16_t* panel, const uint16_t* a, long lda, long rows,
     _tile_loadd(3, c + TILE * ldc + TILE, 4 * ldc);
   }
   for (long k = 0; k < inputs; k += STRIPE, panel += STRIPE * PANEL, a += STRIPE) {
-    if (far) fetch_ahead(panel);
+    for (long i = 0; i < STRIPE * PANEL && far; i += 32) fetch(panel + i);
     _tile_loadd(6, panel, 4 * PANEL);
     _tile_loadd(7, panel + PANEL, 4 * PANEL);
     _tile_loadd(4, a, 2 * lda);
