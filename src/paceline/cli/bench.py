@@ -166,8 +166,8 @@ def bench(
     from paceline.lab.bench.pages import report_of
 
     report = report_of(result)
-    if result.bought is not None:
-        report.add("What the time bought", *result.bought.blocks())
+    if result.spending is not None:
+        report.add("Time", *result.spending.blocks())
     output.emit(result.record(), report)
     finish(result, options.allow_idle, interrupted)
 
@@ -227,7 +227,7 @@ def _measured(
         interrupted=bool(interrupted),
         unequal=starter.unequal,
         perplexities=read,
-        bought=_bought(record, result.rows, plan.sweep, wanted, budget, before),
+        spending=_spending(record, result.rows, plan.sweep, wanted, budget, before),
     )
 
 
@@ -246,7 +246,7 @@ def _fitting(
     return fitting, left_out
 
 
-def _bought(
+def _spending(
     record: HeatRecord, rows: Sequence[Row], sweep: Sweep, jobs: int, budget: Budget, before: float
 ) -> BenchSpending:
     from paceline.lab.bench.result import BenchSpending, sureness_of

@@ -127,12 +127,12 @@ def test_sureness_is_judged_by_how_prompts_differ() -> None:
     assert (unknown.low, unknown.high, unknown.prompts) == (None, None, 3)
 
 
-def test_what_was_bought_is_said() -> None:
+def test_what_the_time_was_spent_on_is_said() -> None:
     record = HeatRecord([heat(0, job(index=n), plain=2.0, fast=1.0) for n in range(6)])
-    bought = BenchSpending(
+    spending = BenchSpending(
         120, 100.4, 6, 24, ("18 of 24 turns",), sureness_of(record, rows(record, {"plain"}))
     )
-    table, text = bought.blocks()
+    table, text = spending.blocks()
     assert text.text == (  # type: ignore[union-attr]
         "100 s: 6 of 24 turns of all methods. Not measured: 18 of 24 turns. --continue goes on."
     )

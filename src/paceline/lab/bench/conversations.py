@@ -8,6 +8,9 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
+from itertools import compress
+from operator import not_
 from pathlib import Path
 from typing import cast
 
@@ -142,9 +145,6 @@ def _question(suite: Suite, prompt: BenchPrompt, file: Path) -> Question:
     return Question(prompt.name, task, prompt.turns, prompt.earlier)
 
 
-# -- answering -------------------------------------------------------------------------------------
-
-
 @dataclass(frozen=True)
 class SuiteDialogue(TimedRun):
     """A question as one run, an answer for each of the ``asks``; ``cut``: later turns had no room
@@ -174,11 +174,8 @@ def asked_alike(record: HeatRecord) -> HeatRecord:
 
 def fitting(questions: Sequence[Question], llm: LLM) -> tuple[list[Question], list[Question]]:
     """Those whose first turn leaves room for an answer, and the others."""
-    kept: list[Question] = []
-    left: list[Question] = []
-    for question in questions:
-        (kept if 0 < len(_first(llm, question)) < llm.max_model_len else left).append(question)
-    return kept, left
+    fits = [0 < len(_first(llm, question)) < llm.max_model_len for question in questions]
+    return list(compress(questions, fits)), list(compress(questions, map(not_, fits)))
 
 
 def _first(llm: LLM, question: Question) -> list[int]:
@@ -222,25 +219,19 @@ def answer_all(
     """
 
     def answer(engine: BenchEngine, job: BenchJob) -> SuiteDialogue:
-        def params(room: int) -> SamplingParams:
-            return how.settings.params(job.temperature, job.index, room)
+        number, temperature = job.index, job.temperature
+        params = partial(how.settings.params, temperature, number)
+        return converse(llm, engine, questions[number], params)
 
-        return converse(llm, engine, questions[job.index], params)
+    def job_of(number: int, temperature: float) -> BenchJob:
+        ids = _first(llm, questions[number])
+        params = how.settings.params(temperature, number, llm.max_model_len - len(ids))
+        task = questions[number].task
+        return BenchJob(task, 1, temperature, number, (Ask(tuple(ids), params),))
 
-    def first(place: int, temperature: float) -> Ask:
-        ids = _first(llm, questions[place])
-        room = llm.max_model_len - len(ids)
-        return Ask(tuple(ids), how.settings.params(temperature, place, room))
-
-    todo = {
-        temperature: [
-            BenchJob(question.task, 1, temperature, place, (first(place, temperature),))
-            for place, question in enumerate(questions)
-        ]
-        for temperature in how.temperatures
-    }
-    warm_up([job for own in todo.values() for job in own], engines)
+    todo = [[job_of(n, t) for n in range(len(questions))] for t in how.temperatures]
+    warm_up([job for own in todo for job in own], engines)
     for turn in range(how.rounds):
-        for own in todo.values():  # those of earlier rounds are in the record
+        for own in todo:  # those of earlier rounds are in the record
             take_turns(own, engines, turn + 1, record, advance, budget, True, answer)
     return len(record.heats) == how.rounds * len(how.temperatures) * len(questions)

@@ -8,9 +8,10 @@ from __future__ import annotations
 
 import gzip
 import json
+import re
 import zlib
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, TypeVar
@@ -19,11 +20,8 @@ from paceline.errors import ConfigError, DataError
 from paceline.llm import LLM
 
 Element = TypeVar("Element")
-
-# -- files ---------------------------------------------------------------------------------------
-
 _TEXT = (".txt", ".md", ".text")
-_SEPARATOR = "---"
+_SEPARATOR = re.compile(r"^[^\S\n]*---[^\S\n]*$", re.MULTILINE)
 
 
 def read_records(file: Path) -> Iterator[tuple[str, dict[str, Any]]]:
@@ -36,80 +34,55 @@ def read_records(file: Path) -> Iterator[tuple[str, dict[str, Any]]]:
     text = _text_of(file)
     suffix = Path(file.stem).suffix if file.suffix == ".gz" else file.suffix
     if suffix.lower() in _TEXT:
-        yield from _parts(file, text)
+        parts = (part.strip("\n") for part in _SEPARATOR.split("\n".join(text.splitlines())))
+        for number, part in enumerate((part for part in parts if part.strip()), 1):
+            yield f"{file}, part {number}", {"text": part}
+        return
+    records: Iterable[tuple[str, Any]]
+    try:
+        whole = json.loads(text)
+    except ValueError:
+        records = _lines(file, text)
     else:
-        yield from _objects(file, text)
+        items = whole if isinstance(whole, list) else [whole]
+        kind = "item" if isinstance(whole, list) else "line"
+        records = ((f"{file}, {kind} {number}", item) for number, item in enumerate(items, 1))
+    for where, record in records:
+        if not isinstance(record, dict):
+            raise DataError(f"{where}: no JSON object; each record is one, with a prompt")
+        yield where, record
 
 
 def _text_of(file: Path) -> str:
     try:
         content = file.read_bytes()
-        if file.suffix == ".gz":
-            content = gzip.decompress(content)
-        return content.decode("utf-8-sig")
+        return (gzip.decompress(content) if file.suffix == ".gz" else content).decode("utf-8-sig")
     except FileNotFoundError:
-        raise DataError(f"no prompt file {file}; give the path of one") from None
+        reason = f"no prompt file {file}; give the path of one"
     except IsADirectoryError:
-        raise DataError(f"{file} is a folder; give one file of prompts") from None
+        reason = f"{file} is a folder; give one file of prompts"
     except UnicodeDecodeError as error:
-        raise DataError(
-            f"{file} is not UTF-8 text (byte {error.start}); save it as UTF-8"
-        ) from None
+        reason = f"{file} is not UTF-8 text (byte {error.start}); save it as UTF-8"
     except (gzip.BadGzipFile, EOFError, zlib.error) as error:
-        raise DataError(f"{file} is not a whole gzip file ({error}); pack it again") from None
+        reason = f"{file} is not a whole gzip file ({error}); pack it again"
     except OSError as error:
-        raise DataError(f"{file} cannot be read: {error.strerror or error}") from None
+        reason = f"{file} cannot be read: {error.strerror or error}"
+    raise DataError(reason)
 
 
-def _parts(file: Path, text: str) -> Iterator[tuple[str, dict[str, Any]]]:
-    part: list[str] = []
-    number = 0
-    for line in [*text.splitlines(), _SEPARATOR]:
-        if line.strip() != _SEPARATOR:
-            part.append(line)
-            continue
-        joined = "\n".join(part).strip("\n")
-        if joined.strip():
-            number += 1
-            yield f"{file}, part {number}", {"text": joined}
-        part = []
-
-
-def _objects(file: Path, text: str) -> Iterator[tuple[str, dict[str, Any]]]:
-    try:
-        whole = json.loads(text)
-    except ValueError:
-        yield from _lines(file, text)
-        return
-    if isinstance(whole, list):
-        for number, record in enumerate(whole, 1):
-            place = f"{file}, item {number}"
-            yield place, _object(record, place)
-    else:
-        yield f"{file}, line 1", _object(whole, f"{file}, line 1")
-
-
-def _lines(file: Path, text: str) -> Iterator[tuple[str, dict[str, Any]]]:
+def _lines(file: Path, text: str) -> Iterator[tuple[str, Any]]:
     # Not splitlines: JSON strings may hold U+2028 and its like as they are.
     for number, line in enumerate(text.split("\n"), 1):
         if not line.strip():
             continue
-        place = f"{file}, line {number}"
+        where = f"{file}, line {number}"
         try:
-            record = json.loads(line)
+            yield where, json.loads(line)
         except ValueError as error:
-            reason = getattr(error, "msg", error)
             raise DataError(
-                f"{place}: not JSON ({reason}); write one object a line, "
+                f"{where}: not JSON ({getattr(error, 'msg', error)}); write one object a line, "
                 "or name a file of plain text .txt"
             ) from None
-        yield place, _object(record, place)
-
-
-def _object(record: object, place: str) -> dict[str, Any]:
-    if not isinstance(record, dict):
-        raise DataError(f"{place}: no JSON object; each record is one, with a prompt")
-    return record
 
 
 _SHIPPED = Path(__file__).with_name("shipped")
@@ -208,9 +181,6 @@ def fit(
         else:
             left_out.append(prompt)
     return fitting, left_out
-
-
-# -- records -------------------------------------------------------------------------------------
 
 
 def _read(file: Path) -> list[BenchPrompt]:

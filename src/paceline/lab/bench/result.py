@@ -128,7 +128,7 @@ class BenchResult:
     left_out: Sequence[str] = ()  # names of prompts too long for the model
     price: float | None = None
     interrupted: bool = False
-    bought: BenchSpending | None = None
+    spending: BenchSpending | None = None
     unequal: Mapping[str, Mapping[str, str]] = field(default_factory=dict)  # of other engines
     perplexities: Sequence[TextPerplexity] = ()
 
@@ -181,7 +181,7 @@ class BenchResult:
             "perplexity": [found.record() for found in self.perplexities],
             "bugs": self.bugs(),
             "prompts_left_out": list(self.left_out),
-            "budget": self.bought and asdict(self.bought),
+            "budget": self.spending and asdict(self.spending),
         }
 
     def specs(self) -> dict[str, str]:
@@ -192,8 +192,8 @@ class BenchResult:
     def amount(self) -> str:
         """How many prompts the figures are of, and of how many that were asked for."""
         wanted = measured = int(self.settings["prompts"])
-        if self.bought is not None:
-            measured = max((item.prompts for item in self.bought.sureness), default=0)
+        if self.spending is not None:
+            measured = max((item.prompts for item in self.spending.sureness), default=0)
         return f"{wanted} prompts" if measured >= wanted else f"{measured} of {wanted} prompts"
 
     def bugs(self) -> list[str]:

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Collection
 from dataclasses import asdict, dataclass
+from itertools import product
 from typing import Any
 
 from paceline.difference import Difference, explain
 from paceline.lab.bench.methods import PLAIN
-from paceline.lab.bench.runner import Heat, HeatRecord
+from paceline.lab.bench.runner import HeatRecord
 from paceline.lab.bench.runs import Ask
 from paceline.llm import LLM
 
@@ -56,43 +57,26 @@ def judge_of(llm: LLM) -> Judge:
 def compare(record: HeatRecord, judge: Judge, sampled: Collection[str] = ()) -> Comparison:
     """Every distinct pair of texts once.
 
-    Greedy texts of all engines are compared; of requests with a temperature and a seed, only
-    those of ``sampled``: the engines that draw as plain decoding does.
+    Greedy texts of all engines are compared; of requests with a temperature and a seed, only those
+    of ``sampled``: the engines that draw as plain decoding does.
     """
     counts: dict[str, Counter[str]] = {}
     partings: list[MethodDivergence] = []
     seen: set[tuple[object, ...]] = set()
-    for heat, place, name, left, right in _pairs(record, sampled):
-        ask, job = heat.job.asks[place], heat.job
-        key = (name, ask.prompt, ask.params.temperature, ask.params.seed, left, right)
-        if key in seen:
-            continue
-        seen.add(key)
-        found = None if left == right else judge(ask, left, right)
-        verdict = IDENTICAL if found is None else TIE if found.is_tie else DIFFERENT
-        counts.setdefault(name, Counter())[verdict] += 1
-        if found is not None:
-            partings.append(
-                MethodDivergence(
-                    name, job.category, job.index + place, job.concurrency, job.temperature, found
-                )
-            )
-    return Comparison({name: dict(count) for name, count in counts.items()}, partings)
-
-
-def _pairs(
-    record: HeatRecord, sampled: Collection[str]
-) -> Iterator[tuple[Heat, int, str, tuple[int, ...], tuple[int, ...]]]:
-    """(heat, number of the request, engine, plain decoding's tokens, the engine's)."""
-    for heat in record.heats:
-        plain = heat.outcomes.get(PLAIN)
-        if plain is None:
-            continue
-        for name, outcome in heat.outcomes.items():
-            if name == PLAIN:
+    for heat in (heat for heat in record.heats if PLAIN in heat.outcomes):
+        job, plain = heat.job, heat.outcomes[PLAIN].answers
+        for name, number in product(heat.outcomes, range(len(job.asks))):
+            ask, params = job.asks[number], job.asks[number].params
+            left, right = plain[number].tokens, heat.outcomes[name].answers[number].tokens
+            key = (name, ask.prompt, params.temperature, params.seed, left, right)
+            determined = params.greedy or (params.seed is not None and name in sampled)
+            if name == PLAIN or not determined or key in seen:
                 continue
-            for place, ask in enumerate(heat.job.asks):
-                params = ask.params
-                if params.greedy or (params.seed is not None and name in sampled):
-                    left, right = plain.answers[place].tokens, outcome.answers[place].tokens
-                    yield heat, place, name, left, right
+            seen.add(key)
+            difference = None if left == right else judge(ask, left, right)
+            kind = IDENTICAL if difference is None else TIE if difference.is_tie else DIFFERENT
+            counts.setdefault(name, Counter())[kind] += 1
+            if difference is not None:
+                where = job.category, job.index + number, job.concurrency, job.temperature
+                partings.append(MethodDivergence(name, *where, difference))
+    return Comparison({name: dict(count) for name, count in counts.items()}, partings)
