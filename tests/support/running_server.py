@@ -49,7 +49,9 @@ class SocketEngine(RemoteEngine):
         super().__init__(process, Facts.of(llm), limits)
         self.llm = llm
         self.link = Link(theirs, theirs.close)
-        self.link.endpoint = self.endpoint = EngineEndpoint(llm, self.limits.max_queue, self.link.send)
+        self.link.endpoint = self.endpoint = EngineEndpoint(
+            llm, self.limits.max_queue, self.link.send
+        )
         self._reader = threading.Thread(target=self.link.read, daemon=True)
 
     async def start(self) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import itertools
 import threading
 import weakref
 
@@ -50,7 +51,7 @@ def test_threads_get_memory_of_their_own() -> None:
     for thread in threads:
         thread.join()
     places = sorted(part.data_ptr() for part in made)
-    assert all(b - a >= 4096 for a, b in zip(places, places[1:], strict=False))
+    assert all(b - a >= 4096 for a, b in itertools.pairwise(places))
 
 
 @pytest.mark.skipif(pages._ADVICE is None, reason="no huge pages on this system")
