@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from statistics import median
 from typing import Any
 
+from paceline.lab.report.columns import Column, table_of
 from paceline.lab.report.document import Report, Table, Text
 
 PLAIN = "plain"
@@ -158,43 +159,62 @@ def as_report(records: Sequence[Record]) -> Report:
     length by the best, and where anything is slower than plain decoding."""
     report = Report("Drafters beside plain decoding")
     for target, cells in summary(records).items():
-        tables = []
-        for name, title in PASSES.items():
-            own = {cell: found[name] for cell, found in cells.items() if name in found}
-            if own:
-                tables.append(_grid(title, own, _ratio))
-        report.add(target, *tables, *_against(cells), *_slower(cells))
-        steps = {cell: found["first"] for cell, found in cells.items() if "first" in found}
+        tables = [
+            _grid(
+                title, {cell: by[name] for cell, by in cells.items() if name in by}, _ratio, _NOTE
+            )
+            for name, title in PASSES.items()
+        ]
+        flat = [
+            {"cell": cell, "pass": name, "drafter": one, **own}
+            for cell, passes in cells.items()
+            for name, by in passes.items()
+            for one, own in by.items()
+        ]
+        slow = [
+            f"{row['cell']}, {row['pass']}: {row['drafter']} {row['ratio']:.3f}"
+            for row in flat
+            if "@" not in row["drafter"] and row["ratio"] < WANTED
+        ]
+        chosen = [row for row in flat if "of_best" in row]
+        if chosen:
+            tables.append(table_of(chosen, _OF_BEST, _BEST, "The adaptive length"))
+        below = Text(f"Below {WANTED} of plain decoding: {'; '.join(slow) or 'nothing'}.")
+        report.add(target, *(table for table in tables if table.rows), below)
+        steps = {cell: by["first"] for cell, by in cells.items() if "first" in by}
         report.add(f"{target}: tokens a step", _grid("First requests", steps, _step))
-    settings = [record["settings"] for record in records]
-    abouts = {_machine(record["machine"]) for record in records}
-    tokens = sorted({own["tokens"] for own in settings})
-    report.add(
-        "How",
-        Text(f"Answers of {' or '.join(map(str, tokens))} tokens at most. {'; '.join(abouts)}."),
-    )
+    tokens = sorted({record["settings"]["tokens"] for record in records})
+    about = {_MACHINE.format(**record["machine"]) for record in records}
+    how = f"Answers of {' or '.join(map(str, tokens))} tokens at most. {'; '.join(about)}."
+    report.add("How", Text(how))
     return report
 
 
-def _machine(about: Mapping[str, Any]) -> str:
-    return (
-        f"{about['cpu']}, {about['threads']} threads, torch {about['torch']}, "
-        f"transformers {about['transformers']}"
-    )
+_MACHINE = "{cpu}, {threads} threads, torch {torch}, transformers {transformers}"
+_NOTE = "By plain decoding; in brackets the worst set, or batch."
+_BEST = "The best of plain decoding and the chosen lengths, in all and within each set."
+_OF_BEST = (
+    Column("cell", "cell"),
+    Column("pass", "pass"),
+    Column("drafter", "drafter"),
+    Column("best", "best", "of_best.best"),
+    Column("ratio", "adaptive / best", "of_best.ratio", "{:.3f}".format),
+    Column("worst", "worst set", "of_best", "{0[worst]:.3f} {0[worst_set]}".format),
+)
 
 
 def _grid(
     title: str,
     cells: Mapping[str, Mapping[str, Any]],
     show: Callable[[Mapping[str, Any]], str],
+    note: str = "",
 ) -> Table:
-    names = list(dict.fromkeys(one for own in cells.values() for one in own if one != PLAIN))
+    names = dict.fromkeys(one for own in cells.values() for one in own if one != PLAIN)
     rows = [
-        [name, *(show(own[name]) if name in own else "" for own in cells.values())]
+        [name, *(show(own[name]) if name in own else None for own in cells.values())]
         for name in names
     ]
-    note = "By plain decoding; in brackets the worst set, or batch." if show is _ratio else ""
-    return Table(["drafter", *cells], rows, title=title, note=note)
+    return Table(["drafter", *cells], rows, title, note)
 
 
 def _ratio(own: Mapping[str, Any]) -> str:
@@ -202,31 +222,5 @@ def _ratio(own: Mapping[str, Any]) -> str:
 
 
 def _step(own: Mapping[str, Any]) -> str:
-    if own["acceptance"] is None:
-        return f"{own['tokens_a_step']:.2f}"
-    return f"{own['tokens_a_step']:.2f} ({own['acceptance']:.0%})"
-
-
-def _against(cells: Mapping[str, Any]) -> list[Table]:
-    rows = []
-    for cell, passes in cells.items():
-        for name, found in passes.items():
-            for one, own in found.items():
-                if (best := own.get("of_best")) is not None:
-                    ratio = f"{best['ratio']:.3f}"
-                    worst = f"{best['worst']:.3f} {best['worst_set']}"
-                    rows.append([cell, name, one, best["best"], ratio, worst])
-    columns = ["cell", "pass", "drafter", "best", "adaptive / best", "worst set"]
-    note = "The best of plain decoding and the chosen lengths, in all and within each set."
-    return [Table(columns, rows, title="The adaptive length", note=note)] if rows else []
-
-
-def _slower(cells: Mapping[str, Any]) -> list[Text]:
-    slow = [
-        f"{cell}, {name}: {one} {own['ratio']:.3f}"
-        for cell, passes in cells.items()
-        for name, found in passes.items()
-        for one, own in found.items()
-        if "@" not in one and own["ratio"] < WANTED
-    ]
-    return [Text(f"Below {WANTED} of plain decoding: {'; '.join(slow) or 'nothing'}.")]
+    accepted = "" if own["acceptance"] is None else f" ({own['acceptance']:.0%})"
+    return f"{own['tokens_a_step']:.2f}{accepted}"

@@ -1,4 +1,4 @@
-"""The in-domain prompt suites as token ids, the same for every contestant."""
+"""The in-domain prompt suites as token ids, the same for every engine."""
 
 from __future__ import annotations
 

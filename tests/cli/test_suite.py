@@ -70,8 +70,8 @@ def test_spec_bench_in_full(tiny_pair: TinyPair, questions: Path, tmp_path: Path
     assert (tmp_path / "suite-speedup-t0.svg").is_file()
 
 
-def fakes(monkeypatch: pytest.MonkeyPatch, **contestants: Fake) -> None:
-    monkeypatch.setattr(Starter, "open", lambda self, method, clients: contestants[method.name])
+def fakes(monkeypatch: pytest.MonkeyPatch, **engines: Fake) -> None:
+    monkeypatch.setattr(Starter, "open", lambda self, method, clients: engines[method.name])
 
 
 def test_a_suite_of_one_task(

@@ -1,4 +1,4 @@
-"""Contestants on tiny random models: the right text, and what is counted beside it."""
+"""Engines on tiny random models: the right text, and what is counted beside it."""
 
 from __future__ import annotations
 

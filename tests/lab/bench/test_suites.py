@@ -175,7 +175,7 @@ def test_a_turn_without_room_ends_the_conversation() -> None:
     assert [one.name for one in kept] == ["q"] and [one.name for one in left] == ["long"]
 
 
-def test_contestants_take_turns_and_go_on_from_their_own_answers() -> None:
+def test_engines_take_turns_and_go_on_from_their_own_answers() -> None:
     questions = [Question(str(n), "STEM", (f"{n}", "more")) for n in range(2)]
     a, b, record = Echo("a"), Echo("b"), HeatRecord()
     told: list[str] = []

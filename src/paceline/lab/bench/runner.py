@@ -58,7 +58,7 @@ class HeatRecord:
         return any((heat.turn, *_key(heat.job)) == wanted for heat in self.heats)
 
     def names(self) -> list[str]:
-        """Contestants, in the order in which they were entered."""
+        """Engines, in the order in which they were entered."""
         return list(dict.fromkeys(name for heat in self.heats for name in heat.outcomes))
 
 
