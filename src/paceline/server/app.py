@@ -18,10 +18,10 @@ from paceline import __version__
 from paceline.errors import PacelineError
 from paceline.server import page
 from paceline.server.api import chat, completions, messages, responses, tokens
-from paceline.server.bodies import BodyLimit, Front
+from paceline.server.bodies import BodyLimit, Guard, OnePath, wrong_type
 from paceline.server.errors import RESPONSES, APIError, on_error, on_http_error, on_invalid
 from paceline.server.requestlog import Exchange, RequestLog
-from paceline.server.security import HostGuard, KeyGuard, Security
+from paceline.server.security import Security, wrong_host
 from paceline.server.service import Service
 
 
@@ -50,19 +50,14 @@ def create_app(
         redoc_url=None,
         responses=RESPONSES,
     )
-    app.include_router(completions.router(service))
-    app.include_router(chat.router(service))
-    app.include_router(responses.router(service))
-    app.include_router(messages.router(service))
-    app.include_router(_models(service))
-    app.include_router(tokens.router(service))
-    app.include_router(_state(service))
-    app.include_router(page.router())
-    app.add_exception_handler(PacelineError, on_error)
-    app.add_exception_handler(RecursionError, on_error)
+    for room in (completions, chat, responses, messages, tokens):
+        app.include_router(room.router(service))
+    for routes in (_models(service), _state(service), page.router()):
+        app.include_router(routes)
+    for kind in (PacelineError, RecursionError, Exception):
+        app.add_exception_handler(kind, on_error)
     app.add_exception_handler(HTTPException, on_http_error)
     app.add_exception_handler(RequestValidationError, on_invalid)
-    app.add_exception_handler(Exception, on_error)
     _protect(app, security or Security())
     app.add_middleware(RequestLog, ended=ended)
     return app
@@ -72,8 +67,9 @@ def _protect(app: FastAPI, security: Security) -> None:
     """What stands around the application. The last one added sees a request first."""
     app.add_middleware(BodyLimit, limit=security.max_request_bytes)
     if security.keys:
-        app.add_middleware(KeyGuard, keys=security.keys)
-    app.add_middleware(Front)
+        app.add_middleware(Guard, check=security.keys.refusal)
+    app.add_middleware(Guard, check=wrong_type)
+    app.add_middleware(OnePath)
     if security.cors_origins:
         app.add_middleware(
             CORSMiddleware,
@@ -83,7 +79,7 @@ def _protect(app: FastAPI, security: Security) -> None:
             expose_headers=["x-request-id", "x-paceline-ignored", "retry-after"],
         )
     if security.local:
-        app.add_middleware(HostGuard)
+        app.add_middleware(Guard, check=wrong_host)
 
 
 def _models(service: Service) -> APIRouter:

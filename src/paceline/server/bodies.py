@@ -1,14 +1,17 @@
-"""What comes in, before it is parsed: its size, its encoding, its type, and the path it came to.
+"""What comes in, before it is parsed: its path, its type, its encoding and its size.
 
-Plain ASGI applications around another, as those of security.py.
+Plain ASGI applications around another, so that they see a request before anything of it is parsed.
 """
 
 from __future__ import annotations
 
 import asyncio
 import zlib
+from collections.abc import AsyncIterator, Callable
 from contextlib import suppress
 from typing import TYPE_CHECKING
+
+from starlette.requests import ClientDisconnect, Request
 
 from paceline.server.errors import APIError, respond
 from paceline.server.requestlog import header
@@ -19,33 +22,22 @@ if TYPE_CHECKING:
 _SWALLOW_SECONDS = 10.0
 
 
-class Front:
-    """Paths with a slash at their end are those without it; HEAD asks what GET does.
+class Guard:
+    """Answers a request itself where ``check`` says why it is refused."""
 
-    A body is JSON and says so: what pages of other origins can send unasked is not read.
-    """
-
-    def __init__(self, app: ASGIApp) -> None:
-        self._app = app
+    def __init__(self, app: ASGIApp, check: Callable[[Scope], APIError | None]) -> None:
+        self._app, self._check = app, check
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        if scope["type"] != "http":
-            await self._app(scope, receive, send)
-            return
-        path = scope["path"].rstrip("/") or "/"
-        if path != scope["path"]:
-            scope = {**scope, "path": path, "raw_path": path.encode()}
-        if scope["method"] == "HEAD":
-            # Whoever writes to the socket leaves out the body of an answer to HEAD.
-            scope = {**scope, "method": "GET"}
-        refused = _wrong_type(scope) if scope["method"] == "POST" else None
-        if refused is not None:
-            await respond(refused, path)(scope, receive, send)
-            return
-        await self._app(scope, receive, send)
+        refused = self._check(scope) if scope["type"] == "http" else None
+        app = self._app if refused is None else respond(refused, scope["path"])
+        await app(scope, receive, send)
 
 
-def _wrong_type(scope: Scope) -> APIError | None:
+def wrong_type(scope: Scope) -> APIError | None:
+    """A body is JSON and says so: what pages of other origins can send unasked is not read."""
+    if scope["method"] != "POST":
+        return None
     given = (header(scope, b"content-type") or b"").decode("latin-1")
     kind = given.partition(";")[0].strip().lower()
     if kind == "application/json" or (kind.startswith("application/") and kind.endswith("+json")):
@@ -56,8 +48,19 @@ def _wrong_type(scope: Scope) -> APIError | None:
     )
 
 
-class _GoneError(Exception):
-    """The client has left before its request was complete."""
+class OnePath:
+    """Paths with a slash at their end are those without it; HEAD asks what GET does."""
+
+    def __init__(self, app: ASGIApp) -> None:
+        self._app = app
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] == "http":
+            path = scope["path"].rstrip("/") or "/"
+            # Whoever writes to the socket leaves out the body of an answer to HEAD.
+            method = "GET" if scope["method"] == "HEAD" else scope["method"]
+            scope = {**scope, "path": path, "raw_path": path.encode(), "method": method}
+        await self._app(scope, receive, send)
 
 
 class BodyLimit:
@@ -74,9 +77,9 @@ class BodyLimit:
             await self._app(scope, receive, send)
             return
         try:
-            body = await self._read(receive, _content_length(scope))
+            body = await self._read(Request(scope, receive))
             body = self._unpacked(body, header(scope, b"content-encoding") or b"")
-        except _GoneError:
+        except ClientDisconnect:
             return
         except APIError as error:
             response = respond(error, scope["path"])
@@ -118,36 +121,28 @@ class BodyLimit:
             raise APIError("the packed body is cut short", code="invalid_encoding")
         return found
 
-    async def _read(self, receive: Receive, declared: int) -> bytes:
-        """The whole body. Raises APIError if it is too large, _GoneError if nobody waits."""
-        parts: list[bytes] = []
-        size, more = 0, True
+    async def _read(self, request: Request) -> bytes:
+        """The whole body. Raises APIError if it is too large, ClientDisconnect if nobody waits."""
+        # As declared; HTTP parsers have refused what is no number.
+        declared = int(request.headers.get("content-length") or 0)
+        stream = request.stream()
+        body = bytearray()
         if declared <= self._limit:
-            while more and size <= self._limit:
-                message = await receive()
-                if message["type"] == "http.disconnect":
-                    raise _GoneError
-                parts.append(message.get("body", b""))
-                size += len(parts[-1])
-                more = message.get("more_body", False)
-            if size <= self._limit:
-                return b"".join(parts)
+            async for part in stream:
+                body += part
+                if len(body) > self._limit:
+                    break
+            else:
+                return bytes(body)
         # A connection that is closed while the client still sends is reset, and the client then
         # never sees the answer. So swallow what comes, but neither for long nor without end.
-        if more and declared <= 8 * self._limit:
-            with suppress(asyncio.TimeoutError):
-                await asyncio.wait_for(self._swallow(receive, size), _SWALLOW_SECONDS)
+        if declared <= 8 * self._limit:
+            with suppress(asyncio.TimeoutError, ClientDisconnect):
+                await asyncio.wait_for(self._swallow(stream, len(body)), _SWALLOW_SECONDS)
         raise self._too_large()
 
-    async def _swallow(self, receive: Receive, size: int) -> None:
-        more = True
-        while more and size <= 8 * self._limit:
-            message = await receive()
-            size += len(message.get("body", b""))
-            more = message["type"] != "http.disconnect" and message.get("more_body", False)
-
-
-def _content_length(scope: Scope) -> int:
-    """As declared; 0 if it is not. HTTP parsers have refused what is no number."""
-    declared = header(scope, b"content-length") or b""
-    return int(declared) if declared.isdigit() else 0
+    async def _swallow(self, stream: AsyncIterator[bytes], size: int) -> None:
+        async for part in stream:
+            size += len(part)
+            if size > 8 * self._limit:
+                return

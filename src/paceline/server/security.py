@@ -1,9 +1,6 @@
 """Who may ask, and from where: API keys and origins.
 
-    request log -> host -> CORS -> path and type -> API key -> size -> the application
-
-These are plain ASGI applications around another, so that they see a request before anything of
-it has been parsed.
+request log -> host -> CORS -> path and type -> API key -> size -> the application
 """
 
 from __future__ import annotations
@@ -21,11 +18,11 @@ from typing import TYPE_CHECKING
 
 from paceline.errors import ConfigError
 from paceline.server.api.protocol import MAX_CHOICES, MAX_LOGPROBS, MAX_PROMPTS
-from paceline.server.errors import APIError, respond
+from paceline.server.errors import APIError
 from paceline.server.requestlog import header
 
 if TYPE_CHECKING:
-    from starlette.types import ASGIApp, Receive, Scope, Send
+    from starlette.types import Scope
 
     from paceline.core.params import SamplingParams
 
@@ -69,8 +66,19 @@ class Keys:
     def know(self, key: bytes) -> bool:
         """Whether it is one of them, in a time that does not depend on which or how nearly."""
         given = _digest(key)
-        same = [hmac.compare_digest(given, digest) for digest in self.digests]
-        return any(same)
+        return any([hmac.compare_digest(given, digest) for digest in self.digests])
+
+    def refusal(self, scope: Scope) -> APIError | None:
+        """Why a request may not come in: none of the keys is with it, and its path is not open."""
+        if scope["path"] in OPEN_PATHS:
+            return None
+        key = bearer(scope)
+        if key is None or not self.know(key):
+            what = "an API key is needed" if key is None else "the API key is not known here"
+            message = f"{what}; send it as Authorization: Bearer KEY"
+            return APIError(message, 401, code="invalid_api_key")
+        scope[_OWNER] = _digest(key).hex()
+        return None
 
 
 def _keys_in_file(path: str | Path) -> list[str]:
@@ -121,7 +129,7 @@ def exposure_warning(host: str, keys: Keys) -> str | None:
 class Security:
     """What stands before the application. ``max_request_bytes`` is of the body.
 
-    ``local`` is for servers of this machine that ask for no key, see ``HostGuard``.
+    ``local`` is for servers of this machine that ask for no key, see ``wrong_host``.
     """
 
     keys: Keys = field(default_factory=Keys)
@@ -151,55 +159,27 @@ class RequestLimits:
                 )
 
 
-class HostGuard:
-    """Answers only to the names of this machine.
+def wrong_host(scope: Scope) -> APIError | None:
+    """Why a server of this machine does not answer to the name it is called by, if so.
 
     A page elsewhere can give its own name our address (DNS rebinding); its scripts then count as
     ours to a browser, and the origin protects nothing. The Host header still has the page's name.
     """
-
-    def __init__(self, app: ASGIApp) -> None:
-        self._app = app
-
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        if scope["type"] == "http":
-            hosts = [value for name, value in scope["headers"] if name == b"host"]
-            if not all(is_loopback(_without_port(host.decode("latin-1"))) for host in hosts):
-                error = APIError(
-                    "a server without API keys on a loopback address answers to localhost and "
-                    "127.0.0.1 only; give it keys to use another name",
-                    403,
-                    code="host_not_allowed",
-                )
-                await respond(error, scope["path"])(scope, receive, send)
-                return
-        await self._app(scope, receive, send)
+    hosts = [value for name, value in scope["headers"] if name == b"host"]
+    if all(is_loopback(_without_port(host.decode("latin-1"))) for host in hosts):
+        return None
+    return APIError(
+        "a server without API keys on a loopback address answers to localhost and 127.0.0.1 only; "
+        "give it keys to use another name",
+        403,
+        code="host_not_allowed",
+    )
 
 
 def _without_port(host: str) -> str:
     """``[::1]:8000`` -> ``[::1]``, ``localhost:8000`` -> ``localhost``."""
     name, colon, port = host.rpartition(":")
     return name if colon and port.isdigit() and not name.endswith(":") else host
-
-
-class KeyGuard:
-    """Lets requests with one of the keys in, and all of them to the open paths."""
-
-    def __init__(self, app: ASGIApp, keys: Keys) -> None:
-        self._app, self._keys = app, keys
-
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        if scope["type"] == "http" and scope["path"] not in OPEN_PATHS:
-            key = bearer(scope)
-            if key is None or not self._keys.know(key):
-                what = "an API key is needed" if key is None else "the API key is not known here"
-                error = APIError(
-                    f"{what}; send it as Authorization: Bearer KEY", 401, code="invalid_api_key"
-                )
-                await respond(error, scope["path"])(scope, receive, send)
-                return
-            scope[_OWNER] = _digest(key).hex()
-        await self._app(scope, receive, send)
 
 
 def owner_of(scope: Scope) -> str:

@@ -112,30 +112,22 @@ def _message(message: ChatMessage, knows_tools: bool, knows_thoughts: bool) -> d
         shown["name"] = message.name
     if message.reasoning_content is not None and knows_thoughts:
         shown["reasoning_content"] = message.reasoning_content
+    functions = [
+        {"name": call.function.name, "arguments": _arguments(call.function.arguments)}
+        for call in message.calls
+    ]
     if knows_tools:
         if message.tool_call_id is not None:
             shown["tool_call_id"] = message.tool_call_id
-        if message.calls:
+        if functions:
             shown["tool_calls"] = [
-                {
-                    "id": call.id,
-                    "type": "function",
-                    "function": {
-                        "name": call.function.name,
-                        "arguments": _arguments(call.function.arguments),
-                    },
-                }
-                for call in message.calls
+                {"id": call.id, "type": "function", "function": function}
+                for call, function in zip(message.calls, functions, strict=True)
             ]
         return shown
     if role == "tool":  # templates without tools know no such role
         return {"role": "user", "content": f"Result of the call: {message.text()}"}
-    if message.calls:
-        calls = [
-            json.dumps({"name": c.function.name, "arguments": _arguments(c.function.arguments)})
-            for c in message.calls
-        ]
-        shown["content"] = "\n".join(filter(None, [message.text(), *calls]))
+    shown["content"] = "\n".join(filter(None, [message.text(), *map(json.dumps, functions)]))
     return shown
 
 

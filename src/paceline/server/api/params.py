@@ -98,16 +98,25 @@ def _drafter(method: str, drafters: tuple[str, ...]) -> str | None:
 
 def _grammar(request: Generation) -> Grammar | None:
     """What the text must look like, however that was said. Raises APIError if twice."""
-    guided = {
-        "json": request.guided_json,
-        "regex": request.guided_regex,
-        "choice": request.guided_choice,
-        "grammar": request.guided_grammar,
-    }
-    given = request.structured_outputs
-    if any(value is not None for value in guided.values()):
-        given = StructuredOutputs.model_validate(guided)
-    found = [] if given is None else _grammars(given)
+    guided = StructuredOutputs(
+        json=request.guided_json,
+        regex=request.guided_regex,
+        choice=request.guided_choice,
+        grammar=request.guided_grammar,
+    )
+    if guided == StructuredOutputs():
+        guided = request.structured_outputs or guided
+    found = []
+    if guided.json_ is not None:
+        found.append(_json(guided.json_))
+    if guided.json_object:
+        found.append(Grammar.json())
+    if guided.regex is not None:
+        found.append(Grammar("regex", guided.regex))
+    if guided.choice is not None:
+        found.append(Grammar("regex", "|".join(map(re.escape, guided.choice))))
+    if guided.grammar is not None:
+        found.append(Grammar("lark", guided.grammar))
     wanted = request.response_format
     if wanted is not None and wanted.type != "text":
         schema = wanted.json_schema
@@ -118,22 +127,6 @@ def _grammar(request: Generation) -> Grammar | None:
             param="structured_outputs",
         )
     return found[0] if found else None
-
-
-def _grammars(given: StructuredOutputs) -> list[Grammar]:
-    """One for each of the ways that are used."""
-    found = []
-    if given.json_ is not None:
-        found.append(_json(given.json_))
-    if given.json_object:
-        found.append(Grammar.json())
-    if given.regex is not None:
-        found.append(Grammar("regex", given.regex))
-    if given.choice is not None:
-        found.append(Grammar("regex", "|".join(map(re.escape, given.choice))))
-    if given.grammar is not None:
-        found.append(Grammar("lark", given.grammar))
-    return found
 
 
 def _json(schema: dict[str, Any] | str) -> Grammar:

@@ -21,6 +21,12 @@ from paceline.server.security import owner_of
 from paceline.server.service import Service
 from paceline.server.sse import Chunk, respond_with
 
+# Fields of a request that its response repeats.
+_REPEATED = {
+    *("instructions", "max_output_tokens", "metadata", "parallel_tool_calls", "reasoning"),
+    *("previous_response_id", "store", "tool_choice", "tools"),
+}
+
 
 def router(service: Service) -> APIRouter:
     routes = APIRouter()
@@ -93,8 +99,6 @@ class ResponsesAnswer(BlocksAnswer):
         asked, sampling = self._asked, sampling_of(self._asked, self._service.sampling)
         cut = self._reason == "length"
         done = "incomplete" if cut else "completed"
-        tools = [tool.model_dump() for tool in asked.tools]
-        choice = asked.tool_choice
         format = asked.text.format.model_dump(exclude_none=True, by_alias=True)
         if format["type"] != "json_schema":
             format = {"type": format["type"]}
@@ -105,22 +109,14 @@ class ResponsesAnswer(BlocksAnswer):
             "status": "in_progress" if self._done is None else done,
             "error": None,
             "incomplete_details": {"reason": "max_output_tokens"} if cut else None,
-            "instructions": asked.instructions,
-            "max_output_tokens": asked.max_output_tokens,
             "model": self._service.model,
             "output": [dict(block) for block in self._blocks],
-            "parallel_tool_calls": asked.parallel_tool_calls,
-            "previous_response_id": asked.previous_response_id,
-            "reasoning": asked.reasoning.model_dump(),
-            "store": asked.store,
             "temperature": sampling["temperature"],
             "text": {"format": format},
-            "tool_choice": choice if isinstance(choice, str) else choice.model_dump(),
-            "tools": tools,
             "top_p": sampling["top_p"] if asked.top_p is None else asked.top_p,
             "truncation": "disabled",
             "usage": self._usage(),
-            "metadata": asked.metadata,
+            **asked.model_dump(include=_REPEATED),
         }
 
     def _usage(self) -> dict[str, Any] | None:

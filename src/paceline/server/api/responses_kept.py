@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import json
 from collections import OrderedDict
-from dataclasses import dataclass, field
+from dataclasses import dataclass, replace
 from typing import Any
 
 MAX_RESPONSES = 1024
@@ -35,31 +35,6 @@ class _Stored:
         return len(self.rest) + sum(map(len, self.items.values())) + len(self.alias or "")
 
 
-@dataclass
-class _Shelf:
-    """What one owner has; what has not been asked for the longest comes first."""
-
-    stored: OrderedDict[str, _Stored] = field(default_factory=OrderedDict)
-    aliases: dict[str, str] = field(default_factory=dict)
-    items: dict[str, bytes] = field(default_factory=dict)
-    size: int = 0
-
-    def put(self, name: str, stored: _Stored) -> None:
-        self.stored[name] = stored
-        self.items |= stored.items
-        if stored.alias is not None:
-            self.aliases[stored.alias] = name
-        self.size += stored.size
-
-    def drop(self, name: str) -> None:
-        stored = self.stored.pop(name)
-        for item in stored.items:
-            del self.items[item]
-        if stored.alias is not None and self.aliases.get(stored.alias) == name:
-            del self.aliases[stored.alias]
-        self.size -= stored.size
-
-
 class ResponseStore:
     """By owner and id. An owner is who an API key stands for; without keys all are one.
 
@@ -69,15 +44,16 @@ class ResponseStore:
     """
 
     def __init__(self) -> None:
-        self._shelves: dict[str, _Shelf] = {}
+        # Of an owner, what has not been asked for the longest comes first.
+        self._owners: dict[str, OrderedDict[str, _Stored]] = {}
 
     def __len__(self) -> int:
-        return sum(len(shelf.stored) for shelf in self._shelves.values())
+        return sum(map(len, self._owners.values()))
 
     @property
     def size(self) -> int:
         """Bytes of all that is kept."""
-        return sum(shelf.size for shelf in self._shelves.values())
+        return sum(map(_size, self._owners.values()))
 
     def keep(self, owner: str, response: KeptResponse, alias: str | None = None) -> None:
         """Its id and those of its items must be new. One beyond all bounds is not kept."""
@@ -86,32 +62,41 @@ class ResponseStore:
         stored = _Stored(_text([response.messages, shown | {"output": []}]), items, alias)
         if stored.size > MAX_BYTES:
             return
-        self._shelves.setdefault(owner, _Shelf()).put(shown["id"], stored)
+        responses = self._owners.setdefault(owner, OrderedDict())
+        if alias is not None:  # the latest has the name
+            for name, older in responses.items():
+                if older.alias == alias:
+                    responses[name] = replace(older, alias=None)
+        responses[shown["id"]] = stored
         while (many := len(self) > MAX_RESPONSES) or self.size > MAX_BYTES:
-            fullest = max(
-                self._shelves.values(), key=lambda own: len(own.stored) if many else own.size
-            )
-            fullest.drop(next(iter(fullest.stored)))
+            max(self._owners.values(), key=len if many else _size).popitem(last=False)
 
     def get(self, owner: str, name: str) -> KeptResponse | None:
         """The response of that id, else of that alias."""
-        shelf = self._shelves.get(owner, _Shelf())
-        name = name if name in shelf.stored else shelf.aliases.get(name, name)
-        stored = shelf.stored.get(name)
+        responses = self._owners.get(owner, OrderedDict())
+        if name not in responses:
+            name = next((own for own, stored in responses.items() if stored.alias == name), "")
+        stored = responses.get(name)
         if stored is None:
             return None
-        shelf.stored.move_to_end(name)
+        responses.move_to_end(name)
         messages, shown = _value(stored.rest)
         return KeptResponse(messages, shown | {"output": list(map(_value, stored.items.values()))})
 
     def drop(self, owner: str, name: str) -> None:
         """Forget the response of an id, which is there."""
-        self._shelves[owner].drop(name)
+        del self._owners[owner][name]
 
     def item(self, owner: str, name: str) -> dict[str, Any] | None:
         """An item of the output of one of the owner's responses."""
-        text = self._shelves.get(owner, _Shelf()).items.get(name)
-        return None if text is None else dict(_value(text))
+        for stored in self._owners.get(owner, OrderedDict()).values():
+            if name in stored.items:
+                return dict(_value(stored.items[name]))
+        return None
+
+
+def _size(responses: OrderedDict[str, _Stored]) -> int:
+    return sum(stored.size for stored in responses.values())
 
 
 def _text(value: Any) -> bytes:
