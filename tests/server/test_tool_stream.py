@@ -57,7 +57,10 @@ def told(make: Callable[[], AnswerStream], parts: Sequence[str], reason: str) ->
 
 
 def whole(make: Callable[[], AnswerStream], text: str, reason: str) -> tuple[Any, ...]:
-    message, reason = message_of(make(), text, reason)
+    stream = make()
+    deltas = stream.feed(text)
+    rest, reason = stream.finish(reason)
+    message = message_of([*deltas, *rest])
     functions = [call["function"] for call in message.get("tool_calls", [])]
     calls = [[function["name"], function["arguments"]] for function in functions]
     return message["content"] or "", calls, reason

@@ -62,7 +62,10 @@ DEEP = '[{"name":' + "[" * 100_000 + "]" * 100_000 + "}]"
     ],
 )
 def test_calls_in_text(text: str, rest: str, names: list[str]) -> None:
-    message, reason = message_of(PossibleCall(TOOLS, parallel=True), text, "stop")
+    stream = PossibleCall(TOOLS, parallel=True)
+    deltas = stream.feed(text)
+    last, reason = stream.finish("stop")
+    message = message_of([*deltas, *last])
     calls = message.get("tool_calls", [])
     assert message["content"] == (rest or None if names else rest)
     assert reason == ("tool_calls" if names else "stop")

@@ -116,25 +116,28 @@ def _read_criteria(criteria: Sequence[Any]) -> tuple[set[int], int, list[Any]]:
     return stop_ids, min(lengths, default=1 << 62), others
 
 
+# Processors that are one number: our field, and theirs.
+_NUMBERS: dict[type, tuple[str, str]] = {
+    processing.TemperatureLogitsWarper: ("temperature", "temperature"),
+    processing.TopKLogitsWarper: ("top_k", "top_k"),
+    processing.TopPLogitsWarper: ("top_p", "top_p"),
+    processing.MinPLogitsWarper: ("min_p", "min_p"),
+    processing.MinNewTokensLengthLogitsProcessor: ("min_tokens", "min_new_tokens"),
+    processing.RepetitionPenaltyLogitsProcessor: ("repetition_penalty", "penalty"),
+}
+
+
 def _sampling_value(processor: Any, length: int) -> dict[str, Any]:
     """The fields of SamplingParams that one processor stands for. Raises ConfigError."""
     kind = type(processor)
-    if kind is processing.TemperatureLogitsWarper:
-        return {"temperature": float(processor.temperature)}
-    if kind is processing.TopKLogitsWarper:
-        return {"top_k": int(processor.top_k)}
-    if kind is processing.TopPLogitsWarper:
-        return {"top_p": float(processor.top_p)}
-    if kind is processing.MinPLogitsWarper:
-        return {"min_p": float(processor.min_p)}
+    if getattr(processor, "prompt_ignore_length", None) is not None:
+        raise refuse("a repetition penalty with prompt_ignore_length", "leave that out")
+    if kind in _NUMBERS:
+        ours, theirs = _NUMBERS[kind]
+        value = getattr(processor, theirs)
+        return {ours: int(value) if ours in ("top_k", "min_tokens") else float(value)}
     if kind is processing.MinLengthLogitsProcessor:
         return {"min_tokens": max(0, int(processor.min_length) - length)}
-    if kind is processing.MinNewTokensLengthLogitsProcessor:
-        return {"min_tokens": int(processor.min_new_tokens)}
-    if kind is processing.RepetitionPenaltyLogitsProcessor:
-        if processor.prompt_ignore_length is not None:
-            raise refuse("a repetition penalty with prompt_ignore_length", "leave that out")
-        return {"repetition_penalty": float(processor.penalty)}
     if kind is processing.SequenceBiasLogitsProcessor:
         biases = {tuple(ids): float(bias) for ids, bias in _pairs(processor.sequence_bias)}
         if all(len(ids) == 1 and abs(bias) <= MAX_LOGIT_BIAS for ids, bias in biases.items()):

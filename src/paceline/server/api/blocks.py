@@ -16,7 +16,7 @@ from paceline.request.completion import Completion, StreamEvent
 from paceline.server.api.choices import token_records
 from paceline.server.api.dialogue import Dialogue
 from paceline.server.api.protocol import ChatRequest, Generation
-from paceline.server.api.tool_stream import Delta
+from paceline.server.api.tool_stream import Delta, deltas_of
 from paceline.server.errors import invalid
 from paceline.server.requestlog import note
 from paceline.server.sse import Answer, Chunk
@@ -36,11 +36,8 @@ class BlocksAnswer(Answer):
         self._reason: str | None = None  # of the end
 
     def feed(self, event: StreamEvent) -> list[Chunk]:
-        deltas, done = self._reader.feed(event.text), event.completion
-        if done is not None:
-            self._done = done
-            rest, self._reason = self._reader.finish(done.finish_reason)
-            deltas = [*deltas, *rest]
+        deltas, self._reason = deltas_of(self._reader, event)
+        self._done = event.completion
         logged = self._dialogue.body.logprobs
         logprobs = token_records(self._service.tokenizer, event) if logged else []
         chunks: list[Chunk] = []
@@ -48,7 +45,7 @@ class BlocksAnswer(Answer):
             chunks += self._grow(delta, logprobs)
             if delta.get("content"):
                 logprobs = []
-        if done is not None:
+        if self._done is not None:
             chunks += [*self._open_up(), *self._close()]
         return chunks
 
@@ -96,8 +93,8 @@ class BlocksAnswer(Answer):
     def _opening(self) -> list[Chunk]:
         """The events before the first block."""
 
-    @abstractmethod
-    def _is_text(self, block: dict[str, Any]) -> bool: ...
+    def _is_text(self, block: dict[str, Any]) -> bool:
+        return block["type"] in ("text", "message")
 
     @abstractmethod
     def _new_text(self) -> dict[str, Any]: ...

@@ -11,10 +11,10 @@ from fastapi.responses import Response
 
 from paceline.request.completion import StreamEvent
 from paceline.server.api.answers import OpenAIAnswer
-from paceline.server.api.choices import finish_reason, token_records
+from paceline.server.api.choices import token_records
 from paceline.server.api.dialogue import Dialogue
 from paceline.server.api.protocol import ChatRequest
-from paceline.server.api.tool_stream import AnswerStream, Delta, message_of
+from paceline.server.api.tool_stream import AnswerStream, Delta, deltas_of, message_of
 from paceline.server.service import Service
 from paceline.server.sse import Chunk, respond_with
 
@@ -45,9 +45,9 @@ class ChatAnswer(OpenAIAnswer):
     def _choices(self, events: Sequence[StreamEvent]) -> Chunk:
         choices = []
         for event in events:
-            index, reason = self._index(event), finish_reason(event) or ""
-            message, reason = message_of(self._dialogue.reader(), event.text, reason)
-            message, reason = self._as_asked(message, reason)
+            index = self._index(event)
+            deltas, ended = deltas_of(self._dialogue.reader(), event)
+            message, reason = self._as_asked(message_of(deltas), ended or "")
             choices.append(
                 {
                     "index": index,
@@ -80,12 +80,9 @@ class ChatAnswer(OpenAIAnswer):
     # -- streaming -----------------------------------------------------------------------------
 
     def feed(self, event: StreamEvent) -> list[Chunk]:
-        index, ended = self._index(event), None
+        index = self._index(event)
         stream = self._streams.setdefault(index, self._dialogue.reader())
-        deltas = stream.feed(event.text)
-        if event.completion is not None:
-            rest, ended = stream.finish(event.completion.finish_reason)
-            deltas = [*deltas, *rest]
+        deltas, ended = deltas_of(stream, event)
         logprobs, more = self._logprobs(event), self._of_tokens(index, event)
         choices = [self._choice(index, self._as_asked(delta, "")[0]) for delta in deltas]
         if not choices and (more or (logprobs and logprobs["content"])):

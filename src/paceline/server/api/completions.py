@@ -30,7 +30,12 @@ def router(service: Service) -> APIRouter:
     @routes.post("/v1/completions", response_model=None)
     async def complete(body: CompletionRequest, http: HTTPRequest) -> Response:
         service.check_model(body.model)
-        prompts = [await _prompt(service, body, given) for given in _checked(body.prompt)]
+        if not 0 < len(body.prompt) <= MAX_PROMPTS:
+            raise APIError(
+                f"{len(body.prompt)} prompts in one request; send 1 to {MAX_PROMPTS}",
+                param="prompt",
+            )
+        prompts = [await _prompt(service, body, given) for given in body.prompt]
         remaining = min(service.remaining(len(prompt), "prompt") for prompt in prompts)
         traced = body.speculation is not None and body.speculation.tokens
         scored = body.logprobs is not None or body.best_of not in (None, body.n)
@@ -51,24 +56,10 @@ def router(service: Service) -> APIRouter:
     return routes
 
 
-def _checked(prompts: list[str | list[int]]) -> list[str | list[int]]:
-    """Raises APIError for none, too many, or an empty one."""
-    if not prompts or len(prompts) > MAX_PROMPTS:
-        raise APIError(
-            f"{len(prompts)} prompts in one request; send 1 to {MAX_PROMPTS}", param="prompt"
-        )
-    if not all(prompts):
-        raise APIError("a prompt is empty; give at least one token of text", param="prompt")
-    return prompts
-
-
 async def _prompt(service: Service, body: CompletionRequest, given: str | list[int]) -> list[int]:
     """Token ids of one prompt. Raises APIError."""
-    ids = given
-    if isinstance(given, str):
-        ids = await service.encode(given, body.add_special_tokens)
-    assert isinstance(ids, list)
-    if not ids:
+    ids = await service.encode(given, body.add_special_tokens) if isinstance(given, str) else given
+    if not given or not ids:
         raise APIError("a prompt is empty; give at least one token of text", param="prompt")
     if body.suffix:
         return await asyncio.to_thread(infill, service.tokenizer, ids, body.suffix)

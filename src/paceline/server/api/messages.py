@@ -111,9 +111,6 @@ class MessagesAnswer(BlocksAnswer):
     def failed(self, error: APIError) -> Chunk:
         return anthropic_body(error)
 
-    def _is_text(self, block: dict[str, Any]) -> bool:
-        return bool(block["type"] == "text")
-
     def _new_text(self) -> dict[str, Any]:
         return {"type": "text", "text": ""}
 

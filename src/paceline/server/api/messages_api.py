@@ -52,6 +52,10 @@ class OutputFormat(Body):
     type: Literal["json_schema"]
     schema_: dict[str, Any] = Field(alias="schema")
 
+    @property
+    def as_chat(self) -> dict[str, Any]:
+        return {"type": self.type, "json_schema": {"schema": self.schema_}}
+
 
 class OutputConfig(Body):
     format: OutputFormat | None = None
@@ -87,6 +91,7 @@ class CountRequest(Generation):
         if turns and turns[-1]["role"] == "assistant":
             turns[-1]["prefix"] = True
         config = self.output_config or OutputConfig()
+        form = config.format or self.output_format
         return as_chat(
             self,
             {
@@ -95,8 +100,7 @@ class CountRequest(Generation):
                 "stop": [*self.stop, *self.stop_sequences],
                 "chat_template_kwargs": self.chat_template_kwargs,
                 "reasoning_effort": config.effort,
-                "response_format": _response_format(config.format or self.output_format)
-                or self.response_format,
+                "response_format": self.response_format if form is None else form.as_chat,
                 **self._tools(),
             },
             "messages",
@@ -129,12 +133,6 @@ class CountRequest(Generation):
 
 class MessagesRequest(CountRequest):
     max_tokens: int = Field(ge=1)
-
-
-def _response_format(format: OutputFormat | None) -> dict[str, Any] | None:
-    if format is None:
-        return None
-    return {"type": "json_schema", "json_schema": {"name": "answer", "schema": format.schema_}}
 
 
 def _turned(turn: Turn, number: int) -> Iterator[MessageFields]:

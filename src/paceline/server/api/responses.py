@@ -157,9 +157,6 @@ class ResponsesAnswer(BlocksAnswer):
         said = error_body(error)
         return self._event("error", **{**said["error"], "type": "error"}, **said)
 
-    def _is_text(self, block: dict[str, Any]) -> bool:
-        return bool(block["type"] == "message")
-
     def _new_text(self) -> dict[str, Any]:
         part = {"type": "output_text", "text": "", "annotations": [], "logprobs": []}
         return {
@@ -205,20 +202,14 @@ class ResponsesAnswer(BlocksAnswer):
         block["status"] = "incomplete" if cut else "completed"
         if self._is_text(block):
             part = block["content"][0]
+            said = {name: part[name] for name in ("text", "logprobs")}
             chunks = [
-                self._of_item(
-                    "response.output_text.done", text=part["text"], logprobs=part["logprobs"]
-                ),
+                self._of_item("response.output_text.done", **said),
                 self._of_item("response.content_part.done", part=part),
             ]
         else:
-            chunks = [
-                self._of_item(
-                    "response.function_call_arguments.done",
-                    name=block["name"],
-                    arguments=block["arguments"],
-                )
-            ]
+            said = {name: block[name] for name in ("name", "arguments")}
+            chunks = [self._of_item("response.function_call_arguments.done", **said)]
         place = len(self._blocks) - 1
         done = self._event("response.output_item.done", output_index=place, item=dict(block))
         return [*chunks, done]

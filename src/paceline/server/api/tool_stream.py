@@ -13,11 +13,14 @@ differ in how they write a call; known are
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
-from typing import Any, Protocol
+from collections.abc import Iterable, Sequence
+from typing import TYPE_CHECKING, Any, Protocol
 
 from paceline.server.api.protocol import Tool
 from paceline.server.api.tool_calls import call_of, calls_in
+
+if TYPE_CHECKING:
+    from paceline.request.completion import StreamEvent
 
 Delta = dict[str, Any]
 
@@ -32,13 +35,20 @@ class AnswerStream(Protocol):
         ...
 
 
-def message_of(stream: AnswerStream, text: str, reason: str) -> tuple[dict[str, Any], str]:
+def deltas_of(stream: AnswerStream, event: StreamEvent) -> tuple[list[Delta], str | None]:
+    """What an event adds, and the reason why the answer ended, if it did."""
+    deltas = stream.feed(event.text)
+    if event.completion is None:
+        return deltas, None
+    rest, reason = stream.finish(event.completion.finish_reason)
+    return [*deltas, *rest], reason
+
+
+def message_of(deltas: Iterable[Delta]) -> dict[str, Any]:
     """What a client makes of the deltas of a text: the message of a whole answer."""
-    deltas = stream.feed(text)
-    rest, reason = stream.finish(reason)
     content = ""
     calls: list[dict[str, Any]] = []
-    for delta in (*deltas, *rest):
+    for delta in deltas:
         content += delta.get("content") or ""
         for part in delta.get("tool_calls", ()):
             if part["index"] == len(calls):
@@ -46,9 +56,7 @@ def message_of(stream: AnswerStream, text: str, reason: str) -> tuple[dict[str, 
                 calls.append({**call, "function": dict(part["function"])})
             else:
                 calls[part["index"]]["function"]["arguments"] += part["function"]["arguments"]
-    if calls:
-        return {"content": content or None, "tool_calls": calls}, reason
-    return {"content": content}, reason
+    return {"content": content or None, "tool_calls": calls} if calls else {"content": content}
 
 
 class TextAnswer:
