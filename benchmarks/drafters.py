@@ -52,7 +52,7 @@ from paceline.errors import PacelineError
 from paceline.lab.bench.prompts import evenly
 from paceline.lab.report.render import print_report, write
 from paceline.llm import LLM
-from prompts import ALL_SUITES, at_hand, default_folder, encode, read_texts
+from prompts import ALL_SUITES, at_hand, default_folder, load_suites
 from rows import Entry, Weights, entries, weights_of, write_useless
 from waves import Run, WaveEngine, together
 
@@ -263,11 +263,7 @@ class Bench:
                 return self.base.render_chat([{"role": "user", "content": text}])
 
             return real.load_sets(folder, names, render, limit)
-        found = {}
-        for name in names:
-            every = [encode(self.base.tokenizer, *text) for text in read_texts(folder, name)]
-            found[name] = [ids for ids in every if len(ids) <= limit]
-        return found
+        return load_suites(folder, names, self.base.tokenizer, 0, limit)
 
     def engines(self, cell: Cell) -> Iterator[WaveEngine]:
         """Plain decoding and LLMs without any history."""

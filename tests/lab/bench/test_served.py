@@ -67,6 +67,8 @@ def test_addresses() -> None:
         ("http://a/b", "/b/v1"),
     ):
         assert Address.of(url).base == base
+    named = Address.of("http://a:1/v3#it")
+    assert (named.base, named.model) == ("/v3", "it")
 
 
 def test_tokens_are_dealt_out_whole() -> None:

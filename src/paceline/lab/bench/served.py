@@ -72,10 +72,11 @@ class Address:
     host: str
     port: int | None
     base: str = "/v1"
+    model: str = ""  # of a server that does not list its models
 
     @classmethod
     def of(cls, url: str) -> Address:
-        """With or without the version (/v1). Raises BaselineFailedError."""
+        """With or without the version (/v1) and #MODEL. Raises BaselineFailedError."""
         try:
             parts = urlsplit(url)
             port = parts.port
@@ -87,7 +88,7 @@ class Address:
         last = base.rpartition("/")[2]
         if not (last.startswith("v") and last[1:].isdecimal()):
             base += "/v1"
-        return cls(parts.scheme == "https", parts.hostname, port, base)
+        return cls(parts.scheme == "https", parts.hostname, port, base, parts.fragment)
 
     def ask(self, path: str, body: Mapping[str, Any] | None = None) -> Any:
         """An open response. Raises OSError, HTTPException, and _RefusedError for a status."""
@@ -208,8 +209,10 @@ class ServedEngine(BenchEngine):
     def find_out(self) -> None:
         """A short request without any wish, which must succeed, then one with each. Raises what a
         failed request raises."""
-        with self.address.ask("/models") as response:
-            self.model = str(json.load(response)["data"][0]["id"])
+        self.model = self.address.model
+        if not self.model:
+            with self.address.ask("/models") as response:
+                self.model = str(json.load(response)["data"][0]["id"])
         params = SamplingParams(max_tokens=2, ignore_eos=True)
         ask = Ask(self.reference.ids_of("Hello there"), params)
         self._deliveries(ask)
@@ -230,7 +233,7 @@ class ServedEngine(BenchEngine):
 
 
 def open_served(name: str, url: str, clients: int, reference: Reference) -> ServedEngine:
-    """The server at ``url``, and the first model that it lists. Raises BaselineFailedError."""
+    """The server at ``url``, and #MODEL or the first that it lists. Raises BaselineFailedError."""
     engine = ServedEngine(name, Address.of(url), clients, reference)
     try:
         engine.find_out()
