@@ -1,0 +1,60 @@
+"""What the benchmarks share: turns, ratios, files of records."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from harness import (
+    OtherLoad,
+    alternate,
+    append_record,
+    finish,
+    machine,
+    mean,
+    median_ratio,
+    read_records,
+    rotated,
+)
+
+
+def test_all_run_in_every_round_and_another_one_begins() -> None:
+    diary: list[str] = []
+
+    def run(name: str) -> float:
+        diary.append(name)
+        return float(len(diary))
+
+    found = alternate({name: lambda name=name: run(name) for name in "abc"}, rounds=2)
+    assert "".join(diary) == "abcbcacab"  # the first three warm up
+    assert found == {"a": [6.0, 8.0], "b": [4.0, 9.0], "c": [5.0, 7.0]}
+    assert rotated("abcd", 5) == ["b", "c", "d", "a"]
+
+
+def test_ratios_are_of_rounds_and_means_of_what_was_measured() -> None:
+    assert median_ratio([2.0, 30.0, 9.0], [1.0, 10.0, 3.0]) == 3.0
+    assert mean([1.0, None, 3.0]) == 2.0 and mean([None]) is None
+
+
+def test_records_go_on_behind_a_line_that_was_cut_off(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    file = tmp_path / "runs" / "cells.jsonl"
+    assert read_records(None) == read_records(str(file)) == []
+    for number in range(2):
+        append_record(str(file), {"n": number})
+    with file.open("a") as out:
+        out.write('{"n": 2')
+    assert read_records(str(file)) == [{"n": 0}, {"n": 1}]
+    finish({"n": 3}, tmp_path / "last.json")
+    assert json.loads((tmp_path / "last.json").read_text()) == {"n": 3}
+    assert capsys.readouterr().out == '{"n": 3}\n'
+
+
+def test_the_machine_is_said_and_who_else_uses_it() -> None:
+    about = machine()
+    assert about["device"] == "cpu" and about["threads"] >= 1 and about["cpu"]
+    cores = OtherLoad().cores()
+    assert cores is None or cores >= 0
