@@ -109,12 +109,8 @@ def run_suite(
         partial_results() as interrupted,
         progress_bar("warming up", runs) as advance,
     ):
-        engines = []
-        for method in methods:
-            advance(0, f"loading {method.name}")
-            engines.append(starter.open(method, 1))
         budget = Budget(_seconds(context))
-        complete = talks.answer_all(llm, engines, kept, how, record, advance, budget)
+        complete = talks.answer_all(llm, methods, starter.open, kept, how, record, advance, budget)
     if not record.heats:
         interrupted.finish()
         raise ConfigError("the time was up before all methods had answered a question; give more")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gzip
 import json
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -25,6 +26,7 @@ from paceline.lab.bench.conversations import (
     suite_of,
 )
 from paceline.lab.bench.figures import merged
+from paceline.lab.bench.methods import Method
 from paceline.lab.bench.runner import BenchJob, Heat, HeatRecord, Settings, Sweep
 from paceline.lab.bench.runs import Ask, TimedAnswer, TimedRun
 from paceline.lab.bench.suite_tables import OVERALL, accepted_tokens, task_figures
@@ -155,8 +157,8 @@ def said(one: Ask) -> str:
 def test_an_answer_becomes_part_of_the_conversation() -> None:
     echo = Echo("yes")
     question = Question("q", "STEM", ("one", "two", "three"), (("system", "be"),))
-    how = Settings(10, ignore_eos=False)
-    dialogue = converse(llm(), echo, question, lambda room: how.params(0.0, 0, room))
+    how = Settings(10, ignore_eos=False, limit=1000)
+    dialogue = converse(llm(), echo, question, partial(how.params, 0.0, 0))
     assert [said(one) for one in dialogue.asks] == [
         "be\n\none",
         "be\n\none\n\nyes\n\ntwo",
@@ -168,8 +170,8 @@ def test_an_answer_becomes_part_of_the_conversation() -> None:
 
 def test_a_turn_without_room_ends_the_conversation() -> None:
     question = Question("q", "STEM", ("one", "two"))
-    how = Settings(10)
-    dialogue = converse(llm(5), Echo("yes"), question, lambda room: how.params(0.0, 0, room))
+    how = Settings(10, limit=5)
+    dialogue = converse(llm(5), Echo("yes"), question, partial(how.params, 0.0, 0))
     assert [one.params.max_tokens for one in dialogue.asks] == [2] and dialogue.cut
     kept, left = fitting([question, Question("long", "STEM", ("onetwo",))], llm(5))
     assert [one.name for one in kept] == ["q"] and [one.name for one in left] == ["long"]
@@ -180,11 +182,19 @@ def test_engines_take_turns_and_go_on_from_their_own_answers() -> None:
     a, b, record = Echo("a"), Echo("b"), HeatRecord()
     told: list[str] = []
     how = Sweep([1], [0.0], 2, Settings(4))
-    assert answer_all(llm(), [a, b], questions, how, record, lambda n, what: told.append(what))
+    methods = [Method("a"), Method("b")]
+
+    def start(method: Method, clients: int) -> Any:
+        assert clients == 1
+        return {"a": a, "b": b}[method.name]
+
+    def tell(_: int, what: str) -> None:
+        told.append(what)
+
+    assert answer_all(llm(), methods, start, questions, how, record, tell)
     assert told == [
-        *(f"STEM: {n}" for n in "abba"),
-        "done",
-        *(f"STEM: {n}" for n in "baab"),
+        *("loading a", "loading b", "warming up"),
+        *(f"STEM: {n}" for n in "abbabaab"),
         "done",
     ]
     assert [heat.turn for heat in record.heats] == [0, 0, 1, 1]
@@ -194,13 +204,13 @@ def test_engines_take_turns_and_go_on_from_their_own_answers() -> None:
     assert [said(heat.job.asks[0]) for heat in texts.heats] == ["0", "1", "0", "1"]
     assert texts.names() == ["a", "b"]
     late = Budget(-1.0)
-    assert not answer_all(llm(), [a], questions, how, HeatRecord(), lambda n, what: None, late)
+    assert not answer_all(llm(), methods, start, questions, how, HeatRecord(), tell, late)
 
 
 def test_sampled_requests_get_seeds_of_their_own() -> None:
-    how = Settings(100, seed=5)
-    assert how.params(0.0, 2, 50).seed is None
-    params = how.params(1.0, 2, 50)
+    how = Settings(100, seed=5, limit=60)
+    assert how.params(0.0, 2, 10).seed is None
+    params = how.params(1.0, 2, 10)
     assert (params.seed, params.max_tokens, params.temperature) == (7, 50, 1.0)
 
 

@@ -7,7 +7,7 @@ from its own. Only answering is timed; rendering and tokenising are not.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from itertools import compress
 from operator import not_
@@ -18,6 +18,7 @@ from paceline.budget import Budget
 from paceline.core.params import SamplingParams
 from paceline.errors import ConfigError, DataError
 from paceline.lab.bench.figures import merged
+from paceline.lab.bench.methods import Method
 from paceline.lab.bench.prompts import BenchPrompt, evenly, load_prompts, render
 from paceline.lab.bench.runner import (
     BenchJob,
@@ -26,8 +27,6 @@ from paceline.lab.bench.runner import (
     OnHeat,
     Sweep,
     in_turn,
-    take_turns,
-    warm_up,
 )
 from paceline.lab.bench.runs import Ask, BenchEngine, TimedRun
 from paceline.llm import LLM
@@ -185,17 +184,16 @@ def _first(llm: LLM, question: Question) -> list[int]:
 def converse(
     llm: LLM, engine: BenchEngine, question: Question, params: Callable[[int], SamplingParams]
 ) -> SuiteDialogue:
-    """Answer all turns. ``params`` gets how many tokens there is room for."""
+    """Answer all turns. ``params`` gets how many tokens a turn's prompt has."""
     messages = list(question.earlier)
     asks: list[Ask] = []
     runs: list[TimedRun] = []
     for said in question.turns:
         messages.append(("user", said))
         ids = render(llm, messages)
-        remaining = llm.max_model_len - len(ids)
-        if remaining < 1:
+        if len(ids) >= llm.max_model_len:
             break
-        asks.append(Ask(tuple(ids), params(remaining)))
+        asks.append(Ask(tuple(ids), params(len(ids))))
         runs.append(engine.run(asks[-1:]))
         tokens = list(runs[-1].answers[0].tokens)
         text = llm.tokenizer.decode(tokens, skip_special_tokens=True)
@@ -206,32 +204,25 @@ def converse(
 
 def answer_all(
     llm: LLM,
-    engines: Sequence[BenchEngine],
+    methods: Sequence[Method],
+    start: Callable[[Method, int], BenchEngine],
     questions: Sequence[Question],
     how: Sweep,
     record: HeatRecord,
     advance: OnHeat,
     budget: Budget | None = None,
 ) -> bool:
-    """Every question by all engines, see ``take_turns``; the record's outcomes are Dialogues.
+    """Every question by all methods, see ``Sweep.run``; the record's outcomes are Dialogues.
 
     False if the time was up before all was done.
     """
 
+    how = replace(how, settings=replace(how.settings, limit=llm.max_model_len))
+
     def answer(engine: BenchEngine, job: BenchJob) -> SuiteDialogue:
-        number, temperature = job.index, job.temperature
-        params = partial(how.settings.params, temperature, number)
-        return converse(llm, engine, questions[number], params)
+        params = partial(how.settings.params, job.temperature, job.index)
+        return converse(llm, engine, questions[job.index], params)
 
-    def job_of(number: int, temperature: float) -> BenchJob:
-        ids = _first(llm, questions[number])
-        params = how.settings.params(temperature, number, llm.max_model_len - len(ids))
-        task = questions[number].task
-        return BenchJob(task, 1, temperature, number, (Ask(tuple(ids), params),))
-
-    todo = [[job_of(n, t) for n in range(len(questions))] for t in how.temperatures]
-    warm_up([job for own in todo for job in own], engines)
-    for turn in range(how.rounds):
-        for own in todo:  # those of earlier rounds are in the record
-            take_turns(own, engines, turn + 1, record, advance, budget, True, answer)
-    return len(record.heats) == how.rounds * len(how.temperatures) * len(questions)
+    prompts = [(question.task, _first(llm, question)) for question in questions]
+    how.run(prompts, methods, start, record, advance, budget=budget, answer=answer)
+    return len(record.heats) == how.rounds * how.wanted(prompts)

@@ -43,6 +43,9 @@ class Heat:
     outcomes: dict[str, TimedRun]
 
 
+Answer = Callable[[BenchEngine, BenchJob], TimedRun]  # how an engine does a job
+
+
 @dataclass
 class HeatRecord:
     """The heats so far. A heat is recorded when its last engine is done, so one that was
@@ -68,18 +71,21 @@ def _key(job: BenchJob) -> tuple[str, int, float, int]:
 
 @dataclass(frozen=True)
 class Settings:
-    """How prompts become requests. ``seed``: request i gets ``seed + i``; None draws freely."""
+    """How prompts become requests. ``seed``: request i gets ``seed + i``; None draws freely.
+    ``limit``: most tokens of a prompt and its answer, where answers may be cut there."""
 
     max_tokens: int
     ignore_eos: bool = True
     seed: int | None = None
+    limit: int | None = None
 
-    def params(self, temperature: float, number: int, room: int | None = None) -> SamplingParams:
-        """Of request ``number``; of at most ``room`` tokens."""
+    def params(self, temperature: float, number: int, read: int = 0) -> SamplingParams:
+        """Of request ``number``, whose prompt has ``read`` tokens."""
         seed = None if self.seed is None else (self.seed + number) % 2**63
+        room = self.max_tokens if self.limit is None else self.limit - read
         return SamplingParams(
             temperature=temperature,
-            max_tokens=self.max_tokens if room is None else min(self.max_tokens, room),
+            max_tokens=min(self.max_tokens, room),
             ignore_eos=self.ignore_eos,
             seed=seed if temperature > 0 else None,
         )
@@ -112,7 +118,7 @@ def jobs(
             temperature,
             number,
             tuple(
-                Ask(tuple(ids), settings.params(temperature, number + place))
+                Ask(tuple(ids), settings.params(temperature, number + place, len(ids)))
                 for place, ids in enumerate(group)
             ),
         )
@@ -140,7 +146,7 @@ def take_turns(
     advance: OnHeat = lambda steps, what: None,
     budget: Budget | None = None,
     warmed: bool = False,
-    answer: Callable[[BenchEngine, BenchJob], TimedRun] = lambda one, job: one.run(job.asks),
+    answer: Answer = lambda one, job: one.run(job.asks),
 ) -> None:
     """Let all do every job ``rounds`` times; fills the record heat by heat.
 
@@ -234,6 +240,7 @@ class Sweep:
         advance: OnHeat = lambda steps, what: None,
         finished: Callable[[int, Sequence[BenchEngine]], None] = lambda clients, all_: None,
         budget: Budget | None = None,
+        answer: Answer = lambda one, job: one.run(job.asks),
     ) -> None:
         """Measure into ``record``. ``start(method, clients)`` makes a engine; those of one
         concurrency live at the same time, and ``finished`` gets them when it is done. Every
@@ -255,7 +262,7 @@ class Sweep:
                 own.reserve = _ENDING * own.left
             if concurrency > 1 and own.seconds is not None:
                 todo = self.jobs(prompts, concurrency, self._waves(own))
-            take_turns(todo, engines, record.rounds, record, advance, own, warmed=True)
+            take_turns(todo, engines, record.rounds, record, advance, own, True, answer)
             finished(concurrency, engines)
 
     def _waves(self, budget: Budget) -> float:
