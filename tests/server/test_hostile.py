@@ -10,7 +10,7 @@ import pytest
 
 from paceline import LLM
 from paceline.server.api import protocol
-from paceline.server.api.messages_api import MessagesRequest
+from paceline.server.api.anthropic import MessagesRequest
 from paceline.server.api.responses_api import ResponsesRequest
 from paceline.server.client import Limits
 from paceline.server.local import local_service

@@ -66,7 +66,7 @@ class LookupProposer:
             for kind in self.kinds
         ]
         self._worth = [_Worth() for _ in self._members]
-        self._rows: dict[int, _Row] = {}  # by the place in vLLM's batch
+        self._rows: dict[int, _Row] = {}  # by the position in vLLM's batch
         self._next = 0
 
     def load_model(self, *_: Any, **__: Any) -> None:
@@ -85,15 +85,15 @@ class LookupProposer:
         """
         before, self._rows = self._rows, {}
         drafts: list[list[int]] = []
-        for place, sampled in enumerate(sampled_token_ids):
-            count = int(num_tokens_no_spec[place])
+        for position, sampled in enumerate(sampled_token_ids):
+            count = int(num_tokens_no_spec[position])
             if not sampled or count >= self.limit:
                 drafts.append([])
                 continue
-            text: list[int] = token_ids_cpu[place, :count].tolist()
-            row = self._found(before, place, text) or self._begun(text, len(sampled))
+            text: list[int] = token_ids_cpu[position, :count].tolist()
+            row = self._found(before, position, text) or self._begun(text, len(sampled))
             self._advance(row, text)
-            self._rows[place] = row
+            self._rows[position] = row
             drafts.append(self._draft(row, min(self.length, self.limit - count - 1)))
         for row in before.values():
             self._end(row)
@@ -101,9 +101,9 @@ class LookupProposer:
 
     # -- rows ----------------------------------------------------------------------------------
 
-    def _found(self, before: dict[int, _Row], place: int, text: list[int]) -> _Row | None:
-        """The row that this text goes on from, mostly the one in its place; taken out."""
-        for other in (place, *before):
+    def _found(self, before: dict[int, _Row], position: int, text: list[int]) -> _Row | None:
+        """The row that this text goes on from, mostly the one in its position; taken out."""
+        for other in (position, *before):
             row = before.get(other)
             if row is not None:
                 known = row.seq.tokens

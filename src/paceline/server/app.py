@@ -17,7 +17,7 @@ from starlette.exceptions import HTTPException
 from paceline import __version__
 from paceline.errors import PacelineError
 from paceline.server import page
-from paceline.server.api import chat, completions, messages, responses, tokens
+from paceline.server.api import anthropic, openai, responses, tokens
 from paceline.server.bodies import BodyLimit, Guard, OnePath, wrong_type
 from paceline.server.errors import RESPONSES, APIError, on_error, on_http_error, on_invalid
 from paceline.server.requestlog import Exchange, RequestLog
@@ -50,7 +50,7 @@ def create_app(
         redoc_url=None,
         responses=RESPONSES,
     )
-    for room in (completions, chat, responses, messages, tokens):
+    for room in (openai, responses, anthropic, tokens):
         app.include_router(room.router(service))
     for routes in (_models(service), _state(service), page.router()):
         app.include_router(routes)

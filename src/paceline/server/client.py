@@ -120,10 +120,10 @@ class Ticket:
 
     # -- called by the client ------------------------------------------------------------------
 
-    def give_up_in(self, seconds: float, own: bool) -> None:
+    def give_up_in(self, seconds: float, by_request: bool) -> None:
         """A deadline that holds whatever the engine does."""
         loop = asyncio.get_running_loop()
-        self._timer = loop.call_later(seconds, self._expire, DeadlineError(own))
+        self._timer = loop.call_later(seconds, self._expire, DeadlineError(by_request))
 
     def _expire(self, error: Exception) -> None:
         self.fail(error)
@@ -214,15 +214,15 @@ class EngineClient(ABC):
             raise GoneError
         limits = [limit for limit in (deadline, self.limits.deadline) if limit is not None]
         seconds = min(limits, default=None)
-        own = deadline is not None and seconds == deadline
+        by_request = deadline is not None and seconds == deadline
         drafters = self.facts.drafters
         drafter = params.drafter or (drafters[0] if drafters else "none")
         ticket = Ticket(self, next(self._numbers), prompts, params, drafter)
-        submit = Submit(ticket.number, list(prompts), params, streams, seconds, own)
+        submit = Submit(ticket.number, list(prompts), params, streams, seconds, by_request)
         self._post(submit)
         self._tickets[ticket.number] = ticket
         if seconds is not None:
-            ticket.give_up_in(seconds + GRACE_SECONDS, own)
+            ticket.give_up_in(seconds + GRACE_SECONDS, by_request)
         try:
             await ticket.accepted
             if ticket.error is not None:
@@ -243,10 +243,10 @@ class EngineClient(ABC):
         if not self.alive:
             raise GoneError
         number = next(self._numbers)
-        found = self._scrapes[number] = asyncio.get_running_loop().create_future()
+        future = self._scrapes[number] = asyncio.get_running_loop().create_future()
         try:
             self._post(Scrape(number))
-            return await asyncio.wait_for(found, SCRAPE_SECONDS)
+            return await asyncio.wait_for(future, SCRAPE_SECONDS)
         finally:
             self._scrapes.pop(number, None)
 
@@ -275,9 +275,9 @@ class EngineClient(ABC):
                 ticket.stop_timer()
                 ticket.fail(message.fault.error())
         elif isinstance(message, Scraped):
-            found = self._scrapes.get(message.number)
-            if found is not None and not found.done():
-                found.set_result(message.text)
+            future = self._scrapes.get(message.number)
+            if future is not None and not future.done():
+                future.set_result(message.text)
         elif isinstance(message, Lost):
             self.lose(message.reason)
 
@@ -305,9 +305,9 @@ class EngineClient(ABC):
         for ticket in tickets:
             ticket.stop_timer()
             ticket.fail(error)
-        for found in self._scrapes.values():
-            if not found.done():
-                found.set_exception(error)
+        for future in self._scrapes.values():
+            if not future.done():
+                future.set_exception(error)
 
     # -- transports ------------------------------------------------------------------------------
 

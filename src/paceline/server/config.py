@@ -169,9 +169,9 @@ def read_file(path: str | Path) -> dict[str, Any]:
 def _stranger(name: str, section: str | None = None) -> str:
     """Why a key or section is not known, and what may have been meant."""
     homes = {entry.name: entry.key.section for entry in keys()}
-    place = f"[{section}] {name}" if section else name
+    named = f"[{section}] {name}" if section else name
     if name in homes and homes[name] != section:
-        return f"{place} belongs into the section [{homes[name]}]"
+        return f"{named} belongs into the section [{homes[name]}]"
     if section is None:
         hint = get_close_matches(name, SECTIONS, 1)
         near = f"did you mean [{hint[0]}]? " if hint else ""
@@ -182,7 +182,7 @@ def _stranger(name: str, section: str | None = None) -> str:
     near = f"did you mean {hint[0]}?" if len(hint) == 1 else f"it knows {', '.join(hint)}"
     if len(hint) == 1 and homes[hint[0]] != section:
         near = f"did you mean {hint[0]} in [{homes[hint[0]]}]?"
-    return f"unknown key {place}; {near}"
+    return f"unknown key {named}; {near}"
 
 
 def to_toml(config: ServeConfig) -> str:

@@ -96,7 +96,7 @@ def as_api_error(error: Exception) -> APIError:
     if isinstance(error, APIError):
         return error
     if isinstance(error, DeadlineError):
-        status, kind = (408, _THEIRS) if error.own else (504, _OURS)
+        status, kind = (408, _THEIRS) if error.by_request else (504, _OURS)
         return APIError(message, status, kind, code="deadline_exceeded")
     for known, status, kind, param, code in _SHOWN:
         if isinstance(error, known):
@@ -177,11 +177,11 @@ async def on_http_error(request: Request, error: Exception) -> JSONResponse:
 async def on_invalid(request: Request, error: Exception) -> JSONResponse:
     """A body that does not fit: the first complaint, with the field it is about."""
     assert isinstance(error, RequestValidationError)
-    # Every place begins with "body".
+    # Every location begins with "body".
     return respond(invalid(error.errors(), skip=1), request.url.path)
 
 
-# What pydantic adds to a place: which member of a union, or which check, a value was tried as.
+# What pydantic adds to a location: which member of a union, or which check, a value was tried as.
 _TRIED = re.compile(r"(str|int|float|bool)(\W.*)?|(list\[|dict\[|literal\[|function-|[A-Z]).*")
 
 # The field that a line about a whole body begins with, and what pydantic calls a JSON object.
@@ -192,19 +192,19 @@ _OBJECT = re.compile(r"dictionary( or instance of \w+)?")
 def invalid(
     complaints: Sequence[Any], skip: int = 0, renamed: Mapping[str, str] | None = None
 ) -> APIError:
-    """The first of pydantic's complaints as an error; its place reads like messages.0.role.
+    """The first of pydantic's complaints as an error; its location reads like messages.0.role.
 
     Of a field that may be one thing or another that is the one which came furthest. ``skip`` parts
-    of places are left out; all within a field that is ``renamed`` is said of that field.
+    of locations are left out; all within a field that is ``renamed`` is said of that field.
     """
     first = complaints[0]
     field = first["loc"][: skip + 1]
     same = [one for one in complaints if one["loc"][: skip + 1] == field]
     complaint = max(same, key=lambda one: len(one["loc"]))
-    place = complaint["loc"][skip:]
-    if renamed and place and place[0] in renamed:
-        place = (renamed[place[0]],)
-    names = [str(part) for part in place if not _TRIED.fullmatch(str(part))]
+    location = complaint["loc"][skip:]
+    if renamed and location and location[0] in renamed:
+        location = (renamed[location[0]],)
+    names = [str(part) for part in location if not _TRIED.fullmatch(str(part))]
     param = ".".join(names)
     if complaint["type"] == "extra_forbidden":
         reason = REFUSED.get(names[-1])

@@ -20,13 +20,13 @@ class DrainingError(PacelineError):
 class DeadlineError(PacelineError):
     """A request was not done in time and has been cancelled.
 
-    ``own``: the deadline was the request's, not the server's.
+    ``by_request``: the deadline was the request's, not the server's.
     """
 
-    def __init__(self, own: bool) -> None:
-        whose = "its own deadline" if own else "the server's deadline"
+    def __init__(self, by_request: bool) -> None:
+        whose = "its own deadline" if by_request else "the server's deadline"
         super().__init__(f"the request was not done by {whose}; ask for fewer tokens")
-        self.own = own
+        self.by_request = by_request
 
 
 class EngineError(PacelineError):

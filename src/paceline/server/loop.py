@@ -50,7 +50,7 @@ class EngineJob:
     """
 
     def __init__(self, submit: Submit) -> None:
-        self.ticket, self.own = submit.ticket, submit.own
+        self.ticket, self.by_request = submit.ticket, submit.by_request
         self.count = len(submit.prompts) * submit.params.n
         self.arrived = time.perf_counter()
         self.deadline = None if submit.seconds is None else self.arrived + submit.seconds
@@ -231,7 +231,7 @@ class EngineLoop:
         now = time.perf_counter()
         for job in self._admitted:
             if job.deadline is not None and now > job.deadline:
-                self._drop(job, "deadline", DeadlineError(job.own))
+                self._drop(job, "deadline", DeadlineError(job.by_request))
             elif job.cancelled:
                 self._drop(job, "cancelled", EngineError("cancelled"))
 

@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
 # The folder that it is started in must not lend it modules.
 _START = (
-    "import sys; sys.path[:] = [place for place in sys.path if place]; "
+    "import sys; sys.path[:] = [path for path in sys.path if path]; "
     "from paceline.server.child import main; main(int(sys.argv[1]))"
 )
 _END_SECONDS = 5.0

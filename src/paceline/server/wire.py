@@ -103,14 +103,14 @@ class LoadModel(WireMessage):
 
 
 class Submit(WireMessage):
-    """``n`` answers for each prompt. ``seconds`` may be taken; ``own``: the request says so."""
+    """``n`` answers for each prompt. ``seconds`` may be taken; ``by_request``: it says so."""
 
     ticket: int
     prompts: list[list[int]]
     params: SamplingParams
     streams: bool
     seconds: float | None
-    own: bool
+    by_request: bool
 
 
 class Cancel(WireMessage):

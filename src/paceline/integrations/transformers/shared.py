@@ -61,15 +61,15 @@ class SharedEngine:
 
 
 @dataclass
-class _Place:
+class _Slot:
     """One model's engine; one call has it at a time."""
 
     lock: Any = field(default_factory=threading.RLock)
     busy: bool = False
-    found: SharedEngine | None = None
+    engine: SharedEngine | None = None
 
 
-_places: WeakKeyDictionary[Any, _Place] = WeakKeyDictionary()
+_slots: WeakKeyDictionary[Any, _Slot] = WeakKeyDictionary()
 _guard = threading.Lock()
 
 
@@ -81,29 +81,29 @@ def engine_over(model: Any, setup: Setup) -> Iterator[SharedEngine]:
     ConfigError, and what the draft gives cause to.
     """
     with _guard:
-        place = _places.setdefault(model, _Place())
-    with place.lock:
-        if place.busy:
+        slot = _slots.setdefault(model, _Slot())
+    with slot.lock:
+        if slot.busy:
             raise ConfigError(
                 "generate was called by a streamer or stopping criterion of itself; "
                 "use another model object there"
             )
         weights = _weights(model)
-        if place.found is None or (place.found.key, place.found.weights) != (setup.key, weights):
-            place.found = None  # before the next one: two caches need not fit
+        if slot.engine is None or (slot.engine.key, slot.engine.weights) != (setup.key, weights):
+            slot.engine = None  # before the next one: two caches need not fit
             with torch.random.fork_rng(devices=[]):  # new modules draw weights, in vain
-                place.found = _built(model, setup, weights)
-        place.busy = True
+                slot.engine = _built(model, setup, weights)
+        slot.busy = True
         try:
-            yield place.found
+            yield slot.engine
         finally:
-            place.busy = False
+            slot.busy = False
 
 
 def forget(model: Any) -> None:
     """Let go of the engine of a model, its cache and its draft. Nothing if there is none."""
     with _guard:
-        _places.pop(model, None)
+        _slots.pop(model, None)
 
 
 def _weights(model: Any) -> tuple[Hashable, ...]:
@@ -157,9 +157,9 @@ def _target(model: Any, backend: str) -> CausalModel:
     kind = type(model).__name__
     check_architecture(model.config)
     tensors = (*model.parameters(), *model.buffers())
-    places = {str(tensor.device) for tensor in tensors}
-    if len(places) != 1 or "meta" in places:
-        where = ", ".join(sorted(places))
+    devices = {str(tensor.device) for tensor in tensors}
+    if len(devices) != 1 or "meta" in devices:
+        where = ", ".join(sorted(devices))
         raise ConfigError(
             f"the weights of this {kind} are on {where}; put all of them on one device to decode "
             "speculatively (no device_map that splits or offloads)"

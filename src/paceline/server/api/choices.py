@@ -23,16 +23,16 @@ def agreement(tokens: Sequence[int], drafted: Sequence[bool], prediction: Sequen
     """
     pairs = set(pairwise(prediction))
     count = 0
-    for place, (token, own) in enumerate(zip(tokens, drafted, strict=True)):
-        expected = (tokens[place - 1], token) in pairs if place else token == prediction[0]
-        count += own and expected
+    for index, (token, by_draft) in enumerate(zip(tokens, drafted, strict=True)):
+        expected = (tokens[index - 1], token) in pairs if index else token == prediction[0]
+        count += by_draft and expected
     return min(count, len(prediction))
 
 
 def prompt_entry(tokenizer: PreTrainedTokenizerFast, entry: TokenLogprob) -> dict[str, Any]:
     """A token of a prompt and its alternatives by their ids; a rank is known of those only."""
     ranked: dict[int, tuple[float, int | None]] = {entry.token_id: (entry.logprob, None)}
-    ranked |= {token: (value, place) for place, (token, value) in enumerate(entry.top, 1)}
+    ranked |= {token: (value, index) for index, (token, value) in enumerate(entry.top, 1)}
     return {
         str(token): {
             "logprob": finite(value),
@@ -120,8 +120,8 @@ class Origins:
         """
         records: list[dict[str, Any]] = []
         position = 0
-        for place, (token, drafted) in enumerate(zip(tokens, from_draft, strict=True)):
-            last = reason is not None and place == len(tokens) - 1
+        for index, (token, drafted) in enumerate(zip(tokens, from_draft, strict=True)):
+            last = reason is not None and index == len(tokens) - 1
             ends = last and ends_unseen(self._tokenizer, token, reason)
             text = "" if ends else self._detokeniser.feed(token)
             records.append(
@@ -130,7 +130,7 @@ class Origins:
                     "text": text + self._detokeniser.flush(reason == "length") if last else text,
                     "from_draft": drafted,
                     "draft_position": position if drafted else None,
-                    "logprob": None if logprobs is None else finite(logprobs[place].logprob),
+                    "logprob": None if logprobs is None else finite(logprobs[index].logprob),
                 }
             )
             position = position + 1 if drafted else 0

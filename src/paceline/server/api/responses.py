@@ -138,9 +138,9 @@ class ResponsesAnswer(BlocksAnswer):
         return {"type": kind, "sequence_number": self._number - 1, **fields}
 
     def _of_item(self, kind: str, **fields: Any) -> Chunk:
-        place = len(self._blocks) - 1
-        own = {"item_id": self._blocks[place]["id"], "output_index": place}
-        if self._is_text(self._blocks[place]):
+        index = len(self._blocks) - 1
+        own = {"item_id": self._blocks[index]["id"], "output_index": index}
+        if self._is_text(self._blocks[index]):
             own["content_index"] = 0
         return self._event(kind, **own, **fields)
 
@@ -180,9 +180,9 @@ class ResponsesAnswer(BlocksAnswer):
         }
 
     def _started(self, block: dict[str, Any]) -> list[Chunk]:
-        place = len(self._blocks) - 1
+        index = len(self._blocks) - 1
         shown = {**block, "content": []} if self._is_text(block) else dict(block)
-        chunks = [self._event("response.output_item.added", output_index=place, item=shown)]
+        chunks = [self._event("response.output_item.added", output_index=index, item=shown)]
         if self._is_text(block):
             part = dict(block["content"][0])
             chunks.append(self._of_item("response.content_part.added", part=part))
@@ -210,6 +210,6 @@ class ResponsesAnswer(BlocksAnswer):
         else:
             said = {name: block[name] for name in ("name", "arguments")}
             chunks = [self._of_item("response.function_call_arguments.done", **said)]
-        place = len(self._blocks) - 1
-        done = self._event("response.output_item.done", output_index=place, item=dict(block))
+        index = len(self._blocks) - 1
+        done = self._event("response.output_item.done", output_index=index, item=dict(block))
         return [*chunks, done]

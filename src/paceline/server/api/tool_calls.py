@@ -42,16 +42,16 @@ def _call_schema(name: str) -> dict[str, Any]:
     }
 
 
-def _moved(schema: Any, place: str) -> Any:
-    """A schema that is no longer the document's root but lies at ``place``: its references too."""
+def _moved(schema: Any, path: str) -> Any:
+    """A schema that is no longer the document's root but lies at ``path``: its references too."""
     if isinstance(schema, list):
-        return [_moved(item, place) for item in schema]
+        return [_moved(item, path) for item in schema]
     if not isinstance(schema, dict):
         return schema
-    moved = {key: _moved(value, place) for key, value in schema.items()}
+    moved = {key: _moved(value, path) for key, value in schema.items()}
     reference = schema.get("$ref")
     if isinstance(reference, str) and reference.startswith("#"):
-        moved["$ref"] = place + reference[1:]
+        moved["$ref"] = path + reference[1:]
     return moved
 
 

@@ -80,17 +80,17 @@ class _JsonEnd:
         self._quoted = self._escaped = False
 
     def feed(self, text: str) -> int | None:
-        """The place in ``text`` behind the last bracket, once that has come."""
-        place = 0
-        while place < len(text):
+        """The position in ``text`` behind the last bracket, once that has come."""
+        position = 0
+        while position < len(text):
             if self._escaped:
                 self._escaped = False
-                place += 1
+                position += 1
                 continue
-            found = (self._INSIDE if self._quoted else self._OUTSIDE).search(text, place)
+            found = (self._INSIDE if self._quoted else self._OUTSIDE).search(text, position)
             if found is None:
                 return None
-            place = found.end()
+            position = found.end()
             mark = found[0]
             if mark == "\\":
                 self._escaped = True
@@ -99,7 +99,7 @@ class _JsonEnd:
             else:
                 self._depth += 1 if mark in "{[" else -1
                 if self._depth <= 0:
-                    return place
+                    return position
         return None
 
 

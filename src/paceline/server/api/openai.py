@@ -1,0 +1,380 @@
+"""``POST /v1/completions`` and ``/v1/chat/completions``: answers with choices."""
+
+from __future__ import annotations
+
+import asyncio
+import uuid
+from abc import abstractmethod
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any
+
+from fastapi import APIRouter
+from fastapi import Request as HTTPRequest
+from fastapi.responses import Response
+
+from paceline.core.params import TokenLogprob
+from paceline.request.completion import Completion, StreamEvent
+from paceline.server.api.choices import (
+    LogprobColumns,
+    Origins,
+    agreement,
+    finish_reason,
+    prompt_entry,
+    seen,
+    token_records,
+)
+from paceline.server.api.dialogue import Dialogue
+from paceline.server.api.infill import infill
+from paceline.server.api.params import sampling_params
+from paceline.server.api.protocol import (
+    MAX_PROMPTS,
+    ChatRequest,
+    CompletionRequest,
+    Generation,
+    Speculation,
+)
+from paceline.server.api.tool_stream import AnswerStream, Delta, deltas_of, message_of
+from paceline.server.client import Ticket
+from paceline.server.errors import APIError
+from paceline.server.service import Service
+from paceline.server.sse import Answer, Chunk, respond_with
+
+
+class OpenAIAnswer(Answer):
+    """An answer with ``choices``, of which every prompt has ``n``, one after the other."""
+
+    def __init__(
+        self,
+        service: Service,
+        body: Generation,
+        ticket: Ticket,
+        prompts: Sequence[list[int]],
+        visible: bool,
+        names: tuple[str, str],
+    ) -> None:
+        """``visible``: special tokens are part of the text. ``names``: what the id begins with, and
+        the kind of object."""
+        self._service, self._ticket, self._generation = service, ticket, body
+        self._tokenizer, self._prompts, self._visible = service.tokenizer, prompts, visible
+        self._n = ticket.count // len(prompts)
+        self._prompt_tokens = sum(map(len, prompts))
+        self._speculation = body.speculation or Speculation()
+        self._header = {
+            "id": f"{names[0]}-{body.request_id or uuid.uuid4().hex}",
+            "object": names[1],
+            "created": service.now(),
+            "model": service.model,
+        }
+        self._origins: dict[int, Origins] = {}
+        self._begun: set[int] = set()
+        self._done: dict[int, Completion] = {}
+        self._written = 0
+
+    def _index(self, event: StreamEvent) -> int:
+        """The choice that an event belongs to; counts its tokens."""
+        index = event.request * self._n + event.index
+        self._written += len(event.token_ids)
+        if event.completion is not None:
+            self._done[index] = event.completion
+        return index
+
+    def _of_tokens(self, index: int, event: StreamEvent) -> dict[str, Any]:
+        """What a choice says of its tokens, if the request wants it."""
+        fields: dict[str, Any] = {}
+        if self._speculation.tokens:
+            if index not in self._origins:
+                prompt = self._prompts[index // self._n]
+                self._origins[index] = Origins(self._tokenizer, prompt, self._visible)
+            fields["tokens"] = self._origins[index].records(
+                event.token_ids, event.from_draft, event.logprobs, finish_reason(event)
+            )
+        if self._generation.return_token_ids:
+            fields["token_ids"] = event.token_ids
+        return fields
+
+    def _prompt_scores(self, entries: Sequence[TokenLogprob] | None) -> dict[str, Any]:
+        """The prompt's log-probabilities as vLLM shows them, if the request wants them."""
+        if self._generation.prompt_logprobs is None:
+            return {}
+        shown = [prompt_entry(self._tokenizer, entry) for entry in entries or ()]
+        return {"prompt_logprobs": [None, *shown]}
+
+    # -- the whole -----------------------------------------------------------------------------
+
+    def whole(self, events: Sequence[StreamEvent]) -> Chunk:
+        return {**self._header, **self._choices(events), **self._totals(counts=True)}
+
+    @abstractmethod
+    def _choices(self, events: Sequence[StreamEvent]) -> Chunk:
+        """``choices``, and what else is said of a whole answer."""
+
+    def _totals(self, counts: bool) -> Chunk:
+        """What is said of all choices together, of their tokens if ``counts``."""
+        completions = [self._done[index] for index in sorted(self._done)]
+        totals: Chunk = {}
+        if self._speculation.stats:
+            totals["speculation"] = [
+                {
+                    "drafter": self._ticket.drafter,
+                    **{name: getattr(done.stats, name) for name in _SHOWN_STATS},
+                    "lossy": done.lossy,
+                }
+                for done in completions
+            ]
+        if counts:
+            totals["usage"] = self._usage(completions)
+        return totals
+
+    def _usage(self, completions: Sequence[Completion]) -> dict[str, Any]:
+        """A prompt counts once, however many completions it has."""
+        usage = self._counts(sum(len(done.token_ids) for done in completions))
+        cached = sum(done.stats.cached_tokens for done in completions[:: self._n])
+        usage["prompt_tokens_details"] = {"cached_tokens": cached}
+        expected = self._ticket.params.prediction
+        if expected:
+            agreed = sum(agreement(x.token_ids, x.draft_mask, expected) for x in completions)
+            usage["completion_tokens_details"] = {
+                "accepted_prediction_tokens": agreed,
+                "rejected_prediction_tokens": len(completions) * len(expected) - agreed,
+            }
+        return usage
+
+    def _counts(self, written: int) -> dict[str, Any]:
+        return {
+            "prompt_tokens": self._prompt_tokens,
+            "completion_tokens": written,
+            "total_tokens": self._prompt_tokens + written,
+        }
+
+    # -- streaming -----------------------------------------------------------------------------
+
+    def _chunk(self, choice: dict[str, Any]) -> Chunk:
+        chunk = {**self._header, "choices": [choice]}
+        if self._generation.counts_on:
+            chunk["usage"] = self._counts(self._written)
+        elif self._generation.counts:
+            chunk["usage"] = None
+        return chunk
+
+    def closing(self) -> list[Chunk]:
+        totals = self._totals(self._generation.counts)
+        return [{**self._header, "choices": [], name: value} for name, value in totals.items()]
+
+
+_SHOWN_STATS = (
+    "drafted_tokens",
+    "accepted_tokens",
+    "acceptance_rate",
+    "mean_accepted_length",
+    "acceptance_per_position",
+    "target_steps",
+)
+
+
+async def _prompt(service: Service, body: CompletionRequest, given: str | list[int]) -> list[int]:
+    """Token ids of one prompt. Raises APIError."""
+    ids = await service.encode(given, body.add_special_tokens) if isinstance(given, str) else given
+    if not given or not ids:
+        raise APIError("a prompt is empty; give at least one token of text", param="prompt")
+    if body.suffix:
+        return await asyncio.to_thread(infill, service.tokenizer, ids, body.suffix)
+    return ids
+
+
+def router(service: Service) -> APIRouter:
+    routes = APIRouter()
+
+    @routes.post("/v1/completions", response_model=None)
+    async def complete(body: CompletionRequest, http: HTTPRequest) -> Response:
+        service.check_model(body.model)
+        ticket, prompts = await _begin(service, body)
+        answer = CompletionAnswer(service, body, ticket, prompts)
+        return await respond_with(answer, ticket, http, body.stream)
+
+    @routes.post("/v1/chat/completions", response_model=None)
+    async def chat(body: ChatRequest, http: HTTPRequest) -> Response:
+        dialogue = await Dialogue.begin(service, body)
+        return await respond_with(ChatAnswer(dialogue), dialogue.ticket, http, body.stream)
+
+    return routes
+
+
+async def _begin(service: Service, body: CompletionRequest) -> tuple[Ticket, list[list[int]]]:
+    """Submit it; also the token ids of its prompts. Raises APIError and what ``submit`` does."""
+    if not 0 < len(body.prompt) <= MAX_PROMPTS:
+        said = f"{len(body.prompt)} prompts in one request; send 1 to {MAX_PROMPTS}"
+        raise APIError(said, param="prompt")
+    prompts = [await _prompt(service, body, given) for given in body.prompt]
+    remaining = min(service.remaining(len(prompt), "prompt") for prompt in prompts)
+    traced = body.speculation is not None and body.speculation.tokens
+    scored = body.logprobs is not None or body.best_of not in (None, body.n)
+    params = sampling_params(
+        body,
+        remaining if body.max_tokens is None else max(1, body.max_tokens),
+        (body.logprobs or 0) if traced or scored else None,
+        service.drafters,
+        service.sampling,
+    )
+    params = replace(params, n=body.best_of or body.n)
+    if body.echo and body.logprobs is not None:
+        params = replace(params, prompt_logprobs=max(body.logprobs, body.prompt_logprobs or 0))
+    return await service.submit(prompts, params, body.deadline, body.stream), prompts
+
+
+class CompletionAnswer(OpenAIAnswer):
+    """With texts as choices, which may begin with their prompts (``echo``)."""
+
+    def __init__(
+        self, service: Service, body: CompletionRequest, ticket: Ticket, prompts: list[list[int]]
+    ) -> None:
+        names, visible = ("cmpl", "text_completion"), not body.skip_special_tokens
+        super().__init__(service, body, ticket, prompts, visible, names)
+        self._body = body
+        self._columns: dict[int, LogprobColumns] = {}
+
+    def _choices(self, events: Sequence[StreamEvent]) -> Chunk:
+        choices = list(map(self._choice, events))
+        if self._n > self._body.n:  # the likeliest of each prompt, by their mean log-probability
+            groups = [range(first, first + self._n) for first in range(0, len(events), self._n)]
+            means = [_mean_logprob(event) for event in events]
+            best = [sorted(group, key=lambda at: -means[at])[: self._body.n] for group in groups]
+            choices = [choices[at] for group in best for at in group]
+        return {"choices": [choice | {"index": at} for at, choice in enumerate(choices)]}
+
+    def feed(self, event: StreamEvent) -> list[Chunk]:
+        choice = self._choice(event)
+        columns = choice["logprobs"]
+        shown = choice["text"] or choice["finish_reason"] or (columns and columns["tokens"])
+        return [self._chunk(choice)] if shown or len(choice) > 4 else []
+
+    def _choice(self, event: StreamEvent) -> dict[str, Any]:
+        """What an event adds to its choice, of which the first has the prompt if it is wanted."""
+        if self._body.max_tokens == 0:
+            event = _unwritten(event)
+        index = self._index(event)
+        first = index not in self._begun
+        self._begun.add(index)
+        more = self._of_tokens(index, event)
+        if first:
+            more |= self._prompt_scores(event.prompt_logprobs)
+        if first and self._body.return_token_ids:
+            more["prompt_token_ids"] = self._prompts[index // self._n]
+        echoed = first and self._body.echo
+        return {
+            "index": index,
+            "text": self._prompt_text(index) + event.text if echoed else event.text,
+            "logprobs": self._logprobs(index, event, echoed),
+            "finish_reason": finish_reason(event),
+            **more,
+        }
+
+    def _logprobs(self, index: int, event: StreamEvent, echoed: bool) -> dict[str, Any] | None:
+        """The columns of tokens that were written, behind those of the prompt if it is echoed."""
+        if self._body.logprobs is None or (event.logprobs is None and not echoed):
+            return None
+        prompt = self._prompts[index // self._n]
+        # Who has the prompt echoed counts tokens: the one that ends the text is among them.
+        entries = (event.logprobs or []) if self._body.echo else seen(self._tokenizer, event)
+        if echoed:
+            entries = [TokenLogprob(prompt[0], 0.0), *(event.prompt_logprobs or ()), *entries]
+        if index not in self._columns:
+            self._columns[index] = LogprobColumns(self._tokenizer, () if echoed else prompt)
+        columns = self._columns[index].columns(entries)
+        if echoed:  # nothing says how likely a prompt's first token is
+            columns["token_logprobs"][0] = columns["top_logprobs"][0] = None
+        return columns
+
+    def _prompt_text(self, index: int) -> str:
+        given = self._body.prompt[index // self._n]
+        if isinstance(given, str):
+            return given
+        skip = self._body.skip_special_tokens
+        return str(self._tokenizer.decode(given, skip_special_tokens=skip))
+
+
+def _mean_logprob(event: StreamEvent) -> float:
+    values = [entry.logprob for entry in event.logprobs or ()]
+    return sum(values) / len(values) if values else 0.0
+
+
+def _unwritten(event: StreamEvent) -> StreamEvent:
+    """Of a request for no tokens: the engine writes one, and it is dropped."""
+    done = event.completion
+    if done is not None:
+        done = replace(done, text="", token_ids=[], draft_mask=[], finish_reason="length")
+    logprobs: list[TokenLogprob] | None = None if event.logprobs is None else []
+    return replace(event, text="", token_ids=[], from_draft=[], completion=done, logprobs=logprobs)
+
+
+class ChatAnswer(OpenAIAnswer):
+    """With messages as choices, or in a stream with what is added to them."""
+
+    def __init__(self, dialogue: Dialogue) -> None:
+        body = dialogue.body
+        visible = bool(body.shown_tools) or not body.skip_special_tokens
+        kind = "chat.completion.chunk" if body.stream else "chat.completion"
+        prompts, names = [dialogue.prompt], ("chatcmpl", kind)
+        super().__init__(dialogue.service, body, dialogue.ticket, prompts, visible, names)
+        self._dialogue, self._body = dialogue, body
+        self._streams: dict[int, AnswerStream] = {}
+
+    def _choices(self, events: Sequence[StreamEvent]) -> Chunk:
+        choices = []
+        for event in events:
+            index = self._index(event)
+            deltas, ended = deltas_of(self._dialogue.reader(), event)
+            message, reason = self._as_asked(message_of(deltas), ended or "")
+            choices.append(
+                {
+                    "index": index,
+                    "message": {"role": "assistant", "refusal": None, **message},
+                    "logprobs": self._logprobs(event),
+                    "finish_reason": reason,
+                    **self._of_tokens(index, event),
+                }
+            )
+        answer = {"choices": choices, **self._prompt_scores(events[0].prompt_logprobs)}
+        if self._body.return_token_ids:
+            answer["prompt_token_ids"] = self._dialogue.prompt
+        return answer
+
+    def _as_asked(self, said: Delta, reason: str) -> tuple[Delta, str]:
+        """Who has offered functions hears of a function call, not of tools."""
+        if not self._body.functions:
+            return said, reason
+        calls = said.get("tool_calls")
+        if calls:
+            said = {name: value for name, value in said.items() if name != "tool_calls"}
+            said["function_call"] = calls[0]["function"]
+        return said, "function_call" if reason == "tool_calls" else reason
+
+    def _logprobs(self, event: StreamEvent) -> dict[str, Any] | None:
+        if not self._body.logprobs or event.logprobs is None:
+            return None
+        return {"content": token_records(self._tokenizer, event), "refusal": None}
+
+    # -- streaming -----------------------------------------------------------------------------
+
+    def feed(self, event: StreamEvent) -> list[Chunk]:
+        index = self._index(event)
+        stream = self._streams.setdefault(index, self._dialogue.reader())
+        deltas, ended = deltas_of(stream, event)
+        logprobs, more = self._logprobs(event), self._of_tokens(index, event)
+        choices = [self._choice(index, self._as_asked(delta, "")[0]) for delta in deltas]
+        if not choices and (more or (logprobs and logprobs["content"])):
+            choices.append(self._choice(index, {}))
+        if choices:
+            choices[-1] |= {"logprobs": logprobs, **more}
+        if ended is not None:
+            choices.append(self._choice(index, {}, self._as_asked({}, ended)[1]))
+        if choices and index not in self._begun:
+            self._begun.add(index)
+            choices.insert(0, self._choice(index, {"role": "assistant", "content": ""}))
+        chunks = [self._chunk(choice) for choice in choices]
+        if event.prompt_logprobs is not None and chunks and index == 0:
+            chunks[0] |= self._prompt_scores(event.prompt_logprobs)
+        return chunks
+
+    def _choice(self, index: int, delta: Delta, reason: str | None = None) -> dict[str, Any]:
+        return {"index": index, "delta": delta, "logprobs": None, "finish_reason": reason}
