@@ -158,7 +158,7 @@ def figures(record: Record) -> dict[str, Any]:
 
 
 def _table(record: Record, suites: list[str], title: str) -> Table:
-    """Tokens per second by engine and suite, drafts' figures in brackets."""
+    """Tokens per second by suite and engine, drafts' figures in brackets."""
 
     def cell(suite: str, name: str) -> str | None:
         speed, drafts = record.speed(suite, name), record.drafts(suite, name)
@@ -167,10 +167,11 @@ def _table(record: Record, suites: list[str], title: str) -> Table:
         return f"{speed:.1f} ({drafts['acceptance']:.2f}, {drafts['mean_accepted_length']:.2f})"
 
     names = dict.fromkeys(name for suite in suites for name in record.engines(suite))
-    rows = [[name, *(cell(suite, name) for suite in suites)] for name in names]
-    heads = [suite.removeprefix(SAMPLED) for suite in suites]
+    rows = [
+        [suite.removeprefix(SAMPLED), *(cell(suite, name) for name in names)] for suite in suites
+    ]
     note = "In brackets: acceptance rate, tokens per target step."
-    return Table(["tokens/s", *heads], rows, title, note)
+    return Table(["tokens/s", *names], rows, title, note)
 
 
 def show(pair: str, record: Record, result: dict[str, Any], console: Console) -> None:

@@ -164,10 +164,11 @@ def bench(
         )
         raise typer.Exit(NOT_ENOUGH)
     from paceline.lab.bench.pages import report_of
+    from paceline.lab.bench.result import SURENESS
 
     report = report_of(result)
     if result.spending is not None:
-        report.add("Time", *result.spending.blocks())
+        report.add(SURENESS.title, *result.spending.blocks())
     output.emit(result.record(), report)
     finish(result, options.allow_idle, interrupted)
 

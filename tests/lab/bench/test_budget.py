@@ -12,7 +12,7 @@ import pytest
 from paceline.budget import Budget
 from paceline.lab.bench.figures import rows
 from paceline.lab.bench.methods import Method
-from paceline.lab.bench.result import BenchSpending, sureness_of
+from paceline.lab.bench.result import SURENESS, BenchSpending, Sureness, sureness_of
 from paceline.lab.bench.runner import HeatRecord, Settings, Sweep, in_turn, jobs, take_turns
 from paceline.lab.bench.runs import Ask, BenchEngine, TimedRun
 from support.made_outcomes import Fake, heat, job
@@ -137,3 +137,5 @@ def test_what_the_time_was_spent_on_is_said() -> None:
         "100 s: 6 of 24 turns of all methods. Not measured: 18 of 24 turns. --continue goes on."
     )
     assert table.rows == [["fast", 1, "0", "2.00x", "2.00 to 2.00x", 6, 1]]  # type: ignore[union-attr]
+    record_of_it = json.loads(json.dumps(spending.record()))
+    assert tuple(SURENESS.read(record_of_it["sureness"], Sureness)) == spending.sureness

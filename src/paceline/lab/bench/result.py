@@ -16,7 +16,7 @@ from paceline.lab.bench.predict import Predicted
 from paceline.lab.bench.runner import Heat, HeatRecord
 from paceline.lab.bench.texts import Comparison, compare, judge_of
 from paceline.lab.perplexity import TextPerplexity
-from paceline.lab.report.columns import Column, table_of, times
+from paceline.lab.report.columns import Column, Sheet, times
 from paceline.lab.report.document import Table, Text
 from paceline.llm import LLM
 from paceline.tuned import MachineIdentity
@@ -47,15 +47,20 @@ def _interval_shown(item: Sureness) -> str | None:
     return None if item.low is None else f"{item.low:.2f} to {item.high:.2f}x"
 
 
-_BOOTSTRAP = "95 %: by drawing prompts anew (bootstrap): how far other such prompts may move it."
-_SURENESS = (
-    Column("", "method", "method"),
-    Column("", "at once", "concurrency"),
-    Column("", "temperature", "temperature", "{:g}".format),
-    Column("", "speedup", "speedup", times),
-    Column("", "95 %", "", _interval_shown),
-    Column("", "prompts", "prompts"),
-    Column("", "rounds", "rounds"),
+SURENESS = Sheet(
+    "sureness",
+    "Time",
+    (
+        Column("method", "method"),
+        Column("concurrency", "at once"),
+        Column("temperature", "temperature", shown="{:g}".format),
+        Column("speedup", "speedup", shown=times),
+        Column("", "95 %", "", _interval_shown),
+        *(Column("low"), Column("high")),
+        Column("prompts", "prompts"),
+        Column("rounds", "rounds"),
+    ),
+    "95 %: by drawing prompts anew (bootstrap): how far other such prompts may move it.",
 )
 
 
@@ -71,12 +76,15 @@ class BenchSpending:
     not_measured: tuple[str, ...]
     sureness: tuple[Sureness, ...]
 
+    def record(self) -> dict[str, Any]:
+        return {**asdict(self), SURENESS.key: SURENESS.records(self.sureness)}
+
     def blocks(self) -> list[Table | Text]:
         """For the report."""
         line = f"{self.spent:.0f} s: {self.heats} of {self.heats_wanted} turns of all methods."
         if self.not_measured:
             line += f" Not measured: {', '.join(self.not_measured)}. --continue goes on."
-        return [table_of(self.sureness, _SURENESS, _BOOTSTRAP), Text(line)]
+        return [SURENESS.table(self.sureness), Text(line)]
 
 
 def sureness_of(record: HeatRecord, rows: Sequence[Row]) -> tuple[Sureness, ...]:
@@ -181,7 +189,7 @@ class BenchResult:
             "perplexity": [found.record() for found in self.perplexities],
             "bugs": self.bugs(),
             "prompts_left_out": list(self.left_out),
-            "budget": self.spending and asdict(self.spending),
+            "budget": self.spending and self.spending.record(),
         }
 
     def specs(self) -> dict[str, str]:
