@@ -164,7 +164,9 @@ class TableEntry:
 
     @property
     def flag(self) -> str:
-        return flag(self.name)
+        """The long option, as ``--draft-length``."""
+        long = (item.partition("/")[0] for item in self.key.flags if item.startswith("--"))
+        return next(long, flag(self.name))
 
     @property
     def is_list(self) -> bool:

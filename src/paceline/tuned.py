@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
 VERSION = 1
 _HEADER = (
-    "# A profile made by `paceline tune`. Use it with LLM(model, profile=FILE) or --profile FILE.\n"
+    "# A profile made by `paceline tune`. Use it with LLM(model, profile=FILE) or --config FILE.\n"
     "# It serves this model only; on another machine the costs are measured anew.\n"
     "# Times are in seconds. What you give by hand wins over what stands here.\n\n"
 )
@@ -32,7 +32,7 @@ _HEADER = (
 
 def is_profile(file: Path) -> bool:
     """Whether ``paceline tune`` wrote a file; its user may have changed it since."""
-    return file.read_text(encoding="utf-8").startswith(_HEADER.splitlines()[0])
+    return file.read_text(encoding="utf-8").startswith(_HEADER.partition(".")[0])
 
 
 _T = TypeVar("_T")

@@ -191,7 +191,9 @@ def test_a_tuned_profile(tmp_path: Path) -> None:
     own = load_llm(configure({**said, "draft": ["none"], "max_batch_size": 2}))
     assert own.drafters == ("none",)
     assert own.engine.scheduler.config.max_batch_size == 2
-    assert_one_line(run("--profile", str(tmp_path / "no"), "--port", "0"), "profile", "cannot be")
+    assert_one_line(
+        run("--config", str(tmp_path / "no"), "--port", "0"), "config file", "cannot be"
+    )
 
 
 # -- flags and file --------------------------------------------------------------------------------
@@ -205,8 +207,8 @@ def flags() -> dict[str, Any]:
 def test_flags_and_keys_are_in_step() -> None:
     """Every key has a flag that gives the same value, and every flag a key."""
     names = {entry.name for entry in keys()}
-    assert set(flags()) - {"config", "print_config", "help"} == names
-    for name in names - {"model"}:
+    assert set(flags()) - {"config", "print_config", "help"} == names - {"profile"}
+    for name in names - {"model", "profile"}:  # tuned settings are a file of --config
         assert f"--{name.replace('_', '-')}" in flags()[name].opts
 
 
@@ -214,8 +216,10 @@ def test_print_config_is_a_config(tmp_path: Path) -> None:
     """Everything said with flags comes back from the printed file; keys do not."""
     keys_file = tmp_path / "keys"
     keys_file.write_text("sk-secret\n")
+    tuned_file = tmp_path / "p.toml"
+    tuned_file.write_text("version = 1\n")
     arguments = ["folder", "--draft", "ngram", "--draft", "suffix", "--draft-length", "3"]
-    arguments += ["--rule", "block", "--profile", "p.toml", "--served-model-name", "mine"]
+    arguments += ["--rule", "block", "--config", str(tuned_file), "--served-model-name", "mine"]
     arguments += ["--dtype", "float32", "--device", "cpu", "--threads", "1"]
     arguments += ["--max-batch-size", "2", "--kv-cache-memory", "64M", "--host", "::1"]
     arguments += [
@@ -240,7 +244,7 @@ def test_print_config_is_a_config(tmp_path: Path) -> None:
     arguments += ["--max-n", "2", "--max-logprobs", "3", "--max-prompts", "4"]
     arguments += ["--api-key-file", str(keys_file), "--cors-origin", "https://chat.example"]
     used = {a[2:].replace("-", "_") for a in arguments if a.startswith("--")} | {"model"}
-    assert used == {entry.name for entry in keys()}
+    assert used - {"config"} == {entry.name for entry in keys()} - {"profile"}
     printed = run(*arguments, "--print-config")
     assert printed.exit_code == 0 and "sk-secret" not in printed.output
     assert "# 1 API keys, which are not shown" in printed.stdout

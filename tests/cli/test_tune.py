@@ -52,7 +52,7 @@ def test_the_embedded_target(prompts: str, tmp_path: Path) -> None:
     assert profile.draft.spec in ("none", "ngram")
     assert profile.measured.prompts == prompts
     text = RUNNER.invoke(
-        app, ["generate", "--profile", out, "--json", "--max-tokens", "12", "one two one two"]
+        app, ["generate", "--config", out, "--json", "--max-tokens", "12", "one two one two"]
     )
     plain = RUNNER.invoke(
         app, ["generate", "--draft", "none", "--json", "--max-tokens", "12", "one two one two"]
@@ -99,7 +99,22 @@ def test_bad_input_is_one_line(arguments: list[str], message: str, tmp_path: Pat
 
 def test_a_foreign_profile_is_one_line(tmp_path: Path) -> None:
     (tmp_path / "p.toml").write_text("version = 1\n", encoding="utf-8")
-    result = RUNNER.invoke(app, ["generate", "--profile", str(tmp_path / "p.toml"), "Once"])
+    result = RUNNER.invoke(app, ["generate", "--config", str(tmp_path / "p.toml"), "Once"])
     assert result.exit_code == 1
     assert result.stderr.count("\n") == 1
     assert "lacks the key" in result.stderr
+
+
+@pytest.mark.parametrize("command", ["generate", "serve"])
+@pytest.mark.parametrize("joined", [True, False])
+def test_the_former_option_is_accepted(command: str, joined: bool, tmp_path: Path) -> None:
+    """``--profile`` of earlier versions means ``--config``, with one line that says so."""
+    file = tmp_path / "p.toml"
+    file.write_text("version = 1\n", encoding="utf-8")
+    option = [f"--profile={file}"] if joined else ["--profile", str(file)]
+    result = RUNNER.invoke(app, [command, *option, "paceline/tiny"])
+    assert result.exit_code == 1
+    first, *rest = result.stderr.splitlines()
+    assert first == "note: --profile is deprecated; use --config"
+    assert "lacks the key" in rest[-1]
+    assert "--profile" not in RUNNER.invoke(app, [command, "--help"]).stdout

@@ -31,7 +31,7 @@ def export(
 ) -> None:
     """Say the same target, draft, length and rule in another engine's words.
 
-    With --profile it is what `paceline tune` found. What the engine has no equivalent of is
+    With --config it is what `paceline tune` found. What the engine has no equivalent of is
     refused by name, or approximated, with what that costs.
     """
     replace_anything(force)

@@ -7,7 +7,7 @@ import sys
 from typing import Annotated, Any
 
 import typer
-from typer.core import TyperGroup
+from typer.core import TyperCommand, TyperGroup
 
 from paceline import __version__
 from paceline.cli import (
@@ -56,6 +56,24 @@ class CommandGroup(TyperGroup):
             raise _fail(f"error: unexpected {type(error).__name__}: {error}; {hint}", 1) from None
 
 
+_FORMER = {"--profile": "--config"}  # options that were renamed
+
+
+class Command(TyperCommand):
+    """Accepts the former name of an option, with a line on stderr."""
+
+    def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
+        known = {name for parameter in self.params for name in parameter.opts}
+        end = args.index("--") if "--" in args else len(args)
+        for at, argument in enumerate(args[:end]):
+            old, equals, value = argument.partition("=")
+            new = _FORMER.get(old)
+            if new in known and old not in known:
+                args[at] = f"{new}{equals}{value}"
+                print(f"note: {old} is deprecated; use {new}", file=sys.stderr)
+        return super().parse_args(ctx, args)
+
+
 app = typer.Typer(
     name="paceline",
     cls=CommandGroup,
@@ -95,7 +113,7 @@ for command in (
     *(bench.bench, certify.certify, profile.profile, tune.tune, doctor.doctor),
     *(quantize.quantize, export.export),
 ):
-    app.command(command.__name__)(command)
+    app.command(command.__name__, cls=Command)(command)
 app.add_typer(train.app, name="train")
 
 

@@ -212,7 +212,10 @@ class PairNames(TargetName):
         shown=DEFAULT_DRAFT,
     )
     profile: str | None = _model(
-        None, "A file of paceline tune; it gives what the other options leave open."
+        None,
+        "File of paceline tune: the settings that the other options leave open.",
+        flags=("--config",),
+        metavar="FILE",
     )
     foreign: ForeignDraft | None = None  # what the draft was read from; no option
 

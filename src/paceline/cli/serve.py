@@ -10,7 +10,8 @@ from typing import TYPE_CHECKING, Any
 
 from paceline.cli.options import chosen_model, parameter_of, with_signature
 from paceline.cli.progress import showing
-from paceline.errors import PacelineError
+from paceline.errors import ConfigError, PacelineError
+from paceline.files import read_toml
 from paceline.server.config import ServeConfig, configure, keys, to_toml
 from paceline.settings import entries, setting
 from paceline.stages import stage
@@ -26,8 +27,12 @@ if TYPE_CHECKING:
 class FileOptions:
     """Where the settings come from besides the flags."""
 
-    config: str | None = setting(
-        None, "TOML file that says what the flags can say; flags win.", metavar="FILE", shown="none"
+    config: tuple[str, ...] = setting(
+        (),
+        "TOML file with the settings of the flags, or a file of paceline tune; one of each at "
+        "most. Flags win.",
+        metavar="FILE",
+        shown="none",
     )
     print_config: bool = setting(False, "Print the configuration as such a file.")
 
@@ -35,12 +40,26 @@ class FileOptions:
 def with_flags(command: Callable[..., None]) -> Callable[..., None]:
     """Give ``command(config, print_config, flags)`` a flag for every setting of ServeConfig."""
     own = [parameter_of(entry) for entry in entries(FileOptions, "command")]
-    flags = [parameter_of(entry, left_open=True) for entry in keys()]
+    flags = [parameter_of(entry, left_open=True) for entry in keys() if entry.name != "profile"]
 
-    def call(config: str | None, print_config: bool, **flags: Any) -> None:
-        command(config, print_config, {name: v for name, v in flags.items() if v not in (None, [])})
+    def call(config: list[str] | None, print_config: bool, **flags: Any) -> None:
+        given = {name: v for name, v in flags.items() if v not in (None, [])}
+        file, tuned = _files(config or [])
+        command(file, print_config, given | ({} if tuned is None else {"profile": tuned}))
 
     return with_signature(call, command, [*flags[:1], *own, *flags[1:]])
+
+
+def _files(paths: list[str]) -> tuple[str | None, str | None]:
+    """The server's own file and that of ``paceline tune``. Raises ConfigError."""
+    by_kind: dict[bool, list[str]] = {False: [], True: []}
+    for path in paths:
+        # Only tuned settings have a version.
+        by_kind["version" in read_toml(path, "config file")].append(path)
+    for same in by_kind.values():
+        if len(same) > 1:
+            raise ConfigError(f"--config {same[1]} is of the same kind as {same[0]}; leave out one")
+    return next(iter(by_kind[False]), None), next(iter(by_kind[True]), None)
 
 
 @with_flags

@@ -80,7 +80,7 @@ def tune(
     file: ProfileFile,
     time: BudgetOptions,
 ) -> None:
-    """Find the fastest drafter and settings; write them to a profile for --profile.
+    """Find the fastest drafter and settings; write them to a file for --config.
 
     Exit status 3 if the time was not enough to confirm anything; no profile is written then.
     """
@@ -106,7 +106,7 @@ def tune(
         interrupted.finish()
         raise typer.Exit(NOT_ENOUGH)
     profile_of(outcome, llm).write(file.out)
-    print(f"profile: {file.out} (use it with --profile {file.out})", file=sys.stderr)
+    print(f"profile: {file.out} (use it with --config {file.out})", file=sys.stderr)
 
 
 def _tuned(

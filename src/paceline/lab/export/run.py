@@ -64,7 +64,7 @@ def export(
         trained = made_for(model)
         spec = NGram() if trained is None else trained[0]
     if isinstance(spec, NoDraft):
-        raise ConfigError("there is no draft to export; give one with --draft or --profile")
+        raise ConfigError("there is no draft to export; give one with --draft or --config")
     length = draft_length
     if length is None:
         length = tuned.draft.length if tuned is not None and follows else "auto"
