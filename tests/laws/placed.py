@@ -11,6 +11,7 @@ import math
 from collections.abc import Iterator
 
 import torch
+
 from harness import (
     Context,
     Drafter,
@@ -23,7 +24,6 @@ from harness import (
     plain_distribution,
     strings,
 )
-
 from paceline.core.batch import Check, Verdict
 from paceline.core.tree import TokenTree
 from paceline.verify import rules as real_rules

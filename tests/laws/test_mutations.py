@@ -8,6 +8,8 @@ from types import ModuleType
 
 import pytest
 import torch
+from placed import Placed, verifier_error
+
 from harness import (
     Drafts,
     Draw,
@@ -19,8 +21,6 @@ from harness import (
     sampled_chain,
     sampled_tree,
 )
-from placed import Placed, verifier_error
-
 from paceline.verify import rules, verifier
 
 PLAIN = SamplingParams(temperature=1.0)

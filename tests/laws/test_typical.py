@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+
 from harness import (
     SamplingParams,
     Setting,
@@ -14,7 +15,6 @@ from harness import (
     sampled_tree,
     strings,
 )
-
 from paceline.core.batch import Check
 from paceline.core.tree import TokenTree
 from paceline.verify.typical import TypicalVerifier
