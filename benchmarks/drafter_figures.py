@@ -123,10 +123,10 @@ def summary(records: Iterable[Record]) -> dict[str, Any]:
                     best.setdefault(key, []).append(against)
     tree: dict[str, Any] = {}
     for key, own in found.items():
-        place = tree
+        branch = tree
         for part in key[:-1]:
-            place = place.setdefault(part, {})
-        place[key[-1]] = _over(own) | ({"of_best": _over(best[key])} if key in best else {})
+            branch = branch.setdefault(part, {})
+        branch[key[-1]] = _over(own) | ({"of_best": _over(best[key])} if key in best else {})
     return tree
 
 

@@ -77,7 +77,7 @@ class Cell:
         return f"b{self.batch}/{self.mode}"
 
     def params(self, index: int, tokens: int) -> SamplingParams:
-        """Of the prompt number ``index``; where a request ends is told by the engines."""
+        """Of the prompt number ``index``; the engines say where a request ends."""
         return SamplingParams(
             temperature=0.0 if self.mode == "greedy" else 1.0,
             seed=index if self.mode == "seeded" else None,
@@ -88,7 +88,7 @@ class Cell:
 
 @dataclass(frozen=True)
 class Prompt:
-    """``index`` is its place among all that are measured."""
+    """``index`` is its number among all that are measured."""
 
     index: int
     set: str

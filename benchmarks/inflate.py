@@ -111,7 +111,7 @@ def wider(small: Shape, sizes: Sizes) -> Shape:
     return big
 
 
-def places(old: int, new: int) -> list[int]:
+def positions(old: int, new: int) -> list[int]:
     """Where each of ``old`` layers is among ``new`` ones; those in between do nothing."""
     return [index * new // old for index in range(old)]
 
@@ -192,7 +192,7 @@ class Inflater:
             "mlp.up_proj": big.ffn,
         }
         writers = {"self_attn.o_proj": q_rows, "mlp.down_proj": big.ffn}
-        where = places(self.small.layers, big.layers)
+        where = positions(self.small.layers, big.layers)
         old = where.index(index) if index in where else None
 
         def names(part: str) -> tuple[str, str | None]:

@@ -30,7 +30,7 @@ from inflate import (
     Sizes,
     mark_of,
     noise,
-    places,
+    positions,
     read_shape,
     resolve,
     wider,
@@ -125,7 +125,10 @@ def pad_eagle(head: EagleHead, target: Shape, big: Shape) -> EagleHead:
 
 
 def _wider_config(config: EagleConfig, target: Shape, big: Shape, layer: Shape) -> EagleConfig:
-    where = [*places(target.layers, big.layers), big.layers]  # the last is the final norm's output
+    where = [
+        *positions(target.layers, big.layers),
+        big.layers,
+    ]  # the last: the final norm
     return replace(
         config,
         hidden_size=big.hidden,

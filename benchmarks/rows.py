@@ -47,7 +47,7 @@ def skip_option(old: int, new: int) -> str:
 
     The search itself would find that idle layers cost nothing to skip.
     """
-    where = [*inflate.places(old, new), new]
+    where = [*inflate.positions(old, new), new]
     candidates = skippable(old)
     chosen = spread(candidates, min(len(candidates), max(1, round(0.45 * old))))
     return ":skip=" + "x".join(f"{where[n]}-{where[n + 1] - 1}" for n in chosen)

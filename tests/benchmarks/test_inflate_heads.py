@@ -8,7 +8,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from inflate import InflateError, Shape, Sizes, inflate, places, read_shape, wider
+from inflate import InflateError, Shape, Sizes, inflate, positions, read_shape, wider
 from inflate_heads import inflate_heads, pad_eagle, pad_medusa
 from paceline.core.params import SamplingParams
 from paceline.draft.heads.eagle_format import load_eagle, save_eagle
@@ -67,8 +67,8 @@ def blocks(x: torch.Tensor, count: int) -> torch.Tensor:
 
 
 def test_new_layers_lie_between_the_old_ones() -> None:
-    assert places(12, 24) == list(range(0, 24, 2))
-    assert places(2, 5) == [0, 2] and places(3, 3) == [0, 1, 2]
+    assert positions(12, 24) == list(range(0, 24, 2))
+    assert positions(2, 5) == [0, 2] and positions(3, 3) == [0, 1, 2]
 
 
 @pytest.mark.parametrize(

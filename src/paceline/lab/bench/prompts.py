@@ -186,31 +186,31 @@ def fit(
 def _read(file: Path) -> list[BenchPrompt]:
     stem = file.name.split(".")[0]
     return [
-        _prompt(record, place, f"{stem}/{number}", stem)
-        for number, (place, record) in enumerate(read_records(file))
+        _prompt(record, where, f"{stem}/{number}", stem)
+        for number, (where, record) in enumerate(read_records(file))
     ]
 
 
-def _prompt(record: dict[str, Any], place: str, name: str, stem: str) -> BenchPrompt:
+def _prompt(record: dict[str, Any], where: str, name: str, stem: str) -> BenchPrompt:
     """One record of any layout. Raises DataError."""
     field = next((key for key in _FIELDS if record.get(key) is not None), None)
     if field is None:
-        raise DataError(f"{place}: none of the fields {', '.join(_FIELDS)}; one holds the prompt")
+        raise DataError(f"{where}: none of the fields {', '.join(_FIELDS)}; one holds the prompt")
     earlier: list[tuple[str, str]] = []
     if field == "messages":
-        *earlier, (_, text) = _conversation(record[field], place)
+        *earlier, (_, text) = _conversation(record[field], where)
         turns: tuple[str, ...] = (text,)
     else:
-        turns = _turns(record[field], field, place)
+        turns = _turns(record[field], field, where)
     category, chat = _nature(record, field)
     category = record.get("category", category)
     if not isinstance(category, str) or not category:
-        raise DataError(f"{place}: the category is {category!r}; it must be a name")
+        raise DataError(f"{where}: the category is {category!r}; it must be a name")
     style = record.get("format", "chat" if chat else "completion")
     if style not in ("chat", "completion"):
-        raise DataError(f"{place}: the format is {style!r}; use chat or completion")
+        raise DataError(f"{where}: the format is {style!r}; use chat or completion")
     if not turns[0].strip():
-        raise DataError(f"{place}: the prompt is empty; give it text or remove the record")
+        raise DataError(f"{where}: the prompt is empty; give it text or remove the record")
     given = next((record[key] for key in ("id", "question_id", "task_id") if key in record), name)
     name = f"{stem}/{given}" if isinstance(given, int) else str(given)
     return BenchPrompt(name, category, turns[0], style == "chat", turns, tuple(earlier))
@@ -227,16 +227,16 @@ def _nature(record: dict[str, Any], field: str) -> tuple[str, bool]:
     return "text", False
 
 
-def _turns(value: object, field: str, place: str) -> tuple[str, ...]:
+def _turns(value: object, field: str, where: str) -> tuple[str, ...]:
     """A text, or a list of texts or of objects with ``content``."""
     items = value if isinstance(value, list) else [value]
     turns = [item.get("content") if isinstance(item, dict) else item for item in items]
     if not turns or not all(isinstance(turn, str) for turn in turns):
-        raise DataError(f"{place}: {field} must be a text or a list of texts")
+        raise DataError(f"{where}: {field} must be a text or a list of texts")
     return tuple(map(str, turns))
 
 
-def _conversation(value: object, place: str) -> list[tuple[str, str]]:
+def _conversation(value: object, where: str) -> list[tuple[str, str]]:
     """(role, content) up to the last user's message; the answer that a record has is dropped."""
     messages: list[tuple[str, str]] = []
     for item in value if isinstance(value, list) else []:
@@ -245,12 +245,12 @@ def _conversation(value: object, place: str) -> list[tuple[str, str]]:
         if isinstance(content, list) and all(isinstance(part, dict) for part in content):
             content = "".join(str(part.get("text", "")) for part in content)
         if not isinstance(role, str) or not isinstance(content, str):
-            raise DataError(f"{place}: every message needs a role and a content of text")
+            raise DataError(f"{where}: every message needs a role and a content of text")
         messages.append((role, content))
     while messages and messages[-1][0] == "assistant":
         messages.pop()
     if not messages or messages[-1][0] != "user":
-        raise DataError(f"{place}: the conversation has no message of a user to answer")
+        raise DataError(f"{where}: the conversation has no message of a user to answer")
     return messages
 
 

@@ -67,7 +67,7 @@ SURENESS = Sheet(
 @dataclass(frozen=True)
 class BenchSpending:
     """``seconds``: the budget of this run, None without; ``spent`` in all runs that went into the
-    figures. Heats are those measured of those wanted: one prompt, or one crowd, by everybody."""
+    figures. Heats are those measured of those wanted: one prompt, or one crowd, by all methods."""
 
     seconds: float | None
     spent: float

@@ -43,7 +43,7 @@ class Heat:
     outcomes: dict[str, TimedRun]
 
 
-Answer = Callable[[BenchEngine, BenchJob], TimedRun]  # how an engine does a job
+OnJob = Callable[[BenchEngine, BenchJob], TimedRun]  # how an engine does a job
 
 
 @dataclass
@@ -118,8 +118,8 @@ def jobs(
             temperature,
             number,
             tuple(
-                Ask(tuple(ids), settings.params(temperature, number + place, len(ids)))
-                for place, ids in enumerate(group)
+                Ask(tuple(ids), settings.params(temperature, number + index, len(ids)))
+                for index, ids in enumerate(group)
             ),
         )
         for number, category, group in numbered
@@ -127,7 +127,7 @@ def jobs(
 
 
 def warm_up(todo: Sequence[BenchJob], engines: Sequence[BenchEngine]) -> None:
-    """A short untimed run of everybody in each shape: buffers, kernels, lazy imports."""
+    """A short untimed run of all engines in each shape: buffers, kernels, lazy imports."""
     shapes = {(job.concurrency, job.temperature): job for job in reversed(todo)}
     for job in shapes.values():
         asks = [
@@ -146,11 +146,11 @@ def take_turns(
     advance: OnHeat = lambda steps, what: None,
     budget: Budget | None = None,
     warmed: bool = False,
-    answer: Answer = lambda one, job: one.run(job.asks),
+    answer: OnJob = lambda one, job: one.run(job.asks),
 ) -> None:
     """Let all do every job ``rounds`` times; fills the record heat by heat.
 
-    Within a heat the engines run one after another, so that all meet the same weather; who
+    Within a heat the engines run one after another, so that all have the same machine; who
     begins changes from heat to heat. Heats that the record has are not run again. The budget may
     end the first round at any heat; a later one is begun only if the whole of it fits.
     ``advance(1, what)`` is called before every run (0 before the first) and at the end, with what
@@ -161,16 +161,16 @@ def take_turns(
         warm_up(todo, engines)
     done = 0
     for turn in range(rounds):
-        left = [(place, job) for place, job in enumerate(todo) if not record.has(job, turn)]
+        left = [(index, job) for index, job in enumerate(todo) if not record.has(job, turn)]
         if turn and not all(budget.fits(*size) for size in _sizes(left)):
             break
         if left:
             for engine in engines:
                 engine.refresh()
-        for place, job in left:
+        for index, job in left:
             if not budget.fits(_kind(job), len(job.asks)):
                 break
-            shift = (turn + place) % len(engines)
+            shift = (turn + index) % len(engines)
             timed: dict[str, TimedRun] = {}
             with budget.piece(_kind(job), len(job.asks)):
                 for engine in [*engines[shift:], *engines[:shift]]:
@@ -240,7 +240,7 @@ class Sweep:
         advance: OnHeat = lambda steps, what: None,
         finished: Callable[[int, Sequence[BenchEngine]], None] = lambda clients, all_: None,
         budget: Budget | None = None,
-        answer: Answer = lambda one, job: one.run(job.asks),
+        answer: OnJob = lambda one, job: one.run(job.asks),
     ) -> None:
         """Measure into ``record``. ``start(method, clients)`` makes a engine; those of one
         concurrency live at the same time, and ``finished`` gets them when it is done. Every
@@ -248,8 +248,8 @@ class Sweep:
         through."""
         budget = budget or Budget()
         record.rounds = max(record.rounds, self.rounds)
-        for place, concurrency in enumerate(self.concurrencies):
-            own = budget.part(1 / (len(self.concurrencies) - place))
+        for index, concurrency in enumerate(self.concurrencies):
+            own = budget.part(1 / (len(self.concurrencies) - index))
             engines = []
             for method in entered(methods, concurrency):
                 advance(0, f"loading {method.name}")

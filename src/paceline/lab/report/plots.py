@@ -43,8 +43,8 @@ def bars(
     figure, axes = _canvas(width=max(7.0, 0.9 * len(categories)))
     width = 0.8 / max(1, len(series))
     for number, (name, values) in enumerate(series.items()):
-        places = [i - 0.4 + (number + 0.5) * width for i in range(len(categories))]
-        axes.bar(places, [value or 0.0 for value in values], width, label=name)
+        positions = [i - 0.4 + (number + 0.5) * width for i in range(len(categories))]
+        axes.bar(positions, [value or 0.0 for value in values], width, label=name)
     if baseline is not None:
         axes.axhline(baseline, color="black", linewidth=0.8, linestyle="--")
     axes.set_xticks(range(len(categories)), categories, rotation=25, ha="right")
@@ -73,14 +73,14 @@ def bands(
 ) -> str:
     """What was observed as points over what was expected, with the range of chance."""
     figure, axes = _canvas(width=max(7.0, 0.6 * len(categories)))
-    places = range(len(categories))
+    positions = range(len(categories))
     heights = [above - below for below, above in zip(low, high, strict=True)]
-    axes.bar(places, heights, 0.7, bottom=low, alpha=0.35, label="range of chance")
-    axes.plot(places, expected, "_", color="black", markersize=18, label="expected")
-    axes.plot(places, observed, "o", color="#d55e00", label="observed")
+    axes.bar(positions, heights, 0.7, bottom=low, alpha=0.35, label="range of chance")
+    axes.plot(positions, expected, "_", color="black", markersize=18, label="expected")
+    axes.plot(positions, observed, "o", color="#d55e00", label="observed")
     # A dollar sign would begin a formula.
     names = [name.replace("$", r"\$") for name in categories]
-    axes.set_xticks(places, names, rotation=25, ha="right")
+    axes.set_xticks(positions, names, rotation=25, ha="right")
     axes.set_ylim(bottom=0)
     return _finish(figure, axes, "", y_label, legend=True)
 

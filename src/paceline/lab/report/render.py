@@ -21,7 +21,7 @@ from paceline.ownership import check_file, is_signed, signed
 
 
 def check_path(path: str | Path) -> None:
-    """Refuse a report of unknown kind, or in the place of a file that is none of ours, before the
+    """Refuse a report of unknown kind, or over a file that is none of ours, before the
     measuring begins. Raises ConfigError."""
     if Path(path).suffix not in (".md", ".html"):
         raise ConfigError(f"report {str(path)!r}: end its name in .md or .html")
