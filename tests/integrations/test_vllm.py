@@ -90,7 +90,7 @@ def test_the_hybrid_learns_whose_drafts_are_right() -> None:
     proposer = HybridProposer(config())
 
     def means() -> list[float]:
-        return [mean for worth in proposer._worth for mean in worth.means]
+        return [mean for means in proposer._worth for mean in means]
 
     before, batch = means(), Batch(PERIOD * 2 + [11, 12])
     batch.ask(proposer, [13])

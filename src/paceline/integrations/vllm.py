@@ -11,7 +11,7 @@ told apart by their texts.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -36,16 +36,6 @@ class _Row:
     drafted: tuple[int, ...] = ()
 
 
-@dataclass
-class _Worth:
-    """Accepted tokens of a member's drafts, by the bits of the match that they came from."""
-
-    means: list[float] = field(default_factory=lambda: [0.5 * bits for bits in range(_BITS + 1)])
-
-    def learn(self, level: int, accepted: int) -> None:
-        self.means[level] = _MEMORY * self.means[level] + (1 - _MEMORY) * accepted
-
-
 class LookupProposer:
     """The members propose, and the one whose drafts of such matches were worth most is taken.
 
@@ -65,7 +55,8 @@ class LookupProposer:
             else SuffixDrafter("cpu", vocab, Suffix())
             for kind in self.kinds
         ]
-        self._worth = [_Worth() for _ in self._members]
+        # Accepted tokens of a member's drafts, by the bits of the match that they came from.
+        self._worth = [[0.5 * bits for bits in range(_BITS + 1)] for _ in self._members]
         self._rows: dict[int, _Row] = {}  # by the position in vLLM's batch
         self._next = 0
 
@@ -129,7 +120,8 @@ class LookupProposer:
                 (n for n, (ours, theirs) in enumerate(pairs) if ours != theirs),
                 min(len(row.drafted), len(new)),
             )
-            self._worth[row.member].learn(row.level, accepted)
+            means = self._worth[row.member]
+            means[row.level] = _MEMORY * means[row.level] + (1 - _MEMORY) * accepted
         row.seq.tokens += new
         self._tell(row, Commit(row.seq.seq_id, tuple(new)))
 
@@ -157,7 +149,7 @@ class LookupProposer:
             chain = chain_of(*member.guess(item))[:length]
             match = member.confidence(row.seq.seq_id)  # of suffixes in bits already
             level = min(_BITS, match if isinstance(member, SuffixDrafter) else match.bit_length())
-            worth = min(self._worth[number].means[level], float(len(chain)))
+            worth = min(self._worth[number][level], float(len(chain)))
             if chain and worth > best:
                 best, row.member, row.level, row.drafted = worth, number, level, tuple(chain)
         return list(row.drafted)

@@ -92,7 +92,7 @@ def _models(service: Service) -> APIRouter:
             "created": service.created,
             "owned_by": "paceline",
             "max_model_len": service.max_model_len,
-            "drafters": list(service.drafters),
+            "drafters": list(service.facts.drafters),
         }
 
     @routes.get("/v1/models")
@@ -143,7 +143,7 @@ def _state(service: Service) -> APIRouter:
 
     @routes.get("/version")
     async def version() -> dict[str, Any]:
-        facts = service.loop.facts
+        facts = service.facts
         return {
             "version": __version__,
             "backend": facts.backend,

@@ -2,7 +2,7 @@
 
     handler                     event loop                        engine (see wire.py)
     ticket = await submit() --> Submit -------------------------> endpoint.py
-    async for events in ticket <-- one wake-up a step <---- StepEvents
+    await ticket.next() <--------- one wake-up a step <---- StepEvents
 
 Everything here runs on the event loop's thread. A ticket that nobody reads any more (its client has
 gone) is cancelled, and its cache blocks are free again after the step that runs.
@@ -14,7 +14,7 @@ import asyncio
 import itertools
 import logging
 from abc import ABC, abstractmethod
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -64,7 +64,7 @@ class Limits:
 
 
 class Ticket:
-    """What a handler holds of its requests. Iterate over it once; ``cancel`` is free."""
+    """What a handler holds of its requests, whose events it asks for; ``cancel`` is free."""
 
     def __init__(
         self,
@@ -109,14 +109,6 @@ class Ticket:
                 self._waiter = None
         events, self._events, self._unread = self._events, [], 0
         return events
-
-    async def __aiter__(self) -> AsyncIterator[list[StreamEvent]]:
-        """What ``next`` gives, until all completions are there. Leaving early cancels."""
-        try:
-            while events := await self.next():
-                yield events
-        finally:
-            self.cancel()
 
     # -- called by the client ------------------------------------------------------------------
 

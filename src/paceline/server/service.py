@@ -18,8 +18,8 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerFast
 
     from paceline.core.params import SamplingParams
-    from paceline.request.defaults import SamplingDefaults
     from paceline.server.client import EngineClient, Ticket
+    from paceline.server.wire import Facts
 
 log = logging.getLogger("paceline.server")
 
@@ -44,18 +44,13 @@ class Service:
         self.created = self.now()
 
     @property
-    def drafters(self) -> tuple[str, ...]:
-        return self.loop.facts.drafters
-
-    @property
-    def sampling(self) -> SamplingDefaults:
-        """Of requests that do not say it."""
-        return self.loop.facts.sampling
+    def facts(self) -> Facts:
+        return self.loop.facts
 
     @property
     def max_model_len(self) -> int:
         """Tokens of a prompt and its answer."""
-        return self.loop.facts.context_budget.limit
+        return self.facts.context_budget.limit
 
     def check_model(self, name: str | None) -> None:
         """Raises APIError 404 for another model; who names none means this one."""
@@ -72,7 +67,7 @@ class Service:
 
         Raises APIError if there is no room for any, in the sentence that clients know.
         """
-        refused = self.loop.facts.context_budget.refusal(prompt_tokens)
+        refused = self.facts.context_budget.refusal(prompt_tokens)
         if refused is None:
             return self.max_model_len - prompt_tokens
         raise APIError(

@@ -65,7 +65,7 @@ async def respond_with(
         return EventStream(answer, ticket)
     whole: list[StreamEvent] = []
     async with _attended(ticket, http.receive):
-        async for events in ticket:
+        while events := await ticket.next():
             whole += map(_whole, events)
     return JSONResponse(answer.whole(sorted(whole, key=lambda event: (event.request, event.index))))
 

@@ -37,17 +37,9 @@ class Dialogue:
         prompt = await asyncio.to_thread(render_request, service.tokenizer, body)
         remaining = service.remaining(len(prompt), "messages")
         limit = body.max_completion_tokens or body.max_tokens or remaining
-        traced = body.speculation is not None and body.speculation.tokens
-        logprobs = (body.top_logprobs or 0) if body.logprobs or traced else None
-        params = sampling_params(
-            body,
-            limit,
-            logprobs,
-            service.drafters,
-            service.sampling,
-            forced_grammar(body),
-            visible=bool(body.shown_tools),
-        )
+        logprobs = (body.top_logprobs or 0) if body.logprobs else None
+        grammar, visible = forced_grammar(body), bool(body.shown_tools)
+        params = sampling_params(body, service.facts, limit, logprobs, grammar, visible)
         if body.prediction is not None and params.drafter != "none":
             expected = await service.encode(body.prediction.content, False, "prediction")
             length = PREDICTED_LENGTH if params.draft_length is None else params.draft_length

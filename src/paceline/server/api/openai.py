@@ -207,15 +207,11 @@ async def _begin(service: Service, body: CompletionRequest) -> tuple[Ticket, lis
         raise APIError(said, param="prompt")
     prompts = [await _prompt(service, body, given) for given in body.prompt]
     remaining = min(service.remaining(len(prompt), "prompt") for prompt in prompts)
-    traced = body.speculation is not None and body.speculation.tokens
-    scored = body.logprobs is not None or body.best_of not in (None, body.n)
-    params = sampling_params(
-        body,
-        remaining if body.max_tokens is None else max(1, body.max_tokens),
-        (body.logprobs or 0) if traced or scored else None,
-        service.drafters,
-        service.sampling,
-    )
+    limit = remaining if body.max_tokens is None else max(1, body.max_tokens)
+    logprobs = body.logprobs
+    if logprobs is None and body.best_of not in (None, body.n):
+        logprobs = 0
+    params = sampling_params(body, service.facts, limit, logprobs)
     params = replace(params, n=body.best_of or body.n)
     if body.echo and body.logprobs is not None:
         params = replace(params, prompt_logprobs=max(body.logprobs, body.prompt_logprobs or 0))

@@ -10,6 +10,7 @@ from paceline.core.params import Grammar, SamplingParams, shown
 from paceline.request.defaults import SamplingDefaults
 from paceline.server.api.protocol import Generation, Speculation, StructuredOutputs
 from paceline.server.errors import APIError
+from paceline.server.wire import Facts
 
 PREDICTED_LENGTH = 16  # tokens drafted a step for a request that predicts its answer
 _MOST_DIGITS = 12  # of a token id
@@ -17,15 +18,14 @@ _MOST_DIGITS = 12  # of a token id
 
 def sampling_params(
     request: Generation,
+    facts: Facts,
     max_tokens: int,
     logprobs: int | None,
-    drafters: tuple[str, ...],
-    defaults: SamplingDefaults,
     grammar: Grammar | None = None,
     visible: bool = False,
 ) -> SamplingParams:
-    """``drafters`` are the loaded ones; ``defaults`` hold for what the request leaves open;
-    ``grammar`` that of a tool call, else the request's own.
+    """The engine's ``facts`` say which drafters are loaded, and what holds for all that the request
+    leaves open; ``grammar`` is that of a tool call, else the request's own.
 
     ``visible``: special tokens are part of the text, as calls are marked by them. As OpenAI and
     vLLM have it, seed -1 is no seed, and top_p 0 the likeliest token alone.
@@ -34,7 +34,7 @@ def sampling_params(
     """
     speculation = request.speculation or Speculation()
     return SamplingParams(
-        **sampling_of(request, defaults),
+        **sampling_of(request, facts.sampling),
         presence_penalty=request.presence_penalty,
         frequency_penalty=request.frequency_penalty,
         logit_bias=_biases(request.logit_bias or {}),
@@ -44,12 +44,12 @@ def sampling_params(
         stop=tuple(request.stop),
         stop_token_ids=tuple(request.stop_token_ids),
         ignore_eos=request.ignore_eos,
-        logprobs=logprobs,
+        logprobs=0 if logprobs is None and speculation.tokens else logprobs,
         prompt_logprobs=request.prompt_logprobs,
         priority=request.priority,
         include_stop=request.include_stop_str_in_output,
         n=request.n,
-        drafter=_drafter(speculation.method, drafters),
+        drafter=_drafter(speculation.method, facts.drafters),
         draft_length=speculation.draft_length,
         skip_special_tokens=request.skip_special_tokens and not visible,
         skip_end_tokens=request.skip_special_tokens,

@@ -96,7 +96,7 @@ class ResponsesAnswer(BlocksAnswer):
         return shown
 
     def _response(self) -> dict[str, Any]:
-        asked, sampling = self._asked, sampling_of(self._asked, self._service.sampling)
+        asked, sampling = self._asked, sampling_of(self._asked, self._service.facts.sampling)
         cut = self._reason == "length"
         done = "incomplete" if cut else "completed"
         format = asked.text.format.model_dump(exclude_none=True, by_alias=True)
