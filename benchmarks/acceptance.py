@@ -30,8 +30,8 @@ from rich.console import Console
 from rich.progress import track
 
 import real
-from harness import finish, mean, rounded
 from inflate import InflateError, resolve
+from measuring import finish, mean, rounded
 from paceline import LLM, PacelineError, SamplingParams
 from paceline.engine.driver import Drive, sequence
 from paceline.lab.report.columns import number

@@ -20,7 +20,7 @@ from typing import Any
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from harness import alternate, finish
+from measuring import alternate, finish
 from paceline.defaults import DEFAULT_DRAFT, default_model
 from paceline.integrations.transformers import generate
 from paceline.lab.bench.prompts import load_prompts

@@ -44,7 +44,7 @@ from decoding_figures import (
     figures,
     show,
 )
-from harness import finish, machine, progress
+from measuring import finish, machine, progress
 from paceline import LLM, PacelineError
 from paceline.core.params import SamplingParams
 from paceline.lab.bench.engines import Starter

@@ -9,7 +9,7 @@ from typing import Any
 
 from rich.console import Console
 
-from harness import mean, rounded
+from measuring import mean, rounded
 from paceline import LLM
 from paceline.difference import explain
 from paceline.lab.bench.runner import HeatRecord

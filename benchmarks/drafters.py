@@ -46,7 +46,7 @@ from rich.console import Console
 import inflate
 import real
 from drafter_figures import PLAIN, as_report, brief, ratios
-from harness import OtherLoad, append_record, machine, read_records, rotated, wait_until_quiet
+from measuring import OtherLoad, append_record, machine, read_records, rotated, wait_until_quiet
 from paceline.core.params import SamplingParams
 from paceline.errors import PacelineError
 from paceline.lab.bench.prompts import evenly

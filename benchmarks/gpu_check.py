@@ -21,7 +21,7 @@ from typing import Any
 import torch
 from rich.console import Console
 
-from harness import finish
+from measuring import finish
 from paceline import LLM, SamplingParams
 from paceline.core.batch import Batch, Span
 from paceline.drafters import DRAFTERS

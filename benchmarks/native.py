@@ -24,7 +24,7 @@ from functools import partial
 import torch
 from transformers import AutoModelForCausalLM, LlamaConfig
 
-from harness import alternate
+from measuring import alternate
 from paceline.lab.profiling.machine import read_bandwidth
 from paceline.model.backends.native.witness import NativeWork, witnessed
 from paceline.model.paged.cache import Feed, PagedCache

@@ -31,7 +31,7 @@ os.environ.setdefault("HF_HUB_OFFLINE", "1")
 
 import torch
 
-from harness import finish, machine
+from measuring import finish, machine
 from paceline.config import parse_bytes
 from paceline.core.batch import Batch, ModelOutput
 from paceline.core.params import SamplingParams

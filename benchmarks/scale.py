@@ -21,7 +21,7 @@ from typing import Any
 from rich.console import Console
 from rich.progress import track
 
-from harness import finish
+from measuring import finish
 from paceline.lab.report.document import Report, Table, Text
 from paceline.lab.report.render import print_report
 from scale_costs import CHIPS, HEADS, TARGETS, Roofline, Rows

@@ -45,7 +45,7 @@ from rich.console import Console
 from rich.progress import track
 
 import real
-from harness import alternate, finish, machine, median_ratio
+from measuring import alternate, finish, machine, median_ratio
 from paceline import LLM, SamplingParams
 from paceline.engine.driver import Drive
 from paceline.lab.bench.figures import percentile

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from harness import (
+from measuring import (
     OtherLoad,
     alternate,
     append_record,
