@@ -38,7 +38,7 @@ from paceline.request.door import render_chat as rendered
 from paceline.request.grammar import GrammarCompiler
 from paceline.request.owner import EngineOwner
 from paceline.request.request import Request, any_ended, any_events, completions_of
-from paceline.settings import told
+from paceline.settings import explicit
 from paceline.stages import stage, stage_or_bar
 from paceline.tuned import TunedProfile
 
@@ -125,7 +125,7 @@ class LLM:
         default_min_p: float | None = None,
         default_repetition_penalty: float | None = None,
     ) -> None:
-        given = told(locals(), "LLM")
+        given = explicit(locals(), "LLM")
         tuned = None if profile is None else TunedProfile.read(profile)
         unnamed = DEFAULT_DRAFT, (DEFAULT_DRAFT,)
         follows = tuned is not None and draft in (*unnamed, tuned.draft.spec)
@@ -175,7 +175,7 @@ class LLM:
         the length "auto" (None: 8); the rest is as of the constructor without a profile. Raises
         what that does.
         """
-        given = told(locals(), "beside")
+        given = explicit(locals(), "beside")
         options = EngineOptions(dtype=self._dtype, **given, controller=controller)
         other = LLM.__new__(LLM)
         other.sampling_defaults = self.sampling_defaults

@@ -338,7 +338,7 @@ class EngineSettings(LoadSettings):
     )
 
 
-def told(values: Mapping[str, Any], place: str) -> dict[str, Any]:
+def explicit(values: Mapping[str, Any], place: str) -> dict[str, Any]:
     """Of ``values`` the engine's settings that a ``place`` knows and that are not left open."""
     names = [entry.name for entry in entries(EngineSettings, place)]
     return {name: values[name] for name in names if values.get(name) is not None}

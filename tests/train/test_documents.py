@@ -9,7 +9,7 @@ import torch
 from paceline import DataError
 from paceline.train.data import Stream
 from paceline.train.documents import Documents
-from paceline.train.unrolled import Places, mixed_probs, soft_cross_entropy
+from paceline.train.unrolled import DraftStarts, mixed_probs, soft_cross_entropy
 
 
 def stream(name: str, lengths: list[int], prompt: int = 2, first: int = 0) -> Stream:
@@ -76,7 +76,7 @@ def test_joined_windows_hold_the_same_text_one_behind_the_other() -> None:
 
 def test_places_of_several_windows() -> None:
     learn = torch.tensor([[0, 0, 1, 1, 0, 1], [1, 1, 0, 0, 1, 0]]).bool()
-    places = Places.of(learn)
+    places = DraftStarts.of(learn)
     assert places.flat.tolist() == [0, 1, 3, 6 + 2] and places.longest == 3
     assert places.padded.tolist() == [0, 1, 2, 3]
     assert places.position.tolist() == [0, 1, 3, 2]

@@ -16,7 +16,7 @@ from paceline.train.acceptance import total
 from paceline.train.documents import Observed
 from paceline.train.eagle import EagleTrainConfig, EagleTrainer
 from paceline.train.trainer import Progress
-from paceline.train.unrolled import Places, UnrolledAttention
+from paceline.train.unrolled import DraftStarts, UnrolledAttention
 from support import training_runs
 
 train = partial(training_runs.train, EagleTrainer, eval_every=30)
@@ -83,7 +83,7 @@ def test_windows_of_a_batch_do_not_see_each_other(finished: EagleTrainer) -> Non
 
 def test_later_steps_see_what_came_before_and_their_own_chain() -> None:
     """Values that name their row, keys that are all alike: the output counts what is seen."""
-    places = Places.of(torch.ones(1, 6, dtype=torch.bool))  # from 4 places
+    places = DraftStarts.of(torch.ones(1, 6, dtype=torch.bool))  # from 4 places
 
     def seen_in(attend: UnrolledAttention, rows: tuple[int, ...]) -> list[list[int]]:
         start = 0
@@ -196,7 +196,7 @@ def test_cached_features_are_those_of_the_target(config: EagleTrainConfig, tmp_p
     assert cache is not None
     for windows in trainer._batch(0)[0]:
         first, again = cache.look(windows), cache.look(windows)
-        streamed = trainer.look_at(windows)
+        streamed = trainer.observe_windows(windows)
         real = torch.arange(windows.ids.shape[1]) < torch.tensor(windows.lengths)[:, None]
         for name in ("ids", "learn", "embeds", "features", "final"):
             expected = getattr(streamed, name)[real]

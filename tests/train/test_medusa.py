@@ -16,7 +16,7 @@ from paceline.draft.trees.shape import Shape, best_shape
 from paceline.train.acceptance import total
 from paceline.train.medusa import MedusaTrainConfig, MedusaTrainer, accuracy_of, matches_of
 from paceline.train.trainer import Progress
-from paceline.train.unrolled import Places
+from paceline.train.unrolled import DraftStarts
 from support import training_runs
 
 train = partial(training_runs.train, MedusaTrainer, eval_every=30)
@@ -67,7 +67,7 @@ def test_head_k_is_taught_the_distribution_two_and_k_further_on(
     stream = trainer.documents.streams[0].ids[:84].astype("int64")
     seen = trainer.observe(torch.from_numpy(stream).view(2, 42))
     logits = trainer.target(input_ids=seen.ids).logits.detach()
-    places = Places.of(seen.learn)
+    places = DraftStarts.of(seen.learn)
     assert len(places.flat) == 2 * 40
     asked = []
 

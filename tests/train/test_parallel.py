@@ -18,7 +18,7 @@ from typer.testing import CliRunner
 
 from paceline import ConfigError, PacelineError
 from paceline.cli.main import app
-from paceline.train.parallel import Team, _First, check_processes, together
+from paceline.train.parallel import ProcessGroup, _FirstRank, check_processes, together
 from support.tiny_models import SENTENCES, TinyPair
 
 SIZES = ["--seq-len=32", "--long-every=2", "--max-positions=48", "--batch-tokens=200"]
@@ -28,7 +28,7 @@ SHORT = [*SIZES, "--micro-tokens=64", "--warmup=1", "--dtype=float32", "--steps=
 @settings(deadline=None)
 @given(st.lists(st.integers(1, 900), max_size=30), st.integers(1, 5))
 def test_a_batch_is_dealt_out_whole_and_evenly(tokens: list[int], size: int) -> None:
-    team = Team()
+    team = ProcessGroup()
     team.size = size
     shares = team.share(range(len(tokens)), tokens.__getitem__)
     assert sorted(item for share in shares for item in share) == list(range(len(tokens)))
@@ -65,7 +65,7 @@ def test_gradients_are_summed_and_a_process_without_a_share_has_none() -> None:
         ours = SimpleNamespace(
             fileno=pipe.fileno, recv_bytes=lambda: b"ready", send_bytes=sent.append
         )
-        first = _First(table, [(ours, process)])  # type: ignore[list-item]
+        first = _FirstRank(table, [(ours, process)])  # type: ignore[list-item]
         assert first.add_up(weights, 2.5) == 12.5
     assert torch.equal(weights[0].grad, 1 + torch.arange(6.0).view(2, 3))
     assert torch.equal(weights[1].grad, torch.arange(6.0, 10.0))
@@ -98,7 +98,7 @@ def test_a_process_that_ends_is_one_line() -> None:
             raise EOFError
 
         ours = SimpleNamespace(fileno=pipe.fileno, recv_bytes=gone)
-        first = _First(torch.zeros(2, 2), [(ours, process)])  # type: ignore[list-item]
+        first = _FirstRank(torch.zeros(2, 2), [(ours, process)])  # type: ignore[list-item]
         with pytest.raises(PacelineError, match=r"process 2 of 2 .*exit code -9.*--processes"):
             first.add_up([weight], 0.0)
 

@@ -7,7 +7,8 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from paceline.cli.measuring import ReportOptions, partial_results
-from paceline.cli.options import ModelOptions, expand, quiet_libraries
+from paceline.cli.options import ModelOptions, expand
+from paceline.cli.output import quiet_libraries
 from paceline.cli.progress import progress_bar, showing
 from paceline.stages import stage
 

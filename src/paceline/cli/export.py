@@ -7,8 +7,8 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from paceline.cli.options import ModelOptions, expand, quiet_libraries
-from paceline.cli.output import FORCE, print_json, replace_anything
+from paceline.cli.options import ModelOptions, expand
+from paceline.cli.output import FORCE, print_json, quiet_libraries, replace_anything
 from paceline.cli.progress import showing
 
 if TYPE_CHECKING:

@@ -24,7 +24,7 @@ from paceline.cli import (
     train,
     tune,
 )
-from paceline.cli.options import debugging
+from paceline.cli.output import debugging
 from paceline.errors import PacelineError
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import inspect
-import os
 import sys
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import MISSING, dataclass, fields, is_dataclass
@@ -13,6 +12,9 @@ from typing import TYPE_CHECKING, Annotated, Any, get_args, get_type_hints
 
 import typer
 
+from paceline.cli.output import quiet_libraries
+from paceline.cli.progress import showing
+from paceline.cli.pull import fetch, in_short
 from paceline.core.cgroup import processors
 from paceline.defaults import DEFAULT_DRAFT as DEFAULT_DRAFT
 from paceline.defaults import EMBEDDED, IN_WORDS, default_model
@@ -25,7 +27,7 @@ from paceline.settings import (
     TableEntry,
     changed,
     entries,
-    told,
+    explicit,
     under,
 )
 from paceline.stages import stage
@@ -126,25 +128,6 @@ def _value(entry: TableEntry, given: Any) -> Any:
     return tuple(given or ()) if entry.is_list else given
 
 
-def debugging() -> bool:
-    """Whether tracebacks and warnings of libraries are wanted (--debug)."""
-    return os.environ.get("PACELINE_DEBUG", "0") != "0"
-
-
-def quiet_libraries() -> None:
-    """Keep the progress bars and warnings of the libraries below us off the terminal."""
-    os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
-    os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")
-    os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
-    import warnings
-
-    if not debugging():
-        warnings.filterwarnings("ignore")
-    from transformers.utils import logging
-
-    logging.disable_progress_bar()
-
-
 def set_threads(threads: int | None) -> None:
     """Use this many processor threads, at most one for each processor that this process may run
     on: more wait for each other, for minutes. None keeps torch's own choice."""
@@ -181,8 +164,6 @@ def offered(model: str) -> str:
     try:
         resolve(model)
     except NotPulledError as error:
-        from paceline.cli.pull import fetch, in_short
-
         if typer.confirm(f"{in_short(error.entry)} Pull it now?", default=True, err=True):
             fetch(error.entry.name, quiet=True)
     except PacelineError:
@@ -273,14 +254,12 @@ def load_llm(
     **more: Any,
 ) -> LLM:
     """Load a model as ``settings`` and ``more`` say, quietly but for the notes on how it went."""
-    from paceline.cli.progress import showing
-
     with showing(), stage("starting"):
         quiet_libraries()
         set_threads(settings.threads)
         from paceline import LLM
 
-        llm = LLM(model, draft, profile=profile, **told(vars(settings), "LLM"), **more)
+        llm = LLM(model, draft, profile=profile, **explicit(vars(settings), "LLM"), **more)
     for note in llm.notes:
         print(f"note: {note}", file=sys.stderr)
     return llm

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import os
+import warnings
 from collections import deque
 from collections.abc import Iterable, Sequence
 from dataclasses import asdict, is_dataclass
@@ -20,6 +22,23 @@ if TYPE_CHECKING:
 FORCE = "Replace files that Paceline did not write, too; they are named before the work begins."
 DRAFT_STYLE = "green"
 TARGET_STYLE = "bold"
+
+
+def debugging() -> bool:
+    """Whether tracebacks and warnings of libraries are wanted (--debug)."""
+    return os.environ.get("PACELINE_DEBUG", "0") != "0"
+
+
+def quiet_libraries() -> None:
+    """Keep the progress bars and warnings of the libraries below us off the terminal."""
+    os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
+    os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")
+    os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+    if not debugging():
+        warnings.filterwarnings("ignore")
+    from transformers.utils import logging
+
+    logging.disable_progress_bar()
 
 
 def replace_anything(allowed: bool) -> None:

@@ -9,7 +9,8 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from paceline.cli.measuring import PromptOptions, ReportOptions, partial_results
-from paceline.cli.options import ModelOptions, debugging, expand
+from paceline.cli.options import ModelOptions, expand
+from paceline.cli.output import debugging
 from paceline.cli.progress import progress_bar, showing
 from paceline.stages import stage
 

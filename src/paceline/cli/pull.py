@@ -7,8 +7,7 @@ from typing import Annotated
 import typer
 from rich.console import Console
 
-from paceline.cli.options import quiet_libraries
-from paceline.cli.output import FORCE, print_json, replace_anything
+from paceline.cli.output import FORCE, print_json, quiet_libraries, replace_anything
 from paceline.cli.progress import showing
 from paceline.lab.report.columns import Column, record_of, table_of
 from paceline.lab.report.render import rich_table

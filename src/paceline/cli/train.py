@@ -17,8 +17,8 @@ from typing import TYPE_CHECKING, Any
 import typer
 from rich.console import Console
 
-from paceline.cli.options import expand, load_llm, quiet_libraries, set_threads
-from paceline.cli.output import FORCE, print_json, replace_anything
+from paceline.cli.options import expand, load_llm, set_threads
+from paceline.cli.output import FORCE, print_json, quiet_libraries, replace_anything
 from paceline.cli.progress import showing
 from paceline.files import LongRecord
 from paceline.settings import LoadSettings, changed, setting

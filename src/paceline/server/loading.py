@@ -6,7 +6,7 @@ import sys
 from typing import TYPE_CHECKING
 
 from paceline.cli.options import quiet_libraries, set_threads
-from paceline.settings import told
+from paceline.settings import explicit
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerFast
@@ -21,7 +21,7 @@ def load_llm(config: ServeConfig) -> LLM:
     set_threads(config.threads)
     from paceline import LLM
 
-    settings = told(vars(config), "LLM")
+    settings = explicit(vars(config), "LLM")
     return LLM(config.model, config.drafts, profile=config.profile, **settings)
 
 

@@ -21,7 +21,7 @@ from paceline.errors import ConfigError
 from paceline.train.configs import EagleTrainConfig as EagleTrainConfig
 from paceline.train.documents import Observed
 from paceline.train.heads import HeadTrainer
-from paceline.train.unrolled import Places, UnrolledAttention, falling, loss_ahead
+from paceline.train.unrolled import DraftStarts, UnrolledAttention, falling, loss_ahead
 
 
 class EagleTrainer(HeadTrainer):
@@ -110,7 +110,7 @@ class EagleTrainer(HeadTrainer):
     def loss(self, seen: Observed) -> torch.Tensor:
         config, head = self.config, self.head
         windows, width = seen.ids.shape
-        places = Places.of(seen.learn)
+        places = DraftStarts.of(seen.learn)
         with torch.no_grad():
             probs, row_of = self._probs(seen)
         stride = config.ttt_stride
@@ -155,7 +155,7 @@ class EagleTrainer(HeadTrainer):
 
     def drafts(self, seen: Observed, length: int) -> torch.Tensor:
         head, rows = self.head, seen.ids.shape[1]
-        places = Places.of(torch.ones_like(seen.learn))
+        places = DraftStarts.of(torch.ones_like(seen.learn))
         attend = UnrolledAttention(places)
         embeds = F.pad(seen.embeds[0, 1:], (0, 0, 0, 1))
         positions = torch.arange(rows, device=seen.ids.device)

@@ -158,11 +158,11 @@ class HeadTrainer(DraftingTrainer):
         if not self.config.cache_features:
             return None
         embedding = self.target.get_input_embeddings()
-        return FeatureCache(self.out / "features", self.look_at, embedding)
+        return FeatureCache(self.out / "features", self.observe_windows, embedding)
 
     # -- the loop ------------------------------------------------------------------------------
 
-    def look_at(self, windows: Windows) -> Observed:
+    def observe_windows(self, windows: Windows) -> Observed:
         """What the target says about the windows."""
         learn = windows.learn.to(self.device)
         return self.observe(windows.ids.to(self.device), learn)
@@ -241,16 +241,18 @@ class HeadTrainer(DraftingTrainer):
         numbers = documents.batch(step, config.batch_tokens)
         if self.is_long(step):
             joined = documents.joined(numbers, self.long_rows)
-            return self.team.share(joined, lambda windows: windows.ids.numel())
-        shares = self.team.share(numbers, documents.tokens)
+            return self.group.share(joined, lambda windows: windows.ids.numel())
+        shares = self.group.share(numbers, documents.tokens)
         return [documents.windows(own, config.micro_tokens) for own in shares]
 
     def losses(self) -> Iterator[torch.Tensor]:
         shares = self._batch(self.step)
         drafts = sum(part.drafts for parts in shares for part in parts)
-        for part in shares[self.team.rank]:
+        for part in shares[self.group.rank]:
             numbered = min(part.numbers) >= 0
-            seen = self._cache.look(part) if self._cache and numbered else self.look_at(part)
+            seen = (
+                self._cache.look(part) if self._cache and numbered else self.observe_windows(part)
+            )
             yield self.loss(seen) * (part.drafts / drafts)
 
     def seen_of(self, text: WrittenText) -> Observed:

@@ -195,7 +195,7 @@ class LMTrainer(Trainer):
         shares /= shares.sum().clamp(min=1)
         size = max(1, config.micro_tokens // seq_len)
         starts = range(0, len(windows), size)
-        for start in self.team.share(starts, lambda start: 1)[self.team.rank]:
+        for start in self.group.share(starts, lambda start: 1)[self.group.rank]:
             part = windows[start : start + size]
             inputs, targets = part[:, :-1].contiguous(), part[:, 1:].reshape(-1)
             yield self._loss(inputs, targets, shares[start : start + size].reshape(-1))

@@ -29,7 +29,7 @@ from paceline.train.heads import HeadTrainer, Observed
 from paceline.train.optim import MasterOptimizer
 from paceline.train.reading import NativeReader
 from paceline.train.trainer import Optimizer, save_model
-from paceline.train.unrolled import Places, falling, loss_ahead
+from paceline.train.unrolled import DraftStarts, falling, loss_ahead
 
 _RANKS = 10  # candidates of each head whose accuracy is measured
 
@@ -152,7 +152,7 @@ class MedusaTrainer(HeadTrainer):
 
     def loss(self, seen: Observed) -> torch.Tensor:
         config = self.config
-        places, learn = Places.of(seen.learn), seen.learn.flatten()
+        places, learn = DraftStarts.of(seen.learn), seen.learn.flatten()
         with torch.no_grad():
             probs, row_of = self.target_probs(seen)
         features = seen.features.flatten(0, 1)[places.flat]

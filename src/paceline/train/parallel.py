@@ -37,7 +37,7 @@ _T = TypeVar("_T")
 _READY, _GO = b"ready", b"go"
 
 
-class Team:
+class ProcessGroup:
     """One process: all of a batch is its own."""
 
     rank = 0
@@ -58,7 +58,7 @@ class Team:
         return loss
 
 
-class _Member(Team, ABC):
+class _SharedGroup(ProcessGroup, ABC):
     """One of several processes; ``table`` float32 ``[size, parameters + 1]`` is shared memory."""
 
     def __init__(self, rank: int, table: torch.Tensor) -> None:
@@ -73,20 +73,20 @@ class _Member(Team, ABC):
             else:
                 row[place] = parameter.grad.flatten().float()
         row[-1] = loss
-        self._meet()
+        self._wait_for_sum()
         total = self._table[0]
         for parameter, place in zip(parameters, places, strict=True):
             parameter.grad = total[place].view_as(parameter).to(parameter.dtype, copy=True)
         loss = float(total[-1])
-        self._part()
+        self._wait_for_readers()
         return loss
 
     @abstractmethod
-    def _meet(self) -> None:
+    def _wait_for_sum(self) -> None:
         """Wait until the first row of the table holds the sum of all."""
 
     @abstractmethod
-    def _part(self) -> None:
+    def _wait_for_readers(self) -> None:
         """Wait until all have read it."""
 
 
@@ -96,24 +96,24 @@ def _places(parameters: Sequence[nn.Parameter]) -> list[slice]:
     return [slice(start, end) for start, end in pairwise(ends)]
 
 
-class _First(_Member):
+class _FirstRank(_SharedGroup):
     """The process that reports, measures and writes."""
 
     def __init__(self, table: torch.Tensor, others: Sequence[tuple[Connection, BaseProcess]]):
         super().__init__(0, table)
         self._others = others
 
-    def _meet(self) -> None:
-        self._hear()
+    def _wait_for_sum(self) -> None:
+        self._receive()
         for row in self._table[1:]:
             self._table[0].add_(row)
-        self._tell()
+        self._send()
 
-    def _part(self) -> None:
-        self._hear()
-        self._tell()
+    def _wait_for_readers(self) -> None:
+        self._receive()
+        self._send()
 
-    def _hear(self) -> None:
+    def _receive(self) -> None:
         """Raises PacelineError when a process has ended: it would be waited for without end."""
         for pipe, process in self._others:
             if pipe not in connection.wait([pipe, process.sentinel]):
@@ -125,7 +125,7 @@ class _First(_Member):
                 process.join()
                 raise _lost(process) from None
 
-    def _tell(self) -> None:
+    def _send(self) -> None:
         for pipe, process in self._others:
             try:
                 pipe.send_bytes(_GO)
@@ -142,18 +142,18 @@ def _lost(process: BaseProcess) -> PacelineError:
     )
 
 
-class _Further(_Member):
+class _OtherRank(_SharedGroup):
     """A process that only learns its share; it ends when the first one does."""
 
     def __init__(self, rank: int, table: torch.Tensor, pipe: Connection) -> None:
         super().__init__(rank, table)
         self._pipe = pipe
 
-    def _meet(self) -> None:
+    def _wait_for_sum(self) -> None:
         self._pipe.send_bytes(_READY)
         self._pipe.recv_bytes()
 
-    _part = _meet
+    _wait_for_readers = _wait_for_sum
 
 
 def check_processes(processes: int, device: torch.device) -> None:
@@ -201,14 +201,14 @@ def together(trainer: Trainer, processes: int, threads: int | None = None) -> It
             theirs.close()
             others.append((ours, process))
         torch.set_num_threads(threads)
-        first = _First(table, others)
+        first = _FirstRank(table, others)
         with stage(f"starting {processes} processes"):
-            first._hear()
-        trainer.team = first
+            first._receive()
+        trainer.group = first
         say(f"{processes} processes of {threads} thread{'s' if threads > 1 else ''} each")
         yield
     finally:
-        trainer.team = Team()
+        trainer.group = ProcessGroup()
         torch.set_num_threads(before)
         for pipe, process in others:
             pipe.close()
@@ -231,7 +231,7 @@ def _learn(
     force(lambda line: None)  # the first one has checked what is there, and alone writes
     try:
         trainer = build()
-        trainer.team = _Further(rank, table, pipe)
+        trainer.group = _OtherRank(rank, table, pipe)
         pipe.send_bytes(_READY)
         while trainer.step < trainer.config.steps:
             trainer.train_step()

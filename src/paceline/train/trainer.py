@@ -5,8 +5,6 @@ Batches depend only on (seed, step), so an interrupted run continues exactly.
 
 from __future__ import annotations
 
-import hashlib
-import json
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator
@@ -23,19 +21,18 @@ from transformers import PreTrainedModel, PreTrainedTokenizerFast
 from paceline.errors import ConfigError, DataError
 from paceline.files import telling, write_aside
 from paceline.model.loading import resolve_device, weight_files
-from paceline.model.tensorfile import digest, seal
+from paceline.model.tensorfile import seal
 from paceline.ownership import check_folder, clear_killed
 from paceline.stages import stage
 from paceline.train.acceptance import AcceptanceCounts, WrittenText, total, written_texts
 from paceline.train.configs import HeldOutConfig, TrainConfig
-from paceline.train.parallel import Team
+from paceline.train.parallel import ProcessGroup
 from paceline.train.records import Source
 
 # -- what an interrupted run leaves behind ---------------------------------------------------------
 # One file. It is replaced as a whole, its predecessor stays beside it until the run has ended, and
-# every tensor in it carries a checksum: a run goes on from nothing else than what was saved.
+# the archive has a checksum of every record: a run goes on from nothing else than what was saved.
 
-_SUMS = "sha256"
 _NEEDED = {"config", "optimizer", "step", "history"}
 
 
@@ -51,7 +48,7 @@ def write_state(file: Path, state: dict[str, Any]) -> None:
         file.parent.mkdir(parents=True, exist_ok=True)
     clear_killed(file)
     with write_aside(file, what, lambda _: _holds_run(file), previous=previous(file)) as sink:
-        torch.save({**state, _SUMS: _sums(state)}, sink)
+        torch.save(state, sink)
 
 
 def _holds_run(file: Path) -> bool:
@@ -92,40 +89,19 @@ class _DamagedError(Exception):
 
 def _read(file: Path) -> dict[str, Any]:
     try:
+        with ZipFile(file) as archive:
+            record = archive.testzip()  # torch.load does not look at the checksums
         state = torch.load(file, map_location="cpu", weights_only=True)
     except Exception:  # flipped bits in a pickle may raise anything
         raise _DamagedError("it cannot be read") from None
-    if not isinstance(state, dict) or not _NEEDED <= set(state) <= _NEEDED | {"kind", _SUMS}:
+    if record is not None:
+        raise _DamagedError(f"{record} does not match its checksum")
+    if not isinstance(state, dict):
         raise _DamagedError("it is not the state of a run")
-    sums = state.pop(_SUMS, None)
-    if sums is None:  # of an earlier version
-        return state
-    if not isinstance(sums, dict):
-        raise _DamagedError("its checksums are none")
-    found = _sums(state)
-    for key in sorted(found.keys() | sums.keys()):
-        if found.get(key) != sums.get(key):
-            whose = f"tensor {key} does" if key else "options and history do"
-            raise _DamagedError(f"{whose} not match the checksum")
+    state.pop("sha256", None)  # of an earlier version
+    if not _NEEDED <= set(state) <= _NEEDED | {"kind"}:
+        raise _DamagedError("it is not the state of a run")
     return state
-
-
-def _sums(state: dict[str, Any]) -> dict[str, str]:
-    """Of every tensor by its place, as in optimizer.masters.3; under "" that of all the rest."""
-    sums = {}
-    for key, tensor in _tensors(state, ""):
-        sums[key] = digest(tensor)
-    rest = json.dumps(state, sort_keys=True, default=lambda value: type(value).__name__)
-    return {**sums, "": hashlib.sha256(rest.encode()).hexdigest()}
-
-
-def _tensors(value: Any, place: str) -> Iterator[tuple[str, torch.Tensor]]:
-    if isinstance(value, torch.Tensor):
-        yield place, value
-    elif isinstance(value, (dict, list, tuple)):
-        items = value.items() if isinstance(value, dict) else enumerate(value)
-        for key, item in items:
-            yield from _tensors(item, f"{place}.{key}" if place else str(key))
 
 
 def save_model(model: PreTrainedModel, tokenizer: PreTrainedTokenizerFast, folder: Path) -> None:
@@ -192,7 +168,7 @@ class Trainer(ABC):
     ) -> None:
         self.config, self.out, self.compiled = config, out, compiled
         self.check()
-        self.team = Team()  # with others: see train/parallel.py
+        self.group = ProcessGroup()  # with others: see train/parallel.py
         self.device = resolve_device(device)
         self.sources = [Source.parse(spec) for spec in config.data]
         self.valid_sources = [Source.parse(spec) for spec in config.valid]
@@ -280,7 +256,7 @@ class Trainer(ABC):
         return every > 0 and step % every == every - 1
 
     def learnt(self) -> list[nn.Parameter]:
-        """What the processes of a team add up the gradients of."""
+        """What the processes of a group add up the gradients of."""
         return list(self.learner.parameters())
 
     def train_step(self) -> float:
@@ -289,7 +265,7 @@ class Trainer(ABC):
         for loss in self.losses():
             loss.backward()  # type: ignore[no-untyped-call]
             total_loss += float(loss.detach())
-        total_loss = self.team.add_up(self.learnt(), total_loss)
+        total_loss = self.group.add_up(self.learnt(), total_loss)
         self.optimizer.step(learning_rate_scale(self.step, self.config.steps, self.config.warmup))
         self.step += 1
         return total_loss

@@ -17,7 +17,7 @@ _CHUNK = 64  # rows whose probabilities over a vocabulary of ten thousand stay i
 
 
 @dataclass(frozen=True)
-class Places:
+class DraftStarts:
     """Where drafts start in windows ``[B, W]``: N places, packed.
 
     A draft from place t reads the features up to t and token t + 1 and is about t + 2, t + 3, ...
@@ -32,12 +32,12 @@ class Places:
     padded: torch.Tensor  # int64 [N]
 
     @classmethod
-    def of(cls, learn: torch.Tensor) -> Places:
+    def of(cls, learn: torch.Tensor) -> DraftStarts:
         """Of the tokens to be learnt, bool ``[B, W]``: every place whose t + 2 is one of them."""
         return cls.at(F.pad(learn[:, 2:], (0, 2)))
 
     @classmethod
-    def at(cls, starts: torch.Tensor) -> Places:
+    def at(cls, starts: torch.Tensor) -> DraftStarts:
         """Where ``starts``, bool ``[B, W]``, says so."""
         windows, width = starts.shape
         window, place = starts.nonzero(as_tuple=True)
@@ -45,13 +45,13 @@ class Places:
         longest = int(starts.sum(1).max()) if starts.numel() else 0
         return cls(windows, width, longest, window * width + place, window * longest + order)
 
-    def every(self, stride: int, offset: int) -> tuple[Places, torch.Tensor]:
+    def every(self, stride: int, offset: int) -> tuple[DraftStarts, torch.Tensor]:
         """Those whose position plus ``offset`` is a multiple of ``stride``, and which they are,
         int64 ``[M]``."""
         kept = ((self.position + offset) % stride == 0).nonzero()[:, 0]
         starts = torch.zeros(self.windows * self.width, dtype=torch.bool, device=kept.device)
         starts[self.flat[kept]] = True
-        return Places.at(starts.view(self.windows, self.width)), kept
+        return DraftStarts.at(starts.view(self.windows, self.width)), kept
 
     @property
     def position(self) -> torch.Tensor:
@@ -81,7 +81,7 @@ class UnrolledAttention:
     the fused attention of torch.
     """
 
-    def __init__(self, places: Places, then: Places | None = None) -> None:
+    def __init__(self, places: DraftStarts, then: DraftStarts | None = None) -> None:
         self._places, self._then = places, then or places
         self._committed: tuple[torch.Tensor, torch.Tensor] | None = None
         self._own: list[tuple[torch.Tensor, torch.Tensor]] = []
@@ -214,7 +214,7 @@ def falling(decay: float, count: int) -> list[float]:
 
 
 def loss_ahead(
-    places: Places,
+    places: DraftStarts,
     count: int,
     learn: torch.Tensor,
     logits: torch.Tensor,
