@@ -172,3 +172,12 @@ def test_lower_priorities_start_first(llm: LLM) -> None:
         small.step()
     order = sorted(started, key=lambda request: request.seq.started)
     assert [request.number for request in order] == [2, 1, 3, 0, 4]
+
+
+def test_the_first_event_of_a_stream_has_them(llm: LLM) -> None:
+    params = SamplingParams(max_tokens=6, prompt_logprobs=2)
+    first, *rest = list(llm.stream("Once upon a time", params))
+    done = rest[-1].completion
+    assert done is not None and done.prompt_logprobs
+    assert first.prompt_logprobs == done.prompt_logprobs
+    assert all(event.prompt_logprobs is None for event in rest)
