@@ -21,7 +21,7 @@ SOURCE = ROOT / "src" / "paceline"
 # Who may import whom: a module imports its own room and those below it. A room within a room is
 # named with its path; what stands beside it in the outer room has the outer room's name.
 LAYERS = (
-    {"budget", "core", "config", "errors", "files", "foreign", "ownership", "settings", "stages"},
+    {"budget", "core", "config", "errors", "files", "foreign", "settings", "stages"},
     {"model/paged"},
     {"model/quantised"},
     {"model/backends"},
@@ -35,7 +35,7 @@ LAYERS = (
     {"engine", "train", "export", "pull"},
     {"defaults", "draft/auto"},
     {"request"},
-    {"async_llm", "llm", "build", "drafters", "difference", "tuned"},
+    {"async_llm", "llm", "build", "drafters", "difference", "settings/tuned"},
     {"integrations"},
     {"lab/report"},
     {"lab"},

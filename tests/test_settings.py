@@ -15,9 +15,9 @@ from paceline.build import EngineOptions
 from paceline.cli.main import app
 from paceline.server.config import ServeConfig, keys
 from paceline.settings import EngineSettings, LoadSettings, entries
+from paceline.settings.tuned import EngineChoice
 from paceline.train import configs
 from paceline.train.configs import TrainConfig
-from paceline.tuned import EngineChoice
 from paceline.verify.verifier import RULES
 
 COMMANDS: Any = typer.main.get_command(app)

@@ -31,7 +31,7 @@ from paceline.model.paged.cache import PagedCache, blocks_within, bytes_per_toke
 from paceline.model.paged.codes import cache_dtype
 from paceline.model.target import CausalModel
 from paceline.settings import EngineSettings
-from paceline.tuned import KnownCosts
+from paceline.settings.tuned import KnownCosts
 from paceline.verify.prompts import most_rows, scoring_bytes
 from paceline.verify.typical import TypicalVerifier
 from paceline.verify.verifier import RULES, Verifier

@@ -39,8 +39,8 @@ from paceline.request.grammar import GrammarCompiler
 from paceline.request.owner import EngineOwner
 from paceline.request.request import Request, any_ended, any_events, completions_of
 from paceline.settings import explicit
+from paceline.settings.tuned import TunedProfile
 from paceline.stages import stage, stage_or_bar
-from paceline.tuned import TunedProfile
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerFast

@@ -103,7 +103,7 @@ def test_without_methods_those_at_hand_are_compared(monkeypatch: pytest.MonkeyPa
 def test_a_profile_gives_what_the_options_leave_open(monkeypatch: pytest.MonkeyPatch) -> None:
     draft, engine = SimpleNamespace(spec="ngram", length=3), SimpleNamespace(rule="block")
     profile = SimpleNamespace(draft=draft, engine=engine)
-    monkeypatch.setattr("paceline.tuned.TunedProfile.read", lambda path: profile)
+    monkeypatch.setattr("paceline.settings.tuned.TunedProfile.read", lambda path: profile)
     for options, expected in (
         (ModelOptions(profile="p"), (3, "block")),
         (ModelOptions(profile="p", draft="suffix"), ("auto", "block")),

@@ -9,7 +9,7 @@ import pytest
 from typer.testing import CliRunner
 
 from paceline.cli.main import app
-from paceline.ownership import MANIFEST
+from paceline.files.ownership import MANIFEST
 
 PAIR = ["--model", "paceline/tiny", "--draft", "ngram:candidates=1", "--draft-length", "4"]
 

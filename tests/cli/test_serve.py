@@ -12,14 +12,15 @@ import pytest
 import typer
 from typer.testing import CliRunner, Result
 
-from paceline import LLM, tuned
+from paceline import LLM
 from paceline.cli import serve
 from paceline.cli.main import app
 from paceline.errors import ModelLoadError
 from paceline.model.identity import ModelIdentity
 from paceline.server.config import ServeConfig, configure, keys
 from paceline.server.loading import load_llm
-from paceline.tuned import TunedProfile
+from paceline.settings import tuned
+from paceline.settings.tuned import TunedProfile
 from support.command_lines import assert_one_line
 from support.served_process import ServedProcess
 

@@ -10,7 +10,7 @@ import pytest
 from typer.testing import CliRunner, Result
 
 from paceline.cli.main import app
-from paceline.tuned import TunedProfile
+from paceline.settings.tuned import TunedProfile
 from support.command_lines import assert_one_line, refusals
 
 RUNNER = CliRunner()

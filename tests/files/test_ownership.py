@@ -14,10 +14,10 @@ from paceline.cli.continuing import SavedRun
 from paceline.cli.main import app
 from paceline.errors import WriteError
 from paceline.files import folder_aside
+from paceline.files.ownership import MANIFEST, force, is_signed, signed
 from paceline.lab.export import export
 from paceline.model.backends.native import compile as kernels
 from paceline.model.store import SMOLLM2, model_folder
-from paceline.ownership import MANIFEST, force, is_signed, signed
 from paceline.pull.run import pull
 from paceline.train.lm import LMTrainer
 from support.full_disk import content_of

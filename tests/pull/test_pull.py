@@ -16,10 +16,10 @@ import pytest
 
 from paceline import ConfigError, ModelLoadError
 from paceline.files import folder_aside
+from paceline.files.ownership import MANIFEST, claim
 from paceline.model import store
 from paceline.model.names import NotPulledError, resolve
 from paceline.model.store import PULLABLE, SMOLLM2, Pullable, Wheel, model_folder, pulled
-from paceline.ownership import MANIFEST, claim
 from paceline.pull import convert as conversion
 from paceline.pull import pull
 from paceline.pull import run as running

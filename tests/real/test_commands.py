@@ -14,7 +14,7 @@ from typer.testing import CliRunner
 from paceline import LLM
 from paceline.cli.main import app
 from paceline.server.client import Limits
-from paceline.tuned import TunedProfile
+from paceline.settings.tuned import TunedProfile
 from support.running_server import Running, serve, socket_service
 
 NAME = "smollm2"

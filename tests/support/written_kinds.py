@@ -13,7 +13,6 @@ import numpy as np
 import torch
 from torch import nn
 
-from paceline import tuned
 from paceline.core.batch import Commit
 from paceline.draft.heads.eagle_format import save_eagle
 from paceline.draft.heads.eagle_head import EagleConfig, EagleHead
@@ -24,12 +23,13 @@ from paceline.lab.profiling import trace
 from paceline.lab.report.document import Figure, Report, Text
 from paceline.lab.report.render import write
 from paceline.model.identity import ModelIdentity
+from paceline.settings import tuned
+from paceline.settings.tuned import TunedProfile
 from paceline.train.acceptance import written_texts
 from paceline.train.card import write_card
 from paceline.train.data import Source, Stream, TokenStreams
 from paceline.train.documents import Observed, Windows
 from paceline.train.reading import FeatureCache
-from paceline.tuned import TunedProfile
 
 Write = Callable[[Path, int], Any]  # writes another content for every number
 

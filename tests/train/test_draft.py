@@ -13,8 +13,8 @@ import torch
 
 from paceline import ConfigError, DataError, VocabularyMismatchError
 from paceline.core.params import SamplingParams
+from paceline.files.ownership import MANIFEST
 from paceline.llm import LLM
-from paceline.ownership import MANIFEST
 from paceline.train.acceptance import WrittenText, total
 from paceline.train.draft import DraftConfig, DraftTrainer
 from paceline.train.losses import distillation_loss, total_variation

@@ -308,7 +308,7 @@ def _length_and_rule(engine: ModelOptions) -> tuple[Any, str]:
     """Asked for, else the profile's (its length only with its draft), else auto."""
     length, rule = engine.draft_length, engine.rule
     if engine.profile is not None:
-        from paceline.tuned import TunedProfile
+        from paceline.settings.tuned import TunedProfile
 
         profile = TunedProfile.read(engine.profile)
         rule = rule or profile.engine.rule

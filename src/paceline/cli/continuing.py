@@ -13,8 +13,8 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 from paceline.budget import Budget
 from paceline.errors import ConfigError, WriteError
+from paceline.files.ownership import check_file
 from paceline.model.store import cache_folder
-from paceline.ownership import check_file
 from paceline.settings import entries, flag, under
 
 if TYPE_CHECKING:
@@ -121,7 +121,7 @@ class SavedRun:
         Raises ConfigError if it is another one.
         """
         from paceline.model.identity import ModelIdentity
-        from paceline.tuned import MachineIdentity
+        from paceline.settings.tuned import MachineIdentity
 
         machine = asdict(MachineIdentity.of(target)) if timed else {}
         machine.pop("date", None)

@@ -218,7 +218,7 @@ class PairNames(TargetName):
         Raises ConfigError on a profile that cannot be used.
         """
         if self.draft is None and self.profile is not None:
-            from paceline.tuned import TunedProfile
+            from paceline.settings.tuned import TunedProfile
 
             spec = TunedProfile.read(self.profile).draft.spec
             return None if spec == "none" else spec

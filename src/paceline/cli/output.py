@@ -14,7 +14,7 @@ import typer
 from rich.console import Console
 from rich.text import Text
 
-from paceline.ownership import force
+from paceline.files.ownership import force
 
 if TYPE_CHECKING:
     from paceline import LLM, Completion, SamplingParams

@@ -14,7 +14,7 @@ from paceline.cli.measuring import NOT_ENOUGH, PromptOptions, ReportOptions, par
 from paceline.cli.options import TargetName, expand, load_llm
 from paceline.cli.progress import showing, spending
 from paceline.errors import ConfigError
-from paceline.ownership import check_file
+from paceline.files.ownership import check_file
 from paceline.settings import LoadSettings, setting, under
 
 if TYPE_CHECKING:
@@ -66,7 +66,7 @@ class ProfileFile:
             raise ConfigError(
                 f"{out} exists already; give --force to overwrite it, or another --out"
             )
-        from paceline.tuned import is_profile
+        from paceline.settings.tuned import is_profile
 
         check_file(path, "the profile", is_profile)
 

@@ -12,6 +12,7 @@ import torch
 
 from paceline.errors import ConfigError
 from paceline.files import folder_aside
+from paceline.files.ownership import check_folder
 from paceline.lab.perplexity import (
     EVALUATED,
     Perplexity,
@@ -26,7 +27,6 @@ from paceline.model.probe import ATTENTION
 from paceline.model.quantised.checkpoint import METHOD, quantization_config, tensors_of
 from paceline.model.quantised.convert import Quantised, Scheme, quantise_module
 from paceline.model.target import CausalModel
-from paceline.ownership import check_folder
 from paceline.stages import say, stage
 
 _OWN_TEXT = "shipped"  # prompts, where no file is named

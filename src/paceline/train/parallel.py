@@ -24,7 +24,7 @@ from torch import nn
 
 from paceline.core.cgroup import processors
 from paceline.errors import ConfigError, PacelineError
-from paceline.ownership import force
+from paceline.files.ownership import force
 from paceline.stages import say, stage
 
 if TYPE_CHECKING:

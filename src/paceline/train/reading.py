@@ -15,10 +15,10 @@ from torch import nn
 
 from paceline.errors import ModelLoadError, UnsupportedModelError
 from paceline.files import replace_files, telling
+from paceline.files.ownership import claim, is_claimed
 from paceline.model.paged.cache import Feed, PagedCache
 from paceline.model.target import CausalModel
 from paceline.model.tensorfile import as_bytes, read_table, verify
-from paceline.ownership import claim, is_claimed
 from paceline.train.documents import Observed, Windows
 
 _BLOCK = 16  # tokens of a cache block

@@ -17,8 +17,8 @@ from paceline.draft.heads.eagle_format import load_eagle, save_eagle
 from paceline.draft.heads.eagle_head import EagleConfig, EagleHead
 from paceline.draft.spec import TargetShape
 from paceline.errors import ConfigError, ModelLoadError
+from paceline.files.ownership import MANIFEST
 from paceline.llm import LLM
-from paceline.ownership import MANIFEST
 from support.engine_models import write_pair
 from support.random_heads import eagle_config, write_eagle
 

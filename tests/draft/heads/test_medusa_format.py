@@ -13,7 +13,7 @@ from paceline.draft.heads.medusa_format import load_medusa, save_medusa
 from paceline.draft.heads.medusa_head import MedusaConfig, MedusaHeads
 from paceline.draft.spec import TargetShape
 from paceline.errors import ModelLoadError, WriteError
-from paceline.ownership import MANIFEST
+from paceline.files.ownership import MANIFEST
 from support.full_disk import full_disk
 
 WIDTH, VOCAB, DEPTH = 8, 20, 4

@@ -14,12 +14,12 @@ from paceline.draft.heads.medusa_format import load_medusa, save_medusa
 from paceline.draft.heads.medusa_head import MedusaConfig, MedusaHeads
 from paceline.draft.spec import TargetShape
 from paceline.errors import ConfigError
+from paceline.files.ownership import MANIFEST
 from paceline.foreign import read_foreign
 from paceline.lab.export import DIALECTS, export
 from paceline.lab.export.heads import LAYERS, outputs_of, shape_of
 from paceline.lab.export.speculation import Exported
 from paceline.model.names import resolve
-from paceline.ownership import MANIFEST
 
 TARGET, HEAD = "paceline/tiny", "eagle3:paceline/tiny-eagle3"
 INPUTS = [2, 6, 11]  # of the embedded head

@@ -30,7 +30,7 @@ from paceline.lab.tune.plan import (
 )
 from paceline.lab.tune.present import decision, profile_of, record_of, report_of
 from paceline.lab.tune.spending import TuneOptions, affordable
-from paceline.tuned import TunedProfile
+from paceline.settings.tuned import TunedProfile
 from support.engine_models import write_pair
 from support.tuning_methods import PLAIN, chain, target
 

@@ -19,7 +19,7 @@ from paceline.lab.perplexity import TextPerplexity
 from paceline.lab.report.columns import Column, Sheet, times
 from paceline.lab.report.document import Table, Text
 from paceline.llm import LLM
-from paceline.tuned import MachineIdentity
+from paceline.settings.tuned import MachineIdentity
 
 _FEWEST = 4  # prompts from which their differences tell something
 _RESAMPLES = 2000

@@ -16,7 +16,7 @@ from paceline.lab.export.dialects.sglang import to_sglang
 from paceline.lab.export.dialects.tensorrt_llm import to_tensorrt_llm
 from paceline.lab.export.dialects.vllm import to_vllm
 from paceline.lab.export.speculation import Exported, ExportedDraft
-from paceline.tuned import TunedProfile
+from paceline.settings.tuned import TunedProfile
 
 DIALECTS: dict[str, Callable[[ExportedDraft], Exported]] = {
     "vllm": to_vllm,

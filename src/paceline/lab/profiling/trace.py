@@ -21,11 +21,11 @@ from torch.profiler import ProfilerActivity, profile, record_function
 
 from paceline.errors import ConfigError
 from paceline.files import telling, write_aside
+from paceline.files.ownership import check_file
 from paceline.lab.profiling import steady
 from paceline.lab.profiling.work import is_kernel
 from paceline.llm import LLM
 from paceline.model.measure import synchronise
-from paceline.ownership import check_file
 
 PREFIX = "paceline: "  # of the ranges in the trace
 SUFFIXES = (".json", ".json.gz")

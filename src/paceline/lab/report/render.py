@@ -14,8 +14,8 @@ from rich.text import Text as RichText
 
 from paceline.errors import ConfigError
 from paceline.files import replace_files, telling
+from paceline.files.ownership import check_file, is_signed, signed
 from paceline.lab.report.document import Block, Figure, Report, Table, Text, is_number, show
-from paceline.ownership import check_file, is_signed, signed
 
 # -- files ---------------------------------------------------------------------------------------
 

@@ -16,7 +16,7 @@ from paceline.lab.tune.plan import CALM, TuningOutcome
 from paceline.lab.tune.search import PredictedSetting, batch_sizes, pass_ratio, speedups
 from paceline.llm import LLM
 from paceline.model.identity import ModelIdentity
-from paceline.tuned import (
+from paceline.settings.tuned import (
     VERSION,
     DraftChoice,
     EngineChoice,

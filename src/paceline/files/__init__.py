@@ -22,7 +22,7 @@ from pathlib import Path
 from typing import IO, Any, cast
 
 from paceline.errors import ConfigError, PacelineError, WriteError
-from paceline.ownership import (
+from paceline.files.ownership import (
     MANIFEST,
     Proof,
     check_file,
