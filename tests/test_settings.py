@@ -9,12 +9,14 @@ from typing import Any
 
 import pytest
 import typer
+from typer.testing import CliRunner
 
 from paceline import LLM
 from paceline.build import EngineOptions
 from paceline.cli.main import app
+from paceline.cli.options import expand
 from paceline.server.config import ServeConfig, keys
-from paceline.settings import EngineSettings, LoadSettings, entries
+from paceline.settings import EngineSettings, LoadSettings, entries, setting
 from paceline.settings.tuned import EngineChoice
 from paceline.train import configs
 from paceline.train.configs import TrainConfig
@@ -121,3 +123,20 @@ def test_every_option_says_what_it_is() -> None:
         return found
 
     assert not bare(COMMANDS)
+
+
+def test_a_single_option_is_a_setting_too() -> None:
+    """Without a table: the default, the bound and the flag of one parameter."""
+
+    @expand
+    def command(
+        wide: tuple[int, ...] = setting((), "Widths.", flags=("--wide",)),
+        count: int = setting(3, "How many.", low=2),
+    ) -> None:
+        print(wide, count)
+
+    app = typer.Typer()
+    app.command()(command)
+    run = CliRunner().invoke
+    assert run(app, ["--wide", "4", "--wide", "5"]).stdout == "(4, 5) 3\n"
+    assert run(app, ["--count", "1"]).exit_code == 2

@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING
 
 import typer
 
+from paceline.cli.export import ENGINES
 from paceline.cli.measuring import ReportOptions, partial_results
 from paceline.cli.options import ModelOptions, expand
 from paceline.cli.output import quiet_libraries
 from paceline.cli.progress import progress_bar, showing
+from paceline.settings import setting
 from paceline.stages import stage
 
 if TYPE_CHECKING:
@@ -44,18 +46,14 @@ def _trial(engine: ModelOptions) -> SpeedupTrial:
 def doctor(
     engine: ModelOptions,
     output: ReportOptions,
-    run: Annotated[
-        bool, typer.Option("--run", help="Load the pair as well, and measure it for ten seconds.")
-    ] = False,
-    for_engine: Annotated[
-        str | None,
-        typer.Option(
-            "--for",
-            metavar="vllm|sglang|tensorrt-llm|llama.cpp|openvino",
-            help="Say what that engine will do with the draft, or with --draft @FILE of its own.",
-            show_default=False,
-        ),
-    ] = None,
+    run: bool = setting(False, "Load the pair as well, and measure it for ten seconds."),
+    for_engine: str | None = setting(
+        None,
+        "Say what that engine will do with the draft, or with --draft @FILE of its own.",
+        flags=("--for",),
+        metavar=ENGINES,
+        shown="",
+    ),
 ) -> None:
     """Look at a model and its draft before loading them: what will go wrong, and what helps.
 

@@ -2,32 +2,32 @@
 
 from __future__ import annotations
 
+from dataclasses import MISSING
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING
 
 import typer
 
 from paceline.cli.options import ModelOptions, expand
 from paceline.cli.output import FORCE, print_json, quiet_libraries, replace_anything
 from paceline.cli.progress import showing
+from paceline.settings import setting
 
 if TYPE_CHECKING:
     from paceline.lab.export.speculation import Exported
+
+ENGINES = "vllm|sglang|tensorrt-llm|llama.cpp|openvino"
 
 
 @expand
 def export(
     engine: ModelOptions,
-    to: Annotated[
-        str,
-        typer.Option(metavar="vllm|sglang|tensorrt-llm|llama.cpp|openvino", help="The engine."),
-    ],
-    out: Annotated[
-        Path | None,
-        typer.Option(help="Folder to write: command, configuration and converted heads."),
-    ] = None,
-    force: Annotated[bool, typer.Option("--force", help=FORCE)] = False,
-    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
+    to: str = setting(MISSING, "The engine.", metavar=ENGINES),
+    out: Path | None = setting(
+        None, "Folder to write: command, configuration and converted heads."
+    ),
+    force: bool = setting(False, FORCE),
+    as_json: bool = setting(False, "Print one JSON object.", flags=("--json",)),
 ) -> None:
     """Say the same target, draft, length and rule in another engine's words.
 

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import sys
-from typing import TYPE_CHECKING, Annotated
+from dataclasses import MISSING
+from typing import TYPE_CHECKING
 
 import typer
 from rich.console import Console
@@ -11,6 +12,7 @@ from rich.console import Console
 from paceline.cli.options import ModelOptions, OutputOptions, SamplingOptions, expand
 from paceline.cli.output import completion_record, print_json, stream_to, summary
 from paceline.cli.progress import showing
+from paceline.settings import setting
 
 if TYPE_CHECKING:
     from paceline import LLM, Completion, SamplingParams
@@ -44,15 +46,15 @@ def _run(
 
 @expand
 def generate(
-    prompts: Annotated[
-        list[str], typer.Argument(metavar="PROMPT", help="Texts to continue; - reads stdin.")
-    ],
     engine: ModelOptions,
     sampling: SamplingOptions,
     output: OutputOptions,
-    chat: Annotated[
-        bool, typer.Option("--chat/--raw", help="Put prompts into the model's chat template.")
-    ] = False,
+    prompts: tuple[str, ...] = setting(
+        MISSING, "Texts to continue; - reads stdin.", flags=("PROMPT",)
+    ),
+    chat: bool = setting(
+        False, "Put prompts into the model's chat template.", flags=("--chat/--raw",)
+    ),
 ) -> None:
     """Continue one or several prompts."""
     sampling.params()  # what is wrong is said before anything is loaded
@@ -71,13 +73,8 @@ def chat(
     engine: ModelOptions,
     sampling: SamplingOptions,
     output: OutputOptions,
-    prompt: Annotated[
-        str | None,
-        typer.Argument(metavar="PROMPT", help="Ask this and exit; without it, talk."),
-    ] = None,
-    system: Annotated[
-        str | None, typer.Option(help="Instruction that opens the conversation.")
-    ] = None,
+    prompt: str | None = setting(None, "Ask this and exit; without it, talk.", flags=("PROMPT",)),
+    system: str | None = setting(None, "Instruction that opens the conversation."),
 ) -> None:
     """Talk to the model: one turn a line; /reset starts again, /quit or Ctrl-D ends."""
     sampling.params()  # what is wrong is said before anything is loaded

@@ -5,7 +5,7 @@ from __future__ import annotations
 import inspect
 import sys
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import MISSING, dataclass, fields, is_dataclass
+from dataclasses import MISSING, Field, dataclass, fields, is_dataclass
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, get_args, get_type_hints
@@ -27,6 +27,7 @@ from paceline.settings import (
     TableEntry,
     changed,
     entries,
+    entry_of,
     explicit,
     under,
 )
@@ -42,18 +43,24 @@ _model, _output = under("Model"), under("Output")
 
 
 def expand(command: Callable[..., Any]) -> Callable[..., Any]:
-    """Replace every parameter annotated with a table of settings by the table's options."""
+    """Replace every parameter annotated with a table of settings by the table's options, and every
+    parameter whose default is a ``setting`` by its option."""
     hints = get_type_hints(command, include_extras=True)
     parameters: list[inspect.Parameter] = []
     tables: dict[str, type] = {}
+    single: list[TableEntry] = []
     for name, parameter in inspect.signature(command).parameters.items():
         if is_dataclass(hints[name]):
             tables[name] = hints[name]
             parameters += [parameter_of(entry) for entry in entries(hints[name], "command")]
+        elif isinstance(parameter.default, Field):
+            single.append(entry_of(name, hints[name], parameter.default))
+            parameters.append(parameter_of(single[-1]))
         else:
             parameters.append(parameter.replace(annotation=hints[name]))
 
     def call(**values: Any) -> Any:
+        values |= {entry.name: _value(entry, values[entry.name]) for entry in single}
         for name, table in tables.items():
             own = entries(table, "command")
             values[name] = table(**{e.name: _value(e, values.pop(e.name)) for e in own})

@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import os
 from dataclasses import replace
-from typing import TYPE_CHECKING, Annotated
-
-import typer
+from typing import TYPE_CHECKING
 
 from paceline.cli.measuring import PromptOptions, ReportOptions, partial_results
 from paceline.cli.options import ModelOptions, expand
 from paceline.cli.output import debugging
 from paceline.cli.progress import progress_bar, showing
+from paceline.settings import setting
 from paceline.stages import stage
 
 if TYPE_CHECKING:
@@ -26,17 +25,15 @@ def profile(
     engine: ModelOptions,
     source: PromptOptions,
     output: ReportOptions,
-    concurrency: Annotated[int, typer.Option(min=1, help="Sequences decoded at once.")] = 1,
-    steps: Annotated[int, typer.Option(min=5, help="Steady steps a round.")] = 40,
-    rounds: Annotated[int, typer.Option(min=1, help="Timed rounds; the median counts.")] = 5,
-    trace: Annotated[
-        str | None,
-        typer.Option(
-            metavar="FILE.json",
-            help="Write the profiler's trace of the drafting run (or the plain one, without a "
-            "draft) for ui.perfetto.dev; .json or .json.gz.",
-        ),
-    ] = None,
+    concurrency: int = setting(1, "Sequences decoded at once.", low=1),
+    steps: int = setting(40, "Steady steps a round.", low=5),
+    rounds: int = setting(5, "Timed rounds; the median counts.", low=1),
+    trace: str | None = setting(
+        None,
+        "Write the profiler's trace of the drafting run (or the plain one, without a draft) for "
+        "ui.perfetto.dev; .json or .json.gz.",
+        metavar="FILE.json",
+    ),
 ) -> None:
     """Say whether steady decoding waits for memory, compute, kernel launches or Python."""
     output.check()

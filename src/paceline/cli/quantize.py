@@ -2,62 +2,51 @@
 
 from __future__ import annotations
 
+from dataclasses import MISSING
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING
 
-import typer
 from rich.console import Console
 
+from paceline.cli.options import expand
 from paceline.cli.output import FORCE, print_json, replace_anything
 from paceline.cli.progress import showing
 from paceline.lab.report.document import Table
 from paceline.lab.report.render import rich_table
+from paceline.settings import setting
 
 if TYPE_CHECKING:
     from paceline.lab.quantize import QuantizeReport
 
 
+@expand
 def quantize(
-    model: Annotated[str, typer.Argument(help="Folder, GGUF file, built-in or hub name.")],
-    to: Annotated[
-        str, typer.Option(metavar="int8|int4|w4a16", help="Precision; w4a16 is 4 bits for vLLM.")
-    ],
-    out: Annotated[
-        Path, typer.Option(help="Folder to write; replaced if Paceline wrote all that is in it.")
-    ],
-    calibrate: Annotated[
-        Path | None,
-        typer.Option(
-            metavar="FILE",
-            help="Text to round by (GPTQ), JSONL of messages or text. Without it numbers are "
-            "rounded to the nearest code.",
-        ),
-    ] = None,
-    tokens: Annotated[
-        int, typer.Option(min=512, help="Tokens of the calibration text to read.")
-    ] = 32_768,
-    evaluate: Annotated[
-        Path | None,
-        typer.Option(
-            metavar="FILE",
-            help="Text for the perplexity; without it other documents of the calibration text, "
-            "else the prompts that bench has.",
-        ),
-    ] = None,
-    group: Annotated[
-        int, typer.Option(help="Inputs that share a scale, at 4 bits: 32, 64 or 128.")
-    ] = 32,
-    head: Annotated[
-        str | None,
-        typer.Option(
-            metavar="int8|int4",
-            help="Quantise the language-model head, too (vLLM wants it left as it is).",
-            show_default=False,
-        ),
-    ] = None,
-    seed: Annotated[int, typer.Option(min=0, help="Of the choice of texts.")] = 0,
-    force: Annotated[bool, typer.Option("--force", help=FORCE)] = False,
-    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
+    model: str = setting(MISSING, "Folder, GGUF file, built-in or hub name.", flags=("MODEL",)),
+    to: str = setting(MISSING, "Precision; w4a16 is 4 bits for vLLM.", metavar="int8|int4|w4a16"),
+    out: Path = setting(MISSING, "Folder to write; replaced if Paceline wrote all that is in it."),
+    calibrate: Path | None = setting(
+        None,
+        "Text to round by (GPTQ), JSONL of messages or text. Without it numbers are rounded to the "
+        "nearest code.",
+        metavar="FILE",
+    ),
+    tokens: int = setting(32_768, "Tokens of the calibration text to read.", low=512),
+    evaluate: Path | None = setting(
+        None,
+        "Text for the perplexity; without it other documents of the calibration text, else the "
+        "prompts that bench has.",
+        metavar="FILE",
+    ),
+    group: int = setting(32, "Inputs that share a scale, at 4 bits: 32, 64 or 128."),
+    head: str | None = setting(
+        None,
+        "Quantise the language-model head, too (vLLM wants it left as it is).",
+        metavar="int8|int4",
+        shown="",
+    ),
+    seed: int = setting(0, "Of the choice of texts.", low=0),
+    force: bool = setting(False, FORCE),
+    as_json: bool = setting(False, "Print one JSON object.", flags=("--json",)),
 ) -> None:
     """Round a model's weights to 8 or 4 bits, and say what that costs in perplexity.
 

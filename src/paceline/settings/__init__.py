@@ -9,7 +9,7 @@ of the engine. Nothing here loads torch, so that ``--help`` is fast.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import MISSING, dataclass, field, fields, replace
+from dataclasses import MISSING, Field, dataclass, field, fields, replace
 from functools import partial
 from types import NoneType
 from typing import Any, get_args, get_origin, get_type_hints
@@ -182,14 +182,17 @@ def entries(table: type, place: str) -> Iterator[TableEntry]:
     hints = get_type_hints(table)
     for item in fields(table):
         key = item.metadata.get("key")
-        if key is None or place in key.but:
-            continue
-        hint = hints[item.name]
-        inner = [part for part in get_args(hint) if part is not NoneType]
-        kind = hint if get_origin(hint) is tuple or not inner else inner[0]
-        own = key.kind or _KIND_OF.get(kind, "list")
-        optional = NoneType in get_args(hint)
-        yield TableEntry(item.name, kind, optional, item.default, replace(key, kind=own))
+        if key is not None and place not in key.but:
+            yield entry_of(item.name, hints[item.name], item)
+
+
+def entry_of(name: str, hint: Any, item: Field[Any]) -> TableEntry:
+    """The entry of a ``setting`` with this name and type."""
+    key = item.metadata["key"]
+    inner = [part for part in get_args(hint) if part is not NoneType]
+    type_ = hint if get_origin(hint) is tuple or not inner else inner[0]
+    key = replace(key, kind=key.kind or _KIND_OF.get(type_, "list"))
+    return TableEntry(name, type_, NoneType in get_args(hint), item.default, key)
 
 
 # -- the engine ------------------------------------------------------------------------------------
