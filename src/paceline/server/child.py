@@ -113,7 +113,7 @@ def main(descriptor: int) -> None:
 
 def _open(config: ServeConfig, link: Link) -> EngineEndpoint:
     """The endpoint of the loaded model; ends the process if it cannot be loaded."""
-    from paceline.cli.options import debugging
+    from paceline.cli.output import debugging
     from paceline.server.loading import load_llm
     from paceline.server.run import set_up_logging
 

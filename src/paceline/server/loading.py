@@ -5,7 +5,8 @@ from __future__ import annotations
 import sys
 from typing import TYPE_CHECKING
 
-from paceline.cli.options import quiet_libraries, set_threads
+from paceline.cli.options import set_threads
+from paceline.cli.output import quiet_libraries
 from paceline.settings import explicit
 
 if TYPE_CHECKING:
