@@ -112,14 +112,14 @@ class BodyLimit:
             )
         unpacker = zlib.decompressobj(zlib.MAX_WBITS | 32)  # with either head
         try:
-            found = unpacker.decompress(body, self._limit + 1)
+            unpacked = unpacker.decompress(body, self._limit + 1)
         except zlib.error:
             raise APIError("the body cannot be unpacked", code="invalid_encoding") from None
-        if len(found) > self._limit:
+        if len(unpacked) > self._limit:
             raise self._too_large()
         if not unpacker.eof:
             raise APIError("the packed body is cut short", code="invalid_encoding")
-        return found
+        return unpacked
 
     async def _read(self, request: Request) -> bytes:
         """The whole body. Raises APIError if it is too large, ClientDisconnect if nobody waits."""

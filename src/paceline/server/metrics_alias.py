@@ -47,11 +47,11 @@ class VllmNames(Collector):
             return []
         self._reading = True
         try:
-            found = {metric.name: metric for metric in self._registry.collect()}
+            metrics = {metric.name: metric for metric in self._registry.collect()}
         finally:
             self._reading = False
         return [
-            self._renamed(found[f"paceline_{ours}"], f"paceline_{ours}", f"vllm:{theirs}")
+            self._renamed(metrics[f"paceline_{ours}"], f"paceline_{ours}", f"vllm:{theirs}")
             for ours, names in _NAMES.items()
             for theirs in names
         ]
@@ -64,6 +64,8 @@ class VllmNames(Collector):
             if not name.endswith("_created"):
                 sums[name, tuple(sorted(labels.items()))] += sample.value
         renamed = Metric(theirs, metric.documentation, metric.type)
-        for (name, own), value in sums.items():
-            renamed.add_sample(name, {"model_name": self._model, "engine": "0", **dict(own)}, value)
+        for (name, pairs), value in sums.items():
+            renamed.add_sample(
+                name, {"model_name": self._model, "engine": "0", **dict(pairs)}, value
+            )
         return renamed

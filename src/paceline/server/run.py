@@ -48,12 +48,12 @@ def bind(host: str, port: int) -> socket.socket:
     Raises AddressError.
     """
     try:
-        found = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
+        addresses = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
     except OSError as error:
         raise AddressError(
             f"host {host!r} is no address ({error.strerror}); use 127.0.0.1, 0.0.0.0 or a name"
         ) from None
-    family, kind, protocol, _, address = found[0]
+    family, kind, protocol, _, address = addresses[0]
     listener = socket.socket(family, kind, protocol)
     try:
         listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)

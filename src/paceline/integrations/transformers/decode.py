@@ -96,8 +96,8 @@ def generate(
     with engine_over(model, Setup(draft, options, backend, target_tokenizer)) as shared:
         shared.generator.manual_seed(drawn)
         seqs = [
-            _row(shared, terms, input_ids, number, prompt, own)
-            for number, (prompt, own) in enumerate(zip(prompts, seeds, strict=True))
+            _row(shared, terms, input_ids, number, prompt, row_seed)
+            for number, (prompt, row_seed) in enumerate(zip(prompts, seeds, strict=True))
         ]
         pad = _pad_token(generation_config)
         _decode(shared, seqs, _Columns(streamer, seqs, pad))
@@ -239,9 +239,9 @@ def generate_whole(
     if stops is not None:
         if tokenizer is None:
             raise ConfigError("stop_strings need the tokenizer; give tokenizer=...")
-        own = kwargs.pop("stopping_criteria", None) or ()
+        criteria = kwargs.pop("stopping_criteria", None) or ()
         added = StopStringCriteria(tokenizer, stops)
-        kwargs["stopping_criteria"] = StoppingCriteriaList([*own, added])
+        kwargs["stopping_criteria"] = StoppingCriteriaList([*criteria, added])
     if tokenizer is not None:
         kwargs.setdefault("target_tokenizer", tokenizer)
     # Not model.generate, which is this function where a model's own folder has one.

@@ -149,16 +149,16 @@ def _turned(turn: Turn, number: int) -> Iterator[MessageFields]:
         yield {"role": turn.role, "content": turn.content}
         return
     said: list[dict[str, Any]] = []
-    own: MessageFields = {"role": turn.role}
+    message: MessageFields = {"role": turn.role}
     for index, block in enumerate(turn.content):
         try:
             kind = block.get("type")
             if kind == "tool_result":
                 yield _result(block)
             elif kind == "tool_use":
-                own.setdefault("tool_calls", []).append(_call(block))
+                message.setdefault("tool_calls", []).append(_call(block))
             elif kind == "thinking":
-                own["reasoning_content"] = str(block.get("thinking") or "")
+                message["reasoning_content"] = str(block.get("thinking") or "")
             else:
                 text_of([block])
                 said.append(block)
@@ -166,8 +166,8 @@ def _turned(turn: Turn, number: int) -> Iterator[MessageFields]:
             where = f"messages.{number}.content.{index}"
             reason = f"{error} is missing" if isinstance(error, KeyError) else str(error)
             raise APIError(f"{where}: {reason}", param=where) from None
-    if said or len(own) > 1:
-        yield {**own, "content": text_of(said)}
+    if said or len(message) > 1:
+        yield {**message, "content": text_of(said)}
 
 
 def _result(block: dict[str, Any]) -> MessageFields:
@@ -307,7 +307,7 @@ class MessagesAnswer(BlocksAnswer):
 def _object(text: str) -> dict[str, Any]:
     """A call's input; none where it was cut off."""
     try:
-        found = json.loads(text)
+        value = json.loads(text)
     except ValueError:
         return {}
-    return found if isinstance(found, dict) else {}
+    return value if isinstance(value, dict) else {}

@@ -153,11 +153,13 @@ def without_hosted(*hosted: str) -> BeforeValidator:
         if not isinstance(tools, list):
             return tools
         kinds = [str(tool.get("type")) if isinstance(tool, dict) else "" for tool in tools]
-        own = [tool for tool, kind in zip(tools, kinds, strict=True) if not kind.startswith(hosted)]
-        if own and len(own) < len(tools):
+        usable = [
+            tool for tool, kind in zip(tools, kinds, strict=True) if not kind.startswith(hosted)
+        ]
+        if usable and len(usable) < len(tools):
             for kind in dict.fromkeys(kind for kind in kinds if kind.startswith(hosted)):
                 note(f"tools={kind[:40]}")
-        return own or tools
+        return usable or tools
 
     return BeforeValidator(kept)
 

@@ -59,14 +59,14 @@ def sampling_params(
 
 def sampling_of(request: Generation, defaults: SamplingDefaults) -> dict[str, Any]:
     """Temperature, truncation and repetition penalty of a request. Raises ConfigError."""
-    own = SamplingDefaults(
+    asked = SamplingDefaults(
         request.temperature,
         request.top_p or (None if request.top_p is None else 1.0),
         1 if request.top_p == 0 else request.top_k,
         request.min_p,
         request.repetition_penalty,
     )
-    return own.over(defaults).filled()
+    return asked.over(defaults).filled()
 
 
 def _biases(given: dict[str, float]) -> dict[int, float]:
@@ -106,27 +106,27 @@ def _grammar(request: Generation) -> Grammar | None:
     )
     if guided == StructuredOutputs():
         guided = request.structured_outputs or guided
-    found = []
+    grammars = []
     if guided.json_ is not None:
-        found.append(_json(guided.json_))
+        grammars.append(_json(guided.json_))
     if guided.json_object:
-        found.append(Grammar.json())
+        grammars.append(Grammar.json())
     if guided.regex is not None:
-        found.append(Grammar("regex", guided.regex))
+        grammars.append(Grammar("regex", guided.regex))
     if guided.choice is not None:
-        found.append(Grammar("regex", "|".join(map(re.escape, guided.choice))))
+        grammars.append(Grammar("regex", "|".join(map(re.escape, guided.choice))))
     if guided.grammar is not None:
-        found.append(Grammar("lark", guided.grammar))
+        grammars.append(Grammar("lark", guided.grammar))
     wanted = request.response_format
     if wanted is not None and wanted.type != "text":
         schema = wanted.json_schema
-        found.append(Grammar.json() if schema is None else _json(schema.schema_))
-    if len(found) > 1:
+        grammars.append(Grammar.json() if schema is None else _json(schema.schema_))
+    if len(grammars) > 1:
         raise APIError(
             "the text is given several forms; give one of response_format and structured_outputs",
             param="structured_outputs",
         )
-    return found[0] if found else None
+    return grammars[0] if grammars else None
 
 
 def _json(schema: dict[str, Any] | str) -> Grammar:

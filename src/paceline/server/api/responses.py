@@ -33,15 +33,15 @@ def router(service: Service) -> APIRouter:
     store = ResponseStore()
 
     def kept(owner: str, name: str, param: str) -> KeptResponse:
-        found = store.get(owner, name)
-        if found is None:
+        response = store.get(owner, name)
+        if response is None:
             raise APIError(
                 f"{param}: no response {name[:80]!r} is kept here; send the whole input instead",
                 404,
                 param=param,
                 code="response_not_found",
             )
-        return found
+        return response
 
     @routes.post("/v1/responses", response_model=None)
     async def respond(body: ResponsesRequest, http: HTTPRequest) -> Response:
@@ -63,9 +63,9 @@ def router(service: Service) -> APIRouter:
     @routes.delete("/v1/responses/{name}")
     async def delete(name: str, http: HTTPRequest) -> dict[str, Any]:
         owner = owner_of(http.scope)
-        own: str = kept(owner, name, "name").shown["id"]
-        store.drop(owner, own)
-        return {"id": own, "object": "response", "deleted": True}
+        identifier: str = kept(owner, name, "name").shown["id"]
+        store.drop(owner, identifier)
+        return {"id": identifier, "object": "response", "deleted": True}
 
     return routes
 
@@ -139,10 +139,10 @@ class ResponsesAnswer(BlocksAnswer):
 
     def _of_item(self, kind: str, **fields: Any) -> Chunk:
         index = len(self._blocks) - 1
-        own = {"item_id": self._blocks[index]["id"], "output_index": index}
+        where = {"item_id": self._blocks[index]["id"], "output_index": index}
         if self._is_text(self._blocks[index]):
-            own["content_index"] = 0
-        return self._event(kind, **own, **fields)
+            where["content_index"] = 0
+        return self._event(kind, **where, **fields)
 
     def _opening(self) -> list[Chunk]:
         shown = {**self._response(), "status": "in_progress", "output": [], "usage": None}

@@ -106,7 +106,9 @@ class ResponsesRequest(Generation):
             (tool.name, tool.tools) if isinstance(tool, Namespace) else (None, [tool])
             for tool in self.tools
         ]
-        return {named_within(name, tool.name): (name, tool) for name, own in groups for tool in own}
+        return {
+            named_within(name, tool.name): (name, tool) for name, tools in groups for tool in tools
+        }
 
     def chat(self, messages: list[MessageFields]) -> ChatRequest:
         """The same as a chat, whose messages have been found. Raises APIError."""
@@ -168,10 +170,10 @@ def messages_of(
         kind = item.get("type", "message")
         if kind == "item_reference":
             name = str(item.get("id"))
-            found = known(name)
-            if found is None:
+            stored = known(name)
+            if stored is None:
                 raise _wrong(number, f"no item {name[:80]!r} is kept here; send it as it was")
-            item, kind = found, found["type"]
+            item, kind = stored, stored["type"]
         read = _READERS.get(kind) if isinstance(kind, str) else None
         if read is None:
             raise _wrong(number, f"items of type {str(kind)[:40]!r} are not supported")
@@ -198,9 +200,9 @@ def _assistant(messages: list[MessageFields]) -> MessageFields:
 def _read_message(item: OutputItem, messages: list[MessageFields]) -> None:
     role, text = item["role"], text_of(item["content"])
     if role == "assistant":
-        own = _assistant(messages)
-        if not own.get("tool_calls"):
-            own["content"] = (own["content"] or "") + (text or "")
+        message = _assistant(messages)
+        if not message.get("tool_calls"):
+            message["content"] = (message["content"] or "") + (text or "")
             return
     messages.append({"role": role, "content": text})
 

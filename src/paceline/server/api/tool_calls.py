@@ -64,8 +64,8 @@ def calls_in(text: str, names: Set[str]) -> list[Call]:
         return []
     items = parsed if isinstance(parsed, list) else [parsed]
     calls = [_as_call(item, names) for item in items]
-    found = [call for call in calls if call is not None]
-    return found if len(found) == len(calls) else []
+    valid = [call for call in calls if call is not None]
+    return valid if len(valid) == len(calls) else []
 
 
 def _refuse(constant: str) -> None:

@@ -87,11 +87,11 @@ class _JsonEnd:
                 self._escaped = False
                 position += 1
                 continue
-            found = (self._INSIDE if self._quoted else self._OUTSIDE).search(text, position)
-            if found is None:
+            match = (self._INSIDE if self._quoted else self._OUTSIDE).search(text, position)
+            if match is None:
                 return None
-            position = found.end()
-            mark = found[0]
+            position = match.end()
+            mark = match[0]
             if mark == "\\":
                 self._escaped = True
             elif mark == '"':
@@ -190,7 +190,7 @@ class PossibleCall:
         self._block: list[str] = []
         self._json_from = 0
         self._end = _JsonEnd()
-        self._found: list[dict[str, Any]] = []
+        self._parsed: list[dict[str, Any]] = []
 
     def feed(self, text: str) -> list[Delta]:
         if text:
@@ -229,19 +229,19 @@ class PossibleCall:
                 lead = len(self._held) - len(start)
                 self._say(self._held[:lead])
                 return self._open(_ALONE if alone else "", start)
-        found = _TAG.search(self._held)
-        if found is None:
+        match = _TAG.search(self._held)
+        if match is None:
             end = len(self._held) - _begun_tag(self._held)
             self._say(self._held[:end])
             self._held = self._held[end:]
             return False
-        self._say(self._held[: found.start()])
-        if found[0] == "```" and self._in_code:
+        self._say(self._held[: match.start()])
+        if match[0] == "```" and self._in_code:
             self._in_code = False
-            self._say(found[0])
-            self._held = self._held[found.end() :]
+            self._say(match[0])
+            self._held = self._held[match.end() :]
             return True
-        return self._open(found[0], self._held[found.start() :])
+        return self._open(match[0], self._held[match.start() :])
 
     def _open(self, tag: str, held: str) -> bool:
         self._tag, self._block = tag, [tag]
@@ -274,8 +274,8 @@ class PossibleCall:
             return False
         self._block.append(self._held[:end])
         self._held = self._held[end:]
-        self._found = calls_in("".join(self._block)[self._json_from :], self._names)
-        if not self._found:
+        self._parsed = calls_in("".join(self._block)[self._json_from :], self._names)
+        if not self._parsed:
             return self._reject(0)
         if not _TAGS.get(self._tag, " "):  # nothing has to follow
             return self._call()
@@ -303,13 +303,13 @@ class PossibleCall:
         if self._state != self._text:
             self._in_code = self._in_code or self._tag == "```"
         self._say("".join(self._block) + more)
-        self._block, self._found, self._state = [], [], self._text
+        self._block, self._parsed, self._state = [], [], self._text
 
     def _call(self) -> bool:
-        for call in self._found if self._parallel else self._found[: not self._calls]:
+        for call in self._parsed if self._parallel else self._parsed[: not self._calls]:
             self._deltas.append({"tool_calls": [{"index": self._calls, **call}]})
             self._calls += 1
-        self._block, self._found, self._state = [], [], self._text
+        self._block, self._parsed, self._state = [], [], self._text
         return True
 
     def _say(self, text: str) -> None:
