@@ -16,7 +16,8 @@ import torch
 
 from paceline.control.adaptive import AdaptiveController
 from paceline.control.controller import Controller, Decision, FixedLength
-from paceline.control.cost import CostModel, DrafterCosts
+from paceline.control.cost import CostModel
+from paceline.control.options import DrafterCosts
 from paceline.core.batch import Commit, Plan, Slice
 from paceline.core.costs import CostCurve
 from paceline.core.params import SamplingParams

@@ -12,7 +12,8 @@ import pytest
 
 from paceline.control.acceptance import expected_tokens
 from paceline.control.choice import HURT, choose
-from paceline.control.cost import CostModel, DrafterCosts, DraftOption
+from paceline.control.cost import CostModel
+from paceline.control.options import DrafterCosts, DraftOption
 from paceline.core.costs import CostCurve, TargetCosts
 
 

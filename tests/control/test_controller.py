@@ -17,7 +17,8 @@ from paceline.control.acceptance import (
 )
 from paceline.control.adaptive import AdaptiveController
 from paceline.control.controller import FixedLength
-from paceline.control.cost import CostModel, DrafterCosts
+from paceline.control.cost import CostModel
+from paceline.control.options import DrafterCosts
 from paceline.core.batch import Commit
 from paceline.core.costs import CostCurve, TargetCosts
 from paceline.core.params import SamplingParams

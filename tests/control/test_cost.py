@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from paceline.control.cost import CostModel, DrafterCosts
+from paceline.control.cost import CostModel
+from paceline.control.options import DrafterCosts
 from paceline.core.costs import CostCurve, TargetCosts
 
 

@@ -5,8 +5,9 @@ from __future__ import annotations
 import pytest
 
 from paceline.control.adaptive import AdaptiveController
-from paceline.control.cost import CostModel, DrafterCosts
+from paceline.control.cost import CostModel
 from paceline.control.exploration import ExplorationBudget
+from paceline.control.options import DrafterCosts
 from paceline.core.batch import Commit
 from paceline.core.costs import CostCurve
 from paceline.core.params import SamplingParams
@@ -132,3 +133,18 @@ def test_a_draft_that_ends_early_is_priced_by_the_levels_it_has() -> None:
     assert min(asked[40:]) >= 5
     with_all = control.drafts(request, "model", 1)[-1]
     assert with_all.seconds < STEP + REST + 8 * TOKEN + 0.3 * 6
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_a_plain_step_behind_passes_is_no_measure_of_plain_decoding(seed: int) -> None:
+    """Passes drive the target's weights out of the caches: drafting gains by the plain steps in
+    between, and loses by plain steps in a row."""
+    head = Guesser("head", always(0.62), 0.3, seed=seed)
+    machine = Machine(head)
+    machine.colder = 0.3
+    speeds = [machine.decode(96, number) / PLAIN for number in range(40)]
+    assert sum(speeds) / len(speeds) > 0.97
+    machine = Machine(Guesser("head", always(0.9), 0.3, seed=seed))
+    machine.colder = 0.3
+    speeds = [machine.decode(96, number) / PLAIN for number in range(40)]
+    assert sum(speeds) / len(speeds) > 1.09  # 1.13 without measuring

@@ -7,7 +7,8 @@ from pathlib import Path
 import pytest
 
 from paceline.control.adaptive import AdaptiveController
-from paceline.control.cost import CostModel, DrafterCosts
+from paceline.control.cost import CostModel
+from paceline.control.options import DrafterCosts
 from paceline.core.batch import Commit, ModelOutput, Plan, Slice
 from paceline.core.costs import CostCurve
 from paceline.core.params import SamplingParams

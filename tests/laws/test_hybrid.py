@@ -8,7 +8,8 @@ from test_mutations import CAUGHT, EXACT
 
 from harness import Drafter, Drafts, Draw, SamplingParams, Setting, error, sampled_chain
 from paceline.control.adaptive import AdaptiveController
-from paceline.control.cost import CostModel, DrafterCosts
+from paceline.control.cost import CostModel
+from paceline.control.options import DrafterCosts
 from paceline.core.batch import Plan, Slice
 from paceline.core.costs import CostCurve, TargetCosts
 from paceline.core.sequence import SequenceState

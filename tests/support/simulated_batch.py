@@ -12,7 +12,8 @@ from dataclasses import dataclass, field
 from functools import partial
 
 from paceline.control.adaptive import AdaptiveController
-from paceline.control.cost import CostModel, DrafterCosts
+from paceline.control.cost import CostModel
+from paceline.control.options import DrafterCosts
 from paceline.core.batch import Commit, Slice
 from paceline.core.costs import CostCurve, TargetCosts
 from paceline.core.params import SamplingParams

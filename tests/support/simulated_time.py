@@ -6,7 +6,8 @@ import random
 from collections.abc import Callable, Sequence
 
 from paceline.control.adaptive import AdaptiveController
-from paceline.control.cost import CostModel, DrafterCosts
+from paceline.control.cost import CostModel
+from paceline.control.options import DrafterCosts
 from paceline.core.batch import Commit, ModelOutput, Plan, Slice
 from paceline.core.costs import CostCurve, TargetCosts
 from paceline.core.params import SamplingParams
@@ -102,6 +103,9 @@ class Machine:
         self.steps = 0
         self.hiccups: dict[int, float] = {}  # by step: how many times longer it seems to take
         self.looking = 0.0  # seconds of a step's lookups
+        # By how much a forward takes longer behind passes, which drive the target's weights out of
+        # the caches; plain steps bring them back bit by bit.
+        self.colder, self._cold = 0.0, 0.0
         self.commits: list[int] = []  # tokens of each commit
         self._next = 1_000_000
 
@@ -159,7 +163,8 @@ class Machine:
             if own.drafted > before  # type: ignore[attr-defined]
         )
         rows = len(seqs) - 1 + sum(map(len, trees))
-        seconds = STEP + TOKEN * rows + passes + REST
+        self._cold = 1.0 if passes else 0.88 * self._cold
+        seconds = (STEP + TOKEN * rows) * (1 + self.colder * self._cold) + passes + REST
         seconds += self.looking * len(seqs)
         slower = self.hiccups.get(self.steps, 1.0)
         self.controller.observe(commits, seconds * slower, passes if self.parts else None)

@@ -26,9 +26,10 @@ from paceline.control.controller import (
     Controller,
     Decision,
 )
-from paceline.control.cost import CostModel, DraftOption
+from paceline.control.cost import CostModel
 from paceline.control.exploration import ExplorationBudget
 from paceline.control.following import LookupFollower, Offers
+from paceline.control.options import DraftOption
 from paceline.core.batch import Commit
 from paceline.core.sequence import SequenceState
 from paceline.draft.base import LookupDrafter
@@ -144,8 +145,9 @@ class AdaptiveController(Controller):
                 options.append((seq, own))
             else:
                 self._choices[place] = given_length(given, own)
-        measures = cost.wants_plain(batch)
+        measures = cost.measures(batch)
         chosen = self._select(batch, options) if options and not measures else []
+        cost.compare(batch, chosen)
         self._made = {}
         for place, draft in zip(open_, chosen or [none] * len(open_), strict=True):
             self._choices[place] = self._choice(draft, none, measures, options, offers, seqs[place])
@@ -179,18 +181,15 @@ class AdaptiveController(Controller):
     def _holds(self, drafted: Sequence[DraftOption], same: bool) -> int:
         """Steps for which a decision stands, where no lookup finds anything: 1, 2, 4."""
         if not drafted:
-            return 1 if self.cost.wants_plain(len(self._choices)) else _HOLD_PLAIN
+            return 1 if self.cost.measures(len(self._choices)) else _HOLD_PLAIN
         if self._explores or any(draft.name in self._lookups.drafters for draft in drafted):
             return 1
         return min(2 * self._hold, _HOLD) if same else 1
 
     def _hopeless(self, seqs: Sequence[SequenceState]) -> set[Hashable]:
         """Drafters that run a model and can pay for none of these sequences."""
-        names = {
-            name for seq in seqs for name in self._members(seq)
-        } - self._lookups.drafters.keys()
-        batch = len(seqs)
-        return {n for n in names if not any(self._may_pay(s.seq_id, n, batch) for s in seqs)}
+        names = {n for seq in seqs for n in self._members(seq) if n not in self._lookups.drafters}
+        return {n for n in names if not any(self._may_pay(s.seq_id, n, len(seqs)) for s in seqs)}
 
     def _options(
         self,
@@ -244,6 +243,8 @@ class AdaptiveController(Controller):
             read.setdefault(name, joined if costs.follows else 0)
             unread = self._unread(seq.seq_id, name, len(seq.tokens))
             first = unread * self.cost.reading(name) if unread > _UNREAD else 0.0
+        if not costs.costless:
+            first += self.cost.aftermath(batch) / batch
         reached = None
         if costs.ends_early:
             more = self.cost.acceptance.everyone(name, GOES_ON).rates()
@@ -313,10 +314,13 @@ class AdaptiveController(Controller):
             if commit.tokens:
                 self._lookups.observe(commit.seq_id, commit.tokens)
         batch = len(commits)
+        self.budget.spend(self.cost.aftermath(batch) if self._explores else 0.0)
+        self.cost.cold.ran(any(self.cost.passes(d.name, (1,)) for d in self._made.values()))
         if self._made:
             self._seen.append((self._made, self._explores, self._given, commits, seconds, drafting))
             return
         self.budget.earn(seconds, self.cost.rest(batch))
+        self.cost.cold.plain(seconds)
         due = self._step % 4 == 0 or self.cost.wants_plain(batch)
         if due and not self._given and all(commit.scheduled == 1 for commit in commits):
             self.cost.learn(batch, 0, seconds)

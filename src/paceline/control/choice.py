@@ -7,7 +7,8 @@ from functools import partial
 from math import inf
 
 from paceline.control.controller import Decision
-from paceline.control.cost import CostModel, DraftOption
+from paceline.control.cost import CostModel
+from paceline.control.options import DraftOption
 
 HURT = 0.03  # by which a request may be slowed down for the sake of others, as expected
 WORTH = 0.97  # of plain decoding's time, that several sequences' drafts may take as expected

@@ -30,6 +30,8 @@ _OFTEN = 3  # large surprises in a row: no hiccup, the machine has changed
 _NEARBY = 0.2**2  # of a group whose neighbour is known
 CELL = 0.2**2  # of drafts, against none
 _UNEVEN = 64
+COLD = -1  # the cell of plain steps soon after a drafter's passes
+_COLDER = 0.0, 0.1  # logarithm of their time by that of plain steps in a row, and how sure it is
 # What batches cost in which sequences have different numbers of rows, which are padded: 1.05 to
 # 1.14 times one with as many rows in all (8 and 32 sequences, embedded target, one core of Zen 4).
 _RAGGED = log(1.08)
@@ -96,8 +98,10 @@ class Correction:
         known = self._cells.get((group, cell))
         if known is not None or not cell:
             return known or _Part(0.0, 0.0, ageing=0.0)
+        if cell == COLD:
+            return _Part(_COLDER[0], _COLDER[1] ** 2)
         uneven = cell >= _UNEVEN
-        seen = [c for g, c in self._cells if g == group and c and (c >= _UNEVEN) == uneven]
+        seen = [c for g, c in self._cells if g == group and c > 0 and (c >= _UNEVEN) == uneven]
         if not seen:
             return _Part(_RAGGED if uneven else 0.0, self._unseen)
         return _Part(self._cells[group, _nearest(seen, cell)].value, self._unseen)
@@ -124,6 +128,17 @@ class Correction:
             part.value += share * surprise
             part.variance *= 1 - share
             part.seen += 1
+        self._factors.clear()
+
+    def anchor(self, group: int, ratio: float) -> None:
+        """Plain steps in a row took ``ratio`` times what was predicted. Where drafts were all that
+        was seen of a group, what they cost may have been taken for the group's."""
+        own = self._groups.setdefault(group, self._group(group))
+        off = log(max(ratio, 1e-6)) - self._drift.value - own.value
+        own.value, own.variance = own.value + off, NOISE
+        for (other, cell), part in self._cells.items():
+            if other == group and cell:
+                part.value, part.variance = part.value - off, part.variance + off**2
         self._factors.clear()
 
     def _unsettle(self, group: int, surprise: float, own: _Part, exact: _Part) -> float:

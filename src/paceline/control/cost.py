@@ -17,14 +17,13 @@ make one of what they have measured. How far a prediction is off is one figure f
 from __future__ import annotations
 
 from collections.abc import Hashable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
-from functools import cached_property, lru_cache, partial
-from typing import NamedTuple
+from functools import lru_cache
 
 from paceline.control.acceptance import AcceptanceTracker, expected_tokens
-from paceline.control.correction import Correction, PassPrice, cell_of
-from paceline.core.costs import CostCurve, TargetCosts
-from paceline.draft.base import Drafter
+from paceline.control.cold import MOST, WARM, ColdSteps
+from paceline.control.correction import COLD, Correction, PassPrice, cell_of
+from paceline.control.options import DrafterCosts, DraftOption
+from paceline.core.costs import TargetCosts
 
 _LONG_AGO = 64  # steps
 _NOW = 2  # steps since one without drafts, where such are what is taken
@@ -54,69 +53,6 @@ def group_of(batch: int) -> int:
     return batch.bit_length()
 
 
-@dataclass(frozen=True)
-class DrafterCosts:
-    """What drafts of one drafter bring along, by draft length; entry 0 is no draft.
-
-    ``nodes``: most nodes. ``passes``: forwards of the drafter. ``seconds``: of one pass, by number
-    of sequences. ``reads``: before it drafts it must read what it has not seen of a sequence; if it
-    ``follows``, it has seen the prompt. One that ``ends_early`` ends a draft by itself where it is
-    not sure. ``prior``: acceptance by level, before anything is seen.
-    """
-
-    nodes: tuple[float, ...]
-    passes: tuple[int, ...]
-    seconds: CostCurve
-    reads: bool = False
-    follows: bool = False
-    ends_early: bool = False
-    prior: tuple[float, ...] = ()
-
-    @classmethod
-    def of(
-        cls,
-        drafter: Drafter,
-        longest: int,
-        seconds: CostCurve,
-        costless: int = 2,
-        prior: tuple[float, ...] = (),
-    ) -> DrafterCosts:
-        """Of drafts of up to ``longest`` levels; ``costless`` times as many where a level takes no
-        pass."""
-        lengths = range(1 + longest * (1 if drafter.passes(1) else costless))
-        nodes = tuple(drafter.max_nodes(length) for length in lengths)
-        passes = tuple(drafter.passes(length) for length in lengths)
-        says = partial(getattr, drafter)
-        said = says("reads", False), says("follows", False), says("ends_early", False)
-        return cls(nodes, passes, seconds, *said, prior)
-
-    @property
-    def longest(self) -> int:
-        return len(self.nodes) - 1
-
-    @cached_property
-    def costless(self) -> bool:
-        """Whether proposing takes no forward, so that one may look before deciding."""
-        return not any(self.passes)
-
-
-class DraftOption(NamedTuple):
-    """One way to spend a step on a sequence; ``length`` 0 is no draft.
-
-    ``nodes`` to verify, expected tokens of the step (``gain``), ``seconds`` of its part of the step
-    if all do alike, and of these what ``reading`` costs that must come first, written off over the
-    tokens to come; ``first`` of it in this very step.
-    """
-
-    name: Hashable
-    length: int
-    nodes: float
-    gain: float
-    seconds: float
-    reading: float = 0.0
-    first: float = 0.0
-
-
 class CostModel:
     """Predicts seconds and tokens of steps, and learns from each where that is wrong.
 
@@ -141,6 +77,7 @@ class CostModel:
         self._pays: dict[tuple[Hashable, int, Hashable], tuple[float, bool]] = {}
         self._learnt = 0
         self._since_plain = _LONG_AGO  # steps since one without drafts
+        self.cold = ColdSteps()
         self._whole = False  # whether only the whole of steps is known
         self.predicted = self.measured = 0.0  # seconds of all steps that were learnt from
         for name, costs in (drafters or {}).items():
@@ -243,6 +180,35 @@ class CostModel:
         seconds, rows = self._reading[name]
         return seconds / rows
 
+    def measures(self, batch: int) -> bool:
+        """Whether the next step is to be without drafts, so that what these take is known."""
+        seconds = self.cold.measured()
+        if seconds is not None:
+            self._rest.anchor(group_of(batch), seconds / self.verify(batch, 0.0))
+            self._tables.clear()
+            self._pays.clear()
+        return self.cold.measuring or self.wants_plain(batch)
+
+    def compare(self, batch: int, chosen: Sequence[DraftOption]) -> None:
+        """These are drafted. Where passes of one sequence hardly pay, plain steps are measured."""
+        if (
+            batch == 1
+            and chosen
+            and chosen[0].length
+            and not self.drafters[chosen[0].name].costless
+        ):
+            self.cold.hardly_pays(chosen[0].gain / chosen[0].seconds * self.rest(1))
+
+    def aftermath(self, batch: int) -> float:
+        """Seconds that the plain steps behind a drafter's passes take longer than others in all.
+        Several sequences share what passes cost: nothing."""
+        group = group_of(batch)
+        if batch > 1 or not self._rest.seen(group, COLD):
+            return 0.0
+        plain = self._rest.factor(group, 0)
+        colder = min(self._rest.factor(group, COLD) - plain, MOST * plain)
+        return max(0.0, colder) * self.verify(batch, 0.0) * min(self.cold.since, WARM)
+
     def seen(self, name: Hashable, batch: int) -> int:
         """Steps with drafts of one level that were learnt from, at such a concurrency."""
         nodes = self.fill[name] * self.drafters[name].nodes[1]
@@ -253,7 +219,7 @@ class CostModel:
 
         At a concurrency that is new, some: what drafts cost there is told against them.
         """
-        seen = self._rest.seen(group_of(batch), 0)
+        seen = sum(self._rest.seen(group_of(batch), cell) for cell in (0, COLD))
         if not seen:
             return True
         often = _LONG_AGO if self._whole else 4 * _LONG_AGO
@@ -359,6 +325,8 @@ class CostModel:
         """
         passes, each = passes or {}, nodes / batch
         group, cell = group_of(batch), cell_of(each, even)
+        if not cell and batch == 1 and self.cold.since < WARM:
+            cell = COLD
         known, expected = self.foresee(batch, each, even, passes)
         self.predicted += known + expected
         self.measured += seconds
@@ -374,7 +342,6 @@ class CostModel:
         self._learnt += 1
         if self._learnt % _FRESH == 0:
             self._tables.clear()
-            self._pays.clear()
             self._pays.clear()
         for name, alone in passes.items() if len(passes) == 1 else ():
             if alone:

@@ -11,7 +11,8 @@ import torch
 
 from paceline import LLM, SamplingParams
 from paceline.control.acceptance import expected_tokens
-from paceline.control.cost import CostModel, DrafterCosts, textbook_speedup
+from paceline.control.cost import CostModel, textbook_speedup
+from paceline.control.options import DrafterCosts
 from paceline.core.batch import Batch, ModelOutput
 from paceline.core.costs import CostCurve, TargetCosts
 from paceline.draft.base import LookupDrafter

@@ -15,7 +15,8 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
 
-from paceline.control.cost import CostModel, DrafterCosts, predicted_by_measured, textbook_speedup
+from paceline.control.cost import CostModel, predicted_by_measured, textbook_speedup
+from paceline.control.options import DrafterCosts
 from paceline.core.costs import CostCurve, TargetCosts
 from paceline.core.params import SamplingParams
 from paceline.engine.driver import Drive, StepSums, sequence

@@ -9,7 +9,7 @@ from statistics import fmean
 from typing import Any
 
 from paceline.budget import Budget
-from paceline.control.cost import DrafterCosts
+from paceline.control.options import DrafterCosts
 from paceline.core.costs import TargetCosts
 from paceline.core.params import SamplingParams
 from paceline.draft.base import Drafter

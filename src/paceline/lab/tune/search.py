@@ -10,7 +10,8 @@ from dataclasses import dataclass
 from functools import lru_cache
 from itertools import pairwise
 
-from paceline.control.cost import CostModel, DrafterCosts
+from paceline.control.cost import CostModel
+from paceline.control.options import DrafterCosts
 from paceline.core.costs import CostCurve, TargetCosts
 from paceline.lab.tune.decode import MeasuredStep
 
