@@ -11,7 +11,6 @@ import math
 from collections.abc import Iterator
 
 import torch
-
 from harness import (
     Context,
     Drafter,
@@ -24,6 +23,7 @@ from harness import (
     plain_distribution,
     strings,
 )
+
 from paceline.core.batch import Check, Verdict
 from paceline.core.tree import TokenTree
 from paceline.verify import rules as real_rules

@@ -7,8 +7,6 @@ from dataclasses import replace
 
 import pytest
 import torch
-from placed import Placed, verifier_distribution
-
 from harness import (
     Setting,
     distance,
@@ -19,6 +17,8 @@ from harness import (
     sampled_tree,
     step_distribution,
 )
+from placed import Placed, verifier_distribution
+
 from paceline.core.params import SamplingParams
 
 PARAMS = {

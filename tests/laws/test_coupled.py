@@ -2,8 +2,8 @@
 
 import pytest
 import torch
-
 from harness import Fake, SamplingParams, Setting, distribution_table, tree_parents
+
 from paceline.core.batch import Check
 from paceline.core.draws import draft, draw_of
 from paceline.core.sampling import Rows

@@ -4,9 +4,9 @@ at."""
 from dataclasses import replace
 
 import pytest
+from harness import Drafter, Drafts, Draw, SamplingParams, Setting, error, sampled_chain
 from test_mutations import CAUGHT, EXACT
 
-from harness import Drafter, Drafts, Draw, SamplingParams, Setting, error, sampled_chain
 from paceline.control.adaptive import AdaptiveController
 from paceline.control.cost import CostModel
 from paceline.control.options import DrafterCosts

@@ -4,8 +4,6 @@ import itertools
 
 import pytest
 import torch
-from placed import Placed, verifier_error
-
 from harness import (
     Draw,
     Fake,
@@ -23,6 +21,8 @@ from harness import (
     strings,
     tree_parents,
 )
+from placed import Placed, verifier_error
+
 from paceline.core.sequence import SequenceState
 from paceline.core.tree import TokenTree, chain_parents
 from paceline.verify import rules

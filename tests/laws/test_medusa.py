@@ -4,8 +4,8 @@ import itertools
 
 import pytest
 import torch
-
 from harness import Drafts, Draw, SamplingParams, Setting, error
+
 from paceline.draft.trees.shape import Shape
 
 PLAIN = SamplingParams(temperature=1.0)

@@ -8,8 +8,6 @@ from types import ModuleType
 
 import pytest
 import torch
-from placed import Placed, verifier_error
-
 from harness import (
     Drafts,
     Draw,
@@ -21,6 +19,8 @@ from harness import (
     sampled_chain,
     sampled_tree,
 )
+from placed import Placed, verifier_error
+
 from paceline.verify import rules, verifier
 
 PLAIN = SamplingParams(temperature=1.0)

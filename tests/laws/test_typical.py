@@ -2,7 +2,6 @@
 
 import pytest
 import torch
-
 from harness import (
     SamplingParams,
     Setting,
@@ -15,6 +14,7 @@ from harness import (
     sampled_tree,
     strings,
 )
+
 from paceline.core.batch import Check
 from paceline.core.tree import TokenTree
 from paceline.verify.typical import TypicalVerifier
