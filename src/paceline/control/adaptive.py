@@ -310,20 +310,20 @@ class AdaptiveController(Controller):
     ) -> None:
         """Steps with drafts are learnt from some at a time: between two forwards this code is not
         in the processor's caches any more (48 microseconds a step one by one, 9 together)."""
-        for commit in commits if self._lookups.drafters else ():
-            if commit.tokens:
-                self._lookups.observe(commit.seq_id, commit.tokens)
         batch = len(commits)
+        for commit in commits if self._lookups.drafters else ():
+            self._lookups.observe(commit.seq_id, commit.tokens)
         self.budget.spend(self.cost.aftermath(batch) if self._explores else 0.0)
-        self.cost.cold.ran(any(self.cost.passes(d.name, (1,)) for d in self._made.values()))
+        passes = any(self.cost.passes(draft.name, (1,)) for draft in self._made.values())
+        self.cost.cold.ran(passes or self._given)
         if self._made:
             self._seen.append((self._made, self._explores, self._given, commits, seconds, drafting))
             return
         self.budget.earn(seconds, self.cost.rest(batch))
-        self.cost.cold.plain(seconds)
-        due = self._step % 4 == 0 or self.cost.wants_plain(batch)
-        if due and not self._given and all(commit.scheduled == 1 for commit in commits):
-            self.cost.learn(batch, 0, seconds)
+        if not self._given and all(commit.scheduled == 1 for commit in commits):
+            self.cost.cold.plain(batch, seconds)
+            if self._step % 4 == 0 or self.cost.wants_plain(batch):
+                self.cost.learn(batch, 0, seconds)
 
     def _learn_all(self) -> None:
         seen, self._seen = self._seen, []

@@ -12,7 +12,7 @@ WARM = 16  # steps after which the weights are back in the caches
 MOST = 0.12  # by which steps are slower until then, on average, at most
 _HARDLY = 1.25  # expected speedup below which plain steps in a row are measured
 _INTERVAL = 64, 1024  # steps until they are measured again: at first, and at most
-_MEASURED = 4  # of these
+_MEASURED = 5  # of these
 
 
 class ColdSteps:
@@ -29,9 +29,12 @@ class ColdSteps:
         self.since = 0 if passes else self.since + 1
         self._due -= 1
 
-    def plain(self, seconds: float) -> None:
-        """A step without drafts took so long."""
-        if self.measuring and self.since > WARM:
+    def plain(self, batch: int, seconds: float) -> None:
+        """A step without drafts took so long. Several sequences end the measuring: they share what
+        passes cost."""
+        if batch > 1:
+            self.measuring, self._seconds = False, []
+        elif self.measuring and self.since > WARM:
             self._seconds.append(seconds)
 
     def hardly_pays(self, speedup: float) -> None:
@@ -42,7 +45,7 @@ class ColdSteps:
         """Seconds of a plain step in a row, once enough were seen: the median."""
         if len(self._seconds) < _MEASURED:
             return None
-        found = sorted(self._seconds)[_MEASURED // 2]
+        found = sorted(self._seconds)[len(self._seconds) // 2]
         self.measuring, self._seconds = False, []
         self._interval = min(4 * self._interval, _INTERVAL[1])
         self._due = self._interval
