@@ -13,6 +13,7 @@ MOST = 0.12  # by which steps are slower until then, on average, at most
 _HARDLY = 1.25  # expected speedup below which plain steps in a row are measured
 _INTERVAL = 64, 1024  # steps until they are measured again: at first, and at most
 _MEASURED = 5  # of these
+_ALIKE = 1.5  # times the least, that the longest of them may take
 
 
 class ColdSteps:
@@ -42,11 +43,12 @@ class ColdSteps:
         self.measuring = self._due <= 0 and speedup < _HARDLY
 
     def measured(self) -> float | None:
-        """Seconds of a plain step in a row, once enough were seen: the median."""
+        """Seconds of a plain step in a row, once enough were seen: the median. None if they differ
+        too much, as on a busy machine."""
         if len(self._seconds) < _MEASURED:
             return None
-        found = sorted(self._seconds)[len(self._seconds) // 2]
+        found = sorted(self._seconds)
         self.measuring, self._seconds = False, []
         self._interval = min(4 * self._interval, _INTERVAL[1])
         self._due = self._interval
-        return found
+        return found[_MEASURED // 2] if found[-1] < _ALIKE * found[0] else None
