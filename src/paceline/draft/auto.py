@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -31,6 +31,7 @@ from paceline.model.hub import is_path
 from paceline.model.loading import read_options
 from paceline.model.names import MADE_FOR, has_assets, resolve
 from paceline.model.target import CausalModel
+from paceline.model.twin import forget_twin, quantised_twin
 
 # Made for one target, the best first; folders beside a target are called by their weights' name.
 Trained = DraftModel | Eagle | Medusa
@@ -113,6 +114,10 @@ class Auto(DraftSpec):
         except PacelineError:  # nobody asked for these: one that cannot be had is left out
             found = found.without(_failing(found, loading))
             made = found.spec.prepare(loading)
+        why = _by_torch(loading.target, found)
+        if why:
+            found = compose(replace(Circumstances.of(loading.target), refused=why))
+            made = found.spec.prepare(loading)
         return Prepared(
             made.build,
             made.cache_bytes,
@@ -120,6 +125,18 @@ class Auto(DraftSpec):
             drafts=(str(found.spec),),
             notes=(found.line(),),
         )
+
+
+def _by_torch(target: CausalModel, found: Composition) -> str:
+    """Why the kernels do not run the 4-bit form of a target whose layers stay on disk: that is known
+    once it is made. "" if they do, or nobody asked."""
+    if target.offload is None or all(member != QuantizedDraft() for member, _ in found.taken):
+        return ""
+    form = quantised_twin(target, QuantizedDraft().precision)
+    if form.native is not None:
+        return ""
+    forget_twin(target, QuantizedDraft().precision)
+    return form.refused or "they do not run it"
 
 
 def _failing(found: Composition, loading: Loading) -> dict[DraftSpec, str]:

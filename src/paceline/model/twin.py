@@ -83,6 +83,11 @@ def quantised_twin(model: CausalModel, precision: str) -> CausalModel:
     return known[precision]
 
 
+def forget_twin(model: CausalModel, precision: str) -> None:
+    """Let go of the form made by ``quantised_twin``."""
+    _TWINS.get(model, {}).pop(precision, None)
+
+
 def _rounded(model: CausalModel, precision: str) -> CausalModel:
     """Of modules as the library has them."""
     name = f"{model.name} in {precision}"
