@@ -128,7 +128,7 @@ class Auto(DraftSpec):
 
 
 def _by_torch(target: CausalModel, found: Composition) -> str:
-    """Why the kernels do not run the 4-bit form of a target whose layers stay on disk: that is known
+    """Why the kernels do not run the 4-bit form of a target whose layers stay on disk: known only
     once it is made. "" if they do, or nobody asked."""
     if target.offload is None or all(member != QuantizedDraft() for member, _ in found.taken):
         return ""
