@@ -11,9 +11,9 @@ from rich.console import Console
 
 from measuring import mean, rounded
 from paceline import LLM
-from paceline.difference import explain
 from paceline.lab.bench.runner import HeatRecord
 from paceline.lab.bench.runs import TimedRun
+from paceline.lab.difference import explain
 from paceline.lab.report.document import Table
 from paceline.lab.report.render import rich_table
 

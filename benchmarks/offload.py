@@ -32,9 +32,9 @@ os.environ.setdefault("HF_HUB_OFFLINE", "1")
 import torch
 
 from measuring import finish, machine
-from paceline.config import parse_bytes
 from paceline.core.batch import Batch, ModelOutput
 from paceline.core.params import SamplingParams
+from paceline.core.sizes import parse_bytes
 from paceline.llm import LLM
 from paceline.model.loading import load_module, load_tokenizer, weight_files
 

@@ -21,8 +21,8 @@ from paceline.cli.main import app
 from paceline.cli.race import who
 from paceline.cli.scenes import REAL_SCENES, SCENES
 from paceline.defaults import EMBEDDED, REAL
-from paceline.difference import Difference
 from paceline.errors import ModelLoadError
+from paceline.lab.difference import Difference
 from support.pulled_model import plant
 from support.tiny_models import TinyPair
 

@@ -22,7 +22,7 @@ from paceline.cli.options import (
     parse_logit_bias,
     set_threads,
 )
-from paceline.config import parse_bytes
+from paceline.core.sizes import parse_bytes
 from paceline.settings import Key
 
 

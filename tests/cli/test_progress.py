@@ -12,9 +12,9 @@ import time
 import pytest
 from rich.console import Console
 
-from paceline.budget import Budget
 from paceline.cli import progress
 from paceline.cli.progress import duration, progress_bar, showing, spending
+from paceline.lab.budget import Budget
 from paceline.stages import is_heard, say, stage
 from support.simulated_clock import Clock
 

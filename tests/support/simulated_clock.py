@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 
-from paceline.budget import Budget
+from paceline.lab.budget import Budget
 
 
 @dataclass

@@ -18,7 +18,8 @@ from typer.testing import CliRunner
 
 from paceline import ConfigError, PacelineError
 from paceline.cli.main import app
-from paceline.train.parallel import ProcessGroup, _FirstRank, check_processes, together
+from paceline.train.group import ProcessGroup
+from paceline.train.parallel import _FirstRank, check_processes, together
 from support.tiny_models import SENTENCES, TinyPair
 
 SIZES = ["--seq-len=32", "--long-every=2", "--max-positions=48", "--batch-tokens=200"]

@@ -13,7 +13,6 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 import typer
 
-from paceline.budget import Budget
 from paceline.cli.continuing import BudgetOptions, SavedRun
 from paceline.cli.measuring import (
     NOT_ENOUGH,
@@ -25,13 +24,14 @@ from paceline.cli.measuring import (
 from paceline.cli.options import DistributionOptions, ModelOptions, expand
 from paceline.cli.progress import showing, spending
 from paceline.errors import ConfigError
+from paceline.lab.budget import Budget
 from paceline.settings import changed, entries, under
 from paceline.stages import stage
 
 if TYPE_CHECKING:
     from paceline import LLM, SamplingParams
-    from paceline.budget import Budget
     from paceline.lab.bench.prompts import BenchPrompt
+    from paceline.lab.budget import Budget
     from paceline.lab.certify import Certificate, Certifier, Effort
     from paceline.lab.perplexity import TextPerplexity
 

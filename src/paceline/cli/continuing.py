@@ -11,9 +11,9 @@ from dataclasses import asdict, dataclass, is_dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
-from paceline.budget import Budget
 from paceline.errors import ConfigError, WriteError
 from paceline.files.ownership import check_file
+from paceline.lab.budget import Budget
 from paceline.model.store import cache_folder
 from paceline.settings import entries, flag, under
 

@@ -29,8 +29,8 @@ from paceline.stages import stage
 
 if TYPE_CHECKING:
     from paceline import LLM, Completion, SamplingParams
-    from paceline.difference import Difference
     from paceline.draft.suffix import SuffixDrafter
+    from paceline.lab.difference import Difference
 
 _ABOUT = (
     "SmolLM2-135M-Instruct is a real model, small enough to be here within a minute. Its weights "
@@ -107,7 +107,8 @@ _FIGURES = (
 
 def explain(llm: LLM, ids: list[int], plain: Completion, fast: Completion) -> Difference | None:
     """Where the greedy texts of a prompt part, re-scored by the target; None if they are equal."""
-    from paceline import SamplingParams, difference
+    from paceline import SamplingParams
+    from paceline.lab import difference
 
     return difference.explain(llm.target, ids, plain.token_ids, fast.token_ids, SamplingParams())
 

@@ -14,7 +14,7 @@ from contextlib import contextmanager, suppress
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TaskID, TextColumn, TimeRemainingColumn
 
-from paceline.budget import Budget
+from paceline.lab.budget import Budget
 from paceline.stages import Stage, is_heard, listening
 from paceline.stages import stage as begin_stage
 

@@ -17,8 +17,7 @@ from paceline.settings import under
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from paceline.cli.bench import BenchOptions
-    from paceline.cli.measuring import Interruption
+    from paceline.cli.measuring import BenchOptions, Interruption
     from paceline.lab.bench.engines import Starter
     from paceline.lab.bench.methods import Method
     from paceline.lab.bench.result import BenchResult
@@ -85,11 +84,11 @@ def run_suite(
     rule: str,
 ) -> None:
     """Measure, show the tables, and end as ``bench`` does. Raises PacelineError."""
-    from paceline.budget import Budget
     from paceline.lab.bench import conversations as talks
     from paceline.lab.bench.result import BenchResult
     from paceline.lab.bench.runner import HeatRecord
     from paceline.lab.bench.suite_tables import SuiteResult, suite_report, task_figures
+    from paceline.lab.budget import Budget
 
     assert chosen.suite is not None, "the caller looked"
     suite, source = talks.suite_of(chosen.suite), chosen.source(wanted.prompts)

@@ -19,9 +19,9 @@ from paceline.settings import LoadSettings, setting, under
 
 if TYPE_CHECKING:
     from paceline import LLM
-    from paceline.budget import Budget
     from paceline.cli.measuring import Interruption
     from paceline.lab.bench.prompts import BenchPrompt
+    from paceline.lab.budget import Budget
     from paceline.lab.tune.plan import TuneOptions, TuningOutcome
 
 _model = under("Model")

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
-from typing import TYPE_CHECKING
+from typing import Protocol
 
 import torch
 
@@ -19,12 +19,21 @@ from paceline.core.params import SamplingParams
 from paceline.core.sequence import SequenceView
 from paceline.core.transfer import to_device
 from paceline.core.tree import TokenTree, children_of
+from paceline.draft.base import Drafter
 from paceline.draft.trees.trie import merge
 from paceline.draft.vocabulary.matching import Match
 from paceline.draft.vocabulary.retokenise import Retokeniser
+from paceline.model.paged.cache import PagedCache
 
-if TYPE_CHECKING:
-    from paceline.draft.model import ModelDrafter
+
+class Inner(Drafter, Protocol):
+    """A draft model, as it is translated for."""
+
+    cache: PagedCache
+    deliver_to: torch.device
+
+    def warm_up(self, batch_size: int) -> None: ...
+    def keep(self, seq_id: int, length: int) -> None: ...
 
 
 class _Shadow:
@@ -57,7 +66,7 @@ class StringDrafter:
     reads_logits = False
     reads = True  # a prompt, before it drafts
 
-    def __init__(self, inner: ModelDrafter, match: Match) -> None:
+    def __init__(self, inner: Inner, match: Match) -> None:
         """``inner`` drafts in the draft's own ids."""
         self.name = inner.name
         self.vocabulary = f"string-level match, shared tokens {100 * match.share:.0f} % of text"

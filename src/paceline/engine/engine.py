@@ -3,7 +3,7 @@
 A step commits for all its sequences or is undone. What touches a sequence itself comes last, and
 there each is on its own: one whose grammar or stop strings fail ends alone. Before that only cache
 blocks and the drafter have moved, and both can be put back. What to do about a failed step, and
-who takes its time: recovery.py and clock.py, from outside.
+who takes its time: recovery.py and clock.py.
 """
 
 from __future__ import annotations
@@ -23,10 +23,10 @@ from paceline.core.batch import (
     Commit,
     ModelOutput,
     Plan,
-    TokenLogprob,
     Verdict,
 )
 from paceline.core.draws import draws_unseeded
+from paceline.core.params import TokenLogprob
 from paceline.core.sampling import needs_logits
 from paceline.core.sequence import SequenceState
 from paceline.core.transfer import Arrival
@@ -34,7 +34,7 @@ from paceline.core.tree import TokenTree, children_of
 from paceline.draft.base import Drafter
 from paceline.draft.predicted import Predictions
 from paceline.engine.clock import PhaseClock, phase
-from paceline.engine.recovery import Failure, failed, log, recovering
+from paceline.engine.recovery import Failure, failed, log, recovered
 from paceline.engine.scheduler import Scheduler
 from paceline.model.backends.base import NATIVE
 from paceline.model.paged.cache import Feed, PagedCache, path_moves
@@ -104,14 +104,22 @@ class Engine:
     def has_work(self) -> bool:
         return bool(self.ready) or self.scheduler.has_work
 
-    @recovering
-    def step(self, planned: Callable[[], Plan]) -> None:
+    def step(self) -> list[Commit]:
         """Advance every scheduled sequence; each decoding one gains at least one token.
 
         Returns the commits. A sequence that fails ends with a commit that says so, and the others
         go on. Raises EngineLostError where no forward succeeds any more; all sequences are then
-        dropped.
+        dropped. What is no Exception, such as a KeyboardInterrupt, is raised once the step is
+        undone; what had been committed by then is returned by the next step.
         """
+        commits, self.ready = self.ready or recovered(self, self._step), []
+        for commit in commits:
+            if commit.finish_reason is not None:
+                self.abort(commit.seq_id)
+        return commits
+
+    def _step(self, planned: Callable[[], Plan]) -> None:
+        """One step of what is ``planned``; its commits are then ``ready``."""
         plan = self.plan(planned)
         if plan.slices:
             trees = self.draft(plan)

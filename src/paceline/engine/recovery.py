@@ -17,25 +17,22 @@ import time
 import traceback
 from collections.abc import Callable, Sequence
 from contextlib import suppress
-from functools import partial, wraps
+from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple, Protocol
 
 import torch
 
 from paceline.control.controller import PLAIN, Decision
 from paceline.core.batch import Commit, Plan
 from paceline.core.sequence import SequenceState
+from paceline.engine.clock import PhaseClock
+from paceline.engine.scheduler import Scheduler
 from paceline.errors import EngineLostError, PacelineError
-from paceline.model.paged.cache import Feed
-
-if TYPE_CHECKING:
-    from paceline.engine.engine import Engine
+from paceline.model.paged.cache import Feed, PagedCache
+from paceline.model.target import CausalModel
 
 log = logging.getLogger("paceline.engine")
-
-Planner = Callable[[], Plan]
-Step = Callable[["Engine", Planner], None]
 
 _LONGEST = 300  # characters of a message
 
@@ -67,43 +64,52 @@ def failed(seq: SequenceState, failure: Failure | str) -> Commit:
     return Commit(seq.seq_id, (), position=seq.cached, finish_reason="error", error=message)
 
 
-def recovering(step: Step) -> Callable[[Engine], list[Commit]]:
-    """A step that is undone where it fails and tried again, and returns its commits.
+Planner = Callable[[], Plan]
+Step = Callable[[Planner], None]
 
-    Sequences that have ended leave. What is no Exception, such as a KeyboardInterrupt, is raised
-    once all is undone; what had been committed by then is returned by the next step.
-    """
 
-    @wraps(step)
-    def safe(engine: Engine) -> list[Commit]:
-        if not engine.ready:
-            trial = partial(_attempt, engine, step)
-            failure = trial(_planner(engine, engine.choices))
-            if failure is not None:
-                _recover(engine, trial, failure)
-        commits, engine.ready = engine.ready, []
-        for commit in commits:
-            if commit.finish_reason is not None:
-                engine.abort(commit.seq_id)
-        return commits
+class Stepping(Protocol):
+    """What recovery needs of an engine."""
 
-    return safe
+    target: CausalModel
+    cache: PagedCache
+    scheduler: Scheduler
+    clock: PhaseClock
+    ready: list[Commit]
+
+    def choices(self, seqs: Sequence[SequenceState]) -> Sequence[Decision | int]: ...
+    def max_nodes(self, length: int) -> int: ...
+    def account(self, commits: Sequence[Commit], start: float) -> None: ...
+    def forget(self, seq_id: int) -> None: ...
+    def abort(self, seq_id: int) -> None: ...
+
+
+Trial = Callable[[Planner], Failure | None]  # undone and explained where it fails
+
+
+def recovered(engine: Stepping, step: Step) -> list[Commit]:
+    """The commits of a step, which is undone where it fails and tried again."""
+    trial = partial(_attempt, engine, step)
+    failure = trial(_planner(engine, engine.choices))
+    if failure is not None:
+        _recover(engine, trial, failure)
+    return engine.ready
 
 
 def _planner(
-    engine: Engine, choices: Callable[[Sequence[SequenceState]], Sequence[Decision | int]]
+    engine: Stepping, choices: Callable[[Sequence[SequenceState]], Sequence[Decision | int]]
 ) -> Planner:
     """The whole batch, with these drafts."""
     return partial(engine.scheduler.plan, choices, engine.max_nodes)
 
 
-def _attempt(engine: Engine, step: Step, planned: Planner) -> Failure | None:
+def _attempt(engine: Stepping, step: Step, planned: Planner) -> Failure | None:
     """Take a step; its commits are then ``ready``. If it fails it is undone, and says why."""
     before, start = len(engine.ready), time.perf_counter()
     engine.clock.start()
     try:
         try:
-            step(engine, planned)
+            step(planned)
         finally:
             if commits := engine.ready[before:]:
                 engine.account(commits, start)
@@ -118,7 +124,7 @@ def _attempt(engine: Engine, step: Step, planned: Planner) -> Failure | None:
     return None
 
 
-def _undo(engine: Engine) -> None:
+def _undo(engine: Stepping) -> None:
     """All sequences as before the step; the drafter begins anew with them."""
     for seq in engine.scheduler.waiting:
         engine.cache.free(seq.seq_id)  # it may have been on its way in
@@ -134,7 +140,9 @@ def _undraft(seqs: Sequence[SequenceState], failure: Failure) -> None:
         seq.drafts = False
 
 
-def _recover(engine: Engine, trial: Callable[[Planner], Failure | None], failure: Failure) -> None:
+def _recover(
+    engine: Stepping, trial: Callable[[Planner], Failure | None], failure: Failure
+) -> None:
     """After a step that failed: whatever can be committed is ``engine.ready`` afterwards.
 
     Raises EngineLostError when all sequences have been dropped.
@@ -163,9 +171,7 @@ def _nothing(seqs: Sequence[SequenceState]) -> list[Decision | int]:
     return [PLAIN] * len(seqs)
 
 
-def _one_by_one(
-    engine: Engine, trial: Callable[[Planner], Failure | None], failure: Failure
-) -> None:
+def _one_by_one(engine: Stepping, trial: Trial, failure: Failure) -> None:
     """Find out whose step fails, and end those."""
     scheduler = engine.scheduler
     culprits: list[tuple[SequenceState, Failure]] = []
@@ -185,7 +191,7 @@ def _one_by_one(
     engine.ready += [failed(seq, found) for seq, found in culprits]
 
 
-def _runs(engine: Engine) -> bool:
+def _runs(engine: Stepping) -> bool:
     """Whether the target still yields logits for a token, in a cache of its own."""
     target = engine.target
     try:
@@ -199,7 +205,7 @@ def _runs(engine: Engine) -> bool:
     return True
 
 
-def _give_up(engine: Engine, failure: Failure) -> None:
+def _give_up(engine: Stepping, failure: Failure) -> None:
     log.critical("every forward fails, the engine is lost: %s", failure)
     for seq in [*engine.scheduler.running, *engine.scheduler.waiting]:
         engine.abort(seq.seq_id)

@@ -24,7 +24,7 @@ from typing import IO, Any
 
 import torch
 
-from paceline.config import parse_bytes
+from paceline.core.sizes import parse_bytes
 from paceline.errors import PacelineError
 from paceline.files import cache_folder, write_aside
 from paceline.files.ownership import digest_of

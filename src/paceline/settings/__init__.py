@@ -14,7 +14,7 @@ from functools import partial
 from types import NoneType
 from typing import Any, get_args, get_origin, get_type_hints
 
-from paceline.config import parse_bytes
+from paceline.core.sizes import parse_bytes
 from paceline.errors import ConfigError
 
 

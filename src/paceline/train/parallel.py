@@ -17,7 +17,7 @@ from contextlib import contextmanager
 from functools import partial
 from itertools import accumulate, pairwise
 from multiprocessing import connection
-from typing import TYPE_CHECKING, TypeVar
+from typing import TYPE_CHECKING
 
 import torch
 from torch import nn
@@ -26,6 +26,7 @@ from paceline.core.cgroup import processors
 from paceline.errors import ConfigError, PacelineError
 from paceline.files.ownership import force
 from paceline.stages import say, stage
+from paceline.train.group import ProcessGroup
 
 if TYPE_CHECKING:
     from multiprocessing.connection import Connection
@@ -33,29 +34,7 @@ if TYPE_CHECKING:
 
     from paceline.train.trainer import Trainer
 
-_T = TypeVar("_T")
 _READY, _GO = b"ready", b"go"
-
-
-class ProcessGroup:
-    """One process: all of a batch is its own."""
-
-    rank = 0
-    size = 1
-
-    def share(self, items: Sequence[_T], tokens: Callable[[_T], int]) -> list[list[_T]]:
-        """The items of a batch by process, so that each has about as many tokens."""
-        shares: list[list[_T]] = [[] for _ in range(self.size)]
-        weights = [0] * self.size
-        for item in sorted(items, key=tokens, reverse=True):
-            least = weights.index(min(weights))
-            shares[least].append(item)
-            weights[least] += tokens(item)
-        return shares
-
-    def add_up(self, parameters: Sequence[nn.Parameter], loss: float) -> float:
-        """Sum gradients and loss over all processes, in place; returns the loss."""
-        return loss
 
 
 class _SharedGroup(ProcessGroup, ABC):

@@ -26,7 +26,7 @@ from paceline.model.tensorfile import seal
 from paceline.stages import stage
 from paceline.train.acceptance import AcceptanceCounts, WrittenText, total, written_texts
 from paceline.train.configs import HeldOutConfig, TrainConfig
-from paceline.train.parallel import ProcessGroup
+from paceline.train.group import ProcessGroup
 from paceline.train.records import Source
 
 # -- what an interrupted run leaves behind ---------------------------------------------------------

@@ -9,12 +9,12 @@ from dataclasses import dataclass, field
 import msgspec
 import pytest
 
-from paceline.budget import Budget
 from paceline.lab.bench.figures import rows
 from paceline.lab.bench.methods import Method
 from paceline.lab.bench.result import SURENESS, BenchSpending, Sureness, sureness_of
 from paceline.lab.bench.runner import HeatRecord, Settings, Sweep, in_turn, jobs, take_turns
 from paceline.lab.bench.runs import Ask, BenchEngine, TimedRun
+from paceline.lab.budget import Budget
 from support.made_outcomes import Fake, heat, job
 from support.simulated_clock import Clock
 

@@ -11,7 +11,6 @@ from typing import Any
 
 import pytest
 
-from paceline.budget import Budget
 from paceline.errors import ConfigError, DataError
 from paceline.lab.bench.conversations import (
     MULTI_TURN,
@@ -30,6 +29,7 @@ from paceline.lab.bench.methods import Method
 from paceline.lab.bench.runner import BenchJob, Heat, HeatRecord, Settings, Sweep
 from paceline.lab.bench.runs import Ask, TimedAnswer, TimedRun
 from paceline.lab.bench.suite_tables import OVERALL, accepted_tokens, task_figures
+from paceline.lab.budget import Budget
 from support.made_outcomes import ask, outcome
 
 

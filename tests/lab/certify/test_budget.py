@@ -49,7 +49,7 @@ def test_any_beginning_of_the_schedule_has_a_little_of_everything() -> None:
 
 @pytest.fixture(autouse=True)
 def exact_estimates(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("paceline.budget._CAUTION", 1.0)
+    monkeypatch.setattr("paceline.lab.budget._CAUTION", 1.0)
 
 
 def ended_after(

@@ -7,10 +7,10 @@ from collections.abc import Sequence
 import pytest
 
 from paceline.core.params import SamplingParams
-from paceline.difference import Difference, first_difference
 from paceline.engine.driver import StandstillError
 from paceline.lab.certify.decoding import DecodedOutput, Start, decode
 from paceline.lab.certify.texts import ComparedSetting, Task, check_texts
+from paceline.lab.difference import Difference, first_difference
 from paceline.llm import LLM
 from paceline.model.backends.base import NATIVE
 

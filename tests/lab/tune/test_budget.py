@@ -11,8 +11,8 @@ import msgspec
 import pytest
 
 from paceline import LLM
-from paceline.budget import Budget
 from paceline.lab.bench.prompts import BenchPrompt
+from paceline.lab.budget import Budget
 from paceline.lab.tune.candidates import DrafterCandidate, variants
 from paceline.lab.tune.confirm import PLAIN as NO_DRAFT
 from paceline.lab.tune.confirm import Confirmation, Finalist
@@ -55,7 +55,7 @@ def candidates(folders: tuple[str, str]) -> list[DrafterCandidate]:
 
 @pytest.fixture(autouse=True)
 def exact_estimates(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("paceline.budget._CAUTION", 1.0)
+    monkeypatch.setattr("paceline.lab.budget._CAUTION", 1.0)
 
 
 def run(

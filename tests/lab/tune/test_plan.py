@@ -9,9 +9,9 @@ from pathlib import Path
 import pytest
 
 from paceline import LLM, ConfigError, DataError, PacelineError, SamplingParams
-from paceline.budget import Budget
 from paceline.defaults import REAL
 from paceline.lab.bench.prompts import BenchPrompt
+from paceline.lab.budget import Budget
 from paceline.lab.tune.candidates import (
     DrafterCandidate,
     at_hand,

@@ -14,7 +14,6 @@ from operator import not_
 from pathlib import Path
 from typing import cast
 
-from paceline.budget import Budget
 from paceline.core.params import SamplingParams
 from paceline.errors import ConfigError, DataError
 from paceline.lab.bench.figures import merged
@@ -29,6 +28,7 @@ from paceline.lab.bench.runner import (
     in_turn,
 )
 from paceline.lab.bench.runs import Ask, BenchEngine, TimedRun
+from paceline.lab.budget import Budget
 from paceline.llm import LLM
 
 # -- the public benchmarks' questions --------------------------------------------------------------

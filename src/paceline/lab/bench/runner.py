@@ -7,10 +7,10 @@ from dataclasses import dataclass, field, replace
 from itertools import chain, zip_longest
 from typing import TypeVar
 
-from paceline.budget import Budget
 from paceline.core.params import SamplingParams
 from paceline.lab.bench.methods import Method
 from paceline.lab.bench.runs import Ask, BenchEngine, TimedRun
+from paceline.lab.budget import Budget
 
 OnHeat = Callable[[int, str], None]
 EVERYTHING = "all prompts"

@@ -8,10 +8,10 @@ from dataclasses import asdict, dataclass
 from itertools import product
 from typing import Any
 
-from paceline.difference import Difference, explain
 from paceline.lab.bench.methods import PLAIN
 from paceline.lab.bench.runner import HeatRecord
 from paceline.lab.bench.runs import Ask
+from paceline.lab.difference import Difference, explain
 from paceline.llm import LLM
 
 IDENTICAL, TIE, DIFFERENT = "identical", "near tie", "different"

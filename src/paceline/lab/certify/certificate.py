@@ -8,11 +8,11 @@ from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from paceline.difference import Difference
 from paceline.lab.certify.chisquare import holm
 from paceline.lab.certify.evidence import Problem, TextCheck
 from paceline.lab.certify.exact import ExactCheck
 from paceline.lab.certify.sampled import DistributionTest, Frequencies
+from paceline.lab.difference import Difference
 from paceline.lab.report.columns import Column, record_of
 from paceline.model.backends.base import NATIVE
 

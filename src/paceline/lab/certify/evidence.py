@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field, replace
 
-from paceline.difference import Difference
 from paceline.lab.certify.cells import String
 from paceline.lab.certify.decoding import Start
 from paceline.lab.certify.exact import ExactCheck
+from paceline.lab.difference import Difference
 
 
 @dataclass(frozen=True)

@@ -7,11 +7,11 @@ from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import replace
 from itertools import product
 
-from paceline.budget import Budget
 from paceline.control.controller import FixedLength
 from paceline.core.params import SamplingParams
 from paceline.defaults import DEFAULT_DRAFT
 from paceline.errors import ConfigError, PacelineError, PromptError
+from paceline.lab.budget import Budget
 from paceline.lab.certify.certificate import (
     LEAST_PLACES,
     LEAST_TEXTS,

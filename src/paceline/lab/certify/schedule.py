@@ -10,10 +10,10 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from itertools import pairwise, zip_longest
 
-from paceline.budget import Budget
 from paceline.core.params import SamplingParams
 from paceline.engine.engine import Engine
 from paceline.errors import ConfigError
+from paceline.lab.budget import Budget
 from paceline.lab.certify.evidence import Evidence
 
 FEWEST = 100  # samples from which a place is judged

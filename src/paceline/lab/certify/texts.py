@@ -8,11 +8,11 @@ from dataclasses import dataclass, replace
 from functools import partial
 
 from paceline.core.params import SamplingParams
-from paceline.difference import Difference, explain
 from paceline.engine.engine import Engine
 from paceline.lab.certify.decoding import Start, decode
 from paceline.lab.certify.evidence import TaskDivergence, TextCheck
 from paceline.lab.certify.schedule import Asked, WorkItem
+from paceline.lab.difference import Difference, explain
 from paceline.model.backends.base import NATIVE
 
 _NEIGHBOURS = 3  # at least, of the texts in a mixed batch

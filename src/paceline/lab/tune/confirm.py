@@ -6,9 +6,9 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from statistics import median
 
-from paceline.budget import Budget
 from paceline.control.cost import predicted_by_measured
 from paceline.core.params import SamplingParams
+from paceline.lab.budget import Budget
 from paceline.lab.tune.decode import Run, decode
 from paceline.lab.tune.search import MARGIN, MeasuredMethod
 from paceline.llm import LLM

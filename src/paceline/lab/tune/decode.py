@@ -6,12 +6,12 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import partial
 
-from paceline.budget import Budget
 from paceline.core.batch import Commit
 from paceline.core.params import SamplingParams
 from paceline.core.sequence import SequenceState
 from paceline.engine.driver import Drive, DrivenStep, StepSums, sequence
 from paceline.errors import PacelineError
+from paceline.lab.budget import Budget
 from paceline.llm import LLM
 
 

@@ -8,13 +8,13 @@ from dataclasses import dataclass, replace
 from statistics import fmean
 from typing import Any
 
-from paceline.budget import Budget
 from paceline.control.options import DrafterCosts
 from paceline.core.costs import TargetCosts
 from paceline.core.params import SamplingParams
 from paceline.draft.base import Drafter
 from paceline.engine.driver import StepSums
 from paceline.errors import DataError
+from paceline.lab.budget import Budget
 from paceline.lab.tune.candidates import DrafterCandidate
 from paceline.lab.tune.decode import MeasuredStep, Run, decode
 from paceline.lab.tune.search import MeasuredMethod

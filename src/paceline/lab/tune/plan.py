@@ -5,12 +5,12 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 
-from paceline.budget import Budget
 from paceline.core.costs import TargetCosts
 from paceline.drafters import parse_draft
 from paceline.errors import DataError, PacelineError
 from paceline.lab.bench.prompts import BenchPrompt, fit
 from paceline.lab.bench.runner import in_turn
+from paceline.lab.budget import Budget
 from paceline.lab.tune.candidates import DrafterCandidate, hybrid_of
 from paceline.lab.tune.candidates import default as default_of
 from paceline.lab.tune.confirm import PLAIN, Confirmation, Finalist, Rounds, confirm, winner

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
-from paceline.budget import Budget
 from paceline.core.costs import TargetCosts
+from paceline.lab.budget import Budget
 from paceline.lab.tune.confirm import Finalist
 from paceline.lab.tune.measure import LONGEST, Sample
 

@@ -8,7 +8,6 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, ClassVar
 
-from paceline.difference import first_difference
 from paceline.lab.certify.chisquare import ChiSquare
 from paceline.lab.certify.servers.answers import (
     Answering,
@@ -17,6 +16,7 @@ from paceline.lab.certify.servers.answers import (
     choices_of,
     tokens_of,
 )
+from paceline.lab.difference import first_difference
 
 # Nats. Two logits of a bf16 model may each be off by a rounding step, which is 0.125 from 16 on.
 TIE = 0.3

@@ -9,10 +9,10 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from paceline.difference import first_difference
 from paceline.lab.certify.chisquare import ChiSquare, goodness, homogeneity, joined
 from paceline.lab.certify.servers.answers import Said, ServerRefusedError, tokens_of
 from paceline.lab.certify.servers.asking import TIE, TOP, CheckPart, gap, parting
+from paceline.lab.difference import first_difference
 
 _RESCORED = 3  # places of each text
 _SAMPLES, _DEPTH = 16, 4  # of a request, and tokens of each: the first is hardly ever drafted

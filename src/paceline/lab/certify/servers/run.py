@@ -10,8 +10,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from paceline.budget import Budget
 from paceline.errors import ConfigError, PromptError
+from paceline.lab.budget import Budget
 from paceline.lab.certify.certificate import LEAST_TEXTS, MOST_BIAS
 from paceline.lab.certify.chisquare import holm
 from paceline.lab.certify.servers.answers import Answering, FailedError, ServerRefusedError

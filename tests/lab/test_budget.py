@@ -6,7 +6,7 @@ import math
 
 import pytest
 
-from paceline.budget import Budget
+from paceline.lab.budget import Budget
 from support.simulated_clock import Clock
 
 
