@@ -26,7 +26,7 @@ from transformers import AutoModelForCausalLM, LlamaConfig
 
 from measuring import alternate
 from paceline.lab.profiling.machine import read_bandwidth
-from paceline.model.backends.native.witness import NativeWork, witnessed
+from paceline.model.backends.native.counters import NativeWork, counted
 from paceline.model.paged.cache import Feed, PagedCache
 from paceline.model.paged.codes import CODED, cache_dtype, encode
 from paceline.model.target import CausalModel
@@ -79,7 +79,7 @@ def wide(layers: int, folder: str) -> str:
 def bytes_read(model: CausalModel, cache: PagedCache, context: int) -> int:
     """Of weights and cache by a forward of one row."""
     works: list[NativeWork] = []
-    with witnessed(works.append):
+    with counted(works.append):
         forward(model, cache, context, 1, prompt=False)
     return sum(w.cache_bytes + sum(read.bytes for read in w.products) for w in works)
 

@@ -224,7 +224,7 @@ def test_an_offloaded_target_whose_form_the_kernels_do_not_run(
     taken = LLM(str(folder), **how, **OPTIONS)
     if "quantized:int4" not in taken.drafts[0]:
         pytest.skip("no kernels here")
-    monkeypatch.setattr(CausalModel, "quickened", refusing)
+    monkeypatch.setattr(CausalModel, "optimised", refusing)
     llm = LLM(str(folder), **how, **OPTIONS)
     assert llm.drafts == (f"hybrid:suffix+ngram+eagle3:{folder}/eagle3",)
     assert "not quantized:int4: it takes the native kernels (no such layer)" in llm.notes[-1]

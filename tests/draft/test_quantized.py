@@ -14,11 +14,11 @@ from paceline.draft.selfspec import SelfDrafter
 from paceline.draft.spec import Loading
 from paceline.drafters import prepare_one
 from paceline.errors import ConfigError
+from paceline.model.copies import quantised_copy
 from paceline.model.held import held_matrices, usual_bits
 from paceline.model.precision import quantise_loaded
 from paceline.model.quantised.weights import QuantisedLinear
 from paceline.model.target import CausalModel
-from paceline.model.twin import quantised_twin
 from paceline.train.tokenizer import train_tokenizer
 from support.engine_models import adapted, random_llama, reference_logits
 from support.tiny_models import SENTENCES, write_tiny_model
@@ -46,45 +46,45 @@ def dense(model: CausalModel) -> dict[str, torch.Tensor]:
 
 @pytest.mark.parametrize("precision", ["int8", "int4"])
 @pytest.mark.parametrize("layout", LAYOUTS)
-def test_the_twin_is_the_model_quantised_when_loaded(
+def test_the_copy_is_the_model_quantised_when_loaded(
     folder: str, layout: str, precision: str
 ) -> None:
     model = loaded(folder, layout)
     before = {name: weight.clone() for name, weight in dense(model).items()}
-    twin = quantised_twin(model, precision)
+    copied = quantised_copy(model, precision)
     wanted = dense(loaded(folder, "as loaded", precision))
-    found = dense(twin)
+    found = dense(copied)
     assert found.keys() == wanted.keys() == before.keys() and len(found) == 15
     for name, weight in found.items():
         assert torch.equal(weight, wanted[name]), name
         assert not torch.equal(weight, before[name]), name
         assert torch.equal(dense(model)[name], before[name]), "the model itself stays"
-    assert usual_bits(twin.hf) == {"int8": 8, "int4": 4}[precision] and usual_bits(model.hf) == 32
-    assert quantised_twin(model, precision) is twin, "rounded once"
+    assert usual_bits(copied.hf) == {"int8": 8, "int4": 4}[precision] and usual_bits(model.hf) == 32
+    assert quantised_copy(model, precision) is copied, "rounded once"
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_embedding_and_norms_are_the_models_own(folder: str, layout: str) -> None:
     model = loaded(folder, layout)
-    twin = quantised_twin(model, "int8")
-    own, theirs = dict(model.hf.named_parameters()), dict(twin.hf.named_parameters())
+    copied = quantised_copy(model, "int8")
+    own, theirs = dict(model.hf.named_parameters()), dict(copied.hf.named_parameters())
     shared = [name for name in theirs if "norm" in name or "embed" in name]
     assert len(shared) == 6
     assert all(theirs[name].data_ptr() == own[name].data_ptr() for name in shared)
-    assert twin.cache_shapes == model.cache_shapes
+    assert copied.cache_shapes == model.cache_shapes
 
 
-def test_hooks_on_the_twin_are_not_the_models() -> None:
+def test_hooks_on_the_copy_are_not_the_models() -> None:
     model = adapted()
-    twin = quantised_twin(model, "int8")
-    twin.hf.model.norm.register_forward_hook(lambda *call: call[2] * 0)
+    copied = quantised_copy(model, "int8")
+    copied.hf.model.norm.register_forward_hook(lambda *call: call[2] * 0)
     assert reference_logits(model, TOKENS).any()
 
 
 def test_matrices_that_do_not_divide_stay_and_are_shared() -> None:
     model = adapted()  # its feed-forward is 48 wide: no groups of 32
-    twin = quantised_twin(model, "int8")
-    layer, own = twin.hf.model.layers[0], model.hf.model.layers[0]
+    copied = quantised_copy(model, "int8")
+    layer, own = copied.hf.model.layers[0], model.hf.model.layers[0]
     assert type(layer.mlp.gate_proj) is not nn.Linear
     assert layer.mlp.down_proj.weight.float().equal(own.mlp.down_proj.weight.float())
 
@@ -117,8 +117,8 @@ def test_a_target_of_as_few_bits_needs_no_such_draft(folder: str, layout: str) -
     assert "held in 8 bits already" in refused(eight, "quantized:int8")
     assert "held in 4 bits already" in refused(four, "quantized")
     assert "held in 4 bits already" in refused(four, "quantized:int8")
-    twin = quantised_twin(eight, "int4")
-    assert usual_bits(twin.hf) == 4
+    copied = quantised_copy(eight, "int4")
+    assert usual_bits(copied.hf) == 4
 
 
 def test_a_model_without_groups_is_refused() -> None:

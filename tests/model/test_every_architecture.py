@@ -136,7 +136,7 @@ def adapted(model: Any, backend: str) -> CausalModel:
     module.set_attn_implementation(ATTENTION)
     target = CausalModel(module, "tiny")
     target.asked = backend
-    return target.quickened()
+    return target.optimised()
 
 
 def together(target: CausalModel) -> list[Answer]:

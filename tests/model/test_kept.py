@@ -15,15 +15,15 @@ import pytest
 import torch
 
 from paceline.errors import ConfigError
-from paceline.model import kept, twin
+from paceline.model import copies, kept
 from paceline.model.backends.native.compile import NativeUnavailableError
 from paceline.model.backends.native.library import library
 from paceline.model.backends.native.packing import Packed, PackedLinear
 from paceline.model.backends.native.rounding import round_to_nearest
+from paceline.model.copies import quantised_copy
 from paceline.model.quantised.weights import QuantisedLinear
 from paceline.model.target import CausalModel
 from paceline.model.tensorfile import read_table
-from paceline.model.twin import quantised_twin
 from paceline.stages import Stage, listening, stage
 from support.tiny_models import write_tiny_model
 
@@ -55,7 +55,7 @@ def rounded(monkeypatch: pytest.MonkeyPatch) -> list[int]:
         found.append(bits)
         return round_to_nearest(weight, bits, *how)
 
-    monkeypatch.setattr(twin, "round_to_nearest", noted)
+    monkeypatch.setattr(copies, "round_to_nearest", noted)
     return found
 
 
@@ -88,7 +88,7 @@ def said() -> Iterator[list[str]]:
 def held(folder: Path, precision: str = "int4") -> dict[str, torch.Tensor]:
     """The packed matrices of a fresh load's form in fewer bits."""
     model = CausalModel.load(str(folder), "bfloat16", "cpu")
-    modules = quantised_twin(model, precision).hf.named_modules()
+    modules = quantised_copy(model, precision).hf.named_modules()
     return {name: m.packed.data for name, m in modules if isinstance(m, PackedLinear)}
 
 

@@ -17,10 +17,10 @@ from paceline.errors import ConfigError
 from paceline.lab.doctor import examine
 from paceline.model.backends.native.compile import NativeUnavailableError
 from paceline.model.backends.native.library import library
+from paceline.model.copies import quantised_copy
 from paceline.model.offload import plan_offload
 from paceline.model.quantised.weights import QuantisedLinear
 from paceline.model.target import CausalModel
-from paceline.model.twin import quantised_twin
 
 pytest.importorskip("accelerate")
 try:
@@ -82,14 +82,14 @@ def test_its_form_in_four_bits_is_at_hand_and_is_that_of_a_model_in_memory(
     memory = kept * (plan.resident + plan.largest)
     how: dict[str, Any] = {"backend": backend, "offload": "disk", "weights_memory": memory}
     away = CausalModel.load(target, "float32", "cpu", **how)
-    twin, wanted = quantised_twin(away, "int4"), quantised_twin(here, "int4")
-    assert all(p.device.type == "cpu" for p in twin.hf.parameters()), "all of it is in memory"
-    assert not any(hasattr(module, "_hf_hook") for module in twin.hf.modules())
-    assert (twin.native is not None) == (KERNELS and backend == "auto")
-    found = dense(twin)
+    copied, wanted = quantised_copy(away, "int4"), quantised_copy(here, "int4")
+    assert all(p.device.type == "cpu" for p in copied.hf.parameters()), "all of it is in memory"
+    assert not any(hasattr(module, "_hf_hook") for module in copied.hf.modules())
+    assert (copied.native is not None) == (KERNELS and backend == "auto")
+    found = dense(copied)
     assert found.keys() == dense(wanted).keys() and len(found) == 15
     assert all(torch.equal(found[name], weight) for name, weight in dense(wanted).items())
-    norms = [dict(t.hf.named_parameters()) for t in (twin, wanted)]
+    norms = [dict(t.hf.named_parameters()) for t in (copied, wanted)]
     assert all(torch.equal(norms[0][name], own) for name, own in norms[1].items())
     down = away.hf.model.layers[1].mlp.down_proj
     assert down.weight.device.type == "meta" and not isinstance(down, QuantisedLinear)

@@ -13,7 +13,7 @@ from transformers import LlamaConfig, LlamaForCausalLM, Qwen3Config, Qwen3ForCau
 
 from paceline.core.batch import Batch, Span
 from paceline.errors import ConfigError, UnsupportedModelError
-from paceline.model.backends.reference.prepack import quicken
+from paceline.model.backends.reference.prepack import optimise
 from paceline.model.paged.cache import PagedCache
 from paceline.model.probe import register
 from paceline.model.target import CausalModel
@@ -108,7 +108,7 @@ def test_equals_the_model_with_the_other_layers_deleted(
     shorter.set_attn_implementation("eager")
     model = CausalModel(hf, kind)
     if quick:
-        quicken(model)
+        optimise(model)
         assert model.lean is not None
     with torch.inference_mode():
         wanted = shorter(torch.tensor([TOKENS]), use_cache=False).logits[0]
@@ -121,7 +121,7 @@ def test_only_the_chosen_layers_touch_the_cache() -> None:
     for quick in (True, False):
         model = CausalModel(six_layers(), "six")
         if quick:
-            quicken(model)
+            optimise(model)
         caches = []
         for layers in (range(6), (0, 1, 3)):
             cache = PagedCache(model.cache_shapes, 4, 4, model.dtype, "cpu")
@@ -141,7 +141,7 @@ def test_only_the_chosen_layers_touch_the_cache() -> None:
 
 
 def test_lean_views_share_all_weights() -> None:
-    model = quicken(CausalModel(six_layers(), "six"))
+    model = optimise(CausalModel(six_layers(), "six"))
     lean = LayerView(model, [0, 5])._short.lean
     assert lean is not None and model.lean is not None
     assert lean.layers is model.lean.layers and lean.embedding is model.lean.embedding

@@ -11,9 +11,9 @@ import torch
 
 from paceline import LLM, Grammar, SamplingParams
 from paceline.drafters import DRAFTERS
+from paceline.model.copies import quantised_copy
 from paceline.model.names import PREFIX
 from paceline.model.target import CausalModel
-from paceline.model.twin import quantised_twin
 
 TOKENS = 20
 CHATS = (
@@ -156,5 +156,5 @@ def test_four_bits_in_float32_run_on_the_kernels(model: str) -> None:
     target = CausalModel.load(model, "float32", "cpu")
     if target.backend != "native":
         pytest.skip(f"no kernels for float32 here: {target.refused}")
-    assert quantised_twin(target, "int4").backend == "native"
+    assert quantised_copy(target, "int4").backend == "native"
     assert CausalModel.load(model, "float32", "cpu", quantize="int4").backend == "native"

@@ -34,7 +34,7 @@ class BudgetOptions:
 
     seconds: float = _budget(
         180.0,
-        "Time to spend, loading counted; what it bought is said. 0 takes as long as the whole "
+        "Time to spend, loading counted; what it completed is said. 0 takes as long as the whole "
         "takes.",
         low=0,
     )

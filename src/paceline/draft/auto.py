@@ -26,12 +26,12 @@ from paceline.draft.suffix import Suffix
 from paceline.errors import ModelLoadError, PacelineError
 from paceline.model.backends.base import REFERENCE
 from paceline.model.backends.native.compile import are_kernels_here
+from paceline.model.copies import forget_copy, quantised_copy
 from paceline.model.held import held_matrices, rounded_bytes, usual_bits
 from paceline.model.hub import is_path
 from paceline.model.loading import read_options
 from paceline.model.names import MADE_FOR, has_assets, resolve
 from paceline.model.target import CausalModel
-from paceline.model.twin import forget_twin, quantised_twin
 
 # Made for one target, the best first; folders beside a target are called by their weights' name.
 Trained = DraftModel | Eagle | Medusa
@@ -132,10 +132,10 @@ def _by_torch(target: CausalModel, found: Composition) -> str:
     once it is made. "" if they do, or nobody asked."""
     if target.offload is None or all(member != QuantizedDraft() for member, _ in found.taken):
         return ""
-    form = quantised_twin(target, QuantizedDraft().precision)
+    form = quantised_copy(target, QuantizedDraft().precision)
     if form.native is not None:
         return ""
-    forget_twin(target, QuantizedDraft().precision)
+    forget_copy(target, QuantizedDraft().precision)
     return form.refused or "they do not run it"
 
 

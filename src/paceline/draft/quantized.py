@@ -16,9 +16,9 @@ from typing import Any
 from paceline.draft.selfspec import STOP_BELOW, STOP_BELOW_OFFLOADED, SelfDrafter
 from paceline.draft.spec import DraftContext, Examined, Loading, Prepared, Target, TreeSpec
 from paceline.errors import ConfigError
+from paceline.model.copies import quantised_copy
 from paceline.model.held import usual_bits
 from paceline.model.quantised.weights import BITS
-from paceline.model.twin import quantised_twin
 from paceline.model.view import LayerView
 
 
@@ -58,8 +58,8 @@ class QuantizedDraft(TreeSpec):
                 f"draft '{self}': most of {target.name} is held in {held} bits already, so this "
                 "draft would cost what the target costs; leave it out, or use another drafter"
             )
-        twin = quantised_twin(target, self.precision)
-        view = LayerView(twin, range(twin.num_layers))
+        copied = quantised_copy(target, self.precision)
+        view = LayerView(copied, range(copied.num_layers))
         stop = STOP_BELOW if target.offload is None else STOP_BELOW_OFFLOADED
 
         def build(c: DraftContext) -> SelfDrafter:

@@ -15,11 +15,11 @@ from paceline.core.memory import free_memory, limit_threads
 from paceline.core.transfer import Staging
 from paceline.errors import ConfigError, UnsupportedModelError
 from paceline.model.backends.base import BACKENDS, NATIVE, REFERENCE, Backend, Ranks
-from paceline.model.backends.native.adopt import adopt
 from paceline.model.backends.native.library import instructions
+from paceline.model.backends.native.use import use_kernels
 from paceline.model.backends.reference.attention import paged_attention
 from paceline.model.backends.reference.lean import LeanModel
-from paceline.model.backends.reference.prepack import quicken
+from paceline.model.backends.reference.prepack import optimise
 from paceline.model.gguf import gguf_file
 from paceline.model.kept import FileStamp, stamps_of
 from paceline.model.paged.cache import LayerShape, PagedCache
@@ -79,8 +79,8 @@ class CausalModel:
         self.patterns: tuple[Pattern, ...] = ()
         self.cache_shapes: list[LayerShape] = []
         self._attention_modules: list[torch.nn.Module] = []
-        self.lean: LeanModel | None = None  # set by quicken(): a shorter way to the same logits
-        self.native: Backend | None = None  # set by adopt(): kernels that do the whole forward
+        self.lean: LeanModel | None = None  # set by optimise(): a shorter way to the same logits
+        self.native: Backend | None = None  # set by use_kernels(): they do the whole forward
         self.refused: str | None = None  # why the kernels do not run this model
         self.offload: str | None = None  # where layers stay that the device does not hold
         self.asked = "auto"  # the backend that was asked for, for what comes with the model
@@ -140,12 +140,12 @@ class CausalModel:
         model = cls._load(name_or_path, number or dtype, place, check_values, quantize, backend)
         if not quick:
             return model
-        model = model.quickened()
+        model = model.optimised()
         if model.native is None and number != torchs and torchs is not None:
             refused = model.refused
             del model  # once more, in what torch is fast with; never two at a time
             more = place, check_values, quantize, REFERENCE
-            model = cls._load(name_or_path, torchs, *more).quickened()
+            model = cls._load(name_or_path, torchs, *more).optimised()
             model.asked, model.refused = backend, refused
         return model
 
@@ -175,17 +175,17 @@ class CausalModel:
         model.asked, model.checkpoint = backend, checkpoint
         return model
 
-    def quickened(self) -> CausalModel:
+    def optimised(self) -> CausalModel:
         """Itself, laid out for speed on the backend that was asked for."""
         if self.asked == REFERENCE:
             self.refused = "asked for"
         elif self.asked == "auto" and self.device.type != "cpu":
             self.refused = f"the device is {self.device}"
-        if self.refused is None and adopt(self):
+        if self.refused is None and use_kernels(self):
             return self
         if self.asked == "auto" and gguf_file(self.name) and dequantise(self.hf):
             say(f"{self.name} is dequantised: only the native kernels are fast with its blocks")
-        return quicken(self)
+        return optimise(self)
 
     @property
     def backend(self) -> str:

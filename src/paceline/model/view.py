@@ -162,10 +162,10 @@ def _without(model: CausalModel, skipped: frozenset[int], tuples: set[int]) -> A
 def _replaced(module: Any, path: Sequence[str], new: Any) -> Any:
     """A copy of a module that differs in one descendant; all the others are shared."""
     name, *rest = path
-    twin = copy.copy(module)
-    twin._modules = dict(module._modules)
-    twin._modules[name] = _replaced(twin._modules[name], rest, new) if rest else new
-    return twin
+    copied = copy.copy(module)
+    copied._modules = dict(module._modules)
+    copied._modules[name] = _replaced(copied._modules[name], rest, new) if rest else new
+    return copied
 
 
 def _passing(layer: Any, in_tuple: bool) -> Any:
@@ -175,6 +175,6 @@ def _passing(layer: Any, in_tuple: bool) -> Any:
         hidden = args[0] if args else kwargs["hidden_states"]
         return (hidden,) if in_tuple else hidden
 
-    twin = copy.copy(layer)
-    twin.forward = forward
-    return twin
+    copied = copy.copy(layer)
+    copied.forward = forward
+    return copied

@@ -118,12 +118,12 @@ class SharedForward:
             with self.team.together():
                 self.team.group.tell(GatherOrder(side))
                 found = whole_parameters(module)
-            twin = copy.copy(module)
-            twin.__dict__.pop("forward", None)  # the one that sums over ranks
-            twin._parameters = {
+            copied = copy.copy(module)
+            copied.__dict__.pop("forward", None)  # the one that sums over ranks
+            copied._parameters = {
                 key: nn.Parameter(value, requires_grad=False) for key, value in found.items()
             }
-            self._whole[side] = twin
+            self._whole[side] = copied
         return self._whole[side]
 
     def free_memory(self) -> int:

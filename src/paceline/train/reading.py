@@ -39,7 +39,7 @@ class NativeReader:
     def of(cls, target: Any, name: str) -> NativeReader | None:
         """Of a transformers module, which stays as it is; None where the kernels do not run it."""
         try:
-            model = CausalModel(copy.deepcopy(target), name).quickened()
+            model = CausalModel(copy.deepcopy(target), name).optimised()
         except UnsupportedModelError:  # it can be trained for, if not be decoded with
             return None
         return None if model.native is None else cls(model)

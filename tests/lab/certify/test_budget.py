@@ -79,7 +79,7 @@ def test_too_little_certifies_nothing(llm: LLM, prompts: Named, seconds: float, 
     assert not certificate.lossless and not certificate.problems and not certificate.enough
     assert certificate.verdict.startswith("NOT ENOUGH: "), certificate.verdict
     assert lack in certificate.verdict
-    assert "bought" in certificate.verdict
+    assert "completed" in certificate.verdict
     assert report_of(certificate, str)
 
 
@@ -125,7 +125,7 @@ def test_no_whole_place_and_no_rule_certify_nothing(llm: LLM, prompts: Named) ->
     assert "0 places have all their samples, and it takes 1" in certifier.certificate().verdict
     certifier.evidence.places.clear()
     certificate = certifier.certificate()
-    assert certificate.bought.samples == 0
+    assert certificate.completed.samples == 0
     assert certificate.verdict.startswith("NOT ENOUGH: ") and not certificate.lossless
 
 
@@ -142,7 +142,7 @@ def test_enough_is_certified_and_says_what_it_could_have_seen(llm: LLM, prompts:
     assert 0 < record["smallest_bias"] <= 0.25
     last = report_of(certificate, str).sections[-1]
     lines = [block.text for block in last.blocks]  # type: ignore[union-attr]
-    assert any("1 of 2 places" in text and "smallest bias" in text for text in lines)
+    assert any("1 of 2 prefixes" in text and "smallest bias" in text for text in lines)
     assert any("--continue goes on" in text for text in lines)
 
 
@@ -159,8 +159,8 @@ def test_without_an_end_everything_is_looked_at(llm: LLM, prompts: Named) -> Non
     assert len(said) == certifier.pieces
     certificate = certifier.certificate()
     assert certificate.complete and certificate.lossless
-    assert certificate.bought.texts == certificate.bought.texts_wanted == 2
-    assert certificate.bought.samples == 2 * 600
+    assert certificate.completed.texts == certificate.completed.texts_wanted == 2
+    assert certificate.completed.samples == 2 * 600
 
 
 # -- going on -------------------------------------------------------------------------------------
@@ -183,7 +183,7 @@ def test_a_later_run_adds_what_is_missing_and_repeats_nothing(llm: LLM, prompts:
     certificate = second.certificate()
     assert certificate.lossless and certificate.complete
     assert certificate.alpha == level / 2  # whoever looks again has less to spend
-    assert certificate.bought.looks == 2
+    assert certificate.completed.looks == 2
     every = said + more
     for kind in ("plain decoding", "draft length 1", "draft length 2, alone", "mixed batch"):
         assert sum(kind in what for what in every) == 4, kind  # two texts, greedy and seeded
@@ -198,8 +198,8 @@ def test_where_all_was_there_as_much_again_is_wanted(llm: LLM, prompts: Named) -
     second = Certifier(llm, prompts, None, effort, evidence=through_a_file(first.evidence))
     second.run()
     after = second.certificate()
-    assert (before.bought.texts, after.bought.texts) == (1, 2)
-    assert (before.bought.samples, after.bought.samples) == (200, 400)
+    assert (before.completed.texts, after.completed.texts) == (1, 2)
+    assert (before.completed.samples, after.completed.samples) == (200, 400)
     assert after.smallest_bias < before.smallest_bias
     assert all(b.tokens == 2 * a.tokens for a, b in zip(before.texts, after.texts, strict=True))
     (place,) = second.evidence.places

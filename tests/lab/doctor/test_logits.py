@@ -173,7 +173,7 @@ def test_rotations_that_end_early(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @needs_kernels
 def test_kernels_that_are_off(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Tables of theirs that end early, as if what is tried at adoption had not seen it."""
+    """Tables of theirs that end early, as if what is tried when it is loaded had not seen it."""
     made = opened.Ropes._made
 
     def clamped(self: Any, length: int) -> list[torch.Tensor]:
@@ -183,7 +183,7 @@ def test_kernels_that_are_off(monkeypatch: pytest.MonkeyPatch) -> None:
         return tables
 
     monkeypatch.setattr(opened.Ropes, "_made", clamped)
-    monkeypatch.setattr("paceline.model.backends.native.adopt._difference", lambda *_: 0.0)
+    monkeypatch.setattr("paceline.model.backends.native.use._difference", lambda *_: 0.0)
     found = check_logits("paceline/tiny")
     assert found.code == "logits-differ", found.found
     assert found.found.startswith("on the native kernels the logits of position")

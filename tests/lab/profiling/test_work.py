@@ -7,9 +7,9 @@ import torch
 
 from paceline.core.tree import chain_parents
 from paceline.lab.profiling.work import LARGE, Work, WorkCounter
-from paceline.model.backends.native.adopt import adopt
 from paceline.model.backends.native.model import NativeModel
-from paceline.model.backends.reference.prepack import quicken
+from paceline.model.backends.native.use import use_kernels
+from paceline.model.backends.reference.prepack import optimise
 from paceline.model.paged.cache import Feed, PagedCache
 from paceline.model.target import CausalModel
 from support.engine_models import VOCAB, adapted
@@ -39,9 +39,9 @@ def test_a_forward(how: str) -> None:
     model = adapted()
     native, coded = how.startswith("native"), "int8" in how
     if native:
-        assert adopt(model)
+        assert use_kernels(model)
     elif how == "prepacked":
-        quicken(model)
+        optimise(model)
     work = forward_of(model, coded)
     assert work.weight_elements == WEIGHTS
     assert work.weight_bytes >= 4 * WEIGHTS  # packed ones are padded
@@ -60,7 +60,7 @@ def test_a_forward(how: str) -> None:
 @torch.inference_mode()
 def test_a_view_reads_none_of_the_layers_that_it_skips() -> None:
     model = adapted()
-    assert adopt(model) and isinstance(model.native, NativeModel)
+    assert use_kernels(model) and isinstance(model.native, NativeModel)
     whole = forward_of(model)
     model.native = model.native.without(frozenset({0}))
     work = forward_of(model)

@@ -12,7 +12,7 @@ import transformers
 
 from paceline.core.batch import Batch, Span
 from paceline.model.backends.reference.norms import as_rms_norm
-from paceline.model.backends.reference.prepack import prepack_modules, quicken
+from paceline.model.backends.reference.prepack import optimise, prepack_modules
 from paceline.model.backends.reference.products import MergedPart, PrepackedLinear, can_prepack
 from paceline.model.backends.reference.recognise import is_llama_shaped, relative_error
 from paceline.model.paged.cache import PagedCache
@@ -111,7 +111,7 @@ def logits_of(model: CausalModel, features: tuple[int, ...] = ()) -> Any:
 def test_lean_forward_equals_the_module_in_float32(kind: str) -> None:
     model = CausalModel(build(kind, torch.float32), kind)
     wanted, wanted_features = logits_of(model, (0, 1, 3))
-    quicken(model)
+    optimise(model)
     assert model.lean is not None
     got, features = logits_of(model, (0, 1, 3))
     torch.testing.assert_close(got, wanted, rtol=1e-4, atol=1e-4)
@@ -126,7 +126,7 @@ def test_packed_bf16_is_as_close_to_float32_as_the_module(kind: str) -> None:
     exact = CausalModel(build(kind, torch.bfloat16).float(), kind)
     truth, _ = logits_of(exact)
     plain, _ = logits_of(model)
-    quicken(model)
+    optimise(model)
     assert (model.lean is not None) == (kind in LLAMA_SHAPED)
     prepacked, _ = logits_of(model)
     assert relative_error(prepacked, truth) < 1.5 * relative_error(plain, truth) + 2e-3
@@ -140,7 +140,7 @@ def test_packed_bf16_is_as_close_to_float32_as_the_module(kind: str) -> None:
 def test_features_of_a_packed_model(kind: str) -> None:
     model = CausalModel(build(kind, torch.bfloat16), kind)
     _, wanted = logits_of(model, (0, 2, 3))
-    quicken(model)
+    optimise(model)
     _, features = logits_of(model, (0, 2, 3))
     for feature, expected in zip(features, wanted, strict=True):
         assert relative_error(feature, expected) < 0.05
@@ -166,7 +166,7 @@ def test_a_difference_in_one_layer_or_at_the_ends_is_seen() -> None:
 @pytest.mark.parametrize("kind", ["llama-bias", "qwen3"])
 def test_padding_rows_changes_nothing(kind: str) -> None:
     model = CausalModel(build(kind, torch.float32), kind)
-    quicken(model)
+    optimise(model)
     assert model.lean is not None and model.lean.least_rows == 1  # small: stays in the caches
     wanted, wanted_features = logits_of(model, (0, 2, 3))
     model.lean = replace(model.lean, least_rows=9)  # the step has 5 rows, of which 4 have logits
@@ -217,10 +217,10 @@ def test_weights_are_freed_one_by_one_not_at_the_end(monkeypatch: pytest.MonkeyP
 @needs_bf16
 def test_packing_twice_changes_nothing() -> None:
     model = CausalModel(build("qwen2", torch.bfloat16), "qwen2")
-    quicken(model)
+    optimise(model)
     lean = model.lean
     wanted, _ = logits_of(model)
-    quicken(model)
+    optimise(model)
     assert prepack_modules(model.hf) == 0
     assert model.lean is lean
     assert torch.equal(logits_of(model)[0], wanted)
@@ -235,7 +235,7 @@ def test_float16_is_not_packed() -> None:
 def test_the_lean_forward_of_plain_weights_stores_none_twice() -> None:
     model = CausalModel(build("llama", torch.float16), "llama")
     wanted, _ = logits_of(model)
-    quicken(model)
+    optimise(model)
     assert model.lean is not None
     assert relative_error(logits_of(model)[0], wanted) < 0.01
     mlp = model.hf.model.layers[0].mlp

@@ -384,7 +384,7 @@ def test_tensors_of_a_library_are_left_to_it(plain_folder: Path) -> None:
     module = load_module(str(plain_folder), "float32", "cpu")
     layer = module.get_submodule(LAYER)
     layer.weight = torch.nn.Parameter(layer.weight.detach().as_subclass(Foreign), False)
-    model = CausalModel(module, "some model").quickened()
+    model = CausalModel(module, "some model").optimised()
     assert model.backend == "reference"
     assert type(model.hf.get_submodule(LAYER).weight) is Foreign
 

@@ -15,6 +15,7 @@ from paceline.core.batch import Batch, Span
 from paceline.draft.heads.eagle_head import EagleHead
 from paceline.draft.heads.medusa_head import MedusaHeads, spread
 from paceline.model.backends.native.adapter import BatchArrays, CachePointers
+from paceline.model.backends.native.counters import NativeWork, count_work, traced
 from paceline.model.backends.native.growth import NativeGrowth
 from paceline.model.backends.native.library import (
     DTYPES,
@@ -29,7 +30,6 @@ from paceline.model.backends.native.library import (
 from paceline.model.backends.native.model import NativeModel, Packing
 from paceline.model.backends.native.opened import Opened, Ropes
 from paceline.model.backends.native.packing import pack_children
-from paceline.model.backends.native.witness import NativeWork, tell, traced
 from paceline.model.paged.cache import PagedCache
 from paceline.model.paged.pieces import KeyValueStore
 
@@ -98,7 +98,7 @@ class NativeEagle:
         arrays.turn(self._ropes.reach(arrays.longest))
         with traced("eagle"):
             check(library().pl_forward(self._opened.handle, arrays.struct))
-        tell(lambda: self._work(batch.spans, cache, wanted))
+        count_work(lambda: self._work(batch.spans, cache, wanted))
         return outputs, logits
 
     def _work(self, spans: Sequence[Span], cache: KeyValueStore, wanted: int) -> NativeWork:
@@ -145,7 +145,7 @@ class NativeMedusa:
         places = rows.data_ptr(), *sizes, logits.data_ptr(), torch.get_num_threads()
         with traced("medusa"):
             check(library().pl_medusa_logits(self._struct, *places))
-        tell(lambda: self._work(*sizes))
+        count_work(lambda: self._work(*sizes))
         return spread(logits, self._token_map, self._config)
 
     def _work(self, rows: int, count: int) -> NativeWork:

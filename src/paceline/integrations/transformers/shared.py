@@ -170,4 +170,4 @@ def _target(model: Any, backend: str) -> CausalModel:
     module.set_attn_implementation(ATTENTION)
     target = CausalModel(module, str(model.name_or_path) or kind)
     target.asked = backend
-    return target.quickened()
+    return target.optimised()

@@ -124,10 +124,10 @@ class CertifySpending:
         """For people."""
         parts = [f"{self.texts} of {self.texts_wanted} texts of {self.tokens} tokens"]
         if self.places_wanted:
-            parts.append(f"{self.places} of {self.places_wanted} places")
+            parts.append(f"{self.places} of {self.places_wanted} prefixes")
             parts.append(f"{self.samples} of {self.samples_wanted} samples")
         runs = "" if self.looks == 1 else f" in {self.looks} runs"
-        return f"{self.spent:.0f} s{runs} bought {', '.join(parts)}"
+        return f"{self.spent:.0f} s{runs} completed {', '.join(parts)}"
 
 
 @dataclass(frozen=True)
@@ -178,7 +178,7 @@ class Certificate:
 
     ``texts``: token-for-token comparisons. ``distributions``: tests of them, together at the level
     ``alpha``. ``exact``: enumerations. ``notes``: what was left out, and why. ``interrupted``: by
-    Ctrl-C. ``bought``: how much was looked at.
+    Ctrl-C. ``completed``: how much was looked at.
     """
 
     target: str
@@ -193,17 +193,17 @@ class Certificate:
     problems: tuple[Problem, ...]
     notes: tuple[str, ...]
     interrupted: bool
-    bought: CertifySpending
+    completed: CertifySpending
 
     @property
     def complete(self) -> bool:
         """Whether all was looked at that was wanted."""
-        return not self.interrupted and not self.bought.missing
+        return not self.interrupted and not self.completed.missing
 
     @property
     def enough(self) -> bool:
         """Whether what was looked at can certify anything."""
-        return not self.interrupted and not self.bought.lacks
+        return not self.interrupted and not self.completed.lacks
 
     @property
     def lossless(self) -> bool:
@@ -227,10 +227,9 @@ class Certificate:
         if self.interrupted:
             return "NOT CERTIFIED: interrupted; nothing was found in what was looked at"
         if not self.enough:
-            lacks = "; ".join(self.bought.lacks)
-            return (
-                f"NOT ENOUGH: {lacks}. {self.bought.line}; nothing was found in what was looked at"
-            )
+            lacks = "; ".join(self.completed.lacks)
+            nothing = "nothing was found in what was looked at"
+            return f"NOT ENOUGH: {lacks}. {self.completed.line}; {nothing}"
         parts = []
         if self.texts:
             tokens = sum(check.tokens for check in self.texts)
@@ -240,7 +239,7 @@ class Certificate:
             parts.append(
                 f"no bias in {len(self.distributions)} distribution tests, which see {bias} or more"
             )
-        if not self.bought.places_wanted:
+        if not self.completed.places_wanted:
             parts.append("greedy decoding only, no samples were drawn")
         if self.exact:
             worst = max(check.distance for check in self.exact)
@@ -260,7 +259,7 @@ class Certificate:
         about = ("target", "draft", "dtype", "backend", "alpha")
         return {
             **{name: getattr(self, name) for name in (*judged, *about)},
-            "budget": asdict(self.bought),
+            "budget": asdict(self.completed),
             "power": POWER,
             "problems": [asdict(problem) for problem in self.problems],
             "texts": [record_of(check, TEXT_COLUMNS) for check in self.texts],

@@ -255,7 +255,7 @@ class Certifier:
             problems=tuple(dict.fromkeys(problems)),
             notes=tuple(dict.fromkeys(self._notes(judged))),
             interrupted=not self._ended,
-            bought=self._bought(missing, self._lacks(results, idle)),
+            completed=self._completed(missing, self._lacks(results, idle)),
         )
 
     def _results(self) -> list[Judged]:
@@ -306,7 +306,7 @@ class Certifier:
         certain = [place.name for place in judged if not place.tests]
         return notes + [f"{name}: the target is certain there; nothing to test" for name in certain]
 
-    def _bought(self, missing: Sequence[str], lacks: Sequence[str]) -> CertifySpending:
+    def _completed(self, missing: Sequence[str], lacks: Sequence[str]) -> CertifySpending:
         places = self.evidence.places
         full = sum(len(place.drawn) >= self.samples for place in places)
         return CertifySpending(

@@ -40,20 +40,20 @@ def report_of(certificate: Certificate, spell: Callable[[int], str]) -> Report:
     lines: list[Block] = [Text(note) for note in certificate.notes]
     more = certificate.problems[1:]
     lines += [Text(f"{item.part}: {item.what}", warning=True) for item in more]
-    lines.append(Text(_bought(certificate)))
+    lines.append(Text(_completed(certificate)))
     lines.append(Text(certificate.verdict, warning=not certificate.lossless))
     report.add("Verdict", *lines)
     return report
 
 
-def _bought(certificate: Certificate) -> str:
+def _completed(certificate: Certificate) -> str:
     """What the time was spent on, and how to see more."""
-    bought = certificate.bought
-    line = f"{bought.line}."
+    completed = certificate.completed
+    line = f"{completed.line}."
     if certificate.distributions:
         line += f" The smallest bias that it could have seen is {certificate.smallest_bias:.1%}."
-    if bought.missing:
-        line += f" Not looked at: {', '.join(bought.missing)}. --continue goes on."
+    if completed.missing:
+        line += f" Not looked at: {', '.join(completed.missing)}. --continue goes on."
     return line
 
 

@@ -234,11 +234,11 @@ def _of_library(module: Any, sequences: Sequence[_Sequence]) -> list[torch.Tenso
 def _adapted(module: Any, name: str, backend: str) -> CausalModel:
     """The same weights as engines take them. Raises UnsupportedModelError."""
     weights: dict[int, Any] = {id(t): t for t in (*module.parameters(), *module.buffers())}
-    twin = copy.deepcopy(module, weights)
-    twin.set_attn_implementation(ATTENTION)
-    model = CausalModel(twin, name)
+    copied = copy.deepcopy(module, weights)
+    copied.set_attn_implementation(ATTENTION)
+    model = CausalModel(copied, name)
     model.asked = backend
-    return model.quickened()
+    return model.optimised()
 
 
 @torch.inference_mode()

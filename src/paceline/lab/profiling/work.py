@@ -18,7 +18,7 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from paceline.model.backends.native.witness import OPERATOR, NativeWork, witnessed
+from paceline.model.backends.native.counters import OPERATOR, NativeWork, counted
 
 LARGE = 256 * 2**10  # bytes; half of the smallest second-level cache of present servers
 
@@ -100,7 +100,7 @@ class WorkCounter(TorchDispatchMode):  # type: ignore[no-untyped-call]
     @contextmanager
     def phase(self, name: str) -> Iterator[None]:
         if name == "step":
-            with self, witnessed(self._native):
+            with self, counted(self._native):
                 yield
             return
         before, self._phase = self._phase, name

@@ -73,7 +73,7 @@ class TuningOutcome:
     rounds: int = 0  # of the confirmation that are wanted, and the prompts of each
     size: int = 0
     spent: float = 0.0  # seconds, in all runs
-    bought: TuneSpending | None = None
+    completed: TuneSpending | None = None
 
     @classmethod
     def start(cls, options: TuneOptions, llm: LLM) -> TuningOutcome:
@@ -164,7 +164,7 @@ class _Tuning:
                 self._other_temperature()
         finally:
             outcome.spent = before + self.budget.spent
-            outcome.bought = self._bought()
+            outcome.completed = self._completed()
 
     def _check_default(self) -> None:
         """It is composed for this target; one that does not load here is left out."""
@@ -306,7 +306,7 @@ class _Tuning:
         if run.levels.reached:
             self.outcome.at_other = (other, run.levels.acceptance)
 
-    def _bought(self) -> TuneSpending:
+    def _completed(self) -> TuneSpending:
         outcome = self.outcome
         return TuneSpending(
             seconds=self.budget.seconds,

@@ -180,8 +180,8 @@ def report_of(outcome: TuningOutcome) -> Report:
     advice = advise(outcome)
     if advice:
         report.add("Why", table_of(advice, _ADVICE))
-    bought = [] if outcome.bought is None else [Text(outcome.bought.line)]
-    report.add("Choice", Text(decision(outcome), warning=outcome.chosen is None), *bought)
+    completed = [] if outcome.completed is None else [Text(outcome.completed.line)]
+    report.add("Choice", Text(decision(outcome), warning=outcome.chosen is None), *completed)
     if found:
         report.add("Pictures", *_figures(outcome, options.concurrency))
     return report
@@ -243,7 +243,7 @@ def record_of(outcome: TuningOutcome) -> dict[str, Any]:
             columns.record_of(result, _confirmed(outcome)) for result in outcome.results
         ],
         "advice": [asdict(item) for item in advise(outcome)],
-        "budget": None if outcome.bought is None else asdict(outcome.bought),
+        "budget": None if outcome.completed is None else asdict(outcome.completed),
         "left_out": [{"what": what, "why": why} for what, why in outcome.left_out],
     }
 

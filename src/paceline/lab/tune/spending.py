@@ -48,8 +48,8 @@ class TuneSpending:
     def line(self) -> str:
         rounds = f"{self.rounds} of {self.rounds_wanted} rounds of {self.prompts_a_round} prompts"
         line = (
-            f"{self.spent:.0f} s bought {self.candidates} of {self.candidates_wanted} drafters and "
-            f"{rounds}."
+            f"{self.spent:.0f} s completed {self.candidates} of {self.candidates_wanted} "
+            f"drafters and {rounds}."
         )
         if self.not_tried:
             line += f" Not tried: {', '.join(self.not_tried)}."

@@ -24,9 +24,9 @@ from paceline.core.noise import splitmix64
 from paceline.core.params import SamplingParams
 from paceline.core.tree import chain_parents
 from paceline.model.backends.native.adapter import BatchArrays, CachePointers
+from paceline.model.backends.native.counters import NativeWork, count_work, traced
 from paceline.model.backends.native.library import CGrowth, CTree, check, library
 from paceline.model.backends.native.opened import Opened, Ropes
-from paceline.model.backends.native.witness import NativeWork, tell, traced
 from paceline.model.paged.pieces import KeyValueStore
 
 _ALL = 1 << 30  # more than any vocabulary has
@@ -175,7 +175,7 @@ class NativeGrowth:
         with traced(self._name):
             check(library().pl_grow(self._opened.handle, growth))
         for spans, rows in _runs(first, wanted, room.counts.tolist(), logits.shape[1]):
-            tell(partial(self._work, spans, cache, rows))
+            count_work(partial(self._work, spans, cache, rows))
         return room.trees()
 
 

@@ -13,6 +13,7 @@ from paceline.core.batch import Batch, ModelOutput, Span
 from paceline.core.memory import trim
 from paceline.model.backends.base import NATIVE
 from paceline.model.backends.native.adapter import BatchArrays, CachePointers, skipped_flags
+from paceline.model.backends.native.counters import NativeWork, count_work, traced
 from paceline.model.backends.native.growth import NativeGrowth
 from paceline.model.backends.native.library import (
     DTYPES,
@@ -32,7 +33,6 @@ from paceline.model.backends.native.packing import (
     pack_children,
 )
 from paceline.model.backends.native.recognise import GATED, PROJECTIONS, DecoderShape
-from paceline.model.backends.native.witness import NativeWork, tell, traced
 from paceline.model.backends.reference.norms import RMSNorm
 from paceline.model.paged.pieces import KeyValueStore
 
@@ -237,7 +237,7 @@ class NativeModel:
         arrays.turn(self._ropes.reach(arrays.longest))
         with traced("forward"):
             check(library().pl_forward(self._opened.handle, arrays.struct))
-        tell(lambda: self._work(batch.spans, cache, wanted))
+        count_work(lambda: self._work(batch.spans, cache, wanted))
         found = {layer: kept[layer] for layer in features}
         return ModelOutput(_LEFT_OUT if given is None else given, found, greedy[:])
 

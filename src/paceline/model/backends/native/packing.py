@@ -11,6 +11,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
+from paceline.model.backends.native.counters import NativeWork, WeightRead, count_work
 from paceline.model.backends.native.library import (
     DTYPES,
     GATE,
@@ -27,7 +28,6 @@ from paceline.model.backends.native.library import (
     library,
 )
 from paceline.model.backends.native.pages import zeros
-from paceline.model.backends.native.witness import NativeWork, WeightRead, tell
 from paceline.model.quantised.weights import (
     ROW_GROUP,
     QuantisedLinear,
@@ -167,7 +167,7 @@ class Packed:
                 torch.get_num_threads(),
             )
         )
-        tell(lambda: NativeWork((self.read(rows.shape[0]),)))
+        count_work(lambda: NativeWork((self.read(rows.shape[0]),)))
         return out.view(*x.shape[:-1], self.outputs)
 
 

@@ -4,7 +4,7 @@ Llama-shaped ones are found as the reference backend finds them, by structure an
 of their layers. Of Gemma, whose layers have two more norms, and of Mixtral, whose layers have
 experts, the classes are known. No field of the configuration may be set that is not known (see
 fields.py), and whatever is recognised must also give the reference's logits before it is used
-(see adopt.py).
+(see use.py).
 """
 
 from __future__ import annotations

@@ -79,7 +79,7 @@ def as_rms_norm(module: nn.Module) -> RMSNorm | None:
     return None
 
 
-def quicken_norms(root: nn.Module) -> int:
+def optimise_norms(root: nn.Module) -> int:
     """Give every module that computes an RMS norm the short forward; returns how many."""
     count = 0
     for module in root.modules():
@@ -92,7 +92,7 @@ def quicken_norms(root: nn.Module) -> int:
 
 
 def slow_norm(module: nn.Module) -> None:
-    """Give a module that ``quicken_norms`` changed its own forward back."""
+    """Give a module that ``optimise_norms`` changed its own forward back."""
     forward = vars(module).get("forward")
     if isinstance(forward, partial) and forward.func is RMSNorm.__call__:
         del module.forward

@@ -18,7 +18,7 @@ from torch import nn
 from paceline.core.memory import trim
 from paceline.model.backends.fields import unknown_field
 from paceline.model.backends.reference.lean import LeanModel
-from paceline.model.backends.reference.norms import quicken_norms
+from paceline.model.backends.reference.norms import optimise_norms
 from paceline.model.backends.reference.products import (
     MergedLinear,
     MergedPart,
@@ -63,7 +63,7 @@ def prepack_modules(hf: nn.Module) -> int:
             held = 0
     if count:
         trim()
-        quicken_norms(hf)
+        optimise_norms(hf)
     return count
 
 
@@ -95,7 +95,7 @@ def _prepack_children(parent: nn.Module) -> Iterator[int]:
 
 
 @torch.inference_mode()
-def quicken(model: AnyModel) -> AnyModel:
+def optimise(model: AnyModel) -> AnyModel:
     """Make a loaded model quick, in place; returns the same model. A second call does nothing.
 
     If the lean forward's logits differ from the module's by more than rounding, the module's

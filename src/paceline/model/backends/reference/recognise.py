@@ -121,30 +121,30 @@ def _signature(layer: Any) -> tuple[object, ...]:
 def _layer_agrees(layer: Any, rotary_emb: Any, length: int) -> bool:
     """Whether the lean layer computes what the module does, in float32 and to rounding, all over a
     context of ``length`` positions."""
-    twin = copy.deepcopy(layer).float()
-    for parent in (twin.self_attn, twin.mlp):
+    copied = copy.deepcopy(layer).float()
+    for parent in (copied.self_attn, copied.mlp):
         for name, child in list(parent.named_children()):
             if isinstance(child, QuantisedLinear):
                 setattr(parent, name, child.plain())
     # The copy has its own config, so this does not touch the model's attention.
-    twin.self_attn.config = copy.deepcopy(layer.self_attn.config)
-    twin.self_attn.config._attn_implementation = "eager"
-    device = twin.self_attn.q_proj.weight.device
+    copied.self_attn.config = copy.deepcopy(layer.self_attn.config)
+    copied.self_attn.config._attn_implementation = "eager"
+    device = copied.self_attn.q_proj.weight.device
     places = [3, 4, 5, 17, length // 2, length // 2 + 1, length - 2, length - 1]
     rows = len(places)
     generator = torch.Generator().manual_seed(0)
-    x = torch.randn(rows, twin.self_attn.q_proj.in_features, generator=generator).to(device)
+    x = torch.randn(rows, copied.self_attn.q_proj.in_features, generator=generator).to(device)
     positions = torch.tensor(places, device=device).clamp(0, length - 1)
     cos, sin = rotary_emb(x, positions[None])
     mask = torch.full((rows, rows), float("-inf"), device=device).triu_(1)
-    wanted = twin(
+    wanted = copied(
         x[None],
         attention_mask=mask[None, None],
         position_embeddings=(cos, sin),
         position_ids=positions[None],
     )
     wanted = wanted[0] if isinstance(wanted, tuple) else wanted
-    lean = _lean_layer(twin)
+    lean = _lean_layer(copied)
     if lean is None or cos.shape[-1] != lean.head_dim:
         return False
 

@@ -20,8 +20,8 @@ from paceline.model.paged.masks import Pattern
 from paceline.stages import warn
 
 
-class Adoptable(Tried, Protocol):
-    """A model as ``CausalModel`` adapts it: what adopting asks of it and sets in it."""
+class Usable(Tried, Protocol):
+    """A model as ``CausalModel`` adapts it: what using asks of it and sets in it."""
 
     name: str
     patterns: tuple[Pattern, ...]
@@ -30,7 +30,7 @@ class Adoptable(Tried, Protocol):
 
 
 @torch.inference_mode()
-def adopt(model: Adoptable) -> bool:
+def use_kernels(model: Usable) -> bool:
     """Run the model's forwards natively from now on, if that can be; says why where it cannot.
 
     To be asked before anything else lays out the weights.
@@ -41,8 +41,8 @@ def adopt(model: Adoptable) -> bool:
     return model.refused is None
 
 
-def _refusal(model: Adoptable) -> str | None:
-    """Adopt the model, or say in a few words why not."""
+def _refusal(model: Usable) -> str | None:
+    """Run the model by the kernels, or say in a few words why not."""
     try:
         library()
     except NativeUnavailableError as error:
@@ -61,7 +61,7 @@ def _refusal(model: Adoptable) -> str | None:
     return f"the kernels' logits are {apart:.0%} off"
 
 
-def _limit(model: Adoptable) -> float:
+def _limit(model: Usable) -> float:
     """How far apart logits may be. What is rounded otherwise may turn a whole code of quantised
     activations, and that all that follows: of 8 bits, in bf16 and in float32 (SmolLM2 in 4 bits: by
     4 %); of 16 bits, in bf16."""

@@ -55,18 +55,18 @@ class NativeWork:
 
 
 OPERATOR = "paceline_native::"  # and its name, in traces
-Witness = Callable[[NativeWork], None]
-_witnesses: list[Witness] = []
+WorkListener = Callable[[NativeWork], None]
+_listeners: list[WorkListener] = []
 
 
 @contextmanager
-def witnessed(by: Witness) -> Iterator[None]:
+def counted(by: WorkListener) -> Iterator[None]:
     """Tell ``by`` of every call made meanwhile."""
-    _witnesses.append(by)
+    _listeners.append(by)
     try:
         yield
     finally:
-        _witnesses.remove(by)
+        _listeners.remove(by)
 
 
 def traced(name: str) -> AbstractContextManager[Any]:
@@ -75,9 +75,9 @@ def traced(name: str) -> AbstractContextManager[Any]:
     return record_function(f"{OPERATOR}{name}") if recorded else nullcontext()
 
 
-def tell(work: Callable[[], NativeWork]) -> None:
+def count_work(work: Callable[[], NativeWork]) -> None:
     """Of a call that was made. ``work`` is asked only if somebody wants to know."""
-    if _witnesses:
+    if _listeners:
         done = work()
-        for witness in _witnesses:
-            witness(done)
+        for listener in _listeners:
+            listener(done)

@@ -1,9 +1,9 @@
 """A loaded model's own form in 8 or 4 bits, beside it: new are the rounded matrices alone.
 
     the model   embedding  norms  rotary tables | matrices as they were loaded
-    its twin        (the very same)             | matrices in 8 or 4 bits
+    its copy          (the very same)             | matrices in 8 or 4 bits
 
-Layers keep their numbers and their shapes, so the twin reads keys and values that the model wrote,
+Layers keep their numbers and their shapes, so the copy reads keys and values that the model wrote,
 in the model's own cache.
 """
 
@@ -35,7 +35,7 @@ from paceline.model.target import CausalModel
 from paceline.stages import stage, warn
 
 _TRIED = 64  # outputs of a matrix that are compared with the readable truth
-_TWINS: WeakKeyDictionary[CausalModel, dict[str, CausalModel]] = WeakKeyDictionary()
+_COPIES: WeakKeyDictionary[CausalModel, dict[str, CausalModel]] = WeakKeyDictionary()
 
 
 class _Original(nn.Linear):
@@ -70,22 +70,22 @@ class _Original(nn.Linear):
         return plain_linear(self.weight, self.bias)
 
 
-def quantised_twin(model: CausalModel, precision: str) -> CausalModel:
+def quantised_copy(model: CausalModel, precision: str) -> CausalModel:
     """``model`` in "int8" or "int4", on the backend that was asked for with it.
 
     It stays with the model. Raises ConfigError where that cannot be: not on a CPU, or no matrix
     that divides into groups.
     """
-    known = _TWINS.setdefault(model, {})
+    known = _COPIES.setdefault(model, {})
     if precision not in known:
         made = _packed(model, precision) if isinstance(model.native, NativeModel) else None
         known[precision] = made or _rounded(model, precision)
     return known[precision]
 
 
-def forget_twin(model: CausalModel, precision: str) -> None:
-    """Let go of the form made by ``quantised_twin``."""
-    _TWINS.get(model, {}).pop(precision, None)
+def forget_copy(model: CausalModel, precision: str) -> None:
+    """Let go of the form made by ``quantised_copy``."""
+    _COPIES.get(model, {}).pop(precision, None)
 
 
 def _rounded(model: CausalModel, precision: str) -> CausalModel:
@@ -97,9 +97,9 @@ def _rounded(model: CausalModel, precision: str) -> CausalModel:
     for parent, key, child in _children(hf):
         if isinstance(child, _Original):  # left as it was, for its shape
             setattr(parent, key, child.plain())
-    twin = CausalModel(hf, name)
-    twin.asked = model.asked
-    return twin.quickened()
+    copied = CausalModel(hf, name)
+    copied.asked = model.asked
+    return copied.optimised()
 
 
 def _without_groups(model: CausalModel, precision: str) -> ConfigError:
@@ -187,13 +187,13 @@ def _packed(model: CausalModel, precision: str) -> CausalModel | None:
     if not all(matrix.is_right(packed) for matrix, packed in forms.values()):
         warn(f"the kernels' products by {name} are wrong on this machine; they are left out")
         return None
-    twin = copy.copy(model)
-    twin.hf, twin.name = hf, name
+    copied = copy.copy(model)
+    copied.hf, copied.name = hf, name
     named = {module: name for name, module in model.hf.named_modules()}
-    twin._attention_modules = [hf.get_submodule(named[m]) for m in model._attention_modules]
-    twin._hooked = set()
-    twin.native = NativeModel(hf, model.native.decoder)
-    return twin
+    copied._attention_modules = [hf.get_submodule(named[m]) for m in model._attention_modules]
+    copied._hooked = set()
+    copied.native = NativeModel(hf, model.native.decoder)
+    return copied
 
 
 def _matrices(hf: Any, scheme: Scheme) -> list[_Matrix]:
@@ -218,13 +218,15 @@ def _beside(module: Any, stand_in: Callable[[Any], nn.Module]) -> Any:
     are elsewhere come to the device."""
     if _is_linear(module):
         return stand_in(module)
-    twin = copy.copy(module)
+    copied = copy.copy(module)
     # Tables of its own: parameters, hooks and children are looked up in them.
-    vars(twin).update({key: copy.copy(v) for key, v in vars(module).items() if isinstance(v, dict)})
-    twin._modules = {name: _beside(child, stand_in) for name, child in module._modules.items()}
-    settle(twin)
-    slow_norm(twin)
-    return twin
+    vars(copied).update(
+        {key: copy.copy(v) for key, v in vars(module).items() if isinstance(v, dict)}
+    )
+    copied._modules = {name: _beside(child, stand_in) for name, child in module._modules.items()}
+    settle(copied)
+    slow_norm(copied)
+    return copied
 
 
 def _is_linear(module: Any) -> bool:
