@@ -140,10 +140,10 @@ def test_a_pull_is_offered_at_a_terminal(
     nothing_pulled: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Asked, and only there; the answer no leaves it at the error's advice."""
-    from paceline.cli import options, pull
+    from paceline.cli import options
 
     fetched: list[str] = []
-    monkeypatch.setattr(pull, "fetch", lambda name, quiet: fetched.append(name))
+    monkeypatch.setattr(options, "fetch", lambda name, quiet: fetched.append(name))
     asked: list[str] = []
 
     def confirm(question: str, **_: object) -> bool:

@@ -82,6 +82,14 @@ def test_a_draft_model_as_large_as_the_target_is_left_out(tmp_path: Path) -> Non
     assert members(replace(small, held=10 * size))[-1] == f"model:{target}-draft"
 
 
+def test_a_head_is_left_out_where_it_has_a_fifth_of_the_targets_bytes() -> None:
+    four = replace(LARGE, name="paceline/smollm2", bits=4, held=95 << 20)
+    assert members(four) == ["suffix", "ngram", "eagle3:paceline/smollm2-eagle3"]
+    four = replace(four, held=90 << 20)
+    assert members(four) == ["suffix", "ngram"]
+    assert "not eagle3:paceline/smollm2-eagle3: it has 21% of the target's" in compose(four).line()
+
+
 # -- what was trained for a target -----------------------------------------------------------------
 
 
@@ -161,6 +169,12 @@ def test_heads_of_other_formats_in_the_hubs_cache(hub: Path) -> None:
 # -- loaded ----------------------------------------------------------------------------------------
 
 
+@pytest.fixture
+def large_heads(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The heads of these tests are as large as their targets."""
+    monkeypatch.setattr(auto, "_DEAREST_HEAD", 9)
+
+
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A target with a head of its own beside it, and Medusa heads that are damaged."""
@@ -173,6 +187,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return target
 
 
+@pytest.mark.usefixtures("large_heads")
 def test_it_is_what_an_llm_drafts_with(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(auto, "_LEAST_BYTES", 0)
     llm = LLM(str(folder), **OPTIONS)
@@ -193,6 +208,7 @@ def test_it_is_what_an_llm_drafts_with(folder: Path, monkeypatch: pytest.MonkeyP
     assert (facts.drafters, facts.drafts) == (("auto",), (composed,))
 
 
+@pytest.mark.usefixtures("large_heads")
 def test_a_head_that_cannot_be_loaded_is_left_out(folder: Path, tmp_path: Path) -> None:
     other = write_tiny_model(tmp_path / "other", layers=1, seed=9)
     (other / "eagle3").symlink_to(folder / "eagle3")
@@ -201,6 +217,7 @@ def test_a_head_that_cannot_be_loaded_is_left_out(folder: Path, tmp_path: Path) 
     assert f"; not eagle3:{other}/eagle3: the EAGLE head {other}/eagle3" in llm.notes[-1]
 
 
+@pytest.mark.usefixtures("large_heads")
 @pytest.mark.parametrize(
     "how", [{"backend": "reference"}, {"backend": "reference", "offload": "disk"}]
 )
@@ -215,6 +232,7 @@ def test_elsewhere_the_head_takes_the_place_of_the_own_form(
     assert "not quantized:int4: it takes the native kernels" in llm.notes[-1]
 
 
+@pytest.mark.usefixtures("large_heads")
 def test_an_offloaded_target_whose_form_the_kernels_do_not_run(
     folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -235,6 +253,7 @@ def refusing(model: CausalModel) -> CausalModel:
     return model
 
 
+@pytest.mark.usefixtures("large_heads")
 def test_the_tools_name_it(folder: Path) -> None:
     (line,) = [f.found for f in examine(str(folder), "auto") if f.code == "draft-auto"]
     assert line.startswith(f"draft auto: suffix (free), ngram (free), eagle3:{folder}/eagle3")
