@@ -158,5 +158,18 @@ def test_other_steps_are_no_measure_of_plain_steps_in_a_row(kind: str) -> None:
     for _ in range(8):
         commits = [Commit(n, (1,), scheduled=scheduled) for n in range(batch)]
         control.observe(commits, 2 * (STEP + REST))
-    cost.measures(1)
+    cost.settles(1)
     assert cost.rest(1) < 1.03 * before
+
+
+def test_lookups_draft_while_plain_steps_are_measured() -> None:
+    """A repeated answer is not kept waiting for it; the head is."""
+    suffix, head = Sure("suffix", always(1.0)), Guesser("head", always(0.9), 0.3)
+    suffix.match = 32
+    machine = Machine(HybridDrafter([suffix, head], "cpu"))
+    machine.decode(8)
+    machine.controller.cost.cold.measuring = True
+    drafted = head.drafted
+    longest = 17 / ((STEP + REST + 16 * TOKEN) / (STEP + REST))
+    assert machine.decode(64, 1) / PLAIN > 0.6 * longest
+    assert head.drafted == drafted

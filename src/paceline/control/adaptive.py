@@ -78,7 +78,7 @@ class AdaptiveController(Controller):
         self._ids: list[int] = []
         self._choices: list[Decision] = []
         self._made: dict[int, DraftOption] = {}  # by sequence: what was decided on
-        self._explores = self._given = False
+        self._explores = self._given = self._measures = False
         self._seen: list[_Step] = []
         self._read: dict[int, dict[Hashable, int]] = {}  # tokens of a sequence, seen by a drafter
         self._joined: dict[int, int] = {}  # tokens that a sequence came with, and are prefilled
@@ -132,7 +132,9 @@ class AdaptiveController(Controller):
         none = cost.none(batch)
         self._choices = [Decision(0, None, NOT_ASKED)] * batch
         self._given = any(seq.params.draft_length is not None for seq in seqs)
-        hopeless = self._hopeless(seqs)
+        settles, wants_plain = cost.settles(batch), cost.wants_plain(batch)
+        self._measures = settles or wants_plain
+        hopeless = self._hopeless(seqs, settles)
         open_: list[int] = []  # places that are to be decided
         options: list[_Options] = []
         for place, seq in enumerate(seqs):
@@ -145,12 +147,11 @@ class AdaptiveController(Controller):
                 options.append((seq, own))
             else:
                 self._choices[place] = given_length(given, own)
-        measures = cost.measures(batch)
-        chosen = self._select(batch, options) if options and not measures else []
+        chosen = self._select(batch, options) if options and not wants_plain else []
         cost.compare(batch, chosen)
         self._made = {}
         for place, draft in zip(open_, chosen or [none] * len(open_), strict=True):
-            self._choices[place] = self._choice(draft, none, measures, options, offers, seqs[place])
+            self._choices[place] = self._choice(draft, none, offers, seqs[place])
             if draft.length:
                 self._made[ids[place]] = draft
         drafted = [draft for draft in chosen if draft.length]
@@ -163,8 +164,6 @@ class AdaptiveController(Controller):
         self,
         draft: DraftOption,
         none: DraftOption,
-        measures: bool,
-        options: Sequence[_Options],
         offers: Mapping[int, Offers],
         seq: SequenceState,
     ) -> Decision:
@@ -174,21 +173,22 @@ class AdaptiveController(Controller):
             return Decision(draft.length, draft.name, reason, speedup)
         names = self._members(seq)
         found = offers.get(seq.seq_id) or any(n not in self._lookups.drafters for n in names)
-        return Decision(
-            0, None, MEASURING if measures else NOT_WORTH_IT if found else NOTHING_FOUND
-        )
+        reason = MEASURING if self._measures else NOT_WORTH_IT if found else NOTHING_FOUND
+        return Decision(0, None, reason)
 
     def _holds(self, drafted: Sequence[DraftOption], same: bool) -> int:
         """Steps for which a decision stands, where no lookup finds anything: 1, 2, 4."""
         if not drafted:
-            return 1 if self.cost.measures(len(self._choices)) else _HOLD_PLAIN
+            return 1 if self._measures else _HOLD_PLAIN
         if self._explores or any(draft.name in self._lookups.drafters for draft in drafted):
             return 1
         return min(2 * self._hold, _HOLD) if same else 1
 
-    def _hopeless(self, seqs: Sequence[SequenceState]) -> set[Hashable]:
-        """Drafters that run a model and can pay for none of these sequences."""
+    def _hopeless(self, seqs: Sequence[SequenceState], settles: bool) -> set[Hashable]:
+        """Drafters that run a model and can pay for none of these sequences; all while we measure."""
         names = {n for seq in seqs for n in self._members(seq) if n not in self._lookups.drafters}
+        if settles:
+            return names
         return {n for n in names if not any(self._may_pay(s.seq_id, n, len(seqs)) for s in seqs)}
 
     def _options(
@@ -262,7 +262,7 @@ class AdaptiveController(Controller):
         if any(len(own) > 1 for _, own in options):
             best = choose(self.cost, batch, [own for _, own in options], self._fair)
         self._explores = False
-        if any(draft.length for draft in best):
+        if self._measures or any(draft.length for draft in best):
             return best
         for name in dict.fromkeys(name for seq, _ in options for name in self._members(seq)):
             if name not in self._lookups.drafters and self.budget.seconds > 0:

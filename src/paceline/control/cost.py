@@ -180,14 +180,14 @@ class CostModel:
         seconds, rows = self._reading[name]
         return seconds / rows
 
-    def measures(self, batch: int) -> bool:
-        """Whether the next step is to be without drafts, so that what these take is known."""
+    def settles(self, batch: int) -> bool:
+        """Whether drafters run no model for now, so that plain steps in a row are measured."""
         seconds = self.cold.measured() if batch == 1 else None
         if seconds is not None:
             self._rest.anchor(group_of(batch), seconds / self.verify(batch, 0.0))
             self._tables.clear()
             self._pays.clear()
-        return (self.cold.measuring and batch == 1) or self.wants_plain(batch)
+        return self.cold.measuring and batch == 1
 
     def compare(self, batch: int, chosen: Sequence[DraftOption]) -> None:
         """These are drafted. Where passes of one sequence hardly pay, plain steps are measured."""

@@ -75,3 +75,9 @@ def test_what_is_larger_than_the_rest_of_a_slab_gets_a_new_one() -> None:
     large = zeros(pages._SLAB - 100)
     assert not large.any()
     assert abs(large.data_ptr() - small.data_ptr()) > 100
+
+
+@pytest.mark.skipif(pages._ADVICE is None, reason="no huge pages on this system")
+def test_a_kernel_without_huge_pages_gives_small_ones(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(pages, "_ADVICE", -1)  # which no kernel knows
+    assert zeros(100).shape == (100,)

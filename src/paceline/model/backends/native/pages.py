@@ -9,6 +9,7 @@ from __future__ import annotations
 import mmap
 import threading
 import weakref
+from contextlib import suppress
 
 import torch
 
@@ -41,7 +42,8 @@ def zeros(size: int) -> torch.Tensor:
         if _last is None or memory is None or _last.taken + size > len(memory):
             length = max(_SLAB, -(-size // _HUGE) * _HUGE) + _HUGE
             memory = mmap.mmap(-1, length, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
-            memory.madvise(_ADVICE)
+            with suppress(OSError):  # of a kernel without huge pages
+                memory.madvise(_ADVICE)
             _last = _Slab(memory)
         first = _last.taken
         _last.taken += -(-size // _LINE) * _LINE
