@@ -185,7 +185,7 @@ class AdaptiveController(Controller):
         return min(2 * self._hold, _HOLD) if same else 1
 
     def _hopeless(self, seqs: Sequence[SequenceState], settles: bool) -> set[Hashable]:
-        """Drafters that run a model and can pay for none of these sequences; all while we measure."""
+        """Drafters that run a model and can pay for no sequence; all while steps are measured."""
         names = {n for seq in seqs for n in self._members(seq) if n not in self._lookups.drafters}
         if settles:
             return names
