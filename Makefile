@@ -26,7 +26,7 @@ $(BIN)/python:
 $(VENV)/.installed: pyproject.toml constraints.txt | $(BIN)/python
 	@echo "Installing Paceline and its pinned dependencies into $(VENV) (once; some minutes)"
 	$(PIP_INSTALL) "$(TORCH)" -e ".[gguf]"
-	-$(BIN)/python -m paceline.model.backends.native.compile
+	-$(BIN)/python -m paceline.kernels.compile
 	@touch $@
 
 $(VENV)/.installed-test: $(VENV)/.installed
@@ -129,7 +129,7 @@ check: $(VENV)/.installed-dev  ## format, lint and types
 	$(BIN)/mypy --strict src
 
 # The kernels in a program of their own: a leak or a race of Python's or torch's is not theirs.
-KERNELS := src/paceline/model/backends/native/csrc
+KERNELS := src/paceline/kernels/csrc
 SANITIZE := -std=c++17 -O1 -fopenmp -ffp-contract=off -fsanitize=address,undefined -fno-sanitize-recover=all \
 	-Wall -Wextra -Wno-maybe-uninitialized -Wno-uninitialized -I$(KERNELS)
 CXX ?= g++

@@ -26,7 +26,7 @@ from transformers import AutoModelForCausalLM, LlamaConfig
 
 from measuring import alternate
 from paceline.lab.profiling.machine import read_bandwidth
-from paceline.model.backends.native.counters import NativeWork, counted
+from paceline.model.backends.counters import NativeWork, counted
 from paceline.model.paged.cache import Feed, PagedCache
 from paceline.model.paged.codes import CODED, cache_dtype, encode
 from paceline.model.target import CausalModel

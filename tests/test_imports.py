@@ -22,6 +22,7 @@ SOURCE = ROOT / "src" / "paceline"
 # named with its path; what stands beside it in the outer room has the outer room's name.
 LAYERS = (
     {"core", "errors", "files", "foreign", "settings", "stages"},
+    {"kernels"},
     {"model/paged"},
     {"model/quantised"},
     {"model/backends"},

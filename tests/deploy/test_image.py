@@ -13,7 +13,7 @@ import pytest
 
 ROOT = Path(__file__).resolve().parents[2]
 STEPS = (ROOT / "deploy" / "Dockerfile").read_text(encoding="utf-8").replace("\\\n", " ")
-BUILDS = next(line for line in STEPS.splitlines() if "backends.native" in line)
+BUILDS = next(line for line in STEPS.splitlines() if "paceline.kernels" in line)
 IMAGE = "paceline-test-of-the-image"
 
 

@@ -13,7 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from paceline.draft.text_index import TextIndex, open_index
-from paceline.model.backends.native.lookup import Lookup, NativeTextIndex, functions
+from paceline.kernels.lookup import Lookup, NativeTextIndex, functions
 
 LENGTHS = (1, 2, 4, 8, 16, 32)
 SUFFIXES = Lookup(LENGTHS, 64, factor=2.0, offset=1.0)

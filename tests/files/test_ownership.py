@@ -15,8 +15,8 @@ from paceline.cli.main import app
 from paceline.errors import WriteError
 from paceline.files import folder_aside
 from paceline.files.ownership import MANIFEST, force, is_signed, signed
+from paceline.kernels import compile as kernels
 from paceline.lab.export import export
-from paceline.model.backends.native import compile as kernels
 from paceline.model.store import SMOLLM2, model_folder
 from paceline.pull.run import pull
 from paceline.train.lm import LMTrainer

@@ -15,12 +15,12 @@ import pytest
 import torch
 
 from paceline.errors import ConfigError
+from paceline.kernels.compile import NativeUnavailableError
+from paceline.kernels.library import library
 from paceline.model import copies, kept
-from paceline.model.backends.native.compile import NativeUnavailableError
-from paceline.model.backends.native.library import library
 from paceline.model.backends.native.packing import Packed, PackedLinear
-from paceline.model.backends.native.rounding import round_to_nearest
 from paceline.model.copies import quantised_copy
+from paceline.model.quantised.rounding import round_to_nearest
 from paceline.model.quantised.weights import QuantisedLinear
 from paceline.model.target import CausalModel
 from paceline.model.tensorfile import read_table

@@ -14,9 +14,9 @@ from paceline.core.tree import TokenTree
 from paceline.draft import auto
 from paceline.draft.selfspec import SelfDrafter
 from paceline.errors import ConfigError
+from paceline.kernels.compile import NativeUnavailableError
+from paceline.kernels.library import library
 from paceline.lab.doctor import examine
-from paceline.model.backends.native.compile import NativeUnavailableError
-from paceline.model.backends.native.library import library
 from paceline.model.copies import quantised_copy
 from paceline.model.offload import plan_offload
 from paceline.model.quantised.weights import QuantisedLinear

@@ -21,7 +21,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 
-from paceline.model.backends.native.library import INSTRUCTIONS, choose
+from paceline.kernels.library import INSTRUCTIONS, choose
 
 TORCH = "torch"
 TESTS = Path(__file__).resolve().parents[1]

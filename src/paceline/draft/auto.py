@@ -24,8 +24,8 @@ from paceline.draft.quantized import QuantizedDraft
 from paceline.draft.spec import DraftSpec, Loading, Prepared
 from paceline.draft.suffix import Suffix
 from paceline.errors import ModelLoadError, PacelineError
+from paceline.kernels.compile import are_kernels_here
 from paceline.model.backends.base import REFERENCE
-from paceline.model.backends.native.compile import are_kernels_here
 from paceline.model.copies import forget_copy, quantised_copy
 from paceline.model.held import held_matrices, rounded_bytes, usual_bits
 from paceline.model.hub import is_path

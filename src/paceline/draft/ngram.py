@@ -14,7 +14,7 @@ from paceline.core.batch import Slice
 from paceline.core.sequence import SequenceView
 from paceline.draft.spec import DraftSpec, Loading, Prepared
 from paceline.draft.text_index import BRANCH, IndexedDrafter, TextIndex, open_index
-from paceline.model.backends.native.lookup import Lookup
+from paceline.kernels.lookup import Lookup
 
 SOURCES = ("prompt", "output", "both")
 

@@ -16,7 +16,7 @@ from paceline.core.batch import Plan, Slice
 from paceline.core.tree import TokenTree
 from paceline.draft.base import TAKEN_IN, Drafter, LookupDrafter
 from paceline.draft.text_index import TextIndex, open_index
-from paceline.model.backends.native.lookup import Lookup
+from paceline.kernels.lookup import Lookup
 
 _CONTEXT = 16  # last tokens of the prompt that go with it: they match its first token
 _RULE = Lookup((1, 2, 4, 8, 16), 32, factor=2.0, offset=6.0)

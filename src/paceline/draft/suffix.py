@@ -24,7 +24,7 @@ from paceline.draft.spec import DraftSpec, Examined, Loading, Prepared, Target, 
 from paceline.draft.text_index import IndexedDrafter, TextIndex, open_index
 from paceline.errors import ConfigError, DataError, VocabularyMismatchError
 from paceline.files import replace_files
-from paceline.model.backends.native.lookup import Lookup
+from paceline.kernels.lookup import Lookup
 
 _FORMAT = "paceline-suffix"
 _VERSION = 1

@@ -17,7 +17,7 @@ from paceline.core.batch import Slice
 from paceline.core.sequence import SequenceView
 from paceline.draft.base import LookupDrafter
 from paceline.draft.trees.trie import merge
-from paceline.model.backends.native.lookup import Draft, Lookup, NativeTextIndex, functions
+from paceline.kernels.lookup import Draft, Lookup, NativeTextIndex, functions
 
 _END = -1  # stands behind every finished text; no token id
 # These three are csrc/lookup.cpp's, too.

@@ -20,12 +20,12 @@ from paceline.lab.perplexity import (
     read_windows,
     shipped_windows,
 )
-from paceline.model.backends.native.rounding import round_to_nearest
 from paceline.model.loading import load_module, load_tokenizer
 from paceline.model.precision import is_quantised, quantization_of
 from paceline.model.probe import ATTENTION
 from paceline.model.quantised.checkpoint import METHOD, quantization_config, tensors_of
 from paceline.model.quantised.convert import Quantised, Scheme, quantise_module
+from paceline.model.quantised.rounding import round_to_nearest
 from paceline.model.target import CausalModel
 from paceline.stages import say, stage
 

@@ -19,10 +19,9 @@ import torch
 from torch import nn
 
 from paceline.errors import ConfigError
-from paceline.model.backends.native.library import PLAIN
+from paceline.kernels.library import PLAIN
 from paceline.model.backends.native.model import NativeModel
 from paceline.model.backends.native.packing import Form, Packed, PackedLinear
-from paceline.model.backends.native.rounding import round_to_nearest
 from paceline.model.backends.reference.norms import slow_norm
 from paceline.model.backends.reference.products import MergedPart, PrepackedLinear, is_plain
 from paceline.model.backends.reference.recognise import relative_error
@@ -30,6 +29,7 @@ from paceline.model.kept import key_of, read, write
 from paceline.model.offload import brought, settle
 from paceline.model.precision import is_quantised, quantise_loaded
 from paceline.model.quantised.convert import Code, Scheme
+from paceline.model.quantised.rounding import round_to_nearest
 from paceline.model.quantised.weights import QuantisedLinear, plain_linear, quantised_product
 from paceline.model.target import CausalModel
 from paceline.stages import stage, warn

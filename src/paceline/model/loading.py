@@ -12,8 +12,8 @@ from typing import Any
 import torch
 
 from paceline.errors import ConfigError, ModelLoadError, UnsupportedModelError
+from paceline.kernels.compile import are_kernels_here
 from paceline.model.backends.base import REFERENCE
-from paceline.model.backends.native.compile import are_kernels_here
 from paceline.model.gguf import dequantising, gguf_file, meant_instead, read_gguf
 from paceline.model.gguf_config import completed
 from paceline.model.gguf_weights import check_taken, keep_blocks

@@ -14,8 +14,8 @@ from paceline.core.batch import Batch, ModelOutput
 from paceline.core.memory import free_memory, limit_threads
 from paceline.core.transfer import Staging
 from paceline.errors import ConfigError, UnsupportedModelError
+from paceline.kernels.library import instructions
 from paceline.model.backends.base import BACKENDS, NATIVE, REFERENCE, Backend, Ranks
-from paceline.model.backends.native.library import instructions
 from paceline.model.backends.native.use import use_kernels
 from paceline.model.backends.reference.attention import paged_attention
 from paceline.model.backends.reference.lean import LeanModel

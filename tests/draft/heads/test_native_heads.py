@@ -15,7 +15,7 @@ from paceline.draft.heads.eagle_step import EagleStep, ReferenceEagle, eagle_ste
 from paceline.draft.heads.medusa import drafting
 from paceline.draft.heads.medusa_head import MedusaConfig, MedusaHeads
 from paceline.draft.heads.native import NativeEagle, NativeMedusa
-from paceline.model.backends.native.library import SAME_BITS, choose, instructions
+from paceline.kernels.library import SAME_BITS, choose, instructions
 from paceline.model.backends.native.use import use_kernels
 from paceline.model.paged.cache import Feed, PagedCache
 from paceline.model.precision import quantise_loaded

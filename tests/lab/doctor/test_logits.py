@@ -11,12 +11,12 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, Gemma3TextConfig, LlamaConfig, NemotronConfig
 
+from paceline.kernels.compile import are_kernels_here
 from paceline.lab.doctor import Severity, check_logits, examine
 from paceline.lab.doctor.findings import KINDS
 from paceline.lab.doctor.logits import _some_layers
 from paceline.model import probe
 from paceline.model.backends.native import opened
-from paceline.model.backends.native.compile import are_kernels_here
 from paceline.model.backends.reference.lean import LeanModel
 from paceline.stages import Stage, listening
 from support.doctor_folders import Copy, only

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from native_models import SHAPES, VOCAB, Decoding, Paged, Piece, native_model, paths
 from torch import nn
 
-from paceline.model.backends.native.library import (
+from paceline.kernels.library import (
     INSTRUCTIONS,
     SAME_BITS,
     choose,

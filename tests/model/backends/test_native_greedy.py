@@ -15,7 +15,7 @@ from paceline.core.params import SamplingParams
 from paceline.core.sampling import greedy_choice
 from paceline.core.sequence import SequenceState
 from paceline.core.tree import TokenTree
-from paceline.model.backends.native.library import INSTRUCTIONS, choose, instructions
+from paceline.kernels.library import INSTRUCTIONS, choose, instructions
 from paceline.model.backends.native.model import NativeModel
 from paceline.model.backends.native.recognise import DecoderShape, describe
 from paceline.model.probe import register

@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from paceline.core.cgroup import processors
-from paceline.model.backends.native.library import choose, library
+from paceline.kernels.library import choose, library
 from paceline.model.backends.native.opened import Ropes
 
 
@@ -48,7 +48,7 @@ signal.setitimer(signal.ITIMER_REAL, 0.001, 0.001)
 """
 CHOOSES = """
 import signal
-from paceline.model.backends.native.library import choose
+from paceline.kernels.library import choose
 {surroundings}
 print(choose("amx"))
 """
@@ -126,7 +126,7 @@ from pathlib import Path
 from paceline.core import cgroup
 cgroup.ROOT = Path(sys.argv[1])
 cgroup._MINE = cgroup.ROOT / "mine"
-from paceline.model.backends.native.library import library
+from paceline.kernels.library import library
 print(library().pl_patience(1) > 0, library().pl_patience(2))
 """
 

@@ -17,10 +17,10 @@ from random_models import tiny_pair
 
 from paceline.core.batch import Batch, Span
 from paceline.errors import ConfigError
-from paceline.model.backends.native import compile as compiling
+from paceline.kernels import compile as compiling
+from paceline.kernels.compile import NativeUnavailableError, library_file
+from paceline.kernels.library import library
 from paceline.model.backends.native import use as using
-from paceline.model.backends.native.compile import NativeUnavailableError, library_file
-from paceline.model.backends.native.library import library
 from paceline.model.backends.native.packing import PackedLinear
 from paceline.model.backends.native.use import use_kernels
 from paceline.model.paged.cache import PagedCache

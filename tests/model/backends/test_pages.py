@@ -10,8 +10,8 @@ import weakref
 import pytest
 import torch
 
-from paceline.model.backends.native import pages
-from paceline.model.backends.native.pages import zeros
+from paceline.kernels import pages
+from paceline.kernels.pages import zeros
 
 
 @pytest.fixture(autouse=True)

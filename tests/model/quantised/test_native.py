@@ -9,12 +9,11 @@ from typing import cast
 import pytest
 import torch
 
+from paceline.kernels.compile import NativeUnavailableError
+from paceline.kernels.library import INSTRUCTIONS, choose, instructions
 from paceline.lab.perplexity import perplexity
-from paceline.model.backends.native.compile import NativeUnavailableError
-from paceline.model.backends.native.library import INSTRUCTIONS, choose, instructions
 from paceline.model.backends.native.packing import Form, Packed
-from paceline.model.backends.native.rounding import round_to_nearest
-from paceline.model.quantised.rounding import Zero, nearest
+from paceline.model.quantised.rounding import Zero, nearest, round_to_nearest
 from paceline.model.quantised.weights import (
     QuantisedLinear,
     alike,

@@ -14,10 +14,7 @@ import torch
 from paceline.core.batch import Batch, Span
 from paceline.draft.heads.eagle_head import EagleHead
 from paceline.draft.heads.medusa_head import MedusaHeads, spread
-from paceline.model.backends.native.adapter import BatchArrays, CachePointers
-from paceline.model.backends.native.counters import NativeWork, count_work, traced
-from paceline.model.backends.native.growth import NativeGrowth
-from paceline.model.backends.native.library import (
+from paceline.kernels.library import (
     DTYPES,
     SILU,
     CLayer,
@@ -27,6 +24,9 @@ from paceline.model.backends.native.library import (
     check,
     library,
 )
+from paceline.model.backends.counters import NativeWork, count_work, traced
+from paceline.model.backends.native.adapter import BatchArrays, CachePointers
+from paceline.model.backends.native.growth import NativeGrowth
 from paceline.model.backends.native.model import NativeModel, Packing
 from paceline.model.backends.native.opened import Opened, Ropes
 from paceline.model.backends.native.packing import pack_children

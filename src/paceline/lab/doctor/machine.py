@@ -12,9 +12,9 @@ import torch
 from paceline.build import most_kept
 from paceline.core.memory import free_memory, held_memory
 from paceline.drafters import BLOCK_SIZE
+from paceline.kernels.compile import are_kernels_here
 from paceline.lab.doctor.findings import ERROR, Finding, finding
 from paceline.model.backends.base import REFERENCE
-from paceline.model.backends.native.compile import are_kernels_here
 from paceline.model.loading import cpu_has_bf16, dtype_to_load, resolve_device
 from paceline.model.offload import OffloadPlan
 from paceline.model.paged.cache import blocks_within

@@ -12,13 +12,13 @@ from torch import nn
 from paceline.core.memory import free_memory
 from paceline.draft.auto import Circumstances, Composition, compose
 from paceline.errors import ConfigError
+from paceline.kernels.compile import NativeUnavailableError, is_built
+from paceline.kernels.library import instructions
 from paceline.lab.doctor.findings import Finding, finding
 from paceline.lab.doctor.machine import DeviceSettings, size
 from paceline.lab.doctor.models import Model
 from paceline.model import held
 from paceline.model.backends.base import REFERENCE
-from paceline.model.backends.native.compile import NativeUnavailableError, is_built
-from paceline.model.backends.native.library import instructions
 from paceline.model.gguf import GgufFile
 from paceline.model.precision import keeps, library_of
 from paceline.model.quantised.blocks import can_keep

@@ -18,7 +18,7 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from paceline.model.backends.native.counters import OPERATOR, NativeWork, counted
+from paceline.model.backends.counters import OPERATOR, NativeWork, counted
 
 LARGE = 256 * 2**10  # bytes; half of the smallest second-level cache of present servers
 

@@ -13,11 +13,14 @@ from typing import Literal
 import torch
 
 from paceline.errors import ConfigError
+from paceline.kernels.compile import NativeUnavailableError
+from paceline.kernels.library import DTYPES, check, library
 from paceline.model.quantised.weights import QuantisedWeight
 
 # Where the codes of a group may stand: around 0; around a whole multiple of the scale, as most
 # formats store it; or anywhere.
 Zero = Literal["none", "whole", "free"]
+_IN_KERNELS: dict[Zero, int] = {"none": 0, "whole": 1, "free": 2}
 
 _SHRINKS = {  # of the group's range; 256 codes gain nothing where much is cut off
     4: tuple(1 - 0.025 * step for step in range(17)),
@@ -214,3 +217,36 @@ def _inverse_factor(hessian: torch.Tensor) -> torch.Tensor:
     inverse = torch.cholesky_inverse(torch.linalg.cholesky(damped))
     upper: torch.Tensor = torch.linalg.cholesky(inverse, upper=True)
     return upper.float()
+
+
+def round_to_nearest(
+    weight: torch.Tensor, bits: int, group: int, zero: Zero = "none"
+) -> QuantisedWeight:
+    """``nearest``, by the kernels where they can be had.
+
+    SmolLM2's matrices take them a tenth of torch's time. ``weight`` ``[out, in]``.
+    """
+    rows, columns = weight.shape
+    lanes = 16  # that a group's inputs are summed in
+    if weight.device.type != "cpu" or columns % group or group % lanes:
+        return nearest(weight, bits, group, zero)
+    try:
+        kernels = library()
+    except NativeUnavailableError:
+        return nearest(weight, bits, group, zero)
+    weight = (weight if weight.dtype in DTYPES else weight.float()).contiguous()
+    codes = torch.empty(rows, columns, dtype=torch.int8)
+    scales = torch.empty(rows, columns // group)
+    offsets = None if zero == "none" else torch.empty_like(scales)
+    check(
+        kernels.pl_round(
+            DTYPES[weight.dtype],
+            weight.data_ptr(),
+            *(rows, columns, group, bits, _IN_KERNELS[zero]),
+            codes.data_ptr(),
+            scales.data_ptr(),
+            None if offsets is None else offsets.data_ptr(),
+            torch.get_num_threads(),
+        )
+    )
+    return QuantisedWeight(codes, scales, bits, offsets, zero == "free" and bits == 4)

@@ -15,7 +15,7 @@ from weakref import WeakKeyDictionary
 import torch
 
 from paceline.core.batch import Batch
-from paceline.model.backends.native.library import CBatch
+from paceline.kernels.library import CBatch
 from paceline.model.backends.native.opened import RopeTables
 from paceline.model.paged.codes import CODED
 from paceline.model.paged.pieces import KeyValueStore

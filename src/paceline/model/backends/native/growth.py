@@ -23,9 +23,9 @@ from paceline.core.draws import GREEDY_SHARPNESS
 from paceline.core.noise import splitmix64
 from paceline.core.params import SamplingParams
 from paceline.core.tree import chain_parents
+from paceline.kernels.library import CGrowth, CTree, check, library
+from paceline.model.backends.counters import NativeWork, count_work, traced
 from paceline.model.backends.native.adapter import BatchArrays, CachePointers
-from paceline.model.backends.native.counters import NativeWork, count_work, traced
-from paceline.model.backends.native.library import CGrowth, CTree, check, library
 from paceline.model.backends.native.opened import Opened, Ropes
 from paceline.model.paged.pieces import KeyValueStore
 

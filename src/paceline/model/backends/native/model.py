@@ -11,11 +11,7 @@ import torch
 
 from paceline.core.batch import Batch, ModelOutput, Span
 from paceline.core.memory import trim
-from paceline.model.backends.base import NATIVE
-from paceline.model.backends.native.adapter import BatchArrays, CachePointers, skipped_flags
-from paceline.model.backends.native.counters import NativeWork, count_work, traced
-from paceline.model.backends.native.growth import NativeGrowth
-from paceline.model.backends.native.library import (
+from paceline.kernels.library import (
     DTYPES,
     CLayer,
     CModel,
@@ -24,6 +20,10 @@ from paceline.model.backends.native.library import (
     check,
     library,
 )
+from paceline.model.backends.base import NATIVE
+from paceline.model.backends.counters import NativeWork, count_work, traced
+from paceline.model.backends.native.adapter import BatchArrays, CachePointers, skipped_flags
+from paceline.model.backends.native.growth import NativeGrowth
 from paceline.model.backends.native.opened import Opened, Ropes
 from paceline.model.backends.native.packing import (
     Packed,

@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from paceline.model.backends.native.library import CModel, library
+from paceline.kernels.library import CModel, library
 
 
 class RopeTables:

@@ -11,8 +11,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from paceline.model.backends.native.counters import NativeWork, WeightRead, count_work
-from paceline.model.backends.native.library import (
+from paceline.kernels.library import (
     DTYPES,
     GATE,
     OFFSETS_LEAST,
@@ -27,7 +26,8 @@ from paceline.model.backends.native.library import (
     check,
     library,
 )
-from paceline.model.backends.native.pages import zeros
+from paceline.kernels.pages import zeros
+from paceline.model.backends.counters import NativeWork, WeightRead, count_work
 from paceline.model.quantised.weights import (
     ROW_GROUP,
     QuantisedLinear,

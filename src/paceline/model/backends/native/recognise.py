@@ -16,8 +16,8 @@ from typing import Any
 import torch
 from torch import nn
 
+from paceline.kernels.library import DTYPES, GELU_TANH, SILU
 from paceline.model.backends.fields import unknown_field
-from paceline.model.backends.native.library import DTYPES, GELU_TANH, SILU
 from paceline.model.backends.native.packing import same_form
 from paceline.model.backends.reference.norms import RMSNorm, as_rms_norm
 from paceline.model.backends.reference.products import is_plain

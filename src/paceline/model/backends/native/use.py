@@ -8,9 +8,9 @@ from typing import Protocol
 
 import torch
 
+from paceline.kernels.compile import NativeUnavailableError, is_off
+from paceline.kernels.library import library
 from paceline.model.backends.base import Backend
-from paceline.model.backends.native.compile import NativeUnavailableError, is_off
-from paceline.model.backends.native.library import library
 from paceline.model.backends.native.model import NativeModel, unpack_modules
 from paceline.model.backends.native.packing import PackedLinear
 from paceline.model.backends.native.recognise import describe

@@ -11,8 +11,8 @@ from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any
 
-from paceline.model.backends.native.compile import NativeUnavailableError, is_off
-from paceline.model.backends.native.library import library
+from paceline.kernels.compile import NativeUnavailableError, is_off
+from paceline.kernels.library import library
 
 Draft = tuple[list[int], tuple[int, ...], int]  # tokens, parents, tokens of the match
 

@@ -21,7 +21,7 @@ from typing import Any
 import torch
 
 from paceline.core.cgroup import processors
-from paceline.model.backends.native.compile import NativeUnavailableError, library_file
+from paceline.kernels.compile import NativeUnavailableError, library_file
 
 FLOAT32, BFLOAT16 = 0, 1
 SCALE_FLOAT, SCALE_BFLOAT16, SCALE_HALF = 0, 1, 2

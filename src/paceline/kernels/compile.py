@@ -4,7 +4,7 @@ The sources lie beside this file. What they become is kept in the user's cache f
 made of their content, the options, the OpenMP library and, behind a dash, the compiler: so it is
 built once, and found where there is no compiler, as in an image that was built with one.
 
-    python -m paceline.model.backends.native.compile    # builds it now, and prints where it is
+    python -m paceline.kernels.compile    # builds it now, and prints where it is
 """
 
 from __future__ import annotations

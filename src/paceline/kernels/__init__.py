@@ -1,0 +1,1 @@
+"""The compiled kernels: built on first use, loaded once, called through ctypes."""
