@@ -12,7 +12,6 @@ from random_models import SPECS, VOCAB, tiny_pair
 
 from paceline.core.batch import Batch, Span
 from paceline.core.tree import chain_parents
-from paceline.model.backends.native.use import use_kernels
 from paceline.model.paged.cache import PagedCache
 from paceline.model.target import CausalModel
 
@@ -133,7 +132,7 @@ def pair(request: pytest.FixtureRequest) -> tuple[CausalModel, Any]:
     name: str = request.param
     model, reference = tiny_pair(name.split()[-1])
     if name.startswith("native"):
-        assert use_kernels(model), "the kernels know this architecture, and can be built here"
+        assert model.use("native"), "the kernels know this architecture, and can be built here"
     return model, reference
 
 

@@ -85,12 +85,12 @@ def test_its_form_in_four_bits_is_at_hand_and_is_that_of_a_model_in_memory(
     copied, wanted = quantised_copy(away, "int4"), quantised_copy(here, "int4")
     assert all(p.device.type == "cpu" for p in copied.hf.parameters()), "all of it is in memory"
     assert not any(hasattr(module, "_hf_hook") for module in copied.hf.modules())
-    assert (copied.native is not None) == (KERNELS and backend == "auto")
+    assert (copied.backend.name == "native") == (KERNELS and backend == "auto")
     found = dense(copied)
     assert found.keys() == dense(wanted).keys() and len(found) == 15
     assert all(torch.equal(found[name], weight) for name, weight in dense(wanted).items())
     norms = [dict(t.hf.named_parameters()) for t in (copied, wanted)]
-    assert all(torch.equal(norms[0][name], own) for name, own in norms[1].items())
+    assert all(torch.equal(norms[0][n], own) for n, own in norms[1].items() if "norm" in n)
     down = away.hf.model.layers[1].mlp.down_proj
     assert down.weight.device.type == "meta" and not isinstance(down, QuantisedLinear)
 

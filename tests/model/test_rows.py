@@ -17,7 +17,7 @@ from paceline.errors import UnsupportedModelError
 from paceline.lab.certify.decoding import Start
 from paceline.lab.certify.scoring import Scorer
 from paceline.llm import LLM
-from paceline.model.rows import RowPositions
+from paceline.model.backends.reference.rows import RowPositions
 from paceline.model.target import CausalModel
 from support.tiny_models import SENTENCES
 

@@ -13,7 +13,6 @@ from transformers import LlamaConfig, LlamaForCausalLM, Qwen3Config, Qwen3ForCau
 
 from paceline.core.batch import Batch, Span
 from paceline.errors import ConfigError, UnsupportedModelError
-from paceline.model.backends.reference.prepack import optimise
 from paceline.model.paged.cache import PagedCache
 from paceline.model.probe import register
 from paceline.model.target import CausalModel
@@ -46,7 +45,7 @@ def with_layers_passing(reference: Any, model: CausalModel, skipped: set[int]) -
         return (hidden, *output[1:]) if isinstance(output, tuple) else hidden
 
     hooks = [
-        reference.get_submodule(names[id(model.layer_module(n))]).register_forward_hook(
+        reference.get_submodule(names[id(model.reference.layer(n))]).register_forward_hook(
             undo, with_kwargs=True
         )
         for n in skipped
@@ -78,7 +77,7 @@ def test_every_architecture_without_one_layer(name: str) -> None:
         wanted = with_layers_passing(reference, model, {1 - kept})
         assert_close(logits_of(view), wanted)
         assert (wanted - whole).abs().max() > 1e-2  # it does make a difference
-        assert storages(view._short.hf) <= storages(model.hf)
+        assert storages(view.backend.hf) <= storages(model.hf)
     assert_close(logits_of(LayerView(model, [0, 1])), whole)  # the model is as it was
 
 
@@ -97,9 +96,9 @@ def six_layers(kind: str = "llama") -> Any:
 
 @pytest.mark.parametrize("layers", [(0, 1, 2), (0, 2, 3, 5), (5,), (1, 4)])
 @pytest.mark.parametrize("kind", ["llama", "qwen3"])
-@pytest.mark.parametrize("quick", [True, False])
+@pytest.mark.parametrize("backend", ["native", "reference"])
 def test_equals_the_model_with_the_other_layers_deleted(
-    kind: str, quick: bool, layers: tuple[int, ...]
+    kind: str, backend: str, layers: tuple[int, ...]
 ) -> None:
     hf = six_layers(kind)
     shorter = copy.deepcopy(hf)
@@ -107,21 +106,18 @@ def test_equals_the_model_with_the_other_layers_deleted(
     shorter.config.num_hidden_layers = len(layers)
     shorter.set_attn_implementation("eager")
     model = CausalModel(hf, kind)
-    if quick:
-        optimise(model)
-        assert model.lean is not None
+    if not model.use(backend):
+        pytest.skip(str(model.refused))
     with torch.inference_mode():
         wanted = shorter(torch.tensor([TOKENS]), use_cache=False).logits[0]
     assert_close(logits_of(LayerView(model, layers)), wanted)
-    assert_close(logits_of(LayerView(model, range(6)).of(layers)), wanted)
 
 
 def test_only_the_chosen_layers_touch_the_cache() -> None:
     """Layer n of the view writes where layer n of the model would, and what it would, up to n."""
-    for quick in (True, False):
+    for backend in ("native", "reference"):
         model = CausalModel(six_layers(), "six")
-        if quick:
-            optimise(model)
+        model.use(backend)
         caches = []
         for layers in (range(6), (0, 1, 3)):
             cache = PagedCache(model.cache_shapes, 4, 4, model.dtype, "cpu")
@@ -138,14 +134,6 @@ def test_only_the_chosen_layers_touch_the_cache() -> None:
                 else:
                     assert not torch.allclose(a, b, atol=1e-3)
                 assert b.any() == (layer in (0, 1, 3))
-
-
-def test_lean_views_share_all_weights() -> None:
-    model = optimise(CausalModel(six_layers(), "six"))
-    lean = LayerView(model, [0, 5])._short.lean
-    assert lean is not None and model.lean is not None
-    assert lean.layers is model.lean.layers and lean.embedding is model.lean.embedding
-    assert lean.head is model.lean.head and not model.lean.skipped
 
 
 @pytest.mark.parametrize("layers", [(), (6,), (-1, 2)])

@@ -52,7 +52,7 @@ def texts(llm: LLM, part: slice = slice(None), tokens: int = 24) -> dict[str, li
 def alone(dtype: str) -> Iterator[LLM]:
     """Plain decoding, one request at a time."""
     llm = LLM("paceline/tiny", draft="none", dtype=dtype, backend="native", max_batch_size=1)
-    assert llm.target.backend == "native"
+    assert llm.target.backend.name == "native"
     yield llm
     llm.close()
 
@@ -68,7 +68,7 @@ def coded() -> Iterator[LLM]:
         max_batch_size=1,
         kv_cache_dtype="int8",
     )
-    assert llm.target.backend == "native" and llm.engine.cache.dtype == torch.int8
+    assert llm.target.backend.name == "native" and llm.engine.cache.dtype == torch.int8
     yield llm
     llm.close()
 

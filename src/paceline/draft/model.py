@@ -28,8 +28,7 @@ from paceline.draft.trees.shape import Shape
 from paceline.draft.vocabulary.matching import Match, match_vocabularies
 from paceline.draft.vocabulary.shared import Intersection, SharedVocabulary
 from paceline.errors import ConfigError
-from paceline.model.backends.native.growth import NativeGrowth
-from paceline.model.backends.native.model import NativeModel
+from paceline.model.backends.growing import Growth
 from paceline.model.gguf import gguf_file
 from paceline.model.hub import fetched
 from paceline.model.loading import load_tokenizer
@@ -203,10 +202,9 @@ class ModelDrafter(LevelDrafter):
         return self._states[item.seq.seq_id].base
 
     @property
-    def growth(self) -> NativeGrowth | None:
-        native = self.model.native
+    def growth(self) -> Growth | None:
         plain = type(self._vocabulary) is SharedVocabulary  # ids are the target's
-        return native.growth if plain and isinstance(native, NativeModel) else None
+        return self.model.backend.growth if plain else None
 
     def _made_up(self, seqs: Sequence[SequenceView]) -> torch.Tensor:
         zeros = torch.zeros(len(seqs), self.model.vocab_size, dtype=self.model.dtype)

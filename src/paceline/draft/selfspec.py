@@ -38,7 +38,7 @@ from paceline.draft.trees.levels import Finished, LevelDrafter
 from paceline.draft.trees.policy import Policy
 from paceline.draft.vocabulary.frequent import FrequentTokens
 from paceline.errors import ConfigError
-from paceline.model.backends.native.growth import GrownTree, NativeGrowth
+from paceline.model.backends.growing import GrownTree, Growth
 from paceline.model.paged.blocks import OutOfBlocksError
 from paceline.model.paged.cache import Feed, PagedCache
 from paceline.model.view import LayerView
@@ -160,15 +160,15 @@ class SelfDrafter(LevelDrafter):
         super().__init__(name, cache, policy, generator, view.model.max_positions)
         self.view = view
         self.stop_below = stop_below
-        self._frequent = FrequentTokens(view.model.vocab_size, view.head_share)
+        self._frequent = FrequentTokens(view.model.vocab_size, view.model.backend.head_share)
         # Of greedy requests, and of sampled ones.
         self._confidence = {True: Confidence(), False: Confidence()}
         # Of drafts that wait for a verdict, log-probabilities of their paths.
         self._waiting: dict[int, tuple[Confidence, tuple[float, ...]]] = {}
 
     @property
-    def growth(self) -> NativeGrowth | None:
-        return self.view.growth
+    def growth(self) -> Growth | None:
+        return self.view.backend.growth
 
     @property
     def ends_early(self) -> bool:
@@ -321,7 +321,7 @@ class SwiftDrafter(SelfDrafter):
 
 
 def _without(view: LayerView, skipped: Sequence[int]) -> LayerView:
-    return view.of([n for n in range(view.model.num_layers) if n not in skipped])
+    return LayerView(view.model, [n for n in range(view.model.num_layers) if n not in skipped])
 
 
 def parse_layers(text: str, num_layers: int) -> Layers:

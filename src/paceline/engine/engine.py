@@ -36,7 +36,6 @@ from paceline.draft.predicted import Predictions
 from paceline.engine.clock import PhaseClock, phase
 from paceline.engine.recovery import Failure, failed, log, recovered
 from paceline.engine.scheduler import Scheduler
-from paceline.model.backends.base import NATIVE
 from paceline.model.paged.cache import Feed, PagedCache, path_moves
 from paceline.model.target import CausalModel
 from paceline.verify.prompts import prompt_logprobs
@@ -222,7 +221,7 @@ class Engine:
             or any(item.scored for item in plan.slices)
             or needs_logits(item.seq for item in plan.slices if item.decodes)
         )
-        with self._inferring(self.target.backend != NATIVE):
+        with self._inferring(self.target.backend.runs_torch):
             return self.target(batch, self.cache, self.drafter.features, logits)
 
     @phase("verify")

@@ -3,29 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
 from typing import Any
 
-import torch
 from torch import nn
 
-from paceline.model.backends.native.packing import PackedLinear
-from paceline.model.backends.reference.products import MergedPart, PrepackedLinear, is_plain
 from paceline.model.quantised.convert import EIGHT_BIT_GROUP
-from paceline.model.quantised.weights import ROW_GROUP, QuantisedLinear
+from paceline.model.quantised.weights import ROW_GROUP, HeldLinear, HeldMatrix, is_plain
 
 _FEW_BITS = 8
-
-
-@dataclass(frozen=True)
-class HeldMatrix:
-    """One linear layer. ``format``: "int4", "int8", or the name of a dtype or of a library's own
-    layer; ``bits`` of a code or number, ``bytes`` with scales and padding as they lie in memory."""
-
-    format: str
-    bits: int
-    elements: int
-    bytes: int
 
 
 def held_matrices(hf: nn.Module) -> Iterator[HeldMatrix]:
@@ -36,48 +21,19 @@ def held_matrices(hf: nn.Module) -> Iterator[HeldMatrix]:
 
 
 def _linear(hf: nn.Module) -> Iterator[tuple[Any, HeldMatrix]]:
-    merged = {id(m.merged) for m in hf.modules() if isinstance(m, MergedPart)}
     for module in hf.modules():
-        if id(module) not in merged and (found := _held(module)) is not None:
-            yield module, found
+        if isinstance(module, HeldLinear):
+            yield module, module.held()
+        elif isinstance(module, nn.Linear):
+            yield module, _held(module)
 
 
-def _held(module: Any) -> HeldMatrix | None:
-    if isinstance(module, PackedLinear):
-        elements = module.in_features * module.out_features
-        packed, form = module.packed, module.packed.form
-        size = packed.data.nbytes * elements // max(1, packed.elements)
-        return (
-            _numbers(packed.dtype, elements, size)
-            if form is None
-            else _codes(form.bits, elements, size)
-        )
-    if isinstance(module, QuantisedLinear):
-        quantised = module.quantised
-        scales = [part for part in (quantised.scales, quantised.offsets) if part is not None]
-        size = quantised.codes.nbytes + sum(part.nbytes for part in scales)
-        return _codes(quantised.bits, quantised.codes.numel(), size)
-    if isinstance(module, (PrepackedLinear, MergedPart)):
-        whole = module.merged if isinstance(module, MergedPart) else module
-        elements = module.in_features * module.out_features
-        dtype = whole.prepacked.dtype
-        return _numbers(dtype, elements, elements * dtype.itemsize)
-    if isinstance(module, nn.Linear):
-        numbers = module.weight.detach()
-        if is_plain(numbers) and numbers.is_floating_point():
-            return _numbers(numbers.dtype, numbers.numel(), numbers.nbytes)
-        elements = module.in_features * module.out_features
-        size = numbers.nbytes
-        return HeldMatrix(type(module).__name__, 8 * size // max(1, elements), elements, size)
-    return None
-
-
-def _codes(bits: int, elements: int, size: int) -> HeldMatrix:
-    return HeldMatrix(f"int{bits}", bits, elements, size)
-
-
-def _numbers(dtype: torch.dtype, elements: int, size: int) -> HeldMatrix:
-    return HeldMatrix(str(dtype).removeprefix("torch."), 8 * dtype.itemsize, elements, size)
+def _held(linear: nn.Linear) -> HeldMatrix:
+    numbers = linear.weight.detach()
+    if is_plain(numbers) and numbers.is_floating_point():
+        return HeldMatrix.numbers(numbers.dtype, numbers.numel(), numbers.nbytes)
+    elements, size = linear.in_features * linear.out_features, numbers.nbytes
+    return HeldMatrix(type(linear).__name__, 8 * size // max(1, elements), elements, size)
 
 
 # Bytes of a number: in four bits there are a scale and an offset for a group of 32, in eight a

@@ -7,10 +7,13 @@ reads a file of that model reads it from the folder that came. No torch is neede
 from __future__ import annotations
 
 import difflib
+from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 
 from paceline.errors import ModelLoadError
-from paceline.model.gguf import SUFFIX
+from paceline.files.stamps import FileStamp
+from paceline.model.gguf import SUFFIX, gguf_file
 from paceline.model.names import BUILT_IN, FOR_SMOLLM2, PREFIX, located
 from paceline.model.store import PULLABLE
 from paceline.stages import stage
@@ -97,3 +100,15 @@ def first_line(error: BaseException) -> str:
     """The first line of a message, without the full stop."""
     lines = [line for line in str(error).strip().splitlines() if line.strip()]
     return lines[0].strip().rstrip(".:") if lines else type(error).__name__
+
+
+def stamps_of(path: str, weights: Callable[[Path], list[Path]]) -> tuple[FileStamp, ...]:
+    """The files that a model is read from; none where its weights are not in safetensors or GGUF.
+    ``weights`` finds those of a folder."""
+    gguf, folder = gguf_file(path), Path(path)
+    with suppress(OSError):
+        files = [gguf] if gguf is not None else weights(folder)
+        if files:
+            config = [folder / "config.json"] if gguf is None else []
+            return tuple(FileStamp.of(file) for file in [*files, *config])
+    return ()

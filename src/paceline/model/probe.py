@@ -18,7 +18,7 @@ import torch
 from paceline.core.batch import Batch, Span
 from paceline.errors import UnsupportedModelError
 from paceline.model.backends.reference.attention import paged_attention
-from paceline.model.backends.reference.recognise import relative_error
+from paceline.model.backends.trial import relative_error
 from paceline.model.paged.cache import LayerShape, PagedCache
 from paceline.model.paged.masks import FULL, Pattern
 

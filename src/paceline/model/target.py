@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import inspect
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from functools import partial
 from typing import Any, Literal
 
 import torch
@@ -14,17 +12,16 @@ from paceline.core.batch import Batch, ModelOutput
 from paceline.core.memory import free_memory, limit_threads
 from paceline.core.transfer import Staging
 from paceline.errors import ConfigError, UnsupportedModelError
-from paceline.kernels.library import instructions
-from paceline.model.backends.base import BACKENDS, NATIVE, REFERENCE, Backend, Ranks
-from paceline.model.backends.native.use import use_kernels
-from paceline.model.backends.reference.attention import paged_attention
-from paceline.model.backends.reference.lean import LeanModel
-from paceline.model.backends.reference.prepack import optimise
+from paceline.files.stamps import FileStamp
+from paceline.kernels.compile import is_off
+from paceline.model.backends.base import NATIVE, REFERENCE, Backend, Ranks
+from paceline.model.backends.reference.backend import TorchBackend
+from paceline.model.backends.registry import AUTO, backend_maker, check_backend
 from paceline.model.gguf import gguf_file
-from paceline.model.kept import FileStamp, stamps_of
+from paceline.model.hub import stamps_of
 from paceline.model.paged.cache import LayerShape, PagedCache
 from paceline.model.paged.masks import Pattern
-from paceline.model.paged.pieces import AttentionStep, DeviceBatch, KeyValueStore
+from paceline.model.paged.pieces import DeviceBatch, KeyValueStore
 from paceline.model.precision import (
     dequantise,
     is_quantised,
@@ -40,8 +37,7 @@ from paceline.model.probe import (
     register,
     verify,
 )
-from paceline.model.rows import RowPositions
-from paceline.stages import say
+from paceline.stages import say, warn
 
 UNLIMITED_POSITIONS = 1 << 20  # for models without a stated limit
 
@@ -51,8 +47,8 @@ class CausalModel:
 
     ``vocab_size`` rows of logits, ``max_positions`` tokens per sequence, ``num_layers``,
     ``hidden_size``, ``cache_shapes`` (kv heads, key width, value width) per layer, ``dtype``,
-    ``cache_dtype`` (of keys and values), ``device``, ``eos_token_ids``, ``name``, and ``hf``, the
-    transformers module itself.
+    ``cache_dtype`` (of keys and values), ``device``, ``eos_token_ids``, ``name``, ``hf``, the
+    transformers module itself, and ``backend``, which runs the forwards.
     """
 
     def __init__(self, hf: Any, name: str) -> None:
@@ -72,26 +68,27 @@ class CausalModel:
         limit = getattr(config, "max_position_embeddings", None)
         self.max_positions: int = limit or UNLIMITED_POSITIONS
         self.eos_token_ids = _eos_ids(hf, config)
-        self._keeps_rows = "logits_to_keep" in inspect.signature(hf.forward).parameters
-        self.together = True  # decoding sequences of a step are attended by one call
-        self._captured: dict[int, torch.Tensor] | None = None
-        self._hooked: set[int] = set()
-        self.patterns: tuple[Pattern, ...] = ()
-        self.cache_shapes: list[LayerShape] = []
-        self._attention_modules: list[torch.nn.Module] = []
-        self.lean: LeanModel | None = None  # set by optimise(): a shorter way to the same logits
-        self.native: Backend | None = None  # set by use_kernels(): they do the whole forward
-        self.refused: str | None = None  # why the kernels do not run this model
+        self.reference = TorchBackend(hf, self.max_positions)
+        self.backend: Backend = self.reference
+        self.rope_switch = self.reference.rows.switch  # longer sequences are rotated otherwise
+        self.refused: str | None = None  # why the backend that was asked for does not run it
         self.offload: str | None = None  # where layers stay that the device does not hold
-        self.asked = "auto"  # the backend that was asked for, for what comes with the model
+        self.asked = AUTO  # the backend that was asked for, for what comes with the model
         self.note = ""  # what the user should know about how it was loaded
         self.checkpoint: tuple[FileStamp, ...] = ()  # the files that it was loaded from, then
         self.ranks: Ranks | None = None  # the processes that share the weights, if several do
-        self._rows = RowPositions(hf, self.max_positions)
-        self.rope_switch = self._rows.switch  # longer sequences are rotated otherwise (longrope)
         with _naming_the_format(hf, name):
             self.vocab_size = self._probe()
         verify(self, exact=self.dtype == torch.float32 and not is_quantised(hf))
+
+    @property
+    def patterns(self) -> tuple[Pattern, ...]:
+        """What each layer's rows see."""
+        return self.reference.patterns
+
+    @property
+    def cache_shapes(self) -> list[LayerShape]:
+        return self.reference.shapes
 
     @classmethod
     def load(
@@ -109,8 +106,8 @@ class CausalModel:
         """Load a built-in model, a local folder or a hub name.
 
         dtype "auto": bfloat16 on a CPU with bf16 instructions and where the native kernels run,
-        float32 on others, the checkpoint's own on CUDA. ``quick`` lays the model out for speed
-        (see prepack.py).
+        float32 on others, the checkpoint's own on CUDA. ``quick`` gives it to the ``backend``,
+        see registry.py; without, torch runs it.
         ``check_values`` refuses weights that are NaN or infinite: a draft of them is never right,
         and nothing but its speed would tell. (A target's own are sampled by ``paceline doctor``.)
         ``quantize`` "int8" or "int4" rounds the weights (on a CPU; see model/quantised); "none"
@@ -124,8 +121,7 @@ class CausalModel:
         from paceline.model.offload import load_offloaded, plan_offload, refuse_with_offload
 
         limit_threads()
-        if backend not in BACKENDS:
-            raise ConfigError(f"backend {backend!r} is not known; use one of {', '.join(BACKENDS)}")
+        check_backend(backend)
         if offload is not None:
             refuse_with_offload(offload, quantize, backend)
             plan = plan_offload(name_or_path, dtype, device, offload, weights_memory)
@@ -141,7 +137,7 @@ class CausalModel:
         if not quick:
             return model
         model = model.optimised()
-        if model.native is None and number != torchs and torchs is not None:
+        if model.backend.runs_torch and number != torchs and torchs is not None:
             refused = model.refused
             del model  # once more, in what torch is fast with; never two at a time
             more = place, check_values, quantize, REFERENCE
@@ -176,28 +172,37 @@ class CausalModel:
         return model
 
     def optimised(self) -> CausalModel:
-        """Itself, laid out for speed on the backend that was asked for."""
-        if self.asked == REFERENCE:
+        """Itself, on the backend that was asked for."""
+        name = NATIVE if self.asked == AUTO else self.asked
+        if name == REFERENCE:
             self.refused = "asked for"
-        elif self.asked == "auto" and self.device.type != "cpu":
+        elif self.asked == AUTO and self.device.type != "cpu":
             self.refused = f"the device is {self.device}"
-        if self.refused is None and use_kernels(self):
+        elif self.use(name):
             return self
-        if self.asked == "auto" and gguf_file(self.name) and dequantise(self.hf):
+        if self.asked == AUTO and gguf_file(self.name) and dequantise(self.hf):
             say(f"{self.name} is dequantised: only the native kernels are fast with its blocks")
-        return optimise(self)
+        return self
 
-    @property
-    def backend(self) -> str:
-        """The name of what runs the forward."""
-        return REFERENCE if self.native is None else self.native.name
+    @torch.inference_mode()
+    def use(self, name: str) -> bool:
+        """Run on another backend from now on, if it can; else the reference stays, ``refused``
+        says why, and so does a warning. Raises ConfigError for a name that is not known."""
+        self.backend, self.refused = self.reference, None
+        if name != REFERENCE:
+            made = backend_maker(name)(self)
+            if isinstance(made, str):
+                self.refused = made
+                if name != NATIVE or not is_off():
+                    warn(f"{self.name} runs on the reference backend: {made}")
+            else:
+                self.backend = made
+        return self.refused is None
 
     @property
     def backend_reason(self) -> str:
-        """The backend with what it computes with, or why it is not the native one."""
-        if self.backend == NATIVE:
-            return f"{NATIVE} ({instructions()})"
-        return f"{REFERENCE} ({self.refused})" if self.refused else REFERENCE
+        """The backend with what it computes with, or why it is not the one that was asked for."""
+        return f"{REFERENCE} ({self.refused})" if self.refused else self.backend.description
 
     @property
     def numbers(self) -> str:
@@ -220,57 +225,18 @@ class CausalModel:
         ``features`` n below num_layers is the input of layer n, ``[T, hidden]``; num_layers is
         the output of the final norm, which the language-model head sees.
         """
-        if self.native is not None or self.lean is not None:
-            for layer in features:
-                self._check_feature(layer)
-        if self.native is not None:
-            return self.native(batch, cache, features, logits)
-        step = AttentionStep.of(batch, cache, self.patterns, self.together, self.device)
-        rows = step.batch
-        if self.lean is not None:
-            with self._rows.of(rows):
-                return self.lean(rows, partial(paged_attention, step=step), features)
         for layer in features:
-            if layer not in self._hooked:
-                self._hook(layer)
-        self._captured = {} if features else None
-        try:
-            with self._rows.of(rows):
-                found = self._forward(rows, step)
-            captured = self._captured or {}
-        finally:
-            self._captured = None
-        return ModelOutput(found, {layer: captured[layer] for layer in features})
-
-    def _forward(self, batch: DeviceBatch, step: Any) -> torch.Tensor:
-        rows = batch.logit_rows
-        keep: dict[str, Any] = {}
-        if rows is not None and self._keeps_rows:
-            keep["logits_to_keep"] = rows
-        out = self.hf(
-            input_ids=batch.input_ids[None],
-            position_ids=batch.positions[None],
-            use_cache=False,
-            paceline_step=step,
-            **keep,
-        )
-        logits: torch.Tensor = out.logits[0]
-        return logits if rows is None or self._keeps_rows else logits.index_select(0, rows)
+            if not 0 <= layer <= self.num_layers:
+                raise ConfigError(
+                    f"{self.name} has {self.num_layers} layers, so there is no layer {layer} to "
+                    f"take features from; use 0 to {self.num_layers}"
+                )
+        return self.backend(batch, cache, features, logits)
 
     def head(self, hidden: torch.Tensor) -> torch.Tensor:
         """Logits ``[..., vocab]`` that the language-model head makes of final-norm outputs
         ``[..., hidden]``, for drafters that share it."""
-        if self.native is not None:
-            return self.native.head(hidden)
-        if self.lean is not None:
-            return self.lean.head(hidden)
-        logits: torch.Tensor = self.embedding("output")(hidden)
-        config = self.hf.config.get_text_config(decoder=True)
-        # What Cohere, Granite and Gemma 2 do to their logits afterwards.
-        logits = logits * (getattr(config, "logit_scale", None) or 1.0)
-        logits = logits / (getattr(config, "logits_scaling", None) or 1.0)
-        cap = getattr(config, "final_logit_softcapping", None)
-        return cap * torch.tanh(logits / cap) if cap else logits
+        return self.backend.head(hidden)
 
     def embedding(self, side: Literal["input", "output"]) -> Any:
         """The module of the tokens' embedding, or the language-model head's; whole, also where
@@ -290,55 +256,7 @@ class CausalModel:
 
     def scratch_bytes(self, rows: int) -> int:
         """Memory that forwards over so many rows take of this process, beside weights and cache."""
-        return 0 if self.native is None else self.native.scratch_bytes(rows)
-
-    # -- features --------------------------------------------------------------------------
-
-    def _check_feature(self, layer: int) -> None:
-        if not 0 <= layer <= self.num_layers:
-            raise ConfigError(
-                f"{self.name} has {self.num_layers} layers, so there is no layer {layer} to take "
-                f"features from; use 0 to {self.num_layers}"
-            )
-
-    def _hook(self, layer: int) -> None:
-        self._check_feature(layer)
-
-        def keep_input(_: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-            if self._captured is not None:
-                hidden = args[0] if args else kwargs["hidden_states"]
-                self._captured[layer] = hidden[0]
-
-        def keep_output(_: Any, __: Any, output: Any) -> None:
-            if self._captured is not None:
-                self._captured[layer] = output[0][0]
-
-        if layer == self.num_layers:
-            self.hf.get_submodule(self._stack()).register_forward_hook(keep_output)
-        else:
-            self.layer_module(layer).register_forward_pre_hook(keep_input, with_kwargs=True)
-        self._hooked.add(layer)
-
-    def layer_module(self, layer: int) -> torch.nn.Module:
-        """The decoder layer: the entry of a module list that holds the layer's attention."""
-        module: torch.nn.Module = self.hf.get_submodule(self._layer_name(layer))
-        return module
-
-    def _layer_name(self, layer: int) -> str:
-        wanted = self._attention_modules[layer]
-        name = next(name for name, module in self.hf.named_modules() if module is wanted)
-        parts = name.split(".")
-        end = max(i for i, part in enumerate(parts) if part.isdigit())
-        return ".".join(parts[: end + 1])
-
-    def _stack(self) -> str:
-        """Name of the module that runs all layers and the final norm: ``a.b`` of ``a.b.layers.0``.
-
-        Not ``hf.base_model`` or ``get_decoder``: OPT goes past the one, Llama 4 lacks the other.
-        """
-        return self._layer_name(0).rsplit(".", 2)[0]
-
-    # -- what the model is, by trying it ---------------------------------------------------
+        return self.backend.scratch_bytes(rows)
 
     @torch.inference_mode()
     def _probe(self) -> int:
@@ -347,7 +265,9 @@ class CausalModel:
         probe = AttentionProbe()
         self.hf.set_attn_implementation(PROBE)
         try:
-            logits = self._forward(DeviceBatch.of(probe_batch((1,)), Staging(self.device)), probe)
+            logits = self.reference.run(
+                DeviceBatch.of(probe_batch((1,)), Staging(self.device)), probe
+            )
         finally:
             self.hf.set_attn_implementation(ATTENTION)
         kind = type(self.hf).__name__
@@ -359,12 +279,12 @@ class CausalModel:
                 "of transformers, so their state cannot be paged; use a model with attention only"
             )
         by_layer = sorted(range(self.num_layers), key=lambda call: probe.layers[call])
-        self.cache_shapes = [probe.shapes[call] for call in by_layer]
+        self.reference.shapes = [probe.shapes[call] for call in by_layer]
         known: dict[Pattern, Pattern] = {}  # equal ones are one object, see AttentionStep
         found = (probe.patterns[call] for call in by_layer)
-        self.patterns = tuple(known.setdefault(pattern, pattern) for pattern in found)
+        self.reference.patterns = tuple(known.setdefault(pattern, pattern) for pattern in found)
         refuse_own_ways(self.hf, self.patterns)
-        self._attention_modules = [probe.modules[call] for call in by_layer]
+        self.reference.attention = [probe.modules[call] for call in by_layer]
         return logits.shape[-1]
 
 

@@ -14,6 +14,7 @@ from torch import nn
 
 from paceline.core.batch import Batch, ModelOutput
 from paceline.errors import ConfigError
+from paceline.model.backends.base import REFERENCE, Backend
 from paceline.model.loading import resolve_device
 from paceline.model.paged.cache import PagedCache
 from paceline.model.paged.pieces import KeyValueStore
@@ -59,18 +60,18 @@ def load_shared(
         team.close()
         raise
     shared = SharedForward(model, team)
-    model.native = model.ranks = shared
+    model.backend = model.ranks = shared
     model.refused = f"on {size} ranks"
     return model
 
 
-class SharedForward:
+class SharedForward(Backend):
     """The reference forward on all ranks: they are told of each batch, and run it together.
 
     A cache of rank 0 has its like on every rank, made when it is first used.
     """
 
-    name = "reference"
+    name = REFERENCE
 
     def __init__(self, model: CausalModel, team: RankTeam) -> None:
         self.team, self.size = team, team.size
@@ -97,10 +98,7 @@ class SharedForward:
             return self._model(batch, cache, features)
 
     def head(self, hidden: torch.Tensor) -> torch.Tensor:
-        return self._model.head(hidden)
-
-    def scratch_bytes(self, rows: int) -> int:
-        return 0  # torch's own, as in one process
+        return self._model.reference.head(hidden, self.whole("output"))
 
     def without(self, skipped: frozenset[int]) -> NoReturn:
         raise ConfigError(

@@ -68,7 +68,7 @@ class MachineIdentity:
             device=device.type,
             threads=0 if cuda else torch.get_num_threads(),
             dtype=target.numbers,
-            backend=target.backend,
+            backend=target.backend.name,
             torch=str(torch.__version__),
             transformers=version("transformers"),
             paceline=version("paceline"),

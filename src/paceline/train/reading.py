@@ -42,7 +42,7 @@ class NativeReader:
             model = CausalModel(copy.deepcopy(target), name).optimised()
         except UnsupportedModelError:  # it can be trained for, if not be decoded with
             return None
-        return None if model.native is None else cls(model)
+        return None if model.backend.runs_torch else cls(model)
 
     @torch.no_grad()
     def read(self, ids: torch.Tensor, layers: Sequence[int]) -> list[torch.Tensor]:

@@ -13,12 +13,12 @@ from paceline.draft.base import held_bytes
 from paceline.draft.heads import eagle_state
 from paceline.draft.heads.eagle import EagleDrafter
 from paceline.draft.heads.eagle_head import EagleHead
-from paceline.draft.heads.eagle_step import ReferenceEagle
 from paceline.draft.spec import DraftContext, Prepared
 from paceline.draft.trees.policy import Policy
 from paceline.draft.trees.shape import Shape
 from paceline.engine.driver import Drive
 from paceline.engine.engine import Engine
+from paceline.model.backends.heads import ModuleEagle
 from paceline.model.paged.cache import bytes_per_token
 from paceline.model.probe import ATTENTION
 from paceline.model.target import CausalModel
@@ -72,7 +72,7 @@ def engine_of(
 
     def build(context: DraftContext) -> EagleDrafter:
         cache = context.new_cache([head.cache_shape], torch.float32)
-        step = ReferenceEagle(head, target.hf.get_input_embeddings())
+        step = ModuleEagle(head, target.hf.get_input_embeddings())
         return Recorder(step, cache, policy, context.generator)
 
     given = EngineOptions(**{"draft_length": LENGTH, "prefill_chunk": 7, **options})

@@ -11,12 +11,10 @@ import pytest
 import torch
 
 from paceline.draft.heads.eagle_head import EagleConfig, EagleHead
-from paceline.draft.heads.eagle_step import EagleStep, ReferenceEagle, eagle_step
-from paceline.draft.heads.medusa import drafting
 from paceline.draft.heads.medusa_head import MedusaConfig, MedusaHeads
-from paceline.draft.heads.native import NativeEagle, NativeMedusa
 from paceline.kernels.library import SAME_BITS, choose, instructions
-from paceline.model.backends.native.use import use_kernels
+from paceline.model.backends.heads import EagleStep, ModuleEagle
+from paceline.model.backends.native.heads import NativeEagle, NativeMedusa
 from paceline.model.paged.cache import Feed, PagedCache
 from paceline.model.precision import quantise_loaded
 from paceline.model.target import CausalModel
@@ -190,11 +188,11 @@ def test_the_modules_own_results(variant: str, dtype: str) -> None:
     target = target_of(kind)
     head = random_eagle(target, VARIANTS[variant])
     texts = Texts.of(head.config, kind, 40)
-    plain = ReferenceEagle(head, head.embed_tokens or target.hf.get_input_embeddings())
+    plain = ModuleEagle(head, head.embed_tokens or target.hf.get_input_embeddings())
     wanted = run(plain, texts, kind, 9)
     expanded = head.expand(wanted[0][0][1][None])
-    assert use_kernels(target)
-    step = eagle_step(head, target)
+    assert target.use("native")
+    step = target.backend.eagle(head, target)
     assert isinstance(step, NativeEagle)
     found = run(step, texts, kind, 9)
     same(found, wanted, close)
@@ -210,8 +208,8 @@ def test_bits_are_a_rows_own(variant: str, dtype: str) -> None:
     kind = DTYPES[dtype]
     target = target_of(kind)
     head = random_eagle(target, VARIANTS[variant])
-    assert use_kernels(target)
-    step = eagle_step(head, target)
+    assert target.use("native")
+    step = target.backend.eagle(head, target)
     texts = Texts.of(head.config, kind, 270)  # two blocks of keys
     wanted = alone(step, texts, kind)
     for threads, chunk in ((1, 300), (3, 300), (2, 7)):
@@ -250,11 +248,11 @@ def test_medusa_heads(kind: str, dtype: str, quantize: str | None) -> None:
     """The modules' results; of a row the same bits in every batch, on any number of threads."""
     target = target_of(DTYPES[dtype], quantize)
     heads = random_medusa(target, MEDUSA[kind])
-    assert use_kernels(target)
+    assert target.use("native")
     torch.manual_seed(1)
     features = torch.randn(5, 32).to(target.dtype)
     wanted = [heads.logits(head, features, target.head) for head in range(3)]
-    quick = drafting(heads, target)
+    quick = target.backend.medusa(heads)
     assert isinstance(quick, NativeMedusa)
     limits = {"rtol": 1e-4, "atol": 1e-4} if dtype == "float32" else {"rtol": 0.1, "atol": 0.1}
     if quantize and MEDUSA[kind].get("shared_head"):  # what is rounded otherwise turns a code
@@ -271,16 +269,16 @@ def test_medusa_heads(kind: str, dtype: str, quantize: str | None) -> None:
 
 def test_on_the_reference_backend() -> None:
     target = target_of(torch.float32)
-    assert isinstance(eagle_step(random_eagle(target, {}), target), ReferenceEagle)
-    assert not isinstance(drafting(random_medusa(target, {}), target), NativeMedusa)
+    assert isinstance(target.backend.eagle(random_eagle(target, {}), target), ModuleEagle)
+    assert not isinstance(target.backend.medusa(random_medusa(target, {})), NativeMedusa)
 
 
 def test_angles_that_depend_on_the_length(said: list[str]) -> None:
     target = target_of(torch.float32)
-    assert use_kernels(target)
+    assert target.use("native")
     scaling = {"rope_type": "dynamic", "factor": 2.0}
     head = random_eagle(target, {"rope_scaling": scaling})
-    assert isinstance(eagle_step(head, target), ReferenceEagle)
+    assert isinstance(target.backend.eagle(head, target), ModuleEagle)
     assert said == [
         "the EAGLE head runs on the reference backend: "
         "the rotary embedding dynamic depends on the length"

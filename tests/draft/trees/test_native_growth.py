@@ -16,8 +16,8 @@ from paceline.core.draws import GREEDY_SHARPNESS
 from paceline.core.tree import TokenTree, is_chain
 from paceline.draft.selfspec import SelfDrafter
 from paceline.draft.trees.levels import LevelDrafter
-from paceline.model.backends.native.growth import GrownTree, NativeGrowth, WantedTree
-from paceline.model.backends.native.model import NativeModel
+from paceline.model.backends.growing import GrownTree, WantedTree
+from paceline.model.backends.native.growth import NativeGrowth
 from paceline.model.paged.cache import PagedCache
 from paceline.model.target import CausalModel
 from paceline.model.view import LayerView
@@ -173,7 +173,7 @@ def test_no_tree_is_written_beyond_its_table(folders: dict[str, str]) -> None:
     cache = PagedCache(model.cache_shapes, 2, 16, torch.float32, "cpu")
     cache.admit(0, ())
     cache.reserve(0, 16)
-    growth = model.native.growth  # type: ignore[union-attr]
+    growth = model.backend.growth  # type: ignore[union-attr]
     logits = torch.zeros(1, model.vocab_size)
     (tree,) = growth(cache, [WantedTree(3, 4, 6, 8, cache.blocks_of(0), GREEDY, 8)], logits)
     assert len(tree.parents) == 6
@@ -196,7 +196,7 @@ def test_a_chain_ends_behind_a_path_that_is_too_unlikely(
         cache.kv(0)[0].zero_(), cache.kv(0)[1].zero_(), cache.kv(1)[0].zero_()
         cache.kv(1)[1].zero_()
         wanted = WantedTree(9, 1, 9, 8, cache.blocks_of(0), params, 8, least)
-        (grown,) = model.native.growth(cache, [wanted], logits)  # type: ignore[union-attr]
+        (grown,) = model.backend.growth(cache, [wanted], logits)  # type: ignore[union-attr]
         return grown
 
     whole = chain(1e-30)
@@ -237,8 +237,8 @@ def test_a_draft_by_the_target_is_one_call(
 def test_growth_does_not_keep_a_model_alive(folders: dict[str, str]) -> None:
     """Weights go with the last name for them, not when the collector comes by."""
     model = CausalModel.load(folders["draft"], torch.float32, "cpu", backend="native")
-    assert isinstance(model.native, NativeModel) and model.native.growth is not None
-    gone = weakref.ref(model.native)
+    assert model.backend.name == "native" and model.backend.growth is not None
+    gone = weakref.ref(model.backend)
     gc.disable()
     try:
         del model
@@ -257,6 +257,6 @@ def test_a_row_that_is_no_distribution_has_no_candidates(folders: dict[str, str]
     logits[0] = torch.nan
     for params in (GREEDY, SamplingParams(temperature=0.5, seed=1)):
         wanted = [WantedTree(3, 2, 5, 8, cache.blocks_of(seq_id), params, 8) for seq_id in (0, 1)]
-        none, some = model.native.growth(cache, wanted, logits)  # type: ignore[union-attr]
+        none, some = model.backend.growth(cache, wanted, logits)  # type: ignore[union-attr]
         assert none.parents == ()
         assert len(some.parents) == 5

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +18,7 @@ from paceline.lab.doctor.findings import KINDS
 from paceline.lab.doctor.logits import _some_layers
 from paceline.model import probe
 from paceline.model.backends.native import opened
-from paceline.model.backends.reference.lean import LeanModel
+from paceline.model.backends.reference.backend import TorchBackend
 from paceline.stages import Stage, listening
 from support.doctor_folders import Copy, only
 from support.model_folders import write_gpt2
@@ -155,18 +156,14 @@ def test_a_scale_of_queries_that_is_lost(tmp_path: Path, monkeypatch: pytest.Mon
 
 
 def test_rotations_that_end_early(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Of the lean forward, as if what is tried before it is used had not seen it. Kernels, which
-    would be held to it, are not tried."""
-    make = LeanModel.__init__
+    """Of the reference's rows, as if what is tried when it is loaded had not seen it."""
+    run = TorchBackend.run
 
-    def clamped(self: LeanModel, *arguments: Any) -> None:
-        make(self, *arguments)
-        rotary = self.rotary
-        object.__setattr__(self, "rotary", lambda rows: rotary(rows.clamp(max=ORIGINAL)))
+    def clamped(self: TorchBackend, batch: Any, step: Any) -> torch.Tensor:
+        return run(self, replace(batch, positions=batch.positions.clamp(max=ORIGINAL)), step)
 
-    monkeypatch.setattr(LeanModel, "__init__", clamped)
-    monkeypatch.setattr("paceline.model.backends.reference.prepack.relative_error", lambda *_: 0.0)
-    found = check_logits("paceline/tiny")
+    monkeypatch.setattr(TorchBackend, "run", clamped)
+    found = check_logits("paceline/tiny", backend="reference")
     assert found.code == "logits-differ" and found.found.startswith("on torch the logits")
     assert found.cure == KINDS["logits-differ"].cure
 

@@ -7,9 +7,6 @@ import torch
 
 from paceline.core.tree import chain_parents
 from paceline.lab.profiling.work import LARGE, Work, WorkCounter
-from paceline.model.backends.native.model import NativeModel
-from paceline.model.backends.native.use import use_kernels
-from paceline.model.backends.reference.prepack import optimise
 from paceline.model.paged.cache import Feed, PagedCache
 from paceline.model.target import CausalModel
 from support.engine_models import VOCAB, adapted
@@ -33,15 +30,13 @@ def forward_of(model: CausalModel, coded: bool = False) -> Work:
     return counter.phases["target"]
 
 
-@pytest.mark.parametrize("how", ["native", "native, int8 cache", "prepacked", "whole"])
+@pytest.mark.parametrize("how", ["native", "native, int8 cache", "whole"])
 @torch.inference_mode()
 def test_a_forward(how: str) -> None:
     model = adapted()
     native, coded = how.startswith("native"), "int8" in how
     if native:
-        assert use_kernels(model)
-    elif how == "prepacked":
-        optimise(model)
+        assert model.use("native")
     work = forward_of(model, coded)
     assert work.weight_elements == WEIGHTS
     assert work.weight_bytes >= 4 * WEIGHTS  # packed ones are padded
@@ -52,17 +47,16 @@ def test_a_forward(how: str) -> None:
     attention = 4 * LAYERS * ROWS * HEADS * HEAD * keys
     assert work.flops == 2 * ROWS * WEIGHTS + attention
     assert work.rows == pytest.approx(ROWS, rel=1e-3)
-    # Packed, query, key and value are one product, and so are gate and up.
-    products = LAYERS * (7 if how == "whole" else 4) + 1
+    products = LAYERS * 7 + 1
     assert work.kernels == (1 if native else products + LAYERS)
 
 
 @torch.inference_mode()
 def test_a_view_reads_none_of_the_layers_that_it_skips() -> None:
     model = adapted()
-    assert use_kernels(model) and isinstance(model.native, NativeModel)
+    assert model.use("native")
     whole = forward_of(model)
-    model.native = model.native.without(frozenset({0}))
+    model.backend = model.backend.without(frozenset({0}))
     work = forward_of(model)
     assert work.weight_elements == WEIGHTS - PER_LAYER
     assert work.cache_bytes == whole.cache_bytes // LAYERS

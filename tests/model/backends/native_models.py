@@ -14,7 +14,6 @@ import transformers
 from transformers import AutoModelForCausalLM
 
 from paceline.core.batch import Batch, ModelOutput, Span
-from paceline.model.backends.native.use import use_kernels
 from paceline.model.paged.codes import cache_dtype
 from paceline.model.probe import register
 from paceline.model.target import CausalModel
@@ -65,7 +64,7 @@ def native_model(shape: str, dtype: torch.dtype, kv_cache_dtype: str = "auto") -
         if parameter.dim() == 1:
             parameter.data.add_(0.1 * torch.randn_like(parameter))
     model = CausalModel(hf.to(dtype), shape)
-    assert use_kernels(model)
+    assert model.use("native")
     model.cache_dtype = cache_dtype(kv_cache_dtype, dtype)
     return model
 

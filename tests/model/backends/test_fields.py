@@ -12,9 +12,7 @@ from random_models import COMMON, tiny_pair
 from paceline.core.batch import Batch, ModelOutput
 from paceline.model.backends.fields import unknown_field
 from paceline.model.backends.native import use as using
-from paceline.model.backends.native.use import use_kernels
-from paceline.model.backends.reference.prepack import optimise
-from paceline.model.backends.reference.recognise import is_llama_shaped
+from paceline.model.backends.native.llama import is_llama_shaped
 from paceline.model.backends.trial import trial_logits
 from paceline.model.paged.cache import PagedCache
 from paceline.model.probe import register
@@ -63,11 +61,9 @@ def test_known_architectures_have_no_unknown_field(name: str) -> None:
 def test_an_unknown_field_leaves_the_model_to_its_own_modules() -> None:
     model = scaled(1e-6)  # so little that no result shows it
     assert is_llama_shaped(model.hf)
-    assert not use_kernels(model) and model.refused is not None
+    assert not model.use("native") and model.refused is not None
     assert model.refused == "the configuration's llama_4_scaling_beta = 1e-06 is not known"
-    assert optimise(model).lean is None
-    other = scaled(0.0)
-    assert optimise(other).lean is not None
+    assert scaled(0.0).use("native")
 
 
 def test_layers_are_compared_all_over_the_context() -> None:
@@ -97,7 +93,7 @@ def test_kernels_that_are_wrong_in_one_part_of_the_context_are_not_used(
     real = using.NativeModel
     monkeypatch.setattr(using, "NativeModel", lambda *given: Further(real(*given), wrong))
     model = built("Llama")
-    assert not use_kernels(model) and model.native is None
+    assert not model.use("native") and model.backend.name == "reference"
     assert model.refused is not None and "% off" in model.refused
 
 

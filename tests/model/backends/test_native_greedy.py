@@ -62,7 +62,7 @@ def model_of(dtype: torch.dtype, change: Callable[[torch.Tensor], None]) -> Caus
     found = describe(hf, model.cache_shapes, model.patterns)
     change(hf.lm_head.weight.data)
     assert isinstance(found, DecoderShape)
-    model.native = NativeModel(hf, found)  # unasked: some of these are not finite
+    model.backend = NativeModel(hf, found)  # unasked: some of these are not finite
     return model
 
 

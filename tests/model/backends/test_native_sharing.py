@@ -75,7 +75,6 @@ import resource, sys, torch
 import torch.nn.functional as F
 from transformers import LlamaConfig, LlamaForCausalLM
 from paceline.core.batch import Batch, Span
-from paceline.model.backends.native.use import use_kernels
 from paceline.model.probe import register
 from paceline.model.target import CausalModel
 
@@ -88,7 +87,7 @@ config = LlamaConfig(
 )
 torch.manual_seed(0)
 model = CausalModel(LlamaForCausalLM(config).to(torch.bfloat16), "long")
-assert use_kernels(model)
+assert model.use("native")
 cache = model.new_cache(context // 16, 16)
 for part in cache.kv(0):
     part.normal_()

@@ -22,7 +22,6 @@ from paceline.kernels.compile import NativeUnavailableError, library_file
 from paceline.kernels.library import library
 from paceline.model.backends.native import use as using
 from paceline.model.backends.native.packing import PackedLinear
-from paceline.model.backends.native.use import use_kernels
 from paceline.model.paged.cache import PagedCache
 from paceline.model.target import CausalModel
 from paceline.model.view import LayerView
@@ -76,7 +75,7 @@ def logits(model: Any) -> torch.Tensor:
 )
 def test_others_run_on_the_reference_and_say_so(name: str, why: str, said: Said) -> None:
     model, _ = tiny_pair(name)
-    assert not use_kernels(model) and model.backend == "reference"
+    assert not model.use("native") and model.backend.name == "reference"
     assert said == [f"{name} runs on the reference backend: {why}"]
 
 
@@ -93,16 +92,16 @@ def test_auto_is_bf16_where_the_kernels_run(
     plain = CausalModel.load(str(tmp_path), device="cpu", backend="reference")
     assert plain.dtype == torch.float32
     if why is None:
-        assert (model.backend, model.dtype, said) == ("native", torch.bfloat16, [])
+        assert (model.backend.name, model.dtype, said) == ("native", torch.bfloat16, [])
         return
-    assert (model.backend, model.dtype) == ("reference", torch.float32)
+    assert (model.backend.name, model.dtype) == ("reference", torch.float32)
     assert why in model.backend_reason and len(said) == 1 and why in said[0]
     assert torch.equal(logits(model), logits(plain))
 
 
 def test_a_dtype_that_the_kernels_do_not_know(said: Said) -> None:
     model, _ = tiny_pair("llama", torch.float16)
-    assert not use_kernels(model)
+    assert not model.use("native")
     assert said == ["llama runs on the reference backend: no weights in float16"]
 
 
@@ -125,7 +124,7 @@ def test_what_disagrees_with_the_reference_is_not_used(
         return replace(found, **{change: other})
 
     monkeypatch.setattr(using, "describe", wrong)
-    assert not use_kernels(model) and model.native is None
+    assert not model.use("native") and model.backend.name == "reference"
     assert "the kernels' logits are" in said[0] and len(said) == 1
     assert torch.equal(logits(model), wanted)
     after = model.hf.state_dict()
@@ -139,7 +138,7 @@ def test_plain_weights_are_given_up_one_by_one() -> None:
     weights = [weakref.ref(m.weight) for m in linears]
     dense = [m.weight.detach().clone() for m in linears]
     del linears
-    assert use_kernels(model)
+    assert model.use("native")
     assert all(weight() is None for weight in weights)
     packed = [m for m in model.hf.modules() if isinstance(m, PackedLinear)]
     assert all(torch.equal(m.weight, weight) for m, weight in zip(packed, dense, strict=True))
@@ -149,8 +148,9 @@ def test_its_modules_still_compute_the_same() -> None:
     """What asks the transformers module itself, as a head that shares the target's, is right."""
     for name in ("qwen2", "gemma2", "mixtral"):
         model, reference = tiny_pair(name)
-        assert use_kernels(model)
-        native, model.native = logits(model), None
+        assert model.use("native")
+        native = logits(model)
+        assert model.use("reference")
         assert torch.allclose(logits(model), native, atol=1e-4)
         ids = torch.arange(3, 12)[None]
         with torch.inference_mode():
@@ -161,7 +161,7 @@ def test_its_modules_still_compute_the_same() -> None:
 def test_a_part_of_the_layers() -> None:
     model, _ = tiny_pair("qwen3")
     wanted = [logits(LayerView(model, layers)) for layers in ([0], [1])]
-    assert use_kernels(model)
+    assert model.use("native")
     for layers, want in zip(([0], [1]), wanted, strict=True):
         assert torch.allclose(logits(LayerView(model, layers)), want, atol=1e-4)
 
@@ -221,7 +221,7 @@ def test_without_a_compiler(fresh: Path, said: Said, monkeypatch: pytest.MonkeyP
     monkeypatch.setenv("PATH", str(fresh))
     monkeypatch.delenv("CXX", raising=False)
     model, _ = tiny_pair("llama")
-    assert not use_kernels(model)
+    assert not model.use("native")
     what = "no g++ is there"
     assert said == [f"llama runs on the reference backend: {what}"]
 
@@ -271,7 +271,7 @@ def test_switched_off(said: Said, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PACELINE_NATIVE", "off")
     library.cache_clear()
     model, _ = tiny_pair("llama")
-    assert not use_kernels(model) and "asks for no kernels" in model.backend_reason and not said
+    assert not model.use("native") and "asks for no kernels" in model.backend_reason and not said
     library.cache_clear()
 
 
@@ -279,7 +279,7 @@ def test_a_compiler_that_fails(fresh: Path, said: Said, monkeypatch: pytest.Monk
     broken = compiler(fresh, "echo 'vec.h:1:1: error: what is this' >&2; exit 1")
     monkeypatch.setenv("CXX", broken)
     model, _ = tiny_pair("llama")
-    assert not use_kernels(model)
+    assert not model.use("native")
     assert said == [
         f"llama runs on the reference backend: {broken} fails: vec.h:1:1: error: what is this"
     ]

@@ -361,7 +361,7 @@ def test_a_librarys_own_modules_run_on_the_reference(
     module.save_pretrained(out)
     load_tokenizer(str(plain_folder)).save_pretrained(out)
     llm = LLM(str(out), draft="none", device="cpu")
-    assert llm.target.backend == "reference"
+    assert llm.target.backend.name == "reference"
     (found,) = llm.generate([[5, 9, 7] * 4], SamplingParams(max_tokens=8, ignore_eos=True))
     assert len(found.token_ids) == 8
 
@@ -385,7 +385,7 @@ def test_tensors_of_a_library_are_left_to_it(plain_folder: Path) -> None:
     layer = module.get_submodule(LAYER)
     layer.weight = torch.nn.Parameter(layer.weight.detach().as_subclass(Foreign), False)
     model = CausalModel(module, "some model").optimised()
-    assert model.backend == "reference"
+    assert model.backend.name == "reference"
     assert type(model.hf.get_submodule(LAYER).weight) is Foreign
 
 

@@ -99,7 +99,7 @@ def test_what_only_the_reference_runs_is_dequantised(
     path = tmp_path / "model.gguf"
     write_gguf(path, "starcoder2", quantisation="Q8_0")
     model = CausalModel.load(str(path), "float32", "cpu")
-    assert model.backend == "reference"
+    assert model.backend.name == "reference"
     assert not kept(model.hf)
 
 

@@ -29,7 +29,6 @@ from paceline.draft.base import Drafter
 from paceline.draft.heads.eagle_format import FILES, build_eagle, load_eagle, said_layers
 from paceline.draft.heads.eagle_head import default_feature_layers
 from paceline.draft.heads.eagle_state import HeadState, alone
-from paceline.draft.heads.eagle_step import EagleStep, eagle_step
 from paceline.draft.spec import (
     DraftContext,
     Examined,
@@ -45,7 +44,8 @@ from paceline.draft.trees.grow import Growing, level_feed
 from paceline.draft.trees.levels import LevelDrafter
 from paceline.draft.trees.narrow import Logits, Narrow
 from paceline.draft.trees.policy import Policy
-from paceline.model.backends.native.growth import NativeGrowth
+from paceline.model.backends.growing import Growth
+from paceline.model.backends.heads import EagleStep
 from paceline.model.paged.blocks import OutOfBlocksError
 from paceline.model.paged.cache import Feed, PagedCache, bytes_per_token
 
@@ -83,7 +83,7 @@ class Eagle(TreeSpec):
         target = loading.target
         head = load_eagle(self.path, target, self.version, self.layers, target.embedding("output"))
         head = head.to(target.device, target.dtype).eval().requires_grad_(False)
-        step = eagle_step(head, target)
+        step = target.backend.eagle(head, target)
 
         def build(context: DraftContext) -> Drafter:
             policy = self.policy(context.tree_nodes() if self.dynamic else 0)
@@ -245,7 +245,7 @@ class EagleDrafter(LevelDrafter):
         return self._run(feeds, like.new_zeros(rows, size), fused=True)[1]
 
     @property
-    def growth(self) -> NativeGrowth | None:
+    def growth(self) -> Growth | None:
         return self._step.growth if self._fits or not self._reduced else None
 
     def _made_up(self, seqs: Sequence[SequenceView]) -> Logits | None:

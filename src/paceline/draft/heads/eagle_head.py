@@ -24,7 +24,7 @@ from torch import nn
 
 from paceline.draft.trees.narrow import widened
 from paceline.errors import ConfigError
-from paceline.model.backends.base import Attend
+from paceline.model.backends.heads import Attend
 
 
 @dataclass(frozen=True)

@@ -13,7 +13,7 @@ candidate of head 0 followed by the r1-th of head 1.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import KW_ONLY, dataclass
 from functools import lru_cache
 from typing import Any
@@ -28,8 +28,6 @@ from paceline.core.sequence import SequenceView
 from paceline.core.transfer import to_device
 from paceline.core.tree import Draw, TokenTree, depths_of
 from paceline.draft.heads.medusa_format import FILES, build_medusa, load_medusa
-from paceline.draft.heads.medusa_head import MedusaHeads
-from paceline.draft.heads.native import NativeMedusa
 from paceline.draft.spec import (
     DraftSpec,
     Examined,
@@ -43,8 +41,7 @@ from paceline.draft.spec import (
 from paceline.draft.trees.grow import Growing, StaticTree, grow
 from paceline.draft.trees.shape import Shape, best_shape
 from paceline.errors import ConfigError
-from paceline.model.backends.native.model import NativeModel
-from paceline.model.backends.reference.prepack import prepack_modules
+from paceline.model.backends.heads import DraftingHeads
 from paceline.model.target import CausalModel
 
 # For heads that nobody measured: how often a first candidate is right, roughly as in the paper.
@@ -112,7 +109,7 @@ class Medusa(DraftSpec):
         heads = load_medusa(self.path, target)
         heads = heads.to(device=target.device, dtype=target.dtype)
         shapes = shapes_of(heads.config.heads, self.nodes, self.tree, heads.config.accuracy)
-        run = drafting(heads, target)
+        run = target.backend.medusa(heads)
         return Prepared(lambda c: MedusaDrafter(run, c.target, shapes, c.generator))
 
     def examine(self, target: Target, read: Any = None) -> Examined:
@@ -127,23 +124,6 @@ class Medusa(DraftSpec):
             text = "config.json does not say how often each head is right"
             notes.append(("medusa-accuracy-unknown", text, None))
         return Examined(tuple(notes), size)
-
-
-# Logits ``[B, count, vocab]`` of the first ``count`` heads, from features ``[B, width]``.
-DraftingHeads = Callable[[torch.Tensor, int], torch.Tensor]
-
-
-def drafting(heads: MedusaHeads, target: CausalModel) -> DraftingHeads:
-    """The way that the target goes itself; lays out the heads' weights for it, in place."""
-    if isinstance(target.native, NativeModel):
-        return NativeMedusa(heads, target.native)
-    prepack_modules(heads)
-
-    def run(features: torch.Tensor, count: int) -> torch.Tensor:
-        found = [heads.logits(head, features, target.head) for head in range(count)]
-        return torch.stack(found, 1)
-
-    return run
 
 
 class MedusaDrafter:

@@ -106,15 +106,13 @@ class MedusaHeads(nn.ModuleList):
         if self.config.shared_head:
             assert lm_head is not None, "these heads use the target's language-model head"
             output = lm_head(output)
-        return spread(output, self.token_map, self.config)
+        return self.spread(output)
 
-
-def spread(
-    logits: torch.Tensor, token_map: torch.Tensor | None, config: MedusaConfig
-) -> torch.Tensor:
-    """Logits over the target's vocabulary, minus infinity for tokens that the heads do not know."""
-    if token_map is None:
-        return logits
-    if config.shared_head:  # the target's head knows more tokens than the heads were trained on
-        logits = logits.index_select(-1, token_map)
-    return widened(logits, token_map, config.vocab_size)
+    def spread(self, logits: torch.Tensor) -> torch.Tensor:
+        """Logits over the target's vocabulary, minus infinity for tokens that the heads do not
+        know."""
+        if self.token_map is None:
+            return logits
+        if self.config.shared_head:  # the target's head knows more tokens than were trained on
+            logits = logits.index_select(-1, self.token_map)
+        return widened(logits, self.token_map, self.config.vocab_size)

@@ -17,7 +17,7 @@ from paceline.core.tree import TokenTree
 from paceline.draft.trees.grow import Growing, candidates, grow, level_feed
 from paceline.draft.trees.narrow import Logits, Narrow
 from paceline.draft.trees.policy import Policy
-from paceline.model.backends.native.growth import GrownTree, NativeGrowth, WantedTree
+from paceline.model.backends.growing import GrownTree, Growth, WantedTree
 from paceline.model.paged.cache import Feed, PagedCache
 
 Finished = tuple[TokenTree, tuple[int, ...]]  # see Growing.finish
@@ -129,7 +129,7 @@ class LevelDrafter(ABC):
         return grown
 
     @property
-    def growth(self) -> NativeGrowth | None:
+    def growth(self) -> Growth | None:
         """What grows whole trees; None: they grow level by level."""
         return None
 

@@ -24,7 +24,7 @@ from paceline.draft.spec import DraftSpec, Loading
 from paceline.drafters import parse_draft, prepare_one
 from paceline.engine.engine import Engine
 from paceline.errors import ConfigError, ModelLoadError
-from paceline.model.backends.base import BACKENDS
+from paceline.model.backends.registry import check_backend
 from paceline.model.loading import check_architecture, load_tokenizer
 from paceline.model.probe import ATTENTION, register
 from paceline.model.target import CausalModel
@@ -152,8 +152,7 @@ def _tokenizer(model: Any, draft: DraftSpec | Drafter, given: Any) -> Any:
 
 def _target(model: Any, backend: str) -> CausalModel:
     """The model as engines take it: modules of its own around the same weights."""
-    if backend not in BACKENDS:
-        raise ConfigError(f"backend {backend!r} is not known; use one of {', '.join(BACKENDS)}")
+    check_backend(backend)
     kind = type(model).__name__
     check_architecture(model.config)
     tensors = (*model.parameters(), *model.buffers())

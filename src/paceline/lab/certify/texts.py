@@ -13,7 +13,6 @@ from paceline.lab.certify.decoding import Start, decode
 from paceline.lab.certify.evidence import TaskDivergence, TextCheck
 from paceline.lab.certify.schedule import Asked, WorkItem
 from paceline.lab.difference import Difference, explain
-from paceline.model.backends.base import NATIVE
 
 _NEIGHBOURS = 3  # at least, of the texts in a mixed batch
 _SHARE = 0.025  # of what is left of a budget, that one text at one setting may take
@@ -158,7 +157,7 @@ def check_texts(
     for batch in batches:
         starts, params = [task.start for task in batch], [task.params for task in batch]
         texts += decode(engine, starts, params, setting.length)
-    exact = engine.target.backend == NATIVE  # its rows have the same bits in every batch
+    exact = engine.target.backend.same_bits
     ties: list[TaskDivergence] = []
     bugs: list[TaskDivergence] = []
     for task, expected, text in zip(tasks, plain, texts, strict=False):

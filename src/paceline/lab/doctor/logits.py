@@ -104,7 +104,7 @@ def check_logits(target: str, *, device: str = "auto", backend: str = "auto") ->
                 del model  # never two laid-out copies at a time
                 begun.advance(1, f"on {_NAMES[NATIVE]}")
                 model = _adapted(module, target, NATIVE)
-                if model.backend == NATIVE:
+                if model.backend.name == NATIVE:
                     near = _compared(model, sequences[:2], wanted[:2])
                     far = _furthest(_behind(model), behind, trial_starts(model, _BEHIND))
                     apart[NATIVE] = max(near, far, key=lambda found: found.most)
@@ -262,7 +262,7 @@ def _compared(
 
 @torch.inference_mode()
 def _behind(model: CausalModel) -> tuple[torch.Tensor, ...]:
-    return trial_logits(model, _BEHIND)
+    return trial_logits(model, longest=_BEHIND)
 
 
 def _furthest(

@@ -9,7 +9,6 @@ from pathlib import Path
 
 import torch
 
-from paceline.model.backends.reference.products import PrepackedLinear, can_prepack
 from paceline.model.measure import measure
 
 _CACHES = Path("/sys/devices/system/cpu/cpu0/cache")
@@ -135,9 +134,7 @@ def _product_rates(
 
 
 def _linear(side: int, device: torch.device, dtype: torch.dtype) -> torch.nn.Module:
-    """As the model's own layers are: prepacked where the model's are."""
-    linear = torch.nn.Linear(side, side, bias=False, device=device, dtype=dtype)
-    return PrepackedLinear(linear.weight, None) if can_prepack(linear.weight) else linear
+    return torch.nn.Linear(side, side, bias=False, device=device, dtype=dtype)
 
 
 def _product_seconds(device: torch.device, dtype: torch.dtype) -> float:

@@ -1,25 +1,75 @@
-"""What backends are: ways to run a forward over the paged cache."""
+"""The one protocol that every forward goes through.
+
+    forward(batch, cache) -> logits, features        keys and values go into the cache
+    head(hidden) -> logits                            the language-model head alone
+    without(layers) -> a backend                      a view that leaves layers out
+    growth -> trees                                   whole drafts in one call, if it can
+    eagle(head), medusa(heads) -> their steps         heads on the target's features
+    quantised(model, precision) -> modules, backend   the same model in fewer bits
+
+What a backend does not do itself, torch's own modules do: the defaults here.
+"""
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
-from typing import Literal, Protocol
+from typing import Any, Literal, Protocol
 
 import torch
 from torch import nn
 
 from paceline.core.batch import Batch, ModelOutput
+from paceline.files.stamps import FileStamp
+from paceline.model.backends.growing import Growth
+from paceline.model.backends.heads import DraftingHeads, EagleStep, ModuleEagle, run_modules
+from paceline.model.paged.cache import LayerShape
+from paceline.model.paged.masks import Pattern
 from paceline.model.paged.pieces import KeyValueStore
 
 NATIVE, REFERENCE = "native", "reference"
-BACKENDS = ("auto", NATIVE, REFERENCE)
 
 
-class Backend(Protocol):
-    """Runs a model's whole forward over a packed batch, in place of its modules."""
+class Adapted(Protocol):
+    """A model as ``CausalModel`` adapts it: what backends read of it. ``hf`` is the module of
+    transformers, whose attention goes through our paged cache; ``cache_shapes`` and ``patterns``
+    (windows, chunks) are by layer; ``checkpoint``: the files that it was loaded from."""
+
+    hf: Any
+    name: str
+    dtype: torch.dtype
+    device: torch.device
+    vocab_size: int
+    num_layers: int
+    max_positions: int
+    checkpoint: tuple[FileStamp, ...]
+
+    @property
+    def cache_shapes(self) -> list[LayerShape]: ...
+
+    @property
+    def patterns(self) -> tuple[Pattern, ...]: ...
+
+    def __call__(self, batch: Batch, cache: KeyValueStore) -> ModelOutput: ...
+
+    def embedding(self, side: Literal["input", "output"]) -> Any: ...
+
+
+class Backend(ABC):
+    """Runs a model's forward over a packed batch."""
 
     name: str
+    runs_torch = True  # forwards run operators of torch
+    same_bits = False  # a row's results depend on that row alone, whatever rides along
+    multiplies_codes = False  # weights in 8 and 4 bits are multiplied as they are, not unpacked
+    head_share = 0.0  # of the bytes of all matrices, the language-model head's
 
+    @property
+    def description(self) -> str:
+        """The name, and what it computes with."""
+        return self.name
+
+    @abstractmethod
     def __call__(
         self,
         batch: Batch,
@@ -27,20 +77,40 @@ class Backend(Protocol):
         features: Sequence[int] = (),
         logits: bool = True,
     ) -> ModelOutput:
-        """As CausalModel: keys and values go into the cache, ``features`` are known to exist."""
-        ...
+        """One forward: ``logits [R, vocab]`` of ``batch.logit_rows``, keys and values of all rows
+        into ``batch.slots`` of the cache, and the ``features``, which are known to exist. Without
+        ``logits`` a backend that chooses greedily by itself leaves them out."""
 
+    @abstractmethod
     def head(self, hidden: torch.Tensor) -> torch.Tensor:
         """Logits ``[..., vocab]`` of final-norm outputs ``[..., hidden]``."""
-        ...
+
+    @abstractmethod
+    def without(self, skipped: frozenset[int]) -> Backend:
+        """The same with some layers left out; the others keep their numbers, so their cache.
+        Raises ConfigError or UnsupportedModelError where that cannot be."""
 
     def scratch_bytes(self, rows: int) -> int:
-        """Memory of a forward over so many rows, beside weights and cache."""
-        ...
+        """Memory of a forward over so many rows, beside weights, cache and torch's own."""
+        return 0
 
-    def without(self, skipped: frozenset[int]) -> Backend:
-        """The same with some layers left out; the others keep their numbers, so their cache."""
-        ...
+    @property
+    def growth(self) -> Growth | None:
+        """Grows whole drafts with this model; None: drafters do, by a forward a level."""
+        return None
+
+    def eagle(self, head: Any, model: Adapted) -> EagleStep:
+        """A step of an EAGLE ``head`` on features of ``model``; may lay out its weights anew."""
+        return ModuleEagle(head, head.embed_tokens or model.embedding("input"))
+
+    def medusa(self, heads: Any) -> DraftingHeads:
+        """All Medusa ``heads`` in one call; may lay out their weights anew."""
+        return run_modules(heads, self.head)
+
+    def quantised(self, model: Adapted, precision: str) -> tuple[Any, Backend] | None:
+        """Modules that share all of ``model`` but its matrices, which are in ``precision``, and
+        what runs them. None: the library's modules are rounded, and given to this backend."""
+        return None
 
 
 class Ranks(Protocol):
@@ -63,21 +133,4 @@ class Ranks(Protocol):
 
     def close(self) -> None:
         """End the other processes."""
-        ...
-
-
-class Attend(Protocol):
-    """What the layers of `reference` call: stores the rows' keys and values, and attends."""
-
-    def __call__(
-        self,
-        query: torch.Tensor,
-        key: torch.Tensor,
-        value: torch.Tensor,
-        *,
-        layer: int,
-        scaling: float,
-    ) -> torch.Tensor:
-        """``query [1, heads, T, d]``, ``key`` and ``value`` ``[1, kv_heads, T, d]``, after rotary
-        embedding, to ``[1, T, heads, d]``."""
         ...

@@ -2,42 +2,31 @@
 
 from __future__ import annotations
 
-from typing import Any, Protocol
-
 import torch
 
-from paceline.core.batch import Batch, ModelOutput, Span
-from paceline.model.paged.cache import LayerShape, PagedCache
+from paceline.core.batch import Batch, Span
+from paceline.model.backends.base import Adapted, Backend
+from paceline.model.paged.cache import PagedCache
 
 _ROWS = 8  # of each sequence, a block
 # Positions that are tried: rows of a whole model read all keys before them. Single layers are
-# compared at the end of the context (reference/recognise.py).
+# compared at the end of the context (native/llama.py).
 _LONGEST = 4096
 
 
-class Tried(Protocol):
-    """A model as ``CausalModel`` adapts it: what a trial asks of it."""
-
-    hf: Any
-    dtype: torch.dtype
-    device: torch.device
-    vocab_size: int
-    max_positions: int
-    cache_shapes: list[LayerShape]
-
-    def __call__(self, batch: Batch, cache: PagedCache) -> ModelOutput: ...
-
-
-def trial_starts(model: Tried, longest: int = _LONGEST) -> list[int]:
+def trial_starts(model: Adapted, longest: int = _LONGEST) -> list[int]:
     """Positions of the first rows of a trial's sequences."""
     blocks = max(1, min(model.max_positions, longest) // _ROWS)
     return [_ROWS * before for before in (0, (blocks - 1) // 2, blocks - 1)]
 
 
-def trial_logits(model: Tried, longest: int = _LONGEST) -> tuple[torch.Tensor, ...]:
+def trial_logits(
+    model: Adapted, backend: Backend | None = None, longest: int = _LONGEST
+) -> tuple[torch.Tensor, ...]:
     """Logits ``[8, vocab]`` of each of three sequences in one batch: at the beginning, in the
-    middle and at the end of the context or of its first ``longest`` positions. The first one's
-    block is repeated for all that lies before the others' rows."""
+    middle and at the end of the context or of its first ``longest`` positions; of a ``backend``, if
+    not of the one that runs the model now. The first one's block is repeated for all that lies
+    before the others' rows."""
     before = [start // _ROWS for start in trial_starts(model, longest)]  # blocks of each sequence
     rows = range(3 * _ROWS)
     batch = Batch(
@@ -48,4 +37,11 @@ def trial_logits(model: Tried, longest: int = _LONGEST) -> tuple[torch.Tensor, .
         tuple((*[0] * count, n) for n, count in enumerate(before)),
     )
     cache = PagedCache(model.cache_shapes, 3, _ROWS, model.dtype, model.device)
-    return torch.split(model(batch, cache).logits, _ROWS)
+    return torch.split((backend or model)(batch, cache).logits, _ROWS)
+
+
+def relative_error(got: torch.Tensor, wanted: torch.Tensor) -> float:
+    """Norm of the difference over the norm of ``wanted``, whose rows are centred first."""
+    got, wanted = got.float(), wanted.float()
+    spread = (wanted - wanted.mean(-1, keepdim=True)).norm()
+    return float((got - wanted).norm() / spread.clamp_min(1e-12))

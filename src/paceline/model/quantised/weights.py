@@ -155,7 +155,43 @@ def quantise_rows(x: torch.Tensor, wide: bool) -> tuple[torch.Tensor, torch.Tens
     return codes.flatten(1), scales
 
 
-class QuantisedLinear(nn.Module):
+@dataclass(frozen=True)
+class HeldMatrix:
+    """One linear layer. ``format``: "int4", "int8", or the name of a dtype or of a library's own
+    layer; ``bits`` of a code or number, ``bytes`` with scales and padding as they lie in memory."""
+
+    format: str
+    bits: int
+    elements: int
+    bytes: int
+
+    @classmethod
+    def codes(cls, bits: int, elements: int, size: int) -> HeldMatrix:
+        return cls(f"int{bits}", bits, elements, size)
+
+    @classmethod
+    def numbers(cls, dtype: torch.dtype, elements: int, size: int) -> HeldMatrix:
+        return cls(str(dtype).removeprefix("torch."), 8 * dtype.itemsize, elements, size)
+
+
+class HeldLinear(nn.Module):
+    """A linear layer that holds its matrix in a form of its own; ``weight`` and ``bias`` are as
+    those of an ``nn.Linear``, made when they are asked for."""
+
+    in_features: int
+    out_features: int
+    bias: torch.Tensor | None
+
+    @property
+    def weight(self) -> torch.Tensor:
+        """A dense copy of what the codes stand for; costs memory and time."""
+        raise NotImplementedError
+
+    def held(self) -> HeldMatrix:
+        raise NotImplementedError
+
+
+class QuantisedLinear(HeldLinear):
     """Stands for an ``nn.Linear`` whose weight is quantised; see the formulas above."""
 
     def __init__(self, weight: QuantisedWeight, bias: torch.Tensor | None) -> None:
@@ -173,6 +209,12 @@ class QuantisedLinear(nn.Module):
     def weight(self) -> torch.Tensor:
         """A dense copy of what the codes stand for; costs memory and time."""
         return self.quantised.dense()
+
+    def held(self) -> HeldMatrix:
+        quantised = self.quantised
+        scales = [part for part in (quantised.scales, quantised.offsets) if part is not None]
+        size = quantised.codes.nbytes + sum(part.nbytes for part in scales)
+        return HeldMatrix.codes(quantised.bits, quantised.codes.numel(), size)
 
     def plain(self) -> nn.Linear:
         """A plain layer of the numbers that the codes stand for, float32."""
@@ -236,3 +278,12 @@ def alike(weights: Sequence[QuantisedWeight]) -> list[QuantisedWeight]:
         bits = 8
     offsets = any(weight.offsets is not None for weight in weights)
     return [weight.widened(bits, group, offsets) for weight in weights]
+
+
+def is_plain(weight: torch.Tensor) -> bool:
+    """Whether these are numbers, not a tensor of a library that multiplies in its own way.
+
+    By its type alone: a parameter of such a tensor has that tensor's, and torchao's cannot even be
+    detached in inference mode.
+    """
+    return type(weight) in (torch.Tensor, nn.Parameter)

@@ -12,7 +12,6 @@ import ctypes
 import math
 from array import array
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -21,10 +20,10 @@ import torch
 from paceline.core.batch import Batch, Span
 from paceline.core.draws import GREEDY_SHARPNESS
 from paceline.core.noise import splitmix64
-from paceline.core.params import SamplingParams
 from paceline.core.tree import chain_parents
 from paceline.kernels.library import CGrowth, CTree, check, library
 from paceline.model.backends.counters import NativeWork, count_work, traced
+from paceline.model.backends.growing import GrownTree, WantedTree
 from paceline.model.backends.native.adapter import BatchArrays, CachePointers
 from paceline.model.backends.native.opened import Opened, Ropes
 from paceline.model.paged.pieces import KeyValueStore
@@ -32,52 +31,22 @@ from paceline.model.paged.pieces import KeyValueStore
 _ALL = 1 << 30  # more than any vocabulary has
 
 
-@dataclass(frozen=True)
-class WantedTree:
-    """A tree below a committed token; the cache holds ``base`` rows in front of its nodes.
-
-    The ``width`` likeliest candidates after each expanded node, of which as many of a level are
-    expanded; the ``nodes`` likeliest stay. A width of 1 is a chain, which ends behind the first
-    token whose path has a probability below ``least``. ``position``: the absolute index of its
-    first token, on which a seeded request's noise depends.
-    """
-
-    depth: int
-    width: int
-    nodes: int
-    base: int
-    table: Sequence[int]  # the sequence's blocks, with room for what is expanded
-    params: SamplingParams
-    position: int
-    least: float = 0.0
-
-    def as_c(self, table: int) -> CTree:
-        """With the place where its blocks begin."""
-        params, greedy = self.params, self.params.greedy
-        # Beyond this a softmax is one-hot anyway.
-        sharpness = GREEDY_SHARPNESS if greedy else min(1e6, 1 / params.temperature)
-        return CTree(
-            *(self.depth, self.width, self.nodes, self.base, table),
-            sampled=0 if greedy else 1 if params.seed is None else 2,
-            top_k=params.top_k if params.top_k > 0 else _ALL,
-            sharpness=sharpness,
-            top_p=params.top_p,
-            min_p=params.min_p,
-            least=math.log(self.least) if self.least > 0 else -math.inf,
-            position=self.position,
-            seed=splitmix64(params.seed or 0),
-        )
-
-
-@dataclass(frozen=True)
-class GrownTree:
-    """``tokens`` int64 ``[n]``, and of each node its parent, its number among the expanded ones,
-    -1 if it was not, and the log-probability of its path (0 in chains that end nowhere)."""
-
-    tokens: torch.Tensor
-    parents: tuple[int, ...]
-    slots: tuple[int, ...]
-    scores: tuple[float, ...]
+def _tree(wanted: WantedTree, table: int) -> CTree:
+    """``table``: the place where its blocks begin."""
+    params, greedy = wanted.params, wanted.params.greedy
+    # Beyond this a softmax is one-hot anyway.
+    sharpness = GREEDY_SHARPNESS if greedy else min(1e6, 1 / params.temperature)
+    return CTree(
+        *(wanted.depth, wanted.width, wanted.nodes, wanted.base, table),
+        sampled=0 if greedy else 1 if params.seed is None else 2,
+        top_k=params.top_k if params.top_k > 0 else _ALL,
+        sharpness=sharpness,
+        top_p=params.top_p,
+        min_p=params.min_p,
+        least=math.log(wanted.least) if wanted.least > 0 else -math.inf,
+        position=wanted.position,
+        seed=splitmix64(params.seed or 0),
+    )
 
 
 class _Room:
@@ -133,11 +102,7 @@ class NativeGrowth:
         outputs: torch.Tensor | None = None,
         first: Batch | None = None,
     ) -> list[GrownTree]:
-        """From ``logits [trees, columns]`` after the committed tokens, and an EAGLE head's
-        ``outputs [trees, hidden]`` there, both of the model's dtype. ``ids`` int64 ``[columns]``,
-        ascending: the tokens of the columns, if not their numbers. ``first``: a forward that writes
-        the logits in the same call. Raises IndexError where a table has no room for a tree, or
-        ``first`` names a token or a position that is out of range."""
+        """As Growth."""
         trees, tables = _as_c(wanted, cache.block_size)
         room = _Room(len(wanted), max(tree.nodes for tree in wanted))
         logits = logits if logits.stride(1) == 1 else logits.contiguous()
@@ -185,7 +150,7 @@ def _as_c(wanted: Sequence[WantedTree], block_size: int) -> tuple[Any, array[int
     for i, tree in enumerate(wanted):
         if tree.base + tree.width * (tree.depth - 1) > len(tree.table) * block_size:
             raise IndexError("a tree has no room in the cache")
-        trees[i] = tree.as_c(len(tables))
+        trees[i] = _tree(tree, len(tables))
         tables.extend(tree.table)
     return trees, tables
 

@@ -30,6 +30,8 @@ from paceline.kernels.pages import zeros
 from paceline.model.backends.counters import NativeWork, WeightRead, count_work
 from paceline.model.quantised.weights import (
     ROW_GROUP,
+    HeldLinear,
+    HeldMatrix,
     QuantisedLinear,
     QuantisedWeight,
     alike,
@@ -245,12 +247,8 @@ def _lanes(place: int, first: int, count: int) -> torch.Tensor:
     return outputs // 16 * _PANEL + outputs % 16 + (16 if place == UP else 0)
 
 
-class PackedLinear(nn.Module):
+class PackedLinear(HeldLinear):
     """Stands for an ``nn.Linear`` whose weight is part of a packed one, its only copy."""
-
-    in_features: int
-    out_features: int
-    bias: torch.Tensor | None
 
     def __init__(
         self,
@@ -268,6 +266,14 @@ class PackedLinear(nn.Module):
     def weight(self) -> torch.Tensor:
         """A dense copy, exactly the weight that was packed; costs memory and time."""
         return self.packed.dense(self.place, self.first, self.out_features)
+
+    def held(self) -> HeldMatrix:
+        elements = self.in_features * self.out_features
+        packed, form = self.packed, self.packed.form
+        size = packed.data.nbytes * elements // max(1, packed.elements)
+        if form is None:
+            return HeldMatrix.numbers(packed.dtype, elements, size)
+        return HeldMatrix.codes(form.bits, elements, size)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         if self.place == PLAIN and self.out_features == self.packed.outputs:

@@ -1,10 +1,9 @@
 """Which models the kernels know: decoders of Llama's shape, those of Gemma 2 and 3, and Mixtral's.
 
-Llama-shaped ones are found as the reference backend finds them, by structure and by the results
-of their layers. Of Gemma, whose layers have two more norms, and of Mixtral, whose layers have
-experts, the classes are known. No field of the configuration may be set that is not known (see
-fields.py), and whatever is recognised must also give the reference's logits before it is used
-(see use.py).
+Llama-shaped ones are found by structure and by the results of their layers (llama.py). Of Gemma,
+whose layers have two more norms, and of Mixtral, whose layers have experts, the classes are known.
+No field of the configuration may be set that is not known (see fields.py), and whatever is
+recognised must also give the reference's logits before it is used (see use.py).
 """
 
 from __future__ import annotations
@@ -18,13 +17,12 @@ from torch import nn
 
 from paceline.kernels.library import DTYPES, GELU_TANH, SILU
 from paceline.model.backends.fields import unknown_field
+from paceline.model.backends.native.llama import has_shape, is_llama_shaped
+from paceline.model.backends.native.norms import RMSNorm, as_rms_norm
 from paceline.model.backends.native.packing import same_form
-from paceline.model.backends.reference.norms import RMSNorm, as_rms_norm
-from paceline.model.backends.reference.products import is_plain
-from paceline.model.backends.reference.recognise import has_shape, is_llama_shaped
 from paceline.model.paged.cache import LayerShape
 from paceline.model.paged.masks import Pattern
-from paceline.model.quantised.weights import QuantisedLinear
+from paceline.model.quantised.weights import QuantisedLinear, is_plain
 
 _GEMMA = {"Gemma2ForCausalLM", "Gemma3ForCausalLM"}
 _EXPERTS = {"MixtralForCausalLM"}

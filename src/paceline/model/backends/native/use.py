@@ -4,45 +4,24 @@ from __future__ import annotations
 
 import statistics
 from collections.abc import Sequence
-from typing import Protocol
 
 import torch
 
-from paceline.kernels.compile import NativeUnavailableError, is_off
+from paceline.kernels.compile import NativeUnavailableError
 from paceline.kernels.library import library
-from paceline.model.backends.base import Backend
+from paceline.model.backends.base import Adapted, Backend
 from paceline.model.backends.native.model import NativeModel, unpack_modules
 from paceline.model.backends.native.packing import PackedLinear
 from paceline.model.backends.native.recognise import describe
-from paceline.model.backends.reference.recognise import relative_error
-from paceline.model.backends.trial import Tried, trial_logits
-from paceline.model.paged.masks import Pattern
-from paceline.stages import warn
-
-
-class Usable(Tried, Protocol):
-    """A model as ``CausalModel`` adapts it: what using asks of it and sets in it."""
-
-    name: str
-    patterns: tuple[Pattern, ...]
-    native: Backend | None
-    refused: str | None
+from paceline.model.backends.trial import relative_error, trial_logits
 
 
 @torch.inference_mode()
-def use_kernels(model: Usable) -> bool:
-    """Run the model's forwards natively from now on, if that can be; says why where it cannot.
+def native_backend(model: Adapted) -> Backend | str:
+    """The kernels with the model's weights, or in a few words why they do not run it.
 
     To be asked before anything else lays out the weights.
     """
-    model.refused = _refusal(model)
-    if model.refused is not None and not is_off():
-        warn(f"{model.name} runs on the reference backend: {model.refused}")
-    return model.refused is None
-
-
-def _refusal(model: Usable) -> str | None:
-    """Run the model by the kernels, or say in a few words why not."""
     try:
         library()
     except NativeUnavailableError as error:
@@ -51,17 +30,16 @@ def _refusal(model: Usable) -> str | None:
     if isinstance(found, str):
         return found
     wanted = trial_logits(model)
-    model.native = NativeModel(model.hf, found)
-    apart = _difference(trial_logits(model), wanted)
+    native = NativeModel(model.hf, found)
+    apart = _difference(trial_logits(model, native), wanted)
     # A model of which the description misses something is wrong by far more than rounding.
     if apart < _limit(model):
-        return None
-    model.native = None
+        return native
     unpack_modules(model.hf)
     return f"the kernels' logits are {apart:.0%} off"
 
 
-def _limit(model: Usable) -> float:
+def _limit(model: Adapted) -> float:
     """How far apart logits may be. What is rounded otherwise may turn a whole code of quantised
     activations, and that all that follows: of 8 bits, in bf16 and in float32 (SmolLM2 in 4 bits: by
     4 %); of 16 bits, in bf16."""

@@ -1,1 +1,1 @@
-"""The forward in torch: any model of transformers, prepacked and shortened where that gains."""
+"""The forward in torch: any model of transformers, by its own modules."""

@@ -1,37 +1,48 @@
-"""One step of an EAGLE head over its paged cache: on torch, or one call of the native kernels."""
+"""Heads on a target's features: one step of an EAGLE head, and all Medusa heads, by torch."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from functools import partial
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
 
 from paceline.core.batch import Batch
-from paceline.draft.heads.eagle_head import EagleHead
-from paceline.draft.heads.native import NativeEagle
-from paceline.model.backends.native.growth import NativeGrowth
-from paceline.model.backends.native.model import NativeModel
-from paceline.model.backends.native.recognise import STATIC_ROPE
+from paceline.model.backends.growing import Growth
 from paceline.model.backends.reference.attention import paged_attention
-from paceline.model.backends.reference.prepack import prepack_modules
 from paceline.model.paged.cache import PagedCache
 from paceline.model.paged.masks import FULL
 from paceline.model.paged.pieces import AttentionStep
-from paceline.model.target import CausalModel
-from paceline.stages import warn
 
-Embed = Callable[[torch.Tensor], torch.Tensor]
+# Logits ``[B, count, vocab]`` of the first ``count`` heads, from features ``[B, width]``.
+DraftingHeads = Callable[[torch.Tensor, int], torch.Tensor]
+
+
+class Attend(Protocol):
+    """What the layers of a head call: stores the rows' keys and values, and attends."""
+
+    def __call__(
+        self,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        *,
+        layer: int,
+        scaling: float,
+    ) -> torch.Tensor:
+        """``query [1, heads, T, d]``, ``key`` and ``value`` ``[1, kv_heads, T, d]``, after rotary
+        embedding, to ``[1, T, heads, d]``."""
+        ...
 
 
 class EagleStep(Protocol):
-    """Runs ``head``; keys and values go into the cache."""
+    """Runs the EAGLE head ``head``; keys and values go into the cache."""
 
-    head: EagleHead
+    head: Any
 
     @property
-    def growth(self) -> NativeGrowth | None:
+    def growth(self) -> Growth | None:
         """Grows whole trees with it; None where that cannot be done."""
         ...
 
@@ -44,12 +55,12 @@ class EagleStep(Protocol):
         ...
 
 
-class ReferenceEagle:
+class ModuleEagle:
     """The head's own modules; ``embed`` maps ids of the target to embeddings ``[T, H]``."""
 
-    growth: NativeGrowth | None = None
+    growth: Growth | None = None
 
-    def __init__(self, head: EagleHead, embed: Embed) -> None:
+    def __init__(self, head: Any, embed: Callable[[torch.Tensor], torch.Tensor]) -> None:
         self.head, self._embed = head, embed
 
     def __call__(
@@ -65,15 +76,10 @@ class ReferenceEagle:
         return outputs, head.logits(outputs) if len(outputs) else outputs
 
 
-def eagle_step(head: EagleHead, target: CausalModel) -> EagleStep:
-    """The way that the target goes itself; lays out the head's weights for it, in place."""
-    kind = head.rotary.rope_type
-    if isinstance(target.native, NativeModel):
-        if kind in STATIC_ROPE:
-            return NativeEagle(head, target.native)
-        warn(
-            "the EAGLE head runs on the reference backend: "
-            f"the rotary embedding {kind} depends on the length"
-        )
-    prepack_modules(head)
-    return ReferenceEagle(head, head.embed_tokens or target.embedding("input"))
+def run_modules(heads: Any, lm_head: Callable[[torch.Tensor], torch.Tensor]) -> DraftingHeads:
+    """Medusa heads as they are; ``lm_head`` is the target's, for heads that share it."""
+
+    def run(features: torch.Tensor, count: int) -> torch.Tensor:
+        return torch.stack([heads.logits(head, features, lm_head) for head in range(count)], 1)
+
+    return run

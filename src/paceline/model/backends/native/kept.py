@@ -18,7 +18,7 @@ import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
 from pathlib import Path
 from typing import IO, Any
 
@@ -28,8 +28,8 @@ from paceline.core.sizes import parse_bytes
 from paceline.errors import PacelineError
 from paceline.files import cache_folder, write_aside
 from paceline.files.ownership import digest_of
+from paceline.files.stamps import FileStamp
 from paceline.model.backends.native.packing import Form, Packed
-from paceline.model.gguf import gguf_file
 from paceline.stages import say, stage
 
 SETTING = "PACELINE_QUANTISED_CACHE"
@@ -40,34 +40,6 @@ _MOST = 8 << 30
 _SHARE = 10  # of the disk, if that is less
 _REMEMBERED = 64  # files
 _RECENT = 2.0  # seconds in which a file might change once more at the same time stamp
-
-
-@dataclass(frozen=True)
-class FileStamp:
-    """A file as it was found: content that changes changes one of these."""
-
-    path: str
-    size: int
-    changed: tuple[int, int, int]  # modification, change of status, inode
-
-    @classmethod
-    def of(cls, path: Path) -> FileStamp:
-        found = path.stat()
-        return cls(
-            str(path.resolve()), found.st_size, (found.st_mtime_ns, found.st_ctime_ns, found.st_ino)
-        )
-
-
-def stamps_of(path: str, weights: Callable[[Path], list[Path]]) -> tuple[FileStamp, ...]:
-    """The files that a model is read from; none where its weights are not in safetensors or GGUF.
-    ``weights`` finds those of a folder."""
-    gguf, folder = gguf_file(path), Path(path)
-    with suppress(OSError):
-        files = [gguf] if gguf is not None else weights(folder)
-        if files:
-            config = [folder / "config.json"] if gguf is None else []
-            return tuple(FileStamp.of(file) for file in [*files, *config])
-    return ()
 
 
 def key_of(checkpoint: Sequence[FileStamp], about: Any) -> str | None:

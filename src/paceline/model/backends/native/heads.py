@@ -7,13 +7,11 @@ are our own, tests compare them, and a draft that is off costs speed alone.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 
 from paceline.core.batch import Batch, Span
-from paceline.draft.heads.eagle_head import EagleHead
-from paceline.draft.heads.medusa_head import MedusaHeads, spread
 from paceline.kernels.library import (
     DTYPES,
     SILU,
@@ -27,17 +25,27 @@ from paceline.kernels.library import (
 from paceline.model.backends.counters import NativeWork, count_work, traced
 from paceline.model.backends.native.adapter import BatchArrays, CachePointers
 from paceline.model.backends.native.growth import NativeGrowth
-from paceline.model.backends.native.model import NativeModel, Packing
+from paceline.model.backends.native.layers import Packing
 from paceline.model.backends.native.opened import Opened, Ropes
-from paceline.model.backends.native.packing import pack_children
+from paceline.model.backends.native.packing import Packed, pack_children
+from paceline.model.backends.native.recognise import DecoderShape
 from paceline.model.paged.cache import PagedCache
 from paceline.model.paged.pieces import KeyValueStore
+
+
+class Target(Protocol):
+    """What heads share with a target that the kernels run."""
+
+    lm_head: Packed
+    embedding: torch.Tensor
+    decoder: DecoderShape
+    dtype: torch.dtype
 
 
 class NativeEagle:
     """An EAGLE head whose linear modules are packed, in place: see EagleStep."""
 
-    def __init__(self, head: EagleHead, target: NativeModel) -> None:
+    def __init__(self, head: Any, target: Target) -> None:
         self.head, self._dtype = head, head.dtype
         config, third = head.config, head.config.version == 3
         module: Any = head.midlayer if third else head.layers[0]
@@ -110,9 +118,9 @@ class NativeMedusa:
     """Medusa heads, packed: logits ``[B, count, vocab]`` of the first ``count``, from features
     ``[B, width]``."""
 
-    def __init__(self, heads: MedusaHeads, target: NativeModel) -> None:
+    def __init__(self, heads: Any, target: Target) -> None:
         config = self._config = heads.config
-        self._token_map = heads.token_map
+        self._spread = heads.spread  # over the target's vocabulary
         self._dtype = target.dtype
         blocks = self._blocks = [
             pack_children(block, ("linear",), self._dtype)
@@ -146,7 +154,8 @@ class NativeMedusa:
         with traced("medusa"):
             check(library().pl_medusa_logits(self._struct, *places))
         count_work(lambda: self._work(*sizes))
-        return spread(logits, self._token_map, self._config)
+        widened: torch.Tensor = self._spread(logits)
+        return widened
 
     def _work(self, rows: int, count: int) -> NativeWork:
         blocks, layers = self._blocks[: count * self._config.layers], self._layers[:count]

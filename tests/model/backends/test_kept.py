@@ -17,7 +17,7 @@ import torch
 from paceline.errors import ConfigError
 from paceline.kernels.compile import NativeUnavailableError
 from paceline.kernels.library import library
-from paceline.model import copies, kept
+from paceline.model.backends.native import copies, kept
 from paceline.model.backends.native.packing import Packed, PackedLinear
 from paceline.model.copies import quantised_copy
 from paceline.model.quantised.rounding import round_to_nearest

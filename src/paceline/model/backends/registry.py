@@ -1,0 +1,63 @@
+"""The backends that there are, by name: one line adds one.
+
+A backend is made of an adapted model, or refuses in a few words: ``make(model) -> Backend | str``.
+A package may offer more by entry points of the group ``paceline.backends``, a program by
+``register_backend``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from importlib import import_module
+from importlib.metadata import entry_points
+
+from paceline.errors import ConfigError
+from paceline.model.backends.base import NATIVE, REFERENCE, Adapted, Backend
+
+AUTO = "auto"
+MakeBackend = Callable[[Adapted], Backend | str]
+
+_MODULES = {NATIVE: "paceline.model.backends.native.use:native_backend"}
+_registered: dict[str, MakeBackend] = {}
+
+
+def register_backend(name: str, make: MakeBackend) -> None:
+    """Let ``backend=name`` run models by what ``make`` gives of them. Raises ConfigError if there
+    is such a name."""
+    if name in backend_names():
+        raise ConfigError(f"there is a backend {name!r} already; use another name")
+    _registered[name] = make
+
+
+def backend_names() -> tuple[str, ...]:
+    """What ``backend=`` may be."""
+    offered = {point.name for point in entry_points(group="paceline.backends")}
+    more = sorted({*_registered, *offered} - {*_MODULES, REFERENCE, AUTO})
+    return (AUTO, *_MODULES, REFERENCE, *more)
+
+
+def backend_maker(name: str) -> MakeBackend:
+    """Raises ConfigError for a name that is not known or cannot be imported."""
+    if name in _registered:
+        return _registered[name]
+    if name in _MODULES:
+        module, _, function = _MODULES[name].partition(":")
+        made: MakeBackend = getattr(import_module(module), function)
+        return made
+    for point in entry_points(group="paceline.backends", name=name):
+        try:
+            loaded: MakeBackend = point.load()
+        except Exception as error:
+            raise ConfigError(f"backend {name!r} cannot be imported ({error})") from None
+        return loaded
+    raise _unknown(name)
+
+
+def check_backend(name: str) -> None:
+    """Raises ConfigError for a name that is not known."""
+    if name not in backend_names():
+        raise _unknown(name)
+
+
+def _unknown(name: str) -> ConfigError:
+    return ConfigError(f"backend {name!r} is not known; use one of {', '.join(backend_names())}")
