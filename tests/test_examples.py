@@ -80,3 +80,8 @@ def test_the_controller_changes_lengths_and_no_text(
     assert found.token_ids == wanted.token_ids
     assert seen[0] == 3 and {5, 6} <= set(seen) <= set(range(1, 7))  # up and down
     assert not made._lengths  # it forgets what has ended
+
+
+def test_a_backend_in_numpy(capsys: pytest.CaptureFixture[str]) -> None:
+    said = run("custom_backend.py", capsys)
+    assert "on numpy: " in said and not said.endswith(": 0 drafts accepted\n")

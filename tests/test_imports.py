@@ -151,6 +151,14 @@ def test_the_lab_imports_public_names_only(path: Path) -> None:
             assert inner in PUBLIC_HOMES | besides, f"{name(path)} imports {module}"
 
 
+@pytest.mark.parametrize("path", MODULES, ids=name)
+def test_backends_are_reached_through_their_protocol(path: Path) -> None:
+    """What is in a backend's folder is its own: the registry finds it by name."""
+    native = "paceline.model.backends.native"
+    if not name(path).startswith("model/backends/native"):
+        assert not [module for module in facts(path).imports if module.startswith(native)]
+
+
 def test_no_files_import_each_other_in_a_circle() -> None:
     """An import in a function, or for type checkers alone, hides a circle; it does not open it."""
     known = {

@@ -31,6 +31,7 @@ if TYPE_CHECKING:
         WriteError,
     )
     from paceline.llm import LLM
+    from paceline.model.backends.registry import register_backend
     from paceline.request.completion import Completion
 
 __version__ = "0.1.0"
@@ -54,6 +55,7 @@ __all__ = [
     "VocabularyMismatchError",
     "WriteError",
     "__version__",
+    "register_backend",
 ]
 
 _HOMES = {
@@ -64,6 +66,7 @@ _HOMES = {
     "Drive": "paceline.engine.driver",
     "Grammar": "paceline.core.params",
     "SamplingParams": "paceline.core.params",
+    "register_backend": "paceline.model.backends.registry",
 }
 
 

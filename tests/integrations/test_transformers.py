@@ -330,7 +330,7 @@ def test_the_backend_is_the_one_of_any_other_engine(model: Any, one: Any, backen
     assert torch.equal(got, plain(model, one))
     kept = sharing._slots[model].engine
     assert kept is not None
-    usual = CausalModel.load("paceline/tiny", "float32", "cpu", backend=backend).backend
+    usual = CausalModel.load("paceline/tiny", "float32", "cpu", backend=backend).backend.name
     assert kept.engine.target.backend.name == usual
     assert all(map(torch.equal, model.parameters(), before)), "the caller's own weights"
 

@@ -219,8 +219,8 @@ class LoadSettings:
     device: str = _engine("auto", "auto, cpu, cuda, cuda:1 ...", but=("beside",))
     backend: str = _engine(
         "auto",
-        "What runs the forwards: kernels of our own, or torch.",
-        choices=("auto", "native", "reference"),
+        "What runs the forwards: auto, native (kernels of our own), reference (torch), or a "
+        "registered one.",
         but=("beside",),
     )
     quantize: str | None = _engine(

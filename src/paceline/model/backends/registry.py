@@ -22,9 +22,9 @@ _registered: dict[str, MakeBackend] = {}
 
 
 def register_backend(name: str, make: MakeBackend) -> None:
-    """Let ``backend=name`` run models by what ``make`` gives of them. Raises ConfigError if there
-    is such a name."""
-    if name in backend_names():
+    """Let ``backend=name`` run models by what ``make`` gives; the last one of a name counts.
+    Raises ConfigError for the names of our own."""
+    if name in (AUTO, REFERENCE, *_MODULES):
         raise ConfigError(f"there is a backend {name!r} already; use another name")
     _registered[name] = make
 
