@@ -16,7 +16,7 @@ NAMES = str.split(
     LLM AsyncLLM CacheMemoryError Completion ConfigError CostModel DataError Drive EngineLostError
     Grammar
     ModelLoadError PacelineError PromptError SamplingParams UnsupportedModelError
-    VocabularyMismatchError WriteError __version__
+    VocabularyMismatchError WriteError __version__ register_backend
     """
 )
 
