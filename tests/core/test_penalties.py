@@ -1,13 +1,12 @@
 """Penalties at the tokens that occurred are penalties over the whole vocabulary, bit for bit."""
 
-import threading
+import weakref
 from dataclasses import replace
 
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from paceline.core import penalties
 from paceline.core.params import SamplingParams
 from paceline.core.penalties import penalised
 from paceline.core.sequence import SequenceState
@@ -100,25 +99,22 @@ def test_a_further_step_reads_further_tokens_only():
         assert torch.equal(found, dense(scores, [seq], [0], None))
 
 
-def test_nothing_is_kept_of_a_sequence_that_has_gone():
-    before = len(penalties._kept.by_id)
-    penalties.forget(0)
-    seq = SequenceState(0, [1, 2], 1, SamplingParams(presence_penalty=1.0))
-    penalised(torch.zeros(1, VOCAB), [seq], [0], None)
-    assert 0 in penalties._kept.by_id
-    penalties.forget(0)
-    assert 0 not in penalties._kept.by_id and len(penalties._kept.by_id) <= before
-    for number in range(2 * penalties._KEPT):  # those that nobody takes leave of
-        penalised(torch.zeros(1, VOCAB), [replace(seq, seq_id=number)], [0], None)
-    assert len(penalties._kept.by_id) == penalties._KEPT
+def test_counts_belong_to_the_request_and_go_with_it() -> None:
+    """Whatever its number is: engines of two threads may give the same one."""
+    params = SamplingParams(presence_penalty=1.0)
+    one, other = (SequenceState(0, [1, token], 1, params) for token in (2, 3))
+    for seq in (one, other, one):
+        penalised(torch.zeros(1, VOCAB), [seq.view()], [0], None)
+    assert one.occurrences.ids == [1, 2] and other.occurrences.ids == [1, 3]
+    gone = weakref.ref(one.occurrences)
+    del one, seq
+    assert gone() is None
 
 
-def test_threads_count_by_themselves() -> None:
-    """Engines of two threads may give their sequences the same numbers."""
-    found: list[int] = []
-    penalties._kept.by_id[7] = penalties.Occurrences()
-    thread = threading.Thread(target=lambda: found.append(len(penalties._kept.by_id)))
-    thread.start()
-    thread.join()
-    penalties.forget(7)
-    assert found == [0]
+def test_views_of_other_tokens_are_counted_by_themselves() -> None:
+    seq = SequenceState(0, [1, 2, 3], 1, SamplingParams(presence_penalty=1.0))
+    scores = torch.zeros(1, VOCAB)
+    penalised(scores, [seq.view()], [0], None)
+    shorter = replace(seq.view(), tokens=[1, 4])
+    assert penalised(scores, [shorter], [0], None).nonzero()[:, 1].tolist() == [4]
+    assert seq.occurrences.ids == [1, 2, 3]

@@ -9,9 +9,7 @@ some tokens in vain.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from itertools import count
 from typing import Protocol
-from weakref import WeakKeyDictionary, WeakValueDictionary
 
 import torch
 
@@ -41,25 +39,9 @@ class Constraint(Reader, Protocol):
         ...
 
 
-# What follows a text in a grammar stays in its process; what passes between processes is a number,
-# under which each of them has put its own.
-_known: WeakValueDictionary[int, Constraint] = WeakValueDictionary()
-_numbers: WeakKeyDictionary[Constraint, int] = WeakKeyDictionary()
-_unused = count()
-
-
-def enlisted(constraint: Constraint) -> int:
-    """The number of a constraint, for as long as somebody holds it; no other ever gets it."""
-    number = _numbers.get(constraint)
-    if number is None:
-        number = _numbers[constraint] = next(_unused)
-        _known[number] = constraint
-    return number
-
-
 def forbid(
     scores: torch.Tensor,
-    numbers: Sequence[int | None],
+    constraints: Sequence[Constraint | None],
     depths: Sequence[int],
     paths: torch.Tensor | None,
     known: Sequence[Sequence[int]] | None = None,
@@ -71,11 +53,11 @@ def forbid(
     """
     host = known
     if host is None:
-        host = paths.tolist() if paths is not None else [[]] * len(numbers)
+        host = paths.tolist() if paths is not None else [[]] * len(constraints)
     rows: list[int] = []
     masks: list[torch.Tensor] = []
-    for row, (number, depth) in enumerate(zip(numbers, depths, strict=True)):
-        allowed = None if number is None else _known[number].allowed(tuple(host[row][:depth]))
+    for row, (constraint, depth) in enumerate(zip(constraints, depths, strict=True)):
+        allowed = None if constraint is None else constraint.allowed(tuple(host[row][:depth]))
         if allowed is not None:
             rows.append(row)
             masks.append(_wide(allowed, scores.shape[1]))

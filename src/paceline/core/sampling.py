@@ -58,13 +58,13 @@ def _tree_paths(checks: Sequence[Check]) -> torch.Tensor:
 def _known_paths(checks: Sequence[Check]) -> tuple[tuple[int, ...], ...] | None:
     """The drafted tokens before each row of a sequence with a grammar; None where there is none,
     or where a tree is not on its way to the host."""
-    if all(check.seq.constraint_id is None for check in checks):
+    if all(check.seq.constraint is None for check in checks):
         return None
     paths: list[tuple[int, ...]] = []
     for check in checks:
         first = len(paths)
         paths += [()] * check.rows
-        if check.seq.constraint_id is None or not len(check.tree):
+        if check.seq.constraint is None or not len(check.tree):
             continue
         if check.arrival is None:
             return None
@@ -119,14 +119,14 @@ class Rows:
 
 def needs_paths(seqs: Iterable[SequenceView]) -> bool:
     """True if a distribution of these sequences depends on the drafted tokens before its row."""
-    return any(seq.params.penalises or seq.constraint_id is not None for seq in seqs)
+    return any(seq.params.penalises or seq.constraint is not None for seq in seqs)
 
 
 def is_plain(seq: SequenceView) -> bool:
     """True if the sequence's distributions come from untouched logits, at any tree depth: only
     temperature and truncation change them."""
     params = seq.params
-    if params.logit_bias or params.penalises or seq.constraint_id is not None:
+    if params.logit_bias or params.penalises or seq.constraint is not None:
         return False
     return not params.min_tokens or seq.generated >= params.min_tokens
 
@@ -169,7 +169,7 @@ def adjusted(logits: torch.Tensor, rows: Rows) -> torch.Tensor:
     biased = any(p.logit_bias for p in params)
     barred = any(seq.generated < seq.params.min_tokens for seq in distinct.values())
     punished = any(p.penalises for p in params)
-    constrained = any(seq.constraint_id is not None for seq in distinct.values())
+    constrained = any(seq.constraint is not None for seq in distinct.values())
     if (biased or barred) and scores is logits:
         scores = scores.clone()
     if biased:
@@ -179,8 +179,8 @@ def adjusted(logits: torch.Tensor, rows: Rows) -> torch.Tensor:
     if punished:
         scores = penalised(scores, rows.seqs, rows.depths, rows.paths)
     if constrained:
-        numbers = [seq.constraint_id for seq in rows.seqs]
-        scores = forbid(scores, numbers, rows.depths, rows.paths, rows.known)
+        grammars = [seq.constraint for seq in rows.seqs]
+        scores = forbid(scores, grammars, rows.depths, rows.paths, rows.known)
     return scores
 
 

@@ -7,7 +7,10 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any, overload
 
-from paceline.core.constraint import Constraint, Reader, enlisted
+import numpy as np
+import numpy.typing as npt
+
+from paceline.core.constraint import Constraint, Reader
 from paceline.core.params import SamplingParams
 
 # Of requests: no two in a process have the same, whatever engine or thread they run on.
@@ -120,12 +123,51 @@ class _Counted:
         return max(0, self.prompt_length - 1 - self.cached)
 
 
+class Occurrences:
+    """How often each token stands in one sequence's output, and which stand in it at all.
+
+    Parallel lists: ``ids`` are distinct, ``counts`` are of the output, where 0 is a token of the
+    prompt alone.
+    """
+
+    def __init__(self, prompt_length: int) -> None:
+        self.ids: list[int] = []
+        self.counts: list[int] = []
+        self._place: dict[int, int] = {}
+        self._seen = TokenView([], 0)  # the tokens counted so far
+        self._prompt = prompt_length
+
+    def of(self, seq: SequenceView) -> Occurrences:
+        """These, with what was committed since; anew where other tokens were counted."""
+        tokens = seq.tokens
+        view = tokens if isinstance(tokens, TokenView) else TokenView(list(tokens), len(tokens))
+        if self._prompt != seq.prompt_length or not view.begins(self._seen):
+            return Occurrences(seq.prompt_length).of(seq)
+        known = len(self._seen)
+        new = view[known:]
+        for at, token in enumerate(new, known):
+            place = self._place.setdefault(token, len(self.ids))
+            if place == len(self.ids):
+                self.ids.append(token)
+                self.counts.append(0)
+            self.counts[place] += at >= seq.prompt_length
+        self._seen = view
+        return self
+
+    def within(self, width: int) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.float32]]:
+        """Ids below ``width`` and their counts."""
+        ids = np.array(self.ids, dtype=np.int64)
+        counts = np.array(self.counts, dtype=np.float32)
+        fitting = ids < width
+        return (ids, counts) if fitting.all() else (ids[fitting], counts[fitting])
+
+
 @dataclass(frozen=True)
 class SequenceView(_Counted):
     """A sequence as one step finds it: all that its distributions and its drafts depend on.
 
-    Plain data. ``constraint_id`` is the number under which a process knows the sequence's grammar
-    (see core/constraint.py), None without one.
+    Plain data, but for what stays in its process: the request's grammar, and what it counts for
+    penalties. A view that was pickled has neither.
     """
 
     seq_id: int
@@ -134,7 +176,16 @@ class SequenceView(_Counted):
     params: SamplingParams
     stop_ids: frozenset[int] = frozenset()  # end-of-sequence and stop ids that end generation
     cached: int = 0
-    constraint_id: int | None = None
+    constraint: Constraint | None = field(default=None, compare=False, repr=False)
+    counted: Occurrences | None = field(default=None, compare=False, repr=False)
+
+    @property
+    def occurrences(self) -> Occurrences:
+        return self.counted or Occurrences(self.prompt_length)
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        plain = self.seq_id, self.tokens, self.prompt_length, self.params, self.stop_ids
+        return SequenceView, (*plain, self.cached)
 
 
 @dataclass(eq=False)  # a request is itself, whatever another one holds
@@ -162,14 +213,13 @@ class SequenceState(_Counted):
     arrivals: list[tuple[float, int]] = field(default_factory=list)  # when, and how many tokens
     counts: DraftCounts = field(default_factory=DraftCounts)
 
+    def __post_init__(self) -> None:
+        self.occurrences = Occurrences(self.prompt_length)
+
     @property
     def remaining(self) -> int:
         """Tokens that may still be generated; a draft deeper than remaining - 1 is wasted."""
         return self.params.max_tokens - self.generated
-
-    @property
-    def constraint_id(self) -> int | None:
-        return None if self.constraint is None else enlisted(self.constraint)
 
     def view(self) -> SequenceView:
         """As it is now."""
@@ -180,7 +230,8 @@ class SequenceState(_Counted):
             self.params,
             self.stop_ids,
             self.cached,
-            self.constraint_id,
+            self.constraint,
+            self.occurrences,
         )
 
     def ending(self, tokens: Sequence[int], most: int) -> tuple[int, str | None]:

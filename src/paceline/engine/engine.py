@@ -16,7 +16,6 @@ from dataclasses import replace
 import torch
 
 from paceline.control.controller import NO_DRAFT, PLAIN, Controller, Decision
-from paceline.core import penalties
 from paceline.core.batch import (
     Batch,
     Check,
@@ -89,7 +88,6 @@ class Engine:
         """Drop a sequence and free what it holds; unknown ids are ignored."""
         if self.scheduler.remove(seq_id):
             self.forget(seq_id)
-            penalties.forget(seq_id)
 
     def forget(self, seq_id: int) -> None:
         """Drop what is known of a sequence for drafting: it has ended, or begins anew."""
@@ -207,7 +205,7 @@ class Engine:
             )
             row += item.scored
             if item.decodes:
-                follows = seq.constraint_id is not None and len(tree)
+                follows = seq.constraint is not None and len(tree)
                 arrival = Arrival(tree.tokens) if follows else None
                 checks.append(Check(seq, row, tree, arrival))
                 row += checks[-1].rows
