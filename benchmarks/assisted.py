@@ -21,9 +21,9 @@ import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from measuring import alternate, finish
-from paceline.defaults import DEFAULT_DRAFT, default_model
 from paceline.integrations.transformers import generate
 from paceline.lab.bench.prompts import load_prompts
+from paceline.model.defaults import DEFAULT_DRAFT, default_model
 from paceline.model.names import resolve
 from prompts import SHIPPED
 

@@ -21,7 +21,7 @@ SOURCE = ROOT / "src" / "paceline"
 # Who may import whom: a module imports its own room and those below it. A room within a room is
 # named with its path; what stands beside it in the outer room has the outer room's name.
 LAYERS = (
-    {"core", "errors", "files", "foreign", "settings", "stages"},
+    {"core", "errors", "files", "settings"},
     {"kernels"},
     {"model/paged"},
     {"model/quantised"},
@@ -34,7 +34,7 @@ LAYERS = (
     {"draft", "verify"},
     {"control"},
     {"engine", "train", "export", "pull"},
-    {"defaults", "draft/auto"},
+    {"draft/auto"},
     {"request"},
     {"async_llm", "llm", "build", "drafters", "settings/tuned"},
     {"integrations"},
@@ -46,7 +46,7 @@ LAYERS = (
 STRANGERS = [{"draft", "verify"}, {"control", "verify"}, {"engine", "train"}]
 FOREIGN = {
     "typer": {"cli"},
-    "rich": {"cli", "stages", "lab/report"},
+    "rich": {"cli", "request", "lab/report"},
     "matplotlib": {"lab/report"},
     "fastapi": {"server"},
     "ray": {"distributed"},

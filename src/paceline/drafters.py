@@ -17,6 +17,7 @@ from paceline.core.batch import Commit, ModelOutput, Plan, Slice
 from paceline.core.tree import Draw, TokenTree
 from paceline.draft.auto import Auto
 from paceline.draft.base import Drafter, LookupDrafter
+from paceline.draft.foreign import read_foreign
 from paceline.draft.heads.eagle import Eagle, Eagle2, Eagle3
 from paceline.draft.heads.medusa import Medusa
 from paceline.draft.hybrid import Hybrid
@@ -38,7 +39,6 @@ from paceline.draft.spec import (
 )
 from paceline.draft.suffix import Suffix
 from paceline.errors import ConfigError
-from paceline.foreign import read_foreign
 from paceline.model.hub import is_path
 
 RECORDS: tuple[type[DraftSpec], ...] = (

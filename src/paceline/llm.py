@@ -14,10 +14,11 @@ from paceline.control.controller import Controller
 from paceline.core.batch import Commit
 from paceline.core.params import SamplingParams
 from paceline.core.sequence import SEQUENCE_IDS, SequenceState
-from paceline.defaults import DEFAULT_DRAFT
+from paceline.core.stages import stage
 from paceline.draft.base import vocabulary_of
 from paceline.drafters import BLOCK_SIZE, DraftLike
 from paceline.model.backends.base import Ranks
+from paceline.model.defaults import DEFAULT_DRAFT
 from paceline.model.loading import load_tokenizer
 from paceline.model.target import CausalModel
 from paceline.request.completion import Completion, StreamEvent
@@ -37,10 +38,10 @@ from paceline.request.door import Prompt as Prompt
 from paceline.request.door import render_chat as rendered
 from paceline.request.grammar import GrammarCompiler
 from paceline.request.owner import EngineOwner
+from paceline.request.progress import stage_or_bar
 from paceline.request.request import Request, any_ended, any_events, completions_of
 from paceline.settings import explicit
 from paceline.settings.tuned import TunedProfile
-from paceline.stages import stage, stage_or_bar
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerFast

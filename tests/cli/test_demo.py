@@ -20,9 +20,9 @@ from paceline.cli.demo import Measurement, _next, _table, total
 from paceline.cli.main import app
 from paceline.cli.race import who
 from paceline.cli.scenes import REAL_SCENES, SCENES
-from paceline.defaults import EMBEDDED, REAL
 from paceline.errors import ModelLoadError
 from paceline.lab.difference import Difference
+from paceline.model.defaults import EMBEDDED, REAL
 from support.pulled_model import plant
 from support.tiny_models import TinyPair
 

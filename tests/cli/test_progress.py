@@ -14,8 +14,8 @@ from rich.console import Console
 
 from paceline.cli import progress
 from paceline.cli.progress import duration, progress_bar, showing, spending
+from paceline.core.stages import is_heard, say, stage
 from paceline.lab.budget import Budget
-from paceline.stages import is_heard, say, stage
 from support.simulated_clock import Clock
 
 

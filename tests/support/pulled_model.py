@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from paceline import defaults
+from paceline.model import defaults
 from paceline.model.store import MARKER, SMOLLM2, model_folder
 
 

@@ -11,7 +11,7 @@ from tokenizers import Tokenizer
 from transformers import PreTrainedTokenizerFast
 
 from paceline import ConfigError, DataError
-from paceline.stages import listening
+from paceline.core.stages import listening
 from paceline.train.chat import ChatWriter, Conversation, conversation_of, questions_of
 from paceline.train.data import encode_stream
 from paceline.train.records import RefusedError

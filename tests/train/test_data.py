@@ -14,7 +14,7 @@ from tokenizers import Tokenizer
 from transformers import PreTrainedTokenizerFast
 
 from paceline import DataError
-from paceline.stages import listening
+from paceline.core.stages import listening
 from paceline.train.chat import own_text
 from paceline.train.data import Mixture, Source, Stream, encode_stream, read_records
 from paceline.train.sample import openings

@@ -20,10 +20,10 @@ from paceline.cli.measuring import (
 from paceline.cli.options import DEFAULT_DRAFT, ModelOptions, expand
 from paceline.cli.progress import showing, spending
 from paceline.cli.suite import SuiteOptions, finish, run_suite, settings_of, starter_of
-from paceline.defaults import default_drafts
+from paceline.core.stages import stage
 from paceline.errors import ConfigError, PromptError
+from paceline.model.defaults import default_drafts
 from paceline.settings import changed
-from paceline.stages import stage
 
 if TYPE_CHECKING:
     from collections.abc import Sequence

@@ -23,10 +23,10 @@ from paceline.cli.measuring import (
 )
 from paceline.cli.options import DistributionOptions, ModelOptions, expand
 from paceline.cli.progress import showing, spending
+from paceline.core.stages import stage
 from paceline.errors import ConfigError
 from paceline.lab.budget import Budget
 from paceline.settings import changed, entries, under
-from paceline.stages import stage
 
 if TYPE_CHECKING:
     from paceline import LLM, SamplingParams

@@ -22,10 +22,10 @@ from paceline.cli.output import DRAFT_STYLE, TARGET_STYLE, print_json
 from paceline.cli.progress import showing
 from paceline.cli.race import race, who
 from paceline.cli.scenes import Scene, scenes_for
-from paceline.defaults import EMBEDDED, REAL, VARIABLE
+from paceline.core.stages import stage
 from paceline.errors import PacelineError
 from paceline.lab.report.columns import NONE_TRIED, UNTRIED, Column, record_of
-from paceline.stages import stage
+from paceline.model.defaults import EMBEDDED, REAL, VARIABLE
 
 if TYPE_CHECKING:
     from paceline import LLM, Completion, SamplingParams

@@ -11,8 +11,8 @@ from paceline.cli.measuring import ReportOptions, partial_results
 from paceline.cli.options import ModelOptions, expand
 from paceline.cli.output import quiet_libraries
 from paceline.cli.progress import progress_bar, showing
+from paceline.core.stages import stage
 from paceline.settings import setting
-from paceline.stages import stage
 
 if TYPE_CHECKING:
     from paceline.lab.doctor.findings import Finding

@@ -16,10 +16,11 @@ from paceline.cli.output import quiet_libraries
 from paceline.cli.progress import showing
 from paceline.cli.pull import fetch, in_short
 from paceline.core.cgroup import processors
-from paceline.defaults import DEFAULT_DRAFT as DEFAULT_DRAFT
-from paceline.defaults import EMBEDDED, IN_WORDS, default_model
+from paceline.core.stages import stage
+from paceline.draft.foreign import ForeignDraft, read_foreign
 from paceline.errors import ConfigError, PacelineError
-from paceline.foreign import ForeignDraft, read_foreign
+from paceline.model.defaults import DEFAULT_DRAFT as DEFAULT_DRAFT
+from paceline.model.defaults import EMBEDDED, IN_WORDS, default_model
 from paceline.settings import (
     SPELT,
     EngineSettings,
@@ -31,7 +32,6 @@ from paceline.settings import (
     explicit,
     under,
 )
-from paceline.stages import stage
 
 if TYPE_CHECKING:
     from paceline import LLM, Grammar, SamplingParams

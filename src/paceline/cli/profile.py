@@ -10,8 +10,8 @@ from paceline.cli.measuring import PromptOptions, ReportOptions, partial_results
 from paceline.cli.options import ModelOptions, expand
 from paceline.cli.output import debugging
 from paceline.cli.progress import progress_bar, showing
+from paceline.core.stages import stage
 from paceline.settings import setting
-from paceline.stages import stage
 
 if TYPE_CHECKING:
     from paceline import LLM

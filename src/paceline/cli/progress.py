@@ -14,9 +14,9 @@ from contextlib import contextmanager, suppress
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TaskID, TextColumn, TimeRemainingColumn
 
+from paceline.core.stages import Stage, is_heard, listening
+from paceline.core.stages import stage as begin_stage
 from paceline.lab.budget import Budget
-from paceline.stages import Stage, is_heard, listening
-from paceline.stages import stage as begin_stage
 
 HEARTBEAT_SECONDS = 20.0
 _SOON = 1.0  # seconds after which a new stage is worth a line

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from paceline.defaults import EMBEDDED
+from paceline.model.defaults import EMBEDDED
 
 if TYPE_CHECKING:
     from paceline import LLM

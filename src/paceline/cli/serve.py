@@ -10,11 +10,11 @@ from typing import TYPE_CHECKING, Any
 
 from paceline.cli.options import chosen_model, parameter_of, with_signature
 from paceline.cli.progress import showing
+from paceline.core.stages import stage
 from paceline.errors import ConfigError, PacelineError
 from paceline.files import read_toml
 from paceline.server.config import ServeConfig, configure, keys, to_toml
 from paceline.settings import entries, setting
-from paceline.stages import stage
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerFast

@@ -20,9 +20,9 @@ from rich.console import Console
 from paceline.cli.options import expand, load_llm, set_threads
 from paceline.cli.output import FORCE, print_json, quiet_libraries, replace_anything
 from paceline.cli.progress import showing
+from paceline.core.stages import say, stage
 from paceline.files import LongRecord
 from paceline.settings import LoadSettings, changed, setting
-from paceline.stages import say, stage
 from paceline.train.configs import (
     AnswerConfig,
     DraftConfig,

@@ -18,6 +18,7 @@ import torch
 
 from paceline.core.batch import Commit, ModelOutput, Plan, Slice
 from paceline.core.sequence import SequenceView
+from paceline.core.stages import say
 from paceline.core.tree import TokenTree
 from paceline.draft.base import Drafter
 from paceline.draft.spec import DraftContext, Loading, Prepared, TreeSpec, option
@@ -36,7 +37,6 @@ from paceline.model.paged.blocks import OutOfBlocksError
 from paceline.model.paged.cache import Feed, PagedCache, bytes_per_token, path_moves
 from paceline.model.quantised.weights import BITS
 from paceline.model.target import CausalModel
-from paceline.stages import say
 
 _Model = TypeVar("_Model", bound="DraftModel")
 _TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json", "vocab.txt")

@@ -23,9 +23,9 @@ from pathlib import Path
 
 from filelock import FileLock
 
+from paceline.core.stages import say, stage
 from paceline.errors import PacelineError
 from paceline.files import cache_folder, folder_aside
-from paceline.stages import say, stage
 
 SOURCES = Path(__file__).resolve().parent / "csrc"
 OFF = "off"  # of PACELINE_NATIVE: no kernels

@@ -13,11 +13,11 @@ import numpy as np
 import torch
 from transformers import PreTrainedTokenizerFast
 
+from paceline.core.stages import stage
 from paceline.errors import DataError
 from paceline.model.held import is_few
 from paceline.model.paged.cache import Feed
 from paceline.model.target import CausalModel
-from paceline.stages import stage
 from paceline.train.data import encode_stream
 
 WINDOW = 512  # tokens that are read together; a longer text is read in such parts

@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 
+from paceline.core.stages import say, stage
 from paceline.errors import ConfigError
 from paceline.files import folder_aside
 from paceline.files.ownership import check_folder
@@ -27,7 +28,6 @@ from paceline.model.quantised.checkpoint import METHOD, quantization_config, ten
 from paceline.model.quantised.convert import Quantised, Scheme, quantise_module
 from paceline.model.quantised.rounding import round_to_nearest
 from paceline.model.target import CausalModel
-from paceline.stages import say, stage
 
 _OWN_TEXT = "shipped"  # prompts, where no file is named
 

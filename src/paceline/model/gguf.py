@@ -19,8 +19,8 @@ from functools import cached_property, lru_cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from paceline.core.stages import stage
 from paceline.errors import ModelLoadError, UnsupportedModelError
-from paceline.stages import stage
 
 if TYPE_CHECKING:
     from gguf import GGUFReader

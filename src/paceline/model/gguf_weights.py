@@ -14,11 +14,11 @@ from typing import Any
 import torch
 from torch import nn
 
+from paceline.core.stages import say, stage
 from paceline.errors import UnsupportedModelError
 from paceline.model.gguf import PLAIN, ROPE_FACTORS, GgufFile
 from paceline.model.quantised.blocks import can_keep, weight_of_blocks
 from paceline.model.quantised.weights import QuantisedLinear, QuantisedWeight
-from paceline.stages import say, stage
 
 _FREQUENCIES = ".attn_rot_embd.weight"  # which old files repeat in each layer
 _HEAD, _EMBEDDING = "output", "token_embd"  # a file without the one uses the other for both

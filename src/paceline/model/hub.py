@@ -11,12 +11,12 @@ from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
 
+from paceline.core.stages import stage
 from paceline.errors import ModelLoadError
 from paceline.files.stamps import FileStamp
 from paceline.model.gguf import SUFFIX, gguf_file
 from paceline.model.names import BUILT_IN, FOR_SMOLLM2, PREFIX, located
 from paceline.model.store import PULLABLE
-from paceline.stages import stage
 
 _SMALL = ("*.json", "*.jinja", "*.model", "*.txt")
 _OTHERS = ("*/*", "consolidated*")  # the same weights in other layouts

@@ -9,12 +9,12 @@ from typing import Any
 import torch
 from torch import nn
 
+from paceline.core.stages import say, stage
 from paceline.errors import ConfigError, ModelLoadError
 from paceline.model.quantised.convert import Scheme, quantise_module
 from paceline.model.quantised.formats import is_kept, owned, quantised_weights
 from paceline.model.quantised.rounding import round_to_nearest
 from paceline.model.quantised.weights import ROW_GROUP, QuantisedLinear, QuantisedWeight
-from paceline.stages import say, stage
 
 # What transformers asks of the installation for formats that are left to it.
 _LIBRARIES = {

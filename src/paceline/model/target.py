@@ -10,6 +10,7 @@ import torch
 
 from paceline.core.batch import Batch, ModelOutput
 from paceline.core.memory import free_memory, limit_threads
+from paceline.core.stages import say, warn
 from paceline.core.transfer import Staging
 from paceline.errors import ConfigError, UnsupportedModelError
 from paceline.files.stamps import FileStamp
@@ -37,7 +38,6 @@ from paceline.model.probe import (
     register,
     verify,
 )
-from paceline.stages import say, warn
 
 UNLIMITED_POSITIONS = 1 << 20  # for models without a stated limit
 

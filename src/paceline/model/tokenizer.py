@@ -5,11 +5,11 @@ from __future__ import annotations
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from paceline.core.stages import stage
 from paceline.errors import ModelLoadError
 from paceline.model.gguf import gguf_file, mended, read_gguf
 from paceline.model.hub import fetched
 from paceline.model.hub import first_line as first_line
-from paceline.stages import stage
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerFast

@@ -13,9 +13,9 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from paceline.core.stages import stage
 from paceline.errors import ModelLoadError
 from paceline.model.gguf import require_gguf
-from paceline.stages import stage
 
 if TYPE_CHECKING:
     from gguf import GGUFReader

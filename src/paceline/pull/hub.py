@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from pathlib import Path
 
+from paceline.core.stages import stage
 from paceline.errors import ModelLoadError
 from paceline.files import telling
 from paceline.model.hub import first_line
-from paceline.stages import stage
 
 _WANTED = ("*.json", "*.safetensors", "*.jinja", "merges.txt")
 

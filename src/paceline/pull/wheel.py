@@ -18,11 +18,11 @@ from contextlib import suppress
 from pathlib import Path
 from typing import IO
 
+from paceline.core.stages import Stage, stage
 from paceline.errors import ModelLoadError
 from paceline.files import telling, write_aside
 from paceline.files.ownership import check_file, claim, is_claimed
 from paceline.model.store import Wheel
-from paceline.stages import Stage, stage
 
 _NO_NETWORK = re.compile(
     r"name resolution|getaddrinfo|Name or service|NewConnectionError|unreachable|timed out|refused"

@@ -12,9 +12,9 @@ from difflib import get_close_matches
 from pathlib import Path
 from typing import Any
 
-from paceline.defaults import DEFAULT_DRAFT, EMBEDDED, IN_WORDS, REAL, default_drafts
 from paceline.errors import ConfigError
 from paceline.files import read_toml
+from paceline.model.defaults import DEFAULT_DRAFT, EMBEDDED, IN_WORDS, REAL, default_drafts
 from paceline.settings import EngineSettings, TableEntry, entries, under
 
 SECTIONS = ("model", "engine", "server", "limits", "security")

@@ -18,8 +18,8 @@ from typing import Any
 import torch
 from transformers import PreTrainedModel, PreTrainedTokenizerFast
 
+from paceline.core.stages import stage
 from paceline.files import replace_in
-from paceline.stages import stage
 from paceline.train.data import Source
 from paceline.train.sample import openings
 

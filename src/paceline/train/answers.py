@@ -16,8 +16,8 @@ from typing import Any, Protocol
 import numpy as np
 from transformers import PreTrainedTokenizerFast
 
+from paceline.core.stages import stage
 from paceline.errors import DataError
-from paceline.stages import stage
 from paceline.train.chat import ChatMessages, ChatWriter, has_our_roles, questions_of
 from paceline.train.configs import PromptSelection as PromptSelection
 from paceline.train.records import Refusals, RefusedError, Source, numbered_records

@@ -20,10 +20,10 @@ import numpy as np
 from transformers import PreTrainedTokenizerFast
 
 from paceline.core.params import is_unicode
+from paceline.core.stages import Stage, stage, warn
 from paceline.errors import ConfigError, DataError
 from paceline.files import telling, write_aside
 from paceline.files.ownership import claim, is_claimed
-from paceline.stages import Stage, stage, warn
 from paceline.train.chat import ChatWriter, conversation_of, has_our_roles
 from paceline.train.records import FORMS, Refusals, RefusedError, numbered_records
 from paceline.train.records import Source as Source

@@ -18,9 +18,9 @@ import torch.nn.functional as F
 from torch import nn
 from transformers import PreTrainedModel
 
+from paceline.core.stages import stage
 from paceline.errors import ConfigError
 from paceline.model.loading import load_module, load_tokenizer, resolve_dtype
-from paceline.stages import stage
 from paceline.train.acceptance import AcceptanceCounts, WrittenText, context_of, match_matrix, walk
 from paceline.train.configs import HeadConfig
 from paceline.train.data import TokenStreams

@@ -13,10 +13,10 @@ import torch
 from torch import nn
 from transformers import PreTrainedModel, PreTrainedTokenizerFast
 
+from paceline.core.stages import stage
 from paceline.errors import ConfigError, DataError
 from paceline.files import folder_aside
 from paceline.model.loading import load_module, load_tokenizer
-from paceline.stages import stage
 from paceline.train.chat import own_text
 from paceline.train.configs import LMConfig as LMConfig
 from paceline.train.data import Mixture, Source, Stream, TokenStreams, read_records

@@ -23,9 +23,9 @@ import torch
 from torch import nn
 
 from paceline.core.cgroup import processors
+from paceline.core.stages import say, stage
 from paceline.errors import ConfigError, PacelineError
 from paceline.files.ownership import force
-from paceline.stages import say, stage
 from paceline.train.group import ProcessGroup
 
 if TYPE_CHECKING:

@@ -10,8 +10,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import IO, Any, cast
 
+from paceline.core.stages import warn
 from paceline.errors import DataError
-from paceline.stages import warn
 
 # What a record may hold, in the order in which it is looked for.
 FORMS = ("ids", "messages", "conversations", "turns", "text")

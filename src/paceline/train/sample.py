@@ -14,8 +14,8 @@ import numpy as np
 from transformers import PreTrainedTokenizerFast
 
 from paceline.core.params import is_unicode
+from paceline.core.stages import stage
 from paceline.errors import DataError
-from paceline.stages import stage
 from paceline.train.chat import ChatWriter, conversation_of, has_our_roles, questions_of
 from paceline.train.records import RefusedError, Source, read_records
 

@@ -18,12 +18,12 @@ import torch
 from torch import nn
 from transformers import PreTrainedModel, PreTrainedTokenizerFast
 
+from paceline.core.stages import stage
 from paceline.errors import ConfigError, DataError
 from paceline.files import telling, write_aside
 from paceline.files.ownership import check_folder, clear_killed
 from paceline.model.loading import resolve_device, weight_files
 from paceline.model.tensorfile import seal
-from paceline.stages import stage
 from paceline.train.acceptance import AcceptanceCounts, WrittenText, total, written_texts
 from paceline.train.configs import HeldOutConfig, TrainConfig
 from paceline.train.group import ProcessGroup

@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 
+from paceline.core.stages import listening
 from paceline.draft.heads.eagle_head import EagleConfig, EagleHead
 from paceline.draft.heads.medusa_head import MedusaConfig, MedusaHeads
 from paceline.kernels.library import SAME_BITS, choose, instructions
@@ -18,7 +19,6 @@ from paceline.model.backends.native.heads import NativeEagle, NativeMedusa
 from paceline.model.paged.cache import Feed, PagedCache
 from paceline.model.precision import quantise_loaded
 from paceline.model.target import CausalModel
-from paceline.stages import listening
 from support.engine_models import VOCAB, random_llama
 from support.random_heads import eagle_config
 

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from paceline.foreign import foreign_draft
+from paceline.draft.foreign import foreign_draft
 from paceline.lab.doctor.ahead import look_ahead
 from paceline.lab.doctor.findings import Finding
 from paceline.lab.export import export

@@ -12,6 +12,7 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, Gemma3TextConfig, LlamaConfig, NemotronConfig
 
+from paceline.core.stages import Stage, listening
 from paceline.kernels.compile import are_kernels_here
 from paceline.lab.doctor import Severity, check_logits, examine
 from paceline.lab.doctor.findings import KINDS
@@ -19,7 +20,6 @@ from paceline.lab.doctor.logits import _some_layers
 from paceline.model import probe
 from paceline.model.backends.native import opened
 from paceline.model.backends.reference.backend import TorchBackend
-from paceline.stages import Stage, listening
 from support.doctor_folders import Copy, only
 from support.model_folders import write_gpt2
 from support.tiny_models import SMALL

@@ -9,13 +9,13 @@ from typing import Any
 import pytest
 import torch
 
+from paceline.draft.foreign import read_foreign
 from paceline.draft.heads.eagle_format import load_eagle
 from paceline.draft.heads.medusa_format import load_medusa, save_medusa
 from paceline.draft.heads.medusa_head import MedusaConfig, MedusaHeads
 from paceline.draft.spec import TargetShape
 from paceline.errors import ConfigError
 from paceline.files.ownership import MANIFEST
-from paceline.foreign import read_foreign
 from paceline.lab.export import DIALECTS, export
 from paceline.lab.export.heads import LAYERS, outputs_of, shape_of
 from paceline.lab.export.speculation import Exported

@@ -9,7 +9,6 @@ from pathlib import Path
 import pytest
 
 from paceline import LLM, ConfigError, DataError, PacelineError, SamplingParams
-from paceline.defaults import REAL
 from paceline.lab.bench.prompts import BenchPrompt
 from paceline.lab.budget import Budget
 from paceline.lab.tune.candidates import (
@@ -30,6 +29,7 @@ from paceline.lab.tune.plan import (
 )
 from paceline.lab.tune.present import decision, profile_of, record_of, report_of
 from paceline.lab.tune.spending import TuneOptions, affordable
+from paceline.model.defaults import REAL
 from paceline.settings.tuned import TunedProfile
 from support.engine_models import write_pair
 from support.tuning_methods import PLAIN, chain, target

@@ -14,6 +14,7 @@ from typing import Any
 import pytest
 import torch
 
+from paceline.core.stages import Stage, listening, stage
 from paceline.errors import ConfigError
 from paceline.kernels.compile import NativeUnavailableError
 from paceline.kernels.library import library
@@ -24,7 +25,6 @@ from paceline.model.quantised.rounding import round_to_nearest
 from paceline.model.quantised.weights import QuantisedLinear
 from paceline.model.target import CausalModel
 from paceline.model.tensorfile import read_table
-from paceline.stages import Stage, listening, stage
 from support.tiny_models import write_tiny_model
 
 try:

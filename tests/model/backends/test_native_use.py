@@ -16,6 +16,7 @@ from native_models import native_model
 from random_models import tiny_pair
 
 from paceline.core.batch import Batch, Span
+from paceline.core.stages import listening
 from paceline.errors import ConfigError
 from paceline.kernels import compile as compiling
 from paceline.kernels.compile import NativeUnavailableError, library_file
@@ -25,7 +26,6 @@ from paceline.model.backends.native.packing import PackedLinear
 from paceline.model.paged.cache import PagedCache
 from paceline.model.target import CausalModel
 from paceline.model.view import LayerView
-from paceline.stages import listening
 
 
 class Said(list[str]):

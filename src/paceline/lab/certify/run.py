@@ -9,7 +9,6 @@ from itertools import product
 
 from paceline.control.controller import FixedLength
 from paceline.core.params import SamplingParams
-from paceline.defaults import DEFAULT_DRAFT
 from paceline.errors import ConfigError, PacelineError, PromptError
 from paceline.lab.budget import Budget
 from paceline.lab.certify.certificate import (
@@ -36,6 +35,7 @@ from paceline.lab.certify.schedule import (
 )
 from paceline.lab.certify.texts import Comparer, settings_of
 from paceline.llm import LLM
+from paceline.model.defaults import DEFAULT_DRAFT
 
 OnProgress = Callable[[str], None]
 NamedTokens = tuple[str, Sequence[int]]

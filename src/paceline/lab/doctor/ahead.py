@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from typing import Any
 
+from paceline.draft.foreign import ForeignDraft, head_config, vllm_method
 from paceline.errors import PacelineError
-from paceline.foreign import ForeignDraft, head_config, vllm_method
 from paceline.lab.doctor.findings import Finding, finding, parted
 from paceline.lab.export import export
 

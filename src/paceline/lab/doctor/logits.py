@@ -21,6 +21,7 @@ from torch import nn
 
 from paceline.core.batch import Batch, Span
 from paceline.core.memory import free_memory, limit_threads
+from paceline.core.stages import stage
 from paceline.errors import ModelLoadError, UnsupportedModelError
 from paceline.lab.doctor.files import read_files
 from paceline.lab.doctor.findings import Finding, finding, parted
@@ -34,7 +35,6 @@ from paceline.model.precision import quantization_of
 from paceline.model.probe import ATTENTION
 from paceline.model.target import UNLIMITED_POSITIONS, CausalModel
 from paceline.model.tokenizer import first_line
-from paceline.stages import stage
 
 _ROWS, _FEWER = 32, 13  # of the two sequences at each place
 _LIMIT = 2e-3  # of the spread of a row's logits; of random models rounding takes up to 2e-4

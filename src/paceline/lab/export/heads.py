@@ -11,6 +11,7 @@ import json
 from collections.abc import Sequence
 from pathlib import Path
 
+from paceline.core.stages import stage
 from paceline.draft.heads.checkpoint import read_checkpoint, write_checkpoint
 from paceline.draft.heads.eagle import Eagle
 from paceline.draft.heads.eagle_format import WEIGHTS, load_eagle, save_eagle
@@ -25,7 +26,6 @@ from paceline.files import replace_in
 from paceline.lab.export.speculation import ExportedDraft
 from paceline.model.loading import read_config
 from paceline.model.names import resolve
-from paceline.stages import stage
 
 LAYERS = "eagle_aux_hidden_state_layer_ids"
 

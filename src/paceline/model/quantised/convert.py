@@ -9,10 +9,10 @@ from typing import Any, Protocol
 import torch
 from torch import nn
 
+from paceline.core.stages import stage
 from paceline.errors import ConfigError
 from paceline.model.quantised.rounding import Zero, gptq, nearest
 from paceline.model.quantised.weights import BITS, ROW_GROUP, QuantisedLinear, QuantisedWeight
-from paceline.stages import stage
 
 _HESSIAN_BYTES = 2 << 30  # held at once; a pass over the calibration text for each such part
 GROUP = 32  # inputs of a four-bit weight that share a scale

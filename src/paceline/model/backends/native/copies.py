@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from paceline.core.stages import stage, warn
 from paceline.kernels.library import PLAIN
 from paceline.model.backends.base import Adapted
 from paceline.model.backends.native.kept import key_of, read, write
@@ -17,7 +18,6 @@ from paceline.model.quantised.convert import Code, Scheme
 from paceline.model.quantised.rounding import round_to_nearest
 from paceline.model.quantised.sharing import children, copy_beside
 from paceline.model.quantised.weights import HeldLinear, QuantisedLinear, quantised_product
-from paceline.stages import stage, warn
 
 _TRIED = 64  # outputs of a matrix that are compared with the readable truth
 

@@ -25,12 +25,12 @@ from typing import IO, Any
 import torch
 
 from paceline.core.sizes import parse_bytes
+from paceline.core.stages import say, stage
 from paceline.errors import PacelineError
 from paceline.files import cache_folder, write_aside
 from paceline.files.ownership import digest_of
 from paceline.files.stamps import FileStamp
 from paceline.model.backends.native.packing import Form, Packed
-from paceline.stages import say, stage
 
 SETTING = "PACELINE_QUANTISED_CACHE"
 OFF = "off"

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 
 from paceline.core.batch import Batch, ModelOutput, Span
+from paceline.core.stages import warn
 from paceline.kernels.library import DTYPES, CLayer, CModel, check, instructions, library
 from paceline.model.backends.base import NATIVE, Adapted, Backend
 from paceline.model.backends.counters import NativeWork, count_work, traced
@@ -22,7 +23,6 @@ from paceline.model.backends.native.opened import Opened, Ropes
 from paceline.model.backends.native.packing import PackedExperts, PackedLinear, pack_children
 from paceline.model.backends.native.recognise import STATIC_ROPE, DecoderShape
 from paceline.model.paged.pieces import KeyValueStore
-from paceline.stages import warn
 
 _PARTIAL_BYTES = 32 << 20  # of attention (csrc/forward.cpp)
 _LEFT_OUT = torch.empty(0, 0)  # logits

@@ -11,7 +11,7 @@ import logging
 from collections.abc import Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
-from typing import Any, Protocol
+from typing import Protocol
 
 
 class Stage(Protocol):
@@ -46,19 +46,6 @@ class _Silence:
         pass
 
 
-class _Bar:
-    """One of rich's."""
-
-    def __init__(self, bar: Any, task: Any) -> None:
-        self._bar, self._task = bar, task
-
-    def advance(self, steps: float = 1, note: str | None = None) -> None:
-        self._bar.advance(self._task, steps)
-
-    def resize(self, total: float) -> None:
-        self._bar.update(self._task, total=total)
-
-
 _SILENCE = _Silence()
 _listener: ContextVar[Listener | None] = ContextVar("paceline_stages", default=None)
 
@@ -79,19 +66,6 @@ def stage(what: str, total: float | None = None, unit: str = "") -> Iterator[Sta
         yield begun
     finally:
         listener.end(begun)
-
-
-@contextmanager
-def stage_or_bar(what: str, total: int, unit: str, shown: bool) -> Iterator[Stage]:
-    """A stage for whoever listens, else a bar of its own if it is to be ``shown``."""
-    if is_heard() or not shown:
-        with stage(what, total, unit) as begun:
-            yield begun
-        return
-    from rich.progress import Progress
-
-    with Progress(transient=True) as bar:
-        yield _Bar(bar, bar.add_task(what, total=total))
 
 
 def say(line: str) -> None:

@@ -8,14 +8,13 @@ from pathlib import Path
 import pytest
 from typer.testing import CliRunner
 
-from paceline import defaults
 from paceline.cli.main import app
 from paceline.cli.options import ModelOptions
 from paceline.cli.tune import TargetOptions
-from paceline.defaults import EMBEDDED, REAL, default_drafts, default_model
 from paceline.lab.tune import candidates
 from paceline.lab.tune.candidates import at_hand
-from paceline.model import names, store
+from paceline.model import defaults, names, store
+from paceline.model.defaults import EMBEDDED, REAL, default_drafts, default_model
 from paceline.server.config import ServeConfig
 from support import real_model
 from support.pulled_model import plant

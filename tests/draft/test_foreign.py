@@ -8,9 +8,9 @@ from typing import Any
 
 import pytest
 
+from paceline.draft.foreign import foreign_draft, read_foreign
 from paceline.drafters import parse_draft
 from paceline.errors import ConfigError
-from paceline.foreign import foreign_draft, read_foreign
 
 EAGLE3 = {"speculative_algorithm": "EAGLE3", "speculative_draft_model_path": "head"}
 NGRAM = {"speculative_algorithm": "NGRAM"}
