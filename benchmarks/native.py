@@ -25,9 +25,10 @@ import torch
 from transformers import AutoModelForCausalLM, LlamaConfig
 
 from measuring import alternate
+from paceline.core.batch import Span
 from paceline.lab.profiling.machine import read_bandwidth
 from paceline.model.backends.counters import NativeWork, counted
-from paceline.model.paged.cache import Feed, PagedCache
+from paceline.model.paged.cache import PagedCache
 from paceline.model.paged.codes import CODED, cache_dtype, encode
 from paceline.model.target import CausalModel
 
@@ -52,7 +53,7 @@ def forward(model: CausalModel, cache: PagedCache, context: int, rows: int, prom
     ids = [(7919 * n + 1) % model.vocab_size for n in range(rows)]
     parents = () if prompt else tuple(range(-1, rows - 2))
     nodes = ids[1:] if parents else ()
-    batch = cache.batch_of([Feed(1, context, ids if prompt else ids[:1], parents, nodes)])
+    batch = cache.batch_of([Span.of(1, context, ids if prompt else ids[:1], parents, nodes)])
     began = time.perf_counter()
     model(batch, cache)
     took = time.perf_counter() - began

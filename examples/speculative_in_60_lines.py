@@ -6,10 +6,9 @@ One text and chains of a small model. Engine.step does the same for batches, tre
 import torch
 
 from paceline import SamplingParams
-from paceline.core.batch import Check
+from paceline.core.batch import Span
 from paceline.core.sequence import SequenceState
 from paceline.core.tree import TokenTree
-from paceline.model.paged.cache import Feed
 from paceline.model.target import CausalModel
 from paceline.model.tokenizer import load_tokenizer
 from paceline.verify.verifier import Verifier
@@ -28,8 +27,8 @@ class Reader:
         """One forward: logits after the last committed token and after each node of the tree."""
         seq = self.seq
         self.cache.reserve(1, len(seq.tokens) + len(tree))
-        feed = Feed(1, seq.cached, seq.pending, tree.parents, tree.tokens)
-        return self.model(self.cache.batch_of([feed]), self.cache).logits
+        batch = self.cache.batch_of([Span.of_request(seq.view(), tree)])
+        return self.model(batch, self.cache).logits, batch.spans
 
     def commit(self, tokens, cached):
         """The text so far, of which so many tokens stay in the cache."""
@@ -42,11 +41,12 @@ def decode(target, draft, length):
     text, guess, end = target.seq, draft.seq, None
     while end is None:
         for _ in range(min(length, text.remaining - 1)):  # draft
-            token = int(draft.read(TokenTree.empty())[-1].argmax())
+            logits, _ = draft.read(TokenTree.empty())
+            token = int(logits[-1].argmax())
             draft.commit([*guess.tokens, token], len(guess.tokens))
         tree = TokenTree.chain(guess.tokens[len(text.tokens) :])
-        logits = target.read(tree)  # verify
-        (verdict,) = Verifier()(logits, [Check(text.view(), 0, tree)])  # accept
+        logits, spans = target.read(tree)  # verify
+        (verdict,) = Verifier()(logits, spans)  # accept
         taken, end = text.ending(verdict.tokens, text.remaining)
         cached = len(text.tokens) + len(verdict.path)
         target.commit(text.tokens + list(verdict.tokens[:taken]), cached)  # commit

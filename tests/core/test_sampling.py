@@ -7,7 +7,6 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from paceline.core.batch import Check
 from paceline.core.params import SamplingParams
 from paceline.core.sampling import (
     Rows,
@@ -19,6 +18,7 @@ from paceline.core.sampling import (
 )
 from paceline.core.sequence import SequenceState
 from paceline.core.tree import TokenTree
+from support.spans import judged
 
 VOCAB = 12
 
@@ -106,8 +106,8 @@ def test_mixed_batch_along_tree_paths(dtype):
         chosen = parents[: index % 7]
         tokens = torch.randint(VOCAB, (len(chosen),), generator=generator)
         seq = request((4, 2, 3, 3, 5)[: 2 + index % 4], **params)
-        checks.append(Check(seq, row, TokenTree(tokens, chosen)))
-        row += checks[-1].rows
+        checks.append(judged(seq, row, TokenTree(tokens, chosen)))
+        row += checks[-1].judged_rows
     logits = (torch.randn(row, VOCAB, generator=generator) * 2).to(dtype)
     before = logits.clone()
     distribution = probabilities(logits, Rows.of(checks))
@@ -117,9 +117,9 @@ def test_mixed_batch_along_tree_paths(dtype):
         for token, parent in zip(tokens, check.tree.parents, strict=True):
             paths.append([*paths[parent + 1], token])
         for offset, path in enumerate(paths):
-            expected = slow_distribution(logits[check.start + offset].tolist(), check.seq, path)
+            expected = slow_distribution(logits[check.logit_row + offset].tolist(), check.seq, path)
             assert torch.allclose(
-                distribution[check.start + offset], torch.tensor(expected), atol=1e-6
+                distribution[check.logit_row + offset], torch.tensor(expected), atol=1e-6
             )
 
 

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from paceline.build import EngineOptions, build_engine, seeded_generator
-from paceline.core.batch import Batch, Commit, ModelOutput
+from paceline.core.batch import Batch, Commit, ModelOutput, Span
 from paceline.core.params import SamplingParams
 from paceline.core.sequence import SequenceState
 from paceline.draft.selfspec import SelfDrafter, SwiftDrafter, parse_layers
@@ -15,7 +15,6 @@ from paceline.drafters import prepare_one
 from paceline.engine.driver import Drive
 from paceline.engine.engine import Engine
 from paceline.errors import ConfigError
-from paceline.model.paged.cache import Feed
 from paceline.model.target import CausalModel
 from paceline.model.view import LayerView
 from paceline.train.tokenizer import train_tokenizer
@@ -234,9 +233,9 @@ def _share(model: CausalModel, tokens: list[int], end: int, skipped: tuple[int, 
     cache.reserve(0, end)
     with torch.inference_mode():
         if start:
-            model(cache.batch_of([Feed(0, 0, tokens[:start])]), cache)
+            model(cache.batch_of([Span.of(0, 0, tokens[:start])]), cache)
         for at in range(start, end):  # one token after the other
-            logits = view(cache.batch_of([Feed(0, at, tokens[at : at + 1])]), cache).logits
+            logits = view(cache.batch_of([Span.of(0, at, tokens[at : at + 1])]), cache).logits
             hits += at >= first and int(logits.argmax()) == tokens[at + 1]
     return hits / 16
 

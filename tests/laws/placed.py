@@ -24,10 +24,11 @@ from harness import (
     strings,
 )
 
-from paceline.core.batch import Check, Verdict
+from paceline.core.batch import Verdict
 from paceline.core.tree import TokenTree
 from paceline.verify import rules as real_rules
 from paceline.verify.verifier import Verifier
+from support.spans import judged
 
 Option = tuple[float, float]  # a uniform and the width of the interval it stands for
 
@@ -89,7 +90,7 @@ def _judged(
     verifier.uniforms = torch.cat((choosing.flatten(), deciding.flatten()))
     q = None if drafts.q is None else drafts.q[index]
     tree = TokenTree(drafts.tokens[index], drafts.parents, drafts.draw, q)
-    checks = [Check(request, i * rows, tree) for i in range(len(combinations))]
+    checks = [judged(request, i * rows, tree) for i in range(len(combinations))]
     verdicts = verifier(logits.repeat(len(checks), 1), checks)
     for verdict, combination in zip(verdicts, combinations, strict=True):
         yield verdict, math.prod(width for _, width in combination)

@@ -4,12 +4,12 @@ import pytest
 import torch
 from harness import Fake, SamplingParams, Setting, distribution_table, tree_parents
 
-from paceline.core.batch import Check
 from paceline.core.draws import draft, draw_of
 from paceline.core.sampling import Rows
 from paceline.core.sequence import SequenceState
 from paceline.core.tree import Draw, TokenTree, chain_parents
 from paceline.verify.verifier import Verifier
+from support.spans import judged
 
 VOCAB, LENGTH = 24, 30
 TARGET = Fake(VOCAB, 0, scale=2.0)
@@ -106,7 +106,7 @@ def decode(seqs, propose, length=LENGTH):
         for tree in trees:
             starts.append(starts[-1] + len(tree) + 1)
         logits = torch.cat([logits_of(seq, tree) for seq, tree in zip(seqs, trees, strict=True)])
-        checks = [Check(s, at, t) for s, at, t in zip(seqs, starts, trees, strict=False)]
+        checks = [judged(s, at, t) for s, at, t in zip(seqs, starts, trees, strict=False)]
         for seq, verdict in zip(seqs, verifier(logits, checks), strict=True):
             seq.tokens += verdict.tokens
             accepted += len(verdict.path)
@@ -153,7 +153,7 @@ def test_coupled_drafts_are_accepted_often():
         for seed in range(60):
             seq = SequenceState(0, [*context], 3, SamplingParams(temperature=1.0, seed=seed))
             tree = from_model((1,))(seq)
-            (verdict,) = Verifier()(logits_of(seq, tree), [Check(seq, 0, tree)])
+            (verdict,) = Verifier()(logits_of(seq, tree), [judged(seq, 0, tree)])
             hits.append(len(verdict.path))
     rate = sum(hits) / len(hits)
     assert rate > sum(chances) / len(chances) - 0.03
@@ -179,7 +179,7 @@ def test_texts_over_seeds_follow_the_distribution():
     ]
     for _ in range(2):
         logits = setting.target([tuple(seq.tokens) for seq in seqs])
-        checks = [Check(seq, row, TokenTree.empty()) for row, seq in enumerate(seqs)]
+        checks = [judged(seq, row, TokenTree.empty()) for row, seq in enumerate(seqs)]
         for seq, verdict in zip(seqs, Verifier()(logits, checks), strict=True):
             seq.tokens += verdict.tokens
     for seq in seqs:
@@ -205,7 +205,7 @@ def test_unseeded_drafting_and_verifying_end_to_end():
             Draw.WITHOUT_REPLACEMENT,
             drafted.q[row].expand(2, 3),
         )
-        checks.append(Check(seq, 3 * row, tree))
+        checks.append(judged(seq, 3 * row, tree))
         contexts = [(0, 1), *((0, 1, token) for token in tree.tokens.tolist())]
         logits.append(setting.target(contexts))
     table = distribution_table(setting.target, setting, (0, 1), 1)

@@ -26,7 +26,8 @@ from placed import Placed, verifier_error
 from paceline.core.sequence import SequenceState
 from paceline.core.tree import TokenTree, chain_parents
 from paceline.verify import rules
-from paceline.verify.verifier import Check, method_of
+from paceline.verify.verifier import method_of
+from support.spans import judged
 
 PARAMS = {
     "plain": SamplingParams(temperature=1.0),
@@ -204,7 +205,7 @@ def test_which_method_decides():
 
     def method(params, draw, rule="auto"):
         tree = TokenTree(tokens, chain_parents(2), draw, ones)
-        return method_of(Check(SequenceState(0, [0], 1, params), 0, tree), rule)
+        return method_of(judged(SequenceState(0, [0], 1, params), 0, tree), rule)
 
     assert method(free, Draw.IID) == method(free, Draw.IID, "block") == "block"
     assert method(free, Draw.IID, "token") == "siblings"

@@ -15,9 +15,9 @@ from harness import (
     strings,
 )
 
-from paceline.core.batch import Check
 from paceline.core.tree import TokenTree
 from paceline.verify.typical import TypicalVerifier
+from support.spans import judged
 
 PLAIN = SamplingParams(temperature=1.0)
 
@@ -37,7 +37,7 @@ def typical_distribution(setting, drafter, depth):
                 logits = setting.target([(*context, *paths[i]) for i in ids.tolist()])
                 q = None if drafts.q is None else drafts.q[index]
                 tree = TokenTree(drafts.tokens[index], drafts.parents, drafts.draw, q)
-                check = Check(setting.request(context), 0, tree)
+                check = judged(setting.request(context), 0, tree)
                 (verdict,) = TypicalVerifier()(logits, [check])
                 end = verdict.path[-1] + 1 if verdict.path else 0
                 string = int(ids[end])

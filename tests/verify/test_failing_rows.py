@@ -6,13 +6,13 @@ from __future__ import annotations
 import pytest
 import torch
 
-from paceline.core.batch import Check
 from paceline.core.params import SamplingParams
 from paceline.core.sequence import SequenceState
 from paceline.core.tree import Draw, TokenTree, chain_parents
 from paceline.verify.rules import block, siblings
 from paceline.verify.typical import TypicalVerifier
 from paceline.verify.verifier import Verifier
+from support.spans import judged
 
 VOCAB = 8
 NAN = float("nan")
@@ -52,8 +52,8 @@ def test_the_one_request_fails_and_the_others_go_on(name, draw, bad, verifier):
     params = [REQUESTS[name], REQUESTS[name], REQUESTS[name], {"temperature": 0.7}]
     checks, row = [], 0
     for place, (own, asked) in enumerate(zip(trees, params, strict=True)):
-        checks.append(Check(request(place, asked), row, own))
-        row += checks[-1].rows
+        checks.append(judged(request(place, asked), row, own))
+        row += checks[-1].judged_rows
     logits = one_hot_logits([5, 0, 1, 6, 7, 4])
     whole = verifier(generator=torch.Generator().manual_seed(0))(logits, checks)
     assert [v.tokens for v in whole] == [(5,), (0, 1, 6), (7,), (4,)]
@@ -67,7 +67,7 @@ def test_the_one_request_fails_and_the_others_go_on(name, draw, bad, verifier):
 @pytest.mark.parametrize("name", REQUESTS)
 @pytest.mark.parametrize("draw", [Draw.POINT, Draw.IID, WITHOUT], ids=str)
 def test_a_row_that_is_not_reached_does_not_matter(name, draw):
-    check = Check(request(0, REQUESTS[name]), 0, tree(draw, chain_parents(3)))
+    check = judged(request(0, REQUESTS[name]), 0, tree(draw, chain_parents(3)))
     logits = one_hot_logits([0, 6, 2, 3])  # node 0 holds, node 1 does not
     logits[2:] = NAN
     (verdict,) = Verifier(generator=torch.Generator().manual_seed(0))(logits, [check])
@@ -78,7 +78,7 @@ def test_a_row_that_is_not_reached_does_not_matter(name, draw):
 
 @pytest.mark.parametrize("draw", [Draw.POINT, Draw.IID, WITHOUT], ids=str)
 def test_a_row_that_is_reached_ends_the_request_behind_a_draft_too(draw):
-    check = Check(request(0, {"temperature": 1.0}), 0, tree(draw, chain_parents(2)))
+    check = judged(request(0, {"temperature": 1.0}), 0, tree(draw, chain_parents(2)))
     logits = one_hot_logits([0, 1, 2])
     logits[2] = NAN
     (verdict,) = Verifier(generator=torch.Generator().manual_seed(0))(logits, [check])
@@ -95,7 +95,7 @@ def test_block_verification_does_not_look_at_a_distribution_that_is_none():
     logits[0, 2] -= 0.7
     logits[1] = NAN
     own = TokenTree(torch.tensor([2, 4]), (-1, 0), Draw.IID, q)
-    check = Check(request(0, {"temperature": 1.0}), 0, own)
+    check = judged(request(0, {"temperature": 1.0}), 0, own)
     found = {True: 0, False: 0}
     for seed in range(60):
         (verdict,) = Verifier(generator=torch.Generator().manual_seed(seed))(logits, [check])

@@ -9,7 +9,6 @@ import pytest
 import torch
 
 from paceline.build import EngineOptions
-from paceline.core.batch import Check
 from paceline.core.params import SamplingParams
 from paceline.core.sequence import SequenceState
 from paceline.core.tree import Draw, TokenTree, chain_parents
@@ -18,6 +17,7 @@ from paceline.llm import LLM
 from paceline.verify.typical import TypicalVerifier, longest, surprise
 from paceline.verify.verifier import RULES, Verifier
 from support.engine_models import write_pair
+from support.spans import judged
 
 
 def request(seq_id: int = 0, **params) -> SequenceState:
@@ -68,7 +68,7 @@ def test_the_longest_path_wins_then_the_likeliest() -> None:
 
 def test_plausible_drafts_are_taken_whatever_the_chances() -> None:
     """Every drafted token has p = 1/4 > 0.075: all are accepted, each time."""
-    check = Check(request(temperature=1.0), 0, TokenTree.chain([3, 1, 2]))
+    check = judged(request(temperature=1.0), 0, TokenTree.chain([3, 1, 2]))
     (verdict,) = TypicalVerifier(torch.Generator().manual_seed(0))(torch.zeros(4, 4), [check])
     assert verdict.path == (0, 1, 2) and verdict.tokens[:3] == (3, 1, 2)
 
@@ -80,9 +80,9 @@ def test_a_mixed_batch_with_logprobs_and_ids_beyond_the_logits() -> None:
     q = torch.full((2, 4), 0.25)
     sampled = TokenTree(torch.tensor([0, 2]), (-1, -1), Draw.WITHOUT_REPLACEMENT, q)
     checks = [
-        Check(request(0), 0, wide),
-        Check(request(1, temperature=1.0, seed=3, logprobs=1), 3, wide),
-        Check(request(2, temperature=1.0), 6, sampled),
+        judged(request(0), 0, wide),
+        judged(request(1, temperature=1.0, seed=3, logprobs=1), 3, wide),
+        judged(request(2, temperature=1.0), 6, sampled),
     ]
     first, second, third = TypicalVerifier()(logits, checks)
     assert (first.path, first.tokens) == ((0,), (2, 2))
@@ -94,8 +94,8 @@ def test_a_mixed_batch_with_logprobs_and_ids_beyond_the_logits() -> None:
 def test_greedy_requests_stay_exact() -> None:
     generator = torch.Generator().manual_seed(0)
     logits = torch.randn(8, 6, generator=generator) * 0.01  # nearly flat: typical takes anything
-    greedy = Check(request(0), 0, TokenTree(torch.tensor([1, 2, 3]), (-1, -1, 0)))
-    other = Check(request(1, temperature=1.0), 4, TokenTree.chain([1, 2, 3]))
+    greedy = judged(request(0), 0, TokenTree(torch.tensor([1, 2, 3]), (-1, -1, 0)))
+    other = judged(request(1, temperature=1.0), 4, TokenTree.chain([1, 2, 3]))
     together = TypicalVerifier()(logits, [greedy, other])
     exact = Verifier()(logits, [greedy])[0]
     assert (together[0].path, together[0].tokens) == (exact.path, exact.tokens)
@@ -108,7 +108,7 @@ def test_one_transfer_a_step(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(
         torch.Tensor, "tolist", lambda tensor: calls.append(tensor.shape) or tolist(tensor)
     )
-    check = Check(request(temperature=1.0), 0, TokenTree.chain([3, 1, 2]))
+    check = judged(request(temperature=1.0), 0, TokenTree.chain([3, 1, 2]))
     TypicalVerifier()(torch.zeros(4, 4), [check])
     assert len(calls) == 1
 

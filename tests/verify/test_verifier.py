@@ -5,7 +5,6 @@ from dataclasses import replace
 import pytest
 import torch
 
-from paceline.core.batch import Check
 from paceline.core.params import SamplingParams
 from paceline.core.sampling import Rows, adjusted
 from paceline.core.sequence import SequenceState
@@ -14,6 +13,7 @@ from paceline.errors import ConfigError
 from paceline.verify import verifier as verifier_module
 from paceline.verify.rules import block, siblings
 from paceline.verify.verifier import Verifier
+from support.spans import judged
 
 VOCAB = 16
 BRANCHING = (-1, -1, 0, 0, 1)
@@ -63,13 +63,13 @@ def batch(generator, **extra):
     ]
     checks, parts, row = [], [], 0
     for index, (params, parents, draw) in enumerate(kinds):
-        check = Check(request(index, **params, **extra), row, tree(parents, draw, generator))
-        logits = torch.randn(check.rows, VOCAB, generator=generator)
+        check = judged(request(index, **params, **extra), row, tree(parents, draw, generator))
+        logits = torch.randn(check.judged_rows, VOCAB, generator=generator)
         for node, parent in enumerate(parents):  # make the drafts likely
             logits[parent + 1, check.tree.tokens[node]] += 2.5
         checks.append(check)
         parts.append(logits)
-        row += check.rows
+        row += check.judged_rows
     return torch.cat(parts), checks
 
 
@@ -92,11 +92,11 @@ def test_each_request_of_a_mixed_batch_as_if_alone(rule, seed):
     together = verifier(logits, checks)
     node = rows
     for check, verdict in zip(checks, together, strict=True):
-        own = slice(check.start, check.start + check.rows)
+        own = slice(check.logit_row, check.logit_row + check.judged_rows)
         decides = verifier_module.method_of(check, rule) != "match"
         deciding = uniforms[node : node + len(check.tree)] if decides else uniforms[:0]
         verifier.uniforms = torch.cat((uniforms[own], deciding))
-        alone = verifier(logits[own], [Check(check.seq, 0, check.tree)])
+        alone = verifier(logits[own], [judged(check.seq, 0, check.tree)])
         assert list(map(as_walked, alone)) == [as_walked(verdict)]
         node += len(check.tree)
     assert sum(len(verdict.path) for verdict in together) > 2
@@ -110,11 +110,11 @@ def test_fast_greedy_path_equals_the_general_one(dtype, monkeypatch):
     checks, row = [], 0
     for index, parents in enumerate([BRANCHING, chain_parents(4), (), (-1,) * 6]):
         tokens = torch.randint(6, (len(parents),), generator=generator)
-        checks.append(Check(request(index), row, TokenTree(tokens, parents)))
-        row += checks[-1].rows
+        checks.append(judged(request(index), row, TokenTree(tokens, parents)))
+        row += checks[-1].judged_rows
     logits = torch.randint(0, 4, (row + 1, 6), generator=generator).to(dtype)
     fast = Verifier()(logits[:-1], checks)
-    other = Check(request(9, temperature=1.0), row, TokenTree.empty())
+    other = judged(request(9, temperature=1.0), row, TokenTree.empty())
     walked = list(map(as_walked, fast))
     assert list(map(as_walked, Verifier()(logits, [*checks, other])[:-1])) == walked
     monkeypatch.setattr(verifier_module, "needs_probs", lambda seqs: True)
@@ -131,7 +131,7 @@ def test_rows_beside_the_path_have_no_distribution_made(monkeypatch):
     seq = request(temperature=0.8, seed=4)
     logits = torch.randn(6, VOCAB, generator=generator)
     wanted = TokenTree(torch.tensor([3, 1, 4, 1, 5]), BRANCHING, wants_choices=True)
-    (whole,) = Verifier()(logits, [Check(seq, 0, wanted)])
+    (whole,) = Verifier()(logits, [judged(seq, 0, wanted)])
     tokens = torch.tensor([whole.choices[0], *[VOCAB - 1 - whole.choices[1]] * 4])
     looked = []
     probs_of = verifier_module.probs_of_scores
@@ -141,7 +141,7 @@ def test_rows_beside_the_path_have_no_distribution_made(monkeypatch):
         return probs_of(scores, params)
 
     monkeypatch.setattr(verifier_module, "probs_of_scores", counted)
-    (verdict,) = Verifier()(logits, [Check(seq, 0, TokenTree(tokens, BRANCHING))])
+    (verdict,) = Verifier()(logits, [judged(seq, 0, TokenTree(tokens, BRANCHING))])
     assert verdict.path == (0,) and looked == [1, 1]
     assert verdict.choices == (*whole.choices[:2], 0, 0, 0, 0)
     assert all(choice >= 0 for choice in whole.choices)
@@ -149,7 +149,7 @@ def test_rows_beside_the_path_have_no_distribution_made(monkeypatch):
 
 def test_plain_decoding_is_the_argmax():
     logits = torch.tensor([[0.0, 2.0, 2.0]])
-    (verdict,) = Verifier()(logits, [Check(request(), 0, TokenTree.empty())])
+    (verdict,) = Verifier()(logits, [judged(request(), 0, TokenTree.empty())])
     assert (verdict.path, verdict.tokens, verdict.logprobs) == ((), (1,), None)
 
 
@@ -179,8 +179,8 @@ def test_vocabularies_padded_to_different_widths(target_width, draft_width, draw
     uniforms = torch.rand(2 * len(parents) + 1, dtype=torch.float64, generator=generator)
     verifier = Placed()
     verifier.uniforms = uniforms
-    mixed = [Check(seq, 0, padded), Check(seq, len(parents) + 1, TokenTree.empty())]
-    alone = verifier(logits, [Check(seq, 0, narrow)])
+    mixed = [judged(seq, 0, padded), judged(seq, len(parents) + 1, TokenTree.empty())]
+    alone = verifier(logits, [judged(seq, 0, narrow)])
     assert verifier(wide, mixed[:1]) == alone
     rows = len(parents) + 1
     verifier.uniforms = torch.cat((uniforms[:rows], uniforms[:1], uniforms[rows:]))
@@ -194,7 +194,7 @@ def test_drafted_id_beyond_the_targets_logits_is_refused():
         drafted = TokenTree(torch.tensor([5]), (-1,), draw, q)
         for params in ({"temperature": 1.0}, {}, {"temperature": 1.0, "seed": 1}):
             seq = request(**params, logprobs=1)
-            (verdict,) = Verifier()(torch.zeros(2, 4), [Check(seq, 0, drafted)])
+            (verdict,) = Verifier()(torch.zeros(2, 4), [judged(seq, 0, drafted)])
             assert verdict.path == () and verdict.tokens[0] < 4
 
 
@@ -206,7 +206,7 @@ def test_logprobs_along_the_accepted_path(count):
     assert any(len(verdict.path) > 1 for verdict in verdicts)
     expected = torch.log_softmax(adjusted(logits, Rows.of(checks)), dim=-1)
     for check, verdict in zip(checks, verdicts, strict=True):
-        rows = [check.start, *(check.start + 1 + node for node in verdict.path)]
+        rows = [check.logit_row, *(check.logit_row + 1 + node for node in verdict.path)]
         assert len(verdict.logprobs) == len(verdict.tokens) == len(rows)
         for row, token, entry in zip(rows, verdict.tokens, verdict.logprobs, strict=True):
             assert entry.token_id == token
@@ -219,7 +219,7 @@ def test_logprobs_along_the_accepted_path(count):
 def test_logprobs_only_for_those_who_ask():
     logits, checks = batch(torch.Generator().manual_seed(7))
     asking = [
-        Check(request(i, temperature=1.0, seed=i + 1, logprobs=i), check.start, check.tree)
+        judged(request(i, temperature=1.0, seed=i + 1, logprobs=i), check.logit_row, check.tree)
         if i % 3 == 2
         else check
         for i, check in enumerate(checks)

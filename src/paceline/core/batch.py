@@ -4,13 +4,17 @@ from __future__ import annotations
 
 from collections.abc import Hashable, Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 
-from paceline.core.params import TokenLogprob
+from paceline.core.params import SamplingParams, TokenLogprob
 from paceline.core.sequence import SequenceView
 from paceline.core.transfer import Arrival
-from paceline.core.tree import Draw, TokenTree, depths_of
+from paceline.core.tree import TokenTree, depths_of
+
+NOBODY = SequenceView(-1, (), 0, SamplingParams())  # of rows that are no request's
+EMPTY = TokenTree.empty()
 
 
 @dataclass(frozen=True)
@@ -34,11 +38,6 @@ class Slice:
     def decodes(self) -> bool:
         return self.scheduled == self.seq.num_pending
 
-    @property
-    def scored(self) -> int:
-        """Of the scheduled tokens, those that a token of the prompt follows which is scored."""
-        return min(self.scheduled, self.seq.unscored)
-
 
 @dataclass(frozen=True)
 class Plan:
@@ -49,7 +48,7 @@ class Plan:
 
 @dataclass(frozen=True)
 class Span:
-    """Rows of one sequence in a ragged batch, as attention and cache see them.
+    """The rows of one sequence in a ragged batch: for attention, cache, verifier and commit.
 
     Cache layout of the sequence, by logical index::
 
@@ -57,23 +56,95 @@ class Span:
          committed, cached     scheduled                    parents[i], of which the nodes
                                                             from first_new on are scheduled
 
-    Rows in the batch: the pending tokens, then nodes ``first_new ..``. A pending row attends to
-    everything before it and itself; a node to context, pending, its ancestors and itself.
-    A tree drafted level by level runs its later levels with ``pending = 0``. ``long``: keys and
-    queries are rotated with the long factors of a model that has two sets (longrope).
+    Rows in the batch, from ``start`` on: the pending tokens, then nodes ``first_new ..``. A pending
+    row attends to everything before it and itself; a node to context, pending, its ancestors and
+    itself. A tree drafted level by level runs its later levels with ``pending = 0``. ``long``: keys
+    and queries are rotated with the long factors of a model that has two sets (longrope).
+
+    Rows of logits: ``logit_row`` is the distribution after the last pending token (or of the first
+    node, without any), that after node i of ``tree`` is row ``logit_row + 1 + i``; both are there
+    where ``wants_logits``. The first ``scored`` pending rows have logits, too, just before.
+
+    ``tokens`` are the pending ones, ``nodes`` those of the new nodes, int64
+    ``[len(parents) - first_new]`` where the host does not know them. ``ancestors``: see Batch.
+    Whose rows they are, ``seq`` and ``tree``, is known of the target's forwards; ``arrival`` is the
+    tree's tokens for a grammar, which is followed on the host while the forward runs. ``start``,
+    ``logit_row`` and ``long`` are worked out in one place, ``PagedCache.batch_of``. Pickled, or
+    compared, a span is its first seven fields: what another process runs.
     """
 
     seq_id: int
-    start: int  # first row of this span in the batch
+    start: int
     context: int
     pending: int
     parents: tuple[int, ...] = ()
     first_new: int = 0
     long: bool = False
+    logit_row: int = field(default=0, compare=False)
+    wants_logits: bool = field(default=True, compare=False)
+    scored: int = field(default=0, compare=False)
+    tokens: Sequence[int] = field(default=(), compare=False)
+    nodes: torch.Tensor | Sequence[int] = field(default=(), compare=False)
+    ancestors: torch.Tensor | None = field(default=None, compare=False)
+    seq: SequenceView = field(default=NOBODY, compare=False)
+    tree: TokenTree = field(default=EMPTY, compare=False)
+    arrival: Arrival | None = field(default=None, compare=False)
+
+    @classmethod
+    def of(
+        cls,
+        seq_id: int,
+        context: int,
+        tokens: Sequence[int],
+        parents: tuple[int, ...] = (),
+        nodes: torch.Tensor | Sequence[int] = (),
+        first_new: int = 0,
+        wants_logits: bool = True,
+        ancestors: torch.Tensor | None = None,
+    ) -> Span:
+        """Of a drafter's forward, or another's that has no request: not in a batch yet."""
+        return cls(
+            *(seq_id, 0, context, len(tokens), parents, first_new, False),
+            *(0, wants_logits, 0, tokens, nodes, ancestors),
+        )
+
+    @classmethod
+    def of_request(
+        cls, seq: SequenceView, tree: TokenTree = EMPTY, scheduled: int | None = None
+    ) -> Span:
+        """Of a request's next ``scheduled`` tokens (None: all that are pending) and its draft."""
+        count = seq.num_pending if scheduled is None else scheduled
+        return cls(
+            *(seq.seq_id, 0, seq.cached, count, tree.parents),
+            wants_logits=count == seq.num_pending,
+            scored=min(count, seq.unscored),
+            tokens=seq.tokens[seq.cached : seq.cached + count],
+            nodes=tree.tokens if tree.known is None else tree.known,
+            seq=seq,
+            tree=tree,
+            arrival=Arrival(tree.tokens) if seq.constraint is not None and len(tree) else None,
+        )
+
+    def at(self, start: int, logit_row: int, long: bool = False) -> Span:
+        """The same as part of a batch."""
+        return Span(
+            *(self.seq_id, start, self.context, self.pending, self.parents, self.first_new, long),
+            *(logit_row, self.wants_logits, self.scored, self.tokens, self.nodes, self.ancestors),
+            *(self.seq, self.tree, self.arrival),
+        )
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        shape = self.seq_id, self.start, self.context, self.pending, self.parents
+        return Span, (*shape, self.first_new, self.long)
 
     @property
     def rows(self) -> int:
         return self.pending + len(self.parents) - self.first_new
+
+    @property
+    def judged_rows(self) -> int:
+        """Rows of logits for the verifier: after the last committed token and each node."""
+        return 1 + len(self.tree)
 
     @property
     def kv_length(self) -> int:
@@ -135,38 +206,15 @@ class ModelOutput:
 
 
 @dataclass(frozen=True)
-class Check:
-    """Rows of one decoding sequence among the logits of a step, for distributions and rule.
-
-    Row ``start`` is the distribution after the last committed token, row ``start + 1 + i`` the
-    distribution after node i of ``tree``. ``arrival``: the tree's tokens, for a grammar, which is
-    followed on the host while the forward runs.
-    """
-
-    seq: SequenceView
-    start: int
-    tree: TokenTree
-    arrival: Arrival | None = None
-
-    @property
-    def rows(self) -> int:
-        return 1 + len(self.tree)
-
-    @property
-    def draw(self) -> Draw:
-        return self.tree.draw
-
-
-@dataclass(frozen=True)
 class Verdict:
-    """The rule's word on one tree: accepted nodes, root to leaf, and the token after them.
+    """What the rule decides on one tree: accepted nodes, root to leaf, and the token after them.
 
     With an ``error`` there is no such token, and nothing is accepted: the request cannot go on.
     """
 
     path: tuple[int, ...]  # node indices
     tokens: tuple[int, ...]  # their tokens, then the target's own token; len(path) + 1
-    # What each row of the check would yield, 1 + nodes; 0 where nobody looked: see wants_choices.
+    # What each row of the span would yield, 1 + nodes; 0 where nobody looked: see wants_choices.
     choices: tuple[int, ...] = ()
     logprobs: tuple[TokenLogprob, ...] | None = None  # one per token, if the request wants them
     error: str | None = None

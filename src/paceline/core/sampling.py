@@ -18,7 +18,7 @@ from functools import lru_cache
 
 import torch
 
-from paceline.core.batch import Check
+from paceline.core.batch import Span
 from paceline.core.constraint import forbid
 from paceline.core.params import SamplingParams
 from paceline.core.penalties import penalised
@@ -44,32 +44,32 @@ def _path_index(parents: tuple[int, ...], device: torch.device) -> torch.Tensor:
     return to_device([path + [0] * (depth - len(path)) for path in paths], device)
 
 
-def _tree_paths(checks: Sequence[Check]) -> torch.Tensor:
+def _tree_paths(spans: Sequence[Span]) -> torch.Tensor:
     """int64 [R, depth]: the drafted tokens before each row; entries past its depth are void."""
-    deepest = max(max(check.tree.depths, default=0) for check in checks)
+    deepest = max(max(span.tree.depths, default=0) for span in spans)
     parts = []
-    for check in checks:
-        index = _path_index(check.tree.parents, check.tree.tokens.device)
-        part = check.tree.tokens[index] if len(check.tree) else index
+    for span in spans:
+        index = _path_index(span.tree.parents, span.tree.tokens.device)
+        part = span.tree.tokens[index] if len(span.tree) else index
         parts.append(torch.nn.functional.pad(part, (0, deepest - part.shape[1])))
     return torch.cat(parts)
 
 
-def _known_paths(checks: Sequence[Check]) -> tuple[tuple[int, ...], ...] | None:
+def _known_paths(spans: Sequence[Span]) -> tuple[tuple[int, ...], ...] | None:
     """The drafted tokens before each row of a sequence with a grammar; None where there is none,
     or where a tree is not on its way to the host."""
-    if all(check.seq.constraint is None for check in checks):
+    if all(span.seq.constraint is None for span in spans):
         return None
     paths: list[tuple[int, ...]] = []
-    for check in checks:
+    for span in spans:
         first = len(paths)
-        paths += [()] * check.rows
-        if check.seq.constraint is None or not len(check.tree):
+        paths += [()] * span.judged_rows
+        if span.seq.constraint is None or not len(span.tree):
             continue
-        if check.arrival is None:
+        if span.arrival is None:
             return None
-        for node, token in enumerate(check.arrival.values()):
-            paths[first + 1 + node] = (*paths[first + 1 + check.tree.parents[node]], token)
+        for node, token in enumerate(span.arrival.values()):
+            paths[first + 1 + node] = (*paths[first + 1 + span.tree.parents[node]], token)
     return tuple(paths)
 
 
@@ -101,12 +101,12 @@ class Rows:
         return [len(s.tokens) + depth for s, depth in zip(self.seqs, self.depths, strict=True)]
 
     @classmethod
-    def of(cls, checks: Sequence[Check]) -> Rows:
-        """Rows of the checks, one after another: after the last committed token, then per node."""
-        seqs = tuple(check.seq for check in checks for _ in range(check.rows))
-        depths = tuple(depth for check in checks for depth in (0, *check.tree.depths))
-        paths = _tree_paths(checks) if needs_paths(check.seq for check in checks) else None
-        return cls(seqs, depths, paths, _known_paths(checks))
+    def of(cls, spans: Sequence[Span]) -> Rows:
+        """Rows of the spans, one after another: after the last committed token, then per node."""
+        seqs = tuple(span.seq for span in spans for _ in range(span.judged_rows))
+        depths = tuple(depth for span in spans for depth in (0, *span.tree.depths))
+        paths = _tree_paths(spans) if needs_paths(span.seq for span in spans) else None
+        return cls(seqs, depths, paths, _known_paths(spans))
 
     def select(self, index: Sequence[int]) -> Rows:
         """The rows at these indices."""

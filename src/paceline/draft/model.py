@@ -16,7 +16,7 @@ from typing import ClassVar, TypeVar
 
 import torch
 
-from paceline.core.batch import Commit, ModelOutput, Plan, Slice
+from paceline.core.batch import Commit, ModelOutput, Plan, Slice, Span
 from paceline.core.sequence import SequenceView
 from paceline.core.stages import say
 from paceline.core.tree import TokenTree
@@ -34,7 +34,7 @@ from paceline.model.gguf import gguf_file
 from paceline.model.hub import fetched
 from paceline.model.loading import load_tokenizer
 from paceline.model.paged.blocks import OutOfBlocksError
-from paceline.model.paged.cache import Feed, PagedCache, bytes_per_token, path_moves
+from paceline.model.paged.cache import PagedCache, bytes_per_token, path_moves
 from paceline.model.quantised.weights import BITS
 from paceline.model.target import CausalModel
 
@@ -189,12 +189,12 @@ class ModelDrafter(LevelDrafter):
             return [self._empty] * len(plan.slices)
         return super().propose(plan)
 
-    def _logits(self, feeds: Sequence[Feed]) -> torch.Tensor:
+    def _logits(self, spans: Sequence[Span]) -> torch.Tensor:
         own = [
-            replace(feed, nodes=self._vocabulary.nodes(feed.nodes))
-            if isinstance(feed.nodes, torch.Tensor)
-            else feed
-            for feed in feeds
+            replace(span, nodes=self._vocabulary.nodes(span.nodes))
+            if isinstance(span.nodes, torch.Tensor)
+            else span
+            for span in spans
         ]
         return self._vocabulary.logits(self.model(self.cache.batch_of(own), self.cache).logits)
 
@@ -214,7 +214,7 @@ class ModelDrafter(LevelDrafter):
         self._states[seq_id].slots = slots
         return tree.on(self.deliver_to)
 
-    def _feed(self, item: Slice) -> Feed | None:
+    def _span(self, item: Slice) -> Span | None:
         """The committed tokens that the draft has not seen; None if it is left alone, or if there
         is no cache for it."""
         seq = item.seq
@@ -233,7 +233,7 @@ class ModelDrafter(LevelDrafter):
         state.tokens += self._vocabulary.context(tokens)
         state.read += len(tokens)
 
-    def _catch_up(self, item: Slice, state: _State) -> Feed | None:
+    def _catch_up(self, item: Slice, state: _State) -> Span | None:
         seq, tokens = item.seq, state.tokens
         # The draft may take more or fewer tokens for a prompt than the target does.
         known = len(seq.tokens) if item.decodes else seq.cached + item.scheduled
@@ -248,11 +248,13 @@ class ModelDrafter(LevelDrafter):
         except OutOfBlocksError:
             self._drop(state)
             return None
-        feed = Feed(seq.seq_id, state.cached, tokens[state.cached : end], wants_logits=item.decodes)
+        span = Span.of(
+            seq.seq_id, state.cached, tokens[state.cached : end], wants_logits=item.decodes
+        )
         state.cached = state.base = end
         state.slots = ()
         state.scheduled = True
-        return feed
+        return span
 
     # -- observing ---------------------------------------------------------------------------
 

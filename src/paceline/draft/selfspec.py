@@ -19,7 +19,7 @@ from typing import Any
 
 import torch
 
-from paceline.core.batch import Commit, ModelOutput, Plan, Slice
+from paceline.core.batch import Commit, ModelOutput, Plan, Slice, Span
 from paceline.core.sequence import SequenceView
 from paceline.core.tree import TokenTree, is_chain
 from paceline.draft.base import Drafter
@@ -40,7 +40,7 @@ from paceline.draft.vocabulary.frequent import FrequentTokens
 from paceline.errors import ConfigError
 from paceline.model.backends.growing import GrownTree, Growth
 from paceline.model.paged.blocks import OutOfBlocksError
-from paceline.model.paged.cache import Feed, PagedCache
+from paceline.model.paged.cache import PagedCache
 from paceline.model.view import LayerView
 
 # A chain ends where fewer than so many of its paths are accepted: there a pass of a quarter of a
@@ -175,10 +175,10 @@ class SelfDrafter(LevelDrafter):
         """Chains end where fewer than ``stop_below`` of their paths are accepted."""
         return self.growth is not None and self.stop_below > 0
 
-    def _feed(self, item: Slice) -> Feed | None:
+    def _span(self, item: Slice) -> Span | None:
         """The pending tokens, if there is room for what is run.
 
-        The scheduler reserved indices for a tree. A dynamic tree feeds nodes that are not in
+        The scheduler reserved indices for a tree. A dynamic tree runs nodes that are not in
         it in the end, and the commit of this step gives back what lies beyond the tree.
         """
         seq, length = item.seq, item.draft_length
@@ -188,22 +188,22 @@ class SelfDrafter(LevelDrafter):
             self.cache.reserve(seq.seq_id, len(seq.tokens) + self._policy.max_expanded(length))
         except OutOfBlocksError:
             return None
-        return Feed(seq.seq_id, seq.cached, seq.pending)
+        return Span.of(seq.seq_id, seq.cached, seq.pending)
 
-    def _logits(self, feeds: Sequence[Feed]) -> torch.Tensor:
-        return self.view(self.cache.batch_of(feeds), self.cache).logits
+    def _logits(self, spans: Sequence[Span]) -> torch.Tensor:
+        return self.view(self.cache.batch_of(spans), self.cache).logits
 
     def _base(self, item: Slice) -> int:
         return len(item.seq.tokens)
 
     def _in_one_call(
-        self, trees: Sequence[Growing], feeds: Sequence[Feed]
+        self, trees: Sequence[Growing], spans: Sequence[Span]
     ) -> list[Finished] | None:
         if self.growth is None or not all(tree.plain_size() for tree in trees):
             return None
         logits = self._made_up([tree.item.seq for tree in trees])
         bases = [self._base(tree.item) for tree in trees]
-        return self._at_once(trees, bases, logits, self.cache.batch_of(feeds))
+        return self._at_once(trees, bases, logits, self.cache.batch_of(spans))
 
     def _made_up(self, seqs: Sequence[SequenceView]) -> torch.Tensor:
         columns = self._frequent.columns(seqs)
@@ -304,7 +304,7 @@ class SwiftDrafter(SelfDrafter):
         cache.borrow(_TRIAL, seq.seq_id, start)
         try:
             cache.reserve(_TRIAL, end)
-            batch = cache.batch_of([Feed(_TRIAL, start, seq.tokens[start:end])])
+            batch = cache.batch_of([Span.of(_TRIAL, start, seq.tokens[start:end])])
             batch = replace(batch, logit_rows=None)
             outs = (_without(self.view, layers)(batch, cache) for layers in sets)
             choices = torch.stack([out.logits.argmax(-1) for out in outs])[:, first - start :]

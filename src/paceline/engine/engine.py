@@ -18,24 +18,23 @@ import torch
 from paceline.control.controller import NO_DRAFT, PLAIN, Controller, Decision
 from paceline.core.batch import (
     Batch,
-    Check,
     Commit,
     ModelOutput,
     Plan,
+    Span,
     Verdict,
 )
 from paceline.core.draws import draws_unseeded
 from paceline.core.params import TokenLogprob
 from paceline.core.sampling import needs_logits
 from paceline.core.sequence import SequenceState
-from paceline.core.transfer import Arrival
 from paceline.core.tree import TokenTree, children_of
 from paceline.draft.base import Drafter
 from paceline.draft.predicted import Predictions
 from paceline.engine.clock import PhaseClock, phase
 from paceline.engine.recovery import Failure, failed, log, recovered
 from paceline.engine.scheduler import Scheduler
-from paceline.model.paged.cache import Feed, PagedCache, path_moves
+from paceline.model.paged.cache import PagedCache, path_moves
 from paceline.model.target import CausalModel
 from paceline.verify.prompts import prompt_logprobs
 from paceline.verify.verifier import Verifier
@@ -120,11 +119,10 @@ class Engine:
         plan = self.plan(planned)
         if plan.slices:
             trees = self.draft(plan)
-            batch, checks = self.batch(plan, trees)
-            out = self.forward(plan, batch)
-            verdicts = self.verify(out, checks)  # the step's one device synchronisation
-            scores = self.score(plan, checks, out)
-            commits = self.commit(plan, batch, checks, verdicts, scores)
+            batch = self.batch(plan, trees)
+            out = self.forward(batch)
+            verdicts = self.verify(batch, out)  # the step's one device synchronisation
+            commits = self.commit(batch, verdicts, self.score(batch, out))
             self.observe(plan, commits, out)
 
     def max_nodes(self, length: int) -> int:
@@ -185,89 +183,66 @@ class Engine:
         return [next(found) if item.drafts else self._empty for item in plan.slices]
 
     @phase("other")
-    def batch(self, plan: Plan, trees: Sequence[TokenTree]) -> tuple[Batch, list[Check]]:
-        """Pending tokens and tree nodes as rows of one forward, and which rows judge which tree."""
-        feeds: list[Feed] = []
-        checks: list[Check] = []
-        row = 0
-        for item, tree in zip(plan.slices, trees, strict=True):
-            seq = item.seq
-            feeds.append(
-                Feed(
-                    seq.seq_id,
-                    seq.cached,
-                    seq.tokens[seq.cached : seq.cached + item.scheduled],
-                    tree.parents,
-                    tree.tokens if tree.known is None else tree.known,
-                    wants_logits=item.decodes,
-                    scored=item.scored,
-                )
-            )
-            row += item.scored
-            if item.decodes:
-                follows = seq.constraint is not None and len(tree)
-                arrival = Arrival(tree.tokens) if follows else None
-                checks.append(Check(seq, row, tree, arrival))
-                row += checks[-1].rows
-        return self.cache.batch_of(feeds), checks
+    def batch(self, plan: Plan, trees: Sequence[TokenTree]) -> Batch:
+        """Pending tokens and tree nodes as rows of one forward; its spans say whose they are."""
+        drafted = zip(plan.slices, trees, strict=True)
+        return self.cache.batch_of(
+            [Span.of_request(item.seq, tree, item.scheduled) for item, tree in drafted]
+        )
 
     @phase("target")
-    def forward(self, plan: Plan, batch: Batch) -> ModelOutput:
+    def forward(self, batch: Batch) -> ModelOutput:
         """The only full forward of the target; logits are there if somebody reads them."""
         logits = (
             getattr(self.drafter, "reads_logits", True)
-            or any(item.scored for item in plan.slices)
-            or needs_logits(item.seq for item in plan.slices if item.decodes)
+            or any(span.scored for span in batch.spans)
+            or needs_logits(span.seq for span in batch.spans if span.wants_logits)
         )
         with self._inferring(self.target.backend.runs_torch):
             return self.target(batch, self.cache, self.drafter.features, logits)
 
     @phase("verify")
-    def verify(self, out: ModelOutput, checks: Sequence[Check]) -> list[Verdict]:
-        return self.verifier(out.logits, checks, out.greedy)
+    def verify(self, batch: Batch, out: ModelOutput) -> list[Verdict]:
+        """On the sequences that decode, in their order."""
+        decoding = [span for span in batch.spans if span.wants_logits]
+        return self.verifier(out.logits, decoding, out.greedy)
 
     @phase("verify")
-    def score(
-        self, plan: Plan, checks: Sequence[Check], out: ModelOutput
-    ) -> dict[int, tuple[TokenLogprob, ...]]:
+    def score(self, batch: Batch, out: ModelOutput) -> dict[int, tuple[TokenLogprob, ...]]:
         """Of prompts that are to be scored, how likely the tokens are that this step read on to."""
-        scores: dict[int, tuple[TokenLogprob, ...]] = {}
-        if not any(item.scored for item in plan.slices):
-            return scores
-        row, remaining = 0, iter(checks)
-        for item in plan.slices:
-            if item.scored:
-                seq, first = item.seq, item.seq.cached + 1
-                tokens = seq.tokens[first : first + item.scored]
-                count = seq.params.prompt_logprobs or 0
-                scores[seq.seq_id] = prompt_logprobs(
-                    out.logits[row : row + item.scored], tokens, count
-                )
-            row += item.scored + (next(remaining).rows if item.decodes else 0)
-        return scores
+        return {
+            span.seq_id: prompt_logprobs(
+                out.logits[span.logit_row - span.scored : span.logit_row],
+                span.seq.tokens[span.context + 1 : span.context + 1 + span.scored],
+                span.seq.params.prompt_logprobs or 0,
+            )
+            for span in batch.spans
+            if span.scored
+        }
 
     @phase("other")
     def commit(
         self,
-        plan: Plan,
         batch: Batch,
-        checks: Sequence[Check],
         verdicts: Sequence[Verdict],
         scores: Mapping[int, tuple[TokenLogprob, ...]],
     ) -> list[Commit]:
         """Cache rows to where they stay, then a commit for each sequence: they are ``ready``."""
         moves: list[tuple[int, int, int]] = []
-        for check, verdict in zip(checks, verdicts, strict=True):
+        decoding = (span for span in batch.spans if span.wants_logits)
+        judged = dict(zip([span.seq_id for span in decoding], verdicts, strict=True))
+        for span in batch.spans:
             # All that was accepted, even if a stop condition then cuts it: what lies beyond the
             # end is given back. So nothing that may fail for all comes after the first commit.
-            moves += path_moves(check.seq.seq_id, len(check.seq.tokens), verdict.path)
+            if span.wants_logits:
+                path = judged[span.seq_id].path
+                moves += path_moves(span.seq_id, span.context + span.pending, path)
         self.cache.move(moves)
         first, seqs = len(self.ready), self.scheduler.by_id()
-        remaining = iter(zip(checks, verdicts, strict=True))
-        for item, span in zip(plan.slices, batch.spans, strict=True):
-            seq, judged = seqs[span.seq_id], next(remaining) if item.decodes else None
+        for span in batch.spans:
+            seq = seqs[span.seq_id]
             try:
-                made = self._made(seq, item.scheduled, span.start, judged)
+                made = self._made(seq, span, judged.get(span.seq_id))
                 if seq.seq_id in scores:
                     made = replace(made, prompt_logprobs=scores[seq.seq_id])
                 self._settle(seq, made)
@@ -279,21 +254,22 @@ class Engine:
             self.ready.append(made)
         return self.ready[first:]
 
-    def _made(
-        self, seq: SequenceState, scheduled: int, row: int, judged: tuple[Check, Verdict] | None
-    ) -> Commit:
+    def _made(self, seq: SequenceState, span: Span, verdict: Verdict | None) -> Commit:
         """What the step adds to a sequence, up to the first stop condition."""
-        position, last = seq.cached, seq.tokens[seq.cached + scheduled - 1]
-        if judged is None:
+        position, last = span.context, seq.tokens[span.context + span.pending - 1]
+        if verdict is None:
             return Commit(
-                seq.seq_id, (), scheduled=scheduled, last=last, position=position, row=row
+                *(seq.seq_id, ()),
+                scheduled=span.pending,
+                last=last,
+                position=position,
+                row=span.start,
             )
-        check, verdict = judged
         if verdict.error is not None:
             return failed(seq, verdict.error)
         room = min(seq.remaining, self.scheduler.config.max_positions - len(seq.tokens))
         taken, reason = seq.ending(verdict.tokens, room)
-        path, tree = verdict.path[:taken], check.tree
+        path, tree = verdict.path[:taken], span.tree
         below = children_of(tree.parents)[path[-1] + 1 if path else 0]
         return Commit(
             seq.seq_id,
@@ -302,11 +278,11 @@ class Engine:
             drafted=len(tree),
             levels=max(tree.depths, default=0),
             reached=len(path) + (taken > len(path) and bool(below)),
-            scheduled=scheduled,
+            scheduled=span.pending,
             last=last,
             position=position,
-            row=row,
-            logit_row=check.start,
+            row=span.start,
+            logit_row=span.logit_row,
             choices=verdict.choices,
             finish_reason=reason,
             logprobs=None if verdict.logprobs is None else verdict.logprobs[:taken],

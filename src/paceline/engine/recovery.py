@@ -24,12 +24,12 @@ from typing import NamedTuple, Protocol
 import torch
 
 from paceline.control.controller import PLAIN, Decision
-from paceline.core.batch import Commit, Plan
+from paceline.core.batch import Commit, Plan, Span
 from paceline.core.sequence import SequenceState
 from paceline.engine.clock import PhaseClock
 from paceline.engine.scheduler import Scheduler
 from paceline.errors import EngineLostError, PacelineError
-from paceline.model.paged.cache import Feed, PagedCache
+from paceline.model.paged.cache import PagedCache
 from paceline.model.target import CausalModel
 
 log = logging.getLogger("paceline.engine")
@@ -199,7 +199,7 @@ def _runs(engine: Stepping) -> bool:
         cache.admit(0, (0,))
         cache.reserve(0, 1)
         # The transfer waits for the device, so that its errors come up here.
-        target(cache.batch_of([Feed(0, 0, (0,))]), cache).logits.argmax(-1).tolist()
+        target(cache.batch_of([Span.of(0, 0, (0,))]), cache).logits.argmax(-1).tolist()
     except Exception:
         return False
     return True

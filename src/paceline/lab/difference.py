@@ -14,11 +14,11 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from paceline.core.batch import Span
 from paceline.core.noise import gumbel
 from paceline.core.params import SamplingParams
 from paceline.core.sampling import Rows, adjusted, probs_of_scores
 from paceline.core.sequence import SequenceView
-from paceline.model.paged.cache import Feed
 
 if TYPE_CHECKING:
     from paceline.model.target import CausalModel
@@ -141,6 +141,6 @@ def _fresh_logits(model: CausalModel, tokens: Sequence[int], rows: int = 0) -> t
     ends = [first, *range(first + rows, len(tokens), rows or 1), len(tokens)]
     begin = 0
     for end in dict.fromkeys(ends):
-        logits = model(cache.batch_of([Feed(0, begin, tokens[begin:end])]), cache).logits[-1]
+        logits = model(cache.batch_of([Span.of(0, begin, tokens[begin:end])]), cache).logits[-1]
         begin = end
     return logits.float()

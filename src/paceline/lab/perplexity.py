@@ -13,10 +13,10 @@ import numpy as np
 import torch
 from transformers import PreTrainedTokenizerFast
 
+from paceline.core.batch import Span
 from paceline.core.stages import stage
 from paceline.errors import DataError
 from paceline.model.held import is_few
-from paceline.model.paged.cache import Feed
 from paceline.model.target import CausalModel
 from paceline.train.data import encode_stream
 
@@ -101,7 +101,7 @@ def perplexity(model: CausalModel, windows: Sequence[Sequence[int]]) -> Perplexi
             cache.reserve(0, len(ids))
             for begin in range(0, len(ids) - 1, _ROWS):
                 rows = list(ids[begin : begin + _ROWS])
-                batch = cache.batch_of([Feed(0, begin, rows)])
+                batch = cache.batch_of([Span.of(0, begin, rows)])
                 logits = model(replace(batch, logit_rows=None), cache).logits
                 wanted = torch.tensor(ids[begin + 1 : begin + 1 + len(rows)], device=model.device)
                 scores = logits[: len(wanted)].float().log_softmax(-1)

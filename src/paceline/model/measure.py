@@ -11,9 +11,10 @@ from typing import Any
 
 import torch
 
+from paceline.core.batch import Span
 from paceline.core.costs import CostCurve, TargetCosts
 from paceline.core.tree import chain_parents
-from paceline.model.paged.cache import Feed, PagedCache
+from paceline.model.paged.cache import PagedCache
 from paceline.model.target import CausalModel
 
 _BUDGET = 0.3  # seconds in which rounds beyond those asked for may begin
@@ -87,8 +88,8 @@ def measure_target(
 
     def run(batch: int, count: int) -> None:
         chain, drafted = chain_parents(count - 1), tokens[: count - 1] if count > 1 else ()
-        feeds = [Feed(i, context, (0,), chain, drafted) for i in ids[:batch]]
-        target(cache.batch_of(feeds), cache, tuple(features)).logits.argmax(-1)
+        spans = [Span.of(i, context, (0,), chain, drafted) for i in ids[:batch]]
+        target(cache.batch_of(spans), cache, tuple(features)).logits.argmax(-1)
 
     curves: dict[int, CostCurve] = {}
     for seq_id in ids:

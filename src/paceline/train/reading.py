@@ -13,10 +13,11 @@ import torch.nn.functional as F
 from safetensors.torch import load_file
 from torch import nn
 
+from paceline.core.batch import Span
 from paceline.errors import ModelLoadError, UnsupportedModelError
 from paceline.files import replace_files, telling
 from paceline.files.ownership import claim, is_claimed
-from paceline.model.paged.cache import Feed, PagedCache
+from paceline.model.paged.cache import PagedCache
 from paceline.model.target import CausalModel
 from paceline.model.tensorfile import as_bytes, read_table, verify
 from paceline.train.documents import Observed, Windows
@@ -49,16 +50,16 @@ class NativeReader:
         """The inputs of ``layers`` for windows ``ids`` int64 ``[B, W]``, each ``[B, W, hidden]``;
         the number of layers stands for the final norm's output."""
         cache = self._room(ids.numel() + len(ids) * _BLOCK)
-        feeds = []
+        spans = []
         for number, window in enumerate(ids.tolist()):
             cache.admit(number, [], share=False)
             cache.reserve(number, len(window))
-            feeds.append(Feed(number, 0, window, wants_logits=False))
+            spans.append(Span.of(number, 0, window, wants_logits=False))
         try:
-            found = self._model(cache.batch_of(feeds), cache, sorted(set(layers))).features
+            found = self._model(cache.batch_of(spans), cache, sorted(set(layers))).features
         finally:
-            for feed in feeds:
-                cache.free(feed.seq_id)
+            for span in spans:
+                cache.free(span.seq_id)
         return [found[layer].view(*ids.shape, -1) for layer in layers]
 
     def _room(self, tokens: int) -> PagedCache:

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 import torch
 
-from paceline.core.batch import Check
+from paceline.core.batch import Span
 from paceline.core.params import TokenLogprob
 from paceline.core.ranking import top
 from paceline.verify.layout import layout_of
@@ -28,18 +28,16 @@ class StepLogprobs:
     count: int
 
     @classmethod
-    def of(
-        cls, scores: torch.Tensor, checks: Sequence[Check], choices: torch.Tensor
-    ) -> StepLogprobs:
+    def of(cls, scores: torch.Tensor, spans: Sequence[Span], choices: torch.Tensor) -> StepLogprobs:
         """From adjusted logits [R, V] and the choices [R] of all rows."""
         logprobs = torch.log_softmax(scores, dim=-1)
         width = scores.shape[1]
-        count = min(max(check.seq.params.logprobs or 0 for check in checks), width)
+        count = min(max(span.seq.params.logprobs or 0 for span in spans), width)
         parts = []
-        nodes = sum(len(check.tree) for check in checks)
+        nodes = sum(len(span.tree) for span in spans)
         if nodes:
-            layout = layout_of(tuple(check.tree.parents for check in checks), scores.device)
-            tokens = torch.cat([check.tree.tokens for check in checks])
+            layout = layout_of(tuple(span.tree.parents for span in spans), scores.device)
+            tokens = torch.cat([span.tree.tokens for span in spans])
             parts.append(logprobs[layout.parent_rows, tokens.clamp(max=width - 1)])
         # A row without a choice is its request's end; nobody reads what is gathered there.
         parts.append(logprobs.gather(1, choices.clamp(min=0).unsqueeze(1)).squeeze(1))
@@ -51,7 +49,7 @@ class StepLogprobs:
     def read(
         self,
         values: list[float],
-        check: Check,
+        span: Span,
         first_row: int,
         first_node: int,
         path: tuple[int, ...],
@@ -59,7 +57,7 @@ class StepLogprobs:
     ) -> tuple[TokenLogprob, ...]:
         """One entry per emitted token; ``values`` are this report's, on the host.
 
-        ``first_row`` and ``first_node`` are where the check's rows and nodes begin.
+        ``first_row`` and ``first_node`` are where the span's rows and nodes begin.
         """
         own = [values[first_node + node] for node in path]
         end = first_row + (path[-1] + 1 if path else 0)
@@ -67,7 +65,7 @@ class StepLogprobs:
         rows = [first_row + row for row in (0, *(node + 1 for node in path))]
         tops = self.nodes + self.rows
         ids = tops + self.rows * self.count
-        wanted = min(check.seq.params.logprobs or 0, self.count)
+        wanted = min(span.seq.params.logprobs or 0, self.count)
         entries = []
         for row, token, logprob in zip(rows, emitted, own, strict=True):
             at = row * self.count

@@ -16,7 +16,7 @@ from collections.abc import Sequence
 
 import torch
 
-from paceline.core.batch import Check
+from paceline.core.batch import Span
 from paceline.core.draws import choose
 from paceline.core.sampling import Rows, probs_of_scores
 from paceline.verify.layout import Shapes, layout_of
@@ -63,26 +63,26 @@ class TypicalVerifier(Verifier):
     def __init__(self, generator: torch.Generator | None = None) -> None:
         super().__init__("auto", generator)
 
-    def _decide(self, scores: torch.Tensor, rows: Rows, checks: Sequence[Check]) -> Decisions:
+    def _decide(self, scores: torch.Tensor, rows: Rows, spans: Sequence[Span]) -> Decisions:
         probs = probs_of_scores(scores, [seq.params for seq in rows.seqs])
         choices = choose(probs, rows, self.generator)
-        drafted = [check.tree.tokens for check in checks if len(check.tree)]
+        drafted = [span.tree.tokens for span in spans if len(span.tree)]
         if not drafted:
             return Decisions(choices)
         # A drafted id beyond the target's logits is as improbable as any can be.
         tokens = torch.cat(drafted)
         known = tokens < probs.shape[1]
-        shapes = tuple(check.tree.parents for check in checks)
+        shapes = tuple(span.tree.parents for span in spans)
         found = surprise(probs, tokens * known, shapes)
         return Decisions(choices, torch.where(known, found, -1))
 
     def _path(
         self,
-        check: Check,
+        span: Span,
         tokens: Sequence[int],
         choices: Sequence[int],
         accepted: Sequence[int],
     ) -> tuple[int, ...]:
-        if check.seq.params.greedy:
-            return matching(check.tree.parents, tokens, choices)
-        return longest(check.tree.parents, accepted)
+        if span.seq.params.greedy:
+            return matching(span.tree.parents, tokens, choices)
+        return longest(span.tree.parents, accepted)

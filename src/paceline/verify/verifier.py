@@ -22,7 +22,7 @@ from typing import Literal
 import torch
 
 from paceline.core import transfer
-from paceline.core.batch import Check, Verdict
+from paceline.core.batch import Span, Verdict
 from paceline.core.draws import coupled_choice, draws_unseeded, is_coupled, pick
 from paceline.core.sampling import (
     NO_TOKEN,
@@ -44,21 +44,21 @@ RULES = ("auto", "token", "block", "coupled")
 LosslessRule = Literal["match", "siblings", "block"]
 NO_DISTRIBUTION = (
     "no token can follow: the model's scores are not finite here, or the request's parameters "
-    "forbid every token; change the parameters, or check the model's weights"
+    "forbid every token; change the parameters, or span the model's weights"
 )
 
 
-def method_of(check: Check, rule: str = "auto") -> LosslessRule:
+def method_of(span: Span, rule: str = "auto") -> LosslessRule:
     """Which of the three procedures decides on this tree.
 
     Under "coupled" every request should carry a seed; one without is matched against fresh draws,
     which is just as lossless.
     """
-    if rule == "coupled" or not draws_unseeded(check.seq.params) or not len(check.tree):
+    if rule == "coupled" or not draws_unseeded(span.seq.params) or not len(span.tree):
         return "match"
-    if check.draw is Draw.POINT:
+    if span.tree.draw is Draw.POINT:
         return "match"
-    if check.draw is Draw.IID and rule != "token":
+    if span.tree.draw is Draw.IID and rule != "token":
         return "block"
     return "siblings"
 
@@ -92,65 +92,65 @@ class Verifier:
     def __call__(
         self,
         logits: torch.Tensor,
-        checks: Sequence[Check],
+        spans: Sequence[Span],
         greedy: Sequence[int] | None = None,
     ) -> list[Verdict]:
-        """Verdicts on ``checks``, in their order, from the step's logits [R, V].
+        """Verdicts on ``spans``, in their order, from the step's logits [R, V].
 
-        Rows may be more than the checks name, and wider than the vocabulary. ``greedy``: see
+        Rows may be more than the spans name, and wider than the vocabulary. ``greedy``: see
         ModelOutput.
         """
-        if greedy is not None and not needs_logits(check.seq for check in checks):
+        if greedy is not None and not needs_logits(span.seq for span in spans):
             return [
-                self._verdict(c, c.tree.host_tokens(), greedy[c.start : c.start + c.rows])
-                for c in checks
+                self._verdict(s, s.tree.host_tokens(), greedy[s.logit_row :][: s.judged_rows])
+                for s in spans
             ]
-        return self._judged(logits, checks) if checks else []
+        return self._judged(logits, spans) if spans else []
 
     @torch.inference_mode()
-    def _judged(self, logits: torch.Tensor, checks: Sequence[Check]) -> list[Verdict]:
+    def _judged(self, logits: torch.Tensor, spans: Sequence[Span]) -> list[Verdict]:
         """By the logits."""
-        logits = _rows_of(logits, checks)
-        wanted = any(check.seq.params.logprobs is not None for check in checks)
-        if not wanted and self._walks(logits, checks):
-            return self._verdicts(checks, Decisions(self._walked(logits, checks)), None)
-        if not needs_logits(check.seq for check in checks):
-            return self._verdicts(checks, Decisions(greedy_choice(logits)), None)
-        rows = Rows.of(checks)
+        logits = _rows_of(logits, spans)
+        wanted = any(span.seq.params.logprobs is not None for span in spans)
+        if not wanted and self._walks(logits, spans):
+            return self._verdicts(spans, Decisions(self._walked(logits, spans)), None)
+        if not needs_logits(span.seq for span in spans):
+            return self._verdicts(spans, Decisions(greedy_choice(logits)), None)
+        rows = Rows.of(spans)
         scores = adjusted(logits, rows)
-        if all(check.seq.params.greedy for check in checks):
+        if all(span.seq.params.greedy for span in spans):
             decisions = Decisions(greedy_choice(scores))
         else:
-            decisions = self._decide(scores, rows, checks)
-        return self._verdicts(checks, decisions, scores if wanted else None)
+            decisions = self._decide(scores, rows, spans)
+        return self._verdicts(spans, decisions, scores if wanted else None)
 
     # -- deciding, row by row, where looking waits for nothing ----------------------------------
 
-    def _walks(self, logits: torch.Tensor, checks: Sequence[Check]) -> bool:
+    def _walks(self, logits: torch.Tensor, spans: Sequence[Span]) -> bool:
         """True if rows beside the accepted paths need no distribution."""
         return (
             not transfer.apart(logits.device)
             and not self.lossy  # a rule of its own
-            and any(len(check.tree) for check in checks)
-            and not any(check.tree.wants_choices for check in checks)
-            and all(method_of(check, self.rule) == "match" for check in checks)
+            and any(len(span.tree) for span in spans)
+            and not any(span.tree.wants_choices for span in spans)
+            and all(method_of(span, self.rule) == "match" for span in spans)
         )
 
-    def _walked(self, logits: torch.Tensor, checks: Sequence[Check]) -> torch.Tensor:
+    def _walked(self, logits: torch.Tensor, spans: Sequence[Span]) -> torch.Tensor:
         """int64 [R]: the choices of the rows that the walks come through, 0 elsewhere.
 
         A level of all trees at a time: of a tree's rows two or three are walked, and a
         distribution over a large vocabulary costs more than looking which child was chosen.
         """
-        rows, first, starts = Rows.of(checks), 0, []
-        for check in checks:
+        rows, first, starts = Rows.of(spans), 0, []
+        for span in spans:
             starts.append(first)
-            first += check.rows
+            first += span.judged_rows
         choices = torch.zeros(first, dtype=torch.int64)
-        tokens = [check.tree.host_tokens() for check in checks]
-        plain = not needs_probs([check.seq for check in checks])
+        tokens = [span.tree.host_tokens() for span in spans]
+        plain = not needs_probs([span.seq for span in spans])
         uniforms = choices if plain else self._uniforms(first, logits.device)
-        at = dict.fromkeys(range(len(checks)), 0)
+        at = dict.fromkeys(range(len(spans)), 0)
         while at:
             index = [starts[n] + row for n, row in at.items()]
             part, place = rows.select(index), to_device(index, logits.device)
@@ -164,7 +164,7 @@ class Verifier:
             below: dict[int, int] = {}
             for (n, row), choice in zip(at.items(), chosen, strict=True):
                 choices[starts[n] + row] = choice
-                for child in children_of(checks[n].tree.parents)[row]:
+                for child in children_of(spans[n].tree.parents)[row]:
                     if tokens[n][child] == choice:
                         below[n] = child + 1
                         break
@@ -173,12 +173,12 @@ class Verifier:
 
     # -- deciding, on the device --------------------------------------------------------------
 
-    def _decide(self, scores: torch.Tensor, rows: Rows, checks: Sequence[Check]) -> Decisions:
+    def _decide(self, scores: torch.Tensor, rows: Rows, spans: Sequence[Span]) -> Decisions:
         probs = probs_of_scores(scores, [seq.params for seq in rows.seqs])
         if all(is_coupled(seq.params) for seq in rows.seqs):
             return Decisions(coupled_choice(probs, rows))
         probs, sound = _stood_in(probs)
-        outcome = self._outcome(probs, checks)
+        outcome = self._outcome(probs, spans)
         nodes = 0 if outcome is None else outcome.accept.shape[0]
         uniforms = self._uniforms(len(rows) + nodes, scores.device)
         stop = probs if outcome is None else outcome.stop
@@ -193,21 +193,21 @@ class Verifier:
         """float64 [count] in [0, 1): first one per row, for its choice, then one per node."""
         return torch.rand(count, dtype=torch.float64, device=device, generator=self.generator)
 
-    def _outcome(self, probs: torch.Tensor, checks: Sequence[Check]) -> RuleProbabilities | None:
-        """Accept chances and stop distributions of all checks; None if all of them are matched."""
-        methods = [method_of(check, self.rule) for check in checks]
+    def _outcome(self, probs: torch.Tensor, spans: Sequence[Span]) -> RuleProbabilities | None:
+        """Accept chances and stop distributions of all spans; None if all of them are matched."""
+        methods = [method_of(span, self.rule) for span in spans]
         if all(method == "match" for method in methods):
             return None
         if len(set(methods)) == 1:
-            return _apply(methods[0], probs, checks)
-        accept = probs.new_zeros(sum(len(check.tree) for check in checks))
+            return _apply(methods[0], probs, spans)
+        accept = probs.new_zeros(sum(len(span.tree) for span in spans))
         stop = probs
         procedures: tuple[LosslessRule, ...] = ("siblings", "block")
         for method in procedures:
-            chosen = [check for check, m in zip(checks, methods, strict=True) if m == method]
+            chosen = [span for span, m in zip(spans, methods, strict=True) if m == method]
             if not chosen:
                 continue
-            row_list, node_list = _places(checks, methods, method)
+            row_list, node_list = _places(spans, methods, method)
             row_index = to_device(row_list, probs.device)
             part = _apply(method, probs.index_select(0, row_index), chosen)
             stop, part_stop = aligned(stop, part.stop)
@@ -218,19 +218,19 @@ class Verifier:
     # -- the one transfer, and the walk -------------------------------------------------------
 
     def _verdicts(
-        self, checks: Sequence[Check], decisions: Decisions, scores: torch.Tensor | None
+        self, spans: Sequence[Span], decisions: Decisions, scores: torch.Tensor | None
     ) -> list[Verdict]:
-        parts = [check.tree.tokens for check in checks if len(check.tree)]
+        parts = [span.tree.tokens for span in spans if len(span.tree)]
         nodes = sum(map(len, parts))
         parts.append(decisions.choices)
         if decisions.accepted is not None:
             parts.append(decisions.accepted)
         step_logprobs = None
         if scores is not None:
-            step_logprobs = StepLogprobs.of(scores, checks, decisions.choices)
+            step_logprobs = StepLogprobs.of(scores, spans, decisions.choices)
             parts.append(step_logprobs.values)
         values = (torch.cat(parts) if len(parts) > 1 else parts[0]).tolist()
-        total_rows = nodes + len(checks)
+        total_rows = nodes + len(spans)
         tokens, choices = values[:nodes], values[nodes : nodes + total_rows]
         accepted = values[nodes + total_rows : 2 * nodes + total_rows]
         if step_logprobs is not None:
@@ -238,12 +238,12 @@ class Verifier:
             tail = values[nodes + total_rows + (nodes if decisions.accepted is not None else 0) :]
         verdicts: list[Verdict] = []
         row = node = 0
-        for check in checks:
-            n = len(check.tree)
+        for span in spans:
+            n = len(span.tree)
             own, own_choices = tokens[node : node + n], choices[row : row + n + 1]
-            found = self._verdict(check, own, own_choices, accepted[node : node + n])
-            if step_logprobs is not None and found.tokens and check.seq.params.logprobs is not None:
-                scored = step_logprobs.read(tail, check, row, node, found.path, found.tokens)
+            found = self._verdict(span, own, own_choices, accepted[node : node + n])
+            if step_logprobs is not None and found.tokens and span.seq.params.logprobs is not None:
+                scored = step_logprobs.read(tail, span, row, node, found.path, found.tokens)
                 found = replace(found, logprobs=scored)
             verdicts.append(found)
             row += n + 1
@@ -252,13 +252,13 @@ class Verifier:
 
     def _verdict(
         self,
-        check: Check,
+        span: Span,
         tokens: Sequence[int],
         choices: Sequence[int],
         accepted: Sequence[int] = (),
     ) -> Verdict:
         """Of one tree, whose tokens, rows' choices and decisions are on the host."""
-        path = self._path(check, tokens, choices, accepted)
+        path = self._path(span, tokens, choices, accepted)
         end = path[-1] + 1 if path else 0
         if min(choices) < 0 and any(choices[at] < 0 for at in (0, *(i + 1 for i in path))):
             # NO_TOKEN at a row that the walk came through; elsewhere it does not matter.
@@ -268,13 +268,13 @@ class Verifier:
 
     def _path(
         self,
-        check: Check,
+        span: Span,
         tokens: Sequence[int],
         choices: Sequence[int],
         accepted: Sequence[int],
     ) -> tuple[int, ...]:
-        parents = check.tree.parents
-        method = method_of(check, self.rule)
+        parents = span.tree.parents
+        method = method_of(span, self.rule)
         if method == "match":
             return matching(parents, tokens, choices)
         if method == "block":
@@ -310,39 +310,39 @@ def _stood_in(probs: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor | None]:
     return torch.where(sound.unsqueeze(1), probs, 1.0 / probs.shape[1]), sound
 
 
-def _rows_of(logits: torch.Tensor, checks: Sequence[Check]) -> torch.Tensor:
-    """The checks' rows of the logits, one check after another."""
+def _rows_of(logits: torch.Tensor, spans: Sequence[Span]) -> torch.Tensor:
+    """The spans' rows of the logits, one span after another."""
     total = 0
-    for check in checks:
-        if check.start != total:
-            rows = [row for c in checks for row in range(c.start, c.start + c.rows)]
+    for span in spans:
+        if span.logit_row != total:
+            rows = [s.logit_row + row for s in spans for row in range(s.judged_rows)]
             return logits[to_device(rows, logits.device)]
-        total += check.rows
+        total += span.judged_rows
     return logits if logits.shape[0] == total else logits[:total]
 
 
-def _apply(method: LosslessRule, probs: torch.Tensor, checks: Sequence[Check]) -> RuleProbabilities:
-    """One procedure on the distributions [R, V] of some checks with sampled drafts."""
-    draft_probs = [check.tree.q for check in checks if check.tree.q is not None]
+def _apply(method: LosslessRule, probs: torch.Tensor, spans: Sequence[Span]) -> RuleProbabilities:
+    """One procedure on the distributions [R, V] of some spans with sampled drafts."""
+    draft_probs = [span.tree.q for span in spans if span.tree.q is not None]
     width = max(q.shape[1] for q in draft_probs)
     pad = torch.nn.functional.pad
     wide = [q if q.shape[1] == width else pad(q, (0, width - q.shape[1])) for q in draft_probs]
     # Neither rule writes to q, so a lone tree's needs no copy.
     p, q = aligned(probs, torch.cat(wide) if len(wide) > 1 else wide[0])
-    tokens = torch.cat([check.tree.tokens for check in checks])
-    shapes = tuple(check.tree.parents for check in checks)
+    tokens = torch.cat([span.tree.tokens for span in spans])
+    shapes = tuple(span.tree.parents for span in spans)
     return (block if method == "block" else siblings)(p, q, tokens, shapes)
 
 
 def _places(
-    checks: Sequence[Check], methods: Sequence[LosslessRule], method: LosslessRule
+    spans: Sequence[Span], methods: Sequence[LosslessRule], method: LosslessRule
 ) -> tuple[list[int], list[int]]:
-    """Rows and nodes of the checks that this method decides on."""
+    """Rows and nodes of the spans that this method decides on."""
     rows: list[int] = []
     nodes: list[int] = []
     row = node = 0
-    for check, own in zip(checks, methods, strict=True):
-        n = len(check.tree)
+    for span, own in zip(spans, methods, strict=True):
+        n = len(span.tree)
         if own == method:
             rows += range(row, row + n + 1)
             nodes += range(node, node + n)

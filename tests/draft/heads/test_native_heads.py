@@ -10,13 +10,14 @@ from typing import Any
 import pytest
 import torch
 
+from paceline.core.batch import Span
 from paceline.core.stages import listening
 from paceline.draft.heads.eagle_head import EagleConfig, EagleHead
 from paceline.draft.heads.medusa_head import MedusaConfig, MedusaHeads
 from paceline.kernels.library import SAME_BITS, choose, instructions
 from paceline.model.backends.heads import EagleStep, ModuleEagle
 from paceline.model.backends.native.heads import NativeEagle, NativeMedusa
-from paceline.model.paged.cache import Feed, PagedCache
+from paceline.model.paged.cache import PagedCache
 from paceline.model.precision import quantise_loaded
 from paceline.model.target import CausalModel
 from support.engine_models import VOCAB, random_llama
@@ -111,7 +112,7 @@ def run(step: EagleStep, texts: Texts, dtype: torch.dtype, chunk: int) -> Found:
         cache.admit(seq, ())
         cache.reserve(seq, len(tokens) + 6)
 
-    def take(feeds: list[Feed], keys: list[Any], hidden: list[torch.Tensor], fused: bool) -> None:
+    def take(feeds: list[Span], keys: list[Any], hidden: list[torch.Tensor], fused: bool) -> None:
         outputs, logits = step(cache.batch_of(feeds), cache, torch.cat(hidden), fused)
         for (seq, key), *row in zip(keys, outputs, logits, strict=True):
             found[seq][key] = (row[0], row[1])
@@ -120,7 +121,7 @@ def run(step: EagleStep, texts: Texts, dtype: torch.dtype, chunk: int) -> Found:
         parts = [(seq, tokens[at : at + chunk]) for seq, tokens in enumerate(texts.tokens)]
         parts = [(seq, part) for seq, part in parts if part]
         take(
-            [Feed(seq, at, part, scored=len(part) - 1) for seq, part in parts],
+            [Span.of(seq, at, part, scored=len(part) - 1) for seq, part in parts],
             [(seq, at + i) for seq, part in parts for i in range(len(part))],
             [texts.features[seq][at : at + len(part)] for seq, part in parts],
             False,
@@ -129,7 +130,7 @@ def run(step: EagleStep, texts: Texts, dtype: torch.dtype, chunk: int) -> Found:
         bases = [len(tokens) for tokens in texts.tokens]
         take(
             [
-                Feed(seq, base, (), texts.parents[seq][:end], texts.nodes[seq][first:end], first)
+                Span.of(seq, base, (), texts.parents[seq][:end], texts.nodes[seq][first:end], first)
                 for seq, base in enumerate(bases)
             ],
             [(seq, f"node {node}") for seq in (0, 1) for node in range(first, end)],
@@ -148,7 +149,7 @@ def alone(step: EagleStep, texts: Texts, dtype: torch.dtype) -> Found:
         cache.admit(0, ())
         cache.reserve(0, len(tokens) + 6)
         for at, token in enumerate(tokens):
-            batch = cache.batch_of([Feed(0, at, (token,))])
+            batch = cache.batch_of([Span.of(0, at, (token,))])
             out = step(batch, cache, texts.features[seq][at : at + 1], False)
             found[seq][at] = (out[0][0], out[1][0])
         for node in range(6):
@@ -156,7 +157,7 @@ def alone(step: EagleStep, texts: Texts, dtype: torch.dtype) -> Found:
             while texts.parents[seq][path[0]] >= 0:
                 path.insert(0, texts.parents[seq][path[0]])
             for depth, each in enumerate(path):
-                feed = Feed(0, len(tokens) + depth, (int(texts.nodes[seq][each]),))
+                feed = Span.of(0, len(tokens) + depth, (int(texts.nodes[seq][each]),))
                 hidden = texts.hidden[seq][each : each + 1]
                 out = step(cache.batch_of([feed]), cache, hidden, True)
             found[seq][f"node {node}"] = (out[0][0], out[1][0])

@@ -11,7 +11,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from paceline.core.batch import Check, Slice
+from paceline.core.batch import Slice
 from paceline.core.draws import GREEDY_SHARPNESS, likeliest
 from paceline.core.noise import gumbel
 from paceline.core.params import SamplingParams
@@ -28,6 +28,7 @@ from paceline.draft.trees.grow import (
 from paceline.draft.trees.narrow import Narrow
 from paceline.draft.trees.shape import Shape
 from paceline.verify.verifier import Verifier
+from support.spans import judged
 
 VOCAB = 11
 CPU = torch.device("cpu")
@@ -293,7 +294,7 @@ def test_with_equal_distributions_the_likeliest_of_a_seeded_request_is_the_verif
         tree, _ = table.grow([DynamicTree(Slice(seq, 1, 3), 3, 2, 6, CPU)])[0]
         logits = torch.stack([table.after(seq, path) for path in [(), *strings(tree)]])
         whole = replace(tree, wants_choices=True)
-        (verdict,) = Verifier()(logits, [Check(seq, 0, whole)])
+        (verdict,) = Verifier()(logits, [judged(seq, 0, whole)])
         first = likeliest(table.after(seq, ())[None], Rows((seq,), (0,)), 1)[0]
         assert int(first) == verdict.choices[0] == verdict.tokens[0]
         for node, path in enumerate(strings(tree)):

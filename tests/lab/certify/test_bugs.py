@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 
-from paceline.core.batch import Check, Plan, Span, Verdict
+from paceline.core.batch import Plan, Span, Verdict
 from paceline.core.draws import pick
 from paceline.core.params import SamplingParams
 from paceline.core.sampling import Rows
@@ -96,7 +96,7 @@ class NoResidual(Verifier):
     """Refused drafts are replaced by a draw from p itself."""
 
     def _outcome(
-        self, distributions: torch.Tensor, checks: Sequence[Check]
+        self, distributions: torch.Tensor, checks: Sequence[Span]
     ) -> RuleProbabilities | None:
         found = super()._outcome(distributions, checks)
         return (
@@ -109,7 +109,7 @@ class NoResidual(Verifier):
 class Lenient(Verifier):
     """Accepts whatever it likes every other time."""
 
-    def _decide(self, scores: torch.Tensor, rows: Rows, checks: Sequence[Check]) -> Decisions:
+    def _decide(self, scores: torch.Tensor, rows: Rows, checks: Sequence[Span]) -> Decisions:
         found = super()._decide(scores, rows, checks)
         if found.accepted is None:
             return found
@@ -120,11 +120,11 @@ class Lenient(Verifier):
 class NoBonus(Verifier):
     """Nothing after a fully accepted draft."""
 
-    def __call__(self, logits: torch.Tensor, checks: Sequence[Check], *rest: Any) -> list[Verdict]:
+    def __call__(self, logits: torch.Tensor, checks: Sequence[Span], *rest: Any) -> list[Verdict]:
         verdicts = super().__call__(logits, checks, *rest)
         return [
             replace(verdict, tokens=verdict.tokens[:-1])
-            if check.rows > 1 and len(verdict.path) == check.rows - 1
+            if check.judged_rows > 1 and len(verdict.path) == check.judged_rows - 1
             else verdict
             for check, verdict in zip(checks, verdicts, strict=True)
         ]

@@ -5,9 +5,10 @@ from __future__ import annotations
 import pytest
 import torch
 
+from paceline.core.batch import Span
 from paceline.core.tree import chain_parents
 from paceline.lab.profiling.work import LARGE, Work, WorkCounter
-from paceline.model.paged.cache import Feed, PagedCache
+from paceline.model.paged.cache import PagedCache
 from paceline.model.target import CausalModel
 from support.engine_models import VOCAB, adapted
 
@@ -22,8 +23,8 @@ def forward_of(model: CausalModel, coded: bool = False) -> Work:
     cache = PagedCache(model.cache_shapes, 4, 16, torch.int8 if coded else model.dtype, "cpu")
     cache.admit(1, [0])
     cache.reserve(1, CONTEXT + ROWS)
-    model(cache.batch_of([Feed(1, 0, [3] * CONTEXT)]), cache)
-    batch = cache.batch_of([Feed(1, CONTEXT, [4], chain_parents(2), torch.tensor([5, 6]))])
+    model(cache.batch_of([Span.of(1, 0, [3] * CONTEXT)]), cache)
+    batch = cache.batch_of([Span.of(1, CONTEXT, [4], chain_parents(2), torch.tensor([5, 6]))])
     counter = WorkCounter()
     with counter.phase("step"), counter.phase("target"):
         model(batch, cache)

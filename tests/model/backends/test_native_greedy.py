@@ -10,7 +10,7 @@ import torch
 from native_models import COMMON
 from transformers import AutoModelForCausalLM, LlamaConfig
 
-from paceline.core.batch import Batch, Check, Span
+from paceline.core.batch import Batch, Span
 from paceline.core.params import SamplingParams
 from paceline.core.sampling import greedy_choice
 from paceline.core.sequence import SequenceState
@@ -21,6 +21,7 @@ from paceline.model.backends.native.recognise import DecoderShape, describe
 from paceline.model.probe import register
 from paceline.model.target import CausalModel
 from paceline.verify.verifier import Verifier
+from support.spans import judged
 
 WIDTH = 1003  # of the vocabulary: whole vectors, and some numbers behind them
 
@@ -93,9 +94,9 @@ def test_the_verifier_goes_by_them() -> None:
     an argmax is asked for."""
     tree = TokenTree.chain([4, 5, 6])
     checks = [
-        Check(SequenceState(0, [1, 2], 2, SamplingParams()), 1, tree),
-        Check(SequenceState(1, [1], 1, SamplingParams()), 5, TokenTree.empty()),
-        Check(SequenceState(2, [1], 1, SamplingParams()), 6, TokenTree.empty()),
+        judged(SequenceState(0, [1, 2], 2, SamplingParams()), 1, tree),
+        judged(SequenceState(1, [1], 1, SamplingParams()), 5, TokenTree.empty()),
+        judged(SequenceState(2, [1], 1, SamplingParams()), 6, TokenTree.empty()),
     ]
     unread = torch.full((7, 8), torch.nan)
     first, second, third = Verifier()(unread, checks, [9, 4, 5, 7, -1, 3, -1])
@@ -103,5 +104,5 @@ def test_the_verifier_goes_by_them() -> None:
     assert second.tokens == (3,) and third.error is not None
     logits = torch.nn.functional.one_hot(torch.tensor([2]), 8).float()
     for params in (SamplingParams(logprobs=1), SamplingParams(logit_bias={3: -1.0})):
-        check = Check(SequenceState(3, [1], 1, params), 0, TokenTree.empty())
+        check = judged(SequenceState(3, [1], 1, params), 0, TokenTree.empty())
         assert Verifier()(logits, [check], [5])[0].tokens == (2,)

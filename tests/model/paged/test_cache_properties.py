@@ -15,8 +15,9 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 import paceline.model.paged.cache as cache_module
+from paceline.core.batch import Span
 from paceline.model.paged.blocks import BlockPool, OutOfBlocksError
-from paceline.model.paged.cache import Feed, PagedCache, bytes_per_token, path_moves
+from paceline.model.paged.cache import PagedCache, bytes_per_token, path_moves
 from paceline.model.target import CausalModel
 from support.engine_models import VOCAB, adapted, reference_logits
 
@@ -77,7 +78,7 @@ class World:
     @torch.inference_mode()
     def step(self) -> None:
         """One packed forward of all live sequences: prefill chunks, plain steps and trees."""
-        feeds: list[Feed] = []
+        feeds: list[Span] = []
         chosen: list[tuple[int, tuple[int, ...], list[int], bool]] = []
         for seq_id, seq in list(self.live.items()):
             pending = seq.tokens[seq.cached :]
@@ -92,7 +93,7 @@ class World:
                 self.cache.free(seq_id)
                 continue
             tokens = torch.tensor(nodes) if nodes else ()
-            feeds.append(Feed(seq_id, seq.cached, pending[:feed], parents, tokens))
+            feeds.append(Span.of(seq_id, seq.cached, pending[:feed], parents, tokens))
             chosen.append((seq_id, parents, nodes, decodes))
         if not feeds:
             return
@@ -102,7 +103,7 @@ class World:
         after: list[tuple[int, int]] = []
         for feed, (seq_id, parents, nodes, decodes) in zip(feeds, chosen, strict=True):
             seq = self.live[seq_id]
-            base = feed.context + len(feed.pending)
+            base = feed.context + feed.pending
             self.compare(logits[row], seq.tokens[:base])
             for node in range(len(parents)):
                 self.compare(

@@ -11,7 +11,7 @@ from paceline.core.batch import Span
 from paceline.core.tree import chain_parents
 from paceline.model.backends.reference.attention import paged_attention
 from paceline.model.paged import masks, pieces
-from paceline.model.paged.cache import Feed, PagedCache
+from paceline.model.paged.cache import PagedCache
 from paceline.model.paged.codes import decode, encode
 from paceline.model.paged.masks import FULL, Pattern, visible
 from paceline.model.paged.pieces import AttentionStep
@@ -21,10 +21,10 @@ TREE = (-1, -1, 0, 2, 1)
 NAN = float("nan")
 
 
-def feeds_of(kinds: list[tuple[int, tuple[int, ...], int]]) -> list[Feed]:
+def feeds_of(kinds: list[tuple[int, tuple[int, ...], int]]) -> list[Span]:
     """Context, tree and pending tokens of each sequence."""
     return [
-        Feed(
+        Span.of(
             number,
             context,
             [1] * pending,
@@ -35,11 +35,11 @@ def feeds_of(kinds: list[tuple[int, tuple[int, ...], int]]) -> list[Feed]:
     ]
 
 
-def made(feeds: list[Feed], scattered: bool, generator: torch.Generator) -> PagedCache:
+def made(feeds: list[Span], scattered: bool, generator: torch.Generator) -> PagedCache:
     """A cache in which the feeds' contexts lie, in one run each or in blocks here and there; what
     no sequence owns, and what lies beyond its end, is not a number."""
     cache = PagedCache([(KV_HEADS, WIDTH, WIDTH)], 1000, SIZE, torch.float32, "cpu", share=False)
-    ends = [f.context + len(f.pending) + len(f.parents) for f in feeds]
+    ends = [f.context + f.pending + len(f.parents) for f in feeds]
     for feed in feeds:
         cache.admit(feed.seq_id, [0])
     step = SIZE if scattered else max(ends)

@@ -21,7 +21,7 @@ from typing import Any, ClassVar
 
 import torch
 
-from paceline.core.batch import Commit, ModelOutput, Plan, Slice
+from paceline.core.batch import Commit, ModelOutput, Plan, Slice, Span
 from paceline.core.sequence import SequenceView
 from paceline.core.transfer import to_device
 from paceline.core.tree import TokenTree
@@ -40,14 +40,14 @@ from paceline.draft.spec import (
     option,
     reduced,
 )
-from paceline.draft.trees.grow import Growing, level_feed
+from paceline.draft.trees.grow import Growing, level_span
 from paceline.draft.trees.levels import LevelDrafter
 from paceline.draft.trees.narrow import Logits, Narrow
 from paceline.draft.trees.policy import Policy
 from paceline.model.backends.growing import Growth
 from paceline.model.backends.heads import EagleStep
 from paceline.model.paged.blocks import OutOfBlocksError
-from paceline.model.paged.cache import Feed, PagedCache, bytes_per_token
+from paceline.model.paged.cache import PagedCache, bytes_per_token
 
 
 @dataclass
@@ -174,19 +174,19 @@ class EagleDrafter(LevelDrafter):
         self._drafts.clear()
         return trees
 
-    def _first(self, feeds: Sequence[Feed]) -> Logits:
+    def _first(self, spans: Sequence[Span]) -> Logits:
         """Run the rows whose features have come in."""
-        inputs = [self._states[feed.seq_id].take() for feed in feeds]
+        inputs = [self._states[span.seq_id].take() for span in spans]
         joined = torch.cat(inputs) if len(inputs) > 1 else inputs[0]
-        outputs, logits = self._run(feeds, joined, fused=False)
-        drafting = [feed for feed in feeds if feed.wants_logits]
-        for feed in drafting:
-            self._drafts[feed.seq_id] = _Draft(feed.context + len(feed.pending))
+        outputs, logits = self._run(spans, joined, fused=False)
+        drafting = [span for span in spans if span.wants_logits]
+        for span in drafting:
+            self._drafts[span.seq_id] = _Draft(span.context + span.pending)
         if drafting:
-            self._hand_out([feed.seq_id for feed in drafting], outputs, [1] * len(drafting))
+            self._hand_out([span.seq_id for span in drafting], outputs, [1] * len(drafting))
         return logits
 
-    def _feed(self, item: Slice) -> Feed | None:
+    def _span(self, item: Slice) -> Span | None:
         """The rows whose features have come in; None if there is nothing to do."""
         seq = item.seq
         if not seq.params.may_draft:
@@ -211,7 +211,7 @@ class EagleDrafter(LevelDrafter):
             return None
         tokens = seq.tokens[state.start + 1 : state.end + 1]
         state.rows += _row_keys(seq.tokens, state.start, tokens)
-        return Feed(seq.seq_id, context, tokens, wants_logits=drafts)
+        return Span.of(seq.seq_id, context, tokens, wants_logits=drafts)
 
     def _admit(self, seq: SequenceView, state: HeadState) -> None:
         """Start the cache of a sequence, from rows of an earlier one that began alike."""
@@ -226,11 +226,11 @@ class EagleDrafter(LevelDrafter):
                 position += len(features)
 
     def _run(
-        self, feeds: Sequence[Feed], inputs: torch.Tensor, fused: bool
+        self, spans: Sequence[Span], inputs: torch.Tensor, fused: bool
     ) -> tuple[torch.Tensor, Logits]:
         """One pass of the head; its outputs ``[R, H]`` and logits at the rows whose logits are
         wanted."""
-        outputs, logits = self._step(self.cache.batch_of(feeds), self.cache, inputs, fused)
+        outputs, logits = self._step(self.cache.batch_of(spans), self.cache, inputs, fused)
         if not len(outputs) or not self._reduced:
             return outputs, logits
         return outputs, self._narrow(logits) if self._fits else self.head.expand(logits)
@@ -238,11 +238,11 @@ class EagleDrafter(LevelDrafter):
     def _narrow(self, logits: torch.Tensor) -> Narrow:
         return Narrow(logits, self.head.draft_ids, self.head.config.vocab_size)
 
-    def _logits(self, feeds: Sequence[Feed]) -> Logits:
+    def _logits(self, spans: Sequence[Span]) -> Logits:
         """One pass over made-up features, as start-up times it."""
-        rows = sum(len(feed.parents) - feed.first_new or 1 for feed in feeds)
+        rows = sum(len(span.parents) - span.first_new or 1 for span in spans)
         size, like = self.head.config.hidden_size, self.cache.kv(0)[0]
-        return self._run(feeds, like.new_zeros(rows, size), fused=True)[1]
+        return self._run(spans, like.new_zeros(rows, size), fused=True)[1]
 
     @property
     def growth(self) -> Growth | None:
@@ -269,20 +269,20 @@ class EagleDrafter(LevelDrafter):
             self._drafts[seq_id].outputs = part
 
     def _level(self, trees: list[Growing]) -> Logits:
-        """Feed the newest nodes of some trees, each with its parent's output for a feature."""
-        feeds, inputs, ids, counts = [], [], [], []
+        """Run the newest nodes of some trees, each with its parent's output for a feature."""
+        spans, inputs, ids, counts = [], [], [], []
         for tree in trees:
             seq_id = tree.item.seq.seq_id
             own = self._drafts[seq_id]
             assert own.outputs is not None
-            feed = level_feed(tree, own.base)
+            span = level_span(tree, own.base)
             above = tree.above
             inputs.append(own.outputs if above is None else own.outputs.index_select(0, above))
-            feeds.append(feed)
+            spans.append(span)
             ids.append(seq_id)
             counts.append(len(tree.fresh))
         joined = torch.cat(inputs) if len(inputs) > 1 else inputs[0]
-        outputs, logits = self._run(feeds, joined, fused=True)
+        outputs, logits = self._run(spans, joined, fused=True)
         self._hand_out(ids, outputs, counts)
         return logits
 

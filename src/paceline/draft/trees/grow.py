@@ -23,14 +23,13 @@ from itertools import islice
 import torch
 
 from paceline.core import transfer
-from paceline.core.batch import Slice
+from paceline.core.batch import Slice, Span
 from paceline.core.draws import draft, draw_of, likeliest
 from paceline.core.sampling import Rows, is_plain, is_plain_greedy, needs_paths
 from paceline.core.transfer import to_device
 from paceline.core.tree import Draw, TokenTree, depths_of, is_chain
 from paceline.draft.trees.narrow import Logits, Narrow
 from paceline.draft.trees.shape import Shape
-from paceline.model.paged.cache import Feed
 
 
 class Growing(ABC):
@@ -96,11 +95,11 @@ class Growing(ABC):
         """The tree, and for each node its index among the expanded, -1 if it is not."""
 
 
-def level_feed(tree: Growing, base: int) -> Feed:
+def level_span(tree: Growing, base: int) -> Span:
     """The newest nodes of a tree, for a cache that holds ``base`` rows of committed tokens."""
     parents = tree.expanded_parents
     first_new = len(parents) - len(tree.fresh)
-    return Feed(
+    return Span.of(
         tree.item.seq.seq_id, base, (), parents, tree.fresh, first_new, ancestors=tree.ancestors
     )
 

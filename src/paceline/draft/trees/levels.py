@@ -8,17 +8,17 @@ from contextlib import contextmanager
 
 import torch
 
-from paceline.core.batch import Batch, Plan, Slice
+from paceline.core.batch import Batch, Plan, Slice, Span
 from paceline.core.draws import draft
 from paceline.core.params import SamplingParams
 from paceline.core.sampling import Rows
 from paceline.core.sequence import SequenceView
 from paceline.core.tree import TokenTree
-from paceline.draft.trees.grow import Growing, candidates, grow, level_feed
+from paceline.draft.trees.grow import Growing, candidates, grow, level_span
 from paceline.draft.trees.narrow import Logits, Narrow
 from paceline.draft.trees.policy import Policy
 from paceline.model.backends.growing import GrownTree, Growth, WantedTree
-from paceline.model.paged.cache import Feed, PagedCache
+from paceline.model.paged.cache import PagedCache
 
 Finished = tuple[TokenTree, tuple[int, ...]]  # see Growing.finish
 
@@ -63,18 +63,18 @@ class LevelDrafter(ABC):
 
     @torch.inference_mode()
     def propose(self, plan: Plan) -> list[TokenTree]:
-        found = [(item, feed) for item in plan.slices if (feed := self._feed(item)) is not None]
+        found = [(item, span) for item in plan.slices if (span := self._span(item)) is not None]
         growing = {
-            feed.seq_id: self._policy.start(item, self.cache.device)
-            for item, feed in found
-            if feed.wants_logits
+            span.seq_id: self._policy.start(item, self.cache.device)
+            for item, span in found
+            if span.wants_logits
         }
         grown: dict[int, TokenTree] = {}
         if found:
-            feeds, trees = [feed for _, feed in found], list(growing.values())
-            finished = self._in_one_call(trees, feeds)
+            spans, trees = [span for _, span in found], list(growing.values())
+            finished = self._in_one_call(trees, spans)
             if finished is None:
-                logits = self._first(feeds)
+                logits = self._first(spans)
                 bases = [self._base(tree.item) for tree in trees]
                 finished = self._at_once(trees, bases, logits)
             if finished is None:
@@ -87,9 +87,9 @@ class LevelDrafter(ABC):
         return [grown.get(item.seq.seq_id, self._empty) for item in plan.slices]
 
     def _in_one_call(
-        self, trees: Sequence[Growing], feeds: Sequence[Feed]
+        self, trees: Sequence[Growing], spans: Sequence[Span]
     ) -> list[Finished] | None:
-        """The finished trees, if all of them can be grown in the call that runs ``feeds``."""
+        """The finished trees, if all of them can be grown in the call that runs ``spans``."""
         return None
 
     def _at_once(
@@ -145,23 +145,23 @@ class LevelDrafter(ABC):
         return None
 
     @abstractmethod
-    def _feed(self, item: Slice) -> Feed | None:
+    def _span(self, item: Slice) -> Span | None:
         """What has to be run before the first level; None leaves the sequence alone."""
 
     @abstractmethod
-    def _logits(self, feeds: Sequence[Feed]) -> Logits:
+    def _logits(self, spans: Sequence[Span]) -> Logits:
         """One forward: logits after the rows that want them."""
 
     @abstractmethod
     def _base(self, item: Slice) -> int:
         """Rows of committed tokens in the cache, in front of the nodes."""
 
-    def _first(self, feeds: Sequence[Feed]) -> Logits:
-        return self._logits(feeds)
+    def _first(self, spans: Sequence[Span]) -> Logits:
+        return self._logits(spans)
 
     def _level(self, trees: list[Growing]) -> Logits:
         """Run the newest nodes of some trees."""
-        return self._logits([level_feed(t, self._base(t.item)) for t in trees])
+        return self._logits([level_span(t, self._base(t.item)) for t in trees])
 
     def _finish(self, seq_id: int, tree: TokenTree, slots: tuple[int, ...]) -> TokenTree:
         """A tree to propose; ``slots``: each node's number among the expanded, -1 if it is not."""
@@ -182,11 +182,11 @@ class LevelDrafter(ABC):
             made_up = torch.zeros(1, trees[0].width, device=cache.device)
             if not all([tree.extend(made_up.long(), made_up) for tree in trees]):
                 # Trees of one level: their only pass is over the committed token.
-                out = self._logits([Feed(seq.seq_id, context, (0,)) for seq in seqs])
+                out = self._logits([Span.of(seq.seq_id, context, (0,)) for seq in seqs])
                 logits = out.logits if isinstance(out, Narrow) else out
                 draft(logits, Rows(tuple(seqs), (0,) * len(seqs)), 1, self._generator)
                 return
-            out = self._logits([level_feed(tree, context) for tree in trees])
+            out = self._logits([level_span(tree, context) for tree in trees])
             counts = [len(tree.fresh) for tree in trees]
             found = candidates(trees, counts, out, self._generator)
             for tree, part in zip(trees, found, strict=True):

@@ -17,7 +17,7 @@ from dataclasses import dataclass
 
 import torch
 
-from paceline.core.batch import Check
+from paceline.core.batch import Span
 from paceline.core.params import SamplingParams
 from paceline.core.sampling import Rows, probabilities
 from paceline.core.sequence import SequenceView
@@ -232,18 +232,18 @@ def _judged(
         q = torch.stack(above).float()
     tree = TokenTree(torch.tensor(tokens), case.parents, case.draw, q)
     request = SequenceView(0, [0], 1, _UNDRAWN)
-    options = _options(verifier, logits, Check(request, 0, tree))
+    options = _options(verifier, logits, Span.of_request(request, tree).at(0, 0))
     if math.prod(map(len, options)) > most:
         raise TooManyOutcomes
     chosen = list(itertools.product(*options))
     rows, n = len(tokens) + 1, len(chosen)
     placed = torch.tensor([[u for u, _ in c] for c in chosen], dtype=torch.float64)
-    matched = method_of(Check(request, 0, tree), verifier.rule) == "match"
+    matched = method_of(Span.of_request(request, tree).at(0, 0), verifier.rule) == "match"
     choosing = placed if matched else placed[:, :1].expand(-1, rows)
     deciding = placed[:, :0] if matched else placed[:, 1:]
     uniforms = torch.cat((choosing.flatten(), deciding.flatten()))
-    checks = [Check(request, i * rows, tree) for i in range(n)]
-    verdicts = _with_uniforms(verifier, uniforms)(logits.repeat(n, 1), checks)
+    spans = [Span.of_request(request, tree).at(0, i * rows) for i in range(n)]
+    verdicts = _with_uniforms(verifier, uniforms)(logits.repeat(n, 1), spans)
     for verdict, choice in zip(verdicts, chosen, strict=True):
         yield (verdict.path, verdict.tokens), math.prod(width for _, width in choice)
 
@@ -259,12 +259,12 @@ def _with_uniforms(verifier: Verifier, uniforms: torch.Tensor) -> Verifier:
     return told
 
 
-def _options(verifier: Verifier, logits: torch.Tensor, check: Check) -> list[list[Option]]:
+def _options(verifier: Verifier, logits: torch.Tensor, span: Span) -> list[list[Option]]:
     """What each uniform of one tree can do: by the verifier's own chances and stop
     distributions."""
     rows = logits.shape[0]
-    distributions = probabilities(logits, Rows((check.seq,) * rows, (0, *check.tree.depths)))
-    outcome = verifier._outcome(distributions, [check])
+    distributions = probabilities(logits, Rows((span.seq,) * rows, (0, *span.tree.depths)))
+    outcome = verifier._outcome(distributions, [span])
     if outcome is None:
         return [_intervals(row[None]) for row in distributions]
     deciding = [

@@ -11,12 +11,13 @@ from collections.abc import Iterator, Sequence
 
 import torch
 
+from paceline.core.batch import Span
 from paceline.core.params import SamplingParams
 from paceline.core.sampling import Rows, probabilities
 from paceline.core.sequence import SequenceView
 from paceline.lab.certify.cells import String
 from paceline.lab.certify.decoding import Start
-from paceline.model.paged.cache import Feed, PagedCache
+from paceline.model.paged.cache import PagedCache
 from paceline.model.target import CausalModel
 
 _ROWS = 512  # of one forward behind the beginning
@@ -85,14 +86,14 @@ class Scorer:
             if stepwise:
                 done = [len(text) - 1 for text in texts]
                 heads = [
-                    Feed(n, given, text[given:-1])
+                    Span.of(n, given, text[given:-1])
                     for n, text in zip(ids, texts, strict=True)
                     if len(text) - 1 > given
                 ]
                 if heads:
                     model(cache.batch_of(heads), cache)
-            feeds = [Feed(n, done[i], texts[i][done[i] :]) for i, n in enumerate(ids)]
-            return model(cache.batch_of(feeds), cache).logits
+            spans = [Span.of(n, done[i], texts[i][done[i] :]) for i, n in enumerate(ids)]
+            return model(cache.batch_of(spans), cache).logits
         finally:
             for number in ids:
                 cache.free(number)
@@ -116,8 +117,8 @@ class Scorer:
             for number in group:
                 cache.admit(number, tokens)
                 cache.reserve(number, given)
-            feeds = [Feed(number, 0, tokens) for number in group]
-            model(cache.batch_of(feeds), cache)
+            spans = [Span.of(number, 0, tokens) for number in group]
+            model(cache.batch_of(spans), cache)
             for number in group[1:]:
                 cache.free(number)
         return cache

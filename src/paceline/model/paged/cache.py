@@ -25,22 +25,6 @@ from paceline.model.paged.codes import stored_width
 LayerShape = tuple[int, int, int]  # kv heads, key width, value width
 
 
-@dataclass(frozen=True)
-class Feed:
-    """What one sequence puts into a forward. See Span for the meaning of the indices."""
-
-    seq_id: int
-    context: int
-    pending: Sequence[int]
-    parents: tuple[int, ...] = ()
-    # Tokens of the new nodes, int64 [len(parents) - first_new] where the host does not know them.
-    nodes: torch.Tensor | Sequence[int] = ()
-    first_new: int = 0
-    wants_logits: bool = True  # of the last pending row and all node rows
-    ancestors: torch.Tensor | None = None  # see Batch
-    scored: int = 0  # first pending rows whose logits are wanted, too
-
-
 @dataclass
 class _Table:
     blocks: list[int]
@@ -236,41 +220,43 @@ class PagedCache:
 
     # -- batching --------------------------------------------------------------------------
 
-    def batch_of(self, feeds: Sequence[Feed]) -> Batch:
-        """One ragged batch; the indices it writes must have been reserved."""
-        spans: list[Span] = []
+    def batch_of(self, spans: Sequence[Span]) -> Batch:
+        """One ragged batch of these; the indices it writes must have been reserved."""
+        batched: list[Span] = []
         ids: list[int] = []
         positions: list[int] = []
         slots: list[int] = []
         wanted: list[int] = []
         nodes: list[tuple[int, torch.Tensor]] = []
         size, apart = self.block_size, self._apart
-        for feed in feeds:
-            row, pending, long = len(ids), len(feed.pending), self._tables[feed.seq_id].long
-            span = Span(feed.seq_id, row, feed.context, pending, feed.parents, feed.first_new, long)
-            spans.append(span)
-            ids.extend(feed.pending)
-            if isinstance(feed.nodes, torch.Tensor) and apart:
-                nodes.append((len(ids), feed.nodes))
-                ids.extend([0] * len(feed.nodes))
+        for unplaced in spans:
+            row, table = len(ids), self._tables[unplaced.seq_id]
+            span = unplaced.at(row, len(wanted) + unplaced.scored, table.long)
+            batched.append(span)
+            ids.extend(span.tokens)
+            known = span.nodes
+            if not isinstance(known, torch.Tensor):
+                ids.extend(known)
+            elif apart:
+                nodes.append((len(ids), known))
+                ids.extend([0] * len(known))
             else:
-                known = feed.nodes
-                ids.extend(known.tolist() if isinstance(known, torch.Tensor) else known)
+                ids.extend(known.tolist())
             positions.extend(span.positions)
-            blocks = self._tables[feed.seq_id].blocks
+            blocks = table.blocks
             slots.extend([blocks[i // size] * size + i % size for i in span.indices])
-            wanted.extend(range(row, row + feed.scored))
-            if feed.wants_logits:
-                wanted.extend(range(row + max(0, pending - 1), len(ids)))
+            wanted.extend(range(row, row + span.scored))
+            if span.wants_logits:
+                wanted.extend(range(row + max(0, span.pending - 1), len(ids)))
         return Batch(
             ids,
             positions,
             slots,
-            spans=tuple(spans),
-            tables=tuple([tuple(self._tables[feed.seq_id].blocks) for feed in feeds]),
+            spans=tuple(batched),
+            tables=tuple([tuple(self._tables[span.seq_id].blocks) for span in spans]),
             logit_rows=wanted if len(wanted) < len(ids) else None,
             nodes=tuple(nodes),
-            ancestors=tuple([feed.ancestors for feed in feeds]),
+            ancestors=tuple([span.ancestors for span in spans]),
         )
 
     def check(self) -> None:

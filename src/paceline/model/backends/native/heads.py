@@ -33,7 +33,7 @@ from paceline.model.paged.cache import PagedCache
 from paceline.model.paged.pieces import KeyValueStore
 
 
-class Target(Protocol):
+class HeadTarget(Protocol):
     """What heads share with a target that the kernels run."""
 
     lm_head: Packed
@@ -45,7 +45,7 @@ class Target(Protocol):
 class NativeEagle:
     """An EAGLE head whose linear modules are packed, in place: see EagleStep."""
 
-    def __init__(self, head: Any, target: Target) -> None:
+    def __init__(self, head: Any, target: HeadTarget) -> None:
         self.head, self._dtype = head, head.dtype
         config, third = head.config, head.config.version == 3
         module: Any = head.midlayer if third else head.layers[0]
@@ -118,7 +118,7 @@ class NativeMedusa:
     """Medusa heads, packed: logits ``[B, count, vocab]`` of the first ``count``, from features
     ``[B, width]``."""
 
-    def __init__(self, heads: Any, target: Target) -> None:
+    def __init__(self, heads: Any, target: HeadTarget) -> None:
         config = self._config = heads.config
         self._spread = heads.spread  # over the target's vocabulary
         self._dtype = target.dtype
