@@ -39,3 +39,13 @@ def test_the_page_names_who_may_use_foreign_libraries() -> None:
 def test_what_the_page_links_to_exists() -> None:
     for target in re.findall(r"\]\(([^)#]+)\)", PAGE.read_text(encoding="utf-8")):
         assert (PAGE.parent / target).exists(), target
+
+
+def test_the_page_lists_every_record_of_a_step() -> None:
+    """Twelve from request to text, those of core/batch.py among them."""
+    text = PAGE.read_text(encoding="utf-8").partition("## What passes")[2].partition("##")[0]
+    rows = [line.split("|")[1] for line in text.splitlines() if line.startswith("| `")]
+    listed = [name for row in rows for name in re.findall(r"`(\w+)`", row)]
+    assert len(listed) == len(set(listed)) == 12
+    passed = (SOURCE / "core" / "batch.py").read_text(encoding="utf-8")
+    assert set(re.findall(r"^class (\w+)", passed, re.MULTILINE)) <= set(listed)
