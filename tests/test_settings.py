@@ -11,12 +11,12 @@ import pytest
 import typer
 from typer.testing import CliRunner
 
-from paceline import LLM
+from paceline import LLM, ConfigError
 from paceline.build import EngineOptions
 from paceline.cli.main import app
 from paceline.cli.options import expand
 from paceline.server.config import ServeConfig, keys
-from paceline.settings import EngineSettings, LoadSettings, entries, setting
+from paceline.settings import EngineSettings, LoadSettings, entries, explicit, setting
 from paceline.settings.tuned import EngineChoice
 from paceline.train import configs
 from paceline.train.configs import TrainConfig
@@ -140,3 +140,33 @@ def test_a_single_option_is_a_setting_too() -> None:
     run = CliRunner().invoke
     assert run(app, ["--wide", "4", "--wide", "5"]).stdout == "(4, 5) 3\n"
     assert run(app, ["--count", "1"]).exit_code == 2
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "what"),
+    [
+        ("max_batch_size", "4", "a whole number"),
+        ("kv_cache_memory", "lots", "lots"),
+        ("weights_memory", [1], "a size, as in 512M or 2G"),
+        ("device", 3.5, "text"),
+        ("dtype", ["auto"], "text"),
+        ("seed", "one", "a whole number"),
+        ("default_top_p", "1", "a number"),
+        ("tensor_parallel", True, "a whole number"),
+        ("lossy", "yes", "true or false"),
+        ("profile", 7, "the path of a tuned profile"),
+    ],
+)
+def test_values_of_a_wrong_kind_are_one_line(name: str, value: object, what: str) -> None:
+    """From Python too: the setting, the value, and what it must be; before anything is loaded."""
+    with pytest.raises(ConfigError, match=what) as raised:
+        LLM("no such model", **{name: value})  # type: ignore[arg-type]
+    assert name in str(raised.value) or what in str(value)
+    assert "\n" not in str(raised.value)
+
+
+def test_sizes_are_taken_in_words() -> None:
+    assert explicit({"kv_cache_memory": "2M", "weights_memory": 5}, "LLM") == {
+        "kv_cache_memory": 2 << 20,
+        "weights_memory": 5,
+    }

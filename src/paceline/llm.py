@@ -17,6 +17,7 @@ from paceline.core.sequence import SEQUENCE_IDS, SequenceState
 from paceline.core.stages import stage
 from paceline.draft.base import vocabulary_of
 from paceline.drafters import BLOCK_SIZE, DraftLike
+from paceline.errors import ConfigError
 from paceline.model.backends.base import Ranks
 from paceline.model.defaults import DEFAULT_DRAFT
 from paceline.model.loading import load_tokenizer
@@ -100,7 +101,7 @@ class LLM:
         dtype: str = "auto",
         device: str = "auto",
         max_batch_size: int | None = None,
-        kv_cache_memory: int | None = None,
+        kv_cache_memory: int | str | None = None,
         draft_length: int | str | None = None,
         rule: str | None = None,
         prefix_sharing: bool = True,
@@ -112,7 +113,7 @@ class LLM:
         draft_quantize: str | None = None,
         tensor_parallel: int = 1,
         offload: str | None = None,
-        weights_memory: int | None = None,
+        weights_memory: int | str | None = None,
         draft_offload: str | None = None,
         draft_device: str | None = None,
         kv_cache_dtype: str = "auto",
@@ -127,6 +128,8 @@ class LLM:
         default_repetition_penalty: float | None = None,
     ) -> None:
         given = explicit(locals(), "LLM")
+        if not isinstance(profile, str | Path | None):
+            raise ConfigError(f"profile is {profile!r}; it must be the path of a tuned profile")
         tuned = None if profile is None else TunedProfile.read(profile)
         unnamed = DEFAULT_DRAFT, (DEFAULT_DRAFT,)
         follows = tuned is not None and draft in (*unnamed, tuned.draft.spec)
@@ -155,7 +158,7 @@ class LLM:
         self,
         draft: DraftLike | Sequence[DraftLike] | None = None,
         *,
-        kv_cache_memory: int | None = None,
+        kv_cache_memory: int | str | None = None,
         draft_length: int | str | None = None,
         max_draft_length: int | None = None,
         rule: str | None = None,

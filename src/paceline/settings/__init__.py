@@ -342,6 +342,13 @@ class EngineSettings(LoadSettings):
 
 
 def explicit(values: Mapping[str, Any], place: str) -> dict[str, Any]:
-    """Of ``values`` the engine's settings that a ``place`` knows and that are not left open."""
-    names = [entry.name for entry in entries(EngineSettings, place)]
-    return {name: values[name] for name in names if values.get(name) is not None}
+    """Of ``values`` the engine's settings that a ``place`` knows and that are not left open.
+
+    Raises ConfigError for a value of a wrong kind; objects, such as dtypes of torch, are left.
+    """
+    plain = (str, int, float, list, tuple, dict)
+    return {
+        entry.name: entry.key.parse(value, entry.name) if isinstance(value, plain) else value
+        for entry in entries(EngineSettings, place)
+        if (value := values.get(entry.name)) is not None
+    }

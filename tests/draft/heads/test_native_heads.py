@@ -121,7 +121,7 @@ def run(step: EagleStep, texts: Texts, dtype: torch.dtype, chunk: int) -> Found:
         parts = [(seq, tokens[at : at + chunk]) for seq, tokens in enumerate(texts.tokens)]
         parts = [(seq, part) for seq, part in parts if part]
         take(
-            [Span.of(seq, at, part, scored=len(part) - 1) for seq, part in parts],
+            [replace(Span.of(seq, at, part), scored=len(part) - 1) for seq, part in parts],
             [(seq, at + i) for seq, part in parts for i in range(len(part))],
             [texts.features[seq][at : at + len(part)] for seq, part in parts],
             False,
