@@ -127,11 +127,9 @@ class Span:
 
     def at(self, start: int, logit_row: int, long: bool = False) -> Span:
         """The same as part of a batch."""
-        return Span(
-            *(self.seq_id, start, self.context, self.pending, self.parents, self.first_new, long),
-            *(logit_row, self.wants_logits, self.scored, self.tokens, self.nodes, self.ancestors),
-            *(self.seq, self.tree, self.arrival),
-        )
+        placed = object.__new__(Span)  # replace() takes five times as long
+        vars(placed).update(vars(self), start=start, logit_row=logit_row, long=long)
+        return placed
 
     def __reduce__(self) -> tuple[Any, ...]:
         shape = self.seq_id, self.start, self.context, self.pending, self.parents
