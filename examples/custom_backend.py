@@ -136,12 +136,12 @@ def _attend(query: Array, keys: Array, values: Array) -> Array:
 
 def _slots_seen(batch: Batch, size: int) -> Iterator[list[int]]:
     """For each row the cache slots of the positions that it attends to, itself the last."""
-    for number, (span, table) in enumerate(zip(batch.spans, batch.tables, strict=True)):
+    for span, table in zip(batch.spans, batch.tables, strict=True):
         slots = [table[i // size] * size + i % size for i in range(span.kv_length)]
         base = span.context + span.pending
         for row in range(span.pending):
             yield slots[: span.context + row + 1]
-        matrix = batch.ancestors[number] if batch.ancestors else None
+        matrix = span.ancestors  # of a tree that only tensors know
         for node in range(span.first_new, len(span.parents)):
             path = _path(span, node) if matrix is None else matrix[node].nonzero()[:, 0].tolist()
             yield [*slots[:base], *(slots[base + n] for n in path)]

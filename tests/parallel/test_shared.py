@@ -230,19 +230,19 @@ def test_an_order_carries_what_only_the_device_knows() -> None:
         rows,
         rows,
         rows + 8,
-        (Span(0, 0, 3, 1), Span(1, 1, 2, 1, (-1,)), Span(2, 3, 4, 0, (-1, 0))),
+        (Span(0, 0, 3, 1), Span(1, 1, 2, 1, (-1,)), Span(2, 3, 4, 0, (-1, 0), ancestors=mask)),
         ((0,), (1,), (2,)),
         nodes=((2, torch.tensor([71])), (3, torch.tensor([72, 73]))),
-        ancestors=(None, None, mask),
     )
     cache = CacheOrder(0, 4, 16, torch.float32)
     order, numbers = batch_order(cache, batch)
     assert numbers is not None and len(numbers) == order.following == 3 + 4
     again = pickle.loads(pickle.dumps(order)).whole(numbers)
     assert [(first, tokens.tolist()) for first, tokens in again.nodes] == [(2, [71]), (3, [72, 73])]
-    assert again.ancestors[:2] == (None, None) and torch.equal(again.ancestors[2], mask)
+    first, second, third = (span.ancestors for span in again.spans)
+    assert first is None and second is None and third is not None and torch.equal(third, mask)
     assert again.spans == batch.spans and torch.equal(again.slots, batch.slots)
-    plain, nothing = batch_order(cache, replace(batch, nodes=(), ancestors=(None,)))
+    plain, nothing = batch_order(cache, replace(batch, nodes=(), spans=batch.spans[:2]))
     assert nothing is None and plain.following == 0
 
 

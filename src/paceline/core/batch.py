@@ -66,7 +66,9 @@ class Span:
     where ``wants_logits``. The first ``scored`` pending rows have logits, too, just before.
 
     ``tokens`` are the pending ones, ``nodes`` those of the new nodes, int64
-    ``[len(parents) - first_new]`` where the host does not know them. ``ancestors``: see Batch.
+    ``[len(parents) - first_new]`` where the host does not know them. ``ancestors``: bool
+    ``[nodes, nodes]`` on the device, of a tree that only the device knows: which nodes each node
+    sees, itself included; ``parents`` then tell no more than depths.
     Whose rows they are, ``seq`` and ``tree``, is known of the target's forwards; ``arrival`` is the
     tree's tokens for a grammar, which is followed on the host while the forward runs. ``start``,
     ``logit_row`` and ``long`` are worked out in one place, ``PagedCache.batch_of``. Pickled, or
@@ -171,9 +173,7 @@ class Batch:
     ``input_ids``, ``positions``, ``slots``, one a row; ``slots`` is where the cache stores the
     row's key and value. ``tables[i]`` lists the cache block ids of span i. ``logit_rows``: rows
     whose logits are wanted, or None for all of them. ``nodes``: (first row, tokens) of trees whose
-    tokens only the device knows; their ``input_ids`` are void. ``ancestors[i]``: bool
-    ``[nodes, nodes]`` on the device, for a span whose tree only the device knows: which nodes each
-    node sees, itself included; the span's ``parents`` then tell no more than depths.
+    tokens only the device knows; their ``input_ids`` are void.
 
     It lies on the host, and in no tensors: between two forwards the first operator of torch takes
     longer than all else that a step does. A forward on a device brings it there, together with what
@@ -187,7 +187,6 @@ class Batch:
     tables: tuple[tuple[int, ...], ...]
     logit_rows: Sequence[int] | None = None
     nodes: tuple[tuple[int, torch.Tensor], ...] = ()
-    ancestors: tuple[torch.Tensor | None, ...] = ()
 
 
 @dataclass(frozen=True)

@@ -57,8 +57,10 @@ class BatchOrder:
         parts = iter(torch.split(numbers, sizes) if sizes else ())
         nodes = tuple((first, next(parts)) for first, _ in self.nodes)
         masks = [(side, next(parts)) for side in self.ancestors]
-        ancestors = tuple(None if n is None else part.view(n, n).bool() for n, part in masks)
-        return replace(self.batch, nodes=nodes, ancestors=ancestors)
+        ancestors = [None if n is None else part.view(n, n).bool() for n, part in masks]
+        drawn = zip(self.batch.spans, ancestors, strict=True)
+        spans = tuple(s if mask is None else replace(s, ancestors=mask) for s, mask in drawn)
+        return replace(self.batch, nodes=nodes, spans=spans)
 
 
 @dataclass(frozen=True)
@@ -91,16 +93,17 @@ Order = BatchOrder | MoveOrder | GatherOrder | MemoryOrder | StopOrder
 
 def batch_order(cache: CacheOrder, batch: Batch) -> tuple[BatchOrder, torch.Tensor | None]:
     """An order for a forward, and the numbers that follow it, if any."""
+    masks = [span.ancestors for span in batch.spans]
     order = BatchOrder(
         cache,
-        replace(batch, nodes=(), ancestors=()),
+        replace(batch, nodes=()),  # spans leave their tensors behind
         tuple((first, len(tokens)) for first, tokens in batch.nodes),
-        tuple(None if mask is None else len(mask) for mask in batch.ancestors),
+        tuple(None if mask is None else len(mask) for mask in masks),
     )
     if not order.following:
         return order, None
     device_only = [tokens for _, tokens in batch.nodes] + [
-        mask.flatten().to(torch.int64) for mask in batch.ancestors if mask is not None
+        mask.flatten().to(torch.int64) for mask in masks if mask is not None
     ]
     return order, torch.cat(device_only)
 

@@ -256,7 +256,6 @@ class PagedCache:
             tables=tuple([tuple(self._tables[span.seq_id].blocks) for span in spans]),
             logit_rows=wanted if len(wanted) < len(ids) else None,
             nodes=tuple(nodes),
-            ancestors=tuple([span.ancestors for span in spans]),
         )
 
     def check(self) -> None:

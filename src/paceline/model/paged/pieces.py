@@ -176,7 +176,7 @@ class _Layout:
         self, batch: Batch, size: int, pattern: Pattern, staging: Staging, together: bool
     ) -> None:
         self._spans, self._tables, self._size = batch.spans, batch.tables, size
-        self._ancestors = batch.ancestors or (None,) * len(batch.spans)
+        self._ancestors = [span.ancestors for span in batch.spans]
         self._pattern, self._staging, self._together = pattern, staging, together
         self._drafts: list[_Draft] = []
         self._pieces: dict[int, Pieces] = {}  # by group
