@@ -170,3 +170,7 @@ def test_sizes_are_taken_in_words() -> None:
         "kv_cache_memory": 2 << 20,
         "weights_memory": 5,
     }
+
+
+def test_no_memory_at_all_is_a_size_from_python() -> None:
+    assert explicit({"weights_memory": 0}, "LLM") == {"weights_memory": 0}

@@ -344,11 +344,18 @@ class EngineSettings(LoadSettings):
 def explicit(values: Mapping[str, Any], place: str) -> dict[str, Any]:
     """Of ``values`` the engine's settings that a ``place`` knows and that are not left open.
 
-    Raises ConfigError for a value of a wrong kind; objects, such as dtypes of torch, are left.
+    Raises ConfigError for a value of a wrong kind; objects, such as dtypes of torch, are left, and
+    so are sizes in bytes.
     """
     plain = (str, int, float, list, tuple, dict)
+
+    def read(entry: TableEntry, value: Any) -> Any:
+        size = entry.key.kind == "size" and type(value) is int
+        given = isinstance(value, plain) and not size
+        return entry.key.parse(value, entry.name) if given else value
+
     return {
-        entry.name: entry.key.parse(value, entry.name) if isinstance(value, plain) else value
+        entry.name: read(entry, value)
         for entry in entries(EngineSettings, place)
         if (value := values.get(entry.name)) is not None
     }
