@@ -202,9 +202,17 @@ def test_a_lost_engine_reaches_every_caller(llm: LLM, monkeypatch: pytest.Monkey
 
 
 @pytest.mark.parametrize("count", [1, 4])
-def test_closing_ends_those_who_generate(llm: LLM, count: int) -> None:
+def test_closing_ends_those_who_generate(
+    llm: LLM, count: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
     own = llm.beside(max_batch_size=4)
-    begun = threading.Semaphore(0)
+    begun, step = threading.Semaphore(0), own.engine.step
+
+    def slow() -> Any:
+        time.sleep(0.005)  # nobody is done before all have begun, however busy the machine is
+        return step()
+
+    monkeypatch.setattr(own.engine, "step", slow)
 
     def work(number: int) -> str:
         stream = own.stream(TEXTS[number % 4], LONG)
