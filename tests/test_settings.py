@@ -161,7 +161,7 @@ def test_values_of_a_wrong_kind_are_one_line(name: str, value: object, what: str
     """From Python too: the setting, the value, and what it must be; before anything is loaded."""
     with pytest.raises(ConfigError, match=what) as raised:
         LLM("no such model", **{name: value})  # type: ignore[arg-type]
-    assert name in str(raised.value) or what in str(value)
+    assert name in str(raised.value)
     assert "\n" not in str(raised.value)
 
 

@@ -14,6 +14,7 @@ from paceline.draft.selfspec import SelfDrafter
 from paceline.draft.spec import Loading
 from paceline.drafters import prepare_one
 from paceline.errors import ConfigError
+from paceline.model.backends.trial import relative_error, trial_logits
 from paceline.model.copies import quantised_copy
 from paceline.model.held import held_matrices, usual_bits
 from paceline.model.precision import quantise_loaded
@@ -157,3 +158,17 @@ def test_what_matrices_are_held_as(folder: str, layout: str, tmp_path: Path) -> 
     assert {(h.format, h.bits) for h in found} == {("int4", 4), ("int8", 8)}
     layers = [m for m in model.modules() if isinstance(m, QuantisedLinear)]
     assert sum(h.elements for h in found) == sum(m.quantised.codes.numel() for m in layers)
+
+
+@torch.inference_mode()
+def test_a_copy_on_the_reference_is_still_the_copy(folder: str) -> None:
+    """Its modules, not those of the model that it was made of."""
+    model = loaded(folder, "native")
+    if model.backend.runs_torch:
+        pytest.skip(model.backend_reason)
+    copied, whole = quantised_copy(model, "int4"), trial_logits(model)
+    wanted = trial_logits(copied)
+    assert copied.use("reference")
+    for got, right, other in zip(trial_logits(copied), wanted, whole, strict=True):
+        # Activations that are rounded otherwise turn codes: 0.2; the model itself has 1.0.
+        assert relative_error(got, right) < 0.5 * relative_error(other, right)

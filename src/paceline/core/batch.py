@@ -147,6 +147,11 @@ class Span:
         return 1 + len(self.tree)
 
     @property
+    def end_row(self) -> int:
+        """The first row of logits behind those."""
+        return self.logit_row + self.judged_rows
+
+    @property
     def kv_length(self) -> int:
         return self.context + self.pending + len(self.parents)
 

@@ -167,7 +167,7 @@ class SequenceView(_Counted):
     """A sequence as one step finds it: all that its distributions and its drafts depend on.
 
     Plain data, but for what stays in its process: the request's grammar, and what it counts for
-    penalties. A view that was pickled has neither.
+    penalties. A view that was pickled or copied by ``copy.copy`` has neither.
     """
 
     seq_id: int

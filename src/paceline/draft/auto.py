@@ -64,7 +64,7 @@ class Circumstances:
             refused = "its weights are shared by several processes"
         elif target.offload and target.asked != REFERENCE and target.device.type == "cpu":
             refused = "" if are_kernels_here() else "which are not here"  # they run its 4-bit form
-        elif not target.backend.multiplies_codes:
+        elif not target.backend.runs_quantised:
             refused = refused or "the native kernels do not run it"
         return cls(
             target.name,
@@ -135,7 +135,7 @@ def _by_torch(target: CausalModel, found: Composition) -> str:
     if target.offload is None or all(member != QuantizedDraft() for member, _ in found.taken):
         return ""
     form = quantised_copy(target, QuantizedDraft().precision)
-    if form.backend.multiplies_codes:
+    if form.backend.runs_quantised:
         return ""
     forget_copy(target, QuantizedDraft().precision)
     return form.refused or "they do not run it"

@@ -82,6 +82,7 @@ def _by_backend(model: CausalModel, precision: str) -> CausalModel | None:
     copied = copy.copy(model)
     copied.name = f"{model.name} in {precision}"
     copied.hf, copied.backend = made
+    copied.reference = model.reference.on(copied.hf)
     return copied
 
 

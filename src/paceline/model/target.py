@@ -284,7 +284,7 @@ class CausalModel:
         found = (probe.patterns[call] for call in by_layer)
         self.reference.patterns = tuple(known.setdefault(pattern, pattern) for pattern in found)
         refuse_own_ways(self.hf, self.patterns)
-        self.reference.attention = [probe.modules[call] for call in by_layer]
+        self.reference.name_layers([probe.modules[call] for call in by_layer])
         return logits.shape[-1]
 
 

@@ -150,12 +150,12 @@ def describe(facts: Facts, config: ServeConfig, keys: Keys, url: str) -> str:
 
 
 def warn_of_backend(facts: Facts) -> None:
-    """A server that could decode about twice as fast says so, and how."""
+    """A server that could decode several times as fast says so, and how."""
     if facts.device != "cpu" or facts.backend.startswith("native"):
         return
     log.warning(
-        "the backend is %s: about half as fast as the native kernels, and texts may differ in near "
-        "ties. Cure: leave out --backend, install g++, and let PACELINE_CACHE be a folder that the "
+        "the backend is %s: 0.2 to 0.6 times as fast as the native kernels, and texts may differ in "
+        "near ties. Cure: leave out --backend, install g++, and let PACELINE_CACHE be a folder that the "
         "server may write; or ship the kernels (docs/deploy.md). paceline doctor says what a model "
         "lacks",
         facts.backend,

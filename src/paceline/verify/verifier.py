@@ -102,7 +102,7 @@ class Verifier:
         """
         if greedy is not None and not needs_logits(span.seq for span in spans):
             return [
-                self._verdict(s, s.tree.host_tokens(), greedy[s.logit_row :][: s.judged_rows])
+                self._verdict(s, s.tree.host_tokens(), greedy[s.logit_row : s.end_row])
                 for s in spans
             ]
         return self._judged(logits, spans) if spans else []
@@ -315,7 +315,7 @@ def _rows_of(logits: torch.Tensor, spans: Sequence[Span]) -> torch.Tensor:
     total = 0
     for span in spans:
         if span.logit_row != total:
-            rows = [s.logit_row + row for s in spans for row in range(s.judged_rows)]
+            rows = [row for s in spans for row in range(s.logit_row, s.end_row)]
             return logits[to_device(rows, logits.device)]
         total += span.judged_rows
     return logits if logits.shape[0] == total else logits[:total]

@@ -61,7 +61,7 @@ class Backend(ABC):
     name: str
     runs_torch = True  # forwards run operators of torch
     same_bits = False  # a row's results depend on that row alone, whatever rides along
-    multiplies_codes = False  # weights in 8 and 4 bits are multiplied as they are, not unpacked
+    runs_quantised = False  # weights in 8 and 4 bits are multiplied as they are, not unpacked
     head_share = 0.0  # of the bytes of all matrices, the language-model head's
 
     @property

@@ -30,6 +30,7 @@ plain torch; it is the readable truth that kernels are held against.
 from __future__ import annotations
 
 import math
+from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -166,7 +167,7 @@ class HeldMatrix:
     bytes: int
 
     @classmethod
-    def codes(cls, bits: int, elements: int, size: int) -> HeldMatrix:
+    def quantised(cls, bits: int, elements: int, size: int) -> HeldMatrix:
         return cls(f"int{bits}", bits, elements, size)
 
     @classmethod
@@ -174,7 +175,7 @@ class HeldMatrix:
         return cls(str(dtype).removeprefix("torch."), 8 * dtype.itemsize, elements, size)
 
 
-class HeldLinear(nn.Module):
+class HeldLinear(nn.Module, ABC):
     """A linear layer that holds its matrix in a form of its own; ``weight`` and ``bias`` are as
     those of an ``nn.Linear``, made when they are asked for."""
 
@@ -183,12 +184,13 @@ class HeldLinear(nn.Module):
     bias: torch.Tensor | None
 
     @property
+    @abstractmethod
     def weight(self) -> torch.Tensor:
-        """A dense copy of what the codes stand for; costs memory and time."""
-        raise NotImplementedError
+        """A dense copy of the matrix; costs memory and time."""
 
+    @abstractmethod
     def held(self) -> HeldMatrix:
-        raise NotImplementedError
+        """Its format and size."""
 
 
 class QuantisedLinear(HeldLinear):
@@ -214,7 +216,7 @@ class QuantisedLinear(HeldLinear):
         quantised = self.quantised
         scales = [part for part in (quantised.scales, quantised.offsets) if part is not None]
         size = quantised.codes.nbytes + sum(part.nbytes for part in scales)
-        return HeldMatrix.codes(quantised.bits, quantised.codes.numel(), size)
+        return HeldMatrix.quantised(quantised.bits, quantised.codes.numel(), size)
 
     def plain(self) -> nn.Linear:
         """A plain layer of the numbers that the codes stand for, float32."""

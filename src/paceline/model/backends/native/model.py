@@ -36,7 +36,7 @@ class NativeModel(Backend):
 
     name = NATIVE
     runs_torch = False
-    same_bits = multiplies_codes = True
+    same_bits = runs_quantised = True
 
     def __init__(self, hf: Any, decoder: DecoderShape) -> None:
         """Packs the weights of ``hf`` layer by layer; its linear modules keep no others."""

@@ -273,7 +273,7 @@ class PackedLinear(HeldLinear):
         size = packed.data.nbytes * elements // max(1, packed.elements)
         if form is None:
             return HeldMatrix.numbers(packed.dtype, elements, size)
-        return HeldMatrix.codes(form.bits, elements, size)
+        return HeldMatrix.quantised(form.bits, elements, size)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         if self.place == PLAIN and self.out_features == self.packed.outputs:

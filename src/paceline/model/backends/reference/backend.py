@@ -25,7 +25,7 @@ class TorchBackend(Backend):
     """Modules of transformers whose attention function is ours (model/probe.py).
 
     Of each layer, a first forward through ``run`` finds its ``patterns``, the ``shapes`` of its
-    keys and values, and ``attention``, the module that attends.
+    keys and values, and its name (``name_layers``).
     """
 
     name = REFERENCE
@@ -35,7 +35,7 @@ class TorchBackend(Backend):
         self.hf = hf
         self.patterns: tuple[Pattern, ...] = ()
         self.shapes: list[LayerShape] = []
-        self.attention: list[torch.nn.Module] = []
+        self.layer_names: list[str] = []
         self.together = True  # decoding sequences of a step are attended by one call
         self.rows = RowPositions(hf, max_positions)
         self._keeps_rows = "logits_to_keep" in inspect.signature(hf.forward).parameters
@@ -95,16 +95,19 @@ class TorchBackend(Backend):
         """A view of the same modules. A trial of the first one raises UnsupportedModelError if
         layers of this model cannot be left out one by one."""
         if self._in_tuples is None:
-            layers = [self.layer(n) for n in range(len(self.shapes))]
+            layers = [self.layer(n) for n in range(len(self.layer_names))]
             found = layers_in_tuples(self.hf, layers, lambda: self(_TRIAL, self._trial_cache()))
             self._check_view(self._view(skipped or frozenset((0,)), found), skipped)
             self._in_tuples = found
         return self._view(skipped, self._in_tuples)
 
     def _view(self, skipped: frozenset[int], in_tuples: set[int]) -> TorchBackend:
-        names = [self.layer_name(n) for n in range(len(self.shapes))]
+        return self.on(without_layers(self.hf, self.layer_names, skipped, in_tuples))
+
+    def on(self, hf: Any) -> TorchBackend:
+        """The same forward of other modules of the same names."""
         other = copy.copy(self)
-        other.hf, other._captured = without_layers(self.hf, names, skipped, in_tuples), None
+        other.hf, other._captured, other._hooked = hf, None, set()
         return other
 
     def _check_view(self, view: TorchBackend, skipped: frozenset[int]) -> None:
@@ -133,23 +136,25 @@ class TorchBackend(Backend):
             if self._captured is not None:
                 self._captured[layer] = output[0][0]
 
-        if layer == len(self.attention):
+        if layer == len(self.layer_names):
             self.hf.get_submodule(self.stack_name).register_forward_hook(keep_output)
         else:
             self.layer(layer).register_forward_pre_hook(keep_input, with_kwargs=True)
         self._hooked.add(layer)
 
     def layer(self, layer: int) -> torch.nn.Module:
-        """The decoder layer: the entry of a module list that holds the layer's attention."""
-        module: torch.nn.Module = self.hf.get_submodule(self.layer_name(layer))
+        """The decoder layer."""
+        module: torch.nn.Module = self.hf.get_submodule(self.layer_names[layer])
         return module
 
-    def layer_name(self, layer: int) -> str:
-        wanted = self.attention[layer]
-        name = next(name for name, module in self.hf.named_modules() if module is wanted)
-        parts = name.split(".")
-        end = max(i for i, part in enumerate(parts) if part.isdigit())
-        return ".".join(parts[: end + 1])
+    def name_layers(self, attention: Sequence[torch.nn.Module]) -> None:
+        """By the module of each layer that attends: its entry of a module list is the layer."""
+        names = {module: name.split(".") for name, module in self.hf.named_modules()}
+        self.layer_names = []
+        for module in attention:
+            parts = names[module]
+            end = max(i for i, part in enumerate(parts) if part.isdigit())
+            self.layer_names.append(".".join(parts[: end + 1]))
 
     @property
     def stack_name(self) -> str:
@@ -157,7 +162,7 @@ class TorchBackend(Backend):
 
         Not ``hf.base_model`` or ``get_decoder``: OPT goes past the one, Llama 4 lacks the other.
         """
-        return self.layer_name(0).rsplit(".", 2)[0]
+        return self.layer_names[0].rsplit(".", 2)[0]
 
 
 class _Recording:
