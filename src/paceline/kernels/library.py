@@ -144,6 +144,10 @@ _SIGNATURES: dict[str, tuple[Any, tuple[Any, ...]]] = {
         c_int,
         (c_int64, POINTER(CWeight), c_void_p, c_int64, c_float, c_void_p, c_int64),
     ),
+    "pl_repeat_product": (
+        c_int,
+        (c_int64, POINTER(CWeight), c_void_p, *(c_int64,) * 3, c_void_p, c_int64),
+    ),
     "pl_open": (c_void_p, (POINTER(CModel),)),
     "pl_close": (None, (c_void_p,)),
     "pl_forward": (c_int, (c_void_p, POINTER(CBatch))),

@@ -3,8 +3,12 @@
 from __future__ import annotations
 
 import copy
+import os
 import random
+import subprocess
+import sys
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 import torch
@@ -205,6 +209,19 @@ def test_a_cache_in_8_bits_is_the_references(shape: str, dtype: str) -> None:
     wanted = logits(reference)
     cost, apart = relative_error(found, exact), relative_error(found, wanted)
     assert 0 < cost < 0.1 and apart < (cost if dtype == "float32" else 0.1)
+
+
+def test_an_amd_processor_multiplies_pairs() -> None:
+    """Chosen by the vendor, not by a timing: outputs must not differ from start to start."""
+    cpu = Path("/proc/cpuinfo").read_text() if Path("/proc/cpuinfo").is_file() else ""
+    if "AuthenticAMD" not in cpu or "avx512_bf16" not in cpu:
+        pytest.skip("needs an AMD processor with AVX512-BF16")
+    environment = {k: v for k, v in os.environ.items() if k != "PACELINE_NATIVE"}
+    code = "import torch; from paceline.kernels.library import instructions; print(instructions())"
+    ran = subprocess.run(
+        [sys.executable, "-c", code], env=environment, capture_output=True, text=True
+    )
+    assert ran.stdout.split() == ["dpbf16"], ran.stderr
 
 
 def test_instructions_that_round_in_between(shape: str, best: str) -> None:

@@ -33,8 +33,15 @@ bool usable(const Kernels* k) {
   return k == &kernels_portable;
 }
 
-// VDPBF16PS is for whoever asks: on Intel it is no faster, and on AMD it has not been timed.
-bool preferred(const Kernels* k) { return strcmp(k->name, "dpbf16") != 0; }
+// VDPBF16PS runs at its full rate on AMD's processors: 8, 16 and 32 rows take 0.77, 0.59 and 0.51 of AVX512's time
+// (Zen 4). On Intel's it is no faster. The vendor decides and no timing, as bits depend on it.
+bool preferred(const Kernels* k) {
+#if defined(__x86_64__)
+  return k != &kernels_dpbf16 || __builtin_cpu_is("amd");
+#else
+  return true;
+#endif
+}
 
 const Kernels* best() {
   for (const Kernels* k : every)
@@ -179,6 +186,34 @@ int outcome(const F& work) {
   }
 }
 
+// A product, `passes` times: pass n over the weights n * apart bytes behind the first.
+void repeat_product(const Kernels& k, int64_t dtype, const pl_weight& w, const void* x, int64_t rows, float cap, void* y,
+                    int64_t threads, int64_t passes, int64_t apart) {
+  Rows in, scratch;
+  in.shape(rows, w.inputs);
+  scratch.shape(threads, product_scratch(rows, w.inputs));
+  int64_t bytes = w.inputs * (dtype == PL_BFLOAT16 ? 2 : 4);
+  for (int64_t r = 0; r < rows; r++) k.take(dtype, static_cast<const char*>(x) + r * bytes, w.inputs, in.at(r));
+  const Quantised& quantised = quantised_of(&k);
+  Codes codes;
+  QuantisedRows coded{};
+  if (w.bits) {
+    codes.shape(rows, w.inputs);
+    coded = codes.of(w);
+    for (int64_t r = 0; r < rows; r++) quantised.row(in.at(r), coded, r);
+  }
+#pragma omp parallel num_threads(static_cast<int>(threads))
+  {
+    FlushToZero flush;
+    pl_weight at = w;
+    Product p{&at, dtype, in.at(0), rows, in.ld, LOGITS, y, w.outputs, 0, cap, &quantised, coded};
+    for (int64_t pass = 0; pass < passes; pass++) {
+      at.data = static_cast<const char*>(w.data) + pass * apart;
+      k.product(p, omp_get_thread_num(), omp_get_num_threads(), scratch.at(omp_get_thread_num()));
+    }
+  }
+}
+
 }  // namespace
 
 extern "C" {
@@ -238,27 +273,12 @@ int pl_round(int64_t dtype, const void* weight, int64_t rows, int64_t columns, i
 }
 
 int pl_product(int64_t dtype, const pl_weight* w, const void* x, int64_t rows, float cap, void* y, int64_t threads) {
-  return outcome([&](const Kernels& k) {
-    Rows in, scratch;
-    in.shape(rows, w->inputs);
-    scratch.shape(threads, product_scratch(rows, w->inputs));
-    int64_t bytes = w->inputs * (dtype == PL_BFLOAT16 ? 2 : 4);
-    for (int64_t r = 0; r < rows; r++) k.take(dtype, static_cast<const char*>(x) + r * bytes, w->inputs, in.at(r));
-    const Quantised& quantised = quantised_of(&k);
-    Codes codes;
-    QuantisedRows coded{};
-    if (w->bits) {
-      codes.shape(rows, w->inputs);
-      coded = codes.of(*w);
-      for (int64_t r = 0; r < rows; r++) quantised.row(in.at(r), coded, r);
-    }
-    Product p{w, dtype, in.at(0), rows, in.ld, LOGITS, y, w->outputs, 0, cap, &quantised, coded};
-#pragma omp parallel num_threads(static_cast<int>(threads))
-    {
-      FlushToZero flush;
-      k.product(p, omp_get_thread_num(), omp_get_num_threads(), scratch.at(omp_get_thread_num()));
-    }
-  });
+  return outcome([&](const Kernels& k) { repeat_product(k, dtype, *w, x, rows, cap, y, threads, 1, 0); });
+}
+
+int pl_repeat_product(int64_t dtype, const pl_weight* w, const void* x, int64_t rows, int64_t passes, int64_t apart,
+                      void* y, int64_t threads) {
+  return outcome([&](const Kernels& k) { repeat_product(k, dtype, *w, x, rows, 0, y, threads, passes, apart); });
 }
 
 void* pl_open(const pl_model* model) { return new (std::nothrow) Opened(*model); }

@@ -18,8 +18,8 @@
 #include "kernels.h"
 #include "products.h"
 #include "vec.h"
-#if defined(PACELINE_AMX)
-#include "attention_amx.h"
+#if defined(PACELINE_AMX) || defined(PACELINE_DPBF16)
+#include "attention_bf16.h"
 #endif
 
 namespace {
@@ -324,9 +324,9 @@ void attend_by(const Attention& a, const AttentionItem& item) {
 }
 
 void attend(const Attention& a, const AttentionItem& item) {
-#if defined(PACELINE_AMX)
+#if defined(PACELINE_AMX) || defined(PACELINE_DPBF16)
   if (a.model->dtype == PL_BFLOAT16)
-    return a.coded ? attend_by<int8_t, Tiled>(a, item) : attend_by<uint16_t, Tiled>(a, item);
+    return a.coded ? attend_by<int8_t, Paired>(a, item) : attend_by<uint16_t, Paired>(a, item);
 #endif
   if (a.coded) return attend_by<int8_t, Plain>(a, item);
   if (a.model->dtype == PL_BFLOAT16) return attend_by<uint16_t, Plain>(a, item);

@@ -162,6 +162,10 @@ int pl_round(int64_t dtype, const void* weight, int64_t rows, int64_t columns, i
 // y = x W^T + b: x [rows, inputs] and y [rows, outputs] in dtype. cap as of the logits.
 int pl_product(int64_t dtype, const pl_weight* w, const void* x, int64_t rows, float cap, void* y, int64_t threads);
 
+// For measuring: the same without taking x in, `passes` times, each pass over weights `apart` bytes behind the last's.
+int pl_repeat_product(int64_t dtype, const pl_weight* w, const void* x, int64_t rows, int64_t passes, int64_t apart,
+                      void* y, int64_t threads);
+
 // A model with the memory that its forwards work in; the structure is copied. NULL: no memory.
 void* pl_open(const pl_model* model);
 void pl_close(void* opened);

@@ -15,13 +15,14 @@ inline V dot_pairs(V sum, const uint16_t* weights, const uint16_t* inputs) {
   return {_mm512_dpbf16_ps(sum.v, w, x)};
 }
 
-template <int R>
-inline void dp_stripe(const uint16_t* w, const uint16_t* x, long ldx, float* c) {
+// Add one stripe of R rows by 32 outputs to c [R, ldc]; `far`: the weights come from memory.
+template <bool far, int R>
+inline void dp_stripe(const uint16_t* w, const uint16_t* x, long ldx, float* c, long ldc) {
   V even[R][2], odd[R][2];
   for (int r = 0; r < R; r++)
     for (int i = 0; i < 2; i++) even[r][i] = odd[r][i] = zero();
   for (int pair = 0; pair < STRIPE / 2; pair += 2, w += 4 * PANEL, x += 4) {
-    for (int i = 0; i < 4; i++) fetch(w + 32 * i);
+    for (int i = 0; i < 4 && far; i++) fetch(w + 32 * i);
 #pragma GCC unroll 8
     for (int r = 0; r < R; r++)
       for (int i = 0; i < 2; i++) {
@@ -31,17 +32,27 @@ inline void dp_stripe(const uint16_t* w, const uint16_t* x, long ldx, float* c) 
   }
   for (int r = 0; r < R; r++)
     for (int i = 0; i < 2; i++) {
-      float* at = c + r * PANEL + 16 * i;
+      float* at = c + r * ldc + 16 * i;
       store(at, load(at) + (even[r][i] + odd[r][i]));
     }
 }
 
 constexpr long DOT_ROWS = 6;  // of a register tile
 
-template <int R = DOT_ROWS>
-inline void dp_rows(const uint16_t* w, const uint16_t* x, long ldx, long rows, float* c) {
-  if (rows == R) return dp_stripe<R>(w, x, ldx, c);
-  if constexpr (R > 1) dp_rows<R - 1>(w, x, ldx, rows, c);
+template <bool far, int R = DOT_ROWS>
+inline void dp_rows(const uint16_t* w, const uint16_t* x, long ldx, long rows, float* c, long ldc) {
+  if (rows == R) return dp_stripe<far, R>(w, x, ldx, c, ldc);
+  if constexpr (R > 1) dp_rows<far, R - 1>(w, x, ldx, rows, c, ldc);
+}
+
+// Rows in tiles of sizes as even as possible.
+template <bool far>
+inline void dp_all_rows(const uint16_t* w, const uint16_t* x, long ldx, long rows, float* c, long ldc) {
+  long tiles = (rows + DOT_ROWS - 1) / DOT_ROWS;
+  for (long tile = 0; tile < tiles; tile++) {
+    long from = rows * tile / tiles, to = rows * (tile + 1) / tiles;
+    dp_rows<far>(w, x + from * ldx, ldx, to - from, c + from * ldc, ldc);
+  }
 }
 
 void product_by_dots(const Product& p, long part, long parts, float* scratch) {
@@ -52,18 +63,13 @@ void product_by_dots(const Product& p, long part, long parts, float* scratch) {
   float* c = scratch;
   uint16_t* x = reinterpret_cast<uint16_t*>(c + CHUNK * PANEL);
   for (long first = 0; first < p.rows; first += CHUNK) {
-    long rows = p.rows - first < CHUNK ? p.rows - first : CHUNK, tiles = (rows + DOT_ROWS - 1) / DOT_ROWS;
+    long rows = p.rows - first < CHUNK ? p.rows - first : CHUNK;
     for (long r = 0; r < rows; r++)
       for (long i = 0; i < inputs; i += 16) store(x + r * inputs + i, load(p.x + (first + r) * p.ldx + i));
     for (long panel = from; panel < to; panel++) {
       const uint16_t* w = static_cast<const uint16_t*>(p.weight->data) + panel * PANEL * inputs;
       memset(c, 0, static_cast<size_t>(rows * PANEL) * sizeof(float));
-      for (long k = 0; k < inputs; k += STRIPE, w += STRIPE * PANEL) {
-        for (long tile = 0; tile < tiles; tile++) {
-          long begin = rows * tile / tiles, end = rows * (tile + 1) / tiles;
-          dp_rows(w, x + begin * inputs + k, inputs, end - begin, c + begin * PANEL);
-        }
-      }
+      for (long k = 0; k < inputs; k += STRIPE, w += STRIPE * PANEL) dp_all_rows<true>(w, x + k, inputs, rows, c, PANEL);
       for (long r = 0; r < rows; r++) finish(p, first + r, panel, c + r * PANEL);
     }
   }

@@ -1,10 +1,15 @@
-// The two products of attention by tile instructions, with a block's keys and values laid out at once.
+// The two products of attention on pairs of bf16 numbers, by tile instructions or by VDPBF16PS, with a
+// block's keys and values laid out at once.
 //
 //   scores:   A: queries, bf16 [heads, width]       B: keys by pairs of numbers, a panel for 32 keys
 //   values:   A: exponentials, bf16 [heads, 256]    B: values by pairs of keys, a panel for 32 numbers
 #pragma once
 #include "entries.h"
+#if defined(PACELINE_AMX)
 #include "tiles.h"
+#else
+#include "products_dp.h"
+#endif
 
 namespace {
 
@@ -22,16 +27,39 @@ inline V paired(V lanes) {
                 V{_mm512_cvtepi32_ps(_mm512_srai_epi32(_mm512_slli_epi32(codes, 16 - 8 * k), 24))});
 }
 
+// c [rows, ldc] += a [rows, lda] times a panel of so many inputs; `fresh`: c = instead.
+#if defined(PACELINE_AMX)
+struct PairProduct {
+  Shaped shaped;
+  template <bool fresh>
+  void run(const uint16_t* panel, const uint16_t* a, long lda, long rows, long inputs, float* c, long ldc) {
+    for (long r = 0; r < rows; r += 2 * TILE) {
+      long some = rows - r < 2 * TILE ? rows - r : 2 * TILE;
+      shaped.to(some);
+      tiles<false, fresh>(panel, a + r * lda, lda, some, inputs, c + r * ldc, ldc);
+    }
+  }
+};
+#else
+struct PairProduct {
+  template <bool fresh>
+  void run(const uint16_t* panel, const uint16_t* a, long lda, long rows, long inputs, float* c, long ldc) {
+    for (long r = 0; r < rows && fresh; r++) memset(c + r * ldc, 0, PANEL * sizeof(float));
+    for (long k = 0; k < inputs; k += STRIPE) dp_all_rows<false>(panel + k * PANEL, a + k, lda, rows, c, ldc);
+  }
+};
+#endif
+
 // As Plain of attention.h.
 template <class Number>
-struct Tiled {
+struct Paired {
   typedef uint16_t Weight;
   static constexpr bool tiled = true;
   const Entries<Number>& e;
   uint16_t *queries, *keys, *values;
-  Shaped shaped;
+  PairProduct product;
 
-  Tiled(const Entries<Number>& e, float* memory, long heads)
+  Paired(const Entries<Number>& e, float* memory, long heads)
       : e(e), queries(reinterpret_cast<uint16_t*>(memory)), keys(queries + heads * e.width),
         values(keys + (BLOCK + PANEL) * e.width) {}
 
@@ -48,11 +76,7 @@ struct Tiled {
   }
 
   void score(long place, long h, long count, float* to) {
-    for (long k = 0; k < count; k += 2 * TILE) {
-      long rows = count - k < 2 * TILE ? count - k : 2 * TILE;
-      shaped.to(rows);
-      tiles<false, true>(keys + place * e.width, queries + (h + k) * e.width, e.width, rows, e.width, to + k * BLOCK, BLOCK);
-    }
+    product.run<true>(keys + place * e.width, queries + h * e.width, e.width, count, e.width, to, BLOCK);
   }
 
   void lay_out_values(long at, long low, long high) {
@@ -66,13 +90,8 @@ struct Tiled {
   }
 
   void add(const uint16_t* weights, long count, long at, long end, float* sums) {
-    for (long k = 0; k < count; k += 2 * TILE) {
-      long rows = count - k < 2 * TILE ? count - k : 2 * TILE;
-      shaped.to(rows);
-      for (long i = 0; i < e.width; i += PANEL)
-        tiles<false>(values + i * BLOCK + at * PANEL, weights + k * BLOCK + at, BLOCK, rows, end - at,
-                     sums + k * e.width + i, e.width);
-    }
+    for (long i = 0; i < e.width; i += PANEL)
+      product.run<false>(values + i * BLOCK + at * PANEL, weights + at, BLOCK, count, end - at, sums + i, e.width);
   }
 };
 
