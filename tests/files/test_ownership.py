@@ -239,11 +239,10 @@ def test_pull_and_the_kernels_leave_a_users_folder(
     with pytest.raises(WriteError, match=r"thesis\.txt \(13 bytes\)"):
         pull(SMOLLM2.name)
     assert content_of(model_folder(SMOLLM2)) == before
-    monkeypatch.setenv("PACELINE_NATIVE_CACHE", str(tmp_path / "native"))
-    monkeypatch.setattr(kernels, "_of_sources", lambda *_: "di")
-    monkeypatch.setattr(kernels, "_of_compiler", lambda *_: "gest")
-    monkeypatch.setattr(kernels, "_run", lambda command: Path(command[-1]).touch())
-    before = planted(tmp_path / "native" / "di-gest")
+    built = tmp_path / "native" / "digest"
+    monkeypatch.setattr(kernels, "_kept_file", lambda: built / "kernels.so")
+    monkeypatch.setattr(kernels, "_run", lambda command: Path(command[-1]).touch() or "")
+    before = planted(built)
     with pytest.raises(kernels.NativeUnavailableError, match=r"thesis\.txt"):
         kernels.library_file()
-    assert content_of(tmp_path / "native" / "di-gest") == before
+    assert content_of(built) == before

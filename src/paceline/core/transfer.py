@@ -29,8 +29,8 @@ def upload(host: torch.Tensor, device: torch.device | str) -> torch.Tensor:
     return host.to(target)
 
 
-def apart(device: torch.device) -> bool:
-    """Whether what the host knows has to be brought to a device."""
+def has_separate_memory(device: torch.device) -> bool:
+    """Whether host data must be copied before the device can read it."""
     return device.type != "cpu"
 
 
@@ -68,7 +68,7 @@ class Staging:
 
     def __init__(self, device: torch.device) -> None:
         self.device = device
-        self.direct = not apart(device)
+        self.direct = not has_separate_memory(device)
         self.numbers: list[torch.Tensor] = []
         self.masks: list[torch.Tensor] = []
 

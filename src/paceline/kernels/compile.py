@@ -1,8 +1,8 @@
 """Building the kernels, on first use, with whatever C++ compiler the machine has.
 
-The sources lie beside this file. What they become is kept in the user's cache folder, under a name
-made of their content, the options, the OpenMP library and, behind a dash, the compiler: so it is
-built once, and found where there is no compiler, as in an image that was built with one.
+The library is kept in the user's cache folder under a hash of the sources, the options and the
+OpenMP library: it is built once, and found where there is no compiler, as in an image built with
+one.
 
     python -m paceline.kernels.compile    # builds it now, and prints where it is
 """
@@ -18,7 +18,6 @@ import sys
 import tempfile
 import time
 from concurrent.futures import ThreadPoolExecutor
-from functools import lru_cache
 from pathlib import Path
 
 from filelock import FileLock
@@ -73,23 +72,18 @@ def library_file() -> Path:
 
     Raises NativeUnavailableError.
     """
-    built = _built()
-    if built is not None:
-        return built
-    compiler = _compiler()
-    folder = _kept() / f"{_of_sources()}-{_of_compiler(compiler)}"
-    file = folder / _LIBRARY
+    file = _kept_file()
+    if file.is_file():
+        return file
+    compiler, folder = _compiler(), file.parent
     try:
         folder.parent.mkdir(parents=True, exist_ok=True)
         with FileLock(folder.with_suffix(".lock")):
             if not file.is_file():  # else another process has built it meanwhile
                 _build(compiler, folder)
+    except NativeUnavailableError:
+        raise
     except (OSError, PacelineError) as error:
-        others = _of_any_compiler()
-        if others is not None and not os.environ.get("CXX"):
-            return others
-        if isinstance(error, NativeUnavailableError):
-            raise
         raise NativeUnavailableError(f"the kernels cannot be built ({error})") from None
     return file
 
@@ -101,31 +95,7 @@ def is_off() -> bool:
 
 def is_built() -> bool:
     """Whether the kernels are there already. Raises NativeUnavailableError where they cannot be."""
-    return _built() is not None or not _compiler()
-
-
-def _built() -> Path | None:
-    """The kernels of the compiler that is there or, where there is none, of any.
-
-    Raises NativeUnavailableError.
-    """
-    if is_off():
-        raise NativeUnavailableError(f"PACELINE_NATIVE={OFF} asks for no kernels")
-    if os.name != "posix":
-        raise NativeUnavailableError("only Linux and macOS are supported")
-    try:
-        compiler = _compiler()
-    except NativeUnavailableError:
-        if os.environ.get("CXX"):
-            raise  # whoever names a compiler wants that one's
-        return _of_any_compiler()
-    return _of_any_compiler(_of_compiler(compiler))
-
-
-def _of_any_compiler(which: str = "*") -> Path | None:
-    """The newest library of these sources by such a compiler."""
-    found = [file for file in _kept().glob(f"{_of_sources()}-{which}/{_LIBRARY}") if file.is_file()]
-    return max(found, key=lambda file: file.stat().st_mtime, default=None)
+    return _kept_file().is_file() or not _compiler()
 
 
 def are_kernels_here() -> bool:
@@ -137,19 +107,32 @@ def are_kernels_here() -> bool:
     return True
 
 
-def _kept() -> Path:
-    own = os.environ.get("PACELINE_NATIVE_CACHE")
-    return Path(own) if own else cache_folder() / "native"
+def _kept_file() -> Path:
+    """Where the library of these sources lies once it is built. Raises NativeUnavailableError."""
+    if is_off():
+        raise NativeUnavailableError(f"PACELINE_NATIVE={OFF} asks for no kernels")
+    if os.name != "posix":
+        raise NativeUnavailableError("only Linux and macOS are supported")
+    digest = hashlib.sha256()
+    for file in sorted(SOURCES.iterdir()):
+        digest.update(file.name.encode() + file.read_bytes())
+    digest.update(repr((platform.machine(), _OPTIONS, _X86, _openmp())).encode())
+    folder = os.environ.get("PACELINE_NATIVE_CACHE")
+    kept = Path(folder) if folder else cache_folder() / "native"
+    return kept / digest.hexdigest()[:20] / _LIBRARY
 
 
 def _build(compiler: str, folder: Path) -> None:
     began = time.perf_counter()
     parts = [*_COMMON, *(_X86 if platform.machine() in ("x86_64", "AMD64") else ())]
-    with stage("building the native kernels, once"), tempfile.TemporaryDirectory() as place:
+    with (
+        stage("building the native kernels, once"),
+        tempfile.TemporaryDirectory() as scratch,
+    ):
 
         def build(part: tuple[str, str, tuple[str, ...]]) -> list[str]:
             name, source, options = part
-            into = str(Path(place) / f"{name}.o")
+            into = str(Path(scratch) / f"{name}.o")
             try:
                 _run([compiler, *_OPTIONS, *options, "-c", str(SOURCES / source), "-o", into])
             except NativeUnavailableError:
@@ -167,7 +150,8 @@ def _build(compiler: str, folder: Path) -> None:
     say(f"built the native kernels with {compiler} in {seconds:.0f} s; kept in {folder}")
 
 
-def _run(command: list[str]) -> None:
+def _run(command: list[str]) -> str:
+    """What the command writes. Raises NativeUnavailableError."""
     try:
         done = subprocess.run(command, capture_output=True, text=True, timeout=_LIMIT)
     except (OSError, subprocess.TimeoutExpired) as error:
@@ -175,10 +159,11 @@ def _run(command: list[str]) -> None:
     if done.returncode:
         lines = [line for line in done.stderr.splitlines() if "error" in line] or ["no message"]
         raise NativeUnavailableError(f"{command[0]} fails: {lines[0].strip()[:200]}")
+    return done.stdout
 
 
 def _compiler() -> str:
-    """Raises NativeUnavailableError if there is none that serves.
+    """The path of ``$CXX`` or g++. Raises NativeUnavailableError if neither serves.
 
     clang's objects need an OpenMP library of its own beside the one that torch has loaded: two
     pools of threads, each of which waits for the other's processors.
@@ -186,11 +171,11 @@ def _compiler() -> str:
     wanted = os.environ.get("CXX")
     missing = "no g++ is there" if wanted is None else f"CXX={wanted} is not there"
     for name in (wanted,) if wanted else _COMPILERS:
-        found = shutil.which(name)
-        if found is None:
+        path = shutil.which(name)
+        if path is None:
             continue
-        if "clang" not in _version(found, Path(found).stat().st_mtime):
-            return found
+        if "clang" not in _run([path, "--version"]):
+            return path
         missing = f"{name} is clang, and the kernels need g++"
     raise NativeUnavailableError(missing)
 
@@ -205,28 +190,6 @@ def _openmp() -> list[str]:
     loaded = {line.split()[-1] for line in maps.splitlines() if "libgomp" in line.split()[-1]}
     found = sorted(path for path in loaded if Path(path).is_file())
     return [found[0], f"-Wl,-rpath,{Path(found[0]).parent}"] if found else ["-fopenmp"]
-
-
-@lru_cache(maxsize=8)
-def _version(compiler: str, modified: float) -> str:
-    try:
-        done = subprocess.run([compiler, "--version"], capture_output=True, text=True, timeout=60)
-    except (OSError, subprocess.TimeoutExpired) as error:
-        raise NativeUnavailableError(f"{compiler} does not run ({error})") from None
-    return done.stdout
-
-
-def _of_compiler(compiler: str) -> str:
-    version = _version(compiler, Path(compiler).stat().st_mtime)
-    return hashlib.sha256(repr((compiler, version)).encode()).hexdigest()[:8]
-
-
-def _of_sources() -> str:
-    digest = hashlib.sha256()
-    for file in sorted(SOURCES.iterdir()):
-        digest.update(file.name.encode() + file.read_bytes())
-    digest.update(repr((platform.machine(), _OPTIONS, _X86, _openmp())).encode())
-    return digest.hexdigest()[:20]
 
 
 if __name__ == "__main__":

@@ -129,7 +129,7 @@ class Verifier:
     def _walks(self, logits: torch.Tensor, spans: Sequence[Span]) -> bool:
         """True if rows beside the accepted paths need no distribution."""
         return (
-            not transfer.apart(logits.device)
+            not transfer.has_separate_memory(logits.device)
             and not self.lossy  # a rule of its own
             and any(len(span.tree) for span in spans)
             and not any(span.tree.wants_choices for span in spans)

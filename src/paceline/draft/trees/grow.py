@@ -338,7 +338,7 @@ class DynamicTree(Growing):
         above = order.div(width, rounding_mode="floor")
         self._expand(ids.index_select(0, order), above)
         self._places.append(order + before)
-        if transfer.apart(above.device):
+        if transfer.has_separate_memory(above.device):
             self.ancestors = self._seen(above, first)
             self.expanded_parents += (first,) * len(order)
         else:  # there is nothing to wait for

@@ -84,7 +84,7 @@ class PagedCache:
         self.block_size = block_size
         self.num_blocks = num_blocks
         self.dtype, self.device = dtype, torch.device(device)
-        self._apart = transfer.apart(self.device)
+        self._separate = transfer.has_separate_memory(self.device)
         slots = num_blocks * block_size
 
         def empty(heads: int, width: int) -> torch.Tensor:
@@ -228,7 +228,7 @@ class PagedCache:
         slots: list[int] = []
         wanted: list[int] = []
         nodes: list[tuple[int, torch.Tensor]] = []
-        size, apart = self.block_size, self._apart
+        size, separate = self.block_size, self._separate
         for unplaced in spans:
             row, table = len(ids), self._tables[unplaced.seq_id]
             span = unplaced.at(row, len(wanted) + unplaced.scored, table.long)
@@ -237,7 +237,7 @@ class PagedCache:
             known = span.nodes
             if not isinstance(known, torch.Tensor):
                 ids.extend(known)
-            elif apart:
+            elif separate:
                 nodes.append((len(ids), known))
                 ids.extend([0] * len(known))
             else:
