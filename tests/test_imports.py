@@ -151,6 +151,42 @@ def test_the_lab_imports_public_names_only(path: Path) -> None:
             assert inner in PUBLIC_HOMES | besides, f"{name(path)} imports {module}"
 
 
+LIBRARIES = {"_exit", "_modules", "_tokenizer"}  # of os, torch and transformers
+
+
+@cache
+def private_names(path: Path) -> tuple[frozenset[str], frozenset[str]]:
+    """Names with one underscore of a file: those that its classes have, and those it uses of other
+    objects than ``self``, or imports from another of our files."""
+    tree = ast.parse(path.read_text(encoding="utf-8"))
+    members, used = set(), set()
+    for node in ast.walk(tree):
+        if isinstance(node, ast.ClassDef):
+            functions = (ast.FunctionDef, ast.AsyncFunctionDef)
+            members |= {item.name for item in node.body if isinstance(item, functions)}
+            fields = [item.target for item in node.body if isinstance(item, ast.AnnAssign)]
+            members |= {field.id for field in fields if isinstance(field, ast.Name)}
+        elif isinstance(node, ast.Attribute):
+            inside = isinstance(node.value, ast.Name) and node.value.id in ("self", "cls")
+            if not inside:
+                used.add(node.attr)
+            elif isinstance(node.ctx, ast.Store):
+                members.add(node.attr)
+        elif isinstance(node, ast.ImportFrom) and (node.module or "").startswith("paceline."):
+            used |= {f"{alias.name} of {node.module}" for alias in node.names}
+    return tuple(
+        frozenset(n for n in names if n.startswith("_") and not n.startswith("__"))
+        for names in (members, used)
+    )
+
+
+@pytest.mark.parametrize("path", MODULES, ids=name)
+def test_what_is_private_stays_in_its_file(path: Path) -> None:
+    mine, used = private_names(path)
+    others = {n for other in MODULES if other != path for n in private_names(other)[0]}
+    assert not [n for n in used - LIBRARIES if " of " in n or (n in others and n not in mine)]
+
+
 @pytest.mark.parametrize("path", MODULES, ids=name)
 def test_backends_are_reached_through_their_protocol(path: Path) -> None:
     """What is in a backend's folder is its own: the registry finds it by name."""

@@ -36,11 +36,11 @@ Option = tuple[float, float]  # a uniform and the width of the interval it stand
 class Placed(Verifier):
     """A verifier that is told its uniforms."""
 
-    uniforms: torch.Tensor
+    placed: torch.Tensor
 
-    def _uniforms(self, count: int, device: torch.device) -> torch.Tensor:
-        assert self.uniforms.shape == (count,)
-        return self.uniforms
+    def uniforms(self, count: int, device: torch.device) -> torch.Tensor:
+        assert self.placed.shape == (count,)
+        return self.placed
 
 
 def _intervals(probs: torch.Tensor) -> list[Option]:
@@ -87,7 +87,7 @@ def _judged(
     placed = torch.tensor([[u for u, _ in c] for c in combinations], dtype=torch.float64)
     choosing = placed if method == "match" else placed[:, :1].expand(-1, rows)
     deciding = placed[:, :0] if method == "match" else placed[:, 1:]
-    verifier.uniforms = torch.cat((choosing.flatten(), deciding.flatten()))
+    verifier.placed = torch.cat((choosing.flatten(), deciding.flatten()))
     q = None if drafts.q is None else drafts.q[index]
     tree = TokenTree(drafts.tokens[index], drafts.parents, drafts.draw, q)
     checks = [judged(request, i * rows, tree) for i in range(len(combinations))]

@@ -23,11 +23,11 @@ PENALTIES = {"repetition_penalty": 1.3, "frequency_penalty": 0.4}
 class Placed(Verifier):
     """A verifier that is told its uniforms."""
 
-    uniforms: torch.Tensor
+    placed: torch.Tensor
 
-    def _uniforms(self, count, device):
-        assert self.uniforms.shape == (count,)
-        return self.uniforms
+    def uniforms(self, count, device):
+        assert self.placed.shape == (count,)
+        return self.placed
 
 
 def request(seq_id=0, **params):
@@ -88,14 +88,14 @@ def test_each_request_of_a_mixed_batch_as_if_alone(rule, seed):
     uniforms = torch.rand(rows + nodes, dtype=torch.float64, generator=generator)
     verifier = Placed(rule)
     needs_nodes = rule != "coupled"
-    verifier.uniforms = uniforms if needs_nodes else uniforms[:rows]
+    verifier.placed = uniforms if needs_nodes else uniforms[:rows]
     together = verifier(logits, checks)
     node = rows
     for check, verdict in zip(checks, together, strict=True):
         own = slice(check.logit_row, check.logit_row + check.judged_rows)
         decides = verifier_module.method_of(check, rule) != "match"
         deciding = uniforms[node : node + len(check.tree)] if decides else uniforms[:0]
-        verifier.uniforms = torch.cat((uniforms[own], deciding))
+        verifier.placed = torch.cat((uniforms[own], deciding))
         alone = verifier(logits[own], [judged(check.seq, 0, check.tree)])
         assert list(map(as_walked, alone)) == [as_walked(verdict)]
         node += len(check.tree)
@@ -178,12 +178,12 @@ def test_vocabularies_padded_to_different_widths(target_width, draft_width, draw
     seq = request(temperature=1.0)
     uniforms = torch.rand(2 * len(parents) + 1, dtype=torch.float64, generator=generator)
     verifier = Placed()
-    verifier.uniforms = uniforms
+    verifier.placed = uniforms
     mixed = [judged(seq, 0, padded), judged(seq, len(parents) + 1, TokenTree.empty())]
     alone = verifier(logits, [judged(seq, 0, narrow)])
     assert verifier(wide, mixed[:1]) == alone
     rows = len(parents) + 1
-    verifier.uniforms = torch.cat((uniforms[:rows], uniforms[:1], uniforms[rows:]))
+    verifier.placed = torch.cat((uniforms[:rows], uniforms[:1], uniforms[rows:]))
     assert verifier(torch.cat((wide, wide[:1])), mixed)[:1] == alone
 
 

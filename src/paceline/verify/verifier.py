@@ -149,7 +149,7 @@ class Verifier:
         choices = torch.zeros(first, dtype=torch.int64)
         tokens = [span.tree.host_tokens() for span in spans]
         plain = not needs_probs([span.seq for span in spans])
-        uniforms = choices if plain else self._uniforms(first, logits.device)
+        uniforms = choices if plain else self.uniforms(first, logits.device)
         at = dict.fromkeys(range(len(spans)), 0)
         while at:
             index = [starts[n] + row for n, row in at.items()]
@@ -178,9 +178,9 @@ class Verifier:
         if all(is_coupled(seq.params) for seq in rows.seqs):
             return Decisions(coupled_choice(probs, rows))
         probs, sound = _stood_in(probs)
-        outcome = self._outcome(probs, spans)
+        outcome = self.rule_probabilities(probs, spans)
         nodes = 0 if outcome is None else outcome.accept.shape[0]
-        uniforms = self._uniforms(len(rows) + nodes, scores.device)
+        uniforms = self.uniforms(len(rows) + nodes, scores.device)
         stop = probs if outcome is None else outcome.stop
         choices = _drawn(probs, stop, rows, uniforms[: len(rows)])
         if sound is not None:
@@ -189,12 +189,18 @@ class Verifier:
             return Decisions(choices)
         return Decisions(choices, uniforms[len(rows) :] < outcome.accept)
 
-    def _uniforms(self, count: int, device: torch.device) -> torch.Tensor:
+    def uniforms(self, count: int, device: torch.device) -> torch.Tensor:
         """float64 [count] in [0, 1): first one per row, for its choice, then one per node."""
         return torch.rand(count, dtype=torch.float64, device=device, generator=self.generator)
 
-    def _outcome(self, probs: torch.Tensor, spans: Sequence[Span]) -> RuleProbabilities | None:
-        """Accept chances and stop distributions of all spans; None if all of them are matched."""
+    def rule_probabilities(
+        self, probs: torch.Tensor, spans: Sequence[Span]
+    ) -> RuleProbabilities | None:
+        """Accept chances and stop distributions of all spans; None if all of them are matched.
+
+        ``probs``: [R, V], the target's at each judged row of the spans in turn. ``accept`` of the
+        result is [nodes], ``stop`` [R, V].
+        """
         methods = [method_of(span, self.rule) for span in spans]
         if all(method == "match" for method in methods):
             return None

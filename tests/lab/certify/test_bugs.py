@@ -95,10 +95,10 @@ def test_a_drafter_that_lies(llm: LLM, prompts: Named, change, params: SamplingP
 class NoResidual(Verifier):
     """Refused drafts are replaced by a draw from p itself."""
 
-    def _outcome(
+    def rule_probabilities(
         self, distributions: torch.Tensor, checks: Sequence[Span]
     ) -> RuleProbabilities | None:
-        found = super()._outcome(distributions, checks)
+        found = super().rule_probabilities(distributions, checks)
         return (
             None
             if found is None

@@ -255,7 +255,7 @@ def _with_uniforms(verifier: Verifier, uniforms: torch.Tensor) -> Verifier:
         return uniforms[:count]
 
     told = copy.copy(verifier)
-    vars(told)["_uniforms"] = given
+    vars(told)["uniforms"] = given
     return told
 
 
@@ -264,7 +264,7 @@ def _options(verifier: Verifier, logits: torch.Tensor, span: Span) -> list[list[
     distributions."""
     rows = logits.shape[0]
     distributions = probabilities(logits, Rows((span.seq,) * rows, (0, *span.tree.depths)))
-    outcome = verifier._outcome(distributions, [span])
+    outcome = verifier.rule_probabilities(distributions, [span])
     if outcome is None:
         return [_intervals(row[None]) for row in distributions]
     deciding = [

@@ -32,10 +32,10 @@ class Packing:
         self._held: list[Any] = []
         self._untrimmed = 0  # bytes packed since memory was last given back
         # With the part of the rows that they see, and the layer that they are of.
-        self._matrices: list[tuple[Packed, float, int | None]] = []
+        self.packed: list[tuple[Packed, float, int | None]] = []
 
     def weight(self, packed: Packed, part: float = 1.0, layer: int | None = None) -> CWeight:
-        self._matrices.append((packed, part, layer))
+        self.packed.append((packed, part, layer))
         # What was packed is free now: without this all of a model would lie in memory twice.
         self._untrimmed += packed.data.nbytes
         if self._untrimmed > _TRIM_BYTES:
@@ -105,7 +105,7 @@ class Packing:
         rows = sum(span.rows for span in spans)
         reads = [
             matrix.read(wanted if matrix is head else round(rows * part))
-            for matrix, part, layer in self._matrices
+            for matrix, part, layer in self.packed
             if layer not in skipped
         ]
         return NativeWork.of_forward(tuple(reads), spans, cache, layers, width)

@@ -77,7 +77,7 @@ class NativeModel(Backend):
         self._packing.trim()
         self._ropes = Ropes(hf.model.rotary_emb, decoder.rope_kinds)
         self._caches = CachePointers(self.num_layers)
-        matrices = sum(matrix.data.nbytes for matrix, _, _ in self._packing._matrices)
+        matrices = sum(matrix.data.nbytes for matrix, _, _ in self._packing.packed)
         self.head_share = self.lm_head.data.nbytes / matrices
 
     def _layer(self, layer: Any, index: int) -> CLayer:
