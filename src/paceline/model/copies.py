@@ -19,7 +19,7 @@ from torch import nn
 from paceline.errors import ConfigError
 from paceline.model.offload import brought, settle
 from paceline.model.precision import is_quantised, quantise_loaded
-from paceline.model.quantised.sharing import children, copy_beside
+from paceline.model.quantised.convert import children, copy_beside
 from paceline.model.quantised.weights import HeldLinear, is_plain, plain_linear
 from paceline.model.target import CausalModel
 

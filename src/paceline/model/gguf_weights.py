@@ -79,8 +79,7 @@ def keep_blocks(path: Path, architecture: str, hf: Any) -> None:
                     weight_of_blocks(tensor.name, kind, tensor.data), module, config
                 )
             if weight is not None:
-                parent, _, last = name.rpartition(".")
-                setattr(hf.get_submodule(parent), last, QuantisedLinear(weight, module.bias))
+                hf.set_submodule(name, QuantisedLinear(weight, module.bias))
             elif kind not in PLAIN:
                 left[kind or "no tensor of its own"] += 1
             progress.advance()

@@ -85,8 +85,7 @@ def put_back(name: str, hf: Any, weights: Mapping[str, QuantisedWeight]) -> None
         if type(module) is not nn.Linear or not weight.fits:
             left += 1
             continue
-        parent, _, last = layer.rpartition(".")
-        setattr(hf.get_submodule(parent), last, QuantisedLinear(weight, module.bias))
+        hf.set_submodule(layer, QuantisedLinear(weight, module.bias))
     if left:
         say(
             f"{name}: {left} of {len(weights)} quantised layers are dequantised, as their shapes "
@@ -121,8 +120,7 @@ def dequantise(hf: Any) -> int:
     """Plain layers of the same numbers in place of quantised ones; returns how many there were."""
     found = [(name, m) for name, m in hf.named_modules() if isinstance(m, QuantisedLinear)]
     for name, module in found:
-        parent, _, last = name.rpartition(".")
-        setattr(hf.get_submodule(parent), last, module.plain().to(hf.dtype))
+        hf.set_submodule(name, module.plain().to(hf.dtype))
     return len(found)
 
 

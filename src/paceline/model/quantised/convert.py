@@ -1,7 +1,8 @@
-"""Quantise the linear layers of a loaded model, in place, one after the other."""
+"""Quantise the linear layers of a loaded model, in place or in a copy that shares the rest."""
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
@@ -131,8 +132,7 @@ def quantise_module(
                 found.before += dense.nbytes
                 found.after += weight.nbytes
                 found.layers += 1
-                parent, _, last = name.rpartition(".")
-                setattr(hf.get_submodule(parent), last, QuantisedLinear(weight, module.bias))
+                hf.set_submodule(name, QuantisedLinear(weight, module.bias))
                 progress.advance()
     return found
 
@@ -186,3 +186,32 @@ def observe(
         for hook in hooks:
             hook.remove()
     return {name: sums[shared.get(name, name)] for name in names}
+
+
+def copy_beside(
+    module: Any,
+    stand_in: Callable[[Any], nn.Module | None],
+    finish: Callable[[nn.Module], None] = lambda _: None,
+) -> Any:
+    """A copy with the very same parameters, in which each module that has a ``stand_in`` gives way
+    to it. ``finish`` is called with every module that was copied."""
+    other = stand_in(module)
+    if other is not None:
+        return other
+    copied = copy.copy(module)
+    # Tables of its own: parameters, hooks and children are looked up in them.
+    vars(copied).update(
+        {key: copy.copy(v) for key, v in vars(module).items() if isinstance(v, dict)}
+    )
+    copied._modules = {
+        name: copy_beside(child, stand_in, finish) for name, child in module._modules.items()
+    }
+    finish(copied)
+    return copied
+
+
+def children(module: nn.Module) -> Iterator[tuple[nn.Module, str, nn.Module]]:
+    """All descendants with their parents and names; they may be replaced meanwhile."""
+    for parent in list(module.modules()):
+        for key, child in list(parent.named_children()):
+            yield parent, key, child

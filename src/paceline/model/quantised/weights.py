@@ -234,11 +234,11 @@ class QuantisedLinear(HeldLinear):
         return f"in={self.in_features}, out={self.out_features}, bits={w.bits}, group={w.group}"
 
 
-def plain_linear(weight: torch.Tensor, bias: torch.Tensor | None) -> nn.Linear:
+def plain_linear(weight: torch.Tensor, bias: torch.Tensor | None = None) -> nn.Linear:
     """A layer of these very tensors, ``[out, in]`` and ``[out]``."""
     linear = nn.Linear(1, 1, bias=False)
     linear.out_features, linear.in_features = weight.shape
-    linear.weight = nn.Parameter(weight, requires_grad=False)
+    linear.weight = nn.Parameter(weight.detach(), requires_grad=False)
     if bias is not None:
         linear.bias = nn.Parameter(bias, requires_grad=False)
     return linear

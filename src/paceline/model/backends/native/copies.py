@@ -14,9 +14,8 @@ from paceline.model.backends.base import Adapted
 from paceline.model.backends.native.kept import key_of, read, write
 from paceline.model.backends.native.packing import Form, Packed, PackedLinear
 from paceline.model.backends.trial import relative_error
-from paceline.model.quantised.convert import Code, Scheme
+from paceline.model.quantised.convert import Code, Scheme, children, copy_beside
 from paceline.model.quantised.rounding import round_to_nearest
-from paceline.model.quantised.sharing import children, copy_beside
 from paceline.model.quantised.weights import HeldLinear, QuantisedLinear, quantised_product
 
 _TRIED = 64  # outputs of a matrix that are compared with the readable truth

@@ -23,10 +23,9 @@ from paceline.kernels.library import (
     library,
 )
 from paceline.model.backends.counters import NativeWork, count_work, traced
-from paceline.model.backends.native.adapter import BatchArrays, CachePointers
+from paceline.model.backends.native.adapter import BatchArrays, CachePointers, Opened, Ropes
 from paceline.model.backends.native.growth import NativeGrowth
 from paceline.model.backends.native.layers import Packing
-from paceline.model.backends.native.opened import Opened, Ropes
 from paceline.model.backends.native.packing import Packed, pack_children
 from paceline.model.backends.native.recognise import DecoderShape
 from paceline.model.paged.cache import PagedCache

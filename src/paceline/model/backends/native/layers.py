@@ -16,11 +16,11 @@ from paceline.model.backends.native.norms import RMSNorm
 from paceline.model.backends.native.packing import (
     Packed,
     PackedExperts,
-    linear_of,
     pack_children,
 )
 from paceline.model.backends.native.recognise import GATED, PROJECTIONS
 from paceline.model.paged.pieces import KeyValueStore
+from paceline.model.quantised.weights import plain_linear
 
 _TRIM_BYTES = 64 << 20
 
@@ -74,7 +74,7 @@ class Packing:
         return {
             "experts": count,
             "chosen": mlp.gate.top_k,
-            "router": self.weight(Packed.of([linear_of(mlp.gate.weight)], dtype), layer=number),
+            "router": self.weight(Packed.of([plain_linear(mlp.gate.weight)], dtype), layer=number),
             "expert_gate_up": gate_up,
             "expert_down": down,
         }

@@ -14,12 +14,17 @@ from paceline.kernels.library import DTYPES, CLayer, CModel, check, instructions
 from paceline.model.backends.base import NATIVE, Adapted, Backend
 from paceline.model.backends.counters import NativeWork, count_work, traced
 from paceline.model.backends.heads import DraftingHeads, EagleStep
-from paceline.model.backends.native.adapter import BatchArrays, CachePointers, skipped_flags
+from paceline.model.backends.native.adapter import (
+    BatchArrays,
+    CachePointers,
+    Opened,
+    Ropes,
+    skipped_flags,
+)
 from paceline.model.backends.native.copies import rounded_copy
 from paceline.model.backends.native.growth import NativeGrowth
 from paceline.model.backends.native.heads import NativeEagle, NativeMedusa
 from paceline.model.backends.native.layers import Packing
-from paceline.model.backends.native.opened import Opened, Ropes
 from paceline.model.backends.native.packing import PackedExperts, PackedLinear, pack_children
 from paceline.model.backends.native.recognise import STATIC_ROPE, DecoderShape
 from paceline.model.paged.pieces import KeyValueStore

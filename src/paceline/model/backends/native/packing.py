@@ -35,6 +35,7 @@ from paceline.model.quantised.weights import (
     QuantisedLinear,
     QuantisedWeight,
     alike,
+    plain_linear,
 )
 
 _PANEL = 32
@@ -285,7 +286,7 @@ class PackedLinear(HeldLinear):
         if self.packed.form is not None:
             weight = self.packed.quantised(self.place, self.first, self.out_features)
             return QuantisedLinear(weight, self.bias)
-        return linear_of(self.weight, self.bias)
+        return plain_linear(self.weight, self.bias)
 
 
 class PackedExperts(nn.Module):
@@ -300,8 +301,9 @@ class PackedExperts(nn.Module):
         self.gate_up: list[Packed] = []
         self.down: list[Packed] = []
         for both, down in zip(experts.gate_up_proj, experts.down_proj, strict=True):
-            self.gate_up.append(Packed.of([linear_of(part) for part in both.chunk(2)], dtype, True))
-            self.down.append(Packed.of([linear_of(down)], dtype))
+            parts = [plain_linear(part) for part in both.chunk(2)]
+            self.gate_up.append(Packed.of(parts, dtype, True))
+            self.down.append(Packed.of([plain_linear(down)], dtype))
         experts.gate_up_proj = experts.down_proj = None
 
     def plain(self) -> nn.Module:
@@ -309,28 +311,17 @@ class PackedExperts(nn.Module):
         ffn, hidden = self.gate_up[0].outputs, self.gate_up[0].inputs
         gate_up = [[p.dense(place, 0, ffn) for place in (GATE, UP)] for p in self.gate_up]
         module = copy.copy(self._emptied)
+        weights = {
+            "gate_up_proj": torch.stack([torch.cat(both) for both in gate_up]),
+            "down_proj": torch.stack([p.dense(PLAIN, 0, hidden) for p in self.down]),
+        }
         module._parameters = {
-            "gate_up_proj": _fixed(torch.stack([torch.cat(both) for both in gate_up])),
-            "down_proj": _fixed(torch.stack([p.dense(PLAIN, 0, hidden) for p in self.down])),
+            name: nn.Parameter(weight, requires_grad=False) for name, weight in weights.items()
         }
         return module  # type: ignore[no-any-return]
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         return self.plain()(*args, **kwargs)
-
-
-def _fixed(weight: torch.Tensor) -> nn.Parameter:
-    return nn.Parameter(weight, requires_grad=False)
-
-
-def linear_of(weight: torch.Tensor, bias: torch.Tensor | None = None) -> nn.Linear:
-    """A module of this weight ``[outputs, inputs]``, which is not copied."""
-    linear = nn.Linear(1, 1, bias=False)
-    linear.out_features, linear.in_features = weight.shape
-    linear.weight = _fixed(weight.detach())
-    if bias is not None:
-        linear.bias = _fixed(bias)
-    return linear
 
 
 def pack_children(
