@@ -188,8 +188,8 @@ def _openmp() -> list[str]:
     except OSError:
         return ["-fopenmp"]
     loaded = {line.split()[-1] for line in maps.splitlines() if "libgomp" in line.split()[-1]}
-    found = sorted(path for path in loaded if Path(path).is_file())
-    return [found[0], f"-Wl,-rpath,{Path(found[0]).parent}"] if found else ["-fopenmp"]
+    files = sorted(path for path in loaded if Path(path).is_file())
+    return [files[0], f"-Wl,-rpath,{Path(files[0]).parent}"] if files else ["-fopenmp"]
 
 
 if __name__ == "__main__":

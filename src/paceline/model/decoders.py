@@ -186,13 +186,13 @@ class ByteLevel(DecoderStage):
         return stage
 
     def spell(self, token: str) -> bytes:
-        found = self._known.get(token)
-        if found is None:
+        spelled = self._known.get(token)
+        if spelled is None:
             # A token with a character that stands for no byte is taken as it is.
             strange = any(character not in _BYTES for character in token)
-            found = token.encode() if strange else bytes(map(_BYTES.__getitem__, token))
-            self._known[token] = found
-        return found
+            spelled = token.encode() if strange else bytes(map(_BYTES.__getitem__, token))
+            self._known[token] = spelled
+        return spelled
 
     def drop_unfinished(self) -> None:
         self._utf8.reset()
@@ -209,7 +209,7 @@ def _byte_characters() -> dict[str, int]:
     printable = {*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)}
     others = [byte for byte in range(256) if byte not in printable]
     alphabet = {chr(byte): byte for byte in printable}
-    return alphabet | {chr(0x100 + place): byte for place, byte in enumerate(others)}
+    return alphabet | {chr(0x100 + index): byte for index, byte in enumerate(others)}
 
 
 _BYTES = _byte_characters()
@@ -268,14 +268,14 @@ def parts_of(decoder: Decoder | None) -> list[DecoderStage]:
         return [Whole(decoder, joined=False)]
     parts: list[DecoderStage] = []
     joined = False
-    for place, spec in enumerate(specs):
+    for index, spec in enumerate(specs):
         kind = spec["type"]
         if kind == "Fuse":
             joined = True
             continue
         part = _part(spec, joined)
         if part is None:
-            rest = {"type": "Sequence", "decoders": specs[place:]}
+            rest = {"type": "Sequence", "decoders": specs[index:]}
             return [*parts, Whole(_library(rest), joined)]
         parts.append(part)
         joined = joined or kind == "ByteLevel"

@@ -53,12 +53,12 @@ def gguf_file(name: str) -> Path | None:
         return path
     if not path.is_dir() or (path / "config.json").is_file():
         return None
-    found = sorted(path.glob(f"*{SUFFIX}"))
-    if len(found) > 1:
+    files = sorted(path.glob(f"*{SUFFIX}"))
+    if len(files) > 1:
         raise ModelLoadError(
-            f"folder {name} holds {len(found)} GGUF files; name one, as in {found[0]}"
+            f"folder {name} holds {len(files)} GGUF files; name one, as in {files[0]}"
         )
-    return found[0] if found else None
+    return files[0] if files else None
 
 
 def require_gguf(purpose: str) -> None:
@@ -103,18 +103,18 @@ class GgufFile:
     @property
     def sampling(self) -> dict[str, Any]:
         """What the file says of sampling, as a generation config does."""
-        found: dict[str, Any] = {}
+        options: dict[str, Any] = {}
         for name, key in _SAMPLING.items():
             value = self.fields.get(f"general.sampling.{key}")
             if value is not None:  # float32: 0.95 and not 0.94999998
-                found[name] = int(value) if name == "top_k" else float(f"{value:.6g}")
-        return found and found | {"do_sample": found.get("temperature") != 0}
+                options[name] = int(value) if name == "top_k" else float(f"{value:.6g}")
+        return options and options | {"do_sample": options.get("temperature") != 0}
 
     @property
     def pre_tokenizer(self) -> str | None:
         """How the file says that text is split before its merges; None if it does not say."""
-        said = self.fields.get("tokenizer.ggml.pre")
-        return None if said is None else str(said)
+        name = self.fields.get("tokenizer.ggml.pre")
+        return None if name is None else str(name)
 
     @property
     def splits_otherwise(self) -> bool:
@@ -260,10 +260,10 @@ def dequantising(path: Path) -> Iterator[None]:
                 progress.advance()
 
         names = lru_cache(gguf.get_tensor_name_map)
-        for owner, name, own in ((reader, "tqdm", shown), (gguf, "get_tensor_name_map", names)):
+        for owner, name, new in ((reader, "tqdm", shown), (gguf, "get_tensor_name_map", names)):
             if hasattr(owner, name):
                 undo.callback(setattr, owner, name, getattr(owner, name))
-                setattr(owner, name, own)
+                setattr(owner, name, new)
         yield
 
 
@@ -309,9 +309,9 @@ def mended(backend: Tokenizer, file: GgufFile) -> Tokenizer:
     from tokenizers import Tokenizer, pre_tokenizers
 
     content = json.loads(backend.to_str())
-    own = [token for token in content["added_tokens"] if token["id"] < file.vocabulary]
-    if len(own) < len(content["added_tokens"]):
-        backend = Tokenizer.from_str(json.dumps({**content, "added_tokens": own}))
+    added = [token for token in content["added_tokens"] if token["id"] < file.vocabulary]
+    if len(added) < len(content["added_tokens"]):
+        backend = Tokenizer.from_str(json.dumps({**content, "added_tokens": added}))
     if file.pre_tokenizer in _DIGITS_APART and file.fields.get("tokenizer.ggml.model") == "gpt2":
         backend.pre_tokenizer = pre_tokenizers.Sequence(
             [

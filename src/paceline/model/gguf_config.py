@@ -100,8 +100,8 @@ class _Keys:
 
     def width(self, config: Any) -> int:
         """Of a head."""
-        said = self.values.get("attention.key_length") or getattr(config, "head_dim", None)
-        return int(said or config.hidden_size // config.num_attention_heads)
+        width = self.values.get("attention.key_length") or getattr(config, "head_dim", None)
+        return int(width or config.hidden_size // config.num_attention_heads)
 
     def refuse(self, key: str, why: str = "is not read here") -> NoReturn:
         raise UnsupportedModelError(
@@ -179,9 +179,9 @@ def _attention(config: Any, keys: _Keys) -> dict[str, Any]:
 
 def _rope(config: Any, keys: _Keys) -> dict[str, Any]:
     """``rope_parameters``; nested by kinds of layers where they were."""
-    found = config.rope_parameters
-    sliding = found.get("sliding_attention")
-    options = dict(found["full_attention"] if sliding else found)
+    parameters = config.rope_parameters
+    sliding = parameters.get("sliding_attention")
+    options = dict(parameters["full_attention"] if sliding else parameters)
     base, swa = keys.take("rope.freq_base"), keys.take("rope.freq_base_swa")
     options["rope_theta"] = options["rope_theta"] if base is None else base
     rotated, width = keys.take("rope.dimension_count"), keys.width(config)
@@ -226,17 +226,17 @@ def _scaling(config: Any, keys: _Keys, options: Mapping[str, Any]) -> dict[str, 
 def _yarn(keys: _Keys, factor: float, original: int) -> dict[str, Any]:
     keys.expect("rope.scaling.yarn_ext_factor", 1.0, -1.0)
     keys.expect("rope.scaling.yarn_log_multiplier", 0.0)
-    found = {
+    values = {
         "attention_factor": keys.take("rope.scaling.yarn_attn_factor"),
         "beta_fast": keys.take("rope.scaling.yarn_beta_fast"),
         "beta_slow": keys.take("rope.scaling.yarn_beta_slow"),
     }
-    said = {key: float(value) for key, value in found.items() if value is not None and value > 0}
+    stated = {key: float(value) for key, value in values.items() if value is not None and value > 0}
     return {
         "rope_type": "yarn",
         "factor": factor,
         "original_max_position_embeddings": int(original),
-        **said,
+        **stated,
     }
 
 
@@ -245,25 +245,25 @@ def _longrope(keys: _Keys, original: int) -> dict[str, Any]:
     short = keys.file.rope_factors.get("rope_factors_short.weight")
     if long is None or short is None:
         keys.refuse("rope.scaling.type", "needs both tensors rope_factors_long and _short")
-    said = keys.take("rope.scaling.attn_factor")
+    attention_factor = keys.take("rope.scaling.attn_factor")
     return {
         "rope_type": "longrope",
         "short_factor": list(short),
         "long_factor": list(long),
         "original_max_position_embeddings": int(original),
-        **({"attention_factor": float(said)} if said else {}),
+        **({"attention_factor": float(attention_factor)} if attention_factor else {}),
     }
 
 
 def _llama3(config: Any, keys: _Keys, options: Mapping[str, Any]) -> dict[str, Any]:
     """The options by which llama.cpp's converter made the factors, found again and compared."""
-    found = keys.file.rope_factors["rope_freqs.weight"]
-    factor = max(found)
-    if factor == min(found) == 1:
+    factors = keys.file.rope_factors["rope_freqs.weight"]
+    factor = max(factors)
+    if factor == min(factors) == 1:
         return {}
-    width = 2 * len(found)
+    width = 2 * len(factors)
     wanted = _llama3_factors(options["rope_theta"], width, factor)
-    if not all(math.isclose(a, b, rel_tol=1e-4) for a, b in zip(found, wanted, strict=True)):
+    if not all(math.isclose(a, b, rel_tol=1e-4) for a, b in zip(factors, wanted, strict=True)):
         keys.refuse_tensor("rope_freqs.weight", "whose factors are not those of Llama 3")
     return {
         "rope_type": "llama3",
@@ -276,9 +276,9 @@ def _llama3(config: Any, keys: _Keys, options: Mapping[str, Any]) -> dict[str, A
 def _llama3_factors(theta: float, width: int, factor: float) -> Sequence[float]:
     """By what each frequency of a head of ``width`` is divided."""
     low, high = _LLAMA3["low_freq_factor"], _LLAMA3["high_freq_factor"]
-    found = []
+    factors = []
     for pair in range(width // 2):
         turns = _LLAMA3_CONTEXT * theta ** (-2 * pair / width) / (2 * math.pi)
         share = min(1.0, max(0.0, (turns - low) / (high - low)))
-        found.append(1 / ((1 - share) / factor + share))
-    return found
+        factors.append(1 / ((1 - share) / factor + share))
+    return factors

@@ -92,9 +92,9 @@ def _as_laid_out(weight: QuantisedWeight, module: nn.Linear, config: Any) -> Qua
     """The weight with its rows in the module's order; None if no order gives its numbers."""
     wanted = module.weight.detach().float()
     for order in _orders(weight.shape[0], config):
-        found = weight if order is None else weight.rows(order)
-        if found.shape == wanted.shape and _same(found.dense(), wanted):
-            return found
+        ordered = weight if order is None else weight.rows(order)
+        if ordered.shape == wanted.shape and _same(ordered.dense(), wanted):
+            return ordered
     return None
 
 

@@ -46,11 +46,11 @@ _READABLE = {"int8": 1.0 + 4 / EIGHT_BIT_GROUP, "int4": 1.0 + 2 * 4 / ROW_GROUP}
 def rounded_bytes(hf: Any, precision: str, width: int, readable: bool = False) -> int:
     """Of a model's matrices rounded to ``precision``, in memory; the head in 8 bits, and what has
     no groups in numbers of ``width`` bytes. ``readable``: without the kernels' layout."""
-    each_of = _READABLE if readable else _KERNELS
+    widths = _READABLE if readable else _KERNELS
     head, total = hf.get_output_embeddings(), 0.0
     for module, held in _linear(hf):
-        each = each_of["int8" if module is head else precision]
-        total += (width if module.in_features % ROW_GROUP else each) * held.elements
+        number = widths["int8" if module is head else precision]
+        total += (width if module.in_features % ROW_GROUP else number) * held.elements
     return int(total)
 
 

@@ -34,10 +34,10 @@ def fetched(name: str) -> str:
     check_hub_name(name)
     if name not in _asked:
         _asked[name] = _ask(name)
-    found = _asked[name]
-    if isinstance(found, ModelLoadError):
-        raise ModelLoadError(str(found))
-    return found
+    answer = _asked[name]
+    if isinstance(answer, ModelLoadError):
+        raise ModelLoadError(str(answer))
+    return answer
 
 
 def is_path(path: str) -> bool:
@@ -49,10 +49,10 @@ def is_path(path: str) -> bool:
 
 def check_hub_name(name: str) -> None:
     """Raise ModelLoadError for what no hub is to be asked for."""
-    owner, slash, own = name.partition("/")
-    if not (owner and slash and own):
+    owner, slash, model = name.partition("/")
+    if not (owner and slash and model):
         known = [*BUILT_IN, *FOR_SMOLLM2, *(entry.full_name for entry in PULLABLE.values())]
-        short = {each.removeprefix(PREFIX): each for each in known}
+        short = {full_name.removeprefix(PREFIX): full_name for full_name in known}
         near = difflib.get_close_matches(name.lower(), short, 1)
         hint = f"did you mean {short[near[0]]}?" if near else "check the spelling"
         raise ModelLoadError(

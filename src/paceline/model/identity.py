@@ -62,9 +62,9 @@ class ModelIdentity:
         if self.config != other.config:
             return "its configuration is another one"
         pairs = list(zip(self.logits, other.logits, strict=False))
-        apart = sum((a - b) ** 2 for a, b in pairs)
+        distance = sum((a - b) ** 2 for a, b in pairs)
         size = sum(a**2 for a, _ in pairs)
-        if len(self.logits) != len(other.logits) or apart > _ALIKE**2 * size:
+        if len(self.logits) != len(other.logits) or distance > _ALIKE**2 * size:
             return "its weights are others"
         return None
 

@@ -60,15 +60,15 @@ def load_module(
     ``config`` replaces the model's own, with fewer layers: only their weights are read.
     ``placement`` goes to ``from_pretrained``, which then says where the weights are.
     """
-    place = resolve_device(device)
-    number = resolve_dtype(dtype, place)
+    target = resolve_device(device)
+    number = resolve_dtype(dtype, target)
     path = fetched(name)
     gguf = gguf_file(path)
     if gguf is not None:
         module = _of_gguf(name, gguf, number, attention, config)
-        if packed and place.type == "cpu" and read_gguf(gguf).quantised:
+        if packed and target.type == "cpu" and read_gguf(gguf).quantised:
             keep_blocks(gguf, read_gguf(gguf).architecture, module)
-        return module.to(place)
+        return module.to(target)
     check_folder(name, Path(path))
     _check_weights(name, Path(path))
     from paceline.model.probe import ATTENTION, register
@@ -78,7 +78,7 @@ def load_module(
         config = read_config(name, path) if config is None else config
         check_architecture(config)
         options = quantization_of(config)
-        if options is not None and keeps(options, place):
+        if options is not None and keeps(options, target):
             number = number or torch.float32
             tensors, weights = dense_tensors(name, weight_files(Path(path)), options, number)
             del config.quantization_config  # transformers is to see a plain model
@@ -86,7 +86,7 @@ def load_module(
             put_back(name, module, weights)
         else:
             module = _weights(name, path, config, number, attention or ATTENTION, **placement)
-    return module if placement else module.to(place)
+    return module if placement else module.to(target)
 
 
 def _of_gguf(
@@ -105,9 +105,9 @@ def _of_gguf(
         plain = not file.quantised and not {"F16", "BF16"} & set(file.types)
         dtype = torch.float32 if plain else torch.bfloat16
     with _quiet(), dequantising(path):
-        own = read_config(name, str(path)) if config is None else config
-        check_architecture(own)
-        module = _weights(name, str(path), own, dtype, attention or ATTENTION)
+        options = read_config(name, str(path)) if config is None else config
+        check_architecture(options)
+        module = _weights(name, str(path), options, dtype, attention or ATTENTION)
     if config is None:  # else the file's other layers are left out
         check_taken(file, module)
     # The weights are plain numbers now; transformers would refuse to save or cast the module.
@@ -130,17 +130,17 @@ def resolve_device(device: str | torch.device) -> torch.device:
     if device == "auto":
         return torch.device("cuda" if torch.cuda.is_available() else "cpu")
     try:
-        place = torch.device(device)
+        resolved = torch.device(device)
     except RuntimeError:
         raise ConfigError(
             f"device {str(device)!r} is not known; use auto, cpu, cuda or cuda:N"
         ) from None
-    if place.type == "cuda" and (place.index or 0) >= torch.cuda.device_count():
-        found = torch.cuda.device_count()
+    if resolved.type == "cuda" and (resolved.index or 0) >= torch.cuda.device_count():
         raise ConfigError(
-            f"device {place} asked for, but PyTorch sees {found} CUDA devices; use auto or cpu"
+            f"device {resolved} asked for, but PyTorch sees {torch.cuda.device_count()} CUDA "
+            "devices; use auto or cpu"
         )
-    return place
+    return resolved
 
 
 def resolve_dtype(dtype: str | torch.dtype, device: torch.device) -> torch.dtype | None:
@@ -247,14 +247,14 @@ def read_config(name: str, path: str) -> Any:
     UnsupportedModelError where a GGUF file or a quantised checkpoint says what is not read."""
     from transformers import AutoConfig
 
-    place, options = _source(path)
+    source, options = _source(path)
     if not is_path(path):
         check_hub_name(name)
     try:
-        config = AutoConfig.from_pretrained(place, **options)
+        config = AutoConfig.from_pretrained(source, **options)
         if options:
             check_architecture(config)  # the reason that a user can do something with goes first
-            config = completed(config, read_gguf(Path(place, options["gguf_file"])))
+            config = completed(config, read_gguf(Path(source, options["gguf_file"])))
         check_fields(name, quantization_of(config) or {})
         return config
     except (OSError, ValueError, KeyError, TypeError) as error:
@@ -334,13 +334,13 @@ def _weights(
     from safetensors import SafetensorError
     from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, AutoModelForCausalLM
 
-    place, options = _source(path)
+    source, options = _source(path)
     given = tensors is not None  # which the automatic class cannot be told
     mapped = type(config) in MODEL_FOR_CAUSAL_LM_MAPPING and not given
     loader: Any = AutoModelForCausalLM if mapped else causal_class(config)
     try:
         module, info = loader.from_pretrained(
-            None if given else place,
+            None if given else source,
             **options,
             state_dict=tensors,
             config=config,

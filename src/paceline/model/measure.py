@@ -79,8 +79,8 @@ def measure_target(
     """
     context = max(1, min(context, target.max_positions // 2))
     most = min(target.max_positions, cache.num_blocks * cache.block_size) - context
-    wanted = {batch: [n for n in own if n <= most] or [1] for batch, own in counts.items()}
-    reach = context + max(own[-1] for own in wanted.values())
+    wanted = {batch: [n for n in asked if n <= most] or [1] for batch, asked in counts.items()}
+    reach = context + max(lengths[-1] for lengths in wanted.values())
     room = max(1, cache.num_blocks // -(-reach // cache.block_size))
     sizes = [batch for batch in wanted if batch <= room] or [1]
     ids = range(-max(sizes), 0)
@@ -101,8 +101,9 @@ def measure_target(
             if around is None and curves:
                 break
             with around or nullcontext():
-                own, seconds = wanted.get(size, [1]), 0.06 * rounds if budget is None else budget
-                curves[size] = measure(partial(run, size), own, target.device, rounds, seconds)
+                seconds = 0.06 * rounds if budget is None else budget
+                lengths = wanted.get(size, [1])
+                curves[size] = measure(partial(run, size), lengths, target.device, rounds, seconds)
     finally:
         for seq_id in ids:
             cache.free(seq_id)

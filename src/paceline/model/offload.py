@@ -43,12 +43,12 @@ from paceline.model.tensorfile import read_table
 class OffloadPlan:
     """Which layers stay away from the device, and what that costs.
 
-    ``places``: a device, "cpu" or "disk" for every module that has weights of its own or is a
+    ``device_map``: a device, "cpu" or "disk" for every module that has weights of its own or is a
     layer, as accelerate's ``device_map``. Bytes: ``resident`` on the device; ``moved`` by every
     forward, as they lie where they stay.
     """
 
-    places: dict[str, str]
+    device_map: dict[str, str]
     layers: int
     away: int
     resident: int
@@ -64,9 +64,11 @@ class OffloadPlan:
         """What the user should know, "" if nothing stays away."""
         if not self.away:
             return ""
-        place = next(place for place in reversed(self.places.values()))
+        storage = next(reversed(self.device_map.values()))
         moved = self.moved / 1e6
-        return f"{self.away} of {self.layers} layers stay on {place}: a step moves {moved:,.0f} MB"
+        return (
+            f"{self.away} of {self.layers} layers stay on {storage}: a step moves {moved:,.0f} MB"
+        )
 
 
 def refuse_with_offload(offload: str, quantize: str | None, backend: str) -> None:
@@ -92,7 +94,7 @@ def load_offloaded(
     library.setLevel(logging.ERROR)
     try:
         module = load_module(
-            name, dtype, device, device_map=plan.places, offload_folder=folder.name
+            name, dtype, device, device_map=plan.device_map, offload_folder=folder.name
         )
     finally:
         library.setLevel(level)
@@ -102,11 +104,11 @@ def load_offloaded(
 
 def brought(module: nn.Module, name: str) -> Any:
     """A parameter of a module, read from where it stays if that is not the device."""
-    found: Any = module._parameters[name]
-    if found is None or found.device.type != "meta":
-        return found
+    parameter: Any = module._parameters[name]
+    if parameter is None or parameter.device.type != "meta":
+        return parameter
     hook: Any = module._hf_hook  # accelerate's
-    return nn.Parameter(hook.weights_map[name].to(found.dtype), requires_grad=False)
+    return nn.Parameter(hook.weights_map[name].to(parameter.dtype), requires_grad=False)
 
 
 def settle(copied: nn.Module) -> None:
@@ -128,9 +130,9 @@ def plan_offload(
     """Where a model's layers stay, of which ``memory`` bytes may be on the device (None: half of
     what is free there), the others on "cpu" or "disk"; from its configuration and the tables of its
     files. Raises ConfigError and ModelLoadError."""
-    place = resolve_device(device)
-    config, files = _offloadable(name, offload, place)
-    number = resolve_dtype(dtype, place) or getattr(config, "dtype", None) or torch.float32
+    target = resolve_device(device)
+    config, files = _offloadable(name, offload, target)
+    number = resolve_dtype(dtype, target) or getattr(config, "dtype", None) or torch.float32
     with torch.device("meta"):
         kind: Any = causal_class(config)
         skeleton = kind(config).to(number)
@@ -142,7 +144,7 @@ def plan_offload(
         for owner, module in skeleton.named_modules()
         if (module._parameters or module._buffers) and not f"{owner}.".startswith(within)
     }
-    left = free_memory(place) // 2 if memory is None else memory
+    left = free_memory(target) // 2 if memory is None else memory
     tensors = {
         id(p): p.nbytes
         for module in rest.values()
@@ -151,7 +153,7 @@ def plan_offload(
     }
     resident = sum(tensors.values())
     left -= resident
-    places = dict.fromkeys(rest, str(place))
+    device_map = dict.fromkeys(rest, str(target))
     away: list[str] = []
     for owner, layer in layers.items():
         size = sum(p.nbytes for p in layer.parameters())
@@ -159,12 +161,12 @@ def plan_offload(
             away.append(owner)
         else:
             left, resident = left - size, resident + size
-        places[owner] = offload if away else str(place)
+        device_map[owner] = offload if away else str(target)
     moved = sum(p.nbytes for owner in away for p in layers[owner].parameters())
     if offload == "disk":
         moved = _stored(files, away, moved)
     largest = max(sum(p.nbytes for p in layer.parameters()) for layer in layers.values())
-    return OffloadPlan(places, len(layers), len(away), resident, largest, moved)
+    return OffloadPlan(device_map, len(layers), len(away), resident, largest, moved)
 
 
 def _offloadable(name: str, offload: str, device: torch.device) -> tuple[Any, list[Path]]:
@@ -196,15 +198,15 @@ def decoder_layers(skeleton: nn.Module) -> Iterator[tuple[str, nn.Module]]:
     if not lists:
         raise ConfigError(f"{type(skeleton).__name__} has no list of layers")
     outer = min(len(name.split(".")) for name, _ in lists)
-    owner, found = max(
+    owner, longest = max(
         ((name, m) for name, m in lists if len(name.split(".")) == outer), key=lambda x: len(x[1])
     )
-    return ((f"{owner}.{index}", layer) for index, layer in enumerate(found))
+    return ((f"{owner}.{index}", layer) for index, layer in enumerate(longest))
 
 
 def _stored(files: list[Path], away: list[str], otherwise: int) -> int:
     """Bytes that layers take in a checkpoint whose names are the module's, mostly so."""
     entries = {key: e for file in files for key, e in read_table(file).entries.items()}
     within = tuple(f"{layer}." for layer in away)
-    found = [e.end - e.start for key, e in entries.items() if key.startswith(within)]
-    return sum(found) if found or not away else otherwise
+    sizes = [e.end - e.start for key, e in entries.items() if key.startswith(within)]
+    return sum(sizes) if sizes or not away else otherwise

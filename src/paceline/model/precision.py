@@ -29,10 +29,10 @@ _LIBRARIES = {
 
 def quantization_of(config: Any) -> dict[str, Any] | None:
     """The ``quantization_config`` of a model's config, or None."""
-    found = getattr(config, "quantization_config", None)
-    if found is None:
+    options = getattr(config, "quantization_config", None)
+    if options is None:
         return None
-    return dict(found if isinstance(found, Mapping) else found.to_dict())
+    return dict(options if isinstance(options, Mapping) else options.to_dict())
 
 
 def library_of(options: Mapping[str, Any]) -> str:
@@ -118,10 +118,10 @@ def quantise_loaded(name: str, hf: Any, precision: str) -> Any:
 
 def dequantise(hf: Any) -> int:
     """Plain layers of the same numbers in place of quantised ones; returns how many there were."""
-    found = [(name, m) for name, m in hf.named_modules() if isinstance(m, QuantisedLinear)]
-    for name, module in found:
+    layers = [(name, m) for name, m in hf.named_modules() if isinstance(m, QuantisedLinear)]
+    for name, module in layers:
         hf.set_submodule(name, module.plain().to(hf.dtype))
-    return len(found)
+    return len(layers)
 
 
 def is_quantised(hf: nn.Module) -> bool:

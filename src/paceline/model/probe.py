@@ -44,11 +44,11 @@ def probe_batch(lasts: Sequence[int], context: int = 0, switch: int | None = Non
     each; with context 1 only their second tokens. From position ``switch`` on they are long."""
     new, copies = 2 - context, len(lasts)
     ids = [1, 2][context:] * copies
-    places = [last - 1 + index for last in lasts for index in range(context, 2)]
+    positions = [last - 1 + index for last in lasts for index in range(context, 2)]
     slots = [2 * number + index for number in range(copies) for index in range(context, 2)]
     long = [switch is not None and last >= switch for last in lasts]
     spans = tuple(Span(i, i * new, context, new, long=long[i]) for i in range(copies))
-    return Batch(ids, places, slots, spans, tuple((i,) for i in range(copies)))
+    return Batch(ids, positions, slots, spans, tuple((i,) for i in range(copies)))
 
 
 @torch.inference_mode()

@@ -130,18 +130,18 @@ class CausalModel:
                 model.asked, model.note = backend, plan.in_words()
                 model.refused, model.offload = f"layers stay on {offload}", offload
                 return model
-        place = resolve_device(device)
-        torchs = resolve_dtype(dtype, place)
-        number = dtype_to_load(dtype, place, backend) if quick else torchs
-        model = cls._load(name_or_path, number or dtype, place, check_values, quantize, backend)
+        on = resolve_device(device)
+        torch_dtype = resolve_dtype(dtype, on)
+        number = dtype_to_load(dtype, on, backend) if quick else torch_dtype
+        model = cls._load(name_or_path, number or dtype, on, check_values, quantize, backend)
         if not quick:
             return model
         model = model.optimised()
-        if model.backend.runs_torch and number != torchs and torchs is not None:
+        if model.backend.runs_torch and number != torch_dtype and torch_dtype is not None:
             refused = model.refused
             del model  # once more, in what torch is fast with; never two at a time
-            more = place, check_values, quantize, REFERENCE
-            model = cls._load(name_or_path, torchs, *more).optimised()
+            more = on, check_values, quantize, REFERENCE
+            model = cls._load(name_or_path, torch_dtype, *more).optimised()
             model.asked, model.refused = backend, refused
         return model
 
@@ -207,10 +207,9 @@ class CausalModel:
     @property
     def numbers(self) -> str:
         """The dtype in words, and that of the cache if it is another."""
-        own, cached = (
-            str(dtype).removeprefix("torch.") for dtype in (self.dtype, self.cache_dtype)
-        )
-        return own if own == cached else f"{own}, cache {cached}"
+        weights = str(self.dtype).removeprefix("torch.")
+        cached = str(self.cache_dtype).removeprefix("torch.")
+        return weights if weights == cached else f"{weights}, cache {cached}"
 
     def __call__(
         self,
@@ -281,8 +280,8 @@ class CausalModel:
         by_layer = sorted(range(self.num_layers), key=lambda call: probe.layers[call])
         self.reference.shapes = [probe.shapes[call] for call in by_layer]
         known: dict[Pattern, Pattern] = {}  # equal ones are one object, see AttentionStep
-        found = (probe.patterns[call] for call in by_layer)
-        self.reference.patterns = tuple(known.setdefault(pattern, pattern) for pattern in found)
+        patterns = (probe.patterns[call] for call in by_layer)
+        self.reference.patterns = tuple(known.setdefault(pattern, pattern) for pattern in patterns)
         refuse_own_ways(self.hf, self.patterns)
         self.reference.name_layers([probe.modules[call] for call in by_layer])
         return logits.shape[-1]

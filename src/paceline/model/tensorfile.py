@@ -102,9 +102,9 @@ def verify(file: Path, table: TensorTable | None = None) -> bool:
         raise _damaged(file, f"tensor {key} {lack}")
     with file.open("rb") as stream, mmap(stream.fileno(), 0, access=ACCESS_READ) as content:
         for key, entry in table.entries.items():
-            with memoryview(content) as view, view[entry.start : entry.end] as own:
-                found = hashlib.sha256(own).hexdigest()
-            if found != table.sums[key]:
+            with memoryview(content) as view, view[entry.start : entry.end] as part:
+                digest = hashlib.sha256(part).hexdigest()
+            if digest != table.sums[key]:
                 raise _damaged(file, f"tensor {key} does not match its checksum (SHA-256)")
     return True
 

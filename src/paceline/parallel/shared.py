@@ -129,8 +129,8 @@ class SharedForward(Backend):
             self.team.group.tell(MemoryOrder())
             return self.team.group.least_memory()
 
-    def when_lost(self, told: Callable[[str], None]) -> None:
-        self.team.when_lost(told)
+    def when_lost(self, callback: Callable[[str], None]) -> None:
+        self.team.when_lost(callback)
 
     # -- caches ------------------------------------------------------------------------------------
 

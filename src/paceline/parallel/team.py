@@ -136,12 +136,12 @@ class RankTeam:
     def pids(self) -> list[int]:
         return [process.pid for process in self._processes]
 
-    def when_lost(self, told: Callable[[str], None]) -> None:
+    def when_lost(self, callback: Callable[[str], None]) -> None:
         with self._changing:
             if self.lost is None:
-                self._listeners.append(told)
+                self._listeners.append(callback)
                 return
-        told(self.lost)
+        callback(self.lost)
 
     def check(self) -> None:
         """Raises EngineLostError once a rank has gone."""

@@ -127,8 +127,8 @@ class Ranks(Protocol):
         """Bytes that every rank has free."""
         ...
 
-    def when_lost(self, told: Callable[[str], None]) -> None:
-        """Call ``told`` once, on any thread, with the reason why the model cannot run any more."""
+    def when_lost(self, callback: Callable[[str], None]) -> None:
+        """Call once, on any thread, with the reason why the model cannot run any more."""
         ...
 
     def close(self) -> None:

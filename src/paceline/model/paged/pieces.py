@@ -157,9 +157,9 @@ class _Draft:
             mask = short_mask(self.mask, pattern, self.piece.keys, group, dtype)
         elif self.mask is not None:
             allowed = staging.masks[self.mask]
-            for place, nodes in self.seen:
-                own = allowed if allowed.dim() == 2 else allowed[place]
-                own[: len(nodes), own.shape[1] - nodes.shape[1] :] &= nodes
+            for index, nodes in self.seen:
+                of_span = allowed if allowed.dim() == 2 else allowed[index]
+                of_span[: len(nodes), of_span.shape[1] - nodes.shape[1] :] &= nodes
             mask = additive(allowed, dtype, repeats)
         return replace(
             self.piece,
@@ -190,13 +190,13 @@ class _Layout:
         self._order = self._inverse(order)
 
     def pieces(self, group: int, dtype: torch.dtype) -> Pieces:
-        found = self._pieces.get(group)
-        if found is None:
+        pieces = self._pieces.get(group)
+        if pieces is None:
             staging, pattern = self._staging, self._pattern
             items = [draft.finished(staging, pattern, group, dtype) for draft in self._drafts]
             order = None if self._order is None else staging.numbers[self._order]
-            found = self._pieces[group] = Pieces(tuple(items), order)
-        return found
+            pieces = self._pieces[group] = Pieces(tuple(items), order)
+        return pieces
 
     def _groups(self) -> list[list[int]]:
         """Spans that one call attends: short ones whose numbers of keys are close, as all are
@@ -232,9 +232,9 @@ class _Layout:
         if order == list(range(len(order))):
             return None
         inverse = [0] * sum(span.rows for span in self._spans)
-        for place, row in enumerate(order):
+        for index, row in enumerate(order):
             if row >= 0:
-                inverse[row] = place
+                inverse[row] = index
         return self._staging.add(inverse)
 
     def _single(self, i: int) -> _Draft:
@@ -262,9 +262,9 @@ class _Layout:
         piece = AttentionPiece(start, 1, rows, keys, slot or 0, unit=unit, skip=skip, folded=short)
         return _Draft(piece, gather, mask=mask, seen=seen)
 
-    def _seen(self, i: int, place: int) -> tuple[tuple[int, Tensor], ...]:
+    def _seen(self, i: int, index: int) -> tuple[tuple[int, Tensor], ...]:
         ancestors = self._ancestors[i]
-        return () if ancestors is None else ((place, ancestors[self._spans[i].first_new :]),)
+        return () if ancestors is None else ((index, ancestors[self._spans[i].first_new :]),)
 
     def _sees_all(self, span: Span) -> bool:
         """Whether a single row sees every key from first_key on."""
@@ -289,20 +289,20 @@ class _Layout:
         seen: list[tuple[int, Tensor]] = []
         mask = torch.zeros(len(spans), rows, keys, dtype=torch.bool)
         plain = min(lengths) == keys  # every row sees every gathered key
-        for place, (i, span) in enumerate(zip(members, spans, strict=True)):
-            first, length = firsts[place], lengths[place]
-            own = _slots(self._tables[i], first, span.kv_length, self._size)
-            gather.extend((own[:1].expand(keys - length), own))
+        for index, (i, span) in enumerate(zip(members, spans, strict=True)):
+            first, length = firsts[index], lengths[index]
+            slots = _slots(self._tables[i], first, span.kv_length, self._size)
+            gather.extend((slots[:1].expand(keys - length), slots))
             here, absent = list(_row_range(span)), rows - span.rows
             pick.extend(here + [here[0]] * absent)
             order.extend(here + [-1] * absent)
             # An absent row sees something: its softmax must be a number.
-            mask[place, :, keys - length :] = True
+            mask[index, :, keys - length :] = True
             if not (span.rows == 1 and self._sees_all(span)):
                 known = self._ancestors[i] is None
                 allowed = visible(span, self._pattern, length, known)
-                mask[place, : span.rows, keys - length :] = allowed
-                seen += self._seen(i, place)
+                mask[index, : span.rows, keys - length :] = allowed
+                seen += self._seen(i, index)
                 plain = False
         even = pick == list(range(pick[0], pick[0] + len(pick)))
         self._drafts.append(

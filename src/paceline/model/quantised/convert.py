@@ -110,7 +110,7 @@ def quantise_module(
     ``calibration``: token ids of texts; with them rounding is GPTQ's, else ``rounder``'s.
     Layers that do not divide into groups stay as they are and are named in ``left``.
     """
-    found = Quantised()
+    result = Quantised()
     head = hf.get_output_embeddings()
     codes: dict[str, Code] = {}
     for name, module in hf.named_modules():
@@ -120,7 +120,7 @@ def quantise_module(
         if code is not None:
             codes[name] = code
         elif module is not head or scheme.head is not None:
-            found.left.append(name)
+            result.left.append(name)
     with stage("quantising", total=len(codes), unit="layers") as progress:
         for part in _parts(hf, list(codes), calibration is not None):
             hessians = {} if calibration is None else observe(hf, part, calibration)
@@ -129,12 +129,12 @@ def quantise_module(
                 dense = module.weight.detach()
                 how = code.bits, code.group, code.zero
                 weight = gptq(dense, hessians[name], *how) if hessians else rounder(dense, *how)
-                found.before += dense.nbytes
-                found.after += weight.nbytes
-                found.layers += 1
+                result.before += dense.nbytes
+                result.after += weight.nbytes
+                result.layers += 1
                 hf.set_submodule(name, QuantisedLinear(weight, module.bias))
                 progress.advance()
-    return found
+    return result
 
 
 def _parts(hf: Any, names: Sequence[str], hold: bool) -> Iterator[list[str]]:

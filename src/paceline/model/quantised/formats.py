@@ -33,13 +33,13 @@ def quantised_weights(options: Mapping[str, Any], tensors: Tensors) -> dict[str,
     """
     method = str(options.get("quant_method"))
     reader, suffix = _READERS[method]
-    found: dict[str, QuantisedWeight] = {}
+    weights: dict[str, QuantisedWeight] = {}
     for key in tensors:
         if not key.endswith(suffix):
             continue
         name = key.removesuffix(suffix)
         try:
-            weight = found[name] = reader(name, tensors, options).check(f"{name}.weight")
+            weight = weights[name] = reader(name, tensors, options).check(f"{name}.weight")
         except KeyError as error:
             raise ModelLoadError(
                 f"the checkpoint has {key} but no {error.args[0]}; copy its files again"
@@ -49,12 +49,12 @@ def quantised_weights(options: Mapping[str, Any], tensors: Tensors) -> dict[str,
                 f"the tensors of {name} do not fit together ({error}); copy the files again"
             ) from None
         _check_group(name, weight, options)
-    if not found:
+    if not weights:
         raise ModelLoadError(
             f"the config.json asks for {method} weights, but the checkpoint has none; "
             "the files do not belong together"
         )
-    return found
+    return weights
 
 
 def _check_group(name: str, weight: QuantisedWeight, options: Mapping[str, Any]) -> None:
@@ -65,10 +65,10 @@ def _check_group(name: str, weight: QuantisedWeight, options: Mapping[str, Any])
     columns = weight.shape[1]
     sizes = {columns if not isinstance(size, int) or size < 1 else size for size in stated}
     if weight.group not in sizes and stated != [None]:
-        said = " or ".join(str(size) for size in sorted(sizes))
+        wanted = " or ".join(str(size) for size in sorted(sizes))
         raise ModelLoadError(
             f"{name}.weight has scales for groups of {weight.group}, and its config.json says "
-            f"{said}; the files do not belong together"
+            f"{wanted}; the files do not belong together"
         )
 
 
@@ -160,13 +160,13 @@ def _compressed(name: str, tensors: Tensors, options: Mapping[str, Any]) -> Quan
 
 def _packed_bits(name: str, words: int, columns: int) -> int:
     """Of the codes in rows of so many words: several precisions may stand side by side."""
-    found = next((bits for bits in (4, 8) if -(-columns * bits // 32) == words), None)
-    if found is None:
+    bits = next((bits for bits in (4, 8) if -(-columns * bits // 32) == words), None)
+    if bits is None:
         raise UnsupportedModelError(
             f"{name}.weight_packed has {words} words for {columns} numbers, which is neither 4 "
             "nor 8 bits; take a checkpoint of 4 or 8 bits"
         )
-    return found
+    return bits
 
 
 def _gptq(name: str, tensors: Tensors, options: Mapping[str, Any]) -> QuantisedWeight:
@@ -202,8 +202,8 @@ def _awq(name: str, tensors: Tensors, options: Mapping[str, Any]) -> QuantisedWe
         )
 
     def outputs(words: torch.Tensor) -> torch.Tensor:
-        found = unpack(words).reshape(len(words), -1, 8)[..., list(_AWQ_ORDER)]
-        return found.flatten(1).t()
+        codes = unpack(words).reshape(len(words), -1, 8)[..., list(_AWQ_ORDER)]
+        return codes.flatten(1).t()
 
     codes = outputs(tensors[f"{name}.qweight"])
     zeros = outputs(tensors[f"{name}.qzeros"])

@@ -52,8 +52,8 @@ class Grid:
         """Sum of squares ``[out, groups]`` that nearest codes of ``parts`` leave, but for ties."""
         scales = self.scales[..., None]
         wanted = parts if self.offsets is None else parts - self.offsets[..., None]
-        found = (wanted * scales.reciprocal()).round_().clamp_(*self._limits)
-        return _sum(found.mul_(scales).sub_(wanted).square_())
+        rounded = (wanted * scales.reciprocal()).round_().clamp_(*self._limits)
+        return _sum(rounded.mul_(scales).sub_(wanted).square_())
 
     @property
     def _limits(self) -> tuple[int, int]:
@@ -62,8 +62,8 @@ class Grid:
 
     def values(self, codes: torch.Tensor) -> torch.Tensor:
         scales = self._scales_for(codes)
-        found = codes * scales
-        return found if self.offsets is None else found + self.offsets.reshape(scales.shape)
+        numbers = codes * scales
+        return numbers if self.offsets is None else numbers + self.offsets.reshape(scales.shape)
 
     def _scales_for(self, values: torch.Tensor) -> torch.Tensor:
         """The scales with as many dimensions as ``values`` have."""
@@ -102,10 +102,10 @@ def best_grid(weight: torch.Tensor, bits: int, group: int, zero: Zero) -> Grid:
         )
     parts = weight.reshape(len(weight), -1, group)
     rows = max(1, _CACHED // weight.shape[1])
-    found = [_best(part.float(), bits, zero) for part in torch.split(parts, rows)]
-    offsets = [grid.offsets for grid in found if grid.offsets is not None]
-    scales = torch.cat([grid.scales for grid in found])
-    return Grid(bits, scales, torch.cat(offsets) if offsets else None, found[0].from_zero)
+    grids = [_best(part.float(), bits, zero) for part in torch.split(parts, rows)]
+    offsets = [grid.offsets for grid in grids if grid.offsets is not None]
+    scales = torch.cat([grid.scales for grid in grids])
+    return Grid(bits, scales, torch.cat(offsets) if offsets else None, grids[0].from_zero)
 
 
 def _best(parts: torch.Tensor, bits: int, zero: Zero) -> Grid:

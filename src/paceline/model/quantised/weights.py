@@ -88,10 +88,10 @@ class QuantisedWeight:
 
     def dense(self, dtype: torch.dtype = torch.float32) -> torch.Tensor:
         """The numbers that the codes stand for, ``[out, in]``."""
-        found = self.codes.float() * self.scales.repeat_interleave(self.group, 1)
+        numbers = self.codes.float() * self.scales.repeat_interleave(self.group, 1)
         if self.offsets is not None:
-            found += self.offsets.repeat_interleave(self.group, 1)
-        return found.to(dtype)
+            numbers += self.offsets.repeat_interleave(self.group, 1)
+        return numbers.to(dtype)
 
     def rows(self, part: slice | torch.Tensor) -> QuantisedWeight:
         """Some of its outputs, or all in another order."""

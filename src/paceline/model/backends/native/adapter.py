@@ -83,18 +83,18 @@ class CachePointers:
         self._known: WeakKeyDictionary[Any, Pointers] = WeakKeyDictionary()
 
     def of(self, cache: KeyValueStore) -> Pointers:
-        found = self._known.get(cache)
-        if found is None:
+        pointers = self._known.get(cache)
+        if pointers is None:
             kind = ctypes.c_void_p * self._num_layers
             layers = [cache.kv(layer) for layer in range(self._num_layers)]
             assert all(part.is_contiguous() for layer in layers for part in layer)
-            found = (
+            pointers = (
                 kind(*(k.data_ptr() for k, _ in layers)),
                 kind(*(v.data_ptr() for _, v in layers)),
                 layers[0][0].dtype == CODED,
             )
-            self._known[cache] = found
-        return found
+            self._known[cache] = pointers
+        return pointers
 
 
 def skipped_flags(skipped: frozenset[int], num_layers: int) -> Any:
@@ -110,20 +110,20 @@ class BatchArrays:
     """A Batch as int32 numbers and the structure that points to them."""
 
     def __init__(self, batch: Batch, cache: KeyValueStore, pointers: Pointers) -> None:
-        places: list[int] = []
+        fields: list[int] = []
         tables: list[int] = []
         parents: list[int] = []
         self.longest = 1  # positions that occur
         for span, table in zip(batch.spans, batch.tables, strict=True):
-            own = span.parents
-            places += (span.start, span.context, span.pending, len(own), span.first_new)
-            places += (len(tables), len(parents))
+            nodes = span.parents
+            fields += (span.start, span.context, span.pending, len(nodes), span.first_new)
+            fields += (len(tables), len(parents))
             tables += table
-            parents += own
+            parents += nodes
             self.longest = max(self.longest, span.kv_length)
         self.rows, wanted = len(batch.input_ids), batch.logit_rows
         self.logit_rows = self.rows if wanted is None else len(wanted)
-        parts = places, tables, parents, batch.input_ids, batch.positions, batch.slots, wanted or ()
+        parts = fields, tables, parents, batch.input_ids, batch.positions, batch.slots, wanted or ()
         numbers = array("i", itertools.chain.from_iterable(parts))
         ends = list(itertools.accumulate(map(len, parts)))
         start = numbers.buffer_info()[0]
@@ -159,11 +159,11 @@ class BatchArrays:
             self.struct.skipped = ctypes.addressof(skipped)
         if features:
             layers = (ctypes.c_int32 * len(features))(*features)
-            places = (ctypes.c_void_p * len(features))(*(t.data_ptr() for t in features.values()))
+            outputs = (ctypes.c_void_p * len(features))(*(t.data_ptr() for t in features.values()))
             self.struct.features = len(features)
             self.struct.feature_layers = ctypes.addressof(layers)
-            self.struct.feature = ctypes.addressof(places)
-            self._held += [layers, places]
+            self.struct.feature = ctypes.addressof(outputs)
+            self._held += [layers, outputs]
 
     def choose(self) -> Any:
         """An array that will hold the greedy choice of each row of logits."""

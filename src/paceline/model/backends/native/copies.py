@@ -66,7 +66,7 @@ class _Matrix:
         return self.layers[0].packed
 
     def blank(self, form: Form | None) -> Packed:
-        gated = self.layers[0].place != PLAIN
+        gated = self.layers[0].part != PLAIN
         return Packed.blank(self.layers, self.held.dtype, gated, form)
 
     def rounded(self) -> Packed:
@@ -78,18 +78,18 @@ class _Matrix:
             )
             for layer in self.layers
         ]
-        return Packed.of(linears, self.held.dtype, self.layers[0].place != PLAIN)
+        return Packed.of(linears, self.held.dtype, self.layers[0].part != PLAIN)
 
     def replace(self, packed: Packed) -> None:
         for layer, (parent, key) in zip(self.layers, self.owners, strict=True):
-            setattr(parent, key, PackedLinear(layer, packed, layer.place, layer.first))
+            setattr(parent, key, PackedLinear(layer, packed, layer.part, layer.first))
 
     def is_right(self, packed: Packed) -> bool:
         """Whether the kernels multiply by it as the readable truth does, tried on its first layer:
         logits of a whole model are no measure, as one code of an activation that is rounded
         otherwise changes all that follow (SmolLM2 in float32: by 4 %)."""
         layer = self.layers[0]
-        if layer.place != PLAIN:  # of the same form as others
+        if layer.part != PLAIN:  # of the same form as others
             return True
         x = torch.randn(2, packed.inputs, generator=torch.Generator().manual_seed(0))
         x = x.to(packed.dtype)
@@ -97,20 +97,20 @@ class _Matrix:
         wanted = quantised_product(x, packed.quantised(PLAIN, layer.first, rows))
         if packed.bias is not None:
             wanted += packed.bias[layer.first : layer.first + rows]
-        found = packed.product(x)[:, layer.first : layer.first + rows]
-        return relative_error(found, wanted) < (1e-5 if packed.dtype == torch.float32 else 1e-2)
+        product = packed.product(x)[:, layer.first : layer.first + rows]
+        return relative_error(product, wanted) < (1e-5 if packed.dtype == torch.float32 else 1e-2)
 
 
 def _matrices(hf: Any, scheme: Scheme) -> list[_Matrix]:
     """Those that are rounded, in an order that a model always has."""
     head = hf.get_output_embeddings()
-    found: dict[int, list[tuple[PackedLinear, nn.Module, str]]] = {}
+    by_matrix: dict[int, list[tuple[PackedLinear, nn.Module, str]]] = {}
     for parent, key, child in children(hf):
         if isinstance(child, PackedLinear):
-            found.setdefault(id(child.packed), []).append((child, parent, key))
+            by_matrix.setdefault(id(child.packed), []).append((child, parent, key))
     result = []
-    for members in found.values():
-        members.sort(key=lambda member: (member[0].place, member[0].first))
+    for members in by_matrix.values():
+        members.sort(key=lambda member: (member[0].part, member[0].first))
         layers, parents, names = zip(*members, strict=True)
         code = scheme.code_of(layers[0].in_features, layers[0] is head)
         if code is not None:

@@ -59,15 +59,15 @@ class _Room:
     def pointers(self) -> dict[str, int]:
         """The fields of CGrowth."""
         names = ("tokens", "parents", "slots", "scores", "counts")
-        places = (*self._nodes, self._scores, self.counts)
-        found = {name: place.data_ptr() for name, place in zip(names, places, strict=True)}
-        return {"most": self._nodes.shape[2], **found}
+        arrays = (*self._nodes, self._scores, self.counts)
+        addresses = {name: array.data_ptr() for name, array in zip(names, arrays, strict=True)}
+        return {"most": self._nodes.shape[2], **addresses}
 
     def trees(self) -> list[GrownTree]:
         tokens, (_, parents, slots) = self._nodes[0].to(torch.int64), self._nodes.tolist()
         return [
-            GrownTree(tokens[i, :n], tuple(own[:n]), tuple(places[:n]), tuple(said[:n]))
-            for i, (n, own, places, said) in enumerate(
+            GrownTree(tokens[i, :n], tuple(above[:n]), tuple(expanded[:n]), tuple(logs[:n]))
+            for i, (n, above, expanded, logs) in enumerate(
                 zip(self.counts.tolist(), parents, slots, self._scores.tolist(), strict=True)
             )
         ]

@@ -54,8 +54,8 @@ class NativeEagle:
             attention_norm=packing.norm(module.input_layernorm if third else None),
             mlp_norm=packing.norm(module.post_attention_layernorm),
         )
-        own = third and config.has_lm_head
-        lm_head = pack_children(head, ("lm_head",), self._dtype) if own else target.lm_head
+        has_head = third and config.has_lm_head
+        lm_head = pack_children(head, ("lm_head",), self._dtype) if has_head else target.lm_head
         embedding, scale = target.embedding, target.decoder.embedding_scale
         if head.embed_tokens is not None:
             embedding, scale = head.embed_tokens.weight.detach(), 1.0
@@ -149,14 +149,14 @@ class NativeMedusa:
         rows = features.contiguous()
         logits = torch.empty(len(rows), count, self._vocabulary, dtype=self._dtype)
         sizes = len(rows), count
-        places = rows.data_ptr(), *sizes, logits.data_ptr(), torch.get_num_threads()
+        arguments = rows.data_ptr(), *sizes, logits.data_ptr(), torch.get_num_threads()
         with traced("medusa"):
-            check(library().pl_medusa_logits(self._struct, *places))
+            check(library().pl_medusa_logits(self._struct, *arguments))
         count_work(lambda: self._work(*sizes))
         widened: torch.Tensor = self._spread(logits)
         return widened
 
     def _work(self, rows: int, count: int) -> NativeWork:
         blocks, layers = self._blocks[: count * self._config.layers], self._layers[:count]
-        each = rows * count if self._config.shared_head else rows
-        return NativeWork((*(b.read(rows) for b in blocks), *(h.read(each) for h in layers)))
+        head_rows = rows * count if self._config.shared_head else rows
+        return NativeWork((*(b.read(rows) for b in blocks), *(h.read(head_rows) for h in layers)))

@@ -50,13 +50,13 @@ class Packing:
     def matrices(self, layer: Any, dtype: torch.dtype, number: int | None = None) -> dict[str, Any]:
         """Those of a decoder layer, packed; its modules keep no others."""
         attention, mlp, weight = layer.self_attn, layer.mlp, partial(self.weight, layer=number)
-        found = {
+        attended = {
             "qkv": weight(pack_children(attention, PROJECTIONS, dtype)),
             "out": weight(pack_children(attention, ("o_proj",), dtype)),
         }
         if hasattr(mlp, "experts"):
-            return found | self._experts(mlp, dtype, number)
-        return found | {
+            return attended | self._experts(mlp, dtype, number)
+        return attended | {
             "gate_up": weight(pack_children(mlp, GATED, dtype, gated=True)),
             "down": weight(pack_children(mlp, ("down_proj",), dtype)),
         }

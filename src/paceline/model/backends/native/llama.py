@@ -133,11 +133,11 @@ def _layer_agrees(layer: Any, rotary_emb: Any, length: int) -> bool:
     # The copy has its own config, so this does not touch the model's attention.
     copied.self_attn.config = copy.deepcopy(layer.self_attn.config)
     copied.self_attn.config._attn_implementation = "eager"
-    places = [3, 4, 5, 17, length // 2, length // 2 + 1, length - 2, length - 1]
-    rows = len(places)
+    indices = [3, 4, 5, 17, length // 2, length // 2 + 1, length - 2, length - 1]
+    rows = len(indices)
     generator = torch.Generator().manual_seed(0)
     x = torch.randn(rows, copied.self_attn.q_proj.in_features, generator=generator)
-    positions = torch.tensor(places).clamp(0, length - 1)
+    positions = torch.tensor(indices).clamp(0, length - 1)
     cos, sin = rotary_emb(x, positions[None])
     mask = torch.full((rows, rows), float("-inf")).triu_(1)
     wanted = copied(

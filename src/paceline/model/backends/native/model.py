@@ -144,8 +144,8 @@ class NativeModel(Backend):
         with traced("forward"):
             check(library().pl_forward(self._opened.handle, arrays.struct))
         count_work(lambda: self._work(batch.spans, cache, wanted))
-        found = {layer: kept[layer] for layer in features}
-        return ModelOutput(_LEFT_OUT if given is None else given, found, greedy[:])
+        captured = {layer: kept[layer] for layer in features}
+        return ModelOutput(_LEFT_OUT if given is None else given, captured, greedy[:])
 
     def head(self, hidden: torch.Tensor) -> torch.Tensor:
         return self.lm_head.product(hidden, self.decoder.logit_cap)

@@ -63,8 +63,8 @@ class Packed:
         form = Form.of([linear for linear in linears if isinstance(linear, QuantisedLinear)])
         packed = cls.blank(linears, dtype, gated, form)
         at = 0
-        for place, linear in zip(_places(gated), linears, strict=False):
-            packed._take(linear, place, 0 if gated else at)
+        for part, linear in zip(_parts_of(gated), linears, strict=False):
+            packed._take(linear, part, 0 if gated else at)
             at += linear.out_features
         return packed
 
@@ -84,10 +84,10 @@ class Packed:
         if any(linear.bias is not None for linear in linears):
             bias = torch.zeros(padded)
             at = 0
-            for place, linear in zip(_places(gated), linears, strict=False):
+            for part, linear in zip(_parts_of(gated), linears, strict=False):
                 count = linear.out_features
                 if linear.bias is not None:
-                    lanes = _lanes(place, 0 if gated else at, count)
+                    lanes = _lanes(part, 0 if gated else at, count)
                     bias[lanes] = linear.bias.detach().float()
                 at += count
         outputs = rows // 2 if gated else rows
@@ -98,20 +98,20 @@ class Packed:
             size = library().pl_quantised_bytes(empty)
         return cls(zeros(size), bias, outputs, inputs, dtype, form, rows * inputs)
 
-    def _take(self, linear: nn.Linear | QuantisedLinear, place: int, first: int) -> None:
+    def _take(self, linear: nn.Linear | QuantisedLinear, part: int, first: int) -> None:
         if isinstance(linear, QuantisedLinear):
-            self._copy_quantised(linear.quantised, place, first, out=0)
+            self._copy_quantised(linear.quantised, part, first, out=0)
             return
         weight = linear.weight.detach().contiguous()
         code, data = DTYPES[self.dtype], self.data.data_ptr()
         rows = linear.out_features
-        library().pl_pack(code, place, weight.data_ptr(), rows, self.inputs, first, data)
+        library().pl_pack(code, part, weight.data_ptr(), rows, self.inputs, first, data)
 
-    def _copy_quantised(self, weight: QuantisedWeight, place: int, first: int, out: int) -> None:
+    def _copy_quantised(self, weight: QuantisedWeight, part: int, first: int, out: int) -> None:
         offsets = None if weight.offsets is None else weight.offsets.data_ptr()
         library().pl_copy_quantised(
             out,
-            place,
+            part,
             weight.codes.data_ptr(),
             weight.scales.data_ptr(),
             offsets,
@@ -132,7 +132,7 @@ class Packed:
             plain.scale_kind, plain.offsets = self.form.scale_kind, self.form.offsets
         return plain
 
-    def quantised(self, place: int, first: int, rows: int) -> QuantisedWeight:
+    def quantised(self, part: int, first: int, rows: int) -> QuantisedWeight:
         """A copy of ``rows`` outputs of quantised weights from ``first`` on."""
         assert self.form is not None
         groups = self.form.groups(self.inputs)
@@ -143,16 +143,16 @@ class Packed:
             torch.empty(rows, groups) if self.form.offsets else None,
             self.form.offsets == OFFSETS_LEAST,
         )
-        self._copy_quantised(weight, place, first, out=1)
+        self._copy_quantised(weight, part, first, out=1)
         return weight
 
-    def dense(self, place: int, first: int, rows: int) -> torch.Tensor:
+    def dense(self, part: int, first: int, rows: int) -> torch.Tensor:
         """A copy of ``rows`` outputs from ``first`` on, exactly what was packed."""
         if self.form is not None:
-            return self.quantised(place, first, rows).dense(self.dtype)
+            return self.quantised(part, first, rows).dense(self.dtype)
         out = torch.empty(rows, self.inputs, dtype=self.dtype)
         code, data = DTYPES[self.dtype], self.data.data_ptr()
-        library().pl_unpack(code, place, out.data_ptr(), rows, self.inputs, first, data)
+        library().pl_unpack(code, part, out.data_ptr(), rows, self.inputs, first, data)
         return out
 
     def product(self, x: torch.Tensor, cap: float = 0.0) -> torch.Tensor:
@@ -201,7 +201,7 @@ class Form:
         numbers = [linear.quantised.scales for linear in linears]
         numbers += [w for w in (linear.quantised.offsets for linear in linears) if w is not None]
         kind = next(
-            (kind for kind, fits in _SCALE_KINDS if all(fits(part) for part in numbers)),
+            (kind for kind, fits in _SCALE_KINDS if all(fits(values) for values in numbers)),
             SCALE_FLOAT,
         )
         offsets = OFFSETS_NONE
@@ -236,16 +236,16 @@ def _in_one_form(
     return [QuantisedLinear(w, old.bias) for w, old in zip(weights, quantised, strict=True)]
 
 
-def _places(gated: bool) -> tuple[int, ...]:
+def _parts_of(gated: bool) -> tuple[int, ...]:
     return (GATE, UP) if gated else (PLAIN,) * 3
 
 
-def _lanes(place: int, first: int, count: int) -> torch.Tensor:
+def _lanes(part: int, first: int, count: int) -> torch.Tensor:
     """Packed outputs of the outputs ``first ..`` of a matrix."""
     outputs = torch.arange(first, first + count)
-    if place == PLAIN:
+    if part == PLAIN:
         return outputs
-    return outputs // 16 * _PANEL + outputs % 16 + (16 if place == UP else 0)
+    return outputs // 16 * _PANEL + outputs % 16 + (16 if part == UP else 0)
 
 
 class PackedLinear(HeldLinear):
@@ -255,18 +255,18 @@ class PackedLinear(HeldLinear):
         self,
         linear: nn.Linear | QuantisedLinear | PackedLinear,
         packed: Packed,
-        place: int,
+        part: int,
         first: int,
     ) -> None:
         super().__init__()
         self.in_features, self.out_features = linear.in_features, linear.out_features
         self.bias = None if linear.bias is None else linear.bias.detach()
-        self.packed, self.place, self.first = packed, place, first
+        self.packed, self.part, self.first = packed, part, first
 
     @property
     def weight(self) -> torch.Tensor:
         """A dense copy, exactly the weight that was packed; costs memory and time."""
-        return self.packed.dense(self.place, self.first, self.out_features)
+        return self.packed.dense(self.part, self.first, self.out_features)
 
     def held(self) -> HeldMatrix:
         elements = self.in_features * self.out_features
@@ -277,14 +277,14 @@ class PackedLinear(HeldLinear):
         return HeldMatrix.quantised(form.bits, elements, size)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        if self.place == PLAIN and self.out_features == self.packed.outputs:
+        if self.part == PLAIN and self.out_features == self.packed.outputs:
             return self.packed.product(x)
         return F.linear(x, self.weight, self.bias)
 
     def plain(self) -> nn.Linear | QuantisedLinear:
         """The module that this one stands for, made again."""
         if self.packed.form is not None:
-            weight = self.packed.quantised(self.place, self.first, self.out_features)
+            weight = self.packed.quantised(self.part, self.first, self.out_features)
             return QuantisedLinear(weight, self.bias)
         return plain_linear(self.weight, self.bias)
 
@@ -309,7 +309,7 @@ class PackedExperts(nn.Module):
     def plain(self) -> nn.Module:
         """The module that this one stands for, with its weights."""
         ffn, hidden = self.gate_up[0].outputs, self.gate_up[0].inputs
-        gate_up = [[p.dense(place, 0, ffn) for place in (GATE, UP)] for p in self.gate_up]
+        gate_up = [[p.dense(part, 0, ffn) for part in (GATE, UP)] for p in self.gate_up]
         module = copy.copy(self._emptied)
         weights = {
             "gate_up_proj": torch.stack([torch.cat(both) for both in gate_up]),
@@ -334,7 +334,7 @@ def pack_children(
         return linears[0].packed
     packed = Packed.of(linears, dtype, gated)
     first = 0
-    for name, linear, place in zip(names, linears, _places(gated), strict=False):
-        setattr(parent, name, PackedLinear(linear, packed, place, 0 if gated else first))
+    for name, linear, part in zip(names, linears, _parts_of(gated), strict=False):
+        setattr(parent, name, PackedLinear(linear, packed, part, 0 if gated else first))
         first += linear.out_features
     return packed

@@ -105,7 +105,7 @@ def _described(
 ) -> DecoderShape | str:
     base, config = hf.model, hf.config.get_text_config(decoder=True)
     norms = [_norms(layer, gemma) for layer in base.layers]
-    known = tuple(found for found in norms if found is not None)
+    known = tuple(norm for norm in norms if norm is not None)
     final = as_rms_norm(base.norm)
     if final is None or len(known) < len(norms):
         return "a norm is not an RMS norm"
@@ -165,16 +165,16 @@ def _norms(layer: Any, gemma: bool) -> Norms | None:
     if gemma:
         names = ["input_layernorm", "pre_feedforward_layernorm"]
         names += ["post_attention_layernorm", "post_feedforward_layernorm"]
-    found = [as_rms_norm(getattr(layer, name)) for name in names]
+    around = [as_rms_norm(getattr(layer, name)) for name in names]
     heads: list[RMSNorm | None] = [None, None]
     if hasattr(attention, "q_norm"):
         heads = [as_rms_norm(attention.q_norm), as_rms_norm(attention.k_norm)]
         if None in heads:
             return None
-    before = found[:2]
-    if None in found or before[0] is None or before[1] is None:
+    before = around[:2]
+    if None in around or before[0] is None or before[1] is None:
         return None
-    after: list[RMSNorm | None] = found[2:] or [None, None]
+    after: list[RMSNorm | None] = around[2:] or [None, None]
     return Norms(before[0], before[1], after[0], after[1], heads[0], heads[1])
 
 

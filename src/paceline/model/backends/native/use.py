@@ -26,17 +26,17 @@ def native_backend(model: Adapted) -> Backend | str:
         library()
     except NativeUnavailableError as error:
         return str(error)
-    found = describe(model.hf, model.cache_shapes, model.patterns)
-    if isinstance(found, str):
-        return found
+    shape = describe(model.hf, model.cache_shapes, model.patterns)
+    if isinstance(shape, str):
+        return shape
     wanted = trial_logits(model)
-    native = NativeModel(model.hf, found)
-    apart = _difference(trial_logits(model, native), wanted)
+    native = NativeModel(model.hf, shape)
+    difference = _difference(trial_logits(model, native), wanted)
     # A model of which the description misses something is wrong by far more than rounding.
-    if apart < _limit(model):
+    if difference < _limit(model):
         return native
     unpack_modules(model.hf)
-    return f"the kernels' logits are {apart:.0%} off"
+    return f"the kernels' logits are {difference:.0%} off"
 
 
 def _limit(model: Adapted) -> float:

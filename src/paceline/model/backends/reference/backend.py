@@ -57,11 +57,11 @@ class TorchBackend(Backend):
         self._captured = {} if features else None
         try:
             with self.rows.of(step.batch):
-                found = self.run(step.batch, step)
+                outputs = self.run(step.batch, step)
             captured = self._captured or {}
         finally:
             self._captured = None
-        return ModelOutput(found, {layer: captured[layer] for layer in features})
+        return ModelOutput(outputs, {layer: captured[layer] for layer in features})
 
     def run(self, batch: DeviceBatch, step: Any) -> torch.Tensor:
         """The modules' forward, which hands ``step`` to every call of attention."""
@@ -96,9 +96,9 @@ class TorchBackend(Backend):
         layers of this model cannot be left out one by one."""
         if self._in_tuples is None:
             layers = [self.layer(n) for n in range(len(self.layer_names))]
-            found = layers_in_tuples(self.hf, layers, lambda: self(_TRIAL, self._trial_cache()))
-            self._check_view(self._view(skipped or frozenset((0,)), found), skipped)
-            self._in_tuples = found
+            in_tuples = layers_in_tuples(self.hf, layers, lambda: self(_TRIAL, self._trial_cache()))
+            self._check_view(self._view(skipped or frozenset((0,)), in_tuples), skipped)
+            self._in_tuples = in_tuples
         return self._view(skipped, self._in_tuples)
 
     def _view(self, skipped: frozenset[int], in_tuples: set[int]) -> TorchBackend:

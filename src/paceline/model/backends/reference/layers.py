@@ -20,11 +20,11 @@ def layers_in_tuples(
 ) -> set[int]:
     """Those that return their hidden states within a tuple, while ``run`` does a forward. Raises
     UnsupportedModelError for a layer that returns more than hidden states."""
-    found: set[int] = set()
+    in_tuples: set[int] = set()
 
     def note(layer: int, output: Any) -> None:
         if isinstance(output, tuple):
-            found.add(layer)
+            in_tuples.add(layer)
             output, *more = output
             if any(isinstance(other, torch.Tensor) for other in more):
                 output = None  # a second stream beside the hidden states: what would it be?
@@ -43,7 +43,7 @@ def layers_in_tuples(
     finally:
         for hook in hooks:
             hook.remove()
-    return found
+    return in_tuples
 
 
 def without_layers(

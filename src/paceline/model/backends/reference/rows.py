@@ -84,7 +84,7 @@ class RowPositions:
         long = [s.long or max(s.positions, default=0) >= self.switch for s in batch.spans]
         if not any(long):
             return None
-        rows = [own for own, span in zip(long, batch.spans, strict=True) for _ in range(span.rows)]
+        rows = [it for it, span in zip(long, batch.spans, strict=True) for _ in range(span.rows)]
         return torch.tensor(rows, device=batch.positions.device)
 
 
@@ -128,14 +128,14 @@ def _switch_of(module: Any, max_positions: int) -> int | None:
     if "position_ids" not in asked:
         return None
     kinds = getattr(module, "layer_types", None) if "layer_type" in asked else None
-    found = {_switch(module, {"layer_type": kind}, max_positions) for kind in kinds or ()}
-    found |= set() if kinds else {_switch(module, {}, max_positions)}
-    if len(found) > 1:
+    switches = {_switch(module, {"layer_type": kind}, max_positions) for kind in kinds or ()}
+    switches |= set() if kinds else {_switch(module, {}, max_positions)}
+    if len(switches) > 1:
         raise UnsupportedModelError(
             f"{type(module).__name__}: only some kinds of layers change their rotary embedding "
             "with the length, which is not supported"
         )
-    return found.pop()
+    return switches.pop()
 
 
 def _switch(module: Any, kind: dict[str, str], max_positions: int) -> int | None:
