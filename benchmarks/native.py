@@ -29,7 +29,7 @@ from paceline.core.batch import Span
 from paceline.lab.profiling.machine import read_bandwidth
 from paceline.model.backends.counters import NativeWork, counted
 from paceline.model.paged.cache import PagedCache
-from paceline.model.paged.codes import CODED, cache_dtype, encode
+from paceline.model.paged.int8 import INT8, cache_dtype, encode
 from paceline.model.target import CausalModel
 
 ROWS = (1, 2, 4, 8, 16, 32)
@@ -42,7 +42,7 @@ def filled(model: CausalModel, blocks: int, kind: str) -> PagedCache:
     for layer, (heads, *widths) in enumerate(model.cache_shapes):
         for part, width in zip(cache.kv(layer), widths, strict=True):
             numbers = torch.randn(blocks * 16, heads, width)
-            part.copy_(encode(numbers) if dtype == CODED else numbers)
+            part.copy_(encode(numbers) if dtype == INT8 else numbers)
     return cache
 
 

@@ -14,7 +14,7 @@ from pathlib import Path
 
 from paceline.lab.perplexity import perplexity, read_windows
 from paceline.model.loading import load_module, load_tokenizer
-from paceline.model.paged.codes import cache_dtype
+from paceline.model.paged.int8 import cache_dtype
 from paceline.model.quantised.convert import Scheme, quantise_module
 from paceline.model.target import CausalModel
 

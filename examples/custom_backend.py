@@ -15,7 +15,7 @@ import torch
 from paceline import LLM, SamplingParams, register_backend
 from paceline.core.batch import Batch, ModelOutput, Span
 from paceline.model.backends.base import Adapted, Backend
-from paceline.model.paged.pieces import KeyValueStore
+from paceline.model.paged.segments import KeyValueStore
 
 Array = np.ndarray[Any, np.dtype[np.float32]]
 

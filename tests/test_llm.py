@@ -17,6 +17,7 @@ from paceline.errors import (
     PacelineError,
     PromptError,
 )
+from support.cache_invariants import check_cache
 
 PROMPT = "Once upon a time there was a little"
 FREE = SamplingParams(max_tokens=20, ignore_eos=True)
@@ -150,7 +151,7 @@ def test_closing_a_stream_frees_its_blocks(llm: LLM) -> None:
     next(stream)
     stream.close()
     assert not llm.engine.has_work
-    llm.engine.cache.check()
+    check_cache(llm.engine.cache)
 
 
 def test_a_stream_is_queued_with_its_first_event(llm: LLM) -> None:
@@ -191,7 +192,7 @@ def test_a_stream_that_is_dropped_half_read_is_released(
         (done,) = llm.generate(PROMPT, FREE)
     assert len(done.token_ids) == 20
     assert not llm.engine.has_work and not llm._requests
-    llm.engine.cache.check()
+    check_cache(llm.engine.cache)
 
 
 def test_a_closed_llm_says_so(random_pair: tuple[str, str]) -> None:
@@ -334,7 +335,7 @@ def test_the_cache_limits_a_sequence_as_the_context_does(random_pair: tuple[str,
         # Beside another, one gives way and comes back; neither is refused.
         texts = small.generate([[7] * 20, [7] * 20], endless)
         assert [done.token_ids for done in texts] == [expected[:44]] * 2
-        small.engine.cache.check()
+        check_cache(small.engine.cache)
 
 
 def test_a_prompt_longer_than_the_cache_is_refused(random_pair: tuple[str, str]) -> None:

@@ -25,6 +25,7 @@ from paceline import (
     PromptError,
     SamplingParams,
 )
+from support.cache_invariants import check_cache
 
 THREADS = 32
 TEXTS = ("Once upon a time", "def factorial(n):", "Nina has 36 pencils", "How do I copy a folder")
@@ -65,7 +66,7 @@ def _nothing_left(llm: LLM) -> Iterator[None]:
     while (llm.engine.has_work or llm._requests) and time.monotonic() < deadline:
         time.sleep(0.01)
     assert not llm.engine.has_work and not llm._requests and not llm.owner._waiters
-    llm.engine.cache.check()
+    check_cache(llm.engine.cache)
 
 
 def in_threads(work: Callable[[int], Any], count: int = THREADS) -> list[Any]:

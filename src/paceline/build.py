@@ -29,7 +29,7 @@ from paceline.engine.scheduler import Scheduler, SchedulerConfig
 from paceline.errors import CacheMemoryError, ConfigError
 from paceline.model.measure import measure, measure_target
 from paceline.model.paged.cache import PagedCache, blocks_within, bytes_per_token
-from paceline.model.paged.codes import cache_dtype
+from paceline.model.paged.int8 import cache_dtype
 from paceline.model.target import CausalModel
 from paceline.settings import EngineSettings
 from paceline.settings.tuned import KnownCosts

@@ -18,6 +18,7 @@ from paceline.errors import ConfigError
 from paceline.model.target import CausalModel
 from paceline.model.view import LayerView
 from paceline.train.tokenizer import train_tokenizer
+from support.cache_invariants import check_cache
 from support.engine_models import VOCAB, adapted, random_llama, reference_logits
 from support.tiny_models import SENTENCES
 
@@ -73,7 +74,7 @@ def test_the_cache_holds_the_targets_own_rows_only(
     engine, seqs = engine_of(model, spec), requests(params)
     compared = 0
     for _ in Drive(engine, seqs):
-        engine.cache.check()
+        check_cache(engine.cache)
         for seq in engine.scheduler.running:
             for own, wanted in zip(committed_rows(engine, seq), rows[seq.seq_id], strict=True):
                 count = min(len(own), len(wanted))
@@ -158,7 +159,7 @@ def test_preemption_and_chunks_change_nothing(model: CausalModel, spec: str) -> 
         engine = engine_of(model, spec, kv_cache_memory=memory, prefill_chunk=7)
         seqs = requests(SEEDED)
         for _ in Drive(engine, seqs):
-            engine.cache.check()
+            check_cache(engine.cache)
         results.append([seq.tokens for seq in seqs])
         assert (engine.scheduler.preemptions > 0) == (memory is not None)
     assert results[0] == results[1]
@@ -178,7 +179,7 @@ def test_rehearsal_leaves_no_trace(model: CausalModel) -> None:
         engine = engine_of(model, spec)
         for batch in (1, 3, 500):
             engine.drafter.warm_up(batch)
-        engine.cache.check()
+        check_cache(engine.cache)
         assert engine.cache.pool.available == engine.cache.num_blocks
         length = 4
         nodes = engine.drafter.max_nodes(length)

@@ -14,6 +14,7 @@ from paceline.core.sequence import SequenceState
 from paceline.engine.scheduler import Scheduler, SchedulerConfig
 from paceline.errors import CacheMemoryError
 from paceline.model.paged.cache import PagedCache
+from support.cache_invariants import check_cache
 
 
 def scheduler(blocks: int = 16, **limits: int) -> Scheduler:
@@ -38,7 +39,7 @@ def advance(sched: Scheduler, asked: int = 0) -> dict[int, tuple[int, int]]:
         if item.decodes:
             seq.tokens.append(1)
         sched.cache.commit(seq.seq_id, seq.tokens, seq.cached)
-    sched.cache.check()
+    check_cache(sched.cache)
     return done
 
 

@@ -231,7 +231,7 @@ def test_no_gguf_at_all(tmp_path: Path) -> None:
     path = tmp_path / "model.gguf"
     path.write_bytes(b"<html>not found</html>")
     assert "does not begin as GGUF files do" in refused(path)
-    assert "does not exist; did you mean" in refused(tmp_path / "modl.gguf")
+    assert "does not exist; check the path" in refused(tmp_path / "modl.gguf")
     assert "does not exist; check the path" in refused("nowhere.gguf")
 
 

@@ -19,6 +19,7 @@ from paceline.lab.certify.scoring import Scorer
 from paceline.llm import LLM
 from paceline.model.backends.reference.rows import RowPositions
 from paceline.model.target import CausalModel
+from support.cache_invariants import check_cache
 from support.tiny_models import SENTENCES
 
 SWITCH = 48
@@ -140,7 +141,7 @@ def test_texts_of_a_batch_are_those_of_transformers_one_by_one(
     )
     for _ in range(2):
         assert [c.token_ids for c in llm.generate(prompts(), PARAMS)] == expected
-    llm.engine.cache.check()
+    check_cache(llm.engine.cache)
     llm.close()
 
 

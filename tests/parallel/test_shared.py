@@ -21,6 +21,7 @@ from paceline.errors import ConfigError, EngineLostError, ModelLoadError, Paceli
 from paceline.lab.doctor import examine
 from paceline.parallel import group, team
 from paceline.parallel.group import CacheOrder, batch_order
+from support.cache_invariants import check_cache
 from support.engine_models import write_pair
 from support.medusa_models import write_medusa
 from support.model_folders import write_gpt2
@@ -111,7 +112,7 @@ def said(llm: LLM, spec: str | None, **options: Any) -> list[list[int]]:
     """Greedy and seeded answers, in one batch; behind them the cache is whole and empty."""
     own = llm.beside(spec, draft_length=3, **{"kv_cache_memory": MEMORY, **options})
     done = own.generate(PROMPTS, [GREEDY, SEEDED])
-    own.engine.cache.check()
+    check_cache(own.engine.cache)
     assert own.engine.cache.pool.available == own.engine.cache.num_blocks
     assert [completion.error for completion in done] == [None, None]
     return [completion.token_ids for completion in done]

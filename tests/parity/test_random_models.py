@@ -21,6 +21,7 @@ from paceline.draft.hybrid import HybridDrafter
 from paceline.drafters import DRAFTERS, RECORDS
 from paceline.llm import LLM
 from paceline.request.completion import Completion
+from support.cache_invariants import check_cache
 from support.engine_models import cramped
 from support.medusa_models import write_medusa
 from support.random_heads import write_eagle
@@ -81,7 +82,7 @@ def texts(llm: LLM, params: SamplingParams, prompts: list[str | list[int]]) -> l
 def answers(llm: LLM, params: SamplingParams, prompts: list[str | list[int]]) -> list[Completion]:
     """The completions; behind them the caches are whole, and nothing is kept."""
     result = llm.generate(prompts, params)
-    llm.engine.cache.check()
+    check_cache(llm.engine.cache)
     for drafter in with_members(llm.engine.drafter):
         drafts = getattr(drafter, "cache", None)
         if drafts is not None:
@@ -220,4 +221,4 @@ def test_seeded_text_does_not_depend_on_preemption_or_chunks(
     tight = cramped(folders["target"], f"model:{folders['draft']}", blocks=10)
     assert [c.token_ids for c in tight.generate(PROMPTS, params)] == expected
     assert tight.engine.scheduler.preemptions > 0
-    tight.engine.cache.check()
+    check_cache(tight.engine.cache)

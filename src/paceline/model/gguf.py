@@ -7,12 +7,11 @@ by its name before gigabytes are.
 
 from __future__ import annotations
 
-import difflib
 import importlib
 import json
 import re
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
@@ -182,19 +181,9 @@ def _read(path: Path, modified: int, size: int) -> GgufFile:
     return file
 
 
-def meant_instead(path: Path, fits: Callable[[Path], bool]) -> str:
-    """What to do about a path that does not exist; entries beside it that fit may be meant."""
-    beside = path.parent.iterdir() if path.parent.is_dir() else ()
-    near = difflib.get_close_matches(
-        path.name, [entry.name for entry in beside if fits(entry)], n=1
-    )
-    return f"did you mean {path.parent / near[0]}?" if near else "check the path"
-
-
 def _check_there(path: Path) -> None:
     if not path.is_file():
-        hint = meant_instead(path, lambda entry: entry.suffix == SUFFIX)
-        raise ModelLoadError(f"GGUF file {path} does not exist; {hint}")
+        raise ModelLoadError(f"GGUF file {path} does not exist; check the path")
     try:
         with path.open("rb") as file:
             start = file.read(len(_MAGIC))

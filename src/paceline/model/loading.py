@@ -14,7 +14,7 @@ import torch
 from paceline.errors import ConfigError, ModelLoadError, UnsupportedModelError
 from paceline.kernels.compile import are_kernels_here
 from paceline.model.backends.base import REFERENCE
-from paceline.model.gguf import dequantising, gguf_file, meant_instead, read_gguf
+from paceline.model.gguf import dequantising, gguf_file, read_gguf
 from paceline.model.gguf_config import completed
 from paceline.model.gguf_weights import check_taken, keep_blocks
 from paceline.model.hub import check_hub_name, fetched, hub_message
@@ -188,8 +188,7 @@ def cpu_has_bf16() -> bool:
 def check_folder(name: str, folder: Path) -> dict[str, Any]:
     """The options in a model folder's config.json. Raises ModelLoadError if there are none."""
     if not folder.exists():
-        hint = meant_instead(folder, Path.is_dir)
-        raise ModelLoadError(f"model folder {name} does not exist; {hint}")
+        raise ModelLoadError(f"model folder {name} does not exist; check the path")
     if not folder.is_dir():
         raise ModelLoadError(f"{name} is a file; give the folder that holds config.json")
     config = folder / "config.json"

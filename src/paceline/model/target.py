@@ -22,7 +22,7 @@ from paceline.model.gguf import gguf_file
 from paceline.model.hub import stamps_of
 from paceline.model.paged.cache import LayerShape, PagedCache
 from paceline.model.paged.masks import Pattern
-from paceline.model.paged.pieces import DeviceBatch, KeyValueStore
+from paceline.model.paged.segments import DeviceBatch, KeyValueStore
 from paceline.model.precision import (
     dequantise,
     is_quantised,
@@ -61,7 +61,7 @@ class CausalModel:
         self.name = name
         self.device: torch.device = hf.device
         self.dtype: torch.dtype = hf.dtype
-        self.cache_dtype = self.dtype  # or CODED: its keys and values in 8 bits
+        self.cache_dtype = self.dtype  # or INT8: its keys and values in 8 bits
         config = hf.config.get_text_config(decoder=True)
         self.num_layers: int = config.num_hidden_layers
         self.hidden_size: int = config.hidden_size

@@ -10,7 +10,7 @@ from collections.abc import Sequence
 
 from paceline.core.batch import Batch, ModelOutput
 from paceline.errors import ConfigError
-from paceline.model.paged.pieces import KeyValueStore
+from paceline.model.paged.segments import KeyValueStore
 from paceline.model.target import CausalModel
 
 

@@ -17,7 +17,7 @@ from paceline.errors import ConfigError
 from paceline.model.backends.base import REFERENCE, Backend
 from paceline.model.loading import resolve_device
 from paceline.model.paged.cache import PagedCache
-from paceline.model.paged.pieces import KeyValueStore
+from paceline.model.paged.segments import KeyValueStore
 from paceline.model.target import CausalModel
 from paceline.parallel.group import (
     CacheOrder,

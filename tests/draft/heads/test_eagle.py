@@ -22,6 +22,7 @@ from paceline.model.backends.heads import ModuleEagle
 from paceline.model.paged.cache import bytes_per_token
 from paceline.model.probe import ATTENTION
 from paceline.model.target import CausalModel
+from support.cache_invariants import check_cache
 from support.engine_models import adapted
 from support.random_heads import dense_attention, random_head
 
@@ -82,8 +83,8 @@ def engine_of(
 def finish(drive: Drive) -> None:
     engine = drive.engine
     for _ in drive:
-        engine.cache.check()
-        engine.drafter.cache.check()  # type: ignore[attr-defined]
+        check_cache(engine.cache)
+        check_cache(engine.drafter.cache)  # type: ignore[attr-defined]
     own = engine.drafter.cache  # type: ignore[attr-defined]
     assert own.pool.available == own.num_blocks
 

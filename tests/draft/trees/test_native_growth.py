@@ -21,6 +21,7 @@ from paceline.model.backends.native.growth import NativeGrowth
 from paceline.model.paged.cache import PagedCache
 from paceline.model.target import CausalModel
 from paceline.model.view import LayerView
+from support.cache_invariants import check_cache
 from support.engine_models import write_pair
 from support.random_heads import write_eagle
 
@@ -88,8 +89,8 @@ def generate(
         for n in range(len(PROMPTS))
     ]
     done = llm.generate(PROMPTS, asked)
-    llm.engine.cache.check()
-    llm.engine.drafter.cache.check()  # type: ignore[attr-defined]
+    check_cache(llm.engine.cache)
+    check_cache(llm.engine.drafter.cache)  # type: ignore[attr-defined]
     return [completion.token_ids for completion in done]
 
 

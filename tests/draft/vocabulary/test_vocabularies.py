@@ -22,6 +22,7 @@ from paceline.draft.vocabulary.shared import (
 )
 from paceline.llm import LLM
 from paceline.train.tokenizer import train_tokenizer
+from support.cache_invariants import check_cache
 from support.engine_models import (
     check_one_distribution,
     cramped,
@@ -159,7 +160,7 @@ def test_same_tokens_as_plain_decoding(
     # The adaptive length may find that drafting does not pay here.
     assert accepted > 0 or "little" in name or length == "auto"
     for cache in (llm.engine.cache, llm.engine.drafter.cache):
-        cache.check()
+        check_cache(cache)
         assert cache.pool.available == cache.num_blocks
     llm.close()
 
@@ -192,7 +193,7 @@ def test_a_text_without_borders_is_read_again_and_again(
     )
     done = []
     for event in llm.stream(prompts, params):
-        llm.engine.drafter.cache.check()  # in the middle: a shared block must not be rolled back
+        check_cache(llm.engine.drafter.cache)  # a shared block must not be rolled back
         if event.completion is not None:
             done.append(event.completion.token_ids)
     assert done == expected

@@ -81,7 +81,7 @@ def test_options_reach_the_check() -> None:
 @pytest.mark.parametrize("kind", ["auto", "int8"])
 def test_the_cache_of_a_token_is_that_of_the_engine(kind: str) -> None:
     from paceline.model.paged.cache import bytes_per_token
-    from paceline.model.paged.codes import cache_dtype
+    from paceline.model.paged.int8 import cache_dtype
     from paceline.model.target import CausalModel
 
     model = CausalModel.load(TARGET, dtype="bfloat16", device="cpu", quick=False)

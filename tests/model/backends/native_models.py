@@ -14,7 +14,7 @@ import transformers
 from transformers import AutoModelForCausalLM
 
 from paceline.core.batch import Batch, ModelOutput, Span
-from paceline.model.paged.codes import cache_dtype
+from paceline.model.paged.int8 import cache_dtype
 from paceline.model.probe import register
 from paceline.model.target import CausalModel
 

@@ -26,7 +26,7 @@ from paceline.kernels.library import (
 from paceline.model.backends.native.model import unpack_modules
 from paceline.model.backends.native.packing import PLAIN, Packed
 from paceline.model.backends.trial import relative_error
-from paceline.model.paged.codes import CODED
+from paceline.model.paged.int8 import INT8
 from paceline.model.target import CausalModel
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
@@ -203,7 +203,7 @@ def test_a_cache_in_8_bits_is_the_references(shape: str, dtype: str) -> None:
     exact = logits(native)
     reference = copy.copy(native)
     reference.backend = reference.reference
-    native.cache_dtype = reference.cache_dtype = CODED
+    native.cache_dtype = reference.cache_dtype = INT8
     found = logits(native)
     unpack_modules(native.hf)
     wanted = logits(reference)

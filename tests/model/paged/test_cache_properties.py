@@ -19,6 +19,7 @@ from paceline.core.batch import Span
 from paceline.model.paged.blocks import BlockPool, OutOfBlocksError
 from paceline.model.paged.cache import PagedCache, bytes_per_token, path_moves
 from paceline.model.target import CausalModel
+from support.cache_invariants import check_cache, check_pool
 from support.engine_models import VOCAB, adapted, reference_logits
 
 MODEL = adapted()
@@ -153,7 +154,7 @@ def play(actions: list[str], seed: int) -> World:
     world = World(MODEL, random.Random(seed))
     for action in ["join", *actions]:
         getattr(world, action)()
-        world.cache.check()
+        check_cache(world.cache)
     return world
 
 
@@ -200,12 +201,12 @@ def test_prefix_blocks_are_shared_and_survive_their_first_owner() -> None:
     cache.commit(0, tokens, 13)
     assert cache.admit(1, tokens) == 12  # three whole blocks; the last token is computed again
     assert cache.admit(2, tokens[:12]) == 8  # never the whole prompt
-    cache.check()
+    check_cache(cache)
     cache.free(0)
     cache.free(1)
     cache.free(2)
     assert cache.admit(3, tokens) == 12
-    cache.check()
+    check_cache(cache)
 
 
 def test_out_of_blocks_takes_nothing() -> None:
@@ -227,8 +228,8 @@ def test_a_lone_sequence_grows_in_one_run() -> None:
 def test_the_check_finds_a_leak() -> None:
     pool = BlockPool(4)
     table = pool.allocate(2)
-    pool.check([table])
+    check_pool(pool, [table])
     with pytest.raises(AssertionError):
-        pool.check([])
+        check_pool(pool, [])
     with pytest.raises(AssertionError):
-        pool.check([table, table])
+        check_pool(pool, [table, table])

@@ -10,11 +10,11 @@ import torch
 from paceline.core.batch import Span
 from paceline.core.tree import chain_parents
 from paceline.model.backends.reference.attention import paged_attention
-from paceline.model.paged import masks, pieces
+from paceline.model.paged import masks, segments
 from paceline.model.paged.cache import PagedCache
-from paceline.model.paged.codes import decode, encode
+from paceline.model.paged.int8 import decode, encode
 from paceline.model.paged.masks import FULL, Pattern, visible
-from paceline.model.paged.pieces import AttentionStep
+from paceline.model.paged.segments import AttentionStep
 
 KV_HEADS, GROUP, WIDTH, SIZE = 2, 3, 8, 16
 TREE = (-1, -1, 0, 2, 1)
@@ -86,7 +86,7 @@ KINDS = {
 @pytest.mark.parametrize("kind", KINDS)
 def test_every_kind_of_piece(kind, scattered, pattern, monkeypatch):
     """With others' leavings that are not numbers wherever nothing was written."""
-    monkeypatch.setattr(pieces, "ALONE", 256)
+    monkeypatch.setattr(segments, "ALONE", 256)
     generator = torch.Generator().manual_seed(0)
     feeds = feeds_of(KINDS[kind])
     cache = made(feeds, scattered, generator)
@@ -150,11 +150,11 @@ def test_what_is_not_finite_is_not_hidden():
 
 def test_long_contexts_are_read_in_place():
     """No copies of a context for a step's sake, as long as its blocks lie in one run."""
-    long = pieces.ALONE + 1
+    long = segments.ALONE + 1
     feeds = feeds_of([(long, (), 1), (long + 40, TREE, 1), (50, (), 1), (60, (), 1)])
     cache = made(feeds, False, torch.Generator().manual_seed(0))
     step = AttentionStep.of(cache.batch_of(feeds), cache, (FULL,))
-    found = step.pieces(0, GROUP, torch.float32).items
+    found = step.segments(0, GROUP, torch.float32).items
     assert sorted((piece.batch, piece.gather is None) for piece in found) == [
         (1, True),
         (1, True),

@@ -18,7 +18,7 @@ from paceline.model.backends.base import REFERENCE
 from paceline.model.loading import cpu_has_bf16, dtype_to_load, resolve_device
 from paceline.model.offload import OffloadPlan
 from paceline.model.paged.cache import blocks_within
-from paceline.model.paged.codes import cache_dtype
+from paceline.model.paged.int8 import cache_dtype
 
 _SHARE = 4  # by default the cache takes at most one part in so many of the free memory
 _LARGE = 1 << 30  # bytes of weights from which on a processor is slow

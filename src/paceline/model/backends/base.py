@@ -25,7 +25,7 @@ from paceline.model.backends.growing import Growth
 from paceline.model.backends.heads import DraftingHeads, EagleStep, ModuleEagle, run_modules
 from paceline.model.paged.cache import LayerShape
 from paceline.model.paged.masks import Pattern
-from paceline.model.paged.pieces import KeyValueStore
+from paceline.model.paged.segments import KeyValueStore
 
 NATIVE, REFERENCE = "native", "reference"
 

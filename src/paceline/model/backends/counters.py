@@ -15,7 +15,7 @@ from torch.autograd import profiler
 from torch.profiler import record_function
 
 from paceline.core.batch import Span
-from paceline.model.paged.pieces import KeyValueStore
+from paceline.model.paged.segments import KeyValueStore
 
 
 @dataclass(frozen=True)

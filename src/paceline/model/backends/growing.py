@@ -10,7 +10,7 @@ import torch
 
 from paceline.core.batch import Batch
 from paceline.core.params import SamplingParams
-from paceline.model.paged.pieces import KeyValueStore
+from paceline.model.paged.segments import KeyValueStore
 
 
 @dataclass(frozen=True)

@@ -13,7 +13,7 @@ from paceline.model.backends.growing import Growth
 from paceline.model.backends.reference.attention import paged_attention
 from paceline.model.paged.cache import PagedCache
 from paceline.model.paged.masks import FULL
-from paceline.model.paged.pieces import AttentionStep
+from paceline.model.paged.segments import AttentionStep
 
 # Logits ``[B, count, vocab]`` of the first ``count`` heads, from features ``[B, width]``.
 DraftingHeads = Callable[[torch.Tensor, int], torch.Tensor]

@@ -105,20 +105,3 @@ class BlockPool:
 
     def find(self, digest: bytes) -> int | None:
         return self._by_digest.get(digest)
-
-    def check(self, tables: Sequence[Sequence[int]]) -> None:
-        """Assert the invariant against the tables of all sequences that own blocks."""
-        owners = [0] * self.total
-        for table in tables:
-            assert len(set(table)) == len(table), "a block appears twice in one table"
-            for block in table:
-                owners[block] += 1
-        assert owners == self._refs, "reference counts differ from the block tables"
-        used = {block for block, count in enumerate(owners) if count}
-        assert not used & self._free.keys() and not used & self._reusable.keys()
-        assert not self._free.keys() & self._reusable.keys()
-        assert len(used) + len(self._free) + len(self._reusable) == self.total, "blocks leaked"
-        assert {d: b for b, d in self._digest.items()} == self._by_digest
-        assert all(block in self._digest for block in self._reusable)
-        shared = {block for block, count in enumerate(owners) if count > 1}
-        assert shared <= self._digest.keys(), "a block with unknown content is shared"

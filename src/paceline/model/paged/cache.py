@@ -20,7 +20,7 @@ from paceline.core import transfer
 from paceline.core.batch import Batch, Span
 from paceline.core.transfer import to_device
 from paceline.model.paged.blocks import BlockPool, prefix_digest
-from paceline.model.paged.codes import stored_width
+from paceline.model.paged.int8 import stored_width
 
 LayerShape = tuple[int, int, int]  # kv heads, key width, value width
 
@@ -64,7 +64,7 @@ def path_moves(seq_id: int, base: int, path: Sequence[int]) -> list[tuple[int, i
 class PagedCache:
     """Keys and values of all layers in fixed blocks of ``block_size`` tokens.
 
-    ``dtype`` int8 keeps them in 8 bits (codes.py). With ``share`` full blocks are found again by
+    ``dtype`` int8 keeps them in 8 bits (int8.py). With ``share`` full blocks are found again by
     their content, by any sequence that begins alike. ``rope_switch``: keys of a sequence with more
     tokens are rotated otherwise (longrope). A sequence is admitted as short or as long and stays
     so; short and long ones share no blocks.
@@ -257,9 +257,3 @@ class PagedCache:
             logit_rows=wanted if len(wanted) < len(ids) else None,
             nodes=tuple(nodes),
         )
-
-    def check(self) -> None:
-        """Assert that no block is lost, doubled or shared without being registered."""
-        self.pool.check([table.blocks for table in self._tables.values()])
-        for table in self._tables.values():
-            assert len(table.digests) <= len(table.blocks)

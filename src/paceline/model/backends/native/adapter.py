@@ -17,8 +17,8 @@ import torch
 
 from paceline.core.batch import Batch
 from paceline.kernels.library import CBatch, CModel, library
-from paceline.model.paged.codes import CODED
-from paceline.model.paged.pieces import KeyValueStore
+from paceline.model.paged.int8 import INT8
+from paceline.model.paged.segments import KeyValueStore
 
 Pointers = tuple[Any, Any, bool]
 
@@ -91,7 +91,7 @@ class CachePointers:
             pointers = (
                 kind(*(k.data_ptr() for k, _ in layers)),
                 kind(*(v.data_ptr() for _, v in layers)),
-                layers[0][0].dtype == CODED,
+                layers[0][0].dtype == INT8,
             )
             self._known[cache] = pointers
         return pointers

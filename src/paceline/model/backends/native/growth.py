@@ -25,7 +25,7 @@ from paceline.kernels.library import CGrowth, CTree, check, library
 from paceline.model.backends.counters import NativeWork, count_work, traced
 from paceline.model.backends.growing import GrownTree, WantedTree
 from paceline.model.backends.native.adapter import BatchArrays, CachePointers, Opened, Ropes
-from paceline.model.paged.pieces import KeyValueStore
+from paceline.model.paged.segments import KeyValueStore
 
 _ALL = 1 << 30  # more than any vocabulary has
 

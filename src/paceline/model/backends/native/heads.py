@@ -29,7 +29,7 @@ from paceline.model.backends.native.layers import Packing
 from paceline.model.backends.native.packing import Packed, pack_children
 from paceline.model.backends.native.recognise import DecoderShape
 from paceline.model.paged.cache import PagedCache
-from paceline.model.paged.pieces import KeyValueStore
+from paceline.model.paged.segments import KeyValueStore
 
 
 class HeadTarget(Protocol):

@@ -19,7 +19,7 @@ from paceline.model.backends.native.packing import (
     pack_children,
 )
 from paceline.model.backends.native.recognise import GATED, PROJECTIONS
-from paceline.model.paged.pieces import KeyValueStore
+from paceline.model.paged.segments import KeyValueStore
 from paceline.model.quantised.weights import plain_linear
 
 _TRIM_BYTES = 64 << 20

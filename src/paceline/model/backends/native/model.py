@@ -27,7 +27,7 @@ from paceline.model.backends.native.heads import NativeEagle, NativeMedusa
 from paceline.model.backends.native.layers import Packing
 from paceline.model.backends.native.packing import PackedExperts, PackedLinear, pack_children
 from paceline.model.backends.native.recognise import STATIC_ROPE, DecoderShape
-from paceline.model.paged.pieces import KeyValueStore
+from paceline.model.paged.segments import KeyValueStore
 
 _PARTIAL_BYTES = 32 << 20  # of attention (csrc/forward.cpp)
 _LEFT_OUT = torch.empty(0, 0)  # logits

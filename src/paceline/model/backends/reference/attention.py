@@ -1,7 +1,7 @@
 """Attention of ragged batches over the paged cache.
 
-Once per forward the spans of a batch become *pieces*, each one call of scaled-dot-product
-attention; every layer then writes its new keys and values and runs the pieces:
+Once per forward the spans of a batch become *segments*, each one call of scaled-dot-product
+attention; every layer then writes its new keys and values and runs the segments:
 
     decoding, blocks in one run    a strided view of the cache, no copy
     decoding, scattered blocks     keys gathered block by block
@@ -12,7 +12,7 @@ attention; every layer then writes its new keys and values and runs the pieces:
 Few query rows are folded into the KV heads that they share, ``[kv_heads, group * rows, width]``,
 so grouped-query attention expands no keys. Measured on a CPU in bf16 (18 heads over 6, 300
 keys): 97 microseconds for one row, against 578 with ``enable_gqa`` and 626 with expanded keys.
-A cache in 8 bits is decoded for each piece.
+A cache in 8 bits is decoded for each segment.
 """
 
 from __future__ import annotations
@@ -21,8 +21,8 @@ import torch
 from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 
-from paceline.model.paged.codes import CODED, decode, encode
-from paceline.model.paged.pieces import AttentionPiece, AttentionStep
+from paceline.model.paged.int8 import INT8, decode, encode
+from paceline.model.paged.segments import AttentionSegment, AttentionStep
 
 
 def paged_attention(
@@ -45,19 +45,19 @@ def paged_attention(
     _store(keys, key, step)
     _store(values, value, step)
     heads, total = query.shape[1], query.shape[2]
-    layout = step.pieces(layer, heads // keys.shape[1], query.dtype)
+    layout = step.segments(layer, heads // keys.shape[1], query.dtype)
     if len(layout.items) == 1 and layout.order is None:
         return _attend(layout.items[0], query, keys, values, scaling, softcap, sinks, total)
     outputs = [
-        _attend(piece, query, keys, values, scaling, softcap, sinks, total)
-        for piece in layout.items
+        _attend(segment, query, keys, values, scaling, softcap, sinks, total)
+        for segment in layout.items
     ]
     joined = torch.cat(outputs, dim=1) if len(outputs) > 1 else outputs[0]
     return joined if layout.order is None else joined.index_select(1, layout.order)
 
 
 def _store(cache: Tensor, new: Tensor, step: AttentionStep) -> None:
-    if cache.dtype == CODED:
+    if cache.dtype == INT8:
         new = encode(new)
     if step.first_slot is None:
         cache.index_copy_(0, step.slots, new[0].transpose(0, 1))
@@ -74,26 +74,26 @@ def _view(cache: Tensor, slot: int, length: int) -> Tensor:
     )
 
 
-def _rows_of(cache: Tensor, piece: AttentionPiece, part: str) -> Tensor:
+def _rows_of(cache: Tensor, segment: AttentionSegment, part: str) -> Tensor:
     """``[batch, kv_heads, keys, width]`` from a cache of "keys" or "values".
 
     What is gathered holds until the next layer gathers, into the same memory: fresh memory costs a
     third of the copy.
     """
-    if piece.gather is None:
-        return _view(cache, piece.slot, piece.keys)
+    if segment.gather is None:
+        return _view(cache, segment.slot, segment.keys)
     _, heads, width = cache.shape
-    run = piece.unit * heads * width
-    into = piece.scratch.get((part, run))
+    run = segment.unit * heads * width
+    into = segment.scratch.get((part, run))
     if into is None:
-        into = piece.scratch[part, run] = cache.new_empty(len(piece.gather), run)
-    torch.index_select(cache.view(-1, run), 0, piece.gather, out=into)
-    rows = into.view(piece.batch, -1, heads, width)
-    return rows[:, piece.skip : piece.skip + piece.keys].transpose(1, 2)
+        into = segment.scratch[part, run] = cache.new_empty(len(segment.gather), run)
+    torch.index_select(cache.view(-1, run), 0, segment.gather, out=into)
+    rows = into.view(segment.batch, -1, heads, width)
+    return rows[:, segment.skip : segment.skip + segment.keys].transpose(1, 2)
 
 
 def _attend(
-    piece: AttentionPiece,
+    segment: AttentionSegment,
     query: Tensor,
     keys: Tensor,
     values: Tensor,
@@ -103,26 +103,26 @@ def _attend(
     total: int,
 ) -> Tensor:
     """``[1, batch * rows, heads, v_width]``."""
-    batch, rows = piece.batch, piece.rows
-    if piece.pick is not None:
-        query = query.index_select(2, piece.pick)
+    batch, rows = segment.batch, segment.rows
+    if segment.pick is not None:
+        query = query.index_select(2, segment.pick)
     elif batch * rows != total:
-        query = query.narrow(2, piece.start, batch * rows)
-    key, value = _rows_of(keys, piece, "keys"), _rows_of(values, piece, "values")
-    if keys.dtype == CODED:
+        query = query.narrow(2, segment.start, batch * rows)
+    key, value = _rows_of(keys, segment, "keys"), _rows_of(values, segment, "values")
+    if keys.dtype == INT8:
         key, value = decode(key, query.dtype), decode(value, query.dtype)
     if softcap is not None or sinks is not None:
-        return _attend_explicitly(piece, query, key, value, scaling, softcap, sinks)
-    if not piece.folded:
-        return _attend_long(piece, query, key, value, scaling)
+        return _attend_explicitly(segment, query, key, value, scaling, softcap, sinks)
+    if not segment.folded:
+        return _attend_long(segment, query, key, value, scaling)
     folded = _fold(query, batch, rows, key.shape[1])
     if folded.shape[2] == 1 and folded.dtype == torch.bfloat16 and not folded.is_cuda:
         # The CPU kernel takes a slow path for a lone bf16 row: twice the same row is faster.
         pair = folded.expand(-1, -1, 2, -1)
-        out = scaled_dot_product_attention(pair, key, value, piece.mask, scale=scaling)
+        out = scaled_dot_product_attention(pair, key, value, segment.mask, scale=scaling)
         out = out[:, :, :1]
     else:
-        out = scaled_dot_product_attention(folded, key, value, piece.mask, scale=scaling)
+        out = scaled_dot_product_attention(folded, key, value, segment.mask, scale=scaling)
     return _unfold(out, batch, rows, query.shape[1])
 
 
@@ -144,10 +144,10 @@ def _unfold(out: Tensor, batch: int, rows: int, heads: int) -> Tensor:
 
 
 def _attend_long(
-    piece: AttentionPiece, query: Tensor, key: Tensor, value: Tensor, scaling: float
+    segment: AttentionSegment, query: Tensor, key: Tensor, value: Tensor, scaling: float
 ) -> Tensor:
     group = query.shape[1] // key.shape[1]
-    if group > 1 and query.is_cuda and piece.mask is not None:
+    if group > 1 and query.is_cuda and segment.mask is not None:
         # No fused CUDA kernel takes grouped heads together with a mask.
         key, value = key.repeat_interleave(group, 1), value.repeat_interleave(group, 1)
         group = 1
@@ -155,8 +155,8 @@ def _attend_long(
         query,
         key,
         value,
-        piece.mask,
-        is_causal=piece.causal,
+        segment.mask,
+        is_causal=segment.causal,
         scale=scaling,
         enable_gqa=group > 1,
     )
@@ -164,7 +164,7 @@ def _attend_long(
 
 
 def _attend_explicitly(
-    piece: AttentionPiece,
+    segment: AttentionSegment,
     query: Tensor,
     key: Tensor,
     value: Tensor,
@@ -173,17 +173,17 @@ def _attend_explicitly(
     sinks: Tensor | None,
 ) -> Tensor:
     """The softmax written out in float32, for what the fused kernels cannot do."""
-    batch, rows, heads, kv_heads = piece.batch, piece.rows, query.shape[1], key.shape[1]
+    batch, rows, heads, kv_heads = segment.batch, segment.rows, query.shape[1], key.shape[1]
     group = heads // kv_heads
     folded = _fold(query, batch, rows, kv_heads)
     scores = torch.matmul(folded, key.transpose(2, 3)).float().mul_(scaling)
     if softcap is not None:
         scores = scores.div_(softcap).tanh_().mul_(softcap)
-    if piece.causal:
+    if segment.causal:
         above = torch.ones(rows, rows, dtype=torch.bool, device=scores.device).triu_(1)
         scores = scores.masked_fill_(above.repeat(group, 1), float("-inf"))
-    elif piece.mask is not None:
-        scores = scores.add_(piece.mask if piece.folded else piece.mask.repeat(group, 1))
+    elif segment.mask is not None:
+        scores = scores.add_(segment.mask if segment.folded else segment.mask.repeat(group, 1))
     if sinks is None:
         distribution = scores.softmax(-1)
     else:

@@ -16,7 +16,7 @@ from paceline.model.backends.reference.layers import layers_in_tuples, without_l
 from paceline.model.backends.reference.rows import RowPositions
 from paceline.model.paged.cache import LayerShape, PagedCache
 from paceline.model.paged.masks import Pattern
-from paceline.model.paged.pieces import AttentionStep, DeviceBatch, KeyValueStore
+from paceline.model.paged.segments import AttentionStep, DeviceBatch, KeyValueStore
 
 _TRIAL = Batch((1, 2), (0, 1), (0, 1), (Span(0, 0, 0, 2),), ((0,),))
 

@@ -25,7 +25,7 @@ from weakref import WeakSet
 import torch
 
 from paceline.errors import UnsupportedModelError
-from paceline.model.paged.pieces import DeviceBatch
+from paceline.model.paged.segments import DeviceBatch
 
 
 @dataclass(frozen=True)

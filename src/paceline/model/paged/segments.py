@@ -28,7 +28,7 @@ class KeyValueStore(Protocol):
 
 
 @dataclass(frozen=True)
-class AttentionPiece:
+class AttentionSegment:
     """Spans attended by one call: ``batch`` sequences of ``rows`` query rows, ``keys`` keys each.
 
     The rows are ``start .. start + batch * rows`` of the ragged batch, or those named by
@@ -52,9 +52,9 @@ class AttentionPiece:
 
 
 @dataclass(frozen=True)
-class Pieces:
-    items: tuple[AttentionPiece, ...]
-    order: Tensor | None  # int64 [T]: where each row stands among the pieces' rows
+class Segments:
+    items: tuple[AttentionSegment, ...]
+    order: Tensor | None  # int64 [T]: where each row stands among the segments' rows
 
 
 @dataclass(frozen=True)
@@ -85,7 +85,7 @@ class AttentionStep:
     """One forward's spans over one cache.
 
     ``batch`` is the one it was made from, brought to the device in one copy with all that the
-    pieces need there; what depends on the layers' heads follows when the first of them asks.
+    segments need there; what depends on the layers' heads follows when the first of them asks.
     """
 
     batch: DeviceBatch
@@ -120,9 +120,9 @@ class AttentionStep:
         layouts = tuple([made[id(pattern)] for pattern in patterns])
         return cls(DeviceBatch.of(batch, staging), cache, first_slot, layouts)
 
-    def pieces(self, layer: int, group: int, dtype: torch.dtype) -> Pieces:
-        """Pieces of a layer whose KV heads serve ``group`` query heads each."""
-        return self._layouts[layer].pieces(group, dtype)
+    def segments(self, layer: int, group: int, dtype: torch.dtype) -> Segments:
+        """Segments of a layer whose KV heads serve ``group`` query heads each."""
+        return self._layouts[layer].segments(group, dtype)
 
 
 def _run_start(table: Sequence[int], start: int, stop: int, size: int) -> int | None:
@@ -137,24 +137,25 @@ def _run_start(table: Sequence[int], start: int, stop: int, size: int) -> int | 
 
 
 @dataclass(frozen=True)
-class _Draft:
-    """A piece before its tensors have been sent: what is in their place is their number."""
+class _Unsent:
+    """A segment before its tensors have been sent: ``gather``, ``pick`` and ``mask`` are their
+    numbers in the staging."""
 
-    piece: AttentionPiece
+    segment: AttentionSegment
     gather: int | None = None
     pick: int | None = None
     mask: int | Span | None = None  # a span's mask is built on the host, where it is kept
-    seen: tuple[tuple[int, Tensor], ...] = ()  # place in the piece, which nodes its rows see
+    seen: tuple[tuple[int, Tensor], ...] = ()  # place in the segment, which nodes its rows see
 
     def finished(
         self, staging: Staging, pattern: Pattern, group: int, dtype: torch.dtype
-    ) -> AttentionPiece:
+    ) -> AttentionSegment:
         if self.gather is None and self.pick is None and self.mask is None:
-            return self.piece
-        numbers, repeats = staging.numbers, group if self.piece.folded else 1
+            return self.segment
+        numbers, repeats = staging.numbers, group if self.segment.folded else 1
         mask = None
         if isinstance(self.mask, Span):
-            mask = short_mask(self.mask, pattern, self.piece.keys, group, dtype)
+            mask = short_mask(self.mask, pattern, self.segment.keys, group, dtype)
         elif self.mask is not None:
             allowed = staging.masks[self.mask]
             for index, nodes in self.seen:
@@ -162,7 +163,7 @@ class _Draft:
                 of_span[: len(nodes), of_span.shape[1] - nodes.shape[1] :] &= nodes
             mask = additive(allowed, dtype, repeats)
         return replace(
-            self.piece,
+            self.segment,
             gather=None if self.gather is None else numbers[self.gather],
             pick=None if self.pick is None else numbers[self.pick],
             mask=mask,
@@ -170,7 +171,7 @@ class _Draft:
 
 
 class _Layout:
-    """The pieces of one step for one pattern, laid out on the host."""
+    """The segments of one step for one pattern, laid out on the host."""
 
     def __init__(
         self, batch: Batch, size: int, pattern: Pattern, staging: Staging, together: bool
@@ -178,25 +179,25 @@ class _Layout:
         self._spans, self._tables, self._size = batch.spans, batch.tables, size
         self._ancestors = [span.ancestors for span in batch.spans]
         self._pattern, self._staging, self._together = pattern, staging, together
-        self._drafts: list[_Draft] = []
-        self._pieces: dict[int, Pieces] = {}  # by group
+        self._unsent: list[_Unsent] = []
+        self._segments: dict[int, Segments] = {}  # by group
         order: list[int] = []
         for members in self._groups():
             if len(members) > 1:
                 order.extend(self._padded(members))
             else:
                 order.extend(_row_range(self._spans[members[0]]))
-                self._drafts.append(self._single(members[0]))
+                self._unsent.append(self._single(members[0]))
         self._order = self._inverse(order)
 
-    def pieces(self, group: int, dtype: torch.dtype) -> Pieces:
-        pieces = self._pieces.get(group)
-        if pieces is None:
+    def segments(self, group: int, dtype: torch.dtype) -> Segments:
+        segments = self._segments.get(group)
+        if segments is None:
             staging, pattern = self._staging, self._pattern
-            items = [draft.finished(staging, pattern, group, dtype) for draft in self._drafts]
+            items = [part.finished(staging, pattern, group, dtype) for part in self._unsent]
             order = None if self._order is None else staging.numbers[self._order]
-            pieces = self._pieces[group] = Pieces(tuple(items), order)
-        return pieces
+            segments = self._segments[group] = Segments(tuple(items), order)
+        return segments
 
     def _groups(self) -> list[list[int]]:
         """Spans that one call attends: short ones whose numbers of keys are close, as all are
@@ -228,7 +229,7 @@ class _Layout:
         return [sorted(group) for group in groups]
 
     def _inverse(self, order: list[int]) -> int | None:
-        """Packed row to row among the pieces; -1 in ``order`` marks padding."""
+        """Packed row to row among the segments; -1 in ``order`` marks padding."""
         if order == list(range(len(order))):
             return None
         inverse = [0] * sum(span.rows for span in self._spans)
@@ -237,7 +238,7 @@ class _Layout:
                 inverse[row] = index
         return self._staging.add(inverse)
 
-    def _single(self, i: int) -> _Draft:
+    def _single(self, i: int) -> _Unsent:
         span, table, size, staging = self._spans[i], self._tables[i], self._size, self._staging
         first = self._pattern.first_key(span)
         keys = span.kv_length - first
@@ -250,17 +251,19 @@ class _Layout:
         if short and (rows == 1 and self._sees_all(span)):
             mask: int | Span | None = None
         elif not short and self._pattern == FULL and span.context == 0 and not span.parents:
-            piece = AttentionPiece(
+            segment = AttentionSegment(
                 start, 1, rows, keys, slot or 0, unit=unit, skip=skip, causal=True, folded=False
             )
-            return _Draft(piece, gather)
+            return _Unsent(segment, gather)
         elif short and staging.direct and ancestors is None:
             mask = span
         else:
             allowed = visible(span, self._pattern, keys, ancestors is None)
             mask = staging.add_mask(allowed if ancestors is None else allowed.clone())
-        piece = AttentionPiece(start, 1, rows, keys, slot or 0, unit=unit, skip=skip, folded=short)
-        return _Draft(piece, gather, mask=mask, seen=seen)
+        segment = AttentionSegment(
+            start, 1, rows, keys, slot or 0, unit=unit, skip=skip, folded=short
+        )
+        return _Unsent(segment, gather, mask=mask, seen=seen)
 
     def _seen(self, i: int, index: int) -> tuple[tuple[int, Tensor], ...]:
         ancestors = self._ancestors[i]
@@ -277,7 +280,7 @@ class _Layout:
     def _padded(self, members: list[int]) -> list[int]:
         """Short spans in one call: keys right-aligned, absent rows and keys masked.
 
-        Returns the rows in the order of the piece, -1 for absent ones.
+        Returns the rows in the order of the segment, -1 for absent ones.
         """
         spans, staging = [self._spans[i] for i in members], self._staging
         firsts = [self._pattern.first_key(span) for span in spans]
@@ -305,9 +308,9 @@ class _Layout:
                 seen += self._seen(i, index)
                 plain = False
         even = pick == list(range(pick[0], pick[0] + len(pick)))
-        self._drafts.append(
-            _Draft(
-                AttentionPiece(start=pick[0], batch=len(members), rows=rows, keys=keys),
+        self._unsent.append(
+            _Unsent(
+                AttentionSegment(start=pick[0], batch=len(members), rows=rows, keys=keys),
                 gather=staging.add(torch.cat(gather)),
                 pick=None if even else staging.add(pick),
                 mask=None if plain else staging.add_mask(mask),

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from paceline.errors import ConfigError
 
-CODED = torch.int8  # the dtype of such a cache
+INT8 = torch.int8  # the dtype of such a cache
 _SCALE = 4  # bytes of a scale
 KINDS = ("auto", "int8")
 
@@ -23,12 +23,12 @@ def cache_dtype(kind: str, dtype: torch.dtype) -> torch.dtype:
     """Of the cache of a model in ``dtype``: "auto" is the same. Raises ConfigError."""
     if kind not in KINDS:
         raise ConfigError(f"kv_cache_dtype is {kind!r}; use one of {', '.join(KINDS)}")
-    return CODED if kind == "int8" else dtype
+    return INT8 if kind == "int8" else dtype
 
 
 def stored_width(width: int, dtype: torch.dtype) -> int:
     """What a head of so many numbers is, in elements of a cache of this dtype."""
-    return width + _SCALE if dtype == CODED else width
+    return width + _SCALE if dtype == INT8 else width
 
 
 def encode(numbers: Tensor) -> Tensor:
@@ -37,7 +37,7 @@ def encode(numbers: Tensor) -> Tensor:
     scale = exact.abs().amax(-1, keepdim=True) / 127
     scale = torch.where(scale.isfinite(), scale, torch.nan)
     codes = (exact / scale).nan_to_num_(0.0).round_()  # 0 / 0: a head of zeros
-    return torch.cat((codes.to(CODED), _apart(scale).view(CODED)), -1)
+    return torch.cat((codes.to(INT8), _apart(scale).view(INT8)), -1)
 
 
 def decode(entries: Tensor, dtype: torch.dtype) -> Tensor:

@@ -1,0 +1,33 @@
+"""The invariants of a paged cache and of its pool of blocks."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from paceline.model.paged.blocks import BlockPool
+from paceline.model.paged.cache import PagedCache
+
+
+def check_cache(cache: PagedCache) -> None:
+    """Assert that no block is lost, doubled or shared without being registered."""
+    tables = cache._tables.values()
+    check_pool(cache.pool, [table.blocks for table in tables])
+    assert all(len(table.digests) <= len(table.blocks) for table in tables)
+
+
+def check_pool(pool: BlockPool, tables: Sequence[Sequence[int]]) -> None:
+    """Against the tables of all sequences that own blocks."""
+    owners = [0] * pool.total
+    for table in tables:
+        assert len(set(table)) == len(table), "a block appears twice in one table"
+        for block in table:
+            owners[block] += 1
+    assert owners == pool._refs, "reference counts differ from the block tables"
+    used = {block for block, count in enumerate(owners) if count}
+    assert not used & pool._free.keys() and not used & pool._reusable.keys()
+    assert not pool._free.keys() & pool._reusable.keys()
+    assert len(used) + len(pool._free) + len(pool._reusable) == pool.total, "blocks leaked"
+    assert {d: b for b, d in pool._digest.items()} == pool._by_digest
+    assert all(block in pool._digest for block in pool._reusable)
+    shared = {block for block, count in enumerate(owners) if count > 1}
+    assert shared <= pool._digest.keys(), "a block with unknown content is shared"
