@@ -8,8 +8,7 @@ import pytest
 import torch
 import transformers
 
-from paceline.model.backends.native.llama import is_llama_shaped
-from paceline.model.backends.native.norms import as_rms_norm
+from paceline.model.backends.native.llama import as_rms_norm, is_llama_shaped
 from paceline.model.probe import ATTENTION, register
 
 VOCAB = 320

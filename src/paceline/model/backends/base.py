@@ -22,7 +22,7 @@ from torch import nn
 from paceline.core.batch import Batch, ModelOutput
 from paceline.files.stamps import FileStamp
 from paceline.model.backends.growing import Growth
-from paceline.model.backends.heads import DraftingHeads, EagleStep, ModuleEagle, run_modules
+from paceline.model.backends.heads import DraftingHeads, EagleStep, ModuleEagle
 from paceline.model.paged.cache import LayerShape
 from paceline.model.paged.masks import Pattern
 from paceline.model.paged.segments import KeyValueStore
@@ -105,7 +105,13 @@ class Backend(ABC):
 
     def medusa(self, heads: Any) -> DraftingHeads:
         """All Medusa ``heads`` in one call; may lay out their weights anew."""
-        return run_modules(heads, self.head)
+
+        def run(features: torch.Tensor, count: int) -> torch.Tensor:
+            return torch.stack(
+                [heads.logits(head, features, self.head) for head in range(count)], 1
+            )
+
+        return run
 
     def quantised(self, model: Adapted, precision: str) -> tuple[Any, Backend] | None:
         """Modules that share all of ``model`` but its matrices, which are in ``precision``, and

@@ -14,36 +14,24 @@ from collections.abc import Iterator, Mapping
 from functools import lru_cache
 from typing import Any
 
-_SHAPES = """
+# Shapes; what results of layers, masks and rotary tables show; what concerns training, outputs or
+# the file. What is in ``rope_parameters`` is looked at below.
+_FIELDS = """
     vocab_size hidden_size intermediate_size num_hidden_layers num_attention_heads
     num_key_value_heads head_dim max_position_embeddings tie_word_embeddings
-"""
-_BY_RESULTS = """
     hidden_act hidden_activation rms_norm_eps attention_bias attention_out_bias mlp_bias use_bias
     bias qkv_bias
-"""  # of a layer and of what stands around the layers
-_BY_MASKS = """
     sliding_window use_sliding_window max_window_layers layer_types sliding_window_pattern
     _sliding_window_pattern
-"""
-_BY_ROTATIONS = """
     rope_parameters rope_scaling rope_theta rope_local_base_freq partial_rotary_factor default_theta
-"""  # the model's own module makes them; what is in ``rope_parameters`` is looked at below
-_TRAINING = """
     initializer_range attention_dropout residual_dropout hidden_dropout output_router_logits
     router_aux_loss_coef router_jitter_noise pretraining_tp problem_type id2label label2id
-"""
-_OUTPUT = """
     bos_token_id eos_token_id pad_token_id use_cache return_dict output_attentions
     output_hidden_states chunk_size_feed_forward is_encoder_decoder
-"""
-_FILE = """
     _name_or_path architectures auto_map dtype torch_dtype model_type transformers_version
     quantization_config _attn_implementation
 """
-_EVERYWHERE = frozenset(
-    (_SHAPES + _BY_RESULTS + _BY_MASKS + _BY_ROTATIONS + _TRAINING + _OUTPUT + _FILE).split()
-)
+_EVERYWHERE = frozenset(_FIELDS.split())
 _GEMMA = {"query_pre_attn_scalar", "final_logit_softcapping", "attn_logit_softcapping"}
 _GRANITE = {"embedding_multiplier", "logits_scaling", "residual_multiplier", "attention_multiplier"}
 _BY_ARCHITECTURE: Mapping[str, set[str]] = {
@@ -70,8 +58,8 @@ def unknown_field(hf: Any) -> str | None:
     strange = [(name, value) for name, value in fields.items() if name not in known]
     strange += _rope_fields(fields.get("rope_parameters") or fields.get("rope_scaling") or {})
     source = _source(frozenset(type(module).__module__ for module in hf.modules()))
-    for name, value in strange:
-        if _is_set(value) and (source is None or re.search(rf"\b{re.escape(name)}\b", source)):
+    for name, value in strange:  # zero, False, None and what is empty ask for nothing
+        if value and (source is None or re.search(rf"\b{re.escape(name)}\b", source)):
             return f"{name} = {value}"
     return None
 
@@ -83,11 +71,6 @@ def _rope_fields(parameters: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
             yield from _rope_fields(value)
         elif name not in _IN_ROPE:
             yield name, value
-
-
-def _is_set(value: Any) -> bool:
-    """Zero, False, None and what is empty ask for nothing."""
-    return bool(value)
 
 
 @lru_cache(maxsize=16)

@@ -74,12 +74,3 @@ class ModuleEagle:
         if rows.logit_rows is not None:
             outputs = outputs.index_select(0, rows.logit_rows)
         return outputs, head.logits(outputs) if len(outputs) else outputs
-
-
-def run_modules(heads: Any, lm_head: Callable[[torch.Tensor], torch.Tensor]) -> DraftingHeads:
-    """Medusa heads as they are; ``lm_head`` is the target's, for heads that share it."""
-
-    def run(features: torch.Tensor, count: int) -> torch.Tensor:
-        return torch.stack([heads.logits(head, features, lm_head) for head in range(count)], 1)
-
-    return run

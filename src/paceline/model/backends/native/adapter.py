@@ -146,7 +146,7 @@ class BatchArrays:
             coded=pointers[2],
         )
 
-    def give(
+    def set_outputs(
         self,
         logits: torch.Tensor | None,
         features: Mapping[int, torch.Tensor],
@@ -165,19 +165,19 @@ class BatchArrays:
             self.struct.feature = ctypes.addressof(outputs)
             self._held += [layers, outputs]
 
-    def choose(self) -> Any:
+    def set_greedy(self) -> Any:
         """An array that will hold the greedy choice of each row of logits."""
         greedy = (ctypes.c_int32 * self.logit_rows)()
         self.struct.greedy = ctypes.addressof(greedy)
         return greedy
 
-    def go_on_from(self, hidden: torch.Tensor, fused: bool, outputs: torch.Tensor) -> None:
+    def set_features(self, hidden: torch.Tensor, fused: bool, outputs: torch.Tensor) -> None:
         """What an EAGLE head reads beside tokens, and where its outputs go."""
         self.struct.hidden, self.struct.fused = hidden.data_ptr(), fused
         self.struct.outputs = outputs.data_ptr()
         self._held += [hidden, outputs]
 
-    def turn(self, ropes: RopeTables) -> None:
+    def set_ropes(self, ropes: RopeTables) -> None:
         """The tables of cosines and sines."""
         self.struct.rope = ropes.address
         self._held.append(ropes)

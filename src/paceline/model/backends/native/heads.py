@@ -100,9 +100,9 @@ class NativeEagle:
         wanted = arrays.logit_rows
         outputs = torch.empty(wanted, self.head.config.hidden_size, dtype=self._dtype)
         logits = torch.empty(wanted, self._lm_head.outputs, dtype=self._dtype)
-        arrays.give(logits, {})
-        arrays.go_on_from(hidden.contiguous(), fused, outputs)
-        arrays.turn(self._ropes.reach(arrays.longest))
+        arrays.set_outputs(logits, {})
+        arrays.set_features(hidden.contiguous(), fused, outputs)
+        arrays.set_ropes(self._ropes.reach(arrays.longest))
         with traced("eagle"):
             check(library().pl_forward(self._opened.handle, arrays.struct))
         count_work(lambda: self._work(batch.spans, cache, wanted))

@@ -12,7 +12,7 @@ from paceline.core.batch import Span
 from paceline.core.memory import trim
 from paceline.kernels.library import CNorm, CWeight
 from paceline.model.backends.counters import NativeWork
-from paceline.model.backends.native.norms import RMSNorm
+from paceline.model.backends.native.llama import RMSNorm
 from paceline.model.backends.native.packing import (
     Packed,
     PackedExperts,

@@ -7,13 +7,13 @@ against the formula, and embedding, final norm and head are compared with the mo
 from __future__ import annotations
 
 import copy
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import nn
 
-from paceline.model.backends.native.norms import as_rms_norm
 from paceline.model.backends.trial import relative_error
 from paceline.model.quantised.weights import QuantisedLinear, is_plain
 
@@ -21,6 +21,56 @@ _LAYER = {"self_attn", "mlp", "input_layernorm", "post_attention_layernorm"}
 _PROJECTIONS = {"q_proj", "k_proj", "v_proj", "o_proj"}
 _HEAD_NORMS = {"q_norm", "k_norm"}
 _MLP = {"gate_proj", "up_proj", "down_proj", "act_fn"}
+
+
+@dataclass(frozen=True)
+class RMSNorm:
+    """``x / sqrt(mean(x^2) + eps) * weight`` over the last dimension, in float32."""
+
+    weight: torch.Tensor  # [width]
+    eps: float
+
+    @property
+    def width(self) -> int:
+        return self.weight.shape[0]
+
+    def __call__(self, x: torch.Tensor) -> torch.Tensor:
+        """``[..., width]`` to the same shape."""
+        return F.rms_norm(x.float(), self.weight.shape, self.weight.float(), self.eps).to(x.dtype)
+
+
+def as_rms_norm(module: nn.Module) -> RMSNorm | None:
+    """The RMS norm that a module computes, found by comparing results, or None.
+
+    Both ``weight * norm(x)`` and ``(1 + weight) * norm(x)``, with the sum in float32, are known.
+    """
+    weight = getattr(module, "weight", None)
+    eps = getattr(module, "variance_epsilon", getattr(module, "eps", None))
+    if not isinstance(weight, torch.Tensor) or weight.dim() != 1 or not isinstance(eps, float):
+        return None
+    if next(module.children(), None) is not None or getattr(module, "bias", None) is not None:
+        return None
+    weight = weight.detach()
+    generator = torch.Generator().manual_seed(0)
+    x = torch.randn(4, weight.shape[0], generator=generator)
+    # The scales tell a wrong epsilon, the offset a LayerNorm, from the true thing.
+    x = x * torch.tensor([[1e-3], [0.05], [1.0], [30.0]]) + torch.tensor([[0.0], [0.0], [2.0], [0]])
+    x = x.to(weight)
+    with torch.inference_mode():
+        try:
+            wanted = module(x)
+        except (RuntimeError, TypeError):  # takes other inputs: not a norm over one tensor
+            return None
+        if not isinstance(wanted, torch.Tensor) or wanted.shape != x.shape:
+            return None
+        if wanted.dtype != x.dtype:
+            return None
+        # Two roundings of the module against one of ours.
+        rtol = 3 * torch.finfo(x.dtype).eps
+        for norm in (RMSNorm(weight, eps), RMSNorm(1 + weight.float(), eps)):
+            if torch.allclose(norm(x).float(), wanted.float(), rtol=rtol, atol=1e-6):
+                return norm
+    return None
 
 
 @torch.inference_mode()
@@ -40,7 +90,7 @@ def has_shape(hf: Any) -> bool:
         return False
     if _children(base) != {"embed_tokens", "layers", "norm", "rotary_emb"}:
         return False
-    if type(base.embed_tokens) is not nn.Embedding or not _is_product(hf.lm_head):
+    if type(base.embed_tokens) is not nn.Embedding or not is_product(hf.lm_head):
         return False
     for layer in base.layers:
         if _children(layer) != _LAYER or _children(layer.mlp) != _MLP:
@@ -50,7 +100,7 @@ def has_shape(hf: Any) -> bool:
             return False
         linears = [getattr(layer.self_attn, name) for name in sorted(_PROJECTIONS)]
         linears += [getattr(layer.mlp, name) for name in sorted(_MLP - {"act_fn"})]
-        if not all(_is_product(linear) for linear in linears):
+        if not all(is_product(linear) for linear in linears):
             return False
     return len(base.layers) > 0
 
@@ -59,7 +109,7 @@ def _children(module: nn.Module) -> set[str]:
     return {name for name, _ in module.named_children()}
 
 
-def _is_product(module: Any) -> bool:
+def is_product(module: Any) -> bool:
     """Whether it is a linear product and nothing else, with plain or with quantised weights."""
     plain = type(module) is nn.Linear and is_plain(module.weight)
     return plain or type(module) is QuantisedLinear

@@ -138,9 +138,9 @@ class NativeModel(Backend):
             given = torch.empty(wanted, self.lm_head.outputs, dtype=self.dtype)
         for layer in sorted(set(features)):
             kept[layer] = torch.empty(arrays.rows, self.hidden_size, dtype=self.dtype)
-        arrays.give(given, kept, self._flags)
-        greedy = arrays.choose()
-        arrays.turn(self._ropes.reach(arrays.longest))
+        arrays.set_outputs(given, kept, self._flags)
+        greedy = arrays.set_greedy()
+        arrays.set_ropes(self._ropes.reach(arrays.longest))
         with traced("forward"):
             check(library().pl_forward(self._opened.handle, arrays.struct))
         count_work(lambda: self._work(batch.spans, cache, wanted))

@@ -17,12 +17,17 @@ from torch import nn
 
 from paceline.kernels.library import DTYPES, GELU_TANH, SILU
 from paceline.model.backends.fields import unknown_field
-from paceline.model.backends.native.llama import has_shape, is_llama_shaped
-from paceline.model.backends.native.norms import RMSNorm, as_rms_norm
+from paceline.model.backends.native.llama import (
+    RMSNorm,
+    as_rms_norm,
+    has_shape,
+    is_llama_shaped,
+    is_product,
+)
 from paceline.model.backends.native.packing import same_form
 from paceline.model.paged.cache import LayerShape
 from paceline.model.paged.masks import Pattern
-from paceline.model.quantised.weights import QuantisedLinear, is_plain
+from paceline.model.quantised.weights import is_plain
 
 _GEMMA = {"Gemma2ForCausalLM", "Gemma3ForCausalLM"}
 _EXPERTS = {"MixtralForCausalLM"}
@@ -86,7 +91,7 @@ def describe(
         return f"the configuration's {strange} is not known"
     if not named and not is_llama_shaped(hf):
         return f"{kind} is no decoder of a known shape"
-    if not all(_is_known(layer) for layer in (*hf.model.layers, hf.lm_head)):
+    if not all(map(_is_known, hf.model.layers)) or not is_product(hf.lm_head):
         return "weights that are no plain numbers"
     for layer in hf.model.layers:
         for parent, names in ((layer.self_attn, PROJECTIONS), (layer.mlp, GATED)):
@@ -143,15 +148,12 @@ def _described(
 
 
 def _is_known(layer: Any) -> bool:
-    """Whether the matrices of a layer, or a matrix, are plain numbers or quantised by us."""
-    if not hasattr(layer, "self_attn"):
-        plain = type(layer) is nn.Linear and is_plain(layer.weight)
-        return plain or type(layer) is QuantisedLinear
+    """Whether the matrices of a layer are plain numbers or quantised by us."""
     linears = [getattr(layer.self_attn, name, None) for name in (*PROJECTIONS, "o_proj")]
     if _acting(layer.mlp) is not layer.mlp:
-        return all(map(_is_known, linears)) and all(map(is_plain, layer.mlp.parameters()))
+        return all(map(is_product, linears)) and all(map(is_plain, layer.mlp.parameters()))
     linears += [getattr(layer.mlp, name, None) for name in (*GATED, "down_proj")]
-    return all(_is_known(linear) for linear in linears)
+    return all(map(is_product, linears))
 
 
 def _acting(mlp: Any) -> Any:
