@@ -83,7 +83,6 @@ def test_auto_dtype_and_device() -> None:
 
 
 def test_missing_folder(folder: Path) -> None:
-    fails(ModelLoadError, folder.parent / "modle", "does not exist", str(folder))
     fails(ModelLoadError, "/nowhere/at/all", "does not exist", "check the path")
     fails(ModelLoadError, folder / "config.json", "is a file")
 
@@ -189,7 +188,7 @@ def test_a_text_part_that_was_saved_by_itself(tmp_path: Path) -> None:
     sizes = {key: COMMON[key] for key in COMMON if key not in ("head_dim", "initializer_range")}
     saved = transformers.Emu3ForCausalLM(transformers.Emu3TextConfig(**sizes))
     saved.save_pretrained(tmp_path)
-    loaded = CausalModel.load(str(tmp_path), dtype="float32", device="cpu", quick=False)
+    loaded = CausalModel.load(str(tmp_path), dtype="float32", device="cpu", backend="reference")
     assert type(loaded.hf) is transformers.Emu3ForCausalLM
     assert all(map(torch.equal, saved.parameters(), loaded.hf.parameters()))
 

@@ -96,7 +96,6 @@ class CausalModel:
         name_or_path: str,
         dtype: str | torch.dtype = "auto",
         device: str | torch.device = "auto",
-        quick: bool = True,
         check_values: bool = False,
         quantize: str | None = None,
         backend: str = "auto",
@@ -106,14 +105,11 @@ class CausalModel:
         """Load a built-in model, a local folder or a hub name.
 
         dtype "auto": bfloat16 on a CPU with bf16 instructions and where the native kernels run,
-        float32 on others, the checkpoint's own on CUDA. ``quick`` gives it to the ``backend``,
-        see registry.py; without, torch runs it.
-        ``check_values`` refuses weights that are NaN or infinite: a draft of them is never right,
-        and nothing but its speed would tell. (A target's own are sampled by ``paceline doctor``.)
-        ``quantize`` "int8" or "int4" rounds the weights (on a CPU; see model/quantised); "none"
-        dequantises those of a quantised file, which are else kept where the kernels run.
-        ``offload`` "cpu" or "disk" leaves layers there that ``weights_memory`` bytes do not hold
-        (see offload.py).
+        float32 on others, the checkpoint's own on CUDA. ``check_values`` refuses weights that are
+        NaN or infinite (a draft of them would only be slow). ``quantize`` "int8" or "int4" rounds
+        the weights on a CPU; "none" dequantises a quantised file, whose weights are else kept
+        where the kernels run. ``backend``: see registry.py. ``offload`` "cpu" or "disk" leaves
+        layers there that ``weights_memory`` bytes do not hold.
 
         Raises ModelLoadError, UnsupportedModelError, ConfigError.
         """
@@ -132,10 +128,8 @@ class CausalModel:
                 return model
         on = resolve_device(device)
         torch_dtype = resolve_dtype(dtype, on)
-        number = dtype_to_load(dtype, on, backend) if quick else torch_dtype
+        number = dtype_to_load(dtype, on, backend)
         model = cls._load(name_or_path, number or dtype, on, check_values, quantize, backend)
-        if not quick:
-            return model
         model = model.optimised()
         if model.backend.runs_torch and number != torch_dtype and torch_dtype is not None:
             refused = model.refused

@@ -54,7 +54,7 @@ def test_drafts_are_the_heads_top_tokens_at_the_right_row(
     seen = recorded(llm)
     llm.generate(PROMPTS, SamplingParams(max_tokens=20, ignore_eos=True))
     assert len(seen) > 20
-    model = CausalModel.load(folders["target"], dtype="float32", quick=False)
+    model = CausalModel.load(folders["target"], dtype="float32", backend="reference")
     heads = load_medusa(folders[kind], model)
     final = {}
     model.hf.model.register_forward_hook(lambda *call: final.update(x=call[2][0][0]))

@@ -84,7 +84,7 @@ def test_the_cache_of_a_token_is_that_of_the_engine(kind: str) -> None:
     from paceline.model.paged.int8 import cache_dtype
     from paceline.model.target import CausalModel
 
-    model = CausalModel.load(TARGET, dtype="bfloat16", device="cpu", quick=False)
+    model = CausalModel.load(TARGET, dtype="bfloat16", device="cpu", backend="reference")
     expected = bytes_per_token(model.cache_shapes, cache_dtype(kind, model.dtype))
     found = only(examine(TARGET, dtype="bfloat16", kv_cache_dtype=kind), "memory-fits").found
     assert f"{size(expected)} of cache a token" in found

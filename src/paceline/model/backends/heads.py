@@ -19,21 +19,10 @@ from paceline.model.paged.segments import AttentionStep
 DraftingHeads = Callable[[torch.Tensor, int], torch.Tensor]
 
 
-class Attend(Protocol):
-    """What the layers of a head call: stores the rows' keys and values, and attends."""
-
-    def __call__(
-        self,
-        query: torch.Tensor,
-        key: torch.Tensor,
-        value: torch.Tensor,
-        *,
-        layer: int,
-        scaling: float,
-    ) -> torch.Tensor:
-        """``query [1, heads, T, d]``, ``key`` and ``value`` ``[1, kv_heads, T, d]``, after rotary
-        embedding, to ``[1, T, heads, d]``."""
-        ...
+# What the layers of a head call after rotary embedding: ``attend(query [1, heads, T, d],
+# key and value [1, kv_heads, T, d], layer=, scaling=)`` stores keys and values and gives
+# ``[1, T, heads, d]``.
+Attend = Callable[..., torch.Tensor]
 
 
 class EagleStep(Protocol):

@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import nn
@@ -91,12 +91,8 @@ class Quantised:
     left: list[str] = field(default_factory=list)
 
 
-class Rounder(Protocol):
-    """``nearest`` of rounding.py, or what gives the same numbers sooner."""
-
-    def __call__(
-        self, weight: torch.Tensor, bits: int, group: int, zero: Zero
-    ) -> QuantisedWeight: ...
+# ``nearest`` of rounding.py, or what gives the same numbers sooner.
+Rounder = Callable[[torch.Tensor, int, int, Zero], QuantisedWeight]
 
 
 def quantise_module(
