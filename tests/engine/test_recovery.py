@@ -14,6 +14,7 @@ from paceline.engine.recovery import Failure
 from paceline.errors import CacheMemoryError, EngineLostError
 from paceline.request.completion import Completion, StreamEvent
 from paceline.request.request import Request
+from support.cache_invariants import check_cache
 
 PROMPTS = ["Once upon a time there was a little", "def add(a, b)", "The old house by the sea was"]
 PARAMS = [
@@ -56,7 +57,7 @@ def llm(make: Make, request: pytest.FixtureRequest) -> Iterator[LLM]:
     assert not made.engine.has_work
     blocks = made.engine.cache
     assert blocks.pool.available == blocks.num_blocks
-    blocks.check()
+    check_cache(blocks)
     own = getattr(made.engine.drafter, "cache", blocks)
     assert own.pool.available == own.num_blocks
 

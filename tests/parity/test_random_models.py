@@ -86,7 +86,7 @@ def answers(llm: LLM, params: SamplingParams, prompts: list[str | list[int]]) ->
     for drafter in with_members(llm.engine.drafter):
         drafts = getattr(drafter, "cache", None)
         if drafts is not None:
-            drafts.check()
+            check_cache(drafts)
             assert drafts.pool.available == drafts.num_blocks, "the draft's cache leaks"
     assert llm.engine.cache.pool.available == llm.engine.cache.num_blocks
     return result
