@@ -179,8 +179,8 @@ def load_draft(
     settings: EngineSettings,
 ) -> Prepared:
     """A drafter, or several for requests to choose from, loaded as the settings say."""
-    own = (settings.draft_quantize, settings.draft_offload, settings.draft_device)
-    return prepare_all(draft, Loading(target, tokenizer, settings.dtype, *own))
+    draft_settings = (settings.draft_quantize, settings.draft_offload, settings.draft_device)
+    return prepare_all(draft, Loading(target, tokenizer, settings.dtype, *draft_settings))
 
 
 def build_engine(
@@ -272,7 +272,7 @@ def adaptive_controller(
     add(predictions.name, predictions)
     for name, drafter in drafters.items():
         if isinstance(drafter, HybridDrafter):
-            drafter.names = tuple(add(own.name, own) for own in drafter.members)
+            drafter.names = tuple(add(member.name, member) for member in drafter.members)
             members[name] = (predictions.name, *drafter.names)
         else:
             members[name] = (predictions.name, add(name, drafter))
@@ -293,7 +293,9 @@ def measure_costs(target: CausalModel, cache: PagedCache, most: int) -> TargetCo
     }
 
     if target.offload is not None:  # a forward moves the same bytes, whatever its rows
-        counts = {size: [own[0], own[-1]] for size, own in counts.items() if size in (1, most)}
+        counts = {
+            size: [sizes[0], sizes[-1]] for size, sizes in counts.items() if size in (1, most)
+        }
 
     def begin(size: int) -> nullcontext[None] | None:
         late = time.perf_counter() - began > _MEASURING

@@ -170,8 +170,8 @@ def prepare_one(draft: DraftLike | None, loading: Loading) -> Prepared:
             f"draft {draft!r} is neither a spec nor a drafter: it lacks {', '.join(missing)}; "
             "see docs/drafters/your_own.md"
         )
-    own = draft
-    return Prepared(lambda context: own, names=(own.name,), drafts=(own.name,))
+    spec = draft
+    return Prepared(lambda context: spec, names=(spec.name,), drafts=(spec.name,))
 
 
 def prepare_all(drafts: DraftLike | Sequence[DraftLike] | None, loading: Loading) -> Prepared:

@@ -316,8 +316,8 @@ class LLM:
     ) -> list[Request]:
         """Requests ready to be queued: all, or none if one is refused."""
         prompt_list = as_prompts(prompts)
-        own = self.default_params if params is None else params
-        param_list = as_params(own, len(prompt_list))
+        given = self.default_params if params is None else params
+        param_list = as_params(given, len(prompt_list))
         return [
             request
             for number, (prompt, own_params) in enumerate(zip(prompt_list, param_list, strict=True))

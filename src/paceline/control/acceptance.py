@@ -156,22 +156,22 @@ class AcceptanceTracker:
         self._each: dict[int, dict[Hashable, OwnAcceptance]] = {}
 
     def everyone(self, name: Hashable, kind: Hashable = None) -> AcceptanceEstimate:
-        found = self._all.get((name, kind))
-        if found is None:
+        estimate = self._all.get((name, kind))
+        if estimate is None:
             prior = MATCHED[kind] if isinstance(kind, int) else self.priors.get(name) or UNKNOWN
-            found = self._all[name, kind] = AcceptanceEstimate(prior, self.depth)
-        return found
+            estimate = self._all[name, kind] = AcceptanceEstimate(prior, self.depth)
+        return estimate
 
     def rates(self, seq_id: int, name: Hashable, kind: Hashable = None) -> list[float]:
         """What is expected of a sequence's next draft, level by level."""
         everyone = self.everyone(name, kind).rates()
-        own = self._each.get(seq_id, {}).get(name)
-        return own.rates(everyone) if own and everyone else everyone
+        sequence = self._each.get(seq_id, {}).get(name)
+        return sequence.rates(everyone) if sequence and everyone else everyone
 
     def better(self, seq_id: int, name: Hashable) -> bool:
         """Whether a sequence's drafts fail less often than all sequences' do."""
-        own = self._each.get(seq_id, {}).get(name)
-        return own is not None and own.better
+        sequence = self._each.get(seq_id, {}).get(name)
+        return sequence is not None and sequence.better
 
     def record(
         self,
@@ -184,8 +184,8 @@ class AcceptanceTracker:
     ) -> None:
         """As ``AcceptanceEstimate.record``, for one sequence and for all."""
         everyone = self.everyone(name, kind)
-        own = self._each.setdefault(seq_id, {}).setdefault(name, OwnAcceptance())
-        own.record(everyone.rates(), reached, accepted, since)
+        sequence = self._each.setdefault(seq_id, {}).setdefault(name, OwnAcceptance())
+        sequence.record(everyone.rates(), reached, accepted, since)
         everyone.record(reached, accepted, since)
 
     def forget(self, seq_id: int) -> None:

@@ -104,8 +104,10 @@ class AdaptiveController(Controller):
         if rarely or not self._lookups.drafters:
             return {}
         worth: dict[int, Offers] = {}
-        for seq_id, own in self._lookups.look(seqs, self._may).items():
-            pay = {n: o for n, o in own.items() if self._may_pay(seq_id, n, batch, o.confidence)}
+        for seq_id, by_lookup in self._lookups.look(seqs, self._may).items():
+            pay = {
+                n: o for n, o in by_lookup.items() if self._may_pay(seq_id, n, batch, o.confidence)
+            }
             if pay:
                 worth[seq_id] = pay
         if worth and batch == 1:
@@ -137,23 +139,23 @@ class AdaptiveController(Controller):
         hopeless = self._hopeless(seqs, settles)
         open_: list[int] = []  # places that are to be decided
         options: list[_Options] = []
-        for place, seq in enumerate(seqs):
+        for index, seq in enumerate(seqs):
             if not seq.params.may_draft:
                 continue
-            given, found = seq.params.draft_length, offers.get(seq.seq_id, {})
-            own = self._options(seq, batch, none, found, hopeless if given is None else ())
+            given, offered = seq.params.draft_length, offers.get(seq.seq_id, {})
+            ways = self._options(seq, batch, none, offered, hopeless if given is None else ())
             if given is None:
-                open_.append(place)
-                options.append((seq, own))
+                open_.append(index)
+                options.append((seq, ways))
             else:
-                self._choices[place] = given_length(given, own)
+                self._choices[index] = given_length(given, ways)
         chosen = self._select(batch, options) if options and not wants_plain else []
         cost.compare(batch, chosen)
         self._made = {}
-        for place, draft in zip(open_, chosen or [none] * len(open_), strict=True):
-            self._choices[place] = self._choice(draft, none, offers, seqs[place])
+        for index, draft in zip(open_, chosen or [none] * len(open_), strict=True):
+            self._choices[index] = self._choice(draft, none, offers, seqs[index])
             if draft.length:
-                self._made[ids[place]] = draft
+                self._made[ids[index]] = draft
         drafted = [draft for draft in chosen if draft.length]
         if any(draft.name in self._lookups.drafters for draft in drafted):
             self._in_vain = 0
@@ -172,8 +174,8 @@ class AdaptiveController(Controller):
             reason = "exploration" if self._explores else ""
             return Decision(draft.length, draft.name, reason, speedup)
         names = self._members(seq)
-        found = offers.get(seq.seq_id) or any(n not in self._lookups.drafters for n in names)
-        reason = MEASURING if self._measures else NOT_WORTH_IT if found else NOTHING_FOUND
+        draftable = offers.get(seq.seq_id) or any(n not in self._lookups.drafters for n in names)
+        reason = MEASURING if self._measures else NOT_WORTH_IT if draftable else NOTHING_FOUND
         return Decision(0, None, reason)
 
     def _holds(self, drafted: Sequence[DraftOption], same: bool) -> int:
@@ -201,14 +203,14 @@ class AdaptiveController(Controller):
     ) -> list[DraftOption]:
         """No draft, and every member's drafts of every length."""
         options = [none]
-        for place, name in enumerate(self._members(seq)):
+        for index, name in enumerate(self._members(seq)):
             drafts: Sequence[DraftOption] = ()
             if name not in self._lookups.drafters:
                 drafts = () if name in hopeless else self.drafts(seq, name, batch)
             elif name in offers:
                 drafts = self._found(seq, name, batch, offers)
-            margin = _MARGIN**place
-            options += [d._replace(seconds=d.seconds * margin) for d in drafts] if place else drafts
+            margin = _MARGIN**index
+            options += [d._replace(seconds=d.seconds * margin) for d in drafts] if index else drafts
         return options
 
     def _found(
@@ -258,9 +260,9 @@ class AdaptiveController(Controller):
 
     def _select(self, batch: int, options: Sequence[_Options]) -> list[DraftOption]:
         """The options with the most goodput; where that is no draft, perhaps one to learn from."""
-        best = [own[0] for _, own in options]
-        if any(len(own) > 1 for _, own in options):
-            best = choose(self.cost, batch, [own for _, own in options], self._fair)
+        best = [ways[0] for _, ways in options]
+        if any(len(choices) > 1 for _, choices in options):
+            best = choose(self.cost, batch, [candidates for _, candidates in options], self._fair)
         self._explores = False
         if self._measures or any(draft.length for draft in best):
             return best
@@ -293,14 +295,17 @@ class AdaptiveController(Controller):
             return None  # not even one level for one of them
         members = [name in self._members(seq) and seq.remaining > 1 for seq, _ in options]
         pairs = zip(options, members, strict=True)
-        own = [self.drafts(seq, name, batch) if may else [] for (seq, _), may in pairs]
+        by_sequence = [self.drafts(seq, name, batch) if may else [] for (seq, _), may in pairs]
         none = [mine[0] for _, mine in options]
-        drafts = [(drafts or [no])[0] for drafts, no in zip(own, none, strict=True)]
+        drafts = [(drafts or [no])[0] for drafts, no in zip(by_sequence, none, strict=True)]
         if stake(drafts) > self.budget.seconds:
-            place = min(range(len(own)), key=lambda n: own[n][0].first if own[n] else inf)
-            ways = [[*none[:place], draft, *none[place + 1 :]] for draft in own[place]]
+            index = min(
+                range(len(by_sequence)),
+                key=lambda n: by_sequence[n][0].first if by_sequence[n] else inf,
+            )
+            ways = [[*none[:index], draft, *none[index + 1 :]] for draft in by_sequence[index]]
             ways = [way for way in ways if stake(way) <= self.budget.seconds]
-            drafts = max(ways, key=lambda way: way[place].gain / way[place].seconds, default=none)
+            drafts = max(ways, key=lambda way: way[index].gain / way[index].seconds, default=none)
         return drafts if any(draft.length for draft in drafts) else None
 
     # -- learning ----------------------------------------------------------------------------------
@@ -352,7 +357,9 @@ class AdaptiveController(Controller):
                 ended = cost.drafters[draft.name].ends_early
                 length = min(draft.length, commit.levels) if ended else draft.length
                 lengths.setdefault(draft.name, []).append(length)
-        passes = {name: cost.passes(name, own) for name, own in lengths.items()}
+        passes = {
+            name: cost.passes(name, drafted_levels) for name, drafted_levels in lengths.items()
+        }
         sizes = [commit.drafted for commit in commits]
         nodes, even = sum(sizes), len(set(sizes)) == 1
         rest, took = cost.foresee(batch, nodes / batch, even, passes)

@@ -32,19 +32,21 @@ def choose(
     if len(options) == batch == 1:
         return [max(options[0], key=lambda draft: draft.gain / draft.seconds)]
     score = partial(_mean_time if fair else _time_per_token, cost, batch)
-    best = [own[0] for own in options]
+    best = [first[0] for first in options]
     least = WORTH * score(best)
-    names = sorted({draft.name for own in options for draft in own[1:]}, key=str)
-    for place in range(1, max(map(len, options))) if len(names) == 1 else ():
-        alike = [own[min(place, len(own) - 1)] for own in options]
-        if (found := score(alike)) < least:
-            best, least = alike, found
+    names = sorted({draft.name for ways in options for draft in ways[1:]}, key=str)
+    for index in range(1, max(map(len, options))) if len(names) == 1 else ():
+        alike = [choices[min(index, len(choices) - 1)] for choices in options]
+        if (score_alike := score(alike)) < least:
+            best, least = alike, score_alike
     for left_out in (None, *(names if len(names) > 1 else ())):
-        left = [[o for o in own if not o.length or o.name != left_out] for own in options]
+        left = [
+            [o for o in candidates if not o.length or o.name != left_out] for candidates in options
+        ]
         for dearer in _DEARER:
             apart = _apart(left, best, dearer)
-            if (found := score(apart)) < least:
-                best, least = apart, found
+            if (score_alike := score(apart)) < least:
+                best, least = apart, score_alike
                 break
         drafting = [draft.name for draft in best if draft.length]
         if all(drafting.count(name) == batch for name in drafting):
@@ -87,7 +89,10 @@ def _apart(
     for _ in range(2):
         seconds = sum(draft.seconds for draft in chosen)
         needed = dearer * sum(1 / draft.gain for draft in chosen)
-        chosen = [min(own, key=lambda o: seconds / o.gain + needed * o.seconds) for own in options]
+        chosen = [
+            min(candidates, key=lambda o: seconds / o.gain + needed * o.seconds)
+            for candidates in options
+        ]
     return chosen
 
 

@@ -47,8 +47,8 @@ class ColdSteps:
         too much, as on a busy machine."""
         if len(self._seconds) < _MEASURED:
             return None
-        found = sorted(self._seconds)
+        ordered = sorted(self._seconds)
         self.measuring, self._seconds = False, []
         self._interval = min(4 * self._interval, _INTERVAL[1])
         self._due = self._interval
-        return found[_MEASURED // 2] if found[-1] < _ALIKE * found[0] else None
+        return ordered[_MEASURED // 2] if ordered[-1] < _ALIKE * ordered[0] else None

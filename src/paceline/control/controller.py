@@ -76,13 +76,13 @@ class LoggedController(Controller):
 
     def lengths(self, seqs: Sequence[SequenceState]) -> list[Decision]:
         self._step += 1
-        found = [c if isinstance(c, Decision) else Decision(c) for c in self.inner.lengths(seqs)]
-        for seq, choice in zip(seqs, found, strict=True):
+        choices = [c if isinstance(c, Decision) else Decision(c) for c in self.inner.lengths(seqs)]
+        for seq, choice in zip(seqs, choices, strict=True):
             if self._last.get(seq.seq_id) != choice[:3]:
                 self._last[seq.seq_id] = choice[:3]
-                said = {"step": self._step, "request": seq.seq_id, "generated": seq.generated}
-                _log.info(json.dumps({**said, **choice._asdict()}, default=str))
-        return found
+                record = {"step": self._step, "request": seq.seq_id, "generated": seq.generated}
+                _log.info(json.dumps({**record, **choice._asdict()}, default=str))
+        return choices
 
     def observe(
         self, commits: Sequence[Commit], seconds: float, drafting: float | None = None

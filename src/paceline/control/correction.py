@@ -81,11 +81,11 @@ class Correction:
         return exp(self._drift.value)
 
     def factor(self, group: int, cell: int) -> float:
-        found = self._factors.get((group, cell))
-        if found is None:
+        product = self._factors.get((group, cell))
+        if product is None:
             parts = self._drift, self._group(group), self._cell(group, cell)
-            found = self._factors[group, cell] = exp(sum(part.value for part in parts))
-        return found
+            product = self._factors[group, cell] = exp(sum(part.value for part in parts))
+        return product
 
     def _group(self, group: int) -> _Part:
         """A new group is thought like the nearest."""
@@ -108,17 +108,17 @@ class Correction:
 
     def observe(self, group: int, cell: int, ratio: float) -> None:
         """It took ``ratio`` times what was predicted without any correction."""
-        own = self._groups.setdefault(group, self._group(group))
+        group_part = self._groups.setdefault(group, self._group(group))
         exact = self._cells.setdefault((group, cell), self._cell(group, cell))
-        parts = (self._drift, own, exact)
+        parts = (self._drift, group_part, exact)
         surprise = log(max(ratio, 1e-6)) - sum(part.value for part in parts)
         for part in parts:
             part.variance += part.ageing
         total = NOISE + sum(part.variance for part in parts)
-        bound = _HICCUP if own.seen or self._drift.seen else _FIRST
+        bound = _HICCUP if group_part.seen or self._drift.seen else _FIRST
         surprise = min(max(surprise, -bound), bound)
         if surprise**2 > 4 * total:
-            total += self._unsettle(group, surprise, own, exact)
+            total += self._unsettle(group, surprise, group_part, exact)
             bound = 2 * sqrt(total)
             surprise = min(max(surprise, -bound), bound)
         else:
@@ -133,9 +133,9 @@ class Correction:
     def anchor(self, group: int, ratio: float) -> None:
         """Plain steps in a row took ``ratio`` times what was predicted. Where drafts were all that
         was seen of a group, what they cost may have been taken for the group's."""
-        own = self._groups.setdefault(group, self._group(group))
-        off = log(max(ratio, 1e-6)) - self._drift.value - own.value
-        own.value, own.variance = own.value + off, NOISE
+        group_part = self._groups.setdefault(group, self._group(group))
+        off = log(max(ratio, 1e-6)) - self._drift.value - group_part.value
+        group_part.value, group_part.variance = group_part.value + off, NOISE
         for (other, cell), part in self._cells.items():
             if other == group and cell:
                 part.value, part.variance = part.value - off, part.variance + off**2

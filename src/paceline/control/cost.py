@@ -123,9 +123,9 @@ class CostModel:
         """Drafting of ``nodes`` each for ``batch`` sequences, by seconds of ``passes`` alone."""
         if not passes:
             return self._handling.get(name, 0.0) * batch if nodes else 0.0
-        own, drift = self._price(name, batch), self._rest.drift
+        price, drift = self._price(name, batch), self._rest.drift
         unit = self.drafters[name].seconds(batch)
-        return drift * (own.seconds(passes, unit) if own else passes)
+        return drift * (price.seconds(passes, unit) if price else passes)
 
     def _price(self, name: Hashable, batch: int) -> PassPrice | None:
         """That of the nearest concurrency."""
@@ -137,7 +137,7 @@ class CostModel:
         self, batch: int, nodes: float, even: bool, passes: Mapping[Hashable, float]
     ) -> tuple[float, float]:
         """The rest of a step, and its drafting by so many seconds of passes alone."""
-        drafting = (self.drafting(n, batch, nodes, own, even) for n, own in passes.items())
+        drafting = (self.drafting(n, batch, nodes, seconds, even) for n, seconds in passes.items())
         return self.rest(batch, nodes, even), sum(drafting)
 
     def _slowness(self, batch: int, nodes: float, even: bool, rest: float) -> float:
@@ -152,13 +152,13 @@ class CostModel:
         if not drafts:
             return self.rest(batch)
         names = dict.fromkeys(draft.name for draft in drafts)
-        each = sum(draft.nodes for draft in drafts) / batch
+        nodes_each = sum(draft.nodes for draft in drafts) / batch
         even = len(drafts) == batch and len({draft.nodes for draft in drafts}) == 1
         even = even and (batch == 1 or all(self.fill[name] > _FULL for name in names))
         passes = {
             n: self.passes(n, [self._levels(d) for d in drafts if d.name == n]) for n in names
         }
-        return sum(self.foresee(batch, each, even, passes))
+        return sum(self.foresee(batch, nodes_each, even, passes))
 
     def _levels(self, draft: DraftOption) -> int:
         """Of a draft that ends early, as expected."""
@@ -251,7 +251,9 @@ class CostModel:
         table: Sequence[float] = self.table(name, batch)
         nodes, fill = self.drafters[name].nodes, self.fill[name]
         if reached is not None:
-            table, nodes = (tuple(_between(own, n) for n in reached) for own in (table, nodes))
+            table, nodes = (
+                tuple(_between(values, n) for n in reached) for values in (table, nodes)
+            )
         now = self.rest(batch) / (batch * table[0])  # the table is some steps old
         return [
             DraftOption(
@@ -272,12 +274,12 @@ class CostModel:
         any batch: the passes are shared there, and rows cost as much.
         """
         everyone = self.acceptance.everyone(name, kind)
-        seen, found = self._pays.get((name, batch, kind), (-1.0, False))
+        seen, pays = self._pays.get((name, batch, kind), (-1.0, False))
         if seen != everyone.seen:
             table, gains = self.table(name, batch), expected_tokens(everyone.rates())
-            found = any(gains[n] * table[0] > table[n] for n in range(1, len(table)))
-            self._pays[name, batch, kind] = everyone.seen, found
-        return found
+            pays = any(gains[n] * table[0] > table[n] for n in range(1, len(table)))
+            self._pays[name, batch, kind] = everyone.seen, pays
+        return pays
 
     def rate(self, name: Hashable, length: int, batch: int = 1) -> float:
         """Tokens a second of ``batch`` sequences that all draft so many levels."""
@@ -323,11 +325,11 @@ class CostModel:
         ``passes``: who drafted, and the seconds of those passes as measured alone. ``drafting`` is
         the part of the ``seconds`` that went into it; None if only the whole is known.
         """
-        passes, each = passes or {}, nodes / batch
-        group, cell = group_of(batch), cell_of(each, even)
+        passes, nodes_each = passes or {}, nodes / batch
+        group, cell = group_of(batch), cell_of(nodes_each, even)
         if not cell and batch == 1 and self.cold.since < WARM:
             cell = COLD
-        known, expected = self.foresee(batch, each, even, passes)
+        known, expected = self.foresee(batch, nodes_each, even, passes)
         self.predicted += known + expected
         self.measured += seconds
         self._since_plain = self._since_plain + 1 if passes else 0
@@ -338,7 +340,7 @@ class CostModel:
             whole = seconds * expected / (known + expected)
             drafting = max(seconds - known, 0.0) if self._since_plain < _LONG_AGO else whole
         rest = seconds - drafting if passes else seconds
-        self._rest.observe(group, cell, rest / self.verify(batch, each))
+        self._rest.observe(group, cell, rest / self.verify(batch, nodes_each))
         self._learnt += 1
         if self._learnt % _FRESH == 0:
             self._tables.clear()
@@ -347,12 +349,12 @@ class CostModel:
             if alone:
                 if (name, group) not in self._passes:
                     near = self._price(name, batch)
-                    own = self._passes[name, group] = PassPrice()
+                    price = self._passes[name, group] = PassPrice()
                     if near is not None:
-                        own.overhead, own.factor = near.overhead, near.factor
-                own = self._passes[name, group]
+                        price.overhead, price.factor = near.overhead, near.factor
+                price = self._passes[name, group]
                 unit = self.drafters[name].seconds(batch)
-                own.observe(alone, unit, drafting / self._slowness(batch, each, even, rest))
+                price.observe(alone, unit, drafting / self._slowness(batch, nodes_each, even, rest))
             else:
                 before = self._handling.get(name, 0.0)
                 self._handling[name] = before + 0.05 * (min(drafting, known) / batch - before)

@@ -24,7 +24,7 @@ class _Followed:
         self.kind, self.levels = kind_of(offer.confidence), len(offer.nodes) - 1
         self.accepted, self._node = 0, -1
         places = zip(offer.parents, offer.tokens, strict=True)
-        self._below = {place: node for node, place in enumerate(places)}
+        self._below = {index: node for node, index in enumerate(places)}
 
     def ended(self, tokens: Sequence[int]) -> bool:
         """Go on with what was committed; whether it has ended, in a leaf or with a wrong token."""
@@ -56,7 +56,7 @@ class LookupFollower:
         most: int = _DEEPEST,
     ) -> dict[int, dict[Hashable, Offer]]:
         """What is found for each sequence that ``may`` use a lookup, of at most so many levels."""
-        found: dict[int, dict[Hashable, Offer]] = {}
+        offers: dict[int, dict[Hashable, Offer]] = {}
         views = [seq.view() for seq in seqs]
         for name, drafter in self.drafters.items():
             slices = [
@@ -67,23 +67,23 @@ class LookupFollower:
             for item, offer in zip(slices, drafter.look(slices), strict=True):
                 if offer is not None:
                     seq_id = item.seq.seq_id
-                    found.setdefault(seq_id, {})[name] = offer
-                    own = self._followed.setdefault(seq_id, {})
-                    if name not in own:
-                        own[name] = _Followed(offer)
-        return found
+                    offers.setdefault(seq_id, {})[name] = offer
+                    followed = self._followed.setdefault(seq_id, {})
+                    if name not in followed:
+                        followed[name] = _Followed(offer)
+        return offers
 
     def observe(self, seq_id: int, tokens: Sequence[int]) -> None:
         """A sequence went on with these."""
-        own = self._followed.get(seq_id)
-        for name, followed in list(own.items()) if own else ():
+        offers = self._followed.get(seq_id)
+        for name, followed in list(offers.items()) if offers else ():
             known = followed.accepted
             if followed.ended(tokens):
                 reached = min(followed.accepted + 1, followed.levels)
                 self._acceptance.record(
                     seq_id, name, reached, followed.accepted, known, followed.kind
                 )
-                del own[name]  # type: ignore[union-attr]
+                del offers[name]  # type: ignore[union-attr]
             elif followed.accepted > known:
                 done = followed.accepted
                 self._acceptance.record(seq_id, name, done, done, known, followed.kind)

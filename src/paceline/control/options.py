@@ -44,8 +44,8 @@ class DrafterCosts:
         nodes = tuple(drafter.max_nodes(length) for length in lengths)
         passes = tuple(drafter.passes(length) for length in lengths)
         says = partial(getattr, drafter)
-        said = says("reads", False), says("follows", False), says("ends_early", False)
-        return cls(nodes, passes, seconds, *said, prior)
+        flags = says("reads", False), says("follows", False), says("ends_early", False)
+        return cls(nodes, passes, seconds, *flags, prior)
 
     @property
     def longest(self) -> int:

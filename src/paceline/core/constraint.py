@@ -67,8 +67,8 @@ def forbid(
     if len(rows) == len(scores):
         return scores.masked_fill(forbidden, -torch.inf)
     index = to_device(rows, scores.device)
-    own = scores.index_select(0, index).masked_fill(forbidden, -torch.inf)
-    return scores.index_copy(0, index, own)
+    constrained = scores.index_select(0, index).masked_fill(forbidden, -torch.inf)
+    return scores.index_copy(0, index, constrained)
 
 
 def _wide(allowed: torch.Tensor, width: int) -> torch.Tensor:

@@ -34,8 +34,8 @@ def pick(probs: torch.Tensor, uniforms: torch.Tensor) -> torch.Tensor:
     Distributions need not sum to one. Sums are float64: no probability is lost to rounding.
     NO_TOKEN where a row is not a distribution: its sum is zero, infinite or not a number.
     """
-    found, mass = inversion(probs, uniforms)
-    return torch.where((mass > 0) & (mass < torch.inf), found, NO_TOKEN)
+    drawn, mass = inversion(probs, uniforms)
+    return torch.where((mass > 0) & (mass < torch.inf), drawn, NO_TOKEN)
 
 
 def coupled_choice(probs: torch.Tensor, rows: Rows) -> torch.Tensor:

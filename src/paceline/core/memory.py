@@ -50,5 +50,7 @@ def held_memory() -> int | None:
         lines = Path("/proc/self/status").read_text(encoding="ascii", errors="replace")
     except OSError:
         return None
-    found = next((line.split()[1] for line in lines.splitlines() if line.startswith("VmRSS")), None)
-    return None if found is None else int(found) * 1024
+    kilobytes = next(
+        (line.split()[1] for line in lines.splitlines() if line.startswith("VmRSS")), None
+    )
+    return None if kilobytes is None else int(kilobytes) * 1024

@@ -129,9 +129,9 @@ def race(probs: torch.Tensor, seeds: Sequence[int], positions: Sequence[int]) ->
             torch.div(distribution, _exponential(_mixed(key, ids)), out=out)
         else:
             places = torch.from_numpy(np.flatnonzero(possible))
-            own = distribution.index_select(0, places)
+            rows = distribution.index_select(0, places)
             noise = _exponential(_mixed(key, ids.index_select(0, places)))
-            out.index_copy_(0, places, own.div_(noise))
+            out.index_copy_(0, places, rows.div_(noise))
     return raced
 
 

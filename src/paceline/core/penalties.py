@@ -29,8 +29,8 @@ def penalised(
     """
     distinct = list({id(seq): seq for seq in seqs}.values())
     ids, counts = _tables(distinct, scores)
-    place = {id(seq): i for i, seq in enumerate(distinct)}
-    of_row = to_device([place[id(seq)] for seq in seqs], scores.device)
+    index = {id(seq): i for i, seq in enumerate(distinct)}
+    of_row = to_device([index[id(seq)] for seq in seqs], scores.device)
     ids, counts = ids[of_row], counts[of_row]
     if paths is not None and paths.shape[1]:
         ids, counts = _with_paths(ids, counts, paths, depths)
@@ -38,26 +38,26 @@ def penalised(
     repetition = column(params, lambda p: p.repetition_penalty, scores.device)
     frequency = column(params, lambda p: p.frequency_penalty, scores.device)
     presence = column(params, lambda p: p.presence_penalty, scores.device)
-    own = scores.gather(1, ids)
-    discouraged = torch.where(own > 0, own / repetition, own * repetition)
-    own = torch.where(counts >= 0, discouraged, own)
+    penalized = scores.gather(1, ids)
+    discouraged = torch.where(penalized > 0, penalized / repetition, penalized * repetition)
+    penalized = torch.where(counts >= 0, discouraged, penalized)
     counts = counts.clamp(min=0)
     # An id that stands here several times has the same value every time.
-    return scores.scatter(1, ids, own - frequency * counts - presence * (counts > 0))
+    return scores.scatter(1, ids, penalized - frequency * counts - presence * (counts > 0))
 
 
 def _tables(
     distinct: list[SequenceView], scores: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Ids int64 and counts float32, both [S, U]; -1 counts a token that did not occur."""
-    found = [seq.occurrences.of(seq).within(scores.shape[1]) for seq in distinct]
-    longest = max(1, *(len(ids) for ids, _ in found))
-    ids = np.zeros((len(found), longest), dtype=np.int64)
-    counts = np.full((len(found), longest), -1, dtype=np.float32)
-    for row, (own, times) in enumerate(found):
-        if len(own):  # what lies beyond repeats the first
-            ids[row], counts[row] = own[0], times[0]
-            ids[row, : len(own)], counts[row, : len(own)] = own, times
+    of_seqs = [seq.occurrences.of(seq).within(scores.shape[1]) for seq in distinct]
+    longest = max(1, *(len(ids) for ids, _ in of_seqs))
+    ids = np.zeros((len(of_seqs), longest), dtype=np.int64)
+    counts = np.full((len(of_seqs), longest), -1, dtype=np.float32)
+    for row, (token_ids, times) in enumerate(of_seqs):
+        if len(token_ids):  # what lies beyond repeats the first
+            ids[row], counts[row] = token_ids[0], times[0]
+            ids[row, : len(token_ids)], counts[row, : len(token_ids)] = token_ids, times
     device = scores.device
     return upload(torch.from_numpy(ids), device), upload(torch.from_numpy(counts), device)
 

@@ -95,13 +95,13 @@ def inversion(probs: torch.Tensor, uniforms: torch.Tensor) -> tuple[torch.Tensor
     stretch = torch.searchsorted(cumulative, points, right=True).clamp_(max=sums.shape[1] - 1)
     points = points - (cumulative - sums).gather(1, stretch)
     places = stretch * _STRETCH + torch.arange(_STRETCH, device=probs.device)
-    own = probs.gather(1, places.clamp(max=width - 1)).to(torch.float64)
-    within = own.masked_fill_(places >= width, 0.0).cumsum(-1)
+    weights = probs.gather(1, places.clamp(max=width - 1)).to(torch.float64)
+    within = weights.masked_fill_(places >= width, 0.0).cumsum(-1)
     # The stretch's sum may have been rounded otherwise: its last token is the end of it.
     points = torch.minimum(points.clamp_(min=0.0), within[:, -1:] * _BELOW_ONE)
     inside = torch.searchsorted(within, points, right=True).clamp_(max=_STRETCH - 1)
-    found = (stretch * _STRETCH + inside).clamp_(max=width - 1)
-    return found.squeeze(1), mass.squeeze(1)
+    ranks = (stretch * _STRETCH + inside).clamp_(max=width - 1)
+    return ranks.squeeze(1), mass.squeeze(1)
 
 
 def _sparse_inversion(
@@ -115,13 +115,15 @@ def _sparse_inversion(
     possible = rows != 0  # also what is not a number
     if np.count_nonzero(possible) > _FEW * rows.size:
         return None
-    found = torch.zeros(len(rows), dtype=torch.int64)
+    chosen = torch.zeros(len(rows), dtype=torch.int64)
     mass = torch.zeros(len(rows), dtype=torch.float64)
-    for row, (own, mask, uniform) in enumerate(zip(rows, possible, uniforms.tolist(), strict=True)):
+    for row, (weights, mask, uniform) in enumerate(
+        zip(rows, possible, uniforms.tolist(), strict=True)
+    ):
         places = np.flatnonzero(mask)
         if len(places):
-            cumulative = own[places].cumsum(dtype=np.float64)
+            cumulative = weights[places].cumsum(dtype=np.float64)
             mass[row] = total = float(cumulative[-1])
             at = np.searchsorted(cumulative, total * (uniform * _BELOW_ONE), side="right")
-            found[row] = int(places[min(int(at), len(places) - 1)])
-    return found, mass
+            chosen[row] = int(places[min(int(at), len(places) - 1)])
+    return chosen, mass

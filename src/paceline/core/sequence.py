@@ -146,11 +146,11 @@ class Occurrences:
         known = len(self._seen)
         new = view[known:]
         for at, token in enumerate(new, known):
-            place = self._place.setdefault(token, len(self.ids))
-            if place == len(self.ids):
+            index = self._place.setdefault(token, len(self.ids))
+            if index == len(self.ids):
                 self.ids.append(token)
                 self.counts.append(0)
-            self.counts[place] += at >= seq.prompt_length
+            self.counts[index] += at >= seq.prompt_length
         self._seen = view
         return self
 
@@ -242,9 +242,9 @@ class SequenceState(_Counted):
         """
         kept, reason = min(len(tokens), max(most, 1)), "length" if len(tokens) >= most else None
         before = self.params.min_tokens - self.generated - 1
-        for place, token in enumerate(tokens[:kept]):
-            if token in self.stop_ids and place >= before:
-                kept, reason = place + 1, "stop"
+        for index, token in enumerate(tokens[:kept]):
+            if token in self.stop_ids and index >= before:
+                kept, reason = index + 1, "stop"
                 break
         for reader in (self.constraint, self.stops):
             end = None if reader is None else reader.read(tokens[:kept])

@@ -95,8 +95,8 @@ class TokenTree:
     def host_tokens(self) -> Sequence[int]:
         """The tokens on the host; waits for the device that alone has them."""
         if self.known is None:
-            found: list[int] = self.tokens.tolist()
-            return found
+            listed: list[int] = self.tokens.tolist()
+            return listed
         return self.known
 
     def on(self, device: torch.device) -> TokenTree:

@@ -109,8 +109,8 @@ def _head_by_numpy(
             head = row[:0]  # nobody looks
         heads.append(head)
     padded = np.zeros((len(heads), max(1, *map(len, heads))), dtype=np.float32)
-    for place, head in enumerate(heads):
-        padded[place, : len(head)] = head
+    for rank, head in enumerate(heads):
+        padded[rank, : len(head)] = head
     return torch.from_numpy(padded)
 
 

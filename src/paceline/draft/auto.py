@@ -110,22 +110,22 @@ class Auto(DraftSpec):
     examples = ("auto",)
 
     def prepare(self, loading: Loading) -> Prepared:
-        found = compose(Circumstances.of(loading.target))
+        composed = compose(Circumstances.of(loading.target))
         try:
-            made = found.spec.prepare(loading)
+            made = composed.spec.prepare(loading)
         except PacelineError:  # nobody asked for these: one that cannot be had is left out
-            found = found.without(_failing(found, loading))
-            made = found.spec.prepare(loading)
-        why = _by_torch(loading.target, found)
+            composed = composed.without(_failing(composed, loading))
+            made = composed.spec.prepare(loading)
+        why = _by_torch(loading.target, composed)
         if why:
-            found = compose(replace(Circumstances.of(loading.target), refused=why))
-            made = found.spec.prepare(loading)
+            composed = compose(replace(Circumstances.of(loading.target), refused=why))
+            made = composed.spec.prepare(loading)
         return Prepared(
             made.build,
             made.cache_bytes,
             feature_bytes=made.feature_bytes,
-            drafts=(str(found.spec),),
-            notes=(found.line(),),
+            drafts=(str(composed.spec),),
+            notes=(composed.line(),),
         )
 
 
@@ -156,7 +156,7 @@ def compose(it: Circumstances) -> Composition:
     """What is loaded for a target, the cheapest first: the order decides between equals."""
     taken: list[tuple[DraftSpec, str]] = [(Suffix(), "free"), (NGram(), "free")]
     left_out: list[tuple[str, str]] = []
-    own, problem = QuantizedDraft(), _problem(it)
+    self_draft, problem = QuantizedDraft(), _problem(it)
     made = made_for(it.name)
     if made is not None:
         draft, where = made
@@ -168,9 +168,9 @@ def compose(it: Circumstances) -> Composition:
         else:
             taken.append((draft, where))
     if problem:
-        left_out.append((str(own), problem))
+        left_out.append((str(self_draft), problem))
     else:
-        taken.append((own, f"takes {it.rounded / _MIB:,.0f} MiB more"))
+        taken.append((self_draft, f"takes {it.rounded / _MIB:,.0f} MiB more"))
     return Composition(tuple(taken), tuple(left_out))
 
 
@@ -199,8 +199,8 @@ def made_for(model: str) -> tuple[Trained, str] | None:
             for kind, path in specs:
                 if has_assets(path):
                     return next(r for r in _TRAINED if r.kind == kind)(path), "shipped for it"
-    for found in (*_beside(model), *_in_the_hubs_cache(model)):
-        return found
+    for candidate in (*_beside(model), *_in_the_hubs_cache(model)):
+        return candidate
     return None
 
 
@@ -215,8 +215,8 @@ def _folder(model: str) -> str | None:
 
 def _beside(model: str) -> Iterator[tuple[Trained, str]]:
     """TARGET/eagle3 and TARGET-eagle3; then folders there whose config names the target."""
-    found = _folder(model)
-    folder = None if found is None else Path(found)
+    config_folder = _folder(model)
+    folder = None if config_folder is None else Path(config_folder)
     if folder is None or not folder.is_dir():
         return
     for record in _TRAINED:
@@ -224,15 +224,15 @@ def _beside(model: str) -> Iterator[tuple[Trained, str]]:
             if (path / "config.json").is_file():
                 yield record(str(path)), "beside the target"
     for path in (*folder.glob("*/config.json"), *folder.parent.glob("*/config.json")):
-        if path.parent != folder and (own := _made(path.parent, model)) is not None:
-            yield own, "beside the target"
+        if path.parent != folder and (record_made := _made(path.parent, model)) is not None:
+            yield record_made, "beside the target"
 
 
 def _in_the_hubs_cache(model: str) -> Iterator[tuple[Trained, str]]:
     for repository in sorted(_hub_cache().glob("models--*")):
         path = _snapshot(repository)
-        if path is not None and (own := _made(Path(path), model)) is not None:
-            yield own, "in the hub's cache"
+        if path is not None and (record_made := _made(Path(path), model)) is not None:
+            yield record_made, "in the hub's cache"
 
 
 def _hub_cache() -> Path:
@@ -251,8 +251,8 @@ def _snapshot(repository: Path) -> str | None:
         commit = (repository / "refs" / "main").read_text(encoding="ascii").strip()
     except (OSError, ValueError):
         return None
-    found = repository / "snapshots" / commit
-    return str(found) if found.is_dir() else None
+    snapshot = repository / "snapshots" / commit
+    return str(snapshot) if snapshot.is_dir() else None
 
 
 def _made(folder: Path, model: str) -> Trained | None:
@@ -270,9 +270,9 @@ def _made(folder: Path, model: str) -> Trained | None:
 def _head_kind(config: dict[str, Any]) -> type[Eagle] | type[Medusa] | None:
     if is_speculators(config):
         return Eagle3 if config["speculators_model_type"] == "eagle3" else None
-    said = f"{config.get('architectures')} {config.get('model_type')}".lower()
+    description = f"{config.get('architectures')} {config.get('model_type')}".lower()
     for kind in (Eagle3, Eagle2, Medusa):
-        if kind.weights in said:
+        if kind.weights in description:
             return kind
     return None
 
@@ -280,17 +280,17 @@ def _head_kind(config: dict[str, Any]) -> type[Eagle] | type[Medusa] | None:
 def _bases(folder: Path, config: dict[str, Any]) -> Iterator[str]:
     """The models that a head says it was made for: in its config, or atop its card."""
     verifier = (config.get("speculators_config") or {}).get("verifier") or {}
-    for said in (verifier.get("name_or_path"), config.get("base_model_name_or_path")):
-        if isinstance(said, str):
-            yield said
+    for base_name in (verifier.get("name_or_path"), config.get("base_model_name_or_path")):
+        if isinstance(base_name, str):
+            yield base_name
     try:
         card = (folder / "README.md").read_text(encoding="utf-8", errors="replace")
     except OSError:
         return
     head = card.split("\n---", 1)[0] if card.startswith("---") else ""
-    found = re.search(r"^base_model:\s*((?:\s*-\s*\S+\n?)+|\S+)", head, re.M)
-    if found is not None:
-        yield from re.findall(r"[^\s\"'-]\S*[^\s\"']", found[1])
+    match = re.search(r"^base_model:\s*((?:\s*-\s*\S+\n?)+|\S+)", head, re.M)
+    if match is not None:
+        yield from re.findall(r"[^\s\"'-]\S*[^\s\"']", match[1])
 
 
 def _is_same(model: str, base: str) -> bool:

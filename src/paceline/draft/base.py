@@ -74,12 +74,14 @@ def with_members(drafter: Any) -> Iterator[Any]:
 
 def prefers_seeds(drafter: Any) -> bool:
     """Whether drafts for requests with a seed cost so much less that each should have one."""
-    return any(getattr(own, "prefers_seeds", False) for own in with_members(drafter))
+    return any(getattr(member, "prefers_seeds", False) for member in with_members(drafter))
 
 
 def held_bytes(drafter: Any) -> int:
     """Memory that a drafter, or those it is made of, keep of the target's features right now."""
-    return sum(own.held_bytes() for own in with_members(drafter) if hasattr(own, "held_bytes"))
+    return sum(
+        member.held_bytes() for member in with_members(drafter) if hasattr(member, "held_bytes")
+    )
 
 
 TAKEN_IN = 1024  # tokens that an index takes in of all texts in a step: 3 ms of n-grams
@@ -109,8 +111,8 @@ class Offer(NamedTuple):
         if is_chain(parents):
             return self.tokens[:levels], parents[:levels]
         kept = [node for node, depth in enumerate(depths_of(parents)) if depth <= levels]
-        place = {node: number for number, node in enumerate(kept)}
-        below = tuple(place.get(parents[node], -1) for node in kept)
+        new_number = {node: number for number, node in enumerate(kept)}
+        below = tuple(new_number.get(parents[node], -1) for node in kept)
         return [self.tokens[node] for node in kept], below
 
 
@@ -246,5 +248,5 @@ class NoDrafter(LookupDrafter):
 
 def vocabulary_of(drafter: object) -> str | None:
     """What a drafter, or those it is made of, say about another vocabulary."""
-    found = [getattr(own, "vocabulary", None) for own in with_members(drafter)]
-    return "; ".join(dict.fromkeys(text for text in found if text)) or None
+    vocabularies = [getattr(member, "vocabulary", None) for member in with_members(drafter)]
+    return "; ".join(dict.fromkeys(text for text in vocabularies if text)) or None

@@ -41,15 +41,15 @@ def read_foreign(path: str | Path) -> ForeignDraft:
         reason = getattr(error, "strerror", None) or "it is not text"
         raise ConfigError(f"cannot read the configuration {path}: {reason}") from None
     try:
-        found = json.loads(text)
+        parsed = json.loads(text)
     except ValueError:
         raise ConfigError(
             f"the configuration {path} is not JSON; give the value of --speculative-config, or "
             "SGLang's arguments by name"
         ) from None
-    if not isinstance(found, dict):
+    if not isinstance(parsed, dict):
         raise ConfigError(f"the configuration {path} is no JSON object; {_GENERIC}")
-    return foreign_draft(found, str(path))
+    return foreign_draft(parsed, str(path))
 
 
 def foreign_draft(found: Mapping[str, Any], where: str = "the configuration") -> ForeignDraft:
@@ -88,10 +88,10 @@ def _model(values: Mapping[str, Any], key: str, where: str) -> str:
 def head_config(model: str) -> Mapping[str, Any]:
     """The config.json of a local folder, empty where there is none that can be read."""
     try:
-        found = json.loads((Path(model).expanduser() / "config.json").read_text(encoding="utf-8"))
+        config = json.loads((Path(model).expanduser() / "config.json").read_text(encoding="utf-8"))
     except (OSError, ValueError):
         return {}
-    return found if isinstance(found, dict) else {}
+    return config if isinstance(config, dict) else {}
 
 
 # -- vLLM --------------------------------------------------------------------------------------
@@ -149,9 +149,9 @@ def _vllm_spec(values: Mapping[str, Any], length: int, where: str) -> str:
             + ("" if kept else ",global=off")
         )
     if method == "custom_class":
-        own = str(values.get("model", "")).removeprefix(OWN_PROPOSERS).removesuffix("Proposer")
-        if own in _PROPOSERS:
-            return _PROPOSERS[own]
+        proposer = str(values.get("model", "")).removeprefix(OWN_PROPOSERS).removesuffix("Proposer")
+        if proposer in _PROPOSERS:
+            return _PROPOSERS[proposer]
         raise ConfigError(f"{where} names the proposer {values.get('model')!r}, which is not ours")
     raise ConfigError(f"{where} has vLLM's method {method!r}; {_GENERIC}")
 

@@ -72,7 +72,7 @@ class Hybrid(DraftSpec):
                     f"with +, as in hybrid:ngram+model:PATH (kinds: {', '.join(usable)})"
                 )
         words = (part.partition(":") for part in parts)
-        return cls(*(kinds[kind].read(own, kinds) for kind, _, own in words))
+        return cls(*(kinds[kind].read(word, kinds) for kind, _, word in words))
 
     def argument(self) -> str:
         return "+".join(map(str, self.parts))
@@ -112,9 +112,9 @@ class HybridDrafter:
                 else replace(item, draft_length=0)
                 for item, tree in zip(plan.slices, trees, strict=True)
             )
-            for place, tree in enumerate(member.propose(Plan(items))):
+            for number, tree in enumerate(member.propose(Plan(items))):
                 if len(tree):
-                    trees[place] = tree
+                    trees[number] = tree
         return trees
 
     def _idle(self, plan: Plan) -> bool:

@@ -156,7 +156,7 @@ class LookaheadDrafter(LookupDrafter):
         paths = [[*heads[:j], *column[1:]] for j, column in enumerate(used)]
         candidates = [rest[:length] for rest in state.pool.after(last)]
         tokens, parents = merge([*candidates, *paths])
-        node_of = {place: node for node, place in enumerate(zip(parents, tokens, strict=True))}
+        node_of = {index: node for node, index in enumerate(zip(parents, tokens, strict=True))}
         state.nodes = len(tokens)
         state.drafted = []
         for column, path in zip(used, paths, strict=True):

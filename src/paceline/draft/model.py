@@ -68,8 +68,10 @@ class DraftModel(TreeSpec):
     def __post_init__(self) -> None:
         super().__post_init__()
         if self.quantize is not None and self.quantize not in BITS:
-            said = f"quantize={self.quantize!r}"
-            raise ConfigError(f"draft {self.kind!r}: {said} is not known; use {' or '.join(BITS)}")
+            setting = f"quantize={self.quantize!r}"
+            raise ConfigError(
+                f"draft {self.kind!r}: {setting} is not known; use {' or '.join(BITS)}"
+            )
 
     def precisions(self: _Model) -> dict[str, _Model]:
         if self.quantize is not None or self.shape() is not None:
@@ -85,11 +87,16 @@ class DraftModel(TreeSpec):
             # The end of a re-tokenised text may change, and a shared block must not.
             more = not texts, model.device, model.rope_switch
             cache = context.new_cache(model.cache_shapes, model.dtype, *more)
-            own, vocab = model.vocab_size, loading.target.vocab_size
-            vocabulary = SharedVocabulary(own if texts else vocab, own)
+            draft_size, vocab = model.vocab_size, loading.target.vocab_size
+            vocabulary = SharedVocabulary(draft_size if texts else vocab, draft_size)
             if match is not None and not texts:
                 vocabulary = Intersection(
-                    match.target, match.draft, match.pairs, (vocab, own), model.device, match.share
+                    match.target,
+                    match.draft,
+                    match.pairs,
+                    (vocab, draft_size),
+                    model.device,
+                    match.share,
                 )
             generator = context.generator_on(model.device)
             drafter = ModelDrafter(model, cache, vocabulary, generator, policy, self.kind)
@@ -113,14 +120,14 @@ class DraftModel(TreeSpec):
         if draft.note:
             say(f"the draft: {draft.note}")
         folder = Path(fetched(self.path))
-        own = tokenizer
+        draft_tokenizer = tokenizer
         if (
             not folder.is_dir()
             or gguf_file(str(folder))
             or any((folder / name).is_file() for name in _TOKENIZER_FILES)
         ):
-            own = load_tokenizer(self.path)
-        return draft, match_vocabularies(target, draft, tokenizer, own, self.vocab)
+            draft_tokenizer = load_tokenizer(self.path)
+        return draft, match_vocabularies(target, draft, tokenizer, draft_tokenizer, self.vocab)
 
 
 @dataclass(frozen=True)
@@ -190,13 +197,15 @@ class ModelDrafter(LevelDrafter):
         return super().propose(plan)
 
     def _logits(self, spans: Sequence[Span]) -> torch.Tensor:
-        own = [
+        translated = [
             replace(span, nodes=self._vocabulary.nodes(span.nodes))
             if isinstance(span.nodes, torch.Tensor)
             else span
             for span in spans
         ]
-        return self._vocabulary.logits(self.model(self.cache.batch_of(own), self.cache).logits)
+        return self._vocabulary.logits(
+            self.model(self.cache.batch_of(translated), self.cache).logits
+        )
 
     def _base(self, item: Slice) -> int:
         return self._states[item.seq.seq_id].base

@@ -43,12 +43,14 @@ class Predictions(LookupDrafter):
         if not any(asked):
             return drafter.propose(plan)
         pairs = list(zip(plan.slices, asked, strict=True))
-        own = self.propose(Plan(tuple(i if a else replace(i, draft_length=0) for i, a in pairs)))
+        proposed = self.propose(
+            Plan(tuple(i if a else replace(i, draft_length=0) for i, a in pairs))
+        )
         rest = [
             replace(item, draft_length=0) if len(tree) else item
-            for item, tree in zip(plan.slices, own, strict=True)
+            for item, tree in zip(plan.slices, proposed, strict=True)
         ]
-        trees = zip(own, drafter.propose(Plan(tuple(rest))), strict=True)
+        trees = zip(proposed, drafter.propose(Plan(tuple(rest))), strict=True)
         return [first if len(first) else second for first, second in trees]
 
     def guess(self, item: Slice) -> tuple[Sequence[int], Sequence[int]]:
@@ -56,13 +58,13 @@ class Predictions(LookupDrafter):
         seq = item.seq
         if not seq.params.prediction:
             return (), ()
-        own = self._trees.get(seq.seq_id)
-        if own is None:
-            own = self._trees[seq.seq_id] = open_index(_RULE)
-            own.extend(seq.tokens[max(0, seq.prompt_length - _CONTEXT) : seq.prompt_length])
-        taken = own.open_tokens - min(_CONTEXT, seq.prompt_length)
+        tree = self._trees.get(seq.seq_id)
+        if tree is None:
+            tree = self._trees[seq.seq_id] = open_index(_RULE)
+            tree.extend(seq.tokens[max(0, seq.prompt_length - _CONTEXT) : seq.prompt_length])
+        taken = tree.open_tokens - min(_CONTEXT, seq.prompt_length)
         fresh, length = seq.params.prediction[taken : taken + TAKEN_IN], item.draft_length
-        tokens, parents, match = own.suffixes(fresh, seq.tokens[-_RULE.depth :], length, length)
+        tokens, parents, match = tree.suffixes(fresh, seq.tokens[-_RULE.depth :], length, length)
         self._matched[seq.seq_id] = match
         return tokens, parents
 

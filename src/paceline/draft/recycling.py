@@ -147,21 +147,21 @@ class RecyclingDrafter(LookupDrafter):
         asked = any(item.draft_length for item in plan.slices)
         self._idle = 0 if asked else self._idle + 1
         groups: dict[int, list[tuple[int, Slice]]] = {}
-        for place, item in enumerate(plan.slices):
+        for index, item in enumerate(plan.slices):
             state = self._state(item.seq.seq_id)
             state.tokens = None
             if item.decodes and item.draft_length and item.seq.tokens[-1] in state.matrix.known:
-                groups.setdefault(id(state.matrix), []).append((place, item))
+                groups.setdefault(id(state.matrix), []).append((index, item))
         trees = [self._empty] * len(plan.slices)
         for group in groups.values():
             matrix = self._states[group[0][1].seq.seq_id].matrix
             shape = self._shape.cut(max(item.draft_length for _, item in group))
             tokens = matrix.grow([item.seq.tokens[-1] for _, item in group], shape)
-            for row, (place, item) in zip(tokens, group, strict=True):
+            for row, (index, item) in zip(tokens, group, strict=True):
                 parents = shape.cut(item.draft_length).parents  # the first levels stand first
-                own = row[: len(parents)]
-                self._states[item.seq.seq_id].tokens = own
-                trees[place] = TokenTree(own, parents)
+                kept = row[: len(parents)]
+                self._states[item.seq.seq_id].tokens = kept
+                trees[index] = TokenTree(kept, parents)
         return trees
 
     def _state(self, seq_id: int) -> _State:

@@ -37,13 +37,13 @@ class Router:
     def propose(self, plan: Plan) -> list[TokenTree]:
         trees = [self._empty] * len(plan.slices)
         places: dict[str, list[int]] = {}
-        for place, item in enumerate(plan.slices):
-            places.setdefault(item.seq.params.drafter or self._default, []).append(place)
-        for name, own in places.items():
+        for index, item in enumerate(plan.slices):
+            places.setdefault(item.seq.params.drafter or self._default, []).append(index)
+        for name, indices in places.items():
             if name in self.members:
-                part = Plan(tuple(plan.slices[place] for place in own))
-                for place, tree in zip(own, self.members[name].propose(part), strict=True):
-                    trees[place] = tree
+                part = Plan(tuple(plan.slices[position] for position in indices))
+                for index, tree in zip(indices, self.members[name].propose(part), strict=True):
+                    trees[index] = tree
         return trees
 
     def observe(self, commits: Sequence[Commit], out: ModelOutput) -> None:

@@ -88,8 +88,14 @@ class DraftContext:
         ``share``: requests that begin alike share blocks, if they do in the target's.
         ``rope_switch``: see PagedCache.
         """
-        own, share, place = self.cache, self.cache.shares and share, device or self.cache.device
-        return PagedCache(shapes, own.num_blocks, own.block_size, dtype, place, share, rope_switch)
+        pool, share, device_wanted = (
+            self.cache,
+            self.cache.shares and share,
+            device or self.cache.device,
+        )
+        return PagedCache(
+            shapes, pool.num_blocks, pool.block_size, dtype, device_wanted, share, rope_switch
+        )
 
     def generator_on(self, device: torch.device) -> torch.Generator:
         """The randomness of requests without a seed, for draws on another device, too."""
@@ -240,8 +246,8 @@ class DraftSpec(ABC):
         ``kinds`` are all kinds by their names, for those that join others.
         """
         del kinds
-        known = {_key(each): each for each in fields(cls) if each.kw_only}
-        argument = next((each for each in fields(cls) if not each.kw_only), None)
+        known = {_key(item): item for item in fields(cls) if item.kw_only}
+        argument = next((item for item in fields(cls) if not item.kw_only), None)
         values: dict[str, Any] = {}
         for position, part in enumerate(part for part in rest.split(",") if part):
             key, equals, value = (text.strip() for text in part.partition("="))
@@ -282,17 +288,20 @@ class DraftSpec(ABC):
 
     def given(self) -> dict[str, str]:
         """The options that differ from their defaults, as a spec writes them."""
-        values = {each: getattr(self, each.name) for each in fields(self) if each.kw_only}
+        values = {item: getattr(self, item.name) for item in fields(self) if item.kw_only}
         return {_key(e): _text(v) for e, v in values.items() if v != e.default}
 
     def argument(self) -> str | None:
         """What stands first in a spec."""
-        found = [getattr(self, each.name) for each in fields(self) if not each.kw_only]
-        return None if not found or found[0] is None else str(found[0])
+        values = [getattr(self, item.name) for item in fields(self) if not item.kw_only]
+        return None if not values or values[0] is None else str(values[0])
 
     def __str__(self) -> str:
-        own = self.argument()
-        parts = [*([] if own is None else [own]), *(f"{k}={v}" for k, v in self.given().items())]
+        text_argument = self.argument()
+        parts = [
+            *([] if text_argument is None else [text_argument]),
+            *(f"{k}={v}" for k, v in self.given().items()),
+        ]
         return ":".join([self.kind, *([",".join(parts)] if parts else [])])
 
 
@@ -321,8 +330,10 @@ class TreeSpec(DraftSpec):
     def __post_init__(self) -> None:
         where = f"draft {self.kind!r}"
         if self.branching is not None and min(self.branching, default=0) < 1:
-            said = _text(self.branching)
-            raise ConfigError(f"{where}: branching={said!r} is not like 2x2x1 (children per level)")
+            branching_text = _text(self.branching)
+            raise ConfigError(
+                f"{where}: branching={branching_text!r} is not like 2x2x1 (children per level)"
+            )
         if (self.nodes or 0) < 0 or self.width < 1:
             raise ConfigError(f"{where}: use nodes >= 0 and width >= 1")
         if self.branching and self.nodes is not None:

@@ -160,14 +160,14 @@ class SuffixDrafter(IndexedDrafter):
         super().take_in(slices)
 
     def _open(self) -> TextIndex:
-        own = self.options
-        lengths = tuple(length for length in _LENGTHS if length <= own.max_depth)
+        rule = self.options
+        lengths = tuple(length for length in _LENGTHS if length <= rule.max_depth)
         return open_index(
             Lookup(
-                *(lengths, own.max_depth),
-                factor=own.factor,
-                offset=own.offset,
-                min_prob=own.min_prob,
+                *(lengths, rule.max_depth),
+                factor=rule.factor,
+                offset=rule.offset,
+                min_prob=rule.min_prob,
             )
         )
 

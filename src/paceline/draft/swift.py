@@ -62,16 +62,16 @@ class SkipSearch:
         """Sets to be scored on one window: the best and some others; empty if it is over."""
         covariance, mean = self._posterior()
         root = torch.linalg.cholesky(covariance)
-        found = [self.best]
+        tried = [self.best]
         for _ in range(8 * challengers):
             noise = torch.randn(len(mean), dtype=torch.float64, generator=self._generator)
             drawn = self._top(mean + root @ noise)
-            if drawn not in found:
-                found.append(drawn)
-            if len(found) > challengers:
+            if drawn not in tried:
+                tried.append(drawn)
+            if len(tried) > challengers:
                 break
-        self.over = self.over or len(found) == 1
-        return [] if self.over else found
+        self.over = self.over or len(tried) == 1
+        return [] if self.over else tried
 
     def hear(self, scores: Sequence[tuple[Layers, float]]) -> None:
         """Shares of one window that sets predicted, the best set's first."""
@@ -97,7 +97,7 @@ class SkipSearch:
 
     def _top(self, worth: torch.Tensor) -> Layers:
         places = worth.topk(len(self.best)).indices.sort().values.tolist()
-        return tuple(self._candidates[place] for place in places)
+        return tuple(self._candidates[layer] for layer in places)
 
     def _row(self, layers: Layers) -> torch.Tensor:
         """float64 [n]: 1 where a candidate is skipped."""

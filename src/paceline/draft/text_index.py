@@ -80,14 +80,14 @@ class TextIndex:
         self.extend(fresh)
         text, match, places = end or self._end(), 0, list[int]()
         for length in reversed(self.rule.lengths):
-            found = self._latest(text, length, _KEPT)
-            match = match or (length if found else 0)
-            places += [place for place in found if place not in places]
+            ends = self._latest(text, length, _KEPT)
+            match = match or (length if ends else 0)
+            places += [match_end for match_end in ends if match_end not in places]
         stream = self._stream
         # Past the end they repeat: a loop stays a loop.
         chains = [
-            [stream[place + step % (len(stream) - place)] for step in range(levels)]
-            for place in places
+            [stream[match_end + step % (len(stream) - match_end)] for step in range(levels)]
+            for match_end in places
         ]
         return *merge(chains, nodes, BRANCH), match
 
@@ -111,7 +111,7 @@ class TextIndex:
         drafts = [
             index._grown(text, levels, nodes) for index in (self, memory) if index is not None
         ]
-        return max(drafts, key=lambda found: found[0])[1]
+        return max(drafts, key=lambda ends: ends[0])[1]
 
     def _end(self) -> Sequence[int]:
         return self._stream[len(self._stream) - min(self.open_tokens, self.rule.depth) :]
@@ -121,11 +121,11 @@ class TextIndex:
         if len(text) < length or len(self._stream) <= length:
             return []
         stream = np.frombuffer(self._stream, np.int32)
-        found = np.flatnonzero(stream[length - 1 : -1] == text[-1]) + length
+        ends = np.flatnonzero(stream[length - 1 : -1] == text[-1]) + length
         for back in range(2, length + 1):
-            found = found[stream[found - back] == text[-back]]
-        found = found[(stream[found] != _END) & (found >= self.rule.first)]
-        latest: list[int] = found[found < self.rule.stop][::-1][:most].tolist()
+            ends = ends[stream[ends - back] == text[-back]]
+        ends = ends[(stream[ends] != _END) & (ends >= self.rule.first)]
+        latest: list[int] = ends[ends < self.rule.stop][::-1][:most].tolist()
         return latest
 
     def _longest(self, text: Sequence[int]) -> tuple[list[int], int]:
@@ -137,7 +137,7 @@ class TextIndex:
         for length in reversed(self.rule.lengths):
             places = self._latest(text, length, _LATEST)
             if places:
-                matches = [self._match(text, place) for place in places]
+                matches = [self._match(text, begin) for begin in places]
                 best = max(matches)
                 return [p for p, match in zip(places, matches, strict=True) if match == best], best
         return [], 0
@@ -146,7 +146,7 @@ class TextIndex:
         """Tokens of the text's end that stand in front of a place."""
         most = min(place, len(text), self.rule.depth)
         pairs = ((self._stream[place - back], text[-back]) for back in range(1, most + 1))
-        return next((n for n, (own, other) in enumerate(pairs) if own != other), most)
+        return next((n for n, (pair, other) in enumerate(pairs) if pair != other), most)
 
     def _grown(self, text: list[int], levels: int, nodes: int) -> tuple[float, Draft]:
         """A draft, and how many of its tokens are expected to be accepted."""
@@ -163,8 +163,8 @@ class TextIndex:
                 if not places:  # where the text ends: as if the path were appended
                     places, _ = self._longest([*text, *path])
                 following: dict[int, list[int]] = {}
-                for place in places:
-                    following.setdefault(stream[place], []).append(place + 1)
+                for begin in places:
+                    following.setdefault(stream[begin], []).append(begin + 1)
                 # Frequent ones first, then recent ones.
                 for token, behind in sorted(following.items(), key=lambda item: -len(item[1])):
                     share = len(behind) / len(places)

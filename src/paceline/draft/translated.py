@@ -85,8 +85,8 @@ class StringDrafter:
         values = torch.cat(parts).tolist() if parts else []
         trees = []
         for item, draft in zip(plan.slices, drafts, strict=True):
-            own, values = values[: len(draft)], values[len(draft) :]
-            trees.append(self._translated(item, draft, own) if len(draft) else self._empty)
+            draft_values, values = values[: len(draft)], values[len(draft) :]
+            trees.append(self._translated(item, draft, draft_values) if len(draft) else self._empty)
         return trees
 
     def _shadow(self, seq: SequenceView) -> _Shadow:
@@ -99,8 +99,8 @@ class StringDrafter:
     def _translated(self, item: Slice, draft: TokenTree, tokens: Sequence[int]) -> TokenTree:
         text = self._shadows[item.seq.seq_id].text
         paths = (text.proposal(path)[: item.draft_length] for path in _paths(draft.parents, tokens))
-        found, parents = merge(paths, self.max_nodes(item.draft_length))
-        return TokenTree(to_device(found, draft.tokens.device), parents)
+        merged, parents = merge(paths, self.max_nodes(item.draft_length))
+        return TokenTree(to_device(merged, draft.tokens.device), parents)
 
     def observe(self, commits: Sequence[Commit], out: ModelOutput) -> None:
         """The draft keeps what cannot change any more; its drafts it reads again as text."""

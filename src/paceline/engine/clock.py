@@ -71,8 +71,8 @@ class PhaseClock:
             return None
         marks: list[float] = self._marks
         return sum(
-            marks[place + 1] - marks[place]
-            for place, name in enumerate(self._phases)
+            marks[index + 1] - marks[index]
+            for index, name in enumerate(self._phases)
             if name == phase
         )
 

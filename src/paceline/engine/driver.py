@@ -71,18 +71,20 @@ class StepSums:
 
     @classmethod
     def of(cls, steps: Iterable[DrivenStep]) -> StepSums:
-        own = list(steps)
-        commits = [commit for step in own for commit in step.commits]
+        listed = list(steps)
+        commits = [commit for step in listed for commit in step.commits]
         deepest = max((commit.reached for commit in commits), default=0)
         return cls(
-            steps=len(own),
+            steps=len(listed),
             sequences=len(commits),
             tokens=sum(len(commit.tokens) for commit in commits),
             drafted=sum(commit.drafted for commit in commits),
             accepted=sum(len(commit.path) for commit in commits),
             reached=tuple(sum(i < c.reached for c in commits) for i in range(deepest)),
             accepted_at=tuple(sum(i < len(c.path) for c in commits) for i in range(deepest)),
-            seconds={phase: sum(step.seconds.get(phase, 0.0) for step in own) for phase in PHASES},
+            seconds={
+                phase: sum(step.seconds.get(phase, 0.0) for step in listed) for phase in PHASES
+            },
             context=sum(commit.position for commit in commits),
         )
 
@@ -189,16 +191,16 @@ class Drive:
     @property
     def counts(self) -> DraftCounts:
         """Of all requests together."""
-        own = [seq.counts for seq in self.seqs]
+        of_seqs = [seq.counts for seq in self.seqs]
         return DraftCounts(
-            target_steps=sum(counts.target_steps for counts in own),
-            drafted=sum(counts.drafted for counts in own),
-            levels=sum(counts.levels for counts in own),
-            accepted=sum(counts.accepted for counts in own),
-            by_drafter=dict(sum((Counter(counts.by_drafter) for counts in own), Counter())),
-            not_drafted=dict(sum((Counter(counts.not_drafted) for counts in own), Counter())),
-            reached_at=list(column_sums(counts.reached_at for counts in own)),
-            accepted_at=list(column_sums(counts.accepted_at for counts in own)),
+            target_steps=sum(counts.target_steps for counts in of_seqs),
+            drafted=sum(counts.drafted for counts in of_seqs),
+            levels=sum(counts.levels for counts in of_seqs),
+            accepted=sum(counts.accepted for counts in of_seqs),
+            by_drafter=dict(sum((Counter(counts.by_drafter) for counts in of_seqs), Counter())),
+            not_drafted=dict(sum((Counter(counts.not_drafted) for counts in of_seqs), Counter())),
+            reached_at=list(column_sums(counts.reached_at for counts in of_seqs)),
+            accepted_at=list(column_sums(counts.accepted_at for counts in of_seqs)),
         )
 
     def run(self, each: Callable[[], object] = lambda: None) -> Drive:

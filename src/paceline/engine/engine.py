@@ -179,8 +179,8 @@ class Engine:
             trees = self.predictions.beside(self.drafter, part)
         if part is plan:
             return trees
-        found = iter(trees)
-        return [next(found) if item.drafts else self._empty for item in plan.slices]
+        drafted = iter(trees)
+        return [next(drafted) if item.drafts else self._empty for item in plan.slices]
 
     @phase("other")
     def batch(self, plan: Plan, trees: Sequence[TokenTree]) -> Batch:

@@ -50,8 +50,8 @@ class Failure(NamedTuple):
         if not isinstance(error, PacelineError):
             text = f"{kind}: {text}" if text else kind
         frames = traceback.extract_tb(error.__traceback__)
-        place = f"{Path(frames[-1].filename).name}:{frames[-1].lineno}" if frames else "?"
-        return cls(text or kind, place)
+        location = f"{Path(frames[-1].filename).name}:{frames[-1].lineno}" if frames else "?"
+        return cls(text or kind, location)
 
     def __str__(self) -> str:
         return f"{self.message} ({self.place})"
@@ -179,16 +179,16 @@ def _one_by_one(engine: Stepping, trial: Trial, failure: Failure) -> None:
     for seq in list(scheduler.running):
         if seq not in scheduler.running:
             continue  # it gave its blocks to an older one
-        found = trial(partial(scheduler.alone, seq))
-        if found is None:
+        culprit = trial(partial(scheduler.alone, seq))
+        if culprit is None:
             went_on = True
         else:
-            culprits.append((seq, found))
+            culprits.append((seq, culprit))
     if not culprits and not went_on and scheduler.waiting:
         culprits.append((scheduler.waiting[0], failure))  # it fails on its way in
     if not went_on and not _runs(engine):
         _give_up(engine, failure)
-    engine.ready += [failed(seq, found) for seq, found in culprits]
+    engine.ready += [failed(seq, culprit_seq) for seq, culprit_seq in culprits]
 
 
 def _runs(engine: Stepping) -> bool:

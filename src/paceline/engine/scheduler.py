@@ -49,10 +49,10 @@ class Scheduler:
     def add(self, seq: SequenceState) -> None:
         """Queue a sequence behind those of its priority. Raises CacheMemoryError, as ``check``."""
         self.check(seq)
-        place = len(self.waiting)
-        while place and self.waiting[place - 1].params.priority > seq.params.priority:
-            place -= 1
-        self.waiting.insert(place, seq)
+        position = len(self.waiting)
+        while position and self.waiting[position - 1].params.priority > seq.params.priority:
+            position -= 1
+        self.waiting.insert(position, seq)
 
     def check(self, seq: SequenceState) -> None:
         """Raises CacheMemoryError if it could not run even alone. Touches nothing."""
@@ -86,8 +86,8 @@ class Scheduler:
                 self._preempt(seq)  # it is read again with the rotations of a long sequence
         self._admit()
         ids = [seq.seq_id for seq in self.running]
-        found = (c if isinstance(c, Decision) else Decision(c) for c in choices(self.running))
-        self.requested = dict(zip(ids, found, strict=True))
+        decisions = (c if isinstance(c, Decision) else Decision(c) for c in choices(self.running))
+        self.requested = dict(zip(ids, decisions, strict=True))
         scheduled_parts: list[tuple[SequenceState, int]] = []
         budget, rows = self.config.max_step_tokens, self.config.max_scored_rows
         # Oldest first: if blocks run out, the youngest gives way, so the oldest always finishes.

@@ -45,9 +45,9 @@ _RUST = re.compile(r"\(os error (\d+)\)")
 
 def cache_folder() -> Path:
     """``$PACELINE_CACHE``, else ``$XDG_CACHE_HOME/paceline``, else ``~/.cache/paceline``."""
-    own = os.environ.get("PACELINE_CACHE")
-    if own:
-        return Path(own).expanduser().absolute()
+    folder = os.environ.get("PACELINE_CACHE")
+    if folder:
+        return Path(folder).expanduser().absolute()
     shared = os.environ.get("XDG_CACHE_HOME")
     base = Path(shared) if shared and Path(shared).is_absolute() else Path.home() / ".cache"
     return base / "paceline"
@@ -132,12 +132,12 @@ def read_toml(path: str | Path, what: str, advice: str = "") -> dict[str, Any]:
     tomllib: Any = import_module("tomllib" if sys.version_info >= (3, 11) else "tomli")
     end = advice and f"; {advice}"
     try:
-        found: dict[str, Any] = tomllib.loads(Path(path).read_text(encoding="utf-8"))
+        table: dict[str, Any] = tomllib.loads(Path(path).read_text(encoding="utf-8"))
     except OSError as error:
         raise ConfigError(f"{what} {path} cannot be read: {error.strerror}{end}") from None
     except (UnicodeDecodeError, tomllib.TOMLDecodeError) as error:
         raise ConfigError(f"{what} {path} is not valid TOML: {error}{end}") from None
-    return found
+    return table
 
 
 @contextmanager
@@ -198,8 +198,8 @@ def _os_error(error: BaseException) -> OSError | None:
     """The failed system call behind an error; None if there is none."""
     if isinstance(error, OSError):
         return error
-    found = _RUST.search(str(error))
-    return None if found is None else OSError(int(found[1]), os.strerror(int(found[1])))
+    match = _RUST.search(str(error))
+    return None if match is None else OSError(int(match[1]), os.strerror(int(match[1])))
 
 
 def _advice(error: OSError, path: str | Path) -> str:
@@ -241,8 +241,8 @@ class LongRecord:
         return self
 
     def _resume(self) -> None:
-        found = self._key_file.read_text("utf-8") if self._key_file.is_file() else ""
-        if found.removeprefix(_KEY) != self._key and self.partial.stat().st_size:
+        stored_key = self._key_file.read_text("utf-8") if self._key_file.is_file() else ""
+        if stored_key.removeprefix(_KEY) != self._key and self.partial.stat().st_size:
             raise ConfigError(
                 f"{self.partial} holds records of a command with other options; run that one to go "
                 "on with it, delete the file, or choose another place"
@@ -254,8 +254,8 @@ class LongRecord:
 
     def _write_key(self) -> None:
         def ours(file: Path) -> bool:
-            found = file.read_text("utf-8")
-            return found.startswith(_KEY) or found == self._key  # the latter of earlier versions
+            stored = file.read_text("utf-8")
+            return stored.startswith(_KEY) or stored == self._key  # the latter of earlier versions
 
         replace_text(self._key_file, _KEY + self._key, "the key of the records", ours)
 

@@ -34,11 +34,11 @@ _forced: ContextVar[Callable[[str], None] | None] = ContextVar("paceline_forced"
 def force(tell: Callable[[str], None] | None) -> None:
     """From now on, in this context, replace foreign files too; ``tell`` is given a line with the
     names first, once. None: refuse again."""
-    told = set[str]()
+    warned = set[str]()
 
     def once(line: str) -> None:
-        if tell is not None and line not in told:
-            told.add(line)
+        if tell is not None and line not in warned:
+            warned.add(line)
             tell(line)
 
     _forced.set(None if tell is None else once)
@@ -141,8 +141,8 @@ def digest_of(file: Path) -> str:
 def read_manifest(folder: Path) -> dict[str, str]:
     """SHA-256 by name, as in ``a/b.json``; empty without a manifest that can be read."""
     with suppress(OSError, ValueError, KeyError, TypeError, AttributeError):
-        found = json.loads((folder / MANIFEST).read_text(encoding="utf-8"))["files"]
-        return {str(name): str(value) for name, value in found.items()}
+        listed = json.loads((folder / MANIFEST).read_text(encoding="utf-8"))["files"]
+        return {str(name): str(value) for name, value in listed.items()}
     return {}
 
 
@@ -169,8 +169,10 @@ def signed(text: str, comment: str = "<!-- {} -->") -> str:
 
 def is_signed(file: Path) -> bool:
     """Whether a text is as ``signed`` gave it."""
-    found = _SIGNATURE.match(file.read_bytes())
-    return found is not None and hashlib.sha256(found[1]).hexdigest() == found[2].decode()
+    signature = _SIGNATURE.match(file.read_bytes())
+    return (
+        signature is not None and hashlib.sha256(signature[1]).hexdigest() == signature[2].decode()
+    )
 
 
 def names_aside(path: Path) -> tuple[Path, Path]:
@@ -185,10 +187,10 @@ def clear_killed(path: Path) -> None:
     away already comes back, halves of new ones go."""
     name = re.compile(rf"\.{re.escape(path.name)}\.(\d+)-([0-9a-f]+)(-\d+)?\.(partial|old)")
     for left in path.parent.glob("." + glob.escape(path.name) + ".*"):
-        found = name.fullmatch(left.name)
-        if found is None or _is_running(int(found[1]), found[2]):
+        match = name.fullmatch(left.name)
+        if match is None or _is_running(int(match[1]), match[2]):
             continue
-        if found[4] == "old" and not path.exists():
+        if match[4] == "old" and not path.exists():
             os.replace(left, path)
         elif left.is_dir():
             shutil.rmtree(left, ignore_errors=True)

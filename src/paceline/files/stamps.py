@@ -16,7 +16,9 @@ class FileStamp:
 
     @classmethod
     def of(cls, path: Path) -> FileStamp:
-        found = path.stat()
+        status = path.stat()
         return cls(
-            str(path.resolve()), found.st_size, (found.st_mtime_ns, found.st_ctime_ns, found.st_ino)
+            str(path.resolve()),
+            status.st_size,
+            (status.st_mtime_ns, status.st_ctime_ns, status.st_ino),
         )

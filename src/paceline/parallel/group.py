@@ -141,9 +141,9 @@ class RankGroup:
 
     def hear(self) -> Order:
         """Wait for the next order."""
-        found: list[Order] = [None]  # type: ignore[list-item]
-        dist.broadcast_object_list(found, src=0, group=self._control)
-        return found[0]
+        received: list[Order] = [None]  # type: ignore[list-item]
+        dist.broadcast_object_list(received, src=0, group=self._control)
+        return received[0]
 
     def share(self, numbers: torch.Tensor) -> torch.Tensor:
         """Rank 0's ``numbers`` in those of all ranks, in place."""
@@ -153,9 +153,9 @@ class RankGroup:
     def least_memory(self) -> int:
         """Bytes that every rank has free; ranks on one processor have equal parts of its own."""
         free = free_memory(self.device)
-        own = torch.tensor(free if self.device.type == "cuda" else free // self.size)
-        dist.all_reduce(own, dist.ReduceOp.MIN, group=self._control)
-        return int(own)
+        free_bytes = torch.tensor(free if self.device.type == "cuda" else free // self.size)
+        dist.all_reduce(free_bytes, dist.ReduceOp.MIN, group=self._control)
+        return int(free_bytes)
 
     def leave(self) -> None:
         if dist.is_initialized():

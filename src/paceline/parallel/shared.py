@@ -50,12 +50,12 @@ def load_shared(
             f"{what} keeps a model in one process; leave it out, or tensor_parallel={size}"
         )
     check_shareable(name, size)
-    place = resolve_device(device)
-    team = RankTeam(size, place, {"model": name, "dtype": dtype})
+    target_device = resolve_device(device)
+    team = RankTeam(size, target_device, {"model": name, "dtype": dtype})
     try:
         with team.loading():
-            own = torch.device("cuda", 0) if place.type == "cuda" else place
-            model = load_part(name, dtype, own, size)
+            rank_device = torch.device("cuda", 0) if target_device.type == "cuda" else target_device
+            model = load_part(name, dtype, rank_device, size)
     except BaseException:
         team.close()
         raise
@@ -115,11 +115,11 @@ class SharedForward(Backend):
             module = getattr(self._model.hf, f"get_{side}_embeddings")()
             with self.team.together():
                 self.team.group.tell(GatherOrder(side))
-                found = whole_parameters(module)
+                whole_names = whole_parameters(module)
             copied = copy.copy(module)
             copied.__dict__.pop("forward", None)  # the one that sums over ranks
             copied._parameters = {
-                key: nn.Parameter(value, requires_grad=False) for key, value in found.items()
+                key: nn.Parameter(value, requires_grad=False) for key, value in whole_names.items()
             }
             self._whole[side] = copied
         return self._whole[side]
@@ -155,6 +155,6 @@ def _moved(
     cache: weakref.ref[PagedCache],
     slots: Sequence[tuple[int, int]],
 ) -> None:
-    owner, own = shared(), cache()
-    if owner is not None and own is not None:
-        owner.move(own, slots)
+    owner, shared_cache = shared(), cache()
+    if owner is not None and shared_cache is not None:
+        owner.move(shared_cache, slots)

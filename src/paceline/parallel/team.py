@@ -197,10 +197,10 @@ class RankTeam:
         with self._changing:
             if self.lost is not None or self._closed.is_set():
                 return
-            self.lost, told = reason, self._listeners
+            self.lost, listeners = reason, self._listeners
         for process in self._processes:
             process.kill()
-        for listener in told:
+        for listener in listeners:
             listener(reason)
         if self._cuda:
             _abort()  # a GPU that waits for another notices no closed connection

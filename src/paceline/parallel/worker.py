@@ -49,16 +49,16 @@ def main() -> None:
     """The life of the process."""
     for heard in (signal.SIGINT, signal.SIGTERM):
         signal.signal(heard, signal.SIG_IGN)
-    said, sys.stdout = sys.stdout, sys.stderr  # only we speak to rank 0
+    replies, sys.stdout = sys.stdout, sys.stderr  # only we speak to rank 0
     line = sys.stdin.readline()
     if not line:
         return
     threading.Thread(target=_live_with_rank_0, daemon=True).start()
     try:
-        _work(json.loads(line), said)
+        _work(json.loads(line), replies)
     except Exception as error:
         words = " ".join(str(error).split())[:300]
-        print(f"failed: {type(error).__name__}: {words}", file=said, flush=True)
+        print(f"failed: {type(error).__name__}: {words}", file=replies, flush=True)
         if os.environ.get("PACELINE_DEBUG", "0") != "0":
             logging.getLogger("paceline").exception("a rank failed", exc_info=error)
         _end(1)

@@ -167,9 +167,9 @@ def _dequantised(reader: GGUFReader, config: dict[str, Any]) -> dict[str, np.nda
 
 
 def _renamed(name: str) -> str:
-    found = _BLOCK.fullmatch(name)
-    if found is not None and found[2] in _LAYER:
-        return f"model.layers.{found[1]}.{_LAYER[found[2]]}.weight"
+    match = _BLOCK.fullmatch(name)
+    if match is not None and match[2] in _LAYER:
+        return f"model.layers.{match[1]}.{_LAYER[match[2]]}.weight"
     if name not in _OUTER:
         raise ModelLoadError(f"the GGUF file has a tensor {name}, which is not known; pull again")
     return _OUTER[name]

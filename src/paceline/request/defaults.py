@@ -59,14 +59,14 @@ def of_checkpoint(generation: Any, model: str) -> SamplingDefaults:
     Raises ConfigError, naming the ``model``, on a value out of range.
     """
     names = [item.name for item in fields(SamplingDefaults)]
-    said = {name: getattr(generation, name, None) for name in names}
+    settings = {name: getattr(generation, name, None) for name in names}
     samples = getattr(generation, "do_sample", None)
     if samples is False:
-        said["temperature"] = 0.0
-    elif samples and said["temperature"] is None:
-        said["temperature"] = 1.0
+        settings["temperature"] = 0.0
+    elif samples and settings["temperature"] is None:
+        settings["temperature"] = 1.0
     try:
-        return SamplingDefaults(**said)
+        return SamplingDefaults(**settings)
     except ConfigError as error:
         raise ConfigError(
             f"the generation config of {model}: {error}; leave it out with generation_config 'none'"
@@ -79,14 +79,14 @@ def sampling_defaults(settings: dict[str, Any], generation: Any, model: str) -> 
     Raises ConfigError.
     """
     try:
-        own = SamplingDefaults(
+        overrides = SamplingDefaults(
             **{item.name: settings[f"default_{item.name}"] for item in fields(SamplingDefaults)}
         )
     except ConfigError as error:
         raise ConfigError(f"default_{error}") from None
     if settings["generation_config"] == "none":
-        return own
+        return overrides
     if settings["generation_config"] != "auto":
         given = settings["generation_config"]
         raise ConfigError(f"generation_config is {given!r}; use one of auto, none")
-    return own.over(of_checkpoint(generation, model))
+    return overrides.over(of_checkpoint(generation, model))

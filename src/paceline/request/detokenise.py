@@ -31,10 +31,10 @@ class Spelling:
 
     @classmethod
     def of(cls, tokenizer: PreTrainedTokenizerFast) -> Spelling:
-        found = _spellings.get(tokenizer)
-        if found is None:
-            found = _spellings[tokenizer] = cls(tokenizer)
-        return found
+        spelling = _spellings.get(tokenizer)
+        if spelling is None:
+            spelling = _spellings[tokenizer] = cls(tokenizer)
+        return spelling
 
     def name(self, token: int, skip_special: bool) -> str | None:
         """How the vocabulary writes a token; None if it is not part of the text."""
@@ -129,8 +129,8 @@ class Detokeniser:
                 first.append(name)
             taken += 1
         last: list[str] = []
-        for place in range(len(prompt) - 1, taken - 1, -1):
-            name = self._spelling.name(prompt[place], self._skip)
+        for index in range(len(prompt) - 1, taken - 1, -1):
+            name = self._spelling.name(prompt[index], self._skip)
             if name is None:
                 continue
             last.append(name)
@@ -147,8 +147,8 @@ class Detokeniser:
 
     def _byte_run(self) -> tuple[ByteRun | None, list[DecoderStage]]:
         """The stage of byte fallback and those after it, if a guess can be told from them."""
-        for place, stage in enumerate(self._stages):
-            after = self._stages[place + 1 :]
+        for index, stage in enumerate(self._stages):
+            after = self._stages[index + 1 :]
             if isinstance(stage, ByteRun) and all(isinstance(s, DropBeginning) for s in after):
                 return stage, after
         return None, []

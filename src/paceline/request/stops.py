@@ -39,18 +39,18 @@ class StopScan:
         """
         if self._beginning is None:
             return None
-        place = 0
-        while place < len(piece):
+        position = 0
+        while position < len(piece):
             if not self.held:
-                ahead = self._beginning.search(piece, place)
+                ahead = self._beginning.search(piece, position)
                 if ahead is None:
                     return None
-                place = ahead.start()
-            longest = self._advance(piece[place])
-            place += 1
-            if longest and place > count_from:
+                position = ahead.start()
+            longest = self._advance(piece[position])
+            position += 1
+            if longest and position > count_from:
                 self.length = longest
-                return place - longest
+                return position - longest
         return None
 
     def _advance(self, character: str) -> int:
@@ -74,9 +74,9 @@ def _borders(text: str) -> list[int]:
     """Of every beginning, the length of the longest proper beginning that it ends with."""
     borders = [0] * len(text)
     length = 0
-    for place in range(1, len(text)):
-        while length and text[place] != text[length]:
+    for end in range(1, len(text)):
+        while length and text[end] != text[length]:
             length = borders[length - 1]
-        length += text[place] == text[length]
-        borders[place] = length
+        length += text[end] == text[length]
+        borders[end] = length
     return borders

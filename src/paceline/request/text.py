@@ -81,10 +81,10 @@ class TextStream:
         guessed = piece.startswith("".join(self._guess))
         early = len(piece) if not self._counts() else self._void if guessed else 0
         self._guess, self._void = [], 0
-        found = self._scan.feed(piece, early)
+        stop = self._scan.feed(piece, early)
         self._fresh.append(piece)
-        if found is not None:
-            self._stop(len(piece) - found, self._scan)
+        if stop is not None:
+            self._stop(len(piece) - stop, self._scan)
 
     def _add_guess(self, piece: str) -> None:
         if not self._guess:
@@ -92,10 +92,10 @@ class TextStream:
         self._guess.append(piece)
         if not self._counts():
             self._void += len(piece)
-        found = self._guess_scan.feed(piece, 0 if self._counts() else len(piece))
-        if found is not None:
+        guess = self._guess_scan.feed(piece, 0 if self._counts() else len(piece))
+        if guess is not None:
             self._fresh.extend(self._guess)
-            self._stop(len(piece) - found, self._guess_scan)
+            self._stop(len(piece) - guess, self._guess_scan)
 
     def _stop(self, surplus: int, scan: StopScan) -> None:
         """A stop string begins ``surplus`` characters before the end of what is certain."""

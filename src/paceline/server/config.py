@@ -155,10 +155,10 @@ def read_file(path: str | Path) -> dict[str, Any]:
     table = read_toml(path, "config file")
     known = {(entry.key.section, entry.name): entry.key for entry in keys()}
     values = {}
-    for section, said in table.items():
-        if section not in SECTIONS or not isinstance(said, dict):
+    for section, content in table.items():
+        if section not in SECTIONS or not isinstance(content, dict):
             raise ConfigError(f"{path}: {_stranger(section)}")
-        for name, value in said.items():
+        for name, value in content.items():
             key = known.get((section, name))
             if key is None:
                 raise ConfigError(f"{path}: {_stranger(name, section)}")

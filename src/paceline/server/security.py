@@ -50,12 +50,12 @@ class Keys:
     def load(cls, file: str | Path | None, environ: Mapping[str, str] = os.environ) -> Keys:
         """The keys of the file (one a line, ``#`` comments) and of PACELINE_API_KEYS (separated by
         commas or spaces). Raises ConfigError where keys were promised and there are none."""
-        found = [] if file is None else _keys_in_file(file)
+        file_keys = [] if file is None else _keys_in_file(file)
         variable = environ.get(KEYS_VARIABLE)
         if variable is not None:
             keys = [key for key in re.split(r"[,\s]+", variable) if key]
-            found += _checked(keys, KEYS_VARIABLE)
-        return cls.of(found)
+            file_keys += _checked(keys, KEYS_VARIABLE)
+        return cls.of(file_keys)
 
     def __bool__(self) -> bool:
         return bool(self.digests)

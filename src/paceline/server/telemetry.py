@@ -88,10 +88,10 @@ class Telemetry:
             shared["error.type"] = str(exchange.status)
         self._duration.record(exchange.seconds, shared)
         for ticket in exchange.tickets:
-            for first, each in _times(ticket):
+            for first, between in _times(ticket):
                 self._first.record(first, shared)
-                if each is not None:
-                    self._each.record(each, shared)
+                if between is not None:
+                    self._each.record(between, shared)
         self._trace(exchange, f"{operation} {self._model}", shared)
 
     def _trace(self, exchange: Exchange, name: str, shared: dict[str, Any]) -> None:

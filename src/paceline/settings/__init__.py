@@ -54,14 +54,14 @@ class Key:
 
     def read(self, value: object, where: str) -> Any:
         """As ``parse``, and checked."""
-        found = self.parse(value, where)
-        if self.choices and found not in self.choices:
+        parsed = self.parse(value, where)
+        if self.choices and parsed not in self.choices:
             raise ConfigError(f"{where} is {value!r}; use one of {', '.join(self.choices)}")
-        if self.low is not None and isinstance(found, (int, float)) and not found >= self.low:
+        if self.low is not None and isinstance(parsed, (int, float)) and not parsed >= self.low:
             raise ConfigError(f"{where} is {value!r}; it must be at least {self.low:g}")
-        if self.high is not None and isinstance(found, (int, float)) and found > self.high:
+        if self.high is not None and isinstance(parsed, (int, float)) and parsed > self.high:
             raise ConfigError(f"{where} is {value!r}; it can be at most {self.high:g}")
-        return found
+        return parsed
 
 
 # -- ways to write a value -------------------------------------------------------------------------

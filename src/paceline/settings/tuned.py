@@ -230,13 +230,13 @@ class TunedProfile:
 
         ``follows``: whether that draft is used. ``lossy`` acceptance has a rule of its own.
         """
-        found = asdict(self.engine)
+        stored = asdict(self.engine)
         if lossy:
-            del found["rule"]
+            del stored["rule"]
         if follows:
-            found["draft_length"] = self.draft.length
-            found["max_draft_length"] = self.draft.max_length
-        return found
+            stored["draft_length"] = self.draft.length
+            stored["max_draft_length"] = self.draft.max_length
+        return stored
 
     def check_model(self, target: CausalModel, path: str | Path) -> None:
         """Raises ConfigError if the profile was made for another model than ``target``."""

@@ -79,11 +79,13 @@ def jobs_of(
     """The prompts of all files; the same for the same files and selection. Raises DataError."""
     total = sum(source.weight for source in sources)
     jobs: list[AnswerJob] = []
-    for place, source in enumerate(sources):
+    for number, source in enumerate(sources):
         share = source.weight / total
         wanted = None if selection.count is None else round(selection.count * share)
         if _asks(source, selection):
-            found = _asked(source, tokenizer, selection, (selection.seed, place), wanted, len(jobs))
+            asked = _asked(
+                source, tokenizer, selection, (selection.seed, number), wanted, len(jobs)
+            )
         else:
             count = round(_OPENINGS * share) if wanted is None else wanted
             starts = openings(
@@ -94,10 +96,10 @@ def jobs_of(
                 selection.exclude_licenses,
                 longest=selection.longest,
             )
-            found = [_opened(len(jobs) + n, opening) for n, opening in enumerate(starts)]
-        jobs.extend(found)
+            asked = [_opened(len(jobs) + n, opening) for n, opening in enumerate(starts)]
+        jobs.extend(asked)
     order = np.random.default_rng(selection.seed).permutation(len(jobs))
-    return [jobs[int(place)] for place in order]
+    return [jobs[int(index)] for index in order]
 
 
 def _asks(source: Source, selection: PromptSelection) -> bool:
@@ -123,7 +125,7 @@ def _asked(
     """``wanted`` (None: all) of a file's questions, numbered from ``first``."""
     rng = np.random.default_rng(seed)
     prompter, refused = Prompter(tokenizer, selection.max_prompt), Refusals(source.path)
-    found: list[AnswerJob] = []
+    lines: list[AnswerJob] = []
     with stage(f"reading the prompts of {source.path.name}", unit="prompts") as doing:
         for line, record in numbered_records(source.path, selection.exclude_licenses, refused):
             try:
@@ -139,15 +141,15 @@ def _asked(
                 later = (FOLLOW_UPS[int(rng.integers(len(FOLLOW_UPS)))],)
             source_name, licence = str(record.get("source", "")), str(record.get("license", ""))
             task = str(record.get("task", record.get("category", "")))
-            number = first + len(found)
-            found.append(AnswerJob(number, ids, source_name, licence, task, asked.messages, later))
+            number = first + len(lines)
+            lines.append(AnswerJob(number, ids, source_name, licence, task, asked.messages, later))
             doing.advance()
-    if not found:
+    if not lines:
         raise DataError(f"{source.path} has no prompt that can be answered: {refused.named}")
-    refused.tell(len(found))
-    if wanted is None or wanted >= len(found):
-        return found
-    return [found[int(place)] for place in sorted(rng.permutation(len(found))[:wanted])]
+    refused.tell(len(lines))
+    if wanted is None or wanted >= len(lines):
+        return lines
+    return [lines[int(index)] for index in sorted(rng.permutation(len(lines))[:wanted])]
 
 
 @dataclass
@@ -257,9 +259,9 @@ class AnswerWriter:
         later, messages = turn.job.later, turn.messages
         if finish != "stop" or messages is None or turn.number > len(later):
             return None
-        said = self._tokenizer.decode(list(written), skip_special_tokens=True)
+        text = self._tokenizer.decode(list(written), skip_special_tokens=True)
         asked = {"role": "user", "content": later[turn.number - 1]}
-        talk = [*messages, {"role": "assistant", "content": said}, asked]
+        talk = [*messages, {"role": "assistant", "content": text}, asked]
         try:
             return _Turn(turn.job, turn.number + 1, self._prompter.ids(talk), talk)
         except RefusedError:

@@ -67,11 +67,11 @@ def acceptance_table(history: list[dict[str, Any]]) -> list[str]:
     length = len(tasks["all"].reached)
     positions = " | ".join(f"position {j + 1}" for j in range(length))
     rows = [f"| Task | Tokens per step | {positions} |", "|---|---:|" + "---:|" * length]
-    for name, found in tasks.items():
+    for name, figures in tasks.items():
         rates = " | ".join(
-            f"{rate:.2f} ({n:,})" for rate, n in zip(found.rates, found.reached, strict=True)
+            f"{rate:.2f} ({n:,})" for rate, n in zip(figures.rates, figures.reached, strict=True)
         )
-        rows.append(f"| {name} | {found.mean_accepted_length:.2f} | {rates} |")
+        rows.append(f"| {name} | {figures.mean_accepted_length:.2f} | {rates} |")
     return rows
 
 

@@ -75,12 +75,12 @@ def conversation_of(record: dict[str, Any]) -> Conversation | None:
     tools = tools if isinstance(tools, list) and tools else None
     if record.get("messages") is not None:
         items = _items(record["messages"], "messages")
-        messages = [_message(item, place) for place, item in enumerate(items, 1)]
+        messages = [_message(item, turn) for turn, item in enumerate(items, 1)]
         unlearnt = (k for k, item in enumerate(items) if item.get("weight") == 0)
         return Conversation(messages, tools, frozenset(unlearnt))
     if record.get("conversations") is not None:
         items = _items(record["conversations"], "conversations")
-        messages = [_said(item, place) for place, item in enumerate(items, 1)]
+        messages = [_said(item, turn) for turn, item in enumerate(items, 1)]
         opening = record.get("system")
         if isinstance(opening, str) and opening and messages[0]["role"] != "system":
             messages.insert(0, {"role": "system", "content": opening})
@@ -154,13 +154,13 @@ def _call(call: dict[str, Any], place: int) -> dict[str, Any]:
 
 def _said(item: dict[str, Any], place: int) -> dict[str, Any]:
     """One of ShareGPT's turns."""
-    speaker, said = item.get("from", item.get("role")), item.get("value", item.get("content"))
+    speaker, words = item.get("from", item.get("role")), item.get("value", item.get("content"))
     role = _SPEAKERS.get(str(speaker).lower())
     if role is None:
         raise RefusedError(f"turn {place} is said by {speaker!r}; known are human, gpt and system")
-    if not isinstance(said, str):
+    if not isinstance(words, str):
         raise RefusedError(f"turn {place} has no value of text")
-    return {"role": role, "content": said}
+    return {"role": role, "content": words}
 
 
 def _are_texts(turns: Any) -> TypeGuard[list[str]]:
@@ -267,23 +267,23 @@ class ChatWriter:
 
     def _span(self, talk: Conversation, k: int, whole: str, floor: int) -> tuple[int, int]:
         """From where to where ``whole`` is what message ``k`` said."""
-        said = talk.messages[k]["content"]
+        content = talk.messages[k]["content"]
         before = self._written(talk, k, ask=True) if k else ""
         if before and whole.startswith(before):
             start = len(before)
         else:  # what precedes an answer is written differently once there is one
             common = max(floor, _common(before, whole))
-            start = self._place(whole, said, common)[0]
+            start = self._place(whole, content, common)[0]
         if k == len(talk.messages) - 1:
             return start, self._without_blanks(whole, start, len(whole))
-        ended = whole.startswith(said, start) and self._mark(whole, start + len(said))
-        if said and ended and "tool_calls" not in talk.messages[k]:
-            return start, self._end(whole, start + len(said))
+        ended = whole.startswith(content, start) and self._mark(whole, start + len(content))
+        if content and ended and "tool_calls" not in talk.messages[k]:
+            return start, self._end(whole, start + len(content))
         upto = self._written(talk, k + 1)
         if len(upto) > start and whole.startswith(upto):
             return start, self._without_blanks(whole, start, len(upto))
         self.searched += 1
-        return start, self._end(whole, self._place(whole, said, start)[1])
+        return start, self._end(whole, self._place(whole, content, start)[1])
 
     def _mark(self, whole: str, place: int) -> str:
         """The end token that stands at a place; "" if there is none."""

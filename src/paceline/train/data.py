@@ -71,8 +71,10 @@ class _Document:
 def separator_of(tokenizer: PreTrainedTokenizerFast) -> int | None:
     """The id that stands before every document: the end-of-text token of our tokenizers, else
     the model's first token; None if it has neither that nor an end token."""
-    own = tokenizer.backend_tokenizer.token_to_id(END_OF_TEXT) if has_our_roles(tokenizer) else None
-    for candidate in (own, tokenizer.bos_token_id, tokenizer.eos_token_id):
+    end_token = (
+        tokenizer.backend_tokenizer.token_to_id(END_OF_TEXT) if has_our_roles(tokenizer) else None
+    )
+    for candidate in (end_token, tokenizer.bos_token_id, tokenizer.eos_token_id):
         if candidate is not None:
             return int(candidate)
     return None
@@ -97,8 +99,8 @@ def encode_stream(
     parts: list[Stream] = []
     tokens = documents = 0
     with stage(f"tokenising {path.name}", total=_size(path), unit="B") as doing:
-        found = _documents(path, packer, exclude_licenses, loss_on, refused, doing)
-        while chunk := list(islice(found, _CHUNK)):
+        read = _documents(path, packer, exclude_licenses, loss_on, refused, doing)
+        while chunk := list(islice(read, _CHUNK)):
             parts.append(packer.pack(chunk, tokens))
             tokens += len(parts[-1].ids)
             documents += len(chunk)
@@ -312,8 +314,8 @@ class TokenStreams:
 
     def file(self, source: Source) -> Path:
         """Where the stream of a file is kept; files of one name may lie in different folders."""
-        place = zlib.crc32(str(source.path.resolve()).encode())
-        return self.folder / f"{source.path.name}.{place:08x}.npz"
+        digest = zlib.crc32(str(source.path.resolve()).encode())
+        return self.folder / f"{source.path.name}.{digest:08x}.npz"
 
     def read(self, source: Source) -> Stream:
         """The kept stream, made anew if there is none or it is damaged. Raises DataError."""

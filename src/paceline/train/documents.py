@@ -134,14 +134,14 @@ class Documents:
         ids = np.zeros((len(runs), max(lengths)), dtype=np.int64)
         learn = np.zeros(ids.shape, dtype=np.bool_)
         for row, run in enumerate(runs):
-            place = 0
+            begin = 0
             for number in run:
                 piece = self.pieces[number]
                 stream, part = self.streams[piece.stream], slice(piece.start, piece.stop)
                 size = piece.stop - piece.start
-                ids[row, place : place + size] = stream.ids[part]
-                learn[row, place : place + size] = stream.learn[part]
-                place += size
+                ids[row, begin : begin + size] = stream.ids[part]
+                learn[row, begin : begin + size] = stream.learn[part]
+                begin += size
         return Windows(torch.from_numpy(ids), torch.from_numpy(learn), lengths, numbers)
 
 

@@ -81,11 +81,11 @@ class DraftTrainer(DraftingTrainer, LMTrainer):
         return tokenizer
 
     def _validation(self) -> dict[str, Stream]:
-        found = {}
+        streams = {}
         for source in self.valid_sources:
             with suppress(DataError):  # mere prompts: acceptance is measured on them, no loss
-                found[source.name] = self._stream(source)
-        return found
+                streams[source.name] = self._stream(source)
+        return streams
 
     def acceptance_of(self, text: WrittenText) -> AcceptanceCounts:
         # A drafted token counts only where all before it were right, so one forward over the

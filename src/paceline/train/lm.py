@@ -229,9 +229,9 @@ class LMTrainer(Trainer):
         return losses
 
     def evaluate(self, progress: Progress) -> dict[str, Any]:
-        found = super().evaluate(progress)
+        losses = super().evaluate(progress)
         progress.validation = self.validate()
-        return {**found, "validation": progress.validation}
+        return {**losses, "validation": progress.validation}
 
     def about(self) -> str:
         config = self.config

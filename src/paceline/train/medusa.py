@@ -46,10 +46,10 @@ class JointOptimizer:
 
     def step(self, scale: float) -> float:
         norm = self._heads.step(scale)
-        own = self.steps - self._first
+        since = self.steps - self._first
         self.steps += 1
-        if own >= 0:
-            norm = max(norm, self._target.step(scale * min(1.0, (own + 1) / self._warmup)))
+        if since >= 0:
+            norm = max(norm, self._target.step(scale * min(1.0, (since + 1) / self._warmup)))
         return norm
 
     def state_dict(self) -> dict[str, Any]:
@@ -189,10 +189,10 @@ class MedusaTrainer(HeadTrainer):
         accuracy = accuracy_of(torch.cat(ranks), _RANKS)
         self.head.config = replace(self.head.config, accuracy=accuracy)
         shape = best_shape(accuracy[: self.config.draft_length], self.config.nodes)
-        found: dict[str, list[AcceptanceCounts]] = {}
-        for text, own in zip(texts, ranks, strict=True):
-            found.setdefault(text.source, []).append(walk(matches_of(own, shape)))
-        return {name: total(parts) for name, parts in found.items()}
+        walked: dict[str, list[AcceptanceCounts]] = {}
+        for text, ranked in zip(texts, ranks, strict=True):
+            walked.setdefault(text.source, []).append(walk(matches_of(ranked, shape)))
+        return {name: total(parts) for name, parts in walked.items()}
 
     def _ranks(self, seen: Observed, prompt: int) -> torch.Tensor:
         """int64 [n, heads]: at which rank each head had the token of the text, for every place
@@ -226,11 +226,11 @@ def accuracy_of(ranks: torch.Tensor, count: int) -> tuple[tuple[float, ...], ...
     """
     table = []
     alive = torch.ones(len(ranks), dtype=torch.bool)
-    for own in ranks.unbind(1):
-        alive &= own >= 0
-        hits = torch.bincount(own[alive], minlength=count + 1)[:count]
+    for rank in ranks.unbind(1):
+        alive &= rank >= 0
+        hits = torch.bincount(rank[alive], minlength=count + 1)[:count]
         table.append(tuple((hits / max(1, int(alive.sum()))).tolist()))
-        alive &= own < count
+        alive &= rank < count
     return tuple(table)
 
 

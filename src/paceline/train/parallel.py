@@ -46,16 +46,16 @@ class _SharedGroup(ProcessGroup, ABC):
 
     def add_up(self, parameters: Sequence[nn.Parameter], loss: float) -> float:
         row, places = self._table[self.rank], _places(parameters)
-        for parameter, place in zip(parameters, places, strict=True):
+        for parameter, begin in zip(parameters, places, strict=True):
             if parameter.grad is None:  # a process without a share of this batch
-                row[place] = 0
+                row[begin] = 0
             else:
-                row[place] = parameter.grad.flatten().float()
+                row[begin] = parameter.grad.flatten().float()
         row[-1] = loss
         self._wait_for_sum()
         total = self._table[0]
-        for parameter, place in zip(parameters, places, strict=True):
-            parameter.grad = total[place].view_as(parameter).to(parameter.dtype, copy=True)
+        for parameter, begin in zip(parameters, places, strict=True):
+            parameter.grad = total[begin].view_as(parameter).to(parameter.dtype, copy=True)
         loss = float(total[-1])
         self._wait_for_readers()
         return loss

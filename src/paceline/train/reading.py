@@ -56,11 +56,11 @@ class NativeReader:
             cache.reserve(number, len(window))
             spans.append(Span.of(number, 0, window, wants_logits=False))
         try:
-            found = self._model(cache.batch_of(spans), cache, sorted(set(layers))).features
+            result = self._model(cache.batch_of(spans), cache, sorted(set(layers))).features
         finally:
             for span in spans:
                 cache.free(span.seq_id)
-        return [found[layer].view(*ids.shape, -1) for layer in layers]
+        return [result[layer].view(*ids.shape, -1) for layer in layers]
 
     def _room(self, tokens: int) -> PagedCache:
         if self._cache is None or tokens > self._tokens:

@@ -52,22 +52,22 @@ def openings(
     result: list[Opening] = []
     for source in sources:
         wanted = round(count * source.weight / total)
-        found: list[Opening] = []
+        records: list[Opening] = []
         with stage(f"choosing from {source.path.name}", total=wanted, unit="records") as doing:
             for record in _shuffled(source, exclude_licenses, rng, wanted):
-                if len(found) == wanted:
+                if len(records) == wanted:
                     break
                 ids = opener.open(record)
                 if ids is not None:
                     name, licence = str(record.get("source", "")), str(record.get("license", ""))
-                    found.append(Opening(ids, name, licence))
+                    records.append(Opening(ids, name, licence))
                     doing.advance()
-        if wanted and not found:
+        if wanted and not records:
             raise DataError(
                 f"{source.path} has no record of {shortest} tokens or more, and no conversation "
                 f"that asks for an answer within {opener.longest_chat} tokens"
             )
-        result.extend(found)
+        result.extend(records)
     return result
 
 
@@ -79,12 +79,12 @@ def _shuffled(
     order = rng.permutation(count)
     first, size = 0, 2 * wanted + 64
     while first < count:
-        part = [int(place) for place in order[first : first + size]]
+        part = [int(index) for index in order[first : first + size]]
         places = set(part)
         records = enumerate(read_records(source.path, exclude_licenses))
-        kept = {place: record for place, record in records if place in places}
-        for place in part:
-            yield kept[place]
+        kept = {index: record for index, record in records if index in places}
+        for index in part:
+            yield kept[index]
         first, size = first + size, 4 * size
 
 

@@ -53,8 +53,8 @@ def write_state(file: Path, state: dict[str, Any]) -> None:
 
 def _holds_run(file: Path) -> bool:
     """Whether the state of a run or the one before it is ours; the other may be damaged."""
-    for place in (file, previous(file)):
-        with suppress(Exception), ZipFile(place) as archive:  # damage may raise anything
+    for path in (file, previous(file)):
+        with suppress(Exception), ZipFile(path) as archive:  # damage may raise anything
             pickled = next(name for name in archive.namelist() if name.endswith("data.pkl"))
             content = archive.read(pickled)
             if all(name.encode() in content for name in _NEEDED):
@@ -68,16 +68,16 @@ def read_state(file: Path) -> tuple[dict[str, Any] | None, str]:
     None if there is none at all. Raises ConfigError, saying what is damaged, if none is whole.
     """
     reason = ""
-    for place in (file, previous(file)):
-        if not place.is_file():
+    for path in (file, previous(file)):
+        if not path.is_file():
             continue
         try:
-            state = _read(place)
+            state = _read(path)
         except _DamagedError as damage:
-            reason = reason or f"{place} is damaged ({damage})"
+            reason = reason or f"{path} is damaged ({damage})"
             continue
-        note = f"{reason or f'there is no {file}'}; going on from {place.name}, the one before it"
-        return state, note if place != file else ""
+        note = f"{reason or f'there is no {file}'}; going on from {path.name}, the one before it"
+        return state, note if path != file else ""
     if reason:
         raise ConfigError(f"{reason}; delete it to start anew")
     return None, ""
@@ -229,9 +229,11 @@ class Trainer(ABC):
         if saved is None:
             return None
         kind = type(self).__name__
-        before, own = saved["config"], asdict(self.config)
+        before, present = saved["config"], asdict(self.config)
         # The length of the schedule may change on resumption; anything else would be another run.
-        differing = sorted(key for key in own if key != "steps" and before.get(key) != own[key])
+        differing = sorted(
+            key for key in present if key != "steps" and before.get(key) != present[key]
+        )
         if differing or saved.get("kind", kind) != kind:
             what = f"other options ({', '.join(differing)})" if differing else "another kind"
             raise ConfigError(f"{self.out} holds a run with {what}; use another --out or delete it")
@@ -318,20 +320,20 @@ class DraftingTrainer(Trainer):
         """What the target would take of drafts for one of its texts."""
 
     def evaluate(self, progress: Progress) -> dict[str, Any]:
-        found = super().evaluate(progress)
+        losses = super().evaluate(progress)
         progress.acceptance = self.measure()
         parts = {name: part.to_dict() for name, part in progress.acceptance.items()}
-        return {**found, "acceptance": parts}
+        return {**losses, "acceptance": parts}
 
     @torch.no_grad()
     def measure(self) -> dict[str, AcceptanceCounts]:
         """Held-out acceptance by validation file: greedy drafts of ``draft_length`` tokens."""
-        texts, found = self.held_out_texts(), dict[str, list[AcceptanceCounts]]()
+        texts, losses = self.held_out_texts(), dict[str, list[AcceptanceCounts]]()
         with stage("measuring held-out acceptance", len(texts), "texts") as doing:
             for text in texts:
-                found.setdefault(text.source, []).append(self.acceptance_of(text))
+                losses.setdefault(text.source, []).append(self.acceptance_of(text))
                 doing.advance()
-        return {name: total(parts) for name, parts in found.items()}
+        return {name: total(parts) for name, parts in losses.items()}
 
     def held_out_texts(self) -> list[WrittenText]:
         """Written by the target once and kept in ``out``. Raises DataError if none has a word."""

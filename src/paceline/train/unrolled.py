@@ -40,10 +40,10 @@ class DraftStarts:
     def at(cls, starts: torch.Tensor) -> DraftStarts:
         """Where ``starts``, bool ``[B, W]``, says so."""
         windows, width = starts.shape
-        window, place = starts.nonzero(as_tuple=True)
-        order = (starts.cumsum(1) - 1)[window, place]
+        window, position = starts.nonzero(as_tuple=True)
+        order = (starts.cumsum(1) - 1)[window, position]
         longest = int(starts.sum(1).max()) if starts.numel() else 0
-        return cls(windows, width, longest, window * width + place, window * longest + order)
+        return cls(windows, width, longest, window * width + position, window * longest + order)
 
     def every(self, stride: int, offset: int) -> tuple[DraftStarts, torch.Tensor]:
         """Those whose position plus ``offset`` is a multiple of ``stride``, and which they are,
@@ -102,8 +102,8 @@ class UnrolledAttention:
         q = self._table(query[0] * scaling).view(windows, kv_heads, -1, width)
         if self._committed is None:
             k, v = (
-                each[0].reshape(kv_heads, windows, -1, width).transpose(0, 1)
-                for each in (key, value)
+                tensor[0].reshape(kv_heads, windows, -1, width).transpose(0, 1)
+                for tensor in (key, value)
             )
             self._committed = k, v
             out = self._over_committed(q)
@@ -150,8 +150,8 @@ class UnrolledAttention:
         assert self._committed is not None
         longest, width = self._places.longest, q.shape[-1]
         grouped = q.view(*q.shape[:2], -1, longest, width)
-        own = [(grouped * k[:, :, None]).sum(-1).view(*q.shape[:3], 1) for k, _ in self._own]
-        weights = torch.cat((self._scores(q), *own), -1).softmax(-1)
+        own_scores = [(grouped * k[:, :, None]).sum(-1).view(*q.shape[:3], 1) for k, _ in self._own]
+        weights = torch.cat((self._scores(q), *own_scores), -1).softmax(-1)
         count = self._places.width
         out = (weights[..., :count] @ self._committed[1]).view(grouped.shape)
         for index, (_, v) in enumerate(self._own, count):

@@ -52,8 +52,8 @@ def layout_of(shapes: Shapes, device: torch.device) -> Layout:
     with torch.inference_mode(False):
         within = []
         for (before, _), (rows, _) in pairwise(ranks):
-            place = {at: index for index, at in enumerate(before)}
-            within.append(to_device([place[at] for at in rows], device))
+            new_index = {at: index for index, at in enumerate(before)}
+            within.append(to_device([new_index[at] for at in rows], device))
         return Layout(
             to_device(parent_rows, device),
             tuple((to_device(rows, device), to_device(nodes, device)) for rows, nodes in ranks),

@@ -59,15 +59,15 @@ class StepLogprobs:
 
         ``first_row`` and ``first_node`` are where the span's rows and nodes begin.
         """
-        own = [values[first_node + node] for node in path]
+        path_values = [values[first_node + node] for node in path]
         end = first_row + (path[-1] + 1 if path else 0)
-        own.append(values[self.nodes + end])
+        path_values.append(values[self.nodes + end])
         rows = [first_row + row for row in (0, *(node + 1 for node in path))]
         tops = self.nodes + self.rows
         ids = tops + self.rows * self.count
         wanted = min(span.seq.params.logprobs or 0, self.count)
         entries = []
-        for row, token, logprob in zip(rows, emitted, own, strict=True):
+        for row, token, logprob in zip(rows, emitted, path_values, strict=True):
             at = row * self.count
             others = tuple(
                 (int(values[ids + at + rank]), values[tops + at + rank]) for rank in range(wanted)

@@ -36,15 +36,15 @@ def prompt_logprobs(
 ) -> tuple[TokenLogprob, ...]:
     """Log-softmax of the logits [R, V] at the R tokens that follow their rows, with the ``count``
     likeliest of each row. As the model sees it: without bias, penalties or temperature."""
-    part, found = _part(logits.shape[1]), list[TokenLogprob]()
+    part, scored = _part(logits.shape[1]), list[TokenLogprob]()
     for first in range(0, len(tokens), part):
         ids = list(tokens[first : first + part])
         logprobs = torch.log_softmax(logits[first : first + part].float(), dim=-1)
-        own = logprobs.gather(1, to_device(ids, logits.device).unsqueeze(1))
+        chosen = logprobs.gather(1, to_device(ids, logits.device).unsqueeze(1))
         best = top(logprobs, min(count, logits.shape[1]))
-        values = torch.cat([own, logprobs.gather(1, best)], 1).to(torch.float64).tolist()
-        found += (
+        values = torch.cat([chosen, logprobs.gather(1, best)], 1).to(torch.float64).tolist()
+        scored += (
             TokenLogprob(token, row[0], tuple(zip(likeliest, row[1:], strict=True)))
             for token, row, likeliest in zip(ids, values, best.tolist(), strict=True)
         )
-    return tuple(found)
+    return tuple(scored)

@@ -113,7 +113,7 @@ def block(
     for ratio_at_depth in grid.spread(ratio).unbind(dim=1):
         prefix.append((prefix[-1] * ratio_at_depth).clamp_(max=1.0))
     before = grid.gathered(torch.stack(prefix[:-1], dim=1))  # P at each node's parent
-    own = grid.gathered(torch.stack(prefix[1:], dim=1))  # P at each node
+    prefix_probs = grid.gathered(torch.stack(prefix[1:], dim=1))  # P at each node
 
     weights = (before.unsqueeze(1) * target).sub_(q).clamp_(min=0.0)
     mass = weights.sum(dim=-1)
@@ -121,6 +121,6 @@ def block(
 
     # Z after node i is the mass at the next node, which is the next in its chain but for the last.
     following = mass.roll(-1)
-    left = following + (1.0 - own)  # in this order: the bracket is exact near one
+    left = following + (1.0 - prefix_probs)  # in this order: the bracket is exact near one
     chances = torch.where(left > 0, following / left, 1.0)
-    return RuleProbabilities(torch.where(grid.ends, own, chances), stop)
+    return RuleProbabilities(torch.where(grid.ends, prefix_probs, chances), stop)

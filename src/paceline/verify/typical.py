@@ -48,7 +48,7 @@ def longest(parents: tuple[int, ...], surprises: Sequence[int]) -> tuple[int, ..
         if parent in paths and surprised >= 0:
             path, cost = paths[parent]
             paths[node] = (*path, node), cost + surprised
-    return max(paths.values(), key=lambda found: (len(found[0]), -found[1]))[0]
+    return max(paths.values(), key=lambda entry: (len(entry[0]), -entry[1]))[0]
 
 
 class TypicalVerifier(Verifier):
@@ -73,8 +73,8 @@ class TypicalVerifier(Verifier):
         tokens = torch.cat(drafted)
         known = tokens < probs.shape[1]
         shapes = tuple(span.tree.parents for span in spans)
-        found = surprise(probs, tokens * known, shapes)
-        return Decisions(choices, torch.where(known, found, -1))
+        surprises = surprise(probs, tokens * known, shapes)
+        return Decisions(choices, torch.where(known, surprises, -1))
 
     def _path(
         self,

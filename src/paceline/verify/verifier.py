@@ -153,14 +153,14 @@ class Verifier:
         at = dict.fromkeys(range(len(spans)), 0)
         while at:
             index = [starts[n] + row for n, row in at.items()]
-            part, place = rows.select(index), to_device(index, logits.device)
+            part, on_device = rows.select(index), to_device(index, logits.device)
             if plain:
-                found = greedy_choice(logits[place])
+                drawn = greedy_choice(logits[on_device])
             else:
-                scores = adjusted(logits[place], part)
+                scores = adjusted(logits[on_device], part)
                 probs = probs_of_scores(scores, [seq.params for seq in part.seqs])
-                found = _drawn(probs, probs, part, uniforms[place])
-            chosen = found.tolist()
+                drawn = _drawn(probs, probs, part, uniforms[on_device])
+            chosen = drawn.tolist()
             below: dict[int, int] = {}
             for (n, row), choice in zip(at.items(), chosen, strict=True):
                 choices[starts[n] + row] = choice
@@ -246,12 +246,16 @@ class Verifier:
         row = node = 0
         for span in spans:
             n = len(span.tree)
-            own, own_choices = tokens[node : node + n], choices[row : row + n + 1]
-            found = self._verdict(span, own, own_choices, accepted[node : node + n])
-            if step_logprobs is not None and found.tokens and span.seq.params.logprobs is not None:
-                scored = step_logprobs.read(tail, span, row, node, found.path, found.tokens)
-                found = replace(found, logprobs=scored)
-            verdicts.append(found)
+            nodes_of_span, own_choices = tokens[node : node + n], choices[row : row + n + 1]
+            verdict = self._verdict(span, nodes_of_span, own_choices, accepted[node : node + n])
+            if (
+                step_logprobs is not None
+                and verdict.tokens
+                and span.seq.params.logprobs is not None
+            ):
+                scored = step_logprobs.read(tail, span, row, node, verdict.path, verdict.tokens)
+                verdict = replace(verdict, logprobs=scored)
+            verdicts.append(verdict)
             row += n + 1
             node += n
         return verdicts
@@ -347,9 +351,9 @@ def _places(
     rows: list[int] = []
     nodes: list[int] = []
     row = node = 0
-    for span, own in zip(spans, methods, strict=True):
+    for span, span_rows in zip(spans, methods, strict=True):
         n = len(span.tree)
-        if own == method:
+        if span_rows == method:
             rows += range(row, row + n + 1)
             nodes += range(node, node + n)
         row += n + 1

@@ -42,12 +42,12 @@ def read_checkpoint(name: str, files: Sequence[str], kind: str) -> Checkpoint:
     folder = Path(fetched(name))
     if not folder.is_dir():
         raise ModelLoadError(f"folder {name} does not exist; give the folder that holds the {kind}")
-    found = folder / "config.json"
-    if not found.is_file():
+    config_file = folder / "config.json"
+    if not config_file.is_file():
         raise ModelLoadError(
             f"folder {name} has no config.json; {kind} need one beside the weights"
         )
-    config = read_options(found)
+    config = read_options(config_file)
     for file in files:
         weights = folder / file
         if weights.is_file():
@@ -72,13 +72,13 @@ def write_checkpoint(
 
 def weights_kind(names: Iterable[str]) -> tuple[str, str]:
     """What tensors of these names are, and the kind of draft spec for it; "" for models."""
-    own = {name.removeprefix("model.") for name in names}
-    if any(key.startswith(("fc.", "midlayer.")) for key in own):
-        third = "d2t" in own or any("hidden_norm" in k or "midlayer" in k for k in own)
+    stripped = {name.removeprefix("model.") for name in names}
+    if any(key.startswith(("fc.", "midlayer.")) for key in stripped):
+        third = "d2t" in stripped or any("hidden_norm" in k or "midlayer" in k for k in stripped)
         return ("an EAGLE-3 head", "eagle3") if third else ("an EAGLE head", "eagle")
-    if any("medusa" in key or key[:1].isdigit() or key.startswith("blocks.") for key in own):
+    if any("medusa" in key or key[:1].isdigit() or key.startswith("blocks.") for key in stripped):
         return "Medusa heads", "medusa"
-    model = any("attn" in key for key in own)
+    model = any("attn" in key for key in stripped)
     return ("a language model" if model else "weights of another kind"), ""
 
 
@@ -95,29 +95,29 @@ def check_target(
     what: str, target: Target, hidden: int, vocab: int, layers: int | None, trained: str = ""
 ) -> None:
     """Raise ModelLoadError if ``what`` is for a target of other sizes; None is any depth."""
-    for size, own, wanted in (
+    for size, expected, wanted in (
         ("hidden size", hidden, target.hidden_size),
         ("vocabulary size", vocab, target.vocab_size),
         ("number of layers", target.num_layers if layers is None else layers, target.num_layers),
     ):
-        if own != wanted:
+        if expected != wanted:
             raise ModelLoadError(
-                f"{what}{trained}: made for a target with {size} {own}, but this one has {wanted}; "
+                f"{what}{trained}: made for a target with {size} {expected}, but this one has {wanted}; "
                 "use one that was trained for this target"
             )
 
 
 def check_shapes(what: str, module: torch.nn.Module, tensors: dict[str, torch.Tensor]) -> None:
     """Raise ModelLoadError if these are not a module's own weights by name and shape."""
-    own = {key: tuple(value.shape) for key, value in module.state_dict().items()}
-    found = {key: tuple(value.shape) for key, value in tensors.items()}
-    for key in sorted(own.keys() | found.keys()):
-        if key not in found:
+    wanted_shapes = {key: tuple(value.shape) for key, value in module.state_dict().items()}
+    given_shapes = {key: tuple(value.shape) for key, value in tensors.items()}
+    for key in sorted(wanted_shapes.keys() | given_shapes.keys()):
+        if key not in given_shapes:
             problem = f"lacks the weight {key}"
-        elif key not in own:
+        elif key not in wanted_shapes:
             problem = f"has an unknown weight {key}"
-        elif own[key] != found[key]:
-            problem = f"has {key} of shape {list(found[key])} where {list(own[key])} is due"
+        elif wanted_shapes[key] != given_shapes[key]:
+            problem = f"has {key} of shape {list(given_shapes[key])} where {list(wanted_shapes[key])} is due"
         else:
             continue
         raise ModelLoadError(

@@ -259,7 +259,7 @@ class EagleDrafter(LevelDrafter):
 
     def _outputs(self, ids: Sequence[int]) -> torch.Tensor:
         outputs = [self._drafts[seq_id].outputs for seq_id in ids]
-        return torch.cat([own for own in outputs if own is not None])
+        return torch.cat([output for output in outputs if output is not None])
 
     def _base(self, item: Slice) -> int:
         return self._drafts[item.seq.seq_id].base
@@ -273,11 +273,11 @@ class EagleDrafter(LevelDrafter):
         spans, inputs, ids, counts = [], [], [], []
         for tree in trees:
             seq_id = tree.item.seq.seq_id
-            own = self._drafts[seq_id]
-            assert own.outputs is not None
-            span = level_span(tree, own.base)
+            state = self._drafts[seq_id]
+            assert state.outputs is not None
+            span = level_span(tree, state.base)
             above = tree.above
-            inputs.append(own.outputs if above is None else own.outputs.index_select(0, above))
+            inputs.append(state.outputs if above is None else state.outputs.index_select(0, above))
             spans.append(span)
             ids.append(seq_id)
             counts.append(len(tree.fresh))
@@ -297,8 +297,8 @@ class EagleDrafter(LevelDrafter):
         if not known:
             return
         rows = [_rows(commit) for commit in known]
-        kept = self._joined(out.features, [row for own in rows for row in own])
-        parts = torch.split(kept, [len(own) for own in rows])
+        kept = self._joined(out.features, [row for commit_rows in rows for row in commit_rows])
+        parts = torch.split(kept, [len(commit_rows) for commit_rows in rows])
         for commit, features in zip(known, parts, strict=True):
             state = self._states[commit.seq_id]
             state.add(commit.position, features)
@@ -307,14 +307,14 @@ class EagleDrafter(LevelDrafter):
 
     def _joined(self, features: Mapping[int, torch.Tensor], rows: list[int]) -> torch.Tensor:
         """Some rows ``[n, k * hidden]`` of a step's features, in memory of their own."""
-        own = [features[layer] for layer in self.features]
+        wanted = [features[layer] for layer in self.features]
         first, after = rows[0], rows[-1] + 1
         if rows == list(range(first, after)):
-            own = [layer[first:after] for layer in own]
+            wanted = [layer[first:after] for layer in wanted]
         else:
-            index = to_device(rows, own[0].device)
-            own = [layer.index_select(0, index) for layer in own]
-        return torch.cat(own, -1) if len(own) > 1 else alone(own[0])
+            index = to_device(rows, wanted[0].device)
+            wanted = [layer.index_select(0, index) for layer in wanted]
+        return torch.cat(wanted, -1) if len(wanted) > 1 else alone(wanted[0])
 
     def held_bytes(self) -> int:
         """Memory of all features that wait to be computed."""

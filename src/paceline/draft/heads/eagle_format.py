@@ -81,18 +81,18 @@ def build_eagle(
     """
     name = checkpoint.name
     tensors = _public_names(checkpoint)
-    found = 3 if "midlayer.hidden_norm.weight" in tensors or "d2t" in tensors else 1
-    if version is not None and version != found:
+    eagle_version = 3 if "midlayer.hidden_norm.weight" in tensors or "d2t" in tensors else 1
+    if version is not None and version != eagle_version:
         raise ModelLoadError(
-            f"{name} is an EAGLE-{found} head, not EAGLE-{version}; "
-            f"use --draft {'eagle3' if found == 3 else 'eagle'}:{name}"
+            f"{name} is an EAGLE-{eagle_version} head, not EAGLE-{version}; "
+            f"use --draft {'eagle3' if eagle_version == 3 else 'eagle'}:{name}"
         )
-    said = checkpoint.config
-    flat = from_speculators(name, said) if is_speculators(said) else said
+    stated = checkpoint.config
+    flat = from_speculators(name, stated) if is_speculators(stated) else stated
     if feature_layers is not None:
         flat = flat | {"eagle_aux_hidden_state_layer_ids": list(feature_layers)}
-    config = _config(name, flat, tensors, target, found)
-    ids = _vocabulary(name, config, tensors) if found == 3 else None
+    config = _config(name, flat, tensors, target, eagle_version)
+    ids = _vocabulary(name, config, tensors) if eagle_version == 3 else None
     try:
         with tensors["fc.weight"].device:
             head = EagleHead(config, ids, target_head)
@@ -156,9 +156,9 @@ def _whole(name: str, flat: dict[str, Any], key: str, default: int | None = None
     if value is None and default is not None:
         return default
     if not isinstance(value, int) or isinstance(value, bool) or value < 1:
-        said = "has no" if value is None else f"has {value!r} for"
+        problem = "has no" if value is None else f"has {value!r} for"
         raise ModelLoadError(
-            f"the config.json of {name} {said} {key}, a whole number above 0; copy the file again"
+            f"the config.json of {name} {problem} {key}, a whole number above 0; copy the file again"
         )
     return value
 
@@ -282,8 +282,8 @@ def _vocabulary(name: str, config: EagleConfig, tensors: dict[str, torch.Tensor]
         )
     known = torch.zeros(vocab, dtype=torch.bool)
     known[ids] = True
-    said = tensors.get("t2d")
-    if said is not None and not (said.shape == (vocab,) and torch.equal(said.bool(), known)):
+    t2d = tensors.get("t2d")
+    if t2d is not None and not (t2d.shape == (vocab,) and torch.equal(t2d.bool(), known)):
         raise ModelLoadError(
             f"t2d and d2t of the EAGLE head {name} name different tokens; the file is damaged"
         )

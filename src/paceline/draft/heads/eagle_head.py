@@ -72,8 +72,8 @@ class EagleConfig:
                 f"{self.vocab_size}"
             )
         if self.version == 3 and not self.has_lm_head:
-            own = (self.draft_vocab_size, self.hidden_size)
-            if own != (self.vocab_size, self.target_hidden_size):
+            own_shape = (self.draft_vocab_size, self.hidden_size)
+            if own_shape != (self.vocab_size, self.target_hidden_size):
                 raise ConfigError(
                     "an EAGLE-3 head without an lm_head drafts with the target's, so it needs the "
                     "target's full vocabulary and width"
@@ -141,7 +141,7 @@ class _Attention(nn.Module):
         if only is not None:
             x, cos, sin, rows = x[only], cos[only], sin[only], len(only)
         q = _rotate(self.q_proj(x).view(rows, self.heads, width), cos, sin)
-        q, k, v = (each.transpose(0, 1)[None] for each in (q, k, v))
+        q, k, v = (item.transpose(0, 1)[None] for item in (q, k, v))
         out = attend(q, k, v, layer=0, scaling=width**-0.5)
         return self.o_proj(out.reshape(rows, self.heads * width))  # type: ignore[no-any-return]
 

@@ -178,8 +178,10 @@ class MedusaDrafter:
         trees: dict[int, TokenTree] = {}
         alike = [i for i, item in enumerate(ready) if not needs_paths((item.seq,))]
         if alike:
-            own = logits if len(alike) == len(ready) else logits[to_device(alike, logits.device)]
-            trees |= self._crossed([ready[i] for i in alike], own)
+            ready_logits = (
+                logits if len(alike) == len(ready) else logits[to_device(alike, logits.device)]
+            )
+            trees |= self._crossed([ready[i] for i in alike], ready_logits)
         for i, item in enumerate(ready):
             if item.seq.seq_id not in trees:
                 trees[item.seq.seq_id] = self._grown(item, logits[i])

@@ -112,10 +112,10 @@ def _public_names(checkpoint: Checkpoint) -> dict[str, torch.Tensor]:
         short = key.removeprefix("medusa_heads.").removeprefix("medusa_head.")
         if _BLOCK.fullmatch(short) or _VOCABULARY.fullmatch(short) or short == "token_map":
             result[short] = value
-        elif found := _VLLM_BLOCK.fullmatch(short):
-            result[f"{found[1]}.{found[2]}.linear.{found[3]}"] = value
-        elif found := _VLLM_VOCABULARY.fullmatch(short):
-            vocabulary[int(found[1] or 0)] = value
+        elif match := _VLLM_BLOCK.fullmatch(short):
+            result[f"{match[1]}.{match[2]}.linear.{match[3]}"] = value
+        elif match := _VLLM_VOCABULARY.fullmatch(short):
+            vocabulary[int(match[1] or 0)] = value
         else:
             raise another_kind(checkpoint, "Medusa heads")
     depth = 1 + max((int(key.split(".")[1]) for key in result if "linear" in key), default=-1)
@@ -141,18 +141,18 @@ def _number(config: dict[str, Any], *names: str) -> int | None:
 
 def _config(checkpoint: Checkpoint, tensors: dict[str, torch.Tensor]) -> MedusaConfig:
     """What the tensors are, held against what config.json says of them."""
-    name, said = checkpoint.name, checkpoint.config
-    found = 1 + max(int(key.split(".")[0]) for key in tensors if key != "token_map")
+    name, stated = checkpoint.name, checkpoint.config
+    counted = 1 + max(int(key.split(".")[0]) for key in tensors if key != "token_map")
     layers = len({key.split(".")[1] for key in tensors if key.startswith("0.") and "linear" in key})
     # Released configs often name fewer heads than the file has: the first ones are meant.
-    heads = _number(said, "medusa_num_heads", "num_heads") or found
-    told = _number(said, "medusa_num_layers", "num_hidden_layers")
-    if heads > found or (told is not None and told != layers):
+    heads = _number(stated, "medusa_num_heads", "num_heads") or counted
+    stated_count = _number(stated, "medusa_num_layers", "num_hidden_layers")
+    if heads > counted or (stated_count is not None and stated_count != layers):
         raise ModelLoadError(
-            f"the config.json of {name} asks for {heads} heads of {told or layers} blocks, but the "
-            f"weights hold {found} of {layers}; the two files do not belong together"
+            f"the config.json of {name} asks for {heads} heads of {stated_count or layers} blocks, but the "
+            f"weights hold {counted} of {layers}; the two files do not belong together"
         )
-    shared = bool(said.get("original_lm_head")) or not any(
+    shared = bool(stated.get("original_lm_head")) or not any(
         _VOCABULARY.fullmatch(key) for key in tensors
     )
     if shared:
@@ -162,8 +162,8 @@ def _config(checkpoint: Checkpoint, tensors: dict[str, torch.Tensor]) -> MedusaC
     if sample is None:
         raise ModelLoadError(f"{name} holds no first Medusa head; download or copy the file again")
     rows = None if shared else tensors[f"0.{layers}.weight"].shape[0]
-    vocab = _number(said, "vocab_size")
-    if rows is not None and _number(said, "truncated_vocab_size") in (None, vocab):
+    vocab = _number(stated, "vocab_size")
+    if rows is not None and _number(stated, "truncated_vocab_size") in (None, vocab):
         vocab = rows
     if vocab is None:
         raise ModelLoadError(
@@ -178,7 +178,7 @@ def _config(checkpoint: Checkpoint, tensors: dict[str, torch.Tensor]) -> MedusaC
         bias="0.0.linear.bias" in tensors,
         shared_head=shared,
         draft_vocab_size=_reduced(checkpoint, tensors, vocab, layers, rows),
-        base_model=said.get("base_model_name_or_path"),
+        base_model=stated.get("base_model_name_or_path"),
         accuracy=_accuracy(checkpoint, heads),
     )
 
@@ -214,9 +214,9 @@ def _reduced(
 
 
 def _accuracy(checkpoint: Checkpoint, heads: int) -> tuple[tuple[float, ...], ...]:
-    said = checkpoint.config.get(_ACCURACY, [])
+    accuracy = checkpoint.config.get(_ACCURACY, [])
     try:
-        table = tuple(tuple(float(value) for value in ranks) for ranks in said)
+        table = tuple(tuple(float(value) for value in ranks) for ranks in accuracy)
     except (TypeError, ValueError):
         table = ((-1.0,),)
     if not all(0 <= value <= 1 for ranks in table for value in ranks):

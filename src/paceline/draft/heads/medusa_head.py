@@ -87,8 +87,8 @@ class MedusaHeads(nn.ModuleList):
         """The heads' own vocabulary layers; none where they share the target's."""
         if self.config.shared_head:
             return []
-        found = [self.get_submodule(f"{head}.{self.config.layers}") for head in range(len(self))]
-        return [module for module in found if isinstance(module, nn.Linear)]
+        heads = [self.get_submodule(f"{head}.{self.config.layers}") for head in range(len(self))]
+        return [module for module in heads if isinstance(module, nn.Linear)]
 
     def forward(self, features: torch.Tensor, lm_head: Head | None = None) -> torch.Tensor:
         """Logits ``[heads, T, vocab]`` from the target's final hidden states ``[T, width]``.

@@ -127,8 +127,8 @@ def grow(
     growing = trees
     while growing:
         counts = [_rows(tree) for tree in growing]
-        found = candidates(growing, counts, logits, generator)
-        growing = [tree for tree, part in zip(growing, found, strict=True) if tree.extend(*part)]
+        grown = candidates(growing, counts, logits, generator)
+        growing = [tree for tree, part in zip(growing, grown, strict=True) if tree.extend(*part)]
         if growing:
             logits = forward(list(growing))
     unknown = [(tree, shape) for tree in trees if (shape := tree.chosen()) is not None]
@@ -152,19 +152,19 @@ def candidates(
         ids = logits.ids
         if not all(is_plain_greedy(tree.item.seq) for tree in trees):
             return candidates(trees, counts, logits.whole(), generator)
-        found = candidates(trees, counts, logits.logits, generator)
-        return [(ids[tokens], weights) for tokens, weights in found]
+        grown = candidates(trees, counts, logits.logits, generator)
+        return [(ids[tokens], weights) for tokens, weights in grown]
     kinds = {tree.samples for tree in trees}
     if len(kinds) > 1:
         parts = torch.split(logits, list(counts))
         result: dict[int, _Part] = {}
         for kind in kinds:
             chosen = [i for i, tree in enumerate(trees) if tree.samples is kind]
-            own = [trees[i] for i in chosen]
+            same_kind = [trees[i] for i in chosen]
             joined = torch.cat([parts[i] for i in chosen])
             own_counts = [counts[i] for i in chosen]
-            found = candidates(own, own_counts, joined, generator)
-            result.update(zip(chosen, found, strict=True))
+            grown = candidates(same_kind, own_counts, joined, generator)
+            result.update(zip(chosen, grown, strict=True))
         return [result[i] for i in range(len(trees))]
     rows = _row_table(trees, counts)
     width = max(tree.width for tree in trees)
@@ -189,10 +189,10 @@ def _row_table(trees: Sequence[Growing], counts: Sequence[int]) -> Rows:
     )
     paths = None
     if any(depths) and needs_paths(seqs):
-        own = [tree.path_of_rows() for tree in trees]
+        row_paths = [tree.path_of_rows() for tree in trees]
         deepest = max(depths)
         pad = torch.nn.functional.pad
-        paths = torch.cat([pad(path, (0, deepest - path.shape[1])) for path in own])
+        paths = torch.cat([pad(path, (0, deepest - path.shape[1])) for path in row_paths])
     return Rows(seqs, depths, paths)
 
 
@@ -212,18 +212,18 @@ class _Level:
 def _levels(shape: Shape, width: int, device: torch.device) -> tuple[_Level, ...]:
     depths = depths_of(shape.parents)
     inner = set(shape.parents)
-    place = {-1: -1}  # node -> index among the expanded
+    new_number = {-1: -1}  # node -> index among the expanded
     expanded_parents: tuple[int, ...] = ()
     newest = [-1]
     levels = []
     for depth in range(1, shape.depth + 1):
-        nodes = [node for node, own in enumerate(depths) if own == depth]
+        nodes = [node for node, node_depth in enumerate(depths) if node_depth == depth]
         rows = [newest.index(shape.parents[node]) for node in nodes]
         picks = [row * width + shape.ranks[n] for row, n in zip(rows, nodes, strict=True)]
         before, newest = len(newest), [node for node in nodes if node in inner]
         for node in newest:
-            place[node] = len(expanded_parents)
-            expanded_parents = (*expanded_parents, place[shape.parents[node]])
+            new_number[node] = len(expanded_parents)
+            expanded_parents = (*expanded_parents, new_number[shape.parents[node]])
         kept = [i for i, node in enumerate(nodes) if node in inner]
         above = [rows[i] for i in kept]
         same = above == list(range(before))
@@ -244,8 +244,8 @@ def _levels(shape: Shape, width: int, device: torch.device) -> tuple[_Level, ...
 @lru_cache(maxsize=512)
 def _slots(shape: Shape) -> tuple[int, ...]:
     inner = sorted(set(shape.parents) - {-1})
-    place = {node: index for index, node in enumerate(inner)}
-    return tuple(place.get(node, -1) for node in range(len(shape)))
+    number_of = {node: index for index, node in enumerate(inner)}
+    return tuple(number_of.get(node, -1) for node in range(len(shape)))
 
 
 class StaticTree(Growing):
@@ -276,8 +276,8 @@ class StaticTree(Growing):
         self._tokens.append(chosen)
         if self._draw is not Draw.POINT:
             assert weights is not None
-            own = level.nodes == len(weights) == 1
-            self._probs.append(weights if own else weights.index_select(0, level.rows))
+            in_order = level.nodes == len(weights) == 1
+            self._probs.append(weights if in_order else weights.index_select(0, level.rows))
         if len(self._tokens) == len(self._plan):
             return False
         fresh = chosen if level.expanded is None else chosen.index_select(0, level.expanded)
@@ -369,7 +369,7 @@ class DynamicTree(Growing):
     def finish(self) -> tuple[TokenTree, tuple[int, ...]]:
         known = self._chosen or self.chosen().tolist()
         places, candidate_of = known[: len(self._stay)], known[len(self._stay) :]
-        kept = [place for place in places if place >= 0]
+        kept = [column for column in places if column >= 0]
         node_of: dict[int, int] = {}
         expanded_of = {candidate: index for index, candidate in enumerate(candidate_of)}
         parents: list[int] = []
@@ -382,7 +382,7 @@ class DynamicTree(Growing):
             parents.append(parent)
         stay = self._stay[len(places) - len(kept) :]
         if len(node_of) < len(kept):
-            rest = [place for place, candidate in enumerate(kept) if candidate in node_of]
+            rest = [number for number, candidate in enumerate(kept) if candidate in node_of]
             stay = stay.index_select(0, to_device(rest, stay.device))
         tokens = torch.cat(self._tokens).index_select(0, stay)
         slots = tuple(expanded_of.get(candidate, -1) for candidate in node_of)

@@ -63,15 +63,15 @@ class LevelDrafter(ABC):
 
     @torch.inference_mode()
     def propose(self, plan: Plan) -> list[TokenTree]:
-        found = [(item, span) for item in plan.slices if (span := self._span(item)) is not None]
+        pairs = [(item, span) for item in plan.slices if (span := self._span(item)) is not None]
         growing = {
             span.seq_id: self._policy.start(item, self.cache.device)
-            for item, span in found
+            for item, span in pairs
             if span.wants_logits
         }
         grown: dict[int, TokenTree] = {}
-        if found:
-            spans, trees = [span for _, span in found], list(growing.values())
+        if pairs:
+            spans, trees = [span for _, span in pairs], list(growing.values())
             finished = self._in_one_call(trees, spans)
             if finished is None:
                 logits = self._first(spans)
@@ -188,8 +188,8 @@ class LevelDrafter(ABC):
                 return
             out = self._logits([level_span(tree, context) for tree in trees])
             counts = [len(tree.fresh) for tree in trees]
-            found = candidates(trees, counts, out, self._generator)
-            for tree, part in zip(trees, found, strict=True):
+            grown = candidates(trees, counts, out, self._generator)
+            for tree, part in zip(trees, grown, strict=True):
                 tree.extend(*part)
                 tree.finish()
 

@@ -42,8 +42,8 @@ class Policy:
         """Most nodes of a tree."""
         if not self.nodes:
             return len(self.shape.cut(length))
-        each = max(self.width, -(-self.nodes // _EVENLY))
-        return min(self.nodes, each * length)
+        per_level = max(self.width, -(-self.nodes // _EVENLY))
+        return min(self.nodes, per_level * length)
 
     def max_expanded(self, length: int) -> int:
         """Most nodes that the drafter expands while a tree grows."""

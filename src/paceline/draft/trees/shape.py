@@ -65,8 +65,8 @@ class Shape:
         wanted = {path[:n] for path in paths for n in range(1, len(path) + 1)}
         # Within a level by path: then children of one node are neighbours, in rank order.
         order = sorted(wanted, key=lambda path: (len(path), path))
-        place = {path: node for node, path in enumerate(order)}
-        parents = tuple(place.get(path[:-1], -1) for path in order)
+        number_of = {path: node for node, path in enumerate(order)}
+        parents = tuple(number_of.get(path[:-1], -1) for path in order)
         return cls(parents, tuple(path[-1] for path in order))
 
     def cut(self, depth: int) -> Shape:
@@ -76,7 +76,7 @@ class Shape:
 
 @lru_cache(maxsize=256)
 def _cut(shape: Shape, depth: int) -> Shape:
-    keep = sum(own <= depth for own in depths_of(shape.parents))
+    keep = sum(node_depth <= depth for node_depth in depths_of(shape.parents))
     return Shape(shape.parents[:keep], shape.ranks[:keep])
 
 
@@ -114,6 +114,6 @@ def expected_tokens(shape: Shape, accuracy: Sequence[Sequence[float]]) -> float:
     chances: list[float] = []
     depths = depths_of(shape.parents)
     for parent, rank, depth in zip(shape.parents, shape.ranks, depths, strict=True):
-        own = accuracy[depth - 1][rank] if depth <= len(accuracy) else 0.0
-        chances.append(own * (chances[parent] if parent >= 0 else 1.0))
+        chance = accuracy[depth - 1][rank] if depth <= len(accuracy) else 0.0
+        chances.append(chance * (chances[parent] if parent >= 0 else 1.0))
     return 1.0 + sum(chances)

@@ -35,11 +35,11 @@ class FrequentTokens:
             return self._vocab
         counts = [0] * _PARTS
         for seq in seqs:
-            own = self._counts.get(seq.seq_id)
-            if own is None:
-                own = self._counts[seq.seq_id] = [0] * _PARTS
-                self._add(own, seq.tokens[-_READ:])
-            counts = [a + b for a, b in zip(counts, own, strict=True)]
+            counter = self._counts.get(seq.seq_id)
+            if counter is None:
+                counter = self._counts[seq.seq_id] = [0] * _PARTS
+                self._add(counter, seq.tokens[-_READ:])
+            counts = [a + b for a, b in zip(counts, counter, strict=True)]
         total = sum(counts)
         costs = {
             parts: self._share * parts / _PARTS + _REFUSAL * sum(counts[parts:]) / total

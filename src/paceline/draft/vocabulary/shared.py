@@ -99,9 +99,9 @@ class TokenTexts:
         surplus = len(self.spelt(ids)) - len((lead + text).encode())
         border = len(lead.encode()) + max(0, surplus) if lead else 0
         position = 0
-        for place, index in enumerate(ids):
+        for column, index in enumerate(ids):
             if position == border:
-                return ids[place:]
+                return ids[column:]
             position += len(self.spelt((index,)))
         return [] if position == border else None
 

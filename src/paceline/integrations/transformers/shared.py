@@ -46,8 +46,8 @@ class Setup:
     @property
     def key(self) -> Hashable:
         draft = self.draft
-        own = str(draft) if isinstance(draft, (str, DraftSpec)) else id(draft)
-        return own, self.options, self.backend, id(self.tokenizer)
+        draft_key = str(draft) if isinstance(draft, (str, DraftSpec)) else id(draft)
+        return draft_key, self.options, self.backend, id(self.tokenizer)
 
 
 @dataclass
@@ -139,7 +139,7 @@ def _tokenizer(model: Any, draft: DraftSpec | Drafter, given: Any) -> Any:
     """The model's tokenizer, if a draft has a vocabulary of its own to be held against it."""
     if given is not None or not isinstance(draft, DraftSpec):
         return given
-    if all(own.holds != "model" for own in draft.members()):
+    if all(member.holds != "model" for member in draft.members()):
         return None
     try:
         return load_tokenizer(str(model.name_or_path))

@@ -78,11 +78,11 @@ def read_terms(
         if type(processor) in _FORBIDDING:
             masks.append(processor)
         elif type(processor) is not processing.LogitNormalization:  # which moves all alike
-            found = _sampling_value(processor, length)
-            least = max(least, found.pop("min_tokens", 0))
-            if found.keys() & values.keys():
-                raise refuse(f"{next(iter(found))} given twice", "give it once")
-            values |= found
+            value = _sampling_value(processor, length)
+            least = max(least, value.pop("min_tokens", 0))
+            if value.keys() & values.keys():
+                raise refuse(f"{next(iter(value))} given twice", "give it once")
+            values |= value
     if not config.do_sample:
         values["temperature"] = 0.0
     elif values.get("min_p") and values.get("top_p", 1.0) < 1.0:

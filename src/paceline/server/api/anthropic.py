@@ -148,7 +148,7 @@ def _turned(turn: Turn, number: int) -> Iterator[MessageFields]:
     if isinstance(turn.content, str):
         yield {"role": turn.role, "content": turn.content}
         return
-    said: list[dict[str, Any]] = []
+    blocks: list[dict[str, Any]] = []
     message: MessageFields = {"role": turn.role}
     for index, block in enumerate(turn.content):
         try:
@@ -161,13 +161,13 @@ def _turned(turn: Turn, number: int) -> Iterator[MessageFields]:
                 message["reasoning_content"] = str(block.get("thinking") or "")
             else:
                 text_of([block])
-                said.append(block)
+                blocks.append(block)
         except (KeyError, ValueError) as error:
             where = f"messages.{number}.content.{index}"
             reason = f"{error} is missing" if isinstance(error, KeyError) else str(error)
             raise APIError(f"{where}: {reason}", param=where) from None
-    if said or len(message) > 1:
-        yield {**message, "content": text_of(said)}
+    if blocks or len(message) > 1:
+        yield {**message, "content": text_of(blocks)}
 
 
 def _result(block: dict[str, Any]) -> MessageFields:

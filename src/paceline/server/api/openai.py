@@ -203,8 +203,8 @@ def router(service: Service) -> APIRouter:
 async def _begin(service: Service, body: CompletionRequest) -> tuple[Ticket, list[list[int]]]:
     """Submit it; also the token ids of its prompts. Raises APIError and what ``submit`` does."""
     if not 0 < len(body.prompt) <= MAX_PROMPTS:
-        said = f"{len(body.prompt)} prompts in one request; send 1 to {MAX_PROMPTS}"
-        raise APIError(said, param="prompt")
+        problem = f"{len(body.prompt)} prompts in one request; send 1 to {MAX_PROMPTS}"
+        raise APIError(problem, param="prompt")
     prompts = [await _prompt(service, body, given) for given in body.prompt]
     remaining = min(service.remaining(len(prompt), "prompt") for prompt in prompts)
     limit = remaining if body.max_tokens is None else max(1, body.max_tokens)

@@ -154,8 +154,8 @@ class ResponsesAnswer(BlocksAnswer):
         return [self._event(f"response.{shown['status']}", response=shown)]
 
     def failed(self, error: APIError) -> Chunk:
-        said = error_body(error)
-        return self._event("error", **{**said["error"], "type": "error"}, **said)
+        body = error_body(error)
+        return self._event("error", **{**body["error"], "type": "error"}, **body)
 
     def _new_text(self) -> dict[str, Any]:
         part = {"type": "output_text", "text": "", "annotations": [], "logprobs": []}
@@ -202,14 +202,14 @@ class ResponsesAnswer(BlocksAnswer):
         block["status"] = "incomplete" if cut else "completed"
         if self._is_text(block):
             part = block["content"][0]
-            said = {name: part[name] for name in ("text", "logprobs")}
+            content = {name: part[name] for name in ("text", "logprobs")}
             chunks = [
-                self._of_item("response.output_text.done", **said),
+                self._of_item("response.output_text.done", **content),
                 self._of_item("response.content_part.done", part=part),
             ]
         else:
-            said = {name: block[name] for name in ("name", "arguments")}
-            chunks = [self._of_item("response.function_call_arguments.done", **said)]
+            content = {name: block[name] for name in ("name", "arguments")}
+            chunks = [self._of_item("response.function_call_arguments.done", **content)]
         index = len(self._blocks) - 1
         done = self._event("response.output_item.done", output_index=index, item=dict(block))
         return [*chunks, done]

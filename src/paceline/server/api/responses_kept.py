@@ -75,7 +75,7 @@ class ResponseStore:
         """The response of that id, else of that alias."""
         responses = self._owners.get(owner, OrderedDict())
         if name not in responses:
-            name = next((own for own, stored in responses.items() if stored.alias == name), "")
+            name = next((kept for kept, stored in responses.items() if stored.alias == name), "")
         stored = responses.get(name)
         if stored is None:
             return None

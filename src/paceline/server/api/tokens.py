@@ -35,8 +35,8 @@ def router(service: Service) -> APIRouter:
     @routes.get("/tokenizer_info")
     async def tokenizer_info() -> Response:
         tokenizer = service.tokenizer
-        said = {name: getattr(tokenizer, name, None) for name in _SAID}
-        return _json({"tokenizer_class": type(tokenizer).__name__, **said})
+        special = {name: getattr(tokenizer, name, None) for name in _SAID}
+        return _json({"tokenizer_class": type(tokenizer).__name__, **special})
 
     return routes
 
