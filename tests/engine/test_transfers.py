@@ -63,9 +63,9 @@ class Watch:
             return upload(host, device)
 
         monkeypatch.setattr(transfer, "upload", counted)
-        monkeypatch.setattr(transfer, "apart", lambda device: True)
+        monkeypatch.setattr(transfer, "has_separate_memory", lambda device: True)
         # A cache asks once, when it is made; those here were made before.
-        monkeypatch.setattr(PagedCache, "_apart", property(lambda cache: True), raising=False)
+        monkeypatch.setattr(PagedCache, "_separate", property(lambda cache: True), raising=False)
         monkeypatch.setattr(CausalModel, "__call__", self._forward(CausalModel.__call__))
         monkeypatch.setattr(EagleDrafter, "_run", self._forward(EagleDrafter._run))
 

@@ -128,14 +128,14 @@ def _measured(
     methods = plan.methods
     starter = starter_of(llm, engine, plan.settings["rule"])
     prompts = [(prompt.category, ids) for prompt, ids in fitting]
-    record, found = saved.found(HeatRecord) or HeatRecord(), list[Any]()
+    record, saved_heats = saved.found(HeatRecord) or HeatRecord(), list[Any]()
     before, wanted = record.spent, plan.sweep.wanted(prompts)
     if len(record.heats) >= record.rounds * wanted:
         record.rounds += plan.sweep.rounds  # all that was wanted is there: as much again
 
     def predict(clients: int, engines: Any) -> None:
         temperature = plan.sweep.temperatures[0]
-        found.extend(predictions(record, methods, engines, clients, temperature))
+        saved_heats.extend(predictions(record, methods, engines, clients, temperature))
 
     with (
         partial_results() as interrupted,
@@ -156,7 +156,7 @@ def _measured(
     read = [text.compared(llm, engine.model, engine.quantize, _READ_TOKENS)] if asked else []
     return interrupted, replace(
         result,
-        predictions=found,
+        predictions=saved_heats,
         left_out=[prompt.name for prompt in left_out],
         price=options.price,
         interrupted=bool(interrupted),

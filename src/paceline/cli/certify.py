@@ -84,8 +84,8 @@ def _certify_server(values: dict[str, Any]) -> None:
 
     server, output = _group(ServerOptions, values), _group(ReportOptions, values)
     prompts = _group(PromptOptions, values)
-    own = {item.name for kind in (server, output, prompts) for item in fields(kind)}
-    _refuse_others(values["context"], own | _SHARED)
+    server_options = {item.name for kind in (server, output, prompts) for item in fields(kind)}
+    _refuse_others(values["context"], server_options | _SHARED)
     budget = Budget(values["seconds"] or None)
     output.check()
     sizes = server.requests, min(values["max_tokens"], _LONGEST), values["alpha"], values["seed"]
@@ -176,10 +176,10 @@ def _encoded(
     prompts: Sequence[BenchPrompt], llm: LLM, effort: Effort
 ) -> list[tuple[str, list[int]]]:
     """As the target sees them; of those beyond the effort's only what it has room for."""
-    found = [(prompt.name, prompt.encode(llm)) for prompt in prompts]
+    encoded = [(prompt.name, prompt.encode(llm)) for prompt in prompts]
     limit = llm.max_model_len - effort.max_tokens - 16
-    own, more = found[: effort.texts], found[effort.texts :]
-    return [*own, *((name, ids) for name, ids in more if 0 < len(ids) <= limit)]
+    texts, more = encoded[: effort.texts], encoded[effort.texts :]
+    return [*texts, *((name, ids) for name, ids in more if 0 < len(ids) <= limit)]
 
 
 def _check(engine: ModelOptions) -> None:
@@ -287,13 +287,13 @@ def _emit(
     def spell(token: int) -> str:
         return str(llm.tokenizer.decode([token]))
 
-    told = None if read is None else read.record()
+    file_record = None if read is None else read.record()
     record: dict[str, Any] = {**certificate.record(), "sampling": _given(params)}
     report = report_of(certificate, spell)
     if read is not None:
         of = [Text(_RELATIVE)] if read.quantised else []
         report.add("Perplexity of the target", *of, Text(read.line))
-    output.emit({**record, "perplexity": told}, report)
+    output.emit({**record, "perplexity": file_record}, report)
 
 
 def _given(params: SamplingParams) -> dict[str, Any]:

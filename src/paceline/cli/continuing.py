@@ -174,8 +174,8 @@ class SavedRun:
 
 
 def _is_run(file: Path) -> bool:
-    found = json.loads(file.read_text(encoding="utf-8"))
-    return {"layout", "command", "options", "measured"} <= set(found)
+    state = json.loads(file.read_text(encoding="utf-8"))
+    return {"layout", "command", "options", "measured"} <= set(state)
 
 
 def _as(kind: type[MeasuredData], value: Any) -> MeasuredData:
@@ -189,8 +189,8 @@ def _as(kind: type[MeasuredData], value: Any) -> MeasuredData:
 
 def _default_path(command: str, model: str) -> Path:
     """One file for each command and model, so that a changed option is told, not overlooked."""
-    place = os.path.realpath(os.path.expanduser(model)) if os.path.exists(model) else model
-    mark = hashlib.sha256(place.encode()).hexdigest()[:12]
+    real_path = os.path.realpath(os.path.expanduser(model)) if os.path.exists(model) else model
+    mark = hashlib.sha256(real_path.encode()).hexdigest()[:12]
     return runs_folder() / f"{command}-{mark}.json"
 
 
@@ -212,11 +212,11 @@ def _digest_of(prompts: Sequence[BenchPrompt]) -> dict[str, str]:
 
 def options_of(**groups: Any) -> dict[str, Any]:
     """Options by the names that users know, from dataclasses and single values."""
-    found: dict[str, Any] = {}
+    answers: dict[str, Any] = {}
     for name, value in groups.items():
         if is_dataclass(value) and not isinstance(value, type):
-            own = entries(type(value), "command")
-            found |= {entry.flag: getattr(value, entry.name) for entry in own}
+            nested = entries(type(value), "command")
+            answers |= {entry.flag: getattr(value, entry.name) for entry in nested}
         else:
-            found[flag(name)] = value
-    return found
+            answers[flag(name)] = value
+    return answers

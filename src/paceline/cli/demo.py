@@ -100,7 +100,9 @@ _FIGURES = (
     Column("mean_accepted_length", "accepted\nlength", "mean_accepted_length", "{:.2f}".format),
     Column("drafters", "", "drafters"),
     Column("not_drafted", "", "not_drafted"),
-    Column("identical", "identical", "", _identical, lambda found: found.difference is None),
+    Column(
+        "identical", "identical", "", _identical, lambda difference: difference.difference is None
+    ),
     Column("difference", "", "difference", stored=_difference),
 )
 
@@ -149,7 +151,7 @@ def measure(
     one, other = race(console, plain, fast, ids, params, shown)
     assert one.completion is not None and other.completion is not None
     stats = other.completion.stats
-    found = Measurement(
+    measured = Measurement(
         name=scene.name,
         plain_tokens=one.tokens,
         tokens=other.tokens,
@@ -162,7 +164,7 @@ def measure(
         not_drafted=getattr(stats, "not_drafted", {}),
         difference=explain(plain, ids, one.completion, other.completion),
     )
-    return SceneResult(found, one.completion, other.completion)
+    return SceneResult(measured, one.completion, other.completion)
 
 
 def _said(found: Measurement) -> Text:
@@ -185,7 +187,9 @@ def _with_memory(llm: LLM) -> list[SuffixDrafter]:
     from paceline.draft.base import with_members
     from paceline.draft.suffix import SuffixDrafter
 
-    return [own for own in with_members(llm.engine.drafter) if isinstance(own, SuffixDrafter)]
+    return [
+        member for member in with_members(llm.engine.drafter) if isinstance(member, SuffixDrafter)
+    ]
 
 
 def _legend() -> Text:
@@ -218,8 +222,8 @@ def _table(groups: Sequence[Sequence[Measurement]], draft: str) -> Table:
             if item.name == "total":
                 table.add_section()
             again = " again" if group is not groups[0] else ""
-            found = (column.cell(item) for column in columns)
-            name, *cells = (NONE_TRIED if cell is None else str(cell) for cell in found)
+            cells_found = (column.cell(item) for column in columns)
+            name, *cells = (NONE_TRIED if cell is None else str(cell) for cell in cells_found)
             table.add_row(name + again, *cells)
         table.add_section()
     return table
@@ -330,10 +334,10 @@ def demo(
         return
     console.print(_table(groups, draft))
     for result in results:
-        found = result.measurement
-        if found.difference is not None:
+        measured = result.measurement
+        if measured.difference is not None:
             _explain_difference(
-                console, plain, found.name, found.difference, result.plain, result.fast
+                console, plain, measured.name, measured.difference, result.plain, result.fast
             )
     console.print(Text.assemble("Try next: ", (_next(engine.model), "bold")))
 

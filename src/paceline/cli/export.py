@@ -57,8 +57,8 @@ def _show(made: Exported, out: Path | None) -> None:
     for step in made.steps:
         print(step)
     print(made.command_line)
-    for each in made.approximations:
-        typer.echo(f"approximated: {each.line()}", err=True)
+    for approximation in made.approximations:
+        typer.echo(f"approximated: {approximation.line()}", err=True)
     if made.head is None and out is None and "eagle" in str(made.config):
         typer.echo("note: the head is not converted; give --out FOLDER for that", err=True)
     typer.echo(f"checked against {made.version}", err=True)

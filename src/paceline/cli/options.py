@@ -62,8 +62,8 @@ def expand(command: Callable[..., Any]) -> Callable[..., Any]:
     def call(**values: Any) -> Any:
         values |= {entry.name: _value(entry, values[entry.name]) for entry in single}
         for name, table in tables.items():
-            own = entries(table, "command")
-            values[name] = table(**{e.name: _value(e, values.pop(e.name)) for e in own})
+            options = entries(table, "command")
+            values[name] = table(**{e.name: _value(e, values.pop(e.name)) for e in options})
         return command(**values)
 
     return with_signature(call, command, parameters)
@@ -211,11 +211,11 @@ class PairNames(TargetName):
         super().__post_init__()
         if self.draft is not None and self.draft.startswith("@"):
             taken = read_foreign(self.draft[1:])
-            said: dict[str, Any] = {"foreign": taken, "draft": taken.spec}
+            settings: dict[str, Any] = {"foreign": taken, "draft": taken.spec}
             for name, value in (("draft_length", taken.length), ("rule", taken.rule)):
                 if hasattr(self, name) and getattr(self, name) is None:
-                    said[name] = value
-            for name, value in said.items():
+                    settings[name] = value
+            for name, value in settings.items():
                 object.__setattr__(self, name, value)
 
     @property
@@ -309,10 +309,10 @@ class DistributionOptions:
         from paceline import SamplingParams
         from paceline.request.defaults import SamplingDefaults
 
-        own = SamplingDefaults(
+        given_defaults = SamplingDefaults(
             **{item.name: vars(self)[item.name] for item in fields(SamplingDefaults)}
         )
-        values = vars(self) | own.over(defaults or SamplingDefaults()).filled()
+        values = vars(self) | given_defaults.over(defaults or SamplingDefaults()).filled()
         values["logit_bias"] = parse_logit_bias(self.logit_bias)
         if values.get("grammar") is not None:
             values["grammar"] = parse_grammar(values["grammar"])

@@ -51,7 +51,7 @@ def profile(
     target = contestants[0][1]
     encoded = [prompt.encode(target) for prompt in prompts]
     places = steady.choose(encoded, concurrency, target.max_model_len)
-    chosen = [encoded[place] for place in places]
+    chosen = [encoded[number] for number in places]
     options = runs.ProfileOptions(steps, rounds, trace)
     result = runs.ProfileResult()
     with (
@@ -64,7 +64,7 @@ def profile(
             advance(1, what)
 
         runs.profile_all(contestants, chosen, options, result, begin)
-    names = list(dict.fromkeys(prompts[place].name for place in places))
+    names = list(dict.fromkeys(prompts[number].name for number in places))
     record = {
         "model": engine.model,
         "draft": engine.resolved_draft,

@@ -203,9 +203,9 @@ class _Lines:
         while not self._ended.wait(min(0.25, self._seconds / 4)):
             with self._lock:
                 if self._open and time.monotonic() >= self._next:
-                    told = self._newest()
-                    self._told.add(told.what)
-                    self._print(told.line())
+                    newest = self._newest()
+                    self._told.add(newest.what)
+                    self._print(newest.line())
 
     def _newest(self) -> _Stage:
         """The innermost stage that is new or lasts; of many short ones, what they are part of."""
@@ -231,13 +231,13 @@ def spending(what: str, budget: Budget, pieces: int) -> Iterator[Callable[[str],
             yield lambda note: begun.advance(1, note)
         return
     with begin_stage(what, budget.seconds, "s") as begun:
-        said = 0.0
+        shown = 0.0
 
         def advance(note: str) -> None:
-            nonlocal said
+            nonlocal shown
             now = min(budget.spent, budget.seconds or 0.0)
-            begun.advance(now - said, note)
-            said = now
+            begun.advance(now - shown, note)
+            shown = now
 
         yield advance
 

@@ -67,12 +67,16 @@ def quantize(
 
 
 def _table(report: QuantizeReport) -> Table:
-    found, before, after = report.found, report.before, report.after
-    bytes_before = f"{found.before / 2 / 1e6:.1f} MB (bf16)"
+    perplexities, before, after = report.found, report.before, report.after
+    bytes_before = f"{perplexities.before / 2 / 1e6:.1f} MB (bf16)"
     return Table(
         ["", "before", "after"],
         [
-            [f"{found.layers} linear layers", bytes_before, f"{found.after / 1e6:.1f} MB"],
+            [
+                f"{perplexities.layers} linear layers",
+                bytes_before,
+                f"{perplexities.after / 1e6:.1f} MB",
+            ],
             ["perplexity", f"{before.value:.3f}", f"{after.value:.3f} ({report.loss:+.2%})"],
         ],
         f"{report.model} in {report.what}, rounding {report.kind}: {report.out}",

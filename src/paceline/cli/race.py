@@ -107,7 +107,7 @@ def who(drafters: dict[str, int], accepted: int, tokens: int, not_drafted: dict[
     ranked = sorted((item for item in drafters.items() if item[1]), key=lambda item: -item[1])
     words = [_WORDS.get(name, name) for name, _ in ranked]
     if len(ranked) > 1:
-        parts = [f"{n} by {said}" for (_, n), said in zip(ranked, words, strict=True)]
+        parts = [f"{n} by {phrase}" for (_, n), phrase in zip(ranked, words, strict=True)]
         words = [", ".join(parts[:-1]) + f" and {parts[-1]}"]
     by = "" if not words else f": {words[0]}" if len(ranked) > 1 else f" by {words[0]}"
     return f"{accepted} of {tokens} tokens were drafted{by}."

@@ -39,7 +39,7 @@ class FileOptions:
 
 def with_flags(command: Callable[..., None]) -> Callable[..., None]:
     """Give ``command(config, print_config, flags)`` a flag for every setting of ServeConfig."""
-    own = [parameter_of(entry) for entry in entries(FileOptions, "command")]
+    parameters = [parameter_of(entry) for entry in entries(FileOptions, "command")]
     flags = [parameter_of(entry, left_open=True) for entry in keys() if entry.name != "profile"]
 
     def call(config: list[str] | None, print_config: bool, **flags: Any) -> None:
@@ -47,7 +47,7 @@ def with_flags(command: Callable[..., None]) -> Callable[..., None]:
         file, tuned = _files(config or [])
         command(file, print_config, given | ({} if tuned is None else {"profile": tuned}))
 
-    return with_signature(call, command, [*flags[:1], *own, *flags[1:]])
+    return with_signature(call, command, [*flags[:1], *parameters, *flags[1:]])
 
 
 def _files(paths: list[str]) -> tuple[str | None, str | None]:

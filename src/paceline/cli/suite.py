@@ -43,13 +43,13 @@ class SuiteOptions:
         """The suite's file. Raises ConfigError."""
         if self.path is not None and prompts is not None:
             raise ConfigError(f"both {self.path} and --prompts {prompts}: name one file")
-        found = self.path or prompts
-        if found is None:
+        chosen = self.path or prompts
+        if chosen is None:
             raise ConfigError(
                 f"--suite {self.suite} needs the file of its questions: "
                 f"paceline bench --suite {self.suite} PATH"
             )
-        return found
+        return chosen
 
     def check_alone(self) -> None:
         """Without a suite there is nothing that a path could mean. Raises ConfigError."""
@@ -114,15 +114,15 @@ def run_suite(
         interrupted.finish()
         raise ConfigError("the time was up before all methods had answered a question; give more")
     tasks = list(dict.fromkeys(question.task for question in kept))
-    told = {"tasks": tasks, "questions": len(kept), "batch": 1, "bonus_token_counted": True}
-    settings = settings_of(engine, source, how, rule, **told)
+    header = {"tasks": tasks, "questions": len(kept), "batch": 1, "bonus_token_counted": True}
+    settings = settings_of(engine, source, how, rule, **header)
     base = replace(
         BenchResult.of(methods, settings, llm, record, talks.asked_alike(record), rows=()),
         left_out=[question.name for question in left_out],
         interrupted=bool(interrupted),
         unequal=starter.unequal,
     )
-    cut = sum(own.cut for heat in record.heats for own in talks.dialogues(heat).values())
+    cut = sum(dialogue.cut for heat in record.heats for dialogue in talks.dialogues(heat).values())
     result = SuiteResult(suite, base, task_figures(suite, record), cut, complete)
     output.emit(result.record(), suite_report(result))
     finish(base, options.allow_idle, interrupted)

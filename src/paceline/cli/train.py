@@ -58,17 +58,17 @@ class _Decoder:
         from paceline.train.answers import WrittenAnswer
 
         self._llm.step()
-        found = []
+        problems = []
         for request in self._open:
             if request.completion is not None:
                 done = request.completion
-                found.append(
+                problems.append(
                     WrittenAnswer(request.number, list(done.token_ids), done.finish_reason)
                 )
-        if found:
+        if problems:
             self._llm.release([r for r in self._open if r.completion is not None])
             self._open = [r for r in self._open if r.completion is None]
-        return found
+        return problems
 
 
 @dataclass(frozen=True)
@@ -99,8 +99,8 @@ def sample(
     console, out = Console(stderr=True), run.out
     quiet_libraries()
     if out.is_file():
-        told = f"{out} is there already; delete it to write it anew"
-        console.print(told, highlight=False, soft_wrap=True)
+        refusal = f"{out} is there already; delete it to write it anew"
+        console.print(refusal, highlight=False, soft_wrap=True)
         return
     from paceline import SamplingParams
     from paceline.train.answers import AnswerWriter, jobs_of
@@ -175,10 +175,10 @@ def _mean(parts: Iterable[AcceptanceCounts]) -> str:
 
 def _measured(progress: Progress) -> str:
     """What was measured at a step, in one line."""
-    found = progress.acceptance
-    if found:
-        parts = ", ".join(f"{name} {_mean([part])}" for name, part in found.items())
-        return f"{_mean(found.values())} tokens per target step ({parts})"
+    acceptance = progress.acceptance
+    if acceptance:
+        parts = ", ".join(f"{name} {_mean([part])}" for name, part in acceptance.items())
+        return f"{_mean(acceptance.values())} tokens per target step ({parts})"
     return "validation " + "  ".join(f"{n} {loss:.3f}" for n, loss in progress.validation.items())
 
 

@@ -58,6 +58,8 @@ class Budget:
 
     def part(self, share: float) -> Budget:
         """A budget of this ``share`` of what is left, with the same experience."""
-        own = Budget(None if self.seconds is None else max(0.0, self.left) * share, self._clock)
-        own._took = self._took
-        return own
+        sub_budget = Budget(
+            None if self.seconds is None else max(0.0, self.left) * share, self._clock
+        )
+        sub_budget._took = self._took
+        return sub_budget

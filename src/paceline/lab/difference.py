@@ -92,16 +92,18 @@ def explain(
     seq = SequenceView(0, tokens, len(prompt), params)
     scores = adjusted(logits[None], Rows((seq,), (0,)))
     if params.greedy:
-        found = _pair(scores[0], pair)
-        return Difference(at, one, other, abs(found[0] - found[1]), step, False, found, spread)
+        first_gap = _pair(scores[0], pair)
+        return Difference(
+            at, one, other, abs(first_gap[0] - first_gap[1]), step, False, first_gap, spread
+        )
     noise = gumbel([params.seed or 0], [len(tokens)], scores.shape[1], scores.device)
-    found = _pair((scores / params.temperature + noise)[0], pair)
+    first_gap = _pair((scores / params.temperature + noise)[0], pair)
     distribution = probs_of_scores(scores, [params])[0]
     tolerance = 2 * max(step, spread)
     on_edge = params.truncates and _at_border(scores[0], distribution > 0, pair, tolerance)
-    gap = abs(found[0] - found[1])
+    gap = abs(first_gap[0] - first_gap[1])
     step, spread = step / params.temperature, spread / params.temperature
-    return Difference(at, one, other, gap, step, on_edge, found, spread)
+    return Difference(at, one, other, gap, step, on_edge, first_gap, spread)
 
 
 def _pair(scores: torch.Tensor, tokens: list[int]) -> tuple[float, float]:

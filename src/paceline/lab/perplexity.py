@@ -59,7 +59,7 @@ def read_windows(
     order = np.arange(len(stream.starts))
     if seed is not None:
         np.random.default_rng(seed).shuffle(order)
-    found: list[list[int]] = []
+    losses: list[list[int]] = []
     left = most_tokens
     for document in order:
         start, stop = bounds[document], bounds[document + 1]
@@ -67,13 +67,13 @@ def read_windows(
             ids = stream.ids[begin : min(begin + window, stop, begin + left)].tolist()
             if len(ids) < 2:
                 continue
-            found.append(ids)
+            losses.append(ids)
             left -= len(ids)
         if left < 2:
             break
-    if not found:
+    if not losses:
         raise DataError(f"{path} has no text of two tokens or more; give longer texts")
-    return found
+    return losses
 
 
 def shipped_windows(tokenizer: PreTrainedTokenizerFast, most_tokens: int) -> list[list[int]]:
@@ -84,9 +84,9 @@ def shipped_windows(tokenizer: PreTrainedTokenizerFast, most_tokens: int) -> lis
         for line in file.read_text(encoding="utf-8").splitlines()
     ]
     texts = ["\n\n".join(json.loads(line)["turns"]) for line in lines]
-    found = [ids[:WINDOW] for ids in tokenizer(texts)["input_ids"] if len(ids) > 1]
+    windows = [ids[:WINDOW] for ids in tokenizer(texts)["input_ids"] if len(ids) > 1]
     kept = 0
-    return [ids for ids in found if (kept := kept + len(ids)) <= most_tokens]
+    return [ids for ids in windows if (kept := kept + len(ids)) <= most_tokens]
 
 
 @torch.inference_mode()
@@ -166,9 +166,9 @@ def beside_original(
         windows, text = read_windows(file, tokenizer, most_tokens), file.name
     longest = target.max_positions
     windows = [part for ids in windows if len(part := ids[:longest]) > 1]
-    own, theirs = perplexity(target, windows), None
+    whole, theirs = perplexity(target, windows), None
     if original is not None:
         with stage(f"loading {original}, the original"):
             beside = CausalModel.load(original, target.dtype, str(target.device))
         theirs = perplexity(beside, windows)
-    return TextPerplexity(text, target.name, own, is_few(target.hf), original, theirs)
+    return TextPerplexity(text, target.name, whole, is_few(target.hf), original, theirs)

@@ -99,18 +99,18 @@ def quantize(name: str, out: Path, options: QuantizeOptions) -> QuantizeReport:
         raise ConfigError(f"{name} is quantised already; give the model it was made from")
     texts, read = _texts(tokenizer, options)
     before = _perplexity(hf, name, texts)
-    found = quantise_module(hf, options.scheme, read, round_to_nearest)
-    if not found.layers:
+    report_made = quantise_module(hf, options.scheme, read, round_to_nearest)
+    if not report_made.layers:
         raise ConfigError(f"{name} has no linear layer that divides into groups of 32 inputs")
     after = _perplexity(hf, name, texts)
     kind = "nearest" if read is None else "GPTQ"
     text = (options.evaluate or options.calibrate or Path(_OWN_TEXT)).name
-    report = QuantizeReport(name, str(out), options.scheme, kind, text, before, after, found)
+    report = QuantizeReport(name, str(out), options.scheme, kind, text, before, after, report_made)
     with stage(f"writing {out}"), folder_aside(out, "the quantised model") as folder:
         _write(hf, tokenizer, folder, options.scheme)
         (folder / "README.md").write_text(card(report), encoding="utf-8")
-    if found.left:
-        say(f"{len(found.left)} layers do not divide into groups and stay as they are")
+    if report_made.left:
+        say(f"{len(report_made.left)} layers do not divide into groups and stay as they are")
     return report
 
 
@@ -126,24 +126,24 @@ def _texts(
         read = read_windows(options.calibrate, tokenizer, options.tokens, seed=options.seed)
         return read_windows(options.evaluate, tokenizer, EVALUATED), read
     wanted = options.tokens + EVALUATED
-    found = read_windows(options.calibrate, tokenizer, wanted, seed=options.seed)
-    kept = max(1, round(len(found) * EVALUATED / wanted))
-    if len(found) < 2:
+    windows = read_windows(options.calibrate, tokenizer, wanted, seed=options.seed)
+    kept = max(1, round(len(windows) * EVALUATED / wanted))
+    if len(windows) < 2:
         raise ConfigError(
             f"{options.calibrate} has one text only, which cannot both be rounded by and evaluated "
             "on; give more text, or --evaluate"
         )
-    return found[:kept], found[kept:]
+    return windows[:kept], windows[kept:]
 
 
 def _perplexity(hf: Any, name: str, windows: Sequence[Sequence[int]]) -> Perplexity:
     """As the engine computes it; the module is left as it was."""
-    own = hf.config._attn_implementation
+    attn_implementation = hf.config._attn_implementation
     hf.set_attn_implementation(ATTENTION)
     try:
         return perplexity(CausalModel(hf, name), windows)
     finally:
-        hf.set_attn_implementation(own)
+        hf.set_attn_implementation(attn_implementation)
 
 
 def _write(hf: Any, tokenizer: Any, folder: Path, scheme: Scheme) -> None:
@@ -160,7 +160,7 @@ def _write(hf: Any, tokenizer: Any, folder: Path, scheme: Scheme) -> None:
 
 def card(report: QuantizeReport) -> str:
     """The README of the checkpoint."""
-    scheme, found = report.scheme, report.found
+    scheme, rounded = report.scheme, report.found
     what = "8 bits per output channel"
     readers = "vLLM and transformers load"
     if scheme.precision == "int4":
@@ -170,11 +170,12 @@ def card(report: QuantizeReport) -> str:
             readers = "transformers loads (vLLM reads whole zero points: `--to w4a16`)"
     return (
         f"# {Path(report.model).name}, {report.what}\n\n"
-        f"Made of `{report.model}` by `paceline quantize --to {report.what}`: {found.layers} "
-        f"linear layers in {what}, rounding {report.kind}, in the layout of {METHOD}, which "
-        f"{readers}.\n\n"
+        f"Made of `{report.model}` by `paceline quantize --to {report.what}`: "
+        f"{rounded.layers} linear layers in {what}, rounding {report.kind}, in the layout of {METHOD}, "
+        f"which {readers}.\n\n"
         "| | before | after |\n|---|---|---|\n"
-        f"| bytes of these layers | {found.before // 2:,} (bf16) | {found.after:,} |\n"
+        f"| bytes of these layers | {rounded.before // 2:,} (bf16) "
+        f"| {rounded.after:,} |\n"
         f"| perplexity ({report.text}, {report.before.tokens:,} tokens) "
         f"| {report.before.value:.3f} | {report.after.value:.3f} ({report.loss:+.2%}) |\n\n"
         "The perplexity is that of Paceline's arithmetic, which rounds activations to 8 bits in "

@@ -102,8 +102,8 @@ def check_target(
     ):
         if expected != wanted:
             raise ModelLoadError(
-                f"{what}{trained}: made for a target with {size} {expected}, but this one has {wanted}; "
-                "use one that was trained for this target"
+                f"{what}{trained}: made for a target with {size} {expected}, but this one has "
+                f"{wanted}; use one that was trained for this target"
             )
 
 
@@ -117,7 +117,8 @@ def check_shapes(what: str, module: torch.nn.Module, tensors: dict[str, torch.Te
         elif key not in wanted_shapes:
             problem = f"has an unknown weight {key}"
         elif wanted_shapes[key] != given_shapes[key]:
-            problem = f"has {key} of shape {list(given_shapes[key])} where {list(wanted_shapes[key])} is due"
+            shape, due = list(given_shapes[key]), list(wanted_shapes[key])
+            problem = f"has {key} of shape {shape} where {due} is due"
         else:
             continue
         raise ModelLoadError(

@@ -158,7 +158,8 @@ def _whole(name: str, flat: dict[str, Any], key: str, default: int | None = None
     if not isinstance(value, int) or isinstance(value, bool) or value < 1:
         problem = "has no" if value is None else f"has {value!r} for"
         raise ModelLoadError(
-            f"the config.json of {name} {problem} {key}, a whole number above 0; copy the file again"
+            f"the config.json of {name} {problem} {key}, a whole number above 0; "
+            "copy the file again"
         )
     return value
 

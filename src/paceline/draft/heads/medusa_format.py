@@ -149,7 +149,8 @@ def _config(checkpoint: Checkpoint, tensors: dict[str, torch.Tensor]) -> MedusaC
     stated_count = _number(stated, "medusa_num_layers", "num_hidden_layers")
     if heads > counted or (stated_count is not None and stated_count != layers):
         raise ModelLoadError(
-            f"the config.json of {name} asks for {heads} heads of {stated_count or layers} blocks, but the "
+            f"the config.json of {name} asks for {heads} heads of {stated_count or layers} blocks, "
+            "but the "
             f"weights hold {counted} of {layers}; the two files do not belong together"
         )
     shared = bool(stated.get("original_lm_head")) or not any(

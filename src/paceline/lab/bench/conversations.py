@@ -117,7 +117,7 @@ def load_questions(
         question = _question(suite, prompt, file)
         by_task.setdefault(question.task, []).append(question)
     tasks = dict.fromkeys(suite.tasks.values())
-    chosen = [found for task in tasks for found in evenly(by_task.get(task, []), per_task)]
+    chosen = [matching for task in tasks for matching in evenly(by_task.get(task, []), per_task)]
     return in_turn(chosen, lambda question: question.task)
 
 
@@ -162,11 +162,16 @@ def asked_alike(record: HeatRecord) -> HeatRecord:
     """The turns in which all engines were asked the same, for comparing their texts."""
     heats = []
     for number, heat in enumerate(record.heats):
-        found = dialogues(heat)
-        for turn, asks in enumerate(zip(*(own.asks for own in found.values()), strict=False)):
+        by_question = dialogues(heat)
+        for turn, asks in enumerate(
+            zip(*(dialogue.asks for dialogue in by_question.values()), strict=False)
+        ):
             if all(ask == asks[0] for ask in asks):
                 job = BenchJob(heat.job.category, 1, heat.job.temperature, number, asks[:1])
-                answers = {n: TimedRun([own.answers[turn]], 0.0, 0) for n, own in found.items()}
+                answers = {
+                    n: TimedRun([dialogue.answers[turn]], 0.0, 0)
+                    for n, dialogue in by_question.items()
+                }
                 heats.append(Heat(job, heat.turn, answers))
     return HeatRecord(heats)
 
@@ -188,8 +193,8 @@ def converse(
     messages = list(question.earlier)
     asks: list[Ask] = []
     runs: list[TimedRun] = []
-    for said in question.turns:
-        messages.append(("user", said))
+    for turn in question.turns:
+        messages.append(("user", turn))
         ids = render(llm, messages)
         if len(ids) >= llm.max_model_len:
             break

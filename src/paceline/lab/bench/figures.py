@@ -107,16 +107,16 @@ def rows(record: HeatRecord, plains: Collection[str]) -> list[Row]:
     ``plains`` names the engines that decode plainly. Rounds that were cut short count only
     where there is no complete one.
     """
-    found: list[Row] = []
+    figures: list[Row] = []
     for (concurrency, temperature), heats in _grouped(
         record.heats, lambda heat: (heat.job.concurrency, heat.job.temperature)
     ):
         slices = _grouped(heats, lambda heat: heat.job.category)
         if len(slices) != 1:
             slices.append((OVERALL, heats))
-        for category, own in slices:
-            found.extend(_slice(category, concurrency, temperature, own, plains))
-    return found
+        for category, heats_of in slices:
+            figures.extend(_slice(category, concurrency, temperature, heats_of, plains))
+    return figures
 
 
 def _slice(
@@ -139,7 +139,7 @@ def _slice(
         whole = merged([heat.outcomes[name] for turn in turns for heat in turn])
         gaps = [gap for answer in whole.answers for gap in gaps_of(answer)]
         shares = [gap / count for gap, count in gaps for _ in range(count)]
-        ratios = [own / other for own, other in zip(rates[name], rates[best], strict=True)]
+        ratios = [rate / other for rate, other in zip(rates[name], rates[best], strict=True)]
         yield Row(
             method=name,
             category=category,
@@ -169,7 +169,7 @@ def _grouped(heats: Iterable[Heat], key: Any) -> list[tuple[Any, list[Heat]]]:
 
 def complete(heats: Sequence[Heat]) -> list[list[Heat]]:
     """The rounds in which as many jobs were done as in the fullest one."""
-    turns = [own for _, own in _grouped(heats, lambda heat: heat.turn)]
+    turns = [heats_of for _, heats_of in _grouped(heats, lambda heat: heat.turn)]
     full = max(map(len, turns))
     return [turn for turn in turns if len(turn) == full]
 
@@ -230,13 +230,13 @@ def _phases(outcome: TimedRun) -> dict[str, float]:
 
 def idle(record: HeatRecord, speculative: Collection[str]) -> dict[str, str]:
     """Speculative methods that speculated in vain throughout the run, and what they lacked."""
-    found: dict[str, str] = {}
+    groups: dict[str, str] = {}
     for name in record.names():
         if name not in speculative:
             continue
         whole = merged([h.outcomes[name] for h in record.heats if name in h.outcomes])
         if whole.drafted == 0:
-            found[name] = "drafted nothing"
+            groups[name] = "drafted nothing"
         elif whole.accepted == 0:
-            found[name] = "had none of its drafts accepted"
-    return found
+            groups[name] = "had none of its drafts accepted"
+    return groups

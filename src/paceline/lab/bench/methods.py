@@ -68,7 +68,7 @@ def parse_method(text: str, draft: str | None, length: Length = "auto") -> Metho
 
     Without ``@`` ours take ``length``, those of transformers the library's own default.
     """
-    body, own = _split(text.strip())
+    body, name_and_options = _split(text.strip())
     head, _, variant = body.partition(":")
     if head == URL:
         where = text.strip().partition(":")[2]
@@ -81,9 +81,9 @@ def parse_method(text: str, draft: str | None, length: Length = "auto") -> Metho
             "name it as url:http://HOST:PORT"
         )
     if head == TRANSFORMERS:
-        return _transformers(text, variant, draft, own)
+        return _transformers(text, variant, draft, name_and_options)
     if body in (PLAIN, "none"):
-        if own is not None:
+        if name_and_options is not None:
             raise ConfigError(f"method {text!r}: plain decoding drafts nothing; leave out the @")
         return Method(PLAIN, length=0)
     if body == DRAFT:
@@ -92,7 +92,7 @@ def parse_method(text: str, draft: str | None, length: Length = "auto") -> Metho
         body = draft
     elif not _known(body):
         raise ConfigError(f"there is no method {text!r}; there are {offered()}")
-    return Method(text.strip(), body, length if own is None else own)
+    return Method(text.strip(), body, length if name_and_options is None else name_and_options)
 
 
 def parse_methods(
@@ -105,14 +105,14 @@ def parse_methods(
 
     ``lengths`` runs every drafter that names no length at each of them. Raises ConfigError.
     """
-    found: dict[str, Method] = {PLAIN: Method(PLAIN, length=0)}
+    methods: dict[str, Method] = {PLAIN: Method(PLAIN, length=0)}
     for text in texts:
         method = parse_method(text, draft, length)
         variants = [method]
         if lengths and method.draft is not None and _split(text)[1] is None:
             variants = [replace(method, name=f"{method.name}@{n}", length=n) for n in lengths]
-        found.update((item.name, item) for item in variants)
-    return list(found.values())
+        methods.update((item.name, item) for item in variants)
+    return list(methods.values())
 
 
 def parse_lengths(text: str | None) -> list[int]:

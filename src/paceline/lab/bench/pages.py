@@ -168,13 +168,20 @@ class ResultPages:
         return {self.label[name]: [known.get((name, x)) for x in points] for name in names}
 
     def texts(self, note: str) -> None:
-        counts = {self.label[n]: Counter(own) for n, own in self.result.texts.counts.items()}
+        counts = {
+            self.label[n]: Counter(counts_of) for n, counts_of in self.result.texts.counts.items()
+        }
         if counts:
-            rows: list[list[Cell]] = [[n, *(own[k] for k in _KINDS)] for n, own in counts.items()]
+            rows: list[list[Cell]] = [
+                [n, *(count_here[k] for k in _KINDS)] for n, count_here in counts.items()
+            ]
             self.report.add("Same text", Table(["method", *_KINDS], rows, note=note))
 
     def unequal(self) -> None:
-        engines = [{"name": self.label[n], **own} for n, own in self.result.unequal.items()]
+        engines = [
+            {"name": self.label[n], **unequal_here}
+            for n, unequal_here in self.result.unequal.items()
+        ]
         columns = [Column("", aspect.replace("_", " "), aspect) for aspect in ASPECTS]
         if engines:
             table = table_of(engines, [Column("", "engine", "name"), *columns], _UNEQUAL)
@@ -208,7 +215,7 @@ def report_of(result: BenchResult) -> Report:
     pages.texts(_TEXTS)
     pages.unequal()
     if result.perplexities:
-        lines = [Text(found.line) for found in result.perplexities]
+        lines = [Text(perplexity.line) for perplexity in result.perplexities]
         pages.report.add("Perplexity of the target", *lines)
     return pages.report
 
@@ -250,8 +257,8 @@ class _Pages(ResultPages):
         columns = self._speeds(median)
         body: list[Sequence[Cell]] = []
         for name in names:
-            own = table_of([row for row in rows if row.category == name], columns)
-            body += [[name, *[None] * (len(columns) - 1)], *own.rows]
+            category_table = table_of([row for row in rows if row.category == name], columns)
+            body += [[name, *[None] * (len(columns) - 1)], *category_table.rows]
         series = self.by_method(rows, names, "category", "speedup.median")
         shown = self.by_method(rows, names, "category", "speedup.median", times)
         at = self._at(temperature)
@@ -316,9 +323,9 @@ class _Pages(ResultPages):
         every = [row for count in self.counts for row in self._total(count, self.temperatures[0])]
         rows = [row for row in every if row.phases]
         if rows:
-            own = [row for row in rows if row.concurrency == self.base]
-            parts = {name: [row.phases[name] * 1e3 for row in own] for name in PHASES}
-            methods = [self.label[row.method] for row in own]
+            base_rows = [row for row in rows if row.concurrency == self.base]
+            parts = {name: [row.phases[name] * 1e3 for row in base_rows] for name in PHASES}
+            methods = [self.label[row.method] for row in base_rows]
             self.report.add(
                 "Time per step",
                 table_of(rows, [*_clients(rows), self.method, *_PHASES], _STEPS),
@@ -340,8 +347,8 @@ class _Pages(ResultPages):
 
         def moved(name: str) -> Callable[[Predicted], str | None]:
             def shown(item: Predicted) -> str | None:
-                own = {reason.name: reason.speedup for reason in item.prediction.items}
-                return f"{own[name]:+.2f}" if name in own else None
+                speedups = {reason.name: reason.speedup for reason in item.prediction.items}
+                return f"{speedups[name]:+.2f}" if name in speedups else None
 
             return shown
 

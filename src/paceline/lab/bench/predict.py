@@ -256,14 +256,14 @@ def predictions(
     # Mean tokens of a request while it decodes: its prompt and half of its answer.
     asks = [ask for heat in turns[0] for ask in heat.job.asks]
     context = statistics.mean(len(ask.prompt) + ask.params.max_tokens / 2 for ask in asks)
-    plain, found = runs_of(PLAIN), []
+    plain, measured_ratios = runs_of(PLAIN), []
     speculative = {method.name for method in methods if method.speculates}
     for engine in engines:
         if isinstance(engine, Paceline) and engine.name in speculative:
             rounds = runs_of(engine.name)
-            ratios = [own.rate / other.rate for own, other in zip(rounds, plain, strict=True)]
+            ratios = [run.rate / other.rate for run, other in zip(rounds, plain, strict=True)]
             measured = statistics.median(ratios)
             prediction = compare(engine.llm, plain, rounds, round(context), measured)
             if prediction is not None:
-                found.append(Predicted(engine.name, concurrency, prediction))
-    return found
+                measured_ratios.append(Predicted(engine.name, concurrency, prediction))
+    return measured_ratios

@@ -120,8 +120,8 @@ def render(llm: LLM, messages: Sequence[tuple[str, str]], chat: bool = True) -> 
     Raises PromptError if the template refuses the conversation.
     """
     if chat and llm.tokenizer.chat_template is not None:
-        return llm.render_chat([{"role": role, "content": said} for role, said in messages])
-    text = "\n\n".join(said for _, said in messages)
+        return llm.render_chat([{"role": role, "content": message} for role, message in messages])
+    text = "\n\n".join(message for _, message in messages)
     return [int(token) for token in llm.tokenizer(text)["input_ids"]]
 
 
@@ -154,8 +154,8 @@ def load_prompts(
     for name in known:
         if categories and name not in categories:
             continue
-        own = [prompt for prompt in prompts if prompt.category == name]
-        chosen.extend(evenly(own, per_category))
+        of_category = [prompt for prompt in prompts if prompt.category == name]
+        chosen.extend(evenly(of_category, per_category))
     return chosen
 
 

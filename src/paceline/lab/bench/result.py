@@ -89,7 +89,7 @@ class BenchSpending:
 
 def sureness_of(record: HeatRecord, rows: Sequence[Row]) -> tuple[Sureness, ...]:
     """Of every method's overall speedup; ``rows`` are the figures of the record."""
-    found = []
+    method_rows = []
     categories = {(row.concurrency, row.temperature, row.category) for row in rows}
     for row in rows:
         cell = row.concurrency, row.temperature
@@ -100,16 +100,18 @@ def sureness_of(record: HeatRecord, rows: Sequence[Row]) -> tuple[Sureness, ...]
         prompts = {heat.job.index for heat in heats}
         low, high = _interval(heats, row) if row.concurrency == 1 else (None, None)
         count = len(prompts) if row.concurrency == 1 else row.requests // row.rounds
-        found.append(Sureness(row.method, *cell, row.speedup.median, low, high, count, row.rounds))
-    return tuple(found)
+        method_rows.append(
+            Sureness(row.method, *cell, row.speedup.median, low, high, count, row.rounds)
+        )
+    return tuple(method_rows)
 
 
 def _interval(heats: Sequence[Heat], row: Row) -> tuple[float | None, float | None]:
     """Of the ratio of all tokens by all seconds, prompts drawn anew with replacement."""
     sums: dict[int, np.ndarray[Any, np.dtype[np.float64]]] = {}
     for heat in heats:
-        own, plain = heat.outcomes[row.method], heat.outcomes[row.best_plain]
-        figures = np.array([own.tokens, own.seconds, plain.tokens, plain.seconds])
+        measured, plain = heat.outcomes[row.method], heat.outcomes[row.best_plain]
+        figures = np.array([measured.tokens, measured.seconds, plain.tokens, plain.seconds])
         sums[heat.job.index] = sums.get(heat.job.index, np.zeros(4)) + figures
     if len(sums) < _FEWEST:
         return None, None
@@ -174,11 +176,11 @@ class BenchResult:
             "figures": [row.record(self.price) for row in self.rows],
             "predicted": [
                 {
-                    "method": found.method,
-                    "concurrency": found.concurrency,
-                    **found.prediction.record(),
+                    "method": prediction.method,
+                    "concurrency": prediction.concurrency,
+                    **prediction.prediction.record(),
                 }
-                for found in self.predictions
+                for prediction in self.predictions
             ],
             "texts": {
                 "counts": self.texts.counts,
@@ -186,7 +188,7 @@ class BenchResult:
             },
             "idle": self.idle,
             "unequal": {name: dict(words) for name, words in self.unequal.items()},
-            "perplexity": [found.record() for found in self.perplexities],
+            "perplexity": [perplexity.record() for perplexity in self.perplexities],
             "bugs": self.bugs(),
             "prompts_left_out": list(self.left_out),
             "budget": self.spending and self.spending.record(),
@@ -194,8 +196,8 @@ class BenchResult:
 
     def specs(self) -> dict[str, str]:
         """What drafts, of methods whose names do not tell."""
-        own = {method.name.partition("@")[0]: method.draft for method in self.methods}
-        return {name: spec for name, spec in own.items() if spec is not None and spec != name}
+        draft_of = {method.name.partition("@")[0]: method.draft for method in self.methods}
+        return {name: spec for name, spec in draft_of.items() if spec is not None and spec != name}
 
     def amount(self) -> str:
         """How many prompts the figures are of, and of how many that were asked for."""
@@ -221,11 +223,11 @@ class BenchResult:
 
     def _bug(self, name: str) -> str:
         first = self.texts.different(name)[0]
-        found = first.difference
+        it = first.difference
         return (
             f"{name} wrote another text than {PLAIN} decoding ({first.category}, request "
-            f"{first.prompt}, token {found.at}: {found.left} became {found.right}, their scores "
-            f"{found.gap:.3g} apart, a rounding step is {found.step:.3g}); this is a bug, please "
+            f"{first.prompt}, token {it.at}: {it.left} became {it.right}, their scores "
+            f"{it.gap:.3g} apart, a rounding step is {it.step:.3g}); this is a bug, please "
             "report it"
         )
 

@@ -215,11 +215,11 @@ class Sweep:
         most_waves: float = float("inf"),
     ) -> list[BenchJob]:
         """Temperatures and categories take turns: a budget may end the list anywhere."""
-        found = chain.from_iterable(
+        planned = chain.from_iterable(
             jobs(prompts, self.settings, concurrency, temperature, most_waves)
             for temperature in self.temperatures
         )
-        return in_turn(found, lambda job: (job.temperature, job.category))
+        return in_turn(planned, lambda job: (job.temperature, job.category))
 
     def wanted(self, prompts: Sequence[tuple[str, Sequence[int]]]) -> int:
         """How many heats a round has."""
@@ -249,20 +249,20 @@ class Sweep:
         budget = budget or Budget()
         record.rounds = max(record.rounds, self.rounds)
         for index, concurrency in enumerate(self.concurrencies):
-            own = budget.part(1 / (len(self.concurrencies) - index))
+            share = budget.part(1 / (len(self.concurrencies) - index))
             engines = []
             for method in entered(methods, concurrency):
                 advance(0, f"loading {method.name}")
                 engines.append(start(method, concurrency))
             todo = self.jobs(prompts, concurrency)
             advance(0, "warming up")
-            with own.piece("warming up"):
+            with share.piece("warming up"):
                 warm_up(todo, engines)
-            if own.seconds is not None:
-                own.reserve = _ENDING * own.left
-            if concurrency > 1 and own.seconds is not None:
-                todo = self.jobs(prompts, concurrency, self._waves(own))
-            take_turns(todo, engines, record.rounds, record, advance, own, True, answer)
+            if share.seconds is not None:
+                share.reserve = _ENDING * share.left
+            if concurrency > 1 and share.seconds is not None:
+                todo = self.jobs(prompts, concurrency, self._waves(share))
+            take_turns(todo, engines, record.rounds, record, advance, share, True, answer)
             finished(concurrency, engines)
 
     def _waves(self, budget: Budget) -> float:

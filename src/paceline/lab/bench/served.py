@@ -53,8 +53,8 @@ class Reference:
     precision: str
 
     def ids_of(self, text: str) -> tuple[int, ...]:
-        found = self.tokenizer(text, add_special_tokens=False)["input_ids"]
-        return tuple(int(token) for token in found)
+        token_ids = self.tokenizer(text, add_special_tokens=False)["input_ids"]
+        return tuple(int(token) for token in token_ids)
 
 
 class _RefusedError(Exception):
@@ -99,8 +99,8 @@ class Address:
         connection.request("POST" if body else "GET", self.base + path, data, headers)
         response = connection.getresponse()
         if response.status != 200:
-            said = " ".join(response.read().decode("utf-8", "replace").split())[:_SHOWN]
-            raise _RefusedError(f"{response.status} {said}")
+            shown = " ".join(response.read().decode("utf-8", "replace").split())[:_SHOWN]
+            raise _RefusedError(f"{response.status} {shown}")
         return response
 
 
@@ -135,9 +135,9 @@ class ServedEngine(BenchEngine):
         """Raises BaselineFailedError."""
         start = time.perf_counter()
         with ThreadPoolExecutor(self.clients) as pool:
-            found = list(pool.map(self._asked, asks))
+            all_answers = list(pool.map(self._asked, asks))
         seconds = time.perf_counter() - start
-        answers = [self._answer(*pair) for pair in zip(asks, found, strict=True)]
+        answers = [self._answer(*pair) for pair in zip(asks, all_answers, strict=True)]
         return TimedRun.of_deliveries(answers, seconds)
 
     def _asked(self, ask: Ask) -> list[Delivery]:
@@ -150,7 +150,7 @@ class ServedEngine(BenchEngine):
 
     def _deliveries(self, ask: Ask) -> list[Delivery]:
         start = time.perf_counter()
-        found = []
+        outcomes = []
         with self.address.ask("/completions", self._body(ask)) as response:
             for event in _events(response):
                 usage = event.get("usage") or {}
@@ -158,8 +158,8 @@ class ServedEngine(BenchEngine):
                 ids = tuple(int(token) for token in choice.get("token_ids") or ())
                 counts = usage.get("completion_tokens"), usage.get("prompt_tokens")
                 text = str(choice.get("text") or "")
-                found.append(Delivery(time.perf_counter() - start, text, ids, *counts))
-        return found
+                outcomes.append(Delivery(time.perf_counter() - start, text, ids, *counts))
+        return outcomes
 
     def _body(self, ask: Ask) -> dict[str, Any]:
         params, prompt = ask.params, list(ask.prompt)
@@ -179,10 +179,10 @@ class ServedEngine(BenchEngine):
 
     def _answer(self, ask: Ask, found: Sequence[Delivery]) -> TimedAnswer:
         parts = [one for one in found if one.text or one.ids]
-        said = tuple(token for one in parts for token in one.ids)
-        tokens = said or self.reference.ids_of("".join(one.text for one in parts))
+        token_ids = tuple(token for one in parts for token in one.ids)
+        tokens = token_ids or self.reference.ids_of("".join(one.text for one in parts))
         written = [one.written for one in found if one.written is not None]
-        count = len(said) or (written[-1] if written else len(tokens))
+        count = len(token_ids) or (written[-1] if written else len(tokens))
         if not parts or not count:
             raise BaselineFailedError(f"{self.name} answered without a token; look at its log")
         if max(tokens, default=0) >= self.reference.vocabulary:
@@ -190,8 +190,8 @@ class ServedEngine(BenchEngine):
                 f"{self.name} wrote the id {max(tokens)}, but the target has "
                 f"{self.reference.vocabulary}: it runs another model; serve a form of the target"
             )
-        weights = [len(one.ids) if said else 1 for one in parts]
-        if not said and count != len(parts):
+        weights = [len(one.ids) if token_ids else 1 for one in parts]
+        if not token_ids and count != len(parts):
             weights = [max(1, len(self.reference.ids_of(one.text))) for one in parts]
         dealt = zip(parts, shares(count, weights), strict=True)
         self._compare(ask, count, [one.read for one in found if one.read is not None])
@@ -252,13 +252,13 @@ def open_served(name: str, url: str, clients: int, reference: Reference) -> Serv
 def _events(response: Any) -> Iterator[Any]:
     """What the lines of a stream of server-sent events hold, until it ends or says so."""
     for line in response:
-        said = line.decode("utf-8").strip()
-        if not said.startswith("data:"):
+        text_line = line.decode("utf-8").strip()
+        if not text_line.startswith("data:"):
             continue
-        said = said.removeprefix("data:").strip()
-        if said == "[DONE]":
+        text_line = text_line.removeprefix("data:").strip()
+        if text_line == "[DONE]":
             return
-        event = json.loads(said)
+        event = json.loads(text_line)
         if "error" in event:
             raise ValueError(str(event["error"])[:_SHOWN])
         yield event
@@ -266,10 +266,10 @@ def _events(response: Any) -> Iterator[Any]:
 
 def shares(total: int, weights: Sequence[int]) -> list[int]:
     """``total`` dealt out over deliveries in the proportion of ``weights``, exactly."""
-    whole, before, done, found = sum(weights), 0, 0, []
+    whole, before, done, cuts = sum(weights), 0, 0, []
     for weight in weights:
         before += weight
         reached = total * before // whole if whole else total
-        found.append(reached - done)
+        cuts.append(reached - done)
         done = reached
-    return found
+    return cuts

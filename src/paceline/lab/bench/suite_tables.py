@@ -45,26 +45,28 @@ def task_figures(suite: Suite, record: HeatRecord) -> list[TaskFigures]:
     MT-Bench, HumanEval and GSM8K tables of EAGLE (tau and speedup) are defined alike. Over rounds,
     the mean.
     """
-    found: list[TaskFigures] = []
+    figures: list[TaskFigures] = []
     tasks = list(dict.fromkeys(suite.tasks.values()))
     for temperature in dict.fromkeys(heat.job.temperature for heat in record.heats):
-        own = [heat for heat in record.heats if heat.job.temperature == temperature]
-        slices = [(task, [heat for heat in own if heat.job.category == task]) for task in tasks]
+        heats_at = [heat for heat in record.heats if heat.job.temperature == temperature]
+        slices = [
+            (task, [heat for heat in heats_at if heat.job.category == task]) for task in tasks
+        ]
         if len(tasks) > 1:
-            slices.append((OVERALL, own))
+            slices.append((OVERALL, heats_at))
         for task, heats in slices:
             if heats:
                 rounds = complete(heats)
-                found += [_figures(n, task, temperature, rounds) for n in heats[0].outcomes]
-    return found
+                figures += [_figures(n, task, temperature, rounds) for n in heats[0].outcomes]
+    return figures
 
 
 def _figures(
     name: str, task: str, temperature: float, rounds: Sequence[Sequence[Heat]]
 ) -> TaskFigures:
-    runs = [heat.outcomes[name] for own in rounds for heat in own]
-    speeds = [mean(heat.outcomes[name].rate for heat in own) for own in rounds]
-    plain = [mean(heat.outcomes[PLAIN].rate for heat in own) for own in rounds]
+    runs = [heat.outcomes[name] for round_heats in rounds for heat in round_heats]
+    speeds = [mean(heat.outcomes[name].rate for heat in round_heats) for round_heats in rounds]
+    plain = [mean(heat.outcomes[PLAIN].rate for heat in round_heats) for round_heats in rounds]
     return TaskFigures(
         method=name,
         task=task,
@@ -73,7 +75,7 @@ def _figures(
         turns=sum(len(heat.outcomes[name].answers) for heat in rounds[0]),
         tokens=sum(run.tokens for run in runs),
         tokens_per_second=mean(speeds),
-        speedup=mean(own / base for own, base in zip(speeds, plain, strict=True)),
+        speedup=mean(speed / base for speed, base in zip(speeds, plain, strict=True)),
         mean_accepted_tokens=accepted_tokens(runs),
     )
 
@@ -138,14 +140,17 @@ def suite_report(result: SuiteResult) -> Report:
         [cut] if result.cut else [],
     )
     for temperature in dict.fromkeys(one.temperature for one in result.figures):
-        own = [one for one in result.figures if one.temperature == temperature]
-        at, tasks = f" at temperature {temperature:g}", list(dict.fromkeys(one.task for one in own))
+        figures_at = [one for one in result.figures if one.temperature == temperature]
+        at, tasks = (
+            f" at temperature {temperature:g}",
+            list(dict.fromkeys(one.task for one in figures_at)),
+        )
         alone = [task for task in tasks if task != OVERALL]
         whole = [OVERALL] if OVERALL in tasks else tasks
-        plain = [one.questions for one in own if one.method == PLAIN]
+        plain = [one.questions for one in figures_at if one.method == PLAIN]
 
         def table(
-            *parts: tuple[str, Sequence[str], str, Any], own: Any = own, **more: Any
+            *parts: tuple[str, Sequence[str], str, Any], own: Any = figures_at, **more: Any
         ) -> Table:
             """A row for each method; a part is an attribute at some tasks under its headings."""
             rows: dict[str, list[Cell]] = {}
@@ -156,7 +161,7 @@ def suite_report(result: SuiteResult) -> Report:
             return Table(["Models", *heads], [*rows.values(), *more.pop("rows", ())], **more)
 
         series = pages.by_method(
-            [one for one in own if one.method != PLAIN], alone, "task", "speedup"
+            [one for one in figures_at if one.method != PLAIN], alone, "task", "speedup"
         )
         caption, name = f"Speedup over plain decoding, by task{at}", f"speedup-t{temperature:g}"
         pages.report.add(

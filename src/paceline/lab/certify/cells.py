@@ -47,8 +47,8 @@ class Cells:
         raise AssertionError(f"{string} has fewer than {self.depth} tokens")
 
     def counts(self, strings: Iterable[String]) -> list[int]:
-        found = Counter(map(self.cell_of, strings))
-        return [found[cell] for cell in range(len(self))]
+        counted = Counter(map(self.cell_of, strings))
+        return [counted[cell] for cell in range(len(self))]
 
     def chances_under(self, distribution_of: DistributionOf) -> list[float]:
         """Chances of the same cells under another distribution."""
@@ -61,12 +61,12 @@ class Cells:
             chance = float(after[head][string[-1]])
             reached[string] = reached[head] * chance
             left[head] -= chance
-        found = [0.0] * len(self)
+        counts = [0.0] * len(self)
         for string, cell in self.leaves.items():
-            found[cell] += reached[string]
+            counts[cell] += reached[string]
         for string, cell in self.rest.items():
-            found[cell] += reached[string] * max(0.0, left[string])
-        return found
+            counts[cell] += reached[string] * max(0.0, left[string])
+        return counts
 
 
 def make_cells(
@@ -87,10 +87,10 @@ def make_cells(
         for (string, chance), distribution in zip(
             frontier.items(), distribution_of(list(frontier)), strict=True
         ):
-            own = distribution.double() * chance
-            likely = (own >= least).nonzero().flatten().tolist()
-            following.update({(*string, token): float(own[token]) for token in likely})
-            left_over[string] = max(0.0, chance - float(own[likely].sum()))
+            weighted = distribution.double() * chance
+            likely = (weighted >= least).nonzero().flatten().tolist()
+            following.update({(*string, token): float(weighted[token]) for token in likely})
+            left_over[string] = max(0.0, chance - float(weighted[likely].sum()))
         splits = sorted(following, key=lambda s: -following[s]) if length < depth else []
         frontier = {s: following[s] for s in splits[:most_splits] if following[s] >= 2 * least}
         for string, chance in following.items():
@@ -107,7 +107,7 @@ def make_cells(
     together = sum(rare.values())
     if rare and (together >= least or not chances):
         chances.append(0.0)
-    place = len(chances) - 1 if together >= least else chances.index(min(chances))
+    cell = len(chances) - 1 if together >= least else chances.index(min(chances))
     if rare:
-        chances[place] += together
-    return Cells(depth, leaves, rest | dict.fromkeys(rare, place), tuple(chances))
+        chances[cell] += together
+    return Cells(depth, leaves, rest | dict.fromkeys(rare, cell), tuple(chances))

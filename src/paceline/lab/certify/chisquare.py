@@ -54,12 +54,12 @@ def _solve(falling: Callable[[float], float]) -> float:
 
 def holm(p_values: Sequence[float]) -> list[float]:
     """p-values adjusted for their number (Holm 1979): compare each with the family's alpha."""
-    order = sorted(range(len(p_values)), key=lambda place: p_values[place])
+    order = sorted(range(len(p_values)), key=lambda ranked: p_values[ranked])
     adjusted = [0.0] * len(p_values)
     highest = 0.0
-    for rank, place in enumerate(order):
-        highest = max(highest, min(1.0, (len(p_values) - rank) * p_values[place]))
-        adjusted[place] = highest
+    for rank, index in enumerate(order):
+        highest = max(highest, min(1.0, (len(p_values) - rank) * p_values[index]))
+        adjusted[index] = highest
     return adjusted
 
 
@@ -83,8 +83,8 @@ class ChiSquare:
         A bias d has w² = sum d²/p >= (sum |d|)² = 4 TV² (Cauchy and Schwarz), so every bias of
         total variation w/2 has at least the effect w.
         """
-        found = detectable(alpha, power, self.df, self.allowed)
-        return min(1.0, math.sqrt(found / self.weight) / 2)
+        effect = detectable(alpha, power, self.df, self.allowed)
+        return min(1.0, math.sqrt(effect / self.weight) / 2)
 
 
 def goodness(observed: Sequence[int], chances: Sequence[float], slack: float = 0.0) -> ChiSquare:

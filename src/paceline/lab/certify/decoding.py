@@ -47,8 +47,10 @@ def decode(
     """
     each_params = [params] * len(starts) if isinstance(params, SamplingParams) else list(params)
     seqs = [
-        sequence(start.tokens, replace(own, draft_length=length), prompt_length=len(start.prompt))
-        for start, own in zip(starts, each_params, strict=True)
+        sequence(
+            start.tokens, replace(seq_params, draft_length=length), prompt_length=len(start.prompt)
+        )
+        for start, seq_params in zip(starts, each_params, strict=True)
     ]
     with Drive(engine, seqs) as drive:
         for _ in drive:

@@ -37,18 +37,18 @@ class Sampler:
             yield WorkItem(*what, self._find)
         if number >= len(self._places):
             return  # no text has been decoded to look in
-        place = self._places[number]
-        while len(place.drawn) < samples or len(place.plain) < samples:
-            plainly = len(place.plain) <= len(place.drawn)
-            strings, kind = (place.plain, "plain") if plainly else (place.drawn, "speculative")
+        prefix = self._places[number]
+        while len(prefix.drawn) < samples or len(prefix.plain) < samples:
+            plainly = len(prefix.plain) <= len(prefix.drawn)
+            strings, kind = (prefix.plain, "plain") if plainly else (prefix.drawn, "speculative")
             have = len(strings)
             size = min(self._portion(kind), samples - have)
-            run = partial(self._draw, place, number, size, plainly)
-            yield WorkItem("", "sampling", kind, size, f"{place.name}: {kind} sampling", run)
+            run = partial(self._draw, prefix, number, size, plainly)
+            yield WorkItem("", "sampling", kind, size, f"{prefix.name}: {kind} sampling", run)
             if len(strings) == have:
                 break  # there was no time for it, or it failed
-        shown = f"{place.name}: the rule, enumerated"
-        run = partial(self._enumerate, place)
+        shown = f"{prefix.name}: the rule, enumerated"
+        run = partial(self._enumerate, prefix)
         yield WorkItem(f"rule/{number}", "rule", "rule", 1, shown, run)
 
     def _portion(self, kind: str) -> int:
@@ -78,7 +78,7 @@ class Sampler:
 
     def _find(self) -> None:
         """The most undecided place in the greedy texts that have none yet."""
-        asked, taken = self._asked, {place.text for place in self._places}
+        asked, taken = self._asked, {prefix.text for prefix in self._places}
         for key, output in asked.evidence.plain.items():
             kind, _, digits = key.partition("/")
             if kind == "greedy" and (number := int(digits)) not in self._undecided:
@@ -89,16 +89,16 @@ class Sampler:
                 self._undecided[number] = entropy, Place(name, number, start, 0)
         open_places = [entry for text, entry in self._undecided.items() if text not in taken]
         if open_places:
-            place = max(open_places, key=lambda entry: entry[0])[1]
-            place.length = _sampling_length(asked.lengths, len(taken))
-            self._places.append(place)
+            prefix = max(open_places, key=lambda entry: entry[0])[1]
+            prefix.length = _sampling_length(asked.lengths, len(taken))
+            self._places.append(prefix)
 
     def _draw(self, place: Place, number: int, size: int, plainly: bool) -> None:
         engine = self._asked.plain if plainly else self._asked.engine
         generator = engine.verifier.generator
         if generator is not None:
-            own = (self._asked.effort.seed, number, place.portions, plainly)
-            digest = hashlib.blake2b(repr(own).encode(), digest_size=7).digest()
+            seed_parts = (self._asked.effort.seed, number, place.portions, plainly)
+            digest = hashlib.blake2b(repr(seed_parts).encode(), digest_size=7).digest()
             generator.manual_seed(int.from_bytes(digest, "little"))
         place.portions += 1
         length = 0 if plainly else place.length

@@ -108,16 +108,16 @@ class Recorder:
         tokens = torch.cat([tree.tokens for tree in trees]).cpu()
         _remove_earlier_siblings(probs, tokens, trees)
         mass = probs.sum(-1)
-        own = probs.gather(1, tokens[:, None])
+        token_probs = probs.gather(1, tokens[:, None])
         # A distribution that has run out of tokens says nothing about the next sibling.
         counts = mass > 0
-        self.impossible += int((counts & (own[:, 0] <= 0)).sum())
-        above = (probs * (probs > own)).sum(-1)
-        equal = (probs * (probs == own)).sum(-1)
+        self.impossible += int((counts & (token_probs[:, 0] <= 0)).sum())
+        above = (probs * (probs > token_probs)).sum(-1)
+        equal = (probs * (probs == token_probs)).sum(-1)
         noise = torch.rand(len(tokens), dtype=torch.float64, generator=self._generator)
-        places = ((above + noise * equal) / mass)[counts & (own[:, 0] > 0)]
-        found = torch.bincount((places * _BINS).long().clamp(max=_BINS - 1), minlength=_BINS)
-        self.counts = [a + b for a, b in zip(self.counts, found.tolist(), strict=True)]
+        places = ((above + noise * equal) / mass)[counts & (token_probs[:, 0] > 0)]
+        histogram = torch.bincount((places * _BINS).long().clamp(max=_BINS - 1), minlength=_BINS)
+        self.counts = [a + b for a, b in zip(self.counts, histogram.tolist(), strict=True)]
 
     def __getattr__(self, name: str) -> Any:
         """The rest of the protocol is the drafter's own."""

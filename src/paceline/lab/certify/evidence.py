@@ -56,12 +56,13 @@ class TextCheck:
         return [self._problem(item) for item in self.bugs]
 
     def _problem(self, item: TaskDivergence) -> Problem:
-        found = item.difference
-        where = f"{self.setting}: {item.task}: token {found.at}"
+        difference = item.difference
+        where = f"{self.setting}: {item.task}: token {difference.at}"
         what = f"is {item.speculative!r}, plain decoding's {item.plain!r}"
-        if found.scores is None:
+        if difference.scores is None:
             return Problem(self.kind, f"BUG: {where}: one text ends where the other goes on")
-        why = f"their scores are {found.gap:.3g} apart, rounding moves them by {found.step:.2g}"
+        gap, step = difference.gap, difference.step
+        why = f"their scores are {gap:.3g} apart, rounding moves them by {step:.2g}"
         return Problem(self.kind, f"BUG: {where} {what}: {why}")
 
 
@@ -110,9 +111,9 @@ class Evidence:
     def add(self, check: TextCheck) -> None:
         """To what was seen of the same requests under the same setting."""
         self.problems += check.problems()
-        for place, old in enumerate(self.checks):
+        for index, old in enumerate(self.checks):
             if (old.kind, old.setting) == (check.kind, check.setting):
-                self.checks[place] = old + check
+                self.checks[index] = old + check
                 return
         self.checks.append(check)
 

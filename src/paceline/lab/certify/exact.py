@@ -89,16 +89,18 @@ def small_tokens(tree: TokenTree, target: torch.Tensor, distributions: Distribut
     A token that may be drafted needs to have a known distribution after it, where the tree goes on.
     """
     if tree.draw is Draw.POINT:
-        own = list(dict.fromkeys(tree.tokens.tolist()))
+        tree_tokens = list(dict.fromkeys(tree.tokens.tolist()))
     else:
         root = distributions[()]
         order = root.argsort(descending=True).tolist()[: 8 * _TOKENS]
         deep = max(tree.depths) > 1
-        own = [t for t in order if float(root[t]) > 0 and (not deep or (t,) in distributions)]
-        own = own[: _TOKENS - 1]
+        tree_tokens = [
+            t for t in order if float(root[t]) > 0 and (not deep or (t,) in distributions)
+        ]
+        tree_tokens = tree_tokens[: _TOKENS - 1]
     # At least one that is not drafted: it can only come from the residual.
-    likely = [t for t in target.argsort(descending=True).tolist() if t not in own]
-    return own + likely[: max(1, _TOKENS - len(own))]
+    likely = [t for t in target.argsort(descending=True).tolist() if t not in tree_tokens]
+    return tree_tokens + likely[: max(1, _TOKENS - len(tree_tokens))]
 
 
 def make_case(
@@ -108,14 +110,14 @@ def make_case(
     tokens: Sequence[int],
 ) -> Case:
     """Both models' distributions on ``tokens``, for the step that ``tree`` is an example of."""
-    place = {token: i for i, token in enumerate(tokens)}
+    index_of = {token: i for i, token in enumerate(tokens)}
     depth = max(tree.depths)
     strings = _strings(len(tokens), depth)
     full = target_of([tuple(tokens[i] for i in string) for string in strings])
     target = {s: _conditioned(probs[list(tokens)]) for s, probs in zip(strings, full, strict=True)}
     if tree.draw is Draw.POINT:
-        own = tuple(place[token] for token in tree.tokens.tolist())
-        return Case(tree.parents, tree.draw, target, {}, own)
+        indices = tuple(index_of[token] for token in tree.tokens.tolist())
+        return Case(tree.parents, tree.draw, target, {}, indices)
     width = max(max(tokens) + 1, max(len(probs) for probs in distributions.values()))
     draft: Distributions = {}
     for string in strings:
@@ -144,7 +146,7 @@ def _strings(width: int, depth: int) -> list[String]:
 
 def cut(tree: TokenTree, depth: int) -> TokenTree | None:
     """The first levels of a tree; None if its nodes do not stand level by level."""
-    keep = [node for node, own in enumerate(tree.depths) if own <= depth]
+    keep = [node for node, node_depth in enumerate(tree.depths) if node_depth <= depth]
     if keep != list(range(len(keep))):
         return None
     q = None if tree.q is None else tree.q[: len(keep)]
@@ -202,16 +204,16 @@ def step_error(verifier: Verifier, case: Case) -> tuple[float, int]:
     for tokens, weight in every:
         for verdict, chance in _judged(verifier, case, tokens, _MOST_OUTCOMES // len(every)):
             outcomes += 1
-            path, said = verdict
-            if len(said) != len(path) + 1:
+            path, emitted_by = verdict
+            if len(emitted_by) != len(path) + 1:
                 return 1.0, outcomes
-            emitted[said] = emitted.get(said, 0.0) + weight * chance
+            emitted[emitted_by] = emitted.get(emitted_by, 0.0) + weight * chance
     difference = 0.0
     for string in strings:
-        found = sum(
+        total = sum(
             emitted.get(string[:n], 0.0) * _continued(case, string, n) for n in range(1, length + 1)
         )
-        difference += abs(found - _continued(case, string, 0))
+        difference += abs(total - _continued(case, string, 0))
     return difference / 2, outcomes
 
 
@@ -254,9 +256,9 @@ def _with_uniforms(verifier: Verifier, uniforms: torch.Tensor) -> Verifier:
     def given(count: int, device: torch.device) -> torch.Tensor:
         return uniforms[:count]
 
-    told = copy.copy(verifier)
-    vars(told)["uniforms"] = given
-    return told
+    placed = copy.copy(verifier)
+    vars(placed)["uniforms"] = given
+    return placed
 
 
 def _options(verifier: Verifier, logits: torch.Tensor, span: Span) -> list[list[Option]]:

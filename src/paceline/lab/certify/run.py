@@ -143,7 +143,7 @@ class Certifier:
 
     def _missing(self) -> list[str]:
         """What of the wanted is not there, in words."""
-        full = sum(len(place.drawn) >= self.samples for place in self.evidence.places)
+        full = sum(len(prefix.drawn) >= self.samples for prefix in self.evidence.places)
         counts = (self.texts, self._compared, "texts"), (self.places, full, "places")
         return [f"{most - had} of {most} {what}" for most, had, what in counts if had < most]
 
@@ -207,8 +207,8 @@ class Certifier:
         budget = self.budget
         if budget.seconds is not None and budget.estimate(_JUDGING) is None:
             self._results()
-        each = budget.estimate(_JUDGING) or 0.0
-        budget.reserve = max(budget.reserve, each * len(self.evidence.places))
+        seconds_each = budget.estimate(_JUDGING) or 0.0
+        budget.reserve = max(budget.reserve, seconds_each * len(self.evidence.places))
 
     @contextmanager
     def _guarded(self, part: str) -> Iterator[None]:
@@ -231,7 +231,7 @@ class Certifier:
         """The verdict on the evidence so far."""
         llm, evidence = self.llm, self.evidence
         judged = self._results()
-        distributions = [test for place in judged for test in place.tests] + self._honesty()
+        distributions = [test for prefix in judged for test in prefix.tests] + self._honesty()
         # However often somebody looks and goes on, a lossless engine fails with 2 alpha at most.
         level = self.effort.alpha / 2**evidence.looks
         results = DistributionResult.of(distributions, level)
@@ -251,7 +251,7 @@ class Certifier:
             texts=tuple(evidence.checks),
             distributions=results,
             exact=tuple(evidence.exact),
-            frequencies=tuple(place.frequencies for place in judged),
+            frequencies=tuple(prefix.frequencies for prefix in judged),
             problems=tuple(dict.fromkeys(problems)),
             notes=tuple(dict.fromkeys(self._notes(judged))),
             interrupted=not self._ended,
@@ -261,12 +261,12 @@ class Certifier:
     def _results(self) -> list[Judged]:
         """The tests of all places that have enough samples."""
         fewest = min(FEWEST, self.effort.samples)
-        for number, place in enumerate(self.evidence.places):
-            key = number, len(place.drawn), len(place.plain)
+        for number, prefix in enumerate(self.evidence.places):
+            key = number, len(prefix.drawn), len(prefix.plain)
             if min(key[1:]) < fewest or key in self._judged:
                 continue
             with self._guarded("sampling"), self.budget.piece(_JUDGING):
-                judged = judge(self.llm.target, place, self.params, self.effort.seed)
+                judged = judge(self.llm.target, prefix, self.params, self.effort.seed)
                 self._judged = {k: v for k, v in self._judged.items() if k[0] != number}
                 self._judged[key] = judged
         return [self._judged[key] for key in sorted(self._judged)]
@@ -290,7 +290,7 @@ class Certifier:
     def _idle(self) -> list[str]:
         """Kinds of requests for which nothing was drafted until now."""
         idle = [kind for kind in self._asked.kinds if not self.evidence.drafted(kind)]
-        if self.places and not sum(place.drafted for place in self.evidence.places):
+        if self.places and not sum(prefix.drafted for prefix in self.evidence.places):
             idle.append("sampled")
         return idle
 
@@ -303,12 +303,12 @@ class Certifier:
             for check in self.evidence.checks
             if not check.drafted
         ]
-        certain = [place.name for place in judged if not place.tests]
+        certain = [prefix.name for prefix in judged if not prefix.tests]
         return notes + [f"{name}: the target is certain there; nothing to test" for name in certain]
 
     def _completed(self, missing: Sequence[str], lacks: Sequence[str]) -> CertifySpending:
         places = self.evidence.places
-        full = sum(len(place.drawn) >= self.samples for place in places)
+        full = sum(len(prefix.drawn) >= self.samples for prefix in places)
         return CertifySpending(
             seconds=self.budget.seconds,
             spent=self.evidence.spent,
@@ -317,7 +317,7 @@ class Certifier:
             texts_wanted=self.texts,
             places=full,
             places_wanted=self.places,
-            samples=sum(min(len(place.drawn), self.samples) for place in places),
+            samples=sum(min(len(prefix.drawn), self.samples) for prefix in places),
             samples_wanted=self.places * self.samples,
             looks=self.evidence.looks + 1,
             missing=tuple(missing),
@@ -337,7 +337,7 @@ class Certifier:
             lacks.append("no place has enough samples")
         elif self.places and bias > MOST_BIAS:
             lacks.append(f"only a bias of {bias:.0%} or more would have been seen")
-        whole = sum(len(place.drawn) >= self.effort.samples for place in self.evidence.places)
+        whole = sum(len(prefix.drawn) >= self.effort.samples for prefix in self.evidence.places)
         if self.places and whole < LEAST_PLACES:
             lacks.append(f"{whole} places have all their samples, and it takes {LEAST_PLACES}")
         if self.places and not self.evidence.exact:

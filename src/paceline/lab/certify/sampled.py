@@ -92,10 +92,10 @@ def _position(
     masses = torch.zeros(_BINS, dtype=torch.float64)
     distributions = zip(heads, scorer.at_once(heads), scorer.stepwise(heads), strict=True)
     for head, probs, moved in distributions:
-        own, tokens = shares(probs, _BINS), torch.tensor(following[head])
-        places = torch.multinomial(own[tokens], 1, generator=generator)
+        observed, tokens = shares(probs, _BINS), torch.tensor(following[head])
+        places = torch.multinomial(observed[tokens], 1, generator=generator)
         counts += torch.bincount(places[:, 0], minlength=_BINS)
-        masses += len(tokens) * (moved.double() @ own)
+        masses += len(tokens) * (moved.double() @ observed)
     return counts.tolist(), (masses / masses.sum()).tolist()
 
 
@@ -221,7 +221,7 @@ def judge(model: CausalModel, place: Place, params: SamplingParams, seed: int) -
     first = partitions[0].cells
     if all(len(leaf) == 1 for leaf in partitions[-1].cells.leaves):
         partitions.pop()  # no first token is likely enough to be split: the same cells again
-    found: list[DistributionTest] = []
+    rows: list[DistributionTest] = []
     for length, strings in ((place.length, place.drawn), (0, place.plain)):
         for part in partitions:
             about = (len(part.cells), part.rounding, len(strings))
@@ -232,13 +232,13 @@ def judge(model: CausalModel, place: Place, params: SamplingParams, seed: int) -
                 plain = part.cells.counts(place.plain)
                 tests.append((f"{name} / plain", homogeneity(counts, plain, part.slack)))
             for what, outcome in tests:
-                found.append(DistributionTest(place.name, length, what, outcome, *about))
-        each = each_token(scorer, strings, _MARGIN, seed)
-        if each is not None:
-            about = (each.outcome.df + DEPTH, each.rounding, each.looked_at)
+                rows.append(DistributionTest(place.name, length, what, outcome, *about))
+        token_scores = each_token(scorer, strings, _MARGIN, seed)
+        if token_scores is not None:
+            about = (token_scores.outcome.df + DEPTH, token_scores.rounding, token_scores.looked_at)
             what = "each token / distribution"
-            found.append(DistributionTest(place.name, length, what, each.outcome, *about))
-    tested = tuple(test for test in found if test.outcome.df > 0)
+            rows.append(DistributionTest(place.name, length, what, token_scores.outcome, *about))
+    tested = tuple(test for test in rows if test.outcome.df > 0)
     return Judged(place.name, tested, frequencies(place, first))
 
 

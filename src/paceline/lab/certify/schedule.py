@@ -116,7 +116,7 @@ def groups(texts: int) -> list[tuple[int, ...]]:
 def schedule(texts: int, places: int, samples: int) -> Iterator[Texts | Draws]:
     """Everything, in its order; ``places`` 0 leaves the draws out."""
     drawing = [Draws(0, -(-samples * tenths // 10)) for tenths in (3, 5, 10)]
-    drawing += [Draws(place, samples, whole=True) for place in range(1, places)]
+    drawing += [Draws(number, samples, whole=True) for number in range(1, places)]
     comparing = map(Texts, groups(texts))
     for round_ in zip_longest(comparing, drawing if places else ()):
         yield from (task for task in round_ if task is not None)

@@ -129,10 +129,10 @@ def _parts(texts: Sequence[list[int]], given: int) -> Iterator[list[list[int]]]:
     part: list[list[int]] = []
     rows = 0
     for text in texts:
-        own = len(text) - given
-        if part and (rows + own > _ROWS or len(part) >= _TEXTS):
+        generated = len(text) - given
+        if part and (rows + generated > _ROWS or len(part) >= _TEXTS):
             yield part
             part, rows = [], 0
         part.append(text)
-        rows += own
+        rows += generated
     yield part

@@ -60,15 +60,15 @@ def _completed(certificate: Certificate) -> str:
 def _texts(certificate: Certificate) -> list[Table]:
     note = "Against plain decoding one by one. After a tie the comparison goes on from plain's."
     tables = [table_of(certificate.texts, TEXT_COLUMNS, note)]
-    found = _distinct(certificate.texts)
-    if found:
-        left = len(found) - _MOST_PARTINGS
+    distinct = _distinct(certificate.texts)
+    if distinct:
+        left = len(distinct) - _MOST_PARTINGS
         note = (
             "step: the rounding step of these logits. shape: how far other batch shapes move them. "
             f"All in {certificate.dtype}; a tie is a gap of at most twice the greater move"
         )
         note += f"; {left} more in --json." if left > 0 else "."
-        shown, title = found[:_MOST_PARTINGS], "Where texts part, re-scored"
+        shown, title = distinct[:_MOST_PARTINGS], "Where texts part, re-scored"
         tables.append(table_of(shown, PARTING_COLUMNS, note, title))
     return tables
 

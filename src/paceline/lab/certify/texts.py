@@ -31,11 +31,11 @@ class ComparedSetting:
 
 
 def settings_of(lengths: Sequence[int], adapts: bool) -> list[ComparedSetting]:
-    found = [ComparedSetting(f"draft length {length}, alone", length) for length in lengths]
+    compared = [ComparedSetting(f"draft length {length}, alone", length) for length in lengths]
     if adapts:
-        found.append(ComparedSetting("draft length auto, alone", None))
+        compared.append(ComparedSetting("draft length auto, alone", None))
     longest = lengths[-1]
-    return [*found, ComparedSetting(f"draft length {longest}, mixed batch", longest, True)]
+    return [*compared, ComparedSetting(f"draft length {longest}, mixed batch", longest, True)]
 
 
 @dataclass(frozen=True)
@@ -62,16 +62,22 @@ class Comparer:
         same.
         """
         known, kinds = len(self._asked.prompts), self._asked.kinds
-        own = {kind: [n for n in numbers if kind == "seeded" or n < known] for kind in kinds}
+        numbers_of = {kind: [n for n in numbers if kind == "seeded" or n < known] for kind in kinds}
         for number, kind in itertools.product(numbers, kinds):
-            if number in own[kind]:
+            if number in numbers_of[kind]:
                 shown = f"{kind}: {self._asked.prompt(number)[0]}"
                 run = partial(self._decode_plainly, kind, number)
                 yield self._item(kind, f"{kind}/{number}", 1, f"{shown}: plain decoding", run)
                 yield from self._settled(kind, [number], False, f"{kind}/{number}", shown)
-        for kind, found in own.items():
-            if found:
-                yield from self._settled(kind, found, True, f"{kind}/{found[0]}-{found[-1]}", kind)
+        for kind, known_numbers in numbers_of.items():
+            if known_numbers:
+                yield from self._settled(
+                    kind,
+                    known_numbers,
+                    True,
+                    f"{kind}/{known_numbers[0]}-{known_numbers[-1]}",
+                    kind,
+                )
 
     def _settled(
         self, kind: str, numbers: Sequence[int], together: bool, name: str, shown: str
@@ -132,11 +138,11 @@ class Comparer:
 
     def _neighbours(self, numbers: Sequence[int]) -> list[Task]:
         """Requests of another kind, shorter and longer, that come and go while others decode."""
-        found = []
+        differences = []
         for n, tokens in zip(range(max(_NEIGHBOURS, len(numbers))), itertools.cycle((5, 17, 40))):
             name, prompt = self._asked.prompt(numbers[0] + n)
-            found.append(Task(name, Start(prompt), replace(_NEIGHBOUR, max_tokens=tokens)))
-        return found
+            differences.append(Task(name, Start(prompt), replace(_NEIGHBOUR, max_tokens=tokens)))
+        return differences
 
 
 def check_texts(
@@ -165,8 +171,11 @@ def check_texts(
             left, right = (spell(t) if t >= 0 else "(end)" for t in (item.left, item.right))
             parting = TaskDivergence(task.name, left, right, item)
             (ties if item.is_tie and not exact else bugs).append(parting)
-    own = texts[: len(tasks)]
-    drafted, accepted = sum(text.drafted for text in own), sum(text.accepted for text in own)
+    plain_texts = texts[: len(tasks)]
+    drafted, accepted = (
+        sum(text.drafted for text in plain_texts),
+        sum(text.accepted for text in plain_texts),
+    )
     tokens = sum(map(len, plain))
     return TextCheck(
         kind, setting.name, len(tasks), tokens, drafted, accepted, tuple(ties), tuple(bugs)
@@ -184,14 +193,14 @@ def partings(
 
     After a tie the rest is decoded anew behind the beginning of the ``expected`` text.
     """
-    found: list[Difference] = []
+    differing: list[Difference] = []
     while True:
         difference = explain(engine.target, task.start.prompt, expected, text, task.params)
         if difference is None:
-            return found
-        found.append(difference)
+            return differing
+        differing.append(difference)
         given = tuple(expected[: difference.at + 1])
         if not difference.is_tie or len(given) == len(expected):
-            return found
+            return differing
         (again,) = decode(engine, [replace(task.start, output=given)], task.params, length)
         text = again.tokens

@@ -51,11 +51,14 @@ def look_ahead(
     try:
         made = export(engine, model, draft, **settings)
     except PacelineError as error:
-        found, cure = parted(error)
-        return [finding("engine-refuses", "pair", found, cure=cure)]
+        problem, cure = parted(error)
+        return [finding("engine-refuses", "pair", problem, cure=cure)]
     does = f"{made.version}: {made.command_line}"
     return [
-        *(_told("engine-approximates", each.line()) for each in made.approximations),
+        *(
+            _told("engine-approximates", approximation.line())
+            for approximation in made.approximations
+        ),
         _told("engine-does", does),
     ]
 
@@ -112,18 +115,18 @@ def _layers(model: str, outputs: bool) -> Iterator[tuple[str, str]]:
     if not config:
         return
     nested = config.get("eagle_config")
-    own = nested.get(_LAYERS) if isinstance(nested, dict) else None
+    nested_layers = nested.get(_LAYERS) if isinstance(nested, dict) else None
     top = config.get(_LAYERS)
-    found = own if outputs else top or own
-    if not found:
-        said = " (it looks under eagle_config only)" if outputs and top else ""
+    layers = nested_layers if outputs else top or nested_layers
+    if not layers:
+        remark = " (it looks under eagle_config only)" if outputs and top else ""
         yield (
             "engine-layers-shifted" if top else "engine-does",
-            f"the head names no layers that it reads{said}: inputs of 2, n/2 and n-3 are taken",
+            f"the head names no layers that it reads{remark}: inputs of 2, n/2 and n-3 are taken",
         )
         return
-    inputs = [number + 1 for number in found] if outputs else list(found)
+    inputs = [number + 1 for number in layers] if outputs else list(layers)
     yield "engine-does", f"the head reads the inputs of layers {inputs} of the target"
     if not outputs and not top:
-        text = f"{list(found)} stand under eagle_config, where SGLang counts outputs"
+        text = f"{list(layers)} stand under eagle_config, where SGLang counts outputs"
         yield "engine-layers-shifted", f"{text}: vLLM takes them for inputs, one layer too early"

@@ -37,12 +37,12 @@ def check_chat(model: Model) -> Iterator[Finding]:
         yield finding("chat-template-refuses", model.about, text)
         return
     yield from _marks(model, tokenizer, whole)
-    before, found, after = whole.partition(_ANSWER)
+    before, parts, after = whole.partition(_ANSWER)
     opening = before[len(bare) :].strip() if before.startswith(bare) else ""
-    if found and asked == bare and opening:
+    if parts and asked == bare and opening:
         text = f"the template ignores add_generation_prompt; answers are opened by {opening!r}"
         yield finding("chat-template-no-prompt", model.about, text)
-    if found:
+    if parts:
         yield from _turn_end(model, tokenizer, after)
 
 
@@ -94,15 +94,15 @@ def check_ends(model: Model) -> Iterator[Finding]:
     tokenizer = model.tokenizer
     if tokenizer is None:
         return
-    said = {source: ids for source, ids in _ends(model).items() if ids}
-    widest = said.get("generation_config.json") or said.get("config.json") or set()
-    outside = [source for source, ids in said.items() if not ids <= widest]
+    ends = {source: ids for source, ids in _ends(model).items() if ids}
+    widest = ends.get("generation_config.json") or ends.get("config.json") or set()
+    outside = [source for source, ids in ends.items() if not ids <= widest]
     if outside:
-        shown = "; ".join(f"{source}: {_named(tokenizer, ids)}" for source, ids in said.items())
+        shown = "; ".join(f"{source}: {_named(tokenizer, ids)}" for source, ids in ends.items())
         severity = NOTE if outside == ["config.json"] else None
         yield finding("end-tokens-differ", model.about, shown, severity)
     special = set(tokenizer.added_tokens_decoder)
-    for source, ids in said.items():
+    for source, ids in ends.items():
         ordinary = sorted(ids - special)
         if ordinary:
             text = f"{source} ends texts at {_named(tokenizer, set(ordinary))}: no special token"
@@ -117,9 +117,9 @@ def _ends(model: Model) -> dict[str, set[int]]:
         generation = json.loads(file.read_text(encoding="utf-8"))
     except (OSError, ValueError):
         generation = {}
-    own = generation.get("eos_token_id") if isinstance(generation, dict) else None
+    generation_end = generation.get("eos_token_id") if isinstance(generation, dict) else None
     return {
-        "generation_config.json": _ids(own),
+        "generation_config.json": _ids(generation_end),
         "config.json": _ids(getattr(model.config, "eos_token_id", None)),
         "the tokenizer": _ids(getattr(model.tokenizer, "eos_token_id", None)),
     }

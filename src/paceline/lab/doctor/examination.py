@@ -132,18 +132,23 @@ def examine(
         return by_severity(findings)
     findings += [*check_tensors(model), *check_values(files, "target"), *check_padding(model)]
     findings += [*check_tied(model), *check_chat(model), *check_ends(model)]
-    each = tensor_parallel if setting.device.type == "cuda" else 1  # a processor is all ranks'
+    ranks = tensor_parallel if setting.device.type == "cuda" else 1  # a processor is all ranks'
     findings += check_precision(model, setting, rounding)
-    cost, own = _Cost.of_model(model, setting, rounding, setting.cache_dtype).shared(each), setting
+    cost, target_cost = (
+        _Cost.of_model(model, setting, rounding, setting.cache_dtype).shared(ranks),
+        setting,
+    )
     if offload is not None:
         plan = plan_offload(target, dtype, device, offload, weights_memory)
         findings.append(check_offload(plan, offload))
         cost = replace(cost, weights=plan.peak, loading=0)
-        own = replace(setting, kernels=setting.has_kernels(backend))  # its 4-bit form is at hand
-    noticed, cost = _drafts(drafts, model, own, rounding, cost)
+        target_cost = replace(
+            setting, kernels=setting.has_kernels(backend)
+        )  # its 4-bit form is at hand
+    noticed, cost = _drafts(drafts, model, target_cost, rounding, cost)
     findings += noticed
     findings += check_dtype(setting, cost.weights)
-    few = any(found.code.startswith("quantised") for found in findings)
+    few = any(one.code.startswith("quantised") for one in findings)
     findings.append(check_kernels(setting, rounding, few))
     needs = (cost.weights, cost.cache_bytes, model.max_positions, cost.feature_bytes)
     load = MemoryNeeds(*needs, loading=cost.loading)
@@ -172,7 +177,7 @@ def _drafts(
         failed: dict[DraftSpec, str] = {}
         for spec, _ in composed.taken:
             noticed, _ = _draft(spec, _folder_of(spec), model, setting, rounding)
-            wrong = [each.found for each in noticed if each.severity is ERROR]
+            wrong = [one.found for one in noticed if one.severity is ERROR]
             failed |= {spec: wrong[0]} if wrong else {}
         composed = composed.without(failed)  # as when they are loaded
         findings.append(finding("draft-auto", "draft", composed.line()))
@@ -195,23 +200,23 @@ def _draft(
 ) -> tuple[list[Finding], _Cost]:
     """Findings on one draft of one kind, and what it takes."""
     if files is None:
-        found = spec.examine(target)
-        if found.target_in is None:
-            return noted(found), _Cost()
+        examined = spec.examine(target)
+        if examined.target_in is None:
+            return noted(examined), _Cost()
         held = held_bits(target, setting, rounding)
-        if held <= BITS[found.target_in]:
+        if held <= BITS[examined.target_in]:
             text = f"{spec} of a target that is held in {held} bits already"
             return [finding("draft-as-target", "draft", text)], _Cost()
-        more = rounded_bytes(target, found.target_in, setting.dtype, rounding)
+        more = rounded_bytes(target, examined.target_in, setting.dtype, rounding)
         whole = weight_bytes(target, setting, rounding)
         beside = (
             f"; its matrices take {size(more)} beside the target's {size(whole)}, together "
             f"{(more + whole) / whole:.2f} times the target"
         )
-        return [replace(f, found=f.found + beside) for f in noted(found)], _Cost(more)
+        return [replace(f, found=f.found + beside) for f in noted(examined)], _Cost(more)
     if isinstance(spec, DraftModel):
-        own = replace(rounding, draft=spec.quantize or rounding.draft)
-        return _model(spec, files, target, setting, own)
+        draft_rounding = replace(rounding, draft=spec.quantize or rounding.draft)
+        return _model(spec, files, target, setting, draft_rounding)
     head, findings = check_head(spec, files, target)
     return findings, _Cost.of(head, setting, files.stored_bytes) if head else _Cost()
 

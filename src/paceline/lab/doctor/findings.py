@@ -40,8 +40,8 @@ def _read(text: str) -> Iterator[tuple[str, Kind]]:
     for line in tables.splitlines():
         if line.startswith("| `"):
             code, severities, consequence, cure = line.strip("| ").split(" | ")
-            found = tuple(map(Severity, severities.split(", ")))
-            yield code.strip("`"), Kind(found, consequence, cure)
+            parsed = tuple(map(Severity, severities.split(", ")))
+            yield code.strip("`"), Kind(parsed, consequence, cure)
     for code in re.findall(r"`([a-z0-9-]+)`", fine):
         yield code, Kind((OK,))
 
@@ -80,12 +80,12 @@ def finding(
 
 def parted(error: Exception) -> tuple[str, str | None]:
     """An error's message as what is wrong, and what to do about it if it says so."""
-    found, semicolon, cure = str(error).rpartition("; ")
-    return (found, f"{cure[:1].upper()}{cure[1:]}.") if semicolon else (cure, None)
+    what, semicolon, cure = str(error).rpartition("; ")
+    return (what, f"{cure[:1].upper()}{cure[1:]}.") if semicolon else (cure, None)
 
 
 def by_severity(findings: Iterable[Finding]) -> list[Finding]:
     """The worst first; those of one severity in the order of ``KINDS``."""
     order = list(Severity)
-    place = {code: number for number, code in enumerate(KINDS)}
-    return sorted(findings, key=lambda item: (order.index(item.severity), place[item.code]))
+    order_of = {code: number for number, code in enumerate(KINDS)}
+    return sorted(findings, key=lambda item: (order.index(item.severity), order_of[item.code]))

@@ -53,9 +53,9 @@ def check_head(
         size = spec.examine(target, checkpoint)
         findings += noted(size)
     except ModelLoadError as error:
-        found, cure = parted(error)
+        problem, cure = parted(error)
         code = "draft-of-another-kind" if "Use --draft" in (cure or "") else "head-refused"
-        findings.append(finding(code, "draft", found, cure=cure))
+        findings.append(finding(code, "draft", problem, cure=cure))
     findings += _base(files, target)
     findings += check_values(files, "draft")
     return size, findings
@@ -72,12 +72,14 @@ def _stand_ins(files: ModelFiles) -> dict[str, torch.Tensor]:
 
 def _base(files: ModelFiles, target: Model) -> list[Finding]:
     """The model that the head was made for, by its name."""
-    said: Any = files.config.get("base_model_name_or_path")
+    base_model: Any = files.config.get("base_model_name_or_path")
     if is_speculators(dict(files.config)):
         verifier = files.config.get("speculators_config", {}).get("verifier", {})
-        said = verifier.get("name_or_path") if isinstance(verifier, Mapping) else None
-    if not isinstance(said, str) or not said:
+        base_model = verifier.get("name_or_path") if isinstance(verifier, Mapping) else None
+    if not isinstance(base_model, str) or not base_model:
         return []
-    if said.rstrip("/").rpartition("/")[2] == target.name.rstrip("/").rpartition("/")[2]:
+    if base_model.rstrip("/").rpartition("/")[2] == target.name.rstrip("/").rpartition("/")[2]:
         return []
-    return [finding("head-base-differs", "draft", f"made for {said}, used with {target.name}")]
+    return [
+        finding("head-base-differs", "draft", f"made for {base_model}, used with {target.name}")
+    ]

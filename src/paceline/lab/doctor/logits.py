@@ -68,7 +68,7 @@ def check_logits(target: str, *, device: str = "auto", backend: str = "auto") ->
     cannot be compared here is a note. Raises ModelLoadError if there is no such model, ConfigError
     on an unusable device.
     """
-    place, files, start = resolve_device(device), read_files(target), time.monotonic()
+    device_used, files, start = resolve_device(device), read_files(target), time.monotonic()
     limit_threads()
     if files.remote:
         return _unchecked("the weights are not on this machine")
@@ -83,14 +83,14 @@ def check_logits(target: str, *, device: str = "auto", backend: str = "auto") ->
             config, layers, needed = _some_layers(config)
         except Exception as error:  # whatever the code of an architecture raises
             return _unchecked(f"no model is built of the config ({first_line(error)})")
-        free = free_memory(place)
+        free = free_memory(device_used)
         if needed > free:
-            said = f"{layers} layers, embedding and head take {size(needed)} in float32"
-            return _unchecked(f"{said}, but {size(free)} of memory are free")
+            memory = f"{layers} layers, embedding and head take {size(needed)} in float32"
+            return _unchecked(f"{memory}, but {size(free)} of memory are free")
         with stage(f"comparing {target} with transformers", total=4) as begun:
-            module = load_module(target, "float32", place, "eager", config=config)
+            module = load_module(target, "float32", device_used, "eager", config=config)
             begun.advance(1, "transformers' logits")
-            sequences = _sequences(config, place)
+            sequences = _sequences(config, device_used)
             try:
                 wanted = _of_library(module, sequences)
             except Exception as error:  # whatever a model's own code raises
@@ -99,7 +99,7 @@ def check_logits(target: str, *, device: str = "auto", backend: str = "auto") ->
             model = _adapted(module, target, REFERENCE)
             apart = {REFERENCE: _compared(model, sequences, wanted)}
             right = apart[REFERENCE].most <= _LIMIT  # else there is nothing to hold kernels to
-            if right and backend != REFERENCE and place.type == "cpu":
+            if right and backend != REFERENCE and device_used.type == "cpu":
                 behind = _behind(model)
                 del model  # never two laid-out copies at a time
                 begun.advance(1, f"on {_NAMES[NATIVE]}")
@@ -107,10 +107,10 @@ def check_logits(target: str, *, device: str = "auto", backend: str = "auto") ->
                 if model.backend.name == NATIVE:
                     near = _compared(model, sequences[:2], wanted[:2])
                     far = _furthest(_behind(model), behind, trial_starts(model, _BEHIND))
-                    apart[NATIVE] = max(near, far, key=lambda found: found.most)
+                    apart[NATIVE] = max(near, far, key=lambda largest: largest.most)
     except (ModelLoadError, UnsupportedModelError) as error:
-        found, cure = parted(error)
-        return finding("architecture-refused", "target", found, cure=cure)
+        problem, cure = parted(error)
+        return finding("architecture-refused", "target", problem, cure=cure)
     seconds = time.monotonic() - start
     return _judged(apart, sequences, f"{layers} layers, {seconds:.1f} s")
 
@@ -121,18 +121,19 @@ def _unchecked(why: str) -> Finding:
 
 def _judged(apart: dict[str, _Apart], sequences: Sequence[_Sequence], how: str) -> Finding:
     worst = max(apart, key=lambda backend: apart[backend].most)
-    found = apart[worst]
-    if found.most <= _LIMIT:
+    difference = apart[worst]
+    if difference.most <= _LIMIT:
         runs = dict.fromkeys((int(s.positions[0]), int(s.positions[-1])) for s in sequences[::2])
         places = ", ".join(f"{first:,} to {last:,}" for first, last in runs)
         ways = " and ".join(_NAMES[backend] for backend in apart)
         text = (
-            f"the engine's logits equal transformers' to {found.most:.0e} of their spread at "
+            f"the engine's logits equal transformers' to {difference.most:.0e} of their spread at "
             f"positions {places} ({ways}; {how})"
         )
         return finding("logits-equal", "target", text)
     text = (
-        f"on {_NAMES[worst]} the logits of position {found.position:,} are {found.most:.2g} of "
+        f"on {_NAMES[worst]} the logits of position {difference.position:,} are "
+        f"{difference.most:.2g} of "
         f"their spread off transformers' ({how})"
     )
     cure = "Use --backend reference, and report this line." if worst == NATIVE else None
@@ -213,13 +214,13 @@ def _sequences(config: Any, device: torch.device) -> list[_Sequence]:
     places = dict.fromkeys((0, (limit - rows) // 2, limit - rows))
     if getattr(text, "attn_temperature_tuning", False):
         places = {0: None}  # Llama 4's own code counts rows there, not positions
-    found: list[_Sequence] = []
+    differences: list[_Sequence] = []
     for first in places:
         for length in (rows, min(_FEWER, rows)):
             numbers = torch.arange(length, device=device)
-            ids = (numbers * 7919 + 101 * len(found) + 1) % text.vocab_size
-            found.append(_Sequence(ids, numbers + first))
-    return found
+            ids = (numbers * 7919 + 101 * len(differences) + 1) % text.vocab_size
+            differences.append(_Sequence(ids, numbers + first))
+    return differences
 
 
 @torch.inference_mode()
@@ -249,15 +250,15 @@ def _compared(
     cache = PagedCache(model.cache_shapes, len(sequences), _ROWS, model.dtype, model.device)
     cuts = [-(-2 * len(s.ids) // 3) for s in sequences]
     ends = [len(s.ids) for s in sequences]
-    found = []
+    differences = []
     for firsts, lasts in (([0] * len(cuts), cuts), (cuts, ends)):
         runs = [slice(*run) for run in zip(firsts, lasts, strict=True)]
         logits = model(_batch(model, sequences, runs), cache).logits
         ours = torch.split(logits, [run.stop - run.start for run in runs])
         theirs = [rows[run] for rows, run in zip(wanted, runs, strict=True)]
         starts = [int(s.positions[0]) + run.start for s, run in zip(sequences, runs, strict=True)]
-        found.append(_furthest(ours, theirs, starts))
-    return max(found, key=lambda apart: apart.most)
+        differences.append(_furthest(ours, theirs, starts))
+    return max(differences, key=lambda apart: apart.most)
 
 
 @torch.inference_mode()
@@ -274,7 +275,7 @@ def _furthest(
         off = (ours.float() - theirs.float()).abs().amax(-1)
         off /= theirs.float().std(-1).clamp_min(1e-6)
         for position, apart in enumerate(off.nan_to_num(torch.inf).tolist(), start):
-            worst = max(worst, _Apart(apart, position), key=lambda found: found.most)
+            worst = max(worst, _Apart(apart, position), key=lambda apart_one: apart_one.most)
     return worst
 
 

@@ -47,11 +47,11 @@ class DeviceSettings:
         backend: str = "auto",
     ) -> DeviceSettings:
         """Raises ConfigError on a device or dtype that there is not."""
-        place = resolve_device(device)
-        own = dtype_to_load(dtype, place, backend)
-        cached = cache_dtype(kv_cache_dtype, own or torch.bfloat16)
-        found = cls(place, own, max_batch_size, kv_cache_memory, cached)
-        return replace(found, kernels=found.has_kernels(backend))
+        device_used = resolve_device(device)
+        dtype_used = dtype_to_load(dtype, device_used, backend)
+        cached = cache_dtype(kv_cache_dtype, dtype_used or torch.bfloat16)
+        setting = cls(device_used, dtype_used, max_batch_size, kv_cache_memory, cached)
+        return replace(setting, kernels=setting.has_kernels(backend))
 
     def has_kernels(self, backend: str) -> bool:
         """Whether there are native kernels for what a backend runs here."""
@@ -131,13 +131,13 @@ def _at_its_peak(setting: DeviceSettings, load: MemoryNeeds, blocks: int) -> str
 
     On a processor only: there Python and the libraries count, which this process holds as well.
     """
-    own = held_memory() if setting.device.type == "cpu" else None
-    if own is None:
+    held = held_memory() if setting.device.type == "cpu" else None
+    if held is None:
         return ""
     wanted = setting.max_batch_size * (-(-load.positions // BLOCK_SIZE) + 1)
     cache = min(blocks, wanted) * BLOCK_SIZE * load.cache_bytes
     most = max(load.loading, load.weights + cache)
-    return f", and the process at its peak {size(own + most)}"
+    return f", and the process at its peak {size(held + most)}"
 
 
 def check_offload(plan: OffloadPlan, offload: str) -> Finding:

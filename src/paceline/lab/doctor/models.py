@@ -64,14 +64,14 @@ class Model:
     @property
     def quantisation_options(self) -> Mapping[str, Any] | None:
         """What config.json says of packed weights, None if they are plain numbers."""
-        said = self.files.config.get("quantization_config")
-        return said if said is None or isinstance(said, Mapping) else {}
+        quantisation = self.files.config.get("quantization_config")
+        return quantisation if quantisation is None or isinstance(quantisation, Mapping) else {}
 
     @property
     def quantisation(self) -> str | None:
         """The method by which the weights are packed, None if they are plain numbers."""
-        said = self.quantisation_options
-        return None if said is None else str(said.get("quant_method") or "unknown")
+        options = self.quantisation_options
+        return None if options is None else str(options.get("quant_method") or "unknown")
 
     @property
     def parameters(self) -> int:
@@ -120,9 +120,9 @@ def describe(files: ModelFiles, about: str) -> tuple[Model | None, list[Finding]
             whole = Model(about, files, config, config.get_text_config(decoder=True), None)
             check_taken(files.gguf, whole.skeleton)
     except (ModelLoadError, UnsupportedModelError) as error:
-        found, cure = parted(error)
+        problem, cure = parted(error)
         code = "remote-code" if foreign else "architecture-refused"
-        return None, [finding(code, about, found, cure=cure)]
+        return None, [finding(code, about, problem, cure=cure)]
     if foreign:
         text = "the folder brings code of its own (auto_map), which is not run"
         findings.append(finding("remote-code", about, text, NOTE, "Nothing to do."))
@@ -135,8 +135,8 @@ def describe(files: ModelFiles, about: str) -> tuple[Model | None, list[Finding]
         try:
             tokenizer = load_tokenizer(str(files.folder))
         except ModelLoadError as error:
-            found, cure = parted(error)
-            findings.append(finding("tokenizer-absent", about, found, ERROR, cure))
+            problem, cure = parted(error)
+            findings.append(finding("tokenizer-absent", about, problem, ERROR, cure))
     model = Model(about, files, config, config.get_text_config(decoder=True), tokenizer)
     if model.quantisation is not None:
         return model, findings  # precision.py tells of those

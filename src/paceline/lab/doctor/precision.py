@@ -147,14 +147,14 @@ def _stored(model: Model, options: Mapping[str, Any], setting: DeviceSettings) -
 def _gguf(file: GgufFile, about: str, setting: DeviceSettings, rounding: Rounding) -> Finding:
     """Which of its blocks stay, and what the others take."""
     kinds = ", ".join(f"{number} tensors in {name}" for name, number in file.types.items())
-    said = f"{file.path.name} ({kinds}) takes {size(file.stored_bytes)} on the disk"
+    stored = f"{file.path.name} ({kinds}) takes {size(file.stored_bytes)} on the disk"
     kept = _kept_types(file, setting, rounding, rounding.of(about))
     if kept:
-        text = f"{said}; matrices in {', '.join(kept)} stay as they are in memory"
+        text = f"{stored}; matrices in {', '.join(kept)} stay as they are in memory"
         return finding("gguf-kept", about, text)
     text = (
-        f"{said} and, dequantised, {size(file.parameters * torch.bfloat16.itemsize)} of memory in "
-        f"bfloat16 or {size(file.parameters * torch.float32.itemsize)} in float32"
+        f"{stored} and, dequantised, {size(file.parameters * torch.bfloat16.itemsize)} of memory "
+        f"in bfloat16 or {size(file.parameters * torch.float32.itemsize)} in float32"
     )
     return finding("gguf-dequantised", about, text)
 
@@ -173,8 +173,8 @@ def _of_weights(options: Mapping[str, Any], names: Sequence[str]) -> Any:
     """What the first group of layers says of its weights under one of these names."""
     groups = options.get("config_groups")
     first = next(iter(groups.values()), {}) if isinstance(groups, Mapping) else options
-    said = first.get("weights", first) if isinstance(first, Mapping) else {}
-    return next((said[name] for name in names if name in said), None)
+    weights = first.get("weights", first) if isinstance(first, Mapping) else {}
+    return next((weights[name] for name in names if name in weights), None)
 
 
 def check_kernels(setting: DeviceSettings, rounding: Rounding, few: bool) -> Finding:

@@ -60,21 +60,21 @@ def _count(findings: Sequence[Finding]) -> Text:
 
 
 def _measured(trial: SpeedupTrial) -> list[Table | Figure]:
-    found = trial.explored
-    ratio, textbook = found.cost_ratio, found.textbook
-    tried = sum(found.long.reached)
+    explored = trial.explored
+    ratio, textbook = explored.cost_ratio, explored.textbook
+    tried = sum(explored.long.reached)
     rows: list[tuple[str, str]] = [
-        ("plain decoding", f"{found.plain.rate:.0f} tokens/s"),
-        ("acceptance rate", found.accepted + (f" of {tried} tried" if tried else "")),
+        ("plain decoding", f"{explored.plain.rate:.0f} tokens/s"),
+        ("acceptance rate", explored.accepted + (f" of {tried} tried" if tried else "")),
         ("draft pass / target forward", "none" if ratio is None else f"{ratio:.2f}"),
     ]
-    base = found.target(1)
+    base = explored.target(1)
     for rows_computed, seconds in zip(
-        found.target.tokens[1:], found.target.seconds[1:], strict=True
+        explored.target.tokens[1:], explored.target.seconds[1:], strict=True
     ):
         rows.append((f"forward over {rows_computed:.1f} rows / 1 row", f"{seconds / base:.2f}"))
-    rows.append(("best draft length", str(found.best)))
-    rows.append(("predicted speedup", f"{found.speedup(found.best):.2f}x"))
+    rows.append(("best draft length", str(explored.best)))
+    rows.append(("predicted speedup", f"{explored.speedup(explored.best):.2f}x"))
     if textbook is not None:
         rows.append(("textbook formula", f"{textbook:.2f}x"))
     rows.append(("measured speedup", f"{trial.measured:.2f}x"))
@@ -84,8 +84,8 @@ def _measured(trial: SpeedupTrial) -> list[Table | Figure]:
         "timed. The textbook formula takes checking a draft to be free."
     )
     lengths = list(range(1, LONG + 1))
-    measured = [trial.measured if length == found.best else None for length in lengths]
-    series = {"predicted": found.predicted, "measured": measured}
+    measured = [trial.measured if length == explored.best else None for length in lengths]
+    series = {"predicted": explored.predicted, "measured": measured}
     figure = Figure(
         "Speedup over plain decoding by draft length",
         lambda: plots.lines(lengths, series, "draft length", "speedup"),

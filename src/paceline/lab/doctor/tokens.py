@@ -31,8 +31,8 @@ def compare(target: Model, draft: Model, method: str = "auto") -> Iterator[Findi
             logger.setLevel(logging.WARNING)  # what it would log is a finding here
             match = match_vocabularies(target, draft, ours, theirs, method)
     except VocabularyMismatchError as error:
-        found, cure = parted(error)
-        yield finding("vocabulary-refused", "pair", found, cure=cure)
+        problem, cure = parted(error)
+        yield finding("vocabulary-refused", "pair", problem, cure=cure)
         return
     if match is None:
         count = len(ours.get_vocab())
@@ -68,7 +68,7 @@ def _segmentation(
     text = f"the tokenizers differ in {' and '.join(differing)}"
     if "merges" in differing:
         pairs = enumerate(zip(mine["merges"], other["merges"], strict=False))
-        first = next((place for place, (a, b) in pairs if a != b), None)
+        first = next((number for number, (a, b) in pairs if a != b), None)
         text += f" ({len(mine['merges'])} against {len(other['merges'])}"
         text += ")" if first is None else f", the first other one at place {first})"
     yield finding("segmentation-differs", "pair", text)

@@ -94,8 +94,8 @@ class Exploration:
     def cost(self) -> CostModel:
         """What steps take and gain, from the phases of those that were run."""
         # Lookup drafters do not always find something: as many nodes as they did.
-        found = self.long.drafted / self.long.steps / max(1, self.nodes[-1])
-        nodes = tuple(count * (1.0 if self.chain else found) for count in self.nodes)
+        nodes_used = self.long.drafted / self.long.steps / max(1, self.nodes[-1])
+        nodes = tuple(count * (1.0 if self.chain else nodes_used) for count in self.nodes)
         profile = DrafterCosts(nodes, self.passes, CostCurve((1,), (self._pass,)))
         rest = self._by_rows("target", "verify", "other")
         cost = CostModel(TargetCosts((1,), (rest,)), {_DRAFTER: profile})
@@ -157,19 +157,19 @@ class SpeedupTrial:
         return predicted_by_measured(self.explored.speedup(self.explored.best), self.measured)
 
     def record(self) -> dict[str, Any]:
-        found = self.explored
-        curve = zip(found.target.tokens, found.target.seconds, strict=True)
+        explored = self.explored
+        curve = zip(explored.target.tokens, explored.target.seconds, strict=True)
         return {
-            "plain_tokens_per_second": found.plain.rate,
-            "acceptance_rate": found.acceptance if found.long.drafted else None,
-            "acceptance_per_position": list(found.per_position),
-            "drafts_per_position": list(found.long.reached),
-            "draft_cost_ratio": found.cost_ratio,
+            "plain_tokens_per_second": explored.plain.rate,
+            "acceptance_rate": explored.acceptance if explored.long.drafted else None,
+            "acceptance_per_position": list(explored.per_position),
+            "drafts_per_position": list(explored.long.reached),
+            "draft_cost_ratio": explored.cost_ratio,
             "target_seconds_by_rows": [{"rows": r, "seconds": s} for r, s in curve],
-            "predicted_speedup_by_length": list(found.predicted),
-            "best_draft_length": found.best,
-            "predicted_speedup": found.speedup(found.best),
-            "textbook_speedup": found.textbook,
+            "predicted_speedup_by_length": list(explored.predicted),
+            "best_draft_length": explored.best,
+            "predicted_speedup": explored.speedup(explored.best),
+            "textbook_speedup": explored.textbook,
             "measured_speedup": self.measured,
             "predicted_by_measured": self.predicted_by_measured,
             "seconds": self.seconds,
@@ -193,11 +193,11 @@ def run_trial(
     prompts = [prompt.encode(plain)[:most] for prompt in load_prompts(per_category=1)]
 
     def turn(ids: list[int], tokens: int, *lengths: int) -> list[StepSums]:
-        found = []
+        explorations = []
         for length in lengths:
-            found.append(decode(spec if length else plain, ids, tokens, length))
+            explorations.append(decode(spec if length else plain, ids, tokens, length))
             progress(time.perf_counter() - start)
-        return found
+        return explorations
 
     warm = turn(prompts[0], _LEAST_TOKENS, 0, LONG, _SHORT)[0]
     # Each prompt is decoded in three ways, and three prompts at least should have their turn.
@@ -208,16 +208,16 @@ def run_trial(
     ]
     base, long, short = (sum(column[1:], column[0]) for column in zip(*explored, strict=True))
     drafter, lengths = spec.engine.drafter, range(LONG + 1)
-    found = Exploration(
+    exploration = Exploration(
         base,
         long,
         short,
         tuple(drafter.passes(length) for length in lengths),
         tuple(drafter.max_nodes(length) for length in lengths),
     )
-    pairs = [turn(ids, tokens, 0, found.best) for ids in _until(prompts, start + seconds)]
+    pairs = [turn(ids, tokens, 0, exploration.best) for ids in _until(prompts, start + seconds)]
     measured = statistics.median(fast.rate / slow.rate for slow, fast in pairs)
-    return SpeedupTrial(found, measured, time.perf_counter() - start)
+    return SpeedupTrial(exploration, measured, time.perf_counter() - start)
 
 
 def _until(prompts: Sequence[list[int]], deadline: float) -> Iterator[list[int]]:
@@ -232,7 +232,7 @@ def decode(llm: LLM, ids: Sequence[int], tokens: int, length: int) -> StepSums:
     """Decode greedily, past end tokens; the clock starts behind the step that reads the prompt."""
     params = SamplingParams(max_tokens=tokens + 1, ignore_eos=True, draft_length=length)
     drive = Drive(llm.engine, [sequence(ids, params)]).run()
-    read = next(place for place, step in enumerate(drive.steps) if step.commits[0].tokens)
+    read = next(index for index, step in enumerate(drive.steps) if step.commits[0].tokens)
     return StepSums.of(drive.steps[read + 1 :])
 
 
@@ -246,11 +246,11 @@ _ROWS, _STEEP = 5, 1.5  # so many rows should cost less than so many times one
 
 def judge(trial: SpeedupTrial) -> list[Finding]:
     """The verdict first, then what stands in the way."""
-    found = trial.explored
-    best, predicted = found.best, found.speedup(found.best)
+    explored = trial.explored
+    best, predicted = explored.best, explored.speedup(explored.best)
     text = (
         f"measured {trial.measured:.2f}x of plain decoding at draft length {best}, predicted "
-        f"{predicted:.2f}x; {found.accepted}"
+        f"{predicted:.2f}x; {explored.accepted}"
     )
     code = "not-worth-it"
     if trial.measured >= _HARMLESS:
@@ -259,14 +259,14 @@ def judge(trial: SpeedupTrial) -> list[Finding]:
     if not 1 / _UNSURE <= trial.predicted_by_measured <= _UNSURE:
         text = f"predicted {predicted:.2f}x, measured {trial.measured:.2f}x"
         findings.append(finding("measurement-unsure", "machine", text))
-    ratio = found.cost_ratio
-    if ratio is not None and found.long.drafted and found.acceptance < _LOW:
-        text = f"of the drafted tokens that were tried {found.acceptance:.0%} were accepted"
+    ratio = explored.cost_ratio
+    if ratio is not None and explored.long.drafted and explored.acceptance < _LOW:
+        text = f"of the drafted tokens that were tried {explored.acceptance:.0%} were accepted"
         findings.append(finding("acceptance-low", "pair", text))
     if ratio is not None and ratio > _DEAR:
         text = f"a pass of the drafter takes {ratio:.2f} of a target forward"
         findings.append(finding("draft-dear", "pair", text))
-    growth = found.target(_ROWS) / found.target(1)
+    growth = explored.target(_ROWS) / explored.target(1)
     if growth > _STEEP:
         text = f"a target forward over {_ROWS} rows takes {growth:.2f} times one over one row"
         findings.append(finding("verify-dear", "machine", text))

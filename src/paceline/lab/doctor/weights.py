@@ -106,12 +106,12 @@ def _untrained(
         return f"all {len(zero)} sampled matrices are zero"
     if not all(bool((values == 1).all() or (values == 0).all()) for values in norms):
         return None
-    said = float(config.get("initializer_range") or 0.02)
+    initial_range = float(config.get("initializer_range") or 0.02)
     layers = int(config.get("num_hidden_layers") or config.get("n_layer") or 1)
     fresh = []
     for key, (values, shape) in matrices.items():
         spread = float(values.std())
-        usual = (said, said / math.sqrt(2 * layers), 1 / math.sqrt(3 * shape[1]))
+        usual = (initial_range, initial_range / math.sqrt(2 * layers), 1 / math.sqrt(3 * shape[1]))
         # Of few values the spread is not known well: three standard errors.
         close = max(_CLOSE, 3 / math.sqrt(2 * values.numel()))
         if key not in zero and min(abs(spread / one - 1) for one in usual) > close:
@@ -147,8 +147,8 @@ def check_padding(model: Model) -> Iterator[Finding]:
 def untrained(model: Model, rows: Sequence[int], head: bool = False) -> str | None:
     """What shows that no training has touched these rows, None if nothing does."""
     # Logits are made by the file's own head, else by the embedding that it is tied to.
-    own = _entry(model, "get_output_embeddings") if head else None
-    entry = own or _entry(model, "get_input_embeddings")
+    output_entry = _entry(model, "get_output_embeddings") if head else None
+    entry = output_entry or _entry(model, "get_input_embeddings")
     if entry is None or len(entry.shape) != 2 or not rows or max(rows) >= entry.shape[0]:
         return None
     values = _rows(entry, rows)
@@ -158,14 +158,17 @@ def untrained(model: Model, rows: Sequence[int], head: bool = False) -> str | No
         logit = ", so their logits are 0 whatever the text" if head else ""
         return f"all zero{logit}"
     # Fresh ones have the spread of initialisation, and those of ordinary tokens have left it.
-    said = float(model.files.config.get("initializer_range") or 0.02)
+    initial_range = float(model.files.config.get("initializer_range") or 0.02)
     tokens = entry.shape[0] if model.tokenizer is None else len(model.tokenizer)
     others = _rows(entry, sorted(set(range(min(tokens, entry.shape[0]))) - set(rows)))
     if others is None:
         return None
     fresh, usual = float(values.std()), float(others.std())
     near = max(_CLOSE, 3 / math.sqrt(2 * values.numel()))  # of few values it is not known well
-    if abs(fresh / said - 1) < near < abs(fresh / usual - 1) and abs(usual / said - 1) > _FAR:
+    if (
+        abs(fresh / initial_range - 1) < near < abs(fresh / usual - 1)
+        and abs(usual / initial_range - 1) > _FAR
+    ):
         return f"with the spread of fresh ones ({fresh:.3g}, others {usual:.3g})"
     return None
 
@@ -183,12 +186,12 @@ def check_tied(model: Model) -> Iterator[Finding]:
     ours, theirs = _rows(head, rows), _rows(embedding, rows)
     if ours is None or theirs is None:
         return
-    said = bool(getattr(model.config, "tie_word_embeddings", False))
+    tied = bool(getattr(model.config, "tie_word_embeddings", False))
     size = f"{head.count:,} numbers"
     if torch.equal(ours, theirs):
-        text = f"the head repeats the embedding ({size}), config.json says tied: {said}"
+        text = f"the head repeats the embedding ({size}), config.json says tied: {tied}"
         yield finding("tied-head-repeated", model.about, text)
-    elif said:
+    elif tied:
         text = f"config.json ties the head to the embedding, but the file has another head ({size})"
         yield finding("tied-head-differs", model.about, text)
 
@@ -206,6 +209,6 @@ def _rows(entry: TensorEntry, rows: Sequence[int]) -> torch.Tensor | None:
     """float32 ``[some, width]``: some of these rows, evenly over all."""
     step = max(1, len(rows) // _LOOKED_AT)
     width = entry.shape[1]
-    found = [entry.read(row * width, width) for row in rows[::step][:_LOOKED_AT]]
-    kept = [values.float() for values in found if values is not None]
+    read_rows = [entry.read(row * width, width) for row in rows[::step][:_LOOKED_AT]]
+    kept = [values.float() for values in read_rows if values is not None]
     return torch.stack(kept) if kept else None

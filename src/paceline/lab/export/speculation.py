@@ -101,8 +101,8 @@ class Tree:
 def place_of(name: str) -> str:
     """The absolute folder of a built-in or local model; a hub name as it is."""
     path = resolve(name)
-    found = Path(path).expanduser()
-    return str(found.resolve()) if found.exists() else path
+    folder = Path(path).expanduser()
+    return str(folder.resolve()) if folder.exists() else path
 
 
 @dataclass(frozen=True)
@@ -135,7 +135,7 @@ class Exported:
             "config": dict(self.config),
             "files": dict(self.files),
             "head": self.head,
-            "approximations": [vars(each) for each in self.approximations],
+            "approximations": [vars(approximation) for approximation in self.approximations],
         }
 
 
@@ -143,9 +143,9 @@ def usual_approximations(
     it: ExportedDraft, trees: bool = False, rules: tuple[str, ...] = ("token",)
 ) -> list[Approximation]:
     """What most engines lack: the adaptive length, trees, and rules but the usual one."""
-    found = []
+    problems = []
     if it.adaptive:
-        found.append(
+        problems.append(
             Approximation(
                 "adaptive draft length",
                 f"{it.length} tokens at every step",
@@ -153,7 +153,7 @@ def usual_approximations(
             )
         )
     if it.tree.branches and not trees:
-        found.append(
+        problems.append(
             Approximation(
                 f"trees of {it.tree.nodes} nodes",
                 f"chains of {it.length}",
@@ -164,11 +164,11 @@ def usual_approximations(
         cost = "at most as many tokens a step when sampling; greedy text is the same"
         if it.rule == "coupled":
             cost = "sampled text with a seed depends on drafts and batch; greedy is the same"
-        found.append(Approximation(f"rule {it.rule!r}", f"rule {rules[0]!r}", cost))
+        problems.append(Approximation(f"rule {it.rule!r}", f"rule {rules[0]!r}", cost))
     if isinstance(it.draft, DraftModel) and it.draft.vocab == "string":
-        found.append(
+        problems.append(
             Approximation(
                 "a draft with another tokenizer, by text", "token ids", "the engine may refuse it"
             )
         )
-    return found
+    return problems

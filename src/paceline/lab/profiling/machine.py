@@ -89,16 +89,16 @@ def last_level_cache(device: torch.device, root: Path = _CACHES) -> int | None:
     """Bytes of the cache in front of the memory; None where the system does not say."""
     if device.type == "cuda":
         return int(torch.cuda.get_device_properties(device).L2_cache_size)
-    found: list[tuple[int, int]] = []
+    rates: list[tuple[int, int]] = []
     for folder in root.glob("index*"):
         try:
             level = int((folder / "level").read_text())
             size = (folder / "size").read_text().strip()
             unit = {"K": 2**10, "M": 2**20, "G": 2**30}[size[-1]]
-            found.append((level, int(size[:-1]) * unit))
+            rates.append((level, int(size[:-1]) * unit))
         except (OSError, ValueError, KeyError, IndexError):
             continue
-    return max(found)[1] if found else None
+    return max(rates)[1] if rates else None
 
 
 def _seconds(run: Callable[[], object], device: torch.device) -> float:

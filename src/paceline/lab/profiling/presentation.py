@@ -71,8 +71,8 @@ def report_of(result: ProfileResult, setting: str) -> Report:
     if result.runs:
         names = [run.name for run in result.runs]
         phases = {
-            figures.name: [1e3 * run.figures[place].seconds for run in result.runs]
-            for place, figures in enumerate(result.runs[0].figures)
+            figures.name: [1e3 * run.figures[number].seconds for run in result.runs]
+            for number, figures in enumerate(result.runs[0].figures)
         }
         picture = _picture("Time of a step by phase", "phases", names, phases)
         report.add("Steps", _side_by_side(result.runs, setting), picture)
@@ -157,7 +157,7 @@ def _operator_table(run: RunProfile) -> Table:
         Column("", "calls", "calls", lambda calls: f"{calls / steps:.0f}"),
         Column("", "µs each", "", lambda o: f"{1e6 * o.seconds / o.calls:.1f}"),
         Column("", "ms", "seconds", lambda seconds: f"{1e3 * seconds / steps:.3f}"),
-        Column("", "share", "seconds", lambda own: f"{own / total:.0%}" if total else ""),
+        Column("", "share", "seconds", lambda key: f"{key / total:.0%}" if total else ""),
     )
     note = (
         "Of a step under the profiler, the median of those that called it: own time, without what "

@@ -65,32 +65,32 @@ class RunProfile:
 
     def warnings(self) -> list[str]:
         """Why the figures may not be what they seem."""
-        found = []
+        figures = []
         busy = ""
         if self.busy > BUSY:
             busy = f"other programs had the processor for {self.busy:.0%} of the time"
         elif self.load > 1:
             busy = f"{self.load:.1f} programs a processor wanted to run before this began"
         if busy:
-            found.append(f"the machine is busy: {busy}; {_BUSY}")
+            figures.append(f"the machine is busy: {busy}; {_BUSY}")
         if self.drafts and not self.drafted:
-            found.append(
+            figures.append(
                 f"{self.name}: nothing was drafted, so these are the figures of plain decoding; "
                 "give --draft-length a number to see drafting"
             )
-        return found
+        return figures
 
     def sentences(self, machine: MachineSpeeds) -> list[str]:
         """What holds the step up, then each phase that matters, the longest first."""
-        found = [conclude(self.name, list(self.figures), machine, self.tokens_per_second)]
+        conclusions = [conclude(self.name, list(self.figures), machine, self.tokens_per_second)]
         if machine.fits_cache(int(self.working_set)):
-            found.append(
+            conclusions.append(
                 "What a step reads fits into the last-level cache, so its bandwidth may exceed "
                 "the memory's; a larger model's will not."
             )
         longest = sorted(self.figures, key=lambda figures: -figures.seconds)
         matter = [f for f in longest if f.seconds >= MINOR * self.step_seconds]
-        return found + [explain(figures, machine) for figures in matter]
+        return conclusions + [explain(figures, machine) for figures in matter]
 
     def record(self, machine: MachineSpeeds) -> dict[str, Any]:
         phases = {
@@ -184,14 +184,14 @@ def profile_all(
         for (name, llm), stretches in zip(contestants, timed, strict=True):
             advance(f"{name}: round {number + 1}")
             stretches.append(steady.run(llm, prompts, options.steps))
-    for place, (name, llm) in enumerate(contestants):
+    for index, (name, llm) in enumerate(contestants):
         advance(f"{name}: profiling")
-        last = place == len(contestants) - 1
+        last = index == len(contestants) - 1
         steps = min(PROFILED_STEPS, options.steps)
         profiled = trace.run(llm, prompts, steps, options.trace if last else None)
         fixed = result.machine.product_seconds
-        own = timed[place], works[place], profiled
-        result.runs.append(_assemble(name, llm, *own, fixed, load))
+        measured = timed[index], works[index], profiled
+        result.runs.append(_assemble(name, llm, *measured, fixed, load))
 
 
 def _assemble(

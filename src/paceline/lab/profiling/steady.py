@@ -114,16 +114,16 @@ def run(llm: LLM, prompts: Sequence[list[int]], steps: int, around: Enter | None
         while len(drive.steps) < done + steps and _all_decode(drive.step(), len(prompts)):
             pass
         running = time.thread_time() - running
-    own = drive.steps[done:]
-    if len(own) < FEWEST:
-        raise _too_few(WARM_UP + len(own), llm.max_model_len - max(map(len, prompts)))
+    new_steps = drive.steps[done:]
+    if len(new_steps) < FEWEST:
+        raise _too_few(WARM_UP + len(new_steps), llm.max_model_len - max(map(len, prompts)))
     wall = drive.seconds - seconds
     busy = max(0.0, 1 - running / wall) if llm.target.device.type == "cpu" else 0.0
     counts = drive.counts
     drafters = Counter(counts.by_drafter) - Counter(known.by_drafter)
     not_drafted = Counter(counts.not_drafted) - Counter(known.not_drafted)
-    seconds_of = tuple(step.seconds for step in own)
-    return Stretch(StepSums.of(own), busy, seconds_of, drafters, not_drafted)
+    seconds_of = tuple(step.seconds for step in new_steps)
+    return Stretch(StepSums.of(new_steps), busy, seconds_of, drafters, not_drafted)
 
 
 @contextmanager

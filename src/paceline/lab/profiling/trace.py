@@ -199,7 +199,7 @@ def _activities(device: torch.device) -> list[ProfilerActivity]:
 
 def shares(events: Iterable[Any]) -> dict[str, Share]:
     """Sums by phase from profiler events; what is in a step, but in no phase of it, is "other"."""
-    found: dict[str, Share] = defaultdict(Share)
+    share_of: dict[str, Share] = defaultdict(Share)
     passages: dict[str, dict[int, _Passage]] = defaultdict(lambda: defaultdict(_Passage))
     for event in events:
         if _on_device(event):
@@ -214,7 +214,7 @@ def shares(events: Iterable[Any]) -> dict[str, Share]:
         if chain is None:
             continue
         top, phase = chain
-        share = found[phase]
+        share = share_of[phase]
         share.events += 1
         share.launches += event.name.startswith(("cudaLaunchKernel", "cuLaunchKernel"))
         share.device += event.self_device_time_total / 1e6
@@ -225,9 +225,9 @@ def shares(events: Iterable[Any]) -> dict[str, Share]:
             passages[phase][id(event.cpu_parent)].calls.append(called)
             share.calls += 1
             share.kernel_calls += kernel
-    for phase, own in passages.items():
-        _add_typical(found[phase], own.values())
-    return dict(found)
+    for phase, passage in passages.items():
+        _add_typical(share_of[phase], passage.values())
+    return dict(share_of)
 
 
 def _add_typical(share: Share, passages: Iterable[_Passage]) -> None:
@@ -238,11 +238,15 @@ def _add_typical(share: Share, passages: Iterable[_Passage]) -> None:
         alike[tuple(name for name, _ in passage.calls)].append(passage)
     for names, group in alike.items():
         seconds = [[taken for _, taken in passage.calls] for passage in group]
-        typical = [statistics.median(each) for each in zip(*seconds, strict=True)]
+        typical = [statistics.median(step_seconds) for step_seconds in zip(*seconds, strict=True)]
         called = len(group) * sum(typical)
-        kernels = sum(each for name, each in zip(names, typical, strict=True) if is_kernel(name))
+        kernels = sum(
+            seconds_typical
+            for name, seconds_typical in zip(names, typical, strict=True)
+            if is_kernel(name)
+        )
         pairs = zip(group, seconds, strict=True)
-        between = statistics.median(passage.wall - sum(each) for passage, each in pairs)
+        between = statistics.median(passage.wall - sum(pair_value) for passage, pair_value in pairs)
         share.seconds += called
         share.kernel_seconds += len(group) * kernels
         share.wall += called + len(group) * between
@@ -259,11 +263,11 @@ def operators(events: Iterable[Any], device: str) -> tuple[Operator, ...]:
         seconds = (on_device if device == "cuda" else event.self_cpu_time_total) / 1e6
         calls[event.name] += 1
         by_step[event.name][_step_of(event)] += seconds
-    found = [
+    listed = [
         Operator(name, calls[name], len(steps) * statistics.median(steps.values()))
         for name, steps in by_step.items()
     ]
-    return tuple(sorted(found, key=lambda operator: -operator.seconds))
+    return tuple(sorted(listed, key=lambda operator: -operator.seconds))
 
 
 def _step_of(event: Any) -> int:

@@ -123,7 +123,7 @@ def _reason(limit: Bound, figures: Figures, machine: MachineSpeeds) -> str:
             f"{1e6 * machine.op_seconds:.1f} µs."
         )
     if limit is Bound.MEMORY:
-        found = (
+        sentences = (
             f"It moves {size(figures.bytes)}{_passes(figures)} at "
             f"{rate(figures.bytes_per_second)}: "
             f"{_percent(figures.bytes_per_second, machine.copy_bandwidth)} of the copy bandwidth, "
@@ -131,17 +131,17 @@ def _reason(limit: Bound, figures: Figures, machine: MachineSpeeds) -> str:
             f"({rate(figures.bandwidth)})."
         )
     else:
-        found = (
+        sentences = (
             f"Its {figures.flops / 1e9:.3g} GFLOP, in products of {rows_of(figures.rows)}, run at "
             f"{figures.flops_per_second / 1e9:.3g} GFLOP/s, {figures.of_compute(machine):.0%} of "
             f"the best ({machine.peak_flops / 1e9:.3g})."
         )
     if not saturated(figures, machine):
-        found += (
+        sentences += (
             f" Products and attention take {_percent(figures.kernels, figures.seconds)} of the "
             "time, but do not reach full speed: shapes are small, or the machine is busy."
         )
-    return found
+    return sentences
 
 
 def _passes(figures: Figures) -> str:

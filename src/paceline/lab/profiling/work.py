@@ -51,8 +51,8 @@ _PARTIAL = frozenset(
 
 def is_kernel(name: str) -> bool:
     """Whether an operator is a product or an attention: where the work of a model is."""
-    own = name.startswith(OPERATOR)
-    return own or name in _PRODUCTS or name in _ATTENTION or name == "aten::einsum"
+    is_operator = name.startswith(OPERATOR)
+    return is_operator or name in _PRODUCTS or name in _ATTENTION or name == "aten::einsum"
 
 
 @dataclass
@@ -158,9 +158,9 @@ def _is_view(func: Any, arguments: Any, result: Any) -> bool:
         return False
     if result.layout != torch.strided:
         return False
-    place = result.untyped_storage().data_ptr()
+    pointer = result.untyped_storage().data_ptr()
     strided = (t for t in _tensors(arguments) if t.layout == torch.strided)
-    return any(t.untyped_storage().data_ptr() == place for t in strided)
+    return any(t.untyped_storage().data_ptr() == pointer for t in strided)
 
 
 def _size(tensor: torch.Tensor) -> int:

@@ -70,13 +70,13 @@ def _size(outcome: TuningOutcome, settings: list[PredictedSetting]) -> Iterator[
     inside, pays = SMALLER[0] <= ratio <= SMALLER[1], gain >= MARGIN
     assert outcome.target is not None
     cost = pass_ratio(method, outcome.target)
-    said = f"it {'pays' if pays else 'does not pay'}, {gain:.2f}x {_source(outcome, best)}"
+    verdict = f"it {'pays' if pays else 'does not pay'}, {gain:.2f}x {_source(outcome, best)}"
     if not inside:
-        said += "; what counts is the cost of a pass, not the size"
+        verdict += "; what counts is the cost of a pass, not the size"
     yield Advice(
         "a draft model should be 10 to 20 times smaller than its target",
         f"{method.label}: {ratio:.1f} times smaller; a pass costs {cost:.2f} of a target step",
-        said,
+        verdict,
         inside == pays,
     )
 
@@ -171,9 +171,9 @@ def _break_even(outcome: TuningOutcome, best: PredictedSetting) -> Advice:
 
 def _trees(outcome: TuningOutcome, settings: list[PredictedSetting]) -> Iterator[Advice]:
     for family in dict.fromkeys(s.method.family for s in settings):
-        own = [s for s in settings if s.method.family == family]
-        chain = next((s for s in own if s.method.shape == "chain"), None)
-        tree = next((s for s in own if s.method.shape not in ("chain", "")), None)
+        of_family = [s for s in settings if s.method.family == family]
+        chain = next((s for s in of_family if s.method.shape == "chain"), None)
+        tree = next((s for s in of_family if s.method.shape not in ("chain", "")), None)
         if chain is None or tree is None:
             continue
         ahead = _gain(outcome, tree) >= _gain(outcome, chain)

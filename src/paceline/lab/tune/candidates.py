@@ -33,21 +33,21 @@ def at_hand(model: str, drafts: Sequence[str], only: bool = False) -> list[Draft
     Without any of the user's, those built in for the target are taken. ``only``: nothing but the
     user's. Raises ConfigError on a spec that cannot be read.
     """
-    given = [found for text in drafts for found in variants(text, given=True)]
+    given = [variant for text in drafts for variant in variants(text, given=True)]
     if only and given:
         return _unique(given)
-    own: list[DrafterCandidate] = []
+    trained: list[DrafterCandidate] = []
     if not drafts:
         # Kinds that share weights are variants of the first of them.
         records = [*DRAFTERS.values()] if model in MADE_FOR else []
         first = {record.weights: record.kind for record in records[::-1] if record.weights}
         made = [(kind, f"{model}-{weights}") for weights, kind in first.items()]
         here = [f"{kind}:{name}" for kind, name in made if has_assets(name)]
-        own = [found for text in here for found in variants(text)]
+        trained = [variant for text in here for variant in variants(text)]
     unasked = ("always",) if model == EMBEDDED else ("always", "real")
     untrained = [kind for kind in DRAFTERS if DRAFTERS[kind].tried in unasked]
-    found = [*given, *own, *(found for text in untrained for found in variants(text))]
-    return [*_unique(sorted(found, key=_dearness)), default(DEFAULT_DRAFT)]
+    variant = [*given, *trained, *(variant for text in untrained for variant in variants(text))]
+    return [*_unique(sorted(variant, key=_dearness)), default(DEFAULT_DRAFT)]
 
 
 def _dearness(candidate: DrafterCandidate) -> int:
@@ -70,20 +70,20 @@ def default(text: str) -> DrafterCandidate:
 def variants(text: str, given: bool = False) -> list[DrafterCandidate]:
     """A draft with the shapes of trees and the precisions that are tried for it."""
     spec = parse_draft(text)
-    found = [
+    shaped = [
         DrafterCandidate(
-            _label(spec) + (f" {shape}" if own is not spec else ""),
-            str(own),
-            own.kind,
+            _label(spec) + (f" {shape}" if spec_variant is not spec else ""),
+            str(spec_variant),
+            spec_variant.kind,
             shape,
             given,
         )
-        for shape, own in spec.variants().items()
+        for shape, spec_variant in spec.variants().items()
     ]
     # Nobody asked for these, so one that cannot be had here is left out.
-    return found + [
-        DrafterCandidate(f"{_label(spec)} {name}", str(own), own.kind, "")
-        for name, own in spec.precisions().items()
+    return shaped + [
+        DrafterCandidate(f"{_label(spec)} {name}", str(precise), precise.kind, "")
+        for name, precise in spec.precisions().items()
     ]
 
 

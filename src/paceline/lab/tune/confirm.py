@@ -119,7 +119,7 @@ class Rounds:
         """``count`` rounds of as many prompts as are decoded at once, but of ``size`` at least."""
         size = min(max(size, concurrency), max(concurrency, len(prompts)))
         places = range(count * size)
-        chosen = [prompts[place % len(prompts)] for place in places]
+        chosen = [prompts[number % len(prompts)] for number in places]
         slices = [chosen[n * size : (n + 1) * size] for n in range(count)]
         return cls(slices, len(prompts) < count * size, params, concurrency)
 
@@ -150,15 +150,15 @@ def confirm(
         runs: dict[int, Run] = {}
         with budget.piece("round"):
             for turn in range(len(contestants)):
-                place = (number + turn) % len(contestants)
-                advance(f"confirming: {contestants[place].name}")
-                if place not in engines or rounds.repeat:
-                    engines[place] = _engine(llm, contestants[place])
+                index = (number + turn) % len(contestants)
+                advance(f"confirming: {contestants[index].name}")
+                if index not in engines or rounds.repeat:
+                    engines[index] = _engine(llm, contestants[index])
                     warm = [ids[: max(1, len(ids) // 2)] for ids in prompts[:1]]
-                    decode(engines[place], warm, 1, SamplingParams(max_tokens=8))
-                runs[place] = decode(engines[place], prompts, rounds.concurrency, rounds.params)
-        for place, run in runs.items():
-            results[place].add(run, run.rate / runs[0].rate)
+                    decode(engines[index], warm, 1, SamplingParams(max_tokens=8))
+                runs[index] = decode(engines[index], prompts, rounds.concurrency, rounds.params)
+        for index, run in runs.items():
+            results[index].add(run, run.rate / runs[0].rate)
     for engine in engines.values():
         engine.close()
 

@@ -164,13 +164,13 @@ def _runs(llm: LLM, sample: Sample, length: int, budget: Budget | None = None) -
 def _typical_pair(runs: Sequence[Run], target: TargetCosts) -> list[MeasuredStep]:
     """Typical steps of both runs; one stands for the other if that never had a full batch."""
     steps = [_typical(run.steps, run.concurrency, target) for run in runs]
-    found = next((step for step in steps if step is not None), None)
-    if found is None:
+    first = next((step for step in steps if step is not None), None)
+    if first is None:
         raise DataError(
             "the answers are too short to measure decoding on; give other prompts or a larger "
             "--max-tokens"
         )
-    return [step or found for step in steps]
+    return [step or first for step in steps]
 
 
 def _typical(steps: Sequence[MeasuredStep], batch: int, target: TargetCosts) -> MeasuredStep | None:

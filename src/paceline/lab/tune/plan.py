@@ -95,8 +95,8 @@ class TuningOutcome:
 
     def confirmed(self, method: MeasuredMethod) -> float | None:
         """The speedup that decoding with it showed, at its best; None: it was not confirmed."""
-        own = [r for r in self.results if r.contestant.methods == (method,) and r.drafted]
-        return max((r.speedup for r in own if r.ratios), default=None)
+        results = [r for r in self.results if r.contestant.methods == (method,) and r.drafted]
+        return max((r.speedup for r in results if r.ratios), default=None)
 
     def break_even_of(self, method: MeasuredMethod) -> int:
         assert self.target is not None and self.plain is not None
@@ -171,10 +171,10 @@ class _Tuning:
         if self.default is None:
             return
         try:
-            own = self._beside(self.default.spec)
-            if own.drafts[0] != self.default.spec:
-                self.default = default_of(own.drafts[0])
-            own.close()
+            beside = self._beside(self.default.spec)
+            if beside.drafts[0] != self.default.spec:
+                self.default = default_of(beside.drafts[0])
+            beside.close()
         except PacelineError as error:
             left_out = [*self.outcome.left_out, (self.default.label, str(error))]
             self.outcome.left_out = list(dict.fromkeys(left_out))
@@ -223,17 +223,17 @@ class _Tuning:
         share = self.budget.part(CANDIDATE_SHARE)
         whole = share.left
         new = [c for c in self.candidates if c.spec not in known and c.label not in known]
-        for place, candidate in enumerate(new):
+        for number, candidate in enumerate(new):
             if not share.fits("candidate"):
                 outcome.not_tried.append(candidate.label)
                 continue
             self.advance(f"measuring {candidate.label}")
-            own = 1 / (len(new) - place)
+            part = 1 / (len(new) - number)
             if share.seconds is not None:
-                own = min(1.0, max(own, MOST_SHARE * whole / share.left))
+                part = min(1.0, max(part, MOST_SHARE * whole / share.left))
             try:
                 with self.budget.piece("candidate"):
-                    self._measure(candidate, share.part(own))
+                    self._measure(candidate, share.part(part))
             except ShareSpentError:
                 outcome.not_tried.append(f"{candidate.label} (stopped, too slow for its share)")
 
@@ -242,7 +242,7 @@ class _Tuning:
         outcome = self.outcome
         assert outcome.target is not None and outcome.plain is not None
         try:
-            own = self._beside(candidate.spec)
+            beside = self._beside(candidate.spec)
         except PacelineError as error:
             if candidate.given:
                 raise
@@ -250,9 +250,9 @@ class _Tuning:
             return
         sizes = outcome.target, outcome.plain, self.sample
         try:
-            method = measure_method(own, candidate, *sizes, budget)
+            method = measure_method(beside, candidate, *sizes, budget)
         finally:
-            own.close()
+            beside.close()
         if any(method.reached):
             outcome.methods.append(method)
         else:
@@ -300,9 +300,9 @@ class _Tuning:
             return
         other = 0.0 if self.outcome.options.temperature else 1.0
         changed, longest = replace(self.sample, temperature=other), best.method.longest
-        own = self._beside(best.method.spec)
-        run = decode(own, changed.together, changed.batches[1], changed.params(longest), longest)
-        own.close()
+        beside = self._beside(best.method.spec)
+        run = decode(beside, changed.together, changed.batches[1], changed.params(longest), longest)
+        beside.close()
         if run.levels.reached:
             self.outcome.at_other = (other, run.levels.acceptance)
 
@@ -323,7 +323,7 @@ class _Tuning:
 def _sample(prompts: list[list[int]], options: TuneOptions) -> Sample:
     """Those decoded alone are others than those decoded together, if there are enough."""
     wide = min(max(8, options.concurrency), LARGEST_BATCH)
-    together = [prompts[place % len(prompts)] for place in range(2 * wide)]
+    together = [prompts[number % len(prompts)] for number in range(2 * wide)]
     alone = prompts[2 * wide : 2 * wide + _ALONE] or prompts[-_ALONE:]
     return Sample(alone, together, (1, wide), options.max_tokens, options.temperature)
 
@@ -355,8 +355,12 @@ def choose(outcome: TuningOutcome, default: DrafterCandidate | None = None) -> l
         members = (lookup.method, model.method)
         named = (both.label, both.spec, both.family)
         contestants.append(Finalist(*named, "auto", longest, concurrency, predicted, members))
-    first = {(each.spec, each.length): each for each in contestants[::-1]}
-    return [each for each in contestants if first[each.spec, each.length] is each]
+    first = {(contestant.spec, contestant.length): contestant for contestant in contestants[::-1]}
+    return [
+        contestant
+        for contestant in contestants
+        if first[contestant.spec, contestant.length] is contestant
+    ]
 
 
 def _as_commands_take_it(
@@ -381,11 +385,11 @@ def _as_commands_take_it(
 def _both_lengths(setting: PredictedSetting, outcome: TuningOutcome) -> list[Finalist]:
     assert outcome.target is not None
     method = setting.method
-    found = best_batch(method, outcome.target, outcome.options.concurrency)
-    predicted = found.rate / outcome.plain_rate
-    longest = _DEFAULT_LENGTH if method.lookup else max(_DEFAULT_LENGTH, found.length)
+    best = best_batch(method, outcome.target, outcome.options.concurrency)
+    predicted = best.rate / outcome.plain_rate
+    longest = _DEFAULT_LENGTH if method.lookup else max(_DEFAULT_LENGTH, best.length)
     named = (method.label, method.spec, method.family)
     return [
-        Finalist(*named, length, longest, found.batch, predicted, (method,))
-        for length in (found.length, "auto")
+        Finalist(*named, length, longest, best.batch, predicted, (method,))
+        for length in (best.length, "auto")
     ]

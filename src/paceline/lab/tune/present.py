@@ -99,8 +99,8 @@ def _confirmed(outcome: TuningOutcome) -> tuple[Column, ...]:
         return result.predicted_by_measured(plain)
 
     def ratio_shown(result: Confirmation) -> str | None:
-        found = ratio(result)
-        return f"{found:.2f}" if plain and found is not None else None
+        gain = ratio(result)
+        return f"{gain:.2f}" if plain and gain is not None else None
 
     return (
         Column("contestant", "contestant", "contestant.name"),
@@ -128,10 +128,10 @@ def decision(outcome: TuningOutcome) -> str:
     if chosen is None and drafting:
         after = f"Not confirmed: after {len(drafting[0].ratios)} of {outcome.rounds} rounds"
         if drafting[0].speedup < 1:
-            said = f"no draft is advised, all were slower than plain decoding ({shown})"
+            advice = f"no draft is advised, all were slower than plain decoding ({shown})"
         else:
-            said = f"by plain decoding: {shown}"
-        return f"{after} {said}. --continue adds rounds."
+            advice = f"by plain decoding: {shown}"
+        return f"{after} {advice}. --continue adds rounds."
     if chosen is None:
         best = next(iter(outcome.settings), None)
         if best is None:
@@ -158,8 +158,8 @@ def report_of(outcome: TuningOutcome) -> Report:
     """Sections for what is there: an interrupted run has fewer."""
     options = outcome.options
     report = Report(f"Tuning {outcome.model}")
-    found = outcome.settings
-    if found:
+    settings = outcome.settings
+    if settings:
         busy = Text(_BUSY.format(outcome.unrest), warning=True)
         note = _PREDICTED.format(outcome)
         title = (
@@ -170,7 +170,7 @@ def report_of(outcome: TuningOutcome) -> Report:
         report.add(
             "Search",
             *([busy] if outcome.unrest > CALM else []),
-            table_of(found, _sought(outcome), note, title),
+            table_of(settings, _sought(outcome), note, title),
             *([Text(f"Left out: {left}")] if left else []),
         )
     if outcome.results and outcome.results[0].ratios:
@@ -182,7 +182,7 @@ def report_of(outcome: TuningOutcome) -> Report:
         report.add("Why", table_of(advice, _ADVICE))
     completed = [] if outcome.completed is None else [Text(outcome.completed.line)]
     report.add("Choice", Text(decision(outcome), warning=outcome.chosen is None), *completed)
-    if found:
+    if settings:
         report.add("Pictures", *_figures(outcome, options.concurrency))
     return report
 
@@ -238,7 +238,7 @@ def record_of(outcome: TuningOutcome) -> dict[str, Any]:
             "tokens": target.curves[0].tokens,
             "seconds": [curve.seconds for curve in target.curves],
         },
-        "search": [columns.record_of(found, _sought(outcome)) for found in outcome.settings],
+        "search": [columns.record_of(setting, _sought(outcome)) for setting in outcome.settings],
         "confirmation": [
             columns.record_of(result, _confirmed(outcome)) for result in outcome.results
         ],

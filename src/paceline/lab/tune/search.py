@@ -126,8 +126,8 @@ def search(
 
     There are some hundred settings, so all are tried.
     """
-    found = [best_length(method, target, batch) for method in methods]
-    return sorted(found, key=lambda setting: setting.rate, reverse=True)
+    lengths = [best_length(method, target, batch) for method in methods]
+    return sorted(lengths, key=lambda setting: setting.rate, reverse=True)
 
 
 def batch_sizes(concurrency: int, largest: int = 32) -> list[int]:

@@ -94,15 +94,15 @@ def affordable(
 ) -> tuple[list[Finalist], int]:
     """Who is confirmed, ``few`` at least, and on how many prompts a round, so that two rounds fit
     at least."""
-    own, concurrency = list(contestants), options.concurrency
+    listed, concurrency = list(contestants), options.concurrency
     largest = max(_SIZES[0], concurrency)
     if budget.seconds is None:
-        return own, largest
+        return listed, largest
     sizes = [size for size in (largest, *_SIZES[1:]) if size >= concurrency]
-    for many in dict.fromkeys((len(own), min(len(own), few))):
+    for many in dict.fromkeys((len(listed), min(len(listed), few))):
         for size in sizes:
             steps = -(-size // concurrency) * options.max_tokens
             round_ = many * steps * target(concurrency, 1) * _SLOWER
             if round_ * min(LEAST_ROUNDS, options.rounds) <= budget.left:
-                return own[:many], size
-    return own[:few], sizes[-1]
+                return listed[:many], size
+    return listed[:few], sizes[-1]

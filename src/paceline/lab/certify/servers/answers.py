@@ -77,11 +77,11 @@ class AnsweringServer:
         ours = [item for item in listed if isinstance(item, dict) and model in (None, item["id"])]
         if model is None and not ours:
             raise ConfigError(f"the server at {base} lists no model; name one with --model")
-        own = cls(base, model or str(ours[0]["id"]), key, timeout)
+        server = cls(base, model or str(ours[0]["id"]), key, timeout)
         if not any(item.get("owned_by") == "paceline" for item in ours):
-            return own, None
-        off = cls(base, own.model, key, timeout, (("speculation", {"method": "off"}),))
-        return own, off
+            return server, None
+        off = cls(base, server.model, key, timeout, (("speculation", {"method": "off"}),))
+        return server, off
 
     def answer(self, path: str, body: ServerBody) -> dict[str, Any]:
         return self._read(self._open(path, body))
@@ -90,13 +90,13 @@ class AnsweringServer:
         chunks, ended = [], False
         with _failing():
             for line in self._open(path, {**body, "stream": True}):
-                said = line.decode("utf-8").strip().removeprefix("data:").strip()
+                event = line.decode("utf-8").strip().removeprefix("data:").strip()
                 if not line.startswith(b"data:"):
                     continue
-                if said == "[DONE]":
+                if event == "[DONE]":
                     ended = True
                     break
-                chunks.append(json.loads(said))
+                chunks.append(json.loads(event))
         if not ended:
             raise FailedError("a stream ended without [DONE]")
         return chunks
@@ -126,9 +126,9 @@ def _failing() -> Iterator[None]:
     try:
         yield
     except HTTPError as error:
-        said = " ".join(error.read().decode("utf-8", errors="replace").split())[:_MOST_SHOWN]
+        body = " ".join(error.read().decode("utf-8", errors="replace").split())[:_MOST_SHOWN]
         kind = ServerRefusedError if 400 <= error.code < 500 else FailedError
-        raise kind(f"{error.code} {said}") from None
+        raise kind(f"{error.code} {body}") from None
     except (OSError, HTTPException, ValueError) as error:
         raise FailedError(f"{type(error).__name__}: {error}") from None
 
@@ -150,10 +150,10 @@ class Said:
     @classmethod
     def of(cls, choice: Mapping[str, Any]) -> Said:
         """From OpenAI's layout of /v1/completions, or from that of chats, as llama.cpp has it."""
-        found = choice.get("logprobs") or {}
+        logprobs = choice.get("logprobs") or {}
         text, reason = str(choice.get("text") or ""), choice.get("finish_reason")
-        if "content" in found:
-            records = found["content"] or ()
+        if "content" in logprobs:
+            records = logprobs["content"] or ()
             tops = [
                 {top["token"]: top["logprob"] for top in record.get("top_logprobs") or ()}
                 for record in records
@@ -165,9 +165,11 @@ class Said:
         return cls(
             text,
             reason,
-            tuple(found.get("tokens") or ()),
-            tuple(float(value) for value in found.get("token_logprobs") or () if value is not None),
-            tuple(dict(top or {}) for top in found.get("top_logprobs") or ()),
+            tuple(logprobs.get("tokens") or ()),
+            tuple(
+                float(value) for value in logprobs.get("token_logprobs") or () if value is not None
+            ),
+            tuple(dict(top or {}) for top in logprobs.get("top_logprobs") or ()),
         )
 
     @classmethod

@@ -79,16 +79,16 @@ class Asking:
                 continue
             self._taken[id(server)] = _WAYS.index(way)
             break
-        found = choices_of(answer)
+        choices = choices_of(answer)
         if server is self.server:
-            self.values += [value for said in found for value in said.logprobs]
-        return found, answer
+            self.values += [value for choice in choices for value in choice.logprobs]
+        return choices, answer
 
     def greedy(self, prompt: str) -> tuple[Said, int | None]:
         """The server's greedy text, asked for once, and the tokens of its prompt."""
         if prompt not in self._greedy:
-            (said, *_), answer = self.completions(self.server, prompt)
-            self._greedy[prompt] = said, tokens_of(answer, "prompt")
+            (one_answer, *_), answer = self.completions(self.server, prompt)
+            self._greedy[prompt] = one_answer, tokens_of(answer, "prompt")
         return self._greedy[prompt]
 
 
@@ -136,11 +136,11 @@ class CheckPart:
         self, what: str, one: Said, other: Said, penalties: Mapping[str, float] | None = None
     ) -> None:
         """Two greedy texts of one request."""
-        found = parting(one, other, penalties)
-        if found is not None and found[1]:
+        parted = parting(one, other, penalties)
+        if parted is not None and parted[1]:
             self.ties += 1
-        elif found is not None:
-            self.problems.append(f"{what}: {found[0]}")
+        elif parted is not None:
+            self.problems.append(f"{what}: {parted[0]}")
 
     def note(self, what: str) -> None:
         if what not in self.notes:
@@ -166,12 +166,12 @@ def parting(
         return f"{one.text[:60]!r} where {other.text[:60]!r} is due", False
     if at >= min(len(one.tokens), len(other.tokens)):
         return f"one text ends after {at} tokens", False
-    said, due = one.tokens[at], other.tokens[at]
-    found = least = gap(other, at, said)
+    pair, due = one.tokens[at], other.tokens[at]
+    difference = least = gap(other, at, pair)
     if penalties is not None:
-        lost = [penalised(other.tokens[:at], token, penalties) for token in (due, said)]
-        least = min(abs(found), abs(found - lost[0] + lost[1]))
-    return f"token {at} is {said!r}, {due!r} is due: {found:.2f} nats likelier", least <= TIE
+        lost = [penalised(other.tokens[:at], token, penalties) for token in (due, pair)]
+        least = min(abs(difference), abs(difference - lost[0] + lost[1]))
+    return f"token {at} is {pair!r}, {due!r} is due: {difference:.2f} nats likelier", least <= TIE
 
 
 def penalised(before: tuple[str, ...], token: str, penalties: Mapping[str, float]) -> float:

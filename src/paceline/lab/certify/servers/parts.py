@@ -32,12 +32,12 @@ class GreedyPart(CheckPart):
     name, unit = "greedy", "texts"
 
     def look(self, name: str, prompt: str) -> None:
-        said, _ = self.asking.greedy(prompt)
+        greedy, _ = self.asking.greedy(prompt)
         self.looked_at += 1
-        if said.text and not said.tokens:
+        if greedy.text and not greedy.tokens:
             self.note("the server gives no logprobs: texts are compared letter by letter")
-        for at, (token, listed) in enumerate(zip(said.tokens, said.likeliest, strict=False)):
-            least = min((gap(said, at, other) for other in listed), default=0.0)
+        for at, (token, listed) in enumerate(zip(greedy.tokens, greedy.likeliest, strict=False)):
+            least = min((gap(greedy, at, other) for other in listed), default=0.0)
             if least < -TIE:
                 self.problems.append(
                     f"{name}: token {at} is {token!r}, another is {-least:.2f} nats likelier by "
@@ -50,7 +50,7 @@ class GreedyPart(CheckPart):
                 "speculation off"
             )
             return
-        self.compare(name, said, self.asking.completion(self.asking.reference, prompt))
+        self.compare(name, greedy, self.asking.completion(self.asking.reference, prompt))
 
 
 class LogprobPart(CheckPart):
@@ -60,40 +60,40 @@ class LogprobPart(CheckPart):
 
     def look(self, name: str, prompt: str) -> None:
         asking = self.asking
-        said, length = asking.greedy(prompt)
-        if not said.logprobs:
-            if said.text:  # an answer may end at once
+        greedy, length = asking.greedy(prompt)
+        if not greedy.logprobs:
+            if greedy.text:  # an answer may end at once
                 self.note("the server gives no logprobs: nothing was re-scored")
             return
-        for top in said.likeliest:
+        for top in greedy.likeliest:
             if sum(map(math.exp, top.values())) > 1.01 or max(top.values(), default=0) > 1e-6:
                 self.problems.append(f"{name}: chances that sum to more than 1")
                 break
-        count, bare = len(said.likeliest), sum(not top for top in said.likeliest)
+        count, bare = len(greedy.likeliest), sum(not top for top in greedy.likeliest)
         if 0 < bare < count:
             self.problems.append(f"{name}: {bare} of {count} tokens have no alternatives")
-        places = [at for at in range(1, len(said.tokens)) if _clean(said.tokens[: at + 1])]
+        places = [at for at in range(1, len(greedy.tokens)) if _clean(greedy.tokens[: at + 1])]
         for at in asking.chance.sample(places, min(_RESCORED, len(places))):
-            text = prompt + "".join(said.tokens[:at])
+            text = prompt + "".join(greedy.tokens[:at])
             (fresh, *_), answer = asking.completions(asking.server, text, max_tokens=1)
             read = tokens_of(answer, "prompt")
             recut = read is not None and length is not None and read != length + at
             if recut or not (fresh.likeliest and fresh.likeliest[0]):
                 continue  # the text is cut into other tokens there, or nothing is said of it
             self.looked_at += 1
-            self._compare(name, said, fresh, at)
+            self._compare(name, greedy, fresh, at)
 
     def _compare(self, name: str, said: Said, fresh: Said, at: int) -> None:
         token, claimed, listed = said.tokens[at], said.logprobs[at], fresh.likeliest[0]
         known = listed.get(token)
-        found = min(listed.values()) if known is None else known
+        logprob = min(listed.values()) if known is None else known
         where = f"{name}: token {at}, {token!r}"
-        if max(listed.values()) - found > TIE:
+        if max(listed.values()) - logprob > TIE:
             self.problems.append(
-                f"{where}: {max(listed.values()) - found:.2f} nats from the likeliest, re-scored"
+                f"{where}: {max(listed.values()) - logprob:.2f} nats from the likeliest, re-scored"
             )
-        elif claimed - found > TIE or (known is not None and found - claimed > TIE):
-            self.problems.append(f"{where}: logprob {claimed:.3f}, re-scored {found:.3f}")
+        elif claimed - logprob > TIE or (known is not None and logprob - claimed > TIE):
+            self.problems.append(f"{where}: logprob {claimed:.3f}, re-scored {logprob:.3f}")
 
     def tests(self) -> list[tuple[str, int, ChiSquare]]:
         values, what = self.asking.values, "all logprobs are 0.0"
@@ -121,8 +121,8 @@ class SamplePart(CheckPart):
         for side, server in enumerate((asking.server, asking.reference)):
             if server is None:
                 continue
-            found: list[Said] = []
-            while len(found) < _SAMPLES:
+            problems: list[Said] = []
+            while len(problems) < _SAMPLES:
                 together, way = self.ways[0]
                 body = {**way, "max_tokens": _DEPTH, "n": together}
                 try:
@@ -132,18 +132,18 @@ class SamplePart(CheckPart):
                         raise
                     del self.ways[0]
                     continue
-                found += choices
-            self.strings[prompt][side].extend(said.text[:_LETTERS] for said in found)
+                problems += choices
+            self.strings[prompt][side].extend(problem.text[:_LETTERS] for problem in problems)
             if side == 0:
-                self.looked_at += len(found)
-                self._bin(found)
+                self.looked_at += len(problems)
+                self._bin(problems)
 
     def _bin(self, found: list[Said]) -> None:
         """Every token as a number that is uniform if it was drawn with the chances named."""
-        for said in found:
-            for token, top in zip(said.tokens, said.likeliest, strict=False):
-                place = self._place(token, top)
-                self.bins[min(_BINS - 1, int(place * _BINS))] += 1
+        for answer in found:
+            for token, top in zip(answer.tokens, answer.likeliest, strict=False):
+                rank = self._place(token, top)
+                self.bins[min(_BINS - 1, int(rank * _BINS))] += 1
 
     def _place(self, token: str, top: Mapping[str, float]) -> float:
         listed = sorted(top.items(), key=lambda item: -item[1])[:TOP]
@@ -155,16 +155,16 @@ class SamplePart(CheckPart):
         return above + self.asking.chance.random() * max(0.0, 1.0 - above)
 
     def tests(self) -> list[tuple[str, int, ChiSquare]]:
-        found = []
+        counts_found = []
         if sum(self.bins) >= 5 * _BINS:
             fit = goodness(self.bins, [1 / _BINS] * _BINS)
-            found.append(("each token / its logprobs", sum(self.bins), fit))
+            counts_found.append(("each token / its logprobs", sum(self.bins), fit))
         parts = [part for pair in self.strings.values() if (part := _two_samples(*pair)).df > 0]
         if parts:
             joint = joined(parts)
             count = sum(len(one) for one, other in self.strings.values() if other)
-            found.append((f"first {_LETTERS} letters / reference", count, joint))
-        return found
+            counts_found.append((f"first {_LETTERS} letters / reference", count, joint))
+        return counts_found
 
 
 def _two_samples(one: list[str], other: list[str]) -> ChiSquare:
@@ -174,7 +174,9 @@ def _two_samples(one: list[str], other: list[str]) -> ChiSquare:
     both = Counter(one) + Counter(other)
     common = [text for text, count in both.items() if count >= _FEW]
     counts = [[Counter(side)[text] for text in common] for side in (one, other)]
-    rest = [len(side) - sum(own) for side, own in zip((one, other), counts, strict=True)]
+    rest = [
+        len(side) - sum(counted_one) for side, counted_one in zip((one, other), counts, strict=True)
+    ]
     return homogeneity([*counts[0], rest[0]], [*counts[1], rest[1]])
 
 
@@ -196,26 +198,29 @@ class StreamPart(CheckPart):
         usage = {"stream_options": {"include_usage": True}}
         chunks = asking.server.stream("completions", {**body, **usage})
         parts = [Said.of(choice) for chunk in chunks for choice in chunk.get("choices") or ()]
-        said = Said.joined(parts)
+        streamed = Said.joined(parts)
         self.looked_at += 1
         counted = next((n for n in map(tokens_of, reversed(chunks)) if n is not None), None)
         reasons = sum(part.reason is not None for part in parts)
         if reasons != 1:
             self.problems.append(f"{name}: {reasons} chunks with a finish_reason, not one")
         # Some count the end token, which is in no text.
-        unsaid = (0, 1) if said.reason == "stop" else (0,)
-        if said.tokens and counted is not None and counted - len(said.tokens) not in unsaid:
-            brought = f"the stream brought {len(said.tokens)}"
+        unsaid = (0, 1) if streamed.reason == "stop" else (0,)
+        if streamed.tokens and counted is not None and counted - len(streamed.tokens) not in unsaid:
+            brought = f"the stream brought {len(streamed.tokens)}"
             self.problems.append(f"{name}: {counted} tokens are counted, {brought}")
-        elif "".join(whole.tokens) == whole.text and "".join(said.tokens) not in ("", said.text):
+        elif "".join(whole.tokens) == whole.text and "".join(streamed.tokens) not in (
+            "",
+            streamed.text,
+        ):
             self.problems.append(f"{name}: the tokens of the stream do not make its text")
-        elif said.text != whole.text:
+        elif streamed.text != whole.text:
             again = asking.completion(asking.server, prompt)
-            parted = parting(said, whole)
+            parted = parting(streamed, whole)
             if parted is not None and parted[1]:
                 self.ties += 1
             elif again.text == whole.text:
-                at = first_difference(said.text, whole.text)
+                at = first_difference(streamed.text, whole.text)
                 self.problems.append(f"{name}: stream and whole answer part at character {at}")
 
 
@@ -231,12 +236,15 @@ class LimitPart(CheckPart):
         words = whole.text.split()
         stop = words[len(words) // 2] if len(words) > 2 else ""
         if stop and stop not in prompt:
-            said = asking.completion(asking.server, prompt, stop=[stop])
-            if stop in said.text:
+            stopped = asking.completion(asking.server, prompt, stop=[stop])
+            if stop in stopped.text:
                 self.problems.append(f"{name}: the text holds its stop string {stop!r}")
-            elif whole.text.startswith(said.text) and said.text != whole.text.partition(stop)[0]:
+            elif (
+                whole.text.startswith(stopped.text)
+                and stopped.text != whole.text.partition(stop)[0]
+            ):
                 self.problems.append(f"{name}: stop string {stop!r} ends the text elsewhere")
-        (said, *_), answer = asking.completions(asking.server, prompt, max_tokens=3)
+        (stopped, *_), answer = asking.completions(asking.server, prompt, max_tokens=3)
         counted = tokens_of(answer)
         if counted is not None and counted > 3:
             self.problems.append(f"{name}: {counted} tokens where max_tokens is 3")
@@ -299,18 +307,18 @@ class StructurePart(CheckPart):
         ]
         texts = []
         for how, parts in (("", whole), (", streamed", deltas)):
-            said, reason = _joined(form, parts)
-            texts.append(said)
+            text, reason = _joined(form, parts)
+            texts.append(text)
             self.looked_at += 1
             if reason == "length":
                 continue  # cut off before its end
-            wrong = _wrong(said)
+            wrong = _wrong(text)
             if wrong is not None:
-                self.problems.append(f"{name}: {form}{how}: {wrong}: {said[:60]!r}")
+                self.problems.append(f"{name}: {form}{how}: {wrong}: {text[:60]!r}")
         if texts[0] != texts[1]:
             again = asking.whole(asking.server, path, body)
-            said, _ = _joined(form, [(choice["message"], None) for choice in again["choices"]])
-            if said == texts[0]:
+            text, _ = _joined(form, [(choice["message"], None) for choice in again["choices"]])
+            if text == texts[0]:
                 self.problems.append(f"{name}: {form}: stream and whole answer differ")
 
 
@@ -329,11 +337,11 @@ def _joined(form: str, parts: list[tuple[dict[str, Any], str | None]]) -> tuple[
 def _wrong(text: str) -> str | None:
     """Why a text is not of the schema, None if it is."""
     try:
-        found = json.loads(text)
+        parsed = json.loads(text)
     except ValueError:
         return "no JSON"
-    if not isinstance(found, dict) or found.keys() != _KINDS.keys():
+    if not isinstance(parsed, dict) or parsed.keys() != _KINDS.keys():
         return "other keys than the schema's"
-    if not all(type(found[key]) is kind for key, kind in _KINDS.items()):
+    if not all(type(parsed[key]) is kind for key, kind in _KINDS.items()):
         return "values of other types than the schema's"
-    return "a name longer than the schema allows" if len(found["name"]) > 12 else None
+    return "a name longer than the schema allows" if len(parsed["name"]) > 12 else None

@@ -99,12 +99,12 @@ class ServerCertificate:
 
     @property
     def problems(self) -> list[str]:
-        found = [f"{part.part}: {what}" for part in self.parts for what in part.problems]
+        all_problems = [f"{part.part}: {what}" for part in self.parts for what in part.problems]
         for test in self.tests:
             if test.adjusted < self.alpha:
                 odds = f"p = {test.adjusted:.1g} after correction, {test.samples} samples"
-                found.append(f"sampling: biased, {test.what} ({odds})")
-        return found
+                all_problems.append(f"sampling: biased, {test.what} ({odds})")
+        return all_problems
 
     @property
     def lacks(self) -> list[str]:

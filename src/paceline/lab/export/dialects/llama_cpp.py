@@ -27,14 +27,14 @@ def to_llama_cpp(it: ExportedDraft) -> Exported:
     target, steps = _gguf(it, it.path, "target.gguf")
     flags: list[str] = []
     if isinstance(draft, DraftModel):
-        own, made = _gguf(it, it.draft_path, "draft.gguf")
+        draft_file, made = _gguf(it, it.draft_path, "draft.gguf")
         steps += made
-        flags = ["--spec-type", "draft-simple", "-md", own]
+        flags = ["--spec-type", "draft-simple", "-md", draft_file]
     elif isinstance(draft, Eagle) and draft.version == 3:
         model, head = placed_head(it, draft, "eagle")
-        own, made = _gguf(it, model, "head.gguf", "--target-model-dir", it.path)
+        draft_file, made = _gguf(it, model, "head.gguf", "--target-model-dir", it.path)
         steps += made
-        flags = ["--spec-type", "draft-eagle3", "-md", own]
+        flags = ["--spec-type", "draft-eagle3", "-md", draft_file]
     elif isinstance(draft, NGram):
         flags = ["--spec-type", "ngram-simple"]
         flags += ["--spec-ngram-simple-size-n", str(draft.max)]
@@ -57,8 +57,8 @@ def to_llama_cpp(it: ExportedDraft) -> Exported:
 
 def _gguf(it: ExportedDraft, path: str, name: str, *more: str) -> tuple[str, list[str]]:
     """The GGUF file of a model, and the command that makes it where there is none."""
-    found = gguf_file(path)
-    if found is not None:
-        return str(found), []
+    gguf = gguf_file(path)
+    if gguf is not None:
+        return str(gguf), []
     made = it.place(name)
     return made, [shlex.join([*_CONVERT, path, *more, "--outtype", "bf16", "--outfile", made])]

@@ -43,9 +43,9 @@ def to_openvino(it: ExportedDraft) -> Exported:
     config: dict[str, Any] = {"num_assistant_tokens": it.length}
     target, steps = _converted(it, it.path, "target")
     if isinstance(draft, DraftModel):
-        own, made = _converted(it, it.draft_path, "draft")
+        draft_folder, made = _converted(it, it.draft_path, "draft")
         steps += made
-        arguments = f'\n    draft_model=genai.draft_model({own!r}, "CPU"),'
+        arguments = f'\n    draft_model=genai.draft_model({draft_folder!r}, "CPU"),'
     elif isinstance(draft, NGram):
         config["max_ngram_size"] = draft.max
         arguments = "\n    prompt_lookup=True,"

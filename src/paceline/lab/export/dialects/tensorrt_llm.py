@@ -26,10 +26,10 @@ def to_tensorrt_llm(it: ExportedDraft) -> Exported:
     draft, head = it.draft, None
     config: dict[str, Any] = {"max_draft_len": it.length}
     if isinstance(draft, Eagle) and draft.version == 3:
-        own = eagle_of(draft, it.target)
+        eagle = eagle_of(draft, it.target)
         model, head = placed_head(it, draft, "eagle")
         config |= {"decoding_type": "Eagle3", "speculative_model": model}
-        config["eagle3_layers_to_capture"] = outputs_of(own.config.feature_layers)
+        config["eagle3_layers_to_capture"] = outputs_of(eagle.config.feature_layers)
     elif isinstance(draft, DraftModel):
         config |= {"decoding_type": "Draft_Target", "speculative_model": it.draft_path}
     elif isinstance(draft, NGram):
