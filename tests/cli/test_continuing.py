@@ -209,9 +209,20 @@ def test_damaged_measurements_are_one_line(certify: list[str], runs: Path) -> No
     run(*certify, "--seconds", "0")
     (file,) = runs.glob("*.json")
     record = json.loads(file.read_text())
-    record["measured"]["places"] = [{"name": 3}]
+    record["measured"]["prefixes"] = [{"name": 3}]
     file.write_text(json.dumps(record))
     assert "it is damaged" in refused(*certify, "--continue")
+
+
+def test_another_versions_measurements_are_refused_in_one_line(
+    certify: list[str], runs: Path
+) -> None:
+    run(*certify, "--seconds", "0")
+    (file,) = runs.glob("*.json")
+    record = json.loads(file.read_text())
+    record["measured"]["places"] = record["measured"].pop("prefixes")
+    file.write_text(json.dumps(record))
+    assert "another version (places is unknown)" in refused(*certify, "--continue")
 
 
 def test_a_cache_that_cannot_be_written_is_a_note(

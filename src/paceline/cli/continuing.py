@@ -1,4 +1,4 @@
-"""MeasuredData that a later run goes on from: where they are kept, and what must not change."""
+"""Measurements that a later run goes on from: where they are kept, and what must not change."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import json
 import os
 import sys
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass, is_dataclass
+from dataclasses import asdict, dataclass, fields, is_dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
@@ -146,7 +146,8 @@ class SavedRun:
         if self._record is None:
             return None
         try:
-            return _as(kind, self._record.get("measured"))
+            measured: MeasuredData = _as(kind, self._record.get("measured"))
+            return measured
         except ConfigError as error:
             raise ConfigError(f"cannot continue from {self._path}: {error}") from None
 
@@ -178,9 +179,15 @@ def _is_run(file: Path) -> bool:
     return {"layout", "command", "options", "measured"} <= set(state)
 
 
-def _as(kind: type[MeasuredData], value: Any) -> MeasuredData:
+def _as(kind: Any, value: Any) -> Any:
     from msgspec import ValidationError, convert
 
+    known = {item.name for item in fields(kind)}
+    if isinstance(value, dict) and (strange := sorted(value.keys() - known)):
+        raise ConfigError(
+            f"it is of another version ({strange[0]} is unknown); "
+            "leave --continue out to begin anew"
+        )
     try:
         return convert(value, kind, strict=False)
     except (ValidationError, ValueError) as error:

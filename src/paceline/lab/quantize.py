@@ -171,8 +171,8 @@ def card(report: QuantizeReport) -> str:
     return (
         f"# {Path(report.model).name}, {report.what}\n\n"
         f"Made of `{report.model}` by `paceline quantize --to {report.what}`: "
-        f"{rounded.layers} linear layers in {what}, rounding {report.kind}, in the layout of {METHOD}, "
-        f"which {readers}.\n\n"
+        f"{rounded.layers} linear layers in {what}, rounding {report.kind}, in the "
+        f"layout of {METHOD}, which {readers}.\n\n"
         "| | before | after |\n|---|---|---|\n"
         f"| bytes of these layers | {rounded.before // 2:,} (bf16) "
         f"| {rounded.after:,} |\n"

@@ -70,7 +70,7 @@ def ended_after(
 
 @pytest.mark.parametrize(
     ("seconds", "lack"),
-    [(0.5, "no greedy text"), (6.5, "no seeded text"), (8.5, "no place has enough samples")],
+    [(0.5, "no greedy text"), (6.5, "no seeded text"), (8.5, "no prefix has enough samples")],
 )
 def test_too_little_certifies_nothing(llm: LLM, prompts: Named, seconds: float, lack: str) -> None:
     certifier, said = ended_after(llm, prompts, seconds)
@@ -92,9 +92,9 @@ def test_few_samples_are_not_enough_however_well_they_fit(
     effort = Effort(texts=2, max_tokens=16, prefixes=2, samples=340)
     certifier, _ = ended_after(llm, prompts, 17.9, effort=effort)
     certificate = certifier.certificate()
-    (place,) = certifier.evidence.places
-    assert len(place.drawn) == len(place.plain) == 102
-    assert certificate.record()["budget"]["places"] == 0, "it has not all its samples"
+    (prefix,) = certifier.evidence.prefixes
+    assert len(prefix.drawn) == len(prefix.plain) == 102
+    assert certificate.record()["budget"]["prefixes"] == 0, "it has not all its samples"
     assert certificate.smallest_bias > 0.2
     assert f"only a bias of {certificate.smallest_bias:.0%} or more" in certificate.verdict
     assert not certificate.lossless
@@ -112,18 +112,18 @@ def test_texts_that_no_setting_finished_certify_nothing(llm: LLM, prompts: Named
 
 
 def test_no_whole_place_and_no_rule_certify_nothing(llm: LLM, prompts: Named) -> None:
-    """It said CERTIFIED beside "0 of 4 places" and "0 of 8000 samples"."""
+    """It said CERTIFIED beside "0 of 4 prefixes" and "0 of 8000 samples"."""
     certifier = Certifier(llm, prompts, None, SMALL)
     certifier.run()
     assert certifier.certificate().lossless
-    exact, places = [*certifier.evidence.exact], [*certifier.evidence.places]
+    exact, prefixes = [*certifier.evidence.exact], [*certifier.evidence.prefixes]
     certifier.evidence.exact.clear()
     assert "the rule was not enumerated" in certifier.certificate().verdict
     certifier.evidence.exact += exact
-    for place in places:
-        del place.drawn[-1]
-    assert "0 places have all their samples, and it takes 1" in certifier.certificate().verdict
-    certifier.evidence.places.clear()
+    for prefix in prefixes:
+        del prefix.drawn[-1]
+    assert "0 prefixes have all their samples, and it takes 1" in certifier.certificate().verdict
+    certifier.evidence.prefixes.clear()
     certificate = certifier.certificate()
     assert certificate.completed.samples == 0
     assert certificate.verdict.startswith("NOT ENOUGH: ") and not certificate.lossless
@@ -137,7 +137,7 @@ def test_enough_is_certified_and_says_what_it_could_have_seen(llm: LLM, prompts:
     assert certificate.lossless and not certificate.complete, certificate.verdict
     record = certificate.record()
     # The second place would have had a few samples only: it was not begun.
-    assert record["enough"] and record["budget"]["places"] == 1
+    assert record["enough"] and record["budget"]["prefixes"] == 1
     assert record["budget"]["missing"] and record["budget"]["lacks"] == ()
     assert 0 < record["smallest_bias"] <= 0.25
     last = report_of(certificate, str).sections[-1]
@@ -148,7 +148,7 @@ def test_enough_is_certified_and_says_what_it_could_have_seen(llm: LLM, prompts:
 
 def test_a_place_is_begun_if_all_of_it_fits(llm: LLM, prompts: Named) -> None:
     certifier, _ = ended_after(llm, prompts, 70)
-    assert [len(place.drawn) for place in certifier.evidence.places] == [600, 600]
+    assert [len(prefix.drawn) for prefix in certifier.evidence.prefixes] == [600, 600]
     assert certifier.certificate().complete
 
 
@@ -202,9 +202,9 @@ def test_where_all_was_there_as_much_again_is_wanted(llm: LLM, prompts: Named) -
     assert (before.completed.samples, after.completed.samples) == (200, 400)
     assert after.smallest_bias < before.smallest_bias
     assert all(b.tokens == 2 * a.tokens for a, b in zip(before.texts, after.texts, strict=True))
-    (place,) = second.evidence.places
-    assert place.drawn[:200] == first.evidence.places[0].drawn
-    assert place.drawn[200:] != place.drawn[:200]  # other random numbers
+    (prefix,) = second.evidence.prefixes
+    assert prefix.drawn[:200] == first.evidence.prefixes[0].drawn
+    assert prefix.drawn[200:] != prefix.drawn[:200]  # other random numbers
 
 
 def test_an_interruption_leaves_whole_pieces(

@@ -11,7 +11,7 @@ from paceline.core.params import SamplingParams
 from paceline.errors import ConfigError, PromptError
 from paceline.lab.certify import Certifier, Effort, certify
 from paceline.lab.certify.decoding import Start
-from paceline.lab.certify.evidence import Evidence, Place
+from paceline.lab.certify.evidence import Evidence, Prefix
 from paceline.lab.certify.tables import report_of
 from paceline.llm import LLM
 
@@ -64,7 +64,7 @@ def test_the_rule_is_enumerated_where_a_look_up_finds_something(llm: LLM) -> Non
     """It was "not enumerated" where nothing was found at the place itself."""
     tokens = tuple(range(20, 60))  # no token comes twice
     ngram = llm.beside("ngram:min=1", draft_length=2, max_batch_size=64, seed=1)
-    evidence = Evidence(places=[Place("ends in a new token", 0, Start(tokens), 2)])
+    evidence = Evidence(prefixes=[Prefix("ends in a new token", 0, Start(tokens), 2)])
     certifier = Certifier(
         ngram, [("new", tokens)], None, replace(SMALL, texts=1), evidence=evidence
     )

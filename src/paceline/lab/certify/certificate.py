@@ -92,7 +92,7 @@ EXACT_COLUMNS = (
 
 # The least that the word CERTIFIED stands for, however little was asked for.
 LEAST_TEXTS = 2  # compared in every setting
-LEAST_PLACES = 1  # with all their samples, and the rule enumerated there
+LEAST_PREFIXES = 1  # with all their samples, and the rule enumerated there
 POWER = 0.9
 MOST_BIAS = 0.25  # that may have gone unseen
 
@@ -111,8 +111,8 @@ class CertifySpending:
     tokens: int
     texts: int
     texts_wanted: int
-    places: int
-    places_wanted: int
+    prefixes: int
+    prefixes_wanted: int
     samples: int
     samples_wanted: int
     looks: int
@@ -123,8 +123,8 @@ class CertifySpending:
     def line(self) -> str:
         """For people."""
         parts = [f"{self.texts} of {self.texts_wanted} texts of {self.tokens} tokens"]
-        if self.places_wanted:
-            parts.append(f"{self.places} of {self.places_wanted} prefixes")
+        if self.prefixes_wanted:
+            parts.append(f"{self.prefixes} of {self.prefixes_wanted} prefixes")
             parts.append(f"{self.samples} of {self.samples_wanted} samples")
         runs = "" if self.looks == 1 else f" in {self.looks} runs"
         return f"{self.spent:.0f} s{runs} completed {', '.join(parts)}"
@@ -174,7 +174,7 @@ def smallest_bias(results: Iterable[DistributionResult]) -> float:
 @dataclass(frozen=True)
 class Certificate:
     """The outcome. ``lossless`` only if enough was looked at and nothing is wrong: never less than
-    ``LEAST_TEXTS``, ``LEAST_PLACES`` (where anything is sampled) and what sees ``MOST_BIAS``.
+    ``LEAST_TEXTS``, ``LEAST_PREFIXES`` (where anything is sampled) and what sees ``MOST_BIAS``.
 
     ``texts``: token-for-token comparisons. ``distributions``: tests of them, together at the level
     ``alpha``. ``exact``: enumerations. ``notes``: what was left out, and why. ``interrupted``: by
@@ -239,7 +239,7 @@ class Certificate:
             parts.append(
                 f"no bias in {len(self.distributions)} distribution tests, which see {bias} or more"
             )
-        if not self.completed.places_wanted:
+        if not self.completed.prefixes_wanted:
             parts.append("greedy decoding only, no samples were drawn")
         if self.exact:
             worst = max(check.distance for check in self.exact)

@@ -1,4 +1,4 @@
-"""The sampled part of a certification: places, what is drawn there, and the rule enumerated."""
+"""The sampled part of a certification: prefixes, what is drawn there, and the rule enumerated."""
 
 from __future__ import annotations
 
@@ -13,31 +13,31 @@ from paceline.draft.base import Drafter
 from paceline.lab.certify import exact, sampled
 from paceline.lab.certify.decoding import Start
 from paceline.lab.certify.draws import Recorder
-from paceline.lab.certify.evidence import Place, Problem
+from paceline.lab.certify.evidence import Prefix, Problem
 from paceline.lab.certify.schedule import Asked, WorkItem
 from paceline.lab.certify.scoring import Scorer
 
-_FURTHER = 16  # tokens behind a place in which the rule may be enumerated
-_RANK = 0.75  # not the very most undecided place: sure ones have likelier second tokens
+_FURTHER = 16  # tokens behind a prefix in which the rule may be enumerated
+_RANK = 0.75  # not the very most undecided prefix: sure ones have likelier second tokens
 
 
 class Sampler:
-    """Draws at places and puts what comes into evidence."""
+    """Draws at prefixes and puts what comes into evidence."""
 
     def __init__(self, asked: Asked) -> None:
-        self._asked, self._places = asked, asked.evidence.places
+        self._asked, self._prefixes = asked, asked.evidence.prefixes
         self.recorder = Recorder(asked.engine.drafter, asked.effort.seed)
         self.recorder.resume(asked.evidence.draws, asked.evidence.impossible)
-        self._undecided: dict[int, tuple[float, Place]] = {}
+        self._undecided: dict[int, tuple[float, Prefix]] = {}
 
     def pieces(self, number: int, samples: int) -> Iterator[WorkItem]:
-        """Everything that brings place ``number`` to so many samples."""
-        if number >= len(self._places):
-            what = f"place/{number}", "sampling", "place", 1, "looking for places"
+        """Everything that brings prefix ``number`` to so many samples."""
+        if number >= len(self._prefixes):
+            what = f"prefix/{number}", "sampling", "prefix", 1, "looking for prefixes"
             yield WorkItem(*what, self._find)
-        if number >= len(self._places):
+        if number >= len(self._prefixes):
             return  # no text has been decoded to look in
-        prefix = self._places[number]
+        prefix = self._prefixes[number]
         while len(prefix.drawn) < samples or len(prefix.plain) < samples:
             plainly = len(prefix.plain) <= len(prefix.drawn)
             strings, kind = (prefix.plain, "plain") if plainly else (prefix.drawn, "speculative")
@@ -74,11 +74,11 @@ class Sampler:
             evidence.draws = list(self.recorder.counts)
             evidence.impossible = self.recorder.impossible
 
-    # -- places -------------------------------------------------------------------------------
+    # -- prefixes -------------------------------------------------------------------------------
 
     def _find(self) -> None:
-        """The most undecided place in the greedy texts that have none yet."""
-        asked, taken = self._asked, {prefix.text for prefix in self._places}
+        """The most undecided prefix in the greedy texts that have none yet."""
+        asked, taken = self._asked, {prefix.text for prefix in self._prefixes}
         for key, output in asked.evidence.plain.items():
             kind, _, digits = key.partition("/")
             if kind == "greedy" and (number := int(digits)) not in self._undecided:
@@ -86,57 +86,57 @@ class Sampler:
                 entropy, start = sampled.choose_start(
                     asked.engine.target, prompt, output, asked.params, _RANK
                 )
-                self._undecided[number] = entropy, Place(name, number, start, 0)
-        open_places = [entry for text, entry in self._undecided.items() if text not in taken]
-        if open_places:
-            prefix = max(open_places, key=lambda entry: entry[0])[1]
+                self._undecided[number] = entropy, Prefix(name, number, start, 0)
+        open_prefixes = [entry for text, entry in self._undecided.items() if text not in taken]
+        if open_prefixes:
+            prefix = max(open_prefixes, key=lambda entry: entry[0])[1]
             prefix.length = _sampling_length(asked.lengths, len(taken))
-            self._places.append(prefix)
+            self._prefixes.append(prefix)
 
-    def _draw(self, place: Place, number: int, size: int, plainly: bool) -> None:
+    def _draw(self, prefix: Prefix, number: int, size: int, plainly: bool) -> None:
         engine = self._asked.plain if plainly else self._asked.engine
         generator = engine.verifier.generator
         if generator is not None:
-            seed_parts = (self._asked.effort.seed, number, place.portions, plainly)
+            seed_parts = (self._asked.effort.seed, number, prefix.portions, plainly)
             digest = hashlib.blake2b(repr(seed_parts).encode(), digest_size=7).digest()
             generator.manual_seed(int.from_bytes(digest, "little"))
-        place.portions += 1
-        length = 0 if plainly else place.length
-        texts = sampled.continuations(engine, place.start, self._asked.params, length, size)
-        given = len(place.start.output)
+        prefix.portions += 1
+        length = 0 if plainly else prefix.length
+        texts = sampled.continuations(engine, prefix.start, self._asked.params, length, size)
+        given = len(prefix.start.output)
         strings = [text.tokens[given:] for text in texts]
         if plainly:
-            place.plain += strings
+            prefix.plain += strings
         else:
-            place.drawn += strings
-            place.drafted += sum(text.drafted for text in texts)
+            prefix.drawn += strings
+            prefix.drafted += sum(text.drafted for text in texts)
 
     # -- the rule -----------------------------------------------------------------------------
 
-    def _enumerate(self, place: Place) -> None:
-        """The step at this place, by enumeration, over each kind of tree that was proposed."""
+    def _enumerate(self, prefix: Prefix) -> None:
+        """The step at this prefix, by enumeration, over each kind of tree that was proposed."""
         recorder, asked = self.recorder, self._asked
         notes = asked.evidence.notes
         length = min(2, asked.lengths[-1])
-        # A lookup may find nothing at the place itself, but further on in what was drawn from it.
+        # A lookup may find nothing at the prefix itself, but further on in what was drawn from it.
         for samples, enough in ((128, 1), (16, _FURTHER)):
-            recorder.watch(place.start.tokens, beyond=enough > 1)
+            recorder.watch(prefix.start.tokens, beyond=enough > 1)
             sampled.continuations(
-                asked.engine, place.start, asked.params, length, samples, enough=enough
+                asked.engine, prefix.start, asked.params, length, samples, enough=enough
             )
             if recorder.trees:
                 break
         else:
-            notes.append(f"{place.name}: rule not enumerated: nothing was drafted there")
+            notes.append(f"{prefix.name}: rule not enumerated: nothing was drafted there")
         trees, distributions = list(recorder.trees.values()), recorder.distributions
-        prompt = place.start.prompt
+        prompt = prefix.start.prompt
         start = Start(prompt, (recorder.watched or ())[len(prompt) :])
         recorder.watch(None)
         scorer = Scorer(asked.engine.target, start, asked.params)
         for tree in trees[:2]:
-            check = self._enumerated(place, scorer, tree, distributions)
+            check = self._enumerated(prefix, scorer, tree, distributions)
             if check is None:
-                what = f"{place.name}: rule not enumerated: a tree of {len(tree)} nodes"
+                what = f"{prefix.name}: rule not enumerated: a tree of {len(tree)} nodes"
                 notes.append(f"{what} has too many outcomes")
                 continue
             asked.evidence.exact.append(check)
@@ -146,7 +146,7 @@ class Sampler:
                 asked.evidence.problems.append(Problem("rule", what))
 
     def _enumerated(
-        self, place: Place, scorer: Scorer, tree: TokenTree, distributions: exact.Distributions
+        self, prefix: Prefix, scorer: Scorer, tree: TokenTree, distributions: exact.Distributions
     ) -> exact.ExactCheck | None:
         verifier = self._asked.engine.verifier
         (root,) = scorer.at_once([()])
@@ -163,7 +163,7 @@ class Sampler:
             whole = bool(float(root[tokens].sum()) > 1 - 1e-9)
             draw, nodes = part.draw.value, len(part)
             return exact.ExactCheck(
-                place.name, draw, nodes, depth + 1, len(tokens), whole, outcomes, distance
+                prefix.name, draw, nodes, depth + 1, len(tokens), whole, outcomes, distance
             )
         return None
 

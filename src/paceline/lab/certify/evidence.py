@@ -67,7 +67,7 @@ class TextCheck:
 
 
 @dataclass
-class Place:
+class Prefix:
     """Where continuations are drawn, and those drawn there: with drafts of ``length``, plainly.
 
     ``text`` is the number of the prompt that it lies in. ``portions`` were begun of either kind,
@@ -90,8 +90,8 @@ class Evidence:
 
     ``tranche``: how many times over the effort is wanted by now. ``looks``: how often a verdict
     was drawn from it: the more often somebody looks and goes on, the easier one would be wrong.
-    ``tokens`` of each text; 0 until that is decided. ``draws``: of the drafter, by their place in
-    its declared distribution; ``impossible`` ones had none.
+    ``tokens`` of each text; 0 until that is decided. ``draws``: of the drafter, by their
+    position in its declared distribution; ``impossible`` ones had none.
     """
 
     tranche: int = 1
@@ -101,7 +101,7 @@ class Evidence:
     plain: dict[str, tuple[int, ...]] = field(default_factory=dict)
     done: list[str] = field(default_factory=list)
     checks: list[TextCheck] = field(default_factory=list)
-    places: list[Place] = field(default_factory=list)
+    prefixes: list[Prefix] = field(default_factory=list)
     exact: list[ExactCheck] = field(default_factory=list)
     draws: list[int] = field(default_factory=list)
     impossible: int = 0

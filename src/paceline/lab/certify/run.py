@@ -12,7 +12,7 @@ from paceline.core.params import SamplingParams
 from paceline.errors import ConfigError, PacelineError, PromptError
 from paceline.lab.budget import Budget
 from paceline.lab.certify.certificate import (
-    LEAST_PLACES,
+    LEAST_PREFIXES,
     LEAST_TEXTS,
     MOST_BIAS,
     Certificate,
@@ -41,7 +41,7 @@ OnProgress = Callable[[str], None]
 NamedTokens = tuple[str, Sequence[int]]
 _ANY_REQUEST = SamplingParams()
 _ENDING = 0.05  # of the budget, kept for the tests at the end until it is known what they take
-_JUDGING = "judging a place"
+_JUDGING = "judging a prefix"
 
 
 def certify(
@@ -125,7 +125,7 @@ class Certifier:
         return self.evidence.tranche * min(self.effort.texts, len(self._prompts))
 
     @property
-    def places(self) -> int:
+    def prefixes(self) -> int:
         """Places wanted; none if only greedy decoding is looked at."""
         most = min(self.effort.prefixes, self.effort.texts, len(self._prompts))
         return 0 if self.params.greedy else most
@@ -139,12 +139,12 @@ class Certifier:
     def pieces(self) -> int:
         """How often ``run`` calls ``advance`` at most."""
         comparing = sum(len([*self._comparer.pieces(n)]) for n in groups(self.texts))
-        return comparing + self.places * (2 * PORTIONS * self.evidence.tranche + 2)
+        return comparing + self.prefixes * (2 * PORTIONS * self.evidence.tranche + 2)
 
     def _missing(self) -> list[str]:
         """What of the wanted is not there, in words."""
-        full = sum(len(prefix.drawn) >= self.samples for prefix in self.evidence.places)
-        counts = (self.texts, self._compared, "texts"), (self.places, full, "places")
+        full = sum(len(prefix.drawn) >= self.samples for prefix in self.evidence.prefixes)
+        counts = (self.texts, self._compared, "texts"), (self.prefixes, full, "prefixes")
         return [f"{most - had} of {most} {what}" for most, had, what in counts if had < most]
 
     @property
@@ -164,13 +164,13 @@ class Certifier:
         budget.reserve = 0.0 if budget.seconds is None else _ENDING * budget.seconds
         with self._guarded("plain decoding"):
             self._comparer.decide_tokens()
-        for task in schedule(self.texts, self.places, self.samples):
+        for task in schedule(self.texts, self.prefixes, self.samples):
             if isinstance(task, Texts):
                 watched: AbstractContextManager[None] = nullcontext()
                 pieces = self._comparer.pieces(task.numbers)
             elif not task.whole or self._whole_fits(task):
                 watched = self._sampler.recording()
-                pieces = self._sampler.pieces(task.place, task.samples)
+                pieces = self._sampler.pieces(task.prefix, task.samples)
             else:
                 continue
             with watched:
@@ -194,21 +194,21 @@ class Certifier:
                 done.append(piece.name)
 
     def _whole_fits(self, task: Draws) -> bool:
-        """A place with few samples would only be a weak spot: all of them, or none."""
-        places = self.evidence.places
-        have = len(places[task.place].drawn) if task.place < len(places) else 0
+        """A prefix with few samples would only be a weak spot: all of them, or none."""
+        prefixes = self.evidence.prefixes
+        have = len(prefixes[task.prefix].drawn) if task.prefix < len(prefixes) else 0
         missing = task.samples - have
         kinds = {"plain": missing, "speculative": missing, "rule": 1, _JUDGING: 1}
         wanted = sum((self.budget.estimate(kind) or 0.0) * n for kind, n in kinds.items())
         return wanted < self.budget.left
 
     def _judge_in_time(self) -> None:
-        """The tests of the first place: it is then known what all will take at the end."""
+        """The tests of the first prefix: it is then known what all will take at the end."""
         budget = self.budget
         if budget.seconds is not None and budget.estimate(_JUDGING) is None:
             self._results()
         seconds_each = budget.estimate(_JUDGING) or 0.0
-        budget.reserve = max(budget.reserve, seconds_each * len(self.evidence.places))
+        budget.reserve = max(budget.reserve, seconds_each * len(self.evidence.prefixes))
 
     @contextmanager
     def _guarded(self, part: str) -> Iterator[None]:
@@ -259,9 +259,9 @@ class Certifier:
         )
 
     def _results(self) -> list[Judged]:
-        """The tests of all places that have enough samples."""
+        """The tests of all prefixes that have enough samples."""
         fewest = min(FEWEST, self.effort.samples)
-        for number, prefix in enumerate(self.evidence.places):
+        for number, prefix in enumerate(self.evidence.prefixes):
             key = number, len(prefix.drawn), len(prefix.plain)
             if min(key[1:]) < fewest or key in self._judged:
                 continue
@@ -290,7 +290,7 @@ class Certifier:
     def _idle(self) -> list[str]:
         """Kinds of requests for which nothing was drafted until now."""
         idle = [kind for kind in self._asked.kinds if not self.evidence.drafted(kind)]
-        if self.places and not sum(prefix.drafted for prefix in self.evidence.places):
+        if self.prefixes and not sum(prefix.drafted for prefix in self.evidence.prefixes):
             idle.append("sampled")
         return idle
 
@@ -307,18 +307,18 @@ class Certifier:
         return notes + [f"{name}: the target is certain there; nothing to test" for name in certain]
 
     def _completed(self, missing: Sequence[str], lacks: Sequence[str]) -> CertifySpending:
-        places = self.evidence.places
-        full = sum(len(prefix.drawn) >= self.samples for prefix in places)
+        prefixes = self.evidence.prefixes
+        full = sum(len(prefix.drawn) >= self.samples for prefix in prefixes)
         return CertifySpending(
             seconds=self.budget.seconds,
             spent=self.evidence.spent,
             tokens=self.evidence.tokens or self.effort.max_tokens,
             texts=self._compared,
             texts_wanted=self.texts,
-            places=full,
-            places_wanted=self.places,
-            samples=sum(min(len(prefix.drawn), self.samples) for prefix in places),
-            samples_wanted=self.places * self.samples,
+            prefixes=full,
+            prefixes_wanted=self.prefixes,
+            samples=sum(min(len(prefix.drawn), self.samples) for prefix in prefixes),
+            samples_wanted=self.prefixes * self.samples,
             looks=self.evidence.looks + 1,
             missing=tuple(missing),
             lacks=tuple(lacks),
@@ -333,14 +333,14 @@ class Certifier:
         if self._compared < LEAST_TEXTS:
             lacks.append(f"{self._compared} whole texts were compared, and it takes {LEAST_TEXTS}")
         bias = smallest_bias(results)
-        if self.places and not results:
-            lacks.append("no place has enough samples")
-        elif self.places and bias > MOST_BIAS:
+        if self.prefixes and not results:
+            lacks.append("no prefix has enough samples")
+        elif self.prefixes and bias > MOST_BIAS:
             lacks.append(f"only a bias of {bias:.0%} or more would have been seen")
-        whole = sum(len(prefix.drawn) >= self.effort.samples for prefix in self.evidence.places)
-        if self.places and whole < LEAST_PLACES:
-            lacks.append(f"{whole} places have all their samples, and it takes {LEAST_PLACES}")
-        if self.places and not self.evidence.exact:
+        whole = sum(len(prefix.drawn) >= self.effort.samples for prefix in self.evidence.prefixes)
+        if self.prefixes and whole < LEAST_PREFIXES:
+            lacks.append(f"{whole} prefixes have all their samples, and it takes {LEAST_PREFIXES}")
+        if self.prefixes and not self.evidence.exact:
             lacks.append("the rule was not enumerated")
         return lacks
 

@@ -14,7 +14,7 @@ from paceline.engine.engine import Engine
 from paceline.lab.certify.cells import Cells, String, make_cells
 from paceline.lab.certify.chisquare import ChiSquare, goodness, homogeneity, joined
 from paceline.lab.certify.decoding import DecodedOutput, Start, decode
-from paceline.lab.certify.evidence import Place
+from paceline.lab.certify.evidence import Prefix
 from paceline.lab.certify.scoring import Scorer
 from paceline.model.target import CausalModel
 
@@ -93,14 +93,14 @@ def _position(
     distributions = zip(heads, scorer.at_once(heads), scorer.stepwise(heads), strict=True)
     for head, probs, moved in distributions:
         observed, tokens = shares(probs, _BINS), torch.tensor(following[head])
-        places = torch.multinomial(observed[tokens], 1, generator=generator)
-        counts += torch.bincount(places[:, 0], minlength=_BINS)
+        bins = torch.multinomial(observed[tokens], 1, generator=generator)
+        counts += torch.bincount(bins[:, 0], minlength=_BINS)
         masses += len(tokens) * (moved.double() @ observed)
     return counts.tolist(), (masses / masses.sum()).tolist()
 
 
 DEPTH = 3  # tokens of a continuation that are tested together
-PORTIONS = 10  # in which the samples of a place are drawn
+PORTIONS = 10  # in which the samples of a prefix are drawn
 _BEYOND_BLOCK = 4  # tokens of a prefix that no full cache block shares: cheap to read again
 _MOST_CELLS = 150
 _LEAST_EXPECTED = 5.0  # samples in a cell, the usual rule for chi-square
@@ -170,7 +170,7 @@ def choose_start(
     """A beginning of prompt and output after which the target is undecided, and its distribution's
     entropy.
 
-    Of the places in ``output`` the one whose entropy (nats) has this ``rank`` (1 is the highest).
+    Of the prefixes in ``output`` the one whose entropy (nats) has this ``rank`` (1 is the highest).
     Only those a few tokens behind a full cache block count, as thousands of samples start there.
     """
     whole = Start(tuple(prompt))
@@ -203,7 +203,7 @@ def continuations(
 
 @dataclass(frozen=True)
 class Judged:
-    """All tests of what was drawn at a place, with drafts and plainly.
+    """All tests of what was drawn at a prefix, with drafts and plainly.
 
     Where nothing is left to chance there are none.
     """
@@ -213,44 +213,44 @@ class Judged:
     frequencies: Frequencies
 
 
-def judge(model: CausalModel, place: Place, params: SamplingParams, seed: int) -> Judged:
+def judge(model: CausalModel, prefix: Prefix, params: SamplingParams, seed: int) -> Judged:
     """Cells are as fine as the number of samples allows; the distributions are scored afresh."""
-    scorer = Scorer(model, place.start, params)
-    samples = min(len(place.drawn), len(place.plain))
+    scorer = Scorer(model, prefix.start, params)
+    samples = min(len(prefix.drawn), len(prefix.plain))
     partitions = [Partition.of(scorer, tokens, samples) for tokens in (1, DEPTH)]
     first = partitions[0].cells
     if all(len(leaf) == 1 for leaf in partitions[-1].cells.leaves):
         partitions.pop()  # no first token is likely enough to be split: the same cells again
     rows: list[DistributionTest] = []
-    for length, strings in ((place.length, place.drawn), (0, place.plain)):
+    for length, strings in ((prefix.length, prefix.drawn), (0, prefix.plain)):
         for part in partitions:
             about = (len(part.cells), part.rounding, len(strings))
             name = "first token" if part.tokens == 1 else f"first {part.tokens}"
             counts = part.cells.counts(strings)
             tests = [(f"{name} / distribution", goodness(counts, part.cells.chances, part.slack))]
             if length and part is partitions[-1]:
-                plain = part.cells.counts(place.plain)
+                plain = part.cells.counts(prefix.plain)
                 tests.append((f"{name} / plain", homogeneity(counts, plain, part.slack)))
             for what, outcome in tests:
-                rows.append(DistributionTest(place.name, length, what, outcome, *about))
+                rows.append(DistributionTest(prefix.name, length, what, outcome, *about))
         token_scores = each_token(scorer, strings, _MARGIN, seed)
         if token_scores is not None:
             about = (token_scores.outcome.df + DEPTH, token_scores.rounding, token_scores.looked_at)
             what = "each token / distribution"
-            rows.append(DistributionTest(place.name, length, what, token_scores.outcome, *about))
+            rows.append(DistributionTest(prefix.name, length, what, token_scores.outcome, *about))
     tested = tuple(test for test in rows if test.outcome.df > 0)
-    return Judged(place.name, tested, frequencies(place, first))
+    return Judged(prefix.name, tested, frequencies(prefix, first))
 
 
-def frequencies(place: Place, cells: Cells, most: int = 12) -> Frequencies:
+def frequencies(prefix: Prefix, cells: Cells, most: int = 12) -> Frequencies:
     """Expected and observed shares of the likeliest first tokens."""
     alone = [(cells.chances[cell], string[0], cell) for string, cell in cells.leaves.items()]
     # A cell that took the rare tokens in is no longer one token's.
     alone = [entry for entry in alone if entry[2] not in cells.rest.values()]
     likeliest = sorted(alone, reverse=True)[:most]
-    counts, samples = cells.counts(place.drawn), len(place.drawn)
+    counts, samples = cells.counts(prefix.drawn), len(prefix.drawn)
     return Frequencies(
-        place.name,
+        prefix.name,
         samples,
         tuple(token for _, token, _ in likeliest),
         tuple(chance for chance, _, _ in likeliest),

@@ -1,7 +1,7 @@
 """In which order a certification looks: any beginning of it has seen a little of everything.
 
 Round by round a few more texts are compared, each under all settings, and more is drawn at one
-place until that has all its samples; only then comes the next place.
+prefix until that has all its samples; only then comes the next prefix.
 """
 
 from __future__ import annotations
@@ -16,14 +16,14 @@ from paceline.errors import ConfigError
 from paceline.lab.budget import Budget
 from paceline.lab.certify.evidence import Evidence
 
-FEWEST = 100  # samples from which a place is judged
+FEWEST = 100  # samples from which a prefix is judged
 
 
 @dataclass(frozen=True)
 class Effort:
     """How much is looked at. Checked on construction.
 
-    ``texts`` prompts are decoded, ``max_tokens`` each. At ``prefixes`` places ``samples``
+    ``texts`` prompts are decoded, ``max_tokens`` each. At ``prefixes`` prefixes ``samples``
     continuations are drawn. ``alpha`` is the chance that a lossless engine fails one of the
     distribution tests; ``seed`` makes the whole run repeatable.
     """
@@ -100,7 +100,7 @@ class Texts:
 class Draws:
     """Bring the place of this number to so many samples; ``whole``: only if all of them fit."""
 
-    place: int
+    prefix: int
     samples: int
     whole: bool = False
 
@@ -113,10 +113,10 @@ def groups(texts: int) -> list[tuple[int, ...]]:
     return [tuple(range(*pair)) for pair in pairwise(ends)]
 
 
-def schedule(texts: int, places: int, samples: int) -> Iterator[Texts | Draws]:
-    """Everything, in its order; ``places`` 0 leaves the draws out."""
+def schedule(texts: int, prefixes: int, samples: int) -> Iterator[Texts | Draws]:
+    """Everything, in its order; ``prefixes`` 0 leaves the draws out."""
     drawing = [Draws(0, -(-samples * tenths // 10)) for tenths in (3, 5, 10)]
-    drawing += [Draws(number, samples, whole=True) for number in range(1, places)]
+    drawing += [Draws(number, samples, whole=True) for number in range(1, prefixes)]
     comparing = map(Texts, groups(texts))
-    for round_ in zip_longest(comparing, drawing if places else ()):
+    for round_ in zip_longest(comparing, drawing if prefixes else ()):
         yield from (task for task in round_ if task is not None)

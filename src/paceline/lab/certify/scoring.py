@@ -1,6 +1,6 @@
 """The target's own distributions, from forwards that share nothing with the engine's.
 
-No drafter, no tree, no cache of the engine's: every place is read from its beginning, by itself.
+No drafter, no tree, no cache of the engine's: every prefix is read from its beginning, by itself.
 What thousands of texts begin with is read once in each of two batch shapes; what comes behind it
 is computed for each text. The same distributions in both shapes differ by what rounding does.
 """
