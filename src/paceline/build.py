@@ -252,21 +252,21 @@ def adaptive_controller(
     members: dict[str, tuple[Hashable, ...]] = {}
     lookups: dict[Hashable, LookupDrafter] = {}
 
-    def add(name: str, own: Drafter) -> str:
+    def add(name: str, member: Drafter) -> str:
         while name in cost.drafters:
             name += "'"
-        seconds = options.known.passes_of(own.name) if options.known else None
-        if not own.passes(1):
+        seconds = options.known.passes_of(member.name) if options.known else None
+        if not member.passes(1):
             seconds = CostCurve((1,), (0.0,))
         elif seconds is None:
             batches = sorted({1, costs.batches[-1]})
-            seconds = measure(own.warm_up, batches, device, budget=_WARM_UP_SECONDS)
-        kind = DRAFTERS.get(own.name, DraftSpec)
+            seconds = measure(member.warm_up, batches, device, budget=_WARM_UP_SECONDS)
+        kind = DRAFTERS.get(member.name, DraftSpec)
         longest = max(options.max_draft_length, kind.deepest)
-        known = DrafterCosts.of(own, longest, seconds, _COSTLESS, kind.acceptance)
+        known = DrafterCosts.of(member, longest, seconds, _COSTLESS, kind.acceptance)
         cost.add(name, known)
-        if isinstance(own, LookupDrafter) and own.offers:
-            lookups[name] = own
+        if isinstance(member, LookupDrafter) and member.offers:
+            lookups[name] = member
         return name
 
     add(predictions.name, predictions)

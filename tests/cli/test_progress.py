@@ -14,7 +14,7 @@ from rich.console import Console
 
 from paceline.cli import progress
 from paceline.cli.progress import duration, progress_bar, showing, spending
-from paceline.core.stages import is_heard, say, stage
+from paceline.core.stages import info, is_heard, stage
 from paceline.lab.budget import Budget
 from support.simulated_clock import Clock
 
@@ -55,7 +55,7 @@ def test_without_a_listener_stages_cost_and_say_nothing(capfd: pytest.CaptureFix
     with stage("tokenising", 3) as begun:
         begun.advance(1, "x")
         begun.resize(5)
-        say("a line")
+        info("a line")
     assert capfd.readouterr() == ("", "")
 
 
@@ -66,7 +66,7 @@ def test_a_pipe_gets_whole_lines_without_bars() -> None:
     console = pipe()
     with showing(console, seconds=0.02), stage("tokenising a [very] long name.jsonl", 2000, "rows"):
         until(console, "tokenising")
-        say("kept [this]")
+        info("kept [this]")
     text = shown(console)
     assert "\x1b" not in text and "━" not in text
     assert text.splitlines()[0] == "tokenising a [very] long name.jsonl: 0 of 2,000 rows"
@@ -173,7 +173,7 @@ def test_a_terminal_has_bars_that_go() -> None:
         begun.advance(4, "chat")
         until(console, "reading [a].jsonl: chat")
         until(console, "4 of 10 records")
-        say("a line [that] stays")
+        info("a line [that] stays")
     text = shown(console)
     assert "━" in text and "a line [that] stays" in text
     assert "\x1b[2K" in text.rpartition("records")[2]  # the bar is wiped at the end

@@ -45,7 +45,7 @@ class Told:
     def end(self, stage: object) -> None:
         pass
 
-    def say(self, line: str) -> None:
+    def info(self, line: str) -> None:
         self.lines.append(line)
 
     def advance(self, steps: float = 1, note: str | None = None) -> None:

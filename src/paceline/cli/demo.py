@@ -80,14 +80,14 @@ class Measurement:
         return self.tokens / self.target_steps if self.target_steps else 0.0
 
 
-def _identical(found: Measurement) -> str:
-    if found.difference is None:
+def _identical(measured: Measurement) -> str:
+    if measured.difference is None:
         return "yes"
-    return "but a tie" if found.difference.is_tie else "NO"
+    return "but a tie" if measured.difference.is_tie else "NO"
 
 
-def _difference(found: Difference | None) -> dict[str, Any] | None:
-    return None if found is None else {**asdict(found), "is_tie": found.is_tie}
+def _difference(difference: Difference | None) -> dict[str, Any] | None:
+    return None if difference is None else {**asdict(difference), "is_tie": difference.is_tie}
 
 
 _FIGURES = (
@@ -167,8 +167,8 @@ def measure(
     return SceneResult(measured, one.completion, other.completion)
 
 
-def _said(found: Measurement) -> Text:
-    words = who(found.drafters, found.accepted, found.tokens, found.not_drafted)
+def _said(measured: Measurement) -> Text:
+    words = who(measured.drafters, measured.accepted, measured.tokens, measured.not_drafted)
     return Text(words, style="dim")
 
 
@@ -233,20 +233,21 @@ def _explain_difference(
     console: Console,
     llm: LLM,
     name: str,
-    found: Difference,
+    difference: Difference,
     plain: Completion,
     fast: Completion,
 ) -> None:
     """Where two greedy outputs part, and why."""
-    at = found.at
+    at = difference.at
     before = llm.tokenizer.decode(plain.token_ids[max(0, at - 8) : at])
     left, right = (llm.tokenizer.decode(c.token_ids[at : at + 4]) for c in (plain, fast))
     console.print(
         Text(f"{name}: token {at} differs after {before!r}: plain {left!r}, speculative {right!r}"),
     )
     reason = (
-        f"their logits are {found.gap:.3g} apart, a rounding step is {found.step:.3g}: a tie"
-        if found.is_tie
+        f"their logits are {difference.gap:.3g} apart, "
+        f"a rounding step is {difference.step:.3g}: a tie"
+        if difference.is_tie
         else "rounding does not explain this: please report it as a bug"
     )
     console.print(Text(f"  {reason}", style="dim"))

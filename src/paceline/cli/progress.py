@@ -141,7 +141,7 @@ class _Bars:
         if isinstance(stage, _Stage) and stage.bar is not None:
             self._progress.remove_task(stage.bar)
 
-    def say(self, line: str) -> None:
+    def info(self, line: str) -> None:
         self._progress.console.print(line, highlight=False, soft_wrap=True, markup=False)
 
     def _update(self, stage: _Stage) -> None:
@@ -195,7 +195,7 @@ class _Lines:
         with self._lock:
             self._open = [other for other in self._open if other is not stage]
 
-    def say(self, line: str) -> None:
+    def info(self, line: str) -> None:
         with self._lock:
             self._print(line)
 

@@ -20,7 +20,7 @@ from rich.console import Console
 from paceline.cli.options import expand, load_llm, set_threads
 from paceline.cli.output import FORCE, print_json, quiet_libraries, replace_anything
 from paceline.cli.progress import showing
-from paceline.core.stages import say, stage
+from paceline.core.stages import info, stage
 from paceline.files import LongRecord
 from paceline.settings import LoadSettings, changed, setting
 from paceline.train.configs import (
@@ -111,7 +111,7 @@ def sample(
     key = json.dumps({"model": run.model, "data": run.data, **asdict(prompts), **asdict(answers)})
     with showing(console), LongRecord(out, "the records", key) as lines:
         if lines.lines:
-            say(f"going on after {lines.lines:,} records in {lines.partial}")
+            info(f"going on after {lines.lines:,} records in {lines.partial}")
         seed = prompts.seed + lines.lines
         llm = load_llm(engine, run.model, None, max_batch_size=run.batch, seed=seed)
         longest = min(prompts.max_prompt, llm.max_model_len - 1)
@@ -120,7 +120,7 @@ def sample(
         writer = AnswerWriter(decoder, llm.tokenizer, longest, answers.temperature, lines.add)
         writer.write(jobs, run.batch, lines.kept())
         failed = f" ({writer.failed} answers failed)" if writer.failed else ""
-        say(f"{lines.lines:,} records in {out}{failed}")
+        info(f"{lines.lines:,} records in {out}{failed}")
 
 
 class Interrupts:
@@ -162,7 +162,7 @@ def shown_steps(trainer: Trainer) -> Iterator[Callable[[Progress], None]]:
             note = f"loss {progress.loss:.3f}, {progress.tokens_per_second:,.0f} tokens/s{mean}"
             doing.advance(1, note)
             if progress.acceptance or progress.validation:
-                say(f"step {progress.step}: {_measured(progress)}")
+                info(f"step {progress.step}: {_measured(progress)}")
 
         yield show
 
@@ -194,9 +194,9 @@ def mean_length(entry: dict[str, Any]) -> float | None:
 def train_to_end(trainer: Trainer, out: Path, eval_every: int, save_seconds: float) -> Path:
     """Train to the last step, or to Ctrl-C; returns the folder of the result."""
     if trainer.note:
-        say(f"note: {trainer.note}")
+        info(f"note: {trainer.note}")
     if trainer.step:
-        say(f"resuming at step {trainer.step} of {trainer.config.steps}")
+        info(f"resuming at step {trainer.step} of {trainer.config.steps}")
     with deferred_interrupts() as interrupts, shown_steps(trainer) as show:
 
         def on_progress(progress: Progress) -> None:

@@ -53,8 +53,8 @@ def cell_of(nodes: float, even: bool) -> int:
     return cell if even or not cell else cell + _UNEVEN
 
 
-def _nearest(known: Iterable[int], place: int) -> int:
-    return min(known, key=lambda other: abs(other - place))
+def _nearest(known: Iterable[int], cell: int) -> int:
+    return min(known, key=lambda other: abs(other - cell))
 
 
 class Correction:
@@ -141,9 +141,9 @@ class Correction:
                 part.value, part.variance = part.value - off, part.variance + off**2
         self._factors.clear()
 
-    def _unsettle(self, group: int, surprise: float, own: _Part, exact: _Part) -> float:
+    def _unsettle(self, group: int, surprise: float, group_part: _Part, exact: _Part) -> float:
         """A large surprise: something is not as sure as it seemed. Returns the added variance."""
-        young = [part for part in (own, exact) if part.variance and part.seen < _YOUNG]
+        young = [part for part in (group_part, exact) if part.variance and part.seen < _YOUNG]
         before, sign = self._surprised.get(group, 0), 1 if surprise > 0 else -1
         times = self._surprised[group] = before + sign if before * sign >= 0 else 0
         if not young and abs(times) < _OFTEN:

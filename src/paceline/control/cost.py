@@ -360,7 +360,7 @@ class CostModel:
                 self._handling[name] = before + 0.05 * (min(drafting, known) / batch - before)
 
 
-def _between(values: Sequence[float], place: float) -> float:
+def _between(values: Sequence[float], position: float) -> float:
     """Linear between whole places."""
-    low = min(int(place), len(values) - 2)
-    return values[low] + (place - low) * (values[low + 1] - values[low])
+    low = min(int(position), len(values) - 2)
+    return values[low] + (position - low) * (values[low + 1] - values[low])

@@ -7,11 +7,11 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 
-def _between(places: Sequence[float], values: Sequence[float], place: float) -> float:
+def _between(points: Sequence[float], values: Sequence[float], point: float) -> float:
     """Linear between points; beyond the ends the outermost slope goes on."""
-    right = min(max(bisect_left(places, place), 1), len(places) - 1)
-    x0, x1, y0, y1 = places[right - 1], places[right], values[right - 1], values[right]
-    return y0 + (y1 - y0) * (place - x0) / (x1 - x0)
+    right = min(max(bisect_left(points, point), 1), len(points) - 1)
+    x0, x1, y0, y1 = points[right - 1], points[right], values[right - 1], values[right]
+    return y0 + (y1 - y0) * (point - x0) / (x1 - x0)
 
 
 @dataclass(frozen=True)

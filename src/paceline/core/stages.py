@@ -33,7 +33,7 @@ class Listener(Protocol):
 
     def end(self, stage: Stage) -> None: ...
 
-    def say(self, line: str) -> None:
+    def info(self, line: str) -> None:
         """A line that stays, between stages."""
         ...
 
@@ -68,17 +68,17 @@ def stage(what: str, total: float | None = None, unit: str = "") -> Iterator[Sta
         listener.end(begun)
 
 
-def say(line: str) -> None:
+def info(line: str) -> None:
     """A line that stays on the screen or in the log, such as a measurement on the way."""
     listener = _listener.get()
     if listener is not None:
-        listener.say(line)
+        listener.info(line)
 
 
 def warn(line: str) -> None:
     """As say; without a listener, as from Python, it goes to the log "paceline"."""
     if is_heard():
-        say(line)
+        info(line)
     else:
         logging.getLogger("paceline").warning(line)
 

@@ -129,10 +129,10 @@ class Auto(DraftSpec):
         )
 
 
-def _by_torch(target: CausalModel, found: Composition) -> str:
+def _by_torch(target: CausalModel, composed: Composition) -> str:
     """Why the kernels do not run the 4-bit form of a target whose layers stay on disk: known only
     once it is made. "" if they do, or nobody asked."""
-    if target.offload is None or all(member != QuantizedDraft() for member, _ in found.taken):
+    if target.offload is None or all(member != QuantizedDraft() for member, _ in composed.taken):
         return ""
     form = quantised_copy(target, QuantizedDraft().precision)
     if form.backend.runs_quantised:
@@ -141,10 +141,10 @@ def _by_torch(target: CausalModel, found: Composition) -> str:
     return form.refused or "they do not run it"
 
 
-def _failing(found: Composition, loading: Loading) -> dict[DraftSpec, str]:
+def _failing(composed: Composition, loading: Loading) -> dict[DraftSpec, str]:
     """The members that cannot be loaded, and why."""
     failed: dict[DraftSpec, str] = {}
-    for member, _ in found.taken:
+    for member, _ in composed.taken:
         try:
             member.prepare(loading)
         except PacelineError as error:

@@ -52,13 +52,13 @@ def read_foreign(path: str | Path) -> ForeignDraft:
     return foreign_draft(parsed, str(path))
 
 
-def foreign_draft(found: Mapping[str, Any], where: str = "the configuration") -> ForeignDraft:
+def foreign_draft(given: Mapping[str, Any], where: str = "the configuration") -> ForeignDraft:
     """As ``read_foreign``, of what a file holds. Raises ConfigError."""
     for key in ("config", "speculative_config", "speculative-config"):
-        inner = found.get(key)
+        inner = given.get(key)
         if isinstance(inner, dict):
-            found = inner
-    values = {key.lstrip("-").replace("-", "_"): value for key, value in found.items()}
+            given = inner
+    values = {key.lstrip("-").replace("-", "_"): value for key, value in given.items()}
     if "speculative_algorithm" in values:
         return _sglang(values, where)
     if "method" in values or "num_speculative_tokens" in values:

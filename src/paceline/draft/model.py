@@ -18,7 +18,7 @@ import torch
 
 from paceline.core.batch import Commit, ModelOutput, Plan, Slice, Span
 from paceline.core.sequence import SequenceView
-from paceline.core.stages import say
+from paceline.core.stages import info
 from paceline.core.tree import TokenTree
 from paceline.draft.base import Drafter
 from paceline.draft.spec import DraftContext, Loading, Prepared, TreeSpec, option
@@ -118,7 +118,7 @@ class DraftModel(TreeSpec):
             offload=loading.offload,
         )
         if draft.note:
-            say(f"the draft: {draft.note}")
+            info(f"the draft: {draft.note}")
         folder = Path(fetched(self.path))
         draft_tokenizer = tokenizer
         if (

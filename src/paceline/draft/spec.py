@@ -176,10 +176,12 @@ def reduced(size: int, target: Target) -> list[Note]:
     return [("head-vocabulary-reduced", text, None)]
 
 
-def option(default: Any = MISSING, **said: str) -> Any:
+def option(default: Any = MISSING, **metadata: str) -> Any:
     """A field of a spec. ``key``: its name in a spec string, if Python cannot have that name.
     ``like``: an example of a tuple. ``needs``: what the argument without a default is."""
-    return field(metadata=said) if default is MISSING else field(default=default, metadata=said)
+    if default is MISSING:
+        return field(metadata=metadata)
+    return field(default=default, metadata=metadata)
 
 
 @dataclass(frozen=True)

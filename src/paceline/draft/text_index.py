@@ -142,10 +142,10 @@ class TextIndex:
                 return [p for p, match in zip(places, matches, strict=True) if match == best], best
         return [], 0
 
-    def _match(self, text: Sequence[int], place: int) -> int:
-        """Tokens of the text's end that stand in front of a place."""
-        most = min(place, len(text), self.rule.depth)
-        pairs = ((self._stream[place - back], text[-back]) for back in range(1, most + 1))
+    def _match(self, text: Sequence[int], end: int) -> int:
+        """Tokens of the text's end that stand in front of a end."""
+        most = min(end, len(text), self.rule.depth)
+        pairs = ((self._stream[end - back], text[-back]) for back in range(1, most + 1))
         return next((n for n, (pair, other) in enumerate(pairs) if pair != other), most)
 
     def _grown(self, text: list[int], levels: int, nodes: int) -> tuple[float, Draft]:

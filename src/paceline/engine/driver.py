@@ -111,7 +111,7 @@ class StepSums:
         """Tokens a second."""
         return self.tokens / self.whole if self.whole else 0.0
 
-    def each(self, *phases: str) -> float:
+    def mean_seconds(self, *phases: str) -> float:
         """Seconds of these phases in a step."""
         return sum(self.seconds[phase] for phase in phases) / self.steps
 
@@ -203,14 +203,14 @@ class Drive:
             accepted_at=list(column_sums(counts.accepted_at for counts in of_seqs)),
         )
 
-    def run(self, each: Callable[[], object] = lambda: None) -> Drive:
-        """All of it; ``each`` is called after every step, and what it raises ends the drive.
+    def run(self, between: Callable[[], object] = lambda: None) -> Drive:
+        """All of it; ``between`` is called after every step, and what it raises ends the drive.
 
         Raises PacelineError if a request fails: what it took says nothing.
         """
         with self:
             for step in self:
-                each()
+                between()
                 failed = next((c.error for c in step.commits if c.error is not None), None)
                 if failed is not None:
                     raise PacelineError(f"nothing can be measured, as a request failed: {failed}")

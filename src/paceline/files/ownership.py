@@ -31,17 +31,17 @@ _NAMED = 5  # files in a message
 _forced: ContextVar[Callable[[str], None] | None] = ContextVar("paceline_forced", default=None)
 
 
-def force(tell: Callable[[str], None] | None) -> None:
-    """From now on, in this context, replace foreign files too; ``tell`` is given a line with the
+def force(log: Callable[[str], None] | None) -> None:
+    """From now on, in this context, replace foreign files too; ``log`` is given a line with the
     names first, once. None: refuse again."""
     warned = set[str]()
 
     def once(line: str) -> None:
-        if tell is not None and line not in warned:
+        if log is not None and line not in warned:
             warned.add(line)
-            tell(line)
+            log(line)
 
-    _forced.set(None if tell is None else once)
+    _forced.set(None if log is None else once)
 
 
 def check_file(path: str | Path, what: str, proof: Proof | None) -> None:
@@ -105,13 +105,13 @@ def _check_manifest(
 
 
 def _refuse(path: Path, what: str, why: str, files: Sequence[Path]) -> None:
-    tell = _forced.get()
-    if tell is None:
+    log = _forced.get()
+    if log is None:
         raise WriteError(
             f"cannot write {what} {path}: {why}; choose another place, or move them away "
             "(--force deletes them)".replace("them", "them" if len(files) > 1 else "it")
         )
-    tell(f"--force: replacing {path}: {why}")
+    log(f"--force: replacing {path}: {why}")
 
 
 def _size(file: Path) -> str:

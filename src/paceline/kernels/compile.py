@@ -22,7 +22,7 @@ from pathlib import Path
 
 from filelock import FileLock
 
-from paceline.core.stages import say, stage
+from paceline.core.stages import info, stage
 from paceline.errors import PacelineError
 from paceline.files import cache_folder, folder_aside
 
@@ -147,7 +147,7 @@ def _build(compiler: str, folder: Path) -> None:
             into = str(partial / _LIBRARY)
             _run([compiler, "-shared", *objects, "-o", into, *_openmp()])
     seconds = time.perf_counter() - began
-    say(f"built the native kernels with {compiler} in {seconds:.0f} s; kept in {folder}")
+    info(f"built the native kernels with {compiler} in {seconds:.0f} s; kept in {folder}")
 
 
 def _run(command: list[str]) -> str:

@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from paceline.core.stages import say, stage
+from paceline.core.stages import info, stage
 from paceline.errors import ConfigError
 from paceline.files import folder_aside
 from paceline.files.ownership import check_folder
@@ -110,7 +110,7 @@ def quantize(name: str, out: Path, options: QuantizeOptions) -> QuantizeReport:
         _write(hf, tokenizer, folder, options.scheme)
         (folder / "README.md").write_text(card(report), encoding="utf-8")
     if report_made.left:
-        say(f"{len(report_made.left)} layers do not divide into groups and stay as they are")
+        info(f"{len(report_made.left)} layers do not divide into groups and stay as they are")
     return report
 
 

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from paceline.core.stages import say, stage
+from paceline.core.stages import info, stage
 from paceline.errors import UnsupportedModelError
 from paceline.model.gguf import PLAIN, ROPE_FACTORS, GgufFile
 from paceline.model.quantised.blocks import can_keep, weight_of_blocks
@@ -62,7 +62,7 @@ def keep_blocks(path: Path, architecture: str, hf: Any) -> None:
     config = hf.config.get_text_config(decoder=True)
     known = {name: key for key, name in gguf.MODEL_ARCH_NAMES.items()}
     if architecture not in known:
-        say(f"{path.name} is dequantised: the layers of {architecture} are not known by name")
+        info(f"{path.name} is dequantised: the layers of {architecture} are not known by name")
         return
     names = gguf.get_tensor_name_map(known[architecture], config.num_hidden_layers)
     layers = [(name, m) for name, m in hf.named_modules() if type(m) is nn.Linear]
@@ -85,7 +85,7 @@ def keep_blocks(path: Path, architecture: str, hf: Any) -> None:
             progress.advance()
     if left:
         kinds = ", ".join(f"{kind} ({count})" for kind, count in left.most_common())
-        say(f"{path.name}: {sum(left.values())} of {len(layers)} layers are dequantised: {kinds}")
+        info(f"{path.name}: {sum(left.values())} of {len(layers)} layers are dequantised: {kinds}")
 
 
 def _as_laid_out(weight: QuantisedWeight, module: nn.Linear, config: Any) -> QuantisedWeight | None:

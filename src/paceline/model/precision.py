@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from paceline.core.stages import say, stage
+from paceline.core.stages import info, stage
 from paceline.errors import ConfigError, ModelLoadError
 from paceline.model.quantised.convert import Scheme, quantise_module
 from paceline.model.quantised.formats import is_kept, owned, quantised_weights
@@ -87,7 +87,7 @@ def put_back(name: str, hf: Any, weights: Mapping[str, QuantisedWeight]) -> None
             continue
         hf.set_submodule(layer, QuantisedLinear(weight, module.bias))
     if left:
-        say(
+        info(
             f"{name}: {left} of {len(weights)} quantised layers are dequantised, as their shapes "
             f"do not divide into groups of {ROW_GROUP}"
         )

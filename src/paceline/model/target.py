@@ -10,7 +10,7 @@ import torch
 
 from paceline.core.batch import Batch, ModelOutput
 from paceline.core.memory import free_memory, limit_threads
-from paceline.core.stages import say, warn
+from paceline.core.stages import info, warn
 from paceline.core.transfer import Staging
 from paceline.errors import ConfigError, UnsupportedModelError
 from paceline.files.stamps import FileStamp
@@ -175,7 +175,7 @@ class CausalModel:
         elif self.use(name):
             return self
         if self.asked == AUTO and gguf_file(self.name) and dequantise(self.hf):
-            say(f"{self.name} is dequantised: only the native kernels are fast with its blocks")
+            info(f"{self.name} is dequantised: only the native kernels are fast with its blocks")
         return self
 
     @torch.inference_mode()

@@ -135,7 +135,7 @@ class RankGroup:
             )
             self._control = dist.new_group(backend="gloo", timeout=_FOREVER)
 
-    def tell(self, order: Order) -> None:
+    def broadcast(self, order: Order) -> None:
         """Of rank 0: all others hear it."""
         dist.broadcast_object_list([order], src=0, group=self._control)
 

@@ -92,7 +92,7 @@ class SharedForward(Backend):
     ) -> ModelOutput:
         with self.team.together():
             order, numbers = batch_order(self._known(cache), batch)
-            self.team.group.tell(order)
+            self.team.group.broadcast(order)
             if numbers is not None:
                 self.team.group.share(numbers)
             return self._model(batch, cache, features)
@@ -114,7 +114,7 @@ class SharedForward(Backend):
         if side not in self._whole:
             module = getattr(self._model.hf, f"get_{side}_embeddings")()
             with self.team.together():
-                self.team.group.tell(GatherOrder(side))
+                self.team.group.broadcast(GatherOrder(side))
                 whole_names = whole_parameters(module)
             copied = copy.copy(module)
             copied.__dict__.pop("forward", None)  # the one that sums over ranks
@@ -126,7 +126,7 @@ class SharedForward(Backend):
 
     def free_memory(self) -> int:
         with self.team.together():
-            self.team.group.tell(MemoryOrder())
+            self.team.group.broadcast(MemoryOrder())
             return self.team.group.least_memory()
 
     def when_lost(self, callback: Callable[[str], None]) -> None:
@@ -147,7 +147,7 @@ class SharedForward(Backend):
 
     def move(self, cache: PagedCache, slots: Sequence[tuple[int, int]]) -> None:
         with self.team.together():
-            self.team.group.tell(MoveOrder(self._known(cache), tuple(slots)))
+            self.team.group.broadcast(MoveOrder(self._known(cache), tuple(slots)))
 
 
 def _moved(

@@ -219,7 +219,7 @@ class RankTeam:
         self._closed.set()
         if self.lost is None and self._group is not None:
             with suppress(Exception):
-                self._group.tell(StopOrder())
+                self._group.broadcast(StopOrder())
         for process in self._processes:
             process.end()
         if self._group is not None:

@@ -65,11 +65,11 @@ def main() -> None:
     _end(0)
 
 
-def _work(job: dict[str, str | int], said: TextIO) -> None:
+def _work(job: dict[str, str | int], replies: TextIO) -> None:
     rank, size, kind = int(job["rank"]), int(job["size"]), str(job["device"])
     device = torch.device(kind, rank) if kind == "cuda" else torch.device(kind)
     torch.set_num_threads(int(job["threads"]))
-    print(READY, file=said, flush=True)
+    print(READY, file=replies, flush=True)
     group = RankGroup(rank, size, str(job["store"]), device)
     with surroundings(rank):
         model = load_part(str(job["model"]), str(job["dtype"]), device, size)

@@ -177,12 +177,12 @@ def flag(name: str) -> str:
     return f"--{name.replace('_', '-')}"
 
 
-def entries(table: type, place: str) -> Iterator[TableEntry]:
-    """The settings of a table that can be said in a ``place`` (see ``Key.but``)."""
+def entries(table: type, where: str) -> Iterator[TableEntry]:
+    """The settings of a table that can be set ``where``: command, server, LLM or beside."""
     hints = get_type_hints(table)
     for item in fields(table):
         key = item.metadata.get("key")
-        if key is not None and place not in key.but:
+        if key is not None and where not in key.but:
             yield entry_of(item.name, hints[item.name], item)
 
 
@@ -341,8 +341,8 @@ class EngineSettings(LoadSettings):
     )
 
 
-def explicit(values: Mapping[str, Any], place: str) -> dict[str, Any]:
-    """Of ``values`` the engine's settings that a ``place`` knows and that are not left open.
+def explicit(values: Mapping[str, Any], where: str) -> dict[str, Any]:
+    """Of ``values`` the engine's settings that ``where`` knows and that are not left open.
 
     Raises ConfigError for a value of a wrong kind; objects, such as dtypes of torch, are left, and
     so are sizes in bytes.
@@ -356,6 +356,6 @@ def explicit(values: Mapping[str, Any], place: str) -> dict[str, Any]:
 
     return {
         entry.name: read(entry, value)
-        for entry in entries(EngineSettings, place)
+        for entry in entries(EngineSettings, where)
         if (value := values.get(entry.name)) is not None
     }

@@ -146,7 +146,7 @@ def _asked(
             doing.advance()
     if not lines:
         raise DataError(f"{source.path} has no prompt that can be answered: {refused.named}")
-    refused.tell(len(lines))
+    refused.report(len(lines))
     if wanted is None or wanted >= len(lines):
         return lines
     return [lines[int(index)] for index in sorted(rng.permutation(len(lines))[:wanted])]

@@ -113,20 +113,20 @@ def _items(value: object, name: str) -> list[dict[str, Any]]:
     return value
 
 
-def _message(item: dict[str, Any], place: int) -> dict[str, Any]:
+def _message(item: dict[str, Any], number: int) -> dict[str, Any]:
     """One of OpenAI's messages, its content as text and the arguments of its calls as objects."""
     role = item.get("role")
     if not isinstance(role, str) or not role:
-        raise RefusedError(f"message {place} has no role")
+        raise RefusedError(f"message {number} has no role")
     role = "system" if role == "developer" else role
     message = {key: item[key] for key in ("name", "tool_call_id") if item.get(key) is not None}
     calls = item.get("tool_calls")
     if calls:
-        message["tool_calls"] = [_call(call, place) for call in _items(calls, "tool_calls")]
-    return {"role": role, "content": _content(item.get("content"), place, bool(calls)), **message}
+        message["tool_calls"] = [_call(call, number) for call in _items(calls, "tool_calls")]
+    return {"role": role, "content": _content(item.get("content"), number, bool(calls)), **message}
 
 
-def _content(value: object, place: int, calls: bool) -> str:
+def _content(value: object, number: int, calls: bool) -> str:
     if value is None and calls:
         return ""
     parts = value if isinstance(value, list) else [value]
@@ -134,17 +134,17 @@ def _content(value: object, place: int, calls: bool) -> str:
     for part in parts:
         kind = part.get("type", "text") if isinstance(part, dict) else None
         if kind not in (None, "text"):
-            raise RefusedError(f"message {place} has a part of type {kind!r}; only text is read")
+            raise RefusedError(f"message {number} has a part of type {kind!r}; only text is read")
         texts.append(part.get("text") if isinstance(part, dict) else part)
     if not all(isinstance(text, str) for text in texts):
-        raise RefusedError(f"message {place} has no content of text")
+        raise RefusedError(f"message {number} has no content of text")
     return "".join(map(str, texts))
 
 
-def _call(call: dict[str, Any], place: int) -> dict[str, Any]:
+def _call(call: dict[str, Any], number: int) -> dict[str, Any]:
     function = call.get("function")
     if not isinstance(function, dict):
-        raise RefusedError(f"message {place} calls no function")
+        raise RefusedError(f"message {number} calls no function")
     arguments = function.get("arguments")
     if isinstance(arguments, str):  # templates want an object; what is none stays text
         with suppress(ValueError, RecursionError):
@@ -152,14 +152,14 @@ def _call(call: dict[str, Any], place: int) -> dict[str, Any]:
     return {**call, "function": {**function, "arguments": arguments}}
 
 
-def _said(item: dict[str, Any], place: int) -> dict[str, Any]:
+def _said(item: dict[str, Any], number: int) -> dict[str, Any]:
     """One of ShareGPT's turns."""
     speaker, words = item.get("from", item.get("role")), item.get("value", item.get("content"))
     role = _SPEAKERS.get(str(speaker).lower())
     if role is None:
-        raise RefusedError(f"turn {place} is said by {speaker!r}; known are human, gpt and system")
+        raise RefusedError(f"turn {number} is said by {speaker!r}; known are human, gpt and system")
     if not isinstance(words, str):
-        raise RefusedError(f"turn {place} has no value of text")
+        raise RefusedError(f"turn {number} has no value of text")
     return {"role": role, "content": words}
 
 
@@ -285,19 +285,19 @@ class ChatWriter:
         self.searched += 1
         return start, self._end(whole, self._place(whole, content, start)[1])
 
-    def _mark(self, whole: str, place: int) -> str:
-        """The end token that stands at a place; "" if there is none."""
-        return max((m for m in self._marks if whole.startswith(m, place)), key=len, default="")
+    def _mark(self, whole: str, position: int) -> str:
+        """The end token that stands at a position; "" if there is none."""
+        return max((m for m in self._marks if whole.startswith(m, position)), key=len, default="")
 
-    def _end(self, whole: str, place: int) -> int:
-        """Where an answer whose words end at ``place`` ends: behind its end token."""
-        blanks = len(whole) - place - len(whole[place:].lstrip())
-        mark = self._mark(whole, place + blanks)
-        return place + blanks + len(mark) if mark else place
+    def _end(self, whole: str, position: int) -> int:
+        """Where an answer whose words end at ``position`` ends: behind its end token."""
+        blanks = len(whole) - position - len(whole[position:].lstrip())
+        mark = self._mark(whole, position + blanks)
+        return position + blanks + len(mark) if mark else position
 
-    def _place(self, whole: str, said: str, first: int) -> tuple[int, int]:
+    def _place(self, whole: str, answer: str, first: int) -> tuple[int, int]:
         """Where an answer's words stand; templates may strip blanks and drop thoughts."""
-        for words in (said.strip(), said.split(_THOUGHT)[-1].strip()):
+        for words in (answer.strip(), answer.split(_THOUGHT)[-1].strip()):
             start = whole.find(words, first)
             if start >= 0:
                 return start, start + len(words)

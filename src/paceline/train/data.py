@@ -110,7 +110,7 @@ def encode_stream(
         raise DataError(
             f"{path} has no usable records (after leaving out {list(exclude_licenses)}){why}"
         )
-    refused.tell(documents)
+    refused.report(documents)
     if packer.writer.searched:
         warn(
             f"{path}: the chat template rewrites earlier turns; {packer.writer.searched:,} answers "

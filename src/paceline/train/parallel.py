@@ -23,7 +23,7 @@ import torch
 from torch import nn
 
 from paceline.core.cgroup import processors
-from paceline.core.stages import say, stage
+from paceline.core.stages import info, stage
 from paceline.errors import ConfigError, PacelineError
 from paceline.files.ownership import force
 from paceline.train.group import ProcessGroup
@@ -184,7 +184,7 @@ def together(trainer: Trainer, processes: int, threads: int | None = None) -> It
         with stage(f"starting {processes} processes"):
             first._receive()
         trainer.group = first
-        say(f"{processes} processes of {threads} thread{'s' if threads > 1 else ''} each")
+        info(f"{processes} processes of {threads} thread{'s' if threads > 1 else ''} each")
         yield
     finally:
         trainer.group = ProcessGroup()

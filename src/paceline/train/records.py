@@ -69,7 +69,7 @@ class Refusals:
         more = self.count - len(self._first)
         return "; ".join([*self._first, f"and {more:,} more"] if more else self._first)
 
-    def tell(self, used: int) -> None:
+    def report(self, used: int) -> None:
         """Say what was left out beside ``used`` records, if anything was."""
         if self.count:
             lines = "line" if self.count == 1 else "lines"

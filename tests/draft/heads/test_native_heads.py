@@ -295,7 +295,7 @@ def said() -> Iterator[list[str]]:
         def end(self, stage: Any) -> None:
             pass
 
-        def say(self, line: str) -> None:
+        def info(self, line: str) -> None:
             self.append(line)
 
     lines = Said()

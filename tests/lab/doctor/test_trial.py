@@ -68,7 +68,7 @@ def test_drafts_that_are_looked_up() -> None:
     )
     assert found.cost_ratio is None and found.textbook is None
     assert found.tokens(LONG) == pytest.approx(1.8)
-    plain = found.plain.each("target", "verify", "other")
+    plain = found.plain.mean_seconds("target", "verify", "other")
     assert found.step(4) == pytest.approx(0.001 + plain + (0.012 - plain) / 3, rel=0.01)
     assert found.best == 2
 
@@ -82,7 +82,7 @@ def test_decoded_add_up() -> None:
     both = EXPLORED.long + EXPLORED.short
     assert (both.steps, both.drafted) == (200, 1000)
     assert both.accepted_at[:3] == (100, 50, 12)
-    assert both.each("draft") == pytest.approx(0.005)
+    assert both.mean_seconds("draft") == pytest.approx(0.005)
     assert EXPLORED.plain.rate == pytest.approx(100 / 1.1)
 
 

@@ -73,7 +73,7 @@ class Said:
 
     def resize(self, total: float) -> None: ...
 
-    def say(self, line: str) -> None:
+    def info(self, line: str) -> None:
         self.lines.append(line)
 
 

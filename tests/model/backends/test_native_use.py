@@ -37,7 +37,7 @@ class Said(list[str]):
     def end(self, stage: Any) -> None:
         pass
 
-    def say(self, line: str) -> None:
+    def info(self, line: str) -> None:
         self.append(line)
 
 

@@ -177,11 +177,11 @@ class ServedEngine(BenchEngine):
             body |= _WISHES[wish]
         return body
 
-    def _answer(self, ask: Ask, found: Sequence[Delivery]) -> TimedAnswer:
-        parts = [one for one in found if one.text or one.ids]
+    def _answer(self, ask: Ask, deliveries: Sequence[Delivery]) -> TimedAnswer:
+        parts = [one for one in deliveries if one.text or one.ids]
         token_ids = tuple(token for one in parts for token in one.ids)
         tokens = token_ids or self.reference.ids_of("".join(one.text for one in parts))
-        written = [one.written for one in found if one.written is not None]
+        written = [one.written for one in deliveries if one.written is not None]
         count = len(token_ids) or (written[-1] if written else len(tokens))
         if not parts or not count:
             raise BaselineFailedError(f"{self.name} answered without a token; look at its log")
@@ -194,7 +194,7 @@ class ServedEngine(BenchEngine):
         if not token_ids and count != len(parts):
             weights = [max(1, len(self.reference.ids_of(one.text))) for one in parts]
         dealt = zip(parts, shares(count, weights), strict=True)
-        self._compare(ask, count, [one.read for one in found if one.read is not None])
+        self._compare(ask, count, [one.read for one in deliveries if one.read is not None])
         return TimedAnswer(tokens, tuple((one.moment, n) for one, n in dealt if n), count)
 
     def _compare(self, ask: Ask, count: int, read: Sequence[int]) -> None:

@@ -150,12 +150,12 @@ def suite_report(result: SuiteResult) -> Report:
         plain = [one.questions for one in figures_at if one.method == PLAIN]
 
         def table(
-            *parts: tuple[str, Sequence[str], str, Any], own: Any = figures_at, **more: Any
+            *parts: tuple[str, Sequence[str], str, Any], figures: Any = figures_at, **more: Any
         ) -> Table:
             """A row for each method; a part is an attribute at some tasks under its headings."""
             rows: dict[str, list[Cell]] = {}
             for value, points, _, form in parts:
-                for name, cells in pages.by_method(own, points, "task", value, form).items():
+                for name, cells in pages.by_method(figures, points, "task", value, form).items():
                     rows.setdefault(name, [name]).extend(cells)
             heads = [head or point for _, points, head, _ in parts for point in points]
             return Table(["Models", *heads], [*rows.values(), *more.pop("rows", ())], **more)

@@ -33,10 +33,10 @@ def _vocabulary(check: ExactCheck) -> str:
     return f"all {check.vocabulary}" if check.whole else f"{check.vocabulary} likeliest"
 
 
-def _class(found: Difference) -> str:
-    if found.on_edge:
+def _class(difference: Difference) -> str:
+    if difference.on_edge:
         return "tie (edge of the truncation)"
-    return "tie" if found.is_tie else "BUG"
+    return "tie" if difference.is_tie else "BUG"
 
 
 PARTING_COLUMNS = (

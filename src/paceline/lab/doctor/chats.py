@@ -125,8 +125,8 @@ def _ends(model: Model) -> dict[str, set[int]]:
     }
 
 
-def _ids(said: Any) -> set[int]:
-    listed = said if isinstance(said, (list, tuple)) else [said]
+def _ids(value: Any) -> set[int]:
+    listed = value if isinstance(value, (list, tuple)) else [value]
     return {item for item in listed if isinstance(item, int) and not isinstance(item, bool)}
 
 

@@ -87,9 +87,9 @@ class _Cost:
             max(self.loading, self.weights + other.loading),
         )
 
-    def shared(self, each: int) -> _Cost:
+    def shared(self, ranks: int) -> _Cost:
         """What one of so many ranks takes."""
-        return _Cost(self.weights // each, self.cache_bytes // each, 0, self.loading // each)
+        return _Cost(self.weights // ranks, self.cache_bytes // ranks, 0, self.loading // ranks)
 
 
 def examine(

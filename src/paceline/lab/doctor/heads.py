@@ -31,9 +31,9 @@ def another_kind(files: ModelFiles, other: tuple[str, str]) -> Finding:
     return finding("draft-of-another-kind", "draft", text, cure=cure)
 
 
-def noted(found: Examined) -> list[Finding]:
+def noted(examined: Examined) -> list[Finding]:
     """What a kind of drafter says of a draft, as findings."""
-    return [finding(code, "draft", text, cure=cure) for code, text, cure in found.notes]
+    return [finding(code, "draft", text, cure=cure) for code, text, cure in examined.notes]
 
 
 def check_head(

@@ -64,7 +64,7 @@ class Exploration:
     @property
     def cost_ratio(self) -> float | None:
         """One pass of the drafter over one plain target forward; None if it takes none."""
-        return self._pass / self.plain.each("target") if self.passes[-1] else None
+        return self._pass / self.plain.mean_seconds("target") if self.passes[-1] else None
 
     @property
     def _pass(self) -> float:
@@ -78,11 +78,11 @@ class Exploration:
         return self._by_rows("target")
 
     def _by_rows(self, *phases: str) -> CostCurve:
-        points = {1: self.plain.each(*phases)}
+        points = {1: self.plain.mean_seconds(*phases)}
         for decoded in (self.short, self.long):
             rows = round(1 + decoded.drafted / decoded.steps)
             if rows > max(points):
-                points[rows] = max(decoded.each(*phases), max(points.values()))
+                points[rows] = max(decoded.mean_seconds(*phases), max(points.values()))
         return CostCurve(tuple(points), tuple(points.values()))
 
     @property
@@ -107,7 +107,8 @@ class Exploration:
             rates = [after / before if before else 0.0 for after, before in pairs]
         cost.acceptance.everyone(_DRAFTER).know(rates)
         if profile.costless:
-            drafting, mean = self.long.each("draft"), round(self.long.drafted / self.long.steps)
+            drafting = self.long.mean_seconds("draft")
+            mean = round(self.long.drafted / self.long.steps)
             for _ in range(_REPEATED):
                 seconds = drafting + cost.verify(1, mean)
                 cost.learn(1, mean, seconds, drafting, passes={_DRAFTER: 0.0})

@@ -83,7 +83,7 @@ def placed_head(
     if it.out is None:
         return it.draft_path, None
     write_eagle(eagle_of(draft, it.target), it.out / "head", it.target, layout, outputs)
-    return it.place("head"), it.place("head")
+    return it.in_folder("head"), it.in_folder("head")
 
 
 def medusa_of(spec: Medusa, target: str) -> MedusaHeads:

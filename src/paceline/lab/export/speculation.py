@@ -62,7 +62,7 @@ class ExportedDraft:
     def tree(self) -> Tree:
         return Tree.of(self.draft, self.length)
 
-    def place(self, name: str) -> str:
+    def in_folder(self, name: str) -> str:
         """Where a file of this name will lie; the bare name if nothing is written."""
         return name if self.out is None else str((self.out / name).resolve())
 

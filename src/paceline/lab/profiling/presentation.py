@@ -19,8 +19,8 @@ def _thousandths(seconds: float) -> str:
     return f"{1e3 * seconds:.3f}"
 
 
-def _seconds(place: int, figures: Sequence[Figures]) -> str:
-    return _thousandths(figures[place].seconds)
+def _seconds(index: int, figures: Sequence[Figures]) -> str:
+    return _thousandths(figures[index].seconds)
 
 
 def _giga(rate: float) -> str:

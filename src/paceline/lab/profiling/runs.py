@@ -223,7 +223,7 @@ def _assemble(
         for phase in PHASES
     )
     timed = sum((stretch.sums for stretch in stretches), StepSums())
-    step_seconds, slow = sum(seconds.values()), profiled.stretch.sums.each(*PHASES)
+    step_seconds, slow = sum(seconds.values()), profiled.stretch.sums.mean_seconds(*PHASES)
     return RunProfile(
         name=name,
         figures=figures,

@@ -335,15 +335,15 @@ class ChatAnswer(OpenAIAnswer):
             answer["prompt_token_ids"] = self._dialogue.prompt
         return answer
 
-    def _as_asked(self, said: Delta, reason: str) -> tuple[Delta, str]:
+    def _as_asked(self, delta: Delta, reason: str) -> tuple[Delta, str]:
         """Who has offered functions hears of a function call, not of tools."""
         if not self._body.functions:
-            return said, reason
-        calls = said.get("tool_calls")
+            return delta, reason
+        calls = delta.get("tool_calls")
         if calls:
-            said = {name: value for name, value in said.items() if name != "tool_calls"}
-            said["function_call"] = calls[0]["function"]
-        return said, "function_call" if reason == "tool_calls" else reason
+            delta = {name: value for name, value in delta.items() if name != "tool_calls"}
+            delta["function_call"] = calls[0]["function"]
+        return delta, "function_call" if reason == "tool_calls" else reason
 
     def _logprobs(self, event: StreamEvent) -> dict[str, Any] | None:
         if not self._body.logprobs or event.logprobs is None:

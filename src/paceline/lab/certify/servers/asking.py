@@ -181,12 +181,12 @@ def penalised(before: tuple[str, ...], token: str, penalties: Mapping[str, float
     return count * penalties.get("frequency_penalty", 0.0) + presence
 
 
-def gap(said: Said, at: int, token: str) -> float:
-    """Nats by which what was said is likelier than ``token``; at least, where that is not listed.
+def gap(answer: Said, at: int, token: str) -> float:
+    """Nats by which what was answer is likelier than ``token``; at least, where that is not listed.
 
     Infinite if the server gives no logprobs.
     """
-    if at >= min(len(said.likeliest), len(said.logprobs)) or not said.likeliest[at]:
+    if at >= min(len(answer.likeliest), len(answer.logprobs)) or not answer.likeliest[at]:
         return math.inf
-    listed = said.likeliest[at]
-    return said.logprobs[at] - listed.get(token, min(listed.values()))
+    listed = answer.likeliest[at]
+    return answer.logprobs[at] - listed.get(token, min(listed.values()))

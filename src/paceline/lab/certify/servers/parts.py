@@ -83,8 +83,8 @@ class LogprobPart(CheckPart):
             self.looked_at += 1
             self._compare(name, greedy, fresh, at)
 
-    def _compare(self, name: str, said: Said, fresh: Said, at: int) -> None:
-        token, claimed, listed = said.tokens[at], said.logprobs[at], fresh.likeliest[0]
+    def _compare(self, name: str, answer: Said, fresh: Said, at: int) -> None:
+        token, claimed, listed = answer.tokens[at], answer.logprobs[at], fresh.likeliest[0]
         known = listed.get(token)
         logprob = min(listed.values()) if known is None else known
         where = f"{name}: token {at}, {token!r}"
@@ -138,9 +138,9 @@ class SamplePart(CheckPart):
                 self.looked_at += len(problems)
                 self._bin(problems)
 
-    def _bin(self, found: list[Said]) -> None:
+    def _bin(self, answers: list[Said]) -> None:
         """Every token as a number that is uniform if it was drawn with the chances named."""
-        for answer in found:
+        for answer in answers:
             for token, top in zip(answer.tokens, answer.likeliest, strict=False):
                 rank = self._place(token, top)
                 self.bins[min(_BINS - 1, int(rank * _BINS))] += 1

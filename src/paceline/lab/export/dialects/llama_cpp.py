@@ -60,5 +60,5 @@ def _gguf(it: ExportedDraft, path: str, name: str, *more: str) -> tuple[str, lis
     gguf = gguf_file(path)
     if gguf is not None:
         return str(gguf), []
-    made = it.place(name)
+    made = it.in_folder(name)
     return made, [shlex.join([*_CONVERT, path, *more, "--outtype", "bf16", "--outfile", made])]

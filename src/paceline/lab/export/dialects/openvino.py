@@ -63,7 +63,7 @@ def to_openvino(it: ExportedDraft) -> Exported:
     return Exported(
         "openvino",
         VERSION,
-        ("python", it.place(FILE), "Once upon a time"),
+        ("python", it.in_folder(FILE), "Once upon a time"),
         config,
         {FILE: program},
         tuple(steps),
@@ -75,6 +75,6 @@ def _converted(it: ExportedDraft, path: str, name: str) -> tuple[str, list[str]]
     """The folder of a converted model, and the command that makes it."""
     if (Path(path) / "openvino_model.xml").is_file():
         return path, []
-    made = it.place(f"{name}-openvino")
+    made = it.in_folder(f"{name}-openvino")
     line = ["optimum-cli", "export", "openvino", "--model", path, "--weight-format", "fp32", made]
     return made, [shlex.join(line)]

@@ -44,7 +44,7 @@ def to_tensorrt_llm(it: ExportedDraft) -> Exported:
     return Exported(
         "tensorrt-llm",
         VERSION,
-        ("trtllm-serve", it.path, "--config", it.place(FILE)),
+        ("trtllm-serve", it.path, "--config", it.in_folder(FILE)),
         options,
         {FILE: yaml_of(options)},
         approximations=tuple(notes),

@@ -58,7 +58,7 @@ def _config(it: ExportedDraft, notes: list[Approximation]) -> tuple[dict[str, An
         heads, head = medusa_of(draft, it.target), None
         if it.out is not None:
             write_medusa(heads, it.out / "head")
-            head = it.place("head")
+            head = it.in_folder("head")
         length = min(it.length, heads.config.heads)
         config = {"method": "medusa", "model": head or it.draft_path}
         return config | {"num_speculative_tokens": length}, head

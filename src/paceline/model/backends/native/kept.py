@@ -22,7 +22,7 @@ from typing import Any
 import torch
 
 from paceline.core.sizes import parse_bytes
-from paceline.core.stages import say, stage
+from paceline.core.stages import info, stage
 from paceline.errors import PacelineError
 from paceline.files import cache_folder, write_aside
 from paceline.files.stamps import FileStamp
@@ -74,7 +74,7 @@ def read(key: str, blanks: Sequence[Callable[[Form], Packed]]) -> list[Packed] |
     except FileNotFoundError:
         return None
     except (OSError, ValueError, KeyError, TypeError) as error:
-        say(f"{path} is damaged ({error}) and is made anew")
+        info(f"{path} is damaged ({error}) and is made anew")
         return None
     with suppress(OSError):
         os.utime(path)
@@ -102,7 +102,7 @@ def write(key: str, made: Sequence[Packed]) -> None:
             for packed in made:
                 file.write(packed.data.numpy().data)
     except (OSError, PacelineError) as error:
-        say(f"the quantised form is not kept for the next start: {error}")
+        info(f"the quantised form is not kept for the next start: {error}")
 
 
 def _folder() -> Path:
