@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import re
 from collections.abc import Iterator
 from pathlib import Path
@@ -67,3 +68,25 @@ def test_help_uses_the_words_of_the_field(monkeypatch: pytest.MonkeyPatch) -> No
     texts = list(helps(group, group.context_class(group, info_name="paceline")))
     assert len(texts) > 10
     assert not [word for text in texts for word in private(text)]
+
+
+NAMES = {"each", "found", "own", "place", "said", "say", "tell", "told", "twin", "witness"}
+FIELDS = {"found"}  # of a doctor's finding, and of its JSON: what was found
+SOURCES = sorted((ROOT / "src" / "paceline").rglob("*.py"))
+
+
+@pytest.mark.parametrize("path", SOURCES, ids=lambda path: str(path.relative_to(ROOT)))
+def test_names_say_what_they_hold(path: Path) -> None:
+    """No variable, parameter, function or field is called what anything could be called."""
+    tree = ast.parse(path.read_text(encoding="utf-8"))
+    names = {
+        name
+        for node in ast.walk(tree)
+        for name in (
+            node.id if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store) else None,
+            node.arg if isinstance(node, ast.arg) else None,
+            node.name if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef)) else None,
+        )
+        if name in NAMES
+    }
+    assert not names - (FIELDS if path.parent.name == "doctor" else set())

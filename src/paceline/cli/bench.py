@@ -128,7 +128,7 @@ def _measured(
     methods = plan.methods
     starter = starter_of(llm, engine, plan.settings["rule"])
     prompts = [(prompt.category, ids) for prompt, ids in fitting]
-    record, saved_heats = saved.found(HeatRecord) or HeatRecord(), list[Any]()
+    record, saved_heats = saved.measurements(HeatRecord) or HeatRecord(), list[Any]()
     before, wanted = record.spent, plan.sweep.wanted(prompts)
     if len(record.heats) >= record.rounds * wanted:
         record.rounds += plan.sweep.rounds  # all that was wanted is there: as much again
@@ -139,10 +139,10 @@ def _measured(
 
     with (
         partial_results() as interrupted,
-        spending("measuring", budget, plan.sweep.runs(prompts, methods)) as tell,
+        spending("measuring", budget, plan.sweep.runs(prompts, methods)) as note,
     ):
         plan.sweep.run(
-            prompts, methods, starter.open, record, lambda _, what: tell(what), predict, budget
+            prompts, methods, starter.open, record, lambda _, what: note(what), predict, budget
         )
     record.spent = before + budget.spent
     saved.keep(record)

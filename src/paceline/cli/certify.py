@@ -92,9 +92,9 @@ def _certify_server(values: dict[str, Any]) -> None:
     effort = ServerEffort(*sizes)
     few = evenly(prompts.load(1), _TEXTS)
     key = os.environ.get("OPENAI_API_KEY")
-    answering, reference = AnsweringServer.found(server.url or "", values["model"] or None, key)
+    answering, reference = AnsweringServer.connect(server.url or "", values["model"] or None, key)
     if server.against is not None:
-        reference, _ = AnsweringServer.found(server.against, values["model"] or None, key)
+        reference, _ = AnsweringServer.connect(server.against, values["model"] or None, key)
     texts = [(prompt.name, prompt.text) for prompt in few]
     certifier = ServerCertifier(answering, reference, texts, effort, budget)
     with (
@@ -259,7 +259,7 @@ def _certifier(
     batch = max(_LEAST_BATCH, engine.max_batch_size or 0)
     llm = replace(engine, max_batch_size=batch).open(engine.resolved_draft)
     saved.check_model(llm.target)
-    evidence = saved.found(Evidence)
+    evidence = saved.measurements(Evidence)
     prompts = _encoded(chosen, llm, effort)
     return Certifier(llm, prompts, params, effort, budget=budget, evidence=evidence)
 

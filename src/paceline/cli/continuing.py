@@ -141,7 +141,7 @@ class SavedRun:
                 )
         self._model = asdict(now)
 
-    def found(self, kind: type[MeasuredData]) -> MeasuredData | None:
+    def measurements(self, kind: type[MeasuredData]) -> MeasuredData | None:
         """The measurements to go on from; None to begin anew. Raises ConfigError."""
         if self._record is None:
             return None

@@ -67,7 +67,7 @@ def quantize(
 
 
 def _table(report: QuantizeReport) -> Table:
-    perplexities, before, after = report.found, report.before, report.after
+    perplexities, before, after = report.rounded, report.before, report.after
     bytes_before = f"{perplexities.before / 2 / 1e6:.1f} MB (bf16)"
     return Table(
         ["", "before", "after"],

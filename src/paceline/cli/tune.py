@@ -124,7 +124,7 @@ def _tuned(
     candidates = at_hand(target.model, target.draft, target.only)
     llm = load_llm(target, target.model, "none", max_batch_size=1)
     saved.check_model(llm.target, timed=True)
-    outcome = saved.found(TuningOutcome) or TuningOutcome.start(options, llm)
+    outcome = saved.measurements(TuningOutcome) or TuningOutcome.start(options, llm)
     with (
         partial_results() as interrupted,
         spending("tuning", budget, turns(candidates, options)) as advance,

@@ -41,7 +41,7 @@ class Failure(NamedTuple):
     """An error in one line, and where in the code it came from."""
 
     message: str
-    place: str
+    where: str
 
     @classmethod
     def of(cls, error: BaseException) -> Failure:
@@ -54,7 +54,7 @@ class Failure(NamedTuple):
         return cls(text or kind, location)
 
     def __str__(self) -> str:
-        return f"{self.message} ({self.place})"
+        return f"{self.message} ({self.where})"
 
 
 def failed(seq: SequenceState, failure: Failure | str) -> Commit:

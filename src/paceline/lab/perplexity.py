@@ -118,7 +118,7 @@ class TextPerplexity:
 
     text: str
     model: str
-    own: Perplexity
+    measured: Perplexity
     quantised: bool
     original: str | None = None
     theirs: Perplexity | None = None
@@ -126,25 +126,25 @@ class TextPerplexity:
     @property
     def rise(self) -> float | None:
         """Share by which quantising raised it."""
-        return None if self.theirs is None else self.own.value / self.theirs.value - 1
+        return None if self.theirs is None else self.measured.value / self.theirs.value - 1
 
     @property
     def line(self) -> str:
-        tokens = f"{self.own.tokens:,} tokens of {self.text}"
+        tokens = f"{self.measured.tokens:,} tokens of {self.text}"
         if self.theirs is not None:
             return (
-                f"perplexity {self.own.value:.2f} on {tokens}; the original, {self.original}, has "
-                f"{self.theirs.value:.2f} ({self.rise:+.1%})"
+                f"perplexity {self.measured.value:.2f} on {tokens}; the original, "
+                f"{self.original}, has {self.theirs.value:.2f} ({self.rise:+.1%})"
             )
         missing = "; name the model it was made of by --original" if self.quantised else ""
-        return f"perplexity {self.own.value:.2f} on {tokens}{missing}"
+        return f"perplexity {self.measured.value:.2f} on {tokens}{missing}"
 
     def record(self) -> dict[str, Any]:
         return {
             "text": self.text,
             "model": self.model,
             "quantised": self.quantised,
-            "target": self.own.record(),
+            "target": self.measured.record(),
             "original": None if self.theirs is None else self.theirs.record(),
             "original_model": self.original,
             "rise": self.rise,

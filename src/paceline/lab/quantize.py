@@ -55,7 +55,7 @@ class QuantizeReport:
     text: str
     before: Perplexity
     after: Perplexity
-    found: Quantised
+    rounded: Quantised
 
     @property
     def loss(self) -> float:
@@ -74,10 +74,10 @@ class QuantizeReport:
             "out": self.out,
             **asdict(self.scheme),
             "rounding": self.kind,
-            "layers": self.found.layers,
-            "left_as_they_are": self.found.left,
-            "bytes_before": self.found.before,
-            "bytes_after": self.found.after,
+            "layers": self.rounded.layers,
+            "left_as_they_are": self.rounded.left,
+            "bytes_before": self.rounded.before,
+            "bytes_after": self.rounded.after,
             "text": self.text,
             "before": self.before.record(),
             "after": self.after.record(),
@@ -160,7 +160,7 @@ def _write(hf: Any, tokenizer: Any, folder: Path, scheme: Scheme) -> None:
 
 def card(report: QuantizeReport) -> str:
     """The README of the checkpoint."""
-    scheme, rounded = report.scheme, report.found
+    scheme, rounded = report.scheme, report.rounded
     what = "8 bits per output channel"
     readers = "vLLM and transformers load"
     if scheme.precision == "int4":

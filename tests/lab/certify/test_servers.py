@@ -26,9 +26,9 @@ def outcome(
     planted: PlantedServer, against: PlantedServer | None = None, effort: ServerEffort = EFFORT
 ) -> ServerCertificate:
     with served(planted) as url, served(against or PlantedServer()) as other:
-        server, off = AnsweringServer.found(url)
+        server, off = AnsweringServer.connect(url)
         assert off is None and server.model == "planted"
-        reference = None if against is None else AnsweringServer.found(other)[0]
+        reference = None if against is None else AnsweringServer.connect(other)[0]
         certifier = ServerCertifier(server, reference, PROMPTS, effort)
         said: list[str] = []
         certifier.run(said.append)
@@ -132,9 +132,9 @@ def test_samples_that_see_nothing_certify_nothing() -> None:
 
 def test_addresses_where_nobody_answers() -> None:
     with pytest.raises(ConfigError, match="no server answers at"):
-        AnsweringServer.found("http://127.0.0.1:9", timeout=2)
+        AnsweringServer.connect("http://127.0.0.1:9", timeout=2)
     with pytest.raises(ConfigError, match="is no URL"):
-        AnsweringServer.found("localhost:8000")
+        AnsweringServer.connect("localhost:8000")
     with pytest.raises(ConfigError, match="requests is 0"):
         ServerEffort(requests=0)
 
@@ -145,7 +145,7 @@ def test_our_own_server_with_and_without_speculation() -> None:
 
     llm = LLM("paceline/tiny", "ngram", dtype="float32")
     for running in serve(socket_service(llm, "tiny")):
-        server, off = AnsweringServer.found(running.url)
+        server, off = AnsweringServer.connect(running.url)
         assert off is not None and "speculation off" in off.name
         certifier = ServerCertifier(server, off, PROMPTS[:2], ServerEffort(60, 16))
         certifier.run()

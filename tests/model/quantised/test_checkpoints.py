@@ -60,7 +60,7 @@ def test_what_was_written_is_read_again(
     options = QuantizeOptions(scheme, text if calibrated else None, tokens=600)
     report = quantize(str(plain_folder), out, options)
     assert report.kind == ("GPTQ" if calibrated else "nearest")
-    assert report.found.layers == 14
+    assert report.rounded.layers == 14
     assert abs(report.loss) < (0.01 if precision == "int8" else 0.15)
     model = CausalModel.load(str(out), dtype="float32", device="cpu", backend="reference")
     kept = layers(model.hf)

@@ -59,7 +59,7 @@ class AnsweringServer:
         return f"{self.model} at {self.url}{off}"
 
     @classmethod
-    def found(
+    def connect(
         cls, url: str, model: str | None = None, key: str | None = None, timeout: float = 120.0
     ) -> tuple[AnsweringServer, AnsweringServer | None]:
         """The server at a URL, and the same without speculation where it can be switched off.
