@@ -209,7 +209,7 @@ class Bench:
         todo = [c for c in self.cells() for _ in range(self.args.rounds - self.done(c))]
         if not todo or not self.entries:
             return
-        self.say(f"loading {self.weights.target} as {self.args.form}")
+        self.info(f"loading {self.weights.target} as {self.args.form}")
         dtype, quantize = FORMS[self.args.form]
         self.base = LLM(
             self.weights.target,
@@ -226,7 +226,7 @@ class Bench:
             start = time.perf_counter()
             spent = start - self.began + self._longest
             if self.args.seconds is not None and spent > self.args.seconds:
-                self.say("the time is up")
+                self.info("the time is up")
                 return
             self.measure(cell)
             self._longest = max(self._longest, time.perf_counter() - start)
@@ -283,7 +283,7 @@ class Bench:
                     seed=0,
                 )
             except PacelineError as error:
-                self.say(f"left out {name}: {error}")
+                self.info(f"left out {name}: {error}")
                 continue
             yield WaveEngine(name, llm, self.ends)
 
@@ -315,7 +315,7 @@ class Bench:
         }
         self.records.append(record)
         append_record(self.args.json, record)
-        self.say(f"{cell.key}: {brief(record)}")
+        self.info(f"{cell.key}: {brief(record)}")
 
     def _warm_up(self, cell: Cell, prompts: list[Prompt]) -> None:
         plain = self.base.beside(None, max_batch_size=cell.batch, prefix_sharing=False)

@@ -47,8 +47,8 @@ def profile(
     if trace is not None:
         check_path(trace)
     prompts = source.load()
-    contestants = _contestants(engine, concurrency)
-    target = contestants[0][1]
+    engines = _engines(engine, concurrency)
+    target = engines[0][1]
     encoded = [prompt.encode(target) for prompt in prompts]
     places = steady.choose(encoded, concurrency, target.max_model_len)
     chosen = [encoded[number] for number in places]
@@ -56,14 +56,14 @@ def profile(
     result = runs.ProfileResult()
     with (
         partial_results() as interrupted,
-        progress_bar("profile", runs.stages(len(contestants), options)) as advance,
+        progress_bar("profile", runs.stages(len(engines), options)) as advance,
     ):
         advance(0, "loading")
 
         def begin(what: str) -> None:
             advance(1, what)
 
-        runs.profile_all(contestants, chosen, options, result, begin)
+        runs.profile_all(engines, chosen, options, result, begin)
     names = list(dict.fromkeys(prompts[number].name for number in places))
     record = {
         "model": engine.model,
@@ -71,13 +71,13 @@ def profile(
         "concurrency": concurrency,
         "prompts": names,
         **result.record(),
-        "trace": trace if len(result.runs) == len(contestants) else None,
+        "trace": trace if len(result.runs) == len(engines) else None,
     }
     output.emit(record, report_of(result, _setting(engine, concurrency, names, result)))
     interrupted.finish()
 
 
-def _contestants(engine: ModelOptions, concurrency: int) -> list[tuple[str, LLM]]:
+def _engines(engine: ModelOptions, concurrency: int) -> list[tuple[str, LLM]]:
     """Plain decoding first, then with the draft if there is one, over the same weights.
 
     Raises ConfigError if fewer sequences are decoded together than ``concurrency`` asks for.

@@ -61,8 +61,8 @@ def test_a_confirmed_figure_counts_more_than_a_prediction() -> None:
     method = replace(chain(0.8, 0.1), parameters=70)
     found = outcome(method)
     assert "x predicted" in rule(advise(found), "10 to 20 times").verdict
-    contestant = Finalist("draft", "draft", "draft", "auto", 8, 1, 1.43, (method,))
-    found.results = [Confirmation(contestant, drafted=9, ratios=[0.92])]
+    finalist = Finalist("draft", "draft", "draft", "auto", 8, 1, 1.43, (method,))
+    found.results = [Confirmation(finalist, drafted=9, ratios=[0.92])]
     item = rule(advise(found), "10 to 20 times")
     assert (item.holds, item.verdict) == (False, "it does not pay, 0.92x confirmed")
     item = rule(advise(found), "break-even")

@@ -114,7 +114,7 @@ def test_a_default_that_does_not_load_is_left_out_and_one_that_does_is_confirmed
         outcome = TuningOutcome.start(OPTIONS, llm)
         each = [*variants("ngram"), default]
         tune(llm, each, prompts(), outcome, lambda what: None, SecondEach(None))
-        confirmed = [result.contestant.label for result in outcome.results]
+        confirmed = [result.finalist.label for result in outcome.results]
         assert (confirmed[1] == "usual") == there
         assert ("usual" in dict(outcome.left_out)) != there
         assert outcome.completed is not None and outcome.completed.candidates_wanted == 1
@@ -191,9 +191,9 @@ def test_rounds_shrink_until_two_of_them_fit() -> None:
     )
 
 
-def test_rounds_of_other_contestants_are_not_mixed(llm: LLM, folders: tuple[str, str]) -> None:
+def test_rounds_of_other_finalists_are_not_mixed(llm: LLM, folders: tuple[str, str]) -> None:
     outcome, _ = run(llm, folders, None)
-    strangers = [replace(r.contestant, label="old") for r in outcome.results]
+    strangers = [replace(r.finalist, label="old") for r in outcome.results]
     outcome.results = [Confirmation(c, 1, 1.0, 1, 1, [9.9]) for c in strangers]
     after, _ = run(llm, folders, None, outcome)
     assert all(9.9 not in result.ratios for result in after.results)

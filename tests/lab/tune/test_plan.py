@@ -75,7 +75,7 @@ def test_another_draft_must_beat_the_default_clearly() -> None:
             Confirmation(other, 9, 1.0, 5, 9, [ratio]),
             Confirmation(usual, 9, 1.0, 5, 9, [1.2]),
         ]
-        assert winner(results).contestant.label == wins
+        assert winner(results).finalist.label == wins
 
 
 def test_other_targets_have_what_is_given_and_what_needs_no_training() -> None:
@@ -151,8 +151,8 @@ def test_rounds_share_no_prompt_while_there_are_enough() -> None:
 
 
 def entry(spec: str, length: int | str, ratios: Sequence[float], drafted: int = 9) -> Confirmation:
-    contestant = Finalist(spec, spec, spec, length, 8, 1)
-    return Confirmation(contestant, 100, 1.0, 50, drafted, list(ratios))
+    finalist = Finalist(spec, spec, spec, length, 8, 1)
+    return Confirmation(finalist, 100, 1.0, 50, drafted, list(ratios))
 
 
 def test_the_winner() -> None:
@@ -183,7 +183,7 @@ def synthetic() -> TuningOutcome:
     return TuningOutcome(TuneOptions(4), "m", 9, target=target(1000), plain=PLAIN, methods=methods)
 
 
-def test_contestants_are_the_best_of_two_families_and_a_hybrid() -> None:
+def test_finalists_are_the_best_of_two_families_and_a_hybrid() -> None:
     chosen = choose(synthetic())
     assert chosen[0].spec == NO_DRAFT
     assert [(c.family, c.length) for c in chosen[1:]] == [
@@ -224,11 +224,11 @@ def test_lookups_that_gain_are_confirmed_before_what_runs_a_model() -> None:
 def test_what_was_confirmed_beats_what_was_predicted() -> None:
     """It confirmed 0.70x and 0.92x, and then named a draft "predicted to reach 1.43x"."""
     outcome = synthetic()
-    contestants = choose(outcome)
-    outcome.results = [Confirmation(c, 9, 1.0, 9, 9) for c in (contestants[0], *contestants[2:4])]
+    finalists = choose(outcome)
+    outcome.results = [Confirmation(c, 9, 1.0, 9, 9) for c in (finalists[0], *finalists[2:4])]
     for result, ratio in zip(outcome.results, (1.0, 0.7, 0.92), strict=True):
         result.ratios.append(ratio)
-    shown = f"(a, length {contestants[3].length} 0.92x, look, length auto 0.70x)"
+    shown = f"(a, length {finalists[3].length} 0.92x, look, length auto 0.70x)"
     outcome.rounds = 3
     assert decision(outcome) == (
         "Not confirmed: after 1 of 3 rounds no draft is advised, all were slower than plain "

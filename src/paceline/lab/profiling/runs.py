@@ -144,20 +144,20 @@ class ProfileResult:
 
 @dataclass(frozen=True)
 class ProfileOptions:
-    """How much is measured, and where the last contestant's trace goes."""
+    """How much is measured, and where the last engine's trace goes."""
 
     steps: int = 40
     rounds: int = 5
     trace: str | Path | None = None
 
 
-def stages(contestants: int, options: ProfileOptions) -> int:
+def stages(engines: int, options: ProfileOptions) -> int:
     """Calls of ``advance`` that ``profile_all`` makes."""
-    return contestants * (options.rounds + 2) + 1
+    return engines * (options.rounds + 2) + 1
 
 
 def profile_all(
-    contestants: Sequence[tuple[str, LLM]],
+    engines: Sequence[tuple[str, LLM]],
     prompts: Sequence[list[int]],
     options: ProfileOptions,
     result: ProfileResult,
@@ -170,23 +170,23 @@ def profile_all(
     """
     load = load_per_processor()
     works: list[tuple[dict[str, Work], int]] = []
-    for name, llm in contestants:
+    for name, llm in engines:
         advance(f"{name}: counting")
         counter = WorkCounter()
         counted = steady.run(llm, prompts, options.steps, counter.phase)
         works.append((counter.phases, counted.sums.steps))
     advance("measuring the machine")
-    target = contestants[0][1].target
+    target = engines[0][1].target
     rows = {max(1, round(w.rows)) for phases, _ in works for w in phases.values()}
     result.machine = measure_machine(target.device, target.dtype, sorted(rows))
-    timed: list[list[steady.Stretch]] = [[] for _ in contestants]
+    timed: list[list[steady.Stretch]] = [[] for _ in engines]
     for number in range(options.rounds):
-        for (name, llm), stretches in zip(contestants, timed, strict=True):
+        for (name, llm), stretches in zip(engines, timed, strict=True):
             advance(f"{name}: round {number + 1}")
             stretches.append(steady.run(llm, prompts, options.steps))
-    for index, (name, llm) in enumerate(contestants):
+    for index, (name, llm) in enumerate(engines):
         advance(f"{name}: profiling")
-        last = index == len(contestants) - 1
+        last = index == len(engines) - 1
         steps = min(PROFILED_STEPS, options.steps)
         profiled = trace.run(llm, prompts, steps, options.trace if last else None)
         fixed = result.machine.product_seconds

@@ -45,9 +45,9 @@ class Finalist:
 
 @dataclass
 class Confirmation:
-    """What a contestant took in every round; a ratio is its rate by plain's in that round."""
+    """What a finalist took in every round; a ratio is its rate by plain's in that round."""
 
-    contestant: Finalist
+    finalist: Finalist
     tokens: int = 0
     seconds: float = 0.0
     target_steps: int = 0
@@ -78,10 +78,10 @@ class Confirmation:
 
     def predicted_by_measured(self, plain_rate: float) -> float | None:
         """Once the prompts are read; ``plain_rate`` is plain decoding's then."""
-        if self.contestant.predicted is None:
+        if self.finalist.predicted is None:
             return None
         measured = self.decoding_rate / plain_rate if plain_rate else 0.0
-        return predicted_by_measured(self.contestant.predicted, measured)
+        return predicted_by_measured(self.finalist.predicted, measured)
 
     @property
     def speedup(self) -> float:
@@ -90,7 +90,7 @@ class Confirmation:
     @property
     def ran(self) -> bool:
         """Whether it was what its name says: not plain decoding for want of drafts."""
-        return self.contestant.spec == PLAIN or self.drafted > 0 or not self.ratios
+        return self.finalist.spec == PLAIN or self.drafted > 0 or not self.ratios
 
     @property
     def tokens_per_step(self) -> float:
@@ -126,22 +126,22 @@ class Rounds:
 
 def confirm(
     llm: LLM,
-    contestants: Sequence[Finalist],
+    finalists: Sequence[Finalist],
     rounds: Rounds,
     results: list[Confirmation],
     advance: Callable[[str], None],
     budget: Budget | None = None,
 ) -> None:
-    """Fill ``results``, one for each contestant, plain decoding being the first of them.
+    """Fill ``results``, one for each finalist, plain decoding being the first of them.
 
     They take turns, in an order that rotates. A round counts once all have run in it; what was
     measured until an interruption, or until no further round fits, stays. Rounds that the results
     have already are not run again.
     """
-    assert contestants[0].spec == PLAIN
+    assert finalists[0].spec == PLAIN
     budget = budget or Budget()
     if not results:
-        results.extend(Confirmation(contestant) for contestant in contestants)
+        results.extend(Confirmation(finalist) for finalist in finalists)
     engines: dict[int, LLM] = {}
     for number in range(len(results[0].ratios), len(rounds.prompts)):
         if not budget.fits("round"):
@@ -149,11 +149,11 @@ def confirm(
         prompts = rounds.prompts[number]
         runs: dict[int, Run] = {}
         with budget.piece("round"):
-            for turn in range(len(contestants)):
-                index = (number + turn) % len(contestants)
-                advance(f"confirming: {contestants[index].name}")
+            for turn in range(len(finalists)):
+                index = (number + turn) % len(finalists)
+                advance(f"confirming: {finalists[index].name}")
                 if index not in engines or rounds.repeat:
-                    engines[index] = _engine(llm, contestants[index])
+                    engines[index] = _engine(llm, finalists[index])
                     warm = [ids[: max(1, len(ids) // 2)] for ids in prompts[:1]]
                     decode(engines[index], warm, 1, SamplingParams(max_tokens=8))
                 runs[index] = decode(engines[index], prompts, rounds.concurrency, rounds.params)
@@ -163,12 +163,12 @@ def confirm(
         engine.close()
 
 
-def _engine(llm: LLM, contestant: Finalist) -> LLM:
+def _engine(llm: LLM, finalist: Finalist) -> LLM:
     return llm.beside(
-        contestant.spec,
-        max_batch_size=contestant.batch,
-        draft_length=contestant.length,
-        max_draft_length=contestant.max_length,
+        finalist.spec,
+        max_batch_size=finalist.batch,
+        draft_length=finalist.length,
+        max_draft_length=finalist.max_length,
         prefix_sharing=False,  # every round pays for its prompts
         seed=0,
     )
@@ -178,7 +178,7 @@ def winner(results: Sequence[Confirmation]) -> Confirmation:
     """The fastest by median; plain decoding unless it is beaten clearly.
 
     The adaptive length is preferred where a fixed one of the same drafter is hardly faster, and the
-    default draft where another is: it has what other text may need. A contestant that never drafted
+    default draft where another is: it has what other text may need. A finalist that never drafted
     was plain decoding under another name, and cannot win.
     """
     plain = results[0]
@@ -187,10 +187,10 @@ def winner(results: Sequence[Confirmation]) -> Confirmation:
     if best is plain or best.speedup < MARGIN:
         return plain
     for other in drafting:
-        if other.contestant.default and other.speedup * AUTO_MARGIN >= best.speedup:
+        if other.finalist.default and other.speedup * AUTO_MARGIN >= best.speedup:
             return other
     for other in drafting:
-        same = other.contestant.spec == best.contestant.spec
-        if same and other.contestant.length == "auto":
+        same = other.finalist.spec == best.finalist.spec
+        if same and other.finalist.length == "auto":
             return other if other.speedup * AUTO_MARGIN >= best.speedup else best
     return best

@@ -95,7 +95,7 @@ class TuningOutcome:
 
     def confirmed(self, method: MeasuredMethod) -> float | None:
         """The speedup that decoding with it showed, at its best; None: it was not confirmed."""
-        results = [r for r in self.results if r.contestant.methods == (method,) and r.drafted]
+        results = [r for r in self.results if r.finalist.methods == (method,) and r.drafted]
         return max((r.speedup for r in results if r.ratios), default=None)
 
     def break_even_of(self, method: MeasuredMethod) -> int:
@@ -265,15 +265,15 @@ class _Tuning:
         )
 
     def _confirm(self) -> None:
-        """Rounds of the best settings; those of other contestants than before begin anew."""
+        """Rounds of the best settings; those of other finalists than before begin anew."""
         outcome, options, results = self.outcome, self.outcome.options, self.outcome.results
         assert outcome.target is not None
-        contestants = choose(outcome, self.default)
-        if not results or [r.contestant for r in results] != contestants[: len(results)]:
+        finalists = choose(outcome, self.default)
+        if not results or [r.finalist for r in results] != finalists[: len(results)]:
             results.clear()
             outcome.rounds = options.rounds
-            contestants, outcome.size = affordable(
-                contestants,
+            finalists, outcome.size = affordable(
+                finalists,
                 outcome.target,
                 options,
                 self.budget,
@@ -281,7 +281,7 @@ class _Tuning:
             )
         elif len(results[0].ratios) >= outcome.rounds:
             outcome.rounds += options.rounds  # all that were wanted are there: as many again
-        contestants = [result.contestant for result in results] or contestants
+        finalists = [result.finalist for result in results] or finalists
         rounds = Rounds.of(
             self.prompts,
             outcome.rounds,
@@ -289,7 +289,7 @@ class _Tuning:
             options.concurrency,
             outcome.size,
         )
-        confirm(self.llm, contestants, rounds, results, self.advance, self.budget)
+        confirm(self.llm, finalists, rounds, results, self.advance, self.budget)
         enough = len(results[0].ratios) >= min(LEAST_ROUNDS, outcome.rounds)
         outcome.chosen = winner(results) if enough else None
 
@@ -336,15 +336,15 @@ def choose(outcome: TuningOutcome, default: DrafterCandidate | None = None) -> l
     are predicted to gain anything.
     """
     concurrency, plain_rate = outcome.options.concurrency, outcome.plain_rate
-    contestants = [Finalist("plain", PLAIN, PLAIN, 0, _DEFAULT_LENGTH, concurrency)]
+    finalists = [Finalist("plain", PLAIN, PLAIN, 0, _DEFAULT_LENGTH, concurrency)]
     best: dict[str, PredictedSetting] = {}
     for setting in outcome.settings:
         best.setdefault(setting.method.family, setting)
     if default is not None:
-        contestants.append(_as_commands_take_it(default, best, outcome))
+        finalists.append(_as_commands_take_it(default, best, outcome))
     first_two = list(best.values())[:2]
     for setting in sorted(first_two, key=lambda s: (s.rate <= plain_rate, not s.method.lookup)):
-        contestants += _both_lengths(setting, outcome)
+        finalists += _both_lengths(setting, outcome)
     gaining = [s for s in best.values() if s.rate > plain_rate]
     lookup = next((s for s in gaining if s.method.lookup), None)
     model = next((s for s in gaining if not s.method.lookup), None)
@@ -354,13 +354,9 @@ def choose(outcome: TuningOutcome, default: DrafterCandidate | None = None) -> l
         predicted = max(lookup.rate, model.rate) / plain_rate
         members = (lookup.method, model.method)
         named = (both.label, both.spec, both.family)
-        contestants.append(Finalist(*named, "auto", longest, concurrency, predicted, members))
-    first = {(contestant.spec, contestant.length): contestant for contestant in contestants[::-1]}
-    return [
-        contestant
-        for contestant in contestants
-        if first[contestant.spec, contestant.length] is contestant
-    ]
+        finalists.append(Finalist(*named, "auto", longest, concurrency, predicted, members))
+    first = {(finalist.spec, finalist.length): finalist for finalist in finalists[::-1]}
+    return [finalist for finalist in finalists if first[finalist.spec, finalist.length] is finalist]
 
 
 def _as_commands_take_it(

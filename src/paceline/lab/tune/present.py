@@ -103,14 +103,14 @@ def _confirmed(outcome: TuningOutcome) -> tuple[Column, ...]:
         return f"{gain:.2f}" if plain and gain is not None else None
 
     return (
-        Column("contestant", "contestant", "contestant.name"),
-        Column("spec", "", "contestant.spec"),
-        Column("draft_length", "", "contestant.length"),
-        Column("batch", "batch", "contestant.batch"),
+        Column("finalist", "finalist", "finalist.name"),
+        Column("spec", "", "finalist.spec"),
+        Column("draft_length", "", "finalist.length"),
+        Column("batch", "batch", "finalist.batch"),
         Column("tokens_per_second", "tok/s", "rate", "{:.0f}".format),
         Column("tokens_per_step", "tok/step", "tokens_per_step", "{:.2f}".format),
         Column("drafted", "", "drafted"),
-        Column("predicted_speedup", "predicted", "contestant.predicted", "{:.2f}x".format),
+        Column("predicted_speedup", "predicted", "finalist.predicted", "{:.2f}x".format),
         Column("decoding_tokens_per_second", "decoding", "decoding_rate", by_plain),
         Column("speedup", "", "speedup"),
         Column("", "whole", "", lambda r: f"{r.speedup:.2f}x" if r.ran else "never drafted"),
@@ -124,7 +124,7 @@ def decision(outcome: TuningOutcome) -> str:
     chosen = outcome.chosen
     drafting = [r for r in outcome.results[1:] if r.ratios and r.drafted]
     drafting.sort(key=lambda result: -result.speedup)
-    shown = ", ".join(f"{r.contestant.name} {r.speedup:.2f}x" for r in drafting)
+    shown = ", ".join(f"{r.finalist.name} {r.speedup:.2f}x" for r in drafting)
     if chosen is None and drafting:
         after = f"Not confirmed: after {len(drafting[0].ratios)} of {outcome.rounds} rounds"
         if drafting[0].speedup < 1:
@@ -149,7 +149,7 @@ def decision(outcome: TuningOutcome) -> str:
             return f"Plain decoding: all drafts were slower ({shown})."
         return f"Plain decoding: no draft was clearly faster ({shown})."
     return (
-        f"{chosen.contestant.name}: {chosen.rate:.0f} tokens/s against {plain.rate:.0f}, "
+        f"{chosen.finalist.name}: {chosen.rate:.0f} tokens/s against {plain.rate:.0f}, "
         f"{chosen.speedup:.2f}x plain decoding, {chosen.tokens_per_step:.2f} tokens a step."
     )
 
@@ -252,18 +252,18 @@ def profile_of(outcome: TuningOutcome, llm: LLM) -> TunedProfile:
     """The profile of a confirmed outcome; ``llm`` has the target loaded."""
     chosen = outcome.chosen
     assert chosen is not None and outcome.target is not None
-    contestant, options = chosen.contestant, outcome.options
+    finalist, options = chosen.finalist, outcome.options
     # Requests that were not expected may join, unless a smaller batch proved faster.
-    batch_size = 8 if contestant.batch == options.concurrency else contestant.batch
-    used = contestant.methods
+    batch_size = 8 if finalist.batch == options.concurrency else finalist.batch
+    used = finalist.methods
     passes = {m.family: PassCosts(m.pass_seconds.tokens, m.pass_seconds.seconds) for m in used}
     best = max(used, key=lambda m: sum(m.survival), default=None)
     advice = [f"{item.rule}: {item.measured}: {item.verdict}" for item in advise(outcome)]
     return TunedProfile(
         version=VERSION,
         model=ModelIdentity.of(llm.target),
-        draft=DraftChoice(contestant.spec, contestant.length, contestant.max_length),
-        engine=EngineChoice(max(batch_size, contestant.batch), "auto"),
+        draft=DraftChoice(finalist.spec, finalist.length, finalist.max_length),
+        engine=EngineChoice(max(batch_size, finalist.batch), "auto"),
         measured=Measured(
             concurrency=options.concurrency,
             temperature=options.temperature,
@@ -272,7 +272,7 @@ def profile_of(outcome: TuningOutcome, llm: LLM) -> TunedProfile:
             plain_tokens_per_second=round(outcome.results[0].rate, 1),
             tokens_per_second=round(chosen.rate, 1),
             speedup=round(chosen.speedup, 3),
-            predicted_speedup=round(contestant.predicted or 0.0, 3),
+            predicted_speedup=round(finalist.predicted or 0.0, 3),
             tokens_per_step=round(chosen.tokens_per_step, 3),
             acceptance=tuple(round(rate, 3) for rate in best.acceptance) if best else (),
             break_even_batch=max((outcome.break_even_of(m) for m in used), default=0),

@@ -15,7 +15,7 @@ CANDIDATE_SHARE = 0.65  # of what is left then, for the drafters
 _AROUND = 1.7  # short drafts, warm-ups and plain steps beside those of the sample
 _SLOWER = 1.15  # whole steps than the target's forwards in them
 _SIZES = (8, 4, 2, 1)  # prompts of a round of the confirmation
-FEW = 3  # contestants at least: plain decoding, and the best drafter at both lengths
+FEW = 3  # finalists at least: plain decoding, and the best drafter at both lengths
 MOST_SHARE = 1 / 3  # of the drafters' time, for any one of them
 LEAST_ROUNDS = 2
 
@@ -86,7 +86,7 @@ def _seconds(sample: Sample, target: TargetCosts) -> float:
 
 
 def affordable(
-    contestants: Sequence[Finalist],
+    finalists: Sequence[Finalist],
     target: TargetCosts,
     options: TuneOptions,
     budget: Budget,
@@ -94,7 +94,7 @@ def affordable(
 ) -> tuple[list[Finalist], int]:
     """Who is confirmed, ``few`` at least, and on how many prompts a round, so that two rounds fit
     at least."""
-    listed, concurrency = list(contestants), options.concurrency
+    listed, concurrency = list(finalists), options.concurrency
     largest = max(_SIZES[0], concurrency)
     if budget.seconds is None:
         return listed, largest
