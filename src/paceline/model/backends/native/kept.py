@@ -1,9 +1,11 @@
 """Quantised forms of models in the cache folder: the next start reads what the last one made.
 
-``quantised/KEY.forms`` holds a line of JSON (forms, sizes, SHA-256 of the matrices) and the packed
-matrices. The key depends on the stamps of the checkpoint's files and on how they were rounded.
-``PACELINE_QUANTISED_CACHE`` bounds the folder's size ("off": nothing is kept); the forms that have
-not been used for longest go first.
+    quantised/KEY.forms    header, then packed matrices as the kernels read them
+    quantised/digests      SHA-256 of checkpoints' files, by path, size and times
+
+A key is made of the content of the checkpoint, of how the model was held and of what it was rounded
+to. Whatever lies here can be deleted at any time. ``PACELINE_QUANTISED_CACHE`` bounds its size
+("off": nothing is kept); the forms that have not been used for longest go first.
 """
 
 from __future__ import annotations
@@ -12,12 +14,13 @@ import hashlib
 import json
 import os
 import shutil
+import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import asdict
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
 import torch
 
@@ -25,14 +28,18 @@ from paceline.core.sizes import parse_bytes
 from paceline.core.stages import info, stage
 from paceline.errors import PacelineError
 from paceline.files import cache_folder, write_aside
+from paceline.files.ownership import digest_of
 from paceline.files.stamps import FileStamp
 from paceline.model.backends.native.packing import Form, Packed
 
 SETTING = "PACELINE_QUANTISED_CACHE"
 OFF = "off"
-_MAGIC = b"Written by Paceline: quantised forms 2\n"  # raised where layout or numbers change
+_MAGIC = b"Written by Paceline: quantised forms 1\n"  # another layout, or other numbers: another 1
+_DIGESTS = b"Written by Paceline: digests of checkpoints\n"
 _MOST = 8 << 30
 _SHARE = 10  # of the disk, if that is less
+_REMEMBERED = 64  # files
+_RECENT = 2.0  # seconds in which a file might change once more at the same time stamp
 
 
 def key_of(checkpoint: Sequence[FileStamp], about: Any) -> str | None:
@@ -47,29 +54,27 @@ def key_of(checkpoint: Sequence[FileStamp], about: Any) -> str | None:
     try:
         if tuple(FileStamp.of(Path(stamp.path)) for stamp in checkpoint) != tuple(checkpoint):
             return None  # replaced since it was loaded
+        contents = _contents(checkpoint)
     except OSError:
         return None
-    stamps = [asdict(stamp) for stamp in checkpoint]
-    return hashlib.sha256(json.dumps([stamps, about]).encode()).hexdigest()[:40]
+    return hashlib.sha256(json.dumps([contents, about]).encode()).hexdigest()[:40]
 
 
 def read(key: str, blanks: Sequence[Callable[[Form], Packed]]) -> list[Packed] | None:
     """The matrices that were kept under a key, each in what its blank gives; None without any.
 
-    A damaged file is logged and counts as not there.
+    What is damaged is said, and counts as not there.
     """
     path = _folder() / f"{key}.forms"
     try:
         with path.open("rb") as file:
-            if file.readline() != _MAGIC:
-                raise ValueError("its header is not ours")
-            matrices = json.loads(file.readline())
-            made = [blank(Form(**m["form"])) for m, blank in zip(matrices, blanks, strict=True)]
-            for packed, matrix in zip(made, matrices, strict=True):
+            matrices = _header(file)
+            found = [blank(Form(**m["form"])) for m, blank in zip(matrices, blanks, strict=True)]
+            for packed, matrix in zip(found, matrices, strict=True):
                 buffer = packed.data.numpy().data
                 if len(buffer) != matrix["bytes"] or file.readinto(buffer) != len(buffer):
                     raise ValueError("it is cut")
-        if _digests(made) != [matrix["sha256"] for matrix in matrices]:
+        if _digests(found) != [matrix["sha256"] for matrix in matrices]:
             raise ValueError("a checksum differs")
     except FileNotFoundError:
         return None
@@ -78,7 +83,7 @@ def read(key: str, blanks: Sequence[Callable[[Form], Packed]]) -> list[Packed] |
         return None
     with suppress(OSError):
         os.utime(path)
-    return made
+    return found
 
 
 def write(key: str, made: Sequence[Packed]) -> None:
@@ -93,12 +98,13 @@ def write(key: str, made: Sequence[Packed]) -> None:
             for packed, digest in zip(made, _digests(made), strict=True)
             if packed.form is not None
         ]
+        text = json.dumps(matrices).encode() + b"\n"
         path = folder / f"{key}.forms"
         with (
             stage(f"keeping it in {folder}"),
             write_aside(path, "the quantised form", _is_ours, durable=False) as file,
         ):
-            file.write(_MAGIC + json.dumps(matrices).encode() + b"\n")
+            file.write(_MAGIC + hashlib.sha256(text).hexdigest().encode() + b"\n" + text)
             for packed in made:
                 file.write(packed.data.numpy().data)
     except (OSError, PacelineError) as error:
@@ -111,9 +117,9 @@ def _folder() -> Path:
 
 def _limit() -> int:
     """Bytes that may lie here. Raises ConfigError for a setting that is no size."""
-    setting = os.environ.get(SETTING)
-    if setting:
-        return parse_bytes(setting)
+    own = os.environ.get(SETTING)
+    if own:
+        return parse_bytes(own)
     try:
         return min(_MOST, shutil.disk_usage(_folder().parent).total // _SHARE)
     except OSError:
@@ -134,6 +140,45 @@ def _is_ours(file: Path) -> bool:
         return stream.readline(len(_MAGIC)) == _MAGIC
 
 
+def _header(file: IO[bytes]) -> list[dict[str, Any]]:
+    """Raises ValueError."""
+    magic, digest, text = file.readline(), file.readline(), file.readline()
+    if magic != _MAGIC or digest.strip() != hashlib.sha256(text).hexdigest().encode():
+        raise ValueError("its header is none")
+    matrices: list[dict[str, Any]] = json.loads(text)
+    return matrices
+
+
 def _digests(made: Sequence[Packed]) -> list[str]:
     with ThreadPoolExecutor(torch.get_num_threads()) as pool:
         return list(pool.map(lambda p: hashlib.sha256(p.data.numpy().data).hexdigest(), made))
+
+
+def _contents(checkpoint: Sequence[FileStamp]) -> list[str]:
+    """SHA-256 of the files, remembered by their stamps. Raises OSError."""
+    path = _folder() / "digests"
+    known: dict[str, Any] = {}
+    with suppress(OSError, ValueError):
+        known = json.loads(path.read_bytes().removeprefix(_DIGESTS))
+    result, new = [], False
+    for stamp in checkpoint:
+        mark = [stamp.size, *stamp.changed]
+        found = known.pop(stamp.path, None)
+        if not (isinstance(found, list) and len(found) == 2 and found[0] == mark):
+            with stage(f"reading {stamp.path} for its checksum"):
+                found, new = [mark, digest_of(Path(stamp.path))], True
+        result.append(str(found[1]))
+        if time.time_ns() - max(stamp.changed[:2]) > _RECENT * 1e9:
+            known[stamp.path] = found  # the last ones are the last that were used
+    if new:
+        text = json.dumps(dict(list(known.items())[-_REMEMBERED:])).encode()
+        with (
+            suppress(OSError, PacelineError),
+            write_aside(path, "the digests", _knows_digests, durable=False) as file,
+        ):
+            file.write(_DIGESTS + text)
+    return result
+
+
+def _knows_digests(file: Path) -> bool:
+    return file.read_bytes().startswith(_DIGESTS)
