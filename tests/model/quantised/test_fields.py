@@ -39,6 +39,11 @@ def with_fields(folder: Path, change: Callable[[dict[str, Any]], None]) -> None:
         ),
         ("sparsity_config", lambda q: q.update(sparsity_config={"format": "sparse-24-bitmask"})),
         ("moe_sparsity_config", lambda q: q.update(moe_sparsity_config={"layers": [1]})),
+        ("config_groups.lora", lambda q: q["config_groups"]["group_0"].update(lora={"rank": 4})),
+        (
+            "config_groups.weights.codebook",
+            lambda q: q["config_groups"]["group_0"]["weights"].update(codebook="e8p"),
+        ),
     ],
 )
 @pytest.mark.parametrize("device", ["cpu", "meta"])

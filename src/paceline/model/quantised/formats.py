@@ -72,27 +72,49 @@ def _check_group(name: str, weight: QuantisedWeight, options: Mapping[str, Any])
         )
 
 
-# Settings of a compressed-tensors' config that change what the weights mean, and what they do.
-_UNREAD = {
-    "transform_config": "rotates what layers are given while the model runs",
-    "sparsity_config": "stores weights in a sparse layout",
-    "moe_sparsity_config": "stores weights in a sparse layout",
+# Fields of a compressed-tensors' config by where they stand. Of these the reader of weights needs
+# some; the others say how the checkpoint came about, or how engines may round activations and
+# caches, which is a matter of the engine's arithmetic.
+_FIELDS = {
+    "": {
+        *("quant_method", "format", "quantization_status", "config_groups", "ignore", "version"),
+        *("global_compression_ratio", "kv_cache_scheme", "run_compressed", "dequantize"),
+        "use_optimized_inference",
+    },
+    "config_groups.": {"targets", "weights", "input_activations", "output_activations", "format"},
+    "config_groups.weights.": {
+        *("num_bits", "type", "symmetric", "group_size", "strategy", "block_structure", "dynamic"),
+        *("actorder", "scale_dtype", "zp_dtype", "observer", "observer_kwargs"),
+    },
 }
+_WHY = {"transform_config": "rotates what layers are given while the model runs"}
 _LAYOUTS = {None, "int-quantized", "naive-quantized", "pack-quantized", "mixed-precision"}
 
 
 def check_fields(name: str, options: Mapping[str, Any]) -> None:
-    """Raises UnsupportedModelError for a compressed-tensors' setting that is not read here, and
-    that transformers 5.23 passes over."""
-    for field, what in _UNREAD.items() if options.get("quant_method") == METHOD else ():
-        value = options.get(field)
-        dense = isinstance(value, Mapping) and value.get("format") == "dense"
-        empty = not any(value.values()) if isinstance(value, Mapping) else not value
-        if not dense and not empty:
+    """Raises UnsupportedModelError that names a field of a compressed-tensors' config without
+    which its weights are another model; transformers 5.23 passes over them, too."""
+    if options.get("quant_method") != METHOD:
+        return
+    groups = [g for g in (options.get("config_groups") or {}).values() if isinstance(g, Mapping)]
+    levels = [("", options), *(("config_groups.", group) for group in groups)]
+    levels += [("config_groups.weights.", group.get("weights") or {}) for group in groups]
+    for level, fields in levels:
+        for field in sorted(set(fields) - _FIELDS[level]):
+            if _says_nothing(fields[field]):
+                continue
+            why = _WHY.get(field, "is not understood here")
             raise UnsupportedModelError(
-                f"the quantization_config of {name} sets {field}, which {what}; take a checkpoint "
-                "of the model without it"
+                f"the quantization_config of {name} sets {level}{field}, which {why}; take a "
+                "checkpoint of the model without it"
             )
+
+
+def _says_nothing(value: Any) -> bool:
+    """Empty, or the description of sparse weights that are stored like others."""
+    if isinstance(value, Mapping):
+        return value.get("format") == "dense" or not any(value.values())
+    return not value
 
 
 def is_kept(options: Mapping[str, Any]) -> bool:
@@ -202,8 +224,8 @@ def _awq(name: str, tensors: Tensors, options: Mapping[str, Any]) -> QuantisedWe
         )
 
     def outputs(words: torch.Tensor) -> torch.Tensor:
-        codes = unpack(words).reshape(len(words), -1, 8)[..., list(_AWQ_ORDER)]
-        return codes.flatten(1).t()
+        unpacked = unpack(words).reshape(len(words), -1, 8)[..., list(_AWQ_ORDER)]
+        return unpacked.flatten(1).t()
 
     codes = outputs(tensors[f"{name}.qweight"])
     zeros = outputs(tensors[f"{name}.qzeros"])

@@ -69,12 +69,14 @@ def read(key: str, blanks: Sequence[Callable[[Form], Packed]]) -> list[Packed] |
     try:
         with path.open("rb") as file:
             matrices = _header(file)
-            found = [blank(Form(**m["form"])) for m, blank in zip(matrices, blanks, strict=True)]
-            for packed, matrix in zip(found, matrices, strict=True):
+            packed_all = [
+                blank(Form(**m["form"])) for m, blank in zip(matrices, blanks, strict=True)
+            ]
+            for packed, matrix in zip(packed_all, matrices, strict=True):
                 buffer = packed.data.numpy().data
                 if len(buffer) != matrix["bytes"] or file.readinto(buffer) != len(buffer):
                     raise ValueError("it is cut")
-        if _digests(found) != [matrix["sha256"] for matrix in matrices]:
+        if _digests(packed_all) != [matrix["sha256"] for matrix in matrices]:
             raise ValueError("a checksum differs")
     except FileNotFoundError:
         return None
@@ -83,7 +85,7 @@ def read(key: str, blanks: Sequence[Callable[[Form], Packed]]) -> list[Packed] |
         return None
     with suppress(OSError):
         os.utime(path)
-    return found
+    return packed_all
 
 
 def write(key: str, made: Sequence[Packed]) -> None:
@@ -117,9 +119,9 @@ def _folder() -> Path:
 
 def _limit() -> int:
     """Bytes that may lie here. Raises ConfigError for a setting that is no size."""
-    own = os.environ.get(SETTING)
-    if own:
-        return parse_bytes(own)
+    limit = os.environ.get(SETTING)
+    if limit:
+        return parse_bytes(limit)
     try:
         return min(_MOST, shutil.disk_usage(_folder().parent).total // _SHARE)
     except OSError:
@@ -163,13 +165,13 @@ def _contents(checkpoint: Sequence[FileStamp]) -> list[str]:
     result, new = [], False
     for stamp in checkpoint:
         mark = [stamp.size, *stamp.changed]
-        found = known.pop(stamp.path, None)
-        if not (isinstance(found, list) and len(found) == 2 and found[0] == mark):
+        entry = known.pop(stamp.path, None)
+        if not (isinstance(entry, list) and len(entry) == 2 and entry[0] == mark):
             with stage(f"reading {stamp.path} for its checksum"):
-                found, new = [mark, digest_of(Path(stamp.path))], True
-        result.append(str(found[1]))
+                entry, new = [mark, digest_of(Path(stamp.path))], True
+        result.append(str(entry[1]))
         if time.time_ns() - max(stamp.changed[:2]) > _RECENT * 1e9:
-            known[stamp.path] = found  # the last ones are the last that were used
+            known[stamp.path] = entry  # the last ones are the last that were used
     if new:
         text = json.dumps(dict(list(known.items())[-_REMEMBERED:])).encode()
         with (
