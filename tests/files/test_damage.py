@@ -129,7 +129,7 @@ def test_sealing_changes_nothing_but_the_metadata(tmp_path: Path) -> None:
         entry.start % 8 == 0
         for entry in [min(read_table(file).entries.values(), key=lambda e: e.start)]
     )
-    assert b'"other":"note"' in file.read_bytes()
+    assert b'"other": "note"' in file.read_bytes()
 
 
 # -- models ----------------------------------------------------------------------------------------

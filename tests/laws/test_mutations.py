@@ -81,7 +81,7 @@ RULES_MUTATIONS = {
         "block",
     ),
     "block: last chance like the others": (
-        "torch.where(grid.ends, own, chances)",
+        "torch.where(grid.ends, prefix_probs, chances)",
         "torch.where(grid.ends, chances, chances)",
         "block",
     ),

@@ -104,10 +104,8 @@ class AdaptiveController(Controller):
         if rarely or not self._lookups.drafters:
             return {}
         worth: dict[int, Offers] = {}
-        for seq_id, by_lookup in self._lookups.look(seqs, self._may).items():
-            pay = {
-                n: o for n, o in by_lookup.items() if self._may_pay(seq_id, n, batch, o.confidence)
-            }
+        for seq_id, offers in self._lookups.look(seqs, self._may).items():
+            pay = {n: o for n, o in offers.items() if self._may_pay(seq_id, n, batch, o.confidence)}
             if pay:
                 worth[seq_id] = pay
         if worth and batch == 1:
@@ -261,8 +259,8 @@ class AdaptiveController(Controller):
     def _select(self, batch: int, options: Sequence[_Options]) -> list[DraftOption]:
         """The options with the most goodput; where that is no draft, perhaps one to learn from."""
         best = [ways[0] for _, ways in options]
-        if any(len(choices) > 1 for _, choices in options):
-            best = choose(self.cost, batch, [candidates for _, candidates in options], self._fair)
+        if any(len(ways) > 1 for _, ways in options):
+            best = choose(self.cost, batch, [ways for _, ways in options], self._fair)
         self._explores = False
         if self._measures or any(draft.length for draft in best):
             return best
@@ -295,17 +293,14 @@ class AdaptiveController(Controller):
             return None  # not even one level for one of them
         members = [name in self._members(seq) and seq.remaining > 1 for seq, _ in options]
         pairs = zip(options, members, strict=True)
-        by_sequence = [self.drafts(seq, name, batch) if may else [] for (seq, _), may in pairs]
+        ways = [self.drafts(seq, name, batch) if may else [] for (seq, _), may in pairs]
         none = [mine[0] for _, mine in options]
-        drafts = [(drafts or [no])[0] for drafts, no in zip(by_sequence, none, strict=True)]
+        drafts = [(drafts or [no])[0] for drafts, no in zip(ways, none, strict=True)]
         if stake(drafts) > self.budget.seconds:
-            index = min(
-                range(len(by_sequence)),
-                key=lambda n: by_sequence[n][0].first if by_sequence[n] else inf,
-            )
-            ways = [[*none[:index], draft, *none[index + 1 :]] for draft in by_sequence[index]]
-            ways = [way for way in ways if stake(way) <= self.budget.seconds]
-            drafts = max(ways, key=lambda way: way[index].gain / way[index].seconds, default=none)
+            index = min(range(len(ways)), key=lambda n: ways[n][0].first if ways[n] else inf)
+            only = [[*none[:index], draft, *none[index + 1 :]] for draft in ways[index]]
+            only = [one for one in only if stake(one) <= self.budget.seconds]
+            drafts = max(only, key=lambda one: one[index].gain / one[index].seconds, default=none)
         return drafts if any(draft.length for draft in drafts) else None
 
     # -- learning ----------------------------------------------------------------------------------
@@ -357,9 +352,7 @@ class AdaptiveController(Controller):
                 ended = cost.drafters[draft.name].ends_early
                 length = min(draft.length, commit.levels) if ended else draft.length
                 lengths.setdefault(draft.name, []).append(length)
-        passes = {
-            name: cost.passes(name, drafted_levels) for name, drafted_levels in lengths.items()
-        }
+        passes = {name: cost.passes(name, levels) for name, levels in lengths.items()}
         sizes = [commit.drafted for commit in commits]
         nodes, even = sum(sizes), len(set(sizes)) == 1
         rest, took = cost.foresee(batch, nodes / batch, even, passes)

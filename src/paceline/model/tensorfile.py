@@ -117,16 +117,13 @@ def digest(tensor: torch.Tensor) -> str:
     return hashlib.sha256(flat.view(torch.uint8).numpy().data).hexdigest()
 
 
-def as_bytes(
-    tensors: Mapping[str, torch.Tensor], metadata: Mapping[str, str] | None = None
-) -> tuple[bytes, dict[str, str]]:
+def as_bytes(tensors: Mapping[str, torch.Tensor]) -> tuple[bytes, dict[str, str]]:
     """A whole file with checksums, and these."""
     from safetensors.torch import save
 
     plain = {key: value.detach().cpu().contiguous() for key, value in tensors.items()}
     sums = {key: digest(value) for key, value in plain.items()}
-    noted = {"format": "pt", **(metadata or {}), SUMS: json.dumps(sums, sort_keys=True)}
-    return save(plain, metadata=noted), sums
+    return save(plain, metadata={"format": "pt", SUMS: json.dumps(sums, sort_keys=True)}), sums
 
 
 def fingerprint(sums: Mapping[str, str]) -> str:
@@ -135,14 +132,29 @@ def fingerprint(sums: Mapping[str, str]) -> str:
 
 
 def seal(file: Path) -> None:
-    """Give checksums to a file that another library has just written, by writing it once more."""
-    from safetensors import safe_open
+    """Give checksums to a file that another library has just written.
 
-    with safe_open(file, "pt") as opened:
-        tensors = {key: opened.get_tensor(key) for key in opened.keys()}  # noqa: SIM118
-        content, _ = as_bytes(tensors, opened.metadata())
-    sealed = file.with_name(f"{file.name}.sealed")
-    sealed.write_bytes(content)
+    The file grows at its front, so it is written once more: only for files that nobody reads yet.
+    """
+    table = read_table(file)
+    with file.open("rb") as stream, mmap(stream.fileno(), 0, access=ACCESS_READ) as content:
+        length = struct.unpack("<Q", content[:8])[0]
+        head = json.loads(content[8 : 8 + length])
+        sums = {
+            key: hashlib.sha256(content[entry.start : entry.end]).hexdigest()
+            for key, entry in table.entries.items()
+        }
+        head["__metadata__"] = {
+            **(head.get("__metadata__") or {}),
+            SUMS: json.dumps(sums, sort_keys=True),
+        }
+        text = json.dumps(head).encode()
+        text += b" " * (-len(text) % 8)  # tensors begin at multiples of eight bytes
+        sealed = file.with_name(f"{file.name}.sealed")
+        with sealed.open("wb") as out:
+            out.write(struct.pack("<Q", len(text)) + text)
+            with memoryview(content) as view, view[8 + length :] as tensors:
+                out.write(tensors)
     sealed.replace(file)
 
 

@@ -200,11 +200,12 @@ def test_a_draft_in_fewer_bits_takes_memory() -> None:
     assert only(examine(TARGET, draft), "memory-fits").found != whole
 
 
-def test_which_kernels_run(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_which_kernels_run(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     assert only(examine(TARGET, backend="reference"), "kernels-run").severity is Severity.OK
     few = examine(TARGET, backend="reference", quantize="int8")
     assert only(few, "kernels-readable").severity is Severity.WARNING
     monkeypatch.setenv("CXX", "no-such-compiler")
+    monkeypatch.setenv("PACELINE_NATIVE_CACHE", str(tmp_path))  # nothing is built there
     assert "no-such-compiler" in only(examine(TARGET), "kernels-absent").found
     assert "no-such-compiler" in only(examine(TARGET, quantize="int4"), "kernels-readable").found
     with pytest.raises(ConfigError, match="int3"):

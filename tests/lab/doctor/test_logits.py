@@ -18,7 +18,7 @@ from paceline.lab.doctor import Severity, check_logits, examine
 from paceline.lab.doctor.findings import KINDS
 from paceline.lab.doctor.logits import _some_layers
 from paceline.model import probe
-from paceline.model.backends.native import opened
+from paceline.model.backends.native import adapter
 from paceline.model.backends.reference.backend import TorchBackend
 from support.doctor_folders import Copy, only
 from support.model_folders import write_gpt2
@@ -171,7 +171,7 @@ def test_rotations_that_end_early(monkeypatch: pytest.MonkeyPatch) -> None:
 @needs_kernels
 def test_kernels_that_are_off(monkeypatch: pytest.MonkeyPatch) -> None:
     """Tables of theirs that end early, as if what is tried when it is loaded had not seen it."""
-    made = opened.Ropes._made
+    made = adapter.Ropes._made
 
     def clamped(self: Any, length: int) -> list[torch.Tensor]:
         tables = made(self, length)
@@ -179,7 +179,7 @@ def test_kernels_that_are_off(monkeypatch: pytest.MonkeyPatch) -> None:
             table[700:] = table[700].clone()
         return tables
 
-    monkeypatch.setattr(opened.Ropes, "_made", clamped)
+    monkeypatch.setattr(adapter.Ropes, "_made", clamped)
     monkeypatch.setattr("paceline.model.backends.native.use._difference", lambda *_: 0.0)
     found = check_logits("paceline/tiny")
     assert found.code == "logits-differ", found.found

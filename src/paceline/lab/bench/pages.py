@@ -168,20 +168,13 @@ class ResultPages:
         return {self.label[name]: [known.get((name, x)) for x in points] for name in names}
 
     def texts(self, note: str) -> None:
-        counts = {
-            self.label[n]: Counter(counts_of) for n, counts_of in self.result.texts.counts.items()
-        }
+        counts = {self.label[n]: Counter(c) for n, c in self.result.texts.counts.items()}
         if counts:
-            rows: list[list[Cell]] = [
-                [n, *(count_here[k] for k in _KINDS)] for n, count_here in counts.items()
-            ]
+            rows: list[list[Cell]] = [[n, *(c[k] for k in _KINDS)] for n, c in counts.items()]
             self.report.add("Same text", Table(["method", *_KINDS], rows, note=note))
 
     def unequal(self) -> None:
-        engines = [
-            {"name": self.label[n], **unequal_here}
-            for n, unequal_here in self.result.unequal.items()
-        ]
+        engines = [{"name": self.label[n], **c} for n, c in self.result.unequal.items()]
         columns = [Column("", aspect.replace("_", " "), aspect) for aspect in ASPECTS]
         if engines:
             table = table_of(engines, [Column("", "engine", "name"), *columns], _UNEQUAL)

@@ -134,18 +134,14 @@ def examine(
     findings += [*check_tied(model), *check_chat(model), *check_ends(model)]
     ranks = tensor_parallel if setting.device.type == "cuda" else 1  # a processor is all ranks'
     findings += check_precision(model, setting, rounding)
-    cost, target_cost = (
-        _Cost.of_model(model, setting, rounding, setting.cache_dtype).shared(ranks),
-        setting,
-    )
+    cost = _Cost.of_model(model, setting, rounding, setting.cache_dtype).shared(ranks)
+    beside = setting  # what a draft is loaded beside
     if offload is not None:
         plan = plan_offload(target, dtype, device, offload, weights_memory)
         findings.append(check_offload(plan, offload))
         cost = replace(cost, weights=plan.peak, loading=0)
-        target_cost = replace(
-            setting, kernels=setting.has_kernels(backend)
-        )  # its 4-bit form is at hand
-    noticed, cost = _drafts(drafts, model, target_cost, rounding, cost)
+        beside = replace(setting, kernels=setting.has_kernels(backend))  # its 4-bit form is there
+    noticed, cost = _drafts(drafts, model, beside, rounding, cost)
     findings += noticed
     findings += check_dtype(setting, cost.weights)
     few = any(one.code.startswith("quantised") for one in findings)
