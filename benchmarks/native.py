@@ -3,6 +3,7 @@
     python benchmarks/native.py [MODEL] [--dtype bfloat16] [--quantize int4] [--rounds 5] [--json]
     python benchmarks/native.py --wide 3      # random weights, shaped as 3 layers of an 8B model
     python benchmarks/native.py [MODEL] --kv-cache-dtype int8 --context 4096 [--rows 1 8]
+    python benchmarks/native.py --roofline    # reading and multiplying alone, see roofline.py
 
 Each figure is the median over rounds of the milliseconds of one forward of a chain behind
 ``context`` cached tokens, logits of all rows included; ``ratio`` is by the same backend's one row.
@@ -24,6 +25,7 @@ from functools import partial
 import torch
 from transformers import AutoModelForCausalLM, LlamaConfig
 
+import roofline
 from measuring import alternate
 from paceline.core.batch import Span
 from paceline.lab.profiling.machine import read_bandwidth
@@ -96,8 +98,11 @@ def main() -> None:
     parser.add_argument("--prompt", type=int, default=0, help="time prompts of so many tokens")
     parser.add_argument("--rounds", type=int, default=7)
     parser.add_argument("--wide", type=int, metavar="LAYERS", help="a random wide model instead")
+    parser.add_argument("--roofline", action="store_true", help="products alone, of any model")
     parser.add_argument("--json", action="store_true")
     options = parser.parse_args()
+    if options.roofline:
+        return roofline.run(options.rows, options.rounds, options.json)
     with tempfile.TemporaryDirectory() as folder:
         source = wide(options.wide, folder) if options.wide else options.model
         load = partial(CausalModel.load, source, options.dtype, "cpu")
