@@ -5,10 +5,10 @@ from __future__ import annotations
 import json
 
 import pytest
-import roofline
 import torch
 from torch import nn
 
+import roofline
 from paceline.kernels.compile import are_kernels_here
 from paceline.kernels.library import BFLOAT16, check, library
 from paceline.model.backends.native.packing import Packed
