@@ -12,6 +12,7 @@ import torch
 from transformers import GPT2Config, GPT2LMHeadModel
 
 from paceline import LLM, ConfigError, SamplingParams, register_backend
+from paceline.model.backends import registry
 from paceline.model.backends.trial import relative_error, trial_logits
 from paceline.model.target import CausalModel
 from support.every_drafter import SPECS
@@ -79,3 +80,13 @@ def test_names_are_taken_once_and_unknown_ones_are_said() -> None:
         register_backend("native", lambda model: "never")
     with pytest.raises(ConfigError, match="backend 'jax' is not known; use one of auto, native"):
         CausalModel.load("paceline/tiny", backend="jax")
+
+
+def test_what_a_backend_raises_is_one_line(monkeypatch: pytest.MonkeyPatch) -> None:
+    def make(model: CausalModel) -> str:
+        raise KeyError("q_proj\nof layer 3")
+
+    monkeypatch.setitem(registry._registered, "broken", make)
+    with pytest.raises(ConfigError, match=r"backend 'broken' fails .*KeyError.*q_proj") as caught:
+        CausalModel.load("paceline/tiny", backend="broken")
+    assert "\n" not in str(caught.value)

@@ -17,7 +17,7 @@ from paceline.files.stamps import FileStamp
 from paceline.kernels.compile import is_off
 from paceline.model.backends.base import NATIVE, REFERENCE, Backend, Ranks
 from paceline.model.backends.reference.backend import TorchBackend
-from paceline.model.backends.registry import AUTO, backend_maker, check_backend
+from paceline.model.backends.registry import AUTO, check_backend, make_backend
 from paceline.model.gguf import gguf_file
 from paceline.model.hub import stamps_of
 from paceline.model.paged.cache import LayerShape, PagedCache
@@ -184,7 +184,7 @@ class CausalModel:
         says why, and so does a warning. Raises ConfigError for a name that is not known."""
         self.backend, self.refused = self.reference, None
         if name != REFERENCE:
-            made = backend_maker(name)(self)
+            made = make_backend(name, self)
             if isinstance(made, str):
                 self.refused = made
                 if name != NATIVE or not is_off():

@@ -11,7 +11,7 @@ from collections.abc import Callable
 from importlib import import_module
 from importlib.metadata import entry_points
 
-from paceline.errors import ConfigError
+from paceline.errors import ConfigError, PacelineError
 from paceline.model.backends.base import NATIVE, REFERENCE, Adapted, Backend
 
 AUTO = "auto"
@@ -51,6 +51,24 @@ def backend_maker(name: str) -> MakeBackend:
             raise ConfigError(f"backend {name!r} cannot be imported ({error})") from None
         return loaded
     raise _unknown(name)
+
+
+def make_backend(name: str, model: Adapted) -> Backend | str:
+    """The backend of a model, or why it cannot run it. Raises ConfigError for a name that is not
+    known, and in one line for whatever a backend that is not ours raises."""
+    make = backend_maker(name)
+    if name in _MODULES:
+        return make(model)
+    try:
+        return make(model)
+    except PacelineError:
+        raise
+    except Exception as error:
+        what = " ".join(f"{type(error).__name__}: {error}".split())
+        raise ConfigError(
+            f"backend {name!r} fails with this model ({what}); use another backend, or report it "
+            "to the backend's authors"
+        ) from error
 
 
 def check_backend(name: str) -> None:
