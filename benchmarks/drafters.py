@@ -191,7 +191,7 @@ class Bench:
         self.records = read_records(args.json)
         self.scratch, self._longest = scratch, 0.0
 
-    def say(self, line: str) -> None:
+    def info(self, line: str) -> None:
         print(f"[{time.perf_counter() - self.began:5.0f} s] {line}", file=sys.stderr, flush=True)
 
     def cells(self) -> list[Cell]:
@@ -294,7 +294,7 @@ class Bench:
         everyone = list(self.engines(cell))
         self._warm_up(cell, passes["first"][: cell.batch])
         startup = time.perf_counter() - start
-        wait_until_quiet(self.args.wait, self.say)
+        wait_until_quiet(self.args.wait, self.info)
         gc.collect()
         others = OtherLoad()
         waves = [

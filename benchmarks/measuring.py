@@ -116,7 +116,7 @@ class OtherLoad:
         return max(0.0, (all_now - before - (time.process_time() - own)) / (now - start))
 
 
-def wait_until_quiet(most: float, say: Callable[[str], None], window: float = 1.0) -> None:
+def wait_until_quiet(most: float, info: Callable[[str], None], window: float = 1.0) -> None:
     """Return when others leave the machine alone for ``window`` seconds, or after ``most``."""
     until, said = time.perf_counter() + most, False
     while time.perf_counter() < until:
@@ -126,7 +126,7 @@ def wait_until_quiet(most: float, say: Callable[[str], None], window: float = 1.
         if cores is None or cores <= QUIET:
             return
         if not said:
-            say(f"waiting for a quiet machine: others keep {cores:.1f} cores busy")
+            info(f"waiting for a quiet machine: others keep {cores:.1f} cores busy")
             said = True
 
 
