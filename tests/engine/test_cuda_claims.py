@@ -222,7 +222,7 @@ class ClaimedRanks:
 
     together = loading
 
-    def tell(self, order: Any) -> None:
+    def broadcast(self, order: Any) -> None:
         self.told[type(order).__name__] += 1
         self._orders.append(pickle.loads(pickle.dumps(order)))
         if not getattr(order, "following", 0):
