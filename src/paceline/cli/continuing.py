@@ -219,11 +219,11 @@ def _digest_of(prompts: Sequence[BenchPrompt]) -> dict[str, str]:
 
 def options_of(**groups: Any) -> dict[str, Any]:
     """Options by the names that users know, from dataclasses and single values."""
-    answers: dict[str, Any] = {}
+    options: dict[str, Any] = {}
     for name, value in groups.items():
         if is_dataclass(value) and not isinstance(value, type):
-            nested = entries(type(value), "command")
-            answers |= {entry.flag: getattr(value, entry.name) for entry in nested}
+            inner = entries(type(value), "command")
+            options |= {entry.flag: getattr(value, entry.name) for entry in inner}
         else:
-            answers[flag(name)] = value
-    return answers
+            options[flag(name)] = value
+    return options

@@ -100,9 +100,7 @@ _FIGURES = (
     Column("mean_accepted_length", "accepted\nlength", "mean_accepted_length", "{:.2f}".format),
     Column("drafters", "", "drafters"),
     Column("not_drafted", "", "not_drafted"),
-    Column(
-        "identical", "identical", "", _identical, lambda difference: difference.difference is None
-    ),
+    Column("identical", "identical", "", _identical, lambda measured: measured.difference is None),
     Column("difference", "", "difference", stored=_difference),
 )
 
@@ -222,8 +220,8 @@ def _table(groups: Sequence[Sequence[Measurement]], draft: str) -> Table:
             if item.name == "total":
                 table.add_section()
             again = " again" if group is not groups[0] else ""
-            cells_found = (column.cell(item) for column in columns)
-            name, *cells = (NONE_TRIED if cell is None else str(cell) for cell in cells_found)
+            texts = (column.cell(item) for column in columns)
+            name, *cells = (NONE_TRIED if cell is None else str(cell) for cell in texts)
             table.add_row(name + again, *cells)
         table.add_section()
     return table

@@ -285,21 +285,21 @@ class AdaptiveController(Controller):
         if not pays and self.cost.seen(name, batch) >= _PRICED:
             return None  # even a draft that is always right would not pay
 
-        def stake(drafts: Sequence[DraftOption]) -> float:
+        def expense(drafts: Sequence[DraftOption]) -> float:
             return self.cost.step(batch, drafts) - plain + sum(draft.first for draft in drafts)
 
         nodes = self.cost.fill[name] * self.cost.drafters[name].nodes[1]
-        if stake([DraftOption(name, 1, nodes, 1.0, table[1])]) > self.budget.seconds:
+        if expense([DraftOption(name, 1, nodes, 1.0, table[1])]) > self.budget.seconds:
             return None  # not even one level for one of them
         members = [name in self._members(seq) and seq.remaining > 1 for seq, _ in options]
         pairs = zip(options, members, strict=True)
         ways = [self.drafts(seq, name, batch) if may else [] for (seq, _), may in pairs]
-        none = [mine[0] for _, mine in options]
+        none = [ways[0] for _, ways in options]
         drafts = [(drafts or [no])[0] for drafts, no in zip(ways, none, strict=True)]
-        if stake(drafts) > self.budget.seconds:
+        if expense(drafts) > self.budget.seconds:
             index = min(range(len(ways)), key=lambda n: ways[n][0].first if ways[n] else inf)
             only = [[*none[:index], draft, *none[index + 1 :]] for draft in ways[index]]
-            only = [one for one in only if stake(one) <= self.budget.seconds]
+            only = [one for one in only if expense(one) <= self.budget.seconds]
             drafts = max(only, key=lambda one: one[index].gain / one[index].seconds, default=none)
         return drafts if any(draft.length for draft in drafts) else None
 

@@ -32,21 +32,19 @@ def choose(
     if len(options) == batch == 1:
         return [max(options[0], key=lambda draft: draft.gain / draft.seconds)]
     score = partial(_mean_time if fair else _time_per_token, cost, batch)
-    best = [first[0] for first in options]
+    best = [ways[0] for ways in options]
     least = WORTH * score(best)
     names = sorted({draft.name for ways in options for draft in ways[1:]}, key=str)
     for index in range(1, max(map(len, options))) if len(names) == 1 else ():
-        alike = [choices[min(index, len(choices) - 1)] for choices in options]
-        if (score_alike := score(alike)) < least:
-            best, least = alike, score_alike
+        alike = [ways[min(index, len(ways) - 1)] for ways in options]
+        if (seconds := score(alike)) < least:
+            best, least = alike, seconds
     for left_out in (None, *(names if len(names) > 1 else ())):
-        left = [
-            [o for o in candidates if not o.length or o.name != left_out] for candidates in options
-        ]
+        left = [[o for o in ways if not o.length or o.name != left_out] for ways in options]
         for dearer in _DEARER:
             apart = _apart(left, best, dearer)
-            if (score_alike := score(apart)) < least:
-                best, least = apart, score_alike
+            if (seconds := score(apart)) < least:
+                best, least = apart, seconds
                 break
         drafting = [draft.name for draft in best if draft.length]
         if all(drafting.count(name) == batch for name in drafting):

@@ -81,11 +81,11 @@ class Correction:
         return exp(self._drift.value)
 
     def factor(self, group: int, cell: int) -> float:
-        product = self._factors.get((group, cell))
-        if product is None:
+        factor = self._factors.get((group, cell))
+        if factor is None:
             parts = self._drift, self._group(group), self._cell(group, cell)
-            product = self._factors[group, cell] = exp(sum(part.value for part in parts))
-        return product
+            factor = self._factors[group, cell] = exp(sum(part.value for part in parts))
+        return factor
 
     def _group(self, group: int) -> _Part:
         """A new group is thought like the nearest."""
@@ -108,17 +108,17 @@ class Correction:
 
     def observe(self, group: int, cell: int, ratio: float) -> None:
         """It took ``ratio`` times what was predicted without any correction."""
-        group_part = self._groups.setdefault(group, self._group(group))
+        of_group = self._groups.setdefault(group, self._group(group))
         exact = self._cells.setdefault((group, cell), self._cell(group, cell))
-        parts = (self._drift, group_part, exact)
+        parts = (self._drift, of_group, exact)
         surprise = log(max(ratio, 1e-6)) - sum(part.value for part in parts)
         for part in parts:
             part.variance += part.ageing
         total = NOISE + sum(part.variance for part in parts)
-        bound = _HICCUP if group_part.seen or self._drift.seen else _FIRST
+        bound = _HICCUP if of_group.seen or self._drift.seen else _FIRST
         surprise = min(max(surprise, -bound), bound)
         if surprise**2 > 4 * total:
-            total += self._unsettle(group, surprise, group_part, exact)
+            total += self._unsettle(group, surprise, of_group, exact)
             bound = 2 * sqrt(total)
             surprise = min(max(surprise, -bound), bound)
         else:
@@ -133,17 +133,17 @@ class Correction:
     def anchor(self, group: int, ratio: float) -> None:
         """Plain steps in a row took ``ratio`` times what was predicted. Where drafts were all that
         was seen of a group, what they cost may have been taken for the group's."""
-        group_part = self._groups.setdefault(group, self._group(group))
-        off = log(max(ratio, 1e-6)) - self._drift.value - group_part.value
-        group_part.value, group_part.variance = group_part.value + off, NOISE
+        of_group = self._groups.setdefault(group, self._group(group))
+        off = log(max(ratio, 1e-6)) - self._drift.value - of_group.value
+        of_group.value, of_group.variance = of_group.value + off, NOISE
         for (other, cell), part in self._cells.items():
             if other == group and cell:
                 part.value, part.variance = part.value - off, part.variance + off**2
         self._factors.clear()
 
-    def _unsettle(self, group: int, surprise: float, group_part: _Part, exact: _Part) -> float:
+    def _unsettle(self, group: int, surprise: float, of_group: _Part, exact: _Part) -> float:
         """A large surprise: something is not as sure as it seemed. Returns the added variance."""
-        young = [part for part in (group_part, exact) if part.variance and part.seen < _YOUNG]
+        young = [part for part in (of_group, exact) if part.variance and part.seen < _YOUNG]
         before, sign = self._surprised.get(group, 0), 1 if surprise > 0 else -1
         times = self._surprised[group] = before + sign if before * sign >= 0 else 0
         if not young and abs(times) < _OFTEN:

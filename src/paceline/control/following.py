@@ -23,8 +23,8 @@ class _Followed:
     def __init__(self, offer: Offer) -> None:
         self.kind, self.levels = kind_of(offer.confidence), len(offer.nodes) - 1
         self.accepted, self._node = 0, -1
-        places = zip(offer.parents, offer.tokens, strict=True)
-        self._below = {index: node for node, index in enumerate(places)}
+        edges = zip(offer.parents, offer.tokens, strict=True)
+        self._below = {edge: node for node, edge in enumerate(edges)}
 
     def ended(self, tokens: Sequence[int]) -> bool:
         """Go on with what was committed; whether it has ended, in a leaf or with a wrong token."""

@@ -224,15 +224,15 @@ def _beside(model: str) -> Iterator[tuple[Trained, str]]:
             if (path / "config.json").is_file():
                 yield record(str(path)), "beside the target"
     for path in (*folder.glob("*/config.json"), *folder.parent.glob("*/config.json")):
-        if path.parent != folder and (record_made := _made(path.parent, model)) is not None:
-            yield record_made, "beside the target"
+        if path.parent != folder and (known := _made(path.parent, model)) is not None:
+            yield known, "beside the target"
 
 
 def _in_the_hubs_cache(model: str) -> Iterator[tuple[Trained, str]]:
     for repository in sorted(_hub_cache().glob("models--*")):
         path = _snapshot(repository)
-        if path is not None and (record_made := _made(Path(path), model)) is not None:
-            yield record_made, "in the hub's cache"
+        if path is not None and (known := _made(Path(path), model)) is not None:
+            yield known, "in the hub's cache"
 
 
 def _hub_cache() -> Path:

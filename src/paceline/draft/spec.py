@@ -299,9 +299,9 @@ class DraftSpec(ABC):
         return None if not values or values[0] is None else str(values[0])
 
     def __str__(self) -> str:
-        text_argument = self.argument()
+        argument = self.argument()
         parts = [
-            *([] if text_argument is None else [text_argument]),
+            *([] if argument is None else [argument]),
             *(f"{k}={v}" for k, v in self.given().items()),
         ]
         return ":".join([self.kind, *([",".join(parts)] if parts else [])])
@@ -332,9 +332,9 @@ class TreeSpec(DraftSpec):
     def __post_init__(self) -> None:
         where = f"draft {self.kind!r}"
         if self.branching is not None and min(self.branching, default=0) < 1:
-            branching_text = _text(self.branching)
+            shape = _text(self.branching)
             raise ConfigError(
-                f"{where}: branching={branching_text!r} is not like 2x2x1 (children per level)"
+                f"{where}: branching={shape!r} is not like 2x2x1 (children per level)"
             )
         if (self.nodes or 0) < 0 or self.width < 1:
             raise ConfigError(f"{where}: use nodes >= 0 and width >= 1")

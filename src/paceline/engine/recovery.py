@@ -188,7 +188,7 @@ def _one_by_one(engine: Stepping, trial: Trial, failure: Failure) -> None:
         culprits.append((scheduler.waiting[0], failure))  # it fails on its way in
     if not went_on and not _runs(engine):
         _give_up(engine, failure)
-    engine.ready += [failed(seq, culprit_seq) for seq, culprit_seq in culprits]
+    engine.ready += [failed(seq, culprit) for seq, culprit in culprits]
 
 
 def _runs(engine: Stepping) -> bool:

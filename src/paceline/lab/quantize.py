@@ -99,18 +99,18 @@ def quantize(name: str, out: Path, options: QuantizeOptions) -> QuantizeReport:
         raise ConfigError(f"{name} is quantised already; give the model it was made from")
     texts, read = _texts(tokenizer, options)
     before = _perplexity(hf, name, texts)
-    report_made = quantise_module(hf, options.scheme, read, round_to_nearest)
-    if not report_made.layers:
+    rounded = quantise_module(hf, options.scheme, read, round_to_nearest)
+    if not rounded.layers:
         raise ConfigError(f"{name} has no linear layer that divides into groups of 32 inputs")
     after = _perplexity(hf, name, texts)
     kind = "nearest" if read is None else "GPTQ"
     text = (options.evaluate or options.calibrate or Path(_OWN_TEXT)).name
-    report = QuantizeReport(name, str(out), options.scheme, kind, text, before, after, report_made)
+    report = QuantizeReport(name, str(out), options.scheme, kind, text, before, after, rounded)
     with stage(f"writing {out}"), folder_aside(out, "the quantised model") as folder:
         _write(hf, tokenizer, folder, options.scheme)
         (folder / "README.md").write_text(card(report), encoding="utf-8")
-    if report_made.left:
-        info(f"{len(report_made.left)} layers do not divide into groups and stay as they are")
+    if rounded.left:
+        info(f"{len(rounded.left)} layers do not divide into groups and stay as they are")
     return report
 
 

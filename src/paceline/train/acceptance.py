@@ -200,6 +200,6 @@ def continue_greedily(
     )
     result = []
     for row in written[:, longest:].tolist():
-        end = next((at_index + 1 for at_index, token in enumerate(row) if token in stops), len(row))
+        end = next((at + 1 for at, token in enumerate(row) if token in stops), len(row))
         result.append(row[:end])
     return result

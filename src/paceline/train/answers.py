@@ -125,7 +125,7 @@ def _asked(
     """``wanted`` (None: all) of a file's questions, numbered from ``first``."""
     rng = np.random.default_rng(seed)
     prompter, refused = Prompter(tokenizer, selection.max_prompt), Refusals(source.path)
-    lines: list[AnswerJob] = []
+    jobs: list[AnswerJob] = []
     with stage(f"reading the prompts of {source.path.name}", unit="prompts") as doing:
         for line, record in numbered_records(source.path, selection.exclude_licenses, refused):
             try:
@@ -141,15 +141,15 @@ def _asked(
                 later = (FOLLOW_UPS[int(rng.integers(len(FOLLOW_UPS)))],)
             source_name, licence = str(record.get("source", "")), str(record.get("license", ""))
             task = str(record.get("task", record.get("category", "")))
-            number = first + len(lines)
-            lines.append(AnswerJob(number, ids, source_name, licence, task, asked.messages, later))
+            number = first + len(jobs)
+            jobs.append(AnswerJob(number, ids, source_name, licence, task, asked.messages, later))
             doing.advance()
-    if not lines:
+    if not jobs:
         raise DataError(f"{source.path} has no prompt that can be answered: {refused.named}")
-    refused.report(len(lines))
-    if wanted is None or wanted >= len(lines):
-        return lines
-    return [lines[int(index)] for index in sorted(rng.permutation(len(lines))[:wanted])]
+    refused.report(len(jobs))
+    if wanted is None or wanted >= len(jobs):
+        return jobs
+    return [jobs[int(index)] for index in sorted(rng.permutation(len(jobs))[:wanted])]
 
 
 @dataclass

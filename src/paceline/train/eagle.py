@@ -160,13 +160,13 @@ class EagleTrainer(HeadTrainer):
         embeds = F.pad(seen.embeds[0, 1:], (0, 0, 0, 1))
         positions = torch.arange(rows, device=seen.ids.device)
         hidden = head(embeds, head.fuse(seen.features[0]), positions, attend, places.flat)
-        losses = []
+        levels = []
         for j in range(length):
             if j:  # what a draft says beyond the text's end is never compared
                 hidden = head(embeds[places.ahead(j)], hidden, places.position + j, attend)
-            losses.append(head.to_target_ids(head.logits(hidden).argmax(-1)))
+            levels.append(head.to_target_ids(head.logits(hidden).argmax(-1)))
         drafted = torch.full((rows, length), -1, dtype=torch.long, device=seen.ids.device)
-        drafted[places.flat] = torch.stack(losses, 1)
+        drafted[places.flat] = torch.stack(levels, 1)
         return drafted
 
     def write_head(self, folder: Path) -> None:

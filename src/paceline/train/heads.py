@@ -243,7 +243,7 @@ class HeadTrainer(DraftingTrainer):
             joined = documents.joined(numbers, self.long_rows)
             return self.group.share(joined, lambda windows: windows.ids.numel())
         shares = self.group.share(numbers, documents.tokens)
-        return [documents.windows(count, config.micro_tokens) for count in shares]
+        return [documents.windows(part, config.micro_tokens) for part in shares]
 
     def losses(self) -> Iterator[torch.Tensor]:
         shares = self._batch(self.step)

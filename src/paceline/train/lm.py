@@ -229,9 +229,9 @@ class LMTrainer(Trainer):
         return losses
 
     def evaluate(self, progress: Progress) -> dict[str, Any]:
-        losses = super().evaluate(progress)
+        record = super().evaluate(progress)
         progress.validation = self.validate()
-        return {**losses, "validation": progress.validation}
+        return {**record, "validation": progress.validation}
 
     def about(self) -> str:
         config = self.config

@@ -52,22 +52,22 @@ def openings(
     result: list[Opening] = []
     for source in sources:
         wanted = round(count * source.weight / total)
-        records: list[Opening] = []
+        chosen: list[Opening] = []
         with stage(f"choosing from {source.path.name}", total=wanted, unit="records") as doing:
             for record in _shuffled(source, exclude_licenses, rng, wanted):
-                if len(records) == wanted:
+                if len(chosen) == wanted:
                     break
                 ids = opener.open(record)
                 if ids is not None:
                     name, licence = str(record.get("source", "")), str(record.get("license", ""))
-                    records.append(Opening(ids, name, licence))
+                    chosen.append(Opening(ids, name, licence))
                     doing.advance()
-        if wanted and not records:
+        if wanted and not chosen:
             raise DataError(
                 f"{source.path} has no record of {shortest} tokens or more, and no conversation "
                 f"that asks for an answer within {opener.longest_chat} tokens"
             )
-        result.extend(records)
+        result.extend(chosen)
     return result
 
 

@@ -320,20 +320,20 @@ class DraftingTrainer(Trainer):
         """What the target would take of drafts for one of its texts."""
 
     def evaluate(self, progress: Progress) -> dict[str, Any]:
-        losses = super().evaluate(progress)
+        record = super().evaluate(progress)
         progress.acceptance = self.measure()
         parts = {name: part.to_dict() for name, part in progress.acceptance.items()}
-        return {**losses, "acceptance": parts}
+        return {**record, "acceptance": parts}
 
     @torch.no_grad()
     def measure(self) -> dict[str, AcceptanceCounts]:
         """Held-out acceptance by validation file: greedy drafts of ``draft_length`` tokens."""
-        texts, losses = self.held_out_texts(), dict[str, list[AcceptanceCounts]]()
+        texts, counts = self.held_out_texts(), dict[str, list[AcceptanceCounts]]()
         with stage("measuring held-out acceptance", len(texts), "texts") as doing:
             for text in texts:
-                losses.setdefault(text.source, []).append(self.acceptance_of(text))
+                counts.setdefault(text.source, []).append(self.acceptance_of(text))
                 doing.advance()
-        return {name: total(parts) for name, parts in losses.items()}
+        return {name: total(parts) for name, parts in counts.items()}
 
     def held_out_texts(self) -> list[WrittenText]:
         """Written by the target once and kept in ``out``. Raises DataError if none has a word."""

@@ -78,8 +78,8 @@ def weights_kind(names: Iterable[str]) -> tuple[str, str]:
         return ("an EAGLE-3 head", "eagle3") if third else ("an EAGLE head", "eagle")
     if any("medusa" in key or key[:1].isdigit() or key.startswith("blocks.") for key in stripped):
         return "Medusa heads", "medusa"
-    model = any("attn" in key for key in stripped)
-    return ("a language model" if model else "weights of another kind"), ""
+    attends = any("attn" in key for key in stripped)
+    return ("a language model" if attends else "weights of another kind"), ""
 
 
 def another_kind(checkpoint: Checkpoint, wanted: str) -> ModelLoadError:

@@ -78,11 +78,11 @@ def read_terms(
         if type(processor) in _FORBIDDING:
             masks.append(processor)
         elif type(processor) is not processing.LogitNormalization:  # which moves all alike
-            value = _sampling_value(processor, length)
-            least = max(least, value.pop("min_tokens", 0))
-            if value.keys() & values.keys():
-                raise refuse(f"{next(iter(value))} given twice", "give it once")
-            values |= value
+            given = _sampling_value(processor, length)
+            least = max(least, given.pop("min_tokens", 0))
+            if given.keys() & values.keys():
+                raise refuse(f"{next(iter(given))} given twice", "give it once")
+            values |= given
     if not config.do_sample:
         values["temperature"] = 0.0
     elif values.get("min_p") and values.get("top_p", 1.0) < 1.0:

@@ -107,7 +107,7 @@ def check_logits(target: str, *, device: str = "auto", backend: str = "auto") ->
                 if model.backend.name == NATIVE:
                     near = _compared(model, sequences[:2], wanted[:2])
                     far = _furthest(_behind(model), behind, trial_starts(model, _BEHIND))
-                    apart[NATIVE] = max(near, far, key=lambda largest: largest.most)
+                    apart[NATIVE] = max(near, far, key=lambda difference: difference.most)
     except (ModelLoadError, UnsupportedModelError) as error:
         problem, cure = parted(error)
         return finding("architecture-refused", "target", problem, cure=cure)
@@ -214,13 +214,13 @@ def _sequences(config: Any, device: torch.device) -> list[_Sequence]:
     places = dict.fromkeys((0, (limit - rows) // 2, limit - rows))
     if getattr(text, "attn_temperature_tuning", False):
         places = {0: None}  # Llama 4's own code counts rows there, not positions
-    differences: list[_Sequence] = []
+    sequences: list[_Sequence] = []
     for first in places:
         for length in (rows, min(_FEWER, rows)):
             numbers = torch.arange(length, device=device)
-            ids = (numbers * 7919 + 101 * len(differences) + 1) % text.vocab_size
-            differences.append(_Sequence(ids, numbers + first))
-    return differences
+            ids = (numbers * 7919 + 101 * len(sequences) + 1) % text.vocab_size
+            sequences.append(_Sequence(ids, numbers + first))
+    return sequences
 
 
 @torch.inference_mode()
@@ -275,7 +275,7 @@ def _furthest(
         off = (ours.float() - theirs.float()).abs().amax(-1)
         off /= theirs.float().std(-1).clamp_min(1e-6)
         for position, apart in enumerate(off.nan_to_num(torch.inf).tolist(), start):
-            worst = max(worst, _Apart(apart, position), key=lambda apart_one: apart_one.most)
+            worst = max(worst, _Apart(apart, position), key=lambda difference: difference.most)
     return worst
 
 

@@ -157,7 +157,7 @@ def _operator_table(run: RunProfile) -> Table:
         Column("", "calls", "calls", lambda calls: f"{calls / steps:.0f}"),
         Column("", "µs each", "", lambda o: f"{1e6 * o.seconds / o.calls:.1f}"),
         Column("", "ms", "seconds", lambda seconds: f"{1e3 * seconds / steps:.3f}"),
-        Column("", "share", "seconds", lambda key: f"{key / total:.0%}" if total else ""),
+        Column("", "share", "seconds", lambda seconds: f"{seconds / total:.0%}" if total else ""),
     )
     note = (
         "Of a step under the profiler, the median of those that called it: own time, without what "

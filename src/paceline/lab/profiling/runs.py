@@ -65,20 +65,20 @@ class RunProfile:
 
     def warnings(self) -> list[str]:
         """Why the figures may not be what they seem."""
-        figures = []
+        notes = []
         busy = ""
         if self.busy > BUSY:
             busy = f"other programs had the processor for {self.busy:.0%} of the time"
         elif self.load > 1:
             busy = f"{self.load:.1f} programs a processor wanted to run before this began"
         if busy:
-            figures.append(f"the machine is busy: {busy}; {_BUSY}")
+            notes.append(f"the machine is busy: {busy}; {_BUSY}")
         if self.drafts and not self.drafted:
-            figures.append(
+            notes.append(
                 f"{self.name}: nothing was drafted, so these are the figures of plain decoding; "
                 "give --draft-length a number to see drafting"
             )
-        return figures
+        return notes
 
     def sentences(self, machine: MachineSpeeds) -> list[str]:
         """What holds the step up, then each phase that matters, the longest first."""

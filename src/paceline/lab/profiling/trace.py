@@ -225,8 +225,8 @@ def shares(events: Iterable[Any]) -> dict[str, Share]:
             passages[phase][id(event.cpu_parent)].calls.append(called)
             share.calls += 1
             share.kernel_calls += kernel
-    for phase, passage in passages.items():
-        _add_typical(share_of[phase], passage.values())
+    for phase, runs in passages.items():
+        _add_typical(share_of[phase], runs.values())
     return dict(share_of)
 
 
@@ -241,12 +241,10 @@ def _add_typical(share: Share, passages: Iterable[_Passage]) -> None:
         typical = [statistics.median(step_seconds) for step_seconds in zip(*seconds, strict=True)]
         called = len(group) * sum(typical)
         kernels = sum(
-            seconds_typical
-            for name, seconds_typical in zip(names, typical, strict=True)
-            if is_kernel(name)
+            seconds for name, seconds in zip(names, typical, strict=True) if is_kernel(name)
         )
         pairs = zip(group, seconds, strict=True)
-        between = statistics.median(passage.wall - sum(pair_value) for passage, pair_value in pairs)
+        between = statistics.median(passage.wall - sum(taken) for passage, taken in pairs)
         share.seconds += called
         share.kernel_seconds += len(group) * kernels
         share.wall += called + len(group) * between

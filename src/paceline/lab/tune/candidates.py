@@ -46,8 +46,8 @@ def at_hand(model: str, drafts: Sequence[str], only: bool = False) -> list[Draft
         trained = [variant for text in here for variant in variants(text)]
     unasked = ("always",) if model == EMBEDDED else ("always", "real")
     untrained = [kind for kind in DRAFTERS if DRAFTERS[kind].tried in unasked]
-    variant = [*given, *trained, *(variant for text in untrained for variant in variants(text))]
-    return [*_unique(sorted(variant, key=_dearness)), default(DEFAULT_DRAFT)]
+    candidates = [*given, *trained, *(variant for text in untrained for variant in variants(text))]
+    return [*_unique(sorted(candidates, key=_dearness)), default(DEFAULT_DRAFT)]
 
 
 def _dearness(candidate: DrafterCandidate) -> int:

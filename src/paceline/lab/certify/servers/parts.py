@@ -121,8 +121,8 @@ class SamplePart(CheckPart):
         for side, server in enumerate((asking.server, asking.reference)):
             if server is None:
                 continue
-            problems: list[Said] = []
-            while len(problems) < _SAMPLES:
+            drawn: list[Said] = []
+            while len(drawn) < _SAMPLES:
                 together, way = self.ways[0]
                 body = {**way, "max_tokens": _DEPTH, "n": together}
                 try:
@@ -132,11 +132,11 @@ class SamplePart(CheckPart):
                         raise
                     del self.ways[0]
                     continue
-                problems += choices
-            self.strings[prompt][side].extend(problem.text[:_LETTERS] for problem in problems)
+                drawn += choices
+            self.strings[prompt][side].extend(answer.text[:_LETTERS] for answer in drawn)
             if side == 0:
-                self.looked_at += len(problems)
-                self._bin(problems)
+                self.looked_at += len(drawn)
+                self._bin(drawn)
 
     def _bin(self, answers: list[Said]) -> None:
         """Every token as a number that is uniform if it was drawn with the chances named."""
@@ -155,16 +155,16 @@ class SamplePart(CheckPart):
         return above + self.asking.chance.random() * max(0.0, 1.0 - above)
 
     def tests(self) -> list[tuple[str, int, ChiSquare]]:
-        counts_found = []
+        tests = []
         if sum(self.bins) >= 5 * _BINS:
             fit = goodness(self.bins, [1 / _BINS] * _BINS)
-            counts_found.append(("each token / its logprobs", sum(self.bins), fit))
+            tests.append(("each token / its logprobs", sum(self.bins), fit))
         parts = [part for pair in self.strings.values() if (part := _two_samples(*pair)).df > 0]
         if parts:
             joint = joined(parts)
             count = sum(len(one) for one, other in self.strings.values() if other)
-            counts_found.append((f"first {_LETTERS} letters / reference", count, joint))
-        return counts_found
+            tests.append((f"first {_LETTERS} letters / reference", count, joint))
+        return tests
 
 
 def _two_samples(one: list[str], other: list[str]) -> ChiSquare:
@@ -174,9 +174,7 @@ def _two_samples(one: list[str], other: list[str]) -> ChiSquare:
     both = Counter(one) + Counter(other)
     common = [text for text, count in both.items() if count >= _FEW]
     counts = [[Counter(side)[text] for text in common] for side in (one, other)]
-    rest = [
-        len(side) - sum(counted_one) for side, counted_one in zip((one, other), counts, strict=True)
-    ]
+    rest = [len(side) - sum(counted) for side, counted in zip((one, other), counts, strict=True)]
     return homogeneity([*counts[0], rest[0]], [*counts[1], rest[1]])
 
 
