@@ -131,12 +131,22 @@ def test_imports_go_downwards(path: Path) -> None:
 # Of the engine's rooms the lab imports the homes of public names only. Parts that keep to that, and
 # what each still imports besides.
 INNER = ("core", "model", "draft", "verify", "control", "engine", "request", "parallel", "train")
-PUBLIC_HOMES = {"engine/alone"} | {
+PUBLIC_HOMES = {"engine/alone", "core/stages"} | {
     home.removeprefix("paceline.").replace(".", "/") for home in paceline._HOMES.values()
 }
 PUBLIC_ONLY: dict[str, set[str]] = {
     "lab/report": set(),
     "lab/bench": {"model/loading"},  # a module of transformers beside ours: hub names, dtypes
+    "lab/export": {  # heads in other layouts; sizes of a target that is not loaded
+        "draft/auto",
+        "draft/heads/eagle_format",
+        "draft/heads/eagle_head",
+        "draft/heads/medusa_format",
+        "draft/spec",
+        "model/gguf",
+        "model/loading",
+        "model/names",
+    },
 }
 
 

@@ -30,13 +30,13 @@ def exported(to: str, draft: str = HEAD, out: Path | None = None, **more: Any) -
     return export(to, TARGET, draft, **({"draft_length": 4} | more), out=out)
 
 
-def told(made: Exported) -> str:
+def approximated(made: Exported) -> str:
     return "; ".join(each.what for each in made.approximations)
 
 
 def config_of(folder: Path) -> dict[str, Any]:
-    found: dict[str, Any] = json.loads((folder / "head" / "config.json").read_text())
-    return found
+    config: dict[str, Any] = json.loads((folder / "head" / "config.json").read_text())
+    return config
 
 
 def test_sizes_are_read_without_the_weights() -> None:
@@ -71,25 +71,15 @@ def test_tensorrt_llm_counts_outputs(tmp_path: Path) -> None:
     made = exported("tensorrt-llm", out=tmp_path)
     spec = made.config["speculative_config"]
     assert spec["eagle3_layers_to_capture"] == [number - 1 for number in INPUTS]
-    assert (
-        f"eagle3_layers_to_capture: {spec['eagle3_layers_to_capture']}"
-        in (tmp_path / "tensorrt_llm.yaml").read_text()
-    )
+    assert json.loads((tmp_path / "tensorrt_llm.yaml").read_text()) == made.config
 
 
 def test_llama_cpp_counts_inputs(tmp_path: Path) -> None:
     made = exported("llama.cpp", out=tmp_path)
     assert config_of(tmp_path)[LAYERS] == INPUTS
     assert any("--target-model-dir" in step and "head.gguf" in step for step in made.steps)
-    assert made.command[-7:] == (
-        str(tmp_path / "head.gguf"),
-        "--spec-draft-n-max",
-        "4",
-        "--spec-draft-n-min",
-        "0",
-        "--spec-draft-p-min",
-        "0",
-    )
+    limits = ["--spec-draft-n-max", "4", "--spec-draft-n-min", "0", "--spec-draft-p-min", "0"]
+    assert made.command[-7:] == [str(tmp_path / "head.gguf"), *limits]
 
 
 def test_the_embedding_is_no_layer_s_output() -> None:
@@ -134,7 +124,7 @@ def test_vllm_words() -> None:
     assert words[:3] == ["vllm", "serve", resolve(TARGET)]
     assert words[words.index("--max-num-seqs") + 1] == "3"
     assert json.loads(words[words.index("--speculative-config") + 1]) == made.config
-    assert made.approximations == ()
+    assert not made.approximations
 
 
 def test_vllm_look_ups() -> None:
@@ -164,12 +154,20 @@ def test_sglang_trees() -> None:
     assert not any("threshold" in word for word in chain.command)
 
 
+def test_a_tree_drafts_its_default_shape() -> None:
+    flags = exported("sglang", "tree:paceline/tiny-draft").config
+    assert flags["speculative_eagle_topk"] == "2"
+    assert flags["speculative_num_draft_tokens"] == "11"  # the root, 2, 4 and 4
+    made = exported("vllm", "tree:paceline/tiny-draft")
+    assert approximated(made) == "trees of 10 nodes"
+
+
 def test_what_is_approximated_is_named_with_its_cost() -> None:
     made = exported("vllm", f"{HEAD},nodes=16", draft_length="auto", rule="coupled")
-    assert told(made) == "adaptive draft length; trees of 16 nodes; rule 'coupled'"
+    assert approximated(made) == "adaptive draft length; trees of 16 nodes; rule 'coupled'"
     assert all(each.cost and each.instead for each in made.approximations)
-    assert "trees" in told(exported("vllm"))  # what such a head draws where nothing is said
-    assert "trees" not in told(exported("sglang"))
+    assert "trees" in approximated(exported("vllm"))  # what such a head draws where nothing is said
+    assert "trees" not in approximated(exported("sglang"))
 
 
 @pytest.mark.parametrize(

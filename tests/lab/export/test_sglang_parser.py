@@ -52,8 +52,8 @@ def test_what_is_exported_is_parsed_to_what_was_meant(
     folder: str, draft: str, rule: str, tmp_path: Path
 ) -> None:
     made = export("sglang", "paceline/tiny", draft, draft_length=4, rule=rule, out=tmp_path)
-    assert made.command[:3] == ("python", "-m", "sglang.launch_server")
-    run = parsed(folder, list(made.command[3:]))
+    assert made.command[:3] == ["python", "-m", "sglang.launch_server"]
+    run = parsed(folder, made.command[3:])
     assert run.returncode == 0, run.stderr
     said = json.loads(run.stdout)
     values: dict[str, Any] = said["values"]

@@ -79,8 +79,11 @@ def build_medusa(
     return heads, kept
 
 
-def save_medusa(heads: MedusaHeads, folder: Path, target_layers: int | None = None) -> None:
-    """Write the public layout; ``target_layers`` lets a target of another depth be refused."""
+def save_medusa(
+    heads: MedusaHeads, folder: Path, target_layers: int | None = None, file: str = WEIGHTS
+) -> None:
+    """Write the public layout into ``file`` and config.json; ``target_layers`` lets a target of
+    another depth be refused."""
     config = heads.config
     values: dict[str, Any] = {
         "architectures": ["MedusaModel"],
@@ -98,7 +101,7 @@ def save_medusa(heads: MedusaHeads, folder: Path, target_layers: int | None = No
         values[_ACCURACY] = [[round(value, 4) for value in ranks] for ranks in config.accuracy]
     if target_layers is not None:
         values[_TARGET_LAYERS] = target_layers
-    write_checkpoint(folder, WEIGHTS, heads.state_dict(), values)
+    write_checkpoint(folder, file, heads.state_dict(), values)
 
 
 # -- reading ---------------------------------------------------------------------------------

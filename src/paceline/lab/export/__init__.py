@@ -2,5 +2,5 @@
 
 from __future__ import annotations
 
-from paceline.lab.export.run import DIALECTS as DIALECTS
+from paceline.lab.export.dialects import DIALECTS as DIALECTS
 from paceline.lab.export.run import export as export

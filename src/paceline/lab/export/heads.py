@@ -12,18 +12,14 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from paceline.core.stages import stage
-from paceline.draft.heads.checkpoint import read_checkpoint, write_checkpoint
-from paceline.draft.heads.eagle import Eagle
 from paceline.draft.heads.eagle_format import WEIGHTS, load_eagle, save_eagle
 from paceline.draft.heads.eagle_head import EagleHead
-from paceline.draft.heads.medusa import Medusa
-from paceline.draft.heads.medusa_format import WEIGHTS as PUBLIC
 from paceline.draft.heads.medusa_format import load_medusa, save_medusa
-from paceline.draft.heads.medusa_head import MedusaHeads
 from paceline.draft.spec import TargetShape
+from paceline.drafters import Eagle, Medusa
 from paceline.errors import ConfigError
 from paceline.files import replace_in
-from paceline.lab.export.speculation import ExportedDraft
+from paceline.lab.export.speculation import Exported, ExportedDraft
 from paceline.model.loading import read_config
 from paceline.model.names import resolve
 
@@ -55,53 +51,42 @@ def eagle_of(spec: Eagle, target: str) -> EagleHead:
     return load_eagle(spec.path, sizes, spec.version, spec.layers, target_head=lambda x: x)
 
 
-def write_eagle(
-    head: EagleHead, folder: Path, target: str, layout: str, outputs: bool = False
-) -> None:
-    """``layout`` as of ``save_eagle``; ``outputs``: layers as SGLang counts and looks for them."""
-    _, classes = shape_of(target)
+def place_eagle(
+    given: ExportedDraft, made: Exported, draft: Eagle, layout: str, outputs: bool = False
+) -> str:
+    """The folder that the engine reads an EAGLE head from: a converted one, or where the head lies
+    if nothing is written. ``layout`` as of ``save_eagle``; ``outputs``: layers as SGLang counts and
+    looks for them."""
+    if given.out is None:
+        return given.draft_path
+    head, (_, classes) = eagle_of(draft, given.target), shape_of(given.target)
+    folder = given.out / "head"
     with stage(f"writing {folder}"):
-        save_eagle(head, folder, layout, str(Path(resolve(target))), classes)
+        save_eagle(head, folder, layout, str(Path(resolve(given.target))), classes)
         if outputs and head.config.version == 3:
-            file = folder / "config.json"
-            config = json.loads(file.read_text(encoding="utf-8"))
+            config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
             inputs = config.pop(LAYERS)
-            config["eagle_config"] = {
-                LAYERS: outputs_of(inputs),
-                "use_aux_hidden_state": True,
-            }
+            config["eagle_config"] = {LAYERS: outputs_of(inputs), "use_aux_hidden_state": True}
             text = json.dumps(config, indent=2) + "\n"
-            replace_in(folder, {file.name: text.encode()}, "the config of the head")
+            replace_in(folder, {"config.json": text.encode()}, "the config of the head")
+    made.head = given.in_folder("head")
+    return made.head
 
 
-def placed_head(
-    it: ExportedDraft, draft: Eagle, layout: str, outputs: bool = False
-) -> tuple[str, str | None]:
-    """The folder that the engine reads an EAGLE head from, and that of a head converted for it:
-    None where nothing is written, and the head is named where it lies. The rest as of
-    ``write_eagle``."""
-    if it.out is None:
-        return it.draft_path, None
-    write_eagle(eagle_of(draft, it.target), it.out / "head", it.target, layout, outputs)
-    return it.in_folder("head"), it.in_folder("head")
+def place_medusa(given: ExportedDraft, made: Exported, draft: Medusa) -> tuple[str, int]:
+    """The folder that vLLM reads Medusa heads from, as of ``place_eagle``, and how many they are.
 
-
-def medusa_of(spec: Medusa, target: str) -> MedusaHeads:
-    """The heads of a spec. Raises ConfigError for those that vLLM cannot be given."""
-    sizes, _ = shape_of(target)
-    heads = load_medusa(spec.path, sizes)
+    Raises ConfigError for heads that share the target's vocabulary layer.
+    """
+    heads = load_medusa(draft.path, shape_of(given.target)[0])
     if heads.config.shared_head:
         raise ConfigError(
-            f"the Medusa heads {spec.path} share the target's vocabulary layer, which vLLM wants "
+            f"the Medusa heads {draft.path} share the target's vocabulary layer, which vLLM wants "
             "in their own file; train heads with layers of their own"
         )
-    return heads
-
-
-def write_medusa(heads: MedusaHeads, folder: Path) -> None:
-    """In the public layout, under the file name that vLLM looks for."""
-    with stage(f"writing {folder}"):
-        save_medusa(heads, folder)
-        written = read_checkpoint(str(folder), (PUBLIC,), "Medusa heads")
-        write_checkpoint(folder, WEIGHTS, written.tensors, written.config)
-        (folder / PUBLIC).unlink()
+    if given.out is not None:
+        folder = given.out / "head"
+        with stage(f"writing {folder}"):  # the public layout, in the file that vLLM looks for
+            save_medusa(heads, folder, file=WEIGHTS)
+        made.head = given.in_folder("head")
+    return made.head or given.draft_path, heads.config.heads

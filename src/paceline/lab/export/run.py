@@ -3,34 +3,20 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
 from pathlib import Path
 
 from paceline.draft.auto import made_for
 from paceline.drafters import Auto, NGram, NoDraft, parse_draft
 from paceline.errors import ConfigError
 from paceline.files import replace_in
-from paceline.lab.export.dialects.llama_cpp import to_llama_cpp
-from paceline.lab.export.dialects.openvino import to_openvino
-from paceline.lab.export.dialects.sglang import to_sglang
-from paceline.lab.export.dialects.tensorrt_llm import to_tensorrt_llm
-from paceline.lab.export.dialects.vllm import to_vllm
-from paceline.lab.export.speculation import Exported, ExportedDraft
+from paceline.lab.export.dialects import DIALECTS
+from paceline.lab.export.speculation import Exported, ExportedDraft, note_usual
 from paceline.settings.tuned import TunedProfile
 
-DIALECTS: dict[str, Callable[[ExportedDraft], Exported]] = {
-    "vllm": to_vllm,
-    "sglang": to_sglang,
-    "tensorrt-llm": to_tensorrt_llm,
-    "llama.cpp": to_llama_cpp,
-    "openvino": to_openvino,
-}
 _ARCHIVED = {
     "tgi": "Text Generation Inference is archived and takes no new models; its users moved to "
     "vllm or sglang, which can be exported to"
 }
-RECORD = "export.json"
-SCRIPT = "run.sh"
 
 
 def export(
@@ -81,8 +67,11 @@ def export(
     if levels < 1:
         raise ConfigError("a draft length of 0 is plain decoding; there is nothing to export")
     folder = None if out is None else Path(out)
-    it = ExportedDraft(model, spec, levels, adaptive, rule, batch, folder)
-    made = DIALECTS[to](it)
+    given = ExportedDraft(model, spec, levels, adaptive, rule, batch, folder)
+    dialect = DIALECTS[to]
+    made = Exported(to, dialect.version)
+    note_usual(given, made, dialect.trees, dialect.rules)
+    dialect.fill(given, made)
     if folder is not None:
         _write(made, folder)
     return made
@@ -95,7 +84,7 @@ def _write(made: Exported, folder: Path) -> None:
     lines += ["set -e", *made.steps, f"exec {made.command_line}", ""]
     texts = {
         **made.files,
-        SCRIPT: "\n".join(lines),
-        RECORD: json.dumps(made.record(), indent=2) + "\n",
+        "run.sh": "\n".join(lines),
+        "export.json": json.dumps(made.record(), indent=2) + "\n",
     }
     replace_in(folder, {name: text.encode() for name, text in texts.items()}, "the export")
