@@ -13,10 +13,10 @@ from typer.testing import CliRunner
 
 from paceline import LLM, ConfigError
 from paceline.build import EngineOptions
+from paceline.cli.expand import expand
 from paceline.cli.main import app
-from paceline.cli.options import expand
 from paceline.server.config import ServeConfig, keys
-from paceline.settings import EngineSettings, LoadSettings, entries, explicit, setting
+from paceline.settings import EngineSettings, LoadSettings, entries, setting
 from paceline.settings.tuned import EngineChoice
 from paceline.train import configs
 from paceline.train.configs import TrainConfig
@@ -166,11 +166,9 @@ def test_values_of_a_wrong_kind_are_one_line(name: str, value: object, what: str
 
 
 def test_sizes_are_taken_in_words() -> None:
-    assert explicit({"kv_cache_memory": "2M", "weights_memory": 5}, "LLM") == {
-        "kv_cache_memory": 2 << 20,
-        "weights_memory": 5,
-    }
+    options = EngineOptions(kv_cache_memory="2M", weights_memory=5)  # type: ignore[arg-type]
+    assert (options.kv_cache_memory, options.weights_memory) == (2 << 20, 5)
 
 
 def test_no_memory_at_all_is_a_size_from_python() -> None:
-    assert explicit({"weights_memory": 0}, "LLM") == {"weights_memory": 0}
+    assert EngineOptions(weights_memory=0).weights_memory == 0

@@ -31,11 +31,11 @@ from paceline.model.measure import measure, measure_target
 from paceline.model.paged.cache import PagedCache, blocks_within, bytes_per_token
 from paceline.model.paged.int8 import cache_dtype
 from paceline.model.target import CausalModel
-from paceline.settings import EngineSettings
+from paceline.settings import EngineSettings, entries
 from paceline.settings.tuned import KnownCosts
 from paceline.verify.prompts import most_rows, scoring_bytes
 from paceline.verify.typical import TypicalVerifier
-from paceline.verify.verifier import RULES, Verifier
+from paceline.verify.verifier import Verifier
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerFast
@@ -62,29 +62,24 @@ class EngineOptions(EngineSettings):
     known: KnownCosts | None = None  # measured before (a profile's); None: at start-up
 
     def __post_init__(self) -> None:
-        if self.max_batch_size < 1:
-            raise ConfigError(f"max_batch_size is {self.max_batch_size}; it must be at least 1")
-        if self.prefill_chunk < 1:
-            raise ConfigError(f"prefill_chunk is {self.prefill_chunk}; it must be at least 1")
-        if self.rule == "typical" and not self.lossy:
+        typical = self.rule == "typical"
+        if typical and not self.lossy:
             raise ConfigError(
                 "rule is 'typical', which is not lossless: it changes what the model says; "
                 "ask for that with lossy=True (--lossy), or use auto"
             )
-        if self.rule not in (*RULES, "typical"):
-            raise ConfigError(f"rule is {self.rule!r}; use one of {', '.join(RULES)}")
-        if self.lossy and self.rule not in ("auto", "typical"):
+        if self.lossy and not typical and self.rule != "auto":
             raise ConfigError(
                 f"lossy asks for typical acceptance, but rule {self.rule!r} is lossless; "
                 "leave one of them out"
             )
-        if self.tensor_parallel < 1:
-            raise ConfigError(f"tensor_parallel is {self.tensor_parallel}; use at least 1")
-        if self.max_draft_length < 1:
-            raise ConfigError(f"max_draft_length is {self.max_draft_length}; use at least 1")
-        length = self.draft_length
-        if length != "auto" and not (isinstance(length, int) and 0 <= length <= 64):
-            raise ConfigError(f'draft_length is {length!r}; use "auto" or a number from 0 to 64')
+        for entry in entries(EngineSettings):
+            value = getattr(self, entry.name)
+            # Objects, such as dtypes of torch, and sizes in bytes are what they are.
+            written = isinstance(value, (str, int, float, list, tuple, dict))
+            in_bytes = entry.key.kind == "size" and type(value) is int
+            if written and not in_bytes and not (typical and entry.name == "rule"):
+                object.__setattr__(self, entry.name, entry.read(value, entry.name))
 
 
 def seeded_generator(device: torch.device, seed: int | None) -> torch.Generator:

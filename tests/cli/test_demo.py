@@ -6,6 +6,8 @@ import io
 import json
 import re
 import time
+from collections import Counter
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -16,16 +18,16 @@ from typer.testing import CliRunner
 from paceline import LLM, SamplingParams
 from paceline.cli import demo as demo_module
 from paceline.cli import pull, race
-from paceline.cli.demo import Measurement, _next, _table, total
+from paceline.cli.demo import Measurement, _table, total
 from paceline.cli.main import app
-from paceline.cli.race import who
-from paceline.cli.scenes import REAL_SCENES, SCENES
 from paceline.errors import ModelLoadError
+from paceline.lab.bench.prompts import load_prompts
 from paceline.lab.difference import Difference
-from paceline.model.defaults import EMBEDDED, REAL
+from paceline.lab.report.render import rich_table
 from support.pulled_model import plant
 from support.tiny_models import TinyPair
 
+TOY = load_prompts(demo_module._PROMPTS / "toy.jsonl")
 TIE = Difference(3, 4, 5, gap=0.01, step=0.01, on_edge=False)
 BUG = Difference(7, 4, 5, gap=1.0, step=0.01, on_edge=False)
 
@@ -33,13 +35,18 @@ BUG = Difference(7, 4, 5, gap=1.0, step=0.01, on_edge=False)
 def measurement(name: str, difference: Difference | None = None) -> Measurement:
     tokens = {"plain_tokens": 100, "tokens": 100, "drafted": 80, "accepted": 60}
     took = {"plain_seconds": 2.0, "speculative_seconds": 1.0, "target_steps": 40}
-    did = {"drafters": {"ngram": 40, "suffix": 20}, "not_drafted": {"too dear": 3}}
+    did = {
+        "drafters": Counter(ngram=40, suffix=20),
+        "not_drafted": Counter({"too dear": 3}),
+    }
     return Measurement(name=name, difference=difference, **tokens, **took, **did)
 
 
 def unaided(tokens: int, plain: float, fast: float, drafted: int = 0) -> Measurement:
     """A scene in which nothing was accepted: the tokens of its answer, and seconds of both."""
-    return Measurement("y", 100, tokens, plain, fast, drafted, 0, tokens, {}, {}, None)
+    return Measurement(
+        "y", 100, tokens, plain, fast, drafted, 0, tokens, Counter(), Counter(), None
+    )
 
 
 def test_figures() -> None:
@@ -60,7 +67,7 @@ def test_a_scene_without_drafts_says_so_in_the_table() -> None:
     silent = unaided(100, 6.0, 4.0)
     for item, said in ((silent, True), (measurement("x"), False)):
         out = io.StringIO()
-        Console(file=out, width=200).print(_table([[item]], "d"))
+        Console(file=out, width=200).print(rich_table(_table([[item]], "d")))
         assert ("none tried" in out.getvalue()) == said
         shown = " ".join(out.getvalue().split())
         assert ("no draft was tried, as it would not have paid" in shown) == said
@@ -88,11 +95,6 @@ def test_answers_of_different_lengths_are_compared_by_their_tokens_a_second() ->
     assert total([short, measurement("y")]).speedup == (150 / 2) / (200 / 4)
 
 
-def test_scenes_are_of_different_kinds() -> None:
-    assert len(SCENES) >= 4
-    assert {"story", "arithmetic", "code", "chat"} <= {scene.name for scene in SCENES}
-
-
 @pytest.fixture(scope="module")
 def arguments(tiny_pair: TinyPair) -> list[str]:
     pair = ["--model", tiny_pair.target, "--draft", tiny_pair.draft, "--dtype", "float32"]
@@ -104,7 +106,7 @@ def test_json(arguments: list[str]) -> None:
     assert result.exit_code == 0, result.output
     record = json.loads(result.stdout)
     assert record["identical"] is True
-    assert [item["name"] for item in record["prompts"]] == [scene.name for scene in SCENES]
+    assert [item["name"] for item in record["prompts"]] == [prompt.name for prompt in TOY]
     assert record["tokens"] == sum(item["tokens"] for item in record["prompts"])
     assert set(record) - {"prompts", "draft"} == set(record["prompts"][0]) - {"name"}
     assert record["plain_tokens_per_second"] > 0
@@ -113,37 +115,27 @@ def test_json(arguments: list[str]) -> None:
 def test_show(arguments: list[str]) -> None:
     result = CliRunner().invoke(app, arguments)
     assert result.exit_code == 0, result.output
-    for words in (*(scene.prompt[:40] for scene in SCENES), "speedup", "identical", "total"):
+    for words in (*(prompt.text[:40] for prompt in TOY), "speedup", "identical", "total"):
         assert words in result.stdout
     assert "NO" not in result.stdout and "again" not in result.stdout
     bars = re.findall(r"^speculative ━.*x$", result.stdout, re.MULTILINE)
-    assert len(bars) == len(SCENES)  # each on a line of its own
+    assert len(bars) == len(TOY)  # each on a line of its own
     assert re.search(r"Try next: paceline \w+$", result.stdout.strip())
 
 
 def test_a_sentence_says_which_drafter_did_it() -> None:
-    both = {"ngram": 3, "quantized": 40, "suffix": 0, "mine": 7}
-    assert who(both, 50, 60, {}) == (
-        "50 of 60 tokens were drafted: 40 by the model's own 4-bit form, 7 by mine and "
-        "3 by a look into the text so far."
+    def words(drafters: dict[str, int], accepted: int, reasons: dict[str, int]) -> str:
+        item = measurement("x")
+        counts = {"drafters": Counter(drafters), "not_drafted": Counter(reasons)}
+        return replace(item, accepted=accepted, **counts).in_words
+
+    several = {"ngram": 3, "quantized": 40, "suffix": 0, "mine": 7}
+    assert words(several, 50, {}) == (
+        "50 of 100 tokens were drafted: 40 by quantized, 7 by mine, 3 by ngram."
     )
-    assert who({"eagle3": 9}, 9, 20, {}) == "9 of 20 tokens were drafted by the EAGLE-3 head."
-    assert who({}, 9, 20, {}) == "9 of 20 tokens were drafted."
-    assert who({}, 0, 20, {"a": 1, "would not pay": 7}) == "No draft was of use: would not pay."
-    assert who({}, 0, 20, {}) == "No draft was of use."
-
-
-def test_the_next_command_is_called_as_this_one_was(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr("sys.argv", [str(tmp_path / "bin" / "paceline")])
-    assert _next(EMBEDDED) == "bin/paceline pull smollm2"
-    assert _next(REAL) == "bin/paceline chat"
-    monkeypatch.setattr("shutil.which", lambda name: str(tmp_path / "bin" / "paceline"))
-    assert _next(REAL) == "paceline chat"
-    monkeypatch.setattr("sys.argv", ["pytest"])
-    assert _next(REAL) == "paceline chat"
+    assert words({}, 9, {}) == "9 of 100 tokens were drafted."
+    assert words({}, 0, {"a": 1, "would not pay": 7}) == "No draft was of use: would not pay."
+    assert words({}, 0, {}) == "No draft was of use."
 
 
 def test_both_take_turns_on_clocks_of_their_own(
@@ -168,11 +160,11 @@ def test_both_take_turns_on_clocks_of_their_own(
 def test_a_difference_is_shown(
     arguments: list[str], monkeypatch: pytest.MonkeyPatch, difference: Difference, word: str
 ) -> None:
-    monkeypatch.setattr("paceline.cli.demo.explain", lambda *args: difference)
+    monkeypatch.setattr("paceline.lab.difference.explain", lambda *args: difference)
     result = CliRunner().invoke(app, arguments)
     assert result.exit_code == 0, result.output
     assert ("NO" in result.stdout) == (difference is BUG)
-    assert f"story: token {difference.at} differs after" in result.stdout
+    assert f"Token {difference.at} differs after" in result.stdout
     assert word in result.stdout
 
 
@@ -195,8 +187,7 @@ def test_the_real_model_is_asked_real_questions_twice(
     result = CliRunner().invoke(app, [*QUICK, "--json"])
     assert result.exit_code == 0, result.output
     record = json.loads(result.stdout)
-    names = [scene.name for scene in REAL_SCENES]
-    assert names == ["fact", "code", "summary", "list", "story"]
+    names = ["fact", "code", "summary", "list", "story"]
     assert [item["name"] for item in record["prompts"]] == names
     again = record["repeated"]
     assert [item["name"] for item in again["prompts"]] == names
@@ -266,7 +257,7 @@ def test_the_demo_without_a_network(monkeypatch: pytest.MonkeyPatch, tmp_path: P
     assert "not fetched: pip cannot reach its index" in result.stderr
     assert "model: paceline/tiny, a toy" in result.stderr
     assert [item["name"] for item in json.loads(result.stdout)["prompts"]] == [
-        scene.name for scene in SCENES
+        prompt.name for prompt in TOY
     ]
     fetched: list[str] = []
     monkeypatch.setattr(pull, "fetch", lambda name, quiet: fetched.append(name))

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from dataclasses import fields
+from dataclasses import MISSING, fields
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Annotated, Any
+from typing import Any
 
 import pytest
 import torch
@@ -23,7 +23,7 @@ from paceline.cli.options import (
     set_threads,
 )
 from paceline.core.sizes import parse_bytes
-from paceline.settings import Key
+from paceline.settings import entry_of, setting
 
 
 @pytest.mark.parametrize(
@@ -50,7 +50,7 @@ def test_bad_sizes_are_usage_errors(text: str) -> None:
     ],
 )
 def test_what_a_text_means(kind: str, text: str, value: object) -> None:
-    assert Key("", kind=kind).parse(text, "--it") == value
+    assert entry_of("it", Any, setting(None, "", kind=kind)).read(text, "--it") == value
 
 
 @pytest.mark.parametrize(
@@ -59,7 +59,7 @@ def test_what_a_text_means(kind: str, text: str, value: object) -> None:
 )
 def test_texts_without_a_meaning(kind: str, text: str) -> None:
     with pytest.raises(ConfigError, match=f"--it is '{text}'; it must be"):
-        Key("", kind=kind).parse(text, "--it")
+        entry_of("it", Any, setting(None, "", kind=kind)).read(text, "--it")
 
 
 def test_logit_bias_pairs() -> None:
@@ -154,9 +154,9 @@ def test_expand_puts_groups_back_together() -> None:
 
     @expand
     def command(
-        word: Annotated[str, typer.Argument()],
         sampling: SamplingOptions,
-        loud: Annotated[bool, typer.Option("--loud")] = False,
+        word: str = setting(MISSING, "What to say.", flags=("WORD",)),
+        loud: bool = setting(False, "Loudly."),
     ) -> None:
         seen.append((word, sampling, loud))
 

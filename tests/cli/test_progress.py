@@ -211,7 +211,7 @@ def test_a_showing_within_another_leaves_it_to_that(capfd: pytest.CaptureFixture
 
 
 def line_of(done: float, total: float | None, unit: str = "", note: str | None = None) -> str:
-    made = progress._Stage("copying", total, unit, lambda stage: None)
+    made = progress._Stage("copying", total, unit)
     made.advance(done, note)
     return made.line()
 
@@ -223,7 +223,7 @@ def line_of(done: float, total: float | None, unit: str = "", note: str | None =
         (120, 2000, "records", "copying: 120 of 2,000 records"),
         (120, None, "records", "copying: 120 records"),
         (31e6, 93e6, "B", "copying: 31 of 93 MB"),
-        (5e3, 9e3, "B", "copying: 5000 of 9000 B"),
+        (5e3, 9e3, "B", "copying: 5,000 of 9,000 B"),
         (172, 160, "turns", "copying: 172 turns"),  # the total was a guess
     ],
 )
@@ -232,7 +232,7 @@ def test_counts(done: float, total: float | None, unit: str, line: str) -> None:
 
 
 def test_time_passed_and_left(monkeypatch: pytest.MonkeyPatch) -> None:
-    made = progress._Stage("copying", 100, "", lambda stage: None)
+    made = progress._Stage("copying", 100, "")
     made.advance(25, "part two")
     made.start -= 60
     assert made.line() == "copying: 25 of 100, part two, 1 min so far, about 3 min left"
@@ -253,7 +253,7 @@ def test_with_a_budget_its_seconds_are_counted() -> None:
         with spending("certifying", Budget(None, clock), 99) as advance:
             advance("greedy: chat/0")
             until(console, "certifying: 1 of 99, greedy: chat/0")
-    made = progress._Stage("certifying", 180, "s", lambda stage: None)
+    made = progress._Stage("certifying", 180, "s")
     made.advance(60)
     made.start -= 20  # loading came before
     assert made.line() == "certifying: 60 of 180 s, 20 s so far, about 2 min left"

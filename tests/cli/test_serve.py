@@ -147,7 +147,7 @@ def test_bad_config_keys(tmp_path: Path) -> None:
     path = tmp_path / "server.toml"
     path.write_text("[limits]\nmax_queu = 1\n")
     result = run("--config", str(path))
-    assert_one_line(result, str(path), "[limits] max_queu", "did you mean max_queue?")
+    assert_one_line(result, str(path), "[limits] max_queu", "did you mean [limits] max_queue?")
 
 
 def test_a_missing_model(tmp_path: Path) -> None:

@@ -19,7 +19,6 @@ import uvicorn
 from paceline import LLM
 from paceline.server import run
 from paceline.server.app import create_app
-from paceline.server.client import Limits
 from paceline.server.config import ServeConfig
 from paceline.server.local import local_service
 from paceline.server.security import Keys
@@ -114,12 +113,6 @@ def test_a_slow_backend_is_a_warning_with_its_cure(
     run.warn_of_backend(facts)
     said = [record.getMessage() for record in caplog.records if record.levelname == "WARNING"]
     assert [backend in line and "install g++" in line for line in said] == [True] * warned
-
-
-def test_what_the_configuration_means_for_the_service() -> None:
-    config = ServeConfig(max_queue=3, deadline=0, max_n=2)
-    assert run.limits_of(config) == Limits(3, None)
-    assert run.asks_of(config).max_n == 2
 
 
 # -- the end ---------------------------------------------------------------------------------------

@@ -38,10 +38,19 @@ def _run(
     show_draft = console.is_terminal if output.show_draft is None else output.show_draft
     completions = stream_to(console, llm, prompts, params, show_draft)
     for completion in completions:
-        notes.print(
-            summary(completion, bool(llm.drafters)), style="dim", highlight=False, soft_wrap=True
-        )
+        line = summary(completion, bool(llm.drafters))
+        notes.print(line, style="dim", highlight=False, soft_wrap=True)
     return completions
+
+
+def _opened(engine: ModelOptions, sampling: SamplingOptions) -> tuple[LLM, SamplingParams]:
+    sampling.params()  # what is wrong is said before anything is loaded
+    llm = engine.open(engine.resolved_draft)
+    return llm, sampling.params(llm.sampling_defaults)
+
+
+def _read(prompt: str) -> str:
+    return sys.stdin.read() if prompt == "-" else prompt
 
 
 @expand
@@ -57,10 +66,8 @@ def generate(
     ),
 ) -> None:
     """Continue one or several prompts."""
-    sampling.params()  # what is wrong is said before anything is loaded
-    texts = [sys.stdin.read() if prompt == "-" else prompt for prompt in prompts]
-    llm = engine.open(engine.resolved_draft)
-    params = sampling.params(llm.sampling_defaults)
+    texts = list(map(_read, prompts))
+    llm, params = _opened(engine, sampling)
     inputs: list[str] | list[list[int]] = texts
     if chat:
         inputs = [llm.render_chat([{"role": "user", "content": text}]) for text in texts]
@@ -77,41 +84,32 @@ def chat(
     system: str | None = setting(None, "Instruction that opens the conversation."),
 ) -> None:
     """Talk to the model: one turn a line; /reset starts again, /quit or Ctrl-D ends."""
-    sampling.params()  # what is wrong is said before anything is loaded
-    llm = engine.open(engine.resolved_draft)
-    params = sampling.params(llm.sampling_defaults)
+    llm, params = _opened(engine, sampling)
     opening: Messages = [{"role": "system", "content": system}] if system else []
+
+    def answered(messages: Messages, text: str) -> Messages:
+        """The conversation with a turn of the user and the first of the answers to it."""
+        asked = [*messages, {"role": "user", "content": text}]
+        first = _run(llm, [llm.render_chat(asked)], params, output)[0]
+        return [*asked, {"role": "assistant", "content": first.text}]
+
     if prompt is not None:
-        text = sys.stdin.read() if prompt == "-" else prompt
-        _answer(llm, [*opening, {"role": "user", "content": text}], params, output)
+        answered(opening, _read(prompt))
         return
-    messages = list(opening)
+    messages = opening
     while (line := _read_turn()) is not None:
         if line == "/reset":
-            messages = list(opening)
+            messages = opening
         elif line:
-            messages.append({"role": "user", "content": line})
-            answer = _answer(llm, messages, params, output)
-            messages.append({"role": "assistant", "content": answer.text})
-
-
-def _answer(
-    llm: LLM, messages: Messages, params: SamplingParams, output: OutputOptions
-) -> Completion:
-    """Show the answers to a conversation; the first of them continues it."""
-    return _run(llm, [llm.render_chat(messages)], params, output)[0]
+            messages = answered(messages, line)
 
 
 def _read_turn() -> str | None:
     """The next line from the user, or None at the end."""
     if sys.stdin.isatty():
         import readline  # noqa: F401  (line editing and history for input())
-
-        mark = "you> "
-    else:
-        mark = ""
     try:
-        line = input(mark).strip()
+        line = input("you> " if sys.stdin.isatty() else "").strip()
     except EOFError:
         return None
     return None if line in ("/quit", "/exit") else line

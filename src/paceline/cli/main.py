@@ -7,7 +7,7 @@ import sys
 from typing import Annotated, Any
 
 import typer
-from typer.core import TyperCommand, TyperGroup
+from typer.core import TyperGroup
 
 from paceline import __version__
 from paceline.cli import (
@@ -28,7 +28,7 @@ from paceline.cli.output import debugging
 from paceline.errors import PacelineError
 
 
-def _fail(message: str, code: int) -> typer.Exit:
+def _failed(message: str, code: int) -> typer.Exit:
     """One line on stderr, whatever the message held."""
     print(" ".join(message.split()), file=sys.stderr)
     return typer.Exit(code)
@@ -41,11 +41,11 @@ class CommandGroup(TyperGroup):
         try:
             return super().invoke(ctx)
         except KeyboardInterrupt as interrupt:
-            raise _fail(str(interrupt) or "interrupted", 130) from None
+            raise _failed(str(interrupt) or "interrupted", 130) from None
         except PacelineError as error:
             if debugging():
                 raise
-            raise _fail(f"error: {error}", 1) from None
+            raise _failed(f"error: {error}", 1) from None
         except Exception as error:
             # Typer's own exceptions (usage, exit) carry their code; a broken pipe means that the
             # reader of our output has gone, and Typer then ends quietly.
@@ -53,25 +53,7 @@ class CommandGroup(TyperGroup):
             if known or debugging():
                 raise
             hint = "run again with --debug for the traceback"
-            raise _fail(f"error: unexpected {type(error).__name__}: {error}; {hint}", 1) from None
-
-
-_FORMER = {"--profile": "--config"}  # options that were renamed
-
-
-class Command(TyperCommand):
-    """Accepts the former name of an option, with a line on stderr."""
-
-    def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
-        known = {name for parameter in self.params for name in parameter.opts}
-        end = args.index("--") if "--" in args else len(args)
-        for at, argument in enumerate(args[:end]):
-            old, equals, value = argument.partition("=")
-            new = _FORMER.get(old)
-            if new in known and old not in known:
-                args[at] = f"{new}{equals}{value}"
-                print(f"note: {old} is deprecated; use {new}", file=sys.stderr)
-        return super().parse_args(ctx, args)
+            raise _failed(f"error: unexpected {type(error).__name__}: {error}; {hint}", 1) from None
 
 
 app = typer.Typer(
@@ -113,7 +95,7 @@ for command in (
     *(bench.bench, certify.certify, profile.profile, tune.tune, doctor.doctor),
     *(quantize.quantize, export.export),
 ):
-    app.command(command.__name__, cls=Command)(command)
+    app.command(command.__name__)(command)
 app.add_typer(train.app, name="train")
 
 

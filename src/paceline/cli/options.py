@@ -1,17 +1,17 @@
-"""How commands take their options from tables of settings, and the tables that they share."""
+"""The options that several commands share, and how a model is loaded by them."""
 
 from __future__ import annotations
 
-import inspect
 import sys
-from collections.abc import Callable, Iterable, Sequence
-from dataclasses import MISSING, Field, dataclass, fields, is_dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, fields
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, get_args, get_type_hints
+from typing import TYPE_CHECKING, Any
 
 import typer
 
+from paceline.cli.expand import expand as expand
 from paceline.cli.output import quiet_libraries
 from paceline.cli.progress import showing
 from paceline.cli.pull import fetch, in_short
@@ -20,119 +20,14 @@ from paceline.core.stages import stage
 from paceline.draft.foreign import ForeignDraft, read_foreign
 from paceline.errors import ConfigError, PacelineError
 from paceline.model.defaults import DEFAULT_DRAFT as DEFAULT_DRAFT
-from paceline.model.defaults import EMBEDDED, IN_WORDS, default_model
-from paceline.settings import (
-    SPELT,
-    EngineSettings,
-    LoadSettings,
-    TableEntry,
-    changed,
-    entries,
-    entry_of,
-    explicit,
-    under,
-)
+from paceline.model.defaults import IN_WORDS, default_model
+from paceline.settings import EngineSettings, LoadSettings, changed, explicit, under
 
 if TYPE_CHECKING:
     from paceline import LLM, Grammar, SamplingParams
     from paceline.request.defaults import SamplingDefaults
 
-DEFAULT_MODEL = EMBEDDED  # of the commands that train
-
 _model, _output = under("Model"), under("Output")
-
-
-def expand(command: Callable[..., Any]) -> Callable[..., Any]:
-    """Replace every parameter annotated with a table of settings by the table's options, and every
-    parameter whose default is a ``setting`` by its option."""
-    hints = get_type_hints(command, include_extras=True)
-    parameters: list[inspect.Parameter] = []
-    tables: dict[str, type] = {}
-    single: list[TableEntry] = []
-    for name, parameter in inspect.signature(command).parameters.items():
-        if is_dataclass(hints[name]):
-            tables[name] = hints[name]
-            parameters += [parameter_of(entry) for entry in entries(hints[name], "command")]
-        elif isinstance(parameter.default, Field):
-            single.append(entry_of(name, hints[name], parameter.default))
-            parameters.append(parameter_of(single[-1]))
-        else:
-            parameters.append(parameter.replace(annotation=hints[name]))
-
-    def call(**values: Any) -> Any:
-        values |= {entry.name: _value(entry, values[entry.name]) for entry in single}
-        for name, table in tables.items():
-            options = entries(table, "command")
-            values[name] = table(**{e.name: _value(e, values.pop(e.name)) for e in options})
-        return command(**values)
-
-    return with_signature(call, command, parameters)
-
-
-def with_signature(
-    call: Callable[..., Any], command: Callable[..., Any], parameters: list[inspect.Parameter]
-) -> Callable[..., Any]:
-    """``call``, which Typer takes for ``command`` with these parameters."""
-    # All by keyword: then one with a default may stand before one without.
-    ordered = [item.replace(kind=inspect.Parameter.KEYWORD_ONLY) for item in parameters]
-    call.__name__, call.__doc__ = command.__name__, command.__doc__
-    call.__annotations__ = {item.name: item.annotation for item in ordered}
-    call.__signature__ = inspect.Signature(ordered)  # type: ignore[attr-defined]
-    return call
-
-
-def parameter_of(entry: TableEntry, left_open: bool = False) -> inspect.Parameter:
-    """A setting as Typer knows options; ``left_open``: None, where it was not given, is told
-    apart from its default, and its range is looked at by whoever reads it."""
-    key, default = entry.key, entry.default
-    help = f"{key.help} One of {', '.join(key.choices)}." if key.choices else key.help
-    kind: Any = str if key.kind in SPELT else entry.type
-    if entry.is_list and key.kind not in SPELT:
-        kind = list[get_args(entry.type)[0]]  # type: ignore[misc]
-    kind = kind | None if entry.optional or left_open else kind
-    shown: Any = False if key.shown == "" else key.shown or True
-    limits: dict[str, Any] = {} if kind is str else {"min": key.low, "max": key.high}
-    flags = key.flags
-    if left_open:
-        shown, limits = key.shown or str(default).lower().removesuffix(".0"), {}
-    elif default is False and not flags:
-        flags = (entry.flag,)  # else there would be a --no-...
-    if flags and not flags[0].startswith("-"):
-        option = typer.Argument(metavar=flags[0], help=help, show_default=shown)
-    else:
-        option = typer.Option(
-            *flags,
-            help=help,
-            metavar=key.metavar,
-            rich_help_panel=key.panel or None,
-            show_default=shown,
-            **limits,
-        )
-    return inspect.Parameter(
-        entry.name,
-        inspect.Parameter.KEYWORD_ONLY,
-        default=None if left_open else _written(entry),
-        annotation=Annotated[kind, option],
-    )
-
-
-def _written(entry: TableEntry) -> Any:
-    """A default as Typer is told it."""
-    if entry.default is MISSING:
-        return inspect.Parameter.empty
-    if isinstance(entry.default, tuple):
-        return ",".join(map(str, entry.default)) if entry.key.kind in SPELT else [*entry.default]
-    return entry.default
-
-
-def _value(entry: TableEntry, given: Any) -> Any:
-    """What Typer found, as the table holds it; a text that cannot be read is a usage error."""
-    if entry.key.kind in SPELT and given is not None:
-        try:
-            return entry.key.parse(given, entry.flag)
-        except ConfigError as error:
-            raise typer.BadParameter(str(error)) from None
-    return tuple(given or ()) if entry.is_list else given
 
 
 def set_threads(threads: int | None) -> None:
@@ -189,9 +84,7 @@ class TargetName:
 
 
 @dataclass(frozen=True)
-class PairNames(TargetName):
-    """Which model is loaded, and with what."""
-
+class _PairNames(TargetName):
     draft: str | None = _model(
         None,
         "Draft model, 'ngram', a spec such as 'tree:PATH,branching=2x2x1', several that take "
@@ -205,18 +98,24 @@ class PairNames(TargetName):
         flags=("--config",),
         metavar="FILE",
     )
+
+
+@dataclass(frozen=True)
+class ModelOptions(EngineSettings, _PairNames):
+    """What is loaded and how it runs."""
+
     foreign: ForeignDraft | None = None  # what the draft was read from; no option
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if self.draft is not None and self.draft.startswith("@"):
-            taken = read_foreign(self.draft[1:])
-            settings: dict[str, Any] = {"foreign": taken, "draft": taken.spec}
-            for name, value in (("draft_length", taken.length), ("rule", taken.rule)):
-                if hasattr(self, name) and getattr(self, name) is None:
-                    settings[name] = value
-            for name, value in settings.items():
-                object.__setattr__(self, name, value)
+        if self.draft is None or not self.draft.startswith("@"):
+            return
+        foreign = read_foreign(self.draft[1:])
+        length = foreign.length if self.draft_length is None else self.draft_length
+        values = {"foreign": foreign, "draft": foreign.spec, "draft_length": length}
+        values["rule"] = self.rule or foreign.rule
+        for name, value in values.items():
+            object.__setattr__(self, name, value)
 
     @property
     def resolved_draft(self) -> str | None:
@@ -224,18 +123,12 @@ class PairNames(TargetName):
 
         Raises ConfigError on a profile that cannot be used.
         """
+        draft = self.draft or DEFAULT_DRAFT
         if self.draft is None and self.profile is not None:
             from paceline.settings.tuned import TunedProfile
 
-            spec = TunedProfile.read(self.profile).draft.spec
-            return None if spec == "none" else spec
-        draft = self.draft or DEFAULT_DRAFT
+            draft = TunedProfile.read(self.profile).draft.spec
         return None if draft.lower() == "none" else draft
-
-
-@dataclass(frozen=True)
-class ModelOptions(EngineSettings, PairNames):
-    """What is loaded and how it runs."""
 
     def open(self, draft: str | None) -> LLM:
         """Load the model with this draft (None decodes plainly)."""
@@ -309,10 +202,9 @@ class DistributionOptions:
         from paceline import SamplingParams
         from paceline.request.defaults import SamplingDefaults
 
-        given_defaults = SamplingDefaults(
-            **{item.name: vars(self)[item.name] for item in fields(SamplingDefaults)}
-        )
-        values = vars(self) | given_defaults.over(defaults or SamplingDefaults()).filled()
+        given = {item.name: vars(self)[item.name] for item in fields(SamplingDefaults)}
+        filled = SamplingDefaults(**given).over(defaults or SamplingDefaults()).filled()
+        values = vars(self) | filled
         values["logit_bias"] = parse_logit_bias(self.logit_bias)
         if values.get("grammar") is not None:
             values["grammar"] = parse_grammar(values["grammar"])
@@ -349,17 +241,14 @@ class SamplingOptions(DistributionOptions):
     n: int = _sampling(1, "Completions of each prompt.", flags=("--n",))
 
 
-def parse_logit_bias(pairs: Iterable[str]) -> dict[int, float]:
-    biases = {}
-    for pair in pairs:
-        token, _, value = pair.partition("=")
-        try:
-            biases[int(token)] = float(value)
-        except ValueError:
-            raise typer.BadParameter(
-                f"--logit-bias {pair!r}: write ID=VALUE, as in 42=-5"
-            ) from None
-    return biases
+def parse_logit_bias(pairs: Sequence[str]) -> dict[int, float]:
+    split = (pair.partition("=") for pair in pairs)
+    try:
+        return {int(token): float(value) for token, _, value in split}
+    except ValueError:
+        raise typer.BadParameter(
+            f"--logit-bias {' '.join(pairs)}: write ID=VALUE, as in 42=-5"
+        ) from None
 
 
 def parse_grammar(text: str) -> Grammar:

@@ -55,17 +55,12 @@ def prompt_text(completion: Completion, tokenizer: Any) -> str:
 
 def completion_record(completion: Completion, tokenizer: Any) -> dict[str, Any]:
     """A completion as JSON knows it; the names are those of the Python API."""
-    failed = {} if completion.error is None else {"error": completion.error}
+    names = ("text", "token_ids", "logprobs", "finish_reason", "index", "lossy")
     return {
         "prompt": prompt_text(completion, tokenizer),
-        "text": completion.text,
-        "token_ids": completion.token_ids,
-        "logprobs": completion.logprobs,
-        "finish_reason": completion.finish_reason,
-        "index": completion.index,
-        "lossy": completion.lossy,
+        **{name: getattr(completion, name) for name in names},
         "stats": {k: v for k, v in vars(completion.stats).items() if k != "arrivals"},
-        **failed,
+        **({} if completion.error is None else {"error": completion.error}),
     }
 
 
@@ -107,9 +102,8 @@ class Painter:
     """
 
     def __init__(self, tokenizer: Any, coloured: bool, prompt: Sequence[int] = ()) -> None:
-        from paceline.request.detokenise import (
-            Detokeniser,
-        )  # loads tokenizers, which --help need not
+        # Here, because it loads tokenizers, which --help need not.
+        from paceline.request.detokenise import Detokeniser
 
         self._detokeniser = Detokeniser(tokenizer, prompt)
         self._coloured = coloured
@@ -145,29 +139,28 @@ def stream_to(
 ) -> list[Completion]:
     """Print completions as they grow (a single one) or as they finish (several)."""
     single = len(prompts) == 1 and params.n == 1
-    painters: dict[tuple[int, int], Painter] = {}
-    texts: dict[tuple[int, int], Text] = {}
-    done: list[Completion] = []
+    completions: list[Completion] = []
+
+    def painter(number: int) -> Painter:
+        prompt = prompts[number]
+        ids = llm.tokenizer.encode(prompt) if isinstance(prompt, str) else prompt
+        return Painter(llm.tokenizer, show_draft, ids)
+
+    growing = painter(0)
     for event in llm.stream(prompts, params):
-        key = (event.request, event.index)
-        if key not in painters:
-            prompt = prompts[event.request]
-            ids = llm.tokenizer.encode(prompt) if isinstance(prompt, str) else prompt
-            painters[key] = Painter(llm.tokenizer, show_draft, ids)
-        painter = painters[key]
-        new = painter.paint(event.text, event.token_ids, event.from_draft)
         if single:
-            console.print(new, end="", soft_wrap=True, highlight=False)
-        else:
-            texts.setdefault(key, Text()).append_text(new)
+            text = growing.paint(event.text, event.token_ids, event.from_draft)
+            console.print(text, end="", soft_wrap=True, highlight=False)
         if event.completion is None:
             continue
-        done.append(event.completion)
-        if not single:
-            first = prompt_text(event.completion, llm.tokenizer).strip().split("\n", 1)[0]
-            title = first if len(first) <= 60 else f"{first[:57]}..."
-            console.rule(Text(title, style="dim"), align="left")
-            console.print(texts.pop(key), soft_wrap=True, highlight=False)
-    if single:
-        console.print()
-    return done
+        completion = event.completion
+        completions.append(completion)
+        if single:
+            console.print()
+            continue
+        title = prompt_text(completion, llm.tokenizer).strip().split("\n", 1)[0]
+        title = title if len(title) <= 60 else f"{title[:57]}..."
+        console.rule(Text(title, style="dim"), align="left")
+        whole = completion.text, completion.token_ids, completion.draft_mask
+        console.print(painter(event.request).paint(*whole), soft_wrap=True, highlight=False)
+    return completions

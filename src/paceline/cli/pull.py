@@ -2,27 +2,26 @@
 
 from __future__ import annotations
 
-from typing import Annotated
-
 import typer
 from rich.console import Console
 
+from paceline.cli.expand import expand
 from paceline.cli.output import FORCE, print_json, quiet_libraries, replace_anything
 from paceline.cli.progress import showing
 from paceline.lab.report.columns import Column, record_of, table_of
 from paceline.lab.report.render import rich_table
 from paceline.model.store import PULLABLE, Pullable, megabytes, pulled
+from paceline.settings import setting
 
 
+@expand
 def pull(
-    name: Annotated[
-        str | None, typer.Argument(metavar="[NAME]", help="Name of a model, as in smollm2.")
-    ] = None,
-    show_list: Annotated[
-        bool, typer.Option("--list", help="Print the models that can be pulled, and stop.")
-    ] = False,
-    force: Annotated[bool, typer.Option("--force", help=FORCE)] = False,
-    as_json: Annotated[bool, typer.Option("--json", help="Print JSON instead of text.")] = False,
+    name: str | None = setting(None, "Name of a model, as in smollm2.", flags=("[NAME]",)),
+    show_list: bool = setting(
+        False, "Print the models that can be pulled, and stop.", flags=("--list",)
+    ),
+    force: bool = setting(False, FORCE),
+    as_json: bool = setting(False, "Print JSON instead of text.", flags=("--json",)),
 ) -> None:
     """Fetch a built-in model into the cache folder, once.
 
@@ -59,18 +58,9 @@ def fetch(name: str, as_json: bool = False, quiet: bool = False) -> None:
     if quiet:
         return
     if as_json:
-        print_json(
-            {
-                "name": entry.full_name,
-                "folder": str(result.folder),
-                "source": entry.source,
-                "location": entry.location,
-                "licence": entry.licence,
-                "sha256": result.sha256,
-                "bytes": result.size,
-                "fetched": result.fetched,
-            }
-        )
+        same = {key: getattr(entry, key) for key in ("source", "location", "licence")}
+        did = {"sha256": result.sha256, "bytes": result.size, "fetched": result.fetched}
+        print_json({"name": entry.full_name, "folder": str(result.folder), **same, **did})
         return
     word = "ready" if result.fetched else "already there"
     print(f"{entry.full_name} is {word}: {entry.what} ({entry.licence})")
@@ -79,23 +69,17 @@ def fetch(name: str, as_json: bool = False, quiet: bool = False) -> None:
     print(f"Try: paceline chat --model {entry.full_name}")
 
 
-def _size(entry: Pullable) -> str:
-    return f"{megabytes(entry.download)} to download, {megabytes(entry.on_disk)} on disk"
-
-
 _LISTED = (
-    Column("name", "name", "name"),
-    Column("what", "model", "what"),
-    Column("source", "", "source"),
-    Column("location", "", "location"),
+    Column("name", "name"),
+    Column("what", "model"),
+    Column("source"),
+    Column("location"),
     Column("", "source", "", lambda entry: f"{entry.source}: {entry.location}"),
-    Column("licence", "licence", "licence"),
-    Column("download_bytes", "", "download"),
-    Column("disk_bytes", "", "on_disk"),
+    Column("licence", "licence"),
+    Column("download_bytes", "to download", "download", megabytes),
+    Column("disk_bytes", "on disk", "on_disk", megabytes),
     Column("sha256", "", "weights_sha256"),
-    Column("", "size", "", _size),
-    Column("folder", "", "", stored=pulled),
-    Column("", "here", "", lambda entry: "no" if pulled(entry) is None else "yes"),
+    Column("folder", "here", "", lambda entry: "yes" if pulled(entry) else "no", pulled),
 )
 
 

@@ -67,18 +67,13 @@ def quantize(
 
 
 def _table(report: QuantizeReport) -> Table:
-    perplexities, before, after = report.rounded, report.before, report.after
-    bytes_before = f"{perplexities.before / 2 / 1e6:.1f} MB (bf16)"
+    rounded, before, after = report.rounded, report.before, report.after
+    layers = f"{rounded.layers} linear layers"
+    sizes = f"{rounded.before / 2 / 1e6:.1f} MB (bf16)", f"{rounded.after / 1e6:.1f} MB"
+    perplexity = f"{before.value:.3f}", f"{after.value:.3f} ({report.loss:+.2%})"
     return Table(
         ["", "before", "after"],
-        [
-            [
-                f"{perplexities.layers} linear layers",
-                bytes_before,
-                f"{perplexities.after / 1e6:.1f} MB",
-            ],
-            ["perplexity", f"{before.value:.3f}", f"{after.value:.3f} ({report.loss:+.2%})"],
-        ],
+        [[layers, *sizes], ["perplexity", *perplexity]],
         f"{report.model} in {report.what}, rounding {report.kind}: {report.out}",
         f"Perplexity of {before.tokens:,} tokens ({report.text}), as the engine computes it.",
     )

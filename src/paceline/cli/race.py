@@ -21,21 +21,6 @@ if TYPE_CHECKING:
     from paceline import LLM, Completion, SamplingParams
 
 _TURN = 0.05  # seconds
-_WORDS = {
-    "quantized": "the model's own 4-bit form",
-    "suffix": "the memory of what was written before",
-    "ngram": "a look into the text so far",
-    "recycling": "recycled candidates",
-    "lookahead": "lookahead",
-    "early_exit": "the model's first layers",
-    "layer_skip": "the model with layers left out",
-    "model": "the draft model",
-    "tree": "the draft model",
-    "medusa": "the Medusa heads",
-    "eagle": "the EAGLE head",
-    "eagle2": "the EAGLE-2 head",
-    "eagle3": "the EAGLE-3 head",
-}
 
 
 class Lane:
@@ -97,17 +82,3 @@ def _drawn(plain: Lane, fast: Lane) -> Group:
             Text(times, style="bold"),
         )
     return Group(*([fast.text] if fast.painter is not None else []), bars)
-
-
-def who(drafters: dict[str, int], accepted: int, tokens: int, not_drafted: dict[str, int]) -> str:
-    """One sentence: how much of a text was drafted, and by whom (accepted tokens by drafter)."""
-    if not accepted:
-        most = max(not_drafted, key=lambda reason: not_drafted[reason], default="")
-        return "No draft was of use" + (f": {most}." if most else ".")
-    ranked = sorted((item for item in drafters.items() if item[1]), key=lambda item: -item[1])
-    words = [_WORDS.get(name, name) for name, _ in ranked]
-    if len(ranked) > 1:
-        parts = [f"{n} by {phrase}" for (_, n), phrase in zip(ranked, words, strict=True)]
-        words = [", ".join(parts[:-1]) + f" and {parts[-1]}"]
-    by = "" if not words else f": {words[0]}" if len(ranked) > 1 else f" by {words[0]}"
-    return f"{accepted} of {tokens} tokens were drafted{by}."

@@ -8,7 +8,8 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from paceline.cli.options import chosen_model, parameter_of, with_signature
+from paceline.cli.expand import parameter_of, with_signature
+from paceline.cli.options import chosen_model
 from paceline.cli.progress import showing
 from paceline.core.stages import stage
 from paceline.errors import ConfigError, PacelineError
@@ -17,9 +18,6 @@ from paceline.server.config import ServeConfig, configure, keys, to_toml
 from paceline.settings import entries, setting
 
 if TYPE_CHECKING:
-    from transformers import PreTrainedTokenizerFast
-
-    from paceline.server.security import Keys
     from paceline.server.service import Service
 
 
@@ -39,54 +37,44 @@ class FileOptions:
 
 def with_flags(command: Callable[..., None]) -> Callable[..., None]:
     """Give ``command(config, print_config, flags)`` a flag for every setting of ServeConfig."""
-    parameters = [parameter_of(entry) for entry in entries(FileOptions, "command")]
-    flags = [parameter_of(entry, left_open=True) for entry in keys() if entry.name != "profile"]
+    files = [parameter_of(entry) for entry in entries(FileOptions)]
+    model, *flags = [parameter_of(e, left_open=True) for e in keys() if e.name != "profile"]
 
-    def call(config: list[str] | None, print_config: bool, **flags: Any) -> None:
-        given = {name: v for name, v in flags.items() if v not in (None, [])}
-        file, tuned = _files(config or [])
-        command(file, print_config, given | ({} if tuned is None else {"profile": tuned}))
+    def call(config: list[str], print_config: bool, **given: Any) -> None:
+        flags = {name: value for name, value in given.items() if value not in (None, [])}
+        by_kind: dict[str, str] = {}
+        for path in config:
+            # Only tuned settings have a version.
+            kind = "profile" if "version" in read_toml(path, "config file") else "file"
+            if by_kind.setdefault(kind, path) != path:
+                raise ConfigError(
+                    f"--config {path} is of the same kind as {by_kind[kind]}; leave out one"
+                )
+        file = by_kind.pop("file", None)
+        command(file, print_config, flags | by_kind)
 
-    return with_signature(call, command, [*flags[:1], *parameters, *flags[1:]])
-
-
-def _files(paths: list[str]) -> tuple[str | None, str | None]:
-    """The server's own file and that of ``paceline tune``. Raises ConfigError."""
-    by_kind: dict[bool, list[str]] = {False: [], True: []}
-    for path in paths:
-        # Only tuned settings have a version.
-        by_kind["version" in read_toml(path, "config file")].append(path)
-    for same in by_kind.values():
-        if len(same) > 1:
-            raise ConfigError(f"--config {same[1]} is of the same kind as {same[0]}; leave out one")
-    return next(iter(by_kind[False]), None), next(iter(by_kind[True]), None)
+    return with_signature(call, command, [model, *files, *flags])
 
 
 @with_flags
 def serve(config: str | None, print_config: bool, flags: dict[str, Any]) -> None:
     """Serve a model over HTTP: OpenAI's API, metrics, and a page at /."""
     settings = configure(flags, config, chosen_model)
-    from paceline.server.security import Keys
+    from paceline.server.security import Keys, exposure_warning, key_file_warning
 
     api_keys = Keys.load(settings.api_key_file)
     if print_config:
         print(f"# {len(api_keys)} API keys, which are not shown")
         print(to_toml(settings), end="")
         return
-    _run(settings, api_keys)
-
-
-def _run(settings: ServeConfig, api_keys: Keys) -> None:
-    """What is quickly found out comes first: the address, then the model."""
     from paceline.server.run import bind, run, set_up_logging
-    from paceline.server.security import exposure_warning, key_file_warning
 
     telemetry = None
     if settings.otlp_endpoint is not None:
         from paceline.server.telemetry import Telemetry
 
         telemetry = Telemetry.to(settings.otlp_endpoint, settings.name)
-    with bind(settings.host, settings.port) as listener:
+    with bind(settings.host, settings.port) as listener:  # what is quickly found out comes first
         notes = [exposure_warning(settings.host, api_keys)]
         if settings.api_key_file is not None:
             notes.append(key_file_warning(settings.api_key_file))
@@ -102,9 +90,11 @@ def _run(settings: ServeConfig, api_keys: Keys) -> None:
 @contextmanager
 def _open(settings: ServeConfig) -> Iterator[Service]:
     """The loaded model, in this process or in one of its own."""
-    from paceline.server.run import asks_of, limits_of
+    from paceline.server.client import Limits
+    from paceline.server.security import RequestLimits
 
-    limits, asks = limits_of(settings), asks_of(settings)
+    limits = Limits(max_queue=settings.max_queue, deadline=settings.deadline or None)
+    asks = RequestLimits(settings.max_n, settings.max_logprobs, settings.max_prompts)
     if settings.single_process:
         from paceline.server.loading import load_llm
         from paceline.server.local import local_service
@@ -115,24 +105,17 @@ def _open(settings: ServeConfig) -> Iterator[Service]:
             llm, settings.name, limits, asks, settings.log_prompts, settings.alias_of
         )
         return
+    from paceline.server.loading import load_tokenizer_alone
     from paceline.server.process import EngineProcess
     from paceline.server.remote import RemoteEngine
     from paceline.server.service import Service
 
     with EngineProcess(settings) as process:
         with showing(), stage(f"loading {settings.model}"):
-            tokenizer = _tokenizer(settings)  # while the other process loads
+            try:
+                tokenizer = load_tokenizer_alone(settings)  # while the other process loads
+            except PacelineError:
+                process.hello()  # what it says of the model comes first
+                raise
             engine = RemoteEngine(process, process.hello(), limits)
-        if isinstance(tokenizer, PacelineError):
-            raise tokenizer
         yield Service(engine, tokenizer, settings.name, asks, settings.log_prompts)
-
-
-def _tokenizer(settings: ServeConfig) -> PreTrainedTokenizerFast | PacelineError:
-    """Or why there is none; what the engine says of the model comes first."""
-    from paceline.server.loading import load_tokenizer_alone
-
-    try:
-        return load_tokenizer_alone(settings)
-    except PacelineError as error:
-        return error

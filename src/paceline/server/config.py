@@ -1,7 +1,7 @@
 """Everything ``paceline serve`` can be told, once: the flags, the TOML file and their checks.
 
 Every setting of ``ServeConfig`` is a flag (``max_queue`` is ``--max-queue``) and a key of its
-section in the file; both go through ``Key.read``, so neither can say what the other cannot.
+section in the file; both go through ``TableEntry.read``, so neither can say what the other cannot.
 """
 
 from __future__ import annotations
@@ -54,9 +54,7 @@ class ServeConfig(EngineSettings, _Names):
         "info", "How much is logged.", choices=("debug", "info", "warning", "error")
     )
     log_prompts: bool = _server(False, "Log the prompts; else content is not.")
-    drain_seconds: float = _server(
-        30.0, "On SIGTERM, running requests may take so long.", kind="seconds", low=0
-    )
+    drain_seconds: float = _server(30.0, "On SIGTERM, running requests may take so long.", low=0)
     metrics_alias: str | None = _server(
         None,
         "Metrics also under the names of another server, for its dashboards.",
@@ -74,9 +72,7 @@ class ServeConfig(EngineSettings, _Names):
     )
 
     max_queue: int = _limits(64, "Requests that may wait; then 429.", low=0)
-    deadline: float = _limits(
-        600.0, "Seconds a request may take; 0: any time.", kind="seconds", low=0
-    )
+    deadline: float = _limits(600.0, "Seconds a request may take; 0: any time.", low=0)
     max_request_bytes: int = _limits(
         4 * 2**20, "Size of a request; then 413.", kind="size", shown="4M"
     )
@@ -145,44 +141,35 @@ def configure(
     for entry in keys():
         given = flags.get(entry.name)
         if given is not None:
-            values[entry.name] = entry.key.read(given, entry.flag)
+            values[entry.name] = entry.read(given, entry.flag)
     values["model"] = choose(values.get("model", ""))
     return ServeConfig(**values)
 
 
 def read_file(path: str | Path) -> dict[str, Any]:
     """The values of a configuration file. Raises ConfigError, naming the file and the key."""
-    table = read_toml(path, "config file")
-    known = {(entry.key.section, entry.name): entry.key for entry in keys()}
+    known = {(entry.key.section, entry.name): entry for entry in keys()}
     values = {}
-    for section, content in table.items():
+    for section, content in read_toml(path, "config file").items():
         if section not in SECTIONS or not isinstance(content, dict):
-            raise ConfigError(f"{path}: {_stranger(section)}")
+            raise ConfigError(f"{path}: {_unknown('', section)}")
         for name, value in content.items():
-            key = known.get((section, name))
-            if key is None:
-                raise ConfigError(f"{path}: {_stranger(name, section)}")
-            values[name] = key.read(value, f"{path}: [{section}] {name}")
+            if (section, name) not in known:
+                raise ConfigError(f"{path}: {_unknown(section, name)}")
+            values[name] = known[section, name].read(value, f"{path}: [{section}] {name}")
     return values
 
 
-def _stranger(name: str, section: str | None = None) -> str:
-    """Why a key or section is not known, and what may have been meant."""
-    homes = {entry.name: entry.key.section for entry in keys()}
-    named = f"[{section}] {name}" if section else name
-    if name in homes and homes[name] != section:
-        return f"{named} belongs into the section [{homes[name]}]"
-    if section is None:
-        hint = get_close_matches(name, SECTIONS, 1)
-        near = f"did you mean [{hint[0]}]? " if hint else ""
-        return f"unknown section or key {name!r}; {near}The sections are {', '.join(SECTIONS)}"
-    hint = get_close_matches(name, homes, 1) or [
-        other for other in homes if homes[other] == section
-    ]
-    near = f"did you mean {hint[0]}?" if len(hint) == 1 else f"it knows {', '.join(hint)}"
-    if len(hint) == 1 and homes[hint[0]] != section:
-        near = f"did you mean {hint[0]} in [{homes[hint[0]]}]?"
-    return f"unknown key {named}; {near}"
+def _unknown(section: str, name: str) -> str:
+    """That there is no such key or, without a section, no such section; and what was meant."""
+    homes = {entry.name: f"[{entry.key.section}] {entry.name}" for entry in keys()}
+    homes |= {} if section else {other: f"[{other}]" for other in SECTIONS}
+    near = get_close_matches(name, homes, 1)
+    there = [key for key, home in homes.items() if section and home.startswith(f"[{section}]")]
+    advice = f"did you mean {homes[near[0]]}?" if near else f"there are {', '.join(there)}"
+    if not near and not section:
+        advice = f"the sections are {', '.join(SECTIONS)}"
+    return f"unknown key {f'[{section}] ' if section else ''}{name}; {advice}"
 
 
 def to_toml(config: ServeConfig) -> str:

@@ -23,9 +23,9 @@ import uvicorn
 
 from paceline.errors import EngineLostError, PacelineError
 from paceline.server.app import create_app
-from paceline.server.client import EngineClient, Limits
+from paceline.server.client import EngineClient
 from paceline.server.requestlog import Exchange
-from paceline.server.security import Keys, RequestLimits, Security, is_loopback
+from paceline.server.security import Keys, Security, is_loopback
 from paceline.server.service import Service
 from paceline.server.wire import Facts
 
@@ -91,14 +91,6 @@ def set_up_logging(level: str) -> None:
     """Ours at ``level``, everybody else's from warnings on, to stderr."""
     logging.basicConfig(format="%(asctime)s %(levelname)s %(message)s", level=logging.WARNING)
     logging.getLogger("paceline").setLevel(level.upper())
-
-
-def limits_of(config: ServeConfig) -> Limits:
-    return Limits(max_queue=config.max_queue, deadline=config.deadline or None)
-
-
-def asks_of(config: ServeConfig) -> RequestLimits:
-    return RequestLimits(config.max_n, config.max_logprobs, config.max_prompts)
 
 
 def run(

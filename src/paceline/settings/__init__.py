@@ -8,11 +8,14 @@ of the engine. Nothing here loads torch, so that ``--help`` is fast.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import MISSING, Field, dataclass, field, fields, replace
-from functools import partial
+from functools import lru_cache, partial
+from math import isinf
 from types import NoneType
 from typing import Any, get_args, get_origin, get_type_hints
+
+import msgspec
 
 from paceline.core.sizes import parse_bytes
 from paceline.errors import ConfigError
@@ -20,12 +23,12 @@ from paceline.errors import ConfigError
 
 @dataclass(frozen=True)
 class Key:
-    """What there is to know about one setting besides its default.
+    """What there is to know about one setting besides its name, type and default.
 
     ``panel`` is its heading in ``--help`` and, in small letters, its section in a file. ``kind``
-    is how it is written, by default as its type is. ``shown`` is the default in words, "" shows
-    none. ``flags`` replace ``--name``. ``but`` names where it cannot be said: "command", "server",
-    "LLM", "beside".
+    is a way to write it that its type does not say: size, length or numbers. ``shown`` is the
+    default in words, "" shows none. ``flags`` replace ``--name``. ``but`` names where it cannot be
+    said: "command", "server", "LLM", "beside".
     """
 
     help: str
@@ -42,95 +45,6 @@ class Key:
     @property
     def section(self) -> str:
         return self.panel.lower()
-
-    def parse(self, value: object, where: str) -> Any:
-        """The value as the table holds it; ``where`` begins an error's line. Raises ConfigError."""
-        try:
-            return _KINDS[self.kind][0](value)
-        except ConfigError as error:
-            raise ConfigError(f"{where}: {error}") from None
-        except (TypeError, ValueError):
-            raise ConfigError(f"{where} is {value!r}; it must be {_KINDS[self.kind][1]}") from None
-
-    def read(self, value: object, where: str) -> Any:
-        """As ``parse``, and checked."""
-        parsed = self.parse(value, where)
-        if self.choices and parsed not in self.choices:
-            raise ConfigError(f"{where} is {value!r}; use one of {', '.join(self.choices)}")
-        if self.low is not None and isinstance(parsed, (int, float)) and not parsed >= self.low:
-            raise ConfigError(f"{where} is {value!r}; it must be at least {self.low:g}")
-        if self.high is not None and isinstance(parsed, (int, float)) and parsed > self.high:
-            raise ConfigError(f"{where} is {value!r}; it can be at most {self.high:g}")
-        return parsed
-
-
-# -- ways to write a value -------------------------------------------------------------------------
-
-
-def _text(value: object) -> str:
-    if not isinstance(value, str) or not value.strip():
-        raise TypeError
-    return value
-
-
-def _count(value: object) -> int:
-    if isinstance(value, bool) or not isinstance(value, int):
-        raise TypeError
-    return value
-
-
-def _number(value: object) -> float:
-    if isinstance(value, bool) or not isinstance(value, (int, float)) or value == float("inf"):
-        raise TypeError
-    return float(value)
-
-
-def _switch(value: object) -> bool:
-    if not isinstance(value, bool):
-        raise TypeError
-    return value
-
-
-def _list(value: object) -> tuple[str, ...]:
-    """One text is a list of one."""
-    items = [value] if isinstance(value, str) else value
-    if not isinstance(items, (list, tuple)):
-        raise TypeError
-    return tuple(map(_text, items))
-
-
-def _size(value: object) -> int:
-    return parse_bytes(value if isinstance(value, str) else str(_count(value)))
-
-
-def _length(value: object) -> int | str:
-    if value == "auto":
-        return "auto"
-    if isinstance(value, str) and value.isdecimal():  # flags are text
-        return int(value)
-    return _count(value)
-
-
-def _numbers(value: object) -> tuple[int, ...]:
-    """``2,6,11``; nothing is ()."""
-    items = value.split(",") if isinstance(value, str) else _list(value)
-    return tuple(int(item) for item in items if item.strip())
-
-
-# Of each kind: how a value is read, and what it must be, in words.
-_KINDS: dict[str, tuple[Callable[[object], Any], str]] = {
-    "text": (_text, "text in quotes"),
-    "count": (_count, "a whole number"),
-    "number": (_number, "a number"),
-    "seconds": (_number, "a number of seconds"),
-    "switch": (_switch, "true or false"),
-    "list": (_list, "a list of texts"),
-    "size": (_size, "a size, as in 512M or 2G"),
-    "length": (_length, "auto or a whole number"),
-    "numbers": (_numbers, "numbers, as in 2,6,11"),
-}
-SPELT = ("size", "length", "numbers")  # kinds that a command line takes as text
-_KIND_OF = {str: "text", int: "count", float: "number", bool: "switch"}
 
 
 # -- tables ----------------------------------------------------------------------------------------
@@ -172,32 +86,95 @@ class TableEntry:
     def is_list(self) -> bool:
         return get_origin(self.type) is tuple
 
+    def read(self, value: object, where: str) -> Any:
+        """The value as the table holds it; ``where`` begins an error's line. Raises ConfigError."""
+        key = self.key
+        of_type = partial(_typed, self.type), _WORDS.get(self.type, "a list of texts")
+        parse, words = _KINDS.get(key.kind, of_type)
+        try:
+            parsed = parse(value)
+        except ConfigError as error:
+            raise ConfigError(f"{where}: {error}") from None
+        except (TypeError, ValueError):
+            raise ConfigError(f"{where} is {value!r}; it must be {words}") from None
+        if key.choices and parsed not in key.choices:
+            raise ConfigError(f"{where} is {value!r}; use one of {', '.join(key.choices)}")
+        if isinstance(parsed, (int, float)):
+            if key.low is not None and not parsed >= key.low:
+                raise ConfigError(f"{where} is {value!r}; it must be at least {key.low:g}")
+            if key.high is not None and parsed > key.high:
+                raise ConfigError(f"{where} is {value!r}; it can be at most {key.high:g}")
+        return parsed
+
 
 def flag(name: str) -> str:
     return f"--{name.replace('_', '-')}"
 
 
-def entries(table: type, where: str) -> Iterator[TableEntry]:
+@lru_cache
+def entries(table: type, where: str = "") -> tuple[TableEntry, ...]:
     """The settings of a table that can be set ``where``: command, server, LLM or beside."""
     hints = get_type_hints(table)
-    for item in fields(table):
-        key = item.metadata.get("key")
-        if key is not None and where not in key.but:
-            yield entry_of(item.name, hints[item.name], item)
+    settings = [item for item in fields(table) if "key" in item.metadata]
+    return tuple(
+        entry_of(item.name, hints[item.name], item)
+        for item in settings
+        if where not in item.metadata["key"].but
+    )
 
 
 def entry_of(name: str, hint: Any, item: Field[Any]) -> TableEntry:
     """The entry of a ``setting`` with this name and type."""
-    key = item.metadata["key"]
     inner = [part for part in get_args(hint) if part is not NoneType]
     type_ = hint if get_origin(hint) is tuple or not inner else inner[0]
-    key = replace(key, kind=key.kind or _KIND_OF.get(type_, "list"))
-    return TableEntry(name, type_, NoneType in get_args(hint), item.default, key)
+    return TableEntry(name, type_, NoneType in get_args(hint), item.default, item.metadata["key"])
+
+
+# -- ways to write a value -------------------------------------------------------------------------
+
+
+def _typed(kind: Any, value: object) -> Any:
+    """A list may be one item, and texts are not empty."""
+    is_list = get_origin(kind) is tuple
+    parsed = msgspec.convert([value] if is_list and isinstance(value, str) else value, kind)
+    if not all(item.strip() for item in (parsed if is_list else [parsed]) if isinstance(item, str)):
+        raise ValueError
+    if isinstance(parsed, float) and isinf(parsed):
+        raise ValueError
+    return parsed
+
+
+def _size(value: object) -> int:
+    return parse_bytes(value if isinstance(value, str) else str(msgspec.convert(value, int)))
+
+
+def _length(value: object) -> int | str:
+    if value == "auto":
+        return "auto"
+    # Flags are text.
+    return int(value) if isinstance(value, str) and value.isdecimal() else _typed(int, value)
+
+
+def _numbers(value: object) -> tuple[int, ...]:
+    """``2,6,11``; nothing is ()."""
+    items = value.split(",") if isinstance(value, str) else msgspec.convert(value, list[str])
+    return tuple(int(item) for item in items if item.strip())
+
+
+# Of each type and kind: what a value must be, in words; of each kind, too, how it is read. These
+# kinds are text on a command line.
+_WORDS = {str: "text in quotes", int: "a whole number", float: "a number", bool: "true or false"}
+_KINDS: dict[str, tuple[Callable[[object], Any], str]] = {
+    "size": (_size, "a size, as in 512M or 2G"),
+    "length": (_length, "auto or a whole number"),
+    "numbers": (_numbers, "numbers, as in 2,6,11"),
+}
 
 
 # -- the engine ------------------------------------------------------------------------------------
 
 _model, _engine = under("Model"), under("Engine")
+_load = partial(_engine, but=("beside",))
 
 
 def _sampled(name: str, **bounds: float) -> Any:
@@ -210,46 +187,38 @@ def _sampled(name: str, **bounds: float) -> Any:
 class LoadSettings:
     """How a model is loaded."""
 
-    dtype: str = _engine(
-        "auto",
-        "Numbers of the model.",
-        choices=("auto", "bfloat16", "float16", "float32"),
-        but=("beside",),
+    dtype: str = _load(
+        "auto", "Numbers of the model.", choices=("auto", "bfloat16", "float16", "float32")
     )
-    device: str = _engine("auto", "auto, cpu, cuda, cuda:1 ...", but=("beside",))
-    backend: str = _engine(
+    device: str = _load("auto", "auto, cpu, cuda, cuda:1 ...")
+    backend: str = _load(
         "auto",
         "What runs the forwards: auto, native (kernels of our own), reference (torch), or a "
         "registered one.",
-        but=("beside",),
     )
-    quantize: str | None = _engine(
+    quantize: str | None = _load(
         None,
         "Round the weights when loading, on a processor; none: dequantise those of a file.",
         choices=("int8", "int4", "none"),
         shown="as they are",
-        but=("beside",),
     )
-    tensor_parallel: int = _engine(
+    tensor_parallel: int = _load(
         1,
         "Processes that share the model's weights, each on a GPU of its own or on a part of the "
         "processor.",
         low=1,
-        but=("beside",),
     )
-    offload: str | None = _engine(
+    offload: str | None = _load(
         None,
         "Where layers stay that the device has no memory for; a step brings them there.",
         choices=("cpu", "disk"),
         shown="no",
-        but=("beside",),
     )
-    weights_memory: int | None = _engine(
+    weights_memory: int | None = _load(
         None,
         "With offload: the device's memory for layers that stay there.",
         kind="size",
         shown="half of what is free",
-        but=("beside",),
     )
     threads: int | None = _engine(
         None, "Processor threads.", low=1, shown="torch's choice", but=("LLM", "beside")
@@ -257,11 +226,10 @@ class LoadSettings:
     kv_cache_memory: int | None = _engine(
         None, "Memory for keys and values, as in 512M or 2G.", kind="size", shown="auto"
     )
-    kv_cache_dtype: str = _engine(
+    kv_cache_dtype: str = _load(
         "auto",
         "Numbers of the target's keys and values; auto: as the model's.",
         choices=("auto", "int8"),
-        but=("beside",),
     )
 
 
@@ -298,10 +266,7 @@ class EngineSettings(LoadSettings):
         None, "Device of a draft model, such as cpu beside a target on a GPU.", shown="the target's"
     )
     draft_offload: str | None = _model(
-        None,
-        "As offload, of a draft model.",
-        choices=("cpu", "disk"),
-        shown="no",
+        None, "As offload, of a draft model.", choices=("cpu", "disk"), shown="no"
     )
     max_draft_length: int | None = _model(
         None, "Bound of the length auto.", low=1, but=("LLM", "command", "server")
@@ -342,20 +307,6 @@ class EngineSettings(LoadSettings):
 
 
 def explicit(values: Mapping[str, Any], where: str) -> dict[str, Any]:
-    """Of ``values`` the engine's settings that ``where`` knows and that are not left open.
-
-    Raises ConfigError for a value of a wrong kind; objects, such as dtypes of torch, are left, and
-    so are sizes in bytes.
-    """
-    plain = (str, int, float, list, tuple, dict)
-
-    def read(entry: TableEntry, value: Any) -> Any:
-        size = entry.key.kind == "size" and type(value) is int
-        given = isinstance(value, plain) and not size
-        return entry.key.parse(value, entry.name) if given else value
-
-    return {
-        entry.name: read(entry, value)
-        for entry in entries(EngineSettings, where)
-        if (value := values.get(entry.name)) is not None
-    }
+    """Of ``values`` the engine's settings that ``where`` knows and that are not left open."""
+    names = (entry.name for entry in entries(EngineSettings, where))
+    return {name: values[name] for name in names if values.get(name) is not None}
