@@ -20,8 +20,7 @@ from ray.serve import Application
 
 from paceline.server.app import create_app
 from paceline.server.config import ServeConfig, configure
-from paceline.server.loading import load_llm
-from paceline.server.local import local_service
+from paceline.server.local import load_llm, local_service
 from paceline.server.run import asks_of, limits_of
 from paceline.server.security import Keys, Security
 
@@ -53,8 +52,8 @@ class Paceline:
 
     def check_health(self) -> None:
         """Raises where the engine cannot go on: Ray then starts another replica."""
-        if self._service.loop.failure is not None:
-            raise RuntimeError(f"the engine cannot go on: {self._service.loop.failure}")
+        if self._service.client.failure is not None:
+            raise RuntimeError(f"the engine cannot go on: {self._service.client.failure}")
 
 
 def build(args: Mapping[str, Any]) -> Application:

@@ -18,7 +18,7 @@ from paceline.cli.main import app
 from paceline.errors import ModelLoadError
 from paceline.model.identity import ModelIdentity
 from paceline.server.config import ServeConfig, configure, keys
-from paceline.server.loading import load_llm
+from paceline.server.local import load_llm
 from paceline.settings import tuned
 from paceline.settings.tuned import TunedProfile
 from support.command_lines import assert_one_line

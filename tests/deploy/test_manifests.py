@@ -54,7 +54,7 @@ def parsed(arguments: list[str]) -> dict[str, Any]:
 def served() -> tuple[FastAPI, str]:
     """An application and what its /metrics shows, as behind --metrics-alias."""
     service = local_service(LLM("paceline/tiny", draft="ngram"), "paceline/tiny")
-    return create_app(service), service.loop.endpoint.metrics.render()  # type: ignore[attr-defined]
+    return create_app(service), service.client.loop.metrics.render()  # type: ignore[attr-defined]
 
 
 def test_probes_ask_what_there_is(served: tuple[FastAPI, str]) -> None:

@@ -18,7 +18,7 @@ from paceline.cli.main import app
 from paceline.errors import ConfigError
 from paceline.request.defaults import SamplingDefaults, of_checkpoint
 from paceline.server.config import configure
-from paceline.server.loading import load_llm
+from paceline.server.local import load_llm
 from support.asking import ask
 from support.made_gguf import write_gguf
 from support.running_server import Running, serve, socket_service

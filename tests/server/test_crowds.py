@@ -41,11 +41,11 @@ def wait_until(condition: object, seconds: float = 30) -> None:
 
 def settled(server: Running) -> None:
     """Nothing is left of all that."""
-    wait_until(lambda: server.service.loop.idle)
-    llm = server.service.loop.llm
+    wait_until(lambda: server.service.client.idle)
+    llm = server.service.client.llm
     assert llm.engine.cache.pool.available == llm.engine.cache.pool.total
-    assert not llm._requests and not server.service.loop._tickets
-    assert server.service.loop.ready
+    assert not llm._requests and not server.service.client._tickets
+    assert server.service.client.ready
 
 
 def descriptors() -> int:
@@ -155,8 +155,8 @@ def test_a_client_that_does_not_read(target: LLM, monkeypatch: pytest.MonkeyPatc
             client.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
             client.connect(listener.getsockname())
             client.sendall(request("/v1/completions", body))
-            wait_until(lambda: not service.loop.idle)
-            wait_until(lambda: service.loop.idle)
-        outcomes = service.loop.endpoint.metrics.requests
+            wait_until(lambda: not service.client.idle)
+            wait_until(lambda: service.client.idle)
+        outcomes = service.client.loop.metrics.requests
         assert outcomes.labels("cancelled")._value.get() == 4
         settled(server)

@@ -178,6 +178,6 @@ def test_a_chat_without_max_tokens_ends_where_the_cache_does(target: LLM) -> Non
 
 def test_the_server_is_as_well_as_before(server: Running) -> None:
     """Runs last: nothing is left of all that."""
-    loop, pool = server.service.loop, server.service.loop.llm.engine.cache.pool
+    loop, pool = server.service.client, server.service.client.llm.engine.cache.pool
     assert loop.alive and loop.idle
     assert pool.available == pool.total

@@ -147,7 +147,7 @@ PLAIN = {"prompt": "Once", "max_tokens": 2, "stream": True}
 def test_nothing_goes_out_while_the_prompt_is_read(
     server: Running, monkeypatch: pytest.MonkeyPatch, path: str, body: dict[str, Any]
 ) -> None:
-    engine, read = server.service.loop.llm.engine, threading.Event()
+    engine, read = server.service.client.llm.engine, threading.Event()
     step = engine.step
     monkeypatch.setattr(engine, "step", lambda: step() if read.wait(10) else None)
     connection = HTTPConnection(server.url.removeprefix("http://"), timeout=30)

@@ -142,7 +142,7 @@ async def storm(server: Running) -> Tally:
 def settle(server: Running) -> None:
     """Wait until the engine has nothing left to do."""
     end = time.monotonic() + 30
-    while not (server.service.loop.idle and not server.service.loop.llm.engine.has_work):
+    while not (server.service.client.idle and not server.service.client.llm.engine.has_work):
         assert time.monotonic() < end, "requests were left behind"
         time.sleep(0.02)
 
@@ -152,11 +152,11 @@ def test_storm(busy: Running, target: LLM) -> None:
     assert tally.failed == []
     assert tally.whole > 20 and tally.cut > 5
     settle(busy)
-    pool = busy.service.loop.llm.engine.cache.pool
+    pool = busy.service.client.llm.engine.cache.pool
     assert pool.available == pool.total, "blocks were lost"
-    assert busy.service.loop.alive
-    assert not busy.service.loop.llm._requests
-    assert not busy.service.loop._tickets and busy.service.loop.endpoint.loop.idle
+    assert busy.service.client.alive
+    assert not busy.service.client.llm._requests
+    assert not busy.service.client._tickets and busy.service.client.loop.idle
     # One request, one text: under load, alone, with speculation and without.
     assert len(tally.texts) > 10
     for key, texts in list(tally.texts.items())[:12]:
@@ -185,14 +185,14 @@ def test_a_client_that_hangs_up_before_the_answer_is_cancelled(busy: Running) ->
         writer.write(f"{head}Content-Length: {len(data)}\r\n\r\n".encode() + data)
         await writer.drain()
         end = time.monotonic() + 10
-        while not busy.service.loop.llm.engine.scheduler.running and time.monotonic() < end:
+        while not busy.service.client.llm.engine.scheduler.running and time.monotonic() < end:
             await asyncio.sleep(0.01)
-        assert busy.service.loop.llm.engine.scheduler.running
+        assert busy.service.client.llm.engine.scheduler.running
         writer.close()
 
-    steps = busy.service.loop.llm.engine.steps
+    steps = busy.service.client.llm.engine.steps
     asyncio.run(hang_up())
     settle(busy)
-    assert busy.service.loop.llm.engine.steps - steps < 800
-    pool = busy.service.loop.llm.engine.cache.pool
+    assert busy.service.client.llm.engine.steps - steps < 800
+    pool = busy.service.client.llm.engine.cache.pool
     assert pool.available == pool.total

@@ -104,7 +104,7 @@ def test_metrics_add_up(fresh: Running) -> None:
 
 def test_the_cache_as_gateways_read_it(fresh: Running) -> None:
     """llm-d and the inference gateway estimate from its labels what a replica has cached."""
-    cache = fresh.service.loop.llm.engine.cache
+    cache = fresh.service.client.llm.engine.cache
     labels = {
         "block_size": str(cache.block_size),
         "num_gpu_blocks": str(cache.num_blocks),

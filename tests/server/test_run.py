@@ -148,7 +148,7 @@ def ending(target: LLM, drain_seconds: float) -> Iterator[Ending]:
     listener.listen()
     port = listener.getsockname()[1]
     config = uvicorn.Config(create_app(service), log_config=None, lifespan="on")
-    server = run.DrainingServer(config, service.loop, drain_seconds, "started")
+    server = run.DrainingServer(config, service.client, drain_seconds, "started")
     thread = threading.Thread(target=server.run, args=([listener],), daemon=True)
     thread.start()
     end = time.monotonic() + 20
@@ -174,7 +174,7 @@ def patient(target: LLM) -> Iterator[Ending]:
 def test_idle_servers_end_at_once(patient: Ending) -> None:
     patient.server.handle_exit(signal.SIGINT, None)
     patient.thread.join(20)
-    assert not patient.thread.is_alive() and not patient.service.loop.alive
+    assert not patient.thread.is_alive() and not patient.service.client.alive
 
 
 def test_what_still_runs_after_drain_seconds_is_told(impatient: Ending) -> None:
@@ -183,7 +183,7 @@ def test_what_still_runs_after_drain_seconds_is_told(impatient: Ending) -> None:
     lines = [line for line in response.read().decode().splitlines() if line]
     assert json.loads(lines[-1].removeprefix("data: "))["error"]["code"] == "shutting_down"
     impatient.thread.join(20)
-    assert not impatient.thread.is_alive() and not impatient.service.loop.alive
+    assert not impatient.thread.is_alive() and not impatient.service.client.alive
 
 
 def test_a_second_signal_ends_the_process(patient: Ending, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -191,7 +191,7 @@ def test_a_second_signal_ends_the_process(patient: Ending, monkeypatch: pytest.M
     monkeypatch.setattr(os, "_exit", codes.append)
     response = patient.stream()
     patient.server.handle_exit(signal.SIGTERM, None)
-    assert not codes and not patient.service.loop.ready
+    assert not codes and not patient.service.client.ready
     patient.server.handle_exit(signal.SIGINT, None)
     assert codes == [130]
     response.close()

@@ -99,6 +99,6 @@ def test_every_path_is_covered(api: Any) -> None:
 
 def test_the_server_is_as_well_as_before(fuzzed: Running) -> None:
     """Runs last: nothing is left of all that."""
-    assert fuzzed.service.loop.alive and fuzzed.service.loop.idle
-    pool = fuzzed.service.loop.llm.engine.cache.pool
+    assert fuzzed.service.client.alive and fuzzed.service.client.idle
+    pool = fuzzed.service.client.llm.engine.cache.pool
     assert pool.available == pool.total

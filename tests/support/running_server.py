@@ -14,8 +14,8 @@ import uvicorn
 from paceline.server.app import create_app
 from paceline.server.child import Link
 from paceline.server.client import Limits
-from paceline.server.endpoint import EngineEndpoint
-from paceline.server.remote import RemoteEngine
+from paceline.server.loop import EngineLoop
+from paceline.server.process import RemoteEngine
 from paceline.server.requestlog import Exchange
 from paceline.server.security import Security
 from paceline.server.service import Service
@@ -36,7 +36,7 @@ class Running:
 
     @property
     def free_blocks(self) -> int:
-        return self.service.loop.llm.engine.cache.pool.available
+        return self.service.client.llm.engine.cache.pool.available
 
 
 class SocketEngine(RemoteEngine):
@@ -49,25 +49,19 @@ class SocketEngine(RemoteEngine):
         super().__init__(process, Facts.of(llm), limits)
         self.llm = llm
         self.link = Link(theirs, theirs.close)
-        self.link.endpoint = self.endpoint = EngineEndpoint(
-            llm, self.limits.max_queue, self.link.send
-        )
+        self.link.loop = self.loop = EngineLoop(llm, self.link.send)
         self._reader = threading.Thread(target=self.link.read, daemon=True)
 
     async def start(self) -> None:
         self._reader.start()
-        self.endpoint.loop.start()
+        self.loop.start()
         await super().start()
-
-    @property
-    def idle(self) -> bool:
-        return super().idle and self.endpoint.loop.idle
 
     def ended(self) -> str:
         return "has ended"
 
     def end(self) -> None:
-        self.endpoint.stop()
+        self.loop.stop()
         self.connection.close()
         self._reader.join(10)
 

@@ -81,7 +81,7 @@ def serve(config: str | None, print_config: bool, flags: dict[str, Any]) -> None
         for note in filter(None, notes):
             print(f"warning: {note}", file=sys.stderr)
         with _open(settings) as service:
-            for note in service.loop.facts.notes:
+            for note in service.client.facts.notes:
                 print(f"note: {note}", file=sys.stderr)
             set_up_logging(settings.log_level)
             run(service, settings, api_keys, listener, telemetry)
@@ -96,8 +96,7 @@ def _open(settings: ServeConfig) -> Iterator[Service]:
     limits = Limits(max_queue=settings.max_queue, deadline=settings.deadline or None)
     asks = RequestLimits(settings.max_n, settings.max_logprobs, settings.max_prompts)
     if settings.single_process:
-        from paceline.server.loading import load_llm
-        from paceline.server.local import local_service
+        from paceline.server.local import load_llm, local_service
 
         with showing(), stage(f"loading {settings.model}"):
             llm = load_llm(settings)
@@ -105,9 +104,7 @@ def _open(settings: ServeConfig) -> Iterator[Service]:
             llm, settings.name, limits, asks, settings.log_prompts, settings.alias_of
         )
         return
-    from paceline.server.loading import load_tokenizer_alone
-    from paceline.server.process import EngineProcess
-    from paceline.server.remote import RemoteEngine
+    from paceline.server.process import EngineProcess, RemoteEngine, load_tokenizer_alone
     from paceline.server.service import Service
 
     with EngineProcess(settings) as process:

@@ -3,31 +3,32 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from copy import copy
+from functools import partial
 from typing import TYPE_CHECKING
 from weakref import WeakKeyDictionary
 
-from paceline.model.decoders import ByteRun, DecoderStage, DropBeginning, Whole, bytes_of, parts_of
+from paceline.model.decoders import TokenSpeller
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerFast
 
-# Of a prompt only its ends are decoded: the beginning decides what a decoder does at a beginning,
-# the end what tokens after it mean. No character is longer than four tokens, and what is stripped
-# off a beginning is shorter than this.
-_EDGE = 16
+REPLACEMENT = "\ufffd"
+# Of a prompt only the end is decoded. No character is longer than four tokens, and what a decoder
+# strips off the beginning of a text is shorter than this.
+_WINDOW = 16
+_MOST_UNFINISHED = 3  # bytes, and so tokens, of a character that is not whole
+_LONGEST_GUESS = 1024  # tokens; each guess decodes the run again
 
 
 class Spelling:
-    """What texts of one tokenizer share: the names of tokens and the parts of the decoder."""
+    """What texts of one tokenizer share: the names of tokens, and what they stand for."""
 
     def __init__(self, tokenizer: PreTrainedTokenizerFast) -> None:
         self._backend = tokenizer.backend_tokenizer
         added = self._backend.get_added_tokens_decoder().values()
         self._special = {token.content for token in added if token.special}
         self._names: dict[int, str | None] = {}
-        self.parts = parts_of(self._backend.decoder)
-        self.whole = any(isinstance(part, Whole) for part in self.parts)
+        self._speller = TokenSpeller(self._backend.decoder)
 
     @classmethod
     def of(cls, tokenizer: PreTrainedTokenizerFast) -> Spelling:
@@ -44,9 +45,14 @@ class Spelling:
             name = self._names[token] = self._backend.id_to_token(token)
         return None if skip_special and name in self._special else name
 
+    def byte(self, name: str) -> int | None:
+        """The byte that a token of byte fallback is; None for any other token."""
+        return self._speller.byte(name)
+
     def bytes_of(self, token: int) -> bytes:
         """The bytes a token stands for in the middle of a text; none if it has no name."""
-        return bytes_of(self.parts, self.name(token, skip_special=False) or "")
+        name = self.name(token, skip_special=False)
+        return b"" if name is None else self._speller.spell(name)
 
 
 _spellings: WeakKeyDictionary[PreTrainedTokenizerFast, Spelling] = WeakKeyDictionary()
@@ -56,9 +62,10 @@ class Detokeniser:
     """The text that follows a prompt, as ``feed`` by ``feed`` it becomes certain.
 
     All that it gives, with ``flush`` at the end, is what a decode of prompt and tokens has that a
-    decode of the prompt alone does not begin with. Time is linear in tokens. What can still change
-    waits: a character that is not whole, and with byte fallback a run of bytes as long as it is
-    valid, however long that is.
+    decode of the prompt alone does not begin with. As ``tokenizers``' DecodeStream does, it decodes
+    the tokens that wait together with those of the last piece, and waits while that ends inside a
+    character. Two things are more: a text has an end (``flush``), and a run of byte fallback
+    (``<0xE4>``) waits for its own end, since it is text as a whole or every byte of it is U+FFFD.
     """
 
     def __init__(
@@ -67,104 +74,69 @@ class Detokeniser:
         prompt: Sequence[int] = (),
         skip_special: bool = True,
     ) -> None:
-        self._spelling = Spelling.of(tokenizer)
-        self._skip = skip_special
-        edges = self._edges(prompt)
-        self._stages = self._read(edges)
-        if edges:
-            # What the prompt's own text ends with may only now become something else.
-            ending = self._flush(self._read(edges))
-            if ending:
-                self._stages.append(DropBeginning(ending))
-        self.guess = ""
-        self._run, self._after = self._byte_run()
-        self._ahead: list[DecoderStage] | None = None  # those after the run, as if it had ended
-        if self._run is not None and self._run.length:
-            self._look_ahead(self._run.text)
-            self.guess = ""
+        self._spelling, self._skip = Spelling.of(tokenizer), skip_special
+        self._decode = partial(tokenizer.backend_tokenizer.decode, skip_special_tokens=skip_special)
+        self._shown: list[int] = []  # the tokens of the last piece, and their text
+        self._shown_text = ""
+        self._held: list[int] = []
+        self._prompt_ending = ""
+        for token in self._end_of(prompt):
+            self.feed(token)
+        # What the prompt's own text ends with may only now become something else.
+        self._prompt_ending = self._text_of(self._held)
+
+    def _end_of(self, prompt: Sequence[int]) -> list[int]:
+        """The prompt's last tokens, of which the first is not part of a run of bytes."""
+        end: list[int] = []
+        for token in reversed(prompt):
+            name = self._spelling.name(token, self._skip)
+            if name is None:
+                continue
+            end.append(token)
+            if len(end) >= _WINDOW and self._spelling.byte(name) is None:
+                break
+        return end[::-1]
 
     def feed(self, token: int) -> str:
-        """What is certain now and was not before this token.
-
-        ``guess`` is then what the token added to a run of bytes that is ``waiting``: it stands if
-        the run ends here, and is void if the run turns out to be no text.
-        """
-        self.guess = ""
+        """What is certain now and was not before this token."""
         name = self._spelling.name(token, self._skip)
         if name is None:
             return ""
-        certain = _through(self._stages, [name])
-        if self._run is not None:
-            self._look_ahead(self._run.fresh)
-        return certain
+        self._held.append(token)
+        if self._spelling.byte(name) is not None:
+            return ""
+        text = self._text_of(self._held)
+        return "" if not text or text.endswith(REPLACEMENT) else self._show(text)
 
-    @property
-    def waiting(self) -> bool:
-        """Whether there is a run of bytes that is text so far."""
-        return self._run is not None and self._run.length > 0
-
-    def _look_ahead(self, fresh: str) -> None:
-        if not self.waiting:
-            self._ahead = None
-            return
-        if self._ahead is None:
-            self._ahead = [copy(stage) for stage in self._after]
-        self.guess = _through(self._ahead, [fresh]) if fresh else ""
+    def guess(self) -> str:
+        """The text of the tokens that wait, should no byte follow them; none while they end inside
+        a character or are no text."""
+        if not 0 < len(self._held) <= _LONGEST_GUESS:
+            return ""
+        text = self._text_of(self._held)
+        return "" if text.endswith(REPLACEMENT) else text
 
     def flush(self, whole: bool = False) -> str:
         """The rest. Bytes of an unfinished character become U+FFFD, or nothing if only ``whole``
         characters are wanted."""
-        for stage in self._stages if whole else ():
-            stage.drop_unfinished()
-        return self._flush(self._stages)
+        text = self._text_of(self._held)
+        for cut in range(1, _MOST_UNFINISHED + 1) if whole and text.endswith(REPLACEMENT) else ():
+            shorter = self._text_of(self._held[:-cut])
+            if not shorter.endswith(REPLACEMENT):
+                return self._show(shorter)
+        return self._show(text)
 
-    def _edges(self, prompt: Sequence[int]) -> list[str]:
-        """The names of the prompt's tokens, if there are many without those in the middle."""
-        limit = len(prompt) if self._spelling.whole else _EDGE
-        first: list[str] = []
-        taken = 0
-        while taken < len(prompt) and len(first) < limit:
-            name = self._spelling.name(prompt[taken], self._skip)
-            if name is not None:
-                first.append(name)
-            taken += 1
-        last: list[str] = []
-        for index in range(len(prompt) - 1, taken - 1, -1):
-            name = self._spelling.name(prompt[index], self._skip)
-            if name is None:
-                continue
-            last.append(name)
-            # The first of them must not be part of a run of bytes.
-            if len(last) >= _EDGE and not name.startswith("<0x"):
+    def _text_of(self, tokens: list[int]) -> str:
+        """The text of tokens behind those that have been shown, and behind the prompt's text."""
+        text = str(self._decode(self._shown + tokens))[len(self._shown_text) :]
+        same = 0
+        for left, right in zip(text, self._prompt_ending, strict=False):
+            if left != right:
                 break
-        return first + last[::-1]
+            same += 1
+        return text[same:]
 
-    def _read(self, names: list[str]) -> list[DecoderStage]:
-        stages = [part.begun() for part in self._spelling.parts]
-        for name in names:
-            _through(stages, [name])
-        return stages
-
-    def _byte_run(self) -> tuple[ByteRun | None, list[DecoderStage]]:
-        """The stage of byte fallback and those after it, if a guess can be told from them."""
-        for index, stage in enumerate(self._stages):
-            after = self._stages[index + 1 :]
-            if isinstance(stage, ByteRun) and all(isinstance(s, DropBeginning) for s in after):
-                return stage, after
-        return None, []
-
-    @staticmethod
-    def _flush(stages: list[DecoderStage]) -> str:
-        pieces: list[str] = []
-        for stage in stages:
-            pieces = [out for piece in pieces for out in stage.feed(piece)] + stage.flush()
-        return "".join(pieces)
-
-
-def _through(stages: Sequence[DecoderStage], pieces: list[str]) -> str:
-    for stage in stages:
-        if len(pieces) == 1:
-            pieces = stage.feed(pieces[0])
-        else:
-            pieces = [out for piece in pieces for out in stage.feed(piece)]
-    return "".join(pieces)
+    def _show(self, text: str) -> str:
+        self._shown, self._held, self._prompt_ending = self._held, [], ""
+        self._shown_text = self._decode(self._shown)
+        return text

@@ -36,17 +36,14 @@ class TextStream:
         """
         self._hidden = hidden
         self._detokeniser = Detokeniser(tokenizer, prompt, skip_special=hidden is None)
+        self._stops = bool(stops)
         self._scan = StopScan(stops)
         self._include_stop = include_stop
         self._min_tokens = min_tokens
         self._tokens = 0
         self._done: list[str] = []  # taken
         self._fresh: list[str] = []  # certain, not yet taken
-        # A run of bytes that is text so far: a stop string in it ends the sequence where it is,
-        # though the text would be another one if bytes followed that are no characters.
-        self._guess: list[str] = []
-        self._guess_scan = self._scan
-        self._void = 0  # characters of the guess in which a stop string came too early
+        self._early = 0  # characters that wait in which a stop string came too early
         self.stopped = False
 
     @property
@@ -62,10 +59,10 @@ class TextStream:
         if self._hidden is not None and token in self._hidden:
             return False
         certain = self._detokeniser.feed(token)
-        if certain or (self._guess and not self._detokeniser.waiting):
+        if certain:
             self._add(certain)
-        if self._detokeniser.guess and not self.stopped:
-            self._add_guess(self._detokeniser.guess)
+        elif self._stops:
+            self._add_guess(self._detokeniser.guess())
         return self.stopped
 
     def read(self, tokens: Sequence[int]) -> int | None:
@@ -77,25 +74,25 @@ class TextStream:
         return self._tokens >= self._min_tokens
 
     def _add(self, piece: str) -> None:
-        """Certain text; it may begin with what was guessed before."""
-        guessed = piece.startswith("".join(self._guess))
-        early = len(piece) if not self._counts() else self._void if guessed else 0
-        self._guess, self._void = [], 0
+        """Certain text; it begins with what was guessed before, if that was right."""
+        early = self._early if self._counts() else len(piece)
+        self._early = 0
         stop = self._scan.feed(piece, early)
         self._fresh.append(piece)
         if stop is not None:
             self._stop(len(piece) - stop, self._scan)
 
-    def _add_guess(self, piece: str) -> None:
-        if not self._guess:
-            self._guess_scan = self._scan.fork()
-        self._guess.append(piece)
+    def _add_guess(self, guess: str) -> None:
+        """A stop string in a run of bytes ends the sequence where it is, though the text would be
+        another one if bytes followed that are no characters."""
         if not self._counts():
-            self._void += len(piece)
-        guess = self._guess_scan.feed(piece, 0 if self._counts() else len(piece))
-        if guess is not None:
-            self._fresh.extend(self._guess)
-            self._stop(len(piece) - guess, self._guess_scan)
+            self._early = len(guess)
+            return
+        scan = self._scan.fork()
+        stop = scan.feed(guess, self._early)
+        if stop is not None:
+            self._fresh.append(guess)
+            self._stop(len(guess) - stop, scan)
 
     def _stop(self, surplus: int, scan: StopScan) -> None:
         """A stop string begins ``surplus`` characters before the end of what is certain."""
@@ -103,7 +100,6 @@ class TextStream:
             surplus -= scan.length
         fresh = "".join(self._fresh)
         self._fresh = [fresh[: len(fresh) - surplus]]
-        self._guess = []
         self.stopped = True
 
     def take(self) -> str:

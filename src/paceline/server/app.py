@@ -19,7 +19,8 @@ from paceline.errors import PacelineError
 from paceline.server import page
 from paceline.server.api import anthropic, openai, responses, tokens
 from paceline.server.bodies import BodyLimit, Guard, OnePath, wrong_type
-from paceline.server.errors import RESPONSES, APIError, on_error, on_http_error, on_invalid
+from paceline.server.errors import RESPONSES, on_error, on_http_error, on_invalid
+from paceline.server.failures import APIError
 from paceline.server.requestlog import Exchange, RequestLog
 from paceline.server.security import Security, wrong_host
 from paceline.server.service import Service
@@ -37,9 +38,9 @@ def create_app(
 
     @asynccontextmanager
     async def life(app: FastAPI) -> AsyncIterator[None]:
-        await service.loop.start()
+        await service.client.start()
         yield
-        await service.loop.stop()
+        await service.client.stop()
 
     # The documentation pages load scripts from elsewhere; /openapi.json is enough.
     app = FastAPI(
@@ -113,28 +114,28 @@ def _state(service: Service) -> APIRouter:
     @routes.get("/health")
     @routes.get("/health/live")
     async def live() -> Response:
-        return _status(service.loop.alive, "ok", "the engine has stopped")
+        return _status(service.client.alive, "ok", "the engine has stopped")
 
     @routes.get("/health/ready")
     async def ready() -> Response:
-        return _status(service.loop.ready, "ready", "not ready: starting or shutting down")
+        return _status(service.client.ready, "ready", "not ready: starting or shutting down")
 
     @routes.get("/load")
     @routes.get("/get_load", include_in_schema=False)  # where routers of SGLang's line ask
     async def load() -> dict[str, Any]:
-        now = service.loop.load
+        now = service.client.load
         return {
             "server_load": now.requests,  # vLLM's name, and theirs
             "load": now.requests,
             "sequences": now.sequences,
             "capacity": now.capacity,
-            "ready": service.loop.ready,
+            "ready": service.client.ready,
         }
 
     @routes.get("/metrics", response_class=Response)
     async def metrics() -> Response:
         try:
-            text = await service.loop.scrape()
+            text = await service.client.scrape()
         except asyncio.TimeoutError:
             raise APIError(
                 "the engine did not answer in time", 503, "server_error", code="engine_slow"

@@ -13,7 +13,8 @@ from typing import TYPE_CHECKING
 
 from starlette.requests import ClientDisconnect, Request
 
-from paceline.server.errors import APIError, respond
+from paceline.server.errors import respond
+from paceline.server.failures import APIError
 from paceline.server.requestlog import header
 
 if TYPE_CHECKING:
@@ -82,10 +83,7 @@ class BodyLimit:
         except ClientDisconnect:
             return
         except APIError as error:
-            response = respond(error, scope["path"])
-            if error.status == 413:
-                response.headers["Connection"] = "close"
-            await response(scope, receive, send)
+            await respond(error, scope["path"])(scope, receive, send)
             return
         first: list[Message] = [{"type": "http.request", "body": body, "more_body": False}]
 
@@ -96,7 +94,10 @@ class BodyLimit:
 
     def _too_large(self) -> APIError:
         return APIError(
-            f"the request is larger than {self._limit} bytes", 413, code="request_too_large"
+            f"the request is larger than {self._limit} bytes",
+            413,
+            code="request_too_large",
+            headers={"Connection": "close"},
         )
 
     def _unpacked(self, body: bytes, encoding: bytes) -> bytes:

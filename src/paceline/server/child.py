@@ -1,13 +1,10 @@
 """What runs in the engine's process: the model, the thread that decodes, and the metrics.
 
-Three threads: one reads the socket, one prepares requests (endpoint.py), one decodes (loop.py) and
-writes to the socket. Without its parent this process has no purpose: when the connection is closed,
-it ends at once.
+Without its parent this process has no purpose: when the connection is closed, it ends at once.
 """
 
 from __future__ import annotations
 
-import logging
 import os
 import signal
 import socket
@@ -17,25 +14,18 @@ import traceback
 from collections.abc import Callable
 from typing import NoReturn
 
-import msgspec
-
-from paceline.errors import ConfigError, PacelineError
-from paceline.server.config import ServeConfig
-from paceline.server.endpoint import EngineEndpoint
+from paceline.errors import PacelineError
+from paceline.server.loop import EngineLoop
 from paceline.server.wire import (
     REQUESTS,
-    Ended,
     Facts,
     Failed,
-    Fault,
     Hello,
     LoadModel,
     WireMessage,
     framed,
     read_message,
 )
-
-log = logging.getLogger("paceline.server")
 
 
 def _end(code: int) -> NoReturn:
@@ -54,7 +44,7 @@ class Link:
     def __init__(self, connection: socket.socket, end: Callable[[], None]) -> None:
         self._connection, self._end = connection, end
         self._writing = threading.Lock()
-        self.endpoint: EngineEndpoint | None = None
+        self.loop: EngineLoop | None = None
 
     def send(self, message: WireMessage) -> None:
         """Waits while the other process does not read, and so the engine does, too."""
@@ -72,22 +62,9 @@ class Link:
     def read(self) -> None:
         """Until the other process has gone."""
         while (body := self.receive()) is not None:
-            assert self.endpoint is not None, "nothing is asked before the hello"
-            try:
-                message = REQUESTS.decode(body)
-            except msgspec.MsgspecError as error:
-                self._refuse(body, error)
-                continue
-            self.endpoint.handle(message)
+            assert self.loop is not None, "nothing is asked before the hello"
+            self.loop.handle(REQUESTS.decode(body))
         self._end()
-
-    def _refuse(self, body: bytes, error: msgspec.MsgspecError) -> None:
-        """A request that is none here costs nobody else anything."""
-        log.warning("a request could not be read: %s", error)
-        fields = msgspec.msgpack.decode(body)
-        if isinstance(fields, list) and fields[:1] == ["Submit"]:
-            reason = ConfigError(f"the request cannot be read: {error}")
-            self.send(Ended(int(fields[1]), Fault.of(reason)))
 
 
 def main(descriptor: int) -> None:
@@ -99,34 +76,35 @@ def main(descriptor: int) -> None:
     first = link.receive()
     if first is None:
         return
-    load = REQUESTS.decode(first)
-    assert isinstance(load, LoadModel)
+    message = REQUESTS.decode(first)
+    assert isinstance(message, LoadModel)
     # Before anything is loaded, so that a parent that ends meanwhile is noticed.
     threading.Thread(target=link.read, name="paceline-link", daemon=True).start()
-    endpoint = _open(load.config, link)
-    link.endpoint = endpoint
-    link.send(Hello(Facts.of(endpoint.llm)))
-    endpoint.loop.start()
-    endpoint.loop.join()
-    _end(0 if endpoint.loop.lost is None else 1)
+    loop = link.loop = _load(message, link)
+    link.send(Hello(Facts.of(loop.llm)))
+    loop.start()
+    loop.join()
+    _end(0 if loop.lost is None else 1)
 
 
-def _open(config: ServeConfig, link: Link) -> EngineEndpoint:
-    """The endpoint of the loaded model; ends the process if it cannot be loaded."""
+def _load(message: LoadModel, link: Link) -> EngineLoop:
+    """The loop of the loaded model; ends the process if it cannot be loaded."""
     from paceline.cli.output import debugging
-    from paceline.server.loading import load_llm
+    from paceline.server.local import load_llm
     from paceline.server.run import set_up_logging
 
+    config = message.config
     set_up_logging(config.log_level)
     try:
-        return EngineEndpoint(load_llm(config), config.max_queue, link.send, config.alias_of)
+        return EngineLoop(load_llm(config), link.send, config.alias_of)
     except Exception as error:
         if debugging():
             traceback.print_exc()
-        expected = isinstance(error, PacelineError)
-        fault = Fault.of(error)
-        if not expected:
-            reason = f"unexpected {type(error).__name__}: {error}"
-            fault = Fault("PacelineError", f"{reason}; run again with --debug for the traceback")
-        link.send(Failed(fault, expected))
+        reason = str(error)
+        if not isinstance(error, PacelineError):
+            reason = (
+                f"unexpected {type(error).__name__}: {reason}; run again with --debug for the "
+                "traceback"
+            )
+        link.send(Failed(reason.encode("utf-8", "replace").decode("utf-8")))
         _end(1)

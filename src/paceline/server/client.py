@@ -1,7 +1,7 @@
 """What handlers hold of the engine, wherever it is, and of their requests.
 
     handler                     event loop                        engine (see wire.py)
-    ticket = await submit() --> Submit -------------------------> endpoint.py
+    ticket = await submit() --> Submit -------------------------> loop.py
     await ticket.next() <--------- one wake-up a step <---- StepEvents
 
 Everything here runs on the event loop's thread. A ticket that nobody reads any more (its client has
@@ -18,7 +18,14 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from paceline.server.failures import DeadlineError, DrainingError, GoneError, SlowReaderError
+from paceline.errors import ConfigError
+from paceline.server.failures import (
+    BusyError,
+    DeadlineError,
+    DrainingError,
+    GoneError,
+    SlowReaderError,
+)
 from paceline.server.wire import (
     Accepted,
     Cancel,
@@ -40,8 +47,6 @@ log = logging.getLogger("paceline.server")
 
 # Tokens of a ticket that may wait to be read: a client that reads has a handful.
 MAX_UNREAD = 65_536
-# The engine gives up late requests itself; beyond this it is not there to do so.
-GRACE_SECONDS = 1.0
 SCRAPE_SECONDS = 5.0
 
 
@@ -95,7 +100,7 @@ class Ticket:
     async def next(self) -> list[StreamEvent]:
         """All that has come since the last call; nothing once it is complete.
 
-        Raises DeadlineError, CacheMemoryError, EngineError or whatever else ended it.
+        Raises the APIError that ended it.
         """
         while not self._events:
             if self.error is not None:
@@ -113,13 +118,13 @@ class Ticket:
     # -- called by the client ------------------------------------------------------------------
 
     def give_up_in(self, seconds: float, by_request: bool) -> None:
-        """A deadline that holds whatever the engine does."""
+        """Its deadline, which holds whatever the engine does."""
         loop = asyncio.get_running_loop()
-        self._timer = loop.call_later(seconds, self._expire, DeadlineError(by_request))
+        self._timer = loop.call_later(seconds, self._give_up, DeadlineError(by_request), "deadline")
 
-    def _expire(self, error: Exception) -> None:
+    def _give_up(self, error: Exception, outcome: str = "cancelled") -> None:
         self.fail(error)
-        self.cancel()
+        self._client.dismiss(self, outcome)
 
     def add(self, event: StreamEvent) -> None:
         """Without waking the handler."""
@@ -135,7 +140,7 @@ class Ticket:
         if self._unread > MAX_UNREAD:
             log.warning("an answer is not read: its request has been cancelled")
             self._events.clear()
-            self._expire(SlowReaderError())
+            self._give_up(SlowReaderError())
 
     def wake(self) -> None:
         if self._waiter is not None and not self._waiter.done():
@@ -164,6 +169,7 @@ class EngineClient(ABC):
         self._numbers = itertools.count(1)
         self._scrapes: dict[int, asyncio.Future[str]] = {}
         self._draining = self._started = self._stopped = False
+        self._request_seconds = 1.0  # moving average, for Retry-After
 
     # -- for handlers ----------------------------------------------------------------------------
 
@@ -198,7 +204,7 @@ class EngineClient(ABC):
 
         ``deadline`` in seconds shortens the server's own. ``streams`` asks for events step by step;
         else there is one for each completion. Raises BusyError, DrainingError, GoneError,
-        PromptError, ConfigError; what fails later is raised by the ticket.
+        ConfigError, or what the engine refuses it for; what fails later is raised by the ticket.
         """
         if self._draining or self._stopped:
             raise DrainingError("the server is shutting down; send the request elsewhere")
@@ -210,11 +216,11 @@ class EngineClient(ABC):
         drafters = self.facts.drafters
         drafter = params.drafter or (drafters[0] if drafters else "none")
         ticket = Ticket(self, next(self._numbers), prompts, params, drafter)
-        submit = Submit(ticket.number, list(prompts), params, streams, seconds, by_request)
-        self._post(submit)
+        self._check_capacity(ticket.count)
+        self._post(Submit(ticket.number, list(prompts), params, streams))
         self._tickets[ticket.number] = ticket
         if seconds is not None:
-            ticket.give_up_in(seconds + GRACE_SECONDS, by_request)
+            ticket.give_up_in(seconds, by_request)
         try:
             await ticket.accepted
             if ticket.error is not None:
@@ -224,11 +230,28 @@ class EngineClient(ABC):
             raise
         return ticket
 
-    def dismiss(self, ticket: Ticket) -> None:
+    def _check_capacity(self, count: int) -> None:
+        """Raises BusyError, and ConfigError for more sequences than can ever wait together."""
+        load, batch = self.load, self.facts.max_batch_size
+        if count > load.capacity:
+            raise ConfigError(
+                f"n: {count} sequences in one request, but this server takes {load.capacity} at a "
+                "time (max_queue and max_batch_size); send fewer prompts, or a smaller n"
+            )
+        if load.sequences + count > load.capacity:
+            waiting, running = max(0, load.sequences - batch), min(load.sequences, batch)
+            seconds = max(1, round(self._request_seconds * (1 + waiting) / max(1, running)))
+            raise BusyError(
+                f"the queue is full ({waiting} requests wait, {self.limits.max_queue} may); "
+                f"try again in {seconds} s",
+                seconds,
+            )
+
+    def dismiss(self, ticket: Ticket, outcome: str = "cancelled") -> None:
         """Nobody reads this ticket any more."""
         ticket.stop_timer()
         if self._tickets.pop(ticket.number, None) is not None and self.alive:
-            self._post(Cancel(ticket.number))
+            self._post(Cancel(ticket.number, outcome))
 
     async def scrape(self) -> str:
         """The metrics, rendered. Raises GoneError, or TimeoutError if the engine says nothing."""
@@ -280,6 +303,9 @@ class EngineClient(ABC):
             if ticket is not None:  # else it was cancelled meanwhile
                 ticket.add(event)
                 touched[number] = ticket
+                if event.completion is not None:
+                    seconds = event.completion.stats.decode_seconds
+                    self._request_seconds += 0.1 * (seconds - self._request_seconds)
         for ticket in touched.values():
             ticket.wake()
             if not ticket.open:

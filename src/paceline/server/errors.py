@@ -1,4 +1,5 @@
-"""Errors as OpenAI's API tells them: ``{"error": {message, type, param, code}}`` and a status."""
+"""Errors in the words of the two APIs: OpenAI's ``{"error": {message, type, param, code}}``, and
+Anthropic's."""
 
 from __future__ import annotations
 
@@ -12,19 +13,7 @@ from fastapi.responses import JSONResponse
 from pydantic import BaseModel
 from starlette.exceptions import HTTPException
 
-from paceline.core.params import is_unicode, shown
-from paceline.errors import CacheMemoryError, ConfigError, GrammarError, PacelineError
-from paceline.server.failures import (
-    BusyError,
-    ClientGoneError,
-    DeadlineError,
-    DrainingError,
-    EngineError,
-    GoneError,
-    RequestFailedError,
-    SlowReaderError,
-)
-from paceline.server.fields import REFUSED
+from paceline.server.failures import APIError, as_api_error
 from paceline.server.requestlog import request_id
 
 
@@ -46,67 +35,6 @@ RESPONSES: dict[int | str, dict[str, Any]] = {
     "4XX": {"model": ErrorBody, "description": "The request cannot be served as it is."},
     "5XX": {"model": ErrorBody, "description": "The server cannot serve it now."},
 }
-
-
-class APIError(PacelineError):
-    """An error with its HTTP status and OpenAI's ``type``, ``param`` and ``code``."""
-
-    def __init__(
-        self,
-        message: str,
-        status: int = 400,
-        kind: str = "invalid_request_error",
-        param: str | None = None,
-        code: str | None = None,
-    ) -> None:
-        super().__init__(message)
-        self.status, self.kind, self.param, self.code = status, kind, param, code
-
-
-def check_text(text: str, param: str) -> None:
-    """Raises APIError if a text has lone surrogates (JSON's ``"\\ud800"`` alone)."""
-    if not is_unicode(text):
-        raise APIError(
-            f"{param}: {shown(text)} has half a surrogate pair, which is no character", param=param
-        )
-
-
-# How the line of a ConfigError begins that is about one field.
-_NAMED = re.compile(r"([a-z_]+)(?:: | is | has )")
-
-
-# Status, type, field and code of errors whose line a client may read, subclasses first.
-_OURS, _THEIRS = "server_error", "invalid_request_error"
-_SHOWN: tuple[tuple[type[PacelineError], int, str, str | None, str | None], ...] = (
-    (BusyError, 429, "rate_limit_error", None, "queue_full"),
-    (DrainingError, 503, _OURS, None, "shutting_down"),
-    (CacheMemoryError, 400, _THEIRS, None, "context_length_exceeded"),
-    (GoneError, 503, _OURS, None, "engine_lost"),
-    (ClientGoneError, 499, _OURS, None, "cancelled"),
-    (SlowReaderError, 408, _THEIRS, None, "slow_reader"),
-    (RequestFailedError, 500, _OURS, None, "request_failed"),
-    (EngineError, 500, _OURS, None, None),
-    (GrammarError, 400, _THEIRS, "response_format", "invalid_schema"),
-)
-
-
-def as_api_error(error: Exception) -> APIError:
-    """Whatever went wrong, as a client may see it: no traceback, no path, no internals."""
-    message = str(error)
-    if isinstance(error, APIError):
-        return error
-    if isinstance(error, DeadlineError):
-        status, kind = (408, _THEIRS) if error.by_request else (504, _OURS)
-        return APIError(message, status, kind, code="deadline_exceeded")
-    for known, status, kind, param, code in _SHOWN:
-        if isinstance(error, known):
-            return APIError(message, status, kind, param, code)
-    if isinstance(error, PacelineError):
-        named = _NAMED.match(message) if isinstance(error, ConfigError) else None
-        return APIError(message, 400, param=named and named[1])
-    if isinstance(error, RecursionError):
-        return APIError("the body is nested too deeply; flatten it", 400, code="invalid_value")
-    return APIError("an unexpected error occurred; see the server's log", 500, "server_error")
 
 
 def error_body(error: APIError) -> dict[str, Any]:
@@ -148,16 +76,8 @@ def anthropic_body(error: APIError) -> dict[str, Any]:
 def respond(error: Exception, path: str = "") -> JSONResponse:
     """The response to a request for ``path``, in the words of the API that it belongs to."""
     shown = as_api_error(error)
-    headers = {}
-    if isinstance(error, BusyError):
-        headers["Retry-After"] = str(error.retry_after)
-    if isinstance(error, (DrainingError, GoneError)):
-        # Another server, or this one started again, will answer on another connection.
-        headers |= {"Retry-After": "5", "Connection": "close"}
-    if shown.status == 401:
-        headers["WWW-Authenticate"] = "Bearer"
     body = anthropic_body if path.startswith("/v1/messages") else error_body
-    return JSONResponse(body(shown), shown.status, headers)
+    return JSONResponse(body(shown), shown.status, shown.headers)
 
 
 async def on_error(request: Request, error: Exception) -> JSONResponse:
@@ -207,10 +127,7 @@ def invalid(
     names = [str(part) for part in location if not _TRIED.fullmatch(str(part))]
     param = ".".join(names)
     if complaint["type"] == "extra_forbidden":
-        reason = REFUSED.get(names[-1])
         message = f"unknown or unsupported field {param!r}; leave it out"
-        if reason is not None:
-            message = f"{param}: {reason}"
         return APIError(message, param=param, code="unknown_field")
     if complaint["type"] == "json_invalid":
         return APIError("the body is not valid JSON", code="invalid_json")

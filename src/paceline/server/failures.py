@@ -1,55 +1,119 @@
-"""What may become of a request besides an answer; no model and no HTTP is needed to know it."""
+"""What may become of a request besides an answer, with the HTTP status that says so."""
 
 from __future__ import annotations
 
-from paceline.errors import PacelineError
+import re
+from collections.abc import Mapping
+
+from paceline.core.params import is_unicode, shown
+from paceline.errors import CacheMemoryError, ConfigError, GrammarError, PacelineError
+
+_OURS, _THEIRS = "server_error", "invalid_request_error"
+# Another server, or this one started again, will answer on another connection.
+_ELSEWHERE = {"Retry-After": "5", "Connection": "close"}
 
 
-class BusyError(PacelineError):
-    """The queue is full. ``retry_after`` is in seconds."""
+class APIError(PacelineError):
+    """An error as clients are told it: HTTP status and headers, OpenAI's ``type`` (``kind``),
+    ``param`` and ``code``."""
+
+    def __init__(
+        self,
+        message: str,
+        status: int = 400,
+        kind: str = _THEIRS,
+        param: str | None = None,
+        code: str | None = None,
+        headers: Mapping[str, str] | None = None,
+    ) -> None:
+        super().__init__(message)
+        self.status, self.kind, self.param, self.code = status, kind, param, code
+        self.headers = dict(headers or {})
+
+
+class BusyError(APIError):
+    """The queue is full; come again after so many seconds."""
 
     def __init__(self, message: str, retry_after: int) -> None:
-        super().__init__(message)
-        self.retry_after = retry_after
+        headers = {"Retry-After": str(retry_after)}
+        super().__init__(message, 429, "rate_limit_error", None, "queue_full", headers)
 
 
-class DrainingError(PacelineError):
+class DrainingError(APIError):
     """The server is shutting down and takes no new requests."""
 
+    def __init__(self, message: str) -> None:
+        super().__init__(message, 503, _OURS, None, "shutting_down", _ELSEWHERE)
 
-class DeadlineError(PacelineError):
+
+class GoneError(APIError):
+    """There is no engine any more, and there will be none in this process."""
+
+    def __init__(self) -> None:
+        message = "the engine has stopped and the server is ending; try again later"
+        super().__init__(message, 503, _OURS, None, "engine_lost", _ELSEWHERE)
+
+
+class DeadlineError(APIError):
     """A request was not done in time and has been cancelled.
 
     ``by_request``: the deadline was the request's, not the server's.
     """
 
     def __init__(self, by_request: bool) -> None:
+        status, kind = (408, _THEIRS) if by_request else (504, _OURS)
         whose = "its own deadline" if by_request else "the server's deadline"
-        super().__init__(f"the request was not done by {whose}; ask for fewer tokens")
-        self.by_request = by_request
+        message = f"the request was not done by {whose}; ask for fewer tokens"
+        super().__init__(message, status, kind, code="deadline_exceeded")
 
 
-class EngineError(PacelineError):
-    """The engine failed on a step; the message is for the log, not for clients."""
-
-
-class RequestFailedError(EngineError):
+class RequestFailedError(APIError):
     """The engine failed on this request alone; the message says at what."""
 
-
-class GoneError(PacelineError):
-    """There is no engine any more, and there will be none in this process."""
-
-    def __init__(self) -> None:
-        super().__init__("the engine has stopped and the server is ending; try again later")
+    def __init__(self, message: str) -> None:
+        super().__init__(message, 500, _OURS, code="request_failed")
 
 
-class ClientGoneError(PacelineError):
+class ClientGoneError(APIError):
     """Whoever asked has closed the connection."""
 
+    def __init__(self) -> None:
+        super().__init__("the client has gone", 499, _OURS, code="cancelled")
 
-class SlowReaderError(PacelineError):
+
+class SlowReaderError(APIError):
     """A client does not read what it asked for."""
 
     def __init__(self) -> None:
-        super().__init__("the answer was not read, so the request has been cancelled")
+        message = "the answer was not read, so the request has been cancelled"
+        super().__init__(message, 408, code="slow_reader")
+
+
+# How the line of a ConfigError begins that is about one field.
+_NAMED = re.compile(r"([a-z_]+)(?:: | is | has )")
+
+
+def as_api_error(error: BaseException) -> APIError:
+    """Whatever went wrong, as a client may see it: no traceback, no path, no internals."""
+    if isinstance(error, APIError):
+        return error
+    # A message may quote what a client sent, and half a surrogate pair cannot be encoded.
+    message = str(error).encode("utf-8", "replace").decode("utf-8")
+    if isinstance(error, CacheMemoryError):
+        return APIError(message, code="context_length_exceeded")
+    if isinstance(error, GrammarError):
+        return APIError(message, param="response_format", code="invalid_schema")
+    if isinstance(error, PacelineError):
+        named = _NAMED.match(message) if isinstance(error, ConfigError) else None
+        return APIError(message, param=named and named[1])
+    if isinstance(error, RecursionError):
+        return APIError("the body is nested too deeply; flatten it", code="invalid_value")
+    return APIError("an unexpected error occurred; see the server's log", 500, _OURS)
+
+
+def check_text(text: str, param: str) -> None:
+    """Raises APIError if a text has lone surrogates (JSON's ``"\\ud800"`` alone)."""
+    if not is_unicode(text):
+        raise APIError(
+            f"{param}: {shown(text)} has half a surrogate pair, which is no character", param=param
+        )

@@ -73,25 +73,6 @@ ROUTER_DEFAULTS: Mapping[str, bool] = {
     "stream_reasoning": True,
     "include_reasoning": True,
 }
-# Why not, for what clients do ask.
-REFUSED: Mapping[str, str] = {
-    "audio": "answers are text; audio is not supported",
-    "modalities": 'answers are text; only ["text"] is supported',
-    "web_search_options": "there is no web search here",
-    "use_beam_search": "beam search is not supported; sample n answers",
-    "logits_processors": "code from requests is not run; use logit_bias or a grammar",
-    "bad_words": "words cannot be banned; use logit_bias for tokens",
-    "background": "answers are not made in the background; stream it",
-    "truncation": 'nothing is left out of a prompt; use "disabled"',
-    "prompt": "prompt templates are not kept here; send the messages",
-    "container": "there are no containers here",
-    "documents": "documents are not supported; put their text into a message",
-    "return_tokens_as_token_ids": "not supported; return_token_ids adds the ids",
-    "conversation": "conversations are not kept; use previous_response_id, or send the input again",
-    "mcp_servers": "MCP servers are not called from here; offer their tools as functions",
-    "guided_whitespace_pattern": "JSON is written on one line, which cannot be changed",
-    "structural_tag": "structural tags are not supported; use json, regex, choice or grammar",
-}
 
 
 def taken(name: str, value: object) -> bool:

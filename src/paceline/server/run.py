@@ -121,13 +121,14 @@ def run(
         lifespan="on",
         timeout_graceful_shutdown=_CLOSING_SECONDS,
     )
-    warn_of_backend(service.loop.facts)
-    announcement = describe(service.loop.facts, config, keys, url_of(listener, config.host))
-    server = DrainingServer(uvicorn_config, service.loop, config.drain_seconds, announcement)
+    warn_of_backend(service.client.facts)
+    announcement = describe(service.client.facts, config, keys, url_of(listener, config.host))
+    server = DrainingServer(uvicorn_config, service.client, config.drain_seconds, announcement)
     server.run([listener])
-    if service.loop.failure is not None:
+    if service.client.failure is not None:
         raise EngineLostError(
-            f"the engine cannot go on: {service.loop.failure}; the server has ended, start it again"
+            f"the engine cannot go on: {service.client.failure}; the server has ended, start it "
+            "again"
         )
 
 

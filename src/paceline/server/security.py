@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING
 
 from paceline.errors import ConfigError
 from paceline.server.api.protocol import MAX_CHOICES, MAX_LOGPROBS, MAX_PROMPTS
-from paceline.server.errors import APIError
+from paceline.server.failures import APIError
 from paceline.server.requestlog import header
 
 if TYPE_CHECKING:
@@ -76,7 +76,8 @@ class Keys:
         if key is None or not self.know(key):
             what = "an API key is needed" if key is None else "the API key is not known here"
             message = f"{what}; send it as Authorization: Bearer KEY"
-            return APIError(message, 401, code="invalid_api_key")
+            headers = {"WWW-Authenticate": "Bearer"}
+            return APIError(message, 401, code="invalid_api_key", headers=headers)
         scope[_OWNER] = _digest(key).hex()
         return None
 

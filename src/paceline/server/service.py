@@ -10,7 +10,7 @@ import time
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
-from paceline.server.errors import APIError, check_text
+from paceline.server.failures import APIError, check_text
 from paceline.server.requestlog import charge
 from paceline.server.security import RequestLimits
 
@@ -33,19 +33,19 @@ class Service:
 
     def __init__(
         self,
-        loop: EngineClient,
+        client: EngineClient,
         tokenizer: PreTrainedTokenizerFast,
         model: str,
         asks: RequestLimits | None = None,
         log_prompts: bool = False,
     ) -> None:
-        self.loop, self.tokenizer, self.model = loop, tokenizer, model
+        self.client, self.tokenizer, self.model = client, tokenizer, model
         self._asks, self._log_prompts = asks or RequestLimits(), log_prompts
         self.created = self.now()
 
     @property
     def facts(self) -> Facts:
-        return self.loop.facts
+        return self.client.facts
 
     @property
     def max_model_len(self) -> int:
@@ -97,7 +97,7 @@ class Service:
         streams: bool,
     ) -> Ticket:
         self._asks.check(len(prompts), params)
-        ticket = await self.loop.submit(prompts, params, deadline, streams)
+        ticket = await self.client.submit(prompts, params, deadline, streams)
         charge(ticket)
         if self._log_prompts:  # they have been checked: every id is one of the vocabulary
             for prompt in prompts:

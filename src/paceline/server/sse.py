@@ -17,8 +17,8 @@ import msgspec
 from fastapi import Request as HTTPRequest
 from fastapi.responses import JSONResponse, Response
 
-from paceline.server.errors import APIError, as_api_error, error_body
-from paceline.server.failures import ClientGoneError
+from paceline.server.errors import error_body
+from paceline.server.failures import APIError, ClientGoneError, as_api_error
 
 if TYPE_CHECKING:
     from starlette.types import Receive, Scope, Send
@@ -92,7 +92,7 @@ async def _attended(ticket: Ticket, receive: Receive) -> AsyncIterator[None]:
     async def leave_with_client() -> None:
         while (await receive())["type"] != "http.disconnect":
             pass
-        ticket.fail(ClientGoneError("the client has gone"))
+        ticket.fail(ClientGoneError())
         ticket.cancel()
 
     watcher = asyncio.create_task(leave_with_client())

@@ -7,7 +7,7 @@
            <-------------------------------------- Accepted(ticket) | Ended(ticket, fault)
            <-------------------------------- StepEvents(events), one a step for all tickets
            <-------------------------------------- Ended(ticket, fault)
-    Cancel(ticket), Scrape(number) ----------->
+    Cancel(ticket, outcome), Scrape(number) -->
            <-------------------------------------- Scraped(number, text)
            <-------------------------------------- Lost(reason)
 
@@ -23,14 +23,12 @@ from typing import TYPE_CHECKING
 
 import msgspec
 
-from paceline import errors
 from paceline.core.params import SamplingParams
-from paceline.errors import PacelineError
 from paceline.request.completion import StreamEvent
 from paceline.request.defaults import SamplingDefaults
 from paceline.request.door import ContextBudget
-from paceline.server import failures
 from paceline.server.config import ServeConfig
+from paceline.server.failures import APIError, as_api_error
 
 if TYPE_CHECKING:
     from paceline.llm import LLM
@@ -39,29 +37,23 @@ _HEAD = struct.Struct("<I")
 
 
 class Fault(msgspec.Struct):
-    """An error by its class's name; errors that we did not foresee lose theirs."""
+    """An ``APIError``, as which every error of the engine's side crosses."""
 
-    name: str
     message: str
-    details: dict[str, int | bool] = {}
+    status: int
+    kind: str
+    param: str | None
+    code: str | None
+    headers: dict[str, str]
 
     @classmethod
     def of(cls, error: BaseException) -> Fault:
-        if not isinstance(error, PacelineError):
-            return cls("EngineError", "the engine failed on this request; see the server's log")
-        # A message may quote what a client sent, and half a surrogate pair cannot be encoded.
-        message = str(error).encode("utf-8", "replace").decode("utf-8")
-        details = {name: value for name, value in vars(error).items() if isinstance(value, int)}
-        return cls(type(error).__name__, message, details)
+        shown = as_api_error(error)
+        fields = shown.status, shown.kind, shown.param, shown.code, shown.headers
+        return cls(str(shown), *fields)
 
-    def error(self) -> PacelineError:
-        """The error again; a class that is not known here becomes the base of all."""
-        kind = getattr(failures, self.name, None) or getattr(errors, self.name, None)
-        if not (isinstance(kind, type) and issubclass(kind, PacelineError)):
-            kind = PacelineError
-        error = kind.__new__(kind, self.message)  # classes write their messages in different ways
-        vars(error).update(self.details)
-        return error
+    def error(self) -> APIError:
+        return APIError(self.message, self.status, self.kind, self.param, self.code, self.headers)
 
 
 class Facts(msgspec.Struct):
@@ -103,18 +95,19 @@ class LoadModel(WireMessage):
 
 
 class Submit(WireMessage):
-    """``n`` answers for each prompt. ``seconds`` may be taken; ``by_request``: it says so."""
+    """``n`` answers for each prompt, step by step if it ``streams``."""
 
     ticket: int
     prompts: list[list[int]]
     params: SamplingParams
     streams: bool
-    seconds: float | None
-    by_request: bool
 
 
 class Cancel(WireMessage):
+    """``outcome``: "cancelled" or "deadline"."""
+
     ticket: int
+    outcome: str
 
 
 class Scrape(WireMessage):
@@ -126,10 +119,9 @@ class Hello(WireMessage):
 
 
 class Failed(WireMessage):
-    """Nothing could be loaded. ``expected``: for a reason that has a line of its own."""
+    """Nothing could be loaded, and why."""
 
-    fault: Fault
-    expected: bool
+    reason: str
 
 
 class Accepted(WireMessage):

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from paceline.core.transfer import to_device
-from paceline.model.decoders import ByteRun, bytes_of, parts_of
+from paceline.model.decoders import TokenSpeller
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerFast
@@ -55,16 +55,15 @@ class TokenTexts:
 
     def __init__(self, tokenizer: PreTrainedTokenizerFast) -> None:
         self.tokenizer = tokenizer
-        parts = parts_of(tokenizer.backend_tokenizer.decoder)
-        runs = [part for part in parts if isinstance(part, ByteRun)]
+        speller = TokenSpeller(tokenizer.backend_tokenizer.decoder)
         added = tokenizer.added_tokens_decoder
         self.strings: dict[int, bytes] = {}
         self.special: dict[int, str] = {}
         self._spare: set[int] = set()  # single bytes, kept for characters that have no token
         for token, index in tokenizer.get_vocab().items():
             if index not in added:
-                self.strings[index] = bytes_of(parts, token)
-                if runs and isinstance(runs[0].spell(token), bytes):
+                self.strings[index] = speller.spell(token)
+                if speller.byte(token) is not None:
                     self._spare.add(index)
             elif added[index].special:
                 self.special[index] = token

@@ -17,7 +17,8 @@ from paceline.server.api.chat_format import render_request
 from paceline.server.api.content import Content, text_of
 from paceline.server.api.dialogue import Dialogue
 from paceline.server.api.protocol import ChatRequest, Generation
-from paceline.server.errors import APIError, anthropic_body
+from paceline.server.errors import anthropic_body
+from paceline.server.failures import APIError
 from paceline.server.fields import Body
 from paceline.server.requestlog import new_id, note
 from paceline.server.service import Service

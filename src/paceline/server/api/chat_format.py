@@ -8,7 +8,7 @@ from inspect import signature
 from typing import TYPE_CHECKING, Any
 
 from paceline.server.api.protocol import ChatMessage, ChatRequest, Tool
-from paceline.server.errors import APIError, check_text
+from paceline.server.failures import APIError, check_text
 from paceline.server.requestlog import note
 
 if TYPE_CHECKING:

@@ -142,7 +142,7 @@ class LogprobColumns:
 
     def __init__(self, tokenizer: PreTrainedTokenizerFast, prompt: Sequence[int]) -> None:
         self._tokenizer, self._prompt = tokenizer, prompt
-        self._certain = self._guessed = 0  # characters before the next token
+        self._certain = 0  # characters before the next token
 
     @cached_property
     def _spelling(self) -> Spelling:
@@ -157,12 +157,8 @@ class LogprobColumns:
         complete before the token."""
         offsets = []
         for entry in entries:
-            offsets.append(self._certain + self._guessed)
+            offsets.append(self._certain + len(self._detokeniser.guess()))
             self._certain += len(self._detokeniser.feed(entry.token_id))
-            if self._detokeniser.waiting:
-                self._guessed += len(self._detokeniser.guess)
-            else:
-                self._guessed = 0
         return {
             "tokens": [self._name(entry.token_id) for entry in entries],
             "token_logprobs": [finite(entry.logprob) for entry in entries],

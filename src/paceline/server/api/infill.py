@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from paceline.server.errors import APIError
+from paceline.server.failures import APIError
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerFast

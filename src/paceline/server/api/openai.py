@@ -36,7 +36,7 @@ from paceline.server.api.protocol import (
 )
 from paceline.server.api.tool_stream import AnswerStream, Delta, deltas_of, message_of
 from paceline.server.client import Ticket
-from paceline.server.errors import APIError
+from paceline.server.failures import APIError
 from paceline.server.service import Service
 from paceline.server.sse import Answer, Chunk, respond_with
 

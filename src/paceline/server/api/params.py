@@ -9,7 +9,7 @@ from typing import Any
 from paceline.core.params import Grammar, SamplingParams, shown
 from paceline.request.defaults import SamplingDefaults
 from paceline.server.api.protocol import Generation, Speculation, StructuredOutputs
-from paceline.server.errors import APIError
+from paceline.server.failures import APIError
 from paceline.server.wire import Facts
 
 PREDICTED_LENGTH = 16  # tokens drafted a step for a request that predicts its answer

@@ -15,7 +15,8 @@ from paceline.server.api.dialogue import Dialogue
 from paceline.server.api.params import sampling_of
 from paceline.server.api.responses_api import MessageFields, ResponsesRequest, messages_of
 from paceline.server.api.responses_kept import KeptResponse, ResponseStore
-from paceline.server.errors import APIError, error_body
+from paceline.server.errors import error_body
+from paceline.server.failures import APIError
 from paceline.server.requestlog import new_id
 from paceline.server.security import owner_of
 from paceline.server.service import Service

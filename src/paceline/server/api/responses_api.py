@@ -10,7 +10,7 @@ from pydantic import Field, model_validator
 from paceline.server.api.blocks import as_chat, own_kind, text_or, without_hosted
 from paceline.server.api.content import text_of
 from paceline.server.api.protocol import MAX_LOGPROBS, ChatRequest, Generation, JsonSchema
-from paceline.server.errors import APIError
+from paceline.server.failures import APIError
 from paceline.server.fields import Body
 from paceline.server.requestlog import note
 

@@ -11,7 +11,7 @@ from fastapi.responses import Response
 
 from paceline.server.api.chat_format import render
 from paceline.server.api.protocol import DetokenizeRequest, TokenizeRequest
-from paceline.server.errors import APIError, check_text
+from paceline.server.failures import APIError, check_text
 from paceline.server.service import Service
 
 _SAID = ("bos_token", "eos_token", "pad_token", "unk_token", "chat_template", "model_max_length")
