@@ -157,6 +157,6 @@ def test_a_client_that_does_not_read(target: LLM, monkeypatch: pytest.MonkeyPatc
             client.sendall(request("/v1/completions", body))
             wait_until(lambda: not service.client.idle)
             wait_until(lambda: service.client.idle)
-        outcomes = service.client.loop.metrics.requests
-        assert outcomes.labels("cancelled")._value.get() == 4
+        cancelled = service.client.loop.metrics.requests.labels("cancelled")._value
+        wait_until(lambda count=cancelled: count.get() == 4)
         settled(server)

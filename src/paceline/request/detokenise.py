@@ -45,9 +45,9 @@ class Spelling:
             name = self._names[token] = self._backend.id_to_token(token)
         return None if skip_special and name in self._special else name
 
-    def byte(self, name: str) -> int | None:
+    def byte(self, token: int) -> int | None:
         """The byte that a token of byte fallback is; None for any other token."""
-        return self._speller.byte(name)
+        return self._speller.byte(self.name(token, skip_special=False) or "")
 
     def bytes_of(self, token: int) -> bytes:
         """The bytes a token stands for in the middle of a text; none if it has no name."""
@@ -89,21 +89,19 @@ class Detokeniser:
         """The prompt's last tokens, of which the first is not part of a run of bytes."""
         end: list[int] = []
         for token in reversed(prompt):
-            name = self._spelling.name(token, self._skip)
-            if name is None:
+            if self._spelling.name(token, self._skip) is None:
                 continue
             end.append(token)
-            if len(end) >= _WINDOW and self._spelling.byte(name) is None:
+            if len(end) >= _WINDOW and self._spelling.byte(token) is None:
                 break
         return end[::-1]
 
     def feed(self, token: int) -> str:
         """What is certain now and was not before this token."""
-        name = self._spelling.name(token, self._skip)
-        if name is None:
+        if self._spelling.name(token, self._skip) is None:
             return ""
         self._held.append(token)
-        if self._spelling.byte(name) is not None:
+        if self._spelling.byte(token) is not None:
             return ""
         text = self._text_of(self._held)
         return "" if not text or text.endswith(REPLACEMENT) else self._show(text)
@@ -120,7 +118,12 @@ class Detokeniser:
         """The rest. Bytes of an unfinished character become U+FFFD, or nothing if only ``whole``
         characters are wanted."""
         text = self._text_of(self._held)
-        for cut in range(1, _MOST_UNFINISHED + 1) if whole and text.endswith(REPLACEMENT) else ():
+        if not whole or not text.endswith(REPLACEMENT):
+            return self._show(text)
+        if self._spelling.byte(self._held[-1]) is None:
+            return self._show(text[:-1])
+        # Of a run of bytes that is cut every byte is U+FFFD.
+        for cut in range(1, _MOST_UNFINISHED + 1):
             shorter = self._text_of(self._held[:-cut])
             if not shorter.endswith(REPLACEMENT):
                 return self._show(shorter)

@@ -109,9 +109,9 @@ class EngineLoop:
             job = self._jobs[message.ticket] = EngineJob(message)
             self._preparing.submit(self._prepare, message, job)
         elif isinstance(message, Cancel):
-            job = self._jobs.get(message.ticket)
-            if job is not None:
-                job.outcome = message.outcome
+            cancelled = self._jobs.get(message.ticket)
+            if cancelled is not None:
+                cancelled.outcome = message.outcome
         elif isinstance(message, Scrape):
             self._post(Scraped(message.number, self.metrics.render()))
 
