@@ -4,8 +4,8 @@ Pairs: `tiny`, the embedded pair as it is, `inflated`, the same functions at the
 (see inflate.py), and `smollm2`, a real model, whose answers end where it ends them (see real.py).
 Every engine gets the same token ids, decodes greedily at batch 1 to exactly `--max-tokens` new
 tokens (the end token is ignored by all, but for `smollm2`), and is timed from prompt to last token,
-prefill included. All engines decode a prompt one after another, in an order that rotates; a figure
-is the median over rounds. Prefix sharing between rounds is off.
+prefill included; then eight prompts together, and with `--rules` at temperature 1. Turns, figures
+and tables are those of `paceline bench`; prefix sharing between rounds is off.
 
     python benchmarks/decoding.py --quick
     python benchmarks/decoding.py --pairs tiny --rounds 5 --json tiny.json
@@ -30,32 +30,23 @@ from rich.console import Console
 
 import inflate
 import real
-from decoding_figures import (
-    ADAPTIVE,
-    ASSISTED,
-    BATCH,
-    FIXED,
-    LOOKUP,
-    PLAIN,
-    SAMPLED,
-    THEIRS,
-    Record,
-    agreement,
-    figures,
-    show,
-)
-from measuring import finish, machine, progress
+from measuring import finish, machine, mean, progress, rounded
 from paceline import LLM, PacelineError
-from paceline.core.params import SamplingParams
 from paceline.lab.bench.engines import Starter
-from paceline.lab.bench.methods import Method
-from paceline.lab.bench.runner import BenchJob, HeatRecord, take_turns
-from paceline.lab.bench.runs import Ask, BenchEngine
+from paceline.lab.bench.figures import OVERALL, Row
+from paceline.lab.bench.methods import PLAIN, Method
+from paceline.lab.bench.pages import report_of
+from paceline.lab.bench.result import BenchResult
+from paceline.lab.bench.runner import EVERYTHING, Sweep, take_turns, warm_up
+from paceline.lab.bench.runs import HeatRecord
+from paceline.lab.report.render import print_report
 from prompts import SUITES, default_folder, load_suites
 
 RULES = ("token", "block", "coupled")
 DRAFT_LENGTH = 4  # of everything with a fixed draft length, ours and theirs
 TOGETHER = 8
+FIXED, ADAPTIVE = f"fixed {DRAFT_LENGTH}", "adaptive"
+THEIRS, ASSISTED, LOOKUP = "transformers", "transformers assisted", "transformers lookup"
 
 
 @dataclass(frozen=True)
@@ -130,69 +121,108 @@ def find_pair(name: str, args: argparse.Namespace) -> Pair:
     return Pair(name, target, draft, draft)
 
 
-class Engines:
-    """The engines of one pair: those that decode alone, eight prompts together, and sampled."""
+@dataclass(frozen=True)
+class Part:
+    """Methods that take turns on the prompts, one at a time or several ``together``. ``rules``: how
+    drafts of a method are judged."""
 
-    def __init__(self, llm: LLM, pair: Pair, args: argparse.Namespace) -> None:
-        self.llm = llm
-
-        def starter(rule: str) -> Starter:
-            return Starter(llm, pair.target, rule=rule)
-
-        def ours(name: str, length: int | Any, rule: str = "auto") -> BenchEngine:
-            method = Method(name, pair.spec if length else None, length)
-            return starter(rule).open(method, TOGETHER)
-
-        theirs = starter("auto")
-        methods = [Method(THEIRS, variant="plain")]
-        if pair.draft is not None:
-            methods.append(Method(ASSISTED, pair.draft, DRAFT_LENGTH, "assisted"))
-        if args.lookup:
-            methods.append(Method(LOOKUP, None, DRAFT_LENGTH, "lookup"))
-        plain, adaptive = ours(PLAIN, 0), ours(ADAPTIVE, "auto")
-        fixed = ours(FIXED, DRAFT_LENGTH, "token")  # greedily the rule makes no difference
-        self.single = [*(theirs.open(method, 1) for method in methods), plain, fixed, adaptive]
-        self.batched = [plain, adaptive]
-        self.sampled = []
-        if args.rules:
-            sampled = [ours(f"rule {rule}", DRAFT_LENGTH, rule) for rule in RULES]
-            self.sampled = [plain, *sampled]
+    methods: list[Method]
+    together: int = 1
+    temperature: float = 0.0
+    rules: tuple[str, ...] = ("auto",)
 
 
-def jobs(
-    suites: dict[str, list[list[int]]], tokens: int, ends: bool, temperature: float = 0.0
-) -> list[BenchJob]:
-    """All prompts alone."""
-    params = SamplingParams(temperature=temperature, max_tokens=tokens, ignore_eos=not ends)
-    prefix = SAMPLED if temperature else ""
-    return [
-        BenchJob(prefix + suite, 1, temperature, index, (Ask(tuple(ids), params),))
-        for suite, prompts in suites.items()
-        for index, ids in enumerate(prompts)
-    ]
-
-
-def together(alone: list[BenchJob]) -> BenchJob:
-    """Eight prompts at once, of all suites alike."""
-    every = [job.asks[0] for job in alone]
-    chosen = (every * TOGETHER)[:: max(1, len(every) // TOGETHER)][:TOGETHER]
-    return BenchJob(BATCH, TOGETHER, 0.0, 0, tuple(chosen))
+def parts_of(pair: Pair, args: argparse.Namespace) -> list[Part]:
+    """Everybody alone, eight prompts together, and the rules of sampling."""
+    plain, adaptive = Method(PLAIN, length=0), Method(ADAPTIVE, pair.spec, "auto")
+    alone = [Method(THEIRS, variant="plain")]
+    if pair.draft is not None:
+        alone.append(Method(ASSISTED, pair.draft, DRAFT_LENGTH, "assisted"))
+    if args.lookup:
+        alone.append(Method(LOOKUP, None, DRAFT_LENGTH, "lookup"))
+    alone += [plain, Method(FIXED, pair.spec, DRAFT_LENGTH), adaptive]
+    parts = [Part(alone), Part([plain, adaptive], TOGETHER)]
+    if args.rules:
+        sampled = [Method(f"rule {rule}", pair.spec, DRAFT_LENGTH) for rule in RULES]
+        parts.append(Part([plain, *sampled], 1, 1.0, ("auto", *RULES)))
+    return parts
 
 
 def measure(
-    name: str, engines: Engines, parts: dict[str, list[BenchJob]], rounds: int, record: HeatRecord
+    llm: LLM,
+    pair: Pair,
+    args: argparse.Namespace,
+    prompts: list[tuple[str, list[int]]],
+    record: HeatRecord,
 ) -> None:
-    """Every part's jobs by the engines of its name, ``rounds`` times."""
-    groups = [(todo, getattr(engines, part)) for part, todo in parts.items()]
+    """Fills the record, part by part."""
     with progress() as bar:
-        task = bar.add_task(name, total=rounds * sum(len(t) * len(group) for t, group in groups))
+        for part in parts_of(pair, args):
+            sweep = Sweep(
+                args.max_tokens, temperatures=[part.temperature], ignore_eos=not pair.ends
+            )
+            todo = sweep.jobs(prompts, part.together)
+            if part.together > 1:  # each prompt at most once
+                todo = sweep.jobs(prompts[:: max(1, len(prompts) // TOGETHER)], part.together, 1)
+            runs = args.rounds * len(todo) * len(part.methods)
+            task = bar.add_task(f"{pair.name}, {part.together} at once", total=runs)
+            rules = part.rules * (len(part.methods) if len(part.rules) == 1 else 1)
+            engines = [
+                Starter(llm, pair.target, rule=rule).open(method, part.together)
+                for method, rule in zip(part.methods, rules, strict=True)
+            ]
+            warm_up(todo, engines)
+            take_turns(todo, engines, args.rounds, record, lambda _, t=task: bar.advance(t))  # type: ignore[misc]
 
-        def advance(steps: int, what: str) -> None:
-            bar.update(task, advance=steps, description=f"{name} {what}")
 
-        for todo, group in groups:
-            if group:
-                take_turns(todo, group, rounds, record, advance)
+def figures(rows: list[Row]) -> dict[str, Any]:
+    """The JSON object of one pair: ratios of median tokens a second; null is not measured."""
+    speeds = {(r.concurrency, r.temperature, r.category, r.method): r for r in rows}
+    suites = list(
+        dict.fromkeys(r.category for r in rows if r.category not in (OVERALL, EVERYTHING))
+    )
+
+    def speed(suite: str, method: str, together: int = 1, temperature: float = 0.0) -> float | None:
+        row = speeds.get((together, temperature, suite, method))
+        return None if row is None else row.tokens_per_second.median
+
+    def ratio(suite: str, fast: str, slow: str, together: int = 1) -> float | None:
+        one, other = speed(suite, fast, together), speed(suite, slow, together)
+        return None if one is None or other is None else rounded(one / other)
+
+    def by_suite(fast: str, slow: str) -> dict[str, float | None]:
+        return {suite: ratio(suite, fast, slow) for suite in suites}
+
+    greedy = [row for row in rows if not row.temperature]
+    drafts: dict[str, Any] = {}
+    rates: dict[str, dict[str, float | None]] = {}
+    for row in greedy:
+        rates.setdefault(row.category, {})[row.method] = rounded(row.tokens_per_second.median, 1)
+        if row.drafts.drafted:
+            drafts.setdefault(row.category, {})[row.method] = {
+                "acceptance": rounded(row.drafts.acceptance_rate),
+                "mean_accepted_length": rounded(row.drafts.mean_accepted_length),
+            }
+    steps = [row for row in greedy if row.method == FIXED and row.phases]
+    shares = {
+        phase: rounded(mean([row.phases[phase] / row.step for row in steps]), 4)
+        for phase in (steps[0].phases if steps else ())
+    }
+    sampled = {
+        name: rounded(mean([speed(suite, name, 1, 1.0) for suite in suites]), 1)
+        for name in (PLAIN, *(f"rule {rule}" for rule in RULES))
+    }
+    return {
+        "plain_vs_transformers": rounded(mean([ratio(s, PLAIN, THEIRS) for s in suites])),
+        "speculative_vs_plain": by_suite(FIXED, PLAIN),
+        "adaptive_vs_plain": by_suite(ADAPTIVE, PLAIN),
+        "speculative_vs_assisted": by_suite(FIXED, ASSISTED),
+        "batch8_adaptive_vs_plain": ratio(EVERYTHING, ADAPTIVE, PLAIN, TOGETHER),
+        "tokens_per_second": rates,
+        "drafts": drafts,
+        "step_shares": shares,
+        "sampled_tokens_per_second": sampled,
+    }
 
 
 def run_pair(name: str, args: argparse.Namespace, result: dict[str, Any], out: Console) -> None:
@@ -203,27 +233,18 @@ def run_pair(name: str, args: argparse.Namespace, result: dict[str, Any], out: C
     load = real.load_suites if name == real.NAME else load_suites
     names = args.suites.split(",")
     suites = load(args.prompts_dir, names, llm.tokenizer, args.per_suite, limit)
-    alone = jobs(suites, args.max_tokens, pair.ends)
-    parts = {
-        "single": alone,
-        "sampled": jobs(suites, args.max_tokens, pair.ends, 1.0),
-        "batched": [together(alone)],
-    }
-    heats = HeatRecord()
+    prompts = [(suite, ids) for suite, many in suites.items() for ids in many]
+    settings = {"model": name, "source": args.prompts_dir, "prompts": len(prompts), "lossy": False}
+    settings["max_tokens"] = args.max_tokens
+    record = HeatRecord()
     try:
-        measure(name, Engines(llm, pair, args), parts, args.rounds, heats)
+        measure(llm, pair, args, prompts, record)
     finally:
-        record = Record.of(heats)
-        result[name] = figures(record)
-        if sys.exc_info()[0] is not None:
-            show(name, record, result[name], out)
-    for key, names in {
-        "plain_equals_transformers": (THEIRS, PLAIN),
-        "speculative_equals_plain": (PLAIN, FIXED),
-        "adaptive_equals_plain": (PLAIN, ADAPTIVE),
-    }.items():
-        result[name][key] = agreement(llm, heats, list(suites), *names)
-    show(name, record, result[name], out)
+        methods = {m.name: m for part in parts_of(pair, args) for m in part.methods}
+        found = BenchResult.of([*methods.values()], settings, llm, record, None)
+        result[name] = figures([*found.rows]) | {"texts": found.texts.counts}
+        if found.rows:
+            print_report(report_of(found), out)
 
 
 def main() -> None:

@@ -10,54 +10,54 @@ import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
 import decoding
-from decoding_figures import ADAPTIVE, ASSISTED, BATCH, FIXED, PLAIN, THEIRS, Record, figures
-from paceline import LLM, SamplingParams
+from decoding import ADAPTIVE, ASSISTED, FIXED, THEIRS, figures
 from paceline.lab.bench.engines import Paceline
+from paceline.lab.bench.figures import rows
+from paceline.lab.bench.methods import PLAIN
 from paceline.lab.bench.prompts import evenly
-from paceline.lab.bench.runs import Ask, TimedAnswer, TimedRun
+from paceline.lab.bench.runner import EVERYTHING
+from paceline.lab.bench.runs import BenchJob, Heat, HeatRecord
 from prompts import ALL_SUITES, SHIPPED, encode, load_suites, read_texts
+from support.made_outcomes import outcome
 
 Start = Callable[..., tuple[Any, str, Any]]
 
 
-def outcome(seconds: float, count: int = 10, drafted: int = 0, accepted: int = 0) -> TimedRun:
-    answer = TimedAnswer((1,) * count, ((seconds, count),))
-    return TimedRun([answer], seconds, steps=4, drafted=drafted, accepted=accepted)
-
-
-def filled() -> Record:
-    record = Record()
-    for prompt in (0, 1):
-        for seconds in (1.0, 9.0, 2.0):  # the median is 2
-            record.add("arith", THEIRS, prompt, outcome(seconds))
-            record.add("arith", ASSISTED, prompt, outcome(seconds * 0.75))
-            record.add("arith", PLAIN, prompt, outcome(seconds / 2))
-            record.add("arith", FIXED, prompt, outcome(seconds / 4, drafted=8, accepted=6))
-    record.add(BATCH, PLAIN, 0, outcome(3.0))
-    record.add(BATCH, ADAPTIVE, 0, outcome(2.0))
-    return record
+def heat(turn: int, suite: str, together: int = 1, **seconds: float) -> Heat:
+    """Four tokens each; ``fixed`` with drafts."""
+    names = {
+        "theirs": THEIRS,
+        "assisted": ASSISTED,
+        "plain": PLAIN,
+        "fixed": FIXED,
+        "adaptive": ADAPTIVE,
+    }
+    drafts = {"fixed": {"drafted": 4, "accepted": 3}}
+    runs = {names[n]: outcome(s, **drafts.get(n, {})) for n, s in seconds.items()}
+    return Heat(BenchJob(suite, together, 0.0, 0, ()), turn, runs)
 
 
 def test_figures_are_ratios_of_medians() -> None:
-    result = figures(filled())
+    heats = [
+        heat(turn, "arith", theirs=s, assisted=s * 0.75, plain=s / 2, fixed=s / 4)
+        for turn, s in enumerate((1.0, 9.0, 2.0))  # the median is 2
+    ]
+    heats.append(heat(0, EVERYTHING, 8, plain=3.0, adaptive=2.0))
+    result = figures(rows(HeatRecord(heats), {PLAIN, THEIRS}))
     assert result["plain_vs_transformers"] == 2.0
     assert result["speculative_vs_plain"] == {"arith": 2.0}
     assert result["speculative_vs_assisted"] == {"arith": 3.0}
     assert result["batch8_adaptive_vs_plain"] == 1.5
-    assert result["tokens_per_second"]["arith"][THEIRS] == 5.0
-    assert result["drafts"]["arith"][FIXED] == {"acceptance": 0.75, "mean_accepted_length": 2.5}
+    assert result["tokens_per_second"]["arith"][THEIRS] == 2.0
+    assert result["drafts"]["arith"][FIXED] == {"acceptance": 0.75, "mean_accepted_length": 2.0}
 
 
 def test_figures_of_an_interrupted_run() -> None:
-    record = Record()
-    record.add("arith", THEIRS, 0, outcome(1.0))
-    record.add("arith", THEIRS, 1, outcome(50.0))  # only one engine came to this prompt
-    record.add("arith", PLAIN, 0, outcome(0.5))
-    result = figures(record)
+    result = figures(rows(HeatRecord([heat(0, "arith", theirs=1.0, plain=0.5)]), {PLAIN, THEIRS}))
     assert result["plain_vs_transformers"] == 2.0
     assert result["speculative_vs_plain"] == {"arith": None}
     assert result["batch8_adaptive_vs_plain"] is None
-    assert figures(Record())["plain_vs_transformers"] is None
+    assert figures([])["plain_vs_transformers"] is None
 
 
 def tiny(**changes: Any) -> LlamaForCausalLM:
@@ -138,14 +138,14 @@ def test_the_whole_script(
             assert set(figure[key]) == {"arith", "chat"}
             assert all(ratio > 0 for ratio in figure[key].values())
         assert figure["batch8_adaptive_vs_plain"] > 0
-        assert 0 < figure["overhead_fraction"] < 1
+        assert sum(figure["step_shares"].values()) == pytest.approx(1, abs=0.001)
         assert set(figure["sampled_tokens_per_second"]) == {
             PLAIN,
             *(f"rule {rule}" for rule in decoding.RULES),
         }
-        assert set(figure["tokens_per_second"][BATCH]) == {PLAIN, ADAPTIVE}
-        for key in ("plain_equals_transformers", "speculative_equals_plain"):
-            assert figure[key] == {"arith": {"identical": 1}, "chat": {"identical": 1}}
+        assert set(figure["tokens_per_second"][EVERYTHING]) == {PLAIN, ADAPTIVE}
+        assert figure["texts"][THEIRS] == {"identical": 2}
+        assert set(figure["texts"][FIXED]) == {"identical"}
     assert result["machine"]["torch"] == torch.__version__
 
 
@@ -158,26 +158,6 @@ def test_ctrl_c_prints_what_was_measured(
     assert code == 130
     assert result["tiny"]["plain_vs_transformers"] > 0
     assert result["tiny"]["batch8_adaptive_vs_plain"] is None
-
-
-def test_a_prompt_is_computed_anew(pair: tuple[str, str]) -> None:
-    llm = LLM(pair[0], draft="none", dtype="float32")
-    args = decoding.parse(arguments(pair, "--no-rules"))
-    engines = decoding.Engines(llm, decoding.Pair("tiny", *pair, pair[1]), args)
-    (fixed,) = (engine for engine in engines.single if engine.name == FIXED)
-    assert isinstance(fixed, Paceline)
-    scheduled: list[int] = []
-    inner = fixed.llm.engine.batch
-
-    def watched(plan: Any, trees: Any) -> Any:
-        scheduled.append(max(item.scheduled for item in plan.slices))
-        return inner(plan, trees)
-
-    fixed.llm.engine.batch = watched  # type: ignore[method-assign]
-    ask = Ask(tuple(range(1, 81)), SamplingParams(max_tokens=4, ignore_eos=True))
-    fixed.run([ask])
-    fixed.run([ask])
-    assert scheduled.count(80) == 2
 
 
 def test_bad_arguments_are_refused(capsys: pytest.CaptureFixture[str]) -> None:

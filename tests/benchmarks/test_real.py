@@ -14,8 +14,9 @@ import drafters
 import perturbed
 import real
 import serving
-from decoding_figures import ADAPTIVE, FIXED, THEIRS
+from decoding import ADAPTIVE, FIXED, THEIRS
 from paceline import LLM
+from paceline.lab.bench.methods import PLAIN
 from support.random_heads import write_eagle
 from support.real_prompts import write_prompts
 
@@ -58,22 +59,17 @@ def test_decoding(folders: dict[str, str], start: Start) -> None:
     figures = found["smollm2"]
     for key in ("speculative_vs_plain", "adaptive_vs_plain", "speculative_vs_assisted"):
         assert set(figures[key]) == {"mt_bench", "qa"} and min(figures[key].values()) > 0
-    assert set(figures["tokens_per_second"]["qa"]) >= {THEIRS, PLAIN_OURS, FIXED, ADAPTIVE}
-    assert figures["plain_equals_transformers"]["qa"] == {"identical": 1}
+    assert set(figures["tokens_per_second"]["qa"]) >= {THEIRS, PLAIN, FIXED, ADAPTIVE}
+    assert figures["texts"][THEIRS] == {"identical": 2}
     assert figures["batch8_adaptive_vs_plain"] > 0
-
-
-PLAIN_OURS = "paceline plain"
 
 
 def test_decoding_without_a_draft_model_has_no_assistant(folders: dict[str, str]) -> None:
     arguments = ["--pairs", "smollm2", *line(folders, "target", "eagle3"), "--draft", "none"]
     pair = decoding.find_pair("smollm2", decoding.parse([*arguments, "--dtype", "float32"]))
     assert pair.draft is None and pair.spec.startswith("eagle3:") and pair.ends
-    llm = LLM(pair.target, draft="none", dtype="float32")
-    engines = decoding.Engines(llm, pair, decoding.parse([*arguments, "--no-rules"]))
-    names = [one.name for one in engines.single]
-    assert names == [THEIRS, PLAIN_OURS, FIXED, ADAPTIVE]
+    alone, _ = decoding.parts_of(pair, decoding.parse([*arguments, "--no-rules"]))
+    assert [method.name for method in alone.methods] == [THEIRS, PLAIN, FIXED, ADAPTIVE]
 
 
 def test_serving_counts_the_tokens_of_answers_that_end(folders: dict[str, str]) -> None:

@@ -49,25 +49,26 @@ def test_spec_bench_in_full(tiny_pair: TinyPair, questions: Path, tmp_path: Path
     )
     assert result.exit_code == 0, result.output
     record = json.loads(result.stdout)
-    assert record["suite"] == "spec-bench" and record["complete"] and record["bugs"] == []
+    assert record["suite"] == "spec-bench" and record["bugs"] == []
+    assert record["budget"]["not_measured"] == []
     settings = record["settings"]
-    assert (settings["batch"], settings["temperature"], settings["rounds"]) == (1, [0.0], 1)
-    assert settings["bonus_token_counted"] is True and settings["ignore_eos"] is False
-    found = {(row["method"], row["task"]): row for row in record["figures"]}
+    assert (settings["concurrency"], settings["rounds"]) == ([1], 1)
+    assert settings["ignore_eos"] is False
+    found = {(row["method"], row["category"]): row for row in record["figures"]}
     assert {task for _, task in found} == {
         *("Multi-turn Conversation", "Translation", "Summarization", "Question Answering"),
-        *("Mathematical Reasoning", "Retrieval-aug. Generation", "Overall"),
+        *("Mathematical Reasoning", "Retrieval-aug. Generation", "overall"),
     }
-    assert found["plain", "Multi-turn Conversation"]["turns"] == 2
-    whole = found["draft@3", "Overall"]
-    assert whole["questions"] == 6 and whole["turns"] == 7 and whole["speedup"] > 0
-    assert found["plain", "Overall"]["mean_accepted_tokens"] in (1.0, None)
-    assert found["plain", "Overall"]["speedup"] == 1.0
+    assert found["plain", "Multi-turn Conversation"]["requests"] == 2
+    whole = found["draft@3", "overall"]
+    assert whole["heats"] == 6 and whole["requests"] == 7 and whole["mean_speedup"] > 0
+    assert found["plain", "overall"]["drafts"]["mean_accepted_tokens"] in (1.0, None)
+    assert found["plain", "overall"]["mean_speedup"] == 1.0
     text = report.read_text(encoding="utf-8")
-    head = "| Models | Multi-turn Conversation | Translation | Summarization | Question Answering"
-    assert head in text and "#Mean Accepted Tokens | Overall |" in text
-    assert "batch 1, temperature 0" in text and "the bonus token is counted" in text
-    assert (tmp_path / "suite-speedup-t0.svg").is_file()
+    head = "| method | Multi-turn Conversation | Translation | Summarization | Question Answering"
+    assert head in text and "overall |" in text and "#Mean accepted tokens" in text
+    assert "turn by turn, batch 1" in text and "the bonus token is counted" in text
+    assert (tmp_path / "suite-speedup.svg").is_file()
 
 
 def fakes(monkeypatch: pytest.MonkeyPatch, **engines: Fake) -> None:
@@ -84,14 +85,14 @@ def test_a_suite_of_one_task(
     shown = run("--suite", "gsm8k", *pair_of(tiny_pair), "-m", "ngram", "--prompts", str(file))
     assert shown.exit_code == 0, shown.output
     assert "GSM8K at temperature 0" in shown.stdout and "2.00x" in shown.stdout
-    assert "Multi-turn" not in shown.stdout and "3 questions from" in shown.stdout
+    assert "Multi-turn" not in shown.stdout and "3 prompts from" in shown.stdout
     again = run(
         *("--suite", "gsm8k", str(file), *pair_of(tiny_pair), "-m", "ngram", "--json"),
         *("--rounds", "2", "--temperature", "0,1", "--per-category", "2"),
     )
     record = json.loads(again.stdout)
     assert record["settings"]["max_tokens"] == 1024 and record["settings"]["rounds"] == 2
-    assert [row["questions"] for row in record["figures"]] == [2] * 4
+    assert [row["heats"] for row in record["figures"]] == [2] * 4
 
 
 def test_a_lie_and_an_idle_method_fail_the_run(
@@ -114,8 +115,8 @@ def test_ctrl_c_shows_what_was_complete(
     result = run(*arguments, "--json")
     assert result.exit_code == 130
     record = json.loads(result.stdout)
-    assert record["interrupted"] and not record["complete"]
-    assert {row["task"] for row in record["figures"]} == {"Multi-turn Conversation", "Overall"}
+    assert record["interrupted"] and record["budget"]["not_measured"]
+    assert {row["category"] for row in record["figures"]} == {"Multi-turn Conversation"}
     last.interrupted_at, last.runs = 1, 0
     result = run(*arguments, "--json")
     assert result.exit_code == 130 and result.stdout == ""
@@ -127,11 +128,8 @@ def test_ctrl_c_shows_what_was_complete(
         (["--suite", "alpaca", "FILE"], "no suite 'alpaca'; there are spec-bench, mt-bench, gsm8k"),
         (["--suite", "spec-bench"], "needs the file of its questions: paceline bench --suite"),
         (["FILE"], "measured with --prompts"),
-        (["--suite", "spec-bench", "FILE", "--prompts", "x.jsonl"], "name one file"),
+        (["--suite", "spec-bench", "FILE", "--prompts", "x.jsonl"], "needs the file of its"),
         (["--suite", "spec-bench", "FILE", "--concurrency", "4"], "has batch 1, as published"),
-        (["--suite", "spec-bench", "FILE", "--price", "2"], "--price is not for --suite"),
-        (["--suite", "spec-bench", "FILE", "--continue"], "leave out --continue and --state"),
-        (["--suite", "spec-bench", "FILE", "--state", "s"], "leave out --continue and --state"),
         (["--suite", "spec-bench", "FILE", "-m", "ngrm"], "no method 'ngrm'; there are plain"),
         (["--suite", "spec-bench", "FILE", "--category", "cooking"], "no category cooking in"),
         (["--suite", "spec-bench", "/nowhere.jsonl"], "no prompt file /nowhere.jsonl"),
@@ -154,8 +152,8 @@ def test_questions_that_do_not_fit(tiny_pair: TinyPair, tmp_path: Path) -> None:
     file.write_text(json.dumps(long) + "\n")
     result = run("--suite", "gsm8k", str(file), *pair_of(tiny_pair), "-m", "ngram")
     assert result.exit_code == 1
-    assert "all 1 questions are too long" in result.stderr.strip().splitlines()[-1]
+    assert "all 1 prompts are too long" in result.stderr.strip().splitlines()[-1]
     file.write_text(json.dumps(long) + '\n{"question": "one two"}\n')
     arguments = ("--suite", "gsm8k", str(file), *pair_of(tiny_pair), "--max-tokens", "4")
     found = json.loads(run(*arguments, "-m", "ngram@2", "--allow-idle", "--json").stdout)
-    assert found["questions_left_out"] == ["test/0"] and found["settings"]["questions"] == 1
+    assert found["prompts_left_out"] == ["test/0"] and found["settings"]["prompts"] == 2

@@ -6,8 +6,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from paceline.core.params import SamplingParams
-from paceline.lab.bench.runner import BenchJob, Heat
-from paceline.lab.bench.runs import Ask, TimedAnswer, TimedRun
+from paceline.engine.driver import StepSums
+from paceline.lab.bench.runs import Ask, BenchJob, Heat, TimedAnswer, TimedRun
 
 
 def ask(*prompt: int, tokens: int = 4, temperature: float = 0.0, seed: int | None = None) -> Ask:
@@ -27,6 +27,11 @@ def outcome(
     tokens = tuple(range(sum(count for _, count in arrivals)))
     options = {"steps": len(arrivals), **more}
     return TimedRun([TimedAnswer(tokens, tuple(arrivals))], seconds, **options)  # type: ignore[arg-type]
+
+
+def sums(steps: int, seconds: dict[str, float]) -> StepSums:
+    """Steps of one sequence each, all that only decoded; seconds of all of them by phase."""
+    return StepSums(steps, steps, seconds=seconds)
 
 
 def heat(turn: int, where: BenchJob, **seconds: float) -> Heat:

@@ -1,9 +1,10 @@
-"""``paceline bench``: plain decoding against any methods, on any prompts."""
+"""``paceline bench``: plain decoding against any methods, on any prompts or a public benchmark."""
 
 from __future__ import annotations
 
 import sys
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import typer
@@ -11,7 +12,7 @@ import typer
 from paceline.cli.continuing import BudgetOptions, SavedRun
 from paceline.cli.measuring import (
     NOT_ENOUGH,
-    BenchOptions,
+    Interruption,
     PerplexityOptions,
     PromptOptions,
     ReportOptions,
@@ -19,26 +20,132 @@ from paceline.cli.measuring import (
 )
 from paceline.cli.options import DEFAULT_DRAFT, ModelOptions, expand
 from paceline.cli.progress import showing, spending
-from paceline.cli.suite import SuiteOptions, finish, run_suite, settings_of, starter_of
 from paceline.core.stages import stage
 from paceline.errors import ConfigError, PromptError
 from paceline.model.defaults import default_drafts
-from paceline.settings import changed
+from paceline.settings import changed, under
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
-
-    from paceline import LLM
-    from paceline.cli.measuring import Interruption
-    from paceline.lab.bench.figures import Row
     from paceline.lab.bench.methods import Method
     from paceline.lab.bench.prompts import BenchPrompt
-    from paceline.lab.bench.result import BenchResult, BenchSpending
-    from paceline.lab.bench.runner import HeatRecord, Sweep
+    from paceline.lab.bench.result import BenchResult
+    from paceline.lab.bench.runner import Sweep
+    from paceline.lab.bench.runs import BenchEngine, BenchJob, TimedRun
+    from paceline.lab.bench.suites import Suite
     from paceline.lab.budget import Budget
 
 _PER_CATEGORY = 3
 _READ_TOKENS = 4096  # of a text for its perplexity
+_SECONDS = 120.0
+_prompts, _measuring = under("Prompts"), under("Measuring")
+
+
+@dataclass(frozen=True)
+class BenchOptions:
+    """What is compared, and how. A suite is measured as its tables are published: batch 1, answers
+    of up to 1024 tokens that end where the model ends them, once."""
+
+    suite: str | None = _prompts(
+        None,
+        "spec-bench, mt-bench, gsm8k or humaneval: decode PATH as that benchmark does, turn by "
+        "turn to the end of each answer, and print its table.",
+    )
+    path: str | None = _prompts(None, "The suite's file of questions.", flags=("PATH",), shown="")
+    method: tuple[str, ...] = _measuring(
+        (),
+        "plain, draft (what --draft names), any draft spec, perhaps with a length (ngram@5, "
+        "eagle3:PATH@auto), transformers, transformers:assisted or transformers:lookup; "
+        "another engine's server: url:http://HOST:PORT; repeatable. "
+        "Plain decoding always takes part.",
+        flags=("--method", "-m"),
+        shown="draft and ngram, and the EAGLE-3 head of the built-in model",
+    )
+    lengths: str | None = _measuring(
+        None, "Run drafters that name no length at each of these, as in 1,2,4,8."
+    )
+    concurrency: str = _measuring("1", "Requests in flight, as in 1,2,4,8,16,32.")
+    temperature: str = _measuring("0", "As in 0,0.7,1.", flags=("--temperature", "-t"))
+    max_tokens: int | None = _measuring(
+        None, "Tokens a request.", low=1, shown="64; of a suite 1024"
+    )
+    rounds: int | None = _measuring(
+        None, "Timed rounds; the median counts.", low=1, shown="3; of a suite 1"
+    )
+    stop_at_eos: bool = _measuring(
+        False, "End texts where the model does; else all write as many tokens."
+    )
+    seed: int | None = _measuring(
+        None, "Seeds the requests: sampled texts can then be compared.", low=0
+    )
+    price: float | None = _measuring(
+        None, "Of a machine hour, in any currency: adds the cost of a million tokens."
+    )
+    allow_idle: bool = _measuring(
+        False, "Do not fail if a method drafted nothing, or nothing of use."
+    )
+
+    def sweep(self, rule: str) -> Sweep:
+        """The rule "coupled" needs a seed. Raises ConfigError on a value that makes no sense."""
+        from paceline.lab.bench.runner import Sweep
+
+        if self.price is not None and not 0 < self.price < float("inf"):
+            raise ConfigError(f"--price is {self.price:g}; give a machine hour's price above 0")
+        parts = [part.strip() for part in self.concurrency.split(",")]
+        if not all(part.isdecimal() and int(part) >= 1 for part in parts):
+            raise ConfigError(
+                f"--concurrency {self.concurrency!r}: write numbers from 1, as in 1,2,4,8"
+            )
+        if self.suite is not None and parts != ["1"]:
+            raise ConfigError(
+                f"--suite {self.suite} has batch 1, as published; leave out --concurrency, "
+                "or measure the file with --prompts"
+            )
+        try:
+            temperatures = [float(part) for part in self.temperature.split(",")]
+        except ValueError:
+            temperatures = [-1.0]
+        if not all(0 <= value < float("inf") for value in temperatures):
+            raise ConfigError(
+                f"--temperature {self.temperature!r}: write numbers from 0, as in 0,0.7,1"
+            )
+        return Sweep(
+            self.max_tokens or (64 if self.suite is None else 1024),
+            sorted({int(part) for part in parts}),
+            list(dict.fromkeys(temperatures)),
+            self.rounds or (3 if self.suite is None else 1),
+            ignore_eos=self.suite is None and not self.stop_at_eos,
+            seed=0 if self.seed is None and rule == "coupled" else self.seed,
+        )
+
+    def questions(self, prompts: PromptOptions) -> tuple[Suite | None, list[BenchPrompt]]:
+        """What is decoded. Raises ConfigError, DataError."""
+        if self.suite is None:
+            if self.path is not None:
+                raise ConfigError(
+                    f"what is {self.path}? Its prompts are measured with --prompts {self.path}, "
+                    "a public benchmark with --suite NAME"
+                )
+            return None, prompts.load(_PER_CATEGORY)
+        from paceline.lab.bench.suites import load_questions, suite_of
+
+        suite = suite_of(self.suite)
+        if (self.path is None) == (prompts.prompts is None):
+            raise ConfigError(
+                f"--suite {suite.name} needs the file of its questions: "
+                f"paceline bench --suite {suite.name} PATH"
+            )
+        file = self.path or prompts.prompts
+        assert file is not None
+        return suite, load_questions(suite, file, prompts.category, prompts.per_category)
+
+
+@dataclass(frozen=True)
+class BenchBudget(BudgetOptions):
+    """Two minutes, if nobody says otherwise; a suite is measured whole."""
+
+    seconds: float | None = changed(  # type: ignore[assignment]
+        BudgetOptions, "seconds", None, shown="120; of a suite 0"
+    )
 
 
 @dataclass(frozen=True)
@@ -47,24 +154,16 @@ class _Plan:
 
     methods: list[Method]
     sweep: Sweep
+    suite: Suite | None
     prompts: list[BenchPrompt]
     settings: dict[str, Any]
 
 
-@dataclass(frozen=True)
-class BenchBudget(BudgetOptions):
-    """Two minutes, if nobody says otherwise."""
-
-    seconds: float = changed(BudgetOptions, "seconds", 120.0)
-
-
 @expand
 def bench(
-    context: typer.Context,
     engine: ModelOptions,
     wanted: PromptOptions,
     options: BenchOptions,
-    suite: SuiteOptions,
     text: PerplexityOptions,
     output: ReportOptions,
     time: BenchBudget,
@@ -74,13 +173,11 @@ def bench(
     Exit status 1 if a text is not plain decoding's or a method speculated in vain, 3 if the time
     was not enough to measure anything.
     """
+    if time.seconds is None:
+        time = replace(time, seconds=_SECONDS if options.suite is None else 0.0)
     budget = time.begin()
     output.check()
     text.check()
-    if suite.suite is not None:
-        methods, rule = _methods(engine, options)
-        return run_suite(context, engine, wanted, options, suite, output, methods, rule)
-    suite.check_alone()
     with showing(), stage("starting"):
         plan = _plan(engine, wanted, options)
     pair = replace(engine, draft=engine.resolved_draft)
@@ -98,144 +195,44 @@ def bench(
         )
         raise typer.Exit(NOT_ENOUGH)
     from paceline.lab.bench.pages import report_of
-    from paceline.lab.bench.result import SURENESS
 
-    report = report_of(result)
-    if result.spending is not None:
-        report.add(SURENESS.title, *result.spending.blocks())
-    output.emit(result.record(), report)
-    finish(result, options.allow_idle, interrupted)
-
-
-def _measured(
-    engine: ModelOptions,
-    options: BenchOptions,
-    plan: _Plan,
-    budget: Budget,
-    saved: SavedRun,
-    text: PerplexityOptions,
-) -> tuple[Interruption, BenchResult | None]:
-    """Whether Ctrl-C came, and figures if there are any."""
-    from paceline.lab.bench.figures import rows
-    from paceline.lab.bench.predict import predictions
-    from paceline.lab.bench.result import BenchResult
-    from paceline.lab.bench.runner import HeatRecord
-
-    # It decodes nothing itself, so a small cache will do; every method gets one of its own.
-    llm = replace(engine, max_batch_size=1, kv_cache_memory=None).open(None)
-    saved.check_model(llm.target, timed=True)
-    fitting, left_out = _fitting(plan.prompts, llm, options.max_tokens)
-    methods = plan.methods
-    starter = starter_of(llm, engine, plan.settings["rule"])
-    prompts = [(prompt.category, ids) for prompt, ids in fitting]
-    record, saved_heats = saved.measurements(HeatRecord) or HeatRecord(), list[Any]()
-    before, wanted = record.spent, plan.sweep.wanted(prompts)
-    if len(record.heats) >= record.rounds * wanted:
-        record.rounds += plan.sweep.rounds  # all that was wanted is there: as much again
-
-    def predict(clients: int, engines: Any) -> None:
-        temperature = plan.sweep.temperatures[0]
-        saved_heats.extend(predictions(record, methods, engines, clients, temperature))
-
-    with (
-        partial_results() as interrupted,
-        spending("measuring", budget, plan.sweep.runs(prompts, methods)) as note,
-    ):
-        plan.sweep.run(
-            prompts, methods, starter.open, record, lambda _, what: note(what), predict, budget
-        )
-    record.spent = before + budget.spent
-    saved.keep(record)
-    if not record.heats:
-        return interrupted, None
-    with stage("comparing the texts"):
-        plains = {m.name for m in methods if not m.speculates and m.url is None}
-        about = methods, plan.settings, llm, record, record
-        result = BenchResult.of(*about, rows=rows(record, plains))
-    asked = text.perplexity is not None and not interrupted
-    read = [text.compared(llm, engine.model, engine.quantize, _READ_TOKENS)] if asked else []
-    return interrupted, replace(
-        result,
-        predictions=saved_heats,
-        left_out=[prompt.name for prompt in left_out],
-        price=options.price,
-        interrupted=bool(interrupted),
-        unequal=starter.unequal,
-        perplexities=read,
-        spending=_spending(record, result.rows, plan.sweep, wanted, budget, before),
-    )
+    output.emit(result.record(), report_of(result))
+    complaints = result.complaints(options.allow_idle)
+    for line in complaints:
+        print(f"error: {line}", file=sys.stderr)
+    interrupted.finish()
+    if complaints:
+        raise typer.Exit(1)
 
 
-def _fitting(
-    prompts: Sequence[BenchPrompt], llm: LLM, tokens: int
-) -> tuple[list[tuple[BenchPrompt, list[int]]], list[BenchPrompt]]:
-    """As of ``fit``. Raises PromptError if none does."""
-    from paceline.lab.bench.prompts import fit
-
-    fitting, left_out = fit(prompts, llm, tokens)
-    if not fitting:
-        raise PromptError(
-            f"all {len(left_out)} prompts are too long: {llm.target.name} sees "
-            f"{llm.max_model_len} tokens with the answer; shorten them or lower --max-tokens"
-        )
-    return fitting, left_out
-
-
-def _spending(
-    record: HeatRecord, rows: Sequence[Row], sweep: Sweep, jobs: int, budget: Budget, before: float
-) -> BenchSpending:
-    from paceline.lab.bench.result import BenchSpending, sureness_of
-
-    measured = {(heat.job.concurrency, heat.job.temperature) for heat in record.heats}
-    cells = [(n, t) for n in sweep.concurrencies for t in sweep.temperatures]
-    wanted, done = record.rounds * jobs, len(record.heats)
-    missing = [f"{n} at once, temperature {t:g}" for n, t in cells if (n, t) not in measured]
-    first = sum(heat.turn == 0 for heat in record.heats)
-    if first < jobs:
-        missing.append(f"{jobs - first} of {jobs} turns of the first round")
-    elif done < wanted:
-        missing.append(f"{wanted - done} of {wanted} turns of all rounds")
-    spent = before + budget.spent
-    return BenchSpending(
-        budget.seconds, spent, done, wanted, tuple(missing), sureness_of(record, rows)
-    )
-
-
-def _methods(engine: ModelOptions, options: BenchOptions) -> tuple[list[Method], str]:
-    """What is compared, and by which rule. Raises ConfigError."""
-    options.check()
+def _plan(engine: ModelOptions, wanted: PromptOptions, options: BenchOptions) -> _Plan:
+    """Everything that can be refused before a model is loaded. Raises ConfigError, DataError."""
     if engine.max_batch_size is not None:
         raise ConfigError("bench has as many sequences together as --concurrency says; use that")
     from paceline.lab.bench.methods import parse_lengths, parse_methods
 
     length, rule = _length_and_rule(engine)
     draft = engine.resolved_draft
+    sweep = options.sweep(rule)
     names = options.method or _default_methods(engine.model, draft)
-    return parse_methods(names, draft, length, parse_lengths(options.lengths)), rule
-
-
-def _plan(engine: ModelOptions, wanted: PromptOptions, options: BenchOptions) -> _Plan:
-    """Everything that can be refused before a model is loaded. Raises ConfigError, DataError."""
-    from paceline.lab.bench.runner import Settings, Sweep
-
-    methods, rule = _methods(engine, options)
-    sweep = Sweep(
-        options.concurrencies(),
-        options.temperatures(),
-        options.rounds,
-        Settings(options.max_tokens, not options.stop_at_eos, options.seed_for(rule)),
-    )
-    prompts = wanted.load(_PER_CATEGORY)
-    settings = settings_of(
-        engine,
-        wanted.prompts or "the shipped set",
-        sweep,
-        rule,
-        categories=list(dict.fromkeys(prompt.category for prompt in prompts)),
-        prompts=len(prompts),
-        price=options.price,
-    )
-    return _Plan(methods, sweep, prompts, settings)
+    methods = parse_methods(names, draft, length, parse_lengths(options.lengths))
+    suite, prompts = options.questions(wanted)
+    settings = {
+        "model": engine.model,
+        "source": options.path or wanted.prompts or "the shipped set",
+        "categories": list(dict.fromkeys(prompt.category for prompt in prompts)),
+        "prompts": len(prompts),
+        "price": options.price,
+        "max_tokens": sweep.max_tokens,
+        "rounds": sweep.rounds,
+        "concurrency": list(sweep.concurrencies),
+        "temperature": list(sweep.temperatures),
+        "ignore_eos": sweep.ignore_eos,
+        "seed": sweep.seed,
+        "rule": rule,
+        "lossy": engine.lossy,
+    }
+    return _Plan(methods, sweep, suite, prompts, settings)
 
 
 def _length_and_rule(engine: ModelOptions) -> tuple[Any, str]:
@@ -254,3 +251,75 @@ def _length_and_rule(engine: ModelOptions) -> tuple[Any, str]:
 def _default_methods(model: str, draft: str | None) -> list[str]:
     others = default_drafts(model)[1:] if draft == DEFAULT_DRAFT else ()
     return ["plain", *(["draft"] if draft is not None else []), *(others or ["ngram"])]
+
+
+def _measured(
+    engine: ModelOptions,
+    options: BenchOptions,
+    plan: _Plan,
+    budget: Budget,
+    saved: SavedRun,
+    text: PerplexityOptions,
+) -> tuple[Interruption, BenchResult | None]:
+    """Whether Ctrl-C came, and figures if there are any."""
+    from paceline.lab.bench.engines import Starter
+    from paceline.lab.bench.predict import predictions
+    from paceline.lab.bench.prompts import fit
+    from paceline.lab.bench.result import BenchResult, BenchSpending
+    from paceline.lab.bench.runs import HeatRecord
+    from paceline.lab.bench.suites import converse
+
+    # It decodes nothing itself, so a small cache will do; every method gets one of its own.
+    llm = replace(engine, max_batch_size=1, kv_cache_memory=None).open(None)
+    saved.check_model(llm.target, timed=True)
+    methods, sweep = plan.methods, plan.sweep
+    fitting, left_out = fit(plan.prompts, llm, sweep.max_tokens if plan.suite is None else 1)
+    if not fitting:
+        raise PromptError(
+            f"all {len(left_out)} prompts are too long: {llm.target.name} sees "
+            f"{llm.max_model_len} tokens with the answer; shorten them or lower --max-tokens"
+        )
+    how: dict[str, Any] = {}
+    if plan.suite is not None:
+        sweep = replace(sweep, limit=llm.max_model_len)
+
+        def answer(opened: BenchEngine, job: BenchJob) -> TimedRun:
+            params = partial(sweep.params, job.temperature, job.index)
+            return converse(llm, opened, fitting[job.index][0], params)
+
+        how["answer"] = answer
+    memory = engine.kv_cache_memory
+    rule = plan.settings["rule"]
+    starter = Starter(llm, engine.model, rule=rule, lossy=engine.lossy, kv_cache_memory=memory)
+    prompts = [(prompt.category, ids) for prompt, ids in fitting]
+    record, predicted = saved.measurements(HeatRecord) or HeatRecord(), list[Any]()
+    before = record.spent
+    if len(record.heats) >= record.rounds * sweep.wanted(prompts):
+        record.rounds += sweep.rounds  # all that was wanted is there: as much again
+
+    def predict(clients: int, engines: Any) -> None:
+        predicted.extend(predictions(record, engines, clients, sweep.temperatures[0]))
+
+    with (
+        partial_results() as interrupted,
+        spending("measuring", budget, sweep.runs(prompts, methods)) as note,
+    ):
+        sweep.run(prompts, methods, starter.open, record, note, predict, budget, **how)
+    record.spent = before + budget.spent
+    saved.keep(record)
+    if not record.heats:
+        return interrupted, None
+    with stage("comparing the texts"):
+        result = BenchResult.of(methods, plan.settings, llm, record, plan.suite)
+    asked = text.perplexity is not None and not interrupted
+    read = [text.compared(llm, engine.model, engine.quantize, _READ_TOKENS)] if asked else []
+    return interrupted, replace(
+        result,
+        predictions=predicted,
+        left_out=[prompt.name for prompt in left_out],
+        price=options.price,
+        interrupted=bool(interrupted),
+        unequal=starter.unequal,
+        perplexities=read,
+        spending=BenchSpending.of(record, result.rows, sweep, prompts, budget),
+    )

@@ -13,7 +13,7 @@ import typer
 from rich.console import Console
 
 from paceline.cli.output import FORCE, print_json, replace_anything
-from paceline.errors import ConfigError, DataError
+from paceline.errors import DataError
 from paceline.settings import under
 
 if TYPE_CHECKING:
@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from paceline.llm import LLM
 
 NOT_ENOUGH = 3  # exit status: nothing is wrong, but the budget was too small to say anything
-_prompts, _output, _measuring = under("Prompts"), under("Output"), under("Measuring")
+_prompts, _output = under("Prompts"), under("Output")
 
 
 @dataclass(frozen=True)
@@ -43,72 +43,6 @@ class PromptOptions:
         from paceline.lab.bench.prompts import load_prompts
 
         return load_prompts(self.prompts, self.category, self.per_category or per_category)
-
-
-@dataclass(frozen=True)
-class BenchOptions:
-    """What is compared, and how."""
-
-    method: tuple[str, ...] = _measuring(
-        (),
-        "plain, draft (what --draft names), any draft spec, perhaps with a length (ngram@5, "
-        "eagle3:PATH@auto), transformers, transformers:assisted or transformers:lookup; "
-        "another engine's server: url:http://HOST:PORT; repeatable. "
-        "Plain decoding always takes part.",
-        flags=("--method", "-m"),
-        shown="draft and ngram, and the EAGLE-3 head of the built-in model",
-    )
-    lengths: str | None = _measuring(
-        None, "Run drafters that name no length at each of these, as in 1,2,4,8."
-    )
-    concurrency: str = _measuring("1", "Requests in flight, as in 1,2,4,8,16,32.")
-    temperature: str = _measuring("0", "As in 0,0.7,1.", flags=("--temperature", "-t"))
-    max_tokens: int = _measuring(64, "Tokens a request.")
-    rounds: int = _measuring(3, "Timed rounds; the median counts.")
-    stop_at_eos: bool = _measuring(
-        False, "End texts where the model does; else all write as many tokens."
-    )
-    seed: int | None = _measuring(None, "Seeds the requests: sampled texts can then be compared.")
-    price: float | None = _measuring(
-        None, "Of a machine hour, in any currency: adds the cost of a million tokens."
-    )
-    allow_idle: bool = _measuring(
-        False, "Do not fail if a method drafted nothing, or nothing of use."
-    )
-
-    def check(self) -> None:
-        """Raises ConfigError on a number that makes no sense."""
-        for name in ("max_tokens", "rounds"):
-            if getattr(self, name) < 1:
-                option = name.replace("_", "-")
-                raise ConfigError(f"--{option} is {getattr(self, name)}; use at least 1")
-        if self.price is not None and not 0 < self.price < float("inf"):
-            raise ConfigError(f"--price is {self.price:g}; give a machine hour's price above 0")
-        if self.seed is not None and not 0 <= self.seed < 2**63:
-            raise ConfigError(f"--seed is {self.seed}; use a number from 0 to 2**63 - 1")
-
-    def seed_for(self, rule: str) -> int | None:
-        """The rule "coupled" needs one."""
-        return 0 if self.seed is None and rule == "coupled" else self.seed
-
-    def concurrencies(self) -> list[int]:
-        parts = [part.strip() for part in self.concurrency.split(",")]
-        if not all(part.isdecimal() and int(part) >= 1 for part in parts):
-            raise ConfigError(
-                f"--concurrency {self.concurrency!r}: write numbers from 1, as in 1,2,4,8"
-            )
-        return sorted({int(part) for part in parts})
-
-    def temperatures(self) -> list[float]:
-        try:
-            values = [float(part) for part in self.temperature.split(",")]
-        except ValueError:
-            values = []
-        if not values or not all(0 <= value < float("inf") for value in values):
-            raise ConfigError(
-                f"--temperature {self.temperature!r}: write numbers from 0, as in 0,0.7,1"
-            )
-        return list(dict.fromkeys(values))
 
 
 @dataclass(frozen=True)

@@ -61,9 +61,25 @@ def test_plain_decoding_drafts_nothing(starter: Starter) -> None:
     assert (outcome.drafted, outcome.accepted) == (0, 0)
     assert outcome.steps == outcome.tokens
     # The step that reads a prompt yields its first token and is not one that only decodes.
-    assert outcome.decoding_steps == 11 * len(PROMPTS)
-    assert set(outcome.phases) == {"draft", "target", "verify", "other"}
-    assert 0 < sum(outcome.phases.values()) < outcome.seconds
+    assert outcome.decoding.steps == 11 * len(PROMPTS)
+    assert 0 < outcome.decoding.whole < outcome.seconds
+
+
+def test_a_prompt_is_computed_anew(starter: Starter) -> None:
+    opened = starter.open(parse_method("plain", None), 1)
+    assert isinstance(opened, Paceline)
+    scheduled: list[int] = []
+    inner = opened.llm.engine.batch
+
+    def watched(plan: Any, trees: Any) -> Any:
+        scheduled.append(max(item.scheduled for item in plan.slices))
+        return inner(plan, trees)
+
+    opened.llm.engine.batch = watched  # type: ignore[method-assign]
+    ask = Ask(tuple(range(1, 41)), SamplingParams(max_tokens=4, ignore_eos=True))
+    opened.run([ask])
+    opened.run([ask])
+    assert scheduled.count(40) == 2
 
 
 def test_clients_wait_for_their_answer(starter: Starter) -> None:

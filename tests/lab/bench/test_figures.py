@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import pytest
 
-from paceline.lab.bench.figures import OVERALL, Spread, gaps_of, idle, merged, percentile, rows
-from paceline.lab.bench.runner import Heat, HeatRecord, take_turns
-from paceline.lab.bench.runs import TimedAnswer, TimedRun
-from support.made_outcomes import Fake, heat, job, outcome
+from paceline.lab.bench.figures import OVERALL, Spread, gaps_of, idle, percentile, rows
+from paceline.lab.bench.runner import take_turns
+from paceline.lab.bench.runs import Heat, HeatRecord, TimedAnswer, TimedRun, merged
+from support.made_outcomes import Fake, heat, job, outcome, sums
 
 PLAINS = {"plain", "theirs"}
 
@@ -95,8 +95,7 @@ def test_drafts_and_phases_add_up() -> None:
             accepted=accepted,
             reached=reached,
             accepted_at=accepted_at,
-            phases={"draft": 1.0, "target": 2.0},
-            decoding_steps=2,
+            decoding=sums(2, {"draft": 1.0, "target": 2.0, "verify": 0.0, "other": 1.0}),
         )
         for drafted, accepted, reached, accepted_at in (
             (6, 3, (2, 1), (2, 1)),
@@ -109,7 +108,8 @@ def test_drafts_and_phases_add_up() -> None:
     assert row.drafts.reached == (4, 1) and row.drafts.acceptance == (0.75, 1.0)
     assert row.drafts.mean_accepted_length == 8 / 4
     assert row.drafts.length == 10 / 4
-    assert row.phases == {"draft": 0.5, "target": 1.0}
+    assert row.phases == {"draft": 0.5, "target": 1.0, "verify": 0.0, "other": 0.5}
+    assert row.python == 0.25
 
 
 def test_what_is_not_said_is_not_counted() -> None:

@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 
 from paceline.lab.bench.methods import Method
-from paceline.lab.bench.runner import EVERYTHING, HeatRecord, Settings, Sweep, jobs, take_turns
-from paceline.lab.bench.runs import BenchEngine
+from paceline.lab.bench.runner import EVERYTHING, Sweep, take_turns, warm_up
+from paceline.lab.bench.runs import BenchEngine, HeatRecord
 from support.made_outcomes import Fake, job
 
 PROMPTS = [("chat", [1, 2]), ("code", [3]), ("code", [4, 5, 6])]
@@ -16,7 +16,9 @@ def test_turns_rotate_within_and_between_rounds() -> None:
     diary: list[str] = []
     todo = [job(index=0), job(index=1)]
     record = HeatRecord()
-    take_turns(todo, [Fake(name, diary) for name in "abc"], 2, record)
+    engines = [Fake(name, diary) for name in "abc"]
+    warm_up(todo, engines)
+    take_turns(todo, engines, 2, record)
     assert diary == [
         *("a 1 x4", "b 1 x4", "c 1 x4"),  # warm-up
         *("a refreshed", "b refreshed", "c refreshed"),
@@ -31,60 +33,52 @@ def test_turns_rotate_within_and_between_rounds() -> None:
         (1, 1),
     ]
     assert all(list(heat.outcomes) == ["a", "b", "c"] for heat in record.heats)
-    assert record.names() == ["a", "b", "c"]
 
 
 def test_warm_up_is_short_and_once_a_shape() -> None:
     diary: list[str] = []
-    settings = Settings(max_tokens=100)
-    todo = [*jobs(PROMPTS, settings, 1, 0.0), *jobs(PROMPTS, settings, 1, 0.7)]
-    take_turns(todo, [Fake("a", diary)], 1, HeatRecord())
-    assert sum(entry.endswith("x16") for entry in diary) == 2
-    assert sum(entry.endswith("x100") for entry in diary) == len(todo)
+    warm_up(Sweep(100, temperatures=[0.0, 0.7]).jobs(PROMPTS, 1), [Fake("a", diary)])
+    assert [entry.endswith("x16") for entry in diary] == [True, True]
 
 
 def test_ctrl_c_leaves_complete_heats() -> None:
-    record, second = HeatRecord(), Fake("b", interrupted_at=4)  # warm-up, two heats, then
+    record, second = HeatRecord(), Fake("b", interrupted_at=3)  # two heats, then
     with pytest.raises(KeyboardInterrupt):
         take_turns([job(index=n) for n in range(5)], [Fake("a"), second], 1, record)
     assert [heat.job.index for heat in record.heats] == [0, 1]
 
 
-def test_progress_says_what_runs_and_counts_every_run() -> None:
-    seen: list[tuple[int, str]] = []
+def test_progress_says_what_runs() -> None:
+    seen: list[str] = []
     take_turns(
         [job("chat"), job("code", 1)],
         [Fake("a"), Fake("b")],
         2,
         HeatRecord(),
-        lambda steps, description: seen.append((steps, description)),
+        seen.append,
     )
-    assert sum(steps for steps, _ in seen) == 8
-    assert seen[0] == (0, "chat: a") and seen[1] == (1, "chat: b")
+    assert len(seen) == 8 and seen[:2] == ["chat: a", "chat: b"]
 
 
 def test_one_client_gets_a_job_a_prompt() -> None:
-    found = jobs(PROMPTS, Settings(8, seed=5), 1, 0.5)
-    assert [(j.category, j.index, len(j.asks)) for j in found] == [
-        ("chat", 0, 1),
-        ("code", 1, 1),
-        ("code", 2, 1),
-    ]
+    found = Sweep(8, temperatures=[0.5], seed=5).jobs(PROMPTS, 1)
+    found.sort(key=lambda job: job.index)
+    assert [(j.category, len(j.asks)) for j in found] == [("chat", 1), ("code", 1), ("code", 1)]
     assert [j.asks[0].params.seed for j in found] == [5, 6, 7]
     assert found[0].asks[0].prompt == (1, 2)
-    assert jobs(PROMPTS, Settings(8, seed=5), 1, 0.0)[0].asks[0].params.seed is None
+    assert Sweep(8, seed=5).jobs(PROMPTS, 1)[0].asks[0].params.seed is None
 
 
 @pytest.mark.parametrize(("clients", "requests"), [(2, 4), (4, 8)])
 def test_several_clients_share_all_prompts(clients: int, requests: int) -> None:
-    (found,) = jobs(PROMPTS, Settings(8), clients, 0.0)
+    (found,) = Sweep(8).jobs(PROMPTS, clients)
     assert found.category == EVERYTHING and len(found.asks) == requests
     assert [a.prompt for a in found.asks[:4]] == [(1, 2), (3,), (4, 5, 6), (1, 2)]
 
 
 def test_a_sweep_starts_everybody_at_every_concurrency() -> None:
     methods = [Method("plain"), Method("ngram", "ngram"), Method("transformers", variant="plain")]
-    sweep = Sweep([1, 4], [0.0, 1.0], 3, Settings(8))
+    sweep = Sweep(8, [1, 4], [0.0, 1.0], 3)
     started: list[tuple[str, int]] = []
     finished: list[tuple[int, int]] = []
 
@@ -92,15 +86,12 @@ def test_a_sweep_starts_everybody_at_every_concurrency() -> None:
         started.append((method.name, clients))
         return Fake(method.name)
 
-    record, steps = HeatRecord(), [0]
-
-    def advance(count: int, description: str) -> None:
-        steps[0] += count
-
+    record, told = HeatRecord(), list[str]()
     sweep.run(
-        PROMPTS, methods, start, record, advance, lambda n, who: finished.append((n, len(who)))
+        PROMPTS, methods, start, record, told.append, lambda n, who: finished.append((n, len(who)))
     )
     assert started == [("plain", 1), ("ngram", 1), ("transformers", 1), ("plain", 4), ("ngram", 4)]
     assert finished == [(1, 3), (4, 2)]
-    assert steps[0] == sweep.runs(PROMPTS, methods) == 3 * (2 * 3 * 3 + 2 * 2)
+    runs = [what for what in told if ": " in what]
+    assert len(runs) == sweep.runs(PROMPTS, methods) == 3 * (2 * 3 * 3 + 2 * 2)
     assert len(record.heats) == 3 * (2 * 3 + 2)

@@ -6,8 +6,8 @@ import pytest
 
 from paceline.lab.bench.methods import Method
 from paceline.lab.bench.result import BenchResult, idle_line, labels
-from paceline.lab.bench.runner import BenchJob, HeatRecord, take_turns
-from paceline.lab.bench.runs import Ask
+from paceline.lab.bench.runner import take_turns
+from paceline.lab.bench.runs import Ask, BenchJob, Heat, HeatRecord, TimedAnswer, TimedRun
 from paceline.lab.bench.texts import Comparison, compare
 from paceline.lab.difference import Difference
 from support.made_outcomes import Fake, ask, job
@@ -52,6 +52,16 @@ def test_unseeded_samples_are_not_compared() -> None:
     assert found.counts == {"same": {"identical": 1}, "liar": {"different": 1}}
 
 
+def test_turns_that_were_asked_differently_are_not_compared() -> None:
+    def talk(*tokens: int) -> TimedRun:
+        """Two turns; the second prompt has the first answer in it."""
+        answers = [TimedAnswer(tokens, ((1.0, len(tokens)),))] * 2
+        return TimedRun(answers, 2.0, 2, asks=(ask(1), ask(1, *tokens)))
+
+    heat = Heat(job(), 0, {"plain": talk(5, 6, 7, 8), "tie": talk(5, 6, 9, 8)})
+    assert compare(HeatRecord([heat]), judge).counts == {"tie": {"near tie": 1}}
+
+
 def result(texts: Comparison, *methods: Method, idle: dict[str, str] | None = None) -> BenchResult:
     return BenchResult("m", {}, {}, methods, [], texts, idle or {})
 
@@ -78,7 +88,7 @@ def test_idle_methods_are_a_failure_unless_accepted() -> None:
 
 
 def test_advice_of_a_fixed_length() -> None:
-    line = idle_line("x@4", "had none of its drafts accepted", Method("x@4", "x", 4))
+    line = idle_line("x@4", "had none of its drafts accepted", 4)
     assert "tells which" not in line and "another draft" in line
 
 

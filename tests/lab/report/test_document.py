@@ -3,20 +3,17 @@
 from __future__ import annotations
 
 import io
-import json
 import xml.etree.ElementTree as ET
-from dataclasses import dataclass
 from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 from rich.console import Console
 
-from paceline.errors import ConfigError, DataError
+from paceline.errors import ConfigError
 from paceline.lab.report import plots
 from paceline.lab.report.columns import (
     Column,
-    Sheet,
     milliseconds,
     number,
     record_of,
@@ -105,39 +102,6 @@ def test_a_column_is_described_once() -> None:
     assert table_of([item], columns) == Table(["tok/s", "at best"], [["12", None]])
     across = table_across("", {"a": item}, columns[::2], "N")
     assert across == Table(["", "a"], [["tok/s", "12"], ["at best", None]], note="N")
-
-
-@dataclass(frozen=True)
-class Speed:
-    method: str
-    rate: float
-    gain: float | None = None
-
-
-def test_json_gives_the_items_back() -> None:
-    sheet = Sheet(
-        "speeds",
-        "Speeds",
-        (
-            Column("method", "method"),
-            Column("tokens_per_second", "tok/s", "rate", "{:.0f}".format),
-            Column("speedup", "speedup", "gain", times),
-            Column("fast", "", "", stored=lambda one: one.rate > 10),
-        ),
-    )
-    speeds = [Speed("plain", 9.5), Speed("ngram", 19.0, 2.0)]
-    records = json.loads(json.dumps(sheet.records(speeds)))
-    assert records[1] == {
-        "method": "ngram",
-        "tokens_per_second": 19.0,
-        "speedup": 2.0,
-        "fast": True,
-    }
-    assert sheet.read(records, Speed) == speeds
-    assert sheet.table(speeds).rows == [["plain", "10", None], ["ngram", "19", "2.00x"]]
-    del records[0]["tokens_per_second"]
-    with pytest.raises(DataError, match=r"no record of Speed.*rate"):
-        sheet.read(records, Speed)
 
 
 @pytest.mark.parametrize(

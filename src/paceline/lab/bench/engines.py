@@ -27,7 +27,7 @@ class Paceline(BenchEngine):
     """
 
     def __init__(self, method: Method, build: Callable[[], LLM], clients: int) -> None:
-        self.name = method.name
+        self.name, self.method = method.name, method
         self.llm = build()
         self._build = build if method.remembers else None
         self._clients = clients
@@ -38,18 +38,11 @@ class Paceline(BenchEngine):
 
     def run(self, asks: Sequence[Ask]) -> TimedRun:
         """Raises PacelineError if a request fails or does not fit into the cache."""
-        end = self.llm.end_tokens
-        seqs = [
-            sequence(
-                ask.prompt,
-                ask.params,
-                frozenset(ask.params.stop_token_ids)
-                | (frozenset() if ask.params.ignore_eos else end),
-            )
-            for ask in asks
-        ]
+        seqs = []
+        for ask in asks:
+            ends = frozenset[int]() if ask.params.ignore_eos else self.llm.end_tokens
+            seqs.append(sequence(ask.prompt, ask.params, ends | {*ask.params.stop_token_ids}))
         drive = Drive(self.llm.engine, seqs, self._clients).run()
-        decoding = StepSums.of(step for step in drive.steps if step.decodes)
         counts = drive.counts
         return TimedRun(
             answers=[
@@ -66,9 +59,7 @@ class Paceline(BenchEngine):
             accepted=counts.accepted,
             reached=counts.reached_at,
             accepted_at=counts.accepted_at,
-            phases=decoding.seconds,
-            decoding_steps=decoding.steps,
-            decoding_slots=decoding.sequences,
+            decoding=StepSums.of(step for step in drive.steps if step.decodes),
         )
 
 

@@ -9,9 +9,7 @@ from collections.abc import Collection, Iterable, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from paceline.engine.driver import column_sums
-from paceline.lab.bench.runner import Heat, HeatRecord
-from paceline.lab.bench.runs import TimedAnswer, TimedRun
+from paceline.lab.bench.runs import Heat, HeatRecord, TimedAnswer, TimedRun, complete, merged
 
 OVERALL = "overall"
 
@@ -40,16 +38,37 @@ class DraftFigures:
 
     ``acceptance[i]`` is conditional: of the ``reached[i]`` drafts that had a token to try at
     position i, all before it accepted, the share whose token was accepted. ``length`` is the mean
-    number of tokens drafted a step. None where a engine does not say.
+    number of tokens drafted a step. None where an engine does not say.
+
+    ``mean_accepted_length``: tokens a target step, the target's own included;
+    ``mean_accepted_tokens`` the same without the steps that read a prompt, as Spec-Bench counts:
+    heads cannot draft before. None where every answer was a token.
     """
 
     drafted: int | None
     accepted: int
-    mean_accepted_length: float  # tokens a target step, the target's own included
+    mean_accepted_length: float
+    mean_accepted_tokens: float | None
     acceptance_rate: float | None
     length: float | None
     acceptance: tuple[float, ...]
     reached: tuple[int, ...]
+
+    @classmethod
+    def of(cls, run: TimedRun) -> DraftFigures:
+        steps, drafted = run.steps, run.drafted
+        later_steps = steps - len(run.answers)
+        first = sum(answer.arrivals[0][1] for answer in run.answers)
+        return cls(
+            drafted=drafted,
+            accepted=run.accepted,
+            mean_accepted_length=run.tokens / steps if steps else 0.0,
+            mean_accepted_tokens=(run.tokens - first) / later_steps if later_steps else None,
+            acceptance_rate=run.accepted / drafted if drafted else None,
+            length=None if drafted is None or not steps else drafted / steps,
+            acceptance=tuple(a / n for a, n in zip(run.accepted_at, run.reached, strict=True)),
+            reached=tuple(run.reached),
+        )
 
 
 @dataclass(frozen=True)
@@ -57,10 +76,11 @@ class Row:
     """One method on one category at one concurrency and temperature. Times in seconds.
 
     ``speedup`` is over ``best_plain``, the fastest plain decoding in the same heats: the median of
-    the rounds' ratios. ``time_to_first_token`` is the median over requests. ``inter_token_*`` are
-    percentiles over tokens: the gap before a delivery, divided by the tokens delivered together;
-    ``stall_p99`` is that of the undivided gaps. ``phases`` are seconds a step, of steps that read
-    no prompt.
+    the rounds' ratios. ``mean_speedup`` is Spec-Bench's (speed.py): the mean over the heats of
+    tokens a second, by that of plain decoding. ``time_to_first_token`` is the median over requests.
+    ``inter_token_*`` are percentiles over tokens: the gap before a delivery, divided by the tokens
+    delivered together; ``stall_p99`` is that of the undivided gaps. ``phases`` are seconds a step,
+    of steps that read no prompt. ``heats``: in a round.
     """
 
     method: str
@@ -68,10 +88,12 @@ class Row:
     concurrency: int
     temperature: float
     rounds: int
+    heats: int
     requests: int
     tokens: int
     tokens_per_second: Spread
     speedup: Spread
+    mean_speedup: float
     best_plain: str
     time_to_first_token: float
     inter_token_p50: float | None
@@ -108,90 +130,62 @@ def rows(record: HeatRecord, plains: Collection[str]) -> list[Row]:
     where there is no complete one.
     """
     figures: list[Row] = []
-    for (concurrency, temperature), heats in _grouped(
-        record.heats, lambda heat: (heat.job.concurrency, heat.job.temperature)
-    ):
-        slices = _grouped(heats, lambda heat: heat.job.category)
-        if len(slices) != 1:
-            slices.append((OVERALL, heats))
-        for category, heats_of in slices:
-            figures.extend(_slice(category, concurrency, temperature, heats_of, plains))
+    for cell in dict.fromkeys((h.job.concurrency, h.job.temperature) for h in record.heats):
+        heats = record.of(*cell)
+        categories = dict.fromkeys(heat.job.category for heat in heats)
+        parts = {name: [h for h in heats if h.job.category == name] for name in categories}
+        if len(parts) != 1:
+            parts[OVERALL] = heats
+        for category, heats_of in parts.items():
+            figures.extend(_rows_of(category, *cell, complete(heats_of), plains))
     return figures
 
 
-def _slice(
+def _rows_of(
     category: str,
     concurrency: int,
     temperature: float,
-    heats: Sequence[Heat],
+    turns: Sequence[Sequence[Heat]],
     plains: Collection[str],
 ) -> Iterable[Row]:
-    turns = complete(heats)
+    """A row for each method."""
     names = list(turns[0][0].outcomes)
-    rates = {
-        name: [merged([heat.outcomes[name] for heat in turn]).rate for turn in turns]
-        for name in names
+    rates = {n: [merged([h.outcomes[n] for h in turn]).rate for turn in turns] for n in names}
+    means = {
+        n: [statistics.mean(h.outcomes[n].rate for h in turn) for turn in turns] for n in names
     }
     best = max(
         (name for name in names if name in plains), key=lambda name: statistics.median(rates[name])
     )
+
+    def ratios(figures: dict[str, list[float]], name: str) -> list[float]:
+        return [one / other for one, other in zip(figures[name], figures[best], strict=True)]
+
     for name in names:
         whole = merged([heat.outcomes[name] for turn in turns for heat in turn])
         gaps = [gap for answer in whole.answers for gap in gaps_of(answer)]
         shares = [gap / count for gap, count in gaps for _ in range(count)]
-        ratios = [rate / other for rate, other in zip(rates[name], rates[best], strict=True)]
+        steps = whole.decoding.steps
         yield Row(
             method=name,
             category=category,
             concurrency=concurrency,
             temperature=temperature,
             rounds=len(turns),
+            heats=len(turns[0]),
             requests=len(whole.answers),
             tokens=whole.tokens,
             tokens_per_second=Spread.of(rates[name]),
-            speedup=Spread.of(ratios),
+            speedup=Spread.of(ratios(rates, name)),
+            mean_speedup=statistics.median(ratios(means, name)),
             best_plain=best,
             time_to_first_token=statistics.median(a.arrivals[0][0] for a in whole.answers),
             inter_token_p50=percentile(shares, 0.50),
             inter_token_p99=percentile(shares, 0.99),
             stall_p99=percentile([gap for gap, _ in gaps], 0.99),
-            drafts=drafts_of(whole),
-            phases=_phases(whole),
+            drafts=DraftFigures.of(whole),
+            phases={n: s / steps for n, s in whole.decoding.seconds.items()} if steps else {},
         )
-
-
-def _grouped(heats: Iterable[Heat], key: Any) -> list[tuple[Any, list[Heat]]]:
-    groups: dict[Any, list[Heat]] = {}
-    for heat in heats:
-        groups.setdefault(key(heat), []).append(heat)
-    return list(groups.items())
-
-
-def complete(heats: Sequence[Heat]) -> list[list[Heat]]:
-    """The rounds in which as many jobs were done as in the fullest one."""
-    turns = [heats_of for _, heats_of in _grouped(heats, lambda heat: heat.turn)]
-    full = max(map(len, turns))
-    return [turn for turn in turns if len(turn) == full]
-
-
-def merged(outcomes: Sequence[TimedRun]) -> TimedRun:
-    """Runs of one engine as one; ``drafted`` is None if it is in any of them."""
-    drafted = [o.drafted for o in outcomes if o.drafted is not None]
-    levels = [o.levels for o in outcomes if o.levels is not None]
-    phases = dict.fromkeys((name for o in outcomes for name in o.phases), 0.0)
-    return TimedRun(
-        answers=[answer for o in outcomes for answer in o.answers],
-        seconds=sum(o.seconds for o in outcomes),
-        steps=sum(o.steps for o in outcomes),
-        drafted=sum(drafted) if len(drafted) == len(outcomes) else None,
-        levels=sum(levels) if len(levels) == len(outcomes) else None,
-        accepted=sum(o.accepted for o in outcomes),
-        reached=column_sums([o.reached for o in outcomes]),
-        accepted_at=column_sums([o.accepted_at for o in outcomes]),
-        phases={name: sum(o.phases.get(name, 0.0) for o in outcomes) for name in phases},
-        decoding_steps=sum(o.decoding_steps for o in outcomes),
-        decoding_slots=sum(o.decoding_slots for o in outcomes),
-    )
 
 
 def gaps_of(answer: TimedAnswer) -> list[tuple[float, int]]:
@@ -209,34 +203,12 @@ def percentile(values: Sequence[float], share: float) -> float | None:
     return sorted(values)[max(0, math.ceil(share * len(values)) - 1)]
 
 
-def drafts_of(outcome: TimedRun) -> DraftFigures:
-    """What its drafts achieved."""
-    steps, drafted = outcome.steps, outcome.drafted
-    return DraftFigures(
-        drafted=drafted,
-        accepted=outcome.accepted,
-        mean_accepted_length=outcome.tokens / steps if steps else 0.0,
-        acceptance_rate=outcome.accepted / drafted if drafted else None,
-        length=None if drafted is None or not steps else drafted / steps,
-        acceptance=tuple(a / n for a, n in zip(outcome.accepted_at, outcome.reached, strict=True)),
-        reached=tuple(outcome.reached),
-    )
-
-
-def _phases(outcome: TimedRun) -> dict[str, float]:
-    steps = outcome.decoding_steps
-    return {name: seconds / steps for name, seconds in outcome.phases.items()} if steps else {}
-
-
 def idle(record: HeatRecord, speculative: Collection[str]) -> dict[str, str]:
     """Speculative methods that speculated in vain throughout the run, and what they lacked."""
-    groups: dict[str, str] = {}
-    for name in record.names():
-        if name not in speculative:
-            continue
+    lacking: dict[str, str] = {}
+    for name in dict.fromkeys(name for heat in record.heats for name in heat.outcomes):
         whole = merged([h.outcomes[name] for h in record.heats if name in h.outcomes])
-        if whole.drafted == 0:
-            groups[name] = "drafted nothing"
-        elif whole.accepted == 0:
-            groups[name] = "had none of its drafts accepted"
-    return groups
+        if name in speculative and not whole.accepted:
+            nothing = whole.drafted == 0
+            lacking[name] = "drafted nothing" if nothing else "had none of its drafts accepted"
+    return lacking

@@ -53,46 +53,66 @@ class Method:
         return any(member.remembers for member in parse_draft(self.draft).members())
 
 
-def offered() -> str:
-    """All methods, for the one line that says that there is no such method."""
-    kinds = ", ".join(sorted(set(DRAFTERS) - {"none"}))
-    theirs = ", ".join([TRANSFORMERS, *(f"{TRANSFORMERS}:{name}" for name in _VARIANTS)])
-    return (
-        f"{PLAIN}, {DRAFT} (what --draft names), {theirs}, url:http://HOST:PORT, {kinds}, "
-        "or a draft model's folder"
-    )
-
-
 def parse_method(text: str, draft: str | None, length: Length = "auto") -> Method:
     """One spec, perhaps with ``@LENGTH``. ``draft``: what ``draft`` stands for. Raises ConfigError.
 
     Without ``@`` ours take ``length``, those of transformers the library's own default.
     """
-    body, name_and_options = _split(text.strip())
+    text = text.strip()
+    body, own_length = _split(text)
     head, _, variant = body.partition(":")
     if head == URL:
-        where = text.strip().partition(":")[2]
-        if not where:
-            raise ConfigError(f"method {text.strip()!r} needs its address: url:http://HOST:PORT")
-        return Method(text.strip(), None, None, URL, where)
+        address = text.partition(":")[2]
+        if not address:
+            raise ConfigError(f"method {text!r} needs its address: url:http://HOST:PORT")
+        return Method(text, None, None, URL, address)
     if head in ("llamacpp", "openvino"):
         raise ConfigError(
-            f"method {text.strip()!r}: start that engine's own server (docs/bench.md says how) and "
+            f"method {text!r}: start that engine's own server (docs/bench.md says how) and "
             "name it as url:http://HOST:PORT"
         )
     if head == TRANSFORMERS:
-        return _transformers(text, variant, draft, name_and_options)
+        return _transformers(text, variant, draft, own_length)
     if body in (PLAIN, "none"):
-        if name_and_options is not None:
+        if own_length is not None:
             raise ConfigError(f"method {text!r}: plain decoding drafts nothing; leave out the @")
         return Method(PLAIN, length=0)
     if body == DRAFT:
         if draft is None:
             raise ConfigError(f"method {text!r}: no draft is named; add --draft, or name it here")
         body = draft
-    elif not _known(body):
-        raise ConfigError(f"there is no method {text!r}; there are {offered()}")
-    return Method(text.strip(), body, length if name_and_options is None else name_and_options)
+    elif not (
+        head in DRAFTERS
+        or body.startswith(_BUILT_IN)
+        or "/" in body
+        or Path(body).expanduser().is_dir()
+    ):
+        raise _unknown(text)
+    return Method(text, body, length if own_length is None else own_length)
+
+
+def _transformers(text: str, variant: str, draft: str | None, length: Length | None) -> Method:
+    if variant == "" and length is None:
+        return Method(TRANSFORMERS, None, None, "plain")
+    if variant not in _VARIANTS:
+        raise _unknown(text)
+    if length == "auto":
+        raise ConfigError(f"method {text!r}: transformers has no automatic length; give a number")
+    if variant == "lookup":
+        return Method(text, None, length, variant)
+    spec = parse_draft(draft)
+    if not isinstance(spec, DraftModel):
+        raise ConfigError(f"method {text!r} needs a draft model; name one with --draft FOLDER")
+    return Method(text, spec.path, length, variant)
+
+
+def _unknown(text: str) -> ConfigError:
+    kinds = ", ".join(sorted(set(DRAFTERS) - {"none"}))
+    theirs = ", ".join([TRANSFORMERS, *(f"{TRANSFORMERS}:{name}" for name in _VARIANTS)])
+    return ConfigError(
+        f"there is no method {text!r}; there are {PLAIN}, {DRAFT} (what --draft names), {theirs}, "
+        f"url:http://HOST:PORT, {kinds}, or a draft model's folder"
+    )
 
 
 def parse_methods(
@@ -105,14 +125,14 @@ def parse_methods(
 
     ``lengths`` runs every drafter that names no length at each of them. Raises ConfigError.
     """
-    methods: dict[str, Method] = {PLAIN: Method(PLAIN, length=0)}
+    methods = [Method(PLAIN, length=0)]
     for text in texts:
         method = parse_method(text, draft, length)
-        variants = [method]
         if lengths and method.draft is not None and _split(text)[1] is None:
-            variants = [replace(method, name=f"{method.name}@{n}", length=n) for n in lengths]
-        methods.update((item.name, item) for item in variants)
-    return list(methods.values())
+            methods += [replace(method, name=f"{method.name}@{n}", length=n) for n in lengths]
+        else:
+            methods.append(method)
+    return list({method.name: method for method in methods}.values())
 
 
 def parse_lengths(text: str | None) -> list[int]:
@@ -125,21 +145,6 @@ def parse_lengths(text: str | None) -> list[int]:
     return list(dict.fromkeys(map(int, parts)))
 
 
-def _transformers(text: str, variant: str, draft: str | None, length: Length | None) -> Method:
-    if variant == "" and length is None:
-        return Method(TRANSFORMERS, None, None, "plain")
-    if variant not in _VARIANTS:
-        raise ConfigError(f"there is no method {text!r}; there are {offered()}")
-    if length == "auto":
-        raise ConfigError(f"method {text!r}: transformers has no automatic length; give a number")
-    if variant == "lookup":
-        return Method(text.strip(), None, length, variant)
-    spec = parse_draft(draft)
-    if not isinstance(spec, DraftModel):
-        raise ConfigError(f"method {text!r} needs a draft model; name one with --draft FOLDER")
-    return Method(text.strip(), spec.path, length, variant)
-
-
 def _split(text: str) -> tuple[str, Length | None]:
     """A path may contain @, but does not end in @NUMBER."""
     body, at, tail = text.rpartition("@")
@@ -150,10 +155,3 @@ def _split(text: str) -> tuple[str, Length | None]:
     if not 1 <= int(tail) <= _LONGEST:
         raise ConfigError(f"method {text!r}: draft lengths go from 1 to {_LONGEST}, or auto")
     return body, int(tail)
-
-
-def _known(body: str) -> bool:
-    """A drafter's kind, or something that can be a model's folder or name."""
-    if body.partition(":")[0] in DRAFTERS:
-        return True
-    return body.startswith(_BUILT_IN) or "/" in body or Path(body).expanduser().is_dir()

@@ -2,17 +2,16 @@
 
 from __future__ import annotations
 
-from collections import Counter
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from operator import attrgetter
 from typing import Any
 
 from paceline.engine.driver import StepSums
 from paceline.lab.bench.figures import OVERALL, Row, Spread
-from paceline.lab.bench.predict import Predicted
-from paceline.lab.bench.result import BenchResult, labels
+from paceline.lab.bench.result import SURENESS, BenchResult, labels
 from paceline.lab.bench.runner import EVERYTHING
 from paceline.lab.bench.served import ASPECTS
+from paceline.lab.bench.texts import KINDS
 from paceline.lab.report import plots
 from paceline.lab.report.columns import (
     NONE_TRIED,
@@ -29,19 +28,22 @@ from paceline.lab.report.document import Cell, Figure, Report, Table, Text
 
 PHASES = tuple(StepSums().seconds)
 _NOTE = (
-    "Medians over rounds, ± half of the range from the lowest to the highest. TTFT: median time to "
-    "first token. ITL: gap before a delivery, divided by the tokens delivered together; stall: the "
-    "undivided gap. Tokens a step: mean accepted length, the target's own token included."
+    "Medians over rounds, ± half of the range from the lowest to the highest. Speedup is over the "
+    "best plain decoding in the same rounds. TTFT: median time to first token. ITL: gap before a "
+    "delivery, divided by the tokens delivered together; stall: the undivided gap. Tokens a step: "
+    "mean accepted length, the target's own token included."
+)
+_CLIENTS = " Of several clients each sends its next request when one is answered, over all prompts."
+_ALONE = " transformers answers one request at a time, so it runs at 1 only."
+_SUITE = (
+    "Speedup: mean over the questions of tokens a second, by that of our own plain decoding; "
+    "prompts included. #Mean accepted tokens: tokens a target step, the bonus token counted (plain "
+    "decoding has 1.00), without the steps that read a prompt."
 )
 _ACCEPTANCE = (
     "Conditional: of the drafts that had a token at this position, all before it accepted, the "
     "share whose token was accepted; in brackets how many drafts that were, over all rounds."
 )
-_CONCURRENCY = (
-    "All prompts; every client sends its next request when one is answered. Speedup is over the "
-    "best plain decoding at the same concurrency."
-)
-_ALONE = " transformers answers one request at a time, so it runs at 1 only."
 _STEPS = (
     "Mean over steps in which nobody reads a prompt. target: its forward; verify: distributions, "
     "rule, transfer; other: scheduling, batching and bookkeeping in Python."
@@ -52,9 +54,9 @@ _PREDICTED = (
     "decoding: measured, without the steps that read prompts; measured: whole runs."
 )
 _TEXTS = (
-    "Texts beside plain decoding's. Near tie: where they part, the two tokens' scores are within "
-    "the rounding of the dtype. A different text of ours is a bug; transformers computes in "
-    "another order and may differ by more."
+    "Texts beside plain decoding's, of requests that were asked alike. Near tie: where they part, "
+    "the two tokens' scores are within the rounding of the dtype. A different text of ours is a "
+    "bug; transformers computes in another order and may differ by more."
 )
 _UNEQUAL = (
     "Other engines get the prompts as the target's template renders them, and are asked for as "
@@ -62,7 +64,7 @@ _UNEQUAL = (
     "theirs that parts from it is no bug of ours."
 )
 _INTERRUPTED = "Interrupted: these are the figures of what was complete."
-_KINDS = ("identical", "near tie", "different")
+_SURENESS = "95 %: by drawing prompts anew (bootstrap): how far other such prompts may move it."
 
 
 def rate(value: Spread) -> str:
@@ -74,15 +76,16 @@ def speedup(value: Spread) -> str:
     return value.shown(2, "x")
 
 
-_CLIENTS = Column("", "clients", "concurrency")
-_RATE = Column("", "tok/s", "tokens_per_second", rate)
-_SPEEDUP = Column("", "speedup", "speedup", speedup)
 _LENGTH = Column("", "drafted a step", "drafts.length", number)
-_TOKENS = Column("", "tokens a step", "drafts.mean_accepted_length", number)
-_LATENCIES = (
+_FIGURES = (
+    Column("", "tok/s", "tokens_per_second", rate),
+    Column("", "speedup", "speedup", speedup),
     Column("", "TTFT ms", "time_to_first_token", milliseconds),
     Column("", "ITL p50 ms", "inter_token_p50", milliseconds),
     Column("", "ITL p99 ms", "inter_token_p99", milliseconds),
+    Column("", "stall p99 ms", "stall_p99", milliseconds),
+    _LENGTH,
+    Column("", "tokens a step", "drafts.mean_accepted_length", number),
 )
 _PHASES = (
     *(Column("", f"{name} ms", f"phases.{name}", milliseconds) for name in PHASES),
@@ -90,13 +93,10 @@ _PHASES = (
     Column("", "Python", "python", share),
 )
 _PREDICTION = (
-    *(
-        Column("", name, f"prediction.{name}", times)
-        for name in ("textbook", "predicted", "decoding", "measured")
-    ),
-    Column("", "pred./meas.", "prediction.predicted_by_measured", number),
-    Column("", "step ms predicted", "prediction.step", milliseconds),
-    Column("", "step ms measured", "prediction.measured_step", milliseconds),
+    *(Column("", n, n, times) for n in ("textbook", "predicted", "decoding", "measured")),
+    Column("", "pred./meas.", "predicted_by_measured", number),
+    Column("", "step ms predicted", "step", milliseconds),
+    Column("", "step ms measured", "measured_step", milliseconds),
 )
 
 
@@ -111,39 +111,78 @@ def _at_position(index: int) -> Column:
     return Column("", f"position {index + 1}", "", shown)
 
 
-def _clients(items: Sequence[Any]) -> list[Column]:
-    """A column for them, where there are several numbers of them."""
-    return [_CLIENTS] if len({item.concurrency for item in items}) > 1 else []
+def report_of(result: BenchResult) -> Report:
+    """The sections that the measurements give cause to."""
+    title = "Benchmark" if result.suite is None else result.suite.title
+    pages = _Pages(result, Report(f"{title} of {result.model}"))
+    pages.begin()
+    if result.suite is None:
+        pages.methods()
+        pages.categories()
+    else:
+        pages.published(result.suite.title)
+    pages.acceptance()
+    pages.steps()
+    pages.predictions()
+    pages.texts()
+    pages.end()
+    return pages.report
 
 
-class ResultPages:
-    """What the reports of all benchmarks have; the sections go into ``report``."""
+class _Pages:
+    """One method a section; all read the same rows."""
 
     def __init__(self, result: BenchResult, report: Report) -> None:
-        self.result, self.report = result, report
+        self.result, self.report, self.rows = result, report, result.rows
         self.label = labels([method.name for method in result.methods])
         self.method = Column("", "method", "method", self.label.__getitem__)
-        drafting = {method.name for method in result.methods if method.speculates}
+        self.counts = list(dict.fromkeys(row.concurrency for row in self.rows))
+        self.base = min(self.counts, default=1)
+        self.temperatures = list(dict.fromkeys(row.temperature for row in self.rows))
+        alone = len({row.category for row in self.rows if row.concurrency == self.base}) == 1
+        self.totals = [r for r in self.rows if alone or r.category in (OVERALL, EVERYTHING)]
 
-        def accepted(row: Row) -> str | None:
-            if row.drafts.acceptance_rate is not None:
-                return share(row.drafts.acceptance_rate)
-            return NONE_TRIED if row.drafts.drafted == 0 and row.method in drafting else None
+    def swept(self, items: Sequence[Any]) -> list[Column]:
+        """Columns of what there are several of, and the method."""
+        columns = [
+            Column("", "clients", "concurrency"),
+            Column("", "temperature", "temperature", "{:g}".format),
+        ]
+        seen = [{getattr(item, str(c.path), None) for item in items} for c in columns]
+        several = [c for c, values in zip(columns, seen, strict=True) if len(values) > 1]
+        return [*several, self.method]
 
-        self.accepted = Column("", "accepted", "", accepted)
+    def by_method(
+        self, rows: Sequence[Row], points: Sequence[Any], at: str, value: str
+    ) -> dict[str, list[Any]]:
+        """The attribute ``value`` of every method's rows where ``at`` is each of ``points``; None
+        where there is none."""
+        key, what = attrgetter("method", at), attrgetter(value)
+        known = {key(row): what(row) for row in rows}
+        names = dict.fromkeys(row.method for row in rows)
+        return {self.label[name]: [known.get((name, x)) for x in points] for name in names}
 
-    def begin(self, how: str, warnings: Sequence[str] = (), notes: Sequence[str] = ()) -> None:
-        """Where and ``how`` it was measured, and what must not be missed."""
-        result, machine = self.result, self.result.machine
+    def begin(self) -> None:
+        """Where and how it was measured, and what must not be missed."""
+        result, machine, settings = self.result, self.result.machine, self.result.settings
         where = machine["processor"]
         if machine["device"] == "cpu":
             where += f", {machine['threads']} of {machine['cores']} threads"
-        warnings = [*(line + "." for line in result.complaints()), *warnings]
+        rounds = max((row.rounds for row in result.rows), default=0)
+        how = (
+            f"{result.amount()} from {settings['source']}; at most {settings['max_tokens']} tokens "
+            f"an answer; the methods take turns, {rounds} {'round' if rounds == 1 else 'rounds'}"
+        )
+        if result.suite is not None:
+            how += "; turn by turn, batch 1; the bonus token is counted"
+        warnings = [line + "." for line in result.complaints()]
+        warnings += [_INTERRUPTED] if result.interrupted else []
         lines = [f"{name}: {spec}." for name, spec in result.specs().items()]
         if result.left_out:
             lines.append(f"Left out, as too long for the model: {', '.join(result.left_out)}.")
-        lines += notes
-        if result.settings.get("lossy"):
+        if result.cut:
+            lines.append(f"{result.cut} conversations ended early: the context had no more room.")
+        if settings.get("lossy"):
             lines.append("Typical acceptance: sampled text is not the target's own.")
         self.report.add(
             "Run",
@@ -152,176 +191,133 @@ class ResultPages:
             *map(Text, lines),
         )
 
-    def by_method(
+    def methods(self) -> None:
+        """All methods at every number of clients and temperature."""
+        if not self.rows:
+            return
+        price, note, drawn = self.result.price, _NOTE, list[Figure]()
+        columns = [*self.swept(self.totals), *_FIGURES]
+        columns.insert(-1, Column("", "accepted", "", self.accepted))
+        if price is not None:
+            note += f" Cost: of a million tokens, at {price:g} a machine hour."
+            columns.append(Column("", "cost", "", lambda r: f"{r.cost_per_million(price):.3g}"))
+        if len(self.counts) > 1:
+            alone = any(method.alone for method in self.result.methods)
+            note += _CLIENTS + (_ALONE if alone else "") + self.repetition()
+            rows = [row for row in self.totals if row.temperature == self.temperatures[0]]
+            rates = self.by_method(rows, self.counts, "concurrency", "tokens_per_second.median")
+            axes = list(map(float, self.counts)), rates, "requests in flight", "tokens/s", True
+            title = "Throughput against concurrency"
+            drawn.append(Figure(title, lambda: plots.lines(*axes), "concurrency"))
+        if len(self.temperatures) > 1:
+            rows = [row for row in self.totals if row.concurrency == self.base]
+            gains = self.by_method(rows, self.temperatures, "temperature", "speedup.median")
+            at = self.temperatures, gains, "temperature", "speedup"
+            title = "Speedup against temperature"
+            drawn.append(Figure(title, lambda: plots.lines(*at), "temperature"))
+        if NONE_TRIED in map(self.accepted, self.totals):
+            note += f" {UNTRIED}"
+        self.report.add("Methods", table_of(self.totals, columns, note), *drawn)
+
+    def accepted(self, row: Row) -> str | None:
+        drafting = {method.name for method in self.result.methods if method.speculates}
+        if row.drafts.acceptance_rate is not None:
+            return share(row.drafts.acceptance_rate)
+        return NONE_TRIED if row.drafts.drafted == 0 and row.method in drafting else None
+
+    def repetition(self) -> str:
+        """A drafter that remembers has an easy time with prompts that come again."""
+        prompts = self.result.settings["prompts"] - len(self.result.left_out)
+        names = [self.label[m.name] for m in self.result.methods if m.remembers]
+        if not names or all(row.requests <= prompts * row.rounds for row in self.totals):
+            return ""
+        return f" Prompts are repeated to occupy all clients, which flatters {', '.join(names)}."
+
+    def categories(self) -> None:
+        for temperature in self.temperatures:
+            cell = self.base, temperature
+            rows = [r for r in self.rows if (r.concurrency, r.temperature) == cell]
+            rows = [r for r in rows if r.category not in (OVERALL, EVERYTHING)]
+            names = list(dict.fromkeys(row.category for row in rows))
+            if len(names) > 1:
+                at = self.at(temperature)
+                gains = self.by_method(rows, names, "category", "speedup.median")
+                table = self.pivot(rows, names, "speedup.median", times)
+                self.report.add("By category" + at, table, self.bars(gains, names, temperature))
+
+    def pivot(
         self,
-        figures: Sequence[Any],
-        points: Sequence[Any],
-        at: str,
+        rows: Sequence[Row],
+        categories: Sequence[str],
         value: str,
-        shown: Callable[[Any], Any] = lambda value: value,
-    ) -> dict[str, list[Any]]:
-        """The attribute ``value`` of every method's figures where ``at`` is each of ``points``;
-        None where there is none."""
-        key, what = attrgetter("method", at), attrgetter(value)
-        known = {key(one): shown(what(one)) for one in figures if what(one) is not None}
-        names = dict.fromkeys(one.method for one in figures)
-        return {self.label[name]: [known.get((name, x)) for x in points] for name in names}
+        shown: Callable[[Any], Cell],
+        note: str = "",
+    ) -> Table:
+        """A row for each method, a column for each category."""
+        figures = self.by_method(rows, categories, "category", value)
+        body = [
+            [name, *(None if v is None else shown(v) for v in values)]
+            for name, values in figures.items()
+        ]
+        return Table(["method", *categories], body, note=note)
 
-    def texts(self, note: str) -> None:
-        counts = {self.label[n]: Counter(c) for n, c in self.result.texts.counts.items()}
-        if counts:
-            rows: list[list[Cell]] = [[n, *(c[k] for k in _KINDS)] for n, c in counts.items()]
-            self.report.add("Same text", Table(["method", *_KINDS], rows, note=note))
+    def bars(self, series: Any, groups: Sequence[str], temperature: float) -> Figure:
+        """Speedups, with a line at plain decoding's."""
+        title = "Speedup over plain decoding, by category" + self.at(temperature)
+        name = f"speedup-t{temperature:g}" if len(self.temperatures) > 1 else "speedup"
+        return Figure(title, lambda: plots.bars(groups, series, "speedup", baseline=1.0), name)
 
-    def unequal(self) -> None:
-        engines = [{"name": self.label[n], **c} for n, c in self.result.unequal.items()]
-        columns = [Column("", aspect.replace("_", " "), aspect) for aspect in ASPECTS]
-        if engines:
-            table = table_of(engines, [Column("", "engine", "name"), *columns], _UNEQUAL)
-            self.report.add("What could not be made equal", table)
+    def at(self, temperature: float) -> str:
+        needed = temperature or len(self.temperatures) > 1
+        return f" at temperature {temperature:g}" if needed else ""
 
-
-def speedup_bars(title: str, name: str, groups: Sequence[str], series: Any) -> Figure:
-    """Speedups, with a line at plain decoding's."""
-    return Figure(title, lambda: plots.bars(groups, series, "speedup", baseline=1.0), name)
-
-
-def report_of(result: BenchResult) -> Report:
-    """The sections that the measurements give cause to."""
-    pages = _Pages(result, Report(f"Benchmark of {result.model}"))
-    rounds = max((row.rounds for row in result.rows), default=0)
-    settings = result.settings
-    pages.begin(
-        f"{result.amount()} from {settings['source']}; {settings['max_tokens']} tokens each; the "
-        f"methods take turns, {rounds_in_words(rounds)}",
-        [_INTERRUPTED] if result.interrupted else [],
-    )
-    for section in (pages.overall, pages.categories):
-        for temperature in pages.temperatures:
-            section(temperature)
-    pages.acceptance()
-    for temperature in pages.temperatures:
-        pages.concurrency(temperature)
-    pages.temperature()
-    pages.steps()
-    pages.predictions()
-    pages.texts(_TEXTS)
-    pages.unequal()
-    if result.perplexities:
-        lines = [Text(perplexity.line) for perplexity in result.perplexities]
-        pages.report.add("Perplexity of the target", *lines)
-    return pages.report
-
-
-def rounds_in_words(rounds: int) -> str:
-    return f"{rounds} {'round' if rounds == 1 else 'rounds'}"
-
-
-class _Pages(ResultPages):
-    """One method a section; all read the same rows."""
-
-    def __init__(self, result: BenchResult, report: Report) -> None:
-        super().__init__(result, report)
-        self.rows = result.rows
-        self.counts = list(dict.fromkeys(row.concurrency for row in self.rows))
-        self.base = min(self.counts, default=1)
-        self.temperatures = list(dict.fromkeys(row.temperature for row in self.rows))
-
-    def overall(self, temperature: float) -> None:
-        price = self.result.price
-        cost = "" if price is None else f" Cost: of a million tokens, at {price:g} a machine hour."
-        rows = self._total(self.base, temperature)
-        if rows:
-            best = self.label[rows[0].best_plain]
+    def published(self, title: str) -> None:
+        """The tables that the benchmark publishes, tasks across (Spec-Bench's leaderboard)."""
+        for temperature in self.temperatures:
+            rows = [row for row in self.rows if row.temperature == temperature]
+            tasks = list(dict.fromkeys(row.category for row in rows))
+            single = [task for task in tasks if task != OVERALL]
+            questions = {row.category: row.heats for row in rows}
+            gains = self.by_method(rows, single, "category", "mean_speedup")
+            gains.pop(self.label["plain"], None)
+            shown = "; ".join(f"{name} {count}" for name, count in questions.items())
+            tokens = "drafts.mean_accepted_tokens"
             self.report.add(
-                "Methods" + self._at(temperature),
-                table_of(rows, self._speeds(_RATE), _NOTE + cost),
-                Text(f"Speedup is over the best plain decoding in the same rounds: {best}."),
+                f"{title} at temperature {temperature:g}",
+                self.pivot(rows, tasks, "mean_speedup", times, _SUITE),
+                *([self.bars(gains, single, temperature)] if len(single) > 1 else []),
+                self.pivot(rows, tasks, tokens, number, "#Mean accepted tokens."),
+                self.pivot(rows, tasks, "tokens_per_second", rate, f"Tokens/s. Questions: {shown}"),
             )
 
-    def categories(self, temperature: float) -> None:
-        many = any(row.category == OVERALL for row in self.rows)
-        every = self._rows(self.base, temperature)
-        rows = [row for row in every if row.category not in (OVERALL, EVERYTHING)]
-        names = list(dict.fromkeys(row.category for row in rows))
-        if not rows or (len(names) == 1 and len(self.temperatures) == 1 and not many):
-            return
-        median = Column("", "tok/s", "tokens_per_second.median", "{:.0f}".format)
-        columns = self._speeds(median)
-        body: list[Sequence[Cell]] = []
-        for name in names:
-            category_table = table_of([row for row in rows if row.category == name], columns)
-            body += [[name, *[None] * (len(columns) - 1)], *category_table.rows]
-        series = self.by_method(rows, names, "category", "speedup.median")
-        shown = self.by_method(rows, names, "category", "speedup.median", times)
-        at = self._at(temperature)
-        title = "Speedup over the best plain decoding, by category" + at
-        self.report.add(
-            "By category" + at,
-            Table(["speedup", *shown], list(zip(names, *shown.values(), strict=True))),
-            speedup_bars(title, f"speedup{self._suffix(temperature)}", names, series),
-            Table([column.heading for column in columns], body),
-        )
-
     def acceptance(self) -> None:
-        first = self._total(self.base, self.temperatures[0]) if self.rows else []
+        cell = self.base, self.temperatures[0] if self.temperatures else 0.0
+        first = [r for r in self.totals if (r.concurrency, r.temperature) == cell]
         rows = {self.label[row.method]: row for row in first if row.drafts.reached}
         if not rows:
             return
         depth = range(max(len(row.drafts.reached) for row in rows.values()))
-        columns = [_LENGTH, self.accepted, *map(_at_position, depth)]
+        accepted = Column("", "accepted", "", self.accepted)
+        columns = [_LENGTH, accepted, *map(_at_position, depth)]
         series = {name: list(row.drafts.acceptance) for name, row in rows.items()}
-        self._with_lines(
+        axes = [float(n + 1) for n in depth], series, "position", "accepted"
+        title = "Acceptance by position in the draft, conditional"
+        self.report.add(
             "Acceptance by position",
             table_across("", rows, columns, _ACCEPTANCE),
-            "Acceptance by position in the draft, conditional",
-            ([float(n + 1) for n in depth], series, "position", "accepted"),
-            "acceptance",
-        )
-
-    def concurrency(self, temperature: float) -> None:
-        if len(self.counts) < 2:
-            return
-        rows = [row for count in self.counts for row in self._total(count, temperature)]
-        alone = _ALONE if any(method.alone for method in self.result.methods) else ""
-        columns = (_CLIENTS, self.method, _RATE, _SPEEDUP, _LENGTH, _TOKENS, *_LATENCIES)
-        series = self.by_method(rows, self.counts, "concurrency", "tokens_per_second.median")
-        at = self._at(temperature)
-        self._with_lines(
-            "Concurrency" + at,
-            table_of(rows, columns, _CONCURRENCY + alone + self._repetition(rows)),
-            "Throughput against concurrency" + at,
-            (list(map(float, self.counts)), series, "requests in flight", "tokens/s", True),
-            f"concurrency{self._suffix(temperature)}",
-        )
-
-    def temperature(self) -> None:
-        if len(self.temperatures) < 2:
-            return
-        rows = [row for t in self.temperatures for row in self._total(self.base, t)]
-        columns = (
-            Column("", "temperature", "temperature", "{:g}".format),
-            *(self.method, _RATE, _SPEEDUP, self.accepted, _TOKENS),
-        )
-        series = self.by_method(rows, self.temperatures, "temperature", "speedup.median")
-        self._with_lines(
-            "Temperature",
-            table_of(rows, columns, UNTRIED if NONE_TRIED in map(self.accepted.cell, rows) else ""),
-            "Speedup against temperature",
-            (self.temperatures, series, "temperature", "speedup"),
-            "temperature",
+            Figure(title, lambda: plots.lines(*axes), "acceptance"),
         )
 
     def steps(self) -> None:
-        every = [row for count in self.counts for row in self._total(count, self.temperatures[0])]
+        every = [row for row in self.totals if row.temperature == self.temperatures[0]]
         rows = [row for row in every if row.phases]
         if rows:
-            base_rows = [row for row in rows if row.concurrency == self.base]
-            parts = {name: [row.phases[name] * 1e3 for row in base_rows] for name in PHASES}
-            methods = [self.label[row.method] for row in base_rows]
+            base = [row for row in rows if row.concurrency == self.base]
+            parts = {name: [row.phases[name] * 1e3 for row in base] for name in PHASES}
+            methods = [self.label[row.method] for row in base]
             self.report.add(
                 "Time per step",
-                table_of(rows, [*_clients(rows), self.method, *_PHASES], _STEPS),
+                table_of(rows, [*self.swept(rows), *_PHASES], _STEPS),
                 Figure(
                     "Where a step's time goes",
                     lambda: plots.stacks(methods, parts, "ms per step"),
@@ -330,65 +326,29 @@ class _Pages(ResultPages):
             )
 
     def predictions(self) -> None:
-        """Beside what was measured, and at the base from one to the other, reason by reason."""
         items = self.result.predictions
-        if not items:
-            return
-        table = table_of(items, [*_clients(items), self.method, *_PREDICTION], _PREDICTED)
-        base = [item for item in items if item.concurrency == self.base]
-        reasons = dict.fromkeys(reason.name for item in base for reason in item.prediction.items)
+        if items:
+            table = table_of(items, [*self.swept(items), *_PREDICTION], _PREDICTED)
+            self.report.add("Predicted against measured speedup", table)
 
-        def moved(name: str) -> Callable[[Predicted], str | None]:
-            def shown(item: Predicted) -> str | None:
-                speedups = {reason.name: reason.speedup for reason in item.prediction.items}
-                return f"{speedups[name]:+.2f}" if name in speedups else None
+    def texts(self) -> None:
+        result, counts = self.result, self.result.texts.counts
+        if counts:
+            columns = [Column("", "method", "name"), *(Column("", kind, kind) for kind in KINDS)]
+            none = dict.fromkeys(KINDS, 0)
+            named = [{"name": self.label[n], **none, **c} for n, c in counts.items()]
+            self.report.add("Same text", table_of(named, columns, _TEXTS))
+        if result.unequal:
+            columns = [Column("", aspect.replace("_", " "), aspect) for aspect in ASPECTS]
+            engines = [{"name": self.label[n], **c} for n, c in result.unequal.items()]
+            table = table_of(engines, [Column("", "engine", "name"), *columns], _UNEQUAL)
+            self.report.add("What could not be made equal", table)
 
-            return shown
-
-        rows = [
-            Column("", "predicted", "prediction.predicted", times),
-            *(Column("", name, "", moved(name)) for name in reasons),
-            Column("", "measured", "prediction.measured", times),
-        ]
-        seen = {self.label[item.method]: item for item in base}
-        why = [table_across("from predicted to measured speedup", seen, rows)] if base else []
-        self.report.add("Predicted against measured speedup", table, *why)
-
-    def _with_lines(self, title: str, table: Table, caption: str, drawn: Any, name: str) -> None:
-        """A table, and a picture of lines: ``drawn`` are the arguments of ``plots.lines``."""
-        self.report.add(title, table, Figure(caption, lambda: plots.lines(*drawn), name))
-
-    def _rows(self, concurrency: int, temperature: float) -> list[Row]:
-        cell = concurrency, temperature
-        return [row for row in self.rows if (row.concurrency, row.temperature) == cell]
-
-    def _total(self, concurrency: int, temperature: float) -> list[Row]:
-        """Rows over all categories."""
-        rows = self._rows(concurrency, temperature)
-        total = [row for row in rows if row.category in (OVERALL, EVERYTHING)]
-        return total or rows  # one category is all there is
-
-    def _at(self, temperature: float) -> str:
-        needed = temperature or len(self.temperatures) > 1
-        return f" at temperature {temperature:g}" if needed else ""
-
-    def _suffix(self, temperature: float) -> str:
-        return f"-t{temperature:g}" if len(self.temperatures) > 1 else ""
-
-    def _speeds(self, rate: Column) -> list[Column]:
-        stall = Column("", "stall p99 ms", "stall_p99", milliseconds)
-        columns = [self.method, rate, _SPEEDUP, *_LATENCIES, stall, _TOKENS]
-        price = self.result.price
-        if price is not None:
-            cost = Column("", "cost", "", lambda row: f"{row.cost_per_million(price):.3g}")
-            columns.append(cost)
-        return columns
-
-    def _repetition(self, rows: Iterable[Row]) -> str:
-        """A drafter that remembers has an easy time with prompts that come again."""
-        prompts = self.result.settings["prompts"] - len(self.result.left_out)
-        remembering = [self.label[m.name] for m in self.result.methods if m.remembers]
-        if not remembering or all(row.requests <= prompts * row.rounds for row in rows):
-            return ""
-        names = ", ".join(remembering)
-        return f" Prompts are repeated to occupy all clients, which flatters {names}."
+    def end(self) -> None:
+        result = self.result
+        if result.perplexities:
+            lines = [Text(perplexity.line) for perplexity in result.perplexities]
+            self.report.add("Perplexity of the target", *lines)
+        if result.spending is not None:
+            table = table_of(result.spending.sureness, SURENESS, _SURENESS)
+            self.report.add("Time", table, Text(result.spending.line))

@@ -140,7 +140,13 @@ def load_prompts(
     if per_category is not None and per_category < 1:
         raise ConfigError(f"per_category is {per_category}; use at least 1")
     files = sorted(_SHIPPED.glob("*.jsonl")) if source is None else [Path(source)]
-    prompts = _unique([prompt for file in files for prompt in _read(file)])
+    prompts = _unique(
+        [
+            _prompt(record, where, file.name.split(".")[0], number)
+            for file in files
+            for number, (where, record) in enumerate(read_records(file))
+        ]
+    )
     if not prompts:
         raise DataError(f"{source or 'the shipped prompt set'} has no prompts; add at least one")
     known = list(dict.fromkeys(prompt.category for prompt in prompts))
@@ -183,15 +189,7 @@ def fit(
     return fitting, left_out
 
 
-def _read(file: Path) -> list[BenchPrompt]:
-    stem = file.name.split(".")[0]
-    return [
-        _prompt(record, where, f"{stem}/{number}", stem)
-        for number, (where, record) in enumerate(read_records(file))
-    ]
-
-
-def _prompt(record: dict[str, Any], where: str, name: str, stem: str) -> BenchPrompt:
+def _prompt(record: dict[str, Any], where: str, stem: str, number: int) -> BenchPrompt:
     """One record of any layout. Raises DataError."""
     field = next((key for key in _FIELDS if record.get(key) is not None), None)
     if field is None:
@@ -211,7 +209,8 @@ def _prompt(record: dict[str, Any], where: str, name: str, stem: str) -> BenchPr
         raise DataError(f"{where}: the format is {style!r}; use chat or completion")
     if not turns[0].strip():
         raise DataError(f"{where}: the prompt is empty; give it text or remove the record")
-    given = next((record[key] for key in ("id", "question_id", "task_id") if key in record), name)
+    keys = (key for key in ("id", "question_id", "task_id") if key in record)
+    given = next((record[key] for key in keys), number)
     name = f"{stem}/{given}" if isinstance(given, int) else str(given)
     return BenchPrompt(name, category, turns[0], style == "chat", turns, tuple(earlier))
 

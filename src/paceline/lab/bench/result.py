@@ -10,14 +10,16 @@ from typing import Any
 
 import numpy as np
 
-from paceline.lab.bench.figures import OVERALL, Row, idle
-from paceline.lab.bench.methods import PLAIN, Method
-from paceline.lab.bench.predict import Predicted
-from paceline.lab.bench.runner import Heat, HeatRecord
+from paceline.lab.bench.figures import OVERALL, Row, idle, rows
+from paceline.lab.bench.methods import PLAIN, Length, Method
+from paceline.lab.bench.predict import Prediction
+from paceline.lab.bench.runner import Prompts, Sweep
+from paceline.lab.bench.runs import Heat, HeatRecord
+from paceline.lab.bench.suites import Suite
 from paceline.lab.bench.texts import Comparison, compare, judge_of
+from paceline.lab.budget import Budget
 from paceline.lab.perplexity import TextPerplexity
-from paceline.lab.report.columns import Column, Sheet, times
-from paceline.lab.report.document import Table, Text
+from paceline.lab.report.columns import Column, record_of, times
 from paceline.llm import LLM
 from paceline.settings.tuned import MachineIdentity
 
@@ -47,20 +49,15 @@ def _interval_shown(item: Sureness) -> str | None:
     return None if item.low is None else f"{item.low:.2f} to {item.high:.2f}x"
 
 
-SURENESS = Sheet(
-    "sureness",
-    "Time",
-    (
-        Column("method", "method"),
-        Column("concurrency", "at once"),
-        Column("temperature", "temperature", shown="{:g}".format),
-        Column("speedup", "speedup", shown=times),
-        Column("", "95 %", "", _interval_shown),
-        *(Column("low"), Column("high")),
-        Column("prompts", "prompts"),
-        Column("rounds", "rounds"),
-    ),
-    "95 %: by drawing prompts anew (bootstrap): how far other such prompts may move it.",
+SURENESS = (
+    Column("method", "method"),
+    Column("concurrency", "at once"),
+    Column("temperature", "temperature", shown="{:g}".format),
+    Column("speedup", "speedup", shown=times),
+    Column("", "95 %", "", _interval_shown),
+    *(Column("low"), Column("high")),
+    Column("prompts", "prompts"),
+    Column("rounds", "rounds"),
 )
 
 
@@ -76,15 +73,39 @@ class BenchSpending:
     not_measured: tuple[str, ...]
     sureness: tuple[Sureness, ...]
 
-    def record(self) -> dict[str, Any]:
-        return {**asdict(self), SURENESS.key: SURENESS.records(self.sureness)}
+    @classmethod
+    def of(
+        cls,
+        record: HeatRecord,
+        figures: Sequence[Row],
+        sweep: Sweep,
+        prompts: Prompts,
+        budget: Budget,
+    ) -> BenchSpending:
+        round_heats, done = sweep.wanted(prompts), len(record.heats)
+        wanted, first = record.rounds * round_heats, sum(heat.turn == 0 for heat in record.heats)
+        missing = [
+            f"{n} at once, temperature {t:g}"
+            for n in sweep.concurrencies
+            for t in sweep.temperatures
+            if not record.of(n, t)
+        ]
+        if first < round_heats:
+            missing.append(f"{round_heats - first} of {round_heats} turns of the first round")
+        elif done < wanted:
+            missing.append(f"{wanted - done} of {wanted} turns of all rounds")
+        sureness = sureness_of(record, figures)
+        return cls(budget.seconds, record.spent, done, wanted, tuple(missing), sureness)
 
-    def blocks(self) -> list[Table | Text]:
-        """For the report."""
+    def record(self) -> dict[str, Any]:
+        return {**asdict(self), "sureness": [record_of(one, SURENESS) for one in self.sureness]}
+
+    @property
+    def line(self) -> str:
         line = f"{self.spent:.0f} s: {self.heats} of {self.heats_wanted} turns of all methods."
         if self.not_measured:
             line += f" Not measured: {', '.join(self.not_measured)}. --continue goes on."
-        return [SURENESS.table(self.sureness), Text(line)]
+        return line
 
 
 def sureness_of(record: HeatRecord, rows: Sequence[Row]) -> tuple[Sureness, ...]:
@@ -96,7 +117,7 @@ def sureness_of(record: HeatRecord, rows: Sequence[Row]) -> tuple[Sureness, ...]
         alone = sum(key[:2] == cell for key in categories) == 1
         if row.method == row.best_plain or not (alone or row.category == OVERALL):
             continue
-        heats = [h for h in record.heats if (h.job.concurrency, h.job.temperature) == cell]
+        heats = record.of(*cell)
         prompts = {heat.job.index for heat in heats}
         low, high = _interval(heats, row) if row.concurrency == 1 else (None, None)
         count = len(prompts) if row.concurrency == 1 else row.requests // row.rounds
@@ -125,7 +146,8 @@ def _interval(heats: Sequence[Heat], row: Row) -> tuple[float | None, float | No
 
 @dataclass(frozen=True)
 class BenchResult:
-    """``idle`` says of speculative methods that did nothing what they lacked."""
+    """``idle`` says of speculative methods that did nothing what they lacked; ``unequal`` what
+    could not be made equal, of other engines; ``left_out`` names prompts too long for the model."""
 
     model: str
     machine: dict[str, Any]
@@ -134,12 +156,14 @@ class BenchResult:
     rows: Sequence[Row]
     texts: Comparison
     idle: dict[str, str]
-    predictions: Sequence[Predicted] = ()
-    left_out: Sequence[str] = ()  # names of prompts too long for the model
+    suite: Suite | None = None
+    cut: int = 0  # conversations whose later turns found no room in the context
+    predictions: Sequence[Prediction] = ()
+    left_out: Sequence[str] = ()
     price: float | None = None
     interrupted: bool = False
     spending: BenchSpending | None = None
-    unequal: Mapping[str, Mapping[str, str]] = field(default_factory=dict)  # of other engines
+    unequal: Mapping[str, Mapping[str, str]] = field(default_factory=dict)
     perplexities: Sequence[TextPerplexity] = ()
 
     @classmethod
@@ -149,19 +173,23 @@ class BenchResult:
         settings: dict[str, Any],
         llm: LLM,
         record: HeatRecord,
-        compared: HeatRecord,
+        suite: Suite | None,
         **more: Any,
     ) -> BenchResult:
-        """From what was measured. ``compared`` has the requests whose texts are held against plain
-        decoding's; ``more`` are other fields."""
+        """From what was measured; ``more`` are other fields."""
         ours = [m.name for m in methods if m.variant is None and not settings["lossy"]]
+        plains = {m.name for m in methods if not m.speculates and m.url is None}
         return cls(
             model=settings["model"],
             machine=machine_of(llm),
             settings=settings,
             methods=methods,
-            texts=compare(compared, judge_of(llm), ours),
+            # The public tables are by our own plain decoding.
+            rows=rows(record, plains if suite is None else {PLAIN}),
+            texts=compare(record, judge_of(llm), ours),
             idle=idle(record, {method.name for method in methods if method.speculates}),
+            suite=suite,
+            cut=sum(run.cut for heat in record.heats for run in heat.outcomes.values()),
             **more,
         )
 
@@ -169,19 +197,13 @@ class BenchResult:
         """Everything, for machines: medians and spreads, unrounded, in seconds."""
         return {
             "model": self.model,
+            "suite": self.suite and self.suite.name,
             "interrupted": self.interrupted,
             "machine": self.machine,
             "settings": self.settings,
             "methods": [asdict(method) for method in self.methods],
             "figures": [row.record(self.price) for row in self.rows],
-            "predicted": [
-                {
-                    "method": prediction.method,
-                    "concurrency": prediction.concurrency,
-                    **prediction.prediction.record(),
-                }
-                for prediction in self.predictions
-            ],
+            "predicted": [prediction.record() for prediction in self.predictions],
             "texts": {
                 "counts": self.texts.counts,
                 "partings": [parting.record() for parting in self.texts.partings],
@@ -191,6 +213,7 @@ class BenchResult:
             "perplexity": [perplexity.record() for perplexity in self.perplexities],
             "bugs": self.bugs(),
             "prompts_left_out": list(self.left_out),
+            "conversations_cut": self.cut,
             "budget": self.spending and self.spending.record(),
         }
 
@@ -218,7 +241,8 @@ class BenchResult:
         """One line for each thing that makes the run a failure."""
         lines = [self._bug(name) for name in self.bugs()]
         if not allow_idle:
-            lines += [idle_line(name, lack, self._method(name)) for name, lack in self.idle.items()]
+            lengths = {method.name: method.length for method in self.methods}
+            lines += [idle_line(name, lack, lengths[name]) for name, lack in self.idle.items()]
         return lines
 
     def _bug(self, name: str) -> str:
@@ -231,14 +255,11 @@ class BenchResult:
             "report it"
         )
 
-    def _method(self, name: str) -> Method:
-        return next(method for method in self.methods if method.name == name)
 
-
-def idle_line(name: str, lack: str, method: Method) -> str:
+def idle_line(name: str, lack: str, length: Length | None) -> str:
     """Why a method's figures are not speculation's, and what to do."""
     advice = "try other prompts or another draft"
-    if lack == "drafted nothing" and method.length == "auto":
+    if lack == "drafted nothing" and length == "auto":
         advice = (
             "either the automatic length found drafting too dear here or the drafter had nothing "
             f"to propose; {name}@4 tells which"

@@ -1,12 +1,13 @@
-"""What a timed run gives back, and what every engine can do."""
+"""What is asked of an engine, and what a timed run of it gives back."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Protocol
 
 from paceline.core.params import SamplingParams
+from paceline.engine.driver import StepSums, column_sums
 
 
 @dataclass(frozen=True)
@@ -39,9 +40,9 @@ class TimedRun:
 
     ``steps`` counts target forwards that yielded tokens, per request. ``drafted`` (nodes) and
     ``levels`` (depths of the trees) are None where an engine does not say. ``reached`` and
-    ``accepted_at`` count drafts by position, as in CompletionStats. ``phases`` are the seconds by
-    phase of the ``decoding_steps``: the engine's steps in which nobody read a prompt.
-    ``decoding_slots`` are the sequences in them, added up.
+    ``accepted_at`` count drafts by position, as in CompletionStats. ``decoding`` sums the engine's
+    steps in which nobody read a prompt. Of a conversation ``asks`` are its turns; ``cut``: later
+    turns had no room in the context.
     """
 
     answers: Sequence[TimedAnswer]
@@ -52,9 +53,9 @@ class TimedRun:
     accepted: int = 0
     reached: Sequence[int] = ()
     accepted_at: Sequence[int] = ()
-    phases: Mapping[str, float] = field(default_factory=dict)
-    decoding_steps: int = 0
-    decoding_slots: int = 0
+    decoding: StepSums = field(default_factory=StepSums)
+    asks: tuple[Ask, ...] = ()
+    cut: bool = False
 
     @classmethod
     def of_deliveries(cls, answers: Sequence[TimedAnswer], seconds: float) -> TimedRun:
@@ -73,6 +74,28 @@ class TimedRun:
         return self.tokens / self.seconds
 
 
+def merged(runs: Sequence[TimedRun]) -> TimedRun:
+    """Runs of one engine as one; what one of them does not say is None."""
+
+    def known(counts: list[int | None]) -> int | None:
+        said = [count for count in counts if count is not None]
+        return sum(said) if len(said) == len(counts) else None
+
+    return TimedRun(
+        answers=[answer for run in runs for answer in run.answers],
+        seconds=sum(run.seconds for run in runs),
+        steps=sum(run.steps for run in runs),
+        drafted=known([run.drafted for run in runs]),
+        levels=known([run.levels for run in runs]),
+        accepted=sum(run.accepted for run in runs),
+        reached=column_sums(run.reached for run in runs),
+        accepted_at=column_sums(run.accepted_at for run in runs),
+        decoding=sum((run.decoding for run in runs), StepSums()),
+        asks=tuple(ask for run in runs for ask in run.asks),
+        cut=any(run.cut for run in runs),
+    )
+
+
 class BenchEngine(Protocol):
     """Something that answers requests; what is to be compared."""
 
@@ -85,3 +108,56 @@ class BenchEngine(Protocol):
     def run(self, asks: Sequence[Ask]) -> TimedRun:
         """Answer all, from reading the prompts on; timed."""
         ...
+
+
+@dataclass(frozen=True)
+class BenchJob:
+    """Requests that an engine answers in one timed run.
+
+    ``index`` tells the jobs of one category, concurrency and temperature apart.
+    """
+
+    category: str
+    concurrency: int
+    temperature: float
+    index: int
+    asks: tuple[Ask, ...]
+
+    @property
+    def key(self) -> tuple[str, int, float, int]:
+        return self.category, self.concurrency, self.temperature, self.index
+
+
+@dataclass(frozen=True)
+class Heat:
+    """One job in one round: the outcome of every engine, by name."""
+
+    job: BenchJob
+    turn: int
+    outcomes: dict[str, TimedRun]
+
+
+@dataclass
+class HeatRecord:
+    """The heats so far. A heat is recorded when its last engine is done, so one that was
+    interrupted leaves nothing, and in each all engines had the same machine. ``rounds`` are
+    wanted, ``spent`` seconds went into it; both grow if a later run goes on from it."""
+
+    heats: list[Heat] = field(default_factory=list)
+    rounds: int = 0
+    spent: float = 0.0
+
+    def has(self, job: BenchJob, turn: int) -> bool:
+        return any((heat.turn, heat.job.key) == (turn, job.key) for heat in self.heats)
+
+    def of(self, concurrency: int, temperature: float) -> list[Heat]:
+        """The heats at one concurrency and temperature."""
+        cell = concurrency, temperature
+        return [h for h in self.heats if (h.job.concurrency, h.job.temperature) == cell]
+
+
+def complete(heats: Sequence[Heat]) -> list[list[Heat]]:
+    """The rounds in which as many jobs were done as in the fullest one."""
+    turns = [[h for h in heats if h.turn == turn] for turn in dict.fromkeys(h.turn for h in heats)]
+    full = max(map(len, turns))
+    return [turn for turn in turns if len(turn) == full]

@@ -5,16 +5,14 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Collection
 from dataclasses import asdict, dataclass
-from itertools import product
 from typing import Any
 
 from paceline.lab.bench.methods import PLAIN
-from paceline.lab.bench.runner import HeatRecord
-from paceline.lab.bench.runs import Ask
+from paceline.lab.bench.runs import Ask, HeatRecord
 from paceline.lab.difference import Difference, explain
 from paceline.llm import LLM
 
-IDENTICAL, TIE, DIFFERENT = "identical", "near tie", "different"
+KINDS = ("identical", "near tie", "different")
 
 
 @dataclass(frozen=True)
@@ -55,7 +53,8 @@ def judge_of(llm: LLM) -> Judge:
 
 
 def compare(record: HeatRecord, judge: Judge, sampled: Collection[str] = ()) -> Comparison:
-    """Every distinct pair of texts once.
+    """Every distinct pair of texts once, of requests that both were asked alike: after a near tie
+    conversations go on differently.
 
     Greedy texts of all engines are compared; of requests with a temperature and a seed, only those
     of ``sampled``: the engines that draw as plain decoding does.
@@ -64,19 +63,21 @@ def compare(record: HeatRecord, judge: Judge, sampled: Collection[str] = ()) -> 
     partings: list[MethodDivergence] = []
     seen: set[tuple[object, ...]] = set()
     for heat in (heat for heat in record.heats if PLAIN in heat.outcomes):
-        job, plain = heat.job, heat.outcomes[PLAIN].answers
-        for name, number in product(heat.outcomes, range(len(job.asks))):
-            ask, params = job.asks[number], job.asks[number].params
-            left, right = plain[number].tokens, heat.outcomes[name].answers[number].tokens
-            key = (name, ask.prompt, params.temperature, params.seed, left, right)
-            determined = params.greedy or (params.seed is not None and name in sampled)
-            if name == PLAIN or not determined or key in seen:
-                continue
-            seen.add(key)
-            difference = None if left == right else judge(ask, left, right)
-            kind = IDENTICAL if difference is None else TIE if difference.is_tie else DIFFERENT
-            counts.setdefault(name, Counter())[kind] += 1
-            if difference is not None:
-                where = job.category, job.index + number, job.concurrency, job.temperature
-                partings.append(MethodDivergence(name, *where, difference))
+        job, plain = heat.job, heat.outcomes[PLAIN]
+        for name, run in heat.outcomes.items():
+            asked = zip(plain.asks or job.asks, run.asks or job.asks, strict=False)
+            for number, (ask, other) in enumerate(asked):
+                params = ask.params
+                left, right = plain.answers[number].tokens, run.answers[number].tokens
+                key = (name, ask.prompt, params.temperature, params.seed, left, right)
+                determined = params.greedy or (params.seed is not None and name in sampled)
+                if name == PLAIN or ask != other or not determined or key in seen:
+                    continue
+                seen.add(key)
+                difference = None if left == right else judge(ask, left, right)
+                kind = 0 if difference is None else 1 if difference.is_tie else 2
+                counts.setdefault(name, Counter())[KINDS[kind]] += 1
+                if difference is not None:
+                    where = job.category, job.index + number, job.concurrency, job.temperature
+                    partings.append(MethodDivergence(name, *where, difference))
     return Comparison({name: dict(count) for name, count in counts.items()}, partings)

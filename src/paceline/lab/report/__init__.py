@@ -2,27 +2,21 @@
 
 A command names its columns; screen, JSON, Markdown and HTML follow from them::
 
-    from paceline.lab.report.columns import Sheet, Column, share, times
+    from paceline.lab.report.columns import Column, record_of, share, table_of, times
     from paceline.lab.report.document import Report
     from paceline.lab.report.render import print_report, write
 
-    SPEEDS = Sheet(
-        "speeds",                                     # the list's key in JSON
-        "Speeds",                                     # the section's title
-        (
-            Column("method", "method"),               # key in JSON, heading; path is the key
-            Column("speedup", "speedup", "rate.by_plain", times),  # path and format
-            Column("accepted", "", "drafts.accepted"),  # no heading: in JSON only
-            Column("", "share", "", lambda row: share(row.share)),  # no key: in tables only
-        ),
-        note="Medians of three rounds.",
+    SPEEDS = (
+        Column("method", "method"),               # key in JSON, heading; path is the key
+        Column("speedup", "speedup", "rate.by_plain", times),  # path and format
+        Column("accepted", "", "drafts.accepted"),  # no heading: in JSON only
+        Column("", "share", "", lambda row: share(row.share)),  # no key: in tables only
     )
     report = Report("Benchmark")
-    report.add(SPEEDS.title, SPEEDS.table(rows))
+    report.add("Speeds", table_of(rows, SPEEDS, note="Medians of three rounds."))
     print_report(report, Console())                   # the screen
     write(report, "speeds.html")                      # or .md
-    record = {SPEEDS.key: SPEEDS.records(rows)}       # JSON
-    rows = SPEEDS.read(record[SPEEDS.key], Row)       # and back
+    record = [record_of(row, SPEEDS) for row in rows]  # JSON
 
 columns.py: columns, formats, records. document.py: the parts of a report. render.py: screen,
 Markdown, HTML. plots.py: pictures.

@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, NamedTuple
 
-from paceline.errors import DataError
 from paceline.lab.report.document import Cell, Table
 
 # An acceptance where there was a drafter that drafted nothing; and the note beside such a table.
@@ -26,8 +24,6 @@ def milliseconds(seconds: float) -> str:
 
 
 # -- columns -------------------------------------------------------------------------------------
-
-Restored = TypeVar("Restored")
 
 
 def _same(value: Any) -> Any:
@@ -63,23 +59,6 @@ def record_of(item: Any, columns: Sequence[Column]) -> dict[str, Any]:
     return {c.key: c.stored(c.value(item)) for c in columns if c.key}
 
 
-def item_of(record: Mapping[str, Any], columns: Sequence[Column], kind: type[Restored]) -> Restored:
-    """The item, a dataclass, of which ``record_of`` made the record.
-
-    Takes the columns that store an attribute of the item as it is; the dataclass needs defaults for
-    all others. Raises DataError if a value is missing or of another type.
-    """
-    from msgspec import ValidationError, convert
-
-    kept = {c.key if c.path is None else c.path: c.key for c in columns if c.stored is _same}
-    names = {name: key for name, key in kept.items() if name.isidentifier() and key in record}
-    fields = {name: record[key] for name, key in names.items()}
-    try:
-        return convert(fields, kind, strict=False)
-    except ValidationError as error:
-        raise DataError(f"this is no record of {kind.__name__}: {error}") from None
-
-
 def table_of(
     items: Iterable[Any], columns: Sequence[Column], note: str = "", title: str = ""
 ) -> Table:
@@ -95,23 +74,3 @@ def table_across(
     """A column for each item, under its name, and a row for each of ``columns``."""
     rows = [[column.heading, *map(column.cell, items.values())] for column in columns]
     return Table([corner, *items], rows, note=note)
-
-
-@dataclass(frozen=True)
-class Sheet:
-    """A list of items as a table and as JSON: ``key`` there, ``title`` of its section here."""
-
-    key: str
-    title: str
-    columns: Sequence[Column]
-    note: str = ""
-
-    def table(self, items: Iterable[Any]) -> Table:
-        return table_of(items, self.columns, self.note)
-
-    def records(self, items: Iterable[Any]) -> list[dict[str, Any]]:
-        return [record_of(item, self.columns) for item in items]
-
-    def read(self, records: Iterable[Mapping[str, Any]], kind: type[Restored]) -> list[Restored]:
-        """As of ``item_of``. Raises DataError."""
-        return [item_of(record, self.columns, kind) for record in records]

@@ -1,0 +1,138 @@
+"""Public benchmarks: their questions, and conversations that are answered turn by turn.
+
+An answer becomes part of the conversation that the next turn continues: every engine goes on
+from its own. Only answering is timed; rendering and tokenising are not. Files are read in the
+benchmarks' own layouts or in that of docs/prompts.md.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+from paceline.core.params import SamplingParams
+from paceline.errors import ConfigError, DataError
+from paceline.lab.bench.prompts import BenchPrompt, evenly, load_prompts, render
+from paceline.lab.bench.runner import in_turn
+from paceline.lab.bench.runs import Ask, BenchEngine, TimedRun, merged
+from paceline.llm import LLM
+
+# Spec-Bench's six tasks are named as in its leaderboard; the eight categories of MT-Bench are its
+# first task.
+MULTI_TURN = "Multi-turn Conversation"
+_MT_BENCH = {
+    "writing": "Writing",
+    "roleplay": "Roleplay",
+    "reasoning": "Reasoning",
+    "math": "Math",
+    "coding": "Coding",
+    "extraction": "Extraction",
+    "stem": "STEM",
+    "humanities": "Humanities",
+}
+_SPEC_BENCH = {
+    **dict.fromkeys(_MT_BENCH, MULTI_TURN),
+    "translation": "Translation",
+    "summarization": "Summarization",
+    "qa": "Question Answering",
+    "math_reasoning": "Mathematical Reasoning",
+    "rag": "Retrieval-aug. Generation",
+}
+# What records of one task are called, by the benchmark itself, by us, or for want of a category.
+_GSM8K = dict.fromkeys(("arithmetic", "math_word_problem", "math_reasoning", "gsm8k"), "GSM8K")
+_HUMANEVAL = dict.fromkeys(("code", "code_completion", "coding", "humaneval"), "HumanEval")
+
+
+@dataclass(frozen=True)
+class Suite:
+    """``tasks``: the column of every category; ``files``: names to look for in a folder."""
+
+    name: str
+    title: str
+    tasks: dict[str, str]
+    files: tuple[str, ...]
+
+
+SUITES = {
+    suite.name: suite
+    for suite in (
+        Suite("spec-bench", "Spec-Bench", _SPEC_BENCH, ("question.jsonl", "spec_bench.jsonl")),
+        Suite("mt-bench", "MT-Bench", _MT_BENCH, ("question.jsonl", "mt_bench.jsonl")),
+        Suite("gsm8k", "GSM8K", _GSM8K, ("test.jsonl", "gsm8k.jsonl")),
+        Suite(
+            "humaneval",
+            "HumanEval",
+            _HUMANEVAL,
+            ("HumanEval.jsonl", "HumanEval.jsonl.gz", "humaneval.jsonl"),
+        ),
+    )
+}
+
+
+def suite_of(name: str) -> Suite:
+    """Raises ConfigError."""
+    if name not in SUITES:
+        raise ConfigError(f"there is no suite {name!r}; there are {', '.join(SUITES)}")
+    return SUITES[name]
+
+
+def load_questions(
+    suite: Suite, path: str | Path, categories: Sequence[str] = (), per_task: int | None = None
+) -> list[BenchPrompt]:
+    """The suite's questions, with their task as category; the tasks take turns, so whenever a run
+    ends, it has seen all alike.
+
+    ``categories`` are the file's own; ``per_task`` takes so many of each task, evenly spread.
+    Raises, in one line, DataError for a file that cannot be read or is of another benchmark.
+    """
+    file = _file_of(suite, Path(path))
+    questions = [_question(suite, prompt, file) for prompt in load_prompts(file, categories)]
+    chosen = [
+        question
+        for task in dict.fromkeys(suite.tasks.values())
+        for question in evenly([q for q in questions if q.category == task], per_task)
+    ]
+    return in_turn(chosen, lambda question: question.category)
+
+
+def _file_of(suite: Suite, path: Path) -> Path:
+    if not path.is_dir():
+        return path
+    for name in suite.files:
+        if (path / name).is_file():
+            return path / name
+    raise DataError(f"{path} has no {' or '.join(suite.files)}; name {suite.title}'s file itself")
+
+
+def _question(suite: Suite, prompt: BenchPrompt, file: Path) -> BenchPrompt:
+    task = suite.tasks.get(prompt.category)
+    if task is None:
+        known = ", ".join(dict.fromkeys(suite.tasks))
+        raise DataError(
+            f"{file}: {prompt.name} is of category {prompt.category!r}, which {suite.title} does "
+            f"not have ({known}); name {suite.title}'s file, or measure it with --prompts"
+        )
+    for number, turn in enumerate(prompt.turns, 1):
+        if not turn.strip():
+            raise DataError(f"{file}: turn {number} of {prompt.name} is empty; give it text")
+    return replace(prompt, category=task, chat=True)
+
+
+def converse(
+    llm: LLM, engine: BenchEngine, question: BenchPrompt, params: Callable[[int], SamplingParams]
+) -> TimedRun:
+    """Answer all turns. ``params`` gets how many tokens a turn's prompt has."""
+    messages = list(question.earlier)
+    runs: list[TimedRun] = []
+    for turn in question.turns:
+        messages.append(("user", turn))
+        ids = render(llm, messages)
+        if len(ids) >= llm.max_model_len:
+            break
+        ask = Ask(tuple(ids), params(len(ids)))
+        runs.append(replace(engine.run([ask]), asks=(ask,)))
+        tokens = list(runs[-1].answers[0].tokens)
+        text = llm.tokenizer.decode(tokens, skip_special_tokens=True)
+        messages.append(("assistant", str(text).strip()))
+    return replace(merged(runs), cut=len(runs) < len(question.turns))
