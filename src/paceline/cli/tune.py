@@ -22,7 +22,8 @@ if TYPE_CHECKING:
     from paceline.cli.measuring import Interruption
     from paceline.lab.bench.prompts import BenchPrompt
     from paceline.lab.budget import Budget
-    from paceline.lab.tune.plan import TuneOptions, TuningOutcome
+    from paceline.lab.tune.plan import TuningOutcome
+    from paceline.lab.tune.spending import TuneOptions
 
 _model = under("Model")
 _PER_CATEGORY = 8
@@ -88,8 +89,8 @@ def tune(
     output.check()
     file.check(output.force)
     chosen_prompts = prompts.load(_PER_CATEGORY)
-    from paceline.lab.tune.plan import TuneOptions
-    from paceline.lab.tune.present import profile_of, record_of, report_of
+    from paceline.lab.tune.present import profile_of, report_of, tuning_record
+    from paceline.lab.tune.spending import TuneOptions
 
     source = prompts.prompts or "shipped prompts"
     options = TuneOptions(**vars(expected), source=source)
@@ -98,8 +99,8 @@ def tune(
     )
     with showing():
         interrupted, outcome, llm = _tuned(target, chosen_prompts, options, budget, saved)
-    confirmed = outcome.chosen is not None and not interrupted
-    record = record_of(outcome)
+    confirmed = outcome.chosen is not None
+    record = tuning_record(outcome)
     output.emit({**record, "profile": file.out if confirmed else None}, report_of(outcome))
     if not confirmed:
         print("no profile was written: nothing is confirmed", file=sys.stderr)
@@ -107,6 +108,7 @@ def tune(
         raise typer.Exit(NOT_ENOUGH)
     profile_of(outcome, llm).write(file.out)
     print(f"profile: {file.out} (use it with --config {file.out})", file=sys.stderr)
+    interrupted.finish()
 
 
 def _tuned(

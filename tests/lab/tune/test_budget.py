@@ -14,11 +14,9 @@ from paceline import LLM
 from paceline.lab.bench.prompts import BenchPrompt
 from paceline.lab.budget import Budget
 from paceline.lab.tune.candidates import DrafterCandidate, variants
-from paceline.lab.tune.confirm import PLAIN as NO_DRAFT
-from paceline.lab.tune.confirm import Confirmation, Finalist
 from paceline.lab.tune.measure import Sample, measure_method
 from paceline.lab.tune.plan import TuningOutcome, tune
-from paceline.lab.tune.present import decision, record_of, report_of
+from paceline.lab.tune.present import decision, report_of, tuning_record
 from paceline.lab.tune.search import MeasuredMethod
 from paceline.lab.tune.spending import TuneOptions, affordable, fitting_sample
 from support.engine_models import write_pair
@@ -26,7 +24,7 @@ from support.simulated_clock import Clock, SecondEach
 from support.tuning_methods import target
 
 OPTIONS = TuneOptions(concurrency=1, max_tokens=12, rounds=2)
-SAMPLE = Sample([[1]] * 4, [[1]] * 16, (1, 8), 48, 0.0)
+SAMPLE = Sample([[1]] * 4, [[1]] * 16, 8, 48, 0.0)
 
 
 @pytest.fixture(scope="module")
@@ -81,7 +79,7 @@ def test_a_drafter_is_measured_whole_or_not_at_all(llm: LLM, folders: tuple[str,
     assert (
         "Not tried: " in outcome.completed.line and "--continue goes on" in outcome.completed.line
     )
-    assert record_of(outcome)["budget"]["not_tried"] == tuple(outcome.not_tried)
+    assert tuning_record(outcome)["budget"]["not_tried"] == tuple(outcome.not_tried)
     # One round for all had time, which is too little to choose anybody.
     assert outcome.completed.rounds == 1 and outcome.chosen is None
     assert decision(outcome).startswith("Not confirmed: ")
@@ -157,10 +155,9 @@ def test_an_interrupted_round_counts_for_nobody(
 
     with pytest.raises(KeyboardInterrupt):
         tune(llm, variants("ngram"), prompts(), outcome, interrupt)
-    assert outcome.results and all(not r.ratios and not r.tokens for r in outcome.results)
-    assert (
-        outcome.chosen is None and outcome.completed is not None and outcome.completed.rounds == 0
-    )
+    assert outcome.results and all(not r.ratios and not r.rate for r in outcome.results)
+    assert outcome.chosen is None
+    assert outcome.completed is not None and outcome.completed.rounds == 0
 
 
 def test_samples_shrink_for_everybody_alike() -> None:
@@ -179,21 +176,19 @@ def test_samples_shrink_for_everybody_alike() -> None:
 
 def test_rounds_shrink_until_two_of_them_fit() -> None:
     costs = target(1000)
-    some = [Finalist(f"c{n}", NO_DRAFT if not n else "x", "f", n, 8, 1) for n in range(6)]
-    plenty = affordable(some, costs, TuneOptions(), Budget(1e12, Clock()))
-    assert plenty == (some, 8)
-    assert affordable(some, costs, TuneOptions(), Budget(None)) == (some, 8)
-    assert affordable(some, costs, TuneOptions(), Budget(1e-9, Clock())) == (some[:3], 1)
     one = 48 * costs(1, 1) * 1.15
-    assert affordable(some, costs, TuneOptions(), Budget(2 * 6 * 2 * one + 1e-6, Clock())) == (
-        some,
-        2,
-    )
+    for seconds, expected in (
+        (None, (6, 8)),
+        (1e12, (6, 8)),
+        (1e-9, (3, 1)),
+        (2 * 6 * 2 * one + 1e-6, (6, 2)),
+    ):
+        assert affordable(6, costs, TuneOptions(), Budget(seconds, Clock())) == expected
 
 
 def test_rounds_of_other_finalists_are_not_mixed(llm: LLM, folders: tuple[str, str]) -> None:
     outcome, _ = run(llm, folders, None)
-    strangers = [replace(r.finalist, label="old") for r in outcome.results]
-    outcome.results = [Confirmation(c, 1, 1.0, 1, 1, [9.9]) for c in strangers]
+    before = list(outcome.heats.heats)
+    outcome.finalists = [replace(finalist, label="old") for finalist in outcome.finalists]
     after, _ = run(llm, folders, None, outcome)
-    assert all(9.9 not in result.ratios for result in after.results)
+    assert after.heats.heats and not any(heat in before for heat in after.heats.heats)

@@ -9,7 +9,9 @@ from pathlib import Path
 import pytest
 
 from paceline import LLM, ConfigError, DataError, PacelineError, SamplingParams
+from paceline.engine.driver import StepSums
 from paceline.lab.bench.prompts import BenchPrompt
+from paceline.lab.bench.runs import BenchJob, Heat, HeatRecord
 from paceline.lab.budget import Budget
 from paceline.lab.tune.candidates import (
     DrafterCandidate,
@@ -19,23 +21,24 @@ from paceline.lab.tune.candidates import (
     variants,
 )
 from paceline.lab.tune.confirm import PLAIN as NO_DRAFT
-from paceline.lab.tune.confirm import Confirmation, Finalist, Rounds, winner
-from paceline.lab.tune.decode import MeasuredStep, Run, decode
-from paceline.lab.tune.measure import copied_tokens, unrest_of
+from paceline.lab.tune.confirm import Confirmation, Finalist, rounds_of, winner
+from paceline.lab.tune.measure import Run, copied_tokens, decode, unrest_of
 from paceline.lab.tune.plan import (
     TuningOutcome,
     choose,
     tune,
 )
-from paceline.lab.tune.present import decision, profile_of, record_of, report_of
+from paceline.lab.tune.present import decision, profile_of, report_of, tuning_record
+from paceline.lab.tune.search import MeasuredStep
 from paceline.lab.tune.spending import TuneOptions, affordable
 from paceline.model.defaults import REAL
 from paceline.settings.tuned import TunedProfile
 from support.engine_models import write_pair
+from support.made_outcomes import outcome as timed
 from support.tuning_methods import PLAIN, chain, target
 
 GREEDY = SamplingParams(max_tokens=16)
-SLOW = ((1, MeasuredStep(1, 1, 1, 9.0, 1.0, 0.0, True)),)
+SLOW = ((1, MeasuredStep(1, 1, 9.0, 1.0, 0.0)),)
 
 
 # -- candidates ------------------------------------------------------------------------------
@@ -64,16 +67,32 @@ def test_the_default_draft_is_always_a_candidate() -> None:
     assert composed.label == "suffix + ngram + smollm2-eagle3 (default)" and composed.default
 
 
+def entry(finalist: Finalist, ratios: Sequence[float], drafted: int = 9) -> Confirmation:
+    return Confirmation(finalist, timed(1.0, drafted=drafted), tuple(ratios))
+
+
+def of_spec(spec: str, length: int | str) -> Finalist:
+    return Finalist(spec, spec, length, 8)  # type: ignore[arg-type]
+
+
+def confirm_by_hand(outcome: TuningOutcome, ratios: Sequence[float]) -> None:
+    """One round in which the finalists had these speeds by plain decoding's."""
+    runs = {
+        finalist.key: timed(1 / ratio, drafted=9)
+        for finalist, ratio in zip(outcome.finalists, ratios, strict=True)
+    }
+    outcome.heats.heats.append(Heat(BenchJob("", 1, 0.0, 0, ()), 0, runs))
+
+
 def test_another_draft_must_beat_the_default_clearly() -> None:
     """Two rounds of noise, and a profile recommended less than what commands take unasked."""
-    usual = Finalist("usual", "hybrid:ngram+suffix", "hybrid", "auto", 8, 1, default=True)
-    other = Finalist("other", "suffix", "suffix", 4, 8, 1)
-    plain = Confirmation(Finalist("plain", "none", "none", 0, 8, 1), 9, 1.0, 9, 0, [1.0])
+    usual = Finalist("usual", "hybrid:ngram+suffix", "auto", 8, default=True)
+    other = Finalist("other", "suffix", 4, 8)
     for ratio, wins in ((1.22, "usual"), (1.3, "other")):
         results = [
-            plain,
-            Confirmation(other, 9, 1.0, 5, 9, [ratio]),
-            Confirmation(usual, 9, 1.0, 5, 9, [1.2]),
+            entry(of_spec(NO_DRAFT, 0), [1.0], 0),
+            entry(other, [ratio]),
+            entry(usual, [1.2]),
         ]
         assert winner(results).finalist.label == wins
 
@@ -138,38 +157,33 @@ def test_copied_tokens() -> None:
 
 def test_rounds_share_no_prompt_while_there_are_enough() -> None:
     prompts = [[n] for n in range(20)]
-    rounds = Rounds.of(prompts, 2, GREEDY, 1)
-    assert [len(part) for part in rounds.prompts] == [8, 8]
-    assert not rounds.repeat
-    assert len({ids[0] for part in rounds.prompts for ids in part}) == 16
-    few = Rounds.of(prompts[:3], 2, GREEDY, 1)
-    assert few.repeat
-    assert [len(part) for part in few.prompts] == [3, 3]
-    wide = Rounds.of(prompts[:3], 1, GREEDY, 5)
-    assert [len(part) for part in wide.prompts] == [5]
-    assert wide.repeat
-
-
-def entry(spec: str, length: int | str, ratios: Sequence[float], drafted: int = 9) -> Confirmation:
-    finalist = Finalist(spec, spec, spec, length, 8, 1)
-    return Confirmation(finalist, 100, 1.0, 50, drafted, list(ratios))
+    jobs, turns = rounds_of(prompts, 2, 8, 1, GREEDY)
+    assert ([len(job.asks) for job in jobs], turns) == ([8, 8], 1)
+    assert len({ask.prompt for job in jobs for ask in job.asks}) == 16
+    for many, count, concurrency, sizes, turns in (
+        (20, 3, 1, [8, 8], 2),
+        (3, 2, 1, [3], 2),
+        (3, 1, 5, [5], 1),
+    ):
+        jobs, found = rounds_of(prompts[:many], count, 8, concurrency, GREEDY)
+        assert ([len(job.asks) for job in jobs], found) == (sizes, turns)
 
 
 def test_the_winner() -> None:
-    plain = entry(NO_DRAFT, 0, [1.0], 0)
-    fast, adaptive = entry("a", 4, [1.5, 1.52, 9.0]), entry("a", "auto", [1.49])
+    plain = entry(of_spec(NO_DRAFT, 0), [1.0], 0)
+    fast = entry(of_spec("a", 4), [1.5, 1.52, 9.0])
+    adaptive = entry(of_spec("a", "auto"), [1.49])
     assert winner([plain, fast, adaptive]) is adaptive
-    assert winner([plain, fast, entry("a", "auto", [1.4])]) is fast
-    assert winner([plain, fast, entry("b", "auto", [1.5])]) is fast
-    assert winner([plain, entry("a", 4, [1.01])]) is plain
-    assert winner([plain, entry("a", "auto", [1.5], drafted=0)]) is plain
+    assert winner([plain, fast, entry(of_spec("a", "auto"), [1.4])]) is fast
+    assert winner([plain, fast, entry(of_spec("b", "auto"), [1.5])]) is fast
+    assert winner([plain, entry(of_spec("a", 4), [1.01])]) is plain
+    assert winner([plain, entry(of_spec("a", "auto"), [1.5], drafted=0)]) is plain
     assert winner([plain]) is plain
 
 
 def test_unrest() -> None:
     def run(seconds: Sequence[float]) -> Run:
-        steps = [MeasuredStep(1, 0, 1, 0.0, s, 0.0, True) for s in seconds]
-        return Run(steps=steps)
+        return Run(1, [MeasuredStep(1, 0, 0.0, s, 0.0) for s in seconds], StepSums(), [])
 
     assert unrest_of(run([1.0] * 20)) == 1.0
     assert unrest_of(run([1.0] * 10 + [4.0] * 10)) == 4.0
@@ -186,16 +200,14 @@ def synthetic() -> TuningOutcome:
 def test_finalists_are_the_best_of_two_families_and_a_hybrid() -> None:
     chosen = choose(synthetic())
     assert chosen[0].spec == NO_DRAFT
-    assert [(c.family, c.length) for c in chosen[1:]] == [
+    assert [(c.spec, c.length) for c in chosen[1:]] == [
         ("look", 8),
         ("look", "auto"),
         ("a", chosen[3].length),
         ("a", "auto"),
-        ("hybrid", "auto"),
+        ("hybrid:look+a", "auto"),
     ]
-    assert chosen[-1].spec == "hybrid:look+a"
-    assert all(c.batch == 4 for c in chosen)
-    assert all(c.predicted > 1 for c in chosen[1:])
+    assert all(c.predicted and c.predicted > 1 for c in chosen[1:])
 
 
 def test_the_default_draft_is_confirmed_also_where_time_is_short() -> None:
@@ -205,10 +217,11 @@ def test_the_default_draft_is_confirmed_also_where_time_is_short() -> None:
     assert [c.label for c in chosen[:3]] == ["plain", "usual", "look"]
     assert (chosen[1].length, chosen[1].predicted, chosen[1].methods) == ("auto", None, ())
     assert outcome.target is not None
-    few, _ = affordable(chosen, outcome.target, TuneOptions(), Budget(0.0), few=4)
-    assert [c.label for c in few] == ["plain", "usual", "look", "look"]
-    outcome.results += [Confirmation(c, 9, 1.0, 5, 9, [1.2], 9, 1.0) for c in chosen]
-    assert record_of(outcome)["confirmation"][1]["predicted_by_measured"] is None
+    few, _ = affordable(len(chosen), outcome.target, TuneOptions(), Budget(0.0), few=4)
+    assert [c.label for c in chosen[:few]] == ["plain", "usual", "look", "look"]
+    outcome.finalists = chosen
+    confirm_by_hand(outcome, [1.0, *[1.2] * (len(chosen) - 1)])
+    assert tuning_record(outcome)["confirmation"][1]["predicted_by_measured"] is None
     assert report_of(outcome).sections
 
 
@@ -225,32 +238,31 @@ def test_what_was_confirmed_beats_what_was_predicted() -> None:
     """It confirmed 0.70x and 0.92x, and then named a draft "predicted to reach 1.43x"."""
     outcome = synthetic()
     finalists = choose(outcome)
-    outcome.results = [Confirmation(c, 9, 1.0, 9, 9) for c in (finalists[0], *finalists[2:4])]
-    for result, ratio in zip(outcome.results, (1.0, 0.7, 0.92), strict=True):
-        result.ratios.append(ratio)
+    outcome.finalists = [finalists[0], *finalists[2:4]]
+    confirm_by_hand(outcome, (1.0, 0.7, 0.92))
     shown = f"(a, length {finalists[3].length} 0.92x, look, length auto 0.70x)"
     outcome.rounds = 3
     assert decision(outcome) == (
         "Not confirmed: after 1 of 3 rounds no draft is advised, all were slower than plain "
         f"decoding {shown}. --continue adds rounds."
     )
-    outcome.chosen = winner(outcome.results)
+    outcome.rounds = 1
     assert decision(outcome) == f"Plain decoding: all drafts were slower {shown}."
-    outcome.results[1].ratios = [1.3]
-    outcome.chosen = None
+    outcome.rounds, outcome.heats = 3, HeatRecord()
+    confirm_by_hand(outcome, (1.0, 1.3, 0.92))
     assert "rounds by plain decoding: look, length auto 1.30x, a, length" in decision(outcome)
 
 
 def test_an_interrupted_outcome_says_what_it_has() -> None:
     outcome = synthetic()
-    outcome.results.append(entry(NO_DRAFT, 0, []))
+    outcome.finalists.append(of_spec(NO_DRAFT, 0))
     assert decision(outcome).startswith("Not confirmed: look at length 8")
-    assert record_of(outcome)["confirmed"] is False
+    assert tuning_record(outcome)["confirmed"] is False
     titles = [section.title for section in report_of(outcome).sections]
     assert titles == ["Search", "Why", "Choice", "Pictures"]
     empty = TuningOutcome(TuneOptions(), "m", 9)
     assert decision(empty) == "Nothing was measured to the end."
-    assert record_of(empty)["search"] == []
+    assert tuning_record(empty)["search"] == []
     assert [section.title for section in report_of(empty).sections] == ["Choice"]
 
 
@@ -274,12 +286,10 @@ def test_decoding_counts_what_completions_count(llm: LLM) -> None:
     run = decode(llm, ids, 2, params, longest=3)
     completions = llm.generate(ids, params)
     assert run.outputs == [completion.token_ids for completion in completions]
-    assert run.drafted == sum(c.stats.drafted_tokens for c in completions)
-    assert run.target_steps == sum(c.stats.target_steps for c in completions)
     assert {step.batch for step in run.steps} <= {1, 2}
     assert max(step.batch for step in run.steps) == 2
     levels = run.levels
-    assert 0 < levels.sequences <= run.target_steps
+    assert 0 < levels.sequences <= sum(c.stats.target_steps for c in completions)
     # Only those with room for the longest draft count.
     assert levels.drafted == 3 * levels.sequences
     assert levels.accepted_at[0] >= levels.accepted_at[1] >= levels.accepted_at[2]

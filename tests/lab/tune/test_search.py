@@ -10,11 +10,10 @@ from dataclasses import replace
 import pytest
 
 from paceline.core.costs import CostCurve, TargetCosts
-from paceline.lab.tune.decode import MeasuredStep
 from paceline.lab.tune.search import (
     MeasuredMethod,
+    MeasuredStep,
     batch_sizes,
-    best_batch,
     best_length,
     break_even,
     pass_ratio,
@@ -75,8 +74,8 @@ def test_the_search_finds_what_trying_everything_finds(seed: int) -> None:
 
 def test_what_real_steps_took_is_learnt() -> None:
     """Passes take twice what was timed, and a step half as much again as its forward."""
-    steps = [MeasuredStep(1, 0, 1, 0.0, 1.2, 0.3, True)]
-    steps += [MeasuredStep(1, n, 1, 0.2 * n, 1.2, 0.3, True) for n in (2, 8)]
+    steps = [MeasuredStep(1, 0, 0.0, 1.2, 0.3)]
+    steps += [MeasuredStep(1, n, 0.2 * n, 1.2, 0.3) for n in (2, 8)]
     method = replace(chain(0.8, 0.1), steps=tuple((step.nodes, step) for step in steps))
     costs = target(10_000)
     for length in (2, 8):
@@ -89,8 +88,8 @@ def test_what_real_steps_took_is_learnt() -> None:
 
 def test_looking_up_takes_time_of_its_own() -> None:
     steps = (
-        (0, MeasuredStep(1, 0, 1, 0.0, 1.0, 0.0, True)),
-        (4, MeasuredStep(1, 4, 1, 0.3, 1.0, 0.0, True)),
+        (0, MeasuredStep(1, 0, 0.0, 1.0, 0.0)),
+        (4, MeasuredStep(1, 4, 0.3, 1.0, 0.0)),
     )
     method = replace(chain(0.8, 0.0), passes=(0,) * 9, pass_seconds=NOTHING, steps=steps)
     assert predict(method, target(10_000), 4, 1).seconds == pytest.approx(1.3, rel=0.03)
@@ -139,17 +138,6 @@ def test_batch_sizes() -> None:
     assert batch_sizes(6) == [1, 2, 4, 6, 8, 16, 32]
     assert batch_sizes(48) == [1, 2, 4, 8, 16, 32, 48]
     assert batch_sizes(5, largest=5) == [1, 2, 4, 5]
-
-
-def test_all_run_together_unless_fewer_are_clearly_faster() -> None:
-    steady = chain(0.8, 0.1)
-    assert best_batch(steady, target(10_000), 16).batch == 16
-    jam = TargetCosts(
-        (1, 2, 4, 8), tuple(CostCurve((1,), (s,)) for s in (1.0, 1.1, 1.2, 6.0))
-    )  # such as a cache that no longer fits
-    assert best_batch(PLAIN, jam, 8).batch == 4
-    level = TargetCosts((1, 2), (CostCurve((1,), (1.0,)), CostCurve((1,), (2.01,))))
-    assert best_batch(PLAIN, level, 2).batch == 2
 
 
 def test_mean_acceptance_counts_tries() -> None:

@@ -1,15 +1,19 @@
-"""Real decoding of the best settings beside plain decoding, in turns."""
+"""Real decoding of the best settings beside plain decoding, in turns (lab/bench/runner.py)."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
+from functools import partial
 from statistics import median
 
 from paceline.control.cost import predicted_by_measured
 from paceline.core.params import SamplingParams
+from paceline.lab.bench.engines import Paceline
+from paceline.lab.bench.methods import Length, Method
+from paceline.lab.bench.runner import take_turns, warm_up
+from paceline.lab.bench.runs import Ask, BenchJob, HeatRecord, TimedRun, merged
 from paceline.lab.budget import Budget
-from paceline.lab.tune.decode import Run, decode
 from paceline.lab.tune.search import MARGIN, MeasuredMethod
 from paceline.llm import LLM
 
@@ -23,58 +27,44 @@ class Finalist:
 
     ``predicted``: speed by plain decoding's; of the adaptive length and of a hybrid that of the
     best fixed length and member, which they should reach; None where none was measured.
-    ``methods``: the measured drafters.
+    ``methods``: the measured drafters. ``default``: what commands take unasked.
     """
 
     label: str
     spec: str
-    family: str
-    length: int | str
+    length: Length
     max_length: int
-    batch: int
     predicted: float | None = 1.0
     methods: tuple[MeasuredMethod, ...] = ()
-    default: bool = False  # what commands take unasked
+    default: bool = False
 
     @property
     def name(self) -> str:
-        if self.spec == PLAIN:
-            return "plain"
-        return f"{self.label}, length {self.length}"
+        return "plain" if self.spec == PLAIN else f"{self.label}, length {self.length}"
+
+    @property
+    def key(self) -> str:
+        """In the record of heats: labels may be the same."""
+        return f"{self.spec}@{self.length}"
 
 
-@dataclass
+@dataclass(frozen=True)
 class Confirmation:
-    """What a finalist took in every round; a ratio is its rate by plain's in that round."""
+    """What a finalist took in all rounds; a ratio is its rate by plain's in that round."""
 
     finalist: Finalist
-    tokens: int = 0
-    seconds: float = 0.0
-    target_steps: int = 0
-    drafted: int = 0
-    ratios: list[float] = field(default_factory=list)
-    decoded: int = 0  # tokens of steps that read no prompt, and their seconds
-    decoding_seconds: float = 0.0
-
-    def add(self, run: Run, ratio: float) -> None:
-        """A round that all have run in."""
-        self.tokens += run.tokens
-        self.seconds += run.seconds
-        self.target_steps += run.target_steps
-        self.drafted += run.drafted
-        self.decoded += sum(step.tokens for step in run.steps)
-        self.decoding_seconds += sum(step.seconds for step in run.steps)
-        self.ratios.append(ratio)
+    run: TimedRun
+    ratios: tuple[float, ...]
 
     @property
     def rate(self) -> float:
         """Tokens per second over all rounds."""
-        return self.tokens / self.seconds if self.seconds else 0.0
+        return self.run.rate if self.run.seconds else 0.0
 
     @property
     def decoding_rate(self) -> float:
         """Tokens per second once the prompts are read, which is what the model predicts."""
-        return self.decoded / self.decoding_seconds if self.decoding_seconds else 0.0
+        return self.run.decoding.rate
 
     def predicted_by_measured(self, plain_rate: float) -> float | None:
         """Once the prompts are read; ``plain_rate`` is plain decoding's then."""
@@ -88,90 +78,87 @@ class Confirmation:
         return median(self.ratios) if self.ratios else 0.0
 
     @property
+    def drafted(self) -> int:
+        return self.run.drafted or 0
+
+    @property
     def ran(self) -> bool:
         """Whether it was what its name says: not plain decoding for want of drafts."""
         return self.finalist.spec == PLAIN or self.drafted > 0 or not self.ratios
 
     @property
     def tokens_per_step(self) -> float:
-        return self.tokens / self.target_steps if self.target_steps else 0.0
+        return self.run.tokens / self.run.steps if self.run.steps else 0.0
 
 
-@dataclass(frozen=True)
-class Rounds:
-    """``prompts`` of every round. Where rounds ``repeat`` prompts, everyone begins anew in each:
-    some drafters remember what they have seen."""
+def confirmations(finalists: Sequence[Finalist], record: HeatRecord) -> list[Confirmation]:
+    """Of each finalist, plain decoding being the first of them."""
+    rounds = [[heat.outcomes[finalist.key] for finalist in finalists] for heat in record.heats]
+    return [
+        Confirmation(
+            finalist,
+            merged([runs[index] for runs in rounds]),
+            tuple(runs[index].rate / runs[0].rate for runs in rounds),
+        )
+        for index, finalist in enumerate(finalists)
+    ]
 
-    prompts: list[list[list[int]]]
-    repeat: bool
-    params: SamplingParams
-    concurrency: int
 
-    @classmethod
-    def of(
-        cls,
-        prompts: Sequence[list[int]],
-        count: int,
-        params: SamplingParams,
-        concurrency: int,
-        size: int = 8,
-    ) -> Rounds:
-        """``count`` rounds of as many prompts as are decoded at once, but of ``size`` at least."""
-        size = min(max(size, concurrency), max(concurrency, len(prompts)))
-        places = range(count * size)
-        chosen = [prompts[number % len(prompts)] for number in places]
-        slices = [chosen[n * size : (n + 1) * size] for n in range(count)]
-        return cls(slices, len(prompts) < count * size, params, concurrency)
+def rounds_of(
+    prompts: Sequence[list[int]], count: int, size: int, concurrency: int, params: SamplingParams
+) -> tuple[list[BenchJob], int]:
+    """``count`` rounds of ``size`` prompts, of as many as are decoded at once at least.
+
+    As jobs of different prompts, and how often all of these are done: some drafters remember what
+    they have seen, so prompts come again only where there are too few, and everyone of those
+    begins anew then.
+    """
+    size = min(max(size, concurrency), max(concurrency, len(prompts)))
+    different = min(count, max(1, len(prompts) // size))
+    jobs = []
+    for index in range(different):
+        chosen = [prompts[(index * size + n) % len(prompts)] for n in range(size)]
+        asks = tuple(Ask(tuple(ids), params) for ids in chosen)
+        jobs.append(BenchJob("confirming", concurrency, params.temperature, index, asks))
+    return jobs, -(-count // different)
 
 
 def confirm(
     llm: LLM,
     finalists: Sequence[Finalist],
-    rounds: Rounds,
-    results: list[Confirmation],
+    jobs: Sequence[BenchJob],
+    turns: int,
+    record: HeatRecord,
     advance: Callable[[str], None],
-    budget: Budget | None = None,
+    budget: Budget,
 ) -> None:
-    """Fill ``results``, one for each finalist, plain decoding being the first of them.
+    """All do the jobs in turn; fills ``record``. A round counts once all have run in it; what was
+    measured until an interruption, or until no further round fits, stays."""
+    engines = []
+    for finalist in finalists:
+        spec = None if finalist.spec == PLAIN else finalist.spec
+        build = partial(
+            llm.beside,
+            finalist.spec,
+            max_batch_size=jobs[0].concurrency,
+            draft_length=finalist.length,
+            max_draft_length=finalist.max_length,
+            prefix_sharing=False,  # every round pays for its prompts
+            seed=0,
+        )
+        method = Method(finalist.key, spec, finalist.length)
+        engines.append(Paceline(method, build, jobs[0].concurrency))
+    halves = [Ask(a.prompt[: max(1, len(a.prompt) // 2)], a.params) for a in jobs[0].asks[:1]]
+    warm_up([BenchJob("", 1, jobs[0].temperature, 0, tuple(halves))], engines)
+    names = {finalist.key: finalist.name for finalist in finalists}
 
-    They take turns, in an order that rotates. A round counts once all have run in it; what was
-    measured until an interruption, or until no further round fits, stays. Rounds that the results
-    have already are not run again.
-    """
-    assert finalists[0].spec == PLAIN
-    budget = budget or Budget()
-    if not results:
-        results.extend(Confirmation(finalist) for finalist in finalists)
-    engines: dict[int, LLM] = {}
-    for number in range(len(results[0].ratios), len(rounds.prompts)):
-        if not budget.fits("round"):
-            break
-        prompts = rounds.prompts[number]
-        runs: dict[int, Run] = {}
-        with budget.piece("round"):
-            for turn in range(len(finalists)):
-                index = (number + turn) % len(finalists)
-                advance(f"confirming: {finalists[index].name}")
-                if index not in engines or rounds.repeat:
-                    engines[index] = _engine(llm, finalists[index])
-                    warm = [ids[: max(1, len(ids) // 2)] for ids in prompts[:1]]
-                    decode(engines[index], warm, 1, SamplingParams(max_tokens=8))
-                runs[index] = decode(engines[index], prompts, rounds.concurrency, rounds.params)
-        for index, run in runs.items():
-            results[index].add(run, run.rate / runs[0].rate)
-    for engine in engines.values():
-        engine.close()
+    def tell(what: str) -> None:
+        category, _, key = what.partition(": ")
+        advance(f"{category}: {names[key]}")
 
-
-def _engine(llm: LLM, finalist: Finalist) -> LLM:
-    return llm.beside(
-        finalist.spec,
-        max_batch_size=finalist.batch,
-        draft_length=finalist.length,
-        max_draft_length=finalist.max_length,
-        prefix_sharing=False,  # every round pays for its prompts
-        seed=0,
-    )
+    take_turns(jobs, engines, turns, record, tell, budget)
+    for engine in engines:
+        engine.llm.close()
 
 
 def winner(results: Sequence[Confirmation]) -> Confirmation:
@@ -186,11 +173,11 @@ def winner(results: Sequence[Confirmation]) -> Confirmation:
     best = max(drafting, key=lambda result: result.speedup, default=plain)
     if best is plain or best.speedup < MARGIN:
         return plain
-    for other in drafting:
-        if other.finalist.default and other.speedup * AUTO_MARGIN >= best.speedup:
-            return other
-    for other in drafting:
-        same = other.finalist.spec == best.finalist.spec
-        if same and other.finalist.length == "auto":
-            return other if other.speedup * AUTO_MARGIN >= best.speedup else best
-    return best
+    near = [result for result in drafting if result.speedup * AUTO_MARGIN >= best.speedup]
+    preferred = [result for result in near if result.finalist.default]
+    preferred += [
+        result
+        for result in near
+        if result.finalist.spec == best.finalist.spec and result.finalist.length == "auto"
+    ]
+    return preferred[0] if preferred else best

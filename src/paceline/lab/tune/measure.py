@@ -9,15 +9,14 @@ from statistics import fmean
 from typing import Any
 
 from paceline.control.options import DrafterCosts
+from paceline.core.batch import Commit
 from paceline.core.costs import TargetCosts
 from paceline.core.params import SamplingParams
-from paceline.draft.base import Drafter
-from paceline.engine.driver import StepSums
-from paceline.errors import DataError
+from paceline.engine.driver import Drive, DrivenStep, StepSums, sequence
+from paceline.errors import DataError, PacelineError
 from paceline.lab.budget import Budget
 from paceline.lab.tune.candidates import DrafterCandidate
-from paceline.lab.tune.decode import MeasuredStep, Run, decode
-from paceline.lab.tune.search import MeasuredMethod
+from paceline.lab.tune.search import MeasuredMethod, MeasuredStep
 from paceline.llm import LLM
 from paceline.model.identity import count_parameters
 from paceline.model.measure import measure, measure_target
@@ -31,13 +30,17 @@ _FEW_TOKENS = (1, 2, 4, 7, 13, 25)  # where time is short
 _HURRIED = 2  # rounds then
 
 
+class ShareSpentError(PacelineError):
+    """Decoding was stopped, for it had used up its share of the time."""
+
+
 @dataclass(frozen=True)
 class Sample:
-    """What drafters are measured on. ``batches``: one sequence, and many."""
+    """What drafters are measured on: prompts decoded ``alone``, and ``wide`` at once."""
 
     alone: list[list[int]]
     together: list[list[int]]
-    batches: tuple[int, int]
+    wide: int
     max_tokens: int
     temperature: float
 
@@ -49,17 +52,88 @@ class Sample:
 
     def brief(self) -> Sample:
         """Fewer and shorter answers."""
-        return replace(
-            self,
-            together=self.together[: self.batches[1]],
-            max_tokens=min(self.max_tokens, _BRIEF),
-        )
+        short = min(self.max_tokens, _BRIEF)
+        return replace(self, together=self.together[: self.wide], max_tokens=short)
+
+
+# -- decoding --------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Run:
+    """What tuning reads from decoding prompts, ``batch`` at a time: the ``steps`` that decoded
+    only; ``levels``, how the drafts of those fared that had room for the longest; the texts."""
+
+    batch: int
+    steps: list[MeasuredStep]
+    levels: StepSums
+    outputs: list[list[int]]
+
+
+def decode(
+    llm: LLM,
+    prompts: Sequence[list[int]],
+    batch: int,
+    params: SamplingParams,
+    longest: int = 0,
+    budget: Budget | None = None,
+) -> Run:
+    """Decode all prompts, each up to its end or ``max_tokens``.
+
+    ``longest``: levels of the drafts, of which acceptance is counted. Raises PacelineError if a
+    request fails, ShareSpentError when the ``budget`` is spent before the end.
+    """
+    stops = frozenset[int]() if params.ignore_eos else llm.end_tokens
+    drive = Drive(llm.engine, [sequence(ids, params, stops) for ids in prompts], batch)
+
+    def in_time() -> None:
+        if budget is not None and budget.left <= 0:
+            raise ShareSpentError("its share of the time is spent")
+
+    drive.run(in_time)
+    prompt_lengths = {seq.seq_id: seq.prompt_length for seq in drive.seqs}
+
+    def has_room(commit: Commit) -> bool:
+        """Whether the request might still get more than the longest draft."""
+        generated = commit.position + commit.scheduled - prompt_lengths[commit.seq_id]
+        return params.max_tokens - max(0, generated) > longest
+
+    steps, with_room = [], []
+    for step in drive.steps:
+        free = [commit for commit in step.commits if has_room(commit)]
+        going = [commit for commit in free if commit.tokens and commit.finish_reason is None]
+        with_room.append(DrivenStep(going, step.ended))
+        if step.decodes:
+            steps.append(
+                MeasuredStep(
+                    batch=len(step.commits),
+                    nodes=sum(commit.drafted for commit in step.commits),
+                    draft=step.seconds["draft"],
+                    target=step.seconds["target"],
+                    other=step.seconds["verify"] + step.seconds["other"],
+                    full=len(free) == len(step.commits),
+                )
+            )
+    outputs = [seq.tokens[seq.prompt_length :] for seq in drive.seqs]
+    return Run(batch, steps, StepSums.of(with_room), outputs)
+
+
+def _runs(llm: LLM, sample: Sample, length: int, budget: Budget | None = None) -> list[Run]:
+    """One sequence at a time, and many together."""
+    params = sample.params(length)
+    return [
+        decode(llm, prompts, batch, params, length, budget)
+        for prompts, batch in ((sample.alone, 1), (sample.together, sample.wide))
+    ]
+
+
+# -- what is measured ------------------------------------------------------------------------------
 
 
 def target_costs(
     llm: LLM,
     batches: Sequence[int],
-    budget: Budget | None = None,
+    budget: Budget,
     advance: Callable[[str], None] = lambda what: None,
 ) -> TargetCosts:
     """Target forwards over chains of each length after a short context, for each batch size.
@@ -67,8 +141,6 @@ def target_costs(
     ``llm`` is one of plain decoding, idle, with room for the largest batch; batches for which its
     cache has no room are left out, and large ones that do not fit into the budget.
     """
-    budget = budget or Budget()
-    hurried = budget.seconds is not None
 
     def begin(size: int) -> AbstractContextManager[Any] | None:
         if not budget.fits("rows", size):
@@ -76,6 +148,7 @@ def target_costs(
         advance(f"measuring the target: {size} at once")
         return budget.piece("rows", size)
 
+    hurried = budget.seconds is not None
     counts = dict.fromkeys(batches, _FEW_TOKENS if hurried else _TOKENS)
     rounds = _HURRIED if hurried else 5
     return measure_target(llm.target, llm.engine.cache, counts, rounds=rounds, begin=begin)
@@ -104,18 +177,19 @@ def measure_method(
     """
     drafter = llm.engine.drafter
     timed = measure(drafter.warm_up, list(target.batches), llm.target.device)
-    profile = DrafterCosts.of(drafter, LONGEST, timed)
+    costs = DrafterCosts.of(drafter, LONGEST, timed)
     # A draft must have room in the answers, or nothing is learnt of it.
-    longest = max(1, min(profile.longest, sample.max_tokens // 3))
+    longest = max(1, min(costs.longest, sample.max_tokens // 3))
     runs = _runs(llm, sample, longest, budget)
     levels = sum((run.levels for run in runs), StepSums())
-    fill = levels.drafted / max(1, levels.sequences * profile.nodes[longest])
+    fill = levels.drafted / max(1, levels.sequences * costs.nodes[longest])
     steps = [(longest, step) for step in _typical_pair(runs, target)]
     few = min(_SHORT, longest)
-    if profile.passes[longest] > profile.passes[few]:
+    if costs.passes[longest] > costs.passes[few]:
         short = _typical_pair(_runs(llm, sample.brief(), few, budget), target)
         steps += [(few, step) for step in short]
     drift = _drift(llm, sample, target, plain)
+    model = getattr(drafter, "model", None)  # heads borrow too much of the target to compare
     return MeasuredMethod(
         label=candidate.label,
         spec=candidate.spec,
@@ -124,11 +198,11 @@ def measure_method(
         survival=tuple(won / levels.sequences for won in levels.accepted_at),
         acceptance=levels.rates,
         reached=levels.reached,
-        nodes=tuple(fill * most for most in profile.nodes[: longest + 1]),
-        passes=profile.passes[: longest + 1],
+        nodes=tuple(fill * most for most in costs.nodes[: longest + 1]),
+        passes=costs.passes[: longest + 1],
         pass_seconds=timed,
-        steps=(*plain.steps, *((length, _scaled(step, 1 / drift)) for length, step in steps)),
-        parameters=_parameters(drafter),
+        steps=(*plain.steps, *((length, step.scaled(1 / drift)) for length, step in steps)),
+        parameters=count_parameters(model) if isinstance(model, CausalModel) else 0,
     )
 
 
@@ -138,32 +212,16 @@ def _drift(llm: LLM, sample: Sample, target: TargetCosts, plain: MeasuredMethod)
     A machine's clock drifts, and other programs come and go: what is measured at another time is
     compared by plain steps beside it.
     """
-    run = decode(llm, sample.alone[:2], 1, sample.brief().params(0))
-    now = _typical(run.steps, 1, target)
+    now = _typical(decode(llm, sample.alone[:2], 1, sample.brief().params(0)), target)
     if now is None:
         return 1.0
     then = next(step for _, step in plain.steps if step.batch == 1)
     return min(max(now.target / then.target, 0.5), 3.0)
 
 
-def _scaled(step: MeasuredStep, factor: float) -> MeasuredStep:
-    return replace(
-        step, draft=step.draft * factor, target=step.target * factor, other=step.other * factor
-    )
-
-
-def _runs(llm: LLM, sample: Sample, length: int, budget: Budget | None = None) -> list[Run]:
-    """One sequence at a time, and many together."""
-    params = sample.params(length)
-    return [
-        decode(llm, prompts, batch, params, length, budget)
-        for prompts, batch in zip((sample.alone, sample.together), sample.batches, strict=True)
-    ]
-
-
 def _typical_pair(runs: Sequence[Run], target: TargetCosts) -> list[MeasuredStep]:
     """Typical steps of both runs; one stands for the other if that never had a full batch."""
-    steps = [_typical(run.steps, run.concurrency, target) for run in runs]
+    steps = [_typical(run, target) for run in runs]
     first = next((step for step in steps if step is not None), None)
     if first is None:
         raise DataError(
@@ -173,33 +231,28 @@ def _typical_pair(runs: Sequence[Run], target: TargetCosts) -> list[MeasuredStep
     return [step or first for step in steps]
 
 
-def _typical(steps: Sequence[MeasuredStep], batch: int, target: TargetCosts) -> MeasuredStep | None:
+def _typical(run: Run, target: TargetCosts) -> MeasuredStep | None:
     """The mean of the faster three quarters of the steps of a full batch: noise only adds.
 
     Fast is judged by the target forward against what it should take, so that steps which verify
     little are not preferred.
     """
-    chosen = [step for step in steps if step.batch == batch]
+    chosen = [step for step in run.steps if step.batch == run.batch]
     chosen = [step for step in chosen if step.full] or chosen
     chosen.sort(key=lambda step: step.target / target(step.batch, 1 + step.nodes / step.batch))
     kept = chosen[: -(-3 * len(chosen) // 4)]
     if not kept:
         return None
     return MeasuredStep(
-        batch=batch,
+        batch=run.batch,
         nodes=round(fmean(step.nodes for step in kept)),
-        tokens=0,
         draft=fmean(step.draft for step in kept),
         target=fmean(step.target for step in kept),
         other=fmean(step.other for step in kept),
-        full=True,
     )
 
 
-def _parameters(drafter: Drafter) -> int:
-    """Of a draft model; heads borrow too much of the target to compare."""
-    model = getattr(drafter, "model", None)
-    return count_parameters(model) if isinstance(model, CausalModel) else 0
+# -- the machine and the text ----------------------------------------------------------------------
 
 
 def unrest_of(run: Run) -> float:
@@ -215,8 +268,8 @@ def copied_share(sample: Sample, runs: Sequence[Run]) -> float:
     copied = total = 0
     for prompts, run in zip((sample.alone, sample.together), runs, strict=True):
         for prompt, output in zip(prompts, run.outputs, strict=True):
-            hits = copied_tokens(prompt, output)
-            copied, total = copied + hits, total + len(output)
+            copied += copied_tokens(prompt, output)
+            total += len(output)
     return copied / total if total else 0.0
 
 

@@ -1,22 +1,31 @@
-"""The whole of tuning: measure once, search, confirm, and put the outcome into a profile."""
+"""The whole of tuning: measure once, search, confirm."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 
 from paceline.core.costs import TargetCosts
 from paceline.drafters import parse_draft
 from paceline.errors import DataError, PacelineError
 from paceline.lab.bench.prompts import BenchPrompt, fit
 from paceline.lab.bench.runner import in_turn
+from paceline.lab.bench.runs import HeatRecord
 from paceline.lab.budget import Budget
 from paceline.lab.tune.candidates import DrafterCandidate, hybrid_of
 from paceline.lab.tune.candidates import default as default_of
-from paceline.lab.tune.confirm import PLAIN, Confirmation, Finalist, Rounds, confirm, winner
-from paceline.lab.tune.decode import ShareSpentError, decode
+from paceline.lab.tune.confirm import (
+    PLAIN,
+    Confirmation,
+    Finalist,
+    confirm,
+    confirmations,
+    rounds_of,
+    winner,
+)
 from paceline.lab.tune.measure import (
     Sample,
+    ShareSpentError,
     copied_share,
     measure_method,
     measure_plain,
@@ -27,7 +36,6 @@ from paceline.lab.tune.search import (
     MeasuredMethod,
     PredictedSetting,
     batch_sizes,
-    best_batch,
     break_even,
     predict,
     search,
@@ -38,11 +46,11 @@ from paceline.lab.tune.spending import (
     LEAST_ROUNDS,
     MOST_SHARE,
     TARGET_SHARE,
+    TuneOptions,
     TuneSpending,
     affordable,
     fitting_sample,
 )
-from paceline.lab.tune.spending import TuneOptions as TuneOptions
 from paceline.llm import LLM
 from paceline.model.identity import count_parameters
 
@@ -54,7 +62,12 @@ _ALONE = 4  # prompts decoded one at a time
 
 @dataclass
 class TuningOutcome:
-    """All that was found out so far; Ctrl-C leaves what there is."""
+    """All that was found out so far; Ctrl-C leaves what there is.
+
+    ``unrest``: slow plain steps by the fastest, which tells of the machine's other work.
+    ``copied``: share of plain decoding's text that stood in the text before it. ``rounds`` of the
+    confirmation are wanted, of ``size`` prompts each; ``heats`` has those done.
+    """
 
     options: TuneOptions
     model: str
@@ -64,13 +77,12 @@ class TuningOutcome:
     plain: MeasuredMethod | None = None
     methods: list[MeasuredMethod] = field(default_factory=list)
     left_out: list[tuple[str, str]] = field(default_factory=list)  # what, and why
-    unrest: float = 1.0  # slow plain steps by the fastest: the machine's other work
-    copied: float = 0.0  # share of plain decoding's text that stood in the text before it
-    at_other: tuple[float, float] | None = None  # another temperature, acceptance there
-    results: list[Confirmation] = field(default_factory=list)
-    chosen: Confirmation | None = None  # only once it is confirmed
+    unrest: float = 1.0
+    copied: float = 0.0
+    finalists: list[Finalist] = field(default_factory=list)
+    heats: HeatRecord = field(default_factory=HeatRecord)
     not_tried: list[str] = field(default_factory=list)  # candidates that had no time
-    rounds: int = 0  # of the confirmation that are wanted, and the prompts of each
+    rounds: int = 0
     size: int = 0
     spent: float = 0.0  # seconds, in all runs
     completed: TuneSpending | None = None
@@ -93,6 +105,17 @@ class TuningOutcome:
         assert self.target is not None and self.plain is not None
         return predict(self.plain, self.target, 0, self.options.concurrency).rate
 
+    @property
+    def results(self) -> list[Confirmation]:
+        """Of the finalists, plain decoding first."""
+        return confirmations(self.finalists, self.heats)
+
+    @property
+    def chosen(self) -> Confirmation | None:
+        """Only once it is confirmed, by two rounds where as many are wanted."""
+        enough = self.heats.heats and len(self.heats.heats) >= min(LEAST_ROUNDS, self.rounds)
+        return winner(self.results) if enough else None
+
     def confirmed(self, method: MeasuredMethod) -> float | None:
         """The speedup that decoding with it showed, at its best; None: it was not confirmed."""
         results = [r for r in self.results if r.finalist.methods == (method,) and r.drafted]
@@ -107,9 +130,6 @@ class TuningOutcome:
         return max(LARGEST_BATCH, self.options.concurrency)
 
 
-OnProgress = Callable[[str], None]
-
-
 def turns(candidates: Sequence[DrafterCandidate], options: TuneOptions) -> int:
     """About how often ``tune`` reports progress."""
     return 10 + len(candidates) + 6 * options.rounds
@@ -120,7 +140,7 @@ def tune(
     candidates: Sequence[DrafterCandidate],
     prompts: Sequence[BenchPrompt],
     outcome: TuningOutcome,
-    advance: OnProgress,
+    advance: Callable[[str], None],
     budget: Budget | None = None,
 ) -> None:
     """Fill ``outcome``. ``llm`` decodes plainly and is idle; ``advance`` says what comes next.
@@ -141,7 +161,7 @@ class _Tuning:
 
     llm: LLM
     outcome: TuningOutcome
-    advance: OnProgress
+    advance: Callable[[str], None]
     budget: Budget
     candidates: list[DrafterCandidate]
     default: DrafterCandidate | None = None
@@ -159,12 +179,22 @@ class _Tuning:
             self._measure_target()
             self._measure_candidates()
             self._confirm()
-            if outcome.at_other is None and self.budget.fits("candidate"):
-                self.advance("measuring another temperature")
-                self._other_temperature()
         finally:
             outcome.spent = before + self.budget.spent
-            outcome.completed = self._completed()
+            outcome.completed = TuneSpending(
+                seconds=self.budget.seconds,
+                spent=outcome.spent,
+                candidates=len(self.candidates) - len(outcome.not_tried),
+                candidates_wanted=len(self.candidates),
+                rounds=len(outcome.heats.heats),
+                rounds_wanted=outcome.rounds or outcome.options.rounds,
+                prompts_a_round=outcome.size,
+                not_tried=tuple(outcome.not_tried),
+            )
+
+    def _leave_out(self, what: str, why: str) -> None:
+        if (what, why) not in self.outcome.left_out:
+            self.outcome.left_out.append((what, why))
 
     def _check_default(self) -> None:
         """It is composed for this target; one that does not load here is left out."""
@@ -176,8 +206,7 @@ class _Tuning:
                 self.default = default_of(beside.drafts[0])
             beside.close()
         except PacelineError as error:
-            left_out = [*self.outcome.left_out, (self.default.label, str(error))]
-            self.outcome.left_out = list(dict.fromkeys(left_out))
+            self._leave_out(self.default.label, str(error))
             self.default = None
 
     def _encoded(self, prompts: Sequence[BenchPrompt]) -> list[list[int]]:
@@ -185,16 +214,16 @@ class _Tuning:
         part of them has all."""
         llm, outcome = self.llm, self.outcome
         most = outcome.options.max_tokens
-        ids, left_out = fit(in_turn(prompts, lambda prompt: prompt.category), llm, most)
-        if not ids:
+        fitting, left_out = fit(in_turn(prompts, lambda prompt: prompt.category), llm, most)
+        if not fitting:
             raise DataError(
                 f"no prompt leaves room for {most} tokens in the {llm.max_model_len} that "
                 f"{llm.target.name} sees; give shorter prompts or a smaller --max-tokens"
             )
-        outcome.prompt_count = len(ids)
-        outcome.left_out += [(prompt.name, "too long for the model") for prompt in left_out]
-        outcome.left_out = list(dict.fromkeys(outcome.left_out))
-        return [tokens for _, tokens in ids]
+        outcome.prompt_count = len(fitting)
+        for prompt in left_out:
+            self._leave_out(prompt.name, "too long for the model")
+        return [tokens for _, tokens in fitting]
 
     def _measure_target(self) -> None:
         """The target's costs and plain decoding, once."""
@@ -246,77 +275,44 @@ class _Tuning:
         except PacelineError as error:
             if candidate.given:
                 raise
-            outcome.left_out.append((candidate.label, str(error)))
+            self._leave_out(candidate.label, str(error))
             return
-        sizes = outcome.target, outcome.plain, self.sample
         try:
-            method = measure_method(beside, candidate, *sizes, budget)
+            known = outcome.target, outcome.plain, self.sample
+            method = measure_method(beside, candidate, *known, budget)
         finally:
             beside.close()
         if any(method.reached):
             outcome.methods.append(method)
         else:
-            outcome.left_out.append((candidate.label, "it proposed nothing for these prompts"))
+            self._leave_out(candidate.label, "it proposed nothing for these prompts")
 
     def _beside(self, spec: str) -> LLM:
-        wide = self.sample.batches[1]
+        wide = self.sample.wide
         return self.llm.beside(
             spec, max_batch_size=wide, draft_length=0, prefix_sharing=False, seed=0
         )
 
     def _confirm(self) -> None:
         """Rounds of the best settings; those of other finalists than before begin anew."""
-        outcome, options, results = self.outcome, self.outcome.options, self.outcome.results
+        outcome, options = self.outcome, self.outcome.options
         assert outcome.target is not None
-        finalists = choose(outcome, self.default)
-        if not results or [r.finalist for r in results] != finalists[: len(results)]:
-            results.clear()
+        finalists, before = choose(outcome, self.default), outcome.finalists
+        if not before or before != finalists[: len(before)]:
+            outcome.heats = HeatRecord()
             outcome.rounds = options.rounds
-            finalists, outcome.size = affordable(
-                finalists,
-                outcome.target,
-                options,
-                self.budget,
-                FEW + (self.default is not None),
+            few = FEW + (self.default is not None)
+            many, outcome.size = affordable(
+                len(finalists), outcome.target, options, self.budget, few
             )
-        elif len(results[0].ratios) >= outcome.rounds:
+            outcome.finalists = finalists[:many]
+        elif len(outcome.heats.heats) >= outcome.rounds:
             outcome.rounds += options.rounds  # all that were wanted are there: as many again
-        finalists = [result.finalist for result in results] or finalists
-        rounds = Rounds.of(
-            self.prompts,
-            outcome.rounds,
-            self.sample.params(),
-            options.concurrency,
-            outcome.size,
+        jobs, repeats = rounds_of(
+            self.prompts, outcome.rounds, outcome.size, options.concurrency, self.sample.params()
         )
-        confirm(self.llm, finalists, rounds, results, self.advance, self.budget)
-        enough = len(results[0].ratios) >= min(LEAST_ROUNDS, outcome.rounds)
-        outcome.chosen = winner(results) if enough else None
-
-    def _other_temperature(self) -> None:
-        """Acceptance of the likeliest winner at temperature 1 if tuned for 0, else at 0."""
-        best = next(iter(self.outcome.settings), None)
-        if best is None:
-            return
-        other = 0.0 if self.outcome.options.temperature else 1.0
-        changed, longest = replace(self.sample, temperature=other), best.method.longest
-        beside = self._beside(best.method.spec)
-        run = decode(beside, changed.together, changed.batches[1], changed.params(longest), longest)
-        beside.close()
-        if run.levels.reached:
-            self.outcome.at_other = (other, run.levels.acceptance)
-
-    def _completed(self) -> TuneSpending:
-        outcome = self.outcome
-        return TuneSpending(
-            seconds=self.budget.seconds,
-            spent=outcome.spent,
-            candidates=len(self.candidates) - len(outcome.not_tried),
-            candidates_wanted=len(self.candidates),
-            rounds=len(outcome.results[0].ratios) if outcome.results else 0,
-            rounds_wanted=outcome.rounds or outcome.options.rounds,
-            prompts_a_round=outcome.size,
-            not_tried=tuple(outcome.not_tried),
+        confirm(
+            self.llm, outcome.finalists, jobs, repeats, outcome.heats, self.advance, self.budget
         )
 
 
@@ -325,7 +321,7 @@ def _sample(prompts: list[list[int]], options: TuneOptions) -> Sample:
     wide = min(max(8, options.concurrency), LARGEST_BATCH)
     together = [prompts[number % len(prompts)] for number in range(2 * wide)]
     alone = prompts[2 * wide : 2 * wide + _ALONE] or prompts[-_ALONE:]
-    return Sample(alone, together, (1, wide), options.max_tokens, options.temperature)
+    return Sample(alone, together, wide, options.max_tokens, options.temperature)
 
 
 def choose(outcome: TuningOutcome, default: DrafterCandidate | None = None) -> list[Finalist]:
@@ -335,57 +331,40 @@ def choose(outcome: TuningOutcome, default: DrafterCandidate | None = None) -> l
     The hybrid is of the best drafter that looks text up and the best that runs a model, if both
     are predicted to gain anything.
     """
-    concurrency, plain_rate = outcome.options.concurrency, outcome.plain_rate
-    finalists = [Finalist("plain", PLAIN, PLAIN, 0, _DEFAULT_LENGTH, concurrency)]
+    plain_rate = outcome.plain_rate
     best: dict[str, PredictedSetting] = {}
     for setting in outcome.settings:
         best.setdefault(setting.method.family, setting)
+
+    def adapting(candidate: DrafterCandidate, members: Sequence[PredictedSetting]) -> Finalist:
+        """Predicted by the best of its members."""
+        return Finalist(
+            candidate.label,
+            candidate.spec,
+            "auto",
+            max([_DEFAULT_LENGTH, *(setting.length for setting in members)]),
+            max((s.rate / plain_rate for s in members), default=None),
+            tuple(setting.method for setting in members),
+            candidate.default,
+        )
+
+    finalists = [Finalist("plain", PLAIN, 0, _DEFAULT_LENGTH)]
     if default is not None:
-        finalists.append(_as_commands_take_it(default, best, outcome))
+        kinds = [member.kind for member in parse_draft(default.spec).members()]
+        finalists.append(adapting(default, [best[kind] for kind in kinds if kind in best]))
     first_two = list(best.values())[:2]
     for setting in sorted(first_two, key=lambda s: (s.rate <= plain_rate, not s.method.lookup)):
-        finalists += _both_lengths(setting, outcome)
+        method = setting.method
+        longest = _DEFAULT_LENGTH if method.lookup else max(_DEFAULT_LENGTH, setting.length)
+        predicted = setting.rate / plain_rate
+        finalists += [
+            Finalist(method.label, method.spec, length, longest, predicted, (method,))
+            for length in (setting.length, "auto")
+        ]
     gaining = [s for s in best.values() if s.rate > plain_rate]
     lookup = next((s for s in gaining if s.method.lookup), None)
     model = next((s for s in gaining if not s.method.lookup), None)
     if lookup and model:
-        both = hybrid_of(lookup.method, model.method)
-        longest = max(_DEFAULT_LENGTH, model.length)
-        predicted = max(lookup.rate, model.rate) / plain_rate
-        members = (lookup.method, model.method)
-        named = (both.label, both.spec, both.family)
-        finalists.append(Finalist(*named, "auto", longest, concurrency, predicted, members))
-    first = {(finalist.spec, finalist.length): finalist for finalist in finalists[::-1]}
-    return [finalist for finalist in finalists if first[finalist.spec, finalist.length] is finalist]
-
-
-def _as_commands_take_it(
-    default: DrafterCandidate, best: dict[str, PredictedSetting], outcome: TuningOutcome
-) -> Finalist:
-    """Predicted by those of its members that were measured."""
-    known = [best[m.kind] for m in parse_draft(default.spec).members() if m.kind in best]
-    predicted = max((s.rate for s in known), default=0.0) / outcome.plain_rate
-    return Finalist(
-        default.label,
-        default.spec,
-        default.family,
-        "auto",
-        max([_DEFAULT_LENGTH, *(setting.length for setting in known)]),
-        outcome.options.concurrency,
-        predicted if known else None,
-        tuple(setting.method for setting in known),
-        default=True,
-    )
-
-
-def _both_lengths(setting: PredictedSetting, outcome: TuningOutcome) -> list[Finalist]:
-    assert outcome.target is not None
-    method = setting.method
-    best = best_batch(method, outcome.target, outcome.options.concurrency)
-    predicted = best.rate / outcome.plain_rate
-    longest = _DEFAULT_LENGTH if method.lookup else max(_DEFAULT_LENGTH, best.length)
-    named = (method.label, method.spec, method.family)
-    return [
-        Finalist(*named, length, longest, best.batch, predicted, (method,))
-        for length in (best.length, "auto")
-    ]
+        finalists.append(adapting(hybrid_of(lookup.method, model.method), [lookup, model]))
+    first = {finalist.key: finalist for finalist in finalists[::-1]}
+    return [finalist for finalist in finalists if first[finalist.key] is finalist]

@@ -6,8 +6,7 @@ from collections.abc import Sequence
 from dataclasses import asdict
 from typing import Any
 
-from paceline.lab.report import columns
-from paceline.lab.report.columns import Column, table_of
+from paceline.lab.report.columns import Column, number, record_of, share, table_of, times
 from paceline.lab.report.document import Figure, Report, Text
 from paceline.lab.report.plots import lines
 from paceline.lab.tune.advice import advise
@@ -28,6 +27,7 @@ from paceline.settings.tuned import (
 )
 
 _SHOWN = 4  # methods in the plot
+_BATCH = 8  # of a profile at least: requests that were not expected may join
 _BUSY = (
     "The machine was busy: plain steps took up to {:.1f} times the fastest. Do not trust these "
     "figures; tune again when it is idle."
@@ -42,20 +42,22 @@ _CONFIRMATION = (
     "median of {} rounds in turns; it decides. pred./meas.: predicted by decoding. Length auto is "
     "taken unless a fixed one beats it by 3 %."
 )
+_ADVICE = (
+    Column("rule", "rule of the field"),
+    Column("measured", "measured here"),
+    Column("holds", "rule", shown=lambda holds: "agrees" if holds else "DISAGREES"),
+)
+_rounded = "{:.0f}".format
 
 
-def _spread(ratios: Sequence[float]) -> str:
-    return f"{min(ratios):.2f} to {max(ratios):.2f}" if ratios else ""
-
-
-def _seconds(setting: PredictedSetting) -> dict[str, float]:
-    return {"draft": setting.drafting, "total": setting.seconds}
-
-
-def _sought(outcome: TuningOutcome) -> tuple[Column, ...]:
+def _found(outcome: TuningOutcome) -> tuple[Column, ...]:
     """Of a setting of the search, beside what else is known of the target."""
     target = outcome.target
     assert target is not None
+
+    def by_plain(rate: float) -> float:
+        return rate / outcome.plain_rate
+
     return (
         Column("method", "method", "method.label"),
         Column("spec", "", "method.spec"),
@@ -63,105 +65,89 @@ def _sought(outcome: TuningOutcome) -> tuple[Column, ...]:
         Column("batch", "", "batch"),
         Column("acceptance", "", "method.acceptance"),
         Column("reached", "", "method.reached"),
-        Column("", "acc.", "method.mean_acceptance", "{:.2f}".format),
-        Column("tokens_per_step", "tok/step", "tokens_per_step", "{:.2f}".format),
-        Column("step_seconds", "ms", "", lambda s: f"{s.seconds * 1e3:.1f}", _seconds),
-        Column("", "draft", "", lambda s: f"{s.drafting / s.seconds:.0%}"),
+        Column("", "acc.", "method.mean_acceptance", number),
+        Column("tokens_per_step", "tok/step", "tokens_per_step", number),
+        Column("step_seconds", "ms", "seconds", lambda seconds: f"{seconds * 1e3:.1f}"),
+        Column("draft_seconds", "", "drafting"),
+        Column("", "draft", "", lambda setting: share(setting.drafting / setting.seconds)),
         Column("cost_ratio", "", "method", stored=lambda method: pass_ratio(method, target)),
-        Column("predicted_tokens_per_second", "tok/s", "rate", "{:.0f}".format),
-        Column(
-            "predicted_speedup",
-            "speedup",
-            "rate",
-            lambda rate: f"{rate / outcome.plain_rate:.2f}x",
-            lambda rate: rate / outcome.plain_rate,
-        ),
+        Column("predicted_tokens_per_second", "tok/s", "rate", _rounded),
+        Column("predicted_speedup", "speedup", "rate", lambda r: times(by_plain(r)), by_plain),
         Column("break_even_batch", "until", "method", outcome.break_even_of, outcome.break_even_of),
     )
 
 
-_ADVICE = (
-    Column("", "rule of the field", "rule"),
-    Column("", "measured here", "measured"),
-    Column("", "so", "verdict"),
-    Column("", "rule", "holds", lambda holds: "agrees" if holds else "DISAGREES"),
-)
-
-
-def _confirmed(outcome: TuningOutcome) -> tuple[Column, ...]:
+def _confirmed(results: Sequence[Confirmation]) -> tuple[Column, ...]:
     """Beside plain decoding's rate once the prompts are read."""
-    plain = outcome.results[0].decoding_rate if outcome.results else 0.0
-
-    def by_plain(rate: float) -> str:
-        return f"{rate / max(plain, 1e-9):.2f}x"
+    plain = results[0].decoding_rate if results else 0.0
 
     def ratio(result: Confirmation) -> float | None:
         return result.predicted_by_measured(plain)
 
     def ratio_shown(result: Confirmation) -> str | None:
         gain = ratio(result)
-        return f"{gain:.2f}" if plain and gain is not None else None
+        return None if gain is None else number(gain)
+
+    def spread(ratios: Sequence[float]) -> str:
+        return f"{min(ratios):.2f} to {max(ratios):.2f}" if ratios else ""
 
     return (
         Column("finalist", "finalist", "finalist.name"),
         Column("spec", "", "finalist.spec"),
         Column("draft_length", "", "finalist.length"),
-        Column("batch", "batch", "finalist.batch"),
-        Column("tokens_per_second", "tok/s", "rate", "{:.0f}".format),
-        Column("tokens_per_step", "tok/step", "tokens_per_step", "{:.2f}".format),
+        Column("tokens_per_second", "tok/s", "rate", _rounded),
+        Column("tokens_per_step", "tok/step", "tokens_per_step", number),
         Column("drafted", "", "drafted"),
-        Column("predicted_speedup", "predicted", "finalist.predicted", "{:.2f}x".format),
-        Column("decoding_tokens_per_second", "decoding", "decoding_rate", by_plain),
+        Column("predicted_speedup", "predicted", "finalist.predicted", times),
+        Column(
+            "decoding_tokens_per_second",
+            "decoding",
+            "decoding_rate",
+            lambda rate: times(rate / max(plain, 1e-9)),
+        ),
         Column("speedup", "", "speedup"),
-        Column("", "whole", "", lambda r: f"{r.speedup:.2f}x" if r.ran else "never drafted"),
+        Column("", "whole", "", lambda r: times(r.speedup) if r.ran else "never drafted"),
         Column("predicted_by_measured", "pred./meas.", "", ratio_shown, ratio),
-        Column("ratios", "spread", "ratios", _spread),
+        Column("ratios", "spread", "ratios", spread),
     )
 
 
 def decision(outcome: TuningOutcome) -> str:
     """What is chosen and why, in one sentence; also while something is missing."""
-    chosen = outcome.chosen
-    drafting = [r for r in outcome.results[1:] if r.ratios and r.drafted]
+    chosen, results = outcome.chosen, outcome.results
+    drafting = [r for r in results[1:] if r.ratios and r.drafted]
     drafting.sort(key=lambda result: -result.speedup)
     shown = ", ".join(f"{r.finalist.name} {r.speedup:.2f}x" for r in drafting)
+    slower = bool(drafting) and drafting[0].speedup < 1
     if chosen is None and drafting:
-        after = f"Not confirmed: after {len(drafting[0].ratios)} of {outcome.rounds} rounds"
-        if drafting[0].speedup < 1:
+        advice = f"by plain decoding: {shown}"
+        if slower:
             advice = f"no draft is advised, all were slower than plain decoding ({shown})"
-        else:
-            advice = f"by plain decoding: {shown}"
-        return f"{after} {advice}. --continue adds rounds."
+        done = f"after {len(drafting[0].ratios)} of {outcome.rounds} rounds"
+        return f"Not confirmed: {done} {advice}. --continue adds rounds."
     if chosen is None:
         best = next(iter(outcome.settings), None)
         if best is None:
             return "Nothing was measured to the end."
-        gain = best.rate / outcome.plain_rate
         return (
             f"Not confirmed: {best.method.label} at length {best.length} is predicted to reach "
-            f"{gain:.2f}x plain decoding, but nothing was decoded to confirm it."
+            f"{best.rate / outcome.plain_rate:.2f}x plain decoding, but nothing was decoded to "
+            "confirm it."
         )
-    plain = outcome.results[0]
-    if chosen is plain:
-        if not drafting:
-            return "Plain decoding: no draft was clearly faster."
-        if drafting[0].speedup < 1:
-            return f"Plain decoding: all drafts were slower ({shown})."
-        return f"Plain decoding: no draft was clearly faster ({shown})."
+    if chosen.finalist == results[0].finalist:
+        why = "all drafts were slower" if slower else "no draft was clearly faster"
+        return f"Plain decoding: {why}{f' ({shown})' if shown else ''}."
     return (
-        f"{chosen.finalist.name}: {chosen.rate:.0f} tokens/s against {plain.rate:.0f}, "
+        f"{chosen.finalist.name}: {chosen.rate:.0f} tokens/s against {results[0].rate:.0f}, "
         f"{chosen.speedup:.2f}x plain decoding, {chosen.tokens_per_step:.2f} tokens a step."
     )
 
 
 def report_of(outcome: TuningOutcome) -> Report:
     """Sections for what is there: an interrupted run has fewer."""
-    options = outcome.options
+    options, settings, results = outcome.options, outcome.settings, outcome.results
     report = Report(f"Tuning {outcome.model}")
-    settings = outcome.settings
     if settings:
-        busy = Text(_BUSY.format(outcome.unrest), warning=True)
-        note = _PREDICTED.format(outcome)
         title = (
             f"Predicted, each method at its best length, {options.concurrency} at once, "
             f"temperature {options.temperature:g}"
@@ -169,36 +155,31 @@ def report_of(outcome: TuningOutcome) -> Report:
         left = "; ".join(f"{what}: {why}" for what, why in outcome.left_out)
         report.add(
             "Search",
-            *([busy] if outcome.unrest > CALM else []),
-            table_of(settings, _sought(outcome), note, title),
+            *([Text(_BUSY.format(outcome.unrest), True)] if outcome.unrest > CALM else []),
+            table_of(settings, _found(outcome), _PREDICTED.format(outcome), title),
             *([Text(f"Left out: {left}")] if left else []),
         )
-    if outcome.results and outcome.results[0].ratios:
-        rounds = max(len(result.ratios) for result in outcome.results)
-        table = table_of(outcome.results, _confirmed(outcome), _CONFIRMATION.format(rounds))
-        report.add("Confirmed by decoding", table)
+    if results and results[0].ratios:
+        note = _CONFIRMATION.format(len(results[0].ratios))
+        report.add("Confirmed by decoding", table_of(results, _confirmed(results), note))
     advice = advise(outcome)
     if advice:
         report.add("Why", table_of(advice, _ADVICE))
     completed = [] if outcome.completed is None else [Text(outcome.completed.line)]
     report.add("Choice", Text(decision(outcome), warning=outcome.chosen is None), *completed)
     if settings:
-        report.add("Pictures", *_figures(outcome, options.concurrency))
+        report.add("Pictures", *_figures(outcome, settings))
     return report
 
 
-def _figures(outcome: TuningOutcome, concurrency: int) -> list[Figure]:
+def _figures(outcome: TuningOutcome, settings: Sequence[PredictedSetting]) -> list[Figure]:
     target, plain = outcome.target, outcome.plain
     assert target is not None and plain is not None
-    sizes = batch_sizes(concurrency, outcome.largest_batch)
-    best: dict[str, Any] = {}
-    for setting in outcome.settings:
-        best.setdefault(setting.method.family, setting.method)
+    sizes = batch_sizes(outcome.options.concurrency, outcome.largest_batch)
+    best = {setting.method.family: setting.method for setting in reversed(settings)}
     gains: dict[str, list[float | None]] = {"plain": [1.0] * len(sizes)}
-    for method in list(best.values())[:_SHOWN]:
-        last = outcome.break_even_of(method)
-        end = f"{last}+" if last >= outcome.largest_batch else str(last)
-        gains[f"{method.label} (gains to {end})"] = list(speedups(method, plain, target, sizes))
+    for method in list(best.values())[: -_SHOWN - 1 : -1]:
+        gains[method.label] = list(speedups(method, plain, target, sizes))
     counts = [n for n in (1, 2, 4, 8, 16, 24) if n <= target.curves[0].tokens[-1]]
     curves: dict[str, list[float | None]] = {
         f"{batch} sequences": [curve(n) / curve(1) for n in counts]
@@ -218,52 +199,52 @@ def _figures(outcome: TuningOutcome, concurrency: int) -> list[Figure]:
     ]
 
 
-def record_of(outcome: TuningOutcome) -> dict[str, Any]:
+def tuning_record(outcome: TuningOutcome) -> dict[str, Any]:
     """Everything as plain values, for ``--json``."""
-    chosen, target = outcome.chosen, outcome.target
+    target, settings, results = outcome.target, outcome.settings, outcome.results
     return {
         "model": outcome.model,
         "parameters": outcome.parameters,
         **asdict(outcome.options),
         "prompts": outcome.prompt_count,
         "decision": decision(outcome),
-        "confirmed": chosen is not None,
-        "plain_predicted_tokens_per_second": outcome.plain_rate if outcome.settings else None,
+        "confirmed": outcome.chosen is not None,
+        "plain_predicted_tokens_per_second": outcome.plain_rate if settings else None,
         "copied_share": outcome.copied,
         "unrest": outcome.unrest,
-        "target_costs": None
-        if target is None
-        else {
-            "batches": target.batches,
-            "tokens": target.curves[0].tokens,
-            "seconds": [curve.seconds for curve in target.curves],
-        },
-        "search": [columns.record_of(setting, _sought(outcome)) for setting in outcome.settings],
-        "confirmation": [
-            columns.record_of(result, _confirmed(outcome)) for result in outcome.results
-        ],
-        "advice": [asdict(item) for item in advise(outcome)],
-        "budget": None if outcome.completed is None else asdict(outcome.completed),
+        "target_costs": target and asdict(_known_costs(outcome)),
+        "search": [record_of(s, _found(outcome)) for s in settings],
+        "confirmation": [record_of(r, _confirmed(results)) for r in results],
+        "advice": [record_of(item, _ADVICE) for item in advise(outcome)],
+        "budget": outcome.completed and asdict(outcome.completed),
         "left_out": [{"what": what, "why": why} for what, why in outcome.left_out],
     }
+
+
+def _known_costs(outcome: TuningOutcome) -> KnownCosts:
+    """Of the target, and of the passes of the drafters that were chosen."""
+    target, chosen = outcome.target, outcome.chosen
+    assert target is not None
+    used = () if chosen is None else chosen.finalist.methods
+    return KnownCosts(
+        batches=target.batches,
+        tokens=target.curves[0].tokens,
+        target=tuple(curve.seconds for curve in target.curves),
+        passes={m.family: PassCosts(m.pass_seconds.tokens, m.pass_seconds.seconds) for m in used},
+    )
 
 
 def profile_of(outcome: TuningOutcome, llm: LLM) -> TunedProfile:
     """The profile of a confirmed outcome; ``llm`` has the target loaded."""
     chosen = outcome.chosen
-    assert chosen is not None and outcome.target is not None
-    finalist, options = chosen.finalist, outcome.options
-    # Requests that were not expected may join, unless a smaller batch proved faster.
-    batch_size = 8 if finalist.batch == options.concurrency else finalist.batch
-    used = finalist.methods
-    passes = {m.family: PassCosts(m.pass_seconds.tokens, m.pass_seconds.seconds) for m in used}
+    assert chosen is not None
+    finalist, options, used = chosen.finalist, outcome.options, chosen.finalist.methods
     best = max(used, key=lambda m: sum(m.survival), default=None)
-    advice = [f"{item.rule}: {item.measured}: {item.verdict}" for item in advise(outcome)]
     return TunedProfile(
         version=VERSION,
         model=ModelIdentity.of(llm.target),
         draft=DraftChoice(finalist.spec, finalist.length, finalist.max_length),
-        engine=EngineChoice(max(batch_size, finalist.batch), "auto"),
+        engine=EngineChoice(max(_BATCH, options.concurrency), "auto"),
         measured=Measured(
             concurrency=options.concurrency,
             temperature=options.temperature,
@@ -276,13 +257,8 @@ def profile_of(outcome: TuningOutcome, llm: LLM) -> TunedProfile:
             tokens_per_step=round(chosen.tokens_per_step, 3),
             acceptance=tuple(round(rate, 3) for rate in best.acceptance) if best else (),
             break_even_batch=max((outcome.break_even_of(m) for m in used), default=0),
-            why=(decision(outcome), *advice),
+            why=(decision(outcome), *(f"{a.rule}: {a.measured}" for a in advise(outcome))),
         ),
-        costs=KnownCosts(
-            batches=outcome.target.batches,
-            tokens=outcome.target.curves[0].tokens,
-            target=tuple(curve.seconds for curve in outcome.target.curves),
-            passes=passes,
-        ),
+        costs=_known_costs(outcome),
         machine=MachineIdentity.of(llm.target),
     )

@@ -6,18 +6,41 @@ All that goes in is measured, see measure.py.
 from __future__ import annotations
 
 from collections.abc import Hashable, Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import lru_cache
 from itertools import pairwise
 
 from paceline.control.cost import CostModel
 from paceline.control.options import DrafterCosts
 from paceline.core.costs import CostCurve, TargetCosts
-from paceline.lab.tune.decode import MeasuredStep
 
 MARGIN = 1.02  # what must be gained before anything but the simplest is taken
 _NOTHING = CostCurve((1,), (0.0,))
 _REPEATED = 80  # times that the cost model is shown a typical step
+
+
+@dataclass(frozen=True)
+class MeasuredStep:
+    """One engine step that decoded only: ``nodes`` verified over ``batch`` sequences, and seconds.
+    ``full``: every sequence had room for the longest draft."""
+
+    batch: int
+    nodes: int
+    draft: float
+    target: float
+    other: float
+    full: bool = True
+
+    @property
+    def seconds(self) -> float:
+        return self.draft + self.target + self.other
+
+    def scaled(self, factor: float) -> MeasuredStep:
+        """With all times so many times as long."""
+        draft, target, other = (
+            factor * seconds for seconds in (self.draft, self.target, self.other)
+        )
+        return replace(self, draft=draft, target=target, other=other)
 
 
 @dataclass(frozen=True)
@@ -134,20 +157,6 @@ def batch_sizes(concurrency: int, largest: int = 32) -> list[int]:
     """1, 2, 4 ... up to ``largest`` and to the concurrency, which is one of them."""
     powers = [1 << n for n in range(16) if 1 << n <= max(concurrency, largest)]
     return sorted({*powers, concurrency})
-
-
-def best_batch(method: MeasuredMethod, target: TargetCosts, concurrency: int) -> PredictedSetting:
-    """How many of ``concurrency`` requests to decode at once.
-
-    The smallest batch within the margin of the most tokens per second: requests that wait must
-    gain more from it than that.
-    """
-    sizes = batch_sizes(concurrency, largest=concurrency)
-    options = [best_length(method, target, batch) for batch in sizes]
-    most = max(setting.rate for setting in options)
-    if options[-1].rate * MARGIN >= most:
-        return options[-1]
-    return next(setting for setting in options if setting.rate * MARGIN >= most)
 
 
 def speedups(

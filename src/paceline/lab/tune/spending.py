@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from paceline.core.costs import TargetCosts
 from paceline.lab.budget import Budget
-from paceline.lab.tune.confirm import Finalist
 from paceline.lab.tune.measure import LONGEST, Sample
 
 TARGET_SHARE = 0.2  # of what is left, for forwards of the target alone
@@ -67,42 +65,31 @@ def fitting_sample(sample: Sample, target: TargetCosts, budget: Budget, candidat
     if budget.seconds is None:
         return sample
     limit = max(0.0, budget.left) * CANDIDATE_SHARE / max(1, candidates + 1)  # plain decoding, too
-    wide = sample.batches[1]
-    shapes = [(4, 2 * wide), (4, wide), (2, wide), (2, 0), (1, 0)]
-    smaller = [
-        replace(sample, alone=sample.alone[:alone], together=sample.together[:together])
-        for alone, together in shapes
-    ]
-    fitting = (one for one in smaller if _seconds(one, target) <= limit)
-    return next(fitting, smaller[-1])
-
-
-def _seconds(sample: Sample, target: TargetCosts) -> float:
-    """Of one candidate, with long drafts that are seldom accepted."""
-    one, wide = sample.batches
-    waves = -(-len(sample.together) // wide)
-    steps = len(sample.alone) * target(one, 1 + LONGEST) + waves * target(wide, 1 + LONGEST)
-    return _AROUND * sample.max_tokens * steps
+    wide = sample.wide
+    for alone, together in ((4, 2 * wide), (4, wide), (2, wide), (2, 0), (1, 0)):
+        smaller = replace(sample, alone=sample.alone[:alone], together=sample.together[:together])
+        # Long drafts that are seldom accepted.
+        waves = -(-together // wide)
+        steps = alone * target(1, 1 + LONGEST) + waves * target(wide, 1 + LONGEST)
+        if _AROUND * sample.max_tokens * steps <= limit:
+            break
+    return smaller
 
 
 def affordable(
-    finalists: Sequence[Finalist],
-    target: TargetCosts,
-    options: TuneOptions,
-    budget: Budget,
-    few: int = FEW,
-) -> tuple[list[Finalist], int]:
-    """Who is confirmed, ``few`` at least, and on how many prompts a round, so that two rounds fit
-    at least."""
-    listed, concurrency = list(finalists), options.concurrency
+    finalists: int, target: TargetCosts, options: TuneOptions, budget: Budget, few: int = FEW
+) -> tuple[int, int]:
+    """How many finalists are confirmed, ``few`` at least, and on how many prompts a round, so that
+    two rounds fit at least."""
+    concurrency = options.concurrency
     largest = max(_SIZES[0], concurrency)
     if budget.seconds is None:
-        return listed, largest
+        return finalists, largest
     sizes = [size for size in (largest, *_SIZES[1:]) if size >= concurrency]
-    for many in dict.fromkeys((len(listed), min(len(listed), few))):
+    for many in dict.fromkeys((finalists, min(finalists, few))):
         for size in sizes:
             steps = -(-size // concurrency) * options.max_tokens
             round_ = many * steps * target(concurrency, 1) * _SLOWER
             if round_ * min(LEAST_ROUNDS, options.rounds) <= budget.left:
-                return listed[:many], size
-    return listed[:few], sizes[-1]
+                return many, size
+    return min(finalists, few), sizes[-1]
