@@ -147,6 +147,8 @@ PUBLIC_ONLY: dict[str, set[str]] = {
         "model/loading",
         "model/names",
     },
+    # Which models there are, which one was tuned, and forwards measured alone.
+    "lab/tune": {"model/defaults", "model/names", "model/identity", "model/measure"},
 }
 
 

@@ -13,9 +13,9 @@ import paceline
 
 NAMES = str.split(
     """
-    LLM AsyncLLM CacheMemoryError Completion ConfigError CostModel DataError Drive EngineLostError
-    Grammar
-    ModelLoadError PacelineError PromptError SamplingParams UnsupportedModelError
+    LLM AsyncLLM CacheMemoryError Completion ConfigError CostCurve CostModel DataError DrafterCosts
+    Drive EngineLostError Grammar
+    ModelLoadError PacelineError PromptError SamplingParams TargetCosts UnsupportedModelError
     VocabularyMismatchError WriteError __version__ register_backend
     """
 )

@@ -16,6 +16,8 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from paceline.async_llm import AsyncLLM
     from paceline.control.cost import CostModel
+    from paceline.control.options import DrafterCosts
+    from paceline.core.costs import CostCurve, TargetCosts
     from paceline.core.params import Grammar, SamplingParams
     from paceline.engine.driver import Drive
     from paceline.errors import (
@@ -42,8 +44,10 @@ __all__ = [
     "CacheMemoryError",
     "Completion",
     "ConfigError",
+    "CostCurve",
     "CostModel",
     "DataError",
+    "DrafterCosts",
     "Drive",
     "EngineLostError",
     "Grammar",
@@ -51,6 +55,7 @@ __all__ = [
     "PacelineError",
     "PromptError",
     "SamplingParams",
+    "TargetCosts",
     "UnsupportedModelError",
     "VocabularyMismatchError",
     "WriteError",
@@ -62,10 +67,13 @@ _HOMES = {
     "LLM": "paceline.llm",
     "AsyncLLM": "paceline.async_llm",
     "Completion": "paceline.request.completion",
+    "CostCurve": "paceline.core.costs",
     "CostModel": "paceline.control.cost",
+    "DrafterCosts": "paceline.control.options",
     "Drive": "paceline.engine.driver",
     "Grammar": "paceline.core.params",
     "SamplingParams": "paceline.core.params",
+    "TargetCosts": "paceline.core.costs",
     "register_backend": "paceline.model.backends.registry",
 }
 

@@ -5,9 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from paceline.draft.hybrid import Hybrid
-from paceline.draft.spec import DraftSpec
-from paceline.drafters import DRAFTERS, parse_draft
+from paceline.drafters import DRAFTERS, DraftSpec, Hybrid, parse_draft
 from paceline.lab.tune.search import MeasuredMethod
 from paceline.model.defaults import DEFAULT_DRAFT, EMBEDDED
 from paceline.model.names import MADE_FOR, has_assets

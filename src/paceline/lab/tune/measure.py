@@ -9,9 +9,9 @@ from statistics import fmean
 from typing import Any
 
 from paceline.control.options import DrafterCosts
-from paceline.core.batch import Commit
 from paceline.core.costs import TargetCosts
 from paceline.core.params import SamplingParams
+from paceline.drafters import Commit
 from paceline.engine.driver import Drive, DrivenStep, StepSums, sequence
 from paceline.errors import DataError, PacelineError
 from paceline.lab.budget import Budget
@@ -20,7 +20,6 @@ from paceline.lab.tune.search import MeasuredMethod, MeasuredStep
 from paceline.llm import LLM
 from paceline.model.identity import count_parameters
 from paceline.model.measure import measure, measure_target
-from paceline.model.target import CausalModel
 
 LONGEST = 12  # levels tried where a level takes a pass; twice as many where it takes none
 _SHORT = 2  # levels of short drafts, from which the cost of a draft besides its passes follows
@@ -202,7 +201,7 @@ def measure_method(
         passes=costs.passes[: longest + 1],
         pass_seconds=timed,
         steps=(*plain.steps, *((length, step.scaled(1 / drift)) for length, step in steps)),
-        parameters=count_parameters(model) if isinstance(model, CausalModel) else 0,
+        parameters=count_parameters(model) if isinstance(model, type(llm.target)) else 0,
     )
 
 
