@@ -102,7 +102,7 @@ def test_a_foreign_profile_is_one_line(tmp_path: Path) -> None:
     result = RUNNER.invoke(app, ["generate", "--config", str(tmp_path / "p.toml"), "Once"])
     assert result.exit_code == 1
     assert result.stderr.count("\n") == 1
-    assert "lacks the key" in result.stderr
+    assert "missing required field" in result.stderr
 
 
 @pytest.mark.parametrize("command", ["generate", "serve"])
@@ -116,5 +116,5 @@ def test_the_former_option_is_accepted(command: str, joined: bool, tmp_path: Pat
     assert result.exit_code == 1
     first, *rest = result.stderr.splitlines()
     assert first == "note: --profile is deprecated; use --config"
-    assert "lacks the key" in rest[-1]
+    assert "missing required field" in rest[-1]
     assert "--profile" not in RUNNER.invoke(app, [command, "--help"]).stdout

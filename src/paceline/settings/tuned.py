@@ -9,10 +9,10 @@ from __future__ import annotations
 
 import platform
 import re
-from collections.abc import Mapping
-from dataclasses import asdict, dataclass, fields, is_dataclass
+from collections.abc import Iterator, Mapping
+from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypeVar, get_type_hints
+from typing import TYPE_CHECKING, Any
 
 from paceline.core.costs import CostCurve, TargetCosts
 from paceline.errors import ConfigError
@@ -33,9 +33,6 @@ _HEADER = (
 def is_profile(file: Path) -> bool:
     """Whether ``paceline tune`` wrote a file; its user may have changed it since."""
     return file.read_text(encoding="utf-8").startswith(_HEADER.partition(".")[0])
-
-
-_T = TypeVar("_T")
 
 
 @dataclass(frozen=True)
@@ -186,7 +183,15 @@ class TunedProfile:
                 f"profile {path} has version {version}, but this paceline reads {VERSION}; "
                 "make it anew with paceline tune"
             )
-        profile = _build(cls, table, str(path), "")
+        from msgspec import ValidationError, convert
+
+        anew = "make it anew with paceline tune"
+        try:
+            profile = convert(table, cls)
+        except ValidationError as error:
+            raise ConfigError(f"profile {path}: {error}; {anew}".replace("$.", "")) from None
+        for key in _unknown_keys(table, asdict(profile)):
+            raise ConfigError(f"profile {path} has the unknown key {key}; {anew}")
         profile._check(path)
         return profile
 
@@ -276,41 +281,10 @@ def _compact(text: str) -> str:
     )
 
 
-# -- reading ---------------------------------------------------------------------------------
-
-
-def _build(kind: type[_T], table: Any, path: str, where: str) -> _T:
-    """A dataclass from a TOML table of exactly its keys. Raises ConfigError."""
-    hints = get_type_hints(kind)
-    names = [item.name for item in fields(kind)]  # type: ignore[arg-type]
-    if not isinstance(table, dict):
-        raise ConfigError(f"profile {path}: {where} is not a table; make it anew")
-    prefix = f"{where}." if where else ""
-    for problem, keys in (
-        ("has the unknown key", sorted(set(table) - set(names))),
-        ("lacks the key", [name for name in names if name not in table]),
-    ):
-        if keys:
-            raise ConfigError(
-                f"profile {path} {problem} {prefix}{keys[0]}; make it anew with paceline tune"
-            )
-    return kind(**{name: _value(hints[name], table[name], path, prefix + name) for name in names})
-
-
-def _value(hint: Any, value: Any, path: str, where: str) -> Any:
-    origin = getattr(hint, "__origin__", None)
-    if is_dataclass(hint) and isinstance(hint, type):
-        return _build(hint, value, path, where)
-    if origin is tuple and isinstance(value, list):
-        return tuple(_value(hint.__args__[0], item, path, where) for item in value)
-    if origin is dict and isinstance(value, dict):
-        return {key: _value(hint.__args__[1], item, path, where) for key, item in value.items()}
-    wanted = hint if isinstance(hint, type) else getattr(hint, "__args__", ())
-    number = wanted is float and isinstance(value, int)
-    plain = origin is None or not isinstance(hint, type)
-    if isinstance(value, bool) or not (number or (plain and isinstance(value, wanted))):
-        raise ConfigError(
-            f"profile {path}: {where} is {value!r}, which is of the wrong type; "
-            "make it anew with paceline tune"
-        )
-    return float(value) if number else value
+def _unknown_keys(table: Mapping[str, Any], known: Mapping[str, Any]) -> Iterator[str]:
+    """Keys of a table that the profile read from it does not have."""
+    for key, value in table.items():
+        if key not in known:
+            yield key
+        elif isinstance(value, dict):
+            yield from (f"{key}.{inner}" for inner in _unknown_keys(value, known[key]))
