@@ -26,11 +26,11 @@ from paceline.model.defaults import default_drafts
 from paceline.settings import changed, under
 
 if TYPE_CHECKING:
+    from paceline import LLM
     from paceline.lab.bench.methods import Method
     from paceline.lab.bench.prompts import BenchPrompt
     from paceline.lab.bench.result import BenchResult
     from paceline.lab.bench.runner import Sweep
-    from paceline.lab.bench.runs import BenchEngine, BenchJob, TimedRun
     from paceline.lab.bench.suites import Suite
     from paceline.lab.budget import Budget
 
@@ -253,6 +253,22 @@ def _default_methods(model: str, draft: str | None) -> list[str]:
     return ["plain", *(["draft"] if draft is not None else []), *(others or ["ngram"])]
 
 
+def _fitting(
+    plan: _Plan, llm: LLM
+) -> tuple[list[tuple[BenchPrompt, list[int]]], list[BenchPrompt]]:
+    """The prompts that leave room for an answer, with their ids, and the others. Raises
+    PromptError if none does."""
+    from paceline.lab.bench.prompts import fit
+
+    fitting, left_out = fit(plan.prompts, llm, plan.sweep.max_tokens if plan.suite is None else 1)
+    if not fitting:
+        raise PromptError(
+            f"all {len(left_out)} prompts are too long: {llm.target.name} sees "
+            f"{llm.max_model_len} tokens with the answer; shorten them or lower --max-tokens"
+        )
+    return fitting, left_out
+
+
 def _measured(
     engine: ModelOptions,
     options: BenchOptions,
@@ -264,36 +280,23 @@ def _measured(
     """Whether Ctrl-C came, and figures if there are any."""
     from paceline.lab.bench.engines import Starter
     from paceline.lab.bench.predict import predictions
-    from paceline.lab.bench.prompts import fit
     from paceline.lab.bench.result import BenchResult, BenchSpending
+    from paceline.lab.bench.runner import one_run
     from paceline.lab.bench.runs import HeatRecord
     from paceline.lab.bench.suites import converse
 
     # It decodes nothing itself, so a small cache will do; every method gets one of its own.
     llm = replace(engine, max_batch_size=1, kv_cache_memory=None).open(None)
     saved.check_model(llm.target, timed=True)
-    methods, sweep = plan.methods, plan.sweep
-    fitting, left_out = fit(plan.prompts, llm, sweep.max_tokens if plan.suite is None else 1)
-    if not fitting:
-        raise PromptError(
-            f"all {len(left_out)} prompts are too long: {llm.target.name} sees "
-            f"{llm.max_model_len} tokens with the answer; shorten them or lower --max-tokens"
-        )
-    how: dict[str, Any] = {}
+    methods, sweep, answer = plan.methods, plan.sweep, one_run
+    fitting, left_out = _fitting(plan, llm)
     if plan.suite is not None:
         sweep = replace(sweep, limit=llm.max_model_len)
-
-        def answer(opened: BenchEngine, job: BenchJob) -> TimedRun:
-            params = partial(sweep.params, job.temperature, job.index)
-            return converse(llm, opened, fitting[job.index][0], params)
-
-        how["answer"] = answer
-    memory = engine.kv_cache_memory
-    rule = plan.settings["rule"]
-    starter = Starter(llm, engine.model, rule=rule, lossy=engine.lossy, kv_cache_memory=memory)
+        answer = partial(converse, llm, [prompt for prompt, _ in fitting], sweep)
+    how = {"rule": plan.settings["rule"], "lossy": engine.lossy}
+    starter = Starter(llm, engine.model, kv_cache_memory=engine.kv_cache_memory, **how)
     prompts = [(prompt.category, ids) for prompt, ids in fitting]
     record, predicted = saved.measurements(HeatRecord) or HeatRecord(), list[Any]()
-    before = record.spent
     if len(record.heats) >= record.rounds * sweep.wanted(prompts):
         record.rounds += sweep.rounds  # all that was wanted is there: as much again
 
@@ -304,22 +307,24 @@ def _measured(
         partial_results() as interrupted,
         spending("measuring", budget, sweep.runs(prompts, methods)) as note,
     ):
-        sweep.run(prompts, methods, starter.open, record, note, predict, budget, **how)
-    record.spent = before + budget.spent
+        sweep.run(prompts, methods, starter.open, record, note, predict, budget, answer)
+    record.spent += budget.spent
     saved.keep(record)
     if not record.heats:
         return interrupted, None
+    read = []
+    if text.perplexity is not None and not interrupted:
+        read.append(text.compared(llm, engine.model, engine.quantize, _READ_TOKENS))
     with stage("comparing the texts"):
-        result = BenchResult.of(methods, plan.settings, llm, record, plan.suite)
-    asked = text.perplexity is not None and not interrupted
-    read = [text.compared(llm, engine.model, engine.quantize, _READ_TOKENS)] if asked else []
-    return interrupted, replace(
-        result,
-        predictions=predicted,
-        left_out=[prompt.name for prompt in left_out],
-        price=options.price,
-        interrupted=bool(interrupted),
-        unequal=starter.unequal,
-        perplexities=read,
-        spending=BenchSpending.of(record, result.rows, sweep, prompts, budget),
-    )
+        about = methods, plan.settings, llm, record, plan.suite
+        result = BenchResult.of(
+            *about,
+            predictions=predicted,
+            left_out=[prompt.name for prompt in left_out],
+            price=options.price,
+            interrupted=bool(interrupted),
+            unequal=starter.unequal,
+            perplexities=read,
+        )
+    spent = BenchSpending.of(record, result.rows, sweep, prompts, budget)
+    return interrupted, replace(result, spending=spent)

@@ -5,7 +5,6 @@ from __future__ import annotations
 import gzip
 import json
 from dataclasses import replace
-from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -142,6 +141,9 @@ def said(one: Ask) -> str:
     return "".join(map(chr, one.prompt))
 
 
+JOB = BenchJob("STEM", 1, 0.0, 0, ())
+
+
 def question(*turns: str, earlier: tuple[tuple[str, str], ...] = ()) -> BenchPrompt:
     return BenchPrompt("q", "STEM", turns[0], True, turns, earlier)
 
@@ -149,7 +151,7 @@ def question(*turns: str, earlier: tuple[tuple[str, str], ...] = ()) -> BenchPro
 def test_an_answer_becomes_part_of_the_conversation() -> None:
     asked = question("one", "two", "three", earlier=(("system", "be"),))
     how = Sweep(10, ignore_eos=False, limit=1000)
-    dialogue = converse(llm(), Echo("yes"), asked, partial(how.params, 0.0, 0))
+    dialogue = converse(llm(), [asked], how, Echo("yes"), JOB)
     assert [said(one) for one in dialogue.asks] == [
         "be\n\none",
         "be\n\none\n\nyes\n\ntwo",
@@ -161,7 +163,7 @@ def test_an_answer_becomes_part_of_the_conversation() -> None:
 
 def test_a_turn_without_room_ends_the_conversation() -> None:
     how = Sweep(10, limit=5)
-    dialogue = converse(llm(5), Echo("yes"), question("one", "two"), partial(how.params, 0.0, 0))
+    dialogue = converse(llm(5), [question("one", "two")], how, Echo("yes"), JOB)
     assert [one.params.max_tokens for one in dialogue.asks] == [2] and dialogue.cut
 
 

@@ -25,7 +25,8 @@ def _tell_nobody(what: str) -> None:
     pass
 
 
-def _answer(engine: BenchEngine, job: BenchJob) -> TimedRun:
+def one_run(engine: BenchEngine, job: BenchJob) -> TimedRun:
+    """All requests of a job, timed together."""
     return engine.run(job.asks)
 
 
@@ -48,7 +49,7 @@ def take_turns(
     record: HeatRecord,
     advance: OnProgress = _tell_nobody,
     budget: Budget | None = None,
-    answer: OnJob = _answer,
+    answer: OnJob = one_run,
 ) -> None:
     """Let all do every job ``rounds`` times; fills the record heat by heat.
 
@@ -176,7 +177,7 @@ class Sweep:
         advance: OnProgress = _tell_nobody,
         finished: Callable[[int, Sequence[BenchEngine]], None] = lambda clients, engines: None,
         budget: Budget | None = None,
-        answer: OnJob = _answer,
+        answer: OnJob = one_run,
     ) -> None:
         """Measure into ``record``. ``start(method, clients)`` makes an engine; those of one
         concurrency live at the same time, and ``finished`` gets them when it is done. Every

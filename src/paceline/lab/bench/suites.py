@@ -7,15 +7,14 @@ benchmarks' own layouts or in that of docs/prompts.md.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from paceline.core.params import SamplingParams
 from paceline.errors import ConfigError, DataError
 from paceline.lab.bench.prompts import BenchPrompt, evenly, load_prompts, render
-from paceline.lab.bench.runner import in_turn
-from paceline.lab.bench.runs import Ask, BenchEngine, TimedRun, merged
+from paceline.lab.bench.runner import Sweep, in_turn
+from paceline.lab.bench.runs import Ask, BenchEngine, BenchJob, TimedRun, merged
 from paceline.llm import LLM
 
 # Spec-Bench's six tasks are named as in its leaderboard; the eight categories of MT-Bench are its
@@ -120,9 +119,10 @@ def _question(suite: Suite, prompt: BenchPrompt, file: Path) -> BenchPrompt:
 
 
 def converse(
-    llm: LLM, engine: BenchEngine, question: BenchPrompt, params: Callable[[int], SamplingParams]
+    llm: LLM, questions: Sequence[BenchPrompt], sweep: Sweep, engine: BenchEngine, job: BenchJob
 ) -> TimedRun:
-    """Answer all turns. ``params`` gets how many tokens a turn's prompt has."""
+    """Answer all turns of the job's question; the sweep has the ``limit`` of the model."""
+    question = questions[job.index]
     messages = list(question.earlier)
     runs: list[TimedRun] = []
     for turn in question.turns:
@@ -130,7 +130,7 @@ def converse(
         ids = render(llm, messages)
         if len(ids) >= llm.max_model_len:
             break
-        ask = Ask(tuple(ids), params(len(ids)))
+        ask = Ask(tuple(ids), sweep.params(job.temperature, job.index, len(ids)))
         runs.append(replace(engine.run([ask]), asks=(ask,)))
         tokens = list(runs[-1].answers[0].tokens)
         text = llm.tokenizer.decode(tokens, skip_special_tokens=True)
