@@ -13,7 +13,7 @@ import numpy as np
 from paceline.lab.bench.figures import OVERALL, Row, idle, rows
 from paceline.lab.bench.methods import PLAIN, Length, Method
 from paceline.lab.bench.predict import Prediction
-from paceline.lab.bench.runner import Prompts, Sweep
+from paceline.lab.bench.runner import CategoryPrompts, Sweep
 from paceline.lab.bench.runs import Heat, HeatRecord
 from paceline.lab.bench.suites import Suite
 from paceline.lab.bench.texts import Comparison, compare, judge_of
@@ -79,7 +79,7 @@ class BenchSpending:
         record: HeatRecord,
         figures: Sequence[Row],
         sweep: Sweep,
-        prompts: Prompts,
+        prompts: CategoryPrompts,
         budget: Budget,
     ) -> BenchSpending:
         round_heats, done = sweep.wanted(prompts), len(record.heats)

@@ -100,12 +100,12 @@ def entered(methods: Sequence[Method], concurrency: int) -> list[Method]:
     return [method for method in methods if concurrency == 1 or not method.alone]
 
 
-Prompts = Sequence[tuple[str, Sequence[int]]]  # category and token ids
+CategoryPrompts = Sequence[tuple[str, Sequence[int]]]  # category and token ids
 
 
 @dataclass(frozen=True)
 class Sweep:
-    """Prompts at every concurrency and temperature, ``rounds`` times.
+    """CategoryPrompts at every concurrency and temperature, ``rounds`` times.
 
     ``seed``: request i gets ``seed + i``; None draws freely. ``limit``: most tokens of a prompt and
     its answer, where answers may be cut there.
@@ -131,7 +131,7 @@ class Sweep:
         )
 
     def jobs(
-        self, prompts: Prompts, concurrency: int, most_waves: float = float("inf")
+        self, prompts: CategoryPrompts, concurrency: int, most_waves: float = float("inf")
     ) -> list[BenchJob]:
         """One request at a time: a job a prompt. Several: one job over all prompts, repeated in
         turn until every client has sent at least two requests, and all equally many; fewer prompts
@@ -155,14 +155,16 @@ class Sweep:
             )
             return BenchJob(category, concurrency, temperature, number, tuple(asks))
 
-        planned = (job(temperature, *own) for temperature in self.temperatures for own in groups)
+        planned = (
+            job(temperature, *group) for temperature in self.temperatures for group in groups
+        )
         return in_turn(planned, lambda job: (job.temperature, job.category))
 
-    def wanted(self, prompts: Prompts) -> int:
+    def wanted(self, prompts: CategoryPrompts) -> int:
         """How many heats a round has."""
         return sum(len(self.jobs(prompts, n)) for n in self.concurrencies)
 
-    def runs(self, prompts: Prompts, methods: Sequence[Method]) -> int:
+    def runs(self, prompts: CategoryPrompts, methods: Sequence[Method]) -> int:
         """How many timed runs that makes."""
         return self.rounds * sum(
             len(self.jobs(prompts, n)) * len(entered(methods, n)) for n in self.concurrencies
@@ -170,7 +172,7 @@ class Sweep:
 
     def run(
         self,
-        prompts: Prompts,
+        prompts: CategoryPrompts,
         methods: Sequence[Method],
         start: Callable[[Method, int], BenchEngine],
         record: HeatRecord,

@@ -78,8 +78,8 @@ def merged(runs: Sequence[TimedRun]) -> TimedRun:
     """Runs of one engine as one; what one of them does not say is None."""
 
     def known(counts: list[int | None]) -> int | None:
-        said = [count for count in counts if count is not None]
-        return sum(said) if len(said) == len(counts) else None
+        stated = [count for count in counts if count is not None]
+        return sum(stated) if len(stated) == len(counts) else None
 
     return TimedRun(
         answers=[answer for run in runs for answer in run.answers],

@@ -152,11 +152,11 @@ def confirm(
     warm_up([BenchJob("", 1, jobs[0].temperature, 0, tuple(halves))], engines)
     names = {finalist.key: finalist.name for finalist in finalists}
 
-    def tell(what: str) -> None:
+    def show(what: str) -> None:
         category, _, key = what.partition(": ")
         advance(f"{category}: {names[key]}")
 
-    take_turns(jobs, engines, turns, record, tell, budget)
+    take_turns(jobs, engines, turns, record, show, budget)
     for engine in engines:
         engine.llm.close()
 
