@@ -37,7 +37,7 @@ def test_json_report_and_trace(arguments: list[str], tmp_path: Path) -> None:
     plain, fast = record["runs"]
     assert plain["name"] == "plain" and plain["drafted_tokens"] == 0
     assert fast["drafted_tokens"] == 5 * 2
-    assert record["machine"]["copy_bandwidth"] > 1e8
+    assert record["machine"]["read_bandwidth"] > 1e8
     for item in (plain, fast):
         phases = item["phases"]
         assert sum(p["share"] for p in phases.values()) == pytest.approx(1)
@@ -56,7 +56,7 @@ def test_json_report_and_trace(arguments: list[str], tmp_path: Path) -> None:
 def test_tables_of_several_sequences(arguments: list[str]) -> None:
     result = run([*arguments, "--concurrency", "2"])
     assert result.exit_code == 0, result.output
-    for words in ("2 sequences at once", "of copy", "copy bandwidth", "Verdict: plain", "helps:"):
+    for words in ("2 sequences at once", "of read", "read bandwidth", "Verdict: plain", "helps:"):
         assert words in result.stdout
 
 
@@ -64,7 +64,6 @@ def test_tables_of_several_sequences(arguments: list[str]) -> None:
     ("extra", "words"),
     refusals("""
     --trace trace.txt | end its name in .json or .json.gz
-    --trace no/such/folder/t.json | there is no folder no/such/folder
     --report profile.pdf | end its name in .md or .html
     --prompts no/such/prompts.txt | no/such/prompts.txt
     --concurrency 4 --max-batch-size 2 | add --max-batch-size 4

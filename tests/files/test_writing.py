@@ -366,7 +366,6 @@ FREE = {
     ("lab/quantize.py", "write_text"),
     ("lab/quantize.py", "save_pretrained"),
     ("lab/quantize.py", "save_file"),
-    ("lab/profiling/trace.py", "open"),  # whether the place can be written to at all
     ("lab/profiling/trace.py", "export_chrome_trace"),
 }
 WRITERS = {"write_text", "write_bytes", "save_file", "save_pretrained", "export_chrome_trace"}

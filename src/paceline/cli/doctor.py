@@ -67,7 +67,7 @@ def doctor(
         raise typer.BadParameter("--run measures a draft; leave out --draft none")
     quiet_libraries()
     with showing(), stage(f"examining {engine.model}"):
-        from paceline.lab.doctor import Severity, check_logits, examine, summary
+        from paceline.lab.doctor import Severity, check_logits, examine, report
         from paceline.lab.doctor.examination import SETTINGS
         from paceline.lab.doctor.findings import by_severity
         from paceline.lab.doctor.trial import judge
@@ -91,8 +91,8 @@ def doctor(
         if run and not any(item.severity is Severity.ERROR for item in findings):
             trial = _trial(engine)
             findings = by_severity([*findings, *judge(trial)])
-    document = summary.report_of(engine.model, draft, findings, trial)
-    output.emit(summary.record(engine.model, draft, findings, trial), document)
+    document = report.report_of(engine.model, draft, findings, trial)
+    output.emit(report.record(engine.model, draft, findings, trial), document)
     interrupted.finish()
     if any(item.severity is Severity.ERROR for item in findings):
         raise typer.Exit(1)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from dataclasses import replace
+from functools import partial
 from typing import TYPE_CHECKING
 
 from paceline.cli.measuring import PromptOptions, ReportOptions, partial_results
@@ -41,7 +42,7 @@ def profile(
         os.environ.setdefault("KINETO_LOG_LEVEL", "99")
     with showing(), stage("starting"):
         from paceline.lab.profiling import runs, steady
-    from paceline.lab.profiling.presentation import report_of
+    from paceline.lab.profiling import tables
     from paceline.lab.profiling.trace import check_path
 
     if trace is not None:
@@ -52,28 +53,23 @@ def profile(
     encoded = [prompt.encode(target) for prompt in prompts]
     places = steady.choose(encoded, concurrency, target.max_model_len)
     chosen = [encoded[number] for number in places]
-    options = runs.ProfileOptions(steps, rounds, trace)
     result = runs.ProfileResult()
     with (
         partial_results() as interrupted,
-        progress_bar("profile", runs.stages(len(engines), options)) as advance,
+        progress_bar("profile", runs.stages(len(engines), rounds)) as advance,
     ):
-        advance(0, "loading")
-
-        def begin(what: str) -> None:
-            advance(1, what)
-
-        runs.profile_all(engines, chosen, options, result, begin)
+        begin = partial(advance, 1)
+        runs.profile_all(engines, chosen, steps, rounds, trace, result, begin)
     names = list(dict.fromkeys(prompts[number].name for number in places))
     record = {
         "model": engine.model,
         "draft": engine.resolved_draft,
         "concurrency": concurrency,
         "prompts": names,
-        **result.record(),
+        **tables.record(result),
         "trace": trace if len(result.runs) == len(engines) else None,
     }
-    output.emit(record, report_of(result, _setting(engine, concurrency, names, result)))
+    output.emit(record, tables.report_of(result, _setting(engine, concurrency, names, result)))
     interrupted.finish()
 
 

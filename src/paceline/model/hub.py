@@ -18,7 +18,7 @@ from paceline.model.gguf import SUFFIX, gguf_file
 from paceline.model.names import BUILT_IN, FOR_SMOLLM2, PREFIX, located
 from paceline.model.store import PULLABLE
 
-_SMALL = ("*.json", "*.jinja", "*.model", "*.txt")
+SMALL = ("*.json", "*.jinja", "*.model", "*.txt")
 _OTHERS = ("*/*", "consolidated*")  # the same weights in other layouts
 _asked: dict[str, str | ModelLoadError] = {}
 
@@ -71,7 +71,7 @@ def _ask(name: str) -> str | ModelLoadError:
             for weights in ("*.safetensors", "*.bin"):
                 folder = Path(
                     snapshot_download(
-                        name, allow_patterns=[*_SMALL, weights], ignore_patterns=list(_OTHERS)
+                        name, allow_patterns=[*SMALL, weights], ignore_patterns=list(_OTHERS)
                     )
                 )
                 if any(folder.glob(weights)):

@@ -74,7 +74,7 @@ def load_module(
     from paceline.model.probe import ATTENTION, register
 
     register()
-    with _quiet():
+    with quiet():
         config = read_config(name, path) if config is None else config
         check_architecture(config)
         options = quantization_of(config)
@@ -104,7 +104,7 @@ def _of_gguf(
     if dtype is None:
         plain = not file.quantised and not {"F16", "BF16"} & set(file.types)
         dtype = torch.float32 if plain else torch.bfloat16
-    with _quiet(), dequantising(path):
+    with quiet(), dequantising(path):
         options = read_config(name, str(path)) if config is None else config
         check_architecture(options)
         module = _weights(name, str(path), options, dtype, attention or ATTENTION)
@@ -378,7 +378,7 @@ def _weights(
 
 
 @contextmanager
-def _quiet() -> Iterator[None]:
+def quiet() -> Iterator[None]:
     """Transformers' progress bars and warnings off; what matters is raised as an error."""
     from transformers.utils import logging as hf_logging
 

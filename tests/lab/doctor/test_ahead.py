@@ -30,8 +30,8 @@ def test_a_config_of_vllm_s_own(tmp_path: Path) -> None:
     found = of("vllm", dict(made.config))
     assert set(codes(found)) == {"engine-does"}
     assert "inputs of layers [2, 6, 11]" in found[-1].found
-    greedy = of("vllm", {**made.config, "draft_sample_method": "greedy", "n_tokens": 3})
-    assert {"engine-approximates", "engine-option-unknown"} < set(codes(greedy))
+    greedy = of("vllm", {**made.config, "draft_sample_method": "greedy"})
+    assert "engine-approximates" in codes(greedy)
 
 
 def test_a_head_for_sglang_is_one_off_in_vllm(tmp_path: Path) -> None:

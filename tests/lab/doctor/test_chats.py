@@ -56,7 +56,7 @@ def test_a_template_of_another_model(chatml: Folder) -> None:
     other = CHATML.replace("<|im_start|>", "<start_of_turn>").replace("<|im_end|>", "<end_of_turn>")
     found = only(examine(with_template(chatml, other)), "chat-template-foreign")
     assert found.severity is Severity.WARNING and found.about == "target"
-    assert "<start_of_turn> (and <end_of_turn>)" in found.found and "tokens" in found.found
+    assert "<start_of_turn>, <end_of_turn>" in found.found and "tokens" in found.found
 
 
 def test_a_template_without_marks_is_nothing_foreign(chatml: Folder) -> None:

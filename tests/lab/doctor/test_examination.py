@@ -14,9 +14,9 @@ from paceline.errors import ConfigError, ModelLoadError
 from paceline.lab.doctor import Finding, Severity, examine, findings
 from paceline.lab.doctor.files import read_files
 from paceline.lab.doctor.findings import KINDS, by_severity, finding
-from paceline.lab.doctor.machine import DeviceSettings
+from paceline.lab.doctor.machine import Setting, weight_bytes
 from paceline.lab.doctor.models import describe
-from paceline.lab.doctor.precision import Rounding, weight_bytes
+from paceline.lab.doctor.report import record
 from paceline.model.backends.base import REFERENCE
 from paceline.model.backends.native.packing import PackedLinear
 from paceline.model.quantised.weights import QuantisedLinear
@@ -182,8 +182,8 @@ def test_memory_of_what_is_rounded_when_loaded(precision: str, backend: str) -> 
     files = read_files(TARGET)
     described, _ = describe(files, "target")
     assert described is not None
-    setting = DeviceSettings(torch.device("cpu"), torch.float32)
-    foreseen = weight_bytes(described, setting, Rounding(precision, backend=backend))
+    setting = Setting(torch.device("cpu"), torch.float32, quantize=precision, backend=backend)
+    foreseen = weight_bytes(described, setting)
     assert foreseen == pytest.approx(exact, rel=0.02)  # a scale a row of eight bits is left out
     assert only(plain, "memory-fits").found != only(rounded, "memory-fits").found
 
@@ -232,13 +232,6 @@ def test_a_draft_with_a_window(copy: Copy) -> None:
     assert "draft-window" not in codes(examine(TARGET, str(folder.config(sliding_window=None))))
 
 
-def test_other_rotary_scaling(copy: Copy) -> None:
-    scaling = {"rope_type": "linear", "factor": 2.0, "rope_theta": 10000.0}
-    folder = copy("tiny-draft").config(rope_parameters=scaling)
-    found = only(examine(TARGET, str(folder)), "rope-scaling-differs")
-    assert "default against linear x2" in found.found
-
-
 @pytest.mark.parametrize(
     ("target", "severity", "words"),
     [
@@ -275,9 +268,9 @@ def test_the_worst_comes_first(copy: Copy) -> None:
 
 def test_findings_as_records() -> None:
     item = finding("tensors-missing", "draft", "a weight is missing")
-    record = json.loads(json.dumps(item.record()))
-    assert record["severity"] == "error"
-    assert record["cure"] == KINDS["tensors-missing"].cure
+    (stored,) = json.loads(json.dumps(record("m", "d", [item], None)))["findings"]
+    assert stored["severity"] == "error"
+    assert stored["cure"] == KINDS["tensors-missing"].cure
     assert finding("tensors-missing", "draft", "it", cure="Do so.").cure == "Do so."
     with pytest.raises(AssertionError):
         finding("tensors-missing", "draft", "it", Severity.NOTE)

@@ -1,4 +1,4 @@
-"""Headers of safetensors files, and models that are on the hub only."""
+"""Damaged files, and models that are on the hub only."""
 
 from __future__ import annotations
 
@@ -8,40 +8,20 @@ from typing import Any
 
 import huggingface_hub
 import pytest
-import torch
 from huggingface_hub.errors import LocalEntryNotFoundError
-from safetensors.torch import save_file
 
-from paceline.errors import ModelLoadError
 from paceline.lab.doctor import examine
-from paceline.lab.doctor.files import read_files, read_header
+from paceline.lab.doctor.files import read_files
+from paceline.model.tensorfile import read_table
 from support.doctor_folders import Copy, codes, only
 
 
-def test_values_are_read_where_they_lie(tmp_path: Path) -> None:
-    tensors = {
-        "a": torch.arange(12, dtype=torch.float32).view(3, 4),
-        "b": torch.tensor([True, False, True]),
-        "c": torch.arange(5, dtype=torch.bfloat16),
-        "empty": torch.zeros(0, 3),
-    }
-    save_file(tensors, tmp_path / "x.safetensors")
-    table = read_header(tmp_path / "x.safetensors")
-    assert set(table) == set(tensors)
-    for name, tensor in tensors.items():
-        values = table[name].read()
-        assert values is not None
-        assert torch.equal(values.view(tensor.shape), tensor)
-        assert table[name].stand_in().is_meta
-    part = table["a"].read(5, 3)
-    assert part is not None and part.tolist() == [5.0, 6.0, 7.0]
-
-
 @pytest.mark.parametrize("content", [b"", b"\x05", (9).to_bytes(8, "little") + b"not json!"])
-def test_files_without_a_table(tmp_path: Path, content: bytes) -> None:
-    (tmp_path / "x.safetensors").write_bytes(content)
-    with pytest.raises(ModelLoadError, match="table of tensors"):
-        read_header(tmp_path / "x.safetensors")
+def test_files_without_a_table(copy: Copy, content: bytes) -> None:
+    folder = copy("tiny-draft")
+    folder.weights.write_bytes(content)
+    found = read_files(str(folder))
+    assert not found.tensors and "table of tensors" in found.damaged[0]
 
 
 def on_the_hub(
@@ -71,9 +51,9 @@ def on_the_hub(
 def headers_of(folder: Path) -> dict[str, Any]:
     return {
         name: SimpleNamespace(
-            dtype=entry.dtype, shape=list(entry.shape), data_offsets=(0, entry.length)
+            dtype=entry.dtype, shape=list(entry.shape), data_offsets=(entry.start, entry.end)
         )
-        for name, entry in read_files(str(folder)).tensors.items()
+        for name, entry in read_table(folder / "model.safetensors").entries.items()
     }
 
 

@@ -11,10 +11,9 @@ from pathlib import Path
 
 import pytest
 
-from paceline import LLM, ConfigError, DataError
+from paceline import LLM, ConfigError, DataError, WriteError
 from paceline.control.controller import MEASURING, NOT_WORTH_IT, NOTHING_FOUND
 from paceline.lab.profiling import steady, trace
-from paceline.lab.profiling.machine import last_level_cache
 from support.tiny_models import TinyPair
 
 PROMPTS = [[5, 6, 7], [8, 9, 10, 11]]
@@ -33,11 +32,11 @@ def test_phases_are_entered_from_outside(llm: LLM) -> None:
         entered[phase] += 1
         yield
 
-    members = llm.engine.target, llm.engine.drafter, llm.engine.verifier
+    members = set(vars(llm.engine))
     stretch = steady.run(llm, PROMPTS, 6, around).sums
     assert stretch.steps == 6
     assert entered == {"step": 6, "target": 6, "verify": 6, "draft": 12}
-    assert members == (llm.engine.target, llm.engine.drafter, llm.engine.verifier)
+    assert members == set(vars(llm.engine))
     assert stretch.drafted == 6 * 2 * 2
     assert stretch.tokens == 6 * 2 + stretch.accepted
     assert set(stretch.seconds) == {"draft", "target", "verify", "other"}
@@ -47,8 +46,8 @@ def test_phases_are_entered_from_outside(llm: LLM) -> None:
 def test_the_same_steps_each_time(llm: LLM) -> None:
     first, second = steady.run(llm, PROMPTS, 6), steady.run(llm, PROMPTS, 6)
     assert (first.sums.tokens, first.sums.accepted) == (second.sums.tokens, second.sums.accepted)
-    assert first.context == second.context
-    assert first.context > 3 + steady.WARM_UP
+    assert first.sums.context == second.sums.context
+    assert first.sums.context / first.sums.sequences > 3 + steady.WARM_UP
 
 
 def test_it_says_who_drafted_and_why_nobody_did(llm: LLM) -> None:
@@ -95,39 +94,15 @@ def test_the_trace_is_json_with_phases(llm: LLM, tmp_path: Path, suffix: str) ->
     assert names["paceline_native::forward"] == 5 * 2  # the target, and the draft's first level
     assert names["paceline_native::grow"] == 5  # the second
     target = profiled.shares["target"]
-    assert 0 < target.kernel_seconds <= target.seconds < target.wall
-    assert 0 < target.kernel_calls <= target.calls <= target.events
-    assert profiled.operators[0].seconds >= profiled.operators[-1].seconds
-    assert profiled.event_seconds >= 0
+    assert 0 < target.kernel_seconds <= target.called < target.wall
+    assert target.kernel_calls > 0
 
 
 def test_bad_trace_paths(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"end its name in \.json or \.json\.gz"):
         trace.check_path(tmp_path / "trace.txt")
-    with pytest.raises(ConfigError, match="there is no folder"):
-        trace.check_path(tmp_path / "nowhere" / "trace.json")
-    (tmp_path / "folder.json").mkdir()
-    with pytest.raises(ConfigError, match="is a folder"):
-        trace.check_path(tmp_path / "folder.json")
+    (tmp_path / "mine.json").write_text("{}")
+    with pytest.raises(WriteError, match="Paceline did not write"):
+        trace.check_path(tmp_path / "mine.json")
     trace.check_path(tmp_path / "trace.json.gz")
     assert not (tmp_path / "trace.json.gz").exists()
-
-
-@pytest.mark.skipif(not Path("/proc").is_dir(), reason="needs a folder that takes no files")
-def test_unwritable_trace() -> None:
-    with pytest.raises(ConfigError, match=r"cannot be written: .*; choose another place"):
-        trace.check_path("/proc/trace.json")
-
-
-def test_the_last_level_cache_is_read_from_the_system(tmp_path: Path) -> None:
-    import torch
-
-    cpu = torch.device("cpu")
-    assert last_level_cache(cpu, tmp_path) is None
-    for index, (level, size) in enumerate((("1", "32K"), ("3", "32768K"), ("2", "1M"))):
-        folder = tmp_path / f"index{index}"
-        folder.mkdir()
-        (folder / "level").write_text(level)
-        (folder / "size").write_text(f"{size}\n")
-    (tmp_path / "index9").mkdir()  # without files: left out
-    assert last_level_cache(cpu, tmp_path) == 32 * 2**20

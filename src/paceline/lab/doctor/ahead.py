@@ -11,27 +11,6 @@ from paceline.lab.doctor.findings import Finding, finding, parted
 from paceline.lab.export import export
 
 _LAYERS = "eagle_aux_hidden_state_layer_ids"
-_VLLM_KEYS = {
-    "method",
-    "model",
-    "num_speculative_tokens",
-    "prompt_lookup_min",
-    "prompt_lookup_max",
-    "rejection_sample_method",
-    "draft_sample_method",
-    "enforce_eager",
-    "max_model_len",
-    "quantization",
-    "draft_tensor_parallel_size",
-    "revision",
-    "disable_padded_drafter_batch",
-    "parallel_drafting",
-    "num_speculative_tokens_per_batch_size",
-    "suffix_decoding_max_tree_depth",
-    "suffix_decoding_max_cached_requests",
-    "suffix_decoding_max_spec_factor",
-    "suffix_decoding_min_token_prob",
-}
 
 
 def look_ahead(
@@ -47,24 +26,15 @@ def look_ahead(
     """
     if foreign is not None and foreign.engine == engine:
         reader = _vllm if engine == "vllm" else _sglang
-        return [_told(code, text) for code, text in reader(foreign.values)]
+        return [finding(code, "pair", text) for code, text in reader(foreign.values)]
     try:
         made = export(engine, model, draft, **settings)
     except PacelineError as error:
         problem, cure = parted(error)
         return [finding("engine-refuses", "pair", problem, cure=cure)]
-    does = f"{made.version}: {made.command_line}"
-    return [
-        *(
-            _told("engine-approximates", approximation.line())
-            for approximation in made.approximations
-        ),
-        _told("engine-does", does),
-    ]
-
-
-def _told(code: str, text: str) -> Finding:
-    return finding(code, "pair", text)
+    does = finding("engine-does", "pair", f"{made.version}: {made.command_line}")
+    lines = [approximation.line() for approximation in made.approximations]
+    return [*(finding("engine-approximates", "pair", line) for line in lines), does]
 
 
 def _vllm(values: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
@@ -72,14 +42,8 @@ def _vllm(values: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
     method = vllm_method(values)
     tokens = values["num_speculative_tokens"]
     yield "engine-does", f"method {method}: a chain of {tokens} tokens at every step"
-    for key in sorted(set(values) - _VLLM_KEYS):
-        yield "engine-option-unknown", f"{key}={values[key]!r} is not an option known of vLLM 0.32"
     if method == "ngram" and not {"prompt_lookup_min", "prompt_lookup_max"} & set(values):
         yield "engine-approximates", "no prompt_lookup_min and _max: matches of exactly 5 tokens"
-    if method == "suffix":
-        yield "engine-does", "suffix needs the package arctic-inference beside vLLM"
-    if method == "custom_class":
-        yield "engine-does", f"imports {values.get('model')}, so paceline must be installed there"
     drafts = method in ("draft_model", "eagle", "eagle3")
     if drafts and values.get("draft_sample_method", "greedy") == "greedy":
         text = "drafts are greedy also where requests sample; draft_sample_method=probabilistic"
@@ -95,10 +59,8 @@ def _sglang(values: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
     nodes = int(values.get("speculative_num_draft_tokens", 1)) - 1
     steps = values.get("speculative_num_steps")
     tree = f"chains of {steps}" if topk == 1 else f"the {nodes} likeliest of trees {steps} deep"
-    yield (
-        "engine-does",
-        f"{algorithm}: {tree}" if algorithm != "NGRAM" else f"a trie, {nodes} nodes",
-    )
+    does = f"a trie, {nodes} nodes" if algorithm == "NGRAM" else f"{algorithm}: {tree}"
+    yield "engine-does", does
     chain = topk == 1 and algorithm != "NGRAM"
     keys = ("speculative_use_rejection_sampling", "speculative_use_block_verification")
     if chain and not any(values.get(key) for key in keys):

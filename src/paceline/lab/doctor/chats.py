@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from typing import Any
 
 from transformers import PreTrainedTokenizerFast
@@ -13,7 +13,8 @@ from paceline.lab.doctor.findings import NOTE, Finding, finding
 from paceline.lab.doctor.models import Model
 from paceline.lab.doctor.weights import untrained
 
-_QUESTION, _ANSWER = "What is seven?", "It is a number."
+_QUESTION = "What is seven?"
+_ANSWERED = {"role": "assistant", "content": "It is a number."}
 # What templates write around turns: <|im_start|>, <start_of_turn>, <s>, and DeepSeek's wide bars.
 _MARK = re.compile(r"<\|[^<>|\s]{1,40}\|>|<\uff5c[^<>\s]{1,40}\uff5c>|<\w{1,24}_of_\w{1,24}>|</?s>")
 
@@ -27,32 +28,35 @@ def check_chat(model: Model) -> Iterator[Finding]:
         yield finding("chat-template-absent", model.about, "there is no chat template")
         return
     user = {"role": "user", "content": _QUESTION}
+    chats = (([user], True), ([user], False), ([user, _ANSWERED], False))
     try:
-        asked = _rendered(tokenizer, [user], True)
-        bare = _rendered(tokenizer, [user], False)
-        whole = _rendered(tokenizer, [user, {"role": "assistant", "content": _ANSWER}], False)
+        asked, bare, whole = (
+            str(tokenizer.apply_chat_template(c, add_generation_prompt=prompted, tokenize=False))
+            for c, prompted in chats
+        )
     except Exception as error:  # of any kind: the template's own, or jinja's
         reason = " ".join(str(error).split())[:120] or type(error).__name__
         text = f"the chat template refuses a question and an answer: {reason}"
         yield finding("chat-template-refuses", model.about, text)
         return
     yield from _marks(model, tokenizer, whole)
-    before, parts, after = whole.partition(_ANSWER)
+    before, parts, after = whole.partition(_ANSWERED["content"])
+    if not parts:
+        return
     opening = before[len(bare) :].strip() if before.startswith(bare) else ""
-    if parts and asked == bare and opening:
+    if asked == bare and opening:
         text = f"the template ignores add_generation_prompt; answers are opened by {opening!r}"
         yield finding("chat-template-no-prompt", model.about, text)
-    if parts:
-        yield from _turn_end(model, tokenizer, after)
-
-
-def _rendered(
-    tokenizer: PreTrainedTokenizerFast, messages: Sequence[dict[str, str]], prompted: bool
-) -> str:
-    text: Any = tokenizer.apply_chat_template(
-        list(messages), add_generation_prompt=prompted, tokenize=False
-    )
-    return str(text)
+    # What the template writes behind an answer must end generation. Some write a closing tag
+    # first: any end token will do.
+    special = set(tokenizer.all_special_ids) | set(tokenizer.added_tokens_decoder)
+    written = [i for i in tokenizer.encode(after, add_special_tokens=False) if i in special]
+    ends = _ends(model)
+    if written and not set(written) & set().union(*ends.values()):
+        name = tokenizer.convert_ids_to_tokens(written[0])
+        listed = ", ".join(_named(tokenizer, ids) for ids in ends.values() if ids) or "none"
+        text = f"the template ends answers with {name!r} (id {written[0]}); end tokens are {listed}"
+        yield finding("turn-end-ignored", model.about, text)
 
 
 def _marks(model: Model, tokenizer: PreTrainedTokenizerFast, text: str) -> Iterator[Finding]:
@@ -62,10 +66,10 @@ def _marks(model: Model, tokenizer: PreTrainedTokenizerFast, text: str) -> Itera
     foreign = [mark for mark in marks if mark not in tokenizer.get_added_vocab()]
     if foreign:
         pieces = len(tokenizer.encode(foreign[0], add_special_tokens=False))
-        what = "is no special token of the tokenizer"
-        cut = f", which cuts it into {pieces} tokens" if pieces > 1 else ""
-        others = f" (and {', '.join(foreign[1:])})" if foreign[1:] else ""
-        text = f"the chat template writes {foreign[0]}{others}, which {what}{cut}"
+        text = (
+            f"the chat template writes {', '.join(foreign)}; the first is no special token of the "
+            f"tokenizer, which cuts it into {pieces} tokens"
+        )
         yield finding("chat-template-foreign", model.about, text)
     for mark in marks:
         reason = untrained(model, [vocabulary[mark]]) if mark in vocabulary else None
@@ -73,20 +77,6 @@ def _marks(model: Model, tokenizer: PreTrainedTokenizerFast, text: str) -> Itera
             text = f"the chat template writes {mark}, whose embedding is {reason}"
             yield finding("chat-template-untrained", model.about, text)
             return
-
-
-def _turn_end(model: Model, tokenizer: PreTrainedTokenizerFast, after: str) -> Iterator[Finding]:
-    """What the template writes behind an answer must end generation."""
-    special = set(tokenizer.all_special_ids) | set(tokenizer.added_tokens_decoder)
-    written = [i for i in tokenizer.encode(after, add_special_tokens=False) if i in special]
-    ends = _ends(model)
-    # Some write a closing tag first: any end token will do.
-    if not written or set(written) & set().union(*ends.values()):
-        return
-    name = tokenizer.convert_ids_to_tokens(written[0])
-    listed = ", ".join(_named(tokenizer, ids) for ids in ends.values() if ids) or "none"
-    text = f"the template ends answers with {name!r} (id {written[0]}); end tokens are {listed}"
-    yield finding("turn-end-ignored", model.about, text)
 
 
 def check_ends(model: Model) -> Iterator[Finding]:

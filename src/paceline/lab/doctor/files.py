@@ -1,76 +1,36 @@
-"""What a model's folder says of itself: config.json, and the headers of its weights.
+"""What a model's folder says of itself: config.json, and the tensors of its weights.
 
-A safetensors file begins with a table of its tensors. Reading it takes milliseconds for any
-model, and values can be read from where they lie, so no weight is ever loaded here.
+Files of safetensors are mapped into memory: their tables are read at once, which takes milliseconds
+for any model, and values only where somebody looks at them.
 """
 
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
-from functools import cached_property
-from math import prod
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors import safe_open
 
 from paceline.errors import ModelLoadError
 from paceline.model.gguf import GgufFile, gguf_file, read_gguf
-from paceline.model.hub import check_hub_name, hub_message, is_path
+from paceline.model.hub import SMALL, check_hub_name, hub_message, is_path
 from paceline.model.loading import check_folder
 from paceline.model.names import resolve
-from paceline.model.tensorfile import read_table
+from paceline.model.tensorfile import verify
 
-_SMALL = ("*.json", "*.jinja", "*.model", "*.txt")
-_DTYPES = {
-    "F64": torch.float64,
-    "F32": torch.float32,
-    "F16": torch.float16,
-    "BF16": torch.bfloat16,
-    "I64": torch.int64,
-    "I32": torch.int32,
-    "I16": torch.int16,
-    "I8": torch.int8,
-    "U8": torch.uint8,
-    "BOOL": torch.bool,
-}
-
-
-@dataclass(frozen=True)
-class TensorEntry:
-    """One line of a header. ``file`` is None where the weights are on the hub only."""
-
-    dtype: str
-    shape: tuple[int, ...]
-    file: Path | None = None
-    start: int = 0
-    length: int = 0  # bytes
-
-    @property
-    def count(self) -> int:
-        return prod(self.shape)
-
-    def read(self, first: int = 0, count: int | None = None) -> torch.Tensor | None:
-        """``count`` values from the ``first`` on, flat; None if they cannot be had here."""
-        dtype = _DTYPES.get(self.dtype)
-        if dtype is None or self.file is None:
-            return None
-        number = min(self.count - first, self.count if count is None else count)
-        with self.file.open("rb") as file:
-            file.seek(self.start + first * dtype.itemsize)
-            data = bytearray(file.read(number * dtype.itemsize))
-        return torch.frombuffer(data, dtype=dtype) if data else torch.empty(0, dtype=dtype)
-
-    def stand_in(self) -> torch.Tensor:
-        """A tensor of the same shape and dtype without values."""
-        return torch.empty(self.shape, dtype=_DTYPES.get(self.dtype, torch.float32), device="meta")
+# By their names on the hub; of all others only the number of bytes matters.
+_DTYPES = {"F64": torch.float64, "F32": torch.float32, "F16": torch.float16}
+_DTYPES |= {"BF16": torch.bfloat16, "I64": torch.int64, "I32": torch.int32}
 
 
 @dataclass(frozen=True)
 class ModelFiles:
-    """A folder, or what of it could be fetched. ``tensors`` by their names in the files.
+    """A folder, or what of it could be fetched. ``tensors`` by their names in the files; those of
+    weights on the hub have no values (they are on the meta device).
 
     ``absent``: files that an index names and the folder lacks. ``damaged``: what is wrong with
     which file. ``pickled``: weights that cannot be looked into. ``remote``: weights not here yet.
@@ -79,20 +39,21 @@ class ModelFiles:
     name: str
     folder: Path
     config: Mapping[str, Any]
-    tensors: dict[str, TensorEntry] = field(default_factory=dict)
+    tensors: dict[str, torch.Tensor] = field(default_factory=dict)
     absent: list[str] = field(default_factory=list)
     damaged: list[str] = field(default_factory=list)
     pickled: list[str] = field(default_factory=list)
     remote: bool = False
     gguf: GgufFile | None = None  # then ``folder`` is that file, and ``tensors`` are not named
 
-    @cached_property
+    @property
     def parameters(self) -> int:
-        return sum(t.count for t in self.tensors.values() if t.dtype[0] in "FB")
+        floating = (t for t in self.tensors.values() if t.is_floating_point())
+        return sum(tensor.numel() for tensor in floating)
 
     @property
     def stored_bytes(self) -> int:
-        return sum(t.length for t in self.tensors.values())
+        return sum(tensor.nbytes for tensor in self.tensors.values())
 
     @property
     def whole(self) -> bool:
@@ -106,9 +67,9 @@ class ModelFiles:
 def read_files(name: str, weights: Iterable[str] = ()) -> ModelFiles:
     """Look into a built-in, a local folder or a hub name; ``weights`` are file names that count.
 
-    By default those of a model: model.safetensors or the shards of an index. Raises
-    ModelLoadError, in one line, if there is no such folder or no readable config.json in it, and
-    UnsupportedModelError on a GGUF file of a kind that is not read.
+    By default those of a model: model.safetensors or the shards of an index. What carries checksums
+    is held against them. Raises ModelLoadError, in one line, if there is no such folder or no
+    readable config.json in it, and UnsupportedModelError on a GGUF file of a kind that is not read.
     """
     path = resolve(name)
     if path.startswith("~"):
@@ -117,25 +78,28 @@ def read_files(name: str, weights: Iterable[str] = ()) -> ModelFiles:
     if gguf is not None:
         file = read_gguf(gguf)
         return ModelFiles(name, gguf, {"model_type": file.architecture}, gguf=file)
-    local = is_path(path)
-    folder = Path(path) if local else _fetch(name)
-    files = ModelFiles(name, folder, check_folder(name, folder))
-    for weight in _weights(files, tuple(weights)):
+    folder = Path(path) if is_path(path) else _fetch(name)
+    config = check_folder(name, folder)
+    found = ModelFiles(name, folder, config)
+    for weight in _weights(found, tuple(weights)):
         if not weight.is_file():
-            files.absent.append(weight.name)
-        elif weight.suffix == ".safetensors":
-            try:
-                files.tensors.update(read_header(weight))
-            except ModelLoadError as error:
-                files.damaged.append(str(error).partition("; ")[0])  # kinds.md has a cure
+            found.absent.append(weight.name)
+        elif weight.suffix != ".safetensors":
+            found.pickled.append(weight.name)
         else:
-            files.pickled.append(weight.name)
-    if local or files.tensors or files.absent or files.damaged or files.pickled:
-        return files
-    return replace(files, tensors=_remote_headers(name), remote=True)
+            try:
+                verify(weight)
+                with safe_open(weight, framework="pt") as opened:
+                    names = opened.keys()
+                    found.tensors.update({name: opened.get_tensor(name) for name in names})
+            except ModelLoadError as error:
+                found.damaged.append(str(error).partition("; ")[0])  # kinds.md has a cure
+    if is_path(path) or found.tensors or found.absent or found.damaged or found.pickled:
+        return found
+    return ModelFiles(name, folder, config, _remote_tensors(name), remote=True)
 
 
-def _weights(files: ModelFiles, wanted: Sequence[str]) -> list[Path]:
+def _weights(files: ModelFiles, wanted: tuple[str, ...]) -> list[Path]:
     """The files that weights are read from, whether they are there or not."""
     folder = files.folder
     if wanted:
@@ -151,17 +115,6 @@ def _weights(files: ModelFiles, wanted: Sequence[str]) -> list[Path]:
     single = sorted(folder.glob("*.safetensors"))
     named_model = [file for file in single if file.name == "model.safetensors"]
     return named_model or single or sorted(folder.glob("pytorch_model*.bin"))
-
-
-def read_header(file: Path) -> dict[str, TensorEntry]:
-    """The table of a safetensors file, checked against the file's length.
-
-    Raises ModelLoadError, saying what is wrong with the file.
-    """
-    return {
-        key: TensorEntry(entry.dtype, entry.shape, file, entry.start, entry.end - entry.start)
-        for key, entry in read_table(file).entries.items()
-    }
 
 
 # -- the hub -----------------------------------------------------------------------------------
@@ -180,13 +133,13 @@ def _fetch(name: str) -> Path:
     except (OSError, ValueError):
         pass  # not downloaded: look at the small files
     try:
-        return Path(snapshot_download(name, allow_patterns=list(_SMALL)))
+        return Path(snapshot_download(name, allow_patterns=list(SMALL)))
     except (OSError, ValueError) as error:
         raise ModelLoadError(hub_message(name, error)) from None
 
 
-def _remote_headers(name: str) -> dict[str, TensorEntry]:
-    """Tensors by the headers on the hub; empty if there are none to be read."""
+def _remote_tensors(name: str) -> dict[str, torch.Tensor]:
+    """By the headers on the hub; empty if there are none to be read."""
     from huggingface_hub import get_safetensors_metadata
     from huggingface_hub.errors import NotASafetensorsRepoError, SafetensorsParsingError
 
@@ -195,10 +148,8 @@ def _remote_headers(name: str) -> dict[str, TensorEntry]:
     except (OSError, ValueError, NotASafetensorsRepoError, SafetensorsParsingError):
         return {}
     return {
-        key: TensorEntry(
-            str(entry.dtype),
-            tuple(entry.shape),
-            length=entry.data_offsets[1] - entry.data_offsets[0],
+        key: torch.empty(
+            entry.shape, dtype=_DTYPES.get(str(entry.dtype), torch.int8), device="meta"
         )
         for file in files
         for key, entry in file.tensors.items()

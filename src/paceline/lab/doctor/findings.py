@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from enum import Enum
 from pathlib import Path
 
@@ -61,9 +61,6 @@ class Finding:
     found: str
     consequence: str
     cure: str
-
-    def record(self) -> dict[str, str]:
-        return {**asdict(self), "severity": self.severity.value}
 
 
 def finding(

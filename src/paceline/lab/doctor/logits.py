@@ -3,9 +3,9 @@
 The shortest run of first layers that has a layer of each kind, with the embedding and the head, is
 loaded in float32. Short sequences begin at the start, in the middle and at the end of the context;
 transformers runs each alone with its eager attention, the engine on torch all of them in ragged
-batches and in two pieces. The native kernels take a position for a place among a sequence's keys:
-they are compared with transformers at the start and, behind keys that repeat, with the engine on
-torch at the other places. All logits must be equal to rounding.
+batches and in two pieces, and the native kernels, which take a position for an index among a
+sequence's keys, those at the start. All logits must be equal to rounding. How the kernels compute
+behind many keys is tried when they are given a model.
 """
 
 from __future__ import annotations
@@ -23,11 +23,11 @@ from paceline.core.batch import Batch, Span
 from paceline.core.memory import free_memory, limit_threads
 from paceline.core.stages import stage
 from paceline.errors import ModelLoadError, UnsupportedModelError
-from paceline.lab.doctor.files import read_files
+from paceline.lab.doctor.files import ModelFiles, read_files
 from paceline.lab.doctor.findings import Finding, finding, parted
 from paceline.lab.doctor.machine import size
+from paceline.lab.doctor.models import skeleton_of
 from paceline.model.backends.base import NATIVE, REFERENCE
-from paceline.model.backends.trial import trial_logits, trial_starts
 from paceline.model.loading import check_architecture, load_module, read_config, resolve_device
 from paceline.model.offload import decoder_layers
 from paceline.model.paged.cache import PagedCache
@@ -36,13 +36,16 @@ from paceline.model.probe import ATTENTION
 from paceline.model.target import UNLIMITED_POSITIONS, CausalModel
 from paceline.model.tokenizer import first_line
 
-_ROWS, _FEWER = 32, 13  # of the two sequences at each place
+_ROWS, _FEWER = 32, 13  # of the two sequences at each position
 _LIMIT = 2e-3  # of the spread of a row's logits; of random models rounding takes up to 2e-4
 _COPIES = 2.5  # of the weights at the peak: as loaded, and as a backend lays them out
 _FARTHEST = 1 << 17  # positions that are compared: tables of more take too long to make
-_BEHIND = 1 << 16  # of those, which are tried behind as many keys
 _NUMBERS = {"layer_idx", "layer_id", "layer_index", "layer_number", "idx"}
 _NAMES = {REFERENCE: "torch", NATIVE: "the native kernels"}
+
+
+class _NotComparedError(Exception):
+    """Why the logits of a checkpoint are not compared."""
 
 
 @dataclass(frozen=True)
@@ -53,14 +56,6 @@ class _Sequence:
     positions: torch.Tensor
 
 
-@dataclass(frozen=True)
-class _Apart:
-    """How far a backend's logits are off at most, in spreads of a row, and at which position."""
-
-    most: float
-    position: int
-
-
 def check_logits(target: str, *, device: str = "auto", backend: str = "auto") -> Finding:
     """Compare the engine's logits with transformers' on some layers of a model.
 
@@ -68,76 +63,77 @@ def check_logits(target: str, *, device: str = "auto", backend: str = "auto") ->
     cannot be compared here is a note. Raises ModelLoadError if there is no such model, ConfigError
     on an unusable device.
     """
-    device_used, files, start = resolve_device(device), read_files(target), time.monotonic()
+    resolved, files = resolve_device(device), read_files(target)
     limit_threads()
-    if files.remote:
-        return _unchecked("the weights are not on this machine")
     try:
-        config = read_config(files.name, str(files.folder))
-        check_architecture(config)
-        options = quantization_of(config)
-        if options is not None and files.gguf is None:
-            method = options.get("quant_method")
-            return _unchecked(f"layers of a checkpoint in {method} are not read by themselves")
-        try:
-            config, layers, needed = _some_layers(config)
-        except Exception as error:  # whatever the code of an architecture raises
-            return _unchecked(f"no model is built of the config ({first_line(error)})")
-        free = free_memory(device_used)
-        if needed > free:
-            memory = f"{layers} layers, embedding and head take {size(needed)} in float32"
-            return _unchecked(f"{memory}, but {size(free)} of memory are free")
-        with stage(f"comparing {target} with transformers", total=4) as begun:
-            module = load_module(target, "float32", device_used, "eager", config=config)
-            begun.advance(1, "transformers' logits")
-            sequences = _sequences(config, device_used)
-            try:
-                wanted = _of_library(module, sequences)
-            except Exception as error:  # whatever a model's own code raises
-                return _unchecked(f"transformers' own forward fails ({first_line(error)})")
-            begun.advance(1, f"on {_NAMES[REFERENCE]}")
-            model = _adapted(module, target, REFERENCE)
-            apart = {REFERENCE: _compared(model, sequences, wanted)}
-            right = apart[REFERENCE].most <= _LIMIT  # else there is nothing to hold kernels to
-            if right and backend != REFERENCE and device_used.type == "cpu":
-                behind = _behind(model)
-                del model  # never two laid-out copies at a time
-                begun.advance(1, f"on {_NAMES[NATIVE]}")
-                model = _adapted(module, target, NATIVE)
-                if model.backend.name == NATIVE:
-                    near = _compared(model, sequences[:2], wanted[:2])
-                    far = _furthest(_behind(model), behind, trial_starts(model, _BEHIND))
-                    apart[NATIVE] = max(near, far, key=lambda difference: difference.most)
+        return _compared_with_transformers(files, resolved, backend)
+    except _NotComparedError as reason:
+        return finding("logits-unchecked", "target", f"logits are not compared: {reason}")
     except (ModelLoadError, UnsupportedModelError) as error:
         problem, cure = parted(error)
         return finding("architecture-refused", "target", problem, cure=cure)
-    seconds = time.monotonic() - start
-    return _judged(apart, sequences, f"{layers} layers, {seconds:.1f} s")
 
 
-def _unchecked(why: str) -> Finding:
-    return finding("logits-unchecked", "target", f"logits are not compared: {why}")
+def _compared_with_transformers(files: ModelFiles, device: torch.device, backend: str) -> Finding:
+    start, name = time.monotonic(), files.name
+    if files.remote:
+        raise _NotComparedError("the weights are not on this machine")
+    config = read_config(name, str(files.folder))
+    check_architecture(config)
+    options = quantization_of(config)
+    if options is not None and files.gguf is None:
+        method = options.get("quant_method")
+        raise _NotComparedError(f"layers of a checkpoint in {method} are not read by themselves")
+    try:
+        config, layers, needed = _some_layers(config)
+    except Exception as error:  # whatever the code of an architecture raises
+        raise _NotComparedError(f"no model is built of the config ({first_line(error)})") from None
+    free = free_memory(device)
+    if needed > free:
+        takes = f"{layers} layers, embedding and head take {size(needed)} in float32"
+        raise _NotComparedError(f"{takes}, but {size(free)} of memory are free")
+    with stage(f"comparing {name} with transformers", total=3) as begun:
+        module = load_module(name, "float32", device, "eager", config=config)
+        begun.advance(1, "transformers' logits")
+        sequences = _sequences(config, device)
+        try:
+            wanted = _of_library(module, sequences)
+        except Exception as error:  # whatever a model's own code raises
+            problem = f"transformers' own forward fails ({first_line(error)})"
+            raise _NotComparedError(problem) from None
+        begun.advance(1, f"on {_NAMES[REFERENCE]}")
+        off = {REFERENCE: _furthest(_adapted(module, name, REFERENCE), sequences, wanted)}
+        # Kernels are held to nothing where torch is off.
+        if off[REFERENCE][0] <= _LIMIT and backend != REFERENCE and device.type == "cpu":
+            begun.advance(1, f"on {_NAMES[NATIVE]}")
+            model = _adapted(module, name, NATIVE)
+            if model.backend.name == NATIVE:
+                off[NATIVE] = _furthest(model, sequences[:2], wanted[:2])
+    how = f"{layers} layers, {time.monotonic() - start:.1f} s"
+    return _verdict(off, sequences, how)
 
 
-def _judged(apart: dict[str, _Apart], sequences: Sequence[_Sequence], how: str) -> Finding:
-    worst = max(apart, key=lambda backend: apart[backend].most)
-    difference = apart[worst]
-    if difference.most <= _LIMIT:
-        runs = dict.fromkeys((int(s.positions[0]), int(s.positions[-1])) for s in sequences[::2])
-        places = ", ".join(f"{first:,} to {last:,}" for first, last in runs)
-        ways = " and ".join(_NAMES[backend] for backend in apart)
+def _verdict(
+    off: dict[str, tuple[float, int]], sequences: Sequence[_Sequence], how: str
+) -> Finding:
+    """``off``: by backend, as of ``_furthest``."""
+    worst = max(off, key=lambda name: off[name])
+    spreads, position = off[worst]
+    if spreads > _LIMIT:
         text = (
-            f"the engine's logits equal transformers' to {difference.most:.0e} of their spread at "
-            f"positions {places} ({ways}; {how})"
+            f"on {_NAMES[worst]} the logits of position {position:,} are {spreads:.2g} of their "
+            f"spread off transformers' ({how})"
         )
-        return finding("logits-equal", "target", text)
+        cure = "Use --backend reference, and report this line." if worst == NATIVE else None
+        return finding("logits-differ", "target", text, cure=cure)
+    runs = dict.fromkeys((int(s.positions[0]), int(s.positions[-1])) for s in sequences[::2])
+    positions = ", ".join(f"{first:,} to {last:,}" for first, last in runs)
+    ways = " and ".join(_NAMES[backend] for backend in off)
     text = (
-        f"on {_NAMES[worst]} the logits of position {difference.position:,} are "
-        f"{difference.most:.2g} of "
-        f"their spread off transformers' ({how})"
+        f"the engine's logits equal transformers' to {spreads:.0e} of their spread at "
+        f"positions {positions} ({ways}; {how})"
     )
-    cure = "Use --backend reference, and report this line." if worst == NATIVE else None
-    return finding("logits-differ", "target", text, cure=cure)
+    return finding("logits-equal", "target", text)
 
 
 # -- layers ------------------------------------------------------------------------------------
@@ -149,27 +145,16 @@ def _some_layers(config: Any) -> tuple[Any, int, int]:
     All layers where a config with fewer would not give the first ones as they are, as of models
     whose last layers share their keys.
     """
-    whole = _skeleton(config)
+    whole = skeleton_of(config)
     kinds = [_kind(layer) for _, layer in decoder_layers(whole)]
     layers = max(kinds.index(kind) for kind in set(kinds)) + 1
     layers = max(layers, min(2, len(kinds)))
     shorter = _shortened(config, layers)
-    part = _skeleton(shorter)
+    part = skeleton_of(shorter)
     if [_kind(layer) for _, layer in decoder_layers(part)] != kinds[:layers]:
         shorter, part, layers = config, whole, len(kinds)
     weights = sum(parameter.numel() for parameter in part.parameters())
     return shorter, layers, int(_COPIES * weights * torch.float32.itemsize)
-
-
-def _skeleton(config: Any) -> nn.Module:
-    """The module that transformers builds of a config, without weights."""
-    from transformers import AutoModelForCausalLM
-
-    with torch.device("meta"):
-        module: Any = AutoModelForCausalLM.from_config(config)
-    module.tie_weights()
-    built: nn.Module = module
-    return built
 
 
 def _kind(layer: nn.Module) -> tuple[object, ...]:
@@ -206,16 +191,16 @@ def _shortened(config: Any, layers: int) -> Any:
 
 
 def _sequences(config: Any, device: torch.device) -> list[_Sequence]:
-    """Two of different length at each place, the longer one first."""
+    """Two of different length at each position, the longer one first."""
     text = config.get_text_config(decoder=True)
     limit = getattr(text, "max_position_embeddings", None) or UNLIMITED_POSITIONS
     limit = min(limit, _FARTHEST)
     rows = min(_ROWS, limit)
-    places = dict.fromkeys((0, (limit - rows) // 2, limit - rows))
+    starts = dict.fromkeys((0, (limit - rows) // 2, limit - rows))
     if getattr(text, "attn_temperature_tuning", False):
-        places = {0: None}  # Llama 4's own code counts rows there, not positions
+        starts = {0: None}  # Llama 4's own code counts rows there, not positions
     sequences: list[_Sequence] = []
-    for first in places:
+    for first in starts:
         for length in (rows, min(_FEWER, rows)):
             numbers = torch.arange(length, device=device)
             ids = (numbers * 7919 + 101 * len(sequences) + 1) % text.vocab_size
@@ -243,39 +228,23 @@ def _adapted(module: Any, name: str, backend: str) -> CausalModel:
 
 
 @torch.inference_mode()
-def _compared(
+def _furthest(
     model: CausalModel, sequences: Sequence[_Sequence], wanted: Sequence[torch.Tensor]
-) -> _Apart:
-    """All sequences in a batch of their first rows, then in one of the others."""
+) -> tuple[float, int]:
+    """How far logits are off at most, in spreads of a row, and at which position: of all sequences
+    in a batch of their first rows, then in one of the others."""
     cache = PagedCache(model.cache_shapes, len(sequences), _ROWS, model.dtype, model.device)
-    cuts = [-(-2 * len(s.ids) // 3) for s in sequences]
-    ends = [len(s.ids) for s in sequences]
-    differences = []
+    cuts, ends = [-(-2 * len(s.ids) // 3) for s in sequences], [len(s.ids) for s in sequences]
+    worst = (0.0, 0)
     for firsts, lasts in (([0] * len(cuts), cuts), (cuts, ends)):
         runs = [slice(*run) for run in zip(firsts, lasts, strict=True)]
         logits = model(_batch(model, sequences, runs), cache).logits
         ours = torch.split(logits, [run.stop - run.start for run in runs])
-        theirs = [rows[run] for rows, run in zip(wanted, runs, strict=True)]
-        starts = [int(s.positions[0]) + run.start for s, run in zip(sequences, runs, strict=True)]
-        differences.append(_furthest(ours, theirs, starts))
-    return max(differences, key=lambda apart: apart.most)
-
-
-@torch.inference_mode()
-def _behind(model: CausalModel) -> tuple[torch.Tensor, ...]:
-    return trial_logits(model, longest=_BEHIND)
-
-
-def _furthest(
-    got: Sequence[torch.Tensor], wanted: Sequence[torch.Tensor], starts: Sequence[int]
-) -> _Apart:
-    """Of logits ``[rows, vocab]`` of sequences whose first rows are at ``starts``."""
-    worst = _Apart(0.0, 0)
-    for ours, theirs, start in zip(got, wanted, starts, strict=True):
-        off = (ours.float() - theirs.float()).abs().amax(-1)
-        off /= theirs.float().std(-1).clamp_min(1e-6)
-        for position, apart in enumerate(off.nan_to_num(torch.inf).tolist(), start):
-            worst = max(worst, _Apart(apart, position), key=lambda difference: difference.most)
+        for got, rows, run, s in zip(ours, wanted, runs, sequences, strict=True):
+            theirs = rows[run].float()
+            off = (got.float() - theirs).abs().amax(-1) / theirs.std(-1).clamp_min(1e-6)
+            positions = s.positions[run].tolist()
+            worst = max(worst, *zip(off.nan_to_num(torch.inf).tolist(), positions, strict=True))
     return worst
 
 

@@ -1,82 +1,212 @@
-"""What the machine makes of a pair: dtype, device, and memory for weights and cache."""
+"""What the machine makes of a pair: dtype, kernels, what weights are held as, and memory."""
 
 from __future__ import annotations
 
 import math
 import platform
-from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
 
 import torch
+from torch import nn
 
 from paceline.build import most_kept
 from paceline.core.memory import free_memory, held_memory
 from paceline.drafters import BLOCK_SIZE
-from paceline.kernels.compile import are_kernels_here
+from paceline.errors import ConfigError
+from paceline.kernels.compile import NativeUnavailableError, are_kernels_here, is_built
+from paceline.kernels.library import instructions
 from paceline.lab.doctor.findings import ERROR, Finding, finding
+from paceline.lab.doctor.models import Model
+from paceline.model import held
 from paceline.model.backends.base import REFERENCE
-from paceline.model.loading import cpu_has_bf16, dtype_to_load, resolve_device
+from paceline.model.gguf import GgufFile
+from paceline.model.loading import cpu_has_bf16
 from paceline.model.offload import OffloadPlan
 from paceline.model.paged.cache import blocks_within
-from paceline.model.paged.int8 import cache_dtype
+from paceline.model.precision import keeps, library_of
+from paceline.model.quantised.blocks import can_keep
+from paceline.model.quantised.weights import BITS
 
 _SHARE = 4  # by default the cache takes at most one part in so many of the free memory
 _LARGE = 1 << 30  # bytes of weights from which on a processor is slow
 
 
 @dataclass(frozen=True)
-class DeviceSettings:
-    """How a pair would be run. ``kv_cache_memory`` in bytes, None for the engine's choice;
-    ``cache_dtype`` of the target's keys and values."""
+class Setting:
+    """How a pair would be run. ``dtype`` None: as the checkpoint has it. ``kv_cache_memory`` in
+    bytes, None for the engine's choice; ``cache_dtype`` of the target's keys and values.
+    ``quantize`` and ``draft_quantize``: int8, int4, or None. ``kernels``: whether the native ones
+    are expected to run."""
 
     device: torch.device
-    dtype: torch.dtype | None  # None: as the checkpoint has it
+    dtype: torch.dtype | None
     max_batch_size: int = 8
     kv_cache_memory: int | None = None
     cache_dtype: torch.dtype = torch.bfloat16
-    kernels: bool = False  # whether the native ones are expected to run
+    quantize: str | None = None
+    draft_quantize: str | None = None
+    backend: str = "auto"
+    kernels: bool = False
 
-    @classmethod
-    def of(
-        cls,
-        dtype: str,
-        device: str,
-        max_batch_size: int,
-        kv_cache_memory: int | None,
-        kv_cache_dtype: str = "auto",
-        backend: str = "auto",
-    ) -> DeviceSettings:
-        """Raises ConfigError on a device or dtype that there is not."""
-        device_used = resolve_device(device)
-        dtype_used = dtype_to_load(dtype, device_used, backend)
-        cached = cache_dtype(kv_cache_dtype, dtype_used or torch.bfloat16)
-        setting = cls(device_used, dtype_used, max_batch_size, kv_cache_memory, cached)
-        return replace(setting, kernels=setting.has_kernels(backend))
+    @property
+    def width(self) -> int:
+        """Bytes of a number."""
+        return (self.dtype or torch.bfloat16).itemsize
 
-    def has_kernels(self, backend: str) -> bool:
-        """Whether there are native kernels for what a backend runs here."""
-        return self.device.type == "cpu" and backend != REFERENCE and are_kernels_here()
+    def precision(self, model: Model) -> str | None:
+        """That which a model is rounded to when it is loaded."""
+        return self.quantize if model.about == "target" else self.draft_quantize
+
+
+def has_kernels(device: torch.device, backend: str) -> bool:
+    """Whether there are native kernels for what a backend runs here."""
+    return device.type == "cpu" and backend != REFERENCE and are_kernels_here()
 
 
 @dataclass(frozen=True)
-class MemoryNeeds:
-    """Bytes that a pair takes: ``weights``, and of the cache for every token.
+class Needs:
+    """Bytes that models and heads take: ``weights``, and of the cache and of features for every
+    token. ``loading``: at the most while they are read, the pages of their files included, which
+    stand beside their numbers then."""
 
-    ``feature_bytes`` are those of a token's features, of which heads keep some. ``loading``: at the
-    most before there is a cache, pages of the files included.
-    """
-
-    weights: int
-    cache_bytes: int
-    positions: int  # of the target
+    weights: int = 0
+    cache_bytes: int = 0
     feature_bytes: int = 0
     loading: int = 0
 
+    @classmethod
+    def of_model(cls, model: Model, setting: Setting, cached: torch.dtype | None) -> Needs:
+        """``cached``: what its keys and values are held in."""
+        loading = model.files.stored_bytes + _unrounded_bytes(model, setting)
+        cache_bytes = model.cache_bytes(cached or torch.bfloat16)
+        return cls(weight_bytes(model, setting), cache_bytes, 0, loading)
 
-def check_dtype(setting: DeviceSettings, weights: int) -> Iterator[Finding]:
+    def __add__(self, other: Needs) -> Needs:
+        """With another one, which is loaded after it."""
+        return Needs(
+            self.weights + other.weights,
+            self.cache_bytes + other.cache_bytes,
+            self.feature_bytes + other.feature_bytes,
+            max(self.loading, self.weights + other.loading),
+        )
+
+    def shared(self, ranks: int) -> Needs:
+        """What one of so many ranks takes."""
+        return Needs(self.weights // ranks, self.cache_bytes // ranks, 0, self.loading // ranks)
+
+
+# -- weights -----------------------------------------------------------------------------------
+
+
+def rounded_bytes(model: Model, precision: str, setting: Setting) -> int:
+    """Of the matrices alone, in memory; the head in 8 bits."""
+    readable = setting.backend == REFERENCE
+    return held.rounded_bytes(model.skeleton, precision, setting.width, readable)
+
+
+def weight_bytes(model: Model, setting: Setting) -> int:
+    """All weights in memory, as they are kept or rounded."""
+    precision, file, width = setting.precision(model), model.files.gguf, setting.width
+    tied, head = getattr(model.config, "tie_word_embeddings", False), 0
+    if tied:
+        head = int(model.skeleton.get_output_embeddings().weight.numel())
+    if file is not None and _kept_types(file, setting, precision):
+        return file.stored_bytes + model.vocab_size * model.hidden_size * width
+    if precision is None or model.quantisation is not None:
+        # On a processor a head that is tied to the embedding is laid out anew, beside it.
+        return _unrounded_bytes(model, setting) + head * width * (setting.device.type == "cpu")
+    whole = sum(parameter.numel() for parameter in model.skeleton.parameters())
+    linear = [m for m in model.skeleton.modules() if isinstance(m, nn.Linear)]
+    # A tied embedding keeps its own numbers beside the rounded head.
+    matrices = sum(module.weight.numel() for module in linear) - head
+    return rounded_bytes(model, precision, setting) + int(whole - matrices) * width
+
+
+def _unrounded_bytes(model: Model, setting: Setting) -> int:
+    if (setting.dtype is None or model.quantisation is not None) and model.files.stored_bytes:
+        return model.files.stored_bytes
+    return model.parameters * setting.width
+
+
+def _kept_types(file: GgufFile, setting: Setting, precision: str | None) -> list[str]:
+    """The packed types of a file that stay as they are."""
+    if setting.device.type != "cpu" or setting.backend == REFERENCE or precision is not None:
+        return []
+    return [kind for kind in file.quantised if can_keep(kind)]
+
+
+def held_bits(model: Model, setting: Setting) -> int:
+    """Bits in which most numbers of the matrices will be held."""
+    asked, options, file = setting.precision(model), model.quantisation, model.files.gguf
+    if asked in BITS:
+        return BITS[asked]
+    if options is not None and keeps(options, setting.device):
+        return int(_of_weights(options, "num_bits", "bits", "w_bit") or 8)
+    kept = [] if file is None else _kept_types(file, setting, asked)
+    if kept:
+        return int(next(letter for letter in kept[0] if letter.isdecimal()))
+    return 8 * setting.width
+
+
+def check_precision(model: Model, setting: Setting) -> Iterator[Finding]:
+    """What the weights are, and become. Raises ConfigError on a precision that there is not."""
+    about, asked, file = model.about, setting.precision(model), model.files.gguf
+    if asked is not None and asked not in BITS:
+        raise ConfigError(f"precision {asked!r} is not known; use {' or '.join(BITS)}")
+    if file is not None:
+        kinds = ", ".join(f"{number} tensors in {name}" for name, number in file.types.items())
+        text = f"{file.path.name} ({kinds}) takes {size(file.stored_bytes)} on the disk"
+        kept = ", ".join(_kept_types(file, setting, asked))
+        if kept:
+            text += f"; matrices in {kept} stay as they are in memory"
+        else:
+            text += f" and, dequantised, {size(2 * file.parameters)} of memory in bfloat16"
+        yield finding("gguf-kept" if kept else "gguf-dequantised", about, text)
+    if model.quantisation is not None:
+        yield _packed(model, model.quantisation, setting)
+        if asked is not None:
+            text = f"{model.name} is quantised already, and quantize={asked!r} would round it again"
+            yield finding("quantised-twice", about, text)
+    elif asked is not None and setting.device.type != "cpu":
+        text = f"quantize={asked!r} works on a processor, not on {setting.device}"
+        yield finding("quantised-twice", about, text, cure="Write a checkpoint: paceline quantize.")
+    elif asked is not None:
+        before, after = size(_unrounded_bytes(model, setting)), size(weight_bytes(model, setting))
+        text = f"rounded to {asked} when loaded: {after} of weights in memory where it was {before}"
+        yield finding("quantised-when-loaded", about, text)
+
+
+def _packed(model: Model, options: Mapping[str, Any], setting: Setting) -> Finding:
+    """Of a checkpoint of quantised weights."""
+    words = [str(options.get("quant_method") or "unknown")]
+    bits = _of_weights(options, "num_bits", "bits", "w_bit")
+    group = _of_weights(options, "group_size", "q_group_size")
+    if bits is not None:
+        words.append(f"{bits} bits" + (f" in groups of {group}" if (group or -1) > 0 else ""))
+    what = f"the weights are quantised ({', '.join(words)}, {size(model.files.stored_bytes)})"
+    if keeps(options, setting.device):
+        return finding("quantised-kept", model.about, f"{what} and stay so")
+    text = f"{what}; the package {library_of(options)} multiplies them"
+    return finding("quantised", model.about, text)
+
+
+def _of_weights(options: Mapping[str, Any], *names: str) -> Any:
+    """What the first group of layers says of its weights under one of these names."""
+    groups = options.get("config_groups")
+    first = next(iter(groups.values()), {}) if isinstance(groups, Mapping) else options
+    weights = first.get("weights", first) if isinstance(first, Mapping) else {}
+    return next((weights[name] for name in names if name in weights), None)
+
+
+# -- dtype and kernels -------------------------------------------------------------------------
+
+
+def check_dtype(setting: Setting, weights: int) -> Iterator[Finding]:
     """Whether a forward over a draft's rows costs about what one over a single row costs."""
+    name = str(setting.dtype).removeprefix("torch.") if setting.dtype else "the checkpoint's dtype"
     if setting.device.type != "cpu":
-        name = "the checkpoint's own dtype" if setting.dtype is None else _name(setting.dtype)
         text = f"{name} on {torch.cuda.get_device_name(setting.device)}"
         emulated = setting.dtype in (None, torch.bfloat16) and not torch.cuda.is_bf16_supported(
             including_emulation=False
@@ -84,37 +214,60 @@ def check_dtype(setting: DeviceSettings, weights: int) -> Iterator[Finding]:
         yield finding("bfloat16-emulated" if emulated else "dtype-suits", "machine", text)
         return
     bf16 = "with" if cpu_has_bf16() else "without"
-    text = f"{_name(setting.dtype)} on a processor ({platform.machine()}) {bf16} bf16 instructions"
+    text = f"{name} on a processor ({platform.machine()}) {bf16} bf16 instructions"
     slow = {torch.float32: "verify-float32", torch.float16: "float16-on-cpu"}
     if not cpu_has_bf16() and setting.kernels:
         text += ", which the native kernels do without"
     usual = "dtype-suits" if cpu_has_bf16() or setting.kernels else "bfloat16-emulated"
     yield finding(slow.get(setting.dtype or torch.bfloat16, usual), "machine", text)
     if weights >= _LARGE:
-        seen = torch.cuda.device_count()
-        text = f"weights of {size(weights)} on the processor; PyTorch sees {seen} GPUs"
+        gpus = torch.cuda.device_count()
+        text = f"weights of {size(weights)} on the processor; PyTorch sees {gpus} GPUs"
         yield finding("gpu-absent", "machine", text)
 
 
-def check_memory(setting: DeviceSettings, load: MemoryNeeds) -> Finding:
-    """Whether weights and cache fit into what is free now."""
+def check_kernels(setting: Setting, few: bool) -> Finding:
+    """What will run the forwards. ``few``: there are quantised weights."""
+    if setting.device.type != "cpu":
+        return finding("kernels-run", "machine", f"forwards run on torch, on {setting.device}")
+    if setting.backend == REFERENCE:
+        code = "kernels-readable" if few else "kernels-run"
+        return finding(code, "machine", "forwards run on torch, as --backend reference asks for")
+    try:
+        built = instructions() if is_built() else "which the first run builds"
+        text = f"models of a shape that they know run on the native kernels, {built}"
+        return finding("kernels-run", "machine", text)
+    except NativeUnavailableError as error:
+        code = "kernels-readable" if few else "kernels-absent"
+        return finding(code, "machine", f"there are no native kernels: {error}")
+
+
+# -- memory ------------------------------------------------------------------------------------
+
+
+def check_memory(setting: Setting, needs: Needs, context: int) -> Finding:
+    """Whether weights and a cache for sequences of ``context`` tokens fit into what is free."""
     free = free_memory(setting.device)
-    if load.weights > free:
-        text = f"weights of {size(load.weights)}, but {size(free)} of memory are free"
+    if needs.weights > free:
+        text = f"weights of {size(needs.weights)}, but {size(free)} of memory are free"
         return finding("memory-short", "machine", text)
-    left = free - load.weights
-    budget = left // _SHARE if setting.kv_cache_memory is None else setting.kv_cache_memory
-    kept = most_kept(setting.max_batch_size)
-    blocks = blocks_within(budget, load.cache_bytes, load.feature_bytes, kept, BLOCK_SIZE)
-    tokens = blocks * BLOCK_SIZE
-    context, batch = load.positions, setting.max_batch_size
+    left, given = free - needs.weights, setting.kv_cache_memory
+    if given is not None and given > left:
+        text = f"a cache of {size(given)}, but {size(left)} of memory remain"
+        return finding("memory-short", "machine", text)
+    budget, kept = left // _SHARE if given is None else given, most_kept(setting.max_batch_size)
+    blocks = blocks_within(budget, needs.cache_bytes, needs.feature_bytes, kept, BLOCK_SIZE)
+    tokens, batch = blocks * BLOCK_SIZE, setting.max_batch_size
     text = (
-        f"weights of {size(load.weights)}, {size(load.cache_bytes)} of cache a token, "
-        f"{size(free)} free: the cache holds {tokens:,} tokens{_at_its_peak(setting, load, blocks)}"
+        f"weights of {size(needs.weights)}, {size(needs.cache_bytes)} of cache a token, "
+        f"{size(free)} free: the cache holds {tokens:,} tokens"
     )
-    if setting.kv_cache_memory is not None and setting.kv_cache_memory > left:
-        text = f"a cache of {size(setting.kv_cache_memory)}, but {size(left)} of memory remain"
-        return finding("memory-short", "machine", text)
+    process = held_memory() if setting.device.type == "cpu" else None
+    if process is not None:  # there Python and the libraries count, which this process has as well
+        wanted = batch * (-(-context // BLOCK_SIZE) + 1)
+        cache = min(blocks, wanted) * BLOCK_SIZE * needs.cache_bytes
+        peak = process + max(needs.loading, needs.weights + cache)
+        text += f", and the process at its peak {size(peak)}"
     if tokens < 2 * BLOCK_SIZE:
         return finding("cache-short", "machine", text, ERROR)
     if tokens < context:
@@ -124,20 +277,6 @@ def check_memory(setting: DeviceSettings, load: MemoryNeeds) -> Finding:
         return finding("cache-partial", "machine", whole)
     enough = f"{text}, more than {batch} sequences of {context:,} need"
     return finding("memory-fits", "machine", enough)
-
-
-def _at_its_peak(setting: DeviceSettings, load: MemoryNeeds, blocks: int) -> str:
-    """What the process takes while it loads, or with the weights and all of the cache, in words.
-
-    On a processor only: there Python and the libraries count, which this process holds as well.
-    """
-    held = held_memory() if setting.device.type == "cpu" else None
-    if held is None:
-        return ""
-    wanted = setting.max_batch_size * (-(-load.positions // BLOCK_SIZE) + 1)
-    cache = min(blocks, wanted) * BLOCK_SIZE * load.cache_bytes
-    most = max(load.loading, load.weights + cache)
-    return f", and the process at its peak {size(held + most)}"
 
 
 def check_offload(plan: OffloadPlan, offload: str) -> Finding:
@@ -157,7 +296,3 @@ def size(count: float) -> str:
     units = ("B", "KiB", "MiB", "GiB", "TiB")
     power = min(len(units) - 1, max(0, int(math.log2(max(1.0, count)) // 10)))
     return f"{count / 1024**power:.{min(1, power)}f} {units[power]}"
-
-
-def _name(dtype: torch.dtype | None) -> str:
-    return str(dtype).removeprefix("torch.")

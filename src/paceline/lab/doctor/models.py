@@ -1,9 +1,9 @@
-"""A model described by its files: architecture, sizes, context and tokenizer."""
+"""A model described by its files: architecture, sizes, context, tokenizer, and whether its tensors
+are those that its config asks for."""
 
 from __future__ import annotations
 
-import re
-from collections.abc import Iterator, Mapping, Set
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
@@ -12,10 +12,16 @@ import torch
 from transformers import PreTrainedTokenizerFast
 
 from paceline.errors import ModelLoadError, UnsupportedModelError
-from paceline.lab.doctor.files import ModelFiles, TensorEntry
+from paceline.lab.doctor.files import ModelFiles
 from paceline.lab.doctor.findings import ERROR, NOTE, Finding, finding, parted
 from paceline.model.gguf_weights import check_taken
-from paceline.model.loading import check_architecture, load_tokenizer, read_config
+from paceline.model.loading import (
+    causal_class,
+    check_architecture,
+    load_tokenizer,
+    quiet,
+    read_config,
+)
 from paceline.model.paged.cache import bytes_per_token
 from paceline.model.target import UNLIMITED_POSITIONS
 
@@ -62,16 +68,10 @@ class Model:
         return int(limit or UNLIMITED_POSITIONS)
 
     @property
-    def quantisation_options(self) -> Mapping[str, Any] | None:
+    def quantisation(self) -> Mapping[str, Any] | None:
         """What config.json says of packed weights, None if they are plain numbers."""
-        quantisation = self.files.config.get("quantization_config")
-        return quantisation if quantisation is None or isinstance(quantisation, Mapping) else {}
-
-    @property
-    def quantisation(self) -> str | None:
-        """The method by which the weights are packed, None if they are plain numbers."""
-        options = self.quantisation_options
-        return None if options is None else str(options.get("quant_method") or "unknown")
+        options = self.files.config.get("quantization_config")
+        return options if options is None or isinstance(options, Mapping) else {}
 
     @property
     def parameters(self) -> int:
@@ -80,13 +80,7 @@ class Model:
             return self.files.parameters
         return sum(p.numel() for p in self.skeleton.parameters())
 
-    def weight_bytes(self, dtype: torch.dtype | None) -> int:
-        """In memory, loaded in this dtype; None keeps what the files hold."""
-        if (dtype is None or self.quantisation) and self.files.stored_bytes:
-            return self.files.stored_bytes
-        return self.parameters * (dtype or torch.bfloat16).itemsize
-
-    def cache_bytes(self, dtype: torch.dtype | None) -> int:
+    def cache_bytes(self, dtype: torch.dtype) -> int:
         """Keys and values of one token over all layers, in a cache of this dtype."""
         config = self.config
         heads = int(config.num_attention_heads)
@@ -97,16 +91,12 @@ class Model:
             shared = heads
             keys = int(config.qk_nope_head_dim) + int(config.qk_rope_head_dim)
             values = int(config.v_head_dim)
-        shapes = [(shared, keys, values)] * self.num_layers
-        return bytes_per_token(shapes, dtype or torch.bfloat16)
+        return bytes_per_token([(shared, keys, values)] * self.num_layers, dtype)
 
     @cached_property
     def skeleton(self) -> Any:
         """The module that transformers builds of the config, without weights."""
-        from transformers import AutoModelForCausalLM
-
-        with torch.device("meta"):
-            return AutoModelForCausalLM.from_config(self.whole_config)
+        return skeleton_of(self.whole_config)
 
 
 def describe(files: ModelFiles, about: str) -> tuple[Model | None, list[Finding]]:
@@ -116,9 +106,9 @@ def describe(files: ModelFiles, about: str) -> tuple[Model | None, list[Finding]
     try:
         config = read_config(files.name, str(files.folder))
         check_architecture(config)
+        text_config = config.get_text_config(decoder=True)
         if files.gguf is not None:
-            whole = Model(about, files, config, config.get_text_config(decoder=True), None)
-            check_taken(files.gguf, whole.skeleton)
+            check_taken(files.gguf, skeleton_of(config))
     except (ModelLoadError, UnsupportedModelError) as error:
         problem, cure = parted(error)
         code = "remote-code" if foreign else "architecture-refused"
@@ -137,14 +127,12 @@ def describe(files: ModelFiles, about: str) -> tuple[Model | None, list[Finding]
         except ModelLoadError as error:
             problem, cure = parted(error)
             findings.append(finding("tokenizer-absent", about, problem, ERROR, cure))
-    model = Model(about, files, config, config.get_text_config(decoder=True), tokenizer)
-    if model.quantisation is not None:
-        return model, findings  # precision.py tells of those
-    text = (
-        f"{config.model_type}: {model.num_layers} attention layers of width "
-        f"{model.hidden_size}, {millions(model.parameters)} parameters"
-    )
-    return model, [*findings, finding("architecture-supported", about, text)]
+    model = Model(about, files, config, text_config, tokenizer)
+    if model.quantisation is None:  # machine.py tells of those
+        size = f"{model.num_layers} attention layers of width {model.hidden_size}"
+        text = f"{config.model_type}: {size}, {millions(model.parameters)} parameters"
+        findings.append(finding("architecture-supported", about, text))
+    return model, findings
 
 
 def millions(count: float) -> str:
@@ -152,77 +140,50 @@ def millions(count: float) -> str:
     return f"{count / 1e9:.1f}B" if count >= 1e9 else f"{count / 1e6:.1f}M"
 
 
-# -- the weights against the config ------------------------------------------------------------
+def skeleton_of(config: Any) -> Any:
+    """The module that transformers builds of a config, without weights."""
+    from transformers import AutoModelForCausalLM
+
+    with torch.device("meta"):
+        module: Any = AutoModelForCausalLM.from_config(config)
+    module.tie_weights()
+    return module
 
 
 def check_tensors(model: Model) -> Iterator[Finding]:
-    """Whether the files hold what the config asks for, by name and shape."""
+    """Whether the files hold what the config asks for, by name and shape: what transformers' own
+    loading, which also renames and merges tensors, says of them without their values."""
     if not model.files.whole or model.quantisation is not None:
         return
-    skeleton, about = model.skeleton, model.about
-    wanted = {key: tuple(value.shape) for key, value in skeleton.state_dict().items()}
-    held, converted = _renamed(skeleton, model.files.tensors, wanted)
-    pairs = dict(getattr(skeleton, "all_tied_weights_keys", None) or {})
-    # Of two tied weights either may be the one that was saved.
-    tied = {*pairs, *(source for target, source in pairs.items() if target in held)}
-    missing = _counting(skeleton, "missing", wanted.keys() - held.keys() - converted - tied)
-    extra = _counting(skeleton, "unexpected", held.keys() - wanted.keys())
-    wrong = sorted(key for key in held.keys() & wanted.keys() if held[key] != wanted[key])
+    kind: Any = causal_class(model.whole_config)
+    with quiet():
+        module, info = kind.from_pretrained(
+            None,
+            config=model.whole_config,
+            state_dict={key: tensor.to("meta") for key, tensor in model.files.tensors.items()},
+            device_map={"": "meta"},
+            output_loading_info=True,
+            ignore_mismatched_sizes=True,  # reported below
+        )
+    missing, extra = sorted(info["missing_keys"]), sorted(info["unexpected_keys"])
+    wrong = sorted(info["mismatched_keys"])
     if missing:
         text = f"the files lack {_some(missing)}, which config.json asks for"
         cure = _TIE if missing == ["lm_head.weight"] else None
-        yield finding("tensors-missing", about, text, cure=cure)
+        yield finding("tensors-missing", model.about, text, cure=cure)
     if wrong:
-        shapes = f"{list(held[wrong[0]])} where {list(wanted[wrong[0]])} is due"
-        text = f"{_some(wrong)} of another shape than config.json asks for ({shapes})"
-        yield finding("tensors-misshapen", about, text)
+        names, held, wanted = zip(*wrong, strict=True)
+        shapes = f"{list(held[0])} where {list(wanted[0])} is due"
+        text = f"{_some(names)} of another shape than config.json asks for ({shapes})"
+        yield finding("tensors-misshapen", model.about, text)
     if extra:
         text = f"the files hold {_some(extra)}, which config.json does not ask for"
-        yield finding("tensors-extra", about, text)
+        yield finding("tensors-extra", model.about, text)
     if not (missing or wrong):
-        text = f"all {len(wanted) - len(pairs)} tensors are there, in the right shapes"
-        yield finding("weights-complete", about, text)
+        count = len(module.state_dict()) - len(module.all_tied_weights_keys or {})
+        text = f"all {count} tensors are there, in the right shapes"
+        yield finding("weights-complete", model.about, text)
 
 
-def _renamed(
-    skeleton: Any, tensors: Mapping[str, TensorEntry], wanted: Mapping[str, tuple[int, ...]]
-) -> tuple[dict[str, tuple[int, ...]], set[str]]:
-    """Shapes by the names that loading gives the tensors, and the names of those it merges.
-
-    Checkpoints may be older than a model's present layout, or lack the prefix of its body;
-    transformers renames and merges (experts, for example) while it loads.
-    """
-    from transformers.conversion_mapping import get_model_conversion_mapping
-    from transformers.core_model_loading import WeightConverter, rename_source_key
-
-    mapping = get_model_conversion_mapping(skeleton)
-    converters = [entry for entry in mapping if isinstance(entry, WeightConverter)]
-    renamings = [entry for entry in mapping if not isinstance(entry, WeightConverter)]
-    held: dict[str, tuple[int, ...]] = {}
-    converted: set[str] = set()
-    targets: dict[str, list[str]] = {
-        pattern: list(entry.target_patterns)
-        for entry in converters
-        for pattern in entry.source_patterns
-    }
-    for key, entry in tensors.items():
-        prefix = skeleton.base_model_prefix
-        name, pattern = rename_source_key(key, renamings, converters, prefix, wanted)
-        if name not in wanted and key in wanted:
-            name, pattern = key, None
-        if pattern is None:
-            held[name] = entry.shape
-        else:  # one to many: the first name stands for all
-            first, *others = targets[pattern]
-            converted |= {name, *(name.replace(first, other) for other in others)}
-    return held, converted
-
-
-def _counting(skeleton: Any, kind: str, keys: Set[str]) -> list[str]:
-    """Those that the architecture does not tell transformers to ignore."""
-    patterns = getattr(skeleton, f"_keys_to_ignore_on_load_{kind}", None) or ()
-    return sorted(key for key in keys if not any(re.search(p, key) for p in patterns))
-
-
-def _some(names: list[str]) -> str:
+def _some(names: Sequence[str]) -> str:
     return names[0] + (f" and {len(names) - 1} more" if len(names) > 1 else "")

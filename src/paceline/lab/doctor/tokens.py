@@ -17,6 +17,10 @@ from paceline.lab.doctor.models import Model
 from paceline.model.vocabulary import differences
 
 _ROLES = ("bos_token", "eos_token", "pad_token")
+_WAYS = {
+    "intersection": "the draft speaks in the tokens that both have",
+    "string": "drafts are re-tokenised as text",
+}
 
 
 def compare(target: Model, draft: Model, method: str = "auto") -> Iterator[Finding]:
@@ -42,63 +46,38 @@ def compare(target: Model, draft: Model, method: str = "auto") -> Iterator[Findi
             rows = f"{target.vocab_size:,} against the draft's {draft.vocab_size:,}"
             yield finding("vocabulary-padded", "pair", f"rows of logits differ: {rows}")
     else:
-        way = {
-            "intersection": "the draft speaks in the tokens that both have",
-            "string": "drafts are re-tokenised as text",
-        }[match.method]
         text = (
-            f"differing: {differences(ours, theirs) or 'nothing, but vocab is set'}; "
-            f"shared tokens cover {100 * match.share:.0f} % of text, so {way}"
+            f"differing: {differences(ours, theirs) or 'nothing, but vocab is set'}; shared tokens "
+            f"cover {match.share:.0%} of text, so {_WAYS[match.method]}"
         )
         yield finding("vocabulary-differs", "pair", text)
-    if draft.tokenizer is not None:
-        if match is None:
-            yield from _segmentation(ours, theirs)
-        yield from _formats(ours, theirs)
-
-
-def _segmentation(
-    ours: PreTrainedTokenizerFast, theirs: PreTrainedTokenizerFast
-) -> Iterator[Finding]:
-    """The same ids, but text cut up in another way."""
-    mine, other = _pipeline(ours), _pipeline(theirs)
-    differing = [part for part in mine if mine[part] != other[part]]
-    if not differing:
+    if draft.tokenizer is None:
         return
-    text = f"the tokenizers differ in {' and '.join(differing)}"
-    if "merges" in differing:
-        pairs = enumerate(zip(mine["merges"], other["merges"], strict=False))
-        first = next((number for number, (a, b) in pairs if a != b), None)
-        text += f" ({len(mine['merges'])} against {len(other['merges'])}"
-        text += ")" if first is None else f", the first other one at place {first})"
-    yield finding("segmentation-differs", "pair", text)
+    mine, other = _pipeline(ours), _pipeline(theirs)
+    parts = [part for part in mine if mine[part] != other[part]] if match is None else []
+    if parts:
+        text = f"the tokenizers differ in {' and '.join(parts)}"
+        yield finding("segmentation-differs", "pair", text)
+    roles = [role for role in _ROLES if getattr(ours, role) != getattr(theirs, role)]
+    if roles:
+        # Nothing is padded here, but another padding token hints at another tuning.
+        severity = NOTE if roles == ["pad_token"] else None
+        pairs = (f"{r} {getattr(ours, r)!r} against {getattr(theirs, r)!r}" for r in roles)
+        text = f"target against draft: {', '.join(pairs)}"
+        yield finding("special-tokens-differ", "pair", text, severity)
+    if ours.chat_template is not None and ours.chat_template != theirs.chat_template:
+        what = "none" if theirs.chat_template is None else "another"
+        text = f"the target has a chat template, the draft has {what}"
+        yield finding("chat-template-differs", "pair", text)
 
 
 def _pipeline(tokenizer: PreTrainedTokenizerFast) -> dict[str, Any]:
+    """What decides how text is cut up, but for the vocabulary."""
     whole = json.loads(tokenizer.backend_tokenizer.to_str())
     merges = whole.get("model", {}).get("merges") or []
     return {
         # Written as "a b" or as ["a", "b"].
-        "merges": [tuple(m.split(" ", 1)) if isinstance(m, str) else tuple(m) for m in merges],
+        "merges": [m if isinstance(m, str) else " ".join(m) for m in merges],
         "normalizer": whole.get("normalizer"),
         "pre-tokenizer": whole.get("pre_tokenizer"),
     }
-
-
-def _formats(ours: PreTrainedTokenizerFast, theirs: PreTrainedTokenizerFast) -> Iterator[Finding]:
-    """Special tokens and chat templates."""
-    differing = {
-        role: f"{role} {getattr(ours, role)!r} against {getattr(theirs, role)!r}"
-        for role in _ROLES
-        if getattr(ours, role) != getattr(theirs, role)
-    }
-    if differing:
-        # Nothing is padded here, but another padding token hints at another tuning.
-        severity = NOTE if list(differing) == ["pad_token"] else None
-        text = f"target against draft: {', '.join(differing.values())}"
-        yield finding("special-tokens-differ", "pair", text, severity)
-    mine, other = ours.chat_template, theirs.chat_template
-    if mine is not None and mine != other:
-        what = "none" if other is None else f"another one ({len(str(other))} characters)"
-        text = f"the target has a chat template of {len(str(mine))} characters, the draft {what}"
-        yield finding("chat-template-differs", "pair", text)

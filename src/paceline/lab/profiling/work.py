@@ -22,27 +22,10 @@ from paceline.model.backends.counters import OPERATOR, NativeWork, counted
 
 LARGE = 256 * 2**10  # bytes; half of the smallest second-level cache of present servers
 
-# Place of the rows and of the weight among the arguments.
-_PRODUCTS = {
-    "aten::mm": (0, 1),
-    "aten::bmm": (0, 1),
-    "aten::mv": (0, 1),
-    "aten::matmul": (0, 1),
-    "aten::linear": (0, 1),
-    "aten::addmm": (1, 2),
-    "aten::baddbmm": (1, 2),
-    "aten::_grouped_mm": (0, 1),
-    "mkldnn::_linear_pointwise": (0, 1),
-}
-_ATTENTION = frozenset(
-    {
-        "aten::scaled_dot_product_attention",
-        "aten::_scaled_dot_product_flash_attention",
-        "aten::_scaled_dot_product_flash_attention_for_cpu",
-        "aten::_scaled_dot_product_efficient_attention",
-        "aten::_scaled_dot_product_cudnn_attention",
-    }
-)
+# Position of the rows among the arguments; the weight comes behind them.
+_PRODUCTS = dict.fromkeys(("aten::mm", "aten::bmm", "aten::mv", "aten::matmul", "aten::linear"), 0)
+_PRODUCTS |= {"aten::_grouped_mm": 0, "mkldnn::_linear_pointwise": 0}
+_PRODUCTS |= {"aten::addmm": 1, "aten::baddbmm": 1}
 # What reads only as much of its first argument as it puts out, or writes only what it is given.
 _PARTIAL = frozenset(
     {"embedding", "index_select", "index", "gather", "index_copy_", "index_put_", "scatter_"}
@@ -52,25 +35,29 @@ _PARTIAL = frozenset(
 def is_kernel(name: str) -> bool:
     """Whether an operator is a product or an attention: where the work of a model is."""
     is_operator = name.startswith(OPERATOR)
-    return is_operator or name in _PRODUCTS or name in _ATTENTION or name == "aten::einsum"
+    return is_operator or name in _PRODUCTS or _is_attention(name) or name == "aten::einsum"
+
+
+def _is_attention(name: str) -> bool:
+    return name.startswith(("aten::scaled_dot_product_", "aten::_scaled_dot_product_"))
 
 
 @dataclass
 class Work:
     """What one phase did. ``weights``: elements and bytes of each distinct one that was read."""
 
-    ops: int = 0
-    kernels: int = 0  # of them, products and attention
-    flops: int = 0
-    product_flops: int = 0
-    weight_elements: int = 0  # each time that they were read
-    weight_bytes: int = 0
-    cache_bytes: int = 0  # keys and values read by attention
-    other_bytes: int = 0  # large tensors read or written by anything else
+    ops: float = 0
+    kernels: float = 0  # of them, products and attention
+    flops: float = 0
+    product_flops: float = 0
+    weight_elements: float = 0  # each time that they were read
+    weight_bytes: float = 0
+    cache_bytes: float = 0  # keys and values read by attention
+    other_bytes: float = 0  # large tensors read or written by anything else
     weights: dict[object, tuple[int, int]] = field(default_factory=dict)
 
     @property
-    def bytes(self) -> int:
+    def bytes(self) -> float:
         return self.weight_bytes + self.cache_bytes + self.other_bytes
 
     @property
@@ -87,6 +74,29 @@ class Work:
         """Rows of an average product; 0 without any."""
         return self.product_flops / (2 * self.weight_elements) if self.weight_elements else 0.0
 
+    @property
+    def passes(self) -> float:
+        """How often a weight was read."""
+        return self.weight_bytes / self.distinct_bytes if self.weights else 0.0
+
+    @property
+    def weight_bits(self) -> float:
+        """Of a number of the weights as it is read, scales included."""
+        return 8 * self.distinct_bytes / self.parameters if self.weights else 0.0
+
+    def per_step(self, steps: int) -> Work:
+        """Of one of so many steps."""
+        sums = {name: value / steps for name, value in vars(self).items() if name != "weights"}
+        return Work(**sums, weights=self.weights)
+
+    def add_product(self, key: object, elements: int, size: int, flops: int) -> None:
+        """A product with a weight of ``size`` bytes."""
+        self.flops += flops
+        self.product_flops += flops
+        self.weight_elements += elements
+        self.weight_bytes += size
+        self.weights[key] = (elements, size)
+
 
 class WorkCounter(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """Adds the work of every operator called in ``phase("step")`` to the innermost phase there;
@@ -95,11 +105,13 @@ class WorkCounter(TorchDispatchMode):  # type: ignore[no-untyped-call]
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self.phases: dict[str, Work] = {}
+        self.steps = 0
         self._phase = "other"
 
     @contextmanager
     def phase(self, name: str) -> Iterator[None]:
         if name == "step":
+            self.steps += 1
             with self, counted(self._native):
                 yield
             return
@@ -116,11 +128,7 @@ class WorkCounter(TorchDispatchMode):  # type: ignore[no-untyped-call]
         work.kernels += 1
         for weight in done.products:
             flops = 2 * weight.elements * weight.rows
-            work.flops += flops
-            work.product_flops += flops
-            work.weight_elements += weight.elements
-            work.weight_bytes += weight.bytes
-            work.weights[weight.key] = (weight.elements, weight.bytes)
+            work.add_product(weight.key, weight.elements, weight.bytes, flops)
         work.flops += done.attention_flops
         work.cache_bytes += done.cache_bytes
 
@@ -137,12 +145,19 @@ class WorkCounter(TorchDispatchMode):  # type: ignore[no-untyped-call]
         work.ops += 1
         work.kernels += is_kernel(name)
         if name in _PRODUCTS:
-            row_place, weight_place = _PRODUCTS[name]
-            _count_product(work, name, args[row_place], args[weight_place], result)
-        elif name in _ATTENTION:
-            _count_attention(work, *args[:3])
+            first = _PRODUCTS[name]
+            _count_product(work, name, args[first], args[first + 1], result)
+        elif _is_attention(name):
+            query, key, value = args[:3]  # scores and weighted sum, two FLOPs a multiplication
+            pairs = math.prod(query.shape[:-1]) * key.shape[-2]
+            work.flops += 2 * pairs * (key.shape[-1] + value.shape[-1])
+            work.cache_bytes += key.nbytes + value.nbytes
         elif not _is_view(func, (args, kwargs), result):
-            _count_other(work, name, (args, kwargs), result)
+            read, written = _tensors((args, kwargs)), _tensors(result)
+            if name.partition("::")[2] in _PARTIAL:
+                # Of what is written to, the first argument is the whole.
+                read = written = read[1:] if name.endswith("_") else written
+            work.other_bytes += _large(*read, *written)
         return result
 
 
@@ -154,54 +169,34 @@ def _is_view(func: Any, arguments: Any, result: Any) -> bool:
     """Whether nothing was moved: also a reshape or conversion that had nothing to do."""
     if func.is_view:
         return True
-    if func._schema.is_mutable or not isinstance(result, torch.Tensor):
+    tensors = [result, *_tensors(arguments)]
+    if func._schema.is_mutable or not all(isinstance(t, torch.Tensor) for t in tensors):
         return False
-    if result.layout != torch.strided:
-        return False
-    pointer = result.untyped_storage().data_ptr()
-    strided = (t for t in _tensors(arguments) if t.layout == torch.strided)
-    return any(t.untyped_storage().data_ptr() == pointer for t in strided)
+    pointer, *others = (_address(tensor) for tensor in tensors)
+    return pointer is not None and pointer in others
 
 
-def _size(tensor: torch.Tensor) -> int:
-    return tensor.numel() * tensor.dtype.itemsize
-
-
-def _key(weight: torch.Tensor) -> object:
-    """The same for every use of a weight; prepacked ones have no address, but stay one object."""
-    if weight.layout != torch.strided:
-        return id(weight)
-    return weight.untyped_storage().data_ptr(), weight.storage_offset(), tuple(weight.shape)
+def _address(tensor: torch.Tensor) -> int | None:
+    """Of a tensor's memory; prepacked ones have none."""
+    strided = tensor.layout == torch.strided
+    return tensor.untyped_storage().data_ptr() if strided else None
 
 
 def _count_product(
     work: Work, name: str, rows: torch.Tensor, weight: torch.Tensor, result: torch.Tensor
 ) -> None:
-    flops = 2 * result.numel() * rows.shape[-1]
     elements = weight.numel()
     if name == "aten::_grouped_mm":  # at most one expert for each row is read
         elements = elements // weight.shape[0] * min(weight.shape[0], rows.shape[0])
-    work.flops += flops
-    work.product_flops += flops
-    work.weight_elements += elements
-    work.weight_bytes += elements * weight.dtype.itemsize
-    work.weights[_key(weight)] = (elements, elements * weight.dtype.itemsize)
-    work.other_bytes += sum(_size(t) for t in (rows, result) if _size(t) >= LARGE)
+    # The same for every use of a weight; a prepacked one stays one object.
+    address = _address(weight)
+    key = id(weight) if address is None else (address, weight.storage_offset(), weight.shape)
+    flops = 2 * result.numel() * rows.shape[-1]
+    work.add_product(key, elements, elements * weight.dtype.itemsize, flops)
+    work.other_bytes += _large(rows, result)
 
 
-def _count_attention(
-    work: Work, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor
-) -> None:
-    """Scores and weighted sum, two FLOPs a multiplication."""
-    queries = math.prod(query.shape[:-1])
-    work.flops += 2 * queries * key.shape[-2] * (key.shape[-1] + value.shape[-1])
-    work.cache_bytes += _size(key) + _size(value)
-
-
-def _count_other(work: Work, name: str, arguments: Any, result: Any) -> None:
-    put_out, taken = _tensors(result), _tensors(arguments)
-    if name.partition("::")[2] in _PARTIAL:
-        if name.endswith("_"):  # the first argument is the whole of what a part is written to
-            put_out = taken[1:]
-        taken = put_out
-    work.other_bytes += sum(_size(t) for t in (*taken, *put_out) if _size(t) >= LARGE)
+def _large(*tensors: torch.Tensor) -> int:
+    """Bytes of those that do not stay in a core's own cache."""
+    sizes = [tensor.numel() * tensor.dtype.itemsize for tensor in tensors]
+    return sum(size for size in sizes if size >= LARGE)

@@ -1,0 +1,104 @@
+"""Findings and figures, once, for the screen, reports and JSON."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from paceline.lab.doctor.findings import ERROR, OK, WARNING, Finding
+from paceline.lab.doctor.trial import LONG, VERDICTS, SpeedupTrial
+from paceline.lab.report import plots
+from paceline.lab.report.columns import Column, Sheet, number, record_of, share, table_across, times
+from paceline.lab.report.document import Figure, Report, Table, Text
+
+_FINDINGS = Sheet(
+    "findings",
+    "Findings",
+    (
+        Column("severity", " ", shown=lambda severity: severity.value, stored=lambda s: s.value),
+        *(Column(key, key) for key in ("about", "found", "consequence", "cure")),
+        Column("code"),
+    ),
+)
+
+
+def _rows(trial: SpeedupTrial) -> list[dict[str, float]]:
+    curve = trial.by_rows("target")
+    return [
+        {"rows": rows, "seconds": seconds}
+        for rows, seconds in zip(curve.tokens, curve.seconds, strict=True)
+    ]
+
+
+def _growth(trial: SpeedupTrial) -> str:
+    first, *more = _rows(trial)
+    return ", ".join(f"{r['seconds'] / first['seconds']:.2f}x for {r['rows']}" for r in more)
+
+
+_TRIAL = (
+    Column("plain_tokens_per_second", "plain decoding, tokens/s", "plain.rate", "{:.0f}".format),
+    Column("acceptance_rate", "acceptance rate", shown=share),
+    Column("acceptance_per_position", "", "long.rates"),
+    Column("drafts_per_position", "", "long.reached"),
+    Column("draft_cost_ratio", "draft pass / target forward", shown=number),
+    Column("target_seconds_by_rows", "target forward by rows", "", _growth, _rows),
+    Column("predicted_speedup_by_length"),
+    Column("best_draft_length", "best draft length"),
+    Column("predicted_speedup", "predicted speedup", shown=times),
+    Column("textbook_speedup", "textbook formula", shown=times),
+    Column("measured_speedup", "measured speedup", shown=times),
+    Column("predicted_by_measured", "predicted / measured", shown=number),
+    Column("seconds"),
+)
+
+
+def record(
+    target: str, draft: str | None, findings: Sequence[Finding], trial: SpeedupTrial | None
+) -> dict[str, Any]:
+    """Plain data for JSON."""
+    return {
+        "model": target,
+        "draft": draft,
+        "errors": sum(item.severity is ERROR for item in findings),
+        "warnings": sum(item.severity is WARNING for item in findings),
+        _FINDINGS.key: _FINDINGS.records(findings),
+        "run": None if trial is None else record_of(trial, _TRIAL),
+    }
+
+
+def report_of(
+    target: str, draft: str | None, findings: Sequence[Finding], trial: SpeedupTrial | None
+) -> Report:
+    """What to look at first, then what was measured, then what is in order."""
+    document = Report(f"{target} with {draft or 'no draft'}")
+    bad = [item for item in findings if item.severity is not OK]
+    if bad:
+        errors, warnings = (sum(f.severity is s for f in bad) for s in (ERROR, WARNING))
+        counts = f"{errors} error{'s' * (errors != 1)}, {warnings} warning{'s' * (warnings != 1)}"
+        document.add(_FINDINGS.title, _FINDINGS.table(bad), Text(counts, warning=errors > 0))
+    if trial is not None:
+        verdicts = [item for item in findings if item.code in VERDICTS]
+        words = [Text(f"{item.code.replace('-', ' ')}: {item.found}") for item in verdicts]
+        document.add("Measured", *words, *_measured(trial))
+    fine = [item for item in findings if item.severity is OK and item.code not in VERDICTS]
+    if fine:
+        rows = [(item.about, item.found) for item in fine]
+        document.add("In order", Table(("about", "found"), rows))
+    return document
+
+
+def _measured(trial: SpeedupTrial) -> list[Table | Figure]:
+    shown = [column for column in _TRIAL if column.heading and column.value(trial) is not None]
+    note = (
+        f"{trial.seconds:.0f} s, one greedy sequence at a time on shipped prompts; prompts are not "
+        "timed. The textbook formula takes checking a draft to be free."
+    )
+    lengths, best = list(range(1, LONG + 1)), trial.best_draft_length
+    measured = [trial.measured_speedup if length == best else None for length in lengths]
+    series: plots.Series = {"predicted": trial.predicted_speedup_by_length, "measured": measured}
+    figure = Figure(
+        "Speedup over plain decoding by draft length",
+        lambda: plots.lines(lengths, series, "draft length", "speedup"),
+        "speedup",
+    )
+    return [table_across("figure", {"value": trial}, shown, note), figure]

@@ -1,0 +1,159 @@
+"""A phase of the step: its figures, which limit holds it up, and that in words."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from paceline.lab.profiling.machine import MachineSpeeds
+from paceline.lab.profiling.trace import Profiled, Share
+from paceline.lab.profiling.work import Work
+
+# What a phase waits for.
+MEMORY, COMPUTE, LAUNCH, PYTHON = "memory bandwidth", "compute", "kernel launches", "Python"
+# Moving the bytes at the machine's best takes as large a part of the time as the share of the best
+# that was reached. From a half on, that part is larger than all others together.
+SATURATED = 0.5
+
+
+@dataclass(frozen=True)
+class Phase:
+    """One phase in a step without the profiler; its ``work`` is that of a step.
+
+    ``kernels + launches + python == seconds``: in products and attention, but for what the call of
+    the smallest costs (on CUDA: in any kernel); in those calls and all other operators; and between
+    operators. ``share`` of the step. ``bandwidth``: what the machine reads at best from where these
+    bytes lie.
+    """
+
+    name: str
+    seconds: float
+    kernels: float
+    launches: float
+    python: float
+    work: Work
+    machine: MachineSpeeds
+    share: float = 0.0
+    bandwidth: float = 0.0
+
+    @property
+    def bytes_per_second(self) -> float:
+        return _by(self.work.bytes, self.seconds)
+
+    @property
+    def flops_per_second(self) -> float:
+        return _by(self.work.flops, self.seconds)
+
+    @property
+    def of_read_bandwidth(self) -> float:
+        """Share of the machine's best reading, from 0 to about 1."""
+        return _by(self.bytes_per_second, self.bandwidth)
+
+    @property
+    def of_peak_flops(self) -> float:
+        return self.flops_per_second / self.machine.peak_flops
+
+    @property
+    def saturated(self) -> bool:
+        """Whether memory or compute is used so well that nothing else can be the matter."""
+        return max(self.of_read_bandwidth, self.of_peak_flops) >= SATURATED
+
+    @property
+    def bound(self) -> str:
+        """Memory or compute if one is saturated, or the nearer of them if products and attention
+        take most of the time all the same; else calls or Python, whichever takes longer."""
+        if self.saturated or self.kernels > self.launches + self.python:
+            return MEMORY if self.of_read_bandwidth >= self.of_peak_flops else COMPUTE
+        return LAUNCH if self.launches >= self.python else PYTHON
+
+    @property
+    def label(self) -> str:
+        """The bound; "nearest to" where products and attention do not reach their limit."""
+        near = self.bound in (MEMORY, COMPUTE) and not self.saturated
+        return f"nearest to {self.bound}" if near else f"bound by {self.bound}"
+
+    def explain(self) -> str:
+        """What holds this phase up, with the figures that say so, and what would help."""
+        work, of_best = self.work, ""
+        if self.bound == MEMORY:
+            of_best = (
+                f" It moves {size(work.bytes)} in {work.passes:.2g} passes over its weights at "
+                f"{rate(self.bytes_per_second)}, {self.of_read_bandwidth:.0%} of what this machine "
+                f"reads at best ({rate(self.bandwidth)})."
+            )
+        elif self.bound == COMPUTE:
+            of_best = (
+                f" Its {work.flops / 1e9:.3g} GFLOP, in products of {work.rows:.0f} rows, run at "
+                f"{self.flops_per_second / 1e9:.3g} GFLOP/s, {self.of_peak_flops:.0%} of the best "
+                f"({self.machine.peak_flops / 1e9:.3g})."
+            )
+        parts = (self.kernels, self.launches, self.python)
+        kernels, calls, python = (f"{_by(part, self.seconds):.0%}" for part in parts)
+        helps = _HELPS[self.name][self.bound if self.saturated else None]
+        return (
+            f"{self.name}: {1e3 * self.seconds:.3g} ms, {self.label}.{of_best} Products and "
+            f"attention take {kernels} of it, calling its {work.ops:.0f} operators {calls}, Python "
+            f"between them {python}. What helps: {helps}."
+        )
+
+
+def _by(part: float, whole: float) -> float:
+    return part / whole if whole else 0.0
+
+
+def size(count: float) -> str:
+    """Bytes, by powers of 1000 as bandwidths are."""
+    for unit, factor in (("GB", 1e9), ("MB", 1e6), ("kB", 1e3)):
+        if count >= factor:
+            return f"{count / factor:.3g} {unit}"
+    return f"{count:.0f} B"
+
+
+def rate(bytes_per_second: float) -> str:
+    return f"{bytes_per_second / 1e9:.3g} GB/s"
+
+
+_FEWER_STEPS = "fewer steps (longer drafts) or more sequences in each"
+_FEWER_PASSES = "fewer passes (shorter drafts, heads of several tokens), or lookups (ngram)"
+_FEWER_ROWS = "fewer rows (shorter drafts, smaller trees, fewer sequences)"
+# Where memory or compute is saturated, and what saves calls and Python where neither is.
+_HELPS: dict[str, dict[str | None, str]] = {
+    "target": {
+        MEMORY: "fewer bytes (a smaller dtype or quantised weights), or more tokens for the same "
+        "bytes (longer drafts, more sequences)",
+        COMPUTE: f"{_FEWER_ROWS}: each takes its time here",
+        None: "more tokens in each forward (longer drafts, more sequences): they cost little here",
+    },
+    "draft": {
+        MEMORY: f"a smaller draft, {_FEWER_PASSES}",
+        COMPUTE: "a smaller draft, or shorter drafts",
+        None: _FEWER_PASSES,
+    },
+    "verify": {
+        MEMORY: f"{_FEWER_ROWS}, or greedy decoding",
+        COMPUTE: _FEWER_ROWS,
+        None: _FEWER_STEPS,
+    },
+    "other": dict.fromkeys((MEMORY, COMPUTE, None), _FEWER_STEPS),
+}
+
+
+def split(
+    profiled: Profiled, phase: str, seconds: float, product_seconds: float
+) -> tuple[float, float, float]:
+    """``seconds`` of a phase as those in kernels, in calling operators, and between operators.
+
+    Shares come from the profiled steps; ``product_seconds`` of every product and attention is the
+    price of its call. On CUDA kernels are what the device did, and the rest of the phase, in which
+    it waited, goes by the host's shares.
+    """
+    share = profiled.shares.get(phase, Share())
+    if share.wall <= 0:
+        return 0.0, 0.0, seconds
+    called = min(share.called, share.wall)
+    if share.device:
+        kernels = min(seconds, share.device / profiled.stretch.sums.steps)
+        launches = (seconds - kernels) * called / share.wall
+        return kernels, launches, seconds - kernels - launches
+    work = min(max(share.kernel_seconds - share.kernel_calls * product_seconds, 0.0), called)
+    scale = seconds / share.wall
+    return work * scale, (called - work) * scale, (share.wall - called) * scale

@@ -1,0 +1,140 @@
+"""Each of the four limits is found, and said with its figures; shares become seconds."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+
+from paceline.engine.driver import StepSums
+from paceline.lab.profiling.machine import MachineSpeeds
+from paceline.lab.profiling.phases import (
+    COMPUTE,
+    LAUNCH,
+    MEMORY,
+    PYTHON,
+    SATURATED,
+    Phase,
+    split,
+)
+from paceline.lab.profiling.steady import Stretch
+from paceline.lab.profiling.trace import Profiled, Share
+from paceline.lab.profiling.work import Work
+
+MACHINE = MachineSpeeds(
+    device="cpu",
+    dtype="bfloat16",
+    threads=1,
+    read_bandwidth=25e9,
+    products=((1, 40e9), (256, 200e9)),
+    product_seconds=10e-6,
+)
+
+
+def work(size: float = 0.0, flops: float = 0.0, rows: float = 1.0, passes: float = 1.0) -> Work:
+    """Of a step: bytes of weights, read so often, with so many rows."""
+    elements = size / 2
+    return Work(
+        ops=400,
+        kernels=60,
+        flops=flops,
+        product_flops=2 * rows * elements,
+        weight_elements=elements,
+        weight_bytes=size,
+        weights={"weight": (int(elements / passes), int(size / passes))},
+    )
+
+
+def phase(size: float, flops: float, *parts: float, rows: float = 1.0) -> Phase:
+    """Ten milliseconds, divided into ``parts``: kernels, calls, Python."""
+    return Phase("target", 0.010, *parts, work(size, flops, rows), MACHINE, 1.0, 25e9)
+
+
+USUAL = (0.004, 0.003, 0.003)
+PHASES = {
+    MEMORY: phase(0.15e9, 0.15e9, *USUAL),  # 15 of 25 GB/s
+    COMPUTE: phase(0.02e9, 1.4e9, *USUAL, rows=64.0),  # 140 of 200 GFLOP/s
+    LAUNCH: phase(0.02e9, 0.02e9, 0.002, 0.005, 0.003),
+    PYTHON: phase(0.02e9, 0.02e9, 0.002, 0.003, 0.005),
+}
+
+
+@pytest.mark.parametrize("expected", PHASES)
+def test_four_bounds(expected: str) -> None:
+    limited = PHASES[expected]
+    assert limited.bound == expected
+    assert limited.label == f"bound by {expected}"
+    assert f"bound by {expected}." in limited.explain()
+
+
+def test_the_threshold_is_half_of_the_best() -> None:
+    limit = SATURATED * 25e9 * 0.010
+    below, above = (phase(f * limit, 0.0, 0.002, 0.003, 0.005) for f in (0.99, 1.01))
+    assert below.bound == PYTHON and not below.saturated
+    assert above.bound == MEMORY and above.saturated
+
+
+def test_slow_products_are_nearest_to_a_limit() -> None:
+    slow = phase(0.05e9, 0.1e9, 0.008, 0.001, 0.001)
+    assert slow.label == "nearest to memory bandwidth"
+    assert "Products and attention take 80% of it" in slow.explain()
+    assert "longer drafts" in slow.explain()  # not: fewer bytes
+    assert phase(0.05e9, 0.6e9, 0.008, 0.001, 0.001).label == "nearest to compute"
+    # Most of the time must be theirs, not only the largest part.
+    assert replace(slow, kernels=0.0049, launches=0.003, python=0.0021).bound == LAUNCH
+
+
+@pytest.mark.parametrize(
+    ("words", "parts"),
+    [
+        (
+            replace(PHASES[MEMORY], work=work(0.15e9, passes=5.0), name="draft").explain(),
+            ("draft: 10 ms", "150 MB in 5 passes", "15 GB/s", "60% of what", "(25 GB/s)"),
+        ),
+        (
+            PHASES[COMPUTE].explain(),
+            ("1.4 GFLOP", "64 rows", "140 GFLOP/s", "70% of the best (200)"),
+        ),
+        (PHASES[LAUNCH].explain(), ("take 20% of it", "400 operators 50%", "between them 30%")),
+    ],
+)
+def test_words_carry_the_figures(words: str, parts: tuple[str, ...]) -> None:
+    assert [part for part in parts if part not in words] == []
+
+
+@pytest.mark.parametrize("limited", PHASES.values(), ids=PHASES)
+@pytest.mark.parametrize("name", ["draft", "target", "verify", "other"])
+def test_every_phase_has_a_cure_for_every_bound(limited: Phase, name: str) -> None:
+    words = replace(limited, name=name).explain()
+    assert words.endswith(".") and len(words.partition("What helps: ")[2]) > 15
+
+
+def test_an_empty_phase_is_no_division_by_zero() -> None:
+    nothing = Phase("draft", 0.0, 0.0, 0.0, 0.0, Work(), MACHINE)
+    assert nothing.of_read_bandwidth == nothing.of_peak_flops == 0.0
+    assert nothing.explain()
+
+
+# -- shares of the profiled steps ------------------------------------------------------------------
+
+
+def divided(share: Share, product_seconds: float = 0.0) -> tuple[float, float, float]:
+    """A second of a phase, by what it did in ten profiled steps."""
+    profiled = Profiled(Stretch(StepSums(steps=10, tokens=10), 0.0), {"target": share})
+    return split(profiled, "target", 1.0, product_seconds)
+
+
+def test_shares() -> None:
+    share = Share(wall=10.0, called=6.0, kernel_seconds=4.0, kernel_calls=2)
+    assert divided(share) == pytest.approx((0.4, 0.2, 0.4))
+    # The price of a product's call is no kernel: half a second each of the profiled ten.
+    assert divided(share, 0.5) == pytest.approx((0.3, 0.3, 0.4))
+
+
+def test_on_cuda_the_device_comes_first() -> None:
+    share = Share(wall=10.0, called=5.0, device=3.0)
+    assert divided(share) == pytest.approx((0.3, 0.35, 0.35))
+
+
+def test_a_phase_without_operators_is_python() -> None:
+    assert divided(Share()) == (0.0, 0.0, 1.0)
