@@ -55,8 +55,6 @@ def test_figures_of_a_chain() -> None:
     assert step == pytest.approx(0.002 + 0.011 + 0.005 / 4)
     assert EXPLORED.predicted_speedup_by_length[1] == pytest.approx(1.75 * 0.011 / step)
     assert EXPLORED.best_draft_length == 2
-    a = 98 / 198
-    assert EXPLORED.textbook_speedup == pytest.approx((1 - a**3) / ((1 - a) * 1.2))
 
 
 def test_drafts_that_are_looked_up() -> None:
@@ -66,16 +64,11 @@ def test_drafts_that_are_looked_up() -> None:
         long=decoded(100, 4, (40, 40), (50, 40), draft=0.001, target=0.012),
         passes=(0,) * (LONG + 1),
     )
-    assert looked_up.draft_cost_ratio is None and looked_up.textbook_speedup is None
+    assert looked_up.draft_cost_ratio is None
     assert looked_up.cost.tokens(DRAFTER, LONG) == pytest.approx(1.8)
     # Eight levels come to four nodes, as they did: five rows, and the looking.
     assert looked_up.cost.table(DRAFTER, 1)[LONG] == pytest.approx(0.013)
     assert looked_up.best_draft_length == 2
-
-
-def test_trees_have_no_textbook() -> None:
-    tree = replace(EXPLORED, nodes=tuple(2 * n for n in range(LONG + 1)))
-    assert tree.textbook_speedup is None
 
 
 def test_drafts_that_were_cut_short_cost_what_they_are() -> None:

@@ -3,16 +3,21 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from typing import Any
 
 import torch
 
-from paceline.drafters import parse_draft
-from paceline.lab.doctor.chats import check_chat, check_ends
-from paceline.lab.doctor.drafts import check_drafts, folder_of
-from paceline.lab.doctor.files import read_files
-from paceline.lab.doctor.findings import Finding, by_severity
+from paceline.core.memory import free_memory
+from paceline.draft.auto import Circumstances, compose
+from paceline.draft.heads.checkpoint import Checkpoint, weights_kind
+from paceline.draft.heads.speculators import is_speculators
+from paceline.draft.spec import Examined
+from paceline.drafters import Auto, DraftModel, DraftSpec, parse_draft
+from paceline.errors import ModelLoadError
+from paceline.lab.doctor.files import ModelFiles, read_files
+from paceline.lab.doctor.findings import ERROR, NOTE, Finding, by_severity, finding, parted
 from paceline.lab.doctor.machine import (
     Needs,
     Setting,
@@ -22,14 +27,26 @@ from paceline.lab.doctor.machine import (
     check_offload,
     check_precision,
     has_kernels,
+    held_bits,
+    rounded_bytes,
+    size,
+    weight_bytes,
 )
-from paceline.lab.doctor.models import describe
-from paceline.lab.doctor.weights import check_files, check_weights
+from paceline.lab.doctor.models import Model, describe, millions
+from paceline.lab.doctor.texts import check_chat, check_ends, compare
+from paceline.lab.doctor.weights import check_files, check_values, check_weights
 from paceline.model.backends.base import REFERENCE
 from paceline.model.loading import dtype_to_load, resolve_device
 from paceline.model.offload import plan_offload
 from paceline.model.paged.int8 import cache_dtype
+from paceline.model.quantised.weights import BITS
 from paceline.parallel.load import check_shareable
+
+_SMALLER, _SMALL_ENOUGH = 4, 10  # times smaller than the target: at least, and better
+_DEEP, _DEEPISH = 1 / 2, 1 / 4  # of the target's layers
+_TABLES = ("d2t", "t2d", "token_map")  # of a head: small, and their values decide
+
+_Found = tuple[list[Finding], Needs]
 
 
 def examine(
@@ -75,7 +92,7 @@ def examine(
     files = read_files(target)
     if tensor_parallel > 1:
         check_shareable(target, tensor_parallel)
-    drafts = [(spec, folder_of(spec)) for spec in specs]  # bad paths are errors before all else
+    drafts = [(spec, _folder_of(spec)) for spec in specs]  # bad paths are errors before all else
     model, findings = describe(files, "target")
     findings += check_files(files, "target")
     if model is None:
@@ -90,7 +107,7 @@ def examine(
         findings.append(check_offload(plan, offload))
         needs = replace(needs, weights=plan.peak, loading=0)
         beside = replace(setting, kernels=has_kernels(resolved, backend))  # its 4-bit form
-    noticed, needs = check_drafts(drafts, model, beside, needs)
+    noticed, needs = _check_drafts(drafts, model, beside, needs)
     findings += [*noticed, *check_dtype(setting, needs.weights)]
     few = any(one.code.startswith("quantised") for one in findings)
     findings.append(check_kernels(setting, few))
@@ -99,3 +116,186 @@ def examine(
 
 # The settings of an engine that decide what is found, as keywords.
 SETTINGS = frozenset(inspect.signature(examine).parameters) - {"target", "draft"}
+
+
+# -- drafts ------------------------------------------------------------------------------------
+
+
+def _folder_of(spec: DraftSpec) -> ModelFiles | None:
+    """What a spec's folder holds. Raises ModelLoadError."""
+    path = spec.argument()
+    if spec.holds == "nothing" or path is None:
+        return None
+    return read_files(path, *([spec.weight_files] if spec.weight_files else []))
+
+
+def _check_drafts(
+    drafts: Sequence[tuple[DraftSpec, ModelFiles | None]],
+    target: Model,
+    setting: Setting,
+    needs: Needs,
+) -> _Found:
+    """Findings on all of them, with what their folders hold, and ``needs`` with theirs; ``auto`` is
+    what it is composed of."""
+    findings: list[Finding] = []
+    if any(isinstance(spec, Auto) for spec, _ in drafts):
+        composed = compose(
+            Circumstances(
+                target.name,
+                "" if setting.kernels else "which do not run it here",
+                held_bits(target, setting),
+                weight_bytes(target, setting),
+                rounded_bytes(target, "int4", setting),
+                free_memory(setting.device) - needs.weights,
+            )
+        )
+        failed: dict[DraftSpec, str] = {}
+        for spec, _ in composed.taken:
+            noticed, _ = _check_draft(spec, _folder_of(spec), target, setting)
+            wrong = [one.found for one in noticed if one.severity is ERROR]
+            failed |= {spec: wrong[0]} if wrong else {}
+        composed = composed.without(failed)  # as when they are loaded
+        findings.append(finding("draft-auto", "draft", composed.line()))
+        named = [pair for pair in drafts if not isinstance(pair[0], Auto)]
+        drafts = [*((spec, _folder_of(spec)) for spec, _ in composed.taken), *named]
+    for number, (spec, folder) in enumerate(drafts, 1):
+        noticed, more = _check_draft(spec, folder, target, setting)
+        about = "draft" if len(drafts) == 1 else f"draft {number} ({spec.kind})"
+        findings += [replace(f, about=about) if f.about == "draft" else f for f in noticed]
+        needs += more
+    return findings, needs
+
+
+def _check_draft(
+    spec: DraftSpec, files: ModelFiles | None, target: Model, setting: Setting
+) -> _Found:
+    """Findings on one draft of one kind, and what it takes."""
+    if files is None:
+        return _without_files(spec, target, setting)
+    if isinstance(spec, DraftModel):
+        precision = spec.quantize or setting.draft_quantize
+        return _check_model(spec, files, target, replace(setting, draft_quantize=precision))
+    return _check_head(spec, files, target, setting)
+
+
+def _without_files(spec: DraftSpec, target: Model, setting: Setting) -> _Found:
+    examined = spec.examine(target)
+    if examined.target_in is None:
+        return _noted(examined), Needs()
+    bits = held_bits(target, setting)
+    if bits <= BITS[examined.target_in]:
+        text = f"{spec} of a target that is held in {bits} bits already"
+        return [finding("draft-as-target", "draft", text)], Needs()
+    more, whole = rounded_bytes(target, examined.target_in, setting), weight_bytes(target, setting)
+    beside = (
+        f"; its matrices take {size(more)} beside the target's {size(whole)}, together "
+        f"{(more + whole) / whole:.2f} times the target"
+    )
+    return [replace(f, found=f.found + beside) for f in _noted(examined)], Needs(more)
+
+
+def _noted(examined: Examined) -> list[Finding]:
+    """What a kind of drafter says of a draft, as findings."""
+    return [finding(code, "draft", text, cure=cure) for code, text, cure in examined.notes]
+
+
+# -- heads -------------------------------------------------------------------------------------
+
+
+def _check_head(spec: DraftSpec, files: ModelFiles, target: Model, setting: Setting) -> _Found:
+    """By the code that loads heads, without their weights."""
+    if not (files.tensors or files.pickled or files.damaged or files.remote):
+        other = _another_kind(read_files(files.name))  # under a file name of another kind's
+        if other is not None:
+            return [other], Needs()
+    findings, needs = list(check_files(files, "draft")), Needs()
+    if not files.whole:
+        return findings, needs
+    tensors = {
+        key: tensor if key.rpartition(".")[2] in _TABLES else tensor.to("meta")
+        for key, tensor in files.tensors.items()
+    }
+    try:
+        head = spec.examine(target, Checkpoint(files.name, dict(files.config), tensors))
+        findings += _noted(head)
+        weights = setting.width * head.parameters
+        a_token = (setting.width * head.cache_values, setting.width * head.feature_values)
+        needs = Needs(weights, *a_token, files.stored_bytes + weights)
+    except ModelLoadError as error:
+        problem, cure = parted(error)
+        code = "draft-of-another-kind" if "Use --draft" in (cure or "") else "head-refused"
+        findings.append(finding(code, "draft", problem, cure=cure))
+    base_model: Any = files.config.get("base_model_name_or_path")
+    if is_speculators(dict(files.config)):
+        verifier = files.config.get("speculators_config", {}).get("verifier", {})
+        base_model = verifier.get("name_or_path") if isinstance(verifier, Mapping) else None
+    if isinstance(base_model, str) and base_model:
+        ours, theirs = (name.rstrip("/").rpartition("/")[2] for name in (target.name, base_model))
+        if ours != theirs:
+            text = f"made for {base_model}, used with {target.name}"
+            findings.append(finding("head-base-differs", "draft", text))
+    return [*findings, *check_values(files, "draft")], needs
+
+
+def _another_kind(files: ModelFiles) -> Finding | None:
+    """A folder that holds a head, where the spec says something else; None if it holds none."""
+    what, kind = weights_kind(files.tensors)
+    if not kind:
+        return None
+    cure = f"Use --draft {kind}:{files.name}."
+    return finding("draft-of-another-kind", "draft", f"{files.name} holds {what}", cure=cure)
+
+
+# -- draft models ------------------------------------------------------------------------------
+
+
+def _check_model(spec: DraftModel, files: ModelFiles, target: Model, setting: Setting) -> _Found:
+    other = _another_kind(files)
+    if other is not None:
+        return [other], Needs()
+    model, findings = describe(files, "draft")
+    findings += check_files(files, "draft")
+    if model is None:
+        return findings, Needs()
+    findings += [*check_weights(model), *compare(target, model, spec.vocab)]
+    findings += [*_context(target, model), *_size(target, model)]
+    findings += check_precision(model, setting)
+    return findings, Needs.of_model(model, setting, setting.dtype)
+
+
+def _context(target: Model, draft: Model) -> list[Finding]:
+    ours, theirs = target.max_positions, draft.max_positions
+    code, text = "context-covered", f"the draft's {theirs:,} positions cover the target's {ours:,}"
+    if theirs < ours:
+        code = "draft-context-short"
+        text = f"the draft has {theirs:,} positions, the target {ours:,}"
+    findings, config = [finding(code, "pair", text)], draft.config
+    window = int(getattr(config, "sliding_window", None) or 0)
+    slides = window and getattr(config, "use_sliding_window", True) is not False
+    if (
+        slides
+        and window < ours
+        and "full_attention" not in (getattr(config, "layer_types", None) or ())
+    ):
+        text = f"all layers of the draft see at most {window:,} tokens back"
+        findings.append(finding("draft-window", "draft", text))
+    return findings
+
+
+def _size(target: Model, draft: Model) -> list[Finding]:
+    """Parameters and depth against the target's."""
+    ratio, depth = target.parameters / max(1, draft.parameters), draft.num_layers
+    text = f"the draft is {ratio:,.1f} times smaller than the target"
+    if ratio < 1:
+        text = "the draft is larger than the target"
+    text += f": {millions(draft.parameters)} against {millions(target.parameters)} parameters"
+    if ratio < _SMALL_ENOUGH:
+        severity = None if ratio < _SMALLER else NOTE
+        findings = [finding("draft-too-large", "pair", text, severity)]
+    else:
+        findings = [finding("draft-small", "pair", text)]
+    if depth > _DEEPISH * target.num_layers:
+        severity = None if depth > _DEEP * target.num_layers else NOTE
+        text = f"the draft has {depth} layers, the target {target.num_layers}"
+        findings.append(finding("draft-deep", "pair", text, severity))
+    return findings

@@ -45,7 +45,6 @@ _TRIAL = (
     Column("predicted_speedup_by_length"),
     Column("best_draft_length", "best draft length"),
     Column("predicted_speedup", "predicted speedup", shown=times),
-    Column("textbook_speedup", "textbook formula", shown=times),
     Column("measured_speedup", "measured speedup", shown=times),
     Column("predicted_by_measured", "predicted / measured", shown=number),
     Column("seconds"),
@@ -91,7 +90,7 @@ def _measured(trial: SpeedupTrial) -> list[Table | Figure]:
     shown = [column for column in _TRIAL if column.heading and column.value(trial) is not None]
     note = (
         f"{trial.seconds:.0f} s, one greedy sequence at a time on shipped prompts; prompts are not "
-        "timed. The textbook formula takes checking a draft to be free."
+        "timed."
     )
     lengths, best = list(range(1, LONG + 1)), trial.best_draft_length
     measured = [trial.measured_speedup if length == best else None for length in lengths]

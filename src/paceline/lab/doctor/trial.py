@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 
-from paceline.control.cost import CostModel, predicted_by_measured, textbook_speedup
+from paceline.control.cost import CostModel, predicted_by_measured
 from paceline.control.options import DrafterCosts
 from paceline.core.costs import CostCurve, TargetCosts
 from paceline.core.params import SamplingParams
@@ -50,12 +50,6 @@ class SpeedupTrial:
     def acceptance_rate(self) -> float | None:
         """Of the drafted tokens that were tried, the share that was accepted; None without any."""
         return self.long.acceptance if self.long.drafted else None
-
-    @property
-    def accepted(self) -> str:
-        """In words."""
-        rate = self.acceptance_rate
-        return "no draft was tried" if rate is None else f"{rate:.0%} accepted"
 
     @property
     def chain(self) -> bool:
@@ -118,14 +112,6 @@ class SpeedupTrial:
     def predicted_speedup(self) -> float:
         """At the best length."""
         return self.cost.speedup(_DRAFTER, self.best_draft_length)
-
-    @property
-    def textbook_speedup(self) -> float | None:
-        """Leviathan et al.'s (2023) formula at the best length; None where a draft is no chain."""
-        if self.draft_cost_ratio is None or not self.chain:
-            return None
-        ratio, length = self.draft_cost_ratio, self.best_draft_length
-        return textbook_speedup(self.long.acceptance, length, ratio)
 
     @property
     def predicted_by_measured(self) -> float:
@@ -199,9 +185,11 @@ _ROWS, _STEEP = 5, 1.5  # so many rows should cost less than so many times one
 def judge(trial: SpeedupTrial) -> list[Finding]:
     """The verdict first, then what stands in the way."""
     measured, predicted = trial.measured_speedup, trial.predicted_speedup
+    ratio, rate = trial.draft_cost_ratio, trial.acceptance_rate
+    accepted = "no draft was tried" if rate is None else f"{rate:.0%} accepted"
     text = (
         f"measured {measured:.2f}x of plain decoding at draft length {trial.best_draft_length}, "
-        f"predicted {predicted:.2f}x; {trial.accepted}"
+        f"predicted {predicted:.2f}x; {accepted}"
     )
     code = "not-worth-it"
     if measured >= _HARMLESS:
@@ -210,7 +198,6 @@ def judge(trial: SpeedupTrial) -> list[Finding]:
     if not 1 / _UNSURE <= trial.predicted_by_measured <= _UNSURE:
         text = f"predicted {predicted:.2f}x, measured {measured:.2f}x"
         findings.append(finding("measurement-unsure", "machine", text))
-    ratio, rate = trial.draft_cost_ratio, trial.acceptance_rate
     if ratio is not None and rate is not None and rate < _LOW:
         text = f"of the drafted tokens that were tried {rate:.0%} were accepted"
         findings.append(finding("acceptance-low", "pair", text))

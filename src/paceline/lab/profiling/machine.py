@@ -7,6 +7,7 @@ from dataclasses import dataclass
 
 import torch
 
+from paceline.model.loading import cpu_has_bf16
 from paceline.model.measure import measure
 
 _BUFFER = 256 * 2**20  # bytes, more than caches hold
@@ -17,7 +18,7 @@ _CALLS = 50  # in one timing: few enough for several timings in a scheduler's ti
 
 @dataclass(frozen=True)
 class MachineSpeeds:
-    """Measured on the device, with the dtype and the threads of the run.
+    """Measured on the device, with the threads of the run, and its dtype or what stands for it.
 
     ``read_bandwidth``: bytes/s of a sum over a buffer that no cache holds. ``products``: pairs of
     rows and FLOP/s of linear products whose weight stays in the cache. ``product_seconds``: a call
@@ -41,6 +42,8 @@ class MachineSpeeds:
 def measure_machine(device: torch.device, dtype: torch.dtype, rows: Sequence[int]) -> MachineSpeeds:
     """Bandwidth, and products of ``rows`` rows (and of many); about 2 seconds."""
     side, many = (4096, 4096) if device.type == "cuda" else (1024, 256)
+    if device.type == "cpu" and not cpu_has_bf16():
+        dtype = torch.float32  # torch emulates bf16 there; the kernels multiply in float32
     products = []
     for count in sorted({1, *rows, many}):
         seconds = _product_seconds(side, count, device, dtype, max(1, 64 // count))
