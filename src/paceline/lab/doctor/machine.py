@@ -55,6 +55,10 @@ class Setting:
         """Bytes of a number."""
         return (self.dtype or torch.bfloat16).itemsize
 
+    @property
+    def dtype_name(self) -> str:
+        return str(self.dtype or torch.bfloat16).removeprefix("torch.")
+
     def precision(self, model: Model) -> str | None:
         """That which a model is rounded to when it is loaded."""
         return self.quantize if model.about == "target" else self.draft_quantize
@@ -162,7 +166,8 @@ def check_precision(model: Model, setting: Setting) -> Iterator[Finding]:
         if kept:
             text += f"; matrices in {kept} stay as they are in memory"
         else:
-            text += f" and, dequantised, {size(2 * file.parameters)} of memory in bfloat16"
+            unpacked = size(setting.width * file.parameters)
+            text += f" and, dequantised, {unpacked} in {setting.dtype_name}"
         yield finding("gguf-kept" if kept else "gguf-dequantised", about, text)
     if model.quantisation is not None:
         yield _packed(model, model.quantisation, setting)
@@ -205,8 +210,8 @@ def _of_weights(options: Mapping[str, Any], *names: str) -> Any:
 
 def check_dtype(setting: Setting, weights: int) -> Iterator[Finding]:
     """Whether a forward over a draft's rows costs about what one over a single row costs."""
-    name = str(setting.dtype).removeprefix("torch.") if setting.dtype else "the checkpoint's dtype"
     if setting.device.type != "cpu":
+        name = "the checkpoint's own dtype" if setting.dtype is None else setting.dtype_name
         text = f"{name} on {torch.cuda.get_device_name(setting.device)}"
         emulated = setting.dtype in (None, torch.bfloat16) and not torch.cuda.is_bf16_supported(
             including_emulation=False
@@ -214,7 +219,7 @@ def check_dtype(setting: Setting, weights: int) -> Iterator[Finding]:
         yield finding("bfloat16-emulated" if emulated else "dtype-suits", "machine", text)
         return
     bf16 = "with" if cpu_has_bf16() else "without"
-    text = f"{name} on a processor ({platform.machine()}) {bf16} bf16 instructions"
+    text = f"{setting.dtype_name} on a processor ({platform.machine()}) {bf16} bf16 instructions"
     slow = {torch.float32: "verify-float32", torch.float16: "float16-on-cpu"}
     if not cpu_has_bf16() and setting.kernels:
         text += ", which the native kernels do without"

@@ -11,6 +11,7 @@ from paceline.lab.report.columns import Column, record_of, share, table_across, 
 from paceline.lab.report.document import Figure, Report, Table, Text
 from paceline.lab.report.plots import stacks
 
+
 def _thousandths(seconds: float) -> str:
     return f"{1e3 * seconds:.3f}"
 
