@@ -8,17 +8,21 @@ from typing import Any
 from paceline.lab.doctor.findings import ERROR, OK, WARNING, Finding
 from paceline.lab.doctor.trial import LONG, VERDICTS, SpeedupTrial
 from paceline.lab.report import plots
-from paceline.lab.report.columns import Column, Sheet, number, record_of, share, table_across, times
+from paceline.lab.report.columns import (
+    Column,
+    number,
+    record_of,
+    share,
+    table_across,
+    table_of,
+    times,
+)
 from paceline.lab.report.document import Figure, Report, Table, Text
 
-_FINDINGS = Sheet(
-    "findings",
-    "Findings",
-    (
-        Column("severity", " ", shown=lambda severity: severity.value, stored=lambda s: s.value),
-        *(Column(key, key) for key in ("about", "found", "consequence", "cure")),
-        Column("code"),
-    ),
+_FINDINGS = (
+    Column("severity", " ", shown=lambda severity: severity.value, stored=lambda s: s.value),
+    *(Column(key, key) for key in ("about", "found", "consequence", "cure")),
+    Column("code"),
 )
 
 
@@ -60,7 +64,7 @@ def record(
         "draft": draft,
         "errors": sum(item.severity is ERROR for item in findings),
         "warnings": sum(item.severity is WARNING for item in findings),
-        _FINDINGS.key: _FINDINGS.records(findings),
+        "findings": [record_of(item, _FINDINGS) for item in findings],
         "run": None if trial is None else record_of(trial, _TRIAL),
     }
 
@@ -74,7 +78,7 @@ def report_of(
     if bad:
         errors, warnings = (sum(f.severity is s for f in bad) for s in (ERROR, WARNING))
         counts = f"{errors} error{'s' * (errors != 1)}, {warnings} warning{'s' * (warnings != 1)}"
-        document.add(_FINDINGS.title, _FINDINGS.table(bad), Text(counts, warning=errors > 0))
+        document.add("Findings", table_of(bad, _FINDINGS), Text(counts, warning=errors > 0))
     if trial is not None:
         verdicts = [item for item in findings if item.code in VERDICTS]
         words = [Text(f"{item.code.replace('-', ' ')}: {item.found}") for item in verdicts]
