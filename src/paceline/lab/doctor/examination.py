@@ -67,16 +67,15 @@ def examine(
 ) -> list[Finding]:
     """Look at a target and its draft or drafts before they are loaded; the worst comes first.
 
-    Arguments as of ``LLM``. Reads config.json, tokenizers, headers and samples of the weights: a
-    second's work for a model of any size. Of a hub name that is not on this machine the small
-    files are fetched. What is wrong with the models is a finding; what is wrong with the
-    arguments raises ModelLoadError (no such folder, no config.json, unreadable JSON) or
-    ConfigError (an unknown option of a draft, an unusable device or dtype), in one line.
+    Arguments as of ``LLM``. Reads config.json, tokenizers, headers and samples of the weights,
+    and fetches the small files of a hub name that is not on this machine. What is wrong with the
+    models is a finding; what is wrong with the arguments raises ModelLoadError (no such folder, no
+    config.json) or ConfigError (an unknown option of a draft, an unusable device), in one line.
     """
     texts = [draft] if draft is None or isinstance(draft, str) else list(draft)
     specs = [spec for text in texts for spec in parse_draft(text).members()]
-    resolved = resolve_device(device)
-    run = backend if offload is None and tensor_parallel == 1 else REFERENCE
+    resolved, moved = resolve_device(device), offload is not None or tensor_parallel > 1
+    run = REFERENCE if moved else backend
     number = dtype_to_load(dtype, resolved, run)
     setting = Setting(
         resolved,
@@ -93,29 +92,38 @@ def examine(
     if tensor_parallel > 1:
         check_shareable(target, tensor_parallel)
     drafts = [(spec, _folder_of(spec)) for spec in specs]  # bad paths are errors before all else
-    model, findings = describe(files, "target")
-    findings += check_files(files, "target")
+    model, findings = _check_model(files, "target", setting)
     if model is None:
         return by_severity(findings)
-    findings += [*check_weights(model), *check_chat(model), *check_ends(model)]
-    findings += check_precision(model, setting)
-    ranks = tensor_parallel if setting.device.type == "cuda" else 1  # a processor is all ranks'
-    needs = Needs.of_model(model, setting, setting.cache_dtype).shared(ranks)
-    beside = setting  # what a draft is loaded beside
+    findings += [*check_chat(model), *check_ends(model)]
+    needs, beside = Needs.of_model(model, setting, setting.cache_dtype), setting
+    if resolved.type == "cuda":  # a processor is all ranks'
+        needs = needs.shared(tensor_parallel)
     if offload is not None:
         plan = plan_offload(target, dtype, device, offload, weights_memory)
         findings.append(check_offload(plan, offload))
         needs = replace(needs, weights=plan.peak, loading=0)
-        beside = replace(setting, kernels=has_kernels(resolved, backend))  # its 4-bit form
+        beside = replace(setting, kernels=has_kernels(resolved, backend))  # for its 4-bit form
     noticed, needs = _check_drafts(drafts, model, beside, needs)
     findings += [*noticed, *check_dtype(setting, needs.weights)]
     few = any(one.code.startswith("quantised") for one in findings)
-    findings.append(check_kernels(setting, few))
-    return by_severity([*findings, check_memory(setting, needs, model.max_positions)])
+    findings += [check_kernels(setting, few), check_memory(setting, needs, model.max_positions)]
+    return by_severity(findings)
 
 
 # The settings of an engine that decide what is found, as keywords.
 SETTINGS = frozenset(inspect.signature(examine).parameters) - {"target", "draft"}
+
+
+def _check_model(
+    files: ModelFiles, about: str, setting: Setting
+) -> tuple[Model | None, list[Finding]]:
+    """What the target and a draft model are both held against; no model if it is refused."""
+    model, findings = describe(files, about)
+    findings += check_files(files, about)
+    if model is not None:
+        findings += [*check_weights(model), *check_precision(model, setting)]
+    return model, findings
 
 
 # -- drafts ------------------------------------------------------------------------------------
@@ -174,7 +182,7 @@ def _check_draft(
         return _without_files(spec, target, setting)
     if isinstance(spec, DraftModel):
         precision = spec.quantize or setting.draft_quantize
-        return _check_model(spec, files, target, replace(setting, draft_quantize=precision))
+        return _check_draft_model(spec, files, target, replace(setting, draft_quantize=precision))
     return _check_head(spec, files, target, setting)
 
 
@@ -249,18 +257,17 @@ def _another_kind(files: ModelFiles) -> Finding | None:
 # -- draft models ------------------------------------------------------------------------------
 
 
-def _check_model(spec: DraftModel, files: ModelFiles, target: Model, setting: Setting) -> _Found:
+def _check_draft_model(
+    spec: DraftModel, files: ModelFiles, target: Model, setting: Setting
+) -> _Found:
     other = _another_kind(files)
     if other is not None:
         return [other], Needs()
-    model, findings = describe(files, "draft")
-    findings += check_files(files, "draft")
+    model, findings = _check_model(files, "draft", setting)
     if model is None:
         return findings, Needs()
-    findings += [*check_weights(model), *compare(target, model, spec.vocab)]
-    findings += [*_context(target, model), *_size(target, model)]
-    findings += check_precision(model, setting)
-    return findings, Needs.of_model(model, setting, setting.dtype)
+    findings += [*compare(target, model, spec.vocab), *_context(target, model)]
+    return findings + _size(target, model), Needs.of_model(model, setting, setting.dtype)
 
 
 def _context(target: Model, draft: Model) -> list[Finding]:
