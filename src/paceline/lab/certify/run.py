@@ -86,8 +86,9 @@ class Certifier:
         self.llm, self.effort, self.budget = llm, effort or Effort(), budget or Budget()
         self.evidence = evidence or Evidence()
         asked = params or SamplingParams(temperature=1.0)
-        plainly = {"n": 1, "stop": (), "stop_token_ids": (), "min_tokens": 0, "logprobs": None}
-        self.params = replace(asked, seed=None, **plainly)
+        self.params = replace(
+            asked, seed=None, n=1, stop=(), stop_token_ids=(), min_tokens=0, logprobs=None
+        )
         lengths, adapts = _lengths_of(llm)
         checked = _checked(llm, prompts, self.effort)
         batch = llm.engine.scheduler.config.max_batch_size

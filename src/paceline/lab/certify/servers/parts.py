@@ -93,7 +93,7 @@ def look_logprobs(asking: Asking, part: Part, name: str, prompt: str) -> None:
     for at in asking.chance.sample(positions, min(_RESCORED, len(positions))):
         text = prompt + "".join(greedy.spelt[:at])
         again = asking.complete(asking.server, text, max_tokens=1)
-        recut = None not in (again.read, length) and again.read != length + at
+        recut = again.read is not None and length is not None and again.read != length + at
         (fresh, *_) = again.choices
         listed = fresh.tokens[0].likeliest if fresh.tokens else {}
         if recut or not listed:
@@ -145,8 +145,9 @@ def look_limits(asking: Asking, part: Part, name: str, prompt: str) -> None:
     if written is not None and written > 3:
         part.problems.append(f"{name}: {written} tokens where max_tokens is 3")
     if asking.reference is not None:
-        both = [asking.complete(s, prompt, **_PENALTIES) for s in (server, asking.reference)]
-        part.compare(f"{name}, with penalties", *(b.choices[0] for b in both), _PENALTIES)
+        pair = server, asking.reference
+        ours, theirs = (asking.complete(s, prompt, [_PENALTIES]).choices[0] for s in pair)
+        part.compare(f"{name}, with penalties", ours, theirs, _PENALTIES)
 
 
 _KINDS = {"name": str, "count": int}
