@@ -326,5 +326,5 @@ def _measured(
             unequal=starter.unequal,
             perplexities=read,
         )
-    spent = BenchSpending.of(record, result.rows, sweep, prompts, budget)
+    spent = BenchSpending.of(record, sweep, prompts, budget)
     return interrupted, replace(result, spending=spent)

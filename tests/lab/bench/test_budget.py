@@ -11,7 +11,7 @@ import pytest
 
 from paceline.lab.bench.figures import rows
 from paceline.lab.bench.methods import Method
-from paceline.lab.bench.result import BenchSpending, sureness_of
+from paceline.lab.bench.result import BenchSpending
 from paceline.lab.bench.runner import Sweep, in_turn, take_turns
 from paceline.lab.bench.runs import Ask, BenchEngine, HeatRecord, TimedRun
 from paceline.lab.budget import Budget
@@ -111,31 +111,24 @@ def test_every_concurrency_has_its_share() -> None:
     assert record.rounds == 9
 
 
-def test_sureness_is_judged_by_how_prompts_differ() -> None:
-    alike = HeatRecord([heat(0, job(index=n), plain=2.0, fast=1.0) for n in range(6)])
-    (sure,) = sureness_of(alike, rows(alike, {"plain"}))
-    assert (sure.method, sure.speedup, sure.prompts) == ("fast", 2.0, 6)
-    assert sure.low == pytest.approx(2.0) and sure.high == pytest.approx(2.0)
-    mixed = HeatRecord(
-        [heat(0, job(index=n), plain=2.0, fast=1.0 if n % 2 else 2.0) for n in range(6)]
-    )
-    (unsure,) = sureness_of(mixed, rows(mixed, {"plain"}))
-    assert unsure.low is not None and unsure.high is not None
-    assert 1.0 <= unsure.low < unsure.speedup < unsure.high <= 2.0
-    few = HeatRecord(mixed.heats[:3])
-    (unknown,) = sureness_of(few, rows(few, {"plain"}))
-    assert (unknown.low, unknown.high, unknown.prompts) == (None, None, 3)
+def test_the_interval_is_judged_by_how_prompts_differ() -> None:
+    def interval(*seconds: float) -> tuple[float, float] | None:
+        heats = [heat(0, job(index=n), plain=2.0, fast=s) for n, s in enumerate(seconds)]
+        plain, fast = rows(HeatRecord(heats), {"plain"})
+        assert plain.interval is None
+        return fast.interval
+
+    assert interval(*[1.0] * 6) == pytest.approx((2.0, 2.0))
+    ends = interval(1.0, 2.0, 1.0, 2.0, 1.0, 2.0)
+    assert ends is not None and 1.0 <= ends[0] < 4 / 3 < ends[1] <= 2.0
+    assert interval(1.0, 2.0, 1.0) is None  # too few
 
 
 def test_what_the_time_was_spent_on_is_said() -> None:
-    record = HeatRecord([heat(0, job(index=n), plain=2.0, fast=1.0) for n in range(6)])
-    record.rounds, record.spent = 3, 100.4
+    record = HeatRecord([heat(0, job(index=n), plain=2.0, fast=1.0) for n in range(6)], 3, 100.4)
     prompts = [("chat", [1, 2])] * 8
-    figures = rows(record, {"plain"})
-    spending = BenchSpending.of(record, figures, Sweep(8, rounds=3), prompts, Budget(120))
+    spending = BenchSpending.of(record, Sweep(8, rounds=3), prompts, Budget(120))
     assert spending.line == (
         "100 s: 6 of 24 turns of all methods. Not measured: 2 of 8 turns of the first round. "
         "--continue goes on."
     )
-    (sure,) = json.loads(json.dumps(spending.record()))["sureness"]
-    assert (sure["method"], sure["speedup"], sure["prompts"]) == ("fast", 2.0, 6)

@@ -19,7 +19,6 @@ from paceline.lab.tune.search import (
     pass_ratio,
     predict,
     search,
-    speedups,
 )
 from support.tuning_methods import NOTHING, PLAIN, chain, target
 
@@ -109,10 +108,10 @@ def test_break_even_is_where_verification_stops_being_free() -> None:
     costs = target(16, largest=64)
     exact = [b for b in range(1, 33) if 1.5 / (0.1 + max(1, b / 8)) > 1 / max(1, b / 16)]
     assert exact == list(range(1, 12))
-    assert break_even(method, PLAIN, target_exact(16), 32) == 11
-    assert break_even(method, PLAIN, target_exact(10_000), 32) == 32
-    assert break_even(chain(0.05, 0.5), PLAIN, costs, 32) == 0
-    first, last = speedups(method, PLAIN, costs, [1, 32])
+    assert break_even(method, target_exact(16), 32) == 11
+    assert break_even(method, target_exact(10_000), 32) == 32
+    assert break_even(chain(0.05, 0.5), costs, 32) == 0
+    first, last = (best_length(method, costs, batch).speedup for batch in (1, 32))
     assert first > 1 > last
 
 
@@ -134,10 +133,9 @@ def test_costs_between_and_beyond_the_measured_batches() -> None:
 
 
 def test_batch_sizes() -> None:
-    assert batch_sizes(1) == [1, 2, 4, 8, 16, 32]
-    assert batch_sizes(6) == [1, 2, 4, 6, 8, 16, 32]
-    assert batch_sizes(48) == [1, 2, 4, 8, 16, 32, 48]
-    assert batch_sizes(5, largest=5) == [1, 2, 4, 5]
+    assert batch_sizes(6, 32) == [1, 2, 4, 6, 8, 16, 32]
+    assert batch_sizes(48, 32) == [1, 2, 4, 8, 16, 32, 48]
+    assert batch_sizes(5, 5) == [1, 2, 4, 5]
 
 
 def test_mean_acceptance_counts_tries() -> None:

@@ -139,9 +139,7 @@ class Starter:
     def open(self, method: Method, clients: int) -> BenchEngine:
         """Raises what loading a drafter or a module or asking another engine raises."""
         if method.url is not None:
-            target = self._llm.target
-            dtype = str(target.dtype).removeprefix("torch.")
-            reference = Reference(self._llm.tokenizer, target.vocab_size, dtype)
+            reference = Reference(self._llm.tokenizer, self._llm.target.vocab_size)
             served = open_served(method.name, method.url, clients, reference)
             # What was seen of it at other numbers of clients still counts.
             served.different = self.unequal.setdefault(method.name, served.different)

@@ -9,9 +9,14 @@ from collections.abc import Collection, Iterable, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
+import numpy as np
+
 from paceline.lab.bench.runs import Heat, HeatRecord, TimedAnswer, TimedRun, complete, merged
 
 OVERALL = "overall"
+_FEWEST = 4  # prompts from which their differences tell something
+_RESAMPLES = 2000
+_LEVEL = 0.95
 
 
 @dataclass(frozen=True)
@@ -76,11 +81,13 @@ class Row:
     """One method on one category at one concurrency and temperature. Times in seconds.
 
     ``speedup`` is over ``best_plain``, the fastest plain decoding in the same heats: the median of
-    the rounds' ratios. ``mean_speedup`` is Spec-Bench's (speed.py): the mean over the heats of
-    tokens a second, by that of plain decoding. ``time_to_first_token`` is the median over requests.
-    ``inter_token_*`` are percentiles over tokens: the gap before a delivery, divided by the tokens
-    delivered together; ``stall_p99`` is that of the undivided gaps. ``phases`` are seconds a step,
-    of steps that read no prompt. ``heats``: in a round.
+    the rounds' ratios. ``interval``: between which speedups the truth lies with 95 %, judged by how
+    prompts differ; None where there are too few, or several requests at once. ``mean_speedup`` is
+    Spec-Bench's (speed.py): the mean over the heats of tokens a second, by that of plain decoding.
+    ``time_to_first_token`` is the median over requests. ``inter_token_*`` are percentiles over
+    tokens: the gap before a delivery, divided by the tokens delivered together; ``stall_p99`` is
+    that of the undivided gaps. ``phases`` are seconds a step, of steps that read no prompt.
+    ``heats``: in a round.
     """
 
     method: str
@@ -93,6 +100,7 @@ class Row:
     tokens: int
     tokens_per_second: Spread
     speedup: Spread
+    interval: tuple[float, float] | None
     mean_speedup: float
     best_plain: str
     time_to_first_token: float
@@ -177,6 +185,7 @@ def _rows_of(
             tokens=whole.tokens,
             tokens_per_second=Spread.of(rates[name]),
             speedup=Spread.of(ratios(rates, name)),
+            interval=_interval(turns, name, best) if concurrency == 1 else None,
             mean_speedup=statistics.median(ratios(means, name)),
             best_plain=best,
             time_to_first_token=statistics.median(a.arrivals[0][0] for a in whole.answers),
@@ -186,6 +195,23 @@ def _rows_of(
             drafts=DraftFigures.of(whole),
             phases={n: s / steps for n, s in whole.decoding.seconds.items()} if steps else {},
         )
+
+
+def _interval(turns: Sequence[Sequence[Heat]], name: str, plain: str) -> tuple[float, float] | None:
+    """Of the ratio of all tokens by all seconds, prompts drawn anew (bootstrap)."""
+    if name == plain or len(turns[0]) < _FEWEST:
+        return None
+    sums: dict[int, np.ndarray[Any, np.dtype[np.float64]]] = {}
+    for heat in (heat for turn in turns for heat in turn):
+        fast, slow = heat.outcomes[name], heat.outcomes[plain]
+        figures = np.array([fast.tokens, fast.seconds, slow.tokens, slow.seconds])
+        sums[heat.job.index] = sums.get(heat.job.index, np.zeros(4)) + figures
+    table = np.stack(list(sums.values()))
+    drawn = np.random.default_rng(0).integers(len(table), size=(_RESAMPLES, len(table)))
+    tokens, seconds, plain_tokens, plain_seconds = table[drawn].sum(1).T
+    ratios = tokens / seconds * plain_seconds / plain_tokens
+    low, high = np.quantile(ratios, [(1 - _LEVEL) / 2, (1 + _LEVEL) / 2])
+    return float(low), float(high)
 
 
 def gaps_of(answer: TimedAnswer) -> list[tuple[float, int]]:

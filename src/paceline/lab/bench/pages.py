@@ -8,7 +8,7 @@ from typing import Any
 
 from paceline.engine.driver import StepSums
 from paceline.lab.bench.figures import OVERALL, Row, Spread
-from paceline.lab.bench.result import SURENESS, BenchResult, labels
+from paceline.lab.bench.result import BenchResult, labels
 from paceline.lab.bench.runner import EVERYTHING
 from paceline.lab.bench.served import ASPECTS
 from paceline.lab.bench.texts import KINDS
@@ -29,7 +29,8 @@ from paceline.lab.report.document import Cell, Figure, Report, Table, Text
 PHASES = tuple(StepSums().seconds)
 _NOTE = (
     "Medians over rounds, ± half of the range from the lowest to the highest. Speedup is over the "
-    "best plain decoding in the same rounds. TTFT: median time to first token. ITL: gap before a "
+    "best plain decoding in the same rounds; 95 %: how far other such prompts may move it, by "
+    "drawing prompts anew (bootstrap). TTFT: median time to first token. ITL: gap before a "
     "delivery, divided by the tokens delivered together; stall: the undivided gap. Tokens a step: "
     "mean accepted length, the target's own token included."
 )
@@ -60,11 +61,10 @@ _TEXTS = (
 )
 _UNEQUAL = (
     "Other engines get the prompts as the target's template renders them, and are asked for as "
-    "many tokens. cache: of prompts. Their speedup is over our plain decoding, and a text of "
-    "theirs that parts from it is no bug of ours."
+    "many tokens; precision, threads and their cache of prompts are their own. Their speedup is "
+    "over our plain decoding, and a text of theirs that parts from it is no bug of ours."
 )
 _INTERRUPTED = "Interrupted: these are the figures of what was complete."
-_SURENESS = "95 %: by drawing prompts anew (bootstrap): how far other such prompts may move it."
 
 
 def rate(value: Spread) -> str:
@@ -80,6 +80,7 @@ _LENGTH = Column("", "drafted a step", "drafts.length", number)
 _FIGURES = (
     Column("", "tok/s", "tokens_per_second", rate),
     Column("", "speedup", "speedup", speedup),
+    Column("", "95 %", "interval", lambda ends: f"{ends[0]:.2f} to {ends[1]:.2f}x"),
     Column("", "TTFT ms", "time_to_first_token", milliseconds),
     Column("", "ITL p50 ms", "inter_token_p50", milliseconds),
     Column("", "ITL p99 ms", "inter_token_p99", milliseconds),
@@ -350,5 +351,4 @@ class _Pages:
             lines = [Text(perplexity.line) for perplexity in result.perplexities]
             self.report.add("Perplexity of the target", *lines)
         if result.spending is not None:
-            table = table_of(result.spending.sureness, SURENESS, _SURENESS)
-            self.report.add("Time", table, Text(result.spending.line))
+            self.report.add("Time", Text(result.spending.line))

@@ -8,57 +8,17 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
-import numpy as np
-
-from paceline.lab.bench.figures import OVERALL, Row, idle, rows
+from paceline.lab.bench.figures import Row, idle, rows
 from paceline.lab.bench.methods import PLAIN, Length, Method
 from paceline.lab.bench.predict import Prediction
 from paceline.lab.bench.runner import CategoryPrompts, Sweep
-from paceline.lab.bench.runs import Heat, HeatRecord
+from paceline.lab.bench.runs import HeatRecord
 from paceline.lab.bench.suites import Suite
 from paceline.lab.bench.texts import Comparison, compare, judge_of
 from paceline.lab.budget import Budget
 from paceline.lab.perplexity import TextPerplexity
-from paceline.lab.report.columns import Column, record_of, times
 from paceline.llm import LLM
 from paceline.settings.tuned import MachineIdentity
-
-_FEWEST = 4  # prompts from which their differences tell something
-_RESAMPLES = 2000
-_LEVEL = 0.95
-
-
-@dataclass(frozen=True)
-class Sureness:
-    """Between which speedups the truth lies with 95 %, judged by how prompts differ.
-
-    ``low`` and ``high`` are None where there are too few prompts or several requests at once.
-    """
-
-    method: str
-    concurrency: int
-    temperature: float
-    speedup: float
-    low: float | None
-    high: float | None
-    prompts: int
-    rounds: int
-
-
-def _interval_shown(item: Sureness) -> str | None:
-    return None if item.low is None else f"{item.low:.2f} to {item.high:.2f}x"
-
-
-SURENESS = (
-    Column("method", "method"),
-    Column("concurrency", "at once"),
-    Column("temperature", "temperature", shown="{:g}".format),
-    Column("speedup", "speedup", shown=times),
-    Column("", "95 %", "", _interval_shown),
-    *(Column("low"), Column("high")),
-    Column("prompts", "prompts"),
-    Column("rounds", "rounds"),
-)
 
 
 @dataclass(frozen=True)
@@ -71,13 +31,11 @@ class BenchSpending:
     heats: int
     heats_wanted: int
     not_measured: tuple[str, ...]
-    sureness: tuple[Sureness, ...]
 
     @classmethod
     def of(
         cls,
         record: HeatRecord,
-        figures: Sequence[Row],
         sweep: Sweep,
         prompts: CategoryPrompts,
         budget: Budget,
@@ -94,11 +52,7 @@ class BenchSpending:
             missing.append(f"{round_heats - first} of {round_heats} turns of the first round")
         elif done < wanted:
             missing.append(f"{wanted - done} of {wanted} turns of all rounds")
-        sureness = sureness_of(record, figures)
-        return cls(budget.seconds, record.spent, done, wanted, tuple(missing), sureness)
-
-    def record(self) -> dict[str, Any]:
-        return {**asdict(self), "sureness": [record_of(one, SURENESS) for one in self.sureness]}
+        return cls(budget.seconds, record.spent, done, wanted, tuple(missing))
 
     @property
     def line(self) -> str:
@@ -106,42 +60,6 @@ class BenchSpending:
         if self.not_measured:
             line += f" Not measured: {', '.join(self.not_measured)}. --continue goes on."
         return line
-
-
-def sureness_of(record: HeatRecord, rows: Sequence[Row]) -> tuple[Sureness, ...]:
-    """Of every method's overall speedup; ``rows`` are the figures of the record."""
-    method_rows = []
-    categories = {(row.concurrency, row.temperature, row.category) for row in rows}
-    for row in rows:
-        cell = row.concurrency, row.temperature
-        alone = sum(key[:2] == cell for key in categories) == 1
-        if row.method == row.best_plain or not (alone or row.category == OVERALL):
-            continue
-        heats = record.of(*cell)
-        prompts = {heat.job.index for heat in heats}
-        low, high = _interval(heats, row) if row.concurrency == 1 else (None, None)
-        count = len(prompts) if row.concurrency == 1 else row.requests // row.rounds
-        method_rows.append(
-            Sureness(row.method, *cell, row.speedup.median, low, high, count, row.rounds)
-        )
-    return tuple(method_rows)
-
-
-def _interval(heats: Sequence[Heat], row: Row) -> tuple[float | None, float | None]:
-    """Of the ratio of all tokens by all seconds, prompts drawn anew with replacement."""
-    sums: dict[int, np.ndarray[Any, np.dtype[np.float64]]] = {}
-    for heat in heats:
-        measured, plain = heat.outcomes[row.method], heat.outcomes[row.best_plain]
-        figures = np.array([measured.tokens, measured.seconds, plain.tokens, plain.seconds])
-        sums[heat.job.index] = sums.get(heat.job.index, np.zeros(4)) + figures
-    if len(sums) < _FEWEST:
-        return None, None
-    table = np.stack(list(sums.values()))
-    drawn = np.random.default_rng(0).integers(len(table), size=(_RESAMPLES, len(table)))
-    tokens, seconds, plain_tokens, plain_seconds = table[drawn].sum(1).T
-    ratios = tokens / seconds * plain_seconds / plain_tokens
-    low, high = np.quantile(ratios, [(1 - _LEVEL) / 2, (1 + _LEVEL) / 2])
-    return float(low), float(high)
 
 
 @dataclass(frozen=True)
@@ -214,7 +132,7 @@ class BenchResult:
             "bugs": self.bugs(),
             "prompts_left_out": list(self.left_out),
             "conversations_cut": self.cut,
-            "budget": self.spending and self.spending.record(),
+            "budget": self.spending and asdict(self.spending),
         }
 
     def specs(self) -> dict[str, str]:
@@ -224,9 +142,8 @@ class BenchResult:
 
     def amount(self) -> str:
         """How many prompts the figures are of, and of how many that were asked for."""
-        wanted = measured = int(self.settings["prompts"])
-        if self.spending is not None:
-            measured = max((item.prompts for item in self.spending.sureness), default=0)
+        wanted = int(self.settings["prompts"])
+        measured = max((row.heats for row in self.rows if row.concurrency == 1), default=wanted)
         return f"{wanted} prompts" if measured >= wanted else f"{measured} of {wanted} prompts"
 
     def bugs(self) -> list[str]:

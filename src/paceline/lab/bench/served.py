@@ -22,7 +22,7 @@ from paceline.errors import PacelineError
 from paceline.lab.bench.runs import Ask, BenchEngine, TimedAnswer, TimedRun
 
 EQUAL = "equal"
-ASPECTS = ("template", "ids", "ignore_eos", "precision", "cache", "threads")
+ASPECTS = ("ids", "ignore_eos")
 _TIMEOUT = 600.0  # seconds between two deliveries: a long prompt on a slow machine
 _SHOWN = 160  # characters of a server's error
 # What is asked for if the server takes it: prompts as ids, no end, ids and counts in the answer,
@@ -45,12 +45,10 @@ class BaselineFailedError(PacelineError):
 
 @dataclass(frozen=True)
 class Reference:
-    """What another engine is held against: the target's tokenizer and vocabulary size, and the
-    words for our precision."""
+    """What another engine is held against: the target's tokenizer and vocabulary size."""
 
     tokenizer: PreTrainedTokenizerFast
     vocabulary: int
-    precision: str
 
     def ids_of(self, text: str) -> tuple[int, ...]:
         token_ids = self.tokenizer(text, add_special_tokens=False)["input_ids"]
@@ -223,9 +221,6 @@ class ServedEngine(BenchEngine):
                     self.takes.discard(wish)
             except _FAILURES:
                 self.takes.discard(wish)
-        self.different["precision"] = f"unknown; here {self.reference.precision}"
-        self.different["cache"] = "its own: later rounds may find their prompts there"
-        self.different["threads"] = "its own"
         if "ids" not in self.takes:
             self.different["ids"] = "prompts sent as text, which its own tokenizer reads"
         if "ignore_eos" not in self.takes:

@@ -48,7 +48,7 @@ class _Gains:
 
     def of(self, setting: PredictedSetting) -> float:
         confirmed = self.outcome.confirmed(setting.method)
-        return setting.rate / self.outcome.plain_rate if confirmed is None else confirmed
+        return setting.speedup if confirmed is None else confirmed
 
     def pays(self, setting: PredictedSetting) -> bool:
         return self.of(setting) >= MARGIN

@@ -37,7 +37,6 @@ from paceline.lab.tune.search import (
     PredictedSetting,
     batch_sizes,
     break_even,
-    predict,
     search,
 )
 from paceline.lab.tune.spending import (
@@ -100,12 +99,6 @@ class TuningOutcome:
         return search(self.methods, self.target, self.options.concurrency)
 
     @property
-    def plain_rate(self) -> float:
-        """Predicted tokens per second of plain decoding at the requested concurrency."""
-        assert self.target is not None and self.plain is not None
-        return predict(self.plain, self.target, 0, self.options.concurrency).rate
-
-    @property
     def results(self) -> list[Confirmation]:
         """Of the finalists, plain decoding first."""
         return confirmations(self.finalists, self.heats)
@@ -122,8 +115,8 @@ class TuningOutcome:
         return max((r.speedup for r in results if r.ratios), default=None)
 
     def break_even_of(self, method: MeasuredMethod) -> int:
-        assert self.target is not None and self.plain is not None
-        return break_even(method, self.plain, self.target, self.largest_batch)
+        assert self.target is not None
+        return break_even(method, self.target, self.largest_batch)
 
     @property
     def largest_batch(self) -> int:
@@ -331,7 +324,6 @@ def choose(outcome: TuningOutcome, default: DrafterCandidate | None = None) -> l
     The hybrid is of the best drafter that looks text up and the best that runs a model, if both
     are predicted to gain anything.
     """
-    plain_rate = outcome.plain_rate
     best: dict[str, PredictedSetting] = {}
     for setting in outcome.settings:
         best.setdefault(setting.method.family, setting)
@@ -343,7 +335,7 @@ def choose(outcome: TuningOutcome, default: DrafterCandidate | None = None) -> l
             candidate.spec,
             "auto",
             max([_DEFAULT_LENGTH, *(setting.length for setting in members)]),
-            max((s.rate / plain_rate for s in members), default=None),
+            max((setting.speedup for setting in members), default=None),
             tuple(setting.method for setting in members),
             candidate.default,
         )
@@ -353,15 +345,14 @@ def choose(outcome: TuningOutcome, default: DrafterCandidate | None = None) -> l
         kinds = [member.kind for member in parse_draft(default.spec).members()]
         finalists.append(adapting(default, [best[kind] for kind in kinds if kind in best]))
     first_two = list(best.values())[:2]
-    for setting in sorted(first_two, key=lambda s: (s.rate <= plain_rate, not s.method.lookup)):
+    for setting in sorted(first_two, key=lambda s: (s.speedup <= 1, not s.method.lookup)):
         method = setting.method
         longest = _DEFAULT_LENGTH if method.lookup else max(_DEFAULT_LENGTH, setting.length)
-        predicted = setting.rate / plain_rate
         finalists += [
-            Finalist(method.label, method.spec, length, longest, predicted, (method,))
+            Finalist(method.label, method.spec, length, longest, setting.speedup, (method,))
             for length in (setting.length, "auto")
         ]
-    gaining = [s for s in best.values() if s.rate > plain_rate]
+    gaining = [s for s in best.values() if s.speedup > 1]
     lookup = next((s for s in gaining if s.method.lookup), None)
     model = next((s for s in gaining if not s.method.lookup), None)
     if lookup and model:

@@ -12,7 +12,7 @@ from paceline.lab.report.plots import lines
 from paceline.lab.tune.advice import advise
 from paceline.lab.tune.confirm import Confirmation
 from paceline.lab.tune.plan import CALM, TuningOutcome
-from paceline.lab.tune.search import PredictedSetting, batch_sizes, pass_ratio, speedups
+from paceline.lab.tune.search import PredictedSetting, batch_sizes, best_length, pass_ratio
 from paceline.llm import LLM
 from paceline.model.identity import ModelIdentity
 from paceline.settings.tuned import (
@@ -33,9 +33,8 @@ _BUSY = (
     "figures; tune again when it is idle."
 )
 _PREDICTED = (
-    "Plain decoding: {0.plain_rate:.0f} tok/s predicted. len.: levels. acc.: share of tried "
-    "positions accepted. ms: a step; draft: its share. until: the largest batch that gains, sought "
-    "to {0.largest_batch}. {0.prompt_count} prompts at hand."
+    "len.: levels. acc.: share of tried positions accepted. ms: a step; draft: its share. until: "
+    "the largest batch that gains, sought to {0.largest_batch}. {0.prompt_count} prompts at hand."
 )
 _CONFIRMATION = (
     "All by plain decoding. predicted and decoding: without reading prompts. whole: with it, the "
@@ -54,10 +53,6 @@ def _found(outcome: TuningOutcome) -> tuple[Column, ...]:
     """Of a setting of the search, beside what else is known of the target."""
     target = outcome.target
     assert target is not None
-
-    def by_plain(rate: float) -> float:
-        return rate / outcome.plain_rate
-
     return (
         Column("method", "method", "method.label"),
         Column("spec", "", "method.spec"),
@@ -72,7 +67,7 @@ def _found(outcome: TuningOutcome) -> tuple[Column, ...]:
         Column("", "draft", "", lambda setting: share(setting.drafting / setting.seconds)),
         Column("cost_ratio", "", "method", stored=lambda method: pass_ratio(method, target)),
         Column("predicted_tokens_per_second", "tok/s", "rate", _rounded),
-        Column("predicted_speedup", "speedup", "rate", lambda r: times(by_plain(r)), by_plain),
+        Column("predicted_speedup", "speedup", "speedup", times),
         Column("break_even_batch", "until", "method", outcome.break_even_of, outcome.break_even_of),
     )
 
@@ -131,8 +126,7 @@ def decision(outcome: TuningOutcome) -> str:
             return "Nothing was measured to the end."
         return (
             f"Not confirmed: {best.method.label} at length {best.length} is predicted to reach "
-            f"{best.rate / outcome.plain_rate:.2f}x plain decoding, but nothing was decoded to "
-            "confirm it."
+            f"{best.speedup:.2f}x plain decoding, but nothing was decoded to confirm it."
         )
     if chosen.finalist == results[0].finalist:
         why = "all drafts were slower" if slower else "no draft was clearly faster"
@@ -173,13 +167,13 @@ def report_of(outcome: TuningOutcome) -> Report:
 
 
 def _figures(outcome: TuningOutcome, settings: Sequence[PredictedSetting]) -> list[Figure]:
-    target, plain = outcome.target, outcome.plain
-    assert target is not None and plain is not None
+    target = outcome.target
+    assert target is not None
     sizes = batch_sizes(outcome.options.concurrency, outcome.largest_batch)
     best = {setting.method.family: setting.method for setting in reversed(settings)}
     gains: dict[str, list[float | None]] = {"plain": [1.0] * len(sizes)}
     for method in list(best.values())[: -_SHOWN - 1 : -1]:
-        gains[method.label] = list(speedups(method, plain, target, sizes))
+        gains[method.label] = [best_length(method, target, size).speedup for size in sizes]
     counts = [n for n in (1, 2, 4, 8, 16, 24) if n <= target.curves[0].tokens[-1]]
     curves: dict[str, list[float | None]] = {
         f"{batch} sequences": [curve(n) / curve(1) for n in counts]
@@ -209,7 +203,6 @@ def tuning_record(outcome: TuningOutcome) -> dict[str, Any]:
         "prompts": outcome.prompt_count,
         "decision": decision(outcome),
         "confirmed": outcome.chosen is not None,
-        "plain_predicted_tokens_per_second": outcome.plain_rate if settings else None,
         "copied_share": outcome.copied,
         "unrest": outcome.unrest,
         "target_costs": target and asdict(_known_costs(outcome)),

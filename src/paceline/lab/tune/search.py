@@ -5,7 +5,7 @@ All that goes in is measured, see measure.py.
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Iterable, Sequence
+from collections.abc import Hashable, Iterable
 from dataclasses import dataclass, replace
 from functools import lru_cache
 from itertools import pairwise
@@ -111,7 +111,7 @@ class PredictedSetting:
     """A method at a draft length and batch size, with what the model predicts for it.
 
     ``tokens_per_step`` of a sequence; ``seconds`` of a step of the whole batch, ``drafting`` of
-    them to draft. ``rate``: tokens per second of the whole batch.
+    them to draft. ``rate``: tokens per second of the whole batch; ``speedup``: by plain decoding's.
     """
 
     method: MeasuredMethod
@@ -120,10 +120,8 @@ class PredictedSetting:
     tokens_per_step: float
     seconds: float
     drafting: float
-
-    @property
-    def rate(self) -> float:
-        return self.batch * self.tokens_per_step / self.seconds
+    rate: float
+    speedup: float
 
 
 def predict(
@@ -131,15 +129,17 @@ def predict(
 ) -> PredictedSetting:
     cost = cost_of(method, target)
     tokens = cost.tokens(method.spec, length) if length else 1.0
-    seconds = batch * tokens / cost.rate(method.spec, length, batch)
+    rate = cost.rate(method.spec, length, batch)
+    seconds = batch * tokens / rate
     drafting = seconds - cost.rest(batch, method.nodes[length])
-    return PredictedSetting(method, length, batch, tokens, seconds, drafting)
+    speedup = cost.speedup(method.spec, length, batch)
+    return PredictedSetting(method, length, batch, tokens, seconds, drafting, rate, speedup)
 
 
 def best_length(method: MeasuredMethod, target: TargetCosts, batch: int) -> PredictedSetting:
-    """The draft length, 1 at least where there is one, with the most tokens per second."""
-    lengths = range(min(1, method.longest), method.longest + 1)
-    return max((predict(method, target, g, batch) for g in lengths), key=lambda s: s.rate)
+    """The draft length, 1 at least, with the most tokens per second."""
+    length = cost_of(method, target).best_length(method.spec, batch)
+    return predict(method, target, length, batch)
 
 
 def search(
@@ -153,27 +153,15 @@ def search(
     return sorted(lengths, key=lambda setting: setting.rate, reverse=True)
 
 
-def batch_sizes(concurrency: int, largest: int = 32) -> list[int]:
+def batch_sizes(concurrency: int, largest: int) -> list[int]:
     """1, 2, 4 ... up to ``largest`` and to the concurrency, which is one of them."""
     powers = [1 << n for n in range(16) if 1 << n <= max(concurrency, largest)]
     return sorted({*powers, concurrency})
 
 
-def speedups(
-    method: MeasuredMethod, plain: MeasuredMethod, target: TargetCosts, batches: Sequence[int]
-) -> list[float]:
-    """Predicted tokens per second by plain decoding's at each batch size, each at its best."""
-    return [
-        best_length(method, target, batch).rate / predict(plain, target, 0, batch).rate
-        for batch in batches
-    ]
-
-
-def break_even(
-    method: MeasuredMethod, plain: MeasuredMethod, target: TargetCosts, largest: int
-) -> int:
+def break_even(method: MeasuredMethod, target: TargetCosts, largest: int) -> int:
     """The largest batch up to which the method beats plain decoding without a gap; 0 if none."""
     for batch in range(1, largest + 1):
-        if speedups(method, plain, target, [batch])[0] <= 1:
+        if best_length(method, target, batch).speedup <= 1:
             return batch - 1
     return largest
