@@ -49,14 +49,34 @@ from measuring import alternate, finish, machine, median_ratio
 from paceline import LLM, SamplingParams
 from paceline.engine.driver import Drive
 from paceline.lab.bench.figures import percentile
-from paceline.lab.report.document import Report, Table, Text
+from paceline.lab.report.columns import Column, milliseconds, number, table_of, times
+from paceline.lab.report.document import Report
 from paceline.lab.report.render import as_table, print_report
 from prompts import default_folder
 from serving_work import SERVED, Work, counted, work_of
 
 WAYS = ("auto", "off")  # with the default drafter, and without any
-# Kinds of servers by --processes, and their names in figures: "http" is two processes.
-KINDS = {"one": ("single",), "two": ("http",), "both": ("http", "single")}
+# Servers by --processes: how many processes they have, in words.
+KINDS = {"one": ("one",), "two": ("two",), "both": ("two", "one")}
+ENGINE = "engine"  # in this process, without a server
+SPEEDS = (
+    Column("clients", "clients"),
+    Column("processes", "processes"),
+    Column("off_tokens_per_second", "off, tok/s", shown="{:.0f}".format),
+    Column("on_tokens_per_second", "on, tok/s", shown="{:.0f}".format),
+    Column("speedup", "speedup", shown=times),
+    Column("off_by_engine", "off by engine", shown=number),
+    Column("on_by_engine", "on by engine", shown=number),
+)
+LATENCIES = (
+    Column("clients", "clients"),
+    Column("processes", "processes"),
+    Column("speculation", "speculation"),
+    Column("first_p50", "first token p50 ms", shown=milliseconds),
+    Column("first_p99", "p99", shown=milliseconds),
+    Column("inter_token_p50", "inter-token p50 ms", shown=milliseconds),
+    Column("inter_token_p99", "p99", shown=milliseconds),
+)
 
 
 # -- over HTTP ---------------------------------------------------------------------------------
@@ -130,7 +150,7 @@ def server(kind: str, batch: int, threads: int, work: Work) -> Iterator[int]:
     command += ["--draft", work.draft]
     command += ["--port", str(port), "--max-batch-size", str(batch), "--threads", str(threads)]
     command += ["--log-level", "warning", "--served-model-name", SERVED]
-    if kind == "single":
+    if kind == "one":
         command.append("--single-process")
     process = subprocess.Popen(command, stdout=subprocess.DEVNULL)
     try:
@@ -171,45 +191,46 @@ def directly(llm: LLM, count: int, work: Work, way: str) -> float:
 # -- the run -----------------------------------------------------------------------------------
 
 
+Asked = tuple[str, str]  # a kind of server or the engine, and with or without speculation
+
+
 @dataclass
 class Cell:
-    """Tokens a second by way of asking, ``"http auto"`` and so on, one entry a round."""
+    """Tokens a second by who was asked and how, one entry a round; latencies of the servers."""
 
     concurrency: int
-    rates: dict[str, list[float]] = field(default_factory=dict)
-    latencies: dict[str, Latencies] = field(default_factory=dict)
+    rates: dict[Asked, list[float]] = field(default_factory=dict)
+    latencies: dict[Asked, Latencies] = field(default_factory=dict)
 
-    @property
-    def kinds(self) -> list[str]:
-        """Of servers that were measured."""
-        return [kind for kind in KINDS["both"] if f"{kind} off" in self.rates]
-
-    def median(self, name: str) -> float:
-        return statistics.median(self.rates[name])
-
-    def ratio(self, one: str, other: str) -> float:
+    def ratio(self, one: Asked, other: Asked) -> float:
         """The median of the rounds' ratios."""
         return median_ratio(self.rates[one], self.rates[other])
 
-    def record(self) -> dict[str, Any]:
-        found: dict[str, Any] = {"concurrency": self.concurrency, "tokens_per_second": self.rates}
-        first = self.kinds[0]
-        found["speedup"] = self.ratio(f"{first} auto", f"{first} off")
-        found["server_by_engine"] = {
-            way if kind == "http" else f"{kind} {way}": self.ratio(f"{kind} {way}", f"engine {way}")
-            for kind in self.kinds
-            for way in WAYS
-        }
-        found["latency"] = {
-            way: {
-                "first_p50": percentile(own.first, 0.5),
-                "first_p99": percentile(own.first, 0.99),
-                "inter_token_p50": percentile(own.gaps, 0.5),
-                "inter_token_p99": percentile(own.gaps, 0.99),
+    def speeds(self) -> Iterator[dict[str, Any]]:
+        """A server of each kind."""
+        for kind in dict.fromkeys(kind for kind, _ in self.rates if kind != ENGINE):
+            yield {
+                "clients": self.concurrency,
+                "processes": kind,
+                "off_tokens_per_second": statistics.median(self.rates[kind, "off"]),
+                "on_tokens_per_second": statistics.median(self.rates[kind, "auto"]),
+                "speedup": self.ratio((kind, "auto"), (kind, "off")),
+                "off_by_engine": self.ratio((kind, "off"), (ENGINE, "off")),
+                "on_by_engine": self.ratio((kind, "auto"), (ENGINE, "auto")),
             }
-            for way, own in self.latencies.items()
-        }
-        return found
+
+    def times(self) -> Iterator[dict[str, Any]]:
+        """Seconds, seen by the clients."""
+        for (kind, way), seen in self.latencies.items():
+            yield {
+                "clients": self.concurrency,
+                "processes": kind,
+                "speculation": way,
+                "first_p50": percentile(seen.first, 0.5),
+                "first_p99": percentile(seen.first, 0.99),
+                "inter_token_p50": percentile(seen.gaps, 0.5),
+                "inter_token_p99": percentile(seen.gaps, 0.99),
+            }
 
 
 def measure(args: argparse.Namespace, work: Work) -> list[Cell]:
@@ -228,73 +249,22 @@ def measure(args: argparse.Namespace, work: Work) -> list[Cell]:
                 for port in ports.values():
                     over_http(port, cell.concurrency, short, way)
                 directly(llm, cell.concurrency, short, way)
-        names = [(kind, way) for kind in (*kinds, "engine") for way in WAYS]
+        asked = [(kind, way) for kind in (*kinds, ENGINE) for way in WAYS]
 
         def rate(kind: str, way: str, clients: int) -> float:
-            if kind == "engine":
+            if kind == ENGINE:
                 return work.tokens / directly(llm, clients, work, way)
             return work.tokens / over_http(ports[kind], clients, work, way)
 
         for cell in track(cells, "serving", console=Console(stderr=True), transient=True):
-            ways = {f"{k} {way}": partial(rate, k, way, cell.concurrency) for k, way in names}
+            ways = {(kind, way): partial(rate, kind, way, cell.concurrency) for kind, way in asked}
             cell.rates = alternate(ways, args.rounds, warm_up=0)
         for cell in cells:
             for kind, port in ports.items():
                 for way in WAYS:
-                    name = way if kind == "http" else f"{kind} {way}"
-                    cell.latencies[name] = Latencies()
-                    over_http(port, cell.concurrency, work, way, cell.latencies[name])
+                    seen = cell.latencies[kind, way] = Latencies()
+                    over_http(port, cell.concurrency, work, way, seen)
     return cells
-
-
-def tables(cells: list[Cell], work: Work, args: argparse.Namespace) -> list[Table]:
-    most = "at most " if work.ends else ""
-    note = (
-        f"{len(work.prompts)} prompts of eight kinds, {most}{work.max_tokens} tokens each, greedy; "
-        f"medians of {args.rounds} interleaved rounds; {args.threads} thread(s) for the model."
-    )
-    words = {"http": "two", "single": "one"}
-    speed = [
-        (
-            cell.concurrency,
-            words[kind],
-            f"{cell.median(f'{kind} off'):.0f}",
-            f"{cell.median(f'{kind} auto'):.0f}",
-            f"{cell.ratio(f'{kind} auto', f'{kind} off'):.2f}x",
-            f"{cell.ratio(f'{kind} off', 'engine off'):.2f}",
-            f"{cell.ratio(f'{kind} auto', 'engine auto'):.2f}",
-        )
-        for cell in cells
-        for kind in cell.kinds
-    ]
-    times = [
-        (
-            cell.concurrency,
-            words["single" if name.startswith("single ") else "http"],
-            name.removeprefix("single "),
-            *(
-                f"{1e3 * (percentile(values, share) or 0.0):.1f} ms"
-                for values in (own.first, own.gaps)
-                for share in (0.5, 0.99)
-            ),
-        )
-        for cell in cells
-        for name, own in cell.latencies.items()
-    ]
-    head = ("clients", "processes")
-    return [
-        Table(
-            (*head, "off, tok/s", "on, tok/s", "speedup", "off by engine", "on by engine"),
-            speed,
-            "Throughput, and the server's by the bare engine's",
-            note,
-        ),
-        Table(
-            (*head, "speculation", "first token p50", "p99", "inter-token p50", "p99"),
-            times,
-            "Latency, seen by the clients",
-        ),
-    ]
 
 
 def parse(arguments: list[str]) -> argparse.Namespace:
@@ -332,13 +302,24 @@ def main() -> None:
     torch.set_num_threads(args.threads)
     work = work_of(args)
     cells = measure(args, work)
-    found = tables(cells, work, args)
+    speeds = [row for cell in cells for row in cell.speeds()]
+    latencies = [row for cell in cells for row in cell.times()]
+    most = "at most " if work.ends else ""
+    note = (
+        f"{len(work.prompts)} prompts of eight kinds, {most}{work.max_tokens} tokens each, greedy; "
+        f"medians of {args.rounds} interleaved rounds; {args.threads} thread(s) for the model. "
+        "Above 0.95 of the bare engine's the server costs less than a twentieth."
+    )
+    tables = [
+        table_of(speeds, SPEEDS, note, "Throughput, and the server's by the bare engine's"),
+        table_of(latencies, LATENCIES, "", "Latency, seen by the clients"),
+    ]
     report = Report("Serving")
-    report.add("Serving", *found, Text("Above 0.95 the server costs less than a twentieth."))
+    report.add("Serving", *tables)
     print_report(report, Console(width=max(100, Console().width)))
     if args.markdown:
-        Path(args.markdown).write_text("\n\n".join(map(as_table, found)) + "\n")
-    record = {"cells": [cell.record() for cell in cells], "threads": args.threads}
+        Path(args.markdown).write_text("\n\n".join(map(as_table, tables)) + "\n")
+    record = {"speeds": speeds, "latencies": latencies, "threads": args.threads}
     finish(record | {"machine": machine()}, args.json)
 
 

@@ -56,7 +56,7 @@ def sections(found: BenchResult) -> list[str]:
 
 def shown(found: BenchResult) -> str:
     out = io.StringIO()
-    print_report(report_of(found), Console(file=out, width=120))
+    print_report(report_of(found), Console(file=out, width=150))
     return " ".join(out.getvalue().split())  # notes are wrapped
 
 
@@ -151,7 +151,7 @@ def test_a_method_that_never_drafted_had_none_tried_and_plain_shows_nothing() ->
         heat.outcomes["model:a/quick@2"] = replace(heat.outcomes["plain"], drafted=0)
     found = replace(result(job("chat", 0)), rows=rows(HeatRecord(heats), {"plain"}))
     text = shown(found)
-    # At both temperatures, the note, and beside the acceptance by position of nobody.
+    # At both temperatures, and the note.
     assert text.count("none tried") == 3
     assert "no draft was tried, as it would not have paid" in text
 

@@ -76,7 +76,6 @@ def speedup(value: Spread) -> str:
     return value.shown(2, "x")
 
 
-_LENGTH = Column("", "drafted a step", "drafts.length", number)
 _FIGURES = (
     Column("", "tok/s", "tokens_per_second", rate),
     Column("", "speedup", "speedup", speedup),
@@ -85,7 +84,6 @@ _FIGURES = (
     Column("", "ITL p50 ms", "inter_token_p50", milliseconds),
     Column("", "ITL p99 ms", "inter_token_p99", milliseconds),
     Column("", "stall p99 ms", "stall_p99", milliseconds),
-    _LENGTH,
     Column("", "tokens a step", "drafts.mean_accepted_length", number),
 )
 _PHASES = (
@@ -206,19 +204,23 @@ class _Pages:
             alone = any(method.alone for method in self.result.methods)
             note += _CLIENTS + (_ALONE if alone else "") + self.repetition()
             rows = [row for row in self.totals if row.temperature == self.temperatures[0]]
-            rates = self.by_method(rows, self.counts, "concurrency", "tokens_per_second.median")
-            axes = list(map(float, self.counts)), rates, "requests in flight", "tokens/s", True
-            title = "Throughput against concurrency"
-            drawn.append(Figure(title, lambda: plots.lines(*axes), "concurrency"))
+            drawn.append(self.line(rows, "concurrency", "tokens_per_second.median", "tokens/s"))
         if len(self.temperatures) > 1:
             rows = [row for row in self.totals if row.concurrency == self.base]
-            gains = self.by_method(rows, self.temperatures, "temperature", "speedup.median")
-            at = self.temperatures, gains, "temperature", "speedup"
-            title = "Speedup against temperature"
-            drawn.append(Figure(title, lambda: plots.lines(*at), "temperature"))
+            drawn.append(self.line(rows, "temperature", "speedup.median", "speedup"))
         if NONE_TRIED in map(self.accepted, self.totals):
             note += f" {UNTRIED}"
         self.report.add("Methods", table_of(self.totals, columns, note), *drawn)
+
+    def line(self, rows: Sequence[Row], at: str, value: str, label: str) -> Figure:
+        """A line a method, of what there are several of."""
+        points = sorted({float(getattr(row, at)) for row in rows})
+        series = self.by_method(rows, points, at, value)
+        clients = at == "concurrency"
+        name = "requests in flight" if clients else at
+        return Figure(
+            f"{label} against {at}", lambda: plots.lines(points, series, name, label, clients), at
+        )
 
     def accepted(self, row: Row) -> str | None:
         drafting = {method.name for method in self.result.methods if method.speculates}
@@ -299,7 +301,8 @@ class _Pages:
             return
         depth = range(max(len(row.drafts.reached) for row in rows.values()))
         accepted = Column("", "accepted", "", self.accepted)
-        columns = [_LENGTH, accepted, *map(_at_position, depth)]
+        length = Column("", "drafted a step", "drafts.length", number)
+        columns = [length, accepted, *map(_at_position, depth)]
         series = {name: list(row.drafts.acceptance) for name, row in rows.items()}
         axes = [float(n + 1) for n in depth], series, "position", "accepted"
         title = "Acceptance by position in the draft, conditional"
