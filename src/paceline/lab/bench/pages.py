@@ -30,9 +30,11 @@ PHASES = tuple(StepSums().seconds)
 _NOTE = (
     "Medians over rounds, ± half of the range from the lowest to the highest. Speedup is over the "
     "best plain decoding in the same rounds; 95 %: how far other such prompts may move it, by "
-    "drawing prompts anew (bootstrap). TTFT: median time to first token. ITL: gap before a "
-    "delivery, divided by the tokens delivered together; stall: the undivided gap. Tokens a step: "
-    "mean accepted length, the target's own token included."
+    "drawing prompts anew (bootstrap). Tokens a step: the target's own token included."
+)
+_LATENCY = (
+    "TTFT: median time to first token. ITL: gap before a delivery, divided by the tokens delivered "
+    "together; stall: the undivided gap."
 )
 _CLIENTS = " Of several clients each sends its next request when one is answered, over all prompts."
 _ALONE = " transformers answers one request at a time, so it runs at 1 only."
@@ -76,15 +78,17 @@ def speedup(value: Spread) -> str:
     return value.shown(2, "x")
 
 
-_FIGURES = (
+_SPEEDS = (
     Column("", "tok/s", "tokens_per_second", rate),
     Column("", "speedup", "speedup", speedup),
     Column("", "95 %", "interval", lambda ends: f"{ends[0]:.2f} to {ends[1]:.2f}x"),
+    Column("", "tokens a step", "drafts.mean_accepted_length", number),
+)
+_LATENCIES = (
     Column("", "TTFT ms", "time_to_first_token", milliseconds),
     Column("", "ITL p50 ms", "inter_token_p50", milliseconds),
     Column("", "ITL p99 ms", "inter_token_p99", milliseconds),
     Column("", "stall p99 ms", "stall_p99", milliseconds),
-    Column("", "tokens a step", "drafts.mean_accepted_length", number),
 )
 _PHASES = (
     *(Column("", f"{name} ms", f"phases.{name}", milliseconds) for name in PHASES),
@@ -195,8 +199,8 @@ class _Pages:
         if not self.rows:
             return
         price, note, drawn = self.result.price, _NOTE, list[Figure]()
-        columns = [*self.swept(self.totals), *_FIGURES]
-        columns.insert(-1, Column("", "accepted", "", self.accepted))
+        swept = self.swept(self.totals)
+        columns = [*swept, *_SPEEDS, Column("", "accepted", "", self.accepted)]
         if price is not None:
             note += f" Cost: of a million tokens, at {price:g} a machine hour."
             columns.append(Column("", "cost", "", lambda r: f"{r.cost_per_million(price):.3g}"))
@@ -210,7 +214,8 @@ class _Pages:
             drawn.append(self.line(rows, "temperature", "speedup.median", "speedup"))
         if NONE_TRIED in map(self.accepted, self.totals):
             note += f" {UNTRIED}"
-        self.report.add("Methods", table_of(self.totals, columns, note), *drawn)
+        latencies = table_of(self.totals, [*swept, *_LATENCIES], _LATENCY)
+        self.report.add("Methods", table_of(self.totals, columns, note), latencies, *drawn)
 
     def line(self, rows: Sequence[Row], at: str, value: str, label: str) -> Figure:
         """A line a method, of what there are several of."""
