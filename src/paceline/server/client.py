@@ -12,20 +12,13 @@ from __future__ import annotations
 
 import asyncio
 import itertools
-import logging
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from paceline.errors import ConfigError
-from paceline.server.failures import (
-    BusyError,
-    DeadlineError,
-    DrainingError,
-    GoneError,
-    SlowReaderError,
-)
+from paceline.server.failures import BusyError, DeadlineError, DrainingError, GoneError
 from paceline.server.wire import (
     Accepted,
     Cancel,
@@ -43,10 +36,6 @@ if TYPE_CHECKING:
     from paceline.core.params import SamplingParams
     from paceline.request.completion import Completion, StreamEvent
 
-log = logging.getLogger("paceline.server")
-
-# Tokens of a ticket that may wait to be read: a client that reads has a handful.
-MAX_UNREAD = 65_536
 SCRAPE_SECONDS = 5.0
 
 
@@ -80,18 +69,17 @@ class Ticket:
         drafter: str,
     ) -> None:
         self.number, self.params, self.drafter = number, params, drafter
-        self.count = count = len(prompts) * params.n
+        self.count = len(prompts) * params.n
         self.prompt_tokens = sum(map(len, prompts))
         self.written = 0  # tokens so far
         self.done: list[Completion] = []
-        self.accepted: asyncio.Future[None] = asyncio.get_running_loop().create_future()
-        self.open = count  # sequences that are not complete
+        self.accepted = False
+        self.open = self.count  # sequences that are not complete
         self.error: Exception | None = None  # what ended it
+        self.timer: asyncio.TimerHandle | None = None
         self._client = client
         self._events: list[StreamEvent] = []
-        self._unread = 0
-        self._waiter: asyncio.Future[None] | None = None
-        self._timer: asyncio.TimerHandle | None = None
+        self._changed = asyncio.Event()
 
     def cancel(self) -> None:
         """Its sequences leave before the next step; a finished one is let go."""
@@ -107,56 +95,38 @@ class Ticket:
                 raise self.error
             if not self.open:
                 return []
-            self._waiter = asyncio.get_running_loop().create_future()
-            try:
-                await self._waiter
-            finally:
-                self._waiter = None
-        events, self._events, self._unread = self._events, [], 0
+            await self._change()
+        events, self._events = self._events, []
         return events
+
+    async def until_accepted(self) -> None:
+        """Raises the APIError that ended it."""
+        while not self.accepted:
+            if self.error is not None:
+                raise self.error
+            await self._change()
+
+    async def _change(self) -> None:
+        self._changed.clear()
+        await self._changed.wait()
 
     # -- called by the client ------------------------------------------------------------------
 
-    def give_up_in(self, seconds: float, by_request: bool) -> None:
-        """Its deadline, which holds whatever the engine does."""
-        loop = asyncio.get_running_loop()
-        self._timer = loop.call_later(seconds, self._give_up, DeadlineError(by_request), "deadline")
-
-    def _give_up(self, error: Exception, outcome: str = "cancelled") -> None:
-        self.fail(error)
-        self._client.dismiss(self, outcome)
-
     def add(self, event: StreamEvent) -> None:
         """Without waking the handler."""
-        count = len(event.token_ids)
         if event.completion is not None:
             self.open -= 1
             self.done.append(event.completion)
-            self.written += count or len(event.completion.token_ids)
-        else:
-            self.written += count
-        self._unread += count
+        self.written += len(event.token_ids or (event.completion or event).token_ids)
         self._events.append(event)
-        if self._unread > MAX_UNREAD:
-            log.warning("an answer is not read: its request has been cancelled")
-            self._events.clear()
-            self._give_up(SlowReaderError())
 
     def wake(self) -> None:
-        if self._waiter is not None and not self._waiter.done():
-            self._waiter.set_result(None)
+        self._changed.set()
 
     def fail(self, error: Exception) -> None:
         """The end, after what has come."""
-        if self.error is None:
-            self.error = error
-        if not self.accepted.done():
-            self.accepted.set_result(None)  # ``submit`` looks for the error
+        self.error = self.error or error
         self.wake()
-
-    def stop_timer(self) -> None:
-        if self._timer is not None:
-            self._timer.cancel()
 
 
 class EngineClient(ABC):
@@ -210,21 +180,19 @@ class EngineClient(ABC):
             raise DrainingError("the server is shutting down; send the request elsewhere")
         if not self.alive:
             raise GoneError
-        limits = [limit for limit in (deadline, self.limits.deadline) if limit is not None]
-        seconds = min(limits, default=None)
-        by_request = deadline is not None and seconds == deadline
         drafters = self.facts.drafters
         drafter = params.drafter or (drafters[0] if drafters else "none")
         ticket = Ticket(self, next(self._numbers), prompts, params, drafter)
         self._check_capacity(ticket.count)
         self._post(Submit(ticket.number, list(prompts), params, streams))
         self._tickets[ticket.number] = ticket
-        if seconds is not None:
-            ticket.give_up_in(seconds, by_request)
+        limits = [limit for limit in (deadline, self.limits.deadline) if limit is not None]
+        if limits:
+            late = DeadlineError(by_request=min(limits) == deadline)
+            events = asyncio.get_running_loop()
+            ticket.timer = events.call_later(min(limits), self._expire, ticket, late)
         try:
-            await ticket.accepted
-            if ticket.error is not None:
-                raise ticket.error
+            await ticket.until_accepted()
         except BaseException:
             ticket.cancel()
             raise
@@ -247,11 +215,21 @@ class EngineClient(ABC):
                 seconds,
             )
 
+    def _expire(self, ticket: Ticket, late: DeadlineError) -> None:
+        ticket.fail(late)
+        self.dismiss(ticket, "deadline")
+
     def dismiss(self, ticket: Ticket, outcome: str = "cancelled") -> None:
         """Nobody reads this ticket any more."""
-        ticket.stop_timer()
-        if self._tickets.pop(ticket.number, None) is not None and self.alive:
+        if self._take(ticket.number) is not None and self.alive:
             self._post(Cancel(ticket.number, outcome))
+
+    def _take(self, number: int) -> Ticket | None:
+        """A ticket that gets nothing more."""
+        ticket = self._tickets.pop(number, None)
+        if ticket is not None and ticket.timer is not None:
+            ticket.timer.cancel()
+        return ticket
 
     async def scrape(self) -> str:
         """The metrics, rendered. Raises GoneError, or TimeoutError if the engine says nothing."""
@@ -282,12 +260,12 @@ class EngineClient(ABC):
             self._deliver(message.events)
         elif isinstance(message, Accepted):
             ticket = self._tickets.get(message.ticket)
-            if ticket is not None and not ticket.accepted.done():
-                ticket.accepted.set_result(None)
-        elif isinstance(message, Ended):
-            ticket = self._tickets.pop(message.ticket, None)
             if ticket is not None:
-                ticket.stop_timer()
+                ticket.accepted = True
+                ticket.wake()
+        elif isinstance(message, Ended):
+            ticket = self._take(message.ticket)
+            if ticket is not None:
                 ticket.fail(message.fault.error())
         elif isinstance(message, Scraped):
             future = self._scrapes.get(message.number)
@@ -300,17 +278,17 @@ class EngineClient(ABC):
         touched: dict[int, Ticket] = {}
         for number, event in events:
             ticket = self._tickets.get(number)
-            if ticket is not None:  # else it was cancelled meanwhile
-                ticket.add(event)
-                touched[number] = ticket
-                if event.completion is not None:
-                    seconds = event.completion.stats.decode_seconds
-                    self._request_seconds += 0.1 * (seconds - self._request_seconds)
-        for ticket in touched.values():
+            if ticket is None:  # it was cancelled meanwhile
+                continue
+            ticket.add(event)
+            touched[number] = ticket
+            if event.completion is not None:
+                seconds = event.completion.stats.decode_seconds
+                self._request_seconds += 0.1 * (seconds - self._request_seconds)
+        for number, ticket in touched.items():
             ticket.wake()
             if not ticket.open:
-                ticket.stop_timer()
-                self._tickets.pop(ticket.number, None)
+                self._take(number)
 
     def lose(self, reason: str) -> None:
         """There is no engine any more."""
@@ -319,10 +297,10 @@ class EngineClient(ABC):
             self._fail_all(GoneError())
 
     def _fail_all(self, error: Exception) -> None:
-        tickets, self._tickets = list(self._tickets.values()), {}
-        for ticket in tickets:
-            ticket.stop_timer()
-            ticket.fail(error)
+        for number in list(self._tickets):
+            ticket = self._take(number)
+            if ticket is not None:
+                ticket.fail(error)
         for future in self._scrapes.values():
             if not future.done():
                 future.set_exception(error)

@@ -81,14 +81,6 @@ class ClientGoneError(APIError):
         super().__init__("the client has gone", 499, _OURS, code="cancelled")
 
 
-class SlowReaderError(APIError):
-    """A client does not read what it asked for."""
-
-    def __init__(self) -> None:
-        message = "the answer was not read, so the request has been cancelled"
-        super().__init__(message, 408, code="slow_reader")
-
-
 # How the line of a ConfigError begins that is about one field.
 _NAMED = re.compile(r"([a-z_]+)(?:: | is | has )")
 

@@ -180,35 +180,32 @@ class PossibleCall:
         self._names = {tool.function.name for tool in tools}
         self._parallel = parallel
         self._deltas: list[Delta] = []
-        self._state = self._text
-        self._held = ""  # read, but not yet decided
         self._blanks = ""  # at the end of the content so far
         self._at_start, self._in_code, self._said_something = True, False, False
         self._calls = 0
-        # Of the call that is being read, if any: its tag, what followed it, and its JSON's end.
-        self._tag = ""
-        self._block: list[str] = []
-        self._json_from = 0
+        self._held = ""  # read, but not yet decided
+        # Of what may be a call, with whose tag ``_held`` then begins: where its JSON begins, how
+        # far that has been followed, where it ends, and the calls that it is.
+        self._tag: str | None = None
+        self._json_from: int | None = None
+        self._followed = self._json_end = 0
         self._end = _JsonEnd()
         self._parsed: list[dict[str, Any]] = []
 
     def feed(self, text: str) -> list[Delta]:
-        if text:
-            self._held += text
-            while self._state():
-                pass
+        self._held += text
+        while self._held and (self._text() if self._tag is None else self._block()):
+            pass
         deltas, self._deltas = self._deltas, []
         return deltas
 
     def finish(self, reason: str) -> tuple[list[Delta], str]:
-        cut = self._state != self._text or bool(self._held)
-        if self._state == self._close:
-            self._held = ""  # at most a part of the closing tag
-            self._call()
+        cut = bool(self._held)
+        if self._parsed:  # what is held is at most a part of the closing tag
+            self._call(len(self._held))
             cut = False
-        else:
-            self._drop_block(self._held)
-            self._held = ""
+        elif self._held:
+            self._say(self._held)
         if self._blanks and not self._calls:
             self._deltas.append({"content": self._blanks})
         deltas, self._deltas = self._deltas, []
@@ -216,7 +213,7 @@ class PossibleCall:
             reason = "tool_calls"
         return deltas, reason
 
-    # Each state reads what it can of _held; true if another one is to go on with the rest.
+    # Each reads what it can of ``_held``; true if there is more to do with the rest.
 
     def _text(self) -> bool:
         if self._at_start:
@@ -226,91 +223,81 @@ class PossibleCall:
             self._at_start = False
             alone = start.startswith(_ALONE)
             if alone or (start[0] in "{[" and not start.startswith(tuple(_TAGS))):
-                lead = len(self._held) - len(start)
-                self._say(self._held[:lead])
-                return self._open(_ALONE if alone else "", start)
+                return self._open(_ALONE if alone else "", len(self._held) - len(start))
         match = _TAG.search(self._held)
         if match is None:
-            end = len(self._held) - _begun_tag(self._held)
-            self._say(self._held[:end])
-            self._held = self._held[end:]
+            self._say_held(len(self._held) - _begun_tag(self._held))
             return False
-        self._say(self._held[: match.start()])
         if match[0] == "```" and self._in_code:
             self._in_code = False
-            self._say(match[0])
-            self._held = self._held[match.end() :]
+            self._say_held(match.end())
             return True
-        return self._open(match[0], self._held[match.start() :])
+        return self._open(match[0], match.start())
 
-    def _open(self, tag: str, held: str) -> bool:
-        self._tag, self._block = tag, [tag]
-        self._held, self._state = held[len(tag) :], self._head
+    def _open(self, tag: str, start: int) -> bool:
+        self._say_held(start)
+        self._tag, self._json_from = tag, None
         return True
 
-    def _head(self) -> bool:
-        """From the tag to where the JSON has begun."""
-        fence = self._tag == "```"
-        if fence and any(label.startswith(self._held) for label in _LABELS):
-            return False
-        lead = (_FENCE_LEAD if fence else _LEAD).match(self._held)
-        assert lead is not None
-        begun = _JSON.match(self._held, lead.end())
-        if begun is not None and begun.end() <= _HEAD_LIMIT:
-            self._json_from = lead.end() + len(self._tag)
-            self._end, self._state = _JsonEnd(), self._json
-            return True
-        open_end = _UNCLEAR.fullmatch(self._held, lead.end())
-        if begun is None and open_end is not None and len(self._held) <= _HEAD_LIMIT:
-            return False
-        return self._reject(lead.end())
-
-    def _json(self) -> bool:
-        # What stands before the JSON has no brackets, so that one follower reads all.
-        end = self._end.feed(self._held)
-        if end is None:
-            self._block.append(self._held)
-            self._held = ""
-            return False
-        self._block.append(self._held[:end])
-        self._held = self._held[end:]
-        self._parsed = calls_in("".join(self._block)[self._json_from :], self._names)
+    def _block(self) -> bool:
+        """A tag and what follows it: JSON, and what closes that."""
+        if self._json_from is None:
+            return self._begin_json()
         if not self._parsed:
-            return self._reject(0)
-        if not _TAGS.get(self._tag, " "):  # nothing has to follow
-            return self._call()
-        self._state = self._close
-        return True
-
-    def _close(self) -> bool:
-        """From the JSON's end to the closing tag; a call alone ends with the answer."""
-        rest = self._held.lstrip()
-        closing = _TAGS.get(self._tag, "")
-        if closing and rest.startswith(closing):
-            self._held = rest[len(closing) :]
-            return self._call()
-        if not rest or closing.startswith(rest):
+            end = self._end.feed(self._held[self._followed :])
+            if end is None:
+                self._followed = len(self._held)
+                return False
+            self._json_end = self._followed + end
+            self._parsed = calls_in(self._held[self._json_from : self._json_end], self._names)
+            if not self._parsed:
+                return self._reject(self._json_end)
+        closing = _TAGS.get(self._tag or "")  # None: nothing else may follow
+        rest = self._held[self._json_end :].lstrip()
+        after = len(self._held) - len(rest)
+        if closing == "":
+            return self._call(self._json_end)
+        if closing is not None and rest.startswith(closing):
+            return self._call(after + len(closing))
+        if not rest or (closing or "").startswith(rest):
             return False
-        return self._reject(len(self._held) - len(rest))
+        return self._reject(after)
+
+    def _begin_json(self) -> bool:
+        """From the tag to where the JSON has begun."""
+        tag = self._tag or ""
+        fence, follows = tag == "```", self._held[len(tag) :]
+        if fence and any(label.startswith(follows) for label in _LABELS):
+            return False
+        lead = (_FENCE_LEAD if fence else _LEAD).match(follows)
+        assert lead is not None
+        begun = _JSON.match(follows, lead.end())
+        if begun is not None and begun.end() <= _HEAD_LIMIT:
+            self._json_from = self._followed = len(tag) + lead.end()
+            self._end = _JsonEnd()
+            return True
+        unclear = _UNCLEAR.fullmatch(follows, lead.end())
+        if begun is None and unclear is not None and len(follows) <= _HEAD_LIMIT:
+            return False
+        return self._reject(len(tag) + lead.end())
 
     def _reject(self, end: int) -> bool:
-        """What has been read, and ``end`` more characters, is no call but text."""
-        self._drop_block(self._held[:end])
-        self._held = self._held[end:]
+        """What is held up to ``end`` is no call but text."""
+        self._in_code = self._in_code or self._tag == "```"
+        self._tag, self._parsed = None, []
+        self._say_held(end)
         return True
 
-    def _drop_block(self, more: str) -> None:
-        if self._state != self._text:
-            self._in_code = self._in_code or self._tag == "```"
-        self._say("".join(self._block) + more)
-        self._block, self._parsed, self._state = [], [], self._text
-
-    def _call(self) -> bool:
+    def _call(self, end: int) -> bool:
         for call in self._parsed if self._parallel else self._parsed[: not self._calls]:
             self._deltas.append({"tool_calls": [{"index": self._calls, **call}]})
             self._calls += 1
-        self._block, self._parsed, self._state = [], [], self._text
+        self._tag, self._parsed, self._held = None, [], self._held[end:]
         return True
+
+    def _say_held(self, end: int) -> None:
+        text, self._held = self._held[:end], self._held[end:]
+        self._say(text)
 
     def _say(self, text: str) -> None:
         whole = self._blanks + text
