@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from paceline.core.params import TokenLogprob
+from paceline.request.completion import StreamEvent
 from paceline.request.text import TextStream
 from paceline.server.api.choices import LogprobColumns, Origins, token_record
 from support.made_tokenizers import KINDS, decode, tokens_of
@@ -23,6 +26,11 @@ def entries(tokens: Sequence[int]) -> list[TokenLogprob]:
 def parts(tokens: list[int], cuts: set[int]) -> list[list[int]]:
     ends = sorted({0, len(tokens), *(cut for cut in cuts if cut < len(tokens))})
     return [tokens[a:b] for a, b in zip(ends, [*ends[1:], len(tokens)], strict=True) if a < b]
+
+
+def event_of(tokens: list[int], reason: str | None) -> StreamEvent:
+    done: Any = None if reason is None else SimpleNamespace(finish_reason=reason)
+    return StreamEvent(0, 0, "", tokens, [False] * len(tokens), done)
 
 
 CUTS = st.sets(st.integers(0, 30), max_size=8)
@@ -84,11 +92,9 @@ def test_origins_put_together_are_the_text(
     found = [
         record
         for place, part in enumerate(chunks, 1)
-        for record in stream.records(
-            part, [False] * len(part), None, "length" if place == len(chunks) else None
-        )
+        for record in stream.records(event_of(part, "length" if place == len(chunks) else None))
     ]
-    whole = Origins(KINDS[kind], (), visible).records(tokens, [False] * len(tokens), None, "length")
+    whole = Origins(KINDS[kind], (), visible).records(event_of(tokens, "length"))
     assert found == whole
     text = TextStream(KINDS[kind], hidden=frozenset() if visible else None)
     text.read(tokens)
@@ -98,5 +104,5 @@ def test_origins_put_together_are_the_text(
 
 def test_the_end_token_is_no_text() -> None:
     ids = [LLAMA.get_vocab()[name] for name in ("x", "<s>", "</s>")]
-    records = Origins(LLAMA, (), visible=True).records(ids, [False] * 3, None, "stop")
+    records = Origins(LLAMA, (), visible=True).records(event_of(ids, "stop"))
     assert [record["text"] for record in records] == ["x", "<s>", ""]

@@ -141,28 +141,6 @@ def wait_until(condition: Any) -> None:
         time.sleep(0.005)
 
 
-@pytest.mark.parametrize("method", ["queued", "stepped", "finished"])
-def test_an_observer_that_fails_stops_nothing(
-    small: Running,
-    monkeypatch: pytest.MonkeyPatch,
-    caplog: pytest.LogCaptureFixture,
-    method: str,
-) -> None:
-    whole = ask(small, max_tokens=8)
-
-    def fail(*_: Any) -> None:
-        raise ValueError("a bug of the watcher")
-
-    monkeypatch.setattr(small.service.client.loop.metrics, method, fail)
-    for _ in range(2):
-        status, body = ask(small, max_tokens=8)
-        assert status == whole[0] == 200
-        assert json.loads(body)["choices"] == json.loads(whole[1])["choices"]
-    assert set(health(small).values()) == {200}
-    said = [r for r in caplog.records if f"Metrics.{method} failed" in r.message]
-    assert len(said) == 1, "once, not every step"
-
-
 @pytest.mark.parametrize("stream", [False, True])
 def test_the_thread_s_death_is_told(
     small: Running, monkeypatch: pytest.MonkeyPatch, stream: bool

@@ -154,9 +154,9 @@ def test_parts(server: Running) -> None:
 @pytest.mark.parametrize(
     ("content", "words"),
     [
-        ([{"type": "image_url", "image_url": {"url": "x"}}], "images are not supported"),
-        ([{"type": "input_audio", "input_audio": {}}], "audio is not supported"),
-        ([{"type": "file"}], "files are not supported"),
+        ([{"type": "image_url", "image_url": {"url": "x"}}], "a part of type 'image_url' is not"),
+        ([{"type": "input_audio", "input_audio": {}}], "a part of type 'input_audio' is not"),
+        ([{"type": "file"}], "a part of type 'file' is not supported"),
         ([{"type": "odd"}], "a part of type 'odd' is not supported"),
         ([{"type": "text"}], "a part of type 'text' has no 'text'"),
         (5, "give a text, or a list of parts"),
@@ -192,7 +192,10 @@ def test_a_user_s_images_are_not_passed_over(server: Running) -> None:
             "unknown or unsupported field 'structured_outputs.structural_tag'",
         ),
         ({"structured_outputs": {"x": 1}}, "unknown or unsupported field 'structured_outputs.x'"),
-        ({"prediction": {"content": [{"type": "file"}]}}, "prediction.content: files are not"),
+        (
+            {"prediction": {"content": [{"type": "file"}]}},
+            "prediction.content: a part of type 'file' is not",
+        ),
         ({"stop_token_ids": [10**30]}, "stop_token_ids.0: Input should be less than"),
         ({"stream_options": {}}, "stream_options goes with stream=true only"),
         ({"functions": [{"name": "f"}], "tools": [TOOL]}, "functions and tools say the same"),

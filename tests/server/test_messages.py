@@ -127,13 +127,13 @@ def test_structured_output(server: Running) -> None:
             {"tools": [{"type": "web_search_20250305", "name": "web_search"}]},
             400,
             "invalid_request_error",
-            "tools of type 'web_search_20250305' are not supported",
+            "tools.0.type: Input should be 'custom'",
         ),
         (
             {"messages": [{"role": "user", "content": [{"type": "image", "source": {}}]}]},
             400,
             "invalid_request_error",
-            "messages.0.content.0: images are not supported",
+            "messages.0.content.0: a part of type 'image' is not supported",
         ),
         (
             {"messages": [{"role": "user", "content": "word " * 5000}]},

@@ -11,7 +11,7 @@ import pytest
 from pydantic import ValidationError
 
 from paceline import LLM, SamplingParams
-from paceline.server.api.chat_format import render
+from paceline.server.api.chat import render
 from paceline.server.api.protocol import ChatMessage, ChatRequest, Tool
 from paceline.server.api.tool_calls import forced_grammar
 from paceline.server.api.tool_stream import PossibleCall, message_of

@@ -3,26 +3,35 @@
 from __future__ import annotations
 
 import asyncio
+import base64
+import re
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
+from hashlib import sha256
+from pathlib import Path
 from typing import Any
 
 from fastapi import APIRouter, FastAPI
 from fastapi.exceptions import RequestValidationError
 from fastapi.middleware.cors import CORSMiddleware
-from fastapi.responses import JSONResponse, Response
+from fastapi.responses import HTMLResponse, JSONResponse, Response
 from prometheus_client.exposition import CONTENT_TYPE_LATEST
 from starlette.exceptions import HTTPException
 
 from paceline import __version__
 from paceline.errors import PacelineError
-from paceline.server import page
 from paceline.server.api import anthropic, openai, responses, tokens
-from paceline.server.bodies import BodyLimit, Guard, OnePath, wrong_type
 from paceline.server.errors import RESPONSES, on_error, on_http_error, on_invalid
 from paceline.server.failures import APIError
 from paceline.server.requestlog import Exchange, RequestLog
-from paceline.server.security import Security, wrong_host
+from paceline.server.security import (
+    BodyLimit,
+    Guard,
+    OnePath,
+    Security,
+    wrong_host,
+    wrong_type,
+)
 from paceline.server.service import Service
 
 
@@ -53,7 +62,7 @@ def create_app(
     )
     for room in (openai, responses, anthropic, tokens):
         app.include_router(room.router(service))
-    for routes in (_models(service), _state(service), page.router()):
+    for routes in (_models(service), _state(service), _page()):
         app.include_router(routes)
     for kind in (PacelineError, RecursionError, Exception):
         app.add_exception_handler(kind, on_error)
@@ -157,3 +166,37 @@ def _state(service: Service) -> APIRouter:
 
 def _status(good: bool, yes: str, no: str) -> Response:
     return JSONResponse({"status": yes if good else no}, 200 if good else 503)
+
+
+def _page() -> APIRouter:
+    """The page at ``/``, and a policy under which it can load nothing else."""
+    routes = APIRouter()
+    text = Path(__file__).with_name("page.html").read_text(encoding="utf-8")
+    headers = {
+        "Content-Security-Policy": policy(text),
+        "X-Content-Type-Options": "nosniff",
+        "Referrer-Policy": "no-referrer",
+        "Cache-Control": "no-cache",
+    }
+
+    @routes.get("/", response_class=HTMLResponse, include_in_schema=False)
+    async def page() -> HTMLResponse:
+        return HTMLResponse(text, headers=headers)
+
+    return routes
+
+
+def policy(page: str) -> str:
+    """Only the page's own script and style, known by their hashes, and only this server."""
+    script, style = (
+        " ".join(f"'{_digest(part)}'" for part in re.findall(f"<{tag}>(.*?)</{tag}>", page, re.S))
+        for tag in ("script", "style")
+    )
+    return (
+        f"default-src 'none'; script-src {script}; style-src {style}; connect-src 'self'; "
+        "img-src data:; base-uri 'none'; form-action 'none'; frame-ancestors 'none'"
+    )
+
+
+def _digest(text: str) -> str:
+    return "sha256-" + base64.b64encode(sha256(text.encode()).digest()).decode()

@@ -1,4 +1,5 @@
-"""What a body may hold: fields that are implemented, that are noted, and that are refused.
+"""What a body may hold: fields that are implemented, that are noted, and that are refused; and
+what a message says, as one text.
 
 A field that cannot change the text is taken and noted (see ``requestlog.note``); so is one of
 another server at the value that changes nothing. An unknown field whose value is null is as good as
@@ -9,9 +10,9 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from types import NoneType
-from typing import Any, ClassVar, get_args
+from typing import Annotated, Any, ClassVar, Literal, get_args
 
-from pydantic import BaseModel, ConfigDict, model_validator
+from pydantic import BaseModel, BeforeValidator, ConfigDict, model_validator
 
 from paceline.server.requestlog import note
 
@@ -118,3 +119,45 @@ def _fields(kind: type[Body]) -> dict[str, bool]:
             for name, field in kind.model_fields.items()
         }
     return _known[kind]
+
+
+# Kinds of parts that are text.
+_TEXTS = ("text", "input_text", "output_text", "summary_text", "reasoning_text", "refusal")
+# A model's thoughts, when they come back among the parts of its answer.
+THOUGHTS = ("thinking", "redacted_thinking", "reasoning")
+
+
+def text_of(content: Any) -> str | None:
+    """The text of a message's content. Raises ValueError, in one sentence, on what is none.
+
+    Other fields of a part say where its text came from (annotations, log-probabilities) or how
+    long to keep it (``cache_control``); they do not change it.
+    """
+    if content is None or isinstance(content, str):
+        return content
+    if not isinstance(content, list):
+        raise ValueError("give a text, or a list of parts of type 'text'")
+    return "".join(map(_part, content))
+
+
+def _part(part: Any) -> str:
+    if isinstance(part, str):
+        return part
+    kind = part.get("type") if isinstance(part, dict) else None
+    if kind in THOUGHTS:
+        return ""
+    if not isinstance(kind, str) or kind not in _TEXTS:
+        shown = f"of type {kind!r:.40}" if isinstance(kind, str) else "without a type"
+        raise ValueError(f"a part {shown} is not supported; send parts of type 'text'")
+    name = "refusal" if kind == "refusal" else "text"
+    if not isinstance(part.get(name), str):
+        raise ValueError(f"a part of type {kind!r} has no {name!r}")
+    return str(part[name])
+
+
+class _TextPart(BaseModel):
+    type: Literal["text"]
+    text: str
+
+
+Content = Annotated[str, BeforeValidator(text_of, json_schema_input_type=str | list[_TextPart])]

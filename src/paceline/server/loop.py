@@ -17,14 +17,13 @@ from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from paceline.engine.recovery import Failure
 from paceline.errors import EngineLostError, PacelineError
 from paceline.request.completion import StreamEvent
 from paceline.server.failures import DrainingError, GoneError, RequestFailedError
-from paceline.server.metrics import Metrics
-from paceline.server.metrics_alias import VllmNames
+from paceline.server.metrics import Metrics, VllmNames
 from paceline.server.wire import (
     Accepted,
     Cancel,
@@ -80,7 +79,6 @@ class EngineLoop:
             self.metrics.registry.register(VllmNames(self.metrics.registry, alias_of))
         self.metrics.watch(llm.engine, lambda: self.waiting)
         self._post = post
-        self._failed_metrics: set[str] = set()
         self._jobs: dict[int, EngineJob] = {}  # by ticket, in the order of their arrival
         self._wake = threading.Condition()
         self._stopping = self._closed = False
@@ -187,7 +185,7 @@ class EngineLoop:
                     self._finish(job, job.outcome)
             if self.llm.engine.has_work:
                 advanced = self.llm.step()
-                self._tell("stepped", self.llm, advanced)
+                self.metrics.stepped(self.llm, advanced)
                 self._publish()
 
     @property
@@ -195,7 +193,7 @@ class EngineLoop:
         return [job for job in list(self._jobs.values()) if job.requests]
 
     def _admit(self, job: EngineJob) -> None:
-        self._tell("queued", job.requests)
+        self.metrics.queued(job.requests)
         job.admitted = True
         if job.outcome is not None:
             return
@@ -205,15 +203,6 @@ class EngineLoop:
             self._finish(job, "error", error)
         for request in job.requests:
             request.seq.queued = job.arrived
-
-    def _tell(self, what: str, *arguments: Any) -> None:
-        """To the metrics, whose failures are logged, each kind once, and go no further."""
-        try:
-            getattr(self.metrics, what)(*arguments)
-        except Exception as error:
-            if what not in self._failed_metrics:  # every step would fill the log
-                self._failed_metrics.add(what)
-                log.exception("Metrics.%s failed; decoding goes on", what, exc_info=error)
 
     def _publish(self) -> None:
         events: list[tuple[int, StreamEvent]] = []
@@ -242,14 +231,14 @@ class EngineLoop:
                     new = [StreamEvent(request.number, request.index, "", [], [])]
                 new[-1] = replace(new[-1], completion=replace(completion, prompt=""))
                 job.open.remove(request)
-                self._tell("finished", request, completion.finish_reason)
+                self.metrics.finished(request, completion.finish_reason)
             events += [(job.ticket, event) for event in new]
         return None
 
     def _finish(self, job: EngineJob, outcome: str, error: Exception | None = None) -> None:
         """A job ends before its requests do; its client hears of an ``error``."""
         for request in job.open:
-            self._tell("finished", request, outcome)
+            self.metrics.finished(request, outcome)
         self._forget(job)
         if error is not None:
             self._post(Ended(job.ticket, Fault.of(error)))

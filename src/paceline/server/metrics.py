@@ -8,10 +8,13 @@ from __future__ import annotations
 
 import time
 from collections import Counter as Tally
-from collections.abc import Callable, Sequence
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, Info, generate_latest
+from prometheus_client.core import Metric
+from prometheus_client.registry import Collector
 
 from paceline.core.batch import Commit
 from paceline.engine.clock import PHASES
@@ -32,9 +35,50 @@ class Metrics:
 
     def __init__(self) -> None:
         self.registry = CollectorRegistry()
-        self._of_requests()
-        self._of_engine()
-        self._of_speculation()
+        counter, gauge, histogram = self._counter, self._gauge, self._histogram
+        # requests
+        text = "Requests that ended, by outcome (stop, length, cancelled, ...)."
+        self.requests = counter("requests", text, "outcome")
+        self.prompt_tokens = counter("prompt_tokens", "Tokens of prompts.")
+        self.tokens = counter("generation_tokens", "Tokens written.")
+        text = "From arrival to the first step of a request."
+        self.queue_time = histogram("queue_seconds", text, _SLOW)
+        text = "From arrival to the first token."
+        self.first_token = histogram("time_to_first_token_seconds", text, _SLOW)
+        text = "Time between deliveries, divided by the tokens delivered together."
+        self.token_gap = histogram("inter_token_latency_seconds", text, _FAST)
+        text = "From arrival to the last token."
+        self.request_time = histogram("request_seconds", text, _SLOW)
+        # the engine
+        self.running = gauge("requests_running", "Sequences being decoded.")
+        self.waiting = gauge("requests_waiting", "Sequences that wait for room.")
+        self.cache_usage = gauge("cache_usage_ratio", "Cache blocks in use, as a share.")
+        # Labels as the Kubernetes inference gateway reads them, whatever the device is.
+        text = "How the cache is laid out."
+        self.cache_config = Info("paceline_cache_config", text, registry=self.registry)
+        self.batch = histogram("batch_size", "Sequences of a step.", _SIZES)
+        text = "Tokens of prompts that were cached already."
+        self.prefix_hits = counter("prefix_cache_hit_tokens", text)
+        text = "Sequences that had to give up their cache."
+        self.preemptions = counter("preemptions", text)
+        text = "Seconds of steps, by phase; shared among a step's drafters."
+        self.phase_seconds = counter("step_seconds", text, "phase", "drafter")
+        # speculation
+        spec = "spec_decode"
+        self.drafts = counter(f"{spec}_num_drafts", "Drafts verified.", "drafter")
+        self.drafted = counter(f"{spec}_num_draft_tokens", "Tokens drafted.", "drafter")
+        text = "Draft tokens accepted."
+        self.accepted = counter(f"{spec}_num_accepted_tokens", text, "drafter")
+        text, labels = "Drafts that had a token to try at a position.", ("drafter", "position")
+        self.drafted_at = counter(f"{spec}_num_draft_tokens_per_pos", text, *labels)
+        text = "Draft tokens accepted at a position."
+        self.accepted_at = counter(f"{spec}_num_accepted_tokens_per_pos", text, *labels)
+        text = "Accepted by drafted tokens, of the last drafts."
+        self.acceptance = gauge(f"{spec}_acceptance_rate", text, "drafter")
+        text = "Tokens a target step, its own included, of the last steps."
+        self.mean_length = gauge(f"{spec}_mean_accepted_length", text, "drafter")
+        text = "Levels drafted in the last step, mean over its sequences."
+        self.draft_length = gauge(f"{spec}_draft_length", text, "drafter")
         self._recent: dict[str, _Recent] = {}
         self._phases = dict.fromkeys(PHASES, 0.0)
         self._before: Tally[str] = Tally()  # sequences of the step before, by drafter
@@ -49,57 +93,6 @@ class Metrics:
 
     def _histogram(self, name: str, text: str, buckets: Sequence[float]) -> Histogram:
         return Histogram(f"paceline_{name}", text, buckets=buckets, registry=self.registry)
-
-    def _of_requests(self) -> None:
-        counter, histogram = self._counter, self._histogram
-        outcomes = "Requests that ended, by outcome (stop, length, cancelled, ...)."
-        self.requests = counter("requests", outcomes, "outcome")
-        self.prompt_tokens = counter("prompt_tokens", "Tokens of prompts.")
-        self.tokens = counter("generation_tokens", "Tokens written.")
-        queued = "From arrival to the first step of a request."
-        self.queue_time = histogram("queue_seconds", queued, _SLOW)
-        first = "From arrival to the first token."
-        self.first_token = histogram("time_to_first_token_seconds", first, _SLOW)
-        gap = "Time between deliveries, divided by the tokens delivered together."
-        self.token_gap = histogram("inter_token_latency_seconds", gap, _FAST)
-        last = "From arrival to the last token."
-        self.request_time = histogram("request_seconds", last, _SLOW)
-
-    def _of_engine(self) -> None:
-        self.running = self._gauge("requests_running", "Sequences being decoded.")
-        self.waiting = self._gauge("requests_waiting", "Sequences that wait for room.")
-        self.cache_usage = self._gauge("cache_usage_ratio", "Cache blocks in use, as a share.")
-        # Labels as the Kubernetes inference gateway reads them, whatever the device is.
-        laid_out = "How the cache is laid out."
-        self.cache_config = Info("paceline_cache_config", laid_out, registry=self.registry)
-        self.batch = self._histogram("batch_size", "Sequences of a step.", _SIZES)
-        hits = "Tokens of prompts that were cached already."
-        self.prefix_hits = self._counter("prefix_cache_hit_tokens", hits)
-        gave_up = "Sequences that had to give up their cache."
-        self.preemptions = self._counter("preemptions", gave_up)
-
-    def _of_speculation(self) -> None:
-        def counter(name: str, text: str, *labels: str) -> Counter:
-            return self._counter(f"spec_decode_{name}", text, "drafter", *labels)
-
-        def gauge(name: str, text: str) -> Gauge:
-            return self._gauge(f"spec_decode_{name}", text, "drafter")
-
-        self.drafts = counter("num_drafts", "Drafts verified.")
-        self.drafted = counter("num_draft_tokens", "Tokens drafted.")
-        self.accepted = counter("num_accepted_tokens", "Draft tokens accepted.")
-        text = "Drafts that had a token to try at a position."
-        self.drafted_at = counter("num_draft_tokens_per_pos", text, "position")
-        text = "Draft tokens accepted at a position."
-        self.accepted_at = counter("num_accepted_tokens_per_pos", text, "position")
-        text = "Accepted by drafted tokens, of the last drafts."
-        self.acceptance = gauge("acceptance_rate", text)
-        text = "Tokens a target step, its own included, of the last steps."
-        self.mean_length = gauge("mean_accepted_length", text)
-        text = "Levels drafted in the last step, mean over its sequences."
-        self.draft_length = gauge("draft_length", text)
-        text = "Seconds of steps, by phase; shared among a step's drafters."
-        self.phase_seconds = self._counter("step_seconds", text, "phase", "drafter")
 
     # -- the engine thread ---------------------------------------------------------------------
 
@@ -220,3 +213,65 @@ class _Recent:
     @property
     def mean_length(self) -> float:
         return self._tokens / self._steps if self._steps else 0.0
+
+
+# Of ours (behind paceline_) to theirs (behind vllm:); a name may be two.
+_NAMES: Mapping[str, tuple[str, ...]] = {
+    "requests_running": ("num_requests_running",),
+    "requests_waiting": ("num_requests_waiting",),
+    "cache_usage_ratio": ("kv_cache_usage_perc", "gpu_cache_usage_perc"),
+    "cache_config": ("cache_config",),
+    "requests": ("request_success",),
+    "prompt_tokens": ("prompt_tokens", "prefix_cache_queries"),
+    "prefix_cache_hit_tokens": ("prefix_cache_hits",),
+    "generation_tokens": ("generation_tokens",),
+    "preemptions": ("num_preemptions",),
+    "queue_seconds": ("request_queue_time_seconds",),
+    "time_to_first_token_seconds": ("time_to_first_token_seconds",),
+    "inter_token_latency_seconds": ("inter_token_latency_seconds", "time_per_output_token_seconds"),
+    "request_seconds": ("e2e_request_latency_seconds",),
+    "spec_decode_num_drafts": ("spec_decode_num_drafts",),
+    "spec_decode_num_draft_tokens": ("spec_decode_num_draft_tokens",),
+    "spec_decode_num_accepted_tokens": ("spec_decode_num_accepted_tokens",),
+    "spec_decode_num_accepted_tokens_per_pos": ("spec_decode_num_accepted_tokens_per_pos",),
+}
+_LABELS = {
+    "outcome": "finished_reason",
+    **{name: name for name in ("position", "le", "block_size", "num_gpu_blocks")},
+    "enable_prefix_caching": "enable_prefix_caching",
+}
+
+
+class VllmNames(Collector):
+    """Reads a registry and says the same with the label ``model_name``; drafters are added up."""
+
+    def __init__(self, registry: CollectorRegistry, model: str) -> None:
+        self._registry, self._model, self._reading = registry, model, False
+
+    def collect(self) -> Iterable[Metric]:
+        if self._reading:  # it is one of the registry's own
+            return []
+        self._reading = True
+        try:
+            metrics = {metric.name: metric for metric in self._registry.collect()}
+        finally:
+            self._reading = False
+        return [
+            self._renamed(metrics[f"paceline_{ours}"], f"paceline_{ours}", f"vllm:{theirs}")
+            for ours, names in _NAMES.items()
+            for theirs in names
+        ]
+
+    def _renamed(self, metric: Metric, ours: str, theirs: str) -> Metric:
+        sums: dict[tuple[str, tuple[tuple[str, str], ...]], float] = defaultdict(float)
+        for sample in metric.samples:
+            labels = {_LABELS[k]: v for k, v in sample.labels.items() if k in _LABELS}
+            name = theirs + sample.name.removeprefix(ours)
+            if not name.endswith("_created"):
+                sums[name, tuple(sorted(labels.items()))] += sample.value
+        renamed = Metric(theirs, metric.documentation, metric.type)
+        for (name, pairs), value in sums.items():
+            renamed.add_sample(
+                name, {"model_name": self._model, "engine": "0", **dict(pairs)}, value
+            )
+        return renamed

@@ -19,7 +19,6 @@ if TYPE_CHECKING:
 
     from paceline.core.params import SamplingParams
     from paceline.server.client import EngineClient, Ticket
-    from paceline.server.wire import Facts
 
 log = logging.getLogger("paceline.server")
 
@@ -41,16 +40,9 @@ class Service:
     ) -> None:
         self.client, self.tokenizer, self.model = client, tokenizer, model
         self._asks, self._log_prompts = asks or RequestLimits(), log_prompts
+        self.facts = client.facts
+        self.max_model_len = client.facts.context_budget.limit  # tokens of prompt and answer
         self.created = self.now()
-
-    @property
-    def facts(self) -> Facts:
-        return self.client.facts
-
-    @property
-    def max_model_len(self) -> int:
-        """Tokens of a prompt and its answer."""
-        return self.facts.context_budget.limit
 
     def check_model(self, name: str | None) -> None:
         """Raises APIError 404 for another model; who names none means this one."""

@@ -1,6 +1,6 @@
-"""Answers as they grow, as server-sent events: one JSON object a chunk, errors as a last one.
+"""Answers, whole or as they grow: server-sent events, one JSON object each, errors as a last one.
 
-All that a step adds to an answer is one write, and no task but the handler's is woken for it.
+All that a step adds to an answer is one write.
 """
 
 from __future__ import annotations
@@ -9,13 +9,12 @@ import asyncio
 import logging
 from abc import ABC, abstractmethod
 from collections.abc import AsyncIterator, Sequence
-from contextlib import asynccontextmanager
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any, ClassVar
 
 import msgspec
 from fastapi import Request as HTTPRequest
-from fastapi.responses import JSONResponse, Response
+from fastapi.responses import JSONResponse, Response, StreamingResponse
 
 from paceline.server.errors import error_body
 from paceline.server.failures import APIError, ClientGoneError, as_api_error
@@ -60,13 +59,23 @@ class Answer(ABC):
 async def respond_with(
     answer: Answer, ticket: Ticket, http: HTTPRequest, streams: bool
 ) -> Response:
-    """The response of a handler that has got its ticket."""
+    """The response of a handler that has got its ticket, which is cancelled if the client goes."""
     if streams:
         return EventStream(answer, ticket)
+
+    async def leave_with_client() -> None:
+        while (await http.receive())["type"] != "http.disconnect":
+            pass
+        ticket.fail(ClientGoneError())
+
     whole: list[StreamEvent] = []
-    async with _attended(ticket, http.receive):
+    watcher = asyncio.create_task(leave_with_client())
+    try:
         while events := await ticket.next():
             whole += map(_whole, events)
+    finally:
+        watcher.cancel()
+        ticket.cancel()
     return JSONResponse(answer.whole(sorted(whole, key=lambda event: (event.request, event.index))))
 
 
@@ -84,69 +93,38 @@ def _whole(event: StreamEvent) -> StreamEvent:
     )
 
 
-@asynccontextmanager
-async def _attended(ticket: Ticket, receive: Receive) -> AsyncIterator[None]:
-    """Cancel a ticket that nobody reads any more: after the block, or when the client has closed
-    the connection, whose request has been read."""
-
-    async def leave_with_client() -> None:
-        while (await receive())["type"] != "http.disconnect":
-            pass
-        ticket.fail(ClientGoneError())
-        ticket.cancel()
-
-    watcher = asyncio.create_task(leave_with_client())
-    try:
-        yield
-    finally:
-        watcher.cancel()
-        ticket.cancel()
-
-
-class EventStream(Response):
-    """Streams an answer as it comes; a client that goes away cancels the ticket."""
-
-    media_type = "text/event-stream"
+class EventStream(StreamingResponse):
+    """Streams an answer as it comes."""
 
     def __init__(self, answer: Answer, ticket: Ticket) -> None:
-        # Not the base's: there is no body yet, and so no length.
-        self._answer, self._ticket = answer, ticket
-        self.status_code, self.background = 200, None
-        self.init_headers({"Cache-Control": "no-cache", "X-Accel-Buffering": "no"})
+        headers = {"Cache-Control": "no-cache", "X-Accel-Buffering": "no"}
+        super().__init__(_bodies(answer, ticket), headers=headers, media_type="text/event-stream")
+        self._ticket = ticket
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        async with _attended(self._ticket, receive):
-            await send(
-                {
-                    "type": "http.response.start",
-                    "status": self.status_code,
-                    "headers": self.raw_headers,
-                }
-            )
-            await self._write(send)
-
-    async def _write(self, send: Send) -> None:
-        answer, ticket = self._answer, self._ticket
         try:
-            while events := await ticket.next():
-                chunks = [chunk for event in events for chunk in answer.feed(event)]
-                if chunks:
-                    body = b"".join(map(self._line, chunks))
-                    await send({"type": "http.response.body", "body": body, "more_body": True})
-            last = b"".join(map(self._line, answer.closing()))
-            if not answer.named:
-                last += b"data: [DONE]\n\n"
-        except ClientGoneError:
-            return
-        except Exception as error:
-            # The status line is out; what remains is to say it in the stream.
-            shown = as_api_error(error)
-            if shown is not error and shown.status >= 500:
-                log.warning("a stream ended early: %s", shown)
-            last = self._line(answer.failed(shown))
-        await send({"type": "http.response.body", "body": last, "more_body": False})
+            await super().__call__(scope, receive, send)
+        finally:
+            self._ticket.cancel()
 
-    def _line(self, chunk: Chunk) -> bytes:
-        if not self._answer.named:
-            return b"data: %b\n\n" % _encode(chunk)
-        return b"event: %b\ndata: %b\n\n" % (chunk["type"].encode(), _encode(chunk))
+
+async def _bodies(answer: Answer, ticket: Ticket) -> AsyncIterator[bytes]:
+    try:
+        while events := await ticket.next():
+            chunks = [chunk for event in events for chunk in answer.feed(event)]
+            if chunks:
+                yield _lines(answer, chunks)
+        yield _lines(answer, answer.closing()) + (b"" if answer.named else b"data: [DONE]\n\n")
+    except Exception as error:
+        # The status line is out; what remains is to say it in the stream.
+        shown = as_api_error(error)
+        if shown is not error and shown.status >= 500:
+            log.warning("a stream ended early: %s", shown, exc_info=error)
+        yield _lines(answer, [answer.failed(shown)])
+
+
+def _lines(answer: Answer, chunks: Sequence[Chunk]) -> bytes:
+    if not answer.named:
+        return b"".join(b"data: %b\n\n" % _encode(chunk) for chunk in chunks)
+    events = ((chunk["type"].encode(), _encode(chunk)) for chunk in chunks)
+    return b"".join(b"event: %b\ndata: %b\n\n" % event for event in events)

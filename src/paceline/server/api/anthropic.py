@@ -12,24 +12,28 @@ from fastapi import Request as HTTPRequest
 from fastapi.responses import Response
 from pydantic import Field
 
-from paceline.server.api.blocks import BlocksAnswer, as_chat, own_kind, text_or, without_hosted
-from paceline.server.api.chat_format import render_request
-from paceline.server.api.content import Content, text_of
-from paceline.server.api.dialogue import Dialogue
+from paceline.server.api.blocks import (
+    BlocksAnswer,
+    MessageFields,
+    as_chat,
+    function_tool,
+    named_tool,
+    tool_call,
+    without_hosted,
+)
+from paceline.server.api.chat import Dialogue, render_request
 from paceline.server.api.protocol import ChatRequest, Generation
 from paceline.server.errors import anthropic_body
 from paceline.server.failures import APIError
-from paceline.server.fields import Body
+from paceline.server.fields import Body, Content, text_of
 from paceline.server.requestlog import new_id, note
 from paceline.server.service import Service
 from paceline.server.sse import Chunk, respond_with
 
-MessageFields = dict[str, Any]  # those of a ChatMessage
-
 
 class Turn(Body):
     role: Literal["user", "assistant", "system"]
-    content: Annotated[str | list[dict[str, Any]], text_or("content blocks")]
+    content: str | list[dict[str, Any]]
 
 
 class ClaudeTool(Body):
@@ -38,7 +42,7 @@ class ClaudeTool(Body):
     _passed_over: ClassVar[frozenset[str]] = frozenset(
         {"cache_control", "eager_input_streaming", "defer_loading", "allowed_callers", "strict"}
     )
-    type: Annotated[Literal["custom"], own_kind("custom", "describe your own")] = "custom"
+    type: Literal["custom"] = "custom"
     name: str
     description: str | None = None
     input_schema: dict[str, Any]
@@ -60,10 +64,6 @@ class ClaudeChoice(Body):
 class OutputFormat(Body):
     type: Literal["json_schema"]
     schema_: dict[str, Any] = Field(alias="schema")
-
-    @property
-    def as_chat(self) -> dict[str, Any]:
-        return {"type": self.type, "json_schema": {"schema": self.schema_}}
 
 
 class OutputConfig(Body):
@@ -93,51 +93,43 @@ class CountRequest(Generation):
         """The same as a chat. Raises APIError."""
         if self.thinking is not None and self.thinking.type != "disabled":
             note("thinking")
-        system = [{"role": "system", "content": self.system}] if self.system else []
-        turns = [
-            fields for number, turn in enumerate(self.messages) for fields in _turned(turn, number)
-        ]
-        if turns and turns[-1]["role"] == "assistant":
-            turns[-1]["prefix"] = True
+        messages: list[MessageFields] = []
+        if self.system:
+            messages.append({"role": "system", "content": self.system})
+        for number, turn in enumerate(self.messages):
+            messages += _turned(turn, number)
+        if messages and messages[-1]["role"] == "assistant":
+            messages[-1]["prefix"] = True
         config = self.output_config or OutputConfig()
-        form = config.format or self.output_format
-        return as_chat(
-            self,
-            {
-                "messages": [*system, *turns],
-                "max_tokens": self.max_tokens,
-                "stop": [*self.stop, *self.stop_sequences],
-                "chat_template_kwargs": self.chat_template_kwargs,
-                "reasoning_effort": config.effort,
-                "response_format": self.response_format if form is None else form.as_chat,
-                **self._tools(),
-            },
-            "messages",
-        )
+        form, response_format = config.format or self.output_format, self.response_format
+        fields = {
+            "messages": messages,
+            "max_tokens": self.max_tokens,
+            "stop": [*self.stop, *self.stop_sequences],
+            "chat_template_kwargs": self.chat_template_kwargs,
+            "reasoning_effort": config.effort,
+            "response_format": response_format if form is None else _as_response_format(form),
+        }
+        return as_chat(self, fields | self._tools(), "messages")
 
     def _tools(self) -> dict[str, Any]:
         """The fields of a chat that are about tools."""
-        if not self.tools:
-            return {}
         tools = [
-            {
-                "type": "function",
-                "function": {
-                    "name": tool.name,
-                    "description": tool.description,
-                    "parameters": tool.input_schema,
-                },
-            }
-            for tool in self.tools
+            function_tool(tool.name, tool.description, tool.input_schema) for tool in self.tools
         ]
-        if self.tool_choice is None:
-            return {"tools": tools}
-        kind = self.tool_choice.type
-        choice: Any = {"any": "required"}.get(kind, kind)
-        if kind == "tool":
-            choice = {"type": "function", "function": {"name": self.tool_choice.name or ""}}
-        parallel = not self.tool_choice.disable_parallel_tool_use
-        return {"tools": tools, "tool_choice": choice, "parallel_tool_calls": parallel}
+        if not tools or self.tool_choice is None:
+            return {"tools": tools or None}
+        asked = self.tool_choice
+        choice: Any = {"any": "required", "tool": named_tool(asked.name or "")}
+        return {
+            "tools": tools,
+            "tool_choice": choice.get(asked.type, asked.type),
+            "parallel_tool_calls": not asked.disable_parallel_tool_use,
+        }
+
+
+def _as_response_format(form: OutputFormat) -> dict[str, Any]:
+    return {"type": form.type, "json_schema": {"schema": form.schema_}}
 
 
 class MessagesRequest(CountRequest):
@@ -149,38 +141,26 @@ def _turned(turn: Turn, number: int) -> Iterator[MessageFields]:
     if isinstance(turn.content, str):
         yield {"role": turn.role, "content": turn.content}
         return
-    blocks: list[dict[str, Any]] = []
-    message: MessageFields = {"role": turn.role}
+    text, message = "", MessageFields(role=turn.role)
     for index, block in enumerate(turn.content):
         try:
             kind = block.get("type")
             if kind == "tool_result":
-                yield _result(block)
+                result = text_of(block.get("content")) or ("error" if block.get("is_error") else "")
+                yield {"role": "tool", "content": result, "tool_call_id": block["tool_use_id"]}
             elif kind == "tool_use":
-                message.setdefault("tool_calls", []).append(_call(block))
+                call = tool_call(str(block["id"]), block["name"], json.dumps(block["input"]))
+                message.setdefault("tool_calls", []).append(call)
             elif kind == "thinking":
                 message["reasoning_content"] = str(block.get("thinking") or "")
             else:
-                text_of([block])
-                blocks.append(block)
+                text += text_of([block]) or ""
         except (KeyError, ValueError) as error:
             where = f"messages.{number}.content.{index}"
             reason = f"{error} is missing" if isinstance(error, KeyError) else str(error)
             raise APIError(f"{where}: {reason}", param=where) from None
-    if blocks or len(message) > 1:
-        yield {**message, "content": text_of(blocks)}
-
-
-def _result(block: dict[str, Any]) -> MessageFields:
-    content = text_of(block.get("content")) or ""
-    if block.get("is_error") and not content:
-        content = "error"
-    return {"role": "tool", "content": content, "tool_call_id": block["tool_use_id"]}
-
-
-def _call(block: dict[str, Any]) -> dict[str, Any]:
-    function = {"name": block["name"], "arguments": json.dumps(block["input"])}
-    return {"id": str(block["id"]), "type": "function", "function": function}
+    if text or len(message) > 1:
+        yield {**message, "content": text}
 
 
 _REASONS = {"stop": "end_turn", "length": "max_tokens", "tool_calls": "tool_use"}

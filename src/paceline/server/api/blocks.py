@@ -13,13 +13,15 @@ from typing import Any, ClassVar
 from pydantic import BeforeValidator, ValidationError
 
 from paceline.request.completion import Completion, StreamEvent
+from paceline.server.api.chat import Dialogue
 from paceline.server.api.choices import token_records
-from paceline.server.api.dialogue import Dialogue
 from paceline.server.api.protocol import ChatRequest, Generation
 from paceline.server.api.tool_stream import Delta, deltas_of
 from paceline.server.errors import invalid
 from paceline.server.requestlog import note
 from paceline.server.sse import Answer, Chunk
+
+MessageFields = dict[str, Any]  # those of a ChatMessage
 
 
 class BlocksAnswer(Answer):
@@ -119,29 +121,6 @@ class BlocksAnswer(Answer):
         """The whole answer."""
 
 
-def text_or(parts: str) -> BeforeValidator:
-    """Of a field that is a text, or a list of objects which are called ``parts``."""
-
-    def checked(given: Any) -> Any:
-        listed = isinstance(given, list) and all(isinstance(part, dict) for part in given)
-        if not (listed or isinstance(given, str)):
-            raise ValueError(f"give a text, or a list of {parts}")
-        return given
-
-    return BeforeValidator(checked)
-
-
-def own_kind(known: str, advice: str) -> BeforeValidator:
-    """Of a tool's type, which is the ``known`` one: others are refused with an advice."""
-
-    def checked(kind: Any) -> Any:
-        if isinstance(kind, str) and kind != known:
-            raise ValueError(f"tools of type {kind[:40]!r} are not supported; {advice}")
-        return kind
-
-    return BeforeValidator(checked)
-
-
 def without_hosted(*hosted: str) -> BeforeValidator:
     """Tools but for those that an API's own servers would run: their types begin with ``hosted``.
 
@@ -153,15 +132,31 @@ def without_hosted(*hosted: str) -> BeforeValidator:
         if not isinstance(tools, list):
             return tools
         kinds = [str(tool.get("type")) if isinstance(tool, dict) else "" for tool in tools]
-        usable = [
-            tool for tool, kind in zip(tools, kinds, strict=True) if not kind.startswith(hosted)
-        ]
-        if usable and len(usable) < len(tools):
-            for kind in dict.fromkeys(kind for kind in kinds if kind.startswith(hosted)):
-                note(f"tools={kind[:40]}")
-        return usable or tools
+        theirs = [kind for kind in kinds if kind.startswith(hosted)]
+        if len(theirs) == len(tools):
+            return tools
+        for kind in dict.fromkeys(theirs):
+            note(f"tools={kind[:40]}")
+        return [tool for tool, kind in zip(tools, kinds, strict=True) if kind not in theirs]
 
     return BeforeValidator(kept)
+
+
+def function_tool(name: str, description: str | None, parameters: Any, **more: Any) -> Any:
+    """A tool as chats offer it."""
+    function = {"name": name, "description": description, "parameters": parameters, **more}
+    return {"type": "function", "function": function}
+
+
+def named_tool(name: str) -> dict[str, Any]:
+    """The choice of one function, as chats say it."""
+    return {"type": "function", "function": {"name": name}}
+
+
+def tool_call(identifier: str, name: str, arguments: str) -> dict[str, Any]:
+    """A call in a conversation, as chats have it."""
+    function = {"name": name, "arguments": arguments}
+    return {"id": identifier, "type": "function", "function": function}
 
 
 def as_chat(asked: Generation, fields: dict[str, Any], conversation: str) -> ChatRequest:

@@ -106,24 +106,21 @@ class Origins:
     def _detokeniser(self) -> Detokeniser:
         return Detokeniser(self._tokenizer, self._prompt, skip_special=not self._visible)
 
-    def records(
-        self,
-        tokens: Sequence[int],
-        from_draft: Sequence[bool],
-        logprobs: Sequence[TokenLogprob] | None,
-        reason: str | None,
-    ) -> list[dict[str, Any]]:
-        """Of the tokens that follow; the last ones if there is a ``reason`` why the text ended.
+    def records(self, event: StreamEvent) -> list[dict[str, Any]]:
+        """Of an event's tokens, in the order in which the events come.
 
         ``draft_position`` counts from 0 in its step's draft. Drafted tokens of a step come first,
         so positions grow until the target's own token.
         """
         records: list[dict[str, Any]] = []
-        position = 0
-        for index, (token, drafted) in enumerate(zip(tokens, from_draft, strict=True)):
-            last = reason is not None and index == len(tokens) - 1
+        position, reason = 0, finish_reason(event)
+        for index, (token, drafted) in enumerate(
+            zip(event.token_ids, event.from_draft, strict=True)
+        ):
+            last = reason is not None and index == len(event.token_ids) - 1
             ends = last and ends_unseen(self._tokenizer, token, reason)
             text = "" if ends else self._detokeniser.feed(token)
+            logprobs = event.logprobs
             records.append(
                 {
                     "id": token,
@@ -143,10 +140,6 @@ class LogprobColumns:
     def __init__(self, tokenizer: PreTrainedTokenizerFast, prompt: Sequence[int]) -> None:
         self._tokenizer, self._prompt = tokenizer, prompt
         self._certain = 0  # characters before the next token
-
-    @cached_property
-    def _spelling(self) -> Spelling:
-        return Spelling.of(self._tokenizer)
 
     @cached_property
     def _detokeniser(self) -> Detokeniser:
@@ -172,6 +165,6 @@ class LogprobColumns:
 
     def _name(self, token: int) -> str:
         """Here OpenAI's API marks what is no character."""
-        spelt = self._spelling.bytes_of(token)
+        spelt = Spelling.of(self._tokenizer).bytes_of(token)
         name = _shown(spelt)
         return name if name.encode() == spelt else f"bytes:{name}"

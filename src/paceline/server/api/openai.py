@@ -15,6 +15,7 @@ from fastapi.responses import Response
 
 from paceline.core.params import TokenLogprob
 from paceline.request.completion import Completion, StreamEvent
+from paceline.server.api.chat import Dialogue
 from paceline.server.api.choices import (
     LogprobColumns,
     Origins,
@@ -24,8 +25,6 @@ from paceline.server.api.choices import (
     seen,
     token_records,
 )
-from paceline.server.api.dialogue import Dialogue
-from paceline.server.api.infill import infill
 from paceline.server.api.params import sampling_params
 from paceline.server.api.protocol import (
     MAX_PROMPTS,
@@ -34,6 +33,7 @@ from paceline.server.api.protocol import (
     Generation,
     Speculation,
 )
+from paceline.server.api.tokens import infill
 from paceline.server.api.tool_stream import AnswerStream, Delta, deltas_of, message_of
 from paceline.server.client import Ticket
 from paceline.server.failures import APIError
@@ -55,10 +55,9 @@ class OpenAIAnswer(Answer):
     ) -> None:
         """``visible``: special tokens are part of the text. ``names``: what the id begins with, and
         the kind of object."""
-        self._service, self._ticket, self._generation = service, ticket, body
+        self._ticket, self._generation = ticket, body
         self._tokenizer, self._prompts, self._visible = service.tokenizer, prompts, visible
         self._n = ticket.count // len(prompts)
-        self._prompt_tokens = sum(map(len, prompts))
         self._speculation = body.speculation or Speculation()
         self._header = {
             "id": f"{names[0]}-{body.request_id or uuid.uuid4().hex}",
@@ -86,9 +85,7 @@ class OpenAIAnswer(Answer):
             if index not in self._origins:
                 prompt = self._prompts[index // self._n]
                 self._origins[index] = Origins(self._tokenizer, prompt, self._visible)
-            fields["tokens"] = self._origins[index].records(
-                event.token_ids, event.from_draft, event.logprobs, finish_reason(event)
-            )
+            fields["tokens"] = self._origins[index].records(event)
         if self._generation.return_token_ids:
             fields["token_ids"] = event.token_ids
         return fields
@@ -114,12 +111,9 @@ class OpenAIAnswer(Answer):
         completions = [self._done[index] for index in sorted(self._done)]
         totals: Chunk = {}
         if self._speculation.stats:
+            drafter = {"drafter": self._ticket.drafter}
             totals["speculation"] = [
-                {
-                    "drafter": self._ticket.drafter,
-                    **{name: getattr(done.stats, name) for name in _SHOWN_STATS},
-                    "lossy": done.lossy,
-                }
+                drafter | {name: getattr(done.stats, name) for name in _SHOWN_STATS}
                 for done in completions
             ]
         if counts:
@@ -141,10 +135,11 @@ class OpenAIAnswer(Answer):
         return usage
 
     def _counts(self, written: int) -> dict[str, Any]:
+        read = self._ticket.prompt_tokens
         return {
-            "prompt_tokens": self._prompt_tokens,
+            "prompt_tokens": read,
             "completion_tokens": written,
-            "total_tokens": self._prompt_tokens + written,
+            "total_tokens": read + written,
         }
 
     # -- streaming -----------------------------------------------------------------------------
@@ -169,6 +164,7 @@ _SHOWN_STATS = (
     "mean_accepted_length",
     "acceptance_per_position",
     "target_steps",
+    "lossy",
 )
 
 

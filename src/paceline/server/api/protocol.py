@@ -5,17 +5,9 @@ from __future__ import annotations
 import json
 from typing import Annotated, Any, ClassVar, Literal
 
-from pydantic import (
-    BeforeValidator,
-    ConfigDict,
-    Field,
-    WithJsonSchema,
-    field_validator,
-    model_validator,
-)
+from pydantic import BeforeValidator, ConfigDict, Field, field_validator, model_validator
 
-from paceline.server.api.content import Content
-from paceline.server.fields import Body
+from paceline.server.fields import Body, Content
 
 MAX_CHOICES = 16  # n
 MAX_LOGPROBS = 20
@@ -83,9 +75,8 @@ def _stops(given: Any) -> Any:
 
 Stops = Annotated[
     list[str],
-    BeforeValidator(_stops),
+    BeforeValidator(_stops, json_schema_input_type=str | list[str]),
     Field(max_length=MAX_STOPS),
-    WithJsonSchema({"anyOf": [{"type": "string"}, {"type": "array", "items": {"type": "string"}}]}),
 ]
 
 
@@ -156,19 +147,9 @@ def _prompts(given: Any) -> Any:
     return prompts
 
 
+_AnyPrompts = str | list[int] | list[str] | list[list[int]]
 Prompts = Annotated[
-    list[str | list[TokenId]],
-    BeforeValidator(_prompts),
-    WithJsonSchema(
-        {
-            "anyOf": [
-                {"type": "string"},
-                {"type": "array", "items": {"type": "integer"}},
-                {"type": "array", "items": {"type": "string"}},
-                {"type": "array", "items": {"type": "array", "items": {"type": "integer"}}},
-            ]
-        }
-    ),
+    list[str | list[TokenId]], BeforeValidator(_prompts, json_schema_input_type=_AnyPrompts)
 ]
 
 

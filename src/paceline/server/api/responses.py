@@ -10,10 +10,10 @@ from fastapi import APIRouter
 from fastapi import Request as HTTPRequest
 from fastapi.responses import Response
 
-from paceline.server.api.blocks import BlocksAnswer
-from paceline.server.api.dialogue import Dialogue
+from paceline.server.api.blocks import BlocksAnswer, MessageFields
+from paceline.server.api.chat import Dialogue
 from paceline.server.api.params import sampling_of
-from paceline.server.api.responses_api import MessageFields, ResponsesRequest, messages_of
+from paceline.server.api.responses_api import ResponsesRequest, messages_of
 from paceline.server.api.responses_kept import KeptResponse, ResponseStore
 from paceline.server.errors import error_body
 from paceline.server.failures import APIError
@@ -79,7 +79,7 @@ class ResponsesAnswer(BlocksAnswer):
         dialogue: Dialogue,
         asked: ResponsesRequest,
         messages: list[MessageFields],
-        keep: Callable[[KeptResponse, str | None], None],
+        keep: Callable[[KeptResponse], None],
     ) -> None:
         super().__init__(dialogue)
         self._asked, self._messages, self._keep = asked, messages, keep
@@ -93,7 +93,7 @@ class ResponsesAnswer(BlocksAnswer):
         shown = self._response()
         if self._asked.store and shown["status"] != "in_progress":
             messages = [*self._messages, *messages_of(self._blocks, lambda name: None)]
-            self._keep(KeptResponse(messages, shown), self._asked.request_id)
+            self._keep(KeptResponse(messages, shown, self._asked.request_id))
         return shown
 
     def _response(self) -> dict[str, Any]:

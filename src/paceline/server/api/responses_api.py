@@ -7,15 +7,20 @@ from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import Field, model_validator
 
-from paceline.server.api.blocks import as_chat, own_kind, text_or, without_hosted
-from paceline.server.api.content import text_of
+from paceline.server.api.blocks import (
+    MessageFields,
+    as_chat,
+    function_tool,
+    named_tool,
+    tool_call,
+    without_hosted,
+)
 from paceline.server.api.protocol import MAX_LOGPROBS, ChatRequest, Generation, JsonSchema
 from paceline.server.failures import APIError
-from paceline.server.fields import Body
+from paceline.server.fields import Body, text_of
 from paceline.server.requestlog import note
 
 OutputItem = dict[str, Any]
-MessageFields = dict[str, Any]  # those of a ChatMessage
 
 _LOGPROBS = "message.output_text.logprobs"
 
@@ -40,7 +45,7 @@ class FlatTool(Body):
     _passed_over: ClassVar[frozenset[str]] = frozenset(
         {"allowed_callers", "async", "defer_loading", "output_schema"}
     )
-    type: Annotated[Literal["function"], own_kind("function", "offer functions")]
+    type: Literal["function"]
     name: str
     description: str | None = None
     parameters: dict[str, Any] | None = None
@@ -78,7 +83,7 @@ def named_within(namespace: str | None, name: str) -> str:
 
 
 class ResponsesRequest(Generation):
-    input: Annotated[str | list[dict[str, Any]], text_or("items")]
+    input: str | list[dict[str, Any]]
     instructions: str | None = None
     max_output_tokens: int | None = Field(default=None, ge=1)
     previous_response_id: str | None = None
@@ -118,39 +123,31 @@ class ResponsesRequest(Generation):
         if self.reasoning.summary is not None:
             note("reasoning.summary")
         tools = [
-            {"type": "function", "function": {**tool.model_dump(exclude={"type"}), "name": name}}
+            function_tool(name, tool.description, tool.parameters, strict=tool.strict)
             for name, (_, tool) in self.functions.items()
         ]
         choice: Any = self.tool_choice
         if isinstance(choice, FlatChoice):
-            name = named_within(choice.namespace, choice.name)
-            choice = {"type": "function", "function": {"name": name}}
+            choice = named_tool(named_within(choice.namespace, choice.name))
         logprobs = _LOGPROBS in self.include or self.top_logprobs > 0
-        format = self.text.format
-        return as_chat(
-            self,
-            {
-                "messages": messages,
-                "max_tokens": self.max_output_tokens,
-                "logprobs": logprobs,
-                "top_logprobs": self.top_logprobs if logprobs else None,
-                "tools": tools or None,
-                "tool_choice": choice if tools or choice != "auto" else None,
-                "parallel_tool_calls": self.parallel_tool_calls,
-                "chat_template_kwargs": self.chat_template_kwargs,
-                "reasoning_effort": self.reasoning.effort,
-                "verbosity": self.text.verbosity,
-                "response_format": self.response_format or _response_format(format),
-            },
-            "input",
-        )
-
-
-def _response_format(format: TextFormat) -> dict[str, Any]:
-    if format.type != "json_schema":
-        return {"type": format.type}
-    schema = {"name": format.name, "schema": format.schema_, "strict": format.strict}
-    return {"type": "json_schema", "json_schema": schema}
+        form = self.text.format
+        response_format: Any = {"type": form.type}
+        if form.type == "json_schema":
+            response_format["json_schema"] = form.model_dump(exclude={"type"}, by_alias=True)
+        fields = {
+            "messages": messages,
+            "max_tokens": self.max_output_tokens,
+            "logprobs": logprobs,
+            "top_logprobs": self.top_logprobs if logprobs else None,
+            "tools": tools or None,
+            "tool_choice": choice if tools or choice != "auto" else None,
+            "parallel_tool_calls": self.parallel_tool_calls,
+            "chat_template_kwargs": self.chat_template_kwargs,
+            "reasoning_effort": self.reasoning.effort,
+            "verbosity": self.text.verbosity,
+            "response_format": self.response_format or response_format,
+        }
+        return as_chat(self, fields, "input")
 
 
 # -- items to messages -----------------------------------------------------------------------------
@@ -208,12 +205,9 @@ def _read_message(item: OutputItem, messages: list[MessageFields]) -> None:
 
 
 def _read_call(item: OutputItem, messages: list[MessageFields]) -> None:
+    identifier = str(item.get("call_id") or item.get("id") or "")
     name = named_within(item.get("namespace"), item["name"])
-    call = {
-        "id": str(item.get("call_id") or item.get("id") or ""),
-        "type": "function",
-        "function": {"name": name, "arguments": item.get("arguments") or "{}"},
-    }
+    call = tool_call(identifier, name, item.get("arguments") or "{}")
     _assistant(messages).setdefault("tool_calls", []).append(call)
 
 

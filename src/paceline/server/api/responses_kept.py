@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import json
 from collections import OrderedDict
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 MAX_RESPONSES = 1024
@@ -16,36 +16,28 @@ MAX_BYTES = 64 * 2**20
 
 @dataclass(frozen=True)
 class KeptResponse:
-    """``messages`` lead to it and end with it; ``shown`` is what the client was given."""
+    """``messages`` lead to it and end with it; ``shown`` is what the client was given.
+
+    ``alias`` is the client's own name for it, which its latest response of that name has.
+    """
 
     messages: list[dict[str, Any]]
     shown: dict[str, Any]
-
-
-@dataclass(frozen=True)
-class _Stored:
-    """``items`` are those of the output, by their ids; ``rest`` is everything else."""
-
-    rest: bytes
-    items: dict[str, bytes]
-    alias: str | None
-
-    @property
-    def size(self) -> int:
-        return len(self.rest) + sum(map(len, self.items.values())) + len(self.alias or "")
+    alias: str | None = None
 
 
 class ResponseStore:
     """By owner and id. An owner is who an API key stands for; without keys all are one.
 
-    A client may give a response an ``alias``: of its own responses, the latest of that name.
     Where the bounds are reached, the owner that has most gives up its oldest: nobody's
     responses go because of another who keeps more.
     """
 
     def __init__(self) -> None:
         # Of an owner, what has not been asked for the longest comes first.
-        self._owners: dict[str, OrderedDict[str, _Stored]] = {}
+        self._owners: dict[str, OrderedDict[str, bytes]] = {}
+        self._aliases: dict[tuple[str, str], str] = {}  # of owner and alias, the id
+        self._items: dict[tuple[str, str], str] = {}  # of owner and item, the response's id
 
     def __len__(self) -> int:
         return sum(map(len, self._owners.values()))
@@ -55,48 +47,49 @@ class ResponseStore:
         """Bytes of all that is kept."""
         return sum(map(_size, self._owners.values()))
 
-    def keep(self, owner: str, response: KeptResponse, alias: str | None = None) -> None:
+    def keep(self, owner: str, response: KeptResponse) -> None:
         """Its id and those of its items must be new. One beyond all bounds is not kept."""
-        shown = response.shown
-        items = {item["id"]: _text(item) for item in shown["output"]}
-        stored = _Stored(_text([response.messages, shown | {"output": []}]), items, alias)
-        if stored.size > MAX_BYTES:
+        text = _text(vars(response))
+        if len(text) > MAX_BYTES:
             return
-        responses = self._owners.setdefault(owner, OrderedDict())
-        if alias is not None:  # the latest has the name
-            for name, older in responses.items():
-                if older.alias == alias:
-                    responses[name] = replace(older, alias=None)
-        responses[shown["id"]] = stored
+        name = response.shown["id"]
+        self._owners.setdefault(owner, OrderedDict())[name] = text
+        self._items |= {(owner, item["id"]): name for item in response.shown["output"]}
+        if response.alias is not None:
+            self._aliases[owner, response.alias] = name
         while (many := len(self) > MAX_RESPONSES) or self.size > MAX_BYTES:
-            max(self._owners.values(), key=len if many else _size).popitem(last=False)
+            most = max(
+                self._owners, key=lambda owner: (len if many else _size)(self._owners[owner])
+            )
+            self.drop(most, next(iter(self._owners[most])))
 
     def get(self, owner: str, name: str) -> KeptResponse | None:
         """The response of that id, else of that alias."""
         responses = self._owners.get(owner, OrderedDict())
         if name not in responses:
-            name = next((kept for kept, stored in responses.items() if stored.alias == name), "")
-        stored = responses.get(name)
-        if stored is None:
+            name = self._aliases.get((owner, name), "")
+        if name not in responses:
             return None
         responses.move_to_end(name)
-        messages, shown = _value(stored.rest)
-        return KeptResponse(messages, shown | {"output": list(map(_value, stored.items.values()))})
+        return KeptResponse(**_value(responses[name]))
 
     def drop(self, owner: str, name: str) -> None:
         """Forget the response of an id, which is there."""
-        del self._owners[owner][name]
+        gone = KeptResponse(**_value(self._owners[owner].pop(name)))
+        for item in gone.shown["output"]:
+            del self._items[owner, item["id"]]
+        if self._aliases.get((owner, gone.alias or "")) == name:
+            del self._aliases[owner, gone.alias or ""]
 
     def item(self, owner: str, name: str) -> dict[str, Any] | None:
         """An item of the output of one of the owner's responses."""
-        for stored in self._owners.get(owner, OrderedDict()).values():
-            if name in stored.items:
-                return dict(_value(stored.items[name]))
-        return None
+        response = self.get(owner, self._items.get((owner, name), ""))
+        outputs = [] if response is None else response.shown["output"]
+        return next((item for item in outputs if item["id"] == name), None)
 
 
-def _size(responses: OrderedDict[str, _Stored]) -> int:
-    return sum(stored.size for stored in responses.values())
+def _size(responses: OrderedDict[str, bytes]) -> int:
+    return sum(map(len, responses.values()))
 
 
 def _text(value: Any) -> bytes:

@@ -1,18 +1,21 @@
-"""``/tokenize``, ``/detokenize`` and ``/tokenizer_info``, as vLLM has them."""
+"""``/tokenize``, ``/detokenize``, ``/tokenizer_info`` as vLLM has them; and filling in the middle."""
 
 from __future__ import annotations
 
 import asyncio
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import msgspec
 from fastapi import APIRouter
 from fastapi.responses import Response
 
-from paceline.server.api.chat_format import render
+from paceline.server.api.chat import render
 from paceline.server.api.protocol import DetokenizeRequest, TokenizeRequest
 from paceline.server.failures import APIError, check_text
 from paceline.server.service import Service
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerFast
 
 _SAID = ("bos_token", "eos_token", "pad_token", "unk_token", "chat_template", "model_max_length")
 
@@ -69,3 +72,29 @@ def _text_of(service: Service, tokens: list[int]) -> Response:
 
 def _json(answer: dict[str, Any]) -> Response:
     return Response(msgspec.json.encode(answer), media_type="application/json")
+
+
+# The tokens before the prefix, before the suffix, and before the middle, as families write them;
+# DeepSeek marks the hole instead and ends with the suffix.
+_MARKS = (
+    ("<|fim_prefix|>", "<|fim_suffix|>", "<|fim_middle|>"),  # Qwen 2.5, CodeGemma
+    ("<fim_prefix>", "<fim_suffix>", "<fim_middle>"),  # StarCoder, SantaCoder, Granite
+    ("<fim-prefix>", "<fim-suffix>", "<fim-middle>"),
+    ("▁<PRE>", "▁<SUF>", "▁<MID>"),  # Code Llama
+    ("<｜fim▁begin｜>", "<｜fim▁hole｜>", "<｜fim▁end｜>"),
+)
+
+
+def infill(tokenizer: PreTrainedTokenizerFast, prefix: list[int], suffix: str) -> list[int]:
+    """The prompt that asks for what stands between ``prefix`` and ``suffix``. Raises APIError."""
+    known = tokenizer.get_vocab()
+    for marks in _MARKS:
+        if all(mark in known for mark in marks):
+            begin, hole, end = (known[mark] for mark in marks)
+            after = tokenizer.encode(suffix, add_special_tokens=False)
+            return [begin, *prefix, hole, *after, end]
+    raise APIError(
+        "suffix: this model's tokenizer has no tokens for filling in the middle; leave it out",
+        param="suffix",
+        code="unsupported_field",
+    )
