@@ -8,7 +8,7 @@ from typing import Any
 import openai
 import pytest
 
-from paceline.server.api.responses_kept import (
+from paceline.server.api.responses import (
     MAX_BYTES,
     MAX_RESPONSES,
     KeptResponse,

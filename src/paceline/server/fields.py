@@ -16,55 +16,36 @@ from pydantic import BaseModel, BeforeValidator, ConfigDict, model_validator
 
 from paceline.server.requestlog import note
 
-# Of a field that is taken whatever it says, and of one that is at these values only.
-_ANY: tuple[Any, ...] = ()
-NOTED: Mapping[str, tuple[Any, ...]] = {
-    # where an answer is kept, billed or routed
-    "store": _ANY,
-    "metadata": _ANY,
-    "service_tier": _ANY,
-    "safety_identifier": _ANY,
-    "prompt_cache_key": _ANY,
-    "prompt_cache_retention": _ANY,
-    "prompt_cache_options": _ANY,
-    "user": _ANY,
-    # where a conversation goes: for routers in front, which read it and pass it on
-    "session_id": _ANY,
-    "session_params": _ANY,
-    "user_id": _ANY,
-    "include_obfuscation": _ANY,
-    "cache_control": _ANY,
-    "cache_salt": _ANY,
-    "cache_prompt": _ANY,
-    "mm_processor_kwargs": _ANY,
-    "kv_transfer_params": ({},),
-    "guided_decoding_backend": _ANY,
-    "modalities": (["text"],),
-    # of responses and messages: what only their own servers could do
+# Taken whatever they say: where an answer is kept, billed or routed, where a conversation goes (for
+# routers in front), and what only the servers of OpenAI and Anthropic could do.
+NOTED = {
+    *("betas", "cache_control", "cache_prompt", "cache_salt", "client_metadata"),
+    *("context_management", "guided_decoding_backend", "include_obfuscation", "inference_geo"),
+    *("max_tool_calls", "metadata", "mm_processor_kwargs", "prompt_cache_key"),
+    *("prompt_cache_options", "prompt_cache_retention", "safety_identifier", "service_tier"),
+    *("session_id", "session_params", "speed", "store", "user", "user_id"),
+}
+# Taken at the values that change nothing.
+NOTED_AT: Mapping[str, tuple[Any, ...]] = {
     "background": (False,),
-    "truncation": ("disabled",),
-    "max_tool_calls": _ANY,
-    "context_management": _ANY,
-    "betas": _ANY,
-    "inference_geo": _ANY,
-    "speed": _ANY,
-    "mcp_servers": ([],),
-    "client_metadata": _ANY,
-    # other servers' sampling, at what is no sampling
-    "use_beam_search": (False,),
-    "length_penalty": (1, 0),
-    "early_stopping": (False,),
-    "spaces_between_special_tokens": (True,),
-    "detokenize": (True,),
-    "return_tokens_as_token_ids": (False,),
     "bad_words": ([],),
-    "logits_processors": ([],),
+    "detokenize": (True,),
     "documents": ([],),
-    "web_search_options": ({},),
-    "typical_p": (1,),
+    "early_stopping": (False,),
+    "kv_transfer_params": ({},),
+    "length_penalty": (1, 0),
+    "logits_processors": ([],),
+    "mcp_servers": ([],),
+    "mirostat": (0,),
+    "modalities": (["text"],),
+    "return_tokens_as_token_ids": (False,),
+    "spaces_between_special_tokens": (True,),
     "tfs_z": (1,),
     "top_a": (0,),
-    "mirostat": (0,),
+    "truncation": ("disabled",),
+    "typical_p": (1,),
+    "use_beam_search": (False,),
+    "web_search_options": ({},),
 }
 # What vllm-router writes into every request that it passes on; so said, nothing is asked for.
 ROUTER_DEFAULTS: Mapping[str, bool] = {
@@ -74,12 +55,6 @@ ROUTER_DEFAULTS: Mapping[str, bool] = {
     "stream_reasoning": True,
     "include_reasoning": True,
 }
-
-
-def taken(name: str, value: object) -> bool:
-    """Whether a field that is not implemented may be noted with this value."""
-    allowed = NOTED.get(name)
-    return allowed is not None and (not allowed or value in allowed)
 
 
 class Body(BaseModel):
@@ -101,7 +76,7 @@ class Body(BaseModel):
                     kept[name] = value
             elif name in cls._passed_over or value is None or value is ROUTER_DEFAULTS.get(name):
                 pass
-            elif taken(name, value):
+            elif name in NOTED or value in NOTED_AT.get(name, ()):
                 note(name)
             else:
                 kept[name] = value

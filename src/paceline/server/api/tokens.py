@@ -1,4 +1,4 @@
-"""``/tokenize``, ``/detokenize``, ``/tokenizer_info`` as vLLM has them; and filling in the middle."""
+"""``/tokenize``, ``/detokenize``, ``/tokenizer_info`` as vLLM has them; filling in the middle."""
 
 from __future__ import annotations
 
