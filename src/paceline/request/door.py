@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
@@ -174,10 +174,15 @@ def render_chat(
         raise PromptError("the conversation is empty; give at least one message")
     if tokenizer.chat_template is None:
         raise PromptError(f"{model} has no chat template; use generate with a plain prompt")
+    return apply_template(tokenizer, items, add_generation_prompt=True)
+
+
+def apply_template(
+    tokenizer: PreTrainedTokenizerFast, messages: Sequence[Mapping[str, Any]], **options: Any
+) -> list[int]:
+    """Token ids of messages in the tokenizer's chat template. Raises PromptError."""
     try:
-        ids = tokenizer.apply_chat_template(
-            items, add_generation_prompt=True, tokenize=True, return_dict=False
-        )
+        ids = tokenizer.apply_chat_template(messages, tokenize=True, return_dict=False, **options)
     except Exception as error:  # jinja errors of any kind: the template refused the messages
         reason = " ".join(str(error).split())
         raise PromptError(f"the chat template refused the messages: {reason}") from None

@@ -16,8 +16,8 @@ import atexit
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Iterable, Sequence
-from contextlib import suppress
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager, suppress
 from functools import partial
 from weakref import WeakSet
 
@@ -96,7 +96,7 @@ class EngineOwner:
         is called in that step: the engine is then let go of behind it."""
         self._closing = True
         if self._owner != threading.get_ident():
-            with self._owned:
+            with self._owning():
                 self._settle()
         self._work.set()
 
@@ -126,12 +126,8 @@ class EngineOwner:
 
         Raises EngineLostError when the engine cannot go on, PacelineError after ``close``.
         """
-        with self._owned:
-            self._owner = threading.get_ident()
-            try:
-                advanced = self._step()
-            finally:
-                self._owner = None
+        with self._owning():
+            advanced = self._step()
         self._tidy()
         return advanced
 
@@ -140,16 +136,14 @@ class EngineOwner:
 
         Raises EngineLostError when the engine cannot go on, PacelineError after ``close``.
         """
-        if self._thread is None and self._take():
-            try:
-                while not done():
-                    if self._waiters:
-                        break
+        try:
+            with self._owning(wait=False) as owned:
+                while owned and self._thread is None and not done() and not self._waiters:
                     self._step()
-                else:
-                    return
-            finally:
-                self._give_back()
+        finally:
+            self._tidy()
+        if done():
+            return
         ready = threading.Event()
         waiter = Waiter(done, ready.set)
         try:
@@ -182,26 +176,26 @@ class EngineOwner:
                 request.fail("the engine has dropped this request")
         return advance(engine, self.requests)
 
-    def _take(self) -> bool:
-        """Own the engine, if nobody else does."""
-        if not self._owned.acquire(blocking=False):
-            return False
-        self._owner = threading.get_ident()
-        return True
-
-    def _give_back(self) -> None:
-        self._owner = None
-        self._owned.release()
-        self._tidy()
+    @contextmanager
+    def _owning(self, wait: bool = True) -> Iterator[bool]:
+        """Own the engine, if nobody else does or once nobody does; whether that is so."""
+        owned = self._owned.acquire(blocking=wait)
+        try:
+            if owned:
+                self._owner = threading.get_ident()
+            yield owned
+        finally:
+            if owned:
+                self._owner = None
+                self._owned.release()
 
     def _tidy(self) -> None:
         """See to the inbox if nobody owns the engine; who does looks after its step, and here."""
-        while (self._inbox or (self._closing and self._engine is not None)) and self._take():
-            try:
+        while self._inbox or (self._closing and self._engine is not None):
+            with self._owning(wait=False) as owned:
+                if not owned:
+                    return
                 self._settle()
-            finally:
-                self._owner = None
-                self._owned.release()
 
     def _settle(self) -> None:
         """What is in the inbox. By the owner, between two steps."""
@@ -221,12 +215,8 @@ class EngineOwner:
     def _serve(self) -> None:
         while True:
             if self._waiters and not self._exiting:
-                with self._owned:
-                    self._owner = threading.get_ident()
-                    try:
-                        self._serve_waiters()
-                    finally:
-                        self._owner = None
+                with self._owning():
+                    self._serve_waiters()
                 self._tidy()
             idle = not self._work.wait(_IDLE_SECONDS)
             self._work.clear()

@@ -6,7 +6,6 @@ Content is never exported.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
 from paceline import __version__
@@ -87,11 +86,11 @@ class Telemetry:
         if exchange.status >= 400:
             shared["error.type"] = str(exchange.status)
         self._duration.record(exchange.seconds, shared)
-        for ticket in exchange.tickets:
-            for first, between in _times(ticket):
-                self._first.record(first, shared)
-                if between is not None:
-                    self._each.record(between, shared)
+        for done in (done for ticket in exchange.tickets for done in ticket.done):
+            first, others = done.stats.time_to_first_token, len(done.token_ids) - 1
+            self._first.record(first, shared)
+            if others > 0:
+                self._each.record((done.stats.arrivals[-1][0] - first) / others, shared)
         self._trace(exchange, f"{operation} {self._model}", shared)
 
     def _trace(self, exchange: Exchange, name: str, shared: dict[str, Any]) -> None:
@@ -121,13 +120,6 @@ class Telemetry:
         if exchange.status >= 500:
             span.set_status(Status(StatusCode.ERROR))
         span.end(began + int(exchange.seconds * 1e9))
-
-
-def _times(ticket: Ticket) -> Iterator[tuple[float, float | None]]:
-    """Of each completion: to its first token, and between the others."""
-    for done in ticket.done:
-        first, rest = done.stats.time_to_first_token, len(done.token_ids) - 1
-        yield first, (done.stats.arrivals[-1][0] - first) / rest if rest > 0 else None
 
 
 def _attributes(tickets: list[Ticket]) -> dict[str, Any]:

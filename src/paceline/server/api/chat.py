@@ -13,6 +13,8 @@ from dataclasses import dataclass, replace
 from inspect import signature
 from typing import TYPE_CHECKING, Any
 
+from paceline.errors import PromptError
+from paceline.request.door import apply_template
 from paceline.server.api.params import PREDICTED_LENGTH, sampling_params
 from paceline.server.api.protocol import ChatMessage, ChatRequest, Tool
 from paceline.server.api.tool_calls import forced_grammar
@@ -122,20 +124,15 @@ def render(
     elif described:
         rendered = _with_instruction(rendered, described)
     try:
-        ids = tokenizer.apply_chat_template(
+        return apply_template(
+            tokenizer,
             rendered,
             add_generation_prompt=opens and not continues,
             continue_final_message=continues,
-            tokenize=True,
-            return_dict=False,
             **options,
         )
-    except Exception as error:  # jinja errors of any kind: the template refused the messages
-        reason = " ".join(str(error).split())
-        raise APIError(
-            f"the chat template refused the messages: {reason}", param="messages"
-        ) from None
-    return [int(token) for token in ids]
+    except PromptError as error:
+        raise APIError(str(error), param="messages") from None
 
 
 def _template_of(tokenizer: PreTrainedTokenizerFast) -> str:

@@ -98,25 +98,21 @@ def _drafter(method: str, drafters: tuple[str, ...]) -> str | None:
 
 def _grammar(request: Generation) -> Grammar | None:
     """What the text must look like, however that was said. Raises APIError if twice."""
-    guided = StructuredOutputs(
-        json=request.guided_json,
-        regex=request.guided_regex,
-        choice=request.guided_choice,
-        grammar=request.guided_grammar,
-    )
-    if guided == StructuredOutputs():
-        guided = request.structured_outputs or guided
-    grammars = []
-    if guided.json_ is not None:
-        grammars.append(_json(guided.json_))
-    if guided.json_object:
+    asked = request.structured_outputs or StructuredOutputs()
+    grammars = [
+        _json(schema) for schema in (asked.json_, request.guided_json) if schema is not None
+    ]
+    if asked.json_object:
         grammars.append(Grammar.json())
-    if guided.regex is not None:
-        grammars.append(Grammar("regex", guided.regex))
-    if guided.choice is not None:
-        grammars.append(Grammar("regex", "|".join(map(re.escape, guided.choice))))
-    if guided.grammar is not None:
-        grammars.append(Grammar("lark", guided.grammar))
+    for regex in (asked.regex, request.guided_regex):
+        if regex is not None:
+            grammars.append(Grammar("regex", regex))
+    for choice in (asked.choice, request.guided_choice):
+        if choice is not None:
+            grammars.append(Grammar("regex", "|".join(map(re.escape, choice))))
+    for lark in (asked.grammar, request.guided_grammar):
+        if lark is not None:
+            grammars.append(Grammar("lark", lark))
     wanted = request.response_format
     if wanted is not None and wanted.type != "text":
         schema = wanted.json_schema
