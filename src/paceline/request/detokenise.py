@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from functools import partial
+from itertools import takewhile
 from typing import TYPE_CHECKING
 from weakref import WeakKeyDictionary
+
+from tokenizers.decoders import DecodeStream
 
 from paceline.model.decoders import TokenSpeller
 
@@ -62,10 +64,9 @@ class Detokeniser:
     """The text that follows a prompt, as ``feed`` by ``feed`` it becomes certain.
 
     All that it gives, with ``flush`` at the end, is what a decode of prompt and tokens has that a
-    decode of the prompt alone does not begin with. As ``tokenizers``' DecodeStream does, it decodes
-    the tokens that wait together with those of the last piece, and waits while that ends inside a
-    character. Two things are more: a text has an end (``flush``), and a run of byte fallback
-    (``<0xE4>``) waits for its own end, since it is text as a whole or every byte of it is U+FFFD.
+    decode of the prompt alone does not begin with. The library's ``DecodeStream`` waits while a
+    text ends inside a character. With byte fallback (``<0xE4>``) it would be wrong: a run of bytes
+    is text as a whole, or every byte of it is U+FFFD. So a run is read once it has ended.
     """
 
     def __init__(
@@ -75,10 +76,11 @@ class Detokeniser:
         skip_special: bool = True,
     ) -> None:
         self._spelling, self._skip = Spelling.of(tokenizer), skip_special
-        self._decode = partial(tokenizer.backend_tokenizer.decode, skip_special_tokens=skip_special)
-        self._shown: list[int] = []  # the tokens of the last piece, and their text
-        self._shown_text = ""
-        self._held: list[int] = []
+        self._backend = tokenizer.backend_tokenizer
+        self._stream = DecodeStream(skip_special_tokens=skip_special)
+        self._unread: list[int] = []  # a run of bytes, not yet given to the stream
+        self._shown: list[int] = []  # the tokens of the last piece
+        self._held: list[int] = []  # those after it
         self._prompt_ending = ""
         for token in self._end_of(prompt):
             self.feed(token)
@@ -101,10 +103,12 @@ class Detokeniser:
         if self._spelling.name(token, self._skip) is None:
             return ""
         self._held.append(token)
+        self._unread.append(token)
         if self._spelling.byte(token) is not None:
             return ""
-        text = self._text_of(self._held)
-        return "" if not text or text.endswith(REPLACEMENT) else self._show(text)
+        piece = self._stream.step(self._backend, self._unread)
+        self._unread = []
+        return self._show(piece) if piece else ""
 
     def guess(self) -> str:
         """The text of the tokens that wait, should no byte follow them; none while they end inside
@@ -115,31 +119,32 @@ class Detokeniser:
         return "" if text.endswith(REPLACEMENT) else text
 
     def flush(self, whole: bool = False) -> str:
-        """The rest. Bytes of an unfinished character become U+FFFD, or nothing if only ``whole``
-        characters are wanted."""
+        """The rest, after which nothing is fed. Bytes of an unfinished character become U+FFFD, or
+        nothing if only ``whole`` characters are wanted."""
         text = self._text_of(self._held)
         if not whole or not text.endswith(REPLACEMENT):
-            return self._show(text)
+            return text
         if self._spelling.byte(self._held[-1]) is None:
-            return self._show(text[:-1])
+            return text[:-1]
         # Of a run of bytes that is cut every byte is U+FFFD.
-        for cut in range(1, _MOST_UNFINISHED + 1):
-            shorter = self._text_of(self._held[:-cut])
-            if not shorter.endswith(REPLACEMENT):
-                return self._show(shorter)
-        return self._show(text)
+        shorter = (self._text_of(self._held[:-cut]) for cut in range(1, _MOST_UNFINISHED + 1))
+        return next((cut for cut in shorter if not cut.endswith(REPLACEMENT)), text)
 
-    def _text_of(self, tokens: list[int]) -> str:
-        """The text of tokens behind those that have been shown, and behind the prompt's text."""
-        text = str(self._decode(self._shown + tokens))[len(self._shown_text) :]
-        same = 0
-        for left, right in zip(text, self._prompt_ending, strict=False):
-            if left != right:
-                break
-            same += 1
-        return text[same:]
+    def _text_of(self, held: list[int]) -> str:
+        """The text of tokens behind those that have been shown."""
+        shown, whole = (
+            self._backend.decode(tokens, skip_special_tokens=self._skip)
+            for tokens in (self._shown, self._shown + held)
+        )
+        return self._behind_prompt(whole[len(shown) :])
 
-    def _show(self, text: str) -> str:
-        self._shown, self._held, self._prompt_ending = self._held, [], ""
-        self._shown_text = self._decode(self._shown)
+    def _show(self, piece: str) -> str:
+        text, self._prompt_ending = self._behind_prompt(piece), ""
+        self._shown, self._held = self._held, []
         return text
+
+    def _behind_prompt(self, text: str) -> str:
+        """Without what the prompt's own text ended with."""
+        ending = self._prompt_ending
+        same = (left == right for left, right in zip(text, ending, strict=False))
+        return text[sum(1 for _ in takewhile(bool, same)) :] if ending else text
