@@ -262,10 +262,11 @@ class EngineLoop:
             log.critical(
                 "the engine's thread has ended: %s", self.lost, exc_info=None if planned else error
             )
-        if self.lost is not None:  # first, so that nobody who is told finds the server alive
-            self._post(Lost(self.lost))
         for job in jobs:
             with suppress(Exception):
                 self._finish(job, "cancelled" if error is None else "error")
+        if self.lost is not None:  # first, so that nobody who is told finds the server alive
+            self._post(Lost(self.lost))
+        for job in jobs:
             self._post(Ended(job.ticket, Fault.of(ending)))
         self._over.set()
