@@ -46,7 +46,7 @@ _SMALLER, _SMALL_ENOUGH = 4, 10  # times smaller than the target: at least, and 
 _DEEP, _DEEPISH = 1 / 2, 1 / 4  # of the target's layers
 _TABLES = ("d2t", "t2d", "token_map")  # of a head: small, and their values decide
 
-_Found = tuple[list[Finding], Needs]
+_Checked = tuple[list[Finding], Needs]
 
 
 def examine(
@@ -106,8 +106,8 @@ def examine(
         beside = replace(setting, kernels=has_kernels(resolved, backend))  # for its 4-bit form
     noticed, needs = _check_drafts(drafts, model, beside, needs)
     findings += [*noticed, *check_dtype(setting, needs.weights)]
-    few = any(one.code.startswith("quantised") for one in findings)
-    findings += [check_kernels(setting, few), check_memory(setting, needs, model.max_positions)]
+    packed = any(one.code.startswith("quantised") for one in findings)
+    findings += [check_kernels(setting, packed), check_memory(setting, needs, model.max_positions)]
     return by_severity(findings)
 
 
@@ -142,7 +142,7 @@ def _check_drafts(
     target: Model,
     setting: Setting,
     needs: Needs,
-) -> _Found:
+) -> _Checked:
     """Findings on all of them, with what their folders hold, and ``needs`` with theirs; ``auto`` is
     what it is composed of."""
     findings: list[Finding] = []
@@ -176,7 +176,7 @@ def _check_drafts(
 
 def _check_draft(
     spec: DraftSpec, files: ModelFiles | None, target: Model, setting: Setting
-) -> _Found:
+) -> _Checked:
     """Findings on one draft of one kind, and what it takes."""
     if files is None:
         return _without_files(spec, target, setting)
@@ -186,7 +186,7 @@ def _check_draft(
     return _check_head(spec, files, target, setting)
 
 
-def _without_files(spec: DraftSpec, target: Model, setting: Setting) -> _Found:
+def _without_files(spec: DraftSpec, target: Model, setting: Setting) -> _Checked:
     examined = spec.examine(target)
     if examined.target_in is None:
         return _noted(examined), Needs()
@@ -210,7 +210,7 @@ def _noted(examined: Examined) -> list[Finding]:
 # -- heads -------------------------------------------------------------------------------------
 
 
-def _check_head(spec: DraftSpec, files: ModelFiles, target: Model, setting: Setting) -> _Found:
+def _check_head(spec: DraftSpec, files: ModelFiles, target: Model, setting: Setting) -> _Checked:
     """By the code that loads heads, without their weights."""
     if not (files.tensors or files.pickled or files.damaged or files.remote):
         other = _another_kind(read_files(files.name))  # under a file name of another kind's
@@ -259,7 +259,7 @@ def _another_kind(files: ModelFiles) -> Finding | None:
 
 def _check_draft_model(
     spec: DraftModel, files: ModelFiles, target: Model, setting: Setting
-) -> _Found:
+) -> _Checked:
     other = _another_kind(files)
     if other is not None:
         return [other], Needs()

@@ -80,22 +80,22 @@ def read_files(name: str, weights: Iterable[str] = ()) -> ModelFiles:
         return ModelFiles(name, gguf, {"model_type": file.architecture}, gguf=file)
     folder = Path(path) if is_path(path) else _fetch(name)
     config = check_folder(name, folder)
-    found = ModelFiles(name, folder, config)
-    for weight in _weights(found, tuple(weights)):
+    files = ModelFiles(name, folder, config)
+    for weight in _weights(files, tuple(weights)):
         if not weight.is_file():
-            found.absent.append(weight.name)
+            files.absent.append(weight.name)
         elif weight.suffix != ".safetensors":
-            found.pickled.append(weight.name)
+            files.pickled.append(weight.name)
         else:
             try:
                 verify(weight)
                 with safe_open(weight, framework="pt") as opened:
                     names = opened.keys()
-                    found.tensors.update({name: opened.get_tensor(name) for name in names})
+                    files.tensors.update({key: opened.get_tensor(key) for key in names})
             except ModelLoadError as error:
-                found.damaged.append(str(error).partition("; ")[0])  # kinds.md has a cure
-    if is_path(path) or found.tensors or found.absent or found.damaged or found.pickled:
-        return found
+                files.damaged.append(str(error).partition("; ")[0])  # kinds.md has a cure
+    if is_path(path) or files.tensors or files.absent or files.damaged or files.pickled:
+        return files
     return ModelFiles(name, folder, config, _remote_tensors(name), remote=True)
 
 
@@ -144,13 +144,13 @@ def _remote_tensors(name: str) -> dict[str, torch.Tensor]:
     from huggingface_hub.errors import NotASafetensorsRepoError, SafetensorsParsingError
 
     try:
-        files = get_safetensors_metadata(name).files_metadata.values()
+        headers = get_safetensors_metadata(name).files_metadata.values()
     except (OSError, ValueError, NotASafetensorsRepoError, SafetensorsParsingError):
         return {}
     return {
         key: torch.empty(
             entry.shape, dtype=_DTYPES.get(str(entry.dtype), torch.int8), device="meta"
         )
-        for file in files
-        for key, entry in file.tensors.items()
+        for header in headers
+        for key, entry in header.tensors.items()
     }

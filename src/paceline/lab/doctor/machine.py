@@ -231,19 +231,19 @@ def check_dtype(setting: Setting, weights: int) -> Iterator[Finding]:
         yield finding("gpu-absent", "machine", text)
 
 
-def check_kernels(setting: Setting, few: bool) -> Finding:
-    """What will run the forwards. ``few``: there are quantised weights."""
+def check_kernels(setting: Setting, quantised: bool) -> Finding:
+    """What will run the forwards; ``quantised``: of quantised weights."""
     if setting.device.type != "cpu":
         return finding("kernels-run", "machine", f"forwards run on torch, on {setting.device}")
     if setting.backend == REFERENCE:
-        code = "kernels-readable" if few else "kernels-run"
+        code = "kernels-readable" if quantised else "kernels-run"
         return finding(code, "machine", "forwards run on torch, as --backend reference asks for")
     try:
         built = instructions() if is_built() else "which the first run builds"
         text = f"models of a shape that they know run on the native kernels, {built}"
         return finding("kernels-run", "machine", text)
     except NativeUnavailableError as error:
-        code = "kernels-readable" if few else "kernels-absent"
+        code = "kernels-readable" if quantised else "kernels-absent"
         return finding(code, "machine", f"there are no native kernels: {error}")
 
 

@@ -84,8 +84,8 @@ class SpeedupTrial:
     def cost(self) -> CostModel:
         """What steps take and gain, from the phases of those that were run."""
         # Lookup drafters do not always find something: as many nodes as they did.
-        found = self.long.drafted / self.long.steps / max(1, self.nodes[-1])
-        nodes = tuple(count * (1.0 if self.chain else found) for count in self.nodes)
+        share = self.long.drafted / self.long.steps / max(1, self.nodes[-1])
+        nodes = tuple(count * (1.0 if self.chain else share) for count in self.nodes)
         costs = DrafterCosts(nodes, self.passes, CostCurve((1,), (self.pass_seconds,)))
         # What takes no pass is part of the rest of a step that has drafts.
         looking = ["draft"] if costs.costless else []
