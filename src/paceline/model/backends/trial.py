@@ -14,20 +14,13 @@ _ROWS = 8  # of each sequence, a block
 _LONGEST = 4096
 
 
-def trial_starts(model: Adapted, longest: int = _LONGEST) -> list[int]:
-    """Positions of the first rows of a trial's sequences."""
-    blocks = max(1, min(model.max_positions, longest) // _ROWS)
-    return [_ROWS * before for before in (0, (blocks - 1) // 2, blocks - 1)]
-
-
-def trial_logits(
-    model: Adapted, backend: Backend | None = None, longest: int = _LONGEST
-) -> tuple[torch.Tensor, ...]:
+def trial_logits(model: Adapted, backend: Backend | None = None) -> tuple[torch.Tensor, ...]:
     """Logits ``[8, vocab]`` of each of three sequences in one batch: at the beginning, in the
-    middle and at the end of the context or of its first ``longest`` positions; of a ``backend``, if
-    not of the one that runs the model now. The first one's block is repeated for all that lies
-    before the others' rows."""
-    before = [start // _ROWS for start in trial_starts(model, longest)]  # blocks of each sequence
+    middle and at the end of the context or of its first 4,096 positions; of a ``backend``, if not
+    of the one that runs the model now. The first one's block is repeated for all that lies before
+    the others' rows."""
+    blocks = max(1, min(model.max_positions, _LONGEST) // _ROWS)
+    before = [0, (blocks - 1) // 2, blocks - 1]  # blocks of each sequence
     rows = range(3 * _ROWS)
     batch = Batch(
         [(row * 7919 + 1) % model.vocab_size for row in rows],
