@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import typer
+from rich.markup import escape
 from typer.testing import CliRunner
 
 from paceline import LLM, ConfigError
@@ -78,7 +79,7 @@ def test_a_server_takes_the_engine_s_settings() -> None:
     known = {entry.name: entry for entry in keys()}
     assert {entry.name for entry in entries(EngineSettings, "server")} <= set(known)
     assert all(
-        options("serve")[name].help.startswith(e.key.help)
+        options("serve")[name].help.startswith(escape(e.key.help))
         for name, e in known.items()
         if name != "profile"
     )

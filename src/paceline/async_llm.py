@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager
+from dataclasses import dataclass
 from functools import partial, wraps
 from typing import Concatenate, ParamSpec
 
@@ -14,7 +15,7 @@ from paceline.llm import LLM, Message, Prompt
 from paceline.request.completion import Completion, StreamEvent
 from paceline.request.door import as_conversations
 from paceline.request.owner import Waiter
-from paceline.request.request import Request, any_ended, any_events, completions_of
+from paceline.request.request import Request, any_events, completions_of
 
 _P = ParamSpec("_P")
 
@@ -24,6 +25,14 @@ def _as_llm(
 ) -> Callable[[Callable[..., None]], Callable[Concatenate[AsyncLLM, _P], None]]:
     """The parameters of ``LLM``, for type checkers and ``help``."""
     return wraps(LLM.__init__, ("__annotations__",))
+
+
+@dataclass
+class _Call:
+    """The requests of one call, empty until they are prepared."""
+
+    requests: Sequence[Request] = ()
+    aborted: bool = False
 
 
 class AsyncLLM:
@@ -37,18 +46,15 @@ class AsyncLLM:
 
     @_as_llm(LLM.__init__)
     def __init__(self, *args: object, **settings: object) -> None:
-        self._over(LLM(*args, **settings))  # type: ignore[arg-type]
+        self.llm = LLM(*args, **settings)  # type: ignore[arg-type]
+        self._calls: dict[str, _Call] = {}  # by name
 
     @classmethod
     def over(cls, llm: LLM) -> AsyncLLM:
         """Over an LLM that is there already."""
         made = cls.__new__(cls)
-        made._over(llm)
+        made.llm, made._calls = llm, {}
         return made
-
-    def _over(self, llm: LLM) -> None:
-        self.llm = llm
-        self._calls: dict[str, _Call] = {}
 
     async def __aenter__(self) -> AsyncLLM:
         return self
@@ -68,10 +74,7 @@ class AsyncLLM:
         Raises what that does, and ConfigError for a name that is in use.
         """
         async with self._running(prompts, params, request_id, streams=False) as requests:
-            left = requests
-            while left:
-                await self._until(partial(any_ended, left))
-                left = [request for request in left if request.completion is None]
+            await self._until(lambda: all(request.completion for request in requests))
         return completions_of(requests)
 
     async def stream(
@@ -151,9 +154,3 @@ class AsyncLLM:
             self.llm.owner.leave(waiter)
         if waiter.error is not None:
             raise waiter.error
-
-
-class _Call:
-    def __init__(self) -> None:
-        self.requests: list[Request] = []
-        self.aborted = False

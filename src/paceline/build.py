@@ -7,7 +7,7 @@ import time
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
-from functools import lru_cache, partial
+from functools import lru_cache
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -101,34 +101,27 @@ def _step_tokens(prefill_chunk: int) -> int:
 def cache_blocks(
     options: EngineOptions, target: CausalModel, draft_bytes: int = 0, feature_bytes: int = 0
 ) -> int:
-    """Blocks of the cache; a drafter's own cache, of ``draft_bytes`` a token, has as many.
-
-    ``feature_bytes`` of a token are those that a drafter may have to keep (draft/heads/eagle.py).
+    """Blocks of the cache; a drafter's own cache, of ``draft_bytes`` a token, has as many, and the
+    drafter may have to keep features of ``feature_bytes`` a token (draft/heads/eagle.py).
 
     By default enough for a full batch of full contexts, but at most a quarter of the free memory
     of the device, less what forwards and scoring prompts take. Raises CacheMemoryError if not even
     a few blocks fit.
     """
-    own_bytes = bytes_per_token(target.cache_shapes, target.cache_dtype)
-    per_token = own_bytes + draft_bytes
-    kept = most_kept(options.max_batch_size, options.prefill_chunk)
-    fitting = partial(
-        blocks_within,
-        per_token=per_token,
-        kept_each=feature_bytes,
-        kept=kept,
-        block_size=BLOCK_SIZE,
-    )
-    # One spare block a sequence: drafts reach beyond the committed tokens.
-    wanted = options.max_batch_size * (-(-target.max_positions // BLOCK_SIZE) + 1)
+    per_token = bytes_per_token(target.cache_shapes, target.cache_dtype) + draft_bytes
     memory = options.kv_cache_memory
     if memory is None:
         rows = _step_tokens(options.prefill_chunk)
         taken = scoring_bytes(target.vocab_size, rows) + target.scratch_bytes(rows)
-        affordable = fitting(max(0, target.free_memory() - taken) // 4)
+        affordable_bytes = max(0, target.free_memory() - taken) // 4
     else:
-        affordable = wanted = fitting(memory)
-    blocks = min(wanted, affordable)
+        affordable_bytes = memory
+    kept = most_kept(options.max_batch_size, options.prefill_chunk)
+    blocks = blocks_within(affordable_bytes, per_token, feature_bytes, kept, BLOCK_SIZE)
+    if memory is None:
+        # One spare block a sequence: drafts reach beyond the committed tokens.
+        full_context = -(-target.max_positions // BLOCK_SIZE) + 1
+        blocks = min(blocks, options.max_batch_size * full_context)
     if blocks < 2:
         per_block = BLOCK_SIZE * (per_token + feature_bytes)
         raise CacheMemoryError(
@@ -138,33 +131,29 @@ def cache_blocks(
     return blocks
 
 
-def load_target(name: str, settings: EngineSettings) -> CausalModel:
-    """A target where the settings want it: here, in part on disk, or in several processes.
+def load_target(name: str, options: EngineOptions) -> CausalModel:
+    """A target where the options want it: here, in part on disk, or in several processes.
 
     Raises ModelLoadError, UnsupportedModelError, ConfigError.
     """
-    cached = partial(cache_dtype, settings.kv_cache_dtype)
-    cached(torch.float32)  # what is unknown is refused before anything is loaded
-    target = _loaded(name, settings)
-    target.cache_dtype = cached(target.dtype)
-    return target
-
-
-def _loaded(name: str, settings: EngineSettings) -> CausalModel:
     how: dict[str, Any] = {
-        key: getattr(settings, key) for key in ("dtype", "device", "backend", "quantize")
+        key: getattr(options, key) for key in ("dtype", "device", "backend", "quantize")
     }
-    if settings.tensor_parallel == 1:
-        kept = settings.weights_memory
-        return CausalModel.load(name, **how, offload=settings.offload, weights_memory=kept)
-    from paceline.parallel.shared import load_shared
+    if options.tensor_parallel == 1:
+        target = CausalModel.load(
+            name, **how, offload=options.offload, weights_memory=options.weights_memory
+        )
+    elif options.offload is None:
+        from paceline.parallel.shared import load_shared
 
-    if settings.offload is not None:
+        target = load_shared(name, options.tensor_parallel, **how)
+    else:
         raise ConfigError(
-            f"offload={settings.offload!r} and tensor_parallel={settings.tensor_parallel}: weights "
+            f"offload={options.offload!r} and tensor_parallel={options.tensor_parallel}: weights "
             "are offloaded by one process or shared by several; leave one of them out"
         )
-    return load_shared(name, settings.tensor_parallel, **how)
+    target.cache_dtype = cache_dtype(options.kv_cache_dtype, target.dtype)
+    return target
 
 
 def load_draft(
@@ -197,17 +186,17 @@ def build_engine(
 
     drafter = prepared.build(DraftContext(target, cache, generator, costs if adapts else None))
     predictions = Predictions(device)
-    controller: Controller
-    if options.controller is not None:
-        controller = options.controller
-    elif adapts and not isinstance(drafter, NoDrafter):
+    controller = options.controller
+    if controller is None and adapts and not isinstance(drafter, NoDrafter):
         members = {prepared.names[0] if prepared.names else drafter.name: drafter}
         if isinstance(drafter, Router):
             members = drafter.members
         controller = adaptive_controller(members, predictions, costs(), options, device)
-    else:
-        length = options.draft_length if isinstance(options.draft_length, int) else 0
-        controller = FixedLength(length)
+    elif controller is None:
+        length = options.draft_length
+        controller = FixedLength(length if isinstance(length, int) else 0)
+    if options.log_decisions:
+        controller = LoggedController(controller)
     limits = SchedulerConfig(
         max_batch_size=options.max_batch_size,
         prefill_chunk=options.prefill_chunk,
@@ -215,13 +204,9 @@ def build_engine(
         max_positions=min(target.max_positions, blocks * BLOCK_SIZE),
         max_scored_rows=most_rows(target.vocab_size),
     )
-    scheduler = Scheduler(limits, cache)
     verifier = TypicalVerifier(generator) if options.lossy else Verifier(options.rule, generator)
-    draw_seed = _draw_seed(options, drafter)
-    if options.log_decisions:
-        controller = LoggedController(controller)
-    parts = target, cache, drafter, verifier, scheduler, controller
-    return Engine(*parts, draw_seed, predictions)
+    parts = target, cache, drafter, verifier, Scheduler(limits, cache), controller
+    return Engine(*parts, _draw_seed(options, drafter), predictions)
 
 
 def _draw_seed(options: EngineOptions, drafter: Drafter) -> Callable[[], int] | None:
@@ -286,11 +271,8 @@ def measure_costs(target: CausalModel, cache: PagedCache, most: int) -> TargetCo
         size: [tokens for tokens in _TOKENS if tokens <= 2 or size * tokens <= _ROWS]
         for size in (1, most, *between)
     }
-
     if target.offload is not None:  # a forward moves the same bytes, whatever its rows
-        counts = {
-            size: [sizes[0], sizes[-1]] for size, sizes in counts.items() if size in (1, most)
-        }
+        counts = {size: [counts[size][0], counts[size][-1]] for size in (1, most)}
 
     def begin(size: int) -> nullcontext[None] | None:
         late = time.perf_counter() - began > _MEASURING

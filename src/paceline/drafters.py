@@ -13,84 +13,45 @@ from dataclasses import replace
 from difflib import get_close_matches
 from importlib.metadata import EntryPoint, entry_points
 
-from paceline.core.batch import Commit, ModelOutput, Plan, Slice
-from paceline.core.tree import Draw, TokenTree
-from paceline.draft.auto import Auto
-from paceline.draft.base import Drafter, LookupDrafter
+from paceline.core.batch import Commit as Commit
+from paceline.core.batch import ModelOutput as ModelOutput
+from paceline.core.batch import Plan as Plan
+from paceline.core.batch import Slice as Slice
+from paceline.core.tree import Draw as Draw
+from paceline.core.tree import TokenTree as TokenTree
+from paceline.draft.auto import Auto as Auto
+from paceline.draft.base import Drafter as Drafter
+from paceline.draft.base import LookupDrafter as LookupDrafter
 from paceline.draft.foreign import read_foreign
-from paceline.draft.heads.eagle import Eagle, Eagle2, Eagle3
-from paceline.draft.heads.medusa import Medusa
-from paceline.draft.hybrid import Hybrid
-from paceline.draft.lookahead import Lookahead
-from paceline.draft.model import DraftModel, DraftTree
-from paceline.draft.ngram import NGram
-from paceline.draft.quantized import QuantizedDraft
-from paceline.draft.recycling import Recycling
+from paceline.draft.heads.eagle import Eagle as Eagle
+from paceline.draft.heads.eagle import Eagle2 as Eagle2
+from paceline.draft.heads.eagle import Eagle3 as Eagle3
+from paceline.draft.heads.medusa import Medusa as Medusa
+from paceline.draft.hybrid import Hybrid as Hybrid
+from paceline.draft.lookahead import Lookahead as Lookahead
+from paceline.draft.model import DraftModel as DraftModel
+from paceline.draft.model import DraftTree as DraftTree
+from paceline.draft.ngram import NGram as NGram
+from paceline.draft.quantized import QuantizedDraft as QuantizedDraft
+from paceline.draft.recycling import Recycling as Recycling
 from paceline.draft.router import Router
-from paceline.draft.selfspec import EarlyExit, LayerSkip
-from paceline.draft.spec import (
-    DraftContext,
-    DraftSpec,
-    Loading,
-    NoDraft,
-    Prepared,
-    TreeSpec,
-    option,
-)
-from paceline.draft.suffix import Suffix
+from paceline.draft.selfspec import EarlyExit as EarlyExit
+from paceline.draft.selfspec import LayerSkip as LayerSkip
+from paceline.draft.spec import DraftContext as DraftContext
+from paceline.draft.spec import DraftSpec as DraftSpec
+from paceline.draft.spec import Loading as Loading
+from paceline.draft.spec import NoDraft as NoDraft
+from paceline.draft.spec import Prepared as Prepared
+from paceline.draft.spec import TreeSpec as TreeSpec
+from paceline.draft.spec import option as option
+from paceline.draft.suffix import Suffix as Suffix
 from paceline.errors import ConfigError
 from paceline.model.hub import is_path
 
 RECORDS: tuple[type[DraftSpec], ...] = (
-    NoDraft,
-    NGram,
-    Suffix,
-    Recycling,
-    Lookahead,
-    EarlyExit,
-    LayerSkip,
-    QuantizedDraft,
-    DraftModel,
-    DraftTree,
-    Medusa,
-    Eagle,
-    Eagle2,
-    Eagle3,
-    Hybrid,
-    Auto,
+    *(NoDraft, NGram, Suffix, Recycling, Lookahead, EarlyExit, LayerSkip, QuantizedDraft),
+    *(DraftModel, DraftTree, Medusa, Eagle, Eagle2, Eagle3, Hybrid, Auto),
 )
-__all__ = [
-    "Auto",
-    "Commit",
-    "DraftContext",
-    "DraftModel",
-    "DraftSpec",
-    "DraftTree",
-    "Drafter",
-    "Draw",
-    "Eagle",
-    "Eagle2",
-    "Eagle3",
-    "EarlyExit",
-    "Hybrid",
-    "LayerSkip",
-    "Loading",
-    "Lookahead",
-    "LookupDrafter",
-    "Medusa",
-    "ModelOutput",
-    "NGram",
-    "NoDraft",
-    "Plan",
-    "Prepared",
-    "QuantizedDraft",
-    "Recycling",
-    "Slice",
-    "Suffix",
-    "TokenTree",
-    "TreeSpec",
-    "option",
-]
 GROUP = "paceline.drafters"
 BLOCK_SIZE = 16
 DraftLike = str | DraftSpec | Drafter
@@ -195,8 +156,11 @@ def prepare_all(drafts: DraftLike | Sequence[DraftLike] | None, loading: Loading
         members = {name: part.build(context) for name, part in parts.items()}
         return Router(members, context.target.device)
 
-    total = sum(part.cache_bytes for part in parts.values())
-    kept = sum(part.feature_bytes for part in parts.values())
-    drafts = tuple(part.drafts[0] for part in parts.values())
-    notes = tuple(note for part in parts.values() for note in part.notes)
-    return Prepared(build, total, tuple(parts), kept, drafts, notes)
+    return Prepared(
+        build,
+        sum(part.cache_bytes for part in parts.values()),
+        tuple(parts),
+        sum(part.feature_bytes for part in parts.values()),
+        tuple(part.drafts[0] for part in parts.values()),
+        tuple(note for part in parts.values() for note in part.notes),
+    )

@@ -56,26 +56,29 @@ class LLM:
     ``model``: a built-in name (``paceline/tiny``), a local folder or a hub name of a
     ``transformers`` causal LM. ``draft``: "auto" (lookups, what was trained for the model and is
     on this machine, its own 4-bit form: all that can pay, see ``drafts`` and ``notes``), None or
-    "none" (plain decoding), a draft model's name or folder,
-    ``"ngram"``, a spec such as ``"tree:PATH,branching=2x2x1"`` or, from ``paceline.drafters``,
-    ``NGram(min=2)`` and ``Eagle3(path, nodes=16)``, or any object with the Protocol ``Drafter``,
-    which then belongs to this LLM. Of a list of them every request may choose one by its name in
-    ``drafters`` (its kind, see ``SamplingParams.drafter``), else the first is taken. ``dtype`` and
-    ``device`` "auto" take bf16 and CUDA where the machine has them. ``backend`` "auto" runs on
-    kernels of our own ("native"), whose rows have the same bits whatever rides along, where they
-    know the model, else on torch ("reference"), and says so. ``quantize`` "int8" or "int4" rounds
-    the weights (on a CPU), "none" dequantises those of a quantised file; ``draft_quantize`` rounds
-    those of draft models. ``tensor_parallel`` processes share the target's weights; ``offload``
-    "cpu" or "disk" leaves layers there for which ``weights_memory`` bytes of the device do not do,
-    ``draft_offload`` those of draft models, which run on ``draft_device``. ``kv_cache_memory`` is
-    in bytes, ``kv_cache_dtype`` "int8" keeps the target's keys and values in 8 bits,
-    ``draft_length`` is in tokens or "auto"; ``drafting`` "throughput" lets the tokens a second of
-    all requests decide where "fair" slows none down for another's sake; ``log_decisions`` logs who
+    "none" (plain decoding), a draft model's name or folder, a spec ("ngram",
+    "tree:PATH,branching=2x2x1"), also as an object of ``paceline.drafters``
+    (``Eagle3(path, nodes=16)``), or any object with the Protocol ``Drafter``, which then belongs
+    to this LLM. Of a list every request may choose one by its name in ``drafters`` (its kind, see
+    ``SamplingParams.drafter``), else the first is taken.
+
+    ``dtype`` and ``device`` "auto" take bf16 and CUDA where the machine has them. ``backend``
+    "auto" is "native" (kernels of our own, whose rows have the same bits whatever rides along)
+    where it knows the model, else "reference" (torch), and says so. ``quantize`` "int8" or "int4"
+    rounds the weights (on a CPU), "none" dequantises those of a quantised file. The target's
+    weights are shared by ``tensor_parallel`` processes; with ``offload`` "cpu" or "disk" layers
+    stay there for which ``weights_memory`` bytes of the device do not do. ``draft_quantize``,
+    ``draft_offload`` and ``draft_device`` are of draft models. ``kv_cache_memory`` is in bytes;
+    ``kv_cache_dtype`` "int8" keeps the target's keys and values in 8 bits; ``prefix_sharing``
+    shares what is cached of equal beginnings.
+
+    ``max_batch_size`` (8) sequences are decoded together. ``draft_length`` is in tokens or "auto";
+    ``rule`` is that of sampled drafts. ``drafting`` "throughput" lets the tokens a second of all
+    requests decide where "fair" slows none down for another's sake; ``log_decisions`` logs who
     drafts and why, and ``controller`` decides in place of the adaptive one (docs/control.md).
-    ``prefix_sharing`` shares what is cached of equal
-    beginnings, ``seed`` seeds requests that bring none. Requests without parameters sample as the
-    checkpoint's ``generation_config`` says ("none": as if it said nothing) or, where they are
-    given, as ``default_temperature``, ``default_top_p``, ``default_top_k``, ``default_min_p`` and
+    ``seed`` seeds requests that bring none. Requests without parameters sample as the checkpoint's
+    ``generation_config`` says ("none": as if it said nothing) or, where they are given, as
+    ``default_temperature``, ``default_top_p``, ``default_top_k``, ``default_min_p`` and
     ``default_repetition_penalty`` say (see ``default_params``). ``lossy`` accepts plausible
     drafts (typical acceptance): sampled text is then NOT distributed as the target's own;
     completions say it.
@@ -83,8 +86,7 @@ class LLM:
     ``profile`` is a file of ``paceline tune``: it gives ``max_batch_size``, ``rule``, the draft
     and, with that draft, its length and, on the machine that it was made on, its costs, which are
     then not measured at start-up. What is given here wins, but for the draft "auto", for which the
-    profile's stands; a draft of your own adapts its length. Without a profile, None is 8 sequences,
-    rule "auto", length "auto". ``notes`` says what did not fit.
+    profile's stands; a draft of your own adapts its length. ``notes`` says what did not fit.
 
     Raises ModelLoadError, UnsupportedModelError, VocabularyMismatchError, CacheMemoryError or
     ConfigError, all PacelineErrors with a one-line message.
@@ -92,6 +94,10 @@ class LLM:
     Calls may come from several threads at the same time: they share the engine's steps, and each
     gets its own answers. ``AsyncLLM`` does the same for coroutines.
     """
+
+    sampling_defaults: SamplingDefaults
+    notes: tuple[str, ...] = ()  # what the user should know about how it was set up
+    _ranks: Ranks | None = None  # to be ended by the LLM that loaded the target
 
     def __init__(
         self,
@@ -150,10 +156,6 @@ class LLM:
         self.sampling_defaults = sampling_defaults(vars(options), generation, model)
         self._assemble(target, load_tokenizer(model), draft, options)
 
-    sampling_defaults: SamplingDefaults
-    notes: tuple[str, ...] = ()  # what the user should know about how it was set up
-    _ranks: Ranks | None = None  # to be ended by the LLM that loaded the target
-
     def beside(
         self,
         draft: DraftLike | Sequence[DraftLike] | None = None,
@@ -194,9 +196,8 @@ class LLM:
         options: EngineOptions,
     ) -> None:
         """Everything around a loaded target."""
-        self.target = target
-        self.tokenizer = tokenizer
-        self._dtype = options.dtype
+        self.target, self.tokenizer = target, tokenizer
+        self._dtype, self._lossy = options.dtype, options.lossy
         self._generator = seeded_generator(target.device, options.seed)
         with stage("loading the draft"):
             prepared = load_draft(draft, target, tokenizer, options)
@@ -209,11 +210,8 @@ class LLM:
         self.context_budget = ContextBudget(
             target.name, target.max_positions, self.engine.cache.num_blocks * BLOCK_SIZE
         )
-        self._lossy = options.lossy
-        eos = self.tokenizer.eos_token_id
-        self.end_tokens: frozenset[int] = self.target.eos_token_ids | (
-            {eos} if isinstance(eos, int) else set()
-        )
+        eos = tokenizer.eos_token_id
+        self.end_tokens = target.eos_token_ids | ({eos} if isinstance(eos, int) else set())
         self._width = max(len(self.tokenizer), 1)
         self._grammars = GrammarCompiler(tokenizer, self._width, self.end_tokens)
         self._ids: Iterator[int] = SEQUENCE_IDS
@@ -316,12 +314,12 @@ class LLM:
     ) -> list[Request]:
         """Requests ready to be queued: all, or none if one is refused."""
         prompt_list = as_prompts(prompts)
-        given = self.default_params if params is None else params
-        param_list = as_params(given, len(prompt_list))
+        param_list = as_params(self.default_params if params is None else params, len(prompt_list))
+        pairs = zip(prompt_list, param_list, strict=True)
         return [
             request
-            for number, (prompt, own_params) in enumerate(zip(prompt_list, param_list, strict=True))
-            for request in self.prepare(prompt, own_params, number, streams)
+            for number, (prompt, prompt_params) in enumerate(pairs)
+            for request in self.prepare(prompt, prompt_params, number, streams)
         ]
 
     def prepare(
@@ -333,30 +331,24 @@ class LLM:
         Raises PromptError or ConfigError, PacelineError after ``close``.
         """
         _ = self.engine
-        with self._preparing:
-            return self._prepared(prompt, params, number, streams)
-
-    def _prepared(
-        self, prompt: Prompt, params: SamplingParams, number: int, streams: bool
-    ) -> list[Request]:
         width = min(self._width, self.target.vocab_size)
-        tokens = encode(self.tokenizer, prompt, width, self.context_budget)
-        check_params(params, self._width, width, self.drafters)
-        stops, hidden = endings(params, self.end_tokens)
-        requests = []
         grammar = params.grammar
-        for index in range(params.n):
-            seq = SequenceState(
-                seq_id=next(self._ids),
-                tokens=list(tokens),
-                prompt_length=len(tokens),
-                params=params_of_sample(params, index),
-                stop_ids=stops,
-                constraint=None if grammar is None else self._grammars.matcher(grammar),
-            )
-            requests.append(
-                Request(seq, prompt, number, index, self.tokenizer, streams, self._lossy, hidden)
-            )
+        requests = []
+        with self._preparing:
+            tokens = encode(self.tokenizer, prompt, width, self.context_budget)
+            check_params(params, self._width, width, self.drafters)
+            stops, hidden = endings(params, self.end_tokens)
+            for index in range(params.n):
+                seq = SequenceState(
+                    seq_id=next(self._ids),
+                    tokens=list(tokens),
+                    prompt_length=len(tokens),
+                    params=params_of_sample(params, index),
+                    stop_ids=stops,
+                    constraint=None if grammar is None else self._grammars.matcher(grammar),
+                )
+                rest = self.tokenizer, streams, self._lossy, hidden
+                requests.append(Request(seq, prompt, number, index, *rest))
         return requests
 
     # -- the loop: for callers with a loop of their own, as a server has ------------------------

@@ -17,7 +17,7 @@ from paceline import LLM, Grammar, SamplingParams
 from paceline.core.transfer import Arrival
 from paceline.model.target import CausalModel
 from paceline.parallel import shared
-from paceline.parallel.group import StopOrder
+from paceline.parallel.group import Order
 from paceline.parallel.worker import Follower
 from support.claimed_cuda import Claimed, Devices, MixedDevicesError, claimed_devices
 from support.every_drafter import SPECS
@@ -222,10 +222,10 @@ class ClaimedRanks:
 
     together = loading
 
-    def broadcast(self, order: Any) -> None:
-        self.told[type(order).__name__] += 1
+    def broadcast(self, order: Order) -> None:
+        self.told[order.method] += 1
         self._orders.append(pickle.loads(pickle.dumps(order)))
-        if not getattr(order, "following", 0):
+        if order.method != "forward" or not sum(order.arguments[1].sizes):
             self._follow()
 
     def share(self, numbers: torch.Tensor) -> torch.Tensor:
@@ -240,7 +240,7 @@ class ClaimedRanks:
 
     def _follow(self) -> None:
         assert self.follower is not None
-        self._orders.append(StopOrder())
+        self._orders.append(Order("stop"))
         self.follower.run()
 
     def hear(self) -> Any:
@@ -289,7 +289,7 @@ def test_plans_of_tensor_parallel(name: str, monkeypatch: pytest.MonkeyPatch) ->
             for own, other in zip(llm.engine.cache.kv(layer), theirs.kv(layer), strict=True):
                 assert str(own.device) == "cuda:0" and str(other.device) == "cuda:1"
                 assert torch.equal(own.cpu(), other.cpu())
-    assert team.told["BatchOrder"] >= len(steps)
+    assert team.told["forward"] >= len(steps)
     for waits, _, _ in steps:
         assert (
             waits[VERIFY] <= 1

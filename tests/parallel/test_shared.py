@@ -20,7 +20,7 @@ from paceline.core.batch import Batch, Span
 from paceline.errors import ConfigError, EngineLostError, ModelLoadError, PacelineError
 from paceline.lab.doctor import examine
 from paceline.parallel import group, team
-from paceline.parallel.group import CacheOrder, batch_order
+from paceline.parallel.group import batch_order
 from support.cache_invariants import check_cache
 from support.engine_models import write_pair
 from support.medusa_models import write_medusa
@@ -214,7 +214,7 @@ def test_a_rank_that_dies_ends_what_runs(twins: Twins) -> None:
     next(stream)
     told: list[str] = []
     ranks.when_lost(told.append)
-    os.kill(ranks.team.pids[0], signal.SIGKILL)
+    os.kill(ranks.team.processes[0].popen.pid, signal.SIGKILL)
     began = time.monotonic()
     with pytest.raises(EngineLostError, match=r"rank 1 of 2 was killed by SIGKILL"):
         list(stream)
@@ -235,16 +235,15 @@ def test_an_order_carries_what_only_the_device_knows() -> None:
         ((0,), (1,), (2,)),
         nodes=((2, torch.tensor([71])), (3, torch.tensor([72, 73]))),
     )
-    cache = CacheOrder(0, 4, 16, torch.float32)
-    order, numbers = batch_order(cache, batch)
-    assert numbers is not None and len(numbers) == order.following == 3 + 4
+    order, numbers = batch_order(batch)
+    assert numbers is not None and len(numbers) == sum(order.sizes) == 3 + 4
     again = pickle.loads(pickle.dumps(order)).whole(numbers)
     assert [(first, tokens.tolist()) for first, tokens in again.nodes] == [(2, [71]), (3, [72, 73])]
     first, second, third = (span.ancestors for span in again.spans)
     assert first is None and second is None and third is not None and torch.equal(third, mask)
     assert again.spans == batch.spans and torch.equal(again.slots, batch.slots)
-    plain, nothing = batch_order(cache, replace(batch, nodes=(), spans=batch.spans[:2]))
-    assert nothing is None and plain.following == 0
+    plain, nothing = batch_order(replace(batch, nodes=(), spans=batch.spans[:2]))
+    assert nothing is None and sum(plain.sizes) == 0
 
 
 # -- without a model ---------------------------------------------------------------------------
@@ -281,7 +280,7 @@ def test_a_rank_that_cannot_load_says_why(monkeypatch: pytest.MonkeyPatch) -> No
 @pytest.mark.parametrize(
     ("options", "reason"),
     [
-        ({"tensor_parallel": 0}, "use at least 1"),
+        ({"tensor_parallel": 0}, "it must be at least 1"),
         ({"tensor_parallel": 3}, "4 attention heads over 2 KV heads, .*; use 2$"),
         ({"tensor_parallel": 2, "backend": "native"}, "backend='native' keeps a model in one"),
         ({"tensor_parallel": 2, "quantize": "int8"}, "quantize='int8' keeps a model in one"),

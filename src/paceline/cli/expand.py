@@ -8,6 +8,7 @@ from dataclasses import MISSING, Field, is_dataclass
 from typing import Annotated, Any, get_args, get_type_hints
 
 import typer
+from rich.markup import escape
 
 from paceline.errors import ConfigError
 from paceline.settings import TableEntry, entries, entry_of
@@ -70,7 +71,7 @@ def parameter_of(entry: TableEntry, left_open: bool = False) -> inspect.Paramete
     elif isinstance(default, tuple):
         default = ",".join(map(str, default)) if key.kind else [*default]
     help = f"{key.help} One of {', '.join(key.choices)}." if key.choices else key.help
-    common = {"help": help, "show_default": shown, **limits}
+    common = {"help": escape(help), "show_default": shown, **limits}
     if flags and not flags[0].startswith("-"):
         option: Any = typer.Argument(metavar=flags[0], **common)
     else:

@@ -191,8 +191,8 @@ class DistributionOptions:
     top_p: float | None = _sampling(1.0, "Keep this much probability.")
     min_p: float | None = _sampling(0.0, "Drop tokens below this share of the likeliest.")
     repetition_penalty: float | None = _sampling(1.0, "Above 1 discourages repeats.")
-    presence_penalty: float = _sampling(0.0, "From -2 to 2, once a token.")
-    frequency_penalty: float = _sampling(0.0, "From -2 to 2, per occurrence.")
+    presence_penalty: float = _sampling(0.0, "Lowers tokens that occurred, from -2 to 2.")
+    frequency_penalty: float = _sampling(0.0, "Lowers tokens by each occurrence, from -2 to 2.")
     logit_bias: tuple[str, ...] = _sampling(
         (), "Add to a token's logit; repeatable.", metavar="ID=VALUE"
     )
@@ -223,15 +223,17 @@ class SamplingOptions(DistributionOptions):
     top_p: float | None = _of_model("top_p")
     min_p: float | None = _of_model("min_p")
     repetition_penalty: float | None = _of_model("repetition_penalty")
-    max_tokens: int = _sampling(128, "Stop after so many.")
-    min_tokens: int = _sampling(0, "Do not stop before so many.")
+    max_tokens: int = _sampling(128, "Most new tokens.")
+    min_tokens: int = _sampling(0, "Fewest new tokens.")
     seed: int | None = _sampling(None, "Same seed, same text, whatever the draft.", shown="random")
     stop: tuple[str, ...] = _sampling((), "Stop at this string; repeatable.")
     stop_token_ids: tuple[int, ...] = _sampling(
         (), "Stop at this token id; repeatable.", flags=("--stop-token-id",)
     )
     ignore_eos: bool = _sampling(False, "Go on after end-of-sequence tokens.")
-    logprobs: int | None = _sampling(None, "Log probabilities of so many alternatives (in --json).")
+    logprobs: int | None = _sampling(
+        None, "Log probabilities of so many alternatives to each token, in --json."
+    )
     grammar: str | None = _sampling(
         None,
         "What the text must look like: json, json:SCHEMA, regex:..., lark:..., or KIND:@FILE.",

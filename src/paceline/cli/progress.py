@@ -155,7 +155,7 @@ class _Lines(_OpenStages):
         super().__init__()
         self._console, self._seconds = console, seconds
         self._shown: set[str] = set()  # what has had a line of its own
-        self._last = time.monotonic() - _APART
+        self._last = time.monotonic()
         self._ended = threading.Event()
         self._thread = threading.Thread(target=self._watch, name="progress", daemon=True)
 
@@ -187,7 +187,7 @@ class _Lines(_OpenStages):
         quiet = now - self._last
         soon, apart = min(_SOON, self._seconds), min(_APART, self._seconds)
         new = [s for s in stages if s.what not in self._shown and now - s.start >= soon]
-        if new and quiet >= apart:
+        if new and (quiet >= apart or not self._shown):
             return new[-1]
         if not stages or quiet < self._seconds:
             return None

@@ -16,7 +16,7 @@ from paceline.settings import setting
 
 @expand
 def pull(
-    name: str | None = setting(None, "Name of a model, as in smollm2.", flags=("[NAME]",)),
+    name: str | None = setting(None, "Name of a model, as in smollm2.", flags=("NAME",)),
     show_list: bool = setting(
         False, "Print the models that can be pulled, and stop.", flags=("--list",)
     ),

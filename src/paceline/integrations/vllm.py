@@ -10,6 +10,7 @@ told apart by their texts.
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -55,10 +56,11 @@ class LookupProposer:
             else SuffixDrafter("cpu", vocab, Suffix())
             for kind in self.kinds
         ]
+        self._memories = [m for m in self._members if isinstance(m, SuffixDrafter)]
         # Accepted tokens of a member's drafts, by the bits of the match that they came from.
         self._worth = [[0.5 * bits for bits in range(_BITS + 1)] for _ in self._members]
         self._rows: dict[int, _Row] = {}  # by the position in vLLM's batch
-        self._next = 0
+        self._ids = itertools.count(1)
 
     def load_model(self, *_: Any, **__: Any) -> None:
         """vLLM asks every proposer; there is nothing to load."""
@@ -82,61 +84,36 @@ class LookupProposer:
                 drafts.append([])
                 continue
             text: list[int] = token_ids_cpu[position, :count].tolist()
-            row = self._found(before, position, text) or self._begun(text, len(sampled))
+            row = _continued(before, position, text) or self._begun(text[: -len(sampled)])
             self._advance(row, text)
             self._rows[position] = row
             drafts.append(self._draft(row, min(self.length, self.limit - count - 1)))
-        for row in before.values():
-            self._end(row)
+        for row in before.values():  # it has ended, or waits
+            ended = Commit(row.seq.seq_id, (), finish_reason="stop")
+            for memory in self._memories:
+                memory.note(ended)
+            for member in self._members:
+                member.forget(row.seq.seq_id)
         return drafts
 
-    # -- rows ----------------------------------------------------------------------------------
-
-    def _found(self, before: dict[int, _Row], position: int, text: list[int]) -> _Row | None:
-        """The row that this text goes on from, mostly the one in its position; taken out."""
-        for other in (position, *before):
-            row = before.get(other)
-            if row is not None:
-                known = row.seq.tokens
-                if len(known) < len(text) and text[: len(known)] == known:
-                    return before.pop(other)
-        return None
-
-    def _begun(self, text: list[int], sampled: int) -> _Row:
-        self._next += 1
-        tokens, params = text[:-sampled], SamplingParams(max_tokens=self.limit)
-        row = _Row(SequenceState(self._next, tokens, len(tokens), params))
-        for member in self._members:
-            if isinstance(member, SuffixDrafter):
-                member.begin(row.seq.view())
+    def _begun(self, prompt: list[int]) -> _Row:
+        params = SamplingParams(max_tokens=self.limit)
+        row = _Row(SequenceState(next(self._ids), prompt, len(prompt), params))
+        for memory in self._memories:
+            memory.begin(row.seq.view())
         return row
 
     def _advance(self, row: _Row, text: list[int]) -> None:
         """What came since, as a commit; and how much of the last draft it holds."""
         new = text[len(row.seq.tokens) :]
         if row.drafted:
-            pairs = zip(row.drafted, new, strict=False)
-            accepted = next(
-                (n for n, (ours, theirs) in enumerate(pairs) if ours != theirs),
-                min(len(row.drafted), len(new)),
-            )
+            right = (ours == theirs for ours, theirs in zip(row.drafted, new, strict=False))
+            accepted = sum(itertools.takewhile(bool, right))
             means = self._worth[row.member]
             means[row.level] = _MEMORY * means[row.level] + (1 - _MEMORY) * accepted
         row.seq.tokens += new
-        self._tell(row, Commit(row.seq.seq_id, tuple(new)))
-
-    def _end(self, row: _Row) -> None:
-        """It has ended, or waits: what it said is remembered by those who do."""
-        self._tell(row, Commit(row.seq.seq_id, (), finish_reason="stop"))
-        for member in self._members:
-            member.forget(row.seq.seq_id)
-
-    def _tell(self, row: _Row, commit: Commit) -> None:
-        for member in self._members:
-            if isinstance(member, SuffixDrafter):
-                member.note(commit)
-
-    # -- drafts --------------------------------------------------------------------------------
+        for memory in self._memories:
+            memory.note(Commit(row.seq.seq_id, tuple(new)))
 
     def _draft(self, row: _Row, length: int) -> list[int]:
         row.drafted = ()
@@ -153,6 +130,15 @@ class LookupProposer:
             if chain and worth > best:
                 best, row.member, row.level, row.drafted = worth, number, level, tuple(chain)
         return list(row.drafted)
+
+
+def _continued(rows: dict[int, _Row], position: int, text: list[int]) -> _Row | None:
+    """The row that this text goes on from, mostly the one in its position; taken out."""
+    for other in (position, *rows):
+        tokens = rows[other].seq.tokens if other in rows else text
+        if len(tokens) < len(text) and text[: len(tokens)] == tokens:
+            return rows.pop(other)
+    return None
 
 
 class NGramProposer(LookupProposer):
@@ -176,10 +162,8 @@ class HybridProposer(LookupProposer):
 def chain_of(tokens: Sequence[int], parents: Sequence[int]) -> list[int]:
     """Of a drafted tree the path of first children: the likeliest, as they are made in order."""
     chain: list[int] = []
-    at = -1
-    while True:
-        child = next((node for node, parent in enumerate(parents) if parent == at), None)
-        if child is None:
-            return chain
-        chain.append(tokens[child])
-        at = child
+    node = -1
+    while node in parents:
+        node = parents.index(node)
+        chain.append(tokens[node])
+    return chain

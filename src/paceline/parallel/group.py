@@ -8,6 +8,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from datetime import timedelta
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -21,91 +22,50 @@ from paceline.core.memory import free_memory
 # over the group of the devices: rank 0 need not wait for them.
 
 
-@dataclass(frozen=True)
-class CacheOrder:
-    """A cache by its number, and what a rank needs to make its part of one that it lacks.
+class Order(NamedTuple):
+    """A method of ``Follower`` (worker.py) that all ranks run together, or ``stop``."""
 
-    ``dropped``: numbers of caches that rank 0 has let go of.
-    """
-
-    number: int
-    blocks: int
-    block_size: int
-    dtype: torch.dtype
-    dropped: tuple[int, ...] = ()
+    method: str
+    arguments: tuple[Any, ...] = ()
 
 
 @dataclass(frozen=True)
 class BatchOrder:
-    """Run a forward: ``batch`` is what the host knows of it. Of trees that only the device knows
-    the rest follows: ``nodes``, first row and number of their tokens, and the sides of their
-    ``ancestors``."""
+    """``batch`` is what the host knows of it. Of trees that only the device knows the rest follows:
+    ``nodes``, first row and number of their tokens, and the sides of their ``ancestors``."""
 
-    cache: CacheOrder
     batch: Batch
-    nodes: tuple[tuple[int, int], ...] = ()
-    ancestors: tuple[int | None, ...] = ()
+    nodes: tuple[tuple[int, int], ...]
+    ancestors: tuple[int | None, ...]
 
     @property
-    def following(self) -> int:
-        """Numbers that follow on the devices."""
-        return sum(count for _, count in self.nodes) + sum((n or 0) ** 2 for n in self.ancestors)
+    def sizes(self) -> list[int]:
+        """Of the tensors that follow, as one, on the devices."""
+        masks = [(side or 0) ** 2 for side in self.ancestors]
+        return [count for _, count in self.nodes] + masks
 
     def whole(self, numbers: torch.Tensor) -> Batch:
-        """The batch with what followed, int64 ``[following]``."""
-        sizes = [count for _, count in self.nodes] + [(n or 0) ** 2 for n in self.ancestors]
-        parts = iter(torch.split(numbers, sizes) if sizes else ())
+        """The batch with what followed, int64 ``[sum(sizes)]``."""
+        parts = iter(torch.split(numbers, self.sizes))
         nodes = tuple((first, next(parts)) for first, _ in self.nodes)
-        masks = [(side, next(parts)) for side in self.ancestors]
-        ancestors = [None if n is None else part.view(n, n).bool() for n, part in masks]
-        drawn = zip(self.batch.spans, ancestors, strict=True)
-        spans = tuple(s if mask is None else replace(s, ancestors=mask) for s, mask in drawn)
-        return replace(self.batch, nodes=nodes, spans=spans)
+        spans = []
+        for span, side, mask in zip(self.batch.spans, self.ancestors, parts, strict=True):
+            ancestors = None if side is None else mask.view(side, side).bool()
+            spans.append(span if ancestors is None else replace(span, ancestors=ancestors))
+        return replace(self.batch, nodes=nodes, spans=tuple(spans))
 
 
-@dataclass(frozen=True)
-class MoveOrder:
-    """Copy rows of a cache from slots to slots."""
-
-    cache: CacheOrder
-    slots: tuple[tuple[int, int], ...]
-
-
-@dataclass(frozen=True)
-class GatherOrder:
-    """Put the parts of a module's parameters together, ``part`` "input" or "output" embedding."""
-
-    part: str
-
-
-@dataclass(frozen=True)
-class MemoryOrder:
-    """Find the least free memory of all ranks."""
-
-
-@dataclass(frozen=True)
-class StopOrder:
-    """The last one."""
-
-
-Order = BatchOrder | MoveOrder | GatherOrder | MemoryOrder | StopOrder
-
-
-def batch_order(cache: CacheOrder, batch: Batch) -> tuple[BatchOrder, torch.Tensor | None]:
-    """An order for a forward, and the numbers that follow it, if any."""
+def batch_order(batch: Batch) -> tuple[BatchOrder, torch.Tensor | None]:
+    """What is told of a batch, and the numbers that follow it, if any."""
     masks = [span.ancestors for span in batch.spans]
     order = BatchOrder(
-        cache,
         replace(batch, nodes=()),  # spans leave their tensors behind
         tuple((first, len(tokens)) for first, tokens in batch.nodes),
         tuple(None if mask is None else len(mask) for mask in masks),
     )
-    if not order.following:
-        return order, None
-    device_only = [tokens for _, tokens in batch.nodes] + [
-        mask.flatten().to(torch.int64) for mask in masks if mask is not None
-    ]
-    return order, torch.cat(device_only)
+    device_only = [tokens for _, tokens in batch.nodes]
+    device_only += [mask.flatten().to(torch.int64) for mask in masks if mask is not None]
+    return order, torch.cat(device_only) if device_only else None
 
 
 # How long ranks may wait for each other while they load; a disk is not equally fast for all.
@@ -141,9 +101,9 @@ class RankGroup:
 
     def hear(self) -> Order:
         """Wait for the next order."""
-        received: list[Order] = [None]  # type: ignore[list-item]
+        received: list[Any] = [None]
         dist.broadcast_object_list(received, src=0, group=self._control)
-        return received[0]
+        return Order(*received[0])
 
     def share(self, numbers: torch.Tensor) -> torch.Tensor:
         """Rank 0's ``numbers`` in those of all ranks, in place."""
@@ -183,13 +143,11 @@ def surroundings(rank: int) -> Iterator[None]:
     names = ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME")
     wanted = {name: _LOOPBACK for name in names if here and name not in os.environ}
     wanted["LOCAL_RANK"] = str(rank)
-    before = {name: os.environ.get(name) for name in wanted}
+    before = {name: os.environ[name] for name in wanted if name in os.environ}
     os.environ.update(wanted)
     try:
         yield
     finally:
-        for name, value in before.items():
-            if value is None:
-                del os.environ[name]
-            else:
-                os.environ[name] = value
+        for name in wanted:
+            del os.environ[name]
+        os.environ.update(before)

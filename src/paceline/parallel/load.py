@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import math
 from pathlib import Path
-from typing import Any
 
 import torch
 
@@ -50,10 +49,6 @@ def check_shareable(name: str, size: int) -> None:
             f"{asked}: {name} is quantised, and its groups of weights are not cut between ranks; "
             "give the model that it was made from"
         )
-    _check_plan(name, config, size)
-
-
-def _check_plan(name: str, config: Any, size: int) -> None:
     text = config.get_text_config(decoder=True)
     plan: dict[str, str] = getattr(text, "base_model_tp_plan", None) or {}
     if not plan:

@@ -7,7 +7,7 @@ import itertools
 import weakref
 from collections.abc import Callable, Sequence
 from functools import partial
-from typing import Literal, NoReturn
+from typing import Any, Literal, NoReturn
 
 import torch
 from torch import nn
@@ -19,14 +19,7 @@ from paceline.model.loading import resolve_device
 from paceline.model.paged.cache import PagedCache
 from paceline.model.paged.segments import KeyValueStore
 from paceline.model.target import CausalModel
-from paceline.parallel.group import (
-    CacheOrder,
-    GatherOrder,
-    MemoryOrder,
-    MoveOrder,
-    batch_order,
-    whole_parameters,
-)
+from paceline.parallel.group import Order, batch_order, whole_parameters
 from paceline.parallel.load import check_shareable, load_part
 from paceline.parallel.team import RankTeam
 
@@ -91,8 +84,8 @@ class SharedForward(Backend):
         logits: bool = True,
     ) -> ModelOutput:
         with self.team.together():
-            order, numbers = batch_order(self._known(cache), batch)
-            self.team.group.broadcast(order)
+            order, numbers = batch_order(batch)
+            self._tell("forward", self._number(cache), order)
             if numbers is not None:
                 self.team.group.share(numbers)
             return self._model(batch, cache, features)
@@ -114,7 +107,7 @@ class SharedForward(Backend):
         if side not in self._whole:
             module = getattr(self._model.hf, f"get_{side}_embeddings")()
             with self.team.together():
-                self.team.group.broadcast(GatherOrder(side))
+                self._tell("gather", side)
                 whole = whole_parameters(module)
             copied = copy.copy(module)
             copied.__dict__.pop("forward", None)  # the one that sums over ranks
@@ -126,35 +119,37 @@ class SharedForward(Backend):
 
     def free_memory(self) -> int:
         with self.team.together():
-            self.team.group.broadcast(MemoryOrder())
+            self._tell("free_memory")
             return self.team.group.least_memory()
 
     def when_lost(self, callback: Callable[[str], None]) -> None:
         self.team.when_lost(callback)
 
+    def _tell(self, method: str, *arguments: Any) -> None:
+        self.team.group.broadcast(Order(method, arguments))
+
     # -- caches ------------------------------------------------------------------------------------
 
-    def _known(self, cache: KeyValueStore) -> CacheOrder:
+    def _number(self, cache: KeyValueStore) -> int:
+        """Of a cache's like on every rank, which is made here if need be."""
         assert isinstance(cache, PagedCache)
-        number = self._numbers.get(cache)
-        if number is None:
+        while self._dropped:
+            self._tell("drop", self._dropped.pop())
+        if cache not in self._numbers:
             number = self._numbers[cache] = next(self._count)
-            cache.moved = partial(_moved, weakref.ref(self), weakref.ref(cache))
+            cache.moved = partial(_move, weakref.ref(self), weakref.ref(cache))
             weakref.finalize(cache, self._dropped.append, number).atexit = False
-        dropped = tuple(self._dropped)
-        del self._dropped[: len(dropped)]
-        return CacheOrder(number, cache.num_blocks, cache.block_size, cache.dtype, dropped)
-
-    def move(self, cache: PagedCache, slots: Sequence[tuple[int, int]]) -> None:
-        with self.team.together():
-            self.team.group.broadcast(MoveOrder(self._known(cache), tuple(slots)))
+            self._tell("make", number, cache.num_blocks, cache.block_size, cache.dtype)
+        return self._numbers[cache]
 
 
-def _moved(
-    shared: weakref.ref[SharedForward],
-    cache: weakref.ref[PagedCache],
+def _move(
+    shared_ref: weakref.ref[SharedForward],
+    cache_ref: weakref.ref[PagedCache],
     slots: Sequence[tuple[int, int]],
 ) -> None:
-    owner, shared_cache = shared(), cache()
-    if owner is not None and shared_cache is not None:
-        owner.move(shared_cache, slots)
+    """Rows of rank 0's cache have been copied: the others copy theirs."""
+    shared, cache = shared_ref(), cache_ref()
+    if shared is not None and cache is not None:
+        with shared.team.together():
+            shared._tell("move", shared._number(cache), tuple(slots))

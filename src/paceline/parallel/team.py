@@ -23,7 +23,7 @@ import torch
 import torch.distributed as dist
 
 from paceline.errors import ConfigError, EngineLostError, ModelLoadError, PacelineError
-from paceline.parallel.group import RankGroup, StopOrder, surroundings
+from paceline.parallel.group import Order, RankGroup, surroundings
 
 # The folder that it is started in must not lend it modules.
 _START = (
@@ -38,57 +38,50 @@ _NOTICE_SECONDS = 3.0  # between a rank's end, as its peers notice it, and what 
 
 
 class RankProcess:
-    """One other rank. ``ended`` is called, on a thread of its own, when it has."""
+    """One other rank. ``ended`` is told how it ended, on a thread of its own, when it has."""
 
-    def __init__(self, rank: int, job: dict[str, object], ended: Callable[[int, str], None]):
-        self.rank = rank
+    def __init__(self, rank: int, job: dict[str, object], ended: Callable[[str], None]) -> None:
         self.ready = threading.Event()
-        self._ended, self._said = ended, ""
-        self._process = subprocess.Popen(
+        self._name, self._ended = f"rank {rank} of {job['size']}", ended
+        self.popen = subprocess.Popen(
             [sys.executable, "-c", _START],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             text=True,
             start_new_session=True,  # Ctrl-C is rank 0's
         )
-        self.pid = self._process.pid
         threading.Thread(target=self._listen, name=f"paceline-rank-{rank}", daemon=True).start()
         with suppress(OSError):  # it has ended: the thread says so
-            assert self._process.stdin is not None
-            self._process.stdin.write(json.dumps({**job, "rank": rank}) + "\n")
-            self._process.stdin.flush()
+            assert self.popen.stdin is not None
+            self.popen.stdin.write(json.dumps({**job, "rank": rank}) + "\n")
+            self.popen.stdin.flush()
 
     def _listen(self) -> None:
-        assert self._process.stdout is not None
-        for line in self._process.stdout:
+        assert self.popen.stdout is not None
+        how = ""
+        for line in self.popen.stdout:
             if line.strip() == READY:
                 self.ready.set()
             else:
-                self._said = line.strip()
-        code = self._process.wait()
-        self._process.stdout.close()
-        self._ended(self.rank, self._said or _how(code))
+                how = line.strip()
+        code = self.popen.wait()
+        self.popen.stdout.close()
+        if not how:
+            killed = f"was killed by {signal.Signals(-code).name}" if code < 0 else ""
+            how = killed or f"ended with exit code {code}"
+        self._ended(f"{self._name} {how}")
         self.ready.set()
-
-    def kill(self) -> None:
-        self._process.kill()
 
     def end(self) -> None:
         """Close its pipe, which ends it, and wait until it is gone."""
         with suppress(OSError):
-            assert self._process.stdin is not None
-            self._process.stdin.close()
+            assert self.popen.stdin is not None
+            self.popen.stdin.close()
         try:
-            self._process.wait(_END_SECONDS)
+            self.popen.wait(_END_SECONDS)
         except subprocess.TimeoutExpired:
-            self._process.kill()
-            self._process.wait()
-
-
-def _how(code: int) -> str:
-    if code < 0:
-        return f"was killed by {signal.Signals(-code).name}"
-    return f"ended with exit code {code}"
+            self.popen.kill()
+            self.popen.wait()
 
 
 class RankTeam:
@@ -114,11 +107,11 @@ class RankTeam:
         self._folder = tempfile.TemporaryDirectory(prefix="paceline-ranks-")
         store = str(Path(self._folder.name) / "store")
         every = {**job, "size": size, "store": store, "device": device.type, "threads": share}
-        self._processes = [RankProcess(rank, every, self._left) for rank in range(1, size)]
+        self.processes = [RankProcess(rank, every, self.lose) for rank in range(1, size)]
         if device.type == "cpu":
             torch.set_num_threads(share)
         try:
-            for process in self._processes:
+            for process in self.processes:
                 process.ready.wait(_START_SECONDS)
             with self.loading():
                 self._group = RankGroup(0, size, store, device)
@@ -132,10 +125,6 @@ class RankTeam:
         assert self._group is not None
         return self._group
 
-    @property
-    def pids(self) -> list[int]:
-        return [process.pid for process in self._processes]
-
     def when_lost(self, callback: Callable[[str], None]) -> None:
         with self._changing:
             if self.lost is None:
@@ -143,8 +132,7 @@ class RankTeam:
                 return
         callback(self.lost)
 
-    def check(self) -> None:
-        """Raises EngineLostError once a rank has gone."""
+    def _check(self) -> None:
         if self.lost is not None:
             raise EngineLostError(self.lost)
 
@@ -153,7 +141,7 @@ class RankTeam:
         """What all ranks do before the first forward. Raises ModelLoadError where one of them is
         lost, and this rank's own errors."""
         try:
-            self.check()
+            self._check()
             with surroundings(0):
                 yield
         except Exception as error:
@@ -169,7 +157,7 @@ class RankTeam:
 
         Raises EngineLostError. Where it takes too long, the others are killed.
         """
-        self.check()
+        self._check()
         self._until = time.monotonic() + STALL_SECONDS
         try:
             yield
@@ -189,21 +177,21 @@ class RankTeam:
         while self.lost is None and time.monotonic() < end:
             time.sleep(0.02)
 
-    def _left(self, rank: int, how: str) -> None:
-        self.lose(f"rank {rank} of {self.size} {how}")
-
     def lose(self, reason: str) -> None:
         """The first reason is kept; then all other ranks are ended and listeners are told."""
         with self._changing:
             if self.lost is not None or self._closed.is_set():
                 return
             self.lost, listeners = reason, self._listeners
-        for process in self._processes:
-            process.kill()
+        for process in self.processes:
+            process.popen.kill()
         for listener in listeners:
             listener(reason)
-        if self._cuda:
-            _abort()  # a GPU that waits for another notices no closed connection
+        # A GPU that waits for another notices no closed connection.
+        abort = getattr(dist.distributed_c10d, "_abort_process_group", None)
+        if self._cuda and abort is not None:
+            with suppress(Exception):
+                abort()
 
     def _watch(self) -> None:
         while not self._closed.wait(0.5):
@@ -219,8 +207,8 @@ class RankTeam:
         self._closed.set()
         if self.lost is None and self._group is not None:
             with suppress(Exception):
-                self._group.broadcast(StopOrder())
-        for process in self._processes:
+                self._group.broadcast(Order("stop"))
+        for process in self.processes:
             process.end()
         if self._group is not None:
             with suppress(Exception):
@@ -240,21 +228,12 @@ def check_devices(size: int, device: torch.device) -> None:
             "LLM with tensor_parallel; close that first"
         )
     seen = torch.cuda.device_count()
-    if device.type == "cuda":
-        if device.index not in (None, 0):
-            raise ConfigError(f"{asked} takes cuda:0 and those after it; say device cuda")
-        if seen < size:
-            raise ConfigError(f"{asked} needs {size} CUDA devices, but PyTorch sees {seen}")
-    elif seen:
+    if device.type == "cuda" and device.index not in (None, 0):
+        raise ConfigError(f"{asked} takes cuda:0 and those after it; say device cuda")
+    if device.type == "cuda" and seen < size:
+        raise ConfigError(f"{asked} needs {size} CUDA devices, but PyTorch sees {seen}")
+    if device.type != "cuda" and seen:
         raise ConfigError(
             f"{asked} on a processor: transformers takes the GPUs where there are some; hide them "
             "with CUDA_VISIBLE_DEVICES= (empty), or use device cuda"
         )
-
-
-def _abort() -> None:
-    """Let go of whatever waits for ranks that are gone, where this torch can."""
-    abort = getattr(dist.distributed_c10d, "_abort_process_group", None)
-    if abort is not None:
-        with suppress(Exception):
-            abort()

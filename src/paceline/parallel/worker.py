@@ -17,20 +17,9 @@ from typing import NoReturn, TextIO
 
 import torch
 
-from paceline.core.batch import Batch
 from paceline.model.paged.cache import PagedCache
 from paceline.model.target import CausalModel
-from paceline.parallel.group import (
-    BatchOrder,
-    CacheOrder,
-    GatherOrder,
-    MemoryOrder,
-    MoveOrder,
-    RankGroup,
-    StopOrder,
-    surroundings,
-    whole_parameters,
-)
+from paceline.parallel.group import BatchOrder, RankGroup, surroundings, whole_parameters
 from paceline.parallel.load import load_part
 from paceline.parallel.team import READY
 
@@ -77,7 +66,7 @@ def _work(job: dict[str, str | int], replies: TextIO) -> None:
 
 
 class Follower:
-    """Runs the forwards of rank 0 on this rank's part of the weights and of the caches."""
+    """Runs what rank 0 runs on this rank's part of the weights and of the caches."""
 
     def __init__(self, model: CausalModel, group: RankGroup) -> None:
         self._model, self._group = model, group
@@ -86,32 +75,33 @@ class Follower:
     @torch.inference_mode()
     def run(self) -> None:
         """Until rank 0 says that it is over."""
-        while True:
-            order = self._group.hear()
-            if isinstance(order, BatchOrder):
-                self._model(self._batch(order), self._cache(order.cache))
-            elif isinstance(order, MoveOrder):
-                self._cache(order.cache).copy(order.slots)
-            elif isinstance(order, GatherOrder):
-                whole_parameters(getattr(self._model.hf, f"get_{order.part}_embeddings")())
-            elif isinstance(order, MemoryOrder):
-                self._group.least_memory()
-            elif isinstance(order, StopOrder):
-                self._group.leave()
-                return
+        while (order := self._group.hear()).method != "stop":
+            getattr(self, order.method)(*order.arguments)
+        self._group.leave()
 
-    def _batch(self, order: BatchOrder) -> Batch:
-        if not order.following:
-            return order.batch
-        numbers = torch.empty(order.following, dtype=torch.int64, device=self._model.device)
-        return order.whole(self._group.share(numbers))
-
-    def _cache(self, order: CacheOrder) -> PagedCache:
-        for number in order.dropped:
-            self._caches.pop(number, None)
+    def make(self, cache: int, blocks: int, block_size: int, dtype: torch.dtype) -> None:
+        """This rank's part of a cache, which has a number."""
         model = self._model
-        if order.number not in self._caches:
-            self._caches[order.number] = PagedCache(
-                model.cache_shapes, order.blocks, order.block_size, order.dtype, model.device
-            )
-        return self._caches[order.number]
+        how = blocks, block_size, dtype, model.device
+        self._caches[cache] = PagedCache(model.cache_shapes, *how)
+
+    def drop(self, cache: int) -> None:
+        del self._caches[cache]
+
+    def forward(self, cache: int, order: BatchOrder) -> None:
+        batch, following = order.batch, sum(order.sizes)
+        if following:
+            numbers = torch.empty(following, dtype=torch.int64, device=self._model.device)
+            batch = order.whole(self._group.share(numbers))
+        self._model(batch, self._caches[cache])
+
+    def move(self, cache: int, slots: tuple[tuple[int, int], ...]) -> None:
+        """Copy rows of a cache from slots to slots."""
+        self._caches[cache].copy(slots)
+
+    def gather(self, side: str) -> None:
+        """Put the parts of the "input" or "output" embedding together."""
+        whole_parameters(getattr(self._model.hf, f"get_{side}_embeddings")())
+
+    def free_memory(self) -> None:
+        self._group.least_memory()

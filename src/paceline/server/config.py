@@ -54,7 +54,9 @@ class ServeConfig(EngineSettings, _Names):
         "info", "How much is logged.", choices=("debug", "info", "warning", "error")
     )
     log_prompts: bool = _server(False, "Log the prompts; else content is not.")
-    drain_seconds: float = _server(30.0, "On SIGTERM, running requests may take so long.", low=0)
+    drain_seconds: float = _server(
+        30.0, "Seconds that running requests may still take after SIGTERM.", low=0
+    )
     metrics_alias: str | None = _server(
         None,
         "Metrics also under the names of another server, for its dashboards.",
@@ -125,7 +127,7 @@ class ServeConfig(EngineSettings, _Names):
 
 def keys() -> tuple[TableEntry, ...]:
     """Every setting of a server, in the order of ``--help``."""
-    return tuple(entries(ServeConfig, "server"))
+    return entries(ServeConfig, "server")
 
 
 def configure(
@@ -163,13 +165,17 @@ def read_file(path: str | Path) -> dict[str, Any]:
 def _unknown(section: str, name: str) -> str:
     """That there is no such key or, without a section, no such section; and what was meant."""
     homes = {entry.name: f"[{entry.key.section}] {entry.name}" for entry in keys()}
-    homes |= {} if section else {other: f"[{other}]" for other in SECTIONS}
+    if not section:
+        homes |= {other: f"[{other}]" for other in SECTIONS}
     near = get_close_matches(name, homes, 1)
-    there = [key for key, home in homes.items() if section and home.startswith(f"[{section}]")]
-    advice = f"did you mean {homes[near[0]]}?" if near else f"there are {', '.join(there)}"
-    if not near and not section:
+    if near:
+        advice = f"did you mean {homes[near[0]]}?"
+    elif section:
+        there = [entry.name for entry in keys() if entry.key.section == section]
+        advice = f"there are {', '.join(there)}"
+    else:
         advice = f"the sections are {', '.join(SECTIONS)}"
-    return f"unknown key {f'[{section}] ' if section else ''}{name}; {advice}"
+    return f"unknown key {f'[{section}] {name}' if section else name}; {advice}"
 
 
 def to_toml(config: ServeConfig) -> str:

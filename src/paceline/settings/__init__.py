@@ -188,9 +188,9 @@ class LoadSettings:
     """How a model is loaded."""
 
     dtype: str = _load(
-        "auto", "Numbers of the model.", choices=("auto", "bfloat16", "float16", "float32")
+        "auto", "Data type of the model.", choices=("auto", "bfloat16", "float16", "float32")
     )
-    device: str = _load("auto", "auto, cpu, cuda, cuda:1 ...")
+    device: str = _load("auto", "Where the model runs: auto, cpu, cuda, cuda:1 ...")
     backend: str = _load(
         "auto",
         "What runs the forwards: auto, native (kernels of our own), reference (torch), or a "
@@ -228,7 +228,7 @@ class LoadSettings:
     )
     kv_cache_dtype: str = _load(
         "auto",
-        "Numbers of the target's keys and values; auto: as the model's.",
+        "Data type of the target's keys and values; auto: the model's.",
         choices=("auto", "int8"),
     )
 
@@ -244,7 +244,7 @@ class EngineSettings(LoadSettings):
 
     draft_length: int | str | None = _model(
         None,
-        "Tokens drafted a step: a number, or auto to adapt.",
+        "Draft tokens a step: a number, or auto to adapt.",
         kind="length",
         low=0,
         high=64,
@@ -302,7 +302,7 @@ class EngineSettings(LoadSettings):
         True, "Requests that begin alike share what is cached.", but=("command", "server")
     )
     seed: int | None = _engine(
-        None, "Of requests that bring none.", but=("command", "server"), shown="random"
+        None, "Seed of requests that bring none.", but=("command", "server"), shown="random"
     )
 
 

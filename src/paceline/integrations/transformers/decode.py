@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -12,12 +11,14 @@ from transformers.generation.stopping_criteria import StoppingCriteriaList, Stop
 from transformers.generation.utils import GenerateDecoderOnlyOutput, GenerationMixin
 
 from paceline.build import EngineOptions
+from paceline.core.params import SamplingParams
 from paceline.core.sequence import SequenceState
 from paceline.draft.base import Drafter
 from paceline.draft.spec import DraftSpec
 from paceline.engine.driver import Drive, sequence
+from paceline.engine.engine import Engine
 from paceline.errors import ConfigError, PacelineError
-from paceline.integrations.transformers.shared import Setup, SharedEngine, engine_over
+from paceline.integrations.transformers.shared import Setup, engine_over
 from paceline.integrations.transformers.terms import (
     CriteriaReader,
     ForbiddenTokens,
@@ -36,14 +37,6 @@ class SpeculativeOutput(GenerateDecoderOnlyOutput):  # type: ignore[misc]
     on both sides, and ``stats``, how each row was decoded. Scores and caches are not kept."""
 
     stats: list[CompletionStats] | None = None
-
-
-def _refuse_others(caller: Mapping[str, Any], synced_gpus: bool) -> None:
-    """Raises ConfigError for ways of decoding that are the library's own."""
-    if caller.get("assistant_model") is not None:
-        raise refuse("assistant_model", "give its folder as draft=...")
-    if synced_gpus:
-        raise refuse("synced_gpus", "decode on one device")
 
 
 def generate(
@@ -78,7 +71,7 @@ def generate(
     asks for a dict. Raises ConfigError for what cannot be honoured, by its name, and whatever a
     stopping criterion, logits processor or streamer raises.
     """
-    caller = _caller_locals()
+    caller = _caller_arguments()
     streamer = caller.get("streamer") if streamer is None else streamer
     _refuse_others(caller, synced_gpus)
     check_architecture(model.config)
@@ -87,34 +80,41 @@ def generate(
     options = EngineOptions(
         draft_length=draft_length,
         rule=rule,
+        backend=backend,
         max_batch_size=max_batch_size,
         kv_cache_memory=kv_cache_memory,
         draft_quantize=draft_quantize,
     )
     seeds = [_seed(terms, seed, rule, number) for number in range(len(prompts))]
-    drawn = _drawn_seed()
-    with engine_over(model, Setup(draft, options, backend, target_tokenizer)) as shared:
-        shared.generator.manual_seed(drawn)
-        seqs = [
-            _row(shared, terms, input_ids, number, prompt, row_seed)
+    with engine_over(model, Setup(draft, options, target_tokenizer)) as (engine, generator):
+        generator.manual_seed(_drawn_seed())
+        rows = [
+            _row(engine, replace(terms.params, seed=row_seed), terms, input_ids, number, prompt)
             for number, (prompt, row_seed) in enumerate(zip(prompts, seeds, strict=True))
         ]
-        pad = _pad_token(generation_config)
-        _decode(shared, seqs, _Columns(streamer, seqs, pad))
-        sequences = _padded(input_ids, seqs, pad)
-        stats = [CompletionStats.of(seq) for seq in seqs]
+        answers = _Answers(rows, _pad_token(generation_config))
+        _decode(engine, answers, streamer)
+    sequences = torch.cat((input_ids, input_ids.new_tensor(answers.columns(0)).T), 1)
     if generation_config.return_dict_in_generate:
-        return SpeculativeOutput(sequences=sequences, stats=stats)
+        return SpeculativeOutput(sequences=sequences, stats=list(map(CompletionStats.of, rows)))
     return sequences
 
 
-def _caller_locals() -> dict[str, Any]:
-    """Arguments of ``model.generate``, which hands its streamer to no function given to it.
+def _caller_arguments() -> dict[str, Any]:
+    """Of ``model.generate``, which hands its streamer to no function given to it.
 
-    (transformers 5.17 to 5.23. Its own argument is where it is; nothing else is taken from there.)
+    (transformers 5.17 to 5.23. Nothing else is taken from there.)
     """
     frame = sys._getframe(2)
     return dict(frame.f_locals) if frame.f_code.co_name == "generate" else {}
+
+
+def _refuse_others(caller: dict[str, Any], synced_gpus: bool) -> None:
+    """Raises ConfigError for ways of decoding that are the library's own."""
+    if caller.get("assistant_model") is not None:
+        raise refuse("assistant_model", "give its folder as draft=...")
+    if synced_gpus:
+        raise refuse("synced_gpus", "decode on one device")
 
 
 def _drawn_seed() -> int:
@@ -132,83 +132,84 @@ def _seed(terms: Terms, seed: int | None, rule: str, number: int) -> int | None:
 
 
 def _row(
-    shared: SharedEngine,
+    engine: Engine,
+    params: SamplingParams,
     terms: Terms,
     input_ids: torch.Tensor,
     number: int,
     prompt: list[int],
-    seed: int | None,
 ) -> SequenceState:
     """Row ``number`` as the engine takes it. Raises ConfigError."""
-    target = shared.engine.target
-    limit = shared.engine.scheduler.config.max_positions
+    vocab_size, limit = engine.target.vocab_size, engine.scheduler.config.max_positions
     if len(prompt) >= limit:
         raise ConfigError(
             f"a prompt has {len(prompt)} tokens, but the engine takes {limit} with the answer; "
             "shorten it, or raise kv_cache_memory if the model sees more"
         )
-    if not all(0 <= token < target.vocab_size for token in prompt):
-        raise ConfigError(f"a prompt has ids outside the vocabulary (0 to {target.vocab_size - 1})")
-    seq = sequence(prompt, replace(terms.params, seed=seed), terms.stop_ids)
+    if not all(0 <= token < vocab_size for token in prompt):
+        raise ConfigError(f"a prompt has ids outside the vocabulary (0 to {vocab_size - 1})")
+    row = sequence(prompt, params, terms.stop_ids)
     if terms.criteria:
-        seq.stops = CriteriaReader(terms.criteria, input_ids[number], terms.params.max_tokens)
+        row.stops = CriteriaReader(terms.criteria, input_ids[number], params.max_tokens)
     if terms.masks:
-        seq.constraint = ForbiddenTokens(terms.masks, input_ids, number, target.vocab_size)
-    return seq
+        row.constraint = ForbiddenTokens(terms.masks, input_ids, number, vocab_size)
+    return row
 
 
-class _Columns:
-    """Gives a streamer what transformers gives it: one token of every row at a time."""
+@dataclass
+class _Answers:
+    """The new tokens of all rows, with padding behind those that have ended."""
 
-    def __init__(self, streamer: Any, seqs: list[SequenceState], pad: int | None) -> None:
-        self._streamer, self._seqs, self._pad = streamer, seqs, pad
-        self._given = 0
+    rows: list[SequenceState]
+    pad: int | None
+    ended: set[int] = field(default_factory=set)
 
-    def give(self, ended: set[int]) -> None:
-        """All columns that are known: a row that has ended has padding behind it."""
-        if self._streamer is None:
-            return
-        running = [seq.generated for seq in self._seqs if seq.seq_id not in ended]
-        known = min(running, default=max(seq.generated for seq in self._seqs))
-        for column in range(self._given, known):
-            tokens = [_token(seq, column, self._pad) for seq in self._seqs]
-            self._streamer.put(torch.tensor(tokens))
-        self._given = max(self._given, known)
+    def columns(self, first: int) -> list[list[int]]:
+        """A token of every row, from column ``first`` to the last that is known of all rows.
 
-    def end(self) -> None:
-        if self._streamer is not None:
-            self._streamer.end()
+        Raises ConfigError if padding is due and there is none.
+        """
+        lengths = [row.generated for row in self.rows]
+        running = [row.generated for row in self.rows if row.seq_id not in self.ended]
+        return [
+            [self._token(row, column) for row in self.rows]
+            for column in range(first, min(running, default=max(lengths)))
+        ]
 
-
-def _token(seq: SequenceState, column: int, pad: int | None) -> int:
-    """The new token of a row in a column; ConfigError if padding is due and there is none."""
-    if column < seq.generated:
-        return seq.tokens[seq.prompt_length + column]
-    if pad is None:
-        raise ConfigError(
-            "the rows end at different lengths and there is no pad_token_id; give one"
-        )
-    return pad
+    def _token(self, row: SequenceState, column: int) -> int:
+        if column < row.generated:
+            return row.tokens[row.prompt_length + column]
+        if self.pad is None:
+            raise ConfigError(
+                "the rows end at different lengths and there is no pad_token_id; give one"
+            )
+        return self.pad
 
 
-def _decode(shared: SharedEngine, seqs: list[SequenceState], columns: _Columns) -> None:
-    """All rows to their ends. Raises what a criterion, mask or streamer raises, PacelineError."""
-    ended: set[int] = set()
-    with Drive(shared.engine, seqs) as drive:
+def _decode(engine: Engine, answers: _Answers, streamer: Any) -> None:
+    """All rows to their ends; a ``streamer`` gets one token of every row at a time, as
+    transformers gives them. Raises what a criterion, mask or streamer raises, PacelineError."""
+    streamed = 0
+    with Drive(engine, answers.rows) as drive:
         for step in drive:
             for commit in step.commits:
                 if commit.error is not None:
-                    raise _cause(seqs, commit.seq_id) or PacelineError(commit.error)
+                    raise _cause(answers.rows, commit.seq_id) or PacelineError(commit.error)
                 if commit.finish_reason is not None:
-                    ended.add(commit.seq_id)
-            columns.give(ended)
-    columns.end()
+                    answers.ended.add(commit.seq_id)
+            if streamer is not None:
+                columns = answers.columns(streamed)
+                streamed += len(columns)
+                for tokens in columns:
+                    streamer.put(torch.tensor(tokens))
+    if streamer is not None:
+        streamer.end()
 
 
-def _cause(seqs: list[SequenceState], seq_id: int) -> Exception | None:
+def _cause(rows: list[SequenceState], seq_id: int) -> Exception | None:
     """What the caller's own functions raised for a row."""
-    seq = next(seq for seq in seqs if seq.seq_id == seq_id)
-    errors = (getattr(reader, "error", None) for reader in (seq.stops, seq.constraint))
+    row = next(row for row in rows if row.seq_id == seq_id)
+    errors = (getattr(reader, "error", None) for reader in (row.stops, row.constraint))
     return next((error for error in errors if error is not None), None)
 
 
@@ -216,13 +217,6 @@ def _pad_token(config: Any) -> int | None:
     pad = getattr(config, "_pad_token_tensor", None)
     pad = config.pad_token_id if pad is None else pad
     return None if pad is None else int(pad)
-
-
-def _padded(input_ids: torch.Tensor, seqs: list[SequenceState], pad: int | None) -> torch.Tensor:
-    """int64 ``[batch, length]``: prompts as they came, then answers padded to the longest."""
-    most = max(seq.generated for seq in seqs)
-    answers = [[_token(seq, column, pad) for column in range(most)] for seq in seqs]
-    return torch.cat((input_ids, input_ids.new_tensor(answers)), 1)
 
 
 def generate_whole(

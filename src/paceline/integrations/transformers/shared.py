@@ -40,70 +40,61 @@ class Setup:
 
     draft: str | DraftSpec | Drafter
     options: EngineOptions
-    backend: str = "auto"
     tokenizer: Any = None
 
     @property
     def key(self) -> Hashable:
-        draft = self.draft
-        draft_key = str(draft) if isinstance(draft, (str, DraftSpec)) else id(draft)
-        return draft_key, self.options, self.backend, id(self.tokenizer)
+        draft = str(self.draft) if isinstance(self.draft, (str, DraftSpec)) else id(self.draft)
+        return draft, self.options, id(self.tokenizer)
 
 
 @dataclass
 class SharedEngine:
-    """An engine, the randomness of its requests without a seed, and what it was built for."""
-
-    key: Hashable
-    weights: tuple[Hashable, ...]
-    engine: Engine
-    generator: torch.Generator
-
-
-@dataclass
-class _Slot:
-    """One model's engine; one call has it at a time."""
+    """One model's engine, the randomness of its requests without a seed, and what both were built
+    for. One call has it at a time."""
 
     lock: Any = field(default_factory=threading.RLock)
     busy: bool = False
-    engine: SharedEngine | None = None
+    key: Hashable = None
+    built: tuple[Engine, torch.Generator] | None = None
 
 
-_slots: WeakKeyDictionary[Any, _Slot] = WeakKeyDictionary()
+_engines: WeakKeyDictionary[Any, SharedEngine] = WeakKeyDictionary()
 _guard = threading.Lock()
 
 
 @contextmanager
-def engine_over(model: Any, setup: Setup) -> Iterator[SharedEngine]:
+def engine_over(model: Any, setup: Setup) -> Iterator[tuple[Engine, torch.Generator]]:
     """The engine of a transformers ``model``, built or kept from the last call.
 
     Calls of other threads on the same model wait for each other. Raises UnsupportedModelError,
     ConfigError, and what the draft gives cause to.
     """
     with _guard:
-        slot = _slots.setdefault(model, _Slot())
-    with slot.lock:
-        if slot.busy:
+        shared = _engines.setdefault(model, SharedEngine())
+    with shared.lock:
+        if shared.busy:
             raise ConfigError(
                 "generate was called by a streamer or stopping criterion of itself; "
                 "use another model object there"
             )
-        weights = _weights(model)
-        if slot.engine is None or (slot.engine.key, slot.engine.weights) != (setup.key, weights):
-            slot.engine = None  # before the next one: two caches need not fit
+        key = setup.key, _weights(model)
+        if shared.built is None or shared.key != key:
+            shared.built = None  # before the next one: two caches need not fit
             with torch.random.fork_rng(devices=[]):  # new modules draw weights, in vain
-                slot.engine = _built(model, setup, weights)
-        slot.busy = True
+                shared.built = _built(model, setup)
+            shared.key = key
+        shared.busy = True
         try:
-            yield slot.engine
+            yield shared.built
         finally:
-            slot.busy = False
+            shared.busy = False
 
 
 def forget(model: Any) -> None:
     """Let go of the engine of a model, its cache and its draft. Nothing if there is none."""
     with _guard:
-        _slots.pop(model, None)
+        _engines.pop(model, None)
 
 
 def _weights(model: Any) -> tuple[Hashable, ...]:
@@ -121,18 +112,14 @@ def _weights(model: Any) -> tuple[Hashable, ...]:
     return (*marks, *adapters)
 
 
-def _built(model: Any, setup: Setup, weights: tuple[Hashable, ...]) -> SharedEngine:
-    target = _target(model, setup.backend)
+def _built(model: Any, setup: Setup) -> tuple[Engine, torch.Generator]:
+    target = _target(model, setup.options.backend)
     draft = parse_draft(setup.draft) if isinstance(setup.draft, str) else setup.draft
-    loading = Loading(
-        target,
-        _tokenizer(model, draft, setup.tokenizer),
-        str(target.dtype).removeprefix("torch."),
-        setup.options.draft_quantize,
-    )
+    tokenizer = _tokenizer(model, draft, setup.tokenizer)
+    dtype = str(target.dtype).removeprefix("torch.")
+    loading = Loading(target, tokenizer, dtype, setup.options.draft_quantize)
     generator = seeded_generator(target.device, None)
-    engine = build_engine(target, prepare_one(draft, loading), setup.options, generator)
-    return SharedEngine(setup.key, weights, engine, generator)
+    return build_engine(target, prepare_one(draft, loading), setup.options, generator), generator
 
 
 def _tokenizer(model: Any, draft: DraftSpec | Drafter, given: Any) -> Any:

@@ -139,7 +139,9 @@ def _sampling_value(processor: Any, length: int) -> dict[str, Any]:
     if kind is processing.MinLengthLogitsProcessor:
         return {"min_tokens": max(0, int(processor.min_length) - length)}
     if kind is processing.SequenceBiasLogitsProcessor:
-        biases = {tuple(ids): float(bias) for ids, bias in _pairs(processor.sequence_bias)}
+        given = processor.sequence_bias  # a mapping, or a list of pairs
+        pairs = given.items() if isinstance(given, dict) else given
+        biases = {tuple(ids): float(bias) for ids, bias in pairs}
         if all(len(ids) == 1 and abs(bias) <= MAX_LOGIT_BIAS for ids, bias in biases.items()):
             return {"logit_bias": {ids[0]: bias for ids, bias in biases.items()}}
         raise refuse(
@@ -151,10 +153,6 @@ def _sampling_value(processor: Any, length: int) -> dict[str, Any]:
         "leave it out; temperature, top_k, top_p, min_p, repetition_penalty, single-token biases, "
         "minimum lengths and whatever only forbids tokens can be",
     )
-
-
-def _pairs(biases: Any) -> list[tuple[Sequence[int], float]]:
-    return list(biases.items()) if isinstance(biases, dict) else [tuple(pair) for pair in biases]
 
 
 def read_prompts(input_ids: torch.Tensor, inputs: dict[str, Any]) -> list[list[int]]:

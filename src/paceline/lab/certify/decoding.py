@@ -4,31 +4,29 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import NamedTuple
 
 from paceline.core.params import SamplingParams
 from paceline.engine.driver import Drive, sequence
 from paceline.engine.engine import Engine
-
-String = tuple[int, ...]  # of token ids
 
 
 @dataclass(frozen=True)
 class Start:
     """Where decoding begins: a prompt, and output that is given."""
 
-    prompt: String
-    output: String = ()
+    prompt: tuple[int, ...]
+    output: tuple[int, ...] = ()
 
     @property
-    def tokens(self) -> String:
+    def tokens(self) -> tuple[int, ...]:
         return self.prompt + self.output
 
 
-class DecodedOutput(NamedTuple):
+@dataclass(frozen=True)
+class DecodedOutput:
     """``tokens`` of the output, the given ones included; what was drafted and accepted of them."""
 
-    tokens: String
+    tokens: tuple[int, ...]
     drafted: int
     accepted: int
 
@@ -36,7 +34,7 @@ class DecodedOutput(NamedTuple):
 def decode(
     engine: Engine,
     starts: Sequence[Start],
-    params: Sequence[SamplingParams],
+    params: SamplingParams | Sequence[SamplingParams],
     length: int | None = None,
     enough: int | None = None,
 ) -> list[DecodedOutput]:
@@ -47,9 +45,12 @@ def decode(
     ``length`` fixes the draft length; None leaves it to the engine's own controller.
     Raises StandstillError, and whatever the engine raises.
     """
+    each_params = [params] * len(starts) if isinstance(params, SamplingParams) else list(params)
     seqs = [
-        sequence(start.tokens, replace(asked, draft_length=length), prompt_length=len(start.prompt))
-        for start, asked in zip(starts, params, strict=True)
+        sequence(
+            start.tokens, replace(seq_params, draft_length=length), prompt_length=len(start.prompt)
+        )
+        for start, seq_params in zip(starts, each_params, strict=True)
     ]
     with Drive(engine, seqs) as drive:
         for _ in drive:

@@ -82,25 +82,32 @@ def explain(
     if at >= min(len(left), len(right)):
         return Difference(at, -1, -1, math.inf, 0.0, on_edge=False)
     assert params.greedy or params.seed is not None, "unseeded texts may differ as they like"
-    pair, tokens = [left[at], right[at]], [*prompt, *left[:at]]
+    one, other = left[at], right[at]
+    pair = [one, other]
+    tokens = [*prompt, *left[:at]]
     logits = _fresh_logits(model, tokens)
     step = _rounding_step(float(logits[pair].abs().max()), model.dtype)
-    compared = torch.cat(
-        (logits.topk(min(64, len(logits))).indices, logits.new_tensor(pair).long())
-    )
-    others = [_fresh_logits(model, tokens, rows) for rows in _OTHER_SHAPES]
-    spread = max(float((logits - other)[compared].abs().max()) for other in others)
-    rows = Rows((SequenceView(0, tokens, len(prompt), params),), (0,))
-    scores, scale, on_edge = adjusted(logits[None], rows), 1.0, False
-    if not params.greedy:
-        probs = probs_of_scores(scores, [params])[0]
-        tolerance = 2 * max(step, spread)
-        on_edge = params.truncates and _at_border(scores[0], probs > 0, pair, tolerance)
-        noise = gumbel([params.seed or 0], [len(tokens)], scores.shape[1], scores.device)
-        scores, scale = scores / params.temperature + noise, params.temperature
-    one, other = scores[0, pair].tolist()
-    about = abs(one - other), step / scale, on_edge, (one, other), spread / scale
-    return Difference(at, left[at], right[at], *about)
+    again = [_fresh_logits(model, tokens, rows) for rows in _OTHER_SHAPES]
+    spread = max(_spread(logits, other, pair) for other in again)
+    seq = SequenceView(0, tokens, len(prompt), params)
+    scores = adjusted(logits[None], Rows((seq,), (0,)))
+    if params.greedy:
+        first_gap = _pair(scores[0], pair)
+        return Difference(
+            at, one, other, abs(first_gap[0] - first_gap[1]), step, False, first_gap, spread
+        )
+    noise = gumbel([params.seed or 0], [len(tokens)], scores.shape[1], scores.device)
+    first_gap = _pair((scores / params.temperature + noise)[0], pair)
+    distribution = probs_of_scores(scores, [params])[0]
+    tolerance = 2 * max(step, spread)
+    on_edge = params.truncates and _at_border(scores[0], distribution > 0, pair, tolerance)
+    gap = abs(first_gap[0] - first_gap[1])
+    step, spread = step / params.temperature, spread / params.temperature
+    return Difference(at, one, other, gap, step, on_edge, first_gap, spread)
+
+
+def _pair(scores: torch.Tensor, tokens: list[int]) -> tuple[float, float]:
+    return float(scores[tokens[0]]), float(scores[tokens[1]])
 
 
 def _at_border(scores: torch.Tensor, kept: torch.Tensor, pair: list[int], tolerance: float) -> bool:
@@ -114,6 +121,13 @@ def _at_border(scores: torch.Tensor, kept: torch.Tensor, pair: list[int], tolera
 def _rounding_step(value: float, dtype: torch.dtype) -> float:
     """Distance between neighbouring numbers of ``dtype`` at ``value``."""
     return float(torch.finfo(dtype).eps * 2.0 ** math.floor(math.log2(max(value, 1e-6))))
+
+
+def _spread(logits: torch.Tensor, again: torch.Tensor, pair: list[int]) -> float:
+    """Largest move between two computations of a row, among the pair and the likeliest tokens."""
+    likely = logits.topk(min(64, len(logits))).indices
+    chosen = torch.cat((likely, torch.tensor(pair, device=logits.device)))
+    return float((logits - again)[chosen].abs().max())
 
 
 @torch.inference_mode()
