@@ -17,9 +17,8 @@ import torch
 from paceline.control.adaptive import AdaptiveController
 from paceline.control.controller import Controller, Decision, FixedLength
 from paceline.control.cost import CostModel
-from paceline.control.options import DrafterCosts
 from paceline.core.batch import Commit, Plan, Slice
-from paceline.core.costs import CostCurve
+from paceline.core.costs import CostCurve, DrafterCosts
 from paceline.core.params import SamplingParams
 from paceline.core.sequence import SequenceState
 from paceline.engine.scheduler import Scheduler, SchedulerConfig

@@ -159,6 +159,6 @@ def _path(span: Span, node: int) -> list[int]:
 if __name__ == "__main__":
     register_backend("numpy", make)
     llm = LLM("paceline/tiny", draft="paceline/tiny-draft", backend="numpy", dtype="float32")
-    (story,) = llm.generate("Once upon a time", SamplingParams(max_tokens=40))
+    (story,) = llm.generate("Once upon a time", SamplingParams(max_tokens=40, draft_length=4))
     print(story.text)
     print(f"on {llm.target.backend_reason}: {story.stats.accepted_tokens} drafts accepted")

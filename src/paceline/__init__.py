@@ -16,7 +16,6 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from paceline.async_llm import AsyncLLM
     from paceline.control.cost import CostModel
-    from paceline.control.options import DrafterCosts
     from paceline.core.costs import CostCurve, TargetCosts
     from paceline.core.params import Grammar, SamplingParams
     from paceline.engine.driver import Drive
@@ -69,7 +68,7 @@ _HOMES = {
     "Completion": "paceline.request.completion",
     "CostCurve": "paceline.core.costs",
     "CostModel": "paceline.control.cost",
-    "DrafterCosts": "paceline.control.options",
+    "DrafterCosts": "paceline.core.costs",
     "Drive": "paceline.engine.driver",
     "Grammar": "paceline.core.params",
     "SamplingParams": "paceline.core.params",

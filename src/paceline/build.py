@@ -15,8 +15,7 @@ import torch
 from paceline.control.adaptive import AdaptiveController
 from paceline.control.controller import Controller, FixedLength, LoggedController
 from paceline.control.cost import CostModel
-from paceline.control.options import DrafterCosts
-from paceline.core.costs import CostCurve, TargetCosts
+from paceline.core.costs import CostCurve, DrafterCosts, TargetCosts
 from paceline.draft.base import Drafter, LookupDrafter, NoDrafter, prefers_seeds
 from paceline.draft.heads.eagle_state import MOST_WAITING
 from paceline.draft.hybrid import HybridDrafter

@@ -12,9 +12,8 @@ import pytest
 
 from paceline.control.acceptance import expected_tokens
 from paceline.control.choice import HURT, choose
-from paceline.control.cost import CostModel
-from paceline.control.options import DrafterCosts, DraftOption
-from paceline.core.costs import CostCurve, TargetCosts
+from paceline.control.cost import CostModel, DraftOption
+from paceline.core.costs import CostCurve, DrafterCosts, TargetCosts
 
 
 def prices(slope: float, draft: float) -> CostModel:

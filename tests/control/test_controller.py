@@ -18,9 +18,8 @@ from paceline.control.acceptance import (
 from paceline.control.adaptive import AdaptiveController
 from paceline.control.controller import FixedLength
 from paceline.control.cost import CostModel
-from paceline.control.options import DrafterCosts
 from paceline.core.batch import Commit
-from paceline.core.costs import CostCurve, TargetCosts
+from paceline.core.costs import CostCurve, DrafterCosts, TargetCosts
 from paceline.core.params import SamplingParams
 from paceline.core.sequence import SequenceState
 from paceline.model.measure import measure
@@ -76,7 +75,7 @@ def drive(control: AdaptiveController, accept: float, steps: int, seq_id: int = 
         reached = kept + (kept < length)
         commit = Commit(seq_id, (1,) * (kept + 1), tuple(range(kept)), length, reached, scheduled=1)
         drafting = control.cost.passes("fake", [length])
-        control.observe([commit], control.cost.verify(1, length) + drafting)
+        control.observe([commit], control.cost.verify(1, length) + drafting, drafting)
     return chosen
 
 
@@ -217,7 +216,7 @@ def test_a_pass_for_few_must_pay_for_itself() -> None:
             path = tuple(range(kept))
             tokens = (1,) * (kept + 1)
             commits.append(Commit(request.seq_id, tokens, path, length, reached, scheduled=1))
-        control.observe(commits, 1.0 + 1.2 * max(lengths))
+        control.observe(commits, 1.0 + 1.2 * max(lengths), 1.2 * max(lengths))
     assert sum(levels(control, seqs)) <= 1
 
 
@@ -339,7 +338,7 @@ def test_a_head_that_follows_has_read_what_was_prefilled_again() -> None:
     levels(control, [request])  # the same batch, at once
     assert all(draft.first == 0 for draft in control.drafts(request, "fake", 1))
     control.forget(0)
-    assert not control._joined and not control._read
+    assert not control._read
 
 
 def test_a_target_step_is_linear_in_the_number_of_sequences() -> None:

@@ -7,9 +7,8 @@ import pytest
 from paceline.control.adaptive import AdaptiveController
 from paceline.control.cost import CostModel
 from paceline.control.exploration import ExplorationBudget
-from paceline.control.options import DrafterCosts
 from paceline.core.batch import Commit
-from paceline.core.costs import CostCurve
+from paceline.core.costs import CostCurve, DrafterCosts
 from paceline.core.params import SamplingParams
 from paceline.core.sequence import SequenceState
 from paceline.draft.hybrid import HybridDrafter
@@ -144,32 +143,3 @@ def test_a_plain_step_behind_passes_is_no_measure_of_plain_decoding(seed: int) -
         machine.colder = 0.3
         speeds = [machine.decode(96, number) / PLAIN for number in range(40)]
         assert sum(speeds) / len(speeds) > least  # 0.96, 0.94, 1.05 and 1.70 before
-
-
-@pytest.mark.parametrize("kind", ["prefilling", "eight together", "lengths of their own"])
-def test_other_steps_are_no_measure_of_plain_steps_in_a_row(kind: str) -> None:
-    machine = Machine(Guesser("head", always(0.5), 0.3))
-    machine.decode(96)
-    control, cost = machine.controller, machine.controller.cost
-    before = cost.rest(1)
-    cost.cold.measuring, cost.cold.since = True, 20
-    control._made, control._given = {}, kind == "lengths of their own"
-    scheduled, batch = 512 if kind == "prefilling" else 1, 8 if kind == "eight together" else 1
-    for _ in range(8):
-        commits = [Commit(n, (1,), scheduled=scheduled) for n in range(batch)]
-        control.observe(commits, 2 * (STEP + REST))
-    cost.settles(1)
-    assert cost.rest(1) < 1.03 * before
-
-
-def test_lookups_draft_while_plain_steps_are_measured() -> None:
-    """A repeated answer is not kept waiting for it; the head is."""
-    suffix, head = Sure("suffix", always(1.0)), Guesser("head", always(0.9), 0.3)
-    suffix.match = 32
-    machine = Machine(HybridDrafter([suffix, head], "cpu"))
-    machine.decode(8)
-    machine.controller.cost.cold.measuring = True
-    drafted = head.drafted
-    longest = 17 / ((STEP + REST + 16 * TOKEN) / (STEP + REST))
-    assert machine.decode(64, 1) / PLAIN > 0.6 * longest
-    assert head.drafted == drafted

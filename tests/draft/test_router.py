@@ -8,9 +8,8 @@ import pytest
 
 from paceline.control.adaptive import AdaptiveController
 from paceline.control.cost import CostModel
-from paceline.control.options import DrafterCosts
 from paceline.core.batch import Commit, ModelOutput, Plan, Slice
-from paceline.core.costs import CostCurve
+from paceline.core.costs import CostCurve, DrafterCosts
 from paceline.core.params import SamplingParams
 from paceline.core.sequence import SequenceState
 from paceline.draft.router import Router

@@ -9,9 +9,8 @@ from test_mutations import CAUGHT, EXACT
 
 from paceline.control.adaptive import AdaptiveController
 from paceline.control.cost import CostModel
-from paceline.control.options import DrafterCosts
 from paceline.core.batch import Plan, Slice
-from paceline.core.costs import CostCurve, TargetCosts
+from paceline.core.costs import CostCurve, DrafterCosts, TargetCosts
 from paceline.core.sequence import SequenceState
 from paceline.core.tree import TokenTree, chain_parents
 from paceline.draft import hybrid
@@ -79,7 +78,7 @@ def chooser(kind: type, passes: int, useless: bool = False) -> Drafter:
             for member in (lookup, sampler):
                 cost.add(member.name, DrafterCosts.of(member, 2, CostCurve((1,), (0.01,))))
             control = AdaptiveController(cost, {"it": drafter.names}, {"lookup": lookup})
-            cost.learn(1, 0, 1.0)  # a plain step has been seen
+            cost.learn_plain(1, 1.0)  # a plain step has been seen
             for _ in range(20 * useless):
                 cost.acceptance.record(0, "sampler", 1, 0)
             request = SequenceState(0, [0, 1], 2, PARAMS, cached=1)

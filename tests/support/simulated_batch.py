@@ -13,9 +13,8 @@ from functools import partial
 
 from paceline.control.adaptive import AdaptiveController
 from paceline.control.cost import CostModel
-from paceline.control.options import DrafterCosts
 from paceline.core.batch import Commit, Slice
-from paceline.core.costs import CostCurve, TargetCosts
+from paceline.core.costs import CostCurve, DrafterCosts, TargetCosts
 from paceline.core.params import SamplingParams
 from paceline.core.sequence import SequenceState
 from paceline.draft.base import LookupDrafter

@@ -7,9 +7,8 @@ from collections.abc import Callable, Sequence
 
 from paceline.control.adaptive import AdaptiveController
 from paceline.control.cost import CostModel
-from paceline.control.options import DrafterCosts
 from paceline.core.batch import Commit, ModelOutput, Plan, Slice
-from paceline.core.costs import CostCurve, TargetCosts
+from paceline.core.costs import CostCurve, DrafterCosts, TargetCosts
 from paceline.core.params import SamplingParams
 from paceline.core.sequence import SequenceState
 from paceline.core.tree import TokenTree, chain_parents, children_of

@@ -25,8 +25,10 @@ MATCHED = {
     16: (0.93, 0.93, 0.95),
     32: (0.95, 0.97),
 }
-_ALIKE = 3.0  # times the weight of a prior: what a level is thought to be by the one before
 GOES_ON = "goes on"  # the kind of an estimate that says how often a draft has one level more
+_DECAY, _WEIGHT = 0.998, 4.0  # of a draft seen before the last one; a prior's, in drafts
+_ALIKE = 3.0  # times the weight of a prior: what a level is thought to be by the one before
+_SEQUENCE_DECAY, _SEQUENCE_WEIGHT = 0.97, 6.0  # the same of one sequence's drafts
 _KNOWN = 1e9  # drafts after which nothing is to be learnt any more
 
 
@@ -62,15 +64,12 @@ def levels_tried(commit: Commit, length: int) -> int:
 class AcceptanceEstimate:
     """Chance that level i of a draft is accepted given that all before it were.
 
-    From decayed counts, together with a few observations' ``weight`` of a prior; the last rate of a
-    prior holds for all levels beyond it.
+    From decayed counts and a prior, whose last rate holds for all levels beyond it.
     """
 
-    def __init__(
-        self, prior: Sequence[float], depth: int, decay: float = 0.998, weight: float = 4.0
-    ) -> None:
+    def __init__(self, prior: Sequence[float], depth: int) -> None:
         self._prior = (*prior, *[prior[-1]] * depth)[:depth]
-        self._decay, self._weight, self.depth = decay, weight, depth
+        self.depth = depth
         self._reached = [0.0] * depth
         self._accepted = [0.0] * depth
         self._rates: list[float] | None = None
@@ -82,8 +81,8 @@ class AcceptanceEstimate:
         """
         self._rates = None
         for level in range(since, min(reached, self.depth)):
-            self._reached[level] = self._decay * self._reached[level] + 1.0
-            self._accepted[level] = self._decay * self._accepted[level] + (level < accepted)
+            self._reached[level] = _DECAY * self._reached[level] + 1.0
+            self._accepted[level] = _DECAY * self._accepted[level] + (level < accepted)
 
     def know(self, rates: Sequence[float]) -> None:
         """These are the rates; nothing is accepted at levels beyond them."""
@@ -104,23 +103,20 @@ class AcceptanceEstimate:
             for prior, tried, won in zip(self._prior, self._reached, self._accepted, strict=True):
                 # A level that few drafts reach is like the last one, as far as that is known.
                 rate = min(prior * before, 0.5 + 0.5 * prior)
-                weight = self._weight * (_ALIKE if rates else 1.0)
+                weight = _WEIGHT * (_ALIKE if rates else 1.0)
                 rates.append((weight * rate + won) / (weight + tried))
                 before = rates[-1] / prior if prior else 1.0
             self._rates = rates
         return self._rates
 
 
-class OwnAcceptance:
+class SequenceAcceptance:
     """One sequence's acceptance: it fails so many times as often as all sequences do.
 
     One number for all levels, so that few drafts tell it. Simulated on the embedded pair's own
     acceptance (64 prompts, 128 tokens each, batch 1), lengths chosen by it are 1.02 times as fast
     as the best fixed one; with a rate for each level and sequence, 1.00 to 1.01 times.
     """
-
-    DECAY = 0.97
-    TRIALS = 6.0  # drafts that fail as often as everyone's do, to begin with
 
     def __init__(self) -> None:
         self._failed = self._foreseen = 0.0  # failures, and what everyone's rates say of them
@@ -129,19 +125,14 @@ class OwnAcceptance:
         """As ``AcceptanceEstimate.record``, beside everyone's rates."""
         rates = everyone[since : min(reached, accepted + 1)]
         failed = accepted < min(reached, len(everyone))
-        self._failed = self.DECAY * self._failed + failed
-        self._foreseen = self.DECAY * self._foreseen + len(rates) - sum(rates)
-
-    @property
-    def better(self) -> bool:
-        """Whether it fails less often than all sequences do."""
-        return self._failed < self._foreseen
+        self._failed = _SEQUENCE_DECAY * self._failed + failed
+        self._foreseen = _SEQUENCE_DECAY * self._foreseen + len(rates) - sum(rates)
 
     def rates(self, everyone: Sequence[float]) -> list[float]:
         """What is expected of this sequence where all have ``everyone``'s rates."""
-        if not self._foreseen and not self._failed:
-            return list(everyone)
-        prior = self.TRIALS * max(1.0 - everyone[0], 1e-3)
+        if not everyone:
+            return []
+        prior = _SEQUENCE_WEIGHT * max(1.0 - everyone[0], 1e-3)
         factor = (self._failed + prior) / (self._foreseen + prior)
         return [max(0.0, 1.0 - factor * (1.0 - rate)) for rate in everyone]
 
@@ -153,9 +144,10 @@ class AcceptanceTracker:
         self.depth = depth
         self.priors: dict[Hashable, Sequence[float]] = {}
         self._all: dict[tuple[Hashable, Hashable], AcceptanceEstimate] = {}
-        self._each: dict[int, dict[Hashable, OwnAcceptance]] = {}
+        self._sequences: dict[int, dict[Hashable, SequenceAcceptance]] = {}
 
     def everyone(self, name: Hashable, kind: Hashable = None) -> AcceptanceEstimate:
+        """Of all sequences."""
         estimate = self._all.get((name, kind))
         if estimate is None:
             prior = MATCHED[kind] if isinstance(kind, int) else self.priors.get(name) or UNKNOWN
@@ -165,13 +157,8 @@ class AcceptanceTracker:
     def rates(self, seq_id: int, name: Hashable, kind: Hashable = None) -> list[float]:
         """What is expected of a sequence's next draft, level by level."""
         everyone = self.everyone(name, kind).rates()
-        sequence = self._each.get(seq_id, {}).get(name)
-        return sequence.rates(everyone) if sequence and everyone else everyone
-
-    def better(self, seq_id: int, name: Hashable) -> bool:
-        """Whether a sequence's drafts fail less often than all sequences' do."""
-        sequence = self._each.get(seq_id, {}).get(name)
-        return sequence is not None and sequence.better
+        sequence = self._sequences.get(seq_id, {}).get(name)
+        return sequence.rates(everyone) if sequence else everyone
 
     def record(
         self,
@@ -184,9 +171,9 @@ class AcceptanceTracker:
     ) -> None:
         """As ``AcceptanceEstimate.record``, for one sequence and for all."""
         everyone = self.everyone(name, kind)
-        sequence = self._each.setdefault(seq_id, {}).setdefault(name, OwnAcceptance())
+        sequence = self._sequences.setdefault(seq_id, {}).setdefault(name, SequenceAcceptance())
         sequence.record(everyone.rates(), reached, accepted, since)
         everyone.record(reached, accepted, since)
 
     def forget(self, seq_id: int) -> None:
-        self._each.pop(seq_id, None)
+        self._sequences.pop(seq_id, None)

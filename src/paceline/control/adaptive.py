@@ -3,21 +3,18 @@
 Every option of a step (no draft; a drafter and a draft length) has an expected goodput: tokens by
 seconds. Tokens follow from acceptance (acceptance.py), seconds from prices (cost.py); both begin
 with a prior and learn from every step. The option with the most goodput is taken (choice.py), also
-in the first step of a fresh process. Drafts that are made only to learn are paid for by a budget::
-
-    SHARE of all seconds, START at first --> exploration budget --> a draft that is to teach
-
-Lookups cost nothing to follow, so they are known without being used (following.py). Sources:
-HedgeSpec (arXiv 2510.20064), TapOut (2511.02017), BanditSpec (2505.15141).
+in the first step of a fresh process. Drafts that are made only to learn are paid for by a budget
+(exploration.py). Lookups cost nothing to follow, so they are known without being used
+(following.py). Sources: HedgeSpec (arXiv 2510.20064), TapOut (2511.02017), BanditSpec (2505.15141).
 """
 
 from __future__ import annotations
 
-from collections.abc import Collection, Hashable, Mapping, Sequence
-from math import inf
+from collections.abc import Hashable, Mapping, Sequence
+from typing import NamedTuple
 
 from paceline.control.acceptance import GOES_ON, expected_tokens, kind_of, levels_tried
-from paceline.control.choice import choose, given_length
+from paceline.control.choice import choose
 from paceline.control.controller import (
     MEASURING,
     NOT_ASKED,
@@ -26,15 +23,12 @@ from paceline.control.controller import (
     Controller,
     Decision,
 )
-from paceline.control.cost import CostModel
+from paceline.control.cost import CostModel, DraftOption
 from paceline.control.exploration import ExplorationBudget
 from paceline.control.following import LookupFollower, Offers
-from paceline.control.options import DraftOption
 from paceline.core.batch import Commit
 from paceline.core.sequence import SequenceState
 from paceline.draft.base import LookupDrafter
-
-_Options = tuple[SequenceState, Sequence[DraftOption]]  # of a sequence, none first
 
 _HOLD = 4  # steps for which drafts of the same batch keep their lengths
 _HOLD_PLAIN = 8  # where nothing is drafted, so that nothing is learnt
@@ -46,7 +40,20 @@ _RARELY = 4  # only in one of so many steps
 _HORIZON = 256  # tokens at most over which reading a prompt is written off
 _UNREAD = 8  # unread tokens that cost next to nothing
 _MARGIN = 1.02  # by which a drafter must beat those before it: no changing about for noise
+_WARM = 16  # plain steps after passes, from which the target's weights are in the caches again
+_COLDEST = 0.12  # by which those before are longer, on average, at most
 _LENGTHS = (1, 2, 3, 4, 6, 8, 12, 16, 24)  # at which what a lookup found may be cut
+
+
+class _Step(NamedTuple):
+    """A step with drafts that is yet to be learnt from."""
+
+    made: Mapping[int, DraftOption]  # by sequence
+    explores: bool
+    given: bool  # whether a request asked for a length of its own
+    commits: Sequence[Commit]
+    seconds: float
+    drafting: float | None
 
 
 class AdaptiveController(Controller):
@@ -72,16 +79,15 @@ class AdaptiveController(Controller):
         self._fair = fair
         self._lookups = LookupFollower(lookups or {}, cost.acceptance)
         self._step = 0
-        self._until = 0  # the step from which the decision is made anew
-        self._hold = 1
+        self._until, self._hold = 0, 1  # the step of the next decision; steps that the last holds
         self._in_vain = 0  # steps since a lookup found anything that might pay
         self._ids: list[int] = []
         self._choices: list[Decision] = []
         self._made: dict[int, DraftOption] = {}  # by sequence: what was decided on
         self._explores = self._given = self._measures = False
+        self._since_passes = _WARM  # steps since a drafter ran a model
         self._seen: list[_Step] = []
         self._read: dict[int, dict[Hashable, int]] = {}  # tokens of a sequence, seen by a drafter
-        self._joined: dict[int, int] = {}  # tokens that a sequence came with, and are prefilled
 
     # -- deciding ----------------------------------------------------------------------------------
 
@@ -105,16 +111,13 @@ class AdaptiveController(Controller):
             return {}
         worth: dict[int, Offers] = {}
         for seq_id, offers in self._lookups.look(seqs, self._may).items():
-            pay = {n: o for n, o in offers.items() if self._may_pay(seq_id, n, batch, o.confidence)}
+            kinds = {name: kind_of(offer.confidence) for name, offer in offers.items()}
+            pay = {n: o for n, o in offers.items() if self.cost.may_pay(n, batch, kinds[n])}
             if pay:
                 worth[seq_id] = pay
         if worth and batch == 1:
             self._in_vain = 0
         return worth
-
-    def _may_pay(self, seq_id: int, name: Hashable, batch: int, match: int | None = None) -> bool:
-        kind = None if match is None else kind_of(match)
-        return self.cost.may_pay(name, batch, kind) or self.cost.acceptance.better(seq_id, name)
 
     def _members(self, seq: SequenceState) -> Sequence[Hashable]:
         """Who may draft for it."""
@@ -126,41 +129,39 @@ class AdaptiveController(Controller):
     def _decide(
         self, ids: list[int], seqs: Sequence[SequenceState], offers: Mapping[int, Offers]
     ) -> None:
-        batch, cost, same = len(seqs), self.cost, ids == self._ids
-        for seq in seqs:
-            self._joined.setdefault(seq.seq_id, len(seq.tokens))
-        none = cost.none(batch)
-        self._choices = [Decision(0, None, NOT_ASKED)] * batch
+        batch, same = len(seqs), ids == self._ids
+        self._measures = self.cost.wants_plain(batch)
         self._given = any(seq.params.draft_length is not None for seq in seqs)
-        settles, wants_plain = cost.settles(batch), cost.wants_plain(batch)
-        self._measures = settles or wants_plain
-        hopeless = self._hopeless(seqs, settles)
-        open_: list[int] = []  # places that are to be decided
-        options: list[_Options] = []
+        names = {n for seq in seqs for n in self._members(seq) if n not in self._lookups.drafters}
+        may = {name for name in names if self.cost.may_pay(name, batch)}
+        self._choices = [Decision(0, None, NOT_ASKED)] * batch
+        none = self.cost.none(batch)
+        undecided: list[int] = []
+        options: list[list[DraftOption]] = []
         for index, seq in enumerate(seqs):
-            if not seq.params.may_draft:
-                continue
+            self._tokens_read(seq)
             given, offered = seq.params.draft_length, offers.get(seq.seq_id, {})
-            ways = self._options(seq, batch, none, offered, hopeless if given is None else ())
-            if given is None:
-                open_.append(index)
-                options.append((seq, ways))
-            else:
-                self._choices[index] = given_length(given, ways)
-        chosen = self._select(batch, options) if options and not wants_plain else []
-        cost.compare(batch, chosen)
-        self._made = {}
-        for index, draft in zip(open_, chosen or [none] * len(open_), strict=True):
-            self._choices[index] = self._choice(draft, none, offers, seqs[index])
-            if draft.length:
-                self._made[ids[index]] = draft
-        drafted = [draft for draft in chosen if draft.length]
-        if any(draft.name in self._lookups.drafters for draft in drafted):
+            if given is not None and seq.params.may_draft:
+                ways = self._options(seq, batch, offered, names)
+                self._choices[index] = _given_length(given, ways)
+            elif seq.params.may_draft:
+                undecided.append(index)
+                options.append([none, *self._options(seq, batch, offered, may)])
+        chosen = [none] * len(options)
+        if options and not self._measures:
+            chosen = self._select(batch, options, [seqs[index] for index in undecided])
+        for index, draft in zip(undecided, chosen, strict=True):
+            self._choices[index] = self._decision(draft, none, offers, seqs[index])
+        self._made = {ids[i]: d for i, d in zip(undecided, chosen, strict=True) if d.length}
+        if any(draft.name in self._lookups.drafters for draft in self._made.values()):
             self._in_vain = 0
-        self._hold = self._holds(drafted, same and bool(self._made))
+        self._hold = self._holds(same)
         self._until, self._ids = self._step + self._hold, ids
 
-    def _choice(
+    def _runs_model(self, draft: DraftOption) -> bool:
+        return not self.cost.drafters[draft.name].costless
+
+    def _decision(
         self,
         draft: DraftOption,
         none: DraftOption,
@@ -176,50 +177,38 @@ class AdaptiveController(Controller):
         reason = MEASURING if self._measures else NOT_WORTH_IT if draftable else NOTHING_FOUND
         return Decision(0, None, reason)
 
-    def _holds(self, drafted: Sequence[DraftOption], same: bool) -> int:
+    def _holds(self, same: bool) -> int:
         """Steps for which a decision stands, where no lookup finds anything: 1, 2, 4."""
-        if not drafted:
+        if not self._made:
             return 1 if self._measures else _HOLD_PLAIN
-        if self._explores or any(draft.name in self._lookups.drafters for draft in drafted):
+        if self._explores or not all(map(self._runs_model, self._made.values())):
             return 1
         return min(2 * self._hold, _HOLD) if same else 1
 
-    def _hopeless(self, seqs: Sequence[SequenceState], settles: bool) -> set[Hashable]:
-        """Drafters that run a model and can pay for no sequence; all while steps are measured."""
-        names = {n for seq in seqs for n in self._members(seq) if n not in self._lookups.drafters}
-        if settles:
-            return names
-        return {n for n in names if not any(self._may_pay(s.seq_id, n, len(seqs)) for s in seqs)}
-
     def _options(
-        self,
-        seq: SequenceState,
-        batch: int,
-        none: DraftOption,
-        offers: Offers,
-        hopeless: Collection[Hashable],
+        self, seq: SequenceState, batch: int, offers: Offers, may: set[Hashable]
     ) -> list[DraftOption]:
-        """No draft, and every member's drafts of every length."""
-        options = [none]
+        """Drafts of every length of lookups that found something and of models that may pay."""
+        options: list[DraftOption] = []
         for index, name in enumerate(self._members(seq)):
-            drafts: Sequence[DraftOption] = ()
-            if name not in self._lookups.drafters:
-                drafts = () if name in hopeless else self.drafts(seq, name, batch)
+            if name in may:
+                drafts = self.drafts(seq, name, batch)
             elif name in offers:
                 drafts = self._found(seq, name, batch, offers)
+            else:
+                continue
             margin = _MARGIN**index
             options += [d._replace(seconds=d.seconds * margin) for d in drafts] if index else drafts
         return options
 
     def _found(
         self, seq: SequenceState, name: Hashable, batch: int, offers: Offers
-    ) -> Sequence[DraftOption]:
+    ) -> list[DraftOption]:
         """What a lookup has found, cut at some lengths."""
-        offer, longest = offers[name], self.cost.drafters[name].longest
-        nodes = offer.nodes
-        most = min(len(nodes) - 1, longest)
+        nodes = offers[name].nodes
+        most = min(len(nodes) - 1, self.cost.drafters[name].longest)
         lengths = [*(n for n in _LENGTHS if n < most), most]
-        drafts = self.drafts(seq, name, batch, kind_of(offer.confidence), lengths)
+        drafts = self.drafts(seq, name, batch, kind_of(offers[name].confidence), lengths)
         return [draft._replace(nodes=nodes[draft.length]) for draft in drafts]
 
     def drafts(
@@ -236,72 +225,79 @@ class AdaptiveController(Controller):
         gains = expected_tokens(rates[: max(lengths) if lengths else costs.longest])
         if left < len(gains):  # what comes after the last token is no gain
             gains = [min(gain, left) for gain in gains]
-        first = 0.0
-        if costs.reads:
-            joined = self._joined.get(seq.seq_id, seq.prompt_length)
-            read = self._read.setdefault(seq.seq_id, {})
-            read.setdefault(name, joined if costs.follows else 0)
-            unread = self._unread(seq.seq_id, name, len(seq.tokens))
-            first = unread * self.cost.reading(name) if unread > _UNREAD else 0.0
+        unread = len(seq.tokens) - 1 - self._tokens_read(seq)[name] if costs.reads else 0
+        first = unread * self.cost.reading(name) if unread > _UNREAD else 0.0
         if not costs.costless:
-            first += self.cost.aftermath(batch) / batch
+            first += self._aftermath(batch) / batch
         reached = None
         if costs.ends_early:
             more = self.cost.acceptance.everyone(name, GOES_ON).rates()
             reached = [levels - 1 for levels in expected_tokens(more[: costs.longest])]
         return self.cost.drafts(name, batch, gains, first, min(left, _HORIZON), lengths, reached)
 
-    def _unread(self, seq_id: int, name: Hashable, tokens: int) -> int:
-        """Of so many tokens, those that a drafter has to read first, but for the newest."""
-        reads = self.cost.drafters[name].reads
-        return max(0, tokens - self._read.get(seq_id, {}).get(name, 0) - 1) if reads else 0
+    def _tokens_read(self, seq: SequenceState) -> dict[Hashable, int]:
+        """By each drafter that must read a text before it drafts. One that follows the prefill has
+        seen what a sequence came with."""
+        if seq.seq_id not in self._read:
+            drafters = self.cost.drafters.items()
+            known = {n: len(seq.tokens) if c.follows else 0 for n, c in drafters if c.reads}
+            self._read[seq.seq_id] = known
+        return self._read[seq.seq_id]
 
-    def _select(self, batch: int, options: Sequence[_Options]) -> list[DraftOption]:
+    def _aftermath(self, batch: int) -> float:
+        """Seconds that the plain steps behind a drafter's passes take longer than others in all.
+        Several sequences share what passes cost: nothing."""
+        if batch > 1:
+            return 0.0
+        coldest = _COLDEST * self.cost.rest(1)
+        return min(self.cost.coldness(1), coldest) * min(self._since_passes, _WARM)
+
+    def _select(
+        self, batch: int, options: Sequence[list[DraftOption]], seqs: Sequence[SequenceState]
+    ) -> list[DraftOption]:
         """The options with the most goodput; where that is no draft, perhaps one to learn from."""
-        best = [ways[0] for _, ways in options]
-        if any(len(ways) > 1 for _, ways in options):
-            best = choose(self.cost, batch, [ways for _, ways in options], self._fair)
+        best = [ways[0] for ways in options]
+        if any(len(ways) > 1 for ways in options):
+            best = choose(self.cost, batch, options, self._fair)
         self._explores = False
-        if self._measures or any(draft.length for draft in best):
+        if self._measures or self.budget.seconds <= 0 or any(draft.length for draft in best):
             return best
-        for name in dict.fromkeys(name for seq, _ in options for name in self._members(seq)):
-            if name not in self._lookups.drafters and self.budget.seconds > 0:
-                drafts = self._exploration(name, batch, options)
-                if drafts is not None:
-                    self._explores = True
+        for name in dict.fromkeys(name for seq in seqs for name in self._members(seq)):
+            if name not in self._lookups.drafters:
+                drafts = self._exploration(name, batch, best, seqs)
+                self._explores = any(draft.length for draft in drafts)
+                if self._explores:
                     return drafts
         return best
 
     def _exploration(
-        self, name: Hashable, batch: int, options: Sequence[_Options]
-    ) -> list[DraftOption] | None:
-        """Drafts to learn from, if the budget pays for them should none of them be right.
-
-        One level for all sequences of a drafter, which tells most about its costs; if that is more
-        than there is, the likeliest draft of the sequence that has least to be read.
-        """
+        self, name: Hashable, batch: int, none: list[DraftOption], seqs: Sequence[SequenceState]
+    ) -> list[DraftOption]:
+        """Drafts to learn from, if the budget pays for them should none of them be right: one level
+        for each of the drafter's sequences, which tells most about its costs, or for the one that
+        has least to be read."""
         plain, table = self.cost.rest(batch), self.cost.table(name, batch)
-        pays = max((1 + n) / table[n] for n in range(1, len(table))) * table[0] > 1.02
-        if not pays and self.cost.seen(name, batch) >= _PRICED:
-            return None  # even a draft that is always right would not pay
+        pays = any((1 + n) * table[0] > 1.02 * table[n] for n in range(1, len(table)))
+        if not pays and self.cost.draft_seen(name, batch) >= _PRICED:
+            return none  # even a draft that is always right would not pay
 
-        def expense(drafts: Sequence[DraftOption]) -> float:
-            return self.cost.step(batch, drafts) - plain + sum(draft.first for draft in drafts)
+        def affordable(drafts: list[DraftOption]) -> bool:
+            expense = self.cost.step(batch, drafts) - plain + sum(d.first for d in drafts)
+            return expense <= self.budget.seconds
 
         nodes = self.cost.fill[name] * self.cost.drafters[name].nodes[1]
-        if expense([DraftOption(name, 1, nodes, 1.0, table[1])]) > self.budget.seconds:
-            return None  # not even one level for one of them
-        members = [name in self._members(seq) and seq.remaining > 1 for seq, _ in options]
-        pairs = zip(options, members, strict=True)
-        ways = [self.drafts(seq, name, batch) if may else [] for (seq, _), may in pairs]
-        none = [ways[0] for _, ways in options]
-        drafts = [(drafts or [no])[0] for drafts, no in zip(ways, none, strict=True)]
-        if expense(drafts) > self.budget.seconds:
-            index = min(range(len(ways)), key=lambda n: ways[n][0].first if ways[n] else inf)
-            only = [[*none[:index], draft, *none[index + 1 :]] for draft in ways[index]]
-            only = [one for one in only if expense(one) <= self.budget.seconds]
-            drafts = max(only, key=lambda one: one[index].gain / one[index].seconds, default=none)
-        return drafts if any(draft.length for draft in drafts) else None
+        if not affordable([DraftOption(name, 1, nodes, 1.0, table[1])]):
+            return none
+        drafts = list(none)
+        for index, seq in enumerate(seqs):
+            if name in self._members(seq) and seq.remaining > 1:
+                (drafts[index],) = self.drafts(seq, name, batch, lengths=(1,))
+        asked = [index for index, draft in enumerate(drafts) if draft.length]
+        if affordable(drafts) or not asked:
+            return drafts
+        least = min(asked, key=lambda index: drafts[index].first)
+        drafts = [*none[:least], drafts[least], *none[least + 1 :]]
+        return drafts if affordable(drafts) else none
 
     # -- learning ----------------------------------------------------------------------------------
 
@@ -313,58 +309,50 @@ class AdaptiveController(Controller):
         batch = len(commits)
         for commit in commits if self._lookups.drafters else ():
             self._lookups.observe(commit.seq_id, commit.tokens)
-        self.budget.spend(self.cost.aftermath(batch) if self._explores else 0.0)
-        passes = any(self.cost.passes(draft.name, (1,)) for draft in self._made.values())
-        self.cost.cold.ran(passes or self._given)
+        if self._explores:
+            self.budget.spend(self._aftermath(batch))
+        passes = self._given or any(map(self._runs_model, self._made.values()))
+        self._since_passes = 0 if passes else self._since_passes + 1
         if self._made:
-            self._seen.append((self._made, self._explores, self._given, commits, seconds, drafting))
+            step = _Step(self._made, self._explores, self._given, commits, seconds, drafting)
+            self._seen.append(step)
             return
         self.budget.earn(seconds, self.cost.rest(batch))
-        if not self._given and all(commit.scheduled == 1 for commit in commits):
-            self.cost.cold.plain(batch, seconds)
-            if self._step % 4 == 0 or self.cost.wants_plain(batch):
-                self.cost.learn(batch, 0, seconds)
+        due = self._step % 4 == 0 or self._measures
+        if due and not self._given and all(commit.scheduled == 1 for commit in commits):
+            self.cost.learn_plain(batch, seconds, batch == 1 and self._since_passes < _WARM)
 
     def _learn_all(self) -> None:
         seen, self._seen = self._seen, []
         for step in seen:
-            self._learn_step(*step)
+            self._learn_step(step)
 
-    def _learn_step(
-        self,
-        made: Mapping[int, DraftOption],
-        explores: bool,
-        given: bool,
-        commits: Sequence[Commit],
-        seconds: float,
-        drafting: float | None,
-    ) -> None:
-        batch, cost = len(commits), self.cost
-        tried = [commit for commit in commits if commit.drafted and commit.seq_id in made]
-        unread = sum(self._learn(commit, made[commit.seq_id]) for commit in tried)
+    def _learn_step(self, step: _Step) -> None:
+        batch, cost, commits = len(step.commits), self.cost, step.commits
+        tried = [commit for commit in commits if commit.drafted and commit.seq_id in step.made]
+        unread = sum(self._learn(commit, step.made[commit.seq_id]) for commit in tried)
         plain = cost.rest(batch)
-        self.budget.earn(seconds, plain)
-        if given or not all(commit.scheduled == 1 and commit.tokens for commit in commits):
+        self.budget.earn(step.seconds, plain)
+        if step.given or not all(commit.scheduled == 1 and commit.tokens for commit in commits):
             return  # a step that prefills is no measure
-        lengths: dict[Hashable, list[int]] = {}
+        levels: dict[Hashable, list[int]] = {}
         for commit in commits:
-            if (draft := made.get(commit.seq_id)) is not None:
+            if (draft := step.made.get(commit.seq_id)) is not None:
                 ended = cost.drafters[draft.name].ends_early
                 length = min(draft.length, commit.levels) if ended else draft.length
-                lengths.setdefault(draft.name, []).append(length)
-        passes = {name: cost.passes(name, levels) for name, levels in lengths.items()}
-        sizes = [commit.drafted for commit in commits]
-        nodes, even = sum(sizes), len(set(sizes)) == 1
-        rest, took = cost.foresee(batch, nodes / batch, even, passes)
-        if explores:
+                levels.setdefault(draft.name, []).append(length)
+        passes = {name: cost.passes(name, lengths) for name, lengths in levels.items()}
+        nodes = sum(commit.drafted for commit in commits) / batch
+        foreseen = cost.drafting(batch, passes)
+        if step.explores:
             # One hiccup is not what was learnt: it counts with what was foreseen and half a step.
-            bounded = min(seconds, rest + took + 0.5 * plain)
-            self.budget.spend(bounded - plain * min(len(commit.tokens) for commit in commits))
-        if unread > 4 * batch and len(passes) == 1:
-            if drafting is not None:  # all that it took beyond its passes
-                cost.learn_reading(next(iter(passes)), max(drafting - took, 0.0), unread)
-        elif unread <= 4 * batch:
-            cost.learn(batch, nodes, seconds, drafting, even, passes)
+            most = cost.rest(batch, nodes) + foreseen + 0.5 * plain
+            gained = plain * min(len(commit.tokens) for commit in commits)
+            self.budget.spend(min(step.seconds, most) - gained)
+        if unread <= 4 * batch:
+            cost.learn_drafts(batch, nodes, step.seconds, step.drafting, passes)
+        elif len(passes) == 1 and step.drafting is not None:
+            cost.learn_reading(next(iter(passes)), max(step.drafting - foreseen, 0.0), unread)
 
     def _learn(self, commit: Commit, draft: DraftOption) -> int:
         """What a draft showed. Returns the tokens that the drafter had to read for it."""
@@ -378,11 +366,11 @@ class AdaptiveController(Controller):
         if name not in self._lookups.drafters:
             reached = levels_tried(commit, length)
             self.cost.acceptance.record(commit.seq_id, name, reached, len(commit.path))
-        if not costs.reads:
+        if not costs.reads or commit.seq_id not in self._read:
             return 0
-        end = commit.position + commit.scheduled
-        unread = self._unread(commit.seq_id, name, end)
-        self._read.setdefault(commit.seq_id, {})[name] = end + len(commit.path)
+        read, end = self._read[commit.seq_id], commit.position + commit.scheduled
+        unread = max(0, end - 1 - read[name])
+        read[name] = end + len(commit.path)
         return unread
 
     def forget(self, seq_id: int) -> None:
@@ -390,11 +378,12 @@ class AdaptiveController(Controller):
         self._until = 0  # the same sequences may be back at once
         self._made = {key: made for key, made in self._made.items() if key != seq_id}
         self._read.pop(seq_id, None)
-        self._joined.pop(seq_id, None)
         self._lookups.forget(seq_id)
         self.cost.acceptance.forget(seq_id)
 
 
-_Step = tuple[
-    Mapping[int, DraftOption], bool, bool, Sequence[Commit], float, float | None
-]  # what was made, whether to explore, whether lengths were given; commits, seconds, drafting
+def _given_length(length: int, options: Sequence[DraftOption]) -> Decision:
+    """A request's own length: the member whose longest draft up to it is worth most."""
+    longest = {draft.name: draft for draft in options if draft.length <= length}
+    best = max(longest.values(), key=lambda draft: draft.gain / draft.seconds, default=None)
+    return Decision(length, best.name if best is not None and len(longest) > 1 else None)

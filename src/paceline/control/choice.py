@@ -3,16 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from functools import partial
 from math import inf
 
-from paceline.control.controller import Decision
-from paceline.control.cost import CostModel
-from paceline.control.options import DraftOption
+from paceline.control.cost import CostModel, DraftOption
 
 HURT = 0.03  # by which a request may be slowed down for the sake of others, as expected
 WORTH = 0.97  # of plain decoding's time, that several sequences' drafts may take as expected
-_DEARER = (1.0, 1.5, 2.5)  # how much dearer time is made until nobody is slowed down
 
 
 def choose(
@@ -24,31 +20,27 @@ def choose(
     sequences (the harmonic mean of their speeds), among the drafts by which no sequence becomes
     slower than by plain decoding: a step takes the same time for all, and drafting for some must
     not slow down those that gain nothing by it. Where one drafter serves all, one length for all is
-    tried first, as rows need no padding then; lengths of their own are taken if they gain more than
-    that costs. A pass for few must pay for itself: each drafter is left out in turn.
+    tried first, as one pass serves all then; lengths that differ are taken if they gain more.
 
     Not ``fair``: most tokens a second of all together, whoever gains them.
     """
     if len(options) == batch == 1:
         return [max(options[0], key=lambda draft: draft.gain / draft.seconds)]
-    score = partial(_mean_time if fair else _time_per_token, cost, batch)
+
+    def score(drafts: Sequence[DraftOption]) -> float:
+        return (_mean_time if fair else _time_per_token)(cost, batch, drafts)
+
     best = [ways[0] for ways in options]
     least = WORTH * score(best)
-    names = sorted({draft.name for ways in options for draft in ways[1:]}, key=str)
+    names = {draft.name for ways in options for draft in ways[1:]}
     for index in range(1, max(map(len, options))) if len(names) == 1 else ():
         alike = [ways[min(index, len(ways) - 1)] for ways in options]
         if (seconds := score(alike)) < least:
             best, least = alike, seconds
-    for left_out in (None, *(names if len(names) > 1 else ())):
-        left = [[o for o in ways if not o.length or o.name != left_out] for ways in options]
-        for dearer in _DEARER:
-            apart = _apart(left, best, dearer)
-            if (seconds := score(apart)) < least:
-                best, least = apart, seconds
-                break
-        drafting = [draft.name for draft in best if draft.length]
-        if all(drafting.count(name) == batch for name in drafting):
-            break
+    for without in (None, *(sorted(names, key=str) if len(names) > 1 else ())):
+        apart = _apart([[o for o in ways if not o.length or o.name != without] for ways in options])
+        if (seconds := score(apart)) < least:
+            best, least = apart, seconds
     return best
 
 
@@ -72,30 +64,18 @@ def _time_per_token(cost: CostModel, batch: int, drafts: Sequence[DraftOption]) 
     return _seconds(cost, batch, drafts) / tokens
 
 
-def _apart(
-    options: Sequence[Sequence[DraftOption]], start: Sequence[DraftOption], dearer: float
-) -> list[DraftOption]:
-    """Each sequence's own best draft, given the time that a step takes with ``start``.
-
-    ``dearer``: by how much time counts for more than it should, which makes shorter drafts.
+def _apart(options: Sequence[Sequence[DraftOption]]) -> list[DraftOption]:
+    """The best draft of each sequence, given the time that a step takes.
 
     The product of the step's time and the sum of the times per token is bounded by its tangent, so
     that sequences decide by themselves (majorisation; Hunter and Lange 2004); twice, as the step
     then takes another time.
     """
-    chosen = list(start)
+    chosen = [ways[0] for ways in options]
     for _ in range(2):
         seconds = sum(draft.seconds for draft in chosen)
-        needed = dearer * sum(1 / draft.gain for draft in chosen)
+        needed = sum(1 / draft.gain for draft in chosen)
         chosen = [
-            min(candidates, key=lambda o: seconds / o.gain + needed * o.seconds)
-            for candidates in options
+            min(ways, key=lambda o: seconds / o.gain + needed * o.seconds) for ways in options
         ]
     return chosen
-
-
-def given_length(length: int, options: Sequence[DraftOption]) -> Decision:
-    """A request's own length: the member whose longest draft up to it is worth most."""
-    longest = {draft.name: draft for draft in options if 0 < draft.length <= length}
-    best = max(longest.values(), key=lambda draft: draft.gain / draft.seconds, default=None)
-    return Decision(length, best.name if best is not None and len(longest) > 1 else None)

@@ -7,8 +7,7 @@ class ExplorationBudget:
     """Seconds that drafts may lose which are made to learn. It bounds nothing else."""
 
     SHARE = 0.0075  # of the time of all steps
-    START = 1.0  # plain steps to begin with
-    MOST = 8.0  # plain steps that are kept
+    MOST = 8.0  # plain steps that are kept; the first step of all earns one
     _SLOWEST = 1.0  # seconds after which it is never below zero any more
 
     def __init__(self) -> None:
@@ -17,7 +16,7 @@ class ExplorationBudget:
 
     def earn(self, seconds: float, plain: float) -> None:
         """A step, of any kind, took so long; a plain one takes ``plain``."""
-        start = 0.0 if self._started else self.START * plain
+        start = 0.0 if self._started else plain
         self._started = True
         self.seconds = min(self.seconds + self.SHARE * seconds + start, self.MOST * plain)
 

@@ -5,6 +5,8 @@ from __future__ import annotations
 from bisect import bisect_left
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cached_property
+from typing import Protocol
 
 
 def _between(points: Sequence[float], values: Sequence[float], point: float) -> float:
@@ -47,3 +49,56 @@ class TargetCosts:
         ends = slice(right - 1, right + 1)
         values = [curve(tokens_each) for curve in self.curves[ends]]
         return max(_between(self.batches[ends], values, batch), 1e-9)
+
+
+class _Drafts(Protocol):
+    """What is asked of a drafter about its drafts of a length (draft/base.py)."""
+
+    def max_nodes(self, length: int) -> int: ...
+
+    def passes(self, length: int) -> int: ...
+
+
+@dataclass(frozen=True)
+class DrafterCosts:
+    """What drafts of one drafter bring along, by draft length; entry 0 is no draft.
+
+    ``nodes``: most nodes. ``passes``: forwards of the drafter. ``seconds``: of one pass, by number
+    of sequences. ``reads``: before it drafts it must read what it has not seen of a sequence; if it
+    ``follows``, it has seen the prompt. One that ``ends_early`` ends a draft by itself where it is
+    not sure. ``prior``: acceptance by level, before anything is seen.
+    """
+
+    nodes: tuple[float, ...]
+    passes: tuple[int, ...]
+    seconds: CostCurve
+    reads: bool = False
+    follows: bool = False
+    ends_early: bool = False
+    prior: tuple[float, ...] = ()
+
+    @classmethod
+    def of(
+        cls,
+        drafter: _Drafts,
+        longest: int,
+        seconds: CostCurve,
+        costless: int = 2,
+        prior: tuple[float, ...] = (),
+    ) -> DrafterCosts:
+        """Of drafts of up to ``longest`` levels; ``costless`` times as many where a level takes no
+        pass."""
+        lengths = range(1 + longest * (1 if drafter.passes(1) else costless))
+        nodes = tuple(drafter.max_nodes(length) for length in lengths)
+        passes = tuple(drafter.passes(length) for length in lengths)
+        flags = {n: getattr(drafter, n, False) for n in ("reads", "follows", "ends_early")}
+        return cls(nodes, passes, seconds, prior=prior, **flags)
+
+    @property
+    def longest(self) -> int:
+        return len(self.nodes) - 1
+
+    @cached_property
+    def costless(self) -> bool:
+        """Whether proposing takes no forward, so that one may look before deciding."""
+        return not any(self.passes)

@@ -5,8 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from paceline.control.cost import CostModel
-from paceline.control.options import DrafterCosts
-from paceline.core.costs import CostCurve
+from paceline.core.costs import CostCurve, DrafterCosts
 from paceline.engine.engine import Engine
 from paceline.model.measure import measure, measure_target
 

@@ -10,10 +10,9 @@ import pytest
 
 from paceline import LLM, SamplingParams
 from paceline.control.acceptance import expected_tokens
-from paceline.control.cost import CostModel, textbook_speedup
-from paceline.control.options import DrafterCosts
+from paceline.control.cost import CostModel
 from paceline.core.batch import Batch, ModelOutput
-from paceline.core.costs import CostCurve, TargetCosts
+from paceline.core.costs import CostCurve, DrafterCosts, TargetCosts
 from paceline.draft.base import LookupDrafter
 from paceline.engine.alone import measure_alone
 from paceline.lab.bench.engines import Paceline
@@ -23,6 +22,7 @@ from paceline.lab.bench.predict import MeanDraft, Prediction, predict, predictio
 from paceline.lab.bench.prompts import load_prompts
 from paceline.lab.bench.runner import take_turns, warm_up
 from paceline.lab.bench.runs import Ask, BenchJob, HeatRecord, TimedAnswer, TimedRun
+from paceline.lab.prediction import textbook_speedup
 from paceline.model.target import CausalModel
 from support.made_outcomes import sums
 

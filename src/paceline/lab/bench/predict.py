@@ -13,12 +13,13 @@ from itertools import accumulate
 from operator import mul
 from typing import Any, NamedTuple
 
-from paceline.control.cost import CostModel, predicted_by_measured, textbook_speedup
+from paceline.control.cost import CostModel
 from paceline.engine.alone import DRAFTER, measure_alone
 from paceline.engine.driver import column_sums
 from paceline.lab.bench.engines import Paceline
 from paceline.lab.bench.methods import PLAIN
 from paceline.lab.bench.runs import BenchEngine, HeatRecord, TimedRun, complete, merged
+from paceline.lab.prediction import predicted_by_measured, textbook_speedup
 
 
 @dataclass(frozen=True)

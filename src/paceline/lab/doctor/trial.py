@@ -14,13 +14,13 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 
-from paceline.control.cost import CostModel, predicted_by_measured
-from paceline.control.options import DrafterCosts
-from paceline.core.costs import CostCurve, TargetCosts
+from paceline.control.cost import CostModel
+from paceline.core.costs import CostCurve, DrafterCosts, TargetCosts
 from paceline.core.params import SamplingParams
 from paceline.engine.driver import Drive, StepSums, sequence
 from paceline.lab.bench.prompts import load_prompts
 from paceline.lab.doctor.findings import Finding, finding
+from paceline.lab.prediction import best_length, predicted_by_measured, speedup
 from paceline.llm import LLM
 
 _DRAFTER = "drafter"  # its name in the cost model
@@ -101,17 +101,17 @@ class SpeedupTrial:
     @property
     def predicted_speedup_by_length(self) -> list[float]:
         """Over plain decoding, of lengths 1, 2, ..."""
-        return [self.cost.speedup(_DRAFTER, length) for length in range(1, len(self.nodes))]
+        return [speedup(self.cost, _DRAFTER, length) for length in range(1, len(self.nodes))]
 
     @property
     def best_draft_length(self) -> int:
         """The one that promises most."""
-        return self.cost.best_length(_DRAFTER)
+        return best_length(self.cost, _DRAFTER)
 
     @property
     def predicted_speedup(self) -> float:
         """At the best length."""
-        return self.cost.speedup(_DRAFTER, self.best_draft_length)
+        return speedup(self.cost, _DRAFTER, self.best_draft_length)
 
     @property
     def predicted_by_measured(self) -> float:

@@ -7,13 +7,13 @@ from dataclasses import dataclass
 from functools import partial
 from statistics import median
 
-from paceline.control.cost import predicted_by_measured
 from paceline.core.params import SamplingParams
 from paceline.lab.bench.engines import Paceline
 from paceline.lab.bench.methods import Length, Method
 from paceline.lab.bench.runner import take_turns, warm_up
 from paceline.lab.bench.runs import Ask, BenchJob, HeatRecord, TimedRun, merged
 from paceline.lab.budget import Budget
+from paceline.lab.prediction import predicted_by_measured
 from paceline.lab.tune.search import MARGIN, MeasuredMethod
 from paceline.llm import LLM
 

@@ -8,8 +8,7 @@ from dataclasses import dataclass, replace
 from statistics import fmean
 from typing import Any
 
-from paceline.control.options import DrafterCosts
-from paceline.core.costs import TargetCosts
+from paceline.core.costs import DrafterCosts, TargetCosts
 from paceline.core.params import SamplingParams
 from paceline.drafters import Commit
 from paceline.engine.driver import Drive, DrivenStep, StepSums, sequence

@@ -11,8 +11,8 @@ from functools import lru_cache
 from itertools import pairwise
 
 from paceline.control.cost import CostModel
-from paceline.control.options import DrafterCosts
-from paceline.core.costs import CostCurve, TargetCosts
+from paceline.core.costs import CostCurve, DrafterCosts, TargetCosts
+from paceline.lab.prediction import token_rate
 
 MARGIN = 1.02  # what must be gained before anything but the simplest is taken
 _NOTHING = CostCurve((1,), (0.0,))
@@ -92,10 +92,13 @@ def cost_of(method: MeasuredMethod, target: TargetCosts) -> CostModel:
     rates = [after / before if before else 0.0 for before, after in pairwise(chances)]
     cost.acceptance.everyone(method.spec).know(rates)
     for length, step in method.steps * _REPEATED:
-        passes: dict[Hashable, float] = {}
         if length:
+            passes: dict[Hashable, float] = {}
             passes[method.spec] = cost.passes(method.spec, [length] * step.batch)
-        cost.learn(step.batch, step.nodes, step.seconds, step.draft, passes=passes)
+            nodes = step.nodes / step.batch
+            cost.learn_drafts(step.batch, nodes, step.seconds, step.draft, passes)
+        else:
+            cost.learn_plain(step.batch, step.seconds)
     return cost
 
 
@@ -103,7 +106,7 @@ def pass_ratio(method: MeasuredMethod, target: TargetCosts) -> float:
     """Seconds of one pass of the drafter by those of a plain step, both of one sequence."""
     cost = cost_of(method, target)
     alone = cost.passes(method.spec, [1]) / max(1, method.passes[1])
-    return cost.drafting(method.spec, 1, 1.0, alone) / cost.rest(1)
+    return cost.drafting(1, {method.spec: alone}) / cost.rest(1)
 
 
 @dataclass(frozen=True)
@@ -129,10 +132,10 @@ def predict(
 ) -> PredictedSetting:
     cost = cost_of(method, target)
     tokens = cost.tokens(method.spec, length) if length else 1.0
-    rate = cost.rate(method.spec, length, batch)
+    rate = token_rate(cost, method.spec, length, batch)
     seconds = batch * tokens / rate
     drafting = seconds - cost.rest(batch, method.nodes[length])
-    speedup = cost.speedup(method.spec, length, batch)
+    speedup = rate * cost.rest(batch) / batch
     return PredictedSetting(method, length, batch, tokens, seconds, drafting, rate, speedup)
 
 
