@@ -34,7 +34,7 @@ def speedup(cost: CostModel, name: Hashable, length: int, batch: int = 1) -> flo
     return token_rate(cost, name, length, batch) * cost.rest(batch) / batch
 
 
-def best_length(cost: CostModel, name: Hashable) -> int:
-    """The draft length of one sequence, 1 at least, with the most tokens a second."""
+def best_length(cost: CostModel, name: Hashable, batch: int = 1) -> int:
+    """The draft length, 1 at least, with the most tokens a second."""
     lengths = range(1, cost.drafters[name].longest + 1)
-    return max(lengths, key=lambda length: token_rate(cost, name, length))
+    return max(lengths, key=lambda length: token_rate(cost, name, length, batch))

@@ -12,7 +12,7 @@ from itertools import pairwise
 
 from paceline.control.cost import CostModel
 from paceline.core.costs import CostCurve, DrafterCosts, TargetCosts
-from paceline.lab.prediction import token_rate
+from paceline.lab import prediction
 
 MARGIN = 1.02  # what must be gained before anything but the simplest is taken
 _NOTHING = CostCurve((1,), (0.0,))
@@ -132,7 +132,7 @@ def predict(
 ) -> PredictedSetting:
     cost = cost_of(method, target)
     tokens = cost.tokens(method.spec, length) if length else 1.0
-    rate = token_rate(cost, method.spec, length, batch)
+    rate = prediction.token_rate(cost, method.spec, length, batch)
     seconds = batch * tokens / rate
     drafting = seconds - cost.rest(batch, method.nodes[length])
     speedup = rate * cost.rest(batch) / batch
@@ -141,8 +141,8 @@ def predict(
 
 def best_length(method: MeasuredMethod, target: TargetCosts, batch: int) -> PredictedSetting:
     """The draft length, 1 at least, with the most tokens per second."""
-    length = cost_of(method, target).best_length(method.spec, batch)
-    return predict(method, target, length, batch)
+    cost = cost_of(method, target)
+    return predict(method, target, prediction.best_length(cost, method.spec, batch), batch)
 
 
 def search(
