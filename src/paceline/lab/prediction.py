@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Hashable
 
-from paceline import CostModel
+from paceline.control.cost import CostModel
 
 
 def predicted_by_measured(predicted: float, measured: float) -> float:
