@@ -27,9 +27,9 @@ from paceline.settings import tuned
 from paceline.settings.tuned import TunedProfile
 from paceline.train.acceptance import written_texts
 from paceline.train.card import write_card
-from paceline.train.data import Source, Stream, TokenStreams
-from paceline.train.documents import Observed, Windows
-from paceline.train.reading import FeatureCache
+from paceline.train.data import Stream, write_stream
+from paceline.train.documents import Windows
+from paceline.train.reading import FeatureCache, Observed
 
 Write = Callable[[Path, int], Any]  # writes another content for every number
 
@@ -124,7 +124,7 @@ def profile(folder: Path, number: int) -> None:
 def token_stream(folder: Path, number: int) -> None:
     ids = np.full(99, number, np.uint16)
     stream = Stream("t.jsonl", ids, np.ones(99, np.bool_), np.zeros(1, np.int64))
-    TokenStreams(folder, None, (), "all").keep(Source(Path("t.jsonl"), 1.0), stream)  # type: ignore[arg-type]
+    write_stream(folder / "tokens" / "t.npz", stream)
 
 
 def card(folder: Path, number: int) -> None:

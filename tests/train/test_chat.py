@@ -12,7 +12,8 @@ from transformers import PreTrainedTokenizerFast
 
 from paceline import ConfigError, DataError
 from paceline.core.stages import listening
-from paceline.train.chat import ChatWriter, Conversation, conversation_of, questions_of
+from paceline.train.chat import ChatWriter, Conversation, conversation_of
+from paceline.train.configs import LMConfig
 from paceline.train.data import encode_stream
 from paceline.train.records import RefusedError
 from paceline.train.tokenizer import train_tokenizer
@@ -160,8 +161,8 @@ def test_tools_reach_the_template_as_objects() -> None:
         ({"messages": talk("a", "b\ud800")}, "half a surrogate pair"),
         ({"conversations": [{"from": "narrator", "value": "x"}]}, "said by 'narrator'"),
         ({"conversations": [{"from": "gpt"}]}, "turn 1 has no value of text"),
-        ({"turns": ["a question"]}, "questions without answers"),
-        ({"turns": ["one", "two"], "question_id": 81}, "questions without answers"),
+        ({"turns": ["a question"]}, "its assistant says nothing"),
+        ({"turns": ["one", "two"], "question_id": 81}, "its assistant says nothing"),
         ({"turns": [1, 2]}, "not a list of objects"),
         ({"ids": [1, "x"]}, "not a list of whole numbers"),
         ({"ids": [1, 2.5]}, "not a list of whole numbers"),
@@ -248,7 +249,7 @@ def test_loss_on_all_and_the_weights_of_messages(tmp_path: Path) -> None:
     assert runs == ["three<|end|>", "plain"]
     assert learnt(OURS, file, "all") == (whole, [whole])
     with pytest.raises(ConfigError, match="--loss-on is 'user'; use one of assistant, all"):
-        encode_stream(file, OURS, (), "user")
+        LMConfig(data=(str(file),), loss_on="user")
 
 
 def test_a_token_that_begins_in_the_prompt_is_not_learnt(tmp_path: Path) -> None:
@@ -294,19 +295,20 @@ def test_separators_are_learnt_where_they_end_a_plain_text(tmp_path: Path) -> No
 
 
 def test_what_is_to_be_answered() -> None:
-    asked = questions_of({"messages": talk("2?", "two", "3?", "three")})
-    assert asked is not None
-    assert asked.messages == talk("2?", "two", "3?")
-    spec_bench = questions_of({"question_id": 81, "turns": ["Write.", "Rewrite.", "Again."]})
+    asked = conversation_of({"messages": talk("2?", "two", "3?", "three")})
+    assert asked is not None and asked.openings == [1, 3]
+    open_end = conversation_of({"messages": talk("2?", "two", "3?")})
+    assert open_end is not None and open_end.openings == [1, 3]
+    spec_bench = conversation_of({"question_id": 81, "turns": ["Write.", "Rewrite.", "Again."]})
     assert spec_bench is not None
     assert spec_bench.messages == talk("Write.")
     assert spec_bench.later == ("Rewrite.", "Again.")
-    assert questions_of({"text": "A story."}) is None
-    with pytest.raises(RefusedError, match="no message of a user"):
-        questions_of({"messages": [{"role": "system", "content": "Be brief."}]})
+    assert conversation_of({"text": "A story."}) is None
+    alone = conversation_of({"messages": [{"role": "system", "content": "Be brief."}]})
+    assert alone is not None and not alone.openings
 
 
 def test_our_own_format_refuses_roles_that_it_has_no_token_for() -> None:
     messages = [{"role": "user", "content": "8?"}, {"role": "tool", "content": "8"}]
-    with pytest.raises(RefusedError, match="no role 'tool'"):
+    with pytest.raises(RefusedError, match="unknown role tool"):
         ChatWriter(OURS).write(Conversation(messages))

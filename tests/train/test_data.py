@@ -16,8 +16,10 @@ from transformers import PreTrainedTokenizerFast
 from paceline import DataError
 from paceline.core.stages import listening
 from paceline.train.chat import own_text
-from paceline.train.data import Mixture, Source, Stream, encode_stream, read_records
-from paceline.train.sample import openings
+from paceline.train.configs import PromptSelection
+from paceline.train.data import Mixture, Stream, encode_stream
+from paceline.train.prompts import prompts_of
+from paceline.train.records import Source, read_records
 from paceline.train.tokenizer import train_tokenizer
 
 TOKENIZER = train_tokenizer(["one two three four"], 262)
@@ -176,29 +178,28 @@ def numbers(start: int, stop: int) -> Stream:
 
 def test_batches_depend_on_seed_and_step_only() -> None:
     streams = [numbers(0, 100), numbers(1000, 1100)]
-    first, second = (Mixture(streams, [3, 1], seed=5) for _ in range(2))
-    first.batch(0, 4, 8)
-    assert (first.batch(7, 4, 8) == second.batch(7, 4, 8)).all()
-    assert (first.batch(7, 4, 8) != first.batch(8, 4, 8)).any()
-    assert (first.batch(7, 4, 8) != Mixture(streams, [3, 1], seed=6).batch(7, 4, 8)).any()
+    first, second, other = (Mixture(streams, [3, 1], seed, 8) for seed in (5, 5, 6))
+    first.windows(0, 4, 8)
+    batch, _ = first.windows(7, 4, 8)
+    assert (batch == second.windows(7, 4, 8)[0]).all()
+    assert (batch != first.windows(8, 4, 8)[0]).any()
+    assert (batch != other.windows(7, 4, 8)[0]).any()
 
 
 def test_batches_are_windows_in_the_given_shares() -> None:
     streams = [numbers(0, 100), numbers(1000, 1100)]
-    batch = Mixture(streams, [3, 1], seed=0).batch(0, 4000, 8)
+    batch, learn = Mixture(streams, [3, 1], 0, 8).windows(0, 4000, 8)
     assert batch.shape == (4000, 9)
     assert batch.dtype == np.int64
     assert (np.diff(batch, axis=1) == 1).all()
-    ids, learn = Mixture(streams, [3, 1], seed=0).windows(0, 4000, 8)
-    assert (ids == batch).all()
-    assert (learn == (ids % 2 == 1)).all()
+    assert (learn == (batch % 2 == 1)).all()
     share = (batch[:, 0] < 1000).mean()
     assert abs(share - 0.75) < 0.04
 
 
 def test_a_stream_shorter_than_a_window_is_an_error() -> None:
     with pytest.raises(DataError, match="only 9 tokens"):
-        Mixture([numbers(0, 9)], [1], seed=0).batch(0, 1, 8)
+        Mixture([numbers(0, 9)], [1], 0, 8)
 
 
 def foreign_tokenizer() -> PreTrainedTokenizerFast:
@@ -232,5 +233,5 @@ def test_foreign_conversations_are_opened_up_to_an_answer(tmp_path: Path) -> Non
     tokenizer = foreign_tokenizer()
     file = tmp_path / "chat.jsonl"
     file.write_text(json.dumps({"text": "User: hello\n\nAssistant: world"}) + "\n")
-    (opening,) = openings([Source(file, 1.0)], tokenizer, 1, seed=0)
+    (opening,) = prompts_of([Source(file, 1.0)], tokenizer, PromptSelection(count=1))
     assert tokenizer.decode(opening.token_ids) == "<s>[U]hello[A]"

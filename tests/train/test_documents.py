@@ -9,7 +9,8 @@ import torch
 from paceline import DataError
 from paceline.train.data import Stream
 from paceline.train.documents import Documents
-from paceline.train.unrolled import DraftStarts, mixed_probs, soft_cross_entropy
+from paceline.train.losses import mixed_probs, soft_cross_entropy
+from paceline.train.unrolled import DraftStarts
 
 
 def stream(name: str, lengths: list[int], prompt: int = 2, first: int = 0) -> Stream:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import signal
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -18,8 +19,7 @@ from typer.testing import CliRunner
 
 from paceline import ConfigError, PacelineError
 from paceline.cli.main import app
-from paceline.train.group import ProcessGroup
-from paceline.train.parallel import _FirstRank, check_processes, together
+from paceline.train.parallel import add_up, check_processes, dealt, together
 from support.tiny_models import SENTENCES, TinyPair
 
 SIZES = ["--seq-len=32", "--long-every=2", "--max-positions=48", "--batch-tokens=200"]
@@ -29,9 +29,7 @@ SHORT = [*SIZES, "--micro-tokens=64", "--warmup=1", "--dtype=float32", "--steps=
 @settings(deadline=None)
 @given(st.lists(st.integers(1, 900), max_size=30), st.integers(1, 5))
 def test_a_batch_is_dealt_out_whole_and_evenly(tokens: list[int], size: int) -> None:
-    team = ProcessGroup()
-    team.size = size
-    shares = team.share(range(len(tokens)), tokens.__getitem__)
+    shares = dealt(range(len(tokens)), tokens.__getitem__, size)
     assert sorted(item for share in shares for item in share) == list(range(len(tokens)))
     loads = [sum(tokens[item] for item in share) for share in shares]
     assert len(loads) == size and max(loads) - min(loads) <= max(tokens, default=0)
@@ -56,52 +54,36 @@ def test_two_processes_learn_what_one_does(tiny_pair: TinyPair, tmp_path: Path) 
         torch.testing.assert_close(two[name], tensor, atol=5e-4, rtol=0, msg=name)
 
 
-def test_gradients_are_summed_and_a_process_without_a_share_has_none() -> None:
-    weights = [nn.Parameter(torch.zeros(2, 3)), nn.Parameter(torch.zeros(4))]
-    weights[0].grad = torch.ones(2, 3)
-    table = torch.zeros(2, 11)
-    table[1] = torch.arange(11.0)
-    sent: list[bytes] = []
-    with ended_pipe() as (pipe, process):
-        ours = SimpleNamespace(
-            fileno=pipe.fileno, recv_bytes=lambda: b"ready", send_bytes=sent.append
-        )
-        first = _FirstRank(table, [(ours, process)])  # type: ignore[list-item]
-        assert first.add_up(weights, 2.5) == 12.5
-    assert torch.equal(weights[0].grad, 1 + torch.arange(6.0).view(2, 3))
-    assert torch.equal(weights[1].grad, torch.arange(6.0, 10.0))
-    assert len(sent) == 2, "one message when the sum is there, one when all have read it"
+class Summing:
+    """Stands for a trainer: two steps of nothing but a sum, in which the second process ends."""
+
+    alone, rank, ranks, step, compiled = "", 0, 1, 0, False
+    config = SimpleNamespace(steps=2)
+    device = torch.device("cpu")
+
+    def __init__(self, config: Any, out: Path, *_: Any) -> None:
+        self.out, self.weights = out, [nn.Parameter(torch.zeros(2, 3)) for _ in range(2)]
+
+    def train_step(self) -> float:
+        if self.step and self.rank:
+            os.kill(os.getpid(), signal.SIGKILL)
+        for number, weight in enumerate(self.weights[self.rank :]):
+            weight.grad = torch.full((2, 3), 1.0 + self.rank + number)
+        self.step += 1
+        return add_up(self.weights, 1.5 + self.rank)
 
 
-class ended_pipe:
-    """A pipe whose other side is closed, and a process that ended."""
-
-    def __enter__(self) -> tuple[Any, Any]:
-        read, write = os.pipe()
-        os.close(write)
-        self._file = os.fdopen(read)
-        self._sentinel = os.dup(read)
-        process = SimpleNamespace(
-            sentinel=self._sentinel, name="process 2 of 2", exitcode=-9, join=lambda: None
-        )
-        return self._file, process
-
-    def __exit__(self, *what: object) -> None:
-        self._file.close()
-        os.close(self._sentinel)
-
-
-def test_a_process_that_ends_is_one_line() -> None:
-    weight = nn.Parameter(torch.zeros(1))
-    with ended_pipe() as (pipe, process):
-
-        def gone() -> bytes:
-            raise EOFError
-
-        ours = SimpleNamespace(fileno=pipe.fileno, recv_bytes=gone)
-        first = _FirstRank(torch.zeros(2, 2), [(ours, process)])  # type: ignore[list-item]
-        with pytest.raises(PacelineError, match=r"process 2 of 2 .*exit code -9.*--processes"):
-            first.add_up([weight], 0.0)
+def test_gradients_are_summed_and_a_process_that_ends_is_one_line(tmp_path: Path) -> None:
+    """The second process has no gradient of the first weight: it lacks a share of the batch."""
+    first: Any = Summing(Summing.config, tmp_path)
+    ended = pytest.raises(PacelineError, match=r"process 2 of 2 .*exit code -9.*--processes")
+    with ended, together(first, 2, threads=1):
+        assert first.train_step() == 4.0
+        one, two = (weight.grad for weight in first.weights)
+        assert torch.equal(one, torch.full((2, 3), 1.0))
+        assert torch.equal(two, torch.full((2, 3), 4.0))
+        first.train_step()
+    assert first.ranks == 1
 
 
 def test_what_cannot_be_shared_is_refused() -> None:

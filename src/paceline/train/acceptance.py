@@ -12,6 +12,7 @@ import json
 from collections.abc import Iterable, Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass
+from itertools import zip_longest
 from pathlib import Path
 from typing import Any
 
@@ -20,8 +21,9 @@ from transformers import PreTrainedModel, PreTrainedTokenizerFast
 
 from paceline.core.stages import stage
 from paceline.files import replace_in
-from paceline.train.data import Source
-from paceline.train.sample import openings
+from paceline.train.configs import PromptSelection
+from paceline.train.prompts import prompts_of_file
+from paceline.train.records import Source
 
 
 @dataclass(frozen=True)
@@ -61,17 +63,15 @@ class AcceptanceCounts:
 def total(parts: Iterable[AcceptanceCounts]) -> AcceptanceCounts:
     """The counts of several texts together."""
     parts = list(parts)
-    length = max((len(part.reached) for part in parts), default=0)
 
-    def summed(name: str) -> tuple[int, ...]:
-        rows = [getattr(part, name) for part in parts]
-        return tuple(sum(row[j] for row in rows if j < len(row)) for j in range(length))
+    def summed(rows: Iterable[tuple[int, ...]]) -> tuple[int, ...]:
+        return tuple(map(sum, zip_longest(*rows, fillvalue=0)))
 
     return AcceptanceCounts(
         sum(part.tokens for part in parts),
         sum(part.steps for part in parts),
-        summed("reached"),
-        summed("accepted"),
+        summed(part.reached for part in parts),
+        summed(part.accepted for part in parts),
     )
 
 
@@ -135,7 +135,7 @@ def written_texts(
     sources: Sequence[Source],
     count: int,
     max_tokens: int,
-    exclude_licenses: Sequence[str],
+    exclude_licenses: tuple[str, ...],
     cache: Path,
 ) -> list[WrittenText]:
     """``count`` texts of each validation file, continued by at most ``max_tokens`` tokens.
@@ -150,17 +150,12 @@ def written_texts(
             return [WrittenText(**text) for text in saved["texts"]]
     texts: list[WrittenText] = []
     room = context_of(target, _LONGEST + max_tokens) - max_tokens if sources else 0
+    selection = PromptSelection(
+        count=count, exclude_licenses=exclude_licenses, max_prompt=max(1, min(_LONGEST, room))
+    )
     for source in sources:
-        alone = [Source(source.path, 1.0)]
-        starts = openings(
-            alone,
-            tokenizer,
-            count,
-            0,
-            exclude_licenses,
-            longest_chat=max(1, min(_LONGEST, room)),
-        )
-        prompts = [opening.token_ids for opening in starts]
+        opened = prompts_of_file(source, tokenizer, selection, seed=(0,), any_turn=True)
+        prompts = [prompt.token_ids for prompt in opened]
         with stage(f"the target continues {len(prompts)} openings of {source.path.name}"):
             written = continue_greedily(target, prompts, max_tokens)
         for prompt, ids in zip(prompts, written, strict=True):

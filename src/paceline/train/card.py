@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -12,32 +13,23 @@ from paceline.train.records import Source, read_records
 from paceline.train.trainer import DraftingTrainer, Trainer
 
 _LOSSES = 12  # rows of the table of losses
+_NOTHING = "Nothing was measured."
 
 
-def licences(path: Path, exclude: tuple[str, ...]) -> Counter[str]:
-    """How many records a corpus file gives under each licence, without the excluded ones."""
-    return Counter(str(record.get("license", "unknown")) for record in read_records(path, exclude))
+def _rows(columns: str, aligned: str, rows: Iterable[Iterable[object]]) -> list[str]:
+    """A table in Markdown."""
+    return [columns, aligned, *(f"| {' | '.join(map(str, row))} |" for row in rows)]
 
 
-def data_table(sources: list[Source], exclude: tuple[str, ...]) -> list[str]:
-    """Markdown: each file with its weight and its records by licence."""
-    rows = ["| File | Weight | Records by licence |", "|---|---|---|"]
+def _data_table(sources: Sequence[Source], exclude: tuple[str, ...]) -> list[str]:
+    """Each file with its weight and its records by licence."""
+    rows = []
     for source in sources:
-        counts = ", ".join(
-            f"{name} {n:,}" for name, n in licences(source.path, exclude).most_common()
-        )
-        rows.append(f"| `{source.path.name}` | {source.weight:g} | {counts} |")
-    return rows
-
-
-def validation_table(history: list[dict[str, Any]]) -> list[str]:
-    """Markdown: the last loss on each validation file."""
-    measured = [entry for entry in history if entry["validation"]]
-    if not measured:
-        return ["No validation data was given."]
-    rows = ["| Validation file | Nats per token |", "|---|---|"]
-    rows += [f"| {name} | {loss:.3f} |" for name, loss in measured[-1]["validation"].items()]
-    return rows
+        records = read_records(source.path, exclude)
+        counts = Counter(str(record.get("license", "unknown")) for record in records)
+        licences = ", ".join(f"{name} {n:,}" for name, n in counts.most_common())
+        rows.append((f"`{source.path.name}`", f"{source.weight:g}", licences))
+    return _rows("| File | Weight | Records by licence |", "|---|---|---|", rows)
 
 
 def counts_of(entry: dict[str, Any]) -> dict[str, AcceptanceCounts]:
@@ -45,46 +37,42 @@ def counts_of(entry: dict[str, Any]) -> dict[str, AcceptanceCounts]:
     return {name: AcceptanceCounts.from_dict(part) for name, part in entry["acceptance"].items()}
 
 
-def loss_table(history: list[dict[str, Any]]) -> list[str]:
-    """Markdown: loss and mean accepted length in the course of the run."""
-    if not history:
-        return ["The run was too short for a measurement."]
-    rows = ["| Step | Loss | Tokens per step |", "|---:|---:|---:|"]
+def _loss_table(history: Sequence[dict[str, Any]]) -> list[str]:
+    """Loss and mean accepted length in the course of the run."""
+    rows = []
     every = max(1, -(-len(history) // _LOSSES))
-    for entry in history[len(history) - 1 :: -every][::-1]:
+    for entry in history[::-1][::every][::-1]:
         parts = counts_of(entry).values()
         length = f"{total(parts).mean_accepted_length:.2f}" if parts else "-"
-        rows.append(f"| {entry['step']:,} | {entry['loss']:.3f} | {length} |")
-    return rows
+        rows.append((f"{entry['step']:,}", f"{entry['loss']:.3f}", length))
+    return _rows("| Step | Loss | Tokens per step |", "|---:|---:|---:|", rows)
 
 
-def acceptance_table(history: list[dict[str, Any]]) -> list[str]:
-    """Markdown: the last measurement, by task and by position of the draft."""
-    if not history or not history[-1]["acceptance"]:
-        return ["No validation files were given."]
-    tasks = counts_of(history[-1])
+def _acceptance_table(entry: dict[str, Any]) -> list[str]:
+    """A measurement by task and by position of the draft."""
+    tasks = counts_of(entry)
     tasks["all"] = total(tasks.values())
     length = len(tasks["all"].reached)
-    positions = " | ".join(f"position {j + 1}" for j in range(length))
-    rows = [f"| Task | Tokens per step | {positions} |", "|---|---:|" + "---:|" * length]
-    for name, figures in tasks.items():
-        rates = " | ".join(
-            f"{rate:.2f} ({n:,})" for rate, n in zip(figures.rates, figures.reached, strict=True)
-        )
-        rows.append(f"| {name} | {figures.mean_accepted_length:.2f} | {rates} |")
-    return rows
+    rows = []
+    for name, counts in tasks.items():
+        pairs = zip(counts.rates, counts.reached, strict=True)
+        rates = [f"{rate:.2f} ({reached:,})" for rate, reached in pairs]
+        rows.append((name, f"{counts.mean_accepted_length:.2f}", *rates))
+    positions = "".join(f" position {j + 1} |" for j in range(length))
+    return _rows(f"| Task | Tokens per step |{positions}", "|---|---:|" + "---:|" * length, rows)
 
 
 def _figures(trainer: Trainer) -> list[str]:
     """Losses and, of what drafts, acceptance."""
+    last = trainer.history[-1] if trainer.history else {}
     if not isinstance(trainer, DraftingTrainer):
-        return ["## Losses", "", *validation_table(trainer.history), ""]
+        losses = ((name, f"{loss:.3f}") for name, loss in last.get("validation", {}).items())
+        table = _rows("| Validation file | Nats per token |", "|---|---|", losses)
+        return ["## Losses", "", *(table if last.get("validation") else [_NOTHING]), ""]
     config = trainer.config
+    lines = ["## Losses", "", *(_loss_table(trainer.history) if last else [_NOTHING]), ""]
     return [
-        "## Losses",
-        "",
-        *loss_table(trainer.history),
-        "",
+        *lines,
         "## Acceptance",
         "",
         f"On texts that the target wrote greedily, at most {config.held_out_tokens} tokens from "
@@ -92,7 +80,7 @@ def _figures(trainer: Trainer) -> list[str]:
         "Tokens per step count the target's own. A position's figure is the share accepted of the "
         "drafts that reached it (their number).",
         "",
-        *acceptance_table(trainer.history),
+        *(_acceptance_table(last) if last.get("acceptance") else [_NOTHING]),
         "",
     ]
 
@@ -111,7 +99,7 @@ def write_card(trainer: Trainer, command: str) -> Path:
         "",
         "## Data",
         "",
-        *data_table(trainer.sources, config.exclude_licenses),
+        *_data_table(trainer.sources, config.exclude_licenses),
         "",
         f"Records left out when their licence contains: {excluded}.",
         "",

@@ -9,13 +9,15 @@ from __future__ import annotations
 import json
 import re
 from contextlib import suppress
-from dataclasses import dataclass, field
-from typing import Any, TypeGuard
+from dataclasses import dataclass
+from itertools import takewhile
+from typing import Any
 
 from transformers import PreTrainedTokenizerFast
 
+from paceline.core.params import is_unicode
 from paceline.train.records import RefusedError
-from paceline.train.tokenizer import END_OF_TURN, ROLE_TOKENS
+from paceline.train.tokenizer import END_OF_TURN
 
 ChatMessages = list[dict[str, Any]]
 
@@ -30,29 +32,30 @@ _SPEAKERS = {
 # Fields of files that hold questions to several turns and no answers.
 _QUESTIONS_ONLY = ("question_id", "category", "format")
 _THOUGHT = "</think>"
+HALF_A_PAIR = "it has half a surrogate pair, which is no character"
 
 
 @dataclass(frozen=True)
 class Conversation:
-    """Messages as chat templates take them; ``unlearnt`` numbers those not to be learnt."""
+    """Messages as chat templates take them; ``unlearnt`` numbers those not to be learnt, ``later``
+    are questions to ask once the last message has been answered."""
 
     messages: ChatMessages
     tools: list[Any] | None = None
     unlearnt: frozenset[int] = frozenset()
+    later: tuple[str, ...] = ()
 
     @property
     def answers(self) -> list[int]:
         """Places of the assistant's messages."""
         return [k for k, message in enumerate(self.messages) if message["role"] == "assistant"]
 
-
-@dataclass(frozen=True)
-class Questions:
-    """What a user would send: ``messages`` to answer, then further questions in turn."""
-
-    messages: ChatMessages
-    later: tuple[str, ...] = ()
-    tools: list[Any] | None = None
+    @property
+    def openings(self) -> list[int]:
+        """How many messages stand before each answer, also one that is yet to be given."""
+        before = [message["role"] for message in self.messages]
+        asked = [] if before[-1] == "system" else [len(before)]
+        return [k for k in self.answers + asked if k and before[k - 1] != "assistant"]
 
 
 # -- layouts ---------------------------------------------------------------------------------------
@@ -86,25 +89,9 @@ def conversation_of(record: dict[str, Any]) -> Conversation | None:
             messages.insert(0, {"role": "system", "content": opening})
         return Conversation(messages, tools)
     if record.get("turns") is not None:
-        return Conversation(_turns(record), tools)
-    turns = turns_of(record["text"]) if isinstance(record["text"], str) else []
+        return _conversation_of_turns(record, tools)
+    turns = turns_of(record["text"]) if isinstance(record.get("text"), str) else []
     return Conversation(turns) if turns else None
-
-
-def questions_of(record: dict[str, Any]) -> Questions | None:
-    """What is to be answered in a conversation; None for other records. Raises RefusedError."""
-    turns = record.get("turns")
-    if _are_texts(turns) and _holds_questions(record):
-        return Questions([{"role": "user", "content": turns[0]}], tuple(turns[1:]))
-    talk = conversation_of(record)
-    if talk is None:
-        return None
-    messages = list(talk.messages)
-    while messages and messages[-1]["role"] == "assistant":
-        messages.pop()
-    if not messages or messages[-1]["role"] == "system":
-        raise RefusedError("it has no message of a user to answer")
-    return Questions(messages, (), talk.tools)
 
 
 def _items(value: object, name: str) -> list[dict[str, Any]]:
@@ -163,75 +150,37 @@ def _said(item: dict[str, Any], number: int) -> dict[str, Any]:
     return {"role": role, "content": words}
 
 
-def _are_texts(turns: Any) -> TypeGuard[list[str]]:
-    return isinstance(turns, list) and all(isinstance(turn, str) for turn in turns)
-
-
-def _holds_questions(record: dict[str, Any]) -> bool:
-    return len(record["turns"]) == 1 or any(name in record for name in _QUESTIONS_ONLY)
-
-
-def _turns(record: dict[str, Any]) -> ChatMessages:
-    """Texts of user and assistant in turn, or objects. Raises RefusedError for mere questions."""
+def _conversation_of_turns(record: dict[str, Any], tools: list[Any] | None) -> Conversation:
+    """Texts of user and assistant in turn, mere questions of a user, or objects."""
     turns = record["turns"]
-    if _are_texts(turns):
-        if _holds_questions(record):
-            raise RefusedError(
-                "its turns are questions without answers; paceline train sample has them answered"
-            )
+    if isinstance(turns, list) and all(isinstance(turn, str) for turn in turns):
+        if len(turns) == 1 or any(name in record for name in _QUESTIONS_ONLY):
+            return Conversation([{"role": "user", "content": turns[0]}], later=tuple(turns[1:]))
         roles = ("user", "assistant")
-        return [{"role": roles[k % 2], "content": turn} for k, turn in enumerate(turns)]
+        said = [{"role": roles[k % 2], "content": turn} for k, turn in enumerate(turns)]
+        return Conversation(said)
     items = _items(turns, "turns")
-    shared = bool(items) and "from" in items[0]
-    return [(_said if shared else _message)(item, k) for k, item in enumerate(items, 1)]
+    read = _said if "from" in items[0] else _message
+    return Conversation([read(item, turn) for turn, item in enumerate(items, 1)], tools)
 
 
 # -- writing ---------------------------------------------------------------------------------------
 
 
-def has_our_roles(tokenizer: PreTrainedTokenizerFast) -> bool:
-    """Whether conversations are written with the tokens of our own chat format."""
-    known = tokenizer.backend_tokenizer.token_to_id
-    return all(known(token) is not None for token in ROLE_TOKENS.values())
-
-
-def in_our_format(messages: ChatMessages) -> tuple[str, list[tuple[int, int]]]:
-    """``<|user|>question<|end|><|assistant|>answer<|end|>`` and, for each message, the characters
-    between its role and the next. Raises RefusedError for a role that has no token."""
-    text, places = "", []
-    for message in messages:
-        opening = ROLE_TOKENS.get(message["role"])
-        if opening is None:
-            raise RefusedError(f"the model's chat format has no role {message['role']!r}")
-        start = len(text) + len(opening)
-        text += f"{opening}{message['content']}{END_OF_TURN}"
-        places.append((start, len(text)))
-    return text, places
-
-
-@dataclass
 class ChatWriter:
-    """Writes conversations in the chat format of one tokenizer's model."""
+    """Writes conversations with the chat template of one tokenizer's model."""
 
-    tokenizer: PreTrainedTokenizerFast
-    searched: int = 0  # answers found by their words, because the template rewrites earlier turns
-    _own: bool = field(init=False)
-    _marks: tuple[str, ...] = field(init=False)
-
-    def __post_init__(self) -> None:
-        self._own = has_our_roles(self.tokenizer)
-        added = self.tokenizer.backend_tokenizer.get_added_tokens_decoder().values()
-        self._marks = tuple(token.content for token in added)
+    def __init__(self, tokenizer: PreTrainedTokenizerFast) -> None:
+        self._tokenizer = tokenizer
+        added = tokenizer.backend_tokenizer.get_added_tokens_decoder().values()
+        self._end_tokens = tuple(token.content for token in added)
+        self.searched = 0  # answers found by their words: the template rewrites earlier turns
 
     def write(self, talk: Conversation) -> tuple[str, list[tuple[int, int]]]:
         """A conversation as text, and the characters of it that the assistant wrote.
 
         An answer goes up to and with its end token. Raises RefusedError.
         """
-        self._check(talk)
-        if self._own:
-            text, places = in_our_format(talk.messages)
-            return text, [places[k] for k in talk.answers if k not in talk.unlearnt]
         whole = self._written(talk, len(talk.messages))
         spans: list[tuple[int, int]] = []
         for k in talk.answers:
@@ -239,25 +188,24 @@ class ChatWriter:
                 spans.append(self._span(talk, k, whole, spans[-1][1] if spans else 0))
         return whole, spans
 
-    def prompt(self, messages: ChatMessages, tools: list[Any] | None = None) -> str:
-        """A conversation as the model sees it when it is to answer. Raises RefusedError."""
-        talk = Conversation(messages, tools)
-        self._check(talk)
-        if self._own:
-            return in_our_format(messages)[0] + ROLE_TOKENS["assistant"]
-        return self._written(talk, len(messages), ask=True)
-
-    def _check(self, talk: Conversation) -> None:
-        if not self._own and not self.tokenizer.chat_template:
-            raise RefusedError("the model has no chat template to write a conversation with")
-        called = any("tool_calls" in message for message in talk.messages)
-        if called and "tool_calls" not in str(self.tokenizer.chat_template):
-            raise RefusedError("it calls tools, which the model's chat template does not write")
+    def prompt_ids(self, talk: Conversation, count: int) -> list[int]:
+        """The first ``count`` messages as the model sees them when it is to answer. Raises
+        RefusedError."""
+        prompt = self._written(talk, count, ask=True)
+        if not is_unicode(prompt):
+            raise RefusedError(HALF_A_PAIR)
+        return list(self._tokenizer.encode(prompt, add_special_tokens=False))
 
     def _written(self, talk: Conversation, count: int, ask: bool = False) -> str:
+        template = str(self._tokenizer.chat_template or "")
+        if not template:
+            raise RefusedError("the model has no chat template to write a conversation with")
+        called = any("tool_calls" in message for message in talk.messages)
+        if called and "tool_calls" not in template:
+            raise RefusedError("it calls tools, which the model's chat template does not write")
         options: dict[str, Any] = {} if talk.tools is None else {"tools": talk.tools}
         try:
-            written = self.tokenizer.apply_chat_template(
+            written = self._tokenizer.apply_chat_template(
                 talk.messages[:count], tokenize=False, add_generation_prompt=ask, **options
             )
         except Exception as error:  # jinja errors of any kind: the template refused the messages
@@ -269,33 +217,31 @@ class ChatWriter:
         """From where to where ``whole`` is what message ``k`` said."""
         content = talk.messages[k]["content"]
         before = self._written(talk, k, ask=True) if k else ""
-        if before and whole.startswith(before):
-            start = len(before)
-        else:  # what precedes an answer is written differently once there is one
-            common = max(floor, _common(before, whole))
-            start = self._place(whole, content, common)[0]
-        if k == len(talk.messages) - 1:
-            return start, self._without_blanks(whole, start, len(whole))
-        ended = whole.startswith(content, start) and self._mark(whole, start + len(content))
+        start = len(before)
+        if not before or not whole.startswith(before):
+            # What precedes an answer is written differently once there is one.
+            alike = takewhile(lambda pair: pair[0] == pair[1], zip(before, whole, strict=False))
+            start = self._find(whole, content, max(floor, sum(1 for _ in alike)))[0]
+        ended = whole.startswith(content, start) and self._end_token(whole, start + len(content))
         if content and ended and "tool_calls" not in talk.messages[k]:
-            return start, self._end(whole, start + len(content))
-        upto = self._written(talk, k + 1)
+            return start, start + len(content) + len(ended)
+        upto = whole if k == len(talk.messages) - 1 else self._written(talk, k + 1)
         if len(upto) > start and whole.startswith(upto):
-            return start, self._without_blanks(whole, start, len(upto))
+            # A template writes blanks behind an end token, no model does.
+            text = upto[start:].rstrip()
+            return start, start + len(text) if text.endswith(self._end_tokens) else len(upto)
         self.searched += 1
-        return start, self._end(whole, self._place(whole, content, start)[1])
+        end = self._find(whole, content, start)[1]
+        blanks = len(whole) - end - len(whole[end:].lstrip())
+        end_token = self._end_token(whole, end + blanks)
+        return start, end + blanks + len(end_token) if end_token else end
 
-    def _mark(self, whole: str, position: int) -> str:
+    def _end_token(self, whole: str, position: int) -> str:
         """The end token that stands at a position; "" if there is none."""
-        return max((m for m in self._marks if whole.startswith(m, position)), key=len, default="")
+        found = (token for token in self._end_tokens if whole.startswith(token, position))
+        return max(found, key=len, default="")
 
-    def _end(self, whole: str, position: int) -> int:
-        """Where an answer whose words end at ``position`` ends: behind its end token."""
-        blanks = len(whole) - position - len(whole[position:].lstrip())
-        mark = self._mark(whole, position + blanks)
-        return position + blanks + len(mark) if mark else position
-
-    def _place(self, whole: str, answer: str, first: int) -> tuple[int, int]:
+    def _find(self, whole: str, answer: str, first: int) -> tuple[int, int]:
         """Where an answer's words stand; templates may strip blanks and drop thoughts."""
         for words in (answer.strip(), answer.split(_THOUGHT)[-1].strip()):
             start = whole.find(words, first)
@@ -303,26 +249,16 @@ class ChatWriter:
                 return start, start + len(words)
         raise RefusedError("the chat template rewrites an answer so that it is not found again")
 
-    def _without_blanks(self, whole: str, start: int, end: int) -> int:
-        """An end without the blanks behind an end token: a template writes them, no model does."""
-        text = whole[start:end].rstrip()
-        return start + len(text) if text.endswith(self._marks) else end
-
-
-def _common(one: str, other: str) -> int:
-    """How many characters two texts begin with alike."""
-    pairs = enumerate(zip(one, other, strict=False))
-    return next((k for k, (a, b) in pairs if a != b), min(len(one), len(other)))
-
 
 def own_text(record: dict[str, Any]) -> str:
     """A record in our own chat format, for a tokenizer that is yet to be trained; "" for what
     cannot be written so."""
     try:
         talk = conversation_of(record)
-        if talk is not None:
-            return in_our_format(talk.messages)[0]
     except RefusedError:
         return ""
-    text = record.get("text")
-    return text if isinstance(text, str) else ""
+    if talk is None:
+        text = record.get("text")
+        return text if isinstance(text, str) else ""
+    turns = (f"<|{m['role']}|>{m['content']}{END_OF_TURN}" for m in talk.messages)
+    return "".join(turns)

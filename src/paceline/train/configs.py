@@ -10,7 +10,7 @@ from __future__ import annotations
 from dataclasses import MISSING, dataclass
 
 from paceline.model.names import EMBEDDED
-from paceline.settings import changed, under
+from paceline.settings import changed, entries, under
 
 _data, _shape, _schedule = under("Data"), under("Model shape"), under("Schedule")
 _loss, _held_out = under("Loss"), under("Held-out acceptance")
@@ -37,7 +37,7 @@ class TrainConfig:
     loss_on: str = _data(
         "assistant",
         "Of conversations, learn what the assistant says, or all.",
-        metavar="[assistant|all]",
+        choices=("assistant", "all"),
     )
     seq_len: int = _schedule(256, "Tokens of a training window.", low=1)
     long_every: int = _schedule(
@@ -58,6 +58,13 @@ class TrainConfig:
         low=0,
         high=1,
     )
+
+    def __post_init__(self) -> None:
+        """Raises ConfigError for a value that is no choice or out of range."""
+        for entry in entries(type(self), "command"):
+            value = getattr(self, entry.name)
+            if value is not None and value != entry.default:
+                entry.key.read(value, entry.flag)
 
 
 @dataclass(frozen=True)
@@ -107,6 +114,7 @@ class DraftConfig(HeldOutConfig, LMConfig):
         "kl",
         "kl: learns fast. tv: total variation, the chance of rejection itself; best to finish "
         "with. mixed: both.",
+        choices=("kl", "tv", "mixed"),
     )
     tv_weight: float = _loss(0.5, "Share of total variation in the mixed loss.", low=0, high=1)
     text_weight: float = changed(LMConfig, "text_weight", 0.0, help="Share of the text itself.")
@@ -145,7 +153,8 @@ class HeadConfig(HeldOutConfig):
     argmax_weight: float = changed(TrainConfig, "argmax_weight", 0.3)
     dtype: str = _schedule(
         "bfloat16",
-        "bfloat16, float32 or auto; the optimizer's weights are float32 in any case.",
+        "Of target and head; the optimizer's weights are float32 in any case.",
+        choices=("bfloat16", "float32", "auto"),
     )
 
 

@@ -69,7 +69,6 @@ class Documents:
             self._of.append(np.arange(first, len(self.pieces)))
         self._drawn = self._draws(seed)
         self._batches: list[list[int]] = []
-        self._batch_tokens = 0
 
     def _cut(self, index: int, stream: Stream) -> Iterator[_Piece]:
         ends = [*stream.starts[1:].tolist(), len(stream.ids)]
@@ -94,9 +93,8 @@ class Documents:
         return piece.stop - piece.start
 
     def batch(self, step: int, tokens: int) -> list[int]:
-        """Numbers of the pieces of batch ``step``: as many as reach ``tokens``, one at least."""
-        assert self._batch_tokens in (0, tokens), "one run has batches of one size"
-        self._batch_tokens = tokens
+        """Numbers of the pieces of batch ``step``: as many as reach ``tokens``, one at least. All
+        batches are asked for with the same ``tokens``."""
         while len(self._batches) <= step:
             numbers, size = [], 0
             while size < tokens:
@@ -143,21 +141,3 @@ class Documents:
                 learn[row, begin : begin + size] = stream.learn[part]
                 begin += size
         return Windows(torch.from_numpy(ids), torch.from_numpy(learn), lengths, numbers)
-
-
-@dataclass(frozen=True)
-class Observed:
-    """What the target says about windows of text ``ids [B, W]``.
-
-    ``learn`` bool ``[B, W]``: the tokens that a head shall learn to draft. ``embeds
-    [B, W, hidden]``, ``features [B, W, layers * hidden]`` (side by side), ``final
-    [B, W, hidden]``, the output of the final norm, and ``logits [B, W, vocab]``, or None where
-    they are the head's product with ``final`` and are made for the rows that are asked for.
-    """
-
-    ids: torch.Tensor
-    learn: torch.Tensor
-    embeds: torch.Tensor
-    features: torch.Tensor
-    final: torch.Tensor
-    logits: torch.Tensor | None

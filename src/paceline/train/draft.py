@@ -24,7 +24,7 @@ from paceline.train.data import Stream
 from paceline.train.lm import LMTrainer
 from paceline.train.trainer import DraftingTrainer, run_name
 
-LOSSES = {
+_LOSSES = {
     "kl": "the KL divergence",
     "tv": "total variation",
     "mixed": "KL divergence and total variation",
@@ -45,10 +45,6 @@ class DraftTrainer(DraftingTrainer, LMTrainer):
         config = self.config
         if config.teacher is None:
             raise ConfigError("a draft needs a target to learn from; give --target MODEL")
-        if config.loss not in LOSSES:
-            raise ConfigError(f"--loss is {config.loss!r}; use one of {', '.join(LOSSES)}")
-        if not 0 <= config.tv_weight <= 1:
-            raise ConfigError("--tv-weight is a share: use a number from 0 to 1")
         misfit = config.hidden_size % (2 * config.heads) or config.heads % config.kv_heads
         if config.init is None and misfit:
             raise ConfigError(
@@ -112,7 +108,7 @@ class DraftTrainer(DraftingTrainer, LMTrainer):
             )
             if share
         ]
-        losses = ", ".join([f"{LOSSES[config.loss]} from the target's probabilities", *shares])
+        losses = ", ".join([f"{_LOSSES[config.loss]} from the target's probabilities", *shares])
         return (
             f"A draft model for `{run_name(config.teacher)}`: {type(self.model).__name__} with "
             f"{self.model.num_parameters():,} parameters, trained by Paceline from {start} on "

@@ -18,10 +18,12 @@ from paceline.draft.heads.eagle_format import load_eagle, save_eagle
 from paceline.draft.heads.eagle_head import EagleConfig, EagleHead, default_feature_layers
 from paceline.draft.spec import TargetShape
 from paceline.errors import ConfigError
+from paceline.train.acceptance import AcceptanceCounts, WrittenText, match_matrix, walk
 from paceline.train.configs import EagleTrainConfig as EagleTrainConfig
-from paceline.train.documents import Observed
 from paceline.train.heads import HeadTrainer
-from paceline.train.unrolled import DraftStarts, UnrolledAttention, falling, loss_ahead
+from paceline.train.losses import falling
+from paceline.train.reading import Observed
+from paceline.train.unrolled import DraftStarts, UnrolledAttention, loss_ahead
 
 
 class EagleTrainer(HeadTrainer):
@@ -31,11 +33,9 @@ class EagleTrainer(HeadTrainer):
     head: EagleHead
 
     def check(self) -> None:
-        super().check()
         third = self.config.version == 3
-        self.spec, self.what = (
-            ("eagle3:", "An EAGLE-3 head") if third else ("eagle2:", "An EAGLE head")
-        )
+        self.spec = "eagle3:" if third else "eagle2:"
+        self.what = "An EAGLE-3 head" if third else "An EAGLE head"
 
     @property
     def feature_layers(self) -> tuple[int, ...]:
@@ -43,8 +43,6 @@ class EagleTrainer(HeadTrainer):
         return config.feature_layers or default_feature_layers(config.version, self.num_layers)
 
     def check_shape(self) -> None:
-        if self.config.ttt_steps < 1:
-            raise ConfigError("--ttt-steps must be at least 1")
         super().check_shape()
         self.head_config()
 
@@ -153,7 +151,17 @@ class EagleTrainer(HeadTrainer):
 
     # -- drafts --------------------------------------------------------------------------------
 
+    def acceptance_of(self, text: WrittenText) -> AcceptanceCounts:
+        seen = self.seen_of(text)
+        drafts = self.drafts(seen, self.config.draft_length)
+        return walk(match_matrix(drafts, seen.ids[0], text.prompt))
+
     def drafts(self, seen: Observed, length: int) -> torch.Tensor:
+        """For one text (B = 1): int64 ``[W, length]``, target ids of greedy drafts.
+
+        Row t drafts from the features up to t and the text's token t + 1; column j is about
+        token t + 2 + j, the text's own tokens standing in for the draft's earlier ones.
+        """
         head, rows = self.head, seen.ids.shape[1]
         places = DraftStarts.of(torch.ones_like(seen.learn))
         attend = UnrolledAttention(places)

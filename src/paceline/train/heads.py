@@ -10,6 +10,7 @@ from __future__ import annotations
 from abc import abstractmethod
 from collections.abc import Callable, Iterator
 from dataclasses import replace
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -21,26 +22,28 @@ from transformers import PreTrainedModel
 from paceline.core.stages import stage
 from paceline.errors import ConfigError
 from paceline.model.loading import load_module, load_tokenizer, resolve_dtype
-from paceline.train.acceptance import AcceptanceCounts, WrittenText, context_of, match_matrix, walk
+from paceline.train.acceptance import WrittenText, context_of
 from paceline.train.configs import HeadConfig
-from paceline.train.data import TokenStreams
+from paceline.train.data import token_stream
 from paceline.train.documents import Documents, Windows
-from paceline.train.documents import Observed as Observed
+from paceline.train.losses import mixed_probs
 from paceline.train.optim import MasterOptimizer
-from paceline.train.reading import FeatureCache, NativeReader
-from paceline.train.trainer import DraftingTrainer, Optimizer
-from paceline.train.unrolled import mixed_probs
+from paceline.train.parallel import dealt
+from paceline.train.reading import FeatureCache, NativeReader, Observed
+from paceline.train.trainer import DraftingTrainer, run_name
 
 
 class HeadTrainer(DraftingTrainer):
     """Trains a head, which lies in ``out/head`` in the end.
 
-    A kind of head says what it reads (``feature_layers``), how it is made, its loss and its drafts.
+    A kind of head says what it reads (``feature_layers``), how it is made, its loss and how
+    much of its drafts the target takes (``acceptance_of``).
     """
 
     config: HeadConfig
     result = noun = "head"
     what = "A head"  # what kind it is, for the model card
+    trains_target = False
 
     def prepare(self) -> None:
         config = self.config
@@ -51,15 +54,13 @@ class HeadTrainer(DraftingTrainer):
         self.target.requires_grad_(False)
         self.shape = self.target.config.get_text_config(decoder=True)
         self.check_shape()
-        kept = TokenStreams(
-            self.out / "tokens", self.tokenizer, config.exclude_licenses, config.loss_on
-        )
-        streams = [kept.read(source) for source in self.sources]
-        self.rows, self.long_rows = self._window_rows()
+        kept, learnt = self.out / "tokens", (config.exclude_licenses, config.loss_on)
+        streams = [token_stream(kept, s, self.tokenizer, *learnt) for s in self.sources]
+        context = context_of(self.target, config.max_positions)
+        rows = min(config.seq_len, context)  # tokens of a piece of a document
+        self.long_rows = max(rows, min(config.max_positions, context))  # and of joined ones
         weights = [source.weight for source in self.sources]
-        self.documents = Documents(streams, weights, config.seed, self.rows)
-        for source, stream in zip(self.sources, streams, strict=True):
-            kept.keep(source, stream)
+        self.documents = Documents(streams, weights, config.seed, rows)
         torch.manual_seed(config.seed)
         self.head = self.new_head().to(self.device, dtype)
         self._target_forward: Callable[..., Any] = self.target
@@ -68,11 +69,16 @@ class HeadTrainer(DraftingTrainer):
             # Documents have many lengths: one compilation for all. CPU needs a C++ compiler.
             self._target_forward = torch.compile(self.target, dynamic=True)
             self._body_forward = torch.compile(self.target.base_model, dynamic=True)
-        self.optimizer = self.new_optimizer()
-        self._product: bool | None = None
-        self._reader = self.reader()
+        self.optimizers = self.new_optimizers()
+        self._reader: NativeReader | None = None
+        by_kernels = self.device.type == "cpu" and not self.compiled and not self.trains_target
+        if by_kernels and self._head_is_product:
+            self._reader = NativeReader.of(self.target, config.target)
         self._seen: dict[int, Observed] = {}  # held-out texts, by their places
-        self._cache = self._feature_cache()
+        self._cache: FeatureCache | None = None
+        if config.cache_features:
+            embedding = self.target.get_input_embeddings()
+            self._cache = FeatureCache(self.out / "features", self.observe_windows, embedding)
 
     @property
     def learner(self) -> nn.Module:
@@ -98,14 +104,6 @@ class HeadTrainer(DraftingTrainer):
         """Mean loss over the places that drafts start from."""
 
     @abstractmethod
-    def drafts(self, seen: Observed, length: int) -> torch.Tensor:
-        """For one text (B = 1): int64 ``[W, length]``, target ids of greedy drafts.
-
-        Row t drafts from the features up to t and the text's token t + 1; column j is about
-        token t + 2 + j, the text's own tokens standing in for the draft's earlier ones.
-        """
-
-    @abstractmethod
     def write_head(self, folder: Path) -> None:
         """Write configuration and weights of the head in their public layout."""
 
@@ -118,12 +116,12 @@ class HeadTrainer(DraftingTrainer):
                 f"{self.num_layers - 1}, and {self.num_layers} means the final norm's output"
             )
 
-    def new_optimizer(self) -> Optimizer:
+    def new_optimizers(self) -> list[MasterOptimizer]:
         """What steps the head; and the target, if it learns too."""
         config = self.config
-        return MasterOptimizer(self.head, config.lr, config.adam_lr, config.weight_decay)
+        return [MasterOptimizer(self.head, config.lr, config.adam_lr, config.weight_decay)]
 
-    # -- set-up --------------------------------------------------------------------------------
+    # -- the target ----------------------------------------------------------------------------
 
     @property
     def num_layers(self) -> int:
@@ -131,41 +129,13 @@ class HeadTrainer(DraftingTrainer):
         return int(self.shape.num_hidden_layers)
 
     @property
-    def target_name(self) -> str:
-        """The target without the folders that it lies in."""
-        target = self.config.target
-        return Path(target).name if Path(target).exists() else target
-
-    @property
     def vocab_size(self) -> int:
         """Width of the target's logits."""
         return int(self.target.get_output_embeddings().weight.shape[0])
 
-    def _window_rows(self) -> tuple[int, int]:
-        """Tokens of the longest piece of a document, and of joined ones."""
-        config = self.config
-        context = context_of(self.target, config.max_positions)
-        short = min(config.seq_len, context)
-        return short, max(short, min(config.max_positions, context))
-
-    def reader(self) -> NativeReader | None:
-        """What reads in place of the target's module: the kernels, if they run it."""
-        if self.device.type != "cpu" or self.compiled or not self._head_is_product():
-            return None
-        return NativeReader.of(self.target, self.config.target)
-
-    def _feature_cache(self) -> FeatureCache | None:
-        if not self.config.cache_features:
-            return None
-        embedding = self.target.get_input_embeddings()
-        return FeatureCache(self.out / "features", self.observe_windows, embedding)
-
-    # -- the loop ------------------------------------------------------------------------------
-
     def observe_windows(self, windows: Windows) -> Observed:
         """What the target says about the windows."""
-        learn = windows.learn.to(self.device)
-        return self.observe(windows.ids.to(self.device), learn)
+        return self.observe(windows.ids.to(self.device), windows.learn.to(self.device))
 
     @torch.no_grad()
     def observe(self, ids: torch.Tensor, learn: torch.Tensor | None = None) -> Observed:
@@ -177,9 +147,9 @@ class HeadTrainer(DraftingTrainer):
         if self._reader is not None:
             *chosen, final = self._reader.read(ids, (*self.feature_layers, self.num_layers))
         else:
-            product = self._head_is_product()
+            product = self._head_is_product
             # Without the head: its product of one row a window copies the whole weight.
-            forward = self._target_forward if not product else self._body_forward
+            forward = self._body_forward if product else self._target_forward
             out = forward(input_ids=ids, use_cache=False, output_hidden_states=True)
             final, logits = out.hidden_states[-1], None if product else out.logits
             chosen = [out.hidden_states[layer] for layer in self.feature_layers]
@@ -189,25 +159,17 @@ class HeadTrainer(DraftingTrainer):
         embeds = self.target.get_input_embeddings()(ids)
         return Observed(ids, learn, embeds, features, final, logits)
 
-    @torch.no_grad()
+    @cached_property
     def _head_is_product(self) -> bool:
         """Whether the target's logits are its head's product with the last hidden states and
         nothing more (no cap, no scale), so that they can be made for single rows and tokens."""
-        if self._product is None:
-            ids = torch.arange(8, device=self.device)[None] % self.vocab_size
-            try:
-                out = self.target(
-                    input_ids=ids, use_cache=False, output_hidden_states=True, logits_to_keep=1
-                )
-            except TypeError:  # a target that always makes all of them
-                self._product = False
-                return False
-            again = self.target.get_output_embeddings()(out.hidden_states[-1][:, -1:]).float()
-            wanted = out.logits.float()
-            scale = float(wanted.abs().max())
-            same = again.shape == wanted.shape
-            self._product = same and torch.allclose(again, wanted, rtol=0.02, atol=0.02 * scale)
-        return self._product
+        ids = torch.arange(8, device=self.device)[None] % self.vocab_size
+        with torch.no_grad():
+            out = self.target(input_ids=ids, use_cache=False, output_hidden_states=True)
+            product = self.target.get_output_embeddings()(out.hidden_states[-1]).float()
+        logits = out.logits.float()
+        near = 0.02 * float(logits.abs().max())
+        return product.shape == logits.shape and torch.allclose(product, logits, 0.02, near)
 
     def target_probs(
         self, seen: Observed, ids: torch.Tensor | None = None
@@ -235,24 +197,24 @@ class HeadTrainer(DraftingTrainer):
 
         return mixed_probs(len(flat), logits_of, self.config.argmax_weight), row_of
 
+    # -- the loop ------------------------------------------------------------------------------
+
     def _batch(self, step: int) -> list[list[Windows]]:
-        """The windows of a step by process, in parts that one forward takes."""
+        """The windows of a step by rank, in parts that one forward takes."""
         config, documents = self.config, self.documents
         numbers = documents.batch(step, config.batch_tokens)
         if self.is_long(step):
             joined = documents.joined(numbers, self.long_rows)
-            return self.group.share(joined, lambda windows: windows.ids.numel())
-        shares = self.group.share(numbers, documents.tokens)
+            return dealt(joined, lambda windows: windows.ids.numel(), self.ranks)
+        shares = dealt(numbers, documents.tokens, self.ranks)
         return [documents.windows(part, config.micro_tokens) for part in shares]
 
     def losses(self) -> Iterator[torch.Tensor]:
         shares = self._batch(self.step)
         drafts = sum(part.drafts for parts in shares for part in parts)
-        for part in shares[self.group.rank]:
-            numbered = min(part.numbers) >= 0
-            seen = (
-                self._cache.look(part) if self._cache and numbered else self.observe_windows(part)
-            )
+        for part in shares[self.rank]:
+            kept = self._cache if min(part.numbers) >= 0 else None  # joined ones have no number
+            seen = self.observe_windows(part) if kept is None else kept.look(part)
             yield self.loss(seen) * (part.drafts / drafts)
 
     def seen_of(self, text: WrittenText) -> Observed:
@@ -263,20 +225,15 @@ class HeadTrainer(DraftingTrainer):
             self._seen[id(text)] = replace(seen, logits=None)
         return self._seen[id(text)]
 
-    def acceptance_of(self, text: WrittenText) -> AcceptanceCounts:
-        seen = self.seen_of(text)
-        drafts = self.drafts(seen, self.config.draft_length)
-        return walk(match_matrix(drafts, seen.ids[0], text.prompt))
-
     def write_result(self) -> Path:
         folder = self.out / self.result
         self.write_head(folder)
         return folder
 
     def about(self) -> str:
-        parameters = sum(parameter.numel() for parameter in self.learnt())
+        parameters = sum(parameter.numel() for parameter in self.head.parameters())
         return (
-            f"{self.what} for `{self.target_name}` ({self.num_layers} layers, width "
+            f"{self.what} for `{run_name(self.config.target)}` ({self.num_layers} layers, width "
             f"{self.shape.hidden_size}, vocabulary {self.vocab_size:,}): {parameters:,} parameters "
             f"in {self.config.dtype}, trained by Paceline on that target's hidden states and "
             "probabilities. It drafts for this target only: "

@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import asdict
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import torch
@@ -19,16 +18,15 @@ from paceline.files import folder_aside
 from paceline.model.loading import load_module, load_tokenizer
 from paceline.train.chat import own_text
 from paceline.train.configs import LMConfig as LMConfig
-from paceline.train.data import Mixture, Source, Stream, TokenStreams, read_records
+from paceline.train.data import Mixture, Stream, token_stream
 from paceline.train.losses import distillation_loss, rows_that_count, text_loss
 from paceline.train.optim import MasterOptimizer
+from paceline.train.parallel import dealt
+from paceline.train.records import Source, read_records
 from paceline.train.tokenizer import END_OF_TURN, train_tokenizer
 from paceline.train.trainer import Progress, Trainer, run_name, save_model
 
-
-def _longest_window(stream: Stream) -> int:
-    """Longest window, without its last target, that Mixture can draw from a stream."""
-    return len(stream.ids) - 2
+_VALIDATED = 16  # windows of each validation file
 
 
 class LMTrainer(Trainer):
@@ -45,8 +43,9 @@ class LMTrainer(Trainer):
         config = self.config
         self.tokenizer = self._tokenizer()
         streams = [self._stream(source) for source in self.sources]
-        self.long_len = self._long_windows(streams)
-        self.mixture = Mixture(streams, [s.weight for s in self.sources], config.seed)
+        weights = [source.weight for source in self.sources]
+        self.mixture = Mixture(streams, weights, config.seed, config.seq_len)
+        self.long_len = max(config.seq_len, min(config.max_positions, self.mixture.longest))
         self.validation = self._validation()
         torch.manual_seed(config.seed)
         self.model = self._new_model().train()
@@ -55,7 +54,9 @@ class LMTrainer(Trainer):
         self._loss = (
             torch.compile(self._eager_loss, dynamic=False) if self.compiled else self._eager_loss
         )
-        self.optimizer = MasterOptimizer(self.model, config.lr, config.adam_lr, config.weight_decay)
+        self.optimizers = [
+            MasterOptimizer(self.model, config.lr, config.adam_lr, config.weight_decay)
+        ]
 
     @property
     def learner(self) -> nn.Module:
@@ -83,26 +84,10 @@ class LMTrainer(Trainer):
             tokenizer.save_pretrained(partial)
         return tokenizer
 
-    def _long_windows(self, streams: Sequence[Stream]) -> int:
-        """Tokens of the long windows. Raises DataError if a file has no room for short ones."""
-        for source, stream in zip(self.sources, streams, strict=True):
-            if len(stream.ids) < self.config.seq_len + 2:
-                raise DataError(
-                    f"{source.path} has only {len(stream.ids)} tokens of text, but a window takes "
-                    f"{self.config.seq_len + 2}; give more text or a shorter --seq-len"
-                )
-        return max(
-            self.config.seq_len, min(self.config.max_positions, *map(_longest_window, streams))
-        )
-
     def _stream(self, source: Source) -> Stream:
         config = self.config
-        kept = TokenStreams(
-            self.out / "tokens", self.tokenizer, config.exclude_licenses, config.loss_on
-        )
-        stream = kept.read(source)
-        kept.keep(source, stream)
-        return stream
+        folder = self.out / "tokens"
+        return token_stream(folder, source, self.tokenizer, config.exclude_licenses, config.loss_on)
 
     def _validation(self) -> dict[str, Stream]:
         """What the text loss is measured on."""
@@ -195,43 +180,35 @@ class LMTrainer(Trainer):
         shares /= shares.sum().clamp(min=1)
         size = max(1, config.micro_tokens // seq_len)
         starts = range(0, len(windows), size)
-        for start in self.group.share(starts, lambda start: 1)[self.group.rank]:
+        for start in dealt(starts, lambda start: 1, self.ranks)[self.rank]:
             part = windows[start : start + size]
             inputs, targets = part[:, :-1].contiguous(), part[:, 1:].reshape(-1)
             yield self._loss(inputs, targets, shares[start : start + size].reshape(-1))
 
     @torch.no_grad()
-    def validate(self, max_windows: int = 16) -> dict[str, float]:
+    def evaluate(self, progress: Progress) -> None:
         """Nats per token to be learnt, on each validation file (of the text, also when
         distilling)."""
+        super().evaluate(progress)
         self.model.eval()
-        losses = {}
         for name, stream in self.validation.items():
             length = min(self.config.seq_len, len(stream.ids) - 1)
-            windows = [
-                slice(start, start + length + 1)
-                for start in range(0, len(stream.ids) - length, max(1, length))
-                if stream.learn[start + 1 : start + length + 1].any()
-            ]
+            starts = range(0, len(stream.ids) - length, max(1, length))
+            windows = [slice(start, start + length + 1) for start in starts]
+            windows = [part for part in windows if stream.learn[part][1:].any()][:_VALIDATED]
             if length < 1 or not windows:
                 raise DataError(f"validation file {name} is too short to measure")
             total, count = 0.0, 0
-            with stage(f"validating on {name}", len(windows[:max_windows]), "windows") as doing:
-                for window in windows[:max_windows]:
+            with stage(f"validating on {name}", len(windows), "windows") as doing:
+                for window in windows:
                     ids = torch.from_numpy(stream.ids[window].astype(np.int64)).to(self.device)
                     shares = torch.from_numpy(stream.learn[window][1:]).to(self.device).float()
                     logits = self.model(input_ids=ids[None, :-1], use_cache=False).logits[0]
                     total += float(text_loss(logits, ids[1:], shares))
                     count += int(shares.sum())
                     doing.advance()
-            losses[name] = total / count
+            progress.validation[name] = total / count
         self.model.train()
-        return losses
-
-    def evaluate(self, progress: Progress) -> dict[str, Any]:
-        record = super().evaluate(progress)
-        progress.validation = self.validate()
-        return {**record, "validation": progress.validation}
 
     def about(self) -> str:
         config = self.config

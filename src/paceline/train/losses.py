@@ -2,20 +2,21 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
 import torch.nn.functional as F
 
+_CHUNK = 64  # rows whose probabilities over a vocabulary of ten thousand stay in a core's cache
 
-def total_variation(
-    p: torch.Tensor, q: torch.Tensor, shares: torch.Tensor | None = None
-) -> torch.Tensor:
-    """Mean over tokens of 1 - sum_x min(p(x), q(x)), from distributions ``[tokens, vocab]``; with
-    ``shares [tokens]``, the sum in which each token counts for so much.
+
+def variation(p: torch.Tensor, q: torch.Tensor) -> torch.Tensor:
+    """``1 - sum_x min(p(x), q(x))`` of each token, from distributions ``[tokens, vocab]``.
 
     This is the chance that the lossless rules reject a token drafted from q, so as a loss it
     maximises acceptance itself (DistillSpec, Zhou et al. 2023, arXiv 2310.08461).
     """
-    return _over_tokens(1 - torch.minimum(p, q).sum(-1), shares)
+    return 1 - torch.minimum(p, q).sum(-1)
 
 
 def _over_tokens(losses: torch.Tensor, shares: torch.Tensor | None) -> torch.Tensor:
@@ -25,7 +26,8 @@ def _over_tokens(losses: torch.Tensor, shares: torch.Tensor | None) -> torch.Ten
 def text_loss(
     logits: torch.Tensor, targets: torch.Tensor, shares: torch.Tensor | None = None
 ) -> torch.Tensor:
-    """Cross-entropy against the text, from logits ``[tokens, vocab]``; ``shares`` as above."""
+    """Cross-entropy against the text, from logits ``[tokens, vocab]``: the mean over the tokens or,
+    with ``shares [tokens]``, the sum in which each counts for so much."""
     return _over_tokens(F.cross_entropy(logits.float(), targets, reduction="none"), shares)
 
 
@@ -61,15 +63,88 @@ def distillation_loss(
     log_q = F.log_softmax(logits.float(), dim=-1)
     p = F.softmax(teacher_logits.float(), dim=-1)
     soft = 1 - text_weight - argmax_weight
-    loss = log_q.new_zeros(())
-    if tv_weight < 1:
-        loss = loss - soft * (1 - tv_weight) * _over_tokens((p * log_q).sum(-1), shares)
+    losses = -soft * (1 - tv_weight) * (p * log_q).sum(-1)
     if tv_weight:
-        loss = loss + soft * tv_weight * total_variation(p, log_q.exp(), shares)
-    if text_weight:
-        text = F.nll_loss(log_q, targets, reduction="none")
-        loss = loss + text_weight * _over_tokens(text, shares)
-    if argmax_weight:
-        best = F.nll_loss(log_q, teacher_logits.argmax(-1), reduction="none")
-        loss = loss + argmax_weight * _over_tokens(best, shares)
-    return loss
+        losses = losses + soft * tv_weight * variation(p, log_q.exp())
+    for weight, wanted in ((text_weight, targets), (argmax_weight, teacher_logits.argmax(-1))):
+        if weight:
+            losses = losses + weight * F.nll_loss(log_q, wanted, reduction="none")
+    return _over_tokens(losses, shares)
+
+
+# -- of heads -------------------------------------------------------------------------------------
+
+
+class _DistributionLoss(torch.autograd.Function):
+    """Weighted cross-entropy against probabilities, its gradient made in the same pass.
+
+    In chunks of rows, so that what is kept for the backward pass is as large as the logits, where
+    ``F.cross_entropy`` keeps two float32 tensors of that shape for every head or step.
+    """
+
+    @staticmethod
+    def forward(
+        ctx: torch.autograd.function.FunctionCtx,
+        logits: torch.Tensor,
+        probs: torch.Tensor,
+        index: torch.Tensor,
+        weights: torch.Tensor,
+    ) -> torch.Tensor:
+        gradient = torch.empty_like(logits)
+        total = torch.zeros((), dtype=torch.float32, device=logits.device)
+        for start in range(0, len(logits), _CHUNK):
+            rows = slice(start, start + _CHUNK)
+            distribution = probs[index[rows]].float()
+            weight = weights[rows]
+            logs = logits[rows].float().log_softmax(-1)
+            total -= (torch.linalg.vecdot(distribution, logs) * weight).sum()
+            gradient[rows] = logs.exp_().sub_(distribution).mul_(weight[:, None])
+        ctx.save_for_backward(gradient)
+        return total
+
+    @staticmethod
+    def backward(
+        ctx: torch.autograd.function.FunctionCtx, grad: torch.Tensor
+    ) -> tuple[torch.Tensor | None, ...]:
+        (gradient,) = ctx.saved_tensors  # type: ignore[attr-defined]
+        return gradient * grad.to(gradient.dtype), None, None, None
+
+
+def soft_cross_entropy(
+    logits: torch.Tensor, probs: torch.Tensor, index: torch.Tensor, weights: torch.Tensor
+) -> torch.Tensor:
+    """``sum_n weights[n] * H(distributions[index[n]], softmax(logits[n]))``, float32.
+
+    ``logits [N, V]``, ``distributions [M, V]`` that sum to one, ``index`` int64 ``[N]``,
+    ``weights`` float32 ``[N]``. Only the logits get a gradient.
+    """
+    result: torch.Tensor = _DistributionLoss.apply(logits, probs, index, weights)  # type: ignore[no-untyped-call]
+    return result
+
+
+def falling(decay: float, count: int) -> list[float]:
+    """Weights of steps or heads, each ``decay`` times the one before, that sum to one."""
+    weights = [decay**k for k in range(count)]
+    return [weight / sum(weights) for weight in weights]
+
+
+def mixed_probs(
+    count: int, logits_of: Callable[[slice], torch.Tensor], share: float
+) -> torch.Tensor:
+    """Probabilities of ``count`` rows of logits, ``share`` of them moved to the likeliest token,
+    in the logits' dtype ``[count, V]``.
+
+    ``logits_of(rows)`` makes the logits of some rows: all at once they may be large.
+    """
+    parts = []
+    for start in range(0, count, 4 * _CHUNK):
+        logits = logits_of(slice(start, min(count, start + 4 * _CHUNK)))
+        distribution = logits.float().softmax(-1)
+        if share:
+            best = logits.argmax(-1, keepdim=True)
+            spike = torch.full(
+                best.shape, share, dtype=distribution.dtype, device=distribution.device
+            )
+            distribution = distribution.mul_(1 - share).scatter_add_(1, best, spike)
+        parts.append(distribution.to(logits.dtype))
+    return torch.cat(parts)

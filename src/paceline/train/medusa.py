@@ -8,10 +8,8 @@ give it text that it wrote itself), at a lower rate.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -23,43 +21,16 @@ from paceline.draft.trees.shape import Shape, best_shape
 from paceline.errors import ConfigError
 from paceline.files import folder_aside
 from paceline.files.ownership import check_folder, check_names
-from paceline.train.acceptance import AcceptanceCounts, total, walk
+from paceline.train.acceptance import AcceptanceCounts, WrittenText, walk
 from paceline.train.configs import MedusaTrainConfig as MedusaTrainConfig
-from paceline.train.heads import HeadTrainer, Observed
+from paceline.train.heads import HeadTrainer
+from paceline.train.losses import falling
 from paceline.train.optim import MasterOptimizer
-from paceline.train.reading import NativeReader
-from paceline.train.trainer import Optimizer, save_model
-from paceline.train.unrolled import DraftStarts, falling, loss_ahead
+from paceline.train.reading import Observed
+from paceline.train.trainer import run_name, save_model
+from paceline.train.unrolled import DraftStarts, loss_ahead
 
 _RANKS = 10  # candidates of each head whose accuracy is measured
-
-
-class JointOptimizer:
-    """Steps heads and target; the target only after ``first`` steps, rising over ``warmup``."""
-
-    def __init__(
-        self, heads: MasterOptimizer, target: MasterOptimizer, first: int, warmup: int
-    ) -> None:
-        self._heads, self._target = heads, target
-        self._first, self._warmup = first, warmup
-        self.steps = 0
-
-    def step(self, scale: float) -> float:
-        norm = self._heads.step(scale)
-        since = self.steps - self._first
-        self.steps += 1
-        if since >= 0:
-            norm = max(norm, self._target.step(scale * min(1.0, (since + 1) / self._warmup)))
-        return norm
-
-    def state_dict(self) -> dict[str, Any]:
-        parts = {"heads": self._heads.state_dict(), "target": self._target.state_dict()}
-        return {**parts, "steps": self.steps}
-
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        self._heads.load_state_dict(state["heads"])
-        self._target.load_state_dict(state["target"])
-        self.steps = state["steps"]
 
 
 class MedusaTrainer(HeadTrainer):
@@ -70,10 +41,20 @@ class MedusaTrainer(HeadTrainer):
     spec = "medusa:"
 
     def check(self) -> None:
-        super().check()
-        self.what = "Medusa-2 heads" if self.config.joint else "Medusa heads"
-        if self.config.joint:
+        config = self.config
+        self.trains_target = config.joint
+        if config.layers < 1 and config.shared_head:
+            raise ConfigError("heads without a block that share the target's head have no weights")
+        self.what = "Medusa heads"
+        if config.joint:
+            self.what = "Medusa-2 heads"
+            self.alone = "Medusa-2 trains the target, too, in one process only"
             check_folder(self.out / "model", "the model")
+            if config.cache_features:
+                raise ConfigError(
+                    "Medusa-2 changes the target, so its features cannot be kept on disk; "
+                    "leave --cache-features out"
+                )
 
     @property
     def feature_layers(self) -> tuple[int, ...]:
@@ -89,22 +70,6 @@ class MedusaTrainer(HeadTrainer):
         module: nn.Linear = self.target.get_output_embeddings()
         return module
 
-    def check_shape(self) -> None:
-        config = self.config
-        if config.heads < 1:
-            raise ConfigError(f"heads is {config.heads}; train at least one")
-        if config.layers < 1 and config.shared_head:
-            raise ConfigError("heads without a block that share the target's head have no weights")
-        if config.joint and config.cache_features:
-            raise ConfigError(
-                "Medusa-2 changes the target, so its features cannot be kept on disk; "
-                "leave --cache-features out"
-            )
-
-    @property
-    def alone(self) -> str:
-        return "Medusa-2 trains the target, too, in one process only" if self.config.joint else ""
-
     @property
     def measured_drafts(self) -> str:
         return f"trees of {self.config.nodes} nodes and at most {self.config.draft_length} levels"
@@ -118,7 +83,7 @@ class MedusaTrainer(HeadTrainer):
                 heads=config.heads,
                 layers=config.layers,
                 shared_head=config.shared_head,
-                base_model=self.target_name,
+                base_model=run_name(config.target),
             )
         )
         with torch.no_grad():  # the heads begin as copies of the target's own
@@ -126,19 +91,22 @@ class MedusaTrainer(HeadTrainer):
                 layer.weight.copy_(self.lm_head.weight)
         return heads
 
-    def new_optimizer(self) -> Optimizer:
+    def new_optimizers(self) -> list[MasterOptimizer]:
         config = self.config
         outer = (f".{config.layers}.weight",)  # a head's vocabulary layer
         decay, share = config.weight_decay, config.target_lr
         heads = MasterOptimizer(self.head, config.lr, config.adam_lr, decay, outer)
         if not config.joint:
-            return heads
+            return [heads]
         self.target.requires_grad_(True)
-        target = MasterOptimizer(self.target, share * config.lr, share * config.adam_lr, decay)
-        return JointOptimizer(heads, target, config.joint_after, max(1, config.warmup))
+        rates = share * config.lr, share * config.adam_lr
+        return [heads, MasterOptimizer(self.target, *rates, decay)]
 
-    def reader(self) -> NativeReader | None:
-        return None if self.config.joint else super().reader()  # a target that learns, too
+    def update(self, scale: float) -> None:
+        super().update(scale)
+        if self.joint:  # the target's rates rise once more
+            steps = self.step - self.config.joint_after + 1
+            self.optimizers[1].step(scale * min(1.0, steps / self.config.warmup))
 
     # -- loss ----------------------------------------------------------------------------------
 
@@ -169,10 +137,6 @@ class MedusaTrainer(HeadTrainer):
 
     # -- held-out acceptance -------------------------------------------------------------------
 
-    def drafts(self, seen: Observed, length: int) -> torch.Tensor:
-        tokens = self.head(seen.features[0], self.lm_head).argmax(-1).T
-        return F.pad(tokens, (0, max(0, length - tokens.shape[1])), value=-1)[:, :length]
-
     @torch.no_grad()
     def measure(self) -> dict[str, AcceptanceCounts]:
         """Held-out acceptance by validation file, drafting with the best tree of ``nodes``."""
@@ -183,23 +147,22 @@ class MedusaTrainer(HeadTrainer):
             self.held_out = None
             self._seen.clear()
         texts = self.held_out_texts()
-        ranks = [self._ranks(self.seen_of(text), text.prompt) for text in texts]
-        if not ranks:
-            return {}
-        accuracy = accuracy_of(torch.cat(ranks), _RANKS)
-        self.head.config = replace(self.head.config, accuracy=accuracy)
-        shape = best_shape(accuracy[: self.config.draft_length], self.config.nodes)
-        walked: dict[str, list[AcceptanceCounts]] = {}
-        for text, ranked in zip(texts, ranks, strict=True):
-            walked.setdefault(text.source, []).append(walk(matches_of(ranked, shape)))
-        return {name: total(parts) for name, parts in walked.items()}
+        if texts:
+            accuracy = accuracy_of(torch.cat([self._ranks(text) for text in texts]), _RANKS)
+            self.head.config = replace(self.head.config, accuracy=accuracy)
+            self._tree = best_shape(accuracy[: self.config.draft_length], self.config.nodes)
+        return super().measure()
 
-    def _ranks(self, seen: Observed, prompt: int) -> torch.Tensor:
+    def acceptance_of(self, text: WrittenText) -> AcceptanceCounts:
+        return walk(matches_of(self._ranks(text), self._tree))
+
+    def _ranks(self, text: WrittenText) -> torch.Tensor:
         """int64 [n, heads]: at which rank each head had the token of the text, for every place
         that a step may start from; ``_RANKS`` if it had not, -1 beyond the end."""
-        ids, heads = seen.ids[0], self.config.heads
-        count = max(0, len(ids) - prompt - 1)
-        rows = torch.arange(prompt - 1, prompt - 1 + count, device=ids.device)
+        seen, heads = self.seen_of(text), self.config.heads
+        ids = seen.ids[0]
+        count = max(0, len(ids) - text.prompt - 1)
+        rows = torch.arange(text.prompt - 1, text.prompt - 1 + count, device=ids.device)
         logits = self.head(seen.features[0, rows], self.lm_head)  # [heads, n, vocab]
         best = logits.topk(_RANKS, -1).indices.transpose(0, 1)
         wanted = rows[:, None] + 2 + torch.arange(heads, device=ids.device)
@@ -236,17 +199,9 @@ def accuracy_of(ranks: torch.Tensor, count: int) -> tuple[tuple[float, ...], ...
 
 def matches_of(ranks: torch.Tensor, shape: Shape) -> torch.Tensor:
     """bool ``[n, depth]`` for ``walk``: whether a tree of this shape is right up to each level."""
-    paths: set[tuple[int, ...]] = set()
-    places: list[tuple[int, ...]] = []
+    paths: list[tuple[int, ...]] = []
     for parent, rank in zip(shape.parents, shape.ranks, strict=True):
-        places.append((*(places[parent] if parent >= 0 else ()), rank))
-        paths.add(places[-1])
-
-    def levels(row: Sequence[int]) -> int:
-        depth = 0
-        while depth < len(row) and tuple(row[: depth + 1]) in paths:
-            depth += 1
-        return depth
-
-    reached = torch.tensor([levels(row) for row in ranks.tolist()])
-    return torch.arange(shape.depth) < reached[:, None]
+        paths.append((*(paths[parent] if parent >= 0 else ()), rank))
+    levels = range(1, shape.depth + 1)
+    rows = [[tuple(row[:level]) in paths for level in levels] for row in ranks.tolist()]
+    return torch.tensor(rows, dtype=torch.bool).view(len(rows), shape.depth)

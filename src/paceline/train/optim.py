@@ -8,6 +8,8 @@ from typing import Any
 import torch
 from torch import nn
 
+_MAX_NORM = 1.0  # of all gradients together
+
 
 class MasterOptimizer:
     """Keeps float32 master copies, steps them, and writes them back rounded.
@@ -44,13 +46,13 @@ class MasterOptimizer:
             adam = torch.optim.AdamW(rest, lr=adam_lr, betas=(0.9, 0.95), weight_decay=0.0)
             self._optimizers.append((adam, adam_lr))
 
-    def step(self, scale: float, max_norm: float = 1.0) -> float:
-        """Apply the gradients at ``scale`` times the peak rates; returns the gradient norm."""
+    def step(self, scale: float) -> None:
+        """Apply the gradients at ``scale`` times the peak rates."""
         for parameter, master in self._pairs:
             assert parameter.grad is not None
             master.grad = parameter.grad.float()
             parameter.grad = None
-        norm = nn.utils.clip_grad_norm_([master for _, master in self._pairs], max_norm)
+        nn.utils.clip_grad_norm_([master for _, master in self._pairs], _MAX_NORM)
         for optimizer, peak in self._optimizers:
             for group in optimizer.param_groups:
                 group["lr"] = peak * scale
@@ -59,7 +61,6 @@ class MasterOptimizer:
             for parameter, master in self._pairs:
                 parameter.copy_(master)
                 master.grad = None
-        return float(norm)
 
     def state_dict(self) -> dict[str, Any]:
         return {

@@ -2,8 +2,7 @@
 
 Most operations of a small head are too short for several threads to share, so on a processor one
 process a core is faster than one process with as many threads. Gradients are summed before
-every step in the order of the processes: weights, checkpoints and results are those of a single
-process, up to rounding.
+every step: weights, checkpoints and results are those of a single process, up to rounding.
 """
 
 from __future__ import annotations
@@ -11,128 +10,54 @@ from __future__ import annotations
 import multiprocessing
 import signal
 import sys
-from abc import ABC, abstractmethod
+import tempfile
+import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from datetime import timedelta
 from functools import partial
-from itertools import accumulate, pairwise
-from multiprocessing import connection
-from typing import TYPE_CHECKING
+from multiprocessing.process import BaseProcess
+from pathlib import Path
+from typing import TYPE_CHECKING, TypeVar
 
 import torch
+import torch.distributed as dist
 from torch import nn
 
 from paceline.core.cgroup import processors
 from paceline.core.stages import info, stage
 from paceline.errors import ConfigError, PacelineError
 from paceline.files.ownership import force
-from paceline.train.group import ProcessGroup
+from paceline.parallel.group import surroundings
 
 if TYPE_CHECKING:
-    from multiprocessing.connection import Connection
-    from multiprocessing.process import BaseProcess
-
     from paceline.train.trainer import Trainer
 
-_READY, _GO = b"ready", b"go"
+_T = TypeVar("_T")
+_FOREVER = timedelta(days=365)  # the others wait while the first process measures and writes
 
 
-class _SharedGroup(ProcessGroup, ABC):
-    """One of several processes; ``table`` float32 ``[size, parameters + 1]`` is shared memory."""
-
-    def __init__(self, rank: int, table: torch.Tensor) -> None:
-        self.rank, self.size = rank, len(table)
-        self._table = table
-
-    def add_up(self, parameters: Sequence[nn.Parameter], loss: float) -> float:
-        row, places = self._table[self.rank], _places(parameters)
-        for parameter, begin in zip(parameters, places, strict=True):
-            if parameter.grad is None:  # a process without a share of this batch
-                row[begin] = 0
-            else:
-                row[begin] = parameter.grad.flatten().float()
-        row[-1] = loss
-        self._wait_for_sum()
-        total = self._table[0]
-        for parameter, begin in zip(parameters, places, strict=True):
-            parameter.grad = total[begin].view_as(parameter).to(parameter.dtype, copy=True)
-        loss = float(total[-1])
-        self._wait_for_readers()
-        return loss
-
-    @abstractmethod
-    def _wait_for_sum(self) -> None:
-        """Wait until the first row of the table holds the sum of all."""
-
-    @abstractmethod
-    def _wait_for_readers(self) -> None:
-        """Wait until all have read it."""
+def dealt(items: Sequence[_T], tokens: Callable[[_T], int], ranks: int) -> list[list[_T]]:
+    """The items of a batch by rank, so that each has about as many tokens."""
+    shares: list[list[_T]] = [[] for _ in range(ranks)]
+    loads = [0] * ranks
+    for item in sorted(items, key=tokens, reverse=True):
+        least = loads.index(min(loads))
+        shares[least].append(item)
+        loads[least] += tokens(item)
+    return shares
 
 
-def _places(parameters: Sequence[nn.Parameter]) -> list[slice]:
-    """Where each parameter's gradient stands in a row."""
-    ends = accumulate((p.numel() for p in parameters), initial=0)
-    return [slice(start, end) for start, end in pairwise(ends)]
-
-
-class _FirstRank(_SharedGroup):
-    """The process that reports, measures and writes."""
-
-    def __init__(self, table: torch.Tensor, others: Sequence[tuple[Connection, BaseProcess]]):
-        super().__init__(0, table)
-        self._others = others
-
-    def _wait_for_sum(self) -> None:
-        self._receive()
-        for row in self._table[1:]:
-            self._table[0].add_(row)
-        self._send()
-
-    def _wait_for_readers(self) -> None:
-        self._receive()
-        self._send()
-
-    def _receive(self) -> None:
-        """Raises PacelineError when a process has ended: it would be waited for without end."""
-        for pipe, process in self._others:
-            if pipe not in connection.wait([pipe, process.sentinel]):
-                process.join()
-                raise _lost(process)
-            try:
-                pipe.recv_bytes()
-            except (EOFError, OSError):  # closed, or reset by a kill
-                process.join()
-                raise _lost(process) from None
-
-    def _send(self) -> None:
-        for pipe, process in self._others:
-            try:
-                pipe.send_bytes(_GO)
-            except OSError:
-                process.join()
-                raise _lost(process) from None
-
-
-def _lost(process: BaseProcess) -> PacelineError:
-    return PacelineError(
-        f"{process.name} of the training ended (exit code {process.exitcode}; -9 often means out "
-        "of memory); run the same command again to go on from the last checkpoint, or with fewer "
-        "--processes"
-    )
-
-
-class _OtherRank(_SharedGroup):
-    """A process that only learns its share; it ends when the first one does."""
-
-    def __init__(self, rank: int, table: torch.Tensor, pipe: Connection) -> None:
-        super().__init__(rank, table)
-        self._pipe = pipe
-
-    def _wait_for_sum(self) -> None:
-        self._pipe.send_bytes(_READY)
-        self._pipe.recv_bytes()
-
-    _wait_for_readers = _wait_for_sum
+def add_up(parameters: Sequence[nn.Parameter], loss: float) -> float:
+    """Sum gradients and loss over all ranks, in place; returns the loss. A rank without a share of
+    the batch has no gradients."""
+    parts = [torch.zeros_like(p) if p.grad is None else p.grad for p in parameters]
+    flat = torch.cat([*(part.flatten().float() for part in parts), torch.tensor([loss])])
+    dist.all_reduce(flat)
+    *sums, loss_sum = torch.split(flat, [*(p.numel() for p in parameters), 1])
+    for parameter, gradient in zip(parameters, sums, strict=True):
+        parameter.grad = gradient.view_as(parameter).to(parameter.dtype)
+    return float(loss_sum)
 
 
 def check_processes(processes: int, device: torch.device) -> None:
@@ -161,60 +86,81 @@ def together(trainer: Trainer, processes: int, threads: int | None = None) -> It
         raise ConfigError(f"--processes {processes}: {trainer.alone}")
     before = torch.get_num_threads()
     threads = min(threads or max(1, before // processes), processors())
-    context = multiprocessing.get_context("spawn")
-    numbers = sum(p.numel() for p in trainer.learnt())
-    table = torch.zeros(processes, numbers + 1).share_memory_()  # type: ignore[no-untyped-call]
     kind: Callable[..., Trainer] = type(trainer)
     build = partial(kind, trainer.config, trainer.out, str(trainer.device), trainer.compiled)
-    others: list[tuple[Connection, BaseProcess]] = []
-    try:
-        for rank in range(1, processes):
-            ours, theirs = context.Pipe()
-            process: BaseProcess = context.Process(
-                target=_learn,
-                args=(build, rank, table, theirs, threads),
-                name=f"process {rank + 1} of {processes}",
-                daemon=True,
-            )
-            process.start()
-            theirs.close()
-            others.append((ours, process))
-        torch.set_num_threads(threads)
-        first = _FirstRank(table, others)
-        with stage(f"starting {processes} processes"):
-            first._receive()
-        trainer.group = first
-        info(f"{processes} processes of {threads} thread{'s' if threads > 1 else ''} each")
-        yield
-    finally:
-        trainer.group = ProcessGroup()
-        torch.set_num_threads(before)
-        for pipe, process in others:
-            pipe.close()
-            process.join(timeout=5)
-            if process.is_alive():
+    others: list[BaseProcess] = []
+    with tempfile.TemporaryDirectory(prefix="paceline-train-") as folder:
+        store = str(Path(folder) / "store")
+        try:
+            for rank in range(1, processes):
+                process: BaseProcess = multiprocessing.get_context("spawn").Process(
+                    target=_learn,
+                    args=(build, rank, processes, store, threads),
+                    name=f"process {rank + 1} of {processes}",
+                    daemon=True,
+                )
+                process.start()
+                others.append(process)
+            torch.set_num_threads(threads)
+            with stage(f"starting {processes} processes"):
+                while not all(Path(f"{store}.{rank}").exists() for rank in range(1, processes)):
+                    _check_alive(others)
+                    time.sleep(0.05)
+                _join(0, processes, store)
+            trainer.ranks = processes
+            info(f"{processes} processes of {threads} thread{'s' if threads > 1 else ''} each")
+            yield
+        except RuntimeError:  # of a sum that lacks a process
+            time.sleep(0.5)  # its end is seen a little later
+            _check_alive(others)
+            raise
+        finally:
+            trainer.ranks = 1
+            torch.set_num_threads(before)
+            for process in others:  # they have nothing to write
                 process.kill()
                 process.join()
+            if dist.is_initialized():
+                dist.destroy_process_group()
 
 
-def _learn(
-    build: Callable[[], Trainer],
-    rank: int,
-    table: torch.Tensor,
-    pipe: Connection,
-    threads: int,
-) -> None:
+def _check_alive(others: Sequence[BaseProcess]) -> None:
+    """Raises PacelineError when a process has ended: it would be waited for without end."""
+    for process in others:
+        if process.exitcode is not None:
+            raise PacelineError(
+                f"{process.name} of the training ended (exit code {process.exitcode}; -9 often "
+                "means out of memory); run the same command again to go on from the last "
+                "checkpoint, or with fewer --processes"
+            )
+
+
+def _join(rank: int, ranks: int, store: str) -> None:
+    with surroundings(rank):
+        dist.init_process_group(
+            "gloo",
+            store=dist.FileStore(store, ranks),  # type: ignore[attr-defined]
+            rank=rank,
+            world_size=ranks,
+            timeout=_FOREVER,
+        )
+
+
+def _learn(build: Callable[[], Trainer], rank: int, ranks: int, store: str, threads: int) -> None:
     """What a further process does."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the first one ends us, where weights are whole
     torch.set_num_threads(threads)
     force(lambda line: None)  # the first one has checked what is there, and alone writes
     try:
         trainer = build()
-        trainer.group = _OtherRank(rank, table, pipe)
-        pipe.send_bytes(_READY)
+        Path(f"{store}.{rank}").touch()
+        _join(rank, ranks, store)
+        trainer.rank, trainer.ranks = rank, ranks
         while trainer.step < trainer.config.steps:
             trainer.train_step()
-    except (EOFError, OSError, KeyboardInterrupt):  # the first one has ended
-        return
     except PacelineError as error:
         sys.exit(f"error: process {rank + 1}: {error}")
+    except RuntimeError:
+        first = multiprocessing.parent_process()
+        if first is None or first.is_alive():  # else it has been killed, and said so
+            raise

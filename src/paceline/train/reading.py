@@ -1,10 +1,12 @@
-"""Reading texts through the engine's own kernels, several times as fast as through the module."""
+"""What a frozen target says about windows of text: read through the engine's own kernels, several
+times as fast as through the module, and kept on disk where that is asked for."""
 
 from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Sequence
 from contextlib import suppress
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -19,10 +21,28 @@ from paceline.files import replace_files, telling
 from paceline.files.ownership import claim, is_claimed
 from paceline.model.paged.cache import PagedCache
 from paceline.model.target import CausalModel
-from paceline.model.tensorfile import as_bytes, read_table, verify
-from paceline.train.documents import Observed, Windows
+from paceline.model.tensorfile import as_bytes, verify
+from paceline.train.documents import Windows
 
 _BLOCK = 16  # tokens of a cache block
+
+
+@dataclass(frozen=True)
+class Observed:
+    """What the target says about windows of text ``ids [B, W]``.
+
+    ``learn`` bool ``[B, W]``: the tokens that a head shall learn to draft. ``embeds
+    [B, W, hidden]``, ``features [B, W, layers * hidden]`` (side by side), ``final
+    [B, W, hidden]``, the output of the final norm, and ``logits [B, W, vocab]``, or None where
+    they are the head's product with ``final`` and are made for the rows that are asked for.
+    """
+
+    ids: torch.Tensor
+    learn: torch.Tensor
+    embeds: torch.Tensor
+    features: torch.Tensor
+    final: torch.Tensor
+    logits: torch.Tensor | None
 
 
 class NativeReader:
@@ -69,10 +89,6 @@ class NativeReader:
         return self._cache
 
 
-def _is_cached(file: Path) -> bool:
-    return is_claimed(file.parents[1]) or bool(read_table(file).sums)
-
-
 class FeatureCache:
     """Pieces by number under ``folder``, one file each, written when first seen.
 
@@ -84,52 +100,52 @@ class FeatureCache:
     def __init__(
         self, folder: Path, observe: Callable[[Windows], Observed], embedding: nn.Module
     ) -> None:
-        self._folder = folder
-        self._observe = observe
-        self._embedding = embedding
+        self._folder, self._observe, self._embedding = folder, observe, embedding
         with telling("the cached features", folder):
             claim(folder)
 
     @torch.no_grad()
     def look(self, windows: Windows) -> Observed:
         """What the target says about the windows, each of which is a numbered piece."""
-        device = self._embedding.weight.device
-        assert isinstance(device, torch.device)
-        parts = [self._read(number, device) for number in windows.numbers]
-        if any(part is None for part in parts):
+        kept = [self._read(self._file(number)) for number in windows.numbers]
+        pieces = [piece for piece in kept if piece is not None]
+        if len(pieces) < len(kept):
             seen = self._observe(windows)
-            for row, number in enumerate(windows.numbers):
-                if parts[row] is None:
-                    self._write(number, seen, row, windows.lengths[row])
+            for row, piece in enumerate(kept):
+                if piece is None:
+                    self._write(windows, row, seen)
             return seen
-        width = windows.ids.shape[1]
+        device, width = self._embedding.weight.device, windows.ids.shape[1]
 
         def padded(name: str) -> torch.Tensor:
             # Heads that read nothing but the final hidden states have no features of their own.
-            rows = [part.get(name, part["final"]) for part in parts if part is not None]
-            return torch.stack([F.pad(row, (0, 0, 0, width - len(row))) for row in rows])
+            rows = [piece.get(name, piece["final"]) for piece in pieces]
+            rows = [F.pad(row, (0, 0, 0, width - len(row))) for row in rows]
+            return torch.stack(rows).to(device)  # type: ignore[arg-type]
 
-        ids, learn = windows.ids.to(device), windows.learn.to(device)
-        features = padded("features")
-        return Observed(ids, learn, self._embedding(ids), features, padded("final"), None)
+        ids, learn = windows.ids.to(device), windows.learn.to(device)  # type: ignore[arg-type]
+        return Observed(ids, learn, self._embedding(ids), padded("features"), padded("final"), None)
 
     def _file(self, number: int) -> Path:
         return self._folder / f"{number // 1000:04d}" / f"{number:07d}.safetensors"
 
-    def _read(self, number: int, device: torch.device) -> dict[str, torch.Tensor] | None:
-        file = self._file(number)
-        if file.is_file():
-            with suppress(ModelLoadError):  # damaged: it is made again
+    def _read(self, file: Path) -> dict[str, torch.Tensor] | None:
+        with suppress(ModelLoadError):  # damaged: it is made again
+            if file.is_file():
                 verify(file)
-                return load_file(file, device=str(device))
+                return load_file(file)
         return None
 
-    def _write(self, number: int, seen: Observed, row: int, length: int) -> None:
+    def _write(self, windows: Windows, row: int, seen: Observed) -> None:
+        file, length = self._file(windows.numbers[row]), windows.lengths[row]
         tensors = {"final": seen.final[row, :length].contiguous()}
         if seen.features is not seen.final:
             tensors["features"] = seen.features[row, :length].contiguous()
-        file = self._file(number)
         with telling("the cached features", file):
             file.parent.mkdir(exist_ok=True)
+
+        def made_here(path: Path) -> bool:
+            return is_claimed(self._folder)
+
         content = {file: as_bytes(tensors)[0]}
-        replace_files(content, "the cached features", _is_cached, durable=False)
+        replace_files(content, "the cached features", made_here, durable=False)

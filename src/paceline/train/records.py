@@ -16,7 +16,7 @@ from paceline.errors import DataError
 # What a record may hold, in the order in which it is looked for.
 FORMS = ("ids", "messages", "conversations", "turns", "text")
 _NAMED = 3  # refused lines that are told one by one
-_TICK = 64  # lines between two words on how far the reading is
+_TICK = 64  # lines between two reports of progress
 
 
 class RefusedError(Exception):

@@ -11,8 +11,8 @@ END_OF_TURN = "<|end|>"
 ROLE_TOKENS = {role: f"<|{role}|>" for role in ("system", "user", "assistant")}
 SPECIAL_TOKENS = [END_OF_TEXT, END_OF_TURN, *ROLE_TOKENS.values()]
 
-# One special token opens a turn and one closes it, with no blanks between: short, and the same
-# strings that `data.render` writes for the training conversations.
+# One special token opens a turn and one closes it, with no blanks between: short, and what
+# `chat.own_text` writes.
 CHAT_TEMPLATE = (
     "{{ bos_token }}{% for message in messages %}"
     "{% if message['role'] not in ['system', 'user', 'assistant'] %}"

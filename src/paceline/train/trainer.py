@@ -8,11 +8,9 @@ from __future__ import annotations
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator
-from contextlib import suppress
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import Any, Protocol
-from zipfile import ZipFile
+from typing import Any
 
 import torch
 from torch import nn
@@ -20,88 +18,15 @@ from transformers import PreTrainedModel, PreTrainedTokenizerFast
 
 from paceline.core.stages import stage
 from paceline.errors import ConfigError, DataError
-from paceline.files import telling, write_aside
-from paceline.files.ownership import check_folder, clear_killed
+from paceline.files.ownership import check_folder
 from paceline.model.loading import resolve_device, weight_files
 from paceline.model.tensorfile import seal
 from paceline.train.acceptance import AcceptanceCounts, WrittenText, total, written_texts
+from paceline.train.checkpoint import previous, read_state, write_state
 from paceline.train.configs import HeldOutConfig, TrainConfig
-from paceline.train.group import ProcessGroup
+from paceline.train.optim import MasterOptimizer
+from paceline.train.parallel import add_up
 from paceline.train.records import Source
-
-# -- what an interrupted run leaves behind ---------------------------------------------------------
-# One file. It is replaced as a whole, its predecessor stays beside it until the run has ended, and
-# the archive has a checksum of every record: a run goes on from nothing else than what was saved.
-
-_NEEDED = {"config", "optimizer", "step", "history"}
-
-
-def previous(file: Path) -> Path:
-    """Where the state before the last one is: run/checkpoint.previous.pt."""
-    return file.with_name(f"{file.stem}.previous{file.suffix}")
-
-
-def write_state(file: Path, state: dict[str, Any]) -> None:
-    """Replace the state of a run; the old one becomes the previous one. Raises WriteError."""
-    what = "the checkpoint"
-    with telling(what, file):
-        file.parent.mkdir(parents=True, exist_ok=True)
-    clear_killed(file)
-    with write_aside(file, what, lambda _: _holds_run(file), previous=previous(file)) as sink:
-        torch.save(state, sink)
-
-
-def _holds_run(file: Path) -> bool:
-    """Whether the state of a run or the one before it is ours; the other may be damaged."""
-    for path in (file, previous(file)):
-        with suppress(Exception), ZipFile(path) as archive:  # damage may raise anything
-            pickled = next(name for name in archive.namelist() if name.endswith("data.pkl"))
-            content = archive.read(pickled)
-            if all(name.encode() in content for name in _NEEDED):
-                return True
-    return False
-
-
-def read_state(file: Path) -> tuple[dict[str, Any] | None, str]:
-    """The last state of a run that is whole, on the CPU, and a note if it is not the last one.
-
-    None if there is none at all. Raises ConfigError, saying what is damaged, if none is whole.
-    """
-    reason = ""
-    for path in (file, previous(file)):
-        if not path.is_file():
-            continue
-        try:
-            state = _read(path)
-        except _DamagedError as damage:
-            reason = reason or f"{path} is damaged ({damage})"
-            continue
-        note = f"{reason or f'there is no {file}'}; going on from {path.name}, the one before it"
-        return state, note if path != file else ""
-    if reason:
-        raise ConfigError(f"{reason}; delete it to start anew")
-    return None, ""
-
-
-class _DamagedError(Exception):
-    pass
-
-
-def _read(file: Path) -> dict[str, Any]:
-    try:
-        with ZipFile(file) as archive:
-            record = archive.testzip()  # torch.load does not look at the checksums
-        state = torch.load(file, map_location="cpu", weights_only=True)
-    except Exception:  # flipped bits in a pickle may raise anything
-        raise _DamagedError("it cannot be read") from None
-    if record is not None:
-        raise _DamagedError(f"{record} does not match its checksum")
-    if not isinstance(state, dict):
-        raise _DamagedError("it is not the state of a run")
-    state.pop("sha256", None)  # of an earlier version
-    if not _NEEDED <= set(state) <= _NEEDED | {"kind"}:
-        raise _DamagedError("it is not the state of a run")
-    return state
 
 
 def save_model(model: PreTrainedModel, tokenizer: PreTrainedTokenizerFast, folder: Path) -> None:
@@ -112,28 +37,6 @@ def save_model(model: PreTrainedModel, tokenizer: PreTrainedTokenizerFast, folde
         seal(file)
 
 
-class Optimizer(Protocol):
-    """What a trainer asks of its optimizer; ``MasterOptimizer`` is one."""
-
-    def step(self, scale: float) -> float: ...
-
-    def state_dict(self) -> dict[str, Any]: ...
-
-    def load_state_dict(self, state: dict[str, Any]) -> None: ...
-
-
-@dataclass
-class Progress:
-    """What the training reports after every step; the last two only when measured."""
-
-    step: int
-    steps: int
-    loss: float
-    tokens_per_second: float
-    validation: dict[str, float] = field(default_factory=dict)  # nats per token, by file
-    acceptance: dict[str, AcceptanceCounts] = field(default_factory=dict)  # of a draft, by file
-
-
 def learning_rate_scale(step: int, steps: int, warmup: int) -> float:
     """Linear warm-up, then linear decay to zero at the last step."""
     if step < warmup:
@@ -142,9 +45,29 @@ def learning_rate_scale(step: int, steps: int, warmup: int) -> float:
 
 
 def run_name(model: str) -> str:
-    """A model without its folders: ``runs/target/model`` is "target"."""
+    """A model without its folders: ``runs/target/model`` is "target"; other names as they are."""
     path = Path(model)
+    if not path.exists():
+        return model
     return path.parent.name if path.name == "model" else path.name
+
+
+@dataclass
+class Progress:
+    """What the training reports after every step; the last two only when measured."""
+
+    step: int
+    loss: float
+    tokens_per_second: float
+    validation: dict[str, float] = field(default_factory=dict)  # nats per token, by file
+    acceptance: dict[str, AcceptanceCounts] = field(default_factory=dict)  # of a draft, by file
+
+    @property
+    def entry(self) -> dict[str, Any]:
+        """What the history of a run keeps of it: plain values."""
+        acceptance = {name: counts.to_dict() for name, counts in self.acceptance.items()}
+        figures = {"validation": self.validation, "acceptance": acceptance}
+        return {"step": self.step, "loss": self.loss, **figures}
 
 
 class Trainer(ABC):
@@ -152,15 +75,17 @@ class Trainer(ABC):
 
     A kind of training says what it loads (``prepare``), what it learns (``learner``), its losses,
     what it measures (``evaluate``) and how its result is written. Raises PacelineError, before
-    anything is written, for models, data or options that cannot be used.
+    anything but token streams is written, for models, data or options that cannot be used.
     """
 
     result = "model"  # where the result goes, below ``out``
     noun = "model"  # what it is
     spec: str | None = None  # what stands before its folder in ``--draft``; None: it is no draft
     measured = "validation"  # which of the history's measurements tells how good it is
+    alone = ""  # why only one process can train it; empty if several can
+    rank, ranks = 0, 1  # of the processes that train it together: see train/parallel.py
 
-    optimizer: Optimizer
+    optimizers: list[MasterOptimizer]  # the first is that of ``learner``
     tokenizer: PreTrainedTokenizerFast
 
     def __init__(
@@ -168,7 +93,6 @@ class Trainer(ABC):
     ) -> None:
         self.config, self.out, self.compiled = config, out, compiled
         self.check()
-        self.group = ProcessGroup()  # with others: see train/parallel.py
         self.device = resolve_device(device)
         self.sources = [Source.parse(spec) for spec in config.data]
         self.valid_sources = [Source.parse(spec) for spec in config.valid]
@@ -178,37 +102,34 @@ class Trainer(ABC):
         check_folder(self.out / self.result, f"the {self.noun}")  # before the hours of training
         self.prepare()
         if saved is not None:
-            self.optimizer.load_state_dict(saved["optimizer"])
+            for optimizer, state in zip(self.optimizers, saved["optimizers"], strict=True):
+                optimizer.load_state_dict(state)
             self.step, self.history = saved["step"], saved["history"]
 
     # -- what a kind of training says --------------------------------------------------------------
 
-    def check(self) -> None:
-        """Raise ConfigError for options that make no sense; before anything is read."""
-        if not 0 <= self.config.argmax_weight <= 1:
-            raise ConfigError("argmax_weight is a share: use a number from 0 to 1")
+    def check(self) -> None:  # noqa: B027
+        """Raise ConfigError for options that do not fit together; before anything is read."""
 
     @abstractmethod
     def prepare(self) -> None:
-        """Load and make everything, ``optimizer`` and ``tokenizer`` among it."""
+        """Load and make everything, ``optimizers`` and ``tokenizer`` among it."""
 
     @property
     @abstractmethod
     def learner(self) -> nn.Module:
         """What is trained, and written in the end."""
 
-    @property
-    def alone(self) -> str:
-        """Why only one process can train it; empty if several can."""
-        return ""
-
     @abstractmethod
     def losses(self) -> Iterator[torch.Tensor]:
         """This process's share of the step's mean loss in parts, one forward each."""
 
-    def evaluate(self, progress: Progress) -> dict[str, Any]:
-        """Measure on held-out data into ``progress``; returns what the history keeps."""
-        return {"step": self.step, "loss": progress.loss}
+    def update(self, scale: float) -> None:
+        """Apply the gradients of a step, at ``scale`` times the peak rates."""
+        self.optimizers[0].step(scale)
+
+    def evaluate(self, progress: Progress) -> None:  # noqa: B027
+        """Measure on held-out data into ``progress``."""
 
     @abstractmethod
     def write_result(self) -> Path:
@@ -228,13 +149,12 @@ class Trainer(ABC):
         saved, self.note = read_state(self.checkpoint)
         if saved is None:
             return None
-        kind = type(self).__name__
         before, present = saved["config"], asdict(self.config)
         # The length of the schedule may change on resumption; anything else would be another run.
         differing = sorted(
             key for key in present if key != "steps" and before.get(key) != present[key]
         )
-        if differing or saved.get("kind", kind) != kind:
+        if differing or saved["kind"] != type(self).__name__:
             what = f"other options ({', '.join(differing)})" if differing else "another kind"
             raise ConfigError(f"{self.out} holds a run with {what}; use another --out or delete it")
         return saved
@@ -244,7 +164,7 @@ class Trainer(ABC):
         state = {
             "kind": type(self).__name__,
             "config": asdict(self.config),
-            "optimizer": self.optimizer.state_dict(),
+            "optimizers": [optimizer.state_dict() for optimizer in self.optimizers],
             "step": self.step,
             "history": self.history,
         }
@@ -257,18 +177,15 @@ class Trainer(ABC):
         every = self.config.long_every
         return every > 0 and step % every == every - 1
 
-    def learnt(self) -> list[nn.Parameter]:
-        """What the processes of a group add up the gradients of."""
-        return list(self.learner.parameters())
-
     def train_step(self) -> float:
         """One optimizer step; returns the mean loss over what is to be learnt."""
         total_loss = 0.0
         for loss in self.losses():
             loss.backward()  # type: ignore[no-untyped-call]
             total_loss += float(loss.detach())
-        total_loss = self.group.add_up(self.learnt(), total_loss)
-        self.optimizer.step(learning_rate_scale(self.step, self.config.steps, self.config.warmup))
+        if self.ranks > 1:
+            total_loss = add_up(list(self.learner.parameters()), total_loss)
+        self.update(learning_rate_scale(self.step, self.config.steps, self.config.warmup))
         self.step += 1
         return total_loss
 
@@ -284,9 +201,10 @@ class Trainer(ABC):
             start = time.monotonic()
             loss = self.train_step()
             speed = self.config.batch_tokens / (time.monotonic() - start)
-            progress = Progress(self.step, self.config.steps, loss, speed)
+            progress = Progress(self.step, loss, speed)
             if self.step % eval_every == 0 or self.step == self.config.steps:
-                self.history.append(self.evaluate(progress))
+                self.evaluate(progress)
+                self.history.append(progress.entry)
             on_progress(progress)
             if time.monotonic() - saved > save_seconds:
                 self.save_checkpoint()
@@ -319,11 +237,9 @@ class DraftingTrainer(Trainer):
     def acceptance_of(self, text: WrittenText) -> AcceptanceCounts:
         """What the target would take of drafts for one of its texts."""
 
-    def evaluate(self, progress: Progress) -> dict[str, Any]:
-        record = super().evaluate(progress)
+    def evaluate(self, progress: Progress) -> None:
+        super().evaluate(progress)
         progress.acceptance = self.measure()
-        parts = {name: part.to_dict() for name, part in progress.acceptance.items()}
-        return {**record, "acceptance": parts}
 
     @torch.no_grad()
     def measure(self) -> dict[str, AcceptanceCounts]:

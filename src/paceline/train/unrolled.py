@@ -7,13 +7,12 @@ others, such as a prompt's, are read once, because later places attend to them.
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
 import torch.nn.functional as F
 
-_CHUNK = 64  # rows whose probabilities over a vocabulary of ten thousand stay in a core's cache
+from paceline.train.losses import soft_cross_entropy
 
 
 @dataclass(frozen=True)
@@ -160,59 +159,6 @@ class UnrolledAttention:
         return out
 
 
-class _DistributionLoss(torch.autograd.Function):
-    """Weighted cross-entropy against probabilities, its gradient made in the same pass.
-
-    Row by row in chunks, so that nothing as large as float32 logits of all rows is kept or read
-    twice: over a vocabulary of 8,192 that is what the loss would spend its time on.
-    """
-
-    @staticmethod
-    def forward(
-        ctx: torch.autograd.function.FunctionCtx,
-        logits: torch.Tensor,
-        probs: torch.Tensor,
-        index: torch.Tensor,
-        weights: torch.Tensor,
-    ) -> torch.Tensor:
-        gradient = torch.empty_like(logits)
-        total = torch.zeros((), dtype=torch.float32, device=logits.device)
-        for start in range(0, len(logits), _CHUNK):
-            rows = slice(start, start + _CHUNK)
-            distribution = probs[index[rows]].float()
-            weight = weights[rows]
-            logs = logits[rows].float().log_softmax(-1)
-            total -= (torch.linalg.vecdot(distribution, logs) * weight).sum()
-            gradient[rows] = logs.exp_().sub_(distribution).mul_(weight[:, None])
-        ctx.save_for_backward(gradient)
-        return total
-
-    @staticmethod
-    def backward(
-        ctx: torch.autograd.function.FunctionCtx, grad: torch.Tensor
-    ) -> tuple[torch.Tensor | None, ...]:
-        (gradient,) = ctx.saved_tensors  # type: ignore[attr-defined]
-        return gradient * grad.to(gradient.dtype), None, None, None
-
-
-def soft_cross_entropy(
-    logits: torch.Tensor, probs: torch.Tensor, index: torch.Tensor, weights: torch.Tensor
-) -> torch.Tensor:
-    """``sum_n weights[n] * H(distributions[index[n]], softmax(logits[n]))``, float32.
-
-    ``logits [N, V]``, ``distributions [M, V]`` that sum to one, ``index`` int64 ``[N]``,
-    ``weights`` float32 ``[N]``. Only the logits get a gradient.
-    """
-    result: torch.Tensor = _DistributionLoss.apply(logits, probs, index, weights)  # type: ignore[no-untyped-call]
-    return result
-
-
-def falling(decay: float, count: int) -> list[float]:
-    """Weights of steps or heads, each ``decay`` times the one before, that sum to one."""
-    weights = [decay**k for k in range(count)]
-    return [weight / sum(weights) for weight in weights]
-
-
 def loss_ahead(
     places: DraftStarts,
     count: int,
@@ -230,25 +176,3 @@ def loss_ahead(
     wanted = places.inside(2 + count) & learn[places.ahead(2 + count)]
     index = row_of[places.ahead(1 + count)]
     return soft_cross_entropy(logits, probs, index, wanted.float() / len(wanted))
-
-
-def mixed_probs(
-    count: int, logits_of: Callable[[slice], torch.Tensor], share: float
-) -> torch.Tensor:
-    """Probabilities of ``count`` rows of logits, ``share`` of them moved to the likeliest token,
-    in the logits' dtype ``[count, V]``.
-
-    ``logits_of(rows)`` makes the logits of some rows: all at once they may be large.
-    """
-    parts = []
-    for start in range(0, count, 4 * _CHUNK):
-        logits = logits_of(slice(start, min(count, start + 4 * _CHUNK)))
-        distribution = logits.float().softmax(-1)
-        if share:
-            best = logits.argmax(-1, keepdim=True)
-            spike = torch.full(
-                best.shape, share, dtype=distribution.dtype, device=distribution.device
-            )
-            distribution = distribution.mul_(1 - share).scatter_add_(1, best, spike)
-        parts.append(distribution.to(logits.dtype))
-    return torch.cat(parts)

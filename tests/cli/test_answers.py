@@ -5,20 +5,17 @@ from __future__ import annotations
 import json
 from collections import deque
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
-from paceline import DataError
-from paceline.train.answers import (
-    FOLLOW_UPS,
-    AnswerJob,
-    AnswerWriter,
-    PromptSelection,
-    WrittenAnswer,
-    jobs_of,
-)
-from paceline.train.data import Source, encode_stream
+from paceline import DataError, SamplingParams
+from paceline.cli.sample import AnswerWriter
+from paceline.train.configs import PromptSelection
+from paceline.train.data import encode_stream
+from paceline.train.prompts import FOLLOW_UPS, Prompt, prompts_of
+from paceline.train.records import Source
 from paceline.train.tokenizer import train_tokenizer
 from support.tiny_models import SENTENCES
 
@@ -27,23 +24,33 @@ END = TOKENIZER.convert_tokens_to_ids("<|end|>")
 
 
 class Echo:
-    """Answers each prompt after as many steps as it is long; at most ``batch`` are under way."""
+    """An LLM that answers one prompt a step, in turn."""
 
-    def __init__(self, batch: int = 2, finish: str = "stop") -> None:
-        self.batch, self.finish = batch, finish
-        self.queue: deque[tuple[int, list[int]]] = deque()
+    tokenizer = TOKENIZER
+
+    def __init__(self, finish: str = "stop") -> None:
+        self.finish = finish
+        self.queue: deque[Any] = deque()
         self.seen: list[list[int]] = []
         self.most = 0
 
-    def add(self, number: int, token_ids: list[int]) -> None:
-        self.queue.append((number, token_ids))
-        self.seen.append(token_ids)
+    def prepare(self, token_ids: list[int], params: SamplingParams, streams: bool) -> list[Any]:
+        return [SimpleNamespace(token_ids=token_ids, completion=None)]
 
-    def step(self) -> list[WrittenAnswer]:
+    def enqueue(self, requests: list[Any]) -> None:
+        self.queue.extend(requests)
+        self.seen += [request.token_ids for request in requests]
+
+    def release(self, requests: list[Any]) -> None:
+        assert all(request.completion is not None for request in requests)
+
+    def step(self) -> None:
         self.most = max(self.most, len(self.queue))
-        number, _ = self.queue.popleft()
-        words = TOKENIZER.encode(f"answer {number}", add_special_tokens=False)
-        return [WrittenAnswer(number, [] if self.finish == "error" else [*words, END], self.finish)]
+        request = self.queue.popleft()
+        answer = f"answer {len(request.token_ids)}"
+        words = TOKENIZER.encode(answer, add_special_tokens=False)
+        ids = [] if self.finish == "error" else [*words, END]
+        request.completion = SimpleNamespace(token_ids=ids, finish_reason=self.finish)
 
 
 def prompts(folder: Path, *records: Any) -> list[Source]:
@@ -58,23 +65,23 @@ def question(text: str) -> dict[str, Any]:
 
 
 def write(
-    jobs: list[AnswerJob], decoder: Echo, kept: tuple[str, ...] = (), max_prompt: int = 99
+    jobs: list[Prompt], llm: Any, kept: tuple[str, ...] = (), max_prompt: int = 99
 ) -> list[dict[str, Any]]:
     lines: list[str] = []
-    writer = AnswerWriter(decoder, TOKENIZER, max_prompt, 0.5, lines.append)
-    assert writer.write(jobs, decoder.batch, kept) == len(lines)
+    writer = AnswerWriter(llm, SamplingParams(temperature=0.5), max_prompt, lines.append)
+    assert writer.write(jobs, 2, kept) == len(lines)
     return [json.loads(line) for line in lines]
 
 
 def test_every_question_is_answered_once_and_reads_back(tmp_path: Path) -> None:
     sources = prompts(tmp_path, *(question(f"What is {n}?") for n in range(9)))
-    jobs = jobs_of(sources, TOKENIZER, PromptSelection())
-    assert jobs == jobs_of(sources, TOKENIZER, PromptSelection())
+    jobs = prompts_of(sources, TOKENIZER, PromptSelection())
+    assert jobs == prompts_of(sources, TOKENIZER, PromptSelection())
     records = write(jobs, Echo())
     assert sorted(record["job"] for record in records) == list(range(9))
     for record in records:
-        text = f"<|user|>What is {record['job']}?<|end|><|assistant|>answer {record['job']}<|end|>"
-        assert record["text"] == f"<|endoftext|>{text}"
+        asked = f"<|endoftext|><|user|>What is {record['job']}?<|end|><|assistant|>"
+        assert record["text"] == f"{asked}answer {record['prompt']}<|end|>"
         assert record["license"], record["source"] == ("MIT", "us")
         assert (record["temperature"], record["finish"], record["task"]) == (0.5, "stop", "chat")
     file = tmp_path / "answers.jsonl"
@@ -82,46 +89,47 @@ def test_every_question_is_answered_once_and_reads_back(tmp_path: Path) -> None:
     stream = encode_stream(file, TOKENIZER)
     assert TOKENIZER.decode(stream.ids) == "".join(record["text"] for record in records)
     said = TOKENIZER.decode(stream.ids[stream.learn])
-    assert said == "".join(f"answer {record['job']}<|end|>" for record in records)
+    assert said == "".join(f"answer {record['prompt']}<|end|>" for record in records)
 
 
 def test_prompts_of_like_length_are_decoded_together(tmp_path: Path) -> None:
     sources = prompts(tmp_path, *(question("the dog " * (n % 8)) for n in range(8)))
-    decoder = Echo(batch=2)
-    write(jobs_of(sources, TOKENIZER, PromptSelection()), decoder)
-    lengths = [len(ids) for ids in decoder.seen]
+    llm = Echo()
+    write(prompts_of(sources, TOKENIZER, PromptSelection()), llm)
+    lengths = [len(ids) for ids in llm.seen]
     assert lengths == sorted(lengths)
-    assert decoder.most <= 4 * 2 + 1
+    assert llm.most <= 4 * 2 + 1
 
 
 def test_so_many_prompts_and_none_that_are_too_long(tmp_path: Path) -> None:
     sources = prompts(tmp_path, question("the dog " * 40), *map(question, "abcdef"))
-    jobs = jobs_of(sources, TOKENIZER, PromptSelection(max_prompt=20))
+    jobs = prompts_of(sources, TOKENIZER, PromptSelection(max_prompt=20))
     assert len(jobs) == 6
-    few = jobs_of(sources, TOKENIZER, PromptSelection(count=3, max_prompt=20))
+    few = prompts_of(sources, TOKENIZER, PromptSelection(count=3, max_prompt=20))
     assert len(few) == 3
     assert {job.number for job in few} <= {job.number for job in jobs}
     with pytest.raises(DataError, match=r"no prompt that can be answered: line 1: it has \d+ tok"):
-        jobs_of(sources, TOKENIZER, PromptSelection(max_prompt=2))
+        prompts_of(sources, TOKENIZER, PromptSelection(max_prompt=2))
 
 
 def test_questions_of_several_turns_are_asked_to_the_end(tmp_path: Path) -> None:
     sources = prompts(tmp_path, {"question_id": 1, "turns": ["One?", "Two?", "Three?"]})
-    records = write(jobs_of(sources, TOKENIZER, PromptSelection()), Echo())
+    records = write(prompts_of(sources, TOKENIZER, PromptSelection()), Echo())
     assert [record["turn"] for record in records] == [1, 2, 3]
     assert records[2]["text"].startswith(records[1]["text"] + "<|user|>Three?<|end|>")
-    cut = write(jobs_of(sources, TOKENIZER, PromptSelection()), Echo(finish="length"))
+    cut = write(prompts_of(sources, TOKENIZER, PromptSelection()), Echo(finish="length"))
     assert len(cut) == 1  # an answer without an end is not asked about
-    long = write(jobs_of(sources, TOKENIZER, PromptSelection()), Echo(), max_prompt=20)
+    long = write(prompts_of(sources, TOKENIZER, PromptSelection()), Echo(), max_prompt=20)
     assert len(long) == 1
 
 
 def test_a_share_of_the_answers_is_asked_about(tmp_path: Path) -> None:
     sources = prompts(tmp_path, *(question(f"What is {n}?") for n in range(100)))
-    jobs = jobs_of(sources, TOKENIZER, PromptSelection(follow_ups=0.3))
-    asked = [job for job in jobs if job.later]
+    jobs = prompts_of(sources, TOKENIZER, PromptSelection(follow_ups=0.3))
+    later = [job.talk.later for job in jobs if job.talk is not None]
+    asked = [questions[0] for questions in later if questions]
     assert 15 <= len(asked) <= 45
-    assert {job.later[0] for job in asked} <= set(FOLLOW_UPS)
+    assert set(asked) <= set(FOLLOW_UPS)
     records = write(jobs, Echo(), max_prompt=200)
     assert sum(record["turn"] == 2 for record in records) == len(asked)
 
@@ -132,7 +140,7 @@ def test_a_run_goes_on_where_it_stopped(tmp_path: Path, cut: int) -> None:
     sources = prompts(
         tmp_path, question("One?"), {"question_id": 1, "turns": ["A?", "B?", "C?"]}, question("Z?")
     )
-    jobs = jobs_of(sources, TOKENIZER, PromptSelection())
+    jobs = prompts_of(sources, TOKENIZER, PromptSelection())
     whole = write(jobs, Echo())
     kept = tuple(json.dumps(record) for record in whole[:cut])
     rest = write(jobs, Echo(), kept)
@@ -144,15 +152,18 @@ def test_a_run_goes_on_where_it_stopped(tmp_path: Path, cut: int) -> None:
 
 
 def test_answers_that_fail_are_no_records(tmp_path: Path) -> None:
-    jobs = jobs_of(prompts(tmp_path, question("One?")), TOKENIZER, PromptSelection())
-    writer = AnswerWriter(Echo(finish="error"), TOKENIZER, 99, 0.0, lambda line: pytest.fail(line))
+    jobs = prompts_of(prompts(tmp_path, question("One?")), TOKENIZER, PromptSelection())
+    llm: Any = Echo(finish="error")
+    writer = AnswerWriter(llm, SamplingParams(), 99, lambda line: pytest.fail(line))
     assert writer.write(jobs, 2) == 0
     assert writer.failed == 1
 
 
 def test_texts_are_continued_and_conversations_in_texts_opened(tmp_path: Path) -> None:
     texts = [{"text": text, "license": "MIT"} for text in SENTENCES]
-    jobs = jobs_of(prompts(tmp_path, *texts), TOKENIZER, PromptSelection(count=3, longest=12))
+    selection = PromptSelection(count=3, longest=12)
+    jobs = prompts_of(prompts(tmp_path, *texts), TOKENIZER, selection)
     assert len(jobs) == 3
     assert all(len(job.token_ids) == 12 for job in jobs)
+    assert jobs == prompts_of(prompts(tmp_path, *texts), TOKENIZER, selection)
     assert all(job.source.startswith("continued from") for job in jobs)

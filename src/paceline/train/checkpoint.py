@@ -1,0 +1,74 @@
+"""What an interrupted run leaves behind: one file, which is replaced as a whole.
+
+Its predecessor stays beside it until the run has ended, and the archive has a checksum of every
+record: a run goes on from nothing else than what was saved.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+from zipfile import ZipFile
+
+import torch
+
+from paceline.errors import ConfigError
+from paceline.files import telling, write_aside
+from paceline.files.ownership import clear_killed
+
+_KEYS = {"kind", "config", "optimizers", "step", "history"}
+
+
+class _DamagedError(Exception):
+    pass
+
+
+def previous(file: Path) -> Path:
+    """Where the state before the last one is: run/checkpoint.previous.pt."""
+    return file.with_name(f"{file.stem}.previous{file.suffix}")
+
+
+def write_state(file: Path, state: dict[str, Any]) -> None:
+    """Replace the state of a run; the old one becomes the previous one. Raises WriteError."""
+    what = "the checkpoint"
+    with telling(what, file):
+        file.parent.mkdir(parents=True, exist_ok=True)
+    clear_killed(file)
+    # Whoever replaces a state has read what was there when the run began: it was one.
+    with write_aside(file, what, None, previous=previous(file)) as sink:
+        torch.save(state, sink)
+
+
+def read_state(file: Path) -> tuple[dict[str, Any] | None, str]:
+    """The last state of a run that is whole, on the CPU, and a note if it is not the last one.
+
+    None if there is none at all. Raises ConfigError, saying what is damaged, if none is whole.
+    """
+    reason = ""
+    for path in (file, previous(file)):
+        if not path.is_file():
+            continue
+        try:
+            state = _read(path)
+        except _DamagedError as damage:
+            reason = reason or f"{path} is damaged ({damage})"
+            continue
+        note = f"{reason or f'there is no {file}'}; going on from {path.name}, the one before it"
+        return state, note if path != file else ""
+    if reason:
+        raise ConfigError(f"{reason}; delete it to start anew")
+    return None, ""
+
+
+def _read(file: Path) -> dict[str, Any]:
+    try:
+        with ZipFile(file) as archive:
+            record = archive.testzip()  # torch.load does not look at the checksums
+        state = torch.load(file, map_location="cpu", weights_only=True)
+    except Exception:  # flipped bits in a pickle may raise anything
+        raise _DamagedError("it cannot be read") from None
+    if record is not None:
+        raise _DamagedError(f"{record} does not match its checksum")
+    if not isinstance(state, dict) or set(state) != _KEYS:
+        raise _DamagedError("it is not the state of a run")
+    return state

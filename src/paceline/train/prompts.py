@@ -1,0 +1,176 @@
+"""What a target is asked: the questions of conversations and the beginnings of texts.
+
+A draft is judged on the target's own text, not on the corpus (DistillSpec, Zhou et al. 2023,
+arXiv 2310.08461: on-policy data raise acceptance), so the target answers or continues these.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from heapq import nsmallest
+from itertools import count as numbers
+from typing import Any
+
+import numpy as np
+from transformers import PreTrainedTokenizerFast
+
+from paceline.core.params import is_unicode
+from paceline.core.stages import stage
+from paceline.errors import DataError
+from paceline.train.chat import HALF_A_PAIR, ChatWriter, Conversation, conversation_of
+from paceline.train.configs import PromptSelection
+from paceline.train.records import Refusals, RefusedError, Source, numbered_records, read_records
+
+# What is asked about an answer, where a conversation has no further question of its own.
+FOLLOW_UPS = (
+    "Rewrite your previous response in fewer words.",
+    "Can you explain that again, in simpler words?",
+    "Now rewrite it as a list of bullet points.",
+    "Are you sure? Check your answer step by step.",
+    "Give me one more example.",
+    "Translate the main idea into a single sentence.",
+    "What would change if the numbers were doubled?",
+    "Write a short poem about it.",
+    "Please make it more detailed.",
+    "Modify your answer so that a child understands it.",
+)
+_TEXTS = 1000  # beginnings of texts, where no count is given
+_SHORTEST = 12  # tokens of one
+
+
+@dataclass(frozen=True)
+class Prompt:
+    """``token_ids`` to go on from; of a conversation its messages, and what is asked ``later``."""
+
+    token_ids: list[int]
+    source: str
+    license: str
+    task: str = ""
+    talk: Conversation | None = None
+    number: int = 0
+
+
+def prompts_of(
+    sources: Sequence[Source], tokenizer: PreTrainedTokenizerFast, selection: PromptSelection
+) -> list[Prompt]:
+    """The numbered prompts of all files in random order; the same for the same files and selection.
+
+    Files share ``selection.count`` by weight. Raises DataError.
+    """
+    total = sum(source.weight for source in sources)
+    prompts: list[Prompt] = []
+    for number, source in enumerate(sources):
+        wanted = selection.count
+        if wanted is None and not _holds_conversations(source, selection):
+            wanted = _TEXTS
+        count = None if wanted is None else round(wanted * source.weight / total)
+        seed = (selection.seed, number)
+        prompts += prompts_of_file(source, tokenizer, replace(selection, count=count), seed)
+    order = np.random.default_rng(selection.seed).permutation(len(prompts))
+    return [replace(prompts[index], number=int(index)) for index in order]
+
+
+def _holds_conversations(source: Source, selection: PromptSelection) -> bool:
+    """Going by its first record."""
+    for record in read_records(source.path, selection.exclude_licenses):
+        return all(record.get(name) is None for name in ("ids", "text"))
+    return False
+
+
+def prompts_of_file(
+    source: Source,
+    tokenizer: PreTrainedTokenizerFast,
+    selection: PromptSelection,
+    seed: Sequence[int],
+    any_turn: bool = False,
+) -> list[Prompt]:
+    """``selection.count`` prompts of a file (None: all), of random records.
+
+    A conversation is opened at its last question or, with ``any_turn``, before a random answer;
+    other text after a random number of tokens; ids after their prompt. Raises DataError if no
+    record can be used.
+    """
+    wanted = selection.count
+    if wanted == 0:
+        return []
+    rng = np.random.default_rng(seed)
+    opener = _Opener(tokenizer, selection, rng, any_turn)
+    refused = Refusals(source.path)
+    prompts: list[Prompt] = []
+    what = f"reading the prompts of {source.path.name}"
+    with stage(what, total=wanted, unit="prompts") as doing:
+        records = numbered_records(source.path, selection.exclude_licenses, refused)
+        if wanted is not None:  # twice as many and some more: not all can be used
+            keyed = zip(iter(rng.random, None), numbers(), records)
+            records = (item for *_, item in nsmallest(2 * wanted + 64, keyed))
+        for line, record in records:
+            if len(prompts) == wanted:
+                break
+            try:
+                prompts.append(opener.prompt(record))
+            except RefusedError as why:
+                refused.add(line, str(why))
+            doing.advance()
+    if not prompts:
+        raise DataError(f"{source.path} has no prompt that can be answered: {refused.named}")
+    refused.report(len(prompts))
+    return prompts
+
+
+class _Opener:
+    """Makes prompts of records."""
+
+    def __init__(
+        self,
+        tokenizer: PreTrainedTokenizerFast,
+        selection: PromptSelection,
+        rng: np.random.Generator,
+        any_turn: bool,
+    ) -> None:
+        self._tokenizer, self._writer = tokenizer, ChatWriter(tokenizer)
+        self._selection, self._rng, self._any_turn = selection, rng, any_turn
+
+    def prompt(self, record: dict[str, Any]) -> Prompt:
+        """Raises RefusedError."""
+        source, licence = str(record.get("source", "")), str(record.get("license", ""))
+        talk = conversation_of(record)
+        if talk is None:
+            return Prompt(self._beginning(record), f"continued from {source}", licence)
+        if not talk.openings:
+            raise RefusedError("it has no message of a user to answer")
+        turns = self._rng.permutation(talk.openings) if self._any_turn else talk.openings[-1:]
+        turn, ids = self._first_fitting(talk, [int(turn) for turn in turns])
+        later = talk.later
+        if not later and self._rng.random() < self._selection.follow_ups:
+            later = (FOLLOW_UPS[int(self._rng.integers(len(FOLLOW_UPS)))],)
+        task = str(record.get("task", record.get("category", "")))
+        talk = replace(talk, messages=talk.messages[:turn], later=later)
+        return Prompt(ids, source, licence, task, talk)
+
+    def _first_fitting(self, talk: Conversation, turns: Sequence[int]) -> tuple[int, list[int]]:
+        """The first of these numbers of messages that is no longer than a prompt may be."""
+        for turn in turns:
+            ids = self._writer.prompt_ids(talk, turn)
+            if len(ids) <= self._selection.max_prompt:
+                return turn, ids
+        raise RefusedError(f"it has {len(ids)} tokens, more than --max-prompt")
+
+    def _beginning(self, record: dict[str, Any]) -> list[int]:
+        prompt, text = record.get("prompt"), record.get("text")
+        if isinstance(record.get("ids"), list) and isinstance(prompt, int) and prompt:
+            given: list[int] = record["ids"][:prompt]
+            if not all(isinstance(token, int) for token in given):
+                raise RefusedError("its ids are not a list of whole numbers")
+            if len(given) > self._selection.max_prompt:
+                raise RefusedError(f"its prompt has {len(given)} tokens, more than --max-prompt")
+            return given
+        if not isinstance(text, str):
+            raise RefusedError("its text is no text")
+        if not is_unicode(text):
+            raise RefusedError(HALF_A_PAIR)
+        ids = self._tokenizer.encode(text)
+        if len(ids) <= _SHORTEST:
+            raise RefusedError(f"it has no more than {_SHORTEST} tokens")
+        longest = min(self._selection.longest, len(ids) - 1)
+        return list(ids[: int(self._rng.integers(_SHORTEST, longest + 1))])
