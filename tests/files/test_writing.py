@@ -354,7 +354,6 @@ SOURCE = Path(__file__).resolve().parents[2] / "src" / "paceline"
 # Into a folder that ``folder_aside`` puts in its place, or never over anything.
 FREE = {
     ("files/ownership.py", "write_text"),  # the manifest of a folder that is just being made
-    ("train/lm.py", "write_text"),
     ("train/trainer.py", "save_pretrained"),
     ("train/lm.py", "save_pretrained"),
     ("model/tensorfile.py", "open"),

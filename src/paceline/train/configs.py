@@ -8,6 +8,7 @@ out (device, processes, checkpoints) is not.
 from __future__ import annotations
 
 from dataclasses import MISSING, dataclass
+from functools import partial
 
 from paceline.model.names import EMBEDDED
 from paceline.settings import changed, entries, under
@@ -67,12 +68,15 @@ class TrainConfig:
                 entry.key.read(value, entry.flag)
 
 
+_general = partial(changed, TrainConfig)
+
+
 @dataclass(frozen=True)
 class HeldOutConfig(TrainConfig):
     """What is trained for a target, and measured on texts that the target wrote."""
 
-    valid: tuple[str, ...] = changed(
-        TrainConfig, "valid", (), help="Openings for the held-out acceptance; repeatable."
+    valid: tuple[str, ...] = _general(
+        "valid", (), help="Openings for the held-out acceptance; repeatable."
     )
     draft_length: int = _held_out(4, "Tokens of a draft.", low=1)
     held_out: int = _held_out(8, "Openings of each --valid file.", low=1)
@@ -135,22 +139,17 @@ class HeadConfig(HeldOutConfig):
         "Keep what the target says about each document on disk, for several passes.",
         flags=("--cache-features/--stream-features",),
     )
-    seq_len: int = changed(
-        TrainConfig, "seq_len", 1024, help="Longest piece of a document, in tokens."
-    )
-    long_every: int = changed(
-        TrainConfig,
+    seq_len: int = _general("seq_len", 1024, help="Longest piece of a document, in tokens.")
+    long_every: int = _general(
         "long_every",
         10,
         help="Every so many steps, documents joined to --max-positions; 0: never.",
     )
-    max_positions: int = changed(
-        TrainConfig, "max_positions", 1024, help="Longest of joined documents."
-    )
-    batch_tokens: int = changed(TrainConfig, "batch_tokens", 4096)
-    steps: int = changed(TrainConfig, "steps", 1000)
-    adam_lr: float = changed(TrainConfig, "adam_lr", 0.003)
-    argmax_weight: float = changed(TrainConfig, "argmax_weight", 0.3)
+    max_positions: int = _general("max_positions", 1024, help="Longest of joined documents.")
+    batch_tokens: int = _general("batch_tokens", 4096)
+    steps: int = _general("steps", 1000)
+    adam_lr: float = _general("adam_lr", 0.003)
+    argmax_weight: float = _general("argmax_weight", 0.3)
     dtype: str = _schedule(
         "bfloat16",
         "Of target and head; the optimizer's weights are float32 in any case.",

@@ -9,18 +9,16 @@ and finishes what KL began (DistillSpec, Zhou et al. 2023, arXiv 2310.08461).
 from __future__ import annotations
 
 import sys
-from contextlib import suppress
 
 import torch
 import torch.nn.functional as F
 from transformers import PreTrainedModel, PreTrainedTokenizerFast
 
-from paceline.errors import ConfigError, DataError, VocabularyMismatchError
+from paceline.errors import ConfigError, VocabularyMismatchError
 from paceline.model.loading import load_tokenizer
 from paceline.model.vocabulary import differences
 from paceline.train.acceptance import AcceptanceCounts, WrittenText, context_of, walk
 from paceline.train.configs import DraftConfig as DraftConfig
-from paceline.train.data import Stream
 from paceline.train.lm import LMTrainer
 from paceline.train.trainer import DraftingTrainer, run_name
 
@@ -76,13 +74,6 @@ class DraftTrainer(DraftingTrainer, LMTrainer):
                 )
         return tokenizer
 
-    def _validation(self) -> dict[str, Stream]:
-        streams = {}
-        for source in self.valid_sources:
-            with suppress(DataError):  # mere prompts: acceptance is measured on them, no loss
-                streams[source.name] = self._stream(source)
-        return streams
-
     def acceptance_of(self, text: WrittenText) -> AcceptanceCounts:
         # A drafted token counts only where all before it were right, so one forward over the
         # target's own text says what the draft would have proposed there.
@@ -96,22 +87,11 @@ class DraftTrainer(DraftingTrainer, LMTrainer):
 
     def about(self) -> str:
         config = self.config
-        assert config.teacher is not None
-        start = (
-            "new weights" if config.init is None else f"the weights of `{run_name(config.init)}`"
-        )
-        shares = [
-            f"{share:g} of the loss against {what}"
-            for share, what in (
-                (config.argmax_weight, "the target's likeliest token"),
-                (config.text_weight, "the text itself"),
-            )
-            if share
-        ]
-        losses = ", ".join([f"{_LOSSES[config.loss]} from the target's probabilities", *shares])
+        start = "new weights" if config.init is None else f"`{run_name(config.init)}`"
         return (
-            f"A draft model for `{run_name(config.teacher)}`: {type(self.model).__name__} with "
-            f"{self.model.num_parameters():,} parameters, trained by Paceline from {start} on "
-            f"{losses}, in bf16 with float32 master weights. It speaks the target's vocabulary: "
+            f"A draft model for `{run_name(str(config.teacher))}`: {type(self.model).__name__} "
+            f"with {self.model.num_parameters():,} parameters, trained by Paceline from {start} on "
+            f"{_LOSSES[config.loss]} from the target's probabilities, in bf16 with float32 master "
+            "weights. It speaks the target's vocabulary: "
             "`paceline generate --model TARGET --draft FOLDER`."
         )

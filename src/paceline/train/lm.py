@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterator
-from dataclasses import asdict
 from pathlib import Path
 
 import numpy as np
@@ -46,7 +44,9 @@ class LMTrainer(Trainer):
         weights = [source.weight for source in self.sources]
         self.mixture = Mixture(streams, weights, config.seed, config.seq_len)
         self.long_len = max(config.seq_len, min(config.max_positions, self.mixture.longest))
-        self.validation = self._validation()
+        # What drafts is measured by its acceptance instead.
+        measured = self.valid_sources if self.measured == "validation" else []
+        self.validation = {source.name: self._stream(source) for source in measured}
         torch.manual_seed(config.seed)
         self.model = self._new_model().train()
         self.teacher = self._load_teacher()
@@ -88,10 +88,6 @@ class LMTrainer(Trainer):
         config = self.config
         folder = self.out / "tokens"
         return token_stream(folder, source, self.tokenizer, config.exclude_licenses, config.loss_on)
-
-    def _validation(self) -> dict[str, Stream]:
-        """What the text loss is measured on."""
-        return {source.name: self._stream(source) for source in self.valid_sources}
 
     def _new_model(self) -> PreTrainedModel:
         from transformers import LlamaConfig, LlamaForCausalLM
@@ -138,16 +134,8 @@ class LMTrainer(Trainer):
 
         Raises WriteError; what was there before then stands.
         """
-        # Names without folders: the file travels with the weights.
-        config = asdict(self.config)
-        for key in ("data", "valid"):
-            config[key] = [Path(spec).name for spec in config[key]]
-        for key in ("teacher", "tokenizer", "init"):
-            config[key] = config[key] and run_name(config[key])
-        notes = json.dumps({"config": config, "history": self.history}, indent=1) + "\n"
         with folder_aside(self.out / "model", "the model") as folder:
             save_model(self.model, self.tokenizer, folder)
-            (folder / "training.json").write_text(notes, encoding="utf-8")
         return self.out / "model"
 
     # -- the loop --------------------------------------------------------------------------
@@ -214,15 +202,11 @@ class LMTrainer(Trainer):
         config = self.config
         origin = "the text of the files below"
         if config.teacher is not None:
-            origin = (
-                f"the probabilities of `{Path(config.teacher).name}` on the files below "
-                f"(text loss share {config.text_weight:g})"
-            )
+            origin = f"the probabilities of `{run_name(config.teacher)}` on the files below"
         return (
             f"A Llama-architecture language model with {self.model.num_parameters():,} "
-            f"parameters: {config.layers} layers x {config.hidden_size}, {config.heads} heads "
-            f"({config.kv_heads} for keys and values), feed-forward {config.ffn_size}, "
-            f"vocabulary {len(self.tokenizer)}, context {config.max_positions}. "
-            f"Trained by Paceline from {origin}, in bf16 with float32 master weights.\n\n"
+            f"parameters ({config.layers} layers x {config.hidden_size}, vocabulary "
+            f"{len(self.tokenizer)}, context {config.max_positions}), trained by Paceline from "
+            f"{origin}, in bf16 with float32 master weights.\n\n"
             "It is small: it shows and tests speculative decoding. Its statements are often wrong."
         )

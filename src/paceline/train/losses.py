@@ -10,7 +10,7 @@ import torch.nn.functional as F
 _CHUNK = 64  # rows whose probabilities over a vocabulary of ten thousand stay in a core's cache
 
 
-def variation(p: torch.Tensor, q: torch.Tensor) -> torch.Tensor:
+def total_variation(p: torch.Tensor, q: torch.Tensor) -> torch.Tensor:
     """``1 - sum_x min(p(x), q(x))`` of each token, from distributions ``[tokens, vocab]``.
 
     This is the chance that the lossless rules reject a token drafted from q, so as a loss it
@@ -65,7 +65,7 @@ def distillation_loss(
     soft = 1 - text_weight - argmax_weight
     losses = -soft * (1 - tv_weight) * (p * log_q).sum(-1)
     if tv_weight:
-        losses = losses + soft * tv_weight * variation(p, log_q.exp())
+        losses = losses + soft * tv_weight * total_variation(p, log_q.exp())
     for weight, wanted in ((text_weight, targets), (argmax_weight, teacher_logits.argmax(-1))):
         if weight:
             losses = losses + weight * F.nll_loss(log_q, wanted, reduction="none")

@@ -60,16 +60,6 @@ def add_up(parameters: Sequence[nn.Parameter], loss: float) -> float:
     return float(loss_sum)
 
 
-def check_processes(processes: int, device: torch.device) -> None:
-    """Raises ConfigError."""
-    if processes < 1:
-        raise ConfigError(f"--processes is {processes}; use 1 or more")
-    if processes > 1 and device.type != "cpu":
-        raise ConfigError(
-            f"--processes {processes} is for processors and the device is {device}; leave it out"
-        )
-
-
 @contextmanager
 def together(trainer: Trainer, processes: int, threads: int | None = None) -> Iterator[None]:
     """Train with so many processes of ``threads`` threads each (None: the cores dealt out).
@@ -78,10 +68,14 @@ def together(trainer: Trainer, processes: int, threads: int | None = None) -> It
     Raises ConfigError for a device or a run that cannot be shared, PacelineError when a process
     ends early.
     """
-    check_processes(processes, trainer.device)
     if processes == 1:
         yield
         return
+    if trainer.device.type != "cpu":
+        raise ConfigError(
+            f"--processes {processes} is for processors and the device is {trainer.device}; leave "
+            "it out"
+        )
     if trainer.alone:
         raise ConfigError(f"--processes {processes}: {trainer.alone}")
     before = torch.get_num_threads()

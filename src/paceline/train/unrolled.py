@@ -84,7 +84,6 @@ class UnrolledAttention:
         self._places, self._then = places, then or places
         self._committed: tuple[torch.Tensor, torch.Tensor] | None = None
         self._own: list[tuple[torch.Tensor, torch.Tensor]] = []
-        self._unseen: torch.Tensor | None = None
 
     def __call__(
         self,
@@ -98,19 +97,20 @@ class UnrolledAttention:
         """As ``Attend`` of the lean forward; first over the windows, then over the places."""
         heads, _, width = query.shape[1:]
         kv_heads, windows = key.shape[1], self._places.windows
-        q = self._table(query[0] * scaling).view(windows, kv_heads, -1, width)
+        places = self._places
+        q = self._table(query[0] * scaling).view(windows, kv_heads, -1, places.longest, width)
         if self._committed is None:
             k, v = (
                 tensor[0].reshape(kv_heads, windows, -1, width).transpose(0, 1)
                 for tensor in (key, value)
             )
             self._committed = k, v
-            out = self._over_committed(q)
-            places, self._places, self._unseen = self._places, self._then, None
+            self._unseen, self._places = self._unseen_by(places), self._then
         else:
+            if len(self._own) == 0:
+                self._unseen = self._unseen_by(places)
             self._own.append((self._table(key[0]), self._table(value[0])))
-            places, out = self._places, self._over_all(q)
-        out = out.view(windows, heads, places.longest, width)
+        out = self._over(q, *self._committed).view(windows, heads, places.longest, width)
         return out.transpose(1, 2).reshape(-1, heads, width)[places.padded][None]
 
     def _table(self, rows: torch.Tensor) -> torch.Tensor:
@@ -122,40 +122,24 @@ class UnrolledAttention:
         table = table.view(places.windows, places.longest, heads, width)
         return table.transpose(1, 2).contiguous()
 
-    def _hidden(self) -> torch.Tensor:
+    def _unseen_by(self, places: DraftStarts) -> torch.Tensor:
         """bool ``[windows, 1, 1, R, W]``: committed tokens that a place does not see."""
-        if self._unseen is None:
-            places = self._places
-            last = places.flat.new_zeros(places.windows * places.longest)
-            last = last.index_copy(0, places.padded, places.position)
-            keys = torch.arange(places.width, device=last.device)
-            self._unseen = keys > last.view(places.windows, 1, 1, places.longest, 1)
-        return self._unseen
+        last = places.flat.new_zeros(places.windows * places.longest)
+        last = last.index_copy(0, places.padded, places.position)
+        keys = torch.arange(places.width, device=last.device)
+        return keys > last.view(places.windows, 1, 1, places.longest, 1)
 
-    def _scores(self, q: torch.Tensor) -> torch.Tensor:
-        """Of ``[windows, kv_heads, group * R, d]`` over the committed tokens, -inf where hidden."""
-        assert self._committed is not None
-        k, _ = self._committed
-        scores = q @ k.transpose(-1, -2)
-        split = (*scores.shape[:2], -1, self._places.longest, scores.shape[-1])
-        return scores.view(split).masked_fill_(self._hidden(), float("-inf")).view(scores.shape)
-
-    def _over_committed(self, q: torch.Tensor) -> torch.Tensor:
-        assert self._committed is not None
-        return self._scores(q).softmax(-1) @ self._committed[1]
-
-    def _over_all(self, q: torch.Tensor) -> torch.Tensor:
-        """Over the committed tokens and, of each row, its own steps so far."""
-        assert self._committed is not None
-        longest, width = self._places.longest, q.shape[-1]
-        grouped = q.view(*q.shape[:2], -1, longest, width)
-        own_scores = [(grouped * k[:, :, None]).sum(-1).view(*q.shape[:3], 1) for k, _ in self._own]
-        weights = torch.cat((self._scores(q), *own_scores), -1).softmax(-1)
-        count = self._places.width
-        out = (weights[..., :count] @ self._committed[1]).view(grouped.shape)
-        for index, (_, v) in enumerate(self._own, count):
-            share = weights[..., index].view(*grouped.shape[:-1], 1)
-            out = out + share * v[:, :, None]
+    def _over(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+        """Of ``[windows, kv_heads, group, R, d]`` over the committed tokens and, of each row, its
+        own steps so far."""
+        rows, count = q.flatten(2, 3), k.shape[2]
+        scores = (rows @ k.transpose(-1, -2)).unflatten(2, q.shape[2:4])
+        scores = scores.masked_fill_(self._unseen, float("-inf"))
+        own_scores = [(q * own_k[:, :, None]).sum(-1, keepdim=True) for own_k, _ in self._own]
+        weights = torch.cat((scores, *own_scores), -1).softmax(-1)
+        out = (weights[..., :count].flatten(2, 3) @ v).view(q.shape)
+        for index, (_, own_v) in enumerate(self._own, count):
+            out = out + weights[..., index, None] * own_v[:, :, None]
         return out
 
 
