@@ -91,21 +91,18 @@ def replace_files(
     for path in contents:
         check_file(path, what, proof)
     with ExitStack() as stack:
-        written = []
-        for path, content in contents.items():
-            with telling(what, path):
-                aside = stack.enter_context(_Aside(path))
-                with aside.open(durable) as sink:
-                    sink.write(content)
-                written.append(aside)
+        asides = [stack.enter_context(_Aside(path)) for path in contents]
+        for aside, (path, content) in zip(asides, contents.items(), strict=True):
+            with telling(what, path), aside.open(durable) as sink:
+                sink.write(content)
         # All are on the disk by now, and renaming takes no room; if it fails all the same, those
         # that have their places already give them back.
-        for number, aside in enumerate(written):
+        for number, aside in enumerate(asides):
             try:
                 with telling(what, aside.path):
-                    aside.put(keep=aside.old if len(written) > 1 else None)
+                    aside.put(keep=aside.old if len(asides) > 1 else None)
             except WriteError:
-                for done in written[:number]:
+                for done in asides[:number]:
                     done.take_back()
                 raise
 
@@ -219,14 +216,15 @@ class LongRecord:
     def __enter__(self) -> LongRecord:
         check_file(self._path, self._what, lambda _: False)
         with telling(self._what, self._path):
-            self._file = self.partial.open("ab", buffering=0)
+            there = self.partial.stat().st_size if self.partial.exists() else 0
             stored = self._key_file.read_text("utf-8") if self._key_file.is_file() else ""
-            if stored != self._key and self._file.tell():
+            if there and stored != self._key:
                 raise ConfigError(
                     f"{self.partial} holds records of a command with other options; run that one "
                     "to go on with it, delete the file, or choose another place"
                 )
             replace_text(self._key_file, self._key, "the key of the records", _is_key)
+            self._file = self.partial.open("ab", buffering=0)
             sizes = [len(line.encode("utf-8")) for line in self.kept()]
             self.lines, self._whole = len(sizes), sum(sizes)
             self._file.truncate(self._whole)

@@ -128,7 +128,10 @@ class NativeTextIndex:
             start = end + 1
 
     def ngrams(self, fresh: Sequence[int], end: Sequence[int], levels: int, nodes: int) -> Draft:
-        return self._draft(self._native.pl_ngrams, (), fresh, end, levels, nodes)
+        out = self._room(nodes)
+        ask = array("i", (levels, nodes, len(fresh), len(end), *fresh, *end))
+        _check(self._native.pl_ngrams(self._handle, ask.buffer_info()[0], out))
+        return self._drafted(fresh)
 
     def suffixes(
         self,
@@ -138,23 +141,18 @@ class NativeTextIndex:
         nodes: int,
         memory: NativeTextIndex | None = None,
     ) -> Draft:
-        other = None if memory is None else memory._handle
-        return self._draft(self._native.pl_suffixes, (other,), fresh, end, levels, nodes)
+        out, other = self._room(nodes), None if memory is None else memory._handle
+        ask = array("i", (levels, nodes, len(fresh), len(end), *fresh, *end))
+        _check(self._native.pl_suffixes(self._handle, other, ask.buffer_info()[0], out))
+        return self._drafted(fresh)
 
-    def _draft(
-        self,
-        search: Any,
-        memory: tuple[Any, ...],
-        fresh: Sequence[int],
-        end: Sequence[int],
-        levels: int,
-        nodes: int,
-    ) -> Draft:
+    def _room(self, nodes: int) -> int:
+        """Where a draft is told."""
         if len(self._out) < 2 + 2 * nodes:
             self._out = array("i", bytes(4 * (2 + 2 * nodes)))
-        ask = array("i", (levels, nodes, len(fresh), len(end), *fresh, *end))
-        places = ask.buffer_info()[0], self._out.buffer_info()[0]
-        _check(search(self._handle, *memory, *places))
+        return self._out.buffer_info()[0]
+
+    def _drafted(self, fresh: Sequence[int]) -> Draft:
         self.open_tokens += len(fresh)
         out, middle = self._out, 2 + self._out[0]
         return out[2:middle].tolist(), tuple(out[middle : 2 * middle - 2]), out[1]

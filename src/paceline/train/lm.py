@@ -16,11 +16,11 @@ from paceline.files import folder_aside
 from paceline.model.loading import load_module, load_tokenizer
 from paceline.train.chat import own_text
 from paceline.train.configs import LMConfig as LMConfig
-from paceline.train.data import Mixture, Stream, token_stream
+from paceline.train.data import Mixture
 from paceline.train.losses import distillation_loss, rows_that_count, text_loss
 from paceline.train.optim import MasterOptimizer
 from paceline.train.parallel import dealt
-from paceline.train.records import Source, read_records
+from paceline.train.records import read_records
 from paceline.train.tokenizer import END_OF_TURN, train_tokenizer
 from paceline.train.trainer import Progress, Trainer, run_name, save_model
 
@@ -40,13 +40,13 @@ class LMTrainer(Trainer):
     def prepare(self) -> None:
         config = self.config
         self.tokenizer = self._tokenizer()
-        streams = [self._stream(source) for source in self.sources]
+        streams = [self.stream_of(source) for source in self.sources]
         weights = [source.weight for source in self.sources]
         self.mixture = Mixture(streams, weights, config.seed, config.seq_len)
         self.long_len = max(config.seq_len, min(config.max_positions, self.mixture.longest))
         # What drafts is measured by its acceptance instead.
         measured = self.valid_sources if self.measured == "validation" else []
-        self.validation = {source.name: self._stream(source) for source in measured}
+        self.validation = {source.name: self.stream_of(source) for source in measured}
         torch.manual_seed(config.seed)
         self.model = self._new_model().train()
         self.teacher = self._load_teacher()
@@ -83,11 +83,6 @@ class LMTrainer(Trainer):
         with folder_aside(folder, "the tokenizer") as partial:
             tokenizer.save_pretrained(partial)
         return tokenizer
-
-    def _stream(self, source: Source) -> Stream:
-        config = self.config
-        folder = self.out / "tokens"
-        return token_stream(folder, source, self.tokenizer, config.exclude_licenses, config.loss_on)
 
     def _new_model(self) -> PreTrainedModel:
         from transformers import LlamaConfig, LlamaForCausalLM

@@ -24,6 +24,7 @@ from paceline.model.tensorfile import seal
 from paceline.train.acceptance import AcceptanceCounts, WrittenText, total, written_texts
 from paceline.train.checkpoint import previous, read_state, write_state
 from paceline.train.configs import HeldOutConfig, TrainConfig
+from paceline.train.data import Stream, token_stream
 from paceline.train.optim import MasterOptimizer
 from paceline.train.parallel import add_up
 from paceline.train.records import Source
@@ -138,6 +139,11 @@ class Trainer(ABC):
     @abstractmethod
     def about(self) -> str:
         """What was made from what, for the model card."""
+
+    def stream_of(self, source: Source) -> Stream:
+        """The tokens of a file of the run, which has its ``tokenizer`` by then."""
+        config, folder = self.config, self.out / "tokens"
+        return token_stream(folder, source, self.tokenizer, config.exclude_licenses, config.loss_on)
 
     # -- checkpoints -------------------------------------------------------------------------------
 
