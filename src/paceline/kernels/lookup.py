@@ -12,7 +12,7 @@ from functools import lru_cache
 from typing import Any
 
 from paceline.kernels.compile import NativeUnavailableError, is_off
-from paceline.kernels.library import library
+from paceline.kernels.library import declare, fields, library
 
 Draft = tuple[list[int], tuple[int, ...], int]  # tokens, parents, tokens of the match
 
@@ -38,8 +38,8 @@ class Lookup:
 class CLookup(Structure):
     _fields_ = (
         ("lengths", c_void_p),
-        *((name, c_int64) for name in ("count", "first", "stop", "depth")),
-        *((name, c_double) for name in ("factor", "offset", "min_prob")),
+        *fields(c_int64, "count first stop depth"),
+        *fields(c_double, "factor offset min_prob"),
     )
 
 
@@ -68,9 +68,7 @@ def _functions() -> Any | None:
         loaded = ctypes.PyDLL("paceline", handle=library()._handle)
     except NativeUnavailableError:
         return None
-    for name, (result, arguments) in _SIGNATURES.items():
-        function = getattr(loaded, name)
-        function.restype, function.argtypes = result, arguments
+    declare(loaded, _SIGNATURES)
     return loaded
 
 

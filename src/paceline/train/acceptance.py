@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from torch.nn.utils.rnn import pad_sequence
 from transformers import PreTrainedModel, PreTrainedTokenizerFast
 
 from paceline.core.stages import stage
@@ -178,23 +179,21 @@ def continue_greedily(
 ) -> list[list[int]]:
     """The likeliest continuation of each prompt, up to and with the end token."""
     device = target.device
-    longest = max(len(prompt) for prompt in prompts)
     ends = target.generation_config.eos_token_id
     stops = set(ends if isinstance(ends, list) else [] if ends is None else [ends])
-    ids = torch.zeros(len(prompts), longest, dtype=torch.long)
-    mask = torch.zeros_like(ids)
-    for row, prompt in enumerate(prompts):  # padded on the left: all end in the same column
-        ids[row, longest - len(prompt) :] = torch.tensor(prompt)
-        mask[row, longest - len(prompt) :] = 1
+    rows = [torch.tensor(prompt, device=device) for prompt in prompts]
+    # Padded on the left: all end in the same column.
+    ids = pad_sequence(rows, batch_first=True, padding_side="left")
+    mask = pad_sequence([torch.ones_like(row) for row in rows], True, padding_side="left")
     written = target.generate(
-        input_ids=ids.to(device),
-        attention_mask=mask.to(device),
+        input_ids=ids,
+        attention_mask=mask,
         do_sample=False,
         max_new_tokens=max_tokens,
         pad_token_id=0,
     )
     result = []
-    for row in written[:, longest:].tolist():
+    for row in written[:, ids.shape[1] :].tolist():
         end = next((at + 1 for at, token in enumerate(row) if token in stops), len(row))
         result.append(row[:end])
     return result
