@@ -49,7 +49,9 @@ class LMTrainer(Trainer):
         self.validation = {source.name: self.stream_of(source) for source in measured}
         torch.manual_seed(config.seed)
         self.model = self._new_model().train()
-        self.teacher = self._load_teacher()
+        self.teacher: PreTrainedModel | None = None
+        if config.teacher is not None:
+            self.teacher = self._load(config.teacher).requires_grad_(False)
         # Two shapes (short and long windows), each compiled once; needs a C++ compiler on CPU.
         self._loss = (
             torch.compile(self._eager_loss, dynamic=False) if self.compiled else self._eager_loss
@@ -113,11 +115,6 @@ class LMTrainer(Trainer):
                 for out in (layer.self_attn.o_proj, layer.mlp.down_proj):
                     out.weight.mul_((2 * config.layers) ** -0.5)
         return model.to(device=self.device, dtype=torch.bfloat16)
-
-    def _load_teacher(self) -> PreTrainedModel | None:
-        if self.config.teacher is None:
-            return None
-        return self._load(self.config.teacher).requires_grad_(False)
 
     def _load(self, name: str) -> PreTrainedModel:
         with stage(f"loading {name}"):

@@ -109,9 +109,9 @@ def prompts_of_file(
                 break
             try:
                 prompts.append(opener.prompt(record))
+                doing.advance()
             except RefusedError as why:
                 refused.add(line, str(why))
-            doing.advance()
     if not prompts:
         raise DataError(f"{source.path} has no prompt that can be answered: {refused.named}")
     refused.report(len(prompts))
@@ -170,7 +170,7 @@ class _Opener:
         if not is_unicode(text):
             raise RefusedError(HALF_A_PAIR)
         ids = self._tokenizer.encode(text)
-        if len(ids) <= _SHORTEST:
-            raise RefusedError(f"it has no more than {_SHORTEST} tokens")
-        longest = min(self._selection.longest, len(ids) - 1)
+        longest = min(self._selection.longest, self._selection.max_prompt, len(ids) - 1)
+        if longest < _SHORTEST:
+            raise RefusedError(f"it has no beginning of {_SHORTEST} tokens")
         return list(ids[: int(self._rng.integers(_SHORTEST, longest + 1))])
