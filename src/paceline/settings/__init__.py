@@ -157,8 +157,9 @@ def _length(value: object) -> int | str:
 
 def _numbers(value: object) -> tuple[int, ...]:
     """``2,6,11``; nothing is ()."""
-    items = value.split(",") if isinstance(value, str) else msgspec.convert(value, list[str])
-    return tuple(int(item) for item in items if item.strip())
+    if not isinstance(value, str):
+        return msgspec.convert(value, tuple[int, ...])
+    return tuple(int(item) for item in value.split(",") if item.strip())
 
 
 # Of each type and kind: what a value must be, in words; of each kind, too, how it is read. These

@@ -62,10 +62,10 @@ class TrainConfig:
 
     def __post_init__(self) -> None:
         """Raises ConfigError for a value that is no choice or out of range."""
-        for entry in entries(type(self), "command"):
+        for entry in entries(type(self)):
             value = getattr(self, entry.name)
             if value is not None and value != entry.default:
-                entry.key.read(value, entry.flag)
+                entry.read(value, entry.flag)
 
 
 _general = partial(changed, TrainConfig)
