@@ -62,7 +62,8 @@ class TrainConfig:
 
     def __post_init__(self) -> None:
         """Raises ConfigError for a value that is no choice or out of range."""
-        for entry in entries(type(self)):
+        table: type = type(self)
+        for entry in entries(table):
             value = getattr(self, entry.name)
             if value is not None and value != entry.default:
                 entry.read(value, entry.flag)

@@ -125,8 +125,8 @@ class Documents:
         """A window of each run of pieces."""
         ids = [np.concatenate([self.pieces[n][0] for n in run]).astype(np.int64) for run in runs]
         learn = [np.concatenate([self.pieces[n][1] for n in run]) for run in runs]
-        padded = (
+        padded, to_learn = (
             pad_sequence([torch.from_numpy(row) for row in rows], batch_first=True)
             for rows in (ids, learn)
         )
-        return Windows(*padded, tuple(map(len, ids)), numbers)
+        return Windows(padded, to_learn, tuple(map(len, ids)), numbers)

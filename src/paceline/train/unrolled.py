@@ -133,7 +133,7 @@ class UnrolledAttention:
         """Of ``[windows, kv_heads, group, R, d]`` over the committed tokens and, of each row, its
         own steps so far."""
         rows, count = q.flatten(2, 3), k.shape[2]
-        scores = (rows @ k.transpose(-1, -2)).unflatten(2, q.shape[2:4])
+        scores = (rows @ k.transpose(-1, -2)).view(*q.shape[:-1], count)
         scores = scores.masked_fill_(self._unseen, float("-inf"))
         own_scores = [(q * own_k[:, :, None]).sum(-1, keepdim=True) for own_k, _ in self._own]
         weights = torch.cat((scores, *own_scores), -1).softmax(-1)
