@@ -123,9 +123,10 @@ def _watch(pip: subprocess.Popen[bytes], scratch: Path, progress: Stage) -> None
     shown = 0
     while pip.poll() is None:
         size = 0
-        for file in scratch.rglob("*"):
-            with suppress(OSError):  # pip removes some while we look
-                size += file.stat().st_size
+        for folder, _, files in os.walk(scratch):  # passes over what pip removes while we look
+            for file in files:
+                with suppress(OSError):
+                    size += os.path.getsize(os.path.join(folder, file))
         progress.advance(max(0, size - shown))
         shown = max(size, shown)
         time.sleep(_POLL_SECONDS)
