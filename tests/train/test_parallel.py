@@ -19,7 +19,8 @@ from typer.testing import CliRunner
 
 from paceline import ConfigError, PacelineError
 from paceline.cli.main import app
-from paceline.train.parallel import add_up, dealt, together
+from paceline.train.parallel import together
+from paceline.train.ranks import add_up, dealt
 from support.tiny_models import SENTENCES, TinyPair
 
 SIZES = ["--seq-len=32", "--long-every=2", "--max-positions=48", "--batch-tokens=200"]

@@ -27,7 +27,7 @@ from paceline.train.configs import HeadConfig
 from paceline.train.documents import Documents, Windows
 from paceline.train.losses import mixed_probs
 from paceline.train.optim import MasterOptimizer
-from paceline.train.parallel import dealt
+from paceline.train.ranks import dealt
 from paceline.train.reading import FeatureCache, NativeReader, Observed
 from paceline.train.trainer import DraftingTrainer, run_name
 

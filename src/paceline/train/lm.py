@@ -19,7 +19,7 @@ from paceline.train.configs import LMConfig as LMConfig
 from paceline.train.data import Mixture
 from paceline.train.losses import distillation_loss, rows_that_count, text_loss
 from paceline.train.optim import MasterOptimizer
-from paceline.train.parallel import dealt
+from paceline.train.ranks import dealt
 from paceline.train.records import read_records
 from paceline.train.tokenizer import END_OF_TURN, train_tokenizer
 from paceline.train.trainer import Progress, Trainer, run_name, save_model

@@ -18,11 +18,10 @@ from datetime import timedelta
 from functools import partial
 from multiprocessing.process import BaseProcess
 from pathlib import Path
-from typing import TYPE_CHECKING, TypeVar
+from typing import TYPE_CHECKING
 
 import torch
 import torch.distributed as dist
-from torch import nn
 
 from paceline.core.cgroup import processors
 from paceline.core.stages import info, stage
@@ -33,31 +32,7 @@ from paceline.parallel.group import surroundings
 if TYPE_CHECKING:
     from paceline.train.trainer import Trainer
 
-_T = TypeVar("_T")
 _FOREVER = timedelta(days=365)  # the others wait while the first process measures and writes
-
-
-def dealt(items: Sequence[_T], tokens: Callable[[_T], int], ranks: int) -> list[list[_T]]:
-    """The items of a batch by rank, so that each has about as many tokens."""
-    shares: list[list[_T]] = [[] for _ in range(ranks)]
-    loads = [0] * ranks
-    for item in sorted(items, key=tokens, reverse=True):
-        least = loads.index(min(loads))
-        shares[least].append(item)
-        loads[least] += tokens(item)
-    return shares
-
-
-def add_up(parameters: Sequence[nn.Parameter], loss: float) -> float:
-    """Sum gradients and loss over all ranks, in place; returns the loss. A rank without a share of
-    the batch has no gradients."""
-    parts = [torch.zeros_like(p) if p.grad is None else p.grad for p in parameters]
-    flat = torch.cat([*(part.flatten().float() for part in parts), torch.tensor([loss])])
-    dist.all_reduce(flat)
-    *sums, loss_sum = torch.split(flat, [*(p.numel() for p in parameters), 1])
-    for parameter, gradient in zip(parameters, sums, strict=True):
-        parameter.grad = gradient.view_as(parameter).to(parameter.dtype)
-    return float(loss_sum)
 
 
 @contextmanager
