@@ -1,4 +1,4 @@
-"""What the processes of a training do with a batch: each learns a share, and the sums are of all."""
+"""What the processes of a training do with a batch: each learns a share, the sums are of all."""
 
 from __future__ import annotations
 
