@@ -14,7 +14,7 @@ from paceline import DataError, SamplingParams
 from paceline.cli.sample import AnswerWriter
 from paceline.train.configs import PromptSelection
 from paceline.train.data import encode_stream
-from paceline.train.prompts import FOLLOW_UPS, Prompt, prompts_of
+from paceline.train.prompts import FOLLOW_UPS, NumberedPrompt, prompts_of
 from paceline.train.records import Source
 from paceline.train.tokenizer import train_tokenizer
 from support.tiny_models import SENTENCES
@@ -65,7 +65,7 @@ def question(text: str) -> dict[str, Any]:
 
 
 def write(
-    jobs: list[Prompt], llm: Any, kept: tuple[str, ...] = (), max_prompt: int = 99
+    jobs: list[NumberedPrompt], llm: Any, kept: tuple[str, ...] = (), max_prompt: int = 99
 ) -> list[dict[str, Any]]:
     lines: list[str] = []
     writer = AnswerWriter(llm, SamplingParams(temperature=0.5), max_prompt, lines.append)

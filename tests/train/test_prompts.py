@@ -9,7 +9,7 @@ import pytest
 
 from paceline.errors import DataError
 from paceline.train.configs import PromptSelection
-from paceline.train.prompts import Prompt, prompts_of_file
+from paceline.train.prompts import NumberedPrompt, prompts_of_file
 from paceline.train.records import Source
 from paceline.train.tokenizer import train_tokenizer
 from support.tiny_models import SENTENCES
@@ -24,7 +24,7 @@ def corpus(folder: Path, texts: list[str]) -> Source:
     return Source(file, 1.0)
 
 
-def openings(source: Source, count: int, **more: int) -> list[Prompt]:
+def openings(source: Source, count: int, **more: int) -> list[NumberedPrompt]:
     """As held-out texts are opened."""
     selection = PromptSelection(count=count, **more)  # type: ignore[arg-type]
     return prompts_of_file(source, TOKENIZER, selection, (1,), any_turn=True)

@@ -26,7 +26,7 @@ from paceline.train.configs import AnswerConfig, PromptSelection
 if TYPE_CHECKING:
     from paceline import LLM, Completion, SamplingParams
     from paceline.request.request import Request
-    from paceline.train.prompts import Prompt
+    from paceline.train.prompts import NumberedPrompt
 
 _GROUP = 4  # batches of prompts that are sorted by length together
 
@@ -84,7 +84,7 @@ def sample(
 
 @dataclass(frozen=True)
 class _Turn:
-    prompt: Prompt
+    prompt: NumberedPrompt
     number: int = 1  # 1 is the first answer
 
 
@@ -100,7 +100,7 @@ class AnswerWriter:
         self._writer = ChatWriter(llm.tokenizer)
         self.failed = 0  # answers that ended with an error
 
-    def write(self, prompts: Sequence[Prompt], batch: int, kept: Iterable[str] = ()) -> int:
+    def write(self, prompts: Sequence[NumberedPrompt], batch: int, kept: Iterable[str] = ()) -> int:
         """Answer the prompts, but for the lines that an earlier run has ``kept``; returns how many
         records were written. At most ``batch`` sequences of like length are decoded at once."""
         waiting = self._left(prompts, kept)
@@ -175,7 +175,7 @@ class AnswerWriter:
         asked = _Turn(replace(turn.prompt, token_ids=ids, talk=talk), turn.number + 1)
         return asked if len(ids) <= self._max_prompt else None
 
-    def _left(self, prompts: Sequence[Prompt], kept: Iterable[str]) -> list[_Turn]:
+    def _left(self, prompts: Sequence[NumberedPrompt], kept: Iterable[str]) -> list[_Turn]:
         """What is yet to be answered: the first turns, and the next ones of what was kept."""
         turns: dict[int, _Turn | None] = {prompt.number: _Turn(prompt) for prompt in prompts}
         for line in kept:

@@ -40,7 +40,7 @@ _SHORTEST = 12  # tokens of one
 
 
 @dataclass(frozen=True)
-class Prompt:
+class NumberedPrompt:
     """``token_ids`` to go on from; of a conversation its messages, and what is asked ``later``."""
 
     token_ids: list[int]
@@ -53,13 +53,13 @@ class Prompt:
 
 def prompts_of(
     sources: Sequence[Source], tokenizer: PreTrainedTokenizerFast, selection: PromptSelection
-) -> list[Prompt]:
+) -> list[NumberedPrompt]:
     """The numbered prompts of all files in random order; the same for the same files and selection.
 
     Files share ``selection.count`` by weight. Raises DataError.
     """
     total = sum(source.weight for source in sources)
-    prompts: list[Prompt] = []
+    prompts: list[NumberedPrompt] = []
     for number, source in enumerate(sources):
         wanted = selection.count
         if wanted is None and not _holds_conversations(source, selection):
@@ -84,7 +84,7 @@ def prompts_of_file(
     selection: PromptSelection,
     seed: Sequence[int],
     any_turn: bool = False,
-) -> list[Prompt]:
+) -> list[NumberedPrompt]:
     """``selection.count`` prompts of a file (None: all), of random records.
 
     A conversation is opened at its last question or, with ``any_turn``, before a random answer;
@@ -97,7 +97,7 @@ def prompts_of_file(
     rng = np.random.default_rng(seed)
     opener = _Opener(tokenizer, selection, rng, any_turn)
     refused = Refusals(source.path)
-    prompts: list[Prompt] = []
+    prompts: list[NumberedPrompt] = []
     what = f"reading the prompts of {source.path.name}"
     with stage(what, total=wanted, unit="prompts") as doing:
         records = numbered_records(source.path, selection.exclude_licenses, refused)
@@ -131,12 +131,12 @@ class _Opener:
         self._tokenizer, self._writer = tokenizer, ChatWriter(tokenizer)
         self._selection, self._rng, self._any_turn = selection, rng, any_turn
 
-    def prompt(self, record: dict[str, Any]) -> Prompt:
+    def prompt(self, record: dict[str, Any]) -> NumberedPrompt:
         """Raises RefusedError."""
         source, licence = str(record.get("source", "")), str(record.get("license", ""))
         talk = conversation_of(record)
         if talk is None:
-            return Prompt(self._beginning(record), f"continued from {source}", licence)
+            return NumberedPrompt(self._beginning(record), f"continued from {source}", licence)
         if not talk.openings:
             raise RefusedError("it has no message of a user to answer")
         turns = self._rng.permutation(talk.openings) if self._any_turn else talk.openings[-1:]
@@ -146,7 +146,7 @@ class _Opener:
             later = (FOLLOW_UPS[int(self._rng.integers(len(FOLLOW_UPS)))],)
         task = str(record.get("task", record.get("category", "")))
         talk = replace(talk, messages=talk.messages[:turn], later=later)
-        return Prompt(ids, source, licence, task, talk)
+        return NumberedPrompt(ids, source, licence, task, talk)
 
     def _first_fitting(self, talk: Conversation, turns: Sequence[int]) -> tuple[int, list[int]]:
         """The first of these numbers of messages that is no longer than a prompt may be."""
