@@ -166,8 +166,11 @@ class AnswerWriter:
         if finish != "stop" or talk is None or not talk.later:
             return None
         text = self._llm.tokenizer.decode(list(written), skip_special_tokens=True)
-        said = [{"role": "assistant", "content": text}, {"role": "user", "content": talk.later[0]}]
-        talk = replace(talk, messages=[*talk.messages, *said], later=talk.later[1:])
+        messages = [
+            {"role": "assistant", "content": text},
+            {"role": "user", "content": talk.later[0]},
+        ]
+        talk = replace(talk, messages=[*talk.messages, *messages], later=talk.later[1:])
         try:
             ids = self._writer.prompt_ids(talk, len(talk.messages))
         except RefusedError:

