@@ -137,6 +137,30 @@ PUBLIC_HOMES = {"engine/alone", "core/stages"} | {
 PUBLIC_ONLY: dict[str, set[str]] = {
     "lab/report": set(),
     "lab/bench": {"model/loading"},  # a module of transformers beside ours: hub names, dtypes
+    "lab/certify": {  # what it judges: the rule, drafters' trees, rows of the target's forward
+        "control/controller",
+        "core/batch",
+        "core/noise",
+        "core/sampling",
+        "core/sequence",
+        "core/tree",
+        "draft/base",
+        "engine/engine",
+        "model/paged/cache",
+        "model/target",
+        "verify/verifier",
+    },
+    "lab/budget": set(),
+    "lab/perplexity": {"core/batch", "model/held", "model/target", "train/data"},
+    "lab/quantize": {
+        "model/loading",
+        "model/precision",
+        "model/probe",
+        "model/quantised/checkpoint",
+        "model/quantised/convert",
+        "model/quantised/rounding",
+        "model/target",
+    },
     "lab/export": {  # heads in other layouts; sizes of a target that is not loaded
         "draft/auto",
         "draft/heads/eagle_format",

@@ -9,7 +9,8 @@ import pytest
 from typer.testing import CliRunner, Result
 
 from paceline.cli.main import app
-from paceline.lab.certify import Certifier, Problem
+from paceline.lab.certify.certificate import Problem
+from paceline.lab.certify.run import Certifier
 from support.command_lines import assert_one_line
 from support.planted_server import PlantedServer, served
 from support.tiny_models import TinyPair
@@ -45,7 +46,7 @@ def test_json(arguments: list[str]) -> None:
     assert record["lossless"] is True and record["problems"] == []
     assert record["sampling"]["top_p"] == 0.9
     assert {check["kind"] for check in record["texts"]} == {"greedy", "seeded"}
-    assert all(0 <= distribution["p_value"] <= 1 for distribution in record["laws"])
+    assert all(0 <= distribution["p_value"] <= 1 for distribution in record["tests"])
     assert 0 < record["smallest_bias"] < 1
 
 
@@ -98,7 +99,7 @@ def test_a_server_behind_a_url() -> None:
         assert record["lossless"] and record["server"].startswith("planted at http://127")
         result = run(["certify", "--url", broken, "--model", "planted", *few])
         assert result.exit_code == 1
-        assert any("logprobs" in what for what in json.loads(result.stdout)["problems"])
+        assert "logprobs" in {problem["part"] for problem in json.loads(result.stdout)["problems"]}
         result = run(["certify", "--url", other, "--requests", "2"])
         assert result.exit_code == 3 and "NOT ENOUGH: " in result.stdout
     result = run(["certify", "--url", "http://127.0.0.1:9"])

@@ -9,7 +9,7 @@ import pytest
 from typer.testing import CliRunner, Result
 
 from paceline.cli.main import app
-from paceline.lab.certify import Certifier
+from paceline.lab.certify.run import Certifier
 from support.tiny_models import TinyPair
 
 

@@ -22,7 +22,7 @@ from paceline.cli.demo import Measurement, _table, total
 from paceline.cli.main import app
 from paceline.errors import ModelLoadError
 from paceline.lab.bench.prompts import load_prompts
-from paceline.lab.difference import Difference
+from paceline.lab.certify.difference import Difference
 from paceline.lab.report.render import rich_table
 from support.pulled_model import plant
 from support.tiny_models import TinyPair
@@ -160,7 +160,7 @@ def test_both_take_turns_on_clocks_of_their_own(
 def test_a_difference_is_shown(
     arguments: list[str], monkeypatch: pytest.MonkeyPatch, difference: Difference, word: str
 ) -> None:
-    monkeypatch.setattr("paceline.lab.difference.explain", lambda *args: difference)
+    monkeypatch.setattr("paceline.lab.certify.difference.explain", lambda *args: difference)
     result = CliRunner().invoke(app, arguments)
     assert result.exit_code == 0, result.output
     assert ("NO" in result.stdout) == (difference is BUG)

@@ -45,7 +45,6 @@ def exported(folder: Path, number: int) -> None:
 
 def saved_run(folder: Path, number: int) -> None:
     saved = SavedRun("bench", folder / "run.json", {"number": number}, required=True)
-    saved._model = saved._machine = {}
     saved.keep([number])
 
 

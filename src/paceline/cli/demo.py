@@ -42,7 +42,7 @@ if TYPE_CHECKING:
     from paceline import LLM, SamplingParams
     from paceline.draft.suffix import SuffixDrafter
     from paceline.lab.bench.prompts import BenchPrompt
-    from paceline.lab.difference import Difference
+    from paceline.lab.certify.difference import Difference
 
 _ABOUT = (
     "SmolLM2-135M-Instruct is a real model, small enough to be here within a minute. Its weights "
@@ -181,7 +181,7 @@ def measure(
 ) -> Measurement:
     """Decode a prompt by both in turns; ``shown``: with the text as it is written."""
     from paceline import SamplingParams
-    from paceline.lab import difference
+    from paceline.lab.certify import difference
 
     ids = prompt.encode(plain)
     one, other = race(console, plain, fast, ids, params, shown)

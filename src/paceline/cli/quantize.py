@@ -4,19 +4,14 @@ from __future__ import annotations
 
 from dataclasses import MISSING
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 from rich.console import Console
 
 from paceline.cli.options import expand
 from paceline.cli.output import FORCE, print_json, replace_anything
 from paceline.cli.progress import showing
-from paceline.lab.report.document import Table
 from paceline.lab.report.render import rich_table
 from paceline.settings import setting
-
-if TYPE_CHECKING:
-    from paceline.lab.quantize import QuantizeReport
 
 
 @expand
@@ -63,17 +58,4 @@ def quantize(
     if as_json:
         print_json(report.record())
     else:
-        Console().print(rich_table(_table(report)))
-
-
-def _table(report: QuantizeReport) -> Table:
-    rounded, before, after = report.rounded, report.before, report.after
-    layers = f"{rounded.layers} linear layers"
-    sizes = f"{rounded.before / 2 / 1e6:.1f} MB (bf16)", f"{rounded.after / 1e6:.1f} MB"
-    perplexity = f"{before.value:.3f}", f"{after.value:.3f} ({report.loss:+.2%})"
-    return Table(
-        ["", "before", "after"],
-        [[layers, *sizes], ["perplexity", *perplexity]],
-        f"{report.model} in {report.what}, rounding {report.kind}: {report.out}",
-        f"Perplexity of {before.tokens:,} tokens ({report.text}), as the engine computes it.",
-    )
+        Console().print(rich_table(report.table()))

@@ -51,15 +51,9 @@ class Budget:
     def fits(self, kind: str, size: float = 1.0) -> bool:
         return self.seconds is None or (self.estimate(kind) or 0.0) * size < self.left
 
-    def affords(self, kind: str) -> float:
-        """How many units of this kind; infinitely many if none was tried or there is no end."""
-        estimate = self.estimate(kind)
-        return math.inf if estimate is None else max(0.0, self.left) / max(estimate, 1e-9)
-
     def part(self, share: float) -> Budget:
         """A budget of this ``share`` of what is left, with the same experience."""
-        sub_budget = Budget(
-            None if self.seconds is None else max(0.0, self.left) * share, self._clock
-        )
-        sub_budget._took = self._took
-        return sub_budget
+        seconds = None if self.seconds is None else max(0.0, self.left) * share
+        part = Budget(seconds, self._clock)
+        part._took = self._took
+        return part

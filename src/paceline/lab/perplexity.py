@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import json
 import math
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -16,6 +15,8 @@ from transformers import PreTrainedTokenizerFast
 from paceline.core.batch import Span
 from paceline.core.stages import stage
 from paceline.errors import DataError
+from paceline.lab.bench.prompts import load_prompts
+from paceline.lab.report.columns import Column, record_of
 from paceline.model.held import is_few
 from paceline.model.target import CausalModel
 from paceline.train.data import encode_stream
@@ -23,7 +24,6 @@ from paceline.train.data import encode_stream
 WINDOW = 512  # tokens that are read together; a longer text is read in such parts
 EVALUATED = 4096  # tokens
 _ROWS = 128  # rows whose logits are held at once
-_OWN_TEXT = Path(__file__).parent / "bench" / "shipped"  # evaluated on where no file is named
 
 
 @dataclass(frozen=True)
@@ -46,7 +46,6 @@ def read_windows(
     path: Path,
     tokenizer: PreTrainedTokenizerFast,
     most_tokens: int,
-    window: int = WINDOW,
     seed: int | None = None,
 ) -> list[list[int]]:
     """The texts of a JSONL file (``messages``, ``text``, ...) as token ids, at most so many in all.
@@ -55,38 +54,30 @@ def read_windows(
     than the file's. Raises DataError if there are none.
     """
     stream = encode_stream(path, tokenizer, loss_on="all")
-    bounds = [*stream.starts.tolist(), len(stream.ids)]
-    order = np.arange(len(stream.starts))
+    documents = np.split(stream.ids, stream.starts[1:])
     if seed is not None:
-        np.random.default_rng(seed).shuffle(order)
-    losses: list[list[int]] = []
-    left = most_tokens
-    for document in order:
-        start, stop = bounds[document], bounds[document + 1]
-        for begin in range(start, stop, window):
-            ids = stream.ids[begin : min(begin + window, stop, begin + left)].tolist()
-            if len(ids) < 2:
-                continue
-            losses.append(ids)
-            left -= len(ids)
-        if left < 2:
-            break
-    if not losses:
+        np.random.default_rng(seed).shuffle(documents)
+    parts = (ids[i : i + WINDOW].tolist() for ids in documents for i in range(0, len(ids), WINDOW))
+    windows = _cut(parts, most_tokens)
+    if not windows:
         raise DataError(f"{path} has no text of two tokens or more; give longer texts")
-    return losses
+    return windows
 
 
 def shipped_windows(tokenizer: PreTrainedTokenizerFast, most_tokens: int) -> list[list[int]]:
     """The questions that ``paceline bench`` asks, as plain text: token ids, so many in all."""
-    lines = [
-        line
-        for file in sorted(_OWN_TEXT.glob("*.jsonl"))
-        for line in file.read_text(encoding="utf-8").splitlines()
-    ]
-    texts = ["\n\n".join(json.loads(line)["turns"]) for line in lines]
-    windows = [ids[:WINDOW] for ids in tokenizer(texts)["input_ids"] if len(ids) > 1]
-    kept = 0
-    return [ids for ids in windows if (kept := kept + len(ids)) <= most_tokens]
+    texts = ["\n\n".join(prompt.turns) for prompt in load_prompts()]
+    return _cut((ids[:WINDOW] for ids in tokenizer(texts)["input_ids"]), most_tokens)
+
+
+def _cut(texts: Iterable[list[int]], most_tokens: int) -> list[list[int]]:
+    """The first texts, of ``most_tokens`` together; what has no second token predicts nothing."""
+    kept, left = list[list[int]](), most_tokens
+    for ids in texts:
+        if len(ids[:left]) > 1:
+            kept.append(ids[:left])
+            left -= len(kept[-1])
+    return kept
 
 
 @torch.inference_mode()
@@ -112,6 +103,15 @@ def perplexity(model: CausalModel, windows: Sequence[Sequence[int]]) -> Perplexi
     return Perplexity(tokens, nats)
 
 
+_COLUMNS = (
+    *(Column(name) for name in ("text", "model", "quantised")),
+    Column("target", path="measured", stored=Perplexity.record),
+    Column("original", path="theirs", stored=lambda read: None if read is None else read.record()),
+    Column("original_model", path="original"),
+    Column("rise"),
+)
+
+
 @dataclass(frozen=True)
 class TextPerplexity:
     """A target's on one text, and that of the model it was quantised from where that is known."""
@@ -131,24 +131,15 @@ class TextPerplexity:
     @property
     def line(self) -> str:
         tokens = f"{self.measured.tokens:,} tokens of {self.text}"
+        line = f"perplexity {self.measured.value:.2f} on {tokens}"
         if self.theirs is not None:
-            return (
-                f"perplexity {self.measured.value:.2f} on {tokens}; the original, "
-                f"{self.original}, has {self.theirs.value:.2f} ({self.rise:+.1%})"
-            )
+            theirs = f"{self.theirs.value:.2f} ({self.rise:+.1%})"
+            return f"{line}; the original, {self.original}, has {theirs}"
         missing = "; name the model it was made of by --original" if self.quantised else ""
-        return f"perplexity {self.measured.value:.2f} on {tokens}{missing}"
+        return line + missing
 
     def record(self) -> dict[str, Any]:
-        return {
-            "text": self.text,
-            "model": self.model,
-            "quantised": self.quantised,
-            "target": self.measured.record(),
-            "original": None if self.theirs is None else self.theirs.record(),
-            "original_model": self.original,
-            "rise": self.rise,
-        }
+        return record_of(self, _COLUMNS)
 
 
 def beside_original(

@@ -21,6 +21,8 @@ from paceline.lab.perplexity import (
     read_windows,
     shipped_windows,
 )
+from paceline.lab.report.document import Table
+from paceline.lab.report.render import as_table
 from paceline.model.loading import load_module, load_tokenizer
 from paceline.model.precision import is_quantised, quantization_of
 from paceline.model.probe import ATTENTION
@@ -28,8 +30,6 @@ from paceline.model.quantised.checkpoint import METHOD, quantization_config, ten
 from paceline.model.quantised.convert import Quantised, Scheme, quantise_module
 from paceline.model.quantised.rounding import round_to_nearest
 from paceline.model.target import CausalModel
-
-_OWN_TEXT = "shipped"  # prompts, where no file is named
 
 
 @dataclass(frozen=True)
@@ -68,6 +68,18 @@ class QuantizeReport:
         whole = self.scheme.precision == "int4" and self.scheme.zero == "whole"
         return "w4a16" if whole else self.scheme.precision
 
+    def table(self) -> Table:
+        """What the quantised layers take, and what it cost."""
+        rounded, before, after = self.rounded, self.before, self.after
+        sizes = f"{rounded.before / 2 / 1e6:.1f} MB (bf16)", f"{rounded.after / 1e6:.1f} MB"
+        values = f"{before.value:.3f}", f"{after.value:.3f} ({self.loss:+.2%})"
+        return Table(
+            ["", "before", "after"],
+            [[f"{rounded.layers} linear layers", *sizes], ["perplexity", *values]],
+            f"{self.model} in {self.what}, rounding {self.kind}: {self.out}",
+            f"Perplexity of {before.tokens:,} tokens ({self.text}), as the engine computes it.",
+        )
+
     def record(self) -> dict[str, Any]:
         return {
             "model": self.model,
@@ -104,7 +116,7 @@ def quantize(name: str, out: Path, options: QuantizeOptions) -> QuantizeReport:
         raise ConfigError(f"{name} has no linear layer that divides into groups of 32 inputs")
     after = _perplexity(hf, name, texts)
     kind = "nearest" if read is None else "GPTQ"
-    text = (options.evaluate or options.calibrate or Path(_OWN_TEXT)).name
+    text = (options.evaluate or options.calibrate or Path("shipped")).name
     report = QuantizeReport(name, str(out), options.scheme, kind, text, before, after, rounded)
     with stage(f"writing {out}"), folder_aside(out, "the quantised model") as folder:
         _write(hf, tokenizer, folder, options.scheme)
@@ -118,21 +130,21 @@ def _texts(
     tokenizer: Any, options: QuantizeOptions
 ) -> tuple[list[list[int]], list[list[int]] | None]:
     """Windows to evaluate on and, to round by, others."""
-    if options.calibrate is None:
-        if options.evaluate is not None:
-            return read_windows(options.evaluate, tokenizer, EVALUATED), None
-        return shipped_windows(tokenizer, EVALUATED), None
+    file, seed = options.calibrate, options.seed
     if options.evaluate is not None:
-        read = read_windows(options.calibrate, tokenizer, options.tokens, seed=options.seed)
-        return read_windows(options.evaluate, tokenizer, EVALUATED), read
+        evaluated = read_windows(options.evaluate, tokenizer, EVALUATED)
+        read = None if file is None else read_windows(file, tokenizer, options.tokens, seed=seed)
+        return evaluated, read
+    if file is None:
+        return shipped_windows(tokenizer, EVALUATED), None
     wanted = options.tokens + EVALUATED
-    windows = read_windows(options.calibrate, tokenizer, wanted, seed=options.seed)
-    kept = max(1, round(len(windows) * EVALUATED / wanted))
+    windows = read_windows(file, tokenizer, wanted, seed=seed)
     if len(windows) < 2:
         raise ConfigError(
-            f"{options.calibrate} has one text only, which cannot both be rounded by and evaluated "
-            "on; give more text, or --evaluate"
+            f"{file} has one text only, which cannot both be rounded by and evaluated on; give "
+            "more text, or --evaluate"
         )
+    kept = max(1, round(len(windows) * EVALUATED / wanted))
     return windows[:kept], windows[kept:]
 
 
@@ -160,25 +172,19 @@ def _write(hf: Any, tokenizer: Any, folder: Path, scheme: Scheme) -> None:
 
 def card(report: QuantizeReport) -> str:
     """The README of the checkpoint."""
-    scheme, rounded = report.scheme, report.rounded
-    what = "8 bits per output channel"
-    readers = "vLLM and transformers load"
+    scheme, what, readers = report.scheme, "8 bits per output channel", "vLLM and transformers load"
     if scheme.precision == "int4":
         points = {"free": "any zero point", "whole": "whole zero points", "none": "no zero points"}
         what = f"4 bits in groups of {scheme.group} with {points[scheme.zero]}"
         if scheme.zero == "free":
             readers = "transformers loads (vLLM reads whole zero points: `--to w4a16`)"
-    return (
-        f"# {Path(report.model).name}, {report.what}\n\n"
-        f"Made of `{report.model}` by `paceline quantize --to {report.what}`: "
-        f"{rounded.layers} linear layers in {what}, rounding {report.kind}, in the "
-        f"layout of {METHOD}, which {readers}.\n\n"
-        "| | before | after |\n|---|---|---|\n"
-        f"| bytes of these layers | {rounded.before // 2:,} (bf16) "
-        f"| {rounded.after:,} |\n"
-        f"| perplexity ({report.text}, {report.before.tokens:,} tokens) "
-        f"| {report.before.value:.3f} | {report.after.value:.3f} ({report.loss:+.2%}) |\n\n"
-        "The perplexity is that of Paceline's arithmetic, which rounds activations to 8 bits in "
-        "groups of 32. Speculative decoding of this model is lossless with respect to it, not to "
-        "the model it was made of.\n"
-    )
+    return f"""# {Path(report.model).name}, {report.what}
+
+Made of `{report.model}` by `paceline quantize --to {report.what}`: linear layers in {what},
+rounding {report.kind}, in the layout of {METHOD}, which {readers}.
+
+{as_table(report.table())}
+
+The perplexity is that of Paceline's arithmetic, which rounds activations to 8 bits in groups of 32.
+Speculative decoding of this model is lossless with respect to it, not to the model it was made of.
+"""

@@ -9,7 +9,7 @@ from paceline.lab.bench.result import BenchResult, idle_line, labels
 from paceline.lab.bench.runner import take_turns
 from paceline.lab.bench.runs import Ask, BenchJob, Heat, HeatRecord, TimedAnswer, TimedRun
 from paceline.lab.bench.texts import Comparison, compare
-from paceline.lab.difference import Difference
+from paceline.lab.certify.difference import Difference
 from support.made_outcomes import Fake, ask, job
 
 TIE = Difference(2, 7, 9, gap=0.01, step=0.01, on_edge=False)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 
 import msgspec
 import pytest
@@ -11,11 +12,11 @@ import torch
 
 from paceline.core.batch import Batch
 from paceline.core.params import SamplingParams
-from paceline.lab.certify import Certifier, Effort, Evidence
 from paceline.lab.certify.decoding import Start
-from paceline.lab.certify.schedule import Draws, Texts, groups, schedule
+from paceline.lab.certify.effort import Effort
+from paceline.lab.certify.evidence import Evidence
+from paceline.lab.certify.run import Certifier
 from paceline.lab.certify.scoring import Scorer
-from paceline.lab.certify.tables import report_of
 from paceline.llm import LLM
 from paceline.model.paged.cache import PagedCache
 from support.engine_models import reference_logits
@@ -29,19 +30,20 @@ SMALL = Effort(texts=2, max_tokens=16, prefixes=2, samples=600)
 # -- the order ------------------------------------------------------------------------------------
 
 
-def test_any_beginning_of_the_schedule_has_a_little_of_everything() -> None:
-    assert groups(8) == [(0,), (1,), (2, 3), (4, 5, 6, 7)]
-    assert groups(3) == [(0,), (1,), (2,)]
-    found = list(schedule(8, 3, 2000))
-    assert found[:4] == [Texts((0,)), Draws(0, 600), Texts((1,)), Draws(0, 1000)]
-    assert found[4:] == [
-        Texts((2, 3)),
-        Draws(0, 2000),
-        Texts((4, 5, 6, 7)),
-        Draws(1, 2000, whole=True),
-        Draws(2, 2000, whole=True),
-    ]
-    assert list(schedule(2, 0, 2000)) == [Texts((0,)), Texts((1,))]
+def test_any_beginning_has_a_little_of_everything(llm: LLM, prompts: Named) -> None:
+    certifier = Certifier(llm, prompts, None, replace(SMALL, texts=3))
+    seen: list[tuple[int, list[int]]] = []  # texts compared, samples of each prefix
+
+    def advance(shown: str) -> None:
+        drawn = [len(prefix.drawn) for prefix in certifier.evidence.prefixes]
+        state = certifier.comparer.compared(range(3)), drawn
+        if not seen or state != seen[-1]:
+            seen.append(state)
+
+    certifier.run(advance)
+    texts = [max(compared for compared, drawn in seen if sum(drawn) <= n) for n in (0, 180, 300)]
+    assert texts == [1, 2, 3]
+    assert [drawn for _, drawn in seen if len(drawn) == 1][-1] == [600], "one prefix at a time"
 
 
 # -- what a part of it is worth -------------------------------------------------------------------
@@ -80,7 +82,7 @@ def test_too_little_certifies_nothing(llm: LLM, prompts: Named, seconds: float, 
     assert certificate.verdict.startswith("NOT ENOUGH: "), certificate.verdict
     assert lack in certificate.verdict
     assert "completed" in certificate.verdict
-    assert report_of(certificate, str)
+    assert certificate.report()
 
 
 def test_few_samples_are_not_enough_however_well_they_fit(
@@ -105,10 +107,10 @@ def test_texts_that_no_setting_finished_certify_nothing(llm: LLM, prompts: Named
     certifier, _ = ended_after(llm, prompts, 50)
     assert certifier.certificate().lossless
     for number in range(certifier.texts):
-        first = next(p for p in certifier._comparer.pieces([number]) if p.kind == "text")
+        first = next(item for item in certifier.comparer.items([number]))
         certifier.evidence.done.remove(first.name)
     certificate = certifier.certificate()
-    assert certificate.verdict.startswith("NOT ENOUGH: 0 whole texts were compared, and it takes 2")
+    assert certificate.verdict.startswith("NOT ENOUGH: 0 whole texts were compared, not 2")
 
 
 def test_no_whole_place_and_no_rule_certify_nothing(llm: LLM, prompts: Named) -> None:
@@ -122,10 +124,10 @@ def test_no_whole_place_and_no_rule_certify_nothing(llm: LLM, prompts: Named) ->
     certifier.evidence.exact += exact
     for prefix in prefixes:
         del prefix.drawn[-1]
-    assert "0 prefixes have all their samples, and it takes 1" in certifier.certificate().verdict
+    assert "0 prefixes have all their samples, not 1" in certifier.certificate().verdict
     certifier.evidence.prefixes.clear()
     certificate = certifier.certificate()
-    assert certificate.completed.samples == 0
+    assert certificate.spending.samples == 0
     assert certificate.verdict.startswith("NOT ENOUGH: ") and not certificate.lossless
 
 
@@ -138,9 +140,9 @@ def test_enough_is_certified_and_says_what_it_could_have_seen(llm: LLM, prompts:
     record = certificate.record()
     # The second place would have had a few samples only: it was not begun.
     assert record["enough"] and record["budget"]["prefixes"] == 1
-    assert record["budget"]["missing"] and record["budget"]["lacks"] == ()
+    assert record["budget"]["missing"] and record["lacks"] == ()
     assert 0 < record["smallest_bias"] <= 0.25
-    last = report_of(certificate, str).sections[-1]
+    last = certificate.report().sections[-1]
     lines = [block.text for block in last.blocks]  # type: ignore[union-attr]
     assert any("1 of 2 prefixes" in text and "smallest bias" in text for text in lines)
     assert any("--continue goes on" in text for text in lines)
@@ -159,8 +161,8 @@ def test_without_an_end_everything_is_looked_at(llm: LLM, prompts: Named) -> Non
     assert len(said) == certifier.pieces
     certificate = certifier.certificate()
     assert certificate.complete and certificate.lossless
-    assert certificate.completed.texts == certificate.completed.texts_wanted == 2
-    assert certificate.completed.samples == 2 * 600
+    assert certificate.spending.texts == certificate.spending.texts_wanted == 2
+    assert certificate.spending.samples == 2 * 600
 
 
 # -- going on -------------------------------------------------------------------------------------
@@ -183,7 +185,7 @@ def test_a_later_run_adds_what_is_missing_and_repeats_nothing(llm: LLM, prompts:
     certificate = second.certificate()
     assert certificate.lossless and certificate.complete
     assert certificate.alpha == level / 2  # whoever looks again has less to spend
-    assert certificate.completed.looks == 2
+    assert certificate.spending.looks == 2
     every = said + more
     for kind in ("plain decoding", "draft length 1", "draft length 2, alone", "mixed batch"):
         assert sum(kind in what for what in every) == 4, kind  # two texts, greedy and seeded
@@ -198,8 +200,8 @@ def test_where_all_was_there_as_much_again_is_wanted(llm: LLM, prompts: Named) -
     second = Certifier(llm, prompts, None, effort, evidence=through_a_file(first.evidence))
     second.run()
     after = second.certificate()
-    assert (before.completed.texts, after.completed.texts) == (1, 2)
-    assert (before.completed.samples, after.completed.samples) == (200, 400)
+    assert (before.spending.texts, after.spending.texts) == (1, 2)
+    assert (before.spending.samples, after.spending.samples) == (200, 400)
     assert after.smallest_bias < before.smallest_bias
     assert all(b.tokens == 2 * a.tokens for a, b in zip(before.texts, after.texts, strict=True))
     (prefix,) = second.evidence.prefixes
@@ -265,9 +267,10 @@ def test_what_texts_have_in_common_is_read_once(llm: LLM) -> None:
     scorer = Scorer(Counting(), start, SamplingParams(temperature=1.0))  # type: ignore[arg-type]
     strings = [(n,) for n in range(64)]
     scorer.at_once(strings)
+    scorer.stepwise(strings)
     begun = sum(rows)
     rows.clear()
     scorer.at_once(strings)
     scorer.stepwise(strings)
     assert sum(rows) <= 2 * 64 * 6
-    assert begun <= 2048 + 96 + 64 * 6
+    assert begun <= 2048 + 96 + 2 * 64 * 6

@@ -14,7 +14,9 @@ from paceline.core.draws import pick
 from paceline.core.params import SamplingParams
 from paceline.core.sampling import Rows
 from paceline.core.tree import Draw, TokenTree, chain_parents, depths_of
-from paceline.lab.certify import Certificate, Certifier, Effort
+from paceline.lab.certify.effort import Effort
+from paceline.lab.certify.engine_certificate import EngineCertificate
+from paceline.lab.certify.run import Certifier
 from paceline.llm import LLM
 from paceline.verify.rules import RuleProbabilities, aligned
 from paceline.verify.verifier import Decisions, Verifier
@@ -25,13 +27,13 @@ WARM = SamplingParams(temperature=1.0)
 COOL = SamplingParams(temperature=0.5)  # sharper distributions, which differ more
 
 
-def parts(certificate: Certificate) -> set[str]:
+def parts(certificate: EngineCertificate) -> set[str]:
     assert not certificate.lossless
     assert certificate.verdict.startswith("NOT LOSSLESS: ")
     return {problem.part for problem in certificate.problems}
 
 
-def outcome(llm: LLM, prompts: Named, params: SamplingParams = WARM) -> Certificate:
+def outcome(llm: LLM, prompts: Named, params: SamplingParams = WARM) -> EngineCertificate:
     certifier = Certifier(llm, prompts, params, SMALL)
     certifier.run()
     return certifier.certificate()

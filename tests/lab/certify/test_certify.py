@@ -9,10 +9,10 @@ import pytest
 
 from paceline.core.params import SamplingParams
 from paceline.errors import ConfigError, PromptError
-from paceline.lab.certify import Certifier, Effort, certify
 from paceline.lab.certify.decoding import Start
+from paceline.lab.certify.effort import Effort
 from paceline.lab.certify.evidence import Evidence, Prefix
-from paceline.lab.certify.tables import report_of
+from paceline.lab.certify.run import Certifier, certify
 from paceline.llm import LLM
 
 Named = Sequence[tuple[str, Sequence[int]]]
@@ -29,15 +29,13 @@ def test_a_right_engine_is_certified(llm: LLM, prompts: Named, params: SamplingP
     assert {check.kind for check in certificate.texts} == {"greedy", "seeded"}
     assert all(check.drafted > check.accepted > 0 for check in certificate.texts)
     assert max(check.distance for check in certificate.exact) < 1e-6
-    whats = {result.test.what for result in certificate.distributions}
+    whats = {test.what for test in certificate.tests}
     assert {
         "first token / distribution",
-        "each token / distribution",
+        "next tokens / distribution",
         "draws / declared distribution",
     } <= whats
     assert 0 < certificate.smallest_bias < 0.25
-    (figure,) = report_of(certificate, str).figures()
-    assert "range of chance" in figure.draw()
 
 
 def test_trees_without_replacement(llm: LLM, folders: tuple[str, str], prompts: Named) -> None:
@@ -51,20 +49,20 @@ def test_an_adaptive_engine_with_chosen_drafts(llm: LLM, prompts: Named) -> None
     ngram = llm.beside("ngram", max_batch_size=8, seed=1)
     again = [("again", [*prompts[0][1], *prompts[0][1]] * 2)]
     certifier = Certifier(ngram, again, None, Effort(1, 16, 1, 200))
-    settings = [setting.name for setting in certifier.settings]
+    settings = [setting.name for setting in certifier.comparer.alone]
     assert settings[2] == "draft length auto, alone"
     pieces: list[str] = []
     certifier.run(pieces.append)
     assert len(pieces) == certifier.pieces
     # Its drafts are chosen, so there is no distribution of its own to test.
-    assert not [r for r in certifier.certificate().distributions if r.test.draft_length < 0]
+    assert not [t for t in certifier.certificate().tests if t.part == "drafter"]
 
 
 def test_the_rule_is_enumerated_where_a_look_up_finds_something(llm: LLM) -> None:
     """It was "not enumerated" where nothing was found at the place itself."""
     tokens = tuple(range(20, 60))  # no token comes twice
     ngram = llm.beside("ngram:min=1", draft_length=2, max_batch_size=64, seed=1)
-    evidence = Evidence(prefixes=[Prefix("ends in a new token", 0, Start(tokens), 2)])
+    evidence = Evidence(prefixes=[Prefix("ends in a new token", Start(tokens), 2)])
     certifier = Certifier(
         ngram, [("new", tokens)], None, replace(SMALL, texts=1), evidence=evidence
     )
@@ -77,20 +75,20 @@ def test_plain_decoding_takes_no_more_memory_than_the_engine(llm: LLM, prompts: 
     """Its cache was a share of all that was free: 6 s to fill with zeros beside SmolLM2."""
     small = llm.beside("ngram", max_batch_size=8, draft_length=2, kv_cache_memory=2 << 20)
     certifier = Certifier(small, prompts, None, SMALL)
-    assert certifier._asked.plain.cache.num_blocks == small.engine.cache.num_blocks
+    assert certifier.subject.plain.cache.num_blocks == small.engine.cache.num_blocks
 
 
 def test_greedy_only(llm: LLM, prompts: Named) -> None:
     certificate = certify(llm, prompts, SamplingParams(), effort=SMALL)
     assert certificate.lossless
-    assert not certificate.distributions and "temperature is 0" in certificate.notes[0]
+    assert not certificate.tests and "temperature is 0" in certificate.notes[0]
     assert "greedy decoding only, no samples were drawn" in certificate.verdict
 
 
 @pytest.mark.parametrize(
     ("effort", "lack"),
     [
-        (Effort(1, 16, 1, 600), "1 whole texts were compared, and it takes 2"),
+        (Effort(1, 16, 1, 600), "1 whole texts were compared, not 2"),
         (Effort(2, 16, 1, 100), "or more would have been seen"),
     ],
 )
@@ -147,7 +145,8 @@ def test_the_same_seed_gives_the_same_certificate(folders: tuple[str, str], llm:
         ).record()
         for seed in (1, 2)
     ]
-    assert all(record["budget"].pop("spent") > 0 for record in found)
+    for record in found:  # what it took is another each time
+        assert record["budget"].pop("spent") > 0 and record.pop("verdict")
     assert found[0] == found[1]
 
 

@@ -8,22 +8,18 @@ from dataclasses import replace
 import pytest
 
 from paceline.errors import ConfigError
-from paceline.lab.certify.servers import (
-    AnsweringServer,
-    ServerCertificate,
-    ServerCertifier,
-    ServerEffort,
-)
-from paceline.lab.certify.servers.answers import Said
+from paceline.lab.certify.effort import Effort
+from paceline.lab.certify.servers.answers import AnswerChoice, AnsweringServer, AnswerToken
 from paceline.lab.certify.servers.asking import parting
+from paceline.lab.certify.servers.run import ServerCertificate, ServerCertifier, lacks_of
 from support.planted_server import FAULTS, PlantedServer, served
 
 PROMPTS = [("one", "Once upon a time"), ("two", "What is said of"), ("three", "It is")]
-EFFORT = ServerEffort(requests=150, max_tokens=24)
+EFFORT = Effort(requests=150, max_tokens=24)
 
 
 def outcome(
-    planted: PlantedServer, against: PlantedServer | None = None, effort: ServerEffort = EFFORT
+    planted: PlantedServer, against: PlantedServer | None = None, effort: Effort = EFFORT
 ) -> ServerCertificate:
     with served(planted) as url, served(against or PlantedServer()) as other:
         server, off = AnsweringServer.connect(url)
@@ -41,10 +37,10 @@ def test_a_server_in_order_is_certified(compared: bool) -> None:
     found = outcome(PlantedServer(), PlantedServer(seed=8) if compared else None)
     assert found.lossless, found.verdict
     assert found.verdict.startswith("CERTIFIED: ")
-    assert {part.part for part in found.parts} == {*FAULTS.values()}
+    assert {part.name for part in found.parts} == {*FAULTS.values()}
     assert all(part.looked_at and part.requests for part in found.parts)
-    assert len(found.tests) == (2 if compared else 1)
-    assert all(0 < test.sees < 0.3 for test in found.tests)
+    assert len(found.tests) == 1
+    assert all(0 < test.smallest_bias < 0.3 for test in found.tests)
     record = json.loads(json.dumps(found.record()))
     assert record["lossless"] and record["problems"] == []
     assert sum(part["requests"] for part in record["parts"]) <= EFFORT.requests
@@ -62,7 +58,7 @@ def test_a_server_in_order_is_certified(compared: bool) -> None:
 )
 def test_ways_of_other_servers_are_no_faults(planted: PlantedServer) -> None:
     """llama.cpp's layout of logprobs, its top-k of its own, and OpenAI's refusals."""
-    found = outcome(planted, effort=ServerEffort(requests=250, max_tokens=24))
+    found = outcome(planted, effort=Effort(requests=250, max_tokens=24))
     assert found.lossless, (found.verdict, found.problems)
     assert found.tests[0].samples > 200
 
@@ -70,7 +66,7 @@ def test_ways_of_other_servers_are_no_faults(planted: PlantedServer) -> None:
 def test_faults_show_in_the_other_layout_too() -> None:
     for fault in ("zeros", "corrupt"):
         found = outcome(PlantedServer(fault, logprobs="records"))
-        assert FAULTS[fault] in {what.partition(":")[0] for what in found.problems}
+        assert FAULTS[fault] in {problem.part for problem in found.problems}
 
 
 @pytest.mark.parametrize("compared", [True, False])
@@ -79,25 +75,32 @@ def test_each_planted_fault_is_found_and_named(fault: str, compared: bool) -> No
     found = outcome(PlantedServer(fault), PlantedServer(seed=8) if compared else None)
     assert not found.lossless
     assert found.verdict.startswith("NOT LOSSLESS: ")
-    assert FAULTS[fault] in {what.partition(":")[0] for what in found.problems}, found.problems
+    assert FAULTS[fault] in {problem.part for problem in found.problems}, found.problems
 
 
 def test_penalties_that_are_ignored_show_against_another_server() -> None:
     found = outcome(PlantedServer("unpenalised"), PlantedServer(seed=8))
-    assert {what.partition(":")[0] for what in found.problems} == {"limits"}
-    assert "with penalties" in found.problems[0]
+    assert {problem.part for problem in found.problems} == {"limits"}
+    assert "with penalties" in found.problems[0].what
 
 
 def test_a_near_tie_is_none_of_the_servers_faults() -> None:
     """Two words a tenth of a nat apart, which rounding may swap."""
-    one = Said("a b", "length", ("a", " b"), (-0.1, -0.7), ({"a": -0.1}, {" b": -0.7, " c": -0.8}))
-    other = Said("a c", "length", ("a", " c"), (-0.1, -0.8), one.likeliest)
+
+    def two_words(second: str, logprob: float, likeliest: dict[str, float]) -> AnswerChoice:
+        first = AnswerToken("a", -0.1, {"a": -0.1})
+        return AnswerChoice(
+            f"a{second}", "length", (first, AnswerToken(second, logprob, likeliest))
+        )
+
+    likeliest = {" b": -0.7, " c": -0.8}
+    one, other = two_words(" b", -0.7, likeliest), two_words(" c", -0.8, likeliest)
     assert parting(one, one) is None
     found, tie = parting(one, other) or ("", False)
     assert tie and found.startswith("token 1 is ' b', ' c' is due")
-    far = replace(one, likeliest=({"a": -0.1}, {" b": -0.1, " c": -4.0}), logprobs=(-0.1, -0.1))
+    far = two_words(" b", -0.1, {" b": -0.1, " c": -4.0})
     assert parting(other, far) == ("token 1 is ' c', ' b' is due: 3.90 nats likelier", False)
-    assert parting(one, replace(one, text="a", tokens=("a",))) == (
+    assert parting(one, replace(one, text="a", tokens=one.tokens[:1])) == (
         "one text ends after 1 tokens",
         False,
     )
@@ -105,7 +108,7 @@ def test_a_near_tie_is_none_of_the_servers_faults() -> None:
 
 def test_one_that_gives_no_logprobs_and_no_chats_says_what_was_left_out() -> None:
     found = outcome(PlantedServer(chats=False, logprobs=None), PlantedServer(seed=8))
-    notes = {note for part in found.parts for note in part.notes}
+    notes = found.notes
     assert not found.problems, found.problems
     assert any("no logprobs" in note for note in notes)
     assert any("no chats here" in note for note in notes)
@@ -113,7 +116,7 @@ def test_one_that_gives_no_logprobs_and_no_chats_says_what_was_left_out() -> Non
 
 
 def test_too_few_requests_certify_nothing() -> None:
-    found = outcome(PlantedServer(), effort=ServerEffort(requests=4, max_tokens=8))
+    found = outcome(PlantedServer(), effort=Effort(requests=4, max_tokens=8))
     assert found.verdict.startswith("NOT ENOUGH: ")
     assert not found.problems and sum(part.requests for part in found.parts) <= 4
 
@@ -121,13 +124,14 @@ def test_too_few_requests_certify_nothing() -> None:
 def test_samples_that_see_nothing_certify_nothing() -> None:
     found = outcome(PlantedServer())
     assert found.lossless
-    for tests in ((), (replace(found.tests[0], sees=0.4),)):
-        blind = replace(found, tests=tests)
-        assert not blind.lossless and not blind.problems
-        assert "or more would have been seen in the samples" in blind.verdict
+    assert not lacks_of(found.parts, found.tests)
+    for tests in ((), (replace(found.tests[0], smallest_bias=0.4),)):
+        (lack,) = lacks_of(found.parts, tests)
+        assert "or more would have been seen in the samples" in lack
+        blind = replace(found, lacks=(lack,))
+        assert not blind.lossless and blind.verdict.startswith(f"NOT ENOUGH: {lack}")
     one = replace(found.parts[0], looked_at=1)
-    few = replace(found, parts=(one, *found.parts[1:]))
-    assert few.verdict.startswith("NOT ENOUGH: 1 text for greedy, and it takes 2")
+    assert lacks_of((one, *found.parts[1:]), found.tests) == ["1 text for greedy, and it takes 2"]
 
 
 def test_addresses_where_nobody_answers() -> None:
@@ -136,7 +140,7 @@ def test_addresses_where_nobody_answers() -> None:
     with pytest.raises(ConfigError, match="is no URL"):
         AnsweringServer.connect("localhost:8000")
     with pytest.raises(ConfigError, match="requests is 0"):
-        ServerEffort(requests=0)
+        Effort(requests=0)
 
 
 def test_our_own_server_with_and_without_speculation() -> None:
@@ -147,7 +151,7 @@ def test_our_own_server_with_and_without_speculation() -> None:
     for running in serve(socket_service(llm, "tiny")):
         server, off = AnsweringServer.connect(running.url)
         assert off is not None and "speculation off" in off.name
-        certifier = ServerCertifier(server, off, PROMPTS[:2], ServerEffort(60, 16))
+        certifier = ServerCertifier(server, off, PROMPTS[:2], Effort(requests=60, max_tokens=16))
         certifier.run()
         found = certifier.certificate()
         assert found.lossless, (found.verdict, found.problems)

@@ -9,8 +9,9 @@ import pytest
 from paceline.core.params import SamplingParams
 from paceline.engine.driver import StandstillError
 from paceline.lab.certify.decoding import DecodedOutput, Start, decode
-from paceline.lab.certify.texts import ComparedSetting, Task, check_texts
-from paceline.lab.difference import Difference, first_difference
+from paceline.lab.certify.difference import Difference, first_difference
+from paceline.lab.certify.run import Certifier
+from paceline.lab.certify.texts import ComparedSetting, ComparedText, check_texts
 from paceline.llm import LLM
 from paceline.model.backends.base import NATIVE
 
@@ -23,14 +24,15 @@ def difference(at: int, gap: float) -> Difference:
 
 
 @pytest.fixture
-def task(prompts: Named) -> Task:
-    return Task("one", Start(tuple(prompts[0][1])), PARAMS)
+def text(prompts: Named) -> ComparedText:
+    return ComparedText("one", Start(tuple(prompts[0][1])), PARAMS)
 
 
 @pytest.mark.parametrize(("second", "ties", "bugs"), [(None, 1, 0), (0.05, 2, 0), (3.0, 1, 1)])
 def test_what_comes_after_a_tie_is_looked_at(
     on_reference: LLM,
-    task: Task,
+    prompts: Named,
+    text: ComparedText,
     monkeypatch: pytest.MonkeyPatch,
     second: float | None,
     ties: int,
@@ -38,7 +40,8 @@ def test_what_comes_after_a_tie_is_looked_at(
 ) -> None:
     """A first text that parts at token 2 by a tie; later ones as ``second`` says."""
     llm = on_reference
-    (plain,) = decode(llm.engine, [task.start], PARAMS, 0)
+    subject = Certifier(llm, prompts, PARAMS).subject
+    (plain,) = decode(llm.engine, [text.start], [PARAMS], 0)
     given: list[tuple[int, ...]] = []
 
     def faked(engine, starts, params, length=None, enough=None) -> list[DecodedOutput]:
@@ -57,36 +60,41 @@ def test_what_comes_after_a_tie_is_looked_at(
 
     monkeypatch.setattr("paceline.lab.certify.texts.decode", faked)
     monkeypatch.setattr("paceline.lab.certify.texts.explain", explained)
-    check = check_texts(llm.engine, [task], [plain.tokens], "greedy", ComparedSetting("x", 2))
+    check = check_texts(subject, [text], [plain.tokens], "greedy", ComparedSetting("x", 2))
     assert (len(check.ties), len(check.bugs)) == (ties, bugs)
     assert given[:2] == [(), plain.tokens[:3]]
 
 
-def test_decoding_goes_on_from_given_output(llm: LLM, task: Task) -> None:
+def test_decoding_goes_on_from_given_output(llm: LLM, text: ComparedText) -> None:
     """With penalties on the output: what is given counts as output, not as prompt."""
     params = SamplingParams(max_tokens=12, frequency_penalty=1.5)
-    (whole,) = decode(llm.engine, [task.start], params, 2)
-    (rest,) = decode(llm.engine, [Start(task.start.prompt, whole.tokens[:5])], params, 0)
+    (whole,) = decode(llm.engine, [text.start], [params], 2)
+    (rest,) = decode(llm.engine, [Start(text.start.prompt, whole.tokens[:5])], [params], 0)
     assert rest.tokens == whole.tokens
-    (short,) = decode(llm.engine, [task.start], params, 2, enough=3)
+    (short,) = decode(llm.engine, [text.start], [params], 2, enough=3)
     assert short.tokens == whole.tokens[:3]
     assert not llm.engine.has_work
 
 
-def test_a_standstill_is_noticed(llm: LLM, task: Task, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_standstill_is_noticed(
+    llm: LLM, text: ComparedText, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(llm.engine, "step", list)
     with pytest.raises(StandstillError, match="committed no token"):
-        decode(llm.engine, [task.start], PARAMS, 2)
+        decode(llm.engine, [text.start], [PARAMS], 2)
 
 
-def test_equal_rows_have_no_ties(llm: LLM, task: Task, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_equal_rows_have_no_ties(
+    llm: LLM, prompts: Named, text: ComparedText, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """On the native backend a row's bits depend on it alone, so that any difference is a bug."""
     if llm.target.backend.name != NATIVE:
         pytest.skip("the kernels are not in use")
-    (plain,) = decode(llm.engine, [task.start], PARAMS, 0)
+    subject = Certifier(llm, prompts, PARAMS).subject
+    (plain,) = decode(llm.engine, [text.start], [PARAMS], 0)
     other = DecodedOutput((*plain.tokens[:-1], plain.tokens[-1] + 1), 8, 4)
     at = len(plain.tokens) - 1
     monkeypatch.setattr("paceline.lab.certify.texts.decode", lambda *_: [other])
     monkeypatch.setattr("paceline.lab.certify.texts.explain", lambda *_: difference(at, 0.0))
-    check = check_texts(llm.engine, [task], [plain.tokens], "greedy", ComparedSetting("x", 2))
+    check = check_texts(subject, [text], [plain.tokens], "greedy", ComparedSetting("x", 2))
     assert (len(check.ties), len(check.bugs)) == (0, 1)

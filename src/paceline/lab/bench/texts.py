@@ -9,7 +9,7 @@ from typing import Any
 
 from paceline.lab.bench.methods import PLAIN
 from paceline.lab.bench.runs import Ask, HeatRecord
-from paceline.lab.difference import Difference, explain
+from paceline.lab.certify.difference import Difference, explain
 from paceline.llm import LLM
 
 KINDS = ("identical", "near tie", "different")

@@ -1,94 +1,14 @@
-"""What a certification found, as plain data, and what it says of each thing that was looked at:
-once, for JSON and for tables."""
+"""What a certification ends with: distribution tests as one family, what is wrong, the verdict."""
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterable, Sequence
-from dataclasses import asdict, dataclass
-from typing import Any
+from dataclasses import asdict, dataclass, replace
+from typing import Any, NamedTuple
 
-from paceline.lab.certify.chisquare import holm
-from paceline.lab.certify.evidence import Problem, TextCheck
-from paceline.lab.certify.exact import ExactCheck
-from paceline.lab.certify.sampled import DistributionTest, Frequencies
-from paceline.lab.difference import Difference
-from paceline.lab.report.columns import Column, record_of
-from paceline.model.backends.base import NATIVE
-
-
-def _length(length: int) -> str:
-    return {-1: "", 0: "plain"}.get(length, str(length))
-
-
-def _finite(gap: float) -> float | None:
-    return gap if math.isfinite(gap) else None
-
-
-def _scores(scores: tuple[float, float] | None) -> str:
-    return "" if scores is None else f"{scores[0]:.4g} / {scores[1]:.4g}"
-
-
-def _vocabulary(check: ExactCheck) -> str:
-    return f"all {check.vocabulary}" if check.whole else f"{check.vocabulary} likeliest"
-
-
-def _class(difference: Difference) -> str:
-    if difference.on_edge:
-        return "tie (edge of the truncation)"
-    return "tie" if difference.is_tie else "BUG"
-
-
-PARTING_COLUMNS = (
-    Column("task", "text", "task"),
-    Column("at", "token", "difference.at"),
-    Column("plain", "plain", "plain", repr),
-    Column("speculative", "spec.", "speculative", repr),
-    Column("plain_id", "", "difference.left"),
-    Column("speculative_id", "", "difference.right"),
-    Column("scores", "scores", "difference.scores", _scores),
-    Column("gap", "gap", "difference.gap", "{:.3g}".format, _finite),
-    Column("rounding_step", "step", "difference.step", "{:.2g}".format),
-    Column("rounding_spread", "shape", "difference.spread", "{:.2g}".format),
-    Column("on_edge", "", "difference.on_edge"),
-    Column("", "class", "difference", _class),
-)
-
-
-def _partings(items: Sequence[Any]) -> list[dict[str, Any]]:
-    return [record_of(item, PARTING_COLUMNS) for item in items]
-
-
-TEXT_COLUMNS = (
-    Column("kind", "requests", "kind"),
-    *(Column(name, name, name) for name in ("setting", "texts", "tokens", "drafted", "accepted")),
-    Column("ties", "ties", "ties", len, _partings),
-    Column("bugs", "BUGS", "bugs", len, _partings),
-)
-
-DISTRIBUTION_COLUMNS = (
-    Column("prefix", "prefix", "test.prefix"),
-    Column("draft_length", "draft", "test.draft_length", _length),
-    Column("what", "test", "test.what"),
-    Column("samples", "samples", "test.samples"),
-    Column("cells", "cells", "test.cells"),
-    Column("statistic", "chi2", "test.outcome.statistic", "{:.1f}".format),
-    Column("degrees_of_freedom", "", "test.outcome.df"),
-    Column("p_value", "p", "test.outcome.p_value", "{:.2g}".format),
-    Column("adjusted_p_value", "Holm p", "adjusted", "{:.2g}".format),
-    Column("smallest_bias", "sees", "smallest_bias", "{:.1%}".format),
-    Column("rounding", "rounding", "test.rounding", "{:.2%}".format),
-)
-
-EXACT_COLUMNS = (
-    Column("", "prefix", "prefix"),
-    Column("", "draft", "", lambda c: f"{c.nodes} nodes, {c.draw.replace('_', ' ')}"),
-    Column("", "tokens", "tokens"),
-    Column("", "vocabulary", "", _vocabulary),
-    Column("", "outcomes", "outcomes"),
-    Column("", "distance", "distance", "{:.1e}".format),
-)
-
+from paceline.lab.certify.chisquare import ChiSquare, holm
+from paceline.lab.report.columns import Column, record_of, table_of
+from paceline.lab.report.document import Block, Report, Table, Text
 
 # The least that the word CERTIFIED stands for, however little was asked for.
 LEAST_TEXTS = 2  # compared in every setting
@@ -97,173 +17,161 @@ POWER = 0.9
 MOST_BIAS = 0.25  # that may have gone unseen
 
 
-@dataclass(frozen=True)
-class CertifySpending:
-    """What the time was spent on; of how much that is wanted.
+class Sheet(NamedTuple):
+    """Rows as a list of JSON, under ``key``, and as a table under ``title``."""
 
-    ``seconds``: the budget of this run, None without; ``spent`` in all runs. ``looks``: verdicts
-    drawn, this one among them. ``tokens`` of each text. ``missing``: what is still to be looked
-    at. ``lacks``: why that little certifies nothing; empty if it is enough.
+    key: str
+    title: str
+    columns: Sequence[Column]
+    note: str = ""
+
+    def table(self, rows: Iterable[Any], title: str = "") -> Table:
+        return table_of(rows, self.columns, self.note, title)
+
+    def records(self, rows: Iterable[Any]) -> list[dict[str, Any]]:
+        return [record_of(row, self.columns) for row in rows]
+
+
+TESTS = Sheet(
+    "tests",
+    "Distribution of sampled text",
+    (
+        Column("prefix", "prefix"),
+        Column("draft_length", "draft", shown=lambda length: str(length or "plain")),
+        Column("what", "test"),
+        Column("samples", "samples"),
+        Column("statistic", "chi2", "outcome.statistic", "{:.1f}".format),
+        Column("degrees_of_freedom", "df", "outcome.df"),
+        Column("p_value", "p", "outcome.p_value", "{:.2g}".format),
+        Column("adjusted_p_value", "Holm p", shown="{:.2g}".format),
+        Column("smallest_bias", "sees", shown="{:.1%}".format),
+        Column("rounding", "rounding", shown="{:.2%}".format),
+    ),
+    "distribution: the target's, scored afresh. plain: a sample of plain decoding. Holm p: "
+    "corrected for the number of tests. sees: the smallest bias (total variation) that the test "
+    f"finds with power {POWER:g}. rounding: total variation between the target's distributions in "
+    "two batch shapes; the test allows for twice as much.",
+)
+
+
+@dataclass(frozen=True)
+class Problem:
+    """Something wrong: in which part, and what, in one line."""
+
+    part: str
+    what: str
+
+
+@dataclass(frozen=True)
+class DistributionTest:
+    """One test: ``what`` against what, where, and at which draft length (0 is plain decoding).
+
+    ``part`` is at fault if it fails. ``rounding``: between batch shapes, see TESTS. Known once its
+    family is: ``adjusted_p_value`` after Holm's correction, ``smallest_bias`` (total variation)
+    that it finds with probability ``POWER`` at its share of the family's alpha.
     """
 
-    seconds: float | None
-    spent: float
-    tokens: int
-    texts: int
-    texts_wanted: int
-    prefixes: int
-    prefixes_wanted: int
+    part: str
+    what: str
     samples: int
-    samples_wanted: int
-    looks: int
-    missing: tuple[str, ...] = ()
-    lacks: tuple[str, ...] = ()
-
-    @property
-    def line(self) -> str:
-        """For people."""
-        parts = [f"{self.texts} of {self.texts_wanted} texts of {self.tokens} tokens"]
-        if self.prefixes_wanted:
-            parts.append(f"{self.prefixes} of {self.prefixes_wanted} prefixes")
-            parts.append(f"{self.samples} of {self.samples_wanted} samples")
-        runs = "" if self.looks == 1 else f" in {self.looks} runs"
-        return f"{self.spent:.0f} s{runs} completed {', '.join(parts)}"
-
-
-@dataclass(frozen=True)
-class DistributionResult:
-    """A distribution test among its family.
-
-    ``adjusted``: p-value after Holm's correction. ``smallest_bias``: total variation over the
-    cells that the test finds with probability ``POWER``, at its share of the family's alpha.
-    """
-
-    test: DistributionTest
-    adjusted: float
-    smallest_bias: float
-
-    @classmethod
-    def of(cls, tests: Sequence[DistributionTest], alpha: float) -> tuple[DistributionResult, ...]:
-        """The tests as one family (Holm 1979), each with what it could have found."""
-        adjusted = holm([test.outcome.p_value for test in tests])
-        share = alpha / max(1, len(tests))
-        return tuple(
-            cls(test, value, test.outcome.smallest_bias(share, POWER))
-            for test, value in zip(tests, adjusted, strict=True)
-        )
+    outcome: ChiSquare
+    prefix: str = ""
+    draft_length: int | None = None
+    rounding: float = 0.0
+    adjusted_p_value: float = 1.0
+    smallest_bias: float = 1.0
 
     def problem(self) -> Problem:
         """What it means that the test failed."""
-        test = self.test
-        odds = f"p = {self.adjusted:.1g} after correction, {test.samples} samples"
-        if test.draft_length < 0:
-            what = f"it does not draw from the distribution it declares ({odds})"
-            return Problem("drafter", what)
-        if test.draft_length == 0:
-            return Problem("plain sampling", f"{test.prefix}: {test.what} ({odds})")
-        where = f"{test.prefix}, draft length {test.draft_length}"
-        return Problem("sampling", f"{where}: biased, {test.what} ({odds})")
+        length = f"draft length {self.draft_length}" if self.draft_length else ""
+        where = ", ".join(filter(None, (self.prefix, length, f"biased, {self.what}")))
+        odds = f"p = {self.adjusted_p_value:.1g} after correction, {self.samples} samples"
+        return Problem(self.part, f"{where} ({odds})")
 
 
-def smallest_bias(results: Iterable[DistributionResult]) -> float:
-    """Total variation from the target's distribution that would have been found at every prefix."""
-    tested = [r for r in results if r.test.draft_length > 0 and "distribution" in r.test.what]
-    return max((result.smallest_bias for result in tested), default=1.0)
+def as_family(tests: Sequence[DistributionTest], alpha: float) -> tuple[DistributionTest, ...]:
+    """The tests corrected for their number (Holm 1979), each with what it could have found."""
+    adjusted = holm([test.outcome.p_value for test in tests])
+    share = alpha / max(1, len(tests))
+    return tuple(
+        replace(test, adjusted_p_value=p, smallest_bias=test.outcome.smallest_bias(share, POWER))
+        for test, p in zip(tests, adjusted, strict=True)
+    )
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class Certificate:
-    """The outcome. ``lossless`` only if enough was looked at and nothing is wrong: never less than
-    ``LEAST_TEXTS``, ``LEAST_PREFIXES`` (where anything is sampled) and what sees ``MOST_BIAS``.
+    """The outcome. ``lossless`` only if nothing is wrong and enough was looked at.
 
-    ``texts``: token-for-token comparisons. ``distributions``: tests of them, together at the level
-    ``alpha``. ``exact``: enumerations. ``notes``: what was left out, and why. ``interrupted``: by
-    Ctrl-C. ``completed``: how much was looked at.
+    ``tests``: of distributions, together at the level ``alpha``. ``lacks``: why what was looked at
+    certifies nothing. ``notes``: what was left out, and why. ``interrupted``: by Ctrl-C.
+    ``completed``: what the time was spent on; ``certified``: what that word stands for here.
     """
 
-    target: str
-    draft: str
-    dtype: str
-    backend: str
+    title: str
     alpha: float
-    texts: tuple[TextCheck, ...]
-    distributions: tuple[DistributionResult, ...]
-    exact: tuple[ExactCheck, ...]
-    frequencies: tuple[Frequencies, ...]
+    tests: tuple[DistributionTest, ...]
     problems: tuple[Problem, ...]
+    lacks: tuple[str, ...]
     notes: tuple[str, ...]
     interrupted: bool
-    completed: CertifySpending
+    completed: str
+    certified: str
 
-    @property
-    def complete(self) -> bool:
-        """Whether all was looked at that was wanted."""
-        return not self.interrupted and not self.completed.missing
+    def facts(self) -> dict[str, Any]:
+        """What JSON has of this kind of certificate besides its sheets."""
+        raise NotImplementedError
+
+    def sheets(self) -> Iterable[tuple[Sheet, Sequence[Any], Sequence[Block]]]:
+        """Tables with their rows, and what a report has below them."""
+        raise NotImplementedError
 
     @property
     def enough(self) -> bool:
         """Whether what was looked at can certify anything."""
-        return not self.interrupted and not self.completed.lacks
+        return not self.interrupted and not self.lacks
 
     @property
     def lossless(self) -> bool:
         return self.enough and not self.problems
 
     @property
-    def ties(self) -> int:
-        return sum(len(check.ties) for check in self.texts)
-
-    @property
-    def smallest_bias(self) -> float:
-        return smallest_bias(self.distributions)
-
-    @property
     def verdict(self) -> str:
         """One line for people."""
+        nothing = "nothing was found in what was looked at"
         if self.problems:
-            first, more = self.problems[0], len(self.problems) - 1
-            others = f" (and {more} more)" if more else ""
-            return f"NOT LOSSLESS: {first.part}: {first.what}{others}"
+            first, *others = self.problems
+            more = f" (and {len(others)} more)" if others else ""
+            return f"NOT LOSSLESS: {first.part}: {first.what}{more}"
         if self.interrupted:
-            return "NOT CERTIFIED: interrupted; nothing was found in what was looked at"
-        if not self.enough:
-            lacks = "; ".join(self.completed.lacks)
-            nothing = "nothing was found in what was looked at"
-            return f"NOT ENOUGH: {lacks}. {self.completed.line}; {nothing}"
-        parts = []
-        if self.texts:
-            tokens = sum(check.tokens for check in self.texts)
-            parts.append(f"{tokens} tokens equal to plain decoding's {self._how_equal}")
-        if self.distributions:
-            bias = f"{self.smallest_bias:.1%}"
-            parts.append(
-                f"no bias in {len(self.distributions)} distribution tests, which see {bias} or more"
-            )
-        if not self.completed.prefixes_wanted:
-            parts.append("greedy decoding only, no samples were drawn")
-        if self.exact:
-            worst = max(check.distance for check in self.exact)
-            parts.append(f"the rule is exact to {worst:.0e}")
-        return "CERTIFIED: " + "; ".join(parts)
-
-    @property
-    def _how_equal(self) -> str:
-        if not self.ties and self.backend.startswith(NATIVE):
-            return f"bit for bit on {self.backend}"
-        ties = f"{self.ties} near tie{'' if self.ties == 1 else 's'}"
-        return f"but for {ties} on {self.backend}"
+            return f"NOT CERTIFIED: interrupted; {nothing}"
+        if self.lacks:
+            return f"NOT ENOUGH: {'; '.join(self.lacks)}. {self.completed}; {nothing}"
+        return f"CERTIFIED: {self.certified}"
 
     def record(self) -> dict[str, Any]:
-        """As JSON knows it; infinite gaps are null."""
-        judged = ("lossless", "verdict", "complete", "interrupted", "enough", "smallest_bias")
-        about = ("target", "draft", "dtype", "backend", "alpha")
+        """As JSON knows it."""
         return {
-            **{name: getattr(self, name) for name in (*judged, *about)},
-            "budget": asdict(self.completed),
+            "lossless": self.lossless,
+            "verdict": self.verdict,
+            "enough": self.enough,
+            "interrupted": self.interrupted,
+            "alpha": self.alpha,
             "power": POWER,
+            **self.facts(),
             "problems": [asdict(problem) for problem in self.problems],
-            "texts": [record_of(check, TEXT_COLUMNS) for check in self.texts],
-            "laws": [record_of(result, DISTRIBUTION_COLUMNS) for result in self.distributions],
-            "exact": [{**asdict(check), "passed": check.passed} for check in self.exact],
-            "notes": list(self.notes),
+            "lacks": self.lacks,
+            "notes": self.notes,
+            **{sheet.key: sheet.records(rows) for sheet, rows, _ in self.sheets()},
         }
+
+    def report(self) -> Report:
+        report = Report(self.title)
+        for sheet, rows, below in self.sheets():
+            if rows:
+                report.add(sheet.title, sheet.table(rows), *below)
+        lines = [Text(note) for note in self.notes]
+        lines += [Text(f"{item.part}: {item.what}", warning=True) for item in self.problems[1:]]
+        lines += [Text(f"{self.completed}."), Text(self.verdict, warning=not self.lossless)]
+        report.add("Verdict", *lines)
+        return report

@@ -105,13 +105,6 @@ def homogeneity(left: Sequence[int], right: Sequence[int], slack: float = 0.0) -
     return _outcome(statistic, len(pairs) - 1, m * n / (m + n), slack)
 
 
-def joined(parts: Sequence[ChiSquare]) -> ChiSquare:
-    """Several independent tests as one."""
-    df, weight = sum(part.df for part in parts), sum(part.weight for part in parts)
-    statistic, allowed = sum(p.statistic for p in parts), sum(p.allowed for p in parts)
-    return ChiSquare(statistic, df, tail(statistic, df, allowed), weight, allowed)
-
-
 def _outcome(statistic: float, df: int, weight: float, slack: float) -> ChiSquare:
     allowed = weight * slack
     p_value = tail(statistic, df, allowed) if df > 0 else 1.0

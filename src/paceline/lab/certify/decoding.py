@@ -4,29 +4,31 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from typing import NamedTuple
 
 from paceline.core.params import SamplingParams
 from paceline.engine.driver import Drive, sequence
 from paceline.engine.engine import Engine
+
+String = tuple[int, ...]  # of token ids
 
 
 @dataclass(frozen=True)
 class Start:
     """Where decoding begins: a prompt, and output that is given."""
 
-    prompt: tuple[int, ...]
-    output: tuple[int, ...] = ()
+    prompt: String
+    output: String = ()
 
     @property
-    def tokens(self) -> tuple[int, ...]:
+    def tokens(self) -> String:
         return self.prompt + self.output
 
 
-@dataclass(frozen=True)
-class DecodedOutput:
+class DecodedOutput(NamedTuple):
     """``tokens`` of the output, the given ones included; what was drafted and accepted of them."""
 
-    tokens: tuple[int, ...]
+    tokens: String
     drafted: int
     accepted: int
 
@@ -34,7 +36,7 @@ class DecodedOutput:
 def decode(
     engine: Engine,
     starts: Sequence[Start],
-    params: SamplingParams | Sequence[SamplingParams],
+    params: Sequence[SamplingParams],
     length: int | None = None,
     enough: int | None = None,
 ) -> list[DecodedOutput]:
@@ -45,12 +47,9 @@ def decode(
     ``length`` fixes the draft length; None leaves it to the engine's own controller.
     Raises StandstillError, and whatever the engine raises.
     """
-    each_params = [params] * len(starts) if isinstance(params, SamplingParams) else list(params)
     seqs = [
-        sequence(
-            start.tokens, replace(seq_params, draft_length=length), prompt_length=len(start.prompt)
-        )
-        for start, seq_params in zip(starts, each_params, strict=True)
+        sequence(start.tokens, replace(asked, draft_length=length), prompt_length=len(start.prompt))
+        for start, asked in zip(starts, params, strict=True)
     ]
     with Drive(engine, seqs) as drive:
         for _ in drive:

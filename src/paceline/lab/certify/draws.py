@@ -9,7 +9,7 @@ place of a draw, or dropping unlikely nodes all push the numbers to one side.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from functools import lru_cache
+from itertools import combinations
 from typing import Any
 
 import torch
@@ -17,8 +17,8 @@ import torch
 from paceline.core.batch import Plan
 from paceline.core.tree import Draw, TokenTree, children_of
 from paceline.draft.base import Drafter
-from paceline.lab.certify.cells import String
 from paceline.lab.certify.chisquare import ChiSquare, goodness
+from paceline.lab.certify.decoding import String
 
 _BINS = 20
 _MOST_DISTRIBUTIONS = 256
@@ -28,29 +28,23 @@ class Recorder:
     """Stands in for a drafter and takes notes of what it proposes. Changes nothing.
 
     ``counts``: how many draws fell into each twentieth of the declared distribution; ``impossible``
-    ones had no chance under it.
+    ones had no chance under it. ``trees`` and ``distributions`` (after the root, and after first
+    tokens) were proposed and declared behind the tokens that are ``watched``.
     """
 
     def __init__(self, drafter: Drafter, seed: int = 0) -> None:
         self._drafter = drafter
         self._generator = torch.Generator().manual_seed(seed)
         self.counts = [0] * _BINS
-        self.impossible = 0  # drawn although the declared distribution gives them no chance
-        # Of the request whose tokens these are: what was drafted and declared after it.
-        self.watched: tuple[int, ...] | None = None
-        self._beyond = False
+        self.impossible = 0
+        self.watch(None)
+
+    def watch(self, tokens: String | None, *, beyond: bool = False) -> None:
+        """Keep what is proposed after exactly these tokens; forget what was kept. ``beyond``:
+        after the first request's that begins with them and is drafted for."""
+        self.watched, self._beyond = tokens, beyond
         self.distributions: dict[String, torch.Tensor] = {}
         self.trees: dict[tuple[tuple[int, ...], Draw], TokenTree] = {}
-
-    def watch(self, tokens: Sequence[int] | None, *, beyond: bool = False) -> None:
-        """Keep the distributions and trees proposed after exactly these tokens; forget earlier
-        ones. ``beyond``: after the first request's that begins with them and is drafted for."""
-        self.watched, self._beyond = None if tokens is None else tuple(tokens), beyond
-        self.distributions, self.trees = {}, {}
-
-    def resume(self, counts: Sequence[int], impossible: int) -> None:
-        """Go on from what another recorder of this drafter had counted."""
-        self.counts, self.impossible = list(counts) or [0] * _BINS, impossible
 
     @property
     def drawn(self) -> int:
@@ -58,94 +52,59 @@ class Recorder:
 
     def honesty(self) -> ChiSquare | None:
         """Test of the draws so far; None if nothing was drawn."""
-        if not sum(self.counts):
-            return None
-        return goodness(self.counts, [1 / _BINS] * _BINS)
+        return goodness(self.counts, [1 / _BINS] * _BINS) if sum(self.counts) else None
 
     def propose(self, plan: Plan) -> list[TokenTree]:
         trees = self._drafter.propose(plan)
         for item, tree in zip(plan.slices, trees, strict=True):
-            watching = len(tree) and self.watched is not None
-            if watching and self._is_watched(tuple(item.seq.tokens)):
-                self._note(tree)
+            if self.watched is not None and len(tree):
+                self._note(tuple(item.seq.tokens), tree)
         sampled = [tree for tree in trees if len(tree) and tree.draw is not Draw.POINT]
         if sampled:
             self._count(sampled)
         return trees
 
-    def _is_watched(self, tokens: tuple[int, ...]) -> bool:
-        if (
-            self._beyond
-            and self.watched is not None
-            and tokens[: len(self.watched)] == self.watched
-        ):
-            self.watched, self._beyond = tokens, False
-        return tokens == self.watched
-
-    def _note(self, tree: TokenTree) -> None:
-        self.trees.setdefault((tree.parents, tree.draw), tree)
-        if tree.q is None:
-            return
-        tokens = tree.tokens.tolist()
-        paths: list[String] = []
-        for node, parent in enumerate(tree.parents):
-            above = paths[parent] if parent >= 0 else ()
-            paths.append((*above, tokens[node]))
-            # Deeper ones are all different: they would only take memory.
-            if (
-                len(above) <= 1
-                and above not in self.distributions
-                and len(self.distributions) < _MOST_DISTRIBUTIONS
-            ):
-                self.distributions[above] = tree.q[node].cpu().clone()
-
-    def _count(self, trees: Sequence[TokenTree]) -> None:
-        width = max(tree.q.shape[1] for tree in trees if tree.q is not None)
-        pad = torch.nn.functional.pad
-        probs = torch.cat(
-            [pad(t.q, (0, width - t.q.shape[1])) for t in trees if t.q is not None]
-        ).to("cpu", torch.float64)
-        tokens = torch.cat([tree.tokens for tree in trees]).cpu()
-        _remove_earlier_siblings(probs, tokens, trees)
-        mass = probs.sum(-1)
-        token_probs = probs.gather(1, tokens[:, None])
-        # A distribution that has run out of tokens says nothing about the next sibling.
-        counts = mass > 0
-        self.impossible += int((counts & (token_probs[:, 0] <= 0)).sum())
-        above = (probs * (probs > token_probs)).sum(-1)
-        equal = (probs * (probs == token_probs)).sum(-1)
-        noise = torch.rand(len(tokens), dtype=torch.float64, generator=self._generator)
-        places = ((above + noise * equal) / mass)[counts & (token_probs[:, 0] > 0)]
-        histogram = torch.bincount((places * _BINS).long().clamp(max=_BINS - 1), minlength=_BINS)
-        self.counts = [a + b for a, b in zip(self.counts, histogram.tolist(), strict=True)]
-
     def __getattr__(self, name: str) -> Any:
         """The rest of the protocol is the drafter's own."""
         return getattr(self._drafter, name)
 
+    def _note(self, tokens: String, tree: TokenTree) -> None:
+        assert self.watched is not None
+        if self._beyond and tokens[: len(self.watched)] == self.watched:
+            self.watched, self._beyond = tokens, False
+        if tokens != self.watched:
+            return
+        self.trees.setdefault((tree.parents, tree.draw), tree)
+        if tree.q is None:
+            return
+        drafted = tree.tokens.tolist()
+        for node, (parent, depth) in enumerate(zip(tree.parents, tree.depths, strict=True)):
+            above = () if parent < 0 else (drafted[parent],)
+            # Deeper ones are all different: they would only take memory.
+            if depth <= 2 and len(self.distributions) < _MOST_DISTRIBUTIONS:
+                self.distributions.setdefault(above, tree.q[node].cpu().clone())
 
-def _remove_earlier_siblings(
-    probs: torch.Tensor, tokens: torch.Tensor, trees: Sequence[TokenTree]
-) -> None:
-    """What a sibling is drawn from no longer holds those drawn before it."""
-    rows: list[int] = []
-    earlier: list[int] = []
-    first = 0
-    for tree in trees:
-        for node, before in _sibling_pairs(tree.parents):
-            rows.append(first + node)
-            earlier.append(first + before)
-        first += len(tree)
-    if rows:
-        probs[torch.tensor(rows), tokens[torch.tensor(earlier)]] = 0.0
-
-
-@lru_cache(maxsize=1024)
-def _sibling_pairs(parents: tuple[int, ...]) -> tuple[tuple[int, int], ...]:
-    """(node, earlier sibling) for every such pair."""
-    return tuple(
-        (node, before)
-        for siblings in children_of(parents)
-        for rank, node in enumerate(siblings)
-        for before in siblings[:rank]
-    )
+    def _count(self, trees: Sequence[TokenTree]) -> None:
+        declared = [tree.q for tree in trees if tree.q is not None]
+        width = max(q.shape[1] for q in declared)
+        pad = torch.nn.functional.pad
+        probs = torch.cat([pad(q, (0, width - q.shape[1])) for q in declared])
+        probs = probs.to("cpu", torch.float64)
+        tokens = torch.cat([tree.tokens for tree in trees]).cpu()
+        first = 0
+        for tree in trees:  # what a sibling is drawn from no longer holds those drawn before it
+            for siblings in children_of(tree.parents):
+                for before, node in combinations(siblings, 2):
+                    probs[first + node, tokens[first + before]] = 0.0
+            first += len(tree)
+        mass = probs.sum(-1)
+        token_probs = probs.gather(1, tokens[:, None])
+        # A distribution that has run out of tokens says nothing about the next sibling.
+        possible, counts = token_probs[:, 0] > 0, mass > 0
+        self.impossible += int((counts & ~possible).sum())
+        above = (probs * (probs > token_probs)).sum(-1)
+        equal = (probs * (probs == token_probs)).sum(-1)
+        noise = torch.rand(len(tokens), dtype=torch.float64, generator=self._generator)
+        ranks = ((above + noise * equal) / mass)[counts & possible]
+        histogram = torch.bincount((ranks * _BINS).long().clamp(max=_BINS - 1), minlength=_BINS)
+        self.counts = [a + b for a, b in zip(self.counts, histogram.tolist(), strict=True)]

@@ -2,27 +2,24 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 
-from paceline.lab.certify.cells import String
-from paceline.lab.certify.decoding import Start
+from paceline.core.params import SamplingParams
+from paceline.engine.engine import Engine
+from paceline.lab.budget import Budget
+from paceline.lab.certify.certificate import Problem
+from paceline.lab.certify.decoding import Start, String
+from paceline.lab.certify.difference import Difference
+from paceline.lab.certify.effort import Effort
 from paceline.lab.certify.exact import ExactCheck
-from paceline.lab.difference import Difference
 
 
 @dataclass(frozen=True)
-class Problem:
-    """Something wrong: in which part, and what, in one line."""
+class TextDivergence:
+    """Where a text leaves the plain one, re-scored; both tokens spelt out."""
 
-    part: str
-    what: str
-
-
-@dataclass(frozen=True)
-class TaskDivergence:
-    """Where the text of a task leaves the plain one, re-scored; both tokens spelt out."""
-
-    task: str
+    text: str
     plain: str
     speculative: str
     difference: Difference
@@ -30,7 +27,7 @@ class TaskDivergence:
 
 @dataclass(frozen=True)
 class TextCheck:
-    """All tasks under one setting against plain decoding.
+    """All texts of a kind under one setting against plain decoding.
 
     ``ties``: differences that rounding explains. After each the comparison went on from the plain
     text, so a later bug is not hidden behind it. ``bugs``: differences that it does not explain;
@@ -43,39 +40,32 @@ class TextCheck:
     tokens: int
     drafted: int
     accepted: int
-    ties: tuple[TaskDivergence, ...]
-    bugs: tuple[TaskDivergence, ...]
+    ties: tuple[TextDivergence, ...]
+    bugs: tuple[TextDivergence, ...]
 
     def __add__(self, other: TextCheck) -> TextCheck:
         names = ("texts", "tokens", "drafted", "accepted", "ties", "bugs")
         both = {name: getattr(self, name) + getattr(other, name) for name in names}
         return replace(self, **both)
 
-    def problems(self) -> list[Problem]:
-        """The bugs, in words."""
-        return [self._problem(item) for item in self.bugs]
-
-    def _problem(self, item: TaskDivergence) -> Problem:
-        difference = item.difference
-        where = f"{self.setting}: {item.task}: token {difference.at}"
-        what = f"is {item.speculative!r}, plain decoding's {item.plain!r}"
+    def problem(self, bug: TextDivergence) -> Problem:
+        difference = bug.difference
+        where = f"BUG: {self.setting}: {bug.text}: token {difference.at}"
         if difference.scores is None:
-            return Problem(self.kind, f"BUG: {where}: one text ends where the other goes on")
-        gap, step = difference.gap, difference.step
-        why = f"their scores are {gap:.3g} apart, rounding moves them by {step:.2g}"
-        return Problem(self.kind, f"BUG: {where} {what}: {why}")
+            return Problem(self.kind, f"{where}: one text ends where the other goes on")
+        what = f"is {bug.speculative!r}, plain decoding's {bug.plain!r}"
+        why = f"{difference.gap:.3g} apart, rounding moves them by {difference.step:.2g}"
+        return Problem(self.kind, f"{where} {what}: their scores are {why}")
 
 
 @dataclass
 class Prefix:
     """Where continuations are drawn, and those drawn there: with drafts of ``length``, plainly.
 
-    ``text`` is the number of the prompt that it lies in. ``portions`` were begun of either kind,
-    so that no two are drawn with the same random numbers.
+    ``portions`` were begun of either kind, so that no two are drawn with the same random numbers.
     """
 
     name: str
-    text: int
     start: Start
     length: int
     drawn: list[String] = field(default_factory=list)
@@ -98,7 +88,7 @@ class Evidence:
     tokens: int = 0
     looks: int = 0
     spent: float = 0.0
-    plain: dict[str, tuple[int, ...]] = field(default_factory=dict)
+    plain: dict[str, String] = field(default_factory=dict)
     done: list[str] = field(default_factory=list)
     checks: list[TextCheck] = field(default_factory=list)
     prefixes: list[Prefix] = field(default_factory=list)
@@ -110,12 +100,54 @@ class Evidence:
 
     def add(self, check: TextCheck) -> None:
         """To what was seen of the same requests under the same setting."""
-        self.problems += check.problems()
+        self.problems += map(check.problem, check.bugs)
         for index, old in enumerate(self.checks):
             if (old.kind, old.setting) == (check.kind, check.setting):
                 self.checks[index] = old + check
                 return
         self.checks.append(check)
 
-    def drafted(self, kind: str) -> int:
-        return sum(check.drafted for check in self.checks if check.kind == kind)
+
+@dataclass(frozen=True)
+class WorkItem:
+    """Work that is done whole or not at all; ``kind`` and ``size`` tell what it will take.
+
+    ``part`` is at fault if it fails. With a ``name`` it is done once.
+    """
+
+    part: str
+    kind: str
+    size: int
+    shown: str
+    run: Callable[[], None]
+    name: str = ""
+
+
+@dataclass(frozen=True)
+class Subject:
+    """What every part of a certification is given: who answers, what is asked, for how long.
+
+    ``engine`` drafts, at ``lengths`` and, if it ``adapts``, at its own; ``plain`` decodes the same
+    target without drafts. ``prompts``: (name, token ids). What is seen goes into ``evidence``.
+    """
+
+    engine: Engine
+    plain: Engine
+    prompts: Sequence[tuple[str, String]]
+    params: SamplingParams
+    lengths: tuple[int, ...]
+    adapts: bool
+    effort: Effort
+    budget: Budget
+    evidence: Evidence
+    spell: Callable[[int], str]
+
+    @property
+    def kinds(self) -> dict[str, SamplingParams]:
+        """The parameters of every kind of text; greedy ones have the same penalties and bias."""
+        greedy = replace(self.params, temperature=0.0, top_k=0, top_p=1.0, min_p=0.0)
+        return {"greedy": greedy} | ({} if self.params.greedy else {"seeded": self.params})
+
+    def prompt(self, number: int) -> tuple[str, String]:
+        """Name and token ids; behind the last one it begins anew."""
+        return self.prompts[number % len(self.prompts)]

@@ -10,10 +10,11 @@ of as many tokens. By induction over the steps the whole text then has the right
 from __future__ import annotations
 
 import copy
-import itertools
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections import defaultdict
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import islice, pairwise, product
 
 import torch
 
@@ -21,16 +22,16 @@ from paceline.core.batch import Span
 from paceline.core.params import SamplingParams
 from paceline.core.sampling import Rows, probabilities
 from paceline.core.sequence import SequenceView
-from paceline.core.tree import Draw, TokenTree, depths_of
-from paceline.lab.certify.cells import String
+from paceline.core.tree import Draw, TokenTree
+from paceline.lab.certify.decoding import String
 from paceline.verify.verifier import Verifier, method_of
 
 _TOKENS = 4  # of the small vocabulary
 _MOST_OUTCOMES = 30_000
-_UNDRAWN = SamplingParams(temperature=1.0, max_tokens=1 << 20)
+_REQUEST = SequenceView(0, [0], 1, SamplingParams(temperature=1.0, max_tokens=1 << 20))
 TOLERANCE = 1e-6  # float32 distributions
 
-Distributions = dict[String, torch.Tensor]
+Distributions = Mapping[String, torch.Tensor]
 Option = tuple[float, float]  # a uniform and the width of the interval it stands for
 
 
@@ -72,64 +73,89 @@ class Case:
     draw: Draw
     target: Distributions
     draft: Distributions
-    tokens: tuple[int, ...] = ()
+    tokens: String = ()
 
     @property
     def depth(self) -> int:
-        return max(depths_of(self.parents))
+        return max(map(len, self.target))
 
     @property
     def width(self) -> int:
         return len(self.target[()])
 
 
-def small_tokens(tree: TokenTree, target: torch.Tensor, distributions: Distributions) -> list[int]:
+def enumerate_step(
+    verifier: Verifier,
+    tree: TokenTree,
+    draft: Distributions,
+    target: Callable[[Sequence[String]], torch.Tensor],
+    prefix: str,
+) -> ExactCheck | None:
+    """The step that ``tree`` is an example of: of its first two levels, or the first alone.
+
+    ``draft``: the drafter's distributions after strings of its tokens, ``target``: gives those of
+    the target [n, vocab]. None if the tree is too large.
+    """
+    (root,) = target([()])
+    for depth in (2, 1):
+        nodes = sum(node_depth <= depth for node_depth in tree.depths)
+        if max(tree.depths[:nodes]) > depth:
+            return None  # its nodes do not stand level by level
+        q = None if tree.q is None else tree.q[:nodes]
+        part = TokenTree(tree.tokens[:nodes], tree.parents[:nodes], tree.draw, q)
+        tokens = _small_vocabulary(part, root, draft)
+        case = _case(part, draft, target, tokens)
+        try:
+            distance, outcomes = step_error(verifier, case)
+        except TooManyOutcomes:
+            continue
+        whole = bool(float(root[tokens].sum()) > 1 - 1e-9)
+        size = nodes, max(part.depths) + 1, len(tokens)
+        return ExactCheck(prefix, part.draw.value, *size, whole, outcomes, distance)
+    return None
+
+
+def _small_vocabulary(tree: TokenTree, target: torch.Tensor, draft: Distributions) -> list[int]:
     """The ids that stand for the vocabulary: likely ones of the drafter, and of the target.
 
     A token that may be drafted needs to have a known distribution after it, where the tree goes on.
     """
     if tree.draw is Draw.POINT:
-        tree_tokens = list(dict.fromkeys(tree.tokens.tolist()))
+        drafted = list(dict.fromkeys(tree.tokens.tolist()))
     else:
-        root = distributions[()]
-        order = root.argsort(descending=True).tolist()[: 8 * _TOKENS]
-        deep = max(tree.depths) > 1
-        tree_tokens = [
-            t for t in order if float(root[t]) > 0 and (not deep or (t,) in distributions)
-        ]
-        tree_tokens = tree_tokens[: _TOKENS - 1]
+        order = draft[()].argsort(descending=True).tolist()[: 8 * _TOKENS]
+        possible = [token for token in order if float(draft[()][token]) > 0]
+        ends = max(tree.depths) == 1
+        drafted = [token for token in possible if ends or (token,) in draft][: _TOKENS - 1]
     # At least one that is not drafted: it can only come from the residual.
-    likely = [t for t in target.argsort(descending=True).tolist() if t not in tree_tokens]
-    return tree_tokens + likely[: max(1, _TOKENS - len(tree_tokens))]
+    likely = [token for token in target.argsort(descending=True).tolist() if token not in drafted]
+    return drafted + likely[: max(1, _TOKENS - len(drafted))]
 
 
-def make_case(
+def _case(
     tree: TokenTree,
-    distributions: Distributions,
-    target_of: Callable[[Sequence[String]], torch.Tensor],
+    draft: Distributions,
+    target: Callable[[Sequence[String]], torch.Tensor],
     tokens: Sequence[int],
 ) -> Case:
-    """Both models' distributions on ``tokens``, for the step that ``tree`` is an example of."""
-    index_of = {token: i for i, token in enumerate(tokens)}
-    depth = max(tree.depths)
-    strings = _strings(len(tokens), depth)
-    full = target_of([tuple(tokens[i] for i in string) for string in strings])
-    target = {s: _conditioned(probs[list(tokens)]) for s, probs in zip(strings, full, strict=True)}
+    """Both models' distributions on ``tokens``."""
+    depth, ids = max(tree.depths), list(tokens)
+    strings = [s for n in range(depth + 1) for s in product(range(len(ids)), repeat=n)]
+    spelt = {string: tuple(ids[i] for i in string) for string in strings}
+    probs = target(list(spelt.values()))
+    known = {s: _conditioned(row[ids]) for s, row in zip(strings, probs, strict=True)}
     if tree.draw is Draw.POINT:
-        indices = tuple(index_of[token] for token in tree.tokens.tolist())
-        return Case(tree.parents, tree.draw, target, {}, indices)
-    width = max(max(tokens) + 1, max(len(probs) for probs in distributions.values()))
-    draft: Distributions = {}
+        drafted = tuple(map(ids.index, tree.tokens.tolist()))
+        return Case(tree.parents, tree.draw, known, {}, drafted)
+    cut: dict[String, torch.Tensor] = {}
     for string in strings:
-        probs = distributions.get(tuple(tokens[i] for i in string))
-        if probs is None:
+        if (row := draft.get(spelt[string])) is None:
             continue
-        own_probs = torch.nn.functional.pad(probs, (0, width - len(probs)))[list(tokens)]
+        weights = torch.tensor([float(row[i]) if i < len(row) else 0.0 for i in ids])
         if not string and depth > 1:  # what has no known distribution after it is not drafted
-            known = torch.tensor([(token,) in distributions for token in tokens])
-            own_probs = own_probs * known
-        draft[string] = _conditioned(own_probs)
-    return Case(tree.parents, tree.draw, target, draft)
+            weights *= torch.tensor([(token,) in draft for token in ids])
+        cut[string] = _conditioned(weights)
+    return Case(tree.parents, tree.draw, known, cut)
 
 
 def _conditioned(probs: torch.Tensor) -> torch.Tensor:
@@ -139,55 +165,33 @@ def _conditioned(probs: torch.Tensor) -> torch.Tensor:
     return probs / total if total > 0 else torch.full_like(probs, 1 / len(probs))
 
 
-def _strings(width: int, depth: int) -> list[String]:
-    """All strings of up to ``depth`` tokens."""
-    return [s for n in range(depth + 1) for s in itertools.product(range(width), repeat=n)]
-
-
-def cut(tree: TokenTree, depth: int) -> TokenTree | None:
-    """The first levels of a tree; None if its nodes do not stand level by level."""
-    keep = [node for node, node_depth in enumerate(tree.depths) if node_depth <= depth]
-    if keep != list(range(len(keep))):
-        return None
-    q = None if tree.q is None else tree.q[: len(keep)]
-    return TokenTree(tree.tokens[: len(keep)], tree.parents[: len(keep)], tree.draw, q)
-
-
 # -- enumeration ----------------------------------------------------------------------------------
 
 
-def drafts(case: Case) -> Iterator[tuple[tuple[int, ...], float]]:
-    """Every draft of the case and its probability."""
+def drafts(case: Case, tokens: String = (), weight: float = 1.0) -> Iterator[tuple[String, float]]:
+    """Every draft of the case that begins with ``tokens``, and its probability."""
+    node = len(tokens)
     if case.draw is Draw.POINT:
         yield case.tokens, 1.0
         return
-
-    def grown(tokens: tuple[int, ...], weight: float) -> Iterator[tuple[tuple[int, ...], float]]:
-        node = len(tokens)
-        if node == len(case.parents):
-            yield tokens, weight
-            return
-        parent = case.parents[node]
-        probs = case.draft[_path(case.parents, tokens, parent)].clone()
-        used = [tokens[i] for i in range(node) if case.parents[i] == parent]
-        probs[used] = 0.0
-        mass = float(probs.sum())
-        if mass <= 0:  # run out: any token will do, as nobody could have drawn it
-            unused = next(t for t in range(case.width) if t not in used)
-            yield from grown((*tokens, unused), weight)
-            return
-        for token in (probs > 0).nonzero().flatten().tolist():
-            yield from grown((*tokens, token), weight * float(probs[token]) / mass)
-
-    yield from grown((), 1.0)
+    if node == len(case.parents):
+        yield tokens, weight
+        return
+    parent = case.parents[node]
+    probs = case.draft[_path(case.parents, tokens, parent)].clone()
+    used = [tokens[i] for i in range(node) if case.parents[i] == parent]
+    probs[used] = 0.0
+    mass = float(probs.sum())
+    if mass <= 0:  # run out: any token will do, as nobody could have drawn it
+        unused = next(token for token in range(case.width) if token not in used)
+        yield from drafts(case, (*tokens, unused), weight)
+        return
+    for token in (probs > 0).nonzero().flatten().tolist():
+        yield from drafts(case, (*tokens, token), weight * float(probs[token]) / mass)
 
 
 def _path(parents: tuple[int, ...], tokens: Sequence[int], node: int) -> String:
-    path: list[int] = []
-    while node >= 0:
-        path.insert(0, tokens[node])
-        node = parents[node]
-    return tuple(path)
+    return () if node < 0 else (*_path(parents, tokens, parents[node]), tokens[node])
 
 
 def step_error(verifier: Verifier, case: Case) -> tuple[float, int]:
@@ -197,78 +201,63 @@ def step_error(verifier: Verifier, case: Case) -> tuple[float, int]:
     TooManyOutcomes.
     """
     length = case.depth + 1
-    strings = list(itertools.product(range(case.width), repeat=length))
-    emitted: dict[String, float] = {}
+    emitted: defaultdict[String, float] = defaultdict(float)
     outcomes = 0
-    every = list(itertools.islice(drafts(case), _MOST_OUTCOMES))
+    every = list(islice(drafts(case), _MOST_OUTCOMES))
     for tokens, weight in every:
-        for verdict, chance in _judged(verifier, case, tokens, _MOST_OUTCOMES // len(every)):
+        for accepted, text, chance in _judged(verifier, case, tokens, _MOST_OUTCOMES // len(every)):
             outcomes += 1
-            path, emitted_by = verdict
-            if len(emitted_by) != len(path) + 1:
+            if len(text) != accepted + 1:
                 return 1.0, outcomes
-            emitted[emitted_by] = emitted.get(emitted_by, 0.0) + weight * chance
-    difference = 0.0
-    for string in strings:
-        total = sum(
-            emitted.get(string[:n], 0.0) * _continued(case, string, n) for n in range(1, length + 1)
-        )
-        difference += abs(total - _continued(case, string, 0))
-    return difference / 2, outcomes
+            emitted[text] += weight * chance
 
+    def continued(string: String, start: int) -> float:
+        """Chance that the target goes on from ``string[:start]`` to the whole string."""
+        steps = range(start, length)
+        return math.prod(float(case.target[string[:i]][string[i]]) for i in steps)
 
-def _continued(case: Case, string: String, start: int) -> float:
-    """Chance that the target goes on from ``string[:start]`` to the whole string."""
-    return math.prod(float(case.target[string[:i]][string[i]]) for i in range(start, len(string)))
+    distance = 0.0
+    for string in product(range(case.width), repeat=length):
+        total = sum(emitted[string[:n]] * continued(string, n) for n in range(1, length + 1))
+        distance += abs(total - continued(string, 0)) / 2
+    return distance, outcomes
 
 
 def _judged(
-    verifier: Verifier, case: Case, tokens: tuple[int, ...], most: int
-) -> Iterator[tuple[tuple[tuple[int, ...], String], float]]:
-    """(path, tokens) of every verdict on one draft, and its probability."""
+    verifier: Verifier, case: Case, tokens: String, most: int
+) -> Iterator[tuple[int, String, float]]:
+    """Of every verdict on one draft: how much is accepted, the step's tokens, the probability."""
     paths = [_path(case.parents, tokens, node) for node in range(-1, len(tokens))]
     logits = torch.stack([case.target[path] for path in paths]).log().float()
     q = None
     if case.draw is not Draw.POINT:
-        above = [case.draft[paths[parent + 1]] for parent in case.parents]
-        q = torch.stack(above).float()
-    tree = TokenTree(torch.tensor(tokens), case.parents, case.draw, q)
-    request = SequenceView(0, [0], 1, _UNDRAWN)
-    options = _options(verifier, logits, Span.of_request(request, tree).at(0, 0))
+        q = torch.stack([case.draft[paths[parent + 1]] for parent in case.parents]).float()
+    span = Span.of_request(_REQUEST, TokenTree(torch.tensor(tokens), case.parents, case.draw, q))
+    options = _options(verifier, logits, span.at(0, 0))
     if math.prod(map(len, options)) > most:
         raise TooManyOutcomes
-    chosen = list(itertools.product(*options))
-    rows, n = len(tokens) + 1, len(chosen)
-    placed = torch.tensor([[u for u, _ in c] for c in chosen], dtype=torch.float64)
-    matched = method_of(Span.of_request(request, tree).at(0, 0), verifier.rule) == "match"
-    choosing = placed if matched else placed[:, :1].expand(-1, rows)
-    deciding = placed[:, :0] if matched else placed[:, 1:]
-    uniforms = torch.cat((choosing.flatten(), deciding.flatten()))
-    spans = [Span.of_request(request, tree).at(0, i * rows) for i in range(n)]
-    verdicts = _with_uniforms(verifier, uniforms)(logits.repeat(n, 1), spans)
-    for verdict, choice in zip(verdicts, chosen, strict=True):
-        yield (verdict.path, verdict.tokens), math.prod(width for _, width in choice)
-
-
-def _with_uniforms(verifier: Verifier, uniforms: torch.Tensor) -> Verifier:
-    """The same verifier, told what it will draw (on the host, where these distributions are)."""
-
-    def given(count: int, device: torch.device) -> torch.Tensor:
-        return uniforms[:count]
-
-    placed = copy.copy(verifier)
-    vars(placed)["uniforms"] = given
-    return placed
+    chosen = list(product(*options))
+    uniforms = torch.tensor([[u for u, _ in option] for option in chosen], dtype=torch.float64)
+    rows = len(paths)
+    if method_of(span, verifier.rule) != "match":  # one uniform a row, then one a node
+        rows_first = uniforms[:, :1].expand(-1, rows).flatten()
+        uniforms = torch.cat((rows_first, uniforms[:, 1:].flatten()))
+    placed = copy.copy(verifier)  # the same, told what it will draw
+    vars(placed)["uniforms"] = lambda count, device: uniforms.flatten()[:count]
+    spans = [span.at(0, i * rows) for i in range(len(chosen))]
+    verdicts = placed(logits.repeat(len(chosen), 1), spans)
+    for verdict, option in zip(verdicts, chosen, strict=True):
+        yield len(verdict.path), verdict.tokens, math.prod(width for _, width in option)
 
 
 def _options(verifier: Verifier, logits: torch.Tensor, span: Span) -> list[list[Option]]:
     """What each uniform of one tree can do: by the verifier's own chances and stop
     distributions."""
-    rows = logits.shape[0]
-    distributions = probabilities(logits, Rows((span.seq,) * rows, (0, *span.tree.depths)))
-    outcome = verifier.rule_probabilities(distributions, [span])
+    rows = Rows((span.seq,) * len(logits), (0, *span.tree.depths))
+    probs = probabilities(logits, rows)
+    outcome = verifier.rule_probabilities(probs, [span])
     if outcome is None:
-        return [_intervals(row[None]) for row in distributions]
+        return [_intervals(row[None]) for row in probs]
     deciding = [
         [(u, width) for u, width in ((a / 2, a), ((1 + a) / 2, 1 - a)) if width > 0]
         for a in outcome.accept.double().tolist()
@@ -276,11 +265,9 @@ def _options(verifier: Verifier, logits: torch.Tensor, span: Span) -> list[list[
     return [_intervals(outcome.stop), *deciding]
 
 
-def _intervals(distributions: torch.Tensor) -> list[Option]:
+def _intervals(probs: torch.Tensor) -> list[Option]:
     """The intervals in which none of the rows of distributions [n, V] changes its choice."""
-    ends = distributions.double().cumsum(-1)
+    ends = probs.double().cumsum(-1)
     cuts = torch.cat((torch.zeros(1), (ends / ends[:, -1:]).flatten())).clamp(max=1.0)
-    return [
-        ((low + high) / 2, high - low)
-        for low, high in itertools.pairwise(sorted(set(cuts.tolist())))
-    ]
+    bounds = pairwise(sorted(set(cuts.tolist())))
+    return [((low + high) / 2, high - low) for low, high in bounds]

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import contextmanager
 from dataclasses import replace
-from itertools import product
+from itertools import pairwise, zip_longest
 
 from paceline.control.controller import FixedLength
 from paceline.core.params import SamplingParams
@@ -15,45 +16,36 @@ from paceline.lab.certify.certificate import (
     LEAST_PREFIXES,
     LEAST_TEXTS,
     MOST_BIAS,
-    Certificate,
+    DistributionTest,
+    Problem,
+    as_family,
+)
+from paceline.lab.certify.distributions import judge
+from paceline.lab.certify.effort import FEWEST, Effort
+from paceline.lab.certify.engine_certificate import (
     CertifySpending,
-    DistributionResult,
+    EngineCertificate,
     smallest_bias,
 )
-from paceline.lab.certify.drawing import Sampler
-from paceline.lab.certify.evidence import Evidence, Problem
-from paceline.lab.certify.sampled import PORTIONS, DistributionTest, Judged, judge
-from paceline.lab.certify.schedule import (
-    FEWEST,
-    Asked,
-    Draws,
-    Effort,
-    Texts,
-    WorkItem,
-    groups,
-    schedule,
-)
-from paceline.lab.certify.texts import Comparer, settings_of
+from paceline.lab.certify.evidence import Evidence, Subject, WorkItem
+from paceline.lab.certify.samples import PORTIONS, Sampler
+from paceline.lab.certify.texts import TextComparer
 from paceline.llm import LLM
-from paceline.model.defaults import DEFAULT_DRAFT
 
 OnProgress = Callable[[str], None]
-NamedTokens = tuple[str, Sequence[int]]
-_ANY_REQUEST = SamplingParams()
-_ENDING = 0.05  # of the budget, kept for the tests at the end until it is known what they take
-_JUDGING = "judging a prefix"
+_ENDING = 0.1  # of the budget, kept for the tests at the end
 
 
 def certify(
     model: LLM | str,
-    prompts: Sequence[NamedTokens],
+    prompts: Sequence[tuple[str, Sequence[int]]],
     params: SamplingParams | None = None,
     *,
-    draft: str | None = DEFAULT_DRAFT,
+    draft: str | None = "auto",
     effort: Effort | None = None,
     advance: OnProgress = lambda description: None,
     seconds: float | None = None,
-) -> Certificate:
+) -> EngineCertificate:
     """Compare an LLM's speculative decoding with plain decoding of the same target.
 
     ``model``: an LLM with a drafter, or the name of a target, with ``draft`` as for LLM.
@@ -84,7 +76,7 @@ class Certifier:
     def __init__(
         self,
         llm: LLM,
-        prompts: Sequence[NamedTokens],
+        prompts: Sequence[tuple[str, Sequence[int]]],
         params: SamplingParams | None = None,
         effort: Effort | None = None,
         *,
@@ -98,36 +90,43 @@ class Certifier:
             asked, seed=None, n=1, stop=(), stop_token_ids=(), min_tokens=0, logprobs=None
         )
         lengths, adapts = _lengths_of(llm)
-        self.settings = settings_of(lengths, adapts)
-        self._prompts = _checked(llm, prompts, self.effort)
+        checked = _checked(llm, prompts, self.effort)
         batch = llm.engine.scheduler.config.max_batch_size
         # No larger a cache: by default it would be a share of the memory that is left.
         parts = map(llm.engine.cache.kv, range(llm.target.num_layers))
         memory = sum(part.nbytes for pair in parts for part in pair)
         seed = self.effort.seed + 1
-        plain = llm.beside(max_batch_size=batch, seed=seed, kv_cache_memory=memory).engine
-        asked_of = llm.engine, plain, self._prompts, self.params, lengths
-        self._asked = Asked(*asked_of, self.effort, self.budget, self.evidence)
-        self._comparer = Comparer(self._asked, self.settings, self._spell)
-        self._sampler = Sampler(self._asked)
-        self._judged: dict[tuple[int, int, int], Judged] = {}
+        self.subject = Subject(
+            engine=llm.engine,
+            plain=llm.beside(max_batch_size=batch, seed=seed, kv_cache_memory=memory).engine,
+            prompts=checked,
+            params=self.params,
+            lengths=lengths,
+            adapts=adapts,
+            effort=self.effort,
+            budget=self.budget,
+            evidence=self.evidence,
+            spell=lambda token: str(llm.tokenizer.decode([token])),
+        )
+        self.comparer = TextComparer(self.subject)
+        self._sampler = Sampler(self.subject)
         self._ended = False
         self._broken: set[str] = set()
-        if not self._missing():
-            self.evidence.tranche += evidence is not None
         self._before = self.evidence.spent
+        if evidence is not None and not self._spending().missing:
+            self.evidence.tranche += 1
 
     # -- how much -----------------------------------------------------------------------------
 
     @property
     def texts(self) -> int:
         """Texts wanted by now. Prompts are not repeated within one run."""
-        return self.evidence.tranche * min(self.effort.texts, len(self._prompts))
+        return self.evidence.tranche * min(self.effort.texts, len(self.subject.prompts))
 
     @property
     def prefixes(self) -> int:
         """Places wanted; none if only greedy decoding is looked at."""
-        most = min(self.effort.prefixes, self.effort.texts, len(self._prompts))
+        most = min(self.effort.prefixes, self.effort.texts, len(self.subject.prompts))
         return 0 if self.params.greedy else most
 
     @property
@@ -138,77 +137,45 @@ class Certifier:
     @property
     def pieces(self) -> int:
         """How often ``run`` calls ``advance`` at most."""
-        comparing = sum(len([*self._comparer.pieces(n)]) for n in groups(self.texts))
+        of_text, batches = 1 + len(self.comparer.alone), len(_groups(self.texts))
+        comparing = len(self.subject.kinds) * (self.texts * of_text + batches)
         return comparing + self.prefixes * (2 * PORTIONS * self.evidence.tranche + 2)
-
-    def _missing(self) -> list[str]:
-        """What of the wanted is not there, in words."""
-        full = sum(len(prefix.drawn) >= self.samples for prefix in self.evidence.prefixes)
-        counts = (self.texts, self._compared, "texts"), (self.prefixes, full, "prefixes")
-        return [f"{most - had} of {most} {what}" for most, had, what in counts if had < most]
-
-    @property
-    def _compared(self) -> int:
-        """Texts that were compared under every setting."""
-        done = set(self.evidence.done)
-        return sum(
-            all(piece.name in done for piece in self._comparer.pieces([n]) if piece.kind == "text")
-            for n in range(self.texts)
-        )
 
     # -- looking ------------------------------------------------------------------------------
 
     def run(self, advance: OnProgress = lambda description: None) -> None:
         """Look at as much as the budget allows. KeyboardInterrupt passes through."""
-        budget = self.budget
-        budget.reserve = 0.0 if budget.seconds is None else _ENDING * budget.seconds
-        with self._guarded("plain decoding"):
-            self._comparer.decide_tokens()
-        for task in schedule(self.texts, self.prefixes, self.samples):
-            if isinstance(task, Texts):
-                watched: AbstractContextManager[None] = nullcontext()
-                pieces = self._comparer.pieces(task.numbers)
-            elif not task.whole or self._whole_fits(task):
-                watched = self._sampler.recording()
-                pieces = self._sampler.pieces(task.prefix, task.samples)
-            else:
-                continue
-            with watched:
-                for piece in pieces:
-                    self._do(piece, advance)
-            if isinstance(task, Draws):
-                self._judge_in_time()
+        self.budget.reserve = _ENDING * (self.budget.seconds or 0.0)
+        with self._guarded("greedy"):
+            self.comparer.decide_tokens()
+        for item in self._items():
+            self._do(item, advance)
         self._ended = True
 
-    def _do(self, piece: WorkItem, advance: OnProgress) -> None:
+    def _items(self) -> Iterator[WorkItem]:
+        """In an order of which any beginning has seen a little of everything.
+
+        Round by round a few more texts are compared, each under all settings, and more is drawn at
+        one prefix until that has all its samples; only then comes the next prefix.
+        """
+        portions = [(0, -(-self.samples * tenths // 10)) for tenths in (3, 5, 10)]
+        portions += [(number, self.samples) for number in range(1, self.prefixes)]
+        rounds = zip_longest(_groups(self.texts), portions if self.prefixes else ())
+        for numbers, portion in rounds:
+            yield from self.comparer.items(numbers or ())
+            if portion is not None and (not portion[0] or self._sampler.fits(*portion)):
+                yield from self._sampler.items(*portion)
+
+    def _do(self, item: WorkItem, advance: OnProgress) -> None:
         done = self.evidence.done
-        if piece.name in done or piece.part in self._broken:
+        fits = self.budget.fits(item.kind, item.size)
+        if item.name in done or item.part in self._broken or not fits:
             return
-        ready = all(name in self.evidence.plain for name in piece.needs)
-        if not (ready and self.budget.fits(piece.kind, piece.size)):
-            return
-        advance(piece.shown)
-        with self._guarded(piece.part), self.budget.piece(piece.kind, piece.size):
-            piece.run()
-            if piece.name:
-                done.append(piece.name)
-
-    def _whole_fits(self, task: Draws) -> bool:
-        """A prefix with few samples would only be a weak spot: all of them, or none."""
-        prefixes = self.evidence.prefixes
-        have = len(prefixes[task.prefix].drawn) if task.prefix < len(prefixes) else 0
-        missing = task.samples - have
-        kinds = {"plain": missing, "speculative": missing, "rule": 1, _JUDGING: 1}
-        wanted = sum((self.budget.estimate(kind) or 0.0) * n for kind, n in kinds.items())
-        return wanted < self.budget.left
-
-    def _judge_in_time(self) -> None:
-        """The tests of the first prefix: it is then known what all will take at the end."""
-        budget = self.budget
-        if budget.seconds is not None and budget.estimate(_JUDGING) is None:
-            self._results()
-        seconds_each = budget.estimate(_JUDGING) or 0.0
-        budget.reserve = max(budget.reserve, seconds_each * len(self.evidence.prefixes))
+        advance(item.shown)
+        with self._guarded(item.part), self.budget.piece(item.kind, item.size):
+            item.run()
+            if item.name:
+                done.append(item.name)
 
     @contextmanager
     def _guarded(self, part: str) -> Iterator[None]:
@@ -222,133 +189,130 @@ class Certifier:
             self.evidence.problems.append(Problem(part, " ".join(what.split())))
             self._broken.add(part)
 
-    def _spell(self, token: int) -> str:
-        return str(self.llm.tokenizer.decode([token]))
-
     # -- judging ------------------------------------------------------------------------------
 
-    def certificate(self) -> Certificate:
+    def certificate(self) -> EngineCertificate:
         """The verdict on the evidence so far."""
-        llm, evidence = self.llm, self.evidence
-        judged = self._results()
-        distributions = [test for prefix in judged for test in prefix.tests] + self._honesty()
+        llm, evidence, recorder = self.llm, self.evidence, self._sampler.recorder
+        tests, honesty = self._tests(), recorder.honesty()
+        if honesty is not None:
+            what = "draws / declared distribution"
+            tests.append(DistributionTest("drafter", what, recorder.drawn, honesty))
         # However often somebody looks and goes on, a lossless engine fails with 2 alpha at most.
-        level = self.effort.alpha / 2**evidence.looks
-        results = DistributionResult.of(distributions, level)
-        missing, idle = self._missing(), self._idle()
-        problems = [*evidence.problems, *self._draw_problems()]
-        problems += [result.problem() for result in results if result.adjusted < level]
-        whole = self._ended and not missing
-        if whole:
-            problems += [_untested(kind) for kind in idle]
-        evidence.spent = self._before + self.budget.spent
-        return Certificate(
+        alpha = self.effort.alpha / 2**evidence.looks
+        family = as_family(tests, alpha)
+        problems = [*evidence.problems]
+        if recorder.impossible:
+            what = f"{recorder.impossible} tokens were drawn that its declared distribution"
+            problems.append(Problem("drafter", f"{what} rules out"))
+        problems += [test.problem() for test in family if test.adjusted_p_value < alpha]
+        greedy = ["sampling was not looked at: the temperature is 0"] if self.params.greedy else []
+        spending = self._spending()
+        draft = ", ".join(llm.drafters) or llm.engine.drafter.name
+        bias = smallest_bias(family)
+        seen = f"; the smallest bias that it could have seen is {bias:.1%}" if family else ""
+        return EngineCertificate(
+            title=f"Is {draft} on {llm.target.name} lossless?",
             target=llm.target.name,
-            draft=", ".join(llm.drafters) or llm.engine.drafter.name,
+            draft=draft,
             dtype=llm.target.numbers,
             backend=llm.target.backend_reason,
-            alpha=level,
+            alpha=alpha,
             texts=tuple(evidence.checks),
-            distributions=results,
+            tests=family,
             exact=tuple(evidence.exact),
-            frequencies=tuple(prefix.frequencies for prefix in judged),
             problems=tuple(dict.fromkeys(problems)),
-            notes=tuple(dict.fromkeys(self._notes(judged))),
+            lacks=tuple(self._lacks(family)),
+            notes=tuple(dict.fromkeys([*evidence.notes, *greedy])),
             interrupted=not self._ended,
-            completed=self._completed(missing, self._lacks(results, idle)),
+            spending=spending,
+            completed=f"{spending.line}{seen}",
+            certified=self._certified(family, bias),
         )
 
-    def _results(self) -> list[Judged]:
-        """The tests of all prefixes that have enough samples."""
-        fewest = min(FEWEST, self.effort.samples)
-        for number, prefix in enumerate(self.evidence.prefixes):
-            key = number, len(prefix.drawn), len(prefix.plain)
-            if min(key[1:]) < fewest or key in self._judged:
-                continue
-            with self._guarded("sampling"), self.budget.piece(_JUDGING):
-                judged = judge(self.llm.target, prefix, self.params, self.effort.seed)
-                self._judged = {k: v for k, v in self._judged.items() if k[0] != number}
-                self._judged[key] = judged
-        return [self._judged[key] for key in sorted(self._judged)]
+    def _tests(self) -> list[DistributionTest]:
+        """Of all prefixes that have enough samples."""
+        tests: list[DistributionTest] = []
+        for prefix in self.evidence.prefixes:
+            if min(len(prefix.drawn), len(prefix.plain)) >= FEWEST:
+                with self._guarded("sampling"):
+                    tests += judge(self.llm.target, prefix, self.params)
+        return tests
 
-    def _honesty(self) -> list[DistributionTest]:
-        """Whether the drafter drew from the distributions that it declared: one test more."""
-        recorder = self._sampler.recorder
-        outcome = recorder.honesty()
-        if outcome is None:
-            return []
-        what, bins = "draws / declared distribution", len(recorder.counts)
-        return [DistributionTest("all", -1, what, outcome, bins, 0.0, recorder.drawn)]
-
-    def _draw_problems(self) -> list[Problem]:
-        count = self._sampler.recorder.impossible
-        if not count:
-            return []
-        what = f"{count} tokens were drawn that its declared distribution rules out"
-        return [Problem("drafter", what)]
-
-    def _idle(self) -> list[str]:
-        """Kinds of requests for which nothing was drafted until now."""
-        idle = [kind for kind in self._asked.kinds if not self.evidence.drafted(kind)]
-        if self.prefixes and not sum(prefix.drafted for prefix in self.evidence.prefixes):
-            idle.append("sampled")
-        return idle
-
-    def _notes(self, judged: Sequence[Judged]) -> list[str]:
-        notes = list(self.evidence.notes)
-        if self.params.greedy:
-            notes.append("sampling was not looked at: the temperature is 0")
-        notes += [
-            f"{check.kind} texts, {check.setting}: nothing was drafted there"
-            for check in self.evidence.checks
-            if not check.drafted
-        ]
-        certain = [prefix.name for prefix in judged if not prefix.tests]
-        return notes + [f"{name}: the target is certain there; nothing to test" for name in certain]
-
-    def _completed(self, missing: Sequence[str], lacks: Sequence[str]) -> CertifySpending:
-        prefixes = self.evidence.prefixes
-        full = sum(len(prefix.drawn) >= self.samples for prefix in prefixes)
+    def _spending(self) -> CertifySpending:
+        evidence, drawn = self.evidence, [len(prefix.drawn) for prefix in self.evidence.prefixes]
+        evidence.spent = self._before + self.budget.spent
         return CertifySpending(
             seconds=self.budget.seconds,
-            spent=self.evidence.spent,
-            tokens=self.evidence.tokens or self.effort.max_tokens,
-            texts=self._compared,
+            spent=evidence.spent,
+            tokens=evidence.tokens or self.effort.max_tokens,
+            texts=self.comparer.compared(range(self.texts)),
             texts_wanted=self.texts,
-            prefixes=full,
+            prefixes=sum(count >= self.samples for count in drawn),
             prefixes_wanted=self.prefixes,
-            samples=sum(min(len(prefix.drawn), self.samples) for prefix in prefixes),
+            samples=sum(min(count, self.samples) for count in drawn),
             samples_wanted=self.prefixes * self.samples,
-            looks=self.evidence.looks + 1,
-            missing=tuple(missing),
-            lacks=tuple(lacks),
+            looks=evidence.looks + 1,
         )
 
-    def _lacks(self, results: Sequence[DistributionResult], idle: Sequence[str]) -> list[str]:
-        """What a part of the evidence must have, or it says too little to certify anything."""
-        seen = {(check.kind, check.setting) for check in self.evidence.checks}
-        every = product(self._asked.kinds, (setting.name for setting in self.settings))
-        unseen = [f"no {kind} text at {name}" for kind, name in every if (kind, name) not in seen]
-        lacks = unseen[:1] or [f"nothing drafted yet for {kind} requests" for kind in idle]
-        if self._compared < LEAST_TEXTS:
-            lacks.append(f"{self._compared} whole texts were compared, and it takes {LEAST_TEXTS}")
-        bias = smallest_bias(results)
-        if self.prefixes and not results:
-            lacks.append("no prefix has enough samples")
-        elif self.prefixes and bias > MOST_BIAS:
-            lacks.append(f"only a bias of {bias:.0%} or more would have been seen")
-        whole = sum(len(prefix.drawn) >= self.effort.samples for prefix in self.evidence.prefixes)
-        if self.prefixes and whole < LEAST_PREFIXES:
-            lacks.append(f"{whole} prefixes have all their samples, and it takes {LEAST_PREFIXES}")
-        if self.prefixes and not self.evidence.exact:
-            lacks.append("the rule was not enumerated")
-        return lacks
+    def _lacks(self, tests: Sequence[DistributionTest]) -> list[str]:
+        """What the evidence must have, or it says too little to certify anything."""
+        evidence, sampled = self.evidence, bool(self.prefixes)
+        seen = {(check.kind, check.setting) for check in evidence.checks}
+        settings = [setting.name for setting in (*self.comparer.alone, self.comparer.mixed)]
+        wanted = [(kind, name) for kind in self.subject.kinds for name in settings]
+        unseen = [f"no {kind} text at {name}" for kind, name in wanted if (kind, name) not in seen]
+        drafted = Counter[str]()
+        for check in evidence.checks:
+            drafted[check.kind] += check.drafted
+        drafted["sampled"] = sum(prefix.drafted for prefix in evidence.prefixes)
+        kinds = [*self.subject.kinds, "sampled"] if sampled else self.subject.kinds
+        # A test of nothing must not pass.
+        proposed = "the drafter proposed nothing for {} requests; try other prompts (--prompts)"
+        idle = [proposed.format(kind) for kind in kinds if not drafted[kind]]
+        compared, bias = self.comparer.compared(range(self.texts)), smallest_bias(tests)
+        drawn = [len(prefix.drawn) for prefix in evidence.prefixes]
+        whole = sum(count >= self.effort.samples for count in drawn)
+        lacking = (
+            (compared < LEAST_TEXTS, f"{compared} whole texts were compared, not {LEAST_TEXTS}"),
+            (sampled and not tests, "no prefix has enough samples"),
+            (
+                sampled and tests and bias > MOST_BIAS,
+                f"only a bias of {bias:.0%} or more would have been seen",
+            ),
+            (
+                sampled and whole < LEAST_PREFIXES,
+                f"{whole} prefixes have all their samples, not {LEAST_PREFIXES}",
+            ),
+            (sampled and not evidence.exact, "the rule was not enumerated"),
+        )
+        return [*(unseen[:1] or idle), *(what for lacks, what in lacking if lacks)]
+
+    def _certified(self, tests: Sequence[DistributionTest], bias: float) -> str:
+        """What the word stands for."""
+        checks, target = self.evidence.checks, self.llm.target
+        ties = sum(len(check.ties) for check in checks)
+        how = "bit for bit" if target.backend.same_bits else f"but for {ties} near ties"
+        tokens = sum(check.tokens for check in checks)
+        parts = [f"{tokens} tokens equal to plain decoding's {how} on {target.backend_reason}"]
+        if tests:
+            parts.append(
+                f"no bias in {len(tests)} distribution tests, which see {bias:.1%} or more"
+            )
+        if not self.prefixes:
+            parts.append("greedy decoding only, no samples were drawn")
+        if self.evidence.exact:
+            distance = max(check.distance for check in self.evidence.exact)
+            parts.append(f"the rule is exact to {distance:.0e}")
+        return "; ".join(parts)
 
 
-def _untested(kind: str) -> Problem:
-    """Without drafts nothing is tested, and a test of nothing must not pass."""
-    what = f"the drafter proposed nothing for {kind} requests, so nothing was tested"
-    return Problem("coverage", f"{what}; try other prompts (--prompts)")
+def _groups(texts: int) -> list[range]:
+    """1, 1, 2, 4, 8 ... texts, so that the first verdict comes soon."""
+    ends = [0]
+    while ends[-1] < texts:
+        ends.append(min(texts, max(1, 2 * ends[-1])))
+    return [range(*pair) for pair in pairwise(ends)]
 
 
 def _lengths_of(llm: LLM) -> tuple[tuple[int, ...], bool]:
@@ -371,17 +335,21 @@ def _lengths_of(llm: LLM) -> tuple[tuple[int, ...], bool]:
 
 
 def _checked(
-    llm: LLM, prompts: Sequence[NamedTokens], effort: Effort
+    llm: LLM, prompts: Sequence[tuple[str, Sequence[int]]], effort: Effort
 ) -> list[tuple[str, tuple[int, ...]]]:
+    """Those that fit; of the first ones, which are wanted at once, all must."""
     if not prompts:
         raise PromptError("no prompt was given")
-    limit = llm.max_model_len
-    for name, prompt in prompts:
-        if not prompt:
+    limit, checked = llm.max_model_len, list[tuple[str, tuple[int, ...]]]()
+    for number, (name, prompt) in enumerate(prompts):
+        fits = 0 < len(prompt) <= limit - effort.max_tokens - 16
+        if fits:
+            checked.append((name, tuple(prompt)))
+        elif number < effort.texts and not prompt:
             raise PromptError(f"prompt {name} is empty; give at least one token of text")
-        if len(prompt) + effort.max_tokens + 16 > limit:
+        elif number < effort.texts:
             raise PromptError(
                 f"prompt {name} has {len(prompt)} tokens, but {llm.target.name} sees {limit} with "
                 f"the {effort.max_tokens} that are decoded; shorten it or lower max_tokens"
             )
-    return [(name, tuple(prompt)) for name, prompt in prompts]
+    return checked

@@ -15,8 +15,7 @@ from paceline.core.batch import Span
 from paceline.core.params import SamplingParams
 from paceline.core.sampling import Rows, probabilities
 from paceline.core.sequence import SequenceView
-from paceline.lab.certify.cells import String
-from paceline.lab.certify.decoding import Start
+from paceline.lab.certify.decoding import Start, String
 from paceline.model.paged.cache import PagedCache
 from paceline.model.target import CausalModel
 
@@ -24,9 +23,7 @@ _ROWS = 512  # of one forward behind the beginning
 _TEXTS = 64
 _BLOCK = 16
 _BATCH = 32  # texts at least whose last tokens are computed together, as in a decoding step
-_CROWD = 2048  # rows in which a beginning is read a second time, as where many requests start
-_CROWDED = 1  # sequence of the cache that holds that second reading; 0 holds the first
-_FIRST = 2  # of the texts' own sequences
+_CROWD = 2048  # rows in which a beginning is read stepwise, as where many requests start
 
 
 class Scorer:
@@ -37,7 +34,7 @@ class Scorer:
         self._model, self._start, self._params = model, start, params
         # Whole blocks that all texts have; at least the last token of the start is computed anew.
         self._given = max(0, len(start.tokens) - 1) // _BLOCK * _BLOCK
-        self._cache: PagedCache | None = None
+        self._caches: dict[bool, PagedCache] = {}  # stepwise or not; sequence 0 is the beginning
 
     def at_once(self, strings: Sequence[String]) -> torch.Tensor:
         """float32 [n, vocab] on the host: all that is not the common beginning in one forward."""
@@ -59,7 +56,7 @@ class Scorer:
         switch = self._model.rope_switch
         if switch is not None and self._given <= switch < max(map(len, texts)):
             # Some become so long that the beginning is rotated otherwise: each reads its own.
-            self._given, self._cache = 0, None
+            self._given, self._caches = 0, {}
         parts = _parts(texts, self._given)
         return torch.cat([self._forward(part, stepwise).float().cpu() for part in parts])
 
@@ -72,55 +69,48 @@ class Scorer:
         return probabilities(self.logits(strings, stepwise), Rows(seqs, (0,) * len(seqs)))
 
     def _forward(self, texts: Sequence[list[int]], stepwise: bool) -> torch.Tensor:
-        model, given = self._model, self._given
-        cache = self._cache_for(texts)
-        ids = range(_FIRST, _FIRST + len(texts))
+        cache = self._cache_for(texts, stepwise)
+        ids = range(1, 1 + len(texts))
         for number, text in zip(ids, texts, strict=True):
-            if given:
-                cache.borrow(number, _CROWDED if stepwise else 0, given)
+            if self._given:
+                cache.borrow(number, 0, self._given)
             else:
                 cache.admit(number, text)
             cache.reserve(number, len(text))
+        begins = [self._given] * len(texts)
         try:
-            done = [given] * len(texts)
-            if stepwise:
-                done = [len(text) - 1 for text in texts]
-                heads = [
-                    Span.of(n, given, text[given:-1])
-                    for n, text in zip(ids, texts, strict=True)
-                    if len(text) - 1 > given
-                ]
-                if heads:
-                    model(cache.batch_of(heads), cache)
-            spans = [Span.of(n, done[i], texts[i][done[i] :]) for i, n in enumerate(ids)]
-            return model(cache.batch_of(spans), cache).logits
+            for held_back in (1, 0) if stepwise else (0,):
+                ends = [len(text) - held_back for text in texts]
+                parts = zip(ids, texts, begins, ends, strict=True)
+                spans = [Span.of(n, b, text[b:end]) for n, text, b, end in parts if b < end]
+                if spans:
+                    output = self._model(cache.batch_of(spans), cache)
+                begins = ends
+            return output.logits
         finally:
             for number in ids:
                 cache.free(number)
 
-    def _cache_for(self, texts: Sequence[list[int]]) -> PagedCache:
-        """The cache with the beginning in it, and room for these texts."""
-        wanted = sum(-(-len(text) // _BLOCK) - self._given // _BLOCK for text in texts)
-        if self._cache is None or self._cache.pool.available < wanted:
-            self._cache = self._begun(wanted)
-        return self._cache
-
-    def _begun(self, wanted: int) -> PagedCache:
-        """The beginning alone in one forward, and once more in the crowd of a full step."""
-        model, given = self._model, self._given
-        crowd = max(1, min(_BATCH, _CROWD // given)) if given else 0
-        blocks = given // _BLOCK
-        capacity = max(wanted, (crowd - 1) * blocks, 2 * _TEXTS)
-        cache = model.new_cache(2 * blocks + capacity, _BLOCK, share=False)
+    def _cache_for(self, texts: Sequence[list[int]], stepwise: bool) -> PagedCache:
+        """One with room for these texts, and the beginning in it: read alone, or in a crowd."""
+        given, blocks = self._given, self._given // _BLOCK
+        wanted = sum(-(-len(text) // _BLOCK) - blocks for text in texts)
+        cache = self._caches.get(stepwise)
+        if cache is not None and cache.pool.available >= wanted:
+            return cache
+        crowd = range(max(1, min(_BATCH, _CROWD // given)) if stepwise else 1) if given else ()
+        capacity = max(wanted, 2 * _TEXTS, len(crowd) * blocks)
+        cache = self._caches[stepwise] = self._model.new_cache(
+            blocks + capacity, _BLOCK, share=False
+        )
         tokens = self._start.tokens[:given]
-        for group in ((0,), range(_CROWDED, _CROWDED + crowd)) if given else ():
-            for number in group:
-                cache.admit(number, tokens)
-                cache.reserve(number, given)
-            spans = [Span.of(number, 0, tokens) for number in group]
-            model(cache.batch_of(spans), cache)
-            for number in group[1:]:
-                cache.free(number)
+        for number in crowd:
+            cache.admit(number, tokens)
+            cache.reserve(number, given)
+        if crowd:
+            self._model(cache.batch_of([Span.of(number, 0, tokens) for number in crowd]), cache)
+        for number in crowd[1:]:
+            cache.free(number)
         return cache
 
 

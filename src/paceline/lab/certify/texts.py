@@ -2,23 +2,20 @@
 
 from __future__ import annotations
 
-import itertools
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
+from itertools import cycle, product
 
 from paceline.core.params import SamplingParams
-from paceline.engine.engine import Engine
-from paceline.lab.certify.decoding import Start, decode
-from paceline.lab.certify.evidence import TaskDivergence, TextCheck
-from paceline.lab.certify.schedule import Asked, WorkItem
-from paceline.lab.difference import Difference, explain
+from paceline.lab.certify.decoding import DecodedOutput, Start, decode
+from paceline.lab.certify.difference import explain
+from paceline.lab.certify.evidence import Subject, TextCheck, TextDivergence, WorkItem
 
 _NEIGHBOURS = 3  # at least, of the texts in a mixed batch
 _SHARE = 0.025  # of what is left of a budget, that one text at one setting may take
 _SHORTEST = 16
 _PROBED = 4  # tokens that are decoded to see how fast that is
-_NEIGHBOUR = SamplingParams(temperature=0.8)
 
 
 @dataclass(frozen=True)
@@ -30,177 +27,145 @@ class ComparedSetting:
     together: bool = False
 
 
-def settings_of(lengths: Sequence[int], adapts: bool) -> list[ComparedSetting]:
-    compared = [ComparedSetting(f"draft length {length}, alone", length) for length in lengths]
-    if adapts:
-        compared.append(ComparedSetting("draft length auto, alone", None))
-    longest = lengths[-1]
-    return [*compared, ComparedSetting(f"draft length {longest}, mixed batch", longest, True)]
-
-
 @dataclass(frozen=True)
-class Task:
-    """One text to decode: where it begins, under which parameters, and what people call it."""
+class ComparedText:
+    """One text to decode: what people call it, where it begins, under which parameters."""
 
     name: str
     start: Start
     params: SamplingParams
 
 
-class Comparer:
+class TextComparer:
     """Compares texts with plain decoding's, one under one setting at a time."""
 
-    def __init__(
-        self, asked: Asked, settings: Sequence[ComparedSetting], spell: Callable[[int], str]
-    ) -> None:
-        self._asked, self._settings, self._spell = asked, settings, spell
+    def __init__(self, subject: Subject) -> None:
+        self._subject, lengths = subject, subject.lengths
+        self.alone = [ComparedSetting(f"draft length {n}, alone", n) for n in lengths]
+        if subject.adapts:
+            self.alone.append(ComparedSetting("draft length auto, alone", None))
+        longest = lengths[-1]
+        self.mixed = ComparedSetting(f"draft length {longest}, mixed batch", longest, True)
 
-    def pieces(self, numbers: Sequence[int]) -> Iterator[WorkItem]:
+    def items(self, numbers: Sequence[int]) -> Iterator[WorkItem]:
         """For each of the texts: plain, then every setting. Those in a batch come last.
 
-        A greedy text is decoded once for every prompt that there is: again it would only be the
-        same.
+        What has no plain text by then is left out.
         """
-        known, kinds = len(self._asked.prompts), self._asked.kinds
-        numbers_of = {kind: [n for n in numbers if kind == "seeded" or n < known] for kind in kinds}
-        for number, kind in itertools.product(numbers, kinds):
-            if number in numbers_of[kind]:
-                shown = f"{kind}: {self._asked.prompt(number)[0]}"
-                run = partial(self._decode_plainly, kind, number)
-                yield self._item(kind, f"{kind}/{number}", 1, f"{shown}: plain decoding", run)
-                yield from self._settled(kind, [number], False, f"{kind}/{number}", shown)
-        for kind, known_numbers in numbers_of.items():
-            if known_numbers:
-                yield from self._settled(
-                    kind,
-                    known_numbers,
-                    True,
-                    f"{kind}/{known_numbers[0]}-{known_numbers[-1]}",
-                    kind,
-                )
+        subject = self._subject
+        for number, kind in product(numbers, subject.kinds):
+            shown, name = f"{kind}: {subject.prompt(number)[0]}", f"{kind}/{number}"
+            run = partial(self._decode_plainly, kind, number)
+            yield WorkItem(kind, "text", 1, f"{shown}: plain decoding", run, name)
+            for setting in self.alone if name in subject.evidence.plain else ():
+                yield self._comparison(kind, [number], setting, shown)
+        for kind in subject.kinds if numbers else ():
+            if all(f"{kind}/{number}" in subject.evidence.plain for number in numbers):
+                yield self._comparison(kind, numbers, self.mixed, kind)
 
-    def _settled(
-        self, kind: str, numbers: Sequence[int], together: bool, name: str, shown: str
-    ) -> Iterator[WorkItem]:
-        """These texts under every setting, alone or in a batch."""
-        for setting in self._settings:
-            if setting.together is together:
-                run = partial(self._compare, kind, numbers, setting)
-                needs = [f"{kind}/{number}" for number in numbers]
-                what = (f"{name}/{setting.name}", len(numbers), f"{shown}: {setting.name}")
-                yield self._item(kind, *what, run, "mixed" if together else "text", needs)
-
-    def _item(
-        self,
-        kind: str,
-        name: str,
-        size: int,
-        shown: str,
-        run: Callable[[], None],
-        cost: str = "text",
-        needs: Sequence[str] = (),
+    def _comparison(
+        self, kind: str, numbers: Sequence[int], setting: ComparedSetting, shown: str
     ) -> WorkItem:
-        part = "greedy" if kind == "greedy" else "seeded sampling"
-        return WorkItem(name, part, cost, size, shown, run, tuple(needs))
+        run = partial(self._compare, kind, numbers, setting)
+        name = f"{kind}/{'-'.join(map(str, numbers))}/{setting.name}"
+        cost, size = "mixed" if setting.together else "text", len(numbers)
+        return WorkItem(kind, cost, size, f"{shown}: {setting.name}", run, name)
 
-    def _task(self, kind: str, number: int) -> Task:
-        name, prompt = self._asked.prompt(number)
-        tokens = self._asked.evidence.tokens or self._asked.effort.max_tokens
-        params = replace(self._asked.kinds[kind], max_tokens=tokens)
-        if kind == "seeded":
-            params = replace(params, seed=(self._asked.effort.seed + number) % 2**63)
-        return Task(name, Start(prompt), params)
+    def compared(self, numbers: Iterable[int]) -> int:
+        """How many of these were compared under every setting that decodes them alone."""
+        done, ends = set(self._subject.evidence.done), ["", *(f"/{s.name}" for s in self.alone)]
+        wanted = [f"{kind}/{{}}{end}" for kind, end in product(self._subject.kinds, ends)]
+        return sum(all(name.format(number) in done for name in wanted) for number in numbers)
 
     def decide_tokens(self) -> None:
         """Shorter texts if those asked for would take too much of the budget each."""
-        budget, evidence = self._asked.budget, self._asked.evidence
-        most = self._asked.effort.max_tokens
-        if evidence.tokens or budget.seconds is None or most <= _SHORTEST:
+        subject, evidence = self._subject, self._subject.evidence
+        most = subject.effort.max_tokens
+        if evidence.tokens or subject.budget.seconds is None or most <= _SHORTEST:
             return
-        start = Start(self._asked.prompt(0)[1])
+        start = Start(subject.prompt(0)[1])
         for kind, tokens in (("warming up", 1), ("token", _PROBED)):
-            with budget.piece(kind, tokens):
-                decode(self._asked.plain, [start], SamplingParams(max_tokens=tokens), 0)
-        evidence.tokens = min(most, max(_SHORTEST, int(budget.affords("token") * _SHARE)))
+            with subject.budget.piece(kind, tokens):
+                decode(subject.plain, [start], [SamplingParams(max_tokens=tokens)], 0)
+        seconds = subject.budget.estimate("token")
+        affordable = _SHARE * subject.budget.left / seconds if seconds else most
+        evidence.tokens = min(most, max(_SHORTEST, int(affordable)))
+
+    def _text(self, kind: str, number: int) -> ComparedText:
+        subject = self._subject
+        name, prompt = subject.prompt(number)
+        tokens = subject.evidence.tokens or subject.effort.max_tokens
+        params = replace(subject.kinds[kind], max_tokens=tokens)
+        if kind == "seeded":
+            params = replace(params, seed=(subject.effort.seed + number) % 2**63)
+        return ComparedText(name, Start(prompt), params)
 
     def _decode_plainly(self, kind: str, number: int) -> None:
-        task = self._task(kind, number)
-        (text,) = decode(self._asked.plain, [task.start], task.params, 0)
-        self._asked.evidence.plain[f"{kind}/{number}"] = text.tokens
+        text = self._text(kind, number)
+        (plain,) = decode(self._subject.plain, [text.start], [text.params], 0)
+        self._subject.evidence.plain[f"{kind}/{number}"] = plain.tokens
 
     def _compare(self, kind: str, numbers: Sequence[int], setting: ComparedSetting) -> None:
-        tasks = [self._task(kind, number) for number in numbers]
-        plain = [self._asked.evidence.plain[f"{kind}/{number}"] for number in numbers]
-        others = self._neighbours(numbers) if setting.together else ()
-        self._asked.evidence.add(
-            check_texts(self._asked.engine, tasks, plain, kind, setting, others, self._spell)
-        )
-
-    def _neighbours(self, numbers: Sequence[int]) -> list[Task]:
-        """Requests of another kind, shorter and longer, that come and go while others decode."""
-        differences = []
-        for n, tokens in zip(range(max(_NEIGHBOURS, len(numbers))), itertools.cycle((5, 17, 40))):
-            name, prompt = self._asked.prompt(numbers[0] + n)
-            differences.append(Task(name, Start(prompt), replace(_NEIGHBOUR, max_tokens=tokens)))
-        return differences
+        texts = [self._text(kind, number) for number in numbers]
+        plain = [self._subject.evidence.plain[f"{kind}/{number}"] for number in numbers]
+        others: list[ComparedText] = []
+        if setting.together:
+            # Requests of another kind, shorter and longer, that come and go while others decode.
+            count = max(_NEIGHBOURS, len(numbers))
+            for n, tokens in zip(range(count), cycle((5, 17, 40)), strict=False):
+                name, prompt = self._subject.prompt(numbers[0] + n)
+                params = SamplingParams(temperature=0.8, max_tokens=tokens)
+                others.append(ComparedText(name, Start(prompt), params))
+        self._subject.evidence.add(check_texts(self._subject, texts, plain, kind, setting, others))
 
 
 def check_texts(
-    engine: Engine,
-    tasks: Sequence[Task],
+    subject: Subject,
+    texts: Sequence[ComparedText],
     plain: Sequence[Sequence[int]],
     kind: str,
     setting: ComparedSetting,
-    others: Sequence[Task] = (),
-    spell: Callable[[int], str] = str,
+    others: Sequence[ComparedText] = (),
 ) -> TextCheck:
-    """Decode ``tasks`` under this setting and compare with ``plain``.
+    """Decode ``texts`` under this setting and compare with ``plain``.
 
     One after another, or together in a batch that ``others``, which are not compared, join.
     """
-    batches = [[*tasks, *others]] if setting.together else [[task] for task in tasks]
-    texts = []
-    for batch in batches:
-        starts, params = [task.start for task in batch], [task.params for task in batch]
-        texts += decode(engine, starts, params, setting.length)
-    exact = engine.target.backend.same_bits
-    ties: list[TaskDivergence] = []
-    bugs: list[TaskDivergence] = []
-    for task, expected, text in zip(tasks, plain, texts, strict=False):
-        for item in partings(engine, task, expected, text.tokens, setting.length):
-            left, right = (spell(t) if t >= 0 else "(end)" for t in (item.left, item.right))
-            parting = TaskDivergence(task.name, left, right, item)
-            (ties if item.is_tie and not exact else bugs).append(parting)
-    plain_texts = texts[: len(tasks)]
-    drafted, accepted = (
-        sum(text.drafted for text in plain_texts),
-        sum(text.accepted for text in plain_texts),
-    )
-    tokens = sum(map(len, plain))
-    return TextCheck(
-        kind, setting.name, len(tasks), tokens, drafted, accepted, tuple(ties), tuple(bugs)
-    )
+    outputs: list[DecodedOutput] = []
+    for batch in [[*texts, *others]] if setting.together else [[text] for text in texts]:
+        starts, params = [text.start for text in batch], [text.params for text in batch]
+        outputs += decode(subject.engine, starts, params, setting.length)
+    ties: list[TextDivergence] = []
+    bugs: list[TextDivergence] = []
+    for text, expected, output in zip(texts, plain, outputs, strict=False):
+        for item, tie in _divergences(subject, text, expected, output.tokens, setting.length):
+            (ties if tie else bugs).append(item)
+    compared = outputs[: len(texts)]
+    drafted, accepted = (sum(getattr(o, n) for o in compared) for n in ("drafted", "accepted"))
+    counts = len(texts), sum(map(len, plain)), drafted, accepted
+    return TextCheck(kind, setting.name, *counts, tuple(ties), tuple(bugs))
 
 
-def partings(
-    engine: Engine,
-    task: Task,
+def _divergences(
+    subject: Subject,
+    text: ComparedText,
     expected: Sequence[int],
-    text: Sequence[int],
+    tokens: Sequence[int],
     length: int | None,
-) -> list[Difference]:
-    """All near ties between the two texts, and at their end perhaps one bug.
+) -> Iterator[tuple[TextDivergence, bool]]:
+    """All near ties between the two texts, and at their end perhaps one bug; which are ties.
 
-    After a tie the rest is decoded anew behind the beginning of the ``expected`` text.
+    After a tie the rest is decoded anew behind the beginning of the ``expected`` text. Where rows
+    have the same bits whatever rides along, there are none.
     """
-    differing: list[Difference] = []
-    while True:
-        difference = explain(engine.target, task.start.prompt, expected, text, task.params)
-        if difference is None:
-            return differing
-        differing.append(difference)
+    target = subject.engine.target
+    while difference := explain(target, text.start.prompt, expected, tokens, text.params):
+        pair = difference.left, difference.right
+        plain, other = (subject.spell(token) if token >= 0 else "(end)" for token in pair)
+        tie = difference.is_tie and not target.backend.same_bits
+        yield TextDivergence(text.name, plain, other, difference), tie
         given = tuple(expected[: difference.at + 1])
         if not difference.is_tie or len(given) == len(expected):
-            return differing
-        (again,) = decode(engine, [replace(task.start, output=given)], task.params, length)
-        text = again.tokens
+            return
+        start = replace(text.start, output=given)
+        ((tokens, _, _),) = decode(subject.engine, [start], [text.params], length)

@@ -63,28 +63,6 @@ def stacks(categories: Sequence[str], parts: Series, y_label: str) -> str:
     return _finish(figure, axes, "", y_label, legend=True)
 
 
-def bands(
-    categories: Sequence[str],
-    expected: Sequence[float],
-    low: Sequence[float],
-    high: Sequence[float],
-    observed: Sequence[float],
-    y_label: str,
-) -> str:
-    """What was observed as points over what was expected, with the range of chance."""
-    figure, axes = _canvas(width=max(7.0, 0.6 * len(categories)))
-    positions = range(len(categories))
-    heights = [above - below for below, above in zip(low, high, strict=True)]
-    axes.bar(positions, heights, 0.7, bottom=low, alpha=0.35, label="range of chance")
-    axes.plot(positions, expected, "_", color="black", markersize=18, label="expected")
-    axes.plot(positions, observed, "o", color="#d55e00", label="observed")
-    # A dollar sign would begin a formula.
-    names = [name.replace("$", r"\$") for name in categories]
-    axes.set_xticks(positions, names, rotation=25, ha="right")
-    axes.set_ylim(bottom=0)
-    return _finish(figure, axes, "", y_label, legend=True)
-
-
 _MARKERS = "osD^vPX*"
 
 

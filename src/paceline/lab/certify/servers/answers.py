@@ -1,19 +1,20 @@
-"""Something that answers requests: a server behind a URL, and what is read from its answers."""
+"""A server that answers requests, and what is read from its answers."""
 
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Mapping, Sequence
+import math
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from http.client import HTTPException, HTTPResponse
-from typing import Any, Protocol
+from itertools import chain, repeat
+from typing import Any, NamedTuple
 from urllib.error import HTTPError
 from urllib.request import Request, urlopen
 
 from paceline.errors import ConfigError
 
-ServerBody = Mapping[str, Any]
 _MOST_SHOWN = 160  # characters of a server's error
 
 
@@ -23,21 +24,6 @@ class ServerRefusedError(Exception):
 
 class FailedError(Exception):
     """The server did not answer, or with an error of its own (5xx), or not in the protocol."""
-
-
-class Answering(Protocol):
-    """Answers requests. ``name`` is what people call it."""
-
-    @property
-    def name(self) -> str: ...
-
-    def answer(self, path: str, body: ServerBody) -> dict[str, Any]:
-        """The whole answer. Raises ServerRefusedError and FailedError."""
-        ...
-
-    def stream(self, path: str, body: ServerBody) -> list[dict[str, Any]]:
-        """The chunks of a stream, which must end in [DONE]. Raises as ``answer`` does."""
-        ...
 
 
 @dataclass(frozen=True)
@@ -83,25 +69,24 @@ class AnsweringServer:
         off = cls(base, server.model, key, timeout, (("speculation", {"method": "off"}),))
         return server, off
 
-    def answer(self, path: str, body: ServerBody) -> dict[str, Any]:
+    def answer(self, path: str, body: Mapping[str, Any]) -> dict[str, Any]:
+        """The whole answer. Raises ServerRefusedError and FailedError."""
         return self._read(self._open(path, body))
 
-    def stream(self, path: str, body: ServerBody) -> list[dict[str, Any]]:
-        chunks, ended = [], False
+    def stream(self, path: str, body: Mapping[str, Any]) -> list[dict[str, Any]]:
+        """The chunks of a stream, which must end in [DONE]. Raises as ``answer`` does."""
+        chunks: list[dict[str, Any]] = []
         with _failing():
             for line in self._open(path, {**body, "stream": True}):
-                event = line.decode("utf-8").strip().removeprefix("data:").strip()
                 if not line.startswith(b"data:"):
                     continue
+                event = line.decode("utf-8").removeprefix("data:").strip()
                 if event == "[DONE]":
-                    ended = True
-                    break
+                    return chunks
                 chunks.append(json.loads(event))
-        if not ended:
-            raise FailedError("a stream ended without [DONE]")
-        return chunks
+        raise FailedError("a stream ended without [DONE]")
 
-    def _open(self, path: str, body: ServerBody | None) -> HTTPResponse:
+    def _open(self, path: str, body: Mapping[str, Any] | None) -> HTTPResponse:
         headers = {"Content-Type": "application/json"}
         if self.key:
             headers["Authorization"] = f"Bearer {self.key}"
@@ -133,67 +118,76 @@ def _failing() -> Iterator[None]:
         raise FailedError(f"{type(error).__name__}: {error}") from None
 
 
-# -- what an answer says ---------------------------------------------------------------------------
+# -- what an answer holds --------------------------------------------------------------------------
+
+
+class AnswerToken(NamedTuple):
+    """A token as the server spells it, with the logarithm of its chance (NaN where it is not
+    given), and those of the likeliest tokens at the same position."""
+
+    text: str
+    logprob: float
+    likeliest: Mapping[str, float]
 
 
 @dataclass(frozen=True)
-class Said:
-    """One choice of a completion. ``tokens`` spelt out, with the logarithms of their chances, and
-    those of the likeliest at the same place; empty where the server gives none."""
+class AnswerChoice:
+    """One choice of a completion; without ``tokens`` where the server gives no logprobs."""
 
     text: str
     reason: str | None
-    tokens: tuple[str, ...] = ()
-    logprobs: tuple[float, ...] = ()
-    likeliest: tuple[Mapping[str, float], ...] = ()
+    tokens: tuple[AnswerToken, ...] = ()
 
     @classmethod
-    def of(cls, choice: Mapping[str, Any]) -> Said:
+    def of(cls, choice: Mapping[str, Any]) -> AnswerChoice:
         """From OpenAI's layout of /v1/completions, or from that of chats, as llama.cpp has it."""
         logprobs = choice.get("logprobs") or {}
-        text, reason = str(choice.get("text") or ""), choice.get("finish_reason")
         if "content" in logprobs:
-            records = logprobs["content"] or ()
-            tops = [
-                {top["token"]: top["logprob"] for top in record.get("top_logprobs") or ()}
-                for record in records
+            tokens = [
+                (
+                    record["token"],
+                    record["logprob"],
+                    {top["token"]: top["logprob"] for top in record.get("top_logprobs") or ()},
+                )
+                for record in logprobs["content"] or ()
             ]
-            names = tuple(record["token"] for record in records)
-            return cls(
-                text, reason, names, tuple(float(r["logprob"]) for r in records), tuple(tops)
-            )
+        else:
+            columns = (logprobs.get(name) or () for name in ("token_logprobs", "top_logprobs"))
+            values, tops = (chain(column, repeat(None)) for column in columns)
+            tokens = list(zip(logprobs.get("tokens") or (), values, tops, strict=False))
         return cls(
-            text,
-            reason,
-            tuple(logprobs.get("tokens") or ()),
+            str(choice.get("text") or ""),
+            choice.get("finish_reason"),
             tuple(
-                float(value) for value in logprobs.get("token_logprobs") or () if value is not None
+                AnswerToken(token, math.nan if value is None else float(value), dict(top or {}))
+                for token, value, top in tokens
             ),
-            tuple(dict(top or {}) for top in logprobs.get("top_logprobs") or ()),
         )
+
+    @property
+    def spelt(self) -> list[str]:
+        return [token.text for token in self.tokens]
+
+
+@dataclass(frozen=True)
+class ServerCompletion:
+    """The choices of an answer, and the tokens that the server counts, None if it does not."""
+
+    choices: list[AnswerChoice]
+    read: int | None
+    written: int | None
 
     @classmethod
-    def joined(cls, parts: Sequence[Said]) -> Said:
-        """The deltas of a stream as one text."""
-        reasons = [part.reason for part in parts if part.reason is not None]
-        return cls(
-            "".join(part.text for part in parts),
-            reasons[-1] if reasons else None,
-            tuple(token for part in parts for token in part.tokens),
-            tuple(value for part in parts for value in part.logprobs),
-            tuple(top for part in parts for top in part.likeliest),
-        )
+    def of(cls, answer: Mapping[str, Any]) -> ServerCompletion:
+        """Raises FailedError on an answer without choices."""
+        choices = answer.get("choices")
+        if not isinstance(choices, list) or not choices:
+            raise FailedError("an answer has no choices")
+        counts = (counted(answer, kind) for kind in ("prompt", "completion"))
+        return cls([AnswerChoice.of(choice) for choice in choices], *counts)
 
 
-def choices_of(answer: Mapping[str, Any]) -> list[Said]:
-    """Raises FailedError on an answer without choices."""
-    choices = answer.get("choices")
-    if not isinstance(choices, list) or not choices:
-        raise FailedError("an answer has no choices")
-    return [Said.of(choice) for choice in choices]
-
-
-def tokens_of(answer: Mapping[str, Any], kind: str = "completion") -> int | None:
-    """How many tokens the server counts; None if it does not say."""
+def counted(answer: Mapping[str, Any], kind: str) -> int | None:
+    """Tokens of the "prompt" or the "completion", as the server counts them."""
     count = (answer.get("usage") or {}).get(f"{kind}_tokens")
     return count if isinstance(count, int) else None

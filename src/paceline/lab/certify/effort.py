@@ -1,0 +1,42 @@
+"""How much a certification looks at: settings, from which the command has its options."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from paceline.errors import ConfigError
+from paceline.settings import under
+
+FEWEST = 100  # samples from which a prefix is judged
+LONGEST = 32  # tokens of a server's answer: what is wrong shows at once, and requests are many
+
+_effort = under("How much is tested")
+
+
+@dataclass(frozen=True)
+class Effort:
+    """Checked on construction: raises ConfigError.
+
+    ``alpha`` is the chance that a lossless engine fails one of the distribution tests. A server is
+    asked ``texts`` prompts over and over, in ``requests`` requests.
+    """
+
+    texts: int = _effort(8, "Prompts compared token for token.")
+    max_tokens: int = _effort(64, "Tokens of each of them.")
+    prefixes: int = _effort(4, "Places where samples are drawn.")
+    samples: int = _effort(2000, "Samples a place; four times as many see half the bias.")
+    alpha: float = _effort(0.001, "Chance that a lossless engine fails.")
+    seed: int = _effort(0, "Makes the run repeatable.")
+    requests: int = _effort(
+        400, f"Requests sent to a server (--url) at most, of {LONGEST} tokens at most."
+    )
+
+    def __post_init__(self) -> None:
+        least = {"texts": 1, "max_tokens": 8, "prefixes": 1, "samples": FEWEST, "requests": 1}
+        for name, lowest in least.items():
+            if getattr(self, name) < lowest:
+                raise ConfigError(f"{name} is {getattr(self, name)}; it must be at least {lowest}")
+        if not 0 < self.alpha < 1:
+            raise ConfigError(f"alpha is {self.alpha}; it must be between 0 and 1")
+        if not 0 <= self.seed < 2**63:
+            raise ConfigError(f"seed is {self.seed}; it must be from 0 to 2**63 - 1")

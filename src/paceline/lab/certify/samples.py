@@ -1,0 +1,157 @@
+"""The sampled part of a certification: prefixes, what is drawn there, and the rule enumerated."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+from functools import partial
+from typing import cast
+
+import torch
+
+from paceline.draft.base import Drafter
+from paceline.lab.certify.certificate import Problem
+from paceline.lab.certify.decoding import DecodedOutput, Start, decode
+from paceline.lab.certify.distributions import DEPTH
+from paceline.lab.certify.draws import Recorder
+from paceline.lab.certify.evidence import Prefix, Subject, WorkItem
+from paceline.lab.certify.exact import enumerate_step
+from paceline.lab.certify.scoring import Scorer
+
+PORTIONS = 10  # in which the samples of a prefix are drawn
+_BEYOND_BLOCK = 4  # tokens of a prefix that no full cache block shares: cheap to read again
+_FURTHER = 16  # tokens behind a prefix in which the rule may be enumerated
+_RANK = 0.75  # not the very most undecided prefix: sure ones have likelier second tokens
+
+
+class Sampler:
+    """Draws at prefixes and puts what comes into evidence."""
+
+    def __init__(self, subject: Subject) -> None:
+        self._subject, evidence = subject, subject.evidence
+        self._prefixes = evidence.prefixes
+        self.recorder = Recorder(subject.engine.drafter, subject.effort.seed)
+        self.recorder.counts = evidence.draws or self.recorder.counts
+        self.recorder.impossible = evidence.impossible
+
+    def items(self, number: int, samples: int) -> Iterator[WorkItem]:
+        """Everything that brings prefix ``number`` to so many samples."""
+        if number >= len(self._prefixes):
+            run = partial(self._find, number)
+            yield WorkItem("sampling", "prefix", 1, "looking for a prefix", run)
+        if number >= len(self._prefixes):
+            return  # no text has been decoded to look in
+        prefix = self._prefixes[number]
+        while min(len(prefix.drawn), len(prefix.plain)) < samples:
+            plainly = len(prefix.plain) <= len(prefix.drawn)
+            strings, kind = (prefix.plain, "plain") if plainly else (prefix.drawn, "speculative")
+            have = len(strings)
+            size = min(-(-self._subject.effort.samples // PORTIONS), samples - have)
+            run = partial(self._draw, prefix, number, size, plainly)
+            yield WorkItem("sampling", kind, size, f"{prefix.name}: {kind} sampling", run)
+            if len(strings) == have:
+                break  # there was no time for it, or it failed
+        run = partial(self._enumerate, prefix)
+        yield WorkItem(
+            "rule", "rule", 1, f"{prefix.name}: the rule, enumerated", run, f"rule/{number}"
+        )
+
+    def fits(self, number: int, samples: int) -> bool:
+        """Whether all of it will be done in time: a few samples would only be a weak spot."""
+        budget, known = self._subject.budget, self._prefixes[number : number + 1]
+        missing = samples - sum(len(prefix.drawn) for prefix in known)
+        kinds = {"plain": missing, "speculative": missing, "rule": 1}
+        return sum((budget.estimate(kind) or 0.0) * n for kind, n in kinds.items()) < budget.left
+
+    def _find(self, number: int) -> None:
+        """The beginning of a greedy text after which the target is undecided, by its entropy.
+
+        Only those a few tokens behind a full cache block count, as thousands of samples start
+        there.
+        """
+        subject, (name, prompt) = self._subject, self._subject.prompt(number)
+        output = subject.evidence.plain.get(f"greedy/{number}")
+        if output is None:
+            return
+        size, ends = subject.engine.cache.block_size, range(len(output) + 1)
+        close = [end for end in ends if 0 < (len(prompt) + end) % size <= _BEYOND_BLOCK]
+        heads = [output[:end] for end in close or (len(output),)]
+        scorer = Scorer(subject.engine.target, Start(prompt), subject.params)
+        entropies = torch.special.entr(scorer.at_once(heads)).sum(-1)
+        head = heads[int(entropies.argsort()[round(_RANK * (len(heads) - 1))])]
+        # Short drafts, whose bonus token is among those tested, and long ones in turn.
+        longest = subject.lengths[-1]
+        length = longest if number % 2 else min(2, longest)
+        self._prefixes.append(Prefix(name, Start(prompt, head), length))
+
+    # -- drawing ------------------------------------------------------------------------------
+
+    def _draw(self, prefix: Prefix, number: int, size: int, plainly: bool) -> None:
+        engine = self._subject.plain if plainly else self._subject.engine
+        generator = engine.verifier.generator
+        if generator is not None:
+            seed_parts = (self._subject.effort.seed, number, prefix.portions, plainly)
+            digest = hashlib.blake2b(repr(seed_parts).encode(), digest_size=7).digest()
+            generator.manual_seed(int.from_bytes(digest, "little"))
+        prefix.portions += 1
+        texts = self._continued(prefix.start, 0 if plainly else prefix.length, size, DEPTH, plainly)
+        given = len(prefix.start.output)
+        strings = prefix.plain if plainly else prefix.drawn
+        strings += [text.tokens[given:] for text in texts]
+        prefix.drafted += sum(text.drafted for text in texts)
+
+    def _continued(
+        self, start: Start, length: int, samples: int, enough: int, plainly: bool = False
+    ) -> list[DecodedOutput]:
+        """So many samples of ``enough`` tokens each; drafts of ``length`` are recorded."""
+        subject = self._subject
+        max_tokens = len(start.output) + max(DEPTH, enough) + length + 1
+        params = [replace(subject.params, max_tokens=max_tokens)] * samples
+        if plainly:
+            return decode(subject.plain, [start] * samples, params, length, enough)
+        with self._recording():
+            return decode(subject.engine, [start] * samples, params, length, enough)
+
+    @contextmanager
+    def _recording(self) -> Iterator[None]:
+        """The engine's drafter is watched in the block."""
+        engine, evidence, recorder = self._subject.engine, self._subject.evidence, self.recorder
+        drafter, engine.drafter = engine.drafter, cast(Drafter, recorder)
+        try:
+            yield
+        finally:
+            engine.drafter = drafter
+            evidence.draws, evidence.impossible = recorder.counts, recorder.impossible
+
+    # -- the rule -----------------------------------------------------------------------------
+
+    def _enumerate(self, prefix: Prefix) -> None:
+        """The step at this prefix, by enumeration, over each kind of tree that was proposed."""
+        subject, recorder, prompt = self._subject, self.recorder, prefix.start.prompt
+        evidence, length = subject.evidence, min(2, subject.lengths[-1])
+        unseen = f"{prefix.name}: rule not enumerated:"
+        # A lookup may find nothing at the prefix itself, but further on in what was drawn from it.
+        for samples, enough in ((128, 1), (16, _FURTHER)):
+            recorder.watch(prefix.start.tokens, beyond=enough > 1)
+            self._continued(prefix.start, length, samples, enough)
+            if recorder.trees:
+                break
+        else:
+            evidence.notes.append(f"{unseen} nothing was drafted there")
+        trees, distributions = list(recorder.trees.values()), recorder.distributions
+        start = Start(prompt, (recorder.watched or ())[len(prompt) :])
+        recorder.watch(None)
+        target = Scorer(subject.engine.target, start, subject.params).at_once
+        verifier = subject.engine.verifier
+        for tree in trees[:2]:
+            check = enumerate_step(verifier, tree, distributions, target, prefix.name)
+            if check is None:
+                evidence.notes.append(f"{unseen} a tree of {len(tree)} nodes has too many outcomes")
+                continue
+            evidence.exact.append(check)
+            if not check.passed:
+                apart = f"{check.distance:.2g} from the target's (total variation, enumerated)"
+                what = f"{prefix.name}: a step's distribution is {apart}"
+                evidence.problems.append(Problem("rule", what))
