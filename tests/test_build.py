@@ -12,7 +12,7 @@ import torch
 from paceline import LLM, build
 from paceline.build import measure_costs
 from paceline.core.costs import CostCurve, TargetCosts
-from paceline.draft.trees.size import FEWEST, MOST, paying_nodes
+from paceline.draft.trees.policy import FEWEST, MOST, paying_nodes
 from paceline.model import measure
 from paceline.model.paged.cache import PagedCache
 from support.simulated_clock import Clock

@@ -182,7 +182,7 @@ PUBLIC_ONLY: dict[str, set[str]] = {
         "draft/auto",
         "draft/foreign",
         "draft/heads/checkpoint",
-        "draft/heads/speculators",
+        "draft/heads/eagle_format",
         "draft/spec",
         "draft/vocabulary/matching",
         "model",

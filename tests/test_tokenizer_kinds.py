@@ -13,8 +13,8 @@ from typing import Any
 import pytest
 
 from paceline import LLM, Completion, Grammar, SamplingParams
-from paceline.draft.vocabulary.retokenise import Retokeniser
-from paceline.draft.vocabulary.shared import TokenTexts, shared_ids
+from paceline.draft.vocabulary.shared import Match, TokenTexts, shared_ids
+from paceline.draft.vocabulary.strings import Retokeniser
 from support.encoding_tokenizers import MAKERS, UNUSUAL, write_model, write_translation
 
 # With more rows of logits than tokens, as heads often have: 49,216 and 200,064.
@@ -263,14 +263,14 @@ def test_text_is_carried_into_another_vocabulary(name: str, other: str) -> None:
     ours, theirs = texts(name), texts(other)
     pairs = shared_ids(ours, theirs)
     for text in (TEXT, ODD):
-        carried = Retokeniser(ours, theirs, pairs)
+        carried = Retokeniser(Match("string", ours, theirs, pairs, 1.0))
         ids = ours.encode(text)
         for end in range(1, len(ids) + 1):
             carried.extend(ids[:end])
         skipped = [token for token in carried.context() if token not in theirs.special]
         # A blank in front of the first word is the tokenizers' own.
         assert theirs.spelt(skipped).decode().lstrip(" ") == text
-    carried = Retokeniser(ours, theirs, pairs)
+    carried = Retokeniser(Match("string", ours, theirs, pairs, 1.0))
     carried.extend(ours.encode("The quick brown"))
     drafted = theirs.after("The quick brown", " fox jumps 🙂 over")
     wanted = ours.after("The quick brown", " fox jumps 🙂 over")

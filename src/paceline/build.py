@@ -17,10 +17,9 @@ from paceline.control.controller import Controller, FixedLength, LoggedControlle
 from paceline.control.cost import CostModel
 from paceline.core.costs import CostCurve, DrafterCosts, TargetCosts
 from paceline.draft.base import Drafter, LookupDrafter, NoDrafter, prefers_seeds
-from paceline.draft.heads.eagle_state import MOST_WAITING
-from paceline.draft.hybrid import HybridDrafter
+from paceline.draft.heads.eagle import MOST_WAITING
+from paceline.draft.hybrid import HybridDrafter, Router
 from paceline.draft.predicted import Predictions
-from paceline.draft.router import Router
 from paceline.draft.spec import DraftContext, DraftSpec, Loading, Prepared
 from paceline.drafters import BLOCK_SIZE, DRAFTERS, DraftLike, prepare_all
 from paceline.engine.engine import Engine
@@ -32,7 +31,7 @@ from paceline.model.paged.int8 import cache_dtype
 from paceline.model.target import CausalModel
 from paceline.settings import EngineSettings, entries
 from paceline.settings.tuned import KnownCosts
-from paceline.verify.prompts import most_rows, scoring_bytes
+from paceline.verify.logprobs import most_rows, scoring_bytes
 from paceline.verify.typical import TypicalVerifier
 from paceline.verify.verifier import Verifier
 
@@ -89,8 +88,9 @@ def seeded_generator(device: torch.device, seed: int | None) -> torch.Generator:
 
 
 def most_kept(max_batch_size: int, prefill_chunk: int = 512) -> int:
-    """Tokens of which drafters keep features at most: a step's, and those that wait."""
-    return _step_tokens(prefill_chunk) + max_batch_size * (1 + MOST_WAITING)
+    """Tokens of which drafters keep features at most: a step's, those that wait of each sequence,
+    and those of forwards that are kept whole."""
+    return _step_tokens(prefill_chunk) + (1 + max_batch_size) * (1 + MOST_WAITING)
 
 
 def _step_tokens(prefill_chunk: int) -> int:
@@ -189,7 +189,7 @@ def build_engine(
     if controller is None and adapts and not isinstance(drafter, NoDrafter):
         members = {prepared.names[0] if prepared.names else drafter.name: drafter}
         if isinstance(drafter, Router):
-            members = drafter.members
+            members = dict(zip(map(str, drafter.names), drafter.members, strict=True))
         controller = adaptive_controller(members, predictions, costs(), options, device)
     elif controller is None:
         length = options.draft_length

@@ -28,15 +28,15 @@ from paceline.draft.heads.eagle import Eagle2 as Eagle2
 from paceline.draft.heads.eagle import Eagle3 as Eagle3
 from paceline.draft.heads.medusa import Medusa as Medusa
 from paceline.draft.hybrid import Hybrid as Hybrid
+from paceline.draft.hybrid import Router
+from paceline.draft.layer_skip import LayerSkip as LayerSkip
 from paceline.draft.lookahead import Lookahead as Lookahead
 from paceline.draft.model import DraftModel as DraftModel
 from paceline.draft.model import DraftTree as DraftTree
 from paceline.draft.ngram import NGram as NGram
 from paceline.draft.quantized import QuantizedDraft as QuantizedDraft
 from paceline.draft.recycling import Recycling as Recycling
-from paceline.draft.router import Router
 from paceline.draft.selfspec import EarlyExit as EarlyExit
-from paceline.draft.selfspec import LayerSkip as LayerSkip
 from paceline.draft.spec import DraftContext as DraftContext
 from paceline.draft.spec import DraftSpec as DraftSpec
 from paceline.draft.spec import Loading as Loading
@@ -136,7 +136,7 @@ def prepare_one(draft: DraftLike | None, loading: Loading) -> Prepared:
 
 
 def prepare_all(drafts: DraftLike | Sequence[DraftLike] | None, loading: Loading) -> Prepared:
-    """Prepare one draft, or several of which every request may choose one (draft/router.py).
+    """Prepare one draft, or several of which every request may choose one (draft/hybrid.py).
 
     They are called by their kinds; a second of one kind is KIND-2. Raises what ``prepare_one``
     does.

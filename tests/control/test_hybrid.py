@@ -10,7 +10,7 @@ from paceline.core.batch import Commit, ModelOutput, Plan, Slice
 from paceline.core.params import SamplingParams
 from paceline.core.sequence import SequenceState
 from paceline.core.tree import TokenTree
-from paceline.draft.base import Drafter, LookupDrafter, Offer
+from paceline.draft.base import Drafter, Guess, LookupDrafter, Offer
 from paceline.draft.hybrid import HybridDrafter
 from paceline.drafters import DraftModel, Eagle3, Hybrid, NGram, parse_draft
 from paceline.errors import ConfigError
@@ -85,14 +85,10 @@ class Sure(Guesser):
 
     def __init__(self) -> None:
         super().__init__("sure", lambda position: 1.0 if position % 4 else 0.0)
-        self._position = 0
 
-    def guess(self, item: Slice) -> tuple[Sequence[int], Sequence[int]]:
-        self._position = len(item.seq.tokens)
-        return super().guess(item)
-
-    def confidence(self, seq_id: int) -> int:
-        return 8 if self._position % 4 else 1
+    def guess(self, item: Slice) -> Guess:
+        tokens, parents = super().guess(item)
+        return tokens, parents, 8 if len(item.seq.tokens) % 4 else 1
 
 
 def test_acceptance_is_learnt_for_each_confidence() -> None:

@@ -59,7 +59,7 @@ def test_suffix_takes_finished_outputs_in_when_it_is_asked() -> None:
     out: Any = None
     drafter.observe([replace(step.commit, tokens=(), finish_reason="stop")], out)
     drafter.forget(0)
-    assert len(drafter._global) == 0, "nobody has asked"
+    assert len(drafter._memory) == 0, "nobody has asked"
     tree = drafter.propose(Plan((Slice(request([9, 3, 4], 1), 1, 3),)))[0]
     assert tree.tokens.tolist() == [5, 6, 7]
     assert drafter.stored_tokens == 9

@@ -14,14 +14,14 @@ import torch
 from paceline.core.batch import Commit, ModelOutput, Plan, Slice
 from paceline.core.params import SamplingParams
 from paceline.core.sequence import SequenceState
-from paceline.draft.base import TAKEN_IN, LookupDrafter
 from paceline.draft.ngram import NGram, NGramDrafter
 from paceline.draft.predicted import Predictions
 from paceline.draft.suffix import SuffixDrafter
+from paceline.draft.text_index import TAKEN_IN, IndexedDrafter
 
 VOCAB, LONG = 500, 8 * TAKEN_IN
 OUT = ModelOutput(torch.empty(0, VOCAB))
-DRAFTERS: list[Callable[[], LookupDrafter]] = [
+DRAFTERS: list[Callable[[], IndexedDrafter]] = [
     lambda: NGramDrafter("cpu"),
     lambda: NGramDrafter("cpu", NGram(source="prompt")),
     lambda: SuffixDrafter("cpu", VOCAB),
@@ -67,7 +67,7 @@ def propose(drafter: Any, *seqs: SequenceState, scheduled: int = 1, length: int 
 
 
 @pytest.mark.parametrize("made", DRAFTERS)
-def test_a_prompt_whose_prefix_is_cached(made: Callable[[], LookupDrafter]) -> None:
+def test_a_prompt_whose_prefix_is_cached(made: Callable[[], IndexedDrafter]) -> None:
     """Nothing is prefilled, so the first lookups take it in; then drafts are those of a drafter
     that has read all of it at once."""
     drafter, whole = made(), made()
@@ -88,20 +88,17 @@ def test_a_prompt_whose_prefix_is_cached(made: Callable[[], LookupDrafter]) -> N
     assert found[0][0]
 
 
-def drafter_behind(drafter: LookupDrafter, seq: SequenceState) -> bool:
-    if isinstance(drafter, SuffixDrafter):
-        drafter.begin(seq.view())
-    return drafter.unread(seq.view()) > 0
+def drafter_behind(drafter: IndexedDrafter, seq: SequenceState) -> bool:
+    return len(seq.tokens) - drafter.index(seq.view()).open_tokens > 64
 
 
-def read_at_once(drafter: LookupDrafter, seq: SequenceState) -> None:
-    if isinstance(drafter, SuffixDrafter):
-        drafter.begin(seq.view())
-    drafter.read(seq.view(), len(seq.tokens))
+def read_at_once(drafter: IndexedDrafter, seq: SequenceState) -> None:
+    index = drafter.index(seq.view())
+    index.extend(seq.tokens[index.open_tokens :])
 
 
 @pytest.mark.parametrize("made", DRAFTERS)
-def test_a_prompt_is_taken_in_while_it_is_prefilled(made: Callable[[], LookupDrafter]) -> None:
+def test_a_prompt_is_taken_in_while_it_is_prefilled(made: Callable[[], IndexedDrafter]) -> None:
     drafter = made()
     tokens = text(LONG)
     seq = request(Watched(tokens + tokens[100:110]))
@@ -117,7 +114,7 @@ def test_a_prompt_is_taken_in_while_it_is_prefilled(made: Callable[[], LookupDra
 
 
 @pytest.mark.parametrize("made", DRAFTERS)
-def test_where_nobody_asks_prompts_are_left_alone(made: Callable[[], LookupDrafter]) -> None:
+def test_where_nobody_asks_prompts_are_left_alone(made: Callable[[], IndexedDrafter]) -> None:
     drafter = made()
     for number in range(300):
         seq = request(Watched(text(40)), number)
@@ -127,7 +124,7 @@ def test_where_nobody_asks_prompts_are_left_alone(made: Callable[[], LookupDraft
 
 
 @pytest.mark.parametrize("made", DRAFTERS)
-def test_a_long_text_holds_up_no_other(made: Callable[[], LookupDrafter]) -> None:
+def test_a_long_text_holds_up_no_other(made: Callable[[], IndexedDrafter]) -> None:
     drafter = made()
     long, short = request(text(LONG)), request(text(200, 1) * 2, 1)
     drafts = propose(drafter, long, short)
@@ -144,10 +141,10 @@ def test_finished_outputs_enter_in_parts() -> None:
         drafter.observe([Commit(seq_id, tuple(output), finish_reason="stop")], OUT)
         drafter.forget(seq_id)
     asked = request(output[40:60], 9)
-    sizes = [len(drafter._global)]
+    sizes = [len(drafter._memory)]
     for _ in range(3 * LONG // 2 // TAKEN_IN + 1):
         drafts = propose(drafter, asked)
-        sizes.append(len(drafter._global))
+        sizes.append(len(drafter._memory))
     steps = [after - before for before, after in pairwise(sizes)]
     assert max(steps) <= TAKEN_IN and sizes[-1] == 3 * (len(output) + 2)
     assert drafts[0][0][:4] == output[60:64]

@@ -174,16 +174,11 @@ def test_steps_of_other_trees_and_prompt_chunks_are_passed_over() -> None:
     assert drafter._states[0].columns == columns
 
 
-def test_pool_is_bounded() -> None:
-    pool = NGramPool(size=2, max_keys=3)
-    for rest in (1, 2, 1, 3):
-        pool.add([0, rest])
-    assert pool.after(0) == [(3,), (1,)]
-    for head in (1, 2):
-        pool.add([head, 0])
-    assert pool.after(0)  # used just now: head 1 is the oldest
-    pool.add([3, 0])
-    assert pool.after(0) and not pool.after(1) and pool.after(2) and pool.after(3)
+def test_pool_keeps_the_latest() -> None:
+    pool = NGramPool(size=2)
+    for second in (1, 2, 1, 3):
+        pool.add((7, second))
+    assert pool.after(7) == [(3,), (1,)] and pool.after(8) == []
 
 
 @pytest.mark.parametrize("sizes", [(1, 3, 3), (5, 1, 3), (5, 3, 0)])

@@ -33,10 +33,12 @@ def paths(tree: TokenTree) -> set[tuple[int, ...]]:
 
 def test_the_latest_longest_match_is_continued() -> None:
     drafter = NGramDrafter("cpu", NGram(min=1, max=3, length=3, candidates=1))
-    tree = propose(drafter, request([1, 2, 7, 8, 9, 1, 2, 4, 5, 6, 3, 2, 4, 1, 2]))
+    seq = request([1, 2, 7, 8, 9, 1, 2, 4, 5, 6, 3, 2, 4, 1, 2])
+    (offer,) = drafter.look([Slice(seq, 1, 8)])
+    assert offer is not None and offer.confidence == 2
+    tree = propose(drafter, seq)
     assert tree.tokens.tolist() == [4, 5, 6]
     assert tree.parents == (-1, 0, 1)
-    assert drafter.confidence(0) == 2
 
 
 def test_a_loop_goes_on() -> None:
@@ -129,5 +131,5 @@ def test_trees_are_continuations_within_the_bound(
     ],
 )
 def test_senseless_options_are_refused(options: dict[str, int]) -> None:
-    with pytest.raises(ConfigError, match="ngram: "):
+    with pytest.raises(ConfigError, match="draft 'ngram': "):
         NGram(**options)

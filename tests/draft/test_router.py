@@ -12,7 +12,7 @@ from paceline.core.batch import Commit, ModelOutput, Plan, Slice
 from paceline.core.costs import CostCurve, DrafterCosts
 from paceline.core.params import SamplingParams
 from paceline.core.sequence import SequenceState
-from paceline.draft.router import Router
+from paceline.draft.hybrid import Router
 from paceline.errors import ConfigError
 from paceline.llm import LLM
 from support.engine_models import write_pair

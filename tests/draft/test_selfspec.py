@@ -9,7 +9,8 @@ from paceline.build import EngineOptions, build_engine, seeded_generator
 from paceline.core.batch import Batch, Commit, ModelOutput, Span
 from paceline.core.params import SamplingParams
 from paceline.core.sequence import SequenceState
-from paceline.draft.selfspec import SelfDrafter, SwiftDrafter, parse_layers
+from paceline.draft.layer_skip import SwiftDrafter, parse_layers
+from paceline.draft.selfspec import SelfDrafter
 from paceline.draft.spec import Loading
 from paceline.drafters import prepare_one
 from paceline.engine.driver import Drive

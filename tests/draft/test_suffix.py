@@ -72,10 +72,9 @@ def test_the_own_text_is_matched_too() -> None:
 def test_the_draft_grows_with_the_match() -> None:
     drafter = SuffixDrafter("cpu", VOCAB, Suffix(factor=2.0, offset=0.0))
     run(drafter, [1], list(range(2, 20)))
-    sizes = [len(propose(drafter, request(list(range(40, 44)) + list(range(9 - m, 9)), m)))
-             for m in (1, 2, 3)]  # fmt: skip
-    assert sizes == [2, 4, 6]
-    assert [drafter.confidence(m) for m in (1, 2, 3, 4)] == [1, 2, 3, 0]
+    seqs = [request([*range(40, 44), *range(9 - m, 9)], m) for m in (1, 2, 3)]
+    offers = drafter.look([Slice(seq, seq.num_pending, 8) for seq in seqs])
+    assert [(len(o.tokens), o.confidence) for o in offers if o] == [(2, 1), (4, 2), (6, 3)]
 
 
 def test_cancelled_requests_and_switched_off_trees_keep_nothing() -> None:
@@ -241,7 +240,7 @@ def test_a_folder_is_no_file(tmp_path: Path) -> None:
     ],
 )
 def test_senseless_options_are_refused(options: dict[str, float]) -> None:
-    with pytest.raises(ConfigError, match="suffix: "):
+    with pytest.raises(ConfigError, match="draft 'suffix': "):
         Suffix(**options)
 
 

@@ -7,7 +7,7 @@ import random
 
 import pytest
 
-from paceline.draft.swift import Layers, SkipSearch, skippable, spread
+from paceline.draft.layer_skip import Layers, SkipSearch, skippable, spread
 
 WORTH = {1: 0.03, 2: -0.02, 3: -0.12, 4: 0.05, 5: 0.0, 6: 0.08, 7: -0.05, 8: 0.1, 9: 0.06, 10: -0.2}
 BEST = (1, 4, 6, 8, 9)

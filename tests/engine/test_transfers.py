@@ -18,7 +18,7 @@ import paceline
 from paceline import LLM, Grammar, SamplingParams
 from paceline.core import transfer
 from paceline.draft.heads.eagle import EagleDrafter
-from paceline.draft.selfspec import SwiftDrafter
+from paceline.draft.layer_skip import SwiftDrafter
 from paceline.draft.trees.levels import LevelDrafter
 from paceline.model.paged.cache import PagedCache
 from paceline.model.target import CausalModel
@@ -97,7 +97,7 @@ def said(drafter: Any) -> set[str]:
         if isinstance(own, LevelDrafter) and own._policy.nodes:
             found.add("grow.grow")  # dynamic trees, once they are grown
         if isinstance(own, SwiftDrafter):
-            found.add("selfspec._scores")  # a trial, every few steps
+            found.add("layer_skip._scores")  # a trial, every few steps
     return found
 
 

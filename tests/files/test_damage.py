@@ -215,7 +215,7 @@ def test_any_damage_to_a_suffix_memory(tmp_path: Path) -> None:
     for _ in range(20):
         drafter._finished.append([chooser.randrange(50) for _ in range(30)])
     drafter.save(file)
-    texts = [list(text) for text in drafter._global.texts()]
+    texts = [list(text) for text in drafter._memory.texts()]
     for content in damages(file.read_bytes(), 7, 30, 300):
         file.write_bytes(content)
         fresh = SuffixDrafter("cpu", 50)
@@ -224,7 +224,7 @@ def test_any_damage_to_a_suffix_memory(tmp_path: Path) -> None:
         except (DataError, PacelineError) as error:
             assert str(file) in str(error) and "\n" not in str(error)
         else:
-            assert [list(text) for text in fresh._global.texts()] == texts
+            assert [list(text) for text in fresh._memory.texts()] == texts
 
 
 def test_memories_of_earlier_versions_have_no_checksum(tmp_path: Path) -> None:

@@ -12,7 +12,7 @@ from paceline.core.params import SamplingParams
 from paceline.core.sequence import SequenceState
 from paceline.core.tree import TokenTree
 from paceline.draft.base import Drafter
-from paceline.verify.walk import matching
+from paceline.verify.verifier import matching
 
 Scores = Callable[[list[int]], torch.Tensor]  # tokens so far -> scores [vocab] of the next one
 

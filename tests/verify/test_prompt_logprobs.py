@@ -14,8 +14,8 @@ from paceline.core.batch import Batch, ModelOutput
 from paceline.errors import ConfigError
 from paceline.model.paged.cache import bytes_per_token
 from paceline.model.target import CausalModel
-from paceline.verify import prompts
-from paceline.verify.prompts import _MOST_SCORED, prompt_logprobs
+from paceline.verify import logprobs as prompts
+from paceline.verify.logprobs import _MOST_SCORED, prompt_logprobs
 
 TEXT = "Once upon a time there was a little girl named Lily. She loved to play in the garden. " * 3
 

@@ -1,7 +1,7 @@
 """The three walks over one small tree."""
 
 from paceline.core.tree import chain_parents
-from paceline.verify.walk import first_accepted, last_accepted, matching
+from paceline.verify.verifier import first_accepted, last_accepted, matching
 
 #        root
 #       0    1

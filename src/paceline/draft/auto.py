@@ -10,13 +10,12 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
-from functools import partial
 from pathlib import Path
 from typing import Any
 
 from paceline.draft.heads.eagle import Eagle, Eagle2, Eagle3
+from paceline.draft.heads.eagle_format import is_speculators
 from paceline.draft.heads.medusa import Medusa
-from paceline.draft.heads.speculators import is_speculators
 from paceline.draft.hybrid import Hybrid
 from paceline.draft.model import DraftModel
 from paceline.draft.ngram import NGram
@@ -46,9 +45,9 @@ _MIB = 1 << 20
 
 @dataclass(frozen=True)
 class Circumstances:
-    """What decides of a target. ``refused``: why the native kernels do not run its 4-bit form in
-    one process, "" if they do. ``bits`` of most of its weights, which are ``held`` bytes;
-    ``rounded``: bytes of its 4-bit form; ``free``: of memory."""
+    """What decides of a target: why the native kernels do not run its 4-bit form in one process
+    ("" if they do), ``bits`` of most of its weights, and bytes: ``held`` by these, ``rounded`` of
+    its 4-bit form, ``free`` memory."""
 
     name: str
     refused: str
@@ -199,8 +198,12 @@ def made_for(model: str) -> tuple[Trained, str] | None:
             for kind, path in specs:
                 if has_assets(path):
                     return next(r for r in _TRAINED if r.kind == kind)(path), "shipped for it"
-    for candidate in (*_beside(model), *_in_the_hubs_cache(model)):
-        return candidate
+    for draft in _beside(model):
+        return draft, "beside the target"
+    for repository in sorted(_hub_cache().glob("models--*")):
+        snapshot = _snapshot(repository)
+        if snapshot is not None and (made := _made(Path(snapshot), model)) is not None:
+            return made, "in the hub's cache"
     return None
 
 
@@ -210,39 +213,30 @@ def _folder(model: str) -> str | None:
         path = resolve(model)
     except ModelLoadError:
         return None
-    return str(Path(path).expanduser()) if is_path(path) else _snapshot(_repository(path))
+    if is_path(path):
+        return str(Path(path).expanduser())
+    return _snapshot(_hub_cache() / f"models--{path.replace('/', '--')}")
 
 
-def _beside(model: str) -> Iterator[tuple[Trained, str]]:
+def _beside(model: str) -> Iterator[Trained]:
     """TARGET/eagle3 and TARGET-eagle3; then folders there whose config names the target."""
-    config_folder = _folder(model)
-    folder = None if config_folder is None else Path(config_folder)
-    if folder is None or not folder.is_dir():
+    target_folder = _folder(model)
+    if target_folder is None or not Path(target_folder).is_dir():
         return
+    folder = Path(target_folder)
     for record in _TRAINED:
         for path in (folder / record.weights, folder.with_name(f"{folder.name}-{record.weights}")):
             if (path / "config.json").is_file():
-                yield record(str(path)), "beside the target"
+                yield record(str(path))
     for path in (*folder.glob("*/config.json"), *folder.parent.glob("*/config.json")):
-        if path.parent != folder and (known := _made(path.parent, model)) is not None:
-            yield known, "beside the target"
-
-
-def _in_the_hubs_cache(model: str) -> Iterator[tuple[Trained, str]]:
-    for repository in sorted(_hub_cache().glob("models--*")):
-        path = _snapshot(repository)
-        if path is not None and (known := _made(Path(path), model)) is not None:
-            yield known, "in the hub's cache"
+        if path.parent != folder and (made := _made(path.parent, model)) is not None:
+            yield made
 
 
 def _hub_cache() -> Path:
     from huggingface_hub.constants import HF_HUB_CACHE
 
     return Path(HF_HUB_CACHE)
-
-
-def _repository(name: str) -> Path:
-    return _hub_cache() / f"models--{name.replace('/', '--')}"
 
 
 def _snapshot(repository: Path) -> str | None:
@@ -262,9 +256,8 @@ def _made(folder: Path, model: str) -> Trained | None:
     except (ModelLoadError, OSError):
         return None
     kind = _head_kind(config)
-    if kind is None or not any(map(partial(_is_same, model), _bases(folder, config))):
-        return None
-    return kind(str(folder))
+    named = kind is not None and any(_is_same(model, base) for base in _bases(folder, config))
+    return kind(str(folder)) if kind is not None and named else None
 
 
 def _head_kind(config: dict[str, Any]) -> type[Eagle] | type[Medusa] | None:

@@ -1,4 +1,4 @@
-"""What the engine asks of a drafter."""
+"""What the engine asks of a drafter, and what drafters that run no model have in common."""
 
 from __future__ import annotations
 
@@ -8,7 +8,6 @@ from typing import Any, NamedTuple, Protocol, runtime_checkable
 import torch
 
 from paceline.core.batch import Commit, ModelOutput, Plan, Slice
-from paceline.core.sequence import SequenceView
 from paceline.core.transfer import to_device
 from paceline.core.tree import TokenTree, depths_of, is_chain
 
@@ -47,15 +46,16 @@ class Drafter(Protocol):
     def observe(self, commits: Sequence[Commit], out: ModelOutput) -> None:
         """See what the step committed and what the target put out, before the next ``propose``.
 
-        ``Commit`` says which rows of ``out`` belong to which token.
+        ``Commit`` says which rows of ``out`` belong to which token. Nobody writes to the tensors of
+        ``out`` later: they may be kept.
         """
         ...
 
     def warm_up(self, batch_size: int) -> None:
         """Do the work of one of its ``passes`` for ``batch_size`` sequences, leaving no trace.
 
-        Start-up times this to know what drafting costs: of greedy requests. Where sampled ones cost
-        more, their first steps tell that (control/correction.py).
+        Start-up times this to know what drafting greedy requests costs; the first steps of sampled
+        ones tell if they cost more (control/correction.py).
         """
         ...
 
@@ -67,8 +67,7 @@ class Drafter(Protocol):
 def with_members(drafter: Any) -> Iterator[Any]:
     """A drafter, and those it is made of."""
     yield drafter
-    members = getattr(drafter, "members", ())
-    for member in members.values() if isinstance(members, dict) else members:
+    for member in getattr(drafter, "members", ()):
         yield from with_members(member)
 
 
@@ -77,24 +76,23 @@ def prefers_seeds(drafter: Any) -> bool:
     return any(getattr(member, "prefers_seeds", False) for member in with_members(drafter))
 
 
-def held_bytes(drafter: Any) -> int:
-    """Memory that a drafter, or those it is made of, keep of the target's features right now."""
-    return sum(
-        member.held_bytes() for member in with_members(drafter) if hasattr(member, "held_bytes")
-    )
+def vocabulary_of(drafter: object) -> str | None:
+    """What a drafter, or those it is made of, say about another vocabulary."""
+    vocabularies = [getattr(member, "vocabulary", None) for member in with_members(drafter)]
+    return "; ".join(dict.fromkeys(text for text in vocabularies if text)) or None
 
 
-TAKEN_IN = 1024  # tokens that an index takes in of all texts in a step: 3 ms of n-grams
-_FOLLOWED = 256  # plans without a question after which prompts are not taken in any more
+# Tokens and parents of a tree (``TokenTree.parents``) and, where it is known, how sure they are.
+Guess = tuple[Sequence[int], Sequence[int]] | tuple[Sequence[int], Sequence[int], int]
 
 
 class Offer(NamedTuple):
-    """What a lookup has found for a sequence: a tree (``TokenTree.parents``), by ``levels`` the
-    nodes down to each depth, and how sure it is, such as the length of the match."""
+    """What a lookup has found for a sequence: a tree, and how sure it is: the length of the match,
+    0 where that is not known."""
 
     tokens: Sequence[int]
     parents: Sequence[int]
-    confidence: int
+    confidence: int = 0
 
     @property
     def nodes(self) -> tuple[int, ...]:
@@ -105,11 +103,13 @@ class Offer(NamedTuple):
         depths = depths_of(parents)
         return tuple(sum(d <= depth for d in depths) for depth in range(max(depths) + 1))
 
-    def cut(self, levels: int) -> tuple[Sequence[int], Sequence[int]]:
+    def cut(self, levels: int) -> tuple[Sequence[int], tuple[int, ...]]:
         """Tokens and parents of the first levels."""
         parents = tuple(self.parents)
         if is_chain(parents):
             return self.tokens[:levels], parents[:levels]
+        if max(depths_of(parents)) <= levels:
+            return self.tokens, parents
         kept = [node for node, depth in enumerate(depths_of(parents)) if depth <= levels]
         new_number = {node: number for number, node in enumerate(kept)}
         below = tuple(new_number.get(parents[node], -1) for node in kept)
@@ -119,25 +119,22 @@ class Offer(NamedTuple):
 class LookupDrafter:
     """A drafter that runs no model: ``guess`` is what is left to write, and a ``name``.
 
-    It keeps nothing and learns nothing; override ``observe`` and ``forget`` where one does, and
-    where it has an index of each text ``unread`` and ``read``: a long prompt enters it in parts, as
-    it is prefilled, and what is left beside the first lookups, which find the parts that are in.
-
-    What it finds is an offer: the controller looks at it before it decides. Where looking changes
-    what the drafter knows, set ``offers`` to False: it is then chosen before it proposes.
+    It keeps nothing and learns nothing; override ``take_in``, ``observe`` and ``forget`` where one
+    does. What it finds is an offer: the controller looks at it before it decides. Where looking
+    changes what the drafter knows, set ``offers`` to False: it is then chosen before it proposes.
     """
 
     name: str
     features: tuple[int, ...] = ()
     reads_logits = False
     offers = True
-    _unasked = 0  # plans since a draft was wanted
 
     def __init__(self, device: torch.device | str = "cpu") -> None:
         """``device`` is the target's."""
         self._device = device
         self._empty = TokenTree.empty(device)
-        self._found: dict[int, tuple[int, Offer]] = {}  # by sequence, and for how many tokens
+        # By sequence: what was found, None for nothing, and for how many tokens of it.
+        self._looked: dict[int, tuple[int, Offer | None]] = {}
 
     def max_nodes(self, length: int) -> int:
         """A chain's."""
@@ -146,81 +143,51 @@ class LookupDrafter:
     def passes(self, length: int) -> int:
         return 0
 
-    def guess(self, item: Slice) -> tuple[Sequence[int], Sequence[int]]:
-        """Tokens of a tree of at most ``item.draft_length`` levels, which is above 0, and the
-        parent of each (``TokenTree.parents``)."""
+    def guess(self, item: Slice) -> Guess:
+        """A tree of at most ``item.draft_length`` levels, which is above 0."""
         raise NotImplementedError
 
-    def confidence(self, seq_id: int) -> int:
-        """How sure the last guess was: the length of its match, 0 where that is not known."""
-        return 0
-
-    def unread(self, seq: SequenceView) -> int:
-        """Tokens of a text that the index lacks."""
-        return 0
-
-    def read(self, seq: SequenceView, most: int) -> int:
-        """Take in the next ``most`` of these; returns how many there were."""
-        return 0
-
     def take_in(self, slices: Sequence[Slice]) -> None:
-        """A step's share of the texts that drafts are wanted for now, or may be after their
-        prefill; those that lack least come first, so that no text holds up another."""
-        asked = any(item.decodes and item.draft_length for item in slices)
-        self._unasked = 0 if asked else self._unasked + 1
-        if self._unasked > _FOLLOWED:
-            return
-        wanted = [
-            item.seq
-            for item in slices
-            if (item.draft_length if item.decodes else item.seq.params.may_draft)
-        ]
-        left = TAKEN_IN
-        for seq in sorted(wanted, key=self.unread) if len(wanted) > 1 else wanted:
-            left -= self.read(seq, left)
+        """What is done for the sequences of a step before any guess."""
 
     def look(self, slices: Sequence[Slice]) -> list[Offer | None]:
         """What it finds for each slice, before anybody has decided; ``propose`` takes it up."""
-        self._found = {}  # of the step before
+        self._looked = {}  # of the step before
         self.take_in(slices)
         return [self._offer(item) for item in slices]
 
-    def _offer(self, item: Slice) -> Offer | None:
-        if not (item.decodes and item.draft_length):
-            return None
-        seq_id, length = item.seq.seq_id, len(item.seq.tokens)
-        tokens, parents = self.guess(item)
-        if not tokens:
-            return None
-        offer = Offer(tokens, parents, self.confidence(seq_id))
-        self._found[seq_id] = length, offer
-        return offer
-
     def propose(self, plan: Plan) -> list[TokenTree]:
-        fresh = [item for item in plan.slices if self._looked(item) is None]
+        fresh = [item for item in plan.slices if not self._knows(item)]
         if fresh:
             self.take_in(fresh)
         trees = [self._tree(item) for item in plan.slices]
-        self._found = {}
+        self._looked = {}
         return trees
 
-    def _looked(self, item: Slice) -> Offer | None:
-        """What has been found for this very step."""
-        length, offer = self._found.get(item.seq.seq_id, (-1, None))
-        return offer if length == len(item.seq.tokens) else None
+    def _knows(self, item: Slice) -> bool:
+        """Whether it has looked for this very step."""
+        known = self._looked.get(item.seq.seq_id)
+        return known is not None and known[0] == len(item.seq.tokens)
+
+    def _offer(self, item: Slice) -> Offer | None:
+        if not (item.draft_length and item.decodes):
+            return None
+        if self._knows(item):
+            return self._looked[item.seq.seq_id][1]
+        offer = Offer(*self.guess(item))
+        known = len(item.seq.tokens), offer if offer.tokens else None
+        self._looked[item.seq.seq_id] = known
+        return known[1]
 
     def _tree(self, item: Slice) -> TokenTree:
-        if not (item.decodes and item.draft_length):
+        offer = self._offer(item)
+        if offer is None:
             return self._empty
-        offer = self._looked(item)
-        tokens, parents = self.guess(item) if offer is None else offer.cut(item.draft_length)
+        tokens, parents = offer.cut(item.draft_length)
         # A wide tree that is cut may have more nodes than one of so few levels has room for.
         most = self.max_nodes(item.draft_length)
-        tokens, parents = tokens[:most], parents[:most]
-        if not tokens:
-            return self._empty
-        known = tuple(tokens)
-        return TokenTree(to_device(tokens, self._device), tuple(parents), known=known)
+        known = tuple(tokens[:most])
+        return TokenTree(to_device(known, self._device), parents[:most], known=known)
 
     def observe(self, commits: Sequence[Commit], out: ModelOutput) -> None:
         pass
@@ -230,7 +197,7 @@ class LookupDrafter:
 
     def forget(self, seq_id: int) -> None:
         """Override together with ``super().forget(seq_id)``."""
-        self._found.pop(seq_id, None)
+        self._looked.pop(seq_id, None)
 
 
 class NoDrafter(LookupDrafter):
@@ -244,9 +211,3 @@ class NoDrafter(LookupDrafter):
 
     def propose(self, plan: Plan) -> list[TokenTree]:
         return [self._empty] * len(plan.slices)
-
-
-def vocabulary_of(drafter: object) -> str | None:
-    """What a drafter, or those it is made of, say about another vocabulary."""
-    vocabularies = [getattr(member, "vocabulary", None) for member in with_members(drafter)]
-    return "; ".join(dict.fromkeys(text for text in vocabularies if text)) or None

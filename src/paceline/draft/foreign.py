@@ -23,8 +23,8 @@ _GENERIC = "paceline can read methods draft_model, eagle, eagle3, medusa, ngram 
 
 @dataclass(frozen=True)
 class ForeignDraft:
-    """``spec`` is ours, ``length`` in levels; ``rule`` None where nothing was said of one.
-    ``values`` are the engine's own, by their names."""
+    """``spec`` is ours, ``length`` in levels; ``rule``: None where nothing is said of one;
+    ``values``: the engine's own."""
 
     engine: str
     spec: str
@@ -35,20 +35,18 @@ class ForeignDraft:
 
 def read_foreign(path: str | Path) -> ForeignDraft:
     """Raises ConfigError for what cannot be read, and for what has no equivalent here."""
+    where = f"the configuration {path}"
     try:
-        text = Path(path).expanduser().read_text(encoding="utf-8")
-    except (OSError, UnicodeDecodeError) as error:
-        reason = getattr(error, "strerror", None) or "it is not text"
-        raise ConfigError(f"cannot read the configuration {path}: {reason}") from None
-    try:
-        parsed = json.loads(text)
-    except ValueError:
+        parsed = json.loads(Path(path).expanduser().read_text(encoding="utf-8"))
+    except OSError as error:
+        raise ConfigError(f"cannot read {where}: {error.strerror}") from None
+    except ValueError:  # no text, or no JSON
         raise ConfigError(
-            f"the configuration {path} is not JSON; give the value of --speculative-config, or "
-            "SGLang's arguments by name"
+            f"{where} is not JSON; give the value of --speculative-config, or SGLang's arguments "
+            "by name"
         ) from None
     if not isinstance(parsed, dict):
-        raise ConfigError(f"the configuration {path} is no JSON object; {_GENERIC}")
+        raise ConfigError(f"{where} is no JSON object; {_GENERIC}")
     return foreign_draft(parsed, str(path))
 
 
@@ -99,17 +97,14 @@ def head_config(model: str) -> Mapping[str, Any]:
 
 def _vllm(values: Mapping[str, Any], where: str) -> ForeignDraft:
     length = _whole(values, "num_speculative_tokens", where)
-    sampling = values.get("rejection_sample_method", "standard")
-    if sampling not in ("standard", "block"):
+    sampling = values.get("rejection_sample_method")
+    if sampling not in (None, "standard", "block"):
         raise ConfigError(
             f"{where} has rejection_sample_method {sampling!r}, which is not lossless; "
             "use standard or block"
         )
-    spec = _vllm_spec(values, length, where)
-    rule = None
-    if "rejection_sample_method" in values:
-        rule = "block" if sampling == "block" else "token"
-    return ForeignDraft("vllm", spec, length, rule, values)
+    rule = "token" if sampling == "standard" else sampling
+    return ForeignDraft("vllm", _vllm_spec(values, length, where), length, rule, values)
 
 
 def vllm_method(values: Mapping[str, Any]) -> str:
@@ -167,21 +162,20 @@ def _sglang(values: Mapping[str, Any], where: str) -> ForeignDraft:
                 f"{where} has {key} {values[key]}, which is not lossless; leave it at 1.0"
             )
     nodes = _whole(values, "speculative_num_draft_tokens", where, 9) - 1  # without the root
+    nodes = max(1, nodes)
     if algorithm == "NGRAM":
-        spec = f"ngram:length={max(1, nodes)}"
-        return ForeignDraft("sglang", spec, max(1, nodes), None, values)
+        return ForeignDraft("sglang", f"ngram:length={nodes}", nodes, None, values)
     kinds = {"EAGLE3": "eagle3", "EAGLE": "eagle", "STANDALONE": "model"}
     if algorithm not in kinds:
         raise ConfigError(
             f"{where} has SGLang's algorithm {algorithm}; paceline can read {', '.join(kinds)} "
             "and NGRAM"
         )
-    kind = kinds[algorithm]
-    model = _model(values, "speculative_draft_model_path", where)
+    kind, model = kinds[algorithm], _model(values, "speculative_draft_model_path", where)
     steps = _whole(values, "speculative_num_steps", where)
-    topk = _whole(values, "speculative_eagle_topk", where, 1)
-    shape = "nodes=0" if topk == 1 else f"nodes={max(1, nodes)},width={topk}"
-    if kind == "eagle" and topk > 1:
+    width = _whole(values, "speculative_eagle_topk", where, 1)
+    shape = "nodes=0" if width == 1 else f"nodes={nodes},width={width}"
+    if kind == "eagle" and width > 1:
         kind = "eagle2"  # which grows trees
     layers = _inputs(model) if kind == "eagle3" else ""
     rule = "block" if values.get("speculative_use_block_verification") else None

@@ -1,8 +1,8 @@
-"""Several drafters for one sequence: in each step the member drafts that was chosen for it.
+"""Drafters made of others: a hybrid's members take turns, a router's requests name theirs.
 
-Who that is says the plan (``Slice.drafter``); a controller chooses by what each member is expected
-to gain (control/adaptive.py). A plan that names nobody, as with a fixed draft length, takes the
-first member that has anything to propose.
+Which member of a hybrid drafts says the plan (``Slice.drafter``); a controller chooses by what each
+is expected to gain (control/adaptive.py). A plan that names nobody, as with a fixed draft length,
+takes the first member that has anything to propose.
 
 Losslessness: the choice falls before a member draws. Lookups may be looked at before, because what
 they find is found without chance (POINT). A tree that was sampled is never dropped for what was
@@ -17,7 +17,7 @@ from dataclasses import dataclass, replace
 
 import torch
 
-from paceline.core.batch import Commit, ModelOutput, Plan
+from paceline.core.batch import Commit, ModelOutput, Plan, Slice
 from paceline.core.tree import TokenTree
 from paceline.draft.base import Drafter
 from paceline.draft.spec import DraftSpec, Loading, NoDraft, Prepared
@@ -78,51 +78,27 @@ class Hybrid(DraftSpec):
         return "+".join(map(str, self.parts))
 
 
-class HybridDrafter:
-    """Hands each slice to one of ``members``; all of them see every prompt and every commit.
+class _Joined:
+    """Several drafters as one; all of them see every commit, for some learn from any text.
 
-    ``names`` are those by which a plan calls the members; by default their own.
+    ``names`` are those by which a plan, or a request, calls the members.
     """
 
-    name = "hybrid"
+    name: str
 
-    def __init__(self, members: Sequence[Drafter], device: torch.device | str) -> None:
-        self.members = tuple(members)
-        self.names: tuple[Hashable, ...] = tuple(member.name for member in members)
+    def __init__(
+        self, members: Sequence[Drafter], names: Sequence[Hashable], device: torch.device | str
+    ) -> None:
+        self.members, self.names = tuple(members), tuple(names)
         self.features = tuple(sorted({layer for m in members for layer in m.features}))
         self.reads_logits = any(getattr(m, "reads_logits", True) for m in members)
         self._empty = TokenTree.empty(device)
-        self._known: set[int] = set()
 
     def max_nodes(self, length: int) -> int:
         return max(member.max_nodes(length) for member in self.members)
 
     def passes(self, length: int) -> int:
         return max(member.passes(length) for member in self.members)
-
-    def propose(self, plan: Plan) -> list[TokenTree]:
-        trees = [self._empty] * len(plan.slices)
-        if self._idle(plan):
-            return trees
-        for index, member in enumerate(self.members):
-            name = self.names[index]
-            items = tuple(
-                item
-                if item.drafter == name or (item.drafter is None and not len(tree))
-                else replace(item, draft_length=0)
-                for item, tree in zip(plan.slices, trees, strict=True)
-            )
-            for number, tree in enumerate(member.propose(Plan(items))):
-                if len(tree):
-                    trees[number] = tree
-        return trees
-
-    def _idle(self, plan: Plan) -> bool:
-        """Nothing is asked for, no prompt is to be followed, and all members know everybody."""
-        ids = {item.seq.seq_id for item in plan.slices}
-        known = ids <= self._known
-        self._known |= ids
-        return known and not any(item.draft_length or not item.decodes for item in plan.slices)
 
     def observe(self, commits: Sequence[Commit], out: ModelOutput) -> None:
         for member in self.members:
@@ -135,4 +111,69 @@ class HybridDrafter:
     def forget(self, seq_id: int) -> None:
         for member in self.members:
             member.forget(seq_id)
+
+
+class HybridDrafter(_Joined):
+    """Hands each slice to one member, which by default goes by its own name.
+
+    Members that nothing is asked of are left alone, but all see each sequence once, and every step
+    with a prompt in it: some follow those.
+    """
+
+    name = "hybrid"
+
+    def __init__(self, members: Sequence[Drafter], device: torch.device | str) -> None:
+        super().__init__(members, [member.name for member in members], device)
+        self._known: set[int] = set()
+
+    def propose(self, plan: Plan) -> list[TokenTree]:
+        trees = [self._empty] * len(plan.slices)
+        ids = {item.seq.seq_id for item in plan.slices}
+        by_all = not ids <= self._known or not all(item.decodes for item in plan.slices)
+        if not by_all and not any(item.draft_length for item in plan.slices):
+            return trees
+        self._known |= ids
+        for name, member in zip(self.names, self.members, strict=True):
+            items = tuple(map(self._share, [name] * len(trees), plan.slices, trees))
+            if by_all or any(item.draft_length for item in items):
+                for number, tree in enumerate(member.propose(Plan(items))):
+                    if len(tree):
+                        trees[number] = tree
+        return trees
+
+    @staticmethod
+    def _share(name: Hashable, item: Slice, tree: TokenTree) -> Slice:
+        """A member's part in a slice that has got this tree from those before it."""
+        wanted = item.drafter == name or (item.drafter is None and not len(tree))
+        return item if wanted or not item.draft_length else replace(item, draft_length=0)
+
+    def forget(self, seq_id: int) -> None:
+        super().forget(seq_id)
         self._known.discard(seq_id)
+
+
+class Router(_Joined):
+    """Gives each member the part of a plan whose requests ask for it by name.
+
+    Requests that name none get the first. They all share the engine, its steps and its cache. A
+    request whose drafter is not among the members, such as "none", is decoded plainly.
+    """
+
+    name = "router"
+
+    def __init__(self, members: Mapping[str, Drafter], device: torch.device | str) -> None:
+        super().__init__(list(members.values()), list(members), device)
+
+    def propose(self, plan: Plan) -> list[TokenTree]:
+        trees = [self._empty] * len(plan.slices)
+        for name, member in zip(self.names, self.members, strict=True):
+            rows = [
+                row
+                for row, item in enumerate(plan.slices)
+                if (item.seq.params.drafter or self.names[0]) == name
+            ]
+            if rows:
+                proposed = member.propose(Plan(tuple(plan.slices[row] for row in rows)))
+                for row, tree in zip(rows, proposed, strict=True):
+                    trees[row] = tree
+        return trees

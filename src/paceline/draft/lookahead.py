@@ -20,16 +20,14 @@ After a step every column takes the choice at its last row and goes to the pool 
 it begins with r and the target has just chosen another token after r. Then it loses its head: its
 tokens keep their places in the text while r moves on by one.
 
-Nodes with the same path have the same distribution, so candidates and window share them (trie.py).
-All nodes are candidates: a window that has converged is accepted as it stands. With a seed the
-choices are made with the noise of their positions, hence the columns converge to the text with that
-seed; n-grams out of the pool meet other noise and are accepted less often. Choices drawn without a
-seed are independent of every later draw, so the rule for POINT trees stays exact.
+Nodes with the same path have the same distribution, so candidates and window share them. All nodes
+are candidates: a window that has converged is accepted as it stands. With a seed the columns
+converge to the text with that seed, as the choices are made with their positions' noise. Choices
+drawn without a seed are independent of every later draw: the rule for POINT stays exact.
 """
 
 from __future__ import annotations
 
-from collections import OrderedDict
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 
@@ -40,44 +38,34 @@ from paceline.core.sequence import SequenceView
 from paceline.core.tree import TokenTree
 from paceline.draft.base import LookupDrafter
 from paceline.draft.spec import DraftSpec, Loading, Prepared
-from paceline.draft.trees.trie import merge
+from paceline.draft.trees.shape import merge
 
 
 class NGramPool:
-    """The ``size`` latest n-grams of each first token, of at most ``max_keys`` first tokens."""
+    """The ``size`` latest n-grams of each first token."""
 
-    def __init__(self, size: int, max_keys: int = 4096) -> None:
+    def __init__(self, size: int) -> None:
         self._size = size
-        self._max_keys = max_keys
-        self._known: OrderedDict[int, list[tuple[int, ...]]] = OrderedDict()
+        self._known: dict[int, list[tuple[int, ...]]] = {}
 
     def add(self, ngram: Sequence[int]) -> None:
-        """Remember what follows ``ngram[0]``; what was not used for longest is forgotten."""
-        known = self._known.setdefault(ngram[0], [])
-        self._known.move_to_end(ngram[0])
-        rest = tuple(ngram[1:])
+        """Remember what follows ``ngram[0]``."""
+        known, rest = self._known.setdefault(ngram[0], []), tuple(ngram[1:])
         if rest in known:
             known.remove(rest)
         known.append(rest)
         del known[: -self._size]
-        if len(self._known) > self._max_keys:
-            self._known.popitem(last=False)
 
     def after(self, token: int) -> list[tuple[int, ...]]:
         """What may follow ``token``, the latest first."""
-        if token not in self._known:
-            return []
-        self._known.move_to_end(token)
-        return self._known[token][::-1]
+        return self._known.get(token, [])[::-1]
 
 
 @dataclass
 class _State:
-    """Window and pool of one sequence; ``drafted`` and ``nodes`` describe the tree of this step.
-
-    ``columns`` are W lists of N - 1 tokens, the first of them the head. ``drafted``: of each column
-    in the tree its tokens there, and the row whose choice goes on from them.
-    """
+    """Window and pool of one sequence. ``columns`` are W lists of N - 1 tokens, the first of them
+    the head. Of this step's tree: its ``nodes``, and of each column in it the tokens there and the
+    row whose choice goes on from them (``drafted``)."""
 
     columns: list[list[int]]
     pool: NGramPool
@@ -108,11 +96,9 @@ class Lookahead(DraftSpec):
 
 
 class LookaheadDrafter(LookupDrafter):
-    """Windows and pools of all sequences.
-
-    A tree of ``length`` levels holds what of candidates and window is not deeper; columns that are
-    cut there become shorter n-grams. The whole window is ``window + ngram - 3`` levels deep.
-    """
+    """Windows and pools of all sequences. A tree of ``length`` levels holds what of candidates and
+    window is not deeper; columns that are cut there become shorter n-grams. The whole window is
+    ``window + ngram - 3`` levels deep."""
 
     name = "lookahead"
     offers = False

@@ -17,18 +17,17 @@ from typing import ClassVar, TypeVar
 import torch
 
 from paceline.core.batch import Commit, ModelOutput, Plan, Slice, Span
-from paceline.core.sequence import SequenceView
 from paceline.core.stages import info
 from paceline.core.tree import TokenTree
 from paceline.draft.base import Drafter
 from paceline.draft.spec import DraftContext, Loading, Prepared, TreeSpec, option
-from paceline.draft.translated import StringDrafter
+from paceline.draft.trees.grow import Growing, level_span
 from paceline.draft.trees.levels import LevelDrafter
 from paceline.draft.trees.policy import Policy
 from paceline.draft.trees.shape import Shape
-from paceline.draft.vocabulary.matching import Match, match_vocabularies
-from paceline.draft.vocabulary.shared import Intersection, SharedVocabulary
-from paceline.errors import ConfigError
+from paceline.draft.vocabulary.matching import match_vocabularies
+from paceline.draft.vocabulary.shared import Intersection, Match, SharedVocabulary
+from paceline.draft.vocabulary.strings import StringDrafter
 from paceline.model.backends.growing import Growth
 from paceline.model.gguf import gguf_file
 from paceline.model.hub import fetched
@@ -44,8 +43,8 @@ _TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json", "vocab.tx
 
 @dataclass(frozen=True)
 class DraftModel(TreeSpec):
-    """A model in a folder, of a built-in or a hub name. ``vocab`` says how a vocabulary that is not
-    the target's is used: "intersection", "string", or "auto" by what the two share. ``quantize``
+    """A model in a folder, of a built-in or a hub name. ``vocab``: how a vocabulary that is not the
+    target's is used, "intersection", "string", or "auto" by what the two share. ``quantize``
     "int8" or "int4" rounds its weights, in place of what all drafts are loaded in."""
 
     kind = "model"
@@ -68,10 +67,7 @@ class DraftModel(TreeSpec):
     def __post_init__(self) -> None:
         super().__post_init__()
         if self.quantize is not None and self.quantize not in BITS:
-            setting = f"quantize={self.quantize!r}"
-            raise ConfigError(
-                f"draft {self.kind!r}: {setting} is not known; use {' or '.join(BITS)}"
-            )
+            raise self.refuse(f"quantize={self.quantize!r} is not known; use {' or '.join(BITS)}")
 
     def precisions(self: _Model) -> dict[str, _Model]:
         if self.quantize is not None or self.shape() is not None:
@@ -87,20 +83,13 @@ class DraftModel(TreeSpec):
             # The end of a re-tokenised text may change, and a shared block must not.
             more = not texts, model.device, model.rope_switch
             cache = context.new_cache(model.cache_shapes, model.dtype, *more)
-            draft_size, vocab = model.vocab_size, loading.target.vocab_size
-            vocabulary = SharedVocabulary(draft_size if texts else vocab, draft_size)
+            size, vocab = model.vocab_size, loading.target.vocab_size
+            vocabulary = SharedVocabulary(size if texts else vocab, size)
             if match is not None and not texts:
-                vocabulary = Intersection(
-                    match.target,
-                    match.draft,
-                    match.pairs,
-                    (vocab, draft_size),
-                    model.device,
-                    match.share,
-                )
+                vocabulary = Intersection(match, (vocab, size), model.device)
             generator = context.generator_on(model.device)
-            drafter = ModelDrafter(model, cache, vocabulary, generator, policy, self.kind)
-            drafter.deliver_to = context.target.device
+            parts = model, cache, vocabulary, generator, policy, self.kind
+            drafter = ModelDrafter(*parts, context.target.device)
             return StringDrafter(drafter, match) if match is not None and texts else drafter
 
         return Prepared(build, bytes_per_token(model.cache_shapes, model.dtype))
@@ -120,13 +109,11 @@ class DraftModel(TreeSpec):
         if draft.note:
             info(f"the draft: {draft.note}")
         folder = Path(fetched(self.path))
-        draft_tokenizer = tokenizer
-        if (
-            not folder.is_dir()
-            or gguf_file(str(folder))
-            or any((folder / name).is_file() for name in _TOKENIZER_FILES)
-        ):
+        names_one = any((folder / name).is_file() for name in _TOKENIZER_FILES)
+        if not folder.is_dir() or gguf_file(str(folder)) or names_one:
             draft_tokenizer = load_tokenizer(self.path)
+        else:
+            draft_tokenizer = tokenizer
         return draft, match_vocabularies(target, draft, tokenizer, draft_tokenizer, self.vocab)
 
 
@@ -178,8 +165,12 @@ class ModelDrafter(LevelDrafter):
         generator: torch.Generator | None,
         policy: Policy,
         name: str = "model",
+        deliver_to: torch.device | None = None,
     ) -> None:
+        """``deliver_to``: the target's device, if that is another."""
         super().__init__(name, cache, policy, generator, model.max_positions)
+        self.deliver_to = deliver_to or cache.device
+        self._empty = TokenTree.empty(self.deliver_to)
         self.model = model
         self._vocabulary = vocabulary
         self._states: dict[int, _State] = {}
@@ -196,31 +187,27 @@ class ModelDrafter(LevelDrafter):
             return [self._empty] * len(plan.slices)
         return super().propose(plan)
 
-    def _logits(self, spans: Sequence[Span]) -> torch.Tensor:
-        translated = [
-            replace(span, nodes=self._vocabulary.nodes(span.nodes))
-            if isinstance(span.nodes, torch.Tensor)
-            else span
-            for span in spans
-        ]
-        return self._vocabulary.logits(
-            self.model(self.cache.batch_of(translated), self.cache).logits
-        )
-
-    def _base(self, item: Slice) -> int:
-        return self._states[item.seq.seq_id].base
-
     @property
     def growth(self) -> Growth | None:
         plain = type(self._vocabulary) is SharedVocabulary  # ids are the target's
         return self.model.backend.growth if plain else None
 
-    def _made_up(self, seqs: Sequence[SequenceView]) -> torch.Tensor:
-        zeros = torch.zeros(len(seqs), self.model.vocab_size, dtype=self.model.dtype)
-        return self._vocabulary.logits(zeros)
+    def _first(self, spans: Sequence[Span], trees: Sequence[Growing]) -> torch.Tensor:
+        logits = self.model(self.cache.batch_of(spans), self.cache).logits
+        return self._vocabulary.logits(logits)
 
-    def _finish(self, seq_id: int, tree: TokenTree, slots: tuple[int, ...]) -> TokenTree:
-        self._states[seq_id].slots = slots
+    def _level(self, trees: list[Growing]) -> torch.Tensor:
+        nodes = self._vocabulary.nodes
+        return self._first([level_span(tree, nodes(tree.fresh)) for tree in trees], trees)
+
+    def _made_up(self, trees: Sequence[Growing]) -> torch.Tensor:
+        size, model = (len(trees), self.model.vocab_size), self.model
+        return self._vocabulary.logits(torch.zeros(size, dtype=model.dtype, device=model.device))
+
+    def _finish(
+        self, item: Slice, tree: TokenTree, slots: tuple[int, ...], scores: tuple[float, ...]
+    ) -> TokenTree:
+        self._states[item.seq.seq_id].slots = slots
         return tree.on(self.deliver_to)
 
     def _span(self, item: Slice) -> Span | None:
@@ -290,10 +277,8 @@ class ModelDrafter(LevelDrafter):
             self.cache.commit(state.seq_id, state.tokens, state.cached)
 
     def keep(self, seq_id: int, length: int) -> None:
-        """Forget what was read of a sequence beyond ``length`` tokens, and all nodes.
-
-        In place of ``observe`` for a sequence whose last tokens may change.
-        """
+        """Forget what was read of a sequence beyond ``length`` tokens, and all nodes: in place of
+        ``observe`` for a sequence whose last tokens may change."""
         state = self._states.get(seq_id)
         if state is None:
             return

@@ -5,7 +5,6 @@ Saxena 2023 (prompt lookup decoding); LLMA, Yang et al. 2023 (arXiv 2304.04487).
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -14,7 +13,7 @@ from paceline.core.batch import Slice
 from paceline.core.sequence import SequenceView
 from paceline.draft.spec import DraftSpec, Loading, Prepared
 from paceline.draft.text_index import BRANCH, IndexedDrafter, TextIndex, open_index
-from paceline.kernels.lookup import Lookup
+from paceline.kernels.lookup import Draft, Lookup
 
 SOURCES = ("prompt", "output", "both")
 
@@ -64,37 +63,18 @@ class NGramDrafter(IndexedDrafter):
         super().__init__(device)
         self._spec = spec or NGram()
         self._lengths = tuple(range(self._spec.min, self._spec.max + 1))
-        self._indices: dict[int, TextIndex] = {}
-        self._matched: dict[int, int] = {}
 
     def max_nodes(self, length: int) -> int:
         levels = min(length, self._spec.length)
         return levels + (self._spec.candidates - 1) * min(levels, BRANCH)
 
-    def guess(self, item: Slice) -> tuple[Sequence[int], Sequence[int]]:
+    def guess(self, item: Slice) -> Draft:
         index, fresh, end = self.question(item)
-        length = item.draft_length
-        levels, nodes = min(length, self._spec.length), self.max_nodes(length)
-        tokens, parents, match = index.ngrams(fresh, end, levels, nodes)
-        self._matched[item.seq.seq_id] = match
-        return tokens, parents
+        levels = min(item.draft_length, self._spec.length)
+        return index.ngrams(fresh, end, levels, self.max_nodes(levels))
 
-    def index(self, seq: SequenceView) -> TextIndex:
-        index = self._indices.get(seq.seq_id)
-        if index is None:
-            bounds = {}
-            if self._spec.source != "both":
-                bound = "first" if self._spec.source == "output" else "stop"
-                bounds[bound] = seq.prompt_length
-            index = open_index(Lookup(self._lengths, self._spec.max, **bounds))
-            self._indices[seq.seq_id] = index
-        return index
-
-    def confidence(self, seq_id: int) -> int:
-        """Tokens that the last draft's best match had, 0 for none."""
-        return self._matched.get(seq_id, 0)
-
-    def forget(self, seq_id: int) -> None:
-        super().forget(seq_id)
-        self._indices.pop(seq_id, None)
-        self._matched.pop(seq_id, None)
+    def new_index(self, seq: SequenceView) -> TextIndex:
+        bounds = {}
+        if self._spec.source != "both":
+            bounds["first" if self._spec.source == "output" else "stop"] = seq.prompt_length
+        return open_index(Lookup(self._lengths, self._spec.max, **bounds))

@@ -7,15 +7,14 @@ rejoins it, so that an insertion costs a few tokens and not the rest.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import replace
 
 import torch
 
 from paceline.core.batch import Plan, Slice
 from paceline.core.tree import TokenTree
-from paceline.draft.base import TAKEN_IN, Drafter, LookupDrafter
-from paceline.draft.text_index import TextIndex, open_index
+from paceline.draft.base import Drafter, Guess, LookupDrafter
+from paceline.draft.text_index import TAKEN_IN, TextIndex, open_index
 from paceline.kernels.lookup import Lookup
 
 _CONTEXT = 16  # last tokens of the prompt that go with it: they match its first token
@@ -31,31 +30,31 @@ class Predictions(LookupDrafter):
     def __init__(self, device: torch.device | str) -> None:
         super().__init__(device)
         self._trees: dict[int, TextIndex] = {}
-        self._matched: dict[int, int] = {}
 
     def beside(self, drafter: Drafter, plan: Plan) -> list[TokenTree]:
         """One tree per slice, as ``Drafter.propose``: its own where there is one."""
-        asked = [
+        predicted = [
             bool(item.draft_length and item.seq.params.prediction)
             and item.drafter in (None, self.name)
             for item in plan.slices
         ]
-        if not any(asked):
+        if not any(predicted):
             return drafter.propose(plan)
-        pairs = list(zip(plan.slices, asked, strict=True))
-        proposed = self.propose(
-            Plan(tuple(i if a else replace(i, draft_length=0) for i, a in pairs))
+        pairs = zip(plan.slices, predicted, strict=True)
+        predictions = self.propose(
+            Plan(tuple(item if asked else replace(item, draft_length=0) for item, asked in pairs))
         )
-        rest = [
-            replace(item, draft_length=0) if len(tree) else item
-            for item, tree in zip(plan.slices, proposed, strict=True)
+        left = zip(plan.slices, predictions, strict=True)
+        rest = Plan(tuple(replace(i, draft_length=0) if len(tree) else i for i, tree in left))
+        others = drafter.propose(rest)
+        return [
+            first if len(first) else second
+            for first, second in zip(predictions, others, strict=True)
         ]
-        trees = zip(proposed, drafter.propose(Plan(tuple(rest))), strict=True)
-        return [first if len(first) else second for first, second in trees]
 
-    def guess(self, item: Slice) -> tuple[Sequence[int], Sequence[int]]:
+    def guess(self, item: Slice) -> Guess:
         """What follows in the prediction, if the end of the text stands in it."""
-        seq = item.seq
+        seq, length = item.seq, item.draft_length
         if not seq.params.prediction:
             return (), ()
         tree = self._trees.get(seq.seq_id)
@@ -63,16 +62,9 @@ class Predictions(LookupDrafter):
             tree = self._trees[seq.seq_id] = open_index(_RULE)
             tree.extend(seq.tokens[max(0, seq.prompt_length - _CONTEXT) : seq.prompt_length])
         taken = tree.open_tokens - min(_CONTEXT, seq.prompt_length)
-        fresh, length = seq.params.prediction[taken : taken + TAKEN_IN], item.draft_length
-        tokens, parents, match = tree.suffixes(fresh, seq.tokens[-_RULE.depth :], length, length)
-        self._matched[seq.seq_id] = match
-        return tokens, parents
-
-    def confidence(self, seq_id: int) -> int:
-        """Tokens of the last match."""
-        return self._matched.get(seq_id, 0)
+        fresh = seq.params.prediction[taken : taken + TAKEN_IN]
+        return tree.suffixes(fresh, seq.tokens[-_RULE.depth :], length, length)
 
     def forget(self, seq_id: int) -> None:
         super().forget(seq_id)
         self._trees.pop(seq_id, None)
-        self._matched.pop(seq_id, None)

@@ -3,9 +3,8 @@
 QuantSpec (Tiwari et al. 2025, arXiv 2502.10424) and ML-SpecQD (Georganas et al. 2025, arXiv
 2503.13565) draft with the target's weights in 4 bits. What costs time at small batches is reading
 weights, so a pass of four bits costs about a quarter of one in 16, and says nearly always what the
-target says. Embeddings and norms are the target's own, and so is the cache: the draft reads exact
-keys and values, has no prompt to read, and what it writes is overwritten when the same step is
-verified (see selfspec.py).
+target says. Embeddings, norms and the cache are the target's own: the draft reads exact keys and
+values, has no prompt to read, and what it writes is overwritten by the verification (selfspec.py).
 """
 
 from __future__ import annotations

@@ -4,16 +4,14 @@ Luo et al. 2024 (arXiv 2408.08696). Every row of a step says which k tokens the 
 after some token. A matrix ``[vocab, k]`` keeps the latest such list of every token, and a tree of a
 fixed shape is read out of it: children of the last token, their children, and so on.
 
-Proposals are plain top-k lists, also for sampled requests: the matrix keeps ids alone, from other
-positions, so there is no distribution to draw from, and no noise of the position to be drafted
-could be added to one. Trees are POINT, which is lossless with and without a seed.
+Proposals are plain top-k lists, also for sampled requests: the matrix keeps ids alone, so there is
+no distribution to draw from. Trees are POINT, which is lossless with and without a seed.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import lru_cache
 from typing import Any
 
 import torch
@@ -21,9 +19,10 @@ import torch
 from paceline.core.batch import Commit, ModelOutput, Plan, Slice
 from paceline.core.ranking import top
 from paceline.core.transfer import to_device
-from paceline.core.tree import TokenTree, depths_of
+from paceline.core.tree import TokenTree
 from paceline.draft.base import LookupDrafter
 from paceline.draft.spec import DraftSpec, Examined, Loading, Prepared, Target
+from paceline.draft.trees.grow import levels_of
 from paceline.draft.trees.shape import Shape, best_shape
 
 # How often the target's next token was candidate number 1, 2, ... of the list of the token before
@@ -51,28 +50,14 @@ class Matrix:
 
         Below a token that no row was written for stands token 0: as good a guess as none.
         """
-        device = self.candidates.device
-        newest = to_device(roots, device).unsqueeze(1)
+        device, k = self.candidates.device, self.candidates.shape[1]
+        expanded = to_device(roots, device).unsqueeze(1)
         levels: list[torch.Tensor] = []
-        for parents, ranks in _levels(shape, device):
-            newest = self.candidates[newest[:, parents], ranks].to(torch.int64)
-            levels.append(newest)
+        for level in levels_of(shape, k, device):
+            chosen = self.candidates[expanded].flatten(1).index_select(1, level.picks).long()
+            levels.append(chosen)
+            expanded = chosen if level.expanded is None else chosen[:, level.expanded]
         return torch.cat(levels, dim=1)
-
-
-@lru_cache(maxsize=256)
-def _levels(shape: Shape, device: torch.device) -> tuple[tuple[torch.Tensor, torch.Tensor], ...]:
-    """Per level of a shape: parents, counted within the level above, and ranks, int64 [nodes]."""
-    depths = depths_of(shape.parents)
-    levels: list[tuple[torch.Tensor, torch.Tensor]] = []
-    above = -1  # first node of the level above
-    for depth in range(1, shape.depth + 1):
-        first, count = depths.index(depth), depths.count(depth)
-        parents = [parent - above for parent in shape.parents[first : first + count]]
-        ranks = list(shape.ranks[first : first + count])
-        levels.append((to_device(parents, device), to_device(ranks, device)))
-        above = first
-    return tuple(levels)
 
 
 @dataclass
@@ -133,6 +118,7 @@ class RecyclingDrafter(LookupDrafter):
         self._shape = best_shape((chances,) * DEPTH, spec.nodes)
         self._shared = Matrix(vocab, k, device) if spec.share else None
         self._states: dict[int, _State] = {}
+        self._asked = False  # in this step
         self._idle = 0  # steps since drafts were asked for
 
     def max_nodes(self, length: int) -> int:
@@ -144,8 +130,7 @@ class RecyclingDrafter(LookupDrafter):
     # -- proposing ---------------------------------------------------------------------------
 
     def propose(self, plan: Plan) -> list[TokenTree]:
-        asked = any(item.draft_length for item in plan.slices)
-        self._idle = 0 if asked else self._idle + 1
+        self._asked = any(item.draft_length for item in plan.slices)
         groups: dict[int, list[tuple[int, Slice]]] = {}
         for index, item in enumerate(plan.slices):
             state = self._state(item.seq.seq_id)
@@ -174,14 +159,14 @@ class RecyclingDrafter(LookupDrafter):
     # -- learning ----------------------------------------------------------------------------
 
     def observe(self, commits: Sequence[Commit], out: ModelOutput) -> None:
-        if self._idle > _IDLE and self._idle % _IDLE:
-            return
-        seen: list[tuple[Commit, _State]] = []
-        for commit in commits:
-            state = self._states.get(commit.seq_id)
-            if state is not None and commit.tokens:
-                seen.append((commit, state))
-        if not seen:
+        self._idle = 0 if self._asked else self._idle + 1
+        self._asked = False
+        seen = [
+            (commit, state)
+            for commit in commits
+            if (state := self._states.get(commit.seq_id)) is not None and commit.tokens
+        ]
+        if not seen or (self._idle > _IDLE and self._idle % _IDLE):
             return
         best = self._best(out.logits)
         for matrix in {id(state.matrix): state.matrix for _, state in seen}.values():
@@ -195,18 +180,16 @@ class RecyclingDrafter(LookupDrafter):
         self, matrix: Matrix, best: torch.Tensor, seen: Sequence[tuple[Commit, _State]]
     ) -> None:
         """Write the lists [R, k] into the rows of the tokens that they follow."""
-        last: list[int] = []
+        last = [commit.last for commit, _ in seen]
+        rows = [commit.logit_row for commit, _ in seen]
         nodes: list[torch.Tensor] = []
-        rows: list[int] = []
-        for commit, _ in seen:
-            last.append(commit.last)
-            rows.append(commit.logit_row)
-            matrix.known.update(commit.tokens[: len(commit.path)])
+        matrix.known.update(last)
         for commit, state in seen:
+            matrix.known.update(commit.tokens[: len(commit.path)])
             if state.tokens is not None and len(state.tokens) == commit.drafted:
                 nodes.append(state.tokens)
                 rows += range(commit.logit_row + 1, commit.logit_row + 1 + commit.drafted)
-        matrix.known.update(last)
+            state.tokens = None
         tokens = torch.cat([to_device(last, best.device), *nodes])
         # A token may stand at several rows; any of its lists will do.
         ordered = rows == list(range(len(best)))

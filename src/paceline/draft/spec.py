@@ -1,8 +1,7 @@
-"""What a kind of drafter says of itself: its options, its loading, and what the tools ask of it.
+"""What a kind of drafter says of itself: one dataclass, the record, in the file of its drafter.
 
-A kind is one dataclass in the file of its drafter. Its fields are the options, as in Python
-(``NGram(min=2)``) so in a spec (``ngram:min=2``); the field that may be given by position is
-what stands first in a spec, a path mostly.
+Its fields are the options, as in Python (``NGram(min=2)``) so in a spec (``ngram:min=2``); the
+field that may be given by position stands first in a spec: a path mostly.
 """
 
 from __future__ import annotations
@@ -27,9 +26,8 @@ import torch
 
 from paceline.core.costs import TargetCosts
 from paceline.draft.base import Drafter, NoDrafter
-from paceline.draft.trees.policy import Policy
+from paceline.draft.trees.policy import Policy, paying_nodes
 from paceline.draft.trees.shape import Shape
-from paceline.draft.trees.size import paying_nodes
 from paceline.errors import ConfigError
 from paceline.model.paged.cache import LayerShape, PagedCache
 from paceline.model.target import CausalModel
@@ -59,9 +57,8 @@ class Loading:
 @dataclass(frozen=True)
 class DraftContext:
     """What a prepared drafter is built from. ``cache`` is the target's own, ``generator`` the
-    randomness of requests without a seed. ``costs`` tells what target forwards take, which is
-    measured when it is first asked; None where draft lengths are fixed, so that nothing is measured
-    and the same seed gives the same drafts."""
+    randomness of requests without a seed. ``costs`` measures target forwards when it is first
+    asked; None where draft lengths are fixed: then the same seed gives the same drafts."""
 
     target: CausalModel
     cache: PagedCache
@@ -82,20 +79,11 @@ class DraftContext:
         device: torch.device | None = None,
         rope_switch: int | None = None,
     ) -> PagedCache:
-        """A cache for a drafter's own layers, of as many tokens as the target's, and where that
-        is if no ``device`` is named.
-
-        ``share``: requests that begin alike share blocks, if they do in the target's.
-        ``rope_switch``: see PagedCache.
-        """
-        pool, share, device_wanted = (
-            self.cache,
-            self.cache.shares and share,
-            device or self.cache.device,
-        )
-        return PagedCache(
-            shapes, pool.num_blocks, pool.block_size, dtype, device_wanted, share, rope_switch
-        )
+        """A cache for a drafter's own layers, of as many tokens as the target's. ``share``: as
+        PagedCache, if the target's shares; ``device``: None for the target's."""
+        pool, device = self.cache, device or self.cache.device
+        size = pool.num_blocks, pool.block_size
+        return PagedCache(shapes, *size, dtype, device, pool.shares and share, rope_switch)
 
     def generator_on(self, device: torch.device) -> torch.Generator:
         """The randomness of requests without a seed, for draws on another device, too."""
@@ -155,11 +143,9 @@ Note = tuple[str, str, str | None]
 
 @dataclass(frozen=True)
 class Examined:
-    """What a kind tells ``paceline doctor`` about one draft.
-
-    The rest counts numbers that it keeps beside the target: weights, and per token in a cache and
-    in features. ``target_in``: the precision in which it holds the target's matrices again.
-    """
+    """What a kind tells ``paceline doctor`` about one draft, and how many numbers it keeps beside
+    the target: weights, and per token in a cache and in features. ``target_in``: the precision in
+    which it holds the target's matrices again."""
 
     notes: tuple[Note, ...]
     parameters: int = 0
@@ -186,11 +172,9 @@ def option(default: Any = MISSING, **metadata: str) -> Any:
 
 @dataclass(frozen=True)
 class DraftSpec(ABC):
-    """One drafter as its user asks for it; the class is the record of its kind.
-
-    Made in Python or read from ``KIND[:ARGUMENT][,KEY=VALUE...]``; ``str`` gives that back.
-    Options that make no sense raise ConfigError on construction.
-    """
+    """One drafter as its user asks for it, made in Python or read from
+    ``KIND[:ARGUMENT][,KEY=VALUE...]``; ``str`` gives that back. Options that make no sense raise
+    ConfigError on construction."""
 
     kind: ClassVar[str]
     page: ClassVar[str]  # of its documentation: a file of docs/drafters, or an address
@@ -237,17 +221,14 @@ class DraftSpec(ABC):
         return {}
 
     def refuse(self, problem: str) -> ConfigError:
-        return ConfigError(f"{self.kind}: {problem}")
+        return ConfigError(f"draft {self.kind!r}: {problem}")
 
     # -- as text -------------------------------------------------------------------------------
 
     @classmethod
     def read(cls: type[_Spec], rest: str, kinds: Mapping[str, type[DraftSpec]]) -> _Spec:
-        """A spec from what follows its kind and the colon. Raises ConfigError.
-
-        ``kinds`` are all kinds by their names, for those that join others.
-        """
-        del kinds
+        """A spec from what follows its kind and the colon; ``kinds`` are all kinds by their names,
+        for those that join others. Raises ConfigError."""
         known = {_key(item): item for item in fields(cls) if item.kw_only}
         argument = next((item for item in fields(cls) if not item.kw_only), None)
         values: dict[str, Any] = {}
@@ -299,12 +280,10 @@ class DraftSpec(ABC):
         return None if not values or values[0] is None else str(values[0])
 
     def __str__(self) -> str:
+        options = [f"{key}={value}" for key, value in self.given().items()]
         argument = self.argument()
-        parts = [
-            *([] if argument is None else [argument]),
-            *(f"{k}={v}" for k, v in self.given().items()),
-        ]
-        return ":".join([self.kind, *([",".join(parts)] if parts else [])])
+        text = ",".join(options if argument is None else [argument, *options])
+        return f"{self.kind}:{text}" if text else self.kind
 
 
 def _key(of: Field[Any]) -> str:
@@ -330,16 +309,13 @@ class TreeSpec(DraftSpec):
     width: int = 4
 
     def __post_init__(self) -> None:
-        where = f"draft {self.kind!r}"
         if self.branching is not None and min(self.branching, default=0) < 1:
-            shape = _text(self.branching)
-            raise ConfigError(
-                f"{where}: branching={shape!r} is not like 2x2x1 (children per level)"
-            )
+            given = f"branching={_text(self.branching)!r}"
+            raise self.refuse(f"{given} is not like 2x2x1 (children per level)")
         if (self.nodes or 0) < 0 or self.width < 1:
-            raise ConfigError(f"{where}: use nodes >= 0 and width >= 1")
+            raise self.refuse("use nodes >= 0 and width >= 1")
         if self.branching and self.nodes is not None:
-            raise ConfigError(f"{where}: give either branching or nodes, not both")
+            raise self.refuse("give either branching or nodes, not both")
 
     def policy(self, nodes: int = 0) -> Policy:
         """``nodes`` is the number where neither shape nor number is asked for."""

@@ -19,12 +19,11 @@ import torch
 
 from paceline.core.batch import Commit, ModelOutput, Slice
 from paceline.core.sequence import SequenceView
-from paceline.draft.base import TAKEN_IN
 from paceline.draft.spec import DraftSpec, Examined, Loading, Prepared, Target, option
-from paceline.draft.text_index import IndexedDrafter, TextIndex, open_index
+from paceline.draft.text_index import TAKEN_IN, IndexedDrafter, TextIndex, open_index
 from paceline.errors import ConfigError, DataError, VocabularyMismatchError
 from paceline.files import replace_files
-from paceline.kernels.lookup import Lookup
+from paceline.kernels.lookup import Draft, Lookup
 
 _FORMAT = "paceline-suffix"
 _VERSION = 1
@@ -92,26 +91,14 @@ class Suffix(DraftSpec):
         return super().examine(target)
 
 
-@dataclass
-class _Local:
-    """A request being decoded: its text from the end of the prompt on, an index of all of it, and
-    its last match."""
-
-    text: list[int]
-    index: TextIndex
-    match: int = 0
-
-
 class SuffixDrafter(IndexedDrafter):
     """Matches the end of each text in itself and in a global memory of earlier outputs.
 
     Of the two drafts, the one that expects more accepted tokens is proposed. A request's output
-    enters the global tree when it finishes, as a whole, together with the last few tokens of its
-    prompt (cancelled requests never enter). Beyond ``max_tokens`` the oldest outputs are dropped.
-    The global tree lives as long as the drafter; ``save`` and ``load`` keep it longer.
-
-    A step takes about 0.1 ms per sequence, most of it for looking up. Long texts enter the trees in
-    parts (``TAKEN_IN``), a step's in about 3 ms: of its texts, and of outputs that have finished.
+    enters the memory when it finishes, as a whole, together with the last few tokens of its prompt
+    (cancelled requests never enter). Beyond ``max_tokens`` the oldest outputs are dropped. The
+    memory lives as long as the drafter; ``save`` and ``load`` keep it longer. Long texts and
+    finished outputs enter their indexes in parts, ``TAKEN_IN`` tokens a step.
     """
 
     name = "suffix"
@@ -127,24 +114,22 @@ class SuffixDrafter(IndexedDrafter):
         self.options = spec or Suffix()
         self._vocab_size = vocab_size
         self._file = None if self.options.file is None else Path(self.options.file)
-        self._global = self._open()
-        self._locals: dict[int, _Local] = {}
-        self._finished: deque[Sequence[int]] = deque()  # outputs not in the global tree yet
-        self._entering: Sequence[int] = ()  # the one that is in it in part
+        self._texts: dict[int, list[int]] = {}  # of each request, from the end of its prompt on
+        self.clear()
         if self._file is not None and self._file.exists():
             self.load(self._file)
 
     @property
     def stored_tokens(self) -> int:
-        """Tokens in the global tree."""
-        self._catch_up()
-        return len(self._global)
+        """Tokens in the memory."""
+        self._remember()
+        return len(self._memory)
 
     def clear(self) -> None:
         """Forget all earlier outputs, as a drafter that has just been made."""
-        self._global = self._open()
-        self._finished.clear()
-        self._entering = ()
+        self._memory = self._open()
+        self._finished: deque[Sequence[int]] = deque()  # outputs that are not in the memory yet
+        self._entering: Sequence[int] = ()  # the one that is in it in part
 
     def max_nodes(self, length: int) -> int:
         if self.options.nodes is None:
@@ -154,58 +139,38 @@ class SuffixDrafter(IndexedDrafter):
 
     def take_in(self, slices: Sequence[Slice]) -> None:
         for item in slices:
-            self.begin(item.seq)
-        if any(item.decodes and item.draft_length for item in slices):
-            self._catch_up(TAKEN_IN)  # only a step that drafts pays for it
+            self.index(item.seq)
+        if (self._finished or self._entering) and any(
+            item.draft_length and item.decodes for item in slices
+        ):
+            self._remember(TAKEN_IN)  # only a step that drafts pays for it
         super().take_in(slices)
 
     def _open(self) -> TextIndex:
         rule = self.options
         lengths = tuple(length for length in _LENGTHS if length <= rule.max_depth)
-        return open_index(
-            Lookup(
-                *(lengths, rule.max_depth),
-                factor=rule.factor,
-                offset=rule.offset,
-                min_prob=rule.min_prob,
-            )
-        )
+        bounds = 0, 2**31 - 1, rule.factor, rule.offset, rule.min_prob
+        return open_index(Lookup(lengths, rule.max_depth, *bounds))
 
-    def index(self, seq: SequenceView) -> TextIndex:
-        return self._locals[seq.seq_id].index
+    def new_index(self, seq: SequenceView) -> TextIndex:
+        self._texts[seq.seq_id] = list(seq.tokens[max(0, seq.prompt_length - _CONTEXT) :])
+        return self._open()
 
-    def begin(self, seq: SequenceView) -> None:
-        """Know a sequence; nothing if it is known."""
-        if seq.seq_id not in self._locals:
-            text = seq.tokens[max(0, seq.prompt_length - _CONTEXT) :]
-            self._locals[seq.seq_id] = _Local(list(text), self._open())
-
-    def guess(self, item: Slice) -> tuple[Sequence[int], Sequence[int]]:
+    def guess(self, item: Slice) -> Draft:
         """The better draft of the two."""
         index, fresh, end = self.question(item)
-        levels, nodes = item.draft_length, self.max_nodes(item.draft_length)
-        tokens, parents, match = index.suffixes(fresh, end, levels, nodes, self._global)
-        self._locals[item.seq.seq_id].match = match
-        return tokens, parents
-
-    def confidence(self, seq_id: int) -> int:
-        """Tokens that the last draft's match had, 0 for none."""
-        local = self._locals.get(seq_id)
-        return local.match if local is not None else 0
+        length = item.draft_length
+        return index.suffixes(fresh, end, length, self.max_nodes(length), self._memory)
 
     def observe(self, commits: Sequence[Commit], out: ModelOutput) -> None:
+        """What sequences that are known gained; a finished text is to enter the memory."""
         for commit in commits:
-            self.note(commit)
-
-    def note(self, commit: Commit) -> None:
-        """What a sequence that is known gained; a finished one enters the global tree."""
-        local = self._locals.get(commit.seq_id)
-        if local is None:
-            return
-        local.text += commit.tokens
-        if commit.finish_reason is not None:
-            self._finished.append(local.text)
-            self._bound_finished()
+            text = self._texts.get(commit.seq_id)
+            if text is not None:
+                text += commit.tokens
+                if commit.finish_reason is not None:
+                    self._finished.append(text)
+                    self._bound_finished()
 
     def _bound_finished(self) -> None:
         """Where nothing asks for drafts, outputs come and none is put in: keep what would stay."""
@@ -214,10 +179,10 @@ class SuffixDrafter(IndexedDrafter):
             while total > self.options.capacity and self._finished:
                 total -= len(self._finished.popleft())
 
-    def _catch_up(self, most: float = math.inf) -> None:
-        """Put finished outputs into the global tree, so many tokens of them, and drop the oldest
-        that no longer fit."""
-        memory, capacity = self._global, self.options.capacity
+    def _remember(self, most: float = math.inf) -> None:
+        """Put finished outputs into the memory, so many tokens of them, and drop the oldest that
+        no longer fit."""
+        memory, capacity = self._memory, self.options.capacity
         while most > 0 and (self._entering or self._finished):
             self._entering = self._entering or self._finished.popleft()
             if len(self._entering) > capacity:
@@ -235,22 +200,19 @@ class SuffixDrafter(IndexedDrafter):
 
     def forget(self, seq_id: int) -> None:
         super().forget(seq_id)
-        self._locals.pop(seq_id, None)
+        self._texts.pop(seq_id, None)
 
-    # -- the global tree on disk ---------------------------------------------------------------
+    # -- the memory on disk ---------------------------------------------------------------------
 
     def save(self, path: str | Path | None = None) -> Path:
-        """Write the texts of the global tree to a file; by default the one of the draft spec.
-
-        The file is a line of JSON (format, version, vocab_size, tokens, sha256 of the rest), then
-        int32 ids, little endian, -1 behind each text, oldest first. It is replaced as a whole or
-        not at all. Raises ConfigError without a path, WriteError if it cannot be written.
-        """
+        """Write the memory to a file, by default the one of the draft spec: a line of JSON (format,
+        version, vocab_size, tokens, sha256 of the rest), then int32 ids, little endian, -1 behind
+        each text, oldest first. Raises ConfigError without a path, WriteError."""
         target = self._file if path is None else Path(path)
         if target is None:
             raise ConfigError("suffix: nowhere to save; give save a path or use suffix:FILE")
-        self._catch_up()
-        stream = [token for text in self._global.texts() for token in (*text, -1)]
+        self._remember()
+        stream = [token for text in self._memory.texts() for token in (*text, -1)]
         body = np.array(stream, _INT).tobytes()
         head = {
             "format": _FORMAT,
@@ -264,13 +226,10 @@ class SuffixDrafter(IndexedDrafter):
         return target
 
     def load(self, path: str | Path) -> None:
-        """Add the texts of a saved tree to the global tree.
-
-        Raises DataError for a file that is not a saved suffix tree or is cut short, and
-        VocabularyMismatchError for one of a model with another vocabulary.
-        """
+        """Add the texts of a saved tree to the memory. Raises DataError for a file that is no saved
+        suffix tree or is cut short, VocabularyMismatchError for one of another vocabulary."""
         self._finished += _read(Path(path), self._vocab_size)
-        self._catch_up()
+        self._remember()
 
 
 def _is_tree(file: Path) -> bool:

@@ -10,13 +10,15 @@ import heapq
 from array import array
 from collections import deque
 from collections.abc import Iterator, Sequence
+from operator import itemgetter
 
 import numpy as np
+import torch
 
 from paceline.core.batch import Slice
 from paceline.core.sequence import SequenceView
 from paceline.draft.base import LookupDrafter
-from paceline.draft.trees.trie import merge
+from paceline.draft.trees.shape import merge
 from paceline.kernels.lookup import Draft, Lookup, NativeTextIndex, functions
 
 _END = -1  # stands behind every finished text; no token id
@@ -24,7 +26,9 @@ _END = -1  # stands behind every finished text; no token id
 _KEPT = 4  # latest occurrences of an n-gram: on our prompts more of them gained nothing
 BRANCH = 2  # nodes of each n-gram's candidate after the first: it is for the likely early misses
 _LATEST = 64  # occurrences of a suffix that are looked at
+TAKEN_IN = 1024  # tokens that an index takes in of all texts in a step: 3 ms of n-grams
 _ASIDE = 64  # new tokens that a lookup takes in itself
+_FOLLOWED = 256  # plans without a question after which prompts are not taken in any more
 
 
 class TextIndex:
@@ -71,12 +75,10 @@ class TextIndex:
     # -- looking up ---------------------------------------------------------------------------
 
     def ngrams(self, fresh: Sequence[int], end: Sequence[int], levels: int, nodes: int) -> Draft:
-        """How the last tokens of the newest text went on, longest match first, then latest.
-
-        ``fresh`` tokens are appended to it before. ``end``: its end, of ``depth`` tokens, where it
-        lacks some before them, else empty. Chains of ``levels`` tokens share their beginnings, at
-        most ``nodes`` in all, two of each but the first.
-        """
+        """How the last tokens of the newest text went on, longest match first, then latest: chains
+        of ``levels`` tokens that share their beginnings, ``nodes`` at most, two of each but the
+        first. ``fresh`` tokens are appended to it before. ``end``: its end, of ``depth`` tokens,
+        where it lacks some before them, else empty."""
         self.extend(fresh)
         text, match, places = end or self._end(), 0, list[int]()
         for length in reversed(self.rule.lengths):
@@ -100,12 +102,10 @@ class TextIndex:
         memory: TextIndex | None = None,
     ) -> Draft:
         """The likeliest continuations of the longest suffix of the newest text, as it went on
-        before here or in a ``memory`` of others: where more accepted tokens are expected.
-
-        Best first by estimated probability, the product of the shares along the path: at most
-        ``levels``, ``nodes`` and ``factor * match + offset`` nodes, none less likely than
-        ``min_prob``. ``fresh`` and ``end`` as of n-grams.
-        """
+        before here or in a ``memory`` of others: where more accepted tokens are expected. Best
+        first by the product of the shares along the path: at most ``levels``, ``nodes`` and
+        ``factor * match + offset`` nodes, none less likely than ``min_prob``. ``fresh`` and ``end``
+        as of n-grams."""
         self.extend(fresh)
         text = list(end or self._end())
         drafts = [
@@ -129,11 +129,8 @@ class TextIndex:
         return latest
 
     def _longest(self, text: Sequence[int]) -> tuple[list[int], int]:
-        """The latest occurrences of the longest suffix, and its length.
-
-        Looked at are those of the longest string of the known lengths that there are any of: a
-        match is missed where it is older than so many that are half as long.
-        """
+        """The latest occurrences of the longest suffix, and its length: of those of the longest
+        string of the known lengths, so older matches than so many half as long are missed."""
         for length in reversed(self.rule.lengths):
             places = self._latest(text, length, _LATEST)
             if places:
@@ -192,23 +189,48 @@ def open_index(rule: Lookup) -> TextIndex:
 
 
 class IndexedDrafter(LookupDrafter):
-    """One that has an index of each text: ``index`` is left to write, and what to ask it."""
+    """One that has an index of each text, made by ``new_index``; ``guess`` asks the ``question``.
 
-    def index(self, seq: SequenceView) -> TextIndex:
+    A long prompt enters it in parts, as it is prefilled, and what is left then beside the first
+    lookups, which find the parts that are in.
+    """
+
+    _unasked = 0  # plans since a draft was wanted
+
+    def __init__(self, device: torch.device | str) -> None:
+        super().__init__(device)
+        self._indices: dict[int, TextIndex] = {}
+
+    def new_index(self, seq: SequenceView) -> TextIndex:
         raise NotImplementedError
 
-    def unread(self, seq: SequenceView) -> int:
-        missing = len(seq.tokens) - self.index(seq).open_tokens
-        return missing if missing > _ASIDE else 0
+    def index(self, seq: SequenceView) -> TextIndex:
+        """That of a sequence, which is known from then on."""
+        index = self._indices.get(seq.seq_id)
+        if index is None:
+            index = self._indices[seq.seq_id] = self.new_index(seq)
+        return index
 
-    def read(self, seq: SequenceView, most: int) -> int:
-        index = self.index(seq)
-        begin = index.open_tokens
-        if len(seq.tokens) - begin <= _ASIDE:
-            return 0
-        part = seq.tokens[begin : begin + most]
-        index.extend(part)
-        return len(part)
+    def take_in(self, slices: Sequence[Slice]) -> None:
+        """A step's share of the texts that drafts are wanted for now, or may be after their
+        prefill; those that lack least come first, so that no text holds up another."""
+        asked = any(item.draft_length and item.decodes for item in slices)
+        self._unasked = 0 if asked else self._unasked + 1
+        if self._unasked > _FOLLOWED:
+            return
+        lacking: list[tuple[int, int, Sequence[int]]] = []
+        for item in slices:
+            seq = item.seq
+            if item.draft_length if item.decodes else seq.params.may_draft:
+                missing = len(seq.tokens) - self.index(seq).open_tokens
+                if missing > _ASIDE:
+                    lacking.append((missing, seq.seq_id, seq.tokens))
+        left = TAKEN_IN
+        for _, seq_id, tokens in sorted(lacking, key=itemgetter(0)):
+            index = self._indices[seq_id]
+            part = tokens[index.open_tokens : index.open_tokens + left]
+            index.extend(part)
+            left -= len(part)
 
     def question(self, item: Slice) -> tuple[TextIndex, Sequence[int], Sequence[int]]:
         """An index, the tokens that it takes in with the lookup, and the text's end where there
@@ -218,3 +240,7 @@ class IndexedDrafter(LookupDrafter):
         if len(tokens) - begin <= _ASIDE:
             return index, tokens[begin:], ()
         return index, (), tokens[-index.rule.depth :]
+
+    def forget(self, seq_id: int) -> None:
+        super().forget(seq_id)
+        self._indices.pop(seq_id, None)

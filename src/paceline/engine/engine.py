@@ -36,7 +36,7 @@ from paceline.engine.recovery import Failure, failed, log, recovered
 from paceline.engine.scheduler import Scheduler
 from paceline.model.paged.cache import PagedCache, path_moves
 from paceline.model.target import CausalModel
-from paceline.verify.prompts import prompt_logprobs
+from paceline.verify.logprobs import prompt_logprobs
 from paceline.verify.verifier import Verifier
 
 _NOTHING = nullcontext()

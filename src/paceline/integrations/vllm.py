@@ -16,14 +16,16 @@ from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
+import torch
 
-from paceline.core.batch import Commit, Slice
+from paceline.core.batch import Commit, ModelOutput, Slice
 from paceline.core.params import SamplingParams
 from paceline.core.sequence import SequenceState
 from paceline.draft.ngram import NGram, NGramDrafter
 from paceline.draft.suffix import Suffix, SuffixDrafter
 
 _MEMORY = 0.9  # of what a member's drafts were worth, a step later
+_NO_OUTPUT = ModelOutput(torch.empty(0, 0))
 _BITS = 6  # matches of 32 tokens and more are one class
 
 
@@ -91,7 +93,7 @@ class LookupProposer:
         for row in before.values():  # it has ended, or waits
             ended = Commit(row.seq.seq_id, (), finish_reason="stop")
             for memory in self._memories:
-                memory.note(ended)
+                memory.observe([ended], _NO_OUTPUT)
             for member in self._members:
                 member.forget(row.seq.seq_id)
         return drafts
@@ -100,7 +102,7 @@ class LookupProposer:
         params = SamplingParams(max_tokens=self.limit)
         row = _Row(SequenceState(next(self._ids), prompt, len(prompt), params))
         for memory in self._memories:
-            memory.begin(row.seq.view())
+            memory.index(row.seq.view())
         return row
 
     def _advance(self, row: _Row, text: list[int]) -> None:
@@ -113,7 +115,7 @@ class LookupProposer:
             means[row.level] = _MEMORY * means[row.level] + (1 - _MEMORY) * accepted
         row.seq.tokens += new
         for memory in self._memories:
-            memory.note(Commit(row.seq.seq_id, tuple(new)))
+            memory.observe([Commit(row.seq.seq_id, tuple(new))], _NO_OUTPUT)
 
     def _draft(self, row: _Row, length: int) -> list[int]:
         row.drafted = ()
@@ -123,8 +125,8 @@ class LookupProposer:
         item = Slice(row.seq.view(), row.seq.num_pending, length)
         for number, member in enumerate(self._members):
             member.take_in([item])
-            chain = chain_of(*member.guess(item))[:length]
-            match = member.confidence(row.seq.seq_id)  # of suffixes in bits already
+            tokens, parents, match = member.guess(item)  # of suffixes in bits already
+            chain = chain_of(tokens, parents)[:length]
             level = min(_BITS, match if isinstance(member, SuffixDrafter) else match.bit_length())
             worth = min(self._worth[number][level], float(len(chain)))
             if chain and worth > best:

@@ -65,23 +65,13 @@ def layout_of(shapes: Shapes, device: torch.device) -> Layout:
 class ChainGrid:
     """Chains side by side, one per row, the short ones padded.
 
-    ``ends`` bool [N]: the last node of each chain. ``nodes`` int64 [B, longest] holds 0 beyond a
-    chain's end, ``places`` int64 [N] is where each node stands in the flattened grid; both are
-    None where all chains are equally long, as then the grid is a view.
+    ``nodes`` int64 [B, longest]: 0 beyond a chain's end. ``places`` int64 [N]: where each node
+    stands in the flattened grid. ``ends`` bool [N]: the last node of each chain.
     """
 
-    chains: int
+    nodes: torch.Tensor
+    places: torch.Tensor
     ends: torch.Tensor
-    nodes: torch.Tensor | None
-    places: torch.Tensor | None
-
-    def spread(self, values: torch.Tensor) -> torch.Tensor:
-        """[N] -> [B, longest]; what stands beyond a chain's end is arbitrary."""
-        return values.view(self.chains, -1) if self.nodes is None else values[self.nodes]
-
-    def gathered(self, values: torch.Tensor) -> torch.Tensor:
-        """[B, longest] -> [N]."""
-        return values.flatten() if self.places is None else values.flatten()[self.places]
 
 
 @lru_cache(maxsize=4096)
@@ -91,12 +81,10 @@ def chain_grid(shapes: Shapes, device: torch.device) -> ChainGrid:
     places: list[int] = []
     ends: list[bool] = []
     for chain, parents in enumerate(shapes):
-        first = len(places)
-        places += [chain * longest + depth for depth in range(len(parents))]
-        ends += [depth == len(parents) - 1 for depth in range(len(parents))]
-        nodes.append([*range(first, len(places)), *[0] * (longest - len(parents))])
+        first, length = len(places), len(parents)
+        places += range(chain * longest, chain * longest + length)
+        ends += [depth == length - 1 for depth in range(length)]
+        nodes.append([*range(first, first + length), *[0] * (longest - length)])
     with torch.inference_mode(False):
-        last = to_device(ends, device, torch.bool)
-        if len(places) == longest * len(shapes):
-            return ChainGrid(len(shapes), last, None, None)
-        return ChainGrid(len(shapes), last, to_device(nodes, device), to_device(places, device))
+        index = to_device(nodes, device), to_device(places, device)
+        return ChainGrid(*index, to_device(ends, device, torch.bool))

@@ -1,4 +1,5 @@
-"""Log-probabilities for the requests that ask for them, within the step's one transfer."""
+"""Log-probabilities for the requests that ask for them: of new tokens, within the step's one
+transfer, and of a prompt's, of the rows that a step reads it with."""
 
 from __future__ import annotations
 
@@ -10,7 +11,11 @@ import torch
 from paceline.core.batch import Span
 from paceline.core.params import TokenLogprob
 from paceline.core.ranking import top
+from paceline.core.transfer import to_device
 from paceline.verify.layout import layout_of
+
+_MOST_LOGITS = 2**24  # of one step, as the model gives them
+_MOST_SCORED = 2**21  # of them in float32 at a time: several copies are made
 
 
 @dataclass(frozen=True)
@@ -53,24 +58,55 @@ class StepLogprobs:
         first_row: int,
         first_node: int,
         path: tuple[int, ...],
-        emitted: tuple[int, ...],
+        tokens: tuple[int, ...],
     ) -> tuple[TokenLogprob, ...]:
-        """One entry per emitted token; ``values`` are this report's, on the host.
-
-        ``first_row`` and ``first_node`` are where the span's rows and nodes begin.
-        """
-        path_values = [values[first_node + node] for node in path]
-        end = first_row + (path[-1] + 1 if path else 0)
-        path_values.append(values[self.nodes + end])
-        rows = [first_row + row for row in (0, *(node + 1 for node in path))]
+        """One entry per emitted token; ``values`` are this report's, on the host. ``first_row`` and
+        ``first_node`` are where the span's rows and nodes begin."""
+        rows = [first_row, *(first_row + node + 1 for node in path)]
+        logprobs = [values[first_node + node] for node in path]
+        logprobs.append(values[self.nodes + rows[len(path)]])
         tops = self.nodes + self.rows
         ids = tops + self.rows * self.count
-        wanted = min(span.seq.params.logprobs or 0, self.count)
+        wanted = range(min(span.seq.params.logprobs or 0, self.count))
         entries = []
-        for row, token, logprob in zip(rows, emitted, path_values, strict=True):
+        for row, token, logprob in zip(rows, tokens, logprobs, strict=True):
             at = row * self.count
-            others = tuple(
-                (int(values[ids + at + rank]), values[tops + at + rank]) for rank in range(wanted)
-            )
+            others = tuple((int(values[ids + at + k]), values[tops + at + k]) for k in wanted)
             entries.append(TokenLogprob(token, logprob, others))
         return tuple(entries)
+
+
+def most_rows(vocab_size: int) -> int:
+    """Rows that one step may score: their logits take at most 64 MiB in float32."""
+    return max(1, _MOST_LOGITS // vocab_size)
+
+
+def scoring_bytes(vocab_size: int, step_tokens: int) -> int:
+    """Memory that scoring takes in a step of so many tokens: the logits, and three copies of a
+    part."""
+    rows = min(step_tokens, most_rows(vocab_size))
+    return 4 * vocab_size * (rows + 3 * min(rows, _part(vocab_size)))
+
+
+def _part(vocab_size: int) -> int:
+    return max(1, _MOST_SCORED // vocab_size)
+
+
+@torch.inference_mode()
+def prompt_logprobs(
+    logits: torch.Tensor, tokens: Sequence[int], count: int
+) -> tuple[TokenLogprob, ...]:
+    """Log-softmax of the logits [R, V] at the R tokens that follow their rows, with the ``count``
+    likeliest of each row. As the model sees it: without bias, penalties or temperature."""
+    part, scored = _part(logits.shape[1]), list[TokenLogprob]()
+    for first in range(0, len(tokens), part):
+        ids = list(tokens[first : first + part])
+        logprobs = torch.log_softmax(logits[first : first + part].float(), dim=-1)
+        chosen = logprobs.gather(1, to_device(ids, logits.device).unsqueeze(1))
+        best = top(logprobs, min(count, logits.shape[1]))
+        values = torch.cat([chosen, logprobs.gather(1, best)], 1).to(torch.float64).tolist()
+        scored += (
+            TokenLogprob(token, row[0], tuple(zip(likeliest, row[1:], strict=True)))
+            for token, row, likeliest in zip(ids, values, best.tolist(), strict=True)
+        )
+    return tuple(scored)

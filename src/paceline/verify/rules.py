@@ -1,8 +1,7 @@
 """The lossless rules as pure functions of distributions; nothing is drawn here.
 
-A rule gives, for every node, the probability that it is accepted, and for every row the
-distribution of the token that ends the step there. Whoever draws (``verifier.py``) or enumerates
-(the law tests) needs nothing else:
+A rule gives every node's probability to be accepted, and every row's distribution of the token
+that ends the step there: all that who draws (``verifier.py``) or enumerates (the law tests) needs.
 
 * ``siblings``: a node's chance GIVEN that its parent was reached and its earlier siblings were
   refused. Walk down from the root through the first accepted child; where there is none, the
@@ -26,23 +25,16 @@ from paceline.verify.layout import Shapes, chain_grid, layout_of
 
 @dataclass(frozen=True)
 class RuleProbabilities:
-    """``accept`` [N]: a node's chance. ``stop`` [R, V]: distribution of the token that ends a step
-    there."""
+    """``accept`` [N] and ``stop`` [R, V] of nodes and rows."""
 
     accept: torch.Tensor
     stop: torch.Tensor
 
 
 def aligned(p: torch.Tensor, q: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Both distributions at the greater width: ids that only one model pads to have probability
-    zero."""
-    width = max(p.shape[1], q.shape[1])
-    pad = torch.nn.functional.pad
-    if p.shape[1] < width:
-        p = pad(p, (0, width - p.shape[1]))
-    if q.shape[1] < width:
-        q = pad(q, (0, width - q.shape[1]))
-    return p, q
+    """Both at the greater width: ids that only one model pads to have probability zero."""
+    pad, more = torch.nn.functional.pad, p.shape[1] - q.shape[1]
+    return (pad(p, (0, -more)) if more < 0 else p), (pad(q, (0, more)) if more > 0 else q)
 
 
 def _normalised(
@@ -110,10 +102,10 @@ def block(
     ratio = torch.where(chance_q > 0, target.gather(1, token) / chance_q, 0.0).squeeze(1)
 
     prefix = [p.new_ones(len(shapes))]
-    for ratio_at_depth in grid.spread(ratio).unbind(dim=1):
+    for ratio_at_depth in ratio[grid.nodes].unbind(dim=1):
         prefix.append((prefix[-1] * ratio_at_depth).clamp_(max=1.0))
-    before = grid.gathered(torch.stack(prefix[:-1], dim=1))  # P at each node's parent
-    prefix_probs = grid.gathered(torch.stack(prefix[1:], dim=1))  # P at each node
+    before = torch.stack(prefix[:-1], dim=1).flatten()[grid.places]  # P at each node's parent
+    prefix_probs = torch.stack(prefix[1:], dim=1).flatten()[grid.places]  # P at each node
 
     weights = (before.unsqueeze(1) * target).sub_(q).clamp_(min=0.0)
     mass = weights.sum(dim=-1)

@@ -20,8 +20,7 @@ from paceline.core.batch import Span
 from paceline.core.draws import choose
 from paceline.core.sampling import Rows, probs_of_scores
 from paceline.verify.layout import Shapes, layout_of
-from paceline.verify.verifier import Decisions, Verifier
-from paceline.verify.walk import matching
+from paceline.verify.verifier import Decisions, Verifier, matching
 
 # The paper's: delta is the square root of epsilon.
 EPSILON, DELTA = 0.09, 0.3

@@ -38,7 +38,6 @@ from paceline.core.tree import Draw, children_of
 from paceline.errors import ConfigError
 from paceline.verify.logprobs import StepLogprobs
 from paceline.verify.rules import RuleProbabilities, aligned, block, siblings
-from paceline.verify.walk import first_accepted, last_accepted, matching
 
 RULES = ("auto", "token", "block", "coupled")
 LosslessRule = Literal["match", "siblings", "block"]
@@ -51,16 +50,44 @@ NO_DISTRIBUTION = (
 def method_of(span: Span, rule: str = "auto") -> LosslessRule:
     """Which of the three procedures decides on this tree.
 
-    Under "coupled" every request should carry a seed; one without is matched against fresh draws,
-    which is just as lossless.
+    Under "coupled" a request without a seed is matched against fresh draws: just as lossless.
     """
-    if rule == "coupled" or not draws_unseeded(span.seq.params) or not len(span.tree):
+    tree = span.tree
+    if not len(tree) or tree.draw is Draw.POINT or not draws_unseeded(span.seq.params):
         return "match"
-    if span.tree.draw is Draw.POINT:
+    if rule == "coupled":
         return "match"
     if span.tree.draw is Draw.IID and rule != "token":
         return "block"
     return "siblings"
+
+
+def matching(
+    parents: tuple[int, ...], tokens: Sequence[int], choices: Sequence[int]
+) -> tuple[int, ...]:
+    """Down from the root while the row's own choice is among its children: ``choices[0]`` follows
+    the last committed token, ``choices[i + 1]`` node i."""
+    return first_accepted(
+        parents, [t == choices[p + 1] for t, p in zip(tokens, parents, strict=True)]
+    )
+
+
+def first_accepted(parents: tuple[int, ...], accepted: Sequence[bool | int]) -> tuple[int, ...]:
+    """Down from the root, each time to the first accepted child."""
+    children, path, row = children_of(parents), list[int](), 0
+    while True:
+        for child in children[row]:
+            if accepted[child]:
+                path.append(child)
+                row = child + 1
+                break
+        else:
+            return tuple(path)
+
+
+def last_accepted(parents: tuple[int, ...], accepted: Sequence[bool | int]) -> tuple[int, ...]:
+    """Along a chain to the LAST accepted node, past refused ones."""
+    return tuple(range(max((n + 1 for n in range(len(parents)) if accepted[n]), default=0)))
 
 
 @dataclass(frozen=True)
@@ -75,10 +102,9 @@ class Decisions:
 class Verifier:
     """Applies the lossless rule to every tree of a step; one device synchronisation.
 
-    ``rule`` is for unseeded sampled chains: "token", "block", "coupled" (each request then needs
-    a seed of its own, given at admission), or "auto", which is block verification. ``generator``
-    lives on the device of the logits; None is torch's default one. Raises ConfigError on another
-    rule.
+    ``rule`` is for unseeded sampled chains: "token", "block", "coupled" (each request is given a
+    seed at admission), or "auto", which is block; ConfigError on others. ``generator`` lives on the
+    device of the logits; None is torch's default one.
     """
 
     lossy = False
@@ -95,11 +121,8 @@ class Verifier:
         spans: Sequence[Span],
         greedy: Sequence[int] | None = None,
     ) -> list[Verdict]:
-        """Verdicts on ``spans``, in their order, from the step's logits [R, V].
-
-        Rows may be more than the spans name, and wider than the vocabulary. ``greedy``: see
-        ModelOutput.
-        """
+        """Verdicts on ``spans``, in their order, from the step's logits [R, V]: perhaps more rows
+        than the spans name, and wider than the vocabulary. ``greedy``: see ModelOutput."""
         if greedy is not None and not needs_logits(span.seq for span in spans):
             return [
                 self._verdict(s, s.tree.host_tokens(), greedy[s.logit_row : s.end_row])
@@ -137,11 +160,9 @@ class Verifier:
         )
 
     def _walked(self, logits: torch.Tensor, spans: Sequence[Span]) -> torch.Tensor:
-        """int64 [R]: the choices of the rows that the walks come through, 0 elsewhere.
-
-        A level of all trees at a time: of a tree's rows two or three are walked, and a
-        distribution over a large vocabulary costs more than looking which child was chosen.
-        """
+        """int64 [R]: the choices of the rows that the walks come through, 0 elsewhere; a level of
+        all trees at a time. A distribution over a large vocabulary costs more than looking which
+        child was chosen."""
         rows, first, starts = Rows.of(spans), 0, []
         for span in spans:
             starts.append(first)
@@ -196,23 +217,17 @@ class Verifier:
     def rule_probabilities(
         self, probs: torch.Tensor, spans: Sequence[Span]
     ) -> RuleProbabilities | None:
-        """Accept chances and stop distributions of all spans; None if all of them are matched.
-
-        ``probs``: [R, V], the target's at each judged row of the spans in turn. ``accept`` of the
-        result is [nodes], ``stop`` [R, V].
-        """
+        """From the target's ``probs`` [R, V] at each judged row of the spans in turn; None if all
+        of them are matched."""
         methods = [method_of(span, self.rule) for span in spans]
-        if all(method == "match" for method in methods):
+        wanted = sorted(set(methods) - {"match"})
+        if not wanted:
             return None
         if len(set(methods)) == 1:
             return _apply(methods[0], probs, spans)
-        accept = probs.new_zeros(sum(len(span.tree) for span in spans))
-        stop = probs
-        procedures: tuple[LosslessRule, ...] = ("siblings", "block")
-        for method in procedures:
+        accept, stop = probs.new_zeros(sum(len(span.tree) for span in spans)), probs
+        for method in wanted:
             chosen = [span for span, m in zip(spans, methods, strict=True) if m == method]
-            if not chosen:
-                continue
             row_list, node_list = _places(spans, methods, method)
             row_index = to_device(row_list, probs.device)
             part = _apply(method, probs.index_select(0, row_index), chosen)
@@ -231,33 +246,26 @@ class Verifier:
         parts.append(decisions.choices)
         if decisions.accepted is not None:
             parts.append(decisions.accepted)
-        step_logprobs = None
+        report, known = None, sum(map(len, parts))
         if scores is not None:
-            step_logprobs = StepLogprobs.of(scores, spans, decisions.choices)
-            parts.append(step_logprobs.values)
+            report = StepLogprobs.of(scores, spans, decisions.choices)
+            parts.append(report.values)
         values = (torch.cat(parts) if len(parts) > 1 else parts[0]).tolist()
-        total_rows = nodes + len(spans)
-        tokens, choices = values[:nodes], values[nodes : nodes + total_rows]
-        accepted = values[nodes + total_rows : 2 * nodes + total_rows]
-        if step_logprobs is not None:
-            tokens, choices = list(map(int, tokens)), list(map(int, choices))
-            tail = values[nodes + total_rows + (nodes if decisions.accepted is not None else 0) :]
+        whole = values[:known] if report is None else list(map(int, values[:known]))
+        tokens, choices = whole[:nodes], whole[nodes : 2 * nodes + len(spans)]
+        accepted = whole[2 * nodes + len(spans) :]
         verdicts: list[Verdict] = []
         row = node = 0
         for span in spans:
-            n = len(span.tree)
-            nodes_of_span, own_choices = tokens[node : node + n], choices[row : row + n + 1]
-            verdict = self._verdict(span, nodes_of_span, own_choices, accepted[node : node + n])
-            if (
-                step_logprobs is not None
-                and verdict.tokens
-                and span.seq.params.logprobs is not None
-            ):
-                scored = step_logprobs.read(tail, span, row, node, verdict.path, verdict.tokens)
-                verdict = replace(verdict, logprobs=scored)
+            end = node + len(span.tree)
+            row_end = row + span.judged_rows
+            drafted = tokens[node:end], choices[row:row_end], accepted[node:end]
+            verdict = self._verdict(span, *drafted)
+            if report is not None and verdict.tokens and span.seq.params.logprobs is not None:
+                position = span, row, node, verdict.path, verdict.tokens
+                verdict = replace(verdict, logprobs=report.read(values[known:], *position))
             verdicts.append(verdict)
-            row += n + 1
-            node += n
+            row, node = row_end, end
         return verdicts
 
     def _verdict(
@@ -308,12 +316,8 @@ def _drawn(
 
 
 def _stood_in(probs: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """The distributions [R, V] with another in the place of those that are NaN, and which rows are
-    sound.
-
-    A path that leads past such a row must not be judged by it: block verification looks ahead. Any
-    distribution will do there, as the row itself yields no token. None: all rows are sound.
-    """
+    """The distributions [R, V] with any other in place of those that are NaN, and which rows are
+    sound; None: all. Block verification looks ahead, and must not judge a path by such a row."""
     sound = ~probs[:, 0].isnan()  # a softmax that fails is NaN throughout
     if probs.device.type == "cpu" and bool(sound.all()):  # looking waits for nothing here
         return probs, None

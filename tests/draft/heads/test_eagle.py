@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from paceline.build import EngineOptions, build_engine, cache_blocks, most_kept
 from paceline.control.controller import FixedLength
 from paceline.core.params import SamplingParams
 from paceline.core.sequence import SequenceState
-from paceline.draft.base import held_bytes
-from paceline.draft.heads import eagle_state
+from paceline.draft.heads import eagle
 from paceline.draft.heads.eagle import EagleDrafter
 from paceline.draft.heads.eagle_head import EagleHead
 from paceline.draft.spec import DraftContext, Prepared
@@ -158,19 +160,34 @@ def test_preemption_starts_over() -> None:
 # -- features that are kept --------------------------------------------------------------------
 
 
-def storages(drafter: EagleDrafter) -> int:
-    """Bytes that the kept features hold in memory, whatever the drafter says."""
-    held = [t.untyped_storage() for state in drafter._states.values() for t in state.waiting]
-    return sum({storage.data_ptr(): storage.nbytes() for storage in held}.values())
+def kept_bytes(drafter: EagleDrafter) -> int:
+    """Bytes that the kept features hold in memory."""
+    parts = [part for state in drafter._states.values() for part in state.waiting]
+    storages = [layer.untyped_storage() for part in parts for layer in part.layers]
+    return sum({storage.data_ptr(): storage.nbytes() for storage in storages}.values())
 
 
 def row_bytes(target: CausalModel, head: EagleHead) -> int:
     return len(head.config.feature_layers) * target.hidden_size * 4
 
 
+class Operators(TorchDispatchMode):
+    """Counts those that are run."""
+
+    count = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.count += 1
+        return func(*args, **(kwargs or {}))
+
+
 @pytest.mark.parametrize("version", [1, 3])
-def test_kept_features_are_copies_of_just_these_rows(version: int) -> None:
-    """Beside seven neighbours that never draft, a plain step keeps one row, not eight."""
+def test_a_head_that_does_not_draft_costs_no_operator(
+    version: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Beside seven neighbours that never draft. Now and then, what waits is copied, and then of
+    eight rows of a forward it keeps its own."""
+    monkeypatch.setattr(eagle, "MOST_WAITING", 64)
     target = adapted(0)
     head = random_head(target, version)
     engine, _ = engine_of(target, head, Policy(), max_batch_size=8, draft_length=0)
@@ -179,32 +196,44 @@ def test_kept_features_are_copies_of_just_these_rows(version: int) -> None:
     for index in range(1, 8):
         asked = {"drafter": "none"} if index % 2 else {"draft_length": 0}
         seqs.append(request(index, [index] * 5, max_tokens=40, **asked))
-    drive = Drive(engine, seqs)
+    operators, observe = Operators(), drafter.observe
+
+    def counted(*args: Any) -> None:
+        with operators:
+            observe(*args)
+
+    monkeypatch.setattr(drafter, "observe", counted)
+    drive, copies = Drive(engine, seqs), 0
     for step in range(1, 30):
+        operators.count, before = 0, drafter._whole
         drive.step()
+        copied = before > 64
+        copies += copied
+        assert copied == (operators.count > 0)
         rows = len(PROMPTS[1]) + step - 1
-        assert storages(drafter) == drafter.held_bytes() == rows * row_bytes(target, head)
+        assert drafter._states[0].count == rows
+        assert kept_bytes(drafter) <= (rows + drafter._whole) * row_bytes(target, head)
         assert set(drafter._states) == {0}
         assert len(drafter.cache._tables) <= 1
+    assert copies >= 3
     drive.drop(0)
-    assert storages(drafter) == drafter.held_bytes() == held_bytes(drafter) == 0
+    assert not drafter._states
     finish(drive)
 
 
 def test_kept_features_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
     """The oldest go; what is drafted afterwards is drafted from the rest."""
-    monkeypatch.setattr(eagle_state, "MOST_WAITING", 10)
+    monkeypatch.setattr(eagle, "MOST_WAITING", 10)
     target = adapted(0)
     head = random_head(target, 3)
     engine, seen = engine_of(target, head, Policy(), max_batch_size=2, draft_length=0)
+    drafter: EagleDrafter = engine.drafter  # type: ignore[assignment]
     drive = Drive(engine, [request(n, PROMPTS[n], max_tokens=60) for n in range(2)])
-    most = 0
     for _ in range(30):
         drive.step()
-        most = max(most, engine.drafter.held_bytes())  # type: ignore[attr-defined]
-    # Ten that wait and the step's own, which are dealt with when the next step begins.
-    assert most >= 2 * 10 * row_bytes(target, head)
-    assert engine.drafter.held_bytes() == 2 * 11 * row_bytes(target, head)  # type: ignore[attr-defined]
+        # Ten that wait of each, the step's own, and forwards that are kept whole.
+        assert kept_bytes(drafter) <= (2 * 11 + 10 + 50) * row_bytes(target, head)
+    assert [state.count for state in drafter._states.values()] == [11, 11]
     engine.controller = FixedLength(LENGTH)
     drive.step()
     # The second's prompt was read in one chunk that never was run: all but the last ten are gone.

@@ -126,11 +126,6 @@ def test_impossible_heads_are_refused(changes: dict[str, object], message: str) 
         replace(EAGLE3, **changes)  # type: ignore[arg-type]
 
 
-def test_draft_ids_must_ascend() -> None:
-    with pytest.raises(ConfigError, match="ascending"):
-        EagleHead(EAGLE3, (1, 2, 30, 5, 39))
-
-
 def test_an_eagle1_head_without_the_targets_head_says_so() -> None:
     with pytest.raises(ConfigError, match="target_head"):
         EagleHead(EAGLE1).logits(torch.zeros(1, 32))

@@ -7,7 +7,7 @@ import random
 
 import pytest
 
-from paceline.draft.trees.confidence import Confidence
+from paceline.draft.selfspec import Confidence
 
 
 def drafts(power: float, count: int) -> Confidence:

@@ -21,11 +21,11 @@ from paceline.core.tree import Draw, TokenTree
 from paceline.draft.trees.grow import (
     DynamicTree,
     Growing,
+    Narrow,
     StaticTree,
     candidates,
     grow,
 )
-from paceline.draft.trees.narrow import Narrow
 from paceline.draft.trees.shape import Shape
 from paceline.verify.verifier import Verifier
 from support.spans import judged

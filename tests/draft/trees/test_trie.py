@@ -5,7 +5,7 @@ from __future__ import annotations
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from paceline.draft.trees.trie import merge
+from paceline.draft.trees.shape import merge
 
 CANDIDATES = st.lists(st.lists(st.integers(0, 2), max_size=5), max_size=6)
 

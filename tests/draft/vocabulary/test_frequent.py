@@ -10,8 +10,8 @@ import pytest
 from paceline import LLM, SamplingParams
 from paceline.core.sequence import SequenceView
 from paceline.core.tree import TokenTree
+from paceline.draft.selfspec import FrequentTokens
 from paceline.draft.trees.levels import LevelDrafter
-from paceline.draft.vocabulary.frequent import FrequentTokens
 from support.engine_models import write_pair
 
 VOCAB = 48_000

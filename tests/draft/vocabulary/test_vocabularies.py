@@ -12,14 +12,15 @@ import torch
 from paceline import ConfigError, VocabularyMismatchError
 from paceline.core.params import SamplingParams
 from paceline.draft.vocabulary.matching import SAMPLE
-from paceline.draft.vocabulary.retokenise import Retokeniser
 from paceline.draft.vocabulary.shared import (
     Intersection,
+    Match,
     SharedVocabulary,
     TokenTexts,
     overlap,
     shared_ids,
 )
+from paceline.draft.vocabulary.strings import Retokeniser
 from paceline.llm import LLM
 from paceline.train.tokenizer import train_tokenizer
 from support.cache_invariants import check_cache
@@ -221,7 +222,8 @@ def texts() -> dict[str, TokenTexts]:
 
 def intersection(ours: TokenTexts, theirs: TokenTexts) -> Intersection:
     widths = len(ours.tokenizer), len(theirs.tokenizer) + 3  # padded logits
-    return Intersection(ours, theirs, shared_ids(ours, theirs), widths, torch.device("cpu"), 1.0)
+    match = Match("intersection", ours, theirs, shared_ids(ours, theirs), 1.0)
+    return Intersection(match, widths, torch.device("cpu"))
 
 
 def test_shared_ids_stand_for_the_same_bytes(texts: dict[str, TokenTexts]) -> None:
@@ -293,7 +295,7 @@ def test_text_is_carried_over_token_by_token(
     ours, theirs = texts["ours"], texts[name]
     tokens = ours.tokenizer.encode(text)
     begin = b"" if name == "blank" else b"<|endoftext|>"
-    step = Retokeniser(ours, theirs, shared_ids(ours, theirs))
+    step = Retokeniser(Match("string", ours, theirs, shared_ids(ours, theirs), 1.0))
     settled: list[int] = []
     for end in range(2, len(tokens) + 1):
         step.extend(tokens[:end])
@@ -307,7 +309,7 @@ def test_text_is_carried_over_token_by_token(
 
 def test_special_tokens_keep_their_role(texts: dict[str, TokenTexts]) -> None:
     ours, near = texts["ours"], texts["near"]
-    text = Retokeniser(ours, near, shared_ids(ours, near))
+    text = Retokeniser(Match("string", ours, near, shared_ids(ours, near), 1.0))
     chat = ours.tokenizer.apply_chat_template(
         [{"role": "user", "content": "The fox"}], add_generation_prompt=True, return_dict=False
     )
@@ -320,7 +322,7 @@ def test_special_tokens_keep_their_role(texts: dict[str, TokenTexts]) -> None:
 
 def test_proposals_are_the_targets_own_tokens(texts: dict[str, TokenTexts]) -> None:
     ours, far = texts["ours"], texts["far"]
-    text = Retokeniser(ours, far, shared_ids(ours, far))
+    text = Retokeniser(Match("string", ours, far, shared_ids(ours, far), 1.0))
     text.extend(ours.encode("The quick brown"))
     expected = ours.encode("The quick brown fox jumps")[len(ours.encode("The quick brown")) :]
     assert text.proposal(far.encode(" fox jumps")) == expected
@@ -332,7 +334,7 @@ def test_proposals_are_the_targets_own_tokens(texts: dict[str, TokenTexts]) -> N
 
 def test_half_a_character_is_waited_for(texts: dict[str, TokenTexts]) -> None:
     ours, far = texts["ours"], texts["far"]
-    text = Retokeniser(ours, far, shared_ids(ours, far))
+    text = Retokeniser(Match("string", ours, far, shared_ids(ours, far), 1.0))
 
     def read() -> str:
         return far.spelt(text.context()).decode().removeprefix("<|endoftext|>")

@@ -34,11 +34,8 @@ class Checkpoint:
 
 
 def read_checkpoint(name: str, files: Sequence[str], kind: str) -> Checkpoint:
-    """Read config.json and the first of ``files`` that is there.
-
-    ``kind`` names what is read in messages, as in "Medusa heads". Pickled files are read with
-    ``weights_only=True``: they can hold tensors, not code. Raises ModelLoadError.
-    """
+    """Read config.json and the first of ``files`` that is there; ``kind`` is for messages, as in
+    "Medusa heads". Pickled files can hold tensors, not code. Raises ModelLoadError."""
     folder = Path(fetched(name))
     if not folder.is_dir():
         raise ModelLoadError(f"folder {name} does not exist; give the folder that holds the {kind}")
@@ -109,16 +106,15 @@ def check_target(
 
 def check_shapes(what: str, module: torch.nn.Module, tensors: dict[str, torch.Tensor]) -> None:
     """Raise ModelLoadError if these are not a module's own weights by name and shape."""
-    wanted_shapes = {key: tuple(value.shape) for key, value in module.state_dict().items()}
-    given_shapes = {key: tuple(value.shape) for key, value in tensors.items()}
-    for key in sorted(wanted_shapes.keys() | given_shapes.keys()):
-        if key not in given_shapes:
+    due = {key: list(value.shape) for key, value in module.state_dict().items()}
+    given = {key: list(value.shape) for key, value in tensors.items()}
+    for key in sorted(due.keys() | given.keys()):
+        if key not in given:
             problem = f"lacks the weight {key}"
-        elif key not in wanted_shapes:
+        elif key not in due:
             problem = f"has an unknown weight {key}"
-        elif wanted_shapes[key] != given_shapes[key]:
-            shape, due = list(given_shapes[key]), list(wanted_shapes[key])
-            problem = f"has {key} of shape {shape} where {due} is due"
+        elif due[key] != given[key]:
+            problem = f"has {key} of shape {given[key]} where {due[key]} is due"
         else:
             continue
         raise ModelLoadError(

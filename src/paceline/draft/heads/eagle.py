@@ -15,9 +15,10 @@ Drafted rows are never kept: once a token is accepted its true feature takes the
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from dataclasses import KW_ONLY, dataclass, replace
-from typing import Any, ClassVar
+from collections.abc import Sequence
+from dataclasses import KW_ONLY, dataclass, field, replace
+from itertools import accumulate, groupby
+from typing import Any, ClassVar, NamedTuple
 
 import torch
 
@@ -28,7 +29,6 @@ from paceline.core.tree import TokenTree
 from paceline.draft.base import Drafter
 from paceline.draft.heads.eagle_format import FILES, build_eagle, load_eagle, said_layers
 from paceline.draft.heads.eagle_head import default_feature_layers
-from paceline.draft.heads.eagle_state import HeadState, alone
 from paceline.draft.spec import (
     DraftContext,
     Examined,
@@ -40,23 +40,19 @@ from paceline.draft.spec import (
     option,
     reduced,
 )
-from paceline.draft.trees.grow import Growing, level_span
+from paceline.draft.trees.grow import Growing, Logits, Narrow, level_span
 from paceline.draft.trees.levels import LevelDrafter
-from paceline.draft.trees.narrow import Logits, Narrow
 from paceline.draft.trees.policy import Policy
 from paceline.model.backends.growing import Growth
 from paceline.model.backends.heads import EagleStep
 from paceline.model.paged.blocks import OutOfBlocksError
 from paceline.model.paged.cache import PagedCache, bytes_per_token
 
-
-@dataclass
-class _Draft:
-    """A tree that grows, and the head's outputs at the newest rows computed for it, ``[rows,
-    H]``."""
-
-    base: int
-    outputs: torch.Tensor | None = None
+# Features kept of a sequence that could draft but does not, and rows of whole forwards kept for all
+# of them: the oldest features are then given up, which costs a little acceptance and nothing else,
+# and the others copied. With the rows of the last step these are all that is kept, and the cache is
+# sized so that there is room for them (build.py).
+MOST_WAITING = 512
 
 
 @dataclass(frozen=True)
@@ -141,8 +137,82 @@ class Eagle3(Eagle):
     dynamic = True
 
 
+class _Rows(NamedTuple):
+    """Some rows of a forward's features, of each layer ``[T, hidden]``."""
+
+    layers: tuple[torch.Tensor, ...]
+    rows: list[int]
+
+
+def _gathered(parts: Sequence[_Rows]) -> list[torch.Tensor]:
+    """The features of some parts, one behind another: of each layer ``[n, hidden]``."""
+    picked: list[list[torch.Tensor]] = []
+    for _, group in groupby(parts, key=lambda part: id(part.layers)):
+        same = list(group)
+        layers, rows = same[0].layers, [row for part in same for row in part.rows]
+        if rows == list(range(rows[0], rows[-1] + 1)):
+            picked.append([layer[rows[0] : rows[-1] + 1] for layer in layers])
+        else:
+            index = to_device(rows, layers[0].device)
+            picked.append([layer.index_select(0, index) for layer in layers])
+    columns = [list(column) for column in zip(*picked, strict=True)]
+    return [torch.cat(column) if len(column) > 1 else column[0] for column in columns]
+
+
+@dataclass
+class _State:
+    """What the head knows of one sequence.
+
+    The head's cache holds ``rows`` (the token of each row); features of the ``count`` positions
+    from ``start`` on are ``waiting`` to become rows. Positions before ``start`` that have no row (a
+    shared prefix whose features nobody saw) are missing from the head's context. ``ran``: rows were
+    added, or nodes, that the cache is to be told of.
+    """
+
+    start: int
+    rows: list[int] = field(default_factory=list)
+    waiting: list[_Rows] = field(default_factory=list)
+    count: int = 0
+    ran: bool = False
+
+    @property
+    def end(self) -> int:
+        """The first position whose feature is not known."""
+        return self.start + self.count
+
+    def add(self, position: int, layers: tuple[torch.Tensor, ...], rows: list[int]) -> None:
+        """Features of consecutive positions from ``position`` on; known ones are passed over."""
+        if position > self.end:  # unseen positions lie between
+            self.waiting, self.start, self.count = [], position, 0
+        elif position < self.end:
+            rows = rows[self.end - position :]
+        if rows:
+            self.waiting.append(_Rows(layers, rows))
+            self.count += len(rows)
+
+    def drop(self, excess: int) -> None:
+        """Give up the oldest features."""
+        self.start += excess
+        self.count = max(0, self.count - excess)
+        while excess and self.waiting:
+            oldest = self.waiting.pop(0)
+            if len(oldest.rows) > excess:
+                self.waiting.insert(0, oldest._replace(rows=oldest.rows[excess:]))
+            excess = max(0, excess - len(oldest.rows))
+
+    def take(self) -> list[_Rows]:
+        """All waiting features, which are about to become rows."""
+        parts = self.waiting
+        self.start, self.count, self.waiting = self.end, 0, []
+        return parts
+
+
 class EagleDrafter(LevelDrafter):
-    """Drafts with an EAGLE head."""
+    """Drafts with an EAGLE head.
+
+    A step's features are kept as they came, and joined when the head runs: where others draft, a
+    step costs it no operator.
+    """
 
     reads = True  # what came in while it did not draft
     follows = True  # prompts, chunk by chunk
@@ -162,29 +232,20 @@ class EagleDrafter(LevelDrafter):
         self._reduced = self.head.config.draft_vocab_size < self.head.config.vocab_size
         # A static level takes so many candidates, whatever the head knows.
         self._fits = 1 + max(policy.shape.ranks) <= self.head.config.draft_vocab_size
-        self._states: dict[int, HeadState] = {}
-        self._drafts: dict[int, _Draft] = {}
+        self._states: dict[int, _State] = {}
+        self._whole = 0  # rows of the forwards that waiting features keep
+
+    @property
+    def growth(self) -> Growth | None:
+        return self._step.growth if self._fits or not self._reduced else None
 
     # -- proposing ---------------------------------------------------------------------------
 
     def propose(self, plan: Plan) -> list[TokenTree]:
         trees = super().propose(plan)
-        for state in self._states.values():
-            state.settle()
-        self._drafts.clear()
+        if not any(state.waiting for state in self._states.values()):
+            self._whole = 0
         return trees
-
-    def _first(self, spans: Sequence[Span]) -> Logits:
-        """Run the rows whose features have come in."""
-        inputs = [self._states[span.seq_id].take() for span in spans]
-        joined = torch.cat(inputs) if len(inputs) > 1 else inputs[0]
-        outputs, logits = self._run(spans, joined, fused=False)
-        drafting = [span for span in spans if span.wants_logits]
-        for span in drafting:
-            self._drafts[span.seq_id] = _Draft(span.context + span.pending)
-        if drafting:
-            self._hand_out([span.seq_id for span in drafting], outputs, [1] * len(drafting))
-        return logits
 
     def _span(self, item: Slice) -> Span | None:
         """The rows whose features have come in; None if there is nothing to do."""
@@ -193,7 +254,7 @@ class EagleDrafter(LevelDrafter):
             return None
         state = self._states.get(seq.seq_id)
         if state is None:
-            state = self._states[seq.seq_id] = HeadState(seq.cached)
+            state = self._states[seq.seq_id] = _State(seq.cached)
         if seq.seq_id not in self.cache:
             self._admit(seq, state)
         known = state.end == len(seq.tokens) - 1  # all but the last token's
@@ -202,28 +263,42 @@ class EagleDrafter(LevelDrafter):
         if not state.count or not (drafts or not item.decodes):
             return None
         context = len(state.rows)
-        end = context + state.count
         try:
             levels = self._policy.max_expanded(item.draft_length) if drafts else 0
-            self.cache.reserve(seq.seq_id, end + levels)
+            self.cache.reserve(seq.seq_id, context + state.count + levels)
         except OutOfBlocksError:
             self._drop(seq.seq_id)
             return None
         tokens = seq.tokens[state.start + 1 : state.end + 1]
         state.rows += _row_keys(seq.tokens, state.start, tokens)
+        state.ran = True
         return Span.of(seq.seq_id, context, tokens, wants_logits=drafts)
 
-    def _admit(self, seq: SequenceView, state: HeadState) -> None:
+    def _admit(self, seq: SequenceView, state: _State) -> None:
         """Start the cache of a sequence, from rows of an earlier one that began alike."""
         keys = _row_keys(seq.tokens, 0, seq.tokens[1:])
         shared = self.cache.admit(seq.seq_id, keys)
         state.rows = keys[:shared]
-        if shared > state.start:
-            known, position = state.waiting, state.start
-            state.start, state.waiting, state.count = shared, [], 0
-            for features in known:
-                state.add(max(position, shared), features[max(0, shared - position) :])
-                position += len(features)
+        state.drop(max(0, shared - state.start))
+
+    def _first(self, spans: Sequence[Span], trees: Sequence[Growing]) -> Logits:
+        """Run the rows whose features have come in."""
+        parts = [part for span in spans for part in self._states[span.seq_id].take()]
+        outputs, logits = self._run(spans, torch.cat(_gathered(parts), -1), fused=False)
+        self._hand_out(trees, outputs, [1] * len(trees))
+        return logits
+
+    def _level(self, trees: list[Growing]) -> Logits:
+        """Run the newest nodes of some trees, each with its parent's output for a feature."""
+        inputs = []
+        for tree in trees:
+            assert tree.outputs is not None
+            above = tree.above
+            inputs.append(tree.outputs if above is None else tree.outputs.index_select(0, above))
+        joined = torch.cat(inputs) if len(inputs) > 1 else inputs[0]
+        outputs, logits = self._run([level_span(tree) for tree in trees], joined, fused=True)
+        self._hand_out(trees, outputs, [len(tree.fresh) for tree in trees])
+        return logits
 
     def _run(
         self, spans: Sequence[Span], inputs: torch.Tensor, fused: bool
@@ -238,53 +313,17 @@ class EagleDrafter(LevelDrafter):
     def _narrow(self, logits: torch.Tensor) -> Narrow:
         return Narrow(logits, self.head.draft_ids, self.head.config.vocab_size)
 
-    def _logits(self, spans: Sequence[Span]) -> Logits:
-        """One pass over made-up features, as start-up times it."""
-        rows = sum(len(span.parents) - span.first_new or 1 for span in spans)
-        size, like = self.head.config.hidden_size, self.cache.kv(0)[0]
-        return self._run(spans, like.new_zeros(rows, size), fused=True)[1]
+    @staticmethod
+    def _hand_out(trees: Sequence[Growing], outputs: torch.Tensor, counts: list[int]) -> None:
+        for tree, part in zip(trees, torch.split(outputs, counts) if trees else (), strict=True):
+            tree.outputs = part
 
-    @property
-    def growth(self) -> Growth | None:
-        return self._step.growth if self._fits or not self._reduced else None
-
-    def _made_up(self, seqs: Sequence[SequenceView]) -> Logits | None:
+    def _made_up(self, trees: Sequence[Growing]) -> Logits:
         config, like = self.head.config, self.cache.kv(0)[0]
-        if self._step.growth is None:
-            return None
-        for seq in seqs:
-            self._drafts[seq.seq_id] = _Draft(0, like.new_zeros(1, config.hidden_size))
-        logits = like.new_zeros(len(seqs), config.draft_vocab_size)
-        return self._narrow(logits) if self._reduced else logits
-
-    def _outputs(self, ids: Sequence[int]) -> torch.Tensor:
-        outputs = [self._drafts[seq_id].outputs for seq_id in ids]
-        return torch.cat([output for output in outputs if output is not None])
-
-    def _base(self, item: Slice) -> int:
-        return self._drafts[item.seq.seq_id].base
-
-    def _hand_out(self, ids: Sequence[int], outputs: torch.Tensor, counts: Sequence[int]) -> None:
-        for seq_id, part in zip(ids, torch.split(outputs, list(counts)), strict=True):
-            self._drafts[seq_id].outputs = part
-
-    def _level(self, trees: list[Growing]) -> Logits:
-        """Run the newest nodes of some trees, each with its parent's output for a feature."""
-        spans, inputs, ids, counts = [], [], [], []
         for tree in trees:
-            seq_id = tree.item.seq.seq_id
-            state = self._drafts[seq_id]
-            assert state.outputs is not None
-            span = level_span(tree, state.base)
-            above = tree.above
-            inputs.append(state.outputs if above is None else state.outputs.index_select(0, above))
-            spans.append(span)
-            ids.append(seq_id)
-            counts.append(len(tree.fresh))
-        joined = torch.cat(inputs) if len(inputs) > 1 else inputs[0]
-        outputs, logits = self._run(spans, joined, fused=True)
-        self._hand_out(ids, outputs, counts)
-        return logits
+            tree.outputs = like.new_zeros(1, config.hidden_size)
+        logits = like.new_zeros(len(trees), config.draft_vocab_size)
+        return self._narrow(logits) if self._reduced else logits
 
     # -- observing ---------------------------------------------------------------------------
 
@@ -296,30 +335,34 @@ class EagleDrafter(LevelDrafter):
         known = [commit for commit in commits if commit.seq_id in self._states]
         if not known:
             return
-        rows = [_rows(commit) for commit in known]
-        kept = self._joined(out.features, [row for commit_rows in rows for row in commit_rows])
-        parts = torch.split(kept, [len(commit_rows) for commit_rows in rows])
-        for commit, features in zip(known, parts, strict=True):
+        if self._whole > MOST_WAITING:
+            self._copy_waiting()
+        layers = tuple(out.features[layer] for layer in self.features)
+        self._whole += len(layers[0])
+        for commit in known:
             state = self._states[commit.seq_id]
-            state.add(commit.position, features)
-            if commit.seq_id in self.cache:
+            if state.count > MOST_WAITING:
+                state.drop(state.count - MOST_WAITING)
+            nodes = commit.row + commit.scheduled
+            rows = [*range(commit.row, nodes), *[nodes + node for node in commit.path]]
+            state.add(commit.position, layers, rows)
+            if state.ran:
                 self.cache.commit(commit.seq_id, state.rows, len(state.rows))
+                state.ran = False
 
-    def _joined(self, features: Mapping[int, torch.Tensor], rows: list[int]) -> torch.Tensor:
-        """Some rows ``[n, k * hidden]`` of a step's features, in memory of their own."""
-        wanted = [features[layer] for layer in self.features]
-        first, after = rows[0], rows[-1] + 1
-        if rows == list(range(first, after)):
-            wanted = [layer[first:after] for layer in wanted]
-        else:
-            index = to_device(rows, wanted[0].device)
-            wanted = [layer.index_select(0, index) for layer in wanted]
-        return torch.cat(wanted, -1) if len(wanted) > 1 else alone(wanted[0])
-
-    def held_bytes(self) -> int:
-        """Memory of all features that wait to be computed."""
-        storages = [t.untyped_storage() for s in self._states.values() for t in s.waiting]
-        return sum({storage.data_ptr(): storage.nbytes() for storage in storages}.values())
+    @torch.inference_mode()
+    def _copy_waiting(self) -> None:
+        """Waiting features in memory of their own: a row keeps all of its forward's alive."""
+        parts = [part for state in self._states.values() for part in state.waiting]
+        parts.sort(key=lambda part: id(part.layers))
+        if parts:
+            copies = tuple(layer.clone() for layer in _gathered(parts))
+            firsts = accumulate((len(part.rows) for part in parts), initial=0)
+            first_row = {id(part): first for part, first in zip(parts, firsts, strict=False)}
+            for state in self._states.values():
+                rows = [first_row[id(p)] + n for p in state.waiting for n in range(len(p.rows))]
+                state.waiting = [_Rows(copies, rows)] if rows else []
+        self._whole = 0
 
     def forget(self, seq_id: int) -> None:
         self._states.pop(seq_id, None)
@@ -330,7 +373,7 @@ class EagleDrafter(LevelDrafter):
         state = self._states[seq_id]
         self.cache.free(seq_id)
         self.cache.admit(seq_id, ())
-        self._states[seq_id] = HeadState(state.end)
+        self._states[seq_id] = _State(state.end)
 
 
 def _row_keys(tokens: Sequence[int], start: int, of_rows: Sequence[int]) -> list[int]:
@@ -339,9 +382,3 @@ def _row_keys(tokens: Sequence[int], start: int, of_rows: Sequence[int]) -> list
     if start == 0 and keys:
         keys[0] = (keys[0] * 1_000_003 + tokens[0] + 1) & 0x7FFFFFFF
     return keys
-
-
-def _rows(commit: Commit) -> list[int]:
-    """Rows of a step's features that belong to the tokens scheduled and to the accepted nodes."""
-    nodes = commit.row + commit.scheduled
-    return [*range(commit.row, nodes), *(nodes + node for node in commit.path)]

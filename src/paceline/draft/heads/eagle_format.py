@@ -8,16 +8,24 @@ EAGLE-3            ``midlayer.*`` (attention input 2H), ``fc.weight [H, 3 H_targ
                    d2t[i]), ``t2d`` bool, ``embed_tokens`` or else the target's
 EAGLE-1, EAGLE-2   ``fc.weight [H, 2H]``, ``layers.0.*`` without an input norm, ``embed_tokens``
                    or else the target's; the target's head makes the logits
-speculators        EAGLE-3 with its layer under ``layers.0``, see speculators.py
+speculators        EAGLE-3 with its layer under ``layers.0`` and a nested config, below
 =================  ====================================================================
 
 ``eagle_aux_hidden_state_layer_ids`` (also under ``eagle_config``) are layers whose INPUTS the head
 reads, as vLLM takes them. Heads made for SGLang count outputs, one less: give ``feature_layers``.
+
+The config of ``vllm-project/speculators``, as its published ones have it (versions 0.1 to 0.5)::
+
+    {"speculators_model_type": "eagle3", "draft_vocab_size": ..., "norm_before_residual": ...,
+     "target_hidden_size": ..., "eagle_aux_hidden_state_layer_ids": [...],
+     "transformer_layer_config": {"model_type": "llama", "hidden_size": ..., ...},
+     "speculators_config": {"algorithm": "eagle3", "proposal_methods": [...], "verifier": {...}}}
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -32,17 +40,37 @@ from paceline.draft.heads.checkpoint import (
     write_checkpoint,
 )
 from paceline.draft.heads.eagle_head import EagleConfig, EagleHead, default_feature_layers
-from paceline.draft.heads.speculators import from_speculators, is_speculators, to_speculators
 from paceline.draft.spec import Target
 from paceline.errors import ConfigError, ModelLoadError
 
 WEIGHTS = "model.safetensors"
 LAYOUTS = ("eagle", "speculators")
 FILES = (WEIGHTS, "pytorch_model.bin")
+_LAYERS = "eagle_aux_hidden_state_layer_ids"
 _TARGET_LAYERS = "paceline_target_layers"  # no published option says for how deep a target
 # Copies of the target's weights and tables that follow from the config.
 _COPIES = ("rotary_emb.inv_freq", "verifier_norm.weight", "verifier_lm_head.weight")
 TargetHead = Callable[[torch.Tensor], torch.Tensor]
+_SPECULATORS = "speculators_model_type"
+# What an absent key of the nested config means: its writer leaves out what equals these.
+_LLAMA_DEFAULTS: dict[str, Any] = {
+    "hidden_size": 4096,
+    "intermediate_size": 11008,
+    "num_attention_heads": 32,
+    "num_hidden_layers": 32,
+    "vocab_size": 32000,
+    "max_position_embeddings": 2048,
+    "rms_norm_eps": 1e-6,
+    "hidden_act": "silu",
+}
+_OUTER = (
+    "draft_vocab_size",
+    "target_hidden_size",
+    _LAYERS,
+    "norm_before_fc",
+    _TARGET_LAYERS,
+)
+_DRAFTED_TOKENS = 4  # proposed per step by engines that go by the config
 
 
 def load_eagle(
@@ -55,11 +83,9 @@ def load_eagle(
     """A head for ``target``, on the CPU, in the dtype of its file.
 
     ``name`` is a folder, a built-in or a hub name. ``version`` 1 (also EAGLE-2) or 3 refuses the
-    other one; None takes either. ``feature_layers`` overrides the config's. ``target_head`` is for
-    heads without logits of their own.
-
-    Raises ModelLoadError, in one line, if files are missing or damaged, hold another algorithm's
-    weights, or belong to another target.
+    other one. ``feature_layers`` are taken in place of the config's. ``target_head`` is for heads
+    without logits of their own. Raises ModelLoadError if files are missing or damaged, hold another
+    algorithm's weights, or belong to another target.
     """
     checkpoint = read_checkpoint(name, FILES, "EAGLE head")
     head, tensors = build_eagle(checkpoint, target, version, feature_layers, target_head)
@@ -74,11 +100,9 @@ def build_eagle(
     feature_layers: tuple[int, ...] | None = None,
     target_head: TargetHead | None = None,
 ) -> tuple[EagleHead, dict[str, torch.Tensor]]:
-    """An empty head of the right shape, and the checkpoint's tensors by the head's names.
-
-    Reads no values but those of ``d2t`` and ``t2d``: the others may be on the meta device, and
-    then so is the head. Arguments and errors as of ``load_eagle``.
-    """
+    """An empty head of the right shape, and the checkpoint's tensors by the head's names. Values
+    other than those of ``d2t`` and ``t2d`` may be on the meta device: then so is the head.
+    Arguments and errors as of ``load_eagle``."""
     name = checkpoint.name
     tensors = _public_names(checkpoint)
     eagle_version = 3 if "midlayer.hidden_norm.weight" in tensors or "d2t" in tensors else 1
@@ -88,9 +112,9 @@ def build_eagle(
             f"use --draft {'eagle3' if eagle_version == 3 else 'eagle'}:{name}"
         )
     stated = checkpoint.config
-    flat = from_speculators(name, stated) if is_speculators(stated) else stated
+    flat = _from_speculators(name, stated) if is_speculators(stated) else stated
     if feature_layers is not None:
-        flat = flat | {"eagle_aux_hidden_state_layer_ids": list(feature_layers)}
+        flat = flat | {_LAYERS: list(feature_layers)}
     config = _config(name, flat, tensors, target, eagle_version)
     ids = _vocabulary(name, config, tensors) if eagle_version == 3 else None
     try:
@@ -130,7 +154,7 @@ def save_eagle(
             'fc; write this one with layout "eagle"'
         )
     renamed = {key.replace("midlayer.", "layers.0."): value for key, value in tensors.items()}
-    nested = to_speculators(flat, target_name, target_architectures)
+    nested = _to_speculators(flat, target_name, target_architectures)
     write_checkpoint(folder, WEIGHTS, renamed, nested)
 
 
@@ -148,6 +172,32 @@ def _public_names(checkpoint: Checkpoint) -> dict[str, torch.Tensor]:
     if "midlayer.hidden_norm.weight" not in tensors and "d2t" not in tensors:
         tensors.pop("lm_head.weight", None)  # EAGLE-1 drafts with the target's: a copy of it
     return tensors
+
+
+def is_speculators(config: dict[str, Any]) -> bool:
+    """Whether a config.json is in this format."""
+    return _SPECULATORS in config
+
+
+def _from_speculators(name: str, config: dict[str, Any]) -> dict[str, Any]:
+    """The flat options of an EAGLE-3 head. Raises ModelLoadError, naming the folder ``name``."""
+    kind = config[_SPECULATORS]
+    if kind != "eagle3":
+        raise ModelLoadError(
+            f"{name} is a speculators checkpoint of type {kind!r}; of that format only eagle3 "
+            "can be loaded here"
+        )
+    layer = config.get("transformer_layer_config")
+    if not isinstance(layer, dict):
+        raise ModelLoadError(
+            f"the config.json of {name} has no transformer_layer_config, which a speculators "
+            "checkpoint must have; copy the file again"
+        )
+    flat = _LLAMA_DEFAULTS | layer
+    flat |= {key: config[key] for key in _OUTER if config.get(key) is not None}
+    # vLLM takes an absent option as true; the library itself always writes it.
+    flat["norm_before_residual"] = config.get("norm_before_residual", True)
+    return flat
 
 
 def _whole(name: str, flat: dict[str, Any], key: str, default: int | None = None) -> int:
@@ -172,62 +222,49 @@ def _config(
     version: int,
 ) -> EagleConfig:
     """What the config and the tensors say of the head; held against the target."""
-    hidden = _whole(name, flat, "hidden_size")
-    vocab = _whole(name, flat, "vocab_size")
-    heads = _whole(name, flat, "num_attention_heads")
-    width = _whole(name, flat, "target_hidden_size", hidden)
+    whole = partial(_whole, name, flat)
+    hidden, vocab, heads = map(whole, ("hidden_size", "vocab_size", "num_attention_heads"))
+    width = whole("target_hidden_size", hidden)
     check_target(f"the EAGLE head {name}", target, width, vocab, flat.get(_TARGET_LAYERS))
-    _check_supported(name, flat)
-    theta, scaling = _rotary(flat)
-    named = tensors.get("d2t")
-    drafted = vocab if named is None else max(1, named.numel())
-    draft_vocab = _whole(name, flat, "draft_vocab_size", drafted) if version == 3 else vocab
-    own_head = "lm_head.weight" in tensors
-    if version == 3 and not own_head and draft_vocab != vocab:
-        raise ModelLoadError(
-            f"the EAGLE head {name} drafts {draft_vocab} of {vocab} tokens but has no lm_head; "
-            "its weights are incomplete: download or copy them again"
-        )
-    if "embed_tokens.weight" not in tensors and hidden != width:
+    for key, known in (("num_hidden_layers", 1), ("hidden_act", "silu"), ("norm_before_fc", False)):
+        if flat.get(key) not in (None, known):  # it would load, and then draft nonsense
+            raise ModelLoadError(
+                f"the EAGLE head {name} has {key} {flat[key]!r}; only {known!r} is supported"
+            )
+    own_embedding, d2t = "embed_tokens.weight" in tensors, tensors.get("d2t")
+    if not own_embedding and hidden != width:
         raise ModelLoadError(
             f"the EAGLE head {name} is {hidden} wide and has no embed_tokens, but the target's "
             f"embedding is {width} wide; its weights are incomplete"
         )
+    theta, scaling = _rotary(flat)
+    drafted = vocab if d2t is None else max(1, d2t.numel())
+    usual = default_feature_layers(version, target.num_layers)
     try:
         return EagleConfig(
             version=version,
             hidden_size=hidden,
             heads=heads,
-            kv_heads=_whole(name, flat, "num_key_value_heads", heads),
-            head_dim=_whole(name, flat, "head_dim", max(1, hidden // heads)),
-            ffn_size=_whole(name, flat, "intermediate_size"),
+            kv_heads=whole("num_key_value_heads", heads),
+            head_dim=whole("head_dim", max(1, hidden // heads)),
+            ffn_size=whole("intermediate_size"),
             vocab_size=vocab,
             target_hidden_size=width,
             target_layers=target.num_layers,
-            feature_layers=_feature_layers(name, flat, target, version),
-            draft_vocab_size=draft_vocab,
-            max_positions=_whole(name, flat, "max_position_embeddings", 2048),
+            feature_layers=_feature_layers(name, flat, usual),
+            draft_vocab_size=whole("draft_vocab_size", drafted) if version == 3 else vocab,
+            max_positions=whole("max_position_embeddings", 2048),
             rope_theta=theta,
             rope_scaling=scaling,
             rms_norm_eps=float(flat.get("rms_norm_eps", 1e-6)),
             attention_bias=any("q_proj.bias" in key for key in tensors),
             fc_bias="fc.bias" in tensors,
             norm_before_residual=bool(flat.get("norm_before_residual", False)),
-            has_embedding="embed_tokens.weight" in tensors,
-            has_lm_head=own_head or version == 1,
+            has_embedding=own_embedding,
+            has_lm_head="lm_head.weight" in tensors or version == 1,
         )
     except ConfigError as error:
         raise ModelLoadError(f"the EAGLE head {name} does not fit the target: {error}") from None
-
-
-def _check_supported(name: str, flat: dict[str, Any]) -> None:
-    """Refuse what would load and then draft nonsense."""
-    for key, known in (("num_hidden_layers", 1), ("hidden_act", "silu"), ("norm_before_fc", False)):
-        value = flat.get(key)
-        if value is not None and value != known:
-            raise ModelLoadError(
-                f"the EAGLE head {name} has {key} {value!r}; only {known!r} is supported"
-            )
 
 
 def _rotary(flat: dict[str, Any]) -> tuple[float, dict[str, Any] | None]:
@@ -241,20 +278,16 @@ def _rotary(flat: dict[str, Any]) -> tuple[float, dict[str, Any] | None]:
 
 def said_layers(config: dict[str, Any]) -> Any:
     """The feature layers that a config.json names, in either place; empty or None for none."""
-    nested, key = config.get("eagle_config"), "eagle_aux_hidden_state_layer_ids"
-    return config.get(key) or (nested.get(key) if isinstance(nested, dict) else None)
+    nested = config.get("eagle_config")
+    return config.get(_LAYERS) or (nested.get(_LAYERS) if isinstance(nested, dict) else None)
 
 
-def _feature_layers(
-    name: str, flat: dict[str, Any], target: Target, version: int
-) -> tuple[int, ...]:
+def _feature_layers(name: str, flat: dict[str, Any], usual: tuple[int, ...]) -> tuple[int, ...]:
     ids = said_layers(flat)
     if not ids:
-        return default_feature_layers(version, target.num_layers)
+        return usual
     if not isinstance(ids, list) or not all(type(number) is int for number in ids):
-        raise ModelLoadError(
-            f"eagle_aux_hidden_state_layer_ids of {name} is {ids!r}, not a list of layer numbers"
-        )
+        raise ModelLoadError(f"{_LAYERS} of {name} is {ids!r}, not a list of layer numbers")
     return tuple(ids)
 
 
@@ -262,27 +295,25 @@ def _vocabulary(name: str, config: EagleConfig, tensors: dict[str, torch.Tensor]
     """The target ids of the draft vocabulary, ascending; puts the tensors into that order."""
     count, vocab = config.draft_vocab_size, config.vocab_size
     offsets = tensors.get("d2t")
-    if offsets is None:
-        if count != vocab:
-            raise ModelLoadError(
-                f"the EAGLE head {name} drafts {count} of {vocab} tokens but has no d2t that says "
-                "which; its weights are incomplete"
-            )
-        offsets = torch.zeros(vocab, dtype=torch.int64)
+    if offsets is None and count != vocab:
+        raise ModelLoadError(
+            f"the EAGLE head {name} drafts {count} of {vocab} tokens but has no d2t that says "
+            "which; its weights are incomplete"
+        )
+    offsets = torch.zeros(vocab, dtype=torch.int64) if offsets is None else offsets
     if offsets.shape != (count,):
         raise ModelLoadError(
             f"d2t of the EAGLE head {name} has shape {list(offsets.shape)}, but the config has a "
             f"draft vocabulary of {count}; the two files do not belong together"
         )
-    ids = offsets.to(torch.int64) + torch.arange(count)
-    ordered, order = ids.sort()
+    ordered, order = (offsets.to(torch.int64) + torch.arange(count)).sort()
     if int(ordered[0]) < 0 or int(ordered[-1]) >= vocab or bool((ordered.diff() == 0).any()):
         raise ModelLoadError(
             f"d2t of the EAGLE head {name} does not name {count} different tokens below {vocab}; "
             "it must hold offsets (target id = i + d2t[i])"
         )
     known = torch.zeros(vocab, dtype=torch.bool)
-    known[ids] = True
+    known[ordered] = True
     t2d = tensors.get("t2d")
     if t2d is not None and not (t2d.shape == (vocab,) and torch.equal(t2d.bool(), known)):
         raise ModelLoadError(
@@ -291,7 +322,8 @@ def _vocabulary(name: str, config: EagleConfig, tensors: dict[str, torch.Tensor]
     if config.has_lm_head and tensors["lm_head.weight"].shape[0] == count:
         tensors["lm_head.weight"] = tensors["lm_head.weight"][order]
     tensors["d2t"], tensors["t2d"] = ordered - torch.arange(count), known
-    return [int(token) for token in ordered]
+    ids: list[int] = ordered.tolist()
+    return ids
 
 
 # -- writing ---------------------------------------------------------------------------------
@@ -324,5 +356,36 @@ def _flat_options(config: EagleConfig) -> dict[str, Any]:
         "draft_vocab_size": config.draft_vocab_size,
         "target_hidden_size": config.target_hidden_size,
         "norm_before_residual": config.norm_before_residual,
-        "eagle_aux_hidden_state_layer_ids": list(config.feature_layers),
+        _LAYERS: list(config.feature_layers),
+    }
+
+
+def _to_speculators(
+    flat: dict[str, Any], verifier: str | None, architectures: tuple[str, ...]
+) -> dict[str, Any]:
+    """The nested config of flat options.
+
+    ``verifier`` is the target's name or path, ``architectures`` its classes in transformers.
+    """
+    outer = {key: flat[key] for key in (*_OUTER, "norm_before_residual") if key in flat}
+    left_out = {*outer, "architectures", "tie_word_embeddings"}
+    proposal = {
+        "proposal_type": "greedy",
+        "speculative_tokens": _DRAFTED_TOKENS,
+        "accept_tolerance": 0.0,
+        "verifier_accept_k": 1,
+    }
+    return {
+        "architectures": ["Eagle3DraftModel"],
+        _SPECULATORS: "eagle3",
+        "speculators_version": "0.5.0",
+        "tie_word_embeddings": False,
+        **outer,
+        "speculators_config": {
+            "algorithm": "eagle3",
+            "default_proposal_method": "greedy",
+            "proposal_methods": [proposal],
+            "verifier": {"name_or_path": verifier, "architectures": list(architectures)},
+        },
+        "transformer_layer_config": {k: v for k, v in flat.items() if k not in left_out},
     }

@@ -19,10 +19,9 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import nn
 
-from paceline.draft.trees.narrow import widened
+from paceline.draft.trees.grow import widened
 from paceline.errors import ConfigError
 from paceline.model.backends.heads import Attend
 
@@ -54,38 +53,41 @@ class EagleConfig:
     has_lm_head: bool = True  # EAGLE-3: a head of its own; otherwise the target's is used
 
     def __post_init__(self) -> None:
+        problem = self._problem()
+        if problem is not None:
+            raise ConfigError(problem)
+
+    def _problem(self) -> str | None:
         if self.version not in (1, 3):
-            raise ConfigError(f"EAGLE version {self.version} is unknown; use 1 (also for 2) or 3")
+            return f"EAGLE version {self.version} is unknown; use 1 (also for 2) or 3"
         if not self.feature_layers:
-            raise ConfigError("an EAGLE head needs at least one feature layer of the target")
-        wrong = [n for n in self.feature_layers if not 0 <= n <= self.target_layers]
+            return "an EAGLE head needs at least one feature layer of the target"
+        last = self.target_layers
+        wrong = [n for n in self.feature_layers if not 0 <= n <= last]
         if wrong:
-            raise ConfigError(
-                f"feature layers {wrong} do not exist: the target has layers 0 to "
-                f"{self.target_layers - 1}, and {self.target_layers} means the final norm's output"
+            known = (
+                f"the target has layers 0 to {last - 1}, and {last} means the final norm's output"
             )
+            return f"feature layers {wrong} do not exist: {known}"
         if self.heads % self.kv_heads:
-            raise ConfigError(f"{self.heads} heads cannot share {self.kv_heads} key-value heads")
-        if self.draft_vocab_size > self.vocab_size:
-            raise ConfigError(
-                f"a draft vocabulary of {self.draft_vocab_size} tokens exceeds the target's "
-                f"{self.vocab_size}"
+            return f"{self.heads} heads cannot share {self.kv_heads} key-value heads"
+        drafted, vocab = self.draft_vocab_size, self.vocab_size
+        if drafted > vocab:
+            return f"a draft vocabulary of {drafted} tokens exceeds the target's {vocab}"
+        narrower = self.hidden_size != self.target_hidden_size
+        if self.version == 3 and not self.has_lm_head and (drafted < vocab or narrower):
+            return (
+                f"it drafts {drafted} of {vocab} tokens but has no lm_head; the target's fits "
+                "heads of its full vocabulary and width"
             )
-        if self.version == 3 and not self.has_lm_head:
-            own_shape = (self.draft_vocab_size, self.hidden_size)
-            if own_shape != (self.vocab_size, self.target_hidden_size):
-                raise ConfigError(
-                    "an EAGLE-3 head without an lm_head drafts with the target's, so it needs the "
-                    "target's full vocabulary and width"
-                )
-        if self.version == 1:
-            if len(self.feature_layers) > 1 or self.hidden_size != self.target_hidden_size:
-                raise ConfigError(
-                    "EAGLE-1 continues the feature of one target layer at the target's own width; "
-                    "use version 3 for several layers or another width"
-                )
-            if self.draft_vocab_size != self.vocab_size:
-                raise ConfigError("EAGLE-1 drafts with the target's head: no draft vocabulary")
+        if self.version == 1 and (len(self.feature_layers) > 1 or narrower):
+            return (
+                "EAGLE-1 continues the feature of one target layer at the target's own width; "
+                "use version 3 for several layers or another width"
+            )
+        if self.version == 1 and drafted < vocab:
+            return "EAGLE-1 drafts with the target's head: no draft vocabulary"
+        return None
 
 
 def default_feature_layers(version: int, target_layers: int) -> tuple[int, ...]:
@@ -96,23 +98,19 @@ def default_feature_layers(version: int, target_layers: int) -> tuple[int, ...]:
     return (early, target_layers // 2, late)
 
 
-def _rotary(config: EagleConfig) -> Any:
-    """Cosines and sines by transformers' own module: ``(like, positions [1, T])`` to [1, T, d]."""
+def _llama(config: EagleConfig) -> Any:
+    """What transformers' own modules of a Llama are made from."""
     from transformers import LlamaConfig
-    from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 
-    llama = LlamaConfig(
+    rope = {"rope_type": "default", "rope_theta": config.rope_theta, **(config.rope_scaling or {})}
+    return LlamaConfig(
         hidden_size=config.hidden_size,
+        intermediate_size=config.ffn_size,
         num_attention_heads=config.heads,
         head_dim=config.head_dim,
         max_position_embeddings=config.max_positions,
-        rope_parameters={
-            "rope_type": "default",
-            "rope_theta": config.rope_theta,
-            **(config.rope_scaling or {}),
-        },
+        rope_parameters=rope,
     )
-    return LlamaRotaryEmbedding(llama)
 
 
 class _Attention(nn.Module):
@@ -151,24 +149,14 @@ def _rotate(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tens
     return x * cos + torch.cat((-second, first), -1) * sin
 
 
-class _GatedMLP(nn.Module):
-    def __init__(self, config: EagleConfig) -> None:
-        super().__init__()
-        self.gate_proj = nn.Linear(config.hidden_size, config.ffn_size, bias=False)
-        self.up_proj = nn.Linear(config.hidden_size, config.ffn_size, bias=False)
-        self.down_proj = nn.Linear(config.ffn_size, config.hidden_size, bias=False)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        out = self.down_proj(F.silu(self.gate_proj(x)) * self.up_proj(x))
-        return out  # type: ignore[no-any-return]
-
-
 class _Layer(nn.Module):
     """A decoder layer; version 3 attends from ``[norm(embedding), norm(hidden)]``, version 1 from
     the fused vector itself, without a norm."""
 
     def __init__(self, config: EagleConfig) -> None:
         super().__init__()
+        from transformers.models.llama.modeling_llama import LlamaMLP
+
         size, eps = config.hidden_size, config.rms_norm_eps
         self.norm_before_residual = config.norm_before_residual
         if config.version == 3:
@@ -176,7 +164,7 @@ class _Layer(nn.Module):
             self.hidden_norm = nn.RMSNorm(size, eps)
         self.self_attn = _Attention(config, 2 * size if config.version == 3 else size)
         self.post_attention_layernorm = nn.RMSNorm(size, eps)
-        self.mlp = _GatedMLP(config)
+        self.mlp = LlamaMLP(_llama(config))
 
     def forward(
         self,
@@ -220,6 +208,8 @@ class EagleHead(nn.Module):
         target_head: Callable[[torch.Tensor], torch.Tensor] | None = None,
     ) -> None:
         super().__init__()
+        from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
+
         self.config = config
         # Not registered as a submodule: the target's weights are no part of the head.
         self.__dict__["target_head"] = target_head
@@ -237,17 +227,14 @@ class EagleHead(nn.Module):
             self.fc = nn.Linear(2 * size, size, bias=config.fc_bias)
             self.layers = nn.ModuleList([_Layer(config)])
         # Nor are these a part of it that is cast to its dtype: angles are float32.
-        self.__dict__["rotary"] = _rotary(config)
+        self.__dict__["rotary"] = LlamaRotaryEmbedding(_llama(config))
 
     def _register_vocabulary(self, draft_ids: Sequence[int] | None) -> None:
-        config = self.config
-        count = config.draft_vocab_size
+        count, vocab = self.config.draft_vocab_size, self.config.vocab_size
         # On the CPU even if the head is built without storage: these values are looked at.
         ids = torch.tensor(list(range(count) if draft_ids is None else draft_ids), device="cpu")
-        ordered = len(ids) == count and bool((ids[1:] > ids[:-1]).all())
-        if not ordered or int(ids[0]) < 0 or int(ids[-1]) >= config.vocab_size:
-            raise ConfigError(f"draft ids must be {count} ascending ids below {config.vocab_size}")
-        known = torch.zeros(config.vocab_size, dtype=torch.bool, device="cpu")
+        assert len(ids) == count and bool((ids.diff() > 0).all()), "as many ids, ascending"
+        known = torch.zeros(vocab, dtype=torch.bool, device="cpu")
         known[ids] = True
         self.register_buffer("draft_ids", ids, persistent=False)
         self.register_buffer("d2t", ids - torch.arange(count, device="cpu"))

@@ -149,8 +149,8 @@ class MedusaDrafter:
         self._target = target
         self._shapes = tuple(shapes)
         self._generator = generator
-        # A step's last hidden states [batch, width], the row of each sequence that may draft, and
-        # its position.
+        # Of each sequence that may draft: a step's last hidden states [T, width], as they came, the
+        # row of its own, and that one's position.
         self._seen: dict[int, tuple[torch.Tensor, int, int] | None] = {}
         self._empty = TokenTree.empty(target.device)
 
@@ -178,20 +178,17 @@ class MedusaDrafter:
         trees: dict[int, TokenTree] = {}
         alike = [i for i, item in enumerate(ready) if not needs_paths((item.seq,))]
         if alike:
-            ready_logits = (
-                logits if len(alike) == len(ready) else logits[to_device(alike, logits.device)]
-            )
-            trees |= self._crossed([ready[i] for i in alike], ready_logits)
+            whole = len(alike) == len(ready)
+            part = logits if whole else logits[to_device(alike, logits.device)]
+            trees |= self._crossed([ready[i] for i in alike], part)
         for i, item in enumerate(ready):
-            if item.seq.seq_id not in trees:
+            if i not in alike:
                 trees[item.seq.seq_id] = self._grown(item, logits[i])
         return [trees.get(item.seq.seq_id, self._empty) for item in plan.slices]
 
     def _drafts(self, item: Slice) -> bool:
-        """Whether there is a hidden state of the row before the last committed token.
-
-        There is none at the first step, behind a shared prefix, and after preemption.
-        """
+        """Whether there is a hidden state of the row before the last committed token: none at the
+        first step, behind a shared prefix, and after preemption."""
         if not item.decodes or not len(self._shape(item.draft_length)):
             return False
         seen = self._seen.get(item.seq.seq_id)
@@ -204,8 +201,8 @@ class MedusaDrafter:
         if any(other is not kept for other, _, _ in seen):
             return torch.stack([states[row] for states, row, _ in seen])
         rows = [row for _, row, _ in seen]
-        if rows == list(range(len(kept))):
-            return kept
+        if len(rows) == 1:
+            return kept[rows[0] : rows[0] + 1]
         return kept.index_select(0, to_device(rows, kept.device))
 
     def _crossed(self, items: list[Slice], logits: torch.Tensor) -> dict[int, TokenTree]:
@@ -242,22 +239,13 @@ class MedusaDrafter:
     # -- observing ---------------------------------------------------------------------------
 
     def observe(self, commits: Sequence[Commit], out: ModelOutput) -> None:
-        """Keep the hidden state of the row from which the last token of each commit was chosen.
-
-        Of sequences for which it was never asked to draft (those of other drafters) none is kept.
-        """
-        commits = [commit for commit in commits if commit.seq_id in self._seen]
-        if not commits:
-            return
-        hidden = out.features[self.features[0]]
-        rows = [
-            commit.row + commit.scheduled + (commit.path[-1] if commit.path else -1)
-            for commit in commits
-        ]
-        kept = hidden.index_select(0, to_device(rows, hidden.device))
-        for row, commit in enumerate(commits):
-            last = commit.position + commit.scheduled + len(commit.path) - 1
-            self._seen[commit.seq_id] = (kept, row, last)
+        """Keep the hidden state of the row from which the last token of each commit was chosen, of
+        sequences for which it was asked to draft."""
+        for commit in commits:
+            if commit.seq_id in self._seen:
+                row = commit.row + commit.scheduled + (commit.path[-1] if commit.path else -1)
+                last = commit.position + commit.scheduled + len(commit.path) - 1
+                self._seen[commit.seq_id] = out.features[self.features[0]], row, last
 
     def warm_up(self, batch_size: int) -> None:
         """All heads on one row of each sequence, and the choice of candidates."""
@@ -269,11 +257,6 @@ class MedusaDrafter:
         item = Slice(seq, 1, levels)
         with torch.inference_mode():
             self._crossed([item] * batch_size, self._heads(features, levels))
-
-    def held_bytes(self) -> int:
-        """Memory of all hidden states that are kept; those of one step lie in one tensor."""
-        storages = [entry[0].untyped_storage() for entry in self._seen.values() if entry]
-        return sum({storage.data_ptr(): storage.nbytes() for storage in storages}.values())
 
     def forget(self, seq_id: int) -> None:
         self._seen.pop(seq_id, None)

@@ -38,11 +38,8 @@ _TARGET_LAYERS = "paceline_target_layers"
 
 
 def load_medusa(name: str, target: Target) -> MedusaHeads:
-    """Heads for ``target``, on the CPU.
-
-    Raises ModelLoadError, in one line, if the files are missing or damaged, hold another
-    algorithm's weights, or belong to another target.
-    """
+    """Heads for ``target``, on the CPU. Raises ModelLoadError if the files are missing or damaged,
+    hold another algorithm's weights, or belong to another target."""
     checkpoint = read_checkpoint(name, FILES, "Medusa heads")
     heads, tensors = build_medusa(checkpoint, target)
     heads.load_state_dict(tensors)
@@ -68,13 +65,11 @@ def build_medusa(
         _number(checkpoint.config, _TARGET_LAYERS),
         f" (trained on {trained})" if trained else "",
     )
-    with next(value for key, value in tensors.items() if key != "token_map").device:
-        heads = MedusaHeads(config).to(_dtype(tensors))
-    kept = {
-        key: value
-        for key, value in tensors.items()
-        if key == "token_map" or int(key.split(".")[0]) < config.heads
-    }
+    weight = next(value for key, value in tensors.items() if key != "token_map")
+    with weight.device:
+        heads = MedusaHeads(config).to(weight.dtype)
+    known = {"token_map", *map(str, range(config.heads))}
+    kept = {key: value for key, value in tensors.items() if key.partition(".")[0] in known}
     check_shapes(what, heads, kept)
     return heads, kept
 
@@ -129,10 +124,6 @@ def _public_names(checkpoint: Checkpoint) -> dict[str, torch.Tensor]:
     return result
 
 
-def _dtype(tensors: dict[str, torch.Tensor]) -> torch.dtype:
-    return next(value.dtype for key, value in tensors.items() if key != "token_map")
-
-
 def _number(config: dict[str, Any], *names: str) -> int | None:
     """The first of these options that is a whole number above 0."""
     for name in names:
@@ -149,18 +140,16 @@ def _config(checkpoint: Checkpoint, tensors: dict[str, torch.Tensor]) -> MedusaC
     layers = len({key.split(".")[1] for key in tensors if key.startswith("0.") and "linear" in key})
     # Released configs often name fewer heads than the file has: the first ones are meant.
     heads = _number(stated, "medusa_num_heads", "num_heads") or counted
-    stated_count = _number(stated, "medusa_num_layers", "num_hidden_layers")
-    if heads > counted or (stated_count is not None and stated_count != layers):
+    blocks = _number(stated, "medusa_num_layers", "num_hidden_layers") or layers
+    if heads > counted or blocks != layers:
         raise ModelLoadError(
-            f"the config.json of {name} asks for {heads} heads of {stated_count or layers} blocks, "
-            "but the "
-            f"weights hold {counted} of {layers}; the two files do not belong together"
+            f"the config.json of {name} asks for {heads} heads of {blocks} blocks, but the weights "
+            f"hold {counted} of {layers}; the two files do not belong together"
         )
-    shared = bool(stated.get("original_lm_head")) or not any(
-        _VOCABULARY.fullmatch(key) for key in tensors
-    )
+    vocabulary = [key for key in tensors if _VOCABULARY.fullmatch(key)]
+    shared = bool(stated.get("original_lm_head")) or not vocabulary
     if shared:
-        for key in [key for key in tensors if _VOCABULARY.fullmatch(key)]:
+        for key in vocabulary:
             del tensors[key]  # a copy of the target's head
     sample = tensors.get("0.0.linear.weight", tensors.get("0.0.weight"))
     if sample is None:
@@ -181,35 +170,30 @@ def _config(checkpoint: Checkpoint, tensors: dict[str, torch.Tensor]) -> MedusaC
         layers=layers,
         bias="0.0.linear.bias" in tensors,
         shared_head=shared,
-        draft_vocab_size=_reduced(checkpoint, tensors, vocab, layers, rows),
+        draft_vocab_size=_reduced(checkpoint, tensors, vocab, rows),
         base_model=stated.get("base_model_name_or_path"),
         accuracy=_accuracy(checkpoint, heads),
     )
 
 
 def _reduced(
-    checkpoint: Checkpoint,
-    tensors: dict[str, torch.Tensor],
-    vocab: int,
-    layers: int,
-    rows: int | None,
+    checkpoint: Checkpoint, tensors: dict[str, torch.Tensor], vocab: int, rows: int | None
 ) -> int | None:
     """Size of a reduced vocabulary; None if the heads know all tokens. Fits the tensors to it."""
-    size = _number(checkpoint.config, "truncated_vocab_size") or vocab
+    name, size = checkpoint.name, _number(checkpoint.config, "truncated_vocab_size") or vocab
+    ids = tensors.pop("token_map", None)
     if size >= vocab:
-        tensors.pop("token_map", None)
         return None
-    ids = tensors.get("token_map")
     if ids is None:
         raise ModelLoadError(
-            f"the Medusa heads {checkpoint.name} know {size} of {vocab} tokens, but the file has "
-            "no token_map that says which; it is incomplete"
+            f"the Medusa heads {name} know {size} of {vocab} tokens, but the file has no token_map "
+            "that says which; it is incomplete"
         )
     ids = tensors["token_map"] = ids.to(torch.int64)
     if ids.shape != (size,) or int(ids.min()) < 0 or int(ids.max()) >= vocab:
         raise ModelLoadError(
-            f"the token_map of {checkpoint.name} does not name {size} tokens below {vocab}; "
-            "the files do not belong together"
+            f"the token_map of {name} does not name {size} tokens below {vocab}; the files do not "
+            "belong together"
         )
     if rows is not None and rows > size:
         for key in [key for key in tensors if _VOCABULARY.fullmatch(key)]:

@@ -14,7 +14,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from paceline.draft.trees.narrow import widened
+from paceline.draft.trees.grow import widened
 
 Head = Callable[[torch.Tensor], torch.Tensor]  # hidden [..., width] -> logits [..., vocab]
 
@@ -23,10 +23,9 @@ Head = Callable[[torch.Tensor], torch.Tensor]  # hidden [..., width] -> logits [
 class MedusaConfig:
     """The shape of the heads, and how often they were right.
 
-    ``shared_head``: all heads use the target's own language-model head instead of a vocabulary
-    layer each. ``draft_vocab_size`` below ``vocab_size``: they know only the tokens in the
-    checkpoint's token map. ``accuracy[k][r]``: how often candidate r of head k was the token, on
-    held-out text; empty if nobody measured it.
+    ``shared_head``: all heads use the target's language-model head instead of a vocabulary layer
+    each. ``draft_vocab_size``: below ``vocab_size``, they know only the tokens of the token map.
+    ``accuracy[k][r]``: how often candidate r of head k was right on held-out text, if measured.
     """
 
     hidden_size: int
@@ -91,11 +90,8 @@ class MedusaHeads(nn.ModuleList):
         return [module for module in heads if isinstance(module, nn.Linear)]
 
     def forward(self, features: torch.Tensor, lm_head: Head | None = None) -> torch.Tensor:
-        """Logits ``[heads, T, vocab]`` from the target's final hidden states ``[T, width]``.
-
-        ``lm_head`` is the target's own, needed where the heads share it. Tokens outside a reduced
-        vocabulary get minus infinity.
-        """
+        """Logits ``[heads, T, vocab]`` from the target's final hidden states ``[T, width]``, minus
+        infinity outside a reduced vocabulary. ``lm_head``: the target's, where they share it."""
         return torch.stack([self.logits(k, features, lm_head) for k in range(len(self))])
 
     def logits(

@@ -1,7 +1,5 @@
-"""Tree growth, in one place: static shapes, dynamic by probability, optimal for a node budget.
-
-A tree grows level by level. Each pass of a drafter yields logits after the nodes it was given;
-``draft`` turns them into candidates; the tree takes some of them and says which to expand next::
+"""Tree growth, level by level. A drafter's pass yields logits after the nodes it was given, these
+become candidates, and the tree takes some and says which to expand next::
 
     logits -> candidates -> nodes, of which some are expanded -> logits -> ...
 
@@ -28,8 +26,31 @@ from paceline.core.draws import draft, draw_of, likeliest
 from paceline.core.sampling import Rows, is_plain, is_plain_greedy, needs_paths
 from paceline.core.transfer import to_device
 from paceline.core.tree import Draw, TokenTree, depths_of, is_chain
-from paceline.draft.trees.narrow import Logits, Narrow
 from paceline.draft.trees.shape import Shape
+
+
+@dataclass(frozen=True)
+class Narrow:
+    """Logits ``[R, n]`` of the tokens ``ids`` alone, int64 ``[n]``, ascending; no other of the
+    ``vocab`` is likely. Enough where the choice is the largest logit (``is_plain_greedy``). Of
+    49,152 tokens a head knows 8,192: all that is done with a row costs a sixth."""
+
+    logits: torch.Tensor
+    ids: torch.Tensor
+    vocab: int
+
+    def whole(self) -> torch.Tensor:
+        """``[R, vocab]``, minus infinity for the others."""
+        return widened(self.logits, self.ids, self.vocab)
+
+
+def widened(logits: torch.Tensor, ids: torch.Tensor, width: int) -> torch.Tensor:
+    """``[..., n]`` of the tokens ``ids`` over ``width`` tokens, minus infinity for the others."""
+    full = logits.new_full((*logits.shape[:-1], width), -torch.inf)
+    return full.index_copy_(-1, ids, logits)
+
+
+Logits = torch.Tensor | Narrow  # [R, vocab], or of some tokens
 
 
 class Growing(ABC):
@@ -42,12 +63,16 @@ class Growing(ABC):
     sees (itself, too), and the parents are any of the right depth. ``above`` int64: the row, among
     the newest expanded nodes before these, of each newest node's parent; None if they are those
     rows. ``fresh`` int64: tokens of the newest expanded nodes, the end of ``expanded_parents``.
+
+    Of its drafter: ``base`` rows of committed tokens stand in the cache in front of the nodes, and
+    ``outputs [rows, H]`` are what an EAGLE head put out at the newest rows.
     """
 
     samples: bool
 
-    def __init__(self, item: Slice, width: int, device: torch.device) -> None:
-        self.item, self.width = item, width
+    def __init__(self, item: Slice, width: int, device: torch.device, base: int) -> None:
+        self.item, self.width, self.base = item, width, base
+        self.outputs: torch.Tensor | None = None
         self.expanded_parents: tuple[int, ...] = ()
         self.ancestors: torch.Tensor | None = None
         self.above: torch.Tensor | None = None
@@ -95,17 +120,11 @@ class Growing(ABC):
         """The tree, and for each node its index among the expanded, -1 if it is not."""
 
 
-def level_span(tree: Growing, base: int) -> Span:
-    """The newest nodes of a tree, for a cache that holds ``base`` rows of committed tokens."""
-    parents = tree.expanded_parents
-    first_new = len(parents) - len(tree.fresh)
-    return Span.of(
-        tree.item.seq.seq_id, base, (), parents, tree.fresh, first_new, ancestors=tree.ancestors
-    )
-
-
-def _rows(tree: Growing) -> int:
-    return len(tree.fresh) if tree.expanded_parents else 1
+def level_span(tree: Growing, nodes: torch.Tensor | None = None) -> Span:
+    """The newest nodes of a tree, by their tokens in the drafter's vocabulary if it has another."""
+    parents, fresh = tree.expanded_parents, tree.fresh if nodes is None else nodes
+    seq_id, first_new = tree.item.seq.seq_id, len(parents) - len(fresh)
+    return Span.of(seq_id, tree.base, (), parents, fresh, first_new, ancestors=tree.ancestors)
 
 
 def _depth(tree: Growing) -> int:
@@ -126,7 +145,7 @@ def grow(
     """
     growing = trees
     while growing:
-        counts = [_rows(tree) for tree in growing]
+        counts = [len(tree.fresh) if tree.expanded_parents else 1 for tree in growing]
         grown = candidates(growing, counts, logits, generator)
         growing = [tree for tree, part in zip(growing, grown, strict=True) if tree.extend(*part)]
         if growing:
@@ -156,41 +175,31 @@ def candidates(
         return [(ids[tokens], weights) for tokens, weights in grown]
     kinds = {tree.samples for tree in trees}
     if len(kinds) > 1:
-        parts = torch.split(logits, list(counts))
-        result: dict[int, _Part] = {}
+        parts, result = torch.split(logits, list(counts)), dict[int, _Part]()
         for kind in kinds:
             chosen = [i for i, tree in enumerate(trees) if tree.samples is kind]
-            same_kind = [trees[i] for i in chosen]
-            joined = torch.cat([parts[i] for i in chosen])
-            own_counts = [counts[i] for i in chosen]
-            grown = candidates(same_kind, own_counts, joined, generator)
+            rows = torch.cat([parts[i] for i in chosen])
+            same_kind, own_counts = [trees[i] for i in chosen], [counts[i] for i in chosen]
+            grown = candidates(same_kind, own_counts, rows, generator)
             result.update(zip(chosen, grown, strict=True))
         return [result[i] for i in range(len(trees))]
-    rows = _row_table(trees, counts)
-    width = max(tree.width for tree in trees)
+    table, width = _row_table(trees, counts), max(tree.width for tree in trees)
+    weights: torch.Tensor | None
     if kinds == {True}:
-        drafted = draft(logits, rows, width, generator)
+        drafted = draft(logits, table, width, generator)
         tokens, weights = drafted.tokens, drafted.q
     else:
-        tokens, weights = likeliest(logits, rows, min(width, logits.shape[1]))
-    places = torch.split(tokens, list(counts))
+        tokens, weights = likeliest(logits, table, min(width, logits.shape[1]))
     probs = [None] * len(trees) if weights is None else torch.split(weights, list(counts))
-    return list(zip(places, probs, strict=True))
+    return list(zip(torch.split(tokens, list(counts)), probs, strict=True))
 
 
 def _row_table(trees: Sequence[Growing], counts: Sequence[int]) -> Rows:
-    seqs = tuple(
-        tree.item.seq for tree, count in zip(trees, counts, strict=True) for _ in range(count)
-    )
-    depths = tuple(
-        depth
-        for tree, count in zip(trees, counts, strict=True)
-        for depth in (_depth(tree),) * count
-    )
+    row_trees = [tree for tree, count in zip(trees, counts, strict=True) for _ in range(count)]
+    seqs, depths = tuple(t.item.seq for t in row_trees), tuple(map(_depth, row_trees))
     paths = None
     if any(depths) and needs_paths(seqs):
-        row_paths = [tree.path_of_rows() for tree in trees]
-        deepest = max(depths)
+        row_paths, deepest = [tree.path_of_rows() for tree in trees], max(depths)
         pad = torch.nn.functional.pad
         paths = torch.cat([pad(path, (0, deepest - path.shape[1])) for path in row_paths])
     return Rows(seqs, depths, paths)
@@ -209,10 +218,10 @@ class _Level:
 
 
 @lru_cache(maxsize=512)
-def _levels(shape: Shape, width: int, device: torch.device) -> tuple[_Level, ...]:
-    depths = depths_of(shape.parents)
-    inner = set(shape.parents)
-    new_number = {-1: -1}  # node -> index among the expanded
+def levels_of(shape: Shape, width: int, device: torch.device) -> tuple[_Level, ...]:
+    """Those of a shape whose expanded nodes have ``width`` candidates each."""
+    depths, inner = depths_of(shape.parents), set(shape.parents)
+    number_of = {-1: -1}  # node -> index among the expanded
     expanded_parents: tuple[int, ...] = ()
     newest = [-1]
     levels = []
@@ -220,20 +229,18 @@ def _levels(shape: Shape, width: int, device: torch.device) -> tuple[_Level, ...
         nodes = [node for node, node_depth in enumerate(depths) if node_depth == depth]
         rows = [newest.index(shape.parents[node]) for node in nodes]
         picks = [row * width + shape.ranks[n] for row, n in zip(rows, nodes, strict=True)]
-        before, newest = len(newest), [node for node in nodes if node in inner]
-        for node in newest:
-            new_number[node] = len(expanded_parents)
-            expanded_parents = (*expanded_parents, new_number[shape.parents[node]])
         kept = [i for i, node in enumerate(nodes) if node in inner]
-        above = [rows[i] for i in kept]
-        same = above == list(range(before))
-        expanded = None if len(kept) == len(nodes) else to_device(kept, device)
+        above, in_order = [rows[i] for i in kept], list(range(len(newest)))
+        newest = [nodes[i] for i in kept]
+        for node in newest:
+            number_of[node] = len(expanded_parents)
+            expanded_parents = (*expanded_parents, number_of[shape.parents[node]])
         levels.append(
             _Level(
                 to_device(rows, device),
                 to_device(picks, device),
-                None if same else to_device(above, device),
-                expanded,
+                None if above == in_order else to_device(above, device),
+                None if len(kept) == len(nodes) else to_device(kept, device),
                 expanded_parents,
                 len(nodes),
             )
@@ -253,10 +260,10 @@ class StaticTree(Growing):
 
     samples = True
 
-    def __init__(self, item: Slice, shape: Shape, device: torch.device) -> None:
-        super().__init__(item, 1 + max(shape.ranks), device)
+    def __init__(self, item: Slice, shape: Shape, device: torch.device, base: int = 0) -> None:
+        super().__init__(item, 1 + max(shape.ranks), device, base)
         self.shape = shape
-        self._plan = _levels(shape, self.width, device)
+        self._plan = levels_of(shape, self.width, device)
         self._draw = draw_of(item.seq, shape.branches)
         assert self._draw is Draw.POINT or shape.complete, "siblings are drawn one after another"
         self._probs: list[torch.Tensor] = []
@@ -305,9 +312,9 @@ class DynamicTree(Growing):
     samples = False
 
     def __init__(
-        self, item: Slice, depth: int, width: int, nodes: int, device: torch.device
+        self, item: Slice, depth: int, width: int, nodes: int, device: torch.device, base: int = 0
     ) -> None:
-        super().__init__(item, width, device)
+        super().__init__(item, width, device, base)
         self._depth, self._nodes = depth, nodes
         self._scores: list[torch.Tensor] = []
         self._parents: list[int] = []  # of each candidate, among the expanded nodes

@@ -9,18 +9,17 @@ from contextlib import contextmanager
 import torch
 
 from paceline.core.batch import Batch, Plan, Slice, Span
-from paceline.core.draws import draft
 from paceline.core.params import SamplingParams
-from paceline.core.sampling import Rows
 from paceline.core.sequence import SequenceView
 from paceline.core.tree import TokenTree
-from paceline.draft.trees.grow import Growing, candidates, grow, level_span
-from paceline.draft.trees.narrow import Logits, Narrow
+from paceline.draft.trees.grow import Growing, Logits, Narrow, grow
 from paceline.draft.trees.policy import Policy
-from paceline.model.backends.growing import GrownTree, Growth, WantedTree
+from paceline.model.backends.growing import Growth, WantedTree
 from paceline.model.paged.cache import PagedCache
 
-Finished = tuple[TokenTree, tuple[int, ...]]  # see Growing.finish
+# A tree, each node's number among the expanded (-1 if it is not), and the log-probability of each
+# node's path where the tree was grown in one call.
+Finished = tuple[TokenTree, tuple[int, ...], tuple[float, ...]]
 
 _BLOCKS = 4  # of context when warming up: about what the target's own costs are measured with
 
@@ -45,15 +44,7 @@ class LevelDrafter(ABC):
         self._policy = policy
         self._generator = generator
         self._max_positions = max_positions
-        self.deliver_to = cache.device  # where trees are wanted: the target's device
-
-    @property
-    def deliver_to(self) -> torch.device:
-        return self._empty.tokens.device
-
-    @deliver_to.setter
-    def deliver_to(self, device: torch.device) -> None:
-        self._empty = TokenTree.empty(device)
+        self._empty = TokenTree.empty(cache.device)
 
     def max_nodes(self, length: int) -> int:
         return self._policy.max_nodes(length)
@@ -64,69 +55,52 @@ class LevelDrafter(ABC):
     @torch.inference_mode()
     def propose(self, plan: Plan) -> list[TokenTree]:
         pairs = [(item, span) for item in plan.slices if (span := self._span(item)) is not None]
-        growing = {
-            span.seq_id: self._policy.start(item, self.cache.device)
+        trees = [
+            self._policy.start(item, self.cache.device, span.context + span.pending)
             for item, span in pairs
             if span.wants_logits
+        ]
+        finished = self._grow(trees, [span for _, span in pairs]) if pairs else []
+        grown = {
+            tree.item.seq.seq_id: self._finish(tree.item, *done)
+            for tree, done in zip(trees, finished, strict=True)
         }
-        grown: dict[int, TokenTree] = {}
-        if pairs:
-            spans, trees = [span for _, span in pairs], list(growing.values())
-            finished = self._in_one_call(trees, spans)
-            if finished is None:
-                logits = self._first(spans)
-                bases = [self._base(tree.item) for tree in trees]
-                finished = self._at_once(trees, bases, logits)
-            if finished is None:
-                grow(trees, logits, self._level, self._generator)
-                finished = [tree.finish() for tree in trees]
-            grown = {
-                seq_id: self._finish(seq_id, *done)
-                for seq_id, done in zip(growing, finished, strict=True)
-            }
         return [grown.get(item.seq.seq_id, self._empty) for item in plan.slices]
 
-    def _in_one_call(
-        self, trees: Sequence[Growing], spans: Sequence[Span]
-    ) -> list[Finished] | None:
-        """The finished trees, if all of them can be grown in the call that runs ``spans``."""
-        return None
+    def _grow(self, trees: Sequence[Growing], spans: Sequence[Span]) -> list[Finished]:
+        """Run the spans, and grow the trees of those that want logits."""
+        logits = self._first(spans, trees)
+        finished = self._at_once(trees, logits)
+        if finished is None:
+            grow(trees, logits, self._level, self._generator)
+            finished = [(*tree.finish(), ()) for tree in trees]
+        return finished
 
     def _at_once(
-        self,
-        trees: Sequence[Growing],
-        bases: Sequence[int],
-        logits: Logits,
-        first: Batch | None = None,
+        self, trees: Sequence[Growing], logits: Logits, first: Batch | None = None
     ) -> list[Finished] | None:
         """The finished trees, if all of them can be grown in one call; ``first``: as growth's."""
         growth = self.growth
         sizes = [size for tree in trees if growth and (size := tree.plain_size())]
         if growth is None or not trees or len(sizes) < len(trees):
             return None
-        wanted = [
-            WantedTree(
-                *(*size, base, self.cache.blocks_of(seq.seq_id), seq.params, len(seq.tokens)),
-                least=self._least(seq),
+        wanted = []
+        for tree, size in zip(trees, sizes, strict=True):
+            seq = tree.item.seq
+            table, least = self.cache.blocks_of(seq.seq_id), self._least(seq)
+            wanted.append(
+                WantedTree(*size, tree.base, table, seq.params, len(seq.tokens), least=least)
             )
-            for seq, base, size in zip((t.item.seq for t in trees), bases, sizes, strict=True)
-        ]
         ids = logits.ids if isinstance(logits, Narrow) else None
         logits = logits.logits if isinstance(logits, Narrow) else logits
-        outputs = self._outputs([tree.item.seq.seq_id for tree in trees])
-        grown = growth(self.cache, wanted, logits, ids, outputs, first)
-        seen = self._seen([tree.item.seq for tree in trees], grown)
-        return [(TokenTree(tree.tokens, tree.parents), tree.slots) for tree in seen]
+        outputs = [tree.outputs for tree in trees if tree.outputs is not None]
+        joined = torch.cat(outputs) if outputs else None
+        grown = growth(self.cache, wanted, logits, ids, joined, first)
+        return [(TokenTree(tree.tokens, tree.parents), tree.slots, tree.scores) for tree in grown]
 
     def _least(self, seq: SequenceView) -> float:
         """The probability of a path behind which a chain ends; 0: it goes on."""
         return 0.0
-
-    def _seen(
-        self, seqs: Sequence[SequenceView], grown: Sequence[GrownTree]
-    ) -> Sequence[GrownTree]:
-        """What was grown in one call, for those who learn from it."""
-        return grown
 
     @property
     def growth(self) -> Growth | None:
@@ -140,62 +114,43 @@ class LevelDrafter(ABC):
         (EAGLE-3 on SmolLM2, bf16, temperature 1: 1.11x of plain decoding with, 1.06x without.)"""
         return self._policy.nodes > 0 and self.growth is not None
 
-    def _outputs(self, ids: Sequence[int]) -> torch.Tensor | None:
-        """What is run reads beside tokens, ``[trees, H]``; None: nothing."""
-        return None
-
     @abstractmethod
     def _span(self, item: Slice) -> Span | None:
         """What has to be run before the first level; None leaves the sequence alone."""
 
     @abstractmethod
-    def _logits(self, spans: Sequence[Span]) -> Logits:
-        """One forward: logits after the rows that want them."""
+    def _first(self, spans: Sequence[Span], trees: Sequence[Growing]) -> Logits:
+        """Run what ``_span`` asked for: logits after the spans that want them, those of the trees,
+        in their order."""
 
     @abstractmethod
-    def _base(self, item: Slice) -> int:
-        """Rows of committed tokens in the cache, in front of the nodes."""
-
-    def _first(self, spans: Sequence[Span]) -> Logits:
-        return self._logits(spans)
-
     def _level(self, trees: list[Growing]) -> Logits:
-        """Run the newest nodes of some trees."""
-        return self._logits([level_span(t, self._base(t.item)) for t in trees])
+        """Run the newest nodes of some trees: logits after each."""
 
-    def _finish(self, seq_id: int, tree: TokenTree, slots: tuple[int, ...]) -> TokenTree:
-        """A tree to propose; ``slots``: each node's number among the expanded, -1 if it is not."""
+    @abstractmethod
+    def _made_up(self, trees: Sequence[Growing]) -> Logits:
+        """Logits to grow made-up trees from, which are given what growing reads beside them."""
+
+    def _finish(
+        self, item: Slice, tree: TokenTree, slots: tuple[int, ...], scores: tuple[float, ...]
+    ) -> TokenTree:
+        """A tree to propose; the other parts as of Finished."""
         return tree
 
     @torch.inference_mode()
     def warm_up(self, batch_size: int) -> None:
         """One level of each sequence's tree: the forward over its nodes, the choice, the growth."""
-        cache, most = self.cache, self._max_positions
-        width = min(self._policy.max_expanded(2), most // 2, cache.block_size)
-        with _stand_ins(cache, batch_size, most, max(width, 1)) as (seqs, context):
-            trees = [self._policy.start(Slice(seq, 1, 2), cache.device) for seq in seqs]
-            deepest = [size for tree in trees if (size := tree.plain_size()) and size[0] > 1]
-            if deepest and deepest[0][1] <= width:  # of two levels: the newest nodes have room
-                logits = self._made_up(seqs)
-                if logits is not None and self._at_once(trees, [context] * len(seqs), logits):
-                    return
-            made_up = torch.zeros(1, trees[0].width, device=cache.device)
-            if not all([tree.extend(made_up.long(), made_up) for tree in trees]):
-                # Trees of one level: their only pass is over the committed token.
-                out = self._logits([Span.of(seq.seq_id, context, (0,)) for seq in seqs])
-                logits = out.logits if isinstance(out, Narrow) else out
-                draft(logits, Rows(tuple(seqs), (0,) * len(seqs)), 1, self._generator)
-                return
-            out = self._logits([level_span(tree, context) for tree in trees])
-            counts = [len(tree.fresh) for tree in trees]
-            grown = candidates(trees, counts, out, self._generator)
-            for tree, part in zip(trees, grown, strict=True):
-                tree.extend(*part)
-                tree.finish()
-
-    def _made_up(self, seqs: Sequence[SequenceView]) -> Logits | None:
-        """Logits after the committed tokens, to grow trees from in one call; None: levels."""
-        return None
+        policy, cache = self._policy, self.cache
+        nodes = policy.width if policy.nodes else policy.max_expanded(2)
+        if policy.depth(2) < 2 or nodes > min(cache.block_size, self._max_positions // 2):
+            policy, nodes = Policy(), 1
+        with _stand_ins(cache, batch_size, self._max_positions, nodes) as (seqs, context):
+            trees = [policy.start(Slice(seq, 1, 2), cache.device, context) for seq in seqs]
+            if self._at_once(trees, self._made_up(trees)) is None:
+                made_up = torch.zeros(1, trees[0].width, device=cache.device)
+                for tree in trees:
+                    tree.extend(made_up.long(), made_up)
+                grow(trees, self._level(trees), self._level, self._generator)
 
 
 @contextmanager

@@ -8,13 +8,15 @@ from functools import lru_cache
 import torch
 
 from paceline.core.batch import Slice
+from paceline.core.costs import CostCurve
 from paceline.core.draws import draws_unseeded
 from paceline.draft.trees.grow import DynamicTree, Growing, StaticTree
-from paceline.draft.trees.shape import Shape, best_shape
-from paceline.draft.trees.size import TYPICAL
+from paceline.draft.trees.shape import Shape, best_shape, expected_tokens
 
 _CHAIN = Shape.branching((1,) * 64)
 _EVENLY = 8  # levels
+TYPICAL = (0.6, 0.18, 0.08)  # how often the candidates of a node are right, by rank
+FEWEST, MOST = 4, 32
 
 
 @dataclass(frozen=True)
@@ -22,12 +24,11 @@ class Policy:
     """The trees of one drafter, at most as deep as the draft length.
 
     By default a chain. ``shape``: this static tree. ``nodes``: dynamic trees of up to that many
-    nodes, expanding ``width`` nodes a level. A shallow tree has fewer: ``width`` a level, or what
-    leads to ``nodes`` evenly in eight levels. So draft lengths have prices of their own, and a
-    batch for which all nodes are too dear still has shorter drafts to choose from. Requests that
-    are sampled without a seed then get a static tree of as many nodes, drawn from q: that is
-    accepted more often than the likeliest tokens, and than a chain (embedded pair, temperature 1,
-    four levels: 3.03 tokens a step with 8 nodes, 2.69 with a chain).
+    nodes, expanding ``width`` nodes a level. A shallow tree has fewer (``width`` a level, or what
+    leads to ``nodes`` evenly in eight levels), so that draft lengths have prices of their own.
+    Requests that are sampled without a seed then get a static tree of as many nodes, drawn from q:
+    it is accepted more often than the likeliest tokens, and than a chain (embedded pair,
+    temperature 1, four levels: 3.03 tokens a step with 8 nodes, 2.69 with a chain).
     """
 
     shape: Shape = _CHAIN
@@ -51,17 +52,36 @@ class Policy:
             return len(self.shape.cut(max(0, length - 1)))
         return max(self.nodes, self.width * max(0, length - 1))
 
-    def start(self, item: Slice, device: torch.device) -> Growing:
-        """An empty tree for a sequence with a draft length above 0."""
+    def start(self, item: Slice, device: torch.device, base: int = 0) -> Growing:
+        """An empty tree for a sequence with a draft length above 0; ``base`` as of Growing."""
         length = self.depth(item.draft_length)
         if not self.nodes:
-            return StaticTree(item, self.shape.cut(length), device)
+            return StaticTree(item, self.shape.cut(length), device, base)
         if draws_unseeded(item.seq.params):
-            return StaticTree(item, sampled_shape(self.max_nodes(length), length), device)
-        return DynamicTree(item, length, self.width, self.max_nodes(length), device)
+            shape = sampled_shape(self.max_nodes(length), length)
+            return StaticTree(item, shape, device, base)
+        return DynamicTree(item, length, self.width, self.max_nodes(length), device, base)
 
 
 @lru_cache(maxsize=256)
 def sampled_shape(nodes: int, length: int) -> Shape:
     """The static tree for drafts that are drawn: best where each level is accepted like this."""
     return best_shape([TYPICAL] * length, nodes)
+
+
+def paying_nodes(price: CostCurve) -> int:
+    """Nodes, ``FEWEST`` to ``MOST``, of the tree with the most tokens a second.
+
+    ``price``: seconds of a target forward over so many tokens of one sequence, the tree's nodes and
+    one more. Acceptance is taken to be ``TYPICAL``; that of a text moves the length, not this. What
+    drafting costs is left out, as it follows from the levels and hardly from the nodes.
+    """
+    tokens = _expected()
+    return max(range(FEWEST, MOST + 1), key=lambda nodes: tokens[nodes] / price(1 + nodes))
+
+
+@lru_cache(maxsize=1)
+def _expected() -> tuple[float, ...]:
+    """Tokens of a step with the best tree of 0, 1, ... ``MOST`` nodes."""
+    accuracy = [TYPICAL] * _EVENLY
+    return tuple(expected_tokens(best_shape(accuracy, n), accuracy) for n in range(MOST + 1))

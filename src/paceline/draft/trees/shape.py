@@ -6,7 +6,7 @@ Sequoia, Chen et al. 2024 (arXiv 2402.12374); OPT-Tree, Wang et al. 2024 (arXiv 
 from __future__ import annotations
 
 import heapq
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from itertools import pairwise
@@ -84,9 +84,8 @@ def best_shape(accuracy: Sequence[Sequence[float]], nodes: int) -> Shape:
     """The shape of at most ``nodes`` nodes with the most expected accepted tokens.
 
     ``accuracy[d][r]`` is the chance that candidate r at depth d + 1 is the target's choice, given
-    that its parent is. A node then is accepted with the product along its path, and as products
-    fall along paths, the best tree is the ``nodes`` likeliest ones (Sequoia's optimum, where
-    acceptance depends on depth and rank alone). Siblings are taken in rank order.
+    that its parent is. A node is accepted with the product along its path, so the best tree is the
+    ``nodes`` likeliest ones (Sequoia's optimum). Siblings are taken in rank order.
     """
 
     def entry(chance: float, path: tuple[int, ...]) -> tuple[float, tuple[int, ...]]:
@@ -117,3 +116,34 @@ def expected_tokens(shape: Shape, accuracy: Sequence[Sequence[float]]) -> float:
         chance = accuracy[depth - 1][rank] if depth <= len(accuracy) else 0.0
         chances.append(chance * (chances[parent] if parent >= 0 else 1.0))
     return 1.0 + sum(chances)
+
+
+def merge(
+    candidates: Iterable[Sequence[int]],
+    max_nodes: int | None = None,
+    max_branch: int | None = None,
+) -> tuple[list[int], tuple[int, ...]]:
+    """Tokens and parents of the trie over ``candidates``, in the order they were added.
+
+    Candidates that begin alike share nodes; a node's children stand in the order of the first
+    candidate that went there. The trie ends with its ``max_nodes``-th node. Every candidate but the
+    first is cut after ``max_branch`` nodes of its own: a hedge close to where it leaves the others.
+    Parents are topologically ordered, -1 is the root, as a TokenTree wants them.
+    """
+    tokens: list[int] = []
+    parents: list[int] = []
+    children: dict[tuple[int, int], int] = {}  # (parent, token) -> node
+    for number, candidate in enumerate(candidates):
+        node, before = -1, len(tokens)
+        for token in candidate:
+            child = children.get((node, token))
+            if child is None:
+                if max_nodes is not None and len(tokens) >= max_nodes:
+                    return tokens, tuple(parents)
+                if number and max_branch is not None and len(tokens) - before >= max_branch:
+                    break
+                child = children[node, token] = len(tokens)
+                tokens.append(token)
+                parents.append(node)
+            node = child
+    return tokens, tuple(parents)

@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 import logging
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING
 
-from paceline.draft.vocabulary.shared import TokenTexts, overlap, shared_ids
+from paceline.draft.vocabulary.shared import Match, TokenTexts, overlap, shared_ids
 from paceline.errors import ConfigError, VocabularyMismatchError
 from paceline.model.vocabulary import Named, check_embeddings, differences
 
@@ -48,20 +47,6 @@ work, but recommended upgrading before the next release. Summary: approved, with
 """
 
 
-@dataclass(frozen=True)
-class Match:
-    """What a draft's vocabulary has in common with the target's, and what is made of it.
-
-    ``pairs``: target id -> draft id of the shared tokens; ``share``: how much of text they cover.
-    """
-
-    method: Literal["intersection", "string"]
-    target: TokenTexts
-    draft: TokenTexts
-    pairs: dict[int, int]
-    share: float
-
-
 def match_vocabularies(
     target: Named,
     draft: Named,
@@ -69,11 +54,9 @@ def match_vocabularies(
     draft_tokenizer: PreTrainedTokenizerFast,
     method: str = "auto",
 ) -> Match | None:
-    """None if the ids agree and nothing else is asked for; otherwise how to translate.
-
-    Raises ConfigError on an unknown method and VocabularyMismatchError if no way is lossless and
-    sensible, or not the one asked for.
-    """
+    """None if the ids agree and nothing else is asked for; otherwise how to translate. Raises
+    ConfigError on an unknown method, VocabularyMismatchError if no way, or not the one asked for,
+    is lossless and sensible."""
     if method not in METHODS:
         raise ConfigError(f"vocab is {method!r}; use one of {', '.join(METHODS)}")
     differing = differences(tokenizer, draft_tokenizer)

@@ -9,8 +9,9 @@ so q is exact and renormalised over the intersection, and everything after it wo
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from functools import cached_property
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Literal
 
 import torch
 
@@ -22,11 +23,9 @@ if TYPE_CHECKING:
 
 
 class SharedVocabulary:
-    """How a draft model reads the target's tokens, and how its logits become the target's.
-
-    Here ids and tokens are the same; either side may have more rows of logits than tokens
-    (padding). ``description`` tells people how two vocabularies were brought together.
-    """
+    """How a draft model reads the target's tokens, and how its logits become the target's: here
+    ids are the same; either side may have more rows of logits than tokens (padding).
+    ``description`` tells people how two vocabularies were brought together."""
 
     description: str | None = None
 
@@ -125,11 +124,8 @@ class TokenTexts:
 
 
 def shared_ids(target: TokenTexts, draft: TokenTexts) -> dict[int, int]:
-    """Target id -> draft id of every token that both have.
-
-    Ordinary tokens by their bytes, special ones by their names; begin and end of text by their
-    role, whatever they are called.
-    """
+    """Target id -> draft id of every token that both have: ordinary tokens by their bytes, special
+    ones by their names, begin and end of text by their role."""
     pairs = {target.ids[s]: index for s, index in draft.ids.items() if s in target.ids}
     names = {name: index for index, name in draft.special.items()}
     pairs.update({i: names[name] for i, name in target.special.items() if name in names})
@@ -141,43 +137,41 @@ def shared_ids(target: TokenTexts, draft: TokenTexts) -> dict[int, int]:
 
 
 def overlap(target: TokenTexts, draft: TokenTexts, pairs: Mapping[int, int], sample: str) -> float:
-    """Share of the tokens of a text that both vocabularies have.
-
-    Of the two ways to write the text, the target's and the draft's, the one with less in common
-    counts: what the target writes should be in the draft's reach, and what the draft would write
-    should not be lost.
-    """
+    """Share of the tokens of a text that both vocabularies have, as the target writes it or as the
+    draft does, whichever is less."""
 
     def share(ids: Sequence[int], common: set[int]) -> float:
         return sum(index in common for index in ids) / max(1, len(ids))
 
-    return min(
-        share(target.encode(sample), set(pairs)),
-        share(draft.encode(sample), set(pairs.values())),
-    )
+    theirs = share(draft.encode(sample), set(pairs.values()))
+    return min(share(target.encode(sample), set(pairs)), theirs)
+
+
+@dataclass(frozen=True)
+class Match:
+    """What a draft's vocabulary has in common with the target's, and what is made of it.
+
+    ``pairs``: target id -> draft id of the shared tokens; ``share``: how much of text they cover.
+    """
+
+    method: Literal["intersection", "string"]
+    target: TokenTexts
+    draft: TokenTexts
+    pairs: dict[int, int]
+    share: float
 
 
 class Intersection(SharedVocabulary):
     """Token-level intersection: the draft speaks only of tokens that both vocabularies have.
-
     Committed tokens outside of it are spelt in the draft's tokens, each by itself: what the draft
-    has read never changes, and a piece of a character is as good as any other string.
-    """
+    has read never changes."""
 
-    def __init__(
-        self,
-        target: TokenTexts,
-        draft: TokenTexts,
-        pairs: Mapping[int, int],
-        widths: tuple[int, int],
-        device: torch.device,
-        share: float,
-    ) -> None:
-        """``widths``: rows of logits of target and draft; ``share``: the measured overlap."""
-        self.description = f"token-level intersection, {100 * share:.0f} % of text"
+    def __init__(self, match: Match, widths: tuple[int, int], device: torch.device) -> None:
+        """``widths``: rows of logits of target and draft."""
+        self.description = f"token-level intersection, {100 * match.share:.0f} % of text"
         rows, self._draft_width = widths
-        self._pairs = {a: b for a, b in pairs.items() if a < rows and b < self._draft_width}
-        self._target, self._draft = target, draft
+        self._pairs = {a: b for a, b in match.pairs.items() if a < rows and b < self._draft_width}
+        self._target, self._draft = match.target, match.draft
         source = [self._pairs.get(token, 0) for token in range(rows)]
         outside = [token not in self._pairs for token in range(rows)]
         self._source = to_device(source, device)

@@ -102,6 +102,29 @@ struct Draft {
   }
 };
 
+struct Candidate {
+  double chance;
+  int32_t parent, token;
+  int64_t depth;
+  size_t first, count;  // its positions among `places`
+};
+
+struct Following {
+  int32_t token;
+  size_t count;
+};
+
+// What a lookup works with, kept from one to the next: a search takes less time than its allocations.
+struct Scratch {
+  std::vector<uint32_t> tags;  // of the levels
+  std::vector<Position> found, going, places;
+  std::vector<int64_t> lengths;
+  std::vector<Following> following;
+  std::vector<Candidate> candidates;
+  std::vector<size_t> heap;  // of their numbers: those that came first among equals
+};
+thread_local Scratch scratch;
+
 struct Index {
   const pl_lookup rule;
   std::vector<Level> levels;  // shortest first
@@ -237,12 +260,25 @@ struct Index {
     return length;
   }
 
+  // What the strings of each level are found by, of a text's last tokens; their entries are on the way then.
+  void find(const Text& text) const {
+    uint64_t hash = 0, power = 1;
+    int64_t length = 0;
+    scratch.tags.resize(levels.size());
+    for (size_t i = 0; i < levels.size(); i++) {
+      if (text.size() < static_cast<size_t>(levels[i].length)) return;
+      for (; length < levels[i].length; length++, power *= BASE)
+        hash += power * (static_cast<uint64_t>(static_cast<uint32_t>(*(text.end() - 1 - length))) + 1);
+      scratch.tags[i] = tag_of(hash);
+      if (levels[i].used) __builtin_prefetch(&levels[i].table[scratch.tags[i] & levels[i].mask()]);
+    }
+  }
+
   // Positions behind the last occurrences of a text's last tokens, latest first.
-  void latest(const Level& level, const Text& text, size_t most, std::vector<Position>& found) const {
+  void latest(size_t number, const Text& text, size_t most, std::vector<Position>& found) const {
+    const Level& level = levels[number];
+    const uint32_t tag = scratch.tags[number];
     if (text.size() < static_cast<size_t>(level.length) || !level.used) return;
-    uint64_t hash = 0;
-    for (size_t i = text.size() - static_cast<size_t>(level.length); i < text.size(); i++) hash = rolled(hash, text[i]);
-    uint32_t tag = tag_of(hash);
     for (size_t i = tag & level.mask(); level.table[i].tag; i = (i + 1) & level.mask()) {
       Position p = level.table[i].behind;
       if (level.table[i].tag != tag || common(text, p, level.length) < level.length) continue;
@@ -258,10 +294,12 @@ struct Index {
 
   Draft ngrams(const Text& text, int64_t deep, size_t nodes) const {
     Draft draft;
-    std::vector<Position> found, all;
+    std::vector<Position>&found = scratch.found, &all = scratch.places;
+    all.clear();
+    find(text);
     for (size_t i = levels.size(); i-- > 0;) {
       found.clear();
-      latest(levels[i], text, KEPT, found);
+      latest(i, text, KEPT, found);
       if (!found.empty() && !draft.match) draft.match = levels[i].length;
       for (Position p : found) {
         if (std::find(all.begin(), all.end(), p) != all.end()) continue;
@@ -287,8 +325,10 @@ struct Index {
   int64_t longest(const Text& text, std::vector<Position>& found) const {
     int64_t best = 0;
     found.clear();
-    for (size_t i = levels.size(); i-- > 0 && found.empty();) latest(levels[i], text, LATEST, found);
-    std::vector<int64_t> lengths;
+    find(text);
+    for (size_t i = levels.size(); i-- > 0 && found.empty();) latest(i, text, LATEST, found);
+    std::vector<int64_t>& lengths = scratch.lengths;
+    lengths.clear();
     for (Position p : found) {
       lengths.push_back(common(text, p, rule.depth));
       best = std::max(best, lengths.back());
@@ -300,28 +340,25 @@ struct Index {
     return best;
   }
 
-  struct Candidate {
-    double chance;
-    int32_t parent, token;
-    int64_t depth;
-    std::vector<Position> behind;
-  };
-
   Draft suffixes(Text text, int64_t deep, size_t nodes) const {
     Draft draft;
-    Candidate at_hand{1.0, -1, 0, 0, {}};
-    std::vector<Position>& going = at_hand.behind;
+    std::vector<Position>&going = scratch.going, &places = scratch.places;
+    std::vector<Following>& following = scratch.following;
+    std::vector<Candidate>& candidates = scratch.candidates;
+    std::vector<size_t>& heap = scratch.heap;
+    places.clear();
+    candidates.clear();
+    heap.clear();
     draft.match = longest(text, going);
     if (!draft.match) return draft;
     double allowed = rule.factor * static_cast<double>(draft.match) + rule.offset;
     if (allowed < static_cast<double>(nodes)) nodes = static_cast<size_t>(allowed);
-    std::vector<Candidate> candidates;
-    std::vector<size_t> heap;  // of their numbers: those that came first among equals
     auto later = [&](size_t a, size_t b) {
       double one = candidates[a].chance, other = candidates[b].chance;
       return one != other ? one < other : a > b;
     };
     const size_t known = text.size();
+    Candidate at_hand{1.0, -1, 0, 0, 0, 0};
     int32_t node = -1;
     while (draft.tokens.size() < nodes) {
       if (at_hand.depth < deep) {
@@ -333,30 +370,35 @@ struct Index {
             text[static_cast<size_t>(--i)] = draft.tokens[up];
           longest(text, going);
         }
-        size_t first = candidates.size();
+        following.clear();
         for (Position p : going) {
-          size_t i = first;
-          while (i < candidates.size() && candidates[i].token != at(p)) i++;
-          if (i == candidates.size()) candidates.push_back({0, node, at(p), at_hand.depth + 1, {}});
-          candidates[i].behind.push_back(p + 1);
+          size_t i = 0;
+          while (i < following.size() && following[i].token != at(p)) i++;
+          if (i == following.size()) following.push_back({at(p), 0});
+          following[i].count++;
         }
-        std::stable_sort(candidates.begin() + static_cast<std::ptrdiff_t>(first), candidates.end(),
-                         [](const Candidate& a, const Candidate& b) { return a.behind.size() > b.behind.size(); });
-        for (size_t i = first; i < candidates.size(); i++) {
-          double share = static_cast<double>(candidates[i].behind.size()) / static_cast<double>(going.size());
-          candidates[i].chance = at_hand.chance * share;
-          if (candidates[i].chance < rule.min_prob) {
-            candidates.erase(candidates.begin() + static_cast<std::ptrdiff_t>(i), candidates.end());
-            break;
-          }
-          heap.push_back(i);
+        auto chance = [&](const Following& next) {
+          return at_hand.chance * (static_cast<double>(next.count) / static_cast<double>(going.size()));
+        };
+        following.erase(std::remove_if(following.begin(), following.end(),
+                                       [&](const Following& next) { return chance(next) < rule.min_prob; }),
+                        following.end());
+        std::stable_sort(following.begin(), following.end(),
+                         [](const Following& a, const Following& b) { return a.count > b.count; });
+        for (const Following& next : following) {
+          heap.push_back(candidates.size());
+          candidates.push_back({chance(next), node, next.token, at_hand.depth + 1, places.size(), next.count});
+          for (Position p : going)
+            if (at(p) == next.token) places.push_back(p + 1);
           std::push_heap(heap.begin(), heap.end(), later);
         }
       }
       if (heap.empty()) break;
       std::pop_heap(heap.begin(), heap.end(), later);
-      at_hand = std::move(candidates[heap.back()]);  // its chance stays for comparisons
+      at_hand = candidates[heap.back()];
       heap.pop_back();
+      auto first = places.begin() + static_cast<std::ptrdiff_t>(at_hand.first);
+      going.assign(first, first + static_cast<std::ptrdiff_t>(at_hand.count));
       node = draft.add(at_hand.token, at_hand.parent);
       draft.score += at_hand.chance;
     }

@@ -12,7 +12,7 @@ import torch
 from paceline.core.memory import free_memory
 from paceline.draft.auto import Circumstances, compose
 from paceline.draft.heads.checkpoint import Checkpoint, weights_kind
-from paceline.draft.heads.speculators import is_speculators
+from paceline.draft.heads.eagle_format import is_speculators
 from paceline.draft.spec import Examined
 from paceline.drafters import Auto, DraftModel, DraftSpec, parse_draft
 from paceline.errors import ModelLoadError

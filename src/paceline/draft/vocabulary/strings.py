@@ -8,6 +8,8 @@ best guess (POINT). Text is a matter of the host: one more synchronisation each 
 
 from __future__ import annotations
 
+import codecs
+import re
 from collections.abc import Sequence
 from dataclasses import replace
 from typing import Protocol
@@ -20,10 +22,101 @@ from paceline.core.sequence import SequenceView
 from paceline.core.transfer import to_device
 from paceline.core.tree import TokenTree, children_of
 from paceline.draft.base import Drafter
-from paceline.draft.trees.trie import merge
-from paceline.draft.vocabulary.matching import Match
-from paceline.draft.vocabulary.retokenise import Retokeniser
+from paceline.draft.trees.shape import merge
+from paceline.draft.vocabulary.shared import Match
 from paceline.model.paged.cache import PagedCache
+
+# Between two words: every tokenizer begins a new token there, whatever follows.
+_BORDER = re.compile(r"(?<=\w) (?=\w)")
+_LEAD = 32  # characters before a text that are encoded with it, for the sake of its spacing
+_TAIL = 256  # longest text without a border between words that is encoded again and again
+
+
+class Retokeniser:
+    """What the target committed of one sequence, in the draft's tokens. ``settled`` ones never
+    change; those of the last word do when it grows::
+
+        Once upon a time there was a ho|use
+        settled ..................|tail
+    """
+
+    def __init__(self, match: Match) -> None:
+        self._target, self._draft, self._pairs = match.target, match.draft, match.pairs
+        self._back = {theirs: ours for ours, theirs in match.pairs.items()}
+        self._decoder = codecs.getincrementaldecoder("utf-8")("replace")
+        self.settled: list[int] = []
+        self._lead = ""
+        self._tail = ""
+        self._read = 0
+
+    @property
+    def waits(self) -> bool:
+        """Whether the text so far ends within a character."""
+        return bool(self._decoder.getstate()[0])
+
+    def extend(self, tokens: Sequence[int]) -> None:
+        """Take in what has been appended to ``tokens`` since the last call."""
+        if not self._read:
+            self._begin(tokens)
+        for token in tokens[self._read :]:
+            if token in self._target.special:
+                self._tail += self._decoder.decode(b"", final=True)
+                self._settle(len(self._tail))
+                self.settled += self._special(token)
+                self._lead = ""
+            else:
+                self._tail += self._decoder.decode(self._target.strings.get(token, b""))
+        self._read = len(tokens)
+        borders = [match.start() for match in _BORDER.finditer(self._tail)]
+        self._settle(borders[-1] if borders else max(0, len(self._tail) - _TAIL))
+
+    def _begin(self, tokens: Sequence[int]) -> None:
+        """A draft that is used to a beginning-of-text token gets one."""
+        opening: list[int] = self._draft.tokenizer.encode("")
+        bos = self._draft.tokenizer.bos_token_id
+        if opening[:1] == [bos] and self._pairs.get(tokens[0]) != bos:
+            self.settled.append(bos)
+
+    def _special(self, token: int) -> list[int]:
+        shared = self._pairs.get(token)
+        if shared is not None:
+            return [shared]
+        if token == self._target.tokenizer.bos_token_id:
+            return []  # a draft without such a token never saw one
+        return self._draft.encode(self._target.special[token])
+
+    def _settle(self, end: int) -> None:
+        text, self._tail = self._tail[:end], self._tail[end:]
+        if text:
+            self.settled += self._encode(text)
+            self._lead = (self._lead + text)[-_LEAD:]
+
+    def _encode(self, text: str) -> list[int]:
+        ids = self._draft.after(self._lead, text)
+        return self._draft.encode(text) if ids is None else ids
+
+    def context(self) -> list[int]:
+        """All of it in the draft's tokens."""
+        return self.settled + (self._encode(self._tail) if self._tail else [])
+
+    def proposal(self, drafted: Sequence[int]) -> list[int]:
+        """The target's tokens of a drafted continuation; [] where the two do not meet.
+
+        The text is cut at the last whole character. A special token ends the proposal.
+        """
+        data = bytearray()
+        end: list[int] = []
+        for token in drafted:
+            if token in self._draft.special:
+                end = [self._back[token]] if token in self._back else []
+                break
+            data += self._draft.strings.get(token, b"")
+        text = codecs.getincrementaldecoder("utf-8")("replace").decode(bytes(data))
+        whole = text.partition("\ufffd")[0]
+        ids = self._target.after(self._lead + self._tail, whole)
+        if ids is None:
+            return []
+        return ids + end if len(whole.encode()) == len(data) else ids
 
 
 class Inner(Drafter, Protocol):
@@ -32,7 +125,6 @@ class Inner(Drafter, Protocol):
     cache: PagedCache
     deliver_to: torch.device
 
-    def warm_up(self, batch_size: int) -> None: ...
     def keep(self, seq_id: int, length: int) -> None: ...
 
 
@@ -92,8 +184,7 @@ class StringDrafter:
     def _shadow(self, seq: SequenceView) -> _Shadow:
         shadow = self._shadows.get(seq.seq_id)
         if shadow is None:
-            text = Retokeniser(self._match.target, self._match.draft, self._match.pairs)
-            shadow = self._shadows[seq.seq_id] = _Shadow(seq.seq_id, text)
+            shadow = self._shadows[seq.seq_id] = _Shadow(seq.seq_id, Retokeniser(self._match))
         return shadow
 
     def _translated(self, item: Slice, draft: TokenTree, tokens: Sequence[int]) -> TokenTree:
