@@ -6,7 +6,7 @@ so that its bits do not depend on what rides along.
 """
 
 import copy
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
@@ -50,13 +50,7 @@ class NumpyLlama(Backend):
         ]
         self._skipped: frozenset[int] = frozenset()
 
-    def __call__(
-        self,
-        batch: Batch,
-        cache: KeyValueStore,
-        features: Sequence[int] = (),
-        logits: bool = True,
-    ) -> ModelOutput:
+    def __call__(self, batch: Batch, cache: KeyValueStore) -> ModelOutput:
         ids = np.array(batch.input_ids)
         for first, tokens in batch.nodes:  # drafted tokens that lie in tensors
             ids[first : first + len(tokens)] = tokens.numpy()
@@ -68,7 +62,7 @@ class NumpyLlama(Backend):
         slots, seen = np.array(batch.slots), list(_slots_seen(batch, cache.block_size))
         kept: dict[int, torch.Tensor] = {}
         for number, layer in enumerate(self._layers):
-            if number in features:
+            if number in batch.features:
                 kept[number] = torch.from_numpy(x.copy())
             if number in self._skipped:
                 continue
@@ -91,7 +85,7 @@ class NumpyLlama(Backend):
             up = _product(layer["mlp.up_proj.weight"], normed)
             x = x + _product(layer["mlp.down_proj.weight"], gate / (1 + np.exp(-gate)) * up)
         last = self._normed(x, self._norm)
-        if len(self._layers) in features:
+        if len(self._layers) in batch.features:
             kept[len(self._layers)] = torch.from_numpy(last)
         rows = slice(None) if batch.logit_rows is None else list(batch.logit_rows)
         return ModelOutput(torch.from_numpy(_product(self._head, last[rows])), kept)

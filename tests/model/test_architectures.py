@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import random
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import pytest
@@ -188,7 +188,7 @@ def test_chosen_rows_and_features(pair: tuple[CausalModel, Any]) -> None:
     everything = bench.run(feeds)
     layers = range(bench.model.num_layers + 1)  # the last: what the head sees
     with torch.inference_mode():
-        out = bench.model(bench.batch(feeds, [4, 9, 14]), bench.cache, features=tuple(layers))
+        out = bench.model(replace(bench.batch(feeds, [4, 9, 14]), features=layers), bench.cache)
         none = bench.model(bench.batch(feeds, []), bench.cache)
         hidden = bench.reference(
             torch.tensor([bench.tokens[0][:5]]), use_cache=False, output_hidden_states=True
@@ -207,7 +207,9 @@ def test_the_head_turns_final_features_into_logits(pair: tuple[CausalModel, Any]
     last = bench.model.num_layers
     with torch.inference_mode():
         feeds = [Feed(0, 0, 9)]
-        out = bench.model(bench.batch(feeds, list(range(9))), bench.cache, features=(last,))
+        out = bench.model(
+            replace(bench.batch(feeds, list(range(9))), features=(last,)), bench.cache
+        )
         torch.testing.assert_close(bench.model.head(out.features[last]), out.logits)
 
 

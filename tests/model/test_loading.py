@@ -230,7 +230,7 @@ def test_a_layer_without_the_interface_is_found(monkeypatch: pytest.MonkeyPatch)
 
 def test_unknown_feature() -> None:
     model, _ = tiny_pair("llama")
-    batch = Batch([5], [0], [0], (Span(0, 0, 0, 1),), ([0],))
+    batch = Batch([5], [0], [0], (Span(0, 0, 0, 1),), ([0],), features=(9,))
     cache = PagedCache(model.cache_shapes, 1, 4, model.dtype, "cpu")
     with pytest.raises(ConfigError, match="no layer 9"), torch.inference_mode():
-        model(batch, cache, features=(9,))
+        model(batch, cache)

@@ -177,8 +177,11 @@ class Batch:
 
     ``input_ids``, ``positions``, ``slots``, one a row; ``slots`` is where the cache stores the
     row's key and value. ``tables[i]`` lists the cache block ids of span i. ``logit_rows``: rows
-    whose logits are wanted, or None for all of them. ``nodes``: (first row, tokens) of trees whose
-    tokens only the device knows; their ``input_ids`` are void.
+    whose logits are wanted, or None for all of them; ``choices_only``: a backend that chooses
+    greedily by itself may leave them out. ``features``: layers whose inputs are wanted; the number
+    of layers stands for the output of the final norm, which the language-model head sees.
+    ``nodes``: (first row, tokens) of trees whose tokens only the device knows; their ``input_ids``
+    are void.
 
     It lies on the host, and in no tensors: between two forwards the first operator of torch takes
     longer than all else that a step does. A forward on a device brings it there, together with what
@@ -192,6 +195,8 @@ class Batch:
     tables: tuple[tuple[int, ...], ...]
     logit_rows: Sequence[int] | None = None
     nodes: tuple[tuple[int, torch.Tensor], ...] = ()
+    features: Sequence[int] = ()
+    choices_only: bool = False
 
 
 @dataclass(frozen=True)

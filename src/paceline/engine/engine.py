@@ -184,22 +184,22 @@ class Engine:
 
     @phase("other")
     def batch(self, plan: Plan, trees: Sequence[TokenTree]) -> Batch:
-        """Pending tokens and tree nodes as rows of one forward; its spans say whose they are."""
+        """Pending tokens and tree nodes as rows of one forward; its spans say whose they are, and
+        logits are there if somebody reads them."""
         drafted = zip(plan.slices, trees, strict=True)
-        return self.cache.batch_of(
-            [Span.of_request(item.seq, tree, item.scheduled) for item, tree in drafted]
+        spans = [Span.of_request(item.seq, tree, item.scheduled) for item, tree in drafted]
+        reads_logits = (
+            getattr(self.drafter, "reads_logits", True)
+            or any(span.scored for span in spans)
+            or needs_logits(span.seq for span in spans if span.wants_logits)
         )
+        return self.cache.batch_of(spans, self.drafter.features, not reads_logits)
 
     @phase("target")
     def forward(self, batch: Batch) -> ModelOutput:
-        """The only full forward of the target; logits are there if somebody reads them."""
-        logits = (
-            getattr(self.drafter, "reads_logits", True)
-            or any(span.scored for span in batch.spans)
-            or needs_logits(span.seq for span in batch.spans if span.wants_logits)
-        )
+        """The only full forward of the target."""
         with self._inferring(self.target.backend.runs_torch):
-            return self.target(batch, self.cache, self.drafter.features, logits)
+            return self.target(batch, self.cache)
 
     @phase("verify")
     def verify(self, batch: Batch, out: ModelOutput) -> list[Verdict]:

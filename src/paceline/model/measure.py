@@ -89,7 +89,7 @@ def measure_target(
     def run(batch: int, count: int) -> None:
         chain, drafted = chain_parents(count - 1), tokens[: count - 1] if count > 1 else ()
         spans = [Span.of(i, context, (0,), chain, drafted) for i in ids[:batch]]
-        target(cache.batch_of(spans), cache, tuple(features)).logits.argmax(-1)
+        target(cache.batch_of(spans, tuple(features)), cache).logits.argmax(-1)
 
     curves: dict[int, CostCurve] = {}
     for seq_id in ids:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any, Literal
 
@@ -205,26 +205,18 @@ class CausalModel:
         cached = str(self.cache_dtype).removeprefix("torch.")
         return weights if weights == cached else f"{weights}, cache {cached}"
 
-    def __call__(
-        self,
-        batch: Batch,
-        cache: KeyValueStore,
-        features: Sequence[int] = (),
-        logits: bool = True,
-    ) -> ModelOutput:
+    def __call__(self, batch: Batch, cache: KeyValueStore) -> ModelOutput:
         """One forward: ``logits`` of ``batch.logit_rows``, keys and values into ``batch.slots``.
 
-        Without ``logits`` a backend that chooses greedily by itself leaves them out.
-        ``features`` n below num_layers is the input of layer n, ``[T, hidden]``; num_layers is
-        the output of the final norm, which the language-model head sees.
+        Raises ConfigError for ``batch.features`` of layers that the model does not have.
         """
-        for layer in features:
+        for layer in batch.features:
             if not 0 <= layer <= self.num_layers:
                 raise ConfigError(
                     f"{self.name} has {self.num_layers} layers, so there is no layer {layer} to "
                     f"take features from; use 0 to {self.num_layers}"
                 )
-        return self.backend(batch, cache, features, logits)
+        return self.backend(batch, cache)
 
     def head(self, hidden: torch.Tensor) -> torch.Tensor:
         """Logits ``[..., vocab]`` that the language-model head makes of final-norm outputs

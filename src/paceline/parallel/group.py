@@ -59,7 +59,7 @@ def batch_order(batch: Batch) -> tuple[BatchOrder, torch.Tensor | None]:
     """What is told of a batch, and the numbers that follow it, if any."""
     masks = [span.ancestors for span in batch.spans]
     order = BatchOrder(
-        replace(batch, nodes=()),  # spans leave their tensors behind
+        replace(batch, nodes=(), features=()),  # spans leave their tensors behind
         tuple((first, len(tokens)) for first, tokens in batch.nodes),
         tuple(None if mask is None else len(mask) for mask in masks),
     )

@@ -76,19 +76,13 @@ class SharedForward(Backend):
         self._whole: dict[str, nn.Module] = {}
         self.close: Callable[[], None] = weakref.finalize(self, team.close)
 
-    def __call__(
-        self,
-        batch: Batch,
-        cache: KeyValueStore,
-        features: Sequence[int] = (),
-        logits: bool = True,
-    ) -> ModelOutput:
+    def __call__(self, batch: Batch, cache: KeyValueStore) -> ModelOutput:
         with self.team.together():
             order, numbers = batch_order(batch)
             self._tell("forward", self._number(cache), order)
             if numbers is not None:
                 self.team.group.share(numbers)
-            return self._model(batch, cache, features)
+            return self._model(batch, cache)
 
     def head(self, hidden: torch.Tensor) -> torch.Tensor:
         return self._model.reference.head(hidden, self.whole("output"))

@@ -76,7 +76,7 @@ class NativeReader:
             cache.reserve(number, len(window))
             spans.append(Span.of(number, 0, window, wants_logits=False))
         try:
-            result = self._model(cache.batch_of(spans), cache, sorted(set(layers))).features
+            result = self._model(cache.batch_of(spans, sorted(set(layers))), cache).features
         finally:
             for span in spans:
                 cache.free(span.seq_id)

@@ -20,7 +20,7 @@ from paceline.draft.trees.policy import Policy
 from paceline.draft.trees.shape import Shape
 from paceline.engine.driver import Drive
 from paceline.engine.engine import Engine
-from paceline.model.backends.heads import ModuleEagle
+from paceline.model.backends.base import EagleStep
 from paceline.model.paged.cache import bytes_per_token
 from paceline.model.probe import ATTENTION
 from paceline.model.target import CausalModel
@@ -75,7 +75,7 @@ def engine_of(
 
     def build(context: DraftContext) -> EagleDrafter:
         cache = context.new_cache([head.cache_shape], torch.float32)
-        step = ModuleEagle(head, target.hf.get_input_embeddings())
+        step = EagleStep(head, target.hf.get_input_embeddings())
         return Recorder(step, cache, policy, context.generator)
 
     given = EngineOptions(**{"draft_length": LENGTH, "prefill_chunk": 7, **options})

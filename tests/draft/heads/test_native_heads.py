@@ -15,8 +15,8 @@ from paceline.core.stages import listening
 from paceline.draft.heads.eagle_head import EagleConfig, EagleHead
 from paceline.draft.heads.medusa_head import MedusaConfig, MedusaHeads
 from paceline.kernels.library import SAME_BITS, choose, instructions
-from paceline.model.backends.heads import EagleStep, ModuleEagle
-from paceline.model.backends.native.heads import NativeEagle, NativeMedusa
+from paceline.model.backends.base import EagleStep
+from paceline.model.backends.native.model import NativeEagle, NativeMedusa
 from paceline.model.paged.cache import PagedCache
 from paceline.model.precision import quantise_loaded
 from paceline.model.target import CausalModel
@@ -189,7 +189,7 @@ def test_the_modules_own_results(variant: str, dtype: str) -> None:
     target = target_of(kind)
     head = random_eagle(target, VARIANTS[variant])
     texts = Texts.of(head.config, kind, 40)
-    plain = ModuleEagle(head, head.embed_tokens or target.hf.get_input_embeddings())
+    plain = EagleStep(head, head.embed_tokens or target.hf.get_input_embeddings())
     wanted = run(plain, texts, kind, 9)
     expanded = head.expand(wanted[0][0][1][None])
     assert target.use("native")
@@ -270,7 +270,7 @@ def test_medusa_heads(kind: str, dtype: str, quantize: str | None) -> None:
 
 def test_on_the_reference_backend() -> None:
     target = target_of(torch.float32)
-    assert isinstance(target.backend.eagle(random_eagle(target, {}), target), ModuleEagle)
+    assert type(target.backend.eagle(random_eagle(target, {}), target)) is EagleStep
     assert not isinstance(target.backend.medusa(random_medusa(target, {})), NativeMedusa)
 
 
@@ -279,7 +279,7 @@ def test_angles_that_depend_on_the_length(said: list[str]) -> None:
     assert target.use("native")
     scaling = {"rope_type": "dynamic", "factor": 2.0}
     head = random_eagle(target, {"rope_scaling": scaling})
-    assert isinstance(target.backend.eagle(head, target), ModuleEagle)
+    assert type(target.backend.eagle(head, target)) is EagleStep
     assert said == [
         "the EAGLE head runs on the reference backend: "
         "the rotary embedding dynamic depends on the length"

@@ -16,8 +16,8 @@ from paceline.core.draws import GREEDY_SHARPNESS
 from paceline.core.tree import TokenTree, is_chain
 from paceline.draft.selfspec import SelfDrafter
 from paceline.draft.trees.levels import LevelDrafter
-from paceline.model.backends.growing import GrownTree, WantedTree
-from paceline.model.backends.native.growth import NativeGrowth
+from paceline.model.backends.base import GrownTree, WantedTree
+from paceline.model.backends.native.opened import Opened
 from paceline.model.paged.cache import PagedCache
 from paceline.model.target import CausalModel
 from paceline.model.view import LayerView
@@ -55,19 +55,19 @@ class Watched:
     def __init__(self, patch: pytest.MonkeyPatch, at_once: bool) -> None:
         self.trees: list[TokenTree] = []
         self.calls = 0
-        propose, call = LevelDrafter.propose, NativeGrowth.__call__
+        propose, call = LevelDrafter.propose, Opened.grow
 
         def proposed(drafter: Any, plan: Any) -> list[TokenTree]:
             trees = propose(drafter, plan)
             self.trees += [tree for tree in trees if len(tree)]
             return trees
 
-        def counted(growth: NativeGrowth, *args: Any) -> Any:
+        def counted(opened: Opened, *args: Any) -> Any:
             self.calls += 1
-            return call(growth, *args)
+            return call(opened, *args)
 
         patch.setattr(LevelDrafter, "propose", proposed)
-        patch.setattr(NativeGrowth, "__call__", counted)
+        patch.setattr(Opened, "grow", counted)
         if not at_once:
             patch.setattr(LevelDrafter, "_at_once", lambda *_: None)
 

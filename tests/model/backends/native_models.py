@@ -178,9 +178,10 @@ class Paged:
             slots,
             tuple(spans),
             tuple(tuple(self.tables[seq]) for seq in pieces),
+            features=features,
         )
         with torch.inference_mode():
-            return self.model(batch, self.cache, features)
+            return self.model(batch, self.cache)
 
 
 def paths(piece: Piece) -> list[list[int]]:

@@ -11,8 +11,8 @@ from random_models import COMMON, tiny_pair
 
 from paceline.core.batch import Batch, ModelOutput
 from paceline.model.backends.fields import unknown_field
-from paceline.model.backends.native import use as using
-from paceline.model.backends.native.llama import is_llama_shaped
+from paceline.model.backends.native import model as using
+from paceline.model.backends.native.recognise import is_llama_shaped
 from paceline.model.backends.trial import trial_logits
 from paceline.model.paged.cache import PagedCache
 from paceline.model.probe import register
@@ -78,8 +78,8 @@ class Further:
     def __init__(self, native: Any, wrong: range) -> None:
         self._native, self._wrong = native, wrong
 
-    def __call__(self, batch: Batch, cache: PagedCache, *rest: Any) -> ModelOutput:
-        out = self._native(batch, cache, *rest)
+    def __call__(self, batch: Batch, cache: PagedCache) -> ModelOutput:
+        out = self._native(batch, cache)
         for row, position in enumerate(batch.positions):
             if position in self._wrong:
                 out.logits[row] = out.logits[row].flip(0)

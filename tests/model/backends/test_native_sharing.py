@@ -14,7 +14,7 @@ import torch
 
 from paceline.core.cgroup import processors
 from paceline.kernels.library import choose, library
-from paceline.model.backends.native.adapter import Ropes
+from paceline.model.backends.native.opened import Ropes
 
 
 class Slow:

@@ -10,7 +10,7 @@ import torch
 from paceline.core.batch import Span
 from paceline.core.tree import chain_parents
 from paceline.model.backends.reference.attention import paged_attention
-from paceline.model.paged import masks, segments
+from paceline.model.paged import segments
 from paceline.model.paged.cache import PagedCache
 from paceline.model.paged.int8 import decode, encode
 from paceline.model.paged.masks import FULL, Pattern, visible
@@ -154,20 +154,9 @@ def test_long_contexts_are_read_in_place():
     feeds = feeds_of([(long, (), 1), (long + 40, TREE, 1), (50, (), 1), (60, (), 1)])
     cache = made(feeds, False, torch.Generator().manual_seed(0))
     step = AttentionStep.of(cache.batch_of(feeds), cache, (FULL,))
-    found = step.segments(0, GROUP, torch.float32).items
+    found = step.layouts[0].segments
     assert sorted((piece.batch, piece.gather is None) for piece in found) == [
         (1, True),
         (1, True),
         (2, False),
     ]
-
-
-def test_masks_that_are_kept_are_bounded() -> None:
-    """Of 64 rows over 128k keys one additive mask is 33 MB, and there were 128 of them."""
-    kept = masks._masks
-    for nodes in range(1, 40):
-        span = Span(0, 0, 100_000 + nodes, 1, tuple(range(-1, nodes - 1)))
-        masks.short_mask(span, Pattern(), 60_000, 4, torch.float32)
-        masks.visible(span, Pattern(window=nodes), 60_000)
-    assert 0 < kept.bytes <= kept.most_bytes == 32 << 20
-    assert kept.bytes == sum(tensor.nbytes for tensor in kept._made.values())

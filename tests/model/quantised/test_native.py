@@ -145,21 +145,21 @@ def test_rounding_has_the_bits_of_the_readable_truth(
 
 def test_scales_are_stored_in_the_fewest_bytes_that_hold_them() -> None:
     linear = linear_of(4, 32, "none")
-    assert Form.of([linear]).scale_kind == 1  # bf16
+    assert Form.of([linear.quantised]).scale_kind == 1  # bf16
     linear.quantised.scales.copy_(torch.rand(70, 6).half().float() * 0.01)
     linear.quantised.scales.copy_(linear.quantised.scales.half().float())
-    assert Form.of([linear]).scale_kind == 2  # half
+    assert Form.of([linear.quantised]).scale_kind == 2  # half
     packed = Packed.of([linear], torch.float32)
     assert torch.equal(packed.quantised(0, 0, 70).scales, linear.quantised.scales)
     linear.quantised.scales[0, 0] = 1 / 3
-    assert Form.of([linear]).scale_kind == 0
+    assert Form.of([linear.quantised]).scale_kind == 0
 
 
 def test_what_is_rounded_to_a_free_grid_has_scales_of_two_bytes() -> None:
     linear = linear_of(4, 32, "least")
-    assert Form.of([linear]).scale_kind == 2
+    assert Form.of([linear.quantised]).scale_kind == 2
     tiny = QuantisedLinear(nearest(linear.weight * 1e-5, 4, 32, "free"), None)
-    assert Form.of([tiny]).scale_kind == 0  # half would lose digits of these
+    assert Form.of([tiny.quantised]).scale_kind == 0  # half would lose digits of these
     error = (tiny.weight - linear.weight * 1e-5).norm() / (linear.weight * 1e-5).norm()
     assert float(error) < 0.01
 

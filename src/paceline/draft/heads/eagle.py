@@ -43,8 +43,7 @@ from paceline.draft.spec import (
 from paceline.draft.trees.grow import Growing, Logits, Narrow, level_span
 from paceline.draft.trees.levels import LevelDrafter
 from paceline.draft.trees.policy import Policy
-from paceline.model.backends.growing import Growth
-from paceline.model.backends.heads import EagleStep
+from paceline.model.backends.base import EagleStep, Growth
 from paceline.model.paged.blocks import OutOfBlocksError
 from paceline.model.paged.cache import PagedCache, bytes_per_token
 

@@ -23,7 +23,7 @@ from torch import nn
 
 from paceline.draft.trees.grow import widened
 from paceline.errors import ConfigError
-from paceline.model.backends.heads import Attend
+from paceline.model.backends.base import Attend
 
 
 @dataclass(frozen=True)

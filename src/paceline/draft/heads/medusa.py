@@ -41,7 +41,7 @@ from paceline.draft.spec import (
 from paceline.draft.trees.grow import Growing, StaticTree, grow
 from paceline.draft.trees.shape import Shape, best_shape
 from paceline.errors import ConfigError
-from paceline.model.backends.heads import DraftingHeads
+from paceline.model.backends.base import DraftingHeads
 from paceline.model.target import CausalModel
 
 # For heads that nobody measured: how often a first candidate is right, roughly as in the paper.

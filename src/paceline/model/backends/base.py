@@ -14,18 +14,20 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import partial
 from typing import Any, Literal, Protocol
 
 import torch
 from torch import nn
 
 from paceline.core.batch import Batch, ModelOutput
+from paceline.core.params import SamplingParams
 from paceline.files.stamps import FileStamp
-from paceline.model.backends.growing import Growth
-from paceline.model.backends.heads import DraftingHeads, EagleStep, ModuleEagle
-from paceline.model.paged.cache import LayerShape
-from paceline.model.paged.masks import Pattern
-from paceline.model.paged.segments import KeyValueStore
+from paceline.model.backends.reference.attention import paged_attention
+from paceline.model.paged.cache import LayerShape, PagedCache
+from paceline.model.paged.masks import FULL, Pattern
+from paceline.model.paged.segments import AttentionStep, KeyValueStore
 
 NATIVE, REFERENCE = "native", "reference"
 
@@ -55,6 +57,94 @@ class Adapted(Protocol):
     def embedding(self, side: Literal["input", "output"]) -> Any: ...
 
 
+# -- growing whole drafts in one call ----------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class WantedTree:
+    """A tree below a committed token; the cache holds ``base`` rows in front of its nodes.
+
+    The ``width`` likeliest candidates after each expanded node, of which as many of a level are
+    expanded; the ``nodes`` likeliest stay. A width of 1 is a chain, which ends behind the first
+    token whose path has a probability below ``least``. ``position``: the absolute index of its
+    first token, on which a seeded request's noise depends.
+    """
+
+    depth: int
+    width: int
+    nodes: int
+    base: int
+    table: Sequence[int]  # the sequence's blocks, with room for what is expanded
+    params: SamplingParams
+    position: int
+    least: float = 0.0
+
+
+@dataclass(frozen=True)
+class GrownTree:
+    """``tokens`` int64 ``[n]``, and of each node its parent, its number among the expanded ones,
+    -1 if it was not, and the log-probability of its path (0 in chains that end nowhere)."""
+
+    tokens: torch.Tensor
+    parents: tuple[int, ...]
+    slots: tuple[int, ...]
+    scores: tuple[float, ...]
+
+
+class Growth(Protocol):
+    """Grows drafts with a model or a head, as draft/trees/grow.py does level by level."""
+
+    def __call__(
+        self,
+        cache: KeyValueStore,
+        wanted: Sequence[WantedTree],
+        logits: torch.Tensor,
+        ids: torch.Tensor | None = None,
+        outputs: torch.Tensor | None = None,
+        first: Batch | None = None,
+    ) -> list[GrownTree]:
+        """From ``logits [trees, columns]`` after the committed tokens, and an EAGLE head's
+        ``outputs [trees, hidden]`` there, both of the model's dtype. ``ids`` int64 ``[columns]``,
+        ascending: the tokens of the columns, if not their numbers. ``first``: a forward that writes
+        the logits in the same call. Raises IndexError where a table has no room for a tree, or
+        ``first`` names a token or a position that is out of range."""
+        ...
+
+
+# -- heads on a target's features --------------------------------------------------------------
+
+# Logits ``[B, count, vocab]`` of the first ``count`` Medusa heads, from features ``[B, width]``.
+DraftingHeads = Callable[[torch.Tensor, int], torch.Tensor]
+# What the layers of a head call after rotary embedding: ``attend(query [1, heads, T, d],
+# key and value [1, kv_heads, T, d], layer=, scaling=)`` stores keys and values and gives
+# ``[1, T, heads, d]``.
+Attend = Callable[..., torch.Tensor]
+
+
+class EagleStep:
+    """Runs the EAGLE head ``head``, here by its own modules; ``embed`` maps ids of the target to
+    embeddings ``[T, H]``. ``growth`` grows whole trees with it, if that can be done."""
+
+    growth: Growth | None = None
+
+    def __init__(self, head: Any, embed: Callable[[torch.Tensor], torch.Tensor]) -> None:
+        self.head, self._embed = head, embed
+
+    def __call__(
+        self, batch: Batch, cache: PagedCache, hidden: torch.Tensor, fused: bool
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """From features ``[T, layers * target_hidden]`` or, if ``fused``, earlier outputs ``[T,
+        H]``: outputs ``[R, H]`` and logits ``[R, draft_vocab]`` at the rows whose logits are
+        wanted. Keys and values go into the cache."""
+        head, step = self.head, AttentionStep.of(batch, cache, (FULL,), device=cache.device)
+        attend, rows = partial(paged_attention, step=step), step.batch
+        inputs = hidden if fused else head.fuse(hidden)
+        outputs: torch.Tensor = head(self._embed(rows.input_ids), inputs, rows.positions, attend)
+        if rows.logit_rows is not None:
+            outputs = outputs.index_select(0, rows.logit_rows)
+        return outputs, head.logits(outputs) if len(outputs) else outputs
+
+
 class Backend(ABC):
     """Runs a model's forward over a packed batch."""
 
@@ -70,16 +160,9 @@ class Backend(ABC):
         return self.name
 
     @abstractmethod
-    def __call__(
-        self,
-        batch: Batch,
-        cache: KeyValueStore,
-        features: Sequence[int] = (),
-        logits: bool = True,
-    ) -> ModelOutput:
+    def __call__(self, batch: Batch, cache: KeyValueStore) -> ModelOutput:
         """One forward: ``logits [R, vocab]`` of ``batch.logit_rows``, keys and values of all rows
-        into ``batch.slots`` of the cache, and the ``features``, which are known to exist. Without
-        ``logits`` a backend that chooses greedily by itself leaves them out."""
+        into ``batch.slots`` of the cache, and ``batch.features``, which are known to exist."""
 
     @abstractmethod
     def head(self, hidden: torch.Tensor) -> torch.Tensor:
@@ -101,7 +184,7 @@ class Backend(ABC):
 
     def eagle(self, head: Any, model: Adapted) -> EagleStep:
         """A step of an EAGLE ``head`` on features of ``model``; may lay out its weights anew."""
-        return ModuleEagle(head, head.embed_tokens or model.embedding("input"))
+        return EagleStep(head, head.embed_tokens or model.embedding("input"))
 
     def medusa(self, heads: Any) -> DraftingHeads:
         """All Medusa ``heads`` in one call; may lay out their weights anew."""

@@ -6,16 +6,13 @@ who makes it knows what it was.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Any
 
 from torch.autograd import profiler
 from torch.profiler import record_function
-
-from paceline.core.batch import Span
-from paceline.model.paged.segments import KeyValueStore
 
 
 @dataclass(frozen=True)
@@ -35,23 +32,6 @@ class NativeWork:
     products: tuple[WeightRead, ...]
     cache_bytes: int = 0
     attention_flops: int = 0
-
-    @classmethod
-    def of_forward(
-        cls,
-        products: tuple[WeightRead, ...],
-        spans: Sequence[Span],
-        cache: KeyValueStore,
-        layers: int,
-        width: int,
-    ) -> NativeWork:
-        """Of ``layers`` layers with queries of ``width`` numbers; windows are not looked at."""
-        keys = cache.kv(0)[0]
-        entry = keys.shape[-2] * keys.shape[-1]  # numbers of a position, in keys or in values
-        read = sum(span.kv_length for span in spans)
-        pairs = sum(span.rows * span.kv_length for span in spans)
-        size = 2 * layers * entry * keys.dtype.itemsize
-        return cls(products, size * read, 4 * layers * width * pairs)
 
 
 OPERATOR = "paceline_native::"  # and its name, in traces

@@ -33,13 +33,10 @@ _FIELDS = """
 """
 _EVERYWHERE = frozenset(_FIELDS.split())
 _GEMMA = {"query_pre_attn_scalar", "final_logit_softcapping", "attn_logit_softcapping"}
-_GRANITE = {"embedding_multiplier", "logits_scaling", "residual_multiplier", "attention_multiplier"}
 _BY_ARCHITECTURE: Mapping[str, set[str]] = {
     "gemma2": _GEMMA,
     "gemma3_text": _GEMMA,
-    "granite": _GRANITE,  # compared by results
     "mixtral": {"num_local_experts", "num_experts_per_tok"},
-    "smollm3": {"no_rope_layers", "no_rope_layer_interval"},  # layers of each kind are compared
 }
 _ROPE = """
     rope_type type rope_theta factor original_max_position_embeddings max_position_embeddings

@@ -17,7 +17,7 @@ from paceline.model.backends.base import NATIVE, REFERENCE, Adapted, Backend
 AUTO = "auto"
 MakeBackend = Callable[[Adapted], Backend | str]
 
-_MODULES = {NATIVE: "paceline.model.backends.native.use:native_backend"}
+_MODULES = {NATIVE: "paceline.model.backends.native.model:native_backend"}
 _registered: dict[str, MakeBackend] = {}
 
 

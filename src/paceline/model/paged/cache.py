@@ -220,7 +220,9 @@ class PagedCache:
 
     # -- batching --------------------------------------------------------------------------
 
-    def batch_of(self, spans: Sequence[Span]) -> Batch:
+    def batch_of(
+        self, spans: Sequence[Span], features: Sequence[int] = (), choices_only: bool = False
+    ) -> Batch:
         """One ragged batch of these; the indices it writes must have been reserved."""
         batched: list[Span] = []
         ids: list[int] = []
@@ -256,4 +258,6 @@ class PagedCache:
             tables=tuple([tuple(self._tables[span.seq_id].blocks) for span in spans]),
             logit_rows=wanted if len(wanted) < len(ids) else None,
             nodes=tuple(nodes),
+            features=features,
+            choices_only=choices_only,
         )

@@ -2,16 +2,15 @@
 
 from __future__ import annotations
 
-import threading
-from collections import OrderedDict
-from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
+from functools import lru_cache
 
 import torch
 
 from paceline.core.batch import Span
 from paceline.core.tree import ancestor_mask, depths_of
+
+_KEPT_ROWS, _KEPT_COLUMNS = 64, 4096  # masks are kept up to this size, 256 KB each
 
 
 @dataclass(frozen=True)
@@ -44,32 +43,7 @@ class Pattern:
         return (span.context + span.pending) % self.chunk if self.chunk is not None else 0
 
 
-class _Kept:
-    """Tensors made before, those used last: as many as so many bytes hold."""
-
-    def __init__(self, most_bytes: int) -> None:
-        self.most_bytes, self.bytes = most_bytes, 0
-        self._made: OrderedDict[Any, torch.Tensor] = OrderedDict()
-        self._lock = threading.Lock()
-
-    def get(self, key: Any, make: Callable[[], torch.Tensor]) -> torch.Tensor:
-        with self._lock:
-            if key in self._made:
-                self._made.move_to_end(key)
-                return self._made[key]
-        made = make()
-        with self._lock:
-            if key not in self._made and made.nbytes <= self.most_bytes:
-                self._made[key] = made
-                self.bytes += made.nbytes
-            while self.bytes > self.most_bytes:
-                self.bytes -= self._made.popitem(last=False)[1].nbytes
-        return made
-
-
 FULL = Pattern()
-_FEW_ROWS = 64  # masks of spans of more rows are not kept
-_masks = _Kept(32 << 20)
 
 
 def visible(span: Span, pattern: Pattern, columns: int, ancestors: bool = True) -> torch.Tensor:
@@ -78,24 +52,14 @@ def visible(span: Span, pattern: Pattern, columns: int, ancestors: bool = True) 
     Without ``ancestors``, for one who knows them better, a node sees all that the pattern allows.
 
     Columns are right-aligned: the last one is the last tree node (or pending token). Apart from
-    chunks the result does not depend on the span's context, so one mask serves all steps.
+    chunks the result does not depend on the span's context, so one mask serves all steps: masks
+    are kept in a few widths, and a step takes a view of a wider one.
     """
-    if span.rows > _FEW_ROWS:
-        return _visible(*_shape(span, pattern), columns, ancestors)
-    key = (*_shape(span, pattern), _capacity(columns), ancestors)
-    return _masks.get(key, lambda: _visible(*key))[:, key[-2] - columns :]
-
-
-_MaskShape = tuple[int, tuple[int, ...], int, Pattern, int]
-
-
-def _shape(span: Span, pattern: Pattern) -> _MaskShape:
-    return span.pending, span.parents, span.first_new, pattern, pattern.phase(span)
-
-
-def _capacity(columns: int) -> int:
-    """Masks are kept in a few widths: a step takes a view of a wider one."""
-    return max(256, 1 << (columns - 1).bit_length())
+    shape = span.pending, span.parents, span.first_new, pattern, pattern.phase(span), ancestors
+    if span.rows > _KEPT_ROWS or columns > _KEPT_COLUMNS:
+        return _visible(*shape, columns)
+    width = max(256, 1 << (columns - 1).bit_length())
+    return _kept(*shape, width)[:, width - columns :]
 
 
 def _visible(
@@ -104,8 +68,8 @@ def _visible(
     first_new: int,
     pattern: Pattern,
     phase: int,
+    ancestors: bool,
     columns: int,
-    ancestors: bool = True,
 ) -> torch.Tensor:
     # Positions are counted from the first index after the pending tokens ("base").
     nodes = len(parents)
@@ -128,6 +92,9 @@ def _visible(
     return mask
 
 
+_kept = lru_cache(maxsize=128)(_visible)
+
+
 def additive(mask: torch.Tensor, dtype: torch.dtype, repeats: int) -> torch.Tensor:
     """0 where the mask ``[rows, keys]`` is true, minus infinity elsewhere.
 
@@ -137,16 +104,3 @@ def additive(mask: torch.Tensor, dtype: torch.dtype, repeats: int) -> torch.Tens
     folded = mask.repeat(repeats, 1) if mask.dim() == 2 else mask.repeat(1, repeats, 1)[:, None]
     zeros = torch.zeros(folded.shape, dtype=dtype, device=mask.device)
     return zeros.masked_fill_(~folded, float("-inf"))
-
-
-def short_mask(
-    span: Span, pattern: Pattern, columns: int, repeats: int, dtype: torch.dtype
-) -> torch.Tensor:
-    """Additive ``[repeats * rows, columns]`` on the host for a span of few rows.
-
-    A view of one that was built when this shape of draft was first seen.
-    """
-    shape, capacity = _shape(span, pattern), _capacity(columns)
-    key = (shape, capacity, repeats, dtype)
-    template = _masks.get(key, lambda: additive(_visible(*shape, capacity), dtype, repeats))
-    return template[:, capacity - columns :]

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Protocol
 
 import torch
@@ -11,7 +11,7 @@ from torch import Tensor
 
 from paceline.core.batch import Batch, Span
 from paceline.core.transfer import Staging
-from paceline.model.paged.masks import FULL, Pattern, additive, short_mask, visible
+from paceline.model.paged.masks import FULL, Pattern, additive, visible
 
 SHORT = 64  # spans of at most this many rows are folded; longer ones are prefill chunks
 # Spans with more keys are attended one by one: to read them in place, or to pad nothing, is then
@@ -27,34 +27,48 @@ class KeyValueStore(Protocol):
     def kv(self, layer: int) -> tuple[Tensor, Tensor]: ...
 
 
-@dataclass(frozen=True)
+@dataclass
 class AttentionSegment:
     """Spans attended by one call: ``batch`` sequences of ``rows`` query rows, ``keys`` keys each.
 
-    The rows are ``start .. start + batch * rows`` of the ragged batch, or those named by
-    ``pick`` when padded. Keys are the slots ``slot .. slot + keys``, or those gathered: ``gather``
-    counts them in runs of ``unit`` slots, and the first ``skip`` are left out.
+    The rows are ``start .. start + batch * rows`` of the ragged batch, or those named by ``pick``
+    when padded. Keys are the slots ``slot .. slot + keys`` or, without a ``slot``, those of
+    ``gather``. ``causal``: as many rows as keys, lower triangle. ``folded``: few rows, which share
+    their KV heads. ``gather``, ``pick`` and ``allowed`` (a mask) are places in the staging.
     """
 
+    staging: Staging
     start: int
     batch: int
     rows: int
     keys: int
-    slot: int = 0
-    gather: Tensor | None = None  # int64
-    unit: int = 1
-    skip: int = 0
-    pick: Tensor | None = None  # int64 [batch * rows]
-    causal: bool = False  # rows == keys, lower triangle
-    mask: Tensor | None = None  # additive; [group * rows, keys], or [batch, 1, group * rows, keys]
+    slot: int | None = None
+    gather: int | None = None
+    pick: int | None = None
+    allowed: int | None = None
+    # Of trees that only the device knows: place in the segment, which nodes the rows see.
+    ancestors: Sequence[tuple[int, Tensor]] = ()
+    causal: bool = False
     folded: bool = True
     scratch: dict[tuple[str, int], Tensor] = field(default_factory=dict)  # for what is gathered
+    _masks: dict[int, Tensor | None] = field(default_factory=dict)
 
+    def mask(self, group: int, dtype: torch.dtype) -> Tensor | None:
+        """Additive ``[group * rows, keys]``, of several sequences ``[batch, 1, group * rows,
+        keys]``; not folded, ``[rows, keys]``."""
+        if group not in self._masks:
+            self._masks[group] = None if self.allowed is None else self._mask(group, dtype)
+        return self._masks[group]
 
-@dataclass(frozen=True)
-class Segments:
-    items: tuple[AttentionSegment, ...]
-    order: Tensor | None  # int64 [T]: where each row stands among the segments' rows
+    def _mask(self, group: int, dtype: torch.dtype) -> Tensor:
+        assert self.allowed is not None
+        allowed = self.staging.masks[self.allowed]
+        if self.ancestors:
+            allowed = allowed.clone()
+        for index, nodes in self.ancestors:
+            of_span = allowed if allowed.dim() == 2 else allowed[index]
+            of_span[: len(nodes), of_span.shape[1] - nodes.shape[1] :] &= nodes
+        return additive(allowed, dtype, group if self.folded else 1)
 
 
 @dataclass(frozen=True)
@@ -85,17 +99,13 @@ class AttentionStep:
     """One forward's spans over one cache.
 
     ``batch`` is the one it was made from, brought to the device in one copy with all that the
-    segments need there; what depends on the layers' heads follows when the first of them asks.
+    segments need there. ``layouts`` are by layer.
     """
 
     batch: DeviceBatch
     cache: KeyValueStore
     first_slot: int | None  # set when the batch writes consecutive slots
-    _layouts: tuple[_Layout, ...]  # by layer
-
-    @property
-    def slots(self) -> Tensor:
-        return self.batch.slots
+    layouts: tuple[Layout, ...]
 
     @classmethod
     def of(
@@ -103,101 +113,53 @@ class AttentionStep:
         batch: Batch,
         cache: KeyValueStore,
         patterns: tuple[Pattern, ...],
-        together: bool = True,
         device: torch.device | None = None,
     ) -> AttentionStep:
-        """``patterns[layer]`` says what a layer sees. ``together``: several short spans in one
-        call. ``device``: None is the host."""
+        """``patterns[layer]`` says what a layer sees. ``device``: None is the host."""
         size, first_slot = cache.block_size, None
         if len(batch.spans) == 1:
             indices = batch.spans[0].indices
             first_slot = _run_start(batch.tables[0], indices.start, indices.stop, size)
         staging = Staging(device or torch.device("cpu"))
-        made: dict[int, _Layout] = {}  # a model's equal patterns are one object
+        made: dict[int, Layout] = {}  # a model's equal patterns are one object
         for pattern in patterns:
             if id(pattern) not in made:
-                made[id(pattern)] = _Layout(batch, size, pattern, staging, together)
+                made[id(pattern)] = Layout(batch, size, pattern, staging)
         layouts = tuple([made[id(pattern)] for pattern in patterns])
         return cls(DeviceBatch.of(batch, staging), cache, first_slot, layouts)
 
-    def segments(self, layer: int, group: int, dtype: torch.dtype) -> Segments:
-        """Segments of a layer whose KV heads serve ``group`` query heads each."""
-        return self._layouts[layer].segments(group, dtype)
 
+class Layout:
+    """The ``segments`` of one step for one pattern, laid out on the host."""
 
-def _run_start(table: Sequence[int], start: int, stop: int, size: int) -> int | None:
-    """First slot of logical indices ``start .. stop`` if their blocks are consecutive."""
-    first, last = start // size, (stop - 1) // size
-    block = table[first]
-    if last != first and list(table[first : last + 1]) != list(
-        range(block, block + last - first + 1)
-    ):
-        return None
-    return block * size + start % size
-
-
-@dataclass(frozen=True)
-class _Unsent:
-    """A segment before its tensors have been sent: ``gather``, ``pick`` and ``mask`` are their
-    numbers in the staging."""
-
-    segment: AttentionSegment
-    gather: int | None = None
-    pick: int | None = None
-    mask: int | Span | None = None  # a span's mask is built on the host, where it is kept
-    seen: tuple[tuple[int, Tensor], ...] = ()  # place in the segment, which nodes its rows see
-
-    def finished(
-        self, staging: Staging, pattern: Pattern, group: int, dtype: torch.dtype
-    ) -> AttentionSegment:
-        if self.gather is None and self.pick is None and self.mask is None:
-            return self.segment
-        numbers, repeats = staging.numbers, group if self.segment.folded else 1
-        mask = None
-        if isinstance(self.mask, Span):
-            mask = short_mask(self.mask, pattern, self.segment.keys, group, dtype)
-        elif self.mask is not None:
-            allowed = staging.masks[self.mask]
-            for index, nodes in self.seen:
-                of_span = allowed if allowed.dim() == 2 else allowed[index]
-                of_span[: len(nodes), of_span.shape[1] - nodes.shape[1] :] &= nodes
-            mask = additive(allowed, dtype, repeats)
-        return replace(
-            self.segment,
-            gather=None if self.gather is None else numbers[self.gather],
-            pick=None if self.pick is None else numbers[self.pick],
-            mask=mask,
-        )
-
-
-class _Layout:
-    """The segments of one step for one pattern, laid out on the host."""
-
-    def __init__(
-        self, batch: Batch, size: int, pattern: Pattern, staging: Staging, together: bool
-    ) -> None:
+    def __init__(self, batch: Batch, size: int, pattern: Pattern, staging: Staging) -> None:
         self._spans, self._tables, self._size = batch.spans, batch.tables, size
-        self._ancestors = [span.ancestors for span in batch.spans]
-        self._pattern, self._staging, self._together = pattern, staging, together
-        self._unsent: list[_Unsent] = []
-        self._segments: dict[int, Segments] = {}  # by group
+        self._pattern, self._staging = pattern, staging
+        self._firsts = [pattern.first_key(span) for span in batch.spans]
+        self._lengths = [
+            s.kv_length - first for s, first in zip(batch.spans, self._firsts, strict=True)
+        ]
+        self.segments: list[AttentionSegment] = []
         order: list[int] = []
         for members in self._groups():
             if len(members) > 1:
                 order.extend(self._padded(members))
             else:
                 order.extend(_row_range(self._spans[members[0]]))
-                self._unsent.append(self._single(members[0]))
-        self._order = self._inverse(order)
+                self._single(members[0])
+        self._order: int | None = None
+        if order != list(range(len(order))):
+            # Packed row to row among the segments; -1 marks padding.
+            inverse = [0] * sum(span.rows for span in self._spans)
+            for index, row in enumerate(order):
+                if row >= 0:
+                    inverse[row] = index
+            self._order = staging.add(inverse)
 
-    def segments(self, group: int, dtype: torch.dtype) -> Segments:
-        segments = self._segments.get(group)
-        if segments is None:
-            staging, pattern = self._staging, self._pattern
-            items = [part.finished(staging, pattern, group, dtype) for part in self._unsent]
-            order = None if self._order is None else staging.numbers[self._order]
-            segments = self._segments[group] = Segments(tuple(items), order)
-        return segments
+    @property
+    def order(self) -> Tensor | None:
+        """int64 ``[T]``: where each row stands among the segments' rows, if not in its place."""
+        return None if self._order is None else self._staging.numbers[self._order]
 
     def _groups(self) -> list[list[int]]:
         """Spans that one call attends: short ones whose numbers of keys are close, as all are
@@ -208,66 +170,43 @@ class _Layout:
         4.7 ms in float32 (one row each; with five rows 9.2 and 6.0, 8.1 and 6.3). Not so where
         there are many keys, see ALONE.
         """
-        spans = self._spans
-        if not self._together or len(spans) == 1:
-            return [[i] for i in range(len(spans))]
-        groups = [[i] for i, span in enumerate(spans) if span.rows > SHORT]
-        keys = {
-            i: span.kv_length - self._pattern.first_key(span)
-            for i, span in enumerate(spans)
-            if span.rows <= SHORT
-        }
-        if self._staging.device.type == "cpu":
-            groups += [[i] for i, count in keys.items() if count > ALONE]
-            keys = {i: count for i, count in keys.items() if count <= ALONE}
+        spans, keys = self._spans, self._lengths
+        if len(spans) == 1:
+            return [[0]]
+        most = ALONE if self._staging.direct else max(keys)
+        short = {i for i, span in enumerate(spans) if span.rows <= SHORT and keys[i] <= most}
+        groups = [[i] for i in range(len(spans)) if i not in short]
         shortest = -1
-        for i in sorted(keys, key=keys.__getitem__):
+        for i in sorted(short, key=keys.__getitem__):
             if shortest < 0 or keys[i] > shortest * 1.5 + 64:
                 groups.append([])
                 shortest = keys[i]
             groups[-1].append(i)
         return [sorted(group) for group in groups]
 
-    def _inverse(self, order: list[int]) -> int | None:
-        """Packed row to row among the segments; -1 in ``order`` marks padding."""
-        if order == list(range(len(order))):
-            return None
-        inverse = [0] * sum(span.rows for span in self._spans)
-        for index, row in enumerate(order):
-            if row >= 0:
-                inverse[row] = index
-        return self._staging.add(inverse)
-
-    def _single(self, i: int) -> _Unsent:
-        span, table, size, staging = self._spans[i], self._tables[i], self._size, self._staging
-        first = self._pattern.first_key(span)
-        keys = span.kv_length - first
-        slot, gather = _run_start(table, first, span.kv_length, size), None
-        if slot is None:
-            gather = staging.add(table[first // size : -(-span.kv_length // size)])
-        unit, skip = (size, first % size) if slot is None else (1, 0)
-        start, rows, short = span.start, span.rows, span.rows <= SHORT
-        ancestors, seen = self._ancestors[i], self._seen(i, 0)
-        if short and (rows == 1 and self._sees_all(span)):
-            mask: int | Span | None = None
-        elif not short and self._pattern == FULL and span.context == 0 and not span.parents:
-            segment = AttentionSegment(
-                start, 1, rows, keys, slot or 0, unit=unit, skip=skip, causal=True, folded=False
-            )
-            return _Unsent(segment, gather)
-        elif short and staging.direct and ancestors is None:
-            mask = span
-        else:
-            allowed = visible(span, self._pattern, keys, ancestors is None)
-            mask = staging.add_mask(allowed if ancestors is None else allowed.clone())
-        segment = AttentionSegment(
-            start, 1, rows, keys, slot or 0, unit=unit, skip=skip, folded=short
+    def _single(self, i: int) -> None:
+        """One span, read in place where its blocks lie in one run."""
+        span, table, staging, first = (
+            self._spans[i],
+            self._tables[i],
+            self._staging,
+            self._firsts[i],
         )
-        return _Unsent(segment, gather, mask=mask, seen=seen)
+        segment = AttentionSegment(staging, span.start, 1, span.rows, self._lengths[i])
+        segment.slot = _run_start(table, first, span.kv_length, self._size)
+        if segment.slot is None:
+            segment.gather = staging.add(_slots(table, first, span.kv_length, self._size))
+        segment.folded = span.rows <= SHORT
+        if not segment.folded and self._pattern == FULL and not (span.context or span.parents):
+            segment.causal = True
+        elif not (span.rows == 1 and self._sees_all(span)):
+            known = span.ancestors is None
+            segment.allowed = staging.add_mask(visible(span, self._pattern, segment.keys, known))
+            segment.ancestors = self._seen(span, 0)
+        self.segments.append(segment)
 
-    def _seen(self, i: int, index: int) -> tuple[tuple[int, Tensor], ...]:
-        ancestors = self._ancestors[i]
-        return () if ancestors is None else ((index, ancestors[self._spans[i].first_new :]),)
+    def _seen(self, span: Span, index: int) -> list[tuple[int, Tensor]]:
+        return [] if span.ancestors is None else [(index, span.ancestors[span.first_new :])]
 
     def _sees_all(self, span: Span) -> bool:
         """Whether a single row sees every key from first_key on."""
@@ -282,9 +221,7 @@ class _Layout:
 
         Returns the rows in the order of the segment, -1 for absent ones.
         """
-        spans, staging = [self._spans[i] for i in members], self._staging
-        firsts = [self._pattern.first_key(span) for span in spans]
-        lengths = [span.kv_length - first for span, first in zip(spans, firsts, strict=True)]
+        spans, lengths = [self._spans[i] for i in members], [self._lengths[i] for i in members]
         keys, rows = max(lengths), max(span.rows for span in spans)
         gather: list[Tensor] = []
         pick: list[int] = []
@@ -292,9 +229,8 @@ class _Layout:
         seen: list[tuple[int, Tensor]] = []
         mask = torch.zeros(len(spans), rows, keys, dtype=torch.bool)
         plain = min(lengths) == keys  # every row sees every gathered key
-        for index, (i, span) in enumerate(zip(members, spans, strict=True)):
-            first, length = firsts[index], lengths[index]
-            slots = _slots(self._tables[i], first, span.kv_length, self._size)
+        for index, (i, span, length) in enumerate(zip(members, spans, lengths, strict=True)):
+            slots = _slots(self._tables[i], self._firsts[i], span.kv_length, self._size)
             gather.extend((slots[:1].expand(keys - length), slots))
             here, absent = list(_row_range(span)), rows - span.rows
             pick.extend(here + [here[0]] * absent)
@@ -302,26 +238,30 @@ class _Layout:
             # An absent row sees something: its softmax must be a number.
             mask[index, :, keys - length :] = True
             if not (span.rows == 1 and self._sees_all(span)):
-                known = self._ancestors[i] is None
-                allowed = visible(span, self._pattern, length, known)
+                allowed = visible(span, self._pattern, length, span.ancestors is None)
                 mask[index, : span.rows, keys - length :] = allowed
-                seen += self._seen(i, index)
+                seen += self._seen(span, index)
                 plain = False
-        even = pick == list(range(pick[0], pick[0] + len(pick)))
-        self._unsent.append(
-            _Unsent(
-                AttentionSegment(start=pick[0], batch=len(members), rows=rows, keys=keys),
-                gather=staging.add(torch.cat(gather)),
-                pick=None if even else staging.add(pick),
-                mask=None if plain else staging.add_mask(mask),
-                seen=tuple(seen),
-            )
-        )
+        staging, even = self._staging, pick == list(range(pick[0], pick[0] + len(pick)))
+        segment = AttentionSegment(staging, pick[0], len(members), rows, keys, ancestors=seen)
+        segment.gather = staging.add(torch.cat(gather))
+        segment.pick = None if even else staging.add(pick)
+        segment.allowed = None if plain else staging.add_mask(mask)
+        self.segments.append(segment)
         return order
 
 
 def _row_range(span: Span) -> range:
     return range(span.start, span.start + span.rows)
+
+
+def _run_start(table: Sequence[int], start: int, stop: int, size: int) -> int | None:
+    """First slot of logical indices ``start .. stop`` if their blocks are consecutive."""
+    first, last = start // size, (stop - 1) // size
+    block = table[first]
+    if list(table[first : last + 1]) != list(range(block, block + last - first + 1)):
+        return None
+    return block * size + start % size
 
 
 def _slots(table: Sequence[int], start: int, stop: int, size: int) -> Tensor:

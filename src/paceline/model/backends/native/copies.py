@@ -1,104 +1,104 @@
-"""A model's copy in 8 or 4 bits for the kernels: rounded matrix by matrix, or read as kept."""
+"""A model's copy in 8 or 4 bits for the kernels: rounded matrix by matrix, or read as kept.
+
+    quantised/KEY.forms    in the cache folder: a header, then packed matrices as the kernels read
+                           them, for the next start
+
+A key is made of the checkpoint's files as they were found, of how the model was held and of what it
+was rounded to. Whatever lies here can be deleted at any time. ``PACELINE_QUANTISED_CACHE`` bounds
+its size ("off": nothing is kept); the forms that have not been used for longest go first. What is
+off in a copy costs a draft's speed alone, so its products are not tried before it is used.
+"""
 
 from __future__ import annotations
 
+import hashlib
+import json
+import os
+import shutil
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from dataclasses import asdict, dataclass
+from pathlib import Path
 from typing import Any
 
 import torch
 from torch import nn
 
-from paceline.core.stages import stage, warn
+from paceline.core.sizes import parse_bytes
+from paceline.core.stages import info, stage
+from paceline.errors import PacelineError
+from paceline.files import cache_folder, write_aside
+from paceline.files.stamps import FileStamp
 from paceline.kernels.library import PLAIN
 from paceline.model.backends.base import Adapted
-from paceline.model.backends.native.kept import key_of, read, write
 from paceline.model.backends.native.packing import Form, Packed, PackedLinear
-from paceline.model.backends.trial import relative_error
 from paceline.model.quantised.convert import Code, Scheme, children, copy_beside
 from paceline.model.quantised.rounding import round_to_nearest
-from paceline.model.quantised.weights import HeldLinear, QuantisedLinear, quantised_product
+from paceline.model.quantised.weights import HeldLinear, QuantisedLinear
 
-_TRIED = 64  # outputs of a matrix that are compared with the readable truth
-
-
-def rounded_copy(model: Adapted, precision: str) -> Any:
-    """Modules that share all but their matrices with those of a model that the kernels run. None if
-    they do not multiply by such matrices as they should, or no matrix divides into groups."""
-    name = f"{model.name} in {precision}"
-    hf = copy_beside(model.hf, lambda m: m if isinstance(m, nn.Linear | HeldLinear) else None)
-    matrices = _matrices(hf, Scheme(precision, head="int8", finer=True))
-    if not matrices:
-        return None
-    about = [
-        (str(m.held.dtype), m.held.form and asdict(m.held.form), asdict(m.code), m.held.inputs)
-        for m in matrices
-    ]
-    key = key_of(model.checkpoint, about)
-    made = None if key is None else read(key, [matrix.blank for matrix in matrices])
-    if made is None:
-        with stage(f"quantising {name}", total=len(matrices), unit="matrices") as progress:
-            made = []
-            for matrix in matrices:
-                made.append(matrix.rounded())
-                progress.advance()
-        if key is not None:
-            write(key, made)
-    forms: dict[tuple[Form | None, int], tuple[_Matrix, Packed]] = {}
-    for matrix, packed in zip(matrices, made, strict=True):
-        matrix.replace(packed)
-        forms.setdefault((packed.form, packed.inputs), (matrix, packed))
-    if not all(matrix.is_right(packed) for matrix, packed in forms.values()):
-        warn(f"the kernels' products by {name} are wrong on this machine; they are left out")
-        return None
-    return hf
+SETTING = "PACELINE_QUANTISED_CACHE"
+OFF = "off"
+_OURS = b"Written by Paceline: quantised forms "
+_MAGIC = _OURS + b"2\n"  # another layout, or other numbers: another 2
+_MOST = 8 << 30
+_SHARE = 10  # of the disk, if that is less
 
 
 @dataclass(frozen=True)
 class _Matrix:
     """Linear layers of one packed matrix, in its order, with their parents and names."""
 
-    layers: tuple[PackedLinear, ...]
-    owners: tuple[tuple[nn.Module, str], ...]
+    members: tuple[tuple[PackedLinear, nn.Module, str], ...]
     code: Code
 
     @property
-    def held(self) -> Packed:
-        return self.layers[0].packed
+    def layers(self) -> list[PackedLinear]:
+        return [layer for layer, _, _ in self.members]
 
-    def blank(self, form: Form | None) -> Packed:
-        gated = self.layers[0].part != PLAIN
-        return Packed.blank(self.layers, self.held.dtype, gated, form)
+    @property
+    def packed(self) -> Packed:
+        return self.members[0][0].packed
+
+    @property
+    def gated(self) -> bool:
+        return self.members[0][0].part != PLAIN
+
+    def blank(self, form: Form) -> Packed:
+        return Packed.blank(self.layers, self.packed.dtype, self.gated, form)
 
     def rounded(self) -> Packed:
         """One layer's numbers at a time are unpacked."""
-        code = self.code
+        how = self.code.bits, self.code.group, self.code.zero
         linears = [
-            QuantisedLinear(
-                round_to_nearest(layer.weight, code.bits, code.group, code.zero), layer.bias
-            )
+            QuantisedLinear(round_to_nearest(layer.weight, *how), layer.bias)
             for layer in self.layers
         ]
-        return Packed.of(linears, self.held.dtype, self.layers[0].part != PLAIN)
+        return Packed.of(linears, self.packed.dtype, self.gated)
 
-    def replace(self, packed: Packed) -> None:
-        for layer, (parent, key) in zip(self.layers, self.owners, strict=True):
+
+def rounded_copy(model: Adapted, precision: str) -> Any:
+    """Modules that share all but their matrices with those of a model that the kernels run. None if
+    no matrix divides into groups."""
+    name = f"{model.name} in {precision}"
+    hf = copy_beside(model.hf, lambda m: m if isinstance(m, nn.Linear | HeldLinear) else None)
+    matrices = _matrices(hf, Scheme(precision, head="int8", finer=True))
+    if not matrices:
+        return None
+    file = _file_of(model.checkpoint, matrices)
+    made = None if file is None else read(file, matrices)
+    if made is None:
+        with stage(f"quantising {name}", total=len(matrices), unit="matrices") as progress:
+            made = []
+            for matrix in matrices:
+                made.append(matrix.rounded())
+                progress.advance()
+        if file is not None:
+            write(file, made)
+    for matrix, packed in zip(matrices, made, strict=True):
+        for layer, parent, key in matrix.members:
             setattr(parent, key, PackedLinear(layer, packed, layer.part, layer.first))
-
-    def is_right(self, packed: Packed) -> bool:
-        """Whether the kernels multiply by it as the readable truth does, tried on its first layer:
-        logits of a whole model are no measure, as one code of an activation that is rounded
-        otherwise changes all that follow (SmolLM2 in float32: by 4 %)."""
-        layer = self.layers[0]
-        if layer.part != PLAIN:  # of the same form as others
-            return True
-        x = torch.randn(2, packed.inputs, generator=torch.Generator().manual_seed(0))
-        x = x.to(packed.dtype)
-        rows = min(_TRIED, layer.out_features)
-        wanted = quantised_product(x, packed.quantised(PLAIN, layer.first, rows))
-        if packed.bias is not None:
-            wanted += packed.bias[layer.first : layer.first + rows]
-        product = packed.product(x)[:, layer.first : layer.first + rows]
-        return relative_error(product, wanted) < (1e-5 if packed.dtype == torch.float32 else 1e-2)
+    return hf
 
 
 def _matrices(hf: Any, scheme: Scheme) -> list[_Matrix]:
@@ -111,8 +111,118 @@ def _matrices(hf: Any, scheme: Scheme) -> list[_Matrix]:
     result = []
     for members in by_matrix.values():
         members.sort(key=lambda member: (member[0].part, member[0].first))
-        layers, parents, names = zip(*members, strict=True)
-        code = scheme.code_of(layers[0].in_features, layers[0] is head)
+        layer = members[0][0]
+        code = scheme.code_of(layer.in_features, layer is head)
         if code is not None:
-            result.append(_Matrix(layers, tuple(zip(parents, names, strict=True)), code))
+            result.append(_Matrix(tuple(members), code))
     return result
+
+
+# -- in the cache folder -----------------------------------------------------------------------
+
+
+def _file_of(checkpoint: Sequence[FileStamp], matrices: Sequence[_Matrix]) -> Path | None:
+    """Where the form is kept; None if it cannot be. Raises ConfigError for a setting that is no
+    size."""
+    folder = cache_folder() / "quantised"
+    if not checkpoint or os.environ.get(SETTING) == OFF:
+        return None
+    with suppress(OSError):
+        folder.mkdir(parents=True, exist_ok=True)
+    if not _limit() or (not os.access(folder, os.W_OK) and not any(folder.glob("*.forms"))):
+        return None
+    try:
+        if tuple(FileStamp.of(Path(stamp.path)) for stamp in checkpoint) != tuple(checkpoint):
+            return None  # replaced since it was loaded
+    except OSError:
+        return None
+    about = [
+        (str(m.packed.dtype), m.packed.form and asdict(m.packed.form), asdict(m.code))
+        for m in matrices
+    ]
+    text = json.dumps([[asdict(stamp) for stamp in checkpoint], about])
+    return folder / f"{hashlib.sha256(text.encode()).hexdigest()[:40]}.forms"
+
+
+def read(file: Path, matrices: Sequence[_Matrix]) -> list[Packed] | None:
+    """The matrices that were kept in a file; None without any. What is damaged is said, and counts
+    as not there."""
+    try:
+        with file.open("rb") as stream:
+            magic, digest, text = stream.readline(), stream.readline(), stream.readline()
+            if magic != _MAGIC or digest.strip() != _digest(text):
+                raise ValueError("its header is none")
+            entries: list[dict[str, Any]] = json.loads(text)
+            made = [m.blank(Form(**e["form"])) for e, m in zip(entries, matrices, strict=True)]
+            for packed in made:
+                buffer = packed.data.numpy().data
+                if stream.readinto(buffer) != len(buffer):
+                    raise ValueError("it is cut")
+        if _digests(made) != [entry["sha256"] for entry in entries]:
+            raise ValueError("a checksum differs")
+    except FileNotFoundError:
+        return None
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        info(f"{file} is damaged ({error}) and is made anew")
+        return None
+    with suppress(OSError):
+        os.utime(file)
+    return made
+
+
+def write(file: Path, made: Sequence[Packed]) -> None:
+    """Keep matrices; where that fails, a line says so and nothing else happens."""
+    size = sum(packed.data.nbytes for packed in made)
+    try:
+        if size > _limit() or 2 * size > shutil.disk_usage(file.parent).free:
+            return
+        _evict(file.parent, _limit() - size)
+        entries = [
+            {"form": asdict(packed.form), "sha256": digest}
+            for packed, digest in zip(made, _digests(made), strict=True)
+            if packed.form is not None
+        ]
+        with (
+            stage(f"keeping it in {file.parent}"),
+            write_aside(file, "the quantised form", _is_ours, durable=False) as stream,
+        ):
+            text = json.dumps(entries).encode() + b"\n"
+            stream.write(_MAGIC + _digest(text) + b"\n" + text)
+            for packed in made:
+                stream.write(packed.data.numpy().data)
+    except (OSError, PacelineError) as error:
+        info(f"the quantised form is not kept for the next start: {error}")
+
+
+def _limit() -> int:
+    """Bytes that may lie here. Raises ConfigError for a setting that is no size."""
+    limit = os.environ.get(SETTING)
+    if limit:
+        return parse_bytes(limit)
+    try:
+        return min(_MOST, shutil.disk_usage(cache_folder()).total // _SHARE)
+    except OSError:
+        return 0
+
+
+def _evict(folder: Path, limit: int) -> None:
+    """Delete the forms that have not been used for longest, until so many bytes are left."""
+    ours = [file for file in folder.glob("*.forms") if _is_ours(file)]
+    for file in sorted(ours, key=lambda file: file.stat().st_mtime_ns, reverse=True):
+        limit -= file.stat().st_size
+        if limit < 0:
+            file.unlink(missing_ok=True)
+
+
+def _is_ours(file: Path) -> bool:
+    with file.open("rb") as stream:
+        return stream.read(len(_OURS)) == _OURS
+
+
+def _digest(data: Any) -> bytes:
+    return hashlib.sha256(data).hexdigest().encode()
+
+
+def _digests(made: Sequence[Packed]) -> list[str]:
+    with ThreadPoolExecutor(torch.get_num_threads()) as pool:
+        return list(pool.map(lambda p: _digest(p.data.numpy().data).decode(), made))

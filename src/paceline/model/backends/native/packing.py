@@ -5,12 +5,14 @@ from __future__ import annotations
 import copy
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import nn
 
+from paceline.core.memory import trim
 from paceline.kernels.library import (
     DTYPES,
     GATE,
@@ -22,6 +24,7 @@ from paceline.kernels.library import (
     SCALE_FLOAT,
     SCALE_HALF,
     UP,
+    CNorm,
     CWeight,
     check,
     library,
@@ -39,6 +42,9 @@ from paceline.model.quantised.weights import (
 )
 
 _PANEL = 32
+_TRIM_BYTES = 64 << 20
+PROJECTIONS = ("q_proj", "k_proj", "v_proj")
+GATED = ("gate_proj", "up_proj")
 
 
 @dataclass(frozen=True)
@@ -59,9 +65,13 @@ class Packed:
         cls, linears: Sequence[nn.Linear | QuantisedLinear], dtype: torch.dtype, gated: bool = False
     ) -> Packed:
         """The matrices one below the other; ``gated``: two, their outputs side by side."""
-        linears = _in_one_form(linears)
-        form = Form.of([linear for linear in linears if isinstance(linear, QuantisedLinear)])
-        packed = cls.blank(linears, dtype, gated, form)
+        quantised = [linear for linear in linears if isinstance(linear, QuantisedLinear)]
+        weights = alike([linear.quantised for linear in quantised])
+        if quantised:  # all are: see same_form
+            linears = [
+                QuantisedLinear(w, old.bias) for w, old in zip(weights, quantised, strict=True)
+            ]
+        packed = cls.blank(linears, dtype, gated, Form.of(weights))
         at = 0
         for part, linear in zip(_parts_of(gated), linears, strict=False):
             packed._take(linear, part, 0 if gated else at)
@@ -193,47 +203,24 @@ class Form:
         return inputs // ROW_GROUP // self.repeat if self.repeat else 2 * inputs // ROW_GROUP
 
     @classmethod
-    def of(cls, linears: Sequence[QuantisedLinear]) -> Form | None:
+    def of(cls, weights: Sequence[QuantisedWeight]) -> Form | None:
         """The form that holds all of these exactly; None if there are none."""
-        if not linears:
+        if not weights:
             return None
-        first = linears[0].quantised
-        numbers = [linear.quantised.scales for linear in linears]
-        numbers += [w for w in (linear.quantised.offsets for linear in linears) if w is not None]
-        kind = next(
-            (kind for kind, fits in _SCALE_KINDS if all(fits(values) for values in numbers)),
-            SCALE_FLOAT,
-        )
+        first, kind = weights[0], SCALE_FLOAT
+        numbers = [n for w in weights for n in (w.scales, w.offsets) if n is not None]
+        for code, dtype in ((SCALE_HALF, torch.half), (SCALE_BFLOAT16, torch.bfloat16)):
+            if all(torch.equal(values.to(dtype).float(), values) for values in numbers):
+                kind = code
         offsets = OFFSETS_NONE
         if first.offsets is not None:
             offsets = OFFSETS_LEAST if first.from_zero else OFFSETS_MIDDLE
         return cls(first.bits, first.group // ROW_GROUP, kind, offsets)
 
 
-def _fits_bf16(x: torch.Tensor) -> bool:
-    return torch.equal(x.bfloat16().float(), x)
-
-
-def _fits_half(x: torch.Tensor) -> bool:
-    return torch.equal(x.half().float(), x)
-
-
-_SCALE_KINDS = ((SCALE_BFLOAT16, _fits_bf16), (SCALE_HALF, _fits_half))
-
-
 def same_form(linears: Sequence[nn.Module]) -> bool:
     """Whether these can be packed into one matrix: all are quantised, or none."""
     return sum(isinstance(linear, QuantisedLinear) for linear in linears) in (0, len(linears))
-
-
-def _in_one_form(
-    linears: Sequence[nn.Linear | QuantisedLinear],
-) -> Sequence[nn.Linear | QuantisedLinear]:
-    quantised = [linear for linear in linears if isinstance(linear, QuantisedLinear)]
-    weights = alike([linear.quantised for linear in quantised])
-    if not quantised or all(w is old.quantised for w, old in zip(weights, quantised, strict=True)):
-        return linears
-    return [QuantisedLinear(w, old.bias) for w, old in zip(weights, quantised, strict=True)]
 
 
 def _parts_of(gated: bool) -> tuple[int, ...]:
@@ -338,3 +325,69 @@ def pack_children(
         setattr(parent, name, PackedLinear(linear, packed, part, 0 if gated else first))
         first += linear.out_features
     return packed
+
+
+class Packing:
+    """What an opened model points to: packed weights and norms, held for as long as it is."""
+
+    def __init__(self) -> None:
+        self._held: list[Any] = []
+        self._untrimmed = 0  # bytes packed since memory was last given back
+        # With the part of the rows that they see, None of those with logits, and their layer.
+        self.packed: list[tuple[Packed, float | None, int | None]] = []
+
+    def weight(self, packed: Packed, part: float | None = 1.0, layer: int | None = None) -> CWeight:
+        self.packed.append((packed, part, layer))
+        # What was packed is free now: without this all of a model would lie in memory twice.
+        self._untrimmed += packed.data.nbytes
+        if self._untrimmed > _TRIM_BYTES:
+            self.trim()
+        return packed.struct()
+
+    def trim(self) -> None:
+        """Give the memory of what was packed back to the system."""
+        trim()
+        self._untrimmed = 0
+
+    def matrices(self, layer: Any, dtype: torch.dtype, number: int | None = None) -> dict[str, Any]:
+        """Those of a decoder layer, packed; its modules keep no others."""
+        attention, mlp, weight = layer.self_attn, layer.mlp, partial(self.weight, layer=number)
+        fields: dict[str, Any] = {
+            "qkv": weight(pack_children(attention, PROJECTIONS, dtype)),
+            "out": weight(pack_children(attention, ("o_proj",), dtype)),
+        }
+        if not hasattr(mlp, "experts"):
+            fields["gate_up"] = weight(pack_children(mlp, GATED, dtype, gated=True))
+            fields["down"] = weight(pack_children(mlp, ("down_proj",), dtype))
+            return fields
+        if not isinstance(mlp.experts, PackedExperts):
+            mlp.experts = PackedExperts(mlp.experts, dtype)
+        chosen, count = mlp.gate.top_k, len(mlp.experts.down)
+        gate_up, down = (
+            (CWeight * count)(*(weight(one, chosen / count) for one in experts))
+            for experts in (mlp.experts.gate_up, mlp.experts.down)
+        )
+        self.keep(gate_up, down)
+        router = weight(Packed.of([plain_linear(mlp.gate.weight)], dtype))
+        fields |= {"experts": count, "chosen": chosen, "router": router}
+        return fields | {"expert_gate_up": gate_up, "expert_down": down}
+
+    def norm(self, norm: Any) -> CNorm:
+        """Of what has ``weight`` and ``eps``, or None."""
+        if norm is None:
+            return CNorm(None, 0.0)
+        weight = norm.weight.detach().float().contiguous()
+        self.keep(weight)
+        return CNorm(weight.data_ptr(), norm.eps)
+
+    def keep(self, *what: Any) -> None:
+        self._held += what
+
+    def reads(self, rows: int, wanted: int, skipped: Any) -> tuple[WeightRead, ...]:
+        """What a forward over ``rows`` reads, ``wanted`` of which have logits; ``skipped``: a flag
+        for each layer, if some are left out."""
+        return tuple(
+            matrix.read(wanted if part is None else round(rows * part))
+            for matrix, part, layer in self.packed
+            if not (skipped and layer is not None and skipped[layer])
+        )

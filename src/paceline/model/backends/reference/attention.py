@@ -4,7 +4,7 @@ Once per forward the spans of a batch become *segments*, each one call of scaled
 attention; every layer then writes its new keys and values and runs the segments:
 
     decoding, blocks in one run    a strided view of the cache, no copy
-    decoding, scattered blocks     keys gathered block by block
+    decoding, scattered blocks     keys gathered
     several decoding sequences     gathered together, padded on the left, one call
     several with long contexts     one call each, as above
     prefill chunks                 one call each
@@ -44,23 +44,21 @@ def paged_attention(
     keys, values = step.cache.kv(layer)
     _store(keys, key, step)
     _store(values, value, step)
-    heads, total = query.shape[1], query.shape[2]
-    layout = step.segments(layer, heads // keys.shape[1], query.dtype)
-    if len(layout.items) == 1 and layout.order is None:
-        return _attend(layout.items[0], query, keys, values, scaling, softcap, sinks, total)
+    layout = step.layouts[layer]
     outputs = [
-        _attend(segment, query, keys, values, scaling, softcap, sinks, total)
-        for segment in layout.items
+        _attend(segment, query, keys, values, scaling, softcap, sinks)
+        for segment in layout.segments
     ]
     joined = torch.cat(outputs, dim=1) if len(outputs) > 1 else outputs[0]
-    return joined if layout.order is None else joined.index_select(1, layout.order)
+    order = layout.order
+    return joined if order is None else joined.index_select(1, order)
 
 
 def _store(cache: Tensor, new: Tensor, step: AttentionStep) -> None:
     if cache.dtype == INT8:
         new = encode(new)
     if step.first_slot is None:
-        cache.index_copy_(0, step.slots, new[0].transpose(0, 1))
+        cache.index_copy_(0, step.batch.slots, new[0].transpose(0, 1))
     else:
         _view(cache, step.first_slot, new.shape[2]).copy_(new)
 
@@ -81,15 +79,15 @@ def _rows_of(cache: Tensor, segment: AttentionSegment, part: str) -> Tensor:
     third of the copy.
     """
     if segment.gather is None:
+        assert segment.slot is not None
         return _view(cache, segment.slot, segment.keys)
     _, heads, width = cache.shape
-    run = segment.unit * heads * width
-    into = segment.scratch.get((part, run))
+    slots = segment.staging.numbers[segment.gather]
+    into = segment.scratch.get((part, heads * width))
     if into is None:
-        into = segment.scratch[part, run] = cache.new_empty(len(segment.gather), run)
-    torch.index_select(cache.view(-1, run), 0, segment.gather, out=into)
-    rows = into.view(segment.batch, -1, heads, width)
-    return rows[:, segment.skip : segment.skip + segment.keys].transpose(1, 2)
+        into = segment.scratch[part, heads * width] = cache.new_empty(len(slots), heads * width)
+    torch.index_select(cache.view(-1, heads * width), 0, slots, out=into)
+    return into.view(segment.batch, segment.keys, heads, width).transpose(1, 2)
 
 
 def _attend(
@@ -100,29 +98,29 @@ def _attend(
     scaling: float,
     softcap: float | None,
     sinks: Tensor | None,
-    total: int,
 ) -> Tensor:
     """``[1, batch * rows, heads, v_width]``."""
     batch, rows = segment.batch, segment.rows
+    mask = segment.mask(query.shape[1] // keys.shape[1], query.dtype)
     if segment.pick is not None:
-        query = query.index_select(2, segment.pick)
-    elif batch * rows != total:
+        query = query.index_select(2, segment.staging.numbers[segment.pick])
+    elif batch * rows != query.shape[2]:
         query = query.narrow(2, segment.start, batch * rows)
     key, value = _rows_of(keys, segment, "keys"), _rows_of(values, segment, "values")
     if keys.dtype == INT8:
         key, value = decode(key, query.dtype), decode(value, query.dtype)
     if softcap is not None or sinks is not None:
-        return _attend_explicitly(segment, query, key, value, scaling, softcap, sinks)
+        return _attend_explicitly(segment, mask, query, key, value, scaling, softcap, sinks)
     if not segment.folded:
-        return _attend_long(segment, query, key, value, scaling)
+        return _attend_long(segment, mask, query, key, value, scaling)
     folded = _fold(query, batch, rows, key.shape[1])
     if folded.shape[2] == 1 and folded.dtype == torch.bfloat16 and not folded.is_cuda:
         # The CPU kernel takes a slow path for a lone bf16 row: twice the same row is faster.
         pair = folded.expand(-1, -1, 2, -1)
-        out = scaled_dot_product_attention(pair, key, value, segment.mask, scale=scaling)
+        out = scaled_dot_product_attention(pair, key, value, mask, scale=scaling)
         out = out[:, :, :1]
     else:
-        out = scaled_dot_product_attention(folded, key, value, segment.mask, scale=scaling)
+        out = scaled_dot_product_attention(folded, key, value, mask, scale=scaling)
     return _unfold(out, batch, rows, query.shape[1])
 
 
@@ -144,10 +142,15 @@ def _unfold(out: Tensor, batch: int, rows: int, heads: int) -> Tensor:
 
 
 def _attend_long(
-    segment: AttentionSegment, query: Tensor, key: Tensor, value: Tensor, scaling: float
+    segment: AttentionSegment,
+    mask: Tensor | None,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    scaling: float,
 ) -> Tensor:
     group = query.shape[1] // key.shape[1]
-    if group > 1 and query.is_cuda and segment.mask is not None:
+    if group > 1 and query.is_cuda and mask is not None:
         # No fused CUDA kernel takes grouped heads together with a mask.
         key, value = key.repeat_interleave(group, 1), value.repeat_interleave(group, 1)
         group = 1
@@ -155,7 +158,7 @@ def _attend_long(
         query,
         key,
         value,
-        segment.mask,
+        mask,
         is_causal=segment.causal,
         scale=scaling,
         enable_gqa=group > 1,
@@ -165,6 +168,7 @@ def _attend_long(
 
 def _attend_explicitly(
     segment: AttentionSegment,
+    mask: Tensor | None,
     query: Tensor,
     key: Tensor,
     value: Tensor,
@@ -182,8 +186,8 @@ def _attend_explicitly(
     if segment.causal:
         above = torch.ones(rows, rows, dtype=torch.bool, device=scores.device).triu_(1)
         scores = scores.masked_fill_(above.repeat(group, 1), float("-inf"))
-    elif segment.mask is not None:
-        scores = scores.add_(segment.mask if segment.folded else segment.mask.repeat(group, 1))
+    elif mask is not None:
+        scores = scores.add_(mask if segment.folded else mask.repeat(group, 1))
     if sinks is None:
         distribution = scores.softmax(-1)
     else:

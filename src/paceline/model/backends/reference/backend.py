@@ -12,7 +12,6 @@ import torch
 from paceline.core.batch import Batch, ModelOutput, Span
 from paceline.errors import UnsupportedModelError
 from paceline.model.backends.base import REFERENCE, Backend
-from paceline.model.backends.reference.layers import layers_in_tuples, without_layers
 from paceline.model.backends.reference.rows import RowPositions
 from paceline.model.paged.cache import LayerShape, PagedCache
 from paceline.model.paged.masks import Pattern
@@ -36,32 +35,24 @@ class TorchBackend(Backend):
         self.patterns: tuple[Pattern, ...] = ()
         self.shapes: list[LayerShape] = []
         self.layer_names: list[str] = []
-        self.together = True  # decoding sequences of a step are attended by one call
         self.rows = RowPositions(hf, max_positions)
         self._keeps_rows = "logits_to_keep" in inspect.signature(hf.forward).parameters
         self._captured: dict[int, torch.Tensor] | None = None
         self._hooked: set[int] = set()
-        self._in_tuples: set[int] | None = None  # see layers.py; None: not looked yet
+        self._in_tuples: set[int] | None = None  # layers; None: not looked yet
 
-    def __call__(
-        self,
-        batch: Batch,
-        cache: KeyValueStore,
-        features: Sequence[int] = (),
-        logits: bool = True,
-    ) -> ModelOutput:
-        step = AttentionStep.of(batch, cache, self.patterns, self.together, self.hf.device)
-        for layer in features:
-            if layer not in self._hooked:
-                self._hook(layer)
-        self._captured = {} if features else None
+    def __call__(self, batch: Batch, cache: KeyValueStore) -> ModelOutput:
+        step = AttentionStep.of(batch, cache, self.patterns, self.hf.device)
+        for layer in set(batch.features) - self._hooked:
+            self._hook(layer)
+        self._captured = {} if batch.features else None
         try:
             with self.rows.of(step.batch):
                 outputs = self.run(step.batch, step)
             captured = self._captured or {}
         finally:
             self._captured = None
-        return ModelOutput(outputs, {layer: captured[layer] for layer in features})
+        return ModelOutput(outputs, {layer: captured[layer] for layer in batch.features})
 
     def run(self, batch: DeviceBatch, step: Any) -> torch.Tensor:
         """The modules' forward, which hands ``step`` to every call of attention."""
@@ -90,31 +81,72 @@ class TorchBackend(Backend):
         cap = getattr(config, "final_logit_softcapping", None)
         return cap * torch.tanh(logits / cap) if cap else logits
 
-    @torch.inference_mode()
-    def without(self, skipped: frozenset[int]) -> TorchBackend:
-        """A view of the same modules. A trial of the first one raises UnsupportedModelError if
-        layers of this model cannot be left out one by one."""
-        if self._in_tuples is None:
-            layers = [self.layer(n) for n in range(len(self.layer_names))]
-            in_tuples = layers_in_tuples(self.hf, layers, lambda: self(_TRIAL, self._trial_cache()))
-            self._check_view(self._view(skipped or frozenset((0,)), in_tuples), skipped)
-            self._in_tuples = in_tuples
-        return self._view(skipped, self._in_tuples)
-
-    def _view(self, skipped: frozenset[int], in_tuples: set[int]) -> TorchBackend:
-        return self.on(without_layers(self.hf, self.layer_names, skipped, in_tuples))
-
     def on(self, hf: Any) -> TorchBackend:
         """The same forward of other modules of the same names."""
         other = copy.copy(self)
         other.hf, other._captured, other._hooked = hf, None, set()
         return other
 
-    def _check_view(self, view: TorchBackend, skipped: frozenset[int]) -> None:
+    # -- fewer layers, at no cost of memory ------------------------------------------------------
+    #
+    # embedding -> layer 0 -> (layer 1) -> layer 2 -> ... -> final norm -> head
+    #                         left out
+
+    @torch.inference_mode()
+    def without(self, skipped: frozenset[int]) -> TorchBackend:
+        """A view of the same modules, in which skipped layers pass their input on. A trial of the
+        first one raises UnsupportedModelError if layers cannot be left out one by one."""
+        if self._in_tuples is None:
+            self._in_tuples = self._layers_in_tuples()
+            try:
+                self._check_view(skipped or frozenset((0,)))
+            except UnsupportedModelError:
+                self._in_tuples = None
+                raise
+        return self._view(skipped)
+
+    def _view(self, skipped: frozenset[int]) -> TorchBackend:
+        """New are the modules on the way from the top to a skipped layer, and nothing else. Lists
+        of layers keep their length, as models look up masks and rotary tables by the index."""
+        top, in_tuples = self.hf, self._in_tuples or set()
+        for layer in skipped:
+            passing = _passing(self.layer(layer), layer in in_tuples)
+            top = _replaced(top, self.layer_names[layer].split("."), passing)
+        return self.on(top)
+
+    def _layers_in_tuples(self) -> set[int]:
+        """Layers that return their hidden states within a tuple, in a forward. Raises
+        UnsupportedModelError for one that returns more than hidden states."""
+        in_tuples: set[int] = set()
+
+        def note(layer: int, output: Any) -> None:
+            tensors = [output]
+            if isinstance(output, tuple):
+                in_tuples.add(layer)
+                # A second stream beside the hidden states: what would it be?
+                tensors = [part for part in output if isinstance(part, torch.Tensor)]
+            if len(tensors) != 1 or not isinstance(tensors[0], torch.Tensor):
+                raise UnsupportedModelError(
+                    f"{type(self.hf).__name__}: layer {layer} does not return hidden states alone, "
+                    "so it cannot be left out; use another drafter"
+                )
+
+        hooks = [
+            self.layer(n).register_forward_hook(lambda *call, n=n: note(n, call[2]))
+            for n in range(len(self.layer_names))
+        ]
+        try:
+            self(_TRIAL, self._trial_cache())
+        finally:
+            for hook in hooks:
+                hook.remove()
+        return in_tuples
+
+    def _check_view(self, skipped: frozenset[int]) -> None:
         """Only the chosen layers may run: a patched ``forward`` may be bound to the original."""
         store = _Recording(self._trial_cache())
-        logits = view(_TRIAL, store).logits
-        layers = [n for n in range(len(self.shapes)) if n not in (skipped or {0})]
+        logits = self._view(skipped)(_TRIAL, store).logits
+        layers = [n for n in range(len(self.shapes)) if n not in skipped]
         if store.layers != layers or not logits.isfinite().all():
             raise UnsupportedModelError(
                 f"{type(self.hf).__name__}: asked to run layers {layers} it ran {store.layers}; "
@@ -137,7 +169,10 @@ class TorchBackend(Backend):
                 self._captured[layer] = output[0][0]
 
         if layer == len(self.layer_names):
-            self.hf.get_submodule(self.stack_name).register_forward_hook(keep_output)
+            # The module that runs all layers and the final norm: ``a.b`` of ``a.b.layers.0``. Not
+            # ``hf.base_model`` or ``get_decoder``: OPT goes past the one, Llama 4 lacks the other.
+            stack = self.layer_names[0].rsplit(".", 2)[0]
+            self.hf.get_submodule(stack).register_forward_hook(keep_output)
         else:
             self.layer(layer).register_forward_pre_hook(keep_input, with_kwargs=True)
         self._hooked.add(layer)
@@ -156,13 +191,26 @@ class TorchBackend(Backend):
             end = max(i for i, part in enumerate(parts) if part.isdigit())
             self.layer_names.append(".".join(parts[: end + 1]))
 
-    @property
-    def stack_name(self) -> str:
-        """Of the module that runs all layers and the final norm: ``a.b`` of ``a.b.layers.0``.
 
-        Not ``hf.base_model`` or ``get_decoder``: OPT goes past the one, Llama 4 lacks the other.
-        """
-        return self.layer_names[0].rsplit(".", 2)[0]
+def _replaced(module: Any, path: Sequence[str], new: Any) -> Any:
+    """A copy of a module that differs in one descendant; all the others are shared."""
+    name, *rest = path
+    copied = copy.copy(module)
+    copied._modules = dict(module._modules)
+    copied._modules[name] = _replaced(copied._modules[name], rest, new) if rest else new
+    return copied
+
+
+def _passing(layer: Any, in_tuple: bool) -> Any:
+    """A layer that returns its input; all attributes stay, as models read some of them."""
+
+    def forward(*args: Any, **kwargs: Any) -> Any:
+        hidden = args[0] if args else kwargs["hidden_states"]
+        return (hidden,) if in_tuple else hidden
+
+    copied = copy.copy(layer)
+    copied.forward = forward
+    return copied
 
 
 class _Recording:

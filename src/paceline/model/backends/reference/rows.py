@@ -39,7 +39,7 @@ _HOOKED: WeakSet[torch.nn.Module] = WeakSet()
 
 
 class RowPositions:
-    """The modules of a model that need them, found by asking; ``switch`` is None without longrope.
+    """The modules of a model that need them; ``switch`` is None without longrope.
 
     Raises UnsupportedModelError if rotations depend on the batch in another way.
     """
@@ -48,22 +48,21 @@ class RowPositions:
         modules = list(hf.modules())
         switches = {module: _switch_of(module, max_positions) for module in modules}
         rotated = {module: switch for module, switch in switches.items() if switch is not None}
+        scaled = [module for module in modules if _scales_by_row(module)]
+        self.switch = next(iter(rotated.values()), None)
         if len(set(rotated.values())) > 1:
             raise UnsupportedModelError(
                 f"{type(hf).__name__}: its layers change their rotary embeddings at different "
                 f"lengths ({sorted(set(rotated.values()))}); only one such length is supported"
             )
-        self.switch = next(iter(rotated.values()), None)
-        scaled = [module for module in modules if _scales_by_row(module)]
         self._needed = bool(rotated or scaled)
-        for module, switch in rotated.items():
-            if module not in _HOOKED:
-                hook = partial(_rotate_by_row, switch)
+        for module in {*rotated, *scaled} - {*_HOOKED}:
+            if module in rotated:
+                hook = partial(_rotate_by_row, rotated[module])
                 module.register_forward_hook(hook, with_kwargs=True)
-        for module in scaled:
-            if module not in _HOOKED:
+            else:
                 module.register_forward_pre_hook(_count_by_row, with_kwargs=True)
-        _HOOKED.update((*rotated, *scaled))
+            _HOOKED.add(module)
 
     @contextmanager
     def of(self, batch: DeviceBatch) -> Iterator[None]:
@@ -91,6 +90,32 @@ class RowPositions:
 # -- rotary embeddings ---------------------------------------------------------------------------
 
 
+def _switch_of(module: Any, max_positions: int) -> int | None:
+    """The least position that changes the rotations of the others in its batch, if one does: by
+    transformers' ``dynamic_rope_update`` those of two types do."""
+    types = getattr(module, "rope_type", None)
+    switches: set[int | None] = set()
+    for kind, rope_type in types.items() if isinstance(types, dict) else [(None, types)]:
+        switch = None
+        if rope_type == "longrope":
+            parameters = module.config.rope_parameters
+            options = parameters if kind is None else parameters[kind]
+            switch = int(options["original_max_position_embeddings"])
+        elif "dynamic" in str(rope_type) and max_positions > module.original_max_seq_len:
+            raise UnsupportedModelError(
+                f"the rotary embedding of type {rope_type} goes on changing with the length of the "
+                f"batch from {module.original_max_seq_len} positions on, so one request would "
+                "change another's text; set max_position_embeddings to the length without scaling"
+            )
+        switches.add(None if switch is None or switch >= max_positions else switch)
+    if len(switches) > 1:
+        raise UnsupportedModelError(
+            f"{type(module).__name__}: only some kinds of layers change their rotary embedding "
+            "with the length, which is not supported"
+        )
+    return switches.pop() if switches else None
+
+
 def _rotate_by_row(
     switch: int, module: Any, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any
 ) -> Any:
@@ -101,72 +126,18 @@ def _rotate_by_row(
     given = inspect.signature(module.forward).bind(*args, **kwargs)
     positions = given.arguments["position_ids"]  # [1, T]
 
-    def rotations(positions: torch.Tensor) -> Any:
+    def rotations(positions: torch.Tensor) -> tuple[torch.Tensor, ...]:
         given.arguments["position_ids"] = positions
-        return module.forward(*given.args, **given.kwargs)
+        made = module.forward(*given.args, **given.kwargs)
+        return made if isinstance(made, tuple) else (made,)
 
     # The module decides by the largest position: below the switch, and at it in a row that goes.
     short = rotations(positions.clamp(max=switch - 1))
     long = rotations(torch.cat((positions, torch.full_like(positions[:, :1], switch)), 1))
     chosen = [
-        torch.where(rows.long[:, None], b[:, :-1], a)
-        for a, b in zip(_tensors(short), _tensors(long), strict=True)
+        torch.where(rows.long[:, None], b[:, :-1], a) for a, b in zip(short, long, strict=True)
     ]
     return tuple(chosen) if isinstance(output, tuple) else chosen[0]
-
-
-def _tensors(rotations: Any) -> tuple[torch.Tensor, ...]:
-    return rotations if isinstance(rotations, tuple) else (rotations,)
-
-
-@torch.no_grad()
-def _switch_of(module: Any, max_positions: int) -> int | None:
-    """The least position that changes the rotations of the others in its batch, if one does."""
-    if "rotary" not in type(module).__name__.lower():
-        return None
-    asked = inspect.signature(module.forward).parameters
-    if "position_ids" not in asked:
-        return None
-    kinds = getattr(module, "layer_types", None) if "layer_type" in asked else None
-    switches = {_switch(module, {"layer_type": kind}, max_positions) for kind in kinds or ()}
-    switches |= set() if kinds else {_switch(module, {}, max_positions)}
-    if len(switches) > 1:
-        raise UnsupportedModelError(
-            f"{type(module).__name__}: only some kinds of layers change their rotary embedding "
-            "with the length, which is not supported"
-        )
-    return switches.pop()
-
-
-def _switch(module: Any, kind: dict[str, str], max_positions: int) -> int | None:
-    like = next(module.buffers(), torch.zeros(1)).float()
-
-    def beside(longest: int) -> tuple[torch.Tensor, ...]:
-        """The rotations of position 1 in a batch with another position."""
-        positions = torch.tensor([[1, longest]], device=like.device)
-        return tuple(part[:, 0] for part in _tensors(module(like[None, None], positions, **kind)))
-
-    def differ(one: tuple[torch.Tensor, ...], other: tuple[torch.Tensor, ...]) -> bool:
-        return not all(map(torch.equal, one, other))
-
-    try:
-        short, long = beside(1), beside(max_positions - 1)
-    except (RuntimeError, TypeError, KeyError, IndexError):  # it asks for more than positions
-        return None
-    if not differ(short, long):
-        return None
-    low, high = 1, max_positions - 1
-    while high - low > 1:
-        middle = (low + high) // 2
-        low, high = (low, middle) if differ(short, beside(middle)) else (middle, high)
-    steady = not differ(long, beside(high)) and not differ(short, beside(1))
-    if not steady:
-        raise UnsupportedModelError(
-            f"the rotary embedding of type {getattr(module, 'rope_type', '?')} goes on changing "
-            f"with the length of the batch from {high} positions on, so one request would change "
-            "another's text; set max_position_embeddings to the length without scaling"
-        )
-    return high
 
 
 # -- scales of queries ---------------------------------------------------------------------------
