@@ -16,8 +16,8 @@ from paceline.drafters import prepare_one
 from paceline.engine.driver import Drive
 from paceline.engine.engine import Engine
 from paceline.errors import ConfigError
+from paceline.model.copies import LayerView
 from paceline.model.target import CausalModel
-from paceline.model.view import LayerView
 from paceline.train.tokenizer import train_tokenizer
 from support.cache_invariants import check_cache
 from support.engine_models import VOCAB, adapted, random_llama, reference_logits

@@ -13,10 +13,10 @@ from transformers import LlamaConfig, LlamaForCausalLM, Qwen3Config, Qwen3ForCau
 
 from paceline.core.batch import Batch, Span
 from paceline.errors import ConfigError, UnsupportedModelError
+from paceline.model.copies import LayerView
 from paceline.model.paged.cache import PagedCache
 from paceline.model.probe import register
 from paceline.model.target import CausalModel
-from paceline.model.view import LayerView
 
 TOKENS = [(7 * i + 3) % VOCAB for i in range(13)]
 

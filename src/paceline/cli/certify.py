@@ -223,7 +223,7 @@ def _prompts(options: PromptOptions, count: int) -> list[BenchPrompt]:
 
 def _perplexity(text: PerplexityOptions, engine: ModelOptions, llm: LLM) -> TextPerplexity | None:
     """Of a target with quantised weights or cache, by which everything was judged; or if asked."""
-    from paceline.model.held import is_few
+    from paceline.model.precision import is_few
 
     plain = llm.target.cache_dtype == llm.target.dtype and not is_few(llm.target.hf)
     if text.perplexity is None and plain:

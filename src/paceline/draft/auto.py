@@ -26,10 +26,10 @@ from paceline.errors import ModelLoadError, PacelineError
 from paceline.kernels.compile import are_kernels_here
 from paceline.model.backends.base import REFERENCE
 from paceline.model.copies import forget_copy, quantised_copy
-from paceline.model.held import held_matrices, rounded_bytes, usual_bits
 from paceline.model.hub import is_path
 from paceline.model.loading import read_options
 from paceline.model.names import MADE_FOR, has_assets, resolve
+from paceline.model.precision import held_matrices, rounded_bytes, usual_bits
 from paceline.model.target import CausalModel
 
 # Made for one target, the best first; folders beside a target are called by their weights' name.

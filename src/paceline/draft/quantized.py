@@ -15,10 +15,9 @@ from typing import Any
 from paceline.draft.selfspec import STOP_BELOW, STOP_BELOW_OFFLOADED, SelfDrafter
 from paceline.draft.spec import DraftContext, Examined, Loading, Prepared, Target, TreeSpec
 from paceline.errors import ConfigError
-from paceline.model.copies import quantised_copy
-from paceline.model.held import usual_bits
+from paceline.model.copies import LayerView, quantised_copy
+from paceline.model.precision import usual_bits
 from paceline.model.quantised.weights import BITS
-from paceline.model.view import LayerView
 
 
 @dataclass(frozen=True)

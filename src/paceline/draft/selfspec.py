@@ -28,7 +28,6 @@ from paceline.draft.trees.policy import Policy
 from paceline.model.backends.growing import Growth
 from paceline.model.paged.blocks import OutOfBlocksError
 from paceline.model.paged.cache import PagedCache
-from paceline.model.view import LayerView
 
 # A chain ends where fewer than so many of its paths are accepted: there a pass of a quarter of a
 # step no longer pays (docs/decisions.md).

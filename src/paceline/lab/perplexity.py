@@ -17,7 +17,7 @@ from paceline.core.stages import stage
 from paceline.errors import DataError
 from paceline.lab.bench.prompts import load_prompts
 from paceline.lab.report.columns import Column, record_of
-from paceline.model.held import is_few
+from paceline.model.precision import is_few
 from paceline.model.target import CausalModel
 from paceline.train.data import encode_stream
 

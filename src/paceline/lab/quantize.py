@@ -28,7 +28,6 @@ from paceline.model.precision import is_quantised, quantization_of
 from paceline.model.probe import ATTENTION
 from paceline.model.quantised.checkpoint import METHOD, quantization_config, tensors_of
 from paceline.model.quantised.convert import Quantised, Scheme, quantise_module
-from paceline.model.quantised.rounding import round_to_nearest
 from paceline.model.target import CausalModel
 
 
@@ -111,7 +110,7 @@ def quantize(name: str, out: Path, options: QuantizeOptions) -> QuantizeReport:
         raise ConfigError(f"{name} is quantised already; give the model it was made from")
     texts, read = _texts(tokenizer, options)
     before = _perplexity(hf, name, texts)
-    rounded = quantise_module(hf, options.scheme, read, round_to_nearest)
+    rounded = quantise_module(hf, options.scheme, read)
     if not rounded.layers:
         raise ConfigError(f"{name} has no linear layer that divides into groups of 32 inputs")
     after = _perplexity(hf, name, texts)

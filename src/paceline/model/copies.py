@@ -1,61 +1,59 @@
-"""A loaded model's own form in 8 or 4 bits, beside it: new are the rounded matrices alone.
+"""A loaded model once more, at little or no cost of memory: with fewer layers, or in fewer bits.
 
-    the model   embedding  norms  rotary tables | matrices as they were loaded
-    its copy          (the very same)             | matrices in 8 or 4 bits
+    the model     embedding  norms  rotary tables | matrices as they were loaded
+    fewer layers       (all the very same)        | (the very same)
+    fewer bits         (all the very same)        | matrices in 8 or 4 bits
 
-Layers keep their numbers and their shapes, so the copy reads keys and values that the model wrote,
-in the model's own cache.
+Layers keep their numbers and their shapes: layer n reads and writes keys and values of layer n in
+the model's own cache, and no others.
 """
 
 from __future__ import annotations
 
 import copy
+from collections.abc import Sequence
 from typing import Any
 from weakref import WeakKeyDictionary
 
-import torch
 from torch import nn
 
+from paceline.core.batch import Batch, ModelOutput
+from paceline.core.stages import stage
 from paceline.errors import ConfigError
-from paceline.model.offload import brought, settle
-from paceline.model.precision import is_quantised, quantise_loaded
-from paceline.model.quantised.convert import children, copy_beside
-from paceline.model.quantised.weights import HeldLinear, is_plain, plain_linear
+from paceline.model.offload import settle
+from paceline.model.paged.segments import KeyValueStore
+from paceline.model.quantised.convert import Scheme, copy_beside, quantise_module
+from paceline.model.quantised.weights import ROW_GROUP, HeldLinear, is_plain
 from paceline.model.target import CausalModel
 
 _COPIES: WeakKeyDictionary[CausalModel, dict[str, CausalModel]] = WeakKeyDictionary()
 
 
-class _Original(nn.Linear):
-    """A linear layer of another model, whose weight is made when it is asked for: whatever the
-    layout of a loaded model is, and wherever it stays, no second copy of it is held while it is
-    rounded."""
+class LayerView:
+    """Some layers of a model between its embedding and its final norm and head.
 
-    def __init__(self, source: Any) -> None:
-        nn.Module.__init__(self)
-        self.in_features, self.out_features = source.in_features, source.out_features
-        self._sources = (source,)  # in a tuple, so that it is no submodule
+    ``layers``: the numbers of those that run, in order. Called like the model, on its own cache.
+    """
 
-    @property
-    def weight(self) -> torch.Tensor:  # type: ignore[override]
-        dense: torch.Tensor = self._own("weight")
-        return dense.detach()
+    def __init__(self, model: CausalModel, layers: Sequence[int]) -> None:
+        """``layers``: which to run, counted from 0.
 
-    @property
-    def bias(self) -> torch.Tensor | None:  # type: ignore[override]
-        bias: torch.Tensor | None = self._own("bias")
-        return None if bias is None else bias.detach()
+        Raises ConfigError for layers that the model does not have, UnsupportedModelError if a
+        trial shows that its layers cannot be left out one by one.
+        """
+        self.model = model
+        self.layers = tuple(sorted(set(layers)))
+        if not self.layers or not 0 <= self.layers[0] <= self.layers[-1] < model.num_layers:
+            raise ConfigError(
+                f"{model.name} has layers 0 to {model.num_layers - 1}; "
+                f"a part of it cannot be {list(self.layers)}"
+            )
+        skipped = frozenset(range(model.num_layers)) - frozenset(self.layers)
+        self.backend = model.backend.without(skipped)
 
-    def _own(self, name: str) -> Any:
-        source = self._sources[0]
-        return brought(source, name) if isinstance(source, nn.Linear) else getattr(source, name)
-
-    def plain(self) -> nn.Module:
-        """The layer itself if it is a plain one, else one of the same numbers."""
-        source: nn.Module = self._sources[0]
-        if isinstance(source, nn.Linear) and not hasattr(source, "_hf_hook"):
-            return source
-        return plain_linear(self.weight, self.bias)
+    def __call__(self, batch: Batch, cache: KeyValueStore) -> ModelOutput:
+        """One forward: ``logits`` of ``batch.logit_rows``, as CausalModel's."""
+        return self.backend(batch, cache)
 
 
 def quantised_copy(model: CausalModel, precision: str) -> CausalModel:
@@ -87,24 +85,29 @@ def _by_backend(model: CausalModel, precision: str) -> CausalModel | None:
 
 
 def _rounded(model: CausalModel, precision: str) -> CausalModel:
-    """Of modules as the library has them."""
+    """Of modules as the library has them; no second copy of a matrix is held while it is rounded,
+    whatever its layout and wherever it stays."""
     name = f"{model.name} in {precision}"
-    hf = quantise_loaded(name, copy_beside(model.hf, _stand_in, settle), precision)
-    if not is_quantised(hf):
+    if model.device.type != "cpu":
+        raise ConfigError(
+            f"{name}: weights are rounded on a CPU, not on {model.device}; use another drafter"
+        )
+    hf = copy_beside(model.hf, _shared, settle)
+    with stage(f"quantising {name}"):
+        made = quantise_module(hf, Scheme(precision, head="int8", finer=True))
+    if not made.layers:
         raise ConfigError(
             f"no matrix of {model.name} divides into groups of 32 inputs, so there is no "
             f"{precision} form of it; use another drafter"
         )
-    for parent, key, child in children(hf):
-        if isinstance(child, _Original):  # left as it was, for its shape
-            setattr(parent, key, child.plain())
     copied = CausalModel(hf, name)
     copied.asked = model.asked
     return copied.optimised()
 
 
-def _stand_in(module: Any) -> _Original | None:
-    """For a matrix of plain numbers in any layout, or one of our quantised ones; libraries' own
-    layers are linear ones whose weight holds codes."""
+def _shared(module: Any) -> Any | None:
+    """Matrices that are going to be rounded, plain numbers in any layout or quantised by us;
+    libraries' own layers are linear ones whose weight holds codes."""
     plain = isinstance(module, nn.Linear) and is_plain(module.weight)
-    return _Original(module) if plain or isinstance(module, HeldLinear) else None
+    divides = getattr(module, "in_features", 1) % ROW_GROUP == 0
+    return module if divides and (plain or isinstance(module, HeldLinear)) else None

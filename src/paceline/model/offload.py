@@ -36,6 +36,7 @@ from paceline.model.loading import (
     weight_files,
 )
 from paceline.model.precision import quantization_of
+from paceline.model.quantised.convert import brought
 from paceline.model.tensorfile import read_table
 
 
@@ -100,15 +101,6 @@ def load_offloaded(
         library.setLevel(level)
     module.offload_folder = folder  # lives as long as the module
     return module
-
-
-def brought(module: nn.Module, name: str) -> Any:
-    """A parameter of a module, read from where it stays if that is not the device."""
-    parameter: Any = module._parameters[name]
-    if parameter is None or parameter.device.type != "meta":
-        return parameter
-    hook: Any = module._hf_hook  # accelerate's
-    return nn.Parameter(hook.weights_map[name].to(parameter.dtype), requires_grad=False)
 
 
 def settle(copied: nn.Module) -> None:

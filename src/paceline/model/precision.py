@@ -1,8 +1,9 @@
-"""Models of eight and four bits: quantised checkpoints, and models quantised when loaded."""
+"""Models of eight and four bits: quantised checkpoints, models quantised when loaded, and what the
+matrices of a loaded model are held as."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -11,10 +12,16 @@ from torch import nn
 
 from paceline.core.stages import info, stage
 from paceline.errors import ConfigError, ModelLoadError
-from paceline.model.quantised.convert import Scheme, quantise_module
+from paceline.model.quantised.convert import EIGHT_BIT_GROUP, Scheme, quantise_module
 from paceline.model.quantised.formats import is_kept, owned, quantised_weights
-from paceline.model.quantised.rounding import round_to_nearest
-from paceline.model.quantised.weights import ROW_GROUP, QuantisedLinear, QuantisedWeight
+from paceline.model.quantised.weights import (
+    ROW_GROUP,
+    HeldLinear,
+    HeldMatrix,
+    QuantisedLinear,
+    QuantisedWeight,
+    is_plain,
+)
 
 # What transformers asks of the installation for formats that are left to it.
 _LIBRARIES = {
@@ -112,7 +119,7 @@ def quantise_loaded(name: str, hf: Any, precision: str) -> Any:
             "checkpoint by paceline quantize and serve that"
         )
     with stage(f"quantising {name} to {precision}"):
-        quantise_module(hf, Scheme(precision, head="int8", finer=True), rounder=round_to_nearest)
+        quantise_module(hf, Scheme(precision, head="int8", finer=True))
     return hf
 
 
@@ -127,3 +134,55 @@ def dequantise(hf: Any) -> int:
 def is_quantised(hf: nn.Module) -> bool:
     """Whether a layer multiplies by quantised weights."""
     return any(isinstance(module, QuantisedLinear) for module in hf.modules())
+
+
+# -- what matrices are held as -----------------------------------------------------------------
+
+# Bytes of a number: in four bits there are a scale and an offset for a group of 32, in eight a
+# scale for 64, in half precision for the kernels. Without these a code has a byte to itself, and
+# its scale four.
+_KERNELS = {"int8": 1.0 + 2 / EIGHT_BIT_GROUP, "int4": 0.5 + 2 * 2 / ROW_GROUP}
+_READABLE = {"int8": 1.0 + 4 / EIGHT_BIT_GROUP, "int4": 1.0 + 2 * 4 / ROW_GROUP}
+
+
+def _held(hf: nn.Module) -> Iterator[tuple[Any, HeldMatrix]]:
+    for module in hf.modules():
+        if isinstance(module, HeldLinear):
+            yield module, module.held()
+        elif isinstance(module, nn.Linear):
+            numbers = module.weight.detach()
+            elements, size = module.in_features * module.out_features, numbers.nbytes
+            bits = 8 * size // max(1, elements)  # of a library's own layer
+            if is_plain(numbers) and numbers.is_floating_point():
+                elements, bits = numbers.numel(), 8 * numbers.dtype.itemsize
+            yield module, HeldMatrix(bits, elements, size)
+
+
+def held_matrices(hf: nn.Module) -> Iterator[HeldMatrix]:
+    """Every linear layer of a model once, in any layout; embeddings, of which a step reads a few
+    rows, are none."""
+    return (held for _, held in _held(hf))
+
+
+def rounded_bytes(hf: Any, precision: str, width: int, readable: bool = False) -> int:
+    """Of a model's matrices rounded to ``precision``, in memory; the head in 8 bits, and what has
+    no groups in numbers of ``width`` bytes. ``readable``: without the kernels' layout."""
+    widths = _READABLE if readable else _KERNELS
+    head, total = hf.get_output_embeddings(), 0.0
+    for module, held in _held(hf):
+        number = widths["int8" if module is head else precision]
+        total += (width if module.in_features % ROW_GROUP else number) * held.elements
+    return int(total)
+
+
+def usual_bits(hf: nn.Module) -> int:
+    """Bits in which most numbers of the matrices are held; 0 without any."""
+    counts: dict[int, int] = {}
+    for held in held_matrices(hf):
+        counts[held.bits] = counts.get(held.bits, 0) + held.elements
+    return max(counts, key=lambda bits: counts[bits], default=0)
+
+
+def is_few(hf: nn.Module) -> bool:
+    """Whether most numbers are held in as few bits as only quantised weights have."""
+    return 0 < usual_bits(hf) <= 8

@@ -18,9 +18,9 @@ from paceline.draft.selfspec import SelfDrafter
 from paceline.draft.trees.levels import LevelDrafter
 from paceline.model.backends.base import GrownTree, WantedTree
 from paceline.model.backends.native.opened import Opened
+from paceline.model.copies import LayerView
 from paceline.model.paged.cache import PagedCache
 from paceline.model.target import CausalModel
-from paceline.model.view import LayerView
 from support.cache_invariants import check_cache
 from support.engine_models import write_pair
 from support.random_heads import write_eagle

@@ -23,9 +23,9 @@ from paceline.kernels.compile import NativeUnavailableError, library_file
 from paceline.kernels.library import library
 from paceline.model.backends.native import model as using
 from paceline.model.backends.native.packing import PackedLinear
+from paceline.model.copies import LayerView
 from paceline.model.paged.cache import PagedCache
 from paceline.model.target import CausalModel
-from paceline.model.view import LayerView
 
 
 class Said(list[str]):

@@ -12,14 +12,12 @@ from torch import nn
 
 from paceline.core.stages import stage
 from paceline.errors import ConfigError
-from paceline.model.quantised.rounding import Zero, gptq, nearest
-from paceline.model.quantised.weights import BITS, ROW_GROUP, QuantisedLinear, QuantisedWeight
+from paceline.model.quantised.rounding import Zero, gptq, round_to_nearest
+from paceline.model.quantised.weights import BITS, ROW_GROUP, HeldLinear, QuantisedLinear
 
 _HESSIAN_BYTES = 2 << 30  # held at once; a pass over the calibration text for each such part
 GROUP = 32  # inputs of a four-bit weight that share a scale
-EIGHT_BIT_GROUP = (
-    64  # the same of eight bits, where the kernels alone read it: a span of their sums
-)
+EIGHT_BIT_GROUP = 64  # of eight bits, where the kernels alone read it: a span of their sums
 
 
 @dataclass(frozen=True)
@@ -91,26 +89,19 @@ class Quantised:
     left: list[str] = field(default_factory=list)
 
 
-# ``nearest`` of rounding.py, or what gives the same numbers sooner.
-Rounder = Callable[[torch.Tensor, int, int, Zero], QuantisedWeight]
-
-
 def quantise_module(
-    hf: Any,
-    scheme: Scheme,
-    calibration: Sequence[Sequence[int]] | None = None,
-    rounder: Rounder = nearest,
+    hf: Any, scheme: Scheme, calibration: Sequence[Sequence[int]] | None = None
 ) -> Quantised:
-    """Replace linear modules by ``QuantisedLinear``.
+    """Replace linear modules, in whatever form they are held, by ``QuantisedLinear``.
 
-    ``calibration``: token ids of texts; with them rounding is GPTQ's, else ``rounder``'s.
+    ``calibration``: token ids of texts; with them rounding is GPTQ's, else to the nearest code.
     Layers that do not divide into groups stay as they are and are named in ``left``.
     """
     result = Quantised()
     head = hf.get_output_embeddings()
     codes: dict[str, Code] = {}
     for name, module in hf.named_modules():
-        if not isinstance(module, nn.Linear):
+        if not isinstance(module, nn.Linear | HeldLinear):
             continue
         code = scheme.code_of(module.in_features, module is head)
         if code is not None:
@@ -122,13 +113,16 @@ def quantise_module(
             hessians = {} if calibration is None else observe(hf, part, calibration)
             for name in part:
                 module, code = hf.get_submodule(name), codes[name]
-                dense = module.weight.detach()
+                dense, bias = brought(module, "weight").detach(), brought(module, "bias")
                 how = code.bits, code.group, code.zero
-                weight = gptq(dense, hessians[name], *how) if hessians else rounder(dense, *how)
+                if hessians:
+                    weight = gptq(dense, hessians[name], *how)
+                else:
+                    weight = round_to_nearest(dense, *how)
                 result.before += dense.nbytes
                 result.after += weight.nbytes
                 result.layers += 1
-                hf.set_submodule(name, QuantisedLinear(weight, module.bias))
+                hf.set_submodule(name, QuantisedLinear(weight, bias))
                 progress.advance()
     return result
 
@@ -211,3 +205,13 @@ def children(module: nn.Module) -> Iterator[tuple[nn.Module, str, nn.Module]]:
     for parent in list(module.modules()):
         for key, child in list(parent.named_children()):
             yield parent, key, child
+
+
+def brought(module: Any, name: str) -> Any:
+    """A parameter of a module, read from where it stays if that is not the device: offloaded
+    modules have a hook of accelerate's that knows."""
+    parameter = getattr(module, name)
+    if parameter is None or parameter.device.type != "meta":
+        return parameter
+    weight = module._hf_hook.weights_map[name].to(parameter.dtype)
+    return nn.Parameter(weight, requires_grad=False)

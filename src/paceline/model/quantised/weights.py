@@ -158,21 +158,12 @@ def quantise_rows(x: torch.Tensor, wide: bool) -> tuple[torch.Tensor, torch.Tens
 
 @dataclass(frozen=True)
 class HeldMatrix:
-    """One linear layer. ``format``: "int4", "int8", or the name of a dtype or of a library's own
-    layer; ``bits`` of a code or number, ``bytes`` with scales and padding as they lie in memory."""
+    """One linear layer: ``bits`` of a code or number, ``bytes`` with scales and padding as they lie
+    in memory."""
 
-    format: str
     bits: int
     elements: int
     bytes: int
-
-    @classmethod
-    def quantised(cls, bits: int, elements: int, size: int) -> HeldMatrix:
-        return cls(f"int{bits}", bits, elements, size)
-
-    @classmethod
-    def numbers(cls, dtype: torch.dtype, elements: int, size: int) -> HeldMatrix:
-        return cls(str(dtype).removeprefix("torch."), 8 * dtype.itemsize, elements, size)
 
 
 class HeldLinear(nn.Module, ABC):
@@ -190,7 +181,7 @@ class HeldLinear(nn.Module, ABC):
 
     @abstractmethod
     def held(self) -> HeldMatrix:
-        """Its format and size."""
+        """Its bits and size."""
 
 
 class QuantisedLinear(HeldLinear):
@@ -216,7 +207,7 @@ class QuantisedLinear(HeldLinear):
         quantised = self.quantised
         scales = [part for part in (quantised.scales, quantised.offsets) if part is not None]
         size = quantised.codes.nbytes + sum(part.nbytes for part in scales)
-        return HeldMatrix.quantised(quantised.bits, quantised.codes.numel(), size)
+        return HeldMatrix(quantised.bits, quantised.codes.numel(), size)
 
     def plain(self) -> nn.Linear:
         """A plain layer of the numbers that the codes stand for, float32."""

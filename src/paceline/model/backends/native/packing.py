@@ -259,9 +259,7 @@ class PackedLinear(HeldLinear):
         elements = self.in_features * self.out_features
         packed, form = self.packed, self.packed.form
         size = packed.data.nbytes * elements // max(1, packed.elements)
-        if form is None:
-            return HeldMatrix.numbers(packed.dtype, elements, size)
-        return HeldMatrix.quantised(form.bits, elements, size)
+        return HeldMatrix(8 * packed.dtype.itemsize if form is None else form.bits, elements, size)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         if self.part == PLAIN and self.out_features == self.packed.outputs:
