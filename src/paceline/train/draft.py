@@ -16,7 +16,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerFast
 
 from paceline.errors import ConfigError, VocabularyMismatchError
 from paceline.model.loading import load_tokenizer
-from paceline.model.vocabulary import differences
+from paceline.model.tokenizer import differences
 from paceline.train.acceptance import AcceptanceCounts, WrittenText, context_of, walk
 from paceline.train.configs import DraftConfig as DraftConfig
 from paceline.train.lm import LMTrainer

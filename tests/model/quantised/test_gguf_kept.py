@@ -11,8 +11,8 @@ import torch
 
 from paceline.errors import ModelLoadError
 from paceline.lab.perplexity import perplexity
+from paceline.model.gguf_weights import weight_of_blocks
 from paceline.model.loading import load_module
-from paceline.model.quantised.blocks import weight_of_blocks
 from paceline.model.quantised.weights import QuantisedLinear
 from paceline.model.target import CausalModel
 from support.made_gguf import write_gguf

@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from paceline.errors import ConfigError, ModelLoadError
-from paceline.model.quantised.rounding import Zero, best_grid, gptq, nearest
+from paceline.model.quantised.rounding import Zero, gptq, nearest
 from paceline.model.quantised.weights import (
     QuantisedLinear,
     QuantisedWeight,
@@ -118,7 +118,7 @@ def test_gptq_without_relations_between_inputs_is_nearest_rounding() -> None:
 
 def test_scales_can_be_stored_in_bf16_and_lose_least() -> None:
     weight = torch.randn(16, 64, generator=torch.Generator().manual_seed(3))
-    scales = best_grid(weight, 4, 32, "none").scales
+    scales = nearest(weight, 4, 32, "none").scales
     assert torch.equal(scales, scales.bfloat16().float())
     widest = weight.unflatten(1, (-1, 32)).abs().amax(-1) / 7
     codes = (weight.unflatten(1, (-1, 32)) / widest[..., None]).round()
@@ -148,7 +148,7 @@ def test_whole_zero_points_fit_a_shifted_group_better_than_none() -> None:
 
 def test_a_group_that_does_not_divide_is_refused() -> None:
     with pytest.raises(ConfigError, match="does not divide into groups of 32"):
-        best_grid(torch.randn(4, 40), 4, 32, "none")
+        nearest(torch.randn(4, 40), 4, 32, "none")
 
 
 @pytest.mark.parametrize(

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 from paceline.draft.vocabulary.shared import Match, TokenTexts, overlap, shared_ids
 from paceline.errors import ConfigError, VocabularyMismatchError
-from paceline.model.vocabulary import Named, check_embeddings, differences
+from paceline.model.tokenizer import Named, check_embeddings, differences
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerFast

@@ -10,7 +10,7 @@ from paceline.model.paged.cache import PagedCache
 
 _ROWS = 8  # of each sequence, a block
 # Positions that are tried: rows of a whole model read all keys before them. Single layers are
-# compared at the end of the context (native/llama.py).
+# compared at the end of the context (native/recognise.py).
 _LONGEST = 4096
 
 

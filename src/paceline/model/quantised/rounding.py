@@ -7,7 +7,7 @@ inputs go together: ``H = X^T X`` over calibration text. Grids are chosen per gr
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Sequence
 from typing import Literal
 
 import torch
@@ -29,71 +29,15 @@ _SHRINKS = {  # of the group's range; 256 codes gain nothing where much is cut o
 _CACHED = 1 << 16  # numbers
 _DAMPING = 0.01  # of the mean of H's diagonal, as in the paper
 _BLOCK = 128  # columns whose updates of the columns behind are made at once
+_LEAST_HALF = 2**-14  # of normal numbers: smaller ones lose digits
 
 
-@dataclass(frozen=True)
-class Grid:
-    """Codes stand for scale * code + offset; ``scales``, ``offsets`` or None ``[out, groups]``."""
+def nearest(weight: torch.Tensor, bits: int, group: int, zero: Zero = "none") -> QuantisedWeight:
+    """Each number of ``weight [out, in]`` to the nearest code; ``group`` inputs share a scale.
 
-    bits: int
-    scales: torch.Tensor
-    offsets: torch.Tensor | None
-    from_zero: bool = False  # codes of four bits are 0 to 15
-
-    def codes(self, values: torch.Tensor) -> torch.Tensor:
-        """Nearest codes (float) of ``values [out, groups, ...]``."""
-        scales = self._scales_for(values)
-        if self.offsets is not None:
-            values = values - self.offsets.reshape(scales.shape)
-        codes: torch.Tensor = (values / scales).round().clamp(*self._limits)
-        return codes
-
-    def error(self, parts: torch.Tensor) -> torch.Tensor:
-        """Sum of squares ``[out, groups]`` that nearest codes of ``parts`` leave, but for ties."""
-        scales = self.scales[..., None]
-        wanted = parts if self.offsets is None else parts - self.offsets[..., None]
-        rounded = (wanted * scales.reciprocal()).round_().clamp_(*self._limits)
-        return _sum(rounded.mul_(scales).sub_(wanted).square_())
-
-    @property
-    def _limits(self) -> tuple[int, int]:
-        least = 0 if self.from_zero else _least(self.bits)
-        return least, least + 15 if self.bits == 4 else 127
-
-    def values(self, codes: torch.Tensor) -> torch.Tensor:
-        scales = self._scales_for(codes)
-        numbers = codes * scales
-        return numbers if self.offsets is None else numbers + self.offsets.reshape(scales.shape)
-
-    def _scales_for(self, values: torch.Tensor) -> torch.Tensor:
-        """The scales with as many dimensions as ``values`` have."""
-        more = values.dim() - self.scales.dim()
-        return self.scales.reshape(*self.scales.shape, *[1] * more)
-
-
-def _sum(squares: torch.Tensor) -> torch.Tensor:
-    """Over the last dimension, a multiple of 16, in an order that is the same on every machine and
-    in the kernels (csrc/rounding.h): torch's own depends on the width of the vectors that it has.
-    """
-    lanes = squares.reshape(*squares.shape[:-1], -1, 16)
-    total: torch.Tensor = lanes[..., 0, :]
-    for part in range(1, lanes.shape[-2]):
-        total = total + lanes[..., part, :]
-    for width in (8, 4, 2, 1):
-        total = total[..., :width] + total[..., width:]
-    return total.squeeze(-1)
-
-
-def _least(bits: int) -> int:
-    """Eight bits leave -128 out: products of two such sums would overflow in some instructions."""
-    return -8 if bits == 4 else -127
-
-
-def best_grid(weight: torch.Tensor, bits: int, group: int, zero: Zero) -> Grid:
-    """Of some shrunk ranges of each group, that of least squared error of rounding.
-
-    But for a "free" zero, scales are numbers that bf16 holds: checkpoints store them in it. Raises
-    ConfigError where ``group`` does not divide the inputs of ``weight [out, in]``.
+    Of some shrunk ranges of each group, that of least squared error of rounding is taken. But for
+    a "free" zero, scales are numbers that bf16 holds: checkpoints store them in it. Raises
+    ConfigError where ``group`` does not divide the inputs.
     """
     if weight.shape[1] % group:
         raise ConfigError(
@@ -101,75 +45,14 @@ def best_grid(weight: torch.Tensor, bits: int, group: int, zero: Zero) -> Grid:
             "choose a group that divides it"
         )
     parts = weight.reshape(len(weight), -1, group)
-    rows = max(1, _CACHED // weight.shape[1])
-    grids = [_best(part.float(), bits, zero) for part in torch.split(parts, rows)]
-    offsets = [grid.offsets for grid in grids if grid.offsets is not None]
-    scales = torch.cat([grid.scales for grid in grids])
-    return Grid(bits, scales, torch.cat(offsets) if offsets else None, grids[0].from_zero)
-
-
-def _best(parts: torch.Tensor, bits: int, zero: Zero) -> Grid:
-    """``parts``: float32 ``[rows, groups, group]``, few enough to stay in a cache meanwhile."""
-    low, high = parts.amin(-1), parts.amax(-1)
-    best: Grid | None = None
-    least = torch.full(parts.shape[:2], torch.inf)
-    for shrink in _SHRINKS[bits]:
-        grid = _grid(low * shrink, high * shrink, bits, zero)
-        error = grid.error(parts)
-        better = error < least
-        least = torch.where(better, error, least)
-        best = grid if best is None else _mixed(better, grid, best)
-    assert best is not None
-    return best
-
-
-_LEAST_HALF = 2**-14  # of normal numbers: smaller ones lose digits
-
-
-def _free(bits: int, low: torch.Tensor, scales: torch.Tensor) -> Grid:
-    """Scales and offsets in half precision, as they are read with every weight (and as GGUF's Q4_1
-    has them); in float32 where a scale is too small for that, or an offset too large."""
-    least = 0 if bits == 4 else _least(bits)
-    halves = scales.half().float()
-    offsets = (low - least * halves).half().float()
-    if not bool((scales >= _LEAST_HALF).all() and torch.isfinite(offsets).all()):
-        halves, offsets = scales, low - least * scales
-    return Grid(bits, halves, offsets, bits == 4)
-
-
-def _grid(low: torch.Tensor, high: torch.Tensor, bits: int, zero: Zero) -> Grid:
-    most = 2 ** (bits - 1) - 1
-    if zero == "none":
-        if bits == 8:
-            scales = torch.maximum(-low, high) / most
-        else:  # one code more below 0: for the larger side of the group, whose sign the scale has
-            scales = torch.where(-low > high, -low, -high) / (most + 1)
-    else:
-        scales = (high - low) / (2**bits - 1)
-    scales = torch.where(scales == 0, 1.0, scales)
-    if zero == "free":
-        return _free(bits, low, scales)
-    scales = scales.bfloat16().float()
-    if zero == "none":
-        return Grid(bits, scales, None)
-    points = (_least(bits) - low / scales).round().clamp(_least(bits), most)
-    return Grid(bits, scales, -points * scales)
-
-
-def _mixed(better: torch.Tensor, grid: Grid, best: Grid) -> Grid:
-    scales = torch.where(better, grid.scales, best.scales)
-    if grid.offsets is None or best.offsets is None:
-        return Grid(grid.bits, scales, None)
-    offsets = torch.where(better, grid.offsets, best.offsets)
-    return Grid(grid.bits, scales, offsets, grid.from_zero)
-
-
-def nearest(weight: torch.Tensor, bits: int, group: int, zero: Zero = "none") -> QuantisedWeight:
-    """Each number to the nearest code. ``weight`` ``[out, in]``; ``group`` inputs share a scale."""
-    grid = best_grid(weight, bits, group, zero)
-    codes = grid.codes(weight.float().reshape(len(weight), -1, group))
-    codes = codes.flatten(1).to(torch.int8)
-    return QuantisedWeight(codes, grid.scales, bits, grid.offsets, grid.from_zero)
+    codes, grids = [], []
+    for some in torch.split(parts, max(1, _CACHED // weight.shape[1])):
+        numbers = some.float()
+        scales, offsets = grid = _best_grid(numbers, bits, zero)
+        wide = None if offsets is None else offsets[..., None]
+        codes.append(_codes(numbers, scales[..., None], wide, bits, zero).flatten(1))
+        grids.append(grid)
+    return _joined(torch.cat(codes), grids, 0, bits, zero)
 
 
 def gptq(
@@ -185,27 +68,121 @@ def gptq(
     left[:, hessian.diagonal() == 0] = 0  # an input that never speaks may have any weight
     columns = left.shape[1]
     codes = torch.empty_like(left)
-    grids: list[Grid] = []
+    grids: list[_Grid] = []
     for start in range(0, columns, _BLOCK):
         end = min(start + _BLOCK, columns)
         errors = torch.empty(len(left), end - start)
         for column in range(start, end):
             if column % group == 0:
-                grids.append(best_grid(left[:, column : column + group], bits, group, zero))
+                grids.append(_best_grid(left[:, None, column : column + group], bits, zero))
+            scales, offsets = grids[-1]  # [out, 1]
             values = left[:, column : column + 1]
-            codes[:, column : column + 1] = code = grids[-1].codes(values)
-            error = (values - grids[-1].values(code))[:, 0] / factor[column, column]
+            codes[:, column : column + 1] = code = _codes(values, scales, offsets, bits, zero)
+            numbers = code * scales if offsets is None else code * scales + offsets
+            error = (values - numbers)[:, 0] / factor[column, column]
             left[:, column:end] -= error[:, None] * factor[column, column:end]
             errors[:, column - start] = error
         left[:, end:] -= errors @ factor[start:end, end:]
-    offsets = [grid.offsets for grid in grids if grid.offsets is not None]
-    return QuantisedWeight(
-        codes.to(torch.int8),
-        torch.cat([grid.scales for grid in grids], 1),
-        bits,
-        torch.cat(offsets, 1) if offsets else None,
-        grids[0].from_zero,
-    )
+    return _joined(codes, grids, 1, bits, zero)
+
+
+_Grid = tuple[torch.Tensor, torch.Tensor | None]  # scales and offsets, [out, groups]
+
+
+def _joined(
+    codes: torch.Tensor, grids: Sequence[_Grid], dim: int, bits: int, zero: Zero
+) -> QuantisedWeight:
+    scales = torch.cat([scales for scales, _ in grids], dim)
+    offsets = [offsets for _, offsets in grids if offsets is not None]
+    whole = torch.cat(offsets, dim) if offsets else None
+    return QuantisedWeight(codes.to(torch.int8), scales, bits, whole, _from_zero(bits, zero))
+
+
+def _from_zero(bits: int, zero: Zero) -> bool:
+    """Whether codes are 0 to 15."""
+    return bits == 4 and zero == "free"
+
+
+def _least(bits: int) -> int:
+    """Eight bits leave -128 out: products of two such sums would overflow in some instructions."""
+    return -8 if bits == 4 else -127
+
+
+def _limits(bits: int, zero: Zero) -> tuple[int, int]:
+    least = 0 if _from_zero(bits, zero) else _least(bits)
+    return least, least + 15 if bits == 4 else 127
+
+
+def _codes(
+    values: torch.Tensor,
+    scales: torch.Tensor,
+    offsets: torch.Tensor | None,
+    bits: int,
+    zero: Zero,
+) -> torch.Tensor:
+    """Nearest codes (float)."""
+    wanted = values if offsets is None else values - offsets
+    return (wanted / scales).round().clamp(*_limits(bits, zero))
+
+
+def _best_grid(parts: torch.Tensor, bits: int, zero: Zero) -> _Grid:
+    """``parts``: float32 ``[rows, groups, group]``, few enough to stay in a cache meanwhile."""
+    low, high = parts.amin(-1), parts.amax(-1)
+    best: _Grid | None = None
+    least = torch.full(parts.shape[:2], torch.inf)
+    for shrink in _SHRINKS[bits]:
+        scales, offsets = _grid(low * shrink, high * shrink, bits, zero)
+        # Sums of squares that nearest codes leave, but for ties.
+        wide = scales[..., None]
+        wanted = parts if offsets is None else parts - offsets[..., None]
+        rounded = (wanted * wide.reciprocal()).round_().clamp_(*_limits(bits, zero))
+        error = _sum(rounded.mul_(wide).sub_(wanted).square_())
+        better = error < least
+        least = torch.where(better, error, least)
+        if best is not None:
+            scales = torch.where(better, scales, best[0])
+            if offsets is not None and best[1] is not None:
+                offsets = torch.where(better, offsets, best[1])
+        best = scales, offsets
+    assert best is not None
+    return best
+
+
+def _sum(squares: torch.Tensor) -> torch.Tensor:
+    """Over the last dimension, a multiple of 16, in an order that is the same on every machine and
+    in the kernels (csrc/rounding.h): torch's own depends on the width of the vectors that it has.
+    """
+    lanes = squares.reshape(*squares.shape[:-1], -1, 16)
+    total: torch.Tensor = lanes[..., 0, :]
+    for part in range(1, lanes.shape[-2]):
+        total = total + lanes[..., part, :]
+    for width in (8, 4, 2, 1):
+        total = total[..., :width] + total[..., width:]
+    return total.squeeze(-1)
+
+
+def _grid(low: torch.Tensor, high: torch.Tensor, bits: int, zero: Zero) -> _Grid:
+    most = 2 ** (bits - 1) - 1
+    if zero != "none":
+        scales = (high - low) / (2**bits - 1)
+    elif bits == 8:
+        scales = torch.maximum(-low, high) / most
+    else:  # one code more below 0: for the larger side of the group, whose sign the scale has
+        scales = torch.where(-low > high, -low, -high) / (most + 1)
+    scales = torch.where(scales == 0, 1.0, scales)
+    if zero == "free":
+        # In half precision, as they are read with every weight (and as GGUF's Q4_1 has them); in
+        # float32 where a scale is too small for that, or an offset too large.
+        least, halves = _limits(bits, zero)[0], scales.half().float()
+        offsets = (low - least * halves).half().float()
+        if bool((scales >= _LEAST_HALF).all() and torch.isfinite(offsets).all()):
+            return halves, offsets
+        return scales, low - least * scales
+    scales = scales.bfloat16().float()
+    if zero == "none":
+        return scales, None
+    points = (_least(bits) - low / scales).round().clamp(_least(bits), most)
+    return scales, -points * scales
 
 
 def _inverse_factor(hessian: torch.Tensor) -> torch.Tensor:
@@ -249,4 +226,4 @@ def round_to_nearest(
             torch.get_num_threads(),
         )
     )
-    return QuantisedWeight(codes, scales, bits, offsets, zero == "free" and bits == 4)
+    return QuantisedWeight(codes, scales, bits, offsets, _from_zero(bits, zero))
