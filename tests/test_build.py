@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from types import SimpleNamespace
 from typing import Any
 
@@ -36,7 +35,7 @@ class Priced:
         self.price, self.clock = price, clock
         self.rows: list[int] = []
 
-    def __call__(self, batch: object, cache: object, features: Sequence[int] = ()) -> object:
+    def __call__(self, batch: object, cache: object) -> object:
         rows = len(batch.input_ids)  # type: ignore[attr-defined]
         self.rows.append(rows)
         self.clock.now += self.price(rows)

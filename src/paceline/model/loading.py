@@ -26,19 +26,14 @@ from paceline.model.precision import (
     put_back,
     quantization_of,
 )
+from paceline.model.probe import ATTENTION, register
 from paceline.model.quantised.formats import check_fields
 from paceline.model.tensorfile import read_table, verify
 from paceline.model.tokenizer import first_line
 from paceline.model.tokenizer import load_tokenizer as load_tokenizer
 
-_DTYPES = {
-    "float32": torch.float32,
-    "fp32": torch.float32,
-    "bfloat16": torch.bfloat16,
-    "bf16": torch.bfloat16,
-    "float16": torch.float16,
-    "fp16": torch.float16,
-}
+_DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+_DTYPES |= {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 _WEIGHTS = ("*.safetensors", "pytorch_model*.bin", "*.safetensors.index.json")
 _VERIFIED_BYTES = 1 << 30  # checksums of more take seconds: paceline doctor looks at those
 _PAGED_LAYERS = {"full_attention", "sliding_attention", "chunked_attention", "attention"}
@@ -62,8 +57,10 @@ def load_module(
     """
     target = resolve_device(device)
     number = resolve_dtype(dtype, target)
+    attention = attention or ATTENTION
     path = fetched(name)
     gguf = gguf_file(path)
+    register()
     if gguf is not None:
         module = _of_gguf(name, gguf, number, attention, config)
         if packed and target.type == "cpu" and read_gguf(gguf).quantised:
@@ -71,9 +68,6 @@ def load_module(
         return module.to(target)
     check_folder(name, Path(path))
     _check_weights(name, Path(path))
-    from paceline.model.probe import ATTENTION, register
-
-    register()
     with quiet():
         config = read_config(name, path) if config is None else config
         check_architecture(config)
@@ -82,32 +76,25 @@ def load_module(
             number = number or torch.float32
             tensors, weights = dense_tensors(name, weight_files(Path(path)), options, number)
             del config.quantization_config  # transformers is to see a plain model
-            module = _weights(name, path, config, number, attention or ATTENTION, tensors)
+            module = _weights(name, path, config, number, attention, tensors)
             put_back(name, module, weights)
         else:
-            module = _weights(name, path, config, number, attention or ATTENTION, **placement)
+            module = _weights(name, path, config, number, attention, **placement)
     return module if placement else module.to(target)
 
 
 def _of_gguf(
-    name: str,
-    path: Path,
-    dtype: torch.dtype | None,
-    attention: str | None,
-    config: Any = None,
+    name: str, path: Path, dtype: torch.dtype | None, attention: str, config: Any = None
 ) -> Any:
     """The module in a GGUF file, dequantised. Without a dtype, bf16 unless it is a plain file's."""
-    from paceline.model.probe import ATTENTION, register
-
     file = read_gguf(path)
-    register()
     if dtype is None:
         plain = not file.quantised and not {"F16", "BF16"} & set(file.types)
         dtype = torch.float32 if plain else torch.bfloat16
     with quiet(), dequantising(path):
         options = read_config(name, str(path)) if config is None else config
         check_architecture(options)
-        module = _weights(name, str(path), options, dtype, attention or ATTENTION)
+        module = _weights(name, str(path), options, dtype, attention)
     if config is None:  # else the file's other layers are left out
         check_taken(file, module)
     # The weights are plain numbers now; transformers would refuse to save or cast the module.
@@ -171,10 +158,6 @@ def dtype_to_load(
 
 def cpu_has_bf16() -> bool:
     """Whether the processor multiplies bf16 in hardware (AVX-512 BF16, AMX, or Arm BF16)."""
-    for probe in ("_is_avx512_bf16_supported", "_is_amx_tile_supported"):
-        supported = getattr(torch.cpu, probe, None)
-        if supported is not None and supported():
-            return True
     try:
         flags = Path("/proc/cpuinfo").read_text(encoding="utf-8", errors="replace").split()
     except OSError:
@@ -189,15 +172,13 @@ def check_folder(name: str, folder: Path) -> dict[str, Any]:
     """The options in a model folder's config.json. Raises ModelLoadError if there are none."""
     if not folder.exists():
         raise ModelLoadError(f"model folder {name} does not exist; check the path")
-    if not folder.is_dir():
-        raise ModelLoadError(f"{name} is a file; give the folder that holds config.json")
-    config = folder / "config.json"
-    if not config.is_file():
+    if not (folder / "config.json").is_file():
+        what = f"folder {name} has no config.json, so it" if folder.is_dir() else f"the file {name}"
         raise ModelLoadError(
-            f"folder {name} has no config.json, so it is not a transformers model; "
+            f"{what} is not a transformers model; "
             "give the folder written by save_pretrained or downloaded from the hub"
         )
-    return read_options(config)
+    return read_options(folder / "config.json")
 
 
 def read_options(config: Path) -> dict[str, Any]:

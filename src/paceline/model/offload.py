@@ -46,14 +46,14 @@ class OffloadPlan:
 
     ``device_map``: a device, "cpu" or "disk" for every module that has weights of its own or is a
     layer, as accelerate's ``device_map``. Bytes: ``resident`` on the device; ``moved`` by every
-    forward, as they lie where they stay.
+    forward, as they lie where they stay; ``largest`` of a layer.
     """
 
     device_map: dict[str, str]
     layers: int
     away: int
     resident: int
-    largest: int  # a layer's
+    largest: int
     moved: int
 
     @property
@@ -61,26 +61,16 @@ class OffloadPlan:
         """Bytes of weights on the device while a forward runs."""
         return self.resident + (self.largest if self.away else 0)
 
-    def in_words(self) -> str:
-        """What the user should know, "" if nothing stays away."""
-        if not self.away:
-            return ""
-        storage = next(reversed(self.device_map.values()))
-        moved = self.moved / 1e6
-        return (
-            f"{self.away} of {self.layers} layers stay on {storage}: a step moves {moved:,.0f} MB"
-        )
-
 
 def refuse_with_offload(offload: str, quantize: str | None, backend: str) -> None:
     """Raises ConfigError for what needs its weights laid out on the device."""
-    if quantize in (None, "none") and backend != "native":
-        return
-    what = f"quantize={quantize!r}" if quantize not in (None, "none") else "backend='native'"
-    raise ConfigError(
-        f"{what} lays all weights out on the device, and offload={offload!r} leaves some "
-        "elsewhere; leave one of them out"
-    )
+    rounds = quantize not in (None, "none")
+    if rounds or backend == "native":
+        what = f"quantize={quantize!r}" if rounds else "backend='native'"
+        raise ConfigError(
+            f"{what} lays all weights out on the device, and offload={offload!r} leaves some "
+            "elsewhere; leave one of them out"
+        )
 
 
 def load_offloaded(
@@ -136,29 +126,22 @@ def plan_offload(
         for owner, module in skeleton.named_modules()
         if (module._parameters or module._buffers) and not f"{owner}.".startswith(within)
     }
-    left = free_memory(target) // 2 if memory is None else memory
-    tensors = {
-        id(p): p.nbytes
-        for module in rest.values()
-        for p in module._parameters.values()
-        if p is not None
-    }
-    resident = sum(tensors.values())
-    left -= resident
+    shared = {id(p): p.nbytes for m in rest.values() for p in m.parameters(recurse=False)}
+    resident = sum(shared.values())
+    left = (free_memory(target) // 2 if memory is None else memory) - resident
     device_map = dict.fromkeys(rest, str(target))
+    sizes = {owner: sum(p.nbytes for p in layer.parameters()) for owner, layer in layers.items()}
     away: list[str] = []
-    for owner, layer in layers.items():
-        size = sum(p.nbytes for p in layer.parameters())
+    for owner, size in sizes.items():
         if away or size > left:
             away.append(owner)
         else:
             left, resident = left - size, resident + size
         device_map[owner] = offload if away else str(target)
-    moved = sum(p.nbytes for owner in away for p in layers[owner].parameters())
+    moved = sum(sizes[owner] for owner in away)
     if offload == "disk":
-        moved = _stored(files, away, moved)
-    largest = max(sum(p.nbytes for p in layer.parameters()) for layer in layers.values())
-    return OffloadPlan(device_map, len(layers), len(away), resident, largest, moved)
+        moved = _stored(files, away) or moved
+    return OffloadPlan(device_map, len(layers), len(away), resident, max(sizes.values()), moved)
 
 
 def _offloadable(name: str, offload: str, device: torch.device) -> tuple[Any, list[Path]]:
@@ -185,20 +168,16 @@ def _offloadable(name: str, offload: str, device: torch.device) -> tuple[Any, li
 
 
 def decoder_layers(skeleton: nn.Module) -> Iterator[tuple[str, nn.Module]]:
-    """The decoder layers by name: the longest list of modules there is. Raises ConfigError."""
+    """The decoder layers by name: the longest outer list of modules. Raises ConfigError."""
     lists = [(name, m) for name, m in skeleton.named_modules() if isinstance(m, nn.ModuleList)]
     if not lists:
         raise ConfigError(f"{type(skeleton).__name__} has no list of layers")
-    outer = min(len(name.split(".")) for name, _ in lists)
-    owner, longest = max(
-        ((name, m) for name, m in lists if len(name.split(".")) == outer), key=lambda x: len(x[1])
-    )
+    owner, longest = min(lists, key=lambda found: (found[0].count("."), -len(found[1])))
     return ((f"{owner}.{index}", layer) for index, layer in enumerate(longest))
 
 
-def _stored(files: list[Path], away: list[str], otherwise: int) -> int:
-    """Bytes that layers take in a checkpoint whose names are the module's, mostly so."""
+def _stored(files: list[Path], away: list[str]) -> int:
+    """Bytes that layers take in a checkpoint whose names are the module's; 0 where they are not."""
     entries = {key: e for file in files for key, e in read_table(file).entries.items()}
     within = tuple(f"{layer}." for layer in away)
-    sizes = [e.end - e.start for key, e in entries.items() if key.startswith(within)]
-    return sum(sizes) if sizes or not away else otherwise
+    return sum(e.end - e.start for key, e in entries.items() if key.startswith(within))

@@ -19,7 +19,15 @@ from paceline.model.backends.base import NATIVE, REFERENCE, Backend, Ranks
 from paceline.model.backends.reference.backend import TorchBackend
 from paceline.model.backends.registry import AUTO, check_backend, make_backend
 from paceline.model.gguf import gguf_file
-from paceline.model.hub import stamps_of
+from paceline.model.hub import fetched, stamps_of
+from paceline.model.loading import (
+    dtype_to_load,
+    load_module,
+    resolve_device,
+    resolve_dtype,
+    weight_files,
+)
+from paceline.model.offload import load_offloaded, plan_offload, refuse_with_offload
 from paceline.model.paged.cache import LayerShape, PagedCache
 from paceline.model.paged.masks import Pattern
 from paceline.model.paged.segments import DeviceBatch, KeyValueStore
@@ -38,6 +46,7 @@ from paceline.model.probe import (
     register,
     verify,
 )
+from paceline.model.tensorfile import check_finite
 
 UNLIMITED_POSITIONS = 1 << 20  # for models without a stated limit
 
@@ -113,9 +122,6 @@ class CausalModel:
 
         Raises ModelLoadError, UnsupportedModelError, ConfigError.
         """
-        from paceline.model.loading import dtype_to_load, resolve_device, resolve_dtype
-        from paceline.model.offload import load_offloaded, plan_offload, refuse_with_offload
-
         limit_threads()
         check_backend(backend)
         if offload is not None:
@@ -123,46 +129,36 @@ class CausalModel:
             plan = plan_offload(name_or_path, dtype, device, offload, weights_memory)
             if plan.away:
                 model = cls(load_offloaded(name_or_path, dtype, device, plan), name_or_path)
-                model.asked, model.note = backend, plan.in_words()
-                model.refused, model.offload = f"layers stay on {offload}", offload
+                model.asked, model.offload = backend, offload
+                model.refused = f"layers stay on {offload}"
+                model.note = (
+                    f"{plan.away} of {plan.layers} layers stay on {offload}: "
+                    f"a step moves {plan.moved / 1e6:,.0f} MB"
+                )
                 return model
         on = resolve_device(device)
-        torch_dtype = resolve_dtype(dtype, on)
+        asked = resolve_dtype(dtype, on)
         number = dtype_to_load(dtype, on, backend)
-        model = cls._load(name_or_path, number or dtype, on, check_values, quantize, backend)
-        model = model.optimised()
-        if model.backend.runs_torch and number != torch_dtype and torch_dtype is not None:
+
+        def load(number: torch.dtype | None, backend: str) -> CausalModel:
+            checkpoint = stamps_of(fetched(name_or_path), weight_files)
+            packed = quantize is None and backend != REFERENCE
+            module = load_module(name_or_path, number or dtype, on, packed=packed)
+            if check_values:
+                what = f"the draft model {name_or_path} cannot be used"
+                check_finite(module.state_dict(), what)
+            if quantize is not None:
+                quantise_loaded(name_or_path, module, quantize)
+            model = cls(module, name_or_path)
+            model.asked, model.checkpoint = backend, checkpoint
+            return model.optimised()
+
+        model = load(number, backend)
+        if model.backend.runs_torch and number != asked and asked is not None:
             refused = model.refused
             del model  # once more, in what torch is fast with; never two at a time
-            more = on, check_values, quantize, REFERENCE
-            model = cls._load(name_or_path, torch_dtype, *more).optimised()
+            model = load(asked, REFERENCE)
             model.asked, model.refused = backend, refused
-        return model
-
-    @classmethod
-    def _load(
-        cls,
-        name: str,
-        dtype: str | torch.dtype,
-        device: torch.device,
-        check_values: bool,
-        quantize: str | None,
-        backend: str,
-    ) -> CausalModel:
-        """As transformers lays it out, perhaps quantised."""
-        from paceline.model.hub import fetched
-        from paceline.model.loading import load_module, weight_files
-        from paceline.model.tensorfile import check_finite
-
-        packed = quantize is None and backend != REFERENCE
-        checkpoint = stamps_of(fetched(name), weight_files)
-        module = load_module(name, dtype, device, packed=packed)
-        if check_values:
-            check_finite(module.state_dict(), f"the draft model {name} cannot be used")
-        if quantize is not None:
-            quantise_loaded(name, module, quantize)
-        model = cls(module, name)
-        model.asked, model.checkpoint = backend, checkpoint
         return model
 
     def optimised(self) -> CausalModel:

@@ -19,14 +19,14 @@ from paceline.kernels.compile import NativeUnavailableError, are_kernels_here, i
 from paceline.kernels.library import instructions
 from paceline.lab.doctor.findings import ERROR, Finding, finding
 from paceline.lab.doctor.models import Model
-from paceline.model import held
+from paceline.model import precision as precisions
 from paceline.model.backends.base import REFERENCE
 from paceline.model.gguf import GgufFile
 from paceline.model.loading import cpu_has_bf16
 from paceline.model.offload import OffloadPlan
 from paceline.model.paged.cache import blocks_within
 from paceline.model.precision import keeps, library_of
-from paceline.model.quantised.blocks import can_keep
+from paceline.model.gguf_weights import can_keep
 from paceline.model.quantised.weights import BITS
 
 _SHARE = 4  # by default the cache takes at most one part in so many of the free memory
@@ -107,7 +107,7 @@ class Needs:
 def rounded_bytes(model: Model, precision: str, setting: Setting) -> int:
     """Of the matrices alone, in memory; the head in 8 bits."""
     readable = setting.backend == REFERENCE
-    return held.rounded_bytes(model.skeleton, precision, setting.width, readable)
+    return precisions.rounded_bytes(model.skeleton, precision, setting.width, readable)
 
 
 def weight_bytes(model: Model, setting: Setting) -> int:

@@ -17,7 +17,7 @@ from paceline.errors import VocabularyMismatchError
 from paceline.lab.doctor.findings import NOTE, Finding, finding, parted
 from paceline.lab.doctor.models import Model
 from paceline.lab.doctor.weights import untrained
-from paceline.model.vocabulary import differences
+from paceline.model.tokenizer import differences
 
 _ROLES = ("bos_token", "eos_token", "pad_token")
 _WAYS = {
