@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -18,7 +19,7 @@ from paceline.lab.doctor import Severity, check_logits, examine
 from paceline.lab.doctor.findings import KINDS
 from paceline.lab.doctor.logits import _some_layers
 from paceline.model import probe
-from paceline.model.backends.native import adapter
+from paceline.model.backends.native import opened
 from paceline.model.backends.reference.backend import TorchBackend
 from support.doctor_folders import Copy, only
 from support.model_folders import write_gpt2
@@ -171,16 +172,15 @@ def test_rotations_that_end_early(monkeypatch: pytest.MonkeyPatch) -> None:
 @needs_kernels
 def test_kernels_that_are_off(monkeypatch: pytest.MonkeyPatch) -> None:
     """Tables of theirs that end early, as if what is tried when it is loaded had not seen it."""
-    made = adapter.Ropes._made
+    made = opened.Ropes._table
 
-    def clamped(self: Any, length: int) -> list[torch.Tensor]:
-        tables = made(self, length)
-        for table in tables:
-            table[5:] = table[5].clone()
-        return tables
+    def clamped(self: Any, length: int, kind: str | None) -> torch.Tensor:
+        table = made(self, length, kind)
+        table[5:] = table[5].clone()
+        return table
 
-    monkeypatch.setattr(adapter.Ropes, "_made", clamped)
-    monkeypatch.setattr("paceline.model.backends.native.use._difference", lambda *_: 0.0)
+    monkeypatch.setattr(opened.Ropes, "_table", clamped)
+    monkeypatch.setattr("paceline.model.backends.native.model._limit", lambda *_: math.inf)
     found = check_logits("paceline/tiny")
     assert found.code == "logits-differ", found.found
     assert found.found.startswith("on the native kernels the logits of position")

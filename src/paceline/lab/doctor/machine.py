@@ -22,11 +22,11 @@ from paceline.lab.doctor.models import Model
 from paceline.model import precision as precisions
 from paceline.model.backends.base import REFERENCE
 from paceline.model.gguf import GgufFile
+from paceline.model.gguf_weights import can_keep
 from paceline.model.loading import cpu_has_bf16
 from paceline.model.offload import OffloadPlan
 from paceline.model.paged.cache import blocks_within
 from paceline.model.precision import keeps, library_of
-from paceline.model.gguf_weights import can_keep
 from paceline.model.quantised.weights import BITS
 
 _SHARE = 4  # by default the cache takes at most one part in so many of the free memory
