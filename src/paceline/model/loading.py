@@ -172,10 +172,11 @@ def check_folder(name: str, folder: Path) -> dict[str, Any]:
     """The options in a model folder's config.json. Raises ModelLoadError if there are none."""
     if not folder.exists():
         raise ModelLoadError(f"model folder {name} does not exist; check the path")
+    if not folder.is_dir():
+        raise ModelLoadError(f"{name} is a file; give the folder that holds config.json")
     if not (folder / "config.json").is_file():
-        what = f"folder {name} has no config.json, so it" if folder.is_dir() else f"the file {name}"
         raise ModelLoadError(
-            f"{what} is not a transformers model; "
+            f"folder {name} has no config.json, so it is not a transformers model; "
             "give the folder written by save_pretrained or downloaded from the hub"
         )
     return read_options(folder / "config.json")
