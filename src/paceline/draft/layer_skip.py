@@ -25,9 +25,9 @@ from paceline.draft.base import Drafter
 from paceline.draft.selfspec import SelfDrafter, noted_layers, prepared_view
 from paceline.draft.spec import DraftContext, Examined, Loading, Prepared, Target, TreeSpec
 from paceline.errors import ConfigError
+from paceline.model.copies import LayerView
 from paceline.model.paged.blocks import OutOfBlocksError
 from paceline.model.paged.cache import PagedCache
-from paceline.model.view import LayerView
 
 Layers = tuple[int, ...]
 

@@ -28,7 +28,7 @@ from paceline.draft.trees.shape import Shape
 from paceline.draft.vocabulary.matching import match_vocabularies
 from paceline.draft.vocabulary.shared import Intersection, Match, SharedVocabulary
 from paceline.draft.vocabulary.strings import StringDrafter
-from paceline.model.backends.growing import Growth
+from paceline.model.backends.base import Growth
 from paceline.model.gguf import gguf_file
 from paceline.model.hub import fetched
 from paceline.model.loading import load_tokenizer

@@ -25,7 +25,8 @@ from paceline.draft.spec import Examined, Loading, Prepared, Target, TreeSpec
 from paceline.draft.trees.grow import Growing, level_span
 from paceline.draft.trees.levels import Finished, LevelDrafter
 from paceline.draft.trees.policy import Policy
-from paceline.model.backends.growing import Growth
+from paceline.model.backends.base import Growth
+from paceline.model.copies import LayerView
 from paceline.model.paged.blocks import OutOfBlocksError
 from paceline.model.paged.cache import PagedCache
 

@@ -14,7 +14,7 @@ from paceline.core.sequence import SequenceView
 from paceline.core.tree import TokenTree
 from paceline.draft.trees.grow import Growing, Logits, Narrow, grow
 from paceline.draft.trees.policy import Policy
-from paceline.model.backends.growing import Growth, WantedTree
+from paceline.model.backends.base import Growth, WantedTree
 from paceline.model.paged.cache import PagedCache
 
 # A tree, each node's number among the expanded (-1 if it is not), and the log-probability of each
