@@ -182,11 +182,7 @@ class Opened:
         grown = counts.tolist()
         for spans, rows in _forwards(first, wanted, grown, logits.shape[1]):
             count_work(lambda s=spans, r=rows: self._work(s, cache, r, skipped))  # type: ignore[misc]
-        tokens, (_, parents, slots) = nodes[0].to(torch.int64), nodes.tolist()
-        return [
-            GrownTree(tokens[i, :n], tuple(parents[i][:n]), tuple(slots[i][:n]), tuple(logs[:n]))
-            for i, (n, logs) in enumerate(zip(grown, scores.tolist(), strict=True))
-        ]
+        return _read_trees(nodes, scores, grown)
 
     def _pointers(self, cache: KeyValueStore) -> Pointers:
         """Where the keys and the values of each layer lie, and whether those are in 8 bits; asked
@@ -283,6 +279,15 @@ def _trees_of(wanted: Sequence[WantedTree], block_size: int) -> tuple[Any, array
         )
         tables.extend(tree.table)
     return trees, tables
+
+
+def _read_trees(nodes: torch.Tensor, scores: torch.Tensor, counts: list[int]) -> list[GrownTree]:
+    """``nodes``: tokens, parents and slots of every tree [3, trees, most]."""
+    tokens, (_, parents, slots) = nodes[0].to(torch.int64), nodes.tolist()
+    return [
+        GrownTree(tokens[i, :n], tuple(parents[i][:n]), tuple(slots[i][:n]), tuple(logs[:n]))
+        for i, (n, logs) in enumerate(zip(counts, scores.tolist(), strict=True))
+    ]
 
 
 def _forwards(
