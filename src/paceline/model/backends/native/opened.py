@@ -179,10 +179,9 @@ class Opened:
         with traced(name):
             check(library().pl_grow(self._handle, growth))
         del held
-        grown = counts.tolist()
-        for spans, rows in _forwards(first, wanted, grown, logits.shape[1]):
+        for spans, rows in _forwards(first, wanted, counts.tolist(), logits.shape[1]):
             count_work(lambda s=spans, r=rows: self._work(s, cache, r, skipped))  # type: ignore[misc]
-        return _read_trees(nodes, scores, grown)
+        return _read_trees(nodes, scores, counts.tolist())
 
     def _pointers(self, cache: KeyValueStore) -> Pointers:
         """Where the keys and the values of each layer lie, and whether those are in 8 bits; asked
