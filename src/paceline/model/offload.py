@@ -172,7 +172,7 @@ def decoder_layers(skeleton: nn.Module) -> Iterator[tuple[str, nn.Module]]:
     lists = [(name, m) for name, m in skeleton.named_modules() if isinstance(m, nn.ModuleList)]
     if not lists:
         raise ConfigError(f"{type(skeleton).__name__} has no list of layers")
-    owner, longest = min(lists, key=lambda found: (found[0].count("."), -len(found[1])))
+    owner, longest = min(lists, key=lambda item: (item[0].count("."), -len(item[1])))
     return ((f"{owner}.{index}", layer) for index, layer in enumerate(longest))
 
 

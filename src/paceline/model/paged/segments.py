@@ -105,7 +105,7 @@ class AttentionStep:
     batch: DeviceBatch
     cache: KeyValueStore
     first_slot: int | None  # set when the batch writes consecutive slots
-    layouts: tuple[Layout, ...]
+    layouts: tuple[AttentionLayout, ...]
 
     @classmethod
     def of(
@@ -121,15 +121,15 @@ class AttentionStep:
             indices = batch.spans[0].indices
             first_slot = _run_start(batch.tables[0], indices.start, indices.stop, size)
         staging = Staging(device or torch.device("cpu"))
-        made: dict[int, Layout] = {}  # a model's equal patterns are one object
+        made: dict[int, AttentionLayout] = {}  # a model's equal patterns are one object
         for pattern in patterns:
             if id(pattern) not in made:
-                made[id(pattern)] = Layout(batch, size, pattern, staging)
+                made[id(pattern)] = AttentionLayout(batch, size, pattern, staging)
         layouts = tuple([made[id(pattern)] for pattern in patterns])
         return cls(DeviceBatch.of(batch, staging), cache, first_slot, layouts)
 
 
-class Layout:
+class AttentionLayout:
     """The ``segments`` of one step for one pattern, laid out on the host."""
 
     def __init__(self, batch: Batch, size: int, pattern: Pattern, staging: Staging) -> None:

@@ -177,14 +177,14 @@ def _has_shape(hf: Any) -> bool:
 
 def _products(hf: Any) -> list[Any]:
     """The matrices of all layers: modules, and parameters of experts."""
-    found: list[Any] = []
+    products: list[Any] = []
     for layer in hf.model.layers:
-        found += [getattr(layer.self_attn, name, None) for name in (*PROJECTIONS, "o_proj")]
+        products += [getattr(layer.self_attn, name, None) for name in (*PROJECTIONS, "o_proj")]
         if hasattr(layer.mlp, "experts"):
-            found += layer.mlp.parameters()
+            products += layer.mlp.parameters()
         else:
-            found += [getattr(layer.mlp, name, None) for name in (*GATED, "down_proj")]
-    return found
+            products += [getattr(layer.mlp, name, None) for name in (*GATED, "down_proj")]
+    return products
 
 
 def _is_product(matrix: Any) -> bool:
