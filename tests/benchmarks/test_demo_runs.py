@@ -6,6 +6,7 @@ from rich.console import Console
 
 from demo_runs import spread, totals
 from paceline.cli.demo import Measurement, _table
+from paceline.lab.report.render import rich_table
 
 
 def scene(seconds: float) -> Measurement:
@@ -15,7 +16,8 @@ def scene(seconds: float) -> Measurement:
 def test_the_rows_that_sum_up_are_read_off_the_show() -> None:
     out = io.StringIO()
     console = Console(file=out, width=100, force_terminal=True)
-    console.print("plain  50 tokens/s", "total 3 4.00x", _table([[scene(1.0)], [scene(0.25)]], "d"))
+    table = rich_table(_table([[scene(1.0)], [scene(0.25)]], "d"))
+    console.print("plain  50 tokens/s", "total 3 4.00x", table)
     assert totals(out.getvalue().replace("\n", "\r\n")) == [(50.0, 2.0), (50.0, 8.0)]
     assert totals("no table") == []
 

@@ -109,7 +109,7 @@ VERIFIER_MUTATIONS = {
         "return last_accepted(parents, accepted)",
         "return first_accepted(parents, accepted)",
     ),
-    "decisions of the wrong node": ("accepted[node : node + n]", "accepted[node : node + n][::-1]"),
+    "decisions of the wrong node": ("accepted[node:end]", "accepted[node:end][::-1]"),
 }
 
 
