@@ -7,10 +7,11 @@ import pytest
 from paceline.control.adaptive import AdaptiveController
 from paceline.control.cost import CostModel
 from paceline.control.exploration import ExplorationBudget
-from paceline.core.batch import Commit
+from paceline.core.batch import Commit, Slice
 from paceline.core.costs import CostCurve, DrafterCosts
 from paceline.core.params import SamplingParams
 from paceline.core.sequence import SequenceState
+from paceline.draft.base import Guess
 from paceline.draft.hybrid import HybridDrafter
 from support.simulated_time import REST, STEP, TOKEN, Guesser, Machine, always, costs
 
@@ -49,8 +50,9 @@ class Sure(Guesser):
 
     match = 1
 
-    def confidence(self, seq_id: int) -> int:
-        return self.match
+    def guess(self, item: Slice) -> Guess:
+        tokens, parents = super().guess(item)
+        return tokens, parents, self.match
 
 
 @pytest.mark.parametrize("token", [0.02, 0.06, 0.12])
