@@ -31,7 +31,7 @@ class Judge:
         shown = "" if request is None else f" -- request: {_short(request)}"
         self.findings.append(f"{what}{shown}")
         if len(self.findings) <= SHOWN:
-            self.info(f"FINDING {self.findings[-1]}")
+            self.say(f"FINDING {self.findings[-1]}")
 
     def expect(self, kind: str, status: int, wanted: set[int], request: Any) -> bool:
         """Whether the status is one that may answer. A full queue may answer anything."""

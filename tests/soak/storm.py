@@ -69,7 +69,7 @@ class Storm:
             await self.alone(pool)
             idle.append(held(self.process.process.pid))
             self.judge.settled(await self.metric("cache_usage_ratio"))
-            self.info(f"round {number} done: {idle[-1]}; {self.judge.counts['findings']} findings")
+            self.say(f"round {number} done: {idle[-1]}; {self.judge.counts['findings']} findings")
         self.judge.flat(idle)
         await self.healthy("at the end")
         return self.judge
@@ -246,7 +246,7 @@ class Storm:
             await asyncio.sleep(min(5.0, max(0.1, end - time.monotonic())))
             await self.healthy("under load")
             counts = ", ".join(f"{n} {name}" for name, n in sorted(self.judge.counts.items()))
-            self.info(f"{counts}; {held(self.process.process.pid)}")
+            self.say(f"{counts}; {held(self.process.process.pid)}")
 
     async def healthy(self, when: str) -> None:
         for path in ("/health", "/health/ready"):
