@@ -103,18 +103,3 @@ def test_a_foreign_profile_is_one_line(tmp_path: Path) -> None:
     assert result.exit_code == 1
     assert result.stderr.count("\n") == 1
     assert "missing required field" in result.stderr
-
-
-@pytest.mark.parametrize("command", ["generate", "serve"])
-@pytest.mark.parametrize("joined", [True, False])
-def test_the_former_option_is_accepted(command: str, joined: bool, tmp_path: Path) -> None:
-    """``--profile`` of earlier versions means ``--config``, with one line that says so."""
-    file = tmp_path / "p.toml"
-    file.write_text("version = 1\n", encoding="utf-8")
-    option = [f"--profile={file}"] if joined else ["--profile", str(file)]
-    result = RUNNER.invoke(app, [command, *option, "paceline/tiny"])
-    assert result.exit_code == 1
-    first, *rest = result.stderr.splitlines()
-    assert first == "note: --profile is deprecated; use --config"
-    assert "missing required field" in rest[-1]
-    assert "--profile" not in RUNNER.invoke(app, [command, "--help"]).stdout
