@@ -145,7 +145,7 @@ def check_waits(waits: Counter[str], kind: str) -> None:
     if kind == "grammar":
         others -= LEVELS.keys()
         assert all(waits[key] <= most for key, most in LEVELS.items()), waits
-    assert waits[VERIFY] <= 1 and others <= SAID | {"prompts.prompt_logprobs"}, waits
+    assert waits[VERIFY] <= 1 and others <= SAID | {"logprobs.prompt_logprobs"}, waits
     assert all(waits[key] <= 1 for key in SAID), waits
 
 
@@ -293,7 +293,7 @@ def test_plans_of_tensor_parallel(name: str, monkeypatch: pytest.MonkeyPatch) ->
     for waits, _, _ in steps:
         assert (
             waits[VERIFY] <= 1
-            and waits.keys() <= {VERIFY, "prompts.prompt_logprobs"} | SAID | ARRIVED
+            and waits.keys() <= {VERIFY, "logprobs.prompt_logprobs"} | SAID | ARRIVED
         )
 
 

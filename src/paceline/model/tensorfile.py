@@ -128,11 +128,29 @@ def fingerprint(sums: Mapping[str, str]) -> str:
 
 
 def seal(file: Path) -> None:
-    """Give checksums to a file that another library has just written, and nobody reads yet."""
-    from safetensors.torch import load_file
+    """Give checksums to a file that another library has just written.
 
-    sealed = file.with_name(f"{file.name}.sealed")
-    sealed.write_bytes(as_bytes(load_file(file))[0])
+    The file grows at its front, so it is written once more: only for files that nobody reads yet.
+    """
+    table = read_table(file)
+    with file.open("rb") as stream, mmap(stream.fileno(), 0, access=ACCESS_READ) as content:
+        length = struct.unpack("<Q", content[:8])[0]
+        head = json.loads(content[8 : 8 + length])
+        sums = {
+            key: hashlib.sha256(content[entry.start : entry.end]).hexdigest()
+            for key, entry in table.entries.items()
+        }
+        head["__metadata__"] = {
+            **(head.get("__metadata__") or {}),
+            SUMS: json.dumps(sums, sort_keys=True),
+        }
+        text = json.dumps(head).encode()
+        text += b" " * (-len(text) % 8)  # tensors begin at multiples of eight bytes
+        sealed = file.with_name(f"{file.name}.sealed")
+        with sealed.open("wb") as out:
+            out.write(struct.pack("<Q", len(text)) + text)
+            with memoryview(content) as view, view[8 + length :] as tensors:
+                out.write(tensors)
     sealed.replace(file)
 
 

@@ -38,6 +38,8 @@ _BY_ARCHITECTURE: Mapping[str, set[str]] = {
     "gemma3_text": _GEMMA,
     "mixtral": {"num_local_experts", "num_experts_per_tok"},
 }
+# Granite's, of which 1 changes nothing; that of attention is its scaling, which is read.
+_FACTORS = {"embedding_multiplier", "logits_scaling", "residual_multiplier", "attention_multiplier"}
 _ROPE = """
     rope_type type rope_theta factor original_max_position_embeddings max_position_embeddings
     partial_rotary_factor beta_fast beta_slow mscale mscale_all_dim attention_factor truncate
@@ -56,6 +58,8 @@ def unknown_field(hf: Any) -> str | None:
     strange += _rope_fields(fields.get("rope_parameters") or fields.get("rope_scaling") or {})
     source = _source(frozenset(type(module).__module__ for module in hf.modules()))
     for name, value in strange:  # zero, False, None and what is empty ask for nothing
+        if value == 1.0 and name in _FACTORS:
+            continue
         if value and (source is None or re.search(rf"\b{re.escape(name)}\b", source)):
             return f"{name} = {value}"
     return None
