@@ -41,7 +41,7 @@ HOW: dict[str, Any] = {"dtype": "float32", "backend": "reference", "seed": 1, "m
 VERIFY = "verifier._verdicts"
 # Waits on top of the one, as each drafter's page says, and for numbers that have arrived by then:
 # events that a grammar's paths, a lookup on the device and the clock ask for.
-SAID = {"grow.grow", "strings.propose", "selfspec._scores"}
+SAID = {"grow.grow", "strings.propose"}
 # And a table of hashes, sent to a device once in the process.
 ARRIVED = {"transfer.values", "clock._settle", "noise._id_hashes"}
 ON_CPU_ONLY = {"quantized"}  # rounds a model's weights when it is loaded
@@ -62,7 +62,7 @@ COPIES = {
     "auto": (10, 2),  # lookups beside an EAGLE-3 head
 }
 # Tables that stay on the device, sent once for each shape of tree in the process.
-KEPT = {"grow._levels", "recycling._levels", "layout.layout_of", "layout.chain_grid"}
+KEPT = {"grow.levels_of", "layout.layout_of", "layout.chain_grid"}
 KEPT |= {"layout.<genexpr>"}
 # A grammar's automaton is the host's: it must know each level that the device drafted before the
 # next, and what was drafted before the target's rows are forbidden.
