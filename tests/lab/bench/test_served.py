@@ -13,7 +13,8 @@ from paceline.errors import ConfigError
 from paceline.lab.bench.engines import Starter
 from paceline.lab.bench.methods import parse_method
 from paceline.lab.bench.runs import Ask, TimedRun
-from paceline.lab.bench.served import EQUAL, Address, BaselineFailedError, shares
+from paceline.lab.bench.served import EQUAL, BaselineFailedError, shares
+from paceline.lab.openai_client import OpenAIClient
 from paceline.llm import LLM
 from paceline.server.local import local_service
 from support.planted_server import PlantedServer, served
@@ -61,14 +62,12 @@ def test_specs() -> None:
 
 def test_addresses() -> None:
     for url, base in (
-        ("http://a:1", "/v1"),
-        ("http://a:1/v1/", "/v1"),
-        ("https://a/b/v3", "/b/v3"),
-        ("http://a/b", "/b/v1"),
+        ("http://a:1", "http://a:1/v1"),
+        ("http://a:1/v1/", "http://a:1/v1"),
+        ("https://a/b/v3", "https://a/b/v3"),
+        ("http://a/b", "http://a/b/v1"),
     ):
-        assert Address.of(url).base == base
-    named = Address.of("http://a:1/v3#it")
-    assert (named.base, named.model) == ("/v3", "it")
+        assert OpenAIClient.at(url).url == base
 
 
 def test_tokens_are_dealt_out_whole() -> None:
@@ -113,9 +112,14 @@ def test_what_a_server_does_not_know_is_told(llm: LLM, tiny_pair: TinyPair) -> N
 
 @pytest.mark.parametrize(
     ("where", "words"),
-    [("http://127.0.0.1:9", "answers at"), ("nowhere", "no URL"), ("http://x:y", "no URL")],
+    [
+        ("http://127.0.0.1:9", "answers at"),
+        ("http://127.0.0.1:9/v3#it", "answers at"),
+        ("nowhere", "no URL"),
+        ("http://x:y", "no URL"),
+    ],
 )
 def test_nobody_there(llm: LLM, tiny_pair: TinyPair, where: str, words: str) -> None:
-    with pytest.raises(BaselineFailedError, match=words) as caught:
+    with pytest.raises((BaselineFailedError, ConfigError), match=words) as caught:
         Starter(llm, tiny_pair.target).open(parse_method(f"url:{where}", None), 1)
     assert "\n" not in str(caught.value)

@@ -6,25 +6,22 @@ when one is answered.
 
 from __future__ import annotations
 
-import json
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
-from http.client import HTTPConnection, HTTPException, HTTPSConnection
 from typing import Any
-from urllib.parse import urlsplit
 
 from transformers import PreTrainedTokenizerFast
 
 from paceline.core.params import SamplingParams
 from paceline.errors import PacelineError
 from paceline.lab.bench.runs import Ask, BenchEngine, TimedAnswer, TimedRun
+from paceline.lab.openai_client import OpenAIClient, RequestRefusedError, ServerFailedError
 
 EQUAL = "equal"
 ASPECTS = ("ids", "ignore_eos")
 _TIMEOUT = 600.0  # seconds between two deliveries: a long prompt on a slow machine
-_SHOWN = 160  # characters of a server's error
 # What is asked for if the server takes it: prompts as ids, no end, ids and counts in the answer,
 # no cache of prompts (llama.cpp) and none of the sampling that a server may have by default.
 _WISHES: dict[str, dict[str, Any]] = {
@@ -55,51 +52,14 @@ class Reference:
         return tuple(int(token) for token in token_ids)
 
 
-class _RefusedError(Exception):
-    """The server answered with a status of its own."""
-
-
-_FAILURES = (OSError, HTTPException, _RefusedError, ValueError, LookupError, TypeError)
-
-
-@dataclass(frozen=True)
-class Address:
-    """Where a server is; ``base`` is in front of every path."""
-
-    secure: bool
-    host: str
-    port: int | None
-    base: str = "/v1"
-    model: str = ""  # of a server that does not list its models
-
-    @classmethod
-    def of(cls, url: str) -> Address:
-        """With or without the version (/v1) and #MODEL. Raises BaselineFailedError."""
-        try:
-            parts = urlsplit(url)
-            port = parts.port
-        except ValueError:
-            parts, port = urlsplit(""), None
-        if parts.scheme not in ("http", "https") or not parts.hostname:
-            raise BaselineFailedError(f"{url} is no URL; give it as http://HOST:PORT")
-        base = parts.path.rstrip("/")
-        last = base.rpartition("/")[2]
-        if not (last.startswith("v") and last[1:].isdecimal()):
-            base += "/v1"
-        return cls(parts.scheme == "https", parts.hostname, port, base, parts.fragment)
-
-    def ask(self, path: str, body: Mapping[str, Any] | None = None) -> Any:
-        """An open response. Raises OSError, HTTPException, and _RefusedError for a status."""
-        kind = HTTPSConnection if self.secure else HTTPConnection
-        connection = kind(self.host, self.port, timeout=_TIMEOUT if body else 10.0)
-        data = None if body is None else json.dumps(body)
-        headers = {"Content-Type": "application/json", "Connection": "close"}
-        connection.request("POST" if body else "GET", self.base + path, data, headers)
-        response = connection.getresponse()
-        if response.status != 200:
-            shown = " ".join(response.read().decode("utf-8", "replace").split())[:_SHOWN]
-            raise _RefusedError(f"{response.status} {shown}")
-        return response
+_FAILURES = (
+    RequestRefusedError,
+    ServerFailedError,
+    ValueError,
+    LookupError,
+    TypeError,
+    AttributeError,
+)
 
 
 @dataclass(frozen=True)
@@ -120,10 +80,10 @@ class ServedEngine(BenchEngine):
     what of its runs was not as ours were, in words, by aspect."""
 
     name: str
-    address: Address
+    client: OpenAIClient
     clients: int
     reference: Reference
-    model: str = ""
+    model: str = ""  # none yet: the first that it lists
     takes: set[str] = field(default_factory=set)
     different: dict[str, str] = field(default_factory=lambda: dict.fromkeys(ASPECTS, EQUAL))
     _answers: int = 0
@@ -149,14 +109,13 @@ class ServedEngine(BenchEngine):
     def _deliveries(self, ask: Ask) -> list[Delivery]:
         start = time.perf_counter()
         outcomes = []
-        with self.address.ask("/completions", self._body(ask)) as response:
-            for event in _events(response):
-                usage = event.get("usage") or {}
-                (choice, *_) = event.get("choices") or [{}]
-                ids = tuple(int(token) for token in choice.get("token_ids") or ())
-                counts = usage.get("completion_tokens"), usage.get("prompt_tokens")
-                text = str(choice.get("text") or "")
-                outcomes.append(Delivery(time.perf_counter() - start, text, ids, *counts))
+        for event in self.client.stream("completions", self._body(ask)):
+            usage = event.get("usage") or {}
+            (choice, *_) = event.get("choices") or [{}]
+            ids = tuple(int(token) for token in choice.get("token_ids") or ())
+            counts = usage.get("completion_tokens"), usage.get("prompt_tokens")
+            text = str(choice.get("text") or "")
+            outcomes.append(Delivery(time.perf_counter() - start, text, ids, *counts))
         return outcomes
 
     def _body(self, ask: Ask) -> dict[str, Any]:
@@ -167,7 +126,6 @@ class ServedEngine(BenchEngine):
             "max_tokens": params.max_tokens,
             "temperature": params.temperature,
             "top_p": 1.0,
-            "stream": True,
         }
         if params.seed is not None:
             body["seed"] = params.seed
@@ -207,10 +165,8 @@ class ServedEngine(BenchEngine):
     def find_out(self) -> None:
         """A short request without any wish, which must succeed, then one with each. Raises what a
         failed request raises."""
-        self.model = self.address.model
         if not self.model:
-            with self.address.ask("/models") as response:
-                self.model = str(json.load(response)["data"][0]["id"])
+            self.model = str(self.client.models()[0]["id"])
         params = SamplingParams(max_tokens=2, ignore_eos=True)
         ask = Ask(self.reference.ids_of("Hello there"), params)
         self._deliveries(ask)
@@ -228,11 +184,13 @@ class ServedEngine(BenchEngine):
 
 
 def open_served(name: str, url: str, clients: int, reference: Reference) -> ServedEngine:
-    """The server at ``url``, and #MODEL or the first that it lists. Raises BaselineFailedError."""
-    engine = ServedEngine(name, Address.of(url), clients, reference)
+    """The server at ``url``, and #MODEL or the first that it lists. Raises BaselineFailedError,
+    and ConfigError for what is no URL."""
+    base, _, model = url.partition("#")
+    engine = ServedEngine(name, OpenAIClient.at(base, timeout=_TIMEOUT), clients, reference, model)
     try:
         engine.find_out()
-    except _RefusedError as error:
+    except RequestRefusedError as error:
         raise BaselineFailedError(
             f"the server at {url} refuses completions ({error}); bench needs /v1/completions"
         ) from None
@@ -242,21 +200,6 @@ def open_served(name: str, url: str, clients: int, reference: Reference) -> Serv
             f"no server of OpenAI's protocol answers at {url} ({what}); start it first"
         ) from None
     return engine
-
-
-def _events(response: Any) -> Iterator[Any]:
-    """What the lines of a stream of server-sent events hold, until it ends or says so."""
-    for line in response:
-        text_line = line.decode("utf-8").strip()
-        if not text_line.startswith("data:"):
-            continue
-        text_line = text_line.removeprefix("data:").strip()
-        if text_line == "[DONE]":
-            return
-        event = json.loads(text_line)
-        if "error" in event:
-            raise ValueError(str(event["error"])[:_SHOWN])
-        yield event
 
 
 def shares(total: int, weights: Sequence[int]) -> list[int]:

@@ -11,12 +11,8 @@ from typing import Any
 from paceline.lab.certify.certificate import DistributionTest
 from paceline.lab.certify.chisquare import goodness
 from paceline.lab.certify.difference import first_difference
-from paceline.lab.certify.servers.answers import (
-    AnswerChoice,
-    AnsweringServer,
-    ServerCompletion,
-    ServerRefusedError,
-)
+from paceline.lab.certify.servers.answers import AnswerChoice, AnsweringServer, ServerCompletion
+from paceline.lab.openai_client import RequestRefusedError
 
 # Nats. Two logits of a bf16 model may each be off by a rounding step, which is 0.125 from 16 on.
 TIE = 0.3
@@ -79,7 +75,7 @@ class Asking:
         for index in range(self._taken.get(key, 0), len(tried)):
             try:
                 answer = self.answer(server, "completions", {**body, **tried[index]})
-            except ServerRefusedError:
+            except RequestRefusedError:
                 if index == len(tried) - 1:
                     raise
                 continue

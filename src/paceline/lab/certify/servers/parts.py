@@ -8,8 +8,9 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from paceline.lab.certify.difference import first_difference
-from paceline.lab.certify.servers.answers import AnswerChoice, ServerRefusedError, counted
+from paceline.lab.certify.servers.answers import AnswerChoice, counted
 from paceline.lab.certify.servers.asking import BINS, TIE, TOP, Asking, Part, parting
+from paceline.lab.openai_client import RequestRefusedError
 
 _FEW = 10  # values from which all may not be 0.0
 _RESCORED = 3  # positions of each text
@@ -181,7 +182,7 @@ def look_structure(asking: Asking, part: Part, name: str, prompt: str) -> None:
         whole = _content(asking.answer(asking.server, path, body)["choices"], "message")
         asking.count()
         chunks = asking.server.stream(path, body)
-    except ServerRefusedError as error:
+    except RequestRefusedError as error:
         part.note(f"{form} was not looked at: the server says {error}")
         return
     deltas = [choice for chunk in chunks for choice in chunk.get("choices") or ()]

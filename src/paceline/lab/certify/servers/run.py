@@ -22,9 +22,10 @@ from paceline.lab.certify.certificate import (
     as_family,
 )
 from paceline.lab.certify.effort import LONGEST, Effort
-from paceline.lab.certify.servers.answers import AnsweringServer, FailedError, ServerRefusedError
+from paceline.lab.certify.servers.answers import AnsweringServer
 from paceline.lab.certify.servers.asking import Asking, Part, RequestsSpentError
 from paceline.lab.certify.servers.parts import all_parts
+from paceline.lab.openai_client import RequestRefusedError, ServerFailedError
 from paceline.lab.report.columns import Column
 from paceline.lab.report.document import Block
 
@@ -125,10 +126,10 @@ class ServerCertifier:
         sent, start = self._asking.sent, time.monotonic()
         try:
             part.look(self._asking, part, name, prompt)
-        except ServerRefusedError as error:
+        except RequestRefusedError as error:
             part.failures += 1
             part.note(f"the server refuses: {error}")
-        except FailedError as error:
+        except ServerFailedError as error:
             part.failures += 1
             part.problems.append(f"{name}: {error}")
         finally:

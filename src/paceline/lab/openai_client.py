@@ -1,0 +1,107 @@
+"""A client of any server that speaks OpenAI's protocol: whole answers and streams as JSON."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from http.client import HTTPException, HTTPResponse
+from typing import Any
+from urllib.error import HTTPError
+from urllib.parse import urlsplit
+from urllib.request import Request, urlopen
+
+from paceline.errors import ConfigError
+
+_MOST_SHOWN = 160  # characters of a server's error
+
+
+class RequestRefusedError(Exception):
+    """The server answered with an error of the request's (4xx): it may not know the feature."""
+
+
+class ServerFailedError(Exception):
+    """The server did not answer, or with an error of its own (5xx), or not in the protocol."""
+
+
+@dataclass(frozen=True)
+class OpenAIClient:
+    """A server at ``url``, which ends in its version. ``timeout``: seconds until something comes.
+
+    All methods raise RequestRefusedError and ServerFailedError.
+    """
+
+    url: str
+    key: str | None = None
+    timeout: float = 120.0
+
+    @classmethod
+    def at(cls, url: str, key: str | None = None, timeout: float = 120.0) -> OpenAIClient:
+        """``url``: with its version or without, which is /v1 then. Raises ConfigError."""
+        try:
+            parts = urlsplit(url)
+            known = parts.scheme in ("http", "https") and parts.hostname and parts.port != 0
+        except ValueError:
+            known = False
+        if not known:
+            raise ConfigError(f"{url} is no URL; give it as http://HOST:PORT")
+        base = url.rstrip("/")
+        version = base.rpartition("/")[2]
+        if not (version.startswith("v") and version[1:].isdecimal()):
+            base += "/v1"
+        return cls(base, key, timeout)
+
+    def models(self) -> list[dict[str, Any]]:
+        """Those that the server lists."""
+        listed = self._read(self._open("models", None)).get("data")
+        return [model for model in listed or () if isinstance(model, dict) and "id" in model]
+
+    def answer(self, path: str, body: Mapping[str, Any]) -> dict[str, Any]:
+        """The whole answer."""
+        return self._read(self._open(path, body))
+
+    def stream(self, path: str, body: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
+        """The chunks of a stream, which must end in [DONE]."""
+        with _failing(), self._open(path, {**body, "stream": True}) as response:
+            for line in response:
+                if not line.startswith(b"data:"):
+                    continue
+                data = line.removeprefix(b"data:").strip()
+                if data == b"[DONE]":
+                    return
+                chunk = json.loads(data)
+                if "error" in chunk:
+                    raise ServerFailedError(str(chunk["error"])[:_MOST_SHOWN])
+                yield chunk
+        raise ServerFailedError("a stream ended without [DONE]")
+
+    def _open(self, path: str, body: Mapping[str, Any] | None) -> HTTPResponse:
+        headers = {"Content-Type": "application/json"}
+        if self.key:
+            headers["Authorization"] = f"Bearer {self.key}"
+        data = None if body is None else json.dumps(body).encode()
+        with _failing():
+            request = Request(f"{self.url}/{path}", data, headers)
+            response: HTTPResponse = urlopen(request, timeout=self.timeout)
+            return response
+
+    def _read(self, response: HTTPResponse) -> dict[str, Any]:
+        with _failing(), response:
+            answer = json.load(response)
+        if not isinstance(answer, dict):
+            raise ServerFailedError("the answer is no JSON object")
+        return answer
+
+
+@contextmanager
+def _failing() -> Iterator[None]:
+    """Errors of the connection and of the protocol as the two of this module."""
+    try:
+        yield
+    except HTTPError as error:
+        body = " ".join(error.read().decode("utf-8", errors="replace").split())[:_MOST_SHOWN]
+        kind = RequestRefusedError if 400 <= error.code < 500 else ServerFailedError
+        raise kind(f"{error.code} {body}") from None
+    except (OSError, HTTPException, ValueError, TypeError) as error:
+        raise ServerFailedError(f"{type(error).__name__}: {error}") from None
