@@ -23,8 +23,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from measuring import alternate, finish
 from paceline.integrations.transformers import generate
 from paceline.lab.bench.prompts import load_prompts
-from paceline.model.defaults import DEFAULT_DRAFT, default_model
-from paceline.model.names import resolve
+from paceline.model.names import DEFAULT_DRAFT, default_model, resolve
 from prompts import SHIPPED
 
 Way = Callable[[torch.Tensor], torch.Tensor]

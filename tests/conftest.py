@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 
-from paceline.model.store import cache_folder
+from paceline.files import cache_folder
 from support.tiny_models import TinyPair, write_tiny_model
 
 # Before anything imports the libraries that read them.

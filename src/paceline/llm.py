@@ -19,8 +19,8 @@ from paceline.draft.base import vocabulary_of
 from paceline.drafters import BLOCK_SIZE, DraftLike
 from paceline.errors import ConfigError
 from paceline.model.backends.base import Ranks
-from paceline.model.defaults import DEFAULT_DRAFT
 from paceline.model.loading import load_tokenizer
+from paceline.model.names import DEFAULT_DRAFT
 from paceline.model.target import CausalModel
 from paceline.request.completion import Completion, StreamEvent
 from paceline.request.defaults import SamplingDefaults, sampling_defaults

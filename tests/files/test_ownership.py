@@ -17,7 +17,7 @@ from paceline.files import folder_aside
 from paceline.files.ownership import MANIFEST, force, is_signed, signed
 from paceline.kernels import compile as kernels
 from paceline.lab.export import export
-from paceline.model.store import SMOLLM2, model_folder
+from paceline.model.names import SMOLLM2, model_folder
 from paceline.pull.run import pull
 from paceline.train.lm import LMTrainer
 from support.full_disk import content_of

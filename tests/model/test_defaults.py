@@ -11,10 +11,11 @@ from typer.testing import CliRunner
 from paceline.cli.main import app
 from paceline.cli.options import ModelOptions
 from paceline.cli.tune import TargetOptions
+from paceline.files import cache_folder
 from paceline.lab.tune import candidates
 from paceline.lab.tune.candidates import at_hand
-from paceline.model import defaults, names, store
-from paceline.model.defaults import EMBEDDED, REAL, default_drafts, default_model
+from paceline.model import names
+from paceline.model.names import EMBEDDED, REAL, default_drafts, default_model
 from paceline.server.config import ServeConfig
 from support import real_model
 from support.pulled_model import plant
@@ -35,25 +36,25 @@ def real_pulled(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, tiny_pair: Tiny
 @pytest.fixture
 def heads(monkeypatch: pytest.MonkeyPatch) -> None:
     """An installation that ships what is trained for the real model."""
-    monkeypatch.setattr(defaults, "has_assets", lambda name: True)
+    monkeypatch.setattr(names, "has_assets", lambda name: True)
     monkeypatch.setattr(candidates, "has_assets", lambda name: True)
 
 
 def test_the_suite_sees_nobodys_cache() -> None:
     assert default_model().model == EMBEDDED and default_model().note is None
-    assert store.pulled(store.SMOLLM2) is None
-    assert real_model.folder() is None or real_model.folder() != store.model_folder(store.SMOLLM2)
+    assert names.pulled(names.SMOLLM2) is None
+    assert real_model.folder() is None or real_model.folder() != names.model_folder(names.SMOLLM2)
 
 
 def test_the_cache_folder(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.delenv("PACELINE_CACHE")
     monkeypatch.setenv("HOME", str(tmp_path))
     monkeypatch.setenv("XDG_CACHE_HOME", "")
-    assert store.cache_folder() == tmp_path / ".cache" / "paceline"
+    assert cache_folder() == tmp_path / ".cache" / "paceline"
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "xdg"))
-    assert store.cache_folder() == tmp_path / "xdg" / "paceline"
+    assert cache_folder() == tmp_path / "xdg" / "paceline"
     monkeypatch.setenv("PACELINE_CACHE", "~/own")
-    assert store.cache_folder() == tmp_path / "own"
+    assert cache_folder() == tmp_path / "own"
 
 
 def test_the_toy_where_nothing_was_pulled(
@@ -91,7 +92,7 @@ def test_what_a_server_loads(heads: None, monkeypatch: pytest.MonkeyPatch) -> No
     assert {"smollm2-draft", "smollm2-eagle3", "smollm2-medusa"} <= {
         item.spec.partition(",")[0].rpartition("/")[2] for item in at_hand(REAL, [])
     }
-    monkeypatch.setattr(defaults, "has_assets", lambda name: "tiny" in name)
+    monkeypatch.setattr(names, "has_assets", lambda name: "tiny" in name)
     assert default_drafts(REAL) == ("auto", "ngram")
     assert default_drafts("other") == ("auto",)
     assert ServeConfig(model="other", draft=("none",)).drafts == ("none",)

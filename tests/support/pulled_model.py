@@ -8,15 +8,14 @@ from pathlib import Path
 
 import pytest
 
-from paceline.model import defaults
-from paceline.model.store import MARKER, SMOLLM2, model_folder
+from paceline.model import names
+from paceline.model.names import MARKER, SMOLLM2, model_folder
 
 
 def plant(patch: pytest.MonkeyPatch, cache: Path, source: str, context: int = 4096) -> Path:
     """Until the test ends there is a pulled paceline/smollm2, and nobody names a model; what is
     trained for the real one does not fit it, and is not there."""
-    shipped = defaults.has_assets
-    patch.setattr(defaults, "has_assets", lambda name: "smollm2" not in name and shipped(name))
+    patch.setitem(names.MADE_FOR, SMOLLM2.full_name, ())
     patch.setenv("PACELINE_CACHE", str(cache))
     patch.delenv("PACELINE_MODEL", raising=False)
     folder = model_folder(SMOLLM2)

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from paceline.model.store import SMOLLM2, model_folder, pulled
+from paceline.model.names import SMOLLM2, model_folder, pulled
 
 _MISSING = f"{SMOLLM2.full_name} has not been pulled (paceline pull {SMOLLM2.name})"
 

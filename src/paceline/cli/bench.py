@@ -22,7 +22,7 @@ from paceline.cli.options import DEFAULT_DRAFT, ModelOptions, expand
 from paceline.cli.progress import showing, spending
 from paceline.core.stages import stage
 from paceline.errors import ConfigError, PromptError
-from paceline.model.defaults import default_drafts
+from paceline.model.names import default_drafts
 from paceline.settings import changed, under
 
 if TYPE_CHECKING:

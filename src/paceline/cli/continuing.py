@@ -12,9 +12,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn, TypeVar
 
 from paceline.errors import ConfigError, WriteError
+from paceline.files import cache_folder
 from paceline.files.ownership import check_file
 from paceline.lab.budget import Budget
-from paceline.model.store import cache_folder
 from paceline.settings import entries, flag, under
 
 if TYPE_CHECKING:

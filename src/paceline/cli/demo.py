@@ -34,8 +34,7 @@ from paceline.lab.report.columns import (
 )
 from paceline.lab.report.document import Table
 from paceline.lab.report.render import rich_table
-from paceline.model.defaults import EMBEDDED, REAL, VARIABLE
-from paceline.model.store import SMOLLM2, pulled
+from paceline.model.names import EMBEDDED, REAL, SMOLLM2, VARIABLE, pulled
 from paceline.settings import setting
 
 if TYPE_CHECKING:

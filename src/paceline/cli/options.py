@@ -19,8 +19,8 @@ from paceline.core.cgroup import processors
 from paceline.core.stages import stage
 from paceline.draft.foreign import ForeignDraft, read_foreign
 from paceline.errors import ConfigError, PacelineError
-from paceline.model.defaults import DEFAULT_DRAFT as DEFAULT_DRAFT
-from paceline.model.defaults import IN_WORDS, default_model
+from paceline.model.names import DEFAULT_DRAFT as DEFAULT_DRAFT
+from paceline.model.names import IN_WORDS, default_model
 from paceline.settings import EngineSettings, LoadSettings, changed, explicit, under
 
 if TYPE_CHECKING:

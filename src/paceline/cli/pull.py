@@ -10,7 +10,7 @@ from paceline.cli.output import FORCE, print_json, quiet_libraries, replace_anyt
 from paceline.cli.progress import showing
 from paceline.lab.report.columns import Column, record_of, table_of
 from paceline.lab.report.render import rich_table
-from paceline.model.store import PULLABLE, Pullable, megabytes, pulled
+from paceline.model.names import PULLABLE, Pullable, megabytes, pulled
 from paceline.settings import setting
 
 

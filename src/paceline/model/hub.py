@@ -15,8 +15,7 @@ from paceline.core.stages import stage
 from paceline.errors import ModelLoadError
 from paceline.files.stamps import FileStamp
 from paceline.model.gguf import SUFFIX, gguf_file
-from paceline.model.names import BUILT_IN, FOR_SMOLLM2, PREFIX, located
-from paceline.model.store import PULLABLE
+from paceline.model.names import BUILT_IN, FOR_SMOLLM2, PREFIX, PULLABLE, located
 
 SMALL = ("*.json", "*.jinja", "*.model", "*.txt")
 _OTHERS = ("*/*", "consolidated*")  # the same weights in other layouts

@@ -19,7 +19,7 @@ from paceline.core.stages import Stage, stage
 from paceline.errors import ModelLoadError
 from paceline.files import telling
 from paceline.files.ownership import check_file, claim, is_claimed
-from paceline.model.store import Wheel
+from paceline.model.names import Wheel
 
 # What pip's output means. With -vv it says why an index gave nothing; else "no network" and "not
 # there" read alike.

@@ -14,7 +14,7 @@ from typing import Any
 
 from paceline.errors import ConfigError
 from paceline.files import read_toml
-from paceline.model.defaults import DEFAULT_DRAFT, EMBEDDED, IN_WORDS, REAL, default_drafts
+from paceline.model.names import DEFAULT_DRAFT, EMBEDDED, IN_WORDS, REAL, default_drafts
 from paceline.settings import EngineSettings, TableEntry, entries, under
 
 SECTIONS = ("model", "engine", "server", "limits", "security")

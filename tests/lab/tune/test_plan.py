@@ -31,7 +31,7 @@ from paceline.lab.tune.plan import (
 from paceline.lab.tune.present import decision, profile_of, report_of, tuning_record
 from paceline.lab.tune.search import MeasuredStep
 from paceline.lab.tune.spending import TuneOptions, affordable
-from paceline.model.defaults import REAL
+from paceline.model.names import REAL
 from paceline.settings.tuned import TunedProfile
 from support.engine_models import write_pair
 from support.made_outcomes import outcome as timed

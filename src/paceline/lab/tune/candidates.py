@@ -7,8 +7,7 @@ from dataclasses import dataclass
 
 from paceline.drafters import DRAFTERS, DraftSpec, Hybrid, parse_draft
 from paceline.lab.tune.search import MeasuredMethod
-from paceline.model.defaults import DEFAULT_DRAFT, EMBEDDED
-from paceline.model.names import MADE_FOR, has_assets
+from paceline.model.names import DEFAULT_DRAFT, EMBEDDED, MADE_FOR, has_assets
 
 
 @dataclass(frozen=True)

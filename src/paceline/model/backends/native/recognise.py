@@ -1,17 +1,19 @@
 """Which models the kernels know: decoders of Llama's shape, those of Gemma 2 and 3, and Mixtral's.
 
-Of Llama-shaped ones nothing is believed from names alone: a layer of each kind is run in float32 on
-random input against the formula. Of Gemma, whose layers have two more norms, and of Mixtral, whose
-layers have experts, the classes are known. No field of the configuration may be set that is not
-known (fields.py), and whatever is recognised must also give the reference's logits before it is
-used (``native_backend``).
+Their classes are in a table. What differs within a class is read of the modules: norms and
+activations by what they compute, all else by its name; a field of the configuration that is set and
+that no table here has leaves the model to the reference. Whatever is described must also give the
+reference's logits before it is used (``native_backend``).
 """
 
 from __future__ import annotations
 
-import copy
-from collections.abc import Mapping, Sequence
+import inspect
+import re
+import sys
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import Any
 
 import torch
@@ -19,14 +21,16 @@ import torch.nn.functional as F
 from torch import nn
 
 from paceline.kernels.library import DTYPES, GELU_TANH, SILU
-from paceline.model.backends.fields import unknown_field
 from paceline.model.backends.native.packing import GATED, PROJECTIONS, same_form
 from paceline.model.paged.cache import LayerShape
 from paceline.model.paged.masks import Pattern
 from paceline.model.quantised.weights import QuantisedLinear, is_plain
 
 _GEMMA = {"Gemma2ForCausalLM", "Gemma3ForCausalLM"}
-_EXPERTS = {"MixtralForCausalLM"}
+_LLAMA = """
+    Llama Mistral Ministral Ministral3 Mixtral Qwen2 Qwen3 Granite Cwm SeedOss
+"""
+_KNOWN = _GEMMA | {f"{name}ForCausalLM" for name in _LLAMA.split()}
 STATIC_ROPE = {"default", "linear", "llama3", "yarn"}
 # The kernels' names of norms, and those of a layer's modules.
 _NORMS = {"attention_norm": "input_layernorm", "mlp_norm": "post_attention_layernorm"}
@@ -85,22 +89,18 @@ def describe(
         return "layers that see chunks are not known"
     if len(set(shapes)) > 1 or shapes[0][1] != shapes[0][2]:
         return "layers differ in their heads"
-    gemma = kind in _GEMMA
-    named = gemma or kind in _EXPERTS
-    if not named and not _has_shape(hf):
+    if kind not in _KNOWN:
         return f"{kind} is no decoder of a known shape"
     if not all(map(_is_product, (hf.lm_head, *_products(hf)))):
         return "weights that are no plain numbers"
     strange = unknown_field(hf)
     if strange is not None:
         return f"the configuration's {strange} is not known"
-    if not named and not is_llama_shaped(hf):
-        return f"{kind} is no decoder of a known shape"
     if not all(map(_packs, hf.model.layers)):
         return "matrices of one input differ in precision"
     if {parameter.dtype for parameter in hf.parameters()} != {hf.dtype}:
         return "weights of several dtypes"
-    return _described(hf, shapes[0], patterns, gemma)
+    return _described(hf, shapes[0], patterns, kind in _GEMMA)
 
 
 def _described(
@@ -125,6 +125,10 @@ def _described(
     rope = base.rotary_emb.rope_type
     if not set(rope.values() if isinstance(rope, dict) else [rope]) <= STATIC_ROPE:
         return f"the rotary embedding {rope} depends on the length"
+    for kind in rope_kinds:
+        cos, _ = base.rotary_emb(torch.zeros(1), torch.arange(1)[None], *([kind] if kind else ()))
+        if cos.shape[-1] != shape[1]:
+            return f"the rotary embedding turns {cos.shape[-1]} of {shape[1]} numbers of a head"
     scale = getattr(base.embed_tokens, "embed_scale", None)
     caps = [
         float((gemma and getattr(config, name, None)) or 0.0)
@@ -148,31 +152,7 @@ def _described(
     )
 
 
-# -- structure ---------------------------------------------------------------------------------
-
-
-def _children(module: nn.Module) -> set[str]:
-    return {name for name, _ in module.named_children()}
-
-
-def _has_shape(hf: Any) -> bool:
-    """Whether the module tree is that of a Llama-like causal language model."""
-    base: Any = getattr(hf, "model", None)
-    if base is None or _children(hf) != {"model", "lm_head"}:
-        return False
-    if _children(base) != {"embed_tokens", "layers", "norm", "rotary_emb"}:
-        return False
-    attention = {*PROJECTIONS, "o_proj"}
-    return (
-        type(base.embed_tokens) is nn.Embedding
-        and len(base.layers) > 0
-        and all(
-            _children(layer) == {"self_attn", "mlp", *_NORMS.values()}
-            and _children(layer.mlp) == {*GATED, "down_proj", "act_fn"}
-            and _children(layer.self_attn) in (attention, attention | set(_HEAD_NORMS))
-            for layer in base.layers
-        )
-    )
+# -- matrices ----------------------------------------------------------------------------------
 
 
 def _products(hf: Any) -> list[Any]:
@@ -201,7 +181,7 @@ def _packs(layer: Any) -> bool:
     return all(map(same_form, groups))
 
 
-# -- by results --------------------------------------------------------------------------------
+# -- norms, activations ---------------------------------------------------------------------------
 
 
 def as_rms_norm(module: nn.Module) -> RMSNorm | None:
@@ -213,7 +193,7 @@ def as_rms_norm(module: nn.Module) -> RMSNorm | None:
     eps = getattr(module, "variance_epsilon", getattr(module, "eps", None))
     if not isinstance(weight, torch.Tensor) or weight.dim() != 1 or not isinstance(eps, float):
         return None
-    if _children(module) or getattr(module, "bias", None) is not None:
+    if list(module.children()) or getattr(module, "bias", None) is not None:
         return None
     weight = weight.detach()
     x = torch.randn(4, weight.shape[0], generator=torch.Generator().manual_seed(0))
@@ -261,90 +241,79 @@ def _activation(module: nn.Module) -> int | None:
     return None
 
 
-@torch.inference_mode()
-def is_llama_shaped(hf: Any) -> bool:
-    """Whether a model has Llama's module tree, and a layer of each kind computes its formula."""
-    if not _has_shape(hf):
-        return False
-    kinds = {_signature(layer): layer for layer in hf.model.layers}
-    length = int(getattr(hf.config, "max_position_embeddings", 0) or 64)
-    return all(_layer_agrees(layer, hf.model.rotary_emb, length) for layer in kinds.values())
+# -- fields of the configuration ---------------------------------------------------------------
+# Results are compared at few positions and with few values. So a field counts as well: one that is
+# set, that the architecture's own code reads and that no table here names may do what the kernels
+# leave out.
+
+# Shapes; what results of layers, masks and rotary tables show; what concerns training, outputs or
+# the file. What is in ``rope_parameters`` is looked at below.
+_FIELDS = """
+    vocab_size hidden_size intermediate_size num_hidden_layers num_attention_heads
+    num_key_value_heads head_dim max_position_embeddings tie_word_embeddings
+    hidden_act hidden_activation rms_norm_eps attention_bias attention_out_bias mlp_bias use_bias
+    bias qkv_bias
+    sliding_window use_sliding_window max_window_layers layer_types sliding_window_pattern
+    _sliding_window_pattern
+    rope_parameters rope_scaling rope_theta rope_local_base_freq partial_rotary_factor default_theta
+    initializer_range attention_dropout residual_dropout hidden_dropout output_router_logits
+    router_aux_loss_coef router_jitter_noise pretraining_tp problem_type id2label label2id
+    bos_token_id eos_token_id pad_token_id use_cache return_dict output_attentions
+    output_hidden_states chunk_size_feed_forward is_encoder_decoder
+    _name_or_path architectures auto_map dtype torch_dtype model_type transformers_version
+    quantization_config _attn_implementation
+"""
+_EVERYWHERE = frozenset(_FIELDS.split())
+_GEMMA_FIELDS = {"query_pre_attn_scalar", "final_logit_softcapping", "attn_logit_softcapping"}
+_BY_ARCHITECTURE: Mapping[str, set[str]] = {
+    "gemma2": _GEMMA_FIELDS,
+    "gemma3_text": _GEMMA_FIELDS,
+    "mixtral": {"num_local_experts", "num_experts_per_tok"},
+}
+# Granite's, of which 1 changes nothing; that of attention is its scaling, which is read.
+_FACTORS = {"embedding_multiplier", "logits_scaling", "residual_multiplier", "attention_multiplier"}
+_ROPE = """
+    rope_type type rope_theta factor original_max_position_embeddings max_position_embeddings
+    partial_rotary_factor beta_fast beta_slow mscale mscale_all_dim attention_factor truncate
+    low_freq_factor high_freq_factor short_factor long_factor
+"""
+_IN_ROPE = frozenset(_ROPE.split())
 
 
-def _signature(layer: Any) -> tuple[object, ...]:
-    """What may differ in kind between layers: their plain attributes, and the norms they have."""
-    plain = (int, float, bool, str, type(None))
-    return (
-        hasattr(layer.self_attn, "q_norm"),
-        *(
-            (type(module).__name__, key, value)
-            for module in (layer, layer.self_attn, layer.mlp)
-            for key, value in sorted(vars(module).items())
-            if isinstance(value, plain) and key != "layer_idx"
-        ),
-    )
+def unknown_field(hf: Any) -> str | None:
+    """The first field of a model's configuration that is set, read and not known, with its value;
+    None if there is none."""
+    config = hf.config.get_text_config(decoder=True)
+    known = _EVERYWHERE | _BY_ARCHITECTURE.get(config.model_type, set())
+    fields = config.to_dict()
+    strange = [(name, value) for name, value in fields.items() if name not in known]
+    strange += _rope_fields(fields.get("rope_parameters") or fields.get("rope_scaling") or {})
+    source = _source(frozenset(type(module).__module__ for module in hf.modules()))
+    for name, value in strange:  # zero, False, None and what is empty ask for nothing
+        if value == 1.0 and name in _FACTORS:
+            continue
+        if value and (source is None or re.search(rf"\b{re.escape(name)}\b", source)):
+            return f"{name} = {value}"
+    return None
 
 
-def _layer_agrees(layer: Any, rotary_emb: Any, length: int) -> bool:
-    """Whether a layer computes the formula, in float32 and to rounding, all over a context of
-    ``length`` positions."""
-    copied = copy.deepcopy(layer).float()
-    for parent in (copied.self_attn, copied.mlp):
-        for name, child in list(parent.named_children()):
-            if isinstance(child, QuantisedLinear):
-                setattr(parent, name, child.plain())
-    # The copy has its own config, so this does not touch the model's attention.
-    copied.self_attn.config = copy.deepcopy(layer.self_attn.config)
-    copied.self_attn.config._attn_implementation = "eager"
-    indices = [3, 4, 5, 17, length // 2, length // 2 + 1, length - 2, length - 1]
-    rows = len(indices)
-    generator = torch.Generator().manual_seed(0)
-    x = torch.randn(rows, copied.self_attn.q_proj.in_features, generator=generator)
-    positions = torch.tensor(indices).clamp(0, length - 1)
-    cos, sin = rotary_emb(x, positions[None])
-    mask = torch.full((rows, rows), float("-inf")).triu_(1)
-    wanted = copied(
-        x[None],
-        attention_mask=mask[None, None],
-        position_embeddings=(cos, sin),
-        position_ids=positions[None],
-    )
-    wanted = wanted[0] if isinstance(wanted, tuple) else wanted
-    got = _formula(copied, x, cos[0], sin[0], mask)
-    return got is not None and torch.allclose(got, wanted.view_as(x), rtol=1e-3, atol=1e-4)
+def _rope_fields(parameters: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
+    """Those of a rotary embedding that are not known; it may have one for each kind of layer."""
+    for name, value in parameters.items():
+        if isinstance(value, Mapping):
+            yield from _rope_fields(value)
+        elif name not in _IN_ROPE:
+            yield name, value
 
 
-def _formula(
-    layer: Any, x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, mask: torch.Tensor
-) -> torch.Tensor | None:
-    """Llama's layer: ``x [T, width]`` to the same. None if a norm is none, or a width differs."""
-    attention, mlp, norms = layer.self_attn, layer.mlp, _norms(layer, _NORMS)
-    width = getattr(attention, "head_dim", None)
-    if norms is None or cos.shape[-1] != width or not isinstance(attention.scaling, float):
+@lru_cache(maxsize=16)
+def _source(modules: frozenset[str]) -> str | None:
+    """The code that a model's modules are from; None if some of it cannot be read.
+
+    A field that it does not name is not read by it: training scripts leave many in a config.
+    """
+    ours = [name for name in modules if name.split(".")[0] not in ("torch", "paceline")]
+    try:
+        return "\n".join(inspect.getsource(sys.modules[name]) for name in sorted(ours))
+    except (KeyError, OSError, TypeError):
         return None
-    heads = [norms[name] for name in _HEAD_NORMS if name in norms]
-    if any(len(norm.weight) != width for norm in heads):
-        return None
-
-    def split(y: torch.Tensor, norm: str = "") -> torch.Tensor:
-        """``[T, heads * width]`` to ``[1, heads, T, width]``."""
-        y = y.view(1, len(x), -1, width)
-        return (norms[norm](y) if norm in norms else y).transpose(1, 2)
-
-    def rotate(y: torch.Tensor) -> torch.Tensor:
-        first, second = y.chunk(2, -1)
-        return y * cos + torch.cat((-second, first), -1) * sin
-
-    normed = norms["attention_norm"](x)
-    attended = F.scaled_dot_product_attention(
-        rotate(split(attention.q_proj(normed), "q_norm")),
-        rotate(split(attention.k_proj(normed), "k_norm")),
-        split(attention.v_proj(normed)),
-        mask,
-        scale=attention.scaling,
-        enable_gqa=True,
-    )
-    x = x + attention.o_proj(attended.transpose(1, 2).flatten(2)[0])
-    normed = norms["mlp_norm"](x)
-    more: torch.Tensor = mlp.down_proj(F.silu(mlp.gate_proj(normed)) * mlp.up_proj(normed))
-    return x + more

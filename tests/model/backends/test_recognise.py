@@ -1,7 +1,8 @@
-"""What a model's configuration asks for and the quick forwards do not do keeps them from it."""
+"""Which models the kernels take: by class, by configuration, and by what parts of them compute."""
 
 from __future__ import annotations
 
+import copy
 from typing import Any
 
 import pytest
@@ -10,11 +11,11 @@ import transformers
 from random_models import COMMON, tiny_pair
 
 from paceline.core.batch import Batch, ModelOutput
-from paceline.model.backends.fields import unknown_field
 from paceline.model.backends.native import model as using
-from paceline.model.backends.native.recognise import is_llama_shaped
+from paceline.model.backends.native.recognise import as_rms_norm, describe, unknown_field
 from paceline.model.backends.trial import trial_logits
 from paceline.model.paged.cache import PagedCache
+from paceline.model.paged.masks import FULL
 from paceline.model.probe import register
 from paceline.model.target import CausalModel
 
@@ -60,16 +61,51 @@ def test_known_architectures_have_no_unknown_field(name: str) -> None:
 
 def test_an_unknown_field_leaves_the_model_to_its_own_modules() -> None:
     model = scaled(1e-6)  # so little that no result shows it
-    assert is_llama_shaped(model.hf)
     assert not model.use("native") and model.refused is not None
     assert model.refused == "the configuration's llama_4_scaling_beta = 1e-06 is not known"
     assert scaled(0.0).use("native")
 
 
-def test_layers_are_compared_all_over_the_context() -> None:
-    """Queries are scaled from position 64 of 128 on."""
-    assert is_llama_shaped(scaled(0.0).hf)
-    assert not is_llama_shaped(scaled(0.5).hf)
+@pytest.mark.parametrize(
+    "rope, reason",
+    [
+        ({"rope_type": "dynamic", "factor": 2.0}, "dynamic depends on the length"),
+        ({"rope_type": "linear", "factor": 2.0, "partial_rotary_factor": 0.5}, "turns 4 of 8"),
+    ],
+    ids=["dynamic", "partial"],
+)
+def test_rotary_embeddings_that_the_kernels_do_not_have(rope: dict[str, Any], reason: str) -> None:
+    hf = built("Llama").hf
+    config = copy.deepcopy(hf.config)
+    config.rope_parameters = {"rope_theta": 1e4, **rope}
+    hf.model.rotary_emb = type(hf.model.rotary_emb)(config)
+    shape = (hf.config.num_key_value_heads, 8, 8)
+    assert reason in str(describe(hf, [shape], [FULL] * len(hf.model.layers)))
+
+
+class Doubled(torch.nn.Module):
+    """An RMS norm that also doubles: same attributes, other function."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = torch.nn.Parameter(torch.linspace(0.5, 1.5, 32))
+        self.eps = 1e-6
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return 2 * torch.rms_norm(x, (32,), self.weight, self.eps)
+
+
+def test_norms_are_recognised_by_what_they_compute() -> None:
+    x = torch.randn(2, 5, 32) * 0.02
+    llama = transformers.models.llama.modeling_llama.LlamaRMSNorm(32, eps=1e-3)
+    gemma = transformers.models.gemma2.modeling_gemma2.Gemma2RMSNorm(32)
+    for module, dtype in ((llama, x.dtype), (gemma, x.dtype), (gemma, torch.bfloat16)):
+        module.weight.data.normal_()
+        norm, rows = as_rms_norm(module.to(dtype)), x.to(dtype)
+        assert norm is not None
+        torch.testing.assert_close(norm(rows), module(rows))
+    assert as_rms_norm(torch.nn.LayerNorm(32)) is None
+    assert as_rms_norm(Doubled()) is None
 
 
 class Further:
