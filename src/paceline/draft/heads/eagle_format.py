@@ -25,7 +25,6 @@ The config of ``vllm-project/speculators``, as its published ones have it (versi
 from __future__ import annotations
 
 from collections.abc import Callable
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -48,10 +47,19 @@ LAYOUTS = ("eagle", "speculators")
 FILES = (WEIGHTS, "pytorch_model.bin")
 _LAYERS = "eagle_aux_hidden_state_layer_ids"
 _TARGET_LAYERS = "paceline_target_layers"  # no published option says for how deep a target
-# Copies of the target's weights and tables that follow from the config.
-_COPIES = ("rotary_emb.inv_freq", "verifier_norm.weight", "verifier_lm_head.weight")
-TargetHead = Callable[[torch.Tensor], torch.Tensor]
 _SPECULATORS = "speculators_model_type"
+# Sizes: option of config.json -> field of EagleConfig. The second two are of EAGLE-3 alone.
+_SIZES = {
+    "hidden_size": "hidden_size",
+    "intermediate_size": "ffn_size",
+    "num_attention_heads": "heads",
+    "num_key_value_heads": "kv_heads",
+    "head_dim": "head_dim",
+    "vocab_size": "vocab_size",
+    "max_position_embeddings": "max_positions",
+}
+_SIZES_3 = {"target_hidden_size": "target_hidden_size", "draft_vocab_size": "draft_vocab_size"}
+_ONLY = {"num_hidden_layers": 1, "hidden_act": "silu", "norm_before_fc": False}
 # What an absent key of the nested config means: its writer leaves out what equals these.
 _LLAMA_DEFAULTS: dict[str, Any] = {
     "hidden_size": 4096,
@@ -63,14 +71,11 @@ _LLAMA_DEFAULTS: dict[str, Any] = {
     "rms_norm_eps": 1e-6,
     "hidden_act": "silu",
 }
-_OUTER = (
-    "draft_vocab_size",
-    "target_hidden_size",
-    _LAYERS,
-    "norm_before_fc",
-    _TARGET_LAYERS,
-)
+_OUTER = ("draft_vocab_size", "target_hidden_size", _LAYERS, "norm_before_fc", _TARGET_LAYERS)
+# Copies of the target's weights and tables that follow from the config.
+_COPIES = ("rotary_emb.inv_freq", "verifier_norm.weight", "verifier_lm_head.weight")
 _DRAFTED_TOKENS = 4  # proposed per step by engines that go by the config
+TargetHead = Callable[[torch.Tensor], torch.Tensor]
 
 
 def load_eagle(
@@ -200,7 +205,7 @@ def _from_speculators(name: str, config: dict[str, Any]) -> dict[str, Any]:
     return flat
 
 
-def _whole(name: str, flat: dict[str, Any], key: str, default: int | None = None) -> int:
+def _whole(name: str, flat: dict[str, Any], key: str, default: int | None) -> int:
     """A whole number above 0 out of the config."""
     value = flat.get(key)
     if value is None and default is not None:
@@ -222,45 +227,54 @@ def _config(
     version: int,
 ) -> EagleConfig:
     """What the config and the tensors say of the head; held against the target."""
-    whole = partial(_whole, name, flat)
-    hidden, vocab, heads = map(whole, ("hidden_size", "vocab_size", "num_attention_heads"))
-    width = whole("target_hidden_size", hidden)
+    hidden, heads, vocab = (
+        _whole(name, flat, key, None)
+        for key in ("hidden_size", "num_attention_heads", "vocab_size")
+    )
+    d2t = tensors.get("d2t")
+    defaults = {
+        "num_key_value_heads": heads,
+        "head_dim": max(1, hidden // heads),
+        "max_position_embeddings": 2048,
+        "target_hidden_size": hidden,
+        "draft_vocab_size": vocab if d2t is None else max(1, d2t.numel()),
+    }
+    sizes = {
+        field: _whole(name, flat, key, defaults.get(key))
+        for key, field in (_SIZES | _SIZES_3).items()
+    }
+    if version == 1:
+        sizes["draft_vocab_size"] = vocab
+    width = sizes["target_hidden_size"]
     check_target(f"the EAGLE head {name}", target, width, vocab, flat.get(_TARGET_LAYERS))
-    for key, known in (("num_hidden_layers", 1), ("hidden_act", "silu"), ("norm_before_fc", False)):
+    for key, known in _ONLY.items():
         if flat.get(key) not in (None, known):  # it would load, and then draft nonsense
             raise ModelLoadError(
                 f"the EAGLE head {name} has {key} {flat[key]!r}; only {known!r} is supported"
             )
-    own_embedding, d2t = "embed_tokens.weight" in tensors, tensors.get("d2t")
-    if not own_embedding and hidden != width:
+    has_embedding = "embed_tokens.weight" in tensors
+    if not has_embedding and hidden != width:
         raise ModelLoadError(
             f"the EAGLE head {name} is {hidden} wide and has no embed_tokens, but the target's "
             f"embedding is {width} wide; its weights are incomplete"
         )
+    layers = said_layers(flat) or list(default_feature_layers(version, target.num_layers))
+    if not isinstance(layers, list) or not all(type(number) is int for number in layers):
+        raise ModelLoadError(f"{_LAYERS} of {name} is {layers!r}, not a list of layer numbers")
     theta, scaling = _rotary(flat)
-    drafted = vocab if d2t is None else max(1, d2t.numel())
-    usual = default_feature_layers(version, target.num_layers)
     try:
         return EagleConfig(
             version=version,
-            hidden_size=hidden,
-            heads=heads,
-            kv_heads=whole("num_key_value_heads", heads),
-            head_dim=whole("head_dim", max(1, hidden // heads)),
-            ffn_size=whole("intermediate_size"),
-            vocab_size=vocab,
-            target_hidden_size=width,
+            **sizes,
             target_layers=target.num_layers,
-            feature_layers=_feature_layers(name, flat, usual),
-            draft_vocab_size=whole("draft_vocab_size", drafted) if version == 3 else vocab,
-            max_positions=whole("max_position_embeddings", 2048),
+            feature_layers=tuple(layers),
             rope_theta=theta,
             rope_scaling=scaling,
             rms_norm_eps=float(flat.get("rms_norm_eps", 1e-6)),
             attention_bias=any("q_proj.bias" in key for key in tensors),
             fc_bias="fc.bias" in tensors,
             norm_before_residual=bool(flat.get("norm_before_residual", False)),
-            has_embedding=own_embedding,
+            has_embedding=has_embedding,
             has_lm_head="lm_head.weight" in tensors or version == 1,
         )
     except ConfigError as error:
@@ -280,15 +294,6 @@ def said_layers(config: dict[str, Any]) -> Any:
     """The feature layers that a config.json names, in either place; empty or None for none."""
     nested = config.get("eagle_config")
     return config.get(_LAYERS) or (nested.get(_LAYERS) if isinstance(nested, dict) else None)
-
-
-def _feature_layers(name: str, flat: dict[str, Any], usual: tuple[int, ...]) -> tuple[int, ...]:
-    ids = said_layers(flat)
-    if not ids:
-        return usual
-    if not isinstance(ids, list) or not all(type(number) is int for number in ids):
-        raise ModelLoadError(f"{_LAYERS} of {name} is {ids!r}, not a list of layer numbers")
-    return tuple(ids)
 
 
 def _vocabulary(name: str, config: EagleConfig, tensors: dict[str, torch.Tensor]) -> list[int]:
@@ -331,33 +336,25 @@ def _vocabulary(name: str, config: EagleConfig, tensors: dict[str, torch.Tensor]
 
 def _flat_options(config: EagleConfig) -> dict[str, Any]:
     """The config.json of the authors' layout."""
+    third = config.version == 3
+    sizes = _SIZES | _SIZES_3 if third else _SIZES
     values: dict[str, Any] = {
-        "architectures": ["LlamaForCausalLMEagle3" if config.version == 3 else "LlamaForCausalLM"],
+        "architectures": ["LlamaForCausalLMEagle3" if third else "LlamaForCausalLM"],
         "model_type": "llama",
-        "hidden_size": config.hidden_size,
-        "intermediate_size": config.ffn_size,
         "num_hidden_layers": 1,
-        "num_attention_heads": config.heads,
-        "num_key_value_heads": config.kv_heads,
-        "head_dim": config.head_dim,
         "hidden_act": "silu",
-        "max_position_embeddings": config.max_positions,
         "rms_norm_eps": config.rms_norm_eps,
         "rope_theta": config.rope_theta,
         "rope_scaling": config.rope_scaling,
         "attention_bias": config.attention_bias,
         "tie_word_embeddings": False,
-        "vocab_size": config.vocab_size,
         _TARGET_LAYERS: config.target_layers,
+        **{key: getattr(config, field) for key, field in sizes.items()},
     }
-    if config.version == 1:
+    if not third:
         return values | {"bias": config.fc_bias}
-    return values | {
-        "draft_vocab_size": config.draft_vocab_size,
-        "target_hidden_size": config.target_hidden_size,
-        "norm_before_residual": config.norm_before_residual,
-        _LAYERS: list(config.feature_layers),
-    }
+    residual = {"norm_before_residual": config.norm_before_residual}
+    return values | residual | {_LAYERS: list(config.feature_layers)}
 
 
 def _to_speculators(
@@ -369,12 +366,8 @@ def _to_speculators(
     """
     outer = {key: flat[key] for key in (*_OUTER, "norm_before_residual") if key in flat}
     left_out = {*outer, "architectures", "tie_word_embeddings"}
-    proposal = {
-        "proposal_type": "greedy",
-        "speculative_tokens": _DRAFTED_TOKENS,
-        "accept_tolerance": 0.0,
-        "verifier_accept_k": 1,
-    }
+    proposal = {"proposal_type": "greedy", "speculative_tokens": _DRAFTED_TOKENS}
+    proposal |= {"accept_tolerance": 0.0, "verifier_accept_k": 1}
     return {
         "architectures": ["Eagle3DraftModel"],
         _SPECULATORS: "eagle3",
