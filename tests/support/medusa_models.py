@@ -7,8 +7,7 @@ from pathlib import Path
 import torch
 import torch.nn.functional as F
 
-from paceline.draft.heads.medusa_format import save_medusa
-from paceline.draft.heads.medusa_head import MedusaConfig, MedusaHeads
+from paceline.draft.heads.medusa_head import MedusaConfig, MedusaHeads, save_medusa
 
 
 def write_medusa(

@@ -16,8 +16,7 @@ from torch import nn
 from paceline.core.batch import Commit
 from paceline.draft.heads.eagle_format import save_eagle
 from paceline.draft.heads.eagle_head import EagleConfig, EagleHead
-from paceline.draft.heads.medusa_format import save_medusa
-from paceline.draft.heads.medusa_head import MedusaConfig, MedusaHeads
+from paceline.draft.heads.medusa_head import MedusaConfig, MedusaHeads, save_medusa
 from paceline.draft.suffix import SuffixDrafter
 from paceline.lab.profiling import trace
 from paceline.lab.report.document import Figure, Report, Text

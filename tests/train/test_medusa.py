@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from paceline import LLM, ConfigError, SamplingParams
-from paceline.draft.heads.medusa_format import load_medusa
+from paceline.draft.heads.medusa_head import load_medusa
 from paceline.draft.spec import TargetShape
 from paceline.draft.trees.shape import Shape, best_shape
 from paceline.train.acceptance import total

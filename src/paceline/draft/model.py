@@ -25,8 +25,12 @@ from paceline.draft.trees.grow import Growing, level_span
 from paceline.draft.trees.levels import LevelDrafter
 from paceline.draft.trees.policy import Policy
 from paceline.draft.trees.shape import Shape
-from paceline.draft.vocabulary.matching import match_vocabularies
-from paceline.draft.vocabulary.shared import Intersection, Match, SharedVocabulary
+from paceline.draft.vocabulary.shared import (
+    Intersection,
+    Match,
+    SharedVocabulary,
+    match_vocabularies,
+)
 from paceline.draft.vocabulary.strings import StringDrafter
 from paceline.model.backends.base import Growth
 from paceline.model.gguf import gguf_file

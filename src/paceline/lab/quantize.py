@@ -26,8 +26,8 @@ from paceline.lab.report.render import as_table
 from paceline.model.loading import load_module, load_tokenizer
 from paceline.model.precision import is_quantised, quantization_of
 from paceline.model.probe import ATTENTION
-from paceline.model.quantised.checkpoint import METHOD, quantization_config, tensors_of
 from paceline.model.quantised.convert import Quantised, Scheme, quantise_module
+from paceline.model.quantised.formats import METHOD, quantization_config, tensors_of
 from paceline.model.target import CausalModel
 
 

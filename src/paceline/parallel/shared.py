@@ -20,8 +20,7 @@ from paceline.model.paged.cache import PagedCache
 from paceline.model.paged.segments import KeyValueStore
 from paceline.model.target import CausalModel
 from paceline.parallel.group import Order, batch_order, whole_parameters
-from paceline.parallel.load import check_shareable, load_part
-from paceline.parallel.team import RankTeam
+from paceline.parallel.team import RankTeam, check_shareable, load_part
 
 
 def load_shared(

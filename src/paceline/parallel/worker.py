@@ -20,8 +20,7 @@ import torch
 from paceline.model.paged.cache import PagedCache
 from paceline.model.target import CausalModel
 from paceline.parallel.group import BatchOrder, RankGroup, surroundings, whole_parameters
-from paceline.parallel.load import load_part
-from paceline.parallel.team import READY
+from paceline.parallel.team import READY, load_part
 
 
 def _end(code: int) -> NoReturn:

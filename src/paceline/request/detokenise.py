@@ -9,7 +9,7 @@ from weakref import WeakKeyDictionary
 
 from tokenizers.decoders import DecodeStream
 
-from paceline.model.decoders import TokenSpeller
+from paceline.model.tokenizer import TokenSpeller
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerFast

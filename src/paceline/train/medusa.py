@@ -15,8 +15,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from paceline.draft.heads.medusa_format import save_medusa
-from paceline.draft.heads.medusa_head import MedusaConfig, MedusaHeads
+from paceline.draft.heads.medusa_head import MedusaConfig, MedusaHeads, save_medusa
 from paceline.draft.trees.shape import Shape, best_shape
 from paceline.errors import ConfigError
 from paceline.files import folder_aside

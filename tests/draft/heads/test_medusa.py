@@ -10,7 +10,7 @@ import torch
 
 from paceline.core.params import SamplingParams
 from paceline.draft.heads.medusa import shapes_of
-from paceline.draft.heads.medusa_format import load_medusa
+from paceline.draft.heads.medusa_head import load_medusa
 from paceline.errors import ConfigError, ModelLoadError
 from paceline.llm import LLM
 from paceline.model.target import CausalModel

@@ -9,8 +9,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from paceline.draft.heads.medusa_format import load_medusa, save_medusa
-from paceline.draft.heads.medusa_head import MedusaConfig, MedusaHeads
+from paceline.draft.heads.medusa_head import MedusaConfig, MedusaHeads, load_medusa, save_medusa
 from paceline.draft.spec import TargetShape
 from paceline.errors import ModelLoadError, WriteError
 from paceline.files.ownership import MANIFEST

@@ -11,8 +11,8 @@ import torch
 
 from paceline import ConfigError, VocabularyMismatchError
 from paceline.core.params import SamplingParams
-from paceline.draft.vocabulary.matching import SAMPLE
 from paceline.draft.vocabulary.shared import (
+    SAMPLE,
     Intersection,
     Match,
     SharedVocabulary,
@@ -33,6 +33,7 @@ from support.engine_models import (
 )
 from support.tiny_models import SENTENCES
 
+TEXT = SAMPLE.read_text(encoding="utf-8")
 PROMPTS: list[str | list[int]] = [
     "The quick brown fox jumps over",
     "What is 12 + 30? Früh, 你好",
@@ -115,7 +116,7 @@ def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
     return {
         "target": target,
         "near": write_translation(root / "near", target, near),
-        "far": write_translation(root / "far", target, train_tokenizer([SAMPLE], 600)),
+        "far": write_translation(root / "far", target, train_tokenizer([TEXT], 600)),
         "words": write_translation(root / "words", target, word_tokenizer()),
     }
 
@@ -214,7 +215,7 @@ def texts() -> dict[str, TokenTexts]:
     return {
         "ours": TokenTexts(train_tokenizer(SENTENCES, 320)),
         "near": TokenTexts(shuffled(train_tokenizer(SENTENCES, 310))),
-        "far": TokenTexts(train_tokenizer([SAMPLE], 600)),
+        "far": TokenTexts(train_tokenizer([TEXT], 600)),
         "blank": TokenTexts(blank_tokenizer()),
         "words": TokenTexts(word_tokenizer()),
     }
@@ -232,9 +233,9 @@ def test_shared_ids_stand_for_the_same_bytes(texts: dict[str, TokenTexts]) -> No
     assert len(pairs) == len(near.tokenizer) == 310
     assert all(ours.spelt([a]) == near.spelt([b]) for a, b in pairs.items())
     assert sum(a != b for a, b in pairs.items()) > 290
-    assert overlap(ours, near, pairs, SAMPLE) > 0.9
-    assert overlap(ours, texts["far"], shared_ids(ours, texts["far"]), SAMPLE) < 0.5
-    assert overlap(ours, ours, shared_ids(ours, ours), SAMPLE) == 1.0
+    assert overlap(ours, near, pairs, TEXT) > 0.9
+    assert overlap(ours, texts["far"], shared_ids(ours, texts["far"]), TEXT) < 0.5
+    assert overlap(ours, ours, shared_ids(ours, ours), TEXT) == 1.0
 
 
 def test_a_spare_byte_gives_way_to_a_token(texts: dict[str, TokenTexts]) -> None:

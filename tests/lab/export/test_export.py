@@ -11,8 +11,7 @@ import torch
 
 from paceline.draft.foreign import read_foreign
 from paceline.draft.heads.eagle_format import load_eagle
-from paceline.draft.heads.medusa_format import load_medusa, save_medusa
-from paceline.draft.heads.medusa_head import MedusaConfig, MedusaHeads
+from paceline.draft.heads.medusa_head import MedusaConfig, MedusaHeads, load_medusa, save_medusa
 from paceline.draft.spec import TargetShape
 from paceline.errors import ConfigError
 from paceline.files.ownership import MANIFEST

@@ -21,8 +21,8 @@ from paceline.errors import (
 from paceline.lab.quantize import QuantizeOptions, quantize
 from paceline.model.loading import load_module, load_tokenizer
 from paceline.model.precision import quantise_loaded
-from paceline.model.quantised.checkpoint import pack, unpack
 from paceline.model.quantised.convert import Scheme, scheme_named
+from paceline.model.quantised.formats import pack, unpack
 from paceline.model.quantised.rounding import nearest
 from paceline.model.quantised.weights import QuantisedLinear
 from paceline.model.target import CausalModel

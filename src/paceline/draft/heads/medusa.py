@@ -27,7 +27,7 @@ from paceline.core.sampling import Rows, needs_paths
 from paceline.core.sequence import SequenceView
 from paceline.core.transfer import to_device
 from paceline.core.tree import Draw, TokenTree, depths_of
-from paceline.draft.heads.medusa_format import FILES, build_medusa, load_medusa
+from paceline.draft.heads.medusa_head import FILES, build_medusa, load_medusa
 from paceline.draft.spec import (
     DraftSpec,
     Examined,

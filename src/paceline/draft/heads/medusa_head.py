@@ -3,20 +3,47 @@
 Cai et al. 2024 (arXiv 2401.10774), section 3.1. Head k sees the target's last hidden state at
 position t (the final norm's output) and predicts token t + 2 + k, as the target itself predicts
 token t + 1: residual blocks ``x + SiLU(Linear(x))``, then a linear layer to the vocabulary.
+
+Checkpoints: ``medusa_lm_head.safetensors`` (or ``.pt``) has ``{head}.{layer}.linear.{weight,bias}``
+and ``{head}.{layers}.weight``, as FasterDecoding/Medusa writes them. vLLM's names are read as well
+(``blocks.{head}.layers.{layer}.*``, ``lm_heads.{head}.weight``), and its options: heads that share
+the target's head (``original_lm_head``), a reduced vocabulary (``truncated_vocab_size`` with a
+``token_map``).
 """
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable
 from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import nn
 
+from paceline.draft.heads.checkpoint import (
+    Checkpoint,
+    another_kind,
+    check_shapes,
+    check_target,
+    read_checkpoint,
+    write_checkpoint,
+)
+from paceline.draft.spec import Target
 from paceline.draft.trees.grow import widened
+from paceline.errors import ModelLoadError
 
 Head = Callable[[torch.Tensor], torch.Tensor]  # hidden [..., width] -> logits [..., vocab]
+WEIGHTS = "medusa_lm_head.safetensors"
+FILES = (WEIGHTS, "medusa_lm_head.pt", "model.safetensors", "pytorch_model.bin")
+_BLOCK = re.compile(r"(\d+)\.(\d+)\.linear\.(weight|bias)")
+_VOCABULARY = re.compile(r"(\d+)\.(\d+)\.weight")
+_VLLM_BLOCK = re.compile(r"blocks\.(\d+)\.layers\.(\d+)\.(weight|bias)")
+_VLLM_VOCABULARY = re.compile(r"lm_heads?\.(?:(\d+)\.)?weight")
+_ACCURACY = "paceline_accuracy"
+_TARGET_LAYERS = "paceline_target_layers"
 
 
 @dataclass(frozen=True)
@@ -112,3 +139,181 @@ class MedusaHeads(nn.ModuleList):
         if self.config.shared_head:  # the target's head knows more tokens than were trained on
             logits = logits.index_select(-1, self.token_map)
         return widened(logits, self.token_map, self.config.vocab_size)
+
+
+# -- checkpoints -------------------------------------------------------------------------------
+
+
+def load_medusa(name: str, target: Target) -> MedusaHeads:
+    """Heads for ``target``, on the CPU. Raises ModelLoadError if the files are missing or damaged,
+    hold another algorithm's weights, or belong to another target."""
+    checkpoint = read_checkpoint(name, FILES, "Medusa heads")
+    heads, tensors = build_medusa(checkpoint, target)
+    heads.load_state_dict(tensors)
+    return heads
+
+
+def build_medusa(
+    checkpoint: Checkpoint, target: Target
+) -> tuple[MedusaHeads, dict[str, torch.Tensor]]:
+    """Empty heads of the right shape, and the checkpoint's tensors by the heads' names.
+
+    Reads no values but those of ``token_map``: the others may be on the meta device, and then so
+    are the heads. Arguments and errors as of ``load_medusa``.
+    """
+    tensors = _public_names(checkpoint)
+    config = _config(checkpoint, tensors)
+    what, trained = f"the Medusa heads {checkpoint.name}", config.base_model
+    check_target(
+        what,
+        target,
+        config.hidden_size,
+        config.vocab_size,
+        _number(checkpoint.config, _TARGET_LAYERS),
+        f" (trained on {trained})" if trained else "",
+    )
+    weight = next(value for key, value in tensors.items() if key != "token_map")
+    with weight.device:
+        heads = MedusaHeads(config).to(weight.dtype)
+    known = {"token_map", *map(str, range(config.heads))}
+    kept = {key: value for key, value in tensors.items() if key.partition(".")[0] in known}
+    check_shapes(what, heads, kept)
+    return heads, kept
+
+
+def save_medusa(
+    heads: MedusaHeads, folder: Path, target_layers: int | None = None, file: str = WEIGHTS
+) -> None:
+    """Write the public layout into ``file`` and config.json; ``target_layers`` lets a target of
+    another depth be refused."""
+    config = heads.config
+    values: dict[str, Any] = {
+        "architectures": ["MedusaModel"],
+        "model_type": "medusa",
+        "base_model_name_or_path": config.base_model,
+        "hidden_size": config.hidden_size,
+        "vocab_size": config.vocab_size,
+        "medusa_num_heads": config.heads,
+        "medusa_num_layers": config.layers,
+        "medusa_fc_bias": config.bias,
+        "original_lm_head": config.shared_head,
+        "truncated_vocab_size": config.head_rows,
+    }
+    if config.accuracy:
+        values[_ACCURACY] = [[round(value, 4) for value in ranks] for ranks in config.accuracy]
+    if target_layers is not None:
+        values[_TARGET_LAYERS] = target_layers
+    write_checkpoint(folder, file, heads.state_dict(), values)
+
+
+def _public_names(checkpoint: Checkpoint) -> dict[str, torch.Tensor]:
+    """The tensors under the names of the public layout."""
+    result: dict[str, torch.Tensor] = {}
+    vocabulary: dict[int, torch.Tensor] = {}
+    for key, value in checkpoint.tensors.items():
+        short = key.removeprefix("medusa_heads.").removeprefix("medusa_head.")
+        if _BLOCK.fullmatch(short) or _VOCABULARY.fullmatch(short) or short == "token_map":
+            result[short] = value
+        elif match := _VLLM_BLOCK.fullmatch(short):
+            result[f"{match[1]}.{match[2]}.linear.{match[3]}"] = value
+        elif match := _VLLM_VOCABULARY.fullmatch(short):
+            vocabulary[int(match[1] or 0)] = value
+        else:
+            raise another_kind(checkpoint, "Medusa heads")
+    depth = 1 + max((int(key.split(".")[1]) for key in result if "linear" in key), default=-1)
+    for head, value in vocabulary.items():
+        result[f"{head}.{depth}.weight"] = value
+    if not any(_BLOCK.fullmatch(key) or _VOCABULARY.fullmatch(key) for key in result):
+        raise ModelLoadError(f"{checkpoint.name} holds no Medusa heads: the weights file is empty")
+    return result
+
+
+def _number(config: dict[str, Any], *names: str) -> int | None:
+    """The first of these options that is a whole number above 0."""
+    for name in names:
+        value = config.get(name)
+        if isinstance(value, int) and not isinstance(value, bool) and value > 0:
+            return value
+    return None
+
+
+def _config(checkpoint: Checkpoint, tensors: dict[str, torch.Tensor]) -> MedusaConfig:
+    """What the tensors are, held against what config.json says of them."""
+    name, stated = checkpoint.name, checkpoint.config
+    counted = 1 + max(int(key.split(".")[0]) for key in tensors if key != "token_map")
+    layers = len({key.split(".")[1] for key in tensors if key.startswith("0.") and "linear" in key})
+    # Released configs often name fewer heads than the file has: the first ones are meant.
+    heads = _number(stated, "medusa_num_heads", "num_heads") or counted
+    blocks = _number(stated, "medusa_num_layers", "num_hidden_layers") or layers
+    if heads > counted or blocks != layers:
+        raise ModelLoadError(
+            f"the config.json of {name} asks for {heads} heads of {blocks} blocks, but the weights "
+            f"hold {counted} of {layers}; the two files do not belong together"
+        )
+    vocabulary = [key for key in tensors if _VOCABULARY.fullmatch(key)]
+    shared = bool(stated.get("original_lm_head")) or not vocabulary
+    if shared:
+        for key in vocabulary:
+            del tensors[key]  # a copy of the target's head
+    sample = tensors.get("0.0.linear.weight", tensors.get("0.0.weight"))
+    if sample is None:
+        raise ModelLoadError(f"{name} holds no first Medusa head; download or copy the file again")
+    rows = None if shared else tensors[f"0.{layers}.weight"].shape[0]
+    vocab = _number(stated, "vocab_size")
+    if rows is not None and _number(stated, "truncated_vocab_size") in (None, vocab):
+        vocab = rows
+    if vocab is None:
+        raise ModelLoadError(
+            f"the config.json of {name} has no vocab_size, and the heads share the target's "
+            "vocabulary layer; write the target's number of logits there"
+        )
+    return MedusaConfig(
+        hidden_size=sample.shape[1],
+        vocab_size=vocab,
+        heads=heads,
+        layers=layers,
+        bias="0.0.linear.bias" in tensors,
+        shared_head=shared,
+        draft_vocab_size=_reduced(checkpoint, tensors, vocab, rows),
+        base_model=stated.get("base_model_name_or_path"),
+        accuracy=_accuracy(checkpoint, heads),
+    )
+
+
+def _reduced(
+    checkpoint: Checkpoint, tensors: dict[str, torch.Tensor], vocab: int, rows: int | None
+) -> int | None:
+    """Size of a reduced vocabulary; None if the heads know all tokens. Fits the tensors to it."""
+    name, size = checkpoint.name, _number(checkpoint.config, "truncated_vocab_size") or vocab
+    ids = tensors.pop("token_map", None)
+    if size >= vocab:
+        return None
+    if ids is None:
+        raise ModelLoadError(
+            f"the Medusa heads {name} know {size} of {vocab} tokens, but the file has no token_map "
+            "that says which; it is incomplete"
+        )
+    ids = tensors["token_map"] = ids.to(torch.int64)
+    if ids.shape != (size,) or int(ids.min()) < 0 or int(ids.max()) >= vocab:
+        raise ModelLoadError(
+            f"the token_map of {name} does not name {size} tokens below {vocab}; the files do not "
+            "belong together"
+        )
+    if rows is not None and rows > size:
+        for key in [key for key in tensors if _VOCABULARY.fullmatch(key)]:
+            tensors[key] = tensors[key][ids]
+    return size
+
+
+def _accuracy(checkpoint: Checkpoint, heads: int) -> tuple[tuple[float, ...], ...]:
+    accuracy = checkpoint.config.get(_ACCURACY, [])
+    try:
+        table = tuple(tuple(float(value) for value in ranks) for ranks in accuracy)
+    except (TypeError, ValueError):
+        table = ((-1.0,),)
+    if not all(0 <= value <= 1 for ranks in table for value in ranks):
+        raise ModelLoadError(
+            f"{_ACCURACY} in the config.json of {checkpoint.name} is not a list of shares per "
+            "head; remove it, or train the heads again"
+        )
+    return table[:heads]

@@ -8,18 +8,27 @@ so q is exact and renormalised over the intersection, and everything after it wo
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from pathlib import Path
 from typing import TYPE_CHECKING, Literal
 
 import torch
 
 from paceline.core.transfer import to_device
-from paceline.model.decoders import TokenSpeller
+from paceline.errors import ConfigError, VocabularyMismatchError
+from paceline.model.tokenizer import Named, TokenSpeller, check_embeddings, differences
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerFast
+
+METHODS = ("auto", "intersection", "string")
+ENOUGH = 0.5  # from here on token by token: measured, see docs/decisions.md
+
+# What users ask of models: a story, a question with an answer, numbers, code, other languages.
+SAMPLE = Path(__file__).parents[2] / "assets" / "vocabulary_sample.txt"
 
 
 class SharedVocabulary:
@@ -159,6 +168,52 @@ class Match:
     draft: TokenTexts
     pairs: dict[int, int]
     share: float
+
+
+def match_vocabularies(
+    target: Named,
+    draft: Named,
+    tokenizer: PreTrainedTokenizerFast,
+    draft_tokenizer: PreTrainedTokenizerFast,
+    method: str = "auto",
+) -> Match | None:
+    """None if the ids agree and nothing else is asked for; otherwise how to translate. Raises
+    ConfigError on an unknown method, VocabularyMismatchError if no way, or not the one asked for,
+    is lossless and sensible."""
+    if method not in METHODS:
+        raise ConfigError(f"vocab is {method!r}; use one of {', '.join(METHODS)}")
+    differing = differences(tokenizer, draft_tokenizer)
+    if not differing and method == "auto":
+        check_embeddings(draft, len(tokenizer.get_vocab()))
+        return None
+    ours, theirs = TokenTexts(tokenizer), TokenTexts(draft_tokenizer)
+    pairs = {
+        a: b
+        for a, b in shared_ids(ours, theirs).items()
+        if a < target.vocab_size and b < draft.vocab_size
+    }
+    sample = SAMPLE.read_text(encoding="utf-8")
+    share = overlap(ours, theirs, pairs, sample)
+    unreadable = [
+        f"the tokenizer of {model.name} does not give text back as it was"
+        for model, texts in ((target, ours), (draft, theirs))
+        if not texts.reads_back(sample)
+    ]
+    tokenwise = method == "intersection" or (method == "auto" and share >= ENOUGH)
+    if (tokenwise and share == 0) or (not tokenwise and unreadable):
+        reasons = [f"shared tokens cover {100 * share:.0f} % of text", *unreadable]
+        raise VocabularyMismatchError(
+            f"draft {draft.name} and target {target.name} differ in {differing or 'nothing'}; "
+            f"{', and '.join(reasons)}; use a draft of the same family"
+        )
+    logging.getLogger("paceline.draft.vocabulary").info(
+        "draft %s and target %s differ in %s; shared tokens cover %.0f %% of text",
+        draft.name,
+        target.name,
+        differing,
+        100 * share,
+    )
+    return Match("intersection" if tokenwise else "string", ours, theirs, pairs, share)
 
 
 class Intersection(SharedVocabulary):

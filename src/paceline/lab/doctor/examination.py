@@ -40,7 +40,7 @@ from paceline.model.loading import dtype_to_load, resolve_device
 from paceline.model.offload import plan_offload
 from paceline.model.paged.int8 import cache_dtype
 from paceline.model.quantised.weights import BITS
-from paceline.parallel.load import check_shareable
+from paceline.parallel.team import check_shareable
 
 _SMALLER, _SMALL_ENOUGH = 4, 10  # times smaller than the target: at least, and better
 _DEEP, _DEEPISH = 1 / 2, 1 / 4  # of the target's layers

@@ -12,7 +12,7 @@ from typing import Any
 
 from transformers import PreTrainedTokenizerFast
 
-from paceline.draft.vocabulary.matching import match_vocabularies
+from paceline.draft.vocabulary.shared import match_vocabularies
 from paceline.errors import VocabularyMismatchError
 from paceline.lab.doctor.findings import NOTE, Finding, finding, parted
 from paceline.lab.doctor.models import Model

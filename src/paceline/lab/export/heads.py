@@ -14,7 +14,7 @@ from pathlib import Path
 from paceline.core.stages import stage
 from paceline.draft.heads.eagle_format import WEIGHTS, load_eagle, save_eagle
 from paceline.draft.heads.eagle_head import EagleHead
-from paceline.draft.heads.medusa_format import load_medusa, save_medusa
+from paceline.draft.heads.medusa_head import load_medusa, save_medusa
 from paceline.draft.spec import TargetShape
 from paceline.drafters import Eagle, Medusa
 from paceline.errors import ConfigError
