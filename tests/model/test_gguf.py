@@ -173,19 +173,9 @@ def test_state_space_models(tmp_path: Path) -> None:
     assert "mamba has" in refused(path) and "rolled back" in refused(path)
 
 
-def test_a_quantisation_that_is_not_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """One that the package names but cannot unpack, and one that it does not know at all."""
-    import gguf
-
+def test_a_quantisation_that_is_not_read(tmp_path: Path) -> None:
     path = tmp_path / "model.gguf"
     write_gguf(path, quantisation="Q8_0")
-
-    def unable(data: Any, kind: Any) -> Any:
-        raise NotImplementedError
-
-    with monkeypatch.context() as patch:
-        patch.setattr(gguf, "dequantize", unable)
-        assert "tensors in F32, which" in refused(path) or "tensors in Q8_0, which" in refused(path)
     name = b"token_embd.weight"
     content = bytearray(path.read_bytes())
     place = content.index(name) + len(name) + 4 + 2 * 8  # after the number and size of dimensions
@@ -215,7 +205,7 @@ def test_cut_short(kept: float, llama: Path, tmp_path: Path) -> None:
     content = llama.read_bytes()
     path = tmp_path / "model.gguf"
     path.write_bytes(content[: int(len(content) * kept)])
-    assert "damaged or cut short; download" in refused(path)
+    assert "damaged or cut short, or none; download" in refused(path)
 
 
 @pytest.mark.parametrize("place", [4, 8, 16, 24, 40])
@@ -230,7 +220,7 @@ def test_damaged_headers(place: int, llama: Path, tmp_path: Path) -> None:
 def test_no_gguf_at_all(tmp_path: Path) -> None:
     path = tmp_path / "model.gguf"
     path.write_bytes(b"<html>not found</html>")
-    assert "does not begin as GGUF files do" in refused(path)
+    assert "cut short, or none" in refused(path)
     assert "does not exist; check the path" in refused(tmp_path / "modl.gguf")
     assert "does not exist; check the path" in refused("nowhere.gguf")
 

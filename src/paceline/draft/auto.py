@@ -16,7 +16,7 @@ from typing import Any
 from paceline.draft.heads.eagle import Eagle, Eagle2, Eagle3
 from paceline.draft.heads.eagle_format import is_speculators
 from paceline.draft.heads.medusa import Medusa
-from paceline.draft.hybrid import Hybrid
+from paceline.draft.hybrid import Hybrid, joined
 from paceline.draft.model import DraftModel
 from paceline.draft.ngram import NGram
 from paceline.draft.quantized import QuantizedDraft
@@ -25,7 +25,6 @@ from paceline.draft.suffix import Suffix
 from paceline.errors import ModelLoadError, PacelineError
 from paceline.kernels.compile import are_kernels_here
 from paceline.model.backends.base import REFERENCE
-from paceline.model.copies import forget_copy, quantised_copy
 from paceline.model.hub import is_path
 from paceline.model.loading import read_options
 from paceline.model.names import MADE_FOR, has_assets, resolve
@@ -110,45 +109,16 @@ class Auto(DraftSpec):
 
     def prepare(self, loading: Loading) -> Prepared:
         composed = compose(Circumstances.of(loading.target))
-        try:
-            made = composed.spec.prepare(loading)
-        except PacelineError:  # nobody asked for these: one that cannot be had is left out
-            composed = composed.without(_failing(composed, loading))
-            made = composed.spec.prepare(loading)
-        why = _by_torch(loading.target, composed)
-        if why:
-            composed = compose(replace(Circumstances.of(loading.target), refused=why))
-            made = composed.spec.prepare(loading)
-        return Prepared(
-            made.build,
-            made.cache_bytes,
-            feature_bytes=made.feature_bytes,
-            drafts=(str(composed.spec),),
-            notes=(composed.line(),),
-        )
-
-
-def _by_torch(target: CausalModel, composed: Composition) -> str:
-    """Why the kernels do not run the 4-bit form of a target whose layers stay on disk: known only
-    once it is made. "" if they do, or nobody asked."""
-    if target.offload is None or all(member != QuantizedDraft() for member, _ in composed.taken):
-        return ""
-    form = quantised_copy(target, QuantizedDraft().precision)
-    if form.backend.runs_quantised:
-        return ""
-    forget_copy(target, QuantizedDraft().precision)
-    return form.refused or "they do not run it"
-
-
-def _failing(composed: Composition, loading: Loading) -> dict[DraftSpec, str]:
-    """The members that cannot be loaded, and why."""
-    failed: dict[DraftSpec, str] = {}
-    for member, _ in composed.taken:
-        try:
-            member.prepare(loading)
-        except PacelineError as error:
-            failed[member] = str(error)
-    return failed
+        prepared: dict[DraftSpec, Prepared] = {}
+        failed: dict[DraftSpec, str] = {}
+        for member, _ in composed.taken:
+            try:
+                prepared[member] = member.prepare(loading)
+            except PacelineError as error:  # nobody asked for it: it is left out
+                failed[member] = str(error)
+        composed = composed.without(failed)
+        drafts, notes = (str(composed.spec),), (composed.line(),)
+        return replace(joined(list(prepared.values())), drafts=drafts, notes=notes)
 
 
 def compose(it: Circumstances) -> Composition:

@@ -48,14 +48,7 @@ class Hybrid(DraftSpec):
         return self.parts
 
     def prepare(self, loading: Loading) -> Prepared:
-        members = [part.prepare(loading) for part in self.parts]
-        return Prepared(
-            lambda context: HybridDrafter(
-                [m.build(context) for m in members], context.cache.device
-            ),
-            sum(member.cache_bytes for member in members),
-            feature_bytes=sum(member.feature_bytes for member in members),
-        )
+        return joined([part.prepare(loading) for part in self.parts])
 
     def variants(self) -> dict[str, Hybrid]:
         return {"": self}
@@ -76,6 +69,15 @@ class Hybrid(DraftSpec):
 
     def argument(self) -> str:
         return "+".join(map(str, self.parts))
+
+
+def joined(members: Sequence[Prepared]) -> Prepared:
+    """A hybrid of drafters whose weights are loaded."""
+    return Prepared(
+        lambda context: HybridDrafter([m.build(context) for m in members], context.cache.device),
+        sum(member.cache_bytes for member in members),
+        feature_bytes=sum(member.feature_bytes for member in members),
+    )
 
 
 class _Joined:

@@ -1,8 +1,8 @@
 """GGUF files, llama.cpp's format: read by transformers and dequantised, refused in one line.
 
-The ``gguf`` package and accelerate are an extra (``paceline[gguf]``); they are imported only once
-a GGUF file is named. What a file holds is looked at first, so that what cannot be read is refused
-by its name before gigabytes are.
+The ``gguf`` package and accelerate are an extra (``paceline[gguf]``), imported once a GGUF file is
+named. What a file says of itself is read first, so that most of what cannot be read is refused by
+its name before gigabytes are.
 """
 
 from __future__ import annotations
@@ -26,7 +26,6 @@ if TYPE_CHECKING:
     from tokenizers import Tokenizer
 
 SUFFIX = ".gguf"
-_MAGIC = b"GGUF"
 _SAMPLING = {
     "temperature": "temp",
     "top_p": "top_p",
@@ -129,7 +128,8 @@ def read_gguf(path: Path) -> GgufFile:
     Raises ModelLoadError (no such file, no GGUF, damaged, no extra installed) and
     UnsupportedModelError (an architecture or a quantisation that is not read).
     """
-    _check_there(path)
+    if not path.is_file():
+        raise ModelLoadError(f"GGUF file {path} does not exist; check the path")
     require_gguf("to read GGUF files")
     status = path.stat()
     return _read(path.absolute(), status.st_mtime_ns, status.st_size)
@@ -150,6 +150,8 @@ def _read(path: Path, modified: int, size: int) -> GgufFile:
                 else field.contents()
                 for key, field in reader.fields.items()
             }
+    except OSError as error:
+        raise ModelLoadError(f"GGUF file {path} cannot be read: {error.strerror}") from None
     except Exception as error:  # numpy's and struct's, of whatever the bytes lead to
         kind = _UNKNOWN_TYPE.search(str(error))
         if kind is not None:
@@ -158,7 +160,7 @@ def _read(path: Path, modified: int, size: int) -> GgufFile:
                 "package does not know; update it, or take another quantisation"
             ) from None
         raise ModelLoadError(
-            f"GGUF file {path} is damaged or cut short; download or copy it again"
+            f"GGUF file {path} is damaged or cut short, or none; download or copy it again"
         ) from None
     types = Counter(tensor.tensor_type.name for tensor in reader.tensors)
     file = GgufFile(
@@ -179,20 +181,6 @@ def _read(path: Path, modified: int, size: int) -> GgufFile:
     )
     _check(file, reader)
     return file
-
-
-def _check_there(path: Path) -> None:
-    if not path.is_file():
-        raise ModelLoadError(f"GGUF file {path} does not exist; check the path")
-    try:
-        with path.open("rb") as file:
-            start = file.read(len(_MAGIC))
-    except OSError as error:
-        raise ModelLoadError(f"GGUF file {path} cannot be read: {error.strerror}") from None
-    if start != _MAGIC:
-        raise ModelLoadError(
-            f"{path} does not begin as GGUF files do; download or copy it again, or name another"
-        )
 
 
 def _check(file: GgufFile, reader: GGUFReader) -> None:
@@ -222,12 +210,6 @@ def _check(file: GgufFile, reader: GGUFReader) -> None:
             f"GGUF file {file.path} holds no weights; give the file of the model, not that of its "
             "vocabulary"
         )
-    for kind in file.types:
-        if not _dequantisable(kind):
-            raise UnsupportedModelError(
-                f"{file.path} holds tensors in {kind}, which the gguf package cannot dequantise; "
-                "take another quantisation, such as Q8_0, Q4_K_M or F16"
-            )
 
 
 @contextmanager
@@ -273,20 +255,6 @@ def _known_splits() -> frozenset[str]:
         return frozenset(importlib.import_module(name).GGUF_PRE_TOKENIZER_SPLITS)
     except (ImportError, AttributeError):
         return frozenset()
-
-
-def _dequantisable(kind: str) -> bool:
-    """Tried on one block of zeros: the package keeps no public list."""
-    import numpy as np
-    from gguf import GGML_QUANT_SIZES, GGMLQuantizationType, dequantize
-
-    number = GGMLQuantizationType[kind]
-    block = np.zeros((1, GGML_QUANT_SIZES[number][1]), dtype=np.uint8)
-    try:
-        dequantize(block, number)
-    except NotImplementedError:
-        return False
-    return True
 
 
 def mended(backend: Tokenizer, file: GgufFile) -> Tokenizer:

@@ -137,12 +137,19 @@ class CausalModel:
                 )
                 return model
         on = resolve_device(device)
-        asked = resolve_dtype(dtype, on)
-        number = dtype_to_load(dtype, on, backend)
+        asked, number = resolve_dtype(dtype, on), dtype_to_load(dtype, on, backend)
+        checkpoint = stamps_of(fetched(name_or_path), weight_files)
 
         def load(number: torch.dtype | None, backend: str) -> CausalModel:
-            how = number or dtype, on, check_values, quantize, backend
-            return cls._load(name_or_path, *how).optimised()
+            packed = quantize is None and backend != REFERENCE
+            module = load_module(name_or_path, number or dtype, on, packed=packed)
+            if check_values:
+                check_finite(module.state_dict(), f"the draft model {name_or_path} cannot be used")
+            if quantize is not None:
+                quantise_loaded(name_or_path, module, quantize)
+            model = cls(module, name_or_path)
+            model.asked, model.checkpoint = backend, checkpoint
+            return model.optimised()
 
         model = load(number, backend)
         if model.backend.runs_torch and number != asked and asked is not None:
@@ -150,28 +157,6 @@ class CausalModel:
             del model  # once more, in what torch is fast with; never two at a time
             model = load(asked, REFERENCE)
             model.asked, model.refused = backend, refused
-        return model
-
-    @classmethod
-    def _load(
-        cls,
-        name: str,
-        dtype: str | torch.dtype,
-        device: torch.device,
-        check_values: bool,
-        quantize: str | None,
-        backend: str,
-    ) -> CausalModel:
-        """As transformers lays it out, perhaps quantised."""
-        checkpoint = stamps_of(fetched(name), weight_files)
-        packed = quantize is None and backend != REFERENCE
-        module = load_module(name, dtype, device, packed=packed)
-        if check_values:
-            check_finite(module.state_dict(), f"the draft model {name} cannot be used")
-        if quantize is not None:
-            quantise_loaded(name, module, quantize)
-        model = cls(module, name)
-        model.asked, model.checkpoint = backend, checkpoint
         return model
 
     def optimised(self) -> CausalModel:
