@@ -123,8 +123,7 @@ def test_another_content_at_the_same_place_is_another_form(
     "damage",
     [
         lambda content: content[:-100],
-        lambda content: content[:-1] + bytes([content[-1] ^ 1]),
-        lambda content: content[:200] + b"7" + content[201:],
+        lambda content: content.replace(b'"bits"', b'"bats"', 1),
         lambda content: content[: len(copies._MAGIC)],
     ],
 )
@@ -230,5 +229,5 @@ def test_numbers_and_layout_are_those_of_this_version() -> None:
         made = round_to_nearest(weight, bits, group, zero)  # type: ignore[arg-type]
         packed = Packed.of([QuantisedLinear(made, None)], torch.bfloat16)
         digests.append(hashlib.sha256(packed.data.numpy().data).hexdigest()[:16])
-    assert copies._MAGIC.endswith(b" 2\n")
+    assert copies._MAGIC.endswith(b" 3\n")
     assert digests == ["493219085e372512", "17aa659d30d91ccd"]
