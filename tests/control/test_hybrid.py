@@ -150,7 +150,7 @@ def test_the_member_that_was_chosen_drafts() -> None:
 
 def test_what_was_found_is_cut_to_the_length_that_was_chosen() -> None:
     lookup = Recorder("lookup", always(1.0))
-    (offer,) = lookup.look([part(0, length=8)])
+    (offer,) = lookup.lookup([part(0, length=8)])
     assert offer is not None and len(offer.tokens) == 8
     (tree,) = lookup.propose(Plan((part(0, length=3),)))
     assert tree.tokens.tolist() == [4, 5, 6]
@@ -167,7 +167,7 @@ def test_what_was_cut_has_no_more_nodes_than_there_is_room_for() -> None:
             return [5, 6, 7, 8], [-1, -1, -1, 0]
 
     wide = Wide()
-    wide.look([part(0, length=3)])
+    wide.lookup([part(0, length=3)])
     (tree,) = wide.propose(Plan((part(0, length=1),)))
     assert len(tree) == wide.max_nodes(1)
 

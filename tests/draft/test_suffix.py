@@ -73,7 +73,7 @@ def test_the_draft_grows_with_the_match() -> None:
     drafter = SuffixDrafter("cpu", VOCAB, Suffix(factor=2.0, offset=0.0))
     run(drafter, [1], list(range(2, 20)))
     seqs = [request([*range(40, 44), *range(9 - m, 9)], m) for m in (1, 2, 3)]
-    offers = drafter.look([Slice(seq, seq.num_pending, 8) for seq in seqs])
+    offers = drafter.lookup([Slice(seq, seq.num_pending, 8) for seq in seqs])
     assert [(len(o.tokens), o.confidence) for o in offers if o] == [(2, 1), (4, 2), (6, 3)]
 
 

@@ -64,7 +64,7 @@ class LookupFollower:
                 for seq, view in zip(seqs, views, strict=True)
                 for ready in (seq.num_pending <= _READ_ALONG and seq.drafts and may(seq, name),)
             ]
-            for item, offer in zip(slices, drafter.look(slices), strict=True):
+            for item, offer in zip(slices, drafter.lookup(slices), strict=True):
                 if offer is not None:
                     seq_id = item.seq.seq_id
                     offers.setdefault(seq_id, {})[name] = offer

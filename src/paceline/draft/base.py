@@ -134,7 +134,7 @@ class LookupDrafter:
         self._device = device
         self._empty = TokenTree.empty(device)
         # By sequence: what was found, None for nothing, and for how many tokens of it.
-        self._looked: dict[int, tuple[int, Offer | None]] = {}
+        self._offered: dict[int, tuple[int, Offer | None]] = {}
 
     def max_nodes(self, length: int) -> int:
         """A chain's."""
@@ -150,33 +150,33 @@ class LookupDrafter:
     def take_in(self, slices: Sequence[Slice]) -> None:
         """What is done for the sequences of a step before any guess."""
 
-    def look(self, slices: Sequence[Slice]) -> list[Offer | None]:
+    def lookup(self, slices: Sequence[Slice]) -> list[Offer | None]:
         """What it finds for each slice, before anybody has decided; ``propose`` takes it up."""
-        self._looked = {}  # of the step before
+        self._offered = {}  # of the step before
         self.take_in(slices)
         return [self._offer(item) for item in slices]
 
     def propose(self, plan: Plan) -> list[TokenTree]:
-        fresh = [item for item in plan.slices if not self._knows(item)]
+        fresh = [item for item in plan.slices if not self._has_offer(item)]
         if fresh:
             self.take_in(fresh)
         trees = [self._tree(item) for item in plan.slices]
-        self._looked = {}
+        self._offered = {}
         return trees
 
-    def _knows(self, item: Slice) -> bool:
+    def _has_offer(self, item: Slice) -> bool:
         """Whether it has looked for this very step."""
-        known = self._looked.get(item.seq.seq_id)
+        known = self._offered.get(item.seq.seq_id)
         return known is not None and known[0] == len(item.seq.tokens)
 
     def _offer(self, item: Slice) -> Offer | None:
         if not (item.draft_length and item.decodes):
             return None
-        if self._knows(item):
-            return self._looked[item.seq.seq_id][1]
+        if self._has_offer(item):
+            return self._offered[item.seq.seq_id][1]
         offer = Offer(*self.guess(item))
         known = len(item.seq.tokens), offer if offer.tokens else None
-        self._looked[item.seq.seq_id] = known
+        self._offered[item.seq.seq_id] = known
         return known[1]
 
     def _tree(self, item: Slice) -> TokenTree:
@@ -197,7 +197,7 @@ class LookupDrafter:
 
     def forget(self, seq_id: int) -> None:
         """Override together with ``super().forget(seq_id)``."""
-        self._looked.pop(seq_id, None)
+        self._offered.pop(seq_id, None)
 
 
 class NoDrafter(LookupDrafter):

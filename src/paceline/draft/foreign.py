@@ -17,7 +17,7 @@ from paceline.errors import ConfigError
 
 _LAYERS = "eagle_aux_hidden_state_layer_ids"
 _PROPOSERS = {"Suffix": "suffix", "NGram": "ngram", "Hybrid": "hybrid:suffix+ngram"}
-OWN_PROPOSERS = "paceline.integrations.vllm."
+_PACELINE_PROPOSERS = "paceline.integrations.vllm."
 _GENERIC = "paceline can read methods draft_model, eagle, eagle3, medusa, ngram and suffix"
 
 
@@ -50,13 +50,13 @@ def read_foreign(path: str | Path) -> ForeignDraft:
     return foreign_draft(parsed, str(path))
 
 
-def foreign_draft(given: Mapping[str, Any], where: str = "the configuration") -> ForeignDraft:
+def foreign_draft(config: Mapping[str, Any], where: str = "the configuration") -> ForeignDraft:
     """As ``read_foreign``, of what a file holds. Raises ConfigError."""
     for key in ("config", "speculative_config", "speculative-config"):
-        inner = given.get(key)
+        inner = config.get(key)
         if isinstance(inner, dict):
-            given = inner
-    values = {key.lstrip("-").replace("-", "_"): value for key, value in given.items()}
+            config = inner
+    values = {key.lstrip("-").replace("-", "_"): value for key, value in config.items()}
     if "speculative_algorithm" in values:
         return _sglang(values, where)
     if "method" in values or "num_speculative_tokens" in values:
@@ -114,7 +114,7 @@ def vllm_method(values: Mapping[str, Any]) -> str:
         return str(method)
     if model in ("ngram", "[ngram]", "suffix"):
         return model.strip("[]")
-    if model.startswith(OWN_PROPOSERS):
+    if model.startswith(_PACELINE_PROPOSERS):
         return "custom_class"
     kind = head_config(model).get("speculators_model_type")
     if kind == "eagle3" or "eagle3" in model.lower():
@@ -144,7 +144,9 @@ def _vllm_spec(values: Mapping[str, Any], length: int, where: str) -> str:
             + ("" if kept else ",global=off")
         )
     if method == "custom_class":
-        proposer = str(values.get("model", "")).removeprefix(OWN_PROPOSERS).removesuffix("Proposer")
+        proposer = (
+            str(values.get("model", "")).removeprefix(_PACELINE_PROPOSERS).removesuffix("Proposer")
+        )
         if proposer in _PROPOSERS:
             return _PROPOSERS[proposer]
         raise ConfigError(f"{where} names the proposer {values.get('model')!r}, which is not ours")

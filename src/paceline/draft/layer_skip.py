@@ -60,7 +60,7 @@ class LayerSkip(TreeSpec):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        searching = {"ratio", "window", "interval", "tries"} & set(self.given())
+        searching = {"ratio", "window", "interval", "tries"} & set(self.changed_options())
         if self.skip is not None and searching:
             raise self.refuse(f"skip fixes the set; leave out {min(searching)}")
         if not 0 < self.ratio < 1 or self.tries < 0 or min(self.window, self.interval) < 1:
@@ -162,8 +162,8 @@ class SkipSearch:
         return covariance, covariance @ self._evidence
 
     def _top(self, worth: torch.Tensor) -> Layers:
-        places = worth.topk(len(self.best)).indices.sort().values.tolist()
-        return tuple(self._candidates[layer] for layer in places)
+        indices = worth.topk(len(self.best)).indices.sort().values.tolist()
+        return tuple(self._candidates[layer] for layer in indices)
 
     def _row(self, layers: Layers) -> torch.Tensor:
         """float64 [n]: 1 where a candidate is skipped."""

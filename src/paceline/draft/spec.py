@@ -269,7 +269,7 @@ class DraftSpec(ABC):
             what = f"{_key(of)}={text!r} is {words[kind]}"
             raise ConfigError(f"draft {cls.kind!r}: {what}") from None
 
-    def given(self) -> dict[str, str]:
+    def changed_options(self) -> dict[str, str]:
         """The options that differ from their defaults, as a spec writes them."""
         values = {item: getattr(self, item.name) for item in fields(self) if item.kw_only}
         return {_key(e): _text(v) for e, v in values.items() if v != e.default}
@@ -280,7 +280,7 @@ class DraftSpec(ABC):
         return None if not values or values[0] is None else str(values[0])
 
     def __str__(self) -> str:
-        options = [f"{key}={value}" for key, value in self.given().items()]
+        options = [f"{key}={value}" for key, value in self.changed_options().items()]
         argument = self.argument()
         text = ",".join(options if argument is None else [argument, *options])
         return f"{self.kind}:{text}" if text else self.kind
@@ -310,8 +310,8 @@ class TreeSpec(DraftSpec):
 
     def __post_init__(self) -> None:
         if self.branching is not None and min(self.branching, default=0) < 1:
-            given = f"branching={_text(self.branching)!r}"
-            raise self.refuse(f"{given} is not like 2x2x1 (children per level)")
+            stated = f"branching={_text(self.branching)!r}"
+            raise self.refuse(f"{stated} is not like 2x2x1 (children per level)")
         if (self.nodes or 0) < 0 or self.width < 1:
             raise self.refuse("use nodes >= 0 and width >= 1")
         if self.branching and self.nodes is not None:

@@ -80,16 +80,16 @@ class TextIndex:
         first. ``fresh`` tokens are appended to it before. ``end``: its end, of ``depth`` tokens,
         where it lacks some before them, else empty."""
         self.extend(fresh)
-        text, match, places = end or self._end(), 0, list[int]()
+        text, match, positions = end or self._end(), 0, list[int]()
         for length in reversed(self.rule.lengths):
             ends = self._latest(text, length, _KEPT)
             match = match or (length if ends else 0)
-            places += [match_end for match_end in ends if match_end not in places]
+            positions += [match_end for match_end in ends if match_end not in positions]
         stream = self._stream
         # Past the end they repeat: a loop stays a loop.
         chains = [
             [stream[match_end + step % (len(stream) - match_end)] for step in range(levels)]
-            for match_end in places
+            for match_end in positions
         ]
         return *merge(chains, nodes, BRANCH), match
 
@@ -132,15 +132,17 @@ class TextIndex:
         """The latest occurrences of the longest suffix, and its length: of those of the longest
         string of the known lengths, so older matches than so many half as long are missed."""
         for length in reversed(self.rule.lengths):
-            places = self._latest(text, length, _LATEST)
-            if places:
-                matches = [self._match(text, begin) for begin in places]
+            positions = self._latest(text, length, _LATEST)
+            if positions:
+                matches = [self._match(text, begin) for begin in positions]
                 best = max(matches)
-                return [p for p, match in zip(places, matches, strict=True) if match == best], best
+                return [
+                    p for p, match in zip(positions, matches, strict=True) if match == best
+                ], best
         return [], 0
 
     def _match(self, text: Sequence[int], end: int) -> int:
-        """Tokens of the text's end that stand in front of a end."""
+        """Tokens of the text's end that stand in front of an occurrence."""
         most = min(end, len(text), self.rule.depth)
         pairs = ((self._stream[end - back], text[-back]) for back in range(1, most + 1))
         return next((n for n, (pair, other) in enumerate(pairs) if pair != other), most)
@@ -148,7 +150,7 @@ class TextIndex:
     def _grown(self, text: list[int], levels: int, nodes: int) -> tuple[float, Draft]:
         """A draft, and how many of its tokens are expected to be accepted."""
         stream, rule = self._stream, self.rule
-        places, match = self._longest(text)
+        positions, match = self._longest(text)
         nodes = min(nodes, int(rule.factor * match + rule.offset)) if match else 0
         tokens, parents, paths = list[int](), list[int](), list[list[int]]()
         heap: list[tuple[float, int, int, int, list[int]]] = []
@@ -156,15 +158,15 @@ class TextIndex:
         path, chance, score = list[int](), 1.0, 0.0
         while len(tokens) < nodes:
             if len(path) < levels:
-                places = [p for p in places if p < len(stream) and stream[p] != _END]
-                if not places:  # where the text ends: as if the path were appended
-                    places, _ = self._longest([*text, *path])
+                positions = [p for p in positions if p < len(stream) and stream[p] != _END]
+                if not positions:  # where the text ends: as if the path were appended
+                    positions, _ = self._longest([*text, *path])
                 following: dict[int, list[int]] = {}
-                for begin in places:
+                for begin in positions:
                     following.setdefault(stream[begin], []).append(begin + 1)
                 # Frequent ones first, then recent ones.
                 for token, behind in sorted(following.items(), key=lambda item: -len(item[1])):
-                    share = len(behind) / len(places)
+                    share = len(behind) / len(positions)
                     if chance * share < rule.min_prob:
                         break  # the others are no likelier
                     ticket += 1
@@ -172,7 +174,7 @@ class TextIndex:
                     heapq.heappush(heap, (-chance * share, ticket, parent, token, behind))
             if not heap:
                 break
-            negative, _, parent, token, places = heapq.heappop(heap)
+            negative, _, parent, token, positions = heapq.heappop(heap)
             path, chance = [*(paths[parent] if parent >= 0 else ()), token], -negative
             tokens.append(token)
             parents.append(parent)

@@ -316,12 +316,12 @@ def _weights(
     from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, AutoModelForCausalLM
 
     source, options = _source(path)
-    given = tensors is not None  # which the automatic class cannot be told
-    mapped = type(config) in MODEL_FOR_CAUSAL_LM_MAPPING and not given
+    has_tensors = tensors is not None  # which the automatic class cannot be told
+    mapped = type(config) in MODEL_FOR_CAUSAL_LM_MAPPING and not has_tensors
     loader: Any = AutoModelForCausalLM if mapped else causal_class(config)
     try:
         module, info = loader.from_pretrained(
-            None if given else source,
+            None if has_tensors else source,
             **options,
             state_dict=tensors,
             config=config,

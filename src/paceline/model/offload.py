@@ -36,7 +36,7 @@ from paceline.model.loading import (
     weight_files,
 )
 from paceline.model.precision import quantization_of
-from paceline.model.quantised.convert import brought
+from paceline.model.quantised.convert import resident_parameter
 from paceline.model.tensorfile import read_table
 
 
@@ -97,7 +97,7 @@ def settle(copied: nn.Module) -> None:
     """Give the copy of a module that may be moved its own weights for good."""
     if "_hf_hook" not in vars(copied):
         return
-    copied._parameters = {name: brought(copied, name) for name in copied._parameters}
+    copied._parameters = {name: resident_parameter(copied, name) for name in copied._parameters}
     for key in ("_hf_hook", "_old_forward", "forward"):  # the forward of the one that is moved
         vars(copied).pop(key, None)
 

@@ -192,7 +192,7 @@ def _code(mask_function: Callable[..., Any], chunk: int | None) -> int:
     raise UnsupportedModelError("a layer's attention mask is neither full, a window nor chunks")
 
 
-def refuse_own_ways(hf: Any, patterns: Sequence[Pattern]) -> None:
+def refuse_stateful_positions(hf: Any, patterns: Sequence[Pattern]) -> None:
     """What no forward of two tokens shows. Raises UnsupportedModelError.
 
     RoBERTa's kind numbers positions from its padding token on. Moshi's masks have no window, but

@@ -42,7 +42,7 @@ from paceline.model.probe import (
     PROBE,
     AttentionProbe,
     probe_batch,
-    refuse_own_ways,
+    refuse_stateful_positions,
     register,
     verify,
 )
@@ -262,7 +262,7 @@ class CausalModel:
         known: dict[Pattern, Pattern] = {}  # equal ones are one object, see AttentionStep
         patterns = (probe.patterns[call] for call in by_layer)
         self.reference.patterns = tuple(known.setdefault(pattern, pattern) for pattern in patterns)
-        refuse_own_ways(self.hf, self.patterns)
+        refuse_stateful_positions(self.hf, self.patterns)
         self.reference.name_layers([probe.modules[call] for call in by_layer])
         return logits.shape[-1]
 

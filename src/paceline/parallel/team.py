@@ -40,7 +40,7 @@ from paceline.parallel.group import Order, RankGroup, surroundings
 _HEADS = ("q_proj", "k_proj", "v_proj")  # cut by columns, they are cut between heads
 # The folder that it is started in must not lend it modules.
 _START = (
-    "import sys; sys.path[:] = [place for place in sys.path if place]; "
+    "import sys; sys.path[:] = [entry for entry in sys.path if entry]; "
     "from paceline.parallel.worker import main; main()"
 )
 READY = "ready"

@@ -106,15 +106,15 @@ def check_target(
 
 def check_shapes(what: str, module: torch.nn.Module, tensors: dict[str, torch.Tensor]) -> None:
     """Raise ModelLoadError if these are not a module's own weights by name and shape."""
-    due = {key: list(value.shape) for key, value in module.state_dict().items()}
-    given = {key: list(value.shape) for key, value in tensors.items()}
-    for key in sorted(due.keys() | given.keys()):
-        if key not in given:
+    expected = {key: list(value.shape) for key, value in module.state_dict().items()}
+    actual = {key: list(value.shape) for key, value in tensors.items()}
+    for key in sorted(expected.keys() | actual.keys()):
+        if key not in actual:
             problem = f"lacks the weight {key}"
-        elif key not in due:
+        elif key not in expected:
             problem = f"has an unknown weight {key}"
-        elif due[key] != given[key]:
-            problem = f"has {key} of shape {given[key]} where {due[key]} is due"
+        elif expected[key] != actual[key]:
+            problem = f"has {key} of shape {actual[key]} where {expected[key]} is due"
         else:
             continue
         raise ModelLoadError(

@@ -179,8 +179,8 @@ def candidates(
         for kind in kinds:
             chosen = [i for i, tree in enumerate(trees) if tree.samples is kind]
             rows = torch.cat([parts[i] for i in chosen])
-            same_kind, own_counts = [trees[i] for i in chosen], [counts[i] for i in chosen]
-            grown = candidates(same_kind, own_counts, rows, generator)
+            same_kind, kind_counts = [trees[i] for i in chosen], [counts[i] for i in chosen]
+            grown = candidates(same_kind, kind_counts, rows, generator)
             result.update(zip(chosen, grown, strict=True))
         return [result[i] for i in range(len(trees))]
     table, width = _row_table(trees, counts), max(tree.width for tree in trees)
@@ -318,7 +318,7 @@ class DynamicTree(Growing):
         self._depth, self._nodes = depth, nodes
         self._scores: list[torch.Tensor] = []
         self._parents: list[int] = []  # of each candidate, among the expanded nodes
-        self._places: list[torch.Tensor] = []  # the candidate that each expanded node is
+        self._expanded_as: list[torch.Tensor] = []  # the candidate that each expanded node is
         self._newest_scores = torch.empty(0, device=device)
         self._chosen: list[int] = []
 
@@ -344,7 +344,7 @@ class DynamicTree(Growing):
         self._newest_scores = flat.index_select(0, order)
         above = order.div(width, rounding_mode="floor")
         self._expand(ids.index_select(0, order), above)
-        self._places.append(order + before)
+        self._expanded_as.append(order + before)
         if transfer.has_separate_memory(above.device):
             self.ancestors = self._seen(above, first)
             self.expanded_parents += (first,) * len(order)
@@ -368,15 +368,15 @@ class DynamicTree(Growing):
         best = scores.topk(min(self._nodes, len(scores)))
         # Minus infinity is no candidate: there was nothing to propose, or not so much.
         self._stay = torch.where(best.values > -torch.inf, best.indices, -1).sort().values
-        return torch.cat([self._stay, *self._places])
+        return torch.cat([self._stay, *self._expanded_as])
 
     def settle(self, chosen: list[int]) -> None:
         self._chosen = chosen
 
     def finish(self) -> tuple[TokenTree, tuple[int, ...]]:
         known = self._chosen or self.chosen().tolist()
-        places, candidate_of = known[: len(self._stay)], known[len(self._stay) :]
-        kept = [column for column in places if column >= 0]
+        staying, candidate_of = known[: len(self._stay)], known[len(self._stay) :]
+        kept = [column for column in staying if column >= 0]
         node_of: dict[int, int] = {}
         expanded_of = {candidate: index for index, candidate in enumerate(candidate_of)}
         parents: list[int] = []
@@ -387,7 +387,7 @@ class DynamicTree(Growing):
                 continue  # its parent tied with it and was left out
             node_of[candidate] = len(parents)
             parents.append(parent)
-        stay = self._stay[len(places) - len(kept) :]
+        stay = self._stay[len(staying) - len(kept) :]
         if len(node_of) < len(kept):
             rest = [number for number, candidate in enumerate(kept) if candidate in node_of]
             stay = stay.index_select(0, to_device(rest, stay.device))

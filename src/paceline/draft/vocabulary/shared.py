@@ -243,8 +243,8 @@ class Intersection(SharedVocabulary):
     def _spelling(self, token: int) -> list[int]:
         known = self._spelt.get(token)
         if known is None:
-            pieces = self._draft.spell(self._target.spelt((token,)))
-            known = [index for index in pieces if index < self._draft_width] or [0]
+            spelling = self._draft.spell(self._target.spelt((token,)))
+            known = [index for index in spelling if index < self._draft_width] or [0]
             self._spelt[token] = known
         return known
 

@@ -87,7 +87,7 @@ def variants(text: str, given: bool = False) -> list[DrafterCandidate]:
 def _label(spec: DraftSpec) -> str:
     """The last part of its path, or its kind; with its options."""
     name = (spec.argument() or spec.kind).rstrip("/").rpartition("/")[2]
-    return " ".join([name, *(f"{key}={value}" for key, value in spec.given().items())])
+    return " ".join([name, *(f"{key}={value}" for key, value in spec.changed_options().items())])
 
 
 def hybrid_of(first: MeasuredMethod, second: MeasuredMethod) -> DrafterCandidate:

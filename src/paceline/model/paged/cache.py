@@ -45,14 +45,14 @@ def bytes_per_token(shapes: Sequence[LayerShape], dtype: torch.dtype) -> int:
     return widths * dtype.itemsize
 
 
-def blocks_within(memory: int, per_token: int, kept_each: int, kept: int, block_size: int) -> int:
+def blocks_within(memory: int, per_token: int, per_feature: int, kept: int, block_size: int) -> int:
     """Blocks of a cache that, with the features that drafters keep, takes ``memory`` bytes.
 
-    ``per_token`` bytes are cached for a token, ``kept_each`` are those of its features, of which
+    ``per_token`` bytes are cached for a token, ``per_feature`` are those of its features, of which
     at most ``kept`` tokens' are kept at a time, and never more than there are tokens in the cache.
     """
-    all_kept = memory // (block_size * (per_token + kept_each))
-    few_kept = (memory - kept * kept_each) // (block_size * per_token)
+    all_kept = memory // (block_size * (per_token + per_feature))
+    few_kept = (memory - kept * per_feature) // (block_size * per_token)
     return max(all_kept, few_kept)
 
 
@@ -115,7 +115,7 @@ class PagedCache:
         logits are wanted. Without ``share`` all of them are.
         """
         assert seq_id not in self._tables, f"sequence {seq_id} is in the cache already"
-        table = self._found(tokens) if share else _Table([], [], self._is_long(len(tokens)))
+        table = self._cached_prefix(tokens) if share else _Table([], [], self._is_long(len(tokens)))
         for block in table.blocks:
             self.pool.retain(block)
         self._tables[seq_id] = table
@@ -123,7 +123,7 @@ class PagedCache:
 
     def shared_blocks(self, tokens: Sequence[int]) -> list[int]:
         """Blocks that ``admit`` would share with a sequence of these tokens."""
-        return self._found(tokens).blocks
+        return self._cached_prefix(tokens).blocks
 
     def _is_long(self, length: int) -> bool:
         return self.rope_switch is not None and length > self.rope_switch
@@ -132,7 +132,7 @@ class PagedCache:
         """Whether a sequence has become long, so that its keys must be computed again."""
         return self._is_long(length) and not self._tables[seq_id].long
 
-    def _found(self, tokens: Sequence[int]) -> _Table:
+    def _cached_prefix(self, tokens: Sequence[int]) -> _Table:
         """The beginning of these tokens as far as it is cached."""
         table = _Table([], [], self._is_long(len(tokens)))
         size = self.block_size

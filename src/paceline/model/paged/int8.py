@@ -3,7 +3,7 @@
     | code 0 | code 1 | ... | code width - 1 | scale: float32, 4 bytes |    int8 [width + 4]
 
 with ``number = code * scale`` and ``scale = max(|number|) / 127``: symmetric, and of that head and
-position alone, so that an entry has the same codes whatever it is written beside. One tensor holds
+position alone, so that an entry has the same values whatever it is written beside. One tensor holds
 both, so whatever moves, copies or gathers entries does so as of any other cache.
 """
 
@@ -36,16 +36,16 @@ def encode(numbers: Tensor) -> Tensor:
     exact = numbers.float()
     scale = exact.abs().amax(-1, keepdim=True) / 127
     scale = torch.where(scale.isfinite(), scale, torch.nan)
-    codes = (exact / scale).nan_to_num_(0.0).round_()  # 0 / 0: a head of zeros
-    return torch.cat((codes.to(INT8), _apart(scale).view(INT8)), -1)
+    values = (exact / scale).nan_to_num_(0.0).round_()  # 0 / 0: a head of zeros
+    return torch.cat((values.to(INT8), _contiguous(scale).view(INT8)), -1)
 
 
 def decode(entries: Tensor, dtype: torch.dtype) -> Tensor:
     """The numbers ``[..., width]`` of int8 ``[..., width + 4]``."""
-    codes, scale = entries[..., :-_SCALE], _apart(entries[..., -_SCALE:])
-    return (codes.float() * scale.view(torch.float32)).to(dtype)
+    values, scale = entries[..., :-_SCALE], _contiguous(entries[..., -_SCALE:])
+    return (values.float() * scale.view(torch.float32)).to(dtype)
 
 
-def _apart(scales: Tensor) -> Tensor:
+def _contiguous(scales: Tensor) -> Tensor:
     """A copy that can be viewed in another dtype: ``contiguous`` leaves odd strides of one row."""
     return scales.clone(memory_format=torch.contiguous_format)

@@ -113,7 +113,10 @@ def quantise_module(
             hessians = {} if calibration is None else observe(hf, part, calibration)
             for name in part:
                 module, code = hf.get_submodule(name), codes[name]
-                dense, bias = brought(module, "weight").detach(), brought(module, "bias")
+                dense, bias = (
+                    resident_parameter(module, "weight").detach(),
+                    resident_parameter(module, "bias"),
+                )
                 how = code.bits, code.group, code.zero
                 if hessians:
                     weight = gptq(dense, hessians[name], *how)
@@ -207,7 +210,7 @@ def children(module: nn.Module) -> Iterator[tuple[nn.Module, str, nn.Module]]:
             yield parent, key, child
 
 
-def brought(module: Any, name: str) -> Any:
+def resident_parameter(module: Any, name: str) -> Any:
     """A parameter of a module, read from where it stays if that is not the device: offloaded
     modules have a hook of accelerate's that knows."""
     parameter = getattr(module, name)

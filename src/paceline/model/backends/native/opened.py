@@ -166,7 +166,7 @@ class Opened:
             outputs=None if outputs is None else outputs.data_ptr(),
             keys=ctypes.addressof(pointers[0]),
             values=ctypes.addressof(pointers[1]),
-            coded=pointers[2],
+            int8_cache=pointers[2],
             skipped=flags,
             rope=ropes.address,
             most=most,
@@ -250,7 +250,7 @@ def _struct_of(
         wanted=None if wanted is None else start + 4 * ends[5],
         keys=ctypes.addressof(pointers[0]),
         values=ctypes.addressof(pointers[1]),
-        coded=pointers[2],
+        int8_cache=pointers[2],
         **fields,
     )
     return struct, longest, numbers

@@ -123,12 +123,12 @@ def _rotate_by_row(
     rows = _ROWS.get()
     if rows is None or rows.long is None:
         return None
-    given = inspect.signature(module.forward).bind(*args, **kwargs)
-    positions = given.arguments["position_ids"]  # [1, T]
+    bound = inspect.signature(module.forward).bind(*args, **kwargs)
+    positions = bound.arguments["position_ids"]  # [1, T]
 
     def rotations(positions: torch.Tensor) -> tuple[torch.Tensor, ...]:
-        given.arguments["position_ids"] = positions
-        made = module.forward(*given.args, **given.kwargs)
+        bound.arguments["position_ids"] = positions
+        made = module.forward(*bound.args, **bound.kwargs)
         return made if isinstance(made, tuple) else (made,)
 
     # The module decides by the largest position: below the switch, and at it in a row that goes.
