@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from paceline.core.batch import Commit, ModelOutput, Plan, Slice
-from paceline.draft.lookahead import Lookahead, LookaheadDrafter, NGramPool
+from paceline.draft.lookahead import Lookahead, LookaheadDrafter, Pool, remember
 from paceline.errors import ConfigError
 from support.draft_steps import paths_of, request, run_step
 
@@ -40,7 +40,7 @@ def placed(tokens: list[int]) -> torch.Tensor:
 
 
 def pooled(drafter: LookaheadDrafter) -> list[list[int]]:
-    known = drafter._states[0].pool._known
+    known = drafter._states[0].pool
     return [[head, *rest] for head, rests in known.items() for rest in rests]
 
 
@@ -51,7 +51,7 @@ def test_ngrams_are_what_the_target_says(window: int, ngram: int) -> None:
     seq = request([5])
     for step in range(5 * ngram):
         if step == 2 * ngram:
-            drafter._states[0].pool = NGramPool(4)
+            drafter._states[0].pool = {}
         run_step(drafter, markov, [seq], [window + ngram])
     ngrams = pooled(drafter)
     assert {len(tokens) for tokens in ngrams} == {ngram}
@@ -104,7 +104,7 @@ def test_the_bound_on_nodes_is_reached() -> None:
     for _ in range(5):
         run_step(drafter, lambda tokens: torch.rand(VOCAB), [seq], [8])
     for rest in ([11, 12], [13, 14], [15, 16]):
-        drafter._states[0].pool.add([seq.tokens[-1], *rest])
+        remember(drafter._states[0].pool, [seq.tokens[-1], *rest], size=3)
     tree = run_step(drafter, lambda tokens: torch.rand(VOCAB), [seq], [8])[0].tree
     assert len(tree) == drafter.max_nodes(8) == 3 * 2 + 4 + 5
     assert paths_of(tree)[:2] == [[15], [15, 16]], "candidates of the pool first, the latest ahead"
@@ -175,10 +175,10 @@ def test_steps_of_other_trees_and_prompt_chunks_are_passed_over() -> None:
 
 
 def test_pool_keeps_the_latest() -> None:
-    pool = NGramPool(size=2)
+    pool: Pool = {}
     for second in (1, 2, 1, 3):
-        pool.add((7, second))
-    assert pool.after(7) == [(3,), (1,)] and pool.after(8) == []
+        remember(pool, (7, second), size=2)
+    assert pool == {7: [(1,), (3,)]}
 
 
 @pytest.mark.parametrize("sizes", [(1, 3, 3), (5, 1, 3), (5, 3, 0)])

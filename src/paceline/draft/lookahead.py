@@ -40,25 +40,16 @@ from paceline.draft.base import LookupDrafter
 from paceline.draft.spec import DraftSpec, Loading, Prepared
 from paceline.draft.trees.shape import merge
 
+Pool = dict[int, list[tuple[int, ...]]]  # by first token, what followed it; the latest last
 
-class NGramPool:
-    """The ``size`` latest n-grams of each first token."""
 
-    def __init__(self, size: int) -> None:
-        self._size = size
-        self._known: dict[int, list[tuple[int, ...]]] = {}
-
-    def add(self, ngram: Sequence[int]) -> None:
-        """Remember what follows ``ngram[0]``."""
-        known, rest = self._known.setdefault(ngram[0], []), tuple(ngram[1:])
-        if rest in known:
-            known.remove(rest)
-        known.append(rest)
-        del known[: -self._size]
-
-    def after(self, token: int) -> list[tuple[int, ...]]:
-        """What may follow ``token``, the latest first."""
-        return self._known.get(token, [])[::-1]
+def remember(pool: Pool, ngram: Sequence[int], size: int) -> None:
+    """Put an n-gram into a pool, which keeps the ``size`` latest of each first token."""
+    known, rest = pool.setdefault(ngram[0], []), tuple(ngram[1:])
+    if rest in known:
+        known.remove(rest)
+    known.append(rest)
+    del known[:-size]
 
 
 @dataclass
@@ -68,7 +59,7 @@ class _State:
     row whose choice goes on from them (``drafted``)."""
 
     columns: list[list[int]]
-    pool: NGramPool
+    pool: Pool = field(default_factory=dict)
     drafted: list[tuple[list[int], int]] = field(default_factory=list)
     nodes: int = 0
 
@@ -140,7 +131,7 @@ class LookaheadDrafter(LookupDrafter):
         ]
         heads = [column[0] for column in used[1:]]
         paths = [[*heads[:j], *column[1:]] for j, column in enumerate(used)]
-        candidates = [rest[:length] for rest in state.pool.after(last)]
+        candidates = [rest[:length] for rest in reversed(state.pool.get(last, ()))]
         tokens, parents = merge([*candidates, *paths])
         node_of = {index: node for node, index in enumerate(zip(parents, tokens, strict=True))}
         state.nodes = len(tokens)
@@ -156,7 +147,7 @@ class LookaheadDrafter(LookupDrafter):
         """Any tokens will do to begin with: those the text begins with, one for each place."""
         guesses = [seq.tokens[n % len(seq.tokens)] for n in range(self._window + self._ngram)]
         columns = [guesses[j : j + self._ngram - 1] for j in range(self._window)]
-        return _State(columns, NGramPool(self._candidates))
+        return _State(columns)
 
     # -- the Jacobi update -------------------------------------------------------------------
 
@@ -173,7 +164,7 @@ class LookaheadDrafter(LookupDrafter):
             ngram = [*tokens, commit.choices[row]]
             # What follows the last committed token is known by now: no use for wrong n-grams.
             if j or ngram[1] == commit.choices[0]:
-                state.pool.add(ngram)
+                remember(state.pool, ngram, self._candidates)
             # A column that the tree cut short keeps its later guesses.
             guesses = [*ngram[1:], *state.columns[j][len(ngram) :]]
             guesses += guesses[-1:] * (self._ngram - 1 - len(guesses))

@@ -126,10 +126,7 @@ class NativeTextIndex:
             start = end + 1
 
     def ngrams(self, fresh: Sequence[int], end: Sequence[int], levels: int, nodes: int) -> Draft:
-        out = self._room(nodes)
-        ask = array("i", (levels, nodes, len(fresh), len(end), *fresh, *end))
-        _check(self._native.pl_ngrams(self._handle, ask.buffer_info()[0], out))
-        return self._drafted(fresh)
+        return self._drafted(self._native.pl_ngrams, (self._handle,), fresh, end, levels, nodes)
 
     def suffixes(
         self,
@@ -139,20 +136,25 @@ class NativeTextIndex:
         nodes: int,
         memory: NativeTextIndex | None = None,
     ) -> Draft:
-        out, other = self._room(nodes), None if memory is None else memory._handle
-        ask = array("i", (levels, nodes, len(fresh), len(end), *fresh, *end))
-        _check(self._native.pl_suffixes(self._handle, other, ask.buffer_info()[0], out))
-        return self._drafted(fresh)
+        handles = self._handle, None if memory is None else memory._handle
+        return self._drafted(self._native.pl_suffixes, handles, fresh, end, levels, nodes)
 
-    def _room(self, nodes: int) -> int:
-        """Where a draft is told."""
+    def _drafted(
+        self,
+        find: Any,
+        handles: tuple[Any, ...],
+        fresh: Sequence[int],
+        end: Sequence[int],
+        levels: int,
+        nodes: int,
+    ) -> Draft:
         if len(self._out) < 2 + 2 * nodes:
             self._out = array("i", bytes(4 * (2 + 2 * nodes)))
-        return self._out.buffer_info()[0]
-
-    def _drafted(self, fresh: Sequence[int]) -> Draft:
+        out = self._out
+        question = array("i", (levels, nodes, len(fresh), len(end), *fresh, *end))
+        _check(find(*handles, question.buffer_info()[0], out.buffer_info()[0]))
         self.open_tokens += len(fresh)
-        out, middle = self._out, 2 + self._out[0]
+        middle = 2 + out[0]
         return out[2:middle].tolist(), tuple(out[middle : 2 * middle - 2]), out[1]
 
 

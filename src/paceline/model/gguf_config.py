@@ -104,15 +104,13 @@ class _Keys:
         return int(width or config.hidden_size // config.num_attention_heads)
 
     def refuse(self, key: str, why: str = "is not read here") -> NoReturn:
+        """``key``: of the architecture, or a tensor."""
+        what = f"sets {self.architecture}.{key} to {self.values.get(key)}, which"
+        if key in self.file.rope_factors:
+            what = f"holds the tensor {key},"
         raise UnsupportedModelError(
-            f"{self.file.path} sets {self.architecture}.{key} to {self.values.get(key)}, which "
-            f"{why}; take the model's own folder (safetensors) in place of its GGUF file"
-        )
-
-    def refuse_tensor(self, name: str, why: str) -> NoReturn:
-        raise UnsupportedModelError(
-            f"{self.file.path} holds the tensor {name}, {why}; take the model's own folder "
-            "(safetensors) in place of its GGUF file"
+            f"{self.file.path} {what} {why}; take the model's own folder (safetensors) in place of "
+            "its GGUF file"
         )
 
     def refuse_rest(self) -> None:
@@ -209,12 +207,12 @@ def _scaling(config: Any, keys: _Keys, options: Mapping[str, Any]) -> dict[str, 
         kind = "longrope" if long else "linear"
     if "rope_freqs.weight" in factors:
         if factor != 1 and kind != "none":
-            keys.refuse_tensor("rope_freqs.weight", f"beside rope scaling of the type {kind}")
+            keys.refuse("rope_freqs.weight", f"beside rope scaling of the type {kind}")
         return _llama3(config, keys, options)
     if kind == "longrope":
         return _longrope(keys, original)
     if factors:
-        keys.refuse_tensor(min(factors), f"beside rope scaling of the type {kind}")
+        keys.refuse(min(factors), f"beside rope scaling of the type {kind}")
     keys.expect("rope.scaling.attn_factor", 0.0, 1.0)
     if kind == "yarn":
         return _yarn(keys, factor, original)
@@ -264,7 +262,7 @@ def _llama3(config: Any, keys: _Keys, options: Mapping[str, Any]) -> dict[str, A
     width = 2 * len(factors)
     wanted = _llama3_factors(options["rope_theta"], width, factor)
     if not all(math.isclose(a, b, rel_tol=1e-4) for a, b in zip(factors, wanted, strict=True)):
-        keys.refuse_tensor("rope_freqs.weight", "whose factors are not those of Llama 3")
+        keys.refuse("rope_freqs.weight", "whose factors are not those of Llama 3")
     return {
         "rope_type": "llama3",
         "factor": factor,

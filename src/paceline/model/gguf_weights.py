@@ -40,13 +40,9 @@ _HEAD, _EMBEDDING = "output", "token_embd"  # a file without the one uses the ot
 def check_taken(file: GgufFile, hf: Any) -> None:
     """Raises UnsupportedModelError that names a tensor of the file which no weight of ``hf``
     takes: transformers passes over them."""
-    import gguf
-
-    number = next((n for n, a in gguf.MODEL_ARCH_NAMES.items() if a == file.architecture), None)
-    if number is None:
+    names = _tensor_names(file.architecture, hf)
+    if names is None:
         return  # transformers takes what it can by names of its own
-    config = hf.config.get_text_config(decoder=True)
-    names = gguf.get_tensor_name_map(number, config.num_hidden_layers)
     taken = {
         f"{names.get_name(stem)}.{suffix}"
         for stem, _, suffix in (name.rpartition(".") for name in hf.state_dict())
@@ -62,24 +58,29 @@ def check_taken(file: GgufFile, hf: Any) -> None:
         )
 
 
+def _tensor_names(architecture: str, hf: Any) -> Any | None:
+    """The gguf package's names of tensors by those of modules; None of an unknown architecture."""
+    import gguf
+
+    number = next((n for n, name in gguf.MODEL_ARCH_NAMES.items() if name == architecture), None)
+    layers = hf.config.get_text_config(decoder=True).num_hidden_layers
+    return None if number is None else gguf.get_tensor_name_map(number, layers)
+
+
 def keep_blocks(path: Path, architecture: str, hf: Any) -> None:
     """Let the linear layers of ``hf`` multiply by the file's blocks; says what cannot.
 
     Raises ModelLoadError that names a tensor whose scales are no numbers.
     """
-    import gguf
+    from gguf import GGUFReader
 
-    tensors = {
-        tensor.name.removesuffix(".weight"): tensor for tensor in gguf.GGUFReader(path).tensors
-    }
-    config = hf.config.get_text_config(decoder=True)
-    known = {name: key for key, name in gguf.MODEL_ARCH_NAMES.items()}
-    if architecture not in known:
+    names = _tensor_names(architecture, hf)
+    if names is None:
         info(f"{path.name} is dequantised: the layers of {architecture} are not known by name")
         return
-    names = gguf.get_tensor_name_map(known[architecture], config.num_hidden_layers)
+    tensors = {tensor.name.removesuffix(".weight"): tensor for tensor in GGUFReader(path).tensors}
+    config, head = hf.config.get_text_config(decoder=True), hf.get_output_embeddings()
     layers = [(name, m) for name, m in hf.named_modules() if type(m) is nn.Linear]
-    head = hf.get_output_embeddings()
     left: Counter[str] = Counter()
     with stage(f"keeping the blocks of {path.name}", total=len(layers), unit="layers") as progress:
         for name, module in layers:
@@ -87,10 +88,9 @@ def keep_blocks(path: Path, architecture: str, hf: Any) -> None:
             tensor = tensors.get(stored) or (tensors.get(_EMBEDDING) if stored == _HEAD else None)
             kind = "" if tensor is None else str(tensor.tensor_type.name)
             weight = None
-            if tensor is not None and can_keep(kind) and module.in_features % 32 == 0:
-                weight = _as_laid_out(
-                    weight_of_blocks(tensor.name, kind, tensor.data), module, config
-                )
+            if tensor is not None and kind in KINDS and module.in_features % 32 == 0:
+                blocks = weight_of_blocks(tensor.name, kind, tensor.data)
+                weight = _as_laid_out(blocks, module, config)
             if weight is not None:
                 hf.set_submodule(name, QuantisedLinear(weight, module.bias))
             elif kind not in PLAIN:
@@ -134,7 +134,7 @@ def weight_of_blocks(name: str, kind: str, data: Array) -> QuantisedWeight:
 
     Raises ModelLoadError that names the tensor, where its scales are no numbers.
     """
-    read, size, inputs, bits, from_zero = _KINDS[kind]
+    read, size, inputs, bits, from_zero = KINDS[kind]
     blocks = np.ascontiguousarray(data).reshape(-1, size)
     codes, scales, offsets = read(blocks)
     rows = len(data)
@@ -153,10 +153,6 @@ def weight_of_blocks(name: str, kind: str, data: Array) -> QuantisedWeight:
                 f"a scale of {name} is no number (row {row}); download or copy the file again"
             )
     return weight
-
-
-def can_keep(kind: str) -> bool:
-    return kind in _KINDS
 
 
 _Parts = tuple[Array, Array, Array | None]
@@ -204,7 +200,7 @@ def _q6_k(blocks: Array) -> _Parts:
 
 _Kind = tuple[Callable[[Array], _Parts], int, int, int, bool]
 # Of each type: its reader, bytes and inputs of a block, bits of a code here, codes from zero on.
-_KINDS: dict[str, _Kind] = {
+KINDS: dict[str, _Kind] = {
     "Q8_0": (_q8_0, 34, 32, 8, False),
     "Q4_0": (_q4_0, 18, 32, 4, False),
     "Q4_1": (_q4_1, 20, 32, 4, True),

@@ -12,6 +12,8 @@ if TYPE_CHECKING:
 
 _ROWS = 16  # tokens that the models to be compared are shown
 _ALIKE = 0.1  # relative difference of logits that another dtype or kernel may make
+_SIZES = {"architecture": "architecture", "layers": "number of layers"}
+_SIZES |= {"hidden_size": "hidden size", "vocab_size": "vocabulary size"}
 _IGNORED = ("_name_or_path", "transformers_version", "dtype", "torch_dtype", "use_cache")
 
 
@@ -50,15 +52,9 @@ class ModelIdentity:
         Weights are compared by the logits that they give: those do not depend on how weights lie
         in memory, and little on the dtype.
         """
-        for key, what in (
-            ("architecture", "architecture"),
-            ("layers", "number of layers"),
-            ("hidden_size", "hidden size"),
-            ("vocab_size", "vocabulary size"),
-        ):
-            ours, theirs = getattr(self, key), getattr(other, key)
-            if ours != theirs:
-                return f"its {what} is {theirs}, not {ours}"
+        for key, what in _SIZES.items():
+            if getattr(self, key) != getattr(other, key):
+                return f"its {what} is {getattr(other, key)}, not {getattr(self, key)}"
         if self.config != other.config:
             return "its configuration is another one"
         pairs = list(zip(self.logits, other.logits, strict=False))

@@ -8,11 +8,11 @@ from typing import Any
 import pytest
 import torch
 import transformers
-from random_models import COMMON, tiny_pair
+from random_models import COMMON
 
 from paceline.core.batch import Batch, ModelOutput
 from paceline.model.backends.native import model as using
-from paceline.model.backends.native.recognise import as_rms_norm, describe, unknown_field
+from paceline.model.backends.native.recognise import as_rms_norm, describe, unsupported_option
 from paceline.model.backends.trial import trial_logits
 from paceline.model.paged.cache import PagedCache
 from paceline.model.paged.masks import FULL
@@ -38,32 +38,20 @@ def scaled(beta: float) -> CausalModel:
 
 
 @pytest.mark.parametrize(
-    "model, found",
+    "model, option",
     [
         (built("Llama"), None),
-        (built("Llama", is_llama_config=True, max_seq_length=2048), None),  # nothing reads them
         (built("Mistral", rope_parameters=YARN), None),
-        (built("Olmo"), None),
-        (built("Olmo", clip_qkv=8.0), "clip_qkv = 8.0"),
+        (built("Granite", residual_multiplier=0.5), "residual_multiplier = 0.5"),
         (scaled(0.0), None),
-        (scaled(0.1), "llama_4_scaling_beta = 0.1"),
+        (scaled(1e-6), "llama_4_scaling_beta = 1e-06"),  # so little that no result shows it
     ],
-    ids=["llama", "unread", "yarn", "olmo", "clipped", "without scale", "scale"],
+    ids=["llama", "yarn", "granite", "without scale", "scale"],
 )
-def test_fields_that_are_set_read_and_not_known(model: CausalModel, found: str | None) -> None:
-    assert unknown_field(model.hf) == found
-
-
-@pytest.mark.parametrize("name", ["llama", "mistral", "mixtral", "qwen3", "gemma2", "gemma3"])
-def test_known_architectures_have_no_unknown_field(name: str) -> None:
-    assert unknown_field(tiny_pair(name)[0].hf) is None
-
-
-def test_an_unknown_field_leaves_the_model_to_its_own_modules() -> None:
-    model = scaled(1e-6)  # so little that no result shows it
-    assert not model.use("native") and model.refused is not None
-    assert model.refused == "the configuration's llama_4_scaling_beta = 1e-06 is not known"
-    assert scaled(0.0).use("native")
+def test_options_that_the_kernels_do_not_have(model: CausalModel, option: str | None) -> None:
+    assert unsupported_option(model.hf) == option
+    assert model.use("native") == (option is None)
+    assert model.refused == (option and f"the kernels do not have {option}")
 
 
 @pytest.mark.parametrize(

@@ -22,7 +22,7 @@ from paceline.lab.doctor.models import Model
 from paceline.model import precision as precisions
 from paceline.model.backends.base import REFERENCE
 from paceline.model.gguf import GgufFile
-from paceline.model.gguf_weights import can_keep
+from paceline.model.gguf_weights import KINDS
 from paceline.model.loading import cpu_has_bf16
 from paceline.model.offload import OffloadPlan
 from paceline.model.paged.cache import blocks_within
@@ -138,7 +138,7 @@ def _kept_types(file: GgufFile, setting: Setting, precision: str | None) -> list
     """The packed types of a file that stay as they are."""
     if setting.device.type != "cpu" or setting.backend == REFERENCE or precision is not None:
         return []
-    return [kind for kind in file.quantised if can_keep(kind)]
+    return [kind for kind in file.quantised if kind in KINDS]
 
 
 def held_bits(model: Model, setting: Setting) -> int:

@@ -1,4 +1,4 @@
-"""The backends that there are, by name: one line adds one.
+"""The backends that there are, by name.
 
 A backend is made of an adapted model, or refuses in a few words: ``make(model) -> Backend | str``.
 A package may offer more by entry points of the group ``paceline.backends``, a program by
@@ -17,14 +17,14 @@ from paceline.model.backends.base import NATIVE, REFERENCE, Adapted, Backend
 AUTO = "auto"
 MakeBackend = Callable[[Adapted], Backend | str]
 
-_MODULES = {NATIVE: "paceline.model.backends.native.model:native_backend"}
+_NATIVE = "paceline.model.backends.native.model"  # imported where it is asked for
 _registered: dict[str, MakeBackend] = {}
 
 
 def register_backend(name: str, make: MakeBackend) -> None:
     """Let ``backend=name`` run models by what ``make`` gives; the last one of a name counts.
     Raises ConfigError for the names of our own."""
-    if name in (AUTO, REFERENCE, *_MODULES):
+    if name in (AUTO, NATIVE, REFERENCE):
         raise ConfigError(f"there is a backend {name!r} already; use another name")
     _registered[name] = make
 
@@ -32,18 +32,13 @@ def register_backend(name: str, make: MakeBackend) -> None:
 def backend_names() -> tuple[str, ...]:
     """What ``backend=`` may be."""
     offered = {point.name for point in entry_points(group="paceline.backends")}
-    more = sorted({*_registered, *offered} - {*_MODULES, REFERENCE, AUTO})
-    return (AUTO, *_MODULES, REFERENCE, *more)
+    more = sorted({*_registered, *offered} - {AUTO, NATIVE, REFERENCE})
+    return (AUTO, NATIVE, REFERENCE, *more)
 
 
-def backend_maker(name: str) -> MakeBackend:
-    """Raises ConfigError for a name that is not known or cannot be imported."""
+def _maker(name: str) -> MakeBackend:
     if name in _registered:
         return _registered[name]
-    if name in _MODULES:
-        module, _, function = _MODULES[name].partition(":")
-        made: MakeBackend = getattr(import_module(module), function)
-        return made
     for point in entry_points(group="paceline.backends", name=name):
         try:
             loaded: MakeBackend = point.load()
@@ -55,10 +50,11 @@ def backend_maker(name: str) -> MakeBackend:
 
 def make_backend(name: str, model: Adapted) -> Backend | str:
     """The backend of a model, or why it cannot run it. Raises ConfigError for a name that is not
-    known, and in one line for whatever a backend that is not ours raises."""
-    make = backend_maker(name)
-    if name in _MODULES:
-        return make(model)
+    known or cannot be imported, and in one line for whatever a backend that is not ours raises."""
+    if name == NATIVE:
+        native: MakeBackend = import_module(_NATIVE).native_backend
+        return native(model)
+    make = _maker(name)
     try:
         return make(model)
     except PacelineError:

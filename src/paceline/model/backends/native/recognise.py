@@ -1,19 +1,14 @@
 """Which models the kernels know: decoders of Llama's shape, those of Gemma 2 and 3, and Mixtral's.
 
 Their classes are in a table. What differs within a class is read of the modules: norms and
-activations by what they compute, all else by its name; a field of the configuration that is set and
-that no table here has leaves the model to the reference. Whatever is described must also give the
+activations by what they compute, all else by its name. Whatever is described must also give the
 reference's logits before it is used (``native_backend``).
 """
 
 from __future__ import annotations
 
-import inspect
-import re
-import sys
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from functools import lru_cache
 from typing import Any
 
 import torch
@@ -31,6 +26,13 @@ _LLAMA = """
     Llama Mistral Ministral Ministral3 Mixtral Qwen2 Qwen3 Granite Cwm SeedOss
 """
 _KNOWN = _GEMMA | {f"{name}ForCausalLM" for name in _LLAMA.split()}
+# Options of these classes that the kernels do not have, and the values that change nothing.
+_NEUTRAL = {
+    "embedding_multiplier": 1.0,
+    "residual_multiplier": 1.0,
+    "logits_scaling": 1.0,
+    "llama_4_scaling_beta": 0.0,
+}
 STATIC_ROPE = {"default", "linear", "llama3", "yarn"}
 # The kernels' names of norms, and those of a layer's modules.
 _NORMS = {"attention_norm": "input_layernorm", "mlp_norm": "post_attention_layernorm"}
@@ -93,9 +95,9 @@ def describe(
         return f"{kind} is no decoder of a known shape"
     if not all(map(_is_product, (hf.lm_head, *_products(hf)))):
         return "weights that are no plain numbers"
-    strange = unknown_field(hf)
-    if strange is not None:
-        return f"the configuration's {strange} is not known"
+    option = unsupported_option(hf)
+    if option is not None:
+        return f"the kernels do not have {option}"
     if not all(map(_packs, hf.model.layers)):
         return "matrices of one input differ in precision"
     if {parameter.dtype for parameter in hf.parameters()} != {hf.dtype}:
@@ -241,79 +243,11 @@ def _activation(module: nn.Module) -> int | None:
     return None
 
 
-# -- fields of the configuration ---------------------------------------------------------------
-# Results are compared at few positions and with few values. So a field counts as well: one that is
-# set, that the architecture's own code reads and that no table here names may do what the kernels
-# leave out.
-
-# Shapes; what results of layers, masks and rotary tables show; what concerns training, outputs or
-# the file. What is in ``rope_parameters`` is looked at below.
-_FIELDS = """
-    vocab_size hidden_size intermediate_size num_hidden_layers num_attention_heads
-    num_key_value_heads head_dim max_position_embeddings tie_word_embeddings
-    hidden_act hidden_activation rms_norm_eps attention_bias attention_out_bias mlp_bias use_bias
-    bias qkv_bias
-    sliding_window use_sliding_window max_window_layers layer_types sliding_window_pattern
-    _sliding_window_pattern
-    rope_parameters rope_scaling rope_theta rope_local_base_freq partial_rotary_factor default_theta
-    initializer_range attention_dropout residual_dropout hidden_dropout output_router_logits
-    router_aux_loss_coef router_jitter_noise pretraining_tp problem_type id2label label2id
-    bos_token_id eos_token_id pad_token_id use_cache return_dict output_attentions
-    output_hidden_states chunk_size_feed_forward is_encoder_decoder
-    _name_or_path architectures auto_map dtype torch_dtype model_type transformers_version
-    quantization_config _attn_implementation
-"""
-_EVERYWHERE = frozenset(_FIELDS.split())
-_GEMMA_FIELDS = {"query_pre_attn_scalar", "final_logit_softcapping", "attn_logit_softcapping"}
-_BY_ARCHITECTURE: Mapping[str, set[str]] = {
-    "gemma2": _GEMMA_FIELDS,
-    "gemma3_text": _GEMMA_FIELDS,
-    "mixtral": {"num_local_experts", "num_experts_per_tok"},
-}
-# Granite's, of which 1 changes nothing; that of attention is its scaling, which is read.
-_FACTORS = {"embedding_multiplier", "logits_scaling", "residual_multiplier", "attention_multiplier"}
-_ROPE = """
-    rope_type type rope_theta factor original_max_position_embeddings max_position_embeddings
-    partial_rotary_factor beta_fast beta_slow mscale mscale_all_dim attention_factor truncate
-    low_freq_factor high_freq_factor short_factor long_factor
-"""
-_IN_ROPE = frozenset(_ROPE.split())
-
-
-def unknown_field(hf: Any) -> str | None:
-    """The first field of a model's configuration that is set, read and not known, with its value;
-    None if there is none."""
+def unsupported_option(hf: Any) -> str | None:
+    """The first option of a known class that the kernels do not have and that is in use."""
     config = hf.config.get_text_config(decoder=True)
-    known = _EVERYWHERE | _BY_ARCHITECTURE.get(config.model_type, set())
-    fields = config.to_dict()
-    strange = [(name, value) for name, value in fields.items() if name not in known]
-    strange += _rope_fields(fields.get("rope_parameters") or fields.get("rope_scaling") or {})
-    source = _source(frozenset(type(module).__module__ for module in hf.modules()))
-    for name, value in strange:  # zero, False, None and what is empty ask for nothing
-        if value == 1.0 and name in _FACTORS:
-            continue
-        if value and (source is None or re.search(rf"\b{re.escape(name)}\b", source)):
-            return f"{name} = {value}"
+    options = config.to_dict() | (getattr(config, "rope_parameters", None) or {})
+    for name, neutral in _NEUTRAL.items():
+        if options.get(name) not in (None, neutral):
+            return f"{name} = {options[name]}"
     return None
-
-
-def _rope_fields(parameters: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
-    """Those of a rotary embedding that are not known; it may have one for each kind of layer."""
-    for name, value in parameters.items():
-        if isinstance(value, Mapping):
-            yield from _rope_fields(value)
-        elif name not in _IN_ROPE:
-            yield name, value
-
-
-@lru_cache(maxsize=16)
-def _source(modules: frozenset[str]) -> str | None:
-    """The code that a model's modules are from; None if some of it cannot be read.
-
-    A field that it does not name is not read by it: training scripts leave many in a config.
-    """
-    ours = [name for name in modules if name.split(".")[0] not in ("torch", "paceline")]
-    try:
-        return "\n".join(inspect.getsource(sys.modules[name]) for name in sorted(ours))
-    except (KeyError, OSError, TypeError):
-        return None
