@@ -125,10 +125,7 @@ def _kept_file() -> Path:
 def _build(compiler: str, folder: Path) -> None:
     began = time.perf_counter()
     parts = [*_COMMON, *(_X86 if platform.machine() in ("x86_64", "AMD64") else ())]
-    with (
-        stage("building the native kernels, once"),
-        tempfile.TemporaryDirectory() as scratch,
-    ):
+    with stage("building the native kernels, once"), tempfile.TemporaryDirectory() as scratch:
 
         def build(part: tuple[str, str, tuple[str, ...]]) -> list[str]:
             name, source, options = part

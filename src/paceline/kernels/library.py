@@ -145,10 +145,7 @@ _SIGNATURES: dict[str, tuple[Any, tuple[Any, ...]]] = {
     "pl_close": (None, (c_void_p,)),
     "pl_forward": (c_int, (c_void_p, POINTER(CBatch))),
     "pl_grow": (c_int, (c_void_p, POINTER(CGrowth))),
-    "pl_medusa_logits": (
-        c_int,
-        (POINTER(CMedusa), c_void_p, c_int64, c_int64, c_void_p, c_int64),
-    ),
+    "pl_medusa_logits": (c_int, (POINTER(CMedusa), c_void_p, c_int64, c_int64, c_void_p, c_int64)),
 }
 
 

@@ -19,13 +19,7 @@ from paceline.model.gguf_config import completed
 from paceline.model.gguf_weights import check_taken, keep_blocks
 from paceline.model.hub import check_hub_name, fetched, hub_message
 from paceline.model.hub import is_path as is_path
-from paceline.model.precision import (
-    dense_tensors,
-    keeps,
-    library_of,
-    put_back,
-    quantization_of,
-)
+from paceline.model.precision import dense_tensors, keeps, library_of, put_back, quantization_of
 from paceline.model.probe import ATTENTION, register
 from paceline.model.quantised.formats import check_fields
 from paceline.model.tensorfile import read_table, verify

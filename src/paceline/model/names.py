@@ -99,11 +99,7 @@ MADE_FOR = {
     REAL: (("eagle3", "paceline/smollm2-eagle3"),),
 }
 # Heads and a draft for paceline/smollm2: built in as well, where this version ships them.
-FOR_SMOLLM2 = (
-    "paceline/smollm2-eagle3",
-    "paceline/smollm2-medusa",
-    "paceline/smollm2-draft",
-)
+FOR_SMOLLM2 = ("paceline/smollm2-eagle3", "paceline/smollm2-medusa", "paceline/smollm2-draft")
 VARIABLE = "PACELINE_MODEL"
 IN_WORDS = f"{REAL} where pulled, else {EMBEDDED}; ${VARIABLE} names another"
 # What commands, ``LLM`` and servers draft with where no draft is named (draft/auto.py).

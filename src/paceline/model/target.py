@@ -31,12 +31,7 @@ from paceline.model.offload import load_offloaded, plan_offload, refuse_with_off
 from paceline.model.paged.cache import LayerShape, PagedCache
 from paceline.model.paged.masks import Pattern
 from paceline.model.paged.segments import DeviceBatch, KeyValueStore
-from paceline.model.precision import (
-    dequantise,
-    is_quantised,
-    quantise_loaded,
-    quantization_of,
-)
+from paceline.model.precision import dequantise, is_quantised, quantise_loaded, quantization_of
 from paceline.model.probe import (
     ATTENTION,
     PROBE,

@@ -220,11 +220,7 @@ def _whole(name: str, flat: dict[str, Any], key: str, default: int | None) -> in
 
 
 def _config(
-    name: str,
-    flat: dict[str, Any],
-    tensors: dict[str, torch.Tensor],
-    target: Target,
-    version: int,
+    name: str, flat: dict[str, Any], tensors: dict[str, torch.Tensor], target: Target, version: int
 ) -> EagleConfig:
     """What the config and the tensors say of the head; held against the target."""
     hidden, heads, vocab = (

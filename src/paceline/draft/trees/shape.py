@@ -119,9 +119,7 @@ def expected_tokens(shape: Shape, accuracy: Sequence[Sequence[float]]) -> float:
 
 
 def merge(
-    candidates: Iterable[Sequence[int]],
-    max_nodes: int | None = None,
-    max_branch: int | None = None,
+    candidates: Iterable[Sequence[int]], max_nodes: int | None = None, max_branch: int | None = None
 ) -> tuple[list[int], tuple[int, ...]]:
     """Tokens and parents of the trie over ``candidates``, in the order they were added.
 

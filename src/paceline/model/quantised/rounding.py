@@ -114,11 +114,7 @@ def _limits(bits: int, zero: Zero) -> tuple[int, int]:
 
 
 def _codes(
-    values: torch.Tensor,
-    scales: torch.Tensor,
-    offsets: torch.Tensor | None,
-    bits: int,
-    zero: Zero,
+    values: torch.Tensor, scales: torch.Tensor, offsets: torch.Tensor | None, bits: int, zero: Zero
 ) -> torch.Tensor:
     """Nearest codes (float)."""
     wanted = values if offsets is None else values - offsets

@@ -24,14 +24,7 @@ from paceline.kernels.library import (
     instructions,
     library,
 )
-from paceline.model.backends.base import (
-    NATIVE,
-    Adapted,
-    Backend,
-    DraftingHeads,
-    EagleStep,
-    Growth,
-)
+from paceline.model.backends.base import NATIVE, Adapted, Backend, DraftingHeads, EagleStep, Growth
 from paceline.model.backends.counters import NativeWork, count_work, traced
 from paceline.model.backends.native.copies import rounded_copy
 from paceline.model.backends.native.opened import Opened, rows_of_logits

@@ -155,13 +155,7 @@ def _attend_long(
         key, value = key.repeat_interleave(group, 1), value.repeat_interleave(group, 1)
         group = 1
     out = scaled_dot_product_attention(
-        query,
-        key,
-        value,
-        mask,
-        is_causal=segment.causal,
-        scale=scaling,
-        enable_gqa=group > 1,
+        query, key, value, mask, is_causal=segment.causal, scale=scaling, enable_gqa=group > 1
     )
     return out.transpose(1, 2)
 
