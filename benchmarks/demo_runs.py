@@ -23,9 +23,9 @@ import re
 import subprocess
 import sys
 import time
-from pathlib import Path
 from statistics import median
-from typing import Any
+
+from measuring import append_record, read_records
 
 _COLOUR = re.compile(r"\x1b\[[0-9;?]*[A-Za-z]")
 _TOTAL = re.compile(r"^ total(?: again)? +\d+ +(\d+) +\d+ +([0-9.]+)x", re.MULTILINE)
@@ -86,9 +86,7 @@ def main() -> None:
     parser.add_argument("rest", nargs="*", help="arguments of the demo, behind --")
     args = parser.parse_args()
     command = [sys.executable, "-m", "paceline.cli.main", "demo", *args.rest]
-    file = Path(args.json) if args.json else None
-    lines = file.read_text().splitlines() if file is not None and file.is_file() else []
-    runs: list[dict[str, Any]] = [json.loads(line) for line in lines]
+    runs = read_records(args.json)
     began, longest = time.perf_counter(), 0.0
     while len(runs) < args.runs:
         start = time.perf_counter()
@@ -102,9 +100,7 @@ def main() -> None:
             {"kind": kind, "seconds": round(took, 1), "speedups": [times for _, times in found]}
             | {"plain": [round(rate, 1) for rate, _ in found]}
         )
-        if file is not None:
-            with file.open("a", encoding="utf-8") as out:
-                out.write(json.dumps(runs[-1]) + "\n")
+        append_record(args.json, runs[-1])
         shown = " and ".join(f"{times:.2f}x" for _, times in found)
         print(f"{len(runs)}/{args.runs} {kind}: {shown}, {took:.0f} s", file=sys.stderr, flush=True)
     apart = []

@@ -53,7 +53,7 @@ from paceline.lab.bench.prompts import evenly
 from paceline.lab.report.render import print_report, write
 from paceline.llm import LLM
 from prompts import ALL_SUITES, at_hand, default_folder, load_suites
-from rows import Entry, Weights, entries, weights_of, write_useless
+from rows import Weights, specs_of, weights_of, write_useless
 from waves import Run, WaveEngine, together
 
 FORMS = {"bf16": ("bfloat16", None), "float32": ("float32", None)} | {
@@ -105,7 +105,6 @@ def parse(arguments: list[str]) -> argparse.Namespace:
     add("--weights", default="pulled", help="what to call the target's weights in the tables")
     add("--presets", default="target,draft", help="sizes of the inflated pair")
     real.add_weights(parser)
-    real.add_perturb(parser)
     add("--eagle", help="folder, or none to leave it out; of the small pairs")
     add("--form", default="bf16", choices=FORMS, help="how the target's weights are held")
     add("--device", default="auto")
@@ -152,22 +151,19 @@ def parse(arguments: list[str]) -> argparse.Namespace:
     return args
 
 
-def chosen(args: argparse.Namespace, weights: Weights) -> list[Entry]:
-    """The rows that are measured; those whose weights are missing are left out with one line."""
-    rows = {entry.name: entry for entry in entries(weights)}
-    for text in args.spec:
-        name, _, spec = text.partition("=")
-        rows[name] = Entry(name, spec)
+def chosen(args: argparse.Namespace, weights: Weights) -> dict[str, str]:
+    """Specs by row; those whose weights are missing are left out with one line."""
+    specs = specs_of(weights) | dict(text.split("=", 1) for text in args.spec)
     if args.drafters:
         names = [*args.drafters.split(","), *(text.partition("=")[0] for text in args.spec)]
-        if unknown := [name for name in names if name not in rows and name != USELESS]:
-            known = ", ".join([*rows, USELESS])
+        if unknown := [name for name in names if name not in specs and name != USELESS]:
+            known = ", ".join([*specs, USELESS])
             raise SystemExit(f"error: no drafter {unknown[0]!r}; there are {known}")
-        rows = {name: rows.get(name, Entry(name, USELESS)) for name in names}
-    for name in [name for name, entry in rows.items() if not entry.spec]:
+        specs = {name: specs.get(name, USELESS) for name in names}
+    for name in [name for name, spec in specs.items() if not spec]:
         print(f"left out {name}: its weights are not here", file=sys.stderr)
-        del rows[name]
-    return list(rows.values())
+        del specs[name]
+    return specs
 
 
 class Bench:
@@ -177,14 +173,14 @@ class Bench:
         self.args = args
         self.began = time.perf_counter()
         self.weights = weights_of(args)
-        self.entries = chosen(args, self.weights)
+        self.specs = chosen(args, self.weights)
         args.sets = at_hand(args.prompts_dir, args.sets)
         self.settings = {
             key: getattr(args, key)
             for key in ("pair", "weights", "form", "sets", "prompts", "later", "again", "tokens")
         }
         self.settings |= {
-            "specs": {entry.name: entry.spec for entry in self.entries},
+            "specs": self.specs,
             "fixed": args.fixed,
             "native": os.environ.get("PACELINE_NATIVE", "auto"),
         }
@@ -207,7 +203,7 @@ class Bench:
     def work(self) -> None:
         """Measures what the file does not hold yet. Ends when the time would be up."""
         todo = [c for c in self.cells() for _ in range(self.args.rounds - self.done(c))]
-        if not todo or not self.entries:
+        if not todo or not self.specs:
             return
         self.info(f"loading {self.weights.target} as {self.args.form}")
         dtype, quantize = FORMS[self.args.form]
@@ -263,20 +259,20 @@ class Bench:
                 return self.base.render_chat([{"role": "user", "content": text}])
 
             return real.load_sets(folder, names, render, limit)
-        return load_suites(folder, names, self.base.tokenizer, 0, limit)
+        return load_suites(folder, names, self.base.tokenizer, limit)
 
     def engines(self, cell: Cell) -> Iterator[WaveEngine]:
         """Plain decoding and LLMs without any history."""
         named: dict[str, tuple[str | None, int | str]] = {PLAIN: (None, 0)}
-        for entry in self.entries:
-            named[entry.name] = (entry.spec, "auto")
-            named |= {f"{entry.name}@{n}": (entry.spec, n) for n in self.args.fixed}
-        for name, (spec, length) in named.items():
-            if spec == USELESS:
-                spec = write_useless(self.weights, self.scratch)
+        for row, spec in self.specs.items():
+            named[row] = (spec, "auto")
+            named |= {f"{row}@{n}": (spec, n) for n in self.args.fixed}
+        for name, (draft, length) in named.items():
+            if draft == USELESS:
+                draft = write_useless(self.weights, self.scratch)
             try:
                 llm = self.base.beside(
-                    spec,
+                    draft,
                     max_batch_size=cell.batch,
                     draft_length=length,
                     prefix_sharing=False,  # a later pass reads its prompts again

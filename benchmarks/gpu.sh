@@ -3,10 +3,10 @@
 # a captured step (gpu_check.py); then the benchmarks: the embedded pair, the pair inflated to 8B and
 # 0.6B, and every drafter on both.
 # Run from the root of the repository, in an environment where Paceline and a CUDA build of torch
-# are installed. Needs about 20 GB of disk for the inflated pair and 110 GB of GPU memory; with
-# less memory, pass --no-rules (75 GB). Options are handed on to decoding.py.
+# are installed. Needs about 20 GB of disk for the inflated pair and 75 GB of GPU memory.
+# Options are handed on to paceline bench.
 #
-#   benchmarks/gpu.sh [OUTPUT_FOLDER] [OPTIONS OF decoding.py ...]
+#   benchmarks/gpu.sh [OUTPUT_FOLDER] [OPTIONS OF paceline bench ...]
 set -euo pipefail
 cd "$(dirname "$0")/.."
 
@@ -21,10 +21,11 @@ python=${PYTHON:-python}
 
 "$python" -c 'import sys, torch; sys.exit(0 if torch.cuda.is_available() else "error: torch sees no CUDA device")'
 "$python" benchmarks/gpu_check.py --json "$out/check.json"
-"$python" benchmarks/inflate.py paceline/tiny --preset 8b
-"$python" benchmarks/inflate.py paceline/tiny-draft --preset 0.6b
-"$python" benchmarks/decoding.py --device cuda --presets 8b,0.6b --per-suite 2 \
-    --json "$out/gpu.json" "$@"
+target=$("$python" benchmarks/inflate.py paceline/tiny --preset 8b)
+draft=$("$python" benchmarks/inflate.py paceline/tiny-draft --preset 0.6b)
+"$python" -m paceline.cli.main bench --device cuda --model "$target" --draft "$draft" \
+    -m draft@4 -m draft -m transformers -m transformers:assisted --per-category 2 \
+    --json "$@" > "$out/bench.json"
 for pair in tiny inflated; do
     "$python" benchmarks/drafters.py --device cuda --pair "$pair" --presets 8b,0.6b \
         --json "$out/drafters.jsonl" --report "$out/drafters.md"

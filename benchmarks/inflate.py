@@ -39,7 +39,7 @@ from paceline.errors import ModelLoadError, PacelineError
 from paceline.files import cache_folder, folder_aside
 from paceline.model.names import resolve as named
 
-FORMAT = 3  # part of the fingerprint: raise it when the files written here change
+FORMAT = 4  # part of the fingerprint: raise it when the files written here change
 MARKER = "inflated.mark"
 _SIZES = ("hidden", "layers", "ffn")
 NOISE = 0.02  # standard deviation of the new weights
@@ -124,100 +124,84 @@ def noise(name: str, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
     return draw.to(dtype)
 
 
-def is_exact(small: Shape, big: Shape) -> bool:
-    """Whether sqrt(h/H) is a power of two, so that bf16 norms are rescaled without rounding."""
-    return math.log(big.hidden / small.hidden, 4).is_integer()
+@dataclass(frozen=True)
+class Padding:
+    """Pads tensors from a hidden state of ``old`` elements to ``new``."""
 
+    old: int
+    new: int
 
-class Inflater:
-    """Builds the padded tensors one by one, from the small checkpoint's."""
-
-    def __init__(self, folder: Path, small: Shape, big: Shape, tied: bool) -> None:
-        self.small, self.big, self.tied = small, big, tied
-        self.source = {
-            name: tensor
-            for file in sorted(folder.glob("*.safetensors"))
-            for name, tensor in load_file(file).items()
-        }
-        self.dtype = self.source["model.embed_tokens.weight"].dtype
-
-    def embed(self, name: str) -> Tensor:
-        """Rows [vocab, H]: the source's, padded with zeros."""
-        source = self.source[name]
-        padded = source.new_zeros(source.shape[0], self.big.hidden)
-        padded[:, : self.small.hidden] = source
+    def reading(self, name: str, weight: Tensor, rows: int) -> Tensor:
+        """``[r, k * old]``, which reads the state, as ``[rows, k * new]``, block by block; all
+        that is new is random."""
+        blocks = weight.shape[1] // self.old
+        padded = noise(name, (rows, blocks * self.new), weight.dtype)
+        for block in range(blocks):
+            start, source = block * self.new, block * self.old
+            padded[: len(weight), start : start + self.old] = weight[:, source : source + self.old]
         return padded
 
-    def norm(self, name: str, source: str | None) -> Tensor:
-        """Weights [H] of an RMSNorm, scaled for the wider mean; all random for a new layer."""
-        scale = math.sqrt(self.small.hidden / self.big.hidden)
-        if source is None:
-            return 1.0 + noise(name, (self.big.hidden,), self.dtype)
-        weight = self.source[source]
-        # A rounded scale would make the function differ: float32 keeps it to 1e-7.
-        dtype = weight.dtype if is_exact(self.small, self.big) else torch.float32
-        padded = 1.0 + noise(name, (self.big.hidden,), dtype)
-        padded[: self.small.hidden] = (weight.double() * scale).to(dtype)
+    def fusing(self, name: str, weight: Tensor) -> Tensor:
+        """A matrix that reads the hidden state and writes it: ``[old, k * old]``."""
+        padded = self.reading(name, weight, self.new)
+        padded[self.old :] = 0
         return padded
 
-    def reading(self, name: str, rows: int, source: str | None) -> Tensor:
-        """A matrix [rows, H] that reads the hidden state: all that is new is random."""
-        padded = noise(name, (rows, self.big.hidden), self.dtype)
-        if source is not None:
-            weight = self.source[source]
-            padded[: weight.shape[0], : weight.shape[1]] = weight
-        return padded
+    def zeros(self, weight: Tensor, shape: tuple[int, ...]) -> Tensor:
+        """What writes the state, an embedding or a bias: all that is new is zero.
 
-    def writing(self, columns: int, source: str | None) -> Tensor:
-        """A matrix [H, columns] that writes the hidden state: all that is new is zero.
-
-        New columns silence new heads and neurons; new rows keep the padding of the hidden state
-        zero, which the norms and a tied head rely on.
+        New columns silence new heads and neurons; new rows keep the padding of the state zero,
+        which the norms and a tied head rely on.
         """
-        padded = torch.zeros(self.big.hidden, columns, dtype=self.dtype)
-        if source is not None:
-            weight = self.source[source]
-            padded[: weight.shape[0], : weight.shape[1]] = weight
+        padded = weight.new_zeros(shape)
+        padded[tuple(slice(size) for size in weight.shape)] = weight
         return padded
 
-    def layer(self, index: int) -> Iterator[tuple[str, Tensor]]:
-        """The nine tensors of one decoder layer."""
-        big = self.big
-        q_rows, kv_rows = big.heads * big.head_dim, big.kv_heads * big.head_dim
-        readers = {
-            "self_attn.q_proj": q_rows,
-            "self_attn.k_proj": kv_rows,
-            "self_attn.v_proj": kv_rows,
-            "mlp.gate_proj": big.ffn,
-            "mlp.up_proj": big.ffn,
-        }
-        writers = {"self_attn.o_proj": q_rows, "mlp.down_proj": big.ffn}
-        where = positions(self.small.layers, big.layers)
-        old = where.index(index) if index in where else None
+    def norm(self, name: str, weight: Tensor) -> Tensor:
+        """Weights of an RMSNorm, scaled for the wider mean."""
+        # Exact in bf16 where sqrt(old / new) is a power of two; elsewhere a rounded scale would
+        # make the function differ, and float32 keeps it to 1e-7.
+        is_exact = math.log(self.new / self.old, 4).is_integer()
+        dtype = weight.dtype if is_exact else torch.float32
+        padded = 1.0 + noise(name, (self.new,), dtype)
+        scale = math.sqrt(self.old / self.new)
+        padded[: len(weight)] = (weight.double() * scale).to(dtype)
+        return padded
 
-        def names(part: str) -> tuple[str, str | None]:
-            source = None if old is None else f"model.layers.{old}.{part}.weight"
-            return f"model.layers.{index}.{part}.weight", source
 
-        for part, rows in readers.items():
-            name, source = names(part)
-            yield name, self.reading(name, rows, source)
-        for part, columns in writers.items():
-            name, source = names(part)
-            yield name, self.writing(columns, source)
-        for part in ("input_layernorm", "post_attention_layernorm"):
-            name, source = names(part)
-            yield name, self.norm(name, source)
-
-    def tensors(self) -> Iterator[tuple[str, Tensor]]:
-        """Every tensor of the inflated checkpoint, one at a time."""
-        yield "model.embed_tokens.weight", self.embed("model.embed_tokens.weight")
-        for index in range(self.big.layers):
-            yield from self.layer(index)
-        yield "model.norm.weight", self.norm("model.norm.weight", "model.norm.weight")
-        if not self.tied:
-            head = self.source["lm_head.weight"]
-            yield "lm_head.weight", self.reading("lm_head.weight", head.shape[0], "lm_head.weight")
+def padded_tensors(
+    folder: Path, small: Shape, big: Shape, tied: bool
+) -> Iterator[tuple[str, Tensor]]:
+    """Every tensor of the inflated checkpoint, one at a time."""
+    source = {
+        name: tensor
+        for file in sorted(folder.glob("*.safetensors"))
+        for name, tensor in load_file(file).items()
+    }
+    padding = Padding(small.hidden, big.hidden)
+    embeddings = source["model.embed_tokens.weight"]
+    yield "model.embed_tokens.weight", padding.zeros(embeddings, (len(embeddings), big.hidden))
+    query, key = big.heads * big.head_dim, big.kv_heads * big.head_dim
+    readers = {"self_attn.q_proj": query, "self_attn.k_proj": key, "self_attn.v_proj": key}
+    readers |= {"mlp.gate_proj": big.ffn, "mlp.up_proj": big.ffn}
+    writers = {"self_attn.o_proj": query, "mlp.down_proj": big.ffn}
+    old_of = {new: old for old, new in enumerate(positions(small.layers, big.layers))}
+    for index in range(big.layers):
+        for part in (*readers, *writers, "input_layernorm", "post_attention_layernorm"):
+            name = f"model.layers.{index}.{part}.weight"
+            weight = source[f"model.layers.{old_of.get(index, 0)}.{part}.weight"]
+            if index not in old_of:
+                weight = weight[:0]  # nothing of it is taken over
+            if part in readers:
+                yield name, padding.reading(name, weight, readers[part])
+            elif part in writers:
+                yield name, padding.zeros(weight, (big.hidden, writers[part]))
+            else:
+                yield name, padding.norm(name, weight)
+    yield "model.norm.weight", padding.norm("model.norm.weight", source["model.norm.weight"])
+    if not tied:
+        head = source["lm_head.weight"]
+        yield "lm_head.weight", padding.reading("lm_head.weight", head, len(head))
 
 
 def resolve(model: str) -> Path:
@@ -271,7 +255,7 @@ def inflate(model: str | Path, sizes: Sizes, out: str | Path | None = None) -> P
 
     def write(partial: Path) -> None:
         tied = bool(config.get("tie_word_embeddings", False))
-        tensors = dict(Inflater(source, small, big, tied).tensors())
+        tensors = dict(padded_tensors(source, small, big, tied))
         save_torch_state_dict(tensors, partial, max_shard_size="1GB", metadata={"format": "pt"})
         count = sum(tensor.numel() for tensor in tensors.values())
         _write_sidecars(source, config, partial, (small, big), count)
@@ -285,9 +269,9 @@ def _write_sidecars(
     """Write config and README; copy the tokenizer and the generation defaults."""
     small, big = shapes
     for path in source.iterdir():
-        own = path.suffix == ".safetensors" or path.name.endswith(".index.json")
-        skipped = path.name.lower() in ("config.json", "readme.md") or path.name.startswith(".")
-        if path.is_file() and not own and not skipped:
+        weights = path.name.endswith((".safetensors", ".index.json"))
+        written = path.name.lower() in ("config.json", "readme.md") or path.name.startswith(".")
+        if path.is_file() and not weights and not written:
             shutil.copyfile(path, folder / path.name)
     label = {"model": source.name, "hidden": small.hidden, "layers": small.layers, "ffn": small.ffn}
     config = config | {

@@ -15,9 +15,8 @@ from __future__ import annotations
 
 import argparse
 import json
-import math
 import sys
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, replace
 from pathlib import Path
 
 import torch
@@ -26,10 +25,10 @@ from torch import Tensor
 from inflate import (
     PRESETS,
     InflateError,
+    Padding,
     Shape,
     Sizes,
     mark_of,
-    noise,
     positions,
     read_shape,
     resolve,
@@ -45,41 +44,6 @@ from paceline.errors import PacelineError
 _MEDUSA = "medusa_lm_head.safetensors"
 _READERS = ("q_proj.weight", "k_proj.weight", "v_proj.weight", "gate_proj.weight", "up_proj.weight")
 _WRITERS = ("o_proj.weight", "down_proj.weight")
-
-
-@dataclass(frozen=True)
-class Padding:
-    """Pads tensors of one head from a width of ``old`` to ``new``."""
-
-    old: int
-    new: int
-
-    def reading(self, name: str, weight: Tensor, rows: int) -> Tensor:
-        """``[r, k * old]`` as ``[rows, k * new]``, block by block; all that is new is random."""
-        blocks = weight.shape[1] // self.old
-        padded = noise(name, (rows, blocks * self.new), weight.dtype)
-        for block in range(blocks):
-            at, source = block * self.new, block * self.old
-            padded[: len(weight), at : at + self.old] = weight[:, source : source + self.old]
-        return padded
-
-    def fusing(self, name: str, weight: Tensor) -> Tensor:
-        """A matrix that reads the hidden state and writes it: ``[old, k * old]``."""
-        padded = self.reading(name, weight, self.new)
-        padded[self.old :] = 0
-        return padded
-
-    def zeros(self, weight: Tensor, shape: tuple[int, ...]) -> Tensor:
-        """What writes the hidden state, an embedding or a bias: all that is new is zero."""
-        padded = weight.new_zeros(shape)
-        padded[tuple(slice(size) for size in weight.shape)] = weight
-        return padded
-
-    def norm(self, name: str, weight: Tensor) -> Tensor:
-        """An RMS norm over the wider state; exact in bf16 where new / old is a power of four."""
-        padded = 1.0 + noise(name, (self.new,), weight.dtype)
-        padded[: self.old] = (weight.double() * math.sqrt(self.old / self.new)).to(weight.dtype)
-        return padded
 
 
 def pad_medusa(heads: MedusaHeads, target: Shape, big: Shape) -> MedusaHeads:
@@ -108,8 +72,8 @@ def pad_eagle(head: EagleHead, target: Shape, big: Shape) -> EagleHead:
             "the target's width can be inflated"
         )
     ffn = max(config.ffn_size, config.ffn_size * big.ffn // target.ffn)
-    own = Shape(target.hidden, 1, config.ffn_size, config.heads, config.kv_heads, config.head_dim)
-    layer = wider(own, Sizes(big.hidden, 1, ffn))
+    shape = Shape(target.hidden, 1, config.ffn_size, config.heads, config.kv_heads, config.head_dim)
+    layer = wider(shape, Sizes(big.hidden, 1, ffn))
     wide = _wider_config(config, target, big, layer)
     known = None if config.version == 1 else (head.d2t + torch.arange(len(head.d2t))).tolist()
     padded = EagleHead(wide, known)
@@ -124,16 +88,13 @@ def pad_eagle(head: EagleHead, target: Shape, big: Shape) -> EagleHead:
 
 
 def _wider_config(config: EagleConfig, target: Shape, big: Shape, layer: Shape) -> EagleConfig:
-    where = [
-        *positions(target.layers, big.layers),
-        big.layers,
-    ]  # the last: the final norm
+    layers = [*positions(target.layers, big.layers), big.layers]  # the last: the final norm
     return replace(
         config,
         hidden_size=big.hidden,
         target_hidden_size=big.hidden,
         target_layers=big.layers,
-        feature_layers=tuple(where[index] for index in config.feature_layers),
+        feature_layers=tuple(layers[index] for index in config.feature_layers),
         heads=layer.heads,
         kv_heads=layer.kv_heads,
         ffn_size=layer.ffn,

@@ -16,8 +16,6 @@ from statistics import median
 from typing import Any, TypeVar
 
 import torch
-from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
 Element = TypeVar("Element")
 Name = TypeVar("Name", bound=Hashable)
@@ -71,21 +69,6 @@ def alternate(
 def median_ratio(one: Sequence[float], other: Sequence[float]) -> float:
     """The median of the rounds' ratios."""
     return median(a / b for a, b in zip(one, other, strict=True))
-
-
-def mean(values: Sequence[float | None]) -> float | None:
-    known = [value for value in values if value is not None]
-    return sum(known) / len(known) if known else None
-
-
-def rounded(value: float | None, digits: int = 3) -> float | None:
-    return None if value is None else round(value, digits)
-
-
-def progress() -> Progress:
-    """A bar on stderr, gone at the end."""
-    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn())
-    return Progress(*columns, TimeRemainingColumn(), console=Console(stderr=True), transient=True)
 
 
 # -- a quiet machine -----------------------------------------------------------------------------

@@ -22,7 +22,6 @@ import os
 import tempfile
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -30,11 +29,14 @@ os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 
 import torch
+from rich.console import Console
 
 from measuring import finish, machine
 from paceline.core.batch import Batch, ModelOutput
 from paceline.core.params import SamplingParams
 from paceline.core.sizes import parse_bytes
+from paceline.lab.report.columns import Column, table_of
+from paceline.lab.report.render import rich_table
 from paceline.llm import LLM
 from paceline.model.loading import load_module, load_tokenizer, weight_files
 
@@ -104,49 +106,27 @@ def large(model: str, folder: Path, layers: int) -> Path:
     return folder
 
 
-@dataclass(frozen=True)
-class Figures:
-    """One engine over all chats."""
-
-    draft: str
-    tokens: int
-    seconds: float
-    forwards: int
-    seconds_per_forward: float
-    disk_bytes_per_forward: float
-    text: list[list[int]]
-
-    def record(self, plain: Figures) -> dict[str, Any]:
-        return {
-            "draft": self.draft,
-            "tokens_per_second": round(self.tokens / self.seconds, 2),
-            "by_plain": round(self.tokens / self.seconds / (plain.tokens / plain.seconds), 2),
-            "tokens_per_forward": round(self.tokens / self.forwards, 2),
-            "seconds_per_forward": round(self.seconds_per_forward, 3),
-            "disk_mb_per_forward": round(self.disk_bytes_per_forward / 1e6),
-            "same_text": self.text == plain.text,
-        }
-
-
 def decode(
     plain: LLM, draft: str, files: Sequence[Path], tokens: int, length: int, chats: int
-) -> Figures:
-    """Chats, one after another; the first tokens of a chat read its prompt."""
+) -> tuple[dict[str, Any], list[list[int]]]:
+    """Figures and texts of chats, one after another; the first tokens of a chat read its prompt."""
     llm = plain.beside(None if draft == "none" else draft, draft_length=length, max_batch_size=1)
     cold = ColdTarget(llm.engine.target, files)
     llm.engine.target = cold  # type: ignore[assignment]
     params = SamplingParams(max_tokens=tokens, ignore_eos=True)
     start = time.perf_counter()
     done = [llm.chat([{"role": "user", "content": chat}], params)[0] for chat in CHATS[:chats]]
-    return Figures(
-        draft,
-        sum(len(completion.token_ids) for completion in done),
-        time.perf_counter() - start,
-        cold.forwards,
-        cold.seconds / cold.forwards,
-        cold.read / cold.forwards,
-        [completion.token_ids for completion in done],
-    )
+    seconds = time.perf_counter() - start
+    texts = [completion.token_ids for completion in done]
+    written = sum(map(len, texts))
+    figures = {
+        "draft": draft,
+        "tokens_per_second": round(written / seconds, 2),
+        "tokens_per_forward": round(written / cold.forwards, 2),
+        "seconds_per_forward": round(cold.seconds / cold.forwards, 3),
+        "disk_mb_per_forward": round(cold.read / cold.forwards / 1e6),
+    }
+    return figures, texts
 
 
 def main() -> None:
@@ -160,26 +140,27 @@ def main() -> None:
     parser.add_argument("--memory", default="1M", help="For layers that stay in memory.")
     parser.add_argument("--folder", help="Where the copy goes; by default beside temporary files.")
     parser.add_argument("--json", metavar="FILE")
-    given = parser.parse_args()
-    with tempfile.TemporaryDirectory(dir=given.folder) as folder:
-        model, kept = Path(folder) / "model", parse_bytes(given.memory)
-        if given.layers:
-            large(given.model, model, given.layers)
+    options = parser.parse_args()
+    with tempfile.TemporaryDirectory(dir=options.folder) as folder:
+        model, kept = Path(folder) / "model", parse_bytes(options.memory)
+        if options.layers:
+            large(options.model, model, options.layers)
         else:
-            copy_of(given.model, model)
-        dtype = "bfloat16" if given.layers else "float32"
+            copy_of(options.model, model)
+        dtype = "bfloat16" if options.layers else "float32"
         plain = LLM(str(model), draft="none", dtype=dtype, offload="disk", weights_memory=kept)
         files = weight_files(model)
-        drafts = ["none", *(draft for draft in given.drafts.split(",") if draft != "none")]
-        how = given.tokens, given.length, given.chats
-        found = [decode(plain, draft, files, *how) for draft in drafts]
-    # Of random weights in bf16 near ties are common, and "same_text" says little.
-    rows = [figures.record(found[0]) for figures in found]
+        drafts = ["none", *(draft for draft in options.drafts.split(",") if draft != "none")]
+        how = options.tokens, options.length, options.chats
+        rows, texts = zip(*(decode(plain, draft, files, *how) for draft in drafts), strict=True)
+    for row, text in zip(rows, texts, strict=True):
+        row["by_plain"] = round(row["tokens_per_second"] / rows[0]["tokens_per_second"], 2)
+        # Of random weights in bf16 near ties are common, and this says little.
+        row["same_text"] = text == texts[0]
     print(*plain.notes, sep="\n")
-    print(" | ".join(rows[0]))
-    for row in rows:
-        print(" | ".join(map(str, row.values())))
-    finish({"machine": machine(), "length": given.length, "rows": rows}, given.json)
+    columns = [Column(key, key.replace("_", " "), shown=str) for key in rows[0]]
+    Console().print(rich_table(table_of(rows, columns)))
+    finish({"machine": machine(), "length": options.length, "rows": rows}, options.json)
 
 
 if __name__ == "__main__":

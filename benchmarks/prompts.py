@@ -8,10 +8,9 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from paceline.lab.bench.prompts import evenly, load_prompts
+from paceline.lab.bench.prompts import load_prompts
 
-SUITES = ("stories", "arith", "chat", "stdlib")  # of the decoding benchmark
-ALL_SUITES = (*SUITES, "summ")
+ALL_SUITES = ("stories", "arith", "chat", "stdlib", "summ")
 
 # Prompt files that hold several suites: (file, its category).
 PARTS = {
@@ -75,12 +74,14 @@ def encode(tokenizer: Any, form: str, text: str) -> list[int]:
 
 
 def load_suites(
-    folder: str | Path, names: list[str], tokenizer: Any, per_suite: int, limit: int
+    folder: str | Path, names: Sequence[str], tokenizer: Any, limit: int
 ) -> dict[str, list[list[int]]]:
-    """{suite: token ids of prompts}, those longer than `limit` tokens left out."""
-    suites = {}
-    for name in names:
-        encoded = [encode(tokenizer, form, text) for form, text in read_texts(folder, name)]
-        fitting = [ids for ids in encoded if len(ids) <= limit]
-        suites[name] = evenly(fitting, per_suite or None)
-    return suites
+    """{suite: token ids of its prompts}, those longer than `limit` tokens left out."""
+    return {
+        name: [
+            ids
+            for form, text in read_texts(folder, name)
+            if len(ids := encode(tokenizer, form, text)) <= limit
+        ]
+        for name in names
+    }

@@ -11,12 +11,10 @@ import argparse
 import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any
 
 import inflate
-from paceline.lab.bench.prompts import evenly
 from perturbed import perturbed
-from prompts import encode, read_texts
+from prompts import read_texts
 
 NAME = "smollm2"
 TARGET = "paceline/smollm2"
@@ -26,8 +24,8 @@ DRAFTS = {
     "eagle3": "paceline/smollm2-eagle3",
 }
 # MT-Bench is Spec-Bench's multi-turn conversation; the others of its six tasks follow.
-ACCEPTANCE_SETS = ("mt_bench", "gsm8k", "humaneval", "summarization")
-SETS = (*ACCEPTANCE_SETS, "translation", "qa", "math_reasoning", "rag")
+SETS = ("mt_bench", "gsm8k", "humaneval", "summarization", "translation", "qa")
+SETS += ("math_reasoning", "rag")
 
 
 def target_folder(given: str | None, perturb: bool = False) -> Path:
@@ -92,25 +90,13 @@ def load_sets(
     return result
 
 
-def load_suites(
-    folder: str | Path, sets: Sequence[str], tokenizer: Any, per_set: int, limit: int
-) -> dict[str, list[list[int]]]:
-    """{set: token ids of ``per_set`` prompts, evenly spread (0: all)}."""
-    every = load_sets(folder, sets, lambda text: encode(tokenizer, "chat", text), limit)
-    return {name: evenly(found, per_set or None) for name, found in every.items()}
-
-
-def add_perturb(parser: argparse.ArgumentParser) -> None:
-    """The option that asks for a perturbed target."""
+def add_weights(parser: argparse.ArgumentParser) -> None:
+    """Options that name the drafts and heads ("none" leaves one out), and a perturbed target."""
+    for kind, name in DRAFTS.items():
+        parser.add_argument(f"--{kind}", help=f"folder, or none to leave it out; default: {name}")
     parser.add_argument(
         "--perturb",
         action="store_true",
         help=f"move each weight of {NAME} by up to half a step of 4 bits (perturbed.py): what "
         "quantized drafts gain on a model that was trained in 16 bits",
     )
-
-
-def add_weights(parser: argparse.ArgumentParser) -> None:
-    """Options that name the drafts and heads; "none" leaves one out."""
-    for kind, name in DRAFTS.items():
-        parser.add_argument(f"--{kind}", help=f"folder, or none to leave it out; default: {name}")

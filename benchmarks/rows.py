@@ -33,14 +33,6 @@ class Weights:
     skip: str | None = None  # the option that fixes the layers to skip
 
 
-@dataclass(frozen=True)
-class Entry:
-    """One row of the tables."""
-
-    name: str
-    spec: str
-
-
 def skip_option(old: int, new: int) -> str:
     """The set that a search for layers to skip starts from, for a target inflated from ``old``
     to ``new`` layers: with each working layer the idle ones behind it.
@@ -53,22 +45,22 @@ def skip_option(old: int, new: int) -> str:
     return ":skip=" + "x".join(f"{where[n]}-{where[n + 1] - 1}" for n in chosen)
 
 
-def entries(weights: Weights) -> list[Entry]:
-    """Every drafter; those whose weights are missing have an empty spec."""
+def specs_of(weights: Weights) -> dict[str, str]:
+    """Every drafter's spec by the name of its row, "" where its weights are missing."""
     last = f"eagle3:{weights.eagle3}" if weights.eagle3 else f"model:{weights.draft}"
-    own = {
+    special = {
         "tree": _with("tree:", weights.draft, ",nodes=8,width=3"),
         "layer_skip": f"layer_skip{weights.skip or ''}",
         "quantized": "quantized:int4",
         "hybrid": f"hybrid:suffix+ngram+{last}" if weights.eagle3 or weights.draft else "",
     }
-    found = []
+    specs = {}
     for kind, record in DRAFTERS.items():
         folder = getattr(weights, record.weights, None)
-        spec = own.get(kind, _with(f"{kind}:", folder) if record.weights else kind)
+        spec = special.get(kind, _with(f"{kind}:", folder) if record.weights else kind)
         if kind != NoDraft.kind:
-            found.append(Entry(_NAMES.get(kind, kind), spec))
-    return found
+            specs[_NAMES.get(kind, kind)] = spec
+    return specs
 
 
 def weights_of(args: argparse.Namespace) -> Weights:
@@ -80,8 +72,8 @@ def weights_of(args: argparse.Namespace) -> Weights:
         folders = {kind: real.find(kind, getattr(args, kind)) for kind in real.DRAFTS}
         return Weights(str(real.target_folder(args.target, args.perturb)), **folders)
     if args.pair not in ("tiny", "inflated"):
-        own = {kind: find(getattr(args, kind), lambda p: p) for kind in real.DRAFTS}
-        return Weights(str(inflate.resolve(args.pair)), **own)
+        named = {kind: find(getattr(args, kind), lambda p: p) for kind in real.DRAFTS}
+        return Weights(str(inflate.resolve(args.pair)), **named)
     source = args.target or EMBEDDED
     kinds = ("draft", "medusa", "eagle", "eagle3")
     names = {kind: getattr(args, kind, None) or f"{EMBEDDED}-{kind}" for kind in kinds}

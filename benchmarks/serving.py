@@ -36,7 +36,6 @@ from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field, replace
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
@@ -49,12 +48,14 @@ from measuring import alternate, finish, machine, median_ratio
 from paceline import LLM, SamplingParams
 from paceline.engine.driver import Drive
 from paceline.lab.bench.figures import percentile
+from paceline.lab.bench.prompts import evenly, load_prompts
 from paceline.lab.report.columns import Column, milliseconds, number, table_of, times
 from paceline.lab.report.document import Report
-from paceline.lab.report.render import as_table, print_report
+from paceline.lab.report.render import print_report
+from paceline.model.loading import load_tokenizer
 from prompts import default_folder
-from serving_work import SERVED, Work, counted, work_of
 
+SERVED = "bench"  # the model's name over HTTP
 WAYS = ("auto", "off")  # with the default drafter, and without any
 # Servers by --processes: how many processes they have, in words.
 KINDS = {"one": ("one",), "two": ("two",), "both": ("two", "one")}
@@ -77,6 +78,72 @@ LATENCIES = (
     Column("inter_token_p50", "inter-token p50 ms", shown=milliseconds),
     Column("inter_token_p99", "p99", shown=milliseconds),
 )
+
+
+# -- the work ----------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Work:
+    """Prompts, and the tokens that each is answered with: exactly ``max_tokens``, or with ``ends``
+    as many as plain decoding writes until the model ends its answer (``counted``: all of them)."""
+
+    prompts: list[str]
+    max_tokens: int
+    model: str = "paceline/tiny"
+    draft: str = "paceline/tiny-draft"
+    ends: bool = False
+    counted: int | None = None
+
+    @property
+    def tokens(self) -> int:
+        return len(self.prompts) * self.max_tokens if self.counted is None else self.counted
+
+    def body(self, prompt: str, way: str, tokens: bool) -> bytes:
+        return json.dumps(
+            {
+                "model": SERVED,
+                "prompt": prompt,
+                "max_tokens": self.max_tokens,
+                "temperature": 0,
+                "ignore_eos": not self.ends,
+                "stream": True,
+                "speculation": {"method": way, "tokens": tokens},
+            }
+        ).encode()
+
+
+def counted(llm: LLM, work: Work) -> Work:
+    """The work with the number of tokens of its greedy answers; all write the same."""
+    if not work.ends:
+        return work
+    params = SamplingParams(max_tokens=work.max_tokens, temperature=0.0, drafter="none")
+    answers = llm.generate(work.prompts, params)
+    return replace(work, counted=sum(len(answer.token_ids) for answer in answers))
+
+
+def work_of(args: argparse.Namespace) -> Work:
+    """What is served: prompts of eight kinds, and the models."""
+    per_kind = 2 if args.quick else 4
+    if args.pairs != real.NAME:
+        texts = [prompt.text for prompt in load_prompts(per_category=per_kind)]
+        pair = args.target or "paceline/tiny", args.draft or "paceline/tiny-draft"
+        return Work(texts, args.max_tokens, *pair)
+    folder = str(real.target_folder(args.target))
+    tokenizer = load_tokenizer(folder)
+    names = args.suites.split(",") if args.suites else real.SETS
+    texts = [
+        str(
+            tokenizer.apply_chat_template(
+                [{"role": "user", "content": text}], tokenize=False, add_generation_prompt=True
+            )
+        )
+        for said in real.texts(args.prompts_dir, names).values()
+        for text in evenly(said, per_kind)
+    ]
+    eagle3 = None if args.draft else real.find("eagle3", None)
+    draft = args.draft or (f"eagle3:{eagle3}" if eagle3 else "ngram")
+    return Work(texts, args.max_tokens, folder, draft, ends=True)
 
 
 # -- over HTTP ---------------------------------------------------------------------------------
@@ -202,34 +269,33 @@ class Cell:
     rates: dict[Asked, list[float]] = field(default_factory=dict)
     latencies: dict[Asked, Latencies] = field(default_factory=dict)
 
-    def ratio(self, one: Asked, other: Asked) -> float:
-        """The median of the rounds' ratios."""
-        return median_ratio(self.rates[one], self.rates[other])
-
     def speeds(self) -> Iterator[dict[str, Any]]:
         """A server of each kind."""
         for kind in dict.fromkeys(kind for kind, _ in self.rates if kind != ENGINE):
+            off, on = self.rates[kind, "off"], self.rates[kind, "auto"]
             yield {
                 "clients": self.concurrency,
                 "processes": kind,
-                "off_tokens_per_second": statistics.median(self.rates[kind, "off"]),
-                "on_tokens_per_second": statistics.median(self.rates[kind, "auto"]),
-                "speedup": self.ratio((kind, "auto"), (kind, "off")),
-                "off_by_engine": self.ratio((kind, "off"), (ENGINE, "off")),
-                "on_by_engine": self.ratio((kind, "auto"), (ENGINE, "auto")),
+                "off_tokens_per_second": statistics.median(off),
+                "on_tokens_per_second": statistics.median(on),
+                "speedup": median_ratio(on, off),
+                "off_by_engine": median_ratio(off, self.rates[ENGINE, "off"]),
+                "on_by_engine": median_ratio(on, self.rates[ENGINE, "auto"]),
             }
 
     def times(self) -> Iterator[dict[str, Any]]:
         """Seconds, seen by the clients."""
         for (kind, way), seen in self.latencies.items():
+            named = {"first": seen.first, "inter_token": seen.gaps}
             yield {
                 "clients": self.concurrency,
                 "processes": kind,
                 "speculation": way,
-                "first_p50": percentile(seen.first, 0.5),
-                "first_p99": percentile(seen.first, 0.99),
-                "inter_token_p50": percentile(seen.gaps, 0.5),
-                "inter_token_p99": percentile(seen.gaps, 0.99),
+                **{
+                    f"{name}_p{share}": percentile(values, share / 100)
+                    for name, values in named.items()
+                    for share in (50, 99)
+                },
             }
 
 
@@ -267,12 +333,17 @@ def measure(args: argparse.Namespace, work: Work) -> list[Cell]:
     return cells
 
 
+def numbers(text: str) -> list[int]:
+    """``1,4,16``."""
+    return [int(part) for part in text.split(",")]
+
+
 def parse(arguments: list[str]) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
     parser.add_argument("--quick", action="store_true", help="two rounds, fewer tokens")
     parser.add_argument("--rounds", type=int)
     parser.add_argument("--max-tokens", type=int)
-    parser.add_argument("--concurrency", default="1,4,16", help="clients, as in 1,4,16")
+    parser.add_argument("--concurrency", type=numbers, default=[1, 4, 16], help="as in 1,4,16")
     parser.add_argument("--threads", type=int, default=1, help="of the model, here and in servers")
     parser.add_argument("--pairs", choices=["tiny", real.NAME], default="tiny")
     parser.add_argument("--target", help=f"default: paceline/tiny, or {real.TARGET}")
@@ -281,14 +352,9 @@ def parse(arguments: list[str]) -> argparse.Namespace:
     parser.add_argument("--suites", help=f"of {real.NAME}; default: all of them")
     parser.add_argument("--processes", choices=tuple(KINDS), default="two", help="of the server")
     parser.add_argument("--json", help="file to write the JSON object to")
-    parser.add_argument("--markdown", help="file to write the tables to")
     args = parser.parse_args(arguments)
     args.rounds = args.rounds or (2 if args.quick else 5)
     args.max_tokens = args.max_tokens or (32 if args.quick else 64)
-    try:
-        args.concurrency = [int(part) for part in args.concurrency.split(",")]
-    except ValueError:
-        parser.error("--concurrency: write numbers, as in 1,4,16")
     if min(args.rounds, args.max_tokens, args.threads, *args.concurrency) < 1:
         parser.error("all numbers must be at least 1")
     return args
@@ -317,8 +383,6 @@ def main() -> None:
     report = Report("Serving")
     report.add("Serving", *tables)
     print_report(report, Console(width=max(100, Console().width)))
-    if args.markdown:
-        Path(args.markdown).write_text("\n\n".join(map(as_table, tables)) + "\n")
     record = {"speeds": speeds, "latencies": latencies, "threads": args.threads}
     finish(record | {"machine": machine()}, args.json)
 

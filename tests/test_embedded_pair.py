@@ -110,7 +110,7 @@ def test_arithmetic_has_the_right_form(llm: LLM) -> None:
 
 
 def test_the_draft_is_mostly_right(llm: LLM) -> None:
-    """A guard against broken weights; the figures by suite come from benchmarks/acceptance.py."""
+    """A guard against broken weights; the figures by suite are in its README."""
     drafted = accepted = 0
     prompts = [STORY, "def add(a, b):\n", "One day, a big dog"]
     prompts += [f"<|user|>{question}<|end|><|assistant|>" for question in QUESTIONS]

@@ -28,22 +28,3 @@ def start(
         return code, out, json.loads(out.strip().splitlines()[-1])
 
     return started
-
-
-@pytest.fixture
-def interrupt(monkeypatch: pytest.MonkeyPatch) -> Callable[[type, int], None]:
-    """Ctrl-C in the ``run`` behind so many runs of a kind of engine."""
-
-    def planted(kind: type, after: int) -> None:
-        calls: list[str] = []
-        inner = kind.run
-
-        def run(self: Any, *call: Any, **options: Any) -> Any:
-            calls.append(self.name)
-            if len(calls) > after:
-                raise KeyboardInterrupt
-            return inner(self, *call, **options)
-
-        monkeypatch.setattr(kind, "run", run)
-
-    return planted

@@ -14,7 +14,7 @@ from paceline.core.params import SamplingParams
 from paceline.lab.report.render import write
 from paceline.llm import LLM
 from prompts import ALL_SUITES, SHIPPED, at_hand
-from rows import Weights, entries, skip_option, weights_of
+from rows import Weights, skip_option, specs_of, weights_of
 from support.engine_models import write_pair
 from support.random_heads import write_eagle
 from waves import WaveEngine, together
@@ -96,13 +96,13 @@ def test_the_report_names_what_is_slower_than_plain_decoding(tmp_path: Path) -> 
 
 
 def test_every_drafter_of_the_issue_has_a_row() -> None:
-    names = [entry.name for entry in entries(Weights("t", "d", "m", "e", "e3"))]
-    assert {*ISSUE.split(",")} <= {*names}
-    assert all(entry.spec for entry in entries(Weights("t", "d", "m", "e", "e3")))
-    without = {entry.name for entry in entries(Weights("t")) if not entry.spec}
+    specs = specs_of(Weights("t", "d", "m", "e", "e3"))
+    assert {*ISSUE.split(",")} <= {*specs} and all(specs.values())
+    without = {name for name, spec in specs_of(Weights("t")).items() if not spec}
     assert without == {"draft", "draft_tree", "medusa", "eagle", "eagle2", "eagle3", "hybrid"}
-    specs = [entry.spec for entry in entries(Weights("t", "d", skip=skip_option(3, 7)))]
-    assert "layer_skip:skip=2-3" in specs and "hybrid:suffix+ngram+model:d" in specs
+    found = specs_of(Weights("t", "d", skip=skip_option(3, 7)))
+    assert found["layer_skip"] == "layer_skip:skip=2-3"
+    assert found["hybrid"] == "hybrid:suffix+ngram+model:d"
 
 
 @pytest.fixture(scope="module")
@@ -259,5 +259,5 @@ def test_bad_arguments_are_refused(
     assert drafters.parse([]).prompts == 24 and drafters.parse(["--quick"]).prompts == 10
     assert drafters.parse([]).sets == [*ALL_SUITES]
     rows = drafters.chosen(drafters.parse(["--quick"]), Weights(pair[0]))
-    assert "eagle3" not in [entry.name for entry in rows]
+    assert "eagle3" not in rows
     assert "left out eagle3: its weights are not here" in capsys.readouterr().err

@@ -9,14 +9,11 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-import decoding
 import drafters
 import perturbed
 import real
 import serving
-from decoding import ADAPTIVE, FIXED, THEIRS
 from paceline import LLM
-from paceline.lab.bench.methods import PLAIN
 from support.random_heads import write_eagle
 from support.real_prompts import write_prompts
 
@@ -49,27 +46,6 @@ def test_drafters(folders: dict[str, str], start: Start) -> None:
     assert all({*own["first"]} == {"plain", "ngram", "eagle3"} for own in cells.values())
     args = drafters.parse(["--pairs", "smollm2"])
     assert args.sets == [*real.SETS] and "quantized" in args.drafters
-
-
-def test_decoding(folders: dict[str, str], start: Start) -> None:
-    arguments = ["--pairs", "smollm2", *line(folders, *folders), "--suites", FEW, "--quick"]
-    arguments += ["--per-suite", "1", "--rounds", "1", "--max-tokens", "8", "--dtype", "float32"]
-    code, _, found = start(decoding, *arguments, "--rules")
-    assert code == 0
-    figures = found["smollm2"]
-    for key in ("speculative_vs_plain", "adaptive_vs_plain", "speculative_vs_assisted"):
-        assert set(figures[key]) == {"mt_bench", "qa"} and min(figures[key].values()) > 0
-    assert set(figures["tokens_per_second"]["qa"]) >= {THEIRS, PLAIN, FIXED, ADAPTIVE}
-    assert figures["texts"][THEIRS] == {"identical": 2}
-    assert figures["batch8_adaptive_vs_plain"] > 0
-
-
-def test_decoding_without_a_draft_model_has_no_assistant(folders: dict[str, str]) -> None:
-    arguments = ["--pairs", "smollm2", *line(folders, "target", "eagle3"), "--draft", "none"]
-    pair = decoding.find_pair("smollm2", decoding.parse([*arguments, "--dtype", "float32"]))
-    assert pair.draft is None and pair.spec.startswith("eagle3:") and pair.ends
-    alone, _ = decoding.parts_of(pair, decoding.parse([*arguments, "--no-rules"]))
-    assert [method.name for method in alone.methods] == [THEIRS, PLAIN, FIXED, ADAPTIVE]
 
 
 def test_serving_counts_the_tokens_of_answers_that_end(folders: dict[str, str]) -> None:

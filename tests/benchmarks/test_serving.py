@@ -31,6 +31,6 @@ def test_bad_options(capsys: pytest.CaptureFixture[str]) -> None:
     for options in (["--concurrency", "1,x"], ["--rounds", "-1"], ["--concurrency", "0"]):
         with pytest.raises(SystemExit):
             serving.parse(options)
-    assert "write numbers, as in 1,4,16" in capsys.readouterr().err
+    assert "invalid numbers value: '1,x'" in capsys.readouterr().err
     assert serving.parse(["--quick"]).rounds == 2
     assert serving.parse([]).concurrency == [1, 4, 16]

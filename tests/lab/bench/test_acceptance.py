@@ -1,21 +1,20 @@
-"""Draft acceptance of the small pair: what the engine counts is what transformers says."""
+"""Draft acceptance: what bench counts in the engine is what transformers says."""
 
-from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
 from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
 
-import acceptance
-from paceline import LLM
-from prompts import load_suites
+from paceline.core.params import SamplingParams
+from paceline.lab.bench.engines import Starter
+from paceline.lab.bench.figures import DraftFigures
+from paceline.lab.bench.methods import Method
+from paceline.lab.bench.runs import Ask
+from paceline.llm import LLM
 from support.engine_models import write_pair
 from support.tiny_models import SMALL
 from support.walked_drafts import Walk, greedy_drafts, greedy_texts, walk
-
-Start = Callable[..., tuple[Any, str, Any]]
 
 
 def tiny(seed: int) -> LlamaForCausalLM:
@@ -67,24 +66,27 @@ def test_texts_end_after_a_stop_token() -> None:
     assert cut == free[: free.index(stop) + 1]
 
 
-def test_the_engine_accepts_what_transformers_says(tmp_path: Path, start: Start) -> None:
+def test_the_engine_accepts_what_transformers_says(tmp_path: Path) -> None:
     target, draft = write_pair(tmp_path)
-    line = ["--target", target, "--draft", draft, "--prompts-dir", str(tmp_path), "--batch", "2"]
-    line += ["--suites", "arith", "--per-suite", "3", "--max-tokens", "16", "--dtype", "float32"]
-    code, out, found = start(acceptance, *line)
-    assert code == 0 and "Tokens per target step" in out
     llm = LLM(target, draft="none", dtype="float32")
-    limit = llm.target.max_positions - 16 - 4 - 1
-    ids = load_suites(tmp_path, ["arith"], llm.tokenizer, 3, limit)["arith"]
+    prompts = [[3, 9, 4, 1, 7], [7, 2], [11, 30, 5, 5, 8, 2, 19]]
+    params = SamplingParams(max_tokens=16)
+    engine = Starter(llm, target).open(Method("draft", f"model:{draft}", 4), 2)
+    measured = DraftFigures.of(engine.run([Ask(tuple(ids), params) for ids in prompts]))
     models = [AutoModelForCausalLM.from_pretrained(f, dtype=torch.float32) for f in (target, draft)]
-    counts = Walk(4)
-    for prompt in ids:
+    counts, later = Walk(4), Walk(4)
+    for prompt in prompts:
         (text,) = greedy_texts(models[0].eval(), [prompt], 16, llm.end_tokens)
-        walk(text, greedy_drafts(models[1].eval(), prompt, text, 4), 4, counts)
+        drafts = greedy_drafts(models[1].eval(), prompt, text, 4)
+        for walked in (counts, later):
+            walk(text, drafts, 4, walked)
+        # The step that reads the prompt drafts, too; mean_accepted_tokens does not count it.
+        run = next((n for n in range(min(4, len(text) - 1)) if drafts[0][n] != text[n]), 4)
+        later.steps, later.committed = later.steps - 1, later.committed - run - 1
     expected = counts.summary()
-    measured = found["draft"]["arith"]
-    assert measured["acceptance_rate"] == pytest.approx(expected["acceptance"], abs=1e-3)
-    for one in (measured, found["draft"]["mean"]):
-        length = one["mean_accepted_length"]
-        assert length == pytest.approx(expected["mean_accepted_length"], abs=1e-3)
-    assert measured["drafted"] == expected["drafted"]
+    assert measured.drafted == expected["drafted"]
+    assert measured.acceptance_rate == pytest.approx(expected["acceptance"], abs=1e-3)
+    length = expected["mean_accepted_length"]
+    assert measured.mean_accepted_length == pytest.approx(length, abs=1e-3)
+    length = later.summary()["mean_accepted_length"]
+    assert measured.mean_accepted_tokens == pytest.approx(length, abs=1e-3)
