@@ -69,12 +69,12 @@ def test_a_tuning_without_time_writes_no_profile(tune: list[str], tmp_path: Path
     assert result.exit_code == 3, result.output
     record = json.loads(result.stdout)
     assert not record["confirmed"] and record["profile"] is None
-    assert record["budget"]["not_tried"] == ["ngram"]
+    assert record["budget"]["missing"] == ["ngram"]
     assert not (tmp_path / "p.toml").exists()
     assert "no profile was written" in result.stderr
     more = run(*tune, "--seconds", "0", "--continue")
     assert more.exit_code == 0, more.output
-    assert json.loads(more.stdout)["budget"]["not_tried"] == []
+    assert json.loads(more.stdout)["budget"]["missing"] == []
     assert (tmp_path / "p.toml").exists()
 
 

@@ -22,8 +22,8 @@ if TYPE_CHECKING:
     from paceline.cli.measuring import Interruption
     from paceline.lab.bench.prompts import BenchPrompt
     from paceline.lab.budget import Budget
+    from paceline.lab.tune.measure import TuneOptions
     from paceline.lab.tune.plan import TuningOutcome
-    from paceline.lab.tune.spending import TuneOptions
 
 _model = under("Model")
 _PER_CATEGORY = 8
@@ -89,8 +89,8 @@ def tune(
     output.check()
     file.check(output.force)
     chosen_prompts = prompts.load(_PER_CATEGORY)
+    from paceline.lab.tune.measure import TuneOptions
     from paceline.lab.tune.present import profile_of, report_of, tuning_record
-    from paceline.lab.tune.spending import TuneOptions
 
     source = prompts.prompts or "shipped prompts"
     options = TuneOptions(**vars(expected), source=source)

@@ -7,6 +7,7 @@ import time
 from collections import defaultdict, deque
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
 
 Clock = Callable[[], float]
 _REMEMBERED = 3  # how many of a kind an estimate is made from
@@ -57,3 +58,28 @@ class Budget:
         part = Budget(seconds, self._clock)
         part._took = self._took
         return part
+
+
+@dataclass(frozen=True)
+class Spending:
+    """What the time of a run was spent on.
+
+    ``seconds``: its budget, None without; ``spent``: in all runs that went into the figures.
+    ``done`` and ``wanted``: so many of each kind of work; ``missing`` names what was not begun.
+    """
+
+    seconds: float | None
+    spent: float
+    done: dict[str, int]
+    wanted: dict[str, int]
+    missing: tuple[str, ...] = ()
+
+    @property
+    def line(self) -> str:
+        amounts = (f"{self.done[kind]} of {count} {kind}" for kind, count in self.wanted.items())
+        line = f"{self.spent:.0f} s completed {', '.join(amounts)}."
+        if self.missing:
+            line += f" Not measured: {', '.join(self.missing)}."
+        if self.missing or self.done != self.wanted:
+            line += " --continue goes on."
+        return line

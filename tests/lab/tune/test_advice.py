@@ -10,9 +10,9 @@ from paceline.core.costs import TargetCosts
 from paceline.lab.bench.runs import BenchJob, Heat
 from paceline.lab.tune.advice import Advice, advise
 from paceline.lab.tune.confirm import Finalist
+from paceline.lab.tune.measure import TuneOptions
 from paceline.lab.tune.plan import TuningOutcome
 from paceline.lab.tune.search import MeasuredMethod
-from paceline.lab.tune.spending import TuneOptions
 from support.made_outcomes import outcome as timed
 from support.tuning_methods import NOTHING, PLAIN, chain, target
 

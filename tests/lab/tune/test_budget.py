@@ -14,11 +14,11 @@ from paceline import LLM
 from paceline.lab.bench.prompts import BenchPrompt
 from paceline.lab.budget import Budget
 from paceline.lab.tune.candidates import DrafterCandidate, variants
-from paceline.lab.tune.measure import Sample, measure_method
+from paceline.lab.tune.confirm import affordable
+from paceline.lab.tune.measure import Sample, TuneOptions, fitting_sample, measure_method
 from paceline.lab.tune.plan import TuningOutcome, tune
 from paceline.lab.tune.present import decision, report_of, tuning_record
 from paceline.lab.tune.search import MeasuredMethod
-from paceline.lab.tune.spending import TuneOptions, affordable, fitting_sample
 from support.engine_models import write_pair
 from support.simulated_clock import Clock, SecondEach
 from support.tuning_methods import target
@@ -69,19 +69,24 @@ def run(
 def test_a_drafter_is_measured_whole_or_not_at_all(llm: LLM, folders: tuple[str, str]) -> None:
     outcome, said = run(llm, folders, 6)
     assert outcome.completed is not None and outcome.completed.spent <= 6
-    assert len(outcome.not_tried) == 2 and outcome.completed.not_tried == tuple(outcome.not_tried)
+    assert len(outcome.not_tried) == 2 and outcome.completed.missing == tuple(outcome.not_tried)
     measured = [what for what in said if what.startswith("measuring ")]
     assert not any(label in what for label in outcome.not_tried for what in measured)
     tried = len(outcome.methods) + len(outcome.left_out)
-    assert (tried, outcome.completed.candidates, outcome.completed.candidates_wanted) == (3, 3, 5)
+    assert (tried, outcome.completed.done["drafters"], outcome.completed.wanted["drafters"]) == (
+        3,
+        3,
+        5,
+    )
     families = [method.family for method in outcome.methods]
     assert len(set(families)) == len(families)  # first one of each kind, then their variants
     assert (
-        "Not tried: " in outcome.completed.line and "--continue goes on" in outcome.completed.line
+        "Not measured: " in outcome.completed.line
+        and "--continue goes on" in outcome.completed.line
     )
-    assert tuning_record(outcome)["budget"]["not_tried"] == tuple(outcome.not_tried)
+    assert tuning_record(outcome)["budget"]["missing"] == tuple(outcome.not_tried)
     # One round for all had time, which is too little to choose anybody.
-    assert outcome.completed.rounds == 1 and outcome.chosen is None
+    assert len(outcome.heats.heats) == 1 and outcome.chosen is None
     assert decision(outcome).startswith("Not confirmed: ")
     assert report_of(outcome).sections
 
@@ -115,13 +120,13 @@ def test_a_default_that_does_not_load_is_left_out_and_one_that_does_is_confirmed
         confirmed = [result.finalist.label for result in outcome.results]
         assert (confirmed[1] == "usual") == there
         assert ("usual" in dict(outcome.left_out)) != there
-        assert outcome.completed is not None and outcome.completed.candidates_wanted == 1
+        assert outcome.completed is not None and outcome.completed.wanted["drafters"] == 1
 
 
 def test_two_rounds_confirm(llm: LLM, folders: tuple[str, str]) -> None:
     outcome, _ = run(llm, folders, 8)
     assert outcome.completed is not None and outcome.completed.spent <= 8
-    assert len(outcome.not_tried) == 1 and outcome.completed.rounds == 2
+    assert len(outcome.not_tried) == 1 and len(outcome.heats.heats) == 2
     assert outcome.chosen is not None
 
 
@@ -155,9 +160,9 @@ def test_an_interrupted_round_counts_for_nobody(
 
     with pytest.raises(KeyboardInterrupt):
         tune(llm, variants("ngram"), prompts(), outcome, interrupt)
-    assert outcome.results and all(not r.ratios and not r.rate for r in outcome.results)
+    assert outcome.results and all(not r.ratios and not r.run.rate for r in outcome.results)
     assert outcome.chosen is None
-    assert outcome.completed is not None and outcome.completed.rounds == 0
+    assert outcome.completed is not None and not outcome.heats.heats
 
 
 def test_samples_shrink_for_everybody_alike() -> None:

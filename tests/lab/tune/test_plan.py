@@ -16,13 +16,13 @@ from paceline.lab.budget import Budget
 from paceline.lab.tune.candidates import (
     DrafterCandidate,
     at_hand,
-    default,
+    default_candidate,
     hybrid_of,
     variants,
 )
 from paceline.lab.tune.confirm import PLAIN as NO_DRAFT
-from paceline.lab.tune.confirm import Confirmation, Finalist, rounds_of, winner
-from paceline.lab.tune.measure import Run, copied_tokens, decode, unrest_of
+from paceline.lab.tune.confirm import Confirmation, Finalist, affordable, rounds_of, winner
+from paceline.lab.tune.measure import Run, TuneOptions, copied_tokens, decode, unrest_of
 from paceline.lab.tune.plan import (
     TuningOutcome,
     choose,
@@ -30,7 +30,6 @@ from paceline.lab.tune.plan import (
 )
 from paceline.lab.tune.present import decision, profile_of, report_of, tuning_record
 from paceline.lab.tune.search import MeasuredStep
-from paceline.lab.tune.spending import TuneOptions, affordable
 from paceline.model.names import REAL
 from paceline.settings.tuned import TunedProfile
 from support.engine_models import write_pair
@@ -63,7 +62,7 @@ def test_the_default_draft_is_always_a_candidate() -> None:
         (own,) = [c for c in at_hand("any/target", drafts) if c.default]
         assert (own.spec, own.label) == ("auto", "auto (default)")
     assert not any(c.default for c in at_hand(REAL, ["some/draft"], only=True))
-    composed = default("hybrid:suffix+ngram+eagle3:paceline/smollm2-eagle3")
+    composed = default_candidate("hybrid:suffix+ngram+eagle3:paceline/smollm2-eagle3")
     assert composed.label == "suffix + ngram + smollm2-eagle3 (default)" and composed.default
 
 

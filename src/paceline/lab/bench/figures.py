@@ -67,7 +67,7 @@ class DraftFigures:
         return cls(
             drafted=drafted,
             accepted=run.accepted,
-            mean_accepted_length=run.tokens / steps if steps else 0.0,
+            mean_accepted_length=run.tokens_per_step,
             mean_accepted_tokens=(run.tokens - first) / later_steps if later_steps else None,
             acceptance_rate=run.accepted / drafted if drafted else None,
             length=None if drafted is None or not steps else drafted / steps,

@@ -71,7 +71,11 @@ class TimedRun:
     @property
     def rate(self) -> float:
         """Tokens a second."""
-        return self.tokens / self.seconds
+        return self.tokens / self.seconds if self.seconds else 0.0
+
+    @property
+    def tokens_per_step(self) -> float:
+        return self.tokens / self.steps if self.steps else 0.0
 
 
 def merged(runs: Sequence[TimedRun]) -> TimedRun:

@@ -44,7 +44,7 @@ def at_hand(model: str, drafts: Sequence[str], only: bool = False) -> list[Draft
     unasked = ("always",) if model == EMBEDDED else ("always", "real")
     untrained = [kind for kind in DRAFTERS if DRAFTERS[kind].tried in unasked]
     candidates = [*given, *trained, *(variant for text in untrained for variant in variants(text))]
-    return [*_unique(sorted(candidates, key=_dearness)), default(DEFAULT_DRAFT)]
+    return [*_unique(sorted(candidates, key=_dearness)), default_candidate(DEFAULT_DRAFT)]
 
 
 def _dearness(candidate: DrafterCandidate) -> int:
@@ -57,7 +57,7 @@ def _dearness(candidate: DrafterCandidate) -> int:
     return 2 if record.tried == "always" else 3
 
 
-def default(text: str) -> DrafterCandidate:
+def default_candidate(text: str) -> DrafterCandidate:
     """What commands take: "auto", and once the target is loaded what that is composed of."""
     spec = parse_draft(text)
     label = " + ".join(map(_label, spec.members())) + " (default)"

@@ -7,18 +7,23 @@ from dataclasses import dataclass
 from functools import partial
 from statistics import median
 
+from paceline.core.costs import TargetCosts
 from paceline.core.params import SamplingParams
 from paceline.lab.bench.engines import Paceline
 from paceline.lab.bench.methods import Length, Method
 from paceline.lab.bench.runner import take_turns, warm_up
 from paceline.lab.bench.runs import Ask, BenchJob, HeatRecord, TimedRun, merged
 from paceline.lab.budget import Budget
-from paceline.lab.prediction import predicted_by_measured
+from paceline.lab.tune.measure import TuneOptions
 from paceline.lab.tune.search import MARGIN, MeasuredMethod
 from paceline.llm import LLM
 
 AUTO_MARGIN = 1.03  # by which a fixed length must beat the adaptive one, which follows the load
 PLAIN = "none"
+FEW = 3  # finalists at least: plain decoding, and the best drafter at both lengths
+LEAST_ROUNDS = 2
+_SIZES = (8, 4, 2, 1)  # prompts of a round
+_SLOWER = 1.15  # whole steps than the target's forwards in them
 
 
 @dataclass(frozen=True)
@@ -57,38 +62,13 @@ class Confirmation:
     ratios: tuple[float, ...]
 
     @property
-    def rate(self) -> float:
-        """Tokens per second over all rounds."""
-        return self.run.rate if self.run.seconds else 0.0
-
-    @property
-    def decoding_rate(self) -> float:
-        """Tokens per second once the prompts are read, which is what the model predicts."""
-        return self.run.decoding.rate
-
-    def predicted_by_measured(self, plain_rate: float) -> float | None:
-        """Once the prompts are read; ``plain_rate`` is plain decoding's then."""
-        if self.finalist.predicted is None:
-            return None
-        measured = self.decoding_rate / plain_rate if plain_rate else 0.0
-        return predicted_by_measured(self.finalist.predicted, measured)
-
-    @property
     def speedup(self) -> float:
         return median(self.ratios) if self.ratios else 0.0
 
     @property
     def drafted(self) -> int:
+        """0: it was plain decoding under another name."""
         return self.run.drafted or 0
-
-    @property
-    def ran(self) -> bool:
-        """Whether it was what its name says: not plain decoding for want of drafts."""
-        return self.finalist.spec == PLAIN or self.drafted > 0 or not self.ratios
-
-    @property
-    def tokens_per_step(self) -> float:
-        return self.run.tokens / self.run.steps if self.run.steps else 0.0
 
 
 def confirmations(finalists: Sequence[Finalist], record: HeatRecord) -> list[Confirmation]:
@@ -153,8 +133,7 @@ def confirm(
     names = {finalist.key: finalist.name for finalist in finalists}
 
     def show(what: str) -> None:
-        category, _, key = what.partition(": ")
-        advance(f"{category}: {names[key]}")
+        advance(f"confirming: {names[what.partition(': ')[2]]}")
 
     take_turns(jobs, engines, turns, record, show, budget)
     for engine in engines:
@@ -166,18 +145,38 @@ def winner(results: Sequence[Confirmation]) -> Confirmation:
 
     The adaptive length is preferred where a fixed one of the same drafter is hardly faster, and the
     default draft where another is: it has what other text may need. A finalist that never drafted
-    was plain decoding under another name, and cannot win.
+    cannot win.
     """
     plain = results[0]
     drafting = [result for result in results[1:] if result.drafted]
     best = max(drafting, key=lambda result: result.speedup, default=plain)
     if best is plain or best.speedup < MARGIN:
         return plain
+
+    def preference(result: Confirmation) -> int:
+        finalist = result.finalist
+        is_adaptive = finalist.spec == best.finalist.spec and finalist.length == "auto"
+        return 2 if finalist.default else int(is_adaptive)
+
     near = [result for result in drafting if result.speedup * AUTO_MARGIN >= best.speedup]
-    preferred = [result for result in near if result.finalist.default]
-    preferred += [
-        result
-        for result in near
-        if result.finalist.spec == best.finalist.spec and result.finalist.length == "auto"
-    ]
-    return preferred[0] if preferred else best
+    preferred = max(near, key=preference)
+    return preferred if preference(preferred) else best
+
+
+def affordable(
+    finalists: int, target: TargetCosts, options: TuneOptions, budget: Budget, few: int = FEW
+) -> tuple[int, int]:
+    """How many finalists are confirmed, ``few`` at least, and on how many prompts a round, so that
+    two rounds fit at least."""
+    concurrency = options.concurrency
+    largest = max(_SIZES[0], concurrency)
+    if budget.seconds is None:
+        return finalists, largest
+    sizes = [size for size in (largest, *_SIZES[1:]) if size >= concurrency]
+    for many in dict.fromkeys((finalists, min(finalists, few))):
+        for size in sizes:
+            steps = -(-size // concurrency) * options.max_tokens
+            round_seconds = many * steps * target(concurrency, 1) * _SLOWER
+            if round_seconds * min(LEAST_ROUNDS, options.rounds) <= budget.left:
+                return many, size
+    return min(finalists, few), sizes[-1]

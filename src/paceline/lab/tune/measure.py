@@ -28,6 +28,22 @@ _FEW_TOKENS = (1, 2, 4, 7, 13, 25)  # where time is short
 _HURRIED = 2  # rounds then
 
 
+TARGET_SHARE = 0.2  # of what is left, for forwards of the target alone
+CANDIDATE_SHARE = 0.65  # of what is left then, for the drafters
+_AROUND = 1.7  # short drafts, warm-ups and plain steps beside those of the sample
+
+
+@dataclass(frozen=True)
+class TuneOptions:
+    """What the user tunes for. ``source`` names the prompts."""
+
+    concurrency: int = 1
+    temperature: float = 0.0
+    max_tokens: int = 48
+    rounds: int = 4
+    source: str = "shipped prompts"
+
+
 class ShareSpentError(PacelineError):
     """Decoding was stopped, for it had used up its share of the time."""
 
@@ -52,6 +68,26 @@ class Sample:
         """Fewer and shorter answers."""
         short = min(self.max_tokens, _BRIEF)
         return replace(self, together=self.together[: self.wide], max_tokens=short)
+
+
+def fitting_sample(sample: Sample, target: TargetCosts, budget: Budget, candidates: int) -> Sample:
+    """As many prompts as let all candidates be measured in their share of the budget.
+
+    Where that is very little, nothing is decoded together: figures for many sequences are then
+    continued from those for one.
+    """
+    if budget.seconds is None:
+        return sample
+    limit = max(0.0, budget.left) * CANDIDATE_SHARE / max(1, candidates + 1)  # plain decoding, too
+    wide = sample.wide
+    for alone, together in ((4, 2 * wide), (4, wide), (2, wide), (2, 0), (1, 0)):
+        smaller = replace(sample, alone=sample.alone[:alone], together=sample.together[:together])
+        # Long drafts that are seldom accepted.
+        waves = -(-together // wide)
+        steps = alone * target(1, 1 + LONGEST) + waves * target(wide, 1 + LONGEST)
+        if _AROUND * sample.max_tokens * steps <= limit:
+            break
+    return smaller
 
 
 # -- decoding --------------------------------------------------------------------------------------
@@ -264,10 +300,10 @@ def unrest_of(run: Run) -> float:
 def copied_share(sample: Sample, runs: Sequence[Run]) -> float:
     """Share of the generated tokens that end a run of four that stood in the text before."""
     copied = total = 0
-    for prompts, run in zip((sample.alone, sample.together), runs, strict=True):
-        for prompt, output in zip(prompts, run.outputs, strict=True):
-            copied += copied_tokens(prompt, output)
-            total += len(output)
+    outputs = [output for run in runs for output in run.outputs]
+    for prompt, output in zip([*sample.alone, *sample.together], outputs, strict=True):
+        copied += copied_tokens(prompt, output)
+        total += len(output)
     return copied / total if total else 0.0
 
 

@@ -11,45 +11,34 @@ from paceline.errors import DataError, PacelineError
 from paceline.lab.bench.prompts import BenchPrompt, fit
 from paceline.lab.bench.runner import in_turn
 from paceline.lab.bench.runs import HeatRecord
-from paceline.lab.budget import Budget
-from paceline.lab.tune.candidates import DrafterCandidate, hybrid_of
-from paceline.lab.tune.candidates import default as default_of
+from paceline.lab.budget import Budget, Spending
+from paceline.lab.tune.candidates import DrafterCandidate, default_candidate, hybrid_of
 from paceline.lab.tune.confirm import (
+    FEW,
+    LEAST_ROUNDS,
     PLAIN,
     Confirmation,
     Finalist,
+    affordable,
     confirm,
     confirmations,
     rounds_of,
     winner,
 )
 from paceline.lab.tune.measure import (
+    CANDIDATE_SHARE,
+    TARGET_SHARE,
     Sample,
     ShareSpentError,
+    TuneOptions,
     copied_share,
+    fitting_sample,
     measure_method,
     measure_plain,
     target_costs,
     unrest_of,
 )
-from paceline.lab.tune.search import (
-    MeasuredMethod,
-    PredictedSetting,
-    batch_sizes,
-    break_even,
-    search,
-)
-from paceline.lab.tune.spending import (
-    CANDIDATE_SHARE,
-    FEW,
-    LEAST_ROUNDS,
-    MOST_SHARE,
-    TARGET_SHARE,
-    TuneOptions,
-    TuneSpending,
-    affordable,
-    fitting_sample,
-)
+from paceline.lab.tune.search import MeasuredMethod, PredictedSetting, batch_sizes, search
 from paceline.llm import LLM
 from paceline.model.identity import count_parameters
 
@@ -57,6 +46,7 @@ LARGEST_BATCH = 32  # to which break-even is sought
 CALM = 1.5  # unrest beyond which figures are worth little
 _DEFAULT_LENGTH = 8  # of the adaptive length
 _ALONE = 4  # prompts decoded one at a time
+_MOST_SHARE = 1 / 3  # of the drafters' time, for any one of them
 
 
 @dataclass
@@ -84,7 +74,7 @@ class TuningOutcome:
     rounds: int = 0
     size: int = 0
     spent: float = 0.0  # seconds, in all runs
-    completed: TuneSpending | None = None
+    completed: Spending | None = None
 
     @classmethod
     def start(cls, options: TuneOptions, llm: LLM) -> TuningOutcome:
@@ -109,18 +99,22 @@ class TuningOutcome:
         enough = self.heats.heats and len(self.heats.heats) >= min(LEAST_ROUNDS, self.rounds)
         return winner(self.results) if enough else None
 
-    def confirmed(self, method: MeasuredMethod) -> float | None:
-        """The speedup that decoding with it showed, at its best; None: it was not confirmed."""
-        results = [r for r in self.results if r.finalist.methods == (method,) and r.drafted]
-        return max((r.speedup for r in results if r.ratios), default=None)
-
-    def break_even_of(self, method: MeasuredMethod) -> int:
-        assert self.target is not None
-        return break_even(method, self.target, self.largest_batch)
+    def speedup_of(self, setting: PredictedSetting) -> float:
+        """By plain decoding: what decoding with the method showed at its best, else predicted."""
+        speedups = [
+            result.speedup
+            for result in self.results
+            if result.finalist.methods == (setting.method,) and result.drafted and result.ratios
+        ]
+        return max(speedups, default=setting.speedup)
 
     @property
     def largest_batch(self) -> int:
         return max(LARGEST_BATCH, self.options.concurrency)
+
+    def leave_out(self, what: str, why: str) -> None:
+        if (what, why) not in self.left_out:
+            self.left_out.append((what, why))
 
 
 def turns(candidates: Sequence[DrafterCandidate], options: TuneOptions) -> int:
@@ -142,10 +136,33 @@ def tune(
     the answers, and what a given candidate raises when it loads; one that was only at hand is left
     out instead.
     """
+    encoded = _encoded(llm, outcome, prompts)
+    sample = _sample(encoded, outcome.options)
+    run = _Tuning(llm, outcome, advance, budget or Budget(), encoded, sample)
+    advance("loading drafters")
+    default = next((candidate for candidate in candidates if candidate.default), None)
     measured = [candidate for candidate in candidates if not candidate.default]
     ordered = in_turn(measured, lambda candidate: candidate.family)
-    default = next((candidate for candidate in candidates if candidate.default), None)
-    _Tuning(llm, outcome, advance, budget or Budget(), ordered, default).run(prompts)
+    given = {c.spec.partition(",")[0]: c.spec for c in ordered if c.given}
+    for spec in given.values():
+        run.beside(spec).close()  # what does not load is said before minutes pass
+    before = outcome.spent
+    try:
+        if default is not None:
+            default = run.composed(default)
+        run.measure_target(len(ordered))
+        run.measure_candidates(ordered)
+        run.confirm(default)
+    finally:
+        outcome.spent = before + run.budget.spent
+        done, rounds = len(ordered) - len(outcome.not_tried), f"rounds of {outcome.size} prompts"
+        outcome.completed = Spending(
+            run.budget.seconds,
+            outcome.spent,
+            {"drafters": done, rounds: len(outcome.heats.heats)},
+            {"drafters": len(ordered), rounds: outcome.rounds or outcome.options.rounds},
+            tuple(outcome.not_tried),
+        )
 
 
 @dataclass
@@ -156,69 +173,21 @@ class _Tuning:
     outcome: TuningOutcome
     advance: Callable[[str], None]
     budget: Budget
-    candidates: list[DrafterCandidate]
-    default: DrafterCandidate | None = None
+    prompts: list[list[int]]
+    sample: Sample
 
-    def run(self, prompts: Sequence[BenchPrompt]) -> None:
-        outcome, before = self.outcome, self.outcome.spent
-        self.prompts = self._encoded(prompts)
-        self.sample = _sample(self.prompts, outcome.options)
-        self.advance("loading drafters")
-        given = {c.spec.partition(",")[0]: c.spec for c in self.candidates if c.given}
-        for spec in given.values():
-            self._beside(spec).close()  # what does not load is told before minutes pass
-        self._check_default()
+    def composed(self, default: DrafterCandidate) -> DrafterCandidate | None:
+        """What the default draft is for this target; None, and left out, if it does not load."""
         try:
-            self._measure_target()
-            self._measure_candidates()
-            self._confirm()
-        finally:
-            outcome.spent = before + self.budget.spent
-            outcome.completed = TuneSpending(
-                seconds=self.budget.seconds,
-                spent=outcome.spent,
-                candidates=len(self.candidates) - len(outcome.not_tried),
-                candidates_wanted=len(self.candidates),
-                rounds=len(outcome.heats.heats),
-                rounds_wanted=outcome.rounds or outcome.options.rounds,
-                prompts_a_round=outcome.size,
-                not_tried=tuple(outcome.not_tried),
-            )
-
-    def _leave_out(self, what: str, why: str) -> None:
-        if (what, why) not in self.outcome.left_out:
-            self.outcome.left_out.append((what, why))
-
-    def _check_default(self) -> None:
-        """It is composed for this target; one that does not load here is left out."""
-        if self.default is None:
-            return
-        try:
-            beside = self._beside(self.default.spec)
-            if beside.drafts[0] != self.default.spec:
-                self.default = default_of(beside.drafts[0])
-            beside.close()
+            with_default = self.beside(default.spec)
         except PacelineError as error:
-            self._leave_out(self.default.label, str(error))
-            self.default = None
+            self.outcome.leave_out(default.label, str(error))
+            return None
+        with_default.close()
+        spec = with_default.drafts[0]
+        return default if spec == default.spec else default_candidate(spec)
 
-    def _encoded(self, prompts: Sequence[BenchPrompt]) -> list[list[int]]:
-        """The prompts that leave room for the answers, one of each category in turn, so that any
-        part of them has all."""
-        llm, outcome = self.llm, self.outcome
-        most = outcome.options.max_tokens
-        fitting, left_out = fit(in_turn(prompts, lambda prompt: prompt.category), llm, most)
-        if not fitting:
-            raise DataError(
-                f"no prompt leaves room for {most} tokens in the {llm.max_model_len} that "
-                f"{llm.target.name} sees; give shorter prompts or a smaller --max-tokens"
-            )
-        outcome.prompt_count = len(fitting)
-        for prompt in left_out:
-            self._leave_out(prompt.name, "too long for the model")
-        return [tokens for _, tokens in fitting]
-
-    def _measure_target(self) -> None:
+    def measure_target(self, candidates: int) -> None:
         """The target's costs and plain decoding, once."""
         outcome = self.outcome
         self.advance("measuring the target")
@@ -227,8 +196,7 @@ class _Tuning:
             sizes = batch_sizes(outcome.options.concurrency, LARGEST_BATCH)
             share = self.budget.part(TARGET_SHARE)
             outcome.target = target_costs(largest, sizes, share, self.advance)
-        many = len(self.candidates)
-        self.sample = fitting_sample(self.sample, outcome.target, self.budget, many)
+        self.sample = fitting_sample(self.sample, outcome.target, self.budget, candidates)
         if outcome.plain is None:
             self.advance("measuring plain decoding")
             outcome.plain, runs = measure_plain(largest, outcome.target, self.sample)
@@ -236,7 +204,7 @@ class _Tuning:
             outcome.copied = copied_share(self.sample, runs)
         largest.close()
 
-    def _measure_candidates(self) -> None:
+    def measure_candidates(self, candidates: Sequence[DrafterCandidate]) -> None:
         """Each whole or not at all, until their share of the time is spent. One that takes more
         than its own is stopped."""
         outcome = self.outcome
@@ -244,7 +212,7 @@ class _Tuning:
         outcome.not_tried = []
         share = self.budget.part(CANDIDATE_SHARE)
         whole = share.left
-        new = [c for c in self.candidates if c.spec not in known and c.label not in known]
+        new = [c for c in candidates if c.spec not in known and c.label not in known]
         for number, candidate in enumerate(new):
             if not share.fits("candidate"):
                 outcome.not_tried.append(candidate.label)
@@ -252,7 +220,7 @@ class _Tuning:
             self.advance(f"measuring {candidate.label}")
             part = 1 / (len(new) - number)
             if share.seconds is not None:
-                part = min(1.0, max(part, MOST_SHARE * whole / share.left))
+                part = min(1.0, max(part, _MOST_SHARE * whole / share.left))
             try:
                 with self.budget.piece("candidate"):
                     self._measure(candidate, share.part(part))
@@ -264,40 +232,39 @@ class _Tuning:
         outcome = self.outcome
         assert outcome.target is not None and outcome.plain is not None
         try:
-            beside = self._beside(candidate.spec)
+            llm = self.beside(candidate.spec)
         except PacelineError as error:
             if candidate.given:
                 raise
-            self._leave_out(candidate.label, str(error))
+            outcome.leave_out(candidate.label, str(error))
             return
         try:
             known = outcome.target, outcome.plain, self.sample
-            method = measure_method(beside, candidate, *known, budget)
+            method = measure_method(llm, candidate, *known, budget)
         finally:
-            beside.close()
+            llm.close()
         if any(method.reached):
             outcome.methods.append(method)
         else:
-            self._leave_out(candidate.label, "it proposed nothing for these prompts")
+            outcome.leave_out(candidate.label, "it proposed nothing for these prompts")
 
-    def _beside(self, spec: str) -> LLM:
+    def beside(self, spec: str) -> LLM:
         wide = self.sample.wide
         return self.llm.beside(
             spec, max_batch_size=wide, draft_length=0, prefix_sharing=False, seed=0
         )
 
-    def _confirm(self) -> None:
+    def confirm(self, default: DrafterCandidate | None) -> None:
         """Rounds of the best settings; those of other finalists than before begin anew."""
         outcome, options = self.outcome, self.outcome.options
         assert outcome.target is not None
-        finalists, before = choose(outcome, self.default), outcome.finalists
+        finalists, before = choose(outcome, default), outcome.finalists
         if not before or before != finalists[: len(before)]:
             outcome.heats = HeatRecord()
             outcome.rounds = options.rounds
-            few = FEW + (self.default is not None)
-            many, outcome.size = affordable(
-                len(finalists), outcome.target, options, self.budget, few
-            )
+            few = FEW + (default is not None)
+            most = len(finalists)
+            many, outcome.size = affordable(most, outcome.target, options, self.budget, few)
             outcome.finalists = finalists[:many]
         elif len(outcome.heats.heats) >= outcome.rounds:
             outcome.rounds += options.rounds  # all that were wanted are there: as many again
@@ -307,6 +274,22 @@ class _Tuning:
         confirm(
             self.llm, outcome.finalists, jobs, repeats, outcome.heats, self.advance, self.budget
         )
+
+
+def _encoded(llm: LLM, outcome: TuningOutcome, prompts: Sequence[BenchPrompt]) -> list[list[int]]:
+    """The prompts that leave room for the answers, one of each category in turn, so that any part
+    of them has all."""
+    most = outcome.options.max_tokens
+    fitting, left_out = fit(in_turn(prompts, lambda prompt: prompt.category), llm, most)
+    if not fitting:
+        raise DataError(
+            f"no prompt leaves room for {most} tokens in the {llm.max_model_len} that "
+            f"{llm.target.name} sees; give shorter prompts or a smaller --max-tokens"
+        )
+    outcome.prompt_count = len(fitting)
+    for prompt in left_out:
+        outcome.leave_out(prompt.name, "too long for the model")
+    return [tokens for _, tokens in fitting]
 
 
 def _sample(prompts: list[list[int]], options: TuneOptions) -> Sample:

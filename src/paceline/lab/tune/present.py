@@ -4,15 +4,23 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import asdict
+from functools import partial
 from typing import Any
 
+from paceline.lab.prediction import predicted_by_measured
 from paceline.lab.report.columns import Column, number, record_of, share, table_of, times
 from paceline.lab.report.document import Figure, Report, Text
 from paceline.lab.report.plots import lines
 from paceline.lab.tune.advice import advise
-from paceline.lab.tune.confirm import Confirmation
+from paceline.lab.tune.confirm import PLAIN, Confirmation
 from paceline.lab.tune.plan import CALM, TuningOutcome
-from paceline.lab.tune.search import PredictedSetting, batch_sizes, best_length, pass_ratio
+from paceline.lab.tune.search import (
+    PredictedSetting,
+    batch_sizes,
+    best_length,
+    break_even,
+    pass_ratio,
+)
 from paceline.llm import LLM
 from paceline.model.identity import ModelIdentity
 from paceline.settings.tuned import (
@@ -49,10 +57,11 @@ _ADVICE = (
 _rounded = "{:.0f}".format
 
 
-def _found(outcome: TuningOutcome) -> tuple[Column, ...]:
+def _searched(outcome: TuningOutcome) -> tuple[Column, ...]:
     """Of a setting of the search, beside what else is known of the target."""
     target = outcome.target
     assert target is not None
+    until = partial(break_even, target=target, largest=outcome.largest_batch)
     return (
         Column("method", "method", "method.label"),
         Column("spec", "", "method.spec"),
@@ -68,20 +77,25 @@ def _found(outcome: TuningOutcome) -> tuple[Column, ...]:
         Column("cost_ratio", "", "method", stored=lambda method: pass_ratio(method, target)),
         Column("predicted_tokens_per_second", "tok/s", "rate", _rounded),
         Column("predicted_speedup", "speedup", "speedup", times),
-        Column("break_even_batch", "until", "method", outcome.break_even_of, outcome.break_even_of),
+        Column("break_even_batch", "until", "method", until, until),
     )
 
 
 def _confirmed(results: Sequence[Confirmation]) -> tuple[Column, ...]:
     """Beside plain decoding's rate once the prompts are read."""
-    plain = results[0].decoding_rate if results else 0.0
+    plain = results[0].run.decoding.rate if results else 0.0
+
+    def decoding(result: Confirmation) -> float:
+        """By plain decoding, once the prompts are read: what the model predicts."""
+        return result.run.decoding.rate / plain if plain else 0.0
 
     def ratio(result: Confirmation) -> float | None:
-        return result.predicted_by_measured(plain)
+        predicted = result.finalist.predicted
+        return None if predicted is None else predicted_by_measured(predicted, decoding(result))
 
-    def ratio_shown(result: Confirmation) -> str | None:
-        gain = ratio(result)
-        return None if gain is None else number(gain)
+    def whole(result: Confirmation) -> str:
+        drafted = result.drafted or result.finalist.spec == PLAIN
+        return times(result.speedup) if drafted else "never drafted"
 
     def spread(ratios: Sequence[float]) -> str:
         return f"{min(ratios):.2f} to {max(ratios):.2f}" if ratios else ""
@@ -90,19 +104,21 @@ def _confirmed(results: Sequence[Confirmation]) -> tuple[Column, ...]:
         Column("finalist", "finalist", "finalist.name"),
         Column("spec", "", "finalist.spec"),
         Column("draft_length", "", "finalist.length"),
-        Column("tokens_per_second", "tok/s", "rate", _rounded),
-        Column("tokens_per_step", "tok/step", "tokens_per_step", number),
+        Column("tokens_per_second", "tok/s", "run.rate", _rounded),
+        Column("tokens_per_step", "tok/step", "run.tokens_per_step", number),
         Column("drafted", "", "drafted"),
         Column("predicted_speedup", "predicted", "finalist.predicted", times),
-        Column(
-            "decoding_tokens_per_second",
-            "decoding",
-            "decoding_rate",
-            lambda rate: times(rate / max(plain, 1e-9)),
-        ),
+        Column("", "decoding", "", lambda result: times(decoding(result))),
+        Column("decoding_tokens_per_second", "", "run.decoding.rate"),
         Column("speedup", "", "speedup"),
-        Column("", "whole", "", lambda r: times(r.speedup) if r.ran else "never drafted"),
-        Column("predicted_by_measured", "pred./meas.", "", ratio_shown, ratio),
+        Column("", "whole", "", whole),
+        Column(
+            "predicted_by_measured",
+            "pred./meas.",
+            "",
+            lambda result: None if ratio(result) is None else number(ratio(result)),
+            ratio,
+        ),
         Column("ratios", "spread", "ratios", spread),
     )
 
@@ -113,28 +129,29 @@ def decision(outcome: TuningOutcome) -> str:
     drafting = [r for r in results[1:] if r.ratios and r.drafted]
     drafting.sort(key=lambda result: -result.speedup)
     shown = ", ".join(f"{r.finalist.name} {r.speedup:.2f}x" for r in drafting)
+    if chosen is not None and chosen.finalist != results[0].finalist:
+        run, plain = chosen.run, results[0].run
+        return (
+            f"{chosen.finalist.name}: {run.rate:.0f} tokens/s against {plain.rate:.0f}, "
+            f"{chosen.speedup:.2f}x plain decoding, {run.tokens_per_step:.2f} tokens a step."
+        )
     slower = bool(drafting) and drafting[0].speedup < 1
-    if chosen is None and drafting:
+    if chosen is not None:
+        why = "all drafts were slower" if slower else "no draft was clearly faster"
+        return f"Plain decoding: {why}{f' ({shown})' if shown else ''}."
+    if drafting:
         advice = f"by plain decoding: {shown}"
         if slower:
             advice = f"no draft is advised, all were slower than plain decoding ({shown})"
         done = f"after {len(drafting[0].ratios)} of {outcome.rounds} rounds"
         return f"Not confirmed: {done} {advice}. --continue adds rounds."
-    if chosen is None:
-        best = next(iter(outcome.settings), None)
-        if best is None:
-            return "Nothing was measured to the end."
+    if outcome.settings:
+        best = outcome.settings[0]
         return (
             f"Not confirmed: {best.method.label} at length {best.length} is predicted to reach "
             f"{best.speedup:.2f}x plain decoding, but nothing was decoded to confirm it."
         )
-    if chosen.finalist == results[0].finalist:
-        why = "all drafts were slower" if slower else "no draft was clearly faster"
-        return f"Plain decoding: {why}{f' ({shown})' if shown else ''}."
-    return (
-        f"{chosen.finalist.name}: {chosen.rate:.0f} tokens/s against {results[0].rate:.0f}, "
-        f"{chosen.speedup:.2f}x plain decoding, {chosen.tokens_per_step:.2f} tokens a step."
-    )
+    return "Nothing was measured to the end."
 
 
 def report_of(outcome: TuningOutcome) -> Report:
@@ -142,15 +159,13 @@ def report_of(outcome: TuningOutcome) -> Report:
     options, settings, results = outcome.options, outcome.settings, outcome.results
     report = Report(f"Tuning {outcome.model}")
     if settings:
-        title = (
-            f"Predicted, each method at its best length, {options.concurrency} at once, "
-            f"temperature {options.temperature:g}"
-        )
+        how = f"{options.concurrency} at once, temperature {options.temperature:g}"
+        title = f"Predicted, each method at its best length, {how}"
         left = "; ".join(f"{what}: {why}" for what, why in outcome.left_out)
         report.add(
             "Search",
             *([Text(_BUSY.format(outcome.unrest), True)] if outcome.unrest > CALM else []),
-            table_of(settings, _found(outcome), _PREDICTED.format(outcome), title),
+            table_of(settings, _searched(outcome), _PREDICTED.format(outcome), title),
             *([Text(f"Left out: {left}")] if left else []),
         )
     if results and results[0].ratios:
@@ -162,35 +177,23 @@ def report_of(outcome: TuningOutcome) -> Report:
     completed = [] if outcome.completed is None else [Text(outcome.completed.line)]
     report.add("Choice", Text(decision(outcome), warning=outcome.chosen is None), *completed)
     if settings:
-        report.add("Pictures", *_figures(outcome, settings))
+        report.add("Pictures", _figure(outcome, settings))
     return report
 
 
-def _figures(outcome: TuningOutcome, settings: Sequence[PredictedSetting]) -> list[Figure]:
-    target = outcome.target
-    assert target is not None
+def _figure(outcome: TuningOutcome, settings: Sequence[PredictedSetting]) -> Figure:
+    """Of the best method of each of the fastest kinds."""
+    assert outcome.target is not None
     sizes = batch_sizes(outcome.options.concurrency, outcome.largest_batch)
     best = {setting.method.family: setting.method for setting in reversed(settings)}
     gains: dict[str, list[float | None]] = {"plain": [1.0] * len(sizes)}
     for method in list(best.values())[: -_SHOWN - 1 : -1]:
-        gains[method.label] = [best_length(method, target, size).speedup for size in sizes]
-    counts = [n for n in (1, 2, 4, 8, 16, 24) if n <= target.curves[0].tokens[-1]]
-    curves: dict[str, list[float | None]] = {
-        f"{batch} sequences": [curve(n) / curve(1) for n in counts]
-        for batch, curve in zip(target.batches, target.curves, strict=True)
-    }
-    return [
-        Figure(
-            "Predicted speedup against concurrency",
-            lambda: lines(sizes, gains, "sequences at once", "tokens/s by plain", log_x=True),
-            "speedup",
-        ),
-        Figure(
-            "What verifying costs",
-            lambda: lines(counts, curves, "tokens per sequence", "seconds by those of 1 token"),
-            "costs",
-        ),
-    ]
+        gains[method.label] = [best_length(method, outcome.target, n).speedup for n in sizes]
+    return Figure(
+        "Predicted speedup against concurrency",
+        lambda: lines(sizes, gains, "sequences at once", "tokens/s by plain", log_x=True),
+        "speedup",
+    )
 
 
 def tuning_record(outcome: TuningOutcome) -> dict[str, Any]:
@@ -206,7 +209,7 @@ def tuning_record(outcome: TuningOutcome) -> dict[str, Any]:
         "copied_share": outcome.copied,
         "unrest": outcome.unrest,
         "target_costs": target and asdict(_known_costs(outcome)),
-        "search": [record_of(s, _found(outcome)) for s in settings],
+        "search": [record_of(s, _searched(outcome)) for s in settings],
         "confirmation": [record_of(r, _confirmed(results)) for r in results],
         "advice": [record_of(item, _ADVICE) for item in advise(outcome)],
         "budget": outcome.completed and asdict(outcome.completed),
@@ -230,7 +233,7 @@ def _known_costs(outcome: TuningOutcome) -> KnownCosts:
 def profile_of(outcome: TuningOutcome, llm: LLM) -> TunedProfile:
     """The profile of a confirmed outcome; ``llm`` has the target loaded."""
     chosen = outcome.chosen
-    assert chosen is not None
+    assert chosen is not None and outcome.target is not None
     finalist, options, used = chosen.finalist, outcome.options, chosen.finalist.methods
     best = max(used, key=lambda m: sum(m.survival), default=None)
     return TunedProfile(
@@ -243,13 +246,15 @@ def profile_of(outcome: TuningOutcome, llm: LLM) -> TunedProfile:
             temperature=options.temperature,
             prompts=options.source,
             prompt_count=outcome.prompt_count,
-            plain_tokens_per_second=round(outcome.results[0].rate, 1),
-            tokens_per_second=round(chosen.rate, 1),
+            plain_tokens_per_second=round(outcome.results[0].run.rate, 1),
+            tokens_per_second=round(chosen.run.rate, 1),
             speedup=round(chosen.speedup, 3),
             predicted_speedup=round(finalist.predicted or 0.0, 3),
-            tokens_per_step=round(chosen.tokens_per_step, 3),
+            tokens_per_step=round(chosen.run.tokens_per_step, 3),
             acceptance=tuple(round(rate, 3) for rate in best.acceptance) if best else (),
-            break_even_batch=max((outcome.break_even_of(m) for m in used), default=0),
+            break_even_batch=max(
+                (break_even(m, outcome.target, outcome.largest_batch) for m in used), default=0
+            ),
             why=(decision(outcome), *(f"{a.rule}: {a.measured}" for a in advise(outcome))),
         ),
         costs=_known_costs(outcome),
