@@ -102,7 +102,11 @@ def test_bench_goes_on(bench: list[str], tmp_path: Path) -> None:
     more = run(*bench, *state, "--continue")
     assert more.exit_code == 0, more.output
     two = json.loads(more.stdout)
-    assert two["budget"]["heats"] == 2 * one["budget"]["heats"] == 4
+    assert (
+        two["budget"]["done"]["turns of all methods"]
+        == 2 * one["budget"]["done"]["turns of all methods"]
+        == 4
+    )
     assert {row["rounds"] for row in two["figures"]} == {2}
     assert two["budget"]["spent"] > one["budget"]["spent"]
 

@@ -50,7 +50,7 @@ def test_spec_bench_in_full(tiny_pair: TinyPair, questions: Path, tmp_path: Path
     assert result.exit_code == 0, result.output
     record = json.loads(result.stdout)
     assert record["suite"] == "spec-bench" and record["bugs"] == []
-    assert record["budget"]["not_measured"] == []
+    assert record["budget"]["missing"] == []
     settings = record["settings"]
     assert (settings["concurrency"], settings["rounds"]) == ([1], 1)
     assert settings["ignore_eos"] is False
@@ -115,7 +115,7 @@ def test_ctrl_c_shows_what_was_complete(
     result = run(*arguments, "--json")
     assert result.exit_code == 130
     record = json.loads(result.stdout)
-    assert record["interrupted"] and record["budget"]["not_measured"]
+    assert record["interrupted"] and record["budget"]["done"] != record["budget"]["wanted"]
     assert {row["category"] for row in record["figures"]} == {"Multi-turn Conversation"}
     last.interrupted_at, last.runs = 1, 0
     result = run(*arguments, "--json")

@@ -46,7 +46,7 @@ def test_the_embedded_target(prompts: str, tmp_path: Path) -> None:
     assert len(record["advice"]) >= 2
     assert f"profile: {out}" in result.stderr
     html = Path(report).read_text(encoding="utf-8")
-    assert html.count("<svg") == 2
+    assert html.count("<svg") == 1
     profile = TunedProfile.read(out)
     assert profile.model.name == "paceline/tiny"
     assert profile.draft.spec in ("none", "ngram")

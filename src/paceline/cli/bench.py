@@ -280,7 +280,7 @@ def _measured(
     """Whether Ctrl-C came, and figures if there are any."""
     from paceline.lab.bench.engines import Starter
     from paceline.lab.bench.predict import predictions
-    from paceline.lab.bench.result import BenchResult, BenchSpending
+    from paceline.lab.bench.result import BenchResult, spending_of
     from paceline.lab.bench.runner import one_run
     from paceline.lab.bench.runs import HeatRecord
     from paceline.lab.bench.suites import converse
@@ -326,5 +326,5 @@ def _measured(
             unequal=starter.unequal,
             perplexities=read,
         )
-    spent = BenchSpending.of(record, sweep, prompts, budget)
+    spent = spending_of(record, sweep, prompts, budget)
     return interrupted, replace(result, spending=spent)

@@ -11,7 +11,7 @@ import pytest
 
 from paceline.lab.bench.figures import rows
 from paceline.lab.bench.methods import Method
-from paceline.lab.bench.result import BenchSpending
+from paceline.lab.bench.result import spending_of
 from paceline.lab.bench.runner import Sweep, in_turn, take_turns
 from paceline.lab.bench.runs import Ask, BenchEngine, HeatRecord, TimedRun
 from paceline.lab.budget import Budget
@@ -127,8 +127,8 @@ def test_the_interval_is_judged_by_how_prompts_differ() -> None:
 def test_what_the_time_was_spent_on_is_said() -> None:
     record = HeatRecord([heat(0, job(index=n), plain=2.0, fast=1.0) for n in range(6)], 3, 100.4)
     prompts = [("chat", [1, 2])] * 8
-    spending = BenchSpending.of(record, Sweep(8, rounds=3), prompts, Budget(120))
+    spending = spending_of(record, Sweep(8, [1, 4], rounds=3), prompts, Budget(120))
     assert spending.line == (
-        "100 s: 6 of 24 turns of all methods. Not measured: 2 of 8 turns of the first round. "
+        "100 s completed 6 of 27 turns of all methods. Not measured: 4 at once, temperature 0. "
         "--continue goes on."
     )

@@ -76,7 +76,7 @@ def test_one_client_two_categories() -> None:
     assert "0.50 (8)" in text  # accepted at position 1, and how many drafts had one there
     assert "cost" in text and "1e+03" in text  # 1 token a second at 3.6 an hour
     names = [figure.name for figure in report_of(found).figures()]
-    assert names == ["speedup", "acceptance", "steps"]
+    assert names == ["speedup", "acceptance"]
     assert all("<svg" in figure.draw() for figure in report_of(found).figures())
 
 
@@ -91,19 +91,8 @@ def test_sweeps_have_their_tables_and_pictures() -> None:
     assert "clients" in text and "temperature" in text
     figures = report_of(found).figures()
     names = [figure.name for figure in figures]
-    assert len(names) == len(set(names)) and {"concurrency", "temperature", "speedup-t0.7"} <= set(
-        names
-    )
+    assert len(names) == len(set(names)) and {"concurrency", "speedup-t0.7"} <= set(names)
     assert all("<svg" in figure.draw() for figure in figures)
-
-
-def test_repeated_prompts_flatter_who_remembers() -> None:
-    many = job(EVERYTHING, 0, 4)
-    found = result(job(), many)
-    assert "flatters" not in shown(found)
-    named = [METHODS[0], Method("model:a/quick@2", "suffix", 2)]
-    few = replace(found, methods=named, settings={**SETTINGS, "prompts": 0})
-    assert "which flatters" in shown(few) and "flatters" not in shown(replace(found, methods=named))
 
 
 def test_several_clients_alone() -> None:

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from paceline.lab.profiling.machine import MachineSpeeds
+from paceline.engine.driver import StepSums
 from paceline.lab.profiling.phases import Phase
 from paceline.lab.profiling.runs import RunProfile
 from paceline.lab.profiling.trace import shares
@@ -17,27 +17,27 @@ from paceline.lab.profiling.work import Work
 
 def run_profile(**changes: Any) -> RunProfile:
     values = {field.name: 0.0 for field in fields(RunProfile)}
-    return RunProfile(**{**values, "name": "model", "phases": (), **changes})
+    sums = StepSums(steps=2, drafted=4)
+    return RunProfile(**{**values, "name": "model", "phases": (), "sums": sums, **changes})
 
 
 def test_warnings() -> None:
-    assert run_profile(drafts=True, drafted_tokens=4, processor_busy_elsewhere=0.09).warnings == []
-    assert run_profile(drafts=False, drafted_tokens=0).warnings == []
-    (silent,) = run_profile(drafts=True, drafted_tokens=0).warnings
+    assert run_profile(processor_busy_elsewhere=0.09).warnings == []
+    assert run_profile(name="plain", sums=StepSums()).warnings == []
+    (silent,) = run_profile(sums=StepSums()).warnings
     assert silent.startswith("model: nothing was drafted")
-    (busy,) = run_profile(drafts=False, processor_busy_elsewhere=0.25).warnings
+    (busy,) = run_profile(processor_busy_elsewhere=0.25).warnings
     assert busy.startswith("the machine is busy: ")
     assert "had the processor for 25% of the time" in busy
 
 
 def test_the_step_is_what_most_of_it_is() -> None:
-
-    machine = MachineSpeeds("cpu", "bfloat16", 1, 25e9, ((1, 40e9),), 1e-5)
     parts = {"draft": (0.02, 0.0, 0.01, 0.01), "target": (0.03, 0.03, 0.0, 0.0)}
     phases = tuple(
-        Phase(name, *seconds, Work(), machine, seconds[0] / 0.05) for name, seconds in parts.items()
+        Phase(name, *seconds, Work(), seconds[0] / 0.05, 25e9, 40e9)
+        for name, seconds in parts.items()
     )
-    words = run_profile(name="ngram", phases=phases, tokens_per_second=123.4).verdict
+    words = run_profile(name="ngram", phases=phases, sums=StepSums(20, tokens=123)).verdict
     assert words[0] == (
         "ngram: a step takes 50 ms (123 tokens/s); 60% of it is nearest to memory bandwidth."
     )

@@ -86,14 +86,14 @@ def test_prompts_go_round_and_must_fit() -> None:
 @pytest.mark.parametrize("suffix", [".json", ".json.gz"])
 def test_the_trace_is_json_with_phases(llm: LLM, tmp_path: Path, suffix: str) -> None:
     path = tmp_path / f"trace{suffix}"
-    profiled = trace.run(llm, PROMPTS, 5, path)
+    _, shares = trace.run(llm, PROMPTS, 5, path)
     text = gzip.decompress(path.read_bytes()) if suffix.endswith("gz") else path.read_bytes()
     names = Counter(event.get("name") for event in json.loads(text)["traceEvents"])
     for phase, times in (("step", 5), ("target", 5), ("verify", 5), ("draft", 10)):
         assert names[f"paceline: {phase}"] == times
     assert names["paceline_native::forward"] == 5 * 2  # the target, and the draft's first level
     assert names["paceline_native::grow"] == 5  # the second
-    target = profiled.shares["target"]
+    target = shares["target"]
     assert 0 < target.kernel_seconds <= target.called < target.wall
     assert target.kernel_calls > 0
 

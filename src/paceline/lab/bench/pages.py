@@ -6,8 +6,9 @@ from collections.abc import Callable, Sequence
 from operator import attrgetter
 from typing import Any
 
-from paceline.engine.driver import StepSums
+from paceline.engine.clock import PHASES
 from paceline.lab.bench.figures import OVERALL, Row, Spread
+from paceline.lab.bench.methods import PLAIN
 from paceline.lab.bench.result import BenchResult, labels
 from paceline.lab.bench.runner import EVERYTHING
 from paceline.lab.bench.served import ASPECTS
@@ -26,18 +27,20 @@ from paceline.lab.report.columns import (
 )
 from paceline.lab.report.document import Cell, Figure, Report, Table, Text
 
-PHASES = tuple(StepSums().seconds)
+_LENGTH = "drafts.mean_accepted_length"
 _NOTE = (
     "Medians over rounds, ± half of the range from the lowest to the highest. Speedup is over the "
-    "best plain decoding in the same rounds; 95 %: how far other such prompts may move it, by "
-    "drawing prompts anew (bootstrap). Tokens a step: the target's own token included."
+    "best plain decoding in the same rounds; 95 %: how far other such prompts may move it "
+    "(bootstrap over prompts). Tokens a step: the target's own token included."
 )
 _LATENCY = (
     "TTFT: median time to first token. ITL: gap before a delivery, divided by the tokens delivered "
     "together; stall: the undivided gap."
 )
-_CLIENTS = " Of several clients each sends its next request when one is answered, over all prompts."
-_ALONE = " transformers answers one request at a time, so it runs at 1 only."
+_CLIENTS = (
+    " Of several clients each sends its next request when one is answered; prompts are repeated to "
+    "occupy all of them, which flatters drafters that remember. transformers runs at 1 only."
+)
 _SUITE = (
     "Speedup: mean over the questions of tokens a second, by that of our own plain decoding; "
     "prompts included. #Mean accepted tokens: tokens a target step, the bonus token counted (plain "
@@ -66,7 +69,6 @@ _UNEQUAL = (
     "many tokens; precision, threads and their cache of prompts are their own. Their speedup is "
     "over our plain decoding, and a text of theirs that parts from it is no bug of ours."
 )
-_INTERRUPTED = "Interrupted: these are the figures of what was complete."
 
 
 def rate(value: Spread) -> str:
@@ -82,7 +84,7 @@ _SPEEDS = (
     Column("", "tok/s", "tokens_per_second", rate),
     Column("", "speedup", "speedup", speedup),
     Column("", "95 %", "interval", lambda ends: f"{ends[0]:.2f} to {ends[1]:.2f}x"),
-    Column("", "tokens a step", "drafts.mean_accepted_length", number),
+    Column("", "tokens a step", _LENGTH, number),
 )
 _LATENCIES = (
     Column("", "TTFT ms", "time_to_first_token", milliseconds),
@@ -118,17 +120,18 @@ def report_of(result: BenchResult) -> Report:
     """The sections that the measurements give cause to."""
     title = "Benchmark" if result.suite is None else result.suite.title
     pages = _Pages(result, Report(f"{title} of {result.model}"))
-    pages.begin()
-    if result.suite is None:
-        pages.methods()
-        pages.categories()
-    else:
-        pages.published(result.suite.title)
-    pages.acceptance()
-    pages.steps()
+    pages.run()
+    if result.rows:
+        pages.speeds()
+        pages.acceptance()
+        pages.steps()
     pages.predictions()
     pages.texts()
-    pages.end()
+    if result.perplexities:
+        lines = [Text(perplexity.line) for perplexity in result.perplexities]
+        pages.report.add("Perplexity of the target", *lines)
+    if result.spending is not None:
+        pages.report.add("Time", Text(result.spending.line))
     return pages.report
 
 
@@ -139,11 +142,14 @@ class _Pages:
         self.result, self.report, self.rows = result, report, result.rows
         self.label = labels([method.name for method in result.methods])
         self.method = Column("", "method", "method", self.label.__getitem__)
-        self.counts = list(dict.fromkeys(row.concurrency for row in self.rows))
-        self.base = min(self.counts, default=1)
+        self.base = min((row.concurrency for row in self.rows), default=1)
         self.temperatures = list(dict.fromkeys(row.temperature for row in self.rows))
         alone = len({row.category for row in self.rows if row.concurrency == self.base}) == 1
         self.totals = [r for r in self.rows if alone or r.category in (OVERALL, EVERYTHING)]
+
+    def at(self, rows: Sequence[Row], temperature: float) -> list[Row]:
+        """At the fewest clients."""
+        return [r for r in rows if (r.concurrency, r.temperature) == (self.base, temperature)]
 
     def swept(self, items: Sequence[Any]) -> list[Column]:
         """Columns of what there are several of, and the method."""
@@ -165,7 +171,7 @@ class _Pages:
         names = dict.fromkeys(row.method for row in rows)
         return {self.label[name]: [known.get((name, x)) for x in points] for name in names}
 
-    def begin(self) -> None:
+    def run(self) -> None:
         """Where and how it was measured, and what must not be missed."""
         result, machine, settings = self.result, self.result.machine, self.result.settings
         where = machine["processor"]
@@ -176,10 +182,9 @@ class _Pages:
             f"{result.amount()} from {settings['source']}; at most {settings['max_tokens']} tokens "
             f"an answer; the methods take turns, {rounds} {'round' if rounds == 1 else 'rounds'}"
         )
-        if result.suite is not None:
-            how += "; turn by turn, batch 1; the bonus token is counted"
         warnings = [line + "." for line in result.complaints()]
-        warnings += [_INTERRUPTED] if result.interrupted else []
+        if result.interrupted:
+            warnings.append("Interrupted: these are the figures of what was complete.")
         lines = [f"{name}: {spec}." for name, spec in result.specs().items()]
         if result.left_out:
             lines.append(f"Left out, as too long for the model: {', '.join(result.left_out)}.")
@@ -194,38 +199,46 @@ class _Pages:
             *map(Text, lines),
         )
 
+    def speeds(self) -> None:
+        """All methods at every number of clients and temperature, then by category; of a suite
+        the tables that it publishes."""
+        if self.result.suite is None:
+            self.methods()
+        for temperature in self.temperatures:
+            rows = self.at(self.rows, temperature)
+            names = list(dict.fromkeys(row.category for row in rows))
+            if self.result.suite is not None:
+                self.published(self.result.suite.title, rows, names, temperature)
+            elif len(names := [n for n in names if n not in (OVERALL, EVERYTHING)]) > 1:
+                title = "By category"
+                if temperature or len(self.temperatures) > 1:
+                    title += f" at temperature {temperature:g}"
+                self.report.add(
+                    title,
+                    self.pivot(rows, names, "speedup.median", times, "Speedup."),
+                    self.pivot(rows, names, _LENGTH, number, "Tokens a target step."),
+                    self.bars(rows, names, "speedup.median", temperature),
+                )
+
     def methods(self) -> None:
-        """All methods at every number of clients and temperature."""
-        if not self.rows:
-            return
-        price, note, drawn = self.result.price, _NOTE, list[Figure]()
+        price, note, figures = self.result.price, _NOTE, list[Figure]()
         swept = self.swept(self.totals)
         columns = [*swept, *_SPEEDS, Column("", "accepted", "", self.accepted)]
         if price is not None:
             note += f" Cost: of a million tokens, at {price:g} a machine hour."
             columns.append(Column("", "cost", "", lambda r: f"{r.cost_per_million(price):.3g}"))
-        if len(self.counts) > 1:
-            alone = any(method.alone for method in self.result.methods)
-            note += _CLIENTS + (_ALONE if alone else "") + self.repetition()
+        clients = sorted({float(row.concurrency) for row in self.totals})
+        if len(clients) > 1:
+            note += _CLIENTS
             rows = [row for row in self.totals if row.temperature == self.temperatures[0]]
-            drawn.append(self.line(rows, "concurrency", "tokens_per_second.median", "tokens/s"))
-        if len(self.temperatures) > 1:
-            rows = [row for row in self.totals if row.concurrency == self.base]
-            drawn.append(self.line(rows, "temperature", "speedup.median", "speedup"))
+            series = self.by_method(rows, clients, "concurrency", "tokens_per_second.median")
+            axes = clients, series, "requests in flight", "tokens/s", True
+            title = "tokens/s against concurrency"
+            figures.append(Figure(title, lambda: plots.lines(*axes), "concurrency"))
         if NONE_TRIED in map(self.accepted, self.totals):
             note += f" {UNTRIED}"
         latencies = table_of(self.totals, [*swept, *_LATENCIES], _LATENCY)
-        self.report.add("Methods", table_of(self.totals, columns, note), latencies, *drawn)
-
-    def line(self, rows: Sequence[Row], at: str, value: str, label: str) -> Figure:
-        """A line a method, of what there are several of."""
-        points = sorted({float(getattr(row, at)) for row in rows})
-        series = self.by_method(rows, points, at, value)
-        clients = at == "concurrency"
-        name = "requests in flight" if clients else at
-        return Figure(
-            f"{label} against {at}", lambda: plots.lines(points, series, name, label, clients), at
-        )
+        self.report.add("Methods", table_of(self.totals, columns, note), latencies, *figures)
 
     def accepted(self, row: Row) -> str | None:
         drafting = {method.name for method in self.result.methods if method.speculates}
@@ -233,33 +246,13 @@ class _Pages:
             return share(row.drafts.acceptance_rate)
         return NONE_TRIED if row.drafts.drafted == 0 and row.method in drafting else None
 
-    def repetition(self) -> str:
-        """A drafter that remembers has an easy time with prompts that come again."""
-        prompts = self.result.settings["prompts"] - len(self.result.left_out)
-        names = [self.label[m.name] for m in self.result.methods if m.remembers]
-        if not names or all(row.requests <= prompts * row.rounds for row in self.totals):
-            return ""
-        return f" Prompts are repeated to occupy all clients, which flatters {', '.join(names)}."
-
-    def categories(self) -> None:
-        for temperature in self.temperatures:
-            cell = self.base, temperature
-            rows = [r for r in self.rows if (r.concurrency, r.temperature) == cell]
-            rows = [r for r in rows if r.category not in (OVERALL, EVERYTHING)]
-            names = list(dict.fromkeys(row.category for row in rows))
-            if len(names) > 1:
-                at = self.at(temperature)
-                gains = self.by_method(rows, names, "category", "speedup.median")
-                table = self.pivot(rows, names, "speedup.median", times)
-                self.report.add("By category" + at, table, self.bars(gains, names, temperature))
-
     def pivot(
         self,
         rows: Sequence[Row],
         categories: Sequence[str],
         value: str,
         shown: Callable[[Any], Cell],
-        note: str = "",
+        note: str,
     ) -> Table:
         """A row for each method, a column for each category."""
         figures = self.by_method(rows, categories, "category", value)
@@ -269,70 +262,61 @@ class _Pages:
         ]
         return Table(["method", *categories], body, note=note)
 
-    def bars(self, series: Any, groups: Sequence[str], temperature: float) -> Figure:
+    def bars(
+        self, rows: Sequence[Row], categories: Sequence[str], value: str, temperature: float
+    ) -> Figure:
         """Speedups, with a line at plain decoding's."""
-        title = "Speedup over plain decoding, by category" + self.at(temperature)
+        series = self.by_method(rows, categories, "category", value)
+        series.pop(self.label[PLAIN], None)
         name = f"speedup-t{temperature:g}" if len(self.temperatures) > 1 else "speedup"
-        return Figure(title, lambda: plots.bars(groups, series, "speedup", baseline=1.0), name)
+        return Figure(
+            f"Speedup over plain decoding, by category, temperature {temperature:g}",
+            lambda: plots.bars(categories, series, "speedup", baseline=1.0),
+            name,
+        )
 
-    def at(self, temperature: float) -> str:
-        needed = temperature or len(self.temperatures) > 1
-        return f" at temperature {temperature:g}" if needed else ""
-
-    def published(self, title: str) -> None:
+    def published(
+        self, title: str, rows: Sequence[Row], tasks: Sequence[str], temperature: float
+    ) -> None:
         """The tables that the benchmark publishes, tasks across (Spec-Bench's leaderboard)."""
-        for temperature in self.temperatures:
-            rows = [row for row in self.rows if row.temperature == temperature]
-            tasks = list(dict.fromkeys(row.category for row in rows))
-            single = [task for task in tasks if task != OVERALL]
-            questions = {row.category: row.heats for row in rows}
-            gains = self.by_method(rows, single, "category", "mean_speedup")
-            gains.pop(self.label["plain"], None)
-            shown = "; ".join(f"{name} {count}" for name, count in questions.items())
-            tokens = "drafts.mean_accepted_tokens"
-            self.report.add(
-                f"{title} at temperature {temperature:g}",
-                self.pivot(rows, tasks, "mean_speedup", times, _SUITE),
-                *([self.bars(gains, single, temperature)] if len(single) > 1 else []),
-                self.pivot(rows, tasks, tokens, number, "#Mean accepted tokens."),
-                self.pivot(rows, tasks, "tokens_per_second", rate, f"Tokens/s. Questions: {shown}"),
-            )
+        questions = {row.category: row.heats for row in rows}
+        shown = "; ".join(f"{name} {count}" for name, count in questions.items())
+        tokens = "drafts.mean_accepted_tokens"
+        single = [task for task in tasks if task != OVERALL]
+        self.report.add(
+            f"{title} at temperature {temperature:g}",
+            self.pivot(rows, tasks, "mean_speedup", times, _SUITE),
+            self.bars(rows, single, "mean_speedup", temperature),
+            self.pivot(rows, tasks, tokens, number, "#Mean accepted tokens."),
+            self.pivot(rows, tasks, "tokens_per_second", rate, f"Tokens/s. Questions: {shown}"),
+        )
 
     def acceptance(self) -> None:
-        cell = self.base, self.temperatures[0] if self.temperatures else 0.0
-        first = [r for r in self.totals if (r.concurrency, r.temperature) == cell]
-        rows = {self.label[row.method]: row for row in first if row.drafts.reached}
+        rows = {
+            self.label[row.method]: row
+            for row in self.at(self.totals, self.temperatures[0])
+            if row.drafts.reached
+        }
         if not rows:
             return
         depth = range(max(len(row.drafts.reached) for row in rows.values()))
         accepted = Column("", "accepted", "", self.accepted)
         length = Column("", "drafted a step", "drafts.length", number)
-        columns = [length, accepted, *map(_at_position, depth)]
         series = {name: list(row.drafts.acceptance) for name, row in rows.items()}
         axes = [float(n + 1) for n in depth], series, "position", "accepted"
         title = "Acceptance by position in the draft, conditional"
         self.report.add(
             "Acceptance by position",
-            table_across("", rows, columns, _ACCEPTANCE),
+            table_across("", rows, [length, accepted, *map(_at_position, depth)], _ACCEPTANCE),
             Figure(title, lambda: plots.lines(*axes), "acceptance"),
         )
 
     def steps(self) -> None:
-        every = [row for row in self.totals if row.temperature == self.temperatures[0]]
-        rows = [row for row in every if row.phases]
+        first = self.temperatures[0]
+        rows = [row for row in self.totals if row.temperature == first and row.phases]
         if rows:
-            base = [row for row in rows if row.concurrency == self.base]
-            parts = {name: [row.phases[name] * 1e3 for row in base] for name in PHASES}
-            methods = [self.label[row.method] for row in base]
-            self.report.add(
-                "Time per step",
-                table_of(rows, [*self.swept(rows), *_PHASES], _STEPS),
-                Figure(
-                    "Where a step's time goes",
-                    lambda: plots.stacks(methods, parts, "ms per step"),
-                    "steps",
-                ),
-            )
+            table = table_of(rows, [*self.swept(rows), *_PHASES], _STEPS)
+            self.report.add("Time per step", table)
 
     def predictions(self) -> None:
         items = self.result.predictions
@@ -343,20 +327,12 @@ class _Pages:
     def texts(self) -> None:
         result, counts = self.result, self.result.texts.counts
         if counts:
-            columns = [Column("", "method", "name"), *(Column("", kind, kind) for kind in KINDS)]
+            columns = [self.method, *(Column("", kind, kind) for kind in KINDS)]
             none = dict.fromkeys(KINDS, 0)
-            named = [{"name": self.label[n], **none, **c} for n, c in counts.items()]
+            named = [{"method": name, **none, **count} for name, count in counts.items()]
             self.report.add("Same text", table_of(named, columns, _TEXTS))
         if result.unequal:
             columns = [Column("", aspect.replace("_", " "), aspect) for aspect in ASPECTS]
-            engines = [{"name": self.label[n], **c} for n, c in result.unequal.items()]
-            table = table_of(engines, [Column("", "engine", "name"), *columns], _UNEQUAL)
+            engines = [{"method": name, **words} for name, words in result.unequal.items()]
+            table = table_of(engines, [self.method, *columns], _UNEQUAL)
             self.report.add("What could not be made equal", table)
-
-    def end(self) -> None:
-        result = self.result
-        if result.perplexities:
-            lines = [Text(perplexity.line) for perplexity in result.perplexities]
-            self.report.add("Perplexity of the target", *lines)
-        if result.spending is not None:
-            self.report.add("Time", Text(result.spending.line))

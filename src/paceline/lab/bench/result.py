@@ -15,51 +15,25 @@ from paceline.lab.bench.runner import CategoryPrompts, Sweep
 from paceline.lab.bench.runs import HeatRecord
 from paceline.lab.bench.suites import Suite
 from paceline.lab.bench.texts import Comparison, compare, judge_of
-from paceline.lab.budget import Budget
+from paceline.lab.budget import Budget, Spending
 from paceline.lab.perplexity import TextPerplexity
 from paceline.llm import LLM
 from paceline.settings.tuned import MachineIdentity
 
 
-@dataclass(frozen=True)
-class BenchSpending:
-    """``seconds``: the budget of this run, None without; ``spent`` in all runs that went into the
-    figures. Heats are those measured of those wanted: one prompt, or one crowd, by all methods."""
-
-    seconds: float | None
-    spent: float
-    heats: int
-    heats_wanted: int
-    not_measured: tuple[str, ...]
-
-    @classmethod
-    def of(
-        cls,
-        record: HeatRecord,
-        sweep: Sweep,
-        prompts: CategoryPrompts,
-        budget: Budget,
-    ) -> BenchSpending:
-        round_heats, done = sweep.wanted(prompts), len(record.heats)
-        wanted, first = record.rounds * round_heats, sum(heat.turn == 0 for heat in record.heats)
-        missing = [
-            f"{n} at once, temperature {t:g}"
-            for n in sweep.concurrencies
-            for t in sweep.temperatures
-            if not record.of(n, t)
-        ]
-        if first < round_heats:
-            missing.append(f"{round_heats - first} of {round_heats} turns of the first round")
-        elif done < wanted:
-            missing.append(f"{wanted - done} of {wanted} turns of all rounds")
-        return cls(budget.seconds, record.spent, done, wanted, tuple(missing))
-
-    @property
-    def line(self) -> str:
-        line = f"{self.spent:.0f} s: {self.heats} of {self.heats_wanted} turns of all methods."
-        if self.not_measured:
-            line += f" Not measured: {', '.join(self.not_measured)}. --continue goes on."
-        return line
+def spending_of(
+    record: HeatRecord, sweep: Sweep, prompts: CategoryPrompts, budget: Budget
+) -> Spending:
+    """In turns: one prompt, or one crowd, by all methods."""
+    missing = [
+        f"{n} at once, temperature {t:g}"
+        for n in sweep.concurrencies
+        for t in sweep.temperatures
+        if not record.of(n, t)
+    ]
+    wanted = {"turns of all methods": record.rounds * sweep.wanted(prompts)}
+    done = {"turns of all methods": len(record.heats)}
+    return Spending(budget.seconds, record.spent, done, wanted, tuple(missing))
 
 
 @dataclass(frozen=True)
@@ -80,7 +54,7 @@ class BenchResult:
     left_out: Sequence[str] = ()
     price: float | None = None
     interrupted: bool = False
-    spending: BenchSpending | None = None
+    spending: Spending | None = None
     unequal: Mapping[str, Mapping[str, str]] = field(default_factory=dict)
     perplexities: Sequence[TextPerplexity] = ()
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
@@ -20,8 +20,8 @@ _CALLS = 50  # in one timing: few enough for several timings in a scheduler's ti
 class MachineSpeeds:
     """Measured on the device, with the threads of the run, and its dtype or what stands for it.
 
-    ``read_bandwidth``: bytes/s of a sum over a buffer that no cache holds. ``products``: pairs of
-    rows and FLOP/s of linear products whose weight stays in the cache. ``product_seconds``: a call
+    ``read_bandwidth``: bytes/s of a sum over a buffer that no cache holds. ``peak_flops``: FLOP/s
+    of a linear product of many rows whose weight stays in the cache. ``product_seconds``: a call
     of the smallest product, which is the fixed cost of any.
     """
 
@@ -29,31 +29,22 @@ class MachineSpeeds:
     dtype: str
     threads: int
     read_bandwidth: float
-    products: tuple[tuple[int, float], ...]
+    peak_flops: float
     product_seconds: float
-
-    @property
-    def peak_flops(self) -> float:
-        """FLOP/s of the fastest product: no number of rows does better here."""
-        return max(rate for _, rate in self.products)
 
 
 @torch.inference_mode()
-def measure_machine(device: torch.device, dtype: torch.dtype, rows: Sequence[int]) -> MachineSpeeds:
-    """Bandwidth, and products of ``rows`` rows (and of many); about 2 seconds."""
-    side, many = (4096, 4096) if device.type == "cuda" else (1024, 256)
+def measure_machine(device: torch.device, dtype: torch.dtype) -> MachineSpeeds:
+    """Takes about 2 seconds."""
+    side, rows = (4096, 4096) if device.type == "cuda" else (1024, 256)
     if device.type == "cpu" and not cpu_has_bf16():
         dtype = torch.float32  # torch emulates bf16 there; the kernels multiply in float32
-    products = []
-    for count in sorted({1, *rows, many}):
-        seconds = _product_seconds(side, count, device, dtype, max(1, 64 // count))
-        products.append((count, 2 * count * side * side / seconds))
     return MachineSpeeds(
         device=torch.cuda.get_device_name(device) if device.type == "cuda" else device.type,
         dtype=str(dtype).removeprefix("torch."),
         threads=torch.get_num_threads(),
         read_bandwidth=read_bandwidth(device, _BUFFER),
-        products=tuple(products),
+        peak_flops=2 * rows * side * side / _product_seconds(side, rows, device, dtype, 1),
         product_seconds=_product_seconds(16, 1, device, dtype, _CALLS),
     )
 

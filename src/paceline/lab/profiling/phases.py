@@ -4,8 +4,6 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from paceline.lab.profiling.machine import MachineSpeeds
-from paceline.lab.profiling.trace import Profiled, Share
 from paceline.lab.profiling.work import Work
 
 # What a phase waits for.
@@ -21,8 +19,8 @@ class Phase:
 
     ``kernels + launches + python == seconds``: in products and attention, but for what the call of
     the smallest costs (on CUDA: in any kernel); in those calls and all other operators; and between
-    operators. ``share`` of the step. ``bandwidth``: what the machine reads at best from where these
-    bytes lie.
+    operators. ``share`` of the step. ``bandwidth`` and ``peak_flops``: what the machine reads at
+    best from where these bytes lie, and multiplies at best.
     """
 
     name: str
@@ -31,9 +29,9 @@ class Phase:
     launches: float
     python: float
     work: Work
-    machine: MachineSpeeds
-    share: float = 0.0
-    bandwidth: float = 0.0
+    share: float
+    bandwidth: float
+    peak_flops: float
 
     @property
     def bytes_per_second(self) -> float:
@@ -50,7 +48,7 @@ class Phase:
 
     @property
     def of_peak_flops(self) -> float:
-        return self.flops_per_second / self.machine.peak_flops
+        return _by(self.flops_per_second, self.peak_flops)
 
     @property
     def saturated(self) -> bool:
@@ -73,26 +71,18 @@ class Phase:
 
     def explain(self) -> str:
         """What holds this phase up, with the figures that say so, and what would help."""
-        work, of_best = self.work, ""
+        limit = ""
         if self.bound == MEMORY:
-            of_best = (
-                f" It moves {size(work.bytes)} in {work.passes:.2g} passes over its weights at "
-                f"{rate(self.bytes_per_second)}, {self.of_read_bandwidth:.0%} of what this machine "
-                f"reads at best ({rate(self.bandwidth)})."
-            )
+            limit = f" ({self.of_read_bandwidth:.0%} of {rate(self.bandwidth)})"
         elif self.bound == COMPUTE:
-            of_best = (
-                f" Its {work.flops / 1e9:.3g} GFLOP, in products of {work.rows:.0f} rows, run at "
-                f"{self.flops_per_second / 1e9:.3g} GFLOP/s, {self.of_peak_flops:.0%} of the best "
-                f"({self.machine.peak_flops / 1e9:.3g})."
-            )
+            limit = f" ({self.of_peak_flops:.0%} of {self.peak_flops / 1e9:.3g} GFLOP/s)"
         parts = (self.kernels, self.launches, self.python)
         kernels, calls, python = (f"{_by(part, self.seconds):.0%}" for part in parts)
         helps = _HELPS[self.name][self.bound if self.saturated else None]
         return (
-            f"{self.name}: {1e3 * self.seconds:.3g} ms, {self.label}.{of_best} Products and "
-            f"attention take {kernels} of it, calling its {work.ops:.0f} operators {calls}, Python "
-            f"between them {python}. What helps: {helps}."
+            f"{self.name}: {1e3 * self.seconds:.3g} ms, {self.label}{limit}. Products and "
+            f"attention take {kernels} of it, calling its {self.work.ops:.0f} operators {calls}, "
+            f"Python between them {python}. What helps: {helps}."
         )
 
 
@@ -135,25 +125,3 @@ _HELPS: dict[str, dict[str | None, str]] = {
     },
     "other": dict.fromkeys((MEMORY, COMPUTE, None), _FEWER_STEPS),
 }
-
-
-def split(
-    profiled: Profiled, phase: str, seconds: float, product_seconds: float
-) -> tuple[float, float, float]:
-    """``seconds`` of a phase as those in kernels, in calling operators, and between operators.
-
-    Shares come from the profiled steps; ``product_seconds`` of every product and attention is the
-    price of its call. On CUDA kernels are what the device did, and the rest of the phase, in which
-    it waited, goes by the host's shares.
-    """
-    share = profiled.shares.get(phase, Share())
-    if share.wall <= 0:
-        return 0.0, 0.0, seconds
-    called = min(share.called, share.wall)
-    if share.device:
-        kernels = min(seconds, share.device / profiled.stretch.sums.steps)
-        launches = (seconds - kernels) * called / share.wall
-        return kernels, launches, seconds - kernels - launches
-    work = min(max(share.kernel_seconds - share.kernel_calls * product_seconds, 0.0), called)
-    scale = seconds / share.wall
-    return work * scale, (called - work) * scale, (share.wall - called) * scale

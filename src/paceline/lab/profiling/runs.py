@@ -11,7 +11,7 @@ from pathlib import Path
 from paceline.engine.driver import StepSums
 from paceline.lab.profiling import steady, trace
 from paceline.lab.profiling.machine import MachineSpeeds, measure_machine, read_bandwidth
-from paceline.lab.profiling.phases import Phase, split
+from paceline.lab.profiling.phases import Phase
 from paceline.lab.profiling.work import Work, WorkCounter
 from paceline.llm import LLM
 
@@ -22,31 +22,40 @@ BUSY = 0.1
 # A phase below this part of the step is not worth a sentence: without it the step would be no more
 # than a twentieth faster.
 MINOR = 0.05
+PLAIN = "plain"  # the name of decoding without a drafter
 
 
 @dataclass(frozen=True)
 class RunProfile:
-    """One way of decoding. ``working_set_bytes``: what a step reads, each byte counted once.
-    ``context``: cached tokens of an average sequence, halfway. ``drafts``: whether it has a
-    drafter. ``drafters``: accepted tokens by who drafted them. ``not_drafted``: a sequence's steps
-    without a draft, by the controller's reason. ``processor_busy_elsewhere``: share of the steps'
-    time that other programs had the processor, with or without the profiler.
-    ``profiler_slowdown``: a step under the profiler by one without it."""
+    """One way of decoding. ``sums``: of the steps of all timed rounds. ``working_set_bytes``: what
+    a step reads, each byte counted once. ``drafters``: accepted tokens by who drafted them.
+    ``not_drafted``: a sequence's steps without a draft, by the controller's reason.
+    ``processor_busy_elsewhere``: share of the steps' time that other programs had the processor,
+    with or without the profiler. ``profiler_slowdown``: a step under the profiler by one without
+    it."""
 
     name: str
     phases: tuple[Phase, ...]
-    tokens_per_second: float
-    tokens_per_step: float
-    context: float
+    sums: StepSums
     working_set_bytes: float
-    drafts: bool
-    drafted_tokens: int
-    accepted_tokens: int
     drafters: Counter[str]
     not_drafted: Counter[str]
     processor_busy_elsewhere: float
     profiler_slowdown: float
     profiled_steps: int
+
+    @property
+    def tokens_per_step(self) -> float:
+        return self.sums.tokens / self.sums.steps
+
+    @property
+    def tokens_per_second(self) -> float:
+        return self.tokens_per_step / self.step_seconds
+
+    @property
+    def context(self) -> float:
+        """Cached tokens of an average sequence, halfway."""
+        return self.sums.context / self.sums.sequences
 
     @property
     def step_seconds(self) -> float:
@@ -62,7 +71,7 @@ class RunProfile:
                 f"{self.processor_busy_elsewhere:.0%} of the time; times are too long and limits "
                 "seem further away than they are; measure again on an idle one"
             )
-        if self.drafts and not self.drafted_tokens:
+        if self.name != PLAIN and not self.sums.drafted:
             notes.append(
                 f"{self.name}: nothing was drafted, so these are the figures of plain decoding; "
                 "give --draft-length a number to see drafting"
@@ -116,8 +125,7 @@ def profile_all(
         steady.run(llm, prompts, steps, counter.phase)
     advance("measuring the machine")
     target = engines[0][1].target
-    rows = {max(1, round(w.rows)) for counter in counters for w in counter.phases.values()}
-    result.machine = measure_machine(target.device, target.dtype, sorted(rows))
+    result.machine = measure_machine(target.device, target.dtype)
     timed: list[list[steady.Stretch]] = [[] for _ in engines]
     for number in range(rounds):
         for (name, llm), stretches in zip(engines, timed, strict=True):
@@ -126,8 +134,8 @@ def profile_all(
     for (name, llm), stretches, counter in zip(engines, timed, counters, strict=True):
         advance(f"{name}: profiling")
         file = trace_file if llm is engines[-1][1] else None
-        profiled = trace.run(llm, prompts, min(PROFILED_STEPS, steps), file)
-        result.runs.append(_assemble(name, llm, stretches, counter, profiled, result.machine))
+        slow, shares = trace.run(llm, prompts, min(PROFILED_STEPS, steps), file)
+        result.runs.append(_assemble(name, llm, stretches, counter, slow, shares, result.machine))
 
 
 def _assemble(
@@ -135,35 +143,32 @@ def _assemble(
     llm: LLM,
     stretches: Sequence[steady.Stretch],
     counter: WorkCounter,
-    profiled: trace.Profiled,
+    slow: steady.Stretch,
+    shares: dict[str, trace.Share],
     machine: MachineSpeeds,
 ) -> RunProfile:
+    """``slow`` and ``shares``: of the steps under the profiler."""
     works = {phase: work.per_step(counter.steps) for phase, work in counter.phases.items()}
     weights = {key: size for work in works.values() for key, (_, size) in work.weights.items()}
     working_set = sum(weights.values()) + sum(work.cache_bytes for work in works.values())
     bandwidth = read_bandwidth(llm.target.device, max(1, int(working_set)))
     seconds = {
         phase: statistics.median(stretch.sums.mean_seconds(phase) for stretch in stretches)
-        for phase in profiled.stretch.sums.seconds
+        for phase in slow.sums.seconds
     }
     step = sum(seconds.values())
     phases = []
     for phase, taken in seconds.items():
-        parts = split(profiled, phase, taken, machine.product_seconds)
-        work = works.get(phase, Work())
-        phases.append(Phase(phase, taken, *parts, work, machine, taken / step, bandwidth))
-    timed = sum((stretch.sums for stretch in stretches), StepSums())
-    slow, busy = profiled.stretch, statistics.median(stretch.busy for stretch in stretches)
+        share = shares.get(phase, trace.Share())
+        parts = share.split(taken, machine.product_seconds, slow.sums.steps)
+        limits = taken / step, bandwidth, machine.peak_flops
+        phases.append(Phase(phase, taken, *parts, works.get(phase, Work()), *limits))
+    busy = statistics.median(stretch.busy for stretch in stretches)
     return RunProfile(
         name=name,
         phases=tuple(phases),
-        tokens_per_second=timed.tokens / timed.steps / step,
-        tokens_per_step=timed.tokens / timed.steps,
-        context=timed.context / timed.sequences,
+        sums=sum((stretch.sums for stretch in stretches), StepSums()),
         working_set_bytes=working_set,
-        drafts=llm.engine.max_nodes(1) > 0,
-        drafted_tokens=timed.drafted,
-        accepted_tokens=timed.accepted,
         drafters=sum((stretch.drafters for stretch in stretches), Counter()),
         not_drafted=sum((stretch.not_drafted for stretch in stretches), Counter()),
         processor_busy_elsewhere=max(slow.busy, busy),

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any
 
 from paceline.lab.profiling.phases import rate, size
@@ -22,10 +22,6 @@ def _giga(rate: float) -> str:
 
 def _counts(counts: Mapping[str, int]) -> str:
     return ", ".join(f"{name}: {n}" for name, n in sorted(counts.items(), key=lambda c: -c[1]))
-
-
-def _products(products: Sequence[tuple[int, float]]) -> str:
-    return ", ".join(f"{rows}: {speed / 1e9:.3g}" for rows, speed in products)
 
 
 # Of a phase: two tables, of which the second has the rest of the record.
@@ -53,7 +49,7 @@ _LIMITS = (
 _MACHINE = (
     *map(Column, ("device", "dtype", "threads")),
     Column("read_bandwidth", "read bandwidth", shown=rate),
-    Column("products", "products, GFLOP/s by rows", shown=_products),
+    Column("peak_flops", "products, GFLOP/s", shown=_giga),
     Column("product_seconds", "smallest product, µs", shown=lambda s: f"{1e6 * s:.2f}"),
 )
 _RUN = (
@@ -62,7 +58,9 @@ _RUN = (
     Column("tokens_per_second", "tokens/s", shown="{:.0f}".format),
     Column("drafters", "accepted tokens of", shown=_counts, stored=dict),
     Column("not_drafted", "steps without a draft", shown=_counts, stored=dict),
-    *map(Column, ("name", "drafted_tokens", "accepted_tokens", "context", "working_set_bytes")),
+    *map(Column, ("name", "context", "working_set_bytes")),
+    Column("drafted_tokens", path="sums.drafted"),
+    Column("accepted_tokens", path="sums.accepted"),
     *map(Column, ("processor_busy_elsewhere", "profiler_slowdown", "profiled_steps")),
     Column("phases", stored=lambda ps: {p.name: record_of(p, _TIMES + _LIMITS) for p in ps}),
     *map(Column, ("warnings", "verdict")),
@@ -108,8 +106,7 @@ def _limits(run: RunProfile) -> list[Table]:
     times = (
         "kernels: products and attention (on CUDA whatever the device runs). calls: what calling "
         "those costs, and all other operators. Python: between operators. Shares from "
-        f"{run.profiled_steps} steps under the profiler, which took {run.profiler_slowdown:.2f}x "
-        "as long; times without it."
+        f"{run.profiled_steps} steps under the profiler ({run.profiler_slowdown:.2f}x as long)."
     )
     moves = (
         "moves: weights each time they are read, keys and values in the cache, other tensors from "

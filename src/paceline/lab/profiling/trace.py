@@ -18,6 +18,7 @@ from paceline.errors import ConfigError
 from paceline.files import replace_files, telling
 from paceline.files.ownership import check_file
 from paceline.lab.profiling import steady
+from paceline.lab.profiling.steady import Stretch
 from paceline.lab.profiling.work import is_kernel
 from paceline.llm import LLM
 
@@ -40,13 +41,25 @@ class Share:
     kernel_calls: int = 0
     device: float = 0.0
 
+    def split(
+        self, seconds: float, product_seconds: float, steps: int
+    ) -> tuple[float, float, float]:
+        """``seconds`` of the phase in a step as those in kernels, in calling operators, and between
+        operators; ``product_seconds`` of every product and attention is the price of its call.
 
-@dataclass(frozen=True)
-class Profiled:
-    """Steady steps under the profiler, which slows them: use the shares, not the seconds."""
-
-    stretch: steady.Stretch
-    shares: dict[str, Share]  # by phase
+        On CUDA kernels are what the device did in the profiled ``steps``, and the rest of the
+        phase, in which it waited, goes by the host's shares.
+        """
+        if self.wall <= 0:
+            return 0.0, 0.0, seconds
+        called = min(self.called, self.wall)
+        if self.device:
+            kernels = min(seconds, self.device / steps)
+            launches = (seconds - kernels) * called / self.wall
+            return kernels, launches, seconds - kernels - launches
+        work = min(max(self.kernel_seconds - self.kernel_calls * product_seconds, 0.0), called)
+        scale = seconds / self.wall
+        return work * scale, (called - work) * scale, (self.wall - called) * scale
 
 
 def check_path(path: str | Path) -> None:
@@ -65,20 +78,23 @@ def is_trace(file: Path) -> bool:
 
 def run(
     llm: LLM, prompts: Sequence[list[int]], steps: int, trace: str | Path | None = None
-) -> Profiled:
+) -> tuple[Stretch, dict[str, Share]]:
     """Decode as ``steady.run`` does, under the profiler; ``trace`` is where it is written.
 
-    Only the steady steps are profiled; step and phases are ranges in it. Raises ConfigError.
+    The profiler slows the steps: use the shares, not the seconds. Only the steady steps are
+    profiled; step and phases are ranges in it. Raises ConfigError.
     """
     cuda = llm.target.device.type == "cuda"
     activities = [ProfilerActivity.CPU, *([ProfilerActivity.CUDA] if cuda else [])]
     recorder = profile(activities=activities)
-    stretch = steady.run(
-        llm, prompts, steps, lambda phase: record_function(PREFIX + phase), recorder
-    )
+
+    def named(phase: str) -> record_function:
+        return record_function(PREFIX + phase)
+
+    stretch = steady.run(llm, prompts, steps, named, recorder)
     if trace is not None:
         _export(recorder, Path(trace))
-    return Profiled(stretch, shares(recorder.events() or ()))  # type: ignore[no-untyped-call]
+    return stretch, shares(recorder.events() or ())  # type: ignore[no-untyped-call]
 
 
 def _export(recorder: Any, path: Path) -> None:
