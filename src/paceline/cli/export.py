@@ -14,7 +14,7 @@ from paceline.cli.progress import showing
 from paceline.settings import setting
 
 if TYPE_CHECKING:
-    from paceline.lab.export.speculation import Exported
+    from paceline.lab.export.speculation import Export
 
 ENGINES = "vllm|sglang|tensorrt-llm|llama.cpp|openvino"
 
@@ -52,7 +52,7 @@ def export(
         _show(made, out)
 
 
-def _show(made: Exported, out: Path | None) -> None:
+def _show(made: Export, out: Path | None) -> None:
     """What there is to run, as it can be pasted, and then what is not the same."""
     for step in made.steps:
         print(step)

@@ -17,7 +17,7 @@ from paceline.errors import ConfigError
 from paceline.files.ownership import MANIFEST
 from paceline.lab.export import DIALECTS, export
 from paceline.lab.export.heads import LAYERS, outputs_of, shape_of
-from paceline.lab.export.speculation import Exported
+from paceline.lab.export.speculation import Export
 from paceline.model.names import resolve
 
 TARGET, HEAD = "paceline/tiny", "eagle3:paceline/tiny-eagle3"
@@ -25,11 +25,11 @@ INPUTS = [2, 6, 11]  # of the embedded head
 TINY = TargetShape(256, 4096, 12)
 
 
-def exported(to: str, draft: str = HEAD, out: Path | None = None, **more: Any) -> Exported:
+def exported(to: str, draft: str = HEAD, out: Path | None = None, **more: Any) -> Export:
     return export(to, TARGET, draft, **({"draft_length": 4} | more), out=out)
 
 
-def approximated(made: Exported) -> str:
+def approximated(made: Export) -> str:
     return "; ".join(each.what for each in made.approximations)
 
 

@@ -12,8 +12,8 @@ from pathlib import Path
 from typing import Any
 
 from paceline.drafters import DraftModel, Eagle, Hybrid, Medusa, NGram, Suffix
-from paceline.lab.export.heads import eagle_of, outputs_of, place_eagle, place_medusa
-from paceline.lab.export.speculation import FEWER_MATCHES, Exported, ExportedDraft
+from paceline.lab.export.heads import eagle_of, outputs_of, write_eagle_head, write_medusa_heads
+from paceline.lab.export.speculation import FEWER_MATCHES, Export
 from paceline.model.gguf import gguf_file
 
 
@@ -22,7 +22,7 @@ class Dialect:
     """An engine: the version whose names were checked, and what it knows of ours."""
 
     version: str
-    fill: Callable[[ExportedDraft, Exported], None]
+    fill: Callable[[Export], None]
     trees: bool = False
     rules: tuple[str, ...] = ("token",)
 
@@ -30,30 +30,30 @@ class Dialect:
 # -- vLLM: --speculative-config with JSON; heads in the layout of speculators ---------------------
 
 
-def _vllm(given: ExportedDraft, made: Exported) -> None:
-    config = {**_vllm_method(given, made)}
-    config.setdefault("num_speculative_tokens", given.length)
-    if given.rule == "block" and config["method"] in ("draft_model", "eagle", "eagle3"):
+def _vllm(export: Export) -> None:
+    config = {**_vllm_method(export)}
+    config.setdefault("num_speculative_tokens", export.length)
+    if export.rule == "block" and config["method"] in ("draft_model", "eagle", "eagle3"):
         config |= {"rejection_sample_method": "block", "draft_sample_method": "probabilistic"}
     elif config["method"] in ("draft_model", "eagle3"):
         config["draft_sample_method"] = "probabilistic"  # the default drafts greedily
-    made.config = config
-    made.command = ["vllm", "serve", given.target_path, "--max-num-seqs", str(given.batch)]
-    made.command += ["--speculative-config", json.dumps(config)]
-    made.files["vllm.json"] = json.dumps(config, indent=2) + "\n"
+    export.config = config
+    export.command = ["vllm", "serve", export.target_path, "--max-num-seqs", str(export.batch)]
+    export.command += ["--speculative-config", json.dumps(config)]
+    export.files["vllm.json"] = json.dumps(config, indent=2) + "\n"
 
 
-def _vllm_method(given: ExportedDraft, made: Exported) -> dict[str, Any]:
+def _vllm_method(export: Export) -> dict[str, Any]:
     """The method and what belongs to it."""
-    draft = given.draft
+    draft = export.draft
     if isinstance(draft, DraftModel):
-        return {"method": "draft_model", "model": given.draft_path}
+        return {"method": "draft_model", "model": export.draft_path}
     if isinstance(draft, Eagle):
         method, layout = ("eagle3", "speculators") if draft.version == 3 else ("eagle", "eagle")
-        return {"method": method, "model": place_eagle(given, made, draft, layout)}
+        return {"method": method, "model": write_eagle_head(export, draft, layout)}
     if isinstance(draft, Medusa):
-        folder, heads = place_medusa(given, made, draft)
-        length = min(given.length, heads)
+        folder, heads = write_medusa_heads(export, draft)
+        length = min(export.length, heads)
         return {"method": "medusa", "model": folder, "num_speculative_tokens": length}
     if isinstance(draft, Suffix):
         return {
@@ -67,31 +67,31 @@ def _vllm_method(given: ExportedDraft, made: Exported) -> dict[str, Any]:
         if draft.candidates > 1 or draft.source != "both":
             what = f"{draft.candidates} candidates from {draft.source}"
             instead = "one, the earliest match, from prompt and answer"
-            made.approximate(what, instead, FEWER_MATCHES)
+            export.approximate(what, instead, FEWER_MATCHES)
         limits = {"prompt_lookup_min": draft.min, "prompt_lookup_max": draft.max}
         return {"method": "ngram"} | limits
     if isinstance(draft, Hybrid) and {type(part) for part in draft.parts} <= {NGram, Suffix}:
         instead = "paceline.integrations.vllm, which must be installed beside vLLM"
         cost = "chains only; an interface that vLLM calls experimental"
-        made.approximate("the hybrid of lookups", instead, cost)
+        export.approximate("the hybrid of lookups", instead, cost)
         proposer = "paceline.integrations.vllm.HybridProposer"
         return {"method": "custom_class", "model": proposer}
     known = "eagle3, medusa, a draft model, ngram, suffix or hybrid:suffix+ngram"
-    raise made.refuse(draft, f"export {known}")
+    raise export.refuse(draft, f"export {known}")
 
 
 # -- SGLang: flags; trees by steps, top-k and tokens; heads in their authors' layout, whose layers
 # are counted by outputs and stand under eagle_config ---------------------------------------------
 
 
-def _sglang(given: ExportedDraft, made: Exported) -> None:
-    draft, (levels, nodes, width) = given.draft, given.tree()
+def _sglang(export: Export) -> None:
+    draft, (levels, nodes, width) = export.draft, export.tree()
     flags: dict[str, str] = {}
     if isinstance(draft, (Eagle, DraftModel)):
-        algorithm, model = "STANDALONE", given.draft_path
+        algorithm, model = "STANDALONE", export.draft_path
         if isinstance(draft, Eagle):
             algorithm = "EAGLE3" if draft.version == 3 else "EAGLE"
-            model = place_eagle(given, made, draft, "eagle", outputs=True)
+            model = write_eagle_head(export, draft, "eagle", outputs=True)
         flags["speculative-algorithm"] = algorithm
         flags["speculative-draft-model-path"] = model
         flags["speculative-num-steps"] = str(levels)
@@ -100,91 +100,91 @@ def _sglang(given: ExportedDraft, made: Exported) -> None:
         if draft.branching:
             instead = f"the {nodes} likeliest of a tree grown at every step"
             cost = "mostly as many tokens a step or more; bench nodes=N here for the same"
-            made.approximate("a static tree", instead, cost)
+            export.approximate("a static tree", instead, cost)
         if width == 1:
             # Else sampled drafts are taken by the target's own draw: lossless, accepted less.
-            switch = "block-verification" if given.rule == "block" else "rejection-sampling"
+            switch = "block-verification" if export.rule == "block" else "rejection-sampling"
             flags[f"speculative-use-{switch}"] = ""
     elif isinstance(draft, NGram):
         flags["speculative-algorithm"] = "NGRAM"
         flags["speculative-num-draft-tokens"] = str(nodes + 1)
-        flags["speculative-ngram-max-trie-depth"] = str(max(draft.max + given.length, 2))
+        flags["speculative-ngram-max-trie-depth"] = str(max(draft.max + export.length, 2))
         what = f"matches of {draft.min} to {draft.max} tokens in the request"
         cost = "drafts depend on what other requests said; acceptance is another one"
-        made.approximate(what, "a trie over all requests", cost)
+        export.approximate(what, "a trie over all requests", cost)
     else:
-        raise made.refuse(draft, "export eagle, eagle3, a draft model or ngram")
-    made.command = ["python", "-m", "sglang.launch_server", "--model-path", given.target_path]
-    made.command += ["--max-running-requests", str(given.batch)]
+        raise export.refuse(draft, "export eagle, eagle3, a draft model or ngram")
+    export.command = ["python", "-m", "sglang.launch_server", "--model-path", export.target_path]
+    export.command += ["--max-running-requests", str(export.batch)]
     for name, value in flags.items():
-        made.command += [f"--{name}", *([value] if value else [])]
-    made.config = {name.replace("-", "_"): value or True for name, value in flags.items()}
+        export.command += [f"--{name}", *([value] if value else [])]
+    export.config = {name.replace("-", "_"): value or True for name, value in flags.items()}
 
 
 # -- TensorRT-LLM: YAML with speculative_config; layers counted by outputs ------------------------
 
 
-def _tensorrt_llm(given: ExportedDraft, made: Exported) -> None:
-    draft, config = given.draft, dict[str, Any](max_draft_len=given.length)
+def _tensorrt_llm(export: Export) -> None:
+    draft, config = export.draft, dict[str, Any](max_draft_len=export.length)
     if isinstance(draft, Eagle) and draft.version == 3:
-        layers = outputs_of(eagle_of(draft, given.target).config.feature_layers)
-        model = place_eagle(given, made, draft, "eagle")
+        layers = outputs_of(eagle_of(draft, export.target).config.feature_layers)
+        model = write_eagle_head(export, draft, "eagle")
         config |= {"decoding_type": "Eagle3", "speculative_model": model}
         config["eagle3_layers_to_capture"] = layers
     elif isinstance(draft, DraftModel):
-        config |= {"decoding_type": "Draft_Target", "speculative_model": given.draft_path}
+        config |= {"decoding_type": "Draft_Target", "speculative_model": export.draft_path}
     elif isinstance(draft, NGram):
         config |= {"decoding_type": "NGram", "max_matching_ngram_size": draft.max}
         config |= {"is_keep_all": True, "is_use_oldest": False, "is_public_pool": False}
         if draft.candidates > 1:
             what = f"{draft.candidates} candidates"
-            made.approximate(what, "one, the newest match", FEWER_MATCHES)
+            export.approximate(what, "one, the newest match", FEWER_MATCHES)
     else:
-        raise made.refuse(draft, "export eagle3, a draft model or ngram")
+        raise export.refuse(draft, "export eagle3, a draft model or ngram")
     file = "tensorrt_llm.yaml"
-    made.config = {"max_batch_size": given.batch, "speculative_config": config}
-    made.files[file] = json.dumps(made.config, indent=2) + "\n"  # JSON is YAML
-    made.command = ["trtllm-serve", given.target_path, "--config", given.in_folder(file)]
+    export.config = {"max_batch_size": export.batch, "speculative_config": config}
+    export.files[file] = json.dumps(export.config, indent=2) + "\n"  # JSON is YAML
+    export.command = ["trtllm-serve", export.target_path, "--config", export.in_folder(file)]
 
 
 # -- llama.cpp: flags of llama-server; GGUF files --------------------------------------------------
 
 
-def _llama_cpp(given: ExportedDraft, made: Exported) -> None:
-    draft, draft_file = given.draft, ""
-    target = _gguf(given, made, given.target_path, "target.gguf")
+def _llama_cpp(export: Export) -> None:
+    draft, draft_file = export.draft, ""
+    target = _gguf(export, export.target_path, "target.gguf")
     if isinstance(draft, DraftModel):
-        draft_file = _gguf(given, made, given.draft_path, "draft.gguf")
+        draft_file = _gguf(export, export.draft_path, "draft.gguf")
         flags = ["--spec-type", "draft-simple", "-md", draft_file]
     elif isinstance(draft, Eagle) and draft.version == 3:
-        head, beside = place_eagle(given, made, draft, "eagle"), given.target_path
-        draft_file = _gguf(given, made, head, "head.gguf", "--target-model-dir", beside)
+        head, beside = write_eagle_head(export, draft, "eagle"), export.target_path
+        draft_file = _gguf(export, head, "head.gguf", "--target-model-dir", beside)
         flags = ["--spec-type", "draft-eagle3", "-md", draft_file]
     elif isinstance(draft, NGram):
         flags = ["--spec-type", "ngram-simple"]
         flags += ["--spec-ngram-simple-size-n", str(draft.max)]
-        flags += ["--spec-ngram-simple-size-m", str(given.length)]
+        flags += ["--spec-ngram-simple-size-m", str(export.length)]
         if draft.min < draft.max or draft.candidates > 1:
             what = f"matches of {draft.min} to {draft.max} tokens, {draft.candidates} candidates"
             instead = f"one match of exactly {draft.max}"
-            made.approximate(what, instead, "fewer drafts; try ngram-map-k")
+            export.approximate(what, instead, "fewer drafts; try ngram-map-k")
     else:
-        raise made.refuse(draft, "export eagle3, a draft model or ngram")
+        raise export.refuse(draft, "export eagle3, a draft model or ngram")
     if draft_file:
-        flags += ["--spec-draft-n-max", str(given.length), "--spec-draft-n-min", "0"]
+        flags += ["--spec-draft-n-max", str(export.length), "--spec-draft-n-min", "0"]
         flags += ["--spec-draft-p-min", "0"]  # as here: the draft's doubts end no chain
-    made.command = ["llama-server", "-m", target, "-np", str(given.batch), *flags]
-    made.config = dict(zip(flags[::2], flags[1::2], strict=True))
+    export.command = ["llama-server", "-m", target, "-np", str(export.batch), *flags]
+    export.config = dict(zip(flags[::2], flags[1::2], strict=True))
 
 
-def _gguf(given: ExportedDraft, made: Exported, path: str, name: str, *more: str) -> str:
+def _gguf(export: Export, path: str, name: str, *more: str) -> str:
     """The GGUF file of a model; where there is none, the command that makes it is a step."""
     file = gguf_file(path)
     if file is not None:
         return str(file)
-    written = given.in_folder(name)
+    written = export.in_folder(name)
     convert = ["python", "convert_hf_to_gguf.py", path, *more, "--outtype", "bf16"]
-    made.steps.append(shlex.join([*convert, "--outfile", written]))
+    export.steps.append(shlex.join([*convert, "--outfile", written]))
     return written
 
 
@@ -208,38 +208,38 @@ print(pipeline.generate(sys.argv[1], config))
 '''
 
 
-def _openvino(given: ExportedDraft, made: Exported) -> None:
-    draft = given.draft
-    made.config["num_assistant_tokens"] = given.length
-    target = _openvino_model(given, made, given.target_path, "target")
+def _openvino(export: Export) -> None:
+    draft = export.draft
+    export.config["num_assistant_tokens"] = export.length
+    target = _openvino_model(export, export.target_path, "target")
     if isinstance(draft, DraftModel):
-        folder = _openvino_model(given, made, given.draft_path, "draft")
+        folder = _openvino_model(export, export.draft_path, "draft")
         arguments = f'\n    draft_model=genai.draft_model({folder!r}, "CPU"),'
     elif isinstance(draft, NGram):
-        made.config["max_ngram_size"] = draft.max
+        export.config["max_ngram_size"] = draft.max
         arguments = "\n    prompt_lookup=True,"
         if draft.candidates > 1 or draft.source != "prompt":
             what = f"{draft.candidates} candidates from {draft.source}"
-            made.approximate(what, "one match", FEWER_MATCHES)
+            export.approximate(what, "one match", FEWER_MATCHES)
     else:
-        raise made.refuse(
+        raise export.refuse(
             draft,
             "export a draft model or ngram (its EAGLE-3 counts layers by outputs and takes the "
             "numbers only from inside a converted model; left alone it reads one layer too far)",
         )
-    settings = "".join(f"config.{name} = {value!r}\n" for name, value in made.config.items())
+    settings = "".join(f"config.{name} = {value!r}\n" for name, value in export.config.items())
     file = "openvino_generate.py"
-    made.files[file] = _PROGRAM.format(target=target, arguments=arguments, settings=settings)
-    made.command = ["python", given.in_folder(file), "Once upon a time"]
+    export.files[file] = _PROGRAM.format(target=target, arguments=arguments, settings=settings)
+    export.command = ["python", export.in_folder(file), "Once upon a time"]
 
 
-def _openvino_model(given: ExportedDraft, made: Exported, path: str, name: str) -> str:
+def _openvino_model(export: Export, path: str, name: str) -> str:
     """The folder of a converted model; where it is none, the command that makes it is a step."""
     if (Path(path) / "openvino_model.xml").is_file():
         return path
-    written = given.in_folder(f"{name}-openvino")
+    written = export.in_folder(f"{name}-openvino")
     convert = ["optimum-cli", "export", "openvino", "--model", path, "--weight-format", "fp32"]
-    made.steps.append(shlex.join([*convert, written]))
+    export.steps.append(shlex.join([*convert, written]))
     return written
 
 

@@ -19,7 +19,7 @@ from paceline.draft.spec import TargetShape
 from paceline.drafters import Eagle, Medusa
 from paceline.errors import ConfigError
 from paceline.files import replace_in
-from paceline.lab.export.speculation import Exported, ExportedDraft
+from paceline.lab.export.speculation import Export
 from paceline.model.loading import read_config
 from paceline.model.names import resolve
 
@@ -51,42 +51,40 @@ def eagle_of(spec: Eagle, target: str) -> EagleHead:
     return load_eagle(spec.path, sizes, spec.version, spec.layers, target_head=lambda x: x)
 
 
-def place_eagle(
-    given: ExportedDraft, made: Exported, draft: Eagle, layout: str, outputs: bool = False
-) -> str:
+def write_eagle_head(export: Export, draft: Eagle, layout: str, outputs: bool = False) -> str:
     """The folder that the engine reads an EAGLE head from: a converted one, or where the head lies
     if nothing is written. ``layout`` as of ``save_eagle``; ``outputs``: layers as SGLang counts and
     looks for them."""
-    if given.out is None:
-        return given.draft_path
-    head, (_, classes) = eagle_of(draft, given.target), shape_of(given.target)
-    folder = given.out / "head"
+    if export.out is None:
+        return export.draft_path
+    head, (_, classes) = eagle_of(draft, export.target), shape_of(export.target)
+    folder = export.out / "head"
     with stage(f"writing {folder}"):
-        save_eagle(head, folder, layout, str(Path(resolve(given.target))), classes)
+        save_eagle(head, folder, layout, str(Path(resolve(export.target))), classes)
         if outputs and head.config.version == 3:
             config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
             inputs = config.pop(LAYERS)
             config["eagle_config"] = {LAYERS: outputs_of(inputs), "use_aux_hidden_state": True}
             text = json.dumps(config, indent=2) + "\n"
             replace_in(folder, {"config.json": text.encode()}, "the config of the head")
-    made.head = given.in_folder("head")
-    return made.head
+    export.head = export.in_folder("head")
+    return export.head
 
 
-def place_medusa(given: ExportedDraft, made: Exported, draft: Medusa) -> tuple[str, int]:
-    """The folder that vLLM reads Medusa heads from, as of ``place_eagle``, and how many they are.
+def write_medusa_heads(export: Export, draft: Medusa) -> tuple[str, int]:
+    """The folder that vLLM reads Medusa heads from, as ``write_eagle_head``, and their number.
 
     Raises ConfigError for heads that share the target's vocabulary layer.
     """
-    heads = load_medusa(draft.path, shape_of(given.target)[0])
+    heads = load_medusa(draft.path, shape_of(export.target)[0])
     if heads.config.shared_head:
         raise ConfigError(
             f"the Medusa heads {draft.path} share the target's vocabulary layer, which vLLM wants "
             "in their own file; train heads with layers of their own"
         )
-    if given.out is not None:
-        folder = given.out / "head"
+    if export.out is not None:
+        folder = export.out / "head"
         with stage(f"writing {folder}"):  # the public layout, in the file that vLLM looks for
             save_medusa(heads, folder, file=WEIGHTS)
-        made.head = given.in_folder("head")
-    return made.head or given.draft_path, heads.config.heads
+        export.head = export.in_folder("head")
+    return export.head or export.draft_path, heads.config.heads

@@ -10,7 +10,7 @@ from paceline.drafters import Auto, NGram, NoDraft, parse_draft
 from paceline.errors import ConfigError
 from paceline.files import replace_in
 from paceline.lab.export.dialects import DIALECTS
-from paceline.lab.export.speculation import Exported, ExportedDraft, note_usual
+from paceline.lab.export.speculation import Export, note_usual
 from paceline.settings.tuned import TunedProfile
 
 _ARCHIVED = {
@@ -30,7 +30,7 @@ def export(
     lossy: bool = False,
     profile: str | Path | None = None,
     out: str | Path | None = None,
-) -> Exported:
+) -> Export:
     """What engine ``to`` is told for the same speculation.
 
     ``draft``, ``draft_length``, ``rule`` and ``max_batch_size`` are as of ``LLM``; what is None
@@ -66,18 +66,18 @@ def export(
         levels = min(levels, tuned.draft.max_length)
     if levels < 1:
         raise ConfigError("a draft length of 0 is plain decoding; there is nothing to export")
-    folder = None if out is None else Path(out)
-    given = ExportedDraft(model, spec, levels, adaptive, rule, batch, folder)
     dialect = DIALECTS[to]
-    made = Exported(to, dialect.version)
-    note_usual(given, made, dialect.trees, dialect.rules)
-    dialect.fill(given, made)
-    if folder is not None:
-        _write(made, folder)
+    made = Export(
+        to, dialect.version, model, spec, levels, adaptive, rule, batch, Path(out) if out else None
+    )
+    note_usual(made, dialect.trees, dialect.rules)
+    dialect.fill(made)
+    if made.out is not None:
+        _write(made, made.out)
     return made
 
 
-def _write(made: Exported, folder: Path) -> None:
+def _write(made: Export, folder: Path) -> None:
     """The configuration, how to start it, and what was approximated."""
     lines = ["#!/bin/sh", f"# Made by `paceline export` for {made.version}."]
     lines += [f"# Approximated: {approximation.line()}" for approximation in made.approximations]

@@ -1,4 +1,4 @@
-"""What is to be taken to another engine, and what comes out for it, in no engine's words."""
+"""What is taken to another engine, in no engine's words."""
 
 from __future__ import annotations
 
@@ -27,15 +27,20 @@ class Approximation(NamedTuple):
         return f"{self.what}: {self.instead}; {self.cost}"
 
 
-@dataclass(frozen=True)
-class ExportedDraft:
-    """Speculative decoding as it was chosen or measured here.
+@dataclass
+class Export:
+    """Speculative decoding as it was chosen or measured here, and what another engine is export.
 
     ``target`` and ``draft`` as their user named them; ``length`` levels of a draft, ``adaptive``
     if that is where the adaptive length ends. ``batch``: sequences decoded together. ``out`` is
-    where heads are written, None for nowhere.
+    where heads are written, None for nowhere. ``version`` of the engine is the one whose names
+    were checked. ``command`` starts it; ``steps`` come before, each a command line. ``config`` is
+    its own configuration, and ``files`` are texts by name. ``head``: the folder of a converted
+    head.
     """
 
+    engine: str
+    version: str
     target: str
     draft: DraftSpec
     length: int
@@ -43,6 +48,12 @@ class ExportedDraft:
     rule: str
     batch: int
     out: Path | None
+    command: list[str] = field(default_factory=list)
+    steps: list[str] = field(default_factory=list)
+    config: dict[str, Any] = field(default_factory=dict)
+    files: dict[str, str] = field(default_factory=dict)
+    head: str | None = None
+    approximations: list[Approximation] = field(default_factory=list)
 
     @property
     def target_path(self) -> str:
@@ -70,31 +81,6 @@ class ExportedDraft:
         """Where a file of this name will lie; the bare name if nothing is written."""
         return name if self.out is None else str((self.out / name).resolve())
 
-
-def _absolute(name: str) -> str:
-    """The absolute folder of a built-in or local model; a hub name as it is."""
-    path = resolve(name)
-    folder = Path(path).expanduser()
-    return str(folder.resolve()) if folder.exists() else path
-
-
-@dataclass
-class Exported:
-    """What another engine is given; ``version`` is the one whose names were checked.
-
-    ``command`` starts it; ``steps`` come before, each a command line. ``config`` is its own
-    configuration, and ``files`` are texts by name. ``head``: the folder of a converted head.
-    """
-
-    engine: str
-    version: str
-    command: list[str] = field(default_factory=list)
-    steps: list[str] = field(default_factory=list)
-    config: dict[str, Any] = field(default_factory=dict)
-    files: dict[str, str] = field(default_factory=dict)
-    head: str | None = None
-    approximations: list[Approximation] = field(default_factory=list)
-
     @property
     def command_line(self) -> str:
         return shlex.join(self.command)
@@ -107,32 +93,42 @@ class Exported:
 
     def record(self) -> dict[str, Any]:
         """Plain data for JSON."""
-        values = dict(vars(self))
-        values["checked_against"] = values.pop("version")
-        return values | {"approximations": [one._asdict() for one in self.approximations]}
+        names = ("engine", "command", "steps", "config", "files", "head")
+        values = {name: getattr(self, name) for name in names}
+        values["approximations"] = [
+            approximation._asdict() for approximation in self.approximations
+        ]
+        return values | {"checked_against": self.version}
 
 
-def note_usual(given: ExportedDraft, made: Exported, trees: bool, rules: tuple[str, ...]) -> None:
+def _absolute(name: str) -> str:
+    """The absolute folder of a built-in or local model; a hub name as it is."""
+    path = resolve(name)
+    folder = Path(path).expanduser()
+    return str(folder.resolve()) if folder.exists() else path
+
+
+def note_usual(export: Export, trees: bool, rules: tuple[str, ...]) -> None:
     """What most engines lack: the adaptive length, trees, and rules but the usual one."""
-    _, nodes, width = given.tree()
-    if given.adaptive:
-        made.approximate(
+    _, nodes, width = export.tree()
+    if export.adaptive:
+        export.approximate(
             "adaptive draft length",
-            f"{given.length} tokens at every step",
+            f"{export.length} tokens at every step",
             "it also drafts where nothing is accepted: measure at your load",
         )
     if width > 1 and not trees:
-        made.approximate(
+        export.approximate(
             f"trees of {nodes} nodes",
-            f"chains of {given.length}",
+            f"chains of {export.length}",
             "fewer tokens a step than was measured with trees; bench a chain here first",
         )
-    if given.rule not in ("auto", *rules):
+    if export.rule not in ("auto", *rules):
         cost = "at most as many tokens a step when sampling; greedy text is the same"
-        if given.rule == "coupled":
+        if export.rule == "coupled":
             cost = "sampled text with a seed depends on drafts and batch; greedy is the same"
-        made.approximate(f"rule {given.rule!r}", f"rule {rules[0]!r}", cost)
-    if isinstance(given.draft, DraftModel) and given.draft.vocab == "string":
-        made.approximate(
+        export.approximate(f"rule {export.rule!r}", f"rule {rules[0]!r}", cost)
+    if isinstance(export.draft, DraftModel) and export.draft.vocab == "string":
+        export.approximate(
             "a draft with another tokenizer, by text", "token ids", "the engine may refuse it"
         )
