@@ -51,8 +51,8 @@ def profile(
     engines = _engines(engine, concurrency)
     target = engines[0][1]
     encoded = [prompt.encode(target) for prompt in prompts]
-    places = steady.choose(encoded, concurrency, target.max_model_len)
-    chosen = [encoded[number] for number in places]
+    indices = steady.choose(encoded, concurrency, target.max_model_len)
+    chosen = [encoded[number] for number in indices]
     result = runs.ProfileResult()
     with (
         partial_results() as interrupted,
@@ -60,7 +60,7 @@ def profile(
     ):
         begin = partial(advance, 1)
         runs.profile_all(engines, chosen, steps, rounds, trace, result, begin)
-    names = list(dict.fromkeys(prompts[number].name for number in places))
+    names = list(dict.fromkeys(prompts[number].name for number in indices))
     record = {
         "model": engine.model,
         "draft": engine.resolved_draft,

@@ -50,7 +50,7 @@ def test_the_embedded_pair_has_its_own_candidates() -> None:
     assert "model:paceline/tiny-draft,nodes=0" in specs
     assert "eagle3:paceline/tiny-eagle3,branching=2x2x1x1x1" in specs
     assert {"medusa:paceline/tiny-medusa", "ngram", "suffix", "recycling"} <= set(specs)
-    assert not any(candidate.given for candidate in found)
+    assert not any(candidate.requested for candidate in found)
     assert [candidate.spec for candidate in found if candidate.default] == ["auto"]
     families = list(dict.fromkeys(candidate.family for candidate in found))
     assert families[:3] == ["ngram", "suffix", "recycling"]  # those that run a model are dearer
@@ -98,13 +98,13 @@ def test_another_draft_must_beat_the_default_clearly() -> None:
 
 def test_other_targets_have_what_is_given_and_what_needs_no_training() -> None:
     found = at_hand("other", ["some/draft", "ngram:min=2"])
-    assert [c.spec for c in found if c.given] == [
+    assert [c.spec for c in found if c.requested] == [
         "model:some/draft,nodes=0",
         "model:some/draft,branching=2x2x1x1x1",
         "model:some/draft,nodes=8",
         "ngram:min=2",
     ]
-    free = [c.spec for c in found if not c.given and not c.default]
+    free = [c.spec for c in found if not c.requested and not c.default]
     assert free == [
         "ngram",
         "suffix",
@@ -340,7 +340,7 @@ def test_what_cannot_be_tuned(folders: tuple[str, str]) -> None:
             TuningOutcome.start(TuneOptions(max_tokens=500), llm),
             lambda what: None,
         )
-    given = variants("nowhere/at/all", given=True)
+    given = variants("nowhere/at/all", requested=True)
     with pytest.raises(PacelineError, match="nowhere/at/all"):
         tune(
             llm,
@@ -350,6 +350,6 @@ def test_what_cannot_be_tuned(folders: tuple[str, str]) -> None:
             lambda what: None,
         )
     with pytest.raises(ConfigError, match="has no option colour"):
-        options = DrafterCandidate("n", "ngram:colour=1", "ngram", "chain", given=True)
+        options = DrafterCandidate("n", "ngram:colour=1", "ngram", "chain", requested=True)
         asked = TuneOptions(max_tokens=4)
         tune(llm, [options], words(2), TuningOutcome.start(asked, llm), lambda what: None)

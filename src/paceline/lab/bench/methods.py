@@ -59,7 +59,7 @@ def parse_method(text: str, draft: str | None, length: Length = "auto") -> Metho
     Without ``@`` ours take ``length``, those of transformers the library's own default.
     """
     text = text.strip()
-    body, own_length = _split(text)
+    body, named_length = _split(text)
     head, _, variant = body.partition(":")
     if head == URL:
         address = text.partition(":")[2]
@@ -72,9 +72,9 @@ def parse_method(text: str, draft: str | None, length: Length = "auto") -> Metho
             "name it as url:http://HOST:PORT"
         )
     if head == TRANSFORMERS:
-        return _transformers(text, variant, draft, own_length)
+        return _transformers(text, variant, draft, named_length)
     if body in (PLAIN, "none"):
-        if own_length is not None:
+        if named_length is not None:
             raise ConfigError(f"method {text!r}: plain decoding drafts nothing; leave out the @")
         return Method(PLAIN, length=0)
     if body == DRAFT:
@@ -88,7 +88,7 @@ def parse_method(text: str, draft: str | None, length: Length = "auto") -> Metho
         or Path(body).expanduser().is_dir()
     ):
         raise _unknown(text)
-    return Method(text, body, length if own_length is None else own_length)
+    return Method(text, body, length if named_length is None else named_length)
 
 
 def _transformers(text: str, variant: str, draft: str | None, length: Length | None) -> Method:

@@ -182,6 +182,8 @@ class _Pages:
             f"{result.amount()} from {settings['source']}; at most {settings['max_tokens']} tokens "
             f"an answer; the methods take turns, {rounds} {'round' if rounds == 1 else 'rounds'}"
         )
+        if result.suite is not None:
+            how += "; turn by turn, batch 1; the bonus token is counted"
         warnings = [line + "." for line in result.complaints()]
         if result.interrupted:
             warnings.append("Interrupted: these are the figures of what was complete.")

@@ -52,7 +52,7 @@ class MeanDraft:
             levels,
             nodes=sum(run.drafted or 0 for run in rounds) / steps,
             passes=below + (levels - low) * (above - below),
-            rates=tuple(won / of for won, of in pairs if of),
+            rates=tuple(count / before for count, before in pairs if before),
             acceptance=sum(accepted) / max(1, sum(reached)),
         )
 

@@ -21,7 +21,7 @@ OnProgress = Callable[[str], None]  # is told what runs next
 OnJob = Callable[[BenchEngine, BenchJob], TimedRun]  # how an engine does a job
 
 
-def _tell_nobody(what: str) -> None:
+def _say_nothing(what: str) -> None:
     pass
 
 
@@ -47,7 +47,7 @@ def take_turns(
     engines: Sequence[BenchEngine],
     rounds: int,
     record: HeatRecord,
-    advance: OnProgress = _tell_nobody,
+    advance: OnProgress = _say_nothing,
     budget: Budget | None = None,
     answer: OnJob = one_run,
 ) -> None:
@@ -176,7 +176,7 @@ class Sweep:
         methods: Sequence[Method],
         start: Callable[[Method, int], BenchEngine],
         record: HeatRecord,
-        advance: OnProgress = _tell_nobody,
+        advance: OnProgress = _say_nothing,
         finished: Callable[[int, Sequence[BenchEngine]], None] = lambda clients, engines: None,
         budget: Budget | None = None,
         answer: OnJob = one_run,

@@ -65,8 +65,8 @@ def compare(record: HeatRecord, judge: Judge, sampled: Collection[str] = ()) -> 
     for heat in (heat for heat in record.heats if PLAIN in heat.outcomes):
         job, plain = heat.job, heat.outcomes[PLAIN]
         for name, run in heat.outcomes.items():
-            asked = zip(plain.asks or job.asks, run.asks or job.asks, strict=False)
-            for number, (ask, other) in enumerate(asked):
+            requests = zip(plain.asks or job.asks, run.asks or job.asks, strict=False)
+            for number, (ask, other) in enumerate(requests):
                 params = ask.params
                 left, right = plain.answers[number].tokens, run.answers[number].tokens
                 key = (name, ask.prompt, params.temperature, params.seed, left, right)

@@ -12,14 +12,14 @@ from paceline.model.names import DEFAULT_DRAFT, EMBEDDED, MADE_FOR, has_assets
 
 @dataclass(frozen=True)
 class DrafterCandidate:
-    """``shape``: how its trees grow. ``given``: the user asked for it, so it must load.
+    """``shape``: how its trees grow. ``requested``: the user named it, so it must load.
     ``default``: commands take it where no draft is named, so it is confirmed, not predicted."""
 
     label: str
     spec: str
     family: str
     shape: str
-    given: bool = False
+    requested: bool = False
     default: bool = False
 
 
@@ -30,9 +30,9 @@ def at_hand(model: str, drafts: Sequence[str], only: bool = False) -> list[Draft
     Without any of the user's, those built in for the target are taken. ``only``: nothing but the
     user's. Raises ConfigError on a spec that cannot be read.
     """
-    given = [variant for text in drafts for variant in variants(text, given=True)]
-    if only and given:
-        return _unique(given)
+    requested = [variant for text in drafts for variant in variants(text, requested=True)]
+    if only and requested:
+        return _unique(requested)
     trained: list[DrafterCandidate] = []
     if not drafts:
         # Kinds that share weights are variants of the first of them.
@@ -43,14 +43,18 @@ def at_hand(model: str, drafts: Sequence[str], only: bool = False) -> list[Draft
         trained = [variant for text in here for variant in variants(text)]
     unasked = ("always",) if model == EMBEDDED else ("always", "real")
     untrained = [kind for kind in DRAFTERS if DRAFTERS[kind].tried in unasked]
-    candidates = [*given, *trained, *(variant for text in untrained for variant in variants(text))]
+    candidates = [
+        *requested,
+        *trained,
+        *(variant for text in untrained for variant in variants(text)),
+    ]
     return [*_unique(sorted(candidates, key=_dearness)), default_candidate(DEFAULT_DRAFT)]
 
 
 def _dearness(candidate: DrafterCandidate) -> int:
     """The user's come first, then those that only look up, then those that run a model."""
     record = DRAFTERS[candidate.family]
-    if candidate.given:
+    if candidate.requested:
         return 0
     if record.looks_up:
         return 1
@@ -64,7 +68,7 @@ def default_candidate(text: str) -> DrafterCandidate:
     return DrafterCandidate(label, str(spec), spec.kind, "", default=True)
 
 
-def variants(text: str, given: bool = False) -> list[DrafterCandidate]:
+def variants(text: str, requested: bool = False) -> list[DrafterCandidate]:
     """A draft with the shapes of trees and the precisions that are tried for it."""
     spec = parse_draft(text)
     shaped = [
@@ -73,7 +77,7 @@ def variants(text: str, given: bool = False) -> list[DrafterCandidate]:
             str(spec_variant),
             spec_variant.kind,
             shape,
-            given,
+            requested,
         )
         for shape, spec_variant in spec.variants().items()
     ]

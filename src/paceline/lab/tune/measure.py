@@ -229,7 +229,7 @@ def measure_method(
         spec=candidate.spec,
         family=candidate.family,
         shape=candidate.shape,
-        survival=tuple(won / levels.sequences for won in levels.accepted_at),
+        survival=tuple(accepted / levels.sequences for accepted in levels.accepted_at),
         acceptance=levels.rates,
         reached=levels.reached,
         nodes=tuple(fill * most for most in costs.nodes[: longest + 1]),

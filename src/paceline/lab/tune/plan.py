@@ -143,8 +143,8 @@ def tune(
     default = next((candidate for candidate in candidates if candidate.default), None)
     measured = [candidate for candidate in candidates if not candidate.default]
     ordered = in_turn(measured, lambda candidate: candidate.family)
-    given = {c.spec.partition(",")[0]: c.spec for c in ordered if c.given}
-    for spec in given.values():
+    requested = {c.spec.partition(",")[0]: c.spec for c in ordered if c.requested}
+    for spec in requested.values():
         run.beside(spec).close()  # what does not load is said before minutes pass
     before = outcome.spent
     try:
@@ -234,7 +234,7 @@ class _Tuning:
         try:
             llm = self.beside(candidate.spec)
         except PacelineError as error:
-            if candidate.given:
+            if candidate.requested:
                 raise
             outcome.leave_out(candidate.label, str(error))
             return

@@ -79,8 +79,8 @@ class MeasuredMethod:
     def mean_acceptance(self) -> float:
         """Of all positions that were tried, the share that was accepted."""
         tried = sum(self.reached)
-        won = sum(rate * count for rate, count in zip(self.acceptance, self.reached, strict=True))
-        return won / tried if tried else 0.0
+        pairs = zip(self.acceptance, self.reached, strict=True)
+        return sum(rate * count for rate, count in pairs) / tried if tried else 0.0
 
 
 @lru_cache(maxsize=256)
