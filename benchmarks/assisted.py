@@ -15,6 +15,7 @@ import argparse
 import statistics
 import time
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
@@ -51,29 +52,19 @@ def ways_of(models: list[Any], assistant: Any, drafts: list[str], tokens: int) -
 def measure(ways: dict[str, Way], prompts: list[torch.Tensor], rounds: int) -> dict[str, Any]:
     """Tokens a second of each way, and how many answers were plain's."""
     answers: dict[str, list[torch.Tensor]] = {}
-    seconds: dict[str, list[list[float]]] = {name: [] for name in ways}  # by prompt
 
-    def run(name: str) -> Callable[[], float]:
-        def timed() -> float:
-            answers[name], took = [], []
-            for ids in prompts:
-                began = time.perf_counter()
-                answers[name].append(ways[name](ids))
-                took.append(time.perf_counter() - began)
-            seconds[name].append(took)
-            return sum(took)
+    def run(name: str) -> float:
+        began = time.perf_counter()
+        answers[name] = [ways[name](ids) for ids in prompts]
+        return time.perf_counter() - began
 
-        return timed
-
-    totals = alternate({name: run(name) for name in ways}, rounds)
     figures = {}
-    for name, own in totals.items():
+    for name, seconds in alternate({name: partial(run, name) for name in ways}, rounds).items():
         written = sum(a.shape[1] - p.shape[1] for a, p in zip(answers[name], prompts, strict=True))
         pairs = zip(answers[name], answers["plain"], strict=True)
-        medians = map(statistics.median, zip(*seconds[name][1:], strict=True))
         figures[name] = {
-            "tokens_per_second": written / sum(medians),
-            "range": [written / max(own), written / min(own)],
+            "tokens_per_second": written / statistics.median(seconds),
+            "range": [written / max(seconds), written / min(seconds)],
             "same": sum(torch.equal(a, b) for a, b in pairs),
             "of": len(prompts),
         }

@@ -46,7 +46,15 @@ from rich.console import Console
 import inflate
 import real
 from drafter_figures import PLAIN, as_report, brief, ratios
-from measuring import OtherLoad, append_record, machine, read_records, rotated, wait_until_quiet
+from measuring import (
+    OtherLoad,
+    append_record,
+    machine,
+    numbers,
+    read_records,
+    rotated,
+    wait_until_quiet,
+)
 from paceline.core.params import SamplingParams
 from paceline.errors import PacelineError
 from paceline.lab.bench.prompts import evenly
@@ -110,8 +118,8 @@ def parse(arguments: list[str]) -> argparse.Namespace:
     add("--device", default="auto")
     add("--drafters", "--only", help="names of rows, comma-separated; default: all there are")
     add("--spec", action="append", default=[], metavar="NAME=SPEC", help="one more drafter")
-    add("--fixed", default="", metavar="0,1,2,...", help="chosen lengths beside the adaptive one")
-    add("--batches", default="1")
+    add("--fixed", type=numbers, default=[], help="chosen lengths beside the adaptive one, 0,2,4")
+    add("--batches", type=numbers, default=[1])
     add("--modes", default="greedy,sampled")
     add("--cells", default="*", help="only those that match, such as 'b1/*' or 'b*/greedy'")
     add("--sets", "--suites", help="comma-separated; default: see README.md")
@@ -130,9 +138,7 @@ def parse(arguments: list[str]) -> argparse.Namespace:
     for name, value in zip(("prompts", "later", "again", "tokens"), usual, strict=True):
         if getattr(args, name) is None:
             setattr(args, name, value)
-    args.batches = [int(part) for part in args.batches.split(",")]
     args.modes = args.modes.split(",")
-    args.fixed = [int(part) for part in args.fixed.split(",") if part]
     is_real = args.pair == real.NAME
     args.drafters = args.drafters or (",".join(REAL_ROWS) if is_real else None)
     args.sets = args.sets.split(",") if args.sets else [*(real.SETS if is_real else ALL_SUITES)]

@@ -11,9 +11,7 @@ step can be captured by torch.cuda.graphs and what that gains. Exit code 1 if a 
 from __future__ import annotations
 
 import argparse
-import statistics
 import sys
-import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -25,6 +23,7 @@ from measuring import finish
 from paceline import LLM, SamplingParams
 from paceline.core.batch import Batch, Span
 from paceline.drafters import DRAFTERS
+from paceline.model.measure import measure
 
 PROMPTS = ["Once upon a time there was a", "one two one two one two", "def add(a, b):\n    return"]
 PARAMS = {
@@ -63,18 +62,6 @@ def step_of(llm: LLM, rows: int) -> Callable[[], torch.Tensor]:
     return step
 
 
-def seconds(step: Callable[[], Any], device: torch.device, rounds: int = 20) -> float:
-    """The median of some rounds, the device waited for."""
-    taken = []
-    for _ in range(rounds + 3):
-        began = time.perf_counter()
-        step()
-        if device.type == "cuda":
-            torch.cuda.synchronize(device)
-        taken.append(time.perf_counter() - began)
-    return statistics.median(taken[3:])
-
-
 def captured(step: Callable[[], torch.Tensor], device: torch.device) -> float | str:
     """Seconds of the step as a CUDA graph, or why there is none."""
     if device.type != "cuda":
@@ -90,7 +77,7 @@ def captured(step: Callable[[], torch.Tensor], device: torch.device) -> float | 
             step()
     except RuntimeError as error:
         return str(error).splitlines()[0]
-    return seconds(graph.replay, device)
+    return measure(lambda _: graph.replay(), [1], device).seconds[0]
 
 
 def main(arguments: list[str] | None = None) -> int:
@@ -116,7 +103,9 @@ def main(arguments: list[str] | None = None) -> int:
             f"{kind:14} {'differs: ' + ', '.join(parted) if parted else 'the same texts'}"
         )
     apart = max(float((step_of(plain, n)().cpu() - step_of(host, n)()).abs().max()) for n in (1, 8))
-    prices = {rows: seconds(step_of(plain, rows), device) for rows in ROWS}
+    steps = {rows: step_of(plain, rows) for rows in ROWS}
+    curve = measure(lambda rows: steps[rows](), ROWS, device)
+    prices = dict(zip(ROWS, curve.seconds, strict=True))
     graphs = {rows: captured(step_of(plain, rows), device) for rows in (1, 8)}
     console.print(f"logits apart by {apart:.1e} at most (float32, 1 and 8 rows)")
     for rows, price in prices.items():

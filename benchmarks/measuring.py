@@ -44,6 +44,11 @@ def machine(device: str = "cpu") -> dict[str, Any]:
     }
 
 
+def numbers(text: str) -> list[int]:
+    """``1,4,16``, an option of the scripts; none of an empty text."""
+    return [int(part) for part in text.split(",") if part]
+
+
 # -- turns ---------------------------------------------------------------------------------------
 
 

@@ -44,7 +44,7 @@ from rich.console import Console
 from rich.progress import track
 
 import real
-from measuring import alternate, finish, machine, median_ratio
+from measuring import alternate, finish, machine, median_ratio, numbers
 from paceline import LLM, SamplingParams
 from paceline.engine.driver import Drive
 from paceline.lab.bench.figures import percentile
@@ -331,11 +331,6 @@ def measure(args: argparse.Namespace, work: Work) -> list[Cell]:
                     seen = cell.latencies[kind, way] = Latencies()
                     over_http(port, cell.concurrency, work, way, seen)
     return cells
-
-
-def numbers(text: str) -> list[int]:
-    """``1,4,16``."""
-    return [int(part) for part in text.split(",")]
 
 
 def parse(arguments: list[str]) -> argparse.Namespace:

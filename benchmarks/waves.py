@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
@@ -20,7 +19,6 @@ class Run:
 
     tokens: int = 0
     seconds: float = 0.0
-    cpu: float = 0.0  # processor seconds of this process: others disturb them less
     drafted: int = 0
     accepted: int = 0
     steps: int = 0  # target steps, of all sequences
@@ -45,15 +43,12 @@ class _Wave:
     ) -> None:
         pairs = zip(prompts, params, strict=True)
         self.drive = Drive(one.llm.engine, [sequence(ids, own, one.ends) for ids, own in pairs])
-        self.cpu = 0.0
 
     def work(self, turn: float) -> None:
         """Steps for ``turn`` seconds, at least one."""
         until = self.drive.seconds + turn
-        cpu = time.process_time()
         while self.drive.busy and self.drive.seconds < until:
             self.drive.step()
-        self.cpu += time.process_time() - cpu
 
     def end(self) -> Run:
         """Drops what is left."""
@@ -62,7 +57,6 @@ class _Wave:
         return Run(
             tokens=self.drive.tokens,
             seconds=self.drive.seconds,
-            cpu=self.cpu,
             drafted=counts.drafted,
             accepted=counts.accepted,
             steps=counts.target_steps,

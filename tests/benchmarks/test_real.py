@@ -10,7 +10,6 @@ import torch
 from safetensors.torch import load_file
 
 import drafters
-import perturbed
 import real
 import serving
 from paceline import LLM
@@ -79,7 +78,7 @@ def test_a_perturbed_copy_is_half_a_step_away_and_made_once(
 ) -> None:
     monkeypatch.setenv("PACELINE_CACHE", str(tmp_path))
     source = Path(pair_room[1]["target"])
-    out = perturbed.perturbed(source)
+    out = real.perturbed(source)
     before, after = (load_file(folder / "model.safetensors") for folder in (source, out))
     assert before.keys() == after.keys() and (out / "tokenizer.json").is_file()
     moved = 0
@@ -94,5 +93,5 @@ def test_a_perturbed_copy_is_half_a_step_away_and_made_once(
         moved += 1
     assert moved >= 8
     stamp = (out / "model.safetensors").stat().st_mtime_ns
-    assert perturbed.perturbed(source) == out == real.target_folder(str(source), perturb=True)
+    assert real.perturbed(source) == out == real.target_folder(str(source), perturb=True)
     assert (out / "model.safetensors").stat().st_mtime_ns == stamp

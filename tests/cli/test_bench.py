@@ -77,8 +77,7 @@ def test_tables_and_markdown(tiny_pair: TinyPair, tmp_path: Path) -> None:
         assert words in result.stdout, words
     text = report.read_text(encoding="utf-8")
     figures = {path.name for path in tmp_path.glob("*.svg")}
-    assert {"bench-speedup-t0.svg", "bench-acceptance.svg", "bench-steps.svg"} <= figures
-    assert {"bench-concurrency.svg", "bench-temperature.svg"} <= figures
+    assert {"bench-speedup-t0.svg", "bench-acceptance.svg", "bench-concurrency.svg"} <= figures
     assert all(name in text for name in figures)
 
 
