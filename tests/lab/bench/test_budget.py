@@ -86,12 +86,11 @@ def test_categories_and_temperatures_take_turns() -> None:
     assert len(found) == 8
 
 
-def test_crowds_shrink_to_what_fits_but_not_below_two_requests_a_client() -> None:
+def test_crowds_shrink_to_two_requests_a_client_within_a_budget() -> None:
     many = [("chat", [n]) for n in range(1, 41)]
     (whole,) = Sweep(8).jobs(many, 4)
-    (fewer,) = Sweep(8).jobs(many, 4, most_waves=3.7)
-    (least,) = Sweep(8).jobs(many, 4, most_waves=0.1)
-    assert [len(found.asks) for found in (whole, fewer, least)] == [40, 12, 8]
+    (hurried,) = Sweep(8).jobs(many, 4, hurried=True)
+    assert [len(found.asks) for found in (whole, hurried)] == [40, 8]
 
 
 def test_every_concurrency_has_its_share() -> None:

@@ -57,9 +57,9 @@ def test_spec_bench_has_six_tasks(tmp_path: Path) -> None:
     ]  # they take turns, so that what is measured in part has all of them
     assert len(questions) == 14 and tasks.count(MULTI_TURN) == 4
     assert questions[0].turns == ("writing 0", "and then?")
-    few = load_questions(SUITES["spec-bench"], tmp_path, per_task=1)  # a folder: its file is found
+    few = load_questions(SUITES["spec-bench"], tmp_path / "question.jsonl", per_task=1)
     assert [question.category for question in few] == tasks[:6]
-    some = load_questions(SUITES["spec-bench"], tmp_path, ["stem", "qa"])
+    some = load_questions(SUITES["spec-bench"], tmp_path / "question.jsonl", ["stem", "qa"])
     assert {question.category for question in some} == {MULTI_TURN, "Question Answering"}
 
 
@@ -73,7 +73,7 @@ def test_the_other_suites_in_their_own_layouts(tmp_path: Path) -> None:
     code = {"task_id": "HumanEval/0", "prompt": "def f():\n", "entry_point": "f"}
     packed = tmp_path / "HumanEval.jsonl.gz"
     packed.write_bytes(gzip.compress((json.dumps(code) + "\n").encode()))
-    (question,) = load_questions(SUITES["humaneval"], tmp_path)
+    (question,) = load_questions(SUITES["humaneval"], packed)
     assert (question.name, question.category) == ("HumanEval/0", "HumanEval")
     assert question.turns == ("def f():\n",)
 
@@ -92,9 +92,8 @@ def test_other_files_are_refused_in_one_line(tmp_path: Path) -> None:
     empty = lines(tmp_path / "e.jsonl", {"category": "stem", "turns": ["Go", " "]})
     with pytest.raises(DataError, match="turn 2 of e/0 is empty"):
         load_questions(SUITES["mt-bench"], empty)
-    (tmp_path / "folder").mkdir()
-    with pytest.raises(DataError, match=r"has no test.jsonl or gsm8k.jsonl; name GSM8K's file"):
-        load_questions(SUITES["gsm8k"], tmp_path / "folder")
+    with pytest.raises(DataError, match="is a folder; give one file of prompts"):
+        load_questions(SUITES["gsm8k"], tmp_path)
     with pytest.raises(DataError, match="no prompt file"):
         load_questions(SUITES["gsm8k"], tmp_path / "nowhere.jsonl")
     with pytest.raises(ConfigError, match="no suite 'alpaca'; there are spec-bench, mt-bench"):

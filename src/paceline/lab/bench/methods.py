@@ -66,11 +66,6 @@ def parse_method(text: str, draft: str | None, length: Length = "auto") -> Metho
         if not address:
             raise ConfigError(f"method {text!r} needs its address: url:http://HOST:PORT")
         return Method(text, None, None, URL, address)
-    if head in ("llamacpp", "openvino"):
-        raise ConfigError(
-            f"method {text!r}: start that engine's own server (docs/bench.md says how) and "
-            "name it as url:http://HOST:PORT"
-        )
     if head == TRANSFORMERS:
         return _transformers(text, variant, draft, named_length)
     if body in (PLAIN, "none"):

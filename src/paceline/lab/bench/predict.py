@@ -15,7 +15,6 @@ from typing import Any, NamedTuple
 
 from paceline.control.cost import CostModel
 from paceline.engine.alone import DRAFTER, measure_alone
-from paceline.engine.driver import column_sums
 from paceline.lab.bench.engines import Paceline
 from paceline.lab.bench.methods import PLAIN
 from paceline.lab.bench.runs import BenchEngine, HeatRecord, TimedRun, complete, merged
@@ -41,19 +40,18 @@ class MeanDraft:
     @classmethod
     def of(cls, drafter: Any, rounds: Sequence[TimedRun]) -> MeanDraft:
         """From what was counted."""
-        steps = max(1, sum(run.steps for run in rounds))
-        reached = column_sums([run.reached for run in rounds])
-        accepted = column_sums([run.accepted_at for run in rounds])
+        whole = merged(rounds)
+        steps, accepted = max(1, whole.steps), whole.accepted_at
         pairs = zip(accepted, [steps, *accepted], strict=False)
-        levels = sum(run.levels or 0 for run in rounds) / steps
+        levels = (whole.levels or 0) / steps
         low = int(levels)
         below, above = drafter.passes(low), drafter.passes(low + 1)
         return cls(
             levels,
-            nodes=sum(run.drafted or 0 for run in rounds) / steps,
+            nodes=(whole.drafted or 0) / steps,
             passes=below + (levels - low) * (above - below),
             rates=tuple(count / before for count, before in pairs if before),
-            acceptance=sum(accepted) / max(1, sum(reached)),
+            acceptance=sum(accepted) / max(1, sum(whole.reached)),
         )
 
 

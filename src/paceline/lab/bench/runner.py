@@ -131,18 +131,18 @@ class Sweep:
         )
 
     def jobs(
-        self, prompts: CategoryPrompts, concurrency: int, most_waves: float = float("inf")
+        self, prompts: CategoryPrompts, concurrency: int, hurried: bool = False
     ) -> list[BenchJob]:
         """One request at a time: a job a prompt. Several: one job over all prompts, repeated in
-        turn until every client has sent at least two requests, and all equally many; fewer prompts
-        take part if clients would send more than ``most_waves`` requests, two at least.
+        turn until every client has sent at least two requests, and all equally many; ``hurried``:
+        exactly two.
 
         Temperatures and categories take turns: a budget may end the list anywhere.
         """
         if concurrency == 1:
             groups = [(number, category, [ids]) for number, (category, ids) in enumerate(prompts)]
         else:
-            waves = max(_WAVES, int(min(-(-len(prompts) // concurrency), most_waves)))
+            waves = _WAVES if hurried else max(_WAVES, -(-len(prompts) // concurrency))
             many = [prompts[n % len(prompts)][1] for n in range(waves * concurrency)]
             groups = [(0, EVERYTHING, many)]
 
@@ -193,19 +193,10 @@ class Sweep:
             for method in entered(methods, concurrency):
                 advance(f"loading {method.name}")
                 engines.append(start(method, concurrency))
-            todo = self.jobs(prompts, concurrency)
+            todo = self.jobs(prompts, concurrency, hurried=share.seconds is not None)
             advance("warming up")
-            with share.piece("warming up"):
-                warm_up(todo, engines)
+            warm_up(todo, engines)
             if share.seconds is not None:
                 share.reserve = _ENDING * share.left
-            if concurrency > 1 and share.seconds is not None:
-                todo = self.jobs(prompts, concurrency, self._waves(share))
             take_turns(todo, engines, record.rounds, record, advance, share, answer)
             finished(concurrency, engines)
-
-    def _waves(self, budget: Budget) -> float:
-        """Requests of each client that fit, by what warming up took."""
-        warm = min(_WARM_TOKENS, self.max_tokens)
-        wave = (budget.estimate("warming up") or 0.0) * self.max_tokens / warm
-        return budget.left / max(wave, 1e-9)

@@ -45,26 +45,20 @@ _HUMANEVAL = dict.fromkeys(("code", "code_completion", "coding", "humaneval"), "
 
 @dataclass(frozen=True)
 class Suite:
-    """``tasks``: the column of every category; ``files``: names to look for in a folder."""
+    """``tasks``: the column of every category."""
 
     name: str
     title: str
     tasks: dict[str, str]
-    files: tuple[str, ...]
 
 
 SUITES = {
     suite.name: suite
     for suite in (
-        Suite("spec-bench", "Spec-Bench", _SPEC_BENCH, ("question.jsonl", "spec_bench.jsonl")),
-        Suite("mt-bench", "MT-Bench", _MT_BENCH, ("question.jsonl", "mt_bench.jsonl")),
-        Suite("gsm8k", "GSM8K", _GSM8K, ("test.jsonl", "gsm8k.jsonl")),
-        Suite(
-            "humaneval",
-            "HumanEval",
-            _HUMANEVAL,
-            ("HumanEval.jsonl", "HumanEval.jsonl.gz", "humaneval.jsonl"),
-        ),
+        Suite("spec-bench", "Spec-Bench", _SPEC_BENCH),
+        Suite("mt-bench", "MT-Bench", _MT_BENCH),
+        Suite("gsm8k", "GSM8K", _GSM8K),
+        Suite("humaneval", "HumanEval", _HUMANEVAL),
     )
 }
 
@@ -77,7 +71,7 @@ def suite_of(name: str) -> Suite:
 
 
 def load_questions(
-    suite: Suite, path: str | Path, categories: Sequence[str] = (), per_task: int | None = None
+    suite: Suite, file: str | Path, categories: Sequence[str] = (), per_task: int | None = None
 ) -> list[BenchPrompt]:
     """The suite's questions, with their task as category; the tasks take turns, so whenever a run
     ends, it has seen all alike.
@@ -85,7 +79,6 @@ def load_questions(
     ``categories`` are the file's own; ``per_task`` takes so many of each task, evenly spread.
     Raises, in one line, DataError for a file that cannot be read or is of another benchmark.
     """
-    file = _file_of(suite, Path(path))
     questions = [_question(suite, prompt, file) for prompt in load_prompts(file, categories)]
     chosen = [
         question
@@ -95,16 +88,7 @@ def load_questions(
     return in_turn(chosen, lambda question: question.category)
 
 
-def _file_of(suite: Suite, path: Path) -> Path:
-    if not path.is_dir():
-        return path
-    for name in suite.files:
-        if (path / name).is_file():
-            return path / name
-    raise DataError(f"{path} has no {' or '.join(suite.files)}; name {suite.title}'s file itself")
-
-
-def _question(suite: Suite, prompt: BenchPrompt, file: Path) -> BenchPrompt:
+def _question(suite: Suite, prompt: BenchPrompt, file: str | Path) -> BenchPrompt:
     task = suite.tasks.get(prompt.category)
     if task is None:
         known = ", ".join(dict.fromkeys(suite.tasks))
