@@ -53,7 +53,7 @@ def test_the_embedded_pair(tmp_path: Path) -> None:
     assert record["machine"]["threads"] and record["settings"]["concurrency"] == [1, 2]
     text = report.read_text(encoding="utf-8")
     assert text.count("<svg") == 3
-    for title in ("speedup", "acceptance", "concurrency", "steps"):
+    for title in ("speedup", "acceptance", "concurrency"):
         assert f'id="{title}-' in text
 
 

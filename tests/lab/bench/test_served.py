@@ -55,8 +55,8 @@ def test_specs() -> None:
     assert not method.speculates and not method.alone and not method.remembers
     with pytest.raises(ConfigError, match="needs its address"):
         parse_method("url:", None)
-    for text in ("llamacpp:m.gguf", "openvino:folder"):
-        with pytest.raises(ConfigError, match=r"own server .* url:http"):
+    for text in ("llamacpp:m.gguf", "openvino:folder"):  # their servers are named by URL
+        with pytest.raises(ConfigError, match=r"there is no method .* url:http"):
             parse_method(text, None)
 
 
