@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 from operator import attrgetter
 from typing import Any
 
-from paceline.engine.clock import PHASES
+from paceline.engine.driver import StepSums
 from paceline.lab.bench.figures import OVERALL, Row, Spread
 from paceline.lab.bench.methods import PLAIN
 from paceline.lab.bench.result import BenchResult, labels
@@ -93,7 +93,7 @@ _LATENCIES = (
     Column("", "stall p99 ms", "stall_p99", milliseconds),
 )
 _PHASES = (
-    *(Column("", f"{name} ms", f"phases.{name}", milliseconds) for name in PHASES),
+    *(Column("", f"{name} ms", f"phases.{name}", milliseconds) for name in StepSums().seconds),
     Column("", "step ms", "step", milliseconds),
     Column("", "Python", "python", share),
 )
