@@ -338,6 +338,15 @@ def test_the_cache_limits_a_sequence_as_the_context_does(random_pair: tuple[str,
         check_cache(small.engine.cache)
 
 
+def test_a_cache_of_a_few_blocks_is_measured_within_its_room() -> None:
+    """With an adaptive length the start measures forwards over what little the cache holds."""
+    for draft, memory in (("ngram", 1 << 18), ("paceline/tiny-draft", 1 << 19)):
+        llm = LLM("paceline/tiny", draft=draft, kv_cache_memory=memory)
+        assert llm.engine.cache.num_blocks < 5
+        assert llm.generate("Once", SamplingParams(max_tokens=8))[0].finish_reason == "length"
+        check_cache(llm.engine.cache)
+
+
 def test_a_prompt_longer_than_the_cache_is_refused(random_pair: tuple[str, str]) -> None:
     small = small_cache(random_pair)
     with pytest.raises(PromptError, match="has 64 tokens, but the cache holds 64 of the 160") as no:

@@ -77,8 +77,9 @@ def measure_target(
     ``measure``, by default 0.06 s a round. ``begin`` is asked before each of them for a context to
     measure it in; None ends the measuring.
     """
-    context = max(1, min(context, target.max_positions // 2))
-    most = min(target.max_positions, cache.num_blocks * cache.block_size) - context
+    positions = min(target.max_positions, cache.num_blocks * cache.block_size)
+    context = max(1, min(context, positions // 2))
+    most = positions - context
     wanted = {batch: [n for n in asked if n <= most] or [1] for batch, asked in counts.items()}
     reach = context + max(lengths[-1] for lengths in wanted.values())
     room = max(1, cache.num_blocks // -(-reach // cache.block_size))

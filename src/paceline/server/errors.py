@@ -14,6 +14,7 @@ from pydantic import BaseModel
 from starlette.exceptions import HTTPException
 
 from paceline.server.failures import APIError, as_api_error
+from paceline.server.fields import REFUSED
 from paceline.server.requestlog import request_id
 
 
@@ -127,7 +128,9 @@ def invalid(
     names = [str(part) for part in location if not _TRIED.fullmatch(str(part))]
     param = ".".join(names)
     if complaint["type"] == "extra_forbidden":
+        reason = REFUSED.get(names[-1])
         message = f"unknown or unsupported field {param!r}; leave it out"
+        message = message if reason is None else f"{param}: {reason}"
         return APIError(message, param=param, code="unknown_field")
     if complaint["type"] == "json_invalid":
         return APIError("the body is not valid JSON", code="invalid_json")

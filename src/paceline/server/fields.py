@@ -47,6 +47,25 @@ NOTED_AT: Mapping[str, tuple[Any, ...]] = {
     "use_beam_search": (False,),
     "web_search_options": ({},),
 }
+# Why not, for what clients do ask; other unknown fields are refused by name alone.
+REFUSED: Mapping[str, str] = {
+    "audio": "answers are text; audio is not supported",
+    "background": "answers are not made in the background; stream it",
+    "bad_words": "words cannot be banned; use logit_bias for tokens",
+    "container": "there are no containers here",
+    "conversation": "conversations are not kept; use previous_response_id, or send the input again",
+    "documents": "documents are not supported; put their text into a message",
+    "guided_whitespace_pattern": "JSON is written on one line, which cannot be changed",
+    "logits_processors": "code from requests is not run; use logit_bias or a grammar",
+    "mcp_servers": "MCP servers are not called from here; offer their tools as functions",
+    "modalities": 'answers are text; only ["text"] is supported',
+    "prompt": "prompt templates are not kept here; send the messages",
+    "return_tokens_as_token_ids": "not supported; return_token_ids adds the ids",
+    "structural_tag": "structural tags are not supported; use json, regex, choice or grammar",
+    "truncation": 'nothing is left out of a prompt; use "disabled"',
+    "use_beam_search": "beam search is not supported; sample n answers",
+    "web_search_options": "there is no web search here",
+}
 # What vllm-router writes into every request that it passes on; so said, nothing is asked for.
 ROUTER_DEFAULTS: Mapping[str, bool] = {
     "no_stop_trim": False,

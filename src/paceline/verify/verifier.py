@@ -242,16 +242,18 @@ class Verifier:
         self, spans: Sequence[Span], decisions: Decisions, scores: torch.Tensor | None
     ) -> list[Verdict]:
         parts = [span.tree.tokens for span in spans if len(span.tree)]
-        nodes = sum(map(len, parts))
+        nodes = sum(len(span.tree) for span in spans)
+        decided = 2 * nodes + len(spans)
         parts.append(decisions.choices)
         if decisions.accepted is not None:
             parts.append(decisions.accepted)
-        report, known = None, sum(map(len, parts))
+            decided += nodes
+        report = None
         if scores is not None:
             report = StepLogprobs.of(scores, spans, decisions.choices)
             parts.append(report.values)
         values = (torch.cat(parts) if len(parts) > 1 else parts[0]).tolist()
-        whole = values[:known] if report is None else list(map(int, values[:known]))
+        whole = values if report is None else list(map(int, values[:decided]))
         tokens, choices = whole[:nodes], whole[nodes : 2 * nodes + len(spans)]
         accepted = whole[2 * nodes + len(spans) :]
         verdicts: list[Verdict] = []
@@ -263,7 +265,7 @@ class Verifier:
             verdict = self._verdict(span, *drafted)
             if report is not None and verdict.tokens and span.seq.params.logprobs is not None:
                 position = span, row, node, verdict.path, verdict.tokens
-                verdict = replace(verdict, logprobs=report.read(values[known:], *position))
+                verdict = replace(verdict, logprobs=report.read(values[decided:], *position))
             verdicts.append(verdict)
             row, node = row_end, end
         return verdicts
@@ -276,7 +278,7 @@ class Verifier:
         accepted: Sequence[int] = (),
     ) -> Verdict:
         """Of one tree, whose tokens, rows' choices and decisions are on the host."""
-        path = self._path(span, tokens, choices, accepted)
+        path = self._path(span, tokens, choices, accepted) if tokens else ()
         end = path[-1] + 1 if path else 0
         if min(choices) < 0 and any(choices[at] < 0 for at in (0, *(i + 1 for i in path))):
             # NO_TOKEN at a row that the walk came through; elsewhere it does not matter.

@@ -125,7 +125,7 @@ def without_hosted(*hosted: str) -> BeforeValidator:
     """Tools but for those that an API's own servers would run: their types begin with ``hosted``.
 
     A model here is not shown them, so it cannot call them, and they are noted. Where there is
-    nothing else they stay, to be refused by name: who asks for a search alone wants one.
+    nothing else they are refused: who asks for a search alone wants one.
     """
 
     def kept(tools: Any) -> Any:
@@ -133,8 +133,8 @@ def without_hosted(*hosted: str) -> BeforeValidator:
             return tools
         kinds = [str(tool.get("type")) if isinstance(tool, dict) else "" for tool in tools]
         theirs = [kind for kind in kinds if kind.startswith(hosted)]
-        if len(theirs) == len(tools):
-            return tools
+        if theirs and len(theirs) == len(tools):
+            raise ValueError(f"tools of type {theirs[0][:40]!r} are not run here; offer functions")
         for kind in dict.fromkeys(theirs):
             note(f"tools={kind[:40]}")
         return [tool for tool, kind in zip(tools, kinds, strict=True) if kind not in theirs]
