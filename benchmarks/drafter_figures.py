@@ -89,15 +89,13 @@ def _passes(record: Record) -> dict[str, Waves]:
     return {name: own for name, own in named.items() if own}
 
 
-def _over(found: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+def _over(rounds: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
     """Medians of numbers over rounds; of words that of the round with the least ratio."""
-    least = min(found, key=lambda own: float(own["ratio"]))
-    return {
-        key: round(median(own[key] for own in found), 3)
-        if all(isinstance(own[key], float) for own in found)
-        else value
-        for key, value in least.items()
-    } | {"rounds": len(found)}
+    over = dict(min(rounds, key=lambda figures: float(figures["ratio"])))
+    for key, value in over.items():
+        if isinstance(value, float) and all(isinstance(one[key], float) for one in rounds):
+            over[key] = round(median(one[key] for one in rounds), 3)
+    return over | {"rounds": len(rounds)}
 
 
 def target_of(record: Record) -> str:
@@ -111,22 +109,21 @@ def target_of(record: Record) -> str:
 def summary(records: Iterable[Record]) -> dict[str, Any]:
     """{target: {cell: {pass: {engine: figures}}}}; a drafter has ``of_best`` where its lengths
     were chosen, too."""
-    found: dict[tuple[str, str, str, str], list[dict[str, Any]]] = {}
-    best: dict[tuple[str, str, str, str], list[dict[str, Any]]] = {}
+    by_key: dict[tuple[str, str, str, str], list[Waves]] = {}
     for record in records:
         for name, waves in _passes(record).items():
-            for one in waves[0]["by"]:
-                key = (target_of(record), record["cell"], name, one)
-                found.setdefault(key, []).append(figures(waves, one))
-                against = of_best(waves, one) if "@" not in one and one != PLAIN else None
-                if against is not None:
-                    best.setdefault(key, []).append(against)
+            for engine in waves[0]["by"]:
+                key = (target_of(record), record["cell"], name, engine)
+                by_key.setdefault(key, []).append(waves)
     tree: dict[str, Any] = {}
-    for key, own in found.items():
-        branch = tree
+    for key, rounds in by_key.items():
+        engine, branch = key[-1], tree
         for part in key[:-1]:
             branch = branch.setdefault(part, {})
-        branch[key[-1]] = _over(own) | ({"of_best": _over(best[key])} if key in best else {})
+        branch[engine] = _over([figures(waves, engine) for waves in rounds])
+        if "@" not in engine and engine != PLAIN:
+            best = [against for waves in rounds if (against := of_best(waves, engine))]
+            branch[engine] |= {"of_best": _over(best)} if best else {}
     return tree
 
 

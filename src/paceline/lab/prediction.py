@@ -12,16 +12,6 @@ def predicted_by_measured(predicted: float, measured: float) -> float:
     return predicted / measured if measured else 0.0
 
 
-def textbook_speedup(rate: float, length: float, cost: float) -> float:
-    """(1 - a^(g+1)) / ((1 - a)(g c + 1)), Leviathan et al. 2023, theorem 3.8.
-
-    One acceptance ``rate`` a for all positions, drafts of g tokens, and a drafter whose pass
-    takes ``cost`` c of a target forward. Verifying g + 1 tokens is taken to cost what one does.
-    """
-    tokens = length + 1 if rate == 1 else (1 - rate ** (length + 1)) / (1 - rate)
-    return tokens / (length * cost + 1)
-
-
 def token_rate(cost: CostModel, name: Hashable, length: int, batch: int = 1) -> float:
     """Tokens a second of ``batch`` sequences that all draft so many levels."""
     if not length:

@@ -100,7 +100,7 @@ def test_several_clients_alone() -> None:
 
 
 def test_predictions_stand_beside_what_was_measured() -> None:
-    seen = Prediction("model:a/quick@2", 1, 1.9, 2.0, 0.004, 0.005, 0.006, 1.8, 1.7, 1.6)
+    seen = Prediction("model:a/quick@2", 1, 2.0, 0.004, 0.005, 0.006, 1.8, 1.7, 1.6)
     found = result(job(), predictions=[seen])
     text = shown(found)
     assert "Predicted against measured speedup" in sections(found)

@@ -18,7 +18,7 @@ from paceline.engine.alone import DRAFTER, measure_alone
 from paceline.lab.bench.engines import Paceline
 from paceline.lab.bench.methods import PLAIN
 from paceline.lab.bench.runs import BenchEngine, HeatRecord, TimedRun, complete, merged
-from paceline.lab.prediction import predicted_by_measured, textbook_speedup
+from paceline.lab.prediction import predicted_by_measured
 
 
 @dataclass(frozen=True)
@@ -35,7 +35,6 @@ class MeanDraft:
     nodes: float
     passes: float
     rates: tuple[float, ...]
-    acceptance: float
 
     @classmethod
     def of(cls, drafter: Any, rounds: Sequence[TimedRun]) -> MeanDraft:
@@ -51,7 +50,6 @@ class MeanDraft:
             nodes=(whole.drafted or 0) / steps,
             passes=below + (levels - low) * (above - below),
             rates=tuple(count / before for count, before in pairs if before),
-            acceptance=sum(accepted) / max(1, sum(whole.reached)),
         )
 
 
@@ -59,14 +57,13 @@ class MeanDraft:
 class Prediction:
     """Speedups over our own plain decoding. Steps in seconds, without the reading of prompts.
 
-    ``textbook``: one mean acceptance rate and the cost of a drafter's pass. ``predicted``: rates by
-    position, the target's forward over a whole draft, and what verifying and bookkeeping take in a
-    step. ``decoding``: measured in the steps that only decode. ``measured``: of whole runs.
+    ``predicted``: rates by position, the target's forward over a whole draft, and what verifying
+    and bookkeeping take in a step. ``decoding``: measured in the steps that only decode.
+    ``measured``: of whole runs.
     """
 
     method: str
     concurrency: int
-    textbook: float
     tokens_per_step: float
     plain_step: float
     step: float
@@ -130,12 +127,10 @@ def predict(
     tokens = 1.0 + sum(accumulate(drafts.rates, mul))
     # At the end of a run fewer requests are left, and not as soon for both.
     gained = tokens * plain.seconds / plain.sequences * spec.sequences
-    rate = passes / base / drafts.levels if drafts.levels else 0.0
     ratios = [run.rate / other.rate for run, other in zip(rounds, plain_rounds, strict=True)]
     return Prediction(
         method,
         concurrency,
-        textbook=textbook_speedup(drafts.acceptance, drafts.levels, rate),
         tokens_per_step=tokens,
         plain_step=plain.seconds,
         step=step,

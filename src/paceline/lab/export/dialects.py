@@ -5,7 +5,6 @@ the files of what is exported, and raises ConfigError for drafts that the engine
 from __future__ import annotations
 
 import json
-import shlex
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -182,10 +181,8 @@ def _gguf(export: Export, path: str, name: str, *more: str) -> str:
     file = gguf_file(path)
     if file is not None:
         return str(file)
-    written = export.in_folder(name)
-    convert = ["python", "convert_hf_to_gguf.py", path, *more, "--outtype", "bf16"]
-    export.steps.append(shlex.join([*convert, "--outfile", written]))
-    return written
+    convert = ["python", "convert_hf_to_gguf.py", path, *more, "--outtype", "bf16", "--outfile"]
+    return export.convert(name, convert)
 
 
 # -- OpenVINO GenAI: a short Python program; models converted by optimum ---------------------------
@@ -237,10 +234,8 @@ def _openvino_model(export: Export, path: str, name: str) -> str:
     """The folder of a converted model; where it is none, the command that makes it is a step."""
     if (Path(path) / "openvino_model.xml").is_file():
         return path
-    written = export.in_folder(f"{name}-openvino")
     convert = ["optimum-cli", "export", "openvino", "--model", path, "--weight-format", "fp32"]
-    export.steps.append(shlex.join([*convert, written]))
-    return written
+    return export.convert(f"{name}-openvino", convert)
 
 
 DIALECTS = {

@@ -85,6 +85,12 @@ class Export:
     def command_line(self) -> str:
         return shlex.join(self.command)
 
+    def convert(self, name: str, command: list[str]) -> str:
+        """Where the ``command`` writes what the engine loads; it becomes a step."""
+        written = self.in_folder(name)
+        self.steps.append(shlex.join([*command, written]))
+        return written
+
     def approximate(self, what: str, instead: str, cost: str) -> None:
         self.approximations.append(Approximation(what, instead, cost))
 
