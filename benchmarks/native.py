@@ -3,7 +3,7 @@
     python benchmarks/native.py [MODEL] [--dtype bfloat16] [--quantize int4] [--rounds 5] [--json]
     python benchmarks/native.py --wide 3      # random weights, shaped as 3 layers of an 8B model
     python benchmarks/native.py [MODEL] --kv-cache-dtype int8 --context 4096 [--rows 1 8]
-    python benchmarks/native.py --roofline    # reading and multiplying alone, see roofline.py
+    python benchmarks/native.py --roofline    # what products of few rows could cost
 
 Each figure is the median over rounds of the milliseconds of one forward of a chain behind
 ``context`` cached tokens, logits of all rows included; ``ratio`` is by the same backend's one row.
@@ -20,14 +20,23 @@ import json
 import statistics
 import tempfile
 import time
+from collections.abc import Sequence
 from functools import partial
 
 import torch
 from transformers import AutoModelForCausalLM, LlamaConfig
 
-import roofline
 from measuring import alternate
 from paceline.core.batch import Span
+from paceline.kernels.library import (
+    BFLOAT16,
+    OFFSETS_LEAST,
+    SCALE_HALF,
+    CWeight,
+    check,
+    instructions,
+    library,
+)
 from paceline.lab.profiling.machine import read_bandwidth
 from paceline.model.backends.counters import NativeWork, counted
 from paceline.model.paged.cache import PagedCache
@@ -35,6 +44,13 @@ from paceline.model.paged.int8 import INT8, cache_dtype, encode
 from paceline.model.target import CausalModel
 
 ROWS = (1, 2, 4, 8, 16, 32)
+WEIGHTS, INPUTS, PANEL = 134_500_000, 576, 32
+CACHED, STREAMED, COPIES = 16, 1024, 8  # panels of a thread; of a matrix, and how many of these
+FORMS = {
+    "bf16": {},
+    "8 bits": {"bits": 8, "repeat": 2, "scale_kind": SCALE_HALF},
+    "4 bits": {"bits": 4, "repeat": 1, "scale_kind": SCALE_HALF, "offsets": OFFSETS_LEAST},
+}
 
 
 def filled(model: CausalModel, blocks: int, kind: str) -> PagedCache:
@@ -87,6 +103,65 @@ def bytes_read(model: CausalModel, cache: PagedCache, context: int) -> int:
     return sum(w.cache_bytes + sum(read.bytes for read in w.products) for w in works)
 
 
+class Matrices:
+    """``copies`` packed matrices [outputs, INPUTS] of any content, one behind the other."""
+
+    def __init__(self, form: str, outputs: int, copies: int) -> None:
+        self.outputs, self.copies = outputs, copies
+        self.weight = CWeight(None, None, outputs, INPUTS, **FORMS[form])
+        plain = form == "bf16"
+        self.bytes = (
+            library().pl_packed_bytes(BFLOAT16, outputs, INPUTS)
+            if plain
+            else library().pl_quantised_bytes(self.weight)
+        )
+        self._data = torch.randint(1, 50, (self.bytes * copies + (1 << 16),), dtype=torch.uint8)
+        self.weight.data = self._data.data_ptr() + -self._data.data_ptr() % 64
+
+    def seconds(self, rows: int, passes: int) -> float:
+        """Of products with WEIGHTS weights in all, from a number of passes over the matrices."""
+        x = torch.randn(rows, INPUTS, dtype=torch.bfloat16)
+        y = torch.empty(rows, self.outputs, dtype=torch.bfloat16)
+        apart = self.bytes if self.copies > 1 else 0
+        call = (passes, apart, y.data_ptr(), torch.get_num_threads())
+        began = time.perf_counter()
+        check(library().pl_repeat_product(BFLOAT16, self.weight, x.data_ptr(), rows, *call))
+        return (time.perf_counter() - began) / passes * WEIGHTS / (self.outputs * INPUTS)
+
+
+def roofline(rows: Sequence[int], rounds: int, as_json: bool) -> None:
+    """For each precision and number of rows, milliseconds for so many weights as SmolLM2-135M has:
+    ``read`` is their bytes at the speed of a plain sum over memory, ``multiply`` a product whose
+    weights stay in the second cache, ``both`` one whose weights come from memory. ``gap`` is
+    ``both`` by the larger of the two: what latency, conversion and waiting cost beyond either."""
+    threads, rate = torch.get_num_threads(), read_bandwidth(torch.device("cpu"), 1 << 28)
+    records = []
+    for form in FORMS:
+        cached = Matrices(form, CACHED * threads * PANEL, 1)
+        streamed = Matrices(form, STREAMED * PANEL, COPIES)
+        read = streamed.bytes / (streamed.outputs * INPUTS) * WEIGHTS / rate
+        for count in rows:
+            times = alternate(
+                {
+                    "multiply": partial(cached.seconds, count, 200),
+                    "both": partial(streamed.seconds, count, COPIES),
+                },
+                rounds,
+            )
+            multiply, both = (statistics.median(times[name]) for name in ("multiply", "both"))
+            gap = both / max(read, multiply)
+            record = {"read": read, "multiply": multiply, "both": both, "gap": gap}
+            records.append({"form": form, "rows": count, **record})
+    if as_json:
+        print(json.dumps({"kernels": instructions(), "threads": threads, "rows": records}))
+        return
+    print(f"{instructions()}, {threads} threads, {rate / 1e9:.1f} GB/s; milliseconds")
+    print("form    rows    read multiply    both   gap")
+    for r in records:
+        times_ = " ".join(f"{1e3 * r[name]:8.2f}" for name in ("read", "multiply", "both"))
+        print(f"{r['form']:7} {r['rows']:4} {times_} {r['gap']:5.2f}")
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("model", nargs="?", default="paceline/smollm2")
@@ -102,7 +177,7 @@ def main() -> None:
     parser.add_argument("--json", action="store_true")
     options = parser.parse_args()
     if options.roofline:
-        return roofline.run(options.rows, options.rounds, options.json)
+        return roofline(options.rows, options.rounds, options.json)
     with tempfile.TemporaryDirectory() as folder:
         source = wide(options.wide, folder) if options.wide else options.model
         load = partial(CausalModel.load, source, options.dtype, "cpu")

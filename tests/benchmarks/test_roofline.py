@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import nn
 
-import roofline
+import native
 from paceline.kernels.compile import are_kernels_here
 from paceline.kernels.library import BFLOAT16, check, library
 from paceline.model.backends.native.packing import Packed
@@ -17,16 +17,16 @@ pytestmark = pytest.mark.skipif(not are_kernels_here(), reason="no kernels on th
 
 
 def test_every_form_and_number_of_rows_is_measured(capsys: pytest.CaptureFixture[str]) -> None:
-    roofline.run((1, 2), 1, as_json=True)
+    native.roofline((1, 2), 1, as_json=True)
     record = json.loads(capsys.readouterr().out)
     assert [(r["form"], r["rows"]) for r in record["rows"]] == [
-        (form, rows) for form in roofline.FORMS for rows in (1, 2)
+        (form, rows) for form in native.FORMS for rows in (1, 2)
     ]
     for row in record["rows"]:
         assert min(row["read"], row["multiply"], row["both"]) > 0
         assert row["gap"] == pytest.approx(row["both"] / max(row["read"], row["multiply"]))
-    roofline.run((1,), 1, as_json=False)
-    assert len(capsys.readouterr().out.splitlines()) == 2 + len(roofline.FORMS)
+    native.roofline((1,), 1, as_json=False)
+    assert len(capsys.readouterr().out.splitlines()) == 2 + len(native.FORMS)
 
 
 def test_each_pass_is_over_the_weights_behind_the_last() -> None:
