@@ -32,7 +32,6 @@ from paceline.server.wire import (
     REPLIES,
     REQUESTS,
     Ended,
-    Fault,
     LoadModel,
     Scraped,
     StepEvents,
@@ -92,18 +91,18 @@ def test_answers_arrive_as_they_were_sent() -> None:
 def test_errors_keep_what_clients_are_told(
     error: PacelineError, status: int, code: str | None
 ) -> None:
-    data = framed(Ended(1, Fault.of(error)))
-    found = REPLIES.decode(data[4:]).fault.error()
+    data = framed(Ended(1, as_api_error(error)))
+    found = REPLIES.decode(data[4:]).error
     assert (found.status, found.code, str(found)) == (status, code, str(error))
     assert vars(found) == vars(as_api_error(error))
 
 
 def test_other_errors_keep_their_secrets() -> None:
     for error in (ValueError("a secret"), KeyError("a secret")):
-        found = Fault.of(error).error()
+        found = REPLIES.decode(framed(Ended(1, as_api_error(error)))[4:]).error
         assert found.status == 500 and "secret" not in str(found)
     # A message may quote half a surrogate pair.
-    framed(Ended(1, Fault.of(ConfigError("'\ud800' is no text"))))
+    framed(Ended(1, as_api_error(ConfigError("'\ud800' is no text"))))
 
 
 @settings(max_examples=50, deadline=None)

@@ -45,7 +45,7 @@ class SocketEngine(RemoteEngine):
 
     def __init__(self, llm: LLM, limits: Limits | None = None) -> None:
         self.connection, theirs = socket.socketpair()
-        process: Any = self  # ``connection``, ``ended`` and ``end`` are below
+        process: Any = self  # ``connection``, ``ended`` and ``close`` are below
         super().__init__(process, Facts.of(llm), limits)
         self.llm = llm
         self.link = Link(theirs, theirs.close)
@@ -60,7 +60,7 @@ class SocketEngine(RemoteEngine):
     def ended(self) -> str:
         return "has ended"
 
-    def end(self) -> None:
+    def close(self) -> None:
         self.loop.stop()
         self.connection.close()
         self._reader.join(10)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import closing, contextmanager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -107,7 +107,7 @@ def _open(settings: ServeConfig) -> Iterator[Service]:
     from paceline.server.process import EngineProcess, RemoteEngine, load_tokenizer_alone
     from paceline.server.service import Service
 
-    with EngineProcess(settings) as process:
+    with closing(EngineProcess(settings)) as process:
         with showing(), stage(f"loading {settings.model}"):
             try:
                 tokenizer = load_tokenizer_alone(settings)  # while the other process loads

@@ -50,7 +50,7 @@ class _Step(NamedTuple):
 
     made: Mapping[int, DraftOption]  # by sequence
     explores: bool
-    given: bool  # whether a request asked for a length of its own
+    fixed: bool  # whether a request asked for a length of its own
     commits: Sequence[Commit]
     seconds: float
     drafting: float | None
@@ -84,7 +84,7 @@ class AdaptiveController(Controller):
         self._ids: list[int] = []
         self._choices: list[Decision] = []
         self._made: dict[int, DraftOption] = {}  # by sequence: what was decided on
-        self._explores = self._given = self._measures = False
+        self._explores = self._fixed = self._measures = False
         self._since_passes = _WARM  # steps since a drafter ran a model
         self._seen: list[_Step] = []
         self._read: dict[int, dict[Hashable, int]] = {}  # tokens of a sequence, seen by a drafter
@@ -131,7 +131,7 @@ class AdaptiveController(Controller):
     ) -> None:
         batch, same = len(seqs), ids == self._ids
         self._measures = self.cost.wants_plain(batch)
-        self._given = any(seq.params.draft_length is not None for seq in seqs)
+        self._fixed = any(seq.params.draft_length is not None for seq in seqs)
         names = {n for seq in seqs for n in self._members(seq) if n not in self._lookups.drafters}
         may = {name for name in names if self.cost.may_pay(name, batch)}
         self._choices = [Decision(0, None, NOT_ASKED)] * batch
@@ -140,10 +140,10 @@ class AdaptiveController(Controller):
         options: list[list[DraftOption]] = []
         for index, seq in enumerate(seqs):
             self._tokens_read(seq)
-            given, offered = seq.params.draft_length, offers.get(seq.seq_id, {})
-            if given is not None and seq.params.may_draft:
+            fixed_length, offered = seq.params.draft_length, offers.get(seq.seq_id, {})
+            if fixed_length is not None and seq.params.may_draft:
                 ways = self._options(seq, batch, offered, names)
-                self._choices[index] = _given_length(given, ways)
+                self._choices[index] = _fixed_length(fixed_length, ways)
             elif seq.params.may_draft:
                 undecided.append(index)
                 options.append([none, *self._options(seq, batch, offered, may)])
@@ -194,14 +194,14 @@ class AdaptiveController(Controller):
             if name in may:
                 drafts = self.drafts(seq, name, batch)
             elif name in offers:
-                drafts = self._found(seq, name, batch, offers)
+                drafts = self._lookup_options(seq, name, batch, offers)
             else:
                 continue
             margin = _MARGIN**index
             options += [d._replace(seconds=d.seconds * margin) for d in drafts] if index else drafts
         return options
 
-    def _found(
+    def _lookup_options(
         self, seq: SequenceState, name: Hashable, batch: int, offers: Offers
     ) -> list[DraftOption]:
         """What a lookup has found, cut at some lengths."""
@@ -311,15 +311,15 @@ class AdaptiveController(Controller):
             self._lookups.observe(commit.seq_id, commit.tokens)
         if self._explores:
             self.budget.spend(self._aftermath(batch))
-        passes = self._given or any(map(self._runs_model, self._made.values()))
+        passes = self._fixed or any(map(self._runs_model, self._made.values()))
         self._since_passes = 0 if passes else self._since_passes + 1
         if self._made:
-            step = _Step(self._made, self._explores, self._given, commits, seconds, drafting)
+            step = _Step(self._made, self._explores, self._fixed, commits, seconds, drafting)
             self._seen.append(step)
             return
         self.budget.earn(seconds, self.cost.rest(batch))
         due = self._step % 4 == 0 or self._measures
-        if due and not self._given and all(commit.scheduled == 1 for commit in commits):
+        if due and not self._fixed and all(commit.scheduled == 1 for commit in commits):
             self.cost.learn_plain(batch, seconds, batch == 1 and self._since_passes < _WARM)
 
     def _learn_all(self) -> None:
@@ -333,7 +333,7 @@ class AdaptiveController(Controller):
         unread = sum(self._learn(commit, step.made[commit.seq_id]) for commit in tried)
         plain = cost.rest(batch)
         self.budget.earn(step.seconds, plain)
-        if step.given or not all(commit.scheduled == 1 and commit.tokens for commit in commits):
+        if step.fixed or not all(commit.scheduled == 1 and commit.tokens for commit in commits):
             return  # a step that prefills is no measure
         levels: dict[Hashable, list[int]] = {}
         for commit in commits:
@@ -382,7 +382,7 @@ class AdaptiveController(Controller):
         self.cost.acceptance.forget(seq_id)
 
 
-def _given_length(length: int, options: Sequence[DraftOption]) -> Decision:
+def _fixed_length(length: int, options: Sequence[DraftOption]) -> Decision:
     """A request's own length: the member whose longest draft up to it is worth most."""
     longest = {draft.name: draft for draft in options if draft.length <= length}
     best = max(longest.values(), key=lambda draft: draft.gain / draft.seconds, default=None)

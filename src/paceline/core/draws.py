@@ -45,8 +45,8 @@ def coupled_choice(probs: torch.Tensor, rows: Rows) -> torch.Tensor:
     not a distribution.
     """
     seeds = [seq.params.seed or 0 for seq in rows.seqs]
-    best, places = largest(race(probs, seeds, rows.positions))
-    return torch.where(best > 0, places, NO_TOKEN)  # not a number is not above zero
+    best, tokens = largest(race(probs, seeds, rows.positions))
+    return torch.where(best > 0, tokens, NO_TOKEN)  # not a number is not above zero
 
 
 def choose(probs: torch.Tensor, rows: Rows, generator: torch.Generator | None) -> torch.Tensor:

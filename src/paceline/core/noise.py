@@ -128,10 +128,10 @@ def race(probs: torch.Tensor, seeds: Sequence[int], positions: Sequence[int]) ->
         if np.count_nonzero(possible) > _FEW * len(distribution):
             torch.div(distribution, _exponential(_mixed(key, ids)), out=out)
         else:
-            places = torch.from_numpy(np.flatnonzero(possible))
-            rows = distribution.index_select(0, places)
-            noise = _exponential(_mixed(key, ids.index_select(0, places)))
-            out.index_copy_(0, places, rows.div_(noise))
+            ids_with_mass = torch.from_numpy(np.flatnonzero(possible))
+            rows = distribution.index_select(0, ids_with_mass)
+            noise = _exponential(_mixed(key, ids.index_select(0, ids_with_mass)))
+            out.index_copy_(0, ids_with_mass, rows.div_(noise))
     return raced
 
 

@@ -36,8 +36,8 @@ def largest(scores: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     if width % _STRETCH:  # the last stretch overlaps: an entry in both is found in the first
         peaks = torch.cat((peaks, scores[:, width - _STRETCH :].amax(-1, keepdim=True)), 1)
     first = (peaks.to(torch.float32).argmax(-1) * _STRETCH).clamp_(max=width - _STRETCH)
-    places = first.unsqueeze(1) + torch.arange(_STRETCH, device=scores.device)
-    best = scores.gather(1, places).to(torch.float32).max(dim=-1)
+    index = first.unsqueeze(1) + torch.arange(_STRETCH, device=scores.device)
+    best = scores.gather(1, index).to(torch.float32).max(dim=-1)
     return best.values, best.indices.add_(first)
 
 
@@ -94,9 +94,9 @@ def inversion(probs: torch.Tensor, uniforms: torch.Tensor) -> tuple[torch.Tensor
     points = mass * scale
     stretch = torch.searchsorted(cumulative, points, right=True).clamp_(max=sums.shape[1] - 1)
     points = points - (cumulative - sums).gather(1, stretch)
-    places = stretch * _STRETCH + torch.arange(_STRETCH, device=probs.device)
-    weights = probs.gather(1, places.clamp(max=width - 1)).to(torch.float64)
-    within = weights.masked_fill_(places >= width, 0.0).cumsum(-1)
+    index = stretch * _STRETCH + torch.arange(_STRETCH, device=probs.device)
+    weights = probs.gather(1, index.clamp(max=width - 1)).to(torch.float64)
+    within = weights.masked_fill_(index >= width, 0.0).cumsum(-1)
     # The stretch's sum may have been rounded otherwise: its last token is the end of it.
     points = torch.minimum(points.clamp_(min=0.0), within[:, -1:] * _BELOW_ONE)
     inside = torch.searchsorted(within, points, right=True).clamp_(max=_STRETCH - 1)
@@ -107,7 +107,7 @@ def inversion(probs: torch.Tensor, uniforms: torch.Tensor) -> tuple[torch.Tensor
 def _sparse_inversion(
     probs: torch.Tensor, uniforms: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor] | None:
-    """``inversion`` among the places that weigh something; None where those are too many.
+    """``inversion`` among the entries that weigh something; None where those are too many.
 
     Of a distribution that top_p or top_k cut they are a hundredth.
     """
@@ -120,10 +120,10 @@ def _sparse_inversion(
     for row, (weights, mask, uniform) in enumerate(
         zip(rows, possible, uniforms.tolist(), strict=True)
     ):
-        places = np.flatnonzero(mask)
-        if len(places):
-            cumulative = weights[places].cumsum(dtype=np.float64)
+        index = np.flatnonzero(mask)
+        if len(index):
+            cumulative = weights[index].cumsum(dtype=np.float64)
             mass[row] = total = float(cumulative[-1])
             at = np.searchsorted(cumulative, total * (uniform * _BELOW_ONE), side="right")
-            chosen[row] = int(places[min(int(at), len(places) - 1)])
+            chosen[row] = int(index[min(int(at), len(index) - 1)])
     return chosen, mass

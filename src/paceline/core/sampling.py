@@ -222,8 +222,8 @@ def greedy_choice(scores: torch.Tensor) -> torch.Tensor:
 
     NO_TOKEN where that is not finite: a score is not a number, or nothing is allowed.
     """
-    best, places = largest(scores)
-    return torch.where(best.abs() < torch.inf, places, NO_TOKEN)
+    best, tokens = largest(scores)
+    return torch.where(best.abs() < torch.inf, tokens, NO_TOKEN)
 
 
 def one_hot(tokens: torch.Tensor, width: int) -> torch.Tensor:

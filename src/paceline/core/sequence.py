@@ -133,7 +133,7 @@ class Occurrences:
     def __init__(self, prompt_length: int) -> None:
         self.ids: list[int] = []
         self.counts: list[int] = []
-        self._place: dict[int, int] = {}
+        self._index_of: dict[int, int] = {}
         self._seen = TokenView([], 0)  # the tokens counted so far
         self._prompt = prompt_length
 
@@ -146,7 +146,7 @@ class Occurrences:
         known = len(self._seen)
         new = view[known:]
         for at, token in enumerate(new, known):
-            index = self._place.setdefault(token, len(self.ids))
+            index = self._index_of.setdefault(token, len(self.ids))
             if index == len(self.ids):
                 self.ids.append(token)
                 self.counts.append(0)

@@ -16,14 +16,7 @@ from dataclasses import replace
 import torch
 
 from paceline.control.controller import NO_DRAFT, PLAIN, Controller, Decision
-from paceline.core.batch import (
-    Batch,
-    Commit,
-    ModelOutput,
-    Plan,
-    Span,
-    Verdict,
-)
+from paceline.core.batch import Batch, Commit, ModelOutput, Plan, Span, Verdict
 from paceline.core.draws import draws_unseeded
 from paceline.core.params import TokenLogprob
 from paceline.core.sampling import needs_logits

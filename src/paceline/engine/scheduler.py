@@ -99,20 +99,12 @@ class Scheduler:
                 rows -= min(scheduled, seq.unscored)
                 scheduled_parts.append((seq, scheduled))
         # Drafts take what is left: they are worth a block, but not another sequence's.
-        return Plan(
-            tuple(
-                Slice(
-                    seq.view(),
-                    scheduled,
-                    self._draft_length(
-                        seq, scheduled, self.requested[seq.seq_id].length, max_nodes
-                    ),
-                    seq.drafts,
-                    self.requested[seq.seq_id].drafter,
-                )
-                for seq, scheduled in scheduled_parts
-            )
-        )
+        slices: list[Slice] = []
+        for seq, scheduled in scheduled_parts:
+            choice = self.requested[seq.seq_id]
+            length = self._draft_length(seq, scheduled, choice.length, max_nodes)
+            slices.append(Slice(seq.view(), scheduled, length, seq.drafts, choice.drafter))
+        return Plan(tuple(slices))
 
     def alone(self, seq: SequenceState) -> Plan:
         """A step of one running sequence, without a draft; empty if it had to give way."""

@@ -15,17 +15,8 @@ from collections.abc import Callable
 from typing import NoReturn
 
 from paceline.errors import PacelineError
+from paceline.server import wire
 from paceline.server.loop import EngineLoop
-from paceline.server.wire import (
-    REQUESTS,
-    Facts,
-    Failed,
-    Hello,
-    LoadModel,
-    WireMessage,
-    framed,
-    read_message,
-)
 
 
 def _end(code: int) -> NoReturn:
@@ -46,24 +37,20 @@ class Link:
         self._writing = threading.Lock()
         self.loop: EngineLoop | None = None
 
-    def send(self, message: WireMessage) -> None:
+    def send(self, message: wire.WireMessage) -> None:
         """Waits while the other process does not read, and so the engine does, too."""
-        data = framed(message)
+        data = wire.framed(message)
         try:
             with self._writing:
                 self._connection.sendall(data)
         except OSError:
             self._end()
 
-    def receive(self) -> bytes | None:
-        """One message; None once the other end is closed."""
-        return read_message(self._connection)
-
     def read(self) -> None:
         """Until the other process has gone."""
-        while (body := self.receive()) is not None:
+        while (body := wire.read_message(self._connection)) is not None:
             assert self.loop is not None, "nothing is asked before the hello"
-            self.loop.handle(REQUESTS.decode(body))
+            self.loop.handle(wire.REQUESTS.decode(body))
         self._end()
 
 
@@ -72,22 +59,23 @@ def main(descriptor: int) -> None:
     for heard in (signal.SIGINT, signal.SIGTERM):
         signal.signal(heard, signal.SIG_IGN)  # the parent drains, and then closes the connection
     signal.pthread_sigmask(signal.SIG_UNBLOCK, (signal.SIGINT, signal.SIGTERM))
-    link = Link(socket.socket(fileno=descriptor), lambda: _end(0))
-    first = link.receive()
+    connection = socket.socket(fileno=descriptor)
+    first = wire.read_message(connection)
     if first is None:
         return
-    message = REQUESTS.decode(first)
-    assert isinstance(message, LoadModel)
+    message = wire.REQUESTS.decode(first)
+    assert isinstance(message, wire.LoadModel)
+    link = Link(connection, lambda: _end(0))
     # Before anything is loaded, so that a parent that ends meanwhile is noticed.
     threading.Thread(target=link.read, name="paceline-link", daemon=True).start()
     loop = link.loop = _load(message, link)
-    link.send(Hello(Facts.of(loop.llm)))
+    link.send(wire.Hello(wire.Facts.of(loop.llm)))
     loop.start()
     loop.join()
     _end(0 if loop.lost is None else 1)
 
 
-def _load(message: LoadModel, link: Link) -> EngineLoop:
+def _load(message: wire.LoadModel, link: Link) -> EngineLoop:
     """The loop of the loaded model; ends the process if it cannot be loaded."""
     from paceline.cli.output import debugging
     from paceline.server.local import load_llm
@@ -106,5 +94,5 @@ def _load(message: LoadModel, link: Link) -> EngineLoop:
                 f"unexpected {type(error).__name__}: {reason}; run again with --debug for the "
                 "traceback"
             )
-        link.send(Failed(reason.encode("utf-8", "replace").decode("utf-8")))
+        link.send(wire.Failed(reason.encode("utf-8", "replace").decode("utf-8")))
         _end(1)

@@ -18,19 +18,8 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from paceline.errors import ConfigError
+from paceline.server import wire
 from paceline.server.failures import BusyError, DeadlineError, DrainingError, GoneError
-from paceline.server.wire import (
-    Accepted,
-    Cancel,
-    Ended,
-    Facts,
-    Lost,
-    Scrape,
-    Scraped,
-    StepEvents,
-    Submit,
-    WireMessage,
-)
 
 if TYPE_CHECKING:
     from paceline.core.params import SamplingParams
@@ -132,7 +121,7 @@ class Ticket:
 class EngineClient(ABC):
     """An engine as handlers see it; ``facts`` is all that they know of it."""
 
-    def __init__(self, facts: Facts, limits: Limits | None = None) -> None:
+    def __init__(self, facts: wire.Facts, limits: Limits | None = None) -> None:
         self.facts, self.limits = facts, limits or Limits()
         self.failure: str | None = None  # why there is no engine any more
         self._tickets: dict[int, Ticket] = {}
@@ -184,7 +173,7 @@ class EngineClient(ABC):
         drafter = params.drafter or (drafters[0] if drafters else "none")
         ticket = Ticket(self, next(self._numbers), prompts, params, drafter)
         self._check_capacity(ticket.count)
-        self._post(Submit(ticket.number, list(prompts), params, streams))
+        self._post(wire.Submit(ticket.number, list(prompts), params, streams))
         self._tickets[ticket.number] = ticket
         limits = [limit for limit in (deadline, self.limits.deadline) if limit is not None]
         if limits:
@@ -222,7 +211,7 @@ class EngineClient(ABC):
     def dismiss(self, ticket: Ticket, outcome: str = "cancelled") -> None:
         """Nobody reads this ticket any more."""
         if self._take(ticket.number) is not None and self.alive:
-            self._post(Cancel(ticket.number, outcome))
+            self._post(wire.Cancel(ticket.number, outcome))
 
     def _take(self, number: int) -> Ticket | None:
         """A ticket that gets nothing more."""
@@ -238,7 +227,7 @@ class EngineClient(ABC):
         number = next(self._numbers)
         future = self._scrapes[number] = asyncio.get_running_loop().create_future()
         try:
-            self._post(Scrape(number))
+            self._post(wire.Scrape(number))
             return await asyncio.wait_for(future, SCRAPE_SECONDS)
         finally:
             self._scrapes.pop(number, None)
@@ -255,23 +244,23 @@ class EngineClient(ABC):
 
     # -- from the engine -------------------------------------------------------------------------
 
-    def receive(self, message: WireMessage) -> None:
-        if isinstance(message, StepEvents):
+    def receive(self, message: wire.WireMessage) -> None:
+        if isinstance(message, wire.StepEvents):
             self._deliver(message.events)
-        elif isinstance(message, Accepted):
+        elif isinstance(message, wire.Accepted):
             ticket = self._tickets.get(message.ticket)
             if ticket is not None:
                 ticket.accepted = True
                 ticket.wake()
-        elif isinstance(message, Ended):
+        elif isinstance(message, wire.Ended):
             ticket = self._take(message.ticket)
             if ticket is not None:
-                ticket.fail(message.fault.error())
-        elif isinstance(message, Scraped):
+                ticket.fail(message.error)
+        elif isinstance(message, wire.Scraped):
             future = self._scrapes.get(message.number)
             if future is not None and not future.done():
                 future.set_result(message.text)
-        elif isinstance(message, Lost):
+        elif isinstance(message, wire.Lost):
             self.lose(message.reason)
 
     def _deliver(self, events: Sequence[tuple[int, StreamEvent]]) -> None:
@@ -312,7 +301,7 @@ class EngineClient(ABC):
         """On the event loop that everything else will be called on."""
 
     @abstractmethod
-    def _post(self, message: WireMessage) -> None:
+    def _post(self, message: wire.WireMessage) -> None:
         """Send a message to the engine. Raises ConfigError if it cannot be said."""
 
     @abstractmethod

@@ -133,7 +133,7 @@ def keys() -> tuple[TableEntry, ...]:
 def configure(
     flags: Mapping[str, object],
     file: str | Path | None = None,
-    choose: Callable[[str], str] = lambda given: given or EMBEDDED,
+    choose: Callable[[str], str] = lambda name: name or EMBEDDED,
 ) -> ServeConfig:
     """Defaults, then the file, then the flags that are not None. Raises ConfigError.
 
@@ -141,9 +141,9 @@ def configure(
     """
     values = {} if file is None else read_file(file)
     for entry in keys():
-        given = flags.get(entry.name)
-        if given is not None:
-            values[entry.name] = entry.read(given, entry.flag)
+        value = flags.get(entry.name)
+        if value is not None:
+            values[entry.name] = entry.read(value, entry.flag)
     values["model"] = choose(values.get("model", ""))
     return ServeConfig(**values)
 

@@ -22,20 +22,15 @@ from typing import TYPE_CHECKING
 from paceline.engine.recovery import Failure
 from paceline.errors import EngineLostError, PacelineError
 from paceline.request.completion import StreamEvent
-from paceline.server.failures import DrainingError, GoneError, RequestFailedError
-from paceline.server.metrics import Metrics, VllmNames
-from paceline.server.wire import (
-    Accepted,
-    Cancel,
-    Ended,
-    Fault,
-    Lost,
-    Scrape,
-    Scraped,
-    StepEvents,
-    Submit,
-    WireMessage,
+from paceline.server import wire
+from paceline.server.failures import (
+    APIError,
+    DrainingError,
+    GoneError,
+    RequestFailedError,
+    as_api_error,
 )
+from paceline.server.metrics import Metrics, VllmNames
 
 if TYPE_CHECKING:
     from paceline.llm import LLM
@@ -52,7 +47,7 @@ class EngineJob:
     ``arrived`` by time.perf_counter. ``outcome``: why nobody wants it any more.
     """
 
-    def __init__(self, submit: Submit) -> None:
+    def __init__(self, submit: wire.Submit) -> None:
         self.ticket = submit.ticket
         self.count = len(submit.prompts) * submit.params.n
         self.arrived = time.perf_counter()
@@ -70,7 +65,7 @@ class EngineLoop:
     """
 
     def __init__(
-        self, llm: LLM, post: Callable[[WireMessage], None], alias_of: str | None = None
+        self, llm: LLM, post: Callable[[wire.WireMessage], None], alias_of: str | None = None
     ) -> None:
         self.llm = llm
         self.lost: str | None = None  # why the thread has ended, if that was not asked for
@@ -101,19 +96,19 @@ class EngineLoop:
         unadmitted = sum(job.count for job in list(self._jobs.values()) if not job.admitted)
         return len(self.llm.engine.scheduler.waiting) + unadmitted
 
-    def handle(self, message: WireMessage) -> None:
+    def handle(self, message: wire.WireMessage) -> None:
         """Called on one thread only."""
-        if isinstance(message, Submit):
+        if isinstance(message, wire.Submit):
             job = self._jobs[message.ticket] = EngineJob(message)
             self._preparing.submit(self._prepare, message, job)
-        elif isinstance(message, Cancel):
+        elif isinstance(message, wire.Cancel):
             cancelled = self._jobs.get(message.ticket)
             if cancelled is not None:
                 cancelled.outcome = message.outcome
-        elif isinstance(message, Scrape):
-            self._post(Scraped(message.number, self.metrics.render()))
+        elif isinstance(message, wire.Scrape):
+            self._post(wire.Scraped(message.number, self.metrics.render()))
 
-    def _prepare(self, submit: Submit, job: EngineJob) -> None:
+    def _prepare(self, submit: wire.Submit, job: EngineJob) -> None:
         try:
             requests = [
                 request
@@ -123,7 +118,7 @@ class EngineLoop:
             for request in requests:
                 request.whole_characters = True
                 request.seq.queued = job.arrived  # those that never run have waited since then, too
-            self._post(Accepted(submit.ticket))  # before the events of the first step
+            self._post(wire.Accepted(submit.ticket))  # before the events of the first step
             with self._wake:
                 if self._closed:
                     raise GoneError
@@ -133,7 +128,7 @@ class EngineLoop:
             if not isinstance(error, PacelineError):
                 log.exception("a request could not be prepared", exc_info=error)
             self._jobs.pop(job.ticket, None)
-            self._post(Ended(submit.ticket, Fault.of(error)))
+            self._post(wire.Ended(submit.ticket, as_api_error(error)))
 
     def stop(self, timeout: float = 10.0) -> None:
         """End the thread; what is unfinished is cancelled, and its client told."""
@@ -214,7 +209,7 @@ class EngineLoop:
             elif not job.open:
                 self._forget(job)
         if events:
-            self._post(StepEvents(events))
+            self._post(wire.StepEvents(events))
         for job, reason in failed:
             self._finish(job, "error", RequestFailedError(reason))
 
@@ -241,7 +236,7 @@ class EngineLoop:
             self.metrics.finished(request, outcome)
         self._forget(job)
         if error is not None:
-            self._post(Ended(job.ticket, Fault.of(error)))
+            self._post(wire.Ended(job.ticket, as_api_error(error)))
 
     def _forget(self, job: EngineJob) -> None:
         self.llm.release(job.requests)
@@ -255,7 +250,7 @@ class EngineLoop:
             self._closed = True
             jobs = list(self._jobs.values())
             self._jobs.clear()
-        ending: Exception = DrainingError("the server has shut down")
+        ending: APIError = DrainingError("the server has shut down")
         if error is not None:
             self.lost, ending = Failure.of(error).message, GoneError()
             planned = isinstance(error, EngineLostError)
@@ -266,7 +261,7 @@ class EngineLoop:
             with suppress(Exception):
                 self._finish(job, "cancelled" if error is None else "error")
         if self.lost is not None:  # first, so that nobody who is told finds the server alive
-            self._post(Lost(self.lost))
+            self._post(wire.Lost(self.lost))
         for job in jobs:
-            self._post(Ended(job.ticket, Fault.of(ending)))
+            self._post(wire.Ended(job.ticket, ending))
         self._over.set()

@@ -18,19 +18,9 @@ from typing import TYPE_CHECKING
 
 from paceline.cli.output import quiet_libraries
 from paceline.errors import ConfigError, EngineLostError, PacelineError
+from paceline.server import wire
 from paceline.server.client import EngineClient, Limits
 from paceline.server.failures import BusyError, GoneError
-from paceline.server.wire import (
-    REPLIES,
-    Facts,
-    Failed,
-    Hello,
-    LoadModel,
-    WireMessage,
-    framed,
-    next_message,
-    read_message,
-)
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerFast
@@ -60,7 +50,7 @@ def _signals_held() -> Iterator[None]:
 
 
 class EngineProcess:
-    """Started at once, and loading. Use it as a context: when it is left, the process has ended."""
+    """Started at once, and loading. When ``close`` returns, the process has ended."""
 
     def __init__(self, config: ServeConfig) -> None:
         self.connection, theirs = socket.socketpair()
@@ -72,17 +62,17 @@ class EngineProcess:
             )
         self.pid = self._process.pid
         with suppress(OSError):  # if it has ended already, ``hello`` says so
-            self.connection.sendall(framed(LoadModel(config)))
+            self.connection.sendall(wire.framed(wire.LoadModel(config)))
 
-    def hello(self) -> Facts:
+    def hello(self) -> wire.Facts:
         """Wait until it has loaded. Raises its errors, and EngineLostError if it just ends."""
-        body = read_message(self.connection)
+        body = wire.read_message(self.connection)
         if body is None:
             raise EngineLostError(f"the engine process {self.ended()} while it was loading")
-        message = REPLIES.decode(body)
-        if isinstance(message, Failed):
+        message = wire.REPLIES.decode(body)
+        if isinstance(message, wire.Failed):
             raise PacelineError(message.reason)
-        assert isinstance(message, Hello)
+        assert isinstance(message, wire.Hello)
         return message.facts
 
     def ended(self) -> str:
@@ -95,7 +85,7 @@ class EngineProcess:
             return f"was killed by {signal.Signals(-code).name}"
         return f"has ended with exit code {code}"
 
-    def end(self) -> None:
+    def close(self) -> None:
         """Close the connection, which ends it, and wait until it is gone."""
         self.connection.close()
         try:
@@ -104,17 +94,13 @@ class EngineProcess:
             self._process.kill()
             self._process.wait()
 
-    def __enter__(self) -> EngineProcess:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.end()
-
 
 class RemoteEngine(EngineClient):
     """Messages go through the socket of an ``EngineProcess`` that has said hello."""
 
-    def __init__(self, process: EngineProcess, facts: Facts, limits: Limits | None = None) -> None:
+    def __init__(
+        self, process: EngineProcess, facts: wire.Facts, limits: Limits | None = None
+    ) -> None:
         super().__init__(facts, limits)
         self._process = process
         self._writer: asyncio.StreamWriter | None = None
@@ -125,11 +111,11 @@ class RemoteEngine(EngineClient):
         self._reading = asyncio.create_task(self._read(reader))
         self._started = True
 
-    def _post(self, message: WireMessage) -> None:
+    def _post(self, message: wire.WireMessage) -> None:
         if self._writer is None or self._writer.is_closing():
             raise GoneError
         try:
-            data = framed(message)
+            data = wire.framed(message)
         except (UnicodeEncodeError, OverflowError) as error:
             raise ConfigError(f"the request cannot be read: {error}") from None
         if self._writer.transport.get_write_buffer_size() > MAX_UNSENT:
@@ -139,8 +125,8 @@ class RemoteEngine(EngineClient):
     async def _read(self, reader: asyncio.StreamReader) -> None:
         """Until the engine's process has ended, or is about to."""
         try:
-            while (body := await next_message(reader)) is not None:
-                self.receive(REPLIES.decode(body))
+            while (body := await wire.next_message(reader)) is not None:
+                self.receive(wire.REPLIES.decode(body))
         finally:
             self._started = False
             if not self._stopped:
@@ -150,7 +136,7 @@ class RemoteEngine(EngineClient):
     async def _shut(self) -> None:
         if self._writer is not None:
             self._writer.close()
-        await asyncio.to_thread(self._process.end)
+        await asyncio.to_thread(self._process.close)
 
 
 def load_tokenizer_alone(config: ServeConfig) -> PreTrainedTokenizerFast:

@@ -86,9 +86,9 @@ class RequestLog:
         if scope["type"] != "http":
             await self._app(scope, receive, send)
             return
-        given = header(scope, b"x-request-id") or b""
-        known = _REQUEST_ID.fullmatch(given)
-        exchange = Exchange(scope, given.decode() if known else new_id("req_"))
+        sent = header(scope, b"x-request-id") or b""
+        known = _REQUEST_ID.fullmatch(sent)
+        exchange = Exchange(scope, sent.decode() if known else new_id("req_"))
         answered = False
 
         async def watch(message: Message) -> None:

@@ -61,16 +61,13 @@ class Keys:
             file_keys += _checked(keys, KEYS_VARIABLE)
         return cls.of(file_keys)
 
-    def __bool__(self) -> bool:
-        return bool(self.digests)
-
     def __len__(self) -> int:
         return len(self.digests)
 
     def know(self, key: bytes) -> bool:
         """Whether it is one of them, in a time that does not depend on which or how nearly."""
-        given = _digest(key)
-        return any([hmac.compare_digest(given, digest) for digest in self.digests])
+        digest_of_key = _digest(key)
+        return any([hmac.compare_digest(digest_of_key, digest) for digest in self.digests])
 
     def refusal(self, scope: Scope) -> APIError | None:
         """Why a request may not come in: none of the keys is with it, and its path is not open."""
@@ -216,8 +213,8 @@ def wrong_type(scope: Scope) -> APIError | None:
     """A body is JSON and says so: what pages of other origins can send unasked is not read."""
     if scope["method"] != "POST":
         return None
-    given = (header(scope, b"content-type") or b"").decode("latin-1")
-    kind = given.partition(";")[0].strip().lower()
+    content_type = (header(scope, b"content-type") or b"").decode("latin-1")
+    kind = content_type.partition(";")[0].strip().lower()
     if kind == "application/json" or (kind.startswith("application/") and kind.endswith("+json")):
         return None
     shown = f"the content type is {kind[:80]!r}" if kind else "there is no content type"

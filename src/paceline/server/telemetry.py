@@ -45,7 +45,9 @@ class Telemetry:
 
         self._duration = histogram("request.duration", "From request to last token.", _DURATIONS)
         self._first = histogram("time_to_first_token", "From request to first token.", _DURATIONS)
-        self._each = histogram("time_per_output_token", "Of those after the first.", _TOKEN_TIMES)
+        self._per_token = histogram(
+            "time_per_output_token", "Of those after the first.", _TOKEN_TIMES
+        )
 
     @classmethod
     def to(cls, endpoint: str, model: str) -> Telemetry:
@@ -90,7 +92,7 @@ class Telemetry:
             first, others = done.stats.time_to_first_token, len(done.token_ids) - 1
             self._first.record(first, shared)
             if others > 0:
-                self._each.record((done.stats.arrivals[-1][0] - first) / others, shared)
+                self._per_token.record((done.stats.arrivals[-1][0] - first) / others, shared)
         self._trace(exchange, f"{operation} {self._model}", shared)
 
     def _trace(self, exchange: Exchange, name: str, shared: dict[str, Any]) -> None:

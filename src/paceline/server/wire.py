@@ -4,9 +4,9 @@
     LoadModel(config) ------------------------>           (two processes only)
            <-------------------------------------- Hello(facts) | Failed
     Submit(ticket, prompts, params, ...) ----->
-           <-------------------------------------- Accepted(ticket) | Ended(ticket, fault)
+           <-------------------------------------- Accepted(ticket) | Ended(ticket, error)
            <-------------------------------- StepEvents(events), one a step for all tickets
-           <-------------------------------------- Ended(ticket, fault)
+           <-------------------------------------- Ended(ticket, error)
     Cancel(ticket, outcome), Scrape(number) -->
            <-------------------------------------- Scraped(number, text)
            <-------------------------------------- Lost(reason)
@@ -19,7 +19,7 @@ from __future__ import annotations
 import asyncio
 import socket
 import struct
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import msgspec
 
@@ -28,32 +28,12 @@ from paceline.request.completion import StreamEvent
 from paceline.request.defaults import SamplingDefaults
 from paceline.request.door import ContextBudget
 from paceline.server.config import ServeConfig
-from paceline.server.failures import APIError, as_api_error
+from paceline.server.failures import APIError
 
 if TYPE_CHECKING:
     from paceline.llm import LLM
 
 _HEAD = struct.Struct("<I")
-
-
-class Fault(msgspec.Struct):
-    """An ``APIError``, as which every error of the engine's side crosses."""
-
-    message: str
-    status: int
-    kind: str
-    param: str | None
-    code: str | None
-    headers: dict[str, str]
-
-    @classmethod
-    def of(cls, error: BaseException) -> Fault:
-        shown = as_api_error(error)
-        fields = shown.status, shown.kind, shown.param, shown.code, shown.headers
-        return cls(str(shown), *fields)
-
-    def error(self) -> APIError:
-        return APIError(self.message, self.status, self.kind, self.param, self.code, self.headers)
 
 
 class Facts(msgspec.Struct):
@@ -141,7 +121,7 @@ class Ended(WireMessage):
     """A ticket will get nothing more, for a reason other than its completion."""
 
     ticket: int
-    fault: Fault
+    error: APIError
 
 
 class Scraped(WireMessage):
@@ -158,9 +138,18 @@ class Lost(WireMessage):
 EngineCommand = LoadModel | Submit | Cancel | Scrape
 Reply = Hello | Failed | Accepted | StepEvents | Ended | Scraped | Lost
 
-_ENCODER = msgspec.msgpack.Encoder()
+
+def _error_fields(error: Any) -> tuple[Any, ...]:
+    """The arguments of an ``APIError``: the only object that msgspec does not know by itself."""
+    assert isinstance(error, APIError)
+    return str(error), error.status, error.kind, error.param, error.code, error.headers
+
+
+_ENCODER = msgspec.msgpack.Encoder(enc_hook=_error_fields)
 REQUESTS: msgspec.msgpack.Decoder[EngineCommand] = msgspec.msgpack.Decoder(EngineCommand)
-REPLIES: msgspec.msgpack.Decoder[Reply] = msgspec.msgpack.Decoder(Reply)
+REPLIES: msgspec.msgpack.Decoder[Reply] = msgspec.msgpack.Decoder(
+    Reply, dec_hook=lambda kind, fields: kind(*fields)
+)
 
 
 def framed(message: WireMessage) -> bytes:

@@ -65,12 +65,12 @@ def layout_of(shapes: Shapes, device: torch.device) -> Layout:
 class ChainGrid:
     """Chains side by side, one per row, the short ones padded.
 
-    ``nodes`` int64 [B, longest]: 0 beyond a chain's end. ``places`` int64 [N]: where each node
+    ``nodes`` int64 [B, longest]: 0 beyond a chain's end. ``positions`` int64 [N]: where each node
     stands in the flattened grid. ``ends`` bool [N]: the last node of each chain.
     """
 
     nodes: torch.Tensor
-    places: torch.Tensor
+    positions: torch.Tensor
     ends: torch.Tensor
 
 
@@ -78,13 +78,13 @@ class ChainGrid:
 def chain_grid(shapes: Shapes, device: torch.device) -> ChainGrid:
     longest = max(map(len, shapes))
     nodes: list[list[int]] = []
-    places: list[int] = []
+    positions: list[int] = []
     ends: list[bool] = []
     for chain, parents in enumerate(shapes):
-        first, length = len(places), len(parents)
-        places += range(chain * longest, chain * longest + length)
+        first, length = len(positions), len(parents)
+        positions += range(chain * longest, chain * longest + length)
         ends += [depth == length - 1 for depth in range(length)]
         nodes.append([*range(first, first + length), *[0] * (longest - length)])
     with torch.inference_mode(False):
-        index = to_device(nodes, device), to_device(places, device)
+        index = to_device(nodes, device), to_device(positions, device)
         return ChainGrid(*index, to_device(ends, device, torch.bool))

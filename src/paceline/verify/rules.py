@@ -104,8 +104,8 @@ def block(
     prefix = [p.new_ones(len(shapes))]
     for ratio_at_depth in ratio[grid.nodes].unbind(dim=1):
         prefix.append((prefix[-1] * ratio_at_depth).clamp_(max=1.0))
-    before = torch.stack(prefix[:-1], dim=1).flatten()[grid.places]  # P at each node's parent
-    prefix_probs = torch.stack(prefix[1:], dim=1).flatten()[grid.places]  # P at each node
+    before = torch.stack(prefix[:-1], dim=1).flatten()[grid.positions]  # P at each node's parent
+    prefix_probs = torch.stack(prefix[1:], dim=1).flatten()[grid.positions]  # P at each node
 
     weights = (before.unsqueeze(1) * target).sub_(q).clamp_(min=0.0)
     mass = weights.sum(dim=-1)

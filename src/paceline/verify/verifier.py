@@ -228,7 +228,7 @@ class Verifier:
         accept, stop = probs.new_zeros(sum(len(span.tree) for span in spans)), probs
         for method in wanted:
             chosen = [span for span, m in zip(spans, methods, strict=True) if m == method]
-            row_list, node_list = _places(spans, methods, method)
+            row_list, node_list = _rows_and_nodes(spans, methods, method)
             row_index = to_device(row_list, probs.device)
             part = _apply(method, probs.index_select(0, row_index), chosen)
             stop, part_stop = aligned(stop, part.stop)
@@ -350,7 +350,7 @@ def _apply(method: LosslessRule, probs: torch.Tensor, spans: Sequence[Span]) -> 
     return (block if method == "block" else siblings)(p, q, tokens, shapes)
 
 
-def _places(
+def _rows_and_nodes(
     spans: Sequence[Span], methods: Sequence[LosslessRule], method: LosslessRule
 ) -> tuple[list[int], list[int]]:
     """Rows and nodes of the spans that this method decides on."""

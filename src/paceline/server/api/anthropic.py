@@ -12,15 +12,7 @@ from fastapi import Request as HTTPRequest
 from fastapi.responses import Response
 from pydantic import Field
 
-from paceline.server.api.blocks import (
-    BlocksAnswer,
-    MessageFields,
-    as_chat,
-    function_tool,
-    named_tool,
-    tool_call,
-    without_hosted,
-)
+from paceline.server.api import blocks
 from paceline.server.api.chat import Dialogue, render_request
 from paceline.server.api.protocol import ChatRequest, Generation
 from paceline.server.errors import anthropic_body
@@ -51,7 +43,9 @@ class ClaudeTool(Body):
 # Without those that Anthropic's own servers run.
 ClaudeTools = Annotated[
     list[ClaudeTool],
-    without_hosted("web_search", "web_fetch", "code_execution", "mcp_toolset", "tool_search_tool"),
+    blocks.without_hosted(
+        "web_search", "web_fetch", "code_execution", "mcp_toolset", "tool_search_tool"
+    ),
 ]
 
 
@@ -93,7 +87,7 @@ class CountRequest(Generation):
         """The same as a chat. Raises APIError."""
         if self.thinking is not None and self.thinking.type != "disabled":
             note("thinking")
-        messages: list[MessageFields] = []
+        messages: list[blocks.MessageFields] = []
         if self.system:
             messages.append({"role": "system", "content": self.system})
         for number, turn in enumerate(self.messages):
@@ -110,17 +104,18 @@ class CountRequest(Generation):
             "reasoning_effort": config.effort,
             "response_format": response_format if form is None else _as_response_format(form),
         }
-        return as_chat(self, fields | self._tools(), "messages")
+        return blocks.as_chat(self, fields | self._tools(), "messages")
 
     def _tools(self) -> dict[str, Any]:
         """The fields of a chat that are about tools."""
         tools = [
-            function_tool(tool.name, tool.description, tool.input_schema) for tool in self.tools
+            blocks.function_tool(tool.name, tool.description, tool.input_schema)
+            for tool in self.tools
         ]
         if not tools or self.tool_choice is None:
             return {"tools": tools or None}
         asked = self.tool_choice
-        choice: Any = {"any": "required", "tool": named_tool(asked.name or "")}
+        choice: Any = {"any": "required", "tool": blocks.named_tool(asked.name or "")}
         return {
             "tools": tools,
             "tool_choice": choice.get(asked.type, asked.type),
@@ -136,12 +131,12 @@ class MessagesRequest(CountRequest):
     max_tokens: int = Field(ge=1)
 
 
-def _turned(turn: Turn, number: int) -> Iterator[MessageFields]:
+def _turned(turn: Turn, number: int) -> Iterator[blocks.MessageFields]:
     """The messages of one turn: results of tools first, each its own. Raises APIError."""
     if isinstance(turn.content, str):
         yield {"role": turn.role, "content": turn.content}
         return
-    text, message = "", MessageFields(role=turn.role)
+    text, message = "", blocks.MessageFields(role=turn.role)
     for index, block in enumerate(turn.content):
         try:
             kind = block.get("type")
@@ -149,7 +144,7 @@ def _turned(turn: Turn, number: int) -> Iterator[MessageFields]:
                 result = text_of(block.get("content")) or ("error" if block.get("is_error") else "")
                 yield {"role": "tool", "content": result, "tool_call_id": block["tool_use_id"]}
             elif kind == "tool_use":
-                call = tool_call(str(block["id"]), block["name"], json.dumps(block["input"]))
+                call = blocks.tool_call(str(block["id"]), block["name"], json.dumps(block["input"]))
                 message.setdefault("tool_calls", []).append(call)
             elif kind == "thinking":
                 message["reasoning_content"] = str(block.get("thinking") or "")
@@ -183,7 +178,7 @@ def router(service: Service) -> APIRouter:
     return routes
 
 
-class MessagesAnswer(BlocksAnswer):
+class MessagesAnswer(blocks.BlocksAnswer):
     """Blocks of text, and uses of tools, whose input is an object at the end."""
 
     def __init__(self, dialogue: Dialogue) -> None:

@@ -167,8 +167,8 @@ def as_chat(asked: Generation, fields: dict[str, Any], conversation: str) -> Cha
     common = asked.model_dump(
         include=set(Generation.model_fields), exclude_unset=True, by_alias=True
     )
-    given = {name: value for name, value in fields.items() if value is not None}
+    named = {name: value for name, value in fields.items() if value is not None}
     try:
-        return ChatRequest.model_validate({**common, **given})
+        return ChatRequest.model_validate({**common, **named})
     except ValidationError as error:
         raise invalid(error.errors(), renamed={"messages": conversation}) from None

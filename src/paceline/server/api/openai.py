@@ -168,10 +168,12 @@ _SHOWN_STATS = (
 )
 
 
-async def _prompt(service: Service, body: CompletionRequest, given: str | list[int]) -> list[int]:
+async def _prompt(service: Service, body: CompletionRequest, prompt: str | list[int]) -> list[int]:
     """Token ids of one prompt. Raises APIError."""
-    ids = await service.encode(given, body.add_special_tokens) if isinstance(given, str) else given
-    if not given or not ids:
+    ids = (
+        await service.encode(prompt, body.add_special_tokens) if isinstance(prompt, str) else prompt
+    )
+    if not prompt or not ids:
         raise APIError("a prompt is empty; give at least one token of text", param="prompt")
     if body.suffix:
         return await asyncio.to_thread(infill, service.tokenizer, ids, body.suffix)
@@ -201,7 +203,7 @@ async def _begin(service: Service, body: CompletionRequest) -> tuple[Ticket, lis
     if not 0 < len(body.prompt) <= MAX_PROMPTS:
         problem = f"{len(body.prompt)} prompts in one request; send 1 to {MAX_PROMPTS}"
         raise APIError(problem, param="prompt")
-    prompts = [await _prompt(service, body, given) for given in body.prompt]
+    prompts = [await _prompt(service, body, prompt) for prompt in body.prompt]
     remaining = min(service.remaining(len(prompt), "prompt") for prompt in prompts)
     limit = remaining if body.max_tokens is None else max(1, body.max_tokens)
     logprobs = body.logprobs
@@ -278,11 +280,11 @@ class CompletionAnswer(OpenAIAnswer):
         return columns
 
     def _prompt_text(self, index: int) -> str:
-        given = self._body.prompt[index // self._n]
-        if isinstance(given, str):
-            return given
+        prompt = self._body.prompt[index // self._n]
+        if isinstance(prompt, str):
+            return prompt
         skip = self._body.skip_special_tokens
-        return str(self._tokenizer.decode(given, skip_special_tokens=skip))
+        return str(self._tokenizer.decode(prompt, skip_special_tokens=skip))
 
 
 def _mean_logprob(event: StreamEvent) -> float:

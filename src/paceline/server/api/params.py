@@ -69,9 +69,9 @@ def sampling_of(request: Generation, defaults: SamplingDefaults) -> dict[str, An
     return asked.over(defaults).filled()
 
 
-def _biases(given: dict[str, float]) -> dict[int, float]:
+def _biases(logit_bias: dict[str, float]) -> dict[int, float]:
     biases = {}
-    for token, bias in given.items():
+    for token, bias in logit_bias.items():
         if not token.isdecimal() or len(token) > _MOST_DIGITS:
             raise APIError(f"logit_bias: {shown(token)} is not a token id", param="logit_bias")
         if not -100 <= bias <= 100:
@@ -98,25 +98,18 @@ def _drafter(method: str, drafters: tuple[str, ...]) -> str | None:
 
 def _grammar(request: Generation) -> Grammar | None:
     """What the text must look like, however that was said. Raises APIError if twice."""
-    asked = request.structured_outputs or StructuredOutputs()
+    asked, form = request.structured_outputs or StructuredOutputs(), request.response_format
+    schema = None if form is None or form.json_schema is None else form.json_schema.schema_
+    choices = [choice for choice in (asked.choice, request.guided_choice) if choice is not None]
+    regexes = [asked.regex, request.guided_regex]
+    regexes += ["|".join(map(re.escape, choice)) for choice in choices]
+    objects = [asked.json_object, form is not None and form.type == "json_object"]
     grammars = [
-        _json(schema) for schema in (asked.json_, request.guided_json) if schema is not None
+        *(Grammar.json() for wanted in objects if wanted),
+        *(_json(s) for s in (asked.json_, request.guided_json, schema) if s is not None),
+        *(Grammar("regex", regex) for regex in regexes if regex is not None),
+        *(Grammar("lark", g) for g in (asked.grammar, request.guided_grammar) if g is not None),
     ]
-    if asked.json_object:
-        grammars.append(Grammar.json())
-    for regex in (asked.regex, request.guided_regex):
-        if regex is not None:
-            grammars.append(Grammar("regex", regex))
-    for choice in (asked.choice, request.guided_choice):
-        if choice is not None:
-            grammars.append(Grammar("regex", "|".join(map(re.escape, choice))))
-    for lark in (asked.grammar, request.guided_grammar):
-        if lark is not None:
-            grammars.append(Grammar("lark", lark))
-    wanted = request.response_format
-    if wanted is not None and wanted.type != "text":
-        schema = wanted.json_schema
-        grammars.append(Grammar.json() if schema is None else _json(schema.schema_))
     if len(grammars) > 1:
         raise APIError(
             "the text is given several forms; give one of response_format and structured_outputs",

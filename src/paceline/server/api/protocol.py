@@ -64,13 +64,13 @@ class StructuredOutputs(Body):
 TokenId = Annotated[int, Field(ge=0, lt=2**31)]
 
 
-def _stops(given: Any) -> Any:
+def _stops(stops: Any) -> Any:
     """A text is a list of one, and an empty text is none. Raises ValueError in one sentence."""
-    if isinstance(given, str):
-        return [given] if given else []
-    if not isinstance(given, list):
+    if isinstance(stops, str):
+        return [stops] if stops else []
+    if not isinstance(stops, list):
         raise ValueError("give a text, or a list of texts")
-    return given
+    return stops
 
 
 Stops = Annotated[
@@ -135,9 +135,9 @@ class Generation(Body):
         )
 
 
-def _prompts(given: Any) -> Any:
-    """A list of prompts, whatever was given. Raises ValueError in one sentence."""
-    prompts = given if isinstance(given, list) else [given]
+def _prompts(prompt: Any) -> Any:
+    """A list of prompts, whatever was prompt. Raises ValueError in one sentence."""
+    prompts = prompt if isinstance(prompt, list) else [prompt]
     if prompts and type(prompts[0]) is int:
         prompts = [prompts]
     for prompt in prompts:
@@ -185,8 +185,8 @@ class FunctionCall(Body):
 
     @field_validator("arguments", mode="before")
     @classmethod
-    def _as_text(cls, given: Any) -> Any:
-        return json.dumps(given) if isinstance(given, dict) else given
+    def _as_text(cls, arguments: Any) -> Any:
+        return json.dumps(arguments) if isinstance(arguments, dict) else arguments
 
 
 class ToolCall(Body):

@@ -13,7 +13,7 @@ from fastapi import APIRouter
 from fastapi import Request as HTTPRequest
 from fastapi.responses import Response
 
-from paceline.server.api.blocks import BlocksAnswer, MessageFields
+from paceline.server.api import blocks
 from paceline.server.api.chat import Dialogue
 from paceline.server.api.params import sampling_of
 from paceline.server.api.responses_api import ResponsesRequest, messages_of
@@ -52,7 +52,7 @@ def router(service: Service) -> APIRouter:
     async def respond(body: ResponsesRequest, http: HTTPRequest) -> Response:
         service.check_model(body.model)
         owner = owner_of(http.scope)
-        messages: list[MessageFields] = []
+        messages: list[blocks.MessageFields] = []
         if body.previous_response_id is not None:
             messages += kept(owner, body.previous_response_id, "previous_response_id").messages
         messages += messages_of(body.input, partial(store.item, owner))
@@ -75,14 +75,14 @@ def router(service: Service) -> APIRouter:
     return routes
 
 
-class ResponsesAnswer(BlocksAnswer):
+class ResponsesAnswer(blocks.BlocksAnswer):
     """Items: messages of one text, and calls."""
 
     def __init__(
         self,
         dialogue: Dialogue,
         asked: ResponsesRequest,
-        messages: list[MessageFields],
+        messages: list[blocks.MessageFields],
         keep: Callable[[KeptResponse], None],
     ) -> None:
         super().__init__(dialogue)

@@ -7,14 +7,7 @@ from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import Field, model_validator
 
-from paceline.server.api.blocks import (
-    MessageFields,
-    as_chat,
-    function_tool,
-    named_tool,
-    tool_call,
-    without_hosted,
-)
+from paceline.server.api import blocks
 from paceline.server.api.protocol import MAX_LOGPROBS, ChatRequest, Generation, JsonSchema
 from paceline.server.failures import APIError
 from paceline.server.fields import Body, text_of
@@ -64,7 +57,7 @@ class Namespace(Body):
 # Without those that OpenAI's own servers run.
 OfferedTools = Annotated[
     list[FlatTool | Namespace],
-    without_hosted(
+    blocks.without_hosted(
         *("web_search", "file_search", "code_interpreter", "image_generation", "mcp"),
         *("tool_search", "programmatic_tool_calling"),
     ),
@@ -115,7 +108,7 @@ class ResponsesRequest(Generation):
             named_within(name, tool.name): (name, tool) for name, tools in groups for tool in tools
         }
 
-    def chat(self, messages: list[MessageFields]) -> ChatRequest:
+    def chat(self, messages: list[blocks.MessageFields]) -> ChatRequest:
         """The same as a chat, whose messages have been found. Raises APIError."""
         for name in self.include:
             if name != _LOGPROBS:
@@ -123,12 +116,12 @@ class ResponsesRequest(Generation):
         if self.reasoning.summary is not None:
             note("reasoning.summary")
         tools = [
-            function_tool(name, tool.description, tool.parameters, strict=tool.strict)
+            blocks.function_tool(name, tool.description, tool.parameters, strict=tool.strict)
             for name, (_, tool) in self.functions.items()
         ]
         choice: Any = self.tool_choice
         if isinstance(choice, FlatChoice):
-            choice = named_tool(named_within(choice.namespace, choice.name))
+            choice = blocks.named_tool(named_within(choice.namespace, choice.name))
         logprobs = _LOGPROBS in self.include or self.top_logprobs > 0
         form = self.text.format
         response_format: Any = {"type": form.type}
@@ -147,23 +140,23 @@ class ResponsesRequest(Generation):
             "verbosity": self.text.verbosity,
             "response_format": self.response_format or response_format,
         }
-        return as_chat(self, fields, "input")
+        return blocks.as_chat(self, fields, "input")
 
 
 # -- items to messages -----------------------------------------------------------------------------
 
 
 def messages_of(
-    given: str | list[OutputItem], known: Callable[[str], OutputItem | None]
-) -> list[MessageFields]:
+    items: str | list[OutputItem], known: Callable[[str], OutputItem | None]
+) -> list[blocks.MessageFields]:
     """The messages that the items of an input are; ``known`` looks items up that are named only.
 
     Raises APIError.
     """
-    if isinstance(given, str):
-        return [{"role": "user", "content": given}]
-    messages: list[MessageFields] = []
-    for number, item in enumerate(given):
+    if isinstance(items, str):
+        return [{"role": "user", "content": items}]
+    messages: list[blocks.MessageFields] = []
+    for number, item in enumerate(items):
         kind = item.get("type", "message")
         if kind == "item_reference":
             name = str(item.get("id"))
@@ -187,14 +180,14 @@ def _wrong(number: int, reason: str) -> APIError:
     return APIError(f"input.{number}: {reason}", param=f"input.{number}")
 
 
-def _assistant(messages: list[MessageFields]) -> MessageFields:
+def _assistant(messages: list[blocks.MessageFields]) -> blocks.MessageFields:
     """The message that the items of one answer make up together."""
     if not messages or messages[-1]["role"] != "assistant":
         messages.append({"role": "assistant", "content": ""})
     return messages[-1]
 
 
-def _read_message(item: OutputItem, messages: list[MessageFields]) -> None:
+def _read_message(item: OutputItem, messages: list[blocks.MessageFields]) -> None:
     role, text = item["role"], text_of(item["content"])
     if role == "assistant":
         message = _assistant(messages)
@@ -204,25 +197,25 @@ def _read_message(item: OutputItem, messages: list[MessageFields]) -> None:
     messages.append({"role": role, "content": text})
 
 
-def _read_call(item: OutputItem, messages: list[MessageFields]) -> None:
+def _read_call(item: OutputItem, messages: list[blocks.MessageFields]) -> None:
     identifier = str(item.get("call_id") or item.get("id") or "")
     name = named_within(item.get("namespace"), item["name"])
-    call = tool_call(identifier, name, item.get("arguments") or "{}")
+    call = blocks.tool_call(identifier, name, item.get("arguments") or "{}")
     _assistant(messages).setdefault("tool_calls", []).append(call)
 
 
-def _read_output(item: OutputItem, messages: list[MessageFields]) -> None:
+def _read_output(item: OutputItem, messages: list[blocks.MessageFields]) -> None:
     content = text_of(item["output"])
     messages.append({"role": "tool", "content": content, "tool_call_id": item["call_id"]})
 
 
-def _read_thoughts(item: OutputItem, messages: list[MessageFields]) -> None:
+def _read_thoughts(item: OutputItem, messages: list[blocks.MessageFields]) -> None:
     thoughts = text_of(item.get("content")) or text_of(item.get("summary"))
     if thoughts:
         messages.append({"role": "assistant", "content": "", "reasoning_content": thoughts})
 
 
-_READERS: Mapping[str, Callable[[OutputItem, list[MessageFields]], None]] = {
+_READERS: Mapping[str, Callable[[OutputItem, list[blocks.MessageFields]], None]] = {
     "message": _read_message,
     "function_call": _read_call,
     "function_call_output": _read_output,

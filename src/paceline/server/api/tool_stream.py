@@ -181,7 +181,7 @@ class PossibleCall:
         self._parallel = parallel
         self._deltas: list[Delta] = []
         self._blanks = ""  # at the end of the content so far
-        self._at_start, self._in_code, self._said_something = True, False, False
+        self._at_start, self._in_code, self._has_content = True, False, False
         self._calls = 0
         self._held = ""  # read, but not yet decided
         # Of what may be a call, with whose tag ``_held`` then begins: where its JSON begins, how
@@ -205,7 +205,7 @@ class PossibleCall:
             self._call(len(self._held))
             cut = False
         elif self._held:
-            self._say(self._held)
+            self._add_content(self._held)
         if self._blanks and not self._calls:
             self._deltas.append({"content": self._blanks})
         deltas, self._deltas = self._deltas, []
@@ -226,16 +226,16 @@ class PossibleCall:
                 return self._open(_ALONE if alone else "", len(self._held) - len(start))
         match = _TAG.search(self._held)
         if match is None:
-            self._say_held(len(self._held) - _begun_tag(self._held))
+            self._add_held(len(self._held) - _begun_tag(self._held))
             return False
         if match[0] == "```" and self._in_code:
             self._in_code = False
-            self._say_held(match.end())
+            self._add_held(match.end())
             return True
         return self._open(match[0], match.start())
 
     def _open(self, tag: str, start: int) -> bool:
-        self._say_held(start)
+        self._add_held(start)
         self._tag, self._json_from = tag, None
         return True
 
@@ -285,7 +285,7 @@ class PossibleCall:
         """What is held up to ``end`` is no call but text."""
         self._in_code = self._in_code or self._tag == "```"
         self._tag, self._parsed = None, []
-        self._say_held(end)
+        self._add_held(end)
         return True
 
     def _call(self, end: int) -> bool:
@@ -295,17 +295,17 @@ class PossibleCall:
         self._tag, self._parsed, self._held = None, [], self._held[end:]
         return True
 
-    def _say_held(self, end: int) -> None:
+    def _add_held(self, end: int) -> None:
         text, self._held = self._held[:end], self._held[end:]
-        self._say(text)
+        self._add_content(text)
 
-    def _say(self, text: str) -> None:
+    def _add_content(self, text: str) -> None:
         whole = self._blanks + text
         body = whole.rstrip()
         self._blanks = whole[len(body) :]
         if not body:
             return
-        if self._calls and not self._said_something:
+        if self._calls and not self._has_content:
             body = body.lstrip()
-        self._said_something = True
+        self._has_content = True
         self._deltas.append({"content": body})
