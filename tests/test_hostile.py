@@ -1,4 +1,4 @@
-"""Arguments that mean harm: one clear error at the door, or an answer. Nothing else, ever."""
+"""Arguments that mean harm: one clear error before a step, or an answer. Nothing else, ever."""
 
 from __future__ import annotations
 
@@ -102,7 +102,7 @@ def refused(error: Exception) -> None:
 
 
 def tried(llm: LLM, asked: dict[str, Any]) -> None:
-    """Refused at the door, or decoded to the end."""
+    """Refused before a step, or decoded to the end."""
     try:
         params = SamplingParams(**asked)
     except Exception as error:

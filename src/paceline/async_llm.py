@@ -13,9 +13,9 @@ from paceline.core.params import SamplingParams, shown
 from paceline.errors import ConfigError
 from paceline.llm import LLM, Message, Prompt
 from paceline.request.completion import Completion, StreamEvent
-from paceline.request.door import as_conversations
 from paceline.request.owner import Waiter
 from paceline.request.request import Request, any_events, completions_of
+from paceline.request.validation import as_conversations
 
 _P = ParamSpec("_P")
 

@@ -24,7 +24,11 @@ from paceline.model.names import DEFAULT_DRAFT
 from paceline.model.target import CausalModel
 from paceline.request.completion import Completion, StreamEvent
 from paceline.request.defaults import SamplingDefaults, sampling_defaults
-from paceline.request.door import (
+from paceline.request.grammar import GrammarCompiler
+from paceline.request.owner import EngineOwner
+from paceline.request.progress import stage_or_bar
+from paceline.request.request import Request, any_ended, any_events, completions_of
+from paceline.request.validation import (
     ContextBudget,
     as_conversations,
     as_params,
@@ -34,13 +38,9 @@ from paceline.request.door import (
     endings,
     params_of_sample,
 )
-from paceline.request.door import Message as Message
-from paceline.request.door import Prompt as Prompt
-from paceline.request.door import render_chat as rendered
-from paceline.request.grammar import GrammarCompiler
-from paceline.request.owner import EngineOwner
-from paceline.request.progress import stage_or_bar
-from paceline.request.request import Request, any_ended, any_events, completions_of
+from paceline.request.validation import Message as Message
+from paceline.request.validation import Prompt as Prompt
+from paceline.request.validation import render_chat as rendered
 from paceline.settings import explicit
 from paceline.settings.tuned import TunedProfile
 

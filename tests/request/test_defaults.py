@@ -1,4 +1,4 @@
-"""How requests sample that do not say it: as the checkpoint says, the same from every door."""
+"""How requests sample that do not say it: as the checkpoint says, the same from every API."""
 
 from __future__ import annotations
 

@@ -280,7 +280,7 @@ def test_refused_requests_have_not_waited_since_the_machine_was_started(target: 
         for family in text_string_to_metric_families(text)
         for sample in family.samples
     }
-    # Refused at the door, before it could wait for anything.
+    # Refused before it could wait for anything.
     assert ("paceline_requests_total", "error") not in samples
     assert samples["paceline_request_seconds_count", None] == 0
     assert samples["paceline_request_seconds_sum", None] <= time.perf_counter() - began

@@ -21,12 +21,12 @@ from paceline.errors import (
 from paceline.request.completion import Completion, CompletionStats, StreamEvent
 from paceline.server.config import ServeConfig
 from paceline.server.failures import (
-    BusyError,
-    DeadlineError,
-    DrainingError,
-    GoneError,
-    RequestFailedError,
     as_api_error,
+    busy,
+    draining,
+    engine_lost,
+    request_failed,
+    too_late,
 )
 from paceline.server.wire import (
     REPLIES,
@@ -74,12 +74,12 @@ def test_answers_arrive_as_they_were_sent() -> None:
 @pytest.mark.parametrize(
     ("error", "status", "code"),
     [
-        (BusyError("full", 7), 429, "queue_full"),
-        (DeadlineError(True), 408, "deadline_exceeded"),
-        (DeadlineError(False), 504, "deadline_exceeded"),
-        (DrainingError("over"), 503, "shutting_down"),
-        (GoneError(), 503, "engine_lost"),
-        (RequestFailedError("not a law"), 500, "request_failed"),
+        (busy("full", 7), 429, "queue_full"),
+        (too_late(True), 408, "deadline_exceeded"),
+        (too_late(False), 504, "deadline_exceeded"),
+        (draining("over"), 503, "shutting_down"),
+        (engine_lost(), 503, "engine_lost"),
+        (request_failed("not a law"), 500, "request_failed"),
         (PromptError("too long"), 400, None),
         (ConfigError("wrong"), 400, None),
         (GrammarError("no schema"), 400, "invalid_schema"),

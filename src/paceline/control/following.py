@@ -77,16 +77,14 @@ class LookupFollower:
         """A sequence went on with these."""
         offers = self._followed.get(seq_id)
         for name, followed in list(offers.items()) if offers else ():
-            known = followed.accepted
-            if followed.ended(tokens):
-                reached = min(followed.accepted + 1, followed.levels)
+            known, ended = followed.accepted, followed.ended(tokens)
+            reached = min(followed.accepted + ended, followed.levels)
+            if ended or followed.accepted > known:
                 self._acceptance.record(
                     seq_id, name, reached, followed.accepted, known, followed.kind
                 )
+            if ended:
                 del offers[name]  # type: ignore[union-attr]
-            elif followed.accepted > known:
-                done = followed.accepted
-                self._acceptance.record(seq_id, name, done, done, known, followed.kind)
 
     def forget(self, seq_id: int) -> None:
         self._followed.pop(seq_id, None)

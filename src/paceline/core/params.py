@@ -1,4 +1,4 @@
-"""What a request may ask for, checked once at the door."""
+"""What a request may ask for, checked once, when it is made."""
 
 from __future__ import annotations
 

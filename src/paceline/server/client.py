@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING
 
 from paceline.errors import ConfigError
 from paceline.server import wire
-from paceline.server.failures import BusyError, DeadlineError, DrainingError, GoneError
+from paceline.server.failures import APIError, busy, draining, engine_lost, too_late
 
 if TYPE_CHECKING:
     from paceline.core.params import SamplingParams
@@ -162,13 +162,13 @@ class EngineClient(ABC):
         """Queue ``n`` requests for each prompt.
 
         ``deadline`` in seconds shortens the server's own. ``streams`` asks for events step by step;
-        else there is one for each completion. Raises BusyError, DrainingError, GoneError,
-        ConfigError, or what the engine refuses it for; what fails later is raised by the ticket.
+        else there is one for each completion. Raises APIError, ConfigError, or
+        what the engine refuses it for; what fails later is raised by the ticket.
         """
         if self._draining or self._stopped:
-            raise DrainingError("the server is shutting down; send the request elsewhere")
+            raise draining("the server is shutting down; send the request elsewhere")
         if not self.alive:
-            raise GoneError
+            raise engine_lost()
         drafters = self.facts.drafters
         drafter = params.drafter or (drafters[0] if drafters else "none")
         ticket = Ticket(self, next(self._numbers), prompts, params, drafter)
@@ -177,7 +177,7 @@ class EngineClient(ABC):
         self._tickets[ticket.number] = ticket
         limits = [limit for limit in (deadline, self.limits.deadline) if limit is not None]
         if limits:
-            late = DeadlineError(by_request=min(limits) == deadline)
+            late = too_late(by_request=min(limits) == deadline)
             events = asyncio.get_running_loop()
             ticket.timer = events.call_later(min(limits), self._expire, ticket, late)
         try:
@@ -188,7 +188,7 @@ class EngineClient(ABC):
         return ticket
 
     def _check_capacity(self, count: int) -> None:
-        """Raises BusyError, and ConfigError for more sequences than can ever wait together."""
+        """Raises APIError, and ConfigError for more sequences than can ever wait together."""
         load, batch = self.load, self.facts.max_batch_size
         if count > load.capacity:
             raise ConfigError(
@@ -198,13 +198,13 @@ class EngineClient(ABC):
         if load.sequences + count > load.capacity:
             waiting, running = max(0, load.sequences - batch), min(load.sequences, batch)
             seconds = max(1, round(self._request_seconds * (1 + waiting) / max(1, running)))
-            raise BusyError(
+            raise busy(
                 f"the queue is full ({waiting} requests wait, {self.limits.max_queue} may); "
                 f"try again in {seconds} s",
                 seconds,
             )
 
-    def _expire(self, ticket: Ticket, late: DeadlineError) -> None:
+    def _expire(self, ticket: Ticket, late: APIError) -> None:
         ticket.fail(late)
         self.dismiss(ticket, "deadline")
 
@@ -221,9 +221,9 @@ class EngineClient(ABC):
         return ticket
 
     async def scrape(self) -> str:
-        """The metrics, rendered. Raises GoneError, or TimeoutError if the engine says nothing."""
+        """The metrics, rendered. Raises APIError, or TimeoutError if the engine says nothing."""
         if not self.alive:
-            raise GoneError
+            raise engine_lost()
         number = next(self._numbers)
         future = self._scrapes[number] = asyncio.get_running_loop().create_future()
         try:
@@ -239,7 +239,7 @@ class EngineClient(ABC):
     async def stop(self) -> None:
         """End the engine; what is unfinished is told so."""
         self._draining = self._stopped = True
-        self._fail_all(DrainingError("the server has shut down"))
+        self._fail_all(draining("the server has shut down"))
         await self._shut()
 
     # -- from the engine -------------------------------------------------------------------------
@@ -283,7 +283,7 @@ class EngineClient(ABC):
         """There is no engine any more."""
         if self.failure is None and not self._stopped:
             self.failure = reason
-            self._fail_all(GoneError())
+            self._fail_all(engine_lost())
 
     def _fail_all(self, error: Exception) -> None:
         for number in list(self._tickets):

@@ -31,54 +31,39 @@ class APIError(PacelineError):
         self.headers = dict(headers or {})
 
 
-class BusyError(APIError):
+def busy(message: str, retry_after: int) -> APIError:
     """The queue is full; come again after so many seconds."""
-
-    def __init__(self, message: str, retry_after: int) -> None:
-        headers = {"Retry-After": str(retry_after)}
-        super().__init__(message, 429, "rate_limit_error", None, "queue_full", headers)
+    headers = {"Retry-After": str(retry_after)}
+    return APIError(message, 429, "rate_limit_error", code="queue_full", headers=headers)
 
 
-class DrainingError(APIError):
+def draining(message: str) -> APIError:
     """The server is shutting down and takes no new requests."""
-
-    def __init__(self, message: str) -> None:
-        super().__init__(message, 503, _OURS, None, "shutting_down", _ELSEWHERE)
+    return APIError(message, 503, _OURS, code="shutting_down", headers=_ELSEWHERE)
 
 
-class GoneError(APIError):
+def engine_lost() -> APIError:
     """There is no engine any more, and there will be none in this process."""
-
-    def __init__(self) -> None:
-        message = "the engine has stopped and the server is ending; try again later"
-        super().__init__(message, 503, _OURS, None, "engine_lost", _ELSEWHERE)
+    message = "the engine has stopped and the server is ending; try again later"
+    return APIError(message, 503, _OURS, code="engine_lost", headers=_ELSEWHERE)
 
 
-class DeadlineError(APIError):
-    """A request was not done in time and has been cancelled.
-
-    ``by_request``: the deadline was the request's, not the server's.
-    """
-
-    def __init__(self, by_request: bool) -> None:
-        status, kind = (408, _THEIRS) if by_request else (504, _OURS)
-        whose = "its own deadline" if by_request else "the server's deadline"
-        message = f"the request was not done by {whose}; ask for fewer tokens"
-        super().__init__(message, status, kind, code="deadline_exceeded")
+def too_late(by_request: bool) -> APIError:
+    """A request was not done by its own deadline, or by the server's, and has been cancelled."""
+    status, kind = (408, _THEIRS) if by_request else (504, _OURS)
+    whose = "its own deadline" if by_request else "the server's deadline"
+    message = f"the request was not done by {whose}; ask for fewer tokens"
+    return APIError(message, status, kind, code="deadline_exceeded")
 
 
-class RequestFailedError(APIError):
+def request_failed(message: str) -> APIError:
     """The engine failed on this request alone; the message says at what."""
-
-    def __init__(self, message: str) -> None:
-        super().__init__(message, 500, _OURS, code="request_failed")
+    return APIError(message, 500, _OURS, code="request_failed")
 
 
-class ClientGoneError(APIError):
+def client_gone() -> APIError:
     """Whoever asked has closed the connection."""
-
-    def __init__(self) -> None:
-        super().__init__("the client has gone", 499, _OURS, code="cancelled")
+    return APIError("the client has gone", 499, _OURS, code="cancelled")
 
 
 # How the line of a ConfigError begins that is about one field.

@@ -25,10 +25,10 @@ from paceline.request.completion import StreamEvent
 from paceline.server import wire
 from paceline.server.failures import (
     APIError,
-    DrainingError,
-    GoneError,
-    RequestFailedError,
     as_api_error,
+    draining,
+    engine_lost,
+    request_failed,
 )
 from paceline.server.metrics import Metrics, VllmNames
 
@@ -121,7 +121,7 @@ class EngineLoop:
             self._post(wire.Accepted(submit.ticket))  # before the events of the first step
             with self._wake:
                 if self._closed:
-                    raise GoneError
+                    raise engine_lost()
                 job.requests, job.open = requests, list(requests)
                 self._wake.notify()
         except Exception as error:
@@ -211,7 +211,7 @@ class EngineLoop:
         if events:
             self._post(wire.StepEvents(events))
         for job, reason in failed:
-            self._finish(job, "error", RequestFailedError(reason))
+            self._finish(job, "error", request_failed(reason))
 
     def _collect(self, job: EngineJob, events: list[tuple[int, StreamEvent]]) -> str | None:
         """What is new of a job; why it failed, if it did."""
@@ -250,9 +250,9 @@ class EngineLoop:
             self._closed = True
             jobs = list(self._jobs.values())
             self._jobs.clear()
-        ending: APIError = DrainingError("the server has shut down")
+        ending: APIError = draining("the server has shut down")
         if error is not None:
-            self.lost, ending = Failure.of(error).message, GoneError()
+            self.lost, ending = Failure.of(error).message, engine_lost()
             planned = isinstance(error, EngineLostError)
             log.critical(
                 "the engine's thread has ended: %s", self.lost, exc_info=None if planned else error

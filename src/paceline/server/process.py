@@ -20,7 +20,7 @@ from paceline.cli.output import quiet_libraries
 from paceline.errors import ConfigError, EngineLostError, PacelineError
 from paceline.server import wire
 from paceline.server.client import EngineClient, Limits
-from paceline.server.failures import BusyError, GoneError
+from paceline.server.failures import busy, engine_lost
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerFast
@@ -60,7 +60,6 @@ class EngineProcess:
                 stdin=subprocess.DEVNULL,
                 pass_fds=[theirs.fileno()],
             )
-        self.pid = self._process.pid
         with suppress(OSError):  # if it has ended already, ``hello`` says so
             self.connection.sendall(wire.framed(wire.LoadModel(config)))
 
@@ -113,13 +112,13 @@ class RemoteEngine(EngineClient):
 
     def _post(self, message: wire.WireMessage) -> None:
         if self._writer is None or self._writer.is_closing():
-            raise GoneError
+            raise engine_lost()
         try:
             data = wire.framed(message)
         except (UnicodeEncodeError, OverflowError) as error:
             raise ConfigError(f"the request cannot be read: {error}") from None
         if self._writer.transport.get_write_buffer_size() > MAX_UNSENT:
-            raise BusyError("the engine does not take requests; try again in 5 s", 5)
+            raise busy("the engine does not take requests; try again in 5 s", 5)
         self._writer.write(data)
 
     async def _read(self, reader: asyncio.StreamReader) -> None:
@@ -130,7 +129,7 @@ class RemoteEngine(EngineClient):
         finally:
             self._started = False
             if not self._stopped:
-                self._fail_all(GoneError())
+                self._fail_all(engine_lost())
                 self.lose(f"its process {await asyncio.to_thread(self._process.ended)}")
 
     async def _shut(self) -> None:

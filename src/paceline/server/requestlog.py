@@ -47,7 +47,7 @@ class Exchange:
 _exchange: ContextVar[Exchange | None] = ContextVar("paceline_exchange", default=None)
 
 
-def charge(ticket: Ticket) -> None:
+def attach(ticket: Ticket) -> None:
     """Count its tokens to the HTTP request that is being answered, if there is one."""
     exchange = _exchange.get()
     if exchange is not None:

@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from paceline.server.failures import APIError, check_text
-from paceline.server.requestlog import charge
+from paceline.server.requestlog import attach
 from paceline.server.security import RequestLimits
 
 if TYPE_CHECKING:
@@ -90,7 +90,7 @@ class Service:
     ) -> Ticket:
         self._asks.check(len(prompts), params)
         ticket = await self.client.submit(prompts, params, deadline, streams)
-        charge(ticket)
+        attach(ticket)
         if self._log_prompts:  # they have been checked: every id is one of the vocabulary
             for prompt in prompts:
                 log.info("prompt %s", json.dumps(self.tokenizer.decode(prompt)))

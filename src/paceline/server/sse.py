@@ -17,7 +17,7 @@ from fastapi import Request as HTTPRequest
 from fastapi.responses import JSONResponse, Response, StreamingResponse
 
 from paceline.server.errors import error_body
-from paceline.server.failures import APIError, ClientGoneError, as_api_error
+from paceline.server.failures import APIError, as_api_error, client_gone
 
 if TYPE_CHECKING:
     from starlette.types import Receive, Scope, Send
@@ -66,7 +66,7 @@ async def respond_with(
     async def leave_with_client() -> None:
         while (await http.receive())["type"] != "http.disconnect":
             pass
-        ticket.fail(ClientGoneError())
+        ticket.fail(client_gone())
 
     whole: list[StreamEvent] = []
     watcher = asyncio.create_task(leave_with_client())

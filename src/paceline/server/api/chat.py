@@ -14,7 +14,7 @@ from inspect import signature
 from typing import TYPE_CHECKING, Any
 
 from paceline.errors import PromptError
-from paceline.request.door import apply_template
+from paceline.request.validation import apply_template
 from paceline.server.api.params import PREDICTED_LENGTH, sampling_params
 from paceline.server.api.protocol import ChatMessage, ChatRequest, Tool
 from paceline.server.api.tool_calls import forced_grammar
