@@ -110,7 +110,7 @@ class AdaptiveController(Controller):
         if rarely or not self._lookups.drafters:
             return {}
         worth: dict[int, Offers] = {}
-        for seq_id, offers in self._lookups.look(seqs, self._may).items():
+        for seq_id, offers in self._lookups.lookup(seqs, self._may).items():
             kinds = {name: kind_of(offer.confidence) for name, offer in offers.items()}
             pay = {n: o for n, o in offers.items() if self.cost.may_pay(n, batch, kinds[n])}
             if pay:

@@ -49,7 +49,7 @@ class LookupFollower:
         self._acceptance = acceptance
         self._followed: dict[int, dict[Hashable, _Followed]] = {}
 
-    def look(
+    def lookup(
         self,
         seqs: Sequence[SequenceState],
         may: Callable[[SequenceState, Hashable], bool],

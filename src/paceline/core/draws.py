@@ -54,18 +54,29 @@ def choose(probs: torch.Tensor, rows: Rows, generator: torch.Generator | None) -
 
     NO_TOKEN where a row is not a distribution.
     """
-    coupled = [row for row, seq in enumerate(rows.seqs) if is_coupled(seq.params)]
-    if len(coupled) == len(rows):
+    if all(is_coupled(seq.params) for seq in rows.seqs):
         return coupled_choice(probs, rows)
     if all(seq.params.greedy for seq in rows.seqs):
         best = probs.max(dim=-1)
         return torch.where(best.values > 0, best.indices, NO_TOKEN)
     uniforms = torch.rand(len(rows), dtype=torch.float64, device=probs.device, generator=generator)
-    tokens = pick(probs, uniforms)
+    return drawn_choice(probs, probs, rows, uniforms)
+
+
+def drawn_choice(
+    probs: torch.Tensor, stop: torch.Tensor, rows: Rows, uniforms: torch.Tensor
+) -> torch.Tensor:
+    """int64 [R]: a token of each row's ``stop`` distribution by its uniform; where there is a seed,
+    of the row's ``probs`` by the seed's noise. Greedy rows are one-hot: a draw from those is the
+    argmax."""
+    coupled = [row for row, seq in enumerate(rows.seqs) if is_coupled(seq.params)]
+    if len(coupled) == len(rows):
+        return coupled_choice(probs, rows)
+    choices = pick(stop, uniforms)
     if coupled:
         index = to_device(coupled, probs.device)
-        tokens[index] = coupled_choice(probs.index_select(0, index), rows.select(coupled))
-    return tokens
+        choices[index] = coupled_choice(probs.index_select(0, index), rows.select(coupled))
+    return choices
 
 
 def draw_of(seq: SequenceView, siblings: bool = False) -> Draw:

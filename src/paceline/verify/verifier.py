@@ -23,7 +23,7 @@ import torch
 
 from paceline.core import transfer
 from paceline.core.batch import Span, Verdict
-from paceline.core.draws import coupled_choice, draws_unseeded, is_coupled, pick
+from paceline.core.draws import coupled_choice, drawn_choice, draws_unseeded, is_coupled
 from paceline.core.sampling import (
     NO_TOKEN,
     Rows,
@@ -180,7 +180,7 @@ class Verifier:
             else:
                 scores = adjusted(logits[on_device], part)
                 probs = probs_of_scores(scores, [seq.params for seq in part.seqs])
-                drawn = _drawn(probs, probs, part, uniforms[on_device])
+                drawn = drawn_choice(probs, probs, part, uniforms[on_device])
             chosen = drawn.tolist()
             below: dict[int, int] = {}
             for (n, row), choice in zip(at.items(), chosen, strict=True):
@@ -203,7 +203,7 @@ class Verifier:
         nodes = 0 if outcome is None else outcome.accept.shape[0]
         uniforms = self.uniforms(len(rows) + nodes, scores.device)
         stop = probs if outcome is None else outcome.stop
-        choices = _drawn(probs, stop, rows, uniforms[: len(rows)])
+        choices = drawn_choice(probs, stop, rows, uniforms[: len(rows)])
         if sound is not None:
             choices = torch.where(sound, choices, NO_TOKEN)
         if outcome is None:
@@ -300,21 +300,6 @@ class Verifier:
         if method == "block":
             return last_accepted(parents, accepted)
         return first_accepted(parents, accepted)
-
-
-def _drawn(
-    probs: torch.Tensor, stop: torch.Tensor, rows: Rows, uniforms: torch.Tensor
-) -> torch.Tensor:
-    """int64 [R]: a token of each row's stop distribution by its uniform; where there is a seed, of
-    the row's own by the seed's noise. Greedy rows are one-hot: a draw from those is the argmax."""
-    coupled = [row for row, seq in enumerate(rows.seqs) if is_coupled(seq.params)]
-    if len(coupled) == len(rows):
-        return coupled_choice(probs, rows)
-    choices = pick(stop, uniforms)
-    if coupled:
-        index = to_device(coupled, probs.device)
-        choices[index] = coupled_choice(probs.index_select(0, index), rows.select(coupled))
-    return choices
 
 
 def _stood_in(probs: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor | None]:
