@@ -13,7 +13,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from paceline.errors import ConfigError
+from paceline.errors import ConfigError, ModelLoadError
+from paceline.model.loading import read_options
 
 _LAYERS = "eagle_aux_hidden_state_layer_ids"
 _PROPOSERS = {"Suffix": "suffix", "NGram": "ngram", "Hybrid": "hybrid:suffix+ngram"}
@@ -86,10 +87,9 @@ def _model(values: Mapping[str, Any], key: str, where: str) -> str:
 def head_config(model: str) -> Mapping[str, Any]:
     """The config.json of a local folder, empty where there is none that can be read."""
     try:
-        config = json.loads((Path(model).expanduser() / "config.json").read_text(encoding="utf-8"))
-    except (OSError, ValueError):
+        return read_options(Path(model).expanduser() / "config.json")
+    except (OSError, ModelLoadError):
         return {}
-    return config if isinstance(config, dict) else {}
 
 
 # -- vLLM --------------------------------------------------------------------------------------

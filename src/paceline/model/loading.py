@@ -242,6 +242,19 @@ def read_config(name: str, path: str) -> Any:
         raise ModelLoadError(hub_message(name, error)) from None
 
 
+def plain_config(name: str, asked: str) -> Any:
+    """The config of a model in safetensors that is not quantised, which the option ``asked`` for
+    needs. Raises ConfigError of others, and ModelLoadError."""
+    path = fetched(name)
+    if gguf_file(path) is not None:
+        raise ConfigError(f"{asked}: {name} is a GGUF file; give the model in safetensors")
+    check_folder(name, Path(path))
+    config = read_config(name, path)
+    if quantization_of(config) is not None:
+        raise ConfigError(f"{asked}: {name} is quantised; give the model that it was made from")
+    return config
+
+
 def _source(path: str) -> tuple[str, dict[str, str]]:
     """What ``from_pretrained`` is given for a folder, a hub name or a GGUF file."""
     gguf = gguf_file(path) if is_path(path) else None

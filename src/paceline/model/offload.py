@@ -24,18 +24,15 @@ from torch import nn
 from paceline.core.memory import free_memory
 from paceline.errors import ConfigError, ModelLoadError
 from paceline.files import cache_folder
-from paceline.model.gguf import gguf_file
 from paceline.model.hub import fetched
 from paceline.model.loading import (
     causal_class,
-    check_folder,
     load_module,
-    read_config,
+    plain_config,
     resolve_device,
     resolve_dtype,
     weight_files,
 )
-from paceline.model.precision import quantization_of
 from paceline.model.quantised.convert import resident_parameter
 from paceline.model.tensorfile import read_table
 
@@ -145,7 +142,7 @@ def plan_offload(
 
 
 def _offloadable(name: str, offload: str, device: torch.device) -> tuple[Any, list[Path]]:
-    """A model's config and, of a folder, its files of weights."""
+    """A model's config and its files of weights."""
     asked = f"offload={offload!r}"
     if importlib.util.find_spec("accelerate") is None:
         raise ConfigError(f"{asked} needs accelerate; pip install 'paceline[offload]'")
@@ -154,16 +151,9 @@ def _offloadable(name: str, offload: str, device: torch.device) -> tuple[Any, li
             f"{asked} on a processor: the weights are in its memory already; use disk for those "
             "that do not fit, or a device that has its own"
         )
-    path = fetched(name)
-    if gguf_file(path) is not None:
-        raise ConfigError(f"{asked}: {name} is a GGUF file; give the model in safetensors")
-    check_folder(name, Path(path))
-    files = weight_files(Path(path))
+    config, files = plain_config(name, asked), weight_files(Path(fetched(name)))
     if not files:
         raise ModelLoadError(f"{asked}: folder {name} has no *.safetensors to read layers from")
-    config = read_config(name, path)
-    if quantization_of(config) is not None:
-        raise ConfigError(f"{asked}: {name} is quantised, and is not moved layer by layer")
     return config, files
 
 

@@ -30,10 +30,7 @@ from paceline.errors import (
     PacelineError,
     UnsupportedModelError,
 )
-from paceline.model.gguf import gguf_file
-from paceline.model.hub import fetched
-from paceline.model.loading import check_folder, load_module, read_config
-from paceline.model.precision import quantization_of
+from paceline.model.loading import load_module, plain_config
 from paceline.model.target import CausalModel
 from paceline.parallel.group import Order, RankGroup, surroundings
 
@@ -271,20 +268,7 @@ def check_shareable(name: str, size: int) -> None:
 
     Raises ConfigError, UnsupportedModelError and ModelLoadError.
     """
-    path = fetched(name)
-    asked = f"tensor_parallel={size}"
-    if gguf_file(path) is not None:
-        raise ConfigError(
-            f"{asked}: {name} is a GGUF file, which ranks cannot read parts of; "
-            "give the model in safetensors"
-        )
-    check_folder(name, Path(path))
-    config = read_config(name, path)
-    if quantization_of(config) is not None:
-        raise ConfigError(
-            f"{asked}: {name} is quantised, and its groups of weights are not cut between ranks; "
-            "give the model that it was made from"
-        )
+    config = plain_config(name, f"tensor_parallel={size}")
     text = config.get_text_config(decoder=True)
     plan: dict[str, str] = getattr(text, "base_model_tp_plan", None) or {}
     if not plan:
