@@ -13,8 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from paceline.errors import ConfigError, ModelLoadError
-from paceline.model.loading import read_options
+from paceline.errors import ConfigError
 
 _LAYERS = "eagle_aux_hidden_state_layer_ids"
 _PROPOSERS = {"Suffix": "suffix", "NGram": "ngram", "Hybrid": "hybrid:suffix+ngram"}
@@ -87,9 +86,10 @@ def _model(values: Mapping[str, Any], key: str, where: str) -> str:
 def head_config(model: str) -> Mapping[str, Any]:
     """The config.json of a local folder, empty where there is none that can be read."""
     try:
-        return read_options(Path(model).expanduser() / "config.json")
-    except (OSError, ModelLoadError):
+        config = json.loads((Path(model).expanduser() / "config.json").read_text(encoding="utf-8"))
+    except (OSError, ValueError):
         return {}
+    return config if isinstance(config, dict) else {}
 
 
 # -- vLLM --------------------------------------------------------------------------------------
