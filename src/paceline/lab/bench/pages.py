@@ -55,9 +55,9 @@ _STEPS = (
     "rule, transfer; other: scheduling, batching and bookkeeping in Python."
 )
 _PREDICTED = (
-    "Speedups over our own plain decoding. predicted: from acceptance by position, and from forwards "
-    "of target and drafter measured alone; decoding: measured, without the steps that read "
-    "prompts; measured: whole runs."
+    "Speedups over our own plain decoding. predicted: from acceptance by position, and from "
+    "forwards of target and drafter measured alone; decoding: measured, without the steps that "
+    "read prompts; measured: whole runs."
 )
 _TEXTS = (
     "Texts beside plain decoding's, of requests that were asked alike. Near tie: where they part, "
