@@ -21,7 +21,7 @@ import torch
 from torch.overrides import TorchFunctionMode
 
 import paceline
-from paceline.model.target import CausalModel
+from paceline.model import target
 
 ROOT = str(Path(paceline.__file__).parent)
 HOST = torch.device("cpu")
@@ -329,17 +329,15 @@ def claimed_devices(monkeypatch: pytest.MonkeyPatch) -> Iterator[Devices]:
     }.items():
         monkeypatch.setattr(cuda, name, value)
     monkeypatch.setattr(torch, "Generator", Generator)
-    real: Callable[..., CausalModel] = CausalModel._load
+    real: Callable[..., Any] = target.load_module
 
-    def load(name: str, dtype: Any, place: torch.device, *rest: Any) -> CausalModel:
-        model = real(name, dtype, HOST, *rest)
+    def load_module(name: str, dtype: Any, place: torch.device, **options: Any) -> Any:
+        module = real(name, dtype, HOST, **options)
         if place.type == "cpu":
-            return model
-        moved = CausalModel(model.hf.requires_grad_(False).to(_indexed(place)), name)
-        moved.asked = model.asked
-        return moved
+            return module
+        return module.requires_grad_(False).to(_indexed(place))
 
-    monkeypatch.setattr(CausalModel, "_load", staticmethod(load))
+    monkeypatch.setattr(target, "load_module", load_module)
     future = torch.__future__  # a module's parameters are replaced when it is moved, not refilled
     before = future.get_overwrite_module_params_on_conversion()
     future.set_overwrite_module_params_on_conversion(True)
