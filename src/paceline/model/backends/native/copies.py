@@ -2,12 +2,13 @@
 
     quantised/KEY.forms    in the cache folder: a header, then packed matrices as the kernels read
                            them, for the next start
+    quantised/digests      SHA-256 of checkpoints' files, by path, size and times
 
-A key is made of the checkpoint's files (path, size, times), of how the model was held and of what
-it was rounded to. Whatever lies here can be deleted at any time. ``PACELINE_QUANTISED_CACHE``
-bounds its size ("off": nothing is kept); the forms that have not been used for longest go first.
-What is off in a copy costs a draft's speed alone: its numbers have no checksums, and its products
-are not tried before it is used.
+A key is made of the content of the checkpoint, of how the model was held and of what it was rounded
+to. Whatever lies here can be deleted at any time. ``PACELINE_QUANTISED_CACHE`` bounds its size
+("off": nothing is kept); the forms that have not been used for longest go first. What is off in a
+copy costs a draft's speed alone: its numbers have no checksums, and its products are not tried
+before it is used.
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ import hashlib
 import json
 import os
 import shutil
+import time
 from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass
@@ -28,6 +30,7 @@ from paceline.core.sizes import parse_bytes
 from paceline.core.stages import info, stage
 from paceline.errors import PacelineError
 from paceline.files import cache_folder, write_aside
+from paceline.files.ownership import digest_of
 from paceline.files.stamps import FileStamp
 from paceline.kernels.library import PLAIN
 from paceline.model.backends.base import Adapted
@@ -40,6 +43,9 @@ SETTING = "PACELINE_QUANTISED_CACHE"
 OFF = "off"
 _OURS = b"Written by Paceline: quantised forms "
 _MAGIC = _OURS + b"3\n"  # another layout, or other numbers: another 3
+_DIGESTS = b"Written by Paceline: digests of checkpoints\n"
+_REMEMBERED = 64  # files
+_RECENT = 2.0  # seconds in which a file might change once more at the same time stamp
 _MOST = 8 << 30
 _SHARE = 10  # of the disk, if that is less
 
@@ -133,14 +139,44 @@ def _file_of(checkpoint: Sequence[FileStamp], matrices: Sequence[_Matrix]) -> Pa
     try:
         if tuple(FileStamp.of(Path(stamp.path)) for stamp in checkpoint) != tuple(checkpoint):
             return None  # replaced since it was loaded
+        contents = _contents(folder / "digests", checkpoint)
     except OSError:
         return None
     about = [
         (str(m.packed.dtype), m.packed.form and asdict(m.packed.form), asdict(m.code))
         for m in matrices
     ]
-    text = json.dumps([[asdict(stamp) for stamp in checkpoint], about])
+    text = json.dumps([contents, about])
     return folder / f"{hashlib.sha256(text.encode()).hexdigest()[:40]}.forms"
+
+
+def _contents(file: Path, checkpoint: Sequence[FileStamp]) -> list[str]:
+    """SHA-256 of the checkpoint's files, remembered in ``file`` by their stamps. Raises OSError."""
+    known: dict[str, Any] = {}
+    with suppress(OSError, ValueError):
+        known = json.loads(file.read_bytes().removeprefix(_DIGESTS))
+    result, new = [], False
+    for stamp in checkpoint:
+        mark = [stamp.size, *stamp.changed]
+        entry = known.pop(stamp.path, None)
+        if not (isinstance(entry, list) and len(entry) == 2 and entry[0] == mark):
+            with stage(f"reading {stamp.path} for its checksum"):
+                entry, new = [mark, digest_of(Path(stamp.path))], True
+        result.append(str(entry[1]))
+        if time.time_ns() - max(stamp.changed[:2]) > _RECENT * 1e9:
+            known[stamp.path] = entry  # the last ones are the last that were used
+    if new:
+        text = json.dumps(dict(list(known.items())[-_REMEMBERED:])).encode()
+        with (
+            suppress(OSError, PacelineError),
+            write_aside(file, "the digests", _knows_digests, durable=False) as stream,
+        ):
+            stream.write(_DIGESTS + text)
+    return result
+
+
+def _knows_digests(file: Path) -> bool:
+    return file.read_bytes().startswith(_DIGESTS)
 
 
 def read(file: Path, matrices: Sequence[_Matrix]) -> list[Packed] | None:
