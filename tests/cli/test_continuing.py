@@ -88,12 +88,12 @@ def test_certify_goes_on(certify: list[str], runs: Path) -> None:
     more = run(*certify, "--seconds", "0", "--continue")
     assert more.exit_code == 0, more.output
     one, two = json.loads(first.stdout), json.loads(more.stdout)
-    assert two["budget"]["looks"] == 2 and two["budget"]["texts"] == 4
+    assert two["budget"]["verdicts"] == 2 and two["budget"]["texts"] == 4
     assert two["budget"]["samples"] == 2 * one["budget"]["samples"]
     assert two["smallest_bias"] < one["smallest_bias"]
     assert two["alpha"] == one["alpha"] / 2
     anew = json.loads(run(*certify, "--seconds", "0").stdout)
-    assert anew["budget"]["looks"] == 1
+    assert anew["budget"]["verdicts"] == 1
 
 
 def test_bench_goes_on(bench: list[str], tmp_path: Path) -> None:

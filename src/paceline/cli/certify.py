@@ -189,7 +189,7 @@ def certify(
         with stage("judging what was drawn"):
             certificate = certifier.certificate()
         read = None if interrupted else _perplexity(text, engine, llm)
-    certifier.evidence.looks += 1
+    certifier.evidence.verdicts += 1
     saved.keep(certifier.evidence)
     shaping = [entry.name for entry in entries(DistributionOptions, "command")]
     given = {name: getattr(params, name) for name in shaping}

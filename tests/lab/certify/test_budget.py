@@ -97,8 +97,8 @@ def test_few_samples_are_not_enough_however_well_they_fit(
     (prefix,) = certifier.evidence.prefixes
     assert len(prefix.drawn) == len(prefix.plain) == 102
     assert certificate.record()["budget"]["prefixes"] == 0, "it has not all its samples"
-    assert certificate.smallest_bias > 0.2
-    assert f"only a bias of {certificate.smallest_bias:.0%} or more" in certificate.verdict
+    assert certificate.facts["smallest_bias"] > 0.2
+    assert f"only a bias of {certificate.facts['smallest_bias']:.0%} or more" in certificate.verdict
     assert not certificate.lossless
 
 
@@ -127,7 +127,7 @@ def test_no_whole_place_and_no_rule_certify_nothing(llm: LLM, prompts: Named) ->
     assert "0 prefixes have all their samples, not 1" in certifier.certificate().verdict
     certifier.evidence.prefixes.clear()
     certificate = certifier.certificate()
-    assert certificate.spending.samples == 0
+    assert certificate.facts["budget"]["samples"] == 0
     assert certificate.verdict.startswith("NOT ENOUGH: ") and not certificate.lossless
 
 
@@ -136,7 +136,7 @@ def test_enough_is_certified_and_says_what_it_could_have_seen(llm: LLM, prompts:
     assert said[0].startswith("greedy") and any("speculative sampling" in what for what in said)
     certificate = certifier.certificate()
     assert certifier.budget.spent <= 50
-    assert certificate.lossless and not certificate.complete, certificate.verdict
+    assert certificate.lossless and not certificate.facts["complete"], certificate.verdict
     record = certificate.record()
     # The second place would have had a few samples only: it was not begun.
     assert record["enough"] and record["budget"]["prefixes"] == 1
@@ -160,9 +160,9 @@ def test_without_an_end_everything_is_looked_at(llm: LLM, prompts: Named) -> Non
     certifier.run(said.append)
     assert len(said) == certifier.pieces
     certificate = certifier.certificate()
-    assert certificate.complete and certificate.lossless
-    assert certificate.spending.texts == certificate.spending.texts_wanted == 2
-    assert certificate.spending.samples == 2 * 600
+    assert certificate.facts["complete"] and certificate.lossless
+    assert certificate.facts["budget"]["texts"] == certificate.facts["budget"]["texts_wanted"] == 2
+    assert certificate.facts["budget"]["samples"] == 2 * 600
 
 
 # -- going on -------------------------------------------------------------------------------------
@@ -176,16 +176,16 @@ def through_a_file(evidence: Evidence) -> Evidence:
 def test_a_later_run_adds_what_is_missing_and_repeats_nothing(llm: LLM, prompts: Named) -> None:
     first, said = ended_after(llm, prompts, 12)
     level = first.certificate().alpha
-    first.evidence.looks += 1
+    first.evidence.verdicts += 1
     kept = through_a_file(first.evidence)
     assert kept == first.evidence
     second = Certifier(llm, prompts, None, SMALL, evidence=kept)
     more: list[str] = []
     second.run(more.append)
     certificate = second.certificate()
-    assert certificate.lossless and certificate.complete
+    assert certificate.lossless and certificate.facts["complete"]
     assert certificate.alpha == level / 2  # whoever looks again has less to spend
-    assert certificate.spending.looks == 2
+    assert certificate.facts["budget"]["verdicts"] == 2
     every = said + more
     for kind in ("plain decoding", "draft length 1", "draft length 2, alone", "mixed batch"):
         assert sum(kind in what for what in every) == 4, kind  # two texts, greedy and seeded
@@ -200,10 +200,13 @@ def test_where_all_was_there_as_much_again_is_wanted(llm: LLM, prompts: Named) -
     second = Certifier(llm, prompts, None, effort, evidence=through_a_file(first.evidence))
     second.run()
     after = second.certificate()
-    assert (before.spending.texts, after.spending.texts) == (1, 2)
-    assert (before.spending.samples, after.spending.samples) == (200, 400)
-    assert after.smallest_bias < before.smallest_bias
-    assert all(b.tokens == 2 * a.tokens for a, b in zip(before.texts, after.texts, strict=True))
+    assert (before.facts["budget"]["texts"], after.facts["budget"]["texts"]) == (1, 2)
+    assert (before.facts["budget"]["samples"], after.facts["budget"]["samples"]) == (200, 400)
+    assert after.facts["smallest_bias"] < before.facts["smallest_bias"]
+    assert all(
+        b.tokens == 2 * a.tokens
+        for a, b in zip(before.rows("texts"), after.rows("texts"), strict=True)
+    )
     (prefix,) = second.evidence.prefixes
     assert prefix.drawn[:200] == first.evidence.prefixes[0].drawn
     assert prefix.drawn[200:] != prefix.drawn[:200]  # other random numbers

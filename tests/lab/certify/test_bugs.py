@@ -14,8 +14,8 @@ from paceline.core.draws import pick
 from paceline.core.params import SamplingParams
 from paceline.core.sampling import Rows
 from paceline.core.tree import Draw, TokenTree, chain_parents, depths_of
+from paceline.lab.certify.certificate import Certificate
 from paceline.lab.certify.effort import Effort
-from paceline.lab.certify.engine_certificate import EngineCertificate
 from paceline.lab.certify.run import Certifier
 from paceline.llm import LLM
 from paceline.verify.rules import RuleProbabilities, aligned
@@ -27,13 +27,13 @@ WARM = SamplingParams(temperature=1.0)
 COOL = SamplingParams(temperature=0.5)  # sharper distributions, which differ more
 
 
-def parts(certificate: EngineCertificate) -> set[str]:
+def parts(certificate: Certificate) -> set[str]:
     assert not certificate.lossless
     assert certificate.verdict.startswith("NOT LOSSLESS: ")
     return {problem.part for problem in certificate.problems}
 
 
-def outcome(llm: LLM, prompts: Named, params: SamplingParams = WARM) -> EngineCertificate:
+def outcome(llm: LLM, prompts: Named, params: SamplingParams = WARM) -> Certificate:
     certifier = Certifier(llm, prompts, params, SMALL)
     certifier.run()
     return certifier.certificate()
@@ -146,7 +146,7 @@ def test_a_missing_bonus_token(llm: LLM, prompts: Named) -> None:
     llm.engine.verifier = NoBonus("auto", torch.Generator())
     found = outcome(llm, prompts)
     assert parts(found)
-    assert any(check.distance == 1.0 for check in found.exact) or any(
+    assert any(check.distance == 1.0 for check in found.rows("exact")) or any(
         "failed with" in problem.what for problem in found.problems
     )
 
@@ -173,7 +173,7 @@ def test_a_cache_row_off_by_one(llm: LLM, prompts: Named, monkeypatch: pytest.Mo
     monkeypatch.setattr("paceline.engine.engine.path_moves", shifted)
     found = outcome(llm, prompts)
     assert {"greedy", "seeded"} <= parts(found)
-    bugs = [item for check in found.texts for item in check.bugs]
+    bugs = [item for check in found.rows("texts") for item in check.bugs]
     assert all(item.difference.gap > 1e-3 for item in bugs)
 
 

@@ -26,23 +26,23 @@ def test_a_right_engine_is_certified(llm: LLM, prompts: Named, params: SamplingP
     certificate = certify(llm, prompts, params, effort=SMALL)
     assert certificate.lossless, certificate.verdict
     assert certificate.verdict.startswith("CERTIFIED: ")
-    assert {check.kind for check in certificate.texts} == {"greedy", "seeded"}
-    assert all(check.drafted > check.accepted > 0 for check in certificate.texts)
-    assert max(check.distance for check in certificate.exact) < 1e-6
-    whats = {test.what for test in certificate.tests}
+    assert {check.kind for check in certificate.rows("texts")} == {"greedy", "seeded"}
+    assert all(check.drafted > check.accepted > 0 for check in certificate.rows("texts"))
+    assert max(check.distance for check in certificate.rows("exact")) < 1e-6
+    whats = {test.what for test in certificate.rows("tests")}
     assert {
         "first token / distribution",
         "next tokens / distribution",
         "draws / declared distribution",
     } <= whats
-    assert 0 < certificate.smallest_bias < 0.25
+    assert 0 < certificate.facts["smallest_bias"] < 0.25
 
 
 def test_trees_without_replacement(llm: LLM, folders: tuple[str, str], prompts: Named) -> None:
     tree = llm.beside(f"tree:{folders[1]},branching=2x2", draft_length=2, max_batch_size=64, seed=1)
     certificate = certify(tree, prompts, effort=SMALL)
     assert certificate.lossless, certificate.verdict
-    assert {check.draw for check in certificate.exact} == {"without_replacement"}
+    assert {check.draw for check in certificate.rows("exact")} == {"without_replacement"}
 
 
 def test_an_adaptive_engine_with_chosen_drafts(llm: LLM, prompts: Named) -> None:
@@ -55,7 +55,7 @@ def test_an_adaptive_engine_with_chosen_drafts(llm: LLM, prompts: Named) -> None
     certifier.run(pieces.append)
     assert len(pieces) == certifier.pieces
     # Its drafts are chosen, so there is no distribution of its own to test.
-    assert not [t for t in certifier.certificate().tests if t.part == "drafter"]
+    assert not [t for t in certifier.certificate().rows("tests") if t.part == "drafter"]
 
 
 def test_the_rule_is_enumerated_where_a_look_up_finds_something(llm: LLM) -> None:
@@ -81,7 +81,7 @@ def test_plain_decoding_takes_no_more_memory_than_the_engine(llm: LLM, prompts: 
 def test_greedy_only(llm: LLM, prompts: Named) -> None:
     certificate = certify(llm, prompts, SamplingParams(), effort=SMALL)
     assert certificate.lossless
-    assert not certificate.tests and "temperature is 0" in certificate.notes[0]
+    assert not certificate.rows("tests") and "temperature is 0" in certificate.notes[0]
     assert "greedy decoding only, no samples were drawn" in certificate.verdict
 
 
@@ -98,7 +98,7 @@ def test_little_is_no_certificate_also_where_no_more_was_asked_for(
     # These distributions have few cells, so that few samples see much.
     monkeypatch.setattr("paceline.lab.certify.run.MOST_BIAS", 0.15)
     certificate = certify(llm, prompts, effort=effort)
-    assert certificate.complete and not certificate.problems
+    assert certificate.facts["complete"] and not certificate.problems
     assert not certificate.lossless
     assert certificate.verdict.startswith("NOT ENOUGH: ") and lack in certificate.verdict
 
@@ -130,7 +130,7 @@ def test_what_was_cut_short_is_never_certified(
     with pytest.raises(KeyboardInterrupt):
         certifier.run(interrupt_at(8))
     certificate = certifier.certificate()
-    assert certificate.texts and not certificate.lossless
+    assert certificate.rows("texts") and not certificate.lossless
     assert certificate.verdict.startswith("NOT CERTIFIED: interrupted")
     assert not llm.engine.has_work
 

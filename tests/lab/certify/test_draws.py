@@ -38,7 +38,7 @@ def p_value(drawn: torch.Tensor, declared: torch.Tensor, siblings: int) -> float
     for _ in range(600):
         recorder.propose(OneSlice())
     assert recorder.drawn == 600 * siblings
-    found = recorder.honesty()
+    found = recorder.test()
     assert found is not None
     return found.p_value
 

@@ -8,10 +8,11 @@ from dataclasses import replace
 import pytest
 
 from paceline.errors import ConfigError
+from paceline.lab.certify.certificate import Certificate
 from paceline.lab.certify.effort import Effort
 from paceline.lab.certify.servers.answers import AnswerChoice, AnsweringServer, AnswerToken
 from paceline.lab.certify.servers.asking import parting
-from paceline.lab.certify.servers.run import ServerCertificate, ServerCertifier, lacks_of
+from paceline.lab.certify.servers.run import ServerCertifier, lacks_of
 from support.planted_server import FAULTS, PlantedServer, served
 
 PROMPTS = [("one", "Once upon a time"), ("two", "What is said of"), ("three", "It is")]
@@ -20,7 +21,7 @@ EFFORT = Effort(requests=150, max_tokens=24)
 
 def outcome(
     planted: PlantedServer, against: PlantedServer | None = None, effort: Effort = EFFORT
-) -> ServerCertificate:
+) -> Certificate:
     with served(planted) as url, served(against or PlantedServer()) as other:
         server, off = AnsweringServer.connect(url)
         assert off is None and server.model == "planted"
@@ -37,10 +38,10 @@ def test_a_server_in_order_is_certified(compared: bool) -> None:
     found = outcome(PlantedServer(), PlantedServer(seed=8) if compared else None)
     assert found.lossless, found.verdict
     assert found.verdict.startswith("CERTIFIED: ")
-    assert {part.name for part in found.parts} == {*FAULTS.values()}
-    assert all(part.looked_at and part.requests for part in found.parts)
-    assert len(found.tests) == 1
-    assert all(0 < test.smallest_bias < 0.3 for test in found.tests)
+    assert {part.name for part in found.rows("parts")} == {*FAULTS.values()}
+    assert all(part.checked and part.requests for part in found.rows("parts"))
+    assert len(found.rows("tests")) == 1
+    assert all(0 < test.smallest_bias < 0.3 for test in found.rows("tests"))
     record = json.loads(json.dumps(found.record()))
     assert record["lossless"] and record["problems"] == []
     assert sum(part["requests"] for part in record["parts"]) <= EFFORT.requests
@@ -60,7 +61,7 @@ def test_ways_of_other_servers_are_no_faults(planted: PlantedServer) -> None:
     """llama.cpp's layout of logprobs, its top-k of its own, and OpenAI's refusals."""
     found = outcome(planted, effort=Effort(requests=250, max_tokens=24))
     assert found.lossless, (found.verdict, found.problems)
-    assert found.tests[0].samples > 200
+    assert found.rows("tests")[0].samples > 200
 
 
 def test_faults_show_in_the_other_layout_too() -> None:
@@ -112,26 +113,28 @@ def test_one_that_gives_no_logprobs_and_no_chats_says_what_was_left_out() -> Non
     assert not found.problems, found.problems
     assert any("no logprobs" in note for note in notes)
     assert any("no chats here" in note for note in notes)
-    assert found.verdict.startswith("NOT ENOUGH: no places for logprobs")
+    assert found.verdict.startswith("NOT ENOUGH: no positions for logprobs")
 
 
 def test_too_few_requests_certify_nothing() -> None:
     found = outcome(PlantedServer(), effort=Effort(requests=4, max_tokens=8))
     assert found.verdict.startswith("NOT ENOUGH: ")
-    assert not found.problems and sum(part.requests for part in found.parts) <= 4
+    assert not found.problems and sum(part.requests for part in found.rows("parts")) <= 4
 
 
 def test_samples_that_see_nothing_certify_nothing() -> None:
     found = outcome(PlantedServer())
     assert found.lossless
-    assert not lacks_of(found.parts, found.tests)
-    for tests in ((), (replace(found.tests[0], smallest_bias=0.4),)):
-        (lack,) = lacks_of(found.parts, tests)
+    assert not lacks_of(found.rows("parts"), found.rows("tests"))
+    for tests in ((), (replace(found.rows("tests")[0], smallest_bias=0.4),)):
+        (lack,) = lacks_of(found.rows("parts"), tests)
         assert "or more would have been seen in the samples" in lack
         blind = replace(found, lacks=(lack,))
         assert not blind.lossless and blind.verdict.startswith(f"NOT ENOUGH: {lack}")
-    one = replace(found.parts[0], looked_at=1)
-    assert lacks_of((one, *found.parts[1:]), found.tests) == ["1 text for greedy, and it takes 2"]
+    one = replace(found.rows("parts")[0], checked=1)
+    assert lacks_of((one, *found.rows("parts")[1:]), found.rows("tests")) == [
+        "1 text for greedy, and it takes 2"
+    ]
 
 
 def test_addresses_where_nobody_answers() -> None:

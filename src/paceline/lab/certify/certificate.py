@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
-from typing import Any, NamedTuple
+from typing import Any
 
 from paceline.lab.certify.chisquare import ChiSquare, holm
 from paceline.lab.report.columns import Column, record_of, table_of
-from paceline.lab.report.document import Block, Report, Table, Text
+from paceline.lab.report.document import Report, Text
 
 # The least that the word CERTIFIED stands for, however little was asked for.
 LEAST_TEXTS = 2  # compared in every setting
@@ -17,22 +17,18 @@ POWER = 0.9
 MOST_BIAS = 0.25  # that may have gone unseen
 
 
-class Sheet(NamedTuple):
-    """Rows as a list of JSON, under ``key``, and as a table under ``title``."""
+@dataclass(frozen=True)
+class ResultTable:
+    """Rows as a list of JSON, under ``key`` if there is one, and as a section ``title``."""
 
     key: str
     title: str
     columns: Sequence[Column]
     note: str = ""
-
-    def table(self, rows: Iterable[Any], title: str = "") -> Table:
-        return table_of(rows, self.columns, self.note, title)
-
-    def records(self, rows: Iterable[Any]) -> list[dict[str, Any]]:
-        return [record_of(row, self.columns) for row in rows]
+    rows: Sequence[Any] = ()
 
 
-TESTS = Sheet(
+TESTS = ResultTable(
     "tests",
     "Distribution of sampled text",
     (
@@ -101,16 +97,18 @@ def as_family(tests: Sequence[DistributionTest], alpha: float) -> tuple[Distribu
 
 @dataclass(frozen=True, kw_only=True)
 class Certificate:
-    """The outcome. ``lossless`` only if nothing is wrong and enough was looked at.
+    """The outcome. ``lossless`` only if nothing is wrong and enough was tested.
 
-    ``tests``: of distributions, together at the level ``alpha``. ``lacks``: why what was looked at
-    certifies nothing. ``notes``: what was left out, and why. ``interrupted``: by Ctrl-C.
+    ``facts``: what JSON says of the engine or server, and of how much was tested. ``tables``: the
+    results; tests of distributions hold together at the level ``alpha``. ``lacks``: why the tests
+    certify nothing. ``notes``: what was left out, and why. ``interrupted``: by Ctrl-C.
     ``completed``: what the time was spent on; ``certified``: what that word stands for here.
     """
 
     title: str
     alpha: float
-    tests: tuple[DistributionTest, ...]
+    facts: Mapping[str, Any]
+    tables: tuple[ResultTable, ...]
     problems: tuple[Problem, ...]
     lacks: tuple[str, ...]
     notes: tuple[str, ...]
@@ -118,17 +116,13 @@ class Certificate:
     completed: str
     certified: str
 
-    def facts(self) -> dict[str, Any]:
-        """What JSON has of this kind of certificate besides its sheets."""
-        raise NotImplementedError
-
-    def sheets(self) -> Iterable[tuple[Sheet, Sequence[Any], Sequence[Block]]]:
-        """Tables with their rows, and what a report has below them."""
-        raise NotImplementedError
+    def rows(self, key: str) -> Sequence[Any]:
+        """Of the table that JSON has under this key."""
+        return next(table.rows for table in self.tables if table.key == key)
 
     @property
     def enough(self) -> bool:
-        """Whether what was looked at can certify anything."""
+        """Whether what was tested can certify anything."""
         return not self.interrupted and not self.lacks
 
     @property
@@ -151,6 +145,7 @@ class Certificate:
 
     def record(self) -> dict[str, Any]:
         """As JSON knows it."""
+        tables = [table for table in self.tables if table.key]
         return {
             "lossless": self.lossless,
             "verdict": self.verdict,
@@ -158,18 +153,18 @@ class Certificate:
             "interrupted": self.interrupted,
             "alpha": self.alpha,
             "power": POWER,
-            **self.facts(),
+            **self.facts,
             "problems": [asdict(problem) for problem in self.problems],
             "lacks": self.lacks,
             "notes": self.notes,
-            **{sheet.key: sheet.records(rows) for sheet, rows, _ in self.sheets()},
+            **{table.key: [record_of(r, table.columns) for r in table.rows] for table in tables},
         }
 
     def report(self) -> Report:
         report = Report(self.title)
-        for sheet, rows, below in self.sheets():
-            if rows:
-                report.add(sheet.title, sheet.table(rows), *below)
+        for table in self.tables:
+            if table.rows:
+                report.add(table.title, table_of(table.rows, table.columns, table.note))
         lines = [Text(note) for note in self.notes]
         lines += [Text(f"{item.part}: {item.what}", warning=True) for item in self.problems[1:]]
         lines += [Text(f"{self.completed}."), Text(self.verdict, warning=not self.lossless)]

@@ -50,8 +50,8 @@ class Recorder:
     def drawn(self) -> int:
         return sum(self.counts) + self.impossible
 
-    def honesty(self) -> ChiSquare | None:
-        """Test of the draws so far; None if nothing was drawn."""
+    def test(self) -> ChiSquare | None:
+        """Whether the draws so far are from the declared distributions; None without any."""
         return goodness(self.counts, [1 / _BINS] * _BINS) if sum(self.counts) else None
 
     def propose(self, plan: Plan) -> list[TokenTree]:

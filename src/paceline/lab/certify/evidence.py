@@ -2,17 +2,22 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import math
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 
 from paceline.core.params import SamplingParams
 from paceline.engine.engine import Engine
 from paceline.lab.budget import Budget
-from paceline.lab.certify.certificate import Problem
+from paceline.lab.certify.certificate import TESTS, DistributionTest, Problem, ResultTable
 from paceline.lab.certify.decoding import Start, String
 from paceline.lab.certify.difference import Difference
 from paceline.lab.certify.effort import Effort
 from paceline.lab.certify.exact import ExactCheck
+from paceline.lab.report.columns import Column, record_of
+from paceline.llm import LLM
+
+_MOST_DIVERGENCES = 12  # in a report
 
 
 @dataclass(frozen=True)
@@ -31,7 +36,7 @@ class TextCheck:
 
     ``ties``: differences that rounding explains. After each the comparison went on from the plain
     text, so a later bug is not hidden behind it. ``bugs``: differences that it does not explain;
-    the rest of such a text is not looked at.
+    the rest of such a text is not compared.
     """
 
     kind: str  # "greedy" or "seeded"
@@ -78,15 +83,15 @@ class Prefix:
 class Evidence:
     """``done``: the pieces of work that are in it, by name. ``plain``: plain decoding's texts.
 
-    ``tranche``: how many times over the effort is wanted by now. ``looks``: how often a verdict
-    was drawn from it: the more often somebody looks and goes on, the easier one would be wrong.
+    ``tranche``: how many times over the effort is wanted by now. ``verdicts``: how many were given
+    on it: the more often somebody goes on after one, the easier the next would be wrong.
     ``tokens`` of each text; 0 until that is decided. ``draws``: of the drafter, by their
     position in its declared distribution; ``impossible`` ones had none.
     """
 
     tranche: int = 1
     tokens: int = 0
-    looks: int = 0
+    verdicts: int = 0
     spent: float = 0.0
     plain: dict[str, String] = field(default_factory=dict)
     done: list[str] = field(default_factory=list)
@@ -106,6 +111,16 @@ class Evidence:
                 self.checks[index] = old + check
                 return
         self.checks.append(check)
+
+    def tables(self, tests: Sequence[DistributionTest]) -> Iterator[ResultTable]:
+        """With the ``tests`` of what was drawn. Bugs come first; the same difference under several
+        settings once."""
+        yield replace(_TEXTS, rows=tuple(self.checks))
+        listed = {item for check in self.checks for item in (*check.bugs, *check.ties)}
+        rows = sorted(listed, key=lambda item: (item.difference.is_tie, item.text))
+        yield replace(_DIVERGENCES, rows=rows[:_MOST_DIVERGENCES])
+        yield replace(TESTS, rows=tests)
+        yield replace(_EXACT, rows=tuple(self.exact))
 
 
 @dataclass(frozen=True)
@@ -127,11 +142,11 @@ class WorkItem:
 class Subject:
     """What every part of a certification is given: who answers, what is asked, for how long.
 
-    ``engine`` drafts, at ``lengths`` and, if it ``adapts``, at its own; ``plain`` decodes the same
+    ``llm`` drafts, at ``lengths`` and, if it ``adapts``, at its own; ``plain`` decodes the same
     target without drafts. ``prompts``: (name, token ids). What is seen goes into ``evidence``.
     """
 
-    engine: Engine
+    llm: LLM
     plain: Engine
     prompts: Sequence[tuple[str, String]]
     params: SamplingParams
@@ -140,7 +155,6 @@ class Subject:
     effort: Effort
     budget: Budget
     evidence: Evidence
-    spell: Callable[[int], str]
 
     @property
     def kinds(self) -> dict[str, SamplingParams]:
@@ -151,3 +165,73 @@ class Subject:
     def prompt(self, number: int) -> tuple[str, String]:
         """Name and token ids; behind the last one it begins anew."""
         return self.prompts[number % len(self.prompts)]
+
+
+# -- tables ---------------------------------------------------------------------------------------
+
+
+def _class(difference: Difference) -> str:
+    if difference.on_edge:
+        return "tie (edge of the truncation)"
+    return "tie" if difference.is_tie else "BUG"
+
+
+_DIVERGENCES = ResultTable(
+    "",
+    "Where texts part, re-scored",
+    (
+        Column("text", "text"),
+        Column("at", "token", "difference.at"),
+        Column("plain", "plain", shown=repr),
+        Column("speculative", "spec.", shown=repr),
+        Column("plain_id", "", "difference.left"),
+        Column("speculative_id", "", "difference.right"),
+        Column("scores", "scores", "difference.scores", lambda s: f"{s[0]:.4g} / {s[1]:.4g}"),
+        Column(  # infinite gaps are null
+            *("gap", "gap", "difference.gap", "{:.3g}".format),
+            lambda gap: gap if math.isfinite(gap) else None,
+        ),
+        Column("rounding_step", "step", "difference.step", "{:.2g}".format),
+        Column("rounding_spread", "shape", "difference.spread", "{:.2g}".format),
+        Column("on_edge", "", "difference.on_edge"),
+        Column("", "class", "difference", _class),
+    ),
+    "step: the rounding step of these logits. shape: how far other batch shapes move them. A tie "
+    f"is a gap of at most twice the greater move. At most {_MOST_DIVERGENCES}; all are in --json.",
+)
+
+
+def _records(items: Sequence[TextDivergence]) -> list[object]:
+    return [record_of(item, _DIVERGENCES.columns) for item in items]
+
+
+_TEXTS = ResultTable(
+    "texts",
+    "Token for token",
+    (
+        Column("kind", "requests"),
+        *(Column(name, name) for name in ("setting", "texts", "tokens", "drafted", "accepted")),
+        Column("ties", "ties", None, len, _records),
+        Column("bugs", "BUGS", None, len, _records),
+    ),
+    "Against plain decoding one by one. After a tie the comparison goes on from plain's.",
+)
+_EXACT = ResultTable(
+    "exact",
+    "The rule, enumerated",
+    (
+        Column("prefix", "prefix"),
+        Column("", "draft", "", lambda c: f"{c.nodes} nodes, {c.draw.replace('_', ' ')}"),
+        Column("draw"),
+        Column("nodes"),
+        Column("tokens", "tokens"),
+        Column("vocabulary", "vocabulary"),
+        Column("whole", "all of it"),
+        Column("outcomes", "outcomes"),
+        Column("distance", "distance", shown="{:.1e}".format),
+        Column("passed"),
+    ),
+    "Every draft and every decision of one step through the verifier in use, over the real "
+    "distributions of some likely tokens. distance: total variation from the target's one of as "
+    "many tokens.",
+)

@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from itertools import pairwise, zip_longest
+from typing import Any
 
 from paceline.control.controller import FixedLength
 from paceline.core.params import SamplingParams
@@ -16,17 +17,13 @@ from paceline.lab.certify.certificate import (
     LEAST_PREFIXES,
     LEAST_TEXTS,
     MOST_BIAS,
+    Certificate,
     DistributionTest,
     Problem,
     as_family,
 )
 from paceline.lab.certify.distributions import judge
 from paceline.lab.certify.effort import FEWEST, Effort
-from paceline.lab.certify.engine_certificate import (
-    CertifySpending,
-    EngineCertificate,
-    smallest_bias,
-)
 from paceline.lab.certify.evidence import Evidence, Subject, WorkItem
 from paceline.lab.certify.samples import PORTIONS, Sampler
 from paceline.lab.certify.texts import TextComparer
@@ -45,12 +42,12 @@ def certify(
     effort: Effort | None = None,
     advance: OnProgress = lambda description: None,
     seconds: float | None = None,
-) -> EngineCertificate:
+) -> Certificate:
     """Compare an LLM's speculative decoding with plain decoding of the same target.
 
     ``model``: an LLM with a drafter, or the name of a target, with ``draft`` as for LLM.
     ``prompts``: (name, token ids). ``params``: sampling parameters to certify, by default
-    temperature 1; greedy decoding is looked at in any case, with their penalties and bias. Their
+    temperature 1; greedy decoding is tested in any case, with their penalties and bias. Their
     seed, stop conditions and token limits are not used: ``effort`` says how much is decoded.
     ``advance(what comes next)`` is called before each piece of work. After ``seconds`` it ends with
     what it has seen; a certificate says if that was not enough.
@@ -58,9 +55,8 @@ def certify(
     Raises ConfigError for an engine without a drafter or with a lossy rule, PromptError, and what
     LLM raises.
     """
-    budget = Budget(seconds)
     llm = LLM(model, draft, max_batch_size=32) if isinstance(model, str) else model
-    certifier = Certifier(llm, prompts, params, effort or Effort(), budget=budget)
+    certifier = Certifier(llm, prompts, params, effort, budget=Budget(seconds))
     certifier.run(advance)
     return certifier.certificate()
 
@@ -83,37 +79,36 @@ class Certifier:
         budget: Budget | None = None,
         evidence: Evidence | None = None,
     ) -> None:
-        self.llm, self.effort, self.budget = llm, effort or Effort(), budget or Budget()
+        self.effort, self.budget = effort or Effort(), budget or Budget()
         self.evidence = evidence or Evidence()
-        asked = params or SamplingParams(temperature=1.0)
-        self.params = replace(
-            asked, seed=None, n=1, stop=(), stop_token_ids=(), min_tokens=0, logprobs=None
-        )
         lengths, adapts = _lengths_of(llm)
         checked = _checked(llm, prompts, self.effort)
-        batch = llm.engine.scheduler.config.max_batch_size
         # No larger a cache: by default it would be a share of the memory that is left.
-        parts = map(llm.engine.cache.kv, range(llm.target.num_layers))
-        memory = sum(part.nbytes for pair in parts for part in pair)
-        seed = self.effort.seed + 1
+        layers = map(llm.engine.cache.kv, range(llm.target.num_layers))
+        plain = llm.beside(
+            max_batch_size=llm.engine.scheduler.config.max_batch_size,
+            seed=self.effort.seed + 1,
+            kv_cache_memory=sum(tensor.nbytes for pair in layers for tensor in pair),
+        )
+        unused: dict[str, Any] = {"stop": (), "stop_token_ids": (), "min_tokens": 0}
+        asked = params or SamplingParams(temperature=1.0)
         self.subject = Subject(
-            engine=llm.engine,
-            plain=llm.beside(max_batch_size=batch, seed=seed, kv_cache_memory=memory).engine,
+            llm=llm,
+            plain=plain.engine,
             prompts=checked,
-            params=self.params,
+            params=replace(asked, seed=None, n=1, logprobs=None, **unused),
             lengths=lengths,
             adapts=adapts,
             effort=self.effort,
             budget=self.budget,
             evidence=self.evidence,
-            spell=lambda token: str(llm.tokenizer.decode([token])),
         )
         self.comparer = TextComparer(self.subject)
         self._sampler = Sampler(self.subject)
         self._ended = False
         self._broken: set[str] = set()
         self._before = self.evidence.spent
-        if evidence is not None and not self._spending().missing:
+        if evidence is not None and _complete(self._amounts()):
             self.evidence.tranche += 1
 
     # -- how much -----------------------------------------------------------------------------
@@ -125,9 +120,9 @@ class Certifier:
 
     @property
     def prefixes(self) -> int:
-        """Places wanted; none if only greedy decoding is looked at."""
+        """Prefixes wanted; none if only greedy decoding is tested."""
         most = min(self.effort.prefixes, self.effort.texts, len(self.subject.prompts))
-        return 0 if self.params.greedy else most
+        return 0 if self.subject.params.greedy else most
 
     @property
     def samples(self) -> int:
@@ -141,10 +136,27 @@ class Certifier:
         comparing = len(self.subject.kinds) * (self.texts * of_text + batches)
         return comparing + self.prefixes * (2 * PORTIONS * self.evidence.tranche + 2)
 
-    # -- looking ------------------------------------------------------------------------------
+    def _amounts(self) -> dict[str, Any]:
+        """What the time was spent on, of how much that is wanted: JSON's "budget"."""
+        evidence, drawn = self.evidence, [len(prefix.drawn) for prefix in self.evidence.prefixes]
+        evidence.spent = self._before + self.budget.spent
+        return {
+            "seconds": self.budget.seconds,
+            "spent": evidence.spent,
+            "tokens": evidence.tokens or self.effort.max_tokens,
+            "texts": self.comparer.compared(range(self.texts)),
+            "texts_wanted": self.texts,
+            "prefixes": sum(count >= self.samples for count in drawn),
+            "prefixes_wanted": self.prefixes,
+            "samples": sum(min(count, self.samples) for count in drawn),
+            "samples_wanted": self.prefixes * self.samples,
+            "verdicts": evidence.verdicts + 1,
+        }
+
+    # -- testing ------------------------------------------------------------------------------
 
     def run(self, advance: OnProgress = lambda description: None) -> None:
-        """Look at as much as the budget allows. KeyboardInterrupt passes through."""
+        """Test as much as the budget allows. KeyboardInterrupt passes through."""
         self.budget.reserve = _ENDING * (self.budget.seconds or 0.0)
         with self._guarded("greedy"):
             self.comparer.decide_tokens()
@@ -179,7 +191,7 @@ class Certifier:
 
     @contextmanager
     def _guarded(self, part: str) -> Iterator[None]:
-        """A crash is a finding, and the other parts still run."""
+        """A crash is a problem of its part, and the other parts still run."""
         try:
             yield
         except PacelineError:
@@ -191,71 +203,57 @@ class Certifier:
 
     # -- judging ------------------------------------------------------------------------------
 
-    def certificate(self) -> EngineCertificate:
+    def certificate(self) -> Certificate:
         """The verdict on the evidence so far."""
-        llm, evidence, recorder = self.llm, self.evidence, self._sampler.recorder
-        tests, honesty = self._tests(), recorder.honesty()
-        if honesty is not None:
-            what = "draws / declared distribution"
-            tests.append(DistributionTest("drafter", what, recorder.drawn, honesty))
-        # However often somebody looks and goes on, a lossless engine fails with 2 alpha at most.
-        alpha = self.effort.alpha / 2**evidence.looks
-        family = as_family(tests, alpha)
+        llm, evidence, amounts = self.subject.llm, self.evidence, self._amounts()
+        # However often somebody goes on, a lossless engine fails with 2 alpha at most.
+        alpha = self.effort.alpha / 2**evidence.verdicts
+        tests = as_family(self._tests(), alpha)
         problems = [*evidence.problems]
-        if recorder.impossible:
-            what = f"{recorder.impossible} tokens were drawn that its declared distribution"
+        if evidence.impossible:
+            what = f"{evidence.impossible} tokens were drawn that its declared distribution"
             problems.append(Problem("drafter", f"{what} rules out"))
-        problems += [test.problem() for test in family if test.adjusted_p_value < alpha]
-        greedy = ["sampling was not looked at: the temperature is 0"] if self.params.greedy else []
-        spending = self._spending()
-        draft = ", ".join(llm.drafters) or llm.engine.drafter.name
-        bias = smallest_bias(family)
-        seen = f"; the smallest bias that it could have seen is {bias:.1%}" if family else ""
-        return EngineCertificate(
+        problems += [test.problem() for test in tests if test.adjusted_p_value < alpha]
+        notes = [*evidence.notes]
+        if self.subject.params.greedy:
+            notes.append("sampling was not looked at: the temperature is 0")
+        draft, bias = ", ".join(llm.drafters) or llm.engine.drafter.name, _smallest_bias(tests)
+        return Certificate(
             title=f"Is {draft} on {llm.target.name} lossless?",
-            target=llm.target.name,
-            draft=draft,
-            dtype=llm.target.numbers,
-            backend=llm.target.backend_reason,
             alpha=alpha,
-            texts=tuple(evidence.checks),
-            tests=family,
-            exact=tuple(evidence.exact),
+            facts={
+                "target": llm.target.name,
+                "draft": draft,
+                "dtype": llm.target.numbers,
+                "backend": llm.target.backend_reason,
+                "complete": self._ended and _complete(amounts),
+                "smallest_bias": bias,
+                "budget": amounts,
+            },
+            tables=tuple(evidence.tables(tests)),
             problems=tuple(dict.fromkeys(problems)),
-            lacks=tuple(self._lacks(family)),
-            notes=tuple(dict.fromkeys([*evidence.notes, *greedy])),
+            lacks=tuple(self._lacks(tests, amounts["texts"])),
+            notes=tuple(dict.fromkeys(notes)),
             interrupted=not self._ended,
-            spending=spending,
-            completed=f"{spending.line}{seen}",
-            certified=self._certified(family, bias),
+            completed=_completed(amounts, f"{bias:.1%}" if tests else ""),
+            certified=self._certified(tests, bias),
         )
 
     def _tests(self) -> list[DistributionTest]:
-        """Of all prefixes that have enough samples."""
+        """Of all prefixes that have enough samples, and of the drafter's draws."""
         tests: list[DistributionTest] = []
         for prefix in self.evidence.prefixes:
             if min(len(prefix.drawn), len(prefix.plain)) >= FEWEST:
                 with self._guarded("sampling"):
-                    tests += judge(self.llm.target, prefix, self.params)
+                    tests += judge(self.subject.llm.target, prefix, self.subject.params)
+        recorder = self._sampler.recorder
+        drawn = recorder.test()
+        if drawn is not None:
+            about = "drafter", "draws / declared distribution", recorder.drawn
+            tests.append(DistributionTest(*about, drawn))
         return tests
 
-    def _spending(self) -> CertifySpending:
-        evidence, drawn = self.evidence, [len(prefix.drawn) for prefix in self.evidence.prefixes]
-        evidence.spent = self._before + self.budget.spent
-        return CertifySpending(
-            seconds=self.budget.seconds,
-            spent=evidence.spent,
-            tokens=evidence.tokens or self.effort.max_tokens,
-            texts=self.comparer.compared(range(self.texts)),
-            texts_wanted=self.texts,
-            prefixes=sum(count >= self.samples for count in drawn),
-            prefixes_wanted=self.prefixes,
-            samples=sum(min(count, self.samples) for count in drawn),
-            samples_wanted=self.prefixes * self.samples,
-            looks=evidence.looks + 1,
-        )
-
-    def _lacks(self, tests: Sequence[DistributionTest]) -> list[str]:
+    def _lacks(self, tests: Sequence[DistributionTest], compared: int) -> list[str]:
         """What the evidence must have, or it says too little to certify anything."""
         evidence, sampled = self.evidence, bool(self.prefixes)
         seen = {(check.kind, check.setting) for check in evidence.checks}
@@ -270,27 +268,26 @@ class Certifier:
         # A test of nothing must not pass.
         proposed = "the drafter proposed nothing for {} requests; try other prompts (--prompts)"
         idle = [proposed.format(kind) for kind in kinds if not drafted[kind]]
-        compared, bias = self.comparer.compared(range(self.texts)), smallest_bias(tests)
-        drawn = [len(prefix.drawn) for prefix in evidence.prefixes]
-        whole = sum(count >= self.effort.samples for count in drawn)
-        lacking = (
-            (compared < LEAST_TEXTS, f"{compared} whole texts were compared, not {LEAST_TEXTS}"),
-            (sampled and not tests, "no prefix has enough samples"),
-            (
-                sampled and tests and bias > MOST_BIAS,
-                f"only a bias of {bias:.0%} or more would have been seen",
-            ),
-            (
-                sampled and whole < LEAST_PREFIXES,
-                f"{whole} prefixes have all their samples, not {LEAST_PREFIXES}",
-            ),
-            (sampled and not evidence.exact, "the rule was not enumerated"),
-        )
-        return [*(unseen[:1] or idle), *(what for lacks, what in lacking if lacks)]
+        lacks = unseen[:1] or idle
+        if compared < LEAST_TEXTS:
+            lacks.append(f"{compared} whole texts were compared, not {LEAST_TEXTS}")
+        if not sampled:
+            return lacks
+        bias = _smallest_bias(tests)
+        if not tests:
+            lacks.append("no prefix has enough samples")
+        elif bias > MOST_BIAS:
+            lacks.append(f"only a bias of {bias:.0%} or more would have been seen")
+        whole = sum(len(prefix.drawn) >= self.effort.samples for prefix in evidence.prefixes)
+        if whole < LEAST_PREFIXES:
+            lacks.append(f"{whole} prefixes have all their samples, not {LEAST_PREFIXES}")
+        if not evidence.exact:
+            lacks.append("the rule was not enumerated")
+        return lacks
 
     def _certified(self, tests: Sequence[DistributionTest], bias: float) -> str:
         """What the word stands for."""
-        checks, target = self.evidence.checks, self.llm.target
+        checks, target = self.evidence.checks, self.subject.llm.target
         ties = sum(len(check.ties) for check in checks)
         how = "bit for bit" if target.backend.same_bits else f"but for {ties} near ties"
         tokens = sum(check.tokens for check in checks)
@@ -307,6 +304,28 @@ class Certifier:
         return "; ".join(parts)
 
 
+def _complete(amounts: dict[str, Any]) -> bool:
+    return all(amounts[what] >= amounts[f"{what}_wanted"] for what in ("texts", "prefixes"))
+
+
+def _completed(amounts: dict[str, Any], bias: str) -> str:
+    """What the time was spent on, for people; ``bias``: the smallest, if any could be seen."""
+    line = "{spent:.0f} s completed {texts} of {texts_wanted} texts of {tokens} tokens"
+    if amounts["prefixes_wanted"]:
+        line += ", {prefixes} of {prefixes_wanted} prefixes, {samples} of {samples_wanted} samples"
+    if not _complete(amounts):
+        line += "; --continue goes on"
+    if bias:
+        line += f"; the smallest bias that it could have seen is {bias}"
+    return line.format(**amounts)
+
+
+def _smallest_bias(tests: Sequence[DistributionTest]) -> float:
+    """Total variation from the target's distribution that would have been found at every prefix."""
+    tested = [test for test in tests if test.draft_length and "distribution" in test.what]
+    return max((test.smallest_bias for test in tested), default=1.0)
+
+
 def _groups(texts: int) -> list[range]:
     """1, 1, 2, 4, 8 ... texts, so that the first verdict comes soon."""
     ends = [0]
@@ -316,7 +335,7 @@ def _groups(texts: int) -> list[range]:
 
 
 def _lengths_of(llm: LLM) -> tuple[tuple[int, ...], bool]:
-    """Fixed draft lengths to look at, and whether the engine has a controller that adapts."""
+    """Fixed draft lengths to test, and whether the engine has a controller that adapts."""
     engine = llm.engine
     if engine.verifier.lossy:
         raise ConfigError(
@@ -325,10 +344,9 @@ def _lengths_of(llm: LLM) -> tuple[tuple[int, ...], bool]:
         )
     if not engine.drafter.max_nodes(1):
         raise ConfigError("there is no drafter to certify; give one with draft (--draft)")
-    controller = engine.controller
-    if not isinstance(controller, FixedLength):
+    if not isinstance(engine.controller, FixedLength):
         return (1, 4), True
-    length = controller.length
+    length = engine.controller.length
     if not length:
         raise ConfigError("draft length 0 drafts nothing, so there is nothing to certify")
     return tuple(sorted({1, length})), False
@@ -342,8 +360,7 @@ def _checked(
         raise PromptError("no prompt was given")
     limit, checked = llm.max_model_len, list[tuple[str, tuple[int, ...]]]()
     for number, (name, prompt) in enumerate(prompts):
-        fits = 0 < len(prompt) <= limit - effort.max_tokens - 16
-        if fits:
+        if 0 < len(prompt) <= limit - effort.max_tokens - 16:
             checked.append((name, tuple(prompt)))
         elif number < effort.texts and not prompt:
             raise PromptError(f"prompt {name} is empty; give at least one token of text")

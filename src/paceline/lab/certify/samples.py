@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
 from typing import cast
@@ -31,16 +30,16 @@ class Sampler:
 
     def __init__(self, subject: Subject) -> None:
         self._subject, evidence = subject, subject.evidence
-        self._prefixes = evidence.prefixes
-        self.recorder = Recorder(subject.engine.drafter, subject.effort.seed)
+        self._engine, self._prefixes = subject.llm.engine, evidence.prefixes
+        self.recorder = Recorder(self._engine.drafter, subject.effort.seed)
         self.recorder.counts = evidence.draws or self.recorder.counts
         self.recorder.impossible = evidence.impossible
 
     def items(self, number: int, samples: int) -> Iterator[WorkItem]:
         """Everything that brings prefix ``number`` to so many samples."""
         if number >= len(self._prefixes):
-            run = partial(self._find, number)
-            yield WorkItem("sampling", "prefix", 1, "looking for a prefix", run)
+            run = partial(self._choose_prefix, number)
+            yield WorkItem("sampling", "prefix", 1, "choosing a prefix", run)
         if number >= len(self._prefixes):
             return  # no text has been decoded to look in
         prefix = self._prefixes[number]
@@ -53,10 +52,8 @@ class Sampler:
             yield WorkItem("sampling", kind, size, f"{prefix.name}: {kind} sampling", run)
             if len(strings) == have:
                 break  # there was no time for it, or it failed
-        run = partial(self._enumerate, prefix)
-        yield WorkItem(
-            "rule", "rule", 1, f"{prefix.name}: the rule, enumerated", run, f"rule/{number}"
-        )
+        shown, run = f"{prefix.name}: the rule, enumerated", partial(self._enumerate, prefix)
+        yield WorkItem("rule", "rule", 1, shown, run, f"rule/{number}")
 
     def fits(self, number: int, samples: int) -> bool:
         """Whether all of it will be done in time: a few samples would only be a weak spot."""
@@ -65,7 +62,7 @@ class Sampler:
         kinds = {"plain": missing, "speculative": missing, "rule": 1}
         return sum((budget.estimate(kind) or 0.0) * n for kind, n in kinds.items()) < budget.left
 
-    def _find(self, number: int) -> None:
+    def _choose_prefix(self, number: int) -> None:
         """The beginning of a greedy text after which the target is undecided, by its entropy.
 
         Only those a few tokens behind a full cache block count, as thousands of samples start
@@ -75,10 +72,10 @@ class Sampler:
         output = subject.evidence.plain.get(f"greedy/{number}")
         if output is None:
             return
-        size, ends = subject.engine.cache.block_size, range(len(output) + 1)
+        size, ends = self._engine.cache.block_size, range(len(output) + 1)
         close = [end for end in ends if 0 < (len(prompt) + end) % size <= _BEYOND_BLOCK]
         heads = [output[:end] for end in close or (len(output),)]
-        scorer = Scorer(subject.engine.target, Start(prompt), subject.params)
+        scorer = Scorer(subject.llm.target, Start(prompt), subject.params)
         entropies = torch.special.entr(scorer.at_once(heads)).sum(-1)
         head = heads[int(entropies.argsort()[round(_RANK * (len(heads) - 1))])]
         # Short drafts, whose bonus token is among those tested, and long ones in turn.
@@ -86,10 +83,8 @@ class Sampler:
         length = longest if number % 2 else min(2, longest)
         self._prefixes.append(Prefix(name, Start(prompt, head), length))
 
-    # -- drawing ------------------------------------------------------------------------------
-
     def _draw(self, prefix: Prefix, number: int, size: int, plainly: bool) -> None:
-        engine = self._subject.plain if plainly else self._subject.engine
+        engine = self._subject.plain if plainly else self._engine
         generator = engine.verifier.generator
         if generator is not None:
             seed_parts = (self._subject.effort.seed, number, prefix.portions, plainly)
@@ -111,27 +106,19 @@ class Sampler:
         params = [replace(subject.params, max_tokens=max_tokens)] * samples
         if plainly:
             return decode(subject.plain, [start] * samples, params, length, enough)
-        with self._recording():
-            return decode(subject.engine, [start] * samples, params, length, enough)
-
-    @contextmanager
-    def _recording(self) -> Iterator[None]:
-        """The engine's drafter is watched in the block."""
-        engine, evidence, recorder = self._subject.engine, self._subject.evidence, self.recorder
+        engine, evidence, recorder = self._engine, subject.evidence, self.recorder
         drafter, engine.drafter = engine.drafter, cast(Drafter, recorder)
         try:
-            yield
+            return decode(engine, [start] * samples, params, length, enough)
         finally:
             engine.drafter = drafter
             evidence.draws, evidence.impossible = recorder.counts, recorder.impossible
-
-    # -- the rule -----------------------------------------------------------------------------
 
     def _enumerate(self, prefix: Prefix) -> None:
         """The step at this prefix, by enumeration, over each kind of tree that was proposed."""
         subject, recorder, prompt = self._subject, self.recorder, prefix.start.prompt
         evidence, length = subject.evidence, min(2, subject.lengths[-1])
-        unseen = f"{prefix.name}: rule not enumerated:"
+        omitted = f"{prefix.name}: rule not enumerated:"
         # A lookup may find nothing at the prefix itself, but further on in what was drawn from it.
         for samples, enough in ((128, 1), (16, _FURTHER)):
             recorder.watch(prefix.start.tokens, beyond=enough > 1)
@@ -139,16 +126,18 @@ class Sampler:
             if recorder.trees:
                 break
         else:
-            evidence.notes.append(f"{unseen} nothing was drafted there")
+            evidence.notes.append(f"{omitted} nothing was drafted there")
         trees, distributions = list(recorder.trees.values()), recorder.distributions
         start = Start(prompt, (recorder.watched or ())[len(prompt) :])
         recorder.watch(None)
-        target = Scorer(subject.engine.target, start, subject.params).at_once
-        verifier = subject.engine.verifier
+        target = Scorer(subject.llm.target, start, subject.params).at_once
         for tree in trees[:2]:
-            check = enumerate_step(verifier, tree, distributions, target, prefix.name)
+            step = tree, distributions, target, prefix.name
+            check = enumerate_step(self._engine.verifier, *step)
             if check is None:
-                evidence.notes.append(f"{unseen} a tree of {len(tree)} nodes has too many outcomes")
+                evidence.notes.append(
+                    f"{omitted} a tree of {len(tree)} nodes has too many outcomes"
+                )
                 continue
             evidence.exact.append(check)
             if not check.passed:

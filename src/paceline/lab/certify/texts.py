@@ -15,7 +15,7 @@ from paceline.lab.certify.evidence import Subject, TextCheck, TextDivergence, Wo
 _NEIGHBOURS = 3  # at least, of the texts in a mixed batch
 _SHARE = 0.025  # of what is left of a budget, that one text at one setting may take
 _SHORTEST = 16
-_PROBED = 4  # tokens that are decoded to see how fast that is
+_TIMED = 4  # tokens that are decoded to see how fast that is
 
 
 @dataclass(frozen=True)
@@ -52,15 +52,15 @@ class TextComparer:
 
         What has no plain text by then is left out.
         """
-        subject = self._subject
-        for number, kind in product(numbers, subject.kinds):
-            shown, name = f"{kind}: {subject.prompt(number)[0]}", f"{kind}/{number}"
+        kinds, plain = self._subject.kinds, self._subject.evidence.plain
+        for number, kind in product(numbers, kinds):
+            shown, name = f"{kind}: {self._subject.prompt(number)[0]}", f"{kind}/{number}"
             run = partial(self._decode_plainly, kind, number)
             yield WorkItem(kind, "text", 1, f"{shown}: plain decoding", run, name)
-            for setting in self.alone if name in subject.evidence.plain else ():
+            for setting in self.alone if name in plain else ():
                 yield self._comparison(kind, [number], setting, shown)
-        for kind in subject.kinds if numbers else ():
-            if all(f"{kind}/{number}" in subject.evidence.plain for number in numbers):
+        for kind in kinds if numbers else ():
+            if all(f"{kind}/{number}" in plain for number in numbers):
                 yield self._comparison(kind, numbers, self.mixed, kind)
 
     def _comparison(
@@ -68,8 +68,8 @@ class TextComparer:
     ) -> WorkItem:
         run = partial(self._compare, kind, numbers, setting)
         name = f"{kind}/{'-'.join(map(str, numbers))}/{setting.name}"
-        cost, size = "mixed" if setting.together else "text", len(numbers)
-        return WorkItem(kind, cost, size, f"{shown}: {setting.name}", run, name)
+        cost = "mixed" if setting.together else "text"
+        return WorkItem(kind, cost, len(numbers), f"{shown}: {setting.name}", run, name)
 
     def compared(self, numbers: Iterable[int]) -> int:
         """How many of these were compared under every setting that decodes them alone."""
@@ -79,17 +79,16 @@ class TextComparer:
 
     def decide_tokens(self) -> None:
         """Shorter texts if those asked for would take too much of the budget each."""
-        subject, evidence = self._subject, self._subject.evidence
-        most = subject.effort.max_tokens
-        if evidence.tokens or subject.budget.seconds is None or most <= _SHORTEST:
+        subject, most = self._subject, self._subject.effort.max_tokens
+        if subject.evidence.tokens or subject.budget.seconds is None or most <= _SHORTEST:
             return
         start = Start(subject.prompt(0)[1])
-        for kind, tokens in (("warming up", 1), ("token", _PROBED)):
+        for kind, tokens in (("warming up", 1), ("token", _TIMED)):
             with subject.budget.piece(kind, tokens):
                 decode(subject.plain, [start], [SamplingParams(max_tokens=tokens)], 0)
         seconds = subject.budget.estimate("token")
         affordable = _SHARE * subject.budget.left / seconds if seconds else most
-        evidence.tokens = min(most, max(_SHORTEST, int(affordable)))
+        subject.evidence.tokens = min(most, max(_SHORTEST, int(affordable)))
 
     def _text(self, kind: str, number: int) -> ComparedText:
         subject = self._subject
@@ -134,7 +133,7 @@ def check_texts(
     outputs: list[DecodedOutput] = []
     for batch in [[*texts, *others]] if setting.together else [[text] for text in texts]:
         starts, params = [text.start for text in batch], [text.params for text in batch]
-        outputs += decode(subject.engine, starts, params, setting.length)
+        outputs += decode(subject.llm.engine, starts, params, setting.length)
     ties: list[TextDivergence] = []
     bugs: list[TextDivergence] = []
     for text, expected, output in zip(texts, plain, outputs, strict=False):
@@ -158,14 +157,14 @@ def _divergences(
     After a tie the rest is decoded anew behind the beginning of the ``expected`` text. Where rows
     have the same bits whatever rides along, there are none.
     """
-    target = subject.engine.target
+    target, decoded = subject.llm.target, subject.llm.tokenizer.decode
     while difference := explain(target, text.start.prompt, expected, tokens, text.params):
         pair = difference.left, difference.right
-        plain, other = (subject.spell(token) if token >= 0 else "(end)" for token in pair)
+        plain, other = (str(decoded([token])) if token >= 0 else "(end)" for token in pair)
         tie = difference.is_tie and not target.backend.same_bits
         yield TextDivergence(text.name, plain, other, difference), tie
         given = tuple(expected[: difference.at + 1])
         if not difference.is_tie or len(given) == len(expected):
             return
         start = replace(text.start, output=given)
-        ((tokens, _, _),) = decode(subject.engine, [start], [text.params], length)
+        ((tokens, _, _),) = decode(subject.llm.engine, [start], [text.params], length)

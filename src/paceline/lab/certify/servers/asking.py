@@ -50,15 +50,21 @@ class Asking:
     _greedy: dict[str, ServerCompletion] = field(default_factory=dict)
     _taken: dict[tuple[int, int], int] = field(default_factory=dict)
 
-    def count(self) -> None:
-        """One more request. Raises RequestsSpentError."""
+    def answer(
+        self, path: str, body: Mapping[str, Any], server: AnsweringServer | None = None
+    ) -> dict[str, Any]:
+        """The whole answer. Raises RequestsSpentError and what the client raises, as ``stream``."""
+        return self._sender(server).answer(path, body)
+
+    def stream(self, path: str, body: Mapping[str, Any]) -> list[dict[str, Any]]:
+        """All chunks of a stream."""
+        return self._sender(None).stream(path, body)
+
+    def _sender(self, server: AnsweringServer | None) -> AnsweringServer:
         if self.sent >= self.requests:
             raise RequestsSpentError
         self.sent += 1
-
-    def answer(self, server: AnsweringServer, path: str, body: Mapping[str, Any]) -> dict[str, Any]:
-        self.count()
-        return server.answer(path, body)
+        return server or self.server
 
     def complete(
         self,
@@ -74,7 +80,7 @@ class Asking:
         key = id(server), len(tried)
         for index in range(self._taken.get(key, 0), len(tried)):
             try:
-                answer = self.answer(server, "completions", {**body, **tried[index]})
+                answer = self.answer("completions", {**body, **tried[index]}, server)
             except RequestRefusedError:
                 if index == len(tried) - 1:
                     raise
@@ -103,16 +109,16 @@ class Asking:
 
 @dataclass
 class Part:
-    """What was looked at in one part, by its ``unit``, what is wrong, and what was left out.
+    """What was ``checked`` in one part, by its ``unit``, what is wrong, and what was left out.
 
-    After one of the ``ties``, which rounding explains, a text is not looked at any further.
+    After one of the ``ties``, which rounding explains, a text is not compared any further.
     """
 
     name: str
     unit: str
-    look: Callable[[Asking, Part, str, str], None]  # with the name and the text of a prompt
-    looks: int = 0
-    looked_at: int = 0
+    check: Callable[[Asking, Part, str, str], None]  # with the name and the text of a prompt
+    rounds: int = 0
+    checked: int = 0
     requests: int = 0
     ties: int = 0
     failures: int = 0

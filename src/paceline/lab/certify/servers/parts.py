@@ -23,10 +23,10 @@ _SAMPLING = tuple({**fields, "n": n} for fields in (_UNCUT, _WHOLE) for n in (_S
 _PENALTIES = {"frequency_penalty": 1.5, "presence_penalty": 0.5}
 
 
-def look_greedy(asking: Asking, part: Part, name: str, prompt: str) -> None:
+def check_greedy(asking: Asking, part: Part, name: str, prompt: str) -> None:
     """Greedy texts are those of the reference, and made of the likeliest tokens."""
     (greedy, *_) = asking.greedy(prompt).choices
-    part.looked_at += 1
+    part.checked += 1
     if greedy.text and not greedy.tokens:
         part.note("the server gives no logprobs: texts are compared letter by letter")
     for at, token in enumerate(greedy.tokens):
@@ -42,19 +42,18 @@ def look_greedy(asking: Asking, part: Part, name: str, prompt: str) -> None:
         part.compare(name, greedy, asking.complete(asking.reference, prompt).choices[0])
 
 
-def look_streams(asking: Asking, part: Part, name: str, prompt: str) -> None:
+def check_streams(asking: Asking, part: Part, name: str, prompt: str) -> None:
     """A stream says what the whole answer says, and brings as many tokens as it counts."""
     body = {"prompt": prompt, "temperature": 0, "max_tokens": asking.max_tokens, "logprobs": 1}
     (whole, *_) = asking.greedy(prompt).choices
-    asking.count()
-    usage = {"stream_options": {"include_usage": True}}
-    chunks = asking.server.stream("completions", {**body, **usage})
+    body["stream_options"] = {"include_usage": True}
+    chunks = asking.stream("completions", body)
     deltas = [AnswerChoice.of(choice) for chunk in chunks for choice in chunk.get("choices") or ()]
     reasons = [delta.reason for delta in deltas if delta.reason is not None]
     tokens = tuple(token for delta in deltas for token in delta.tokens)
     text = "".join(delta.text for delta in deltas)
     streamed = AnswerChoice(text, reasons[-1] if reasons else None, tokens)
-    part.looked_at += 1
+    part.checked += 1
     counts = [n for chunk in chunks if (n := counted(chunk, "completion")) is not None]
     if len(reasons) != 1:
         part.problems.append(f"{name}: {len(reasons)} chunks with a finish_reason, not one")
@@ -74,7 +73,7 @@ def look_streams(asking: Asking, part: Part, name: str, prompt: str) -> None:
             part.problems.append(f"{name}: stream and whole answer part at character {at}")
 
 
-def look_logprobs(asking: Asking, part: Part, name: str, prompt: str) -> None:
+def check_logprobs(asking: Asking, part: Part, name: str, prompt: str) -> None:
     """Logprobs are chances, and those of the same position read as a prompt."""
     (greedy, *_), length = asking.greedy(prompt).choices, asking.greedy(prompt).read
     if not greedy.tokens:
@@ -99,7 +98,7 @@ def look_logprobs(asking: Asking, part: Part, name: str, prompt: str) -> None:
         listed = fresh.tokens[0].likeliest if fresh.tokens else {}
         if recut or not listed:
             continue  # the text is cut into other tokens there, or nothing is known of it
-        part.looked_at += 1
+        part.checked += 1
         token, claimed, _ = greedy.tokens[at]
         known = token in listed
         logprob = listed[token] if known else min(listed.values())
@@ -114,12 +113,12 @@ def _whole_characters(tokens: Sequence[str]) -> bool:
     return not any("\ufffd" in token or token.startswith("bytes:") for token in tokens)
 
 
-def look_samples(asking: Asking, part: Part, name: str, prompt: str) -> None:
+def check_samples(asking: Asking, part: Part, name: str, prompt: str) -> None:
     """Sampled tokens follow the chances that the server names."""
     drawn: list[AnswerChoice] = []
     while len(drawn) < _SAMPLES:
         drawn += asking.complete(asking.server, prompt, _SAMPLING, max_tokens=_DEPTH).choices
-    part.looked_at += len(drawn)
+    part.checked += len(drawn)
     for token, _, top in (token for choice in drawn for token in choice.tokens):
         # Uniform, if it was drawn with the chances that are named.
         listed = sorted(top.items(), key=lambda item: -item[1])[:TOP]
@@ -130,10 +129,10 @@ def look_samples(asking: Asking, part: Part, name: str, prompt: str) -> None:
         asking.bins[min(BINS - 1, int(position * BINS))] += 1
 
 
-def look_limits(asking: Asking, part: Part, name: str, prompt: str) -> None:
+def check_limits(asking: Asking, part: Part, name: str, prompt: str) -> None:
     """Stop strings, token limits and penalties."""
     server, text = asking.server, asking.greedy(prompt).choices[0].text
-    part.looked_at += 1
+    part.checked += 1
     words = text.split()
     stop = words[len(words) // 2] if len(words) > 2 else ""
     if stop and stop not in prompt:
@@ -172,27 +171,26 @@ _FORMS: dict[str, dict[str, Any]] = {
 }
 
 
-def look_structure(asking: Asking, part: Part, name: str, prompt: str) -> None:
+def check_structure(asking: Asking, part: Part, name: str, prompt: str) -> None:
     """Answers under a schema, whole and streamed, are of its form; so are a tool's arguments."""
-    form = list(_FORMS)[part.looks % len(_FORMS)]
+    form = list(_FORMS)[part.rounds % len(_FORMS)]
     messages = [{"role": "user", "content": prompt}]
     body = {"messages": messages, "temperature": 0, "max_tokens": 120, **_FORMS[form]}
     path = "chat/completions"
     try:
-        whole = _content(asking.answer(asking.server, path, body)["choices"], "message")
-        asking.count()
-        chunks = asking.server.stream(path, body)
+        whole = _content(asking.answer(path, body)["choices"], "message")
+        chunks = asking.stream(path, body)
     except RequestRefusedError as error:
-        part.note(f"{form} was not looked at: the server says {error}")
+        part.note(f"{form} was not checked: the server says {error}")
         return
     deltas = [choice for chunk in chunks for choice in chunk.get("choices") or ()]
     streamed = _content(deltas, "delta")
     for how, (text, reason) in (("", whole), (", streamed", streamed)):
-        part.looked_at += 1
+        part.checked += 1
         if reason != "length" and not _of_schema(text):  # some are cut off before their end
             part.problems.append(f"{name}: {form}{how}: not of the schema: {text[:60]!r}")
     if whole[0] != streamed[0]:
-        again = _content(asking.answer(asking.server, path, body)["choices"], "message")
+        again = _content(asking.answer(path, body)["choices"], "message")
         if again[0] == whole[0]:
             part.problems.append(f"{name}: {form}: stream and whole answer differ")
 
@@ -221,10 +219,10 @@ def _of_schema(text: str) -> bool:
 def all_parts() -> list[Part]:
     """In the order in which each prompt goes through them."""
     return [
-        Part("greedy", "texts", look_greedy),
-        Part("streams", "streams", look_streams),
-        Part("logprobs", "places", look_logprobs),
-        Part("sampling", "samples", look_samples),
-        Part("limits", "texts", look_limits),
-        Part("structure", "answers", look_structure),
+        Part("greedy", "texts", check_greedy),
+        Part("streams", "streams", check_streams),
+        Part("logprobs", "positions", check_logprobs),
+        Part("sampling", "samples", check_samples),
+        Part("limits", "texts", check_limits),
+        Part("structure", "answers", check_structure),
     ]

@@ -5,9 +5,8 @@ from __future__ import annotations
 import itertools
 import random
 import time
-from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
-from typing import Any
+from collections.abc import Callable, Sequence
+from dataclasses import replace
 
 from paceline.errors import PromptError
 from paceline.lab.budget import Budget
@@ -18,7 +17,7 @@ from paceline.lab.certify.certificate import (
     Certificate,
     DistributionTest,
     Problem,
-    Sheet,
+    ResultTable,
     as_family,
 )
 from paceline.lab.certify.effort import LONGEST, Effort
@@ -27,16 +26,15 @@ from paceline.lab.certify.servers.asking import Asking, Part, RequestsSpentError
 from paceline.lab.certify.servers.parts import all_parts
 from paceline.lab.openai_client import RequestRefusedError, ServerFailedError
 from paceline.lab.report.columns import Column
-from paceline.lab.report.document import Block
 
 _FAILURES = 3  # of a part, after which it is left
-_PARTS = Sheet(
+_PARTS = ResultTable(
     "parts",
     "Parts",
     (
         Column("part", "part", "name"),
         Column("requests", "requests"),
-        Column("looked_at", "looked at"),
+        Column("checked", "checked"),
         Column("unit", "of"),
         Column("ties", "ties"),
         Column("problems", "problems", shown=len),
@@ -46,37 +44,25 @@ _PARTS = Sheet(
 )
 
 
-@dataclass(frozen=True, kw_only=True)
-class ServerCertificate(Certificate):
-    """Of a server, compared with ``reference`` where there was one. ``parts``: what was asked."""
-
-    server: str
-    reference: str | None
-    parts: tuple[Part, ...]
-    seconds: float
-
-    def facts(self) -> dict[str, Any]:
-        return {name: getattr(self, name) for name in ("server", "reference", "seconds")}
-
-    def sheets(self) -> Iterable[tuple[Sheet, Sequence[Any], Sequence[Block]]]:
-        return (_PARTS, self.parts, ()), (TESTS, self.tests, ())
-
-
 def lacks_of(parts: Sequence[Part], tests: Sequence[DistributionTest]) -> list[str]:
-    """What must have been looked at, or nothing is certified."""
+    """What must have been checked, or nothing is certified."""
     needed = [part for part in parts if part.name != "structure"]
-    lacks = [f"no {part.unit} for {part.name}" for part in needed if not part.looked_at]
+    lacks = [f"no {part.unit} for {part.name}" for part in needed if not part.checked]
     for part in needed:
-        if part.name == "greedy" and 0 < part.looked_at < LEAST_TEXTS:
-            lacks.append(f"{part.looked_at} text for greedy, and it takes {LEAST_TEXTS}")
-    sees = min((test.smallest_bias for test in tests), default=1.0)
-    if sees > MOST_BIAS:
-        lacks.append(f"only a bias of {sees:.0%} or more would have been seen in the samples")
+        if part.name == "greedy" and 0 < part.checked < LEAST_TEXTS:
+            lacks.append(f"{part.checked} text for greedy, and it takes {LEAST_TEXTS}")
+    bias = min((test.smallest_bias for test in tests), default=1.0)
+    if bias > MOST_BIAS:
+        lacks.append(f"only a bias of {bias:.0%} or more would have been seen in the samples")
     return lacks
 
 
 class ServerCertifier:
-    """One certification; ``certificate`` may be asked for at any time, also after Ctrl-C."""
+    """One certification of ``server``; ``certificate`` may be asked for at any time.
+
+    ``reference``: the same server without speculation, or another one; None where there is
+    neither. ``prompts``: (name, text).
+    """
 
     def __init__(
         self,
@@ -117,15 +103,15 @@ class ServerCertifier:
                     break
                 if part.failures < _FAILURES:
                     advance(f"{part.name}: {name}")
-                    self._look(part, name, prompt)
+                    self._check(part, name, prompt)
         except RequestsSpentError:
             pass
         self._ended = True
 
-    def _look(self, part: Part, name: str, prompt: str) -> None:
+    def _check(self, part: Part, name: str, prompt: str) -> None:
         sent, start = self._asking.sent, time.monotonic()
         try:
-            part.look(self._asking, part, name, prompt)
+            part.check(self._asking, part, name, prompt)
         except RequestRefusedError as error:
             part.failures += 1
             part.note(f"the server refuses: {error}")
@@ -133,31 +119,33 @@ class ServerCertifier:
             part.failures += 1
             part.problems.append(f"{name}: {error}")
         finally:
-            part.looks += 1
+            part.rounds += 1
             part.requests += self._asking.sent - sent
             part.seconds += time.monotonic() - start
 
-    def certificate(self) -> ServerCertificate:
+    def certificate(self) -> Certificate:
         """The verdict on what was seen so far."""
         server, reference, alpha = self._asking.server, self._asking.reference, self.effort.alpha
         parts, tests = tuple(self._parts), as_family(self._asking.tests(), alpha)
         problems = [Problem(part.name, what) for part in parts for what in part.problems]
         problems += [test.problem() for test in tests if test.adjusted_p_value < alpha]
-        looked = ", ".join(f"{part.looked_at} {part.unit}" for part in parts)
+        checked = ", ".join(f"{part.checked} {part.unit}" for part in parts)
         sees = max((test.smallest_bias for test in tests), default=1.0)
-        return ServerCertificate(
+        return Certificate(
             title=f"Is {server.name} lossless?",
-            server=server.name,
-            reference=None if reference is None else reference.name,
             alpha=alpha,
-            parts=parts,
-            tests=tests,
-            seconds=self.budget.spent,
+            facts={
+                "server": server.name,
+                "reference": None if reference is None else reference.name,
+                "seconds": self.budget.spent,
+            },
+            tables=(replace(_PARTS, rows=parts), replace(TESTS, rows=tests)),
             problems=tuple(problems),
             lacks=tuple(lacks_of(parts, tests)),
             notes=tuple(f"{part.name}: {note}" for part in parts for note in part.notes),
             interrupted=not self._ended,
-            completed=f"{self.budget.spent:.0f} s, {self._asking.sent} requests completed {looked}",
-            certified=f"nothing is wrong in {looked}; no bias in {len(tests)} distribution tests, "
-            f"which see {sees:.1%}",
+            completed=f"{self.budget.spent:.0f} s, {self._asking.sent} requests completed "
+            f"{checked}",
+            certified=f"nothing is wrong in {checked}; no bias in {len(tests)} distribution "
+            f"tests, which see {sees:.1%}",
         )
