@@ -63,4 +63,4 @@ def test_impossible_draws_are_counted() -> None:
 
 
 def test_deterministic_drafts_have_nothing_to_test() -> None:
-    assert Recorder(Sampler(DISTRIBUTION, DISTRIBUTION, 1)).honesty() is None
+    assert Recorder(Sampler(DISTRIBUTION, DISTRIBUTION, 1)).test() is None

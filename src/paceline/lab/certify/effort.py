@@ -23,8 +23,8 @@ class Effort:
 
     texts: int = _effort(8, "Prompts compared token for token.")
     max_tokens: int = _effort(64, "Tokens of each of them.")
-    prefixes: int = _effort(4, "Places where samples are drawn.")
-    samples: int = _effort(2000, "Samples a place; four times as many see half the bias.")
+    prefixes: int = _effort(4, "Prefixes behind which samples are drawn.")
+    samples: int = _effort(2000, "Samples a prefix; four times as many see half the bias.")
     alpha: float = _effort(0.001, "Chance that a lossless engine fails.")
     seed: int = _effort(0, "Makes the run repeatable.")
     requests: int = _effort(
