@@ -17,6 +17,7 @@ from paceline.drafters import Eagle3, Medusa
 from paceline.lab.doctor import examine
 from paceline.lab.export import export
 from paceline.llm import LLM
+from paceline.model.target import CausalModel
 from paceline.server.local import local_service
 from paceline.server.wire import Facts
 from support.asking import ask
@@ -229,6 +230,27 @@ def test_elsewhere_the_head_takes_the_place_of_the_own_form(
     llm = LLM(str(folder), **how, **OPTIONS)
     assert llm.drafts == (f"hybrid:suffix+ngram+eagle3:{folder}/eagle3",)
     assert "not quantized:int4: it takes the native kernels" in llm.notes[-1]
+
+
+@pytest.mark.usefixtures("large_heads")
+def test_an_offloaded_target_whose_form_the_kernels_do_not_run(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """That is known once the form is made."""
+    monkeypatch.setattr(auto, "_LEAST_BYTES", 0)
+    how: dict[str, Any] = {"offload": "disk", "weights_memory": 0}
+    taken = LLM(str(folder), **how, **OPTIONS)
+    if "quantized:int4" not in taken.drafts[0]:
+        pytest.skip("no kernels here")
+    monkeypatch.setattr(CausalModel, "optimised", refusing)
+    llm = LLM(str(folder), **how, **OPTIONS)
+    assert llm.drafts == (f"hybrid:suffix+ngram+eagle3:{folder}/eagle3",)
+    assert "not quantized:int4: it takes the native kernels (no such layer)" in llm.notes[-1]
+
+
+def refusing(model: CausalModel) -> CausalModel:
+    model.refused = "no such layer"
+    return model
 
 
 @pytest.mark.usefixtures("large_heads")

@@ -25,6 +25,7 @@ from paceline.draft.suffix import Suffix
 from paceline.errors import ModelLoadError, PacelineError
 from paceline.kernels.compile import are_kernels_here
 from paceline.model.backends.base import REFERENCE
+from paceline.model.copies import forget_copy, quantised_copy
 from paceline.model.hub import is_path
 from paceline.model.loading import read_options
 from paceline.model.names import MADE_FOR, has_assets, resolve
@@ -108,17 +109,37 @@ class Auto(DraftSpec):
     examples = ("auto",)
 
     def prepare(self, loading: Loading) -> Prepared:
-        composed = compose(Circumstances.of(loading.target))
-        prepared: dict[DraftSpec, Prepared] = {}
-        failed: dict[DraftSpec, str] = {}
-        for member, _ in composed.taken:
-            try:
-                prepared[member] = member.prepare(loading)
-            except PacelineError as error:  # nobody asked for it: it is left out
-                failed[member] = str(error)
-        composed = composed.without(failed)
+        circumstances = Circumstances.of(loading.target)
+        composed, members = _prepared(compose(circumstances), loading)
+        why = _by_torch(loading.target, composed)
+        if why:
+            composed, members = _prepared(compose(replace(circumstances, refused=why)), loading)
         drafts, notes = (str(composed.spec),), (composed.line(),)
-        return replace(joined(list(prepared.values())), drafts=drafts, notes=notes)
+        return replace(joined(members), drafts=drafts, notes=notes)
+
+
+def _prepared(composed: Composition, loading: Loading) -> tuple[Composition, list[Prepared]]:
+    """What is composed, each member prepared; without those that cannot be loaded."""
+    prepared: list[Prepared] = []
+    failed: dict[DraftSpec, str] = {}
+    for member, _ in composed.taken:
+        try:
+            prepared.append(member.prepare(loading))
+        except PacelineError as error:  # nobody asked for it: it is left out
+            failed[member] = str(error)
+    return composed.without(failed), prepared
+
+
+def _by_torch(target: CausalModel, composed: Composition) -> str:
+    """Why the kernels do not run the 4-bit form of a target whose layers stay on disk: known only
+    once it is made. "" if they do, or nobody asked."""
+    if target.offload is None or all(member != QuantizedDraft() for member, _ in composed.taken):
+        return ""
+    form = quantised_copy(target, QuantizedDraft().precision)
+    if form.backend.runs_quantised:
+        return ""
+    forget_copy(target, QuantizedDraft().precision)
+    return form.refused or "they do not run it"
 
 
 def compose(it: Circumstances) -> Composition:

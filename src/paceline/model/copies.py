@@ -68,6 +68,11 @@ def quantised_copy(model: CausalModel, precision: str) -> CausalModel:
     return known[precision]
 
 
+def forget_copy(model: CausalModel, precision: str) -> None:
+    """Let go of the form made by ``quantised_copy``."""
+    _COPIES.get(model, {}).pop(precision, None)
+
+
 def _by_backend(model: CausalModel, precision: str) -> CausalModel | None:
     made = model.backend.quantised(model, precision)
     if made is None:
