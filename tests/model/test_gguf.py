@@ -173,9 +173,19 @@ def test_state_space_models(tmp_path: Path) -> None:
     assert "mamba has" in refused(path) and "rolled back" in refused(path)
 
 
-def test_a_quantisation_that_is_not_read(tmp_path: Path) -> None:
+def test_a_quantisation_that_is_not_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """One that the package names but cannot unpack, and one that it does not know at all."""
+    import gguf
+
     path = tmp_path / "model.gguf"
     write_gguf(path, quantisation="Q8_0")
+
+    def unable(data: Any, kind: Any) -> Any:
+        raise NotImplementedError
+
+    with monkeypatch.context() as patch:
+        patch.setattr(gguf, "dequantize", unable)
+        assert "tensors in F32, which" in refused(path) or "tensors in Q8_0, which" in refused(path)
     name = b"token_embd.weight"
     content = bytearray(path.read_bytes())
     place = content.index(name) + len(name) + 4 + 2 * 8  # after the number and size of dimensions

@@ -1,8 +1,8 @@
 """GGUF files, llama.cpp's format: read by transformers and dequantised, refused in one line.
 
 The ``gguf`` package and accelerate are an extra (``paceline[gguf]``), imported once a GGUF file is
-named. What a file says of itself is read first, so that most of what cannot be read is refused by
-its name before gigabytes are.
+named. What a file says of itself is read first, so that what cannot be read is refused by its name
+before gigabytes are.
 """
 
 from __future__ import annotations
@@ -210,6 +210,12 @@ def _check(file: GgufFile, reader: GGUFReader) -> None:
             f"GGUF file {file.path} holds no weights; give the file of the model, not that of its "
             "vocabulary"
         )
+    for kind in file.types:
+        if not _dequantisable(kind):
+            raise UnsupportedModelError(
+                f"{file.path} holds tensors in {kind}, which the gguf package cannot dequantise; "
+                "take another quantisation, such as Q8_0, Q4_K_M or F16"
+            )
 
 
 @contextmanager
@@ -255,6 +261,20 @@ def _known_splits() -> frozenset[str]:
         return frozenset(importlib.import_module(name).GGUF_PRE_TOKENIZER_SPLITS)
     except (ImportError, AttributeError):
         return frozenset()
+
+
+def _dequantisable(kind: str) -> bool:
+    """Tried on one block of zeros: the package keeps no public list."""
+    import numpy as np
+    from gguf import GGML_QUANT_SIZES, GGMLQuantizationType, dequantize
+
+    number = GGMLQuantizationType[kind]
+    block = np.zeros((1, GGML_QUANT_SIZES[number][1]), dtype=np.uint8)
+    try:
+        dequantize(block, number)
+    except NotImplementedError:
+        return False
+    return True
 
 
 def mended(backend: Tokenizer, file: GgufFile) -> Tokenizer:
