@@ -91,14 +91,24 @@ class GrownTree:
     scores: tuple[float, ...]
 
 
-# Grows drafts with a model or a head, as draft/trees/grow.py does level by level:
-# ``growth(cache, wanted, logits, ids=None, outputs=None, first=None)`` gives a tree for each of
-# ``wanted``, from ``logits [trees, columns]`` after the committed tokens and an EAGLE head's
-# ``outputs [trees, hidden]`` there, both of the model's dtype. ``ids`` int64 ``[columns]``: the
-# ascending tokens of the columns, if not their numbers. ``first``: a Batch whose forward writes
-# the logits in the same call. Raises IndexError where a table has no room for a tree, or ``first``
-# names a token or a position that is out of range.
-Growth = Callable[..., list[GrownTree]]
+class Growth(Protocol):
+    """Grows drafts with a model or a head, as draft/trees/grow.py does level by level."""
+
+    def __call__(
+        self,
+        cache: KeyValueStore,
+        wanted: Sequence[WantedTree],
+        logits: torch.Tensor,
+        ids: torch.Tensor | None = None,
+        outputs: torch.Tensor | None = None,
+        first: Batch | None = None,
+    ) -> list[GrownTree]:
+        """From ``logits [trees, columns]`` after the committed tokens, and an EAGLE head's
+        ``outputs [trees, hidden]`` there, both of the model's dtype. ``ids`` int64 ``[columns]``,
+        ascending: the tokens of the columns, if not their numbers. ``first``: a forward that writes
+        the logits in the same call. Raises IndexError where a table has no room for a tree, or
+        ``first`` names a token or a position that is out of range."""
+        ...
 
 
 # -- heads on a target's features --------------------------------------------------------------
