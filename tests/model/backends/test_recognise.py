@@ -71,6 +71,16 @@ def test_rotary_embeddings_that_the_kernels_do_not_have(rope: dict[str, Any], re
     assert reason in str(describe(hf, [shape], [FULL] * len(hf.model.layers)))
 
 
+def test_a_class_of_that_name_from_elsewhere() -> None:
+    class LlamaForCausalLM(transformers.LlamaForCausalLM):
+        """As a checkpoint's own code might bring one."""
+
+    model = built("Llama")
+    model.hf.__class__ = LlamaForCausalLM
+    assert not model.use("native")
+    assert model.refused == "LlamaForCausalLM is no decoder of a known shape"
+
+
 class Doubled(torch.nn.Module):
     """An RMS norm that also doubles: same attributes, other function."""
 

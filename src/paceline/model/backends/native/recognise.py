@@ -1,8 +1,9 @@
 """Which models the kernels know: decoders of Llama's shape, those of Gemma 2 and 3, and Mixtral's.
 
-Their classes are in a table. What differs within a class is read of the modules: norms and
-activations by what they compute, all else by its name. Whatever is described must also give the
-reference's logits before it is used (``native_backend``).
+Their classes are in a table; a class of that name from elsewhere than transformers may compute
+anything. What differs within a class is read of the modules: norms and activations by what they
+compute, all else by its name. Whatever is described must also give the reference's logits before it
+is used (``native_backend``).
 """
 
 from __future__ import annotations
@@ -91,7 +92,7 @@ def describe(
         return "layers that see chunks are not known"
     if len(set(shapes)) > 1 or shapes[0][1] != shapes[0][2]:
         return "layers differ in their heads"
-    if kind not in _KNOWN:
+    if kind not in _KNOWN or not type(hf).__module__.startswith("transformers.models."):
         return f"{kind} is no decoder of a known shape"
     if not all(map(_is_product, (hf.lm_head, *_products(hf)))):
         return "weights that are no plain numbers"
