@@ -21,7 +21,7 @@ OnProgress = Callable[[str], None]  # is told what runs next
 OnJob = Callable[[BenchEngine, BenchJob], TimedRun]  # how an engine does a job
 
 
-def _say_nothing(what: str) -> None:
+def _ignore(what: str) -> None:
     pass
 
 
@@ -47,7 +47,7 @@ def take_turns(
     engines: Sequence[BenchEngine],
     rounds: int,
     record: HeatRecord,
-    advance: OnProgress = _say_nothing,
+    advance: OnProgress = _ignore,
     budget: Budget | None = None,
     answer: OnJob = one_run,
 ) -> None:
@@ -176,7 +176,7 @@ class Sweep:
         methods: Sequence[Method],
         start: Callable[[Method, int], BenchEngine],
         record: HeatRecord,
-        advance: OnProgress = _say_nothing,
+        advance: OnProgress = _ignore,
         finished: Callable[[int, Sequence[BenchEngine]], None] = lambda clients, engines: None,
         budget: Budget | None = None,
         answer: OnJob = one_run,

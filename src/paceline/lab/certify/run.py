@@ -216,7 +216,7 @@ class Certifier:
         problems += [test.problem() for test in tests if test.adjusted_p_value < alpha]
         notes = [*evidence.notes]
         if self.subject.params.greedy:
-            notes.append("sampling was not looked at: the temperature is 0")
+            notes.append("sampling was not tested: the temperature is 0")
         draft, bias = ", ".join(llm.drafters) or llm.engine.drafter.name, _smallest_bias(tests)
         return Certificate(
             title=f"Is {draft} on {llm.target.name} lossless?",

@@ -29,7 +29,8 @@ class Approximation(NamedTuple):
 
 @dataclass
 class Export:
-    """Speculative decoding as it was chosen or measured here, and what another engine is export.
+    """Speculative decoding as it was chosen or measured here, and what another engine
+    is given for it.
 
     ``target`` and ``draft`` as their user named them; ``length`` levels of a draft, ``adaptive``
     if that is where the adaptive length ends. ``batch``: sequences decoded together. ``out`` is

@@ -135,9 +135,9 @@ class Generation(Body):
         )
 
 
-def _prompts(prompt: Any) -> Any:
-    """A list of prompts, whatever was prompt. Raises ValueError in one sentence."""
-    prompts = prompt if isinstance(prompt, list) else [prompt]
+def _prompts(value: Any) -> Any:
+    """A list of prompts, of one or several. Raises ValueError in one sentence."""
+    prompts = value if isinstance(value, list) else [value]
     if prompts and type(prompts[0]) is int:
         prompts = [prompts]
     for prompt in prompts:
