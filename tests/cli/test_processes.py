@@ -56,12 +56,21 @@ def wait_until(condition: Callable[[], object], seconds: float = 20) -> None:
         time.sleep(0.01)
 
 
+def state(stat: Path) -> str:
+    return stat.read_text().rpartition(")")[2].split()[0]
+
+
 def gone(pid: int) -> bool:
     """Ended; a zombie is, too, while whoever adopted it has not reaped it."""
     try:
-        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] == "Z"
+        return state(Path(f"/proc/{pid}/stat")) == "Z"
     except OSError:
         return True
+
+
+def stopped(pid: int) -> bool:
+    """All threads; the signal reaches them one after another."""
+    return all(state(stat) == "T" for stat in Path(f"/proc/{pid}/task").glob("*/stat"))
 
 
 def completion(**fields: object) -> dict[str, object]:
@@ -89,6 +98,7 @@ def test_an_engine_that_says_nothing(shared: ServedProcess) -> None:
     (engine,) = children(shared.process.pid)
     os.kill(engine, signal.SIGSTOP)
     try:
+        wait_until(lambda: stopped(engine))
         late = shared.ask("POST", "/v1/completions", completion(deadline=0.1, **LONG))
         assert late.status == 408
         metrics = shared.ask("GET", "/metrics")
