@@ -255,7 +255,7 @@ def refusing(model: CausalModel) -> CausalModel:
 
 @pytest.mark.usefixtures("large_heads")
 def test_the_tools_name_it(folder: Path) -> None:
-    (line,) = [f.found for f in examine(str(folder), "auto") if f.code == "draft-auto"]
+    (line,) = [f.text for f in examine(str(folder), "auto") if f.code == "draft-auto"]
     assert line.startswith(f"draft auto: suffix (free), ngram (free), eagle3:{folder}/eagle3")
     made = export("vllm", str(folder), "auto")
     assert made.config["method"] == "eagle3"

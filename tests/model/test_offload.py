@@ -165,7 +165,7 @@ def test_what_a_step_moves_are_the_bytes_of_its_layers(random_pair: tuple[str, s
 def test_doctor_says_what_a_step_moves(random_pair: tuple[str, str]) -> None:
     found = examine(random_pair[0], offload="disk", weights_memory=0, dtype="float32")
     (item,) = (item for item in found if item.code == "weights-offloaded")
-    assert "2 of 2 layers stay on disk: every forward moves" in item.found
+    assert "2 of 2 layers stay on disk: every forward moves" in item.text
     assert "offload-idle" in {item.code for item in examine(random_pair[0], offload="disk")}
 
 
@@ -174,13 +174,13 @@ def test_doctor_says_what_auto_takes_and_how_often_the_target_that_is(
 ) -> None:
     monkeypatch.setattr(auto, "_LEAST_BYTES", 0)
     how: dict[str, Any] = {"offload": "disk", "weights_memory": 0, "dtype": "float32"}
-    found = {item.code: item.found for item in examine(random_pair[0], "auto", **how)}
+    found = {item.code: item.text for item in examine(random_pair[0], "auto", **how)}
     away = LLM(random_pair[0], "auto", offload="disk", weights_memory=0, **OPTIONS)
     taken = away.notes[-1].partition(";")[0]
     assert taken.startswith("draft auto: ") and taken in found["draft-auto"]
     if KERNELS:
         assert "quantized:int4" in taken
-    own = {item.code: item.found for item in examine(random_pair[0], "quantized:int4", **how)}
+    own = {item.code: item.text for item in examine(random_pair[0], "quantized:int4", **how)}
     assert re.search(r"together 1\.\d\d times the target$", own["draft-own-weights"])
 
 

@@ -19,7 +19,7 @@ from paceline.lab.doctor import examine
 model, draft, quantize, cache = sys.argv[1:]
 how = {"dtype": "bfloat16", "device": "cpu", "quantize": quantize or None}
 how["kv_cache_memory"] = int(cache) << 20
-(found,) = (f.found for f in examine(model, draft or None, **how) if "its peak" in f.found)
+(found,) = (f.text for f in examine(model, draft or None, **how) if "its peak" in f.text)
 LLM(model, draft or None, **how).generate("The capital of France is", SamplingParams(max_tokens=8))
 status = Path("/proc/self/status").read_text()
 print(found)

@@ -29,7 +29,7 @@ def test_a_config_of_vllm_s_own(tmp_path: Path) -> None:
     made = export("vllm", "paceline/tiny", f"{HEAD},nodes=0", draft_length=4, out=tmp_path)
     found = of("vllm", dict(made.config))
     assert set(codes(found)) == {"engine-does"}
-    assert "inputs of layers [2, 6, 11]" in found[-1].found
+    assert "inputs of layers [2, 6, 11]" in found[-1].text
     greedy = of("vllm", {**made.config, "draft_sample_method": "greedy"})
     assert "engine-approximates" in codes(greedy)
 
@@ -39,7 +39,7 @@ def test_a_head_for_sglang_is_one_off_in_vllm(tmp_path: Path) -> None:
     assert "engine-layers-shifted" not in codes(of("sglang", dict(made.config)))
     wrong = {"method": "eagle3", "model": made.head, "num_speculative_tokens": 4}
     (shifted,) = [f for f in of("vllm", wrong) if f.code == "engine-layers-shifted"]
-    assert "[1, 5, 10]" in shifted.found
+    assert "[1, 5, 10]" in shifted.text
 
 
 def test_a_head_for_vllm_is_not_seen_by_sglang(tmp_path: Path) -> None:

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import ast
 import json
 import re
 from pathlib import Path
+from string import Formatter
 from typing import Any
 
 import pytest
@@ -62,13 +64,13 @@ def test_members_are_told_apart() -> None:
         findings = examine(TARGET, draft)
         assert only(findings, "draft-free").about == "draft 1 (ngram)"
         assert only(findings, "head-fits").about == "draft 2 (eagle3)"
-    plain = only(examine(TARGET), "memory-fits").found
-    assert only(findings, "memory-fits").found.partition(",")[0] != plain.partition(",")[0]
+    plain = only(examine(TARGET), "memory-fits").text
+    assert only(findings, "memory-fits").text.partition(",")[0] != plain.partition(",")[0]
 
 
 def test_own_layers() -> None:
-    assert "4 of the target's 12" in only(examine(TARGET, "early_exit"), "draft-own-layers").found
-    found = only(examine(TARGET, "layer_skip:skip=2-5x8"), "draft-own-layers").found
+    assert "4 of the target's 12" in only(examine(TARGET, "early_exit"), "draft-own-layers").text
+    found = only(examine(TARGET, "layer_skip:skip=2-5x8"), "draft-own-layers").text
     assert "7 of the target's 12" in found
 
 
@@ -132,12 +134,12 @@ def test_architectures_that_are_refused(copy: Copy) -> None:
     folder = copy("tiny-draft").config(model_type="bloom")
     found = only(examine(str(folder)), "architecture-refused")
     assert (found.severity, found.about) == (Severity.ERROR, "target")
-    assert "bloom" in found.found
+    assert "bloom" in found.text
     found = only(examine(TARGET, str(folder.config(model_type="mamba"))), "architecture-refused")
     assert found.about == "draft"
-    assert "rolled back" in found.found
+    assert "rolled back" in found.text
     found = only(examine(str(folder.config(model_type="llama9"))), "architecture-refused")
-    assert "config.json" in found.found and "transformers" in found.cure
+    assert "config.json" in found.text and "transformers" in found.cure
 
 
 def test_code_out_of_folders(copy: Copy) -> None:
@@ -152,12 +154,12 @@ def test_quantised_weights(copy: Copy) -> None:
     kept = {"quant_method": "gptq", "bits": 4, "group_size": 128}
     folder = copy("tiny-draft").config(quantization_config=kept)
     found = only(examine(TARGET, str(folder)), "quantised-kept")
-    assert found.severity is Severity.NOTE and "gptq, 4 bits in groups of 128" in found.found
+    assert found.severity is Severity.NOTE and "gptq, 4 bits in groups of 128" in found.text
     twice = only(examine(TARGET, str(folder), draft_quantize="int8"), "quantised-twice")
     assert (twice.severity, twice.about) == (Severity.ERROR, "draft")
     folder.config(quantization_config={"quant_method": "fp8"})
     found = only(examine(TARGET, str(folder)), "quantised")
-    assert found.severity is Severity.WARNING and "the package kernels" in found.found
+    assert found.severity is Severity.WARNING and "the package kernels" in found.text
 
 
 @pytest.mark.parametrize("backend", ["native", "reference"])
@@ -167,7 +169,7 @@ def test_memory_of_what_is_rounded_when_loaded(precision: str, backend: str) -> 
     plain = examine(TARGET, dtype="float32", device="cpu")
     rounded = examine(TARGET, dtype="float32", device="cpu", quantize=precision)
     found = only(rounded, "quantised-when-loaded")
-    assert found.severity is Severity.NOTE and precision in found.found
+    assert found.severity is Severity.NOTE and precision in found.text
     model = CausalModel.load(TARGET, "float32", "cpu", quantize=precision, backend=backend)
     if model.backend.name != backend:
         pytest.skip("there are no native kernels here")
@@ -185,19 +187,19 @@ def test_memory_of_what_is_rounded_when_loaded(precision: str, backend: str) -> 
     setting = Setting(torch.device("cpu"), torch.float32, quantize=precision, backend=backend)
     foreseen = weight_bytes(described, setting)
     assert foreseen == pytest.approx(exact, rel=0.02)  # a scale a row of eight bits is left out
-    assert only(plain, "memory-fits").found != only(rounded, "memory-fits").found
+    assert only(plain, "memory-fits").text != only(rounded, "memory-fits").text
 
 
 def test_a_draft_in_fewer_bits_takes_memory() -> None:
-    plain = only(examine(TARGET, "ngram"), "memory-fits").found
-    assert only(examine(TARGET, "quantized:int4"), "memory-fits").found != plain
+    plain = only(examine(TARGET, "ngram"), "memory-fits").text
+    assert only(examine(TARGET, "quantized:int4"), "memory-fits").text != plain
     same = examine(TARGET, "quantized:int8", quantize="int8")
     assert only(same, "draft-as-target").severity is Severity.ERROR
     assert "draft-own-weights" in codes(examine(TARGET, "quantized:int4", quantize="int8"))
     small, draft = "model:paceline/tiny-draft", "model:paceline/tiny-draft,quantize=int4"
-    assert "int4" in only(examine(TARGET, draft), "quantised-when-loaded").found
-    whole = only(examine(TARGET, small), "memory-fits").found
-    assert only(examine(TARGET, draft), "memory-fits").found != whole
+    assert "int4" in only(examine(TARGET, draft), "quantised-when-loaded").text
+    whole = only(examine(TARGET, small), "memory-fits").text
+    assert only(examine(TARGET, draft), "memory-fits").text != whole
 
 
 def test_which_kernels_run(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
@@ -206,8 +208,8 @@ def test_which_kernels_run(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> N
     assert only(few, "kernels-readable").severity is Severity.WARNING
     monkeypatch.setenv("CXX", "no-such-compiler")
     monkeypatch.setenv("PACELINE_NATIVE_CACHE", str(tmp_path))  # nothing is built there
-    assert "no-such-compiler" in only(examine(TARGET), "kernels-absent").found
-    assert "no-such-compiler" in only(examine(TARGET, quantize="int4"), "kernels-readable").found
+    assert "no-such-compiler" in only(examine(TARGET), "kernels-absent").text
+    assert "no-such-compiler" in only(examine(TARGET, quantize="int4"), "kernels-readable").text
     with pytest.raises(ConfigError, match="int3"):
         examine(TARGET, quantize="int3")
 
@@ -219,7 +221,7 @@ def test_a_draft_with_a_short_context(copy: Copy) -> None:
     folder = copy("tiny-draft").config(max_position_embeddings=512)
     found = only(examine(TARGET, str(folder)), "draft-context-short")
     assert found.severity is Severity.WARNING
-    assert "512" in found.found and "1,024" in found.found
+    assert "512" in found.text and "1,024" in found.text
     assert "context-covered" in {f.code for f in examine(str(folder), "paceline/tiny-draft")}
 
 
@@ -228,7 +230,7 @@ def test_a_draft_with_a_window(copy: Copy) -> None:
         model_type="mistral", architectures=["MistralForCausalLM"], sliding_window=128
     )
     found = only(examine(TARGET, str(folder)), "draft-window")
-    assert (found.severity, "128" in found.found) == (Severity.NOTE, True)
+    assert (found.severity, "128" in found.text) == (Severity.NOTE, True)
     assert "draft-window" not in codes(examine(TARGET, str(folder.config(sliding_window=None))))
 
 
@@ -241,13 +243,13 @@ def test_a_draft_with_a_window(copy: Copy) -> None:
 )
 def test_drafts_that_are_too_large(target: str, severity: Severity, words: str) -> None:
     found = only(examine(target, "paceline/tiny-draft"), "draft-too-large")
-    assert (found.severity, words in found.found) == (severity, True)
+    assert (found.severity, words in found.text) == (severity, True)
 
 
 def test_small_and_deep_drafts(copy: Copy, tmp_path: Path) -> None:
-    assert "larger than" in only(examine("paceline/tiny-draft", TARGET), "draft-too-large").found
+    assert "larger than" in only(examine("paceline/tiny-draft", TARGET), "draft-too-large").text
     found = only(examine("paceline/tiny-draft", TARGET), "draft-deep")
-    assert (found.severity, "12 layers" in found.found) == (Severity.WARNING, True)
+    assert (found.severity, "12 layers" in found.text) == (Severity.WARNING, True)
     wide = copy("tiny").config(hidden_size=1024, intermediate_size=4096, num_hidden_layers=7)
     for file in wide.path.glob("*.safetensors"):
         file.unlink()  # sizes are then those of the config
@@ -267,22 +269,33 @@ def test_the_worst_comes_first(copy: Copy) -> None:
 
 
 def test_findings_as_records() -> None:
-    item = finding("tensors-missing", "draft", "a weight is missing")
+    item = finding("tensors-missing", "a weight is missing")
     (stored,) = json.loads(json.dumps(record("m", "d", [item], None)))["findings"]
     assert stored["severity"] == "error"
     assert stored["cure"] == KINDS["tensors-missing"].cure
-    assert finding("tensors-missing", "draft", "it", cure="Do so.").cure == "Do so."
+    assert finding("tensors-missing", "it", "Do so.").cure == "Do so."
+    assert finding("weights-not-finite", name="a weight").text == "a weight holds NaN or infinity"
     with pytest.raises(AssertionError):
-        finding("tensors-missing", "draft", "it", Severity.NOTE)
-    assert by_severity([finding("draft-free", "draft", ""), item])[0] is item
+        finding("tensors-missing", "it", severity=Severity.NOTE)
+    assert by_severity([finding("draft-free", ""), item])[0] is item
 
 
 def test_the_page_has_every_finding() -> None:
     page = (Path(__file__).parents[3] / "docs" / "doctor.md").read_text(encoding="utf-8")
     assert Path(findings.__file__).with_name("kinds.md").read_text(encoding="utf-8") in page
-    assert set(re.findall(r"^\| `([a-z0-9-]+)`", page, re.MULTILINE)) == {
-        code for code, kind in KINDS.items() if kind.severities != (Severity.OK,)
-    }
+    assert set(re.findall(r"^\| `([a-z0-9-]+)`", page, re.MULTILINE)) == set(KINDS)
+
+
+def test_checks_give_the_values_that_kinds_ask_for() -> None:
+    """Where the code is written out and no text is given."""
+    for file in Path(findings.__file__).parent.glob("*.py"):
+        for call in ast.walk(ast.parse(file.read_text(encoding="utf-8"))):
+            if not (isinstance(call, ast.Call) and ast.unparse(call.func) == "finding"):
+                continue
+            code, names = call.args[0], {keyword.arg for keyword in call.keywords}
+            if isinstance(code, ast.Constant) and not call.args[1:] and None not in names:
+                wanted = {name for _, name, _, _ in Formatter().parse(KINDS[code.value].says)}
+                assert names - {"cure", "severity", "about"} == wanted - {None}, ast.unparse(call)
 
 
 def test_every_kind_is_found_by_a_check() -> None:
@@ -293,5 +306,5 @@ def test_every_kind_is_found_by_a_check() -> None:
 
 def test_the_findings_are_plain_text() -> None:
     items: list[Finding] = examine(TARGET, "paceline/tiny-draft")
-    fields: list[Any] = [getattr(item, name) for item in items for name in ("found", "cure")]
+    fields: list[Any] = [getattr(item, name) for item in items for name in ("text", "cure")]
     assert not [text for text in fields if "\n" in text or "torch." in text]

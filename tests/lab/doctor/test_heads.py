@@ -23,7 +23,7 @@ def test_layers_one_off(copy: Copy, ids: list[int]) -> None:
     folder = copy("tiny-eagle3").config(**{AUX: ids})
     found = only(examine(TARGET, f"eagle3:{folder}"), "head-layers-shifted")
     assert found.severity is Severity.WARNING
-    assert str(ids) in found.found
+    assert str(ids) in found.text
     assert f"eagle3:{folder},layers=2x6x9" in found.cure
     assert codes(examine(TARGET, f"eagle3:{folder},layers=2x6x9")) == REDUCED
 
@@ -36,14 +36,14 @@ def test_layers_under_eagle_config(copy: Copy) -> None:
 def test_layers_that_are_not_given(copy: Copy) -> None:
     folder = copy("tiny-eagle3").config(**{AUX: None})
     found = only(examine(TARGET, f"eagle3:{folder}"), "head-layers-assumed")
-    assert (found.severity, "[2, 6, 9]" in found.found) == (Severity.NOTE, True)
+    assert (found.severity, "[2, 6, 9]" in found.text) == (Severity.NOTE, True)
 
 
 def test_layers_that_do_not_exist(copy: Copy) -> None:
     folder = copy("tiny-eagle3").config(**{AUX: [2, 6, 13]})
     found = only(examine(TARGET, f"eagle3:{folder}"), "head-refused")
     assert found.severity is Severity.ERROR
-    assert "13" in found.found
+    assert "13" in found.text
 
 
 @pytest.mark.parametrize(
@@ -61,7 +61,7 @@ def test_a_head_for_another_target(copy: Copy, options: dict[str, int], word: st
     folder = copy("tiny-eagle3").config(**options)
     found = only(examine(TARGET, f"eagle3:{folder}"), "head-refused")
     assert found.severity is Severity.ERROR
-    assert word in found.found
+    assert word in found.text
     assert found.cure.endswith(".")
 
 
@@ -70,19 +70,19 @@ def test_tables_of_the_draft_vocabulary(copy: Copy) -> None:
         tensors["t2d"][:] = tensors["t2d"].roll(1)
 
     folder = copy("tiny-eagle3").tensors(shift)
-    assert "t2d and d2t" in only(examine(TARGET, f"eagle3:{folder}"), "head-refused").found
+    assert "t2d and d2t" in only(examine(TARGET, f"eagle3:{folder}"), "head-refused").text
 
 
 def test_a_weight_that_is_missing(copy: Copy) -> None:
     folder = copy("tiny-eagle3").tensors(lambda t: t.pop("midlayer.mlp.up_proj.weight"))
-    assert "mlp.up_proj" in only(examine(TARGET, f"eagle3:{folder}"), "head-refused").found
+    assert "mlp.up_proj" in only(examine(TARGET, f"eagle3:{folder}"), "head-refused").text
 
 
 def test_short_positions_and_scaling(copy: Copy) -> None:
     scaling = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 64}
     folder = copy("tiny-eagle3").config(max_position_embeddings=256, rope_scaling=scaling)
     found = only(examine(TARGET, f"eagle3:{folder}"), "head-context-short")
-    assert "256" in found.found and "1,024" in found.found
+    assert "256" in found.text and "1,024" in found.text
 
 
 def test_untrained_heads(copy: Copy) -> None:
@@ -114,7 +114,7 @@ def test_the_speculators_layout(tmp_path: Path) -> None:
     assert codes(examine(TARGET, f"eagle3:{tmp_path}")) == REDUCED
     save_eagle(head, tmp_path, "speculators", "someone/other")
     found = only(examine(TARGET, f"eagle3:{tmp_path}"), "head-base-differs")
-    assert (found.severity, "someone/other" in found.found) == (Severity.NOTE, True)
+    assert (found.severity, "someone/other" in found.text) == (Severity.NOTE, True)
 
 
 @pytest.mark.parametrize(
@@ -144,7 +144,7 @@ def test_medusa(copy: Copy) -> None:
         ({"medusa_num_heads": 4, "vocab_size": 4000, "truncated_vocab_size": 4000}, "4000"),
     ):
         refused = only(examine(TARGET, f"medusa:{folder.config(**options)}"), "head-refused")
-        assert word in refused.found
+        assert word in refused.text
     assert "head-refused" in codes(examine("paceline/tiny-draft", "medusa:paceline/tiny-medusa"))
 
 

@@ -61,10 +61,10 @@ def longrope() -> dict[str, Any]:
 def test_the_embedded_pair_is_equal(name: str) -> None:
     found = check_logits(name)
     assert (found.code, found.severity) == ("logits-equal", Severity.OK)
-    assert "positions 0 to 31, 496 to 527, 992 to 1,023" in found.found
-    assert "2 layers" in found.found
-    assert ("torch and the native kernels" in found.found) == are_kernels_here()
-    assert "native" not in check_logits(name, backend="reference").found
+    assert "positions 0 to 31, 496 to 527, 992 to 1,023" in found.text
+    assert "2 layers" in found.text
+    assert ("torch and the native kernels" in found.text) == are_kernels_here()
+    assert "native" not in check_logits(name, backend="reference").text
 
 
 def test_stages_are_told() -> None:
@@ -92,8 +92,8 @@ def test_stages_are_told() -> None:
 
 def test_learnt_positions(tmp_path: Path) -> None:
     found = check_logits(write_gpt2(tmp_path))
-    assert found.code == "logits-equal", found.found
-    assert "32 to 63 (torch;" in found.found
+    assert found.code == "logits-equal", found.text
+    assert "32 to 63 (torch;" in found.text
 
 
 def test_a_prefix_has_each_kind_of_layer(tmp_path: Path) -> None:
@@ -103,7 +103,7 @@ def test_a_prefix_has_each_kind_of_layer(tmp_path: Path) -> None:
     assert (layers, shorter.num_hidden_layers, shorter.layer_types) == (4, 4, kinds[:4])
     assert (config.num_hidden_layers, config.layer_types) == (8, kinds)
     found = check_logits(write(tmp_path, config))
-    assert found.code == "logits-equal" and "; 4 layers" in found.found, found.found
+    assert found.code == "logits-equal" and "; 4 layers" in found.text, found.text
 
 
 def test_only_those_layers_are_read(copy: Copy) -> None:
@@ -122,8 +122,8 @@ def test_a_gguf_file(tmp_path: Path) -> None:
     path = tmp_path / "model.gguf"
     write_gguf(path, options={"num_hidden_layers": 3})
     found = check_logits(str(path))
-    assert found.code == "logits-equal", found.found
-    assert "; 2 layers" in found.found
+    assert found.code == "logits-equal", found.text
+    assert "; 2 layers" in found.text
 
 
 # -- planted faults --------------------------------------------------------------------------------
@@ -150,9 +150,9 @@ def test_a_scale_of_queries_that_is_lost(tmp_path: Path, monkeypatch: pytest.Mon
     monkeypatch.setattr(probe, "paged_attention", unscaled)
     found = check_logits(name)
     assert (found.code, found.severity) == ("logits-differ", Severity.ERROR)
-    position = int(found.found.partition("position ")[2].partition(" ")[0])
+    position = int(found.text.partition("position ")[2].partition(" ")[0])
     assert position >= ORIGINAL
-    assert found.found.startswith("on torch the logits") and "2 layers" in found.found
+    assert found.text.startswith("on torch the logits") and "2 layers" in found.text
     assert found.cure == KINDS["logits-differ"].cure
 
 
@@ -165,7 +165,7 @@ def test_rotations_that_end_early(monkeypatch: pytest.MonkeyPatch) -> None:
 
     monkeypatch.setattr(TorchBackend, "run", clamped)
     found = check_logits("paceline/tiny", backend="reference")
-    assert found.code == "logits-differ" and found.found.startswith("on torch the logits")
+    assert found.code == "logits-differ" and found.text.startswith("on torch the logits")
     assert found.cure == KINDS["logits-differ"].cure
 
 
@@ -182,8 +182,8 @@ def test_kernels_that_are_off(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(opened.Ropes, "_table", clamped)
     monkeypatch.setattr("paceline.model.backends.native.model._limit", lambda *_: math.inf)
     found = check_logits("paceline/tiny")
-    assert found.code == "logits-differ", found.found
-    assert found.found.startswith("on the native kernels the logits of position")
+    assert found.code == "logits-differ", found.text
+    assert found.text.startswith("on the native kernels the logits of position")
     assert "--backend reference" in found.cure
     assert check_logits("paceline/tiny", backend="reference").code == "logits-equal"
 
@@ -196,10 +196,10 @@ def test_what_is_not_compared_says_why(copy: Copy, monkeypatch: pytest.MonkeyPat
     folder.config(quantization_config={"quant_method": "gptq", "bits": 4, "group_size": 128})
     found = check_logits(str(folder))
     assert (found.code, found.severity) == ("logits-unchecked", Severity.NOTE)
-    assert "gptq" in found.found
+    assert "gptq" in found.text
     monkeypatch.setattr("paceline.lab.doctor.logits.free_memory", lambda device: 1 << 20)
     found = check_logits("paceline/tiny")
-    assert found.code == "logits-unchecked" and "1.0 MiB of memory are free" in found.found
+    assert found.code == "logits-unchecked" and "1.0 MiB of memory are free" in found.text
 
 
 # -- cases that once gave wrong texts: served, or refused by name ----------------------------------
@@ -254,5 +254,5 @@ def test_each_case_is_named_in_one_line(case: str, tmp_path: Path) -> None:
     name = make(tmp_path)
     findings = [item for item in examine(name) if item.code == code] or [check_logits(name)]
     found = only(findings, code)
-    assert words in found.found and "\n" not in found.found
+    assert words in found.text and "\n" not in found.text
     assert (found.severity is Severity.ERROR) == (code == "architecture-refused")

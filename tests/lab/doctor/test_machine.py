@@ -48,7 +48,7 @@ def test_dtypes(
 def test_large_weights_on_a_processor() -> None:
     (suits, absent) = check_dtype(Setting(CPU, torch.bfloat16), 14 << 30)
     assert (suits.code, absent.code) == ("dtype-suits", "gpu-absent")
-    assert "14.0 GiB" in absent.found
+    assert "14.0 GiB" in absent.text
 
 
 def memory(monkeypatch: pytest.MonkeyPatch, free: int, given: int | None = None) -> tuple[str, str]:
@@ -71,7 +71,7 @@ def test_memory(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_options_reach_the_check() -> None:
-    found = only(examine(TARGET, kv_cache_memory=8 << 20), "cache-partial").found
+    found = only(examine(TARGET, kv_cache_memory=8 << 20), "cache-partial").text
     assert "8 sequences of 1,024" in found
     assert "memory-fits" in {
         item.code for item in examine(TARGET, kv_cache_memory=8 << 20, max_batch_size=1)
@@ -86,7 +86,7 @@ def test_the_cache_of_a_token_is_that_of_the_engine(kind: str) -> None:
 
     model = CausalModel.load(TARGET, dtype="bfloat16", device="cpu", backend="reference")
     expected = bytes_per_token(model.cache_shapes, cache_dtype(kind, model.dtype))
-    found = only(examine(TARGET, dtype="bfloat16", kv_cache_dtype=kind), "memory-fits").found
+    found = only(examine(TARGET, dtype="bfloat16", kv_cache_dtype=kind), "memory-fits").text
     assert f"{size(expected)} of cache a token" in found
 
 

@@ -27,8 +27,8 @@ def test_two_tokens_that_changed_places(copy: Copy) -> None:
     folder = copy("tiny-draft").tokenizer(lambda said: swap(said, one, other))
     found = only(examine(TARGET, str(folder)), "vocabulary-differs")
     assert (found.severity, found.about) == (Severity.WARNING, "pair")
-    assert "2 of 4096" in found.found and "id 4094" in found.found
-    assert "tokens that both have" in found.found
+    assert "2 of 4096" in found.text and "id 4094" in found.text
+    assert "tokens that both have" in found.text
 
 
 def test_another_vocabulary(tiny_pair: TinyPair) -> None:
@@ -39,7 +39,7 @@ def test_another_vocabulary(tiny_pair: TinyPair) -> None:
 
 def test_a_wish_for_texts(copy: Copy) -> None:
     found = only(examine(TARGET, f"model:{copy('tiny-draft')},vocab=string"), "vocabulary-differs")
-    assert "nothing, but vocab is set" in found.found and "re-tokenised" in found.found
+    assert "nothing, but vocab is set" in found.text and "re-tokenised" in found.text
     with pytest.raises(ConfigError, match="vocab is 'words'"):
         examine(TARGET, "model:paceline/tiny-draft,vocab=words")
 
@@ -50,7 +50,7 @@ def test_a_draft_with_too_few_rows(copy: Copy) -> None:
     assert only(findings, "vocabulary-refused").severity is Severity.ERROR
     found = only(findings, "vocabulary-overflows")
     assert (found.severity, found.about) == (Severity.ERROR, "draft")
-    assert "4095" in found.found and "4,000" in found.found
+    assert "4095" in found.text and "4,000" in found.text
 
 
 def rows(folder: Folder, count: int) -> Folder:
@@ -71,7 +71,7 @@ def test_padded_rows_are_harmless(copy: Copy) -> None:
     padded = [item for item in findings if item.code == "vocabulary-padded"]
     assert {item.about for item in padded} == {"draft", "pair"}
     assert {item.severity for item in padded} == {Severity.NOTE}
-    assert any("4096 to 4159" in item.found for item in padded)
+    assert any("4096 to 4159" in item.text for item in padded)
     assert only(findings, "vocabulary-same").severity is Severity.OK
 
 
@@ -82,22 +82,22 @@ def test_merges_in_another_order(copy: Copy) -> None:
 
     found = only(examine(TARGET, str(copy("tiny-draft").tokenizer(change))), "segmentation-differs")
     assert found.severity is Severity.WARNING
-    assert "merges" in found.found
+    assert "merges" in found.text
 
 
 def test_another_pre_tokenizer(copy: Copy) -> None:
     folder = copy("tiny-draft").tokenizer(
         lambda said: said.update(pre_tokenizer={"type": "Whitespace"})
     )
-    assert "pre-tokenizer" in only(examine(TARGET, str(folder)), "segmentation-differs").found
+    assert "pre-tokenizer" in only(examine(TARGET, str(folder)), "segmentation-differs").text
 
 
 def test_special_tokens(copy: Copy) -> None:
     folder = copy("tiny-draft").json("tokenizer_config.json", eos_token="<|im_end|>")
     found = only(examine(TARGET, str(folder)), "special-tokens-differ")
     assert found.severity is Severity.WARNING
-    assert "eos_token '<|endoftext|>' against '<|im_end|>'" in found.found
-    assert "bos_token" not in found.found
+    assert "eos_token '<|endoftext|>' against '<|im_end|>'" in found.text
+    assert "bos_token" not in found.text
 
 
 def test_another_padding_token_is_a_note(copy: Copy) -> None:
@@ -109,10 +109,10 @@ def test_chat_templates(copy: Copy) -> None:
     folder = copy("tiny-draft")
     template = folder.path / "chat_template.jinja"
     template.write_text("{{ messages[0].content }}")
-    assert "another" in only(examine(TARGET, str(folder)), "chat-template-differs").found
+    assert "another" in only(examine(TARGET, str(folder)), "chat-template-differs").text
     template.unlink()
     found = only(examine(TARGET, str(folder)), "chat-template-differs")
-    assert (found.severity, found.found[-4:]) == (Severity.WARNING, "none")
+    assert (found.severity, found.text[-4:]) == (Severity.WARNING, "none")
     assert "chat-template-absent" in codes(examine(str(folder)), "target")
 
 

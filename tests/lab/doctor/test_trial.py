@@ -95,9 +95,9 @@ def test_verdicts() -> None:
     assert judged(1.3) == ["worth-it"]
     assert judged(1.05) == ["barely-worth-it"]
     assert judged(0.9) == ["not-worth-it"]
-    found = judge(trial(0.9))[0]
+    found = next(judge(trial(0.9)))
     assert found.severity is Severity.WARNING
-    assert "0.90x" in found.found and "49%" in found.found
+    assert "0.90x" in found.text and "49%" in found.text
 
 
 def test_a_busy_machine_is_noticed() -> None:
@@ -118,7 +118,7 @@ def test_what_stands_in_the_way() -> None:
 
 def test_report_and_record() -> None:
     measured = trial(1.3)
-    findings = judge(measured)
+    findings = list(judge(measured))
     record = json.loads(json.dumps(report.record("m", "d", findings, measured)))
     assert record["run"]["best_draft_length"] == 2
     assert record["run"]["measured_speedup"] == 1.3

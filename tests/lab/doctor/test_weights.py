@@ -36,7 +36,7 @@ def test_shards(copy: Copy) -> None:
     (folder.path / files[1]).unlink()
     found = only(examine(str(folder)), "shards-absent")
     assert found.severity is Severity.ERROR
-    assert files[1] in found.found
+    assert files[1] in found.text
 
 
 def test_an_index_that_is_none(copy: Copy) -> None:
@@ -61,20 +61,20 @@ def test_a_file_that_was_cut_off(copy: Copy, size: int) -> None:
     folder.weights.write_bytes(content[:size])
     found = only(examine(str(folder)), "weights-damaged")
     assert found.severity is Severity.ERROR
-    assert "model.safetensors" in found.found
+    assert "model.safetensors" in found.text
 
 
 def test_a_missing_tensor(copy: Copy) -> None:
     folder = copy("tiny-draft").tensors(lambda t: t.pop("model.layers.1.mlp.up_proj.weight"))
     found = only(examine("paceline/tiny", str(folder)), "tensors-missing")
     assert (found.severity, found.about) == (Severity.ERROR, "draft")
-    assert "model.layers.1.mlp.up_proj.weight" in found.found
+    assert "model.layers.1.mlp.up_proj.weight" in found.text
 
 
 def test_an_untied_head_that_is_missing(copy: Copy) -> None:
     folder = copy("tiny-draft").config(tie_word_embeddings=False)
     found = only(examine(str(folder)), "tensors-missing")
-    assert "lm_head.weight" in found.found
+    assert "lm_head.weight" in found.text
     assert "tie_word_embeddings" in found.cure
 
 
@@ -82,14 +82,14 @@ def test_extra_tensors(copy: Copy) -> None:
     folder = copy("tiny-draft").config(num_hidden_layers=1)
     found = only(examine(str(folder)), "tensors-extra")
     assert found.severity is Severity.NOTE
-    assert "model.layers.1." in found.found and "and 8 more" in found.found
+    assert "model.layers.1." in found.text and "and 8 more" in found.text
 
 
 def test_other_shapes(copy: Copy) -> None:
     folder = copy("tiny-draft").config(intermediate_size=500)
     found = only(examine(str(folder)), "tensors-misshapen")
     assert found.severity is Severity.ERROR
-    assert "512" in found.found and "500" in found.found
+    assert "512" in found.text and "500" in found.text
 
 
 def test_names_without_the_prefix_of_the_body(copy: Copy) -> None:
@@ -154,4 +154,4 @@ def test_weights_that_are_not_finite(copy: Copy) -> None:
 
     found = only(examine(str(copy("tiny-draft").tensors(poison))), "weights-not-finite")
     assert found.severity is Severity.ERROR
-    assert "model.embed_tokens.weight" in found.found
+    assert "model.embed_tokens.weight" in found.text

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
+from itertools import starmap
 from typing import Any
 
 from paceline.draft.foreign import ForeignDraft, head_config, vllm_method
 from paceline.errors import PacelineError
-from paceline.lab.doctor.findings import Finding, finding, parted
+from paceline.lab.doctor.findings import Finding, finding, refusal
 from paceline.lab.export import export
 
 _LAYERS = "eagle_aux_hidden_state_layer_ids"
@@ -26,15 +27,14 @@ def look_ahead(
     """
     if foreign is not None and foreign.engine == engine:
         reader = _vllm if engine == "vllm" else _sglang
-        return [finding(code, "pair", text) for code, text in reader(foreign.values)]
+        return list(starmap(finding, reader(foreign.values)))
     try:
         made = export(engine, model, draft, **settings)
     except PacelineError as error:
-        problem, cure = parted(error)
-        return [finding("engine-refuses", "pair", problem, cure=cure)]
-    does = finding("engine-does", "pair", f"{made.version}: {made.command_line}")
-    lines = [approximation.line() for approximation in made.approximations]
-    return [*(finding("engine-approximates", "pair", line) for line in lines), does]
+        return [refusal("engine-refuses", error)]
+    does = finding("engine-does", f"{made.version}: {made.command_line}")
+    lines = (approximation.line() for approximation in made.approximations)
+    return [*(finding("engine-approximates", line) for line in lines), does]
 
 
 def _vllm(values: Mapping[str, Any]) -> Iterator[tuple[str, str]]:

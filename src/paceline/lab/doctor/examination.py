@@ -3,21 +3,29 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
+from itertools import starmap
 from typing import Any
 
 import torch
 
 from paceline.core.memory import free_memory
-from paceline.draft.auto import Circumstances, compose
+from paceline.draft.auto import Circumstances, Composition, compose
 from paceline.draft.heads.checkpoint import Checkpoint, weights_kind
 from paceline.draft.heads.eagle_format import is_speculators
-from paceline.draft.spec import Examined
 from paceline.drafters import Auto, DraftModel, DraftSpec, parse_draft
 from paceline.errors import ModelLoadError
 from paceline.lab.doctor.files import ModelFiles, read_files
-from paceline.lab.doctor.findings import ERROR, NOTE, Finding, by_severity, finding, parted
+from paceline.lab.doctor.findings import (
+    ERROR,
+    NOTE,
+    Finding,
+    by_severity,
+    finding,
+    findings_of,
+    refusal,
+)
 from paceline.lab.doctor.machine import (
     Needs,
     Setting,
@@ -92,10 +100,10 @@ def examine(
     if tensor_parallel > 1:
         check_shareable(target, tensor_parallel)
     drafts = [(spec, _folder_of(spec)) for spec in specs]  # bad paths are errors before all else
-    model, findings = _check_model(files, "target", setting)
+    model, checked = _check_model(files, "target", setting)
     if model is None:
-        return by_severity(findings)
-    findings += [*check_chat(model), *check_ends(model)]
+        return by_severity(findings_of("target", checked))
+    findings = findings_of("target", [*checked, *check_chat(model), *check_ends(model)])
     needs, beside = Needs.of_model(model, setting, setting.cache_dtype), setting
     if resolved.type == "cuda":  # a processor is all ranks'
         needs = needs.shared(tensor_parallel)
@@ -120,7 +128,7 @@ def _check_model(
 ) -> tuple[Model | None, list[Finding]]:
     """What the target and a draft model are both held against; no model if it is refused."""
     model, findings = describe(files, about)
-    findings += check_files(files, about)
+    findings += check_files(files)
     if model is not None:
         findings += [*check_weights(model), *check_precision(model, setting)]
     return model, findings
@@ -147,31 +155,36 @@ def _check_drafts(
     what it is composed of."""
     findings: list[Finding] = []
     if any(isinstance(spec, Auto) for spec, _ in drafts):
-        composed = compose(
-            Circumstances(
-                target.name,
-                "" if setting.kernels else "which do not run it here",
-                held_bits(target, setting),
-                weight_bytes(target, setting),
-                rounded_bytes(target, "int4", setting),
-                free_memory(setting.device) - needs.weights,
-            )
-        )
-        failed: dict[DraftSpec, str] = {}
-        for spec, _ in composed.taken:
-            noticed, _ = _check_draft(spec, _folder_of(spec), target, setting)
-            wrong = [one.found for one in noticed if one.severity is ERROR]
-            failed |= {spec: wrong[0]} if wrong else {}
-        composed = composed.without(failed)  # as when they are loaded
-        findings.append(finding("draft-auto", "draft", composed.line()))
+        composed = _composed(target, setting, needs)
+        findings.append(finding("draft-auto", composed.line(), about="draft"))
         named = [pair for pair in drafts if not isinstance(pair[0], Auto)]
         drafts = [*((spec, _folder_of(spec)) for spec, _ in composed.taken), *named]
     for number, (spec, folder) in enumerate(drafts, 1):
         noticed, more = _check_draft(spec, folder, target, setting)
         about = "draft" if len(drafts) == 1 else f"draft {number} ({spec.kind})"
-        findings += [replace(f, about=about) if f.about == "draft" else f for f in noticed]
+        findings += findings_of(about, noticed)
         needs += more
     return findings, needs
+
+
+def _composed(target: Model, setting: Setting, needs: Needs) -> Composition:
+    """What ``auto`` is, without what does not load."""
+    composed = compose(
+        Circumstances(
+            target.name,
+            "" if setting.kernels else "which do not run it here",
+            held_bits(target, setting),
+            weight_bytes(target, setting),
+            rounded_bytes(target, "int4", setting),
+            free_memory(setting.device) - needs.weights,
+        )
+    )
+    failed: dict[DraftSpec, str] = {}
+    for spec, _ in composed.taken:
+        noticed, _ = _check_draft(spec, _folder_of(spec), target, setting)
+        wrong = [one.text for one in noticed if one.severity is ERROR]
+        failed |= {spec: wrong[0]} if wrong else {}
+    return composed.without(failed)
 
 
 def _check_draft(
@@ -189,22 +202,16 @@ def _check_draft(
 def _without_files(spec: DraftSpec, target: Model, setting: Setting) -> _Checked:
     examined = spec.examine(target)
     if examined.target_in is None:
-        return _noted(examined), Needs()
+        return list(starmap(finding, examined.notes)), Needs()
     bits = held_bits(target, setting)
     if bits <= BITS[examined.target_in]:
-        text = f"{spec} of a target that is held in {bits} bits already"
-        return [finding("draft-as-target", "draft", text)], Needs()
+        return [finding("draft-as-target", draft=spec, bits=bits)], Needs()
     more, whole = rounded_bytes(target, examined.target_in, setting), weight_bytes(target, setting)
     beside = (
         f"; its matrices take {size(more)} beside the target's {size(whole)}, together "
         f"{(more + whole) / whole:.2f} times the target"
     )
-    return [replace(f, found=f.found + beside) for f in _noted(examined)], Needs(more)
-
-
-def _noted(examined: Examined) -> list[Finding]:
-    """What a kind of drafter says of a draft, as findings."""
-    return [finding(code, "draft", text, cure=cure) for code, text, cure in examined.notes]
+    return [finding(code, text + beside, cure) for code, text, cure in examined.notes], Needs(more)
 
 
 # -- heads -------------------------------------------------------------------------------------
@@ -216,7 +223,7 @@ def _check_head(spec: DraftSpec, files: ModelFiles, target: Model, setting: Sett
         other = _another_kind(read_files(files.name))  # under a file name of another kind's
         if other is not None:
             return [other], Needs()
-    findings, needs = list(check_files(files, "draft")), Needs()
+    findings, needs = list(check_files(files)), Needs()
     if not files.whole:
         return findings, needs
     tensors = {
@@ -225,14 +232,13 @@ def _check_head(spec: DraftSpec, files: ModelFiles, target: Model, setting: Sett
     }
     try:
         head = spec.examine(target, Checkpoint(files.name, dict(files.config), tensors))
-        findings += _noted(head)
+        findings += starmap(finding, head.notes)
         weights = setting.width * head.parameters
         a_token = (setting.width * head.cache_values, setting.width * head.feature_values)
         needs = Needs(weights, *a_token, files.stored_bytes + weights)
     except ModelLoadError as error:
-        problem, cure = parted(error)
-        code = "draft-of-another-kind" if "Use --draft" in (cure or "") else "head-refused"
-        findings.append(finding(code, "draft", problem, cure=cure))
+        other_kind = "; use --draft" in str(error)
+        findings.append(refusal("draft-of-another-kind" if other_kind else "head-refused", error))
     base_model: Any = files.config.get("base_model_name_or_path")
     if is_speculators(dict(files.config)):
         verifier = files.config.get("speculators_config", {}).get("verifier", {})
@@ -240,9 +246,8 @@ def _check_head(spec: DraftSpec, files: ModelFiles, target: Model, setting: Sett
     if isinstance(base_model, str) and base_model:
         ours, theirs = (name.rstrip("/").rpartition("/")[2] for name in (target.name, base_model))
         if ours != theirs:
-            text = f"made for {base_model}, used with {target.name}"
-            findings.append(finding("head-base-differs", "draft", text))
-    return [*findings, *check_values(files, "draft")], needs
+            findings.append(finding("head-base-differs", base=base_model, target=target.name))
+    return [*findings, *check_values(files)], needs
 
 
 def _another_kind(files: ModelFiles) -> Finding | None:
@@ -251,7 +256,7 @@ def _another_kind(files: ModelFiles) -> Finding | None:
     if not kind:
         return None
     cure = f"Use --draft {kind}:{files.name}."
-    return finding("draft-of-another-kind", "draft", f"{files.name} holds {what}", cure=cure)
+    return finding("draft-of-another-kind", cure=cure, name=files.name, what=what)
 
 
 # -- draft models ------------------------------------------------------------------------------
@@ -267,29 +272,22 @@ def _check_draft_model(
     if model is None:
         return findings, Needs()
     findings += [*compare(target, model, spec.vocab), *_context(target, model)]
-    return findings + _size(target, model), Needs.of_model(model, setting, setting.dtype)
+    return [*findings, *_size(target, model)], Needs.of_model(model, setting, setting.dtype)
 
 
-def _context(target: Model, draft: Model) -> list[Finding]:
+def _context(target: Model, draft: Model) -> Iterator[Finding]:
     ours, theirs = target.max_positions, draft.max_positions
-    code, text = "context-covered", f"the draft's {theirs:,} positions cover the target's {ours:,}"
-    if theirs < ours:
-        code = "draft-context-short"
-        text = f"the draft has {theirs:,} positions, the target {ours:,}"
-    findings, config = [finding(code, "pair", text)], draft.config
+    code = "draft-context-short" if theirs < ours else "context-covered"
+    yield finding(code, draft=theirs, target=ours)
+    config = draft.config
     window = int(getattr(config, "sliding_window", None) or 0)
     slides = window and getattr(config, "use_sliding_window", True) is not False
-    if (
-        slides
-        and window < ours
-        and "full_attention" not in (getattr(config, "layer_types", None) or ())
-    ):
-        text = f"all layers of the draft see at most {window:,} tokens back"
-        findings.append(finding("draft-window", "draft", text))
-    return findings
+    kinds = getattr(config, "layer_types", None) or ()
+    if slides and window < ours and "full_attention" not in kinds:
+        yield finding("draft-window", window=window)
 
 
-def _size(target: Model, draft: Model) -> list[Finding]:
+def _size(target: Model, draft: Model) -> Iterator[Finding]:
     """Parameters and depth against the target's."""
     ratio, depth = target.parameters / max(1, draft.parameters), draft.num_layers
     text = f"the draft is {ratio:,.1f} times smaller than the target"
@@ -297,12 +295,9 @@ def _size(target: Model, draft: Model) -> list[Finding]:
         text = "the draft is larger than the target"
     text += f": {millions(draft.parameters)} against {millions(target.parameters)} parameters"
     if ratio < _SMALL_ENOUGH:
-        severity = None if ratio < _SMALLER else NOTE
-        findings = [finding("draft-too-large", "pair", text, severity)]
+        yield finding("draft-too-large", text, severity=None if ratio < _SMALLER else NOTE)
     else:
-        findings = [finding("draft-small", "pair", text)]
+        yield finding("draft-small", text)
     if depth > _DEEPISH * target.num_layers:
         severity = None if depth > _DEEP * target.num_layers else NOTE
-        text = f"the draft has {depth} layers, the target {target.num_layers}"
-        findings.append(finding("draft-deep", "pair", text, severity))
-    return findings
+        yield finding("draft-deep", draft=depth, target=target.num_layers, severity=severity)

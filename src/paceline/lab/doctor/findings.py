@@ -1,14 +1,13 @@
-"""Findings: of which kind, of whom, and what was seen.
+"""Findings: of which kind, about what, and what was seen.
 
-The kinds, with their consequences and cures, are the tables of ``kinds.md``; docs/doctor.md repeats
-that file word for word.
+The kinds, with what they say, their consequences and cures, are the tables of ``kinds.md``;
+docs/doctor.md repeats that file word for word. A check only names the kind and gives the values.
 """
 
 from __future__ import annotations
 
-import re
 from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from enum import Enum
 from pathlib import Path
 
@@ -27,23 +26,24 @@ ERROR, WARNING, NOTE, OK = Severity
 
 @dataclass(frozen=True)
 class Kind:
-    """One thing that may be found. ``severities``: the usual one first."""
+    """One thing that may be seen, ``about`` a "model", the "pair" or the "machine".
+    ``severities``: the usual one first. ``says``: a format."""
 
+    about: str
     severities: tuple[Severity, ...]
+    says: str
     consequence: str = ""
     cure: str = ""
 
 
 def _read(text: str) -> Iterator[tuple[str, Kind]]:
-    """A row for everything that may be wrong; behind them the names of what is in order."""
-    tables, _, fine = text.partition("### In order")
-    for line in tables.splitlines():
+    """A row for everything that may be wrong, then a shorter one for all that is in order."""
+    for line in text.splitlines():
         if line.startswith("| `"):
-            code, severities, consequence, cure = line.strip("| ").split(" | ")
+            code, about, *cells = line.strip("| ").split(" | ")
+            severities, says, *advice = cells if cells[1:] else (OK.value, *cells)
             parsed = tuple(map(Severity, severities.split(", ")))
-            yield code.strip("`"), Kind(parsed, consequence, cure)
-    for code in re.findall(r"`([a-z0-9-]+)`", fine):
-        yield code, Kind((OK,))
+            yield code.strip("`"), Kind(about, parsed, says, *advice)
 
 
 KINDS: Mapping[str, Kind] = dict(
@@ -53,32 +53,47 @@ KINDS: Mapping[str, Kind] = dict(
 
 @dataclass(frozen=True)
 class Finding:
-    """``about`` is "target", "draft", "pair" or "machine"; ``found`` names what was seen."""
+    """``about`` is "target", "draft", "pair" or "machine"; ``text`` says what was seen. A check of
+    a model calls it "model", and who has it checked knows which it is."""
 
     code: str
     severity: Severity
     about: str
-    found: str
+    text: str
     consequence: str
     cure: str
 
 
 def finding(
-    code: str, about: str, found: str, severity: Severity | None = None, cure: str | None = None
+    code: str,
+    text: str | None = None,
+    cure: str | None = None,
+    *,
+    severity: Severity | None = None,
+    about: str | None = None,
+    **values: object,
 ) -> Finding:
-    """A finding of a kind in ``KINDS``; ``cure`` replaces the general one by a precise one."""
+    """A finding of a kind in ``KINDS``, which says ``text`` or, with these ``values``, what the
+    kind says; ``cure`` replaces the general one by a precise one."""
     kind = KINDS[code]
     chosen = kind.severities[0] if severity is None else severity
     assert chosen in kind.severities, f"{code} is never of severity {chosen.value}"
-    return Finding(
-        code, chosen, about, found, kind.consequence, kind.cure if cure is None else cure
+    text = kind.says.format(**values) if text is None else text
+    cure = kind.cure if cure is None else cure
+    return Finding(code, chosen, about or kind.about, text, kind.consequence, cure)
+
+
+def refusal(code: str, error: Exception) -> Finding:
+    """An error's message: what is wrong, and what to do about it if it says so."""
+    what, semicolon, cure = str(error).rpartition("; ")
+    return (
+        finding(code, what, f"{cure[:1].upper()}{cure[1:]}.") if semicolon else finding(code, cure)
     )
 
 
-def parted(error: Exception) -> tuple[str, str | None]:
-    """An error's message as what is wrong, and what to do about it if it says so."""
-    what, semicolon, cure = str(error).rpartition("; ")
-    return (what, f"{cure[:1].upper()}{cure[1:]}.") if semicolon else (cure, None)
+def findings_of(model: str, findings: Iterable[Finding]) -> list[Finding]:
+    """With this ``model`` named in those about one."""
+    return [replace(f, about=model) if f.about == "model" else f for f in findings]
 
 
 def by_severity(findings: Iterable[Finding]) -> list[Finding]:

@@ -13,7 +13,7 @@ from __future__ import annotations
 import copy
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -24,7 +24,7 @@ from paceline.core.memory import free_memory, limit_threads
 from paceline.core.stages import stage
 from paceline.errors import ModelLoadError, UnsupportedModelError
 from paceline.lab.doctor.files import ModelFiles, read_files
-from paceline.lab.doctor.findings import Finding, finding, parted
+from paceline.lab.doctor.findings import Finding, finding, refusal
 from paceline.lab.doctor.machine import size
 from paceline.lab.doctor.models import skeleton_of
 from paceline.model.backends.base import NATIVE, REFERENCE
@@ -66,12 +66,12 @@ def check_logits(target: str, *, device: str = "auto", backend: str = "auto") ->
     resolved, files = resolve_device(device), read_files(target)
     limit_threads()
     try:
-        return _compared_with_transformers(files, resolved, backend)
+        compared = _compared_with_transformers(files, resolved, backend)
     except _NotComparedError as reason:
-        return finding("logits-unchecked", "target", f"logits are not compared: {reason}")
+        compared = finding("logits-unchecked", why=reason)
     except (ModelLoadError, UnsupportedModelError) as error:
-        problem, cure = parted(error)
-        return finding("architecture-refused", "target", problem, cure=cure)
+        compared = refusal("architecture-refused", error)
+    return replace(compared, about="target")
 
 
 def _compared_with_transformers(files: ModelFiles, device: torch.device, backend: str) -> Finding:
@@ -120,20 +120,14 @@ def _verdict(
     worst = max(off, key=lambda name: off[name])
     spreads, position = off[worst]
     if spreads > _LIMIT:
-        text = (
-            f"on {_NAMES[worst]} the logits of position {position:,} are {spreads:.2g} of their "
-            f"spread off transformers' ({how})"
-        )
+        code, name = "logits-differ", _NAMES[worst]
         cure = "Use --backend reference, and report this line." if worst == NATIVE else None
-        return finding("logits-differ", "target", text, cure=cure)
+        return finding(code, None, cure, backend=name, position=position, spreads=spreads, how=how)
     runs = dict.fromkeys((int(s.positions[0]), int(s.positions[-1])) for s in sequences[::2])
     positions = ", ".join(f"{first:,} to {last:,}" for first, last in runs)
     ways = " and ".join(_NAMES[backend] for backend in off)
-    text = (
-        f"the engine's logits equal transformers' to {spreads:.0e} of their spread at "
-        f"positions {positions} ({ways}; {how})"
-    )
-    return finding("logits-equal", "target", text)
+    code = "logits-equal"
+    return finding(code, spreads=spreads, positions=positions, backends=ways, how=how)
 
 
 # -- layers ------------------------------------------------------------------------------------

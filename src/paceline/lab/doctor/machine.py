@@ -156,31 +156,30 @@ def held_bits(model: Model, setting: Setting) -> int:
 
 def check_precision(model: Model, setting: Setting) -> Iterator[Finding]:
     """What the weights are, and become. Raises ConfigError on a precision that there is not."""
-    about, asked, file = model.about, setting.precision(model), model.files.gguf
+    asked, file = setting.precision(model), model.files.gguf
     if asked is not None and asked not in BITS:
         raise ConfigError(f"precision {asked!r} is not known; use {' or '.join(BITS)}")
     if file is not None:
         kinds = ", ".join(f"{number} tensors in {name}" for name, number in file.types.items())
-        text = f"{file.path.name} ({kinds}) takes {size(file.stored_bytes)} on the disk"
-        kept = ", ".join(_kept_types(file, setting, asked))
-        if kept:
-            text += f"; matrices in {kept} stay as they are in memory"
-        else:
-            unpacked = size(setting.width * file.parameters)
-            text += f" and, dequantised, {unpacked} in {setting.dtype_name}"
-        yield finding("gguf-kept" if kept else "gguf-dequantised", about, text)
+        kept, unpacked = _kept_types(file, setting, asked), setting.width * file.parameters
+        yield finding(
+            "gguf-kept" if kept else "gguf-dequantised",
+            file=f"{file.path.name} ({kinds})",
+            stored=size(file.stored_bytes),
+            kept=", ".join(kept),
+            unpacked=size(unpacked),
+            dtype=setting.dtype_name,
+        )
     if model.quantisation is not None:
         yield _packed(model, model.quantisation, setting)
         if asked is not None:
-            text = f"{model.name} is quantised already, and quantize={asked!r} would round it again"
-            yield finding("quantised-twice", about, text)
+            yield finding("quantised-twice", name=model.name, asked=asked)
     elif asked is not None and setting.device.type != "cpu":
         text = f"quantize={asked!r} works on a processor, not on {setting.device}"
-        yield finding("quantised-twice", about, text, cure="Write a checkpoint: paceline quantize.")
+        yield finding("quantised-twice", text, cure="Write a checkpoint: paceline quantize.")
     elif asked is not None:
         before, after = size(_unrounded_bytes(model, setting)), size(weight_bytes(model, setting))
-        text = f"rounded to {asked} when loaded: {after} of weights in memory where it was {before}"
-        yield finding("quantised-when-loaded", about, text)
+        yield finding("quantised-when-loaded", asked=asked, before=before, after=after)
 
 
 def _packed(model: Model, options: Mapping[str, Any], setting: Setting) -> Finding:
@@ -190,11 +189,9 @@ def _packed(model: Model, options: Mapping[str, Any], setting: Setting) -> Findi
     group = _of_weights(options, "group_size", "q_group_size")
     if bits is not None:
         words.append(f"{bits} bits" + (f" in groups of {group}" if (group or -1) > 0 else ""))
-    what = f"the weights are quantised ({', '.join(words)}, {size(model.files.stored_bytes)})"
-    if keeps(options, setting.device):
-        return finding("quantised-kept", model.about, f"{what} and stay so")
-    text = f"{what}; the package {library_of(options)} multiplies them"
-    return finding("quantised", model.about, text)
+    words.append(size(model.files.stored_bytes))
+    code = "quantised-kept" if keeps(options, setting.device) else "quantised"
+    return finding(code, how=", ".join(words), library=library_of(options))
 
 
 def _of_weights(options: Mapping[str, Any], *names: str) -> Any:
@@ -216,7 +213,7 @@ def check_dtype(setting: Setting, weights: int) -> Iterator[Finding]:
         emulated = setting.dtype in (None, torch.bfloat16) and not torch.cuda.is_bf16_supported(
             including_emulation=False
         )
-        yield finding("bfloat16-emulated" if emulated else "dtype-suits", "machine", text)
+        yield finding("bfloat16-emulated" if emulated else "dtype-suits", text)
         return
     bf16 = "with" if cpu_has_bf16() else "without"
     text = f"{setting.dtype_name} on a processor ({platform.machine()}) {bf16} bf16 instructions"
@@ -224,27 +221,25 @@ def check_dtype(setting: Setting, weights: int) -> Iterator[Finding]:
     if not cpu_has_bf16() and setting.kernels:
         text += ", which the native kernels do without"
     usual = "dtype-suits" if cpu_has_bf16() or setting.kernels else "bfloat16-emulated"
-    yield finding(slow.get(setting.dtype or torch.bfloat16, usual), "machine", text)
+    yield finding(slow.get(setting.dtype or torch.bfloat16, usual), text)
     if weights >= _LARGE:
-        gpus = torch.cuda.device_count()
-        text = f"weights of {size(weights)} on the processor; PyTorch sees {gpus} GPUs"
-        yield finding("gpu-absent", "machine", text)
+        yield finding("gpu-absent", weights=size(weights), gpus=torch.cuda.device_count())
 
 
 def check_kernels(setting: Setting, quantised: bool) -> Finding:
     """What will run the forwards; ``quantised``: of quantised weights."""
     if setting.device.type != "cpu":
-        return finding("kernels-run", "machine", f"forwards run on torch, on {setting.device}")
+        return finding("kernels-run", f"forwards run on torch, on {setting.device}")
     if setting.backend == REFERENCE:
         code = "kernels-readable" if quantised else "kernels-run"
-        return finding(code, "machine", "forwards run on torch, as --backend reference asks for")
+        return finding(code, "forwards run on torch, as --backend reference asks for")
     try:
         built = instructions() if is_built() else "which the first run builds"
         text = f"models of a shape that they know run on the native kernels, {built}"
-        return finding("kernels-run", "machine", text)
+        return finding("kernels-run", text)
     except NativeUnavailableError as error:
         code = "kernels-readable" if quantised else "kernels-absent"
-        return finding(code, "machine", f"there are no native kernels: {error}")
+        return finding(code, f"there are no native kernels: {error}")
 
 
 # -- memory ------------------------------------------------------------------------------------
@@ -254,12 +249,11 @@ def check_memory(setting: Setting, needs: Needs, context: int) -> Finding:
     """Whether weights and a cache for sequences of ``context`` tokens fit into what is free."""
     free = free_memory(setting.device)
     if needs.weights > free:
-        text = f"weights of {size(needs.weights)}, but {size(free)} of memory are free"
-        return finding("memory-short", "machine", text)
+        return finding("memory-short", what=f"weights of {size(needs.weights)}", left=size(free))
     left, given = free - needs.weights, setting.kv_cache_memory
     if given is not None and given > left:
-        text = f"a cache of {size(given)}, but {size(left)} of memory remain"
-        return finding("memory-short", "machine", text)
+        what = f"a cache of {size(given)} beside the weights"
+        return finding("memory-short", what=what, left=size(left))
     budget, kept = left // _SHARE if given is None else given, most_kept(setting.max_batch_size)
     blocks = blocks_within(budget, needs.cache_bytes, needs.feature_bytes, kept, BLOCK_SIZE)
     tokens, batch = blocks * BLOCK_SIZE, setting.max_batch_size
@@ -273,27 +267,26 @@ def check_memory(setting: Setting, needs: Needs, context: int) -> Finding:
         cache = min(blocks, wanted) * BLOCK_SIZE * needs.cache_bytes
         peak = process + max(needs.loading, needs.weights + cache)
         text += f", and the process at its peak {size(peak)}"
-    if tokens < 2 * BLOCK_SIZE:
-        return finding("cache-short", "machine", text, ERROR)
-    if tokens < context:
-        return finding("cache-short", "machine", f"{text}; one context is {context:,}")
-    if tokens < batch * context:
-        whole = f"{text}; {batch} sequences of {context:,} would be {batch * context:,}"
-        return finding("cache-partial", "machine", whole)
-    enough = f"{text}, more than {batch} sequences of {context:,} need"
-    return finding("memory-fits", "machine", enough)
+    if tokens < max(context, 2 * BLOCK_SIZE):
+        severity = ERROR if tokens < 2 * BLOCK_SIZE else None
+        return finding("cache-short", cache=text, context=context, severity=severity)
+    wanted = batch * context
+    code = "cache-partial" if tokens < wanted else "memory-fits"
+    return finding(code, cache=text, batch=batch, context=context, wanted=wanted)
 
 
 def check_offload(plan: OffloadPlan, offload: str) -> Finding:
     """What a forward moves, of layers that do not stay on the device."""
     if not plan.away:
-        text = f"all {plan.layers} layers fit the device, so none stays on {offload}"
-        return finding("offload-idle", "machine", text)
-    text = (
-        f"{plan.away} of {plan.layers} layers stay on {offload}: every forward moves "
-        f"{size(plan.moved)}, {plan.moved / 2**30:.2g} s at 1 GiB a second"
+        return finding("offload-idle", layers=plan.layers, offload=offload)
+    return finding(
+        "weights-offloaded",
+        away=plan.away,
+        layers=plan.layers,
+        offload=offload,
+        moved=size(plan.moved),
+        seconds=plan.moved / 2**30,
     )
-    return finding("weights-offloaded", "machine", text)
 
 
 def size(count: float) -> str:

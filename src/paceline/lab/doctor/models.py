@@ -13,7 +13,7 @@ from transformers import PreTrainedTokenizerFast
 
 from paceline.errors import ModelLoadError, UnsupportedModelError
 from paceline.lab.doctor.files import ModelFiles
-from paceline.lab.doctor.findings import ERROR, NOTE, Finding, finding, parted
+from paceline.lab.doctor.findings import ERROR, NOTE, Finding, finding, refusal
 from paceline.model.gguf_weights import check_taken
 from paceline.model.loading import (
     causal_class,
@@ -110,28 +110,28 @@ def describe(files: ModelFiles, about: str) -> tuple[Model | None, list[Finding]
         if files.gguf is not None:
             check_taken(files.gguf, skeleton_of(config))
     except (ModelLoadError, UnsupportedModelError) as error:
-        problem, cure = parted(error)
-        code = "remote-code" if foreign else "architecture-refused"
-        return None, [finding(code, about, problem, cure=cure)]
+        return None, [refusal("remote-code" if foreign else "architecture-refused", error)]
     if foreign:
-        text = "the folder brings code of its own (auto_map), which is not run"
-        findings.append(finding("remote-code", about, text, NOTE, "Nothing to do."))
+        findings.append(finding("remote-code", cure="Nothing to do.", severity=NOTE))
     tokenizer = None
     if files.gguf is None and not files.has(*_TOKENIZER_FILES):
         severity = ERROR if about == "target" else NOTE
-        text = f"there is no tokenizer in {files.name}"
-        findings.append(finding("tokenizer-absent", about, text, severity))
+        findings.append(finding("tokenizer-absent", name=files.name, severity=severity))
     else:
         try:
             tokenizer = load_tokenizer(str(files.folder))
         except ModelLoadError as error:
-            problem, cure = parted(error)
-            findings.append(finding("tokenizer-absent", about, problem, ERROR, cure))
+            findings.append(refusal("tokenizer-absent", error))
     model = Model(about, files, config, text_config, tokenizer)
     if model.quantisation is None:  # machine.py tells of those
-        size = f"{model.num_layers} attention layers of width {model.hidden_size}"
-        text = f"{config.model_type}: {size}, {millions(model.parameters)} parameters"
-        findings.append(finding("architecture-supported", about, text))
+        described = finding(
+            "architecture-supported",
+            kind=config.model_type,
+            layers=model.num_layers,
+            width=model.hidden_size,
+            parameters=millions(model.parameters),
+        )
+        findings.append(described)
     return model, findings
 
 
@@ -168,21 +168,17 @@ def check_tensors(model: Model) -> Iterator[Finding]:
     missing, extra = sorted(info["missing_keys"]), sorted(info["unexpected_keys"])
     wrong = sorted(info["mismatched_keys"])
     if missing:
-        text = f"the files lack {_some(missing)}, which config.json asks for"
         cure = _TIE if missing == ["lm_head.weight"] else None
-        yield finding("tensors-missing", model.about, text, cure=cure)
+        yield finding("tensors-missing", cure=cure, names=_some(missing))
     if wrong:
-        names, held, wanted = zip(*wrong, strict=True)
-        shapes = f"{list(held[0])} where {list(wanted[0])} is due"
-        text = f"{_some(names)} of another shape than config.json asks for ({shapes})"
-        yield finding("tensors-misshapen", model.about, text)
+        names, held, due = zip(*wrong, strict=True)
+        some, shapes = _some(names), (list(held[0]), list(due[0]))
+        yield finding("tensors-misshapen", names=some, held=shapes[0], due=shapes[1])
     if extra:
-        text = f"the files hold {_some(extra)}, which config.json does not ask for"
-        yield finding("tensors-extra", model.about, text)
+        yield finding("tensors-extra", names=_some(extra))
     if not (missing or wrong):
         count = len(module.state_dict()) - len(module.all_tied_weights_keys or {})
-        text = f"all {count} tensors are there, in the right shapes"
-        yield finding("weights-complete", model.about, text)
+        yield finding("weights-complete", count=count)
 
 
 def _some(names: Sequence[str]) -> str:

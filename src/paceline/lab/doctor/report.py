@@ -20,8 +20,10 @@ from paceline.lab.report.columns import (
 from paceline.lab.report.document import Figure, Report, Table, Text
 
 _FINDINGS = (
-    Column("severity", " ", shown=lambda severity: severity.value, stored=lambda s: s.value),
-    *(Column(key, key) for key in ("about", "found", "consequence", "cure")),
+    Column("severity", " ", "severity.value"),
+    Column("about", "about"),
+    Column("found", "found", "text"),
+    *(Column(key, key) for key in ("consequence", "cure")),
     Column("code"),
 )
 
@@ -81,11 +83,11 @@ def report_of(
         document.add("Findings", table_of(bad, _FINDINGS), Text(counts, warning=errors > 0))
     if trial is not None:
         verdicts = [item for item in findings if item.code in VERDICTS]
-        words = [Text(f"{item.code.replace('-', ' ')}: {item.found}") for item in verdicts]
+        words = [Text(f"{item.code.replace('-', ' ')}: {item.text}") for item in verdicts]
         document.add("Measured", *words, *_measured(trial))
     fine = [item for item in findings if item.severity is OK and item.code not in VERDICTS]
     if fine:
-        rows = [(item.about, item.found) for item in fine]
+        rows = [(item.about, item.text) for item in fine]
         document.add("In order", Table(("about", "found"), rows))
     return document
 

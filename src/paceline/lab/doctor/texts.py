@@ -14,7 +14,7 @@ from transformers import PreTrainedTokenizerFast
 
 from paceline.draft.vocabulary.shared import match_vocabularies
 from paceline.errors import VocabularyMismatchError
-from paceline.lab.doctor.findings import NOTE, Finding, finding, parted
+from paceline.lab.doctor.findings import NOTE, Finding, finding, refusal
 from paceline.lab.doctor.models import Model
 from paceline.lab.doctor.weights import untrained
 from paceline.model.tokenizer import differences
@@ -36,7 +36,7 @@ def check_chat(model: Model) -> Iterator[Finding]:
     if tokenizer is None:
         return
     if tokenizer.chat_template is None:
-        yield finding("chat-template-absent", model.about, "there is no chat template")
+        yield finding("chat-template-absent")
         return
     user = {"role": "user", "content": _QUESTION}
     chats = (([user], True), ([user], False), ([user, _ANSWERED], False))
@@ -47,8 +47,7 @@ def check_chat(model: Model) -> Iterator[Finding]:
         )
     except Exception as error:  # of any kind: the template's own, or jinja's
         reason = " ".join(str(error).split())[:120] or type(error).__name__
-        text = f"the chat template refuses a question and an answer: {reason}"
-        yield finding("chat-template-refuses", model.about, text)
+        yield finding("chat-template-refuses", why=reason)
         return
     yield from _marks(model, tokenizer, whole)
     before, parts, after = whole.partition(_ANSWERED["content"])
@@ -56,18 +55,16 @@ def check_chat(model: Model) -> Iterator[Finding]:
         return
     opening = before[len(bare) :].strip() if before.startswith(bare) else ""
     if asked == bare and opening:
-        text = f"the template ignores add_generation_prompt; answers are opened by {opening!r}"
-        yield finding("chat-template-no-prompt", model.about, text)
+        yield finding("chat-template-no-prompt", opening=opening)
     # What the template writes behind an answer must end generation. Some write a closing tag
     # first: any end token will do.
     special = set(tokenizer.all_special_ids) | set(tokenizer.added_tokens_decoder)
     written = [i for i in tokenizer.encode(after, add_special_tokens=False) if i in special]
     ends = _ends(model)
     if written and not set(written) & set().union(*ends.values()):
-        name = tokenizer.convert_ids_to_tokens(written[0])
+        token = tokenizer.convert_ids_to_tokens(written[0])
         listed = ", ".join(_named(tokenizer, ids) for ids in ends.values() if ids) or "none"
-        text = f"the template ends answers with {name!r} (id {written[0]}); end tokens are {listed}"
-        yield finding("turn-end-ignored", model.about, text)
+        yield finding("turn-end-ignored", token=token, id=written[0], ends=listed)
 
 
 def _marks(model: Model, tokenizer: PreTrainedTokenizerFast, text: str) -> Iterator[Finding]:
@@ -77,16 +74,11 @@ def _marks(model: Model, tokenizer: PreTrainedTokenizerFast, text: str) -> Itera
     foreign = [mark for mark in marks if mark not in tokenizer.get_added_vocab()]
     if foreign:
         pieces = len(tokenizer.encode(foreign[0], add_special_tokens=False))
-        text = (
-            f"the chat template writes {', '.join(foreign)}; the first is no special token of the "
-            f"tokenizer, which cuts it into {pieces} tokens"
-        )
-        yield finding("chat-template-foreign", model.about, text)
+        yield finding("chat-template-foreign", marks=", ".join(foreign), pieces=pieces)
     for mark in marks:
         reason = untrained(model, [vocabulary[mark]]) if mark in vocabulary else None
         if reason is not None:
-            text = f"the chat template writes {mark}, whose embedding is {reason}"
-            yield finding("chat-template-untrained", model.about, text)
+            yield finding("chat-template-untrained", mark=mark, why=reason)
             return
 
 
@@ -101,13 +93,13 @@ def check_ends(model: Model) -> Iterator[Finding]:
     if outside:
         shown = "; ".join(f"{source}: {_named(tokenizer, ids)}" for source, ids in ends.items())
         severity = NOTE if outside == ["config.json"] else None
-        yield finding("end-tokens-differ", model.about, shown, severity)
+        yield finding("end-tokens-differ", ends=shown, severity=severity)
     special = set(tokenizer.added_tokens_decoder)
     for source, ids in ends.items():
         ordinary = sorted(ids - special)
         if ordinary:
-            text = f"{source} ends texts at {_named(tokenizer, set(ordinary))}: no special token"
-            yield finding("end-token-ordinary", model.about, text)
+            ends_at = _named(tokenizer, set(ordinary))
+            yield finding("end-token-ordinary", source=source, ends=ends_at)
             break
 
 
@@ -154,40 +146,32 @@ def compare(target: Model, draft: Model, method: str = "auto") -> Iterator[Findi
             logger.setLevel(logging.WARNING)  # what it would log is a finding here
             match = match_vocabularies(target, draft, ours, theirs, method)
     except VocabularyMismatchError as error:
-        problem, cure = parted(error)
-        yield finding("vocabulary-refused", "pair", problem, cure=cure)
+        yield refusal("vocabulary-refused", error)
         return
     if match is None:
-        count = len(ours.get_vocab())
-        text = f"all {count:,} ids mean the same tokens; draft tokens are used as they are"
-        yield finding("vocabulary-same", "pair", text)
+        yield finding("vocabulary-same", count=len(ours.get_vocab()))
         if target.vocab_size != draft.vocab_size:
             rows = f"{target.vocab_size:,} against the draft's {draft.vocab_size:,}"
-            yield finding("vocabulary-padded", "pair", f"rows of logits differ: {rows}")
+            yield finding("vocabulary-padded", f"rows of logits differ: {rows}", about="pair")
     else:
-        text = (
-            f"differing: {differences(ours, theirs) or 'nothing, but vocab is set'}; shared tokens "
-            f"cover {match.share:.0%} of text, so {_WAYS[match.method]}"
-        )
-        yield finding("vocabulary-differs", "pair", text)
+        what, how = differences(ours, theirs), _WAYS[match.method]
+        what = what or "nothing, but vocab is set"
+        yield finding("vocabulary-differs", parts=what, share=match.share, how=how)
     if draft.tokenizer is None:
         return
     mine, other = _pipeline(ours), _pipeline(theirs)
     parts = [part for part in mine if mine[part] != other[part]] if match is None else []
     if parts:
-        text = f"the tokenizers differ in {' and '.join(parts)}"
-        yield finding("segmentation-differs", "pair", text)
+        yield finding("segmentation-differs", parts=" and ".join(parts))
     roles = [role for role in _ROLES if getattr(ours, role) != getattr(theirs, role)]
     if roles:
         # Nothing is padded here, but another padding token hints at another tuning.
         severity = NOTE if roles == ["pad_token"] else None
         pairs = (f"{r} {getattr(ours, r)!r} against {getattr(theirs, r)!r}" for r in roles)
-        text = f"target against draft: {', '.join(pairs)}"
-        yield finding("special-tokens-differ", "pair", text, severity)
+        yield finding("special-tokens-differ", pairs=", ".join(pairs), severity=severity)
     if ours.chat_template is not None and ours.chat_template != theirs.chat_template:
         what = "none" if theirs.chat_template is None else "another"
-        text = f"the target has a chat template, the draft has {what}"
-        yield finding("chat-template-differs", "pair", text)
+        yield finding("chat-template-differs", what=what)
 
 
 def _pipeline(tokenizer: PreTrainedTokenizerFast) -> dict[str, Any]:

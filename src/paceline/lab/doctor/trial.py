@@ -182,7 +182,7 @@ _DEAR = 1 / 3  # of a target forward, for one pass of the drafter
 _ROWS, _STEEP = 5, 1.5  # so many rows should cost less than so many times one
 
 
-def judge(trial: SpeedupTrial) -> list[Finding]:
+def judge(trial: SpeedupTrial) -> Iterator[Finding]:
     """The verdict first, then what stands in the way."""
     measured, predicted = trial.measured_speedup, trial.predicted_speedup
     ratio, rate = trial.draft_cost_ratio, trial.acceptance_rate
@@ -194,19 +194,14 @@ def judge(trial: SpeedupTrial) -> list[Finding]:
     code = "not-worth-it"
     if measured >= _HARMLESS:
         code = "worth-it" if measured >= _WORTH else "barely-worth-it"
-    findings = [finding(code, "pair", text)]
+    yield finding(code, text)
     if not 1 / _UNSURE <= trial.predicted_by_measured <= _UNSURE:
-        text = f"predicted {predicted:.2f}x, measured {measured:.2f}x"
-        findings.append(finding("measurement-unsure", "machine", text))
+        yield finding("measurement-unsure", predicted=predicted, measured=measured)
     if ratio is not None and rate is not None and rate < _LOW:
-        text = f"of the drafted tokens that were tried {rate:.0%} were accepted"
-        findings.append(finding("acceptance-low", "pair", text))
+        yield finding("acceptance-low", rate=rate)
     if ratio is not None and ratio > _DEAR:
-        text = f"a pass of the drafter takes {ratio:.2f} of a target forward"
-        findings.append(finding("draft-dear", "pair", text))
+        yield finding("draft-dear", ratio=ratio)
     curve = trial.by_rows("target")
     growth = curve(_ROWS) / curve(1)
     if growth > _STEEP:
-        text = f"a target forward over {_ROWS} rows takes {growth:.2f} times one over one row"
-        findings.append(finding("verify-dear", "machine", text))
-    return findings
+        yield finding("verify-dear", rows=_ROWS, growth=growth)

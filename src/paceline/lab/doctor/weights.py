@@ -20,38 +20,33 @@ _CLOSE, _FAR = 0.05, 0.2  # to the spread of initialisation; of trained rows fro
 _LOOKED_AT = 64  # rows
 
 
-def check_files(files: ModelFiles, about: str) -> Iterator[Finding]:
+def check_files(files: ModelFiles) -> Iterator[Finding]:
     """Files that are absent, damaged, pickled, or still on the hub."""
     if files.gguf is not None:
         if files.gguf.splits_otherwise:
-            pre = files.gguf.pre_tokenizer
-            text = f"the file splits text as {pre!r} does, which is not known here"
-            yield finding("gguf-tokenizer-unsure", about, text)
+            yield finding("gguf-tokenizer-unsure", pre=files.gguf.pre_tokenizer)
         return
     if files.absent:
-        text = f"the index names {len(files.absent)} absent files: {', '.join(files.absent[:3])}"
-        yield finding("shards-absent", about, text)
-    for text in files.damaged:
-        yield finding("weights-damaged", about, text)
+        count, names = len(files.absent), ", ".join(files.absent[:3])
+        yield finding("shards-absent", count=count, names=names)
+    yield from (finding("weights-damaged", text) for text in files.damaged)
     if files.remote:
-        text = f"{files.name} is not downloaded; its small files and headers were looked at"
-        yield finding("weights-remote", about, text)
+        yield finding("weights-remote", name=files.name)
     elif files.pickled:
-        yield finding("weights-pickled", about, f"weights in {files.pickled[0]}")
+        yield finding("weights-pickled", file=files.pickled[0])
     elif not files.tensors and not files.absent and not files.damaged:
-        text = f"folder {files.name} has a config.json but no weights"
-        yield finding("weights-absent", about, text)
+        yield finding("weights-absent", name=files.name)
 
 
 def check_weights(model: Model) -> Iterator[Finding]:
     """The tensors of a model: their names, shapes and values, and rows of padding."""
     yield from check_tensors(model)
-    yield from check_values(model.files, model.about)
+    yield from check_values(model.files)
     yield from _check_padding(model)
     yield from _check_tied(model)
 
 
-def check_values(files: ModelFiles, about: str) -> Iterator[Finding]:
+def check_values(files: ModelFiles) -> Iterator[Finding]:
     """Values that no training leaves behind, in a sample of the tensors."""
     floats = {
         key: tensor
@@ -65,12 +60,12 @@ def check_values(files: ModelFiles, about: str) -> Iterator[Finding]:
     samples = {key: _sample(floats[key]) for key in {*matrices, *norms}}
     broken = sorted(key for key, values in samples.items() if not bool(values.isfinite().all()))
     if broken:
-        yield finding("weights-not-finite", about, f"{broken[0]} holds NaN or infinity")
+        yield finding("weights-not-finite", name=broken[0])
         return
     inputs = {key: floats[key].shape[1] for key in matrices}
     reason = _untrained(samples, inputs, norms, files.config)
     if reason is not None:
-        yield finding("weights-untrained", about, reason)
+        yield finding("weights-untrained", reason)
 
 
 def _sample(tensor: torch.Tensor) -> torch.Tensor:
@@ -126,17 +121,15 @@ def _check_padding(model: Model) -> Iterator[Finding]:
     known = model.tokenizer.get_vocab().values()
     top, rows = max(known, default=-1) + 1, model.vocab_size
     if top > rows:
-        text = f"the tokenizer has ids up to {top - 1}, but the model {rows:,} rows of logits"
-        yield finding("vocabulary-overflows", model.about, text)
+        yield finding("vocabulary-overflows", last=top - 1, rows=rows)
     if top >= rows:
         return
-    text = f"logits have {rows:,} rows for {top:,} ids: rows {top} to {rows - 1} are padding"
     # Those of a draft are never drafted, whatever they hold.
     raw = untrained(model, range(top, rows), head=True) if model.about == "target" else None
-    if raw is None:
-        yield finding("vocabulary-padded", model.about, text)
-    else:
-        yield finding("vocabulary-padded", model.about, f"{text}, {raw}", WARNING)
+    severity, raw = WARNING if raw else None, f", {raw}" if raw else ""
+    yield finding(
+        "vocabulary-padded", rows=rows, ids=top, last=rows - 1, raw=raw, severity=severity
+    )
 
 
 def untrained(model: Model, rows: Sequence[int], head: bool = False) -> str | None:
@@ -171,13 +164,11 @@ def _check_tied(model: Model) -> Iterator[Finding]:
     if head is None or embedding is None or head is embedding or head.shape != embedding.shape:
         return
     tied = bool(getattr(model.config, "tie_word_embeddings", False))
-    size, rows = f"{head.numel():,} numbers", range(head.shape[0])
+    rows = range(head.shape[0])
     if torch.equal(_rows(head, rows), _rows(embedding, rows)):
-        text = f"the head repeats the embedding ({size}), config.json says tied: {tied}"
-        yield finding("tied-head-repeated", model.about, text)
+        yield finding("tied-head-repeated", numbers=head.numel(), tied=tied)
     elif tied:
-        text = f"config.json ties the head to the embedding, but the file has another head ({size})"
-        yield finding("tied-head-differs", model.about, text)
+        yield finding("tied-head-differs", numbers=head.numel())
 
 
 def _table(model: Model, end: str) -> torch.Tensor | None:
