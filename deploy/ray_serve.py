@@ -21,8 +21,7 @@ from ray.serve import Application
 from paceline.server.app import create_app
 from paceline.server.config import ServeConfig, configure
 from paceline.server.local import load_llm, local_service
-from paceline.server.run import asks_of, limits_of
-from paceline.server.security import Keys, Security
+from paceline.server.security import Keys
 
 # Of `build`, beside those of the server. Processors and GPUs are those of one replica.
 RAY_DEFAULTS: Mapping[str, float] = {
@@ -40,15 +39,11 @@ class Paceline:
 
     def __init__(self, config: ServeConfig) -> None:
         """Raises what ``LLM`` does; Ray then says so of the deployment."""
-        keys = Keys.load(config.api_key_file)
-        self._security = Security(keys, config.max_request_bytes, config.cors_origin)
-        limits, asks = limits_of(config), asks_of(config)
-        self._service = local_service(
-            load_llm(config), config.name, limits, asks, config.log_prompts, config.alias_of
-        )
+        self._keys = Keys.load(config.api_key_file)
+        self._service = local_service(load_llm(config), config)
 
     def __serve_build_asgi_app__(self) -> Any:
-        return create_app(self._service, self._security)
+        return create_app(self._service, self._keys)
 
     def check_health(self) -> None:
         """Raises where the engine cannot go on: Ray then starts another replica."""

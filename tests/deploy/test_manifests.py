@@ -18,7 +18,7 @@ from paceline import LLM
 from paceline.cli.main import app as commands
 from paceline.server.app import create_app
 from paceline.server.config import ServeConfig
-from paceline.server.local import local_service
+from support.running_server import service_of
 
 ROOT = Path(__file__).resolve().parents[2]
 DEPLOY = ROOT / "deploy"
@@ -53,8 +53,8 @@ def parsed(arguments: list[str]) -> dict[str, Any]:
 @pytest.fixture(scope="module")
 def served() -> tuple[FastAPI, str]:
     """An application and what its /metrics shows, as behind --metrics-alias."""
-    service = local_service(LLM("paceline/tiny", draft="ngram"), "paceline/tiny")
-    return create_app(service), service.client.loop.metrics.render()  # type: ignore[attr-defined]
+    service = service_of(LLM("paceline/tiny", draft="ngram"), "paceline/tiny")
+    return create_app(service), service.client.engine.loop.metrics.render()
 
 
 def test_probes_ask_what_there_is(served: tuple[FastAPI, str]) -> None:

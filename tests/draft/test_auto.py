@@ -18,11 +18,10 @@ from paceline.lab.doctor import examine
 from paceline.lab.export import export
 from paceline.llm import LLM
 from paceline.model.target import CausalModel
-from paceline.server.local import local_service
 from paceline.server.wire import Facts
 from support.asking import ask
 from support.random_heads import write_eagle
-from support.running_server import serve
+from support.running_server import serve, service_of
 from support.tiny_models import write_tiny_model
 
 LARGE = Circumstances("any/model", "", 16, 512 << 20, 160 << 20, 8 << 30)
@@ -264,7 +263,7 @@ def test_the_tools_name_it(folder: Path) -> None:
 
 def test_a_server_says_what_it_took(folder: Path) -> None:
     llm = LLM(str(folder), ["auto", "ngram"], **OPTIONS)
-    with contextmanager(serve)(local_service(llm, "m")) as server:
+    with contextmanager(serve)(service_of(llm, "m")) as server:
         said = ask(server.url, "/version").json["drafters"]
     assert said == dict(zip(llm.drafters, llm.drafts, strict=True))
     assert list(said) == ["auto", "ngram"] and said["auto"].startswith("hybrid:suffix+ngram")

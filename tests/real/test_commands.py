@@ -13,9 +13,8 @@ from typer.testing import CliRunner
 
 from paceline import LLM
 from paceline.cli.main import app
-from paceline.server.client import Limits
 from paceline.settings.tuned import TunedProfile
-from support.running_server import Running, serve, socket_service
+from support.running_server import Running, serve, service_of
 
 NAME = "smollm2"
 QUESTION = {"role": "user", "content": "What is the weather in Paris?"}
@@ -40,7 +39,7 @@ WEATHER = {
 @pytest.fixture(scope="module")
 def server(plain: LLM) -> Iterator[Running]:
     llm = plain.beside("ngram:min=1", draft_length=4, kv_cache_memory=100 << 20, max_batch_size=2)
-    yield from serve(socket_service(llm, NAME, Limits(max_queue=8)))
+    yield from serve(service_of(llm, NAME, max_queue=8))
 
 
 def post(server: Running, **body: Any) -> bytes:

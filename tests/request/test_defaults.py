@@ -21,7 +21,7 @@ from paceline.server.config import configure
 from paceline.server.local import load_llm
 from support.asking import ask
 from support.made_gguf import write_gguf
-from support.running_server import Running, serve, socket_service
+from support.running_server import Running, serve, service_of
 from support.tiny_models import write_tiny_model
 
 PROMPT = "Once upon a time"
@@ -103,7 +103,7 @@ def test_out_of_range(folder: Path, tmp_path: Path) -> None:
 
 @pytest.fixture(scope="module")
 def server(llm: LLM) -> Iterator[Running]:
-    yield from serve(socket_service(llm.beside(max_batch_size=4), "said"))
+    yield from serve(service_of(llm.beside(max_batch_size=4), "said"))
 
 
 @pytest.mark.parametrize(

@@ -7,8 +7,7 @@ from collections.abc import Iterator
 import pytest
 
 from paceline import LLM
-from paceline.server.client import Limits
-from support.running_server import MODEL, Running, serve, socket_service
+from support.running_server import Running, serve, service_of
 
 
 @pytest.fixture(scope="session")
@@ -21,4 +20,4 @@ def target() -> LLM:
 def server(target: LLM) -> Iterator[Running]:
     """Two drafters, so that requests can choose; eight sequences at a time."""
     llm = target.beside(["paceline/tiny-draft", "ngram"], draft_length=4, max_batch_size=8)
-    yield from serve(socket_service(llm, MODEL, Limits(max_queue=64)))
+    yield from serve(service_of(llm, max_queue=64))

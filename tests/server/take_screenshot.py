@@ -15,15 +15,14 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 from test_page import Page, start_browser, webdriver
 
 from paceline import LLM
-from paceline.server.local import local_service
-from support.running_server import MODEL, serve
+from support.running_server import MODEL, serve, service_of
 
 DRAFTS = ["paceline/tiny-draft", "ngram", "eagle3:paceline/tiny-eagle3"]
 
 
 def main(path: str) -> None:
     browser = start_browser()
-    with closing(serve(local_service(LLM(MODEL, draft=DRAFTS), MODEL))) as servers:
+    with closing(serve(service_of(LLM(MODEL, draft=DRAFTS)))) as servers:
         browser.set_window_size(1120, 1230)
         page = Page(browser, next(iter(servers)).url)
         page.fill("tokens", "90")

@@ -20,8 +20,7 @@ import pytest
 
 from paceline import LLM
 from paceline.server import run
-from paceline.server.client import Limits
-from support.running_server import MODEL, Running, serve, socket_service
+from support.running_server import MODEL, Running, serve, service_of
 
 CONNECTIONS = 2000
 TINY = int(os.environ.get("PACELINE_TINY_REQUESTS", "400"))
@@ -29,7 +28,7 @@ TINY = int(os.environ.get("PACELINE_TINY_REQUESTS", "400"))
 
 @pytest.fixture(scope="module")
 def crowded(target: LLM) -> Iterator[Running]:
-    yield from serve(socket_service(target.beside(max_batch_size=16), MODEL, Limits(max_queue=64)))
+    yield from serve(service_of(target.beside(max_batch_size=16), max_queue=64))
 
 
 def wait_until(condition: object, seconds: float = 30) -> None:
@@ -42,7 +41,7 @@ def wait_until(condition: object, seconds: float = 30) -> None:
 def settled(server: Running) -> None:
     """Nothing is left of all that."""
     wait_until(lambda: server.service.client.idle)
-    llm = server.service.client.llm
+    llm = server.service.client.engine.llm
     assert llm.engine.cache.pool.available == llm.engine.cache.pool.total
     assert not llm._requests and not server.service.client._tickets
     assert server.service.client.ready
@@ -144,7 +143,7 @@ def test_tiny_requests(crowded: Running) -> None:
 def test_a_client_that_does_not_read(target: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
     """It is cut off, its request cancelled, and others are not held up."""
     monkeypatch.setattr(run, "STALL_SECONDS", 1)
-    service = socket_service(target.beside(max_batch_size=8), MODEL)
+    service = service_of(target.beside(max_batch_size=8))
     listener = run.bind("127.0.0.1", 0)
     listener.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 4096)
     listener.listen()
@@ -157,6 +156,6 @@ def test_a_client_that_does_not_read(target: LLM, monkeypatch: pytest.MonkeyPatc
             client.sendall(request("/v1/completions", body))
             wait_until(lambda: not service.client.idle)
             wait_until(lambda: service.client.idle)
-        cancelled = service.client.loop.metrics.requests.labels("cancelled")._value
+        cancelled = service.client.engine.loop.metrics.requests.labels("cancelled")._value
         wait_until(lambda count=cancelled: count.get() == 4)
         settled(server)

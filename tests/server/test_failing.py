@@ -17,20 +17,16 @@ from prometheus_client.parser import text_string_to_metric_families
 from paceline import LLM
 from paceline.errors import EngineLostError
 from paceline.server import run
-from paceline.server.client import Limits
-from paceline.server.config import ServeConfig
-from paceline.server.local import local_service
 from paceline.server.security import Keys
-from support.running_server import MODEL, Running, serve, socket_service
+from support.running_server import MODEL, Running, serve, service_of
 
 SECRET = "CUDA error at /the/machine"
 
 
-@pytest.fixture(params=[local_service, socket_service], ids=["one", "two"])
-def small(target: LLM, request: pytest.FixtureRequest) -> Iterator[Running]:
-    """As one process and as two."""
+@pytest.fixture
+def small(target: LLM) -> Iterator[Running]:
     llm = target.beside(max_batch_size=2, kv_cache_memory=2**20)
-    yield from serve(request.param(llm, MODEL, Limits(max_queue=8)))
+    yield from serve(service_of(llm, max_queue=8))
 
 
 def ask(server: Running, **fields: Any) -> tuple[int, str]:
@@ -69,11 +65,11 @@ def break_steps(server: Running, monkeypatch: pytest.MonkeyPatch, error: Excepti
     """From now on; what is running already is running when it fails."""
 
     def fail() -> Any:
-        scheduler = server.service.client.llm.engine.scheduler
+        scheduler = server.service.client.engine.llm.engine.scheduler
         scheduler.plan(lambda seqs: [0] * len(seqs), lambda length: length)
         raise error
 
-    monkeypatch.setattr(server.service.client.llm, "step", fail)
+    monkeypatch.setattr(server.service.client.engine.llm, "step", fail)
 
 
 def test_a_step_that_raises_is_the_end(
@@ -102,7 +98,7 @@ def test_an_engine_that_gives_up(
     assert status in ((200, 503) if stream else (503,))
     assert error_of(body)["code"] == "engine_lost"
     assert small.service.client.failure == "every forward fails"
-    pool = small.service.client.llm.engine.cache.pool
+    pool = small.service.client.engine.llm.engine.cache.pool
     assert pool.available == pool.total
 
 
@@ -110,14 +106,13 @@ def test_the_process_ends_when_the_engine_is_lost(
     target: LLM, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """By itself, so that a supervisor starts another; ``run`` raises, which is exit code 1."""
-    service = local_service(target.beside(), MODEL)
+    service = service_of(target.beside(), drain_seconds=600)
     with run.bind("127.0.0.1", 0) as listener:
-        config = ServeConfig(drain_seconds=600)
         failed: list[Exception] = []
 
         def serve_it() -> None:
             try:
-                run.run(service, config, Keys(), listener)
+                run.run(service, Keys(), listener)
             except Exception as error:
                 failed.append(error)
 
@@ -150,7 +145,7 @@ def test_the_thread_s_death_is_told(
     def bug(*_: Any) -> None:
         raise AssertionError("never expected")
 
-    monkeypatch.setattr(small.service.client.loop, "_publish", bug)
+    monkeypatch.setattr(small.service.client.engine.loop, "_publish", bug)
     found: list[Any] = []
     threads = [
         threading.Thread(target=lambda: found.append(ask(small, stream=stream))) for _ in range(5)
@@ -171,7 +166,7 @@ def test_an_engine_that_hangs_does_not_hang_its_clients(
     small: Running, monkeypatch: pytest.MonkeyPatch, stream: bool
 ) -> None:
     gate = threading.Event()
-    llm = small.service.client.llm
+    llm = small.service.client.engine.llm
     step = llm.step
 
     def hang() -> Any:
@@ -194,7 +189,7 @@ def test_a_request_that_fails_alone(
     small: Running, monkeypatch: pytest.MonkeyPatch, stream: bool
 ) -> None:
     """The engine ends it with an error of its own; others of the same step are not touched."""
-    llm = small.service.client.llm
+    llm = small.service.client.engine.llm
     step = llm.step
 
     def fail_the_seeded() -> Any:
@@ -271,7 +266,7 @@ def test_refused_requests_have_not_waited_since_the_machine_was_started(target: 
     """Refused by the cache, cancelled before they ran, or ended with the server."""
     began = time.perf_counter()
     llm = target.beside(max_batch_size=2, kv_cache_memory=400_000)
-    for server in serve(local_service(llm, MODEL, Limits(max_queue=8))):
+    for server in serve(service_of(llm, max_queue=8)):
         status, body = ask(server, prompt="word " * 300, max_tokens=600)
         assert status == 400, body
         text = answer_of(f"{server.url}/metrics")[1]
@@ -291,13 +286,13 @@ def test_those_that_never_ran_have_waited_since_they_came(
 ) -> None:
     """Cancelled while they waited to be admitted, and unadmitted at the end."""
     seen: list[tuple[float, str]] = []
-    service = local_service(target.beside(max_batch_size=1), MODEL, Limits(max_queue=8))
-    metrics = service.client.loop.metrics
+    service = service_of(target.beside(max_batch_size=1), max_queue=8)
+    metrics = service.client.engine.loop.metrics
     monkeypatch.setattr(
         metrics, "finished", lambda request, outcome: seen.append((request.seq.queued, outcome))
     )
     gate = threading.Event()
-    llm = service.client.llm
+    llm = service.client.engine.llm
     step = llm.step
     monkeypatch.setattr(llm, "step", lambda: (gate.wait(60), step())[1])
     began = time.perf_counter()
@@ -308,7 +303,7 @@ def test_those_that_never_ran_have_waited_since_they_came(
         ]
         for thread in threads:
             thread.start()
-        wait_until(lambda: service.client.loop.waiting >= 3)
+        wait_until(lambda: service.client.engine.loop.waiting >= 3)
         time.sleep(0.1)  # two deadlines are over
         gate.set()
         for thread in threads:

@@ -12,10 +12,8 @@ from paceline import LLM
 from paceline.server.api import protocol
 from paceline.server.api.anthropic import MessagesRequest
 from paceline.server.api.responses_api import ResponsesRequest
-from paceline.server.client import Limits
-from paceline.server.local import local_service
 from support.asking import ask
-from support.running_server import MODEL, Running, serve
+from support.running_server import MODEL, Running, serve, service_of
 
 LONG = "9" * 5000  # more digits than Python reads
 DEEP = '{"a":' * 900 + "1" + "}" * 900
@@ -78,7 +76,7 @@ FIELDS = [
 @pytest.fixture(scope="module")
 def server(target: LLM) -> Iterator[Running]:
     llm = target.beside(["paceline/tiny-draft", "ngram"], draft_length=2, max_batch_size=8)
-    service = local_service(llm, MODEL, Limits(deadline=20.0), log_prompts=True)
+    service = service_of(llm, deadline=20.0, log_prompts=True)
     yield from serve(service)
 
 
@@ -161,7 +159,7 @@ def test_a_chat_without_max_tokens_ends_where_the_cache_does(target: LLM) -> Non
     memory = width * blocks // per_token.num_blocks
     llm = target.beside(kv_cache_memory=memory, max_batch_size=2)
     assert llm.max_model_len == 16 * blocks < llm.target.max_positions
-    for running in serve(local_service(llm, MODEL, Limits(deadline=60.0))):
+    for running in serve(service_of(llm, deadline=60.0)):
         ask = MESSAGE % (MODEL, '{"role":"user","content":"Hi"}', ',"ignore_eos":true')
         ask = ask.replace('"max_tokens":2,', "")
         status, body = post(running, "/v1/chat/completions", ask)
@@ -178,6 +176,6 @@ def test_a_chat_without_max_tokens_ends_where_the_cache_does(target: LLM) -> Non
 
 def test_the_server_is_as_well_as_before(server: Running) -> None:
     """Runs last: nothing is left of all that."""
-    loop, pool = server.service.client, server.service.client.llm.engine.cache.pool
+    loop, pool = server.service.client, server.service.client.engine.llm.engine.cache.pool
     assert loop.alive and loop.idle
     assert pool.available == pool.total

@@ -13,11 +13,8 @@ from typing import Any
 import pytest
 
 from paceline import LLM
-from paceline.server.client import Limits
-from paceline.server.local import local_service
-from paceline.server.security import Security
 from support.asking import ask
-from support.running_server import MODEL, Running, serve
+from support.running_server import MODEL, Running, serve, service_of
 
 BODY = {"model": MODEL, "prompt": "Once", "max_tokens": 2, "temperature": 0}
 LIMIT = 10_000
@@ -26,9 +23,8 @@ LIMIT = 10_000
 @pytest.fixture(scope="module")
 def small(target: LLM) -> Iterator[Running]:
     llm = target.beside(max_batch_size=2)
-    service = local_service(llm, MODEL, Limits(max_queue=3))
-    security = Security(max_request_bytes=LIMIT, cors_origins=("https://chat.example",))
-    yield from serve(service, security)
+    origins = ("https://chat.example",)
+    yield from serve(service_of(llm, max_queue=3, max_request_bytes=LIMIT, cors_origin=origins))
 
 
 @pytest.mark.parametrize("kind", ["text/plain", "application/x-www-form-urlencoded", ""])
@@ -146,7 +142,7 @@ PLAIN = {"prompt": "Once", "max_tokens": 2, "stream": True}
 def test_nothing_goes_out_while_the_prompt_is_read(
     server: Running, monkeypatch: pytest.MonkeyPatch, path: str, body: dict[str, Any]
 ) -> None:
-    engine, read = server.service.client.llm.engine, threading.Event()
+    engine, read = server.service.client.engine.llm.engine, threading.Event()
     step = engine.step
     monkeypatch.setattr(engine, "step", lambda: step() if read.wait(10) else None)
     connection = HTTPConnection(server.url.removeprefix("http://"), timeout=30)

@@ -17,8 +17,7 @@ from typing import Any
 import pytest
 
 from paceline import LLM
-from paceline.server.client import Limits
-from support.running_server import MODEL, Running, serve, socket_service
+from support.running_server import MODEL, Running, serve, service_of
 
 SECONDS = float(os.environ.get("PACELINE_LOAD_SECONDS", "6"))
 STREAMS = 32
@@ -34,7 +33,7 @@ PROMPTS = (
 def busy(target: LLM) -> Iterator[Running]:
     drafts = ["paceline/tiny-draft", "ngram", "suffix"]
     llm = target.beside(drafts, draft_length=4, max_batch_size=12, kv_cache_memory=24 * 2**20)
-    yield from serve(socket_service(llm, MODEL, Limits(max_queue=STREAMS)))
+    yield from serve(service_of(llm, max_queue=STREAMS))
 
 
 async def post(server: Running, path: str, body: dict[str, Any]) -> tuple[Any, ...]:
@@ -142,7 +141,7 @@ async def storm(server: Running) -> Tally:
 def settle(server: Running) -> None:
     """Wait until the engine has nothing left to do."""
     end = time.monotonic() + 30
-    while not (server.service.client.idle and not server.service.client.llm.engine.has_work):
+    while not (server.service.client.idle and not server.service.client.engine.llm.engine.has_work):
         assert time.monotonic() < end, "requests were left behind"
         time.sleep(0.02)
 
@@ -152,11 +151,11 @@ def test_storm(busy: Running, target: LLM) -> None:
     assert tally.failed == []
     assert tally.whole > 20 and tally.cut > 5
     settle(busy)
-    pool = busy.service.client.llm.engine.cache.pool
+    pool = busy.service.client.engine.llm.engine.cache.pool
     assert pool.available == pool.total, "blocks were lost"
     assert busy.service.client.alive
-    assert not busy.service.client.llm._requests
-    assert not busy.service.client._tickets and not busy.service.client.loop._jobs
+    assert not busy.service.client.engine.llm._requests
+    assert not busy.service.client._tickets and not busy.service.client.engine.loop._jobs
     # One request, one text: under load, alone, with speculation and without.
     assert len(tally.texts) > 10
     for key, texts in list(tally.texts.items())[:12]:
@@ -185,14 +184,16 @@ def test_a_client_that_hangs_up_before_the_answer_is_cancelled(busy: Running) ->
         writer.write(f"{head}Content-Length: {len(data)}\r\n\r\n".encode() + data)
         await writer.drain()
         end = time.monotonic() + 10
-        while not busy.service.client.llm.engine.scheduler.running and time.monotonic() < end:
+        while (
+            not busy.service.client.engine.llm.engine.scheduler.running and time.monotonic() < end
+        ):
             await asyncio.sleep(0.01)
-        assert busy.service.client.llm.engine.scheduler.running
+        assert busy.service.client.engine.llm.engine.scheduler.running
         writer.close()
 
-    steps = busy.service.client.llm.engine.steps
+    steps = busy.service.client.engine.llm.engine.steps
     asyncio.run(hang_up())
     settle(busy)
-    assert busy.service.client.llm.engine.steps - steps < 800
-    pool = busy.service.client.llm.engine.cache.pool
+    assert busy.service.client.engine.llm.engine.steps - steps < 800
+    pool = busy.service.client.engine.llm.engine.cache.pool
     assert pool.available == pool.total

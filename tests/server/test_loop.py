@@ -8,22 +8,21 @@ import time
 import urllib.error
 import urllib.request
 from collections.abc import Iterator
+from dataclasses import replace
 from typing import Any
 
 import pytest
 
 from paceline import LLM
-from paceline.server.client import Limits
-from paceline.server.local import local_service
 from support import asking
-from support.running_server import MODEL, Running, serve
+from support.running_server import MODEL, Running, serve, service_of
 
 
 @pytest.fixture
 def small(target: LLM) -> Iterator[Running]:
     """One sequence at a time, one that may wait."""
     llm = target.beside("paceline/tiny-draft", draft_length=2, max_batch_size=1)
-    yield from serve(local_service(llm, MODEL, Limits(max_queue=1)))
+    yield from serve(service_of(llm, max_queue=1))
 
 
 def ask(server: Running, **fields: Any) -> tuple[int, Any, Any]:
@@ -53,7 +52,7 @@ class Gate:
 
     def __init__(self, server: Running, monkeypatch: pytest.MonkeyPatch) -> None:
         self.open = threading.Event()
-        engine = server.service.client.llm.engine
+        engine = server.service.client.engine.llm.engine
         step = engine.step
 
         def held() -> Any:
@@ -67,11 +66,11 @@ def test_a_full_queue_says_when_to_come_again(
     small: Running, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     gate = Gate(small, monkeypatch)
-    scheduler = small.service.client.llm.engine.scheduler
+    scheduler = small.service.client.engine.llm.engine.scheduler
     threads = [in_background(small, max_tokens=8)]
-    wait_until(lambda: small.service.client.loop.waiting + len(scheduler.running) == 1)
+    wait_until(lambda: small.service.client.engine.loop.waiting + len(scheduler.running) == 1)
     threads.append(in_background(small, max_tokens=8))
-    wait_until(lambda: small.service.client.loop.waiting + len(scheduler.running) == 2)
+    wait_until(lambda: small.service.client.engine.loop.waiting + len(scheduler.running) == 2)
     status, headers, body = ask(small, max_tokens=8)
     assert status == 429
     assert int(headers["Retry-After"]) >= 1
@@ -103,7 +102,7 @@ def test_load_counts_what_is_under_way(small: Running, monkeypatch: pytest.Monke
 
 
 def test_deadlines(small: Running, monkeypatch: pytest.MonkeyPatch) -> None:
-    engine = small.service.client.llm.engine
+    engine = small.service.client.engine.llm.engine
     step = engine.step
 
     def slow() -> Any:
@@ -114,7 +113,8 @@ def test_deadlines(small: Running, monkeypatch: pytest.MonkeyPatch) -> None:
     status, _, body = ask(small, max_tokens=500, ignore_eos=True, deadline=0.5)
     assert status == 408 and body["error"]["code"] == "deadline_exceeded"
     with monkeypatch.context() as patch:
-        patch.setattr(small.service.client, "limits", Limits(deadline=0.5))
+        config = replace(small.service.config, deadline=0.5)
+        patch.setattr(small.service.client, "config", config)
         status, _, body = ask(small, max_tokens=500, ignore_eos=True)
         assert status == 504 and "the server's deadline" in body["error"]["message"]
     status, _, text = ask(small, max_tokens=500, ignore_eos=True, deadline=0.5, stream=True)
@@ -176,7 +176,7 @@ def test_characters_are_never_cut(server: Running, text: str) -> None:
 
 
 def test_usage_counts(server: Running) -> None:
-    tokenizer = server.service.client.llm.tokenizer
+    tokenizer = server.service.client.engine.llm.tokenizer
     prompts = ["Once upon a time", "The dog"]
     lengths = sum(len(tokenizer.encode(prompt)) for prompt in prompts)
     for stream in (False, True):

@@ -15,8 +15,7 @@ import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
 from paceline import LLM
-from paceline.server.local import local_service
-from support.running_server import MODEL, Running, serve
+from support.running_server import MODEL, Running, serve, service_of
 
 DOCS = Path(__file__).resolve().parents[2] / "docs" / "monitoring"
 Samples = dict[tuple[str, frozenset[tuple[str, str]]], float]
@@ -26,7 +25,7 @@ Samples = dict[tuple[str, frozenset[tuple[str, str]]], float]
 def fresh(target: LLM) -> Iterator[Running]:
     """Nobody else's requests are in its metrics."""
     llm = target.beside(["paceline/tiny-draft", "ngram"], draft_length=4, max_batch_size=4)
-    yield from serve(local_service(llm, MODEL))
+    yield from serve(service_of(llm))
 
 
 def scrape(server: Running) -> Samples:
@@ -104,7 +103,7 @@ def test_metrics_add_up(fresh: Running) -> None:
 
 def test_the_cache_as_gateways_read_it(fresh: Running) -> None:
     """llm-d and the inference gateway estimate from its labels what a replica has cached."""
-    cache = fresh.service.client.llm.engine.cache
+    cache = fresh.service.client.engine.llm.engine.cache
     labels = {
         "block_size": str(cache.block_size),
         "num_gpu_blocks": str(cache.num_blocks),
@@ -135,12 +134,12 @@ def test_promtool_accepts_the_rules() -> None:
 
 def test_the_same_under_vllm_s_names(target: LLM) -> None:
     llm = target.beside(["paceline/tiny-draft", "ngram"], draft_length=4)
-    service = local_service(llm, MODEL, alias_of="served")
+    service = service_of(llm, served_model_name="served", metrics_alias="vllm")
     for running in serve(service):
         client = openai.OpenAI(base_url=f"{running.url}/v1", api_key="none", max_retries=0)
         for method in ("model", "ngram"):
             client.completions.create(
-                model=MODEL,
+                model="served",
                 prompt="Once upon a time",
                 max_tokens=20,
                 temperature=0,

@@ -139,7 +139,7 @@ def test_stop(page: Page, server: Running) -> None:
     page.wait()
     assert "stopped" in page.text(".answer .error")
     assert len(page.browser.find_elements("css selector", ".answer .text span")) < 900
-    engine, end = server.service.client.llm.engine, time.monotonic() + 10
+    engine, end = server.service.client.engine.llm.engine, time.monotonic() + 10
     while engine.has_work:
         assert time.monotonic() < end
         time.sleep(0.02)

@@ -20,10 +20,10 @@ from paceline import LLM
 from paceline.server import run
 from paceline.server.app import create_app
 from paceline.server.config import ServeConfig
-from paceline.server.local import local_service
 from paceline.server.security import Keys
 from paceline.server.service import Service
 from paceline.server.wire import Facts
+from support.running_server import service_of
 
 MODEL = "paceline/tiny"
 
@@ -80,9 +80,9 @@ def test_somebody_was_quicker(target: LLM) -> None:
         theirs.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         theirs.bind(ours.getsockname())
         theirs.listen()
-        config = ServeConfig(port=ours.getsockname()[1])
+        service = service_of(target.beside(), port=ours.getsockname()[1])
         with pytest.raises(run.AddressError, match="is taken"):
-            run.run(local_service(target.beside(), MODEL), config, Keys(), ours)
+            run.run(service, Keys(), ours)
 
 
 def test_the_line_of_the_start(target: LLM) -> None:
@@ -143,7 +143,7 @@ class Ending:
 
 
 def ending(target: LLM, drain_seconds: float) -> Iterator[Ending]:
-    service = local_service(target.beside(max_batch_size=2), MODEL)
+    service = service_of(target.beside(max_batch_size=2))
     listener = run.bind("127.0.0.1", 0)
     listener.listen()
     port = listener.getsockname()[1]

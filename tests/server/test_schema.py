@@ -9,8 +9,7 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 
 from paceline import LLM
-from paceline.server.client import Limits
-from support.running_server import MODEL, Running, serve, socket_service
+from support.running_server import MODEL, Running, serve, service_of
 
 schemathesis = pytest.importorskip("schemathesis")
 
@@ -39,7 +38,7 @@ PATHS = (
 @pytest.fixture(scope="module")
 def fuzzed(target: LLM) -> Iterator[Running]:
     llm = target.beside("paceline/tiny-draft", draft_length=2, max_batch_size=8)
-    yield from serve(socket_service(llm, MODEL, Limits(deadline=20.0)))
+    yield from serve(service_of(llm, deadline=20.0))
 
 
 @pytest.fixture(scope="module")
@@ -100,5 +99,5 @@ def test_every_path_is_covered(api: Any) -> None:
 def test_the_server_is_as_well_as_before(fuzzed: Running) -> None:
     """Runs last: nothing is left of all that."""
     assert fuzzed.service.client.alive and fuzzed.service.client.idle
-    pool = fuzzed.service.client.llm.engine.cache.pool
+    pool = fuzzed.service.client.engine.llm.engine.cache.pool
     assert pool.available == pool.total

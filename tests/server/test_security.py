@@ -16,17 +16,14 @@ import pytest
 
 from paceline import LLM
 from paceline.errors import ConfigError
-from paceline.server.local import local_service
 from paceline.server.security import (
     OPEN_PATHS,
     Keys,
-    RequestLimits,
-    Security,
     exposure_warning,
     is_loopback,
     key_file_warning,
 )
-from support.running_server import MODEL, Running, serve
+from support.running_server import MODEL, Running, serve, service_of
 
 KEY, OTHER_KEY = "sk-first", "sk-second"
 ORIGIN = "https://chat.example"
@@ -37,11 +34,16 @@ SECRET = "xylophone"
 @pytest.fixture(scope="module")
 def guarded(target: LLM) -> Iterator[Running]:
     """Two keys, one origin, small requests, and prompts in the log."""
-    service = local_service(
-        target.beside("ngram", draft_length=2), MODEL, None, RequestLimits(2, 3, 4), True
+    service = service_of(
+        target.beside("ngram", draft_length=2),
+        max_n=2,
+        max_logprobs=3,
+        max_prompts=4,
+        log_prompts=True,
+        max_request_bytes=LIMIT,
+        cors_origin=(ORIGIN,),
     )
-    security = Security(Keys.of([KEY, OTHER_KEY]), LIMIT, (ORIGIN,))
-    yield from serve(service, security)
+    yield from serve(service, Keys.of([KEY, OTHER_KEY]))
 
 
 def ask(
@@ -273,7 +275,7 @@ def test_pages_elsewhere_cannot_post_without_a_preflight(server: Running) -> Non
 
 @pytest.fixture(scope="module")
 def local(target: LLM) -> Iterator[Running]:
-    yield from serve(local_service(target.beside(), MODEL), Security(local=True))
+    yield from serve(service_of(target.beside()), local=True)
 
 
 def test_local_servers_answer_to_local_names(local: Running) -> None:

@@ -9,10 +9,9 @@ import pytest
 
 from paceline import LLM
 from paceline.server.app import create_app
-from paceline.server.local import local_service
 from paceline.server.telemetry import Telemetry
 from support.asking import ask
-from support.running_server import MODEL, Running, serve
+from support.running_server import MODEL, Running, serve, service_of
 
 pytest.importorskip("opentelemetry.sdk")
 
@@ -50,7 +49,7 @@ def collected() -> Collected:
 
 @pytest.fixture
 def traced(target: LLM, collected: Collected) -> Iterator[Running]:
-    service = local_service(target.beside("ngram"), MODEL)
+    service = service_of(target.beside("ngram"))
     yield from serve(service, ended=collected.telemetry)
 
 
@@ -97,4 +96,4 @@ def test_the_metrics(traced: Running, collected: Collected) -> None:
 
 
 def test_an_application_without_it_is_none_the_wiser(target: LLM) -> None:
-    assert create_app(local_service(target.beside(), MODEL)) is not None
+    assert create_app(service_of(target.beside())) is not None

@@ -12,14 +12,11 @@ from typing import TYPE_CHECKING, Any
 import uvicorn
 
 from paceline.server.app import create_app
-from paceline.server.child import Link
-from paceline.server.client import Limits
-from paceline.server.loop import EngineLoop
-from paceline.server.process import RemoteEngine
+from paceline.server.config import ServeConfig
+from paceline.server.local import local_service
 from paceline.server.requestlog import Exchange
-from paceline.server.security import Security
+from paceline.server.security import Keys
 from paceline.server.service import Service
-from paceline.server.wire import Facts
 
 if TYPE_CHECKING:
     from paceline import LLM
@@ -36,51 +33,26 @@ class Running:
 
     @property
     def free_blocks(self) -> int:
-        return self.service.client.llm.engine.cache.pool.available
+        return self.service.client.engine.llm.engine.cache.pool.available
 
 
-class SocketEngine(RemoteEngine):
-    """What two processes say to each other, said by two threads of this one: a test can look into
-    the engine, and everything that handlers see has crossed the socket."""
-
-    def __init__(self, llm: LLM, limits: Limits | None = None) -> None:
-        self.connection, theirs = socket.socketpair()
-        process: Any = self  # ``connection``, ``ended`` and ``close`` are below
-        super().__init__(process, Facts.of(llm), limits)
-        self.llm = llm
-        self.link = Link(theirs, theirs.close)
-        self.link.loop = self.loop = EngineLoop(llm, self.link.send)
-        self._reader = threading.Thread(target=self.link.read, daemon=True)
-
-    async def start(self) -> None:
-        self._reader.start()
-        self.loop.start()
-        await super().start()
-
-    def ended(self) -> str:
-        return "has ended"
-
-    def close(self) -> None:
-        self.loop.stop()
-        self.connection.close()
-        self._reader.join(10)
-
-
-def socket_service(llm: LLM, model: str, limits: Limits | None = None, **more: Any) -> Service:
-    """Like ``local_service``, over a socket."""
-    return Service(SocketEngine(llm, limits), llm.tokenizer, model, **more)
+def service_of(llm: LLM, name: str = MODEL, **settings: Any) -> Service:
+    """A loaded model under a name, with settings of a server. Tests can look into the engine, and
+    everything that handlers see has crossed the socket."""
+    return local_service(llm, ServeConfig(model=name, **settings))
 
 
 def serve(
     service: Service,
-    security: Security | None = None,
+    keys: Keys | None = None,
     listener: socket.socket | None = None,
     ended: Callable[[Exchange], None] | None = None,
+    local: bool = False,
 ) -> Iterator[Running]:
     """Run uvicorn, on a free port if there is no listener, until the caller goes on."""
     listener = listener or socket.create_server(("127.0.0.1", 0), backlog=2048)
     config = uvicorn.Config(
-        create_app(service, security, ended), log_level="warning", lifespan="on"
+        create_app(service, keys, ended, local), log_level="warning", lifespan="on"
     )
     server = uvicorn.Server(config)
     thread = threading.Thread(target=server.run, kwargs={"sockets": [listener]}, daemon=True)

@@ -84,27 +84,20 @@ def serve(config: str | None, print_config: bool, flags: dict[str, Any]) -> None
             for note in service.client.facts.notes:
                 print(f"note: {note}", file=sys.stderr)
             set_up_logging(settings.log_level)
-            run(service, settings, api_keys, listener, telemetry)
+            run(service, api_keys, listener, telemetry)
 
 
 @contextmanager
 def _open(settings: ServeConfig) -> Iterator[Service]:
     """The loaded model, in this process or in one of its own."""
-    from paceline.server.client import Limits
-    from paceline.server.security import RequestLimits
-
-    limits = Limits(max_queue=settings.max_queue, deadline=settings.deadline or None)
-    asks = RequestLimits(settings.max_n, settings.max_logprobs, settings.max_prompts)
     if settings.single_process:
         from paceline.server.local import load_llm, local_service
 
         with showing(), stage(f"loading {settings.model}"):
             llm = load_llm(settings)
-        yield local_service(
-            llm, settings.name, limits, asks, settings.log_prompts, settings.alias_of
-        )
+        yield local_service(llm, settings)
         return
-    from paceline.server.process import EngineProcess, RemoteEngine, load_tokenizer_alone
+    from paceline.server.process import EngineProcess, load_tokenizer_alone
     from paceline.server.service import Service
 
     with closing(EngineProcess(settings)) as process:
@@ -114,5 +107,5 @@ def _open(settings: ServeConfig) -> Iterator[Service]:
             except PacelineError:
                 process.hello()  # what it says of the model comes first
                 raise
-            engine = RemoteEngine(process, process.hello(), limits)
-        yield Service(engine, tokenizer, settings.name, asks, settings.log_prompts)
+            process.hello()
+        yield Service(process, tokenizer, settings)

@@ -21,28 +21,24 @@ from starlette.exceptions import HTTPException
 from paceline import __version__
 from paceline.errors import PacelineError
 from paceline.server.api import anthropic, openai, responses, tokens
+from paceline.server.config import ServeConfig
 from paceline.server.errors import RESPONSES, on_error, on_http_error, on_invalid
 from paceline.server.failures import APIError
 from paceline.server.requestlog import Exchange, RequestLog
-from paceline.server.security import (
-    BodyLimit,
-    Guard,
-    OnePath,
-    Security,
-    wrong_host,
-    wrong_type,
-)
+from paceline.server.security import BodyLimit, Guard, Keys, OnePath, wrong_host, wrong_type
 from paceline.server.service import Service
 
 
 def create_app(
     service: Service,
-    security: Security | None = None,
+    keys: Keys | None = None,
     ended: Callable[[Exchange], None] | None = None,
+    local: bool = False,
 ) -> FastAPI:
     """The whole API around a service; its engine runs while the application does.
 
-    ``security`` without keys lets anybody in. ``ended`` hears of every request's end.
+    Without ``keys`` anybody may come in; ``local`` is for servers of this machine that ask for
+    none, see ``wrong_host``. ``ended`` hears of every request's end.
     """
 
     @asynccontextmanager
@@ -68,27 +64,27 @@ def create_app(
         app.add_exception_handler(kind, on_error)
     app.add_exception_handler(HTTPException, on_http_error)
     app.add_exception_handler(RequestValidationError, on_invalid)
-    _protect(app, security or Security())
+    _protect(app, service.config, keys, local)
     app.add_middleware(RequestLog, ended=ended)
     return app
 
 
-def _protect(app: FastAPI, security: Security) -> None:
+def _protect(app: FastAPI, config: ServeConfig, keys: Keys | None, local: bool) -> None:
     """What stands around the application. The last one added sees a request first."""
-    app.add_middleware(BodyLimit, limit=security.max_request_bytes)
-    if security.keys:
-        app.add_middleware(Guard, check=security.keys.refusal)
+    app.add_middleware(BodyLimit, limit=config.max_request_bytes)
+    if keys:
+        app.add_middleware(Guard, check=keys.refusal)
     app.add_middleware(Guard, check=wrong_type)
     app.add_middleware(OnePath)
-    if security.cors_origins:
+    if config.cors_origin:
         app.add_middleware(
             CORSMiddleware,
-            allow_origins=security.cors_origins,
+            allow_origins=config.cors_origin,
             allow_methods=["GET", "POST"],
             allow_headers=["*"],  # those that a preflight asks for: clients send many of their own
             expose_headers=["x-request-id", "x-paceline-ignored", "retry-after"],
         )
-    if security.local:
+    if local:
         app.add_middleware(Guard, check=wrong_host)
 
 

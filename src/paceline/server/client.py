@@ -1,7 +1,7 @@
 """What handlers hold of the engine, wherever it is, and of their requests.
 
     handler                     event loop                        engine (see wire.py)
-    ticket = await submit() --> Submit -------------------------> loop.py
+    ticket = await submit() --> Submit ---- a socket -----------> loop.py
     await ticket.next() <--------- one wake-up a step <---- StepEvents
 
 Everything here runs on the event loop's thread. A ticket that nobody reads any more (its client has
@@ -12,10 +12,10 @@ from __future__ import annotations
 
 import asyncio
 import itertools
-from abc import ABC, abstractmethod
+import socket
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Protocol
 
 from paceline.errors import ConfigError
 from paceline.server import wire
@@ -24,8 +24,26 @@ from paceline.server.failures import APIError, busy, draining, engine_lost, too_
 if TYPE_CHECKING:
     from paceline.core.params import SamplingParams
     from paceline.request.completion import Completion, StreamEvent
+    from paceline.server.config import ServeConfig
 
 SCRAPE_SECONDS = 5.0
+# Bytes that an engine may leave unread before new requests are refused.
+MAX_UNSENT = 64 * 2**20
+
+
+class Engine(Protocol):
+    """An engine at the other end of a connection, in a process of its own or on a thread."""
+
+    facts: wire.Facts
+
+    def start(self) -> socket.socket:
+        """The connection, over which it answers from now on."""
+
+    def ended(self) -> str:
+        """How it did, once the connection is closed, in words."""
+
+    def close(self) -> None:
+        """Let it end, and wait for it. The connection has been closed."""
 
 
 @dataclass(frozen=True)
@@ -35,15 +53,6 @@ class Load:
     requests: int
     sequences: int
     capacity: int
-
-
-@dataclass(frozen=True)
-class Limits:
-    """``max_queue``: requests that may wait beside those that run; ``deadline`` seconds a request
-    may take from its arrival, None for no limit."""
-
-    max_queue: int = 64
-    deadline: float | None = 600.0
 
 
 class Ticket:
@@ -118,17 +127,19 @@ class Ticket:
         self.wake()
 
 
-class EngineClient(ABC):
+class EngineClient:
     """An engine as handlers see it; ``facts`` is all that they know of it."""
 
-    def __init__(self, facts: wire.Facts, limits: Limits | None = None) -> None:
-        self.facts, self.limits = facts, limits or Limits()
+    def __init__(self, engine: Engine, config: ServeConfig) -> None:
+        self.engine, self.facts, self.config = engine, engine.facts, config
         self.failure: str | None = None  # why there is no engine any more
         self._tickets: dict[int, Ticket] = {}
         self._numbers = itertools.count(1)
         self._scrapes: dict[int, asyncio.Future[str]] = {}
         self._draining = self._started = self._stopped = False
         self._request_seconds = 1.0  # moving average, for Retry-After
+        self._writer: asyncio.StreamWriter | None = None
+        self._reading: asyncio.Task[None] | None = None
 
     # -- for handlers ----------------------------------------------------------------------------
 
@@ -149,7 +160,7 @@ class EngineClient(ABC):
     def load(self) -> Load:
         """Known here, without asking the engine: balancers ask often, and when it is busy."""
         tickets = self._tickets.values()
-        capacity = self.facts.max_batch_size + self.limits.max_queue
+        capacity = self.facts.max_batch_size + self.config.max_queue
         return Load(len(tickets), sum(ticket.open for ticket in tickets), capacity)
 
     async def submit(
@@ -175,7 +186,7 @@ class EngineClient(ABC):
         self._check_capacity(ticket.count)
         self._post(wire.Submit(ticket.number, list(prompts), params, streams))
         self._tickets[ticket.number] = ticket
-        limits = [limit for limit in (deadline, self.limits.deadline) if limit is not None]
+        limits = [limit for limit in (deadline, self.config.deadline) if limit]
         if limits:
             late = too_late(by_request=min(limits) == deadline)
             events = asyncio.get_running_loop()
@@ -199,7 +210,7 @@ class EngineClient(ABC):
             waiting, running = max(0, load.sequences - batch), min(load.sequences, batch)
             seconds = max(1, round(self._request_seconds * (1 + waiting) / max(1, running)))
             raise busy(
-                f"the queue is full ({waiting} requests wait, {self.limits.max_queue} may); "
+                f"the queue is full ({waiting} requests wait, {self.config.max_queue} may); "
                 f"try again in {seconds} s",
                 seconds,
             )
@@ -240,7 +251,9 @@ class EngineClient(ABC):
         """End the engine; what is unfinished is told so."""
         self._draining = self._stopped = True
         self._fail_all(draining("the server has shut down"))
-        await self._shut()
+        if self._writer is not None:
+            self._writer.close()
+        await asyncio.to_thread(self.engine.close)
 
     # -- from the engine -------------------------------------------------------------------------
 
@@ -294,16 +307,33 @@ class EngineClient(ABC):
             if not future.done():
                 future.set_exception(error)
 
-    # -- transports ------------------------------------------------------------------------------
+    # -- the connection --------------------------------------------------------------------------
 
-    @abstractmethod
     async def start(self) -> None:
         """On the event loop that everything else will be called on."""
+        reader, self._writer = await asyncio.open_unix_connection(sock=self.engine.start())
+        self._reading = asyncio.create_task(self._read(reader))
+        self._started = True
 
-    @abstractmethod
     def _post(self, message: wire.WireMessage) -> None:
-        """Send a message to the engine. Raises ConfigError if it cannot be said."""
+        """Send a message to the engine. Raises ConfigError if it cannot be said, APIError."""
+        if self._writer is None or self._writer.is_closing():
+            raise engine_lost()
+        try:
+            data = wire.framed(message)
+        except (UnicodeEncodeError, OverflowError) as error:
+            raise ConfigError(f"the request cannot be read: {error}") from None
+        if self._writer.transport.get_write_buffer_size() > MAX_UNSENT:
+            raise busy("the engine does not take requests; try again in 5 s", 5)
+        self._writer.write(data)
 
-    @abstractmethod
-    async def _shut(self) -> None:
-        """Let the engine end, and wait for it."""
+    async def _read(self, reader: asyncio.StreamReader) -> None:
+        """Until the engine has ended, or is about to."""
+        try:
+            while (body := await wire.next_message(reader)) is not None:
+                self.receive(wire.REPLIES.decode(body))
+        finally:
+            self._started = False
+            if not self._stopped:
+                self._fail_all(engine_lost())
+                self.lose(f"its process {await asyncio.to_thread(self.engine.ended)}")

@@ -2,17 +2,16 @@
 
 from __future__ import annotations
 
-import asyncio
-from contextlib import suppress
+import socket
+import threading
 from typing import TYPE_CHECKING
 
 from paceline.cli.options import set_threads
 from paceline.cli.output import quiet_libraries
-from paceline.server.client import EngineClient, Limits
+from paceline.server.child import Link
 from paceline.server.loop import EngineLoop
-from paceline.server.security import RequestLimits
 from paceline.server.service import Service
-from paceline.server.wire import Facts, WireMessage
+from paceline.server.wire import Facts
 from paceline.settings import explicit
 
 if TYPE_CHECKING:
@@ -30,41 +29,27 @@ def load_llm(config: ServeConfig) -> LLM:
     return LLM(config.model, config.drafts, profile=config.profile, **settings)
 
 
-class LocalEngine(EngineClient):
-    """Messages are handed over as they are; nothing is encoded."""
+class EngineThread:
+    """What two processes say to each other, said by two threads of this one."""
 
-    def __init__(self, llm: LLM, limits: Limits | None = None, alias_of: str | None = None) -> None:
-        super().__init__(Facts.of(llm), limits)
-        self.llm = llm
-        self.loop = EngineLoop(llm, self._from_engine, alias_of)
-        self._events: asyncio.AbstractEventLoop | None = None
+    def __init__(self, llm: LLM, alias_of: str | None = None) -> None:
+        self.llm, self.facts = llm, Facts.of(llm)
+        self._connection, theirs = socket.socketpair()
+        self._link = Link(theirs, theirs.close)
+        self.loop = self._link.loop = EngineLoop(llm, self._link.send, alias_of)
 
-    async def start(self) -> None:
-        self._events = asyncio.get_running_loop()
-        self._started = True
+    def start(self) -> socket.socket:
+        threading.Thread(target=self._link.read, name="paceline-link", daemon=True).start()
         self.loop.start()
+        return self._connection
 
-    def _post(self, message: WireMessage) -> None:
-        self.loop.handle(message)
+    def ended(self) -> str:
+        return "has ended"
 
-    def _from_engine(self, message: WireMessage) -> None:
-        """On any thread."""
-        assert self._events is not None
-        with suppress(RuntimeError):  # the event loop is closed: nobody listens any more
-            self._events.call_soon_threadsafe(self.receive, message)
-
-    async def _shut(self) -> None:
-        await asyncio.to_thread(self.loop.stop)
+    def close(self) -> None:
+        self.loop.stop()
 
 
-def local_service(
-    llm: LLM,
-    model: str,
-    limits: Limits | None = None,
-    asks: RequestLimits | None = None,
-    log_prompts: bool = False,
-    alias_of: str | None = None,
-) -> Service:
-    """A service over a loaded model, served under the name ``model``."""
-    client = LocalEngine(llm, limits, alias_of)
-    return Service(client, llm.tokenizer, model, asks, log_prompts)
+def local_service(llm: LLM, config: ServeConfig) -> Service:
+    """A service over a loaded model, with the names and limits of ``config``."""
+    return Service(EngineThread(llm, config.alias_of), llm.tokenizer, config)

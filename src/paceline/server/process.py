@@ -7,7 +7,6 @@ Whichever ends, the kernel closes its end, and the other one notices.
 
 from __future__ import annotations
 
-import asyncio
 import signal
 import socket
 import subprocess
@@ -17,10 +16,8 @@ from contextlib import contextmanager, suppress
 from typing import TYPE_CHECKING
 
 from paceline.cli.output import quiet_libraries
-from paceline.errors import ConfigError, EngineLostError, PacelineError
+from paceline.errors import EngineLostError, PacelineError
 from paceline.server import wire
-from paceline.server.client import EngineClient, Limits
-from paceline.server.failures import busy, engine_lost
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerFast
@@ -33,8 +30,6 @@ _START = (
     "from paceline.server.child import main; main(int(sys.argv[1]))"
 )
 _END_SECONDS = 5.0
-# Bytes that an engine process may leave unread before new requests are refused.
-MAX_UNSENT = 64 * 2**20
 _HEARD = (signal.SIGINT, signal.SIGTERM)
 
 
@@ -50,7 +45,12 @@ def _signals_held() -> Iterator[None]:
 
 
 class EngineProcess:
-    """Started at once, and loading. When ``close`` returns, the process has ended."""
+    """Started at once, and loading; it has ``facts`` once it has said hello.
+
+    When ``close`` returns, the process has ended.
+    """
+
+    facts: wire.Facts
 
     def __init__(self, config: ServeConfig) -> None:
         self.connection, theirs = socket.socketpair()
@@ -63,7 +63,7 @@ class EngineProcess:
         with suppress(OSError):  # if it has ended already, ``hello`` says so
             self.connection.sendall(wire.framed(wire.LoadModel(config)))
 
-    def hello(self) -> wire.Facts:
+    def hello(self) -> None:
         """Wait until it has loaded. Raises its errors, and EngineLostError if it just ends."""
         body = wire.read_message(self.connection)
         if body is None:
@@ -72,10 +72,12 @@ class EngineProcess:
         if isinstance(message, wire.Failed):
             raise PacelineError(message.reason)
         assert isinstance(message, wire.Hello)
-        return message.facts
+        self.facts = message.facts
+
+    def start(self) -> socket.socket:
+        return self.connection
 
     def ended(self) -> str:
-        """How it did, once the connection is closed, in words."""
         try:
             code = self._process.wait(1.0)
         except subprocess.TimeoutExpired:
@@ -92,50 +94,6 @@ class EngineProcess:
         except subprocess.TimeoutExpired:
             self._process.kill()
             self._process.wait()
-
-
-class RemoteEngine(EngineClient):
-    """Messages go through the socket of an ``EngineProcess`` that has said hello."""
-
-    def __init__(
-        self, process: EngineProcess, facts: wire.Facts, limits: Limits | None = None
-    ) -> None:
-        super().__init__(facts, limits)
-        self._process = process
-        self._writer: asyncio.StreamWriter | None = None
-        self._reading: asyncio.Task[None] | None = None
-
-    async def start(self) -> None:
-        reader, self._writer = await asyncio.open_unix_connection(sock=self._process.connection)
-        self._reading = asyncio.create_task(self._read(reader))
-        self._started = True
-
-    def _post(self, message: wire.WireMessage) -> None:
-        if self._writer is None or self._writer.is_closing():
-            raise engine_lost()
-        try:
-            data = wire.framed(message)
-        except (UnicodeEncodeError, OverflowError) as error:
-            raise ConfigError(f"the request cannot be read: {error}") from None
-        if self._writer.transport.get_write_buffer_size() > MAX_UNSENT:
-            raise busy("the engine does not take requests; try again in 5 s", 5)
-        self._writer.write(data)
-
-    async def _read(self, reader: asyncio.StreamReader) -> None:
-        """Until the engine's process has ended, or is about to."""
-        try:
-            while (body := await wire.next_message(reader)) is not None:
-                self.receive(wire.REPLIES.decode(body))
-        finally:
-            self._started = False
-            if not self._stopped:
-                self._fail_all(engine_lost())
-                self.lose(f"its process {await asyncio.to_thread(self._process.ended)}")
-
-    async def _shut(self) -> None:
-        if self._writer is not None:
-            self._writer.close()
-        await asyncio.to_thread(self._process.close)
 
 
 def load_tokenizer_alone(config: ServeConfig) -> PreTrainedTokenizerFast:

@@ -25,7 +25,7 @@ from paceline.errors import EngineLostError, PacelineError
 from paceline.server.app import create_app
 from paceline.server.client import EngineClient
 from paceline.server.requestlog import Exchange
-from paceline.server.security import Keys, Security, is_loopback
+from paceline.server.security import Keys, is_loopback
 from paceline.server.service import Service
 from paceline.server.wire import Facts
 
@@ -95,7 +95,6 @@ def set_up_logging(level: str) -> None:
 
 def run(
     service: Service,
-    config: ServeConfig,
     keys: Keys,
     listener: socket.socket,
     ended: Callable[[Exchange], None] | None = None,
@@ -104,15 +103,14 @@ def run(
 
     Raises AddressError, and EngineLostError if the engine could not go on.
     """
-    local = not keys and is_loopback(config.host)
-    security = Security(keys, config.max_request_bytes, config.cors_origin, local)
+    config = service.config
     _raise_file_limit()
     try:
         listener.listen(2048)
     except OSError as error:  # somebody else was quicker while the model was loading
         raise AddressError(_refusal(error, config.host, config.port)) from None
     uvicorn_config = uvicorn.Config(
-        create_app(service, security, ended),
+        create_app(service, keys, ended, local=not keys and is_loopback(config.host)),
         log_config=None,
         access_log=False,  # ours says more, and never a query
         server_header=False,
@@ -121,8 +119,8 @@ def run(
         lifespan="on",
         timeout_graceful_shutdown=_CLOSING_SECONDS,
     )
-    warn_of_backend(service.client.facts)
-    announcement = describe(service.client.facts, config, keys, url_of(listener, config.host))
+    warn_of_backend(service.facts)
+    announcement = describe(service.facts, config, keys, url_of(listener, config.host))
     server = DrainingServer(uvicorn_config, service.client, config.drain_seconds, announcement)
     server.run([listener])
     if service.client.failure is not None:

@@ -12,7 +12,7 @@ import re
 import stat
 import zlib
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from ipaddress import ip_address
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -20,15 +20,12 @@ from typing import TYPE_CHECKING
 from starlette.requests import ClientDisconnect, Request
 
 from paceline.errors import ConfigError
-from paceline.server.api.protocol import MAX_CHOICES, MAX_LOGPROBS, MAX_PROMPTS
 from paceline.server.errors import respond
 from paceline.server.failures import APIError
 from paceline.server.requestlog import header
 
 if TYPE_CHECKING:
     from starlette.types import ASGIApp, Message, Receive, Scope, Send
-
-    from paceline.core.params import SamplingParams
 
 KEYS_VARIABLE = "PACELINE_API_KEYS"
 # Nothing here tells what the model says or what others ask.
@@ -125,40 +122,6 @@ def exposure_warning(host: str, keys: Keys) -> str | None:
         f"{host} can be reached from other machines and no API keys are set: anybody may use this "
         f"server; set --api-key-file or {KEYS_VARIABLE}"
     )
-
-
-@dataclass(frozen=True)
-class Security:
-    """What stands before the application. ``max_request_bytes`` is of the body.
-
-    ``local`` is for servers of this machine that ask for no key, see ``wrong_host``.
-    """
-
-    keys: Keys = field(default_factory=Keys)
-    max_request_bytes: int = 4 * 2**20
-    cors_origins: tuple[str, ...] = ()
-    local: bool = False
-
-
-@dataclass(frozen=True)
-class RequestLimits:
-    """What one request may ask for, within the protocol's own limits."""
-
-    max_n: int = MAX_CHOICES
-    max_logprobs: int = MAX_LOGPROBS
-    max_prompts: int = MAX_PROMPTS
-
-    def check(self, prompts: int, params: SamplingParams) -> None:
-        """Raises APIError, naming the field."""
-        for param, asked, limit in (
-            ("n", params.n, self.max_n),
-            ("logprobs", params.logprobs or 0, self.max_logprobs),
-            ("prompt", prompts, self.max_prompts),
-        ):
-            if asked > limit:
-                raise APIError(
-                    f"{param}: {asked} asked for, but this server allows {limit}", param=param
-                )
 
 
 def wrong_host(scope: Scope) -> APIError | None:

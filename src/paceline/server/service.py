@@ -10,15 +10,16 @@ import time
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
+from paceline.server.client import EngineClient
 from paceline.server.failures import APIError, check_text
 from paceline.server.requestlog import attach
-from paceline.server.security import RequestLimits
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerFast
 
     from paceline.core.params import SamplingParams
-    from paceline.server.client import EngineClient, Ticket
+    from paceline.server.client import Engine, Ticket
+    from paceline.server.config import ServeConfig
 
 log = logging.getLogger("paceline.server")
 
@@ -26,22 +27,16 @@ log = logging.getLogger("paceline.server")
 class Service:
     """An engine under the name by which its model is served, and the tokenizer of that model.
 
-    ``created`` is seconds since the epoch. ``asks`` is what one request may ask for.
-    ``log_prompts`` writes the prompts to the log, which otherwise holds no content.
+    ``created`` is seconds since the epoch.
     """
 
     def __init__(
-        self,
-        client: EngineClient,
-        tokenizer: PreTrainedTokenizerFast,
-        model: str,
-        asks: RequestLimits | None = None,
-        log_prompts: bool = False,
+        self, engine: Engine, tokenizer: PreTrainedTokenizerFast, config: ServeConfig
     ) -> None:
-        self.client, self.tokenizer, self.model = client, tokenizer, model
-        self._asks, self._log_prompts = asks or RequestLimits(), log_prompts
-        self.facts = client.facts
-        self.max_model_len = client.facts.context_budget.limit  # tokens of prompt and answer
+        self.client = EngineClient(engine, config)
+        self.tokenizer, self.config, self.model = tokenizer, config, config.name
+        self.facts = engine.facts
+        self.max_model_len = self.facts.context_budget.limit  # tokens of prompt and answer
         self.created = self.now()
 
     def check_model(self, name: str | None) -> None:
@@ -88,10 +83,21 @@ class Service:
         deadline: float | None,
         streams: bool,
     ) -> Ticket:
-        self._asks.check(len(prompts), params)
+        """What one request may ask for is the configuration's. Raises APIError, naming the field,
+        and what ``EngineClient.submit`` does."""
+        config = self.config
+        for param, asked, limit in (
+            ("n", params.n, config.max_n),
+            ("logprobs", params.logprobs or 0, config.max_logprobs),
+            ("prompt", len(prompts), config.max_prompts),
+        ):
+            if asked > limit:
+                raise APIError(
+                    f"{param}: {asked} asked for, but this server allows {limit}", param=param
+                )
         ticket = await self.client.submit(prompts, params, deadline, streams)
         attach(ticket)
-        if self._log_prompts:  # they have been checked: every id is one of the vocabulary
+        if config.log_prompts:  # they have been checked: every id is one of the vocabulary
             for prompt in prompts:
                 log.info("prompt %s", json.dumps(self.tokenizer.decode(prompt)))
         return ticket

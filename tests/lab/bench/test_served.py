@@ -16,9 +16,8 @@ from paceline.lab.bench.runs import Ask, TimedRun
 from paceline.lab.bench.served import EQUAL, BaselineFailedError, shares
 from paceline.lab.openai_client import OpenAIClient
 from paceline.llm import LLM
-from paceline.server.local import local_service
 from support.planted_server import PlantedServer, served
-from support.running_server import serve
+from support.running_server import serve, service_of
 from support.tiny_models import TinyPair
 
 HERE = Path(__file__).parent
@@ -82,7 +81,7 @@ def test_tokens_are_dealt_out_whole() -> None:
 def url(llm: LLM) -> Iterator[str]:
     """Our own server, over the same weights."""
     own = llm.beside(None, max_batch_size=4)
-    for running in serve(local_service(own, "it")):
+    for running in serve(service_of(own, "it")):
         yield running.url
 
 

@@ -148,10 +148,10 @@ def test_addresses_where_nobody_answers() -> None:
 
 def test_our_own_server_with_and_without_speculation() -> None:
     from paceline import LLM
-    from support.running_server import serve, socket_service
+    from support.running_server import serve, service_of
 
     llm = LLM("paceline/tiny", "ngram", dtype="float32")
-    for running in serve(socket_service(llm, "tiny")):
+    for running in serve(service_of(llm, "tiny")):
         server, off = AnsweringServer.connect(running.url)
         assert off is not None and "speculation off" in off.name
         certifier = ServerCertifier(server, off, PROMPTS[:2], Effort(requests=60, max_tokens=16))
