@@ -11,12 +11,11 @@ import socket
 import sys
 import threading
 import traceback
-from collections.abc import Callable
 from typing import NoReturn
 
 from paceline.errors import PacelineError
 from paceline.server import wire
-from paceline.server.loop import EngineLoop
+from paceline.server.loop import EngineLoop, Link
 
 
 def _end(code: int) -> NoReturn:
@@ -24,34 +23,6 @@ def _end(code: int) -> NoReturn:
     sys.stdout.flush()
     sys.stderr.flush()
     os._exit(code)
-
-
-class Link:
-    """This end of the connection. Any thread may ``send``; messages stay whole.
-
-    ``end`` is called when the other end is closed.
-    """
-
-    def __init__(self, connection: socket.socket, end: Callable[[], None]) -> None:
-        self._connection, self._end = connection, end
-        self._writing = threading.Lock()
-        self.loop: EngineLoop | None = None
-
-    def send(self, message: wire.WireMessage) -> None:
-        """Waits while the other process does not read, and so the engine does, too."""
-        data = wire.framed(message)
-        try:
-            with self._writing:
-                self._connection.sendall(data)
-        except OSError:
-            self._end()
-
-    def read(self) -> None:
-        """Until the other process has gone."""
-        while (body := wire.read_message(self._connection)) is not None:
-            assert self.loop is not None, "nothing is asked before the hello"
-            self.loop.handle(wire.REQUESTS.decode(body))
-        self._end()
 
 
 def main(descriptor: int) -> None:

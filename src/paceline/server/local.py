@@ -8,8 +8,7 @@ from typing import TYPE_CHECKING
 
 from paceline.cli.options import set_threads
 from paceline.cli.output import quiet_libraries
-from paceline.server.child import Link
-from paceline.server.loop import EngineLoop
+from paceline.server.loop import EngineLoop, Link
 from paceline.server.service import Service
 from paceline.server.wire import Facts
 from paceline.settings import explicit

@@ -11,6 +11,7 @@ its cache blocks are free again. However the thread ends, every job is told.
 from __future__ import annotations
 
 import logging
+import socket
 import threading
 import time
 from collections.abc import Callable
@@ -39,6 +40,34 @@ if TYPE_CHECKING:
 log = logging.getLogger("paceline.server")
 
 _HANGING_SECONDS = 10.0  # that a forward has to fail in, once the model is lost
+
+
+class Link:
+    """This end of the connection. Any thread may ``send``; messages stay whole.
+
+    ``end`` is called when the other end is closed.
+    """
+
+    def __init__(self, connection: socket.socket, end: Callable[[], None]) -> None:
+        self._connection, self._end = connection, end
+        self._writing = threading.Lock()
+        self.loop: EngineLoop | None = None
+
+    def send(self, message: wire.WireMessage) -> None:
+        """Waits while the other process does not read, and so the engine does, too."""
+        data = wire.framed(message)
+        try:
+            with self._writing:
+                self._connection.sendall(data)
+        except OSError:
+            self._end()
+
+    def read(self) -> None:
+        """Until the other process has gone."""
+        while (body := wire.read_message(self._connection)) is not None:
+            assert self.loop is not None, "nothing is asked before the hello"
+            self.loop.handle(wire.REQUESTS.decode(body))
+        self._end()
 
 
 class EngineJob:
