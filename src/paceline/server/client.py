@@ -31,7 +31,7 @@ SCRAPE_SECONDS = 5.0
 MAX_UNSENT = 64 * 2**20
 
 
-class Engine(Protocol):
+class EngineEndpoint(Protocol):
     """An engine at the other end of a connection, in a process of its own or on a thread."""
 
     facts: wire.Facts
@@ -130,7 +130,7 @@ class Ticket:
 class EngineClient:
     """An engine as handlers see it; ``facts`` is all that they know of it."""
 
-    def __init__(self, engine: Engine, config: ServeConfig) -> None:
+    def __init__(self, engine: EngineEndpoint, config: ServeConfig) -> None:
         self.engine, self.facts, self.config = engine, engine.facts, config
         self.failure: str | None = None  # why there is no engine any more
         self._tickets: dict[int, Ticket] = {}

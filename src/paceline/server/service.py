@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerFast
 
     from paceline.core.params import SamplingParams
-    from paceline.server.client import Engine, Ticket
+    from paceline.server.client import EngineEndpoint, Ticket
     from paceline.server.config import ServeConfig
 
 log = logging.getLogger("paceline.server")
@@ -31,7 +31,7 @@ class Service:
     """
 
     def __init__(
-        self, engine: Engine, tokenizer: PreTrainedTokenizerFast, config: ServeConfig
+        self, engine: EngineEndpoint, tokenizer: PreTrainedTokenizerFast, config: ServeConfig
     ) -> None:
         self.client = EngineClient(engine, config)
         self.tokenizer, self.config, self.model = tokenizer, config, config.name
