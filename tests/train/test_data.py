@@ -19,7 +19,7 @@ from paceline.train.chat import own_text
 from paceline.train.configs import PromptSelection
 from paceline.train.data import Mixture, Stream, encode_stream
 from paceline.train.prompts import prompts_of
-from paceline.train.records import Source, read_records
+from paceline.train.records import Records, Source
 from paceline.train.tokenizer import train_tokenizer
 
 TOKENIZER = train_tokenizer(["one two three four"], 262)
@@ -78,9 +78,9 @@ def corpus(request: pytest.FixtureRequest, tmp_path: Path) -> Path:
 
 
 def test_licences_are_left_out(corpus: Path) -> None:
-    texts = [record["text"] for record in read_records(corpus, ("CC-BY-SA",))]
+    texts = [record["text"] for record in Records(corpus, ("CC-BY-SA",))]
     assert texts == ["one", "three", "four"]
-    assert len(list(read_records(corpus))) == 4
+    assert len(list(Records(corpus))) == 4
 
 
 def test_excluded_records_are_not_encoded(corpus: Path) -> None:
@@ -131,14 +131,14 @@ def test_a_file_that_is_no_gzip(tmp_path: Path) -> None:
     path = tmp_path / "text.jsonl.gz"
     path.write_text('{"text": "x"}\n')
     with pytest.raises(DataError, match="cannot read"):
-        list(read_records(path))
+        list(Records(path))
 
 
 def test_a_gzip_that_was_cut(tmp_path: Path) -> None:
     path = write(tmp_path / "cut.jsonl.gz", [json.dumps({"text": str(n) * 50}) for n in range(999)])
     path.write_bytes(path.read_bytes()[:-30])
     with pytest.raises(DataError, match="cannot read"):
-        list(read_records(path))
+        list(Records(path))
 
 
 def test_a_file_that_is_no_text(tmp_path: Path) -> None:

@@ -9,7 +9,7 @@ from typing import Any
 
 from paceline.files import replace_in
 from paceline.train.acceptance import AcceptanceCounts, total
-from paceline.train.records import Source, read_records
+from paceline.train.records import Records, Source
 from paceline.train.trainer import DraftingTrainer, Trainer
 
 _LOSSES = 12  # rows of the table of losses
@@ -25,7 +25,7 @@ def _data_table(sources: Sequence[Source], exclude: tuple[str, ...]) -> list[str
     """Each file with its weight and its records by licence."""
     rows = []
     for source in sources:
-        records = read_records(source.path, exclude)
+        records = Records(source.path, exclude)
         counts = Counter(str(record.get("license", "unknown")) for record in records)
         licences = ", ".join(f"{name} {n:,}" for name, n in counts.most_common())
         rows.append((f"`{source.path.name}`", f"{source.weight:g}", licences))

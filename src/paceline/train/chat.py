@@ -15,8 +15,7 @@ from typing import Any
 
 from transformers import PreTrainedTokenizerFast
 
-from paceline.core.params import is_unicode
-from paceline.train.records import RefusedError
+from paceline.train.records import RefusedError, unicode_text
 from paceline.train.tokenizer import END_OF_TURN
 
 ChatMessages = list[dict[str, Any]]
@@ -32,7 +31,6 @@ _SPEAKERS = {
 # Fields of files that hold questions to several turns and no answers.
 _QUESTIONS_ONLY = ("question_id", "category", "format")
 _THOUGHT = "</think>"
-HALF_A_PAIR = "it has half a surrogate pair, which is no character"
 
 
 @dataclass(frozen=True)
@@ -191,9 +189,7 @@ class ChatWriter:
     def prompt_ids(self, talk: Conversation, count: int) -> list[int]:
         """The first ``count`` messages as the model sees them when it is to answer. Raises
         RefusedError."""
-        prompt = self._written(talk, count, ask=True)
-        if not is_unicode(prompt):
-            raise RefusedError(HALF_A_PAIR)
+        prompt = unicode_text(self._written(talk, count, ask=True))
         return list(self._tokenizer.encode(prompt, add_special_tokens=False))
 
     def _written(self, talk: Conversation, count: int, ask: bool = False) -> str:

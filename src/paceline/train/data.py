@@ -9,7 +9,7 @@ the first ``prompt`` were given.
 from __future__ import annotations
 
 import zlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import islice
 from pathlib import Path
@@ -18,13 +18,12 @@ from typing import Any
 import numpy as np
 from transformers import PreTrainedTokenizerFast
 
-from paceline.core.params import is_unicode
 from paceline.core.stages import stage, warn
 from paceline.errors import DataError
 from paceline.files import telling, write_aside
 from paceline.files.ownership import claim, is_claimed
-from paceline.train.chat import HALF_A_PAIR, ChatWriter, conversation_of
-from paceline.train.records import FORMS, Refusals, RefusedError, Source, numbered_records
+from paceline.train.chat import ChatWriter, conversation_of
+from paceline.train.records import FORMS, Records, RefusedError, Source, unicode_text
 
 _CHUNK = 256  # records that are tokenised at once
 
@@ -61,42 +60,33 @@ def encode_stream(
     of each answer; of ids those after the prompt; of other text all. Lines that cannot be used are
     named in one line. Raises DataError if none can.
     """
-    reader, refused = _Reader(tokenizer, loss_on), Refusals(path)
-    ids: list[np.ndarray] = []
-    learn: list[np.ndarray] = []
+    reader, records = _Reader(tokenizer, loss_on), Records(path, exclude_licenses)
+    chunks: list[list[np.ndarray]] = []  # ids, and which are to be learnt
     lengths: list[int] = []
+    tokens = 0
     size = path.stat().st_size if path.is_file() else None
     with stage(f"tokenising {path.name}", total=size, unit="B") as doing:
-
-        def documents() -> Iterator[_Document]:
-            records = numbered_records(path, exclude_licenses, refused, doing.advance)
-            for number, record in records:
-                try:
-                    yield reader.read(record)
-                except RefusedError as why:
-                    refused.add(number, str(why))
-
-        read = documents()
-        while chunk := list(islice(read, _CHUNK)):
+        documents = records.made(reader.read, records.numbered(doing.advance))
+        while chunk := [document for _, document in islice(documents, _CHUNK)]:
             encoded = reader.encode(chunk)
-            lengths += [len(document) for document, _ in encoded]
-            ids.append(np.concatenate([document for document, _ in encoded]))
-            learn.append(np.concatenate([learnt for _, learnt in encoded]))
-            doing.advance(0, f"{len(lengths):,} records, {sum(map(len, ids)):,} tokens")
-    if not sum(lengths):
-        why = f": {refused.named}" if refused.count else ""
+            lengths += [len(ids) for ids, _ in encoded]
+            chunks.append([np.concatenate(rows) for rows in zip(*encoded, strict=True)])
+            tokens += len(chunks[-1][0])
+            doing.advance(0, f"{len(lengths):,} records, {tokens:,} tokens")
+    if not tokens:
+        why = f": {records.named}" if records.refused else ""
         raise DataError(
             f"{path} has no usable records (after leaving out {list(exclude_licenses)}){why}"
         )
-    refused.report(len(lengths))
+    records.report(len(lengths))
     if reader.writer.searched:
         warn(
             f"{path}: the chat template rewrites earlier turns; {reader.writer.searched:,} answers "
             "were found by their words"
         )
-    ends = np.cumsum(lengths)
-    starts = (ends - lengths)[np.array(lengths) > 0]
-    return Stream(path.name, np.concatenate(ids), np.concatenate(learn), starts)
+    starts = (np.cumsum(lengths) - lengths)[np.array(lengths) > 0]
+    ids, learn = (np.concatenate(rows) for rows in zip(*chunks, strict=True))
+    return Stream(path.name, ids, learn, starts)
 
 
 class _Reader:
@@ -120,23 +110,25 @@ class _Reader:
         """Raises RefusedError; DataError if ids are those of another tokenizer."""
         if record.get("ids") is not None:
             return self._given(record)
+        text, spans = self._written(record)
+        return _Document(unicode_text(text), spans)
+
+    def _written(self, record: dict[str, Any]) -> tuple[Any, list[tuple[int, int]] | None]:
         talk = conversation_of(record)
         if talk is None:
-            return _checked(_Document(record["text"]))
+            return record["text"], None
         try:
             text, spans = self.writer.write(talk)
         except RefusedError:
             if any(record.get(name) is not None for name in FORMS[1:-1]):
                 raise
-            return _checked(_Document(record["text"]))  # as text it can still be learnt
-        if self._whole:
-            return _checked(_Document(text))
-        if not any(start < end for start, end in spans):
+            return record["text"], None  # as text it can still be learnt
+        if not self._whole and not any(start < end for start, end in spans):
             raise RefusedError(
                 "its assistant says nothing (paceline train sample has questions answered, "
                 "--loss-on all learns the rest)"
             )
-        return _checked(_Document(text, spans))
+        return text, None if self._whole else spans
 
     def _given(self, record: dict[str, Any]) -> _Document:
         try:
@@ -183,14 +175,6 @@ class _Reader:
                 self._after_plain = plain
             encoded.append((ids, learn))
         return encoded
-
-
-def _checked(document: _Document) -> _Document:
-    if not isinstance(document.text, str):
-        raise RefusedError("its text is no text")
-    if not is_unicode(document.text):
-        raise RefusedError(HALF_A_PAIR)
-    return document
 
 
 def _learnt(

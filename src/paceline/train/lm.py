@@ -20,7 +20,7 @@ from paceline.train.data import Mixture
 from paceline.train.losses import distillation_loss, rows_that_count, text_loss
 from paceline.train.optim import MasterOptimizer
 from paceline.train.ranks import dealt
-from paceline.train.records import read_records
+from paceline.train.records import Records
 from paceline.train.tokenizer import END_OF_TURN, train_tokenizer
 from paceline.train.trainer import Progress, Trainer, run_name, save_model
 
@@ -77,7 +77,7 @@ class LMTrainer(Trainer):
         texts = (
             text
             for item in self.sources
-            for record in read_records(item.path, self.config.exclude_licenses)
+            for record in Records(item.path, self.config.exclude_licenses)
             if (text := own_text(record))
         )
         with stage(f"training a tokenizer of {self.config.vocab_size:,} tokens"):

@@ -9,18 +9,17 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from heapq import nsmallest
-from itertools import count as numbers
+from itertools import count, islice
 from typing import Any
 
 import numpy as np
 from transformers import PreTrainedTokenizerFast
 
-from paceline.core.params import is_unicode
 from paceline.core.stages import stage
 from paceline.errors import DataError
-from paceline.train.chat import HALF_A_PAIR, ChatWriter, Conversation, conversation_of
+from paceline.train.chat import ChatWriter, Conversation, conversation_of
 from paceline.train.configs import PromptSelection
-from paceline.train.records import Refusals, RefusedError, Source, numbered_records, read_records
+from paceline.train.records import Records, RefusedError, Source, unicode_text
 
 # What is asked about an answer, where a conversation has no further question of its own.
 FOLLOW_UPS = (
@@ -64,18 +63,17 @@ def prompts_of(
         wanted = selection.count
         if wanted is None and not _holds_conversations(source, selection):
             wanted = _TEXTS
-        count = None if wanted is None else round(wanted * source.weight / total)
+        share = None if wanted is None else round(wanted * source.weight / total)
         seed = (selection.seed, number)
-        prompts += prompts_of_file(source, tokenizer, replace(selection, count=count), seed)
+        prompts += prompts_of_file(source, tokenizer, replace(selection, count=share), seed)
     order = np.random.default_rng(selection.seed).permutation(len(prompts))
     return [replace(prompts[index], number=int(index)) for index in order]
 
 
 def _holds_conversations(source: Source, selection: PromptSelection) -> bool:
     """Going by its first record."""
-    for record in read_records(source.path, selection.exclude_licenses):
-        return all(record.get(name) is None for name in ("ids", "text"))
-    return False
+    record = next(iter(Records(source.path, selection.exclude_licenses)), {"text": ""})
+    return record.get("ids") is None and record.get("text") is None
 
 
 def prompts_of_file(
@@ -96,25 +94,20 @@ def prompts_of_file(
         return []
     rng = np.random.default_rng(seed)
     opener = _Opener(tokenizer, selection, rng, any_turn)
-    refused = Refusals(source.path)
+    records = Records(source.path, selection.exclude_licenses)
     prompts: list[NumberedPrompt] = []
     what = f"reading the prompts of {source.path.name}"
     with stage(what, total=wanted, unit="prompts") as doing:
-        records = numbered_records(source.path, selection.exclude_licenses, refused)
+        numbered = records.numbered()
         if wanted is not None:  # twice as many and some more: not all can be used
-            keyed = zip(iter(rng.random, None), numbers(), records)
-            records = (item for *_, item in nsmallest(2 * wanted + 64, keyed))
-        for line, record in records:
-            if len(prompts) == wanted:
-                break
-            try:
-                prompts.append(opener.prompt(record))
-                doing.advance()
-            except RefusedError as why:
-                refused.add(line, str(why))
+            keyed = zip(iter(rng.random, None), count(), numbered)
+            numbered = (item for *_, item in nsmallest(2 * wanted + 64, keyed))
+        for _, prompt in islice(records.made(opener.prompt, numbered), wanted):
+            prompts.append(prompt)
+            doing.advance()
     if not prompts:
-        raise DataError(f"{source.path} has no prompt that can be answered: {refused.named}")
-    refused.report(len(prompts))
+        raise DataError(f"{source.path} has no prompt that can be answered: {records.named}")
+    records.report(len(prompts))
     return prompts
 
 
@@ -165,11 +158,7 @@ class _Opener:
             if len(given) > self._selection.max_prompt:
                 raise RefusedError(f"its prompt has {len(given)} tokens, more than --max-prompt")
             return given
-        if not isinstance(text, str):
-            raise RefusedError("its text is no text")
-        if not is_unicode(text):
-            raise RefusedError(HALF_A_PAIR)
-        ids = self._tokenizer.encode(text)
+        ids = self._tokenizer.encode(unicode_text(text))
         longest = min(self._selection.longest, self._selection.max_prompt, len(ids) - 1)
         if longest < _SHORTEST:
             raise RefusedError(f"it has no beginning of {_SHORTEST} tokens")

@@ -5,11 +5,12 @@ from __future__ import annotations
 import gzip
 import json
 import zlib
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import IO, Any, cast
+from typing import IO, Any, TypeVar, cast
 
+from paceline.core.params import is_unicode
 from paceline.core.stages import warn
 from paceline.errors import DataError
 
@@ -17,10 +18,21 @@ from paceline.errors import DataError
 FORMS = ("ids", "messages", "conversations", "turns", "text")
 _NAMED = 3  # refused lines that are told one by one
 _TICK = 64  # lines between two reports of progress
+_In = TypeVar("_In")
+_Out = TypeVar("_Out")
 
 
 class RefusedError(Exception):
-    """Why one record cannot be used. It never leaves this package: ``Refusals`` collects it."""
+    """Why one record cannot be used. It never leaves this package: ``Records`` collects it."""
+
+
+def unicode_text(text: object) -> str:
+    """The text itself. Raises RefusedError for anything else."""
+    if not isinstance(text, str):
+        raise RefusedError("its text is no text")
+    if not is_unicode(text):
+        raise RefusedError("it has half a surrogate pair, which is no character")
+    return text
 
 
 @dataclass(frozen=True)
@@ -51,65 +63,69 @@ class Source:
         return cls(Path(path), value)
 
 
-class Refusals:
-    """The lines of a file that were left out, and why: how many, and the first few."""
+class Records:
+    """The records of a JSONL(.gz) file, without those whose licence contains an excluded string.
 
-    def __init__(self, path: Path) -> None:
-        self.path = path
-        self.count = 0
+    Lines that cannot be used are left out: how many these were and the first few are in ``named``.
+    """
+
+    def __init__(self, path: Path, exclude_licenses: Sequence[str] = ()) -> None:
+        self.path, self._exclude = path, exclude_licenses
+        self.refused = 0
         self._first: list[str] = []
 
-    def add(self, line: int, why: str) -> None:
-        self.count += 1
-        if len(self._first) < _NAMED:
-            self._first.append(f"line {line}: {why}")
+    def __iter__(self) -> Iterator[dict[str, Any]]:
+        """Raises DataError if the file cannot be read at all."""
+        return (record for _, record in self.numbered())
+
+    def numbered(
+        self, advance: Callable[[int], None] = lambda size: None
+    ) -> Iterator[tuple[int, dict[str, Any]]]:
+        """Records with their line numbers; ``advance`` is told the bytes read since the last time.
+
+        Raises DataError if the file cannot be read at all.
+        """
+        before = 0
+        try:
+            with self.path.open("rb") as raw:
+                packed = self.path.suffix == ".gz"
+                lines = cast("IO[bytes]", gzip.GzipFile(fileobj=raw)) if packed else raw
+                for number, record in self.made(_record, enumerate(lines, 1)):
+                    if number % _TICK == 0:
+                        advance(raw.tell() - before)
+                        before = raw.tell()
+                    licence = str((record or {}).get("license", ""))
+                    if record is not None and not any(word in licence for word in self._exclude):
+                        yield number, record
+                advance(raw.tell() - before)
+        except (OSError, EOFError, zlib.error) as error:
+            raise DataError(f"cannot read {self.path}: {error}") from None
+
+    def made(
+        self, make: Callable[[_In], _Out], numbered: Iterable[tuple[int, _In]]
+    ) -> Iterator[tuple[int, _Out]]:
+        """What ``make`` makes of numbered lines or records; those that it refuses are left out."""
+        for number, item in numbered:
+            try:
+                made = make(item)
+            except RefusedError as why:
+                self.refused += 1
+                if self.refused <= _NAMED:
+                    self._first.append(f"line {number}: {why}")
+                continue
+            yield number, made
 
     @property
     def named(self) -> str:
-        more = self.count - len(self._first)
+        """The first lines that were left out, and why."""
+        more = self.refused - len(self._first)
         return "; ".join([*self._first, f"and {more:,} more"] if more else self._first)
 
     def report(self, used: int) -> None:
         """Say what was left out beside ``used`` records, if anything was."""
-        if self.count:
-            lines = "line" if self.count == 1 else "lines"
-            warn(f"{self.path}: {self.count:,} {lines} left out, {used:,} used ({self.named})")
-
-
-def numbered_records(
-    path: Path,
-    exclude_licenses: Sequence[str] = (),
-    refused: Refusals | None = None,
-    advance: Callable[[int], None] = lambda size: None,
-) -> Iterator[tuple[int, dict[str, Any]]]:
-    """Line numbers and records of a file, without excluded licences and what is no record.
-
-    ``advance`` is told the bytes of the file that were read since the last time. Raises DataError
-    if the file cannot be read at all.
-    """
-    refused = Refusals(path) if refused is None else refused
-    before = 0
-    try:
-        with path.open("rb") as raw:
-            packed = path.suffix == ".gz"
-            lines = cast("IO[bytes]", gzip.GzipFile(fileobj=raw)) if packed else raw
-            for number, line in enumerate(lines, 1):
-                if number % _TICK == 0:
-                    advance(raw.tell() - before)
-                    before = raw.tell()
-                try:
-                    record = _record(line)
-                except RefusedError as why:
-                    refused.add(number, str(why))
-                    continue
-                if record is None:
-                    continue
-                licence = str(record.get("license", ""))
-                if not any(word in licence for word in exclude_licenses):
-                    yield number, record
-            advance(raw.tell() - before)
-    except (OSError, EOFError, zlib.error) as error:
-        raise DataError(f"cannot read {path}: {error}") from None
+        if self.refused:
+            lines = "line" if self.refused == 1 else "lines"
+            warn(f"{self.path}: {self.refused:,} {lines} left out, {used:,} used ({self.named})")
 
 
 def _record(line: bytes) -> dict[str, Any] | None:
@@ -130,9 +146,3 @@ def _record(line: bytes) -> dict[str, Any] | None:
     if not record[form]:
         raise RefusedError(f"its {form} is empty")
     return record
-
-
-def read_records(path: Path, exclude_licenses: Sequence[str] = ()) -> Iterator[dict[str, Any]]:
-    """Records of a JSONL(.gz) file, without those whose licence contains an excluded string."""
-    for _, record in numbered_records(path, exclude_licenses):
-        yield record
