@@ -12,7 +12,7 @@ import sys
 
 import torch
 import torch.nn.functional as F
-from transformers import PreTrainedModel, PreTrainedTokenizerFast
+from transformers import PreTrainedTokenizerFast
 
 from paceline.errors import ConfigError, VocabularyMismatchError
 from paceline.model.loading import load_tokenizer
@@ -54,13 +54,10 @@ class DraftTrainer(DraftingTrainer, LMTrainer):
 
     def prepare(self) -> None:
         super().prepare()
+        assert self.teacher is not None
+        self.drafts_for = self.teacher
         limits = [context_of(model, sys.maxsize) for model in (self.model, self.teacher)]
         self.long_len = max(self.config.seq_len, min(self.long_len, *limits))
-
-    @property
-    def drafts_for(self) -> PreTrainedModel:
-        assert self.teacher is not None
-        return self.teacher
 
     def _tokenizer(self) -> PreTrainedTokenizerFast:
         tokenizer = super()._tokenizer()

@@ -8,16 +8,13 @@ run continues exactly.
 from __future__ import annotations
 
 from abc import abstractmethod
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import replace
-from functools import cached_property
 from pathlib import Path
-from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import nn
-from transformers import PreTrainedModel
 
 from paceline.core.stages import stage
 from paceline.errors import ConfigError
@@ -42,14 +39,15 @@ class HeadTrainer(DraftingTrainer):
     config: HeadConfig
     result = noun = "head"
     what = "A head"  # what kind it is, for the model card
-    trains_target = False
+    target_from: int | None = None  # the step from which the target learns, too
 
     def prepare(self) -> None:
         config = self.config
         self.tokenizer = load_tokenizer(config.target)
         dtype = resolve_dtype(config.dtype, self.device) or torch.bfloat16
         with stage(f"loading {config.target}"):
-            self.target: PreTrainedModel = load_module(config.target, dtype, self.device, "sdpa")
+            self.target = load_module(config.target, dtype, self.device, "sdpa")
+        self.drafts_for = self.target
         self.target.requires_grad_(False)
         self.shape = self.target.config.get_text_config(decoder=True)
         self.check_shape()
@@ -60,16 +58,16 @@ class HeadTrainer(DraftingTrainer):
         weights = [source.weight for source in self.sources]
         self.documents = Documents(streams, weights, config.seed, rows)
         torch.manual_seed(config.seed)
-        self.head = self.new_head().to(self.device, dtype)
-        self._target_forward: Callable[..., Any] = self.target
-        self._body_forward: Callable[..., Any] = self.target.base_model
+        self.learner = self.head = self.new_head().to(self.device, dtype)
+        self.optimizers = self.new_optimizers()
+        self._head_is_product = self._is_product()
+        # Without the head: its product of one row a window copies the whole weight.
+        self._forward = self.target.base_model if self._head_is_product else self.target
         if self.compiled:
             # Documents have many lengths: one compilation for all. CPU needs a C++ compiler.
-            self._target_forward = torch.compile(self.target, dynamic=True)
-            self._body_forward = torch.compile(self.target.base_model, dynamic=True)
-        self.optimizers = self.new_optimizers()
+            self._forward = torch.compile(self._forward, dynamic=True)
         self._reader: NativeReader | None = None
-        by_kernels = self.device.type == "cpu" and not self.compiled and not self.trains_target
+        by_kernels = self.device.type == "cpu" and not self.compiled and self.target_from is None
         if by_kernels and self._head_is_product:
             self._reader = NativeReader.of(self.target, config.target)
         self._seen: dict[int, Observed] = {}  # held-out texts, by their places
@@ -77,14 +75,6 @@ class HeadTrainer(DraftingTrainer):
         if config.cache_features:
             embedding = self.target.get_input_embeddings()
             self._cache = FeatureCache(self.out / "features", self.observe_windows, embedding)
-
-    @property
-    def learner(self) -> nn.Module:
-        return self.head
-
-    @property
-    def drafts_for(self) -> PreTrainedModel:
-        return self.target
 
     # -- what a kind of head says --------------------------------------------------------------
 
@@ -116,8 +106,7 @@ class HeadTrainer(DraftingTrainer):
 
     def new_optimizers(self) -> list[MasterOptimizer]:
         """What steps the head; and the target, if it learns too."""
-        config = self.config
-        return [MasterOptimizer(self.head, config.lr, config.adam_lr, config.weight_decay)]
+        return [self.new_optimizer(self.head)]
 
     # -- the target ----------------------------------------------------------------------------
 
@@ -131,34 +120,35 @@ class HeadTrainer(DraftingTrainer):
         """Width of the target's logits."""
         return int(self.target.get_output_embeddings().weight.shape[0])
 
+    @property
+    def target_learns(self) -> bool:
+        """At this step."""
+        return self.target_from is not None and self.step >= self.target_from
+
     def observe_windows(self, windows: Windows) -> Observed:
         """What the target says about the windows."""
         return self.observe(windows.ids.to(self.device), windows.learn.to(self.device))
 
-    @torch.no_grad()
     def observe(self, ids: torch.Tensor, learn: torch.Tensor | None = None) -> Observed:
         """Look at windows ``[B, W]`` through the target; ``learn`` as in Observed, None is all.
 
         Windows padded at the end need no mask: no token sees what comes after it.
         """
         logits = None
-        if self._reader is not None:
-            *chosen, final = self._reader.read(ids, (*self.feature_layers, self.num_layers))
-        else:
-            product = self._head_is_product
-            # Without the head: its product of one row a window copies the whole weight.
-            forward = self._body_forward if product else self._target_forward
-            out = forward(input_ids=ids, use_cache=False, output_hidden_states=True)
-            final, logits = out.hidden_states[-1], None if product else out.logits
-            chosen = [out.hidden_states[layer] for layer in self.feature_layers]
-        only = len(chosen) == 1 and self.feature_layers[0] == self.num_layers
-        features = final if only else torch.cat(chosen, -1)
+        with torch.set_grad_enabled(self.target_learns and torch.is_grad_enabled()):
+            if self._reader is not None:
+                *chosen, final = self._reader.read(ids, (*self.feature_layers, self.num_layers))
+            else:
+                out = self._forward(input_ids=ids, use_cache=False, output_hidden_states=True)
+                final, logits = out.hidden_states[-1], getattr(out, "logits", None)
+                chosen = [out.hidden_states[layer] for layer in self.feature_layers]
+            only = len(chosen) == 1 and self.feature_layers[0] == self.num_layers
+            features = final if only else torch.cat(chosen, -1)
+            embeds = self.target.get_input_embeddings()(ids)
         learn = torch.ones_like(ids, dtype=torch.bool) if learn is None else learn
-        embeds = self.target.get_input_embeddings()(ids)
         return Observed(ids, learn, embeds, features, final, logits)
 
-    @cached_property
-    def _head_is_product(self) -> bool:
+    def _is_product(self) -> bool:
         """Whether the target's logits are its head's product with the last hidden states and
         nothing more (no cap, no scale), so that they can be made for single rows and tokens."""
         ids = torch.arange(8, device=self.device)[None] % self.vocab_size

@@ -7,7 +7,6 @@ from pathlib import Path
 
 import numpy as np
 import torch
-from torch import nn
 from transformers import PreTrainedModel, PreTrainedTokenizerFast
 
 from paceline.core.stages import stage
@@ -18,7 +17,6 @@ from paceline.train.chat import own_text
 from paceline.train.configs import LMConfig as LMConfig
 from paceline.train.data import Mixture
 from paceline.train.losses import distillation_loss, rows_that_count, text_loss
-from paceline.train.optim import MasterOptimizer
 from paceline.train.ranks import dealt
 from paceline.train.records import Records
 from paceline.train.tokenizer import END_OF_TURN, train_tokenizer
@@ -48,7 +46,7 @@ class LMTrainer(Trainer):
         measured = self.valid_sources if self.measured == "validation" else []
         self.validation = {source.name: self.stream_of(source) for source in measured}
         torch.manual_seed(config.seed)
-        self.model = self._new_model().train()
+        self.learner = self.model = self._new_model().train()
         self.teacher: PreTrainedModel | None = None
         if config.teacher is not None:
             self.teacher = self._load(config.teacher).requires_grad_(False)
@@ -56,14 +54,7 @@ class LMTrainer(Trainer):
         self._loss = (
             torch.compile(self._eager_loss, dynamic=False) if self.compiled else self._eager_loss
         )
-        self.optimizers = [
-            MasterOptimizer(self.model, config.lr, config.adam_lr, config.weight_decay)
-        ]
-
-    @property
-    def learner(self) -> nn.Module:
-        module: nn.Module = self.model
-        return module
+        self.optimizers = [self.new_optimizer(self.model)]
 
     # -- set-up ----------------------------------------------------------------------------
 

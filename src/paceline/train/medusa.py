@@ -41,12 +41,11 @@ class MedusaTrainer(HeadTrainer):
 
     def check(self) -> None:
         config = self.config
-        self.trains_target = config.joint
         if config.layers < 1 and config.shared_head:
             raise ConfigError("heads without a block that share the target's head have no weights")
         self.what = "Medusa heads"
         if config.joint:
-            self.what = "Medusa-2 heads"
+            self.what, self.target_from = "Medusa-2 heads", config.joint_after
             self.alone = "Medusa-2 trains the target, too, in one process only"
             check_folder(self.out / "model", "the model")
             if config.cache_features:
@@ -58,11 +57,6 @@ class MedusaTrainer(HeadTrainer):
     @property
     def feature_layers(self) -> tuple[int, ...]:
         return (self.num_layers,)
-
-    @property
-    def joint(self) -> bool:
-        """Whether the target learns at this step."""
-        return self.config.joint and self.step >= self.config.joint_after
 
     @property
     def lm_head(self) -> nn.Linear:
@@ -91,31 +85,19 @@ class MedusaTrainer(HeadTrainer):
         return heads
 
     def new_optimizers(self) -> list[MasterOptimizer]:
-        config = self.config
-        outer = (f".{config.layers}.weight",)  # a head's vocabulary layer
-        decay, share = config.weight_decay, config.target_lr
-        heads = MasterOptimizer(self.head, config.lr, config.adam_lr, decay, outer)
-        if not config.joint:
+        outer = (f".{self.config.layers}.weight",)  # a head's vocabulary layer
+        heads = self.new_optimizer(self.head, outer=outer)
+        if not self.config.joint:
             return [heads]
-        self.target.requires_grad_(True)
-        rates = share * config.lr, share * config.adam_lr
-        return [heads, MasterOptimizer(self.target, *rates, decay)]
+        return [heads, self.new_optimizer(self.target.requires_grad_(True), self.config.target_lr)]
 
     def update(self, scale: float) -> None:
         super().update(scale)
-        if self.joint:  # the target's rates rise once more
+        if self.target_learns:  # its rates rise once more
             steps = self.step - self.config.joint_after + 1
             self.optimizers[1].step(scale * min(1.0, steps / self.config.warmup))
 
     # -- loss ----------------------------------------------------------------------------------
-
-    def observe(self, ids: torch.Tensor, learn: torch.Tensor | None = None) -> Observed:
-        if not self.joint or not torch.is_grad_enabled():
-            return super().observe(ids, learn)
-        out = self._target_forward(input_ids=ids, use_cache=False, output_hidden_states=True)
-        final = out.hidden_states[-1]
-        learn = torch.ones_like(ids, dtype=torch.bool) if learn is None else learn
-        return Observed(ids, learn, final[..., :0], final, final, out.logits)
 
     def loss(self, seen: Observed) -> torch.Tensor:
         config = self.config
@@ -129,9 +111,12 @@ class MedusaTrainer(HeadTrainer):
             result = result + weight * loss_ahead(places, k, learn, logits, probs, row_of)
         if not features.requires_grad:
             return result
-        assert seen.logits is not None
         wanted = seen.learn[:, 1:]
-        text = F.cross_entropy(seen.logits[:, :-1][wanted].float(), seen.ids[:, 1:][wanted])
+        if seen.logits is None:
+            logits = self.lm_head(seen.final[:, :-1][wanted])
+        else:
+            logits = seen.logits[:, :-1][wanted]
+        text = F.cross_entropy(logits.float(), seen.ids[:, 1:][wanted])
         return text + config.joint_weight * result
 
     # -- held-out acceptance -------------------------------------------------------------------

@@ -86,6 +86,8 @@ class Trainer(ABC):
     alone = ""  # why only one process can train it; empty if several can
     rank, ranks = 0, 1  # of the processes that train it together: see train/parallel.py
 
+    # ``prepare`` makes these.
+    learner: nn.Module  # what is trained, and written in the end
     optimizers: list[MasterOptimizer]  # the first is that of ``learner``
     tokenizer: PreTrainedTokenizerFast
 
@@ -93,6 +95,7 @@ class Trainer(ABC):
         self, config: TrainConfig, out: Path, device: str = "auto", compiled: bool = False
     ) -> None:
         self.config, self.out, self.compiled = config, out, compiled
+        self.checkpoint = out / "checkpoint.pt"
         self.check()
         self.device = resolve_device(device)
         self.sources = [Source.parse(spec) for spec in config.data]
@@ -114,12 +117,7 @@ class Trainer(ABC):
 
     @abstractmethod
     def prepare(self) -> None:
-        """Load and make everything, ``optimizers`` and ``tokenizer`` among it."""
-
-    @property
-    @abstractmethod
-    def learner(self) -> nn.Module:
-        """What is trained, and written in the end."""
+        """Load and make everything."""
 
     @abstractmethod
     def losses(self) -> Iterator[torch.Tensor]:
@@ -140,16 +138,18 @@ class Trainer(ABC):
     def about(self) -> str:
         """What was made from what, for the model card."""
 
+    def new_optimizer(self, model: nn.Module, share: float = 1.0, **how: Any) -> MasterOptimizer:
+        """Steps a model at a share of the rates."""
+        config = self.config
+        rates = share * config.lr, share * config.adam_lr
+        return MasterOptimizer(model, *rates, config.weight_decay, **how)
+
     def stream_of(self, source: Source) -> Stream:
         """The tokens of a file of the run, which has its ``tokenizer`` by then."""
         config, folder = self.config, self.out / "tokens"
         return token_stream(folder, source, self.tokenizer, config.exclude_licenses, config.loss_on)
 
     # -- checkpoints -------------------------------------------------------------------------------
-
-    @property
-    def checkpoint(self) -> Path:
-        return self.out / "checkpoint.pt"
 
     def _read_checkpoint(self) -> dict[str, Any] | None:
         saved, self.note = read_state(self.checkpoint)
@@ -228,11 +228,7 @@ class DraftingTrainer(Trainer):
     spec = ""
     measured = "acceptance"
     held_out: list[WrittenText] | None = None  # None: not read yet
-
-    @property
-    @abstractmethod
-    def drafts_for(self) -> PreTrainedModel:
-        """The target."""
+    drafts_for: PreTrainedModel  # the target; ``prepare`` loads it
 
     @property
     def measured_drafts(self) -> str:
