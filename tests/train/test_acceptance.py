@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from paceline.train.acceptance import AcceptanceCounts, match_matrix, total, walk
+from paceline.train.acceptance import AcceptanceCounts, drafting_rows, ranks_of, total, walk
 
 
 def matrix(rows: list[str]) -> torch.Tensor:
@@ -58,7 +58,8 @@ def test_walking_a_text_equals_decoding_it(seed: int) -> None:
     length, prompt = int(torch.randint(8, 30, (), generator=generator)), 4
     text = torch.randint(0, 2, (length,), generator=generator)
     drafts = torch.randint(0, 2, (length, 3), generator=generator)
-    found = walk(match_matrix(drafts, text, prompt))
+    rows = drafting_rows(text, prompt)
+    found = walk(ranks_of(drafts[rows, :, None], text, rows) == 0)
     assert (found.tokens, found.steps) == by_hand(text.tolist(), prompt, drafts.tolist())
 
 

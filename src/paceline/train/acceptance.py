@@ -100,22 +100,27 @@ def walk(matches: torch.Tensor, undrafted: int = 1) -> AcceptanceCounts:
     return AcceptanceCounts(undrafted + count, steps, tuple(reached), tuple(accepted))
 
 
-def match_matrix(drafts: torch.Tensor, text: torch.Tensor, prompt: int) -> torch.Tensor:
-    """The bool ``[n, length]`` of ``walk`` from the drafts at every position of a text.
+def drafting_rows(text: torch.Tensor, prompt: int) -> slice:
+    """The n positions of a text ``[T]`` that steps of a head may start from.
 
-    ``drafts`` int64 ``[T, length]``: row t, made from the features at position t and the token
-    at t + 1, proposes tokens t + 2, t + 3, ... ``text`` int64 ``[T]``, of which the first
-    ``prompt`` tokens were given. The target's first token comes without a draft, with the
-    prompt's own step, so n is T - prompt - 1.
+    A draft from position t, of the features there and the token at t + 1, proposes tokens t + 2,
+    t + 3, ... The token after the ``prompt`` comes without a draft, with the prompt's own step.
     """
-    end = len(text)
-    count = max(0, end - prompt - 1)
-    length = drafts.shape[1]
-    rows = torch.arange(prompt - 1, prompt - 1 + count, device=text.device)[:, None]
-    wanted = rows + 2 + torch.arange(length, device=text.device)
-    expected = text[wanted.clamp(max=end - 1)]
-    drafted = drafts[prompt - 1 : prompt - 1 + count]
-    return (drafted == expected) & (wanted < end)
+    return slice(prompt - 1, max(prompt - 1, len(text) - 2))
+
+
+def ranks_of(candidates: torch.Tensor, text: torch.Tensor, rows: slice) -> torch.Tensor:
+    """At which rank candidates ``[n, length, k]`` of drafts from ``rows`` have the text's tokens.
+
+    int64 ``[n, length]``: k where it is not among them, -1 beyond the text's end. ``walk`` takes
+    ``ranks == 0``.
+    """
+    count, length, k = candidates.shape
+    ahead = torch.arange(2, 2 + length, device=text.device)
+    wanted = torch.arange(rows.start, rows.start + count, device=text.device)[:, None] + ahead
+    right = candidates == text[wanted.clamp(max=len(text) - 1)][..., None]
+    ranks = torch.where(right.any(-1), right.long().argmax(-1), k)
+    return torch.where(wanted < len(text), ranks, -1)
 
 
 _LONGEST = 1024  # tokens of a held-out conversation: summaries need their texts

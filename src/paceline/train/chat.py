@@ -45,7 +45,7 @@ class Conversation:
 
     @property
     def answers(self) -> list[int]:
-        """Places of the assistant's messages."""
+        """Numbers of the assistant's messages."""
         return [k for k, message in enumerate(self.messages) if message["role"] == "assistant"]
 
     @property

@@ -18,7 +18,7 @@ from torch.nn.utils.rnn import pad_sequence
 from paceline.errors import DataError
 from paceline.train.data import Stream
 
-SHORTEST = 4  # tokens: with fewer there is no place to draft from
+SHORTEST = 4  # tokens: with fewer there is nowhere to draft from
 
 
 @dataclass(frozen=True)
@@ -33,7 +33,7 @@ class Windows:
 
     @property
     def drafts(self) -> int:
-        """Places that drafts start from: the token after the next one is to be learnt."""
+        """Positions that drafts start from: the token after the next one is to be learnt."""
         return int(self.learn[:, 2:].sum())
 
 

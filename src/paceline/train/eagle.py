@@ -8,6 +8,7 @@ learnt, no features. EAGLE-1 (Li et al. 2024, arXiv 2401.15077): the head predic
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from pathlib import Path
 
 import numpy as np
@@ -18,7 +19,13 @@ from paceline.draft.heads.eagle_format import load_eagle, save_eagle
 from paceline.draft.heads.eagle_head import EagleConfig, EagleHead, default_feature_layers
 from paceline.draft.spec import TargetShape
 from paceline.errors import ConfigError
-from paceline.train.acceptance import AcceptanceCounts, WrittenText, match_matrix, walk
+from paceline.train.acceptance import (
+    AcceptanceCounts,
+    WrittenText,
+    drafting_rows,
+    ranks_of,
+    walk,
+)
 from paceline.train.configs import EagleTrainConfig as EagleTrainConfig
 from paceline.train.heads import HeadTrainer
 from paceline.train.losses import falling
@@ -107,74 +114,68 @@ class EagleTrainer(HeadTrainer):
 
     def loss(self, seen: Observed) -> torch.Tensor:
         config, head = self.config, self.head
-        windows, width = seen.ids.shape
-        places = DraftStarts.of(seen.learn)
-        with torch.no_grad():
-            probs, row_of = self._probs(seen)
-        stride = config.ttt_stride
-        then, kept = places.every(stride, self.step) if stride > 1 else (places, None)
-        attend = UnrolledAttention(places, then)
-        learn, features = self._learnable(seen), seen.features.flatten(0, 1)
-        embeds = F.pad(seen.embeds[:, 1:], (0, 0, 0, 1)).flatten(0, 1)  # of the next tokens
-        positions = torch.arange(width, device=seen.ids.device).repeat(windows)
-        hidden = head(embeds, head.fuse(features), positions, attend, places.flat)
-        result: torch.Tensor = hidden.new_zeros((), dtype=torch.float32)
-        for j, weight in enumerate(falling(config.step_decay, config.ttt_steps)):
-            if j == 1:
-                places, hidden = then, hidden if kept is None else hidden[kept]
-            if j:
-                hidden = head(embeds[places.ahead(j)], hidden, places.position + j, attend)
-            step = loss_ahead(places, j, learn, head.logits(hidden), probs, row_of)
+        learn, ids = seen.learn, None
+        if head.config.draft_vocab_size < head.config.vocab_size:  # others are never drafted
+            learn = learn & head.t2d[seen.ids]
+            ids = head.to_target_ids(torch.arange(len(head.d2t), device=seen.ids.device))
+        probs, row_of = self.target_probs(seen, ids)
+        features = seen.features.flatten(0, 1)
+        result = torch.zeros((), device=features.device)
+        steps = self.unrolled(seen, DraftStarts.of(seen.learn), config.ttt_steps, config.ttt_stride)
+        weights = falling(config.step_decay, config.ttt_steps)
+        for j, ((starts, hidden), weight) in enumerate(zip(steps, weights, strict=True)):
+            step = loss_ahead(starts, j, learn.flatten(), head.logits(hidden), probs, row_of)
             if config.version == 1:
-                feature = features[places.ahead(1 + j)].float()
+                feature = features[starts.ahead(1 + j)].float()
                 distance = F.smooth_l1_loss(hidden.float(), feature, reduction="none").mean(-1)
                 step = config.token_weight * step + config.feature_weight * (
-                    (distance * places.inside(1 + j)).mean()
+                    (distance * starts.inside(1 + j)).mean()
                 )
             result = result + weight * step
         return result
 
-    def _learnable(self, seen: Observed) -> torch.Tensor:
-        """bool ``[B * W]``: tokens to be learnt that the head can draft at all."""
-        learn: torch.Tensor = seen.learn
-        if self.head.config.draft_vocab_size < self.head.config.vocab_size:
-            learn = learn & self.head.t2d[seen.ids]
-        return learn.flatten()
+    def unrolled(
+        self, seen: Observed, starts: DraftStarts, steps: int, stride: int = 1
+    ) -> Iterator[tuple[DraftStarts, torch.Tensor]]:
+        """Of each drafting step the N drafts that take it, and the head's hidden states ``[N, d]``.
 
-    def _probs(self, seen: Observed) -> tuple[torch.Tensor, torch.Tensor]:
-        """What the draft should say: distributions ``[M, draft_vocab]`` of the M places whose next
-        token is to be learnt, and int64 ``[B * W]``, which of them a place has (0 where none)."""
-        head, ids = self.head, None
-        if head.config.draft_vocab_size < head.config.vocab_size:
-            ids = head.to_target_ids(torch.arange(len(head.d2t), device=seen.ids.device))
-        return self.target_probs(seen, ids)
+        The text's own tokens stand in for drafted ones. With a ``stride`` all take the first step
+        and every so manieth the others.
+        """
+        head, (windows, width) = self.head, seen.ids.shape
+        then, kept = starts.every(stride, self.step) if stride > 1 else (starts, slice(None))
+        attend = UnrolledAttention(starts, then)
+        embeds = F.pad(seen.embeds[:, 1:], (0, 0, 0, 1)).flatten(0, 1)  # of the next tokens
+        positions = torch.arange(width, device=seen.ids.device).repeat(windows)
+        fused = head.fuse(seen.features.flatten(0, 1))
+        hidden = head(embeds, fused, positions, attend, starts.flat)
+        yield starts, hidden
+        hidden = hidden[kept]
+        for j in range(1, steps):
+            hidden = head(embeds[then.ahead(j)], hidden, then.position + j, attend)
+            yield then, hidden
 
     # -- drafts --------------------------------------------------------------------------------
 
     def acceptance_of(self, text: WrittenText) -> AcceptanceCounts:
         seen = self.seen_of(text)
-        drafts = self.drafts(seen, self.config.draft_length)
-        return walk(match_matrix(drafts, seen.ids[0], text.prompt))
+        rows = drafting_rows(seen.ids[0], text.prompt)
+        drafts = self.drafts(seen, self.config.draft_length)[rows]
+        return walk(ranks_of(drafts[..., None], seen.ids[0], rows) == 0)
 
     def drafts(self, seen: Observed, length: int) -> torch.Tensor:
         """For one text (B = 1): int64 ``[W, length]``, target ids of greedy drafts.
 
         Row t drafts from the features up to t and the text's token t + 1; column j is about
-        token t + 2 + j, the text's own tokens standing in for the draft's earlier ones.
+        token t + 2 + j. What a draft says beyond the text's end is never compared.
         """
-        head, rows = self.head, seen.ids.shape[1]
-        places = DraftStarts.of(torch.ones_like(seen.learn))
-        attend = UnrolledAttention(places)
-        embeds = F.pad(seen.embeds[0, 1:], (0, 0, 0, 1))
-        positions = torch.arange(rows, device=seen.ids.device)
-        hidden = head(embeds, head.fuse(seen.features[0]), positions, attend, places.flat)
-        levels = []
-        for j in range(length):
-            if j:  # what a draft says beyond the text's end is never compared
-                hidden = head(embeds[places.ahead(j)], hidden, places.position + j, attend)
-            levels.append(head.to_target_ids(head.logits(hidden).argmax(-1)))
-        drafted = torch.full((rows, length), -1, dtype=torch.long, device=seen.ids.device)
-        drafted[places.flat] = torch.stack(levels, 1)
+        head, starts = self.head, DraftStarts.of(torch.ones_like(seen.learn))
+        levels = [
+            head.to_target_ids(head.logits(hidden).argmax(-1))
+            for _, hidden in self.unrolled(seen, starts, length)
+        ]
+        drafted = torch.full((seen.ids.shape[1], length), -1, device=seen.ids.device)
+        drafted[starts.flat] = torch.stack(levels, 1)
         return drafted
 
     def write_head(self, folder: Path) -> None:

@@ -70,7 +70,7 @@ class HeadTrainer(DraftingTrainer):
         by_kernels = self.device.type == "cpu" and not self.compiled and self.target_from is None
         if by_kernels and self._head_is_product:
             self._reader = NativeReader.of(self.target, config.target)
-        self._seen: dict[int, Observed] = {}  # held-out texts, by their places
+        self._seen: dict[int, Observed] = {}  # held-out texts, by their ids
         self._cache: FeatureCache | None = None
         if config.cache_features:
             embedding = self.target.get_input_embeddings()
@@ -89,7 +89,7 @@ class HeadTrainer(DraftingTrainer):
 
     @abstractmethod
     def loss(self, seen: Observed) -> torch.Tensor:
-        """Mean loss over the places that drafts start from."""
+        """Mean loss over the positions that drafts start from."""
 
     @abstractmethod
     def write_head(self, folder: Path) -> None:
@@ -159,14 +159,15 @@ class HeadTrainer(DraftingTrainer):
         near = 0.02 * float(logits.abs().max())
         return product.shape == logits.shape and torch.allclose(product, logits, 0.02, near)
 
+    @torch.no_grad()
     def target_probs(
         self, seen: Observed, ids: torch.Tensor | None = None
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """What the target says where the next token is to be learnt, over the tokens ``ids`` or
         all of them, ``argmax_weight`` of it moved to the likeliest one.
 
-        Distributions ``[M, len(ids)]`` of these M places, and int64 ``[B * W]``, which of them a
-        place of the windows has (0 where none).
+        Distributions ``[M, len(ids)]`` of these M positions, and int64 ``[B * W]``, which of them
+        a position of the windows has (0 where none).
         """
         flat = F.pad(seen.learn[:, 1:], (0, 1)).flatten().nonzero()[:, 0]
         row_of = torch.zeros(seen.ids.numel(), dtype=torch.long, device=flat.device)

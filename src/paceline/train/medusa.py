@@ -20,7 +20,13 @@ from paceline.draft.trees.shape import Shape, best_shape
 from paceline.errors import ConfigError
 from paceline.files import folder_aside
 from paceline.files.ownership import check_folder, check_names
-from paceline.train.acceptance import AcceptanceCounts, WrittenText, walk
+from paceline.train.acceptance import (
+    AcceptanceCounts,
+    WrittenText,
+    drafting_rows,
+    ranks_of,
+    walk,
+)
 from paceline.train.configs import MedusaTrainConfig as MedusaTrainConfig
 from paceline.train.heads import HeadTrainer
 from paceline.train.losses import falling
@@ -101,14 +107,13 @@ class MedusaTrainer(HeadTrainer):
 
     def loss(self, seen: Observed) -> torch.Tensor:
         config = self.config
-        places, learn = DraftStarts.of(seen.learn), seen.learn.flatten()
-        with torch.no_grad():
-            probs, row_of = self.target_probs(seen)
-        features = seen.features.flatten(0, 1)[places.flat]
+        starts, learn = DraftStarts.of(seen.learn), seen.learn.flatten()
+        probs, row_of = self.target_probs(seen)
+        features = seen.features.flatten(0, 1)[starts.flat]
         result = features.new_zeros((), dtype=torch.float32)
         for k, weight in enumerate(falling(config.head_decay, config.heads)):
             logits = self.head.logits(k, features, self.lm_head)
-            result = result + weight * loss_ahead(places, k, learn, logits, probs, row_of)
+            result = result + weight * loss_ahead(starts, k, learn, logits, probs, row_of)
         if not features.requires_grad:
             return result
         wanted = seen.learn[:, 1:]
@@ -141,18 +146,12 @@ class MedusaTrainer(HeadTrainer):
         return walk(matches_of(self._ranks(text), self._tree))
 
     def _ranks(self, text: WrittenText) -> torch.Tensor:
-        """int64 [n, heads]: at which rank each head had the token of the text, for every place
-        that a step may start from; ``_RANKS`` if it had not, -1 beyond the end."""
-        seen, heads = self.seen_of(text), self.config.heads
-        ids = seen.ids[0]
-        count = max(0, len(ids) - text.prompt - 1)
-        rows = torch.arange(text.prompt - 1, text.prompt - 1 + count, device=ids.device)
+        """int64 [n, heads]: at which rank each head had the token of the text (``ranks_of``)."""
+        seen = self.seen_of(text)
+        rows = drafting_rows(seen.ids[0], text.prompt)
         logits = self.head(seen.features[0, rows], self.lm_head)  # [heads, n, vocab]
         best = logits.topk(_RANKS, -1).indices.transpose(0, 1)
-        wanted = rows[:, None] + 2 + torch.arange(heads, device=ids.device)
-        right = best == ids[wanted.clamp(max=len(ids) - 1)][..., None]
-        ranks = torch.where(right.any(-1), right.long().argmax(-1), _RANKS)
-        return torch.where(wanted < len(ids), ranks, -1).cpu()
+        return ranks_of(best, seen.ids[0], rows).cpu()
 
     def write_head(self, folder: Path) -> None:
         if self.valid_sources and not self.head.config.accuracy:
