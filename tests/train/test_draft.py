@@ -167,7 +167,7 @@ def test_total_variation_is_the_chance_of_rejection() -> None:
     expected = 0.5 * (p - q).abs().sum(-1).mean()
     torch.testing.assert_close(total_variation(p, q).mean(), expected)
     assert float(total_variation(p, p).mean()) == pytest.approx(0.0, abs=1e-6)
-    variation = distillation_loss(logits, teacher, torch.zeros(5).long(), 0.0, tv_weight=1.0)
+    variation = distillation_loss(logits, teacher, torch.zeros(5).long(), 0.0, tv_weight=1.0).mean()
     torch.testing.assert_close(variation, expected)
 
 
@@ -196,10 +196,10 @@ def test_total_variation_pulls_the_draft_to_the_target() -> None:
 def test_a_mixture_of_losses() -> None:
     logits, teacher = probs()
     targets = torch.arange(5)
-    kl = distillation_loss(logits, teacher, targets, 0.0)
-    tv = distillation_loss(logits, teacher, targets, 0.0, tv_weight=1.0)
-    text = distillation_loss(logits, teacher, targets, 1.0)
-    mixed = distillation_loss(logits, teacher, targets, 0.2, tv_weight=0.25)
+    kl = distillation_loss(logits, teacher, targets, 0.0).mean()
+    tv = distillation_loss(logits, teacher, targets, 0.0, tv_weight=1.0).mean()
+    text = distillation_loss(logits, teacher, targets, 1.0).mean()
+    mixed = distillation_loss(logits, teacher, targets, 0.2, tv_weight=0.25).mean()
     torch.testing.assert_close(mixed, 0.8 * (0.75 * kl + 0.25 * tv) + 0.2 * text)
 
 

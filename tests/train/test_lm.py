@@ -137,14 +137,16 @@ def test_distillation_loss_is_kl_plus_entropy_and_text() -> None:
     p, log_q = teacher.softmax(-1), logits.log_softmax(-1)
     divergence = (p * (p.log() - log_q)).sum(-1).mean()
     entropy = -(p * p.log()).sum(-1).mean()
-    soft = distillation_loss(logits, teacher, targets, text_weight=0.0)
+    soft = distillation_loss(logits, teacher, targets, text_weight=0.0).mean()
     torch.testing.assert_close(soft, divergence + entropy)
-    text = distillation_loss(logits, teacher, targets, text_weight=1.0)
+    text = distillation_loss(logits, teacher, targets, text_weight=1.0).mean()
     torch.testing.assert_close(text, torch.nn.functional.cross_entropy(logits, targets))
-    likeliest = distillation_loss(logits, teacher, targets, text_weight=0.0, argmax_weight=1.0)
+    likeliest = distillation_loss(
+        logits, teacher, targets, text_weight=0.0, argmax_weight=1.0
+    ).mean()
     expected = torch.nn.functional.cross_entropy(logits, teacher.argmax(-1))
     assert float(likeliest) == pytest.approx(float(expected), abs=1e-5)
-    mixed = distillation_loss(logits, teacher, targets, text_weight=0.25)
+    mixed = distillation_loss(logits, teacher, targets, text_weight=0.25).mean()
     torch.testing.assert_close(mixed, 0.75 * soft + 0.25 * text)
 
 

@@ -19,8 +19,9 @@ from typer.testing import CliRunner
 
 from paceline import ConfigError, PacelineError
 from paceline.cli.main import app
+from paceline.train.documents import dealt
+from paceline.train.optim import add_up
 from paceline.train.parallel import together
-from paceline.train.ranks import add_up, dealt
 from support.tiny_models import SENTENCES, TinyPair
 
 SIZES = ["--seq-len=32", "--long-every=2", "--max-positions=48", "--batch-tokens=200"]

@@ -21,10 +21,9 @@ from paceline.errors import ConfigError
 from paceline.model.loading import load_module, load_tokenizer, resolve_dtype
 from paceline.train.acceptance import WrittenText, context_of
 from paceline.train.configs import HeadConfig
-from paceline.train.documents import Documents, Windows
+from paceline.train.documents import Documents, Windows, dealt
 from paceline.train.losses import mixed_probs
 from paceline.train.optim import MasterOptimizer
-from paceline.train.ranks import dealt
 from paceline.train.reading import FeatureCache, NativeReader, Observed
 from paceline.train.trainer import DraftingTrainer, run_name
 

@@ -7,6 +7,7 @@ from pathlib import Path
 
 import numpy as np
 import torch
+import torch.nn.functional as F
 from transformers import PreTrainedModel, PreTrainedTokenizerFast
 
 from paceline.core.stages import stage
@@ -16,8 +17,7 @@ from paceline.model.loading import load_module, load_tokenizer
 from paceline.train.chat import own_text
 from paceline.train.configs import LMConfig as LMConfig
 from paceline.train.data import Mixture
-from paceline.train.losses import distillation_loss, rows_that_count, text_loss
-from paceline.train.ranks import dealt
+from paceline.train.losses import distillation_loss, rows_that_count
 from paceline.train.records import Records
 from paceline.train.tokenizer import END_OF_TURN, train_tokenizer
 from paceline.train.trainer import Progress, Trainer, run_name, save_model
@@ -131,7 +131,8 @@ class LMTrainer(Trainer):
         logits = self.model(input_ids=inputs, use_cache=False).logits.flatten(0, 1)
         if self.teacher is None:
             shares, logits, targets = rows_that_count(shares, logits, targets)
-            return text_loss(logits, targets, shares)
+            losses = F.cross_entropy(logits.float(), targets, reduction="none")
+            return (losses * shares).sum()
         with torch.no_grad():
             teacher = self.teacher(input_ids=inputs, use_cache=False).logits.flatten(0, 1)
         width = min(logits.shape[1], teacher.shape[1])  # either may be padded
@@ -139,7 +140,7 @@ class LMTrainer(Trainer):
             shares, logits[:, :width], teacher[:, :width], targets
         )
         weights = self.config.text_weight, self.config.argmax_weight, self.tv_weight
-        return distillation_loss(logits, teacher, targets, *weights, shares)
+        return (distillation_loss(logits, teacher, targets, *weights) * shares).sum()
 
     def losses(self) -> Iterator[torch.Tensor]:
         config = self.config
@@ -151,7 +152,7 @@ class LMTrainer(Trainer):
         shares /= shares.sum().clamp(min=1)
         size = max(1, config.micro_tokens // seq_len)
         starts = range(0, len(windows), size)
-        for start in dealt(starts, lambda start: 1, self.ranks)[self.rank]:
+        for start in starts[self.rank :: self.ranks]:
             part = windows[start : start + size]
             inputs, targets = part[:, :-1].contiguous(), part[:, 1:].reshape(-1)
             yield self._loss(inputs, targets, shares[start : start + size].reshape(-1))
@@ -173,10 +174,11 @@ class LMTrainer(Trainer):
             with stage(f"validating on {name}", len(windows), "windows") as doing:
                 for window in windows:
                     ids = torch.from_numpy(stream.ids[window].astype(np.int64)).to(self.device)
-                    shares = torch.from_numpy(stream.learn[window][1:]).to(self.device).float()
+                    learn = torch.from_numpy(stream.learn[window][1:]).to(self.device)
                     logits = self.model(input_ids=ids[None, :-1], use_cache=False).logits[0]
-                    total += float(text_loss(logits, ids[1:], shares))
-                    count += int(shares.sum())
+                    nats = F.cross_entropy(logits.float(), ids[1:], reduction="none")
+                    total += float((nats * learn).sum())
+                    count += int(learn.sum())
                     doing.advance()
             progress.validation[name] = total / count
         self.model.train()

@@ -19,18 +19,6 @@ def total_variation(p: torch.Tensor, q: torch.Tensor) -> torch.Tensor:
     return 1 - torch.minimum(p, q).sum(-1)
 
 
-def _over_tokens(losses: torch.Tensor, shares: torch.Tensor | None) -> torch.Tensor:
-    return losses.mean() if shares is None else (losses * shares).sum()
-
-
-def text_loss(
-    logits: torch.Tensor, targets: torch.Tensor, shares: torch.Tensor | None = None
-) -> torch.Tensor:
-    """Cross-entropy against the text, from logits ``[tokens, vocab]``: the mean over the tokens or,
-    with ``shares [tokens]``, the sum in which each counts for so much."""
-    return _over_tokens(F.cross_entropy(logits.float(), targets, reduction="none"), shares)
-
-
 def rows_that_count(shares: torch.Tensor, *tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
     """``shares [tokens]`` and the tensors ``[tokens, ...]`` without the tokens that have none.
 
@@ -50,15 +38,13 @@ def distillation_loss(
     text_weight: float,
     argmax_weight: float = 0.0,
     tv_weight: float = 0.0,
-    shares: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """Loss against the teacher's probabilities, its likeliest token, and the text.
+    """Loss ``[tokens]`` against the teacher's probabilities, its likeliest token, and the text.
 
     Shapes ``[tokens, vocab]``, ``[tokens, vocab]``, ``[tokens]``. The first term serves sampling:
     cross-entropy, which equals KL(teacher || student) up to the teacher's entropy (Hinton et al.
     2015; DistillSpec), and a share of ``tv_weight`` of it total variation. Greedy acceptance asks
-    for nothing but the likeliest token. The mean over the tokens or, with ``shares [tokens]``, the
-    sum in which each counts for so much.
+    for nothing but the likeliest token.
     """
     log_q = F.log_softmax(logits.float(), dim=-1)
     p = F.softmax(teacher_logits.float(), dim=-1)
@@ -69,7 +55,7 @@ def distillation_loss(
     for weight, wanted in ((text_weight, targets), (argmax_weight, teacher_logits.argmax(-1))):
         if weight:
             losses = losses + weight * F.nll_loss(log_q, wanted, reduction="none")
-    return _over_tokens(losses, shares)
+    return losses
 
 
 # -- of heads -------------------------------------------------------------------------------------
@@ -142,9 +128,7 @@ def mixed_probs(
         distribution = logits.float().softmax(-1)
         if share:
             best = logits.argmax(-1, keepdim=True)
-            spike = torch.full(
-                best.shape, share, dtype=distribution.dtype, device=distribution.device
-            )
+            spike = torch.full_like(best, share, dtype=distribution.dtype)
             distribution = distribution.mul_(1 - share).scatter_add_(1, best, spike)
         parts.append(distribution.to(logits.dtype))
     return torch.cat(parts)

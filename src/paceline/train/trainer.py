@@ -25,8 +25,7 @@ from paceline.train.acceptance import AcceptanceCounts, WrittenText, total, writ
 from paceline.train.checkpoint import previous, read_state, write_state
 from paceline.train.configs import HeldOutConfig, TrainConfig
 from paceline.train.data import Stream, token_stream
-from paceline.train.optim import MasterOptimizer
-from paceline.train.ranks import add_up
+from paceline.train.optim import MasterOptimizer, add_up
 from paceline.train.records import Source
 
 
