@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
-from paceline.core.costs import CostCurve, TargetCosts
+from collections.abc import Sequence
+
+from paceline.core.costs import CostCurve, DrafterCosts, TargetCosts
+from paceline.engine.driver import StepSums
 from paceline.lab.tune.search import MeasuredMethod
 
 NOTHING = CostCurve((1,), (0.0,))
+_MANY = 10**12
 
 
 def chain(
@@ -19,17 +23,31 @@ def chain(
     survival = tuple(rate**level for level in range(1, levels + 1))
     slope = pass_seconds + per_sequence * 63
     return MeasuredMethod(
-        label=label,
-        spec=label,
-        family=label,
-        shape="chain",
-        survival=survival,
-        acceptance=(rate,) * levels,
-        reached=tuple(round(1000 * s / rate) for s in survival),
-        nodes=tuple(map(float, range(levels + 1))),
-        passes=tuple(range(levels + 1)),
-        pass_seconds=CostCurve((1, 64), (pass_seconds, slope)),
+        label,
+        label,
+        label,
+        "chain",
+        levels_of(survival),
+        DrafterCosts(
+            tuple(map(float, range(levels + 1))),
+            tuple(range(levels + 1)),
+            CostCurve((1, 64), (pass_seconds, slope)),
+        ),
     )
+
+
+def levels_of(survival: Sequence[float]) -> StepSums:
+    """Steps in which level 1, 2, ... was accepted in this share of them."""
+    accepted = tuple(round(_MANY * share) for share in survival)
+    return StepSums(_MANY, _MANY, reached=(_MANY, *accepted[:-1]), accepted_at=accepted)
+
+
+def step(
+    draft: float = 0.0, target: float = 1.0, other: float = 0.0, batch: int = 1, nodes: int = 0
+) -> StepSums:
+    """One step of a batch, with ``nodes`` in all, and seconds by phase."""
+    seconds = {"draft": draft, "target": target, "verify": 0.0, "other": other}
+    return StepSums(1, batch, drafted=nodes, seconds=seconds)
 
 
 PLAIN = MeasuredMethod("plain", "none", "none", "")

@@ -39,7 +39,7 @@ def rule(found: list[Advice], words: str) -> Advice:
 def lookup(rate: float, levels: int = 4) -> MeasuredMethod:
     """Text that is looked up: no passes."""
     base = chain(rate, 0.0, levels, "ngram")
-    return replace(base, passes=(0,) * (levels + 1), pass_seconds=NOTHING, family="ngram")
+    return replace(base, costs=replace(base.costs, passes=(0,) * (levels + 1), seconds=NOTHING))
 
 
 @pytest.mark.parametrize(
@@ -106,7 +106,7 @@ def test_trees_against_chains() -> None:
     tree = replace(chain(0.9, 0.1), shape="2x2x1", label="tree")
     item = rule(advise(outcome(tree, chain(0.6, 0.1))), "trees")
     assert item.holds is True
-    wide = replace(tree, nodes=tuple(4.0 * n for n in range(9)))
+    wide = replace(tree, costs=replace(tree.costs, nodes=tuple(4.0 * n for n in range(9))))
     item = rule(advise(outcome(wide, chain(0.85, 0.1), costs=target(4))), "trees")
     assert item.holds is False
 

@@ -29,15 +29,14 @@ from paceline.lab.tune.plan import (
     tune,
 )
 from paceline.lab.tune.present import decision, profile_of, report_of, tuning_record
-from paceline.lab.tune.search import MeasuredStep
 from paceline.model.names import REAL
 from paceline.settings.tuned import TunedProfile
 from support.engine_models import write_pair
 from support.made_outcomes import outcome as timed
-from support.tuning_methods import PLAIN, chain, target
+from support.tuning_methods import PLAIN, chain, levels_of, step, target
 
 GREEDY = SamplingParams(max_tokens=16)
-SLOW = ((1, MeasuredStep(1, 1, 9.0, 1.0, 0.0)),)
+SLOW = ((1, step(9.0, nodes=1)),)
 
 
 # -- candidates ------------------------------------------------------------------------------
@@ -182,7 +181,7 @@ def test_the_winner() -> None:
 
 def test_unrest() -> None:
     def run(seconds: Sequence[float]) -> Run:
-        return Run(1, [MeasuredStep(1, 0, 0.0, s, 0.0) for s in seconds], StepSums(), [])
+        return Run(1, [step(target=s) for s in seconds], [], StepSums(), [])
 
     assert unrest_of(run([1.0] * 20)) == 1.0
     assert unrest_of(run([1.0] * 10 + [4.0] * 10)) == 4.0
@@ -191,7 +190,8 @@ def test_unrest() -> None:
 
 def synthetic() -> TuningOutcome:
     a = chain(0.8, 0.1, label="a")
-    fast = replace(chain(0.7, 0.0, label="look"), passes=(0,) * 9)
+    fast = chain(0.7, 0.0, label="look")
+    fast = replace(fast, costs=replace(fast.costs, passes=(0,) * 9))
     methods = [a, replace(a, label="a tree", shape="2x2x1"), fast, chain(0.2, 0.9, label="bad")]
     return TuningOutcome(TuneOptions(4), "m", 9, target=target(1000), plain=PLAIN, methods=methods)
 
@@ -229,7 +229,7 @@ def test_lookups_that_gain_are_confirmed_before_what_runs_a_model() -> None:
     outcome.methods = [chain(0.95, 0.01, label="a"), *outcome.methods[2:]]
     assert outcome.settings[0].method.label == "a"
     assert [c.label for c in choose(outcome)][:4] == ["plain", "look", "look", "a"]
-    outcome.methods[1] = replace(outcome.methods[1], survival=(1e-9,) * 8, steps=SLOW)
+    outcome.methods[1] = replace(outcome.methods[1], levels=levels_of([1e-9] * 8), steps=SLOW)
     assert choose(outcome)[1].label == "a"
 
 
@@ -285,8 +285,7 @@ def test_decoding_counts_what_completions_count(llm: LLM) -> None:
     run = decode(llm, ids, 2, params, longest=3)
     completions = llm.generate(ids, params)
     assert run.outputs == [completion.token_ids for completion in completions]
-    assert {step.batch for step in run.steps} <= {1, 2}
-    assert max(step.batch for step in run.steps) == 2
+    assert {step.sequences for step in run.steps} == {1, 2}
     levels = run.levels
     assert 0 < levels.sequences <= sum(c.stats.target_steps for c in completions)
     # Only those with room for the longest draft count.
@@ -315,7 +314,7 @@ def test_tuning_a_random_pair(folders: tuple[str, str], tmp_path: Path) -> None:
     assert [method.family for method in outcome.methods] == ["model"]
     assert [what for what, _ in outcome.left_out] == ["gone"]
     (method,) = outcome.methods
-    assert method.acceptance[0] > 0.3  # the draft is the target with a little noise
+    assert method.levels.rates[0] > 0.3  # the draft is the target with a little noise
     assert method.parameters > 1000
     assert len(outcome.results) == 3
     assert all(result.ratios for result in outcome.results)

@@ -9,10 +9,9 @@ from dataclasses import replace
 
 import pytest
 
-from paceline.core.costs import CostCurve, TargetCosts
+from paceline.core.costs import CostCurve, DrafterCosts, TargetCosts
 from paceline.lab.tune.search import (
     MeasuredMethod,
-    MeasuredStep,
     batch_sizes,
     best_length,
     break_even,
@@ -20,7 +19,7 @@ from paceline.lab.tune.search import (
     predict,
     search,
 )
-from support.tuning_methods import NOTHING, PLAIN, chain, target
+from support.tuning_methods import NOTHING, PLAIN, chain, levels_of, step, target
 
 
 @pytest.mark.parametrize(("rate", "cost"), [(0.8, 0.1), (0.6, 0.05), (0.9, 0.3), (0.3, 0.02)])
@@ -41,12 +40,12 @@ def random_method(chance: random.Random, number: int) -> MeasuredMethod:
         spec=f"m{number}",
         family=f"f{number % 3}",
         shape="chain",
-        survival=survival,
-        acceptance=survival,
-        reached=(5,) * levels,
-        nodes=(0.0, *itertools.accumulate(chance.uniform(1, 3) for _ in range(levels))),
-        passes=tuple(range(levels + 1)),
-        pass_seconds=CostCurve((1, 32), (chance.uniform(0.01, 0.3), chance.uniform(0.3, 2.0))),
+        levels=levels_of(survival),
+        costs=DrafterCosts(
+            (0.0, *itertools.accumulate(chance.uniform(1, 3) for _ in range(levels))),
+            tuple(range(levels + 1)),
+            CostCurve((1, 32), (chance.uniform(0.01, 0.3), chance.uniform(0.3, 2.0))),
+        ),
     )
 
 
@@ -58,10 +57,10 @@ def test_the_search_finds_what_trying_everything_finds(seed: int) -> None:
     for batch in (1, 3, 8, 32):
         rates: dict[tuple[str, int], float] = {}
         for method in methods:
-            for g in range(1, len(method.nodes)):
+            for g in range(1, len(method.costs.nodes)):
                 tokens = 1 + math.fsum(method.survival[:g])
-                nodes = round(method.nodes[g], 1)
-                seconds = g * method.pass_seconds(batch) + costs(batch, 1 + nodes)
+                nodes = round(method.costs.nodes[g], 1)
+                seconds = g * method.costs.seconds(batch) + costs(batch, 1 + nodes)
                 rates[method.label, g] = batch * tokens / seconds
         (label, length), rate = max(rates.items(), key=lambda item: item[1])
         found = search(methods, costs, batch)
@@ -73,9 +72,8 @@ def test_the_search_finds_what_trying_everything_finds(seed: int) -> None:
 
 def test_what_real_steps_took_is_learnt() -> None:
     """Passes take twice what was timed, and a step half as much again as its forward."""
-    steps = [MeasuredStep(1, 0, 0.0, 1.2, 0.3)]
-    steps += [MeasuredStep(1, n, 0.2 * n, 1.2, 0.3) for n in (2, 8)]
-    method = replace(chain(0.8, 0.1), steps=tuple((step.nodes, step) for step in steps))
+    steps = tuple((n, step(0.2 * n, 1.2, 0.3, nodes=n)) for n in (0, 2, 8))
+    method = replace(chain(0.8, 0.1), steps=steps)
     costs = target(10_000)
     for length in (2, 8):
         assert predict(method, costs, length, 1).seconds == pytest.approx(
@@ -86,11 +84,9 @@ def test_what_real_steps_took_is_learnt() -> None:
 
 
 def test_looking_up_takes_time_of_its_own() -> None:
-    steps = (
-        (0, MeasuredStep(1, 0, 0.0, 1.0, 0.0)),
-        (4, MeasuredStep(1, 4, 0.3, 1.0, 0.0)),
-    )
-    method = replace(chain(0.8, 0.0), passes=(0,) * 9, pass_seconds=NOTHING, steps=steps)
+    steps = ((0, step()), (4, step(0.3, nodes=4)))
+    costs = DrafterCosts(tuple(range(9)), (0,) * 9, NOTHING)
+    method = replace(chain(0.8, 0.0), costs=costs, steps=steps)
     assert predict(method, target(10_000), 4, 1).seconds == pytest.approx(1.3, rel=0.03)
 
 
@@ -140,7 +136,7 @@ def test_batch_sizes() -> None:
 
 def test_mean_acceptance_counts_tries() -> None:
     method = chain(0.5, 0.1, levels=3)
-    assert method.mean_acceptance == pytest.approx(0.5)
-    assert PLAIN.mean_acceptance == 0.0
-    assert PLAIN.lookup
-    assert not method.lookup
+    assert method.levels.acceptance == pytest.approx(0.5)
+    assert PLAIN.levels.acceptance == 0.0
+    assert PLAIN.costs.costless
+    assert not method.costs.costless

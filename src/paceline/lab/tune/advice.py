@@ -58,21 +58,21 @@ def _models(outcome: TuningOutcome, settings: list[PredictedSetting]) -> Iterato
             (SMALLER[0] <= ratio <= SMALLER[1]) == pays(sized),
         )
     rule = "acceptance below 0.4 is not worth drafting for"
-    low = [s for s in settings if s.method.mean_acceptance < WORTH]
+    low = [s for s in settings if s.method.levels.acceptance < WORTH]
     if low:
         paying = [setting for setting in low if pays(setting)]
         yield Advice(rule, f"less have {shown(*(paying or low))}", not paying)
     else:
-        least = min((s.method for s in settings), key=lambda method: method.mean_acceptance)
-        yield Advice(rule, f"the least is {least.mean_acceptance:.2f}, {least.label}", None)
-    long = next((s for s in settings if s.method.longest > _LONG), None)
+        least = min((s.method for s in settings), key=lambda method: method.levels.acceptance)
+        yield Advice(rule, f"the least is {least.levels.acceptance:.2f}, {least.label}", None)
+    long = next((s for s in settings if s.method.costs.longest > _LONG), None)
     if long is not None:
         method, length = long.method, best_length(long.method, target, 1).length
         yield Advice(
             "acceptance above 0.8: draft longer",
-            f"{method.label}: acceptance {method.mean_acceptance:.2f}; the best length is "
-            f"{length} of {method.longest} for one sequence",
-            (method.mean_acceptance > LONGER) == (length > _LONG),
+            f"{method.label}: acceptance {method.levels.acceptance:.2f}; the best length is "
+            f"{length} of {method.costs.longest} for one sequence",
+            (method.levels.acceptance > LONGER) == (length > _LONG),
         )
 
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
-from statistics import fmean
 from typing import Any
 
 from paceline.core.costs import DrafterCosts, TargetCosts
@@ -15,7 +14,7 @@ from paceline.engine.driver import Drive, DrivenStep, StepSums, sequence
 from paceline.errors import DataError, PacelineError
 from paceline.lab.budget import Budget
 from paceline.lab.tune.candidates import DrafterCandidate
-from paceline.lab.tune.search import MeasuredMethod, MeasuredStep
+from paceline.lab.tune.search import MeasuredMethod
 from paceline.llm import LLM
 from paceline.model.identity import count_parameters
 from paceline.model.measure import measure, measure_target
@@ -95,11 +94,13 @@ def fitting_sample(sample: Sample, target: TargetCosts, budget: Budget, candidat
 
 @dataclass(frozen=True)
 class Run:
-    """What tuning reads from decoding prompts, ``batch`` at a time: the ``steps`` that decoded
-    only; ``levels``, how the drafts of those fared that had room for the longest; the texts."""
+    """What tuning reads from decoding prompts, ``batch`` at a time: each of the ``steps`` that
+    decoded only, and the ``full`` ones of them, in which all sequences had room for the longest
+    draft; ``levels``, how the drafts of such sequences fared; the texts."""
 
     batch: int
-    steps: list[MeasuredStep]
+    steps: list[StepSums]
+    full: list[StepSums]
     levels: StepSums
     outputs: list[list[int]]
 
@@ -132,24 +133,16 @@ def decode(
         generated = commit.position + commit.scheduled - prompt_lengths[commit.seq_id]
         return params.max_tokens - max(0, generated) > longest
 
-    steps, with_room = [], []
+    steps, full, with_room = [], [], []
     for step in drive.steps:
         free = [commit for commit in step.commits if has_room(commit)]
         going = [commit for commit in free if commit.tokens and commit.finish_reason is None]
         with_room.append(DrivenStep(going, step.ended))
         if step.decodes:
-            steps.append(
-                MeasuredStep(
-                    batch=len(step.commits),
-                    nodes=sum(commit.drafted for commit in step.commits),
-                    draft=step.seconds["draft"],
-                    target=step.seconds["target"],
-                    other=step.seconds["verify"] + step.seconds["other"],
-                    full=len(free) == len(step.commits),
-                )
-            )
+            steps.append(StepSums.of([step]))
+            full += steps[-1:] if len(free) == len(step.commits) else []
     outputs = [seq.tokens[seq.prompt_length :] for seq in drive.seqs]
-    return Run(batch, steps, StepSums.of(with_room), outputs)
+    return Run(batch, steps, full, StepSums.of(with_room), outputs)
 
 
 def _runs(llm: LLM, sample: Sample, length: int, budget: Budget | None = None) -> list[Run]:
@@ -229,13 +222,13 @@ def measure_method(
         spec=candidate.spec,
         family=candidate.family,
         shape=candidate.shape,
-        survival=tuple(accepted / levels.sequences for accepted in levels.accepted_at),
-        acceptance=levels.rates,
-        reached=levels.reached,
-        nodes=tuple(fill * most for most in costs.nodes[: longest + 1]),
-        passes=costs.passes[: longest + 1],
-        pass_seconds=timed,
-        steps=(*plain.steps, *((length, step.scaled(1 / drift)) for length, step in steps)),
+        levels=levels,
+        costs=DrafterCosts(
+            tuple(fill * most for most in costs.nodes[: longest + 1]),
+            costs.passes[: longest + 1],
+            timed,
+        ),
+        steps=(*plain.steps, *((length, _scaled(step, 1 / drift)) for length, step in steps)),
         parameters=count_parameters(model) if isinstance(model, type(llm.target)) else 0,
     )
 
@@ -249,11 +242,16 @@ def _drift(llm: LLM, sample: Sample, target: TargetCosts, plain: MeasuredMethod)
     now = _typical(decode(llm, sample.alone[:2], 1, sample.brief().params(0)), target)
     if now is None:
         return 1.0
-    then = next(step for _, step in plain.steps if step.batch == 1)
-    return min(max(now.target / then.target, 0.5), 3.0)
+    then = next(step for _, step in plain.steps if step.sequences == step.steps)
+    return min(max(now.mean_seconds("target") / then.mean_seconds("target"), 0.5), 3.0)
 
 
-def _typical_pair(runs: Sequence[Run], target: TargetCosts) -> list[MeasuredStep]:
+def _scaled(steps: StepSums, factor: float) -> StepSums:
+    """With all times so many times as long."""
+    return replace(steps, seconds={phase: factor * s for phase, s in steps.seconds.items()})
+
+
+def _typical_pair(runs: Sequence[Run], target: TargetCosts) -> list[StepSums]:
     """Typical steps of both runs; one stands for the other if that never had a full batch."""
     steps = [_typical(run, target) for run in runs]
     first = next((step for step in steps if step is not None), None)
@@ -265,25 +263,16 @@ def _typical_pair(runs: Sequence[Run], target: TargetCosts) -> list[MeasuredStep
     return [step or first for step in steps]
 
 
-def _typical(run: Run, target: TargetCosts) -> MeasuredStep | None:
-    """The mean of the faster three quarters of the steps of a full batch: noise only adds.
+def _typical(run: Run, target: TargetCosts) -> StepSums | None:
+    """The faster three quarters of the steps of a full batch: noise only adds.
 
     Fast is judged by the target forward against what it should take, so that steps which verify
     little are not preferred.
     """
-    chosen = [step for step in run.steps if step.batch == run.batch]
-    chosen = [step for step in chosen if step.full] or chosen
-    chosen.sort(key=lambda step: step.target / target(step.batch, 1 + step.nodes / step.batch))
-    kept = chosen[: -(-3 * len(chosen) // 4)]
-    if not kept:
-        return None
-    return MeasuredStep(
-        batch=run.batch,
-        nodes=round(fmean(step.nodes for step in kept)),
-        draft=fmean(step.draft for step in kept),
-        target=fmean(step.target for step in kept),
-        other=fmean(step.other for step in kept),
-    )
+    of_batch = ([s for s in steps if s.sequences == run.batch] for steps in (run.full, run.steps))
+    chosen = next(filter(None, of_batch), [])
+    chosen.sort(key=lambda s: s.seconds["target"] / target(run.batch, 1 + s.drafted / run.batch))
+    return sum(chosen[1 : -(-3 * len(chosen) // 4)], chosen[0]) if chosen else None
 
 
 # -- the machine and the text ----------------------------------------------------------------------
@@ -291,7 +280,7 @@ def _typical(run: Run, target: TargetCosts) -> MeasuredStep | None:
 
 def unrest_of(run: Run) -> float:
     """The target seconds that nine of ten steps stay below, by the fastest tenth's."""
-    seconds = sorted(step.target for step in run.steps)
+    seconds = sorted(step.seconds["target"] for step in run.steps)
     if len(seconds) < 10:
         return 1.0
     return seconds[9 * len(seconds) // 10] / seconds[len(seconds) // 10]

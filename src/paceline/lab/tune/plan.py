@@ -243,7 +243,7 @@ class _Tuning:
             method = measure_method(llm, candidate, *known, budget)
         finally:
             llm.close()
-        if any(method.reached):
+        if any(method.levels.reached):
             outcome.methods.append(method)
         else:
             outcome.leave_out(candidate.label, "it proposed nothing for these prompts")
@@ -328,16 +328,16 @@ def choose(outcome: TuningOutcome, default: DrafterCandidate | None = None) -> l
         kinds = [member.kind for member in parse_draft(default.spec).members()]
         finalists.append(adapting(default, [best[kind] for kind in kinds if kind in best]))
     first_two = list(best.values())[:2]
-    for setting in sorted(first_two, key=lambda s: (s.speedup <= 1, not s.method.lookup)):
+    for setting in sorted(first_two, key=lambda s: (s.speedup <= 1, not s.method.costs.costless)):
         method = setting.method
-        longest = _DEFAULT_LENGTH if method.lookup else max(_DEFAULT_LENGTH, setting.length)
+        longest = _DEFAULT_LENGTH if method.costs.costless else max(_DEFAULT_LENGTH, setting.length)
         finalists += [
             Finalist(method.label, method.spec, length, longest, setting.speedup, (method,))
             for length in (setting.length, "auto")
         ]
     gaining = [s for s in best.values() if s.speedup > 1]
-    lookup = next((s for s in gaining if s.method.lookup), None)
-    model = next((s for s in gaining if not s.method.lookup), None)
+    lookup = next((s for s in gaining if s.method.costs.costless), None)
+    model = next((s for s in gaining if not s.method.costs.costless), None)
     if lookup and model:
         finalists.append(adapting(hybrid_of(lookup.method, model.method), [lookup, model]))
     first = {finalist.key: finalist for finalist in finalists[::-1]}

@@ -67,9 +67,9 @@ def _searched(outcome: TuningOutcome) -> tuple[Column, ...]:
         Column("spec", "", "method.spec"),
         Column("draft_length", "len.", "length"),
         Column("batch", "", "batch"),
-        Column("acceptance", "", "method.acceptance"),
-        Column("reached", "", "method.reached"),
-        Column("", "acc.", "method.mean_acceptance", number),
+        Column("acceptance", "", "method.levels.rates"),
+        Column("reached", "", "method.levels.reached"),
+        Column("", "acc.", "method.levels.acceptance", number),
         Column("tokens_per_step", "tok/step", "tokens_per_step", number),
         Column("step_seconds", "ms", "seconds", lambda seconds: f"{seconds * 1e3:.1f}"),
         Column("draft_seconds", "", "drafting"),
@@ -226,7 +226,7 @@ def _known_costs(outcome: TuningOutcome) -> KnownCosts:
         batches=target.batches,
         tokens=target.curves[0].tokens,
         target=tuple(curve.seconds for curve in target.curves),
-        passes={m.family: PassCosts(m.pass_seconds.tokens, m.pass_seconds.seconds) for m in used},
+        passes={m.family: PassCosts(m.costs.seconds.tokens, m.costs.seconds.seconds) for m in used},
     )
 
 
@@ -251,7 +251,7 @@ def profile_of(outcome: TuningOutcome, llm: LLM) -> TunedProfile:
             speedup=round(chosen.speedup, 3),
             predicted_speedup=round(finalist.predicted or 0.0, 3),
             tokens_per_step=round(chosen.run.tokens_per_step, 3),
-            acceptance=tuple(round(rate, 3) for rate in best.acceptance) if best else (),
+            acceptance=tuple(round(rate, 3) for rate in best.levels.rates) if best else (),
             break_even_batch=max(
                 (break_even(m, outcome.target, outcome.largest_batch) for m in used), default=0
             ),

@@ -6,106 +6,70 @@ All that goes in is measured, see measure.py.
 from __future__ import annotations
 
 from collections.abc import Hashable, Iterable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field
 from functools import lru_cache
 from itertools import pairwise
 
 from paceline.control.cost import CostModel
 from paceline.core.costs import CostCurve, DrafterCosts, TargetCosts
+from paceline.engine.driver import StepSums
 from paceline.lab import prediction
 
 MARGIN = 1.02  # what must be gained before anything but the simplest is taken
-_NOTHING = CostCurve((1,), (0.0,))
+_NO_PASSES = DrafterCosts((0.0,), (0,), CostCurve((1,), (0.0,)))
 _REPEATED = 80  # times that the cost model is shown a typical step
 
 
 @dataclass(frozen=True)
-class MeasuredStep:
-    """One engine step that decoded only: ``nodes`` verified over ``batch`` sequences, and seconds.
-    ``full``: every sequence had room for the longest draft."""
-
-    batch: int
-    nodes: int
-    draft: float
-    target: float
-    other: float
-    full: bool = True
-
-    @property
-    def seconds(self) -> float:
-        return self.draft + self.target + self.other
-
-    def scaled(self, factor: float) -> MeasuredStep:
-        """With all times so many times as long."""
-        draft, target, other = (
-            factor * seconds for seconds in (self.draft, self.target, self.other)
-        )
-        return replace(self, draft=draft, target=target, other=other)
-
-
-@dataclass(frozen=True)
 class MeasuredMethod:
-    """One drafter as it was measured; entries of lists by draft length begin with length 0.
+    """One drafter as it was measured.
 
-    ``survival[i]``: share of steps in which level i + 1 was accepted. ``acceptance[i]`` is
-    conditional, of the ``reached[i]`` drafts that were tried at that position. ``nodes``: verified
-    per sequence. ``passes``: forwards of the drafter, ``pass_seconds`` of one by batch size, alone.
-    ``steps``: typical real ones, with the length of their drafts.
+    ``levels``: how long drafts fared. ``costs``: nodes verified per sequence, which are as many as
+    were proposed, passes, and the seconds of one alone by batch size. ``steps``: typical real ones,
+    by the length of their drafts.
     """
 
     label: str
     spec: str
     family: str
     shape: str  # "chain", a kind of tree or, for plain decoding, ""
-    survival: tuple[float, ...] = ()
-    acceptance: tuple[float, ...] = ()
-    reached: tuple[int, ...] = ()
-    nodes: tuple[float, ...] = (0.0,)
-    passes: tuple[int, ...] = (0,)
-    pass_seconds: CostCurve = _NOTHING
-    steps: tuple[tuple[int, MeasuredStep], ...] = ()
+    levels: StepSums = field(default_factory=StepSums)
+    costs: DrafterCosts = _NO_PASSES
+    steps: tuple[tuple[int, StepSums], ...] = ()
     parameters: int = 0  # of a draft model
 
-    @property
-    def longest(self) -> int:
-        return len(self.nodes) - 1
+    def __hash__(self) -> int:
+        return hash(self.spec)
 
     @property
-    def lookup(self) -> bool:
-        """Whether drafting takes no forward."""
-        return not any(self.passes)
-
-    @property
-    def mean_acceptance(self) -> float:
-        """Of all positions that were tried, the share that was accepted."""
-        tried = sum(self.reached)
-        pairs = zip(self.acceptance, self.reached, strict=True)
-        return sum(rate * count for rate, count in pairs) / tried if tried else 0.0
+    def survival(self) -> tuple[float, ...]:
+        """Share of steps in which level 1, 2, ... was accepted."""
+        return tuple(count / self.levels.sequences for count in self.levels.accepted_at)
 
 
 @lru_cache(maxsize=256)
 def cost_of(method: MeasuredMethod, target: TargetCosts) -> CostModel:
     """What steps with a method take and gain; it is known by its spec."""
-    profile = DrafterCosts(method.nodes, method.passes, method.pass_seconds)
-    cost = CostModel(target, {method.spec: profile})
+    cost = CostModel(target, {method.spec: method.costs})
     chances = (1.0, *method.survival)
     rates = [after / before if before else 0.0 for before, after in pairwise(chances)]
     cost.acceptance.everyone(method.spec).know(rates)
     for length, step in method.steps * _REPEATED:
+        batch, seconds = step.sequences // step.steps, step.whole / step.steps
         if length:
             passes: dict[Hashable, float] = {}
-            passes[method.spec] = cost.passes(method.spec, [length] * step.batch)
-            nodes = step.nodes / step.batch
-            cost.learn_drafts(step.batch, nodes, step.seconds, step.draft, passes)
+            passes[method.spec] = cost.passes(method.spec, [length] * batch)
+            nodes, drafting = step.drafted / step.sequences, step.mean_seconds("draft")
+            cost.learn_drafts(batch, nodes, seconds, drafting, passes)
         else:
-            cost.learn_plain(step.batch, step.seconds)
+            cost.learn_plain(batch, seconds)
     return cost
 
 
 def pass_ratio(method: MeasuredMethod, target: TargetCosts) -> float:
     """Seconds of one pass of the drafter by those of a plain step, both of one sequence."""
     cost = cost_of(method, target)
-    alone = cost.passes(method.spec, [1]) / max(1, method.passes[1])
+    alone = cost.passes(method.spec, [1]) / max(1, method.costs.passes[1])
     return cost.drafting(1, {method.spec: alone}) / cost.rest(1)
 
 
@@ -134,7 +98,7 @@ def predict(
     tokens = cost.tokens(method.spec, length) if length else 1.0
     rate = prediction.token_rate(cost, method.spec, length, batch)
     seconds = batch * tokens / rate
-    drafting = seconds - cost.rest(batch, method.nodes[length])
+    drafting = seconds - cost.rest(batch, method.costs.nodes[length])
     speedup = rate * cost.rest(batch) / batch
     return PredictedSetting(method, length, batch, tokens, seconds, drafting, rate, speedup)
 
