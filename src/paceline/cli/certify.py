@@ -85,16 +85,16 @@ def certify_server(
 ) -> None:
     """The server behind a URL, by its answers; no model is loaded here."""
     from paceline.lab.bench.prompts import evenly
-    from paceline.lab.certify.servers.answers import AnsweringServer
+    from paceline.lab.certify.servers.asking import connect
     from paceline.lab.certify.servers.run import ServerCertifier
 
     budget = Budget(seconds or None)
     output.check()
     texts = [(prompt.name, prompt.text) for prompt in evenly(prompts.load(1), effort.texts)]
     of_model = model or None, os.environ.get("OPENAI_API_KEY")
-    answering, reference = AnsweringServer.connect(server.url or "", *of_model)
+    answering, reference = connect(server.url or "", *of_model)
     if server.against is not None:
-        reference, _ = AnsweringServer.connect(server.against, *of_model)
+        reference, _ = connect(server.against, *of_model)
     certifier = ServerCertifier(answering, reference, texts, effort, budget)
     with showing():
         interrupted = _run(certifier)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from http.client import HTTPException, HTTPResponse
 from typing import Any
 from urllib.error import HTTPError
@@ -29,12 +29,14 @@ class ServerFailedError(Exception):
 class OpenAIClient:
     """A server at ``url``, which ends in its version. ``timeout``: seconds until something comes.
 
-    All methods raise RequestRefusedError and ServerFailedError.
+    ``fields`` go into every body, the model's name among them. All methods raise
+    RequestRefusedError and ServerFailedError.
     """
 
     url: str
     key: str | None = None
     timeout: float = 120.0
+    fields: Mapping[str, Any] = field(default_factory=dict)
 
     @classmethod
     def at(cls, url: str, key: str | None = None, timeout: float = 120.0) -> OpenAIClient:
@@ -80,7 +82,7 @@ class OpenAIClient:
         headers = {"Content-Type": "application/json"}
         if self.key:
             headers["Authorization"] = f"Bearer {self.key}"
-        data = None if body is None else json.dumps(body).encode()
+        data = None if body is None else json.dumps({**self.fields, **body}).encode()
         with _failing():
             request = Request(f"{self.url}/{path}", data, headers)
             response: HTTPResponse = urlopen(request, timeout=self.timeout)

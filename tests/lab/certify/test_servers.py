@@ -10,8 +10,7 @@ import pytest
 from paceline.errors import ConfigError
 from paceline.lab.certify.certificate import Certificate
 from paceline.lab.certify.effort import Effort
-from paceline.lab.certify.servers.answers import AnswerChoice, AnsweringServer, AnswerToken
-from paceline.lab.certify.servers.asking import parting
+from paceline.lab.certify.servers.asking import AnswerChoice, AnswerToken, connect, name_of, parting
 from paceline.lab.certify.servers.run import ServerCertifier, lacks_of
 from support.planted_server import FAULTS, PlantedServer, served
 
@@ -23,9 +22,9 @@ def outcome(
     planted: PlantedServer, against: PlantedServer | None = None, effort: Effort = EFFORT
 ) -> Certificate:
     with served(planted) as url, served(against or PlantedServer()) as other:
-        server, off = AnsweringServer.connect(url)
-        assert off is None and server.model == "planted"
-        reference = None if against is None else AnsweringServer.connect(other)[0]
+        server, off = connect(url)
+        assert off is None and server.fields == {"model": "planted"}
+        reference = None if against is None else connect(other)[0]
         certifier = ServerCertifier(server, reference, PROMPTS, effort)
         said: list[str] = []
         certifier.run(said.append)
@@ -139,9 +138,9 @@ def test_samples_that_see_nothing_certify_nothing() -> None:
 
 def test_addresses_where_nobody_answers() -> None:
     with pytest.raises(ConfigError, match="no server answers at"):
-        AnsweringServer.connect("http://127.0.0.1:9", timeout=2)
+        connect("http://127.0.0.1:9", timeout=2)
     with pytest.raises(ConfigError, match="is no URL"):
-        AnsweringServer.connect("localhost:8000")
+        connect("localhost:8000")
     with pytest.raises(ConfigError, match="requests is 0"):
         Effort(requests=0)
 
@@ -152,8 +151,8 @@ def test_our_own_server_with_and_without_speculation() -> None:
 
     llm = LLM("paceline/tiny", "ngram", dtype="float32")
     for running in serve(service_of(llm, "tiny")):
-        server, off = AnsweringServer.connect(running.url)
-        assert off is not None and "speculation off" in off.name
+        server, off = connect(running.url)
+        assert off is not None and "speculation off" in name_of(off)
         certifier = ServerCertifier(server, off, PROMPTS[:2], Effort(requests=60, max_tokens=16))
         certifier.run()
         found = certifier.certificate()

@@ -1,18 +1,19 @@
-"""What the parts of a server's certification share: who is asked, and how two answers compare."""
+"""Asking a server: who is asked, what is read from its answers, and how two of them compare."""
 
 from __future__ import annotations
 
 import math
 import random
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
-from typing import Any
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from itertools import chain, repeat
+from typing import Any, NamedTuple
 
+from paceline.errors import ConfigError
 from paceline.lab.certify.certificate import DistributionTest
 from paceline.lab.certify.chisquare import goodness
 from paceline.lab.certify.difference import first_difference
-from paceline.lab.certify.servers.answers import AnswerChoice, AnsweringServer, ServerCompletion
-from paceline.lab.openai_client import RequestRefusedError
+from paceline.lab.openai_client import OpenAIClient, RequestRefusedError, ServerFailedError
 
 # Nats. Two logits of a bf16 model may each be off by a rounding step, which is 0.125 from 16 on.
 TIE = 0.3
@@ -24,6 +25,112 @@ _LOGPROBS: tuple[dict[str, float], ...] = (
     {},
 )
 BINS = 10
+
+
+def connect(
+    url: str, model: str | None = None, key: str | None = None, timeout: float = 120.0
+) -> tuple[OpenAIClient, OpenAIClient | None]:
+    """The server at a URL, and the same without speculation where it can be switched off.
+
+    Without ``model`` the first that it lists. Raises ConfigError if nobody answers there.
+    """
+    client = OpenAIClient.at(url, key, timeout)
+    try:
+        listed = client.models()
+    except (RequestRefusedError, ServerFailedError) as error:
+        raise ConfigError(f"no server answers at {client.url}/models: {error}") from None
+    matching = [item for item in listed if model in (None, item["id"])]
+    if model is None and not matching:
+        raise ConfigError(f"the server at {url} lists no model; name one with --model")
+    fields: dict[str, Any] = {"model": model or str(matching[0]["id"])}
+    server = replace(client, fields=fields)
+    if not any(item.get("owned_by") == "paceline" for item in matching):
+        return server, None
+    return server, replace(client, fields={**fields, "speculation": {"method": "off"}})
+
+
+def name_of(server: OpenAIClient) -> str:
+    """For people."""
+    off = ", speculation off" if "speculation" in server.fields else ""
+    return f"{server.fields['model']} at {server.url.removesuffix('/v1')}{off}"
+
+
+# -- what an answer holds --------------------------------------------------------------------------
+
+
+class AnswerToken(NamedTuple):
+    """A token as the server spells it, with the logarithm of its chance (NaN where it is not
+    given), and those of the likeliest tokens at the same position."""
+
+    text: str
+    logprob: float
+    likeliest: Mapping[str, float]
+
+
+@dataclass(frozen=True)
+class AnswerChoice:
+    """One choice of a completion; without ``tokens`` where the server gives no logprobs."""
+
+    text: str
+    reason: str | None
+    tokens: tuple[AnswerToken, ...] = ()
+
+    @classmethod
+    def of(cls, choice: Mapping[str, Any]) -> AnswerChoice:
+        """From OpenAI's layout of /v1/completions, or from that of chats, as llama.cpp has it."""
+        logprobs = choice.get("logprobs") or {}
+        if "content" in logprobs:
+            tokens = [
+                (
+                    record["token"],
+                    record["logprob"],
+                    {top["token"]: top["logprob"] for top in record.get("top_logprobs") or ()},
+                )
+                for record in logprobs["content"] or ()
+            ]
+        else:
+            columns = (logprobs.get(name) or () for name in ("token_logprobs", "top_logprobs"))
+            values, tops = (chain(column, repeat(None)) for column in columns)
+            tokens = list(zip(logprobs.get("tokens") or (), values, tops, strict=False))
+        return cls(
+            str(choice.get("text") or ""),
+            choice.get("finish_reason"),
+            tuple(
+                AnswerToken(token, math.nan if value is None else float(value), dict(top or {}))
+                for token, value, top in tokens
+            ),
+        )
+
+    @property
+    def spelt(self) -> list[str]:
+        return [token.text for token in self.tokens]
+
+
+@dataclass(frozen=True)
+class ServerCompletion:
+    """The choices of an answer, and the tokens that the server counts, None if it does not."""
+
+    choices: list[AnswerChoice]
+    read: int | None
+    written: int | None
+
+    @classmethod
+    def of(cls, answer: Mapping[str, Any]) -> ServerCompletion:
+        """Raises ServerFailedError on an answer without choices."""
+        choices = answer.get("choices")
+        if not isinstance(choices, list) or not choices:
+            raise ServerFailedError("an answer has no choices")
+        counts = (counted(answer, kind) for kind in ("prompt", "completion"))
+        return cls([AnswerChoice.of(choice) for choice in choices], *counts)
+
+
+def counted(answer: Mapping[str, Any], kind: str) -> int | None:
+    """Tokens of the "prompt" or the "completion", as the server counts them."""
+    count = (answer.get("usage") or {}).get(f"{kind}_tokens")
+    return count if isinstance(count, int) else None
+
+
+# -- what is asked ---------------------------------------------------------------------------------
 
 
 class RequestsSpentError(Exception):
@@ -39,8 +146,8 @@ class Asking:
     position in the distribution that it names with them.
     """
 
-    server: AnsweringServer
-    reference: AnsweringServer | None
+    server: OpenAIClient
+    reference: OpenAIClient | None
     max_tokens: int
     requests: int
     chance: random.Random
@@ -50,17 +157,8 @@ class Asking:
     _greedy: dict[str, ServerCompletion] = field(default_factory=dict)
     _taken: dict[tuple[int, int], int] = field(default_factory=dict)
 
-    def answer(
-        self, path: str, body: Mapping[str, Any], server: AnsweringServer | None = None
-    ) -> dict[str, Any]:
-        """The whole answer. Raises RequestsSpentError and what the client raises, as ``stream``."""
-        return self._sender(server).answer(path, body)
-
-    def stream(self, path: str, body: Mapping[str, Any]) -> list[dict[str, Any]]:
-        """All chunks of a stream."""
-        return self._sender(None).stream(path, body)
-
-    def _sender(self, server: AnsweringServer | None) -> AnsweringServer:
+    def counting(self, server: OpenAIClient | None = None) -> OpenAIClient:
+        """Who gets the next request. Raises RequestsSpentError."""
         if self.sent >= self.requests:
             raise RequestsSpentError
         self.sent += 1
@@ -68,7 +166,7 @@ class Asking:
 
     def complete(
         self,
-        server: AnsweringServer,
+        server: OpenAIClient,
         prompt: str,
         ways: Sequence[Mapping[str, float]] = ({},),
         **fields: Any,
@@ -80,7 +178,8 @@ class Asking:
         key = id(server), len(tried)
         for index in range(self._taken.get(key, 0), len(tried)):
             try:
-                answer = self.answer("completions", {**body, **tried[index]}, server)
+                fields = {**body, **tried[index]}
+                answer = self.counting(server).answer("completions", fields)
             except RequestRefusedError:
                 if index == len(tried) - 1:
                     raise
@@ -111,12 +210,13 @@ class Asking:
 class Part:
     """What was ``checked`` in one part, by its ``unit``, what is wrong, and what was left out.
 
-    After one of the ``ties``, which rounding explains, a text is not compared any further.
+    ``check``, given the text of a prompt, yields what is wrong. After one of the ``ties``, which
+    rounding explains, a text is not compared any further.
     """
 
     name: str
     unit: str
-    check: Callable[[Asking, Part, str, str], None]  # with the name and the text of a prompt
+    check: Callable[[Asking, Part, str], Iterator[str]]
     rounds: int = 0
     checked: int = 0
     requests: int = 0
@@ -131,17 +231,13 @@ class Part:
             self.notes.append(what)
 
     def compare(
-        self,
-        what: str,
-        text: AnswerChoice,
-        due: AnswerChoice,
-        penalties: Mapping[str, float] | None = None,
-    ) -> None:
+        self, text: AnswerChoice, due: AnswerChoice, penalties: Mapping[str, float] | None = None
+    ) -> Iterator[str]:
         """Two greedy texts of one request."""
-        divergence, tie = parting(text, due, penalties) or (None, False)
+        divergence, tie = parting(text, due, penalties) or ("", False)
         self.ties += tie
-        if divergence is not None and not tie:
-            self.problems.append(f"{what}: {divergence}")
+        if divergence and not tie:
+            yield divergence
 
 
 def parting(

@@ -4,12 +4,20 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
 from paceline.lab.certify.difference import first_difference
-from paceline.lab.certify.servers.answers import AnswerChoice, counted
-from paceline.lab.certify.servers.asking import BINS, TIE, TOP, Asking, Part, parting
+from paceline.lab.certify.servers.asking import (
+    BINS,
+    TIE,
+    TOP,
+    AnswerChoice,
+    Asking,
+    Part,
+    counted,
+    parting,
+)
 from paceline.lab.openai_client import RequestRefusedError
 
 _FEW = 10  # values from which all may not be 0.0
@@ -23,7 +31,7 @@ _SAMPLING = tuple({**fields, "n": n} for fields in (_UNCUT, _WHOLE) for n in (_S
 _PENALTIES = {"frequency_penalty": 1.5, "presence_penalty": 0.5}
 
 
-def check_greedy(asking: Asking, part: Part, name: str, prompt: str) -> None:
+def check_greedy(asking: Asking, part: Part, prompt: str) -> Iterator[str]:
     """Greedy texts are those of the reference, and made of the likeliest tokens."""
     (greedy, *_) = asking.greedy(prompt).choices
     part.checked += 1
@@ -32,22 +40,22 @@ def check_greedy(asking: Asking, part: Part, name: str, prompt: str) -> None:
     for at, token in enumerate(greedy.tokens):
         gap = token.logprob - max(token.likeliest.values(), default=token.logprob)
         if gap < -TIE:
-            what = f"{name}: token {at} is {token.text!r}, another is {-gap:.2f} nats likelier"
-            part.problems.append(f"{what} by the server's own word")
+            other = f"another is {-gap:.2f} nats likelier by the server's own word"
+            yield f"token {at} is {token.text!r}, {other}"
             break
     if asking.reference is None:
         compared = "give --against, or a server that can switch speculation off"
         part.note(f"nothing to compare with: {compared}")
     else:
-        part.compare(name, greedy, asking.complete(asking.reference, prompt).choices[0])
+        yield from part.compare(greedy, asking.complete(asking.reference, prompt).choices[0])
 
 
-def check_streams(asking: Asking, part: Part, name: str, prompt: str) -> None:
+def check_streams(asking: Asking, part: Part, prompt: str) -> Iterator[str]:
     """A stream says what the whole answer says, and brings as many tokens as it counts."""
     body = {"prompt": prompt, "temperature": 0, "max_tokens": asking.max_tokens, "logprobs": 1}
     (whole, *_) = asking.greedy(prompt).choices
     body["stream_options"] = {"include_usage": True}
-    chunks = asking.stream("completions", body)
+    chunks = list(asking.counting().stream("completions", body))
     deltas = [AnswerChoice.of(choice) for chunk in chunks for choice in chunk.get("choices") or ()]
     reasons = [delta.reason for delta in deltas if delta.reason is not None]
     tokens = tuple(token for delta in deltas for token in delta.tokens)
@@ -56,39 +64,37 @@ def check_streams(asking: Asking, part: Part, name: str, prompt: str) -> None:
     part.checked += 1
     counts = [n for chunk in chunks if (n := counted(chunk, "completion")) is not None]
     if len(reasons) != 1:
-        part.problems.append(f"{name}: {len(reasons)} chunks with a finish_reason, not one")
+        yield f"{len(reasons)} chunks with a finish_reason, not one"
     # Some count the end token, which is in no text.
     unsaid = (0, 1) if streamed.reason == "stop" else (0,)
     if tokens and counts and counts[-1] - len(tokens) not in unsaid:
-        brought = f"the stream brought {len(tokens)}"
-        part.problems.append(f"{name}: {counts[-1]} tokens are counted, {brought}")
+        yield f"{counts[-1]} tokens are counted, the stream brought {len(tokens)}"
     elif "".join(whole.spelt) == whole.text and "".join(streamed.spelt) not in ("", text):
-        part.problems.append(f"{name}: the tokens of the stream do not make its text")
+        yield "the tokens of the stream do not make its text"
     elif text != whole.text:
         (again, *_) = asking.complete(asking.server, prompt).choices
         _, tie = parting(streamed, whole) or ("", False)
         part.ties += tie
         if not tie and again.text == whole.text:
             at = first_difference(text, whole.text)
-            part.problems.append(f"{name}: stream and whole answer part at character {at}")
+            yield f"stream and whole answer part at character {at}"
 
 
-def check_logprobs(asking: Asking, part: Part, name: str, prompt: str) -> None:
+def check_logprobs(asking: Asking, part: Part, prompt: str) -> Iterator[str]:
     """Logprobs are chances, and those of the same position read as a prompt."""
     (greedy, *_), length = asking.greedy(prompt).choices, asking.greedy(prompt).read
     if not greedy.tokens:
         if greedy.text:  # an answer may end at once
             part.note("the server gives no logprobs: nothing was re-scored")
         return
-    zeros = "all logprobs are 0.0"
-    if len(asking.logprobs) >= _FEW and not any(asking.logprobs) and zeros not in part.problems:
-        part.problems.append(zeros)
+    if len(asking.logprobs) >= _FEW and not any(asking.logprobs):
+        yield "all logprobs are 0.0"
     tops = [list(token.likeliest.values()) for token in greedy.tokens]
     if any(sum(map(math.exp, top)) > 1.01 or max(top, default=0) > 1e-6 for top in tops):
-        part.problems.append(f"{name}: chances that sum to more than 1")
+        yield "chances that sum to more than 1"
     bare = tops.count([])
     if 0 < bare < len(tops):
-        part.problems.append(f"{name}: {bare} of {len(tops)} tokens have no alternatives")
+        yield f"{bare} of {len(tops)} tokens have no alternatives"
     positions = [at for at in range(1, len(tops)) if _whole_characters(greedy.spelt[: at + 1])]
     for at in asking.chance.sample(positions, min(_RESCORED, len(positions))):
         text = prompt + "".join(greedy.spelt[:at])
@@ -102,19 +108,19 @@ def check_logprobs(asking: Asking, part: Part, name: str, prompt: str) -> None:
         token, claimed, _ = greedy.tokens[at]
         known = token in listed
         logprob = listed[token] if known else min(listed.values())
-        where, below = f"{name}: token {at}, {token!r}", max(listed.values()) - logprob
+        below = max(listed.values()) - logprob
         if below > TIE:
-            part.problems.append(f"{where}: {below:.2f} nats from the likeliest, re-scored")
+            yield f"token {at}, {token!r}: {below:.2f} nats from the likeliest, re-scored"
         elif claimed - logprob > TIE or (known and logprob - claimed > TIE):
-            part.problems.append(f"{where}: logprob {claimed:.3f}, re-scored {logprob:.3f}")
+            yield f"token {at}, {token!r}: logprob {claimed:.3f}, re-scored {logprob:.3f}"
 
 
-def _whole_characters(tokens: Sequence[str]) -> bool:
+def _whole_characters(tokens: Iterable[str]) -> bool:
     return not any("\ufffd" in token or token.startswith("bytes:") for token in tokens)
 
 
-def check_samples(asking: Asking, part: Part, name: str, prompt: str) -> None:
-    """Sampled tokens follow the chances that the server names."""
+def check_samples(asking: Asking, part: Part, prompt: str) -> Iterator[str]:
+    """Sampled tokens follow the chances that the server names: what is drawn here is tested."""
     drawn: list[AnswerChoice] = []
     while len(drawn) < _SAMPLES:
         drawn += asking.complete(asking.server, prompt, _SAMPLING, max_tokens=_DEPTH).choices
@@ -127,9 +133,10 @@ def check_samples(asking: Asking, part: Part, name: str, prompt: str) -> None:
         chances.append(max(0.0, 1.0 - sum(chances)))
         position = sum(chances[:rank]) + asking.chance.random() * chances[rank]
         asking.bins[min(BINS - 1, int(position * BINS))] += 1
+    yield from ()
 
 
-def check_limits(asking: Asking, part: Part, name: str, prompt: str) -> None:
+def check_limits(asking: Asking, part: Part, prompt: str) -> Iterator[str]:
     """Stop strings, token limits and penalties."""
     server, text = asking.server, asking.greedy(prompt).choices[0].text
     part.checked += 1
@@ -138,16 +145,17 @@ def check_limits(asking: Asking, part: Part, name: str, prompt: str) -> None:
     if stop and stop not in prompt:
         stopped = asking.complete(server, prompt, stop=[stop]).choices[0].text
         if stop in stopped:
-            part.problems.append(f"{name}: the text holds its stop string {stop!r}")
+            yield f"the text holds its stop string {stop!r}"
         elif text.startswith(stopped) and stopped != text.partition(stop)[0]:
-            part.problems.append(f"{name}: stop string {stop!r} ends the text elsewhere")
+            yield f"stop string {stop!r} ends the text elsewhere"
     written = asking.complete(server, prompt, max_tokens=3).written
     if written is not None and written > 3:
-        part.problems.append(f"{name}: {written} tokens where max_tokens is 3")
+        yield f"{written} tokens where max_tokens is 3"
     if asking.reference is not None:
         pair = server, asking.reference
         ours, theirs = (asking.complete(s, prompt, [_PENALTIES]).choices[0] for s in pair)
-        part.compare(f"{name}, with penalties", ours, theirs, _PENALTIES)
+        for divergence in part.compare(ours, theirs, _PENALTIES):
+            yield f"with penalties: {divergence}"
 
 
 _KINDS = {"name": str, "count": int}
@@ -171,34 +179,32 @@ _FORMS: dict[str, dict[str, Any]] = {
 }
 
 
-def check_structure(asking: Asking, part: Part, name: str, prompt: str) -> None:
+def check_structure(asking: Asking, part: Part, prompt: str) -> Iterator[str]:
     """Answers under a schema, whole and streamed, are of its form; so are a tool's arguments."""
     form = list(_FORMS)[part.rounds % len(_FORMS)]
     messages = [{"role": "user", "content": prompt}]
     body = {"messages": messages, "temperature": 0, "max_tokens": 120, **_FORMS[form]}
     path = "chat/completions"
     try:
-        whole = _content(asking.answer(path, body)["choices"], "message")
-        chunks = asking.stream(path, body)
+        whole = _content([asking.counting().answer(path, body)], "message")
+        streamed = _content(asking.counting().stream(path, body), "delta")
     except RequestRefusedError as error:
         part.note(f"{form} was not checked: the server says {error}")
         return
-    deltas = [choice for chunk in chunks for choice in chunk.get("choices") or ()]
-    streamed = _content(deltas, "delta")
     for how, (text, reason) in (("", whole), (", streamed", streamed)):
         part.checked += 1
         if reason != "length" and not _of_schema(text):  # some are cut off before their end
-            part.problems.append(f"{name}: {form}{how}: not of the schema: {text[:60]!r}")
+            yield f"{form}{how}: not of the schema: {text[:60]!r}"
     if whole[0] != streamed[0]:
-        again = _content(asking.answer(path, body)["choices"], "message")
+        again = _content([asking.counting().answer(path, body)], "message")
         if again[0] == whole[0]:
-            part.problems.append(f"{name}: {form}: stream and whole answer differ")
+            yield f"{form}: stream and whole answer differ"
 
 
-def _content(choices: Sequence[Mapping[str, Any]], key: str) -> tuple[str, str | None]:
+def _content(chunks: Iterable[Mapping[str, Any]], key: str) -> tuple[str, str | None]:
     """Content, or the arguments of the first tool call, and how the answer ended."""
     text, reason = "", None
-    for choice in choices:
+    for choice in (choice for chunk in chunks for choice in chunk.get("choices") or ()):
         message = choice.get(key) or {}
         reason = choice.get("finish_reason") or reason
         calls = message.get("tool_calls") or ()
@@ -216,13 +222,12 @@ def _of_schema(text: str) -> bool:
     return kinds == _KINDS and len(parsed["name"]) <= 12
 
 
-def all_parts() -> list[Part]:
-    """In the order in which each prompt goes through them."""
-    return [
-        Part("greedy", "texts", check_greedy),
-        Part("streams", "streams", check_streams),
-        Part("logprobs", "positions", check_logprobs),
-        Part("sampling", "samples", check_samples),
-        Part("limits", "texts", check_limits),
-        Part("structure", "answers", check_structure),
-    ]
+# In the order in which each prompt goes through them: what one checks, its unit, how.
+PARTS = (
+    ("greedy", "texts", check_greedy),
+    ("streams", "streams", check_streams),
+    ("logprobs", "positions", check_logprobs),
+    ("sampling", "samples", check_samples),
+    ("limits", "texts", check_limits),
+    ("structure", "answers", check_structure),
+)

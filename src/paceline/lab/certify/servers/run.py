@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 import random
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 
 from paceline.errors import PromptError
@@ -21,10 +21,9 @@ from paceline.lab.certify.certificate import (
     as_family,
 )
 from paceline.lab.certify.effort import LONGEST, Effort
-from paceline.lab.certify.servers.answers import AnsweringServer
-from paceline.lab.certify.servers.asking import Asking, Part, RequestsSpentError
-from paceline.lab.certify.servers.parts import all_parts
-from paceline.lab.openai_client import RequestRefusedError, ServerFailedError
+from paceline.lab.certify.servers.asking import Asking, Part, RequestsSpentError, name_of
+from paceline.lab.certify.servers.parts import PARTS
+from paceline.lab.openai_client import OpenAIClient, RequestRefusedError, ServerFailedError
 from paceline.lab.report.columns import Column
 
 _FAILURES = 3  # of a part, after which it is left
@@ -66,8 +65,8 @@ class ServerCertifier:
 
     def __init__(
         self,
-        server: AnsweringServer,
-        reference: AnsweringServer | None,
+        server: OpenAIClient,
+        reference: OpenAIClient | None,
         prompts: Sequence[tuple[str, str]],
         effort: Effort | None = None,
         budget: Budget | None = None,
@@ -78,7 +77,7 @@ class ServerCertifier:
         self._prompts = prompts
         limits = min(self.effort.max_tokens, LONGEST), self.effort.requests
         self._asking = Asking(server, reference, *limits, random.Random(self.effort.seed))
-        self._parts = all_parts()
+        self._parts = tuple(Part(*part) for part in PARTS)
         self._ended = False
 
     @property
@@ -91,14 +90,8 @@ class ServerCertifier:
 
         KeyboardInterrupt passes through.
         """
-        rounds = [(part, prompt) for prompt in self._prompts for part in self._parts]
-        (sampling,) = (part for part in self._parts if part.name == "sampling")
-        again = itertools.takewhile(
-            lambda _: sampling.failures < _FAILURES, itertools.cycle(self._prompts)
-        )
-        more = ((sampling, prompt) for prompt in again)
         try:
-            for part, (name, prompt) in itertools.chain(rounds, more):
+            for (name, prompt), part in self._rounds():
                 if self.budget.left <= 0:
                     break
                 if part.failures < _FAILURES:
@@ -108,10 +101,17 @@ class ServerCertifier:
             pass
         self._ended = True
 
+    def _rounds(self) -> Iterator[tuple[tuple[str, str], Part]]:
+        yield from itertools.product(self._prompts, self._parts)
+        (sampling,) = (part for part in self._parts if part.name == "sampling")
+        while sampling.failures < _FAILURES:
+            yield from itertools.product(self._prompts, [sampling])
+
     def _check(self, part: Part, name: str, prompt: str) -> None:
         sent, start = self._asking.sent, time.monotonic()
         try:
-            part.check(self._asking, part, name, prompt)
+            for problem in part.check(self._asking, part, prompt):
+                part.problems.append(f"{name}: {problem}")
         except RequestRefusedError as error:
             part.failures += 1
             part.note(f"the server refuses: {error}")
@@ -125,27 +125,27 @@ class ServerCertifier:
 
     def certificate(self) -> Certificate:
         """The verdict on what was seen so far."""
-        server, reference, alpha = self._asking.server, self._asking.reference, self.effort.alpha
-        parts, tests = tuple(self._parts), as_family(self._asking.tests(), alpha)
+        asking, parts, alpha = self._asking, self._parts, self.effort.alpha
+        reference, spent = asking.reference, self.budget.spent
+        tests = as_family(asking.tests(), alpha)
         problems = [Problem(part.name, what) for part in parts for what in part.problems]
         problems += [test.problem() for test in tests if test.adjusted_p_value < alpha]
         checked = ", ".join(f"{part.checked} {part.unit}" for part in parts)
         sees = max((test.smallest_bias for test in tests), default=1.0)
         return Certificate(
-            title=f"Is {server.name} lossless?",
+            title=f"Is {name_of(asking.server)} lossless?",
             alpha=alpha,
             facts={
-                "server": server.name,
-                "reference": None if reference is None else reference.name,
-                "seconds": self.budget.spent,
+                "server": name_of(asking.server),
+                "reference": None if reference is None else name_of(reference),
+                "seconds": spent,
             },
             tables=(replace(_PARTS, rows=parts), replace(TESTS, rows=tests)),
             problems=tuple(problems),
             lacks=tuple(lacks_of(parts, tests)),
             notes=tuple(f"{part.name}: {note}" for part in parts for note in part.notes),
             interrupted=not self._ended,
-            completed=f"{self.budget.spent:.0f} s, {self._asking.sent} requests completed "
-            f"{checked}",
+            completed=f"{spent:.0f} s, {asking.sent} requests completed {checked}",
             certified=f"nothing is wrong in {checked}; no bias in {len(tests)} distribution "
             f"tests, which see {sees:.1%}",
         )
