@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 
 from paceline.core.params import SamplingParams
 from paceline.engine.engine import Engine
+from paceline.errors import PacelineError
 from paceline.lab.budget import Budget
 from paceline.lab.certify.certificate import TESTS, DistributionTest, Problem, ResultTable
 from paceline.lab.certify.decoding import Start, String
@@ -18,6 +20,7 @@ from paceline.lab.report.columns import Column, record_of
 from paceline.llm import LLM
 
 _MOST_DIVERGENCES = 12  # in a report
+OnProgress = Callable[[str], object]  # is told what comes next
 
 
 @dataclass(frozen=True)
@@ -123,27 +126,13 @@ class Evidence:
         yield replace(_EXACT, rows=tuple(self.exact))
 
 
-@dataclass(frozen=True)
-class WorkItem:
-    """Work that is done whole or not at all; ``kind`` and ``size`` tell what it will take.
-
-    ``part`` is at fault if it fails. With a ``name`` it is done once.
-    """
-
-    part: str
-    kind: str
-    size: int
-    shown: str
-    run: Callable[[], None]
-    name: str = ""
-
-
-@dataclass(frozen=True)
+@dataclass
 class Subject:
     """What every part of a certification is given: who answers, what is asked, for how long.
 
     ``llm`` drafts, at ``lengths`` and, if it ``adapts``, at its own; ``plain`` decodes the same
-    target without drafts. ``prompts``: (name, token ids). What is seen goes into ``evidence``.
+    target without drafts. ``prompts``: (name, token ids). What is seen goes into ``evidence``, what
+    comes next is told to ``advance``. Nothing more is done for the parts that are ``broken``.
     """
 
     llm: LLM
@@ -155,6 +144,8 @@ class Subject:
     effort: Effort
     budget: Budget
     evidence: Evidence
+    advance: OnProgress = lambda what: None
+    broken: set[str] = field(default_factory=set)
 
     @property
     def kinds(self) -> dict[str, SamplingParams]:
@@ -165,6 +156,33 @@ class Subject:
     def prompt(self, number: int) -> tuple[str, String]:
         """Name and token ids; behind the last one it begins anew."""
         return self.prompts[number % len(self.prompts)]
+
+    def do(
+        self, part: str, kind: str, size: int, shown: str, run: Callable[[], None], name: str = ""
+    ) -> None:
+        """``run`` a piece of work, whole or not at all; ``kind`` and ``size`` tell what it takes.
+
+        ``part`` is at fault if it fails. With a ``name`` it is done once.
+        """
+        done, fits = self.evidence.done, self.budget.fits(kind, size)
+        if name in done or part in self.broken or not fits:
+            return
+        self.advance(shown)
+        with self.guarded(part), self.budget.piece(kind, size):
+            run()
+            done += [name] if name else []
+
+    @contextmanager
+    def guarded(self, part: str) -> Iterator[None]:
+        """A crash is a problem of its part, and the other parts still run."""
+        try:
+            yield
+        except PacelineError:
+            raise
+        except Exception as error:
+            what = f"decoding failed with {type(error).__name__}: {error}"
+            self.evidence.problems.append(Problem(part, " ".join(what.split())))
+            self.broken.add(part)
 
 
 # -- tables ---------------------------------------------------------------------------------------

@@ -3,15 +3,14 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from dataclasses import replace
 from itertools import pairwise, zip_longest
 from typing import Any
 
 from paceline.control.controller import FixedLength
 from paceline.core.params import SamplingParams
-from paceline.errors import ConfigError, PacelineError, PromptError
+from paceline.errors import ConfigError, PromptError
 from paceline.lab.budget import Budget
 from paceline.lab.certify.certificate import (
     LEAST_PREFIXES,
@@ -24,12 +23,11 @@ from paceline.lab.certify.certificate import (
 )
 from paceline.lab.certify.distributions import judge
 from paceline.lab.certify.effort import FEWEST, Effort
-from paceline.lab.certify.evidence import Evidence, Subject, WorkItem
+from paceline.lab.certify.evidence import Evidence, OnProgress, Subject
 from paceline.lab.certify.samples import PORTIONS, Sampler
 from paceline.lab.certify.texts import TextComparer
 from paceline.llm import LLM
 
-OnProgress = Callable[[str], None]
 _ENDING = 0.1  # of the budget, kept for the tests at the end
 
 
@@ -40,7 +38,7 @@ def certify(
     *,
     draft: str | None = "auto",
     effort: Effort | None = None,
-    advance: OnProgress = lambda description: None,
+    advance: OnProgress = lambda what: None,
     seconds: float | None = None,
 ) -> Certificate:
     """Compare an LLM's speculative decoding with plain decoding of the same target.
@@ -106,7 +104,6 @@ class Certifier:
         self.comparer = TextComparer(self.subject)
         self._sampler = Sampler(self.subject)
         self._ended = False
-        self._broken: set[str] = set()
         self._before = self.evidence.spent
         if evidence is not None and _complete(self._amounts()):
             self.evidence.tranche += 1
@@ -155,51 +152,26 @@ class Certifier:
 
     # -- testing ------------------------------------------------------------------------------
 
-    def run(self, advance: OnProgress = lambda description: None) -> None:
-        """Test as much as the budget allows. KeyboardInterrupt passes through."""
-        self.budget.reserve = _ENDING * (self.budget.seconds or 0.0)
-        with self._guarded("greedy"):
-            self.comparer.decide_tokens()
-        for item in self._items():
-            self._do(item, advance)
-        self._ended = True
-
-    def _items(self) -> Iterator[WorkItem]:
-        """In an order of which any beginning has seen a little of everything.
+    def run(self, advance: OnProgress = lambda what: None) -> None:
+        """Test as much as the budget allows, in an order of which any beginning has seen a little
+        of everything.
 
         Round by round a few more texts are compared, each under all settings, and more is drawn at
         one prefix until that has all its samples; only then comes the next prefix.
+        KeyboardInterrupt passes through.
         """
+        self.budget.reserve = _ENDING * (self.budget.seconds or 0.0)
+        self.subject.advance = advance
+        with self.subject.guarded("greedy"):
+            self.comparer.decide_tokens()
         portions = [(0, -(-self.samples * tenths // 10)) for tenths in (3, 5, 10)]
         portions += [(number, self.samples) for number in range(1, self.prefixes)]
         rounds = zip_longest(_groups(self.texts), portions if self.prefixes else ())
         for numbers, portion in rounds:
-            yield from self.comparer.items(numbers or ())
+            self.comparer.compare(numbers or ())
             if portion is not None and (not portion[0] or self._sampler.fits(*portion)):
-                yield from self._sampler.items(*portion)
-
-    def _do(self, item: WorkItem, advance: OnProgress) -> None:
-        done = self.evidence.done
-        fits = self.budget.fits(item.kind, item.size)
-        if item.name in done or item.part in self._broken or not fits:
-            return
-        advance(item.shown)
-        with self._guarded(item.part), self.budget.piece(item.kind, item.size):
-            item.run()
-            if item.name:
-                done.append(item.name)
-
-    @contextmanager
-    def _guarded(self, part: str) -> Iterator[None]:
-        """A crash is a problem of its part, and the other parts still run."""
-        try:
-            yield
-        except PacelineError:
-            raise
-        except Exception as error:
-            what = f"decoding failed with {type(error).__name__}: {error}"
-            self.evidence.problems.append(Problem(part, " ".join(what.split())))
-            self._broken.add(part)
+                self._sampler.sample(*portion)
+        self._ended = True
 
     # -- judging ------------------------------------------------------------------------------
 
@@ -244,7 +216,7 @@ class Certifier:
         tests: list[DistributionTest] = []
         for prefix in self.evidence.prefixes:
             if min(len(prefix.drawn), len(prefix.plain)) >= FEWEST:
-                with self._guarded("sampling"):
+                with self.subject.guarded("sampling"):
                     tests += judge(self.subject.llm.target, prefix, self.subject.params)
         recorder = self._sampler.recorder
         drawn = recorder.test()

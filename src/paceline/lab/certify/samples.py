@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterator
 from dataclasses import replace
 from functools import partial
 from typing import cast
@@ -15,7 +14,7 @@ from paceline.lab.certify.certificate import Problem
 from paceline.lab.certify.decoding import DecodedOutput, Start, decode
 from paceline.lab.certify.distributions import DEPTH
 from paceline.lab.certify.draws import Recorder
-from paceline.lab.certify.evidence import Prefix, Subject, WorkItem
+from paceline.lab.certify.evidence import Prefix, Subject
 from paceline.lab.certify.exact import enumerate_step
 from paceline.lab.certify.scoring import Scorer
 
@@ -35,11 +34,12 @@ class Sampler:
         self.recorder.counts = evidence.draws or self.recorder.counts
         self.recorder.impossible = evidence.impossible
 
-    def items(self, number: int, samples: int) -> Iterator[WorkItem]:
-        """Everything that brings prefix ``number`` to so many samples."""
+    def sample(self, number: int, samples: int) -> None:
+        """Bring prefix ``number`` to so many samples, then enumerate the rule there."""
+        subject = self._subject
         if number >= len(self._prefixes):
             run = partial(self._choose_prefix, number)
-            yield WorkItem("sampling", "prefix", 1, "choosing a prefix", run)
+            subject.do("sampling", "prefix", 1, "choosing a prefix", run)
         if number >= len(self._prefixes):
             return  # no text has been decoded to look in
         prefix = self._prefixes[number]
@@ -47,13 +47,13 @@ class Sampler:
             plainly = len(prefix.plain) <= len(prefix.drawn)
             strings, kind = (prefix.plain, "plain") if plainly else (prefix.drawn, "speculative")
             have = len(strings)
-            size = min(-(-self._subject.effort.samples // PORTIONS), samples - have)
+            size = min(-(-subject.effort.samples // PORTIONS), samples - have)
             run = partial(self._draw, prefix, number, size, plainly)
-            yield WorkItem("sampling", kind, size, f"{prefix.name}: {kind} sampling", run)
+            subject.do("sampling", kind, size, f"{prefix.name}: {kind} sampling", run)
             if len(strings) == have:
                 break  # there was no time for it, or it failed
         shown, run = f"{prefix.name}: the rule, enumerated", partial(self._enumerate, prefix)
-        yield WorkItem("rule", "rule", 1, shown, run, f"rule/{number}")
+        subject.do("rule", "rule", 1, shown, run, f"rule/{number}")
 
     def fits(self, number: int, samples: int) -> bool:
         """Whether all of it will be done in time: a few samples would only be a weak spot."""

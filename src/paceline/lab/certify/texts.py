@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import partial
 from itertools import cycle, product
+from typing import NamedTuple
 
 from paceline.core.params import SamplingParams
 from paceline.lab.certify.decoding import DecodedOutput, Start, decode
 from paceline.lab.certify.difference import explain
-from paceline.lab.certify.evidence import Subject, TextCheck, TextDivergence, WorkItem
+from paceline.lab.certify.evidence import Subject, TextCheck, TextDivergence
 
 _NEIGHBOURS = 3  # at least, of the texts in a mixed batch
 _SHARE = 0.025  # of what is left of a budget, that one text at one setting may take
@@ -18,17 +19,14 @@ _SHORTEST = 16
 _TIMED = 4  # tokens that are decoded to see how fast that is
 
 
-@dataclass(frozen=True)
-class ComparedSetting:
-    """What a text is decoded with: the draft length (None adapts), and whether in a batch."""
+class ComparedSetting(NamedTuple):
+    """What a text is decoded with: the draft length; None adapts."""
 
     name: str
     length: int | None
-    together: bool = False
 
 
-@dataclass(frozen=True)
-class ComparedText:
+class ComparedText(NamedTuple):
     """One text to decode: what people call it, where it begins, under which parameters."""
 
     name: str
@@ -44,32 +42,29 @@ class TextComparer:
         self.alone = [ComparedSetting(f"draft length {n}, alone", n) for n in lengths]
         if subject.adapts:
             self.alone.append(ComparedSetting("draft length auto, alone", None))
-        longest = lengths[-1]
-        self.mixed = ComparedSetting(f"draft length {longest}, mixed batch", longest, True)
+        self.mixed = ComparedSetting(f"draft length {lengths[-1]}, mixed batch", lengths[-1])
 
-    def items(self, numbers: Sequence[int]) -> Iterator[WorkItem]:
-        """For each of the texts: plain, then every setting. Those in a batch come last.
+    def compare(self, numbers: Sequence[int]) -> None:
+        """Each of the texts plainly, then under every setting; those in a batch come last.
 
         What has no plain text by then is left out.
         """
-        kinds, plain = self._subject.kinds, self._subject.evidence.plain
-        for number, kind in product(numbers, kinds):
-            shown, name = f"{kind}: {self._subject.prompt(number)[0]}", f"{kind}/{number}"
+        subject, plain = self._subject, self._subject.evidence.plain
+        for number, kind in product(numbers, subject.kinds):
+            shown, name = f"{kind}: {subject.prompt(number)[0]}", f"{kind}/{number}"
             run = partial(self._decode_plainly, kind, number)
-            yield WorkItem(kind, "text", 1, f"{shown}: plain decoding", run, name)
+            subject.do(kind, "text", 1, f"{shown}: plain decoding", run, name)
             for setting in self.alone if name in plain else ():
-                yield self._comparison(kind, [number], setting, shown)
-        for kind in kinds if numbers else ():
+                self._do(kind, [number], setting, shown)
+        for kind in subject.kinds if numbers else ():
             if all(f"{kind}/{number}" in plain for number in numbers):
-                yield self._comparison(kind, numbers, self.mixed, kind)
+                self._do(kind, numbers, self.mixed, kind)
 
-    def _comparison(
-        self, kind: str, numbers: Sequence[int], setting: ComparedSetting, shown: str
-    ) -> WorkItem:
+    def _do(self, kind: str, numbers: Sequence[int], setting: ComparedSetting, shown: str) -> None:
         run = partial(self._compare, kind, numbers, setting)
         name = f"{kind}/{'-'.join(map(str, numbers))}/{setting.name}"
-        cost = "mixed" if setting.together else "text"
-        return WorkItem(kind, cost, len(numbers), f"{shown}: {setting.name}", run, name)
+        cost = "mixed" if setting is self.mixed else "text"
+        self._subject.do(kind, cost, len(numbers), f"{shown}: {setting.name}", run, name)
 
     def compared(self, numbers: Iterable[int]) -> int:
         """How many of these were compared under every setting that decodes them alone."""
@@ -108,7 +103,7 @@ class TextComparer:
         texts = [self._text(kind, number) for number in numbers]
         plain = [self._subject.evidence.plain[f"{kind}/{number}"] for number in numbers]
         others: list[ComparedText] = []
-        if setting.together:
+        if setting is self.mixed:
             # Requests of another kind, shorter and longer, that come and go while others decode.
             count = max(_NEIGHBOURS, len(numbers))
             for n, tokens in zip(range(count), cycle((5, 17, 40)), strict=False):
@@ -131,7 +126,7 @@ def check_texts(
     One after another, or together in a batch that ``others``, which are not compared, join.
     """
     outputs: list[DecodedOutput] = []
-    for batch in [[*texts, *others]] if setting.together else [[text] for text in texts]:
+    for batch in [[*texts, *others]] if others else [[text] for text in texts]:
         starts, params = [text.start for text in batch], [text.params for text in batch]
         outputs += decode(subject.llm.engine, starts, params, setting.length)
     ties: list[TextDivergence] = []
@@ -166,5 +161,5 @@ def _divergences(
         given = tuple(expected[: difference.at + 1])
         if not difference.is_tie or len(given) == len(expected):
             return
-        start = replace(text.start, output=given)
+        start = Start(text.start.prompt, given)
         ((tokens, _, _),) = decode(subject.llm.engine, [start], [text.params], length)
