@@ -32,8 +32,6 @@ class Scorer:
 
     def __init__(self, model: CausalModel, start: Start, params: SamplingParams) -> None:
         self._model, self._start, self._params = model, start, params
-        # Whole blocks that all texts have; at least the last token of the start is computed anew.
-        self._given = max(0, len(start.tokens) - 1) // _BLOCK * _BLOCK
         self._caches: dict[bool, PagedCache] = {}  # stepwise or not; sequence 0 is the beginning
 
     def at_once(self, strings: Sequence[String]) -> torch.Tensor:
@@ -53,12 +51,13 @@ class Scorer:
     def logits(self, strings: Sequence[String], stepwise: bool = False) -> torch.Tensor:
         """float32 [n, vocab] on the host, before any of the request's processing."""
         texts = [[*self._start.tokens, *string] for string in strings]
-        switch = self._model.rope_switch
-        if switch is not None and self._given <= switch < max(map(len, texts)):
-            # Some become so long that the beginning is rotated otherwise: each reads its own.
-            self._given, self._caches = 0, {}
-        parts = _parts(texts, self._given)
-        return torch.cat([self._forward(part, stepwise).float().cpu() for part in parts])
+        # Whole blocks that all texts share; at least the last token of the start is computed anew.
+        switch, shared = self._model.rope_switch, (len(self._start.tokens) - 1) // _BLOCK
+        if switch is not None and max(map(len, texts)) > switch:
+            shared = 0  # some become so long that the beginning is rotated otherwise
+        parts = _parts(texts, shared * _BLOCK)
+        logits = [self._forward(part, stepwise, shared).float().cpu() for part in parts]
+        return torch.cat(logits)
 
     def _distributions(self, strings: Sequence[String], stepwise: bool) -> torch.Tensor:
         start, params = self._start, self._params
@@ -68,17 +67,13 @@ class Scorer:
         )
         return probabilities(self.logits(strings, stepwise), Rows(seqs, (0,) * len(seqs)))
 
-    def _forward(self, texts: Sequence[list[int]], stepwise: bool) -> torch.Tensor:
-        cache = self._cache_for(texts, stepwise)
+    def _forward(self, texts: Sequence[list[int]], stepwise: bool, shared: int) -> torch.Tensor:
+        cache = self._cache_for(sum(-(-len(text) // _BLOCK) - shared for text in texts), stepwise)
         ids = range(1, 1 + len(texts))
-        for number, text in zip(ids, texts, strict=True):
-            if self._given:
-                cache.borrow(number, 0, self._given)
-            else:
-                cache.admit(number, text)
-            cache.reserve(number, len(text))
-        begins = [self._given] * len(texts)
+        begins = [cache.admit(number, text) for number, text in zip(ids, texts, strict=True)]
         try:
+            for number, text in zip(ids, texts, strict=True):
+                cache.reserve(number, len(text))
             for held_back in (1, 0) if stepwise else (0,):
                 ends = [len(text) - held_back for text in texts]
                 parts = zip(ids, texts, begins, ends, strict=True)
@@ -91,24 +86,21 @@ class Scorer:
             for number in ids:
                 cache.free(number)
 
-    def _cache_for(self, texts: Sequence[list[int]], stepwise: bool) -> PagedCache:
-        """One with room for these texts, and the beginning in it: read alone, or in a crowd."""
-        given, blocks = self._given, self._given // _BLOCK
-        wanted = sum(-(-len(text) // _BLOCK) - blocks for text in texts)
+    def _cache_for(self, wanted: int, stepwise: bool) -> PagedCache:
+        """One with so many blocks free, and the beginning in it: read alone, or in a crowd."""
         cache = self._caches.get(stepwise)
         if cache is not None and cache.pool.available >= wanted:
             return cache
-        crowd = range(max(1, min(_BATCH, _CROWD // given)) if stepwise else 1) if given else ()
-        capacity = max(wanted, 2 * _TEXTS, len(crowd) * blocks)
-        cache = self._caches[stepwise] = self._model.new_cache(
-            blocks + capacity, _BLOCK, share=False
-        )
-        tokens = self._start.tokens[:given]
+        tokens = self._start.tokens
+        crowd = range(max(1, min(_BATCH, _CROWD // len(tokens))) if stepwise else 1)
+        blocks = -(-len(tokens) // _BLOCK)
+        capacity = blocks + max(wanted, 2 * _TEXTS, len(crowd) * blocks)
+        cache = self._caches[stepwise] = self._model.new_cache(capacity, _BLOCK)
         for number in crowd:
             cache.admit(number, tokens)
-            cache.reserve(number, given)
-        if crowd:
-            self._model(cache.batch_of([Span.of(number, 0, tokens) for number in crowd]), cache)
+            cache.reserve(number, len(tokens))
+        self._model(cache.batch_of([Span.of(number, 0, tokens) for number in crowd]), cache)
+        cache.commit(0, tokens, len(tokens))
         for number in crowd[1:]:
             cache.free(number)
         return cache
