@@ -112,7 +112,7 @@ def test_texts_that_no_setting_finished_certify_nothing(llm: LLM, prompts: Named
     assert certificate.verdict.startswith("NOT ENOUGH: 0 whole texts were compared, not 2")
 
 
-def test_no_whole_place_and_no_rule_certify_nothing(llm: LLM, prompts: Named) -> None:
+def test_no_whole_prefix_and_no_rule_certify_nothing(llm: LLM, prompts: Named) -> None:
     """It said CERTIFIED beside "0 of 4 prefixes" and "0 of 8000 samples"."""
     certifier = Certifier(llm, prompts, None, SMALL)
     certifier.run()
@@ -137,7 +137,7 @@ def test_enough_is_certified_and_says_what_it_could_have_seen(llm: LLM, prompts:
     assert certifier.budget.spent <= 50
     assert certificate.lossless and not certificate.facts["complete"], certificate.verdict
     record = certificate.record()
-    # The second place would have had a few samples only: it was not begun.
+    # The second prefix would have had a few samples only: it was not begun.
     assert record["enough"] and record["budget"]["prefixes"] == 1
     assert record["lacks"] == ()
     assert 0 < record["smallest_bias"] <= 0.25
@@ -147,13 +147,13 @@ def test_enough_is_certified_and_says_what_it_could_have_seen(llm: LLM, prompts:
     assert any("--continue goes on" in text for text in lines)
 
 
-def test_a_place_is_begun_if_all_of_it_fits(llm: LLM, prompts: Named) -> None:
+def test_a_prefix_is_begun_if_all_of_it_fits(llm: LLM, prompts: Named) -> None:
     certifier, _ = ended_after(llm, prompts, 70)
     assert [len(prefix.drawn) for prefix in certifier.evidence.prefixes] == [600, 600]
     assert certifier.certificate().facts["complete"]
 
 
-def test_without_an_end_everything_is_looked_at(llm: LLM, prompts: Named) -> None:
+def test_without_an_end_everything_is_tested(llm: LLM, prompts: Named) -> None:
     certifier = Certifier(llm, prompts, None, SMALL)
     said: list[str] = []
     certifier.run(said.append)

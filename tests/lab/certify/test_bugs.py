@@ -67,10 +67,10 @@ def argmax_with_softmax(tree: TokenTree) -> TokenTree:
     return TokenTree(tree.q[:1].argmax(-1), (-1,), Draw.IID, tree.q[:1])
 
 
-def pruned_by_own_chance(tree: TokenTree) -> TokenTree:
+def pruned_by_its_chance(tree: TokenTree) -> TokenTree:
     """Drops a node because of its own probability."""
-    own = tree.q.gather(1, tree.tokens[:, None])[:, 0] >= 0.1
-    keep = int(own.cumprod(0).sum())
+    likely = tree.q.gather(1, tree.tokens[:, None])[:, 0] >= 0.1
+    keep = int(likely.cumprod(0).sum())
     if not keep:
         return TokenTree.empty()
     return TokenTree(tree.tokens[:keep], chain_parents(keep), Draw.IID, tree.q[:keep])
@@ -81,14 +81,14 @@ def pruned_by_own_chance(tree: TokenTree) -> TokenTree:
     [
         (temperature_forgotten, COOL),
         (argmax_with_softmax, WARM),
-        (pruned_by_own_chance, COOL),
+        (pruned_by_its_chance, COOL),
     ],
 )
 def test_a_drafter_that_lies(llm: LLM, prompts: Named, change, params: SamplingParams) -> None:
     llm.engine.drafter = Altered(llm.engine.drafter, change)
-    found = parts(outcome(llm, prompts, params))
-    assert {"drafter", "sampling"} <= found
-    assert not found & {"greedy", "seeded", "rule", "plain sampling"}
+    faulty = parts(outcome(llm, prompts, params))
+    assert {"drafter", "sampling"} <= faulty
+    assert not faulty & {"greedy", "seeded", "rule", "plain sampling"}
 
 
 # -- the rule -------------------------------------------------------------------------------------
@@ -100,23 +100,21 @@ class NoResidual(Verifier):
     def rule_probabilities(
         self, distributions: torch.Tensor, checks: Sequence[Span]
     ) -> RuleProbabilities | None:
-        found = super().rule_probabilities(distributions, checks)
-        return (
-            None
-            if found is None
-            else RuleProbabilities(found.accept, aligned(distributions, found.stop)[0])
-        )
+        probs = super().rule_probabilities(distributions, checks)
+        if probs is None:
+            return None
+        return RuleProbabilities(probs.accept, aligned(distributions, probs.stop)[0])
 
 
 class Lenient(Verifier):
     """Accepts whatever it likes every other time."""
 
     def _decide(self, scores: torch.Tensor, rows: Rows, checks: Sequence[Span]) -> Decisions:
-        found = super()._decide(scores, rows, checks)
-        if found.accepted is None:
-            return found
-        liked = torch.rand(len(found.accepted), generator=self.generator) < 0.5
-        return Decisions(found.choices, found.accepted | liked)
+        decisions = super()._decide(scores, rows, checks)
+        if decisions.accepted is None:
+            return decisions
+        liked = torch.rand(len(decisions.accepted), generator=self.generator) < 0.5
+        return Decisions(decisions.choices, decisions.accepted | liked)
 
 
 class NoBonus(Verifier):
@@ -138,16 +136,16 @@ class NoBonus(Verifier):
 def test_a_wrong_rule(llm: LLM, prompts: Named, kind: type[Verifier], expected: set[str]) -> None:
     """A missing residual is too small a bias for so few samples; the enumeration sees any."""
     llm.engine.verifier = kind("auto", torch.Generator())
-    found = parts(outcome(llm, prompts, COOL))
-    assert expected <= found <= {"rule", "sampling"}
+    faulty = parts(outcome(llm, prompts, COOL))
+    assert expected <= faulty <= {"rule", "sampling"}
 
 
 def test_a_missing_bonus_token(llm: LLM, prompts: Named) -> None:
     llm.engine.verifier = NoBonus("auto", torch.Generator())
-    found = outcome(llm, prompts)
-    assert parts(found)
-    assert any(check.distance == 1.0 for check in found.rows("exact")) or any(
-        "failed with" in problem.what for problem in found.problems
+    certificate = outcome(llm, prompts)
+    assert parts(certificate)
+    assert any(check.distance == 1.0 for check in certificate.rows("exact")) or any(
+        "failed with" in problem.what for problem in certificate.problems
     )
 
 
@@ -171,9 +169,9 @@ def test_a_cache_row_off_by_one(llm: LLM, prompts: Named, monkeypatch: pytest.Mo
         return [(seq_id, base + node - 1, base + rank) for rank, node in enumerate(path)]
 
     monkeypatch.setattr("paceline.engine.engine.path_moves", shifted)
-    found = outcome(llm, prompts)
-    assert {"greedy", "seeded"} <= parts(found)
-    bugs = [item for check in found.rows("texts") for item in check.bugs]
+    certificate = outcome(llm, prompts)
+    assert {"greedy", "seeded"} <= parts(certificate)
+    bugs = [item for check in certificate.rows("texts") for item in check.bugs]
     assert all(item.difference.gap > 1e-3 for item in bugs)
 
 

@@ -59,7 +59,7 @@ def test_an_adaptive_engine_with_chosen_drafts(llm: LLM, prompts: Named) -> None
 
 
 def test_the_rule_is_enumerated_where_a_look_up_finds_something(llm: LLM) -> None:
-    """It was "not enumerated" where nothing was found at the place itself."""
+    """It was "not enumerated" where nothing was drafted at the prefix itself."""
     tokens = tuple(range(20, 60))  # no token comes twice
     ngram = llm.beside("ngram:min=1", draft_length=2, max_batch_size=64, seed=1)
     evidence = Evidence(prefixes=[Prefix("ends in a new token", Start(tokens), 2)])
@@ -137,7 +137,7 @@ def test_what_was_cut_short_is_never_certified(
 
 def test_the_same_seed_gives_the_same_certificate(folders: tuple[str, str], llm: LLM) -> None:
     one = [("one", list(range(20, 40)))]
-    found = [
+    records = [
         certify(
             llm.beside(folders[1], draft_length=2, max_batch_size=64, seed=seed),
             one,
@@ -145,9 +145,9 @@ def test_the_same_seed_gives_the_same_certificate(folders: tuple[str, str], llm:
         ).record()
         for seed in (1, 2)
     ]
-    for record in found:  # what it took is another each time
+    for record in records:  # what it took is another each time
         assert record["budget"].pop("spent") > 0 and record.pop("verdict")
-    assert found[0] == found[1]
+    assert records[0] == records[1]
 
 
 def test_refusals(llm: LLM, folders: tuple[str, str], prompts: Named) -> None:

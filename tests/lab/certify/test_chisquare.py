@@ -41,17 +41,17 @@ def test_noncentral_tail_against_simulation() -> None:
 
 
 def test_goodness_of_fit() -> None:
-    found = goodness([44, 56], [0.5, 0.5])
-    assert found.statistic == pytest.approx(1.44)
-    assert found.df == 1
-    assert found.p_value == pytest.approx(0.2301, abs=1e-4)
-    assert goodness([44, 56], [0.5, 0.5], slack=0.01).p_value > found.p_value
+    outcome = goodness([44, 56], [0.5, 0.5])
+    assert outcome.statistic == pytest.approx(1.44)
+    assert outcome.df == 1
+    assert outcome.p_value == pytest.approx(0.2301, abs=1e-4)
+    assert goodness([44, 56], [0.5, 0.5], slack=0.01).p_value > outcome.p_value
 
 
 def test_homogeneity_is_the_two_by_two_table() -> None:
     # n (ad - bc)^2 / ((a+b)(c+d)(a+c)(b+d)) for 10 20 / 30 15
-    found = homogeneity([10, 20], [30, 15])
-    assert found.statistic == pytest.approx(75 * (10 * 15 - 20 * 30) ** 2 / (30 * 45 * 40 * 35))
+    outcome = homogeneity([10, 20], [30, 15])
+    assert outcome.statistic == pytest.approx(75 * (10 * 15 - 20 * 30) ** 2 / (30 * 45 * 40 * 35))
     assert homogeneity([5, 0, 5], [4, 0, 6]).df == 1
 
 
@@ -62,12 +62,12 @@ def test_smallest_bias_is_found_with_that_power() -> None:
     bias = goodness([250] * 4, chances.tolist()).smallest_bias(alpha)
     moved = chances + bias / 2 * torch.tensor([1.0, 1.0, -1.0, -1.0])
     generator = torch.Generator().manual_seed(1)
-    found = 0
+    shown = 0
     for _ in range(400):
         drawn = torch.multinomial(moved, samples, True, generator=generator)
         counts = torch.bincount(drawn, minlength=4).tolist()
-        found += goodness(counts, chances.tolist()).p_value < alpha
-    assert 0.86 <= found / 400 <= 0.94
+        shown += goodness(counts, chances.tolist()).p_value < alpha
+    assert 0.86 <= shown / 400 <= 0.94
 
 
 def test_holm() -> None:

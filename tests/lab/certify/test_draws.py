@@ -38,9 +38,9 @@ def p_value(drawn: torch.Tensor, declared: torch.Tensor, siblings: int) -> float
     for _ in range(600):
         recorder.propose(OneSlice())
     assert recorder.drawn == 600 * siblings
-    found = recorder.test()
-    assert found is not None
-    return found.p_value
+    outcome = recorder.test()
+    assert outcome is not None
+    return outcome.p_value
 
 
 def test_honest_draws_pass() -> None:

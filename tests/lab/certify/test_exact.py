@@ -49,9 +49,9 @@ def test_every_rule_is_exact_on_chains(rule: str) -> None:
 
 @pytest.mark.parametrize("name", ["chain", "siblings", "all siblings"])
 def test_drafts_are_a_distribution(name: str) -> None:
-    found = list(drafts(CASES[name]))
-    assert sum(weight for _, weight in found) == pytest.approx(1.0)
-    assert len({tokens for tokens, _ in found}) == len(found)
+    listed = list(drafts(CASES[name]))
+    assert sum(weight for _, weight in listed) == pytest.approx(1.0)
+    assert len({tokens for tokens, _ in listed}) == len(listed)
 
 
 def test_a_wrong_draft_distribution_shows() -> None:

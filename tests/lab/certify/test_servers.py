@@ -34,17 +34,17 @@ def outcome(
 
 @pytest.mark.parametrize("compared", [True, False])
 def test_a_server_in_order_is_certified(compared: bool) -> None:
-    found = outcome(PlantedServer(), PlantedServer(seed=8) if compared else None)
-    assert found.lossless, found.verdict
-    assert found.verdict.startswith("CERTIFIED: ")
-    assert {part.name for part in found.rows("parts")} == {*FAULTS.values()}
-    assert all(part.checked and part.requests for part in found.rows("parts"))
-    assert len(found.rows("tests")) == 1
-    assert all(0 < test.smallest_bias < 0.3 for test in found.rows("tests"))
-    record = json.loads(json.dumps(found.record()))
+    certificate = outcome(PlantedServer(), PlantedServer(seed=8) if compared else None)
+    assert certificate.lossless, certificate.verdict
+    assert certificate.verdict.startswith("CERTIFIED: ")
+    assert {part.name for part in certificate.rows("parts")} == {*FAULTS.values()}
+    assert all(part.checked and part.requests for part in certificate.rows("parts"))
+    assert len(certificate.rows("tests")) == 1
+    assert all(0 < test.smallest_bias < 0.3 for test in certificate.rows("tests"))
+    record = json.loads(json.dumps(certificate.record()))
     assert record["lossless"] and record["problems"] == []
     assert sum(part["requests"] for part in record["parts"]) <= EFFORT.requests
-    assert found.report().sections[0].title == "Parts"
+    assert certificate.report().sections[0].title == "Parts"
 
 
 @pytest.mark.parametrize(
@@ -58,30 +58,30 @@ def test_a_server_in_order_is_certified(compared: bool) -> None:
 )
 def test_ways_of_other_servers_are_no_faults(planted: PlantedServer) -> None:
     """llama.cpp's layout of logprobs, its top-k of its own, and OpenAI's refusals."""
-    found = outcome(planted, effort=Effort(requests=250, max_tokens=24))
-    assert found.lossless, (found.verdict, found.problems)
-    assert found.rows("tests")[0].samples > 200
+    certificate = outcome(planted, effort=Effort(requests=250, max_tokens=24))
+    assert certificate.lossless, (certificate.verdict, certificate.problems)
+    assert certificate.rows("tests")[0].samples > 200
 
 
 def test_faults_show_in_the_other_layout_too() -> None:
     for fault in ("zeros", "corrupt"):
-        found = outcome(PlantedServer(fault, logprobs="records"))
-        assert FAULTS[fault] in {problem.part for problem in found.problems}
+        certificate = outcome(PlantedServer(fault, logprobs="records"))
+        assert FAULTS[fault] in {problem.part for problem in certificate.problems}
 
 
 @pytest.mark.parametrize("compared", [True, False])
 @pytest.mark.parametrize("fault", FAULTS)
 def test_each_planted_fault_is_found_and_named(fault: str, compared: bool) -> None:
-    found = outcome(PlantedServer(fault), PlantedServer(seed=8) if compared else None)
-    assert not found.lossless
-    assert found.verdict.startswith("NOT LOSSLESS: ")
-    assert FAULTS[fault] in {problem.part for problem in found.problems}, found.problems
+    certificate = outcome(PlantedServer(fault), PlantedServer(seed=8) if compared else None)
+    assert not certificate.lossless
+    assert certificate.verdict.startswith("NOT LOSSLESS: ")
+    assert FAULTS[fault] in {problem.part for problem in certificate.problems}, certificate.problems
 
 
 def test_penalties_that_are_ignored_show_against_another_server() -> None:
-    found = outcome(PlantedServer("unpenalised"), PlantedServer(seed=8))
-    assert {problem.part for problem in found.problems} == {"limits"}
-    assert "with penalties" in found.problems[0].what
+    certificate = outcome(PlantedServer("unpenalised"), PlantedServer(seed=8))
+    assert {problem.part for problem in certificate.problems} == {"limits"}
+    assert "with penalties" in certificate.problems[0].what
 
 
 def test_a_near_tie_is_none_of_the_servers_faults() -> None:
@@ -96,8 +96,8 @@ def test_a_near_tie_is_none_of_the_servers_faults() -> None:
     likeliest = {" b": -0.7, " c": -0.8}
     one, other = two_words(" b", -0.7, likeliest), two_words(" c", -0.8, likeliest)
     assert parting(one, one) is None
-    found, tie = parting(one, other) or ("", False)
-    assert tie and found.startswith("token 1 is ' b', ' c' is due")
+    certificate, tie = parting(one, other) or ("", False)
+    assert tie and certificate.startswith("token 1 is ' b', ' c' is due")
     far = two_words(" b", -0.1, {" b": -0.1, " c": -4.0})
     assert parting(other, far) == ("token 1 is ' c', ' b' is due: 3.90 nats likelier", False)
     assert parting(one, replace(one, text="a", tokens=one.tokens[:1])) == (
@@ -107,31 +107,33 @@ def test_a_near_tie_is_none_of_the_servers_faults() -> None:
 
 
 def test_one_that_gives_no_logprobs_and_no_chats_says_what_was_left_out() -> None:
-    found = outcome(PlantedServer(chats=False, logprobs=None), PlantedServer(seed=8))
-    notes = found.notes
-    assert not found.problems, found.problems
+    certificate = outcome(PlantedServer(chats=False, logprobs=None), PlantedServer(seed=8))
+    notes = certificate.notes
+    assert not certificate.problems, certificate.problems
     assert any("no logprobs" in note for note in notes)
     assert any("no chats here" in note for note in notes)
-    assert found.verdict.startswith("NOT ENOUGH: no positions for logprobs")
+    assert certificate.verdict.startswith("NOT ENOUGH: no positions for logprobs")
 
 
 def test_too_few_requests_certify_nothing() -> None:
-    found = outcome(PlantedServer(), effort=Effort(requests=4, max_tokens=8))
-    assert found.verdict.startswith("NOT ENOUGH: ")
-    assert not found.problems and sum(part.requests for part in found.rows("parts")) <= 4
+    certificate = outcome(PlantedServer(), effort=Effort(requests=4, max_tokens=8))
+    assert certificate.verdict.startswith("NOT ENOUGH: ")
+    assert (
+        not certificate.problems and sum(part.requests for part in certificate.rows("parts")) <= 4
+    )
 
 
 def test_samples_that_see_nothing_certify_nothing() -> None:
-    found = outcome(PlantedServer())
-    assert found.lossless
-    assert not lacks_of(found.rows("parts"), found.rows("tests"))
-    for tests in ((), (replace(found.rows("tests")[0], smallest_bias=0.4),)):
-        (lack,) = lacks_of(found.rows("parts"), tests)
+    certificate = outcome(PlantedServer())
+    assert certificate.lossless
+    assert not lacks_of(certificate.rows("parts"), certificate.rows("tests"))
+    for tests in ((), (replace(certificate.rows("tests")[0], smallest_bias=0.4),)):
+        (lack,) = lacks_of(certificate.rows("parts"), tests)
         assert "or more would have been seen in the samples" in lack
-        blind = replace(found, lacks=(lack,))
+        blind = replace(certificate, lacks=(lack,))
         assert not blind.lossless and blind.verdict.startswith(f"NOT ENOUGH: {lack}")
-    one = replace(found.rows("parts")[0], checked=1)
-    assert lacks_of((one, *found.rows("parts")[1:]), found.rows("tests")) == [
+    one = replace(certificate.rows("parts")[0], checked=1)
+    assert lacks_of((one, *certificate.rows("parts")[1:]), certificate.rows("tests")) == [
         "1 text for greedy, and it takes 2"
     ]
 
@@ -155,5 +157,5 @@ def test_our_own_server_with_and_without_speculation() -> None:
         assert off is not None and "speculation off" in name_of(off)
         certifier = ServerCertifier(server, off, PROMPTS[:2], Effort(requests=60, max_tokens=16))
         certifier.run()
-        found = certifier.certificate()
-        assert found.lossless, (found.verdict, found.problems)
+        certificate = certifier.certificate()
+        assert certificate.lossless, (certificate.verdict, certificate.problems)

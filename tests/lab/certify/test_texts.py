@@ -29,7 +29,7 @@ def text(prompts: Named) -> ComparedText:
 
 
 @pytest.mark.parametrize(("second", "ties", "bugs"), [(None, 1, 0), (0.05, 2, 0), (3.0, 1, 1)])
-def test_what_comes_after_a_tie_is_looked_at(
+def test_what_comes_after_a_tie_is_compared(
     on_reference: LLM,
     prompts: Named,
     text: ComparedText,

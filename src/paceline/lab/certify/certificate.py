@@ -86,7 +86,7 @@ class DistributionTest:
 
 
 def as_family(tests: Sequence[DistributionTest], alpha: float) -> tuple[DistributionTest, ...]:
-    """The tests corrected for their number (Holm 1979), each with what it could have found."""
+    """The tests corrected for their number (Holm 1979), each with the bias that it sees."""
     adjusted = holm([test.outcome.p_value for test in tests])
     share = alpha / max(1, len(tests))
     return tuple(
@@ -132,7 +132,7 @@ class Certificate:
     @property
     def verdict(self) -> str:
         """One line for people."""
-        nothing = "nothing was found in what was looked at"
+        nothing = "nothing is wrong in what was tested"
         if self.problems:
             first, *others = self.problems
             more = f" (and {len(others)} more)" if others else ""

@@ -38,7 +38,7 @@ class Difference:
     if sampled), ``step`` the rounding step of the logits on the same scale. ``on_edge``: one of
     the two stands at the border of the truncated distribution, which rounding moves by a token.
     ``scores``: those of the two tokens; None where there are none to compare. ``spread``: how far
-    other batch shapes moved the likeliest logits at this very place, on the same scale.
+    other batch shapes moved the likeliest logits at this position, on the same scale.
     """
 
     at: int

@@ -82,7 +82,7 @@ def judge(model: CausalModel, prefix: Prefix, params: SamplingParams) -> list[Di
 def _next_tokens(scorer: Scorer, strings: Sequence[String]) -> tuple[ChiSquare, Cells]:
     """Test of how likely the tokens behind the first were.
 
-    Beginnings are too many to be looked at one by one; so of all together the ranks of the tokens
+    Beginnings are too many to be tested one by one; so of all together the ranks of the tokens
     are counted, each in the distribution behind its own beginning. Which beginnings occur most
     depends on what came before the tokens, so it favours nothing.
     """

@@ -1,11 +1,11 @@
-"""How much a certification looks at: settings, from which the command has its options."""
+"""How much a certification tests: settings, from which the command has its options."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 
 from paceline.errors import ConfigError
-from paceline.settings import under
+from paceline.settings import entries, under
 
 FEWEST = 100  # samples from which a prefix is judged
 LONGEST = 32  # tokens of a server's answer: what is wrong shows at once, and requests are many
@@ -21,22 +21,20 @@ class Effort:
     asked ``texts`` prompts over and over, in ``requests`` requests.
     """
 
-    texts: int = _effort(8, "Prompts compared token for token.")
-    max_tokens: int = _effort(64, "Tokens of each of them.")
-    prefixes: int = _effort(4, "Prefixes behind which samples are drawn.")
-    samples: int = _effort(2000, "Samples a prefix; four times as many see half the bias.")
+    texts: int = _effort(8, "Prompts compared token for token.", low=1)
+    max_tokens: int = _effort(64, "Tokens of each of them.", low=8)
+    prefixes: int = _effort(4, "Prefixes behind which samples are drawn.", low=1)
+    samples: int = _effort(
+        2000, "Samples a prefix; four times as many see half the bias.", low=FEWEST
+    )
     alpha: float = _effort(0.001, "Chance that a lossless engine fails.")
-    seed: int = _effort(0, "Makes the run repeatable.")
+    seed: int = _effort(0, "Makes the run repeatable.", low=0, high=2**63 - 1)
     requests: int = _effort(
-        400, f"Requests sent to a server (--url) at most, of {LONGEST} tokens at most."
+        400, f"Requests sent to a server (--url) at most, of {LONGEST} tokens at most.", low=1
     )
 
     def __post_init__(self) -> None:
-        least = {"texts": 1, "max_tokens": 8, "prefixes": 1, "samples": FEWEST, "requests": 1}
-        for name, lowest in least.items():
-            if getattr(self, name) < lowest:
-                raise ConfigError(f"{name} is {getattr(self, name)}; it must be at least {lowest}")
+        for entry in entries(Effort):
+            entry.read(getattr(self, entry.name), entry.name)
         if not 0 < self.alpha < 1:
             raise ConfigError(f"alpha is {self.alpha}; it must be between 0 and 1")
-        if not 0 <= self.seed < 2**63:
-            raise ConfigError(f"seed is {self.seed}; it must be from 0 to 2**63 - 1")

@@ -20,7 +20,7 @@ from paceline.lab.report.columns import Column, record_of
 from paceline.llm import LLM
 
 _MOST_DIVERGENCES = 12  # in a report
-OnProgress = Callable[[str], object]  # is told what comes next
+OnProgress = Callable[[str], None]  # is told what comes next
 
 
 @dataclass(frozen=True)

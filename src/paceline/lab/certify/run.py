@@ -293,7 +293,7 @@ def _completed(amounts: dict[str, Any], bias: str) -> str:
 
 
 def _smallest_bias(tests: Sequence[DistributionTest]) -> float:
-    """Total variation from the target's distribution that would have been found at every prefix."""
+    """Total variation from the target's distribution that would have shown at every prefix."""
     tested = [test for test in tests if test.draft_length and "distribution" in test.what]
     return max((test.smallest_bias for test in tested), default=1.0)
 
