@@ -13,7 +13,7 @@ from paceline.engine.driver import Drive, StepSums, sequence
 from paceline.errors import ConfigError
 from paceline.lab.bench.methods import Method
 from paceline.lab.bench.runs import Ask, BenchEngine, TimedAnswer, TimedRun
-from paceline.lab.bench.served import Reference, open_served
+from paceline.lab.bench.served import open_served
 from paceline.llm import LLM
 from paceline.model.loading import load_module
 
@@ -139,8 +139,7 @@ class Starter:
     def open(self, method: Method, clients: int) -> BenchEngine:
         """Raises what loading a drafter or a module or asking another engine raises."""
         if method.url is not None:
-            reference = Reference(self._llm.tokenizer, self._llm.target.vocab_size)
-            served = open_served(method.name, method.url, clients, reference)
+            served = open_served(method.name, method.url, clients, self._llm)
             # What was seen of it at other numbers of clients still counts.
             served.different = self.unequal.setdefault(method.name, served.different)
             return served

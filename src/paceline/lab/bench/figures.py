@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import itertools
-import math
 import statistics
 from collections.abc import Collection, Iterable, Sequence
 from dataclasses import asdict, dataclass
@@ -11,7 +10,15 @@ from typing import Any
 
 import numpy as np
 
-from paceline.lab.bench.runs import Heat, HeatRecord, TimedAnswer, TimedRun, complete, merged
+from paceline.lab.bench.runs import (
+    Heat,
+    HeatRecord,
+    TimedAnswer,
+    TimedRun,
+    complete,
+    merged,
+    rounds_of,
+)
 
 OVERALL = "overall"
 _FEWEST = 4  # prompts from which their differences tell something
@@ -145,47 +152,40 @@ def rows(record: HeatRecord, plains: Collection[str]) -> list[Row]:
         if len(parts) != 1:
             parts[OVERALL] = heats
         for category, heats_of in parts.items():
-            figures.extend(_rows_of(category, *cell, complete(heats_of), plains))
+            figures.extend(_rows_of(category, cell, complete(heats_of), plains))
     return figures
 
 
 def _rows_of(
-    category: str,
-    concurrency: int,
-    temperature: float,
-    turns: Sequence[Sequence[Heat]],
-    plains: Collection[str],
+    category: str, cell: tuple[int, float], turns: list[list[Heat]], plains: Collection[str]
 ) -> Iterable[Row]:
     """A row for each method."""
     names = list(turns[0][0].outcomes)
-    rates = {n: [merged([h.outcomes[n] for h in turn]).rate for turn in turns] for n in names}
-    means = {
-        n: [statistics.mean(h.outcomes[n].rate for h in turn) for turn in turns] for n in names
-    }
-    best = max(
-        (name for name in names if name in plains), key=lambda name: statistics.median(rates[name])
-    )
+    rounds = {name: rounds_of(turns, name) for name in names}
+    rates = {name: [run.rate for run in runs] for name, runs in rounds.items()}
+    means = {n: [statistics.mean(h.outcomes[n].rate for h in t) for t in turns] for n in names}
+    best = max((n for n in names if n in plains), key=lambda name: statistics.median(rates[name]))
 
     def ratios(figures: dict[str, list[float]], name: str) -> list[float]:
         return [one / other for one, other in zip(figures[name], figures[best], strict=True)]
 
     for name in names:
-        whole = merged([heat.outcomes[name] for turn in turns for heat in turn])
+        whole = merged(rounds[name])
         gaps = [gap for answer in whole.answers for gap in gaps_of(answer)]
         shares = [gap / count for gap, count in gaps for _ in range(count)]
         steps = whole.decoding.steps
         yield Row(
             method=name,
             category=category,
-            concurrency=concurrency,
-            temperature=temperature,
+            concurrency=cell[0],
+            temperature=cell[1],
             rounds=len(turns),
             heats=len(turns[0]),
             requests=len(whole.answers),
             tokens=whole.tokens,
             tokens_per_second=Spread.of(rates[name]),
             speedup=Spread.of(ratios(rates, name)),
-            interval=_interval(turns, name, best) if concurrency == 1 else None,
+            interval=_interval(turns, name, best) if cell[0] == 1 else None,
             mean_speedup=statistics.median(ratios(means, name)),
             best_plain=best,
             time_to_first_token=statistics.median(a.arrivals[0][0] for a in whole.answers),
@@ -224,9 +224,7 @@ def gaps_of(answer: TimedAnswer) -> list[tuple[float, int]]:
 
 def percentile(values: Sequence[float], share: float) -> float | None:
     """The nearest-rank percentile: the smallest value that ``share`` of them do not exceed."""
-    if not values:
-        return None
-    return sorted(values)[max(0, math.ceil(share * len(values)) - 1)]
+    return float(np.quantile(values, share, method="inverted_cdf")) if values else None
 
 
 def idle(record: HeatRecord, speculative: Collection[str]) -> dict[str, str]:

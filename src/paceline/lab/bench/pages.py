@@ -25,9 +25,8 @@ from paceline.lab.report.columns import (
     table_of,
     times,
 )
-from paceline.lab.report.document import Cell, Figure, Report, Table, Text
+from paceline.lab.report.document import Figure, Report, Table, Text
 
-_LENGTH = "drafts.mean_accepted_length"
 _NOTE = (
     "Medians over rounds, ± half of the range from the lowest to the highest. Speedup is over the "
     "best plain decoding in the same rounds; 95 %: how far other such prompts may move it "
@@ -80,11 +79,14 @@ def speedup(value: Spread) -> str:
     return value.shown(2, "x")
 
 
+_RATE = Column("", "tok/s", "tokens_per_second", rate)
+_SPEEDUP = Column("", "speedup", "speedup.median", times)
+_LENGTH = Column("", "tokens a step", "drafts.mean_accepted_length", number)
 _SPEEDS = (
-    Column("", "tok/s", "tokens_per_second", rate),
+    _RATE,
     Column("", "speedup", "speedup", speedup),
     Column("", "95 %", "interval", lambda ends: f"{ends[0]:.2f} to {ends[1]:.2f}x"),
-    Column("", "tokens a step", _LENGTH, number),
+    _LENGTH,
 )
 _LATENCIES = (
     Column("", "TTFT ms", "time_to_first_token", milliseconds),
@@ -105,21 +107,25 @@ _PREDICTION = (
 )
 
 
+_SWEPT = (
+    Column("", "clients", "concurrency"),
+    Column("", "temperature", "temperature", "{:g}".format),
+)
+
+
 def _at_position(index: int) -> Column:
     """What was accepted there, with the number of drafts that reached it."""
 
     def shown(row: Row) -> str | None:
-        if index >= len(row.drafts.reached):
-            return None
-        return f"{row.drafts.acceptance[index]:.2f} ({row.drafts.reached[index]})"
+        known = list(zip(row.drafts.acceptance, row.drafts.reached, strict=True))[index:]
+        return "{:.2f} ({})".format(*known[0]) if known else None
 
     return Column("", f"position {index + 1}", "", shown)
 
 
 def report_of(result: BenchResult) -> Report:
     """The sections that the measurements give cause to."""
-    title = "Benchmark" if result.suite is None else result.suite.title
-    pages = _Pages(result, Report(f"{title} of {result.model}"))
+    pages = _Pages(result)
     pages.run()
     if result.rows:
         pages.speeds()
@@ -138,8 +144,10 @@ def report_of(result: BenchResult) -> Report:
 class _Pages:
     """One method a section; all read the same rows."""
 
-    def __init__(self, result: BenchResult, report: Report) -> None:
-        self.result, self.report, self.rows = result, report, result.rows
+    def __init__(self, result: BenchResult) -> None:
+        title = "Benchmark" if result.suite is None else result.suite.title
+        self.report = Report(f"{title} of {result.model}")
+        self.result, self.rows = result, result.rows
         self.label = labels([method.name for method in result.methods])
         self.method = Column("", "method", "method", self.label.__getitem__)
         self.base = min((row.concurrency for row in self.rows), default=1)
@@ -153,21 +161,17 @@ class _Pages:
 
     def swept(self, items: Sequence[Any]) -> list[Column]:
         """Columns of what there are several of, and the method."""
-        columns = [
-            Column("", "clients", "concurrency"),
-            Column("", "temperature", "temperature", "{:g}".format),
-        ]
-        seen = [{getattr(item, str(c.path), None) for item in items} for c in columns]
-        several = [c for c, values in zip(columns, seen, strict=True) if len(values) > 1]
+        seen = [{getattr(item, str(c.path), None) for item in items} for c in _SWEPT]
+        several = [c for c, values in zip(_SWEPT, seen, strict=True) if len(values) > 1]
         return [*several, self.method]
 
     def by_method(
-        self, rows: Sequence[Row], points: Sequence[Any], at: str, value: str
+        self, rows: Sequence[Row], points: Sequence[Any], at: str, value: Callable[[Row], Any]
     ) -> dict[str, list[Any]]:
-        """The attribute ``value`` of every method's rows where ``at`` is each of ``points``; None
-        where there is none."""
-        key, what = attrgetter("method", at), attrgetter(value)
-        known = {key(row): what(row) for row in rows}
+        """The ``value`` of every method's rows where ``at`` is each of ``points``; None where there
+        is none."""
+        key = attrgetter("method", at)
+        known = {key(row): value(row) for row in rows}
         names = dict.fromkeys(row.method for row in rows)
         return {self.label[name]: [known.get((name, x)) for x in points] for name in names}
 
@@ -217,9 +221,9 @@ class _Pages:
                     title += f" at temperature {temperature:g}"
                 self.report.add(
                     title,
-                    self.pivot(rows, names, "speedup.median", times, "Speedup."),
-                    self.pivot(rows, names, _LENGTH, number, "Tokens a target step."),
-                    self.bars(rows, names, "speedup.median", temperature),
+                    self.pivot(rows, names, _SPEEDUP, "Speedup."),
+                    self.pivot(rows, names, _LENGTH, "Tokens a target step."),
+                    self.bars(rows, names, _SPEEDUP, temperature),
                 )
 
     def methods(self) -> None:
@@ -233,7 +237,8 @@ class _Pages:
         if len(clients) > 1:
             note += _CLIENTS
             rows = [row for row in self.totals if row.temperature == self.temperatures[0]]
-            series = self.by_method(rows, clients, "concurrency", "tokens_per_second.median")
+            value = attrgetter("tokens_per_second.median")
+            series = self.by_method(rows, clients, "concurrency", value)
             axes = clients, series, "requests in flight", "tokens/s", True
             title = "tokens/s against concurrency"
             figures.append(Figure(title, lambda: plots.lines(*axes), "concurrency"))
@@ -249,26 +254,17 @@ class _Pages:
         return NONE_TRIED if row.drafts.drafted == 0 and row.method in drafting else None
 
     def pivot(
-        self,
-        rows: Sequence[Row],
-        categories: Sequence[str],
-        value: str,
-        shown: Callable[[Any], Cell],
-        note: str,
+        self, rows: Sequence[Row], categories: Sequence[str], value: Column, note: str
     ) -> Table:
         """A row for each method, a column for each category."""
-        figures = self.by_method(rows, categories, "category", value)
-        body = [
-            [name, *(None if v is None else shown(v) for v in values)]
-            for name, values in figures.items()
-        ]
-        return Table(["method", *categories], body, note=note)
+        cells = self.by_method(rows, categories, "category", value.cell)
+        return Table(["method", *categories], [[n, *row] for n, row in cells.items()], note=note)
 
     def bars(
-        self, rows: Sequence[Row], categories: Sequence[str], value: str, temperature: float
+        self, rows: Sequence[Row], categories: Sequence[str], value: Column, temperature: float
     ) -> Figure:
         """Speedups, with a line at plain decoding's."""
-        series = self.by_method(rows, categories, "category", value)
+        series = self.by_method(rows, categories, "category", value.value)
         series.pop(self.label[PLAIN], None)
         name = f"speedup-t{temperature:g}" if len(self.temperatures) > 1 else "speedup"
         return Figure(
@@ -283,14 +279,15 @@ class _Pages:
         """The tables that the benchmark publishes, tasks across (Spec-Bench's leaderboard)."""
         questions = {row.category: row.heats for row in rows}
         shown = "; ".join(f"{name} {count}" for name, count in questions.items())
-        tokens = "drafts.mean_accepted_tokens"
+        tokens = Column("", "", "drafts.mean_accepted_tokens", number)
+        mean = Column("", "", "mean_speedup", times)
         single = [task for task in tasks if task != OVERALL]
         self.report.add(
             f"{title} at temperature {temperature:g}",
-            self.pivot(rows, tasks, "mean_speedup", times, _SUITE),
-            self.bars(rows, single, "mean_speedup", temperature),
-            self.pivot(rows, tasks, tokens, number, "#Mean accepted tokens."),
-            self.pivot(rows, tasks, "tokens_per_second", rate, f"Tokens/s. Questions: {shown}"),
+            self.pivot(rows, tasks, mean, _SUITE),
+            self.bars(rows, single, mean, temperature),
+            self.pivot(rows, tasks, tokens, "#Mean accepted tokens."),
+            self.pivot(rows, tasks, _RATE, f"Tokens/s. Questions: {shown}"),
         )
 
     def acceptance(self) -> None:

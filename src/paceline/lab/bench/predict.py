@@ -11,13 +11,13 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from itertools import accumulate
 from operator import mul
-from typing import Any, NamedTuple
+from typing import Any
 
 from paceline.control.cost import CostModel
 from paceline.engine.alone import DRAFTER, measure_alone
 from paceline.lab.bench.engines import Paceline
 from paceline.lab.bench.methods import PLAIN
-from paceline.lab.bench.runs import BenchEngine, HeatRecord, TimedRun, complete, merged
+from paceline.lab.bench.runs import BenchEngine, HeatRecord, TimedRun, complete, merged, rounds_of
 from paceline.lab.prediction import predicted_by_measured
 
 
@@ -82,23 +82,13 @@ class Prediction:
         return {**asdict(self), "predicted_by_measured": self.predicted_by_measured}
 
 
-class _MeanStep(NamedTuple):
+def _mean_step(rounds: Sequence[TimedRun]) -> tuple[dict[str, float], float] | None:
     """A step that only decodes: median seconds over the rounds by phase, and its sequences."""
-
-    phases: dict[str, float]
-    sequences: float
-
-    @property
-    def seconds(self) -> float:
-        return sum(self.phases.values())
-
-
-def _mean_step(rounds: Sequence[TimedRun]) -> _MeanStep | None:
     used = [run.decoding for run in rounds if run.decoding.steps]
     if not used:
         return None
     phases = {p: statistics.median(sums.mean_seconds(p) for sums in used) for p in used[0].seconds}
-    return _MeanStep(phases, sum(s.sequences for s in used) / sum(s.steps for s in used))
+    return phases, sum(s.sequences for s in used) / sum(s.steps for s in used)
 
 
 def predict(
@@ -116,27 +106,28 @@ def predict(
     verifying it was measured with, and the bookkeeping of a plain step. None if no step only
     decoded.
     """
-    plain, spec = _mean_step(plain_rounds), _mean_step(rounds)
-    if plain is None or spec is None:
+    steps = _mean_step(plain_rounds), _mean_step(rounds)
+    if steps[0] is None or steps[1] is None:
         return None
-    batch, base = round(spec.sequences), alone.verify(round(plain.sequences), 0)
-    scale = plain.phases["target"] / base
+    (plain, plain_batch), (spec, spec_batch) = steps[0], steps[1]
+    plain_step, spec_step, batch = sum(plain.values()), sum(spec.values()), round(spec_batch)
+    scale = plain["target"] / alone.verify(round(plain_batch), 0)
     passes = drafts.passes * alone.passes(DRAFTER, [1] * batch)
     step = scale * (passes + alone.verify(batch, drafts.nodes))
-    step += spec.phases["verify"] + plain.phases["other"]
+    step += spec["verify"] + plain["other"]
     tokens = 1.0 + sum(accumulate(drafts.rates, mul))
     # At the end of a run fewer requests are left, and not as soon for both.
-    gained = tokens * plain.seconds / plain.sequences * spec.sequences
+    gained = tokens * plain_step / plain_batch * spec_batch
     ratios = [run.rate / other.rate for run, other in zip(rounds, plain_rounds, strict=True)]
     return Prediction(
         method,
         concurrency,
         tokens_per_step=tokens,
-        plain_step=plain.seconds,
+        plain_step=plain_step,
         step=step,
-        measured_step=spec.seconds,
+        measured_step=spec_step,
         predicted=gained / step,
-        decoding=gained / spec.seconds,
+        decoding=gained / spec_step,
         measured=statistics.median(ratios),
     )
 
@@ -153,21 +144,17 @@ def predictions(
     if not heats:
         return []
     turns = complete(heats)
-
-    def rounds_of(name: str) -> list[TimedRun]:
-        return [merged([heat.outcomes[name] for heat in turn]) for turn in turns]
-
     # Mean tokens of a request while it decodes: its prompt and half of its answer.
     asks = [ask for heat in turns[0] for ask in heat.job.asks]
     context = round(statistics.mean(len(a.prompt) + a.params.max_tokens / 2 for a in asks))
-    plain, made = rounds_of(PLAIN), []
+    plain, made = rounds_of(turns, PLAIN), []
     for engine in engines:
         if not isinstance(engine, Paceline) or engine.method.draft is None:
             continue
-        rounds, inner = rounds_of(engine.name), engine.llm.engine
+        rounds, inner = rounds_of(turns, engine.name), engine.llm.engine
         drafts = MeanDraft.of(inner.drafter, rounds)
         steps = [_mean_step(plain), _mean_step(rounds)]
-        few, many = (1 if step is None else round(step.sequences) for step in steps)
+        few, many = (1 if step is None else round(step[1]) for step in steps)
         alone = measure_alone(inner, drafts.nodes, few, many, context)
         made.append(predict(engine.name, concurrency, plain, rounds, drafts, alone))
     return [prediction for prediction in made if prediction is not None]

@@ -38,16 +38,26 @@ def read_records(file: Path) -> Iterator[tuple[str, dict[str, Any]]]:
         for number, part in enumerate((part for part in parts if part.strip()), 1):
             yield f"{file}, part {number}", {"text": part}
         return
-    records: Iterable[tuple[str, Any]]
+    # Not splitlines: JSON strings may hold U+2028 and its like as they are.
+    lines = ((number, line) for number, line in enumerate(text.split("\n"), 1) if line.strip())
+    records: Iterable[tuple[int, Any]] = lines
+    kind, known = "line", True
     try:
         whole = json.loads(text)
     except ValueError:
-        records = _lines(file, text)
+        known = False
     else:
-        items = whole if isinstance(whole, list) else [whole]
-        kind = "item" if isinstance(whole, list) else "line"
-        records = ((f"{file}, {kind} {number}", item) for number, item in enumerate(items, 1))
-    for where, record in records:
+        kind, whole = ("item", whole) if isinstance(whole, list) else (kind, [whole])
+        records = enumerate(whole, 1)
+    for number, item in records:
+        where = f"{file}, {kind} {number}"
+        try:
+            record = item if known else json.loads(item)
+        except ValueError as error:
+            raise DataError(
+                f"{where}: not JSON ({getattr(error, 'msg', error)}); write one object a line, "
+                "or name a file of plain text .txt"
+            ) from None
         if not isinstance(record, dict):
             raise DataError(f"{where}: no JSON object; each record is one, with a prompt")
         yield where, record
@@ -68,21 +78,6 @@ def _text_of(file: Path) -> str:
     except OSError as error:
         reason = f"{file} cannot be read: {error.strerror or error}"
     raise DataError(reason)
-
-
-def _lines(file: Path, text: str) -> Iterator[tuple[str, Any]]:
-    # Not splitlines: JSON strings may hold U+2028 and its like as they are.
-    for number, line in enumerate(text.split("\n"), 1):
-        if not line.strip():
-            continue
-        where = f"{file}, line {number}"
-        try:
-            yield where, json.loads(line)
-        except ValueError as error:
-            raise DataError(
-                f"{where}: not JSON ({getattr(error, 'msg', error)}); write one object a line, "
-                "or name a file of plain text .txt"
-            ) from None
 
 
 _SHIPPED = Path(__file__).with_name("shipped")
@@ -156,13 +151,12 @@ def load_prompts(
             f"no category {', '.join(unknown)} in {source or 'the shipped prompt set'}; "
             f"there are: {', '.join(known)}"
         )
-    chosen: list[BenchPrompt] = []
-    for name in known:
-        if categories and name not in categories:
-            continue
-        of_category = [prompt for prompt in prompts if prompt.category == name]
-        chosen.extend(evenly(of_category, per_category))
-    return chosen
+    return [
+        prompt
+        for name in known
+        if name in (categories or known)
+        for prompt in evenly([p for p in prompts if p.category == name], per_category)
+    ]
 
 
 def evenly(items: Sequence[Element], count: int | None) -> list[Element]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
-from itertools import zip_longest
+from itertools import product, zip_longest
 from typing import TypeVar
 
 from paceline.core.params import SamplingParams
@@ -146,18 +146,13 @@ class Sweep:
             many = [prompts[n % len(prompts)][1] for n in range(waves * concurrency)]
             groups = [(0, EVERYTHING, many)]
 
-        def job(
-            temperature: float, number: int, category: str, group: Sequence[Sequence[int]]
-        ) -> BenchJob:
-            asks = (
+        planned = []
+        for temperature, (number, category, group) in product(self.temperatures, groups):
+            asks = [
                 Ask(tuple(ids), self.params(temperature, number + index, len(ids)))
                 for index, ids in enumerate(group)
-            )
-            return BenchJob(category, concurrency, temperature, number, tuple(asks))
-
-        planned = (
-            job(temperature, *group) for temperature in self.temperatures for group in groups
-        )
+            ]
+            planned.append(BenchJob(category, concurrency, temperature, number, tuple(asks)))
         return in_turn(planned, lambda job: (job.temperature, job.category))
 
     def wanted(self, prompts: CategoryPrompts) -> int:

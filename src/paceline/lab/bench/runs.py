@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Protocol
+from typing import Any, Protocol
 
 from paceline.core.params import SamplingParams
 from paceline.engine.driver import StepSums, column_sums
@@ -81,22 +81,19 @@ class TimedRun:
 def merged(runs: Sequence[TimedRun]) -> TimedRun:
     """Runs of one engine as one; what one of them does not say is None."""
 
-    def known(counts: list[int | None]) -> int | None:
-        stated = [count for count in counts if count is not None]
-        return sum(stated) if len(stated) == len(counts) else None
+    def total(name: str) -> Any:
+        counts = [getattr(run, name) for run in runs]
+        return None if None in counts else sum(counts)
 
+    counted = ("seconds", "steps", "drafted", "levels", "accepted")
     return TimedRun(
         answers=[answer for run in runs for answer in run.answers],
-        seconds=sum(run.seconds for run in runs),
-        steps=sum(run.steps for run in runs),
-        drafted=known([run.drafted for run in runs]),
-        levels=known([run.levels for run in runs]),
-        accepted=sum(run.accepted for run in runs),
         reached=column_sums(run.reached for run in runs),
         accepted_at=column_sums(run.accepted_at for run in runs),
         decoding=sum((run.decoding for run in runs), StepSums()),
         asks=tuple(ask for run in runs for ask in run.asks),
         cut=any(run.cut for run in runs),
+        **{name: total(name) for name in counted},
     )
 
 
@@ -165,3 +162,8 @@ def complete(heats: Sequence[Heat]) -> list[list[Heat]]:
     turns = [[h for h in heats if h.turn == turn] for turn in dict.fromkeys(h.turn for h in heats)]
     full = max(map(len, turns))
     return [turn for turn in turns if len(turn) == full]
+
+
+def rounds_of(turns: Sequence[Sequence[Heat]], name: str) -> list[TimedRun]:
+    """All jobs of each round as one run of this engine."""
+    return [merged([heat.outcomes[name] for heat in turn]) for turn in turns]

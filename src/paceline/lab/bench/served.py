@@ -9,15 +9,15 @@ from __future__ import annotations
 import time
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, field
-from typing import Any
-
-from transformers import PreTrainedTokenizerFast
+from dataclasses import dataclass, field, replace
+from itertools import accumulate, pairwise
+from typing import Any, NamedTuple
 
 from paceline.core.params import SamplingParams
 from paceline.errors import PacelineError
 from paceline.lab.bench.runs import Ask, BenchEngine, TimedAnswer, TimedRun
 from paceline.lab.openai_client import OpenAIClient, RequestRefusedError, ServerFailedError
+from paceline.llm import LLM
 
 EQUAL = "equal"
 ASPECTS = ("ids", "ignore_eos")
@@ -40,18 +40,6 @@ class BaselineFailedError(PacelineError):
     """Another engine did not answer, or not as the target can."""
 
 
-@dataclass(frozen=True)
-class Reference:
-    """What another engine is held against: the target's tokenizer and vocabulary size."""
-
-    tokenizer: PreTrainedTokenizerFast
-    vocabulary: int
-
-    def ids_of(self, text: str) -> tuple[int, ...]:
-        token_ids = self.tokenizer(text, add_special_tokens=False)["input_ids"]
-        return tuple(int(token) for token in token_ids)
-
-
 _FAILURES = (
     RequestRefusedError,
     ServerFailedError,
@@ -62,8 +50,7 @@ _FAILURES = (
 )
 
 
-@dataclass(frozen=True)
-class Delivery:
+class Delivery(NamedTuple):
     """What one event of a stream brought. ``ids`` where the server says them; ``written`` and
     ``read`` are its counts of the answer's and the prompt's tokens, at the end."""
 
@@ -76,14 +63,13 @@ class Delivery:
 
 @dataclass
 class ServedEngine(BenchEngine):
-    """A server, by its first model. ``takes``: the wishes that it does not refuse. ``different``:
-    what of its runs was not as ours were, in words, by aspect."""
+    """A server, held against the tokenizer and vocabulary of ``llm``. ``takes``: the wishes that it
+    does not refuse. ``different``: what of its runs was not as ours were, in words, by aspect."""
 
     name: str
     client: OpenAIClient
     clients: int
-    reference: Reference
-    model: str = ""  # none yet: the first that it lists
+    llm: LLM
     takes: set[str] = field(default_factory=set)
     different: dict[str, str] = field(default_factory=lambda: dict.fromkeys(ASPECTS, EQUAL))
     _answers: int = 0
@@ -107,22 +93,9 @@ class ServedEngine(BenchEngine):
             ) from None
 
     def _deliveries(self, ask: Ask) -> list[Delivery]:
-        start = time.perf_counter()
-        outcomes = []
-        for event in self.client.stream("completions", self._body(ask)):
-            usage = event.get("usage") or {}
-            (choice, *_) = event.get("choices") or [{}]
-            ids = tuple(int(token) for token in choice.get("token_ids") or ())
-            counts = usage.get("completion_tokens"), usage.get("prompt_tokens")
-            text = str(choice.get("text") or "")
-            outcomes.append(Delivery(time.perf_counter() - start, text, ids, *counts))
-        return outcomes
-
-    def _body(self, ask: Ask) -> dict[str, Any]:
-        params, prompt = ask.params, list(ask.prompt)
+        params, start, outcomes = ask.params, time.perf_counter(), list[Delivery]()
         body: dict[str, Any] = {
-            "model": self.model,
-            "prompt": prompt if "ids" in self.takes else self.reference.tokenizer.decode(prompt),
+            "prompt": list(ask.prompt) if "ids" in self.takes else self._decoded(ask.prompt),
             "max_tokens": params.max_tokens,
             "temperature": params.temperature,
             "top_p": 1.0,
@@ -131,24 +104,37 @@ class ServedEngine(BenchEngine):
             body["seed"] = params.seed
         for wish in self.takes - (set() if params.ignore_eos else {"ignore_eos"}):
             body |= _WISHES[wish]
-        return body
+        for event in self.client.stream("completions", body):
+            usage = event.get("usage") or {}
+            (choice, *_) = event.get("choices") or [{}]
+            ids = tuple(int(token) for token in choice.get("token_ids") or ())
+            counts = usage.get("completion_tokens"), usage.get("prompt_tokens")
+            text = str(choice.get("text") or "")
+            outcomes.append(Delivery(time.perf_counter() - start, text, ids, *counts))
+        return outcomes
+
+    def _decoded(self, ids: Sequence[int]) -> str:
+        return str(self.llm.tokenizer.decode(list(ids)))
+
+    def _ids_of(self, text: str) -> tuple[int, ...]:
+        return tuple(self.llm.tokenizer(text, add_special_tokens=False)["input_ids"])
 
     def _answer(self, ask: Ask, deliveries: Sequence[Delivery]) -> TimedAnswer:
-        parts = [one for one in deliveries if one.text or one.ids]
+        parts, vocabulary = [d for d in deliveries if d.text or d.ids], self.llm.target.vocab_size
         token_ids = tuple(token for one in parts for token in one.ids)
-        tokens = token_ids or self.reference.ids_of("".join(one.text for one in parts))
+        tokens = token_ids or self._ids_of("".join(one.text for one in parts))
         written = [one.written for one in deliveries if one.written is not None]
         count = len(token_ids) or (written[-1] if written else len(tokens))
         if not parts or not count:
             raise BaselineFailedError(f"{self.name} answered without a token; look at its log")
-        if max(tokens, default=0) >= self.reference.vocabulary:
+        if max(tokens, default=0) >= vocabulary:
             raise BaselineFailedError(
-                f"{self.name} wrote the id {max(tokens)}, but the target has "
-                f"{self.reference.vocabulary}: it runs another model; serve a form of the target"
+                f"{self.name} wrote the id {max(tokens)}, but the target has {vocabulary}: it runs "
+                "another model; serve a form of the target"
             )
         weights = [len(one.ids) if token_ids else 1 for one in parts]
         if not token_ids and count != len(parts):
-            weights = [max(1, len(self.reference.ids_of(one.text))) for one in parts]
+            weights = [max(1, len(self._ids_of(one.text))) for one in parts]
         dealt = zip(parts, shares(count, weights), strict=True)
         self._compare(ask, count, [one.read for one in deliveries if one.read is not None])
         return TimedAnswer(tokens, tuple((one.moment, n) for one, n in dealt if n), count)
@@ -165,17 +151,15 @@ class ServedEngine(BenchEngine):
     def find_out(self) -> None:
         """A short request without any wish, which must succeed, then one with each. Raises what a
         failed request raises."""
-        if not self.model:
-            self.model = str(self.client.models()[0]["id"])
-        params = SamplingParams(max_tokens=2, ignore_eos=True)
-        ask = Ask(self.reference.ids_of("Hello there"), params)
+        ask = Ask(self._ids_of("Hello there"), SamplingParams(max_tokens=2, ignore_eos=True))
         self._deliveries(ask)
         for wish in _WISHES:
             self.takes.add(wish)
             try:
-                if not any(one.text for one in self._deliveries(ask)):
-                    self.takes.discard(wish)
+                taken = any(one.text for one in self._deliveries(ask))
             except _FAILURES:
+                taken = False
+            if not taken:
                 self.takes.discard(wish)
         if "ids" not in self.takes:
             self.different["ids"] = "prompts sent as text, which its own tokenizer reads"
@@ -183,12 +167,14 @@ class ServedEngine(BenchEngine):
             self.different["ignore_eos"] = "refused: it ends answers where the model does"
 
 
-def open_served(name: str, url: str, clients: int, reference: Reference) -> ServedEngine:
+def open_served(name: str, url: str, clients: int, llm: LLM) -> ServedEngine:
     """The server at ``url``, and #MODEL or the first that it lists. Raises BaselineFailedError,
     and ConfigError for what is no URL."""
     base, _, model = url.partition("#")
-    engine = ServedEngine(name, OpenAIClient.at(base, timeout=_TIMEOUT), clients, reference, model)
+    client = OpenAIClient.at(base, timeout=_TIMEOUT)
     try:
+        client = replace(client, fields={"model": model or str(client.models()[0]["id"])})
+        engine = ServedEngine(name, client, clients, llm)
         engine.find_out()
     except RequestRefusedError as error:
         raise BaselineFailedError(
@@ -204,10 +190,6 @@ def open_served(name: str, url: str, clients: int, reference: Reference) -> Serv
 
 def shares(total: int, weights: Sequence[int]) -> list[int]:
     """``total`` dealt out over deliveries in the proportion of ``weights``, exactly."""
-    whole, before, done, cuts = sum(weights), 0, 0, []
-    for weight in weights:
-        before += weight
-        reached = total * before // whole if whole else total
-        cuts.append(reached - done)
-        done = reached
-    return cuts
+    whole = sum(weights)
+    ends = [total * weight // whole if whole else total for weight in accumulate(weights)]
+    return [end - begin for begin, end in pairwise([0, *ends])]

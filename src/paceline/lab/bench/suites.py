@@ -20,16 +20,8 @@ from paceline.llm import LLM
 # Spec-Bench's six tasks are named as in its leaderboard; the eight categories of MT-Bench are its
 # first task.
 MULTI_TURN = "Multi-turn Conversation"
-_MT_BENCH = {
-    "writing": "Writing",
-    "roleplay": "Roleplay",
-    "reasoning": "Reasoning",
-    "math": "Math",
-    "coding": "Coding",
-    "extraction": "Extraction",
-    "stem": "STEM",
-    "humanities": "Humanities",
-}
+_CATEGORIES = "Writing Roleplay Reasoning Math Coding Extraction STEM Humanities"
+_MT_BENCH = {name.lower(): name for name in _CATEGORIES.split()}
 _SPEC_BENCH = {
     **dict.fromkeys(_MT_BENCH, MULTI_TURN),
     "translation": "Translation",
@@ -52,15 +44,13 @@ class Suite:
     tasks: dict[str, str]
 
 
-SUITES = {
-    suite.name: suite
-    for suite in (
-        Suite("spec-bench", "Spec-Bench", _SPEC_BENCH),
-        Suite("mt-bench", "MT-Bench", _MT_BENCH),
-        Suite("gsm8k", "GSM8K", _GSM8K),
-        Suite("humaneval", "HumanEval", _HUMANEVAL),
-    )
-}
+_ALL = (
+    Suite("spec-bench", "Spec-Bench", _SPEC_BENCH),
+    Suite("mt-bench", "MT-Bench", _MT_BENCH),
+    Suite("gsm8k", "GSM8K", _GSM8K),
+    Suite("humaneval", "HumanEval", _HUMANEVAL),
+)
+SUITES = {suite.name: suite for suite in _ALL}
 
 
 def suite_of(name: str) -> Suite:

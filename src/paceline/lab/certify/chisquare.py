@@ -54,13 +54,11 @@ def _solve(falling: Callable[[float], float]) -> float:
 
 def holm(p_values: Sequence[float]) -> list[float]:
     """p-values adjusted for their number (Holm 1979): compare each with the family's alpha."""
-    order = sorted(range(len(p_values)), key=lambda ranked: p_values[ranked])
-    adjusted = [0.0] * len(p_values)
-    highest = 0.0
-    for rank, index in enumerate(order):
-        highest = max(highest, min(1.0, (len(p_values) - rank) * p_values[index]))
-        adjusted[index] = highest
-    return adjusted
+    if not p_values:
+        return []
+    ascending, order = torch.tensor(p_values, dtype=torch.float64).sort()
+    stepped = (ascending * torch.arange(len(p_values), 0, -1)).clamp(max=1.0).cummax(0).values
+    return [float(p) for p in stepped[order.argsort()]]
 
 
 @dataclass(frozen=True)

@@ -58,10 +58,9 @@ class Difference:
 
 def first_difference(left: Sequence[object], right: Sequence[object]) -> int | None:
     """Index at which two token lists or texts part, or None if they are the same."""
-    for index, (one, other) in enumerate(zip(left, right, strict=False)):
-        if one != other:
-            return index
-    return None if len(left) == len(right) else min(len(left), len(right))
+    pairs = enumerate(zip(left, right, strict=False))
+    at = next((index for index, (one, other) in pairs if one != other), min(len(left), len(right)))
+    return None if at == len(left) == len(right) else at
 
 
 def explain(

@@ -76,11 +76,8 @@ class Case:
     tokens: String = ()
 
     @property
-    def depth(self) -> int:
-        return max(map(len, self.target))
-
-    @property
     def width(self) -> int:
+        """Of the vocabulary."""
         return len(self.target[()])
 
 
@@ -200,7 +197,7 @@ def step_error(verifier: Verifier, case: Case) -> tuple[float, int]:
     A step that does not end in a token of the target's own has the distance 1. Raises
     TooManyOutcomes.
     """
-    length = case.depth + 1
+    length = max(map(len, case.target)) + 1
     emitted: defaultdict[String, float] = defaultdict(float)
     outcomes = 0
     every = list(islice(drafts(case), _MOST_OUTCOMES))

@@ -80,26 +80,23 @@ class AnswerChoice:
         """From OpenAI's layout of /v1/completions, or from that of chats, as llama.cpp has it."""
         logprobs = choice.get("logprobs") or {}
         if "content" in logprobs:
-            tokens = [
+            rows = [
                 (
-                    record["token"],
-                    record["logprob"],
-                    {top["token"]: top["logprob"] for top in record.get("top_logprobs") or ()},
+                    row["token"],
+                    row["logprob"],
+                    {t["token"]: t["logprob"] for t in row.get("top_logprobs") or ()},
                 )
-                for record in logprobs["content"] or ()
+                for row in logprobs["content"] or ()
             ]
         else:
             columns = (logprobs.get(name) or () for name in ("token_logprobs", "top_logprobs"))
             values, tops = (chain(column, repeat(None)) for column in columns)
-            tokens = list(zip(logprobs.get("tokens") or (), values, tops, strict=False))
-        return cls(
-            str(choice.get("text") or ""),
-            choice.get("finish_reason"),
-            tuple(
-                AnswerToken(token, math.nan if value is None else float(value), dict(top or {}))
-                for token, value, top in tokens
-            ),
+            rows = list(zip(logprobs.get("tokens") or (), values, tops, strict=False))
+        tokens = (
+            AnswerToken(token, math.nan if value is None else float(value), dict(top or {}))
+            for token, value, top in rows
         )
+        return cls(str(choice.get("text") or ""), choice.get("finish_reason"), tuple(tokens))
 
     @property
     def spelt(self) -> list[str]:
