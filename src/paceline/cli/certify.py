@@ -36,7 +36,7 @@ if TYPE_CHECKING:
     from paceline.lab.bench.prompts import BenchPrompt
     from paceline.lab.certify.certificate import Certificate
     from paceline.lab.certify.run import Certifier
-    from paceline.lab.certify.servers.run import ServerCertifier
+    from paceline.lab.certify.server import ServerCertifier
     from paceline.lab.perplexity import TextPerplexity
 
 _server = under("A server by its answers")
@@ -85,8 +85,8 @@ def certify_server(
 ) -> None:
     """The server behind a URL, by its answers; no model is loaded here."""
     from paceline.lab.bench.prompts import evenly
-    from paceline.lab.certify.servers.asking import connect
-    from paceline.lab.certify.servers.run import ServerCertifier
+    from paceline.lab.certify.asking import connect
+    from paceline.lab.certify.server import ServerCertifier
 
     budget = Budget(seconds or None)
     output.check()

@@ -11,10 +11,9 @@ from paceline.lab.bench.figures import Spread, rows
 from paceline.lab.bench.methods import Method
 from paceline.lab.bench.pages import rate, report_of, speedup
 from paceline.lab.bench.predict import Prediction
-from paceline.lab.bench.result import BenchResult
+from paceline.lab.bench.result import BenchResult, Comparison
 from paceline.lab.bench.runner import EVERYTHING
 from paceline.lab.bench.runs import BenchJob, Heat, HeatRecord
-from paceline.lab.bench.texts import Comparison
 from paceline.lab.report.document import is_number
 from paceline.lab.report.render import print_report
 from support.made_outcomes import job, outcome, sums

@@ -5,10 +5,9 @@ from __future__ import annotations
 import pytest
 
 from paceline.lab.bench.methods import Method
-from paceline.lab.bench.result import BenchResult, idle_line, labels
+from paceline.lab.bench.result import BenchResult, Comparison, compare, idle_line, labels
 from paceline.lab.bench.runner import take_turns
 from paceline.lab.bench.runs import Ask, BenchJob, Heat, HeatRecord, TimedAnswer, TimedRun
-from paceline.lab.bench.texts import Comparison, compare
 from paceline.lab.certify.difference import Difference
 from support.made_outcomes import Fake, ask, job
 

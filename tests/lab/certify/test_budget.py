@@ -89,7 +89,7 @@ def test_few_samples_are_not_enough_however_well_they_fit(
     llm: LLM, prompts: Named, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(
-        "paceline.lab.certify.run.MOST_BIAS", 0.2
+        "paceline.lab.certify.certificate.MOST_BIAS", 0.2
     )  # these distributions have few cells
     effort = Effort(texts=2, max_tokens=16, prefixes=2, samples=340)
     certifier, _ = ended_after(llm, prompts, 17.9, effort=effort)

@@ -96,7 +96,7 @@ def test_little_is_no_certificate_also_where_no_more_was_asked_for(
     llm: LLM, prompts: Named, effort: Effort, lack: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     # These distributions have few cells, so that few samples see much.
-    monkeypatch.setattr("paceline.lab.certify.run.MOST_BIAS", 0.15)
+    monkeypatch.setattr("paceline.lab.certify.certificate.MOST_BIAS", 0.15)
     certificate = certify(llm, prompts, effort=effort)
     assert certificate.facts["complete"] and not certificate.problems
     assert not certificate.lossless

@@ -8,10 +8,10 @@ from dataclasses import replace
 import pytest
 
 from paceline.errors import ConfigError
+from paceline.lab.certify.asking import AnswerChoice, AnswerToken, connect, name_of, parting
 from paceline.lab.certify.certificate import Certificate
 from paceline.lab.certify.effort import Effort
-from paceline.lab.certify.servers.asking import AnswerChoice, AnswerToken, connect, name_of, parting
-from paceline.lab.certify.servers.run import ServerCertifier, lacks_of
+from paceline.lab.certify.server import ServerCertifier, lacks_of
 from support.planted_server import FAULTS, PlantedServer, served
 
 PROMPTS = [("one", "Once upon a time"), ("two", "What is said of"), ("three", "It is")]
@@ -134,7 +134,7 @@ def test_samples_that_see_nothing_certify_nothing() -> None:
         assert not blind.lossless and blind.verdict.startswith(f"NOT ENOUGH: {lack}")
     one = replace(certificate.rows("parts")[0], checked=1)
     assert lacks_of((one, *certificate.rows("parts")[1:]), certificate.rows("tests")) == [
-        "1 text for greedy, and it takes 2"
+        "1 whole texts were compared, not 2"
     ]
 
 

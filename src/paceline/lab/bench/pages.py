@@ -9,10 +9,9 @@ from typing import Any
 from paceline.engine.driver import StepSums
 from paceline.lab.bench.figures import OVERALL, Row, Spread
 from paceline.lab.bench.methods import PLAIN
-from paceline.lab.bench.result import BenchResult, labels
+from paceline.lab.bench.result import KINDS, BenchResult, labels
 from paceline.lab.bench.runner import EVERYTHING
 from paceline.lab.bench.served import ASPECTS
-from paceline.lab.bench.texts import KINDS
 from paceline.lab.report import plots
 from paceline.lab.report.columns import (
     NONE_TRIED,

@@ -95,6 +95,16 @@ def as_family(tests: Sequence[DistributionTest], alpha: float) -> tuple[Distribu
     )
 
 
+def too_little(texts: int, bias: float) -> list[str]:
+    """Why so many compared texts, and samples that see such a ``bias``, certify nothing."""
+    lacks = []
+    if texts < LEAST_TEXTS:
+        lacks.append(f"{texts} whole texts were compared, not {LEAST_TEXTS}")
+    if bias > MOST_BIAS:
+        lacks.append(f"only a bias of {bias:.0%} or more would have been seen in the samples")
+    return lacks
+
+
 @dataclass(frozen=True, kw_only=True)
 class Certificate:
     """The outcome. ``lossless`` only if nothing is wrong and enough was tested.

@@ -14,12 +14,11 @@ from paceline.errors import ConfigError, PromptError
 from paceline.lab.budget import Budget
 from paceline.lab.certify.certificate import (
     LEAST_PREFIXES,
-    LEAST_TEXTS,
-    MOST_BIAS,
     Certificate,
     DistributionTest,
     Problem,
     as_family,
+    too_little,
 )
 from paceline.lab.certify.distributions import judge
 from paceline.lab.certify.effort import FEWEST, Effort
@@ -241,15 +240,11 @@ class Certifier:
         proposed = "the drafter proposed nothing for {} requests; try other prompts (--prompts)"
         idle = [proposed.format(kind) for kind in kinds if not drafted[kind]]
         lacks = unseen[:1] or idle
-        if compared < LEAST_TEXTS:
-            lacks.append(f"{compared} whole texts were compared, not {LEAST_TEXTS}")
+        lacks += too_little(compared, _smallest_bias(tests) if tests else 0.0)
         if not sampled:
             return lacks
-        bias = _smallest_bias(tests)
         if not tests:
             lacks.append("no prefix has enough samples")
-        elif bias > MOST_BIAS:
-            lacks.append(f"only a bias of {bias:.0%} or more would have been seen")
         whole = sum(len(prefix.drawn) >= self.effort.samples for prefix in evidence.prefixes)
         if whole < LEAST_PREFIXES:
             lacks.append(f"{whole} prefixes have all their samples, not {LEAST_PREFIXES}")

@@ -1,1 +1,0 @@
-"""Certifies servers by their answers alone: any that speaks OpenAI's protocol."""
