@@ -169,10 +169,10 @@ def test_prompts_are_scored_as_the_prompt_alone(saved: Callable[[str], str]) -> 
 
 def test_a_certification_scores_each_text_by_its_own_length(saved: Callable[[str], str]) -> None:
     """The beginning that texts have in common is rotated as the shortest of them."""
-    start = Start(tuple(prompts()[2]))
+    start = Start(tuple(prompts()[2]), SamplingParams(temperature=1.0))
     model = CausalModel.load(saved("phi3"), "float32", "cpu", backend="reference")
     theirs = transformers.AutoModelForCausalLM.from_pretrained(saved("phi3"), dtype=torch.float32)
-    scorer = Scorer(model, start, SamplingParams(temperature=1.0))
+    scorer = Scorer(model, start)
     strings = [(), (7,), (8, 9), (7, 7, 7)]
     for distributions in (scorer.at_once(strings), scorer.stepwise(strings)):
         for string, distribution in zip(strings, distributions, strict=True):

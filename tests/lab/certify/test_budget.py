@@ -244,8 +244,8 @@ def test_a_bug_of_the_first_run_is_not_forgotten(
 
 @pytest.mark.parametrize("given", [3, 16, 17, 40])
 def test_laws_are_those_of_the_whole_text(llm: LLM, given: int) -> None:
-    start = Start(tuple(range(1, given + 1)), (5, 6))
-    scorer = Scorer(llm.target, start, SamplingParams(temperature=1.0))
+    start = Start(tuple(range(1, given + 1)), SamplingParams(temperature=1.0), (5, 6))
+    scorer = Scorer(llm.target, start)
     strings = [(), (7,), (8, 9), (7, 7, 7)]
     for distributions in (scorer.at_once(strings), scorer.stepwise(strings)):
         for string, distribution in zip(strings, distributions, strict=True):
@@ -265,8 +265,8 @@ def test_what_texts_have_in_common_is_read_once(llm: LLM) -> None:
             rows.append(len(batch.input_ids))
             return llm.target(batch, cache)
 
-    start = Start(tuple(range(1, 101)))
-    scorer = Scorer(Counting(), start, SamplingParams(temperature=1.0))  # type: ignore[arg-type]
+    start = Start(tuple(range(1, 101)), SamplingParams(temperature=1.0))
+    scorer = Scorer(Counting(), start)  # type: ignore[arg-type]
     strings = [(n,) for n in range(64)]
     scorer.at_once(strings)
     scorer.stepwise(strings)

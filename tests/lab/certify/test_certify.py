@@ -62,7 +62,7 @@ def test_the_rule_is_enumerated_where_a_look_up_finds_something(llm: LLM) -> Non
     """It was "not enumerated" where nothing was drafted at the prefix itself."""
     tokens = tuple(range(20, 60))  # no token comes twice
     ngram = llm.beside("ngram:min=1", draft_length=2, max_batch_size=64, seed=1)
-    evidence = Evidence(prefixes=[Prefix("ends in a new token", Start(tokens), 2)])
+    evidence = Evidence(prefixes=[Prefix(Start(tokens, SamplingParams(temperature=1.0)), 2)])
     certifier = Certifier(
         ngram, [("new", tokens)], None, replace(SMALL, texts=1), evidence=evidence
     )

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 
 import pytest
 
@@ -11,7 +12,7 @@ from paceline.engine.driver import StandstillError
 from paceline.lab.certify.decoding import DecodedOutput, Start, decode
 from paceline.lab.certify.difference import Difference, first_difference
 from paceline.lab.certify.run import Certifier
-from paceline.lab.certify.texts import ComparedSetting, ComparedText, check_texts
+from paceline.lab.certify.texts import ComparedSetting, check_texts
 from paceline.llm import LLM
 from paceline.model.backends.base import NATIVE
 
@@ -24,15 +25,15 @@ def difference(at: int, gap: float) -> Difference:
 
 
 @pytest.fixture
-def text(prompts: Named) -> ComparedText:
-    return ComparedText("one", Start(tuple(prompts[0][1])), PARAMS)
+def text(prompts: Named) -> Start:
+    return Start(tuple(prompts[0][1]), PARAMS, name="one")
 
 
 @pytest.mark.parametrize(("second", "ties", "bugs"), [(None, 1, 0), (0.05, 2, 0), (3.0, 1, 1)])
 def test_what_comes_after_a_tie_is_compared(
     on_reference: LLM,
     prompts: Named,
-    text: ComparedText,
+    text: Start,
     monkeypatch: pytest.MonkeyPatch,
     second: float | None,
     ties: int,
@@ -41,10 +42,10 @@ def test_what_comes_after_a_tie_is_compared(
     """A first text that parts at token 2 by a tie; later ones as ``second`` says."""
     llm = on_reference
     subject = Certifier(llm, prompts, PARAMS).subject
-    (plain,) = decode(llm.engine, [text.start], [PARAMS], 0)
+    (plain,) = decode(llm.engine, [text], 0)
     given: list[tuple[int, ...]] = []
 
-    def faked(engine, starts, params, length=None, enough=None) -> list[DecodedOutput]:
+    def faked(engine, starts, length=None, enough=None) -> list[DecodedOutput]:
         given.extend(start.output for start in starts)
         tokens = list(plain.tokens)
         at = {0: 2, 3: 7}.get(len(starts[0].output))
@@ -65,33 +66,32 @@ def test_what_comes_after_a_tie_is_compared(
     assert given[:2] == [(), plain.tokens[:3]]
 
 
-def test_decoding_goes_on_from_given_output(llm: LLM, text: ComparedText) -> None:
+def test_decoding_goes_on_from_given_output(llm: LLM, text: Start) -> None:
     """With penalties on the output: what is given counts as output, not as prompt."""
     params = SamplingParams(max_tokens=12, frequency_penalty=1.5)
-    (whole,) = decode(llm.engine, [text.start], [params], 2)
-    (rest,) = decode(llm.engine, [Start(text.start.prompt, whole.tokens[:5])], [params], 0)
+    text = replace(text, params=params)
+    (whole,) = decode(llm.engine, [text], 2)
+    (rest,) = decode(llm.engine, [replace(text, output=whole.tokens[:5])], 0)
     assert rest.tokens == whole.tokens
-    (short,) = decode(llm.engine, [text.start], [params], 2, enough=3)
+    (short,) = decode(llm.engine, [text], 2, enough=3)
     assert short.tokens == whole.tokens[:3]
     assert not llm.engine.has_work
 
 
-def test_a_standstill_is_noticed(
-    llm: LLM, text: ComparedText, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_standstill_is_noticed(llm: LLM, text: Start, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(llm.engine, "step", list)
     with pytest.raises(StandstillError, match="committed no token"):
-        decode(llm.engine, [text.start], [PARAMS], 2)
+        decode(llm.engine, [text], 2)
 
 
 def test_equal_rows_have_no_ties(
-    llm: LLM, prompts: Named, text: ComparedText, monkeypatch: pytest.MonkeyPatch
+    llm: LLM, prompts: Named, text: Start, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """On the native backend a row's bits depend on it alone, so that any difference is a bug."""
     if llm.target.backend.name != NATIVE:
         pytest.skip("the kernels are not in use")
     subject = Certifier(llm, prompts, PARAMS).subject
-    (plain,) = decode(llm.engine, [text.start], [PARAMS], 0)
+    (plain,) = decode(llm.engine, [text], 0)
     other = DecodedOutput((*plain.tokens[:-1], plain.tokens[-1] + 1), 8, 4)
     at = len(plain.tokens) - 1
     monkeypatch.setattr("paceline.lab.certify.texts.decode", lambda *_: [other])

@@ -69,11 +69,16 @@ class AnswerToken(NamedTuple):
 
 @dataclass(frozen=True)
 class AnswerChoice:
-    """One choice of a completion; without ``tokens`` where the server gives no logprobs."""
+    """One choice of a completion; without ``tokens`` where the server gives no logprobs.
+
+    ``read`` and ``written``: tokens of the prompt and of all choices, None if it does not count.
+    """
 
     text: str
     reason: str | None
     tokens: tuple[AnswerToken, ...] = ()
+    read: int | None = None
+    written: int | None = None
 
     @classmethod
     def of(cls, choice: Mapping[str, Any]) -> AnswerChoice:
@@ -103,22 +108,13 @@ class AnswerChoice:
         return [token.text for token in self.tokens]
 
 
-@dataclass(frozen=True)
-class ServerCompletion:
-    """The choices of an answer, and the tokens that the server counts, None if it does not."""
-
-    choices: list[AnswerChoice]
-    read: int | None
-    written: int | None
-
-    @classmethod
-    def of(cls, answer: Mapping[str, Any]) -> ServerCompletion:
-        """Raises ServerFailedError on an answer without choices."""
-        choices = answer.get("choices")
-        if not isinstance(choices, list) or not choices:
-            raise ServerFailedError("an answer has no choices")
-        counts = (counted(answer, kind) for kind in ("prompt", "completion"))
-        return cls([AnswerChoice.of(choice) for choice in choices], *counts)
+def choices_of(answer: Mapping[str, Any]) -> list[AnswerChoice]:
+    """Raises ServerFailedError on an answer without choices."""
+    choices = answer.get("choices")
+    if not isinstance(choices, list) or not choices:
+        raise ServerFailedError("an answer has no choices")
+    read, written = (counted(answer, kind) for kind in ("prompt", "completion"))
+    return [replace(AnswerChoice.of(choice), read=read, written=written) for choice in choices]
 
 
 def counted(answer: Mapping[str, Any], kind: str) -> int | None:
@@ -151,7 +147,7 @@ class Asking:
     sent: int = 0
     logprobs: list[float] = field(default_factory=list)
     bins: list[int] = field(default_factory=lambda: [0] * BINS)
-    _greedy: dict[str, ServerCompletion] = field(default_factory=dict)
+    _greedy: dict[str, AnswerChoice] = field(default_factory=dict)
     _taken: dict[tuple[int, int], int] = field(default_factory=dict)
 
     def counting(self, server: OpenAIClient | None = None) -> OpenAIClient:
@@ -167,7 +163,7 @@ class Asking:
         prompt: str,
         ways: Sequence[Mapping[str, float]] = ({},),
         **fields: Any,
-    ) -> ServerCompletion:
+    ) -> list[AnswerChoice]:
         """The answer to the first of the ``ways`` to ask that the server takes: with logprobs where
         it gives them."""
         body = {"prompt": prompt, "temperature": 0, "max_tokens": self.max_tokens, **fields}
@@ -183,15 +179,15 @@ class Asking:
                 continue
             self._taken[key] = index
             break
-        completion = ServerCompletion.of(answer)
+        choices = choices_of(answer)
         if server is self.server:
-            self.logprobs += [t.logprob for choice in completion.choices for t in choice.tokens]
-        return completion
+            self.logprobs += [t.logprob for choice in choices for t in choice.tokens]
+        return choices
 
-    def greedy(self, prompt: str) -> ServerCompletion:
+    def greedy(self, prompt: str) -> AnswerChoice:
         """The server's greedy text, asked for once."""
         if prompt not in self._greedy:
-            self._greedy[prompt] = self.complete(self.server, prompt)
+            self._greedy[prompt] = self.complete(self.server, prompt)[0]
         return self._greedy[prompt]
 
     def tests(self) -> list[DistributionTest]:

@@ -15,10 +15,13 @@ String = tuple[int, ...]  # of token ids
 
 @dataclass(frozen=True)
 class Start:
-    """Where decoding begins: a prompt, and output that is given."""
+    """Where decoding begins, and what is asked for: a prompt, with its ``name`` for people, and
+    output that is given."""
 
     prompt: String
+    params: SamplingParams
     output: String = ()
+    name: str = ""
 
     @property
     def tokens(self) -> String:
@@ -36,7 +39,6 @@ class DecodedOutput(NamedTuple):
 def decode(
     engine: Engine,
     starts: Sequence[Start],
-    params: Sequence[SamplingParams],
     length: int | None = None,
     enough: int | None = None,
 ) -> list[DecodedOutput]:
@@ -47,10 +49,8 @@ def decode(
     ``length`` fixes the draft length; None leaves it to the engine's own controller.
     Raises StandstillError, and whatever the engine raises.
     """
-    seqs = [
-        sequence(start.tokens, replace(asked, draft_length=length), prompt_length=len(start.prompt))
-        for start, asked in zip(starts, params, strict=True)
-    ]
+    asked = [(start, replace(start.params, draft_length=length)) for start in starts]
+    seqs = [sequence(s.tokens, params, prompt_length=len(s.prompt)) for s, params in asked]
     with Drive(engine, seqs) as drive:
         for _ in drive:
             for seq in list(drive.running.values()):

@@ -8,7 +8,6 @@ from dataclasses import dataclass
 
 import torch
 
-from paceline.core.params import SamplingParams
 from paceline.lab.certify.certificate import DistributionTest
 from paceline.lab.certify.chisquare import ChiSquare, goodness, homogeneity
 from paceline.lab.certify.decoding import String
@@ -57,10 +56,10 @@ class Cells:
         return [*named, drawn.total() - sum(named)]
 
 
-def judge(model: CausalModel, prefix: Prefix, params: SamplingParams) -> list[DistributionTest]:
+def judge(model: CausalModel, prefix: Prefix) -> list[DistributionTest]:
     """Tests of what was drawn with drafts and, as a control, plainly; distributions are scored
     afresh. None where nothing is left to chance."""
-    scorer, tests = Scorer(model, prefix.start, params), list[DistributionTest]()
+    scorer, tests = Scorer(model, prefix.start), list[DistributionTest]()
     plain = Counter(string[0] for string in prefix.plain)
     (probs,), (moved,) = scorer.at_once([()]), scorer.stepwise([()])
     cells = Cells.of(probs, moved, _least(min(len(prefix.drawn), len(prefix.plain))))
@@ -71,7 +70,7 @@ def judge(model: CausalModel, prefix: Prefix, params: SamplingParams) -> list[Di
             same = homogeneity(counts, cells.counts(plain), cells.slack)
             fits["first token / plain"] = same, cells
         fits["next tokens / distribution"] = _next_tokens(scorer, strings)
-        part, where = "sampling" if length else "plain sampling", (prefix.name, length)
+        part, where = "sampling" if length else "plain sampling", (prefix.start.name, length)
         for what, (outcome, used) in fits.items():
             if outcome.df > 0:
                 about = len(strings), outcome, *where, used.rounding

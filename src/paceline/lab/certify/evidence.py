@@ -73,7 +73,6 @@ class Prefix:
     ``portions`` were begun of either kind, so that no two are drawn with the same random numbers.
     """
 
-    name: str
     start: Start
     length: int
     drawn: list[String] = field(default_factory=list)
@@ -153,9 +152,10 @@ class Subject:
         greedy = replace(self.params, temperature=0.0, top_k=0, top_p=1.0, min_p=0.0)
         return {"greedy": greedy} | ({} if self.params.greedy else {"seeded": self.params})
 
-    def prompt(self, number: int) -> tuple[str, String]:
-        """Name and token ids; behind the last one it begins anew."""
-        return self.prompts[number % len(self.prompts)]
+    def start(self, number: int, params: SamplingParams) -> Start:
+        """A request with prompt ``number``; behind the last one they begin anew."""
+        name, prompt = self.prompts[number % len(self.prompts)]
+        return Start(prompt, params, name=name)
 
     def do(
         self, part: str, kind: str, size: int, shown: str, run: Callable[[], None], name: str = ""

@@ -216,7 +216,7 @@ class Certifier:
         for prefix in self.evidence.prefixes:
             if min(len(prefix.drawn), len(prefix.plain)) >= FEWEST:
                 with self.subject.guarded("sampling"):
-                    tests += judge(self.subject.llm.target, prefix, self.subject.params)
+                    tests += judge(self.subject.llm.target, prefix)
         recorder = self._sampler.recorder
         drawn = recorder.test()
         if drawn is not None:

@@ -49,10 +49,10 @@ class Sampler:
             have = len(strings)
             size = min(-(-subject.effort.samples // PORTIONS), samples - have)
             run = partial(self._draw, prefix, number, size, plainly)
-            subject.do("sampling", kind, size, f"{prefix.name}: {kind} sampling", run)
+            subject.do("sampling", kind, size, f"{prefix.start.name}: {kind} sampling", run)
             if len(strings) == have:
                 break  # there was no time for it, or it failed
-        shown, run = f"{prefix.name}: the rule, enumerated", partial(self._enumerate, prefix)
+        shown, run = f"{prefix.start.name}: the rule, enumerated", partial(self._enumerate, prefix)
         subject.do("rule", "rule", 1, shown, run, f"rule/{number}")
 
     def fits(self, number: int, samples: int) -> bool:
@@ -68,20 +68,20 @@ class Sampler:
         Only those a few tokens behind a full cache block count, as thousands of samples start
         there.
         """
-        subject, (name, prompt) = self._subject, self._subject.prompt(number)
+        subject, start = self._subject, self._subject.start(number, self._subject.params)
         output = subject.evidence.plain.get(f"greedy/{number}")
         if output is None:
             return
         size, ends = self._engine.cache.block_size, range(len(output) + 1)
-        close = [end for end in ends if 0 < (len(prompt) + end) % size <= _BEYOND_BLOCK]
+        close = [end for end in ends if 0 < (len(start.prompt) + end) % size <= _BEYOND_BLOCK]
         heads = [output[:end] for end in close or (len(output),)]
-        scorer = Scorer(subject.llm.target, Start(prompt), subject.params)
-        entropies = torch.special.entr(scorer.at_once(heads)).sum(-1)
+        probs = Scorer(subject.llm.target, start).at_once(heads)
+        entropies = torch.special.entr(probs).sum(-1)
         head = heads[int(entropies.argsort()[round(_RANK * (len(heads) - 1))])]
         # Short drafts, whose bonus token is among those tested, and long ones in turn.
         longest = subject.lengths[-1]
         length = longest if number % 2 else min(2, longest)
-        self._prefixes.append(Prefix(name, Start(prompt, head), length))
+        self._prefixes.append(Prefix(replace(start, output=head), length))
 
     def _draw(self, prefix: Prefix, number: int, size: int, plainly: bool) -> None:
         engine = self._subject.plain if plainly else self._engine
@@ -101,46 +101,44 @@ class Sampler:
         self, start: Start, length: int, samples: int, enough: int, plainly: bool = False
     ) -> list[DecodedOutput]:
         """So many samples of ``enough`` tokens each; drafts of ``length`` are recorded."""
-        subject = self._subject
         max_tokens = len(start.output) + max(DEPTH, enough) + length + 1
-        params = [replace(subject.params, max_tokens=max_tokens)] * samples
+        starts = [replace(start, params=replace(start.params, max_tokens=max_tokens))] * samples
         if plainly:
-            return decode(subject.plain, [start] * samples, params, length, enough)
-        engine, evidence, recorder = self._engine, subject.evidence, self.recorder
+            return decode(self._subject.plain, starts, length, enough)
+        engine, evidence, recorder = self._engine, self._subject.evidence, self.recorder
         drafter, engine.drafter = engine.drafter, cast(Drafter, recorder)
         try:
-            return decode(engine, [start] * samples, params, length, enough)
+            return decode(engine, starts, length, enough)
         finally:
             engine.drafter = drafter
             evidence.draws, evidence.impossible = recorder.counts, recorder.impossible
 
     def _enumerate(self, prefix: Prefix) -> None:
         """The step at this prefix, by enumeration, over each kind of tree that was proposed."""
-        subject, recorder, prompt = self._subject, self.recorder, prefix.start.prompt
+        subject, recorder, start = self._subject, self.recorder, prefix.start
         evidence, length = subject.evidence, min(2, subject.lengths[-1])
-        omitted = f"{prefix.name}: rule not enumerated:"
+        omitted = f"{start.name}: rule not enumerated:"
         # A lookup may find nothing at the prefix itself, but further on in what was drawn from it.
         for samples, enough in ((128, 1), (16, _FURTHER)):
-            recorder.watch(prefix.start.tokens, beyond=enough > 1)
-            self._continued(prefix.start, length, samples, enough)
+            recorder.watch(start.tokens, beyond=enough > 1)
+            self._continued(start, length, samples, enough)
             if recorder.trees:
                 break
         else:
             evidence.notes.append(f"{omitted} nothing was drafted there")
         trees, distributions = list(recorder.trees.values()), recorder.distributions
-        start = Start(prompt, (recorder.watched or ())[len(prompt) :])
+        start = replace(start, output=(recorder.watched or ())[len(start.prompt) :])
         recorder.watch(None)
-        target = Scorer(subject.llm.target, start, subject.params).at_once
+        target = Scorer(subject.llm.target, start).at_once
         for tree in trees[:2]:
-            step = tree, distributions, target, prefix.name
+            step = tree, distributions, target, start.name
             check = enumerate_step(self._engine.verifier, *step)
             if check is None:
-                evidence.notes.append(
-                    f"{omitted} a tree of {len(tree)} nodes has too many outcomes"
-                )
+                many = f"a tree of {len(tree)} nodes has too many outcomes"
+                evidence.notes.append(f"{omitted} {many}")
                 continue
             evidence.exact.append(check)
             if not check.passed:
                 apart = f"{check.distance:.2g} from the target's (total variation, enumerated)"
-                what = f"{prefix.name}: a step's distribution is {apart}"
+                what = f"{start.name}: a step's distribution is {apart}"
                 evidence.problems.append(Problem("rule", what))

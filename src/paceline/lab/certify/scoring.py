@@ -12,7 +12,6 @@ from collections.abc import Iterator, Sequence
 import torch
 
 from paceline.core.batch import Span
-from paceline.core.params import SamplingParams
 from paceline.core.sampling import Rows, probabilities
 from paceline.core.sequence import SequenceView
 from paceline.lab.certify.decoding import Start, String
@@ -27,11 +26,10 @@ _CROWD = 2048  # rows in which a beginning is read stepwise, as where many reque
 
 
 class Scorer:
-    """Distributions of the token after a start and a string of tokens, for one request's
-    parameters."""
+    """Distributions of the token after a start and a string of tokens."""
 
-    def __init__(self, model: CausalModel, start: Start, params: SamplingParams) -> None:
-        self._model, self._start, self._params = model, start, params
+    def __init__(self, model: CausalModel, start: Start) -> None:
+        self._model, self._start = model, start
         self._caches: dict[bool, PagedCache] = {}  # stepwise or not; sequence 0 is the beginning
 
     def at_once(self, strings: Sequence[String]) -> torch.Tensor:
@@ -60,11 +58,9 @@ class Scorer:
         return torch.cat(logits)
 
     def _distributions(self, strings: Sequence[String], stepwise: bool) -> torch.Tensor:
-        start, params = self._start, self._params
-        seqs = tuple(
-            SequenceView(0, [*start.tokens, *string], len(start.prompt), params)
-            for string in strings
-        )
+        start, length = self._start, len(self._start.prompt)
+        texts = [[*start.tokens, *string] for string in strings]
+        seqs = tuple(SequenceView(0, text, length, start.params) for text in texts)
         return probabilities(self.logits(strings, stepwise), Rows(seqs, (0,) * len(seqs)))
 
     def _forward(self, texts: Sequence[list[int]], stepwise: bool, shared: int) -> torch.Tensor:

@@ -67,7 +67,7 @@ _PENALTIES = {"frequency_penalty": 1.5, "presence_penalty": 0.5}
 
 def check_greedy(asking: Asking, part: Part, prompt: str) -> Iterator[str]:
     """Greedy texts are those of the reference, and made of the likeliest tokens."""
-    (greedy, *_) = asking.greedy(prompt).choices
+    greedy = asking.greedy(prompt)
     part.checked += 1
     if greedy.text and not greedy.tokens:
         part.note("the server gives no logprobs: texts are compared letter by letter")
@@ -81,13 +81,13 @@ def check_greedy(asking: Asking, part: Part, prompt: str) -> Iterator[str]:
         compared = "give --against, or a server that can switch speculation off"
         part.note(f"nothing to compare with: {compared}")
     else:
-        yield from part.compare(greedy, asking.complete(asking.reference, prompt).choices[0])
+        yield from part.compare(greedy, asking.complete(asking.reference, prompt)[0])
 
 
 def check_streams(asking: Asking, part: Part, prompt: str) -> Iterator[str]:
     """A stream says what the whole answer says, and brings as many tokens as it counts."""
     body = {"prompt": prompt, "temperature": 0, "max_tokens": asking.max_tokens, "logprobs": 1}
-    (whole, *_) = asking.greedy(prompt).choices
+    whole = asking.greedy(prompt)
     body["stream_options"] = {"include_usage": True}
     chunks = list(asking.counting().stream("completions", body))
     deltas = [AnswerChoice.of(choice) for chunk in chunks for choice in chunk.get("choices") or ()]
@@ -106,7 +106,7 @@ def check_streams(asking: Asking, part: Part, prompt: str) -> Iterator[str]:
     elif "".join(whole.spelt) == whole.text and "".join(streamed.spelt) not in ("", text):
         yield "the tokens of the stream do not make its text"
     elif text != whole.text:
-        (again, *_) = asking.complete(asking.server, prompt).choices
+        again = asking.complete(asking.server, prompt)[0]
         _, tie = parting(streamed, whole) or ("", False)
         part.ties += tie
         if not tie and again.text == whole.text:
@@ -116,7 +116,7 @@ def check_streams(asking: Asking, part: Part, prompt: str) -> Iterator[str]:
 
 def check_logprobs(asking: Asking, part: Part, prompt: str) -> Iterator[str]:
     """Logprobs are chances, and those of the same position read as a prompt."""
-    (greedy, *_), length = asking.greedy(prompt).choices, asking.greedy(prompt).read
+    greedy = asking.greedy(prompt)
     if not greedy.tokens:
         if greedy.text:  # an answer may end at once
             part.note("the server gives no logprobs: nothing was re-scored")
@@ -132,10 +132,9 @@ def check_logprobs(asking: Asking, part: Part, prompt: str) -> Iterator[str]:
     positions = [at for at in range(1, len(tops)) if _whole_characters(greedy.spelt[: at + 1])]
     for at in asking.chance.sample(positions, min(_RESCORED, len(positions))):
         text = prompt + "".join(greedy.spelt[:at])
-        again = asking.complete(asking.server, text, max_tokens=1)
-        recut = again.read is not None and length is not None and again.read != length + at
-        (fresh, *_) = again.choices
-        listed = fresh.tokens[0].likeliest if fresh.tokens else {}
+        again = asking.complete(asking.server, text, max_tokens=1)[0]
+        recut = again.read and greedy.read and again.read != greedy.read + at
+        listed = again.tokens[0].likeliest if again.tokens else {}
         if recut or not listed:
             continue  # the text is cut into other tokens there, or nothing is known of it
         part.checked += 1
@@ -157,7 +156,7 @@ def check_samples(asking: Asking, part: Part, prompt: str) -> Iterator[str]:
     """Sampled tokens follow the chances that the server names: what is drawn here is tested."""
     drawn: list[AnswerChoice] = []
     while len(drawn) < _SAMPLES:
-        drawn += asking.complete(asking.server, prompt, _SAMPLING, max_tokens=_DEPTH).choices
+        drawn += asking.complete(asking.server, prompt, _SAMPLING, max_tokens=_DEPTH)
     part.checked += len(drawn)
     for token, _, top in (token for choice in drawn for token in choice.tokens):
         # Uniform, if it was drawn with the chances that are named.
@@ -172,22 +171,22 @@ def check_samples(asking: Asking, part: Part, prompt: str) -> Iterator[str]:
 
 def check_limits(asking: Asking, part: Part, prompt: str) -> Iterator[str]:
     """Stop strings, token limits and penalties."""
-    server, text = asking.server, asking.greedy(prompt).choices[0].text
+    server, text = asking.server, asking.greedy(prompt).text
     part.checked += 1
     words = text.split()
     stop = words[len(words) // 2] if len(words) > 2 else ""
     if stop and stop not in prompt:
-        stopped = asking.complete(server, prompt, stop=[stop]).choices[0].text
+        stopped = asking.complete(server, prompt, stop=[stop])[0].text
         if stop in stopped:
             yield f"the text holds its stop string {stop!r}"
         elif text.startswith(stopped) and stopped != text.partition(stop)[0]:
             yield f"stop string {stop!r} ends the text elsewhere"
-    written = asking.complete(server, prompt, max_tokens=3).written
+    written = asking.complete(server, prompt, max_tokens=3)[0].written
     if written is not None and written > 3:
         yield f"{written} tokens where max_tokens is 3"
     if asking.reference is not None:
         pair = server, asking.reference
-        ours, theirs = (asking.complete(s, prompt, [_PENALTIES]).choices[0] for s in pair)
+        ours, theirs = (asking.complete(s, prompt, [_PENALTIES])[0] for s in pair)
         for divergence in part.compare(ours, theirs, _PENALTIES):
             yield f"with penalties: {divergence}"
 

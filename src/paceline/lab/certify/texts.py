@@ -26,14 +26,6 @@ class ComparedSetting(NamedTuple):
     length: int | None
 
 
-class ComparedText(NamedTuple):
-    """One text to decode: what people call it, where it begins, under which parameters."""
-
-    name: str
-    start: Start
-    params: SamplingParams
-
-
 class TextComparer:
     """Compares texts with plain decoding's, one under one setting at a time."""
 
@@ -51,7 +43,7 @@ class TextComparer:
         """
         subject, plain = self._subject, self._subject.evidence.plain
         for number, kind in product(numbers, subject.kinds):
-            shown, name = f"{kind}: {subject.prompt(number)[0]}", f"{kind}/{number}"
+            shown, name = f"{kind}: {self._text(kind, number).name}", f"{kind}/{number}"
             run = partial(self._decode_plainly, kind, number)
             subject.do(kind, "text", 1, f"{shown}: plain decoding", run, name)
             for setting in self.alone if name in plain else ():
@@ -77,49 +69,46 @@ class TextComparer:
         subject, most = self._subject, self._subject.effort.max_tokens
         if subject.evidence.tokens or subject.budget.seconds is None or most <= _SHORTEST:
             return
-        start = Start(subject.prompt(0)[1])
         for kind, tokens in (("warming up", 1), ("token", _TIMED)):
             with subject.budget.piece(kind, tokens):
-                decode(subject.plain, [start], [SamplingParams(max_tokens=tokens)], 0)
+                params = SamplingParams(max_tokens=tokens)
+                decode(subject.plain, [subject.start(0, params)], 0)
         seconds = subject.budget.estimate("token")
         affordable = _SHARE * subject.budget.left / seconds if seconds else most
         subject.evidence.tokens = min(most, max(_SHORTEST, int(affordable)))
 
-    def _text(self, kind: str, number: int) -> ComparedText:
+    def _text(self, kind: str, number: int) -> Start:
         subject = self._subject
-        name, prompt = subject.prompt(number)
         tokens = subject.evidence.tokens or subject.effort.max_tokens
         params = replace(subject.kinds[kind], max_tokens=tokens)
         if kind == "seeded":
             params = replace(params, seed=(subject.effort.seed + number) % 2**63)
-        return ComparedText(name, Start(prompt), params)
+        return subject.start(number, params)
 
     def _decode_plainly(self, kind: str, number: int) -> None:
-        text = self._text(kind, number)
-        (plain,) = decode(self._subject.plain, [text.start], [text.params], 0)
+        (plain,) = decode(self._subject.plain, [self._text(kind, number)], 0)
         self._subject.evidence.plain[f"{kind}/{number}"] = plain.tokens
 
     def _compare(self, kind: str, numbers: Sequence[int], setting: ComparedSetting) -> None:
         texts = [self._text(kind, number) for number in numbers]
         plain = [self._subject.evidence.plain[f"{kind}/{number}"] for number in numbers]
-        others: list[ComparedText] = []
+        others: list[Start] = []
         if setting is self.mixed:
             # Requests of another kind, shorter and longer, that come and go while others decode.
             count = max(_NEIGHBOURS, len(numbers))
             for n, tokens in zip(range(count), cycle((5, 17, 40)), strict=False):
-                name, prompt = self._subject.prompt(numbers[0] + n)
                 params = SamplingParams(temperature=0.8, max_tokens=tokens)
-                others.append(ComparedText(name, Start(prompt), params))
+                others.append(self._subject.start(numbers[0] + n, params))
         self._subject.evidence.add(check_texts(self._subject, texts, plain, kind, setting, others))
 
 
 def check_texts(
     subject: Subject,
-    texts: Sequence[ComparedText],
+    texts: Sequence[Start],
     plain: Sequence[Sequence[int]],
     kind: str,
     setting: ComparedSetting,
-    others: Sequence[ComparedText] = (),
+    others: Sequence[Start] = (),
 ) -> TextCheck:
     """Decode ``texts`` under this setting and compare with ``plain``.
 
@@ -127,8 +116,7 @@ def check_texts(
     """
     outputs: list[DecodedOutput] = []
     for batch in [[*texts, *others]] if others else [[text] for text in texts]:
-        starts, params = [text.start for text in batch], [text.params for text in batch]
-        outputs += decode(subject.llm.engine, starts, params, setting.length)
+        outputs += decode(subject.llm.engine, batch, setting.length)
     ties: list[TextDivergence] = []
     bugs: list[TextDivergence] = []
     for text, expected, output in zip(texts, plain, outputs, strict=False):
@@ -142,7 +130,7 @@ def check_texts(
 
 def _divergences(
     subject: Subject,
-    text: ComparedText,
+    text: Start,
     expected: Sequence[int],
     tokens: Sequence[int],
     length: int | None,
@@ -153,7 +141,7 @@ def _divergences(
     have the same bits whatever rides along, there are none.
     """
     target, decoded = subject.llm.target, subject.llm.tokenizer.decode
-    while difference := explain(target, text.start.prompt, expected, tokens, text.params):
+    while difference := explain(target, text.prompt, expected, tokens, text.params):
         pair = difference.left, difference.right
         plain, other = (str(decoded([token])) if token >= 0 else "(end)" for token in pair)
         tie = difference.is_tie and not target.backend.same_bits
@@ -161,5 +149,4 @@ def _divergences(
         given = tuple(expected[: difference.at + 1])
         if not difference.is_tie or len(given) == len(expected):
             return
-        start = Start(text.start.prompt, given)
-        ((tokens, _, _),) = decode(subject.llm.engine, [start], [text.params], length)
+        ((tokens, _, _),) = decode(subject.llm.engine, [replace(text, output=given)], length)
