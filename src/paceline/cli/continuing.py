@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from paceline.lab.bench.prompts import BenchPrompt
     from paceline.model.target import CausalModel
 
-_LAYOUT = 2
+_LAYOUT = 3
 MeasuredData = TypeVar("MeasuredData")
 _budget = under("Budget")
 

@@ -41,18 +41,18 @@ def read_records(file: Path) -> Iterator[tuple[str, dict[str, Any]]]:
     # Not splitlines: JSON strings may hold U+2028 and its like as they are.
     lines = ((number, line) for number, line in enumerate(text.split("\n"), 1) if line.strip())
     records: Iterable[tuple[int, Any]] = lines
-    kind, known = "line", True
+    kind, parsed = "line", True
     try:
         whole = json.loads(text)
     except ValueError:
-        known = False
+        parsed = False
     else:
         kind, whole = ("item", whole) if isinstance(whole, list) else (kind, [whole])
         records = enumerate(whole, 1)
     for number, item in records:
         where = f"{file}, {kind} {number}"
         try:
-            record = item if known else json.loads(item)
+            record = item if parsed else json.loads(item)
         except ValueError as error:
             raise DataError(
                 f"{where}: not JSON ({getattr(error, 'msg', error)}); write one object a line, "
