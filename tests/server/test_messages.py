@@ -3,10 +3,15 @@
 from __future__ import annotations
 
 import json
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
+from paceline.request.completion import Completion, CompletionStats, StreamEvent
+from paceline.server.api.anthropic import MessagesAnswer
+from paceline.server.api.protocol import FunctionDefinition, Tool
+from paceline.server.api.tool_stream import PossibleCall
 from support.asking import Reply, ask
 from support.running_server import MODEL, Running
 
@@ -185,3 +190,21 @@ def test_what_has_no_effect_is_noted(server: Running) -> None:
     beside = say(server, tools=[TOOL, search])
     assert beside.status == 200
     assert beside.headers["x-paceline-ignored"] == "tools=web_search_20250305"
+
+
+def test_two_calls_keep_their_inputs() -> None:
+    """The second begins before the first has been closed."""
+    tools = [Tool(type="function", function=FunctionDefinition(name="look"))]
+    body = SimpleNamespace(logprobs=False, request_id=None, stop=())
+    dialogue: Any = SimpleNamespace(
+        service=SimpleNamespace(tokenizer=None, model=MODEL),
+        body=body,
+        prompt=[1],
+        reader=lambda: PossibleCall(tools, parallel=True),
+    )
+    calls = [f'<tool_call>{{"name": "look", "arguments": {{"at": {n}}}}}</tool_call>' for n in "12"]
+    stats = CompletionStats(0, 0, None, 1.0, [], 1, 0.1, 10.0)
+    done = Completion("", "".join(calls), [5], None, "stop", 0, [False], stats)
+    event = StreamEvent(0, 0, done.text, [5], [False], done)
+    blocks = MessagesAnswer(dialogue).whole([event])["content"]
+    assert [block["input"] for block in blocks] == [{"at": 1}, {"at": 2}]

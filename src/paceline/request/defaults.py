@@ -84,9 +84,7 @@ def sampling_defaults(settings: dict[str, Any], generation: Any, model: str) -> 
         )
     except ConfigError as error:
         raise ConfigError(f"default_{error}") from None
-    if settings["generation_config"] == "none":
-        return overrides
-    if settings["generation_config"] != "auto":
-        given = settings["generation_config"]
-        raise ConfigError(f"generation_config is {given!r}; use one of auto, none")
-    return overrides.over(of_checkpoint(generation, model))
+    source = settings["generation_config"]
+    if source not in ("auto", "none"):
+        raise ConfigError(f"generation_config is {source!r}; use one of auto, none")
+    return overrides if source == "none" else overrides.over(of_checkpoint(generation, model))

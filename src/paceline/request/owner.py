@@ -51,8 +51,8 @@ class EngineOwner:
         self.requests: dict[int, Request] = {}  # by sequence
         self._engine: Engine | None = engine
         self._on_close = on_close
-        self._owned = threading.Lock()  # its holder, and nobody else, touches the engine
-        self._owner: int | None = None  # the holder's thread
+        self._lock = threading.Lock()  # its holder, and nobody else, touches the engine
+        self._holder: int | None = None  # the holder's thread
         self._inbox: deque[Callable[[Engine], None]] = deque()  # in order
         self._waiters: dict[int, Waiter] = {}
         self._thread: threading.Thread | None = None
@@ -71,12 +71,16 @@ class EngineOwner:
     # -- what callers want of it -----------------------------------------------------------------
 
     def enqueue(self, requests: Sequence[Request]) -> None:
-        """Queue all or, if one is refused, none. Raises CacheMemoryError."""
+        """Queue all or, if one is refused, none; one that says when it was ``queued`` keeps that.
+
+        Raises CacheMemoryError.
+        """
         for request in requests:
             self.engine.scheduler.check(request.seq)
         now = time.perf_counter()
         for request in requests:
-            self._inbox.append(partial(self._add, request, now))
+            request.seq.queued = request.seq.queued or now
+            self._inbox.append(partial(self._add, request))
         self._tidy()
 
     def release(self, requests: Iterable[Request]) -> None:
@@ -95,12 +99,13 @@ class EngineOwner:
         """Drop everything; who waits gets a PacelineError. Waits for the step under way, unless it
         is called in that step: the engine is then let go of behind it."""
         self._closing = True
-        if self._owner != threading.get_ident():
-            with self._owning():
+        if self._holder != threading.get_ident():
+            with self._locked():
                 self._settle()
         self._work.set()
 
-    def _add(self, request: Request, moment: float, engine: Engine) -> None:
+    def _add(self, request: Request, engine: Engine) -> None:
+        moment = request.seq.queued
         try:
             engine.add(request.seq)
         except CacheMemoryError as error:  # checked before, but then the cache was another one
@@ -126,7 +131,7 @@ class EngineOwner:
 
         Raises EngineLostError when the engine cannot go on, PacelineError after ``close``.
         """
-        with self._owning():
+        with self._locked():
             advanced = self._step()
         self._tidy()
         return advanced
@@ -137,8 +142,8 @@ class EngineOwner:
         Raises EngineLostError when the engine cannot go on, PacelineError after ``close``.
         """
         try:
-            with self._owning(wait=False) as owned:
-                while owned and self._thread is None and not done() and not self._waiters:
+            with self._locked(wait=False) as locked:
+                while locked and self._thread is None and not done() and not self._waiters:
                     self._step()
         finally:
             self._tidy()
@@ -177,23 +182,23 @@ class EngineOwner:
         return advance(engine, self.requests)
 
     @contextmanager
-    def _owning(self, wait: bool = True) -> Iterator[bool]:
+    def _locked(self, wait: bool = True) -> Iterator[bool]:
         """Own the engine, if nobody else does or once nobody does; whether that is so."""
-        owned = self._owned.acquire(blocking=wait)
+        locked = self._lock.acquire(blocking=wait)
         try:
-            if owned:
-                self._owner = threading.get_ident()
-            yield owned
+            if locked:
+                self._holder = threading.get_ident()
+            yield locked
         finally:
-            if owned:
-                self._owner = None
-                self._owned.release()
+            if locked:
+                self._holder = None
+                self._lock.release()
 
     def _tidy(self) -> None:
         """See to the inbox if nobody owns the engine; who does looks after its step, and here."""
         while self._inbox or (self._closing and self._engine is not None):
-            with self._owning(wait=False) as owned:
-                if not owned:
+            with self._locked(wait=False) as locked:
+                if not locked:
                     return
                 self._settle()
 
@@ -215,7 +220,7 @@ class EngineOwner:
     def _serve(self) -> None:
         while True:
             if self._waiters and not self._exiting:
-                with self._owning():
+                with self._locked():
                     self._serve_waiters()
                 self._tidy()
             idle = not self._work.wait(_IDLE_SECONDS)

@@ -1,8 +1,8 @@
 """The engine's end of the messages in wire.py: the thread that decodes, and its jobs.
 
     handle(message)         by one thread, which never waits
-    _prepare(...)           by a second one: prompts are checked, grammars compiled
-    _run()                  by the engine thread: admit, step, post(StepEvents) for all jobs
+    _prepare(...)           by a second one: prompts are checked, grammars compiled, requests queued
+    _run()                  by the engine thread: step, post(StepEvents) for all jobs
 
 Nothing but its thread touches the engine. A job that is cancelled leaves before the next step, and
 its cache blocks are free again. However the thread ends, every job is told.
@@ -71,7 +71,7 @@ class Link:
 
 
 class EngineJob:
-    """The requests of a ticket: prepared, then admitted to the engine.
+    """The requests of a ticket, none before they are prepared; ``open`` are unfinished.
 
     ``arrived`` by time.perf_counter. ``outcome``: why nobody wants it any more.
     """
@@ -80,9 +80,8 @@ class EngineJob:
         self.ticket = submit.ticket
         self.count = len(submit.prompts) * submit.params.n
         self.arrived = time.perf_counter()
-        self.requests: list[Request] = []  # once they are prepared
+        self.requests: list[Request] = []
         self.open: list[Request] = []
-        self.admitted = False
         self.outcome: str | None = None
 
 
@@ -122,8 +121,9 @@ class EngineLoop:
     @property
     def waiting(self) -> int:
         """Sequences that have come but do not run yet."""
-        unadmitted = sum(job.count for job in list(self._jobs.values()) if not job.admitted)
-        return len(self.llm.engine.scheduler.waiting) + unadmitted
+        jobs = list(self._jobs.values())
+        unfinished = sum(len(job.open) if job.requests else job.count for job in jobs)
+        return max(0, unfinished - len(self.llm.engine.scheduler.running))
 
     def handle(self, message: wire.WireMessage) -> None:
         """Called on one thread only."""
@@ -146,11 +146,13 @@ class EngineLoop:
             ]
             for request in requests:
                 request.whole_characters = True
-                request.seq.queued = job.arrived  # those that never run have waited since then, too
+                request.seq.queued = job.arrived
             self._post(wire.Accepted(submit.ticket))  # before the events of the first step
             with self._wake:
                 if self._closed:
                     raise engine_lost()
+                self.llm.enqueue(requests)
+                self.metrics.queued(requests)
                 job.requests, job.open = requests, list(requests)
                 self._wake.notify()
         except Exception as error:
@@ -203,8 +205,6 @@ class EngineLoop:
                 if self._broken is not None:
                     raise EngineLostError(self._broken)
             for job in self._prepared:
-                if not job.admitted:
-                    self._admit(job)
                 if job.outcome is not None:  # it is not wanted any more
                     self._finish(job, job.outcome)
             if self.llm.engine.has_work:
@@ -215,18 +215,6 @@ class EngineLoop:
     @property
     def _prepared(self) -> list[EngineJob]:
         return [job for job in list(self._jobs.values()) if job.requests]
-
-    def _admit(self, job: EngineJob) -> None:
-        self.metrics.queued(job.requests)
-        job.admitted = True
-        if job.outcome is not None:
-            return
-        try:
-            self.llm.enqueue(job.requests)
-        except PacelineError as error:
-            self._finish(job, "error", error)
-        for request in job.requests:
-            request.seq.queued = job.arrived
 
     def _publish(self) -> None:
         events: list[tuple[int, StreamEvent]] = []

@@ -8,7 +8,7 @@ from __future__ import annotations
 import asyncio
 import logging
 from abc import ABC, abstractmethod
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Iterable, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any, ClassVar
 
@@ -44,7 +44,7 @@ class Answer(ABC):
         """All of it at once: every text is one event, those of a prompt one after the other."""
 
     @abstractmethod
-    def feed(self, event: StreamEvent) -> Sequence[Chunk]:
+    def feed(self, event: StreamEvent) -> Iterable[Chunk]:
         """What a step has added. Nothing goes out before there is some output."""
 
     @abstractmethod

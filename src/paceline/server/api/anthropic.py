@@ -237,11 +237,9 @@ class MessagesAnswer(blocks.BlocksAnswer):
     def _at(self, kind: str, **fields: Any) -> Chunk:
         return {"type": kind, "index": len(self._blocks) - 1, **fields}
 
-    def _opening(self) -> list[Chunk]:
-        return [
-            {"type": "message_start", "message": {**self._message(), "content": []}},
-            {"type": "ping"},
-        ]
+    def _opening(self) -> Iterator[Chunk]:
+        yield {"type": "message_start", "message": {**self._message(), "content": []}}
+        yield {"type": "ping"}
 
     def closing(self) -> list[Chunk]:
         delta = {"type": "message_delta", "delta": self._end(), "usage": self._usage()}
@@ -254,30 +252,25 @@ class MessagesAnswer(blocks.BlocksAnswer):
         return {"type": "text", "text": ""}
 
     def _new_call(self, call: str, name: str) -> dict[str, Any]:
-        self._input = ""
-        return {
-            "type": "tool_use",
-            "id": call.replace("call_", "toolu_"),
-            "name": name,
-            "input": {},
-        }
+        identifier = call.replace("call_", "toolu_")
+        return {"type": "tool_use", "id": identifier, "name": name, "input": {}}
 
-    def _started(self, block: dict[str, Any]) -> list[Chunk]:
-        return [self._at("content_block_start", content_block=dict(block))]
+    def _started(self, block: dict[str, Any]) -> Iterator[Chunk]:
+        yield self._at("content_block_start", content_block=dict(block))
 
-    def _add_text(self, text: str, logprobs: list[dict[str, Any]]) -> list[Chunk]:
+    def _add_text(self, text: str, logprobs: list[dict[str, Any]]) -> Iterator[Chunk]:
         self._blocks[-1]["text"] += text
-        return [self._at("content_block_delta", delta={"type": "text_delta", "text": text})]
+        yield self._at("content_block_delta", delta={"type": "text_delta", "text": text})
 
-    def _add_arguments(self, piece: str) -> list[Chunk]:
+    def _add_arguments(self, piece: str) -> Iterator[Chunk]:
         self._input += piece
         delta = {"type": "input_json_delta", "partial_json": piece}
-        return [self._at("content_block_delta", delta=delta)]
+        yield self._at("content_block_delta", delta=delta)
 
-    def _ended(self, block: dict[str, Any], cut: bool) -> list[Chunk]:
+    def _ended(self, block: dict[str, Any], cut: bool) -> Iterator[Chunk]:
         if not self._is_text(block):
-            block["input"] = _object(self._input)
-        return [self._at("content_block_stop")]
+            block["input"], self._input = _object(self._input), ""
+        yield self._at("content_block_stop")
 
 
 def _object(text: str) -> dict[str, Any]:

@@ -7,7 +7,7 @@ is one that came in one piece.
 from __future__ import annotations
 
 from abc import abstractmethod
-from collections.abc import Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any, ClassVar
 
 from pydantic import BeforeValidator, ValidationError
@@ -16,7 +16,7 @@ from paceline.request.completion import Completion, StreamEvent
 from paceline.server.api.chat import Dialogue
 from paceline.server.api.choices import token_records
 from paceline.server.api.protocol import ChatRequest, Generation
-from paceline.server.api.tool_stream import Delta, deltas_of
+from paceline.server.api.tool_stream import deltas_of
 from paceline.server.errors import invalid
 from paceline.server.requestlog import note
 from paceline.server.sse import Answer, Chunk
@@ -37,66 +37,50 @@ class BlocksAnswer(Answer):
         self._done: Completion | None = None
         self._reason: str | None = None  # of the end
 
-    def feed(self, event: StreamEvent) -> list[Chunk]:
+    def feed(self, event: StreamEvent) -> Iterator[Chunk]:
         deltas, self._reason = deltas_of(self._reader, event)
         self._done = event.completion
         logged = self._dialogue.body.logprobs
         logprobs = token_records(self._service.tokenizer, event) if logged else []
-        chunks: list[Chunk] = []
         for delta in deltas:
-            chunks += self._grow(delta, logprobs)
-            if delta.get("content"):
+            if text := delta.get("content"):
+                if not (self._open and self._is_text(self._blocks[-1])):
+                    yield from self._begin(self._new_text())
+                yield from self._add_text(text, logprobs)
                 logprobs = []
+            for part in delta.get("tool_calls", ()):
+                function = part["function"]
+                if "id" in part:
+                    yield from self._begin(self._new_call(part["id"], function["name"]))
+                if function["arguments"]:
+                    yield from self._add_arguments(function["arguments"])
         if self._done is not None:
-            chunks += [*self._open_up(), *self._close()]
-        return chunks
+            yield from self._begin(None)
 
-    def _open_up(self) -> list[Chunk]:
-        if self._begun:
-            return []
-        self._begun = True
-        return self._opening()
-
-    def _grow(self, delta: Delta, logprobs: list[dict[str, Any]]) -> list[Chunk]:
-        chunks: list[Chunk] = []
-        text = delta.get("content")
-        if text:
-            if not (self._open and self._is_text(self._blocks[-1])):
-                chunks += [*self._close(), *self._begin(self._new_text())]
-            chunks += self._add_text(text, logprobs)
-        for part in delta.get("tool_calls", ()):
-            function = part["function"]
-            if "id" in part:
-                call = self._new_call(part["id"], function["name"])
-                chunks += [*self._close(), *self._begin(call)]
-            if function["arguments"]:
-                chunks += self._add_arguments(function["arguments"])
-        return chunks
-
-    def _begin(self, block: dict[str, Any]) -> list[Chunk]:
-        first = self._open_up()
-        self._blocks.append(block)
-        self._open = True
-        return [*first, *self._started(block)]
-
-    def _close(self) -> list[Chunk]:
-        if not self._open:
-            return []
-        self._open = False
-        return self._ended(self._blocks[-1], cut=self._reason == "length")
+    def _begin(self, block: dict[str, Any] | None) -> Iterator[Chunk]:
+        """After the end of the one before; None is the end of all."""
+        if self._open:
+            yield from self._ended(self._blocks[-1], cut=self._reason == "length")
+        if not self._begun:
+            yield from self._opening()
+        self._begun, self._open = True, block is not None
+        if block is not None:
+            self._blocks.append(block)
+            yield from self._started(block)
 
     def whole(self, events: Sequence[StreamEvent]) -> Chunk:
-        self.feed(events[0])
+        for _ in self.feed(events[0]):
+            pass
         return self._result()
 
     # -- the words of an API -------------------------------------------------------------------
 
-    @abstractmethod
-    def _opening(self) -> list[Chunk]:
-        """The events before the first block."""
-
     def _is_text(self, block: dict[str, Any]) -> bool:
         return block["type"] in ("text", "message")
+
+    @abstractmethod
+    def _opening(self) -> Iterable[Chunk]:
+        """The events before the first block."""
 
     @abstractmethod
     def _new_text(self) -> dict[str, Any]: ...
@@ -105,16 +89,16 @@ class BlocksAnswer(Answer):
     def _new_call(self, call: str, name: str) -> dict[str, Any]: ...
 
     @abstractmethod
-    def _started(self, block: dict[str, Any]) -> list[Chunk]: ...
+    def _started(self, block: dict[str, Any]) -> Iterable[Chunk]: ...
 
     @abstractmethod
-    def _add_text(self, text: str, logprobs: list[dict[str, Any]]) -> list[Chunk]: ...
+    def _add_text(self, text: str, logprobs: list[dict[str, Any]]) -> Iterable[Chunk]: ...
 
     @abstractmethod
-    def _add_arguments(self, piece: str) -> list[Chunk]: ...
+    def _add_arguments(self, piece: str) -> Iterable[Chunk]: ...
 
     @abstractmethod
-    def _ended(self, block: dict[str, Any], cut: bool) -> list[Chunk]: ...
+    def _ended(self, block: dict[str, Any], cut: bool) -> Iterable[Chunk]: ...
 
     @abstractmethod
     def _result(self) -> Chunk:

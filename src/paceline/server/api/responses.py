@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections import OrderedDict
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -149,10 +149,10 @@ class ResponsesAnswer(blocks.BlocksAnswer):
             where["content_index"] = 0
         return self._event(kind, **where, **fields)
 
-    def _opening(self) -> list[Chunk]:
+    def _opening(self) -> Iterator[Chunk]:
         shown = {**self._response(), "status": "in_progress", "output": [], "usage": None}
-        kinds = ("response.created", "response.in_progress")
-        return [self._event(kind, response=shown) for kind in kinds]
+        for kind in ("response.created", "response.in_progress"):
+            yield self._event(kind, response=shown)
 
     def closing(self) -> list[Chunk]:
         shown = self._result()
@@ -184,40 +184,35 @@ class ResponsesAnswer(blocks.BlocksAnswer):
             "arguments": "",
         }
 
-    def _started(self, block: dict[str, Any]) -> list[Chunk]:
-        index = len(self._blocks) - 1
-        shown = {**block, "content": []} if self._is_text(block) else dict(block)
-        chunks = [self._event("response.output_item.added", output_index=index, item=shown)]
-        if self._is_text(block):
-            part = dict(block["content"][0])
-            chunks.append(self._of_item("response.content_part.added", part=part))
-        return chunks
+    def _started(self, block: dict[str, Any]) -> Iterator[Chunk]:
+        text, index = self._is_text(block), len(self._blocks) - 1
+        item = block | ({"content": []} if text else {})
+        yield self._event("response.output_item.added", output_index=index, item=item)
+        if text:
+            yield self._of_item("response.content_part.added", part=dict(block["content"][0]))
 
-    def _add_text(self, text: str, logprobs: list[dict[str, Any]]) -> list[Chunk]:
+    def _add_text(self, text: str, logprobs: list[dict[str, Any]]) -> Iterator[Chunk]:
         part = self._blocks[-1]["content"][0]
         part["text"] += text
         part["logprobs"] = [*part["logprobs"], *logprobs]
-        return [self._of_item("response.output_text.delta", delta=text, logprobs=logprobs)]
+        yield self._of_item("response.output_text.delta", delta=text, logprobs=logprobs)
 
-    def _add_arguments(self, piece: str) -> list[Chunk]:
+    def _add_arguments(self, piece: str) -> Iterator[Chunk]:
         self._blocks[-1]["arguments"] += piece
-        return [self._of_item("response.function_call_arguments.delta", delta=piece)]
+        yield self._of_item("response.function_call_arguments.delta", delta=piece)
 
-    def _ended(self, block: dict[str, Any], cut: bool) -> list[Chunk]:
+    def _ended(self, block: dict[str, Any], cut: bool) -> Iterator[Chunk]:
         block["status"] = "incomplete" if cut else "completed"
         if self._is_text(block):
             part = block["content"][0]
-            content = {name: part[name] for name in ("text", "logprobs")}
-            chunks = [
-                self._of_item("response.output_text.done", **content),
-                self._of_item("response.content_part.done", part=part),
-            ]
+            text, logprobs = part["text"], part["logprobs"]
+            yield self._of_item("response.output_text.done", text=text, logprobs=logprobs)
+            yield self._of_item("response.content_part.done", part=part)
         else:
-            content = {name: block[name] for name in ("name", "arguments")}
-            chunks = [self._of_item("response.function_call_arguments.done", **content)]
+            call = {name: block[name] for name in ("name", "arguments")}
+            yield self._of_item("response.function_call_arguments.done", **call)
         index = len(self._blocks) - 1
-        done = self._event("response.output_item.done", output_index=index, item=dict(block))
-        return [*chunks, done]
+        yield self._event("response.output_item.done", output_index=index, item=dict(block))
 
 
 @dataclass(frozen=True)
