@@ -10,7 +10,7 @@ import pytest
 @pytest.fixture(autouse=True)
 def runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     folder = tmp_path / "runs"
-    monkeypatch.setattr("paceline.cli.continuing.runs_folder", lambda: folder)
+    monkeypatch.setattr("paceline.cli.measuring.runs_folder", lambda: folder)
     return folder
 
 

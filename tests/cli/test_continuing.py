@@ -234,7 +234,7 @@ def test_a_cache_that_cannot_be_written_is_a_note(
 ) -> None:
     blocked = tmp_path / "file"
     blocked.write_text("")
-    monkeypatch.setattr("paceline.cli.continuing.runs_folder", lambda: blocked / "runs")
+    monkeypatch.setattr("paceline.cli.measuring.runs_folder", lambda: blocked / "runs")
     result = run(*certify, "--seconds", "0")
     assert result.exit_code == 0, result.output
     assert "note: --continue will not work" in result.stderr

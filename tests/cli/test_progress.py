@@ -13,7 +13,7 @@ import pytest
 from rich.console import Console
 
 from paceline.cli import progress
-from paceline.cli.progress import duration, progress_bar, showing, spending
+from paceline.cli.progress import duration, showing, spending
 from paceline.core.stages import info, is_heard, stage
 from paceline.lab.budget import Budget
 from support.simulated_clock import Clock
@@ -199,8 +199,8 @@ def test_a_terminal_that_cannot_move_its_cursor_gets_lines(monkeypatch: pytest.M
 def test_a_showing_within_another_leaves_it_to_that(capfd: pytest.CaptureFixture[str]) -> None:
     for console in (pipe(), terminal()):
         with showing(console, seconds=0.02):
-            with showing(), progress_bar("measuring", 3) as advance:
-                advance(1, "chat: ngram")
+            with showing(), spending("measuring", Budget(), 3) as advance:
+                advance("chat: ngram")
                 until(console, "chat: ngram")
             with stage("afterwards"):  # the outer one still listens
                 until(console, "afterwards")

@@ -10,8 +10,8 @@ from typing import Any
 import pytest
 from typer.testing import CliRunner
 
-from paceline.cli.continuing import SavedRun
 from paceline.cli.main import app
+from paceline.cli.measuring import SavedRun
 from paceline.errors import WriteError
 from paceline.files import folder_aside
 from paceline.files.ownership import MANIFEST, force, is_signed, signed

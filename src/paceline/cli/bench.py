@@ -2,25 +2,21 @@
 
 from __future__ import annotations
 
-import sys
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
-import typer
-
-from paceline.cli.continuing import BudgetOptions, SavedRun
 from paceline.cli.measuring import (
     NOT_ENOUGH,
+    BudgetOptions,
     Interruption,
     PerplexityOptions,
     PromptOptions,
     ReportOptions,
-    partial_results,
+    measuring,
 )
 from paceline.cli.options import DEFAULT_DRAFT, ModelOptions, expand
-from paceline.cli.progress import showing, spending
-from paceline.core.stages import stage
+from paceline.core.stages import info, stage
 from paceline.errors import ConfigError, PromptError
 from paceline.model.names import default_drafts
 from paceline.settings import changed, under
@@ -29,11 +25,12 @@ if TYPE_CHECKING:
     from paceline import LLM
     from paceline.lab.bench.methods import Method
     from paceline.lab.bench.prompts import BenchPrompt
-    from paceline.lab.bench.result import BenchResult
     from paceline.lab.bench.runner import Sweep
+    from paceline.lab.bench.runs import HeatRecord
     from paceline.lab.bench.suites import Suite
     from paceline.lab.budget import Budget
 
+Number = TypeVar("Number", int, float)
 _PER_CATEGORY = 3
 _READ_TOKENS = 4096  # of a text for its perplexity
 _SECONDS = 120.0
@@ -90,27 +87,16 @@ class BenchOptions:
 
         if self.price is not None and not 0 < self.price < float("inf"):
             raise ConfigError(f"--price is {self.price:g}; give a machine hour's price above 0")
-        parts = [part.strip() for part in self.concurrency.split(",")]
-        if not all(part.isdecimal() and int(part) >= 1 for part in parts):
-            raise ConfigError(
-                f"--concurrency {self.concurrency!r}: write numbers from 1, as in 1,2,4,8"
-            )
-        if self.suite is not None and parts != ["1"]:
+        concurrencies = _numbers("--concurrency", self.concurrency, int, 1, "1,2,4,8")
+        if self.suite is not None and concurrencies != [1]:
             raise ConfigError(
                 f"--suite {self.suite} has batch 1, as published; leave out --concurrency, "
                 "or measure the file with --prompts"
             )
-        try:
-            temperatures = [float(part) for part in self.temperature.split(",")]
-        except ValueError:
-            temperatures = [-1.0]
-        if not all(0 <= value < float("inf") for value in temperatures):
-            raise ConfigError(
-                f"--temperature {self.temperature!r}: write numbers from 0, as in 0,0.7,1"
-            )
+        temperatures = _numbers("--temperature", self.temperature, float, 0, "0,0.7,1")
         return Sweep(
             self.max_tokens or (64 if self.suite is None else 1024),
-            sorted({int(part) for part in parts}),
+            sorted(set(concurrencies)),
             list(dict.fromkeys(temperatures)),
             self.rounds or (3 if self.suite is None else 1),
             ignore_eos=self.suite is None and not self.stop_at_eos,
@@ -137,6 +123,17 @@ class BenchOptions:
         file = self.path or prompts.prompts
         assert file is not None
         return suite, load_questions(suite, file, prompts.category, prompts.per_category)
+
+
+def _numbers(flag: str, text: str, kind: type[Number], least: int, example: str) -> list[Number]:
+    """Numbers with commas between them. Raises ConfigError."""
+    try:
+        numbers = [kind(part) for part in text.split(",")]
+    except ValueError:
+        numbers = []
+    if not numbers or not all(least <= number < float("inf") for number in numbers):
+        raise ConfigError(f"{flag} {text!r}: write numbers from {least}, as in {example}")
+    return numbers
 
 
 @dataclass(frozen=True)
@@ -167,7 +164,7 @@ def bench(
     text: PerplexityOptions,
     output: ReportOptions,
     time: BenchBudget,
-) -> None:
+) -> int:
     """Measure plain decoding against other methods: speed, latency, acceptance, same text.
 
     Exit status 1 if a text is not plain decoding's or a method speculated in vain, 3 if the time
@@ -176,33 +173,38 @@ def bench(
     if time.seconds is None:
         time = replace(time, seconds=_SECONDS if options.suite is None else 0.0)
     budget = time.begin()
-    output.check()
-    text.check()
-    with showing(), stage("starting"):
+    with stage("starting"):
         plan = _plan(engine, wanted, options)
+        from paceline.lab.bench.pages import report_of
+        from paceline.lab.bench.result import BenchResult
+        from paceline.lab.bench.runs import HeatRecord
+
     pair = replace(engine, draft=engine.resolved_draft)
     saved = time.run_of(
         "bench", engine.model, plan.prompts, engine=pair, wanted=wanted, options=options
     )
-    with showing():
-        interrupted, result = _measured(engine, options, plan, budget, saved, text)
-    if result is None:
-        interrupted.finish()
-        print(
-            f"error: {budget.seconds:g} s were not enough to measure anything: all methods must be "
-            "loaded and answer a prompt; give more --seconds, or fewer methods",
-            file=sys.stderr,
-        )
-        raise typer.Exit(NOT_ENOUGH)
-    from paceline.lab.bench.pages import report_of
-
+    # It decodes nothing itself, so a small cache will do; every method gets one of its own.
+    llm = replace(engine, max_batch_size=1, kv_cache_memory=None).open(None)
+    record = saved.measurements(HeatRecord, llm.target, timed=True) or HeatRecord()
+    interrupted, about = _measured(engine, plan, llm, record, budget)
+    saved.keep(record)
+    if not record.heats:
+        if not interrupted:
+            info(
+                f"error: {budget.seconds:g} s were not enough to measure anything: all methods "
+                "must be loaded and answer a prompt; give more --seconds, or fewer methods"
+            )
+        return interrupted.code or NOT_ENOUGH
+    if text.perplexity is not None and not interrupted:
+        read = text.compared(llm, engine.model, engine.quantize, _READ_TOKENS)
+        about["perplexities"] = [read]
+    with stage("comparing the texts"):
+        result = BenchResult.of(plan.methods, plan.settings, llm, record, plan.suite, **about)
     output.emit(result.record(), report_of(result))
     complaints = result.complaints(options.allow_idle)
     for line in complaints:
-        print(f"error: {line}", file=sys.stderr)
-    interrupted.finish()
-    if complaints:
-        raise typer.Exit(1)
+        info(f"error: {line}")
+    return interrupted.code or int(bool(complaints))
 
 
 def _plan(engine: ModelOptions, wanted: PromptOptions, options: BenchOptions) -> _Plan:
@@ -253,78 +255,48 @@ def _default_methods(model: str, draft: str | None) -> list[str]:
     return ["plain", *(["draft"] if draft is not None else []), *(others or ["ngram"])]
 
 
-def _fitting(
-    plan: _Plan, llm: LLM
-) -> tuple[list[tuple[BenchPrompt, list[int]]], list[BenchPrompt]]:
-    """The prompts that leave room for an answer, with their ids, and the others. Raises
-    PromptError if none does."""
-    from paceline.lab.bench.prompts import fit
+def _measured(
+    engine: ModelOptions, plan: _Plan, llm: LLM, record: HeatRecord, budget: Budget
+) -> tuple[Interruption, dict[str, Any]]:
+    """Measure into ``record``: whether Ctrl-C came, and what else there is to tell.
 
-    fitting, left_out = fit(plan.prompts, llm, plan.sweep.max_tokens if plan.suite is None else 1)
+    Raises PromptError if no prompt leaves room for an answer.
+    """
+    from paceline.lab.bench.engines import Starter
+    from paceline.lab.bench.predict import predictions
+    from paceline.lab.bench.prompts import fit
+    from paceline.lab.bench.result import spending_of
+    from paceline.lab.bench.runner import one_run
+    from paceline.lab.bench.suites import converse
+
+    methods, sweep, answer = plan.methods, plan.sweep, one_run
+    fitting, left_out = fit(plan.prompts, llm, sweep.max_tokens if plan.suite is None else 1)
     if not fitting:
         raise PromptError(
             f"all {len(left_out)} prompts are too long: {llm.target.name} sees "
             f"{llm.max_model_len} tokens with the answer; shorten them or lower --max-tokens"
         )
-    return fitting, left_out
-
-
-def _measured(
-    engine: ModelOptions,
-    options: BenchOptions,
-    plan: _Plan,
-    budget: Budget,
-    saved: SavedRun,
-    text: PerplexityOptions,
-) -> tuple[Interruption, BenchResult | None]:
-    """Whether Ctrl-C came, and figures if there are any."""
-    from paceline.lab.bench.engines import Starter
-    from paceline.lab.bench.predict import predictions
-    from paceline.lab.bench.result import BenchResult, spending_of
-    from paceline.lab.bench.runner import one_run
-    from paceline.lab.bench.runs import HeatRecord
-    from paceline.lab.bench.suites import converse
-
-    # It decodes nothing itself, so a small cache will do; every method gets one of its own.
-    llm = replace(engine, max_batch_size=1, kv_cache_memory=None).open(None)
-    saved.check_model(llm.target, timed=True)
-    methods, sweep, answer = plan.methods, plan.sweep, one_run
-    fitting, left_out = _fitting(plan, llm)
     if plan.suite is not None:
         sweep = replace(sweep, limit=llm.max_model_len)
         answer = partial(converse, llm, [prompt for prompt, _ in fitting], sweep)
     how = {"rule": plan.settings["rule"], "lossy": engine.lossy}
     starter = Starter(llm, engine.model, kv_cache_memory=engine.kv_cache_memory, **how)
     prompts = [(prompt.category, ids) for prompt, ids in fitting]
-    record, predicted = saved.measurements(HeatRecord) or HeatRecord(), list[Any]()
     if len(record.heats) >= record.rounds * sweep.wanted(prompts):
         record.rounds += sweep.rounds  # all that was wanted is there: as much again
+    predicted = list[Any]()
 
     def predict(clients: int, engines: Any) -> None:
         predicted.extend(predictions(record, engines, clients, sweep.temperatures[0]))
 
-    with (
-        partial_results() as interrupted,
-        spending("measuring", budget, sweep.runs(prompts, methods)) as note,
-    ):
+    with measuring("measuring", budget, sweep.runs(prompts, methods)) as (interrupted, note):
         sweep.run(prompts, methods, starter.open, record, note, predict, budget, answer)
     record.spent += budget.spent
-    saved.keep(record)
-    if not record.heats:
-        return interrupted, None
-    read = []
-    if text.perplexity is not None and not interrupted:
-        read.append(text.compared(llm, engine.model, engine.quantize, _READ_TOKENS))
-    with stage("comparing the texts"):
-        about = methods, plan.settings, llm, record, plan.suite
-        result = BenchResult.of(
-            *about,
-            predictions=predicted,
-            left_out=[prompt.name for prompt in left_out],
-            price=options.price,
-            interrupted=bool(interrupted),
-            unequal=starter.unequal,
-            perplexities=read,
-        )
-    spent = spending_of(record, sweep, prompts, budget)
-    return interrupted, replace(result, spending=spent)
+    return interrupted, {
+        "predictions": predicted,
+        "left_out": [prompt.name for prompt in left_out],
+        "price": plan.settings["price"],
+        "interrupted": bool(interrupted),
+        "unequal": starter.unequal,
+        "spending": spending_of(record, sweep, prompts, budget),
+    }

@@ -14,17 +14,16 @@ from typing import TYPE_CHECKING, Any
 
 import typer
 
-from paceline.cli.continuing import BudgetOptions
 from paceline.cli.measuring import (
     NOT_ENOUGH,
+    BudgetOptions,
     Interruption,
     PerplexityOptions,
     PromptOptions,
     ReportOptions,
-    partial_results,
+    measuring,
 )
 from paceline.cli.options import DistributionOptions, ModelOptions, expand
-from paceline.cli.progress import showing, spending
 from paceline.core.stages import stage
 from paceline.errors import ConfigError
 from paceline.lab.budget import Budget
@@ -82,41 +81,33 @@ def certify_server(
     output: ReportOptions,
     model: str = setting("", ""),
     seconds: float = setting(0.0, ""),
-) -> None:
+) -> int:
     """The server behind a URL, by its answers; no model is loaded here."""
     from paceline.lab.bench.prompts import evenly
     from paceline.lab.certify.asking import connect
     from paceline.lab.certify.server import ServerCertifier
 
     budget = Budget(seconds or None)
-    output.check()
     texts = [(prompt.name, prompt.text) for prompt in evenly(prompts.load(1), effort.texts)]
     of_model = model or None, os.environ.get("OPENAI_API_KEY")
     answering, reference = connect(server.url or "", *of_model)
     if server.against is not None:
         reference, _ = connect(server.against, *of_model)
     certifier = ServerCertifier(answering, reference, texts, effort, budget)
-    with showing():
-        interrupted = _run(certifier)
+    interrupted = _run(certifier)
     certificate = certifier.certificate()
     output.emit(certificate.record(), certificate.report())
-    _exit(certificate, interrupted)
+    return interrupted.code or _code(certificate)
 
 
 def _run(certifier: Certifier | ServerCertifier) -> Interruption:
-    budget = certifier.budget
-    with (
-        partial_results() as interrupted,
-        spending("certifying", budget, certifier.pieces) as advance,
-    ):
+    with measuring("certifying", certifier.budget, certifier.pieces) as (interrupted, advance):
         certifier.run(advance)
     return interrupted
 
 
-def _exit(certificate: Certificate, interrupted: Interruption) -> None:
-    interrupted.finish()
-    if not certificate.lossless:
-        raise typer.Exit(1 if certificate.problems else NOT_ENOUGH)
+def _code(certificate: Certificate) -> int:
+    return 0 if certificate.lossless else 1 if certificate.problems else NOT_ENOUGH
 
 
 def by_url(command: Callable[..., None]) -> Callable[..., None]:
@@ -154,7 +145,7 @@ def certify(
     output: ReportOptions,
     time: BudgetOptions,
     server: ServerOptions,
-) -> None:
+) -> int:
     """Test that speculative decoding says what the target alone would say; exit 0 only if so.
 
     With --url it is a server that is tested, by its answers alone.
@@ -163,8 +154,6 @@ def certify(
     """
     budget = time.begin()
     _check(engine)
-    output.check()
-    text.check()
     params, chosen = sampling.params(), _prompts(prompts, effort.texts)
     saved = time.run_of(
         *("certify", engine.model, chosen),
@@ -173,22 +162,20 @@ def certify(
         sampling=sampling,
         options=effort,
     )
-    with showing():
-        batch = max(_LEAST_BATCH, engine.max_batch_size or 0)
-        llm = replace(engine, max_batch_size=batch).open(engine.resolved_draft)
-        from paceline.lab.certify.evidence import Evidence
-        from paceline.lab.certify.run import Certifier
-        from paceline.lab.report.document import Text
+    batch = max(_LEAST_BATCH, engine.max_batch_size or 0)
+    llm = replace(engine, max_batch_size=batch).open(engine.resolved_draft)
+    from paceline.lab.certify.evidence import Evidence
+    from paceline.lab.certify.run import Certifier
+    from paceline.lab.report.document import Text
 
-        saved.check_model(llm.target)
-        evidence = saved.measurements(Evidence)
-        encoded = [(prompt.name, prompt.encode(llm)) for prompt in chosen]
-        certifier = Certifier(llm, encoded, params, effort, budget=budget, evidence=evidence)
-        interrupted = _run(certifier)
-        saved.keep(certifier.evidence)  # before anything else can go wrong
-        with stage("judging what was drawn"):
-            certificate = certifier.certificate()
-        read = None if interrupted else _perplexity(text, engine, llm)
+    evidence = saved.measurements(Evidence, llm.target)
+    encoded = [(prompt.name, prompt.encode(llm)) for prompt in chosen]
+    certifier = Certifier(llm, encoded, params, effort, budget=budget, evidence=evidence)
+    interrupted = _run(certifier)
+    saved.keep(certifier.evidence)  # before anything else can go wrong
+    with stage("judging what was drawn"):
+        certificate = certifier.certificate()
+    read = None if interrupted else _perplexity(text, engine, llm)
     certifier.evidence.verdicts += 1
     saved.keep(certifier.evidence)
     shaping = [entry.name for entry in entries(DistributionOptions, "command")]
@@ -199,7 +186,7 @@ def certify(
         lines = [_RELATIVE, read.line] if read.quantised else [read.line]
         report.add("Perplexity of the target", *map(Text, lines))
     output.emit({**certificate.record(), "sampling": given, "perplexity": perplexity}, report)
-    _exit(certificate, interrupted)
+    return interrupted.code or _code(certificate)
 
 
 def _check(engine: ModelOptions) -> None:

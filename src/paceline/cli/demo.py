@@ -19,7 +19,6 @@ from rich.text import Text
 from paceline.cli import pull as pulling
 from paceline.cli.options import DEFAULT_DRAFT, ModelOptions, expand
 from paceline.cli.output import DRAFT_STYLE, TARGET_STYLE, print_json
-from paceline.cli.progress import showing
 from paceline.cli.race import race
 from paceline.core.stages import stage
 from paceline.errors import PacelineError
@@ -285,7 +284,7 @@ def demo(options: DemoOptions) -> None:
 
     params = SamplingParams(max_tokens=options.max_tokens)
     console = Console(quiet=options.as_json)
-    with showing(), stage("loading the models"):
+    with stage("loading the models"):
         speculative = options.open(draft)
         plain = options.plain_beside(speculative)
         _warm_up(plain, speculative)

@@ -9,13 +9,12 @@ import typer
 from paceline.cli.export import ENGINES
 from paceline.cli.measuring import ReportOptions, partial_results
 from paceline.cli.options import ModelOptions, expand
-from paceline.cli.output import quiet_libraries
-from paceline.cli.progress import progress_bar, showing
+from paceline.cli.progress import spending
 from paceline.core.stages import stage
+from paceline.lab.budget import Budget
 from paceline.settings import setting
 
 if TYPE_CHECKING:
-    from paceline.lab.doctor.findings import Finding
     from paceline.lab.doctor.trial import SpeedupTrial
 
 
@@ -23,23 +22,13 @@ def _trial(engine: ModelOptions) -> SpeedupTrial:
     """Load the pair and measure it."""
     from paceline.lab.doctor.trial import SECONDS, run_trial
 
-    with progress_bar("loading", total=int(SECONDS)) as advance:
-        plain = engine.open(None)
-        spec = plain.beside(
-            engine.resolved_draft,
-            max_batch_size=1,
-            draft_length=1,
-            kv_cache_memory=engine.kv_cache_memory,
-        )
-        shown = 0
-
-        def progress(passed: float) -> None:
-            nonlocal shown
-            steps = min(int(passed), int(SECONDS)) - shown
-            shown += steps
-            advance(steps, "measuring")
-
-        return run_trial(plain, spec, SECONDS, progress)
+    plain = engine.open(None)
+    memory = engine.kv_cache_memory
+    spec = plain.beside(
+        engine.resolved_draft, max_batch_size=1, draft_length=1, kv_cache_memory=memory
+    )
+    with spending("measuring", Budget(SECONDS)) as advance:
+        return run_trial(plain, spec, SECONDS, lambda passed: advance(""))
 
 
 @expand
@@ -54,45 +43,43 @@ def doctor(
         metavar=ENGINES,
         shown="",
     ),
-) -> None:
+) -> int:
     """Look at a model and its draft before loading them: what will go wrong, and what helps.
 
     A few of the model's layers are loaded, and their logits compared with transformers'.
 
     Exits with 1 if there is an error among the findings.
     """
-    output.check()
     draft = engine.resolved_draft
     if run and draft is None:
         raise typer.BadParameter("--run measures a draft; leave out --draft none")
-    quiet_libraries()
-    with showing(), stage(f"examining {engine.model}"):
+    with stage(f"examining {engine.model}"):
         from paceline.lab.doctor import Severity, check_logits, examine, report
+        from paceline.lab.doctor.ahead import look_ahead
         from paceline.lab.doctor.examination import SETTINGS
         from paceline.lab.doctor.findings import by_severity
         from paceline.lab.doctor.trial import judge
 
         asked = {name: value for name, value in vars(engine).items() if name in SETTINGS}
         asked["max_batch_size"] = engine.max_batch_size or 8
-        findings: list[Finding] = examine(engine.model, draft, **asked)
+        findings = examine(engine.model, draft, **asked)
         if for_engine is not None:
-            from paceline.lab.doctor.ahead import look_ahead
+            pair = for_engine, engine.model, draft, engine.foreign
+            findings += look_ahead(*pair, **engine.speculation())
 
-            ahead = look_ahead(
-                for_engine, engine.model, draft, engine.foreign, **engine.speculation()
-            )
-            findings = by_severity([*findings, *ahead])
+    def wrong(*about: str) -> bool:
+        """Whether there is an error: of this, or of anything."""
+        errors = (item for item in findings if item.severity is Severity.ERROR)
+        return any(not about or item.about in about for item in errors)
+
     trial = None
     with partial_results() as interrupted:
-        if not any(item.severity is Severity.ERROR and item.about == "target" for item in findings):
-            with showing():
-                compared = check_logits(engine.model, device=engine.device, backend=engine.backend)
-            findings = by_severity([*findings, compared])
-        if run and not any(item.severity is Severity.ERROR for item in findings):
+        if not wrong("target"):
+            how = {"device": engine.device, "backend": engine.backend}
+            findings.append(check_logits(engine.model, **how))
+        if run and not wrong():
             trial = _trial(engine)
-            findings = by_severity([*findings, *judge(trial)])
-    document = report.report_of(engine.model, draft, findings, trial)
-    output.emit(report.record(engine.model, draft, findings, trial), document)
-    interrupted.finish()
-    if any(item.severity is Severity.ERROR for item in findings):
-        raise typer.Exit(1)
+            findings += judge(trial)
+    about = engine.model, draft, by_severity(findings), trial
+    output.emit(report.record(*about), report.report_of(*about))
+    return interrupted.code or int(wrong())

@@ -1,4 +1,4 @@
-"""How commands take their options from tables of settings."""
+"""How commands take their options from tables of settings, and what surrounds each of them."""
 
 from __future__ import annotations
 
@@ -10,13 +10,18 @@ from typing import Annotated, Any, get_args, get_type_hints
 import typer
 from rich.markup import escape
 
+from paceline.cli.output import quiet_libraries
+from paceline.cli.progress import showing
 from paceline.errors import ConfigError
 from paceline.settings import TableEntry, entries, entry_of
 
 
-def expand(command: Callable[..., Any]) -> Callable[..., Any]:
+def expand(command: Callable[..., int | None]) -> Callable[..., None]:
     """Replace every parameter annotated with a table of settings by the table's options, and every
-    parameter whose default is a ``setting`` by its option. Others are left to Typer."""
+    parameter whose default is a ``setting`` by its option. Others are left to Typer.
+
+    The stages of the command are shown, and what it returns is its exit status.
+    """
     hints = get_type_hints(command)
     options: dict[str, TableEntry] = {}
     tables: dict[str, tuple[TableEntry, ...]] = {}
@@ -30,11 +35,17 @@ def expand(command: Callable[..., Any]) -> Callable[..., Any]:
         else:
             others.append(parameter.replace(annotation=hints[name]))
 
-    def call(**values: Any) -> Any:
-        values |= {name: _value(entry, values[name]) for name, entry in options.items()}
-        for name, table in tables.items():
-            values[name] = hints[name](**{entry.name: values.pop(entry.name) for entry in table})
-        return command(**values)
+    def call(**values: Any) -> None:
+        quiet_libraries()
+        with showing():
+            values |= {name: _value(entry, values[name]) for name, entry in options.items()}
+            for name, table in tables.items():
+                values[name] = hints[name](
+                    **{entry.name: values.pop(entry.name) for entry in table}
+                )
+            code = command(**values)
+        if code:
+            raise typer.Exit(code)
 
     return with_signature(call, command, [*others, *map(parameter_of, options.values())])
 

@@ -9,8 +9,7 @@ from typing import TYPE_CHECKING
 import typer
 
 from paceline.cli.options import ModelOptions, expand
-from paceline.cli.output import FORCE, print_json, quiet_libraries, replace_anything
-from paceline.cli.progress import showing
+from paceline.cli.output import FORCE, print_json, replace_anything
 from paceline.settings import setting
 
 if TYPE_CHECKING:
@@ -35,17 +34,9 @@ def export(
     refused by name, or approximated, with what that costs.
     """
     replace_anything(force)
-    quiet_libraries()
-    with showing():
-        from paceline.lab.export import export as run
+    from paceline.lab.export import export as run
 
-        made = run(
-            to,
-            engine.model,
-            engine.resolved_draft,
-            **engine.speculation(),
-            out=out,
-        )
+    made = run(to, engine.model, engine.resolved_draft, **engine.speculation(), out=out)
     if as_json:
         print_json(made.record())
     else:

@@ -6,12 +6,10 @@ import sys
 from dataclasses import MISSING
 from typing import TYPE_CHECKING
 
-import typer
 from rich.console import Console
 
 from paceline.cli.options import ModelOptions, OutputOptions, SamplingOptions, expand
 from paceline.cli.output import completion_record, print_json, stream_to, summary
-from paceline.cli.progress import showing
 from paceline.settings import setting
 
 if TYPE_CHECKING:
@@ -28,8 +26,7 @@ def _run(
     if llm.draft_vocabulary is not None:
         notes.print(f"draft vocabulary: {llm.draft_vocabulary}", style="dim", highlight=False)
     if output.as_json:
-        with showing():
-            completions = llm.generate(prompts, params)
+        completions = llm.generate(prompts, params)
         for completion in completions:
             print_json(completion_record(completion, llm.tokenizer))
         return completions
@@ -64,15 +61,14 @@ def generate(
     chat: bool = setting(
         False, "Put prompts into the model's chat template.", flags=("--chat/--raw",)
     ),
-) -> None:
+) -> bool:
     """Continue one or several prompts."""
     texts = list(map(_read, prompts))
     llm, params = _opened(engine, sampling)
     inputs: list[str] | list[list[int]] = texts
     if chat:
         inputs = [llm.render_chat([{"role": "user", "content": text}]) for text in texts]
-    if any(completion.error for completion in _run(llm, inputs, params, output)):
-        raise typer.Exit(1)
+    return any(completion.error for completion in _run(llm, inputs, params, output))
 
 
 @expand

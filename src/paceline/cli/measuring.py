@@ -1,29 +1,42 @@
-"""Options and manners that the measuring commands share: prompts, reports, Ctrl-C."""
+"""What the measuring commands share: prompts, reports, Ctrl-C, budgets, and runs that go on."""
 
 from __future__ import annotations
 
-import sys
-from collections.abc import Iterator
+import hashlib
+import json
+import os
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass, fields, is_dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NoReturn, TypeVar
 
-import typer
+from msgspec import ValidationError, convert, to_builtins
 from rich.console import Console
 
+from paceline import __version__
 from paceline.cli.output import FORCE, print_json, replace_anything
-from paceline.errors import DataError
-from paceline.settings import under
+from paceline.cli.progress import spending
+from paceline.core.stages import info
+from paceline.errors import ConfigError, DataError, WriteError
+from paceline.files import cache_folder, replace_text
+from paceline.files.ownership import check_file
+from paceline.lab.budget import Budget
+from paceline.settings import entries, flag, under
 
 if TYPE_CHECKING:
     from paceline.lab.bench.prompts import BenchPrompt
     from paceline.lab.perplexity import TextPerplexity
     from paceline.lab.report.document import Report
     from paceline.llm import LLM
+    from paceline.model.target import CausalModel
 
 NOT_ENOUGH = 3  # exit status: nothing is wrong, but the budget was too small to say anything
-_prompts, _output = under("Prompts"), under("Output")
+_LAYOUT = 3  # of the file that a later run goes on from
+MeasuredData = TypeVar("MeasuredData")
+_prompts, _output, _budget = map(under, ("Prompts", "Output", "Budget"))
+
+# -- options ---------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
@@ -47,17 +60,16 @@ class PromptOptions:
 
 @dataclass(frozen=True)
 class ReportOptions:
-    """Where the result goes besides the terminal."""
+    """Where the result goes besides the terminal. A bad name of the report is refused before the
+    work begins: raises ConfigError."""
 
     as_json: bool = _output(False, "One JSON object instead of tables.", flags=("--json",))
     report: str | None = _output(
         None, "Also write a report, with plots, to this .html or .md file."
     )
-
     force: bool = _output(False, FORCE)
 
-    def check(self) -> None:
-        """Refuse a bad report name before the work begins. Raises ConfigError."""
+    def __post_init__(self) -> None:
         replace_anything(self.force)
         if self.report is not None:
             from paceline.lab.report.render import check_path
@@ -74,12 +86,12 @@ class ReportOptions:
             print_report(report, Console())
         if self.report is not None:
             written = write(report, self.report)
-            print(f"report: {', '.join(map(str, written))}", file=sys.stderr)
+            info(f"report: {', '.join(map(str, written))}")
 
 
 @dataclass(frozen=True)
 class PerplexityOptions:
-    """What quantising cost."""
+    """What quantising cost. Raises DataError on a file that is not there."""
 
     perplexity: str | None = _prompts(
         None,
@@ -92,8 +104,7 @@ class PerplexityOptions:
         shown="with --quantize or --kv-cache-dtype the model itself",
     )
 
-    def check(self) -> None:
-        """Raises DataError on a file that is not there."""
+    def __post_init__(self) -> None:
         if self.perplexity is not None and not Path(self.perplexity).is_file():
             raise DataError(f"--perplexity: there is no file {self.perplexity}; give one of texts")
 
@@ -107,18 +118,73 @@ class PerplexityOptions:
         return beside_original(llm.target, llm.tokenizer, file, original, tokens)
 
 
-class Interruption:
-    """Whether Ctrl-C ended the work early."""
+@dataclass(frozen=True)
+class BudgetOptions:
+    """How long a measuring command may take, and whether it goes on from its last run."""
 
-    came = False
+    seconds: float = _budget(
+        180.0,
+        "Time to spend, loading counted; what it completed is said. 0 takes as long as the whole "
+        "takes.",
+        low=0,
+    )
+    go_on: bool = _budget(
+        False, "Add to what the last run with these options measured.", flags=("--continue",)
+    )
+    state: str | None = _budget(
+        None,
+        "Where measurements are kept for --continue.",
+        metavar="FILE",
+        shown="in the cache folder, by command and model",
+    )
+
+    def begin(self) -> Budget:
+        return Budget(self.seconds or None)
+
+    def run_of(
+        self, command: str, model: str, texts: Sequence[BenchPrompt], **groups: Any
+    ) -> SavedRun:
+        """What the last run left, if it is to be gone on from. Raises ConfigError.
+
+        ``groups``: the options, tables of them and single ones, that make another measurement;
+        so do other ``texts``: a file may have another content by now.
+        """
+        options: dict[str, Any] = {}
+        for name, value in groups.items():
+            if is_dataclass(value) and not isinstance(value, type):
+                inner = entries(type(value), "command")
+                options |= {entry.flag: getattr(value, entry.name) for entry in inner}
+            else:
+                options[flag(name)] = value
+        content = repr([(prompt.name, prompt.turns, prompt.text) for prompt in texts])
+        options["the text of the prompts"] = hashlib.sha256(content.encode()).hexdigest()[:16]
+        # One file for each command and model: a changed option is noticed, not overlooked.
+        here = os.path.realpath(os.path.expanduser(model)) if os.path.exists(model) else model
+        name = f"{command}-{hashlib.sha256(here.encode()).hexdigest()[:12]}.json"
+        path = runs_folder() / name if self.state is None else Path(self.state)
+        saved = SavedRun(command, path, options, required=self.state is not None)
+        if self.go_on:
+            saved.read()
+        else:
+            check_file(path, "the run's measurements", _is_run)  # before the measuring
+        return saved
+
+
+def runs_folder() -> Path:
+    """Below the user's cache folder."""
+    return cache_folder() / "runs"
+
+
+# -- Ctrl-C ----------------------------------------------------------------------------------------
+
+
+class Interruption:
+    """Whether Ctrl-C ended the work early; ``code`` is the command's exit status then, else 0."""
+
+    code = 0
 
     def __bool__(self) -> bool:
-        return self.came
-
-    def finish(self) -> None:
-        """Exit 130 if it did."""
-        if self.came:
-            raise typer.Exit(130)
+        return self.code != 0
 
 
 @contextmanager
@@ -128,11 +194,115 @@ def partial_results() -> Iterator[Interruption]:
     with partial_results() as interrupted:
         measure_into(record)
     emit(record)
-    interrupted.finish()
+    return interrupted.code
     """
     interrupted = Interruption()
     try:
         yield interrupted
     except KeyboardInterrupt:
-        interrupted.came = True
-        print("interrupted: the figures are of what was measured until now", file=sys.stderr)
+        interrupted.code = 130
+        info("interrupted: the figures are of what was measured until now")
+
+
+@contextmanager
+def measuring(
+    what: str, budget: Budget, pieces: int
+) -> Iterator[tuple[Interruption, Callable[[str], None]]]:
+    """``partial_results`` and ``spending``: whether Ctrl-C came, and whom to tell what is next."""
+    with partial_results() as interrupted, spending(what, budget, pieces) as advance:
+        yield interrupted, advance
+
+
+# -- measurements that a later run goes on from ----------------------------------------------------
+
+
+class SavedRun:
+    """One file: the options of a run, its model and machine, and its measurements."""
+
+    def __init__(
+        self, command: str, path: Path, options: dict[str, Any], required: bool = False
+    ) -> None:
+        self._path, self._required = path, required
+        kept = {"options": {**options, "the version": __version__}}
+        self._now = {"layout": _LAYOUT, "command": command, **json.loads(json.dumps(kept))}
+        self._before: dict[str, Any] | None = None
+        if required and path.is_dir():
+            raise ConfigError(f"--state {path} is a folder; name a file in it")
+
+    def read(self) -> None:
+        """Raises ConfigError if there is nothing to go on from, or another thing was measured."""
+        command, kept = self._now["command"], ("layout", "command")
+        try:
+            before = json.loads(self._path.read_text(encoding="utf-8"))
+        except FileNotFoundError:
+            self._refuse(f"there is no run of {command} to continue")
+        except (OSError, ValueError) as error:
+            self._refuse(str(error))
+        if not isinstance(before, dict) or any(before.get(k) != self._now[k] for k in kept):
+            self._refuse(f"it does not hold a run of paceline {command}")
+        wanted, was = self._now["options"], before.get("options", {})
+        for name in dict.fromkeys((*wanted, *was)):
+            if was.get(name) != wanted.get(name):
+                values = (_shown(options.get(name)) for options in (wanted, was))
+                self._refuse("{} is {}, it was {} in the run that this holds".format(name, *values))
+        self._before = before
+
+    def measurements(
+        self, kind: type[MeasuredData], target: CausalModel, timed: bool = False
+    ) -> MeasuredData | None:
+        """The measurements of this target to go on from; None to begin anew.
+
+        Where time counts (``timed``) the machine must be the same, too. Raises ConfigError if the
+        run was of another one.
+        """
+        from paceline.model.identity import ModelIdentity
+        from paceline.settings.tuned import MachineIdentity
+
+        machine = asdict(MachineIdentity.of(target)) if timed else {}
+        machine.pop("date", None)
+        model = ModelIdentity.of(target)
+        self._now |= {"machine": machine, "model": asdict(model)}
+        if self._before is None:
+            return None
+        if self._before.get("machine") != machine:
+            self._refuse("it is of another machine, or another setting of this one")
+        difference = self._as(ModelIdentity, "model").difference(model)
+        if difference is not None:
+            self._refuse(f"--model is not the model of that run, {difference}")
+        return self._as(kind, "measured")
+
+    def keep(self, measured: Any) -> None:
+        """Write it for the next run. If the file's name was given, raises WriteError."""
+        text = json.dumps(self._now | {"measured": to_builtins(measured, str_keys=True)})
+        try:
+            self._path.parent.mkdir(parents=True, exist_ok=True)
+            replace_text(self._path, text, "the run's measurements", _is_run)
+        except (OSError, WriteError) as error:
+            if self._required:
+                raise WriteError(str(error)) from None
+            info(f"note: --continue will not work: {error}")
+
+    def _as(self, kind: type[MeasuredData], key: str) -> MeasuredData:
+        assert self._before is not None
+        value = self._before.get(key)
+        known = {item.name for item in fields(kind)}  # type: ignore[arg-type]
+        if isinstance(value, dict) and (strange := sorted(value.keys() - known)):
+            self._refuse(f"it is of another version ({strange[0]} is unknown)")
+        try:
+            return convert(value, kind, strict=False)
+        except (ValidationError, ValueError) as error:
+            self._refuse(f"it is damaged ({error})")
+
+    def _refuse(self, why: str) -> NoReturn:
+        cure = "leave --continue out to begin anew"
+        raise ConfigError(f"cannot continue from {self._path}: {why}; {cure}") from None
+
+
+def _is_run(file: Path) -> bool:
+    state = json.loads(file.read_text(encoding="utf-8"))
+    return {"layout", "command", "options", "measured"} <= set(state)
+
+
+def _shown(value: Any) -> str:
+    text = "not given" if value is None else json.dumps(value)
+    return text if len(text) <= 60 else f"{text[:57]}..."

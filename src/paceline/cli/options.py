@@ -12,8 +12,6 @@ from typing import TYPE_CHECKING, Any
 import typer
 
 from paceline.cli.expand import expand as expand
-from paceline.cli.output import quiet_libraries
-from paceline.cli.progress import showing
 from paceline.cli.pull import fetch, in_short
 from paceline.core.cgroup import processors
 from paceline.core.stages import stage
@@ -154,8 +152,7 @@ def load_llm(
     **more: Any,
 ) -> LLM:
     """Load a model as ``settings`` and ``more`` say, quietly but for the notes on how it went."""
-    with showing(), stage("starting"):
-        quiet_libraries()
+    with stage("starting"):
         set_threads(settings.threads)
         from paceline import LLM
 

@@ -36,9 +36,6 @@ def quiet_libraries() -> None:
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
     if not debugging():
         warnings.filterwarnings("ignore")
-    from transformers.utils import logging
-
-    logging.disable_progress_bar()
 
 
 def replace_anything(allowed: bool) -> None:

@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import os
 from dataclasses import replace
-from functools import partial
 from typing import TYPE_CHECKING
 
-from paceline.cli.measuring import PromptOptions, ReportOptions, partial_results
+from paceline.cli.measuring import PromptOptions, ReportOptions, measuring
 from paceline.cli.options import ModelOptions, expand
 from paceline.cli.output import debugging
-from paceline.cli.progress import progress_bar, showing
 from paceline.core.stages import stage
+from paceline.lab.budget import Budget
 from paceline.settings import setting
 
 if TYPE_CHECKING:
@@ -35,15 +34,13 @@ def profile(
         "ui.perfetto.dev; .json or .json.gz.",
         metavar="FILE.json",
     ),
-) -> None:
+) -> int:
     """Say whether steady decoding waits for memory, compute, kernel launches or Python."""
-    output.check()
     if not debugging():  # the profiler's library reports its starts and stops on stderr
         os.environ.setdefault("KINETO_LOG_LEVEL", "99")
-    with showing(), stage("starting"):
-        from paceline.lab.profiling import runs, steady
-    from paceline.lab.profiling import tables
-    from paceline.lab.profiling.trace import check_path
+    with stage("starting"):
+        from paceline.lab.profiling import runs, steady, tables
+        from paceline.lab.profiling.trace import check_path
 
     if trace is not None:
         check_path(trace)
@@ -54,12 +51,9 @@ def profile(
     indices = steady.choose(encoded, concurrency, target.max_model_len)
     chosen = [encoded[number] for number in indices]
     result = runs.ProfileResult()
-    with (
-        partial_results() as interrupted,
-        progress_bar("profile", runs.stages(len(engines), rounds)) as advance,
-    ):
-        begin = partial(advance, 1)
-        runs.profile_all(engines, chosen, steps, rounds, trace, result, begin)
+    pieces = runs.stages(len(engines), rounds)
+    with measuring("profile", Budget(), pieces) as (interrupted, advance):
+        runs.profile_all(engines, chosen, steps, rounds, trace, result, advance)
     names = list(dict.fromkeys(prompts[number].name for number in indices))
     record = {
         "model": engine.model,
@@ -70,7 +64,7 @@ def profile(
         "trace": trace if len(result.runs) == len(engines) else None,
     }
     output.emit(record, tables.report_of(result, _setting(engine, concurrency, names, result)))
-    interrupted.finish()
+    return interrupted.code
 
 
 def _engines(engine: ModelOptions, concurrency: int) -> list[tuple[str, LLM]]:

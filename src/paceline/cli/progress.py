@@ -17,8 +17,7 @@ from rich.progress_bar import ProgressBar
 from rich.table import Table
 from rich.text import Text
 
-from paceline.core.stages import Stage, is_heard, listening
-from paceline.core.stages import stage as begin_stage
+from paceline.core.stages import Stage, is_heard, listening, stage
 from paceline.lab.budget import Budget
 
 HEARTBEAT_SECONDS = 20.0
@@ -37,7 +36,7 @@ def showing(console: Console | None = None, seconds: float = HEARTBEAT_SECONDS) 
         return
     console = Console(stderr=True) if console is None else console
     bars = console.is_terminal and not console.is_dumb_terminal
-    with _Bars(console) if bars else _Lines(console, seconds) as shown, listening(shown):
+    with listening(_Bars(console) if bars else _Lines(console, seconds)):
         yield
 
 
@@ -99,38 +98,45 @@ def duration(seconds: float) -> str:
 
 
 class _OpenStages:
-    """The open stages, the innermost last."""
+    """The open stages, the innermost last. Shown from ``start`` to ``stop``, while any is open:
+    between them the screen is the command's."""
 
-    def __init__(self) -> None:
+    def __init__(self, console: Console) -> None:
         self.open: tuple[_Stage, ...] = ()  # replaced as a whole: another thread reads it
+        self._console = console
 
     def begin(self, what: str, total: float | None, unit: str) -> Stage:
-        begun = _Stage(what, total, unit)
+        first, begun = not self.open, _Stage(what, total, unit)
         self.open = (*self.open, begun)
+        if first:
+            self.start()
         return begun
 
     def end(self, stage: Stage) -> None:
         self.open = tuple(other for other in self.open if other is not stage)
+        if not self.open:
+            self.stop()
+
+    def start(self) -> None:
+        raise NotImplementedError
+
+    def stop(self) -> None:
+        raise NotImplementedError
 
 
 class _Bars(_OpenStages):
     """A bar for every open stage; gone when the stage ends."""
 
-    def __init__(self, console: Console) -> None:
-        super().__init__()
-        self._console = console
+    def start(self) -> None:
         self._live = Live(
             get_renderable=self._drawn,
-            console=console,
+            console=self._console,
             transient=True,
             redirect_stdout=sys.stdout.isatty(),  # else what is piped would go to the terminal
         )
-
-    def __enter__(self) -> _Bars:
         self._live.start()
-        return self
 
-    def __exit__(self, *error: object) -> None:
+    def stop(self) -> None:
         self._live.stop()
 
     def info(self, line: str) -> None:
@@ -138,10 +144,10 @@ class _Bars(_OpenStages):
 
     def _drawn(self) -> Table:
         bars = Table.grid(padding=(0, 1))
-        for stage in self.open:
-            title = f"{stage.what}: {stage.note}" if stage.note else stage.what
-            bar = ProgressBar(stage.total, stage.done, width=40, pulse=stage.total is None)
-            bars.add_row(Text(title), bar, Text(stage.counts), Text(stage.left, style="dim"))
+        for item in self.open:
+            title = f"{item.what}: {item.note}" if item.note else item.what
+            bar = ProgressBar(item.total, item.done, width=40, pulse=item.total is None)
+            bars.add_row(Text(title), bar, Text(item.counts), Text(item.left, style="dim"))
         return bars
 
 
@@ -152,18 +158,17 @@ class _Lines(_OpenStages):
     """
 
     def __init__(self, console: Console, seconds: float) -> None:
-        super().__init__()
-        self._console, self._seconds = console, seconds
+        super().__init__(console)
+        self._seconds = seconds
         self._shown: set[str] = set()  # what has had a line of its own
         self._last = time.monotonic()
+
+    def start(self) -> None:
         self._ended = threading.Event()
         self._thread = threading.Thread(target=self._watch, name="progress", daemon=True)
-
-    def __enter__(self) -> _Lines:
         self._thread.start()
-        return self
 
-    def __exit__(self, *error: object) -> None:
+    def stop(self) -> None:
         self._ended.set()
         self._thread.join()
 
@@ -196,11 +201,11 @@ class _Lines(_OpenStages):
 
 
 @contextmanager
-def spending(what: str, budget: Budget, pieces: int) -> Iterator[Callable[[str], None]]:
+def spending(what: str, budget: Budget, pieces: int = 0) -> Iterator[Callable[[str], None]]:
     """A stage of so many seconds or, without an end, of so many pieces; given what comes next."""
     seconds = budget.seconds
     total, unit = (pieces, "") if seconds is None else (seconds, "s")
-    with begin_stage(what, total, unit) as begun:
+    with stage(what, total, unit) as begun:
         shown = 0.0
 
         def advance(note: str) -> None:
@@ -210,11 +215,3 @@ def spending(what: str, budget: Budget, pieces: int) -> Iterator[Callable[[str],
             shown = now
 
         yield advance
-
-
-@contextmanager
-def progress_bar(description: str, total: int) -> Iterator[Callable[[float, str], None]]:
-    """One stage, shown on stderr (stdout carries the result); ``advance(1, "chat: ngram")``: so
-    many steps are done, and what comes next."""
-    with showing(), begin_stage(description, total) as begun:
-        yield begun.advance

@@ -6,8 +6,7 @@ import typer
 from rich.console import Console
 
 from paceline.cli.expand import expand
-from paceline.cli.output import FORCE, print_json, quiet_libraries, replace_anything
-from paceline.cli.progress import showing
+from paceline.cli.output import FORCE, print_json, replace_anything
 from paceline.lab.report.columns import Column, record_of, table_of
 from paceline.lab.report.render import rich_table
 from paceline.model.names import PULLABLE, Pullable, megabytes, pulled
@@ -49,11 +48,9 @@ def in_short(entry: Pullable) -> str:
 
 def fetch(name: str, as_json: bool = False, quiet: bool = False) -> None:
     """Pull with progress on stderr, and say where the model is unless ``quiet``."""
-    quiet_libraries()
     from paceline.pull import pull as pull_model
 
-    with showing():
-        result = pull_model(name)
+    result = pull_model(name)
     entry = result.entry
     if quiet:
         return

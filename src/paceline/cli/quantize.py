@@ -9,7 +9,6 @@ from rich.console import Console
 
 from paceline.cli.options import expand
 from paceline.cli.output import FORCE, print_json, replace_anything
-from paceline.cli.progress import showing
 from paceline.lab.report.render import rich_table
 from paceline.settings import setting
 
@@ -53,8 +52,7 @@ def quantize(
 
     replace_anything(force)
     options = QuantizeOptions(scheme_named(to, group, head), calibrate, tokens, evaluate, seed)
-    with showing():
-        report = run(model, out, options)
+    report = run(model, out, options)
     if as_json:
         print_json(report.record())
     else:

@@ -13,11 +13,7 @@ from dataclasses import MISSING, asdict, dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from rich.console import Console
-
 from paceline.cli.options import expand, load_llm
-from paceline.cli.output import quiet_libraries
-from paceline.cli.progress import showing
 from paceline.core.stages import info, stage
 from paceline.files import LongRecord
 from paceline.settings import LoadSettings, setting
@@ -56,11 +52,9 @@ def sample(
     Run the same command again to go on where it stopped: until all is written, the records lie in
     OUT.partial.
     """
-    console, out = Console(stderr=True), run.out
-    quiet_libraries()
+    out = run.out
     if out.is_file():
-        refusal = f"{out} is there already; delete it to write it anew"
-        console.print(refusal, highlight=False, soft_wrap=True)
+        info(f"{out} is there already; delete it to write it anew")
         return
     from paceline import SamplingParams
     from paceline.train.prompts import prompts_of
@@ -69,7 +63,7 @@ def sample(
     sources = [Source.parse(spec) for spec in run.data]
     params = SamplingParams(**asdict(answers))
     key = json.dumps({"model": run.model, "data": run.data, **asdict(prompts), **asdict(answers)})
-    with showing(console), LongRecord(out, "the records", key) as lines:
+    with LongRecord(out, "the records", key) as lines:
         if lines.lines:
             info(f"going on after {lines.lines:,} records in {lines.partial}")
         seed = prompts.seed + lines.lines

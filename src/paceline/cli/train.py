@@ -13,11 +13,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import typer
-from rich.console import Console
 
 from paceline.cli.options import expand, set_threads
-from paceline.cli.output import FORCE, print_json, quiet_libraries, replace_anything
-from paceline.cli.progress import showing
+from paceline.cli.output import FORCE, print_json, replace_anything
 from paceline.cli.sample import sample
 from paceline.core.stages import info, stage
 from paceline.settings import changed, setting
@@ -140,21 +138,19 @@ class LongRunningOptions(RunningOptions):
 
 def _train(kind: Callable[..., Trainer], config: TrainConfig, running: RunningOptions) -> None:
     """Train to the end or to Ctrl-C, and write the result and its card."""
-    console = Console(stderr=True)
     replace_anything(running.force)
     from paceline.train.acceptance import total
     from paceline.train.card import counts_of, write_card
     from paceline.train.parallel import together
 
-    with showing(console):
-        trainer = kind(config, running.out, running.device, running.compiled)
-        with together(trainer, running.processes, running.threads):
-            folder = train_to_end(trainer, running.out, running.eval_every, running.save_seconds)
-        with stage("writing the model card"):
-            card = write_card(trainer, shlex.join(["paceline", *sys.argv[1:]]))
+    trainer = kind(config, running.out, running.device, running.compiled)
+    with together(trainer, running.processes, running.threads):
+        folder = train_to_end(trainer, running.out, running.eval_every, running.save_seconds)
+    with stage("writing the model card"):
+        card = write_card(trainer, shlex.join(["paceline", *sys.argv[1:]]))
     if not running.as_json:
         use = "" if trainer.spec is None else f"; use it with --draft {trainer.spec}{folder}"
-        console.print(f"{trainer.noun} written to {folder}{use}", highlight=False)
+        info(f"{trainer.noun} written to {folder}{use}")
         return
     last = trainer.history[-1] if trainer.history else {"loss": None, trainer.measured: {}}
     record: dict[str, Any] = {
@@ -207,7 +203,6 @@ def _command(name: str, config: type[TrainConfig], trainer: str, help: str) -> N
     """Add ``paceline train NAME``."""
 
     def command(run: Any, how: Any) -> None:
-        quiet_libraries()
         set_threads(how.threads)
         module, kind = trainer.split(":")
         _train(getattr(import_module(f"paceline.train.{module}"), kind), run, how)

@@ -2,28 +2,21 @@
 
 from __future__ import annotations
 
-import sys
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
 
-import typer
-
-from paceline.cli.continuing import BudgetOptions, SavedRun
-from paceline.cli.measuring import NOT_ENOUGH, PromptOptions, ReportOptions, partial_results
+from paceline.cli.measuring import (
+    NOT_ENOUGH,
+    BudgetOptions,
+    PromptOptions,
+    ReportOptions,
+    measuring,
+)
 from paceline.cli.options import TargetName, expand, load_llm
-from paceline.cli.progress import showing, spending
+from paceline.core.stages import info
 from paceline.errors import ConfigError
 from paceline.files.ownership import check_file
 from paceline.settings import LoadSettings, setting, under
-
-if TYPE_CHECKING:
-    from paceline import LLM
-    from paceline.cli.measuring import Interruption
-    from paceline.lab.bench.prompts import BenchPrompt
-    from paceline.lab.budget import Budget
-    from paceline.lab.tune.measure import TuneOptions
-    from paceline.lab.tune.plan import TuningOutcome
 
 _model = under("Model")
 _PER_CATEGORY = 8
@@ -53,17 +46,18 @@ class ExpectedOptions:
 
 
 @dataclass(frozen=True)
-class ProfileFile:
-    """Where the result goes."""
+class ProfileOptions(ReportOptions):
+    """Where the profile goes, too. What may not be replaced is refused before the minutes of
+    measuring: raises ConfigError."""
 
     out: str = setting("paceline.toml", "Where the profile is written.")
 
-    def check(self, force: bool) -> None:
-        """Refuse before the minutes of measuring. Raises ConfigError."""
+    def __post_init__(self) -> None:
+        super().__post_init__()
         path, out = Path(self.out), self.out
         if path.is_dir():
             raise ConfigError(f"--out {out} is a folder; name a file in it, as in paceline.toml")
-        if path.exists() and not force:
+        if path.exists() and not self.force:
             raise ConfigError(
                 f"{out} exists already; give --force to overwrite it, or another --out"
             )
@@ -76,61 +70,39 @@ class ProfileFile:
 def tune(
     target: TargetOptions,
     prompts: PromptOptions,
-    output: ReportOptions,
     expected: ExpectedOptions,
-    file: ProfileFile,
+    output: ProfileOptions,
     time: BudgetOptions,
-) -> None:
+) -> int:
     """Find the fastest drafter and settings; write them to a file for --config.
 
     Exit status 3 if the time was not enough to confirm anything; no profile is written then.
     """
     budget = time.begin()
-    output.check()
-    file.check(output.force)
     chosen_prompts = prompts.load(_PER_CATEGORY)
+    from paceline.lab.tune.candidates import at_hand
     from paceline.lab.tune.measure import TuneOptions
+    from paceline.lab.tune.plan import TuningOutcome, turns
+    from paceline.lab.tune.plan import tune as run
     from paceline.lab.tune.present import profile_of, report_of, tuning_record
 
-    source = prompts.prompts or "shipped prompts"
-    options = TuneOptions(**vars(expected), source=source)
+    options = TuneOptions(**vars(expected), source=prompts.prompts or "shipped prompts")
     saved = time.run_of(
         "tune", target.model, chosen_prompts, target=target, prompts=prompts, **vars(options)
     )
-    with showing():
-        interrupted, outcome, llm = _tuned(target, chosen_prompts, options, budget, saved)
-    confirmed = outcome.chosen is not None
-    record = tuning_record(outcome)
-    output.emit({**record, "profile": file.out if confirmed else None}, report_of(outcome))
-    if not confirmed:
-        print("no profile was written: nothing is confirmed", file=sys.stderr)
-        interrupted.finish()
-        raise typer.Exit(NOT_ENOUGH)
-    profile_of(outcome, llm).write(file.out)
-    print(f"profile: {file.out} (use it with --config {file.out})", file=sys.stderr)
-    interrupted.finish()
-
-
-def _tuned(
-    target: TargetOptions,
-    prompts: list[BenchPrompt],
-    options: TuneOptions,
-    budget: Budget,
-    saved: SavedRun,
-) -> tuple[Interruption, TuningOutcome, LLM]:
-    """Whether Ctrl-C came, and what was measured until then."""
-    from paceline.lab.tune.candidates import at_hand
-    from paceline.lab.tune.plan import TuningOutcome, turns
-    from paceline.lab.tune.plan import tune as run
-
     candidates = at_hand(target.model, target.draft, target.only)
     llm = load_llm(target, target.model, "none", max_batch_size=1)
-    saved.check_model(llm.target, timed=True)
-    outcome = saved.measurements(TuningOutcome) or TuningOutcome.start(options, llm)
-    with (
-        partial_results() as interrupted,
-        spending("tuning", budget, turns(candidates, options)) as advance,
-    ):
-        run(llm, candidates, prompts, outcome, advance, budget)
+    outcome = saved.measurements(TuningOutcome, llm.target, timed=True)
+    outcome = outcome or TuningOutcome.start(options, llm)
+    with measuring("tuning", budget, turns(candidates, options)) as (interrupted, advance):
+        run(llm, candidates, chosen_prompts, outcome, advance, budget)
     saved.keep(outcome)
-    return interrupted, outcome, llm
+    confirmed = outcome.chosen is not None
+    record = {**tuning_record(outcome), "profile": output.out if confirmed else None}
+    output.emit(record, report_of(outcome))
+    if not confirmed:
+        info("no profile was written: nothing is confirmed")
+        return interrupted.code or NOT_ENOUGH
+    profile_of(outcome, llm).write(output.out)
+    info(f"profile: {output.out} (use it with --config {output.out})")
+    return interrupted.code
