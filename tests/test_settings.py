@@ -14,8 +14,8 @@ from typer.testing import CliRunner
 
 from paceline import LLM, ConfigError
 from paceline.build import EngineOptions
-from paceline.cli.expand import expand
 from paceline.cli.main import app
+from paceline.cli.options import expand
 from paceline.server.config import ServeConfig, keys
 from paceline.settings import EngineSettings, LoadSettings, entries, setting
 from paceline.settings.tuned import EngineChoice

@@ -26,7 +26,7 @@ from paceline.request.completion import Completion, StreamEvent
 from paceline.request.defaults import SamplingDefaults, sampling_defaults
 from paceline.request.grammar import GrammarCompiler
 from paceline.request.owner import EngineOwner
-from paceline.request.progress import stage_or_bar
+from paceline.request.progress import bars
 from paceline.request.request import Request, any_ended, any_events, completions_of
 from paceline.request.validation import (
     ContextBudget,
@@ -253,7 +253,7 @@ class LLM:
         any more.
         """
         requests = self.prepare_all(prompts, params, streams=False)
-        with stage_or_bar("decoding", len(requests), "answers", progress) as begun:
+        with bars(progress), stage("decoding", len(requests), "answers") as begun:
             try:
                 self.enqueue(requests)
                 left = requests

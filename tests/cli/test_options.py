@@ -13,15 +13,9 @@ import typer
 from typer.testing import CliRunner
 
 from paceline import ConfigError, Grammar, SamplingParams
+from paceline.cli.generate import SamplingOptions, parse_grammar, parse_logit_bias
 from paceline.cli.main import app
-from paceline.cli.options import (
-    ModelOptions,
-    SamplingOptions,
-    expand,
-    parse_grammar,
-    parse_logit_bias,
-    set_threads,
-)
+from paceline.cli.options import ModelOptions, expand, set_threads
 from paceline.core.sizes import parse_bytes
 from paceline.settings import entry_of, setting
 

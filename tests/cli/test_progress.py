@@ -13,9 +13,10 @@ import pytest
 from rich.console import Console
 
 from paceline.cli import progress
-from paceline.cli.progress import duration, showing, spending
+from paceline.cli.progress import showing, spending
 from paceline.core.stages import info, is_heard, stage
 from paceline.lab.budget import Budget
+from paceline.request.progress import OpenStage, bars, duration
 from support.simulated_clock import Clock
 
 
@@ -207,11 +208,17 @@ def test_a_showing_within_another_leaves_it_to_that(capfd: pytest.CaptureFixture
     assert capfd.readouterr().err == ""
 
 
+def test_a_call_from_python_has_bars_if_it_asks_for_them() -> None:
+    for asked in (True, False):
+        with bars(asked), stage("decoding", 2, "answers"):
+            assert is_heard() == asked
+
+
 # -- what a line says -----------------------------------------------------------------------------
 
 
 def line_of(done: float, total: float | None, unit: str = "", note: str | None = None) -> str:
-    made = progress._Stage("copying", total, unit)
+    made = OpenStage("copying", total, unit)
     made.advance(done, note)
     return made.line()
 
@@ -232,7 +239,7 @@ def test_counts(done: float, total: float | None, unit: str, line: str) -> None:
 
 
 def test_time_passed_and_left(monkeypatch: pytest.MonkeyPatch) -> None:
-    made = progress._Stage("copying", 100, "")
+    made = OpenStage("copying", 100, "")
     made.advance(25, "part two")
     made.start -= 60
     assert made.line() == "copying: 25 of 100, part two, 1 min so far, about 3 min left"
@@ -253,7 +260,7 @@ def test_with_a_budget_its_seconds_are_counted() -> None:
         with spending("certifying", Budget(None, clock), 99) as advance:
             advance("greedy: chat/0")
             until(console, "certifying: 1 of 99, greedy: chat/0")
-    made = progress._Stage("certifying", 180, "s")
+    made = OpenStage("certifying", 180, "s")
     made.advance(60)
     made.start -= 20  # loading came before
     assert made.line() == "certifying: 60 of 180 s, 20 s so far, about 2 min left"

@@ -10,6 +10,7 @@ from typer.testing import CliRunner
 
 from paceline.cli.main import app
 from paceline.cli.options import ModelOptions
+from paceline.cli.progress import showing
 from paceline.cli.tune import TargetOptions
 from paceline.files import cache_folder
 from paceline.lab.tune import candidates
@@ -60,7 +61,8 @@ def test_the_cache_folder(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> No
 def test_the_toy_where_nothing_was_pulled(
     nothing_pulled: None, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    assert ModelOptions().model == TargetOptions().model == EMBEDDED
+    with showing():
+        assert ModelOptions().model == TargetOptions().model == EMBEDDED
     lines = capsys.readouterr().err.splitlines()
     assert len(lines) == 2 and lines[0] == lines[1]
     assert "paceline/tiny, a toy, because paceline/smollm2 has not been pulled" in lines[0]
@@ -68,7 +70,8 @@ def test_the_toy_where_nothing_was_pulled(
 
 
 def test_the_real_one_where_it_was(real_pulled: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert ModelOptions().model == TargetOptions().model == REAL
+    with showing():
+        assert ModelOptions().model == TargetOptions().model == REAL
     lines = capsys.readouterr().err.splitlines()
     assert len(lines) == 2 and "paceline/smollm2, because it has been pulled" in lines[0]
     assert names.resolve(REAL) == str(real_pulled)
@@ -77,9 +80,10 @@ def test_the_real_one_where_it_was(real_pulled: Path, capsys: pytest.CaptureFixt
 def test_what_is_named_wins(
     real_pulled: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    assert ModelOptions(model="other").model == "other"
     monkeypatch.setenv("PACELINE_MODEL", "somebody/model")
-    assert ModelOptions().model == TargetOptions().model == "somebody/model"
+    with showing():
+        assert ModelOptions(model="other").model == "other"
+        assert ModelOptions().model == TargetOptions().model == "somebody/model"
     assert capsys.readouterr().err == ""
 
 

@@ -15,10 +15,10 @@ from paceline.cli.measuring import (
     ReportOptions,
     measuring,
 )
-from paceline.cli.options import DEFAULT_DRAFT, ModelOptions, expand
+from paceline.cli.options import ModelOptions, expand
 from paceline.core.stages import info, stage
 from paceline.errors import ConfigError, PromptError
-from paceline.model.names import default_drafts
+from paceline.model.names import DEFAULT_DRAFT, default_drafts
 from paceline.settings import changed, under
 
 if TYPE_CHECKING:

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 import typer
 
+from paceline.cli.generate import DistributionOptions
 from paceline.cli.measuring import (
     NOT_ENOUGH,
     BudgetOptions,
@@ -23,7 +24,7 @@ from paceline.cli.measuring import (
     ReportOptions,
     measuring,
 )
-from paceline.cli.options import DistributionOptions, ModelOptions, expand
+from paceline.cli.options import ModelOptions, expand
 from paceline.core.stages import stage
 from paceline.errors import ConfigError
 from paceline.lab.budget import Budget

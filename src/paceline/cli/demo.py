@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import sys
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, fields, replace
@@ -16,11 +15,10 @@ import typer
 from rich.console import Console
 from rich.text import Text
 
-from paceline.cli import pull as pulling
-from paceline.cli.options import DEFAULT_DRAFT, ModelOptions, expand
+from paceline.cli.options import ModelOptions, expand, fetch, in_short
 from paceline.cli.output import DRAFT_STYLE, TARGET_STYLE, print_json
 from paceline.cli.race import race
-from paceline.core.stages import stage
+from paceline.core.stages import info, stage
 from paceline.errors import PacelineError
 from paceline.lab.report.columns import (
     NONE_TRIED,
@@ -33,7 +31,7 @@ from paceline.lab.report.columns import (
 )
 from paceline.lab.report.document import Table
 from paceline.lab.report.render import rich_table
-from paceline.model.names import EMBEDDED, REAL, SMOLLM2, VARIABLE, pulled
+from paceline.model.names import DEFAULT_DRAFT, EMBEDDED, REAL, SMOLLM2, VARIABLE, pulled
 from paceline.settings import setting
 
 if TYPE_CHECKING:
@@ -61,11 +59,11 @@ class DemoOptions(ModelOptions):
     def __post_init__(self) -> None:
         named = self.model or os.environ.get(VARIABLE)
         if self.pull and not named and pulled(SMOLLM2) is None:
-            print(f"{pulling.in_short(SMOLLM2)} Fetching it, once.", file=sys.stderr, flush=True)
+            info(f"{in_short(SMOLLM2)} Fetching it, once.")
             try:
-                pulling.fetch(SMOLLM2.name, quiet=True)
+                fetch(SMOLLM2.name, quiet=True)
             except PacelineError as error:
-                print(f"not fetched: {error}", file=sys.stderr)
+                info(f"not fetched: {error}")
         super().__post_init__()  # chooses a model by what is here
 
 

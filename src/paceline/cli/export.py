@@ -6,10 +6,9 @@ from dataclasses import MISSING
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-import typer
-
 from paceline.cli.options import ModelOptions, expand
 from paceline.cli.output import FORCE, print_json, replace_anything
+from paceline.core.stages import info
 from paceline.settings import setting
 
 if TYPE_CHECKING:
@@ -49,7 +48,7 @@ def _show(made: Export, out: Path | None) -> None:
         print(step)
     print(made.command_line)
     for approximation in made.approximations:
-        typer.echo(f"approximated: {approximation.line()}", err=True)
+        info(f"approximated: {approximation.line()}")
     if made.head is None and out is None and "eagle" in str(made.config):
-        typer.echo("note: the head is not converted; give --out FOLDER for that", err=True)
-    typer.echo(f"checked against {made.version}", err=True)
+        info("note: the head is not converted; give --out FOLDER for that")
+    info(f"checked against {made.version}")

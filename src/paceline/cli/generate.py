@@ -3,19 +3,128 @@
 from __future__ import annotations
 
 import sys
-from dataclasses import MISSING
+from collections.abc import Sequence
+from dataclasses import MISSING, dataclass, fields
+from functools import partial
+from pathlib import Path
 from typing import TYPE_CHECKING
 
+import typer
 from rich.console import Console
 
-from paceline.cli.options import ModelOptions, OutputOptions, SamplingOptions, expand
+from paceline.cli.options import ModelOptions, expand
 from paceline.cli.output import completion_record, print_json, stream_to, summary
-from paceline.settings import setting
+from paceline.errors import ConfigError
+from paceline.settings import changed, setting, under
 
 if TYPE_CHECKING:
-    from paceline import LLM, Completion, SamplingParams
+    from paceline import LLM, Completion, Grammar, SamplingParams
+    from paceline.request.defaults import SamplingDefaults
 
 Messages = list[dict[str, str]]
+_output, _sampling = under("Output"), under("Sampling")
+
+
+@dataclass(frozen=True)
+class OutputOptions:
+    """How completions are shown."""
+
+    as_json: bool = _output(False, "One JSON object a completion.", flags=("--json",))
+    show_draft: bool | None = _output(
+        None,
+        "Colour the tokens that came from the draft.",
+        flags=("--show-draft/--hide-draft",),
+        shown="on a terminal",
+    )
+
+
+@dataclass(frozen=True)
+class DistributionOptions:
+    """What shapes a request's distribution; names, defaults and meanings are those of
+    SamplingParams. What is None is as the model's default (``SamplingDefaults``)."""
+
+    temperature: float | None = _sampling(0.0, "0 is greedy.", flags=("--temperature", "-t"))
+    top_k: int | None = _sampling(0, "Keep the k likeliest; 0 is off.")
+    top_p: float | None = _sampling(1.0, "Keep this much probability.")
+    min_p: float | None = _sampling(0.0, "Drop tokens below this share of the likeliest.")
+    repetition_penalty: float | None = _sampling(1.0, "Above 1 discourages repeats.")
+    presence_penalty: float = _sampling(0.0, "Lowers tokens that occurred, from -2 to 2.")
+    frequency_penalty: float = _sampling(0.0, "Lowers tokens by each occurrence, from -2 to 2.")
+    logit_bias: tuple[str, ...] = _sampling(
+        (), "Add to a token's logit; repeatable.", metavar="ID=VALUE"
+    )
+
+    def params(self, defaults: SamplingDefaults | None = None) -> SamplingParams:
+        """``defaults`` are the model's. Raises ConfigError on a value out of range."""
+        from paceline import SamplingParams
+        from paceline.request.defaults import SamplingDefaults
+
+        given = {item.name: vars(self)[item.name] for item in fields(SamplingDefaults)}
+        filled = SamplingDefaults(**given).over(defaults or SamplingDefaults()).filled()
+        values = vars(self) | filled
+        values["logit_bias"] = parse_logit_bias(self.logit_bias)
+        if values.get("grammar") is not None:
+            values["grammar"] = parse_grammar(values["grammar"])
+        return SamplingParams(**values)
+
+
+_of_model = partial(changed, DistributionOptions, default=None, shown="the model's")
+
+
+@dataclass(frozen=True)
+class SamplingOptions(DistributionOptions):
+    """One request's parameters."""
+
+    temperature: float | None = _of_model("temperature")
+    top_k: int | None = _of_model("top_k")
+    top_p: float | None = _of_model("top_p")
+    min_p: float | None = _of_model("min_p")
+    repetition_penalty: float | None = _of_model("repetition_penalty")
+    max_tokens: int = _sampling(128, "Most new tokens.")
+    min_tokens: int = _sampling(0, "Fewest new tokens.")
+    seed: int | None = _sampling(None, "Same seed, same text, whatever the draft.", shown="random")
+    stop: tuple[str, ...] = _sampling((), "Stop at this string; repeatable.")
+    stop_token_ids: tuple[int, ...] = _sampling(
+        (), "Stop at this token id; repeatable.", flags=("--stop-token-id",)
+    )
+    ignore_eos: bool = _sampling(False, "Go on after end-of-sequence tokens.")
+    logprobs: int | None = _sampling(
+        None, "Log probabilities of so many alternatives to each token, in --json."
+    )
+    grammar: str | None = _sampling(
+        None,
+        "What the text must look like: json, json:SCHEMA, regex:..., lark:..., or KIND:@FILE.",
+        metavar="KIND:TEXT",
+    )
+    skip_special_tokens: bool = _sampling(True, "Leave special tokens out of the text.")
+    n: int = _sampling(1, "Completions of each prompt.", flags=("--n",))
+
+
+def parse_logit_bias(pairs: Sequence[str]) -> dict[int, float]:
+    split = (pair.partition("=") for pair in pairs)
+    try:
+        return {int(token): float(value) for token, _, value in split}
+    except ValueError:
+        raise typer.BadParameter(
+            f"--logit-bias {' '.join(pairs)}: write ID=VALUE, as in 42=-5"
+        ) from None
+
+
+def parse_grammar(text: str) -> Grammar:
+    """``json``, ``KIND:TEXT`` or ``KIND:@FILE``. Raises ConfigError."""
+    from paceline import Grammar
+
+    kind, colon, body = text.partition(":")
+    if text == "json":
+        return Grammar.json()
+    if not colon:
+        raise ConfigError(f"--grammar {text!r}: write KIND:TEXT, as in regex:[0-9]+")
+    if body.startswith("@"):
+        try:
+            body = Path(body[1:]).read_text(encoding="utf-8")
+        except (OSError, UnicodeDecodeError) as error:
+            raise ConfigError(f"--grammar: cannot read {body[1:]}: {error}") from None
+    return Grammar(kind, body)
 
 
 def _run(

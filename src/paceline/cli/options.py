@@ -1,31 +1,169 @@
-"""The options that several commands share, and how a model is loaded by them."""
+"""How commands take their options from tables of settings, and how they come to a model."""
 
 from __future__ import annotations
 
+import inspect
 import sys
-from collections.abc import Sequence
-from dataclasses import dataclass, fields
-from functools import partial
-from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable, Sequence
+from dataclasses import MISSING, Field, dataclass, is_dataclass
+from typing import TYPE_CHECKING, Annotated, Any, get_args, get_type_hints
 
 import typer
+from rich.markup import escape
 
-from paceline.cli.expand import expand as expand
-from paceline.cli.pull import fetch, in_short
+from paceline.cli.output import print_json, quiet_libraries
+from paceline.cli.progress import showing
 from paceline.core.cgroup import processors
-from paceline.core.stages import stage
+from paceline.core.stages import info, stage
 from paceline.draft.foreign import ForeignDraft, read_foreign
 from paceline.errors import ConfigError, PacelineError
-from paceline.model.names import DEFAULT_DRAFT as DEFAULT_DRAFT
-from paceline.model.names import IN_WORDS, default_model
-from paceline.settings import EngineSettings, LoadSettings, changed, explicit, under
+from paceline.model.names import DEFAULT_DRAFT, IN_WORDS, Pullable, default_model, megabytes
+from paceline.settings import (
+    EngineSettings,
+    LoadSettings,
+    TableEntry,
+    entries,
+    entry_of,
+    explicit,
+    under,
+)
 
 if TYPE_CHECKING:
-    from paceline import LLM, Grammar, SamplingParams
-    from paceline.request.defaults import SamplingDefaults
+    from paceline import LLM
 
-_model, _output = under("Model"), under("Output")
+_model = under("Model")
+
+# -- tables as options -----------------------------------------------------------------------------
+
+
+def expand(command: Callable[..., int | None]) -> Callable[..., None]:
+    """Replace every parameter annotated with a table of settings by the table's options, and every
+    parameter whose default is a ``setting`` by its option. Others are left to Typer.
+
+    What it returns is its exit status.
+    """
+    hints = get_type_hints(command)
+    options: dict[str, TableEntry] = {}
+    tables: dict[str, tuple[TableEntry, ...]] = {}
+    others: list[inspect.Parameter] = []
+    for name, parameter in inspect.signature(command).parameters.items():
+        if is_dataclass(hints[name]):
+            tables[name] = entries(hints[name], "command")
+            options |= {entry.name: entry for entry in tables[name]}
+        elif isinstance(parameter.default, Field):
+            options[name] = entry_of(name, hints[name], parameter.default)
+        else:
+            others.append(parameter.replace(annotation=hints[name]))
+
+    def call(**values: Any) -> None:
+        quiet_libraries()
+        with showing():
+            values |= {name: _value(entry, values[name]) for name, entry in options.items()}
+            for name, table in tables.items():
+                values[name] = hints[name](
+                    **{entry.name: values.pop(entry.name) for entry in table}
+                )
+            code = command(**values)
+        if code:
+            raise typer.Exit(code)
+
+    return with_signature(call, command, [*others, *map(parameter_of, options.values())])
+
+
+def with_signature(
+    call: Callable[..., int | None],
+    command: Callable[..., Any],
+    parameters: list[inspect.Parameter],
+) -> Callable[..., None]:
+    """``call``, which Typer takes for ``command`` with these parameters; its stages are shown."""
+
+    def shown(**values: Any) -> None:
+        quiet_libraries()
+        with showing():
+            code = call(**values)
+        if code:
+            raise typer.Exit(code)
+
+    # By keyword: then one with a default may stand before one without.
+    ordered = [item.replace(kind=inspect.Parameter.KEYWORD_ONLY) for item in parameters]
+    shown.__name__, shown.__doc__ = command.__name__, command.__doc__
+    shown.__annotations__ = {item.name: item.annotation for item in ordered}
+    shown.__signature__ = inspect.Signature(ordered)  # type: ignore[attr-defined]
+    return shown
+
+
+def parameter_of(entry: TableEntry, left_open: bool = False) -> inspect.Parameter:
+    """A setting as Typer knows options; ``left_open``: None, where it was not given, is common
+    apart from its default, and its range is looked at by whoever reads it."""
+    key, default = entry.key, entry.default
+    kind: Any = entry.type
+    if key.kind:
+        kind = str
+    elif entry.is_list:
+        kind = list[get_args(kind)[0]]  # type: ignore[misc]
+    shown: Any = False if key.shown == "" else key.shown or True
+    limits: dict[str, Any] = {} if key.kind or left_open else {"min": key.low, "max": key.high}
+    # A switch that is off needs no --no-... where its default is known.
+    flags = key.flags or ((entry.flag,) if default is False and not left_open else ())
+    if left_open:
+        shown, default = key.shown or str(default).lower().removesuffix(".0"), None
+    elif default is MISSING:
+        default = inspect.Parameter.empty
+    elif isinstance(default, tuple):
+        default = ",".join(map(str, default)) if key.kind else [*default]
+    help = f"{key.help} One of {', '.join(key.choices)}." if key.choices else key.help
+    common = {"help": escape(help), "show_default": shown, **limits}
+    if flags and not flags[0].startswith("-"):
+        option: Any = typer.Argument(metavar=flags[0], **common)
+    else:
+        panel = key.panel or None
+        option = typer.Option(*flags, metavar=key.metavar, rich_help_panel=panel, **common)
+    if entry.optional or left_open:
+        kind = kind | None
+    how = inspect.Parameter.KEYWORD_ONLY
+    return inspect.Parameter(entry.name, how, default=default, annotation=Annotated[kind, option])
+
+
+def _value(entry: TableEntry, given: Any) -> Any:
+    """What Typer found, as the table holds it; a text that cannot be read is a usage error."""
+    if entry.key.kind and given is not None:
+        try:
+            return entry.read(given, entry.flag)
+        except ConfigError as error:
+            raise typer.BadParameter(str(error)) from None
+    return tuple(given or ()) if entry.is_list else given
+
+
+# -- models ----------------------------------------------------------------------------------------
+
+
+def in_short(entry: Pullable) -> str:
+    """What would be pulled and how large it is, in one line."""
+    return (
+        f"{entry.full_name} ({entry.what}, {entry.licence}) is not here yet: "
+        f"{megabytes(entry.download)} to download from the {entry.source}, "
+        f"{megabytes(entry.on_disk)} on the disk."
+    )
+
+
+def fetch(name: str, as_json: bool = False, quiet: bool = False) -> None:
+    """Pull with progress on stderr, and say where the model is unless ``quiet``."""
+    from paceline.pull import pull as pull_model
+
+    result = pull_model(name)
+    entry = result.entry
+    if quiet:
+        return
+    if as_json:
+        same = {key: getattr(entry, key) for key in ("source", "location", "licence")}
+        did = {"sha256": result.sha256, "bytes": result.size, "fetched": result.fetched}
+        print_json({"name": entry.full_name, "folder": str(result.folder), **same, **did})
+        return
+    word = "ready" if result.fetched else "already there"
+    print(f"{entry.full_name} is {word}: {entry.what} ({entry.licence})")
+    print(f"  {result.folder}")
+    print(f"  SHA-256 of the weights {result.sha256}")
+    print(f"Try: paceline chat --model {entry.full_name}")
 
 
 def set_threads(threads: int | None) -> None:
@@ -51,7 +189,7 @@ def chosen_model(given: str) -> str:
         return offered(given)
     choice = default_model()
     if choice.note is not None:
-        print(choice.note, file=sys.stderr)
+        info(choice.note)
     return offered(choice.model)
 
 
@@ -158,110 +296,5 @@ def load_llm(
 
         llm = LLM(model, draft, profile=profile, **explicit(vars(settings), "LLM"), **more)
     for note in llm.notes:
-        print(f"note: {note}", file=sys.stderr)
+        info(f"note: {note}")
     return llm
-
-
-@dataclass(frozen=True)
-class OutputOptions:
-    """How completions are shown."""
-
-    as_json: bool = _output(False, "One JSON object a completion.", flags=("--json",))
-    show_draft: bool | None = _output(
-        None,
-        "Colour the tokens that came from the draft.",
-        flags=("--show-draft/--hide-draft",),
-        shown="on a terminal",
-    )
-
-
-_sampling = under("Sampling")
-
-
-@dataclass(frozen=True)
-class DistributionOptions:
-    """What shapes a request's distribution; names, defaults and meanings are those of
-    SamplingParams. What is None is as the model's default (``SamplingDefaults``)."""
-
-    temperature: float | None = _sampling(0.0, "0 is greedy.", flags=("--temperature", "-t"))
-    top_k: int | None = _sampling(0, "Keep the k likeliest; 0 is off.")
-    top_p: float | None = _sampling(1.0, "Keep this much probability.")
-    min_p: float | None = _sampling(0.0, "Drop tokens below this share of the likeliest.")
-    repetition_penalty: float | None = _sampling(1.0, "Above 1 discourages repeats.")
-    presence_penalty: float = _sampling(0.0, "Lowers tokens that occurred, from -2 to 2.")
-    frequency_penalty: float = _sampling(0.0, "Lowers tokens by each occurrence, from -2 to 2.")
-    logit_bias: tuple[str, ...] = _sampling(
-        (), "Add to a token's logit; repeatable.", metavar="ID=VALUE"
-    )
-
-    def params(self, defaults: SamplingDefaults | None = None) -> SamplingParams:
-        """``defaults`` are the model's. Raises ConfigError on a value out of range."""
-        from paceline import SamplingParams
-        from paceline.request.defaults import SamplingDefaults
-
-        given = {item.name: vars(self)[item.name] for item in fields(SamplingDefaults)}
-        filled = SamplingDefaults(**given).over(defaults or SamplingDefaults()).filled()
-        values = vars(self) | filled
-        values["logit_bias"] = parse_logit_bias(self.logit_bias)
-        if values.get("grammar") is not None:
-            values["grammar"] = parse_grammar(values["grammar"])
-        return SamplingParams(**values)
-
-
-_of_model = partial(changed, DistributionOptions, default=None, shown="the model's")
-
-
-@dataclass(frozen=True)
-class SamplingOptions(DistributionOptions):
-    """One request's parameters."""
-
-    temperature: float | None = _of_model("temperature")
-    top_k: int | None = _of_model("top_k")
-    top_p: float | None = _of_model("top_p")
-    min_p: float | None = _of_model("min_p")
-    repetition_penalty: float | None = _of_model("repetition_penalty")
-    max_tokens: int = _sampling(128, "Most new tokens.")
-    min_tokens: int = _sampling(0, "Fewest new tokens.")
-    seed: int | None = _sampling(None, "Same seed, same text, whatever the draft.", shown="random")
-    stop: tuple[str, ...] = _sampling((), "Stop at this string; repeatable.")
-    stop_token_ids: tuple[int, ...] = _sampling(
-        (), "Stop at this token id; repeatable.", flags=("--stop-token-id",)
-    )
-    ignore_eos: bool = _sampling(False, "Go on after end-of-sequence tokens.")
-    logprobs: int | None = _sampling(
-        None, "Log probabilities of so many alternatives to each token, in --json."
-    )
-    grammar: str | None = _sampling(
-        None,
-        "What the text must look like: json, json:SCHEMA, regex:..., lark:..., or KIND:@FILE.",
-        metavar="KIND:TEXT",
-    )
-    skip_special_tokens: bool = _sampling(True, "Leave special tokens out of the text.")
-    n: int = _sampling(1, "Completions of each prompt.", flags=("--n",))
-
-
-def parse_logit_bias(pairs: Sequence[str]) -> dict[int, float]:
-    split = (pair.partition("=") for pair in pairs)
-    try:
-        return {int(token): float(value) for token, _, value in split}
-    except ValueError:
-        raise typer.BadParameter(
-            f"--logit-bias {' '.join(pairs)}: write ID=VALUE, as in 42=-5"
-        ) from None
-
-
-def parse_grammar(text: str) -> Grammar:
-    """``json``, ``KIND:TEXT`` or ``KIND:@FILE``. Raises ConfigError."""
-    from paceline import Grammar
-
-    kind, colon, body = text.partition(":")
-    if text == "json":
-        return Grammar.json()
-    if not colon:
-        raise ConfigError(f"--grammar {text!r}: write KIND:TEXT, as in regex:[0-9]+")
-    if body.startswith("@"):
-        try:
-            body = Path(body[1:]).read_text(encoding="utf-8")
-        except (OSError, UnicodeDecodeError) as error:
-            raise ConfigError(f"--grammar: cannot read {body[1:]}: {error}") from None
-    return Grammar(kind, body)

@@ -10,10 +10,10 @@ from collections.abc import Iterable, Sequence
 from dataclasses import asdict, is_dataclass
 from typing import TYPE_CHECKING, Any
 
-import typer
 from rich.console import Console
 from rich.text import Text
 
+from paceline.core.stages import info
 from paceline.files.ownership import force
 
 if TYPE_CHECKING:
@@ -40,7 +40,7 @@ def quiet_libraries() -> None:
 
 def replace_anything(allowed: bool) -> None:
     """What ``--force`` asks for: foreign files are replaced, and named on stderr before that."""
-    force((lambda line: typer.echo(line, err=True)) if allowed else None)
+    force(info if allowed else None)
 
 
 def prompt_text(completion: Completion, tokenizer: Any) -> str:

@@ -5,11 +5,11 @@ from __future__ import annotations
 import typer
 from rich.console import Console
 
-from paceline.cli.expand import expand
+from paceline.cli.options import expand, fetch
 from paceline.cli.output import FORCE, print_json, replace_anything
 from paceline.lab.report.columns import Column, record_of, table_of
 from paceline.lab.report.render import rich_table
-from paceline.model.names import PULLABLE, Pullable, megabytes, pulled
+from paceline.model.names import PULLABLE, megabytes, pulled
 from paceline.settings import setting
 
 
@@ -35,35 +35,6 @@ def pull(
         raise typer.BadParameter("which model? `paceline pull smollm2`, or --list for all")
     replace_anything(force)
     fetch(name, as_json)
-
-
-def in_short(entry: Pullable) -> str:
-    """What would be pulled and how large it is, in one line."""
-    return (
-        f"{entry.full_name} ({entry.what}, {entry.licence}) is not here yet: "
-        f"{megabytes(entry.download)} to download from the {entry.source}, "
-        f"{megabytes(entry.on_disk)} on the disk."
-    )
-
-
-def fetch(name: str, as_json: bool = False, quiet: bool = False) -> None:
-    """Pull with progress on stderr, and say where the model is unless ``quiet``."""
-    from paceline.pull import pull as pull_model
-
-    result = pull_model(name)
-    entry = result.entry
-    if quiet:
-        return
-    if as_json:
-        same = {key: getattr(entry, key) for key in ("source", "location", "licence")}
-        did = {"sha256": result.sha256, "bytes": result.size, "fetched": result.fetched}
-        print_json({"name": entry.full_name, "folder": str(result.folder), **same, **did})
-        return
-    word = "ready" if result.fetched else "already there"
-    print(f"{entry.full_name} is {word}: {entry.what} ({entry.licence})")
-    print(f"  {result.folder}")
-    print(f"  SHA-256 of the weights {result.sha256}")
-    print(f"Try: paceline chat --model {entry.full_name}")
 
 
 _LISTED = (

@@ -2,16 +2,13 @@
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Callable, Iterator
 from contextlib import closing, contextmanager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from paceline.cli.expand import parameter_of, with_signature
-from paceline.cli.options import chosen_model
-from paceline.cli.progress import showing
-from paceline.core.stages import stage
+from paceline.cli.options import chosen_model, parameter_of, with_signature
+from paceline.core.stages import info, stage
 from paceline.errors import ConfigError, PacelineError
 from paceline.files import read_toml
 from paceline.server.config import ServeConfig, configure, keys, to_toml
@@ -78,11 +75,11 @@ def serve(config: str | None, print_config: bool, flags: dict[str, Any]) -> None
         notes = [exposure_warning(settings.host, api_keys)]
         if settings.api_key_file is not None:
             notes.append(key_file_warning(settings.api_key_file))
-        for note in filter(None, notes):
-            print(f"warning: {note}", file=sys.stderr)
+        for warning in filter(None, notes):
+            info(f"warning: {warning}")
         with _open(settings) as service:
             for note in service.client.facts.notes:
-                print(f"note: {note}", file=sys.stderr)
+                info(f"note: {note}")
             set_up_logging(settings.log_level)
             run(service, api_keys, listener, telemetry)
 
@@ -93,7 +90,7 @@ def _open(settings: ServeConfig) -> Iterator[Service]:
     if settings.single_process:
         from paceline.server.local import load_llm, local_service
 
-        with showing(), stage(f"loading {settings.model}"):
+        with stage(f"loading {settings.model}"):
             llm = load_llm(settings)
         yield local_service(llm, settings)
         return
@@ -101,7 +98,7 @@ def _open(settings: ServeConfig) -> Iterator[Service]:
     from paceline.server.service import Service
 
     with closing(EngineProcess(settings)) as process:
-        with showing(), stage(f"loading {settings.model}"):
+        with stage(f"loading {settings.model}"):
             try:
                 tokenizer = load_tokenizer_alone(settings)  # while the other process loads
             except PacelineError:

@@ -1,35 +1,138 @@
-"""The bar of a call from Python, where no command shows stages."""
+"""How far stages are: bars on a terminal, for commands and for a call from Python."""
 
 from __future__ import annotations
 
+import sys
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import Any
 
-from paceline.core.stages import Stage, is_heard, stage
+from rich.console import Console
+from rich.live import Live
+from rich.progress_bar import ProgressBar
+from rich.table import Table
+from rich.text import Text
 
-
-class _Bar:
-    """One of rich's."""
-
-    def __init__(self, bar: Any, task: Any) -> None:
-        self._bar, self._task = bar, task
-
-    def advance(self, steps: float = 1, note: str | None = None) -> None:
-        self._bar.advance(self._task, steps)
-
-    def resize(self, total: float) -> None:
-        self._bar.update(self._task, total=total)
+from paceline.core.stages import Stage, is_heard, listening
 
 
 @contextmanager
-def stage_or_bar(what: str, total: int, unit: str, shown: bool) -> Iterator[Stage]:
-    """A stage for whoever listens, else a bar of its own if it is to be ``shown``."""
+def bars(shown: bool) -> Iterator[None]:
+    """Bars on stderr for the stages of this block if they are to be ``shown`` and nobody listens
+    to them yet."""
     if is_heard() or not shown:
-        with stage(what, total, unit) as begun:
-            yield begun
+        yield
         return
-    from rich.progress import Progress
+    with listening(Bars(Console(stderr=True))):
+        yield
 
-    with Progress(transient=True) as bar:
-        yield _Bar(bar, bar.add_task(what, total=total))
+
+class OpenStage:
+    """How far an open stage is."""
+
+    def __init__(self, what: str, total: float | None, unit: str) -> None:
+        self.what, self.total, self.unit, self.note = what, total, unit, ""
+        self.done = 0.0
+        self.start = time.monotonic()
+
+    def advance(self, steps: float = 1, note: str | None = None) -> None:
+        self.done += steps
+        self.note = self.note if note is None else note
+
+    def resize(self, total: float) -> None:
+        self.total = total
+
+    @property
+    def counts(self) -> str:
+        """``120 of 2,000 records``, ``31 of 93 MB``, or what is known of it."""
+        done, total, unit = self.done, self.total, self.unit
+        if not done and total is None:
+            return ""
+        if total is not None and done > total:
+            total = None  # it was only a guess
+        if unit == "B":
+            sizes = ((1e9, "GB"), (1e6, "MB"), (1e3, "kB"), (1.0, "B"))
+            size, unit = next(s for s in sizes if max(done, total or 0) >= 10 * s[0] or s[0] == 1)
+            done, total = done / size, None if total is None else total / size
+        of = "" if total is None else f" of {total:,.0f}"
+        return f"{done:,.0f}{of} {unit}".rstrip()
+
+    @property
+    def left(self) -> str:
+        """How long it may last yet, as ``about 3 min left``, once that can be said."""
+        elapsed = time.monotonic() - self.start
+        if not self.total or not 0 < self.done < self.total or elapsed < 5:
+            return ""
+        rest = self.total - self.done
+        return f"about {duration(rest if self.unit == 's' else rest * elapsed / self.done)} left"
+
+    def line(self) -> str:
+        elapsed = time.monotonic() - self.start
+        so_far = f"{duration(elapsed)} so far" if elapsed >= 1 else ""
+        parts = [part for part in (self.counts, self.note, so_far, self.left) if part]
+        return self.what + (": " + ", ".join(parts) if parts else " ...")
+
+
+def duration(seconds: float) -> str:
+    """``45 s``, ``3 min 20 s``, ``2 h 5 min``."""
+    whole = round(seconds)
+    if whole < 60:
+        return f"{whole} s"
+    minutes, rest = divmod(whole, 60)
+    if minutes < 60:
+        return f"{minutes} min {rest} s" if rest and minutes < 10 else f"{minutes} min"
+    return f"{minutes // 60} h {minutes % 60} min"
+
+
+class OpenStages:
+    """The open stages, the innermost last. Shown from ``start`` to ``stop``, while any is open:
+    between them the screen is the command's."""
+
+    def __init__(self, console: Console) -> None:
+        self.open: tuple[OpenStage, ...] = ()  # replaced as a whole: another thread reads it
+        self._console = console
+
+    def begin(self, what: str, total: float | None, unit: str) -> Stage:
+        first, begun = not self.open, OpenStage(what, total, unit)
+        self.open = (*self.open, begun)
+        if first:
+            self.start()
+        return begun
+
+    def end(self, stage: Stage) -> None:
+        self.open = tuple(other for other in self.open if other is not stage)
+        if not self.open:
+            self.stop()
+
+    def start(self) -> None:
+        raise NotImplementedError
+
+    def stop(self) -> None:
+        raise NotImplementedError
+
+
+class Bars(OpenStages):
+    """A bar for every open stage; gone when the stage ends."""
+
+    def start(self) -> None:
+        self._live = Live(
+            get_renderable=self._drawn,
+            console=self._console,
+            transient=True,
+            redirect_stdout=sys.stdout.isatty(),  # else what is piped would go to the terminal
+        )
+        self._live.start()
+
+    def stop(self) -> None:
+        self._live.stop()
+
+    def info(self, line: str) -> None:
+        self._console.print(line, highlight=False, soft_wrap=True, markup=False)
+
+    def _drawn(self) -> Table:
+        bars = Table.grid(padding=(0, 1))
+        for item in self.open:
+            title = f"{item.what}: {item.note}" if item.note else item.what
+            bar = ProgressBar(item.total, item.done, width=40, pulse=item.total is None)
+            bars.add_row(Text(title), bar, Text(item.counts), Text(item.left, style="dim"))
+        return bars

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import platform
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -198,22 +198,14 @@ class TunedProfile:
     def _check(self, path: str | Path) -> None:
         """Values that have the right type and make no sense all the same."""
         costs, length = self.costs, self.draft.length
-        rows = [costs.tokens, *costs.target]
-        curves = [(p.batches, p.seconds) for p in costs.passes.values()]
-        shapes = [len(row) == len(rows[0]) > 0 for row in rows] + [
-            len(batches) == len(seconds) > 0 for batches, seconds in curves
-        ]
-        axes = [costs.batches, costs.tokens, *(batches for batches, _ in curves)]
-        times = [*costs.target, *(seconds for _, seconds in curves)]
+        curves = [(costs.tokens, row) for row in costs.target]
+        curves += [(costs.batches, tuple(row[0] for row in costs.target if row))]
+        curves += [(known.batches, known.seconds) for known in costs.passes.values()]
         wrong = {
             "draft.length": length != "auto" and not (isinstance(length, int) and length >= 0),
             "draft.max_length": self.draft.max_length < 1,
             "engine.max_batch_size": self.engine.max_batch_size < 1,
-            "costs": not costs.batches
-            or len(costs.target) != len(costs.batches)
-            or not all(shapes)
-            or any(list(axis) != sorted(set(axis)) or axis[0] < 1 for axis in axes)
-            or any(not 0 < second < 1e6 for row in times for second in row),
+            "costs": not all(_is_curve(*curve) for curve in curves),
         }
         for key, bad in wrong.items():
             if bad:
@@ -261,6 +253,12 @@ class TunedProfile:
             f"profile {path} was measured elsewhere ({'; '.join(differences)}): its choices hold, "
             "but its costs are measured anew; paceline tune makes one for this machine"
         )
+
+
+def _is_curve(points: Sequence[int], seconds: Sequence[float]) -> bool:
+    """Whether there are seconds of every point, and points that rise from 1 or more."""
+    rises = len(points) > 0 and points[0] >= 1 and list(points) == sorted(set(points))
+    return rises and len(points) == len(seconds) and all(0 < time < 1e6 for time in seconds)
 
 
 def _plain(value: Any) -> Any:
