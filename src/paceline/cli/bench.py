@@ -20,6 +20,7 @@ from paceline.core.stages import info, stage
 from paceline.errors import ConfigError, PromptError
 from paceline.model.names import DEFAULT_DRAFT, default_drafts
 from paceline.settings import changed, under
+from paceline.settings.tuned import TunedProfile
 
 if TYPE_CHECKING:
     from paceline import LLM
@@ -241,8 +242,6 @@ def _length_and_rule(engine: ModelOptions) -> tuple[Any, str]:
     """Asked for, else the profile's (its length only with its draft), else auto."""
     length, rule = engine.draft_length, engine.rule
     if engine.profile is not None:
-        from paceline.settings.tuned import TunedProfile
-
         profile = TunedProfile.read(engine.profile)
         rule = rule or profile.engine.rule
         if length is None and engine.draft is None:

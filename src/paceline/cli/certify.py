@@ -5,12 +5,9 @@ With ``--url``: is the server behind it lossless, whoever made it?
 
 from __future__ import annotations
 
-import functools
-import inspect
 import os
-from collections.abc import Callable
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
@@ -29,7 +26,8 @@ from paceline.core.stages import stage
 from paceline.errors import ConfigError
 from paceline.lab.budget import Budget
 from paceline.lab.certify.effort import Effort
-from paceline.settings import changed, entries, setting, under
+from paceline.lab.report.document import Text
+from paceline.settings import changed, entries, under
 
 if TYPE_CHECKING:
     from paceline import LLM
@@ -74,21 +72,30 @@ class ServerOptions:
     )
 
 
-@expand
-def certify_server(
+def _certify_server(
+    context: typer.Context,
     server: ServerOptions,
+    model: str | None,
     prompts: PromptOptions,
     effort: Effort,
     output: ReportOptions,
-    model: str = setting("", ""),
-    seconds: float = setting(0.0, ""),
+    budget: Budget,
 ) -> int:
-    """The server behind a URL, by its answers; no model is loaded here."""
+    """The server behind a URL, by its answers; no model is loaded here. Raises ConfigError if more
+    is asked for than goes with one."""
+    asked = ServerOptions, PromptOptions, Effort, ReportOptions
+    known = {"model", "seconds", *(entry.name for table in asked for entry in entries(table))}
+    for parameter in context.command.params:
+        given = context.get_parameter_source(parameter.name or "")
+        if parameter.name not in known and given and given.name == "COMMANDLINE":
+            raise ConfigError(
+                f"{parameter.opts[0]} is for an engine of this machine, not for a server "
+                "behind --url; leave it out, and start the server with it"
+            )
     from paceline.lab.bench.prompts import evenly
     from paceline.lab.certify.asking import connect
     from paceline.lab.certify.server import ServerCertifier
 
-    budget = Budget(seconds or None)
     texts = [(prompt.name, prompt.text) for prompt in evenly(prompts.load(1), effort.texts)]
     of_model = model or None, os.environ.get("OPENAI_API_KEY")
     answering, reference = connect(server.url or "", *of_model)
@@ -111,34 +118,10 @@ def _code(certificate: Certificate) -> int:
     return 0 if certificate.lossless else 1 if certificate.problems else NOT_ENOUGH
 
 
-def by_url(command: Callable[..., None]) -> Callable[..., None]:
-    """The command, but for calls with ``--url``: those take fewer options."""
-    of_server = inspect.signature(certify_server).parameters
-
-    @functools.wraps(command)
-    def chosen(context: typer.Context, **values: Any) -> None:
-        if values["url"] is None:
-            if values["against"] is not None:
-                raise typer.BadParameter("--against goes with --url")
-            command(context=context, **values)
-            return
-        for parameter in context.command.params:
-            given = context.get_parameter_source(parameter.name or "")
-            if parameter.name not in of_server and given and given.name == "COMMANDLINE":
-                raise ConfigError(
-                    f"{parameter.opts[0]} is for an engine of this machine, not for a server "
-                    "behind --url; leave it out, and start the server with it"
-                )
-        certify_server(**{name: values[name] for name in of_server})
-
-    return chosen
-
-
-@by_url
 @expand
 def certify(
     context: typer.Context,
-    engine: ModelOptions,
+    pair: Annotated[dict[str, Any], entries(ModelOptions, "command")],
     prompts: PromptOptions,
     sampling: CertifiedSampling,
     effort: Effort,
@@ -154,6 +137,12 @@ def certify(
     Exits with 1 if something is wrong, with 3 if there was not enough time to certify anything.
     """
     budget = time.begin()
+    if server.url is not None:
+        about = server, pair["model"], prompts, effort, output, budget
+        return _certify_server(context, *about)
+    if server.against is not None:
+        raise typer.BadParameter("--against goes with --url")
+    engine = ModelOptions(**pair)
     _check(engine)
     params, chosen = sampling.params(), _prompts(prompts, effort.texts)
     saved = time.run_of(
@@ -167,7 +156,6 @@ def certify(
     llm = replace(engine, max_batch_size=batch).open(engine.resolved_draft)
     from paceline.lab.certify.evidence import Evidence
     from paceline.lab.certify.run import Certifier
-    from paceline.lab.report.document import Text
 
     evidence = saved.measurements(Evidence, llm.target)
     encoded = [(prompt.name, prompt.encode(llm)) for prompt in chosen]

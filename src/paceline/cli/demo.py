@@ -15,6 +15,7 @@ import typer
 from rich.console import Console
 from rich.text import Text
 
+from paceline import SamplingParams
 from paceline.cli.options import ModelOptions, expand, fetch, in_short
 from paceline.cli.output import DRAFT_STYLE, TARGET_STYLE, print_json
 from paceline.cli.race import race
@@ -35,7 +36,7 @@ from paceline.model.names import DEFAULT_DRAFT, EMBEDDED, REAL, SMOLLM2, VARIABL
 from paceline.settings import setting
 
 if TYPE_CHECKING:
-    from paceline import LLM, SamplingParams
+    from paceline import LLM
     from paceline.draft.suffix import SuffixDrafter
     from paceline.lab.bench.prompts import BenchPrompt
     from paceline.lab.certify.difference import Difference
@@ -61,7 +62,7 @@ class DemoOptions(ModelOptions):
         if self.pull and not named and pulled(SMOLLM2) is None:
             info(f"{in_short(SMOLLM2)} Fetching it, once.")
             try:
-                fetch(SMOLLM2.name, quiet=True)
+                fetch(SMOLLM2.name)
             except PacelineError as error:
                 info(f"not fetched: {error}")
         super().__post_init__()  # chooses a model by what is here
@@ -176,7 +177,6 @@ def measure(
     shown: bool,
 ) -> Measurement:
     """Decode a prompt by both in turns; ``shown``: with the text as it is written."""
-    from paceline import SamplingParams
     from paceline.lab.certify import difference
 
     ids = prompt.encode(plain)
@@ -225,8 +225,6 @@ def _difference_in_words(
 
 def _warm_up(*llms: LLM) -> None:
     """Kernels, buffers and lazy imports; a memory keeps none of it."""
-    from paceline import SamplingParams
-
     for llm in llms:
         llm.generate([[1, 2, 3, 4]], SamplingParams(max_tokens=8, ignore_eos=True))
         for drafter in _with_memory(llm):
@@ -278,8 +276,6 @@ def demo(options: DemoOptions) -> None:
         )
     if options.lossy:
         raise typer.BadParameter("the demo shows that drafts change no text; leave --lossy out")
-    from paceline import SamplingParams
-
     params = SamplingParams(max_tokens=options.max_tokens)
     console = Console(quiet=options.as_json)
     with stage("loading the models"):

@@ -12,14 +12,15 @@ from typing import TYPE_CHECKING
 import typer
 from rich.console import Console
 
+from paceline import Grammar, SamplingParams
 from paceline.cli.options import ModelOptions, expand
 from paceline.cli.output import completion_record, print_json, stream_to, summary
 from paceline.errors import ConfigError
+from paceline.request.defaults import SamplingDefaults
 from paceline.settings import changed, setting, under
 
 if TYPE_CHECKING:
-    from paceline import LLM, Completion, Grammar, SamplingParams
-    from paceline.request.defaults import SamplingDefaults
+    from paceline import LLM, Completion
 
 Messages = list[dict[str, str]]
 _output, _sampling = under("Output"), under("Sampling")
@@ -56,9 +57,6 @@ class DistributionOptions:
 
     def params(self, defaults: SamplingDefaults | None = None) -> SamplingParams:
         """``defaults`` are the model's. Raises ConfigError on a value out of range."""
-        from paceline import SamplingParams
-        from paceline.request.defaults import SamplingDefaults
-
         given = {item.name: vars(self)[item.name] for item in fields(SamplingDefaults)}
         filled = SamplingDefaults(**given).over(defaults or SamplingDefaults()).filled()
         values = vars(self) | filled
@@ -112,8 +110,6 @@ def parse_logit_bias(pairs: Sequence[str]) -> dict[int, float]:
 
 def parse_grammar(text: str) -> Grammar:
     """``json``, ``KIND:TEXT`` or ``KIND:@FILE``. Raises ConfigError."""
-    from paceline import Grammar
-
     kind, colon, body = text.partition(":")
     if text == "json":
         return Grammar.json()

@@ -22,12 +22,15 @@ from paceline.errors import ConfigError, DataError, WriteError
 from paceline.files import cache_folder, replace_text
 from paceline.files.ownership import check_file
 from paceline.lab.budget import Budget
+from paceline.lab.report.document import Report
+from paceline.lab.report.render import check_path, print_report, write
+from paceline.model.identity import ModelIdentity
 from paceline.settings import entries, flag, under
+from paceline.settings.tuned import MachineIdentity
 
 if TYPE_CHECKING:
     from paceline.lab.bench.prompts import BenchPrompt
     from paceline.lab.perplexity import TextPerplexity
-    from paceline.lab.report.document import Report
     from paceline.llm import LLM
     from paceline.model.target import CausalModel
 
@@ -72,14 +75,10 @@ class ReportOptions:
     def __post_init__(self) -> None:
         replace_anything(self.force)
         if self.report is not None:
-            from paceline.lab.report.render import check_path
-
             check_path(self.report)
 
     def emit(self, record: dict[str, Any], report: Report) -> None:
         """Tables or JSON to stdout, and the report's file if one was asked for."""
-        from paceline.lab.report.render import print_report, write
-
         if self.as_json:
             print_json(record)
         else:
@@ -255,9 +254,6 @@ class SavedRun:
         Where time counts (``timed``) the machine must be the same, too. Raises ConfigError if the
         run was of another one.
         """
-        from paceline.model.identity import ModelIdentity
-        from paceline.settings.tuned import MachineIdentity
-
         machine = asdict(MachineIdentity.of(target)) if timed else {}
         machine.pop("date", None)
         model = ModelIdentity.of(target)

@@ -5,19 +5,27 @@ from __future__ import annotations
 import inspect
 import sys
 from collections.abc import Callable, Sequence
-from dataclasses import MISSING, Field, dataclass, is_dataclass
-from typing import TYPE_CHECKING, Annotated, Any, get_args, get_type_hints
+from dataclasses import MISSING, Field, dataclass, is_dataclass, replace
+from typing import TYPE_CHECKING, Annotated, Any, get_args, get_origin, get_type_hints
 
 import typer
 from rich.markup import escape
 
-from paceline.cli.output import print_json, quiet_libraries
+from paceline.cli.output import quiet_libraries
 from paceline.cli.progress import showing
 from paceline.core.cgroup import processors
 from paceline.core.stages import info, stage
 from paceline.draft.foreign import ForeignDraft, read_foreign
 from paceline.errors import ConfigError, PacelineError
-from paceline.model.names import DEFAULT_DRAFT, IN_WORDS, Pullable, default_model, megabytes
+from paceline.model.names import (
+    DEFAULT_DRAFT,
+    IN_WORDS,
+    NotPulledError,
+    Pullable,
+    default_model,
+    megabytes,
+    resolve,
+)
 from paceline.settings import (
     EngineSettings,
     LoadSettings,
@@ -27,9 +35,11 @@ from paceline.settings import (
     explicit,
     under,
 )
+from paceline.settings.tuned import TunedProfile
 
 if TYPE_CHECKING:
     from paceline import LLM
+    from paceline.pull.run import Pulled
 
 _model = under("Model")
 
@@ -38,63 +48,56 @@ _model = under("Model")
 
 def expand(command: Callable[..., int | None]) -> Callable[..., None]:
     """Replace every parameter annotated with a table of settings by the table's options, and every
-    parameter whose default is a ``setting`` by its option. Others are left to Typer.
+    parameter whose default is a ``setting`` by its option. ``Annotated[dict, settings]`` stands for
+    the options of some settings, by name. Others are left to Typer.
 
-    What it returns is its exit status.
+    What the command does is shown, and what it returns is its exit status.
     """
-    hints = get_type_hints(command)
+    hints = get_type_hints(command, include_extras=True)
     options: dict[str, TableEntry] = {}
-    tables: dict[str, tuple[TableEntry, ...]] = {}
+    tables: dict[str, tuple[Callable[..., Any], Sequence[TableEntry]]] = {}
     others: list[inspect.Parameter] = []
     for name, parameter in inspect.signature(command).parameters.items():
-        if is_dataclass(hints[name]):
-            tables[name] = entries(hints[name], "command")
-            options |= {entry.name: entry for entry in tables[name]}
+        hint = hints[name]
+        if is_dataclass(hint) or get_origin(hint) is Annotated:
+            tables[name] = get_args(hint) or (hint, entries(hint, "command"))
+            options |= {entry.name: entry for entry in tables[name][1]}
         elif isinstance(parameter.default, Field):
-            options[name] = entry_of(name, hints[name], parameter.default)
+            options[name] = entry_of(name, hint, parameter.default)
         else:
-            others.append(parameter.replace(annotation=hints[name]))
+            others.append(parameter.replace(annotation=hint))
 
     def call(**values: Any) -> None:
         quiet_libraries()
         with showing():
             values |= {name: _value(entry, values[name]) for name, entry in options.items()}
-            for name, table in tables.items():
-                values[name] = hints[name](
-                    **{entry.name: values.pop(entry.name) for entry in table}
-                )
+            for name, (kind, listed) in tables.items():
+                values[name] = kind(**{entry.name: values.pop(entry.name) for entry in listed})
             code = command(**values)
         if code:
             raise typer.Exit(code)
 
-    return with_signature(call, command, [*others, *map(parameter_of, options.values())])
-
-
-def with_signature(
-    call: Callable[..., int | None],
-    command: Callable[..., Any],
-    parameters: list[inspect.Parameter],
-) -> Callable[..., None]:
-    """``call``, which Typer takes for ``command`` with these parameters; its stages are shown."""
-
-    def shown(**values: Any) -> None:
-        quiet_libraries()
-        with showing():
-            code = call(**values)
-        if code:
-            raise typer.Exit(code)
-
     # By keyword: then one with a default may stand before one without.
-    ordered = [item.replace(kind=inspect.Parameter.KEYWORD_ONLY) for item in parameters]
-    shown.__name__, shown.__doc__ = command.__name__, command.__doc__
-    shown.__annotations__ = {item.name: item.annotation for item in ordered}
-    shown.__signature__ = inspect.Signature(ordered)  # type: ignore[attr-defined]
-    return shown
+    ordered = [
+        item.replace(kind=inspect.Parameter.KEYWORD_ONLY)
+        for item in (*others, *map(_parameter_of, options.values()))
+    ]
+    call.__name__, call.__doc__ = command.__name__, command.__doc__
+    call.__annotations__ = {item.name: item.annotation for item in ordered}
+    call.__signature__ = inspect.Signature(ordered)  # type: ignore[attr-defined]
+    return call
 
 
-def parameter_of(entry: TableEntry, left_open: bool = False) -> inspect.Parameter:
-    """A setting as Typer knows options; ``left_open``: None, where it was not given, is common
-    apart from its default, and its range is looked at by whoever reads it."""
+def left_open(entry: TableEntry) -> TableEntry:
+    """The setting as None where it is not given; its range is looked at by whoever reads it."""
+    shown = entry.key.shown or str(entry.default).lower().removesuffix(".0")
+    key = replace(entry.key, shown=shown, low=None, high=None, kind="")
+    kind = str if entry.key.kind else entry.type
+    return replace(entry, type=kind, default=None, optional=True, key=key)
+
+
+def _parameter_of(entry: TableEntry) -> inspect.Parameter:
+    """A setting as Typer knows options."""
     key, default = entry.key, entry.default
     kind: Any = entry.type
     if key.kind:
@@ -102,12 +105,10 @@ def parameter_of(entry: TableEntry, left_open: bool = False) -> inspect.Paramete
     elif entry.is_list:
         kind = list[get_args(kind)[0]]  # type: ignore[misc]
     shown: Any = False if key.shown == "" else key.shown or True
-    limits: dict[str, Any] = {} if key.kind or left_open else {"min": key.low, "max": key.high}
+    limits: dict[str, Any] = {} if key.kind else {"min": key.low, "max": key.high}
     # A switch that is off needs no --no-... where its default is known.
-    flags = key.flags or ((entry.flag,) if default is False and not left_open else ())
-    if left_open:
-        shown, default = key.shown or str(default).lower().removesuffix(".0"), None
-    elif default is MISSING:
+    flags = key.flags or ((entry.flag,) if default is False else ())
+    if default is MISSING:
         default = inspect.Parameter.empty
     elif isinstance(default, tuple):
         default = ",".join(map(str, default)) if key.kind else [*default]
@@ -118,7 +119,7 @@ def parameter_of(entry: TableEntry, left_open: bool = False) -> inspect.Paramete
     else:
         panel = key.panel or None
         option = typer.Option(*flags, metavar=key.metavar, rich_help_panel=panel, **common)
-    if entry.optional or left_open:
+    if entry.optional:
         kind = kind | None
     how = inspect.Parameter.KEYWORD_ONLY
     return inspect.Parameter(entry.name, how, default=default, annotation=Annotated[kind, option])
@@ -146,24 +147,11 @@ def in_short(entry: Pullable) -> str:
     )
 
 
-def fetch(name: str, as_json: bool = False, quiet: bool = False) -> None:
-    """Pull with progress on stderr, and say where the model is unless ``quiet``."""
-    from paceline.pull import pull as pull_model
+def fetch(name: str) -> Pulled:
+    """Pull a model, or see that it is here. Raises ConfigError, ModelLoadError, WriteError."""
+    from paceline.pull import pull
 
-    result = pull_model(name)
-    entry = result.entry
-    if quiet:
-        return
-    if as_json:
-        same = {key: getattr(entry, key) for key in ("source", "location", "licence")}
-        did = {"sha256": result.sha256, "bytes": result.size, "fetched": result.fetched}
-        print_json({"name": entry.full_name, "folder": str(result.folder), **same, **did})
-        return
-    word = "ready" if result.fetched else "already there"
-    print(f"{entry.full_name} is {word}: {entry.what} ({entry.licence})")
-    print(f"  {result.folder}")
-    print(f"  SHA-256 of the weights {result.sha256}")
-    print(f"Try: paceline chat --model {entry.full_name}")
+    return pull(name)
 
 
 def set_threads(threads: int | None) -> None:
@@ -195,15 +183,13 @@ def chosen_model(given: str) -> str:
 
 def offered(model: str) -> str:
     """Ask at a terminal whether a model that is not here shall be pulled; fetch it if so."""
-    from paceline.model.names import NotPulledError, resolve
-
     if sys.stdin is None or not (sys.stdin.isatty() and sys.stderr.isatty()):
         return model  # never unasked: loading it says what to do
     try:
         resolve(model)
     except NotPulledError as error:
         if typer.confirm(f"{in_short(error.entry)} Pull it now?", default=True, err=True):
-            fetch(error.entry.name, quiet=True)
+            fetch(error.entry.name)
     except PacelineError:
         pass  # said where it is loaded
     return model
@@ -261,8 +247,6 @@ class ModelOptions(EngineSettings, _PairNames):
         """
         draft = self.draft or DEFAULT_DRAFT
         if self.draft is None and self.profile is not None:
-            from paceline.settings.tuned import TunedProfile
-
             draft = TunedProfile.read(self.profile).draft.spec
         return None if draft.lower() == "none" else draft
 

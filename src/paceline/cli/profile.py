@@ -10,6 +10,7 @@ from paceline.cli.measuring import PromptOptions, ReportOptions, measuring
 from paceline.cli.options import ModelOptions, expand
 from paceline.cli.output import debugging
 from paceline.core.stages import stage
+from paceline.errors import ConfigError
 from paceline.lab.budget import Budget
 from paceline.settings import setting
 
@@ -72,8 +73,6 @@ def _engines(engine: ModelOptions, concurrency: int) -> list[tuple[str, LLM]]:
 
     Raises ConfigError if fewer sequences are decoded together than ``concurrency`` asks for.
     """
-    from paceline import ConfigError
-
     draft = engine.resolved_draft
     if engine.max_batch_size is None and engine.profile is None and concurrency > _BATCH:
         engine = replace(engine, max_batch_size=concurrency)

@@ -34,7 +34,18 @@ def pull(
     if name is None:
         raise typer.BadParameter("which model? `paceline pull smollm2`, or --list for all")
     replace_anything(force)
-    fetch(name, as_json)
+    result = fetch(name)
+    entry = result.entry
+    if as_json:
+        same = {key: getattr(entry, key) for key in ("source", "location", "licence")}
+        did = {"sha256": result.sha256, "bytes": result.size, "fetched": result.fetched}
+        print_json({"name": entry.full_name, "folder": str(result.folder), **same, **did})
+        return
+    word = "ready" if result.fetched else "already there"
+    print(f"{entry.full_name} is {word}: {entry.what} ({entry.licence})")
+    print(f"  {result.folder}")
+    print(f"  SHA-256 of the weights {result.sha256}")
+    print(f"Try: paceline chat --model {entry.full_name}")
 
 
 _LISTED = (

@@ -13,14 +13,16 @@ from dataclasses import MISSING, asdict, dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from paceline import SamplingParams
 from paceline.cli.options import expand, load_llm
 from paceline.core.stages import info, stage
 from paceline.files import LongRecord
 from paceline.settings import LoadSettings, setting
 from paceline.train.configs import AnswerConfig, PromptSelection
+from paceline.train.records import RefusedError, Source
 
 if TYPE_CHECKING:
-    from paceline import LLM, Completion, SamplingParams
+    from paceline import LLM, Completion
     from paceline.request.request import Request
     from paceline.train.prompts import NumberedPrompt
 
@@ -56,9 +58,7 @@ def sample(
     if out.is_file():
         info(f"{out} is there already; delete it to write it anew")
         return
-    from paceline import SamplingParams
     from paceline.train.prompts import prompts_of
-    from paceline.train.records import Source
 
     sources = [Source.parse(spec) for spec in run.data]
     params = SamplingParams(**asdict(answers))
@@ -154,8 +154,6 @@ class AnswerWriter:
 
     def _next(self, turn: _Turn, written: Sequence[int], finish: str) -> _Turn | None:
         """The next question of a conversation, if there is one and the answer had an end."""
-        from paceline.train.records import RefusedError
-
         talk = turn.prompt.talk
         if finish != "stop" or talk is None or not talk.later:
             return None

@@ -2,17 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import closing, contextmanager
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
-from paceline.cli.options import chosen_model, parameter_of, with_signature
+from paceline.cli.options import chosen_model, expand, left_open
 from paceline.core.stages import info, stage
 from paceline.errors import ConfigError, PacelineError
 from paceline.files import read_toml
 from paceline.server.config import ServeConfig, configure, keys, to_toml
-from paceline.settings import entries, setting
+from paceline.settings import setting
 
 if TYPE_CHECKING:
     from paceline.server.service import Service
@@ -32,35 +32,27 @@ class FileOptions:
     print_config: bool = setting(False, "Print the configuration as such a file.")
 
 
-def with_flags(command: Callable[..., None]) -> Callable[..., None]:
-    """Give ``command(config, print_config, flags)`` a flag for every setting of ServeConfig."""
-    files = [parameter_of(entry) for entry in entries(FileOptions)]
-    model, *flags = [parameter_of(e, left_open=True) for e in keys() if e.name != "profile"]
-
-    def call(config: list[str], print_config: bool, **given: Any) -> None:
-        flags = {name: value for name, value in given.items() if value not in (None, [])}
-        by_kind: dict[str, str] = {}
-        for path in config:
-            # Only tuned settings have a version.
-            kind = "profile" if "version" in read_toml(path, "config file") else "file"
-            if by_kind.setdefault(kind, path) != path:
-                raise ConfigError(
-                    f"--config {path} is of the same kind as {by_kind[kind]}; leave out one"
-                )
-        file = by_kind.pop("file", None)
-        command(file, print_config, flags | by_kind)
-
-    return with_signature(call, command, [model, *files, *flags])
+_FLAGS = tuple(left_open(key) for key in keys() if key.name != "profile")
 
 
-@with_flags
-def serve(config: str | None, print_config: bool, flags: dict[str, Any]) -> None:
+@expand
+def serve(files: FileOptions, flags: Annotated[dict[str, Any], _FLAGS]) -> None:
     """Serve a model over HTTP: OpenAI's API, metrics, and a page at /."""
-    settings = configure(flags, config, chosen_model)
+    given = {name: value for name, value in flags.items() if value not in (None, ())}
+    by_kind: dict[str, str] = {}
+    for path in files.config:
+        # Only tuned settings have a version.
+        kind = "profile" if "version" in read_toml(path, "config file") else "file"
+        if by_kind.setdefault(kind, path) != path:
+            raise ConfigError(
+                f"--config {path} is of the same kind as {by_kind[kind]}; leave out one"
+            )
+    file = by_kind.pop("file", None)
+    settings = configure(given | by_kind, file, chosen_model)
     from paceline.server.security import Keys, exposure_warning, key_file_warning
 
     api_keys = Keys.load(settings.api_key_file)
-    if print_config:
+    if files.print_config:
         print(f"# {len(api_keys)} API keys, which are not shown")
         print(to_toml(settings), end="")
         return

@@ -17,6 +17,7 @@ from paceline.core.stages import info
 from paceline.errors import ConfigError
 from paceline.files.ownership import check_file
 from paceline.settings import LoadSettings, setting, under
+from paceline.settings.tuned import is_profile
 
 _model = under("Model")
 _PER_CATEGORY = 8
@@ -61,8 +62,6 @@ class ProfileOptions(ReportOptions):
             raise ConfigError(
                 f"{out} exists already; give --force to overwrite it, or another --out"
             )
-        from paceline.settings.tuned import is_profile
-
         check_file(path, "the profile", is_profile)
 
 
