@@ -4,20 +4,20 @@ from __future__ import annotations
 
 import json
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from typer.testing import CliRunner, Result
+from typer.testing import Result
 
 from paceline.cli.bench import _length_and_rule
-from paceline.cli.main import app
 from paceline.cli.options import ModelOptions
 from paceline.lab.bench.engines import Starter
 from paceline.lab.bench.methods import Method
 from paceline.lab.bench.runs import Ask, BenchEngine, TimedRun
-from support.command_lines import assert_one_line, refusals
+from support.command_lines import assert_one_line, paceline, refusals
 from support.made_outcomes import Fake
 from support.tiny_models import TinyPair
 
@@ -25,8 +25,7 @@ FEW = ["--rounds", "1", "--per-category", "1", "--category", "chat", "--category
 SHORT = ["--max-tokens", "12"]
 
 
-def run(*arguments: str) -> Result:
-    return CliRunner().invoke(app, ["bench", *arguments], env={"COLUMNS": "120"})
+run = partial(paceline, "bench", COLUMNS="120")
 
 
 def test_the_embedded_pair(tmp_path: Path) -> None:

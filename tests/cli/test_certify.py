@@ -6,12 +6,10 @@ import json
 from pathlib import Path
 
 import pytest
-from typer.testing import CliRunner, Result
 
-from paceline.cli.main import app
 from paceline.lab.certify.certificate import Problem
 from paceline.lab.certify.run import Certifier
-from support.command_lines import assert_one_line
+from support.command_lines import assert_one_line, paceline
 from support.planted_server import PlantedServer, served
 from support.tiny_models import TinyPair
 
@@ -25,13 +23,9 @@ def arguments(tiny_pair: TinyPair, tmp_path_factory: pytest.TempPathFactory) -> 
     return ["certify", *pair, "--draft-length", "2", "--prompts", str(prompts), *small]
 
 
-def run(arguments: list[str]) -> Result:
-    return CliRunner().invoke(app, arguments)
-
-
 def test_tables_report_and_exit_status(arguments: list[str], tmp_path: Path) -> None:
     report = tmp_path / "r.html"
-    result = run([*arguments, "--report", str(report)])
+    result = paceline(*arguments, "--report", str(report))
     assert result.exit_code == 0, result.output
     for words in ("Token for token", "Distribution", "The rule, enumerated", "CERTIFIED: "):
         assert words in result.stdout
@@ -40,7 +34,7 @@ def test_tables_report_and_exit_status(arguments: list[str], tmp_path: Path) -> 
 
 
 def test_json(arguments: list[str]) -> None:
-    result = run([*arguments, "--json", "--top-p", "0.9", "--frequency-penalty", "0.3"])
+    result = paceline(*arguments, "--json", "--top-p", "0.9", "--frequency-penalty", "0.3")
     assert result.exit_code == 0, result.output
     record = json.loads(result.stdout)
     assert record["lossless"] is True and record["problems"] == []
@@ -58,7 +52,7 @@ def test_a_problem_is_named_and_fails(
         self._ended = True
 
     monkeypatch.setattr(Certifier, "run", broken)
-    result = run(arguments)
+    result = paceline(*arguments)
     assert result.exit_code == 1
     assert "NOT LOSSLESS: rule: something is wrong" in result.stdout
 
@@ -68,7 +62,7 @@ def test_ctrl_c_shows_what_there_is(arguments: list[str], monkeypatch: pytest.Mo
         raise KeyboardInterrupt
 
     monkeypatch.setattr(Certifier, "run", interrupted)
-    result = run(arguments)
+    result = paceline(*arguments)
     assert result.exit_code == 130
     assert "NOT CERTIFIED: interrupted" in result.stdout
 
@@ -84,7 +78,7 @@ def test_ctrl_c_shows_what_there_is(arguments: list[str], monkeypatch: pytest.Mo
     ],
 )
 def test_bad_input(arguments: list[str], more: list[str], code: int, message: str) -> None:
-    result = run([*arguments, *more])
+    result = paceline(*arguments, *more)
     assert result.exit_code == code
     assert message in result.stderr
     assert "Traceback" not in result.output
@@ -93,17 +87,17 @@ def test_bad_input(arguments: list[str], more: list[str], code: int, message: st
 def test_a_server_behind_a_url() -> None:
     few = ["--requests", "120", "--max-tokens", "12", "--json"]
     with served(PlantedServer("zeros")) as broken, served(PlantedServer(seed=8)) as other:
-        result = run(["certify", "--url", other, "--against", other, *few])
+        result = paceline("certify", "--url", other, "--against", other, *few)
         assert result.exit_code == 0, result.output
         record = json.loads(result.stdout)
         assert record["lossless"] and record["server"].startswith("planted at http://127")
-        result = run(["certify", "--url", broken, "--model", "planted", *few])
+        result = paceline("certify", "--url", broken, "--model", "planted", *few)
         assert result.exit_code == 1
         assert "logprobs" in {problem["part"] for problem in json.loads(result.stdout)["problems"]}
-        result = run(["certify", "--url", other, "--requests", "2"])
+        result = paceline("certify", "--url", other, "--requests", "2")
         assert result.exit_code == 3 and "NOT ENOUGH: " in result.stdout
-    result = run(["certify", "--url", "http://127.0.0.1:9"])
+    result = paceline("certify", "--url", "http://127.0.0.1:9")
     assert_one_line(result, "no server answers at http://127.0.0.1:9/v1/models")
-    result = run(["certify", "--url", other, "--draft", "ngram"])
+    result = paceline("certify", "--url", other, "--draft", "ngram")
     assert_one_line(result, "--draft is for an engine of this machine")
-    assert run(["certify", "--against", other]).exit_code == 2
+    assert paceline("certify", "--against", other).exit_code == 2

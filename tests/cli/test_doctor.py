@@ -4,20 +4,17 @@ from __future__ import annotations
 
 import json
 import shutil
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
-from typer.testing import CliRunner, Result
 
-from paceline.cli.main import app
 from paceline.model.names import resolve
-from support.command_lines import assert_one_line, refusals
+from support.command_lines import assert_one_line, paceline, refusals
 from support.tiny_models import TinyPair
 
-
-def run(*arguments: str) -> Result:
-    return CliRunner().invoke(app, ["doctor", *arguments])
+run = partial(paceline, "doctor")
 
 
 @pytest.fixture

@@ -10,12 +10,10 @@ import sys
 from pathlib import Path
 
 import pytest
-from typer.testing import CliRunner, Result
 
 from paceline import PacelineError, __version__
 from paceline.cli import main
-from paceline.cli.main import app
-from support.command_lines import assert_one_line, refusals
+from support.command_lines import assert_one_line, paceline, refusals
 from support.tiny_models import TinyPair
 
 COMMAND = [sys.executable, "-m", "paceline.cli.main"]
@@ -23,24 +21,20 @@ COMMAND = [sys.executable, "-m", "paceline.cli.main"]
 PLAIN = ("--draft", "none")
 
 
-def run(*arguments: str) -> Result:
-    return CliRunner().invoke(app, list(arguments))
-
-
 def test_missing_model_folder(tmp_path: Path) -> None:
     missing = str(tmp_path / "nowhere")
-    assert_one_line(run("generate", "hi", "--model", missing), "nowhere", "does not exist")
+    assert_one_line(paceline("generate", "hi", "--model", missing), "nowhere", "does not exist")
 
 
 def test_folder_without_weights(tiny_pair: TinyPair, tmp_path: Path) -> None:
     shutil.copytree(
         tiny_pair.target, tmp_path / "m", ignore=shutil.ignore_patterns("*.safetensors")
     )
-    assert_one_line(run("generate", "hi", "--model", str(tmp_path / "m")), "no weights")
+    assert_one_line(paceline("generate", "hi", "--model", str(tmp_path / "m")), "no weights")
 
 
 def test_folder_without_config(tmp_path: Path) -> None:
-    assert_one_line(run("generate", "hi", "--model", str(tmp_path)), "config.json")
+    assert_one_line(paceline("generate", "hi", "--model", str(tmp_path)), "config.json")
 
 
 def test_unsupported_architecture(tmp_path: Path) -> None:
@@ -48,7 +42,7 @@ def test_unsupported_architecture(tmp_path: Path) -> None:
 
     config = BloomConfig(vocab_size=64, hidden_size=16, n_layer=1, n_head=2)
     BloomForCausalLM(config).save_pretrained(tmp_path)
-    assert_one_line(run("generate", "hi", "--model", str(tmp_path)), "bloom")
+    assert_one_line(paceline("generate", "hi", "--model", str(tmp_path)), "bloom")
 
 
 def test_draft_with_a_vocabulary_that_cannot_be_translated(
@@ -62,28 +56,30 @@ def test_draft_with_a_vocabulary_that_cannot_be_translated(
     tokenizer.normalizer = normalizers.Lowercase()
     tokenizer.save(str(folder / "tokenizer.json"))
     spec = f"model:{folder},vocab=string"
-    result = run("generate", "hi", "--model", tiny_pair.target, "--draft", spec)
+    result = paceline("generate", "hi", "--model", tiny_pair.target, "--draft", spec)
     assert_one_line(result, "vocabulary", "id ", "give text back", "same family")
 
 
 def test_unknown_draft(tiny_pair: TinyPair) -> None:
-    result = run("generate", "hi", "--model", tiny_pair.target, "--draft", "ngram:biggest=4")
+    result = paceline("generate", "hi", "--model", tiny_pair.target, "--draft", "ngram:biggest=4")
     assert_one_line(result, "biggest")
 
 
 def test_prompt_too_long(tiny_pair: TinyPair) -> None:
-    result = run("generate", "long " * 300, "--model", tiny_pair.target, *PLAIN)
+    result = paceline("generate", "long " * 300, "--model", tiny_pair.target, *PLAIN)
     assert_one_line(result, "tokens", "shorten the prompt")
 
 
 @pytest.mark.parametrize("command", ["generate", "chat"])
 def test_cache_too_small(tiny_pair: TinyPair, command: str) -> None:
-    result = run(command, "hi", "--model", tiny_pair.target, "--kv-cache-memory", "1K")
+    result = paceline(command, "hi", "--model", tiny_pair.target, "--kv-cache-memory", "1K")
     assert_one_line(result, "cache", "kv_cache_memory")
 
 
 def test_empty_prompt(tiny_pair: TinyPair) -> None:
-    assert_one_line(run("generate", "", "--model", tiny_pair.target, *PLAIN), "prompt is empty")
+    assert_one_line(
+        paceline("generate", "", "--model", tiny_pair.target, *PLAIN), "prompt is empty"
+    )
 
 
 @pytest.mark.parametrize(
@@ -101,7 +97,7 @@ def test_empty_prompt(tiny_pair: TinyPair) -> None:
 )
 def test_sampling_parameters_out_of_range(flags: list[str], words: list[str]) -> None:
     # Refused before any model is read: the folder does not exist.
-    assert_one_line(run("generate", "hi", "--model", "./nowhere", *flags), *words)
+    assert_one_line(paceline("generate", "hi", "--model", "./nowhere", *flags), *words)
 
 
 @pytest.mark.parametrize(
@@ -114,7 +110,7 @@ def test_sampling_parameters_out_of_range(flags: list[str], words: list[str]) ->
     """),
 )
 def test_engine_options_out_of_range(tiny_pair: TinyPair, flags: list[str], word: str) -> None:
-    assert_one_line(run("generate", "hi", "--model", tiny_pair.target, *PLAIN, *flags), word)
+    assert_one_line(paceline("generate", "hi", "--model", tiny_pair.target, *PLAIN, *flags), word)
 
 
 @pytest.mark.parametrize(
@@ -134,14 +130,16 @@ def test_engine_options_out_of_range(tiny_pair: TinyPair, flags: list[str], word
     ids=" ".join,
 )
 def test_usage_errors(arguments: list[str]) -> None:
-    result = run(*arguments)
+    result = paceline(*arguments)
     assert result.exit_code == 2, result.output
     assert "Traceback" not in result.output
     assert "Usage" in result.stderr
 
 
 def test_training_data_is_missing(tmp_path: Path) -> None:
-    result = run("train", "lm", "--data", str(tmp_path / "no.jsonl"), "--out", str(tmp_path / "o"))
+    result = paceline(
+        "train", "lm", "--data", str(tmp_path / "no.jsonl"), "--out", str(tmp_path / "o")
+    )
     assert_one_line(result, "no.jsonl", "does not exist")
 
 
@@ -159,7 +157,7 @@ def test_every_error_is_one_line(
         raise error
 
     monkeypatch.setattr("paceline.cli.generate.SamplingOptions.params", fail)
-    result = run("generate", "hi")
+    result = paceline("generate", "hi")
     assert result.exit_code == 1
     assert all(word in result.stderr for word in words)
     assert len(result.stderr.splitlines()) == 1
@@ -177,7 +175,7 @@ def test_debug_shows_the_traceback() -> None:
 
 
 def test_version() -> None:
-    result = run("--version")
+    result = paceline("--version")
     assert result.exit_code == 0
     assert result.stdout == f"paceline {__version__}\n"
 
@@ -187,7 +185,7 @@ def test_interrupt_inside_a_command(monkeypatch: pytest.MonkeyPatch) -> None:
         raise KeyboardInterrupt
 
     monkeypatch.setattr("paceline.cli.generate.SamplingOptions.params", interrupt)
-    result = run("generate", "hi")
+    result = paceline("generate", "hi")
     assert result.exit_code == 130
     assert result.stderr == "interrupted\n"
 

@@ -6,16 +6,15 @@ import json
 from pathlib import Path
 
 import pytest
-from typer.testing import CliRunner
 
-from paceline.cli.main import app
 from paceline.files.ownership import MANIFEST
+from support.command_lines import paceline
 
 PAIR = ["--model", "paceline/tiny", "--draft", "ngram:candidates=1", "--draft-length", "4"]
 
 
 def run(*words: str, code: int = 0) -> tuple[str, str]:
-    result = CliRunner().invoke(app, ["export", *words])
+    result = paceline("export", *words)
     assert result.exit_code == code, result.output
     return result.stdout, result.stderr
 

@@ -8,17 +8,13 @@ from dataclasses import fields
 from typing import Any
 
 import pytest
-from typer.testing import CliRunner, Result
+from typer.testing import Result
 
-from paceline.cli.main import app
 from paceline.request.completion import CompletionStats
+from support.command_lines import paceline
 from support.tiny_models import TinyPair
 
 FIELDS = {"prompt", "text", "token_ids", "logprobs", "finish_reason", "index", "lossy", "stats"}
-
-
-def run(*arguments: str, input: str | None = None) -> Result:
-    return CliRunner().invoke(app, list(arguments), input=input)
 
 
 def records(result: Result) -> list[dict[str, Any]]:
@@ -33,7 +29,7 @@ def base(tiny_pair: TinyPair) -> list[str]:
 
 def test_json_has_the_names_of_the_api(base: Sequence[str], tiny_pair: TinyPair) -> None:
     flags = ["--draft", tiny_pair.draft, "--draft-length", "3", "--json", "--logprobs", "2"]
-    (record,) = records(run("generate", "Once upon", *base, *flags))
+    (record,) = records(paceline("generate", "Once upon", *base, *flags))
     assert record.keys() == FIELDS
     assert {*record["stats"], "arrivals"} == {item.name for item in fields(CompletionStats)}
     assert record["prompt"] == "Once upon"
@@ -48,16 +44,16 @@ def test_plain_and_speculative_texts_are_the_same(base: Sequence[str], tiny_pair
     sampled = ["--temperature", "1", "--seed", "7", "--json"]
     texts = []
     for draft in ("none", "ngram", tiny_pair.draft, f"tree:{tiny_pair.draft},branching=2x1"):
-        (record,) = records(run("generate", "Lily", *base, *sampled, "--draft", draft))
+        (record,) = records(paceline("generate", "Lily", *base, *sampled, "--draft", draft))
         texts.append(record["token_ids"])
     assert texts.count(texts[0]) == len(texts)
-    (plain,) = records(run("generate", "Lily", *base, *sampled, "--draft", "none"))
+    (plain,) = records(paceline("generate", "Lily", *base, *sampled, "--draft", "none"))
     assert plain["stats"]["drafted_tokens"] == 0
 
 
 def test_another_vocabulary_is_reported(base: Sequence[str], tiny_pair: TinyPair) -> None:
-    own = run("generate", "Lily", *base, "--draft", tiny_pair.draft)
-    other = run("generate", "Lily", *base, "--draft", tiny_pair.foreign)
+    own = paceline("generate", "Lily", *base, "--draft", tiny_pair.draft)
+    other = paceline("generate", "Lily", *base, "--draft", tiny_pair.foreign)
     assert other.exit_code == 0, other.output
     assert other.stdout == own.stdout
     assert "draft vocabulary: " in other.stderr and "% of text" in other.stderr
@@ -66,22 +62,22 @@ def test_another_vocabulary_is_reported(base: Sequence[str], tiny_pair: TinyPair
 
 def test_several_prompts_and_samples_come_in_order(base: Sequence[str]) -> None:
     flags = ["--n", "2", "--json", "--temperature", "1", "--seed", "1"]
-    found = records(run("generate", "Once", "The", *base, *flags))
+    found = records(paceline("generate", "Once", "The", *base, *flags))
     assert [(r["prompt"], r["index"]) for r in found] == [
         ("Once", 0),
         ("Once", 1),
         ("The", 0),
         ("The", 1),
     ]
-    shown = run("generate", "Once", "The", *base, *flags[:2], *flags[3:])
+    shown = paceline("generate", "Once", "The", *base, *flags[:2], *flags[3:])
     assert shown.exit_code == 0
     assert all(record["text"].strip() in shown.stdout for record in found)
 
 
 def test_streamed_text_is_the_text(base: Sequence[str], tiny_pair: TinyPair) -> None:
     draft = ["--draft", tiny_pair.draft]
-    (record,) = records(run("generate", "Once upon", *base, *draft, "--json"))
-    shown = run("generate", "Once upon", *base, *draft)
+    (record,) = records(paceline("generate", "Once upon", *base, *draft, "--json"))
+    shown = paceline("generate", "Once upon", *base, *draft)
     assert shown.exit_code == 0
     assert shown.stdout.rstrip("\n") == record["text"].rstrip("\n")
     assert "16 tokens (length)" in shown.stderr
@@ -92,27 +88,27 @@ def test_draft_tokens_are_coloured_on_request(base: Sequence[str], tiny_pair: Ti
     arguments = ["generate", "Once upon", *base, "--draft", tiny_pair.target]
     arguments += ["--draft-length", "3"]
     green = "\x1b[32m"
-    assert green in run(*arguments, "--show-draft").stdout
-    assert "\x1b[" not in run(*arguments, "--hide-draft").stdout
+    assert green in paceline(*arguments, "--show-draft").stdout
+    assert "\x1b[" not in paceline(*arguments, "--hide-draft").stdout
 
 
 def test_prompt_from_stdin(base: Sequence[str]) -> None:
-    (record,) = records(run("generate", "-", *base, "--json", input="Once upon\n"))
+    (record,) = records(paceline("generate", "-", *base, "--json", input="Once upon\n"))
     assert record["prompt"] == "Once upon\n"
 
 
 def test_chat_template(base: Sequence[str]) -> None:
-    (generated,) = records(run("generate", "hello", "--chat", *base, "--json"))
-    (answered,) = records(run("chat", "hello", *base, "--json"))
+    (generated,) = records(paceline("generate", "hello", "--chat", *base, "--json"))
+    (answered,) = records(paceline("chat", "hello", *base, "--json"))
     assert generated["prompt"] == "<|endoftext|><|user|>hello<|end|><|assistant|>"
     assert answered["token_ids"] == generated["token_ids"]
-    assert run("chat", "hello", *base).exit_code == 0
+    assert paceline("chat", "hello", *base).exit_code == 0
 
 
 def test_conversation_keeps_its_turns_until_reset(base: Sequence[str]) -> None:
     talk = "hello\n\nmore\n/reset\nnew\n/quit\nunread\n"
     flags = ["--system", "Be brief.", "--json", "--logit-bias", "4=-100"]
-    first, second, third = records(run("chat", *base, *flags, input=talk))
+    first, second, third = records(paceline("chat", *base, *flags, input=talk))
     opening = "<|endoftext|><|system|>Be brief.<|end|>"
     assert first["prompt"] == f"{opening}<|user|>hello<|end|><|assistant|>"
     assert second["prompt"].startswith(first["prompt"])
@@ -121,12 +117,12 @@ def test_conversation_keeps_its_turns_until_reset(base: Sequence[str]) -> None:
 
 
 def test_sampling_options_act(base: Sequence[str]) -> None:
-    (free,) = records(run("generate", "Once", *base, "--json"))
+    (free,) = records(paceline("generate", "Once", *base, "--json"))
     banned = f"{free['token_ids'][0]}=-100"
-    (other,) = records(run("generate", "Once", *base, "--json", "--logit-bias", banned))
+    (other,) = records(paceline("generate", "Once", *base, "--json", "--logit-bias", banned))
     assert other["token_ids"][0] != free["token_ids"][0]
     stop = ["--stop-token-id", str(other["token_ids"][0]), "--logit-bias", banned]
-    (stopped,) = records(run("generate", "Once", *base, "--json", *stop))
+    (stopped,) = records(paceline("generate", "Once", *base, "--json", *stop))
     assert stopped["finish_reason"] == "stop"
     assert len(stopped["token_ids"]) == 1
 
@@ -140,9 +136,9 @@ def test_a_request_that_fails_is_told_and_exits_1(
         raise RuntimeError("planted")
 
     monkeypatch.setattr(Engine, "_made", fails)
-    result = run("generate", "Once upon", *base, "--json")
+    result = paceline("generate", "Once upon", *base, "--json")
     assert result.exit_code == 1
     record = json.loads(result.stdout)
     assert (record["finish_reason"], record["error"]) == ("error", "RuntimeError: planted")
-    shown = run("generate", "Once upon", *base)
+    shown = paceline("generate", "Once upon", *base)
     assert shown.exit_code == 1 and "0 tokens (RuntimeError: planted)" in shown.stderr

@@ -14,10 +14,10 @@ from typer.testing import CliRunner
 
 from paceline import ConfigError, Grammar, SamplingParams
 from paceline.cli.generate import SamplingOptions, parse_grammar, parse_logit_bias
-from paceline.cli.main import app
 from paceline.cli.options import ModelOptions, expand, set_threads
 from paceline.core.sizes import parse_bytes
 from paceline.settings import entry_of, setting
+from support.command_lines import paceline
 
 
 @pytest.mark.parametrize(
@@ -30,7 +30,7 @@ def test_sizes(text: str, size: int) -> None:
 
 @pytest.mark.parametrize("text", ["", "lots", "-1M", "0", "1X", "nan", "inf"])
 def test_bad_sizes_are_usage_errors(text: str) -> None:
-    refused = CliRunner().invoke(app, ["generate", "x", "--kv-cache-memory", text])
+    refused = paceline("generate", "x", "--kv-cache-memory", text)
     assert refused.exit_code == 2 and "is not a size" in refused.stderr
 
 

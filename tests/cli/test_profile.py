@@ -9,10 +9,9 @@ from typing import Any
 
 import pytest
 import typer.main
-from typer.testing import CliRunner
 
 from paceline.cli.main import app
-from support.command_lines import assert_one_line, refusals
+from support.command_lines import assert_one_line, paceline, refusals
 from support.tiny_models import TinyPair
 
 
@@ -25,13 +24,9 @@ def arguments(tiny_pair: TinyPair, tmp_path_factory: pytest.TempPathFactory) -> 
     return ["profile", *pair, "--prompts", str(prompts), *few]
 
 
-def run(arguments: list[str]) -> Any:
-    return CliRunner().invoke(app, arguments)
-
-
 def test_json_report_and_trace(arguments: list[str], tmp_path: Path) -> None:
     report, trace = tmp_path / "profile.html", tmp_path / "trace.json"
-    result = run([*arguments, "--json", "--report", str(report), "--trace", str(trace)])
+    result = paceline(*arguments, "--json", "--report", str(report), "--trace", str(trace))
     assert result.exit_code == 0, result.output
     record = json.loads(result.stdout)
     plain, fast = record["runs"]
@@ -54,7 +49,7 @@ def test_json_report_and_trace(arguments: list[str], tmp_path: Path) -> None:
 
 
 def test_tables_of_several_sequences(arguments: list[str]) -> None:
-    result = run([*arguments, "--concurrency", "2"])
+    result = paceline(*arguments, "--concurrency", "2")
     assert result.exit_code == 0, result.output
     for words in ("2 sequences at once", "of read", "read bandwidth", "Verdict: plain", "helps:"):
         assert words in result.stdout
@@ -70,7 +65,7 @@ def test_tables_of_several_sequences(arguments: list[str]) -> None:
     """),
 )
 def test_bad_input_is_one_line(arguments: list[str], extra: list[str], words: str) -> None:
-    assert_one_line(run([*arguments, *extra]), words)
+    assert_one_line(paceline(*arguments, *extra), words)
 
 
 def test_commands_of_the_page_parse() -> None:
@@ -96,7 +91,7 @@ def test_interrupted(arguments: list[str], monkeypatch: pytest.MonkeyPatch) -> N
         return profile(*args)
 
     monkeypatch.setattr(trace, "run", interrupt)
-    result = run(arguments)
+    result = paceline(*arguments)
     assert result.exit_code == 130
     assert "interrupted" in result.stderr
     assert "Verdict: plain" in result.stdout

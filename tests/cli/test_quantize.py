@@ -6,13 +6,12 @@ import json
 from pathlib import Path
 
 import pytest
-from typer.testing import CliRunner
 
-from paceline.cli.main import app
+from support.command_lines import paceline
 
 
 def run(*arguments: str) -> tuple[int, str, str]:
-    result = CliRunner().invoke(app, ["quantize", *arguments])
+    result = paceline("quantize", *arguments)
     return result.exit_code, result.stdout, result.stderr
 
 
@@ -26,8 +25,8 @@ def test_a_checkpoint_and_what_it_costs(tmp_path: Path) -> None:
     assert record["precision"] == "int8" and record["rounding"] == "nearest"
     assert record["layers"] > 0 and abs(record["perplexity_rise"]) < 0.01
     assert record["bytes_after"] < record["bytes_before"] / 3
-    generated = CliRunner().invoke(
-        app, ["generate", "Once upon a time", "--model", str(out), "--max-tokens", "8", "--json"]
+    generated = paceline(
+        "generate", "Once upon a time", "--model", str(out), "--max-tokens", "8", "--json"
     )
     assert generated.exit_code == 0 and json.loads(generated.stdout)["text"]
     text = run(*about, "--to", "int4", "--out", str(tmp_path / "four"))[1]

@@ -5,12 +5,12 @@ from __future__ import annotations
 import json
 import signal
 import socket
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
 import typer
-from typer.testing import CliRunner, Result
 
 from paceline import LLM
 from paceline.cli import serve
@@ -21,7 +21,7 @@ from paceline.server.config import ServeConfig, configure, keys
 from paceline.server.local import load_llm
 from paceline.settings import tuned
 from paceline.settings.tuned import TunedProfile
-from support.command_lines import assert_one_line
+from support.command_lines import assert_one_line, paceline
 from support.served_process import ServedProcess
 
 PROMPT = "Once upon a time"
@@ -102,8 +102,7 @@ def test_keys_from_the_environment_and_a_second_signal() -> None:
 # -- what is refused before anything is loaded -----------------------------------------------------
 
 
-def run(*arguments: str) -> Result:
-    return CliRunner().invoke(app, ["serve", *arguments])
+run = partial(paceline, "serve")
 
 
 @pytest.fixture

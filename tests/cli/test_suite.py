@@ -3,22 +3,21 @@
 from __future__ import annotations
 
 import json
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
-from typer.testing import CliRunner, Result
 
-from paceline.cli.main import app
 from paceline.lab.bench.engines import Starter
+from support.command_lines import paceline
 from support.made_outcomes import Fake
 from support.tiny_models import TinyPair
 
 TASKS = ("writing", "translation", "summarization", "qa", "math_reasoning", "rag")
 
 
-def run(*arguments: str) -> Result:
-    return CliRunner().invoke(app, ["bench", *arguments], env={"COLUMNS": "200"})
+run = partial(paceline, "bench", COLUMNS="200")
 
 
 @pytest.fixture

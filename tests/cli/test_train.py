@@ -6,9 +6,8 @@ import json
 from pathlib import Path
 
 import pytest
-from typer.testing import CliRunner
 
-from paceline.cli.main import app
+from support.command_lines import paceline
 from support.training_runs import SHORTEST, SMALLEST, check_ctrl_c, options, write_records
 
 SIZES = options(vocab_size=280, micro_tokens=64, **SMALLEST, **SHORTEST)
@@ -23,7 +22,7 @@ def corpus(tmp_path_factory: pytest.TempPathFactory) -> str:
 def test_a_run_ends_with_a_json_line_and_a_card(corpus: str, tmp_path: Path) -> None:
     out = tmp_path / "run"
     arguments = ["train", "lm", "--data", corpus, "--valid", corpus, "--out", str(out), *SIZES]
-    result = CliRunner().invoke(app, [*arguments, "--steps", "3", "--eval-every", "2", "--json"])
+    result = paceline(*arguments, "--steps", "3", "--eval-every", "2", "--json")
     assert result.exit_code == 0, result.output
     (line,) = result.stdout.splitlines()
     record = json.loads(line)
@@ -34,7 +33,7 @@ def test_a_run_ends_with_a_json_line_and_a_card(corpus: str, tmp_path: Path) -> 
     assert Path(record["card"]).read_text().startswith("# Model card")
     assert (out / "model" / "model.safetensors").is_file()
 
-    again = CliRunner().invoke(app, [*arguments, "--steps", "4"])
+    again = paceline(*arguments, "--steps", "4")
     assert again.exit_code == 0, again.output
     assert "resuming at step 3 of 4" in again.stderr
 

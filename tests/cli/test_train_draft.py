@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import json
+from functools import partial
 from pathlib import Path
 
 import pytest
-from typer.testing import CliRunner, Result
 
-from paceline.cli.main import app
+from support.command_lines import paceline
 from support.tiny_models import SENTENCES, TinyPair
 from support.training_runs import SHORTEST, SMALLEST, options, write_records
 
@@ -20,8 +20,7 @@ def corpus(tmp_path_factory: pytest.TempPathFactory) -> str:
     return write_records(tmp_path_factory.mktemp("corpus") / "toy.jsonl", SENTENCES * 8)
 
 
-def run(*arguments: str) -> Result:
-    return CliRunner().invoke(app, ["train", "draft", *arguments])
+run = partial(paceline, "train", "draft")
 
 
 def test_a_run_ends_with_a_draft_that_the_engine_takes(
@@ -41,8 +40,8 @@ def test_a_run_ends_with_a_draft_that_the_engine_takes(
     for words in ("A draft model for `target`", "| `toy.jsonl` | 1 | MIT 40 |", "position 4"):
         assert words in card
     assert str(tmp_path) not in card
-    drafted = CliRunner().invoke(
-        app, ["generate", "The dog", "--model", tiny_pair.target, "--draft", record["model"]]
+    drafted = paceline(
+        "generate", "The dog", "--model", tiny_pair.target, "--draft", record["model"]
     )
     assert drafted.exit_code == 0, drafted.output
 

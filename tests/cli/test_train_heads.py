@@ -6,11 +6,9 @@ import json
 from pathlib import Path
 
 import pytest
-from typer.testing import CliRunner
 
-from paceline.cli.main import app
 from paceline.train.eagle import EagleTrainer
-from support.command_lines import refusals
+from support.command_lines import paceline, refusals
 from support.tiny_models import SENTENCES, TinyPair
 from support.training_runs import check_interrupt, options, write_records
 
@@ -34,7 +32,7 @@ def test_a_run_ends_with_a_head_a_card_and_a_json_line(
     kind: str, tiny_pair: TinyPair, corpus: str, tmp_path: Path
 ) -> None:
     command = arguments(kind, tiny_pair.target, corpus, tmp_path / "run")
-    result = CliRunner().invoke(app, [*command, "--steps", "3", "--eval-every", "2", "--json"])
+    result = paceline(*command, "--steps", "3", "--eval-every", "2", "--json")
     assert result.exit_code == 0, result.output
     (line,) = result.stdout.splitlines()
     record = json.loads(line)
@@ -52,13 +50,12 @@ def test_a_run_ends_with_a_head_a_card_and_a_json_line(
     assert not list((tmp_path / "run").rglob("*.partial*"))
 
     spec = f"{'eagle3' if kind == 'eagle3' else 'eagle2'}:{head}"
-    written = CliRunner().invoke(
-        app,
-        ["generate", "The dog", "--model", tiny_pair.target, "--draft", spec, "--max-tokens", "4"],
+    written = paceline(
+        "generate", "The dog", "--model", tiny_pair.target, "--draft", spec, "--max-tokens", "4"
     )
     assert written.exit_code == 0, written.output
 
-    again = CliRunner().invoke(app, [*command, "--steps", "4"])
+    again = paceline(*command, "--steps", "4")
     assert again.exit_code == 0, again.output
     assert "resuming at step 3 of 4" in again.stderr
 
@@ -77,7 +74,7 @@ def test_bad_input_is_one_line_and_leaves_nothing(
 ) -> None:
     out = tmp_path / "run"
     command = arguments("eagle3", tiny_pair.target, corpus, out)
-    result = CliRunner().invoke(app, [*command, *changes])
+    result = paceline(*command, *changes)
     assert result.exit_code != 0
     said = " ".join(result.stderr.replace("│", " ").split())
     assert message in (said or str(result.exception))

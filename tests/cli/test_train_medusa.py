@@ -5,9 +5,7 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
-from typer.testing import CliRunner
-
-from paceline.cli.main import app
+from support.command_lines import paceline
 from support.tiny_models import SENTENCES, TinyPair
 
 SIZES = ["--seq-len=24", "--long-every=0", "--batch-tokens=48", "--micro-tokens=48", "--warmup=1"]
@@ -20,7 +18,7 @@ def test_a_run_ends_with_heads_that_draft(tiny_pair: TinyPair, tmp_path: Path) -
     files = ["--data", str(corpus), "--valid", str(corpus), "--out", str(out)]
     command = ["train", "medusa", "--target", tiny_pair.target, *files, *SHORT]
     own = ["--heads=2", "--layers=2", "--shared-head", "--threads=1", "--json"]
-    result = CliRunner().invoke(app, [*command, *own])
+    result = paceline(*command, *own)
     assert result.exit_code == 0, result.output
     record = json.loads(result.stdout)
     assert record["parameters"] == 2 * 2 * (32 * 32 + 32)
@@ -29,6 +27,6 @@ def test_a_run_ends_with_heads_that_draft(tiny_pair: TinyPair, tmp_path: Path) -
     assert "Medusa heads for `target`" in card and "--draft medusa:FOLDER" in card
     model = ["--model", tiny_pair.target, f"--draft=medusa:{record['head']},nodes=4"]
     limits = ["--draft-length=2", "--max-tokens=6", "--ignore-eos"]
-    written = CliRunner().invoke(app, ["generate", "The dog", *model, *limits, "--json"])
+    written = paceline("generate", "The dog", *model, *limits, "--json")
     assert written.exit_code == 0, written.output
     assert json.loads(written.stdout)["stats"]["drafted_tokens"] > 0

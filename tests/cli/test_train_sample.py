@@ -11,11 +11,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from typer.testing import CliRunner
 
 from paceline import LLM
 from paceline.cli import progress
-from paceline.cli.main import app
+from support.command_lines import paceline
 from support.tiny_models import SENTENCES, TinyPair
 
 
@@ -43,7 +42,7 @@ def records_of(file: Path) -> list[dict[str, Any]]:
 
 def test_answers_are_the_targets_own(tiny_pair: TinyPair, prompts: str, tmp_path: Path) -> None:
     out = tmp_path / "answers.jsonl"
-    result = CliRunner().invoke(app, arguments(tiny_pair, prompts, out))
+    result = paceline(*arguments(tiny_pair, prompts, out))
     assert result.exit_code == 0, result.output
     assert "1 line left out, 20 used (line 21: it is not JSON)" in result.stderr
     assert f"20 records in {out}" in result.stderr
@@ -59,7 +58,7 @@ def test_answers_are_the_targets_own(tiny_pair: TinyPair, prompts: str, tmp_path
         assert record["finish"] == expected.finish_reason
         assert (record["license"], record["source"]) == ("MIT", "us")
     assert not list(tmp_path.glob("*.partial*"))
-    again = CliRunner().invoke(app, arguments(tiny_pair, prompts, out))
+    again = paceline(*arguments(tiny_pair, prompts, out))
     assert again.exit_code == 0
     assert "is there already" in again.stderr
 
@@ -67,7 +66,7 @@ def test_answers_are_the_targets_own(tiny_pair: TinyPair, prompts: str, tmp_path
 def test_the_end_token_is_written(tiny_pair: TinyPair, prompts: str, tmp_path: Path) -> None:
     out = tmp_path / "answers.jsonl"
     more = ("--temperature=1", "--top-p=0.99", "--max-tokens=200", "--count=12")
-    result = CliRunner().invoke(app, arguments(tiny_pair, prompts, out, *more))
+    result = paceline(*arguments(tiny_pair, prompts, out, *more))
     assert result.exit_code == 0, result.output
     records = records_of(out)
     assert len(records) == 12
@@ -99,10 +98,10 @@ def test_a_killed_run_goes_on(tiny_pair: TinyPair, prompts: str, tmp_path: Path)
     )
     assert done.returncode == -signal.SIGKILL, done.stderr
     assert len(partial.read_bytes().splitlines()) == 8  # the last one cut
-    other = CliRunner().invoke(app, [*command, "--temperature=1"])
+    other = paceline(*command, "--temperature=1")
     assert other.exit_code == 1
     assert "records of a command with other options" in other.stderr
-    result = CliRunner().invoke(app, command)
+    result = paceline(*command)
     assert result.exit_code == 0, result.output
     assert "going on after 7 records" in result.stderr
     records = records_of(out)
@@ -117,7 +116,7 @@ def test_it_says_what_it_does(
         monkeypatch.setattr(progress, name, 0.01)
     monkeypatch.setattr(progress.showing.__wrapped__, "__defaults__", (None, 0.01))  # type: ignore[attr-defined]
     command = arguments(tiny_pair, prompts, tmp_path / "a.jsonl", "--max-tokens=120")
-    done = CliRunner().invoke(app, command)
+    done = paceline(*command)
     assert done.exit_code == 0, done.output
     assert "loading " in done.stderr
     assert re.search(
@@ -128,8 +127,8 @@ def test_it_says_what_it_does(
 
 def test_a_draft_learns_from_the_answers(tiny_pair: TinyPair, prompts: str, tmp_path: Path) -> None:
     answers, out = tmp_path / "answers.jsonl", tmp_path / "draft"
-    result = CliRunner().invoke(
-        app, arguments(tiny_pair, prompts, answers, "--max-tokens=40", "--follow-ups=0.5")
+    result = paceline(
+        *arguments(tiny_pair, prompts, answers, "--max-tokens=40", "--follow-ups=0.5")
     )
     assert result.exit_code == 0, result.output
     sizes = ["--hidden-size=16", "--layers=1", "--heads=1", "--kv-heads=1", "--ffn-size=32"]
@@ -137,7 +136,7 @@ def test_a_draft_learns_from_the_answers(tiny_pair: TinyPair, prompts: str, tmp_
     held_out = ["--held-out=2", "--held-out-tokens=6", "--long-every=0", "--threads=1"]
     files = ["--target", str(tiny_pair.target), "--data", str(answers), "--valid", prompts]
     options = [*files, "--out", str(out), "--json", *sizes, *schedule, *held_out]
-    result = CliRunner().invoke(app, ["train", "draft", *options])
+    result = paceline("train", "draft", *options)
     assert result.exit_code == 0, result.output
     record = json.loads(result.stdout)
     assert record["config"]["loss_on"] == "assistant"

@@ -3,18 +3,17 @@
 from __future__ import annotations
 
 import json
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
-from typer.testing import CliRunner, Result
 
-from paceline.cli.main import app
 from paceline.settings.tuned import TunedProfile
-from support.command_lines import assert_one_line, refusals
+from support.command_lines import assert_one_line, paceline, refusals
 
-RUNNER = CliRunner()
 SMALL = ["tune", "--draft", "ngram", "--only", "--max-tokens", "9", "--rounds", "1"]
+tune = partial(paceline, *SMALL)
 
 
 @pytest.fixture(autouse=True)
@@ -27,10 +26,6 @@ def prompts(tmp_path: Path) -> str:
     file = tmp_path / "prompts.txt"
     file.write_text("one two three one two three one two\n---\ndef add(a, b):\n", encoding="utf-8")
     return str(file)
-
-
-def tune(*arguments: str) -> Result:
-    return RUNNER.invoke(app, [*SMALL, *arguments])
 
 
 def test_the_embedded_target(prompts: str, tmp_path: Path) -> None:
@@ -51,11 +46,9 @@ def test_the_embedded_target(prompts: str, tmp_path: Path) -> None:
     assert profile.model.name == "paceline/tiny"
     assert profile.draft.spec in ("none", "ngram")
     assert profile.measured.prompts == prompts
-    text = RUNNER.invoke(
-        app, ["generate", "--config", out, "--json", "--max-tokens", "12", "one two one two"]
-    )
-    plain = RUNNER.invoke(
-        app, ["generate", "--draft", "none", "--json", "--max-tokens", "12", "one two one two"]
+    text = paceline("generate", "--config", out, "--json", "--max-tokens", "12", "one two one two")
+    plain = paceline(
+        "generate", "--draft", "none", "--json", "--max-tokens", "12", "one two one two"
     )
     assert text.exit_code == plain.exit_code == 0, text.output
     assert json.loads(text.stdout)["text"] == json.loads(plain.stdout)["text"]
@@ -99,7 +92,7 @@ def test_bad_input_is_one_line(arguments: list[str], message: str, tmp_path: Pat
 
 def test_a_foreign_profile_is_one_line(tmp_path: Path) -> None:
     (tmp_path / "p.toml").write_text("version = 1\n", encoding="utf-8")
-    result = RUNNER.invoke(app, ["generate", "--config", str(tmp_path / "p.toml"), "Once"])
+    result = paceline("generate", "--config", str(tmp_path / "p.toml"), "Once")
     assert result.exit_code == 1
     assert result.stderr.count("\n") == 1
     assert "missing required field" in result.stderr

@@ -1,10 +1,17 @@
-"""What tests of commands ask of bad input: one line, no result, no traceback."""
+"""How tests run commands, and what they ask of bad input: one line, no result, no traceback."""
 
 from __future__ import annotations
 
 import shlex
 
-from typer.testing import Result
+from typer.testing import CliRunner, Result
+
+from paceline.cli.main import app
+
+
+def paceline(*arguments: str, input: str | None = None, **environment: str) -> Result:
+    """A command with these arguments, in this process."""
+    return CliRunner().invoke(app, list(arguments), input=input, env=environment)
 
 
 def refusals(text: str) -> list[tuple[list[str], str]]:

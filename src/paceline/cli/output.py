@@ -8,6 +8,7 @@ import warnings
 from collections import deque
 from collections.abc import Iterable, Sequence
 from dataclasses import asdict, is_dataclass
+from itertools import groupby
 from typing import TYPE_CHECKING, Any
 
 from rich.console import Console
@@ -104,27 +105,24 @@ class Painter:
 
         self._detokeniser = Detokeniser(tokenizer, prompt)
         self._coloured = coloured
-        self._style = TARGET_STYLE
-        self._pieces: deque[tuple[int, bool]] = deque()  # characters not yet shown, from draft?
+        self._styles: deque[str] = deque()  # of characters that were not shown yet
+        self._last = TARGET_STYLE
 
     def paint(self, text: str, token_ids: Iterable[int], from_draft: Iterable[bool]) -> Text:
         """The new text as styled runs; call once for every event, in order."""
         if not self._coloured:
             return Text(text)
         for token, drafted in zip(token_ids, from_draft, strict=True):
-            self._pieces.append((len(self._detokeniser.feed(token)), drafted))
+            self._last = DRAFT_STYLE if drafted else TARGET_STYLE
+            self._styles.extend([self._last] * len(self._detokeniser.feed(token)))
         painted = Text()
-        position = 0
-        while position < len(text) and self._pieces:
-            length, drafted = self._pieces.popleft()
-            self._style = DRAFT_STYLE if drafted else TARGET_STYLE
-            painted.append(text[position : position + length], self._style)
-            position += length
-            if position > len(text):  # the engine holds the rest back for now
-                self._pieces.appendleft((position - len(text), drafted))
-        # An unfinished character at the text's end belongs to its last token.
-        painted.append(text[position:], self._style)
+        for style, run in groupby(text, lambda character: self._next_style()):
+            painted.append("".join(run), style)
         return painted
+
+    def _next_style(self) -> str:
+        """An unfinished character at the text's end belongs to its last token."""
+        return self._styles.popleft() if self._styles else self._last
 
 
 def stream_to(

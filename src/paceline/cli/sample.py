@@ -76,7 +76,7 @@ def sample(
         info(f"{lines.lines:,} records in {out}{failed}")
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class _Turn:
     prompt: NumberedPrompt
     number: int = 1  # 1 is the first answer
@@ -98,7 +98,7 @@ class AnswerWriter:
         """Answer the prompts, but for the lines that an earlier run has ``kept``; returns how many
         records were written. At most ``batch`` sequences of like length are decoded at once."""
         waiting = self._left(prompts, kept)
-        decoding: list[tuple[Request, _Turn]] = []
+        decoding: dict[_Turn, Request] = {}
         written = tokens = 0
         start, total = time.monotonic(), len(waiting)
         with stage("writing answers", total=total, unit="records") as doing:
@@ -106,14 +106,13 @@ class AnswerWriter:
                 if waiting and len(decoding) < batch:
                     group, waiting = waiting[: _GROUP * batch], waiting[_GROUP * batch :]
                     group.sort(key=lambda turn: len(turn.prompt.token_ids))
-                    decoding += [self._begun(turn) for turn in group]
+                    decoding |= {turn: self._begun(turn) for turn in group}
                 self._llm.step()
-                ended = [
-                    (r, turn, r.completion) for r, turn in decoding if r.completion is not None
-                ]
-                decoding = [(r, turn) for r, turn in decoding if r.completion is None]
-                self._llm.release([request for request, _, _ in ended])
-                for _, turn, answer in ended:
+                for turn, request in list(decoding.items()):
+                    answer = request.completion
+                    if answer is None:
+                        continue
+                    self._llm.release([decoding.pop(turn)])
                     written += self._note(turn, answer)
                     tokens += len(answer.token_ids)
                     speed = tokens / max(1e-9, time.monotonic() - start)
@@ -122,13 +121,13 @@ class AnswerWriter:
                     if after is not None:
                         total += 1
                         doing.resize(total)
-                        decoding.append(self._begun(after))
+                        decoding[after] = self._begun(after)
         return written
 
-    def _begun(self, turn: _Turn) -> tuple[Request, _Turn]:
-        requests = self._llm.prepare(turn.prompt.token_ids, self._params, streams=False)
-        self._llm.enqueue(requests)
-        return requests[0], turn
+    def _begun(self, turn: _Turn) -> Request:
+        (request,) = self._llm.prepare(turn.prompt.token_ids, self._params, streams=False)
+        self._llm.enqueue([request])
+        return request
 
     def _note(self, turn: _Turn, answer: Completion) -> int:
         """Write one record down; 0 if there is none."""
@@ -158,11 +157,9 @@ class AnswerWriter:
         if finish != "stop" or talk is None or not talk.later:
             return None
         text = self._llm.tokenizer.decode(list(written), skip_special_tokens=True)
-        messages = [
-            {"role": "assistant", "content": text},
-            {"role": "user", "content": talk.later[0]},
-        ]
-        talk = replace(talk, messages=[*talk.messages, *messages], later=talk.later[1:])
+        turns = [("assistant", text), ("user", talk.later[0])]
+        messages = [*talk.messages, *({"role": role, "content": words} for role, words in turns)]
+        talk = replace(talk, messages=messages, later=talk.later[1:])
         try:
             ids = self._writer.prompt_ids(talk, len(talk.messages))
         except RefusedError:

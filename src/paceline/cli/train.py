@@ -5,7 +5,7 @@ from __future__ import annotations
 import shlex
 import signal
 import sys
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import MISSING, asdict, dataclass
 from importlib import import_module
@@ -29,7 +29,6 @@ from paceline.train.configs import (
 )
 
 if TYPE_CHECKING:
-    from paceline.train.acceptance import AcceptanceCounts
     from paceline.train.trainer import Progress, Trainer
 
 app = typer.Typer(help="Train models for Paceline.", no_args_is_help=True)
@@ -60,21 +59,6 @@ def deferred_interrupts() -> Iterator[Callable[[], bool]]:
         signal.signal(signal.SIGINT, before)
 
 
-def _mean(parts: Iterable[AcceptanceCounts]) -> str:
-    from paceline.train.acceptance import total
-
-    return f"{total(parts).mean_accepted_length:.2f} tokens per target step"
-
-
-def _measured(progress: Progress) -> str:
-    """What was measured at a step, in one line."""
-    acceptance = progress.acceptance
-    if acceptance:
-        parts = (f"{name} {part.mean_accepted_length:.2f}" for name, part in acceptance.items())
-        return f"{_mean(acceptance.values())} ({', '.join(parts)})"
-    return "validation " + "  ".join(f"{n} {loss:.3f}" for n, loss in progress.validation.items())
-
-
 def train_to_end(trainer: Trainer, out: Path, eval_every: int, save_seconds: float) -> Path:
     """Train to the last step, or to Ctrl-C; returns the folder of the result."""
     if trainer.note:
@@ -84,6 +68,8 @@ def train_to_end(trainer: Trainer, out: Path, eval_every: int, save_seconds: flo
         info(f"resuming at step {first} of {last}")
     what = f"training from step {first}" if first else "training"
     mean = ""
+    from paceline.train.acceptance import total
+
     with (
         deferred_interrupts() as interrupted,
         stage(what, total=max(0, last - first), unit="steps") as doing,
@@ -91,12 +77,19 @@ def train_to_end(trainer: Trainer, out: Path, eval_every: int, save_seconds: flo
 
         def on_progress(progress: Progress) -> None:
             nonlocal mean
-            if progress.acceptance:
-                mean = f", {_mean(progress.acceptance.values())}"
+            parts = progress.acceptance
+            if parts:
+                length = total(parts.values()).mean_accepted_length
+                mean = f"{length:.2f} tokens per target step"
+                of_each = (
+                    f"{name} {part.mean_accepted_length:.2f}" for name, part in parts.items()
+                )
+                info(f"step {progress.step}: {mean} ({', '.join(of_each)})")
+            elif progress.validation:
+                losses = (f"{name} {loss:.3f}" for name, loss in progress.validation.items())
+                info(f"step {progress.step}: validation {'  '.join(losses)}")
             speed = f"{progress.tokens_per_second:,.0f} tokens/s"
-            doing.advance(1, f"loss {progress.loss:.3f}, {speed}{mean}")
-            if progress.acceptance or progress.validation:
-                info(f"step {progress.step}: {_measured(progress)}")
+            doing.advance(1, ", ".join(filter(None, (f"loss {progress.loss:.3f}", speed, mean))))
             if interrupted():
                 trainer.save_checkpoint()
                 raise KeyboardInterrupt(
@@ -136,14 +129,17 @@ class LongRunningOptions(RunningOptions):
     eval_every: int = changed(RunningOptions, "eval_every", 250)
 
 
-def _train(kind: Callable[..., Trainer], config: TrainConfig, running: RunningOptions) -> None:
+def _train(trainer_class: str, config: TrainConfig, running: RunningOptions) -> None:
     """Train to the end or to Ctrl-C, and write the result and its card."""
     replace_anything(running.force)
+    set_threads(running.threads)
     from paceline.train.acceptance import total
     from paceline.train.card import counts_of, write_card
     from paceline.train.parallel import together
 
-    trainer = kind(config, running.out, running.device, running.compiled)
+    module, _, name = trainer_class.partition(":")
+    kind = getattr(import_module(f"paceline.train.{module}"), name)
+    trainer: Trainer = kind(config, running.out, running.device, running.compiled)
     with together(trainer, running.processes, running.threads):
         folder = train_to_end(trainer, running.out, running.eval_every, running.save_seconds)
     with stage("writing the model card"):
@@ -203,9 +199,7 @@ def _command(name: str, config: type[TrainConfig], trainer: str, help: str) -> N
     """Add ``paceline train NAME``."""
 
     def command(run: Any, how: Any) -> None:
-        set_threads(how.threads)
-        module, kind = trainer.split(":")
-        _train(getattr(import_module(f"paceline.train.{module}"), kind), run, how)
+        _train(trainer, run, how)
 
     running = LongRunningOptions if name == "lm" else RunningOptions
     command.__annotations__ = {"run": config, "how": running}
