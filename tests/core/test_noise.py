@@ -5,15 +5,8 @@ import math
 import pytest
 import torch
 
-from paceline.core.noise import (
-    _exponential,
-    exponential,
-    gumbel,
-    hashes,
-    key_of,
-    race,
-    splitmix64,
-)
+from paceline.core import noise as noise_module
+from paceline.core.noise import gumbel, key_of, keys_of, race, splitmix64
 
 GOLDEN_KEYS = (-6411193824288604561, 7244599215465125564)
 GOLDEN_HASHES = [
@@ -22,6 +15,15 @@ GOLDEN_HASHES = [
     [5604876195633520060, 6381031220148626377, 199628377305988501],
 ]
 GOLDEN_GUMBEL = [-0.4440583, -0.1101808, 2.7398062]
+
+
+def hashes(seeds, positions, vocab):
+    ids = noise_module._id_hashes(vocab, torch.device("cpu"))
+    return noise_module._mixed(keys_of(seeds, positions), ids)
+
+
+def exponential(seeds, positions, vocab):
+    return noise_module.exponential(keys_of(seeds, positions), vocab)
 
 
 def test_splitmix64_known_values():
@@ -74,7 +76,7 @@ def test_gumbel_is_minus_log_of_the_exponential():
 def test_extreme_hashes_give_finite_noise(extreme, monkeypatch):
     """An infinite or zero entry would make 0 / 0 of an impossible token."""
     monkeypatch.setattr(
-        "paceline.core.noise.hashes", lambda *_: torch.full((1, 2), extreme, dtype=torch.int64)
+        "paceline.core.noise._mixed", lambda *_: torch.full((1, 2), extreme, dtype=torch.int64)
     )
     noise = exponential([0], [0], 2)
     assert noise.isfinite().all() and (noise > 0).all()
@@ -141,10 +143,7 @@ def test_a_race_of_the_likely_is_a_race_of_all(kept):
         distribution[torch.randperm(49152, generator=generator)[kept:]] = 0.0
     probs[2] = float("nan")
     seeds, positions = [5, 6, 7], [3, 1 << 40, 0]
-    raced = race(probs, seeds, positions)
-    noise = torch.stack(
-        [_exponential(hashes([s], [t], 49152)[0]) for s, t in zip(seeds, positions, strict=True)]
-    )
-    assert torch.equal(exponential(seeds, positions, 49152), noise)
+    raced = race(probs, keys_of(seeds, positions))
+    noise = exponential(seeds, positions, 49152)
     assert torch.equal(raced[:2], probs[:2] / noise[:2])
     assert raced[2].isnan().all()

@@ -105,7 +105,7 @@ def test_counts_belong_to_the_request_and_go_with_it() -> None:
     one, other = (SequenceState(0, [1, token], 1, params) for token in (2, 3))
     for seq in (one, other, one):
         penalised(torch.zeros(1, VOCAB), [seq.view()], [0], None)
-    assert one.occurrences.ids == [1, 2] and other.occurrences.ids == [1, 3]
+    assert list(one.occurrences.counts) == [1, 2] and list(other.occurrences.counts) == [1, 3]
     gone = weakref.ref(one.occurrences)
     del one, seq
     assert gone() is None
@@ -117,4 +117,4 @@ def test_views_of_other_tokens_are_counted_by_themselves() -> None:
     penalised(scores, [seq.view()], [0], None)
     shorter = replace(seq.view(), tokens=[1, 4])
     assert penalised(scores, [shorter], [0], None).nonzero()[:, 1].tolist() == [4]
-    assert seq.occurrences.ids == [1, 2, 3]
+    assert list(seq.occurrences.counts) == [1, 2, 3]

@@ -11,12 +11,12 @@ from tokenizers import Tokenizer
 from transformers import PreTrainedTokenizerFast
 
 from paceline import ConfigError, DataError
-from paceline.core.stages import listening
 from paceline.train.chat import ChatWriter, Conversation, conversation_of
 from paceline.train.configs import LMConfig
 from paceline.train.data import encode_stream
 from paceline.train.records import RefusedError
 from paceline.train.tokenizer import train_tokenizer
+from support.heard_stages import heard
 from support.tiny_models import SENTENCES
 
 OURS = train_tokenizer(SENTENCES, 320)
@@ -221,23 +221,11 @@ def test_a_template_that_rewrites_answers_beyond_recognition_refuses_the_line() 
 
 
 def test_what_the_template_refuses_is_named_and_the_rest_is_used(tmp_path: Path) -> None:
-    told: list[str] = []
-
-    class Listener:
-        def begin(self, what: str, total: float | None, unit: str) -> Any:
-            return self
-
-        def end(self, stage: object) -> None: ...
-        def advance(self, steps: float = 1, note: str | None = None) -> None: ...
-        def resize(self, total: float) -> None: ...
-        def info(self, line: str) -> None:
-            told.append(line)
-
     good, bad = {"messages": talk("2?", "two")}, {"messages": talk("2?", "two")[1:]}
-    with listening(Listener()):
+    with heard() as told:
         _, runs = learnt(speaking(PLAIN), file_of(tmp_path, bad, good, bad))
     assert len(runs) == 1
-    (line,) = told
+    (line,) = told.lines
     assert "2 lines left out, 1 used (line 1: the chat template refused it: roles must" in line
 
 

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import gzip
 import json
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 
 import numpy as np
@@ -14,13 +12,13 @@ from tokenizers import Tokenizer
 from transformers import PreTrainedTokenizerFast
 
 from paceline import DataError
-from paceline.core.stages import listening
 from paceline.train.chat import own_text
 from paceline.train.configs import PromptSelection
 from paceline.train.data import Mixture, Stream, encode_stream
 from paceline.train.prompts import prompts_of
 from paceline.train.records import Records, Source
 from paceline.train.tokenizer import train_tokenizer
+from support.heard_stages import heard
 
 TOKENIZER = train_tokenizer(["one two three four"], 262)
 RECORDS = [
@@ -30,39 +28,6 @@ RECORDS = [
     {"text": "", "license": "MIT"},
     {"text": "four"},
 ]
-
-
-class Told:
-    """A listener that keeps what is said."""
-
-    def __init__(self) -> None:
-        self.lines: list[str] = []
-        self.stages: list[str] = []
-        self.notes: list[str] = []
-
-    def begin(self, what: str, total: float | None, unit: str) -> Told:
-        self.stages.append(what)
-        return self
-
-    def end(self, stage: object) -> None:
-        pass
-
-    def info(self, line: str) -> None:
-        self.lines.append(line)
-
-    def advance(self, steps: float = 1, note: str | None = None) -> None:
-        if note is not None:
-            self.notes.append(note)
-
-    def resize(self, total: float) -> None:
-        pass
-
-
-@contextmanager
-def heard() -> Iterator[Told]:
-    told = Told()
-    with listening(told):
-        yield told
 
 
 def write(path: Path, lines: list[str]) -> Path:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import os
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 ROOT = Path("/sys/fs/cgroup")
@@ -22,9 +22,10 @@ def memory_left() -> int | None:
         names = ("memory.max", "memory.current", "inactive_file")
         if version == 1:
             names = ("memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file")
-        limit, used = _number(folder / names[0]), _number(folder / names[1])
+        limit, used = (number_after(words_of(folder / name)) for name in names[:2])
         if limit is not None and used is not None and limit < 1 << 60:  # version 1's "no limit"
-            left.append(limit - used + _counted(folder / "memory.stat", names[2]))
+            cached = number_after(words_of(folder / "memory.stat"), names[2])
+            left.append(limit - used + (cached or 0))
     return max(0, min(left)) if left else None
 
 
@@ -33,12 +34,10 @@ def processors() -> int:
     affinity = getattr(os, "sched_getaffinity", None)
     count = len(affinity(0)) if affinity is not None else os.cpu_count() or 1
     for version, folder in _folders("cpu"):
-        if version == 2:
-            quota, period = _numbers(folder / "cpu.max")
-        else:
-            quota = _number(folder / "cpu.cfs_quota_us")
-            period = _number(folder / "cpu.cfs_period_us")
-        if quota is not None and period and quota > 0:
+        names = ("cpu.max",) if version == 2 else ("cpu.cfs_quota_us", "cpu.cfs_period_us")
+        words = [word for name in names for word in words_of(folder / name)]
+        quota, period = number_after(words), number_after(words[1:])
+        if quota and period:
             count = min(count, math.ceil(quota / period))
     return max(1, count)
 
@@ -63,27 +62,15 @@ def _folders(controller: str) -> Iterator[tuple[int, Path]]:
         yield version, mount
 
 
-def _numbers(file: Path) -> tuple[int | None, int | None]:
+def words_of(file: Path) -> list[str]:
+    """What is written in a file; nothing where it cannot be read."""
     try:
-        words = file.read_text(encoding="ascii").split()
+        return file.read_text(encoding="ascii", errors="replace").split()
     except OSError:
-        return None, None
-    first, second = (*words, "", "")[:2]
-    return _as_number(first), _as_number(second)
+        return []
 
 
-def _number(file: Path) -> int | None:
-    return _numbers(file)[0]
-
-
-def _as_number(word: str) -> int | None:
-    return int(word) if word.lstrip("-").isdigit() else None  # "max"
-
-
-def _counted(file: Path, name: str) -> int:
-    """An entry of a file of lines "name number"; 0 if it has none."""
-    try:
-        lines = file.read_text(encoding="ascii").splitlines()
-    except OSError:
-        return 0
-    return next((int(line.split()[1]) for line in lines if line.split()[:1] == [name]), 0)
+def number_after(words: Sequence[str], name: str | None = None) -> int | None:
+    """The word behind ``name``, or the first; None where it is none, or no number ("max")."""
+    index = 0 if name is None else words.index(name) + 1 if name in words else len(words)
+    return int(words[index]) if index < len(words) and words[index].isdigit() else None

@@ -7,10 +7,10 @@ from dataclasses import dataclass
 
 import torch
 
-from paceline.core.noise import exponential, fresh_exponential, race
+from paceline.core.noise import fresh_keys, keys_of, race
 from paceline.core.params import SamplingParams
 from paceline.core.ranking import argmax, inversion, largest, top
-from paceline.core.sampling import NO_TOKEN, Rows, adjusted, probs_of_scores
+from paceline.core.sampling import NO_TOKEN, Rows, adjusted, greedy_column, probs_of_scores
 from paceline.core.sequence import SequenceView
 from paceline.core.transfer import to_device
 from paceline.core.tree import Draw
@@ -38,14 +38,23 @@ def pick(probs: torch.Tensor, uniforms: torch.Tensor) -> torch.Tensor:
     return torch.where((mass > 0) & (mass < torch.inf), drawn, NO_TOKEN)
 
 
+def _coupled(rows: Rows) -> list[int]:
+    """The rows that have a seed."""
+    return [row for row, seq in enumerate(rows.seqs) if is_coupled(seq.params)]
+
+
+def _keys(rows: Rows, device: torch.device) -> torch.Tensor:
+    """Those of the noise of rows that have a seed."""
+    return keys_of([seq.params.seed or 0 for seq in rows.seqs], rows.positions, device)
+
+
 def coupled_choice(probs: torch.Tensor, rows: Rows) -> torch.Tensor:
     """int64 [R]: argmax_x log p(x) + gumbel(seed, position, x) for rows that have a seed.
 
     The position is the absolute index of the token that the row chooses. NO_TOKEN where a row is
     not a distribution.
     """
-    seeds = [seq.params.seed or 0 for seq in rows.seqs]
-    best, tokens = largest(race(probs, seeds, rows.positions))
+    best, tokens = largest(race(probs, _keys(rows, probs.device)))
     return torch.where(best > 0, tokens, NO_TOKEN)  # not a number is not above zero
 
 
@@ -54,11 +63,8 @@ def choose(probs: torch.Tensor, rows: Rows, generator: torch.Generator | None) -
 
     NO_TOKEN where a row is not a distribution.
     """
-    if all(is_coupled(seq.params) for seq in rows.seqs):
+    if len(_coupled(rows)) == len(rows):
         return coupled_choice(probs, rows)
-    if all(seq.params.greedy for seq in rows.seqs):
-        best = probs.max(dim=-1)
-        return torch.where(best.values > 0, best.indices, NO_TOKEN)
     uniforms = torch.rand(len(rows), dtype=torch.float64, device=probs.device, generator=generator)
     return drawn_choice(probs, probs, rows, uniforms)
 
@@ -69,7 +75,7 @@ def drawn_choice(
     """int64 [R]: a token of each row's ``stop`` distribution by its uniform; where there is a seed,
     of the row's ``probs`` by the seed's noise. Greedy rows are one-hot: a draw from those is the
     argmax."""
-    coupled = [row for row, seq in enumerate(rows.seqs) if is_coupled(seq.params)]
+    coupled = _coupled(rows)
     if len(coupled) == len(rows):
         return coupled_choice(probs, rows)
     choices = pick(stop, uniforms)
@@ -160,19 +166,15 @@ def likeliest(logits: torch.Tensor, rows: Rows, k: int) -> tuple[torch.Tensor, t
         log_probs = torch.log_softmax(GREEDY_SHARPNESS * scores, dim=-1)
     else:
         probs = probs_of_scores(scores, params)
-        coupled = [row for row, p in enumerate(params) if is_coupled(p)]
-        if coupled:
-            select = rows.select(coupled)
-            seeds = [seq.params.seed or 0 for seq in select.seqs]
+        if coupled := _coupled(rows):
             index = to_device(coupled, probs.device)
-            raced = race(probs.index_select(0, index), seeds, select.positions)
+            keys = _keys(rows.select(coupled), probs.device)
+            raced = race(probs.index_select(0, index), keys)
             probs = probs.index_copy(0, index, raced / raced.sum(-1, keepdim=True))
         log_probs = probs.log()
         if any(p.greedy for p in params):
-            greedy = to_device([p.greedy for p in params], scores.device, torch.bool).unsqueeze(1)
-            log_probs = torch.where(
-                greedy, torch.log_softmax(GREEDY_SHARPNESS * scores, dim=-1), log_probs
-            )
+            sharpened = torch.log_softmax(GREEDY_SHARPNESS * scores, dim=-1)
+            log_probs = torch.where(greedy_column(params, scores.device), sharpened, log_probs)
     tokens = top(log_probs, k)
     values = log_probs.gather(1, tokens)
     # Of a row that is not a distribution no token is likely at all.
@@ -183,17 +185,11 @@ def _race(
     q: torch.Tensor, scores: torch.Tensor, rows: Rows, generator: torch.Generator | None
 ) -> torch.Tensor:
     """float32 [R, V] whose k largest entries are each row's candidates in drawing order."""
-    noise = fresh_exponential(q.shape[0], q.shape[1], q.device, generator)
-    coupled = [row for row, seq in enumerate(rows.seqs) if is_coupled(seq.params)]
-    if coupled:
-        select = rows.select(coupled)
-        seeds = [seq.params.seed or 0 for seq in select.seqs]
-        noise[to_device(coupled, q.device)] = exponential(
-            seeds, select.positions, q.shape[1], q.device
-        )
-    raced = q / noise
-    greedy = [seq.params.greedy for seq in rows.seqs]
-    if any(greedy):
-        column = to_device(greedy, q.device, torch.bool).unsqueeze(1)
-        raced = torch.where(column, torch.softmax(scores, dim=-1), raced)
+    keys = fresh_keys(len(rows), q.device, generator)
+    if coupled := _coupled(rows):
+        keys[to_device(coupled, q.device)] = _keys(rows.select(coupled), q.device)
+    raced, params = race(q, keys), [seq.params for seq in rows.seqs]
+    if any(p.greedy for p in params):
+        likely = torch.softmax(scores, dim=-1)
+        raced = torch.where(greedy_column(params, q.device), likely, raced)
     return raced

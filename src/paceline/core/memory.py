@@ -10,21 +10,19 @@ from pathlib import Path
 
 import torch
 
-from paceline.core.cgroup import memory_left, processors
+from paceline.core.cgroup import memory_left, number_after, processors, words_of
 
 
 def free_memory(device: torch.device) -> int:
     """Bytes that can be had now: of a GPU, or of main memory within the container's limit."""
     if device.type == "cuda":
         return int(torch.cuda.mem_get_info(device)[0])
-    try:
-        lines = Path("/proc/meminfo").read_text(encoding="ascii").splitlines()
-    except OSError:
-        return os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
     # Not MemFree: what the system keeps of files is given up when it is asked for.
-    kilobytes = next(line.split()[1] for line in lines if line.startswith("MemAvailable:"))
-    free, left = int(kilobytes) * 1024, memory_left()
-    return free if left is None else min(free, left)
+    kilobytes = number_after(words_of(Path("/proc/meminfo")), "MemAvailable:")
+    if kilobytes is None:
+        return os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    left = memory_left()
+    return kilobytes * 1024 if left is None else min(kilobytes * 1024, left)
 
 
 @lru_cache(maxsize=1)
@@ -46,11 +44,5 @@ def trim() -> None:
 
 def held_memory() -> int | None:
     """Bytes of main memory that this process holds now; None where that cannot be told."""
-    try:
-        lines = Path("/proc/self/status").read_text(encoding="ascii", errors="replace")
-    except OSError:
-        return None
-    kilobytes = next(
-        (line.split()[1] for line in lines.splitlines() if line.startswith("VmRSS")), None
-    )
-    return None if kilobytes is None else int(kilobytes) * 1024
+    kilobytes = number_after(words_of(Path("/proc/self/status")), "VmRSS:")
+    return None if kilobytes is None else kilobytes * 1024

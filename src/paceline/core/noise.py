@@ -40,7 +40,8 @@ def splitmix64(value: int) -> int:
 
 
 def key_of(seed: int, position: int) -> int:
-    """Signed 64-bit key of one row of noise."""
+    """Signed 64-bit key of one row of noise. ``position`` is the absolute index of the token being
+    chosen: prompt length plus the number of tokens generated or drafted before it."""
     return _signed(splitmix64(splitmix64(seed) ^ position))
 
 
@@ -74,56 +75,52 @@ def _exponential(bits: torch.Tensor) -> torch.Tensor:
     return v.clamp_(-_HIGHEST, -_LOWEST).log1p_().neg_()
 
 
-def hashes(
-    seeds: Sequence[int], positions: Sequence[int], vocab: int, device: torch.device | str = "cpu"
+def keys_of(
+    seeds: Sequence[int], positions: Sequence[int], device: torch.device | str = "cpu"
 ) -> torch.Tensor:
-    """int64 [rows, vocab] of 63 random bits each; row r from (seeds[r], positions[r])."""
-    keys = _keys(seeds, positions, device)
-    return _mixed(keys, _id_hashes(vocab, keys.device))
-
-
-def _keys(
-    seeds: Sequence[int], positions: Sequence[int], device: torch.device | str
-) -> torch.Tensor:
+    """int64 [rows, 1]: the keys of the noise of rows that have a seed."""
     keys = [key_of(seed, position) for seed, position in zip(seeds, positions, strict=True)]
     return to_device(keys, device).unsqueeze(1)
 
 
-def exponential(
-    seeds: Sequence[int], positions: Sequence[int], vocab: int, device: torch.device | str = "cpu"
-) -> torch.Tensor:
-    """float32 [rows, vocab] of Exp(1) noise, finite and above zero.
+def fresh_keys(rows: int, device: torch.device, generator: torch.Generator | None) -> torch.Tensor:
+    """int64 [rows, 1]: keys drawn from ``generator``.
+
+    Noise under keys is made faster on a CPU than ``Tensor.exponential_`` makes it, and is more
+    precise in small values than that is on CUDA, where uniforms have 24 bits.
+    """
+    return torch.randint(-(1 << 63), (1 << 63) - 1, (rows, 1), device=device, generator=generator)
+
+
+def exponential(keys: torch.Tensor, vocab: int) -> torch.Tensor:
+    """float32 [rows, vocab] of Exp(1) noise under keys [rows, 1], finite and above zero.
 
     argmax_x p(x) / E(x) is a draw from p and the same token as argmax_x log p(x) + gumbel(x),
     two logarithms cheaper. Relative precision is kept where it matters: in small values.
     """
-    return _noise(_keys(seeds, positions, device), vocab)
+    return _exponential(_mixed(keys, _id_hashes(vocab, keys.device)))
 
 
-def _noise(keys: torch.Tensor, vocab: int) -> torch.Tensor:
-    """float32 [rows, vocab] of Exp(1) noise under these keys [rows, 1]."""
-    ids = _id_hashes(vocab, keys.device)
-    if keys.is_cuda or vocab * len(keys) < _LARGE:
-        return _exponential(_mixed(keys, ids))
-    noise = torch.empty(len(keys), vocab)
-    for row, key in enumerate(keys):  # one after another: what lies between stays in the cache
-        noise[row] = _exponential(_mixed(key, ids))
-    return noise
+def gumbel(
+    seeds: Sequence[int], positions: Sequence[int], vocab: int, device: torch.device | str = "cpu"
+) -> torch.Tensor:
+    """float32 [rows, vocab] of standard Gumbel noise, ``-log(exponential(...))``."""
+    return exponential(keys_of(seeds, positions, device), vocab).log_().neg_()
 
 
-def race(probs: torch.Tensor, seeds: Sequence[int], positions: Sequence[int]) -> torch.Tensor:
-    """float32 [rows, vocab]: distributions over exponential noise, whose largest entry is a draw.
+def race(probs: torch.Tensor, keys: torch.Tensor) -> torch.Tensor:
+    """float32 [rows, vocab]: distributions over exponential noise under keys [rows, 1]; the largest
+    entry of a row is a draw.
 
     A token without probability cannot win, so on a CPU only the others get their noise: of a
     truncated distribution that is a hundredth.
     """
     if probs.is_cuda or probs.numel() < _LARGE:
-        return probs / exponential(seeds, positions, probs.shape[1], probs.device)
+        return probs / exponential(keys, probs.shape[1])
     ids = _id_hashes(probs.shape[1], probs.device)
     raced = torch.zeros_like(probs)
-    for distribution, out, key in zip(
-        probs, raced, _keys(seeds, positions, probs.device), strict=True
-    ):
+    # One after another: what lies between stays in the cache.
+    for distribution, out, key in zip(probs, raced, keys, strict=True):
         possible = distribution.numpy() != 0
         if np.count_nonzero(possible) > _FEW * len(distribution):
             torch.div(distribution, _exponential(_mixed(key, ids)), out=out)
@@ -133,26 +130,3 @@ def race(probs: torch.Tensor, seeds: Sequence[int], positions: Sequence[int]) ->
             noise = _exponential(_mixed(key, ids.index_select(0, ids_with_mass)))
             out.index_copy_(0, ids_with_mass, rows.div_(noise))
     return raced
-
-
-def fresh_exponential(
-    rows: int, vocab: int, device: torch.device | str, generator: torch.Generator | None
-) -> torch.Tensor:
-    """float32 [rows, vocab] of Exp(1) noise under keys drawn from ``generator``.
-
-    Faster on a CPU than ``Tensor.exponential_`` and more precise in small values than that is on
-    CUDA, where uniforms have 24 bits.
-    """
-    keys = torch.randint(-(1 << 63), (1 << 63) - 1, (rows, 1), device=device, generator=generator)
-    return _noise(keys, vocab)
-
-
-def gumbel(
-    seeds: Sequence[int], positions: Sequence[int], vocab: int, device: torch.device | str = "cpu"
-) -> torch.Tensor:
-    """float32 [rows, vocab] of standard Gumbel noise, ``-log(exponential(...))``.
-
-    ``positions[r]`` is the absolute index of the token being chosen: prompt length plus the
-    number of tokens generated or drafted before it.
-    """
-    return exponential(seeds, positions, vocab, device).log_().neg_()

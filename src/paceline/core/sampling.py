@@ -245,16 +245,21 @@ def probs_of_scores(scores: torch.Tensor, params: Sequence[SamplingParams]) -> t
     Where those are no distribution (not a number, infinite, all forbidden) neither is the
     distribution: a row of NaN, or of zeros if the request is greedy.
     """
-    width, device = scores.shape[1], scores.device
+    width = scores.shape[1]
     if all(p.greedy for p in params):
         return one_hot(greedy_choice(scores), width)
     probs = torch.softmax(_scaled(scores, params), dim=-1)
     if any(p.truncates for p in params):
         probs = truncated(probs, params)
     if any(p.greedy for p in params):
-        greedy = to_device([p.greedy for p in params], device, torch.bool).unsqueeze(1)
-        probs = torch.where(greedy, one_hot(greedy_choice(scores), width), probs)
+        one_hots = one_hot(greedy_choice(scores), width)
+        probs = torch.where(greedy_column(params, scores.device), one_hots, probs)
     return probs
+
+
+def greedy_column(params: Sequence[SamplingParams], device: torch.device) -> torch.Tensor:
+    """bool [R, 1]: which rows are greedy."""
+    return to_device([p.greedy for p in params], device, torch.bool).unsqueeze(1)
 
 
 def _scaled(scores: torch.Tensor, params: Sequence[SamplingParams]) -> torch.Tensor:

@@ -124,16 +124,10 @@ class _Counted:
 
 
 class Occurrences:
-    """How often each token stands in one sequence's output, and which stand in it at all.
-
-    Parallel lists: ``ids`` are distinct, ``counts`` are of the output, where 0 is a token of the
-    prompt alone.
-    """
+    """How often each token stands in one sequence's output: 0 is a token of the prompt alone."""
 
     def __init__(self, prompt_length: int) -> None:
-        self.ids: list[int] = []
-        self.counts: list[int] = []
-        self._index_of: dict[int, int] = {}
+        self.counts: dict[int, int] = {}
         self._seen = TokenView([], 0)  # the tokens counted so far
         self._prompt = prompt_length
 
@@ -143,21 +137,16 @@ class Occurrences:
         view = tokens if isinstance(tokens, TokenView) else TokenView(list(tokens), len(tokens))
         if self._prompt != seq.prompt_length or not view.begins(self._seen):
             return Occurrences(seq.prompt_length).of(seq)
-        known = len(self._seen)
-        new = view[known:]
-        for at, token in enumerate(new, known):
-            index = self._index_of.setdefault(token, len(self.ids))
-            if index == len(self.ids):
-                self.ids.append(token)
-                self.counts.append(0)
-            self.counts[index] += at >= seq.prompt_length
+        known, counts = len(self._seen), self.counts
+        for at, token in enumerate(view[known:], known):
+            counts[token] = counts.get(token, 0) + (at >= seq.prompt_length)
         self._seen = view
         return self
 
     def within(self, width: int) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.float32]]:
         """Ids below ``width`` and their counts."""
-        ids = np.array(self.ids, dtype=np.int64)
-        counts = np.array(self.counts, dtype=np.float32)
+        ids = np.fromiter(self.counts, np.int64, len(self.counts))
+        counts = np.fromiter(self.counts.values(), np.float32, len(self.counts))
         fitting = ids < width
         return (ids, counts) if fitting.all() else (ids[fitting], counts[fitting])
 

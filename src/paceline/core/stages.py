@@ -11,43 +11,33 @@ import logging
 from collections.abc import Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
-from typing import Protocol
 
 
-class Stage(Protocol):
-    """A piece of work that is under way."""
+class Stage:
+    """A piece of work that is under way; this one is shown nowhere."""
 
     def advance(self, steps: float = 1, note: str | None = None) -> None:
         """So many more of the stage's ``total`` are done; ``note`` says what comes next."""
-        ...
 
     def resize(self, total: float) -> None:
         """The amount of work became known, or changed."""
-        ...
 
 
-class Listener(Protocol):
-    """Shows stages."""
+class Listener:
+    """Shows stages; this one is nobody, and shows none."""
 
-    def begin(self, what: str, total: float | None, unit: str) -> Stage: ...
+    def begin(self, what: str, total: float | None, unit: str) -> Stage:
+        return Stage()
 
-    def end(self, stage: Stage) -> None: ...
+    def end(self, stage: Stage) -> None:
+        pass
 
     def info(self, line: str) -> None:
         """A line that stays, between stages."""
-        ...
 
 
-class _Silence:
-    def advance(self, steps: float = 1, note: str | None = None) -> None:
-        pass
-
-    def resize(self, total: float) -> None:
-        pass
-
-
-_SILENCE = _Silence()
-_listener: ContextVar[Listener | None] = ContextVar("paceline_stages", default=None)
+_NOBODY = Listener()
+_listener: ContextVar[Listener] = ContextVar("paceline_stages", default=_NOBODY)
 
 
 @contextmanager
@@ -58,9 +48,6 @@ def stage(what: str, total: float | None = None, unit: str = "") -> Iterator[Sta
     "B" is shown as kB, MB or GB.
     """
     listener = _listener.get()
-    if listener is None:
-        yield _SILENCE
-        return
     begun = listener.begin(what, total, unit)
     try:
         yield begun
@@ -70,13 +57,11 @@ def stage(what: str, total: float | None = None, unit: str = "") -> Iterator[Sta
 
 def info(line: str) -> None:
     """A line that stays on the screen or in the log, such as a measurement on the way."""
-    listener = _listener.get()
-    if listener is not None:
-        listener.info(line)
+    _listener.get().info(line)
 
 
 def warn(line: str) -> None:
-    """As say; without a listener, as from Python, it goes to the log "paceline"."""
+    """As info; without a listener, as from Python, it goes to the log "paceline"."""
     if is_heard():
         info(line)
     else:
@@ -85,7 +70,7 @@ def warn(line: str) -> None:
 
 def is_heard() -> bool:
     """Whether somebody listens to the stages that are begun here."""
-    return _listener.get() is not None
+    return _listener.get() is not _NOBODY
 
 
 @contextmanager

@@ -13,7 +13,7 @@ from rich.progress_bar import ProgressBar
 from rich.table import Table
 from rich.text import Text
 
-from paceline.core.stages import Stage, is_heard, listening
+from paceline.core.stages import Listener, Stage, is_heard, listening
 
 
 @contextmanager
@@ -27,7 +27,7 @@ def bars(shown: bool) -> Iterator[None]:
         yield
 
 
-class OpenStage:
+class OpenStage(Stage):
     """How far an open stage is."""
 
     def __init__(self, what: str, total: float | None, unit: str) -> None:
@@ -84,7 +84,7 @@ def duration(seconds: float) -> str:
     return f"{minutes // 60} h {minutes % 60} min"
 
 
-class OpenStages:
+class OpenStages(Listener):
     """The open stages, the innermost last. Shown from ``start`` to ``stop``, while any is open:
     between them the screen is the command's."""
 

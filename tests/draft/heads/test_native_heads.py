@@ -11,7 +11,6 @@ import pytest
 import torch
 
 from paceline.core.batch import Span
-from paceline.core.stages import listening
 from paceline.draft.heads.eagle_head import EagleConfig, EagleHead
 from paceline.draft.heads.medusa_head import MedusaConfig, MedusaHeads
 from paceline.kernels.library import SAME_BITS, choose, instructions
@@ -21,6 +20,7 @@ from paceline.model.paged.cache import PagedCache
 from paceline.model.precision import quantise_loaded
 from paceline.model.target import CausalModel
 from support.engine_models import VOCAB, random_llama
+from support.heard_stages import heard
 from support.random_heads import eagle_config
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
@@ -288,16 +288,5 @@ def test_angles_that_depend_on_the_length(said: list[str]) -> None:
 
 @pytest.fixture
 def said() -> Iterator[list[str]]:
-    class Said(list[str]):
-        def begin(self, what: str, total: float | None, unit: str) -> Any:
-            return None
-
-        def end(self, stage: Any) -> None:
-            pass
-
-        def info(self, line: str) -> None:
-            self.append(line)
-
-    lines = Said()
-    with listening(lines):
-        yield lines
+    with heard() as listener:
+        yield listener.lines

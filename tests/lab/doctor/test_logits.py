@@ -13,7 +13,6 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, Gemma3TextConfig, LlamaConfig, NemotronConfig
 
-from paceline.core.stages import Stage, listening
 from paceline.kernels.compile import are_kernels_here
 from paceline.lab.doctor import Severity, check_logits, examine
 from paceline.lab.doctor.findings import KINDS
@@ -22,6 +21,7 @@ from paceline.model import probe
 from paceline.model.backends.native import opened
 from paceline.model.backends.reference.backend import TorchBackend
 from support.doctor_folders import Copy, only
+from support.heard_stages import heard
 from support.model_folders import write_gpt2
 from support.tiny_models import SMALL
 
@@ -68,26 +68,10 @@ def test_the_embedded_pair_is_equal(name: str) -> None:
 
 
 def test_stages_are_told() -> None:
-    heard: list[str | None] = []
-
-    class Listener:
-        def begin(self, what: str, total: float | None, unit: str) -> Stage:
-            heard.append(what)
-            return self
-
-        def end(self, stage: Stage) -> None: ...
-
-        def info(self, line: str) -> None: ...
-
-        def advance(self, steps: float = 1, note: str | None = None) -> None:
-            heard.append(note)
-
-        def resize(self, total: float) -> None: ...
-
-    with listening(Listener()):
+    with heard() as told:
         check_logits("paceline/tiny")
-    assert heard[0] == "comparing paceline/tiny with transformers"
-    assert heard[1:] == ["transformers' logits", "on torch", "on the native kernels"]
+    assert told.stages[0] == "comparing paceline/tiny with transformers"
+    assert told.notes == ["transformers' logits", "on torch", "on the native kernels"]
 
 
 def test_learnt_positions(tmp_path: Path) -> None:

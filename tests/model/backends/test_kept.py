@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 import torch
 
-from paceline.core.stages import Stage, listening, stage
+from paceline.core.stages import stage
 from paceline.errors import ConfigError
 from paceline.kernels.compile import NativeUnavailableError
 from paceline.kernels.library import library
@@ -26,6 +26,7 @@ from paceline.model.quantised.rounding import round_to_nearest
 from paceline.model.quantised.weights import QuantisedLinear
 from paceline.model.target import CausalModel
 from paceline.model.tensorfile import read_table
+from support.heard_stages import heard
 from support.tiny_models import write_tiny_model
 
 try:
@@ -60,29 +61,9 @@ def rounded(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     return found
 
 
-class Said:
-    """What a listener is told."""
-
-    def __init__(self) -> None:
-        self.lines: list[str] = []
-
-    def begin(self, what: str, total: float | None, unit: str) -> Stage:
-        return self
-
-    def end(self, stage: Stage) -> None: ...
-
-    def advance(self, steps: float = 1, note: str | None = None) -> None: ...
-
-    def resize(self, total: float) -> None: ...
-
-    def info(self, line: str) -> None:
-        self.lines.append(line)
-
-
 @pytest.fixture
 def said() -> Iterator[list[str]]:
-    listener = Said()
-    with listening(listener), stage("a test"):
+    with heard() as listener, stage("a test"):
         yield listener.lines
 
 

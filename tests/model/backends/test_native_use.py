@@ -16,7 +16,6 @@ from native_models import native_model
 from random_models import tiny_pair
 
 from paceline.core.batch import Batch, Span
-from paceline.core.stages import listening
 from paceline.errors import ConfigError
 from paceline.kernels import compile as compiling
 from paceline.kernels.compile import NativeUnavailableError, library_file
@@ -26,19 +25,9 @@ from paceline.model.backends.native.packing import PackedLinear
 from paceline.model.copies import LayerView
 from paceline.model.paged.cache import PagedCache
 from paceline.model.target import CausalModel
+from support.heard_stages import heard
 
-
-class Said(list[str]):
-    """Lines that were said."""
-
-    def begin(self, what: str, total: float | None, unit: str) -> Any:
-        return None
-
-    def end(self, stage: Any) -> None:
-        pass
-
-    def info(self, line: str) -> None:
-        self.append(line)
+Said = list[str]
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -49,9 +38,8 @@ def built() -> None:
 
 @pytest.fixture
 def said() -> Iterator[Said]:
-    lines = Said()
-    with listening(lines):
-        yield lines
+    with heard() as listener:
+        yield listener.lines
 
 
 def logits(model: Any) -> torch.Tensor:
