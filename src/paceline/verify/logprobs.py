@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 import torch
 
-from paceline.core.batch import Span
+from paceline.core.batch import Span, Verdict
 from paceline.core.params import TokenLogprob
 from paceline.core.ranking import top
 from paceline.core.transfer import to_device
@@ -52,26 +52,19 @@ class StepLogprobs:
         return cls(values, nodes, scores.shape[0], count)
 
     def read(
-        self,
-        values: list[float],
-        span: Span,
-        first_row: int,
-        first_node: int,
-        path: tuple[int, ...],
-        tokens: tuple[int, ...],
+        self, values: list[float], first_row: int, first_node: int, verdict: Verdict, wanted: int
     ) -> tuple[TokenLogprob, ...]:
-        """One entry per emitted token; ``values`` are this report's, on the host. ``first_row`` and
-        ``first_node`` are where the span's rows and nodes begin."""
-        rows = [first_row, *(first_row + node + 1 for node in path)]
-        logprobs = [values[first_node + node] for node in path]
-        logprobs.append(values[self.nodes + rows[len(path)]])
+        """One entry per emitted token, with ``wanted`` alternatives; ``values`` are this report's,
+        on the host. ``first_row`` and ``first_node``: where the tree's rows and nodes begin."""
+        rows = [first_row, *(first_row + node + 1 for node in verdict.path)]
+        logprobs = [values[first_node + node] for node in verdict.path]
+        logprobs.append(values[self.nodes + rows[-1]])
         tops = self.nodes + self.rows
         ids = tops + self.rows * self.count
-        wanted = range(min(span.seq.params.logprobs or 0, self.count))
         entries = []
-        for row, token, logprob in zip(rows, tokens, logprobs, strict=True):
-            at = row * self.count
-            others = tuple((int(values[ids + at + k]), values[tops + at + k]) for k in wanted)
+        for row, token, logprob in zip(rows, verdict.tokens, logprobs, strict=True):
+            best = range(row * self.count, row * self.count + min(wanted, self.count))
+            others = tuple((int(values[ids + at]), values[tops + at]) for at in best)
             entries.append(TokenLogprob(token, logprob, others))
         return tuple(entries)
 

@@ -20,7 +20,7 @@ from paceline.core.batch import Span
 from paceline.core.draws import choose
 from paceline.core.sampling import Rows, probs_of_scores
 from paceline.verify.layout import Shapes, layout_of
-from paceline.verify.verifier import Decisions, Verifier, matching
+from paceline.verify.verifier import Decisions, Judged, Verifier, matching
 
 # The paper's: delta is the square root of epsilon.
 EPSILON, DELTA = 0.09, 0.3
@@ -75,13 +75,7 @@ class TypicalVerifier(Verifier):
         surprises = surprise(probs, tokens * known, shapes)
         return Decisions(choices, torch.where(known, surprises, -1))
 
-    def _path(
-        self,
-        span: Span,
-        tokens: Sequence[int],
-        choices: Sequence[int],
-        accepted: Sequence[int],
-    ) -> tuple[int, ...]:
+    def _path(self, span: Span, judged: Judged) -> tuple[int, ...]:
         if span.seq.params.greedy:
-            return matching(span.tree.parents, tokens, choices)
-        return longest(span.tree.parents, accepted)
+            return matching(span.tree.parents, judged.tokens, judged.choices)
+        return longest(span.tree.parents, judged.accepted)

@@ -17,7 +17,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import Literal
+from typing import Literal, NamedTuple
 
 import torch
 
@@ -99,6 +99,14 @@ class Decisions:
     accepted: torch.Tensor | None = None
 
 
+class Judged(NamedTuple):
+    """One tree on the host: its tokens, its rows' choices, and the decisions on its nodes."""
+
+    tokens: Sequence[int]
+    choices: Sequence[int]
+    accepted: Sequence[int] = ()
+
+
 class Verifier:
     """Applies the lossless rule to every tree of a step; one device synchronisation.
 
@@ -125,7 +133,7 @@ class Verifier:
         than the spans name, and wider than the vocabulary. ``greedy``: see ModelOutput."""
         if greedy is not None and not needs_logits(span.seq for span in spans):
             return [
-                self._verdict(s, s.tree.host_tokens(), greedy[s.logit_row : s.end_row])
+                self._verdict(s, Judged(s.tree.host_tokens(), greedy[s.logit_row : s.end_row]))
                 for s in spans
             ]
         return self._judged(logits, spans) if spans else []
@@ -225,15 +233,19 @@ class Verifier:
             return None
         if len(set(methods)) == 1:
             return _apply(methods[0], probs, spans)
-        accept, stop = probs.new_zeros(sum(len(span.tree) for span in spans)), probs
+        pairs = list(zip(spans, methods, strict=True))
+        of_rows = [m for span, m in pairs for _ in range(span.judged_rows)]
+        of_nodes = [m for span, m in pairs for _ in range(len(span.tree))]
+        accept, stop = probs.new_zeros(len(of_nodes)), probs
         for method in wanted:
-            chosen = [span for span, m in zip(spans, methods, strict=True) if m == method]
-            row_list, node_list = _rows_and_nodes(spans, methods, method)
-            row_index = to_device(row_list, probs.device)
-            part = _apply(method, probs.index_select(0, row_index), chosen)
+            rows, nodes = (
+                to_device([i for i, m in enumerate(of) if m == method], probs.device)
+                for of in (of_rows, of_nodes)
+            )
+            part = _apply(method, probs.index_select(0, rows), [s for s, m in pairs if m == method])
             stop, part_stop = aligned(stop, part.stop)
-            stop = stop.index_copy(0, row_index, part_stop)
-            accept[to_device(node_list, probs.device)] = part.accept
+            stop = stop.index_copy(0, rows, part_stop)
+            accept[nodes] = part.accept
         return RuleProbabilities(accept, stop)
 
     # -- the one transfer, and the walk -------------------------------------------------------
@@ -261,24 +273,19 @@ class Verifier:
         for span in spans:
             end = node + len(span.tree)
             row_end = row + span.judged_rows
-            drafted = tokens[node:end], choices[row:row_end], accepted[node:end]
-            verdict = self._verdict(span, *drafted)
-            if report is not None and verdict.tokens and span.seq.params.logprobs is not None:
-                position = span, row, node, verdict.path, verdict.tokens
-                verdict = replace(verdict, logprobs=report.read(values[decided:], *position))
+            judged = Judged(tokens[node:end], choices[row:row_end], accepted[node:end])
+            verdict = self._verdict(span, judged)
+            most = span.seq.params.logprobs
+            if report is not None and verdict.tokens and most is not None:
+                logprobs = report.read(values[decided:], row, node, verdict, most)
+                verdict = replace(verdict, logprobs=logprobs)
             verdicts.append(verdict)
             row, node = row_end, end
         return verdicts
 
-    def _verdict(
-        self,
-        span: Span,
-        tokens: Sequence[int],
-        choices: Sequence[int],
-        accepted: Sequence[int] = (),
-    ) -> Verdict:
-        """Of one tree, whose tokens, rows' choices and decisions are on the host."""
-        path = self._path(span, tokens, choices, accepted) if tokens else ()
+    def _verdict(self, span: Span, judged: Judged) -> Verdict:
+        tokens, choices, _ = judged
+        path = self._path(span, judged) if tokens else ()
         end = path[-1] + 1 if path else 0
         if min(choices) < 0 and any(choices[at] < 0 for at in (0, *(i + 1 for i in path))):
             # NO_TOKEN at a row that the walk came through; elsewhere it does not matter.
@@ -286,14 +293,8 @@ class Verifier:
         shown = tuple([max(choice, 0) for choice in choices])
         return Verdict(path, (*[tokens[i] for i in path], choices[end]), shown)
 
-    def _path(
-        self,
-        span: Span,
-        tokens: Sequence[int],
-        choices: Sequence[int],
-        accepted: Sequence[int],
-    ) -> tuple[int, ...]:
-        parents = span.tree.parents
+    def _path(self, span: Span, judged: Judged) -> tuple[int, ...]:
+        parents, (tokens, choices, accepted) = span.tree.parents, judged
         method = method_of(span, self.rule)
         if method == "match":
             return matching(parents, tokens, choices)
@@ -333,20 +334,3 @@ def _apply(method: LosslessRule, probs: torch.Tensor, spans: Sequence[Span]) -> 
     tokens = torch.cat([span.tree.tokens for span in spans])
     shapes = tuple(span.tree.parents for span in spans)
     return (block if method == "block" else siblings)(p, q, tokens, shapes)
-
-
-def _rows_and_nodes(
-    spans: Sequence[Span], methods: Sequence[LosslessRule], method: LosslessRule
-) -> tuple[list[int], list[int]]:
-    """Rows and nodes of the spans that this method decides on."""
-    rows: list[int] = []
-    nodes: list[int] = []
-    row = node = 0
-    for span, span_rows in zip(spans, methods, strict=True):
-        n = len(span.tree)
-        if span_rows == method:
-            rows += range(row, row + n + 1)
-            nodes += range(node, node + n)
-        row += n + 1
-        node += n
-    return rows, nodes
