@@ -24,10 +24,10 @@ from paceline.core.tree import TokenTree
 from paceline.draft.base import Drafter
 from paceline.draft.selfspec import SelfDrafter, noted_layers, prepared_view
 from paceline.draft.spec import DraftContext, Examined, Loading, Prepared, Target, TreeSpec
+from paceline.draft.trees.levels import Levels
 from paceline.errors import ConfigError
 from paceline.model.copies import LayerView
 from paceline.model.paged.blocks import OutOfBlocksError
-from paceline.model.paged.cache import PagedCache
 
 Layers = tuple[int, ...]
 
@@ -78,7 +78,7 @@ class LayerSkip(TreeSpec):
 
         def build(context: DraftContext) -> Drafter:
             search = SkipSearch(choice, count, self.tries)
-            return SwiftDrafter(whole, context.cache, context.generator, search, self)
+            return SwiftDrafter(whole, self.levels(context, context.cache), search, self)
 
         return Prepared(build)
 
@@ -179,15 +179,9 @@ class SwiftDrafter(SelfDrafter):
     """
 
     def __init__(
-        self,
-        whole: LayerView,
-        cache: PagedCache,
-        generator: torch.Generator | None,
-        search: SkipSearch,
-        spec: LayerSkip,
+        self, whole: LayerView, levels: Levels, search: SkipSearch, spec: LayerSkip
     ) -> None:
-        view = _without(whole, search.best)
-        super().__init__(view, cache, spec.policy(), generator, spec.kind)
+        super().__init__(_without(whole, search.best), levels)
         self._search = search
         self._size, self._interval = spec.window, spec.interval
         self._due = 0.0  # reaches the interval when sets are to be compared

@@ -17,27 +17,29 @@ from typing import ClassVar, TypeVar
 import torch
 
 from paceline.core.batch import Commit, ModelOutput, Plan, Slice, Span
+from paceline.core.sequence import SequenceView
 from paceline.core.stages import info
+from paceline.core.transfer import to_device
 from paceline.core.tree import TokenTree
 from paceline.draft.base import Drafter
 from paceline.draft.spec import DraftContext, Loading, Prepared, TreeSpec, option
 from paceline.draft.trees.grow import Growing, level_span
-from paceline.draft.trees.levels import LevelDrafter
+from paceline.draft.trees.levels import LevelDrafter, Levels
 from paceline.draft.trees.policy import Policy
-from paceline.draft.trees.shape import Shape
+from paceline.draft.trees.shape import Shape, merge
 from paceline.draft.vocabulary.shared import (
     Intersection,
     Match,
     SharedVocabulary,
     match_vocabularies,
 )
-from paceline.draft.vocabulary.strings import StringDrafter
+from paceline.draft.vocabulary.strings import Shadow, paths_of
 from paceline.model.backends.base import Growth
 from paceline.model.gguf import gguf_file
 from paceline.model.hub import fetched
 from paceline.model.loading import load_tokenizer
 from paceline.model.paged.blocks import OutOfBlocksError
-from paceline.model.paged.cache import PagedCache, bytes_per_token, path_moves
+from paceline.model.paged.cache import bytes_per_token, path_moves
 from paceline.model.quantised.weights import BITS
 from paceline.model.target import CausalModel
 
@@ -80,21 +82,19 @@ class DraftModel(TreeSpec):
 
     def prepare(self, loading: Loading) -> Prepared:
         model, match = self._load(loading)
-        policy = self.policy()
 
         def build(context: DraftContext) -> Drafter:
             texts = match is not None and match.method == "string"
             # The end of a re-tokenised text may change, and a shared block must not.
             more = not texts, model.device, model.rope_switch
             cache = context.new_cache(model.cache_shapes, model.dtype, *more)
-            size, vocab = model.vocab_size, loading.target.vocab_size
-            vocabulary = SharedVocabulary(size if texts else vocab, size)
-            if match is not None and not texts:
-                vocabulary = Intersection(match, (vocab, size), model.device)
-            generator = context.generator_on(model.device)
-            parts = model, cache, vocabulary, generator, policy, self.kind
-            drafter = ModelDrafter(*parts, context.target.device)
-            return StringDrafter(drafter, match) if match is not None and texts else drafter
+            levels, device = self.levels(context, cache), context.target.device
+            widths = loading.target.vocab_size, model.vocab_size
+            if match is None:
+                return ModelDrafter(model, levels, SharedVocabulary(*widths), device)
+            if texts:
+                return StringDrafter(model, levels, match, device)
+            return ModelDrafter(model, levels, Intersection(match, widths, model.device), device)
 
         return Prepared(build, bytes_per_token(model.cache_shapes, model.dtype))
 
@@ -164,17 +164,14 @@ class ModelDrafter(LevelDrafter):
     def __init__(
         self,
         model: CausalModel,
-        cache: PagedCache,
+        levels: Levels,
         vocabulary: SharedVocabulary,
-        generator: torch.Generator | None,
-        policy: Policy,
-        name: str = "model",
-        deliver_to: torch.device | None = None,
+        deliver_to: torch.device,
     ) -> None:
-        """``deliver_to``: the target's device, if that is another."""
-        super().__init__(name, cache, policy, generator, model.max_positions)
-        self.deliver_to = deliver_to or cache.device
-        self._empty = TokenTree.empty(self.deliver_to)
+        """``deliver_to``: the target's device."""
+        super().__init__(levels, model.max_positions)
+        self._deliver_to = deliver_to
+        self._empty = TokenTree.empty(deliver_to)
         self.model = model
         self._vocabulary = vocabulary
         self._states: dict[int, _State] = {}
@@ -212,7 +209,7 @@ class ModelDrafter(LevelDrafter):
         self, item: Slice, tree: TokenTree, slots: tuple[int, ...], scores: tuple[float, ...]
     ) -> TokenTree:
         self._states[item.seq.seq_id].slots = slots
-        return tree.on(self.deliver_to)
+        return tree.on(self._deliver_to)
 
     def _span(self, item: Slice) -> Span | None:
         """The committed tokens that the draft has not seen; None if it is left alone, or if there
@@ -280,18 +277,6 @@ class ModelDrafter(LevelDrafter):
             self._read(state, commit.tokens)
             self.cache.commit(state.seq_id, state.tokens, state.cached)
 
-    def keep(self, seq_id: int, length: int) -> None:
-        """Forget what was read of a sequence beyond ``length`` tokens, and all nodes: in place of
-        ``observe`` for a sequence whose last tokens may change."""
-        state = self._states.get(seq_id)
-        if state is None:
-            return
-        del state.tokens[length:]
-        state.read = len(state.tokens)
-        state.cached, state.slots = min(state.cached, length), ()
-        if seq_id in self.cache:
-            self.cache.commit(seq_id, state.tokens, state.cached)
-
     def forget(self, seq_id: int) -> None:
         self._states.pop(seq_id, None)
         self.cache.free(seq_id)
@@ -300,3 +285,61 @@ class ModelDrafter(LevelDrafter):
         """Out of blocks: give this sequence's up and start over when there is room."""
         self.cache.free(state.seq_id)
         state.cached, state.slots = 0, ()
+
+
+class StringDrafter(ModelDrafter):
+    """Drafts for shadows of the sequences and translates its trees by their text.
+
+    A tree's paths are re-tokenised one by one; those that begin alike share nodes again.
+    """
+
+    prefers_seeds = False  # a shadow is not sampled
+
+    def __init__(
+        self, model: CausalModel, levels: Levels, match: Match, deliver_to: torch.device
+    ) -> None:
+        size = model.vocab_size
+        super().__init__(model, levels, SharedVocabulary(size, size), deliver_to)
+        covered = f"shared tokens {100 * match.share:.0f} % of text"
+        self._vocabulary.description = f"string-level match, {covered}"
+        self._match = match
+        self._shadows: dict[int, Shadow] = {}
+
+    def propose(self, plan: Plan) -> list[TokenTree]:
+        slices = tuple(self._shadow(item.seq).slice_of(item) for item in plan.slices)
+        drafts = super().propose(Plan(slices))
+        parts = [draft.tokens for draft in drafts if len(draft)]
+        values = torch.cat(parts).tolist() if parts else []
+        trees = []
+        for item, draft in zip(plan.slices, drafts, strict=True):
+            draft_values, values = values[: len(draft)], values[len(draft) :]
+            trees.append(self._translated(item, draft, draft_values) if len(draft) else self._empty)
+        return trees
+
+    def _shadow(self, seq: SequenceView) -> Shadow:
+        shadow = self._shadows.get(seq.seq_id)
+        if shadow is None:
+            shadow = self._shadows[seq.seq_id] = Shadow(seq.seq_id, self._match)
+        return shadow
+
+    def _translated(self, item: Slice, draft: TokenTree, tokens: Sequence[int]) -> TokenTree:
+        text, paths = self._shadows[item.seq.seq_id].text, paths_of(draft.parents, tokens)
+        proposals = (text.proposal(path)[: item.draft_length] for path in paths)
+        merged, parents = merge(proposals, self.max_nodes(item.draft_length))
+        return TokenTree(to_device(merged, draft.tokens.device), parents)
+
+    def observe(self, commits: Sequence[Commit], out: ModelOutput) -> None:
+        """The draft keeps what cannot change any more; its drafts it reads again as text."""
+        for commit in commits:
+            state, shadow = self._states.get(commit.seq_id), self._shadows.get(commit.seq_id)
+            if state is not None and shadow is not None:
+                length = len(shadow.text.settled)
+                del state.tokens[length:]
+                state.read = len(state.tokens)
+                state.cached, state.slots = min(state.cached, length), ()
+                if commit.seq_id in self.cache:
+                    self.cache.commit(commit.seq_id, state.tokens, state.cached)
+
+    def forget(self, seq_id: int) -> None:
+        self._shadows.pop(seq_id, None)
+        super().forget(seq_id)

@@ -12,8 +12,8 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from typing import Any
 
-from paceline.draft.selfspec import STOP_BELOW, STOP_BELOW_OFFLOADED, SelfDrafter
-from paceline.draft.spec import DraftContext, Examined, Loading, Prepared, Target, TreeSpec
+from paceline.draft.selfspec import STOP_BELOW, STOP_BELOW_OFFLOADED, prepared_view
+from paceline.draft.spec import Examined, Loading, Prepared, Target, TreeSpec
 from paceline.errors import ConfigError
 from paceline.model.copies import LayerView, quantised_copy
 from paceline.model.precision import usual_bits
@@ -59,11 +59,7 @@ class QuantizedDraft(TreeSpec):
         copied = quantised_copy(target, self.precision)
         view = LayerView(copied, range(copied.num_layers))
         stop = STOP_BELOW if target.offload is None else STOP_BELOW_OFFLOADED
-
-        def build(c: DraftContext) -> SelfDrafter:
-            return SelfDrafter(view, c.cache, self.policy(), c.generator, self.kind, stop)
-
-        return Prepared(build)
+        return prepared_view(self, view, stop)
 
     def examine(self, target: Target, read: Any = None) -> Examined:
         text = f"drafts with the target itself in {self.precision}, in the target's cache"

@@ -23,12 +23,10 @@ from paceline.core.sequence import SequenceView
 from paceline.core.tree import TokenTree, is_chain
 from paceline.draft.spec import Examined, Loading, Prepared, Target, TreeSpec
 from paceline.draft.trees.grow import Growing, level_span
-from paceline.draft.trees.levels import Finished, LevelDrafter
-from paceline.draft.trees.policy import Policy
+from paceline.draft.trees.levels import Finished, LevelDrafter, Levels
 from paceline.model.backends.base import Growth
 from paceline.model.copies import LayerView
 from paceline.model.paged.blocks import OutOfBlocksError
-from paceline.model.paged.cache import PagedCache
 
 # A chain ends where fewer than so many of its paths are accepted: there a pass of a quarter of a
 # step no longer pays (docs/decisions.md).
@@ -71,8 +69,8 @@ class EarlyExit(TreeSpec):
         return layers
 
 
-def prepared_view(spec: TreeSpec, view: LayerView) -> Prepared:
-    return Prepared(lambda c: SelfDrafter(view, c.cache, spec.policy(), c.generator, spec.kind))
+def prepared_view(spec: TreeSpec, view: LayerView, stop_below: float = STOP_BELOW) -> Prepared:
+    return Prepared(lambda c: SelfDrafter(view, spec.levels(c, c.cache), stop_below))
 
 
 def noted_layers(spec: TreeSpec, run: int, target: Target) -> Examined:
@@ -158,16 +156,8 @@ class FrequentTokens:
 class SelfDrafter(LevelDrafter):
     """Drafts with a view of the target, in the target's own ``cache``."""
 
-    def __init__(
-        self,
-        view: LayerView,
-        cache: PagedCache,
-        policy: Policy,
-        generator: torch.Generator | None,
-        name: str = "early_exit",
-        stop_below: float = STOP_BELOW,
-    ) -> None:
-        super().__init__(name, cache, policy, generator, view.model.max_positions)
+    def __init__(self, view: LayerView, levels: Levels, stop_below: float = STOP_BELOW) -> None:
+        super().__init__(levels, view.model.max_positions)
         self.view = view
         self.stop_below = stop_below
         self._frequent = FrequentTokens(view.model.vocab_size, view.model.backend.head_share)

@@ -26,6 +26,7 @@ import torch
 
 from paceline.core.costs import TargetCosts
 from paceline.draft.base import Drafter, NoDrafter
+from paceline.draft.trees.levels import Levels
 from paceline.draft.trees.policy import Policy, paying_nodes
 from paceline.draft.trees.shape import Shape
 from paceline.errors import ConfigError
@@ -322,6 +323,11 @@ class TreeSpec(DraftSpec):
         if self.branching:
             return Policy(Shape.branching(self.branching))
         return Policy(nodes=nodes if self.nodes is None else self.nodes, width=self.width)
+
+    def levels(self, context: DraftContext, cache: PagedCache, nodes: int = 0) -> Levels:
+        """How its drafter's trees grow over ``cache``; ``nodes`` as of ``policy``."""
+        generator = context.generator_on(cache.device)
+        return Levels(self.kind, cache, self.policy(nodes), generator)
 
     def shape(self) -> str | None:
         """Its trees in words, as far as the options say."""

@@ -41,11 +41,10 @@ from paceline.draft.spec import (
     reduced,
 )
 from paceline.draft.trees.grow import Growing, Logits, Narrow, level_span
-from paceline.draft.trees.levels import LevelDrafter
-from paceline.draft.trees.policy import Policy
+from paceline.draft.trees.levels import LevelDrafter, Levels
 from paceline.model.backends.base import EagleStep, Growth
 from paceline.model.paged.blocks import OutOfBlocksError
-from paceline.model.paged.cache import PagedCache, bytes_per_token
+from paceline.model.paged.cache import bytes_per_token
 
 # Features kept of a sequence that could draft but does not, and rows of whole forwards kept for all
 # of them: the oldest features are then given up, which costs a little acceptance and nothing else,
@@ -81,9 +80,9 @@ class Eagle(TreeSpec):
         step = target.backend.eagle(head, target)
 
         def build(context: DraftContext) -> Drafter:
-            policy = self.policy(context.tree_nodes() if self.dynamic else 0)
+            nodes = context.tree_nodes() if self.dynamic else 0
             cache = context.new_cache([head.cache_shape], target.dtype)
-            return EagleDrafter(step, cache, policy, context.generator, self.kind)
+            return EagleDrafter(step, self.levels(context, cache, nodes))
 
         kept = len(head.config.feature_layers) * target.hidden_size * target.dtype.itemsize
         cached = bytes_per_token([head.cache_shape], target.dtype)
@@ -216,21 +215,14 @@ class EagleDrafter(LevelDrafter):
     reads = True  # what came in while it did not draft
     follows = True  # prompts, chunk by chunk
 
-    def __init__(
-        self,
-        step: EagleStep,
-        cache: PagedCache,
-        policy: Policy,
-        generator: torch.Generator | None,
-        name: str = "eagle3",
-    ) -> None:
+    def __init__(self, step: EagleStep, levels: Levels) -> None:
         self.head = step.head
-        super().__init__(name, cache, policy, generator, self.head.config.max_positions)
+        super().__init__(levels, self.head.config.max_positions)
         self.features = self.head.config.feature_layers
         self._step = step
         self._reduced = self.head.config.draft_vocab_size < self.head.config.vocab_size
         # A static level takes so many candidates, whatever the head knows.
-        self._fits = 1 + max(policy.shape.ranks) <= self.head.config.draft_vocab_size
+        self._fits = 1 + max(levels.policy.shape.ranks) <= self.head.config.draft_vocab_size
         self._states: dict[int, _State] = {}
         self._whole = 0  # rows of the forwards that waiting features keep
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from typing import NamedTuple
 
 import torch
 
@@ -24,27 +25,26 @@ Finished = tuple[TokenTree, tuple[int, ...], tuple[float, ...]]
 _BLOCKS = 4  # of context when warming up: about what the target's own costs are measured with
 
 
+class Levels(NamedTuple):
+    """How a drafter's trees grow: over which cache, of which kind, and by whose randomness."""
+
+    name: str
+    cache: PagedCache
+    policy: Policy
+    generator: torch.Generator | None
+
+
 class LevelDrafter(ABC):
     """Runs something over ``cache``, over tokens that it has not seen, then level by level."""
 
     features: tuple[int, ...] = ()
     reads_logits = False
 
-    def __init__(
-        self,
-        name: str,
-        cache: PagedCache,
-        policy: Policy,
-        generator: torch.Generator | None,
-        max_positions: int,
-    ) -> None:
+    def __init__(self, levels: Levels, max_positions: int) -> None:
         """``max_positions`` is the longest context of what is run."""
-        self.name = name
-        self.cache = cache
-        self._policy = policy
-        self._generator = generator
+        self.name, self.cache, self._policy, self._generator = levels
         self._max_positions = max_positions
-        self._empty = TokenTree.empty(cache.device)
+        self._empty = TokenTree.empty(self.cache.device)
 
     def max_nodes(self, length: int) -> int:
         return self._policy.max_nodes(length)

@@ -12,19 +12,12 @@ import codecs
 import re
 from collections.abc import Sequence
 from dataclasses import replace
-from typing import Protocol
 
-import torch
-
-from paceline.core.batch import Commit, ModelOutput, Plan, Slice
+from paceline.core.batch import Slice
 from paceline.core.params import SamplingParams
 from paceline.core.sequence import SequenceView
-from paceline.core.transfer import to_device
-from paceline.core.tree import TokenTree, children_of
-from paceline.draft.base import Drafter
-from paceline.draft.trees.shape import merge
+from paceline.core.tree import children_of
 from paceline.draft.vocabulary.shared import Match
-from paceline.model.paged.cache import PagedCache
 
 # Between two words: every tokenizer begins a new token there, whatever follows.
 _BORDER = re.compile(r"(?<=\w) (?=\w)")
@@ -119,20 +112,11 @@ class Retokeniser:
         return ids + end if len(whole.encode()) == len(data) else ids
 
 
-class Inner(Drafter, Protocol):
-    """A draft model, as it is translated for."""
-
-    cache: PagedCache
-    deliver_to: torch.device
-
-    def keep(self, seq_id: int, length: int) -> None: ...
-
-
-class _Shadow:
+class Shadow:
     """A sequence as the draft model sees it: its own tokens, and no sampling."""
 
-    def __init__(self, seq_id: int, text: Retokeniser) -> None:
-        self.text = text
+    def __init__(self, seq_id: int, match: Match) -> None:
+        self.text = Retokeniser(match)
         self.request = SequenceView(seq_id, (), 0, SamplingParams())
 
     def slice_of(self, item: Slice) -> Slice:
@@ -148,64 +132,7 @@ class _Shadow:
         return Slice(self.request, min(share, len(tokens) - 1))
 
 
-class StringDrafter:
-    """Lets ``inner`` draft for shadows of the sequences and translates its trees by their text.
-
-    A tree's paths are re-tokenised one by one; those that begin alike share nodes again.
-    """
-
-    features: tuple[int, ...] = ()
-    reads_logits = False
-    reads = True  # a prompt, before it drafts
-
-    def __init__(self, inner: Inner, match: Match) -> None:
-        """``inner`` drafts in the draft's own ids."""
-        self.name = inner.name
-        self.vocabulary = f"string-level match, shared tokens {100 * match.share:.0f} % of text"
-        self.cache = inner.cache
-        self.max_nodes, self.passes = inner.max_nodes, inner.passes
-        self.warm_up = inner.warm_up
-        self._inner = inner
-        self._match = match
-        self._shadows: dict[int, _Shadow] = {}
-        self._empty = TokenTree.empty(inner.deliver_to)
-
-    def propose(self, plan: Plan) -> list[TokenTree]:
-        slices = tuple(self._shadow(item.seq).slice_of(item) for item in plan.slices)
-        drafts = self._inner.propose(Plan(slices))
-        parts = [draft.tokens for draft in drafts if len(draft)]
-        values = torch.cat(parts).tolist() if parts else []
-        trees = []
-        for item, draft in zip(plan.slices, drafts, strict=True):
-            draft_values, values = values[: len(draft)], values[len(draft) :]
-            trees.append(self._translated(item, draft, draft_values) if len(draft) else self._empty)
-        return trees
-
-    def _shadow(self, seq: SequenceView) -> _Shadow:
-        shadow = self._shadows.get(seq.seq_id)
-        if shadow is None:
-            shadow = self._shadows[seq.seq_id] = _Shadow(seq.seq_id, Retokeniser(self._match))
-        return shadow
-
-    def _translated(self, item: Slice, draft: TokenTree, tokens: Sequence[int]) -> TokenTree:
-        text = self._shadows[item.seq.seq_id].text
-        paths = (text.proposal(path)[: item.draft_length] for path in _paths(draft.parents, tokens))
-        merged, parents = merge(paths, self.max_nodes(item.draft_length))
-        return TokenTree(to_device(merged, draft.tokens.device), parents)
-
-    def observe(self, commits: Sequence[Commit], out: ModelOutput) -> None:
-        """The draft keeps what cannot change any more; its drafts it reads again as text."""
-        for commit in commits:
-            shadow = self._shadows.get(commit.seq_id)
-            if shadow is not None:
-                self._inner.keep(commit.seq_id, len(shadow.text.settled))
-
-    def forget(self, seq_id: int) -> None:
-        self._shadows.pop(seq_id, None)
-        self._inner.forget(seq_id)
-
-
-def _paths(parents: tuple[int, ...], tokens: Sequence[int]) -> list[list[int]]:
+def paths_of(parents: tuple[int, ...], tokens: Sequence[int]) -> list[list[int]]:
     """The tokens from the root to each leaf."""
     paths: list[list[int]] = []
     for parent, token in zip(parents, tokens, strict=True):
