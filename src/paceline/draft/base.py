@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from typing import Any, NamedTuple, Protocol, runtime_checkable
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, NamedTuple, Protocol, TypeVar, runtime_checkable
 
 import torch
 
 from paceline.core.batch import Commit, ModelOutput, Plan, Slice
+from paceline.core.sequence import SequenceView
 from paceline.core.transfer import to_device
 from paceline.core.tree import TokenTree, depths_of, is_chain
+
+_State = TypeVar("_State")
 
 
 @runtime_checkable
@@ -116,10 +119,25 @@ class Offer(NamedTuple):
         return [self.tokens[node] for node in kept], below
 
 
+class States(dict[int, _State]):
+    """What a drafter keeps of each sequence, by ``seq_id``: ``begin`` makes it when it is first
+    asked for."""
+
+    def __init__(self, begin: Callable[[SequenceView], _State]) -> None:
+        super().__init__()
+        self._begin = begin
+
+    def of(self, seq: SequenceView) -> _State:
+        state = self.get(seq.seq_id)
+        if state is None:
+            state = self[seq.seq_id] = self._begin(seq)
+        return state
+
+
 class LookupDrafter:
     """A drafter that runs no model: ``guess`` is what is left to write, and a ``name``.
 
-    It keeps nothing and learns nothing; override ``take_in``, ``observe`` and ``forget`` where one
+    It keeps nothing and learns nothing; override ``begin``, ``take_in`` and ``observe`` where one
     does. What it finds is an offer: the controller looks at it before it decides. Where looking
     changes what the drafter knows, set ``offers`` to False: it is then chosen before it proposes.
     """
@@ -133,6 +151,7 @@ class LookupDrafter:
         """``device`` is the target's."""
         self._device = device
         self._empty = TokenTree.empty(device)
+        self.states: States[Any] = States(self.begin)
         # By sequence: what was found, None for nothing, and for how many tokens of it.
         self._offered: dict[int, tuple[int, Offer | None]] = {}
 
@@ -146,6 +165,9 @@ class LookupDrafter:
     def guess(self, item: Slice) -> Guess:
         """A tree of at most ``item.draft_length`` levels, which is above 0."""
         raise NotImplementedError
+
+    def begin(self, seq: SequenceView) -> Any:
+        """What it keeps of a sequence, until that is forgotten, and asks ``states`` for."""
 
     def take_in(self, slices: Sequence[Slice]) -> None:
         """What is done for the sequences of a step before any guess."""
@@ -198,6 +220,7 @@ class LookupDrafter:
     def forget(self, seq_id: int) -> None:
         """Override together with ``super().forget(seq_id)``."""
         self._offered.pop(seq_id, None)
+        self.states.pop(seq_id, None)
 
 
 class NoDrafter(LookupDrafter):

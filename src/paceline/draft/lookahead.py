@@ -36,7 +36,7 @@ import torch
 from paceline.core.batch import Commit, ModelOutput, Plan, Slice
 from paceline.core.sequence import SequenceView
 from paceline.core.tree import TokenTree
-from paceline.draft.base import LookupDrafter
+from paceline.draft.base import LookupDrafter, States
 from paceline.draft.spec import DraftSpec, Loading, Prepared
 from paceline.draft.trees.shape import merge
 
@@ -93,12 +93,12 @@ class LookaheadDrafter(LookupDrafter):
 
     name = "lookahead"
     offers = False
+    states: States[_State]
 
     def __init__(self, device: torch.device | str, spec: Lookahead | None = None) -> None:
         super().__init__(device)
         spec = spec or Lookahead()
         self._window, self._ngram, self._candidates = spec.window, spec.ngram, spec.candidates
-        self._states: dict[int, _State] = {}
 
     def max_nodes(self, length: int) -> int:
         if not length:
@@ -115,15 +115,13 @@ class LookaheadDrafter(LookupDrafter):
 
     def propose(self, plan: Plan) -> list[TokenTree]:
         for item in plan.slices:
-            if item.seq.seq_id in self._states:
-                self._states[item.seq.seq_id].drafted = []  # of a proposal that was withdrawn
+            if item.seq.seq_id in self.states:
+                self.states[item.seq.seq_id].drafted = []  # of a proposal that was withdrawn
         return [replace(tree, wants_choices=True) for tree in super().propose(plan)]
 
     def guess(self, item: Slice) -> tuple[Sequence[int], Sequence[int]]:
         seq, length = item.seq, item.draft_length
-        state = self._states.get(seq.seq_id)
-        if state is None:
-            state = self._states[seq.seq_id] = self._start(seq)
+        state = self.states.of(seq)
         last = seq.tokens[-1]
         state.columns[0][0] = last  # however well column 0 had guessed it
         used = [
@@ -143,7 +141,7 @@ class LookaheadDrafter(LookupDrafter):
             state.drafted.append((column, node + 1))
         return tokens, parents
 
-    def _start(self, seq: SequenceView) -> _State:
+    def begin(self, seq: SequenceView) -> _State:
         """Any tokens will do to begin with: those the text begins with, one for each place."""
         guesses = [seq.tokens[n % len(seq.tokens)] for n in range(self._window + self._ngram)]
         columns = [guesses[j : j + self._ngram - 1] for j in range(self._window)]
@@ -153,7 +151,7 @@ class LookaheadDrafter(LookupDrafter):
 
     def observe(self, commits: Sequence[Commit], out: ModelOutput) -> None:
         for commit in commits:
-            state = self._states.get(commit.seq_id)
+            state = self.states.get(commit.seq_id)
             if state is not None and state.drafted:
                 if commit.drafted == state.nodes:
                     self._advance(state, commit)
@@ -174,6 +172,3 @@ class LookaheadDrafter(LookupDrafter):
         # random ones or from its neighbour's (measured: see docs/drafters/lookahead.md).
         passed = (len(commit.tokens) - 1) % self._window
         state.columns = state.columns[passed:] + state.columns[:passed]
-
-    def forget(self, seq_id: int) -> None:
-        self._states.pop(seq_id, None)

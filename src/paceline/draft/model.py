@@ -17,11 +17,10 @@ from typing import ClassVar, TypeVar
 import torch
 
 from paceline.core.batch import Commit, ModelOutput, Plan, Slice, Span
-from paceline.core.sequence import SequenceView
 from paceline.core.stages import info
 from paceline.core.transfer import to_device
 from paceline.core.tree import TokenTree
-from paceline.draft.base import Drafter
+from paceline.draft.base import Drafter, States
 from paceline.draft.spec import DraftContext, Loading, Prepared, TreeSpec, option
 from paceline.draft.trees.grow import Growing, level_span
 from paceline.draft.trees.levels import LevelDrafter, Levels
@@ -174,7 +173,7 @@ class ModelDrafter(LevelDrafter):
         self._empty = TokenTree.empty(deliver_to)
         self.model = model
         self._vocabulary = vocabulary
-        self._states: dict[int, _State] = {}
+        self._states = States(lambda seq: _State(seq.seq_id))
 
     @property
     def vocabulary(self) -> str | None:
@@ -215,9 +214,7 @@ class ModelDrafter(LevelDrafter):
         """The committed tokens that the draft has not seen; None if it is left alone, or if there
         is no cache for it."""
         seq = item.seq
-        state = self._states.get(seq.seq_id)
-        if state is None:
-            state = self._states[seq.seq_id] = _State(seq.seq_id)
+        state = self._states.of(seq)
         self._read(state, seq.tokens[state.read :])
         drafts = item.decodes and self._policy.depth(item.draft_length) > 0
         beyond = len(state.tokens) + item.draft_length >= self.model.max_positions
@@ -302,11 +299,10 @@ class StringDrafter(ModelDrafter):
         super().__init__(model, levels, SharedVocabulary(size, size), deliver_to)
         covered = f"shared tokens {100 * match.share:.0f} % of text"
         self._vocabulary.description = f"string-level match, {covered}"
-        self._match = match
-        self._shadows: dict[int, Shadow] = {}
+        self._shadows = States(lambda seq: Shadow(seq.seq_id, match))
 
     def propose(self, plan: Plan) -> list[TokenTree]:
-        slices = tuple(self._shadow(item.seq).slice_of(item) for item in plan.slices)
+        slices = tuple(self._shadows.of(item.seq).slice_of(item) for item in plan.slices)
         drafts = super().propose(Plan(slices))
         parts = [draft.tokens for draft in drafts if len(draft)]
         values = torch.cat(parts).tolist() if parts else []
@@ -315,12 +311,6 @@ class StringDrafter(ModelDrafter):
             draft_values, values = values[: len(draft)], values[len(draft) :]
             trees.append(self._translated(item, draft, draft_values) if len(draft) else self._empty)
         return trees
-
-    def _shadow(self, seq: SequenceView) -> Shadow:
-        shadow = self._shadows.get(seq.seq_id)
-        if shadow is None:
-            shadow = self._shadows[seq.seq_id] = Shadow(seq.seq_id, self._match)
-        return shadow
 
     def _translated(self, item: Slice, draft: TokenTree, tokens: Sequence[int]) -> TokenTree:
         text, paths = self._shadows[item.seq.seq_id].text, paths_of(draft.parents, tokens)

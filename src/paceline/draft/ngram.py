@@ -73,7 +73,7 @@ class NGramDrafter(IndexedDrafter):
         levels = min(item.draft_length, self._spec.length)
         return index.ngrams(fresh, end, levels, self.max_nodes(levels))
 
-    def new_index(self, seq: SequenceView) -> TextIndex:
+    def begin(self, seq: SequenceView) -> TextIndex:
         bounds = {}
         if self._spec.source != "both":
             bounds["first" if self._spec.source == "output" else "stop"] = seq.prompt_length

@@ -9,11 +9,10 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-import torch
-
 from paceline.core.batch import Plan, Slice
+from paceline.core.sequence import SequenceView
 from paceline.core.tree import TokenTree
-from paceline.draft.base import Drafter, Guess, LookupDrafter
+from paceline.draft.base import Drafter, Guess, LookupDrafter, States
 from paceline.draft.text_index import TAKEN_IN, TextIndex, open_index
 from paceline.kernels.lookup import Lookup
 
@@ -26,10 +25,7 @@ class Predictions(LookupDrafter):
     the answer has left it, and for all others, the engine's drafter drafts."""
 
     name = "prediction"
-
-    def __init__(self, device: torch.device | str) -> None:
-        super().__init__(device)
-        self._trees: dict[int, TextIndex] = {}
+    states: States[TextIndex]
 
     def beside(self, drafter: Drafter, plan: Plan) -> list[TokenTree]:
         """One tree per slice, as ``Drafter.propose``: its own where there is one."""
@@ -57,14 +53,12 @@ class Predictions(LookupDrafter):
         seq, length = item.seq, item.draft_length
         if not seq.params.prediction:
             return (), ()
-        tree = self._trees.get(seq.seq_id)
-        if tree is None:
-            tree = self._trees[seq.seq_id] = open_index(_RULE)
-            tree.extend(seq.tokens[max(0, seq.prompt_length - _CONTEXT) : seq.prompt_length])
-        taken = tree.open_tokens - min(_CONTEXT, seq.prompt_length)
+        index = self.states.of(seq)
+        taken = index.open_tokens - min(_CONTEXT, seq.prompt_length)
         fresh = seq.params.prediction[taken : taken + TAKEN_IN]
-        return tree.suffixes(fresh, seq.tokens[-_RULE.depth :], length, length)
+        return index.suffixes(fresh, seq.tokens[-_RULE.depth :], length, length)
 
-    def forget(self, seq_id: int) -> None:
-        super().forget(seq_id)
-        self._trees.pop(seq_id, None)
+    def begin(self, seq: SequenceView) -> TextIndex:
+        index = open_index(_RULE)
+        index.extend(seq.tokens[max(0, seq.prompt_length - _CONTEXT) : seq.prompt_length])
+        return index

@@ -12,19 +12,21 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 
 from paceline.core.batch import Commit, ModelOutput, Plan, Slice
 from paceline.core.ranking import top
+from paceline.core.sequence import SequenceView
 from paceline.core.transfer import to_device
 from paceline.core.tree import TokenTree
-from paceline.draft.base import LookupDrafter
+from paceline.draft.base import LookupDrafter, States
 from paceline.draft.spec import DraftSpec, Examined, Loading, Prepared, Target
 from paceline.draft.trees.grow import levels_of
 from paceline.draft.trees.shape import Shape, best_shape
 
+_Item = TypeVar("_Item")
 # How often the target's next token was candidate number 1, 2, ... of the list of the token before
 # it, on the embedded target; at greater depths it was much the same.
 CHANCES = (0.6, 0.09, 0.05, 0.015, 0.012, 0.01, 0.007, 0.005)
@@ -102,6 +104,7 @@ class RecyclingDrafter(LookupDrafter):
     name = "recycling"
     reads_logits = True
     offers = False
+    states: States[_State]
 
     def __init__(
         self, device: torch.device | str, vocab: int, spec: Recycling | None = None
@@ -117,7 +120,6 @@ class RecyclingDrafter(LookupDrafter):
         chances = (*CHANCES, *(CHANCES[-1],) * k)[:k]
         self._shape = best_shape((chances,) * DEPTH, spec.nodes)
         self._shared = Matrix(vocab, k, device) if spec.share else None
-        self._states: dict[int, _State] = {}
         self._asked = False  # in this step
         self._idle = 0  # steps since drafts were asked for
 
@@ -131,30 +133,29 @@ class RecyclingDrafter(LookupDrafter):
 
     def propose(self, plan: Plan) -> list[TokenTree]:
         self._asked = any(item.draft_length for item in plan.slices)
-        groups: dict[int, list[tuple[int, Slice]]] = {}
+        ready: list[tuple[int, Slice, _State]] = []
         for index, item in enumerate(plan.slices):
-            state = self._state(item.seq.seq_id)
+            state = self.states.of(item.seq)
             state.tokens = None
             if item.decodes and item.draft_length and item.seq.tokens[-1] in state.matrix.known:
-                groups.setdefault(id(state.matrix), []).append((index, item))
+                ready.append((index, item, state))
         trees = [self._empty] * len(plan.slices)
-        for group in groups.values():
-            matrix = self._states[group[0][1].seq.seq_id].matrix
-            shape = self._shape.cut(max(item.draft_length for _, item in group))
-            tokens = matrix.grow([item.seq.tokens[-1] for _, item in group], shape)
-            for row, (index, item) in zip(tokens, group, strict=True):
+        for group in self._by_matrix(ready):
+            shape = self._shape.cut(max(item.draft_length for _, item, _ in group))
+            roots = [item.seq.tokens[-1] for _, item, _ in group]
+            tokens = group[0][2].matrix.grow(roots, shape)
+            for row, (index, item, state) in zip(tokens, group, strict=True):
                 parents = shape.cut(item.draft_length).parents  # the first levels stand first
-                kept = row[: len(parents)]
-                self._states[item.seq.seq_id].tokens = kept
-                trees[index] = TokenTree(kept, parents)
+                state.tokens = row[: len(parents)]
+                trees[index] = TokenTree(state.tokens, parents)
         return trees
 
-    def _state(self, seq_id: int) -> _State:
-        state = self._states.get(seq_id)
-        if state is None:
-            matrix = self._shared or Matrix(self._vocab, self._k, self._device)
-            state = self._states[seq_id] = _State(matrix)
-        return state
+    def begin(self, seq: SequenceView) -> _State:
+        return _State(self._shared or Matrix(self._vocab, self._k, self._device))
+
+    def _by_matrix(self, sequences: list[_Item]) -> list[list[_Item]]:
+        """Those that share a matrix together."""
+        return [sequences] if self._shared and sequences else [[one] for one in sequences]
 
     # -- learning ----------------------------------------------------------------------------
 
@@ -164,22 +165,21 @@ class RecyclingDrafter(LookupDrafter):
         seen = [
             (commit, state)
             for commit in commits
-            if (state := self._states.get(commit.seq_id)) is not None and commit.tokens
+            if (state := self.states.get(commit.seq_id)) is not None and commit.tokens
         ]
         if not seen or (self._idle > _IDLE and self._idle % _IDLE):
             return
         best = self._best(out.logits)
-        for matrix in {id(state.matrix): state.matrix for _, state in seen}.values():
-            self._learn(matrix, best, [pair for pair in seen if pair[1].matrix is matrix])
+        for group in self._by_matrix(seen):
+            self._learn(best, group)
 
     def _best(self, logits: torch.Tensor) -> torch.Tensor:
         """int32 [R, k]: the likeliest tokens after each row."""
         return top(logits[:, : self._vocab], self._k).to(torch.int32)
 
-    def _learn(
-        self, matrix: Matrix, best: torch.Tensor, seen: Sequence[tuple[Commit, _State]]
-    ) -> None:
+    def _learn(self, best: torch.Tensor, seen: Sequence[tuple[Commit, _State]]) -> None:
         """Write the lists [R, k] into the rows of the tokens that they follow."""
+        matrix = seen[0][1].matrix
         last = [commit.last for commit, _ in seen]
         rows = [commit.logit_row for commit, _ in seen]
         nodes: list[torch.Tensor] = []
@@ -200,6 +200,3 @@ class RecyclingDrafter(LookupDrafter):
         matrix = self._shared or Matrix(self._vocab, self._k, self._device)
         tokens = matrix.grow([0] * batch_size, self._shape)
         self._best(torch.zeros(batch_size + tokens.numel(), self._vocab, device=self._device))
-
-    def forget(self, seq_id: int) -> None:
-        self._states.pop(seq_id, None)

@@ -139,7 +139,7 @@ class SuffixDrafter(IndexedDrafter):
 
     def take_in(self, slices: Sequence[Slice]) -> None:
         for item in slices:
-            self.index(item.seq)
+            self.states.of(item.seq)
         if (self._finished or self._entering) and any(
             item.draft_length and item.decodes for item in slices
         ):
@@ -152,7 +152,7 @@ class SuffixDrafter(IndexedDrafter):
         bounds = 0, 2**31 - 1, rule.factor, rule.offset, rule.min_prob
         return open_index(Lookup(lengths, rule.max_depth, *bounds))
 
-    def new_index(self, seq: SequenceView) -> TextIndex:
+    def begin(self, seq: SequenceView) -> TextIndex:
         self._texts[seq.seq_id] = list(seq.tokens[max(0, seq.prompt_length - _CONTEXT) :])
         return self._open()
 

@@ -13,11 +13,9 @@ from collections.abc import Iterator, Sequence
 from operator import itemgetter
 
 import numpy as np
-import torch
 
 from paceline.core.batch import Slice
-from paceline.core.sequence import SequenceView
-from paceline.draft.base import LookupDrafter
+from paceline.draft.base import LookupDrafter, States
 from paceline.draft.trees.shape import merge
 from paceline.kernels.lookup import Draft, Lookup, NativeTextIndex, functions
 
@@ -191,27 +189,14 @@ def open_index(rule: Lookup) -> TextIndex:
 
 
 class IndexedDrafter(LookupDrafter):
-    """One that has an index of each text, made by ``new_index``; ``guess`` asks the ``question``.
+    """One that begins an index of each text; ``guess`` asks the ``question``.
 
     A long prompt enters it in parts, as it is prefilled, and what is left then beside the first
     lookups, which find the parts that are in.
     """
 
     _unasked = 0  # plans since a draft was wanted
-
-    def __init__(self, device: torch.device | str) -> None:
-        super().__init__(device)
-        self._indices: dict[int, TextIndex] = {}
-
-    def new_index(self, seq: SequenceView) -> TextIndex:
-        raise NotImplementedError
-
-    def index(self, seq: SequenceView) -> TextIndex:
-        """That of a sequence, which is known from then on."""
-        index = self._indices.get(seq.seq_id)
-        if index is None:
-            index = self._indices[seq.seq_id] = self.new_index(seq)
-        return index
+    states: States[TextIndex]
 
     def take_in(self, slices: Sequence[Slice]) -> None:
         """A step's share of the texts that drafts are wanted for now, or may be after their
@@ -224,12 +209,12 @@ class IndexedDrafter(LookupDrafter):
         for item in slices:
             seq = item.seq
             if item.draft_length if item.decodes else seq.params.may_draft:
-                missing = len(seq.tokens) - self.index(seq).open_tokens
+                missing = len(seq.tokens) - self.states.of(seq).open_tokens
                 if missing > _ASIDE:
                     lacking.append((missing, seq.seq_id, seq.tokens))
         left = TAKEN_IN
         for _, seq_id, tokens in sorted(lacking, key=itemgetter(0)):
-            index = self._indices[seq_id]
+            index = self.states[seq_id]
             part = tokens[index.open_tokens : index.open_tokens + left]
             index.extend(part)
             left -= len(part)
@@ -237,12 +222,8 @@ class IndexedDrafter(LookupDrafter):
     def question(self, item: Slice) -> tuple[TextIndex, Sequence[int], Sequence[int]]:
         """An index, the tokens that it takes in with the lookup, and the text's end where there
         are too many."""
-        tokens, index = item.seq.tokens, self.index(item.seq)
+        tokens, index = item.seq.tokens, self.states.of(item.seq)
         begin = index.open_tokens
         if len(tokens) - begin <= _ASIDE:
             return index, tokens[begin:], ()
         return index, (), tokens[-index.rule.depth :]
-
-    def forget(self, seq_id: int) -> None:
-        super().forget(seq_id)
-        self._indices.pop(seq_id, None)

@@ -16,6 +16,7 @@ from paceline.draft.heads import eagle
 from paceline.draft.heads.eagle import EagleDrafter
 from paceline.draft.heads.eagle_head import EagleHead
 from paceline.draft.spec import DraftContext, Prepared
+from paceline.draft.trees.levels import Levels
 from paceline.draft.trees.policy import Policy
 from paceline.draft.trees.shape import Shape
 from paceline.engine.driver import Drive
@@ -76,7 +77,7 @@ def engine_of(
     def build(context: DraftContext) -> EagleDrafter:
         cache = context.new_cache([head.cache_shape], torch.float32)
         step = EagleStep(head, target.hf.get_input_embeddings())
-        return Recorder(step, cache, policy, context.generator)
+        return Recorder(step, Levels("eagle", cache, policy, context.generator))
 
     given = EngineOptions(**{"draft_length": LENGTH, "prefill_chunk": 7, **options})
     return build_engine(target, Prepared(build), given, torch.Generator().manual_seed(0)), seen

@@ -26,7 +26,7 @@ from paceline.core.batch import Commit, ModelOutput, Plan, Slice, Span
 from paceline.core.sequence import SequenceView
 from paceline.core.transfer import to_device
 from paceline.core.tree import TokenTree
-from paceline.draft.base import Drafter
+from paceline.draft.base import Drafter, States
 from paceline.draft.heads.eagle_format import FILES, build_eagle, load_eagle, said_layers
 from paceline.draft.heads.eagle_head import default_feature_layers
 from paceline.draft.spec import (
@@ -223,7 +223,7 @@ class EagleDrafter(LevelDrafter):
         self._reduced = self.head.config.draft_vocab_size < self.head.config.vocab_size
         # A static level takes so many candidates, whatever the head knows.
         self._fits = 1 + max(levels.policy.shape.ranks) <= self.head.config.draft_vocab_size
-        self._states: dict[int, _State] = {}
+        self._states = States(lambda seq: _State(seq.cached))
         self._whole = 0  # rows of the forwards that waiting features keep
 
     @property
@@ -243,9 +243,7 @@ class EagleDrafter(LevelDrafter):
         seq = item.seq
         if not seq.params.may_draft:
             return None
-        state = self._states.get(seq.seq_id)
-        if state is None:
-            state = self._states[seq.seq_id] = _State(seq.cached)
+        state = self._states.of(seq)
         if seq.seq_id not in self.cache:
             self._admit(seq, state)
         known = state.end == len(seq.tokens) - 1  # all but the last token's
