@@ -60,7 +60,8 @@ def forbid(
         allowed = None if constraint is None else constraint.allowed(tuple(host[row][:depth]))
         if allowed is not None:
             rows.append(row)
-            masks.append(_wide(allowed, scores.shape[1]))
+            # Padding of the logits beyond the vocabulary is forbidden, too.
+            masks.append(torch.nn.functional.pad(allowed, (0, scores.shape[1] - len(allowed))))
     if not rows:
         return scores
     forbidden = ~upload(torch.stack(masks), scores.device)
@@ -69,10 +70,3 @@ def forbid(
     index = to_device(rows, scores.device)
     constrained = scores.index_select(0, index).masked_fill(forbidden, -torch.inf)
     return scores.index_copy(0, index, constrained)
-
-
-def _wide(allowed: torch.Tensor, width: int) -> torch.Tensor:
-    """The mask for ``width`` rows of logits; padding beyond the vocabulary is forbidden."""
-    if len(allowed) >= width:
-        return allowed[:width]
-    return torch.nn.functional.pad(allowed, (0, width - len(allowed)), value=False)

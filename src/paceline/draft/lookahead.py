@@ -37,7 +37,7 @@ from paceline.core.batch import Commit, ModelOutput, Plan, Slice
 from paceline.core.sequence import SequenceView
 from paceline.core.tree import TokenTree
 from paceline.draft.base import LookupDrafter, States
-from paceline.draft.spec import DraftSpec, Loading, Prepared
+from paceline.draft.spec import DraftSpec, Loading, Prepared, option
 from paceline.draft.trees.shape import merge
 
 Pool = dict[int, list[tuple[int, ...]]]  # by first token, what followed it; the latest last
@@ -73,14 +73,9 @@ class Lookahead(DraftSpec):
     tried = "real"
     examples = ("lookahead", "lookahead:window=4,ngram=5,candidates=2")
 
-    window: int = 5
-    ngram: int = 3
-    candidates: int = 3
-
-    def __post_init__(self) -> None:
-        for key, least in (("window", 2), ("ngram", 2), ("candidates", 1)):
-            if getattr(self, key) < least:
-                raise self.refuse(f"{key} is {getattr(self, key)}; it must be at least {least}")
+    window: int = option(5, least=2)
+    ngram: int = option(3, least=2)
+    candidates: int = option(3, least=1)
 
     def prepare(self, loading: Loading) -> Prepared:
         return Prepared(lambda context: LookaheadDrafter(context.target.device, self))

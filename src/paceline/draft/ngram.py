@@ -11,7 +11,7 @@ import torch
 
 from paceline.core.batch import Slice
 from paceline.core.sequence import SequenceView
-from paceline.draft.spec import DraftSpec, Loading, Prepared
+from paceline.draft.spec import DraftSpec, Loading, Prepared, option
 from paceline.draft.text_index import BRANCH, IndexedDrafter, TextIndex, open_index
 from paceline.kernels.lookup import Draft, Lookup
 
@@ -37,16 +37,14 @@ class NGram(DraftSpec):
 
     min: int = 1
     max: int = 4
-    length: int = 8
-    candidates: int = 3
+    length: int = option(8, least=1)
+    candidates: int = option(3, least=1)
     source: str = "both"
 
     def __post_init__(self) -> None:
+        super().__post_init__()
         if not 1 <= self.min <= self.max:
             raise self.refuse(f"min is {self.min} and max is {self.max}; use 1 <= min <= max")
-        for key, value in (("length", self.length), ("candidates", self.candidates)):
-            if value < 1:
-                raise self.refuse(f"{key} is {value}; it must be at least 1")
         if self.source not in SOURCES:
             raise self.refuse(f"source is {self.source!r}; use one of {', '.join(SOURCES)}")
 

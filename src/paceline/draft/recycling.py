@@ -22,7 +22,7 @@ from paceline.core.sequence import SequenceView
 from paceline.core.transfer import to_device
 from paceline.core.tree import TokenTree
 from paceline.draft.base import LookupDrafter, States
-from paceline.draft.spec import DraftSpec, Examined, Loading, Prepared, Target
+from paceline.draft.spec import DraftSpec, Examined, Loading, Prepared, Target, option
 from paceline.draft.trees.grow import levels_of
 from paceline.draft.trees.shape import Shape, best_shape
 
@@ -85,7 +85,7 @@ class Recycling(DraftSpec):
     examples = ("recycling", "recycling:k=4,nodes=20,share=off")
 
     k: int = 8
-    nodes: int = 12
+    nodes: int = option(12, least=1)
     share: bool = True
 
     def prepare(self, loading: Loading) -> Prepared:
@@ -114,8 +114,6 @@ class RecyclingDrafter(LookupDrafter):
         k = spec.k
         if not 1 <= k <= vocab:
             raise spec.refuse(f"k is {k}; use 1 to the vocabulary's {vocab}")
-        if spec.nodes < 1:
-            raise spec.refuse(f"nodes is {spec.nodes}; it must be at least 1")
         self._vocab, self._k = vocab, k
         chances = (*CHANCES, *(CHANCES[-1],) * k)[:k]
         self._shape = best_shape((chances,) * DEPTH, spec.nodes)

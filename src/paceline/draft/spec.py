@@ -163,9 +163,10 @@ def reduced(size: int, target: Target) -> list[Note]:
     return [("head-vocabulary-reduced", text, None)]
 
 
-def option(default: Any = MISSING, **metadata: str) -> Any:
+def option(default: Any = MISSING, **metadata: Any) -> Any:
     """A field of a spec. ``key``: its name in a spec string, if Python cannot have that name.
-    ``like``: an example of a tuple. ``needs``: what the argument without a default is."""
+    ``like``: an example of a tuple. ``needs``: what the argument without a default is. ``least``:
+    the smallest number it may be."""
     if default is MISSING:
         return field(metadata=metadata)
     return field(default=default, metadata=metadata)
@@ -196,6 +197,12 @@ class DraftSpec(ABC):
     # Specs that the tests of parity, laws, caches and documentation decode with; {target} stands
     # for the target's folder, and ``weights`` ({draft}) for those made for it.
     examples: ClassVar[tuple[str, ...]]
+
+    def __post_init__(self) -> None:
+        for item in fields(self):
+            value, least = getattr(self, item.name), item.metadata.get("least")
+            if None not in (value, least) and value < least:
+                raise self.refuse(f"{item.name} is {value}; it must be at least {least}")
 
     @abstractmethod
     def prepare(self, loading: Loading) -> Prepared:
@@ -310,6 +317,7 @@ class TreeSpec(DraftSpec):
     width: int = 4
 
     def __post_init__(self) -> None:
+        super().__post_init__()
         if self.branching is not None and min(self.branching, default=0) < 1:
             stated = f"branching={_text(self.branching)!r}"
             raise self.refuse(f"{stated} is not like 2x2x1 (children per level)")

@@ -53,20 +53,16 @@ class Suffix(DraftSpec):
 
     file: str | None = None
     _: KW_ONLY
-    max_depth: int = 64
+    max_depth: int = option(64, least=1)
     factor: float = 1.0
     offset: float = 4.0
     min_prob: float = 0.1
-    nodes: int | None = None
-    max_tokens: int = 500_000  # about 45 MB
+    nodes: int | None = option(None, least=1)
+    max_tokens: int = option(500_000, least=0)  # about 45 MB
     shared: bool = option(True, key="global")
 
     def __post_init__(self) -> None:
-        least = {"max_depth": 1, "nodes": 1, "max_tokens": 0}
-        for key, number in least.items():
-            value = getattr(self, key)
-            if value is not None and value < number:
-                raise self.refuse(f"{key} is {value}; it must be at least {number}")
+        super().__post_init__()
         # Written so that not-a-number is refused as well.
         if not (0 <= self.factor < 1e6 and 0 <= self.offset < 1e6):
             raise self.refuse(f"factor is {self.factor} and offset is {self.offset}; use 0 or more")

@@ -32,6 +32,55 @@ class Checkpoint:
     config: dict[str, Any]
     tensors: dict[str, torch.Tensor]
 
+    def another_kind(self, wanted: str) -> ModelLoadError:
+        """The error for a folder that holds something else than ``wanted``."""
+        (what, kind), name = weights_kind(self.tensors), self.name
+        advice = (
+            f"use --draft {kind}:{name} for that" if kind else f"give the folder of the {wanted}"
+        )
+        if what == "a language model":
+            advice = f"use --draft {name} to draft with it"
+        return ModelLoadError(f"{name} holds no {wanted} but {what}; {advice}")
+
+    def check_target(
+        self, kind: str, target: Target, hidden: int, vocab: int, layers: int | None, by: str = ""
+    ) -> None:
+        """Raise ModelLoadError if a head is for a target of other sizes; None is any depth."""
+        for size, expected, wanted in (
+            ("hidden size", hidden, target.hidden_size),
+            ("vocabulary size", vocab, target.vocab_size),
+            (
+                "number of layers",
+                target.num_layers if layers is None else layers,
+                target.num_layers,
+            ),
+        ):
+            if expected != wanted:
+                raise ModelLoadError(
+                    f"the {kind} {self.name}{by}: made for a target with {size} {expected}, but "
+                    f"this one has {wanted}; use one that was trained for this target"
+                )
+
+    def check_shapes(
+        self, kind: str, module: torch.nn.Module, tensors: dict[str, torch.Tensor]
+    ) -> None:
+        """Raise ModelLoadError if these are not a module's own weights by name and shape."""
+        expected = {key: list(value.shape) for key, value in module.state_dict().items()}
+        actual = {key: list(value.shape) for key, value in tensors.items()}
+        for key in sorted(expected.keys() | actual.keys()):
+            if key not in actual:
+                problem = f"lacks the weight {key}"
+            elif key not in expected:
+                problem = f"has an unknown weight {key}"
+            elif expected[key] != actual[key]:
+                problem = f"has {key} of shape {actual[key]} where {expected[key]} is due"
+            else:
+                continue
+            raise ModelLoadError(
+                f"the {kind} {self.name} {problem}; its config.json and weights do not belong "
+                "together"
+            )
+
 
 def read_checkpoint(name: str, files: Sequence[str], kind: str) -> Checkpoint:
     """Read config.json and the first of ``files`` that is there; ``kind`` is for messages, as in
@@ -77,49 +126,6 @@ def weights_kind(names: Iterable[str]) -> tuple[str, str]:
         return "Medusa heads", "medusa"
     attends = any("attn" in key for key in stripped)
     return ("a language model" if attends else "weights of another kind"), ""
-
-
-def another_kind(checkpoint: Checkpoint, wanted: str) -> ModelLoadError:
-    """The error for a folder that holds something else than ``wanted``."""
-    (what, kind), name = weights_kind(checkpoint.tensors), checkpoint.name
-    advice = f"use --draft {kind}:{name} for that" if kind else f"give the folder of the {wanted}"
-    if what == "a language model":
-        advice = f"use --draft {name} to draft with it"
-    return ModelLoadError(f"{name} holds no {wanted} but {what}; {advice}")
-
-
-def check_target(
-    what: str, target: Target, hidden: int, vocab: int, layers: int | None, trained: str = ""
-) -> None:
-    """Raise ModelLoadError if ``what`` is for a target of other sizes; None is any depth."""
-    for size, expected, wanted in (
-        ("hidden size", hidden, target.hidden_size),
-        ("vocabulary size", vocab, target.vocab_size),
-        ("number of layers", target.num_layers if layers is None else layers, target.num_layers),
-    ):
-        if expected != wanted:
-            raise ModelLoadError(
-                f"{what}{trained}: made for a target with {size} {expected}, but this one has "
-                f"{wanted}; use one that was trained for this target"
-            )
-
-
-def check_shapes(what: str, module: torch.nn.Module, tensors: dict[str, torch.Tensor]) -> None:
-    """Raise ModelLoadError if these are not a module's own weights by name and shape."""
-    expected = {key: list(value.shape) for key, value in module.state_dict().items()}
-    actual = {key: list(value.shape) for key, value in tensors.items()}
-    for key in sorted(expected.keys() | actual.keys()):
-        if key not in actual:
-            problem = f"lacks the weight {key}"
-        elif key not in expected:
-            problem = f"has an unknown weight {key}"
-        elif expected[key] != actual[key]:
-            problem = f"has {key} of shape {actual[key]} where {expected[key]} is due"
-        else:
-            continue
-        raise ModelLoadError(
-            f"{what} {problem}; its config.json and weights do not belong together"
-        )
 
 
 def _tensors(file: Path, config: Mapping[str, Any]) -> dict[str, torch.Tensor]:

@@ -17,7 +17,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import KW_ONLY, dataclass, field, replace
-from itertools import accumulate, groupby
+from itertools import groupby
 from typing import Any, ClassVar, NamedTuple
 
 import torch
@@ -342,15 +342,10 @@ class EagleDrafter(LevelDrafter):
     @torch.inference_mode()
     def _copy_waiting(self) -> None:
         """Waiting features in memory of their own: a row keeps all of its forward's alive."""
-        parts = [part for state in self._states.values() for part in state.waiting]
-        parts.sort(key=lambda part: id(part.layers))
-        if parts:
-            copies = tuple(layer.clone() for layer in _gathered(parts))
-            firsts = accumulate((len(part.rows) for part in parts), initial=0)
-            first_row = {id(part): first for part, first in zip(parts, firsts, strict=False)}
-            for state in self._states.values():
-                rows = [first_row[id(p)] + n for p in state.waiting for n in range(len(p.rows))]
-                state.waiting = [_Rows(copies, rows)] if rows else []
+        for state in self._states.values():
+            if state.waiting:
+                copies = tuple(layer.clone() for layer in _gathered(state.waiting))
+                state.waiting = [_Rows(copies, list(range(state.count)))]
         self._whole = 0
 
     def forget(self, seq_id: int) -> None:

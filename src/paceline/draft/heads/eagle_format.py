@@ -30,19 +30,13 @@ from typing import Any
 
 import torch
 
-from paceline.draft.heads.checkpoint import (
-    Checkpoint,
-    another_kind,
-    check_shapes,
-    check_target,
-    read_checkpoint,
-    write_checkpoint,
-)
+from paceline.draft.heads.checkpoint import Checkpoint, read_checkpoint, write_checkpoint
 from paceline.draft.heads.eagle_head import EagleConfig, EagleHead, default_feature_layers
 from paceline.draft.spec import Target
 from paceline.errors import ConfigError, ModelLoadError
 
 WEIGHTS = "model.safetensors"
+_KIND = "EAGLE head"
 LAYOUTS = ("eagle", "speculators")
 FILES = (WEIGHTS, "pytorch_model.bin")
 _LAYERS = "eagle_aux_hidden_state_layer_ids"
@@ -92,7 +86,7 @@ def load_eagle(
     without logits of their own. Raises ModelLoadError if files are missing or damaged, hold another
     algorithm's weights, or belong to another target.
     """
-    checkpoint = read_checkpoint(name, FILES, "EAGLE head")
+    checkpoint = read_checkpoint(name, FILES, _KIND)
     head, tensors = build_eagle(checkpoint, target, version, feature_layers, target_head)
     head.load_state_dict(tensors)
     return head.to(tensors["fc.weight"].dtype)
@@ -120,7 +114,7 @@ def build_eagle(
     flat = _from_speculators(name, stated) if is_speculators(stated) else stated
     if feature_layers is not None:
         flat = flat | {_LAYERS: list(feature_layers)}
-    config = _config(name, flat, tensors, target, eagle_version)
+    config = _config(checkpoint, flat, tensors, target, eagle_version)
     ids = _vocabulary(name, config, tensors) if eagle_version == 3 else None
     try:
         with tensors["fc.weight"].device:
@@ -130,7 +124,7 @@ def build_eagle(
             f"the config.json of {name} has rope_scaling {config.rope_scaling}, which the "
             "installed transformers does not know or which is incomplete"
         ) from None
-    check_shapes(f"the EAGLE head {name}", head, tensors)
+    checkpoint.check_shapes(_KIND, head, tensors)
     return head, tensors
 
 
@@ -171,7 +165,7 @@ def _public_names(checkpoint: Checkpoint) -> dict[str, torch.Tensor]:
     tensors = {key.removeprefix("model."): value for key, value in checkpoint.tensors.items()}
     tensors = {key: value for key, value in tensors.items() if not key.endswith(_COPIES)}
     if "fc.weight" not in tensors:
-        raise another_kind(checkpoint, "EAGLE head")
+        raise checkpoint.another_kind(_KIND)
     if "layers.0.hidden_norm.weight" in tensors:
         tensors = {key.replace("layers.0.", "midlayer."): v for key, v in tensors.items()}
     if "midlayer.hidden_norm.weight" not in tensors and "d2t" not in tensors:
@@ -220,9 +214,14 @@ def _whole(name: str, flat: dict[str, Any], key: str, default: int | None) -> in
 
 
 def _config(
-    name: str, flat: dict[str, Any], tensors: dict[str, torch.Tensor], target: Target, version: int
+    checkpoint: Checkpoint,
+    flat: dict[str, Any],
+    tensors: dict[str, torch.Tensor],
+    target: Target,
+    version: int,
 ) -> EagleConfig:
     """What the config and the tensors say of the head; held against the target."""
+    name = checkpoint.name
     hidden, heads, vocab = (
         _whole(name, flat, key, None)
         for key in ("hidden_size", "num_attention_heads", "vocab_size")
@@ -242,7 +241,7 @@ def _config(
     if version == 1:
         sizes["draft_vocab_size"] = vocab
     width = sizes["target_hidden_size"]
-    check_target(f"the EAGLE head {name}", target, width, vocab, flat.get(_TARGET_LAYERS))
+    checkpoint.check_target(_KIND, target, width, vocab, flat.get(_TARGET_LAYERS))
     for key, known in _ONLY.items():
         if flat.get(key) not in (None, known):  # it would load, and then draft nonsense
             raise ModelLoadError(

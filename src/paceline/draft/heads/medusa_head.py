@@ -23,14 +23,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from paceline.draft.heads.checkpoint import (
-    Checkpoint,
-    another_kind,
-    check_shapes,
-    check_target,
-    read_checkpoint,
-    write_checkpoint,
-)
+from paceline.draft.heads.checkpoint import Checkpoint, read_checkpoint, write_checkpoint
 from paceline.draft.spec import Target
 from paceline.draft.trees.grow import widened
 from paceline.errors import ModelLoadError
@@ -38,10 +31,16 @@ from paceline.errors import ModelLoadError
 Head = Callable[[torch.Tensor], torch.Tensor]  # hidden [..., width] -> logits [..., vocab]
 WEIGHTS = "medusa_lm_head.safetensors"
 FILES = (WEIGHTS, "medusa_lm_head.pt", "model.safetensors", "pytorch_model.bin")
-_BLOCK = re.compile(r"(\d+)\.(\d+)\.linear\.(weight|bias)")
-_VOCABULARY = re.compile(r"(\d+)\.(\d+)\.weight")
-_VLLM_BLOCK = re.compile(r"blocks\.(\d+)\.layers\.(\d+)\.(weight|bias)")
-_VLLM_VOCABULARY = re.compile(r"lm_heads?\.(?:(\d+)\.)?weight")
+_KIND = "Medusa heads"
+# Names in files, and in the public layout; * stands for the number of blocks.
+_NAMES = (
+    (r"(\d+\.\d+\.linear\.(?:weight|bias)|token_map)", r"\1"),
+    (r"(\d+\.\d+\.weight)", r"\1"),
+    (r"blocks\.(\d+)\.layers\.(\d+)\.(weight|bias)", r"\1.\2.linear.\3"),
+    (r"lm_heads?\.(\d+)\.weight", r"\1.*.weight"),
+    (r"lm_heads?\.weight", "0.*.weight"),
+)
+_VOCABULARY = re.compile(_NAMES[1][0])
 _ACCURACY = "paceline_accuracy"
 _TARGET_LAYERS = "paceline_target_layers"
 
@@ -147,7 +146,7 @@ class MedusaHeads(nn.ModuleList):
 def load_medusa(name: str, target: Target) -> MedusaHeads:
     """Heads for ``target``, on the CPU. Raises ModelLoadError if the files are missing or damaged,
     hold another algorithm's weights, or belong to another target."""
-    checkpoint = read_checkpoint(name, FILES, "Medusa heads")
+    checkpoint = read_checkpoint(name, FILES, _KIND)
     heads, tensors = build_medusa(checkpoint, target)
     heads.load_state_dict(tensors)
     return heads
@@ -163,21 +162,15 @@ def build_medusa(
     """
     tensors = _public_names(checkpoint)
     config = _config(checkpoint, tensors)
-    what, trained = f"the Medusa heads {checkpoint.name}", config.base_model
-    check_target(
-        what,
-        target,
-        config.hidden_size,
-        config.vocab_size,
-        _number(checkpoint.config, _TARGET_LAYERS),
-        f" (trained on {trained})" if trained else "",
-    )
+    by = f" (trained on {config.base_model})" if config.base_model else ""
+    sizes = config.hidden_size, config.vocab_size, _number(checkpoint.config, _TARGET_LAYERS)
+    checkpoint.check_target(_KIND, target, *sizes, by)
     weight = next(value for key, value in tensors.items() if key != "token_map")
     with weight.device:
         heads = MedusaHeads(config).to(weight.dtype)
     known = {"token_map", *map(str, range(config.heads))}
     kept = {key: value for key, value in tensors.items() if key.partition(".")[0] in known}
-    check_shapes(what, heads, kept)
+    checkpoint.check_shapes(_KIND, heads, kept)
     return heads, kept
 
 
@@ -208,24 +201,18 @@ def save_medusa(
 
 def _public_names(checkpoint: Checkpoint) -> dict[str, torch.Tensor]:
     """The tensors under the names of the public layout."""
-    result: dict[str, torch.Tensor] = {}
-    vocabulary: dict[int, torch.Tensor] = {}
+    tensors: dict[str, torch.Tensor] = {}
     for key, value in checkpoint.tensors.items():
         short = key.removeprefix("medusa_heads.").removeprefix("medusa_head.")
-        if _BLOCK.fullmatch(short) or _VOCABULARY.fullmatch(short) or short == "token_map":
-            result[short] = value
-        elif match := _VLLM_BLOCK.fullmatch(short):
-            result[f"{match[1]}.{match[2]}.linear.{match[3]}"] = value
-        elif match := _VLLM_VOCABULARY.fullmatch(short):
-            vocabulary[int(match[1] or 0)] = value
-        else:
-            raise another_kind(checkpoint, "Medusa heads")
-    depth = 1 + max((int(key.split(".")[1]) for key in result if "linear" in key), default=-1)
-    for head, value in vocabulary.items():
-        result[f"{head}.{depth}.weight"] = value
-    if not any(_BLOCK.fullmatch(key) or _VOCABULARY.fullmatch(key) for key in result):
+        matches = ((re.fullmatch(pattern, short), name) for pattern, name in _NAMES)
+        public = next((match.expand(name) for match, name in matches if match), None)
+        if public is None:
+            raise checkpoint.another_kind(_KIND)
+        tensors[public] = value
+    blocks = 1 + max((int(key.split(".")[1]) for key in tensors if "linear" in key), default=-1)
+    if not tensors.keys() - {"token_map"}:
         raise ModelLoadError(f"{checkpoint.name} holds no Medusa heads: the weights file is empty")
-    return result
+    return {key.replace("*", str(blocks)): value for key, value in tensors.items()}
 
 
 def _number(config: dict[str, Any], *names: str) -> int | None:
