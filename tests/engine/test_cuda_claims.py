@@ -62,8 +62,8 @@ COPIES = {
     "auto": (10, 2),  # lookups beside an EAGLE-3 head
 }
 # Tables that stay on the device, sent once for each shape of tree in the process.
-KEPT = {"grow.levels_of", "layout.layout_of", "layout.chain_grid"}
-KEPT |= {"layout.<genexpr>"}
+KEPT = {"grow.levels_of", "rules.layout_of", "rules.chain_grid"}
+KEPT |= {"rules.<genexpr>"}
 # A grammar's automaton is the host's: it must know each level that the device drafted before the
 # next, and what was drafted before the target's rows are forbidden.
 LEVELS = {"constraint.forbid": 2}

@@ -59,10 +59,14 @@ def shown(value: object) -> str:
     return text if len(text) <= 80 else f"{text[:77]}..."
 
 
-def _items(name: str, value: object) -> tuple[Any, ...]:
-    """The members of a field that is a list."""
+def _items(name: str, value: object, *rules: tuple[Callable[[Any], bool], str]) -> tuple[Any, ...]:
+    """The members of a field that is a list, each of which keeps the rules."""
     if not isinstance(value, (list, tuple, set, frozenset)):
         raise ConfigError(f"{name} is {shown(value)}; give a list")
+    for allowed, rule in rules:
+        for item in value:
+            if not allowed(item):
+                raise ConfigError(f"{name} has {shown(item)}{rule}")
     return tuple(value)
 
 
@@ -203,11 +207,10 @@ class SamplingParams:
         )
 
     def _check_stops(self) -> None:
-        stops = (self.stop,) if isinstance(self.stop, str) else _items("stop", self.stop)
-        for text in stops:
-            _require(isinstance(text, str), f"stop has {shown(text)}; stop strings are texts")
-            half = f"stop has {shown(text)}: half a surrogate pair is no character"
-            _require(is_unicode(text), half)
+        text = lambda stop: isinstance(stop, str), "; stop strings are texts"
+        whole = is_unicode, ": half a surrogate pair is no character"
+        stops = (self.stop,) if isinstance(self.stop, str) else self.stop
+        stops = _items("stop", stops, text, whole)
         longest = max(map(len, stops), default=0)
         _require(all(stops), "a stop string is empty; leave it out")
         _require(
@@ -218,14 +221,10 @@ class SamplingParams:
             f"a stop string has {longest} characters; {MAX_STOP_LENGTH} are the most",
         )
         object.__setattr__(self, "stop", stops)
-        ids = _items("stop_token_ids", self.stop_token_ids)
-        for token in ids:
-            _require(is_whole(token), f"stop_token_ids has {shown(token)}; they are whole numbers")
-        object.__setattr__(self, "stop_token_ids", tuple(dict.fromkeys(ids)))
-        prediction = _items("prediction", self.prediction)
-        no_id = "prediction has what is no token id; they are whole numbers"
-        _require(all(map(is_whole, prediction)), no_id)
-        object.__setattr__(self, "prediction", prediction)
+        number = is_whole, "; they are whole numbers"
+        ids = dict.fromkeys(_items("stop_token_ids", self.stop_token_ids, number))
+        object.__setattr__(self, "stop_token_ids", tuple(ids))
+        object.__setattr__(self, "prediction", _items("prediction", self.prediction, number))
 
     def _check_biases(self) -> None:
         biases = self.logit_bias

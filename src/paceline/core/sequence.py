@@ -94,13 +94,16 @@ class TokenView(Sequence[int]):
         return self[: len(earlier)] == list(earlier)
 
 
+@dataclass(eq=False)
 class _Counted:
-    """What follows from the tokens and from how many of them are cached."""
+    """The tokens of a request, how many of them are cached, and what follows from that."""
 
+    seq_id: int
     tokens: Any
-    cached: int
     prompt_length: int
     params: SamplingParams
+    stop_ids: frozenset[int] = frozenset()  # end-of-sequence and stop ids that end generation
+    cached: int = 0
 
     @property
     def pending(self) -> list[int]:
@@ -151,20 +154,16 @@ class Occurrences:
         return (ids, counts) if fitting.all() else (ids[fitting], counts[fitting])
 
 
-@dataclass(frozen=True)
+@dataclass
 class SequenceView(_Counted):
-    """A sequence as one step finds it: all that its distributions and its drafts depend on.
+    """A sequence as one step finds it: all that its distributions and its drafts depend on. Nobody
+    writes to it.
 
     Plain data, but for what stays in its process: the request's grammar, and what it counts for
     penalties. A view that was pickled or copied by ``copy.copy`` has neither.
     """
 
-    seq_id: int
     tokens: Sequence[int]
-    prompt_length: int
-    params: SamplingParams
-    stop_ids: frozenset[int] = frozenset()  # end-of-sequence and stop ids that end generation
-    cached: int = 0
     constraint: Constraint | None = field(default=None, compare=False, repr=False)
     counted: Occurrences | None = field(default=None, compare=False, repr=False)
 
@@ -186,12 +185,7 @@ class SequenceState(_Counted):
     ever appended: views of earlier steps stay as they were.
     """
 
-    seq_id: int
     tokens: list[int]
-    prompt_length: int
-    params: SamplingParams
-    stop_ids: frozenset[int] = frozenset()  # end-of-sequence and stop ids that end generation
-    cached: int = 0
     stops: Reader | None = None  # stop strings
     constraint: Constraint | None = None  # what a grammar allows next
     seconds: float = 0.0  # wall time of the steps it took part in

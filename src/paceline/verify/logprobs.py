@@ -12,7 +12,7 @@ from paceline.core.batch import Span, Verdict
 from paceline.core.params import TokenLogprob
 from paceline.core.ranking import top
 from paceline.core.transfer import to_device
-from paceline.verify.layout import layout_of
+from paceline.verify.rules import layout_of
 
 _MOST_LOGITS = 2**24  # of one step, as the model gives them
 _MOST_SCORED = 2**21  # of them in float32 at a time: several copies are made

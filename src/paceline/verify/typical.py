@@ -19,7 +19,7 @@ import torch
 from paceline.core.batch import Span
 from paceline.core.draws import choose
 from paceline.core.sampling import Rows, probs_of_scores
-from paceline.verify.layout import Shapes, layout_of
+from paceline.verify.rules import Shapes, layout_of
 from paceline.verify.verifier import Decisions, Judged, Verifier, matching
 
 # The paper's: delta is the square root of epsilon.
@@ -30,7 +30,7 @@ _PER_NAT = 1 << 20  # surprise travels among integers, in fractions of a nat
 def surprise(p: torch.Tensor, tokens: torch.Tensor, shapes: Shapes) -> torch.Tensor:
     """int64 [N]: -log p(x) of every accepted node in 2^-20 nats, -1 for a refused one.
 
-    Distributions p [R, V] and nodes are laid out as in ``layout.py``.
+    Distributions p [R, V] and nodes are laid out as in ``rules.py``.
     """
     above = p.index_select(0, layout_of(shapes, p.device).parent_rows)
     chance = above.gather(1, tokens.unsqueeze(1)).squeeze(1)

@@ -46,16 +46,13 @@ class Checkpoint:
         self, kind: str, target: Target, hidden: int, vocab: int, layers: int | None, by: str = ""
     ) -> None:
         """Raise ModelLoadError if a head is for a target of other sizes; None is any depth."""
-        for size, expected, wanted in (
-            ("hidden size", hidden, target.hidden_size),
-            ("vocabulary size", vocab, target.vocab_size),
-            (
-                "number of layers",
-                target.num_layers if layers is None else layers,
-                target.num_layers,
-            ),
-        ):
-            if expected != wanted:
+        sizes = {
+            "hidden size": (hidden, target.hidden_size),
+            "vocabulary size": (vocab, target.vocab_size),
+            "number of layers": (layers, target.num_layers),
+        }
+        for size, (expected, wanted) in sizes.items():
+            if expected not in (None, wanted):
                 raise ModelLoadError(
                     f"the {kind} {self.name}{by}: made for a target with {size} {expected}, but "
                     f"this one has {wanted}; use one that was trained for this target"
