@@ -121,6 +121,11 @@ def test_a_spec_in_python_is_the_same_as_its_text() -> None:
         ("eagle:x,layers=two", "layers='two' is not like 2x16x29"),
         ("quantized:int3", "use quantized:int4 or quantized:int8"),
         ("recycling:share=perhaps", "share='perhaps' is neither on nor off"),
+        ("suffix:global=maybe", "neither on nor off"),
+        ("suffix:global=off,nodes=0", "nodes is 0"),
+        ("suffix:factor=much", "not a number"),
+        ("suffix:depth=3", "no option depth"),
+        ("suffix:seen.suffix,global=off", "switched off"),
     ],
 )
 def test_specs_that_make_no_sense(text: str, words: str) -> None:

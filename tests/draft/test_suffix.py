@@ -287,18 +287,3 @@ def test_specs_say_the_options() -> None:
     )
     assert prepared("suffix:global=off").options == Suffix(shared=False)
     assert prepared("suffix").options == Suffix()
-
-
-@pytest.mark.parametrize(
-    ("spec", "words"),
-    [
-        ("suffix:global=maybe", "neither on nor off"),
-        ("suffix:global=off,nodes=0", "nodes is 0"),
-        ("suffix:factor=much", "not a number"),
-        ("suffix:depth=3", "no option depth"),
-        ("suffix:seen.suffix,global=off", "switched off"),
-    ],
-)
-def test_specs_that_make_no_sense(spec: str, words: str) -> None:
-    with pytest.raises(ConfigError, match=words):
-        prepared(spec)

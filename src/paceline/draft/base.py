@@ -152,8 +152,8 @@ class LookupDrafter:
         self._device = device
         self._empty = TokenTree.empty(device)
         self.states: States[Any] = States(self.begin)
-        # By sequence: what was found, None for nothing, and for how many tokens of it.
-        self._offered: dict[int, tuple[int, Offer | None]] = {}
+        # Of this step, by sequence and its number of tokens: what was found, None for nothing.
+        self._offered: dict[tuple[int, int], Offer | None] = {}
 
     def max_nodes(self, length: int) -> int:
         """A chain's."""
@@ -179,27 +179,21 @@ class LookupDrafter:
         return [self._offer(item) for item in slices]
 
     def propose(self, plan: Plan) -> list[TokenTree]:
-        fresh = [item for item in plan.slices if not self._has_offer(item)]
+        fresh = [item for item in plan.slices if _key(item) not in self._offered]
         if fresh:
             self.take_in(fresh)
         trees = [self._tree(item) for item in plan.slices]
         self._offered = {}
         return trees
 
-    def _has_offer(self, item: Slice) -> bool:
-        """Whether it has looked for this very step."""
-        known = self._offered.get(item.seq.seq_id)
-        return known is not None and known[0] == len(item.seq.tokens)
-
     def _offer(self, item: Slice) -> Offer | None:
         if not (item.draft_length and item.decodes):
             return None
-        if self._has_offer(item):
-            return self._offered[item.seq.seq_id][1]
-        offer = Offer(*self.guess(item))
-        known = len(item.seq.tokens), offer if offer.tokens else None
-        self._offered[item.seq.seq_id] = known
-        return known[1]
+        key = _key(item)
+        if key not in self._offered:
+            offer = Offer(*self.guess(item))
+            self._offered[key] = offer if offer.tokens else None
+        return self._offered[key]
 
     def _tree(self, item: Slice) -> TokenTree:
         offer = self._offer(item)
@@ -219,8 +213,12 @@ class LookupDrafter:
 
     def forget(self, seq_id: int) -> None:
         """Override together with ``super().forget(seq_id)``."""
-        self._offered.pop(seq_id, None)
+        self._offered = {}
         self.states.pop(seq_id, None)
+
+
+def _key(item: Slice) -> tuple[int, int]:
+    return item.seq.seq_id, len(item.seq.tokens)
 
 
 class NoDrafter(LookupDrafter):

@@ -80,8 +80,7 @@ class Table:
 
         self.expanded.clear()
         first = torch.stack([self.after(tree.item.seq, ()) for tree in trees])
-        grow(trees, first, forward, torch.Generator().manual_seed(seed))
-        return [tree.finish() for tree in trees]
+        return grow(trees, first, forward, torch.Generator().manual_seed(seed))
 
     def distribution(self, seq: SequenceState, path: Path) -> torch.Tensor:
         """float32 [V]: the drafter's distribution after a string, for this request."""

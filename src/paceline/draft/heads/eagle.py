@@ -27,7 +27,7 @@ from paceline.core.sequence import SequenceView
 from paceline.core.transfer import to_device
 from paceline.core.tree import TokenTree
 from paceline.draft.base import Drafter, States
-from paceline.draft.heads.eagle_format import FILES, build_eagle, load_eagle, said_layers
+from paceline.draft.heads.eagle_format import FILES, load_eagle, said_layers
 from paceline.draft.heads.eagle_head import default_feature_layers
 from paceline.draft.spec import (
     DraftContext,
@@ -92,7 +92,7 @@ class Eagle(TreeSpec):
         return super().shape() or ("tree" if self.kind == "eagle2" else None)
 
     def examine(self, target: Target, read: Any = None) -> Examined:
-        head, _ = build_eagle(read, target, self.version, self.layers)
+        head = load_eagle(read, target, self.version, self.layers)
         config, size = head.config, sum(weight.numel() for weight in head.parameters())
         ids, usual = config.feature_layers, default_feature_layers(3, target.num_layers)
         reads = f"inputs of layers {list(ids)}" if self.version == 3 else "the last output"

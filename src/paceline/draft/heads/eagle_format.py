@@ -73,7 +73,7 @@ TargetHead = Callable[[torch.Tensor], torch.Tensor]
 
 
 def load_eagle(
-    name: str,
+    source: str | Checkpoint,
     target: Target,
     version: int | None = None,
     feature_layers: tuple[int, ...] | None = None,
@@ -81,27 +81,13 @@ def load_eagle(
 ) -> EagleHead:
     """A head for ``target``, on the CPU, in the dtype of its file.
 
-    ``name`` is a folder, a built-in or a hub name. ``version`` 1 (also EAGLE-2) or 3 refuses the
-    other one. ``feature_layers`` are taken in place of the config's. ``target_head`` is for heads
-    without logits of their own. Raises ModelLoadError if files are missing or damaged, hold another
-    algorithm's weights, or belong to another target.
+    ``source`` is a folder, a built-in or a hub name, or what was read of one; values other than
+    those of ``d2t`` and ``t2d`` may be on the meta device: then so is the head. ``version`` 1 (also
+    EAGLE-2) or 3 refuses the other one. ``feature_layers`` are taken in place of the config's.
+    ``target_head`` is for heads without logits of their own. Raises ModelLoadError if files are
+    missing or damaged, hold another algorithm's weights, or belong to another target.
     """
-    checkpoint = read_checkpoint(name, FILES, _KIND)
-    head, tensors = build_eagle(checkpoint, target, version, feature_layers, target_head)
-    head.load_state_dict(tensors)
-    return head.to(tensors["fc.weight"].dtype)
-
-
-def build_eagle(
-    checkpoint: Checkpoint,
-    target: Target,
-    version: int | None = None,
-    feature_layers: tuple[int, ...] | None = None,
-    target_head: TargetHead | None = None,
-) -> tuple[EagleHead, dict[str, torch.Tensor]]:
-    """An empty head of the right shape, and the checkpoint's tensors by the head's names. Values
-    other than those of ``d2t`` and ``t2d`` may be on the meta device: then so is the head.
-    Arguments and errors as of ``load_eagle``."""
+    checkpoint = read_checkpoint(source, FILES, _KIND) if isinstance(source, str) else source
     name = checkpoint.name
     tensors = _public_names(checkpoint)
     eagle_version = 3 if "midlayer.hidden_norm.weight" in tensors or "d2t" in tensors else 1
@@ -125,7 +111,8 @@ def build_eagle(
             "installed transformers does not know or which is incomplete"
         ) from None
     checkpoint.check_shapes(_KIND, head, tensors)
-    return head, tensors
+    head.load_state_dict(tensors)
+    return head.to(tensors["fc.weight"].dtype)
 
 
 def save_eagle(

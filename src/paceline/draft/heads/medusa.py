@@ -27,7 +27,7 @@ from paceline.core.sampling import Rows, needs_paths
 from paceline.core.sequence import SequenceView
 from paceline.core.transfer import to_device
 from paceline.core.tree import Draw, TokenTree, depths_of
-from paceline.draft.heads.medusa_head import FILES, build_medusa, load_medusa
+from paceline.draft.heads.medusa_head import FILES, load_medusa
 from paceline.draft.spec import (
     DraftSpec,
     Examined,
@@ -113,7 +113,7 @@ class Medusa(DraftSpec):
         return Prepared(lambda c: MedusaDrafter(run, c.target, shapes, c.generator))
 
     def examine(self, target: Target, read: Any = None) -> Examined:
-        heads, _ = build_medusa(read, target)
+        heads = load_medusa(read, target)
         config, size = heads.config, sum(weight.numel() for weight in heads.parameters())
         shared = "the target's vocabulary layer" if config.shared_head else "vocabulary layers"
         text = f"{config.heads} heads of {config.layers} blocks, width {config.hidden_size}"
@@ -233,8 +233,8 @@ class MedusaDrafter:
         def following(trees: list[Growing]) -> torch.Tensor:
             return logits[tree.path_of_rows().shape[1]].expand(len(tree.fresh), -1)
 
-        grow([tree], logits[:1], following, self._generator)
-        return tree.finish()[0]
+        ((grown, _),) = grow([tree], logits[:1], following, self._generator)
+        return grown
 
     # -- observing ---------------------------------------------------------------------------
 

@@ -143,23 +143,14 @@ class MedusaHeads(nn.ModuleList):
 # -- checkpoints -------------------------------------------------------------------------------
 
 
-def load_medusa(name: str, target: Target) -> MedusaHeads:
-    """Heads for ``target``, on the CPU. Raises ModelLoadError if the files are missing or damaged,
-    hold another algorithm's weights, or belong to another target."""
-    checkpoint = read_checkpoint(name, FILES, _KIND)
-    heads, tensors = build_medusa(checkpoint, target)
-    heads.load_state_dict(tensors)
-    return heads
+def load_medusa(source: str | Checkpoint, target: Target) -> MedusaHeads:
+    """Heads for ``target``, on the CPU.
 
-
-def build_medusa(
-    checkpoint: Checkpoint, target: Target
-) -> tuple[MedusaHeads, dict[str, torch.Tensor]]:
-    """Empty heads of the right shape, and the checkpoint's tensors by the heads' names.
-
-    Reads no values but those of ``token_map``: the others may be on the meta device, and then so
-    are the heads. Arguments and errors as of ``load_medusa``.
+    ``source``: where they lie, or what was read of them; values other than those of ``token_map``
+    may be on the meta device: then so are the heads. Raises ModelLoadError if the files are missing
+    or damaged, hold another algorithm's weights, or belong to another target.
     """
+    checkpoint = read_checkpoint(source, FILES, _KIND) if isinstance(source, str) else source
     tensors = _public_names(checkpoint)
     config = _config(checkpoint, tensors)
     by = f" (trained on {config.base_model})" if config.base_model else ""
@@ -171,7 +162,8 @@ def build_medusa(
     known = {"token_map", *map(str, range(config.heads))}
     kept = {key: value for key, value in tensors.items() if key.partition(".")[0] in known}
     checkpoint.check_shapes(_KIND, heads, kept)
-    return heads, kept
+    heads.load_state_dict(kept)
+    return heads
 
 
 def save_medusa(

@@ -111,13 +111,10 @@ class Growing(ABC):
         """int64: what of a complete tree's shape only the device knows. None: nothing."""
         return None
 
-    def settle(self, chosen: list[int]) -> None:
-        """Those values on the host. Without them ``finish`` waits for the device."""
-        raise NotImplementedError
-
     @abstractmethod
-    def finish(self) -> tuple[TokenTree, tuple[int, ...]]:
-        """The tree, and for each node its index among the expanded, -1 if it is not."""
+    def finish(self, chosen: Sequence[int]) -> tuple[TokenTree, tuple[int, ...]]:
+        """The tree, and for each node its index among the expanded, -1 if it is not; ``chosen``:
+        those values on the host."""
 
 
 def level_span(tree: Growing, nodes: torch.Tensor | None = None) -> Span:
@@ -136,8 +133,8 @@ def grow(
     logits: Logits,
     forward: Callable[[list[Growing]], Logits],
     generator: torch.Generator | None,
-) -> None:
-    """Grow all trees together until they can be finished; at most one wait, at the end.
+) -> list[tuple[TokenTree, tuple[int, ...]]]:
+    """Grow all trees together and finish them; at most one wait, at the end.
 
     ``logits`` ``[len(trees), vocab]`` follow the committed tokens. ``forward`` runs the ``fresh``
     nodes of some trees through the drafter and returns the logits after each of them, ``[rows,
@@ -150,11 +147,11 @@ def grow(
         growing = [tree for tree, part in zip(growing, grown, strict=True) if tree.extend(*part)]
         if growing:
             logits = forward(list(growing))
-    unknown = [(tree, shape) for tree in trees if (shape := tree.chosen()) is not None]
-    if unknown:
-        values = iter(torch.cat([shape for _, shape in unknown]).tolist())
-        for tree, shape in unknown:
-            tree.settle(list(islice(values, len(shape))))
+    chosen = [tree.chosen() for tree in trees]
+    unknown = [shape for shape in chosen if shape is not None]
+    values = iter(torch.cat(unknown).tolist() if unknown else ())
+    known = [() if shape is None else tuple(islice(values, len(shape))) for shape in chosen]
+    return [tree.finish(shape) for tree, shape in zip(trees, known, strict=True)]
 
 
 _Part = tuple[torch.Tensor, torch.Tensor | None]
@@ -292,7 +289,7 @@ class StaticTree(Growing):
         self.expanded_parents = level.expanded_parents
         return True
 
-    def finish(self) -> tuple[TokenTree, tuple[int, ...]]:
+    def finish(self, chosen: Sequence[int]) -> tuple[TokenTree, tuple[int, ...]]:
         tokens = torch.cat(self._tokens) if len(self._tokens) > 1 else self._tokens[0]
         probs = None
         if self._draw is not Draw.POINT:
@@ -320,7 +317,6 @@ class DynamicTree(Growing):
         self._parents: list[int] = []  # of each candidate, among the expanded nodes
         self._expanded_as: list[torch.Tensor] = []  # the candidate that each expanded node is
         self._newest_scores = torch.empty(0, device=device)
-        self._chosen: list[int] = []
 
     def plain_size(self) -> tuple[int, int, int] | None:
         size = self._depth, self.width, self._nodes
@@ -370,12 +366,8 @@ class DynamicTree(Growing):
         self._stay = torch.where(best.values > -torch.inf, best.indices, -1).sort().values
         return torch.cat([self._stay, *self._expanded_as])
 
-    def settle(self, chosen: list[int]) -> None:
-        self._chosen = chosen
-
-    def finish(self) -> tuple[TokenTree, tuple[int, ...]]:
-        known = self._chosen or self.chosen().tolist()
-        staying, candidate_of = known[: len(self._stay)], known[len(self._stay) :]
+    def finish(self, chosen: Sequence[int]) -> tuple[TokenTree, tuple[int, ...]]:
+        staying, candidate_of = chosen[: len(self._stay)], chosen[len(self._stay) :]
         kept = [column for column in staying if column >= 0]
         node_of: dict[int, int] = {}
         expanded_of = {candidate: index for index, candidate in enumerate(candidate_of)}

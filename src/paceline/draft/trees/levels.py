@@ -72,8 +72,8 @@ class LevelDrafter(ABC):
         logits = self._first(spans, trees)
         finished = self._at_once(trees, logits)
         if finished is None:
-            grow(trees, logits, self._level, self._generator)
-            finished = [(*tree.finish(), ()) for tree in trees]
+            grown = grow(trees, logits, self._level, self._generator)
+            finished = [(*done, ()) for done in grown]
         return finished
 
     def _at_once(
