@@ -9,6 +9,7 @@ import torch
 
 from paceline.draft.heads.eagle_format import save_eagle
 from paceline.draft.heads.eagle_head import EagleConfig, EagleHead, default_feature_layers
+from paceline.draft.trees.grow import widened
 from paceline.model.target import CausalModel
 from support.engine_models import VOCAB
 
@@ -81,3 +82,10 @@ def dense_attention(
         query, key, value, is_causal=True, scale=scaling, enable_gqa=True
     )
     return out.transpose(1, 2)
+
+
+def expanded(head: EagleHead, logits: torch.Tensor) -> torch.Tensor:
+    """``[T, draft_vocab]`` over the target's vocabulary."""
+    if head.config.draft_vocab_size == head.config.vocab_size:
+        return logits
+    return widened(logits, head.draft_ids, head.config.vocab_size)

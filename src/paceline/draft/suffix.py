@@ -256,14 +256,14 @@ def _read(path: Path, vocab_size: int) -> list[list[int]]:
             f"{path} is a suffix tree of a model with {head.get('vocab_size')} tokens, this one "
             f"has {vocab_size}; use one file per model"
         )
+    stream, damage = np.frombuffer(body[: len(body) // 4 * 4], _INT), ""
     if len(body) / _INT.itemsize != head.get("tokens"):
-        raise DataError(f"{path} is a damaged suffix tree: cut short; move it away")
-    if head.get("sha256") not in (None, hashlib.sha256(body).hexdigest()):
-        raise DataError(
-            f"{path} is a damaged suffix tree: it does not match its checksum; move it away"
-        )
-    stream = np.frombuffer(body, _INT)
-    if len(stream) and (stream.min() < -1 or stream.max() >= vocab_size or stream[-1] != -1):
-        raise DataError(f"{path} is a damaged suffix tree: it holds no such tokens; move it away")
+        damage = "cut short"
+    elif head.get("sha256") not in (None, hashlib.sha256(body).hexdigest()):
+        damage = "it does not match its checksum"
+    elif len(stream) and (stream.min() < -1 or stream.max() >= vocab_size or stream[-1] != -1):
+        damage = "it holds no such tokens"
+    if damage:
+        raise DataError(f"{path} is a damaged suffix tree: {damage}; move it away")
     ends = np.flatnonzero(stream < 0)
     return [text[:-1].tolist() for text in np.split(stream, ends[:-1] + 1)] if len(ends) else []

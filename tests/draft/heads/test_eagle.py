@@ -27,7 +27,7 @@ from paceline.model.probe import ATTENTION
 from paceline.model.target import CausalModel
 from support.cache_invariants import check_cache
 from support.engine_models import adapted
-from support.random_heads import dense_attention, random_head
+from support.random_heads import dense_attention, expanded, random_head
 
 LENGTH = 3
 
@@ -52,7 +52,7 @@ def reference_chain(target: CausalModel, head: EagleHead, tokens: list[int], fir
     drafted: list[int] = []
     for _ in range(LENGTH):
         outputs = head(embed(torch.tensor(ids)), hidden, torch.arange(len(ids)), dense_attention)
-        logits = head.expand(head.logits(outputs[-1:]))
+        logits = expanded(head, head.logits(outputs[-1:]))
         drafted.append(int(logits.argmax()))
         ids.append(drafted[-1])
         hidden = torch.cat((hidden, outputs[-1:]))

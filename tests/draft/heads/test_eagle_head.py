@@ -10,7 +10,7 @@ import torch.nn.functional as F
 
 from paceline.draft.heads.eagle_head import EagleConfig, EagleHead, default_feature_layers
 from paceline.errors import ConfigError
-from support.random_heads import eagle_config
+from support.random_heads import eagle_config, expanded
 
 EAGLE3 = eagle_config(feature_layers=(2, 3, 6))
 EAGLE1 = replace(EAGLE3, version=1, target_hidden_size=32, feature_layers=(6,), draft_vocab_size=40)
@@ -66,7 +66,7 @@ def test_draft_ids_are_stored_as_offsets() -> None:
 def test_expanded_logits_are_minus_infinity_outside_the_draft_vocabulary() -> None:
     head = EagleHead(EAGLE3, IDS)
     logits = torch.randn(3, 5)
-    full = head.expand(logits)
+    full = expanded(head, logits)
     assert full.shape == (3, 40)
     assert torch.equal(full[:, list(IDS)], logits)
     assert int(full.isinf().sum()) == 3 * 35

@@ -21,7 +21,7 @@ from paceline.model.precision import quantise_loaded
 from paceline.model.target import CausalModel
 from support.engine_models import VOCAB, random_llama
 from support.heard_stages import heard
-from support.random_heads import eagle_config
+from support.random_heads import eagle_config, expanded
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 WIDER = {"hidden_size": 72, "heads": 3, "kv_heads": 1, "head_dim": 24, "has_embedding": True}
@@ -191,14 +191,14 @@ def test_the_modules_own_results(variant: str, dtype: str) -> None:
     texts = Texts.of(head.config, kind, 40)
     plain = EagleStep(head, head.embed_tokens or target.hf.get_input_embeddings())
     wanted = run(plain, texts, kind, 9)
-    expanded = head.expand(wanted[0][0][1][None])
+    full = expanded(head, wanted[0][0][1][None])
     assert target.use("native")
     step = target.backend.eagle(head, target)
     assert isinstance(step, NativeEagle)
     found = run(step, texts, kind, 9)
     same(found, wanted, close)
-    got = step.head.expand(found[0][0][1][None])
-    assert torch.equal(got.isneginf(), expanded.isneginf()) and got.shape == (1, VOCAB)
+    got = expanded(step.head, found[0][0][1][None])
+    assert torch.equal(got.isneginf(), full.isneginf()) and got.shape == (1, VOCAB)
 
 
 @pytest.mark.parametrize("dtype", list(DTYPES))

@@ -22,10 +22,9 @@ from typing import Any, ClassVar, NamedTuple
 
 import torch
 
-from paceline.core.batch import Commit, ModelOutput, Plan, Slice, Span
+from paceline.core.batch import Commit, ModelOutput, Slice, Span
 from paceline.core.sequence import SequenceView
 from paceline.core.transfer import to_device
-from paceline.core.tree import TokenTree
 from paceline.draft.base import Drafter, States
 from paceline.draft.heads.eagle_format import FILES, load_eagle, said_layers
 from paceline.draft.heads.eagle_head import default_feature_layers
@@ -220,23 +219,14 @@ class EagleDrafter(LevelDrafter):
         super().__init__(levels, self.head.config.max_positions)
         self.features = self.head.config.feature_layers
         self._step = step
-        self._reduced = self.head.config.draft_vocab_size < self.head.config.vocab_size
-        # A static level takes so many candidates, whatever the head knows.
-        self._fits = 1 + max(levels.policy.shape.ranks) <= self.head.config.draft_vocab_size
         self._states = States(lambda seq: _State(seq.cached))
-        self._whole = 0  # rows of the forwards that waiting features keep
+        self._whole = 0  # rows of the forwards that waiting features keep, at most
 
     @property
     def growth(self) -> Growth | None:
-        return self._step.growth if self._fits or not self._reduced else None
+        return self._step.growth
 
     # -- proposing ---------------------------------------------------------------------------
-
-    def propose(self, plan: Plan) -> list[TokenTree]:
-        trees = super().propose(plan)
-        if not any(state.waiting for state in self._states.values()):
-            self._whole = 0
-        return trees
 
     def _span(self, item: Slice) -> Span | None:
         """The rows whose features have come in; None if there is nothing to do."""
@@ -295,12 +285,13 @@ class EagleDrafter(LevelDrafter):
         """One pass of the head; its outputs ``[R, H]`` and logits at the rows whose logits are
         wanted."""
         outputs, logits = self._step(self.cache.batch_of(spans), self.cache, inputs, fused)
-        if not len(outputs) or not self._reduced:
-            return outputs, logits
-        return outputs, self._narrow(logits) if self._fits else self.head.expand(logits)
+        return outputs, self._narrow(logits) if len(outputs) else logits
 
-    def _narrow(self, logits: torch.Tensor) -> Narrow:
-        return Narrow(logits, self.head.draft_ids, self.head.config.vocab_size)
+    def _narrow(self, logits: torch.Tensor) -> Logits:
+        config = self.head.config
+        if config.draft_vocab_size == config.vocab_size:
+            return logits
+        return Narrow(logits, self.head.draft_ids, config.vocab_size)
 
     @staticmethod
     def _hand_out(trees: Sequence[Growing], outputs: torch.Tensor, counts: list[int]) -> None:
@@ -311,8 +302,7 @@ class EagleDrafter(LevelDrafter):
         config, like = self.head.config, self.cache.kv(0)[0]
         for tree in trees:
             tree.outputs = like.new_zeros(1, config.hidden_size)
-        logits = like.new_zeros(len(trees), config.draft_vocab_size)
-        return self._narrow(logits) if self._reduced else logits
+        return self._narrow(like.new_zeros(len(trees), config.draft_vocab_size))
 
     # -- observing ---------------------------------------------------------------------------
 

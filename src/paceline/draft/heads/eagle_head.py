@@ -21,7 +21,6 @@ from typing import Any
 import torch
 from torch import nn
 
-from paceline.draft.trees.grow import widened
 from paceline.errors import ConfigError
 from paceline.model.backends.base import Attend
 
@@ -294,10 +293,3 @@ class EagleHead(nn.Module):
     def to_target_ids(self, ids: torch.Tensor) -> torch.Tensor:
         """Draft vocabulary ids, any shape, as ids of the target."""
         return ids + self.d2t[ids] if self.config.version == 3 else ids
-
-    def expand(self, logits: torch.Tensor) -> torch.Tensor:
-        """``[T, draft_vocab]`` over the whole vocabulary ``[T, vocab]``, -inf elsewhere."""
-        config = self.config
-        if config.draft_vocab_size == config.vocab_size:
-            return logits
-        return widened(logits, self.draft_ids, config.vocab_size)

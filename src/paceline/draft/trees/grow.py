@@ -166,7 +166,9 @@ def candidates(
     """Each tree's candidates and their weights, drawn for all trees at once."""
     if isinstance(logits, Narrow):
         ids = logits.ids
-        if not all(is_plain_greedy(tree.item.seq) for tree in trees):
+        # A static level takes so many candidates, whatever the head knows.
+        drawn = max((tree.width for tree in trees if tree.samples), default=0)
+        if drawn > len(ids) or not all(is_plain_greedy(tree.item.seq) for tree in trees):
             return candidates(trees, counts, logits.whole(), generator)
         grown = candidates(trees, counts, logits.logits, generator)
         return [(ids[tokens], weights) for tokens, weights in grown]
