@@ -154,7 +154,7 @@ class Occurrences:
         return (ids, counts) if fitting.all() else (ids[fitting], counts[fitting])
 
 
-@dataclass
+@dataclass(unsafe_hash=True)
 class SequenceView(_Counted):
     """A sequence as one step finds it: all that its distributions and its drafts depend on. Nobody
     writes to it.
