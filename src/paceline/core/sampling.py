@@ -25,6 +25,7 @@ from paceline.core.penalties import penalised
 from paceline.core.ranking import largest
 from paceline.core.sequence import SequenceView
 from paceline.core.transfer import to_device
+from paceline.core.tree import paths_of
 from paceline.core.truncation import truncated
 
 # Beyond this the softmax of float32 logits is one-hot anyway.
@@ -37,11 +38,9 @@ NO_TOKEN = -1  # the choice of a row that is not a distribution: the verifier en
 @lru_cache(maxsize=4096)
 def _path_index(parents: tuple[int, ...], device: torch.device) -> torch.Tensor:
     """int64 [n + 1, depth]: per row of a tree the nodes from the root to it, then zeros."""
-    paths: list[list[int]] = [[]]
-    for node, parent in enumerate(parents):
-        paths.append([*paths[parent + 1], node])
+    paths = paths_of(parents)
     depth = max(map(len, paths))
-    return to_device([path + [0] * (depth - len(path)) for path in paths], device)
+    return to_device([[*path, *[0] * (depth - len(path))] for path in paths], device)
 
 
 def _tree_paths(spans: Sequence[Span]) -> torch.Tensor:
@@ -62,14 +61,13 @@ def _known_paths(spans: Sequence[Span]) -> tuple[tuple[int, ...], ...] | None:
         return None
     paths: list[tuple[int, ...]] = []
     for span in spans:
-        first = len(paths)
-        paths += [()] * span.judged_rows
         if span.seq.constraint is None or not len(span.tree):
-            continue
-        if span.arrival is None:
+            paths += [()] * span.judged_rows
+        elif span.arrival is None:
             return None
-        for node, token in enumerate(span.arrival.values()):
-            paths[first + 1 + node] = (*paths[first + 1 + span.tree.parents[node]], token)
+        else:
+            tokens = span.arrival.values()
+            paths += [tuple([tokens[n] for n in path]) for path in paths_of(span.tree.parents)]
     return tuple(paths)
 
 

@@ -41,6 +41,15 @@ def children_of(parents: tuple[int, ...]) -> tuple[tuple[int, ...], ...]:
     return tuple(tuple(nodes) for nodes in children)
 
 
+@lru_cache(maxsize=4096)
+def paths_of(parents: tuple[int, ...]) -> tuple[tuple[int, ...], ...]:
+    """The nodes from the root down; entry 0 is the root's, without any, entry i + 1 node i's."""
+    paths: list[tuple[int, ...]] = [()]
+    for node, parent in enumerate(parents):
+        paths.append((*paths[parent + 1], node))
+    return tuple(paths)
+
+
 @lru_cache(maxsize=1024)
 def ancestor_mask(parents: tuple[int, ...]) -> torch.Tensor:
     """bool [n, n]: entry (i, j) is true where node j is node i or one of its ancestors."""

@@ -19,7 +19,7 @@ import torch
 from paceline.core.batch import Commit, ModelOutput, Plan, Slice, Span
 from paceline.core.stages import info
 from paceline.core.transfer import to_device
-from paceline.core.tree import TokenTree
+from paceline.core.tree import TokenTree, children_of, paths_of
 from paceline.draft.base import Drafter, States
 from paceline.draft.spec import DraftContext, Loading, Prepared, TreeSpec, option
 from paceline.draft.trees.grow import Growing, level_span
@@ -32,7 +32,7 @@ from paceline.draft.vocabulary.shared import (
     SharedVocabulary,
     match_vocabularies,
 )
-from paceline.draft.vocabulary.strings import Shadow, paths_of
+from paceline.draft.vocabulary.strings import Shadow
 from paceline.model.backends.base import Growth
 from paceline.model.gguf import gguf_file
 from paceline.model.hub import fetched
@@ -313,9 +313,11 @@ class StringDrafter(ModelDrafter):
         return trees
 
     def _translated(self, item: Slice, draft: TokenTree, tokens: Sequence[int]) -> TokenTree:
-        text, paths = self._shadows[item.seq.seq_id].text, paths_of(draft.parents, tokens)
-        proposals = (text.proposal(path)[: item.draft_length] for path in paths)
-        merged, parents = merge(proposals, self.max_nodes(item.draft_length))
+        text, length = self._shadows[item.seq.seq_id].text, item.draft_length
+        pairs = zip(paths_of(draft.parents), children_of(draft.parents), strict=True)
+        leaves = ([tokens[node] for node in path] for path, below in pairs if not below)
+        proposals = (text.proposal(leaf)[:length] for leaf in leaves)
+        merged, parents = merge(proposals, self.max_nodes(length))
         return TokenTree(to_device(merged, draft.tokens.device), parents)
 
     def observe(self, commits: Sequence[Commit], out: ModelOutput) -> None:

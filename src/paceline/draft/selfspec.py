@@ -21,6 +21,7 @@ import torch
 from paceline.core.batch import Commit, ModelOutput, Slice, Span
 from paceline.core.sequence import SequenceView
 from paceline.core.tree import TokenTree, is_chain
+from paceline.draft.base import States
 from paceline.draft.spec import Examined, Loading, Prepared, Target, TreeSpec
 from paceline.draft.trees.grow import Growing, level_span
 from paceline.draft.trees.levels import Finished, LevelDrafter, Levels
@@ -120,19 +121,13 @@ class FrequentTokens:
         """``share``: of what a pass reads, the head's part."""
         self._vocab, self._share = vocab, share
         self._size = -(-vocab // _PARTS // 32) * 32
-        self._counts: dict[int, list[int]] = {}
+        self._counts = States(self._begin)
 
     def columns(self, seqs: Sequence[SequenceView]) -> int:
         """Columns for a draft of all these sequences, of ``vocab``."""
         if self._size < _FEWEST_COLUMNS / 2:
             return self._vocab
-        counts = [0] * _PARTS
-        for seq in seqs:
-            counter = self._counts.get(seq.seq_id)
-            if counter is None:
-                counter = self._counts[seq.seq_id] = [0] * _PARTS
-                self._add(counter, seq.tokens[-_COUNTED:])
-            counts = [a + b for a, b in zip(counts, counter, strict=True)]
+        counts = [sum(parts) for parts in zip(*map(self._counts.of, seqs), strict=True)]
         total = sum(counts)
         costs = {
             parts: self._share * parts / _PARTS + _REFUSAL * sum(counts[parts:]) / total
@@ -148,9 +143,13 @@ class FrequentTokens:
     def forget(self, seq_id: int) -> None:
         self._counts.pop(seq_id, None)
 
-    def _add(self, counts: list[int], tokens: Iterable[int]) -> None:
+    def _begin(self, seq: SequenceView) -> list[int]:
+        return self._add([0] * _PARTS, seq.tokens[-_COUNTED:])
+
+    def _add(self, counts: list[int], tokens: Iterable[int]) -> list[int]:
         for token in tokens:
             counts[min(token // self._size, _PARTS - 1)] += 1
+        return counts
 
 
 class SelfDrafter(LevelDrafter):

@@ -111,10 +111,11 @@ class RuleProbabilities:
     stop: torch.Tensor
 
 
-def aligned(p: torch.Tensor, q: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Both at the greater width: ids that only one model pads to have probability zero."""
-    pad, more = torch.nn.functional.pad, p.shape[1] - q.shape[1]
-    return (pad(p, (0, -more)) if more < 0 else p), (pad(q, (0, more)) if more > 0 else q)
+def aligned(*distributions: torch.Tensor) -> list[torch.Tensor]:
+    """All at the greatest width: ids that only some models pad to have probability zero."""
+    width = max(probs.shape[1] for probs in distributions)
+    missing = [(probs, width - probs.shape[1]) for probs in distributions]
+    return [torch.nn.functional.pad(p, (0, more)) if more else p for p, more in missing]
 
 
 def _normalised(

@@ -325,12 +325,9 @@ def _rows_of(logits: torch.Tensor, spans: Sequence[Span]) -> torch.Tensor:
 
 def _apply(method: LosslessRule, probs: torch.Tensor, spans: Sequence[Span]) -> RuleProbabilities:
     """One procedure on the distributions [R, V] of some spans with sampled drafts."""
-    draft_probs = [span.tree.q for span in spans if span.tree.q is not None]
-    width = max(q.shape[1] for q in draft_probs)
-    pad = torch.nn.functional.pad
-    wide = [q if q.shape[1] == width else pad(q, (0, width - q.shape[1])) for q in draft_probs]
+    p, *wide = aligned(probs, *(span.tree.q for span in spans if span.tree.q is not None))
     # Neither rule writes to q, so a lone tree's needs no copy.
-    p, q = aligned(probs, torch.cat(wide) if len(wide) > 1 else wide[0])
+    q = torch.cat(wide) if len(wide) > 1 else wide[0]
     tokens = torch.cat([span.tree.tokens for span in spans])
     shapes = tuple(span.tree.parents for span in spans)
     return (block if method == "block" else siblings)(p, q, tokens, shapes)

@@ -11,7 +11,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cache, cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal
 
@@ -231,7 +231,7 @@ class Intersection(SharedVocabulary):
         outside = [token not in self._pairs for token in range(rows)]
         self._source = to_device(source, device)
         self._outside = to_device(outside, device, torch.bool)
-        self._spelt: dict[int, list[int]] = {}
+        self._spelling = cache(self._spelt)
 
     def context(self, tokens: Sequence[int]) -> list[int]:
         result: list[int] = []
@@ -240,13 +240,9 @@ class Intersection(SharedVocabulary):
             result += self._spelling(token) if shared is None else (shared,)
         return result
 
-    def _spelling(self, token: int) -> list[int]:
-        known = self._spelt.get(token)
-        if known is None:
-            spelling = self._draft.spell(self._target.spelt((token,)))
-            known = [index for index in spelling if index < self._draft_width] or [0]
-            self._spelt[token] = known
-        return known
+    def _spelt(self, token: int) -> list[int]:
+        spelling = self._draft.spell(self._target.spelt((token,)))
+        return [index for index in spelling if index < self._draft_width] or [0]
 
     def logits(self, logits: torch.Tensor) -> torch.Tensor:
         return logits.index_select(1, self._source).masked_fill_(self._outside, -torch.inf)

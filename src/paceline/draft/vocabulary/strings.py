@@ -16,7 +16,6 @@ from dataclasses import replace
 from paceline.core.batch import Slice
 from paceline.core.params import SamplingParams
 from paceline.core.sequence import SequenceView
-from paceline.core.tree import children_of
 from paceline.draft.vocabulary.shared import Match
 
 # Between two words: every tokenizer begins a new token there, whatever follows.
@@ -130,11 +129,3 @@ class Shadow:
             return Slice(self.request, len(tokens), 0 if self.text.waits else item.draft_length)
         share = len(tokens) * (item.seq.cached + item.scheduled) // len(item.seq.tokens)
         return Slice(self.request, min(share, len(tokens) - 1))
-
-
-def paths_of(parents: tuple[int, ...], tokens: Sequence[int]) -> list[list[int]]:
-    """The tokens from the root to each leaf."""
-    paths: list[list[int]] = []
-    for parent, token in zip(parents, tokens, strict=True):
-        paths.append([*(paths[parent] if parent >= 0 else ()), token])
-    return [path for path, below in zip(paths, children_of(parents)[1:], strict=True) if not below]
