@@ -157,5 +157,5 @@ def test_a_long_prediction_enters_in_parts() -> None:
     plan = Plan((Slice(seq, 1, 8),))  # type: ignore[arg-type]
     for step in range(1, 4):
         (tree,) = predictions.beside(drafter, plan)
-        assert len(predictions._trees[0]) == 16 + step * TAKEN_IN
+        assert len(predictions.states[0]) == 16 + step * TAKEN_IN
     assert tree.tokens.tolist()[:8] == predicted[-10:-2]

@@ -74,9 +74,7 @@ class Staging:
 
     def add(self, values: Sequence[int] | torch.Tensor) -> int:
         """Further numbers; returns their place."""
-        if not isinstance(values, torch.Tensor):
-            values = torch.tensor(values, dtype=torch.int64)
-        self.numbers.append(values)
+        self.numbers.append(torch.as_tensor(values, dtype=torch.int64))
         return len(self.numbers) - 1
 
     def add_mask(self, mask: torch.Tensor) -> int:

@@ -205,16 +205,16 @@ class IndexedDrafter(LookupDrafter):
         self._unasked = 0 if asked else self._unasked + 1
         if self._unasked > _FOLLOWED:
             return
-        lacking: list[tuple[int, int, Sequence[int]]] = []
+        lacking: list[tuple[int, TextIndex, Sequence[int]]] = []
         for item in slices:
             seq = item.seq
             if item.draft_length if item.decodes else seq.params.may_draft:
-                missing = len(seq.tokens) - self.states.of(seq).open_tokens
+                index = self.states.of(seq)
+                missing = len(seq.tokens) - index.open_tokens
                 if missing > _ASIDE:
-                    lacking.append((missing, seq.seq_id, seq.tokens))
+                    lacking.append((missing, index, seq.tokens))
         left = TAKEN_IN
-        for _, seq_id, tokens in sorted(lacking, key=itemgetter(0)):
-            index = self.states[seq_id]
+        for _, index, tokens in sorted(lacking, key=itemgetter(0)):
             part = tokens[index.open_tokens : index.open_tokens + left]
             index.extend(part)
             left -= len(part)

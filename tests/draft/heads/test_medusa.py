@@ -165,18 +165,17 @@ def test_length_and_budget_bound_a_tree() -> None:
 
 
 @pytest.mark.parametrize(
-    ("nodes", "tree", "message"),
+    ("tree", "message"),
     [
-        (0, "auto", "nodes is 0"),
-        (8, "wide", "not auto, chain or paths"),
-        (8, "0/2", "without gaps"),
-        (8, "0/-1", "not auto, chain or paths"),
-        (8, "0.0.0.0", "4 levels for 3 heads"),
+        ("wide", "not auto, chain or paths"),
+        ("0/2", "without gaps"),
+        ("0/-1", "not auto, chain or paths"),
+        ("0.0.0.0", "4 levels for 3 heads"),
     ],
 )
-def test_trees_that_make_no_sense(nodes: int, tree: str, message: str) -> None:
+def test_trees_that_make_no_sense(tree: str, message: str) -> None:
     with pytest.raises(ConfigError, match=message):
-        shapes_of(3, nodes, tree, ())
+        shapes_of(3, 8, tree, ())
 
 
 @pytest.mark.parametrize(

@@ -62,8 +62,6 @@ def shapes_of(
     ``tree`` is "auto" (the best for the node budget by ``accuracy``), "chain", or paths of ranks
     such as "0/0.0/0.1/1": Medusa's choices. Raises ConfigError.
     """
-    if nodes < 1:
-        raise ConfigError(f"medusa: nodes is {nodes}; it must be at least 1")
     if tree == "auto":
         known = accuracy or _typical(heads)
         return tuple(best_shape(known[:length], nodes) for length in range(heads + 1))
@@ -101,7 +99,7 @@ class Medusa(DraftSpec):
 
     path: str = option(needs="heads")
     _: KW_ONLY
-    nodes: int = 8
+    nodes: int = option(8, least=1)
     tree: str = "auto"
 
     def prepare(self, loading: Loading) -> Prepared:
