@@ -40,7 +40,7 @@ def placed(tokens: list[int]) -> torch.Tensor:
 
 
 def pooled(drafter: LookaheadDrafter) -> list[list[int]]:
-    known = drafter._states[0].pool
+    known = drafter.states[0].pool
     return [[head, *rest] for head, rests in known.items() for rest in rests]
 
 
@@ -51,7 +51,7 @@ def test_ngrams_are_what_the_target_says(window: int, ngram: int) -> None:
     seq = request([5])
     for step in range(5 * ngram):
         if step == 2 * ngram:
-            drafter._states[0].pool = {}
+            drafter.states[0].pool = {}
         run_step(drafter, markov, [seq], [window + ngram])
     ngrams = pooled(drafter)
     assert {len(tokens) for tokens in ngrams} == {ngram}
@@ -104,7 +104,7 @@ def test_the_bound_on_nodes_is_reached() -> None:
     for _ in range(5):
         run_step(drafter, lambda tokens: torch.rand(VOCAB), [seq], [8])
     for rest in ([11, 12], [13, 14], [15, 16]):
-        remember(drafter._states[0].pool, [seq.tokens[-1], *rest], size=3)
+        remember(drafter.states[0].pool, [seq.tokens[-1], *rest], size=3)
     tree = run_step(drafter, lambda tokens: torch.rand(VOCAB), [seq], [8])[0].tree
     assert len(tree) == drafter.max_nodes(8) == 3 * 2 + 4 + 5
     assert paths_of(tree)[:2] == [[15], [15, 16]], "candidates of the pool first, the latest ahead"
@@ -143,7 +143,7 @@ def test_a_proposal_may_be_withdrawn() -> None:
             run_step(own, loop, [text], [length])[0] for own, text in ((drafter, seq), (once, same))
         )
         assert step.tree.tokens.equal(expected.tree.tokens)
-        assert drafter._states[0].columns[1:] == once._states[0].columns[1:]
+        assert drafter.states[0].columns[1:] == once.states[0].columns[1:]
 
 
 def test_sequences_do_not_mix_and_are_forgotten() -> None:
@@ -157,7 +157,7 @@ def test_sequences_do_not_mix_and_are_forgotten() -> None:
     assert second.tokens == lonely.tokens
     drafter.forget(0)
     drafter.forget(7)
-    assert set(drafter._states) == {1}
+    assert set(drafter.states) == {1}
 
 
 def test_steps_of_other_trees_and_prompt_chunks_are_passed_over() -> None:
@@ -169,9 +169,9 @@ def test_steps_of_other_trees_and_prompt_chunks_are_passed_over() -> None:
     drafter.observe([Commit(0, (), scheduled=2)], out)
     seq.cached = 3
     drafter.propose(Plan((Slice(seq, 1, 4),)))
-    columns = [list(column) for column in drafter._states[0].columns]
+    columns = [list(column) for column in drafter.states[0].columns]
     drafter.observe([Commit(0, (9,), drafted=1, scheduled=1, choices=(9, 9))], out)
-    assert drafter._states[0].columns == columns
+    assert drafter.states[0].columns == columns
 
 
 def test_pool_keeps_the_latest() -> None:

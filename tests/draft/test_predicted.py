@@ -39,7 +39,7 @@ def test_it_is_a_draft_and_nothing_else(
     steps = [completion.stats.target_steps for completion in found]
     assert steps[0] <= 8 and steps[1] <= 24  # 60 tokens
     assert sum(found[0].draft_mask) > 45
-    assert not llm.engine.predictions._trees
+    assert not llm.engine.predictions.states
 
 
 def test_unseeded_sampling_goes_on(target: LLM) -> None:

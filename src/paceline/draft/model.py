@@ -22,7 +22,7 @@ from paceline.core.transfer import to_device
 from paceline.core.tree import TokenTree, children_of, paths_of
 from paceline.draft.base import Drafter, States
 from paceline.draft.spec import DraftContext, Loading, Prepared, TreeSpec, option
-from paceline.draft.trees.grow import Growing, level_span
+from paceline.draft.trees.grow import Finished, Growing, level_span
 from paceline.draft.trees.levels import LevelDrafter, Levels
 from paceline.draft.trees.policy import Policy
 from paceline.draft.trees.shape import Shape, merge
@@ -204,11 +204,9 @@ class ModelDrafter(LevelDrafter):
         size, model = (len(trees), self.model.vocab_size), self.model
         return self._vocabulary.logits(torch.zeros(size, dtype=model.dtype, device=model.device))
 
-    def _finish(
-        self, item: Slice, tree: TokenTree, slots: tuple[int, ...], scores: tuple[float, ...]
-    ) -> TokenTree:
-        self._states[item.seq.seq_id].slots = slots
-        return tree.on(self._deliver_to)
+    def _finish(self, item: Slice, done: Finished) -> TokenTree:
+        self._states[item.seq.seq_id].slots = done.slots
+        return done.tree.on(self._deliver_to)
 
     def _span(self, item: Slice) -> Span | None:
         """The committed tokens that the draft has not seen; None if it is left alone, or if there

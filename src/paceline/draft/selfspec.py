@@ -23,8 +23,8 @@ from paceline.core.sequence import SequenceView
 from paceline.core.tree import TokenTree, is_chain
 from paceline.draft.base import States
 from paceline.draft.spec import Examined, Loading, Prepared, Target, TreeSpec
-from paceline.draft.trees.grow import Growing, level_span
-from paceline.draft.trees.levels import Finished, LevelDrafter, Levels
+from paceline.draft.trees.grow import Finished, Growing, level_span
+from paceline.draft.trees.levels import LevelDrafter, Levels
 from paceline.model.backends.base import Growth
 from paceline.model.copies import LayerView
 from paceline.model.paged.blocks import OutOfBlocksError
@@ -210,13 +210,11 @@ class SelfDrafter(LevelDrafter):
     def _least(self, seq: SequenceView) -> float:
         return self._confidence[seq.params.greedy].least(self.stop_below)
 
-    def _finish(
-        self, item: Slice, tree: TokenTree, slots: tuple[int, ...], scores: tuple[float, ...]
-    ) -> TokenTree:
-        if scores and is_chain(tree.parents):
+    def _finish(self, item: Slice, done: Finished) -> TokenTree:
+        if done.scores and is_chain(done.tree.parents):
             confidence = self._confidence[item.seq.params.greedy]
-            self._waiting[item.seq.seq_id] = confidence, scores
-        return tree
+            self._waiting[item.seq.seq_id] = confidence, done.scores
+        return done.tree
 
     def observe(self, commits: Sequence[Commit], out: ModelOutput) -> None:
         """How far chains were right; all else that is committed is in the target's cache."""

@@ -17,7 +17,7 @@ import numpy as np
 from paceline.core.batch import Slice
 from paceline.draft.base import LookupDrafter, States
 from paceline.draft.trees.shape import merge
-from paceline.kernels.lookup import Draft, Lookup, NativeTextIndex, functions
+from paceline.kernels.lookup import Draft, Ids, Lookup, NativeTextIndex, functions
 
 _END = -1  # stands behind every finished text; no token id
 # These three are csrc/lookup.cpp's, too.
@@ -72,7 +72,7 @@ class TextIndex:
 
     # -- looking up ---------------------------------------------------------------------------
 
-    def ngrams(self, fresh: Sequence[int], end: Sequence[int], levels: int, nodes: int) -> Draft:
+    def ngrams(self, fresh: Ids, end: Ids, levels: int, nodes: int) -> Draft:
         """How the last tokens of the newest text went on, longest match first, then latest: chains
         of ``levels`` tokens that share their beginnings, ``nodes`` at most, two of each but the
         first. ``fresh`` tokens are appended to it before. ``end``: its end, of ``depth`` tokens,
@@ -92,12 +92,7 @@ class TextIndex:
         return *merge(chains, nodes, BRANCH), match
 
     def suffixes(
-        self,
-        fresh: Sequence[int],
-        end: Sequence[int],
-        levels: int,
-        nodes: int,
-        memory: TextIndex | None = None,
+        self, fresh: Ids, end: Ids, levels: int, nodes: int, memory: TextIndex | None = None
     ) -> Draft:
         """The likeliest continuations of the longest suffix of the newest text, as it went on
         before here or in a ``memory`` of others: where more accepted tokens are expected. Best

@@ -14,6 +14,7 @@ from typing import Any
 from paceline.kernels.compile import NativeUnavailableError, is_off
 from paceline.kernels.library import declare, fields, library
 
+Ids = Sequence[int]  # of tokens
 Draft = tuple[list[int], tuple[int, ...], int]  # tokens, parents, tokens of the match
 
 
@@ -125,28 +126,17 @@ class NativeTextIndex:
             yield stream[start:end]
             start = end + 1
 
-    def ngrams(self, fresh: Sequence[int], end: Sequence[int], levels: int, nodes: int) -> Draft:
+    def ngrams(self, fresh: Ids, end: Ids, levels: int, nodes: int) -> Draft:
         return self._drafted(self._native.pl_ngrams, (self._handle,), fresh, end, levels, nodes)
 
     def suffixes(
-        self,
-        fresh: Sequence[int],
-        end: Sequence[int],
-        levels: int,
-        nodes: int,
-        memory: NativeTextIndex | None = None,
+        self, fresh: Ids, end: Ids, levels: int, nodes: int, memory: NativeTextIndex | None = None
     ) -> Draft:
         handles = self._handle, None if memory is None else memory._handle
         return self._drafted(self._native.pl_suffixes, handles, fresh, end, levels, nodes)
 
     def _drafted(
-        self,
-        find: Any,
-        handles: tuple[Any, ...],
-        fresh: Sequence[int],
-        end: Sequence[int],
-        levels: int,
-        nodes: int,
+        self, find: Any, handles: tuple[Any, ...], fresh: Ids, end: Ids, levels: int, nodes: int
     ) -> Draft:
         if len(self._out) < 2 + 2 * nodes:
             self._out = array("i", bytes(4 * (2 + 2 * nodes)))

@@ -80,7 +80,8 @@ class Table:
 
         self.expanded.clear()
         first = torch.stack([self.after(tree.item.seq, ()) for tree in trees])
-        return grow(trees, first, forward, torch.Generator().manual_seed(seed))
+        grown = grow(trees, first, forward, torch.Generator().manual_seed(seed))
+        return [(done.tree, done.slots) for done in grown]
 
     def distribution(self, seq: SequenceState, path: Path) -> torch.Tensor:
         """float32 [V]: the drafter's distribution after a string, for this request."""

@@ -231,8 +231,7 @@ class MedusaDrafter:
         def following(trees: list[Growing]) -> torch.Tensor:
             return logits[tree.path_of_rows().shape[1]].expand(len(tree.fresh), -1)
 
-        ((grown, _),) = grow([tree], logits[:1], following, self._generator)
-        return grown
+        return grow([tree], logits[:1], following, self._generator)[0].tree
 
     # -- observing ---------------------------------------------------------------------------
 

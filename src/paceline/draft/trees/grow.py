@@ -17,6 +17,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from itertools import islice
+from typing import NamedTuple
 
 import torch
 
@@ -51,6 +52,15 @@ def widened(logits: torch.Tensor, ids: torch.Tensor, width: int) -> torch.Tensor
 
 
 Logits = torch.Tensor | Narrow  # [R, vocab], or of some tokens
+
+
+class Finished(NamedTuple):
+    """A tree, for each node its number among the expanded, -1 if it is not, and the log-probability
+    of its path where the tree was grown in one call."""
+
+    tree: TokenTree
+    slots: tuple[int, ...]
+    scores: tuple[float, ...] = ()
 
 
 class Growing(ABC):
@@ -112,9 +122,8 @@ class Growing(ABC):
         return None
 
     @abstractmethod
-    def finish(self, chosen: Sequence[int]) -> tuple[TokenTree, tuple[int, ...]]:
-        """The tree, and for each node its index among the expanded, -1 if it is not; ``chosen``:
-        those values on the host."""
+    def finish(self, chosen: Sequence[int]) -> Finished:
+        """``chosen``: those values on the host."""
 
 
 def level_span(tree: Growing, nodes: torch.Tensor | None = None) -> Span:
@@ -133,7 +142,7 @@ def grow(
     logits: Logits,
     forward: Callable[[list[Growing]], Logits],
     generator: torch.Generator | None,
-) -> list[tuple[TokenTree, tuple[int, ...]]]:
+) -> list[Finished]:
     """Grow all trees together and finish them; at most one wait, at the end.
 
     ``logits`` ``[len(trees), vocab]`` follow the committed tokens. ``forward`` runs the ``fresh``
@@ -291,12 +300,13 @@ class StaticTree(Growing):
         self.expanded_parents = level.expanded_parents
         return True
 
-    def finish(self, chosen: Sequence[int]) -> tuple[TokenTree, tuple[int, ...]]:
+    def finish(self, chosen: Sequence[int]) -> Finished:
         tokens = torch.cat(self._tokens) if len(self._tokens) > 1 else self._tokens[0]
         probs = None
         if self._draw is not Draw.POINT:
             probs = torch.cat(self._probs) if len(self._probs) > 1 else self._probs[0]
-        return TokenTree(tokens, self.shape.parents, self._draw, probs), _slots(self.shape)
+        tree = TokenTree(tokens, self.shape.parents, self._draw, probs)
+        return Finished(tree, _slots(self.shape))
 
 
 class DynamicTree(Growing):
@@ -368,7 +378,7 @@ class DynamicTree(Growing):
         self._stay = torch.where(best.values > -torch.inf, best.indices, -1).sort().values
         return torch.cat([self._stay, *self._expanded_as])
 
-    def finish(self, chosen: Sequence[int]) -> tuple[TokenTree, tuple[int, ...]]:
+    def finish(self, chosen: Sequence[int]) -> Finished:
         staying, candidate_of = chosen[: len(self._stay)], chosen[len(self._stay) :]
         kept = [column for column in staying if column >= 0]
         node_of: dict[int, int] = {}
@@ -387,4 +397,4 @@ class DynamicTree(Growing):
             stay = stay.index_select(0, to_device(rest, stay.device))
         tokens = torch.cat(self._tokens).index_select(0, stay)
         slots = tuple(expanded_of.get(candidate, -1) for candidate in node_of)
-        return TokenTree(tokens, tuple(parents)), slots
+        return Finished(TokenTree(tokens, tuple(parents)), slots)

@@ -13,14 +13,10 @@ from paceline.core.batch import Batch, Plan, Slice, Span
 from paceline.core.params import SamplingParams
 from paceline.core.sequence import SequenceView
 from paceline.core.tree import TokenTree
-from paceline.draft.trees.grow import Growing, Logits, Narrow, grow
+from paceline.draft.trees.grow import Finished, Growing, Logits, Narrow, grow
 from paceline.draft.trees.policy import Policy
 from paceline.model.backends.base import Growth, WantedTree
 from paceline.model.paged.cache import PagedCache
-
-# A tree, each node's number among the expanded (-1 if it is not), and the log-probability of each
-# node's path where the tree was grown in one call.
-Finished = tuple[TokenTree, tuple[int, ...], tuple[float, ...]]
 
 _BLOCKS = 4  # of context when warming up: about what the target's own costs are measured with
 
@@ -62,7 +58,7 @@ class LevelDrafter(ABC):
         ]
         finished = self._grow(trees, [span for _, span in pairs]) if pairs else []
         grown = {
-            tree.item.seq.seq_id: self._finish(tree.item, *done)
+            tree.item.seq.seq_id: self._finish(tree.item, done)
             for tree, done in zip(trees, finished, strict=True)
         }
         return [grown.get(item.seq.seq_id, self._empty) for item in plan.slices]
@@ -72,8 +68,7 @@ class LevelDrafter(ABC):
         logits = self._first(spans, trees)
         finished = self._at_once(trees, logits)
         if finished is None:
-            grown = grow(trees, logits, self._level, self._generator)
-            finished = [(*done, ()) for done in grown]
+            finished = grow(trees, logits, self._level, self._generator)
         return finished
 
     def _at_once(
@@ -96,7 +91,7 @@ class LevelDrafter(ABC):
         outputs = [tree.outputs for tree in trees if tree.outputs is not None]
         joined = torch.cat(outputs) if outputs else None
         grown = growth(self.cache, wanted, logits, ids, joined, first)
-        return [(TokenTree(tree.tokens, tree.parents), tree.slots, tree.scores) for tree in grown]
+        return [Finished(TokenTree(t.tokens, t.parents), t.slots, t.scores) for t in grown]
 
     def _least(self, seq: SequenceView) -> float:
         """The probability of a path behind which a chain ends; 0: it goes on."""
@@ -131,11 +126,9 @@ class LevelDrafter(ABC):
     def _made_up(self, trees: Sequence[Growing]) -> Logits:
         """Logits to grow made-up trees from, which are given what growing reads beside them."""
 
-    def _finish(
-        self, item: Slice, tree: TokenTree, slots: tuple[int, ...], scores: tuple[float, ...]
-    ) -> TokenTree:
-        """A tree to propose; the other parts as of Finished."""
-        return tree
+    def _finish(self, item: Slice, done: Finished) -> TokenTree:
+        """The tree to propose."""
+        return done.tree
 
     @torch.inference_mode()
     def warm_up(self, batch_size: int) -> None:
