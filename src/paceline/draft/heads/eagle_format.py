@@ -186,11 +186,9 @@ def _from_speculators(name: str, config: dict[str, Any]) -> dict[str, Any]:
     return flat
 
 
-def _whole(name: str, flat: dict[str, Any], key: str, default: int | None) -> int:
+def _whole(name: str, flat: dict[str, Any], key: str) -> int:
     """A whole number above 0 out of the config."""
     value = flat.get(key)
-    if value is None and default is not None:
-        return default
     if not isinstance(value, int) or isinstance(value, bool) or value < 1:
         problem = "has no" if value is None else f"has {value!r} for"
         raise ModelLoadError(
@@ -209,22 +207,18 @@ def _config(
 ) -> EagleConfig:
     """What the config and the tensors say of the head; held against the target."""
     name = checkpoint.name
-    hidden, heads, vocab = (
-        _whole(name, flat, key, None)
-        for key in ("hidden_size", "num_attention_heads", "vocab_size")
-    )
+    needed = "hidden_size", "num_attention_heads", "vocab_size"
+    hidden, heads, vocab = (_whole(name, flat, key) for key in needed)
     d2t = tensors.get("d2t")
-    defaults = {
+    flat = {
         "num_key_value_heads": heads,
         "head_dim": max(1, hidden // heads),
         "max_position_embeddings": 2048,
         "target_hidden_size": hidden,
         "draft_vocab_size": vocab if d2t is None else max(1, d2t.numel()),
+        **{key: value for key, value in flat.items() if value is not None},
     }
-    sizes = {
-        field: _whole(name, flat, key, defaults.get(key))
-        for key, field in (_SIZES | _SIZES_3).items()
-    }
+    sizes = {field: _whole(name, flat, key) for key, field in (_SIZES | _SIZES_3).items()}
     if version == 1:
         sizes["draft_vocab_size"] = vocab
     width = sizes["target_hidden_size"]
