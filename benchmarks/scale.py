@@ -25,7 +25,7 @@ from measuring import finish
 from paceline.lab.report.document import Report, Table, Text
 from paceline.lab.report.render import print_report
 from scale_costs import CHIPS, HEADS, TARGETS, Roofline, Rows
-from scale_replica import Figures, Replica, Settings, Traffic
+from scale_replica import Figures, Replica, Traffic
 
 WAYS: dict[str, int | str] = {"plain": 0, "3 tokens": 3, "auto": "auto"}
 CHIPS_OF = {"8b": 1, "70b": 8}
@@ -57,6 +57,10 @@ def machine(chip: str, model: str) -> Roofline:
     return Roofline(CHIPS[chip], TARGETS[model], HEADS[model], CHIPS_OF[model])
 
 
+def replica(costs: Roofline, way: int | str, batch: int) -> Replica:
+    return Replica(costs, way, batch, min(costs.cached_tokens, batch * 4096))
+
+
 def simulate(
     costs: Roofline, way: int | str, traffic: Traffic, load: float, seconds: float, batch: int
 ) -> Figures:
@@ -65,17 +69,14 @@ def simulate(
     The requests are the same whatever the way.
     """
     count = max(FEWEST, round(load * seconds))
-    settings = Settings(way, batch=batch, cached_tokens=min(costs.cached_tokens, batch * 4096))
-    requests = traffic.requests(count, load, seed=1)
-    return Replica(costs, settings, drafts=way != 0).run(requests)
+    return replica(costs, way, batch).run(traffic.requests(count, load, seed=1))
 
 
 def full(costs: Roofline, way: int | str, acceptance: float, clients: int) -> Figures:
     """``clients`` that each send their next request when one is answered."""
-    settings = Settings(way, batch=clients, cached_tokens=min(costs.cached_tokens, clients * 4096))
     count = 2 * clients + max(8, clients // 2)
     requests = Traffic(output=128, acceptance=acceptance).requests(count, 1.0, seed=1)
-    return Replica(costs, settings, drafts=way != 0).run(requests, clients)
+    return replica(costs, way, clients).run(requests, clients)
 
 
 def cells(args: argparse.Namespace) -> Iterator[Cell]:
@@ -85,19 +86,20 @@ def cells(args: argparse.Namespace) -> Iterator[Cell]:
             costs = machine(chip, model)
             for clients in args.clients:
                 for way, rate in FULL:
-                    found = full(costs, WAYS[way], rate, clients)
-                    yield Cell(chip, model, "closed", clients, way, rate, found)
+                    figures = full(costs, WAYS[way], rate, clients)
+                    yield Cell(chip, model, "closed", clients, way, rate, figures)
             for arrivals, burst in BURSTS.items():
                 traffic = Traffic(acceptance=args.acceptance, burst=burst)
                 for load in args.loads:
                     for way, length in WAYS.items():
-                        found = simulate(costs, length, traffic, load, args.seconds, args.batch)
-                        yield Cell(chip, model, arrivals, load, way, args.acceptance, found)
+                        how = traffic, load, args.seconds, args.batch
+                        figures = simulate(costs, length, *how)
+                        yield Cell(chip, model, arrivals, load, way, args.acceptance, figures)
 
 
-def full_table(found: list[Cell]) -> Table:
+def full_table(cells: list[Cell]) -> Table:
     """Where drafts stop paying: tokens a second of plain decoding, and of drafts by that."""
-    by = {(cell.load, cell.way, cell.acceptance): cell.figures for cell in found}
+    by = {(cell.load, cell.way, cell.acceptance): cell.figures for cell in cells}
     drafted = [(way, rate) for way, rate in FULL if way != "plain"]
     columns = ["at a time", "plain tokens/s", *(f"{way}, {rate:g}" for way, rate in drafted)]
     rows = [
@@ -113,9 +115,9 @@ def full_table(found: list[Cell]) -> Table:
     return Table(columns, rows, note=note)
 
 
-def load_table(found: list[Cell]) -> Table:
+def load_table(cells: list[Cell]) -> Table:
     """Latencies of plain decoding, drafts of three tokens, and the engine's choice."""
-    by = {(cell.arrivals, cell.load, cell.way): cell.figures for cell in found}
+    by = {(cell.arrivals, cell.load, cell.way): cell.figures for cell in cells}
     shown: dict[str, Callable[[Figures], str]] = {
         "ms a token": lambda f: f"{1e3 * f.token_gap:.1f}",
         "first token ms (95 %)": lambda f: f"{1e3 * f.first_token_95:.0f}",
@@ -130,7 +132,7 @@ def load_table(found: list[Cell]) -> Table:
     return Table(["arrivals", "requests/s", *shown], rows, note=" / ".join(WAYS))
 
 
-def report(found: list[Cell], args: argparse.Namespace) -> Report:
+def report(cells: list[Cell], args: argparse.Namespace) -> Report:
     shown = Report("Throughput and latency against load (computed)")
     shown.add(
         "Assumed",
@@ -139,12 +141,13 @@ def report(found: list[Cell], args: argparse.Namespace) -> Report:
             "of drafted tokens accepted on average. Nothing here was measured."
         ),
     )
-    for chip, model in dict.fromkeys((cell.chip, cell.model) for cell in found):
-        own = [cell for cell in found if (cell.chip, cell.model) == (chip, model)]
-        closed = [cell for cell in own if cell.arrivals == "closed"]
+    for chip, model in dict.fromkeys((cell.chip, cell.model) for cell in cells):
+        of_model = [cell for cell in cells if (cell.chip, cell.model) == (chip, model)]
+        closed = [cell for cell in of_model if cell.arrivals == "closed"]
+        by_load = [cell for cell in of_model if cell.arrivals != "closed"]
         title = f"{TARGETS[model].name} on {CHIPS_OF[model]} x {CHIPS[chip].name}"
         shown.add(f"{title}: batches always full", full_table(closed))
-        shown.add(f"{title}: by load", load_table([cell for cell in own if cell not in closed]))
+        shown.add(f"{title}: by load", load_table(by_load))
     return shown
 
 
@@ -205,34 +208,30 @@ def capacity(args: argparse.Namespace) -> dict[str, Any]:
     return figures
 
 
-def parser() -> argparse.ArgumentParser:
-    summary = (__doc__ or "").partition("\n")[0]
-    own = argparse.ArgumentParser(description=summary)
-    own.add_argument("--chips", nargs="+", choices=[*CHIPS], default=[*CHIPS])
-    own.add_argument("--models", nargs="+", choices=[*TARGETS], default=[*TARGETS])
-    own.add_argument("--loads", nargs="+", type=float, default=LOADS, help="requests a second")
-    own.add_argument("--clients", nargs="+", type=int, default=CLIENTS, help="of closed loops")
-    own.add_argument("--seconds", type=float, default=10.0, help="of arrivals (default: 10)")
-    own.add_argument("--batch", type=int, default=128, help="max_batch_size (default: 128)")
-    own.add_argument("--acceptance", type=float, default=0.7, help="mean, by token (default: 0.7)")
-    own.add_argument("--capacity", action="store_true", help="a sheet, by a formula")
-    own.add_argument("--json", help="also write the figures here")
-    return own
-
-
 def main() -> None:
-    args = parser().parse_args()
+    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
+    add = parser.add_argument
+    add("--chips", nargs="+", choices=[*CHIPS], default=[*CHIPS])
+    add("--models", nargs="+", choices=[*TARGETS], default=[*TARGETS])
+    add("--loads", nargs="+", type=float, default=LOADS, help="requests a second")
+    add("--clients", nargs="+", type=int, default=CLIENTS, help="of closed loops")
+    add("--seconds", type=float, default=10.0, help="of arrivals (default: 10)")
+    add("--batch", type=int, default=128, help="max_batch_size (default: 128)")
+    add("--acceptance", type=float, default=0.7, help="mean, by token (default: 0.7)")
+    add("--capacity", action="store_true", help="a sheet, by a formula")
+    add("--json", help="also write the figures here")
+    args = parser.parse_args()
     if args.capacity:
         figures = capacity(args)
     else:
         console = Console(stderr=True)
-        each = len(FULL) * len(args.clients) + len(BURSTS) * len(WAYS) * len(args.loads)
-        total = len(args.chips) * len(args.models) * each
-        found = list(track(cells(args), "simulating", total=total, console=console))
-        print_report(report(found, args), Console())
+        of_model = len(FULL) * len(args.clients) + len(BURSTS) * len(WAYS) * len(args.loads)
+        total = len(args.chips) * len(args.models) * of_model
+        simulated = list(track(cells(args), "simulating", total=total, console=console))
+        print_report(report(simulated, args), Console())
         figures = {
             "assumed": asdict(machine(args.chips[0], args.models[0])),
-            "cells": [asdict(cell) for cell in found],
+            "cells": [asdict(cell) for cell in simulated],
         }
     finish(figures, args.json)
 

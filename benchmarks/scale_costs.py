@@ -11,8 +11,8 @@ A part of a forward takes as long as the slower of its bytes and its arithmetic 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import NamedTuple, Protocol
+from dataclasses import dataclass, replace
+from typing import NamedTuple
 
 from paceline.core.costs import CostCurve, TargetCosts
 
@@ -75,17 +75,16 @@ TARGETS = {
 # EAGLE-3 (Li et al., 2025): one layer of the target's shape, which sees two hidden states, a layer
 # that joins three of them, and a vocabulary of 32,000 tokens.
 HEADS = {
-    name: Shape(
-        f"EAGLE-3 of {own.name}",
-        1,
-        own.hidden,
-        own.heads,
-        8,
-        128,
-        own.layer_weights + own.hidden * (own.heads + 16) * 128 + 3 * own.hidden**2,
-        own.hidden * 32_000,
+    name: replace(
+        target,
+        name=f"EAGLE-3 of {target.name}",
+        layers=1,
+        layer_weights=target.layer_weights
+        + target.hidden * (target.heads + 16) * 128
+        + 3 * target.hidden**2,
+        head_weights=target.hidden * 32_000,
     )
-    for name, own in TARGETS.items()
+    for name, target in TARGETS.items()
 }
 
 
@@ -96,21 +95,9 @@ class Rows(NamedTuple):
     context: int
 
 
-class Costs(Protocol):
-    """Seconds of the parts of a step."""
-
-    def forward(self, work: Sequence[Rows]) -> float: ...
-
-    def draft_pass(self, work: Sequence[Rows]) -> float:
-        """One forward of the drafter."""
-        ...
-
-    def host(self, work: Sequence[Rows]) -> float: ...
-
-
 @dataclass(frozen=True)
 class Roofline:
-    """``chips`` hold the target together; the drafter is on one of them.
+    """Seconds of the parts of a step. ``chips`` hold the target together; the drafter is on one.
 
     Assumed, not measured: what share of a data sheet's numbers products and reads reach, seconds
     to start a layer's kernels, of a sum over chips, and of the host.
@@ -128,16 +115,16 @@ class Roofline:
     sequence_seconds: float = 50e-6
 
     def _seconds(self, shape: Shape, work: Sequence[Rows], chips: int) -> float:
-        rows = sum(own.rows for own in work)
+        rows = sum(part.rows for part in work)
         flops = self.chip.flops * self.arithmetic * chips
         bandwidth = self.chip.bandwidth * self.reading * chips
         weights = shape.layers * shape.layer_weights
         # Only the last rows of prompts have logits: those of drafts all do.
-        wanted = sum(own.rows if own.rows <= MOST_DRAFTED else 1 for own in work)
+        wanted = sum(part.rows if part.rows <= MOST_DRAFTED else 1 for part in work)
         arithmetic = 2 * (weights * rows + shape.head_weights * wanted) / flops
         products = max(shape.bytes / bandwidth, arithmetic)
-        seen = sum(own.rows * (own.context + own.rows / 2) for own in work)
-        read = sum(own.context + own.rows for own in work) * shape.kv_bytes
+        seen = sum(part.rows * (part.context + part.rows / 2) for part in work)
+        read = sum(part.context + part.rows for part in work) * shape.kv_bytes
         attended = 4 * shape.layers * shape.heads * shape.width * seen
         attention = max(read / bandwidth, attended / flops)
         return products + attention + shape.layers * self.layer_seconds
@@ -146,11 +133,12 @@ class Roofline:
         seconds = self._seconds(self.target, work, self.chips)
         if self.chips > 1:
             moved = 2 * (self.chips - 1) / self.chips * self.target.hidden * BYTES
-            sums = self.sum_seconds + sum(own.rows for own in work) * moved / self.chip.link
+            sums = self.sum_seconds + sum(part.rows for part in work) * moved / self.chip.link
             seconds += 2 * self.target.layers * sums
         return seconds
 
     def draft_pass(self, work: Sequence[Rows]) -> float:
+        """One forward of the drafter."""
         return self._seconds(self.drafter, work, 1) if self.drafter is not None else 0.0
 
     def host(self, work: Sequence[Rows]) -> float:
@@ -160,13 +148,13 @@ class Roofline:
     def cached_tokens(self) -> int:
         """That fit beside the weights, nine tenths of the memory being ours."""
         table = BYTES * self.target.head_weights
-        own = self.drafter.bytes if self.drafter is not None else 0.0
-        free = 0.9 * self.chip.memory * self.chips - self.target.bytes - table - own
+        drafter = self.drafter.bytes if self.drafter is not None else 0.0
+        free = 0.9 * self.chip.memory * self.chips - self.target.bytes - table - drafter
         per_token = self.target.kv_bytes + (self.drafter.kv_bytes if self.drafter else 0)
         return int(free / per_token)
 
 
-def as_start_up_measures(costs: Costs, batch: int, longest: int) -> TargetCosts:
+def as_start_up_measures(costs: Roofline, batch: int, longest: int) -> TargetCosts:
     """What the engine would measure at start-up: forwards over chains after 64 tokens."""
     counts = sorted({1, batch, *(2**power for power in range(10) if 2**power < batch)})
     rows = sorted({1 + n for n in (0, 1, 2, 4, 7, 15) if n <= longest} | {1 + longest})

@@ -10,7 +10,7 @@ from __future__ import annotations
 import random
 from collections import deque
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 import torch
 
@@ -24,19 +24,22 @@ from paceline.core.sequence import SequenceState
 from paceline.engine.scheduler import Scheduler, SchedulerConfig
 from paceline.lab.bench.figures import percentile
 from paceline.model.paged.cache import PagedCache
-from scale_costs import MOST_DRAFTED, Costs, Rows, as_start_up_measures
+from scale_costs import MOST_DRAFTED, Roofline, Rows, as_start_up_measures
 
 BLOCK = 16
 
 
-@dataclass(frozen=True)
-class Arrival:
-    """A request: when, and of how many tokens. ``rate``: chance of each of its drafted tokens."""
+@dataclass
+class Request:
+    """When it comes, and of how many tokens; ``rate``: chance of each of its drafted tokens.
+    ``first`` and ``last``: when tokens came, on the simulation's clock."""
 
     moment: float
     prompt: int
     output: int
     rate: float
+    first: float = 0.0
+    last: float = 0.0
 
 
 @dataclass(frozen=True)
@@ -52,8 +55,8 @@ class Traffic:
     spread: float = 0.12
     burst: float = 1.0
 
-    def requests(self, count: int, per_second: float, seed: int) -> list[Arrival]:
-        dice, now, found = random.Random(seed), 0.0, []
+    def requests(self, count: int, per_second: float, seed: int) -> list[Request]:
+        dice, now, requests = random.Random(seed), 0.0, []
         mean, spread = self.acceptance, self.spread
         strength = mean * (1 - mean) / spread**2 - 1  # of the beta distribution
         for _ in range(count):
@@ -61,28 +64,8 @@ class Traffic:
             prompt = min(4 * self.prompt, 16 + int(dice.expovariate(1 / self.prompt)))
             output = min(4 * self.output, 16 + int(dice.expovariate(1 / self.output)))
             rate = dice.betavariate(mean * strength, (1 - mean) * strength)
-            found.append(Arrival(now, prompt, output, rate))
-        return found
-
-
-@dataclass(frozen=True)
-class Settings:
-    """``length``: of drafts, "auto" as the engine decides, 0 for none."""
-
-    length: int | str = "auto"
-    longest: int = 8
-    batch: int = 64
-    cached_tokens: int = 400_000
-    prefill_chunk: int = 512
-
-
-@dataclass
-class Served:
-    """A request's own times, on the simulation's clock."""
-
-    arrival: Arrival
-    first: float = 0.0
-    last: float = 0.0
+            requests.append(Request(now, prompt, output, rate))
+        return requests
 
 
 @dataclass
@@ -107,45 +90,42 @@ class Figures:
 
 @dataclass
 class Replica:
-    """One engine. ``run`` it over requests, in order of arrival."""
+    """One engine. ``run`` it once over requests, in order of arrival. ``length``: of drafts,
+    "auto" as the engine decides, 0 for none."""
 
-    costs: Costs
-    settings: Settings
-    drafts: bool = True
+    costs: Roofline
+    length: int | str = "auto"
+    batch: int = 64
+    cached_tokens: int = 400_000
+    longest: int = 8
+    prefill_chunk: int = 512
     seed: int = 0
-    now: float = 0.0
-    served: dict[int, Served] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
-        own = self.settings
-        blocks = own.cached_tokens // BLOCK
-        cache = PagedCache([], blocks, BLOCK, torch.float32, "cpu", share=False)
-        config = SchedulerConfig(
-            own.batch, max(2048, own.prefill_chunk), own.prefill_chunk, blocks * BLOCK
-        )
-        self.cache = cache
-        self.scheduler = Scheduler(config, cache)
+        blocks, chunk = self.cached_tokens // BLOCK, self.prefill_chunk
+        self.cache = PagedCache([], blocks, BLOCK, torch.float32, "cpu", share=False)
+        config = SchedulerConfig(self.batch, max(2048, chunk), chunk, blocks * BLOCK)
+        self.scheduler = Scheduler(config, self.cache)
+        self.drafts = self.length != 0
         self.controller = self._controller()
         self.dice = random.Random(self.seed)
-        self._rates: dict[int, float] = {}
+        self.now = 0.0
+        self.served: dict[int, Request] = {}
         self._steps = self._sequences = self._drafting = self._decoded = 0
         self._gained = self._steady_tokens = self._decoding = self._finished = 0
         self._steady = 0.0
 
     def _controller(self) -> Controller:
-        own = self.settings
-        if not self.drafts or own.length == 0:
-            return FixedLength(0)
-        if isinstance(own.length, int):
-            return FixedLength(own.length)
-        lengths = tuple(range(own.longest + 1))
-        passes = (1, max(2, own.batch))
+        if isinstance(self.length, int):
+            return FixedLength(self.length)
+        lengths = tuple(range(self.longest + 1))
+        passes = (1, max(2, self.batch))
         seconds = tuple(self.costs.draft_pass([Rows(1, 64)] * count) for count in passes)
         profile = DrafterCosts(lengths, lengths, CostCurve(passes, seconds), follows=True)
-        known = as_start_up_measures(self.costs, own.batch, own.longest)
+        known = as_start_up_measures(self.costs, self.batch, self.longest)
         return AdaptiveController(CostModel(known, {"draft": profile}))
 
-    def run(self, requests: Iterable[Arrival], clients: int | None = None) -> Figures:
+    def run(self, requests: Iterable[Request], clients: int | None = None) -> Figures:
         """Until all are answered. ``clients`` send one request each and wait: a closed loop."""
         waiting = deque(requests)
         number = 0
@@ -162,18 +142,16 @@ class Replica:
                 self._steady_tokens += self._gained - gained
         return self._figures()
 
-    def _due(self, request: Arrival, clients: int | None) -> bool:
+    def _due(self, request: Request, clients: int | None) -> bool:
         if clients is None:
             return request.moment <= self.now
         return len(self.scheduler.running) + len(self.scheduler.waiting) < clients
 
-    def _send(self, number: int, request: Arrival, clients: int | None) -> None:
+    def _send(self, number: int, request: Request, clients: int | None) -> None:
         params = SamplingParams(max_tokens=request.output)
         seq = SequenceState(number, [0] * request.prompt, request.prompt, params)
-        self._rates[number] = request.rate
-        moment = request.moment if clients is None else self.now
-        at = Arrival(moment, request.prompt, request.output, request.rate)
-        self.served[number] = Served(at)
+        request.moment = request.moment if clients is None else self.now
+        self.served[number] = request
         self.scheduler.add(seq)
 
     def _choices(self, seqs: Sequence[SequenceState]) -> Sequence[Decision | int]:
@@ -206,7 +184,7 @@ class Replica:
             self.costs.draft_pass([Rows(1, 64) for length in lengths if length > level])
             for level in range(max(lengths, default=0))
         )
-        read = [own for own in work if own.rows > MOST_DRAFTED]
+        read = [part for part in work if part.rows > MOST_DRAFTED]
         if self.drafts and read:  # the drafter reads prompts, too
             drafting += self.costs.draft_pass(read)
         return drafting, self.costs.forward(work) + self.costs.host(work)
@@ -218,15 +196,14 @@ class Replica:
             seq.cached += scheduled
             self.cache.commit(seq.seq_id, seq.tokens, seq.cached)
             return Commit(seq.seq_id, (), scheduled=scheduled, position=position)
-        kept = 0
-        while kept < length and self.dice.random() < self._rates[seq.seq_id]:
+        served, kept = self.served[seq.seq_id], 0
+        while kept < length and self.dice.random() < served.rate:
             kept += 1
         count = min(kept + 1, seq.remaining)
         kept = min(kept, count)
         seq.tokens += [0] * count
         seq.cached += scheduled + kept
         self.cache.commit(seq.seq_id, seq.tokens, seq.cached)
-        served = self.served[seq.seq_id]
         served.first = served.first or self.now
         served.last = self.now
         self._gained += count
@@ -246,18 +223,18 @@ class Replica:
 
     def _figures(self) -> Figures:
         done = list(self.served.values())
-        first = [one.first - one.arrival.moment for one in done]
-        gaps = [(one.last - one.first) / max(1, one.arrival.output - 1) for one in done]
+        first = [one.first - one.moment for one in done]
+        gaps = [(one.last - one.first) / max(1, one.output - 1) for one in done]
         return Figures(
             rate=self._steady_tokens / self._steady if self._steady else self._gained / self.now,
-            tokens=sum(one.arrival.output for one in done),
+            tokens=sum(one.output for one in done),
             steps=self._steps,
             sequences=self._sequences / self._steps,
             drafting_steps=self._drafting / self._steps,
             first_token=sum(first) / len(first),
             first_token_95=percentile(first, 0.95) or 0.0,
             token_gap=sum(gaps) / len(gaps),
-            request_95=percentile([one.last - one.arrival.moment for one in done], 0.95) or 0.0,
+            request_95=percentile([one.last - one.moment for one in done], 0.95) or 0.0,
             tokens_a_step=self._decoding / max(1, self._decoded),
             preemptions=self.scheduler.preemptions,
         )

@@ -10,15 +10,14 @@ import pytest
 
 import scale
 from scale_costs import Rows
-from scale_replica import Arrival, Replica, Settings, Traffic
+from scale_replica import Replica, Request, Traffic
 
 H100 = scale.machine("h100", "8b")
 
 
 def run(length: int | str, rate: float, count: int = 12, **more: Any) -> Any:
-    requests = [Arrival(0.0, 64, 200, rate) for _ in range(count)]
-    settings = Settings(length, batch=4, **more)
-    return Replica(H100, settings, drafts=length != 0).run(requests, clients=4)
+    requests = [Request(0.0, 64, 200, rate) for _ in range(count)]
+    return Replica(H100, length, batch=4, **more).run(requests, clients=4)
 
 
 def test_a_forward_takes_its_bytes_and_then_its_arithmetic() -> None:
