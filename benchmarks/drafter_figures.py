@@ -21,14 +21,14 @@ Waves = Sequence[Mapping[str, Any]]
 
 
 def speed(waves: Waves, name: str) -> float:
-    own = [wave["by"][name] for wave in waves]
-    return float(sum(run["tokens"] for run in own) / sum(run["seconds"] for run in own))
+    runs = [wave["by"][name] for wave in waves]
+    return float(sum(run["tokens"] for run in runs) / sum(run["seconds"] for run in runs))
 
 
 def figures(waves: Waves, name: str) -> dict[str, Any]:
     """Of one engine in one pass: speed by plain decoding's, in all, in the median wave and in
     the worst set (of batches: the worst batch), and what its drafts were."""
-    by_set = {key: speed(own, name) / speed(own, PLAIN) for key, own in _sets(waves).items()}
+    by_set = {key: speed(part, name) / speed(part, PLAIN) for key, part in _sets(waves).items()}
     worst = min(by_set, key=lambda key: by_set[key])
     total = {
         key: sum(wave["by"][name][key] for wave in waves)
@@ -57,36 +57,23 @@ def of_best(waves: Waves, name: str) -> dict[str, Any] | None:
     if len(fixed) == 1:
         return None
 
-    def best_of(own: Waves) -> str:
-        return str(max(fixed, key=lambda key: speed(own, key)))
+    def by_best(part: Waves) -> dict[str, Any]:
+        best = max(fixed, key=lambda key: speed(part, key))
+        return {"best": best, "ratio": speed(part, name) / speed(part, best)}
 
-    best = best_of(waves)
-    by_set: dict[str, dict[str, Any]] = {
-        key: {"best": best_of(own), "ratio": speed(own, name) / speed(own, best_of(own))}
-        for key, own in _sets(waves).items()
-    }
-    worst = min(by_set, key=lambda key: by_set[key]["ratio"])
-    return {
-        "best": best,
-        "ratio": speed(waves, name) / speed(waves, best),
-        "worst": by_set[worst]["ratio"],
-        "worst_set": worst,
-        "sets": by_set,
-    }
+    by_set = {key: by_best(part) for key, part in _sets(waves).items()}
+    worst = min(by_set, key=lambda key: float(by_set[key]["ratio"]))
+    about = {"worst": by_set[worst]["ratio"], "worst_set": worst, "sets": by_set}
+    return by_best(waves) | about
 
 
 def _sets(waves: Waves) -> dict[str, list[Mapping[str, Any]]]:
     """Waves of one prompt by its set, others one by one."""
-    found: dict[str, list[Mapping[str, Any]]] = {}
+    by_set: dict[str, list[Mapping[str, Any]]] = {}
     for number, wave in enumerate(waves):
         key = wave["sets"][0] if len(wave["sets"]) == 1 else f"batch {number + 1}"
-        found.setdefault(key, []).append(wave)
-    return found
-
-
-def _passes(record: Record) -> dict[str, Waves]:
-    named = {name: [wave for wave in record["waves"] if wave["pass"] == name] for name in PASSES}
-    return {name: own for name, own in named.items() if own}
+        by_set.setdefault(key, []).append(wave)
+    return by_set
 
 
 def _over(rounds: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
@@ -100,52 +87,54 @@ def _over(rounds: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
 
 def target_of(record: Record) -> str:
     """Which weights, held how: cells of one target stand in one table."""
-    own = record["settings"]
-    name = own["pair"] + ("" if own["weights"] == "pulled" else f", {own['weights']}")
-    pinned = "" if own["native"] == "auto" else f", PACELINE_NATIVE={own['native']}"
-    return f"{name}, {own['form']}{pinned}"
+    settings = record["settings"]
+    weights = "" if settings["weights"] == "pulled" else f", {settings['weights']}"
+    native = settings["native"]
+    pinned = "" if native == "auto" else f", PACELINE_NATIVE={native}"
+    return f"{settings['pair']}{weights}, {settings['form']}{pinned}"
 
 
-def summary(records: Iterable[Record]) -> dict[str, Any]:
-    """{target: {cell: {pass: {engine: figures}}}}; a drafter has ``of_best`` where its lengths
-    were chosen, too."""
+def rows_of(records: Iterable[Record]) -> list[Record]:
+    """The figures of each ``target``, ``cell``, ``pass`` and ``engine`` over all rounds; of a
+    drafter also ``of_best``, None where no lengths were chosen."""
     by_key: dict[tuple[str, str, str, str], list[Waves]] = {}
     for record in records:
-        for name, waves in _passes(record).items():
-            for engine in waves[0]["by"]:
-                key = (target_of(record), record["cell"], name, engine)
-                by_key.setdefault(key, []).append(waves)
-    tree: dict[str, Any] = {}
+        for name in PASSES:
+            waves = [wave for wave in record["waves"] if wave["pass"] == name]
+            for engine in waves[0]["by"] if waves else ():
+                by_key.setdefault((target_of(record), record["cell"], name, engine), []).append(
+                    waves
+                )
+    rows = []
     for key, rounds in by_key.items():
-        engine, branch = key[-1], tree
-        for part in key[:-1]:
-            branch = branch.setdefault(part, {})
-        branch[engine] = _over([figures(waves, engine) for waves in rounds])
-        if "@" not in engine and engine != PLAIN:
-            best = [against for waves in rounds if (against := of_best(waves, engine))]
-            branch[engine] |= {"of_best": _over(best)} if best else {}
-    return tree
+        engine = key[-1]
+        row = dict(zip(("target", "cell", "pass", "engine"), key, strict=True))
+        best = [against for waves in rounds if (against := of_best(waves, engine))]
+        row |= _over([figures(waves, engine) for waves in rounds])
+        rows.append(row | {"of_best": _over(best) if best else None})
+    return rows
+
+
+def is_drafter(row: Record) -> bool:
+    """Whether it is a drafter whose length the engine chooses."""
+    return "@" not in row["engine"] and row["engine"] != PLAIN
 
 
 def ratios(records: Iterable[Record]) -> dict[str, Any]:
     """{target: {cell: {pass: {engine: speed by plain decoding's}}}}."""
-    return {
-        target: {
-            cell: {name: {one: own["ratio"] for one, own in by.items()} for name, by in own.items()}
-            for cell, own in cells.items()
-        }
-        for target, cells in summary(records).items()
-    }
+    tree: dict[str, Any] = {}
+    for row in rows_of(records):
+        branch = tree.setdefault(row["target"], {}).setdefault(row["cell"], {})
+        branch.setdefault(row["pass"], {})[row["engine"]] = row["ratio"]
+    return tree
 
 
 def brief(record: Record) -> str:
     """One line for a record: every drafter's ratio in every pass."""
-    parts = []
-    for name, waves in _passes(record).items():
-        own = [one for one in waves[0]["by"] if "@" not in one and one != PLAIN]
-        found = [f"{one} {figures(waves, one)['ratio']:.2f}" for one in own]
-        parts.append(f"{name}: {', '.join(found)}")
-    return "; ".join(parts)
+    parts: dict[str, list[str]] = {}
+    for row in filter(is_drafter, rows_of([record])):
+        parts.setdefault(row["pass"], []).append(f"{row['engine']} {row['ratio']:.2f}")
+    return "; ".join(f"{name}: {', '.join(shown)}" for name, shown in parts.items())
 
 
 # -- tables ---------------------------------------------------------------------------------------
@@ -155,31 +144,22 @@ def as_report(records: Sequence[Record]) -> Report:
     """Per target: speed by plain decoding's in every cell and pass, tokens a step, the adaptive
     length by the best, and where anything is slower than plain decoding."""
     report = Report("Drafters beside plain decoding")
-    for target, cells in summary(records).items():
-        tables = [
-            _grid(
-                title, {cell: by[name] for cell, by in cells.items() if name in by}, _ratio, _NOTE
-            )
-            for name, title in PASSES.items()
-        ]
-        flat = [
-            {"cell": cell, "pass": name, "drafter": one, **own}
-            for cell, passes in cells.items()
-            for name, by in passes.items()
-            for one, own in by.items()
-        ]
+    by_target: dict[str, list[Record]] = {}
+    for row in rows_of(records):
+        by_target.setdefault(row["target"], []).append(row)
+    for target, rows in by_target.items():
+        passes = {name: [row for row in rows if row["pass"] == name] for name in PASSES}
+        tables = [_grid(PASSES[name], some, _ratio, _NOTE) for name, some in passes.items()]
         slow = [
-            f"{row['cell']}, {row['pass']}: {row['drafter']} {row['ratio']:.3f}"
-            for row in flat
-            if "@" not in row["drafter"] and row["ratio"] < WANTED
+            f"{row['cell']}, {row['pass']}: {row['engine']} {row['ratio']:.3f}"
+            for row in filter(is_drafter, rows)
+            if row["ratio"] < WANTED
         ]
-        chosen = [row for row in flat if "of_best" in row]
-        if chosen:
+        if chosen := [row for row in rows if row["of_best"]]:
             tables.append(table_of(chosen, _OF_BEST, _BEST, "The adaptive length"))
         below = Text(f"Below {WANTED} of plain decoding: {'; '.join(slow) or 'nothing'}.")
         report.add(target, *(table for table in tables if table.rows), below)
-        steps = {cell: by["first"] for cell, by in cells.items() if "first" in by}
-        report.add(f"{target}: tokens a step", _grid("First requests", steps, _step))
+        report.add(f"{target}: tokens a step", _grid("First requests", passes["first"], _step))
     tokens = sorted({record["settings"]["tokens"] for record in records})
     about = {_MACHINE.format(**record["machine"]) for record in records}
     how = f"Answers of {' or '.join(map(str, tokens))} tokens at most. {'; '.join(about)}."
@@ -193,7 +173,7 @@ _BEST = "The best of plain decoding and the chosen lengths, in all and within ea
 _OF_BEST = (
     Column("cell", "cell"),
     Column("pass", "pass"),
-    Column("drafter", "drafter"),
+    Column("engine", "drafter"),
     Column("best", "best", "of_best.best"),
     Column("ratio", "adaptive / best", "of_best.ratio", "{:.3f}".format),
     Column("worst", "worst set", "of_best", "{0[worst]:.3f} {0[worst_set]}".format),
@@ -201,23 +181,20 @@ _OF_BEST = (
 
 
 def _grid(
-    title: str,
-    cells: Mapping[str, Mapping[str, Any]],
-    show: Callable[[Mapping[str, Any]], str],
-    note: str = "",
+    title: str, rows: Sequence[Record], show: Callable[[Record], str], note: str = ""
 ) -> Table:
-    names = dict.fromkeys(one for own in cells.values() for one in own if one != PLAIN)
-    rows = [
-        [name, *(show(own[name]) if name in own else None for own in cells.values())]
-        for name in names
-    ]
-    return Table(["drafter", *cells], rows, title, note)
+    """A line for each engine but plain decoding, a column for each cell."""
+    shown = {(row["engine"], row["cell"]): show(row) for row in rows}
+    cells = dict.fromkeys(cell for _, cell in shown)
+    engines = dict.fromkeys(engine for engine, _ in shown if engine != PLAIN)
+    lines = [[engine, *(shown.get((engine, cell)) for cell in cells)] for engine in engines]
+    return Table(["drafter", *cells], lines, title, note)
 
 
-def _ratio(own: Mapping[str, Any]) -> str:
-    return f"{own['ratio']:.2f} ({own['worst']:.2f})"
+def _ratio(row: Record) -> str:
+    return f"{row['ratio']:.2f} ({row['worst']:.2f})"
 
 
-def _step(own: Mapping[str, Any]) -> str:
-    accepted = "" if own["acceptance"] is None else f" ({own['acceptance']:.0%})"
-    return f"{own['tokens_a_step']:.2f}{accepted}"
+def _step(row: Record) -> str:
+    accepted = "" if row["acceptance"] is None else f" ({row['acceptance']:.0%})"
+    return f"{row['tokens_a_step']:.2f}{accepted}"

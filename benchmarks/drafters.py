@@ -33,8 +33,9 @@ import sys
 import tempfile
 import time
 from collections.abc import Iterator
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from fnmatch import fnmatch
+from itertools import cycle, islice, zip_longest
 from pathlib import Path
 from typing import Any
 
@@ -197,8 +198,8 @@ class Bench:
         print(f"[{time.perf_counter() - self.began:5.0f} s] {line}", file=sys.stderr, flush=True)
 
     def cells(self) -> list[Cell]:
-        every = [Cell(batch, mode) for batch in self.args.batches for mode in self.args.modes]
-        return [cell for cell in every if fnmatch(cell.key, self.args.cells)]
+        cells = [Cell(batch, mode) for batch in self.args.batches for mode in self.args.modes]
+        return [cell for cell in cells if fnmatch(cell.key, self.args.cells)]
 
     def done(self, cell: Cell) -> int:
         return sum(
@@ -238,22 +239,22 @@ class Bench:
         first, later = (
             -(-count // cell.batch) * cell.batch for count in (self.args.prompts, self.args.later)
         )
-        each = -(-(first + later) // len(self.args.sets))
+        of_set = -(-(first + later) // len(self.args.sets))
         limit = self.base.target.max_positions - self.args.tokens - 32
-        columns = self._sets(limit)
-        spread = {name: evenly(own, each) for name, own in columns.items()}
-        found = [
-            (name, own[n]) for n in range(each) for name, own in spread.items() if n < len(own)
-        ]
-        if not found:
+        spread = {name: evenly(ids, of_set) for name, ids in self._sets(limit).items()}
+        turns = zip_longest(*([(name, ids) for ids in some] for name, some in spread.items()))
+        chosen = [pair for turn in turns for pair in turn if pair is not None]
+        if not chosen:
             raise SystemExit(f"error: no prompt fits into {limit} tokens")
-        found = [found[n % len(found)] for n in range(first + later)]
-        all_of_them = [Prompt(n, name, ids) for n, (name, ids) in enumerate(found)]
+        everything = [
+            Prompt(number, *pair)
+            for number, pair in enumerate(islice(cycle(chosen), first + later))
+        ]
         again = -(-min(self.args.again, first) // cell.batch) * cell.batch
         return {
-            "first": all_of_them[:first],
-            "later": all_of_them[first:],
-            "again": all_of_them[:again],
+            "first": everything[:first],
+            "later": everything[first:],
+            "again": everything[:again],
         }
 
     def _sets(self, limit: int) -> dict[str, list[list[int]]]:
@@ -300,9 +301,9 @@ class Bench:
         gc.collect()
         others = OtherLoad()
         waves = [
-            self._wave(name, cell, everyone, own[n : n + cell.batch], n // cell.batch)
-            for name, own in passes.items()
-            for n in range(0, len(own), cell.batch)
+            self._wave(name, cell, everyone, prompts[n : n + cell.batch], n // cell.batch)
+            for name, prompts in passes.items()
+            for n in range(0, len(prompts), cell.batch)
         ]
         cores = others.cores()
         for one in everyone:
@@ -333,19 +334,17 @@ class Bench:
         params = [cell.params(prompt.index, self.args.tokens) for prompt in wave]
         runs = together(order, [prompt.ids for prompt in wave], params)
         by_name = {one.name: run for one, run in zip(order, runs, strict=True)}
-        plain = by_name[PLAIN].texts
         return {
             "pass": name,
             "sets": [prompt.set for prompt in wave],
-            "by": {one.name: _without_texts(by_name[one.name], plain) for one in everyone},
+            "by": {one.name: _counts(by_name[one.name], by_name[PLAIN]) for one in everyone},
         }
 
 
-def _without_texts(run: Run, plain: list[tuple[int, ...]]) -> dict[str, Any]:
+def _counts(run: Run, plain: Run) -> dict[str, Any]:
     """``same``: how many of its texts are those of plain decoding."""
-    found = asdict(run)
-    texts = found.pop("texts")
-    return found | {"same": sum(a == b for a, b in zip(texts, plain, strict=True))}
+    same = sum(a == b for a, b in zip(run.texts, plain.texts, strict=True))
+    return {**{key: value for key, value in vars(run).items() if key != "texts"}, "same": same}
 
 
 def main() -> None:

@@ -104,15 +104,11 @@ def find(kind: str, given: str | None) -> str | None:
 
 def texts(folder: str | Path, sets: Sequence[str]) -> dict[str, list[str]]:
     """{set: what the user says first}; no text twice, as some drafters remember what they saw."""
-    seen: set[str] = set()
-    found: dict[str, list[str]] = {}
+    set_of: dict[str, str] = {}
     for name in sets:
-        found[name] = []
         for _, text in read_texts(folder, name):
-            if text not in seen:
-                seen.add(text)
-                found[name].append(text)
-    return found
+            set_of.setdefault(text, name)
+    return {name: [text for text in set_of if set_of[text] == name] for name in sets}
 
 
 def load_sets(
@@ -123,8 +119,8 @@ def load_sets(
     Prompts longer than ``limit`` are left out, with one line. Raises SystemExit if none is left.
     """
     result = {}
-    for name, every in texts(folder, sets).items():
-        rendered = [render(text) for text in every]
+    for name, said in texts(folder, sets).items():
+        rendered = [render(text) for text in said]
         result[name] = [ids for ids in rendered if len(ids) <= limit]
         if not result[name]:
             raise SystemExit(f"error: no prompt of {name} fits into {limit} tokens")

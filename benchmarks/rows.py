@@ -72,13 +72,13 @@ def weights_of(args: argparse.Namespace) -> Weights:
         folders = {kind: real.find(kind, getattr(args, kind)) for kind in real.DRAFTS}
         return Weights(str(real.target_folder(args.target, args.perturb)), **folders)
     if args.pair not in ("tiny", "inflated"):
-        named = {kind: find(getattr(args, kind), lambda p: p) for kind in real.DRAFTS}
+        named = {kind: find(getattr(args, kind)) for kind in real.DRAFTS}
         return Weights(str(inflate.resolve(args.pair)), **named)
     source = args.target or EMBEDDED
     kinds = ("draft", "medusa", "eagle", "eagle3")
     names = {kind: getattr(args, kind, None) or f"{EMBEDDED}-{kind}" for kind in kinds}
     if args.pair == "tiny":
-        same = {kind: find(name, lambda p: p) for kind, name in names.items()}
+        same = {kind: find(name) for kind, name in names.items()}
         return Weights(str(inflate.resolve(source)), **same)
     big, small = (inflate.PRESETS[preset] for preset in args.presets.split(","))
     heads = {
@@ -113,7 +113,7 @@ def _with(kind: str, folder: str | None, options: str = "") -> str:
     return f"{kind}{folder}{options}" if folder else ""
 
 
-def find(name: str | None, pad: Callable[[Path], Path]) -> str | None:
+def find(name: str | None, pad: Callable[[Path], Path] = lambda folder: folder) -> str | None:
     """The folder of a drafter's weights, after ``pad``; None if there are none."""
     if name is None:
         return None

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from paceline.core.params import SamplingParams
@@ -17,13 +17,13 @@ if TYPE_CHECKING:
 class Run:
     """What one engine did with a wave of requests. Seconds are wall time, prefill included."""
 
-    tokens: int = 0
-    seconds: float = 0.0
-    drafted: int = 0
-    accepted: int = 0
-    steps: int = 0  # target steps, of all sequences
-    drafting: int = 0  # of them, those that drafted anything
-    texts: list[tuple[int, ...]] = field(default_factory=list)
+    tokens: int
+    seconds: float
+    drafted: int
+    accepted: int
+    steps: int  # target steps, of all sequences
+    drafting: int  # of them, those that drafted anything
+    texts: list[tuple[int, ...]]
 
 
 @dataclass(frozen=True)
@@ -33,36 +33,6 @@ class WaveEngine:
     name: str
     llm: LLM
     ends: frozenset[int] = frozenset()
-
-
-class _Wave:
-    """Requests that one engine decodes together, on a clock that runs while it works."""
-
-    def __init__(
-        self, one: WaveEngine, prompts: Sequence[list[int]], params: Sequence[SamplingParams]
-    ) -> None:
-        pairs = zip(prompts, params, strict=True)
-        self.drive = Drive(one.llm.engine, [sequence(ids, own, one.ends) for ids, own in pairs])
-
-    def work(self, turn: float) -> None:
-        """Steps for ``turn`` seconds, at least one."""
-        until = self.drive.seconds + turn
-        while self.drive.busy and self.drive.seconds < until:
-            self.drive.step()
-
-    def end(self) -> Run:
-        """Drops what is left."""
-        self.drive.close()
-        counts = self.drive.counts
-        return Run(
-            tokens=self.drive.tokens,
-            seconds=self.drive.seconds,
-            drafted=counts.drafted,
-            accepted=counts.accepted,
-            steps=counts.target_steps,
-            drafting=sum(c.drafted > 0 for step in self.drive.steps for c in step.commits),
-            texts=[tuple(seq.tokens[seq.prompt_length :]) for seq in self.drive.seqs],
-        )
 
 
 def together(
@@ -76,11 +46,30 @@ def together(
     Each has a clock of its own. So the machine's moods meet all of them alike: where runs one after
     another differ by 10 % for no reason, these differ by 1 %.
     """
-    waves = [_Wave(one, prompts, params) for one in engines]
+    requests = [*zip(prompts, params, strict=True)]
+    drives = [
+        Drive(one.llm.engine, [sequence(ids, how, one.ends) for ids, how in requests])
+        for one in engines
+    ]
     try:
-        while any(wave.drive.busy for wave in waves):
-            for wave in waves:
-                wave.work(turn)
+        while any(drive.busy for drive in drives):
+            for drive in drives:
+                until = drive.seconds + turn
+                while drive.busy and drive.seconds < until:
+                    drive.step()
     finally:
-        runs = [wave.end() for wave in waves]
-    return runs
+        for drive in drives:
+            drive.close()
+    return [_run_of(drive) for drive in drives]
+
+
+def _run_of(drive: Drive) -> Run:
+    return Run(
+        tokens=drive.tokens,
+        seconds=drive.seconds,
+        drafted=drive.counts.drafted,
+        accepted=drive.counts.accepted,
+        steps=drive.counts.target_steps,
+        drafting=sum(commit.drafted > 0 for step in drive.steps for commit in step.commits),
+        texts=[tuple(seq.tokens[seq.prompt_length :]) for seq in drive.seqs],
+    )
