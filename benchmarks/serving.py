@@ -246,9 +246,9 @@ def directly(llm: LLM, count: int, work: Work, way: str) -> float:
         max_tokens=work.max_tokens, ignore_eos=not work.ends, drafter=drafter, temperature=0.0
     )
     start = time.perf_counter()
-    each = [llm.prepare(prompt, params, streams=False)[0] for prompt in work.prompts]
-    requests = {request.seq.seq_id: request for request in each}
-    with Drive(llm.engine, [request.seq for request in each], count) as drive:
+    prepared = [llm.prepare(prompt, params, streams=False)[0] for prompt in work.prompts]
+    requests = {request.seq.seq_id: request for request in prepared}
+    with Drive(llm.engine, [request.seq for request in prepared], count) as drive:
         for step in drive:
             for commit in step.commits:
                 requests[commit.seq_id].absorb(commit)
@@ -335,18 +335,19 @@ def measure(args: argparse.Namespace, work: Work) -> list[Cell]:
 
 def parse(arguments: list[str]) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
-    parser.add_argument("--quick", action="store_true", help="two rounds, fewer tokens")
-    parser.add_argument("--rounds", type=int)
-    parser.add_argument("--max-tokens", type=int)
-    parser.add_argument("--concurrency", type=numbers, default=[1, 4, 16], help="as in 1,4,16")
-    parser.add_argument("--threads", type=int, default=1, help="of the model, here and in servers")
-    parser.add_argument("--pairs", choices=["tiny", real.NAME], default="tiny")
-    parser.add_argument("--target", help=f"default: paceline/tiny, or {real.TARGET}")
-    parser.add_argument("--draft", help="any spec; default: the draft model, or the EAGLE-3 head")
-    parser.add_argument("--prompts-dir", default=str(default_folder()), help=f"of {real.NAME}")
-    parser.add_argument("--suites", help=f"of {real.NAME}; default: all of them")
-    parser.add_argument("--processes", choices=tuple(KINDS), default="two", help="of the server")
-    parser.add_argument("--json", help="file to write the JSON object to")
+    add = parser.add_argument
+    add("--quick", action="store_true", help="two rounds, fewer tokens")
+    add("--rounds", type=int)
+    add("--max-tokens", type=int)
+    add("--concurrency", type=numbers, default=[1, 4, 16], help="as in 1,4,16")
+    add("--threads", type=int, default=1, help="of the model, here and in servers")
+    add("--pairs", choices=["tiny", real.NAME], default="tiny")
+    add("--target", help=f"default: paceline/tiny, or {real.TARGET}")
+    add("--draft", help="any spec; default: the draft model, or the EAGLE-3 head")
+    add("--prompts-dir", default=str(default_folder()), help=f"of {real.NAME}")
+    add("--suites", help=f"of {real.NAME}; default: all of them")
+    add("--processes", choices=tuple(KINDS), default="two", help="of the server")
+    add("--json", help="file to write the JSON object to")
     args = parser.parse_args(arguments)
     args.rounds = args.rounds or (2 if args.quick else 5)
     args.max_tokens = args.max_tokens or (32 if args.quick else 64)
