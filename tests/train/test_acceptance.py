@@ -43,8 +43,8 @@ def by_hand(text: list[int], prompt: int, drafts: list[list[int]]) -> tuple[int,
     while committed < len(text):
         accepted = 0
         for token in drafts[committed - 2]:
-            place = committed + accepted
-            if place >= len(text) or text[place] != token:
+            position = committed + accepted
+            if position >= len(text) or text[position] != token:
                 break
             accepted += 1
         committed = min(len(text), committed + accepted + 1)

@@ -261,7 +261,7 @@ def test_ids_are_learnt_behind_their_prompt(tmp_path: Path) -> None:
     stream = encode_stream(file, OURS)
     assert stream.ids.tolist() == ids + ids  # the separator is put where it lacks
     assert stream.starts.tolist() == [0, len(ids)]
-    expected = [place >= 4 for place in range(len(ids))]
+    expected = [position >= 4 for position in range(len(ids))]
     assert stream.learn.tolist() == expected + expected
     assert encode_stream(file, OURS, (), "all").learn.all()
 

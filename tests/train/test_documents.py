@@ -47,7 +47,7 @@ def test_long_documents_are_cut_and_what_teaches_nothing_is_left_out() -> None:
     own = stream("a", [3, 100, 6, 40], prompt=20)
     documents = Documents([own], [1.0], 0, longest=32)
     pieces = [(int(ids[0]), int(ids[-1]) + 1) for ids, _ in documents.pieces]
-    # 3 and 6 tokens have no place to learn from; the last piece of 100 has four tokens
+    # 3 and 6 tokens have no position to learn from; the last piece of 100 has four tokens
     assert pieces == [(3, 35), (35, 67), (67, 99), (99, 103), (109, 141), (141, 149)]
     with pytest.raises(DataError, match=r"few\.jsonl has no document of 4 tokens or more"):
         Documents([stream("few.jsonl", [3, 3])], [1.0], 0, 32)
@@ -77,13 +77,13 @@ def test_joined_windows_hold_the_same_text_one_behind_the_other() -> None:
 
 def test_places_of_several_windows() -> None:
     learn = torch.tensor([[0, 0, 1, 1, 0, 1], [1, 1, 0, 0, 1, 0]]).bool()
-    places = DraftStarts.of(learn)
-    assert places.flat.tolist() == [0, 1, 3, 6 + 2] and places.longest == 3
-    assert places.padded.tolist() == [0, 1, 2, 3]
-    assert places.position.tolist() == [0, 1, 3, 2]
-    assert places.ahead(2).tolist() == [2, 3, 5, 6 + 4]
-    assert places.ahead(4).tolist() == [4, 5, 5, 6 + 5]
-    assert places.inside(3).tolist() == [True, True, False, True]
+    starts = DraftStarts.of(learn)
+    assert starts.flat.tolist() == [0, 1, 3, 6 + 2] and starts.longest == 3
+    assert starts.padded.tolist() == [0, 1, 2, 3]
+    assert starts.position.tolist() == [0, 1, 3, 2]
+    assert starts.ahead(2).tolist() == [2, 3, 5, 6 + 4]
+    assert starts.ahead(4).tolist() == [4, 5, 5, 6 + 5]
+    assert starts.inside(3).tolist() == [True, True, False, True]
 
 
 def test_the_loss_and_its_gradient_are_those_of_autograd() -> None:

@@ -55,17 +55,6 @@ def config(files: dict[str, str], target: str) -> DraftConfig:
     )
 
 
-@pytest.fixture(scope="module")
-def learnt(config: DraftConfig, tmp_path_factory: pytest.TempPathFactory) -> training_runs.Learnt:
-    return training_runs.learnt(DraftTrainer, config, tmp_path_factory.mktemp("run"))
-
-
-@pytest.fixture(scope="module")
-def finished(learnt: training_runs.Learnt) -> DraftTrainer:
-    trainer: DraftTrainer = learnt.trainer
-    return trainer
-
-
 def test_acceptance_rises_while_training(learnt: training_runs.Learnt) -> None:
     before, seen = learnt.before, learnt.seen
     measured = [progress.acceptance for progress in seen if progress.acceptance]

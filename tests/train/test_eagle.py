@@ -40,24 +40,11 @@ def config(corpus: str, target: str) -> EagleTrainConfig:
     )
 
 
-@pytest.fixture(scope="module")
-def learnt(
-    config: EagleTrainConfig, tmp_path_factory: pytest.TempPathFactory
-) -> training_runs.Learnt:
-    return training_runs.learnt(EagleTrainer, config, tmp_path_factory.mktemp("run"), eval_every=30)
-
-
-@pytest.fixture(scope="module")
-def finished(learnt: training_runs.Learnt) -> EagleTrainer:
-    trainer: EagleTrainer = learnt.trainer
-    return trainer
-
-
 # -- the unrolled forward --------------------------------------------------------------------
 
 
 def chain_by_hand(head: EagleHead, seen: Observed, t: int) -> list[int]:
-    """Greedy drafts from place t, one row after the other."""
+    """Greedy drafts from position t, one row after the other."""
     return [int(head.to_target_ids(logits.argmax(-1))) for logits in chain_logits(head, seen, t)]
 
 
@@ -76,14 +63,14 @@ def test_windows_of_a_batch_do_not_see_each_other(finished: EagleTrainer) -> Non
     stream = torch.from_numpy(finished.documents.streams[0].ids.astype("int64"))
     windows = stream[:120].view(3, 40)
     with torch.no_grad():
-        whole = float(finished.loss(finished.observe(windows)))  # as many places in each
+        whole = float(finished.loss(finished.observe(windows)))  # as many starts in each
         alone = [float(finished.loss(finished.observe(row[None]))) for row in windows]
     assert whole == pytest.approx(sum(alone) / 3, rel=1e-4)
 
 
 def test_later_steps_see_what_came_before_and_their_own_chain() -> None:
     """Values that name their row, keys that are all alike: the output counts what is seen."""
-    places = DraftStarts.of(torch.ones(1, 6, dtype=torch.bool))  # from 4 places
+    starts = DraftStarts.of(torch.ones(1, 6, dtype=torch.bool))  # from 4 starts
 
     def seen_in(attend: UnrolledAttention, rows: tuple[int, ...]) -> list[list[int]]:
         start = 0
@@ -95,12 +82,12 @@ def test_later_steps_see_what_came_before_and_their_own_chain() -> None:
         torch.testing.assert_close(out[-1].max(), torch.tensor(1 / int((out[-1] > 0).sum())))
         return [sorted(row.nonzero().flatten().tolist()) for row in out]
 
-    assert seen_in(UnrolledAttention(places), (6,)) == [[0], [0, 1], [0, 1, 2], [0, 1, 2, 3]]
+    assert seen_in(UnrolledAttention(starts), (6,)) == [[0], [0, 1], [0, 1, 2], [0, 1, 2, 3]]
     own = [[0, 6, 10], [0, 1, 7, 11], [0, 1, 2, 8, 12], [0, 1, 2, 3, 9, 13]]
-    assert seen_in(UnrolledAttention(places), (6, 4, 4)) == own
-    fewer, kept = places.every(3, 0)
+    assert seen_in(UnrolledAttention(starts), (6, 4, 4)) == own
+    fewer, kept = starts.every(3, 0)
     assert kept.tolist() == [0, 3]
-    attend, names, zero = UnrolledAttention(places, fewer), torch.eye(16), torch.zeros(1, 1, 6, 16)
+    attend, names, zero = UnrolledAttention(starts, fewer), torch.eye(16), torch.zeros(1, 1, 6, 16)
     attend(zero[:, :, :4], zero, names[None, None, :6], layer=0, scaling=1.0)
     two = zero[:, :, :2]
     out = attend(two, two, names[None, None, 6:8], layer=0, scaling=1.0)[0, :, 0]
@@ -108,10 +95,10 @@ def test_later_steps_see_what_came_before_and_their_own_chain() -> None:
 
 
 def test_every_so_manieth_place_unrolls_the_same_way(finished: EagleTrainer) -> None:
-    """The mean of the strided losses over all offsets is the loss of all places, where a window
+    """The mean of the strided losses over all offsets is the loss of all starts, where a window
     has as many of each."""
     stream = torch.from_numpy(finished.documents.streams[0].ids.astype("int64"))
-    seen = finished.observe(stream[None, :41])  # 39 places: 13 at each offset
+    seen = finished.observe(stream[None, :41])  # 39 starts: 13 at each offset
     config, step = finished.config, finished.step
     try:
         with torch.no_grad():
@@ -279,7 +266,7 @@ def test_the_loss_is_that_of_single_drafts(
 
 
 def chain_logits(head: EagleHead, seen: Observed, t: int) -> list[torch.Tensor]:
-    """Logits of three steps from place t, the text's own tokens standing in for drafted ones."""
+    """Logits of three steps from position t, the text's own tokens standing in for drafted ones."""
     keys: list[torch.Tensor] = []
     values: list[torch.Tensor] = []
 

@@ -49,17 +49,6 @@ def config(corpus: Path) -> LMConfig:
     )
 
 
-@pytest.fixture(scope="module")
-def learnt(config: LMConfig, tmp_path_factory: pytest.TempPathFactory) -> training_runs.Learnt:
-    return training_runs.learnt(LMTrainer, config, tmp_path_factory.mktemp("run"))
-
-
-@pytest.fixture(scope="module")
-def finished(learnt: training_runs.Learnt) -> LMTrainer:
-    trainer: LMTrainer = learnt.trainer
-    return trainer
-
-
 def test_the_loss_goes_down(learnt: training_runs.Learnt) -> None:
     seen, trainer = learnt.seen, learnt.trainer
     assert [item.step for item in seen] == list(range(1, 25))

@@ -38,20 +38,6 @@ def config(corpus: str, target: str) -> MedusaTrainConfig:
     )
 
 
-@pytest.fixture(scope="module")
-def learnt(
-    config: MedusaTrainConfig, tmp_path_factory: pytest.TempPathFactory
-) -> training_runs.Learnt:
-    out = tmp_path_factory.mktemp("run")
-    return training_runs.learnt(MedusaTrainer, config, out, eval_every=30)
-
-
-@pytest.fixture(scope="module")
-def finished(learnt: training_runs.Learnt) -> MedusaTrainer:
-    trainer: MedusaTrainer = learnt.trainer
-    return trainer
-
-
 def same(first: dict[str, torch.Tensor], second: dict[str, torch.Tensor]) -> bool:
     return all(torch.equal(value, second[name]) for name, value in first.items())
 
