@@ -32,21 +32,21 @@ Way = Callable[[torch.Tensor], torch.Tensor]
 
 def ways_of(models: list[Any], assistant: Any, drafts: list[str], tokens: int) -> dict[str, Way]:
     """Each way to answer by its name; ours have a model object, and so an engine, each."""
-    own = {"max_new_tokens": tokens, "do_sample": False}
+    how = {"max_new_tokens": tokens, "do_sample": False}
     first = models[0]
 
     def assisted(**more: Any) -> Way:
-        return lambda ids: first.generate(ids, **own, **more)
+        return lambda ids: first.generate(ids, **how, **more)
 
-    found: dict[str, Way] = {"plain": assisted()}
-    found["prompt lookup"] = assisted(prompt_lookup_num_tokens=8)
+    ways: dict[str, Way] = {"plain": assisted()}
+    ways["prompt lookup"] = assisted(prompt_lookup_num_tokens=8)
     if assistant is not None:
-        found["assisted"] = assisted(assistant_model=assistant)
+        ways["assisted"] = assisted(assistant_model=assistant)
     for model, draft in zip(models[1:], drafts, strict=True):
-        found[f"paceline {draft}"] = lambda ids, model=model, draft=draft: model.generate(
-            ids, custom_generate=generate, draft=draft, **own
+        ways[f"paceline {draft}"] = lambda ids, model=model, draft=draft: model.generate(
+            ids, custom_generate=generate, draft=draft, **how
         )
-    return found
+    return ways
 
 
 def measure(ways: dict[str, Way], prompts: list[torch.Tensor], rounds: int) -> dict[str, Any]:
@@ -100,11 +100,11 @@ def main() -> None:
     if options.json:
         finish({"model": options.model, "dtype": options.dtype, "ways": figures}, None)
         return
-    for name, own in figures.items():
-        low, high = own["range"]
+    for name, figure in figures.items():
+        low, high = figure["range"]
         print(
-            f"{name:48} {own['tokens_per_second']:8.1f} tokens/s "
-            f"({low:.1f} to {high:.1f})  same {own['same']} of {own['of']}"
+            f"{name:48} {figure['tokens_per_second']:8.1f} tokens/s "
+            f"({low:.1f} to {high:.1f})  same {figure['same']} of {figure['of']}"
         )
 
 

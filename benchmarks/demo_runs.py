@@ -65,10 +65,10 @@ def _terminal(command: list[str]) -> Figures:
         os.close(kept)
         os.close(nowhere)
     shown = b"".join(parts).decode(errors="replace")
-    found = totals(shown)
-    if status or not found:
+    figures = totals(shown)
+    if status or not figures:
         raise SystemExit(f"error: the demo ended with status {status}:\n{shown[-2000:]}")
-    return found
+    return figures
 
 
 def spread(values: list[float]) -> str:
@@ -91,23 +91,23 @@ def main() -> None:
         if args.seconds is not None and start - began + longest > args.seconds:
             break
         kind = KINDS[len(runs) % 2]
-        found = (_json if kind == "json" else _terminal)(command)
+        figures = (_json if kind == "json" else _terminal)(command)
         longest = max(longest, time.perf_counter() - start)
         took = time.perf_counter() - start
         runs.append(
-            {"kind": kind, "seconds": round(took, 1), "speedups": [times for _, times in found]}
-            | {"plain": [round(rate, 1) for rate, _ in found]}
+            {"kind": kind, "seconds": round(took, 1), "speedups": [times for _, times in figures]}
+            | {"plain": [round(rate, 1) for rate, _ in figures]}
         )
         append_record(args.json, runs[-1])
-        shown = " and ".join(f"{times:.2f}x" for _, times in found)
+        shown = " and ".join(f"{times:.2f}x" for _, times in figures)
         print(f"{len(runs)}/{args.runs} {kind}: {shown}, {took:.0f} s", file=sys.stderr, flush=True)
     for kind in KINDS:
-        own = [run for run in runs if run["kind"] == kind]
-        if not own:
+        done = [run for run in runs if run["kind"] == kind]
+        if not done:
             continue
-        print(f"{kind}, {len(own)} processes: {spread([run['seconds'] for run in own])} s")
-        for number, name in enumerate(("first", "repeated")[: len(own[0]["speedups"])]):
-            speedups, plain = ([run[key][number] for run in own] for key in ("speedups", "plain"))
+        print(f"{kind}, {len(done)} processes: {spread([run['seconds'] for run in done])} s")
+        for number, name in enumerate(("first", "repeated")[: len(done[0]["speedups"])]):
+            speedups, plain = ([run[key][number] for run in done] for key in ("speedups", "plain"))
             print(f"  {name} requests: {spread(speedups)}; plain tokens/s: {spread(plain)}")
 
 

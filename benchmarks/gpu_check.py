@@ -36,8 +36,11 @@ ROWS = (1, 2, 4, 8, 16, 32)
 def specs(model: str) -> dict[str, str]:
     """A draft of each kind that needs nothing but the embedded models."""
     weights = {"target": model} | {r.weights: f"{model}-{r.weights}" for r in DRAFTERS.values()}
-    found = {kind: record.examples[0].format(**weights) for kind, record in DRAFTERS.items()}
-    return {kind: spec for kind, spec in found.items() if kind != "quantized"}  # on processors only
+    return {
+        kind: record.examples[0].format(**weights)
+        for kind, record in DRAFTERS.items()
+        if kind != "quantized"  # which is for processors only
+    }
 
 
 def texts(llm: LLM) -> dict[str, list[list[int]]]:
@@ -96,8 +99,8 @@ def main(arguments: list[str] | None = None) -> int:
     for kind, spec in {"none": "none", **specs(given.model)}.items():
         if given.only and kind not in given.only:
             continue
-        found = texts(plain.beside(spec, draft_length=4))
-        parted = [name for name in PARAMS if found[name] != wanted[name]]
+        written = texts(plain.beside(spec, draft_length=4))
+        parted = [name for name in PARAMS if written[name] != wanted[name]]
         wrong += [f"{kind} ({name})" for name in parted]
         console.print(
             f"{kind:14} {'differs: ' + ', '.join(parted) if parted else 'the same texts'}"

@@ -62,13 +62,13 @@ def alternate(
     runs: Mapping[Name, Callable[[], float]], rounds: int, warm_up: int = 1
 ) -> dict[Name, list[float]]:
     """What every run returned in ``rounds`` rounds; those to warm up with do not count."""
-    found: dict[Name, list[float]] = {name: [] for name in runs}
+    figures: dict[Name, list[float]] = {name: [] for name in runs}
     for turn in range(warm_up + rounds):
         for name in rotated(list(runs), turn):
             figure = runs[name]()
             if turn >= warm_up:
-                found[name].append(figure)
-    return found
+                figures[name].append(figure)
+    return figures
 
 
 def median_ratio(one: Sequence[float], other: Sequence[float]) -> float:
@@ -97,11 +97,11 @@ class OtherLoad:
 
     def cores(self) -> float | None:
         """None where the system does not say."""
-        start, own, before = self._began
+        start, spent, before = self._began
         now, all_now = time.perf_counter(), _busy()
         if before is None or all_now is None or now <= start:
             return None
-        return max(0.0, (all_now - before - (time.process_time() - own)) / (now - start))
+        return max(0.0, (all_now - before - (time.process_time() - spent)) / (now - start))
 
 
 def wait_until_quiet(most: float, info: Callable[[str], None], window: float = 1.0) -> None:

@@ -72,10 +72,10 @@ def main() -> None:
         if calibrated and not read:
             continue
         kind = "int8" if name.endswith(CODED_CACHE) else "auto"
-        found = measured(options.model, scheme, texts, read if calibrated else None, kind)
-        base = base or found
-        rises = [value / plain - 1 for value, plain in zip(found, base, strict=True)]
-        print(json.dumps({"method": name, "perplexity": found, "rise": rises}), flush=True)
+        values = measured(options.model, scheme, texts, read if calibrated else None, kind)
+        base = base or values
+        rises = [value / plain - 1 for value, plain in zip(values, base, strict=True)]
+        print(json.dumps({"method": name, "perplexity": values, "rise": rises}), flush=True)
 
 
 if __name__ == "__main__":

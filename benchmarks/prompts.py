@@ -52,11 +52,11 @@ def read_texts(folder: str | Path, suite: str) -> list[tuple[str, str]]:
 def at_hand(folder: str | Path, suites: Sequence[str]) -> list[str]:
     """Those whose file is there, the others named in one line; if none is, shipped ones."""
     missing = [name for name in suites if not _file(folder, name).is_file()]
-    found = [name for name in suites if name not in missing or name in SHIPPED]
+    kept = [name for name in suites if name not in missing or name in SHIPPED]
     if left := [name for name in missing if name not in SHIPPED]:
-        instead = "" if found else f"; taking shipped prompts of {', '.join(SHIPPED)}"
+        instead = "" if kept else f"; taking shipped prompts of {', '.join(SHIPPED)}"
         print(f"left out {', '.join(left)}: not in {folder}{instead}", file=sys.stderr)
-    return found or [*SHIPPED]
+    return kept or [*SHIPPED]
 
 
 def _file(folder: str | Path, suite: str) -> Path:

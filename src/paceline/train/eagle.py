@@ -58,15 +58,15 @@ class EagleTrainer(HeadTrainer):
         config, shape, vocab = self.config, self.shape, self.vocab_size
         count = vocab if config.version == 1 else min(config.draft_vocab_size or vocab, vocab)
         heads = config.heads or shape.num_attention_heads
-        own_kv_heads = getattr(shape, "num_key_value_heads", None) or heads
-        own_width = getattr(shape, "head_dim", None) or shape.hidden_size // heads
+        kv_heads = getattr(shape, "num_key_value_heads", None) or heads
+        width = getattr(shape, "head_dim", None) or shape.hidden_size // heads
         rope = getattr(shape, "rope_parameters", None) or {}
         return EagleConfig(
             version=config.version,
             hidden_size=shape.hidden_size,
             heads=heads,
-            kv_heads=config.kv_heads or (own_kv_heads if not config.heads else heads),
-            head_dim=config.head_dim or own_width,
+            kv_heads=config.kv_heads or (kv_heads if not config.heads else heads),
+            head_dim=config.head_dim or width,
             ffn_size=config.ffn_size or getattr(shape, "intermediate_size", 4 * shape.hidden_size),
             vocab_size=vocab,
             target_hidden_size=shape.hidden_size,
