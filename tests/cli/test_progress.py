@@ -197,21 +197,13 @@ def test_a_terminal_that_cannot_move_its_cursor_gets_lines(monkeypatch: pytest.M
     assert "━" not in shown(console)
 
 
-def test_a_showing_within_another_leaves_it_to_that(capfd: pytest.CaptureFixture[str]) -> None:
-    for console in (pipe(), terminal()):
-        with showing(console, seconds=0.02):
-            with showing(), spending("measuring", Budget(), 3) as advance:
-                advance("chat: ngram")
-                until(console, "chat: ngram")
-            with stage("afterwards"):  # the outer one still listens
-                until(console, "afterwards")
-    assert capfd.readouterr().err == ""
-
-
 def test_a_call_from_python_has_bars_if_it_asks_for_them() -> None:
     for asked in (True, False):
         with bars(asked), stage("decoding", 2, "answers"):
             assert is_heard() == asked
+    console = pipe()
+    with showing(console, seconds=0.02), bars(True), stage("decoding"):  # a command shows them
+        until(console, "decoding")
 
 
 # -- what a line says -----------------------------------------------------------------------------

@@ -12,7 +12,7 @@ from contextlib import contextmanager, suppress
 
 from rich.console import Console
 
-from paceline.core.stages import is_heard, listening, stage
+from paceline.core.stages import listening, stage
 from paceline.lab.budget import Budget
 from paceline.request.progress import Bars, OpenStage, OpenStages
 
@@ -23,13 +23,7 @@ _APART = 3.0  # seconds between lines of many short stages
 
 @contextmanager
 def showing(console: Console | None = None, seconds: float = HEARTBEAT_SECONDS) -> Iterator[None]:
-    """Show the stages of this block on stderr, or on ``console``.
-
-    Inside another such block it is the outer one that shows them.
-    """
-    if console is None and is_heard():
-        yield
-        return
+    """Show the stages of this block on stderr, or on ``console``."""
     console = Console(stderr=True) if console is None else console
     bars = console.is_terminal and not console.is_dumb_terminal
     with listening(Bars(console) if bars else _Lines(console, seconds)):
