@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from paceline.lab.doctor.findings import ERROR, OK, WARNING, Finding
-from paceline.lab.doctor.trial import LONG, VERDICTS, SpeedupTrial
+from paceline.lab.doctor.trial import VERDICTS, SpeedupTrial
 from paceline.lab.report import plots
 from paceline.lab.report.columns import (
     Column,
@@ -29,7 +29,7 @@ _FINDINGS = (
 
 
 def _rows(trial: SpeedupTrial) -> list[dict[str, float]]:
-    curve = trial.by_rows("target")
+    curve = trial.target.curves[0]
     return [
         {"rows": rows, "seconds": seconds}
         for rows, seconds in zip(curve.tokens, curve.seconds, strict=True)
@@ -44,8 +44,8 @@ def _growth(trial: SpeedupTrial) -> str:
 _TRIAL = (
     Column("plain_tokens_per_second", "plain decoding, tokens/s", "plain.rate", "{:.0f}".format),
     Column("acceptance_rate", "acceptance rate", shown=share),
-    Column("acceptance_per_position", "", "long.rates"),
-    Column("drafts_per_position", "", "long.reached"),
+    Column("acceptance_per_position", "", "method.levels.rates"),
+    Column("drafts_per_position", "", "method.levels.reached"),
     Column("draft_cost_ratio", "draft pass / target forward", shown=number),
     Column("target_seconds_by_rows", "target forward by rows", "", _growth, _rows),
     Column("predicted_speedup_by_length"),
@@ -98,9 +98,10 @@ def _measured(trial: SpeedupTrial) -> list[Table | Figure]:
         f"{trial.seconds:.0f} s, one greedy sequence at a time on shipped prompts; prompts are not "
         "timed."
     )
-    lengths, best = list(range(1, LONG + 1)), trial.best_draft_length
+    predicted, best = trial.predicted_speedup_by_length, trial.best_draft_length
+    lengths = list(range(1, len(predicted) + 1))
     measured = [trial.measured_speedup if length == best else None for length in lengths]
-    series: plots.Series = {"predicted": trial.predicted_speedup_by_length, "measured": measured}
+    series: plots.Series = {"predicted": predicted, "measured": measured}
     figure = Figure(
         "Speedup over plain decoding by draft length",
         lambda: plots.lines(lengths, series, "draft length", "speedup"),

@@ -1,8 +1,7 @@
 """Ten seconds of decoding with a loaded pair: what acceptance and costs promise, and what comes.
 
-Plain decoding and drafts of a fixed length take turns on the shipped prompts. From the steps' own
-clock follow the target's time by rows, the drafter's by pass, and the chance that a step gains
-token i of a draft; these predict the speedup of every length, and the best one is then run.
+The drafter is measured as ``tune`` measures it (lab/tune/measure.py), on the shipped prompts. That
+predicts the speedup of every draft length, and the best one is then run beside plain decoding.
 """
 
 from __future__ import annotations
@@ -11,107 +10,67 @@ import itertools
 import statistics
 import time
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, replace
-from functools import cached_property
+from dataclasses import dataclass
 
-from paceline.control.cost import CostModel
-from paceline.core.costs import CostCurve, DrafterCosts, TargetCosts
+from paceline.core.costs import TargetCosts
 from paceline.core.params import SamplingParams
-from paceline.engine.driver import Drive, StepSums, sequence
+from paceline.engine.driver import StepSums
 from paceline.lab.bench.prompts import load_prompts
 from paceline.lab.doctor.findings import Finding, finding
-from paceline.lab.prediction import best_length, predicted_by_measured, speedup
+from paceline.lab.prediction import predicted_by_measured
+from paceline.lab.tune.candidates import DrafterCandidate
+from paceline.lab.tune.measure import Sample, decode, measure_method, measure_plain
+from paceline.lab.tune.search import MeasuredMethod, best_length, predict
 from paceline.llm import LLM
+from paceline.model.measure import measure_target
 
-_DRAFTER = "drafter"  # its name in the cost model
 SECONDS = 10.0  # of measuring, by default
-LONG = 8  # the draft length of the exploration
+LONG = 8  # levels of the exploration
 _EXPLORE = 0.6  # of the seconds; the rest confirms
-_MOST_TOKENS, _LEAST_TOKENS, _PROMPT_TOKENS = 64, LONG + 2, 256
+_MOST_TOKENS, _LEAST_TOKENS, _PROMPT_TOKENS = 64, 3 * LONG, 256
 
 
 @dataclass(frozen=True)
 class SpeedupTrial:
-    """Plain decoding, and that with drafts of ``LONG`` tokens, on the same prompts: steps that only
-    decode, the one that reads the prompt is left out.
+    """``target``: forwards alone, by rows. ``plain``: steps that only decode. ``method``: with
+    drafts of up to ``LONG`` levels. ``measured_speedup``: at the best draft length, the median over
+    prompts."""
 
-    ``passes[g]`` and ``nodes[g]``: the drafter's forwards for a draft of g tokens, and its most
-    nodes. ``measured_speedup``: at the best draft length, the median over prompts.
-    """
-
+    target: TargetCosts
     plain: StepSums
-    long: StepSums
-    passes: tuple[int, ...]
-    nodes: tuple[int, ...]
+    method: MeasuredMethod
     measured_speedup: float = 0.0
     seconds: float = 0.0
 
     @property
     def acceptance_rate(self) -> float | None:
         """Of the drafted tokens that were tried, the share that was accepted; None without any."""
-        return self.long.acceptance if self.long.drafted else None
-
-    @property
-    def chain(self) -> bool:
-        """Whether every draft is a chain of as many tokens as were asked for."""
-        return self.passes[-1] == self.nodes[-1] == len(self.nodes) - 1
-
-    @property
-    def pass_seconds(self) -> float:
-        """Of one pass of the drafter."""
-        made = self.long.drafted if self.chain else self.passes[-1] * self.long.steps
-        return self.long.seconds["draft"] / max(1, made)
+        return self.method.levels.acceptance if self.method.levels.reached else None
 
     @property
     def draft_cost_ratio(self) -> float | None:
         """One pass of the drafter over one plain target forward; None if it takes none."""
-        if not self.passes[-1]:
+        if self.method.costs.costless:
             return None
-        return self.pass_seconds / self.plain.mean_seconds("target")
-
-    def by_rows(self, *phases: str) -> CostCurve:
-        """Seconds of these phases by the rows of the target's forward, which are means over steps
-        and rounded."""
-        plain, rows = (
-            self.plain.mean_seconds(*phases),
-            round(1 + self.long.drafted / self.long.steps),
-        )
-        if rows == 1:
-            return CostCurve((1,), (plain,))
-        return CostCurve((1, rows), (plain, max(plain, self.long.mean_seconds(*phases))))
-
-    @cached_property
-    def cost(self) -> CostModel:
-        """What steps take and gain, from the phases of those that were run."""
-        # Lookup drafters do not always find something: as many nodes as they did.
-        share = self.long.drafted / self.long.steps / max(1, self.nodes[-1])
-        nodes = tuple(count * (1.0 if self.chain else share) for count in self.nodes)
-        costs = DrafterCosts(nodes, self.passes, CostCurve((1,), (self.pass_seconds,)))
-        # What takes no pass is part of the rest of a step that has drafts.
-        looking = ["draft"] if costs.costless else []
-        rest = self.by_rows("target", "verify", "other", *looking)
-        cost = CostModel(TargetCosts((1,), (rest,)), {_DRAFTER: costs})
-        accepted, rates = self.long.accepted_at, self.long.rates
-        if not self.chain:  # else shorter ones were cut by the request's end
-            pairs = zip(accepted, (self.long.steps, *accepted), strict=False)
-            rates = tuple(after / before if before else 0.0 for after, before in pairs)
-        cost.acceptance.everyone(_DRAFTER).know(rates)
-        return cost
+        length, longest = max(self.method.steps, key=lambda step: step[0])
+        one_pass = longest.mean_seconds("draft") / self.method.costs.passes[length]
+        return one_pass / self.plain.mean_seconds("target")
 
     @property
     def predicted_speedup_by_length(self) -> list[float]:
         """Over plain decoding, of lengths 1, 2, ..."""
-        return [speedup(self.cost, _DRAFTER, length) for length in range(1, len(self.nodes))]
+        lengths = range(1, self.method.costs.longest + 1)
+        return [predict(self.method, self.target, length, 1).speedup for length in lengths]
 
     @property
     def best_draft_length(self) -> int:
         """The one that promises most."""
-        return best_length(self.cost, _DRAFTER)
+        return best_length(self.method, self.target, 1).length
 
     @property
     def predicted_speedup(self) -> float:
         """At the best length."""
-        return speedup(self.cost, _DRAFTER, self.best_draft_length)
+        return best_length(self.method, self.target, 1).speedup
 
     @property
     def predicted_by_measured(self) -> float:
@@ -135,27 +94,35 @@ def run_trial(
     most = max(1, min(_PROMPT_TOKENS, plain.max_model_len // 2))
     prompts = [prompt.encode(plain)[:most] for prompt in load_prompts(per_category=1)]
 
-    def turn(ids: list[int], tokens: int, length: int) -> tuple[StepSums, StepSums]:
-        """Plain decoding and that with drafts."""
-        both = []
-        for llm, levels in ((plain, 0), (spec, length)):
-            both.append(_decode(llm, ids, tokens, levels))
-            progress(time.perf_counter() - start)
-        return both[0], both[1]
+    def between() -> None:
+        progress(time.perf_counter() - start)
 
-    warm, _ = turn(prompts[0], _LEAST_TOKENS, LONG)
+    def rate(llm: LLM, ids: list[int], tokens: int, length: int) -> float:
+        """Tokens a second, past end tokens; the step that reads the prompt is left out."""
+        params = SamplingParams(max_tokens=tokens, ignore_eos=True, draft_length=length)
+        run = decode(llm, [ids], 1, params, length, between)
+        return sum(run.steps, StepSums()).rate
+
+    warm, _ = (rate(llm, prompts[0], _LEAST_TOKENS, LONG) for llm in (plain, spec))
     # Each prompt is decoded in two ways, and three prompts at least should have their turn.
-    affordable = max(_LEAST_TOKENS, int(_EXPLORE * seconds * warm.rate / 6))
-    tokens = max(1, min(_MOST_TOKENS, affordable, plain.max_model_len - most - 1))
-    explored = [turn(ids, tokens, LONG) for ids in _until(prompts, start + _EXPLORE * seconds)]
-    base, long = (sum(column[1:], column[0]) for column in zip(*explored, strict=True))
-    drafter, lengths = spec.engine.drafter, range(LONG + 1)
-    passes = tuple(drafter.passes(length) for length in lengths)
-    trial = SpeedupTrial(base, long, passes, tuple(drafter.max_nodes(n) for n in lengths))
-    best = trial.best_draft_length
-    pairs = [turn(ids, tokens, best) for ids in _until(prompts, start + seconds)]
-    measured = statistics.median(fast.rate / slow.rate for slow, fast in pairs)
-    return replace(trial, measured_speedup=measured, seconds=time.perf_counter() - start)
+    affordable = _EXPLORE * seconds * warm / 2
+    room = plain.max_model_len - most - 1
+    tokens = max(1, min(_MOST_TOKENS, room, max(_LEAST_TOKENS, int(affordable / 3))))
+    count = max(1, int(affordable / tokens))
+    sample = Sample(
+        list(itertools.islice(itertools.cycle(prompts), count)), [], 1, tokens, 0.0, ignore_eos=True
+    )
+    target = measure_target(plain.target, plain.engine.cache, {1: (1, 2, _ROWS, LONG + 1)})
+    base, (alone, _) = measure_plain(plain, target, sample, between)
+    candidate = DrafterCandidate("draft", "draft", "draft", "")
+    method = measure_method(spec, candidate, target, base, sample, between, LONG)
+    best = best_length(method, target, 1).length
+    ratios = [
+        rate(spec, ids, tokens, best) / rate(plain, ids, tokens, 0)
+        for ids in _until(prompts, start + seconds)
+    ]
+    measured, taken = statistics.median(ratios), time.perf_counter() - start
+    return SpeedupTrial(target, sum(alone.steps, StepSums()), method, measured, taken)
 
 
 def _until(prompts: Sequence[list[int]], deadline: float) -> Iterator[list[int]]:
@@ -164,14 +131,6 @@ def _until(prompts: Sequence[list[int]], deadline: float) -> Iterator[list[int]]
         if number and time.perf_counter() >= deadline:
             return
         yield ids
-
-
-def _decode(llm: LLM, ids: Sequence[int], tokens: int, length: int) -> StepSums:
-    """Decode greedily, past end tokens; the clock starts behind the step that reads the prompt."""
-    params = SamplingParams(max_tokens=tokens + 1, ignore_eos=True, draft_length=length)
-    drive = Drive(llm.engine, [sequence(ids, params)]).run()
-    read = next(index for index, step in enumerate(drive.steps) if step.commits[0].tokens)
-    return StepSums.of(drive.steps[read + 1 :])
 
 
 VERDICTS = ("worth-it", "barely-worth-it", "not-worth-it")
@@ -201,7 +160,6 @@ def judge(trial: SpeedupTrial) -> Iterator[Finding]:
         yield finding("acceptance-low", rate=rate)
     if ratio is not None and ratio > _DEAR:
         yield finding("draft-dear", ratio=ratio)
-    curve = trial.by_rows("target")
-    growth = curve(_ROWS) / curve(1)
+    growth = trial.target(1, _ROWS) / trial.target(1, 1)
     if growth > _STEEP:
         yield finding("verify-dear", rows=_ROWS, growth=growth)

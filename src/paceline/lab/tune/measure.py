@@ -28,6 +28,7 @@ _HURRIED = 2  # rounds then
 
 
 TARGET_SHARE = 0.2  # of what is left, for forwards of the target alone
+Between = Callable[[], object]
 CANDIDATE_SHARE = 0.65  # of what is left then, for the drafters
 _AROUND = 1.7  # short drafts, warm-ups and plain steps beside those of the sample
 
@@ -47,6 +48,16 @@ class ShareSpentError(PacelineError):
     """Decoding was stopped, for it had used up its share of the time."""
 
 
+def check_share(budget: Budget) -> None:
+    """Raise ShareSpentError if nothing is left."""
+    if budget.left <= 0:
+        raise ShareSpentError("its share of the time is spent")
+
+
+def nothing() -> None:
+    """What is done between steps by default."""
+
+
 @dataclass(frozen=True)
 class Sample:
     """What drafters are measured on: prompts decoded ``alone``, and ``wide`` at once."""
@@ -56,11 +67,15 @@ class Sample:
     wide: int
     max_tokens: int
     temperature: float
+    ignore_eos: bool = False
 
     def params(self, length: int | None = None) -> SamplingParams:
         """Greedy, or sampled as users mostly do: without a seed."""
         return SamplingParams(
-            temperature=self.temperature, max_tokens=self.max_tokens, draft_length=length
+            temperature=self.temperature,
+            max_tokens=self.max_tokens,
+            draft_length=length,
+            ignore_eos=self.ignore_eos,
         )
 
     def brief(self) -> Sample:
@@ -111,21 +126,16 @@ def decode(
     batch: int,
     params: SamplingParams,
     longest: int = 0,
-    budget: Budget | None = None,
+    between: Between = nothing,
 ) -> Run:
     """Decode all prompts, each up to its end or ``max_tokens``.
 
-    ``longest``: levels of the drafts, of which acceptance is counted. Raises PacelineError if a
-    request fails, ShareSpentError when the ``budget`` is spent before the end.
+    ``longest``: levels of the drafts, of which acceptance is counted. ``between`` is called after
+    every step, and what it raises ends the run. Raises PacelineError if a request fails.
     """
     stops = frozenset[int]() if params.ignore_eos else llm.end_tokens
     drive = Drive(llm.engine, [sequence(ids, params, stops) for ids in prompts], batch)
-
-    def in_time() -> None:
-        if budget is not None and budget.left <= 0:
-            raise ShareSpentError("its share of the time is spent")
-
-    drive.run(in_time)
+    drive.run(between)
     prompt_lengths = {seq.seq_id: seq.prompt_length for seq in drive.seqs}
 
     def has_room(commit: Commit) -> bool:
@@ -145,11 +155,11 @@ def decode(
     return Run(batch, steps, full, StepSums.of(with_room), outputs)
 
 
-def _runs(llm: LLM, sample: Sample, length: int, budget: Budget | None = None) -> list[Run]:
+def _runs(llm: LLM, sample: Sample, length: int, between: Between = nothing) -> list[Run]:
     """One sequence at a time, and many together."""
     params = sample.params(length)
     return [
-        decode(llm, prompts, batch, params, length, budget)
+        decode(llm, prompts, batch, params, length, between)
         for prompts, batch in ((sample.alone, 1), (sample.together, sample.wide))
     ]
 
@@ -182,10 +192,10 @@ def target_costs(
 
 
 def measure_plain(
-    llm: LLM, target: TargetCosts, sample: Sample
+    llm: LLM, target: TargetCosts, sample: Sample, between: Between = nothing
 ) -> tuple[MeasuredMethod, list[Run]]:
     """Plain decoding as a method without drafts, and its runs. Raises DataError."""
-    runs = _runs(llm, sample, 0)
+    runs = _runs(llm, sample, 0, between)
     steps = tuple((0, step) for step in _typical_pair(runs, target))
     return MeasuredMethod("plain", "none", "none", "", steps=steps), runs
 
@@ -196,24 +206,25 @@ def measure_method(
     target: TargetCosts,
     plain: MeasuredMethod,
     sample: Sample,
-    budget: Budget | None = None,
+    between: Between = nothing,
+    most: int = 2 * LONGEST,
 ) -> MeasuredMethod:
     """A drafter's acceptance and costs. ``llm`` has it loaded and is idle.
 
-    Raises DataError, and ShareSpentError if the ``budget`` does not last for it.
+    Drafts have up to ``most`` levels. Raises DataError, and what ``between`` raises.
     """
     drafter = llm.engine.drafter
     timed = measure(drafter.warm_up, list(target.batches), llm.target.device)
     costs = DrafterCosts.of(drafter, LONGEST, timed)
     # A draft must have room in the answers, or nothing is learnt of it.
-    longest = max(1, min(costs.longest, sample.max_tokens // 3))
-    runs = _runs(llm, sample, longest, budget)
+    longest = max(1, min(costs.longest, most, sample.max_tokens // 3))
+    runs = _runs(llm, sample, longest, between)
     levels = sum((run.levels for run in runs), StepSums())
     fill = levels.drafted / max(1, levels.sequences * costs.nodes[longest])
     steps = [(longest, step) for step in _typical_pair(runs, target)]
     few = min(_SHORT, longest)
     if costs.passes[longest] > costs.passes[few]:
-        short = _typical_pair(_runs(llm, sample.brief(), few, budget), target)
+        short = _typical_pair(_runs(llm, sample.brief(), few, between), target)
         steps += [(few, step) for step in short]
     drift = _drift(llm, sample, target, plain)
     model = getattr(drafter, "model", None)  # heads borrow too much of the target to compare

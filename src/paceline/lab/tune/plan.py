@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 
 from paceline.core.costs import TargetCosts
 from paceline.drafters import parse_draft
@@ -31,6 +32,7 @@ from paceline.lab.tune.measure import (
     Sample,
     ShareSpentError,
     TuneOptions,
+    check_share,
     copied_share,
     fitting_sample,
     measure_method,
@@ -240,7 +242,7 @@ class _Tuning:
             return
         try:
             known = outcome.target, outcome.plain, self.sample
-            method = measure_method(llm, candidate, *known, budget)
+            method = measure_method(llm, candidate, *known, partial(check_share, budget))
         finally:
             llm.close()
         if any(method.levels.reached):
