@@ -116,6 +116,8 @@ def test_a_spec_in_python_is_the_same_as_its_text() -> None:
         ("ngram:4", "'4' is not KEY=VALUE"),
         ("eagle3", "'eagle3' needs a head: eagle3:PATH"),
         ("medusa:", "'medusa' needs heads: medusa:PATH"),
+        ("medusa", "'medusa' needs heads: medusa:PATH"),
+        ("medusa:x,depth=3", "no option depth"),
         ("medusa:x,nodes=0", "nodes is 0; it must be at least 1"),
         ("tree:x,nodes=4,branching=2", "either branching or nodes"),
         ("model:x,branching=2x0", "branching='2x0' is not like 2x2x1"),

@@ -179,16 +179,9 @@ def test_trees_that_make_no_sense(tree: str, message: str) -> None:
 
 
 @pytest.mark.parametrize(
-    ("spec", "error", "message"),
-    [
-        ("medusa", ConfigError, "medusa:PATH"),
-        ("medusa:{own},depth=3", ConfigError, "no option depth"),
-        ("medusa:{target}", ModelLoadError, "a language model"),
-        ("medusa:./nowhere", ModelLoadError, "does not exist"),
-    ],
+    ("spec", "message"),
+    [("medusa:{target}", "a language model"), ("medusa:./nowhere", "does not exist")],
 )
-def test_bad_specs(
-    folders: dict[str, str], spec: str, error: type[Exception], message: str
-) -> None:
-    with pytest.raises(error, match=message):
+def test_bad_specs(folders: dict[str, str], spec: str, message: str) -> None:
+    with pytest.raises(ModelLoadError, match=message):
         LLM(folders["target"], spec.format(**folders), dtype="float32")

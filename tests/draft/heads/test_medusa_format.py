@@ -211,14 +211,14 @@ def test_heads_of_another_target(tmp_path: Path, width: int, vocab: int, message
         load_medusa(str(tmp_path), TargetShape(width, vocab, DEPTH))
 
 
-@pytest.mark.parametrize(
-    ("name", "message"),
-    [
-        ("./no/such/heads", "does not exist"),
-        ("nobody/heads-that-are-not-there", "no local folder, and the model hub cannot be reached"),
-        ("paceline/other", "no built-in model"),
-    ],
-)
+NOWHERE = {
+    "./no/such/heads": "does not exist",
+    "nobody/heads-that-are-not-there": "no local folder, and the model hub cannot be reached",
+    "paceline/other": "no built-in model",
+}
+
+
+@pytest.mark.parametrize(("name", "message"), NOWHERE.items())
 def test_heads_that_are_nowhere(name: str, message: str) -> None:
     with pytest.raises(ModelLoadError, match=message):
         load_medusa(name, TARGET)

@@ -31,7 +31,7 @@ from typing import Any
 import torch
 
 from paceline.draft.heads.checkpoint import Checkpoint, read_checkpoint, write_checkpoint
-from paceline.draft.heads.eagle_head import EagleConfig, EagleHead, default_feature_layers
+from paceline.draft.heads.eagle_head import SIZES, EagleConfig, EagleHead, default_feature_layers
 from paceline.draft.spec import Target
 from paceline.errors import ConfigError, ModelLoadError
 
@@ -42,16 +42,7 @@ FILES = (WEIGHTS, "pytorch_model.bin")
 _LAYERS = "eagle_aux_hidden_state_layer_ids"
 _TARGET_LAYERS = "paceline_target_layers"  # no published option says for how deep a target
 _SPECULATORS = "speculators_model_type"
-# Sizes: option of config.json -> field of EagleConfig. The second two are of EAGLE-3 alone.
-_SIZES = {
-    "hidden_size": "hidden_size",
-    "intermediate_size": "ffn_size",
-    "num_attention_heads": "heads",
-    "num_key_value_heads": "kv_heads",
-    "head_dim": "head_dim",
-    "vocab_size": "vocab_size",
-    "max_position_embeddings": "max_positions",
-}
+# Of EAGLE-3 alone, as SIZES.
 _SIZES_3 = {"target_hidden_size": "target_hidden_size", "draft_vocab_size": "draft_vocab_size"}
 _ONLY = {"num_hidden_layers": 1, "hidden_act": "silu", "norm_before_fc": False}
 # What an absent key of the nested config means: its writer leaves out what equals these.
@@ -218,7 +209,7 @@ def _config(
         "draft_vocab_size": vocab if d2t is None else max(1, d2t.numel()),
         **{key: value for key, value in flat.items() if value is not None},
     }
-    sizes = {field: _whole(name, flat, key) for key, field in (_SIZES | _SIZES_3).items()}
+    sizes = {field: _whole(name, flat, key) for key, field in (SIZES | _SIZES_3).items()}
     if version == 1:
         sizes["draft_vocab_size"] = vocab
     width = sizes["target_hidden_size"]
@@ -313,7 +304,7 @@ def _vocabulary(name: str, config: EagleConfig, tensors: dict[str, torch.Tensor]
 def _flat_options(config: EagleConfig) -> dict[str, Any]:
     """The config.json of the authors' layout."""
     third = config.version == 3
-    sizes = _SIZES | _SIZES_3 if third else _SIZES
+    sizes = SIZES | _SIZES_3 if third else SIZES
     values: dict[str, Any] = {
         "architectures": ["LlamaForCausalLMEagle3" if third else "LlamaForCausalLM"],
         "model_type": "llama",

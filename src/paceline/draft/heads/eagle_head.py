@@ -24,6 +24,17 @@ from torch import nn
 from paceline.errors import ConfigError
 from paceline.model.backends.base import Attend
 
+# Sizes: option of config.json -> field of EagleConfig.
+SIZES = {
+    "hidden_size": "hidden_size",
+    "intermediate_size": "ffn_size",
+    "num_attention_heads": "heads",
+    "num_key_value_heads": "kv_heads",
+    "head_dim": "head_dim",
+    "vocab_size": "vocab_size",
+    "max_position_embeddings": "max_positions",
+}
+
 
 @dataclass(frozen=True)
 class EagleConfig:
@@ -102,14 +113,8 @@ def _llama(config: EagleConfig) -> Any:
     from transformers import LlamaConfig
 
     rope = {"rope_type": "default", "rope_theta": config.rope_theta, **(config.rope_scaling or {})}
-    return LlamaConfig(
-        hidden_size=config.hidden_size,
-        intermediate_size=config.ffn_size,
-        num_attention_heads=config.heads,
-        head_dim=config.head_dim,
-        max_position_embeddings=config.max_positions,
-        rope_parameters=rope,
-    )
+    sizes = {option: getattr(config, name) for option, name in SIZES.items()}
+    return LlamaConfig(**sizes, rope_parameters=rope)
 
 
 class _Attention(nn.Module):

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import torch
@@ -132,38 +131,27 @@ class LevelDrafter(ABC):
 
     @torch.inference_mode()
     def warm_up(self, batch_size: int) -> None:
-        """One level of each sequence's tree: the forward over its nodes, the choice, the growth."""
+        """One level of the tree of each of so many made-up sequences, or as many as the cache has
+        room for: the forward over its nodes, the choice, the growth."""
         policy, cache = self._policy, self.cache
         nodes = policy.width if policy.nodes else policy.max_expanded(2)
         if policy.depth(2) < 2 or nodes > min(cache.block_size, self._max_positions // 2):
             policy, nodes = Policy(), 1
-        with _stand_ins(cache, batch_size, self._max_positions, nodes) as (seqs, context):
+        size = cache.block_size
+        blocks = max(1, min(_BLOCKS, cache.num_blocks, self._max_positions // size))
+        count = max(1, min(batch_size, cache.num_blocks // blocks))
+        context = max(1, min(blocks * size, self._max_positions) - nodes)
+        seqs = [SequenceView(seq_id, [0], 1, SamplingParams()) for seq_id in range(-count, 0)]
+        for seq in seqs:
+            cache.admit(seq.seq_id, seq.tokens)
+            cache.reserve(seq.seq_id, context + nodes)
+        try:
             trees = [policy.start(Slice(seq, 1, 2), cache.device, context) for seq in seqs]
             if self._at_once(trees, self._made_up(trees)) is None:
                 made_up = torch.zeros(1, trees[0].width, device=cache.device)
                 for tree in trees:
                     tree.extend(made_up.long(), made_up)
                 grow(trees, self._level(trees), self._level, self._generator)
-
-
-@contextmanager
-def _stand_ins(
-    cache: PagedCache, batch_size: int, max_positions: int, nodes: int
-) -> Iterator[tuple[list[SequenceView], int]]:
-    """``batch_size`` made-up sequences with room for ``nodes``, and how many tokens they have.
-
-    As many as the cache has room for. It is as before afterwards.
-    """
-    size = cache.block_size
-    blocks = max(1, min(_BLOCKS, cache.num_blocks, max_positions // size))
-    count = max(1, min(batch_size, cache.num_blocks // blocks))
-    context = max(1, min(blocks * size, max_positions) - nodes)
-    seqs = [SequenceView(seq_id, [0], 1, SamplingParams()) for seq_id in range(-count, 0)]
-    for seq in seqs:
-        cache.admit(seq.seq_id, seq.tokens)
-        cache.reserve(seq.seq_id, context + nodes)
-    try:
-        yield seqs, context
-    finally:
-        for seq in seqs:
-            cache.free(seq.seq_id)
+        finally:
+            for seq in seqs:
+                cache.free(seq.seq_id)
