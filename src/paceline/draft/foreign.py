@@ -17,6 +17,10 @@ from paceline.errors import ConfigError
 
 _LAYERS = "eagle_aux_hidden_state_layer_ids"
 _PROPOSERS = {"Suffix": "suffix", "NGram": "ngram", "Hybrid": "hybrid:suffix+ngram"}
+_WITH_MODEL = {  # vLLM's methods, as our specs
+    **{"eagle": "eagle:{},nodes=0", "eagle3": "eagle3:{},nodes=0"},
+    **{"draft_model": "model:{}", "medusa": "medusa:{},tree=chain"},
+}
 _PACELINE_PROPOSERS = "paceline.integrations.vllm."
 _GENERIC = "paceline can read methods draft_model, eagle, eagle3, medusa, ngram and suffix"
 
@@ -41,12 +45,12 @@ def read_foreign(path: str | Path) -> ForeignDraft:
     except OSError as error:
         raise ConfigError(f"cannot read {where}: {error.strerror}") from None
     except ValueError:  # no text, or no JSON
-        raise ConfigError(
-            f"{where} is not JSON; give the value of --speculative-config, or SGLang's arguments "
-            "by name"
-        ) from None
+        parsed = None
     if not isinstance(parsed, dict):
-        raise ConfigError(f"{where} is no JSON object; {_GENERIC}")
+        raise ConfigError(
+            f"{where} is not JSON, or no JSON object; give the value of --speculative-config, or "
+            "SGLang's arguments by name"
+        )
     return foreign_draft(parsed, str(path))
 
 
@@ -124,12 +128,8 @@ def vllm_method(values: Mapping[str, Any]) -> str:
 
 def _vllm_spec(values: Mapping[str, Any], length: int, where: str) -> str:
     method = vllm_method(values)
-    if method in ("eagle", "eagle3"):
-        return f"{method}:{_model(values, 'model', where)},nodes=0"
-    if method == "draft_model":
-        return f"model:{_model(values, 'model', where)}"
-    if method == "medusa":
-        return f"medusa:{_model(values, 'model', where)},tree=chain"
+    if method in _WITH_MODEL:
+        return _WITH_MODEL[method].format(_model(values, "model", where))
     if method in ("ngram", "ngram_gpu"):
         low, high = values.get("prompt_lookup_min"), values.get("prompt_lookup_max")
         most = _whole({"max": high or low or 5}, "max", where)  # 5: vLLM's own default

@@ -22,7 +22,7 @@ from paceline.core.transfer import to_device
 from paceline.core.tree import TokenTree, children_of, paths_of
 from paceline.draft.base import Drafter, States
 from paceline.draft.spec import DraftContext, Loading, Prepared, TreeSpec, option
-from paceline.draft.trees.grow import Finished, Growing, level_span
+from paceline.draft.trees.grow import Growing, level_span
 from paceline.draft.trees.levels import LevelDrafter, Levels
 from paceline.draft.trees.policy import Policy
 from paceline.draft.trees.shape import Shape, merge
@@ -33,7 +33,7 @@ from paceline.draft.vocabulary.shared import (
     match_vocabularies,
 )
 from paceline.draft.vocabulary.strings import Shadow
-from paceline.model.backends.base import Growth
+from paceline.model.backends.base import GrownTree, Growth
 from paceline.model.gguf import gguf_file
 from paceline.model.hub import fetched
 from paceline.model.loading import load_tokenizer
@@ -204,7 +204,7 @@ class ModelDrafter(LevelDrafter):
         size, model = (len(trees), self.model.vocab_size), self.model
         return self._vocabulary.logits(torch.zeros(size, dtype=model.dtype, device=model.device))
 
-    def _finish(self, item: Slice, done: Finished) -> TokenTree:
+    def _finish(self, item: Slice, done: GrownTree) -> TokenTree:
         self._states[item.seq.seq_id].slots = done.slots
         return done.tree.on(self._deliver_to)
 

@@ -23,9 +23,9 @@ from paceline.core.sequence import SequenceView
 from paceline.core.tree import TokenTree, is_chain
 from paceline.draft.base import States
 from paceline.draft.spec import Examined, Loading, Prepared, Target, TreeSpec
-from paceline.draft.trees.grow import Finished, Growing, level_span
+from paceline.draft.trees.grow import Growing, level_span
 from paceline.draft.trees.levels import LevelDrafter, Levels
-from paceline.model.backends.base import Growth
+from paceline.model.backends.base import GrownTree, Growth
 from paceline.model.copies import LayerView
 from paceline.model.paged.blocks import OutOfBlocksError
 
@@ -192,7 +192,7 @@ class SelfDrafter(LevelDrafter):
     def _level(self, trees: list[Growing]) -> torch.Tensor:
         return self._first([level_span(tree) for tree in trees], trees)
 
-    def _grow(self, trees: Sequence[Growing], spans: Sequence[Span]) -> list[Finished]:
+    def _grow(self, trees: Sequence[Growing], spans: Sequence[Span]) -> list[GrownTree]:
         """Where all trees can be grown in the call that runs the spans, that is the only one."""
         if self.growth is not None and all(tree.plain_size() for tree in trees):
             done = self._at_once(trees, self._made_up(trees), self.cache.batch_of(spans))
@@ -210,7 +210,7 @@ class SelfDrafter(LevelDrafter):
     def _least(self, seq: SequenceView) -> float:
         return self._confidence[seq.params.greedy].least(self.stop_below)
 
-    def _finish(self, item: Slice, done: Finished) -> TokenTree:
+    def _finish(self, item: Slice, done: GrownTree) -> TokenTree:
         if done.scores and is_chain(done.tree.parents):
             confidence = self._confidence[item.seq.params.greedy]
             self._waiting[item.seq.seq_id] = confidence, done.scores

@@ -164,15 +164,15 @@ def test_length_and_budget_bound_a_tree() -> None:
     assert static[4].parents == (-1, -1, 0, 0, 2)
 
 
-@pytest.mark.parametrize(
-    ("tree", "message"),
-    [
-        ("wide", "not auto, chain or paths"),
-        ("0/2", "without gaps"),
-        ("0/-1", "not auto, chain or paths"),
-        ("0.0.0.0", "4 levels for 3 heads"),
-    ],
-)
+NONSENSE = {
+    "wide": "not auto, chain or paths",
+    "0/2": "without gaps",
+    "0/-1": "not auto, chain or paths",
+    "0.0.0.0": "4 levels for 3 heads",
+}
+
+
+@pytest.mark.parametrize(("tree", "message"), NONSENSE.items())
 def test_trees_that_make_no_sense(tree: str, message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         shapes_of(3, 8, tree, ())

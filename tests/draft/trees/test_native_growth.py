@@ -176,8 +176,8 @@ def test_no_tree_is_written_beyond_its_table(folders: dict[str, str]) -> None:
     cache.reserve(0, 16)
     growth = model.backend.growth  # type: ignore[union-attr]
     logits = torch.zeros(1, model.vocab_size)
-    (tree,) = growth(cache, [WantedTree(3, 4, 6, 8, cache.blocks_of(0), GREEDY, 8)], logits)
-    assert len(tree.parents) == 6
+    (grown,) = growth(cache, [WantedTree(3, 4, 6, 8, cache.blocks_of(0), GREEDY, 8)], logits)
+    assert len(grown.tree) == 6
     with pytest.raises(IndexError, match="no room"):
         growth(cache, [WantedTree(3, 4, 6, 9, cache.blocks_of(0), GREEDY, 8)], logits)
 
@@ -208,8 +208,8 @@ def test_a_chain_ends_behind_a_path_that_is_too_unlikely(
         assert likely[0] == pytest.approx(float(first), rel=1e-4)
     for end in range(9):
         part = chain(likely[end] * 1.0001)
-        assert len(part.parents) == end + 1
-        assert torch.equal(part.tokens, whole.tokens[: end + 1])
+        assert len(part.tree) == end + 1
+        assert torch.equal(part.tree.tokens, whole.tree.tokens[: end + 1])
 
 
 def test_a_draft_by_the_target_is_one_call(
@@ -259,5 +259,5 @@ def test_a_row_that_is_no_distribution_has_no_candidates(folders: dict[str, str]
     for params in (GREEDY, SamplingParams(temperature=0.5, seed=1)):
         wanted = [WantedTree(3, 2, 5, 8, cache.blocks_of(seq_id), params, 8) for seq_id in (0, 1)]
         none, some = model.backend.growth(cache, wanted, logits)  # type: ignore[union-attr]
-        assert none.parents == ()
-        assert len(some.parents) == 5
+        assert len(none.tree) == 0
+        assert len(some.tree) == 5

@@ -17,7 +17,6 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from itertools import islice
-from typing import NamedTuple
 
 import torch
 
@@ -28,6 +27,7 @@ from paceline.core.sampling import Rows, is_plain, is_plain_greedy, needs_paths
 from paceline.core.transfer import to_device
 from paceline.core.tree import Draw, TokenTree, depths_of, is_chain
 from paceline.draft.trees.shape import Shape
+from paceline.model.backends.base import GrownTree
 
 
 @dataclass(frozen=True)
@@ -52,15 +52,6 @@ def widened(logits: torch.Tensor, ids: torch.Tensor, width: int) -> torch.Tensor
 
 
 Logits = torch.Tensor | Narrow  # [R, vocab], or of some tokens
-
-
-class Finished(NamedTuple):
-    """A tree, for each node its number among the expanded, -1 if it is not, and the log-probability
-    of its path where the tree was grown in one call."""
-
-    tree: TokenTree
-    slots: tuple[int, ...]
-    scores: tuple[float, ...] = ()
 
 
 class Growing(ABC):
@@ -122,7 +113,7 @@ class Growing(ABC):
         return None
 
     @abstractmethod
-    def finish(self, chosen: Sequence[int]) -> Finished:
+    def finish(self, chosen: Sequence[int]) -> GrownTree:
         """``chosen``: those values on the host."""
 
 
@@ -142,7 +133,7 @@ def grow(
     logits: Logits,
     forward: Callable[[list[Growing]], Logits],
     generator: torch.Generator | None,
-) -> list[Finished]:
+) -> list[GrownTree]:
     """Grow all trees together and finish them; at most one wait, at the end.
 
     ``logits`` ``[len(trees), vocab]`` follow the committed tokens. ``forward`` runs the ``fresh``
@@ -300,13 +291,13 @@ class StaticTree(Growing):
         self.expanded_parents = level.expanded_parents
         return True
 
-    def finish(self, chosen: Sequence[int]) -> Finished:
+    def finish(self, chosen: Sequence[int]) -> GrownTree:
         tokens = torch.cat(self._tokens) if len(self._tokens) > 1 else self._tokens[0]
         probs = None
         if self._draw is not Draw.POINT:
             probs = torch.cat(self._probs) if len(self._probs) > 1 else self._probs[0]
         tree = TokenTree(tokens, self.shape.parents, self._draw, probs)
-        return Finished(tree, _slots(self.shape))
+        return GrownTree(tree, _slots(self.shape))
 
 
 class DynamicTree(Growing):
@@ -378,7 +369,7 @@ class DynamicTree(Growing):
         self._stay = torch.where(best.values > -torch.inf, best.indices, -1).sort().values
         return torch.cat([self._stay, *self._expanded_as])
 
-    def finish(self, chosen: Sequence[int]) -> Finished:
+    def finish(self, chosen: Sequence[int]) -> GrownTree:
         staying, candidate_of = chosen[: len(self._stay)], chosen[len(self._stay) :]
         kept = [column for column in staying if column >= 0]
         node_of: dict[int, int] = {}
@@ -397,4 +388,4 @@ class DynamicTree(Growing):
             stay = stay.index_select(0, to_device(rest, stay.device))
         tokens = torch.cat(self._tokens).index_select(0, stay)
         slots = tuple(expanded_of.get(candidate, -1) for candidate in node_of)
-        return Finished(TokenTree(tokens, tuple(parents)), slots)
+        return GrownTree(TokenTree(tokens, tuple(parents)), slots)

@@ -12,9 +12,9 @@ from paceline.core.batch import Batch, Plan, Slice, Span
 from paceline.core.params import SamplingParams
 from paceline.core.sequence import SequenceView
 from paceline.core.tree import TokenTree
-from paceline.draft.trees.grow import Finished, Growing, Logits, Narrow, grow
+from paceline.draft.trees.grow import Growing, Logits, Narrow, grow
 from paceline.draft.trees.policy import Policy
-from paceline.model.backends.base import Growth, WantedTree
+from paceline.model.backends.base import GrownTree, Growth, WantedTree
 from paceline.model.paged.cache import PagedCache
 
 _BLOCKS = 4  # of context when warming up: about what the target's own costs are measured with
@@ -62,7 +62,7 @@ class LevelDrafter(ABC):
         }
         return [grown.get(item.seq.seq_id, self._empty) for item in plan.slices]
 
-    def _grow(self, trees: Sequence[Growing], spans: Sequence[Span]) -> list[Finished]:
+    def _grow(self, trees: Sequence[Growing], spans: Sequence[Span]) -> list[GrownTree]:
         """Run the spans, and grow the trees of those that want logits."""
         logits = self._first(spans, trees)
         finished = self._at_once(trees, logits)
@@ -72,7 +72,7 @@ class LevelDrafter(ABC):
 
     def _at_once(
         self, trees: Sequence[Growing], logits: Logits, first: Batch | None = None
-    ) -> list[Finished] | None:
+    ) -> list[GrownTree] | None:
         """The finished trees, if all of them can be grown in one call; ``first``: as growth's."""
         growth = self.growth
         sizes = [size for tree in trees if growth and (size := tree.plain_size())]
@@ -89,8 +89,7 @@ class LevelDrafter(ABC):
         logits = logits.logits if isinstance(logits, Narrow) else logits
         outputs = [tree.outputs for tree in trees if tree.outputs is not None]
         joined = torch.cat(outputs) if outputs else None
-        grown = growth(self.cache, wanted, logits, ids, joined, first)
-        return [Finished(TokenTree(t.tokens, t.parents), t.slots, t.scores) for t in grown]
+        return growth(self.cache, wanted, logits, ids, joined, first)
 
     def _least(self, seq: SequenceView) -> float:
         """The probability of a path behind which a chain ends; 0: it goes on."""
@@ -125,7 +124,7 @@ class LevelDrafter(ABC):
     def _made_up(self, trees: Sequence[Growing]) -> Logits:
         """Logits to grow made-up trees from, which are given what growing reads beside them."""
 
-    def _finish(self, item: Slice, done: Finished) -> TokenTree:
+    def _finish(self, item: Slice, done: GrownTree) -> TokenTree:
         """The tree to propose."""
         return done.tree
 

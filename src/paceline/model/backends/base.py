@@ -23,6 +23,7 @@ from torch import nn
 
 from paceline.core.batch import Batch, ModelOutput
 from paceline.core.params import SamplingParams
+from paceline.core.tree import TokenTree
 from paceline.files.stamps import FileStamp
 from paceline.model.backends.reference.attention import paged_attention
 from paceline.model.paged.cache import LayerShape, PagedCache
@@ -82,13 +83,12 @@ class WantedTree:
 
 @dataclass(frozen=True)
 class GrownTree:
-    """``tokens`` int64 ``[n]``, and of each node its parent, its number among the expanded ones,
-    -1 if it was not, and the log-probability of its path (0 in chains that end nowhere)."""
+    """A tree, and of each node its number among the expanded ones, -1 if it was not, and the
+    log-probability of its path (0 in chains that end nowhere; none where nobody asks)."""
 
-    tokens: torch.Tensor
-    parents: tuple[int, ...]
+    tree: TokenTree
     slots: tuple[int, ...]
-    scores: tuple[float, ...]
+    scores: tuple[float, ...] = ()
 
 
 class Growth(Protocol):

@@ -24,7 +24,7 @@ import torch
 from paceline.core.batch import Batch, Span
 from paceline.core.draws import GREEDY_SHARPNESS
 from paceline.core.noise import splitmix64
-from paceline.core.tree import chain_parents
+from paceline.core.tree import TokenTree, chain_parents
 from paceline.kernels.library import CBatch, CGrowth, CModel, CTree, check, library
 from paceline.model.backends.base import GrownTree, WantedTree
 from paceline.model.backends.counters import NativeWork, count_work, traced
@@ -282,11 +282,12 @@ def _trees_of(wanted: Sequence[WantedTree], block_size: int) -> tuple[Any, array
 
 def _read_trees(nodes: torch.Tensor, scores: torch.Tensor, counts: list[int]) -> list[GrownTree]:
     """``nodes``: tokens, parents and slots of every tree [3, trees, most]."""
-    tokens, (_, parents, slots) = nodes[0].to(torch.int64), nodes.tolist()
-    return [
-        GrownTree(tokens[i, :n], tuple(parents[i][:n]), tuple(slots[i][:n]), tuple(logs[:n]))
-        for i, (n, logs) in enumerate(zip(counts, scores.tolist(), strict=True))
-    ]
+    tokens, (_, parents, slots), logs = nodes[0].to(torch.int64), nodes.tolist(), scores.tolist()
+    trees = []
+    for i, n in enumerate(counts):
+        tree = TokenTree(tokens[i, :n], tuple(parents[i][:n]))
+        trees.append(GrownTree(tree, tuple(slots[i][:n]), tuple(logs[i][:n])))
+    return trees
 
 
 def _forwards(
