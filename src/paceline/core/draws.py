@@ -3,7 +3,7 @@ device."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 
@@ -96,8 +96,7 @@ def draw_of(seq: SequenceView, siblings: bool = False) -> Draw:
     return Draw.WITHOUT_REPLACEMENT if siblings else Draw.IID
 
 
-@dataclass(frozen=True)
-class Drafted:
+class Drafted(NamedTuple):
     """``tokens`` int64 ``[R, k]``, siblings in drawing order; ``q`` float32 ``[R, V]``.
 
     ``q`` is the distribution from which a row's k tokens were drawn, None if no row needs it. Where

@@ -185,8 +185,7 @@ def candidates(
     table, width = _row_table(trees, counts), max(tree.width for tree in trees)
     weights: torch.Tensor | None
     if kinds == {True}:
-        drafted = draft(logits, table, width, generator)
-        tokens, weights = drafted.tokens, drafted.q
+        tokens, weights = draft(logits, table, width, generator)
     else:
         tokens, weights = likeliest(logits, table, min(width, logits.shape[1]))
     probs = [None] * len(trees) if weights is None else torch.split(weights, list(counts))
