@@ -13,7 +13,6 @@ from paceline.core.params import SamplingParams, shown
 from paceline.errors import ConfigError
 from paceline.llm import LLM, Message, Prompt
 from paceline.request.completion import Completion, StreamEvent
-from paceline.request.owner import Waiter
 from paceline.request.request import Request, any_events, completions_of
 from paceline.request.validation import as_conversations
 
@@ -146,11 +145,5 @@ class AsyncLLM:
     async def _until(self, done: Callable[[], bool]) -> None:
         """Have steps taken until ``done()``. Raises EngineLostError, PacelineError."""
         ready, loop = asyncio.Event(), asyncio.get_running_loop()
-        waiter = Waiter(done, partial(loop.call_soon_threadsafe, ready.set))
-        try:
-            self.llm.owner.await_steps(waiter)
+        with self.llm.owner.waiting(done, partial(loop.call_soon_threadsafe, ready.set)):
             await ready.wait()
-        finally:
-            self.llm.owner.leave(waiter)
-        if waiter.error is not None:
-            raise waiter.error

@@ -18,6 +18,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
+from dataclasses import dataclass
 from functools import partial
 from weakref import WeakSet
 
@@ -35,12 +36,13 @@ def _closed() -> PacelineError:
     return PacelineError("this LLM has been closed; make another one")
 
 
+@dataclass
 class Waiter:
-    """A caller that waits until ``done()``; ``wake`` is then called, on the engine's thread."""
+    """A caller that waits until ``done()``; ``error``: why nothing will come any more."""
 
-    def __init__(self, done: Callable[[], bool], wake: Callable[[], object]) -> None:
-        self.done, self.wake = done, wake
-        self.error: PacelineError | None = None  # why nothing will come any more
+    done: Callable[[], bool]
+    wake: Callable[[], object]
+    error: PacelineError | None = None
 
 
 class EngineOwner:
@@ -150,28 +152,26 @@ class EngineOwner:
         if done():
             return
         ready = threading.Event()
-        waiter = Waiter(done, ready.set)
-        try:
-            self.await_steps(waiter)
+        with self.waiting(done, ready.set):
             ready.wait()
+
+    @contextmanager
+    def waiting(self, done: Callable[[], bool], wake: Callable[[], object]) -> Iterator[None]:
+        """Have steps taken while the caller waits: ``wake`` is called, on the engine's thread, once
+        ``done()``. Raises at the end what ``until`` does."""
+        waiter = self._waiters[id(wake)] = Waiter(done, wake)
+        try:
+            with self._starting:
+                if self._thread is None:
+                    serve = threading.Thread(target=self._serve, name="paceline-steps", daemon=True)
+                    serve.start()
+                    self._thread = serve
+                self._work.set()
+            yield
         finally:
-            self.leave(waiter)
+            self._waiters.pop(id(wake), None)
         if waiter.error is not None:
             raise waiter.error
-
-    def await_steps(self, waiter: Waiter) -> None:
-        """Have steps taken until the waiter is done, or has an ``error``; it is then woken."""
-        self._waiters[id(waiter)] = waiter
-        with self._starting:
-            if self._thread is None:
-                thread = threading.Thread(target=self._serve, name="paceline-steps", daemon=True)
-                thread.start()
-                self._thread = thread
-            self._work.set()
-
-    def leave(self, waiter: Waiter) -> None:
-        """It does not wait any more."""
-        self._waiters.pop(id(waiter), None)
 
     def _step(self) -> list[tuple[Request, Commit]]:
         self._settle()

@@ -39,14 +39,8 @@ RESPONSES: dict[int | str, dict[str, Any]] = {
 
 
 def error_body(error: APIError) -> dict[str, Any]:
-    return {
-        "error": {
-            "message": str(error),
-            "type": error.kind,
-            "param": error.param,
-            "code": error.code,
-        }
-    }
+    details = {"type": error.kind, "param": error.param, "code": error.code}
+    return {"error": {"message": str(error), **details}}
 
 
 # Anthropic's names, by status; what is not here is an invalid request or the server's fault.

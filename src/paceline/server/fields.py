@@ -9,6 +9,7 @@ left out. Everything else is refused by name: what we do not know we do not do.
 from __future__ import annotations
 
 from collections.abc import Mapping
+from functools import cache
 from types import NoneType
 from typing import Annotated, Any, ClassVar, Literal, get_args
 
@@ -102,17 +103,13 @@ class Body(BaseModel):
         return kept
 
 
-_known: dict[type[Body], dict[str, bool]] = {}
-
-
+@cache
 def _fields(kind: type[Body]) -> dict[str, bool]:
     """The names in JSON, and whether null is a value of its own."""
-    if kind not in _known:
-        _known[kind] = {
-            field.alias or name: NoneType in get_args(field.annotation)
-            for name, field in kind.model_fields.items()
-        }
-    return _known[kind]
+    return {
+        field.alias or name: NoneType in get_args(field.annotation)
+        for name, field in kind.model_fields.items()
+    }
 
 
 # Kinds of parts that are text.

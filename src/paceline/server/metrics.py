@@ -10,6 +10,7 @@ import time
 from collections import Counter as Tally
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from functools import partial
 from typing import TYPE_CHECKING
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, Info, generate_latest
@@ -35,64 +36,58 @@ class Metrics:
 
     def __init__(self) -> None:
         self.registry = CollectorRegistry()
-        counter, gauge, histogram = self._counter, self._gauge, self._histogram
+        registry = self.registry
+        counter = partial(Counter, namespace="paceline", registry=registry)
+        gauge = partial(Gauge, namespace="paceline", registry=registry)
+        histogram = partial(Histogram, namespace="paceline", registry=registry)
         # requests
         text = "Requests that ended, by outcome (stop, length, cancelled, ...)."
-        self.requests = counter("requests", text, "outcome")
+        self.requests = counter("requests", text, ["outcome"])
         self.prompt_tokens = counter("prompt_tokens", "Tokens of prompts.")
         self.tokens = counter("generation_tokens", "Tokens written.")
         text = "From arrival to the first step of a request."
-        self.queue_time = histogram("queue_seconds", text, _SLOW)
+        self.queue_time = histogram("queue_seconds", text, buckets=_SLOW)
         text = "From arrival to the first token."
-        self.first_token = histogram("time_to_first_token_seconds", text, _SLOW)
+        self.first_token = histogram("time_to_first_token_seconds", text, buckets=_SLOW)
         text = "Time between deliveries, divided by the tokens delivered together."
-        self.token_gap = histogram("inter_token_latency_seconds", text, _FAST)
+        self.token_gap = histogram("inter_token_latency_seconds", text, buckets=_FAST)
         text = "From arrival to the last token."
-        self.request_time = histogram("request_seconds", text, _SLOW)
+        self.request_time = histogram("request_seconds", text, buckets=_SLOW)
         # the engine
         self.running = gauge("requests_running", "Sequences being decoded.")
         self.waiting = gauge("requests_waiting", "Sequences that wait for room.")
         self.cache_usage = gauge("cache_usage_ratio", "Cache blocks in use, as a share.")
         # Labels as the Kubernetes inference gateway reads them, whatever the device is.
         text = "How the cache is laid out."
-        self.cache_config = Info("paceline_cache_config", text, registry=self.registry)
-        self.batch = histogram("batch_size", "Sequences of a step.", _SIZES)
+        self.cache_config = Info("paceline_cache_config", text, registry=registry)
+        self.batch = histogram("batch_size", "Sequences of a step.", buckets=_SIZES)
         text = "Tokens of prompts that were cached already."
         self.prefix_hits = counter("prefix_cache_hit_tokens", text)
         text = "Sequences that had to give up their cache."
         self.preemptions = counter("preemptions", text)
         text = "Seconds of steps, by phase; shared among a step's drafters."
-        self.phase_seconds = counter("step_seconds", text, "phase", "drafter")
+        self.phase_seconds = counter("step_seconds", text, ["phase", "drafter"])
         # speculation
         spec = "spec_decode"
-        self.drafts = counter(f"{spec}_num_drafts", "Drafts verified.", "drafter")
-        self.drafted = counter(f"{spec}_num_draft_tokens", "Tokens drafted.", "drafter")
+        self.drafts = counter(f"{spec}_num_drafts", "Drafts verified.", ["drafter"])
+        self.drafted = counter(f"{spec}_num_draft_tokens", "Tokens drafted.", ["drafter"])
         text = "Draft tokens accepted."
-        self.accepted = counter(f"{spec}_num_accepted_tokens", text, "drafter")
-        text, labels = "Drafts that had a token to try at a position.", ("drafter", "position")
-        self.drafted_at = counter(f"{spec}_num_draft_tokens_per_pos", text, *labels)
+        self.accepted = counter(f"{spec}_num_accepted_tokens", text, ["drafter"])
+        text, labels = "Drafts that had a token to try at a position.", ["drafter", "position"]
+        self.drafted_at = counter(f"{spec}_num_draft_tokens_per_pos", text, labels)
         text = "Draft tokens accepted at a position."
-        self.accepted_at = counter(f"{spec}_num_accepted_tokens_per_pos", text, *labels)
+        self.accepted_at = counter(f"{spec}_num_accepted_tokens_per_pos", text, labels)
         text = "Accepted by drafted tokens, of the last drafts."
-        self.acceptance = gauge(f"{spec}_acceptance_rate", text, "drafter")
+        self.acceptance = gauge(f"{spec}_acceptance_rate", text, ["drafter"])
         text = "Tokens a target step, its own included, of the last steps."
-        self.mean_length = gauge(f"{spec}_mean_accepted_length", text, "drafter")
+        self.mean_length = gauge(f"{spec}_mean_accepted_length", text, ["drafter"])
         text = "Levels drafted in the last step, mean over its sequences."
-        self.draft_length = gauge(f"{spec}_draft_length", text, "drafter")
+        self.draft_length = gauge(f"{spec}_draft_length", text, ["drafter"])
         self._recent: dict[str, _Recent] = {}
         self._phases = dict.fromkeys(PHASES, 0.0)
         self._before: Tally[str] = Tally()  # sequences of the step before, by drafter
         self._preempted = 0
         self._begun: set[int] = set()
-
-    def _counter(self, name: str, text: str, *labels: str) -> Counter:
-        return Counter(f"paceline_{name}", text, labels, registry=self.registry)
-
-    def _gauge(self, name: str, text: str, *labels: str) -> Gauge:
-        return Gauge(f"paceline_{name}", text, labels, registry=self.registry)
-
-    def _histogram(self, name: str, text: str, buckets: Sequence[float]) -> Histogram:
-        return Histogram(f"paceline_{name}", text, buckets=buckets, registry=self.registry)
 
     # -- the engine thread ---------------------------------------------------------------------
 
