@@ -6,7 +6,7 @@ import torch
 
 from paceline.core.batch import Plan
 from paceline.core.tree import Draw, TokenTree
-from paceline.lab.certify.draws import Recorder
+from paceline.lab.certify.draws import DrawCounts, Recorder
 
 DISTRIBUTION = torch.softmax(torch.arange(8) / 2.0, -1)
 
@@ -34,11 +34,12 @@ class OneSlice:
 
 
 def p_value(drawn: torch.Tensor, declared: torch.Tensor, siblings: int) -> float:
-    recorder = Recorder(Sampler(drawn, declared, siblings))
+    draws = DrawCounts()
+    recorder = Recorder(Sampler(drawn, declared, siblings), draws)
     for _ in range(600):
         recorder.propose(OneSlice())
-    assert recorder.drawn == 600 * siblings
-    outcome = recorder.test()
+    assert draws.total == 600 * siblings
+    outcome = draws.test()
     assert outcome is not None
     return outcome.p_value
 
@@ -56,11 +57,12 @@ def test_another_temperature_does_not() -> None:
 def test_impossible_draws_are_counted() -> None:
     declared = DISTRIBUTION.clone()
     declared[7] = 0.0
-    recorder = Recorder(Sampler(DISTRIBUTION, declared / declared.sum(), 1))
+    draws = DrawCounts()
+    recorder = Recorder(Sampler(DISTRIBUTION, declared / declared.sum(), 1), draws)
     for _ in range(100):
         recorder.propose(OneSlice())
-    assert recorder.impossible > 10
+    assert draws.impossible > 10
 
 
 def test_deterministic_drafts_have_nothing_to_test() -> None:
-    assert Recorder(Sampler(DISTRIBUTION, DISTRIBUTION, 1)).test() is None
+    assert DrawCounts().test() is None

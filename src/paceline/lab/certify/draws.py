@@ -9,6 +9,7 @@ place of a draw, or dropping unlikely nodes all push the numbers to one side.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass, field
 from itertools import combinations
 from typing import Any
 
@@ -24,19 +25,33 @@ _BINS = 20
 _MOST_DISTRIBUTIONS = 256
 
 
-class Recorder:
-    """Stands in for a drafter and takes notes of what it proposes. Changes nothing.
+@dataclass
+class DrawCounts:
+    """How many draws fell into each twentieth of the declared distribution. ``impossible`` ones had
+    no chance under it."""
 
-    ``counts``: how many draws fell into each twentieth of the declared distribution; ``impossible``
-    ones had no chance under it. ``trees`` and ``distributions`` (after the root, and after first
-    tokens) were proposed and declared behind the tokens that are ``watched``.
+    counts: list[int] = field(default_factory=lambda: [0] * _BINS)
+    impossible: int = 0
+
+    @property
+    def total(self) -> int:
+        return sum(self.counts) + self.impossible
+
+    def test(self) -> ChiSquare | None:
+        """Whether the draws so far are from the declared distributions; None without any."""
+        return goodness(self.counts, [1 / _BINS] * _BINS) if sum(self.counts) else None
+
+
+class Recorder:
+    """Stands in for a drafter and counts what it draws. Changes nothing.
+
+    ``trees`` and ``distributions`` (after the root, and after first tokens) were proposed and
+    declared behind the tokens that are ``watched``.
     """
 
-    def __init__(self, drafter: Drafter, seed: int = 0) -> None:
-        self._drafter = drafter
+    def __init__(self, drafter: Drafter, draws: DrawCounts, seed: int = 0) -> None:
+        self._drafter, self._draws = drafter, draws
         self._generator = torch.Generator().manual_seed(seed)
-        self.counts = [0] * _BINS
-        self.impossible = 0
         self.watch(None)
 
     def watch(self, tokens: String | None, *, beyond: bool = False) -> None:
@@ -45,14 +60,6 @@ class Recorder:
         self.watched, self._beyond = tokens, beyond
         self.distributions: dict[String, torch.Tensor] = {}
         self.trees: dict[tuple[tuple[int, ...], Draw], TokenTree] = {}
-
-    @property
-    def drawn(self) -> int:
-        return sum(self.counts) + self.impossible
-
-    def test(self) -> ChiSquare | None:
-        """Whether the draws so far are from the declared distributions; None without any."""
-        return goodness(self.counts, [1 / _BINS] * _BINS) if sum(self.counts) else None
 
     def propose(self, plan: Plan) -> list[TokenTree]:
         trees = self._drafter.propose(plan)
@@ -101,10 +108,11 @@ class Recorder:
         token_probs = probs.gather(1, tokens[:, None])
         # A distribution that has run out of tokens says nothing about the next sibling.
         possible, counts = token_probs[:, 0] > 0, mass > 0
-        self.impossible += int((counts & ~possible).sum())
+        self._draws.impossible += int((counts & ~possible).sum())
         above = (probs * (probs > token_probs)).sum(-1)
         equal = (probs * (probs == token_probs)).sum(-1)
         noise = torch.rand(len(tokens), dtype=torch.float64, generator=self._generator)
         ranks = ((above + noise * equal) / mass)[counts & possible]
         histogram = torch.bincount((ranks * _BINS).long().clamp(max=_BINS - 1), minlength=_BINS)
-        self.counts = [a + b for a, b in zip(self.counts, histogram.tolist(), strict=True)]
+        pairs = zip(self._draws.counts, histogram.tolist(), strict=True)
+        self._draws.counts = [before + more for before, more in pairs]

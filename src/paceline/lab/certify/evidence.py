@@ -14,6 +14,7 @@ from paceline.lab.budget import Budget
 from paceline.lab.certify.certificate import TESTS, DistributionTest, Problem, ResultTable
 from paceline.lab.certify.decoding import Start, String
 from paceline.lab.certify.difference import Difference
+from paceline.lab.certify.draws import DrawCounts
 from paceline.lab.certify.effort import Effort
 from paceline.lab.certify.exact import ExactCheck
 from paceline.lab.report.columns import Column, record_of
@@ -87,8 +88,7 @@ class Evidence:
 
     ``tranche``: how many times over the effort is wanted by now. ``verdicts``: how many were given
     on it: the more often somebody goes on after one, the easier the next would be wrong.
-    ``tokens`` of each text; 0 until that is decided. ``draws``: of the drafter, by their
-    position in its declared distribution; ``impossible`` ones had none.
+    ``tokens`` of each text; 0 until that is decided. ``draws``: the drafter's.
     """
 
     tranche: int = 1
@@ -100,8 +100,7 @@ class Evidence:
     checks: list[TextCheck] = field(default_factory=list)
     prefixes: list[Prefix] = field(default_factory=list)
     exact: list[ExactCheck] = field(default_factory=list)
-    draws: list[int] = field(default_factory=list)
-    impossible: int = 0
+    draws: DrawCounts = field(default_factory=DrawCounts)
     problems: list[Problem] = field(default_factory=list)
     notes: list[str] = field(default_factory=list)
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Sequence
 from dataclasses import replace
 from itertools import pairwise, zip_longest
@@ -181,8 +180,8 @@ class Certifier:
         alpha = self.effort.alpha / 2**evidence.verdicts
         tests = as_family(self._tests(), alpha)
         problems = [*evidence.problems]
-        if evidence.impossible:
-            what = f"{evidence.impossible} tokens were drawn that its declared distribution"
+        if evidence.draws.impossible:
+            what = f"{evidence.draws.impossible} tokens were drawn that its declared distribution"
             problems.append(Problem("drafter", f"{what} rules out"))
         problems += [test.problem() for test in tests if test.adjusted_p_value < alpha]
         notes = [*evidence.notes]
@@ -217,11 +216,10 @@ class Certifier:
             if min(len(prefix.drawn), len(prefix.plain)) >= FEWEST:
                 with self.subject.guarded("sampling"):
                     tests += judge(self.subject.llm.target, prefix)
-        recorder = self._sampler.recorder
-        drawn = recorder.test()
-        if drawn is not None:
-            about = "drafter", "draws / declared distribution", recorder.drawn
-            tests.append(DistributionTest(*about, drawn))
+        draws = self.evidence.draws
+        if (outcome := draws.test()) is not None:
+            about = "drafter", "draws / declared distribution", draws.total
+            tests.append(DistributionTest(*about, outcome))
         return tests
 
     def _lacks(self, tests: Sequence[DistributionTest], compared: int) -> list[str]:
@@ -231,14 +229,12 @@ class Certifier:
         settings = [setting.name for setting in (*self.comparer.alone, self.comparer.mixed)]
         wanted = [(kind, name) for kind in self.subject.kinds for name in settings]
         unseen = [f"no {kind} text at {name}" for kind, name in wanted if (kind, name) not in seen]
-        drafted = Counter[str]()
-        for check in evidence.checks:
-            drafted[check.kind] += check.drafted
-        drafted["sampled"] = sum(prefix.drafted for prefix in evidence.prefixes)
-        kinds = [*self.subject.kinds, "sampled"] if sampled else self.subject.kinds
+        drafting = {check.kind for check in evidence.checks if check.drafted}
+        drafting |= {"sampled" for prefix in evidence.prefixes if prefix.drafted}
+        kinds = [*self.subject.kinds, *(["sampled"] if sampled else [])]
         # A test of nothing must not pass.
         proposed = "the drafter proposed nothing for {} requests; try other prompts (--prompts)"
-        idle = [proposed.format(kind) for kind in kinds if not drafted[kind]]
+        idle = [proposed.format(kind) for kind in kinds if kind not in drafting]
         lacks = unseen[:1] or idle
         lacks += too_little(compared, _smallest_bias(tests) if tests else 0.0)
         if not sampled:

@@ -30,9 +30,7 @@ class Sampler:
     def __init__(self, subject: Subject) -> None:
         self._subject, evidence = subject, subject.evidence
         self._engine, self._prefixes = subject.llm.engine, evidence.prefixes
-        self.recorder = Recorder(self._engine.drafter, subject.effort.seed)
-        self.recorder.counts = evidence.draws or self.recorder.counts
-        self.recorder.impossible = evidence.impossible
+        self._recorder = Recorder(self._engine.drafter, evidence.draws, subject.effort.seed)
 
     def sample(self, number: int, samples: int) -> None:
         """Bring prefix ``number`` to so many samples, then enumerate the rule there."""
@@ -105,17 +103,16 @@ class Sampler:
         starts = [replace(start, params=replace(start.params, max_tokens=max_tokens))] * samples
         if plainly:
             return decode(self._subject.plain, starts, length, enough)
-        engine, evidence, recorder = self._engine, self._subject.evidence, self.recorder
-        drafter, engine.drafter = engine.drafter, cast(Drafter, recorder)
+        engine = self._engine
+        drafter, engine.drafter = engine.drafter, cast(Drafter, self._recorder)
         try:
             return decode(engine, starts, length, enough)
         finally:
             engine.drafter = drafter
-            evidence.draws, evidence.impossible = recorder.counts, recorder.impossible
 
     def _enumerate(self, prefix: Prefix) -> None:
         """The step at this prefix, by enumeration, over each kind of tree that was proposed."""
-        subject, recorder, start = self._subject, self.recorder, prefix.start
+        subject, recorder, start = self._subject, self._recorder, prefix.start
         evidence, length = subject.evidence, min(2, subject.lengths[-1])
         omitted = f"{start.name}: rule not enumerated:"
         # A lookup may find nothing at the prefix itself, but further on in what was drawn from it.
