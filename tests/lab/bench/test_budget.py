@@ -76,21 +76,21 @@ def test_a_later_run_goes_on_behind_the_last_heat() -> None:
 
 def test_categories_and_temperatures_take_turns() -> None:
     assert in_turn("aabbbc", lambda letter: letter) == list("abcabb")
-    found = Sweep(8, temperatures=[0.0, 1.0]).jobs(PROMPTS, 1)
-    assert [(j.temperature, j.category, j.index) for j in found[:4]] == [
+    jobs = Sweep(8, temperatures=[0.0, 1.0]).jobs(PROMPTS, 1)
+    assert [(j.temperature, j.category, j.index) for j in jobs[:4]] == [
         (0.0, "chat", 0),
         (0.0, "code", 2),
         (1.0, "chat", 0),
         (1.0, "code", 2),
     ]
-    assert len(found) == 8
+    assert len(jobs) == 8
 
 
 def test_crowds_shrink_to_two_requests_a_client_within_a_budget() -> None:
     many = [("chat", [n]) for n in range(1, 41)]
     (whole,) = Sweep(8).jobs(many, 4)
     (hurried,) = Sweep(8).jobs(many, 4, hurried=True)
-    assert [len(found.asks) for found in (whole, hurried)] == [40, 8]
+    assert [len(job.asks) for job in (whole, hurried)] == [40, 8]
 
 
 def test_every_concurrency_has_its_share() -> None:

@@ -34,14 +34,14 @@ def test_categories_and_all_of_them() -> None:
         heat(0, job("code", 1), plain=4.0, fast=1.0),
         heat(0, job("code", 2), plain=4.0, fast=1.0),
     ]
-    found = {(r.category, r.method): r for r in rows(HeatRecord(heats), PLAINS)}
-    assert list(found) == [
+    by_key = {(r.category, r.method): r for r in rows(HeatRecord(heats), PLAINS)}
+    assert list(by_key) == [
         (category, method) for category in ("chat", "code", OVERALL) for method in ("plain", "fast")
     ]
-    assert found["chat", "fast"].speedup.median == 2
-    assert found["code", "fast"].speedup.median == 4
-    assert found[OVERALL, "fast"].speedup.median == 3
-    assert found[OVERALL, "fast"].tokens_per_second.median == 12 / 4
+    assert by_key["chat", "fast"].speedup.median == 2
+    assert by_key["code", "fast"].speedup.median == 4
+    assert by_key[OVERALL, "fast"].speedup.median == 3
+    assert by_key[OVERALL, "fast"].tokens_per_second.median == 12 / 4
 
 
 def test_a_round_cut_short_counts_only_where_there_is_no_other() -> None:
@@ -59,8 +59,8 @@ def test_sweeps_do_not_mix() -> None:
         heat(0, job(clients=2), plain=2.0),
         heat(0, job(temperature=1.0), plain=1.0),
     ]
-    found = rows(HeatRecord(heats), PLAINS)
-    speeds = [(r.concurrency, r.temperature, r.tokens_per_second.median) for r in found]
+    figures = rows(HeatRecord(heats), PLAINS)
+    speeds = [(r.concurrency, r.temperature, r.tokens_per_second.median) for r in figures]
     assert speeds == [(1, 0.0, 1.0), (2, 0.0, 2.0), (1, 1.0, 4.0)]
 
 

@@ -29,9 +29,9 @@ DRAFT = "some/draft"
     ],
 )
 def test_parse(text: str, expected: Method) -> None:
-    found = parse_method(text, DRAFT, 3)
-    assert found == expected
-    assert found.speculates == (text not in ("plain", "none", "transformers"))
+    parsed = parse_method(text, DRAFT, 3)
+    assert parsed == expected
+    assert parsed.speculates == (text not in ("plain", "none", "transformers"))
 
 
 @pytest.mark.parametrize(
@@ -57,14 +57,14 @@ def test_refused(text: str, draft: str | None, words: str) -> None:
 
 
 def test_plain_decoding_always_comes_first_and_nothing_twice() -> None:
-    found = parse_methods(["ngram", "plain", "ngram"], None)
-    assert [method.name for method in found] == ["plain", "ngram"]
+    parsed = parse_methods(["ngram", "plain", "ngram"], None)
+    assert [method.name for method in parsed] == ["plain", "ngram"]
 
 
 def test_lengths_go_to_those_that_name_none() -> None:
     texts = ["ngram", "draft@auto", "transformers:lookup"]
-    found = parse_methods(texts, DRAFT, "auto", parse_lengths("2, 4"))
-    assert [(method.name, method.length) for method in found] == [
+    parsed = parse_methods(texts, DRAFT, "auto", parse_lengths("2, 4"))
+    assert [(method.name, method.length) for method in parsed] == [
         ("plain", 0),
         ("ngram@2", 2),
         ("ngram@4", 4),

@@ -43,25 +43,25 @@ def one_heat(where: BenchJob, turn: int = 0) -> Heat:
 
 def result(*jobs: BenchJob, **more: object) -> BenchResult:
     record = HeatRecord([one_heat(where, turn) for turn in range(2) for where in jobs])
-    found = rows(record, {"plain"})
+    measured = rows(record, {"plain"})
     texts = Comparison({"model:a/quick@2": {"identical": 3, "near tie": 1}}, [])
     options = {"texts": texts, "idle": {}, **more}
-    return BenchResult("m", MACHINE, SETTINGS, METHODS, found, **options)  # type: ignore[arg-type]
+    return BenchResult("m", MACHINE, SETTINGS, METHODS, measured, **options)  # type: ignore[arg-type]
 
 
-def sections(found: BenchResult) -> list[str]:
-    return [section.title for section in report_of(found).sections]
+def sections(measured: BenchResult) -> list[str]:
+    return [section.title for section in report_of(measured).sections]
 
 
-def shown(found: BenchResult) -> str:
+def shown(measured: BenchResult) -> str:
     out = io.StringIO()
-    print_report(report_of(found), Console(file=out, width=150))
+    print_report(report_of(measured), Console(file=out, width=150))
     return " ".join(out.getvalue().split())  # notes are wrapped
 
 
 def test_one_client_two_categories() -> None:
-    found = result(job("chat", 0), job("code", 1), price=3.6)
-    assert sections(found) == [
+    measured = result(job("chat", 0), job("code", 1), price=3.6)
+    assert sections(measured) == [
         "Run",
         "Methods",
         "By category",
@@ -69,26 +69,26 @@ def test_one_client_two_categories() -> None:
         "Time per step",
         "Same text",
     ]
-    text = shown(found)
+    text = shown(measured)
     assert "model:quick@2" in text and "a/quick" not in text
     assert "2.00x" in text
     assert "0.50 (8)" in text  # accepted at position 1, and how many drafts had one there
     assert "cost" in text and "1e+03" in text  # 1 token a second at 3.6 an hour
-    names = [figure.name for figure in report_of(found).figures()]
+    names = [figure.name for figure in report_of(measured).figures()]
     assert names == ["speedup", "acceptance"]
-    assert all("<svg" in figure.draw() for figure in report_of(found).figures())
+    assert all("<svg" in figure.draw() for figure in report_of(measured).figures())
 
 
 def test_sweeps_have_their_tables_and_pictures() -> None:
     many = [job(EVERYTHING, 0, 4, temperature=t) for t in (0.0, 0.7)]
-    found = result(
+    measured = result(
         *(job(c, n, temperature=t) for n, c in enumerate(["chat", "code"]) for t in (0.0, 0.7)),
         *many,
     )
-    assert "By category at temperature 0.7" in sections(found)
-    text = shown(found)
+    assert "By category at temperature 0.7" in sections(measured)
+    text = shown(measured)
     assert "clients" in text and "temperature" in text
-    figures = report_of(found).figures()
+    figures = report_of(measured).figures()
     names = [figure.name for figure in figures]
     assert len(names) == len(set(names)) and {"concurrency", "speedup-t0.7"} <= set(names)
     assert all("<svg" in figure.draw() for figure in figures)
@@ -100,18 +100,18 @@ def test_several_clients_alone() -> None:
 
 def test_predictions_stand_beside_what_was_measured() -> None:
     seen = Prediction("model:a/quick@2", 1, 2.0, 0.004, 0.005, 0.006, 1.8, 1.7, 1.6)
-    found = result(job(), predictions=[seen])
-    text = shown(found)
-    assert "Predicted against measured speedup" in sections(found)
+    measured = result(job(), predictions=[seen])
+    text = shown(measured)
+    assert "Predicted against measured speedup" in sections(measured)
     assert "1.80x" in text and "1.60x" in text
-    (record,) = found.record()["predicted"]
+    (record,) = measured.record()["predicted"]
     assert record["method"] == "model:a/quick@2" and record["predicted_by_measured"] == 1.8 / 1.6
 
 
 def test_what_must_not_be_missed() -> None:
     idle = {"model:a/quick@2": "drafted nothing"}
-    found = result(job(), idle=idle, interrupted=True, left_out=["long/1"])
-    text = shown(found)
+    measured = result(job(), idle=idle, interrupted=True, left_out=["long/1"])
+    text = shown(measured)
     assert "drafted nothing in the whole run" in text
     assert "Interrupted" in text and "long/1" in text
 
@@ -137,8 +137,8 @@ def test_a_method_that_never_drafted_had_none_tried_and_plain_shows_nothing() ->
     ]
     for heat in heats:
         heat.outcomes["model:a/quick@2"] = replace(heat.outcomes["plain"], drafted=0)
-    found = replace(result(job("chat", 0)), rows=rows(HeatRecord(heats), {"plain"}))
-    text = shown(found)
+    measured = replace(result(job("chat", 0)), rows=rows(HeatRecord(heats), {"plain"}))
+    text = shown(measured)
     # At both temperatures, and the note.
     assert text.count("none tried") == 3
     assert "no draft was tried, as it would not have paid" in text

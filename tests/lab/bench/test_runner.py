@@ -61,19 +61,19 @@ def test_progress_says_what_runs() -> None:
 
 
 def test_one_client_gets_a_job_a_prompt() -> None:
-    found = Sweep(8, temperatures=[0.5], seed=5).jobs(PROMPTS, 1)
-    found.sort(key=lambda job: job.index)
-    assert [(j.category, len(j.asks)) for j in found] == [("chat", 1), ("code", 1), ("code", 1)]
-    assert [j.asks[0].params.seed for j in found] == [5, 6, 7]
-    assert found[0].asks[0].prompt == (1, 2)
+    jobs = Sweep(8, temperatures=[0.5], seed=5).jobs(PROMPTS, 1)
+    jobs.sort(key=lambda job: job.index)
+    assert [(j.category, len(j.asks)) for j in jobs] == [("chat", 1), ("code", 1), ("code", 1)]
+    assert [j.asks[0].params.seed for j in jobs] == [5, 6, 7]
+    assert jobs[0].asks[0].prompt == (1, 2)
     assert Sweep(8, seed=5).jobs(PROMPTS, 1)[0].asks[0].params.seed is None
 
 
 @pytest.mark.parametrize(("clients", "requests"), [(2, 4), (4, 8)])
 def test_several_clients_share_all_prompts(clients: int, requests: int) -> None:
-    (found,) = Sweep(8).jobs(PROMPTS, clients)
-    assert found.category == EVERYTHING and len(found.asks) == requests
-    assert [a.prompt for a in found.asks[:4]] == [(1, 2), (3,), (4, 5, 6), (1, 2)]
+    (job,) = Sweep(8).jobs(PROMPTS, clients)
+    assert job.category == EVERYTHING and len(job.asks) == requests
+    assert [a.prompt for a in job.asks[:4]] == [(1, 2), (3,), (4, 5, 6), (1, 2)]
 
 
 def test_a_sweep_starts_everybody_at_every_concurrency() -> None:

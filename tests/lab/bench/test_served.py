@@ -91,9 +91,9 @@ def test_a_server_writes_what_the_engine_writes(
 ) -> None:
     starter = Starter(llm, tiny_pair.target)
     engine = starter.open(parse_method(f"url:{url}/v1", None), clients)
-    found = counted(engine.run(asks()))
+    written = counted(engine.run(asks()))
     wanted = llm.generate([list(p) for p in PROMPTS], asks()[0].params)
-    texts = [llm.tokenizer.decode(ids) for ids in found]
+    texts = [llm.tokenizer.decode(ids) for ids in written]
     assert texts == [llm.tokenizer.decode(c.token_ids) for c in wanted]
     (words,) = starter.unequal.values()
     assert words == {"ids": EQUAL, "ignore_eos": EQUAL}

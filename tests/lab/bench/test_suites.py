@@ -221,23 +221,23 @@ def test_speedup_is_the_mean_speed_by_plain_decodings() -> None:
             answered("Translation", 1, 4.0, 4.0, [1, 3]),  # a round that was cut short
         ]
     )
-    found = figures(record)
-    translation = found["ngram", "Translation"]
+    by_method = figures(record)
+    translation = by_method["ngram", "Translation"]
     assert translation.heats == 2
     assert translation.mean_speedup == pytest.approx(5.0 / 1.5)
     assert translation.speedup.median == pytest.approx(6 / 2.5)  # the ratio of the sums
     assert translation.drafts.mean_accepted_tokens == 3.0
-    whole = found["ngram", OVERALL]
+    whole = by_method["ngram", OVERALL]
     assert whole.mean_speedup == pytest.approx((2 + 8 + 1) / 3 / ((1 + 2 + 1) / 3))
     assert whole.drafts.mean_accepted_tokens == (3 + 3 + 4) / (1 + 1 + 4)
-    assert found["plain", OVERALL].mean_speedup == 1.0
-    assert ("ngram", "Summarization") not in found  # nothing was measured of it
+    assert by_method["plain", OVERALL].mean_speedup == 1.0
+    assert ("ngram", "Summarization") not in by_method  # nothing was measured of it
 
 
 def test_one_task_needs_no_overall() -> None:
     record = HeatRecord(
         [answered("GSM8K", 0, 4.0, 2.0, [1, 3]), answered("GSM8K", 1, 4.0, 1.0, [1, 3])]
     )
-    found = figures(record)
-    assert list(found) == [("plain", "GSM8K"), ("ngram", "GSM8K")]
-    assert found["ngram", "GSM8K"].mean_speedup == 3.0  # the median of 2 and 4
+    by_method = figures(record)
+    assert list(by_method) == [("plain", "GSM8K"), ("ngram", "GSM8K")]
+    assert by_method["ngram", "GSM8K"].mean_speedup == 3.0  # the median of 2 and 4

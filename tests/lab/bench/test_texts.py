@@ -33,22 +33,22 @@ def contest(todo: list[BenchJob], rounds: int = 2) -> HeatRecord:
 
 
 def test_every_pair_is_judged_once() -> None:
-    found = compare(contest([job(index=0), job("code", 1)]), judge)
-    assert found.counts == {
+    compared = compare(contest([job(index=0), job("code", 1)]), judge)
+    assert compared.counts == {
         "same": {"identical": 2},
         "tie": {"near tie": 2},
         "liar": {"different": 2},
     }
-    assert [p.category for p in found.different("liar")] == ["chat", "code"]
-    assert found.different("tie") == [] == found.different("same")
+    assert [p.category for p in compared.different("liar")] == ["chat", "code"]
+    assert compared.different("tie") == [] == compared.different("same")
 
 
 def test_unseeded_samples_are_not_compared() -> None:
     free = BenchJob("chat", 1, 0.7, 0, (ask(temperature=0.7),))
     seeded = BenchJob("chat", 1, 0.7, 0, (ask(temperature=0.7, seed=3),))
     assert compare(contest([free]), judge, ["same", "liar"]).counts == {}
-    found = compare(contest([seeded]), judge, ["same", "liar"])
-    assert found.counts == {"same": {"identical": 1}, "liar": {"different": 1}}
+    compared = compare(contest([seeded]), judge, ["same", "liar"])
+    assert compared.counts == {"same": {"identical": 1}, "liar": {"different": 1}}
 
 
 def test_turns_that_were_asked_differently_are_not_compared() -> None:
@@ -66,24 +66,24 @@ def result(texts: Comparison, *methods: Method, idle: dict[str, str] | None = No
 
 
 def test_a_bug_is_ours_alone() -> None:
-    found = compare(contest([job()]), judge)
+    compared = compare(contest([job()]), judge)
     plain = Method("plain", length=0)
-    ours = result(found, plain, Method("liar", "ngram"), Method("tie", "ngram"))
+    ours = result(compared, plain, Method("liar", "ngram"), Method("tie", "ngram"))
     assert ours.bugs() == ["liar"]
     (line,) = ours.complaints()
     assert "liar wrote another text than plain decoding (chat, request 0, token 1" in line
     assert "this is a bug" in line and "\n" not in line
-    theirs = result(found, plain, Method("liar", None, None, "lookup"))
+    theirs = result(compared, plain, Method("liar", None, None, "lookup"))
     assert theirs.bugs() == [] == theirs.complaints()
 
 
 def test_idle_methods_are_a_failure_unless_accepted() -> None:
     lacking = {"ngram": "drafted nothing"}
-    found = result(Comparison({}, []), Method("ngram", "ngram"), idle=lacking)
-    (line,) = found.complaints()
+    failed = result(Comparison({}, []), Method("ngram", "ngram"), idle=lacking)
+    (line,) = failed.complaints()
     assert "ngram drafted nothing in the whole run" in line
     assert "ngram@4 tells which" in line and "--allow-idle" in line
-    assert found.complaints(allow_idle=True) == []
+    assert failed.complaints(allow_idle=True) == []
 
 
 def test_advice_of_a_fixed_length() -> None:

@@ -141,9 +141,7 @@ def _case(
     spelt = {string: tuple(ids[i] for i in string) for string in strings}
     probs = target(list(spelt.values()))
     known = {s: _conditioned(row[ids]) for s, row in zip(strings, probs, strict=True)}
-    if tree.draw is Draw.POINT:
-        drafted = tuple(map(ids.index, tree.tokens.tolist()))
-        return Case(tree.parents, tree.draw, known, {}, drafted)
+    drafted = map(ids.index, tree.tokens.tolist() if tree.draw is Draw.POINT else ())
     cut: dict[String, torch.Tensor] = {}
     for string in strings:
         if (row := draft.get(spelt[string])) is None:
@@ -152,7 +150,7 @@ def _case(
         if not string and depth > 1:  # what has no known distribution after it is not drafted
             weights *= torch.tensor([(token,) in draft for token in ids])
         cut[string] = _conditioned(weights)
-    return Case(tree.parents, tree.draw, known, cut)
+    return Case(tree.parents, tree.draw, known, cut, tuple(drafted))
 
 
 def _conditioned(probs: torch.Tensor) -> torch.Tensor:

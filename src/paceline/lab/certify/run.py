@@ -240,7 +240,7 @@ class Certifier:
         if not sampled:
             return lacks
         if not tests:
-            lacks.append("no prefix has enough samples")
+            lacks.append("no prefix has enough samples for a test; draw more, or at other prompts")
         whole = sum(len(prefix.drawn) >= self.effort.samples for prefix in evidence.prefixes)
         if whole < LEAST_PREFIXES:
             lacks.append(f"{whole} prefixes have all their samples, not {LEAST_PREFIXES}")
