@@ -12,7 +12,7 @@ from paceline.engine.driver import StandstillError
 from paceline.lab.certify.decoding import DecodedOutput, Start, decode
 from paceline.lab.certify.difference import Difference, first_difference
 from paceline.lab.certify.run import Certifier
-from paceline.lab.certify.texts import ComparedSetting, check_texts
+from paceline.lab.certify.texts import check_texts
 from paceline.llm import LLM
 from paceline.model.backends.base import NATIVE
 
@@ -61,7 +61,7 @@ def test_what_comes_after_a_tie_is_compared(
 
     monkeypatch.setattr("paceline.lab.certify.texts.decode", faked)
     monkeypatch.setattr("paceline.lab.certify.texts.explain", explained)
-    check = check_texts(subject, [text], [plain.tokens], "greedy", ComparedSetting("x", 2))
+    check = check_texts(subject, "greedy", "x", [text], [plain.tokens])
     assert (len(check.ties), len(check.bugs)) == (ties, bugs)
     assert given[:2] == [(), plain.tokens[:3]]
 
@@ -96,5 +96,5 @@ def test_equal_rows_have_no_ties(
     at = len(plain.tokens) - 1
     monkeypatch.setattr("paceline.lab.certify.texts.decode", lambda *_: [other])
     monkeypatch.setattr("paceline.lab.certify.texts.explain", lambda *_: difference(at, 0.0))
-    check = check_texts(subject, [text], [plain.tokens], "greedy", ComparedSetting("x", 2))
+    check = check_texts(subject, "greedy", "x", [text], [plain.tokens])
     assert (len(check.ties), len(check.bugs)) == (0, 1)

@@ -151,6 +151,17 @@ class Subject:
         greedy = replace(self.params, temperature=0.0, top_k=0, top_p=1.0, min_p=0.0)
         return {"greedy": greedy} | ({} if self.params.greedy else {"seeded": self.params})
 
+    @property
+    def alone(self) -> dict[str, int | None]:
+        """Draft lengths of texts that are decoded one by one, by setting; None adapts."""
+        lengths: dict[str, int | None] = {f"draft length {n}, alone": n for n in self.lengths}
+        return lengths | ({"draft length auto, alone": None} if self.adapts else {})
+
+    @property
+    def mixed(self) -> str:
+        """The setting of texts in a batch with others."""
+        return f"draft length {self.lengths[-1]}, mixed batch"
+
     def start(self, number: int, params: SamplingParams) -> Start:
         """A request with prompt ``number``; behind the last one they begin anew."""
         name, prompt = self.prompts[number % len(self.prompts)]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
-from itertools import pairwise, zip_longest
+from itertools import pairwise, product, zip_longest
 from typing import Any
 
 from paceline.control.controller import FixedLength
@@ -23,7 +23,7 @@ from paceline.lab.certify.distributions import judge
 from paceline.lab.certify.effort import FEWEST, Effort
 from paceline.lab.certify.evidence import Evidence, OnProgress, Subject
 from paceline.lab.certify.samples import PORTIONS, Sampler
-from paceline.lab.certify.texts import TextComparer
+from paceline.lab.certify.texts import compare_texts, compared, decide_tokens
 from paceline.llm import LLM
 
 _ENDING = 0.1  # of the budget, kept for the tests at the end
@@ -99,7 +99,6 @@ class Certifier:
             budget=self.budget,
             evidence=self.evidence,
         )
-        self.comparer = TextComparer(self.subject)
         self._sampler = Sampler(self.subject)
         self._ended = False
         self._before = self.evidence.spent
@@ -127,7 +126,7 @@ class Certifier:
     @property
     def pieces(self) -> int:
         """How often ``run`` calls ``advance`` at most."""
-        of_text, batches = 1 + len(self.comparer.alone), len(_groups(self.texts))
+        of_text, batches = 1 + len(self.subject.alone), len(_groups(self.texts))
         comparing = len(self.subject.kinds) * (self.texts * of_text + batches)
         return comparing + self.prefixes * (2 * PORTIONS * self.evidence.tranche + 2)
 
@@ -139,7 +138,7 @@ class Certifier:
             "seconds": self.budget.seconds,
             "spent": evidence.spent,
             "tokens": evidence.tokens or self.effort.max_tokens,
-            "texts": self.comparer.compared(range(self.texts)),
+            "texts": compared(self.subject, range(self.texts)),
             "texts_wanted": self.texts,
             "prefixes": sum(count >= self.samples for count in drawn),
             "prefixes_wanted": self.prefixes,
@@ -161,12 +160,12 @@ class Certifier:
         self.budget.reserve = _ENDING * (self.budget.seconds or 0.0)
         self.subject.advance = advance
         with self.subject.guarded("greedy"):
-            self.comparer.decide_tokens()
+            decide_tokens(self.subject)
         portions = [(0, -(-self.samples * tenths // 10)) for tenths in (3, 5, 10)]
         portions += [(number, self.samples) for number in range(1, self.prefixes)]
         rounds = zip_longest(_groups(self.texts), portions if self.prefixes else ())
         for numbers, portion in rounds:
-            self.comparer.compare(numbers or ())
+            compare_texts(self.subject, numbers or ())
             if portion is not None and (not portion[0] or self._sampler.fits(*portion)):
                 self._sampler.sample(*portion)
         self._ended = True
@@ -222,12 +221,11 @@ class Certifier:
             tests.append(DistributionTest(*about, outcome))
         return tests
 
-    def _lacks(self, tests: Sequence[DistributionTest], compared: int) -> list[str]:
+    def _lacks(self, tests: Sequence[DistributionTest], texts: int) -> list[str]:
         """What the evidence must have, or it says too little to certify anything."""
         evidence, sampled = self.evidence, bool(self.prefixes)
         seen = {(check.kind, check.setting) for check in evidence.checks}
-        settings = [setting.name for setting in (*self.comparer.alone, self.comparer.mixed)]
-        wanted = [(kind, name) for kind in self.subject.kinds for name in settings]
+        wanted = product(self.subject.kinds, [*self.subject.alone, self.subject.mixed])
         unseen = [f"no {kind} text at {name}" for kind, name in wanted if (kind, name) not in seen]
         drafting = {check.kind for check in evidence.checks if check.drafted}
         drafting |= {"sampled" for prefix in evidence.prefixes if prefix.drafted}
@@ -236,7 +234,7 @@ class Certifier:
         proposed = "the drafter proposed nothing for {} requests; try other prompts (--prompts)"
         idle = [proposed.format(kind) for kind in kinds if kind not in drafting]
         lacks = unseen[:1] or idle
-        lacks += too_little(compared, _smallest_bias(tests) if tests else 0.0)
+        lacks += too_little(texts, _smallest_bias(tests) if tests else 0.0)
         if not sampled:
             return lacks
         if not tests:
