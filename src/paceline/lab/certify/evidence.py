@@ -14,7 +14,7 @@ from paceline.lab.budget import Budget
 from paceline.lab.certify.certificate import TESTS, DistributionTest, Problem, ResultTable
 from paceline.lab.certify.decoding import Start, String
 from paceline.lab.certify.difference import Difference
-from paceline.lab.certify.draws import DrawCounts
+from paceline.lab.certify.draws import DrawCounts, Recorder
 from paceline.lab.certify.effort import Effort
 from paceline.lab.certify.exact import ExactCheck
 from paceline.lab.report.columns import Column, record_of
@@ -130,7 +130,8 @@ class Subject:
 
     ``llm`` drafts, at ``lengths`` and, if it ``adapts``, at its own; ``plain`` decodes the same
     target without drafts. ``prompts``: (name, token ids). What is seen goes into ``evidence``, what
-    comes next is told to ``advance``. Nothing more is done for the parts that are ``broken``.
+    comes next is told to ``advance``. ``recorder`` may stand in for the drafter. Nothing more is
+    done for the parts that are ``broken``.
     """
 
     llm: LLM
@@ -142,6 +143,7 @@ class Subject:
     effort: Effort
     budget: Budget
     evidence: Evidence
+    recorder: Recorder
     advance: OnProgress = lambda what: None
     broken: set[str] = field(default_factory=set)
 

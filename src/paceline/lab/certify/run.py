@@ -20,9 +20,10 @@ from paceline.lab.certify.certificate import (
     too_little,
 )
 from paceline.lab.certify.distributions import judge
+from paceline.lab.certify.draws import Recorder
 from paceline.lab.certify.effort import FEWEST, Effort
 from paceline.lab.certify.evidence import Evidence, OnProgress, Subject
-from paceline.lab.certify.samples import PORTIONS, Sampler
+from paceline.lab.certify.samples import PORTIONS, sample, samples_fit
 from paceline.lab.certify.texts import compare_texts, compared, decide_tokens
 from paceline.llm import LLM
 
@@ -98,8 +99,8 @@ class Certifier:
             effort=self.effort,
             budget=self.budget,
             evidence=self.evidence,
+            recorder=Recorder(llm.engine.drafter, self.evidence.draws, self.effort.seed),
         )
-        self._sampler = Sampler(self.subject)
         self._ended = False
         self._before = self.evidence.spent
         if evidence is not None and _complete(self._amounts()):
@@ -166,8 +167,8 @@ class Certifier:
         rounds = zip_longest(_groups(self.texts), portions if self.prefixes else ())
         for numbers, portion in rounds:
             compare_texts(self.subject, numbers or ())
-            if portion is not None and (not portion[0] or self._sampler.fits(*portion)):
-                self._sampler.sample(*portion)
+            if portion and (not portion[0] or samples_fit(self.subject, *portion)):
+                sample(self.subject, *portion)
         self._ended = True
 
     # -- judging ------------------------------------------------------------------------------

@@ -13,7 +13,6 @@ from paceline.draft.base import Drafter
 from paceline.lab.certify.certificate import Problem
 from paceline.lab.certify.decoding import DecodedOutput, Start, decode
 from paceline.lab.certify.distributions import DEPTH
-from paceline.lab.certify.draws import Recorder
 from paceline.lab.certify.evidence import Prefix, Subject
 from paceline.lab.certify.exact import enumerate_step
 from paceline.lab.certify.scoring import Scorer
@@ -24,118 +23,112 @@ _FURTHER = 16  # tokens behind a prefix in which the rule may be enumerated
 _RANK = 0.75  # not the very most undecided prefix: sure ones have likelier second tokens
 
 
-class Sampler:
-    """Draws at prefixes and puts what comes into evidence."""
+def sample(subject: Subject, number: int, samples: int) -> None:
+    """Bring prefix ``number`` to so many samples, then enumerate the rule there."""
+    prefixes = subject.evidence.prefixes
+    if number >= len(prefixes):
+        run = partial(_choose_prefix, subject, number)
+        subject.do("sampling", "prefix", 1, "choosing a prefix", run)
+    if number >= len(prefixes):
+        return  # no text has been decoded to look in
+    prefix, name = prefixes[number], prefixes[number].start.name
+    while min(len(prefix.drawn), len(prefix.plain)) < samples:
+        plainly = len(prefix.plain) <= len(prefix.drawn)
+        strings, kind = (prefix.plain, "plain") if plainly else (prefix.drawn, "speculative")
+        have = len(strings)
+        size = min(-(-subject.effort.samples // PORTIONS), samples - have)
+        run = partial(_draw, subject, prefix, number, size, plainly)
+        subject.do("sampling", kind, size, f"{name}: {kind} sampling", run)
+        if len(strings) == have:
+            break  # there was no time for it, or it failed
+    run = partial(_enumerate, subject, prefix)
+    subject.do("rule", "rule", 1, f"{name}: the rule, enumerated", run, f"rule/{number}")
 
-    def __init__(self, subject: Subject) -> None:
-        self._subject, evidence = subject, subject.evidence
-        self._engine, self._prefixes = subject.llm.engine, evidence.prefixes
-        self._recorder = Recorder(self._engine.drafter, evidence.draws, subject.effort.seed)
 
-    def sample(self, number: int, samples: int) -> None:
-        """Bring prefix ``number`` to so many samples, then enumerate the rule there."""
-        subject = self._subject
-        if number >= len(self._prefixes):
-            run = partial(self._choose_prefix, number)
-            subject.do("sampling", "prefix", 1, "choosing a prefix", run)
-        if number >= len(self._prefixes):
-            return  # no text has been decoded to look in
-        prefix = self._prefixes[number]
-        while min(len(prefix.drawn), len(prefix.plain)) < samples:
-            plainly = len(prefix.plain) <= len(prefix.drawn)
-            strings, kind = (prefix.plain, "plain") if plainly else (prefix.drawn, "speculative")
-            have = len(strings)
-            size = min(-(-subject.effort.samples // PORTIONS), samples - have)
-            run = partial(self._draw, prefix, number, size, plainly)
-            subject.do("sampling", kind, size, f"{prefix.start.name}: {kind} sampling", run)
-            if len(strings) == have:
-                break  # there was no time for it, or it failed
-        shown, run = f"{prefix.start.name}: the rule, enumerated", partial(self._enumerate, prefix)
-        subject.do("rule", "rule", 1, shown, run, f"rule/{number}")
+def samples_fit(subject: Subject, number: int, samples: int) -> bool:
+    """Whether all of it will be done in time: a few samples would only be a weak spot."""
+    budget, known = subject.budget, subject.evidence.prefixes[number : number + 1]
+    missing = samples - sum(len(prefix.drawn) for prefix in known)
+    kinds = {"plain": missing, "speculative": missing, "rule": 1}
+    return sum((budget.estimate(kind) or 0.0) * n for kind, n in kinds.items()) < budget.left
 
-    def fits(self, number: int, samples: int) -> bool:
-        """Whether all of it will be done in time: a few samples would only be a weak spot."""
-        budget, known = self._subject.budget, self._prefixes[number : number + 1]
-        missing = samples - sum(len(prefix.drawn) for prefix in known)
-        kinds = {"plain": missing, "speculative": missing, "rule": 1}
-        return sum((budget.estimate(kind) or 0.0) * n for kind, n in kinds.items()) < budget.left
 
-    def _choose_prefix(self, number: int) -> None:
-        """The beginning of a greedy text after which the target is undecided, by its entropy.
+def _choose_prefix(subject: Subject, number: int) -> None:
+    """The beginning of a greedy text after which the target is undecided, by its entropy.
 
-        Only those a few tokens behind a full cache block count, as thousands of samples start
-        there.
-        """
-        subject, start = self._subject, self._subject.start(number, self._subject.params)
-        output = subject.evidence.plain.get(f"greedy/{number}")
-        if output is None:
-            return
-        size, ends = self._engine.cache.block_size, range(len(output) + 1)
-        close = [end for end in ends if 0 < (len(start.prompt) + end) % size <= _BEYOND_BLOCK]
-        heads = [output[:end] for end in close or (len(output),)]
-        probs = Scorer(subject.llm.target, start).at_once(heads)
-        entropies = torch.special.entr(probs).sum(-1)
-        head = heads[int(entropies.argsort()[round(_RANK * (len(heads) - 1))])]
-        # Short drafts, whose bonus token is among those tested, and long ones in turn.
-        longest = subject.lengths[-1]
-        length = longest if number % 2 else min(2, longest)
-        self._prefixes.append(Prefix(replace(start, output=head), length))
+    Only those a few tokens behind a full cache block count, as thousands of samples start there.
+    """
+    start, evidence = subject.start(number, subject.params), subject.evidence
+    output = evidence.plain.get(f"greedy/{number}")
+    if output is None:
+        return
+    size, ends = subject.llm.engine.cache.block_size, range(len(output) + 1)
+    close = [end for end in ends if 0 < (len(start.prompt) + end) % size <= _BEYOND_BLOCK]
+    heads = [output[:end] for end in close or (len(output),)]
+    probs = Scorer(subject.llm.target, start).at_once(heads)
+    entropies = torch.special.entr(probs).sum(-1)
+    head = heads[int(entropies.argsort()[round(_RANK * (len(heads) - 1))])]
+    # Short drafts, whose bonus token is among those tested, and long ones in turn.
+    longest = subject.lengths[-1]
+    length = longest if number % 2 else min(2, longest)
+    evidence.prefixes.append(Prefix(replace(start, output=head), length))
 
-    def _draw(self, prefix: Prefix, number: int, size: int, plainly: bool) -> None:
-        engine = self._subject.plain if plainly else self._engine
-        generator = engine.verifier.generator
-        if generator is not None:
-            seed_parts = (self._subject.effort.seed, number, prefix.portions, plainly)
-            digest = hashlib.blake2b(repr(seed_parts).encode(), digest_size=7).digest()
-            generator.manual_seed(int.from_bytes(digest, "little"))
-        prefix.portions += 1
-        texts = self._continued(prefix.start, 0 if plainly else prefix.length, size, DEPTH, plainly)
-        given = len(prefix.start.output)
-        strings = prefix.plain if plainly else prefix.drawn
-        strings += [text.tokens[given:] for text in texts]
-        prefix.drafted += sum(text.drafted for text in texts)
 
-    def _continued(
-        self, start: Start, length: int, samples: int, enough: int, plainly: bool = False
-    ) -> list[DecodedOutput]:
-        """So many samples of ``enough`` tokens each; drafts of ``length`` are recorded."""
-        max_tokens = len(start.output) + max(DEPTH, enough) + length + 1
-        starts = [replace(start, params=replace(start.params, max_tokens=max_tokens))] * samples
-        if plainly:
-            return decode(self._subject.plain, starts, length, enough)
-        engine = self._engine
-        drafter, engine.drafter = engine.drafter, cast(Drafter, self._recorder)
-        try:
-            return decode(engine, starts, length, enough)
-        finally:
-            engine.drafter = drafter
+def _draw(subject: Subject, prefix: Prefix, number: int, size: int, plainly: bool) -> None:
+    engine, start = subject.plain if plainly else subject.llm.engine, prefix.start
+    generator = engine.verifier.generator
+    if generator is not None:
+        seed_parts = (subject.effort.seed, number, prefix.portions, plainly)
+        digest = hashlib.blake2b(repr(seed_parts).encode(), digest_size=7).digest()
+        generator.manual_seed(int.from_bytes(digest, "little"))
+    prefix.portions += 1
+    texts = _continued(subject, start, 0 if plainly else prefix.length, size, DEPTH, plainly)
+    strings = prefix.plain if plainly else prefix.drawn
+    strings += [text.tokens[len(start.output) :] for text in texts]
+    prefix.drafted += sum(text.drafted for text in texts)
 
-    def _enumerate(self, prefix: Prefix) -> None:
-        """The step at this prefix, by enumeration, over each kind of tree that was proposed."""
-        subject, recorder, start = self._subject, self._recorder, prefix.start
-        evidence, length = subject.evidence, min(2, subject.lengths[-1])
-        omitted = f"{start.name}: rule not enumerated:"
-        # A lookup may find nothing at the prefix itself, but further on in what was drawn from it.
-        for samples, enough in ((128, 1), (16, _FURTHER)):
-            recorder.watch(start.tokens, beyond=enough > 1)
-            self._continued(start, length, samples, enough)
-            if recorder.trees:
-                break
-        else:
-            evidence.notes.append(f"{omitted} nothing was drafted there")
-        trees, distributions = list(recorder.trees.values()), recorder.distributions
-        start = replace(start, output=(recorder.watched or ())[len(start.prompt) :])
-        recorder.watch(None)
-        target = Scorer(subject.llm.target, start).at_once
-        for tree in trees[:2]:
-            step = tree, distributions, target, start.name
-            check = enumerate_step(self._engine.verifier, *step)
-            if check is None:
-                many = f"a tree of {len(tree)} nodes has too many outcomes"
-                evidence.notes.append(f"{omitted} {many}")
-                continue
-            evidence.exact.append(check)
-            if not check.passed:
-                apart = f"{check.distance:.2g} from the target's (total variation, enumerated)"
-                what = f"{start.name}: a step's distribution is {apart}"
-                evidence.problems.append(Problem("rule", what))
+
+def _continued(
+    subject: Subject, start: Start, length: int, samples: int, enough: int, plainly: bool = False
+) -> list[DecodedOutput]:
+    """So many samples of ``enough`` tokens each; drafts of ``length`` are recorded."""
+    max_tokens = len(start.output) + max(DEPTH, enough) + length + 1
+    starts = [replace(start, params=replace(start.params, max_tokens=max_tokens))] * samples
+    if plainly:
+        return decode(subject.plain, starts, length, enough)
+    engine = subject.llm.engine
+    drafter, engine.drafter = engine.drafter, cast(Drafter, subject.recorder)
+    try:
+        return decode(engine, starts, length, enough)
+    finally:
+        engine.drafter = drafter
+
+
+def _enumerate(subject: Subject, prefix: Prefix) -> None:
+    """The step at this prefix, by enumeration, over each kind of tree that was proposed."""
+    evidence, recorder, start = subject.evidence, subject.recorder, prefix.start
+    length, omitted = min(2, subject.lengths[-1]), f"{start.name}: rule not enumerated:"
+    # A lookup may find nothing at the prefix itself, but further on in what was drawn from it.
+    for samples, enough in ((128, 1), (16, _FURTHER)):
+        recorder.watch(start.tokens, beyond=enough > 1)
+        _continued(subject, start, length, samples, enough)
+        if recorder.trees:
+            break
+    else:
+        evidence.notes.append(f"{omitted} nothing was drafted there")
+    trees, distributions = list(recorder.trees.values()), recorder.distributions
+    start = replace(start, output=(recorder.watched or ())[len(start.prompt) :])
+    recorder.watch(None)
+    target = Scorer(subject.llm.target, start).at_once
+    for tree in trees[:2]:
+        step = tree, distributions, target, start.name
+        check = enumerate_step(subject.llm.engine.verifier, *step)
+        if check is None:
+            many = f"a tree of {len(tree)} nodes has too many outcomes"
+            evidence.notes.append(f"{omitted} {many}")
+            continue
+        evidence.exact.append(check)
+        if not check.passed:
+            apart = f"{check.distance:.2g} from the target's (total variation, enumerated)"
+            what = f"{start.name}: a step's distribution is {apart}"
+            evidence.problems.append(Problem("rule", what))
