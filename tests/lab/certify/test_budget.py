@@ -17,7 +17,6 @@ from paceline.lab.certify.effort import Effort
 from paceline.lab.certify.evidence import Evidence
 from paceline.lab.certify.run import Certifier
 from paceline.lab.certify.scoring import Scorer
-from paceline.lab.certify.texts import compared
 from paceline.llm import LLM
 from paceline.model.paged.cache import PagedCache
 from support.engine_models import reference_logits
@@ -37,7 +36,7 @@ def test_any_beginning_has_a_little_of_everything(llm: LLM, prompts: Named) -> N
 
     def advance(shown: str) -> None:
         drawn = [len(prefix.drawn) for prefix in certifier.evidence.prefixes]
-        state = compared(certifier.subject, range(3)), drawn
+        state = certifier.compared(range(3)), drawn
         if not seen or state != seen[-1]:
             seen.append(state)
 

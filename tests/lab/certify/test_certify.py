@@ -49,7 +49,7 @@ def test_an_adaptive_engine_with_chosen_drafts(llm: LLM, prompts: Named) -> None
     ngram = llm.beside("ngram", max_batch_size=8, seed=1)
     again = [("again", [*prompts[0][1], *prompts[0][1]] * 2)]
     certifier = Certifier(ngram, again, None, Effort(1, 16, 1, 200))
-    assert list(certifier.subject.alone)[2] == "draft length auto, alone"
+    assert list(certifier.alone)[2] == "draft length auto, alone"
     pieces: list[str] = []
     certifier.run(pieces.append)
     assert len(pieces) == certifier.pieces
@@ -74,7 +74,7 @@ def test_plain_decoding_takes_no_more_memory_than_the_engine(llm: LLM, prompts: 
     """Its cache was a share of all that was free: 6 s to fill with zeros beside SmolLM2."""
     small = llm.beside("ngram", max_batch_size=8, draft_length=2, kv_cache_memory=2 << 20)
     certifier = Certifier(small, prompts, None, SMALL)
-    assert certifier.subject.plain.cache.num_blocks == small.engine.cache.num_blocks
+    assert certifier.plain.cache.num_blocks == small.engine.cache.num_blocks
 
 
 def test_greedy_only(llm: LLM, prompts: Named) -> None:

@@ -41,7 +41,7 @@ def test_what_comes_after_a_tie_is_compared(
 ) -> None:
     """A first text that parts at token 2 by a tie; later ones as ``second`` says."""
     llm = on_reference
-    subject = Certifier(llm, prompts, PARAMS).subject
+    subject = Certifier(llm, prompts, PARAMS)
     (plain,) = decode(llm.engine, [text], 0)
     given: list[tuple[int, ...]] = []
 
@@ -90,7 +90,7 @@ def test_equal_rows_have_no_ties(
     """On the native backend a row's bits depend on it alone, so that any difference is a bug."""
     if llm.target.backend.name != NATIVE:
         pytest.skip("the kernels are not in use")
-    subject = Certifier(llm, prompts, PARAMS).subject
+    subject = Certifier(llm, prompts, PARAMS)
     (plain,) = decode(llm.engine, [text], 0)
     other = DecodedOutput((*plain.tokens[:-1], plain.tokens[-1] + 1), 8, 4)
     at = len(plain.tokens) - 1

@@ -3,25 +3,17 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
 
-from paceline.core.params import SamplingParams
-from paceline.engine.engine import Engine
-from paceline.errors import PacelineError
-from paceline.lab.budget import Budget
 from paceline.lab.certify.certificate import TESTS, DistributionTest, Problem, ResultTable
 from paceline.lab.certify.decoding import Start, String
 from paceline.lab.certify.difference import Difference
-from paceline.lab.certify.draws import DrawCounts, Recorder
-from paceline.lab.certify.effort import Effort
+from paceline.lab.certify.draws import DrawCounts
 from paceline.lab.certify.exact import ExactCheck
 from paceline.lab.report.columns import Column, record_of
-from paceline.llm import LLM
 
 _MOST_DIVERGENCES = 12  # in a report
-OnProgress = Callable[[str], None]  # is told what comes next
 
 
 @dataclass(frozen=True)
@@ -122,79 +114,6 @@ class Evidence:
         yield replace(_DIVERGENCES, rows=rows[:_MOST_DIVERGENCES])
         yield replace(TESTS, rows=tests)
         yield replace(_EXACT, rows=tuple(self.exact))
-
-
-@dataclass
-class Subject:
-    """What every part of a certification is given: who answers, what is asked, for how long.
-
-    ``llm`` drafts, at ``lengths`` and, if it ``adapts``, at its own; ``plain`` decodes the same
-    target without drafts. ``prompts``: (name, token ids). What is seen goes into ``evidence``, what
-    comes next is told to ``advance``. ``recorder`` may stand in for the drafter. Nothing more is
-    done for the parts that are ``broken``.
-    """
-
-    llm: LLM
-    plain: Engine
-    prompts: Sequence[tuple[str, String]]
-    params: SamplingParams
-    lengths: tuple[int, ...]
-    adapts: bool
-    effort: Effort
-    budget: Budget
-    evidence: Evidence
-    recorder: Recorder
-    advance: OnProgress = lambda what: None
-    broken: set[str] = field(default_factory=set)
-
-    @property
-    def kinds(self) -> dict[str, SamplingParams]:
-        """The parameters of every kind of text; greedy ones have the same penalties and bias."""
-        greedy = replace(self.params, temperature=0.0, top_k=0, top_p=1.0, min_p=0.0)
-        return {"greedy": greedy} | ({} if self.params.greedy else {"seeded": self.params})
-
-    @property
-    def alone(self) -> dict[str, int | None]:
-        """Draft lengths of texts that are decoded one by one, by setting; None adapts."""
-        lengths: dict[str, int | None] = {f"draft length {n}, alone": n for n in self.lengths}
-        return lengths | ({"draft length auto, alone": None} if self.adapts else {})
-
-    @property
-    def mixed(self) -> str:
-        """The setting of texts in a batch with others."""
-        return f"draft length {self.lengths[-1]}, mixed batch"
-
-    def start(self, number: int, params: SamplingParams) -> Start:
-        """A request with prompt ``number``; behind the last one they begin anew."""
-        name, prompt = self.prompts[number % len(self.prompts)]
-        return Start(prompt, params, name=name)
-
-    def do(
-        self, part: str, kind: str, size: int, shown: str, run: Callable[[], None], name: str = ""
-    ) -> None:
-        """``run`` a piece of work, whole or not at all; ``kind`` and ``size`` tell what it takes.
-
-        ``part`` is at fault if it fails. With a ``name`` it is done once.
-        """
-        done, fits = self.evidence.done, self.budget.fits(kind, size)
-        if name in done or part in self.broken or not fits:
-            return
-        self.advance(shown)
-        with self.guarded(part), self.budget.piece(kind, size):
-            run()
-            done += [name] if name else []
-
-    @contextmanager
-    def guarded(self, part: str) -> Iterator[None]:
-        """A crash is a problem of its part, and the other parts still run."""
-        try:
-            yield
-        except PacelineError:
-            raise
-        except Exception as error:
-            what = f"decoding failed with {type(error).__name__}: {error}"
-            self.evidence.problems.append(Problem(part, " ".join(what.split())))
-            self.broken.add(part)
 
 
 # -- tables ---------------------------------------------------------------------------------------

@@ -3,13 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import replace
 from itertools import pairwise, product, zip_longest
-from typing import Any
 
-from paceline.control.controller import FixedLength
 from paceline.core.params import SamplingParams
-from paceline.errors import ConfigError, PromptError
 from paceline.lab.budget import Budget
 from paceline.lab.certify.certificate import (
     LEAST_PREFIXES,
@@ -20,11 +16,10 @@ from paceline.lab.certify.certificate import (
     too_little,
 )
 from paceline.lab.certify.distributions import judge
-from paceline.lab.certify.draws import Recorder
 from paceline.lab.certify.effort import FEWEST, Effort
-from paceline.lab.certify.evidence import Evidence, OnProgress, Subject
 from paceline.lab.certify.samples import PORTIONS, sample, samples_fit
-from paceline.lab.certify.texts import compare_texts, compared, decide_tokens
+from paceline.lab.certify.subject import OnProgress, Subject
+from paceline.lab.certify.texts import compare_texts, decide_tokens
 from paceline.llm import LLM
 
 _ENDING = 0.1  # of the budget, kept for the tests at the end
@@ -58,7 +53,7 @@ def certify(
     return certifier.certificate()
 
 
-class Certifier:
+class Certifier(Subject):
     """One certification; ``certificate`` may be asked for at any time, also after Ctrl-C.
 
     ``evidence`` is what an earlier one with the same model, drafter, prompts, parameters and
@@ -66,89 +61,14 @@ class Certifier:
     Prompts beyond the effort's number of texts are for that.
     """
 
-    def __init__(
-        self,
-        llm: LLM,
-        prompts: Sequence[tuple[str, Sequence[int]]],
-        params: SamplingParams | None = None,
-        effort: Effort | None = None,
-        *,
-        budget: Budget | None = None,
-        evidence: Evidence | None = None,
-    ) -> None:
-        self.effort, self.budget = effort or Effort(), budget or Budget()
-        self.evidence = evidence or Evidence()
-        lengths, adapts = _lengths_of(llm)
-        checked = _checked(llm, prompts, self.effort)
-        # No larger a cache: by default it would be a share of the memory that is left.
-        layers = map(llm.engine.cache.kv, range(llm.target.num_layers))
-        plain = llm.beside(
-            max_batch_size=llm.engine.scheduler.config.max_batch_size,
-            seed=self.effort.seed + 1,
-            kv_cache_memory=sum(tensor.nbytes for pair in layers for tensor in pair),
-        )
-        unused: dict[str, Any] = {"stop": (), "stop_token_ids": (), "min_tokens": 0}
-        asked = params or SamplingParams(temperature=1.0)
-        self.subject = Subject(
-            llm=llm,
-            plain=plain.engine,
-            prompts=checked,
-            params=replace(asked, seed=None, n=1, logprobs=None, **unused),
-            lengths=lengths,
-            adapts=adapts,
-            effort=self.effort,
-            budget=self.budget,
-            evidence=self.evidence,
-            recorder=Recorder(llm.engine.drafter, self.evidence.draws, self.effort.seed),
-        )
-        self._ended = False
-        self._before = self.evidence.spent
-        if evidence is not None and _complete(self._amounts()):
-            self.evidence.tranche += 1
-
-    # -- how much -----------------------------------------------------------------------------
-
-    @property
-    def texts(self) -> int:
-        """Texts wanted by now. Prompts are not repeated within one run."""
-        return self.evidence.tranche * min(self.effort.texts, len(self.subject.prompts))
-
-    @property
-    def prefixes(self) -> int:
-        """Prefixes wanted; none if only greedy decoding is tested."""
-        most = min(self.effort.prefixes, self.effort.texts, len(self.subject.prompts))
-        return 0 if self.subject.params.greedy else most
-
-    @property
-    def samples(self) -> int:
-        """Samples wanted at each of them by now."""
-        return self.evidence.tranche * self.effort.samples
+    _ended = False
 
     @property
     def pieces(self) -> int:
         """How often ``run`` calls ``advance`` at most."""
-        of_text, batches = 1 + len(self.subject.alone), len(_groups(self.texts))
-        comparing = len(self.subject.kinds) * (self.texts * of_text + batches)
+        of_text, batches = 1 + len(self.alone), len(_groups(self.texts))
+        comparing = len(self.kinds) * (self.texts * of_text + batches)
         return comparing + self.prefixes * (2 * PORTIONS * self.evidence.tranche + 2)
-
-    def _amounts(self) -> dict[str, Any]:
-        """What the time was spent on, of how much that is wanted: JSON's "budget"."""
-        evidence, drawn = self.evidence, [len(prefix.drawn) for prefix in self.evidence.prefixes]
-        evidence.spent = self._before + self.budget.spent
-        return {
-            "seconds": self.budget.seconds,
-            "spent": evidence.spent,
-            "tokens": evidence.tokens or self.effort.max_tokens,
-            "texts": compared(self.subject, range(self.texts)),
-            "texts_wanted": self.texts,
-            "prefixes": sum(count >= self.samples for count in drawn),
-            "prefixes_wanted": self.prefixes,
-            "samples": sum(min(count, self.samples) for count in drawn),
-            "samples_wanted": self.prefixes * self.samples,
-            "verdicts": evidence.verdicts + 1,
-        }
-
-    # -- testing ------------------------------------------------------------------------------
 
     def run(self, advance: OnProgress = lambda what: None) -> None:
         """Test as much as the budget allows, in an order of which any beginning has seen a little
@@ -159,23 +79,23 @@ class Certifier:
         KeyboardInterrupt passes through.
         """
         self.budget.reserve = _ENDING * (self.budget.seconds or 0.0)
-        self.subject.advance = advance
-        with self.subject.guarded("greedy"):
-            decide_tokens(self.subject)
+        self.advance = advance
+        with self.guarded("greedy"):
+            decide_tokens(self)
         portions = [(0, -(-self.samples * tenths // 10)) for tenths in (3, 5, 10)]
         portions += [(number, self.samples) for number in range(1, self.prefixes)]
         rounds = zip_longest(_groups(self.texts), portions if self.prefixes else ())
         for numbers, portion in rounds:
-            compare_texts(self.subject, numbers or ())
-            if portion and (not portion[0] or samples_fit(self.subject, *portion)):
-                sample(self.subject, *portion)
+            compare_texts(self, numbers or ())
+            if portion and (not portion[0] or samples_fit(self, *portion)):
+                sample(self, *portion)
         self._ended = True
 
     # -- judging ------------------------------------------------------------------------------
 
     def certificate(self) -> Certificate:
         """The verdict on the evidence so far."""
-        llm, evidence, amounts = self.subject.llm, self.evidence, self._amounts()
+        llm, evidence, amounts = self.llm, self.evidence, self.amounts()
         # However often somebody goes on, a lossless engine fails with 2 alpha at most.
         alpha = self.effort.alpha / 2**evidence.verdicts
         tests = as_family(self._tests(), alpha)
@@ -185,7 +105,7 @@ class Certifier:
             problems.append(Problem("drafter", f"{what} rules out"))
         problems += [test.problem() for test in tests if test.adjusted_p_value < alpha]
         notes = [*evidence.notes]
-        if self.subject.params.greedy:
+        if self.params.greedy:
             notes.append("sampling was not tested: the temperature is 0")
         draft, bias = ", ".join(llm.drafters) or llm.engine.drafter.name, _smallest_bias(tests)
         return Certificate(
@@ -196,7 +116,7 @@ class Certifier:
                 "draft": draft,
                 "dtype": llm.target.numbers,
                 "backend": llm.target.backend_reason,
-                "complete": self._ended and _complete(amounts),
+                "complete": self._ended and self.complete,
                 "smallest_bias": bias,
                 "budget": amounts,
             },
@@ -205,7 +125,7 @@ class Certifier:
             lacks=tuple(self._lacks(tests, amounts["texts"])),
             notes=tuple(dict.fromkeys(notes)),
             interrupted=not self._ended,
-            completed=_completed(amounts, f"{bias:.1%}" if tests else ""),
+            completed=self._completed(bias if tests else None),
             certified=self._certified(tests, bias),
         )
 
@@ -214,8 +134,8 @@ class Certifier:
         tests: list[DistributionTest] = []
         for prefix in self.evidence.prefixes:
             if min(len(prefix.drawn), len(prefix.plain)) >= FEWEST:
-                with self.subject.guarded("sampling"):
-                    tests += judge(self.subject.llm.target, prefix)
+                with self.guarded("sampling"):
+                    tests += judge(self.llm.target, prefix)
         draws = self.evidence.draws
         if (outcome := draws.test()) is not None:
             about = "drafter", "draws / declared distribution", draws.total
@@ -226,11 +146,11 @@ class Certifier:
         """What the evidence must have, or it says too little to certify anything."""
         evidence, sampled = self.evidence, bool(self.prefixes)
         seen = {(check.kind, check.setting) for check in evidence.checks}
-        wanted = product(self.subject.kinds, [*self.subject.alone, self.subject.mixed])
+        wanted = product(self.kinds, [*self.alone, self.mixed])
         unseen = [f"no {kind} text at {name}" for kind, name in wanted if (kind, name) not in seen]
         drafting = {check.kind for check in evidence.checks if check.drafted}
         drafting |= {"sampled" for prefix in evidence.prefixes if prefix.drafted}
-        kinds = [*self.subject.kinds, *(["sampled"] if sampled else [])]
+        kinds = [*self.kinds, *(["sampled"] if sampled else [])]
         # A test of nothing must not pass.
         proposed = "the drafter proposed nothing for {} requests; try other prompts (--prompts)"
         idle = [proposed.format(kind) for kind in kinds if kind not in drafting]
@@ -247,9 +167,21 @@ class Certifier:
             lacks.append("the rule was not enumerated")
         return lacks
 
+    def _completed(self, bias: float | None) -> str:
+        """What the time was spent on, for people; ``bias``: the smallest, if any could be seen."""
+        line = "{spent:.0f} s completed {texts} of {texts_wanted} texts of {tokens} tokens"
+        if self.prefixes:
+            line += ", {prefixes} of {prefixes_wanted} prefixes"
+            line += ", {samples} of {samples_wanted} samples"
+        if not self.complete:
+            line += "; --continue goes on"
+        if bias is not None:
+            line += f"; the smallest bias that it could have seen is {bias:.1%}"
+        return line.format(**self.amounts())
+
     def _certified(self, tests: Sequence[DistributionTest], bias: float) -> str:
         """What the word stands for."""
-        checks, target = self.evidence.checks, self.subject.llm.target
+        checks, target = self.evidence.checks, self.llm.target
         ties = sum(len(check.ties) for check in checks)
         how = "bit for bit" if target.backend.same_bits else f"but for {ties} near ties"
         tokens = sum(check.tokens for check in checks)
@@ -266,22 +198,6 @@ class Certifier:
         return "; ".join(parts)
 
 
-def _complete(amounts: dict[str, Any]) -> bool:
-    return all(amounts[what] >= amounts[f"{what}_wanted"] for what in ("texts", "prefixes"))
-
-
-def _completed(amounts: dict[str, Any], bias: str) -> str:
-    """What the time was spent on, for people; ``bias``: the smallest, if any could be seen."""
-    line = "{spent:.0f} s completed {texts} of {texts_wanted} texts of {tokens} tokens"
-    if amounts["prefixes_wanted"]:
-        line += ", {prefixes} of {prefixes_wanted} prefixes, {samples} of {samples_wanted} samples"
-    if not _complete(amounts):
-        line += "; --continue goes on"
-    if bias:
-        line += f"; the smallest bias that it could have seen is {bias}"
-    return line.format(**amounts)
-
-
 def _smallest_bias(tests: Sequence[DistributionTest]) -> float:
     """Total variation from the target's distribution that would have shown at every prefix."""
     tested = [test for test in tests if test.draft_length and "distribution" in test.what]
@@ -294,41 +210,3 @@ def _groups(texts: int) -> list[range]:
     while ends[-1] < texts:
         ends.append(min(texts, max(1, 2 * ends[-1])))
     return [range(*pair) for pair in pairwise(ends)]
-
-
-def _lengths_of(llm: LLM) -> tuple[tuple[int, ...], bool]:
-    """Fixed draft lengths to test, and whether the engine has a controller that adapts."""
-    engine = llm.engine
-    if engine.verifier.lossy:
-        raise ConfigError(
-            "this engine accepts by typical acceptance (lossy), which is not lossless by design: "
-            "there is nothing to certify; leave lossy out"
-        )
-    if not engine.drafter.max_nodes(1):
-        raise ConfigError("there is no drafter to certify; give one with draft (--draft)")
-    if not isinstance(engine.controller, FixedLength):
-        return (1, 4), True
-    length = engine.controller.length
-    if not length:
-        raise ConfigError("draft length 0 drafts nothing, so there is nothing to certify")
-    return tuple(sorted({1, length})), False
-
-
-def _checked(
-    llm: LLM, prompts: Sequence[tuple[str, Sequence[int]]], effort: Effort
-) -> list[tuple[str, tuple[int, ...]]]:
-    """Those that fit; of the first ones, which are wanted at once, all must."""
-    if not prompts:
-        raise PromptError("no prompt was given")
-    limit, checked = llm.max_model_len, list[tuple[str, tuple[int, ...]]]()
-    for number, (name, prompt) in enumerate(prompts):
-        if 0 < len(prompt) <= limit - effort.max_tokens - 16:
-            checked.append((name, tuple(prompt)))
-        elif number < effort.texts and not prompt:
-            raise PromptError(f"prompt {name} is empty; give at least one token of text")
-        elif number < effort.texts:
-            raise PromptError(
-                f"prompt {name} has {len(prompt)} tokens, but {llm.target.name} sees {limit} with "
-                f"the {effort.max_tokens} that are decoded; shorten it or lower max_tokens"
-            )
-    return checked

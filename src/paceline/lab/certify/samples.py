@@ -13,9 +13,10 @@ from paceline.draft.base import Drafter
 from paceline.lab.certify.certificate import Problem
 from paceline.lab.certify.decoding import DecodedOutput, Start, decode
 from paceline.lab.certify.distributions import DEPTH
-from paceline.lab.certify.evidence import Prefix, Subject
+from paceline.lab.certify.evidence import Prefix
 from paceline.lab.certify.exact import enumerate_step
 from paceline.lab.certify.scoring import Scorer
+from paceline.lab.certify.subject import Subject
 
 PORTIONS = 10  # in which the samples of a prefix are drawn
 _BEYOND_BLOCK = 4  # tokens of a prefix that no full cache block shares: cheap to read again

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from functools import partial
 from itertools import cycle, product
@@ -10,7 +10,8 @@ from itertools import cycle, product
 from paceline.core.params import SamplingParams
 from paceline.lab.certify.decoding import DecodedOutput, Start, decode
 from paceline.lab.certify.difference import explain
-from paceline.lab.certify.evidence import Subject, TextCheck, TextDivergence
+from paceline.lab.certify.evidence import TextCheck, TextDivergence
+from paceline.lab.certify.subject import Subject
 
 _NEIGHBOURS = 3  # at least, of the texts in a mixed batch
 _SHARE = 0.025  # of what is left of a budget, that one text at one setting may take
@@ -36,13 +37,6 @@ def compare_texts(subject: Subject, numbers: Sequence[int]) -> None:
             run = partial(_compare, subject, kind, numbers, subject.mixed)
             name = f"{kind}/{'-'.join(map(str, numbers))}/{subject.mixed}"
             subject.do(kind, "mixed", len(numbers), f"{kind}: {subject.mixed}", run, name)
-
-
-def compared(subject: Subject, numbers: Iterable[int]) -> int:
-    """How many of these were compared under every setting that decodes them alone."""
-    done, ends = set(subject.evidence.done), ["", *(f"/{setting}" for setting in subject.alone)]
-    wanted = [f"{kind}/{{}}{end}" for kind, end in product(subject.kinds, ends)]
-    return sum(all(name.format(number) in done for name in wanted) for number in numbers)
 
 
 def decide_tokens(subject: Subject) -> None:
