@@ -8,8 +8,9 @@ from dataclasses import replace
 import pytest
 
 from paceline.core.params import SamplingParams
+from paceline.core.sequence import DraftCounts
 from paceline.engine.driver import StandstillError
-from paceline.lab.certify.decoding import DecodedOutput, Start, decode
+from paceline.lab.certify.decoding import Start, decode
 from paceline.lab.certify.difference import Difference, first_difference
 from paceline.lab.certify.run import Certifier
 from paceline.lab.certify.texts import check_texts
@@ -42,16 +43,16 @@ def test_what_comes_after_a_tie_is_compared(
     """A first text that parts at token 2 by a tie; later ones as ``second`` says."""
     llm = on_reference
     subject = Certifier(llm, prompts, PARAMS)
-    (plain,) = decode(llm.engine, [text], 0)
+    ((plain, _),) = decode(llm.engine, [text], 0)
     given: list[tuple[int, ...]] = []
 
-    def faked(engine, starts, length=None, enough=None) -> list[DecodedOutput]:
+    def faked(engine, starts, length=None, enough=None) -> list[tuple[Sequence[int], DraftCounts]]:
         given.extend(start.output for start in starts)
-        tokens = list(plain.tokens)
+        tokens = list(plain)
         at = {0: 2, 3: 7}.get(len(starts[0].output))
         if at is not None and (at == 2 or second is not None):
             tokens[at] += 1
-        return [DecodedOutput(tuple(tokens), 8, 4)]
+        return [(tuple(tokens), DraftCounts(drafted=8, accepted=4))]
 
     def explained(model, prompt, left, right, params) -> Difference | None:
         at = first_difference(left, right)
@@ -61,20 +62,19 @@ def test_what_comes_after_a_tie_is_compared(
 
     monkeypatch.setattr("paceline.lab.certify.texts.decode", faked)
     monkeypatch.setattr("paceline.lab.certify.texts.explain", explained)
-    check = check_texts(subject, "greedy", "x", [text], [plain.tokens])
+    check = check_texts(subject, "greedy", "x", [text], [plain])
     assert (len(check.ties), len(check.bugs)) == (ties, bugs)
-    assert given[:2] == [(), plain.tokens[:3]]
+    assert given[:2] == [(), plain[:3]]
 
 
 def test_decoding_goes_on_from_given_output(llm: LLM, text: Start) -> None:
     """With penalties on the output: what is given counts as output, not as prompt."""
     params = SamplingParams(max_tokens=12, frequency_penalty=1.5)
     text = replace(text, params=params)
-    (whole,) = decode(llm.engine, [text], 2)
-    (rest,) = decode(llm.engine, [replace(text, output=whole.tokens[:5])], 0)
-    assert rest.tokens == whole.tokens
-    (short,) = decode(llm.engine, [text], 2, enough=3)
-    assert short.tokens == whole.tokens[:3]
+    ((whole, counts),) = decode(llm.engine, [text], 2)
+    assert counts.drafted >= counts.accepted
+    assert decode(llm.engine, [replace(text, output=whole[:5])], 0)[0][0] == whole
+    assert decode(llm.engine, [text], 2, enough=3)[0][0] == whole[:3]
     assert not llm.engine.has_work
 
 
@@ -91,10 +91,10 @@ def test_equal_rows_have_no_ties(
     if llm.target.backend.name != NATIVE:
         pytest.skip("the kernels are not in use")
     subject = Certifier(llm, prompts, PARAMS)
-    (plain,) = decode(llm.engine, [text], 0)
-    other = DecodedOutput((*plain.tokens[:-1], plain.tokens[-1] + 1), 8, 4)
-    at = len(plain.tokens) - 1
+    ((plain, _),) = decode(llm.engine, [text], 0)
+    other = (*plain[:-1], plain[-1] + 1), DraftCounts(drafted=8, accepted=4)
+    at = len(plain) - 1
     monkeypatch.setattr("paceline.lab.certify.texts.decode", lambda *_: [other])
     monkeypatch.setattr("paceline.lab.certify.texts.explain", lambda *_: difference(at, 0.0))
-    check = check_texts(subject, "greedy", "x", [text], [plain.tokens])
+    check = check_texts(subject, "greedy", "x", [text], [plain])
     assert (len(check.ties), len(check.bugs)) == (0, 1)

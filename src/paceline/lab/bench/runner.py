@@ -21,10 +21,6 @@ OnProgress = Callable[[str], None]  # is told what runs next
 OnJob = Callable[[BenchEngine, BenchJob], TimedRun]  # how an engine does a job
 
 
-def _ignore(what: str) -> None:
-    pass
-
-
 def one_run(engine: BenchEngine, job: BenchJob) -> TimedRun:
     """All requests of a job, timed together."""
     return engine.run(job.asks)
@@ -47,7 +43,7 @@ def take_turns(
     engines: Sequence[BenchEngine],
     rounds: int,
     record: HeatRecord,
-    advance: OnProgress = _ignore,
+    advance: OnProgress = lambda what: None,
     budget: Budget | None = None,
     answer: OnJob = one_run,
 ) -> None:
@@ -171,7 +167,7 @@ class Sweep:
         methods: Sequence[Method],
         start: Callable[[Method, int], BenchEngine],
         record: HeatRecord,
-        advance: OnProgress = _ignore,
+        advance: OnProgress = lambda what: None,
         finished: Callable[[int, Sequence[BenchEngine]], None] = lambda clients, engines: None,
         budget: Budget | None = None,
         answer: OnJob = one_run,

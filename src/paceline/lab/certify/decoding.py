@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import NamedTuple
 
 from paceline.core.params import SamplingParams
+from paceline.core.sequence import DraftCounts
 from paceline.engine.driver import Drive, sequence
 from paceline.engine.engine import Engine
 
@@ -28,21 +28,10 @@ class Start:
         return self.prompt + self.output
 
 
-class DecodedOutput(NamedTuple):
-    """``tokens`` of the output, the given ones included; what was drafted and accepted of them."""
-
-    tokens: String
-    drafted: int
-    accepted: int
-
-
 def decode(
-    engine: Engine,
-    starts: Sequence[Start],
-    length: int | None = None,
-    enough: int | None = None,
-) -> list[DecodedOutput]:
-    """Outputs of all starts, decoded in one continuous batch.
+    engine: Engine, starts: Sequence[Start], length: int | None = None, enough: int | None = None
+) -> list[tuple[String, DraftCounts]]:
+    """Outputs of all starts, with the given tokens, and what was drafted: in one continuous batch.
 
     No end token stops them: each has ``max_tokens`` of output, or ``enough`` tokens beyond what
     was given, if that comes first (drafts are then as long at the end as at the beginning).
@@ -57,9 +46,5 @@ def decode(
                 if enough is not None and sum(count for _, count in seq.arrivals) >= enough:
                     drive.drop(seq.seq_id)
     ends = [None if enough is None else len(start.output) + enough for start in starts]
-    return [
-        DecodedOutput(
-            tuple(seq.tokens[seq.prompt_length :][:end]), seq.counts.drafted, seq.counts.accepted
-        )
-        for seq, end in zip(seqs, ends, strict=True)
-    ]
+    outputs = [tuple(seq.tokens[seq.prompt_length :]) for seq in seqs]
+    return [(out[:end], seq.counts) for out, end, seq in zip(outputs, ends, seqs, strict=True)]

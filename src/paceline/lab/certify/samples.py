@@ -9,9 +9,10 @@ from typing import cast
 
 import torch
 
+from paceline.core.sequence import DraftCounts
 from paceline.draft.base import Drafter
 from paceline.lab.certify.certificate import Problem
-from paceline.lab.certify.decoding import DecodedOutput, Start, decode
+from paceline.lab.certify.decoding import Start, String, decode
 from paceline.lab.certify.distributions import DEPTH
 from paceline.lab.certify.evidence import Prefix
 from paceline.lab.certify.exact import enumerate_step
@@ -85,13 +86,13 @@ def _draw(subject: Subject, prefix: Prefix, number: int, size: int, plainly: boo
     prefix.portions += 1
     texts = _continued(subject, start, 0 if plainly else prefix.length, size, DEPTH, plainly)
     strings = prefix.plain if plainly else prefix.drawn
-    strings += [text.tokens[len(start.output) :] for text in texts]
-    prefix.drafted += sum(text.drafted for text in texts)
+    strings += [tokens[len(start.output) :] for tokens, _ in texts]
+    prefix.drafted += sum(counts.drafted for _, counts in texts)
 
 
 def _continued(
     subject: Subject, start: Start, length: int, samples: int, enough: int, plainly: bool = False
-) -> list[DecodedOutput]:
+) -> list[tuple[String, DraftCounts]]:
     """So many samples of ``enough`` tokens each; drafts of ``length`` are recorded."""
     max_tokens = len(start.output) + max(DEPTH, enough) + length + 1
     starts = [replace(start, params=replace(start.params, max_tokens=max_tokens))] * samples

@@ -51,7 +51,7 @@ class Scorer:
         texts = [[*self._start.tokens, *string] for string in strings]
         # Whole blocks that all texts share; at least the last token of the start is computed anew.
         switch, shared = self._model.rope_switch, (len(self._start.tokens) - 1) // _BLOCK
-        if switch is not None and max(map(len, texts)) > switch:
+        if switch is not None and len(self._start.tokens) <= switch < max(map(len, texts)):
             shared = 0  # some become so long that the beginning is rotated otherwise
         parts = _parts(texts, shared * _BLOCK)
         logits = [self._forward(part, stepwise, shared).float().cpu() for part in parts]

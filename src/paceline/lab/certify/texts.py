@@ -8,7 +8,7 @@ from functools import partial
 from itertools import cycle, product
 
 from paceline.core.params import SamplingParams
-from paceline.lab.certify.decoding import DecodedOutput, Start, decode
+from paceline.lab.certify.decoding import Start, decode
 from paceline.lab.certify.difference import explain
 from paceline.lab.certify.evidence import TextCheck, TextDivergence
 from paceline.lab.certify.subject import Subject
@@ -59,8 +59,7 @@ def _text(subject: Subject, kind: str, number: int) -> Start:
 
 
 def _decode_plainly(subject: Subject, name: str, text: Start) -> None:
-    (plain,) = decode(subject.plain, [text], 0)
-    subject.evidence.plain[name] = plain.tokens
+    ((subject.evidence.plain[name], _),) = decode(subject.plain, [text], 0)
 
 
 def _compare(subject: Subject, kind: str, numbers: Sequence[int], setting: str) -> None:
@@ -88,18 +87,18 @@ def check_texts(
 
     One after another, or together in a batch that ``others``, which are not compared, join.
     """
-    length, outputs = subject.alone.get(setting, subject.lengths[-1]), list[DecodedOutput]()
-    for batch in [[*texts, *others]] if others else [[text] for text in texts]:
-        outputs += decode(subject.llm.engine, batch, length)
+    length = subject.alone.get(setting, subject.lengths[-1])
+    batches = [[*texts, *others]] if others else [[text] for text in texts]
+    outputs = [out for batch in batches for out in decode(subject.llm.engine, batch, length)]
     ties: list[TextDivergence] = []
     bugs: list[TextDivergence] = []
-    for text, expected, output in zip(texts, plain, outputs, strict=False):
-        for item, tie in _divergences(subject, text, expected, output.tokens, length):
+    drafted = accepted = 0
+    for text, expected, (tokens, counts) in zip(texts, plain, outputs, strict=False):
+        for item, tie in _divergences(subject, text, expected, tokens, length):
             (ties if tie else bugs).append(item)
-    asked = outputs[: len(texts)]
-    drafted, accepted = sum(o.drafted for o in asked), sum(o.accepted for o in asked)
-    counts = len(texts), sum(map(len, plain)), drafted, accepted
-    return TextCheck(kind, setting, *counts, tuple(ties), tuple(bugs))
+        drafted, accepted = drafted + counts.drafted, accepted + counts.accepted
+    compared = len(texts), sum(map(len, plain)), drafted, accepted
+    return TextCheck(kind, setting, *compared, tuple(ties), tuple(bugs))
 
 
 def _divergences(
@@ -123,4 +122,4 @@ def _divergences(
         given = tuple(expected[: difference.at + 1])
         if not difference.is_tie or len(given) == len(expected):
             return
-        ((tokens, _, _),) = decode(subject.llm.engine, [replace(text, output=given)], length)
+        ((tokens, _),) = decode(subject.llm.engine, [replace(text, output=given)], length)
