@@ -175,7 +175,6 @@ PUBLIC_ONLY: dict[str, set[str]] = {
     "lab/tune": {"model/names", "model/identity", "model/measure"},
     "lab/profiling": {"model/backends/counters", "model/loading", "model/measure"},
     "lab/doctor": {  # what loading checkpoints asks of them, and a batch for a few layers
-        "control/options",
         "core/batch",
         "core/costs",
         "core/memory",

@@ -104,7 +104,7 @@ def test_ctrl_c_leaves_the_findings(monkeypatch: pytest.MonkeyPatch) -> None:
     --model /nowhere/at/all | does not exist
     --draft eagle3 | needs a head
     --draft ngram:colour=red | no option colour
-    --dtype int3 | dtype 'int3'
+    --dtype int3 | dtype is 'int3'
     --report x.pdf | .md or .html
     """),
 )

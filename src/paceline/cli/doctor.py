@@ -12,7 +12,7 @@ from paceline.cli.options import ModelOptions, expand
 from paceline.cli.progress import spending
 from paceline.core.stages import stage
 from paceline.lab.budget import Budget
-from paceline.settings import setting
+from paceline.settings import explicit, setting
 
 if TYPE_CHECKING:
     from paceline.lab.doctor.trial import SpeedupTrial
@@ -56,13 +56,10 @@ def doctor(
     with stage(f"examining {engine.model}"):
         from paceline.lab.doctor import Severity, check_logits, examine, report
         from paceline.lab.doctor.ahead import look_ahead
-        from paceline.lab.doctor.examination import SETTINGS
         from paceline.lab.doctor.findings import by_severity
         from paceline.lab.doctor.trial import judge
 
-        asked = {name: value for name, value in vars(engine).items() if name in SETTINGS}
-        asked["max_batch_size"] = engine.max_batch_size or 8
-        findings = examine(engine.model, draft, **asked)
+        findings = examine(engine.model, draft, **explicit(vars(engine), "LLM"))
         if for_engine is not None:
             pair = for_engine, engine.model, draft, engine.foreign
             findings += look_ahead(*pair, **engine.speculation())

@@ -10,8 +10,8 @@ from string import Formatter
 from typing import Any
 
 import pytest
-import torch
 
+from paceline.build import EngineOptions
 from paceline.errors import ConfigError, ModelLoadError
 from paceline.lab.doctor import Finding, Severity, examine, findings
 from paceline.lab.doctor.files import read_files
@@ -184,7 +184,8 @@ def test_memory_of_what_is_rounded_when_loaded(precision: str, backend: str) -> 
     files = read_files(TARGET)
     described, _ = describe(files, "target")
     assert described is not None
-    setting = Setting(torch.device("cpu"), torch.float32, quantize=precision, backend=backend)
+    options = EngineOptions(device="cpu", dtype="float32", quantize=precision, backend=backend)
+    setting = Setting.of(options)
     foreseen = weight_bytes(described, setting)
     assert foreseen == pytest.approx(exact, rel=0.02)  # a scale a row of eight bits is left out
     assert only(plain, "memory-fits").text != only(rounded, "memory-fits").text

@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
+from paceline.build import EngineOptions
 from paceline.lab.doctor import Severity, examine, machine
 from paceline.lab.doctor.machine import (
     Needs,
@@ -46,7 +47,7 @@ def test_dtypes(
 
 
 def test_large_weights_on_a_processor() -> None:
-    (suits, absent) = check_dtype(Setting(CPU, torch.bfloat16), 14 << 30)
+    (suits, absent) = check_dtype(Setting(EngineOptions(), CPU, torch.bfloat16), 14 << 30)
     assert (suits.code, absent.code) == ("dtype-suits", "gpu-absent")
     assert "14.0 GiB" in absent.text
 
@@ -54,7 +55,7 @@ def test_large_weights_on_a_processor() -> None:
 def memory(monkeypatch: pytest.MonkeyPatch, free: int, given: int | None = None) -> tuple[str, str]:
     """100 MiB of weights, 1 KiB of cache a token, 8 sequences of 1,024 tokens."""
     monkeypatch.setattr(machine, "free_memory", lambda device: free)
-    setting = Setting(CPU, torch.bfloat16, kv_cache_memory=given)
+    setting = Setting(EngineOptions(kv_cache_memory=given), CPU, torch.bfloat16)
     found = check_memory(setting, Needs(100 << 20, 1 << 10), 1024)
     return found.code, found.severity.value
 

@@ -39,7 +39,7 @@ def sample() -> Report:
         Figure(
             "by batch", lambda: plots.lines([1, 2, 4], {"a": [1, None, 3]}, "n", "t/s", True), "b"
         ),
-        Figure("parts", lambda: plots.stacks(["x"], {"p": [1], "q": [2]}, "ms"), "c"),
+        Figure("parts", lambda: plots.bars(["x"], {"p": [1], "q": [2]}, "ms", stacked=True), "c"),
     )
     return report
 

@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import inspect
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from itertools import starmap
 from typing import Any
 
-import torch
-
+from paceline.build import EngineOptions
 from paceline.core.memory import free_memory
 from paceline.draft.auto import Circumstances, Composition, compose
 from paceline.draft.heads.checkpoint import Checkpoint, weights_kind
@@ -43,10 +41,7 @@ from paceline.lab.doctor.machine import (
 from paceline.lab.doctor.models import Model, describe, millions
 from paceline.lab.doctor.texts import check_chat, check_ends, compare
 from paceline.lab.doctor.weights import check_files, check_values, check_weights
-from paceline.model.backends.base import REFERENCE
-from paceline.model.loading import dtype_to_load, resolve_device
 from paceline.model.offload import plan_offload
-from paceline.model.paged.int8 import cache_dtype
 from paceline.model.quantised.weights import BITS
 from paceline.parallel.team import check_shareable
 
@@ -58,69 +53,43 @@ _Checked = tuple[list[Finding], Needs]
 
 
 def examine(
-    target: str,
-    draft: str | Sequence[str] | None = None,
-    *,
-    dtype: str = "auto",
-    device: str = "auto",
-    max_batch_size: int = 8,
-    kv_cache_memory: int | None = None,
-    quantize: str | None = None,
-    draft_quantize: str | None = None,
-    backend: str = "auto",
-    offload: str | None = None,
-    weights_memory: int | None = None,
-    tensor_parallel: int = 1,
-    kv_cache_dtype: str = "auto",
+    target: str, draft: str | Sequence[str] | None = None, **settings: Any
 ) -> list[Finding]:
     """Look at a target and its draft or drafts before they are loaded; the worst comes first.
 
-    Arguments as of ``LLM``. Reads config.json, tokenizers, headers and samples of the weights,
-    and fetches the small files of a hub name that is not on this machine. What is wrong with the
-    models is a finding; what is wrong with the arguments raises ModelLoadError (no such folder, no
-    config.json) or ConfigError (an unknown option of a draft, an unusable device), in one line.
+    ``settings``: keywords of ``LLM`` that an engine has. Reads config.json, tokenizers, headers and
+    samples of the weights, and fetches the small files of a hub name that is not on this machine.
+    What is wrong with the models is a finding; what is wrong with the arguments raises
+    ModelLoadError (no such folder, no config.json) or ConfigError (an unknown option of a draft, an
+    unusable device), in one line.
     """
     texts = [draft] if draft is None or isinstance(draft, str) else list(draft)
     specs = [spec for text in texts for spec in parse_draft(text).members()]
-    resolved, moved = resolve_device(device), offload is not None or tensor_parallel > 1
-    run = REFERENCE if moved else backend
-    number = dtype_to_load(dtype, resolved, run)
-    setting = Setting(
-        resolved,
-        number,
-        max_batch_size,
-        kv_cache_memory,
-        cache_dtype(kv_cache_dtype, number or torch.bfloat16),
-        None if quantize == "none" else quantize,
-        draft_quantize,
-        backend,
-        has_kernels(resolved, run),
-    )
+    options = EngineOptions(**settings)
+    setting = Setting.of(options)
     files = read_files(target)
-    if tensor_parallel > 1:
-        check_shareable(target, tensor_parallel)
+    if options.tensor_parallel > 1:
+        check_shareable(target, options.tensor_parallel)
     drafts = [(spec, _folder_of(spec)) for spec in specs]  # bad paths are errors before all else
     model, checked = _check_model(files, "target", setting)
     if model is None:
         return by_severity(findings_of("target", checked))
     findings = findings_of("target", [*checked, *check_chat(model), *check_ends(model)])
     needs, beside = Needs.of_model(model, setting, setting.cache_dtype), setting
-    if resolved.type == "cuda":  # a processor is all ranks'
-        needs = needs.shared(tensor_parallel)
-    if offload is not None:
-        plan = plan_offload(target, dtype, device, offload, weights_memory)
-        findings.append(check_offload(plan, offload))
+    if setting.device.type == "cuda":  # a processor is all ranks'
+        needs = needs.shared(options.tensor_parallel)
+    if options.offload is not None:
+        away = options.offload, options.weights_memory
+        plan = plan_offload(target, options.dtype, options.device, *away)
+        findings.append(check_offload(plan, options.offload))
         needs = replace(needs, weights=plan.peak, loading=0)
-        beside = replace(setting, kernels=has_kernels(resolved, backend))  # for its 4-bit form
+        kernels = has_kernels(setting.device, options.backend)  # for its 4-bit form
+        beside = replace(setting, kernels=kernels)
     noticed, needs = _check_drafts(drafts, model, beside, needs)
     findings += [*noticed, *check_dtype(setting, needs.weights)]
     packed = any(one.code.startswith("quantised") for one in findings)
     findings += [check_kernels(setting, packed), check_memory(setting, needs, model.max_positions)]
     return by_severity(findings)
-
-
-# The settings of an engine that decide what is found, as keywords.
-SETTINGS = frozenset(inspect.signature(examine).parameters) - {"target", "draft"}
 
 
 def _check_model(
@@ -194,8 +163,9 @@ def _check_draft(
     if files is None:
         return _without_files(spec, target, setting)
     if isinstance(spec, DraftModel):
-        precision = spec.quantize or setting.draft_quantize
-        return _check_draft_model(spec, files, target, replace(setting, draft_quantize=precision))
+        precision = spec.quantize or setting.options.draft_quantize
+        options = replace(setting.options, draft_quantize=precision)
+        return _check_draft_model(spec, files, target, replace(setting, options=options))
     return _check_head(spec, files, target, setting)
 
 

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from paceline.build import most_kept
+from paceline.build import EngineOptions, most_kept
 from paceline.core.memory import free_memory, held_memory
 from paceline.drafters import BLOCK_SIZE
 from paceline.errors import ConfigError
@@ -23,9 +23,10 @@ from paceline.model import precision as precisions
 from paceline.model.backends.base import REFERENCE
 from paceline.model.gguf import GgufFile
 from paceline.model.gguf_weights import KINDS
-from paceline.model.loading import cpu_has_bf16
+from paceline.model.loading import cpu_has_bf16, dtype_to_load, resolve_device
 from paceline.model.offload import OffloadPlan
 from paceline.model.paged.cache import blocks_within
+from paceline.model.paged.int8 import cache_dtype
 from paceline.model.precision import keeps, library_of
 from paceline.model.quantised.weights import BITS
 
@@ -35,20 +36,25 @@ _LARGE = 1 << 30  # bytes of weights from which on a processor is slow
 
 @dataclass(frozen=True)
 class Setting:
-    """How a pair would be run. ``dtype`` None: as the checkpoint has it. ``kv_cache_memory`` in
-    bytes, None for the engine's choice; ``cache_dtype`` of the target's keys and values.
-    ``quantize`` and ``draft_quantize``: int8, int4, or None. ``kernels``: whether the native ones
-    are expected to run."""
+    """How a pair would be run: the ``options``, and what they come to on this machine. ``dtype``
+    None: as the checkpoint has it. ``cache_dtype`` of the target's keys and values. ``kernels``:
+    whether the native ones are expected to run."""
 
+    options: EngineOptions
     device: torch.device
     dtype: torch.dtype | None
-    max_batch_size: int = 8
-    kv_cache_memory: int | None = None
     cache_dtype: torch.dtype = torch.bfloat16
-    quantize: str | None = None
-    draft_quantize: str | None = None
-    backend: str = "auto"
     kernels: bool = False
+
+    @classmethod
+    def of(cls, options: EngineOptions) -> Setting:
+        """Raises ConfigError on an unusable device or dtype."""
+        device = resolve_device(options.device)
+        moved = options.offload is not None or options.tensor_parallel > 1
+        run = REFERENCE if moved else options.backend
+        dtype = dtype_to_load(options.dtype, device, run)
+        cached = cache_dtype(options.kv_cache_dtype, dtype or torch.bfloat16)
+        return cls(options, device, dtype, cached, has_kernels(device, run))
 
     @property
     def width(self) -> int:
@@ -61,7 +67,9 @@ class Setting:
 
     def precision(self, model: Model) -> str | None:
         """That which a model is rounded to when it is loaded."""
-        return self.quantize if model.about == "target" else self.draft_quantize
+        target = model.about == "target"
+        asked = self.options.quantize if target else self.options.draft_quantize
+        return None if asked == "none" else asked
 
 
 def has_kernels(device: torch.device, backend: str) -> bool:
@@ -106,7 +114,7 @@ class Needs:
 
 def rounded_bytes(model: Model, precision: str, setting: Setting) -> int:
     """Of the matrices alone, in memory; the head in 8 bits."""
-    readable = setting.backend == REFERENCE
+    readable = setting.options.backend == REFERENCE
     return precisions.rounded_bytes(model.skeleton, precision, setting.width, readable)
 
 
@@ -136,7 +144,11 @@ def _unrounded_bytes(model: Model, setting: Setting) -> int:
 
 def _kept_types(file: GgufFile, setting: Setting, precision: str | None) -> list[str]:
     """The packed types of a file that stay as they are."""
-    if setting.device.type != "cpu" or setting.backend == REFERENCE or precision is not None:
+    if (
+        setting.device.type != "cpu"
+        or setting.options.backend == REFERENCE
+        or precision is not None
+    ):
         return []
     return [kind for kind in file.quantised if kind in KINDS]
 
@@ -230,7 +242,7 @@ def check_kernels(setting: Setting, quantised: bool) -> Finding:
     """What will run the forwards; ``quantised``: of quantised weights."""
     if setting.device.type != "cpu":
         return finding("kernels-run", f"forwards run on torch, on {setting.device}")
-    if setting.backend == REFERENCE:
+    if setting.options.backend == REFERENCE:
         code = "kernels-readable" if quantised else "kernels-run"
         return finding(code, "forwards run on torch, as --backend reference asks for")
     try:
@@ -250,21 +262,21 @@ def check_memory(setting: Setting, needs: Needs, context: int) -> Finding:
     free = free_memory(setting.device)
     if needs.weights > free:
         return finding("memory-short", what=f"weights of {size(needs.weights)}", left=size(free))
-    left, given = free - needs.weights, setting.kv_cache_memory
+    left, given = free - needs.weights, setting.options.kv_cache_memory
     if given is not None and given > left:
         what = f"a cache of {size(given)} beside the weights"
         return finding("memory-short", what=what, left=size(left))
-    budget, kept = left // _SHARE if given is None else given, most_kept(setting.max_batch_size)
-    blocks = blocks_within(budget, needs.cache_bytes, needs.feature_bytes, kept, BLOCK_SIZE)
-    tokens, batch = blocks * BLOCK_SIZE, setting.max_batch_size
+    batch, budget = setting.options.max_batch_size, left // _SHARE if given is None else given
+    a_token = needs.cache_bytes, needs.feature_bytes
+    tokens = BLOCK_SIZE * blocks_within(budget, *a_token, most_kept(batch), BLOCK_SIZE)
     text = (
         f"weights of {size(needs.weights)}, {size(needs.cache_bytes)} of cache a token, "
         f"{size(free)} free: the cache holds {tokens:,} tokens"
     )
     process = held_memory() if setting.device.type == "cpu" else None
     if process is not None:  # there Python and the libraries count, which this process has as well
-        wanted = batch * (-(-context // BLOCK_SIZE) + 1)
-        cache = min(blocks, wanted) * BLOCK_SIZE * needs.cache_bytes
+        wanted = batch * (-(-context // BLOCK_SIZE) + 1) * BLOCK_SIZE
+        cache = min(tokens, wanted) * needs.cache_bytes
         peak = process + max(needs.loading, needs.weights + cache)
         text += f", and the process at its peak {size(peak)}"
     if tokens < max(context, 2 * BLOCK_SIZE):

@@ -9,7 +9,7 @@ from paceline.lab.profiling.phases import rate, size
 from paceline.lab.profiling.runs import ProfileResult, RunProfile
 from paceline.lab.report.columns import Column, record_of, share, table_across, table_of
 from paceline.lab.report.document import Figure, Report, Table, Text
-from paceline.lab.report.plots import stacks
+from paceline.lab.report.plots import bars
 
 
 def _thousandths(seconds: float) -> str:
@@ -80,13 +80,15 @@ def report_of(result: ProfileResult, setting: str) -> Report:
         return report
     runs = {run.name: run for run in result.runs}
     if runs:
-        bars = {
-            phases[0].name: [1e3 * phase.seconds for phase in phases]
-            for phases in zip(*(run.phases for run in result.runs), strict=True)
+        phases = {
+            of_runs[0].name: [1e3 * phase.seconds for phase in of_runs]
+            for of_runs in zip(*(run.phases for run in result.runs), strict=True)
         }
         note = f"{setting} Medians of rounds in turn, without the profiler."
         title = "Time of a step by phase"
-        picture = Figure(title, lambda: stacks(list(runs), bars, "ms a step"), "phases")
+        picture = Figure(
+            title, lambda: bars(list(runs), phases, "ms a step", stacked=True), "phases"
+        )
         report.add("Steps", table_across("", runs, _RUN[:5], note), picture)
     for name, run in runs.items():
         report.add(f"Limits: {name}", *_limits(run))

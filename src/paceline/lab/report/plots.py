@@ -38,29 +38,24 @@ def bars(
     series: Series,
     y_label: str,
     baseline: float | None = None,
+    stacked: bool = False,
 ) -> str:
-    """Groups of bars, a group for each category; ``baseline`` draws a line across (1.0 = plain)."""
+    """A group of bars for each category, or one of ``stacked`` parts; ``baseline`` draws a line
+    across (1.0 = plain)."""
     figure, axes = _canvas(width=max(7.0, 0.9 * len(categories)))
-    width = 0.8 / max(1, len(series))
+    width = 0.6 if stacked else 0.8 / max(1, len(series))
+    below = [0.0] * len(categories)
     for number, (name, values) in enumerate(series.items()):
-        positions = [i - 0.4 + (number + 0.5) * width for i in range(len(categories))]
-        axes.bar(positions, [value or 0.0 for value in values], width, label=name)
+        shift = 0.0 if stacked else (number + 0.5) * width - 0.4
+        heights = [value or 0.0 for value in values]
+        positions = [i + shift for i in range(len(categories))]
+        axes.bar(positions, heights, width, bottom=below, label=name)
+        if stacked:
+            below = [low + height for low, height in zip(below, heights, strict=True)]
     if baseline is not None:
         axes.axhline(baseline, color="black", linewidth=0.8, linestyle="--")
     axes.set_xticks(range(len(categories)), categories, rotation=25, ha="right")
-    return _finish(figure, axes, "", y_label, legend=len(series) > 1)
-
-
-def stacks(categories: Sequence[str], parts: Series, y_label: str) -> str:
-    """One bar for each category, made of parts that lie upon one another."""
-    figure, axes = _canvas(width=max(7.0, 0.9 * len(categories)))
-    below = [0.0] * len(categories)
-    for name, values in parts.items():
-        heights = [value or 0.0 for value in values]
-        axes.bar(range(len(categories)), heights, 0.6, bottom=below, label=name)
-        below = [low + height for low, height in zip(below, heights, strict=True)]
-    axes.set_xticks(range(len(categories)), categories, rotation=25, ha="right")
-    return _finish(figure, axes, "", y_label, legend=True)
+    return _finish(figure, axes, "", y_label, legend=stacked or len(series) > 1)
 
 
 _MARKERS = "osD^vPX*"

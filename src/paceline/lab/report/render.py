@@ -131,29 +131,16 @@ def as_table(table: Table) -> str:
 
 # -- HTML ----------------------------------------------------------------------------------------
 
-_STYLE = """
-:root { color-scheme: light dark; }
-body { font: 15px/1.5 system-ui, sans-serif; max-width: 62rem; margin: 2rem auto; padding: 0 1rem; }
-.wide { overflow-x: auto; }
-table { border-collapse: collapse; margin: .5rem 0; font-variant-numeric: tabular-nums; }
-caption { text-align: left; font-weight: 600; }
-th, td { padding: .25rem .7rem; border-bottom: 1px solid #8884; text-align: left; }
-.n { text-align: right; }
-.note { color: #777; font-size: .9em; }
-.warning { border-left: 4px solid #c33; padding-left: .7rem; font-weight: 600; }
-figure { margin: 1rem 0; background: #fff; color: #000; padding: .5rem; }
-figure svg { max-width: 100%; height: auto; }
-"""
-
 
 def as_html(report: Report) -> str:
     """The whole document: no outside requests, figures inside as SVG."""
     title = escape(report.title)
+    style = Path(__file__).with_name("report.css").read_text(encoding="utf-8")
     parts = [
         "<!doctype html>",
         '<html lang="en"><head><meta charset="utf-8">',
         '<meta name="viewport" content="width=device-width, initial-scale=1">',
-        f"<title>{title}</title><style>{_STYLE}</style></head><body>",
+        f"<title>{title}</title><style>\n{style}</style></head><body>",
         f"<h1>{title}</h1>",
     ]
     for section in report.sections:
