@@ -5,12 +5,12 @@ import io
 from rich.console import Console
 
 from demo_runs import spread, totals
-from paceline.cli.demo import Measurement, _table
+from paceline.cli.demo import Decoded, Measurement, _table
 from paceline.lab.report.render import rich_table
 
 
 def scene(seconds: float) -> Measurement:
-    return Measurement("x", 100, 100, 2.0, seconds, 80, 60, 40, {}, {}, None)
+    return Measurement("x", Decoded(100, 2.0), Decoded(100, seconds), 80, 60, 40, {}, {}, None)
 
 
 def test_the_rows_that_sum_up_are_read_off_the_show() -> None:

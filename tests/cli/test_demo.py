@@ -16,7 +16,7 @@ from rich.console import Console
 
 from paceline import LLM, SamplingParams
 from paceline.cli import demo as demo_module
-from paceline.cli.demo import Measurement, _table, total
+from paceline.cli.demo import Decoded, Measurement, _table, total
 from paceline.errors import ModelLoadError
 from paceline.lab.bench.prompts import load_prompts
 from paceline.lab.certify.difference import Difference
@@ -31,26 +31,29 @@ BUG = Difference(7, 4, 5, gap=1.0, step=0.01, on_edge=False)
 
 
 def measurement(name: str, difference: Difference | None = None) -> Measurement:
-    tokens = {"plain_tokens": 100, "tokens": 100, "drafted": 80, "accepted": 60}
-    took = {"plain_seconds": 2.0, "speculative_seconds": 1.0, "target_steps": 40}
+    sides = {"plain": Decoded(100, 2.0), "fast": Decoded(100, 1.0)}
     did = {
+        **{"drafted": 80, "accepted": 60, "target_steps": 40},
         "drafters": Counter(ngram=40, suffix=20),
         "not_drafted": Counter({"too dear": 3}),
     }
-    return Measurement(name=name, difference=difference, **tokens, **took, **did)
+    return Measurement(name=name, difference=difference, **sides, **did)
 
 
 def unaided(tokens: int, plain: float, fast: float, drafted: int = 0) -> Measurement:
     """A scene in which nothing was accepted: the tokens of its answer, and seconds of both."""
     return Measurement(
-        "y", 100, tokens, plain, fast, drafted, 0, tokens, Counter(), Counter(), None
+        "y",
+        Decoded(100, plain),
+        Decoded(tokens, fast),
+        *(drafted, 0, tokens, Counter(), Counter(), None),
     )
 
 
 def test_figures() -> None:
     item = measurement("x")
-    assert item.plain_rate == 50
-    assert item.speculative_rate == 100
+    assert item.plain.rate == 50
+    assert item.fast.rate == 100
     assert item.speedup == 2
     assert item.acceptance_rate == 0.75
     assert item.mean_accepted_length == 2.5
@@ -75,7 +78,7 @@ def test_a_scene_without_drafts_says_so_in_the_table() -> None:
 def test_total_adds_tokens_and_seconds() -> None:
     slow = unaided(100, 6.0, 4.0, 20)
     whole = total([measurement("x"), slow])
-    assert whole.tokens == 200
+    assert whole.fast.tokens == 200
     assert whole.speedup == 8 / 5
     assert whole.acceptance_rate == 0.6
     assert whole.drafters == {"ngram": 40, "suffix": 20}
@@ -88,7 +91,7 @@ def test_total_adds_tokens_and_seconds() -> None:
 def test_answers_of_different_lengths_are_compared_by_their_tokens_a_second() -> None:
     """Behind a near tie a shorter answer is no faster one."""
     short = unaided(50, 2.0, 1.0)
-    assert short.plain_rate == short.speculative_rate == 50
+    assert short.plain.rate == short.fast.rate == 50
     assert short.speedup == 1
     assert total([short, measurement("y")]).speedup == (150 / 2) / (200 / 4)
 
@@ -146,10 +149,10 @@ def test_both_take_turns_on_clocks_of_their_own(
     params = SamplingParams(max_tokens=12, ignore_eos=True)
     start = time.perf_counter()
     one, other = demo_module.race(Console(quiet=True), plain, fast, [1, 2, 3], params, False)
-    assert one.tokens == other.tokens == 12
+    assert one.done.tokens == other.done.tokens == 12
     assert one.completion is not None and other.completion is not None
     assert one.completion.token_ids == other.completion.token_ids
-    assert one.seconds + other.seconds < time.perf_counter() - start - 0.05
+    assert one.done.seconds + other.done.seconds < time.perf_counter() - start - 0.05
 
 
 @pytest.mark.parametrize(

@@ -8,11 +8,10 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 from paceline.cli.measuring import (
     NOT_ENOUGH,
-    BudgetOptions,
     Interruption,
     PerplexityOptions,
     PromptOptions,
-    ReportOptions,
+    RunOptions,
     measuring,
 )
 from paceline.cli.options import ModelOptions, expand
@@ -138,11 +137,11 @@ def _numbers(flag: str, text: str, kind: type[Number], least: int, example: str)
 
 
 @dataclass(frozen=True)
-class BenchBudget(BudgetOptions):
+class BenchRun(RunOptions):
     """Two minutes, if nobody says otherwise; a suite is measured whole."""
 
     seconds: float | None = changed(  # type: ignore[assignment]
-        BudgetOptions, "seconds", None, shown="120; of a suite 0"
+        RunOptions, "seconds", None, shown="120; of a suite 0"
     )
 
 
@@ -163,17 +162,16 @@ def bench(
     wanted: PromptOptions,
     options: BenchOptions,
     text: PerplexityOptions,
-    output: ReportOptions,
-    time: BenchBudget,
+    run: BenchRun,
 ) -> int:
     """Measure plain decoding against other methods: speed, latency, acceptance, same text.
 
     Exit status 1 if a text is not plain decoding's or a method speculated in vain, 3 if the time
     was not enough to measure anything.
     """
-    if time.seconds is None:
-        time = replace(time, seconds=_SECONDS if options.suite is None else 0.0)
-    budget = time.begin()
+    if run.seconds is None:
+        run = replace(run, seconds=_SECONDS if options.suite is None else 0.0)
+    budget = run.begin()
     with stage("starting"):
         plan = _plan(engine, wanted, options)
         from paceline.lab.bench.pages import report_of
@@ -181,7 +179,7 @@ def bench(
         from paceline.lab.bench.runs import HeatRecord
 
     pair = replace(engine, draft=engine.resolved_draft)
-    saved = time.run_of(
+    saved = run.saved(
         "bench", engine.model, plan.prompts, engine=pair, wanted=wanted, options=options
     )
     # It decodes nothing itself, so a small cache will do; every method gets one of its own.
@@ -201,7 +199,7 @@ def bench(
         about["perplexities"] = [read]
     with stage("comparing the texts"):
         result = BenchResult.of(plan.methods, plan.settings, llm, record, plan.suite, **about)
-    output.emit(result.record(), report_of(result))
+    run.emit(result.record(), report_of(result))
     complaints = result.complaints(options.allow_idle)
     for line in complaints:
         info(f"error: {line}")

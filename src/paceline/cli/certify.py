@@ -14,11 +14,11 @@ import typer
 from paceline.cli.generate import DistributionOptions
 from paceline.cli.measuring import (
     NOT_ENOUGH,
-    BudgetOptions,
     Interruption,
     PerplexityOptions,
     PromptOptions,
     ReportOptions,
+    RunOptions,
     measuring,
 )
 from paceline.cli.options import ModelOptions, expand
@@ -126,8 +126,7 @@ def certify(
     sampling: CertifiedSampling,
     effort: Effort,
     text: PerplexityOptions,
-    output: ReportOptions,
-    time: BudgetOptions,
+    run: RunOptions,
     server: ServerOptions,
 ) -> int:
     """Test that speculative decoding says what the target alone would say; exit 0 only if so.
@@ -136,16 +135,16 @@ def certify(
 
     Exits with 1 if something is wrong, with 3 if there was not enough time to certify anything.
     """
-    budget = time.begin()
+    budget = run.begin()
     if server.url is not None:
-        about = server, pair["model"], prompts, effort, output, budget
+        about = server, pair["model"], prompts, effort, run, budget
         return _certify_server(context, *about)
     if server.against is not None:
         raise typer.BadParameter("--against goes with --url")
     engine = ModelOptions(**pair)
     _check(engine)
     params, chosen = sampling.params(), _prompts(prompts, effort.texts)
-    saved = time.run_of(
+    saved = run.saved(
         *("certify", engine.model, chosen),
         engine=replace(engine, draft=engine.resolved_draft),
         prompts=prompts,
@@ -174,7 +173,7 @@ def certify(
     if read is not None:
         lines = [_RELATIVE, read.line] if read.quantised else [read.line]
         report.add("Perplexity of the target", *map(Text, lines))
-    output.emit({**certificate.record(), "sampling": given, "perplexity": perplexity}, report)
+    run.emit({**certificate.record(), "sampling": given, "perplexity": perplexity}, report)
     return interrupted.code or _code(certificate)
 
 

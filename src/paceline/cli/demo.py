@@ -77,18 +77,31 @@ class DemoOptions(ModelOptions):
 
 
 @dataclass(frozen=True)
+class Decoded:
+    """New tokens, and what decoding them took."""
+
+    tokens: int = 0
+    seconds: float = 0.0
+
+    @property
+    def rate(self) -> float:
+        return self.tokens / self.seconds if self.seconds else 0.0
+
+    def __add__(self, other: Decoded) -> Decoded:
+        return Decoded(self.tokens + other.tokens, self.seconds + other.seconds)
+
+
+@dataclass(frozen=True)
 class Measurement:
-    """One prompt, decoded greedily by the target alone and with its draft. Times in seconds.
+    """One prompt, decoded greedily by the target alone and with its draft.
 
     Behind a near tie the two answers may end at different lengths, so each has its own tokens, and
     the speedup is that of tokens a second.
     """
 
     name: str
-    plain_tokens: int
-    tokens: int
-    plain_seconds: float
-    speculative_seconds: float
+    plain: Decoded
+    fast: Decoded
     drafted: int
     accepted: int
     target_steps: int
@@ -97,16 +110,8 @@ class Measurement:
     difference: Difference | None  # where the two texts part, None if they are identical
 
     @property
-    def plain_rate(self) -> float:
-        return self.plain_tokens / self.plain_seconds
-
-    @property
-    def speculative_rate(self) -> float:
-        return self.tokens / self.speculative_seconds
-
-    @property
     def speedup(self) -> float:
-        return self.speculative_rate / self.plain_rate
+        return self.fast.rate / self.plain.rate
 
     @property
     def acceptance_rate(self) -> float | None:
@@ -115,7 +120,7 @@ class Measurement:
 
     @property
     def mean_accepted_length(self) -> float:
-        return self.tokens / self.target_steps if self.target_steps else 0.0
+        return self.fast.tokens / self.target_steps if self.target_steps else 0.0
 
     @property
     def in_words(self) -> str:
@@ -124,7 +129,7 @@ class Measurement:
             reasons = "".join(f": {reason}" for reason, _ in self.not_drafted.most_common(1))
             return f"No draft was of use{reasons}."
         by = ", ".join(f"{count} by {name}" for name, count in self.drafters.most_common() if count)
-        return f"{self.accepted} of {self.tokens} tokens were drafted{by and ': ' + by}."
+        return f"{self.accepted} of {self.fast.tokens} tokens were drafted{by and ': ' + by}."
 
 
 def _acceptance(measured: Measurement) -> str:
@@ -144,9 +149,9 @@ def _difference(difference: Difference | None) -> dict[str, Any] | None:
 _rate = "{:.0f}".format
 _FIGURES = (
     Column("name", "prompt"),
-    Column("tokens", "tokens"),
-    Column("plain_tokens_per_second", "plain\ntok/s", "plain_rate", _rate),
-    Column("speculative_tokens_per_second", "spec.\ntok/s", "speculative_rate", _rate),
+    Column("tokens", "tokens", "fast.tokens"),
+    Column("plain_tokens_per_second", "plain\ntok/s", "plain.rate", _rate),
+    Column("speculative_tokens_per_second", "spec.\ntok/s", "fast.rate", _rate),
     Column("speedup", "speedup", shown=times),
     Column("acceptance_rate", "accept.\nrate", "", _acceptance, lambda m: m.acceptance_rate),
     Column("mean_accepted_length", "accepted\nlength", shown="{:.2f}".format),
@@ -167,33 +172,27 @@ def total(measurements: Sequence[Measurement]) -> Measurement:
 
 
 class Lane:
-    """One side of a race. ``seconds`` is what its own work took."""
+    """One side of a race; only its own work counts in ``done``."""
 
     def __init__(self, llm: LLM, ids: list[int], params: SamplingParams, shown: bool) -> None:
         self.most = params.max_tokens
         self.events = llm.stream([ids], params)
         self.painter = Painter(llm.tokenizer, shown, ids) if shown else None
         self.text = Text()
-        self.seconds = 0.0
-        self.tokens = 0
+        self.done = Decoded()
         self.completion: Completion | None = None
 
     def work(self, turn: float) -> None:
         """Decode for ``turn`` seconds, at least a step."""
-        until = self.seconds + turn
-        while self.completion is None and self.seconds < until:
+        until = self.done.seconds + turn
+        while self.completion is None and self.done.seconds < until:
             start = time.perf_counter()
             event = next(self.events)
-            self.seconds += time.perf_counter() - start
-            self.tokens += len(event.token_ids)
+            self.done += Decoded(len(event.token_ids), time.perf_counter() - start)
             self.completion = event.completion
             if self.painter is not None:
                 painted = self.painter.paint(event.text, event.token_ids, event.from_draft)
                 self.text.append_text(painted)
-
-    @property
-    def rate(self) -> float:
-        return self.tokens / self.seconds if self.seconds else 0.0
 
 
 def race(
@@ -215,13 +214,14 @@ def _drawn(plain: Lane, fast: Lane) -> Group:
     ended = plain.completion is not None and fast.completion is not None
     bars = rich_tables.Table.grid(padding=(0, 1))
     for name, lane, style in (("plain", plain, "cyan"), ("speculative", fast, DRAFT_STYLE)):
-        most = lane.most if lane.completion is None else max(1, lane.tokens)
-        times = f"{lane.rate / plain.rate:.2f}x" if lane is fast and ended and plain.rate else ""
+        done, by = lane.done, plain.done.rate
+        most = lane.most if lane.completion is None else max(1, done.tokens)
+        times = f"{done.rate / by:.2f}x" if lane is fast and ended and by else ""
         bars.add_row(
             name,
-            ProgressBar(most, lane.tokens, width=36, complete_style=style, finished_style=style),
-            Text(f"{lane.rate:4.0f} tokens/s", justify="right"),
-            Text(f"{lane.seconds:5.2f} s"),
+            ProgressBar(most, done.tokens, width=36, complete_style=style, finished_style=style),
+            Text(f"{done.rate:4.0f} tokens/s", justify="right"),
+            Text(f"{done.seconds:5.2f} s"),
             Text(times, style="bold"),
         )
     return Group(*([fast.text] if fast.painter is not None else []), bars)
@@ -255,10 +255,8 @@ def measure(
     stats = other.completion.stats
     measured = Measurement(
         name=prompt.name,
-        plain_tokens=one.tokens,
-        tokens=other.tokens,
-        plain_seconds=one.seconds,
-        speculative_seconds=other.seconds,
+        plain=one.done,
+        fast=other.done,
         drafted=stats.drafted_tokens,
         accepted=stats.accepted_tokens,
         target_steps=stats.target_steps,

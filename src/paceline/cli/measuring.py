@@ -118,8 +118,9 @@ class PerplexityOptions:
 
 
 @dataclass(frozen=True)
-class BudgetOptions:
-    """How long a measuring command may take, and whether it goes on from its last run."""
+class RunOptions(ReportOptions):
+    """How long a measuring command may take, whether it goes on from its last run, and where its
+    result goes."""
 
     seconds: float = _budget(
         180.0,
@@ -140,7 +141,7 @@ class BudgetOptions:
     def begin(self) -> Budget:
         return Budget(self.seconds or None)
 
-    def run_of(
+    def saved(
         self, command: str, model: str, texts: Sequence[BenchPrompt], **groups: Any
     ) -> SavedRun:
         """What the last run left, if it is to be gone on from. Raises ConfigError.

@@ -5,13 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from pathlib import Path
 
-from paceline.cli.measuring import (
-    NOT_ENOUGH,
-    BudgetOptions,
-    PromptOptions,
-    ReportOptions,
-    measuring,
-)
+from paceline.cli.measuring import NOT_ENOUGH, PromptOptions, RunOptions, measuring
 from paceline.cli.options import TargetName, expand, load_llm
 from paceline.core.stages import info
 from paceline.errors import ConfigError
@@ -47,7 +41,7 @@ class ExpectedOptions:
 
 
 @dataclass(frozen=True)
-class ProfileOptions(ReportOptions):
+class TuneRun(RunOptions):
     """Where the profile goes, too. What may not be replaced is refused before the minutes of
     measuring: raises ConfigError."""
 
@@ -70,23 +64,22 @@ def tune(
     target: TargetOptions,
     prompts: PromptOptions,
     expected: ExpectedOptions,
-    output: ProfileOptions,
-    time: BudgetOptions,
+    run: TuneRun,
 ) -> int:
     """Find the fastest drafter and settings; write them to a file for --config.
 
     Exit status 3 if the time was not enough to confirm anything; no profile is written then.
     """
-    budget = time.begin()
+    budget = run.begin()
     chosen_prompts = prompts.load(_PER_CATEGORY)
     from paceline.lab.tune.candidates import at_hand
     from paceline.lab.tune.measure import TuneOptions
     from paceline.lab.tune.plan import TuningOutcome, turns
-    from paceline.lab.tune.plan import tune as run
+    from paceline.lab.tune.plan import tune as search
     from paceline.lab.tune.present import profile_of, report_of, tuning_record
 
     options = TuneOptions(**vars(expected), source=prompts.prompts or "shipped prompts")
-    saved = time.run_of(
+    saved = run.saved(
         "tune", target.model, chosen_prompts, target=target, prompts=prompts, **vars(options)
     )
     candidates = at_hand(target.model, target.draft, target.only)
@@ -94,14 +87,14 @@ def tune(
     outcome = saved.measurements(TuningOutcome, llm.target, timed=True)
     outcome = outcome or TuningOutcome.start(options, llm)
     with measuring("tuning", budget, turns(candidates, options)) as (interrupted, advance):
-        run(llm, candidates, chosen_prompts, outcome, advance, budget)
+        search(llm, candidates, chosen_prompts, outcome, advance, budget)
     saved.keep(outcome)
     confirmed = outcome.chosen is not None
-    record = {**tuning_record(outcome), "profile": output.out if confirmed else None}
-    output.emit(record, report_of(outcome))
+    record = {**tuning_record(outcome), "profile": run.out if confirmed else None}
+    run.emit(record, report_of(outcome))
     if not confirmed:
         info("no profile was written: nothing is confirmed")
         return interrupted.code or NOT_ENOUGH
-    profile_of(outcome, llm).write(output.out)
-    info(f"profile: {output.out} (use it with --config {output.out})")
+    profile_of(outcome, llm).write(run.out)
+    info(f"profile: {run.out} (use it with --config {run.out})")
     return interrupted.code
