@@ -13,7 +13,7 @@ from __future__ import annotations
 import asyncio
 import itertools
 import socket
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Protocol
 
@@ -88,25 +88,17 @@ class Ticket:
 
         Raises the APIError that ended it.
         """
-        while not self._events:
-            if self.error is not None:
-                raise self.error
-            if not self.open:
-                return []
-            await self._change()
+        await self.until(lambda: bool(self._events) or not self.open)
         events, self._events = self._events, []
         return events
 
-    async def until_accepted(self) -> None:
+    async def until(self, ready: Callable[[], bool]) -> None:
         """Raises the APIError that ended it."""
-        while not self.accepted:
+        while not ready():
             if self.error is not None:
                 raise self.error
-            await self._change()
-
-    async def _change(self) -> None:
-        self._changed.clear()
-        await self._changed.wait()
+            self._changed.clear()
+            await self._changed.wait()
 
     # -- called by the client ------------------------------------------------------------------
 
@@ -192,7 +184,7 @@ class EngineClient:
             events = asyncio.get_running_loop()
             ticket.timer = events.call_later(min(limits), self._expire, ticket, late)
         try:
-            await ticket.until_accepted()
+            await ticket.until(lambda: ticket.accepted)
         except BaseException:
             ticket.cancel()
             raise

@@ -95,15 +95,18 @@ class CountRequest(Generation):
         if messages and messages[-1]["role"] == "assistant":
             messages[-1]["prefix"] = True
         config = self.output_config or OutputConfig()
-        form, response_format = config.format or self.output_format, self.response_format
         fields = {
             "messages": messages,
             "max_tokens": self.max_tokens,
             "stop": [*self.stop, *self.stop_sequences],
             "chat_template_kwargs": self.chat_template_kwargs,
             "reasoning_effort": config.effort,
-            "response_format": response_format if form is None else _as_response_format(form),
+            "response_format": self.response_format,
         }
+        form = config.format or self.output_format
+        if form is not None:
+            schema = {"schema": form.schema_}
+            fields["response_format"] = {"type": form.type, "json_schema": schema}
         return blocks.as_chat(self, fields | self._tools(), "messages")
 
     def _tools(self) -> dict[str, Any]:
@@ -123,10 +126,6 @@ class CountRequest(Generation):
         }
 
 
-def _as_response_format(form: OutputFormat) -> dict[str, Any]:
-    return {"type": form.type, "json_schema": {"schema": form.schema_}}
-
-
 class MessagesRequest(CountRequest):
     max_tokens: int = Field(ge=1)
 
@@ -138,7 +137,7 @@ def _turned(turn: Turn, number: int) -> Iterator[blocks.MessageFields]:
         return
     text, message = "", blocks.MessageFields(role=turn.role)
     for index, block in enumerate(turn.content):
-        try:
+        with blocks.reading(f"messages.{number}.content.{index}"):
             kind = block.get("type")
             if kind == "tool_result":
                 result = text_of(block.get("content")) or ("error" if block.get("is_error") else "")
@@ -150,10 +149,6 @@ def _turned(turn: Turn, number: int) -> Iterator[blocks.MessageFields]:
                 message["reasoning_content"] = str(block.get("thinking") or "")
             else:
                 text += text_of([block]) or ""
-        except (KeyError, ValueError) as error:
-            where = f"messages.{number}.content.{index}"
-            reason = f"{error} is missing" if isinstance(error, KeyError) else str(error)
-            raise APIError(f"{where}: {reason}", param=where) from None
     if text or len(message) > 1:
         yield {**message, "content": text}
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from abc import abstractmethod
 from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any, ClassVar
 
 from pydantic import BeforeValidator, ValidationError
@@ -18,10 +19,21 @@ from paceline.server.api.choices import token_records
 from paceline.server.api.protocol import ChatRequest, Generation
 from paceline.server.api.tool_stream import deltas_of
 from paceline.server.errors import invalid
+from paceline.server.failures import APIError
 from paceline.server.requestlog import note
 from paceline.server.sse import Answer, Chunk
 
 MessageFields = dict[str, Any]  # those of a ChatMessage
+
+
+@contextmanager
+def reading(where: str) -> Iterator[None]:
+    """Part of a conversation: a KeyError or ValueError becomes an APIError that names it."""
+    try:
+        yield
+    except (KeyError, ValueError) as error:
+        reason = f"{error} is missing" if isinstance(error, KeyError) else str(error)
+        raise APIError(f"{where}: {reason}", param=where) from None
 
 
 class BlocksAnswer(Answer):

@@ -9,7 +9,6 @@ from pydantic import Field, model_validator
 
 from paceline.server.api import blocks
 from paceline.server.api.protocol import MAX_LOGPROBS, ChatRequest, Generation, JsonSchema
-from paceline.server.failures import APIError
 from paceline.server.fields import Body, text_of
 from paceline.server.requestlog import note
 
@@ -157,27 +156,19 @@ def messages_of(
         return [{"role": "user", "content": items}]
     messages: list[blocks.MessageFields] = []
     for number, item in enumerate(items):
-        kind = item.get("type", "message")
-        if kind == "item_reference":
-            name = str(item.get("id"))
-            stored = known(name)
-            if stored is None:
-                raise _wrong(number, f"no item {name[:80]!r} is kept here; send it as it was")
-            item, kind = stored, stored["type"]
-        read = _READERS.get(kind) if isinstance(kind, str) else None
-        if read is None:
-            raise _wrong(number, f"items of type {str(kind)[:40]!r} are not supported")
-        try:
+        with blocks.reading(f"input.{number}"):
+            kind = item.get("type", "message")
+            if kind == "item_reference":
+                name = str(item.get("id"))
+                stored = known(name)
+                if stored is None:
+                    raise ValueError(f"no item {name[:80]!r} is kept here; send it as it was")
+                item, kind = stored, stored["type"]
+            read = _READERS.get(kind) if isinstance(kind, str) else None
+            if read is None:
+                raise ValueError(f"items of type {str(kind)[:40]!r} are not supported")
             read(item, messages)
-        except KeyError as error:
-            raise _wrong(number, f"{error} is missing") from None
-        except ValueError as error:
-            raise _wrong(number, str(error)) from None
     return messages
-
-
-def _wrong(number: int, reason: str) -> APIError:
-    return APIError(f"input.{number}: {reason}", param=f"input.{number}")
 
 
 def _assistant(messages: list[blocks.MessageFields]) -> blocks.MessageFields:
