@@ -12,8 +12,8 @@ from paceline.core.sampling import (
     Rows,
     adjusted,
     is_plain_greedy,
+    needs_logits,
     needs_paths,
-    needs_probs,
     probabilities,
 )
 from paceline.core.sequence import SequenceState
@@ -204,14 +204,14 @@ def test_adjusted_leaves_plain_logits_alone():
 
 
 def test_what_needs_what():
-    assert is_plain_greedy(request()) and not needs_probs([request(), request()])
+    assert is_plain_greedy(request()) and not needs_logits([request(), request()])
     for params in (
         {"temperature": 1.0},
         {"logit_bias": {1: 1.0}},
         {"frequency_penalty": 0.1},
         {"min_tokens": 2},
     ):
-        assert needs_probs([request(), request(**params)])
+        assert needs_logits([request(), request(**params)])
         assert needs_paths([request(**params)]) == ("frequency_penalty" in params)
     assert is_plain_greedy(request((1, 2, 3, 4), min_tokens=2)), "two have been generated"
 

@@ -117,7 +117,7 @@ def test_fast_greedy_path_equals_the_general_one(dtype, monkeypatch):
     other = judged(request(9, temperature=1.0), row, TokenTree.empty())
     walked = list(map(as_walked, fast))
     assert list(map(as_walked, Verifier()(logits, [*checks, other])[:-1])) == walked
-    monkeypatch.setattr(verifier_module, "needs_probs", lambda seqs: True)
+    monkeypatch.setattr(verifier_module, "needs_logits", lambda seqs: True)
     assert list(map(as_walked, Verifier()(logits[:-1], checks))) == walked
     whole = [replace(own, tree=replace(own.tree, wants_choices=True)) for own in checks]
     assert list(map(as_walked, Verifier()(logits[:-1], whole))) == walked

@@ -10,10 +10,11 @@ import torch
 from paceline.core.noise import fresh_keys, keys_of, race
 from paceline.core.params import SamplingParams
 from paceline.core.ranking import argmax, inversion, largest, top
-from paceline.core.sampling import NO_TOKEN, Rows, adjusted, greedy_column, probs_of_scores
+from paceline.core.sampling import NO_TOKEN, Rows, adjusted, probs_of_scores
 from paceline.core.sequence import SequenceView
 from paceline.core.transfer import to_device
 from paceline.core.tree import Draw
+from paceline.core.truncation import column
 
 
 def is_coupled(params: SamplingParams) -> bool:
@@ -173,7 +174,8 @@ def likeliest(logits: torch.Tensor, rows: Rows, k: int) -> tuple[torch.Tensor, t
         log_probs = probs.log()
         if any(p.greedy for p in params):
             sharpened = torch.log_softmax(GREEDY_SHARPNESS * scores, dim=-1)
-            log_probs = torch.where(greedy_column(params, scores.device), sharpened, log_probs)
+            greedy = column(params, lambda p: p.greedy, scores.device, torch.bool)
+            log_probs = torch.where(greedy, sharpened, log_probs)
     tokens = top(log_probs, k)
     values = log_probs.gather(1, tokens)
     # Of a row that is not a distribution no token is likely at all.
@@ -189,6 +191,6 @@ def _race(
         keys[to_device(coupled, q.device)] = _keys(rows.select(coupled), q.device)
     raced, params = race(q, keys), [seq.params for seq in rows.seqs]
     if any(p.greedy for p in params):
-        likely = torch.softmax(scores, dim=-1)
-        raced = torch.where(greedy_column(params, q.device), likely, raced)
+        greedy = column(params, lambda p: p.greedy, q.device, torch.bool)
+        raced = torch.where(greedy, torch.softmax(scores, dim=-1), raced)
     return raced

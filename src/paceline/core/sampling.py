@@ -26,7 +26,7 @@ from paceline.core.ranking import largest
 from paceline.core.sequence import SequenceView
 from paceline.core.transfer import to_device
 from paceline.core.tree import paths_of
-from paceline.core.truncation import truncated
+from paceline.core.truncation import column, truncated
 
 # Beyond this the softmax of float32 logits is one-hot anyway.
 _MAX_INVERSE_TEMPERATURE = 1e30
@@ -132,11 +132,6 @@ def is_plain(seq: SequenceView) -> bool:
 def is_plain_greedy(seq: SequenceView) -> bool:
     """True if the sequence's choice is the argmax of the untouched logits, at any tree depth."""
     return seq.params.greedy and is_plain(seq)
-
-
-def needs_probs(seqs: Iterable[SequenceView]) -> bool:
-    """False if taking the argmax of the logits is all there is to do."""
-    return not all(is_plain_greedy(seq) for seq in seqs)
 
 
 def needs_logits(seqs: Iterable[SequenceView]) -> bool:
@@ -251,13 +246,9 @@ def probs_of_scores(scores: torch.Tensor, params: Sequence[SamplingParams]) -> t
         probs = truncated(probs, params)
     if any(p.greedy for p in params):
         one_hots = one_hot(greedy_choice(scores), width)
-        probs = torch.where(greedy_column(params, scores.device), one_hots, probs)
+        greedy = column(params, lambda p: p.greedy, scores.device, torch.bool)
+        probs = torch.where(greedy, one_hots, probs)
     return probs
-
-
-def greedy_column(params: Sequence[SamplingParams], device: torch.device) -> torch.Tensor:
-    """bool [R, 1]: which rows are greedy."""
-    return to_device([p.greedy for p in params], device, torch.bool).unsqueeze(1)
 
 
 def _scaled(scores: torch.Tensor, params: Sequence[SamplingParams]) -> torch.Tensor:
@@ -268,8 +259,8 @@ def _scaled(scores: torch.Tensor, params: Sequence[SamplingParams]) -> torch.Ten
         # The distribution is the same if the largest score is zero, and zero has a finite product.
         # Rows of ordinary temperatures stay bit for bit what they are.
         cold = [inverse > _LARGE_INVERSE_TEMPERATURE for inverse in inverses]
-        column = to_device(cold, scores.device, torch.bool).unsqueeze(1)
-        scores = scores - torch.where(column, scores.amax(dim=-1, keepdim=True), 0.0)
+        is_cold = to_device(cold, scores.device, torch.bool).unsqueeze(1)
+        scores = scores - torch.where(is_cold, scores.amax(dim=-1, keepdim=True), 0.0)
     if same:
         return scores if inverses[0] == 1.0 else scores * inverses[0]
     return scores * to_device(inverses, scores.device, torch.float32).unsqueeze(1)

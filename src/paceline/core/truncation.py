@@ -26,10 +26,13 @@ FloatRow = npt.NDArray[np.float32]
 
 
 def column(
-    params: Sequence[SamplingParams], value: Callable[[SamplingParams], float], device: torch.device
+    params: Sequence[SamplingParams],
+    value: Callable[[SamplingParams], float],
+    device: torch.device,
+    dtype: torch.dtype = torch.float32,
 ) -> torch.Tensor:
-    """float32 [R, 1]: one value per row."""
-    return to_device([value(p) for p in params], device, torch.float32).unsqueeze(1)
+    """[R, 1]: one value per row."""
+    return to_device([value(p) for p in params], device, dtype).unsqueeze(1)
 
 
 def truncated(probs: torch.Tensor, params: Sequence[SamplingParams]) -> torch.Tensor:
@@ -62,7 +65,7 @@ def truncated(probs: torch.Tensor, params: Sequence[SamplingParams]) -> torch.Te
         mass = probs.sum(dim=-1, keepdim=True)
     if not all(p.truncates for p in params):
         # The others' distributions stay bit for bit what they are without such neighbours.
-        truncates = to_device([p.truncates for p in params], device, torch.bool).unsqueeze(1)
+        truncates = column(params, lambda p: p.truncates, device, torch.bool)
         mass = torch.where(truncates, mass, 1.0)
     return probs.div_(mass)
 

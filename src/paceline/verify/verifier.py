@@ -30,7 +30,6 @@ from paceline.core.sampling import (
     adjusted,
     greedy_choice,
     needs_logits,
-    needs_probs,
     probs_of_scores,
 )
 from paceline.core.transfer import to_device
@@ -177,7 +176,7 @@ class Verifier:
             first += span.judged_rows
         choices = torch.zeros(first, dtype=torch.int64)
         tokens = [span.tree.host_tokens() for span in spans]
-        plain = not needs_probs([span.seq for span in spans])
+        plain = not needs_logits(span.seq for span in spans)
         uniforms = choices if plain else self.uniforms(first, logits.device)
         at = dict.fromkeys(range(len(spans)), 0)
         while at:
