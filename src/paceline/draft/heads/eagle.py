@@ -263,9 +263,7 @@ class EagleDrafter(LevelDrafter):
     def _first(self, spans: Sequence[Span], trees: Sequence[Growing]) -> Logits:
         """Run the rows whose features have come in."""
         parts = [part for span in spans for part in self._states[span.seq_id].take()]
-        outputs, logits = self._run(spans, torch.cat(_gathered(parts), -1), fused=False)
-        self._hand_out(trees, outputs, [1] * len(trees))
-        return logits
+        return self._run(spans, trees, torch.cat(_gathered(parts), -1), fused=False)
 
     def _level(self, trees: list[Growing]) -> Logits:
         """Run the newest nodes of some trees, each with its parent's output for a feature."""
@@ -275,28 +273,26 @@ class EagleDrafter(LevelDrafter):
             above = tree.above
             inputs.append(tree.outputs if above is None else tree.outputs.index_select(0, above))
         joined = torch.cat(inputs) if len(inputs) > 1 else inputs[0]
-        outputs, logits = self._run([level_span(tree) for tree in trees], joined, fused=True)
-        self._hand_out(trees, outputs, [len(tree.fresh) for tree in trees])
-        return logits
+        return self._run([level_span(tree) for tree in trees], trees, joined, fused=True)
 
     def _run(
-        self, spans: Sequence[Span], inputs: torch.Tensor, fused: bool
-    ) -> tuple[torch.Tensor, Logits]:
-        """One pass of the head; its outputs ``[R, H]`` and logits at the rows whose logits are
-        wanted."""
+        self, spans: Sequence[Span], trees: Sequence[Growing], inputs: torch.Tensor, fused: bool
+    ) -> Logits:
+        """One pass of the head: logits at the rows whose logits are wanted, those of the trees,
+        which get its outputs ``[R, H]`` there."""
         outputs, logits = self._step(self.cache.batch_of(spans), self.cache, inputs, fused)
-        return outputs, self._narrow(logits) if len(outputs) else logits
+        if not trees:
+            return logits
+        counts = [len(tree.fresh) or 1 for tree in trees]
+        for tree, part in zip(trees, torch.split(outputs, counts), strict=True):
+            tree.outputs = part
+        return self._narrow(logits)
 
     def _narrow(self, logits: torch.Tensor) -> Logits:
         config = self.head.config
         if config.draft_vocab_size == config.vocab_size:
             return logits
         return Narrow(logits, self.head.draft_ids, config.vocab_size)
-
-    @staticmethod
-    def _hand_out(trees: Sequence[Growing], outputs: torch.Tensor, counts: list[int]) -> None:
-        for tree, part in zip(trees, torch.split(outputs, counts) if trees else (), strict=True):
-            tree.outputs = part
 
     def _made_up(self, trees: Sequence[Growing]) -> Logits:
         config, like = self.head.config, self.cache.kv(0)[0]
