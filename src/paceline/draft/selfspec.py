@@ -23,7 +23,7 @@ from paceline.core.sequence import SequenceView
 from paceline.core.tree import TokenTree, is_chain
 from paceline.draft.base import States
 from paceline.draft.spec import Examined, Loading, Prepared, Target, TreeSpec
-from paceline.draft.trees.grow import Growing, level_span
+from paceline.draft.trees.grow import Growing
 from paceline.draft.trees.levels import LevelDrafter, Levels
 from paceline.model.backends.base import GrownTree, Growth
 from paceline.model.copies import LayerView
@@ -188,9 +188,6 @@ class SelfDrafter(LevelDrafter):
 
     def _first(self, spans: Sequence[Span], trees: Sequence[Growing]) -> torch.Tensor:
         return self.view(self.cache.batch_of(spans), self.cache).logits
-
-    def _level(self, trees: list[Growing]) -> torch.Tensor:
-        return self._first([level_span(tree) for tree in trees], trees)
 
     def _grow(self, trees: Sequence[Growing], spans: Sequence[Span]) -> list[GrownTree]:
         """Where all trees can be grown in the call that runs the spans, that is the only one."""

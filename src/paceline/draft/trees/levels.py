@@ -12,7 +12,7 @@ from paceline.core.batch import Batch, Plan, Slice, Span
 from paceline.core.params import SamplingParams
 from paceline.core.sequence import SequenceView
 from paceline.core.tree import TokenTree
-from paceline.draft.trees.grow import Growing, Logits, Narrow, grow
+from paceline.draft.trees.grow import Growing, Logits, Narrow, grow, level_span
 from paceline.draft.trees.policy import Policy
 from paceline.model.backends.base import GrownTree, Growth, WantedTree
 from paceline.model.paged.cache import PagedCache
@@ -116,9 +116,9 @@ class LevelDrafter(ABC):
         """Run what ``_span`` asked for: logits after the spans that want them, those of the trees,
         in their order."""
 
-    @abstractmethod
     def _level(self, trees: list[Growing]) -> Logits:
         """Run the newest nodes of some trees: logits after each."""
+        return self._first([level_span(tree) for tree in trees], trees)
 
     @abstractmethod
     def _made_up(self, trees: Sequence[Growing]) -> Logits:
