@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from transformers import PreTrainedTokenizerFast
 
+from paceline.draft.spec import TargetShape
 from paceline.errors import ModelLoadError, UnsupportedModelError
 from paceline.lab.doctor.files import ModelFiles
 from paceline.lab.doctor.findings import ERROR, NOTE, Finding, finding, refusal
@@ -32,8 +33,8 @@ _TIE = (
 _TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json", "vocab.txt")
 
 
-@dataclass(frozen=True)
-class Model:
+@dataclass(frozen=True, kw_only=True)
+class Model(TargetShape):
     """A causal language model that is not loaded. ``about``: "target" or "draft".
 
     ``config`` is transformers' config of the text part. ``tokenizer`` is None if there is none.
@@ -48,24 +49,6 @@ class Model:
     @property
     def name(self) -> str:
         return self.files.name
-
-    @property
-    def vocab_size(self) -> int:
-        """Rows of logits."""
-        return int(self.config.vocab_size)
-
-    @property
-    def hidden_size(self) -> int:
-        return int(self.config.hidden_size)
-
-    @property
-    def num_layers(self) -> int:
-        return int(self.config.num_hidden_layers)
-
-    @property
-    def max_positions(self) -> int:
-        limit = getattr(self.config, "max_position_embeddings", None)
-        return int(limit or UNLIMITED_POSITIONS)
 
     @property
     def quantisation(self) -> Mapping[str, Any] | None:
@@ -122,7 +105,17 @@ def describe(files: ModelFiles, about: str) -> tuple[Model | None, list[Finding]
             tokenizer = load_tokenizer(str(files.folder))
         except ModelLoadError as error:
             findings.append(refusal("tokenizer-absent", error))
-    model = Model(about, files, config, text_config, tokenizer)
+    model = Model(
+        text_config.hidden_size,
+        text_config.vocab_size,
+        text_config.num_hidden_layers,
+        getattr(text_config, "max_position_embeddings", None) or UNLIMITED_POSITIONS,
+        about=about,
+        files=files,
+        whole_config=config,
+        config=text_config,
+        tokenizer=tokenizer,
+    )
     if model.quantisation is None:  # machine.py tells of those
         described = finding(
             "architecture-supported",

@@ -14,6 +14,7 @@ from paceline.lab.bench.methods import Length, Method
 from paceline.lab.bench.runner import take_turns, warm_up
 from paceline.lab.bench.runs import Ask, BenchJob, HeatRecord, TimedRun, merged
 from paceline.lab.budget import Budget
+from paceline.lab.prediction import predicted_by_measured
 from paceline.lab.tune.measure import TuneOptions
 from paceline.lab.tune.search import MARGIN, MeasuredMethod
 from paceline.llm import LLM
@@ -55,15 +56,27 @@ class Finalist:
 
 @dataclass(frozen=True)
 class Confirmation:
-    """What a finalist took in all rounds; a ratio is its rate by plain's in that round."""
+    """What a finalist took in all rounds; a ratio is its rate by plain's in that round.
+    ``plain_rate``: of plain decoding once the prompts are read."""
 
     finalist: Finalist
     run: TimedRun
     ratios: tuple[float, ...]
+    plain_rate: float = 0.0
 
     @property
     def speedup(self) -> float:
         return median(self.ratios) if self.ratios else 0.0
+
+    @property
+    def decoding_speedup(self) -> float:
+        """Once the prompts are read: what the model predicts."""
+        return self.run.decoding.rate / self.plain_rate if self.plain_rate else 0.0
+
+    @property
+    def predicted_by_measured(self) -> float | None:
+        predicted = self.finalist.predicted
+        return predicted and predicted_by_measured(predicted, self.decoding_speedup)
 
     @property
     def drafted(self) -> int:
@@ -74,13 +87,11 @@ class Confirmation:
 def confirmations(finalists: Sequence[Finalist], record: HeatRecord) -> list[Confirmation]:
     """Of each finalist, plain decoding being the first of them."""
     rounds = [[heat.outcomes[finalist.key] for finalist in finalists] for heat in record.heats]
+    whole = [merged([runs[index] for runs in rounds]) for index in range(len(finalists))]
+    ratios = [tuple(runs[i].rate / runs[0].rate for runs in rounds) for i in range(len(finalists))]
     return [
-        Confirmation(
-            finalist,
-            merged([runs[index] for runs in rounds]),
-            tuple(runs[index].rate / runs[0].rate for runs in rounds),
-        )
-        for index, finalist in enumerate(finalists)
+        Confirmation(*of_finalist, whole[0].decoding.rate)
+        for of_finalist in zip(finalists, whole, ratios, strict=True)
     ]
 
 

@@ -7,7 +7,6 @@ from dataclasses import asdict
 from functools import partial
 from typing import Any
 
-from paceline.lab.prediction import predicted_by_measured
 from paceline.lab.report.columns import Column, number, record_of, share, table_of, times
 from paceline.lab.report.document import Figure, Report, Text
 from paceline.lab.report.plots import lines
@@ -81,46 +80,26 @@ def _searched(outcome: TuningOutcome) -> tuple[Column, ...]:
     )
 
 
-def _confirmed(results: Sequence[Confirmation]) -> tuple[Column, ...]:
-    """Beside plain decoding's rate once the prompts are read."""
-    plain = results[0].run.decoding.rate if results else 0.0
+def _whole(result: Confirmation) -> str:
+    drafted = result.drafted or result.finalist.spec == PLAIN
+    return times(result.speedup) if drafted else "never drafted"
 
-    def decoding(result: Confirmation) -> float:
-        """By plain decoding, once the prompts are read: what the model predicts."""
-        return result.run.decoding.rate / plain if plain else 0.0
 
-    def ratio(result: Confirmation) -> float | None:
-        predicted = result.finalist.predicted
-        return None if predicted is None else predicted_by_measured(predicted, decoding(result))
-
-    def whole(result: Confirmation) -> str:
-        drafted = result.drafted or result.finalist.spec == PLAIN
-        return times(result.speedup) if drafted else "never drafted"
-
-    def spread(ratios: Sequence[float]) -> str:
-        return f"{min(ratios):.2f} to {max(ratios):.2f}" if ratios else ""
-
-    return (
-        Column("finalist", "finalist", "finalist.name"),
-        Column("spec", "", "finalist.spec"),
-        Column("draft_length", "", "finalist.length"),
-        Column("tokens_per_second", "tok/s", "run.rate", _rounded),
-        Column("tokens_per_step", "tok/step", "run.tokens_per_step", number),
-        Column("drafted", "", "drafted"),
-        Column("predicted_speedup", "predicted", "finalist.predicted", times),
-        Column("", "decoding", "", lambda result: times(decoding(result))),
-        Column("decoding_tokens_per_second", "", "run.decoding.rate"),
-        Column("speedup", "", "speedup"),
-        Column("", "whole", "", whole),
-        Column(
-            "predicted_by_measured",
-            "pred./meas.",
-            "",
-            lambda result: None if ratio(result) is None else number(ratio(result)),
-            ratio,
-        ),
-        Column("ratios", "spread", "ratios", spread),
-    )
+_CONFIRMED = (
+    Column("finalist", "finalist", "finalist.name"),
+    Column("spec", "", "finalist.spec"),
+    Column("draft_length", "", "finalist.length"),
+    Column("tokens_per_second", "tok/s", "run.rate", _rounded),
+    Column("tokens_per_step", "tok/step", "run.tokens_per_step", number),
+    Column("drafted", "", "drafted"),
+    Column("predicted_speedup", "predicted", "finalist.predicted", times),
+    Column("", "decoding", "decoding_speedup", times),
+    Column("decoding_tokens_per_second", "", "run.decoding.rate"),
+    Column("speedup", "", "speedup"),
+    Column("", "whole", "", _whole),
+    Column("predicted_by_measured", "pred./meas.", shown=number),
+    Column("ratios", "spread", shown=lambda ratios: f"{min(ratios):.2f} to {max(ratios):.2f}"),
+)
 
 
 def decision(outcome: TuningOutcome) -> str:
@@ -170,7 +149,7 @@ def report_of(outcome: TuningOutcome) -> Report:
         )
     if results and results[0].ratios:
         note = _CONFIRMATION.format(len(results[0].ratios))
-        report.add("Confirmed by decoding", table_of(results, _confirmed(results), note))
+        report.add("Confirmed by decoding", table_of(results, _CONFIRMED, note))
     advice = advise(outcome)
     if advice:
         report.add("Why", table_of(advice, _ADVICE))
@@ -210,7 +189,7 @@ def tuning_record(outcome: TuningOutcome) -> dict[str, Any]:
         "unrest": outcome.unrest,
         "target_costs": target and asdict(_known_costs(outcome)),
         "search": [record_of(s, _searched(outcome)) for s in settings],
-        "confirmation": [record_of(r, _confirmed(results)) for r in results],
+        "confirmation": [record_of(r, _CONFIRMED) for r in results],
         "advice": [record_of(item, _ADVICE) for item in advise(outcome)],
         "budget": outcome.completed and asdict(outcome.completed),
         "left_out": [{"what": what, "why": why} for what, why in outcome.left_out],
