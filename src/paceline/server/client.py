@@ -103,20 +103,22 @@ class Ticket:
     # -- called by the client ------------------------------------------------------------------
 
     def add(self, event: StreamEvent) -> None:
-        """Without waking the handler."""
+        """The handler runs once all events of a step have been added."""
         if event.completion is not None:
             self.open -= 1
             self.done.append(event.completion)
         self.written += len(event.token_ids or (event.completion or event).token_ids)
         self._events.append(event)
+        self._changed.set()
 
-    def wake(self) -> None:
+    def accept(self) -> None:
+        self.accepted = True
         self._changed.set()
 
     def fail(self, error: Exception) -> None:
         """The end, after what has come."""
         self.error = self.error or error
-        self.wake()
+        self._changed.set()
 
 
 class EngineClient:
@@ -253,13 +255,10 @@ class EngineClient:
         if isinstance(message, wire.StepEvents):
             self._deliver(message.events)
         elif isinstance(message, wire.Accepted):
-            ticket = self._tickets.get(message.ticket)
-            if ticket is not None:
-                ticket.accepted = True
-                ticket.wake()
+            if (ticket := self._tickets.get(message.ticket)) is not None:
+                ticket.accept()
         elif isinstance(message, wire.Ended):
-            ticket = self._take(message.ticket)
-            if ticket is not None:
+            if (ticket := self._take(message.ticket)) is not None:
                 ticket.fail(message.error)
         elif isinstance(message, wire.Scraped):
             future = self._scrapes.get(message.number)
@@ -269,18 +268,14 @@ class EngineClient:
             self.lose(message.reason)
 
     def _deliver(self, events: Sequence[tuple[int, StreamEvent]]) -> None:
-        touched: dict[int, Ticket] = {}
         for number, event in events:
             ticket = self._tickets.get(number)
             if ticket is None:  # it was cancelled meanwhile
                 continue
             ticket.add(event)
-            touched[number] = ticket
             if event.completion is not None:
                 seconds = event.completion.stats.decode_seconds
                 self._request_seconds += 0.1 * (seconds - self._request_seconds)
-        for number, ticket in touched.items():
-            ticket.wake()
             if not ticket.open:
                 self._take(number)
 
