@@ -274,6 +274,7 @@ def load_llm(
     **more: Any,
 ) -> LLM:
     """Load a model as ``settings`` and ``more`` say, quietly but for the notes on how it went."""
+    quiet_libraries()  # a server's engine may have a process of its own
     with stage("starting"):
         set_threads(settings.threads)
         from paceline import LLM

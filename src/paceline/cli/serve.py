@@ -70,8 +70,6 @@ def serve(files: FileOptions, flags: Annotated[dict[str, Any], _FLAGS]) -> None:
         for warning in filter(None, notes):
             info(f"warning: {warning}")
         with _open(settings) as service:
-            for note in service.client.facts.notes:
-                info(f"note: {note}")
             set_up_logging(settings.log_level)
             run(service, api_keys, listener, telemetry)
 
@@ -97,4 +95,6 @@ def _open(settings: ServeConfig) -> Iterator[Service]:
                 process.hello()  # what it says of the model comes first
                 raise
             process.hello()
+        for note in process.facts.notes:
+            info(f"note: {note}")
         yield Service(process, tokenizer, settings)

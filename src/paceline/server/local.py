@@ -6,12 +6,10 @@ import socket
 import threading
 from typing import TYPE_CHECKING
 
-from paceline.cli.options import set_threads
-from paceline.cli.output import quiet_libraries
+from paceline.cli import options
 from paceline.server.loop import EngineLoop, Link
 from paceline.server.service import Service
 from paceline.server.wire import Facts
-from paceline.settings import explicit
 
 if TYPE_CHECKING:
     from paceline.llm import LLM
@@ -20,12 +18,7 @@ if TYPE_CHECKING:
 
 def load_llm(config: ServeConfig) -> LLM:
     """Raises what ``LLM`` does."""
-    quiet_libraries()
-    set_threads(config.threads)
-    from paceline import LLM
-
-    settings = explicit(vars(config), "LLM")
-    return LLM(config.model, config.drafts, profile=config.profile, **settings)
+    return options.load_llm(config, config.model, config.drafts, config.profile)
 
 
 class EngineThread:
