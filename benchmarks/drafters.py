@@ -311,7 +311,7 @@ class Bench:
         record = {
             "cell": cell.key,
             "settings": self.settings,
-            "machine": machine("cpu"),
+            "machine": machine(self.base),
             "startup": round(startup, 1),
             "others": None if cores is None else round(cores, 2),
             "waves": waves,

@@ -8,14 +8,14 @@ from __future__ import annotations
 
 import json
 import os
-import platform
 import time
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from pathlib import Path
 from statistics import median
 from typing import Any, TypeVar
 
-import torch
+from paceline.lab.bench.result import machine_of
+from paceline.llm import LLM
 
 Element = TypeVar("Element")
 Name = TypeVar("Name", bound=Hashable)
@@ -23,25 +23,10 @@ _STAT = Path("/proc/stat")
 QUIET = 0.15  # cores that others may keep busy
 
 
-def machine(device: str = "cpu") -> dict[str, Any]:
+def machine(llm: LLM) -> dict[str, Any]:
     """What the figures were measured on."""
-    import transformers
-
-    cpu = platform.processor() or platform.machine()
-    info = Path("/proc/cpuinfo")
-    if info.is_file():
-        names = [line for line in info.read_text().splitlines() if line.startswith("model name")]
-        cpu = names[0].partition(":")[2].strip() if names else cpu
-    return {
-        "cpu": cpu,
-        "cores": os.cpu_count(),
-        "threads": torch.get_num_threads(),
-        "load_before": round(os.getloadavg()[0], 2) if hasattr(os, "getloadavg") else None,
-        "device": torch.cuda.get_device_name() if device.startswith("cuda") else "cpu",
-        "python": platform.python_version(),
-        "torch": torch.__version__,
-        "transformers": transformers.__version__,
-    }
+    about = machine_of(llm)
+    return about | {"cpu": about["processor"]}
 
 
 def numbers(text: str) -> list[int]:

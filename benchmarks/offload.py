@@ -160,7 +160,7 @@ def main() -> None:
     print(*plain.notes, sep="\n")
     columns = [Column(key, key.replace("_", " "), shown=str) for key in rows[0]]
     Console().print(rich_table(table_of(rows, columns)))
-    finish({"machine": machine(), "length": options.length, "rows": rows}, options.json)
+    finish({"machine": machine(plain), "length": options.length, "rows": rows}, options.json)
 
 
 if __name__ == "__main__":

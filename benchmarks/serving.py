@@ -299,11 +299,10 @@ class Cell:
             }
 
 
-def measure(args: argparse.Namespace, work: Work) -> list[Cell]:
+def measure(args: argparse.Namespace, llm: LLM, work: Work) -> list[Cell]:
     cells = [Cell(count) for count in args.concurrency]
     limit = max(args.concurrency)
     kinds = KINDS[args.processes]
-    llm = LLM(work.model, draft=work.draft, max_batch_size=limit)
     work = counted(llm, work)
     with ExitStack() as stack:
         ports = {
@@ -363,7 +362,8 @@ def main() -> None:
     args = parse(sys.argv[1:])
     torch.set_num_threads(args.threads)
     work = work_of(args)
-    cells = measure(args, work)
+    llm = LLM(work.model, draft=work.draft, max_batch_size=max(args.concurrency))
+    cells = measure(args, llm, work)
     speeds = [row for cell in cells for row in cell.speeds()]
     latencies = [row for cell in cells for row in cell.times()]
     most = "at most " if work.ends else ""
@@ -380,7 +380,7 @@ def main() -> None:
     report.add("Serving", *tables)
     print_report(report, Console(width=max(100, Console().width)))
     record = {"speeds": speeds, "latencies": latencies, "threads": args.threads}
-    finish(record | {"machine": machine()}, args.json)
+    finish(record | {"machine": machine(llm)}, args.json)
 
 
 if __name__ == "__main__":

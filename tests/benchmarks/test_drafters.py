@@ -130,7 +130,8 @@ def test_the_whole_script_and_going_on(
     assert set(cells["b2/greedy"]["first"]) == {"plain", *names}
     assert "adaptive / best" in table.read_text()
     held = file.read_text()
-    waves = json.loads(held)["waves"]
+    waves, about = (json.loads(held)[key] for key in ("waves", "machine"))
+    assert about["device"] == "cpu" and about["threads"] >= 1 and about["cpu"]
     assert all(own["tokens"] == 16 and own["same"] == 2 for own in waves[0]["by"].values())
     assert waves[0]["by"]["ngram@0"]["drafted"] == 0
 
