@@ -11,7 +11,6 @@ from typing import Any, cast
 
 import numpy as np
 import torch
-from torch import nn
 
 from paceline.core.batch import Commit
 from paceline.draft.heads.eagle_format import save_eagle
@@ -79,11 +78,11 @@ def medusa(folder: Path, number: int) -> None:
 def features(folder: Path, number: int) -> None:
     def observe(windows: Windows) -> Observed:
         final = torch.full((1, 3, 4), float(number))
-        return Observed(windows.ids, windows.learn, final, final, final, None)
+        return Observed(windows.ids, windows.learn, final, final, None)
 
     ids = torch.zeros(1, 3).long()
     windows = Windows(ids, ids == 0, (3,), (number,))
-    FeatureCache(folder / "f", observe, nn.Embedding(9, 4)).look(windows)
+    FeatureCache(folder / "f", observe, torch.device("cpu")).look(windows)
 
 
 def held_out(folder: Path, number: int) -> None:

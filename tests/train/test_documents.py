@@ -103,6 +103,6 @@ def test_the_loss_and_its_gradient_are_those_of_autograd() -> None:
 @pytest.mark.parametrize("share", [0.0, 0.3])
 def test_laws_with_a_share_for_the_likeliest_token(share: float) -> None:
     logits = torch.randn(600, 11, generator=torch.Generator().manual_seed(1))
-    probs = mixed_probs(600, lambda rows: logits[rows], share)
+    probs = mixed_probs(torch.arange(600), lambda rows: logits[rows], share)
     best = torch.nn.functional.one_hot(logits.argmax(-1), 11)
     torch.testing.assert_close(probs, (1 - share) * logits.softmax(-1) + share * best)

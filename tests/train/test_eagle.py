@@ -11,7 +11,6 @@ import torch
 import torch.nn.functional as F
 
 from paceline import LLM, ConfigError, DataError, ModelLoadError
-from paceline.draft.heads.eagle_head import EagleHead
 from paceline.train.acceptance import total
 from paceline.train.eagle import EagleTrainConfig, EagleTrainer
 from paceline.train.reading import Observed
@@ -43,9 +42,10 @@ def config(corpus: str, target: str) -> EagleTrainConfig:
 # -- the unrolled forward --------------------------------------------------------------------
 
 
-def chain_by_hand(head: EagleHead, seen: Observed, t: int) -> list[int]:
+def chain_by_hand(trainer: EagleTrainer, seen: Observed, t: int) -> list[int]:
     """Greedy drafts from position t, one row after the other."""
-    return [int(head.to_target_ids(logits.argmax(-1))) for logits in chain_logits(head, seen, t)]
+    chain = chain_logits(trainer, seen, t)
+    return [int(trainer.head.to_target_ids(logits.argmax(-1))) for logits in chain]
 
 
 def test_drafts_of_all_positions_at_once_equal_drafting_from_each(finished: EagleTrainer) -> None:
@@ -55,7 +55,7 @@ def test_drafts_of_all_positions_at_once_equal_drafting_from_each(finished: Eagl
         seen = finished.observe(ids)
         drafts = finished.drafts(seen, 3)
         for t in (0, 5, 16):
-            expected = chain_by_hand(finished.head, seen, t)
+            expected = chain_by_hand(finished, seen, t)
             assert drafts[t, : len(expected)].tolist() == expected
 
 
@@ -125,7 +125,7 @@ def test_the_kernels_read_what_the_module_says(finished: EagleTrainer) -> None:
         said = finished.observe(windows)
     finally:
         finished._reader = reader
-    for name in ("embeds", "features", "final"):
+    for name in ("features", "final"):
         torch.testing.assert_close(getattr(read, name), getattr(said, name), rtol=1e-3, atol=1e-3)
     assert read.logits is said.logits is None
 
@@ -185,7 +185,7 @@ def test_cached_features_are_those_of_the_target(config: EagleTrainConfig, tmp_p
         first, again = cache.look(windows), cache.look(windows)
         streamed = trainer.observe_windows(windows)
         real = torch.arange(windows.ids.shape[1]) < torch.tensor(windows.lengths)[:, None]
-        for name in ("ids", "learn", "embeds", "features", "final"):
+        for name in ("ids", "learn", "features", "final"):
             expected = getattr(streamed, name)[real]
             torch.testing.assert_close(getattr(first, name)[real], expected)
             torch.testing.assert_close(getattr(again, name)[real], expected)
@@ -257,7 +257,7 @@ def test_the_loss_is_that_of_single_drafts(
         probs = out.logits[0][:, head.to_target_ids(everything)].softmax(-1)
         total_loss = 0.0
         for t in range(3, 12):
-            for j, logits in enumerate(chain_logits(head, seen, t)):
+            for j, logits in enumerate(chain_logits(trainer, seen, t)):
                 known = version == 1 or (t + 2 + j < 14 and bool(head.t2d[ids[0, t + 2 + j]]))
                 if t + 2 + j < 14 and known:
                     nats = -(probs[t + 1 + j] * logits.log_softmax(-1)).sum()
@@ -265,7 +265,7 @@ def test_the_loss_is_that_of_single_drafts(
     assert found == pytest.approx(total_loss / 9, rel=1e-4)
 
 
-def chain_logits(head: EagleHead, seen: Observed, t: int) -> list[torch.Tensor]:
+def chain_logits(trainer: EagleTrainer, seen: Observed, t: int) -> list[torch.Tensor]:
     """Logits of three steps from position t, the text's own tokens standing in for drafted ones."""
     keys: list[torch.Tensor] = []
     values: list[torch.Tensor] = []
@@ -282,7 +282,8 @@ def chain_logits(head: EagleHead, seen: Observed, t: int) -> list[torch.Tensor]:
         )
         return out.transpose(1, 2)
 
-    embeds, fused = seen.embeds[0], head.fuse(seen.features[0])
+    head, embed = trainer.head, trainer.target.get_input_embeddings()
+    embeds, fused = embed(seen.ids[0]), head.fuse(seen.features[0])
     hidden = head(embeds[1 : t + 2], fused[: t + 1], torch.arange(t + 1), attend)[-1:]
     found = [head.logits(hidden)[0]]
     for j in (1, 2):

@@ -52,13 +52,12 @@ class AcceptanceCounts:
         return tuple(a / n if n else 0.0 for a, n in zip(self.accepted, self.reached, strict=True))
 
     def to_dict(self) -> dict[str, Any]:
-        lists = {"reached": list(self.reached), "accepted": list(self.accepted)}
-        return {"mean_accepted_length": self.mean_accepted_length, **vars(self), **lists}
+        return {"mean_accepted_length": self.mean_accepted_length, **asdict(self)}
 
     @classmethod
     def from_dict(cls, values: dict[str, Any]) -> AcceptanceCounts:
-        reached, accepted = tuple(values["reached"]), tuple(values["accepted"])
-        return cls(values["tokens"], values["steps"], reached, accepted)
+        lists = (tuple(values[name]) for name in ("reached", "accepted"))
+        return cls(values["tokens"], values["steps"], *lists)
 
 
 def total(parts: Iterable[AcceptanceCounts]) -> AcceptanceCounts:

@@ -145,7 +145,9 @@ class EagleTrainer(HeadTrainer):
         head, (windows, width) = self.head, seen.ids.shape
         then, kept = starts.every(stride, self.step) if stride > 1 else (starts, slice(None))
         attend = UnrolledAttention(starts, then)
-        embeds = F.pad(seen.embeds[:, 1:], (0, 0, 0, 1)).flatten(0, 1)  # of the next tokens
+        with torch.no_grad():
+            embeds = self.target.get_input_embeddings()(seen.ids)
+        embeds = F.pad(embeds[:, 1:], (0, 0, 0, 1)).flatten(0, 1)  # of the next tokens
         positions = torch.arange(width, device=seen.ids.device).repeat(windows)
         fused = head.fuse(seen.features.flatten(0, 1))
         hidden = head(embeds, fused, positions, attend, starts.flat)

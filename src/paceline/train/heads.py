@@ -72,8 +72,7 @@ class HeadTrainer(DraftingTrainer):
         self._seen: dict[int, Observed] = {}  # held-out texts, by their ids
         self._cache: FeatureCache | None = None
         if config.cache_features:
-            embedding = self.target.get_input_embeddings()
-            self._cache = FeatureCache(self.out / "features", self.observe_windows, embedding)
+            self._cache = FeatureCache(self.out / "features", self.observe_windows, self.device)
 
     # -- what a kind of head says --------------------------------------------------------------
 
@@ -143,9 +142,8 @@ class HeadTrainer(DraftingTrainer):
                 chosen = [out.hidden_states[layer] for layer in self.feature_layers]
             only = len(chosen) == 1 and self.feature_layers[0] == self.num_layers
             features = final if only else torch.cat(chosen, -1)
-            embeds = self.target.get_input_embeddings()(ids)
         learn = torch.ones_like(ids, dtype=torch.bool) if learn is None else learn
-        return Observed(ids, learn, embeds, features, final, logits)
+        return Observed(ids, learn, features, final, logits)
 
     def _is_product(self) -> bool:
         """Whether the target's logits are its head's product with the last hidden states and
@@ -172,18 +170,16 @@ class HeadTrainer(DraftingTrainer):
         row_of = torch.zeros(seen.ids.numel(), dtype=torch.long, device=flat.device)
         row_of[flat] = torch.arange(len(flat), device=flat.device)
         head = self.target.get_output_embeddings()
-        weight, bias = head.weight, head.bias
-        if ids is not None:
-            weight, bias = weight[ids], None if bias is None else bias[ids]
-        source = seen.final if seen.logits is None else seen.logits.detach()
+        chosen = slice(None) if ids is None else ids
+        weight, bias = head.weight[chosen], None if head.bias is None else head.bias[chosen]
+        source = (seen.final if seen.logits is None else seen.logits).flatten(0, 1)
 
-        def logits_of(rows: slice) -> torch.Tensor:
-            part = source.flatten(0, 1)[flat[rows]]
+        def logits_of(rows: torch.Tensor) -> torch.Tensor:
             if seen.logits is None:
-                return F.linear(part, weight, bias)
-            return part if ids is None else part[:, ids]
+                return F.linear(source[rows], weight, bias)
+            return source[rows][:, chosen]
 
-        return mixed_probs(len(flat), logits_of, self.config.argmax_weight), row_of
+        return mixed_probs(flat, logits_of, self.config.argmax_weight), row_of
 
     # -- the loop ------------------------------------------------------------------------------
 

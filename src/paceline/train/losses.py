@@ -115,16 +115,16 @@ def falling(decay: float, count: int) -> list[float]:
 
 
 def mixed_probs(
-    count: int, logits_of: Callable[[slice], torch.Tensor], share: float
+    rows: torch.Tensor, logits_of: Callable[[torch.Tensor], torch.Tensor], share: float
 ) -> torch.Tensor:
-    """Probabilities of ``count`` rows of logits, ``share`` of them moved to the likeliest token,
-    in the logits' dtype ``[count, V]``.
+    """Probabilities of rows of logits, ``share`` of them moved to the likeliest token, in the
+    logits' dtype ``[len(rows), V]``.
 
     ``logits_of(rows)`` makes the logits of some rows: all at once they may be large.
     """
     parts = []
-    for start in range(0, count, 4 * _CHUNK):
-        logits = logits_of(slice(start, min(count, start + 4 * _CHUNK)))
+    for some in torch.split(rows, 4 * _CHUNK):
+        logits = logits_of(some)
         distribution = logits.float().softmax(-1)
         if share:
             best = logits.argmax(-1, keepdim=True)

@@ -13,7 +13,6 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from safetensors.torch import load_file
-from torch import nn
 
 from paceline.core.batch import Span
 from paceline.errors import ModelLoadError, UnsupportedModelError
@@ -31,15 +30,14 @@ _BLOCK = 16  # tokens of a cache block
 class Observed:
     """What the target says about windows of text ``ids [B, W]``.
 
-    ``learn`` bool ``[B, W]``: the tokens that a head shall learn to draft. ``embeds
-    [B, W, hidden]``, ``features [B, W, layers * hidden]`` (side by side), ``final
-    [B, W, hidden]``, the output of the final norm, and ``logits [B, W, vocab]``, or None where
-    they are the head's product with ``final`` and are made for the rows that are asked for.
+    ``learn`` bool ``[B, W]``: the tokens that a head shall learn to draft. ``features
+    [B, W, layers * hidden]`` (side by side), ``final [B, W, hidden]``, the output of the final
+    norm, and ``logits [B, W, vocab]``, or None where they are the head's product with ``final``
+    and are made for the rows that are asked for.
     """
 
     ids: torch.Tensor
     learn: torch.Tensor
-    embeds: torch.Tensor
     features: torch.Tensor
     final: torch.Tensor
     logits: torch.Tensor | None
@@ -98,33 +96,32 @@ class FeatureCache:
     """
 
     def __init__(
-        self, folder: Path, observe: Callable[[Windows], Observed], embedding: nn.Module
+        self, folder: Path, observe: Callable[[Windows], Observed], device: torch.device
     ) -> None:
-        self._folder, self._observe, self._embedding = folder, observe, embedding
+        self._folder, self._observe, self._device = folder, observe, device
         with telling("the cached features", folder):
             claim(folder)
 
     @torch.no_grad()
     def look(self, windows: Windows) -> Observed:
         """What the target says about the windows, each of which is a numbered piece."""
-        kept = [self._read(self._file(number)) for number in windows.numbers]
-        pieces = [piece for piece in kept if piece is not None]
-        if len(pieces) < len(kept):
+        files = [self._file(number) for number in windows.numbers]
+        pieces = [piece for file in files if (piece := self._read(file)) is not None]
+        if len(pieces) < len(files):
             seen = self._observe(windows)
-            for row, piece in enumerate(kept):
-                if piece is None:
-                    self._write(windows, row, seen)
+            for row, (file, length) in enumerate(zip(files, windows.lengths, strict=True)):
+                self._write(file, seen, row, length)
             return seen
-        device, width = self._embedding.weight.device, windows.ids.shape[1]
+        width = windows.ids.shape[1]
 
         def padded(name: str) -> torch.Tensor:
             # Heads that read nothing but the final hidden states have no features of their own.
             rows = [piece.get(name, piece["final"]) for piece in pieces]
             rows = [F.pad(row, (0, 0, 0, width - len(row))) for row in rows]
-            return torch.stack(rows).to(device)  # type: ignore[arg-type]
+            return torch.stack(rows).to(self._device)
 
-        ids, learn = windows.ids.to(device), windows.learn.to(device)  # type: ignore[arg-type]
-        return Observed(ids, learn, self._embedding(ids), padded("features"), padded("final"), None)
+        ids, learn = windows.ids.to(self._device), windows.learn.to(self._device)
+        return Observed(ids, learn, padded("features"), padded("final"), None)
 
     def _file(self, number: int) -> Path:
         return self._folder / f"{number // 1000:04d}" / f"{number:07d}.safetensors"
@@ -136,8 +133,7 @@ class FeatureCache:
                 return load_file(file)
         return None
 
-    def _write(self, windows: Windows, row: int, seen: Observed) -> None:
-        file, length = self._file(windows.numbers[row]), windows.lengths[row]
+    def _write(self, file: Path, seen: Observed, row: int, length: int) -> None:
         tensors = {"final": seen.final[row, :length].contiguous()}
         if seen.features is not seen.final:
             tensors["features"] = seen.features[row, :length].contiguous()
