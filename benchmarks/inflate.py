@@ -67,12 +67,9 @@ PRESETS: dict[str, Sizes] = {
 
 
 @dataclass(frozen=True)
-class Shape:
+class Shape(Sizes):
     """What the padding needs to know of one Llama configuration."""
 
-    hidden: int
-    layers: int
-    ffn: int
     heads: int
     kv_heads: int
     head_dim: int

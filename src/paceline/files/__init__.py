@@ -28,7 +28,9 @@ from paceline.files.ownership import (
     check_file,
     check_folder,
     check_names,
+    claim,
     clear_killed,
+    is_claimed,
     manifest_text,
     names_aside,
     read_manifest,
@@ -79,6 +81,17 @@ def write_aside(
         with aside.open(durable) as sink:
             yield cast("IO[bytes]", sink)
         aside.put(keep=previous)
+
+
+@contextmanager
+def write_cached(file: Path, folder: Path, what: str) -> Iterator[IO[bytes]]:
+    """Write a file that can be made again, in or below a folder of such files, which is made if
+    there is none. Arguments and errors as of ``write_aside``."""
+    with telling(what, file):
+        claim(folder)
+        file.parent.mkdir(exist_ok=True)
+    with write_aside(file, what, lambda path: is_claimed(folder), durable=False) as sink:
+        yield sink
 
 
 def replace_files(

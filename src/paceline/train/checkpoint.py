@@ -19,10 +19,6 @@ from paceline.files.ownership import clear_killed
 _KEYS = {"kind", "config", "optimizers", "step", "history"}
 
 
-class _DamagedError(Exception):
-    pass
-
-
 def previous(file: Path) -> Path:
     """Where the state before the last one is: run/checkpoint.previous.pt."""
     return file.with_name(f"{file.stem}.previous{file.suffix}")
@@ -44,31 +40,30 @@ def read_state(file: Path) -> tuple[dict[str, Any] | None, str]:
 
     None if there is none at all. Raises ConfigError, saying what is damaged, if none is whole.
     """
-    reason = ""
+    damage = ""
     for path in (file, previous(file)):
-        if not path.is_file():
-            continue
-        try:
-            state = _read(path)
-        except _DamagedError as damage:
-            reason = reason or f"{path} is damaged ({damage})"
-            continue
-        note = f"{reason or f'there is no {file}'}; going on from {path.name}, the one before it"
-        return state, note if path != file else ""
-    if reason:
-        raise ConfigError(f"{reason}; delete it to start anew")
+        if path.is_file():
+            state, reason = _read(path)
+            if state is not None:
+                missing = damage or f"there is no {file}"
+                note = f"{missing}; going on from {path.name}, the one before it"
+                return state, note if path != file else ""
+            damage = damage or f"{path} is damaged ({reason})"
+    if damage:
+        raise ConfigError(f"{damage}; delete it to start anew")
     return None, ""
 
 
-def _read(file: Path) -> dict[str, Any]:
+def _read(file: Path) -> tuple[dict[str, Any] | None, str]:
+    """A state, or why the file holds none."""
     try:
         with ZipFile(file) as archive:
             record = archive.testzip()  # torch.load does not look at the checksums
         state = torch.load(file, map_location="cpu", weights_only=True)
     except Exception:  # flipped bits in a pickle may raise anything
-        raise _DamagedError("it cannot be read") from None
+        return None, "it cannot be read"
     if record is not None:
-        raise _DamagedError(f"{record} does not match its checksum")
+        return None, f"{record} does not match its checksum"
     if not isinstance(state, dict) or set(state) != _KEYS:
-        raise _DamagedError("it is not the state of a run")
-    return state
+        return None, "it is not the state of a run"
+    return state, ""

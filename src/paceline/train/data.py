@@ -20,8 +20,7 @@ from transformers import PreTrainedTokenizerFast
 
 from paceline.core.stages import stage, warn
 from paceline.errors import DataError
-from paceline.files import telling, write_aside
-from paceline.files.ownership import claim, is_claimed
+from paceline.files import write_cached
 from paceline.train.chat import ChatWriter, conversation_of
 from paceline.train.records import FORMS, Records, RefusedError, Source, unicode_text
 
@@ -213,13 +212,7 @@ def token_stream(
 
 def write_stream(file: Path, stream: Stream) -> None:
     """Raises WriteError."""
-    with telling("the token stream", file):
-        claim(file.parent)
-
-    def made_here(path: Path) -> bool:
-        return is_claimed(path.parent)
-
-    with write_aside(file, "the token stream", made_here, durable=False) as sink:
+    with write_cached(file, file.parent, "the token stream") as sink:
         ids, learn, starts = stream.ids, stream.learn, stream.starts
         np.savez(sink, name=np.array(stream.name), ids=ids, learn=learn, starts=starts)
 

@@ -16,8 +16,7 @@ from safetensors.torch import load_file
 
 from paceline.core.batch import Span
 from paceline.errors import ModelLoadError, UnsupportedModelError
-from paceline.files import replace_files, telling
-from paceline.files.ownership import claim, is_claimed
+from paceline.files import write_cached
 from paceline.model.paged.cache import PagedCache
 from paceline.model.target import CausalModel
 from paceline.model.tensorfile import as_bytes, verify
@@ -99,8 +98,6 @@ class FeatureCache:
         self, folder: Path, observe: Callable[[Windows], Observed], device: torch.device
     ) -> None:
         self._folder, self._observe, self._device = folder, observe, device
-        with telling("the cached features", folder):
-            claim(folder)
 
     @torch.no_grad()
     def look(self, windows: Windows) -> Observed:
@@ -137,11 +134,5 @@ class FeatureCache:
         tensors = {"final": seen.final[row, :length].contiguous()}
         if seen.features is not seen.final:
             tensors["features"] = seen.features[row, :length].contiguous()
-        with telling("the cached features", file):
-            file.parent.mkdir(exist_ok=True)
-
-        def made_here(path: Path) -> bool:
-            return is_claimed(self._folder)
-
-        content = {file: as_bytes(tensors)[0]}
-        replace_files(content, "the cached features", made_here, durable=False)
+        with write_cached(file, self._folder, "the cached features") as sink:
+            sink.write(as_bytes(tensors)[0])
