@@ -117,8 +117,10 @@ class MedusaTrainer(HeadTrainer):
         if not features.requires_grad:
             return result
         wanted = seen.learn[:, 1:]
-        said = seen.logits
-        logits = self.lm_head(seen.final[:, :-1][wanted]) if said is None else said[:, :-1][wanted]
+        if seen.logits is None:
+            logits = self.lm_head(seen.final[:, :-1][wanted])
+        else:
+            logits = seen.logits[:, :-1][wanted]
         text = F.cross_entropy(logits.float(), seen.ids[:, 1:][wanted])
         return text + config.joint_weight * result
 
