@@ -25,7 +25,7 @@ from paceline.server.config import ServeConfig
 from paceline.server.errors import RESPONSES, on_error, on_http_error, on_invalid
 from paceline.server.failures import APIError
 from paceline.server.requestlog import Exchange, RequestLog
-from paceline.server.security import BodyLimit, Guard, Keys, OnePath, wrong_host, wrong_type
+from paceline.server.security import Gate, Keys, wrong_host, wrong_type
 from paceline.server.service import Service
 
 
@@ -71,11 +71,8 @@ def create_app(
 
 def _protect(app: FastAPI, config: ServeConfig, keys: Keys | None, local: bool) -> None:
     """What stands around the application. The last one added sees a request first."""
-    app.add_middleware(BodyLimit, limit=config.max_request_bytes)
-    if keys:
-        app.add_middleware(Guard, check=keys.refusal)
-    app.add_middleware(Guard, check=wrong_type)
-    app.add_middleware(OnePath)
+    checks = [*([wrong_host] if local else []), wrong_type, *([keys.refusal] if keys else [])]
+    app.add_middleware(Gate, checks=checks, limit=config.max_request_bytes)
     if config.cors_origin:
         app.add_middleware(
             CORSMiddleware,
@@ -84,8 +81,6 @@ def _protect(app: FastAPI, config: ServeConfig, keys: Keys | None, local: bool) 
             allow_headers=["*"],  # those that a preflight asks for: clients send many of their own
             expose_headers=["x-request-id", "x-paceline-ignored", "retry-after"],
         )
-    if local:
-        app.add_middleware(Guard, check=wrong_host)
 
 
 def _models(service: Service) -> APIRouter:

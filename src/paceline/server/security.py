@@ -1,6 +1,6 @@
 """What stands before the application: who may ask, from where, and with what bodies.
 
-request log -> host -> CORS -> path and type -> API key -> size -> the application
+request log -> CORS -> host -> type -> API key -> size -> the application
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ import os
 import re
 import stat
 import zlib
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from ipaddress import ip_address
 from pathlib import Path
@@ -160,18 +160,6 @@ def bearer(scope: Scope) -> bytes | None:
     return (header(scope, b"x-api-key") or b"").strip() or None
 
 
-class Guard:
-    """Answers a request itself where ``check`` says why it is refused."""
-
-    def __init__(self, app: ASGIApp, check: Callable[[Scope], APIError | None]) -> None:
-        self._app, self._check = app, check
-
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        refused = self._check(scope) if scope["type"] == "http" else None
-        app = self._app if refused is None else respond(refused, scope["path"])
-        await app(scope, receive, send)
-
-
 def wrong_type(scope: Scope) -> APIError | None:
     """A body is JSON and says so: what pages of other origins can send unasked is not read."""
     if scope["method"] != "POST":
@@ -186,41 +174,37 @@ def wrong_type(scope: Scope) -> APIError | None:
     )
 
 
-class OnePath:
-    """Paths with a slash at their end are those without it; HEAD asks what GET does."""
+class Gate:
+    """Lets in what none of ``checks`` refuses, with its whole body and one spelling of its path.
 
-    def __init__(self, app: ASGIApp) -> None:
-        self._app = app
-
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        if scope["type"] == "http":
-            path = scope["path"].rstrip("/") or "/"
-            # Whoever writes to the socket leaves out the body of an answer to HEAD.
-            method = "GET" if scope["method"] == "HEAD" else scope["method"]
-            scope = {**scope, "path": path, "raw_path": path.encode(), "method": method}
-        await self._app(scope, receive, send)
-
-
-class BodyLimit:
-    """Refuses bodies above a size, whatever their Content-Length says, before they are parsed.
-
-    What comes as gzip or deflate is unpacked, and may not be larger unpacked either.
+    Paths with a slash at their end are those without it; HEAD asks what GET does. Bodies above
+    ``limit`` bytes are refused, whatever their Content-Length says, before they are parsed. What
+    comes as gzip is unpacked, and may not be larger unpacked either.
     """
 
-    def __init__(self, app: ASGIApp, limit: int) -> None:
-        self._app, self._limit = app, limit
+    def __init__(
+        self, app: ASGIApp, checks: Sequence[Callable[[Scope], APIError | None]], limit: int
+    ) -> None:
+        self._app, self._checks, self._limit = app, checks, limit
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
             await self._app(scope, receive, send)
             return
+        path = scope["path"].rstrip("/") or "/"
+        # Whoever writes to the socket leaves out the body of an answer to HEAD.
+        method = "GET" if scope["method"] == "HEAD" else scope["method"]
+        scope = {**scope, "path": path, "raw_path": path.encode(), "method": method}
         try:
+            for check in self._checks:
+                if (refused := check(scope)) is not None:
+                    raise refused
             body = await self._read(Request(scope, receive))
             body = self._unpacked(body, header(scope, b"content-encoding") or b"")
         except ClientDisconnect:
             return
         except APIError as error:
-            await respond(error, scope["path"])(scope, receive, send)
+            await respond(error, path)(scope, receive, send)
             return
         first: list[Message] = [{"type": "http.request", "body": body, "more_body": False}]
 
