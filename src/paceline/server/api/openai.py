@@ -32,6 +32,7 @@ from paceline.server.api.protocol import (
     CompletionRequest,
     Generation,
     Speculation,
+    StreamOptions,
 )
 from paceline.server.api.tokens import infill
 from paceline.server.api.tool_stream import AnswerStream, Delta, deltas_of, message_of
@@ -56,6 +57,7 @@ class OpenAIAnswer(Answer):
         """``visible``: special tokens are part of the text. ``names``: what the id begins with, and
         the kind of object."""
         self._ticket, self._generation = ticket, body
+        self._usage_asked = body.stream_options or StreamOptions()
         self._tokenizer, self._prompts, self._visible = service.tokenizer, prompts, visible
         self._n = ticket.count // len(prompts)
         self._speculation = body.speculation or Speculation()
@@ -146,14 +148,13 @@ class OpenAIAnswer(Answer):
 
     def _chunk(self, choice: dict[str, Any]) -> Chunk:
         chunk = {**self._header, "choices": [choice]}
-        if self._generation.counts_on:
-            chunk["usage"] = self._counts(self._written)
-        elif self._generation.counts:
-            chunk["usage"] = None
+        if self._usage_asked.include_usage:
+            so_far = self._usage_asked.continuous_usage_stats
+            chunk["usage"] = self._counts(self._written) if so_far else None
         return chunk
 
     def closing(self) -> list[Chunk]:
-        totals = self._totals(self._generation.counts)
+        totals = self._totals(self._usage_asked.include_usage)
         return [{**self._header, "choices": [], name: value} for name, value in totals.items()]
 
 

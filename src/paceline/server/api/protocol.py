@@ -122,18 +122,6 @@ class Generation(Body):
             raise ValueError("stream_options goes with stream=true only")
         return self
 
-    @property
-    def counts(self) -> bool:
-        """Whether a stream ends with its usage."""
-        return self.stream_options is not None and self.stream_options.include_usage
-
-    @property
-    def counts_on(self) -> bool:
-        """Whether every chunk has the usage so far."""
-        return self.counts and bool(
-            self.stream_options and self.stream_options.continuous_usage_stats
-        )
-
 
 def _prompts(value: Any) -> Any:
     """A list of prompts, of one or several. Raises ValueError in one sentence."""
