@@ -133,11 +133,11 @@ class MedusaTrainer(HeadTrainer):
             kept = self.out / "held_out.json"
             check_names(self.out, [kept.name], "the held-out texts", damaged=True)
             kept.unlink(missing_ok=True)
-            self.held_out = None
+            self.__dict__.pop("held_out_texts", None)
             self._seen.clear()
-        texts = self.held_out_texts()
-        if texts:
-            accuracy = accuracy_of(torch.cat([self._ranks(text) for text in texts]), _RANKS)
+        if self.valid_sources:
+            ranks = [self._ranks(text) for text in self.held_out_texts]
+            accuracy = accuracy_of(torch.cat(ranks), _RANKS)
             self.head.config = replace(self.head.config, accuracy=accuracy)
             self._tree = best_shape(accuracy[: self.config.draft_length], self.config.nodes)
         return super().measure()

@@ -103,11 +103,13 @@ class FeatureCache:
     def look(self, windows: Windows) -> Observed:
         """What the target says about the windows, each of which is a numbered piece."""
         files = [self._file(number) for number in windows.numbers]
-        pieces = [piece for file in files if (piece := self._read(file)) is not None]
-        if len(pieces) < len(files):
+        kept = [self._read(file) for file in files]
+        pieces = [piece for piece in kept if piece is not None]
+        if len(pieces) < len(kept):
             seen = self._observe(windows)
-            for row, (file, length) in enumerate(zip(files, windows.lengths, strict=True)):
-                self._write(file, seen, row, length)
+            for row, piece in enumerate(kept):
+                if piece is None:
+                    self._write(files[row], seen, row, windows.lengths[row])
             return seen
         width = windows.ids.shape[1]
 

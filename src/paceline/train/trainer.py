@@ -9,6 +9,7 @@ import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass, field
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -226,7 +227,6 @@ class DraftingTrainer(Trainer):
     config: HeldOutConfig
     spec = ""
     measured = "acceptance"
-    held_out: list[WrittenText] | None = None  # None: not read yet
     drafts_for: PreTrainedModel  # the target; ``prepare`` loads it
 
     @property
@@ -245,28 +245,27 @@ class DraftingTrainer(Trainer):
     @torch.no_grad()
     def measure(self) -> dict[str, AcceptanceCounts]:
         """Held-out acceptance by validation file: greedy drafts of ``draft_length`` tokens."""
-        texts, counts = self.held_out_texts(), dict[str, list[AcceptanceCounts]]()
+        texts = self.held_out_texts if self.valid_sources else []
+        counts: dict[str, list[AcceptanceCounts]] = {}
         with stage("measuring held-out acceptance", len(texts), "texts") as doing:
             for text in texts:
                 counts.setdefault(text.source, []).append(self.acceptance_of(text))
                 doing.advance()
         return {name: total(parts) for name, parts in counts.items()}
 
+    @cached_property
     def held_out_texts(self) -> list[WrittenText]:
         """Written by the target once and kept in ``out``. Raises DataError if none has a word."""
         config = self.config
-        if self.held_out is None and self.valid_sources:
-            self.held_out = written_texts(
-                self.drafts_for,
-                self.tokenizer,
-                self.valid_sources,
-                config.held_out,
-                config.held_out_tokens,
-                config.exclude_licenses,
-                self.out / "held_out.json",
-            )
-            if not self.held_out:
-                raise DataError(
-                    "the target ends every held-out text at once; give other --valid files"
-                )
-        return self.held_out or []
+        texts = written_texts(
+            self.drafts_for,
+            self.tokenizer,
+            self.valid_sources,
+            config.held_out,
+            config.held_out_tokens,
+            config.exclude_licenses,
+            self.out / "held_out.json",
+        )
+        if not texts:
+            raise DataError("the target ends every held-out text at once; give other --valid files")
+        return texts
