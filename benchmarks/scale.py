@@ -97,22 +97,26 @@ def cells(args: argparse.Namespace) -> Iterator[Cell]:
                         yield Cell(chip, model, arrivals, load, way, args.acceptance, figures)
 
 
-def full_table(cells: list[Cell]) -> Table:
+def by_plain(
+    corner: str, ways: list[str], rates: dict[str, tuple[float, list[float]]], note: str
+) -> Table:
     """Where drafts stop paying: tokens a second of plain decoding, and of drafts by that."""
-    by = {(cell.load, cell.way, cell.acceptance): cell.figures for cell in cells}
-    drafted = [(way, rate) for way, rate in FULL if way != "plain"]
-    columns = ["at a time", "plain tokens/s", *(f"{way}, {rate:g}" for way, rate in drafted)]
     rows = [
-        [
-            f"{load:g}",
-            f"{plain:,.0f}",
-            *(f"{by[load, way, rate].rate / plain:.2f}" for way, rate in drafted),
-        ]
-        for load in dict.fromkeys(load for load, _, _ in by)
-        for plain in [by[(load, *FULL[0])].rate]
+        [key, f"{plain:,.0f}", *(f"{rate / plain:.2f}" for rate in drafted)]
+        for key, (plain, drafted) in rates.items()
     ]
+    return Table([corner, "plain tokens/s", *ways], rows, note=note)
+
+
+def full_table(cells: list[Cell]) -> Table:
+    by = {(cell.load, cell.way, cell.acceptance): cell.figures.rate for cell in cells}
+    plain, *drafted = FULL
+    rates = {
+        f"{load:g}": (by[(load, *plain)], [by[(load, *way)] for way in drafted])
+        for load in dict.fromkeys(load for load, _, _ in by)
+    }
     note = "Tokens a second by plain decoding's; behind the comma how many drafted are accepted."
-    return Table(columns, rows, note=note)
+    return by_plain("at a time", [f"{way}, {rate:g}" for way, rate in drafted], rates, note)
 
 
 def load_table(cells: list[Cell]) -> Table:
@@ -176,13 +180,12 @@ def sheet(costs: Roofline, batch: int, drafted: int, acceptance: float) -> tuple
 def where_it_stops(costs: Roofline) -> Table:
     """Full batches with drafts of some tokens, by plain decoding's rate."""
     ways = [(drafted, rate) for drafted in (1, 3, 5) for rate in ACCEPTED]
-    rows = []
-    for batch in (1, 8, 32, 64, 128, 256):
-        plain = sheet(costs, batch, 0, 0.0)[0]
-        by = (sheet(costs, batch, drafted, rate)[0] / plain for drafted, rate in ways)
-        rows.append([str(batch), f"{plain:,.0f}", *(f"{ratio:.2f}" for ratio in by)])
-    columns = ["batch", "plain tokens/s", *(f"{drafted} at {rate:g}" for drafted, rate in ways)]
-    return Table(columns, rows, note="Drafted tokens, and how many of them are accepted.")
+    rates = {
+        str(batch): (sheet(costs, batch, 0, 0.0)[0], [sheet(costs, batch, *way)[0] for way in ways])
+        for batch in (1, 8, 32, 64, 128, 256)
+    }
+    note = "Drafted tokens, and how many of them are accepted."
+    return by_plain("batch", [f"{drafted} at {rate:g}" for drafted, rate in ways], rates, note)
 
 
 def capacity(args: argparse.Namespace) -> dict[str, Any]:
