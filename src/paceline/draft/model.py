@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import KW_ONLY, dataclass, field, replace
+from itertools import islice
 from pathlib import Path
 from typing import ClassVar, TypeVar
 
@@ -303,14 +304,13 @@ class StringDrafter(ModelDrafter):
         slices = tuple(self._shadows.of(item.seq).slice_of(item) for item in plan.slices)
         drafts = super().propose(Plan(slices))
         parts = [draft.tokens for draft in drafts if len(draft)]
-        values = torch.cat(parts).tolist() if parts else []
-        trees = []
-        for item, draft in zip(plan.slices, drafts, strict=True):
-            draft_values, values = values[: len(draft)], values[len(draft) :]
-            trees.append(self._translated(item, draft, draft_values) if len(draft) else self._empty)
-        return trees
+        values = iter(torch.cat(parts).tolist() if parts else ())
+        pairs = zip(plan.slices, drafts, strict=True)
+        return [self._translated(item, d, list(islice(values, len(d)))) for item, d in pairs]
 
     def _translated(self, item: Slice, draft: TokenTree, tokens: Sequence[int]) -> TokenTree:
+        if not tokens:
+            return self._empty
         text, length = self._shadows[item.seq.seq_id].text, item.draft_length
         pairs = zip(paths_of(draft.parents), children_of(draft.parents), strict=True)
         leaves = ([tokens[node] for node in path] for path, below in pairs if not below)

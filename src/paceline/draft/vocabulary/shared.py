@@ -234,13 +234,11 @@ class Intersection(SharedVocabulary):
         self._spelling = cache(self._spelt)
 
     def context(self, tokens: Sequence[int]) -> list[int]:
-        result: list[int] = []
-        for token in tokens:
-            shared = self._pairs.get(token)
-            result += self._spelling(token) if shared is None else (shared,)
-        return result
+        return [index for token in tokens for index in self._spelling(token)]
 
     def _spelt(self, token: int) -> list[int]:
+        if token in self._pairs:
+            return [self._pairs[token]]
         spelling = self._draft.spell(self._target.spelt((token,)))
         return [index for index in spelling if index < self._draft_width] or [0]
 
