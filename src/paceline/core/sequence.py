@@ -94,16 +94,13 @@ class TokenView(Sequence[int]):
         return self[: len(earlier)] == list(earlier)
 
 
-@dataclass(eq=False)
 class _Counted:
-    """The tokens of a request, how many of them are cached, and what follows from that."""
+    """What follows from the tokens and from how many of them are cached."""
 
-    seq_id: int
     tokens: Any
+    cached: int
     prompt_length: int
     params: SamplingParams
-    stop_ids: frozenset[int] = frozenset()  # end-of-sequence and stop ids that end generation
-    cached: int = 0
 
     @property
     def pending(self) -> list[int]:
@@ -154,16 +151,20 @@ class Occurrences:
         return (ids, counts) if fitting.all() else (ids[fitting], counts[fitting])
 
 
-@dataclass(unsafe_hash=True)
+@dataclass(frozen=True)
 class SequenceView(_Counted):
-    """A sequence as one step finds it: all that its distributions and its drafts depend on. Nobody
-    writes to it.
+    """A sequence as one step finds it: all that its distributions and its drafts depend on.
 
     Plain data, but for what stays in its process: the request's grammar, and what it counts for
     penalties. A view that was pickled or copied by ``copy.copy`` has neither.
     """
 
+    seq_id: int
     tokens: Sequence[int]
+    prompt_length: int
+    params: SamplingParams
+    stop_ids: frozenset[int] = frozenset()  # end-of-sequence and stop ids that end generation
+    cached: int = 0
     constraint: Constraint | None = field(default=None, compare=False, repr=False)
     counted: Occurrences | None = field(default=None, compare=False, repr=False)
 
@@ -185,7 +186,12 @@ class SequenceState(_Counted):
     ever appended: views of earlier steps stay as they were.
     """
 
+    seq_id: int
     tokens: list[int]
+    prompt_length: int
+    params: SamplingParams
+    stop_ids: frozenset[int] = frozenset()  # end-of-sequence and stop ids that end generation
+    cached: int = 0
     stops: Reader | None = None  # stop strings
     constraint: Constraint | None = None  # what a grammar allows next
     seconds: float = 0.0  # wall time of the steps it took part in
