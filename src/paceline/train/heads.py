@@ -23,7 +23,6 @@ from paceline.train.acceptance import WrittenText, context_of
 from paceline.train.configs import HeadConfig
 from paceline.train.documents import Documents, Windows, dealt
 from paceline.train.losses import mixed_probs
-from paceline.train.optim import MasterOptimizer
 from paceline.train.reading import FeatureCache, NativeReader, Observed
 from paceline.train.trainer import DraftingTrainer, run_name
 
@@ -58,7 +57,6 @@ class HeadTrainer(DraftingTrainer):
         self.documents = Documents(streams, weights, config.seed, rows)
         torch.manual_seed(config.seed)
         self.learner = self.head = self.new_head().to(self.device, dtype)
-        self.optimizers = self.new_optimizers()
         self._head_is_product = self._is_product()
         # Without the head: its product of one row a window copies the whole weight.
         self._forward = self.target.base_model if self._head_is_product else self.target
@@ -101,10 +99,6 @@ class HeadTrainer(DraftingTrainer):
                 f"feature layers {wrong} do not exist: the target has layers 0 to "
                 f"{self.num_layers - 1}, and {self.num_layers} means the final norm's output"
             )
-
-    def new_optimizers(self) -> list[MasterOptimizer]:
-        """What steps the head; and the target, if it learns too."""
-        return [self.new_optimizer(self.head)]
 
     # -- the target ----------------------------------------------------------------------------
 

@@ -54,7 +54,6 @@ class LMTrainer(Trainer):
         self._loss = (
             torch.compile(self._eager_loss, dynamic=False) if self.compiled else self._eager_loss
         )
-        self.optimizers = [self.new_optimizer(self.model)]
 
     # -- set-up ----------------------------------------------------------------------------
 

@@ -88,7 +88,6 @@ class Trainer(ABC):
 
     # ``prepare`` makes these.
     learner: nn.Module  # what is trained, and written in the end
-    optimizers: list[MasterOptimizer]  # the first is that of ``learner``
     tokenizer: PreTrainedTokenizerFast
 
     def __init__(
@@ -105,6 +104,7 @@ class Trainer(ABC):
         saved = self._read_checkpoint()
         check_folder(self.out / self.result, f"the {self.noun}")  # before the hours of training
         self.prepare()
+        self.optimizers = self.new_optimizers()  # the first is that of ``learner``
         if saved is not None:
             for optimizer, state in zip(self.optimizers, saved["optimizers"], strict=True):
                 optimizer.load_state_dict(state)
@@ -117,7 +117,7 @@ class Trainer(ABC):
 
     @abstractmethod
     def prepare(self) -> None:
-        """Load and make everything."""
+        """Load and make everything but optimizers."""
 
     @abstractmethod
     def losses(self) -> Iterator[torch.Tensor]:
@@ -137,6 +137,10 @@ class Trainer(ABC):
     @abstractmethod
     def about(self) -> str:
         """What was made from what, for the model card."""
+
+    def new_optimizers(self) -> list[MasterOptimizer]:
+        """What steps the learner, and others if these learn too."""
+        return [self.new_optimizer(self.learner)]
 
     def new_optimizer(self, model: nn.Module, share: float = 1.0, **how: Any) -> MasterOptimizer:
         """Steps a model at a share of the rates."""
