@@ -42,7 +42,7 @@ def fields(kind: Any, names: str) -> tuple[tuple[str, Any], ...]:
 class CWeight(Structure):
     _fields_ = (
         *fields(c_void_p, "data bias"),
-        *fields(c_int64, "outputs inputs bits repeat scale_kind offsets"),
+        *fields(c_int64, "outputs inputs bits repeat scale_kind offsets wide"),
     )
 
 

@@ -92,7 +92,7 @@ def put_back(name: str, hf: Any, weights: Mapping[str, QuantisedWeight]) -> None
         if type(module) is not nn.Linear or not weight.fits:
             left += 1
             continue
-        hf.set_submodule(layer, QuantisedLinear(weight, module.bias))
+        hf.set_submodule(layer, QuantisedLinear(weight.of_layer(layer), module.bias))
     if left:
         info(
             f"{name}: {left} of {len(weights)} quantised layers are dequantised, as their shapes "

@@ -50,6 +50,20 @@ def test_a_product_is_what_the_formulas_say(bits: int, group: int, span: int, ze
     weight = weight_of(bits, group, zero)
     assert weight.span == span
     assert (weight.offsets is None) == (zero == "none")
+    is_what_the_formulas_say(weight)
+
+
+def test_gates_and_heads_have_activations_of_8_bits() -> None:
+    weight = weight_of(8, 128)
+    assert weight.of_layer("model.layers.0.mlp.down_proj").wide
+    for name in ("model.layers.0.mlp.gate_proj", "lm_head"):
+        narrow = weight.of_layer(name)
+        assert (narrow.wide, narrow.span) == (False, 32)
+        assert not narrow.rows(slice(3)).wide
+        is_what_the_formulas_say(narrow)
+
+
+def is_what_the_formulas_say(weight: QuantisedWeight) -> None:
     x = torch.randn(3, 128, generator=torch.Generator().manual_seed(7))
     found = quantised_product(x, weight)
     for row in range(3):

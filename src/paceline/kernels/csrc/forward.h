@@ -48,7 +48,7 @@ class Codes {
     scales_.resize(static_cast<size_t>(rows * inputs / GROUP));
   }
   // As rows for these weights, of at most the inputs of shape().
-  QuantisedRows of(const pl_weight& w) { return {codes_.data(), scales_.data(), w.inputs, is_wide(w)}; }
+  QuantisedRows of(const pl_weight& w) { return {codes_.data(), scales_.data(), w.inputs, w.wide != 0}; }
 
  private:
   std::vector<int16_t> codes_;

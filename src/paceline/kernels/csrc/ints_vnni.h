@@ -25,6 +25,9 @@ static inline void store_bytes(int8_t* p, V a, V b) {  // 32 whole numbers
 static inline void store_words(int16_t* p, V a) {
   _mm256_storeu_si256(reinterpret_cast<__m256i*>(p), _mm512_cvtepi32_epi16(_mm512_cvtps_epi32(a.v)));
 }
+static inline I of_sums(const int32_t* sums, int32_t start) {
+  return {_mm512_add_epi32(_mm512_loadu_si512(sums), _mm512_set1_epi32(start))};
+}
 // 256 upper + lower + start, of sums of upper and of lower bytes.
 static inline I of_bytes(const int32_t* upper, const int32_t* lower, int32_t start) {
   __m512i high = _mm512_slli_epi32(_mm512_loadu_si512(upper), 8);

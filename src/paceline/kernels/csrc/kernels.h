@@ -45,8 +45,6 @@ extern const Quantised quantised_amx __attribute__((weak));
 inline long head_line(const pl_weight& w) {
   return PANEL * (w.scale_kind == PL_SCALE_FLOAT ? 4 : 2) * (w.offsets ? 2 : 1);
 }
-// Whether activations are wide: beside weights of 8 bits whose groups divide into 64 inputs.
-inline bool is_wide(const pl_weight& w) { return w.bits == 8 && w.repeat && w.repeat % 2 == 0; }
 inline long head_lines(const pl_weight& w) { return w.repeat ? w.inputs / GROUP / w.repeat : 2 * w.inputs / GROUP; }
 inline long panel_head(const pl_weight& w) { return head_lines(w) * head_line(w); }
 inline long panel_bytes(const pl_weight& w) { return panel_head(w) + PANEL * w.inputs * w.bits / 8; }

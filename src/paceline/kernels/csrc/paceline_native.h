@@ -22,8 +22,9 @@ typedef struct {
   int64_t outputs, inputs;  // outputs as packed: a gated pair counts once
   // Of quantised weights, see quantised.cpp. bits: 8 or 4, 0 if these are plain numbers; repeat:
   // groups of 32 inputs that share a scale, 0 if each has two (8 bits only); scale_kind: PL_SCALE_...;
-  // offsets: PL_OFFSETS_..., whether there are any, and to which code they belong.
-  int64_t bits, repeat, scale_kind, offsets;
+  // offsets: PL_OFFSETS_..., whether there are any, and to which code they belong; wide: activations
+  // beside it have 16 bits (8 bits and an even repeat only).
+  int64_t bits, repeat, scale_kind, offsets, wide;
 } pl_weight;
 
 typedef struct {

@@ -15,8 +15,8 @@
 // A span's sum is exact; spans are added in order. Nothing depends on the number of rows.
 //
 // Tile instructions take the two bytes of a wide activation apart: a span is a tile, whose sums leave through
-// memory before they are scaled. For spans of 32 that costs what the products save: with four bits, at 7 to
-// 48 rows, they took as long as this or longer.
+// memory before they are scaled. For spans of 32 (half a tile) that costs what the products save up to some rows:
+// with four bits, at 7 to 48, they took as long as this or longer.
 #include "ints.h"
 #include "products.h"
 #if defined(PACELINE_AMX)
@@ -48,7 +48,7 @@ struct Heads {
 
 // Inputs that share a scale, and of these those that are summed in whole numbers.
 inline long group_of(const pl_weight& w) { return w.repeat ? w.repeat * GROUP : GROUP / 2; }
-inline long span_of(const pl_weight& w) { return is_wide(w) ? 2 * GROUP : w.repeat ? GROUP : GROUP / 2; }
+inline long span_of(const pl_weight& w) { return w.wide ? 2 * GROUP : w.repeat ? GROUP : GROUP / 2; }
 
 // Panels come from memory, and the processor's own foresight ends at every page. So each span that is
 // done has an even share of the next panel fetched: in every one of a panel's tiles, as memory would
@@ -102,16 +102,16 @@ inline Interleaved from_row(const Interleaved& x, long row) {
 inline int32_t added_to(const pl_weight& w) { return w.bits == 8 ? 128 : w.offsets == PL_OFFSETS_LEAST ? 0 : 8; }
 
 // One span of one row's codes to `to`; `apart`: bytes from upper to lower ones. Its sum.
-template <class Code>
-inline int32_t lay(const Code* from, long span, Order order, int8_t* to, long apart) {
+template <long SPAN, class Code>
+inline int32_t lay(const Code* from, Order order, int8_t* to, long apart) {
   int32_t sum = 0;
-  for (long k = 0; k < span; k++) sum += from[k];
-  if (order == PLAIN) memcpy(to, from, static_cast<size_t>(span));
-  for (long k = 0; k < span && order == BYTES; k++) {
+  for (long k = 0; k < SPAN; k++) sum += from[k];
+  if (order == PLAIN) memcpy(to, from, SPAN);
+  for (long k = 0; k < SPAN && order == BYTES; k++) {
     to[k] = static_cast<int8_t>((from[k] + 128) >> 8);
     to[apart + k] = static_cast<int8_t>(from[k]);
   }
-  for (long k = 0; k < span && order == PAIRS; k += 4) {
+  for (long k = 0; k < SPAN && order == PAIRS; k += 4) {
     int16_t four[4] = {from[k], from[k + 2], from[k + 1], from[k + 3]};
     memcpy(to + 2 * k, four, sizeof four);
   }
@@ -132,8 +132,9 @@ inline Interleaved interleaved(const QuantisedRows& x, long first, long rows, co
       for (long r = 0; r < count; r++) {
         long row = first + begin + r, place = s * count + r, at = row * x.inputs + s * span;
         int8_t* block = to.codes + s * count * span * (order == PLAIN ? 1 : 2) + r * span * (order == PAIRS ? 2 : 1);
-        int32_t sum = x.wide ? lay(static_cast<const int16_t*>(x.codes) + at, span, order, block, count * span)
-                             : lay(static_cast<const int8_t*>(x.codes) + at, span, order, block, count * span);
+        int32_t sum = x.wide ? lay<2 * GROUP>(static_cast<const int16_t*>(x.codes) + at, order, block, count * span)
+                      : span == GROUP ? lay<GROUP>(static_cast<const int8_t*>(x.codes) + at, order, block, 0)
+                                      : lay<GROUP / 2>(static_cast<const int8_t*>(x.codes) + at, order, block, 0);
         if (s < scaled) to.scales[place] = x.scales[x.wide ? row : (row * x.inputs + s * span) / GROUP];
         to.sums[place] = static_cast<float>(sum);
         to.starts[place] = -added_to(w) * sum;
@@ -238,33 +239,38 @@ inline void panel_of(const pl_weight& w, const uint8_t* panel, const Interleaved
 #if defined(PACELINE_AMX)
 constexpr long SPANS = 4;  // whose sums are in memory at once
 
-// Of up to 16 wide rows: tiles 0 and 1 sum upper bytes, 2 and 3 lower ones.
+constexpr long NARROW_TILED = 16;  // narrow rows beside weights of 8 bits, from which on tiles are used
+
+// Of up to 16 rows. Wide ones: tiles 0 and 1 sum upper bytes, 2 and 3 lower ones.
+template <bool WIDE>
 inline void amx_tile(const pl_weight& w, const uint8_t* panel, const Interleaved& x, long rows, float* c, Ahead ahead) {
-  constexpr long SPAN = 2 * GROUP;
+  constexpr long SPAN = WIDE ? 2 * GROUP : GROUP;
   alignas(64) int32_t sums[SPANS][2 * TILE * PANEL];
   const uint8_t *lines = panel + panel_head(w);
   const int8_t* codes = x.codes;
   for (long from = 0; from < x.spans; from += SPANS) {
     long some = x.spans - from < SPANS ? x.spans - from : SPANS;
-    for (long n = 0; n < some; n++, lines += SPAN * PANEL, codes += 2 * rows * SPAN) {
+    for (long n = 0; n < some; n++, lines += SPAN * PANEL, codes += rows * SPAN * (WIDE ? 2 : 1)) {
       ahead.step();
       int32_t *upper = sums[n], *lower = upper + TILE * PANEL;
       _tile_zero(0);
       _tile_zero(1);
-      _tile_zero(2);
-      _tile_zero(3);
       _tile_loadd(6, lines, 4 * PANEL);
       _tile_loadd(7, lines + 64, 4 * PANEL);
       _tile_loadd(4, codes, SPAN);
-      _tile_loadd(5, codes + rows * SPAN, SPAN);
       _tile_dpbsud(0, 4, 6);
       _tile_dpbsud(1, 4, 7);
-      _tile_dpbsud(2, 5, 6);
-      _tile_dpbsud(3, 5, 7);
+      if (WIDE) {
+        _tile_zero(2);
+        _tile_zero(3);
+        _tile_loadd(5, codes + rows * SPAN, SPAN);
+        _tile_dpbsud(2, 5, 6);
+        _tile_dpbsud(3, 5, 7);
+        _tile_stored(2, lower, 4 * PANEL);
+        _tile_stored(3, lower + 16, 4 * PANEL);
+      }
       _tile_stored(0, upper, 4 * PANEL);
       _tile_stored(1, upper + 16, 4 * PANEL);
-      _tile_stored(2, lower, 4 * PANEL);
-      _tile_stored(3, lower + 16, 4 * PANEL);
     }
     settle();
     for (long first = 0; first < rows; first += QUANTISED_ROWS)
@@ -282,29 +288,33 @@ inline void amx_tile(const pl_weight& w, const uint8_t* panel, const Interleaved
           for (int r = 0; r < R; r++)
             for (int i = 0; i < 2; i++) {
               const int32_t* upper = sums[n] + (first + r) * PANEL + 16 * i;
-              s[r][i] = of_bytes(upper, upper + TILE * PANEL, x.starts[place + r]);
+              s[r][i] = WIDE ? of_bytes(upper, upper + TILE * PANEL, x.starts[place + r])
+                             : of_sums(upper, x.starts[place + r]);
             }
-          add_span<true>(head, w.offsets, s, x.sums + place, nullptr, total);
+          add_span<WIDE>(head, w.offsets, s, x.sums + place, x.scales + (WIDE ? 0 : place), total);
         }
         if (from + some < x.spans)
           store_rows<false>(total, nullptr, at);
         else
-          store_rows<true>(total, x.scales + first, at);
+          store_rows<WIDE>(total, x.scales + first, at);
       });
   }
 }
 
+template <bool WIDE>
 inline void amx_panel(const pl_weight& w, const uint8_t* panel, const Interleaved& x, const Tiling& tiling,
                       Shaped& shaped, float* c) {
   for (long t = 0; t < tiling.tiles; t++) {
     long from = tiling.from(t), rows = tiling.from(t + 1) - from;
-    shaped.to(rows, rows);
-    amx_tile(w, panel, from_row(x, from), rows, c + from * PANEL, Ahead(w, panel, 2 * t, 2 * tiling.tiles, 2));
+    shaped.to(rows, rows, span_of(w));
+    amx_tile<WIDE>(w, panel, from_row(x, from), rows, c + from * PANEL, Ahead(w, panel, 2 * t, 2 * tiling.tiles, 2));
   }
 }
 constexpr bool AMX = true;
 #else
 struct Shaped {};
+constexpr long NARROW_TILED = 0;
+template <bool WIDE>
 inline void amx_panel(const pl_weight&, const uint8_t*, const Interleaved&, const Tiling&, Shaped&, float*) {}
 constexpr bool AMX = false;
 #endif
@@ -314,8 +324,8 @@ void quantised_product(const Product& p, long part, long parts, float* scratch) 
   const pl_weight& w = *p.weight;
   long outputs = p.ending == GATED ? 16 : PANEL, panels = round_up(w.outputs, outputs) / outputs, span = span_of(w);
   long from = panels * part / parts, to = panels * (part + 1) / parts;
-  bool tiled = AMX && is_wide(w) && p.rows > 1;
-  Order order = tiled ? BYTES : w.bits == 8 && (is_wide(w) || !BYTE_DOTS) ? PAIRS : PLAIN;
+  bool tiled = AMX && (w.wide ? p.rows > 1 : w.bits == 8 && span == GROUP && p.rows >= NARROW_TILED);
+  Order order = tiled ? w.wide ? BYTES : PLAIN : w.bits == 8 && (w.wide || !BYTE_DOTS) ? PAIRS : PLAIN;
   Shaped shaped;
   for (long first = 0; first < p.rows; first += CHUNK) {
     long rows = p.rows - first < CHUNK ? p.rows - first : CHUNK;
@@ -324,7 +334,7 @@ void quantised_product(const Product& p, long part, long parts, float* scratch) 
     for (long panel = from; panel < to; panel++) {
       const uint8_t* data = static_cast<const uint8_t*>(w.data) + panel * panel_bytes(w);
       if (tiled)
-        amx_panel(w, data, x, tiling, shaped, scratch);
+        (w.wide ? amx_panel<true> : amx_panel<false>)(w, data, x, tiling, shaped, scratch);
       else if (w.bits == 4)
         panel_of<4, 32>(w, data, x, tiling, scratch);
       else

@@ -15,12 +15,13 @@ struct alignas(64) TileShapes {
   uint16_t bytes[16] = {};
   uint8_t rows[16] = {};
 
-  // Tiles 0 to 3: C; 4 and 5: A; 6 and 7: B.
-  TileShapes(long upper, long lower) {
+  // Tiles 0 to 3: C; 4 and 5: A, `wide` bytes a row; 6 and 7: B.
+  TileShapes(long upper, long lower, long wide) {
     for (int t = 0; t < 8; t++) bytes[t] = 64;
     rows[0] = rows[1] = rows[4] = static_cast<uint8_t>(upper);
     rows[2] = rows[3] = rows[5] = static_cast<uint8_t>(lower > 0 ? lower : 1);
-    rows[6] = rows[7] = TILE;
+    bytes[4] = bytes[5] = static_cast<uint16_t>(wide);
+    rows[6] = rows[7] = static_cast<uint8_t>(wide / 4);
   }
 };
 
@@ -34,17 +35,17 @@ class Shaped {
     if (upper_) _tile_release();
   }
   void to(long rows) { to(rows < TILE ? rows : TILE, rows - TILE); }
-  void to(long upper, long lower) {
+  void to(long upper, long lower, long wide = 64) {
     settle();
-    if (upper == upper_ && lower == lower_) return;
-    TileShapes shapes(upper, lower);
+    if (upper == upper_ && lower == lower_ && wide == wide_) return;
+    TileShapes shapes(upper, lower, wide);
     settle();
     _tile_loadconfig(&shapes);
-    upper_ = upper, lower_ = lower;
+    upper_ = upper, lower_ = lower, wide_ = wide;
   }
 
  private:
-  long upper_ = 0, lower_ = 0;
+  long upper_ = 0, lower_ = 0, wide_ = 0;
 };
 
 // c [rows, ldc] += a [rows, lda] times a bf16 panel of so many inputs, for up to 32 rows; `far`: the

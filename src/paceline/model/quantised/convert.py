@@ -125,7 +125,7 @@ def quantise_module(
                 result.before += dense.nbytes
                 result.after += weight.nbytes
                 result.layers += 1
-                hf.set_submodule(name, QuantisedLinear(weight, bias))
+                hf.set_submodule(name, QuantisedLinear(weight.of_layer(name), bias))
                 progress.advance()
     return result
 

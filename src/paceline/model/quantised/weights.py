@@ -12,7 +12,8 @@
 
 ===============  =======================  =============================================
                  weights in 8 bits whose
-                 groups divide into 64    others
+                 groups divide into 64,
+                 but ``NARROW`` layers    others
 ===============  =======================  =============================================
 ``x_codes``      -32512 .. 32512          -127 .. 127
 ``x_scales``     one for the row, by      one for each 32 inputs
@@ -32,7 +33,7 @@ from __future__ import annotations
 import math
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import nn
@@ -41,6 +42,10 @@ from paceline.errors import ModelLoadError
 
 ROW_GROUP = 32  # activations of 8 bits that share a scale; also the group of four-bit weights
 _WIDE_SPAN = 64
+# Layers beside whose weights activations have 8 bits. They read rows that a norm has evened out, and
+# have 60 % of a decoder's weights. SmolLM2 in 8 bits: perplexity rises by 0.15 % (by 1 % were all
+# layers so), and processors without tiles multiply them 1.7 times as fast.
+NARROW = ("gate_proj", "up_proj", "gate_up_proj", "lm_head")
 BITS = {"int8": 8, "int4": 4}
 _MOST_SUMS = 1 << 24  # elements of one block of ``s``, so that a large head needs no gigabytes
 
@@ -52,7 +57,8 @@ class QuantisedWeight:
     ``groups`` divides ``in`` into equal parts; one group is a scale per output channel. Without
     ``offsets`` the codes are symmetric around 0. Whole zero points ``z``, as most formats have
     them, are offsets ``-z * scale``; GGUF's Q4_1 and Q4_K have offsets that are no multiple, and
-    codes of four bits ``from_zero``: 0 to 15, where others have -8 to 7.
+    codes of four bits ``from_zero``: 0 to 15, where others have -8 to 7. ``narrow``: activations of 8
+    bits beside weights of 8 bits, whatever their groups.
     """
 
     codes: torch.Tensor
@@ -60,6 +66,7 @@ class QuantisedWeight:
     bits: int
     offsets: torch.Tensor | None = None
     from_zero: bool = False
+    narrow: bool = False
 
     @property
     def shape(self) -> tuple[int, int]:
@@ -73,7 +80,11 @@ class QuantisedWeight:
     @property
     def wide(self) -> bool:
         """Whether activations have 16 bits beside it."""
-        return self.bits == 8 and self.group % _WIDE_SPAN == 0
+        return self.bits == 8 and not self.narrow and self.group % _WIDE_SPAN == 0
+
+    def of_layer(self, name: str) -> QuantisedWeight:
+        """Itself as the weight of the layer of this name, of which the last part tells its role."""
+        return replace(self, narrow=name.rpartition(".")[2] in NARROW)
 
     @property
     def span(self) -> int:
@@ -96,9 +107,7 @@ class QuantisedWeight:
     def rows(self, part: slice | torch.Tensor) -> QuantisedWeight:
         """Some of its outputs, or all in another order."""
         offsets = None if self.offsets is None else self.offsets[part]
-        return QuantisedWeight(
-            self.codes[part], self.scales[part], self.bits, offsets, self.from_zero
-        )
+        return replace(self, codes=self.codes[part], scales=self.scales[part], offsets=offsets)
 
     @property
     def fits(self) -> bool:
@@ -116,7 +125,9 @@ class QuantisedWeight:
             added = self.offsets.repeat_interleave(repeat, 1)
         elif offsets:
             added = torch.zeros_like(scales)
-        return QuantisedWeight(self.codes, scales, bits, added, bits == 4 and self.from_zero)
+        return replace(
+            self, scales=scales, bits=bits, offsets=added, from_zero=bits == 4 and self.from_zero
+        )
 
     def check(self, name: str) -> QuantisedWeight:
         """Itself, if it can be a weight. Raises ModelLoadError that names the tensor."""

@@ -42,7 +42,7 @@ from paceline.model.quantised.weights import HeldLinear, QuantisedLinear
 SETTING = "PACELINE_QUANTISED_CACHE"
 OFF = "off"
 _OURS = b"Written by Paceline: quantised forms "
-_MAGIC = _OURS + b"3\n"  # another layout, or other numbers: another 3
+_MAGIC = _OURS + b"4\n"  # another layout, or other numbers: another 4
 _DIGESTS = b"Written by Paceline: digests of checkpoints\n"
 _REMEMBERED = 64  # files
 _RECENT = 2.0  # seconds in which a file might change once more at the same time stamp
@@ -76,8 +76,8 @@ class _Matrix:
         """One layer's numbers at a time are unpacked."""
         how = self.code.bits, self.code.group, self.code.zero
         linears = [
-            QuantisedLinear(round_to_nearest(layer.weight, *how), layer.bias)
-            for layer in self.layers
+            QuantisedLinear(round_to_nearest(layer.weight, *how).of_layer(name), layer.bias)
+            for layer, _, name in self.members
         ]
         return Packed.of(linears, self.packed.dtype, self.gated)
 

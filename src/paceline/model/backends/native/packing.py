@@ -140,6 +140,7 @@ class Packed:
         if self.form is not None:
             plain.bits, plain.repeat = self.form.bits, self.form.repeat
             plain.scale_kind, plain.offsets = self.form.scale_kind, self.form.offsets
+            plain.wide = self.form.wide
         return plain
 
     def quantised(self, part: int, first: int, rows: int) -> QuantisedWeight:
@@ -152,6 +153,7 @@ class Packed:
             self.form.bits,
             torch.empty(rows, groups) if self.form.offsets else None,
             self.form.offsets == OFFSETS_LEAST,
+            not self.form.wide,
         )
         self._copy_quantised(weight, part, first, out=1)
         return weight
@@ -187,17 +189,14 @@ class Packed:
 @dataclass(frozen=True)
 class Form:
     """How quantised weights are packed. ``repeat``: groups of 32 inputs that share a scale, 0 if
-    each has two; ``offsets``: whether there are any, and to which code they belong."""
+    each has two; ``offsets``: whether there are any, and to which code they belong; ``wide``: as of
+    a QuantisedWeight."""
 
     bits: int
     repeat: int
     scale_kind: int
     offsets: int
-
-    @property
-    def wide(self) -> bool:
-        """As of a QuantisedWeight: activations have 16 bits beside it."""
-        return self.bits == 8 and self.repeat > 0 and self.repeat % 2 == 0
+    wide: bool
 
     def groups(self, inputs: int) -> int:
         return inputs // ROW_GROUP // self.repeat if self.repeat else 2 * inputs // ROW_GROUP
@@ -215,7 +214,7 @@ class Form:
         offsets = OFFSETS_NONE
         if first.offsets is not None:
             offsets = OFFSETS_LEAST if first.from_zero else OFFSETS_MIDDLE
-        return cls(first.bits, first.group // ROW_GROUP, kind, offsets)
+        return cls(first.bits, first.group // ROW_GROUP, kind, offsets, first.wide)
 
 
 def same_form(linears: Sequence[nn.Module]) -> bool:
