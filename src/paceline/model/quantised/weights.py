@@ -57,8 +57,8 @@ class QuantisedWeight:
     ``groups`` divides ``in`` into equal parts; one group is a scale per output channel. Without
     ``offsets`` the codes are symmetric around 0. Whole zero points ``z``, as most formats have
     them, are offsets ``-z * scale``; GGUF's Q4_1 and Q4_K have offsets that are no multiple, and
-    codes of four bits ``from_zero``: 0 to 15, where others have -8 to 7. ``narrow``: activations of 8
-    bits beside weights of 8 bits, whatever their groups.
+    codes of four bits ``from_zero``: 0 to 15, where others have -8 to 7. ``narrow``: activations of
+    8 bits beside weights of 8, whatever their groups.
     """
 
     codes: torch.Tensor
