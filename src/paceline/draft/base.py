@@ -120,17 +120,14 @@ class Offer(NamedTuple):
 
 
 class States(dict[int, _State]):
-    """What a drafter keeps of each sequence, by ``seq_id``: ``begin`` makes it when it is first
-    asked for."""
+    """What a drafter keeps of each sequence, by ``seq_id``."""
 
-    def __init__(self, begin: Callable[[SequenceView], _State]) -> None:
-        super().__init__()
-        self._begin = begin
-
-    def of(self, seq: SequenceView) -> _State:
+    def of(self, seq: SequenceView, begin: Callable[[SequenceView], _State]) -> _State:
+        """``begin`` makes it when it is first asked for. Held here, a drafter's method would make
+        a cycle, and a dropped drafter wait for the collector."""
         state = self.get(seq.seq_id)
         if state is None:
-            state = self[seq.seq_id] = self._begin(seq)
+            state = self[seq.seq_id] = begin(seq)
         return state
 
 
@@ -151,9 +148,9 @@ class LookupDrafter:
         """``device`` is the target's."""
         self._device = device
         self._empty = TokenTree.empty(device)
-        self.states: States[Any] = States(self.begin)
-        # Of this step, by sequence and its number of tokens: what was found, None for nothing.
-        self._offered: dict[tuple[int, int], Offer | None] = {}
+        self.states: States[Any] = States()
+        # Of this step, by ``seq_id``: the number of tokens, and what was found, None for nothing.
+        self._offered: dict[int, tuple[int, Offer | None]] = {}
 
     def max_nodes(self, length: int) -> int:
         """A chain's."""
@@ -167,7 +164,7 @@ class LookupDrafter:
         raise NotImplementedError
 
     def begin(self, seq: SequenceView) -> Any:
-        """What it keeps of a sequence, until that is forgotten, and asks ``states`` for."""
+        """What it keeps of a sequence until that is forgotten: ``states.of(seq, self.begin)``."""
 
     def take_in(self, slices: Sequence[Slice]) -> None:
         """What is done for the sequences of a step before any guess."""
@@ -179,7 +176,7 @@ class LookupDrafter:
         return [self._offer(item) for item in slices]
 
     def propose(self, plan: Plan) -> list[TokenTree]:
-        fresh = [item for item in plan.slices if _key(item) not in self._offered]
+        fresh = [item for item in plan.slices if not self._has_offered(item)]
         if fresh:
             self.take_in(fresh)
         trees = [self._tree(item) for item in plan.slices]
@@ -189,11 +186,14 @@ class LookupDrafter:
     def _offer(self, item: Slice) -> Offer | None:
         if not (item.draft_length and item.decodes):
             return None
-        key = _key(item)
-        if key not in self._offered:
+        if not self._has_offered(item):
             offer = Offer(*self.guess(item))
-            self._offered[key] = offer if offer.tokens else None
-        return self._offered[key]
+            self._offered[item.seq.seq_id] = len(item.seq.tokens), offer if offer.tokens else None
+        return self._offered[item.seq.seq_id][1]
+
+    def _has_offered(self, item: Slice) -> bool:
+        length, _ = self._offered.get(item.seq.seq_id, (None, None))
+        return length == len(item.seq.tokens)
 
     def _tree(self, item: Slice) -> TokenTree:
         offer = self._offer(item)
@@ -213,12 +213,8 @@ class LookupDrafter:
 
     def forget(self, seq_id: int) -> None:
         """Override together with ``super().forget(seq_id)``."""
-        self._offered = {}
+        self._offered.pop(seq_id, None)
         self.states.pop(seq_id, None)
-
-
-def _key(item: Slice) -> tuple[int, int]:
-    return item.seq.seq_id, len(item.seq.tokens)
 
 
 class NoDrafter(LookupDrafter):

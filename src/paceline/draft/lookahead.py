@@ -116,7 +116,7 @@ class LookaheadDrafter(LookupDrafter):
 
     def guess(self, item: Slice) -> tuple[Sequence[int], Sequence[int]]:
         seq, length = item.seq, item.draft_length
-        state = self.states.of(seq)
+        state = self.states.of(seq, self.begin)
         last = seq.tokens[-1]
         state.columns[0][0] = last  # however well column 0 had guessed it
         used = [

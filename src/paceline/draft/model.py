@@ -174,7 +174,7 @@ class ModelDrafter(LevelDrafter):
         self._empty = TokenTree.empty(deliver_to)
         self.model = model
         self._vocabulary = vocabulary
-        self._states = States(lambda seq: _State(seq.seq_id))
+        self._states: States[_State] = States()
 
     @property
     def vocabulary(self) -> str | None:
@@ -213,7 +213,7 @@ class ModelDrafter(LevelDrafter):
         """The committed tokens that the draft has not seen; None if it is left alone, or if there
         is no cache for it."""
         seq = item.seq
-        state = self._states.of(seq)
+        state = self._states.of(seq, lambda seq: _State(seq.seq_id))
         self._read(state, seq.tokens[state.read :])
         drafts = item.decodes and self._policy.depth(item.draft_length) > 0
         beyond = len(state.tokens) + item.draft_length >= self.model.max_positions
@@ -298,15 +298,19 @@ class StringDrafter(ModelDrafter):
         super().__init__(model, levels, SharedVocabulary(size, size), deliver_to)
         covered = f"shared tokens {100 * match.share:.0f} % of text"
         self._vocabulary.description = f"string-level match, {covered}"
-        self._shadows = States(lambda seq: Shadow(seq.seq_id, match))
+        self._match = match
+        self._shadows: States[Shadow] = States()
 
     def propose(self, plan: Plan) -> list[TokenTree]:
-        slices = tuple(self._shadows.of(item.seq).slice_of(item) for item in plan.slices)
+        slices = tuple(self._shadow(item).slice_of(item) for item in plan.slices)
         drafts = super().propose(Plan(slices))
         parts = [draft.tokens for draft in drafts if len(draft)]
         values = iter(torch.cat(parts).tolist() if parts else ())
         pairs = zip(plan.slices, drafts, strict=True)
         return [self._translated(item, d, list(islice(values, len(d)))) for item, d in pairs]
+
+    def _shadow(self, item: Slice) -> Shadow:
+        return self._shadows.of(item.seq, lambda seq: Shadow(seq.seq_id, self._match))
 
     def _translated(self, item: Slice, draft: TokenTree, tokens: Sequence[int]) -> TokenTree:
         if not tokens:

@@ -53,7 +53,7 @@ class Predictions(LookupDrafter):
         seq, length = item.seq, item.draft_length
         if not seq.params.prediction:
             return (), ()
-        index = self.states.of(seq)
+        index = self.states.of(seq, self.begin)
         taken = index.open_tokens - min(_CONTEXT, seq.prompt_length)
         fresh = seq.params.prediction[taken : taken + TAKEN_IN]
         return index.suffixes(fresh, seq.tokens[-_RULE.depth :], length, length)

@@ -133,7 +133,7 @@ class RecyclingDrafter(LookupDrafter):
         self._asked = any(item.draft_length for item in plan.slices)
         ready: list[tuple[int, Slice, _State]] = []
         for index, item in enumerate(plan.slices):
-            state = self.states.of(item.seq)
+            state = self.states.of(item.seq, self.begin)
             state.tokens = None
             if item.decodes and item.draft_length and item.seq.tokens[-1] in state.matrix.known:
                 ready.append((index, item, state))

@@ -121,13 +121,14 @@ class FrequentTokens:
         """``share``: of what a pass reads, the head's part."""
         self._vocab, self._share = vocab, share
         self._size = -(-vocab // _PARTS // 32) * 32
-        self._counts = States(self._begin)
+        self._counts: States[list[int]] = States()
 
     def columns(self, seqs: Sequence[SequenceView]) -> int:
         """Columns for a draft of all these sequences, of ``vocab``."""
         if self._size < _FEWEST_COLUMNS / 2:
             return self._vocab
-        counts = [sum(parts) for parts in zip(*map(self._counts.of, seqs), strict=True)]
+        known = [self._counts.of(seq, self._begin) for seq in seqs]
+        counts = [sum(parts) for parts in zip(*known, strict=True)]
         total = sum(counts)
         costs = {
             parts: self._share * parts / _PARTS + _REFUSAL * sum(counts[parts:]) / total

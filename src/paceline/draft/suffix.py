@@ -135,7 +135,7 @@ class SuffixDrafter(IndexedDrafter):
 
     def take_in(self, slices: Sequence[Slice]) -> None:
         for item in slices:
-            self.states.of(item.seq)
+            self.states.of(item.seq, self.begin)
         if (self._finished or self._entering) and any(
             item.draft_length and item.decodes for item in slices
         ):

@@ -204,7 +204,7 @@ class IndexedDrafter(LookupDrafter):
         for item in slices:
             seq = item.seq
             if item.draft_length if item.decodes else seq.params.may_draft:
-                index = self.states.of(seq)
+                index = self.states.of(seq, self.begin)
                 missing = len(seq.tokens) - index.open_tokens
                 if missing > _ASIDE:
                     lacking.append((missing, index, seq.tokens))
@@ -217,7 +217,7 @@ class IndexedDrafter(LookupDrafter):
     def question(self, item: Slice) -> tuple[TextIndex, Sequence[int], Sequence[int]]:
         """An index, the tokens that it takes in with the lookup, and the text's end where there
         are too many."""
-        tokens, index = item.seq.tokens, self.states.of(item.seq)
+        tokens, index = item.seq.tokens, self.states.of(item.seq, self.begin)
         begin = index.open_tokens
         if len(tokens) - begin <= _ASIDE:
             return index, tokens[begin:], ()

@@ -102,7 +102,7 @@ class LookupProposer:
         params = SamplingParams(max_tokens=self.limit)
         row = _Row(SequenceState(next(self._ids), prompt, len(prompt), params))
         for memory in self._memories:
-            memory.states.of(row.seq.view())
+            memory.states.of(row.seq.view(), memory.begin)
         return row
 
     def _advance(self, row: _Row, text: list[int]) -> None:

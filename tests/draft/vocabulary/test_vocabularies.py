@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import gc
 import json
+import weakref
 from pathlib import Path
 from typing import Any
 
@@ -256,6 +258,18 @@ def test_logits_of_the_intersection(texts: dict[str, TokenTexts]) -> None:
         assert torch.equal(moved[:, token], expected)
     q = torch.softmax(moved, -1)
     assert torch.allclose(q.sum(-1), torch.ones(4)) and bool((q[:, 310:] == 0).all())
+
+
+def test_a_dropped_intersection_is_freed_at_once(texts: dict[str, TokenTexts]) -> None:
+    gc.disable()
+    try:
+        vocabulary = intersection(texts["ours"], texts["near"])
+        assert vocabulary.context([315, 315])
+        dropped = weakref.ref(vocabulary)
+        del vocabulary
+        assert dropped() is None
+    finally:
+        gc.enable()
 
 
 @pytest.mark.parametrize("name", ["near", "far", "blank", "words"])

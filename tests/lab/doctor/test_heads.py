@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from pathlib import Path
 
 import pytest
@@ -146,6 +147,17 @@ def test_medusa(copy: Copy) -> None:
         refused = only(examine(TARGET, f"medusa:{folder.config(**options)}"), "head-refused")
         assert word in refused.text
     assert "head-refused" in codes(examine("paceline/tiny-draft", "medusa:paceline/tiny-medusa"))
+
+
+def test_medusa_with_a_reduced_vocabulary(copy: Copy) -> None:
+    def reduce(tensors: dict[str, torch.Tensor]) -> None:
+        tensors["token_map"] = torch.arange(0, 4096, 2)
+
+    folder = copy("tiny-medusa").config(truncated_vocab_size=2048).tensors(reduce)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        found = codes(examine(TARGET, f"medusa:{folder}"))
+    assert found == REDUCED
 
 
 def test_a_pickled_head_is_not_looked_into(copy: Copy) -> None:

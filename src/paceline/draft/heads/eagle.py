@@ -219,7 +219,7 @@ class EagleDrafter(LevelDrafter):
         super().__init__(levels, self.head.config.max_positions)
         self.features = self.head.config.feature_layers
         self._step = step
-        self._states = States(lambda seq: _State(seq.cached))
+        self._states: States[_State] = States()
         self._whole = 0  # rows of the forwards that waiting features keep, at most
 
     @property
@@ -233,7 +233,7 @@ class EagleDrafter(LevelDrafter):
         seq = item.seq
         if not seq.params.may_draft:
             return None
-        state = self._states.of(seq)
+        state = self._states.of(seq, lambda seq: _State(seq.cached))
         if seq.seq_id not in self.cache:
             self._admit(seq, state)
         known = state.end == len(seq.tokens) - 1  # all but the last token's

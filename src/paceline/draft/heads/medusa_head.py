@@ -105,7 +105,8 @@ class MedusaHeads(nn.ModuleList):
             if not config.shared_head:
                 head.append(nn.Linear(width, config.head_rows, bias=False))
             self.append(nn.Sequential(*head))
-        ids = torch.arange(config.head_rows) if config.reduced else None
+        # On the CPU even if the heads are built without storage: these values are looked at.
+        ids = torch.arange(config.head_rows, device="cpu") if config.reduced else None
         self.register_buffer("token_map", ids)
 
     def vocabulary_layers(self) -> list[nn.Linear]:

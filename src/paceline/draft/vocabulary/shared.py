@@ -11,7 +11,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from functools import cache, cached_property
+from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal
 
@@ -231,16 +231,19 @@ class Intersection(SharedVocabulary):
         outside = [token not in self._pairs for token in range(rows)]
         self._source = to_device(source, device)
         self._outside = to_device(outside, device, torch.bool)
-        self._spelling = cache(self._spelt)
+        self._spellings: dict[int, list[int]] = {}  # of tokens outside that were read
 
     def context(self, tokens: Sequence[int]) -> list[int]:
-        return [index for token in tokens for index in self._spelling(token)]
+        return [index for token in tokens for index in self._spelt(token)]
 
     def _spelt(self, token: int) -> list[int]:
         if token in self._pairs:
             return [self._pairs[token]]
-        spelling = self._draft.spell(self._target.spelt((token,)))
-        return [index for index in spelling if index < self._draft_width] or [0]
+        if token not in self._spellings:
+            spelling = self._draft.spell(self._target.spelt((token,)))
+            known = [index for index in spelling if index < self._draft_width]
+            self._spellings[token] = known or [0]
+        return self._spellings[token]
 
     def logits(self, logits: torch.Tensor) -> torch.Tensor:
         return logits.index_select(1, self._source).masked_fill_(self._outside, -torch.inf)
