@@ -14,7 +14,7 @@ from paceline.cli.main import app
 from paceline.cli.measuring import SavedRun
 from paceline.errors import WriteError
 from paceline.files import folder_aside
-from paceline.files.ownership import MANIFEST, force, is_signed, signed
+from paceline.files.ownership import MANIFEST, claim, force, is_claimed, is_signed, signed
 from paceline.kernels import compile as kernels
 from paceline.lab.export import export
 from paceline.model.names import SMOLLM2, model_folder
@@ -110,6 +110,19 @@ def test_a_folder_with_anything_else_in_it_is_refused(what: str, tmp_path: Path)
     with pytest.raises(WriteError, match="did not write or that were changed: deep"):
         model(tmp_path, 3)
     assert content_of(tmp_path) == before
+
+
+def test_two_processes_claim_a_folder_at_once(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Neither has seen the other's when it makes its own; a folder of others stays theirs."""
+    monkeypatch.setattr(Path, "exists", lambda _: False)
+    claim(tmp_path / "features")
+    claim(tmp_path / "features")
+    assert is_claimed(tmp_path / "features")
+    (tmp_path / "mine").mkdir()
+    claim(tmp_path / "mine")
+    assert not is_claimed(tmp_path / "mine")
 
 
 def test_a_file_in_the_place_of_a_folder_stays(tmp_path: Path) -> None:

@@ -78,8 +78,9 @@ def claim(folder: Path) -> None:
     """Make a folder for files that can be made again; in one that was there before, each needs
     a proof of its own."""
     if not folder.exists():
-        folder.mkdir(parents=True)
-        (folder / MANIFEST).write_text(manifest_text({}), encoding="utf-8")
+        with suppress(FileExistsError):  # another process has just made it
+            folder.mkdir(parents=True)
+            (folder / MANIFEST).write_text(manifest_text({}), encoding="utf-8")
 
 
 def is_claimed(folder: Path) -> bool:

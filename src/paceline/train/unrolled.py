@@ -7,6 +7,8 @@ others, such as a prompt's, are read once, because later ones attend to them.
 
 from __future__ import annotations
 
+from functools import cached_property
+
 import torch
 import torch.nn.functional as F
 
@@ -41,6 +43,14 @@ class DraftStarts:
         columns = torch.arange(self.width, device=self.flat.device)
         regular = (columns + offset) % stride == 0
         return DraftStarts(self._starts & regular), regular[self.position].nonzero()[:, 0]
+
+    @cached_property
+    def unseen(self) -> torch.Tensor:
+        """bool ``[B, 1, 1, R, W]``: committed tokens that a draft does not see."""
+        last = self.flat.new_zeros(self.windows * self.longest)
+        last = last.index_copy(0, self.padded, self.position)
+        keys = torch.arange(self.width, device=last.device)
+        return keys > last.view(self.windows, 1, 1, self.longest, 1)
 
     def ahead(self, count: int) -> torch.Tensor:
         """int64 [N]: the flat number of t + count, clamped to the same window."""
@@ -89,7 +99,7 @@ class UnrolledAttention:
             self._committed, self._starts = (k, v), self._then
         else:
             self._drafted.append((self._table(key[0]), self._table(value[0])))
-        out = self._over(q, self._unseen_by(starts), *self._committed)
+        out = self._over(q, starts.unseen, *self._committed)
         out = out.view(windows, heads, starts.longest, width).transpose(1, 2)
         return out.reshape(-1, heads, width)[starts.padded][None]
 
@@ -101,14 +111,6 @@ class UnrolledAttention:
         table = table.index_copy(0, starts.padded, rows.transpose(0, 1))
         table = table.view(starts.windows, starts.longest, heads, width)
         return table.transpose(1, 2).contiguous()
-
-    @staticmethod
-    def _unseen_by(starts: DraftStarts) -> torch.Tensor:
-        """bool ``[windows, 1, 1, R, W]``: committed tokens that a draft does not see."""
-        last = starts.flat.new_zeros(starts.windows * starts.longest)
-        last = last.index_copy(0, starts.padded, starts.position)
-        keys = torch.arange(starts.width, device=last.device)
-        return keys > last.view(starts.windows, 1, 1, starts.longest, 1)
 
     def _over(
         self, q: torch.Tensor, unseen: torch.Tensor, k: torch.Tensor, v: torch.Tensor
