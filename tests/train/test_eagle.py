@@ -94,7 +94,7 @@ def test_later_steps_see_what_came_before_and_their_own_chain() -> None:
     assert [row.nonzero().flatten().tolist() for row in out] == [[0, 6], [0, 1, 2, 3, 7]]
 
 
-def test_every_so_manieth_place_unrolls_the_same_way(finished: EagleTrainer) -> None:
+def test_strided_positions_unroll_the_same_way(finished: EagleTrainer) -> None:
     """The mean of the strided losses over all offsets is the loss of all starts, where a window
     has as many of each."""
     stream = torch.from_numpy(finished.documents.streams[0].ids.astype("int64"))

@@ -169,7 +169,7 @@ class EagleTrainConfig(HeadConfig):
     )
     ttt_stride: int = _head(
         1,
-        "Unroll from every so manieth place only; each place learns its first drafted token.",
+        "Unroll from every N-th position only; all positions learn their first drafted token.",
         low=1,
     )
     step_decay: float = _head(0.8, "Weight of each further step.", low=0)

@@ -139,8 +139,8 @@ class EagleTrainer(HeadTrainer):
     ) -> Iterator[tuple[DraftStarts, torch.Tensor]]:
         """Of each drafting step the N drafts that take it, and the head's hidden states ``[N, d]``.
 
-        The text's own tokens stand in for drafted ones. With a ``stride`` all take the first step
-        and every so manieth the others.
+        The text's own tokens stand in for drafted ones. With a ``stride`` all take the first step;
+        only every ``stride``-th position takes the others.
         """
         head, (windows, width) = self.head, seen.ids.shape
         then, kept = starts.every(stride, self.step) if stride > 1 else (starts, slice(None))
