@@ -284,7 +284,7 @@ def test_refused_requests_have_not_waited_since_the_machine_was_started(target: 
 def test_those_that_never_ran_have_waited_since_they_came(
     target: LLM, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Cancelled while they waited to be admitted, and unadmitted at the end."""
+    """Cancelled while they waited to run, and those that still wait at the end."""
     seen: list[tuple[float, str]] = []
     service = service_of(target.beside(max_batch_size=1), max_queue=8)
     metrics = service.client.engine.loop.metrics

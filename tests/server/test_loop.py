@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import queue
 import threading
 import time
 import urllib.error
@@ -14,6 +15,11 @@ from typing import Any
 import pytest
 
 from paceline import LLM
+from paceline.core.params import SamplingParams
+from paceline.errors import CacheMemoryError
+from paceline.server import wire
+from paceline.server.local import EngineThread
+from paceline.server.loop import EngineLoop
 from support import asking
 from support.running_server import MODEL, Running, serve, service_of
 
@@ -141,6 +147,67 @@ def test_draining(small: Running) -> None:
     assert health("") == health("/live") == 200
     status, _, body = ask(small)
     assert status == 503 and body["error"]["code"] == "shutting_down"
+
+
+def answer_to_one_token(llm: LLM, ready: threading.Event) -> tuple[EngineLoop, wire.WireMessage]:
+    """A loop that has run from ``ready`` on, and what it says of a request after accepting it."""
+    posted: queue.Queue[wire.WireMessage] = queue.Queue()
+    loop = EngineLoop(llm, posted.put)
+    loop.handle(wire.Submit(1, [[1, 2, 3]], SamplingParams(max_tokens=1), True))
+    assert ready.wait(20)
+    loop.start()
+    try:
+        assert posted.get(timeout=20) == wire.Accepted(1)
+        return loop, posted.get(timeout=20)
+    finally:
+        loop.stop()
+
+
+def test_a_step_under_way_may_finish_a_request_before_it_is_prepared(
+    target: LLM, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    llm, finished = target.beside(max_batch_size=1), threading.Event()
+    enqueue = llm.enqueue
+
+    def taken_in_at_once(requests: Any) -> None:
+        enqueue(requests)
+        llm.step()
+        assert requests[0].completion is not None and not llm.engine.has_work
+        finished.set()
+
+    monkeypatch.setattr(llm, "enqueue", taken_in_at_once)
+    loop, answer = answer_to_one_token(llm, finished)
+    assert isinstance(answer, wire.StepEvents)
+    ((ticket, event),) = answer.events
+    assert ticket == 1 and event.completion is not None and len(event.token_ids) == 1
+    assert loop.waiting == 0
+
+
+def test_a_request_that_an_idle_engine_refuses_late_is_told(
+    target: LLM, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    llm, refused = target.beside(max_batch_size=1), threading.Event()
+
+    def refuse(seq: Any) -> None:
+        refused.set()
+        raise CacheMemoryError("the cache is another one now")
+
+    monkeypatch.setattr(llm.engine, "add", refuse)
+    loop, answer = answer_to_one_token(llm, refused)
+    assert isinstance(answer, wire.Ended) and "another one now" in str(answer.error)
+    assert loop.waiting == 0
+
+
+def test_an_engine_thread_lets_go_of_its_connection(target: LLM) -> None:
+    """Whether it was started or not, and however often it is closed."""
+    for starts in (False, True):
+        engine = EngineThread(target.beside(max_batch_size=1))
+        if starts:
+            engine.start()
+        engine.close()
+        assert engine._connection.fileno() == engine._theirs.fileno() == -1
+        assert not engine._reading.is_alive()
+        engine.close()
 
 
 def test_stop_strings_never_leak(server: Running) -> None:

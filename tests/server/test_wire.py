@@ -128,3 +128,4 @@ def test_messages_stay_whole_however_they_are_cut(sizes: list[int], data: st.Dat
         theirs.shutdown(socket.SHUT_WR)
         found = list(iter(lambda: read_message(ours), None))
     assert [REPLIES.decode(body) for body in found if body is not None] == messages
+    assert read_message(ours) is None  # closed by now

@@ -82,7 +82,9 @@ def _open(settings: ServeConfig) -> Iterator[Service]:
 
         with stage(f"loading {settings.model}"):
             llm = load_llm(settings)
-        yield local_service(llm, settings)
+        service = local_service(llm, settings)
+        with closing(service.client.engine):
+            yield service
         return
     from paceline.server.process import EngineProcess, load_tokenizer_alone
     from paceline.server.service import Service

@@ -21,17 +21,21 @@ def load_llm(config: ServeConfig) -> LLM:
     return options.load_llm(config, config.model, config.drafts, config.profile)
 
 
+_END_SECONDS = 10.0  # that the reading thread may take to end
+
+
 class EngineThread:
     """What two processes say to each other, said by two threads of this one."""
 
     def __init__(self, llm: LLM, alias_of: str | None = None) -> None:
         self.llm, self.facts = llm, Facts.of(llm)
-        self._connection, theirs = socket.socketpair()
-        self._link = Link(theirs, theirs.close)
-        self.loop = self._link.loop = EngineLoop(llm, self._link.send, alias_of)
+        self._connection, self._theirs = socket.socketpair()
+        link = Link(self._theirs, self._theirs.close)
+        self.loop = link.loop = EngineLoop(llm, link.send, alias_of)
+        self._reading = threading.Thread(target=link.read, name="paceline-link", daemon=True)
 
     def start(self) -> socket.socket:
-        threading.Thread(target=self._link.read, name="paceline-link", daemon=True).start()
+        self._reading.start()
         self.loop.start()
         return self._connection
 
@@ -39,7 +43,12 @@ class EngineThread:
         return "has ended"
 
     def close(self) -> None:
+        """Also of one that was never started."""
+        self._connection.close()  # which ends the reading
+        if self._reading.is_alive():
+            self._reading.join(_END_SECONDS)
         self.loop.stop()
+        self._theirs.close()
 
 
 def local_service(llm: LLM, config: ServeConfig) -> Service:

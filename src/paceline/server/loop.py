@@ -4,8 +4,9 @@
     _prepare(...)           by a second one: prompts are checked, grammars compiled, requests queued
     _run()                  by the engine thread: step, post(StepEvents) for all jobs
 
-Nothing but its thread touches the engine. A job that is cancelled leaves before the next step, and
-its cache blocks are free again. However the thread ends, every job is told.
+One thread at a time touches the engine, under its owner's lock (request/owner.py). A job that is
+cancelled leaves before the next step, and its cache blocks are free again. However the engine
+thread ends, every job is told.
 """
 
 from __future__ import annotations
@@ -153,7 +154,7 @@ class EngineLoop:
                     raise engine_lost()
                 self.llm.enqueue(requests)
                 self.metrics.queued(requests)
-                job.requests, job.open = requests, list(requests)
+                job.open, job.requests = list(requests), requests  # the second shows the job
                 self._wake.notify()
         except Exception as error:
             if not isinstance(error, PacelineError):
@@ -210,7 +211,8 @@ class EngineLoop:
             if self.llm.engine.has_work:
                 advanced = self.llm.step()
                 self.metrics.stepped(self.llm, advanced)
-                self._publish()
+            # Also of a job that a step finished, or the engine refused, before it was prepared.
+            self._publish()
 
     @property
     def _prepared(self) -> list[EngineJob]:

@@ -89,13 +89,15 @@ class Metrics:
         self._preempted = 0
         self._begun: set[int] = set()
 
-    # -- the engine thread ---------------------------------------------------------------------
+    # -- the preparing thread ------------------------------------------------------------------
 
     def queued(self, requests: Sequence[Request]) -> None:
         # The n requests of one prompt share it, and so it counts once.
         self.prompt_tokens.inc(
             sum(request.seq.prompt_length for request in requests if request.index == 0)
         )
+
+    # -- the engine thread ---------------------------------------------------------------------
 
     def stepped(self, llm: LLM, advanced: Sequence[tuple[Request, Commit]]) -> None:
         self.batch.observe(len(advanced))

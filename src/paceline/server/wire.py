@@ -161,14 +161,14 @@ def framed(message: WireMessage) -> bytes:
 
 
 def read_message(connection: socket.socket) -> bytes | None:
-    """One message, waited for; None once the other end has gone."""
+    """One message, waited for; None once either end has gone."""
     try:
         head = connection.recv(_HEAD.size, socket.MSG_WAITALL)
         if len(head) < _HEAD.size:
             return None
         (length,) = _HEAD.unpack(head)
         body = connection.recv(length, socket.MSG_WAITALL)
-    except ConnectionError:
+    except OSError:  # another thread may have closed this end, too
         return None
     return body if len(body) == length else None
 
