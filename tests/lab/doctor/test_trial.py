@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import json
 import math
+import time
 from dataclasses import replace
+from typing import Any
 
 import pytest
 
@@ -12,6 +14,7 @@ from paceline.engine.driver import StepSums
 from paceline.lab.doctor import report
 from paceline.lab.doctor.findings import Severity
 from paceline.lab.doctor.trial import LONG, SpeedupTrial, judge, run_trial
+from paceline.lab.tune.measure import Run, _typical
 from support.tiny_models import TinyPair
 from support.tuning_methods import chain, step, target
 
@@ -34,6 +37,18 @@ def test_drafts_that_are_looked_up() -> None:
     free = replace(method, costs=replace(method.costs, passes=(0,) * (LONG + 1)))
     assert replace(EXPLORED, method=free).draft_cost_ratio is None
     assert replace(EXPLORED, method=replace(free, levels=StepSums())).acceptance_rate is None
+
+
+def test_drafts_that_were_cut_short_cost_what_they_are() -> None:
+    """Half of the steps had room for two levels only."""
+    whole, cut = step(0.1 * LONG, nodes=LONG), step(0.1 * 2, nodes=2)
+    run = Run(1, [whole, cut] * 50, [whole] * 50, StepSums(), [])
+    typical = _typical(run, target(10_000))
+    assert typical is not None
+    method = replace(EXPLORED.method, steps=((0, step()), (LONG, typical)))
+    mixed = replace(EXPLORED, method=method)
+    assert mixed.draft_cost_ratio == pytest.approx(0.1)
+    assert mixed.predicted_speedup == pytest.approx(EXPLORED.predicted_speedup)
 
 
 def trial(measured: float, explored: SpeedupTrial = EXPLORED) -> SpeedupTrial:
@@ -103,3 +118,24 @@ def test_a_short_run(tiny_pair: TinyPair) -> None:
     assert 1 <= result.best_draft_length <= LONG
     assert result.draft_cost_ratio is not None and result.draft_cost_ratio > 0.2
     assert 0 < result.seconds < 60
+
+
+def test_a_dear_draft_has_fewer_prompts(
+    tiny_pair: TinyPair, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The time is bounded, however long a draft takes."""
+    from paceline import LLM
+
+    plain = LLM(tiny_pair.target, draft="none", dtype="float32", device="cpu")
+    spec = plain.beside(tiny_pair.draft, draft_length=1, max_batch_size=1)
+    drafter = spec.engine.drafter
+    propose = drafter.propose
+
+    def dear(plan: Any) -> Any:
+        time.sleep(0.05)
+        return propose(plan)
+
+    monkeypatch.setattr(drafter, "propose", dear)
+    result = run_trial(plain, spec, 3.0)
+    assert result.method.steps[-1][1].mean_seconds("draft") > 0.01  # drift is taken out
+    assert result.seconds < 6.0

@@ -27,7 +27,8 @@ from paceline.model.measure import measure_target
 SECONDS = 10.0  # of measuring, by default
 LONG = 8  # levels of the exploration
 _EXPLORE = 0.6  # of the seconds; the rest confirms
-_MOST_TOKENS, _LEAST_TOKENS, _PROMPT_TOKENS = 64, 3 * LONG, 256
+_DRAFTED = 1.5  # runs with drafts of every prompt: long ones, and short ones of a brief answer
+_MOST_TOKENS, _LEAST_TOKENS, _FIRST_TOKENS, _PROMPT_TOKENS = 64, 3 * LONG, LONG + 2, 256
 
 
 @dataclass(frozen=True)
@@ -97,28 +98,35 @@ def run_trial(
     def between() -> None:
         progress(time.perf_counter() - start)
 
-    def rate(llm: LLM, ids: list[int], tokens: int, length: int) -> float:
-        """Tokens a second, past end tokens; the step that reads the prompt is left out."""
+    def run(llm: LLM, ids: list[int], tokens: int, length: int) -> StepSums:
+        """Past end tokens; the step that reads the prompt is left out."""
         params = SamplingParams(max_tokens=tokens, ignore_eos=True, draft_length=length)
-        run = decode(llm, [ids], 1, params, length, between)
-        return sum(run.steps, StepSums()).rate
+        return sum(decode(llm, [ids], 1, params, length, between).steps, StepSums())
 
-    warm, _ = (rate(llm, prompts[0], _LEAST_TOKENS, LONG) for llm in (plain, spec))
-    # Each prompt is decoded in two ways, and three prompts at least should have their turn.
-    affordable = _EXPLORE * seconds * warm / 2
+    def first(llm: LLM) -> tuple[float, float]:
+        """Seconds of reading a prompt, and of every token behind it."""
+        began = time.perf_counter()
+        steps = run(llm, prompts[0], _FIRST_TOKENS, LONG)
+        return time.perf_counter() - began - steps.whole, 1 / (steps.rate or 1.0)
+
+    (read, token), (drafted_read, drafted_token) = first(plain), first(spec)
+    target = measure_target(plain.target, plain.engine.cache, {1: (1, 2, _ROWS, LONG + 1)})
+    # Three prompts at least should have their turn, each plainly and with drafts.
+    reading, one_token = read + _DRAFTED * drafted_read, token + _DRAFTED * drafted_token
+    left = max(0.0, start + _EXPLORE * seconds - time.perf_counter())
     room = plain.max_model_len - most - 1
-    tokens = max(1, min(_MOST_TOKENS, room, max(_LEAST_TOKENS, int(affordable / 3))))
-    count = max(1, int(affordable / tokens))
+    affordable = int((left / 3 - reading) / one_token)
+    tokens = max(1, min(_MOST_TOKENS, room, max(_LEAST_TOKENS, affordable)))
+    count = max(1, int(left / (reading + tokens * one_token)))
     sample = Sample(
         list(itertools.islice(itertools.cycle(prompts), count)), [], 1, tokens, 0.0, ignore_eos=True
     )
-    target = measure_target(plain.target, plain.engine.cache, {1: (1, 2, _ROWS, LONG + 1)})
     base, (alone, _) = measure_plain(plain, target, sample, between)
     candidate = DrafterCandidate("draft", "draft", "draft", "")
     method = measure_method(spec, candidate, target, base, sample, between, LONG)
     best = best_length(method, target, 1).length
     ratios = [
-        rate(spec, ids, tokens, best) / rate(plain, ids, tokens, 0)
+        run(spec, ids, tokens, best).rate / run(plain, ids, tokens, 0).rate
         for ids in _until(prompts, start + seconds)
     ]
     measured, taken = statistics.median(ratios), time.perf_counter() - start
