@@ -141,6 +141,7 @@ def certify(
         return _certify_server(context, *about)
     if server.against is not None:
         raise typer.BadParameter("--against goes with --url")
+    text.check()
     engine = ModelOptions(**pair)
     _check(engine)
     params, chosen = sampling.params(), _prompts(prompts, effort.texts)

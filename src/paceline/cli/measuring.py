@@ -90,7 +90,7 @@ class ReportOptions:
 
 @dataclass(frozen=True)
 class PerplexityOptions:
-    """What quantising cost. Raises DataError on a file that is not there."""
+    """What quantising cost."""
 
     perplexity: str | None = _prompts(
         None,
@@ -103,7 +103,8 @@ class PerplexityOptions:
         shown="with --quantize or --kv-cache-dtype the model itself",
     )
 
-    def __post_init__(self) -> None:
+    def check(self) -> None:
+        """Raises DataError on a file that is not there."""
         if self.perplexity is not None and not Path(self.perplexity).is_file():
             raise DataError(f"--perplexity: there is no file {self.perplexity}; give one of texts")
 

@@ -109,7 +109,7 @@ def test_texts_that_no_setting_finished_certify_nothing(llm: LLM, prompts: Named
     for number in range(certifier.texts):
         certifier.evidence.done.remove(f"greedy/{number}")
     certificate = certifier.certificate()
-    assert certificate.verdict.startswith("NOT ENOUGH: 0 whole texts were compared, not 2")
+    assert certificate.verdict.startswith("NOT ENOUGH: whole texts compared: 0, not 2")
 
 
 def test_no_whole_prefix_and_no_rule_certify_nothing(llm: LLM, prompts: Named) -> None:

@@ -87,7 +87,7 @@ def test_greedy_only(llm: LLM, prompts: Named) -> None:
 @pytest.mark.parametrize(
     ("effort", "lack"),
     [
-        (Effort(1, 16, 1, 600), "1 whole texts were compared, not 2"),
+        (Effort(1, 16, 1, 600), "whole texts compared: 1, not 2"),
         (Effort(2, 16, 1, 100), "or more would have been seen"),
     ],
 )

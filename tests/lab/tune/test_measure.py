@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any, cast
 
 import pytest
 
 from paceline.engine.driver import StepSums
 from paceline.errors import DataError
-from paceline.lab.tune.measure import Run, _typical, _typical_pair
-from support.tuning_methods import step, target
+from paceline.lab.tune import measure
+from paceline.lab.tune.measure import Run, Sample, _drift, _scaled, _typical, _typical_pair
+from support.tuning_methods import PLAIN, step, target
 
 
 def run(batch: int, steps: Sequence[StepSums] = (), full: Sequence[StepSums] = ()) -> Run:
@@ -37,3 +40,16 @@ def test_one_run_stands_for_the_other() -> None:
     assert first == second
     with pytest.raises(DataError, match="too short to measure decoding on"):
         _typical_pair([together, together], costs)
+
+
+def test_drift_scales_all_phases_and_no_count(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Plain steps now take twice as long, or implausibly much, or none is left to tell by."""
+    before, sample = step(0.5, 1.0, 0.25, batch=2, nodes=3), Sample([[1]], [], 1, 8, 0.0)
+    after = _scaled(before, 0.5)
+    assert after.seconds == {phase: s / 2 for phase, s in before.seconds.items()}
+    assert replace(after, seconds=before.seconds) == before
+    plain = replace(PLAIN, steps=((0, step(target=1.0)),))
+    for now, drift in ((2.0, 2.0), (9.0, 3.0), (0.1, 0.5), (None, 1.0)):
+        steps = [] if now is None else [step(target=now)]
+        monkeypatch.setattr(measure, "decode", lambda *_, steps=steps: run(1, steps))
+        assert _drift(cast(Any, None), sample, target(10_000), plain) == drift

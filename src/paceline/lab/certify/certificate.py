@@ -99,7 +99,7 @@ def too_little(texts: int, bias: float) -> list[str]:
     """Why so many compared texts, and samples that see such a ``bias``, certify nothing."""
     lacks = []
     if texts < LEAST_TEXTS:
-        lacks.append(f"{texts} whole texts were compared, not {LEAST_TEXTS}")
+        lacks.append(f"whole texts compared: {texts}, not {LEAST_TEXTS}")
     if bias > MOST_BIAS:
         lacks.append(f"only a bias of {bias:.0%} or more would have been seen in the samples")
     return lacks

@@ -269,7 +269,8 @@ PARTS = (
 
 def lacks_of(parts: Sequence[Part], tests: Sequence[DistributionTest]) -> list[str]:
     """What must have been checked, or nothing is certified."""
-    lacks = [f"no {p.unit} for {p.name}" for p in parts if not p.checked and p.name != "structure"]
+    others = (part for part in parts if part.name not in ("greedy", "structure"))
+    lacks = [f"no {part.unit} for {part.name}" for part in others if not part.checked]
     (texts,) = (part.checked for part in parts if part.name == "greedy")
     return lacks + too_little(texts, min((test.smallest_bias for test in tests), default=1.0))
 

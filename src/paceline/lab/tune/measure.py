@@ -26,9 +26,9 @@ _TOKENS = (1, 2, 3, 4, 5, 7, 9, 12, 16, 20, 25)  # per sequence
 _FEW_TOKENS = (1, 2, 4, 7, 13, 25)  # where time is short
 _HURRIED = 2  # rounds then
 
+Between = Callable[[], object]
 
 TARGET_SHARE = 0.2  # of what is left, for forwards of the target alone
-Between = Callable[[], object]
 CANDIDATE_SHARE = 0.65  # of what is left then, for the drafters
 _AROUND = 1.7  # short drafts, warm-ups and plain steps beside those of the sample
 

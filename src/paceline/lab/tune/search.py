@@ -24,9 +24,9 @@ _REPEATED = 80  # times that the cost model is shown a typical step
 class MeasuredMethod:
     """One drafter as it was measured.
 
-    ``levels``: how long drafts fared. ``costs``: nodes verified per sequence, which are as many as
-    were proposed, passes, and the seconds of one alone by batch size. ``steps``: typical real ones,
-    by the length of their drafts.
+    ``levels``: how drafts fared. ``costs``: nodes a sequence (as many as were proposed), passes,
+    and the seconds of one pass by batch size. ``steps``: typical real ones, by the length of their
+    drafts.
     """
 
     label: str
