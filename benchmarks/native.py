@@ -46,10 +46,11 @@ from paceline.model.target import CausalModel
 ROWS = (1, 2, 4, 8, 16, 32)
 WEIGHTS, INPUTS, PANEL = 134_500_000, 576, 32
 CACHED, STREAMED, COPIES = 16, 1024, 8  # panels of a thread; of a matrix, and how many of these
+# Of 8 bits with activations of 16, and of 8 (gate, up and head).
 FORMS = {
     "bf16": {},
     "8 bits": {"bits": 8, "repeat": 2, "scale_kind": SCALE_HALF, "wide": True},
-    "8 bits, narrow": {"bits": 8, "repeat": 2, "scale_kind": SCALE_HALF},
+    "narrow": {"bits": 8, "repeat": 2, "scale_kind": SCALE_HALF},
     "4 bits": {"bits": 4, "repeat": 1, "scale_kind": SCALE_HALF, "offsets": OFFSETS_LEAST},
 }
 

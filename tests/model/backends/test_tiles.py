@@ -27,6 +27,7 @@ def test_products_by_tiles_have_the_bits_of_products_without(tmp_path: Path) -> 
         (SOURCES / "quantised.cpp", _VNNI),
         (SOURCES / "kernels.cpp", (*_AVX512, *_AMX, *EMULATED)),
         (SOURCES / "quantised.cpp", (*_VNNI, *_AMX, *EMULATED)),
+        (SOURCES / "amx_trial.cpp", ()),
         (HERE / "tiles_check.cpp", ()),
     )
     objects = []

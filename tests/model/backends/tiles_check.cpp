@@ -4,6 +4,7 @@
 #include <random>
 #include <vector>
 
+#include "amx_trial.h"
 #include "kernels.h"
 
 extern const Kernels kernels_avx512, kernels_amx;
@@ -38,6 +39,9 @@ std::vector<float> product(const Kernels& k, const Quantised& q, const pl_weight
 }  // namespace
 
 int main() {
+  std::vector<float> memory(TRIAL_FLOATS);
+  if (!agree(kernels_amx, quantised_amx, kernels_avx512, quantised_vnni, memory))
+    return puts("the trial finds a difference"), 1;
   for (const Form& form : FORMS)
     for (long inputs : {64L, 192L, 576L})
       for (long rows : {1L, 2L, 7L, 15L, 16L, 17L, 32L, 33L, 49L, 100L}) {

@@ -10,28 +10,28 @@
 #include <cstring>
 #include <vector>
 
-namespace {
-
 constexpr long ASK_FOR_STATE = 0x1023, TILE_DATA = 18;  // arch_prctl's
 
-// Products with tiles and without, of plain numbers and of 8 bits, in memory that the caller has made.
-// True if they agree.
 bool agree(const Kernels& tiled, const Quantised& tiled_codes, const Kernels& plain, const Quantised& plain_codes,
            std::vector<float>& memory) {
   constexpr long rows = 37, inputs = 128, outputs = 64;
   float* at = memory.data();
   auto floats = [&](long count) { return (at += round_up(count, 16)) - round_up(count, 16); };
-  float *x = floats(rows * inputs), *a = floats(rows * outputs), *b = floats(rows * outputs), *scales = floats(rows);
+  float *x = floats(rows * inputs), *a = floats(rows * outputs), *b = floats(rows * outputs), *scales = floats(rows * inputs / GROUP);
   uint16_t* w = reinterpret_cast<uint16_t*>(floats(outputs * inputs / 2));
-  QuantisedRows codes{floats(rows * inputs / 2), scales, inputs, true};
+  void* numbers = floats(rows * inputs / 2);
   unsigned state = 1;
   auto next = [&] { return state = state * 1664525u + 1013904223u; };
   for (long i = 0; i < outputs * inputs; i++) w[i] = static_cast<uint16_t>(0x3c00 + next() % 0x400 + (next() >> 31 << 15));
   for (long i = 0; i < rows * inputs; i++) x[i] = static_cast<float>(static_cast<int>(next() >> 24) - 128) / 64.0f;
-  for (long r = 0; r < rows; r++) plain_codes.row(x + r * inputs, codes, r);
+  struct Form {
+    long bits, wide;
+  };
   bool same = true;
-  for (long bits : {0, 8}) {
-    pl_weight weight{w, nullptr, outputs, inputs, bits, inputs / GROUP, PL_SCALE_BFLOAT16, 0};
+  for (Form form : {Form{0, 0}, Form{8, 1}, Form{8, 0}}) {
+    pl_weight weight{w, nullptr, outputs, inputs, form.bits, inputs / GROUP, PL_SCALE_BFLOAT16, 0, form.wide};
+    QuantisedRows codes{numbers, scales, inputs, form.wide != 0};
+    for (long r = 0; r < rows && form.bits; r++) plain_codes.row(x + r * inputs, codes, r);
     Product p{&weight, PL_BFLOAT16, x, rows, inputs, STORE, a, outputs, 0, 0.0f, &plain_codes, codes};
     plain.product(p, 0, 1, at);
     p.y = b, p.quantised = &tiled_codes;
@@ -41,11 +41,9 @@ bool agree(const Kernels& tiled, const Quantised& tiled_codes, const Kernels& pl
   return same;
 }
 
-}  // namespace
-
 bool amx_works(const Kernels& tiled, const Quantised& tiled_codes, const Kernels& plain, const Quantised& plain_codes) {
   if (syscall(SYS_arch_prctl, ASK_FOR_STATE, TILE_DATA)) return false;
-  std::vector<float> memory(40000);  // before the fork: the child may not ask for any
+  std::vector<float> memory(TRIAL_FLOATS);  // before the fork: the child may not ask for any
   int ends[2];
   if (pipe(ends)) return false;
   pid_t child = fork();

@@ -1,7 +1,7 @@
 // Products with weights of eight and four bits: what model/quantised/weights.py defines.
 //
 // Activations are whole numbers (QuantisedRows): of 8 bits with a scale for each group of 32 of a row, or,
-// beside weights of 8 bits whose groups divide into 64, wide: of 16 bits with one scale for the row. A packed
+// beside `wide` weights of 8 bits, whose groups divide into 64: of 16 bits with one scale for the row. A packed
 // matrix is a row of panels of 32 outputs. A panel begins with its scales (and offsets), one line of 32 for
 // each group of the weights, and goes on with its codes in groups of 32 inputs; a line of 64 bytes has four
 // inputs each of 16 outputs:

@@ -44,7 +44,7 @@ ROW_GROUP = 32  # activations of 8 bits that share a scale; also the group of fo
 _WIDE_SPAN = 64
 # Layers beside whose weights activations have 8 bits. They read rows that a norm has evened out,
 # and have 60 % of a decoder's weights. SmolLM2 in 8 bits: perplexity rises by 0.15 % (by 1 % if all
-# layers do so), and processors without tiles multiply them 1.5 times as fast.
+# layers do so), and VNNI multiplies them 1.5 times as fast.
 NARROW = ("gate_proj", "up_proj", "gate_up_proj", "lm_head")
 BITS = {"int8": 8, "int4": 4}
 _MOST_SUMS = 1 << 24  # elements of one block of ``s``, so that a large head needs no gigabytes
