@@ -295,8 +295,8 @@ def native_backend(model: Adapted) -> Backend | str:
 
 def _limit(model: Adapted) -> float:
     """How far apart logits may be. What is rounded otherwise may turn a whole code of quantised
-    activations, and that all that follows: SmolLM2's logits differ by 4 % in 8 bits in float32 and by
-    5 % in 4 bits, in bf16 by more."""
+    activations, and that all that follows: SmolLM2's logits differ by 4 % in 8 bits in float32,
+    by 5 % in 4 bits, in bf16 by more."""
     exact = model.dtype == torch.float32
     packed = [m.packed for m in model.hf.modules() if isinstance(m, PackedLinear)]
     forms = [one.form for one in packed if one.form is not None]
