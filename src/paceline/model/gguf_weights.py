@@ -92,7 +92,7 @@ def keep_blocks(path: Path, architecture: str, hf: Any) -> None:
                 blocks = weight_of_blocks(tensor.name, kind, tensor.data)
                 weight = _as_laid_out(blocks, module, config)
             if weight is not None:
-                hf.set_submodule(name, QuantisedLinear(weight.of_layer(name), module.bias))
+                hf.set_submodule(name, QuantisedLinear(weight, module.bias))
             elif kind not in PLAIN:
                 left[kind or "no tensor of its own"] += 1
             progress.advance()

@@ -87,6 +87,18 @@ def test_the_next_load_rounds_nothing(folder: Path, rounded: list[int]) -> None:
     assert rounded.count(8) == 15 and not equal(eight, first)
 
 
+def test_gate_up_and_head_of_a_copy_have_activations_of_8_bits(rounded: list[int]) -> None:
+    """Made, and read again."""
+    for again in (False, True):
+        modules = quantised_copy(CausalModel.load("paceline/tiny"), "int8").hf.named_modules()
+        packed = {name: m.packed.form for name, m in modules if isinstance(m, PackedLinear)}
+        wide = {name.rpartition(".")[2] for name, form in packed.items() if form and form.wide}
+        assert "lm_head" in packed
+        assert wide == {"q_proj", "k_proj", "v_proj", "o_proj", "down_proj"}
+        assert bool(rounded) != again
+        rounded.clear()
+
+
 def test_another_content_at_the_same_place_is_another_form(
     folder: Path, rounded: list[int], tmp_path: Path
 ) -> None:

@@ -44,6 +44,11 @@ def layers(hf: Any) -> dict[str, QuantisedLinear]:
     return {n: m for n, m in hf.named_modules() if isinstance(m, QuantisedLinear)}
 
 
+def wide(kept: dict[str, QuantisedLinear]) -> set[str]:
+    """Layers beside which activations have 16 bits; those of ``down`` do not divide into 64."""
+    return {name.rpartition(".")[2] for name, m in kept.items() if m.quantised.wide}
+
+
 def test_packing_four_bits_is_undone_by_unpacking() -> None:
     codes = torch.randint(-8, 8, (5, 24), dtype=torch.int8)
     assert torch.equal(unpack(pack(codes)), codes)
@@ -66,6 +71,8 @@ def test_what_was_written_is_read_again(
     kept = layers(model.hf)
     assert len(kept) == 14
     assert {m.quantised.bits for m in kept.values()} == {8 if precision == "int8" else 4}
+    attention = {"q_proj", "k_proj", "v_proj", "o_proj"}
+    assert wide(kept) == (attention if precision == "int8" else set())
     plain = load_module(str(plain_folder), "float32", "cpu").get_submodule(LAYER).weight
     if not calibrated:
         wanted = nearest(
@@ -150,6 +157,8 @@ def test_a_model_is_quantised_when_it_is_loaded(plain_folder: Path, precision: s
     kept = layers(model.hf)
     assert len(kept) == 15
     assert kept["lm_head"].quantised.bits == 8
+    attention = {"q_proj", "k_proj", "v_proj", "o_proj"}
+    assert wide(kept) == (attention if precision == "int8" else set())
     assert kept[LAYER].quantised.bits == (8 if precision == "int8" else 4)
 
 

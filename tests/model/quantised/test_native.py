@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import cast
 
@@ -39,7 +40,9 @@ def linear_of(bits: int, group: int, zero: str, rows: int = 70) -> QuantisedLine
     generator = torch.Generator().manual_seed(bits + group)
     weight = torch.randn(rows, 192, generator=generator) * 0.05 + 0.01
     # "least": codes of 0 to 15, as in GGUF's Q4_1
-    found = nearest(weight, bits, group, "free" if zero == "least" else cast(Zero, zero))
+    grid = {"least": "free", "narrow": "none"}.get(zero, zero)
+    found = nearest(weight, bits, group, cast(Zero, grid))
+    found = replace(found, narrow=zero == "narrow")
     assert found.from_zero == (zero == "least")
     return QuantisedLinear(found, torch.randn(rows))
 
@@ -49,6 +52,8 @@ FORMS = [
         (8, 192, "none"),
         (8, 64, "none"),
         (8, 64, "free"),
+        (8, 64, "narrow"),
+        (8, 192, "narrow"),
         (8, 32, "none"),
         (8, 16, "none"),
         (8, 16, "free"),
@@ -95,6 +100,7 @@ def test_what_was_packed_is_had_back(bits: int, group: int, zero: str, gated: bo
         assert torch.equal(found.codes, linear.quantised.codes)
         assert torch.equal(found.scales, linear.quantised.scales)
         assert found.from_zero == linear.quantised.from_zero
+        assert found.wide == linear.quantised.wide
         if found.offsets is not None:
             assert torch.equal(found.offsets, linear.quantised.offsets)
 
