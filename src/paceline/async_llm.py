@@ -68,10 +68,8 @@ class AsyncLLM:
         *,
         request_id: str | None = None,
     ) -> list[Completion]:
-        """As ``LLM.generate``. ``request_id``, if given, is a name for ``abort``.
-
-        Raises what that does, and ConfigError for a name that is in use.
-        """
+        """As ``LLM.generate``. ``request_id``, if given, is a name for ``abort``. Raises what that
+        does, and ConfigError for a name that is in use."""
         async with self._running(prompts, params, request_id, streams=False) as requests:
             await self._until(lambda: all(request.completion for request in requests))
         return completions_of(requests)

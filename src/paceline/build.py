@@ -131,10 +131,8 @@ def cache_blocks(
 
 
 def load_target(name: str, options: EngineOptions) -> CausalModel:
-    """A target where the options want it: here, in part on disk, or in several processes.
-
-    Raises ModelLoadError, UnsupportedModelError, ConfigError.
-    """
+    """A target where the options want it: here, in part on disk, or in several processes. Raises
+    ModelLoadError, UnsupportedModelError, ConfigError."""
     how: dict[str, Any] = {
         key: getattr(options, key) for key in ("dtype", "device", "backend", "quantize")
     }
@@ -169,10 +167,8 @@ def load_draft(
 def build_engine(
     target: CausalModel, prepared: Prepared, options: EngineOptions, generator: torch.Generator
 ) -> Engine:
-    """Cache, drafter, scheduler, verifier and controller around a target.
-
-    ``generator`` is the randomness of requests without a seed. Raises CacheMemoryError.
-    """
+    """Cache, drafter, scheduler, verifier and controller around a target. ``generator`` is the
+    randomness of requests without a seed. Raises CacheMemoryError."""
     blocks = cache_blocks(options, target, prepared.cache_bytes, prepared.feature_bytes)
     cache, device = target.new_cache(blocks, BLOCK_SIZE, options.prefix_sharing), target.device
     adapts = options.draft_length == "auto"
@@ -259,11 +255,9 @@ def adaptive_controller(
 
 
 def measure_costs(target: CausalModel, cache: PagedCache, most: int) -> TargetCosts:
-    """Measure what target steps of up to ``most`` sequences cost on this machine.
-
-    One sequence and all of them first, then as many numbers between as there is time for. The cache
-    is as before afterwards.
-    """
+    """Measure what target steps of up to ``most`` sequences cost on this machine. One sequence and
+    all of them first, then as many numbers between as there is time for. The cache is as before
+    afterwards."""
     began = time.perf_counter()
     between = (2**power for power in range(most.bit_length(), 0, -1) if 2**power < most)
     counts = {

@@ -59,9 +59,7 @@ DraftLike = str | DraftSpec | Drafter
 
 class Registry(Mapping[str, type[DraftSpec]]):
     """The record of each kind by its name; those of other packages are loaded when asked for.
-
-    Nobody replaces a kind that is built in.
-    """
+    Nobody replaces a kind that is built in."""
 
     def __init__(self, built_in: Iterable[type[DraftSpec]], others: Iterable[EntryPoint]) -> None:
         self._known = {record.kind: record for record in built_in}
@@ -101,9 +99,7 @@ DRAFTERS = Registry(RECORDS, entry_points(group=GROUP))
 
 def parse_draft(text: str | None) -> DraftSpec:
     """A spec string; a first word that is not a known kind begins a model's path or hub name, and
-    ``@FILE`` is another engine's configuration.
-
-    Raises ConfigError, also for what is none of these.
+    ``@FILE`` is another engine's configuration. Raises ConfigError, also for what is none of these.
     """
     if text is not None and text.startswith("@"):
         text = read_foreign(text[1:]).spec
@@ -136,11 +132,8 @@ def prepare_one(draft: DraftLike | None, loading: Loading) -> Prepared:
 
 
 def prepare_all(drafts: DraftLike | Sequence[DraftLike] | None, loading: Loading) -> Prepared:
-    """Prepare one draft, or several of which every request may choose one (draft/hybrid.py).
-
-    They are called by their kinds; a second of one kind is KIND-2. Raises what ``prepare_one``
-    does.
-    """
+    """Prepare one draft, or several of which every request may choose one (draft/hybrid.py). They
+    are called by their kinds; a second of one kind is KIND-2. Raises what ``prepare_one`` does."""
     if not isinstance(drafts, (list, tuple)):
         return prepare_one(drafts, loading)  # type: ignore[arg-type]
     if len(drafts) < 2:

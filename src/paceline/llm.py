@@ -325,11 +325,9 @@ class LLM:
     def prepare(
         self, prompt: Prompt, params: SamplingParams, number: int = 0, streams: bool = True
     ) -> list[Request]:
-        """The ``n`` requests of a prompt, checked and ready for ``enqueue``.
-
-        Touches no state of the engine, so a server may do it beside the thread that decodes.
-        Raises PromptError or ConfigError, PacelineError after ``close``.
-        """
+        """The ``n`` requests of a prompt, checked and ready for ``enqueue``. Touches no state of
+        the engine, so a server may do it beside the thread that decodes. Raises PromptError or
+        ConfigError, PacelineError after ``close``."""
         _ = self.engine
         width = min(self._width, self.target.vocab_size)
         grammar = params.grammar
@@ -358,10 +356,8 @@ class LLM:
         self.owner.enqueue(requests)
 
     def step(self) -> list[tuple[Request, Commit]]:
-        """One step of the engine; every request has absorbed what was committed to it.
-
-        Raises EngineLostError when the engine cannot go on; every request has then ended.
-        """
+        """One step of the engine; every request has absorbed what was committed to it. Raises
+        EngineLostError when the engine cannot go on; every request has then ended."""
         return self.owner.step()
 
     def _events(self, requests: list[Request]) -> Iterator[StreamEvent]:

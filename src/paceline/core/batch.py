@@ -202,10 +202,8 @@ class Batch:
 @dataclass(frozen=True)
 class ModelOutput:
     """``logits`` ``[R, vocab]`` in the model's dtype; ``features[layer]`` ``[T, hidden]``.
-
     ``greedy``: each row's choice as ``core.sampling.greedy_choice`` makes it, where the backend has
-    looked already; if that is all that was asked for there are no logits.
-    """
+    looked already; if that is all that was asked for there are no logits."""
 
     logits: torch.Tensor
     features: dict[int, torch.Tensor] = field(default_factory=dict)
@@ -215,9 +213,7 @@ class ModelOutput:
 @dataclass(frozen=True)
 class Verdict:
     """What the rule decides on one tree: accepted nodes, root to leaf, and the token after them.
-
-    With an ``error`` there is no such token, and nothing is accepted: the request cannot go on.
-    """
+    With an ``error`` there is no such token, and nothing is accepted: the request cannot go on."""
 
     path: tuple[int, ...]  # node indices
     tokens: tuple[int, ...]  # their tokens, then the target's own token; len(path) + 1

@@ -12,11 +12,9 @@ _MINE = Path("/proc/self/cgroup")
 
 
 def memory_left() -> int | None:
-    """Bytes until the nearest limit of the process's groups; None where there is none.
-
-    The page cache of files that nobody reads any more counts as free: the system gives it up
-    before the limit.
-    """
+    """Bytes until the nearest limit of the process's groups; None where there is none. The page
+    cache of files that nobody reads any more counts as free: the system gives it up before the
+    limit."""
     left = []
     for version, folder in _folders("memory"):
         names = ("memory.max", "memory.current", "inactive_file")

@@ -20,10 +20,8 @@ class Reader(Protocol):
     """Follows one sequence's tokens and knows where it ends: a grammar, or stop strings."""
 
     def read(self, tokens: Sequence[int]) -> int | None:
-        """Follow the next tokens, up to the one after which none can follow.
-
-        How many those are, or None if it goes on behind all of them.
-        """
+        """Follow the next tokens, up to the one after which none can follow. How many those are, or
+        None if it goes on behind all of them."""
         ...
 
 
@@ -32,10 +30,8 @@ class Constraint(Reader, Protocol):
 
     def allowed(self, path: tuple[int, ...]) -> torch.Tensor | None:
         """bool [vocab] on the CPU: tokens that may follow the committed ones and then ``path``.
-
         None where nothing is forbidden, also behind a path that is itself forbidden or final: no
-        text leads there.
-        """
+        text leads there."""
         ...
 
 
@@ -46,11 +42,9 @@ def forbid(
     paths: torch.Tensor | None,
     known: Sequence[Sequence[int]] | None = None,
 ) -> torch.Tensor:
-    """float32 ``[R, V]``: minus infinity where the constraint of a row forbids the token.
-
-    ``paths`` int64 ``[R, D]``, of which row r knows ``depths[r]`` entries. A grammar is walked on
-    the host: where the paths are not ``known`` there, this waits for the device.
-    """
+    """float32 ``[R, V]``: minus infinity where the constraint of a row forbids the token. ``paths``
+    int64 ``[R, D]``, of which row r knows ``depths[r]`` entries. A grammar is walked on the host:
+    where the paths are not ``known`` there, this waits for the device."""
     host = known
     if host is None:
         host = paths.tolist() if paths is not None else [[]] * len(constraints)

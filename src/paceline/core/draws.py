@@ -50,20 +50,16 @@ def _keys(rows: Rows, device: torch.device) -> torch.Tensor:
 
 
 def coupled_choice(probs: torch.Tensor, rows: Rows) -> torch.Tensor:
-    """int64 [R]: argmax_x log p(x) + gumbel(seed, position, x) for rows that have a seed.
-
-    The position is the absolute index of the token that the row chooses. NO_TOKEN where a row is
-    not a distribution.
-    """
+    """int64 [R]: argmax_x log p(x) + gumbel(seed, position, x) for rows that have a seed. The
+    position is the absolute index of the token that the row chooses. NO_TOKEN where a row is not a
+    distribution."""
     best, tokens = largest(race(probs, _keys(rows, probs.device)))
     return torch.where(best > 0, tokens, NO_TOKEN)  # not a number is not above zero
 
 
 def choose(probs: torch.Tensor, rows: Rows, generator: torch.Generator | None) -> torch.Tensor:
-    """int64 [R]: one token per row: coupled with a seed, argmax if greedy, else drawn.
-
-    NO_TOKEN where a row is not a distribution.
-    """
+    """int64 [R]: one token per row: coupled with a seed, argmax if greedy, else drawn. NO_TOKEN
+    where a row is not a distribution."""
     if len(_coupled(rows)) == len(rows):
         return coupled_choice(probs, rows)
     uniforms = torch.rand(len(rows), dtype=torch.float64, device=probs.device, generator=generator)
@@ -87,11 +83,9 @@ def drawn_choice(
 
 
 def draw_of(seq: SequenceView, siblings: bool = False) -> Draw:
-    """How ``draft`` drew for this sequence: what to write into its TokenTree.
-
-    Greedy and seeded drafts are determined by what came before them, hence POINT. Otherwise a
-    node with ``siblings`` was drawn WITHOUT_REPLACEMENT, a chain IID.
-    """
+    """How ``draft`` drew for this sequence: what to write into its TokenTree. Greedy and seeded
+    drafts are determined by what came before them, hence POINT. Otherwise a node with ``siblings``
+    was drawn WITHOUT_REPLACEMENT, a chain IID."""
     if not draws_unseeded(seq.params):
         return Draw.POINT
     return Draw.WITHOUT_REPLACEMENT if siblings else Draw.IID
@@ -135,10 +129,8 @@ def draft(
 
 
 def _emptied(q: torch.Tensor, sound: torch.Tensor) -> torch.Tensor:
-    """The distributions q [R, V] with zeros in the rows that are not ``sound`` [R].
-
-    Such rows are rare: on a CPU, where looking costs no synchronisation, the others pay nothing.
-    """
+    """The distributions q [R, V] with zeros in the rows that are not ``sound`` [R]. Such rows are
+    rare: on a CPU, where looking costs no synchronisation, the others pay nothing."""
     if q.device.type == "cpu" and bool(sound.all()):
         return q
     return torch.where(sound.unsqueeze(1), q, 0.0)

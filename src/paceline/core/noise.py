@@ -84,20 +84,16 @@ def keys_of(
 
 
 def fresh_keys(rows: int, device: torch.device, generator: torch.Generator | None) -> torch.Tensor:
-    """int64 [rows, 1]: keys drawn from ``generator``.
-
-    Noise under keys is made faster on a CPU than ``Tensor.exponential_`` makes it, and is more
-    precise in small values than that is on CUDA, where uniforms have 24 bits.
-    """
+    """int64 [rows, 1]: keys drawn from ``generator``. Noise under keys is made faster on a CPU than
+    ``Tensor.exponential_`` makes it, and is more precise in small values than that is on CUDA,
+    where uniforms have 24 bits."""
     return torch.randint(-(1 << 63), (1 << 63) - 1, (rows, 1), device=device, generator=generator)
 
 
 def exponential(keys: torch.Tensor, vocab: int) -> torch.Tensor:
-    """float32 [rows, vocab] of Exp(1) noise under keys [rows, 1], finite and above zero.
-
-    argmax_x p(x) / E(x) is a draw from p and the same token as argmax_x log p(x) + gumbel(x),
-    two logarithms cheaper. Relative precision is kept where it matters: in small values.
-    """
+    """float32 [rows, vocab] of Exp(1) noise under keys [rows, 1], finite and above zero. argmax_x
+    p(x) / E(x) is a draw from p and the same token as argmax_x log p(x) + gumbel(x), two logarithms
+    cheaper. Relative precision is kept where it matters: in small values."""
     return _exponential(_mixed(keys, _id_hashes(vocab, keys.device)))
 
 
@@ -110,11 +106,8 @@ def gumbel(
 
 def race(probs: torch.Tensor, keys: torch.Tensor) -> torch.Tensor:
     """float32 [rows, vocab]: distributions over exponential noise under keys [rows, 1]; the largest
-    entry of a row is a draw.
-
-    A token without probability cannot win, so on a CPU only the others get their noise: of a
-    truncated distribution that is a hundredth.
-    """
+    entry of a row is a draw. A token without probability cannot win, so on a CPU only the others
+    get their noise: of a truncated distribution that is a hundredth."""
     if probs.is_cuda or probs.numel() < _LARGE:
         return probs / exponential(keys, probs.shape[1])
     ids = _id_hashes(probs.shape[1], probs.device)

@@ -73,10 +73,8 @@ def _items(name: str, value: object, *rules: tuple[Callable[[Any], bool], str]) 
 @dataclass(frozen=True)
 class Grammar:
     """What a text must look like. ``kind``: "json" (``text`` is a JSON schema; ``{}`` is any JSON,
-    ``{"type": "object"}`` any object), "regex" or "lark".
-
-    Raises ConfigError on another kind; the text is checked when a request is made.
-    """
+    ``{"type": "object"}`` any object), "regex" or "lark". Raises ConfigError on another kind; the
+    text is checked when a request is made."""
 
     kind: str
     text: str
@@ -97,10 +95,8 @@ class Grammar:
 
 
 def _rules() -> Iterator[tuple[str, Callable[[Any], bool], str]]:
-    """Of single fields: what it must be, in this order; the first that fails is told.
-
-    What comes as another type than the fields say fails here, not in a step of a batch.
-    """
+    """Of single fields: what it must be, in this order; the first that fails is told. What comes as
+    another type than the fields say fails here, not in a step of a batch."""
     least, most = REPETITION_PENALTIES
     penalties = "presence_penalty", "frequency_penalty"
     for name in ("temperature", "top_p", "min_p", "repetition_penalty", *penalties):

@@ -23,10 +23,8 @@ def penalised(
     paths: torch.Tensor | None,
 ) -> torch.Tensor:
     """float32 ``[R, V]``: repetition over prompt and output, presence and frequency over output.
-
     Drafted tokens before a row, ``paths[r, :depths[r]]``, count as output: they are, if the row is
-    reached.
-    """
+    reached."""
     distinct = list({id(seq): seq for seq in seqs}.values())
     ids, counts = _tables(distinct, scores)
     index = {id(seq): i for i, seq in enumerate(distinct)}

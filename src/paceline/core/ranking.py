@@ -22,9 +22,7 @@ _FEW = 0.1  # share of the entries up to which listing those above zero is faste
 
 def largest(scores: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """Each row's maximum, in float32, and int64 where it is, the first of several; both [R].
-
-    ``scores`` [R, V] of any float dtype. What is not a number counts as largest, as in torch.
-    """
+    ``scores`` [R, V] of any float dtype. What is not a number counts as largest, as in torch."""
     width = scores.shape[1]
     if scores.is_cuda or scores.numel() < _LEAST or width < 2 * _STRETCH:
         # A CPU finds the maximum of float32 several times faster than that of bf16.
@@ -107,10 +105,8 @@ def inversion(probs: torch.Tensor, uniforms: torch.Tensor) -> tuple[torch.Tensor
 def _sparse_inversion(
     probs: torch.Tensor, uniforms: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor] | None:
-    """``inversion`` among the entries that weigh something; None where those are too many.
-
-    Of a distribution that top_p or top_k cut they are a hundredth.
-    """
+    """``inversion`` among the entries that weigh something; None where those are too many. Of a
+    distribution that top_p or top_k cut they are a hundredth."""
     rows = probs.numpy()
     possible = rows != 0  # also what is not a number
     if np.count_nonzero(possible) > _FEW * rows.size:

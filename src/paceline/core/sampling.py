@@ -141,10 +141,7 @@ def needs_logits(seqs: Iterable[SequenceView]) -> bool:
 
 def probabilities(logits: torch.Tensor, rows: Rows) -> torch.Tensor:
     """float32 ``[R, V]``: the distribution of each row's request, from logits ``[R, V]`` of any
-    dtype.
-
-    Temperature 0 gives a one-hot distribution on the lowest id among the largest scores.
-    """
+    dtype. Temperature 0 gives a one-hot distribution on the lowest id among the largest scores."""
     return probs_of_scores(adjusted(logits, rows), [seq.params for seq in rows.seqs])
 
 
@@ -152,10 +149,8 @@ def probabilities(logits: torch.Tensor, rows: Rows) -> torch.Tensor:
 
 
 def adjusted(logits: torch.Tensor, rows: Rows) -> torch.Tensor:
-    """float32 ``[R, V]``: logits after bias, min_tokens, penalties and grammars.
-
-    They may be the input itself where nothing applies and it is float32 already.
-    """
+    """float32 ``[R, V]``: logits after bias, min_tokens, penalties and grammars. They may be the
+    input itself where nothing applies and it is float32 already."""
     scores = logits.to(torch.float32)
     distinct = {id(seq): seq for seq in rows.seqs}
     params = [seq.params for seq in distinct.values()]
@@ -211,10 +206,8 @@ def _bar_stops(scores: torch.Tensor, rows: Rows) -> None:
 
 
 def greedy_choice(scores: torch.Tensor) -> torch.Tensor:
-    """int64 [R]: the lowest id among each row's largest scores.
-
-    NO_TOKEN where that is not finite: a score is not a number, or nothing is allowed.
-    """
+    """int64 [R]: the lowest id among each row's largest scores. NO_TOKEN where that is not finite:
+    a score is not a number, or nothing is allowed."""
     best, tokens = largest(scores)
     return torch.where(best.abs() < torch.inf, tokens, NO_TOKEN)
 
@@ -233,11 +226,9 @@ def _inverse_temperature(params: SamplingParams) -> float:
 
 
 def probs_of_scores(scores: torch.Tensor, params: Sequence[SamplingParams]) -> torch.Tensor:
-    """float32 [R, V]: temperature, min_p, top_k and top_p of adjusted logits [R, V].
-
-    Where those are no distribution (not a number, infinite, all forbidden) neither is the
-    distribution: a row of NaN, or of zeros if the request is greedy.
-    """
+    """float32 [R, V]: temperature, min_p, top_k and top_p of adjusted logits [R, V]. Where those
+    are no distribution (not a number, infinite, all forbidden) neither is the distribution: a row
+    of NaN, or of zeros if the request is greedy."""
     width = scores.shape[1]
     if all(p.greedy for p in params):
         return one_hot(greedy_choice(scores), width)

@@ -35,10 +35,8 @@ class DraftCounts:
         self, nodes: int, levels: int, accepted: int, reached: int, drafter: str, reason: str
     ) -> None:
         """Count one verified tree: its nodes, its depth, how much was accepted, how much tried.
-
         ``reached`` is ``accepted`` plus one if the last accepted node had children to try.
-        ``reason``: why there was no draft.
-        """
+        ``reason``: why there was no draft."""
         if nodes:
             self.by_drafter[drafter] = self.by_drafter.get(drafter, 0) + accepted
         else:
@@ -56,10 +54,8 @@ class DraftCounts:
 
 
 class TokenView(Sequence[int]):
-    """The first ``length`` of some tokens to which others are only ever appended.
-
-    Costs nothing to make, however long the text; slices are lists. Pickled it is those tokens.
-    """
+    """The first ``length`` of some tokens to which others are only ever appended. Costs nothing to
+    make, however long the text; slices are lists. Pickled it is those tokens."""
 
     __slots__ = ("_length", "_tokens")
 
@@ -153,11 +149,9 @@ class Occurrences:
 
 @dataclass(frozen=True)
 class SequenceView(_Counted):
-    """A sequence as one step finds it: all that its distributions and its drafts depend on.
-
-    Plain data, but for what stays in its process: the request's grammar, and what it counts for
-    penalties. A view that was pickled or copied by ``copy.copy`` has neither.
-    """
+    """A sequence as one step finds it: all that its distributions and its drafts depend on. Plain
+    data, but for what stays in its process: the request's grammar, and what it counts for
+    penalties. A view that was pickled or copied by ``copy.copy`` has neither."""
 
     seq_id: int
     tokens: Sequence[int]
@@ -224,11 +218,9 @@ class SequenceState(_Counted):
         )
 
     def ending(self, tokens: Sequence[int], most: int) -> tuple[int, str | None]:
-        """How many of the next tokens are kept, and the finish reason if that is the end.
-
-        ``most`` tokens have room. Grammar and stop strings read on with it, and nothing else does:
-        it is asked once for each commit, before there is one.
-        """
+        """How many of the next tokens are kept, and the finish reason if that is the end. ``most``
+        tokens have room. Grammar and stop strings read on with it, and nothing else does: it is
+        asked once for each commit, before there is one."""
         kept, reason = min(len(tokens), max(most, 1)), "length" if len(tokens) >= most else None
         before = self.params.min_tokens - self.generated - 1
         for index, token in enumerate(tokens[:kept]):

@@ -42,11 +42,9 @@ _listener: ContextVar[Listener] = ContextVar("paceline_stages", default=_NOBODY)
 
 @contextmanager
 def stage(what: str, total: float | None = None, unit: str = "") -> Iterator[Stage]:
-    """Say that ``what`` begins, in words such as "tokenising chat.jsonl".
-
-    ``total`` is the amount of work, None while unknown; ``unit`` is written behind the numbers,
-    "B" is shown as kB, MB or GB.
-    """
+    """Say that ``what`` begins, in words such as "tokenising chat.jsonl". ``total`` is the amount
+    of work, None while unknown; ``unit`` is written behind the numbers, "B" is shown as kB, MB or
+    GB."""
     listener = _listener.get()
     begun = listener.begin(what, total, unit)
     try:

@@ -13,11 +13,9 @@ def to_device(
     device: torch.device | str,
     dtype: torch.dtype = torch.int64,
 ) -> torch.Tensor:
-    """A (nested) list of numbers as a tensor on ``device``.
-
-    On CUDA the copy leaves from pinned memory and does not block the host; the caching host
-    allocator keeps that memory until the copy has been done.
-    """
+    """A (nested) list of numbers as a tensor on ``device``. On CUDA the copy leaves from pinned
+    memory and does not block the host; the caching host allocator keeps that memory until the copy
+    has been done."""
     return upload(torch.tensor(values, dtype=dtype), device)
 
 
@@ -35,11 +33,8 @@ def has_separate_memory(device: torch.device) -> bool:
 
 
 class Arrival:
-    """Numbers on their way from a device to the host.
-
-    Whoever asks for them waits for what the device had been given before, and not for what it is
-    given in between.
-    """
+    """Numbers on their way from a device to the host. Whoever asks for them waits for what the
+    device had been given before, and not for what it is given in between."""
 
     def __init__(self, tensor: torch.Tensor) -> None:
         self._host = tensor
@@ -59,12 +54,9 @@ class Arrival:
 
 
 class Staging:
-    """What one forward brings from the host to its device: all of it in one copy.
-
-    ``numbers`` int64 and ``masks`` bool, of any shapes: on the host at first, on the device once
-    they have been sent. On the way the numbers are int32. Where there is no way (``direct``), that
-    is nothing to do.
-    """
+    """What one forward brings from the host to its device: all of it in one copy. ``numbers`` int64
+    and ``masks`` bool, of any shapes: on the host at first, on the device once they have been sent.
+    On the way the numbers are int32. Where there is no way (``direct``), that is nothing to do."""
 
     def __init__(self, device: torch.device) -> None:
         self.device = device

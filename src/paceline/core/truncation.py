@@ -36,11 +36,9 @@ def column(
 
 
 def truncated(probs: torch.Tensor, params: Sequence[SamplingParams]) -> torch.Tensor:
-    """The distributions [R, V] cut to the likely tokens and renormalised.
-
-    min_p, top_k and top_p in turn raise a threshold [R, 1]; what lies below it goes. top_p is a
-    share of the mass that the other two left over, as in vLLM.
-    """
+    """The distributions [R, V] cut to the likely tokens and renormalised. min_p, top_k and top_p in
+    turn raise a threshold [R, 1]; what lies below it goes. top_p is a share of the mass that the
+    other two left over, as in vLLM."""
     width, device = probs.shape[1], probs.device
     limits = [_limit(p, width) for p in params]
     nucleus = any(p.top_p < 1.0 for p in params)
@@ -119,10 +117,8 @@ def _head_by_numpy(
 
 def _holding(row: FloatRow, share: float) -> FloatRow:
     """The largest entries of a distribution, in any order, that together hold more than ``share``.
-
     What is smaller than the n-th part of the rest of the mass cannot make up that rest. A higher
-    bar will mostly do, and leaves less to sort.
-    """
+    bar will mostly do, and leaves less to sort."""
     rest = 1.0 - share
     if rest < _ROUNDING:
         return row

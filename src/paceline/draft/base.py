@@ -17,21 +17,17 @@ _State = TypeVar("_State")
 
 @runtime_checkable
 class Drafter(Protocol):
-    """Proposes candidates for the next tokens of every sequence in a plan.
-
-    A drafter may propose anything, also nothing: the output never depends on it, only the speed.
-    Sequences are known by ``seq_id``; after ``forget`` an id may come back with other tokens.
-    """
+    """Proposes candidates for the next tokens of every sequence in a plan. A drafter may propose
+    anything, also nothing: the output never depends on it, only the speed. Sequences are known by
+    ``seq_id``; after ``forget`` an id may come back with other tokens."""
 
     @property
     def name(self) -> str: ...
 
     @property
     def features(self) -> tuple[int, ...]:
-        """Target layers whose inputs ``observe`` wants to see; () for none.
-
-        Set ``reads_logits`` to False if ``observe`` reads no logits: greedy steps then have none.
-        """
+        """Target layers whose inputs ``observe`` wants to see; () for none. Set ``reads_logits`` to
+        False if ``observe`` reads no logits: greedy steps then have none."""
         ...
 
     def max_nodes(self, length: int) -> int:
@@ -48,18 +44,14 @@ class Drafter(Protocol):
 
     def observe(self, commits: Sequence[Commit], out: ModelOutput) -> None:
         """See what the step committed and what the target put out, before the next ``propose``.
-
         ``Commit`` says which rows of ``out`` belong to which token. Nobody writes to the tensors of
-        ``out`` later: they may be kept.
-        """
+        ``out`` later: they may be kept."""
         ...
 
     def warm_up(self, batch_size: int) -> None:
         """Do the work of one of its ``passes`` for ``batch_size`` sequences, leaving no trace.
-
         Start-up times this to know what drafting greedy requests costs; the first steps of sampled
-        ones tell if they cost more (control/correction.py).
-        """
+        ones tell if they cost more (control/correction.py)."""
         ...
 
     def forget(self, seq_id: int) -> None:

@@ -82,9 +82,7 @@ def joined(members: Sequence[Prepared]) -> Prepared:
 
 class _Joined:
     """Several drafters as one; all of them see every commit, for some learn from any text.
-
-    ``names`` are those by which a plan, or a request, calls the members.
-    """
+    ``names`` are those by which a plan, or a request, calls the members."""
 
     name: str
 
@@ -116,11 +114,9 @@ class _Joined:
 
 
 class HybridDrafter(_Joined):
-    """Hands each slice to one member, which by default goes by its own name.
-
-    Members that nothing is asked of are left alone, but all see each sequence once, and every step
-    with a prompt in it: some follow those.
-    """
+    """Hands each slice to one member, which by default goes by its own name. Members that nothing
+    is asked of are left alone, but all see each sequence once, and every step with a prompt in it:
+    some follow those."""
 
     name = "hybrid"
 
@@ -155,11 +151,9 @@ class HybridDrafter(_Joined):
 
 
 class Router(_Joined):
-    """Gives each member the part of a plan whose requests ask for it by name.
-
-    Requests that name none get the first. They all share the engine, its steps and its cache. A
-    request whose drafter is not among the members, such as "none", is decoded plainly.
-    """
+    """Gives each member the part of a plan whose requests ask for it by name. Requests that name
+    none get the first. They all share the engine, its steps and its cache. A request whose drafter
+    is not among the members, such as "none", is decoded plainly."""
 
     name = "router"
 

@@ -41,11 +41,8 @@ _NOISE = 0.15
 @dataclass(frozen=True, kw_only=True)
 class LayerSkip(TreeSpec):
     """The target without some of its layers: those of ``skip`` ("2-5x8"), else a set that is
-    searched for while it generates (SWIFT).
-
-    ``ratio``: share of the layers to leave out. Sets are compared on ``window`` tokens, once in
-    ``interval`` steps, ``tries`` times.
-    """
+    searched for while it generates (SWIFT). ``ratio``: share of the layers to leave out. Sets are
+    compared on ``window`` tokens, once in ``interval`` steps, ``tries`` times."""
 
     kind = "layer_skip"
     page = "layer_skip.md"
@@ -171,12 +168,9 @@ class SkipSearch:
 
 
 class SwiftDrafter(SelfDrafter):
-    """Skips a set of layers that it improves while it generates.
-
-    Sets are compared on the last ``window`` tokens of one sequence, by a forward each; one forward
-    goes with ``interval`` steps, of which those without drafts count a quarter. One set serves all
-    sequences.
-    """
+    """Skips a set of layers that it improves while it generates. Sets are compared on the last
+    ``window`` tokens of one sequence, by a forward each; one forward goes with ``interval`` steps,
+    of which those without drafts count a quarter. One set serves all sequences."""
 
     def __init__(
         self, whole: LayerView, levels: Levels, search: SkipSearch, spec: LayerSkip

@@ -284,10 +284,8 @@ class ModelDrafter(LevelDrafter):
 
 
 class StringDrafter(ModelDrafter):
-    """Drafts for shadows of the sequences and translates its trees by their text.
-
-    A tree's paths are re-tokenised one by one; those that begin alike share nodes again.
-    """
+    """Drafts for shadows of the sequences and translates its trees by their text. A tree's paths
+    are re-tokenised one by one; those that begin alike share nodes again."""
 
     prefers_seeds = False  # a shadow is not sampled
 

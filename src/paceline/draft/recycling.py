@@ -38,20 +38,16 @@ _IDLE = 8
 
 class Matrix:
     """``candidates`` int32 ``[vocab, k]``: the k likeliest tokens after each token, as last seen.
-
     ``known`` are the tokens whose row was ever written, as far as the host knows: rejected nodes
-    have their rows too, but to find out which tokens they were would cost a synchronisation.
-    """
+    have their rows too, but to find out which tokens they were would cost a synchronisation."""
 
     def __init__(self, vocab: int, k: int, device: torch.device | str) -> None:
         self.candidates = torch.zeros(vocab, k, dtype=torch.int32, device=device)
         self.known: set[int] = set()
 
     def grow(self, roots: Sequence[int], shape: Shape) -> torch.Tensor:
-        """int64 ``[len(roots), len(shape)]``: tokens of a tree below each root.
-
-        Below a token that no row was written for stands token 0: as good a guess as none.
-        """
+        """int64 ``[len(roots), len(shape)]``: tokens of a tree below each root. Below a token that
+        no row was written for stands token 0: as good a guess as none."""
         device, k = self.candidates.device, self.candidates.shape[1]
         expanded = to_device(roots, device).unsqueeze(1)
         levels: list[torch.Tensor] = []
@@ -72,11 +68,9 @@ class _State:
 
 @dataclass(frozen=True, kw_only=True)
 class Recycling(DraftSpec):
-    """Trees of up to ``nodes`` nodes from a matrix of ``k`` candidates per token.
-
-    With ``share`` all requests read and write one matrix, so that a request starts warm from those
-    before it; without, each starts with an empty one.
-    """
+    """Trees of up to ``nodes`` nodes from a matrix of ``k`` candidates per token. With ``share``
+    all requests read and write one matrix, so that a request starts warm from those before it;
+    without, each starts with an empty one."""
 
     kind = "recycling"
     page = "recycling.md"

@@ -80,11 +80,9 @@ def noted_layers(spec: TreeSpec, run: int, target: Target) -> Examined:
 
 
 class Confidence:
-    """A path of probability p is accepted with p ** k, and k is learnt.
-
-    Every token adds its ``-log p`` to the path's hazard; k is refusals by hazard of what was tried:
-    the most likely value. (SmolLM2, its own 4-bit form, greedy: 0.1; with noise on its weights: 1.)
-    """
+    """A path of probability p is accepted with p ** k, and k is learnt. Every token adds its ``-log
+    p`` to the path's hazard; k is refusals by hazard of what was tried: the most likely value.
+    (SmolLM2, its own 4-bit form, greedy: 0.1; with noise on its weights: 1.)"""
 
     def __init__(self) -> None:
         self._refusals, self._hazard = _PRIOR

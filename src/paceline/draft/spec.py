@@ -306,11 +306,9 @@ def _text(value: Any) -> str:
 
 @dataclass(frozen=True, kw_only=True)
 class TreeSpec(DraftSpec):
-    """A kind that grows trees level by level; by default chains.
-
-    ``branching``: children per level of a static tree. ``nodes``, ``width``: dynamic trees of
-    that many nodes, expanding ``width`` a level.
-    """
+    """A kind that grows trees level by level; by default chains. ``branching``: children per level
+    of a static tree. ``nodes``, ``width``: dynamic trees of that many nodes, expanding ``width`` a
+    level."""
 
     branching: tuple[int, ...] | None = option(None, like="2x2x1 (children per level)")
     nodes: int | None = None

@@ -102,10 +102,8 @@ class SuffixDrafter(IndexedDrafter):
     def __init__(
         self, device: torch.device | str, vocab_size: int, spec: Suffix | None = None
     ) -> None:
-        """The spec's file is where ``save`` writes by default; it is loaded if it exists.
-
-        Raises what ``load`` raises.
-        """
+        """The spec's file is where ``save`` writes by default; it is loaded if it exists. Raises
+        what ``load`` raises."""
         super().__init__(device)
         self.options = spec or Suffix()
         self._vocab_size = vocab_size

@@ -30,10 +30,8 @@ _FOLLOWED = 256  # plans without a question after which prompts are not taken in
 
 
 class TextIndex:
-    """Several texts: the newest may still grow, the oldest may be dropped.
-
-    A lookup reads all texts: 20 microseconds, and 1 for each 1,000 tokens.
-    """
+    """Several texts: the newest may still grow, the oldest may be dropped. A lookup reads all
+    texts: 20 microseconds, and 1 for each 1,000 tokens."""
 
     def __init__(self, rule: Lookup) -> None:
         self.rule = rule
@@ -184,11 +182,9 @@ def open_index(rule: Lookup) -> TextIndex:
 
 
 class IndexedDrafter(LookupDrafter):
-    """One that begins an index of each text; ``guess`` asks the ``question``.
-
-    A long prompt enters it in parts, as it is prefilled, and what is left then beside the first
-    lookups, which find the parts that are in.
-    """
+    """One that begins an index of each text; ``guess`` asks the ``question``. A long prompt enters
+    it in parts, as it is prefilled, and what is left then beside the first lookups, which find the
+    parts that are in."""
 
     _unasked = 0  # plans since a draft was wanted
     states: States[TextIndex]

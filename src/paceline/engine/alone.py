@@ -16,11 +16,9 @@ _ROUNDS = 10
 def measure_alone(
     engine: Engine, nodes: float, plain_batch: int, batch: int, context: int = 64
 ) -> CostModel:
-    """What a plain step's forward takes, one over ``nodes`` more, and a pass of the drafter.
-
-    Of made-up sequences with ``context`` cached tokens, or as many as there is room for. The engine
-    must be idle; it is as before afterwards.
-    """
+    """What a plain step's forward takes, one over ``nodes`` more, and a pass of the drafter. Of
+    made-up sequences with ``context`` cached tokens, or as many as there is room for. The engine
+    must be idle; it is as before afterwards."""
     drafter, low = engine.drafter, int(nodes)
     counts: dict[int, Sequence[int]] = {plain_batch: (1,)}
     counts[batch] = sorted({1, 1 + low, 2 + low})

@@ -54,10 +54,8 @@ class DrivenStep:
 @dataclass(frozen=True)
 class StepSums:
     """Sums over some steps: of their sequences, of what these gained and drafted, and by phase.
-
     ``reached[i]`` drafts had a token to try at position i, of which ``accepted_at[i]`` were
-    accepted. ``context``: cached tokens of the sequences when their step began.
-    """
+    accepted. ``context``: cached tokens of the sequences when their step began."""
 
     steps: int = 0
     sequences: int = 0
@@ -205,9 +203,7 @@ class Drive:
 
     def run(self, between: Callable[[], object] = lambda: None) -> Drive:
         """All of it; ``between`` is called after every step, and what it raises ends the drive.
-
-        Raises PacelineError if a request fails: what it took says nothing.
-        """
+        Raises PacelineError if a request fails: what it took says nothing."""
         with self:
             for step in self:
                 between()

@@ -36,11 +36,8 @@ _NOTHING = nullcontext()
 
 
 class Engine:
-    """Advances all its sequences step by step.
-
-    An empty tree is plain decoding, so there is no other path: prefill chunks, plain and
-    speculative sequences ride in the same ragged batch.
-    """
+    """Advances all its sequences step by step. An empty tree is plain decoding, so there is no
+    other path: prefill chunks, plain and speculative sequences ride in the same ragged batch."""
 
     def __init__(
         self,

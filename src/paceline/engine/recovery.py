@@ -143,10 +143,8 @@ def _undraft(seqs: Sequence[SequenceState], failure: Failure) -> None:
 def _recover(
     engine: Stepping, trial: Callable[[Planner], Failure | None], failure: Failure
 ) -> None:
-    """After a step that failed: whatever can be committed is ``engine.ready`` afterwards.
-
-    Raises EngineLostError when all sequences have been dropped.
-    """
+    """After a step that failed: whatever can be committed is ``engine.ready`` afterwards. Raises
+    EngineLostError when all sequences have been dropped."""
     log.warning("a step failed and was undone: %s; it is tried again", failure)
     if engine.target.device.type == "cuda":
         with suppress(Exception):  # of a device that is lost

@@ -147,11 +147,9 @@ class Scheduler:
         return max(0, min(requested, seq.remaining - 1, left))
 
     def _admit(self) -> None:
-        """Let sequences run, in their order, while there is room.
-
-        Those that wait for a prefix keep their place in the batch and in the cache, but let the
-        ones behind them pass: nobody has less than if they ran.
-        """
+        """Let sequences run, in their order, while there is room. Those that wait for a prefix keep
+        their place in the batch and in the cache, but let the ones behind them pass: nobody has
+        less than if they ran."""
         held: list[int] = []  # blocks that each of them will need
         while len(held) < len(self.waiting) and (
             len(self.running) + len(held) < self.config.max_batch_size
@@ -172,10 +170,8 @@ class Scheduler:
 
     def _prefix_to_come(self, seq: SequenceState) -> int:
         """Tokens of whole blocks that this sequence has in common with a running one which is
-        prefilling just these; 0 if there is none.
-
-        Waiting for it lets this one share the blocks: n samples of a prompt read it once.
-        """
+        prefilling just these; 0 if there is none. Waiting for it lets this one share the blocks: n
+        samples of a prompt read it once."""
         size = self.cache.block_size
         for other in self.running:
             if other.num_pending > size:

@@ -15,17 +15,14 @@ if TYPE_CHECKING:  # a server's HTTP process reads these records, and has no tor
 class CompletionStats:
     """How a completion was decoded.
 
-    ``acceptance_per_position[i]`` is conditional: of the drafts that had a token to try at
-    position i, all earlier ones having been accepted, the share whose token was accepted.
-    ``reached_per_position[i]`` is how many drafts those were. ``mean_accepted_length`` counts
-    tokens per target step, the target's own included. ``time_to_first_token`` is in seconds since
-    the request was queued, as are the times in ``arrivals``: one ``(seconds, tokens)`` for every
-    step that yielded tokens.
-    ``decode_seconds`` is the wall time of the steps the request took part in, prefill included.
-    ``drafters``: accepted tokens by the drafter that proposed them. ``not_drafted``: steps without
-    a draft by the reason. ``cached_tokens`` of the prompt were in the cache when the request first
-    ran.
-    ``lossy`` figures come from an engine that was asked for typical acceptance.
+    ``acceptance_per_position[i]``: of the ``reached_per_position[i]`` drafts that had a token to
+    try at position i, all earlier ones accepted, the share whose token was accepted.
+    ``mean_accepted_length``: tokens per target step, the target's own included.
+    ``time_to_first_token``: seconds since the request was queued, as in ``arrivals``, one
+    ``(seconds, tokens)`` for each step that yielded tokens. ``decode_seconds``: wall time of the
+    request's steps, prefill included. ``drafters``: accepted tokens by drafter. ``not_drafted``:
+    steps without a draft by reason. ``cached_tokens``: of the prompt, in the cache when the request
+    first ran. ``lossy``: decoded with typical acceptance.
     """
 
     drafted_tokens: int
@@ -74,14 +71,11 @@ class CompletionStats:
 class Completion:
     """One finished sequence. ``token_ids`` includes the end token that stopped it, if any.
 
-    ``finish_reason`` is "stop" (end token or stop string), "length", "abort" (it was ended by
-    ``AsyncLLM.abort``) or "error" (it failed, ``error`` says in a line why); text and tokens are
-    then those it had.
-    ``draft_mask[i]`` is true where token i was proposed by the draft. ``index`` counts the n
-    completions of a prompt.
-    ``lossy`` is true if the engine was asked for typical acceptance: sampled text is then not
-    distributed as the target's own.
-    ``prompt_logprobs``, if the request asked for them, are of the prompt's tokens but the first.
+    ``finish_reason``: "stop" (end token or stop string), "length", "abort" (``AsyncLLM.abort``) or
+    "error" (``error`` says why in a line; text and tokens are those it had). ``draft_mask[i]``:
+    token i was proposed by the draft. ``index`` counts the n completions of a prompt. ``lossy``:
+    typical acceptance was asked for, so sampled text is not distributed as the target's.
+    ``prompt_logprobs``: of the prompt's tokens but the first, if asked for.
     """
 
     prompt: str | list[int]
@@ -99,11 +93,11 @@ class Completion:
 
 @dataclass(frozen=True)
 class StreamEvent:
-    """What one step added to one sequence; the last event of a sequence carries its completion.
+    """What one step added to one sequence; the last event of a sequence has its completion.
 
-    ``request`` is the place of the prompt in the list given to ``stream``. Tokens with
-    ``from_draft`` come first, in the order of their positions in the draft. ``logprobs`` has one
-    entry a token if the request asked for them; the first event has the ``prompt_logprobs``.
+    ``request``: index of the prompt in the list given to ``stream``. Tokens that are ``from_draft``
+    come first. ``logprobs``: one entry a token, if asked for; the first event has the
+    ``prompt_logprobs``.
     """
 
     request: int

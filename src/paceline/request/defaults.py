@@ -14,10 +14,8 @@ from paceline.errors import ConfigError
 
 @dataclass(frozen=True)
 class SamplingDefaults:
-    """Values of ``SamplingParams``, with its bounds; None is left open.
-
-    Raises ConfigError on a value out of range.
-    """
+    """Values of ``SamplingParams``, with its bounds; None is left open. Raises ConfigError on a
+    value out of range."""
 
     temperature: float | None = None
     top_p: float | None = None
@@ -38,11 +36,8 @@ class SamplingDefaults:
         return SamplingDefaults(**(below.named | self.named))
 
     def filled(self) -> dict[str, Any]:
-        """All of them; what is left open changes nothing.
-
-        Without a temperature a text is greedy; it is sampled at temperature 1 where top_p, top_k or
-        min_p leave out a part, which only sampling can.
-        """
+        """All of them. What is left open is neutral; the temperature is 0, but 1 where top_p, top_k
+        or min_p truncate."""
         neutral = {item.name: getattr(SamplingParams, item.name) for item in fields(self)}
         filled = neutral | self.named
         if self.temperature is None and (
@@ -53,11 +48,8 @@ class SamplingDefaults:
 
 
 def of_checkpoint(generation: Any, model: str) -> SamplingDefaults:
-    """What a ``generation_config`` (of transformers; None: there is none) says of sampling.
-
-    ``do_sample`` true is temperature 1 where no other is named; false is greedy.
-    Raises ConfigError, naming the ``model``, on a value out of range.
-    """
+    """What a ``generation_config`` of transformers, or None, says of sampling. ``do_sample`` true
+    is temperature 1 if none is named, false is greedy. Raises ConfigError, naming the ``model``."""
     names = [item.name for item in fields(SamplingDefaults)]
     settings = {name: getattr(generation, name, None) for name in names}
     samples = getattr(generation, "do_sample", None)
@@ -74,10 +66,8 @@ def of_checkpoint(generation: Any, model: str) -> SamplingDefaults:
 
 
 def sampling_defaults(settings: dict[str, Any], generation: Any, model: str) -> SamplingDefaults:
-    """Of an engine's ``settings`` (``default_temperature`` ...) over its checkpoint's.
-
-    Raises ConfigError.
-    """
+    """An engine's ``settings`` (``default_temperature`` ...) over its checkpoint's. Raises
+    ConfigError."""
     try:
         overrides = SamplingDefaults(
             **{item.name: settings[f"default_{item.name}"] for item in fields(SamplingDefaults)}

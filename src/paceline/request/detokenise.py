@@ -61,12 +61,12 @@ _spellings: WeakKeyDictionary[PreTrainedTokenizerFast, Spelling] = WeakKeyDictio
 
 
 class Detokeniser:
-    """The text that follows a prompt, as ``feed`` by ``feed`` it becomes certain.
+    """The text that follows a prompt, given token by token as it becomes certain.
 
-    All that it gives, with ``flush`` at the end, is what a decode of prompt and tokens has that a
-    decode of the prompt alone does not begin with. The library's ``DecodeStream`` waits while a
-    text ends inside a character. With byte fallback (``<0xE4>``) it would be wrong: a run of bytes
-    is text as a whole, or every byte of it is U+FFFD. So a run is read once it has ended.
+    All pieces and ``flush`` together are a decode of prompt and tokens without a decode of the
+    prompt. ``DecodeStream`` waits while a text ends inside a character, but is wrong with byte
+    fallback (``<0xE4>``): a run of bytes is text as a whole, or every byte of it is U+FFFD. So the
+    stream gets a run once it has ended.
     """
 
     def __init__(
@@ -80,12 +80,12 @@ class Detokeniser:
         self._stream = DecodeStream(skip_special_tokens=skip_special)
         self._unread: list[int] = []  # a run of bytes, not yet given to the stream
         self._shown: list[int] = []  # the tokens of the last piece
-        self._held: list[int] = []  # those after it
+        self._waiting: list[int] = []  # tokens after it, whose text is not certain yet
         self._prompt_ending = ""
         for token in self._end_of(prompt):
             self.feed(token)
         # What the prompt's own text ends with may only now become something else.
-        self._prompt_ending = self._text_of(self._held)
+        self._prompt_ending = self._text_of(self._waiting)
 
     def _end_of(self, prompt: Sequence[int]) -> list[int]:
         """The prompt's last tokens, of which the first is not part of a run of bytes."""
@@ -102,7 +102,7 @@ class Detokeniser:
         """What is certain now and was not before this token."""
         if self._spelling.name(token, self._skip) is None:
             return ""
-        self._held.append(token)
+        self._waiting.append(token)
         self._unread.append(token)
         if self._spelling.byte(token) is not None:
             return ""
@@ -111,36 +111,35 @@ class Detokeniser:
         return self._show(piece) if piece else ""
 
     def guess(self) -> str:
-        """The text of the tokens that wait, should no byte follow them; none while they end inside
-        a character or are no text."""
-        if not 0 < len(self._held) <= _LONGEST_GUESS:
+        """The text of the waiting tokens if no byte follows them; "" if they end inside a
+        character."""
+        if not 0 < len(self._waiting) <= _LONGEST_GUESS:
             return ""
-        text = self._text_of(self._held)
+        text = self._text_of(self._waiting)
         return "" if text.endswith(REPLACEMENT) else text
 
     def flush(self, whole: bool = False) -> str:
-        """The rest, after which nothing is fed. Bytes of an unfinished character become U+FFFD, or
-        nothing if only ``whole`` characters are wanted."""
-        text = self._text_of(self._held)
+        """The rest. Bytes of an unfinished character become U+FFFD, or nothing if only ``whole``
+        characters are wanted."""
+        text = self._text_of(self._waiting)
         if not whole or not text.endswith(REPLACEMENT):
             return text
-        if self._spelling.byte(self._held[-1]) is None:
+        if self._spelling.byte(self._waiting[-1]) is None:
             return text[:-1]
         # Of a run of bytes that is cut every byte is U+FFFD.
-        shorter = (self._text_of(self._held[:-cut]) for cut in range(1, _MOST_UNFINISHED + 1))
+        shorter = (self._text_of(self._waiting[:-cut]) for cut in range(1, _MOST_UNFINISHED + 1))
         return next((cut for cut in shorter if not cut.endswith(REPLACEMENT)), text)
 
-    def _text_of(self, held: list[int]) -> str:
-        """The text of tokens behind those that have been shown."""
+    def _text_of(self, waiting: list[int]) -> str:
         shown, whole = (
             self._backend.decode(tokens, skip_special_tokens=self._skip)
-            for tokens in (self._shown, self._shown + held)
+            for tokens in (self._shown, self._shown + waiting)
         )
         return self._behind_prompt(whole[len(shown) :])
 
     def _show(self, piece: str) -> str:
         text, self._prompt_ending = self._behind_prompt(piece), ""
-        self._shown, self._held = self._held, []
+        self._shown, self._waiting = self._waiting, []
         return text
 
     def _behind_prompt(self, text: str) -> str:

@@ -4,10 +4,9 @@
     several at the same time   the engine's thread takes the steps for all, and wakes each caller
                                when its own requests have got what it waits for
 
-Only the holder of one lock touches the engine. What others want of it, a request queued or
-dropped, lies in an inbox until the step under way has ended: nobody waits for that, so a stream
-may be collected, and so closed, at any moment and on any thread. Steps are taken only while
-somebody waits for one.
+Only the holder of one lock touches the engine. Other threads put what they want (a request queued
+or dropped) into an inbox, which is read between two steps; they do not wait for that. Steps are
+taken only while somebody waits for one.
 """
 
 from __future__ import annotations
@@ -74,9 +73,7 @@ class EngineOwner:
 
     def enqueue(self, requests: Sequence[Request]) -> None:
         """Queue all or, if one is refused, none; one that says when it was ``queued`` keeps that.
-
-        Raises CacheMemoryError.
-        """
+        Raises CacheMemoryError."""
         for request in requests:
             self.engine.scheduler.check(request.seq)
         now = time.perf_counter()
@@ -98,8 +95,8 @@ class EngineOwner:
         self._tidy()
 
     def close(self) -> None:
-        """Drop everything; who waits gets a PacelineError. Waits for the step under way, unless it
-        is called in that step: the engine is then let go of behind it."""
+        """Drop everything; who waits gets a PacelineError. Waits for the step under way, unless
+        called in that step: the engine is then dropped after it."""
         self._closing = True
         if self._holder != threading.get_ident():
             with self._locked():
@@ -129,20 +126,16 @@ class EngineOwner:
     # -- taking steps ----------------------------------------------------------------------------
 
     def step(self) -> list[tuple[Request, Commit]]:
-        """One step, for a caller with a loop of its own, who then takes all of them.
-
-        Raises EngineLostError when the engine cannot go on, PacelineError after ``close``.
-        """
+        """One step, for a caller with a loop of its own, who then takes all of them. Raises
+        EngineLostError when the engine cannot go on, PacelineError after ``close``."""
         with self._locked():
             advanced = self._step()
         self._tidy()
         return advanced
 
     def until(self, done: Callable[[], bool]) -> None:
-        """Return once ``done()``: take steps, or wait for them if others want some as well.
-
-        Raises EngineLostError when the engine cannot go on, PacelineError after ``close``.
-        """
+        """Return once ``done()``: take steps, or wait for them if others want some as well. Raises
+        EngineLostError when the engine cannot go on, PacelineError after ``close``."""
         try:
             with self._locked(wait=False) as locked:
                 while locked and self._thread is None and not done() and not self._waiters:
@@ -157,8 +150,8 @@ class EngineOwner:
 
     @contextmanager
     def waiting(self, done: Callable[[], bool], wake: Callable[[], object]) -> Iterator[None]:
-        """Have steps taken while the caller waits: ``wake`` is called, on the engine's thread, once
-        ``done()``. Raises at the end what ``until`` does."""
+        """Have steps taken meanwhile; the engine's thread calls ``wake`` once ``done()``. Raises at
+        the end what ``until`` does."""
         waiter = self._waiters[id(wake)] = Waiter(done, wake)
         try:
             with self._starting:
@@ -183,7 +176,7 @@ class EngineOwner:
 
     @contextmanager
     def _locked(self, wait: bool = True) -> Iterator[bool]:
-        """Own the engine, if nobody else does or once nobody does; whether that is so."""
+        """Hold the engine's lock; yields whether it was to be had."""
         locked = self._lock.acquire(blocking=wait)
         try:
             if locked:
@@ -195,7 +188,7 @@ class EngineOwner:
                 self._lock.release()
 
     def _tidy(self) -> None:
-        """See to the inbox if nobody owns the engine; who does looks after its step, and here."""
+        """Empty the inbox, unless another thread holds the engine: that one does it then."""
         while self._inbox or (self._closing and self._engine is not None):
             with self._locked(wait=False) as locked:
                 if not locked:
@@ -203,7 +196,7 @@ class EngineOwner:
                 self._settle()
 
     def _settle(self) -> None:
-        """What is in the inbox. By the owner, between two steps."""
+        """Empty the inbox; called by the lock's holder, between two steps."""
         engine = self._engine
         while self._inbox:
             wanted = self._inbox.popleft()
@@ -265,6 +258,6 @@ _LIVE: WeakSet[EngineOwner] = WeakSet()
 
 @atexit.register
 def _exit_all() -> None:
-    """No step is under way when the interpreter, and the libraries under it, are torn down."""
+    """Wait for steps under way before the interpreter is torn down."""
     for owner in list(_LIVE):
         owner._exit()

@@ -18,8 +18,7 @@ from paceline.core.stages import Listener, Stage, is_heard, listening
 
 @contextmanager
 def bars(shown: bool) -> Iterator[None]:
-    """Bars on stderr for the stages of this block if they are to be ``shown`` and nobody listens
-    to them yet."""
+    """Bars on stderr for the stages of this block, if ``shown`` and nobody listens to them yet."""
     if is_heard() or not shown:
         yield
         return
@@ -28,8 +27,6 @@ def bars(shown: bool) -> Iterator[None]:
 
 
 class OpenStage(Stage):
-    """How far an open stage is."""
-
     def __init__(self, what: str, total: float | None, unit: str) -> None:
         self.what, self.total, self.unit, self.note = what, total, unit, ""
         self.done = 0.0
@@ -85,8 +82,7 @@ def duration(seconds: float) -> str:
 
 
 class OpenStages(Listener):
-    """The open stages, the innermost last. Shown from ``start`` to ``stop``, while any is open:
-    between them the screen is the command's."""
+    """The open stages, the innermost last; shown from ``start`` to ``stop``, while any is open."""
 
     def __init__(self, console: Console) -> None:
         self.open: tuple[OpenStage, ...] = ()  # replaced as a whole: another thread reads it

@@ -74,10 +74,8 @@ class Request:
         return text
 
     def absorb(self, commit: Commit) -> None:
-        """Take in one commit of this sequence.
-
-        Raises nothing: if its text cannot be decoded it is complete afterwards, with an error.
-        """
+        """Take in one commit of this sequence. Raises nothing: if its text cannot be decoded it is
+        complete afterwards, with an error."""
         # A prompt that had to give up its cache is read, and scored, again.
         known = len(self.prompt_logprobs) - commit.position
         self.prompt_logprobs.extend(commit.prompt_logprobs[max(0, known) :])
@@ -130,10 +128,8 @@ class Request:
         return rest
 
     def _end(self, error: str) -> str:
-        """The completion of a request that failed; returns the rest of its text.
-
-        Decoded anew, as the running text may have been what failed, or have gone ahead.
-        """
+        """The completion of a request that failed; returns the rest of its text. Decoded anew, as
+        the running text may have been what failed, or have gone ahead."""
         shown = "".join(self._shown)
         try:
             text = self._decoded()
@@ -166,10 +162,8 @@ class Request:
 
 
 def advance(engine: Engine, requests: Mapping[int, Request]) -> list[tuple[Request, Commit]]:
-    """One step, absorbed by those of ``requests`` (by sequence id) that it advanced.
-
-    Raises EngineLostError when the engine cannot go on; every request has then ended.
-    """
+    """One step, absorbed by those of ``requests`` (by sequence id) that it advanced. Raises
+    EngineLostError when the engine cannot go on; every request has then ended."""
     try:
         commits = engine.step()
     except EngineLostError as error:

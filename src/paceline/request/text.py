@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
@@ -13,11 +12,9 @@ if TYPE_CHECKING:
 
 
 class TextStream:
-    """The text of one sequence. ``push`` tokens, ``take`` what may be shown, ``finish``.
-
-    All that was taken and what ``finish`` gives are together ``text``, and that is what a decode
-    of prompt and tokens has beyond a decode of the prompt, up to the first stop string.
-    """
+    """The text of one sequence. ``push`` tokens, ``take`` what may be shown, ``finish``. ``text``
+    is all that was taken and what ``finish`` gives: what a decode of prompt and tokens has beyond a
+    decode of the prompt, up to the first stop string."""
 
     def __init__(
         self,
@@ -28,12 +25,9 @@ class TextStream:
         prompt: Sequence[int] = (),
         include_stop: bool = False,
     ) -> None:
-        """``hidden`` are the special tokens without text; None is all of them. ``include_stop``:
-        the text ends behind the stop string, not before it.
-
-        ``prompt`` stands before the text: whether its first word begins with a space, for
-        example, depends on there being something.
-        """
+        """``hidden``: special tokens without text; None is all of them. ``include_stop``: the text
+        ends behind the stop string. ``prompt``: whether the first word begins with a space depends
+        on it."""
         self._hidden = hidden
         self._detokeniser = Detokeniser(tokenizer, prompt, skip_special=hidden is None)
         self._stops = bool(stops)
@@ -83,8 +77,8 @@ class TextStream:
             self._stop(len(piece) - stop, self._scan)
 
     def _add_guess(self, guess: str) -> None:
-        """A stop string in a run of bytes ends the sequence where it is, though the text would be
-        another one if bytes followed that are no characters."""
+        """A stop string in a run of bytes ends the sequence there, though bytes that are no
+        characters could still change the text."""
         if not self._counts():
             self._early = len(guess)
             return
@@ -105,17 +99,14 @@ class TextStream:
     def take(self) -> str:
         """New text that no later token can change, or turn into a stop string."""
         fresh = "".join(self._fresh)
-        safe = len(fresh) if self.stopped else len(fresh) - self._scan.held
+        safe = len(fresh) if self.stopped else len(fresh) - len(self._scan.partial)
         self._fresh = [fresh[safe:]]
         self._done.append(fresh[:safe])
         return fresh[:safe]
 
     def finish(self, whole: bool = False) -> str:
-        """The rest, once no token will follow; bytes of an unfinished character become U+FFFD or,
-        if only ``whole`` characters are wanted, nothing.
-
-        A stop string that is complete only now counts, too: see ``stopped``.
-        """
+        """The rest, once no token will follow. Bytes of an unfinished character become U+FFFD, or
+        nothing if only ``whole`` characters are wanted. It may set ``stopped``."""
         if not self.stopped:
             self._add(self._detokeniser.flush(whole))
         self._scan = StopScan(())
@@ -123,76 +114,42 @@ class TextStream:
 
 
 class StopScan:
-    """Finds where a stop string is first complete; Knuth, Morris, Pratt for each of them.
+    """Finds where a stop string is first complete: the earliest end, of several there the longest.
+    The result depends on the text alone, not on the pieces it came in."""
 
-    Time is linear in the text, whatever the strings. A result depends on the text alone, not on
-    the pieces it came in: the first character that completes a string decides, and of several that
-    it completes the longest.
-    """
-
-    def __init__(self, stops: Sequence[str]) -> None:
+    def __init__(self, stops: Sequence[str], partial: str = "") -> None:
         self._stops = tuple(stops)
-        self._borders = [_borders(stop) for stop in self._stops]
-        # Most characters begin nothing: those are skipped by the regular expression.
-        beginnings = "".join(sorted({stop[0] for stop in self._stops}))
-        self._beginning = re.compile(f"[{re.escape(beginnings)}]") if beginnings else None
-        self._matched = [0] * len(self._stops)  # characters of each that the text ends with
-        self.length = 0  # of the string that was found
-        self.held = 0  # characters at the text's end that may yet become a stop string
+        self.partial = partial  # the text's end that may yet become a stop string
+        self.length = 0  # of the string that was complete
 
     def fork(self) -> StopScan:
         """A scan of another text that has been the same so far."""
-        other = StopScan.__new__(StopScan)
-        other.__dict__.update(self.__dict__)
-        other._matched = list(self._matched)
-        return other
+        return StopScan(self._stops, self.partial)
 
     def feed(self, piece: str, count_from: int = 0) -> int | None:
         """Where a stop string begins, counted from the beginning of ``piece``; None if none ends.
-
-        Strings that end within the first ``count_from`` characters do not count. After a result
-        the scan is over.
-        """
-        if self._beginning is None:
-            return None
-        position = 0
-        while position < len(piece):
-            if not self.held:
-                ahead = self._beginning.search(piece, position)
-                if ahead is None:
-                    return None
-                position = ahead.start()
-            longest = self._advance(piece[position])
-            position += 1
-            if longest and position > count_from:
-                self.length = longest
-                return position - longest
+        Strings that end within the first ``count_from`` characters do not count. After a result the
+        scan is over."""
+        text, before = self.partial + piece, len(self.partial)
+        ends: list[tuple[int, int]] = []
+        for stop in self._stops:
+            start = text.find(stop, max(0, before + count_from + 1 - len(stop)))
+            if start >= 0:
+                ends.append((start + len(stop), -len(stop)))
+        if ends:
+            end, negative = min(ends)
+            self.length = -negative
+            return end - self.length - before
+        partials = [_overlap(text, stop) for stop in self._stops]
+        self.partial = max(partials, key=len, default="")
         return None
 
-    def _advance(self, character: str) -> int:
-        """The length of the longest string that this character completes."""
-        longest = held = 0
-        for index, stop in enumerate(self._stops):
-            matched, borders = self._matched[index], self._borders[index]
-            while matched and stop[matched] != character:
-                matched = borders[matched - 1]
-            matched += stop[matched] == character
-            if matched == len(stop):
-                longest = max(longest, matched)
-                matched = borders[-1]
-            held = max(held, matched)
-            self._matched[index] = matched
-        self.held = held
-        return longest
 
-
-def _borders(text: str) -> list[int]:
-    """Of every beginning, the length of the longest proper beginning that it ends with."""
-    borders = [0] * len(text)
-    length = 0
-    for end in range(1, len(text)):
-        while length and text[end] != text[length]:
-            length = borders[length - 1]
-        length += text[end] == text[length]
-        borders[end] = length
-    return borders
+def _overlap(text: str, stop: str) -> str:
+    """The longest end of ``text`` that ``stop`` begins with and goes on from."""
+    start = max(0, len(text) + 1 - len(stop))
+    while (start := text.find(stop[0], start)) >= 0:
+        if stop.startswith(text[start:]):
+            return text[start:]
+        start += 1
+    return ""

@@ -61,9 +61,7 @@ def _listed(value: Any) -> list[Any] | None:
 @dataclass(frozen=True)
 class ContextBudget:
     """How many tokens a sequence may have, prompt and answer together, and what limits it.
-
-    ``positions`` are the model's; ``cached`` is what the whole cache holds.
-    """
+    ``positions`` are the model's; ``cached`` is what the whole cache holds."""
 
     model: str
     positions: int

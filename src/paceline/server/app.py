@@ -35,11 +35,9 @@ def create_app(
     ended: Callable[[Exchange], None] | None = None,
     local: bool = False,
 ) -> FastAPI:
-    """The whole API around a service; its engine runs while the application does.
-
-    Without ``keys`` anybody may come in; ``local`` is for servers of this machine that ask for
-    none, see ``wrong_host``. ``ended`` hears of every request's end.
-    """
+    """The whole API around a service; its engine runs while the application does. Without ``keys``
+    anybody may come in; ``local`` is for servers of this machine that ask for none, see
+    ``wrong_host``. ``ended`` hears of every request's end."""
 
     @asynccontextmanager
     async def life(app: FastAPI) -> AsyncIterator[None]:

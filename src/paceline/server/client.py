@@ -84,10 +84,8 @@ class Ticket:
         self._client.dismiss(self)
 
     async def next(self) -> list[StreamEvent]:
-        """All that has come since the last call; nothing once it is complete.
-
-        Raises the APIError that ended it.
-        """
+        """All that has come since the last call; nothing once it is complete. Raises the APIError
+        that ended it."""
         await self.until(lambda: bool(self._events) or not self.open)
         events, self._events = self._events, []
         return events

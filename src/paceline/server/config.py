@@ -135,10 +135,8 @@ def configure(
     file: str | Path | None = None,
     choose: Callable[[str], str] = lambda name: name or EMBEDDED,
 ) -> ServeConfig:
-    """Defaults, then the file, then the flags that are not None. Raises ConfigError.
-
-    ``choose`` is given the model's name, "" where nobody names one, and has the last word.
-    """
+    """Defaults, then the file, then the flags that are not None. Raises ConfigError. ``choose`` is
+    given the model's name, "" where nobody names one, and has the last word."""
     values = {} if file is None else read_file(file)
     for entry in keys():
         value = flags.get(entry.name)

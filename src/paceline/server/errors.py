@@ -107,11 +107,9 @@ _OBJECT = re.compile(r"dictionary( or instance of \w+)?")
 def invalid(
     complaints: Sequence[Any], skip: int = 0, renamed: Mapping[str, str] | None = None
 ) -> APIError:
-    """The first of pydantic's complaints as an error; its location reads like messages.0.role.
-
-    Of a field that may be one thing or another that is the one which came furthest. ``skip`` parts
-    of locations are left out; all within a field that is ``renamed`` is said of that field.
-    """
+    """The first of pydantic's complaints as an error; its location reads like messages.0.role. Of a
+    field that may be one thing or another that is the one which came furthest. ``skip`` parts of
+    locations are left out; all within a field that is ``renamed`` is said of that field."""
     first = complaints[0]
     field = first["loc"][: skip + 1]
     same = [one for one in complaints if one["loc"][: skip + 1] == field]

@@ -119,11 +119,9 @@ THOUGHTS = ("thinking", "redacted_thinking", "reasoning")
 
 
 def text_of(content: Any) -> str | None:
-    """The text of a message's content. Raises ValueError, in one sentence, on what is none.
-
-    Other fields of a part say where its text came from (annotations, log-probabilities) or how
-    long to keep it (``cache_control``); they do not change it.
-    """
+    """The text of a message's content. Raises ValueError, in one sentence, on what is none. Other
+    fields of a part say where its text came from (annotations, log-probabilities) or how long to
+    keep it (``cache_control``); they do not change it."""
     if content is None or isinstance(content, str):
         return content
     if not isinstance(content, list):

@@ -44,10 +44,8 @@ _HANGING_SECONDS = 10.0  # that a forward has to fail in, once the model is lost
 
 
 class Link:
-    """This end of the connection. Any thread may ``send``; messages stay whole.
-
-    ``end`` is called when the other end is closed.
-    """
+    """This end of the connection. Any thread may ``send``; messages stay whole. ``end`` is called
+    when the other end is closed."""
 
     def __init__(self, connection: socket.socket, end: Callable[[], None]) -> None:
         self._connection, self._end = connection, end
@@ -72,10 +70,8 @@ class Link:
 
 
 class EngineJob:
-    """The requests of a ticket, none before they are prepared; ``open`` are unfinished.
-
-    ``arrived`` by time.perf_counter. ``outcome``: why nobody wants it any more.
-    """
+    """The requests of a ticket, none before they are prepared; ``open`` are unfinished. ``arrived``
+    by time.perf_counter. ``outcome``: why nobody wants it any more."""
 
     def __init__(self, submit: wire.Submit) -> None:
         self.ticket = submit.ticket
@@ -87,11 +83,9 @@ class EngineJob:
 
 
 class EngineLoop:
-    """Runs an ``LLM`` on a thread of its own; start it once.
-
-    ``post`` sends a message to those who asked, and is called on several threads. ``alias_of``:
-    metrics have vLLM's names, too, as those of the model that is served under this name.
-    """
+    """Runs an ``LLM`` on a thread of its own; start it once. ``post`` sends a message to those who
+    asked, and is called on several threads. ``alias_of``: metrics have vLLM's names, too, as those
+    of the model that is served under this name."""
 
     def __init__(
         self, llm: LLM, post: Callable[[wire.WireMessage], None], alias_of: str | None = None

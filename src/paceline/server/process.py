@@ -45,10 +45,8 @@ def _signals_held() -> Iterator[None]:
 
 
 class EngineProcess:
-    """Started at once, and loading; it has ``facts`` once it has said hello.
-
-    When ``close`` returns, the process has ended.
-    """
+    """Started at once, and loading; it has ``facts`` once it has said hello. When ``close``
+    returns, the process has ended."""
 
     facts: wire.Facts
 
@@ -98,9 +96,7 @@ class EngineProcess:
 
 def load_tokenizer_alone(config: ServeConfig) -> PreTrainedTokenizerFast:
     """The same tokenizer as the model's, without torch: in a second, and in a tenth of the memory.
-
-    Raises ModelLoadError.
-    """
+    Raises ModelLoadError."""
     from paceline.model.gguf import gguf_file
     from paceline.model.names import resolve
 

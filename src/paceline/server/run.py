@@ -44,9 +44,7 @@ class AddressError(PacelineError):
 
 def bind(host: str, port: int) -> socket.socket:
     """The address, reserved: nobody is served before ``run``, but a taken port shows at once.
-
-    Raises AddressError.
-    """
+    Raises AddressError."""
     try:
         addresses = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
     except OSError as error:
@@ -100,9 +98,7 @@ def run(
     ended: Callable[[Exchange], None] | None = None,
 ) -> None:
     """Serve until a signal ends it; returns when everything is done. ``ended`` hears of requests.
-
-    Raises AddressError, and EngineLostError if the engine could not go on.
-    """
+    Raises AddressError, and EngineLostError if the engine could not go on."""
     config = service.config
     _raise_file_limit()
     try:

@@ -125,11 +125,9 @@ def exposure_warning(host: str, keys: Keys) -> str | None:
 
 
 def wrong_host(scope: Scope) -> APIError | None:
-    """Why a server of this machine does not answer to the name it is called by, if so.
-
-    A page elsewhere can give its own name our address (DNS rebinding); its scripts then count as
-    ours to a browser, and the origin protects nothing. The Host header still has the page's name.
-    """
+    """Why a server of this machine does not answer to the name it is called by, if so. A page
+    elsewhere can give its own name our address (DNS rebinding); its scripts then count as ours to a
+    browser, and the origin protects nothing. The Host header still has the page's name."""
     hosts = [value for name, value in scope["headers"] if name == b"host"]
     if all(is_loopback(_without_port(host.decode("latin-1"))) for host in hosts):
         return None

@@ -26,9 +26,7 @@ log = logging.getLogger("paceline.server")
 
 class Service:
     """An engine under the name by which its model is served, and the tokenizer of that model.
-
-    ``created`` is seconds since the epoch.
-    """
+    ``created`` is seconds since the epoch."""
 
     def __init__(
         self, engine: EngineEndpoint, tokenizer: PreTrainedTokenizerFast, config: ServeConfig
@@ -50,10 +48,8 @@ class Service:
             )
 
     def remaining(self, prompt_tokens: int, param: str) -> int:
-        """Tokens that may follow a prompt.
-
-        Raises APIError if there is no room for any, in the sentence that clients know.
-        """
+        """Tokens that may follow a prompt. Raises APIError if there is no room for any, in the
+        sentence that clients know."""
         refused = self.facts.context_budget.refusal(prompt_tokens)
         if refused is None:
             return self.max_model_len - prompt_tokens

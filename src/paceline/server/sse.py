@@ -32,10 +32,8 @@ _encode = msgspec.json.Encoder().encode
 
 
 class Answer(ABC):
-    """What a request gets, whole or in chunks, in the words of one API.
-
-    ``named``: events have the name that their chunk's ``type`` says, and no ``[DONE]`` follows.
-    """
+    """What a request gets, whole or in chunks, in the words of one API. ``named``: events have the
+    name that their chunk's ``type`` says, and no ``[DONE]`` follows."""
 
     named: ClassVar[bool] = False
 

@@ -109,10 +109,8 @@ class Accepted(WireMessage):
 
 
 class StepEvents(WireMessage):
-    """What a step added, with the tickets that it is for.
-
-    An answer that is not streamed has one event a text, its completion. Prompts are not sent back.
-    """
+    """What a step added, with the tickets that it is for. An answer that is not streamed has one
+    event a text, its completion. Prompts are not sent back."""
 
     events: list[tuple[int, StreamEvent]]
 

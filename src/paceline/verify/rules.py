@@ -35,12 +35,9 @@ Shapes = tuple[tuple[int, ...], ...]  # the parents of each tree
 
 @dataclass(frozen=True)
 class Layout:
-    """Index tensors on the device, int64.
-
-    ``parent_rows`` [N]: row of each node's parent. ``ranks``: for k = 0, 1, ... the rows that have
-    a k-th child and those children (nodes), both [n_k]; ``within[k]`` [n_k] says where the rows of
-    rank k stand among those of rank k - 1.
-    """
+    """Index tensors on the device, int64. ``parent_rows`` [N]: row of each node's parent.
+    ``ranks``: for k = 0, 1, ... the rows that have a k-th child and those children (nodes), both
+    [n_k]; ``within[k]`` [n_k] says where the rows of rank k stand among those of rank k - 1."""
 
     parent_rows: torch.Tensor
     ranks: tuple[tuple[torch.Tensor, torch.Tensor], ...]
@@ -76,11 +73,9 @@ def layout_of(shapes: Shapes, device: torch.device) -> Layout:
 
 @dataclass(frozen=True)
 class ChainGrid:
-    """Chains side by side, one per row, the short ones padded.
-
-    ``nodes`` int64 [B, longest]: 0 beyond a chain's end. ``positions`` int64 [N]: where each node
-    stands in the flattened grid. ``ends`` bool [N]: the last node of each chain.
-    """
+    """Chains side by side, one per row, the short ones padded. ``nodes`` int64 [B, longest]: 0
+    beyond a chain's end. ``positions`` int64 [N]: where each node stands in the flattened grid.
+    ``ends`` bool [N]: the last node of each chain."""
 
     nodes: torch.Tensor
     positions: torch.Tensor
@@ -121,10 +116,8 @@ def aligned(*distributions: torch.Tensor) -> list[torch.Tensor]:
 def _normalised(
     weights: torch.Tensor, otherwise: torch.Tensor, mass: torch.Tensor | None = None
 ) -> torch.Tensor:
-    """weights / sum(weights) by row; ``otherwise`` where nothing is left to normalise.
-
-    Nothing is left where p equals q: such a row ends a step through rounding alone.
-    """
+    """weights / sum(weights) by row; ``otherwise`` where nothing is left to normalise. Nothing is
+    left where p equals q: such a row ends a step through rounding alone."""
     if mass is None:
         mass = weights.sum(dim=-1)
     mass = mass.unsqueeze(1)

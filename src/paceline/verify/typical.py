@@ -29,9 +29,7 @@ _PER_NAT = 1 << 20  # surprise travels among integers, in fractions of a nat
 
 def surprise(p: torch.Tensor, tokens: torch.Tensor, shapes: Shapes) -> torch.Tensor:
     """int64 [N]: -log p(x) of every accepted node in 2^-20 nats, -1 for a refused one.
-
-    Distributions p [R, V] and nodes are laid out as in ``rules.py``.
-    """
+    Distributions p [R, V] and nodes are laid out as in ``rules.py``."""
     above = p.index_select(0, layout_of(shapes, p.device).parent_rows)
     chance = above.gather(1, tokens.unsqueeze(1)).squeeze(1)
     entropy = torch.special.entr(above).sum(dim=-1)
@@ -51,11 +49,9 @@ def longest(parents: tuple[int, ...], surprises: Sequence[int]) -> tuple[int, ..
 
 
 class TypicalVerifier(Verifier):
-    """Judges sampled requests by typical acceptance; greedy ones exactly, as always.
-
-    Seeded requests draw the token that ends a step with their own noise, so a seed still repeats
-    a text; but the text depends on the drafter.
-    """
+    """Judges sampled requests by typical acceptance; greedy ones exactly, as always. Seeded
+    requests draw the token that ends a step with their own noise, so a seed still repeats a text;
+    but the text depends on the drafter."""
 
     lossy = True
 

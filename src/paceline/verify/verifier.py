@@ -47,10 +47,8 @@ NO_DISTRIBUTION = (
 
 
 def method_of(span: Span, rule: str = "auto") -> LosslessRule:
-    """Which of the three procedures decides on this tree.
-
-    Under "coupled" a request without a seed is matched against fresh draws: just as lossless.
-    """
+    """Which of the three procedures decides on this tree. Under "coupled" a request without a seed
+    is matched against fresh draws: just as lossless."""
     tree = span.tree
     if not len(tree) or tree.draw is Draw.POINT or not draws_unseeded(span.seq.params):
         return "match"

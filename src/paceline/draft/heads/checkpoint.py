@@ -103,10 +103,8 @@ def read_checkpoint(name: str, files: Sequence[str], kind: str) -> Checkpoint:
 def write_checkpoint(
     folder: Path, file: str, tensors: dict[str, torch.Tensor], config: dict[str, Any]
 ) -> None:
-    """Write ``file`` (safetensors, with checksums) and config.json, both or neither.
-
-    The config comes last: a folder that has one has its weights. Raises WriteError.
-    """
+    """Write ``file`` (safetensors, with checksums) and config.json, both or neither. The config
+    comes last: a folder that has one has its weights. Raises WriteError."""
     weights, sums = as_bytes(tensors)
     marked = {**config, _WEIGHTS: fingerprint(sums)}
     text = json.dumps(marked, indent=2) + "\n"

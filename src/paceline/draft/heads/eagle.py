@@ -54,10 +54,8 @@ MOST_WAITING = 512
 
 @dataclass(frozen=True)
 class Eagle(TreeSpec):
-    """An EAGLE head in a folder, of a built-in or a hub name; chains.
-
-    ``layers``: layers of the target whose inputs it reads, in the place of its config's.
-    """
+    """An EAGLE head in a folder, of a built-in or a hub name; chains. ``layers``: layers of the
+    target whose inputs it reads, in the place of its config's."""
 
     kind = "eagle"
     page = "eagle.md"
@@ -205,11 +203,8 @@ class _State:
 
 
 class EagleDrafter(LevelDrafter):
-    """Drafts with an EAGLE head.
-
-    A step's features are kept as they came, and joined when the head runs: where others draft, a
-    step costs it no operator.
-    """
+    """Drafts with an EAGLE head. A step's features are kept as they came, and joined when the head
+    runs: where others draft, a step costs it no operator."""
 
     reads = True  # what came in while it did not draft
     follows = True  # prompts, chunk by chunk
@@ -303,10 +298,8 @@ class EagleDrafter(LevelDrafter):
     # -- observing ---------------------------------------------------------------------------
 
     def observe(self, commits: Sequence[Commit], out: ModelOutput) -> None:
-        """Note the features of what was committed; drafted rows are given back.
-
-        Of sequences for which it was never asked to draft (those of other drafters) none are kept.
-        """
+        """Note the features of what was committed; drafted rows are given back. Of sequences for
+        which it was never asked to draft (those of other drafters) none are kept."""
         known = [commit for commit in commits if commit.seq_id in self._states]
         if not known:
             return

@@ -327,10 +327,8 @@ def _flat_options(config: EagleConfig) -> dict[str, Any]:
 def _to_speculators(
     flat: dict[str, Any], verifier: str | None, architectures: tuple[str, ...]
 ) -> dict[str, Any]:
-    """The nested config of flat options.
-
-    ``verifier`` is the target's name or path, ``architectures`` its classes in transformers.
-    """
+    """The nested config of flat options. ``verifier`` is the target's name or path,
+    ``architectures`` its classes in transformers."""
     outer = {key: flat[key] for key in (*_OUTER, "norm_before_residual") if key in flat}
     left_out = {*outer, "architectures", "tie_word_embeddings"}
     proposal = {"proposal_type": "greedy", "speculative_tokens": _DRAFTED_TOKENS}

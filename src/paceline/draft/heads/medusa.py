@@ -57,11 +57,9 @@ def _typical(heads: int) -> list[list[float]]:
 def shapes_of(
     heads: int, nodes: int, tree: str, accuracy: Sequence[Sequence[float]]
 ) -> tuple[Shape, ...]:
-    """The tree for every draft length from 0 to ``heads``.
-
-    ``tree`` is "auto" (the best for the node budget by ``accuracy``), "chain", or paths of ranks
-    such as "0/0.0/0.1/1": Medusa's choices. Raises ConfigError.
-    """
+    """The tree for every draft length from 0 to ``heads``. ``tree`` is "auto" (the best for the
+    node budget by ``accuracy``), "chain", or paths of ranks such as "0/0.0/0.1/1": Medusa's
+    choices. Raises ConfigError."""
     if tree == "auto":
         known = accuracy or _typical(heads)
         return tuple(best_shape(known[:length], nodes) for length in range(heads + 1))
@@ -84,11 +82,9 @@ def shapes_of(
 
 @dataclass(frozen=True)
 class Medusa(DraftSpec):
-    """Medusa heads in a folder, of a built-in or a hub name.
-
-    ``tree``: "auto" (the best of ``nodes`` nodes by what the heads were measured to get right),
-    "chain", or paths of ranks such as "0/0.0/0.1/1": Medusa's choices.
-    """
+    """Medusa heads in a folder, of a built-in or a hub name. ``tree``: "auto" (the best of
+    ``nodes`` nodes by what the heads were measured to get right), "chain", or paths of ranks such
+    as "0/0.0/0.1/1": Medusa's choices."""
 
     kind = "medusa"
     page = "medusa.md"

@@ -103,10 +103,8 @@ class Growing(ABC):
     @abstractmethod
     def extend(self, tokens: torch.Tensor, weights: torch.Tensor | None) -> bool:
         """Take from the candidates ``[rows, >= width]`` after the newest expanded nodes.
-
         ``weights``: the distributions ``[rows, vocab]`` they were drawn from, or the
-        log-probabilities of the likeliest. False if the tree is complete.
-        """
+        log-probabilities of the likeliest. False if the tree is complete."""
 
     def chosen(self) -> torch.Tensor | None:
         """int64: what of a complete tree's shape only the device knows. None: nothing."""
@@ -134,12 +132,9 @@ def grow(
     forward: Callable[[list[Growing]], Logits],
     generator: torch.Generator | None,
 ) -> list[GrownTree]:
-    """Grow all trees together and finish them; at most one wait, at the end.
-
-    ``logits`` ``[len(trees), vocab]`` follow the committed tokens. ``forward`` runs the ``fresh``
-    nodes of some trees through the drafter and returns the logits after each of them, ``[rows,
-    vocab]``.
-    """
+    """Grow all trees together and finish them; at most one wait, at the end. ``logits``
+    ``[len(trees), vocab]`` follow the committed tokens. ``forward`` runs the ``fresh`` nodes of
+    some trees through the drafter and returns the logits after each of them, ``[rows, vocab]``."""
     growing = trees
     while growing:
         counts = [len(tree.fresh) if tree.expanded_parents else 1 for tree in growing]

@@ -16,10 +16,8 @@ from paceline.core.tree import depths_of
 
 @dataclass(frozen=True)
 class Shape:
-    """A tree known beforehand: node i is candidate number ``ranks[i]`` of its parent.
-
-    Nodes stand level by level, children of one node next to each other and in rank order.
-    """
+    """A tree known beforehand: node i is candidate number ``ranks[i]`` of its parent. Nodes stand
+    level by level, children of one node next to each other and in rank order."""
 
     parents: tuple[int, ...]
     ranks: tuple[int, ...]

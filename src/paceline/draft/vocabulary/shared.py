@@ -57,9 +57,7 @@ class SharedVocabulary:
 
 class TokenTexts:
     """The bytes behind every id of a tokenizer, and encoding in the middle of a text.
-
-    ``strings[id]``: bytes of an ordinary token; ``special[id]``: the name of a special one.
-    """
+    ``strings[id]``: bytes of an ordinary token; ``special[id]``: the name of a special one."""
 
     def __init__(self, tokenizer: PreTrainedTokenizerFast) -> None:
         self.tokenizer = tokenizer
@@ -158,10 +156,8 @@ def overlap(target: TokenTexts, draft: TokenTexts, pairs: Mapping[int, int], sam
 
 @dataclass(frozen=True)
 class Match:
-    """What a draft's vocabulary has in common with the target's, and what is made of it.
-
-    ``pairs``: target id -> draft id of the shared tokens; ``share``: how much of text they cover.
-    """
+    """What a draft's vocabulary has in common with the target's, and what is made of it. ``pairs``:
+    target id -> draft id of the shared tokens; ``share``: how much of text they cover."""
 
     method: Literal["intersection", "string"]
     target: TokenTexts

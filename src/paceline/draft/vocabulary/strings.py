@@ -92,10 +92,8 @@ class Retokeniser:
         return self.settled + (self._encode(self._tail) if self._tail else [])
 
     def proposal(self, drafted: Sequence[int]) -> list[int]:
-        """The target's tokens of a drafted continuation; [] where the two do not meet.
-
-        The text is cut at the last whole character. A special token ends the proposal.
-        """
+        """The target's tokens of a drafted continuation; [] where the two do not meet. The text is
+        cut at the last whole character. A special token ends the proposal."""
         data = bytearray()
         end: list[int] = []
         for token in drafted:

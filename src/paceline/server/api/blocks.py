@@ -118,11 +118,9 @@ class BlocksAnswer(Answer):
 
 
 def without_hosted(*hosted: str) -> BeforeValidator:
-    """Tools but for those that an API's own servers would run: their types begin with ``hosted``.
-
-    A model here is not shown them, so it cannot call them, and they are noted. Where there is
-    nothing else they are refused: who asks for a search alone wants one.
-    """
+    """Tools but for those that an API's own servers would run: their types begin with ``hosted``. A
+    model here is not shown them, so it cannot call them, and they are noted. Where there is nothing
+    else they are refused: who asks for a search alone wants one."""
 
     def kept(tools: Any) -> Any:
         if not isinstance(tools, list):
@@ -157,9 +155,7 @@ def tool_call(identifier: str, name: str, arguments: str) -> dict[str, Any]:
 
 def as_chat(asked: Generation, fields: dict[str, Any], conversation: str) -> ChatRequest:
     """A request of another API as one for a chat: what all have in common, and ``fields``.
-
-    ``conversation`` is the field that has become the messages. Raises APIError.
-    """
+    ``conversation`` is the field that has become the messages. Raises APIError."""
     common = asked.model_dump(
         include=set(Generation.model_fields), exclude_unset=True, by_alias=True
     )

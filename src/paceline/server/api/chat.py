@@ -102,12 +102,9 @@ def render(
     opens: bool = True,
     continues: bool = False,
 ) -> list[int]:
-    """Token ids of a conversation. Raises APIError.
-
-    ``opens`` ends it where an answer begins; ``continues`` in the middle of the last message.
-    ``variables`` are for the template. One that knows tools gets them; for any other they are
-    described in a system message.
-    """
+    """Token ids of a conversation. Raises APIError. ``opens`` ends it where an answer begins;
+    ``continues`` in the middle of the last message. ``variables`` are for the template. One that
+    knows tools gets them; for any other they are described in a system message."""
     for number, message in enumerate(messages):
         check_text(message.text(), f"messages.{number}.content")
     template = _template_of(tokenizer)

@@ -17,10 +17,8 @@ if TYPE_CHECKING:
 
 
 def agreement(tokens: Sequence[int], drafted: Sequence[bool], prediction: Sequence[int]) -> int:
-    """How many tokens of an answer were drafted and go on as its prediction does.
-
-    Counted by pairs of neighbours, in linear time; at most the prediction's length.
-    """
+    """How many tokens of an answer were drafted and go on as its prediction does. Counted by pairs
+    of neighbours, in linear time; at most the prediction's length."""
     pairs = set(pairwise(prediction))
     count = 0
     for index, (token, by_draft) in enumerate(zip(tokens, drafted, strict=True)):
@@ -107,11 +105,9 @@ class Origins:
         return Detokeniser(self._tokenizer, self._prompt, skip_special=not self._visible)
 
     def records(self, event: StreamEvent) -> list[dict[str, Any]]:
-        """Of an event's tokens, in the order in which the events come.
-
-        ``draft_position`` counts from 0 in its step's draft. Drafted tokens of a step come first,
-        so positions grow until the target's own token.
-        """
+        """Of an event's tokens, in the order in which the events come. ``draft_position`` counts
+        from 0 in its step's draft. Drafted tokens of a step come first, so positions grow until the
+        target's own token."""
         records: list[dict[str, Any]] = []
         position, reason = 0, finish_reason(event)
         for index, (token, drafted) in enumerate(

@@ -186,9 +186,7 @@ class ToolCall(Body):
 
 class ChatMessage(Body):
     """An assistant's message may have whatever a server has said of it beside its content.
-
-    ``prefix``: the answer goes on where this last message ends.
-    """
+    ``prefix``: the answer goes on where this last message ends."""
 
     _passed_over: ClassVar[frozenset[str]] = frozenset({"id", "status", "annotations"})
     role: Literal["system", "developer", "user", "assistant", "tool", "function"]

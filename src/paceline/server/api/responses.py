@@ -217,10 +217,8 @@ class ResponsesAnswer(blocks.BlocksAnswer):
 
 @dataclass(frozen=True)
 class KeptResponse:
-    """``messages`` lead to it and end with it; ``shown`` is what the client was given.
-
-    ``alias`` is the client's own name for it, which its latest response of that name has.
-    """
+    """``messages`` lead to it and end with it; ``shown`` is what the client was given. ``alias`` is
+    the client's own name for it, which its latest response of that name has."""
 
     messages: list[dict[str, Any]]
     shown: dict[str, Any]

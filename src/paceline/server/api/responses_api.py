@@ -149,9 +149,7 @@ def messages_of(
     items: str | list[OutputItem], known: Callable[[str], OutputItem | None]
 ) -> list[blocks.MessageFields]:
     """The messages that the items of an input are; ``known`` looks items up that are named only.
-
-    Raises APIError.
-    """
+    Raises APIError."""
     if isinstance(items, str):
         return [{"role": "user", "content": items}]
     messages: list[blocks.MessageFields] = []

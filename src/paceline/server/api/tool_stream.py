@@ -104,11 +104,9 @@ class _JsonEnd:
 
 
 class ForcedCall:
-    """An answer whose grammar makes it a call: name first, then the arguments as they come.
-
-    It is never text: one that was cut off in its name is a call without arguments, if it can only
-    be one of ``names``, and nothing otherwise.
-    """
+    """An answer whose grammar makes it a call: name first, then the arguments as they come. It is
+    never text: one that was cut off in its name is a call without arguments, if it can only be one
+    of ``names``, and nothing otherwise."""
 
     # The layout is the grammar's (request/grammar.py): JSON on one line.
     _HEAD = re.compile(r'\{"name": "([^"]+)", "arguments": ')
@@ -170,11 +168,8 @@ def _begun_tag(text: str) -> int:
 
 
 class PossibleCall:
-    """An answer that may be text, calls, or both.
-
-    Text before, between and after calls is content, without the blanks next to calls; what looks
-    like a call and is none is content, too.
-    """
+    """An answer that may be text, calls, or both. Text before, between and after calls is content,
+    without the blanks next to calls; what looks like a call and is none is content, too."""
 
     def __init__(self, tools: Sequence[Tool], parallel: bool) -> None:
         self._names = {tool.function.name for tool in tools}
