@@ -160,9 +160,8 @@ format: $(VENV)/.installed-dev  ## rewrite the sources in the house format
 	$(BIN)/ruff format .
 	$(BIN)/ruff check --fix .
 
-bench: $(VENV)/.installed  ## measure decoding beside transformers (ARGS: options of paceline bench)
-	$(BIN)/paceline bench --model paceline/tiny --draft paceline/tiny-draft -m draft@4 -m draft -m transformers \
-		-m transformers:assisted $(ARGS)
+bench: $(VENV)/.installed  ## measure the toy with and without its draft (ARGS: options of paceline bench)
+	$(BIN)/paceline bench --model paceline/tiny --draft paceline/tiny-draft -m draft@4 -m draft $(ARGS)
 
 # Nobody answers at this proxy: what reaches for a network fails.
 OFFLINE := env -u PYTHONPATH -u PACELINE_MODEL HTTP_PROXY=http://127.0.0.1:9 HTTPS_PROXY=http://127.0.0.1:9 \

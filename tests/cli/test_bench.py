@@ -47,8 +47,7 @@ def test_the_embedded_pair(tmp_path: Path) -> None:
         assert row["tokens_per_second"]["low"] <= row["tokens_per_second"]["median"]
         assert row["time_to_first_token"] > 0 and row["inter_token_p99"] >= row["inter_token_p50"]
         assert len(row["drafts"]["acceptance"]) == len(row["drafts"]["reached"])
-    assert {item["method"] for item in record["predicted"]} <= set(names) - {"plain"}
-    assert record["predicted"] and record["bugs"] == []
+    assert record["bugs"] == []
     assert record["machine"]["threads"] and record["settings"]["concurrency"] == [1, 2]
     text = report.read_text(encoding="utf-8")
     assert text.count("<svg") == 3
@@ -67,12 +66,12 @@ def test_tables_and_markdown(tiny_pair: TinyPair, tmp_path: Path) -> None:
     result = run(
         *pair,
         *("--prompts", str(prompts), "--rounds", "2", "--max-tokens", "24"),
-        *("-m", "draft@2", "-m", "transformers", "-m", "ngram", "--concurrency", "1,2"),
+        *("-m", "draft@2", "-m", "ngram", "--concurrency", "1,2"),
         *("--temperature", "0,1", "--seed", "3", "--price", "2", "--allow-idle"),
         *("--report", str(report)),
     )
     assert result.exit_code == 0, result.output
-    for words in ("By category", "cost", "Acceptance by position", "runs at 1 only", "Same text"):
+    for words in ("By category", "cost", "Acceptance by position", "Same text"):
         assert words in result.stdout, words
     text = report.read_text(encoding="utf-8")
     figures = {path.name for path in tmp_path.glob("*.svg")}
@@ -184,7 +183,7 @@ def test_ctrl_c_before_anything_was_complete(monkeypatch: pytest.MonkeyPatch) ->
     ("arguments", "words"),
     refusals("""
     -m ngrm | no method 'ngrm'; there are plain
-    -m transformers:assisted --draft ngram | needs a draft model
+    -m transformers:assisted | no method 'transformers:assisted'
     -m draft --draft none | no draft is named
     --lengths 0 | --lengths '0'
     --price -1 | --price is -1

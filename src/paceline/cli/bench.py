@@ -51,8 +51,7 @@ class BenchOptions:
     method: tuple[str, ...] = _measuring(
         (),
         "plain, draft (what --draft names), any draft spec, perhaps with a length (ngram@5, "
-        "eagle3:PATH@auto), transformers, transformers:assisted or transformers:lookup; "
-        "another engine's server: url:http://HOST:PORT; repeatable. "
+        "eagle3:PATH@auto); another engine's server: url:http://HOST:PORT; repeatable. "
         "Plain decoding always takes part.",
         flags=("--method", "-m"),
         shown="draft and ngram, and the EAGLE-3 head of the built-in model",
@@ -261,7 +260,6 @@ def _measured(
     Raises PromptError if no prompt leaves room for an answer.
     """
     from paceline.lab.bench.engines import Starter
-    from paceline.lab.bench.predict import predictions
     from paceline.lab.bench.prompts import fit
     from paceline.lab.bench.result import spending_of
     from paceline.lab.bench.runner import one_run
@@ -278,20 +276,14 @@ def _measured(
         sweep = replace(sweep, limit=llm.max_model_len)
         answer = partial(converse, llm, [prompt for prompt, _ in fitting], sweep)
     how = {"rule": plan.settings["rule"], "lossy": engine.lossy}
-    starter = Starter(llm, engine.model, kv_cache_memory=engine.kv_cache_memory, **how)
+    starter = Starter(llm, kv_cache_memory=engine.kv_cache_memory, **how)
     prompts = [(prompt.category, ids) for prompt, ids in fitting]
     if len(record.heats) >= record.rounds * sweep.wanted(prompts):
         record.rounds += sweep.rounds  # all that was wanted is there: as much again
-    predicted = list[Any]()
-
-    def predict(clients: int, engines: Any) -> None:
-        predicted.extend(predictions(record, engines, clients, sweep.temperatures[0]))
-
     with measuring("measuring", budget, sweep.runs(prompts, methods)) as (interrupted, note):
-        sweep.run(prompts, methods, starter.open, record, note, predict, budget, answer)
+        sweep.run(prompts, methods, starter.open, record, note, budget, answer)
     record.spent += budget.spent
     return interrupted, {
-        "predictions": predicted,
         "left_out": [prompt.name for prompt in left_out],
         "price": plan.settings["price"],
         "interrupted": bool(interrupted),

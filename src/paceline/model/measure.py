@@ -64,13 +64,11 @@ def measure_target(
     target: CausalModel,
     cache: PagedCache,
     counts: Mapping[int, Sequence[int]],
-    features: Sequence[int] = (),
-    context: int = _CONTEXT,
     rounds: int = 5,
     budget: float | None = None,
     begin: Callable[[int], AbstractContextManager[Any] | None] = lambda batch: nullcontext(),
 ) -> TargetCosts:
-    """Target forwards over chains after ``context`` tokens; the cache is as before afterwards.
+    """Target forwards over chains after a short context; the cache is as before afterwards.
 
     ``counts``: tokens per sequence to measure, by numbers of sequences, in the order of measuring;
     those for which the cache has no room are left out. ``rounds`` and ``budget`` of each as in
@@ -78,7 +76,7 @@ def measure_target(
     measure it in; None ends the measuring.
     """
     positions = min(target.max_positions, cache.num_blocks * cache.block_size)
-    context = max(1, min(context, positions // 2))
+    context = max(1, min(_CONTEXT, positions // 2))
     most = positions - context
     wanted = {batch: [n for n in asked if n <= most] or [1] for batch, asked in counts.items()}
     reach = context + max(lengths[-1] for lengths in wanted.values())
@@ -90,7 +88,7 @@ def measure_target(
     def run(batch: int, count: int) -> None:
         chain, drafted = chain_parents(count - 1), tokens[: count - 1] if count > 1 else ()
         spans = [Span.of(i, context, (0,), chain, drafted) for i in ids[:batch]]
-        target(cache.batch_of(spans, tuple(features)), cache).logits.argmax(-1)
+        target(cache.batch_of(spans), cache).logits.argmax(-1)
 
     curves: dict[int, CostCurve] = {}
     for seq_id in ids:

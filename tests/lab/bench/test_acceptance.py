@@ -71,7 +71,7 @@ def test_the_engine_accepts_what_transformers_says(tmp_path: Path) -> None:
     llm = LLM(target, draft="none", dtype="float32")
     prompts = [[3, 9, 4, 1, 7], [7, 2], [11, 30, 5, 5, 8, 2, 19]]
     params = SamplingParams(max_tokens=16)
-    engine = Starter(llm, target).open(Method("draft", f"model:{draft}", 4), 2)
+    engine = Starter(llm).open(Method("draft", f"model:{draft}", 4), 2)
     measured = DraftFigures.of(engine.run([Ask(tuple(ids), params) for ids in prompts]))
     models = [AutoModelForCausalLM.from_pretrained(f, dtype=torch.float32) for f in (target, draft)]
     counts, later = Walk(4), Walk(4)

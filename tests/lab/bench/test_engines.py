@@ -8,7 +8,6 @@ from typing import Any
 import pytest
 
 from paceline.core.params import SamplingParams
-from paceline.errors import ConfigError
 from paceline.lab.bench.engines import Paceline, Starter
 from paceline.lab.bench.methods import Method, parse_method
 from paceline.lab.bench.runs import Ask, TimedRun
@@ -24,8 +23,8 @@ def llm(tiny_pair: TinyPair) -> Iterator[LLM]:
 
 
 @pytest.fixture(scope="module")
-def starter(llm: LLM, tiny_pair: TinyPair) -> Starter:
-    return Starter(llm, tiny_pair.target)
+def starter(llm: LLM) -> Starter:
+    return Starter(llm)
 
 
 def asks(tokens: int = 12, **options: Any) -> list[Ask]:
@@ -138,23 +137,6 @@ def test_a_round_starts_without_memory_of_the_last(starter: Starter) -> None:
     assert texts(first) == texts(second) == texts(third)
 
 
-@pytest.mark.parametrize("text", ["transformers", "transformers:assisted@3", "transformers:lookup"])
-def test_transformers(llm: LLM, starter: Starter, tiny_pair: TinyPair, text: str) -> None:
-    outcome = starter.open(parse_method(text, tiny_pair.draft), 1).run(asks())
-    check(outcome)
-    wanted = llm.generate(PROMPTS, asks()[0].params)
-    assert texts(outcome) == [completion.token_ids for completion in wanted]
-    assert outcome.drafted is None and outcome.accepted == outcome.tokens - outcome.steps
-
-
-def test_transformers_samples_with_a_seed(starter: Starter, tiny_pair: TinyPair) -> None:
-    opened = starter.open(parse_method("transformers", None), 1)
-    first, second, other = (
-        texts(opened.run(asks(temperature=1.0, seed=seed))) for seed in (1, 1, 2)
-    )
-    assert first == second != other
-
-
 def test_the_end_token_ends_texts_if_that_is_asked_for(llm: LLM, starter: Starter) -> None:
     """The end token is forced by a bias: what ends there has one token."""
     end = llm.tokenizer.eos_token_id
@@ -163,11 +145,3 @@ def test_the_end_token_ends_texts_if_that_is_asked_for(llm: LLM, starter: Starte
         params = SamplingParams(max_tokens=6, ignore_eos=ignore, logit_bias={end: 100.0})
         outcome = starter.open(parse_method("plain", None), 1).run([Ask((5, 6), params)])
         assert len(outcome.answers[0].tokens) == length
-
-
-def test_another_vocabulary_is_refused(
-    llm: LLM, tiny_pair: TinyPair, tmp_path_factory: pytest.TempPathFactory
-) -> None:
-    starter = Starter(llm, tiny_pair.target)
-    with pytest.raises(ConfigError, match="another vocabulary than"):
-        starter.open(Method("transformers:assisted", tiny_pair.foreign, None, "assisted"), 1)

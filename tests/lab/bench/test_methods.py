@@ -23,15 +23,10 @@ DRAFT = "some/draft"
         ("model:me@home/x", Method("model:me@home/x", "model:me@home/x", 3)),
         ("hybrid:ngram+model:a/b", Method("hybrid:ngram+model:a/b", "hybrid:ngram+model:a/b", 3)),
         ("paceline/tiny-draft", Method("paceline/tiny-draft", "paceline/tiny-draft", 3)),
-        ("transformers", Method("transformers", None, None, "plain")),
-        ("transformers:assisted@4", Method("transformers:assisted@4", DRAFT, 4, "assisted")),
-        ("transformers:lookup", Method("transformers:lookup", None, None, "lookup")),
     ],
 )
 def test_parse(text: str, expected: Method) -> None:
-    parsed = parse_method(text, DRAFT, 3)
-    assert parsed == expected
-    assert parsed.speculates == (text not in ("plain", "none", "transformers"))
+    assert parse_method(text, DRAFT, 3) == expected
 
 
 @pytest.mark.parametrize(
@@ -39,10 +34,7 @@ def test_parse(text: str, expected: Method) -> None:
     [
         ("ngrm", DRAFT, "no method 'ngrm'; there are plain, draft"),
         ("ngrm", DRAFT, "eagle3"),
-        ("transformers:fast", DRAFT, "transformers:assisted, transformers:lookup"),
-        ("transformers:lookup@auto", DRAFT, "no automatic length"),
-        ("transformers:assisted", None, "needs a draft model"),
-        ("transformers:assisted", "ngram", "needs a draft model"),
+        ("transformers:lookup", DRAFT, "no method 'transformers:lookup'"),
         ("plain@4", DRAFT, "leave out the @"),
         ("draft", None, "no draft is named"),
         ("ngram@0", DRAFT, "from 1 to 64"),
@@ -62,14 +54,14 @@ def test_plain_decoding_always_comes_first_and_nothing_twice() -> None:
 
 
 def test_lengths_go_to_those_that_name_none() -> None:
-    texts = ["ngram", "draft@auto", "transformers:lookup"]
+    texts = ["ngram", "draft@auto", "url:http://a:1"]
     parsed = parse_methods(texts, DRAFT, "auto", parse_lengths("2, 4"))
     assert [(method.name, method.length) for method in parsed] == [
         ("plain", 0),
         ("ngram@2", 2),
         ("ngram@4", 4),
         ("draft@auto", "auto"),
-        ("transformers:lookup", None),
+        ("url:http://a:1", None),
     ]
 
 

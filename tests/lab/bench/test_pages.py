@@ -10,7 +10,6 @@ from rich.console import Console
 from paceline.lab.bench.figures import Spread, rows
 from paceline.lab.bench.methods import Method
 from paceline.lab.bench.pages import rate, report_of, speedup
-from paceline.lab.bench.predict import Prediction
 from paceline.lab.bench.result import BenchResult, Comparison
 from paceline.lab.bench.runner import EVERYTHING
 from paceline.lab.bench.runs import BenchJob, Heat, HeatRecord
@@ -43,7 +42,7 @@ def one_heat(where: BenchJob, turn: int = 0) -> Heat:
 
 def result(*jobs: BenchJob, **more: object) -> BenchResult:
     record = HeatRecord([one_heat(where, turn) for turn in range(2) for where in jobs])
-    measured = rows(record, {"plain"})
+    measured = rows(record)
     texts = Comparison({"model:a/quick@2": {"identical": 3, "near tie": 1}}, [])
     options = {"texts": texts, "idle": {}, **more}
     return BenchResult("m", MACHINE, SETTINGS, METHODS, measured, **options)  # type: ignore[arg-type]
@@ -98,16 +97,6 @@ def test_several_clients_alone() -> None:
     assert "By category" not in sections(result(job(EVERYTHING, 0, 4)))
 
 
-def test_predictions_stand_beside_what_was_measured() -> None:
-    seen = Prediction("model:a/quick@2", 1, 2.0, 0.004, 0.005, 0.006, 1.8, 1.7, 1.6)
-    measured = result(job(), predictions=[seen])
-    text = shown(measured)
-    assert "Predicted against measured speedup" in sections(measured)
-    assert "1.80x" in text and "1.60x" in text
-    (record,) = measured.record()["predicted"]
-    assert record["method"] == "model:a/quick@2" and record["predicted_by_measured"] == 1.8 / 1.6
-
-
 def test_what_must_not_be_missed() -> None:
     idle = {"model:a/quick@2": "drafted nothing"}
     measured = result(job(), idle=idle, interrupted=True, left_out=["long/1"])
@@ -119,7 +108,7 @@ def test_what_must_not_be_missed() -> None:
 def test_the_record_has_everything() -> None:
     record = result(job(), price=1.0, left_out=["a"]).record()
     assert set(record) == {
-        *("model", "interrupted", "machine", "settings", "methods", "figures", "predicted"),
+        *("model", "interrupted", "machine", "settings", "methods", "figures"),
         *("texts", "idle", "bugs", "prompts_left_out", "budget"),
         *("unequal", "perplexity", "suite", "conversations_cut"),
     }
@@ -137,7 +126,7 @@ def test_a_method_that_never_drafted_had_none_tried_and_plain_shows_nothing() ->
     ]
     for heat in heats:
         heat.outcomes["model:a/quick@2"] = replace(heat.outcomes["plain"], drafted=0)
-    measured = replace(result(job("chat", 0)), rows=rows(HeatRecord(heats), {"plain"}))
+    measured = replace(result(job("chat", 0)), rows=rows(HeatRecord(heats)))
     text = shown(measured)
     # At both temperatures, and the note.
     assert text.count("none tried") == 3

@@ -50,8 +50,8 @@ def llm(tiny_pair: TinyPair) -> Iterator[LLM]:
 def test_specs() -> None:
     text = "url:http://127.0.0.1:8080"
     method = parse_method(text, None)
-    assert (method.name, method.variant, method.url) == (text, "url", "http://127.0.0.1:8080")
-    assert not method.speculates and not method.alone and not method.remembers
+    assert (method.name, method.draft, method.url) == (text, None, "http://127.0.0.1:8080")
+    assert not method.remembers
     with pytest.raises(ConfigError, match="needs its address"):
         parse_method("url:", None)
     for text in ("llamacpp:m.gguf", "openvino:folder"):  # their servers are named by URL
@@ -86,10 +86,8 @@ def url(llm: LLM) -> Iterator[str]:
 
 
 @pytest.mark.parametrize("clients", [1, 3])
-def test_a_server_writes_what_the_engine_writes(
-    llm: LLM, tiny_pair: TinyPair, url: str, clients: int
-) -> None:
-    starter = Starter(llm, tiny_pair.target)
+def test_a_server_writes_what_the_engine_writes(llm: LLM, url: str, clients: int) -> None:
+    starter = Starter(llm)
     engine = starter.open(parse_method(f"url:{url}/v1", None), clients)
     written = counted(engine.run(asks()))
     wanted = llm.generate([list(p) for p in PROMPTS], asks()[0].params)
@@ -99,9 +97,9 @@ def test_a_server_writes_what_the_engine_writes(
     assert words == {"ids": EQUAL, "ignore_eos": EQUAL}
 
 
-def test_what_a_server_does_not_know_is_told(llm: LLM, tiny_pair: TinyPair) -> None:
+def test_what_a_server_does_not_know_is_told(llm: LLM) -> None:
     """One that reads texts only, and counts otherwise."""
-    starter = Starter(llm, tiny_pair.target)
+    starter = Starter(llm)
     with served(PlantedServer()) as address:
         method = parse_method(f"url:{address}", None)
         run = starter.open(method, 1).run(asks())
@@ -118,7 +116,7 @@ def test_what_a_server_does_not_know_is_told(llm: LLM, tiny_pair: TinyPair) -> N
         ("http://x:y", "no URL"),
     ],
 )
-def test_nobody_there(llm: LLM, tiny_pair: TinyPair, where: str, words: str) -> None:
+def test_nobody_there(llm: LLM, where: str, words: str) -> None:
     with pytest.raises((BaselineFailedError, ConfigError), match=words) as caught:
-        Starter(llm, tiny_pair.target).open(parse_method(f"url:{where}", None), 1)
+        Starter(llm).open(parse_method(f"url:{where}", None), 1)
     assert "\n" not in str(caught.value)

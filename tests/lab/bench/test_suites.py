@@ -186,7 +186,7 @@ def dialogue(*turns: tuple[float, list[int]]) -> TimedRun:
 
 
 def figures(record: HeatRecord) -> dict[tuple[str, str], Row]:
-    return {(row.method, row.category): row for row in rows(record, {"plain"})}
+    return {(row.method, row.category): row for row in rows(record)}
 
 
 def answered(

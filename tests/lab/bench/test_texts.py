@@ -73,7 +73,7 @@ def test_a_bug_is_ours_alone() -> None:
     (line,) = ours.complaints()
     assert "liar wrote another text than plain decoding (chat, request 0, token 1" in line
     assert "this is a bug" in line and "\n" not in line
-    theirs = result(compared, plain, Method("liar", None, None, "lookup"))
+    theirs = result(compared, plain, Method("liar", url="http://a:1"))
     assert theirs.bugs() == [] == theirs.complaints()
 
 

@@ -10,6 +10,7 @@ from typing import Any
 
 import numpy as np
 
+from paceline.lab.bench.methods import PLAIN
 from paceline.lab.bench.runs import (
     Heat,
     HeatRecord,
@@ -87,8 +88,8 @@ class DraftFigures:
 class Row:
     """One method on one category at one concurrency and temperature. Times in seconds.
 
-    ``speedup`` is over ``best_plain``, the fastest plain decoding in the same heats: the median of
-    the rounds' ratios. ``interval``: between which speedups the truth lies with 95 %, judged by how
+    ``speedup`` is over our plain decoding in the same heats: the median of the rounds' ratios.
+    ``interval``: between which speedups the truth lies with 95 %, judged by how
     prompts differ; None where there are too few, or several requests at once. ``mean_speedup`` is
     Spec-Bench's (speed.py): the mean over the heats of tokens a second, by that of plain decoding.
     ``time_to_first_token`` is the median over requests. ``inter_token_*`` are percentiles over
@@ -109,7 +110,6 @@ class Row:
     speedup: Spread
     interval: tuple[float, float] | None
     mean_speedup: float
-    best_plain: str
     time_to_first_token: float
     inter_token_p50: float | None
     inter_token_p99: float | None
@@ -138,11 +138,10 @@ class Row:
         return values
 
 
-def rows(record: HeatRecord, plains: Collection[str]) -> list[Row]:
+def rows(record: HeatRecord) -> list[Row]:
     """All figures: for each concurrency and temperature, each category and overall, each method.
 
-    ``plains`` names the engines that decode plainly. Rounds that were cut short count only
-    where there is no complete one.
+    Rounds that were cut short count only where there is no complete one.
     """
     figures: list[Row] = []
     for cell in dict.fromkeys((h.job.concurrency, h.job.temperature) for h in record.heats):
@@ -152,22 +151,19 @@ def rows(record: HeatRecord, plains: Collection[str]) -> list[Row]:
         if len(parts) != 1:
             parts[OVERALL] = heats
         for category, heats_of in parts.items():
-            figures.extend(_rows_of(category, cell, complete(heats_of), plains))
+            figures.extend(_rows_of(category, cell, complete(heats_of)))
     return figures
 
 
-def _rows_of(
-    category: str, cell: tuple[int, float], turns: list[list[Heat]], plains: Collection[str]
-) -> Iterable[Row]:
+def _rows_of(category: str, cell: tuple[int, float], turns: list[list[Heat]]) -> Iterable[Row]:
     """A row for each method."""
     names = list(turns[0][0].outcomes)
     rounds = {name: rounds_of(turns, name) for name in names}
     rates = {name: [run.rate for run in runs] for name, runs in rounds.items()}
     means = {n: [statistics.mean(h.outcomes[n].rate for h in t) for t in turns] for n in names}
-    best = max((n for n in names if n in plains), key=lambda name: statistics.median(rates[name]))
 
     def ratios(figures: dict[str, list[float]], name: str) -> list[float]:
-        return [one / other for one, other in zip(figures[name], figures[best], strict=True)]
+        return [one / other for one, other in zip(figures[name], figures[PLAIN], strict=True)]
 
     for name in names:
         whole = merged(rounds[name])
@@ -185,9 +181,8 @@ def _rows_of(
             tokens=whole.tokens,
             tokens_per_second=Spread.of(rates[name]),
             speedup=Spread.of(ratios(rates, name)),
-            interval=_interval(turns, name, best) if cell[0] == 1 else None,
+            interval=_interval(turns, name) if cell[0] == 1 else None,
             mean_speedup=statistics.median(ratios(means, name)),
-            best_plain=best,
             time_to_first_token=statistics.median(a.arrivals[0][0] for a in whole.answers),
             inter_token_p50=percentile(shares, 0.50),
             inter_token_p99=percentile(shares, 0.99),
@@ -197,13 +192,13 @@ def _rows_of(
         )
 
 
-def _interval(turns: Sequence[Sequence[Heat]], name: str, plain: str) -> tuple[float, float] | None:
+def _interval(turns: Sequence[Sequence[Heat]], name: str) -> tuple[float, float] | None:
     """Of the ratio of all tokens by all seconds, prompts drawn anew (bootstrap)."""
-    if name == plain or len(turns[0]) < _FEWEST:
+    if name == PLAIN or len(turns[0]) < _FEWEST:
         return None
     sums: dict[int, np.ndarray[Any, np.dtype[np.float64]]] = {}
     for heat in (heat for turn in turns for heat in turn):
-        fast, slow = heat.outcomes[name], heat.outcomes[plain]
+        fast, slow = heat.outcomes[name], heat.outcomes[PLAIN]
         figures = np.array([fast.tokens, fast.seconds, slow.tokens, slow.seconds])
         sums[heat.job.index] = sums.get(heat.job.index, np.zeros(4)) + figures
     table = np.stack(list(sums.values()))
@@ -233,6 +228,6 @@ def idle(record: HeatRecord, speculative: Collection[str]) -> dict[str, str]:
     for name in dict.fromkeys(name for heat in record.heats for name in heat.outcomes):
         whole = merged([h.outcomes[name] for h in record.heats if name in h.outcomes])
         if name in speculative and not whole.accepted:
-            nothing = whole.drafted == 0
-            lacking[name] = "drafted nothing" if nothing else "had none of its drafts accepted"
+            what = "had none of its drafts accepted" if whole.drafted else "drafted nothing"
+            lacking[name] = what
     return lacking

@@ -1,5 +1,4 @@
-"""Method specs: ``plain``, drafters with a length (``ngram@5``), those of transformers, and servers
-(``url:http://HOST:PORT``)."""
+"""Method specs: ``plain``, drafters with a length (``ngram@5``), servers (``url:http://A:1``)."""
 
 from __future__ import annotations
 
@@ -8,15 +7,12 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Literal
 
-from paceline.drafters import DRAFTERS, DraftModel, parse_draft
+from paceline.drafters import DRAFTERS, parse_draft
 from paceline.errors import ConfigError
 
 PLAIN = "plain"
 DRAFT = "draft"
 URL = "url"
-TRANSFORMERS = "transformers"
-_BUILT_IN = "paceline/"
-_VARIANTS = ("assisted", "lookup")
 _LONGEST = 64
 
 Length = int | Literal["auto"]
@@ -24,50 +20,33 @@ Length = int | Literal["auto"]
 
 @dataclass(frozen=True)
 class Method:
-    """``draft`` is a draft spec; None decodes plainly. ``length`` None: the library's own.
-
-    ``variant`` is what transformers does: "plain", "assisted" or "lookup"; None if it is ours. Of
-    a server of another engine it is "url", and ``url`` its address.
-    """
+    """``draft`` is a draft spec; None decodes plainly. ``url``: the address of another engine's
+    server, whose ``length`` is None."""
 
     name: str
     draft: str | None = None
     length: Length | None = "auto"
-    variant: str | None = None
     url: str | None = None
-
-    @property
-    def alone(self) -> bool:
-        """Whether it answers one request at a time, as transformers does."""
-        return self.variant is not None and self.url is None
-
-    @property
-    def speculates(self) -> bool:
-        return self.draft is not None or self.variant in _VARIANTS
 
     @property
     def remembers(self) -> bool:
         """Whether earlier requests help it with later ones."""
-        if self.draft is None or self.variant is not None:
-            return False
-        return any(member.remembers for member in parse_draft(self.draft).members())
+        members = () if self.draft is None else parse_draft(self.draft).members()
+        return any(member.remembers for member in members)
 
 
 def parse_method(text: str, draft: str | None, length: Length = "auto") -> Method:
     """One spec, perhaps with ``@LENGTH``. ``draft``: what ``draft`` stands for. Raises ConfigError.
 
-    Without ``@`` ours take ``length``, those of transformers the library's own default.
+    ``length``: of those without ``@``.
     """
     text = text.strip()
     body, named_length = _split(text)
-    head, _, variant = body.partition(":")
+    head, _, address = text.partition(":")
     if head == URL:
-        address = text.partition(":")[2]
         if not address:
             raise ConfigError(f"method {text!r} needs its address: url:http://HOST:PORT")
-        return Method(text, None, None, URL, address)
-    if head == TRANSFORMERS:
-        return _transformers(text, variant, draft, named_length)
+        return Method(text, None, None, address)
     if body in (PLAIN, "none"):
         if named_length is not None:
             raise ConfigError(f"method {text!r}: plain decoding drafts nothing; leave out the @")
@@ -77,37 +56,14 @@ def parse_method(text: str, draft: str | None, length: Length = "auto") -> Metho
             raise ConfigError(f"method {text!r}: no draft is named; add --draft, or name it here")
         body = draft
     elif not (
-        head in DRAFTERS
-        or body.startswith(_BUILT_IN)
-        or "/" in body
-        or Path(body).expanduser().is_dir()
+        body.partition(":")[0] in DRAFTERS or "/" in body or Path(body).expanduser().is_dir()
     ):
-        raise _unknown(text)
+        kinds = ", ".join(sorted(set(DRAFTERS) - {"none"}))
+        raise ConfigError(
+            f"there is no method {text!r}; there are {PLAIN}, {DRAFT} (what --draft names), "
+            f"url:http://HOST:PORT, {kinds}, or a draft model's folder"
+        )
     return Method(text, body, length if named_length is None else named_length)
-
-
-def _transformers(text: str, variant: str, draft: str | None, length: Length | None) -> Method:
-    if variant == "" and length is None:
-        return Method(TRANSFORMERS, None, None, "plain")
-    if variant not in _VARIANTS:
-        raise _unknown(text)
-    if length == "auto":
-        raise ConfigError(f"method {text!r}: transformers has no automatic length; give a number")
-    if variant == "lookup":
-        return Method(text, None, length, variant)
-    spec = parse_draft(draft)
-    if not isinstance(spec, DraftModel):
-        raise ConfigError(f"method {text!r} needs a draft model; name one with --draft FOLDER")
-    return Method(text, spec.path, length, variant)
-
-
-def _unknown(text: str) -> ConfigError:
-    kinds = ", ".join(sorted(set(DRAFTERS) - {"none"}))
-    theirs = ", ".join([TRANSFORMERS, *(f"{TRANSFORMERS}:{name}" for name in _VARIANTS)])
-    return ConfigError(
-        f"there is no method {text!r}; there are {PLAIN}, {DRAFT} (what --draft names), {theirs}, "
-        f"url:http://HOST:PORT, {kinds}, or a draft model's folder"
-    )
 
 
 def parse_methods(
@@ -145,8 +101,6 @@ def _split(text: str) -> tuple[str, Length | None]:
     body, at, tail = text.rpartition("@")
     if not at or not (tail == "auto" or tail.lstrip("-").isdecimal()):
         return text, None
-    if tail == "auto":
-        return body, "auto"
-    if not 1 <= int(tail) <= _LONGEST:
+    if tail != "auto" and not 1 <= int(tail) <= _LONGEST:
         raise ConfigError(f"method {text!r}: draft lengths go from 1 to {_LONGEST}, or auto")
-    return body, int(tail)
+    return body, "auto" if tail == "auto" else int(tail)

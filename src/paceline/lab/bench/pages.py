@@ -27,8 +27,8 @@ from paceline.lab.report.columns import (
 from paceline.lab.report.document import Figure, Report, Table, Text
 
 _NOTE = (
-    "Medians over rounds, ± half of the range from the lowest to the highest. Speedup is over the "
-    "best plain decoding in the same rounds; 95 %: how far other such prompts may move it "
+    "Medians over rounds, ± half of the range from the lowest to the highest. Speedup is over our "
+    "plain decoding in the same rounds; 95 %: how far other such prompts may move it "
     "(bootstrap over prompts). Tokens a step: the target's own token included."
 )
 _LATENCY = (
@@ -37,7 +37,7 @@ _LATENCY = (
 )
 _CLIENTS = (
     " Of several clients each sends its next request when one is answered; prompts are repeated to "
-    "occupy all of them, which flatters drafters that remember. transformers runs at 1 only."
+    "occupy all of them, which flatters drafters that remember."
 )
 _SUITE = (
     "Speedup: mean over the questions of tokens a second, by that of our own plain decoding; "
@@ -52,15 +52,10 @@ _STEPS = (
     "Mean over steps in which nobody reads a prompt. target: its forward; verify: distributions, "
     "rule, transfer; other: scheduling, batching and bookkeeping in Python."
 )
-_PREDICTED = (
-    "Speedups over our own plain decoding. predicted: from acceptance by position, and from "
-    "forwards of target and drafter measured alone; decoding: measured, without the steps that "
-    "read prompts; measured: whole runs."
-)
 _TEXTS = (
     "Texts beside plain decoding's, of requests that were asked alike. Near tie: where they part, "
     "the two tokens' scores are within the rounding of the dtype. A different text of ours is a "
-    "bug; transformers computes in another order and may differ by more."
+    "bug; other engines compute in another order and may differ by more."
 )
 _UNEQUAL = (
     "Other engines get the prompts as the target's template renders them, and are asked for as "
@@ -98,14 +93,6 @@ _PHASES = (
     Column("", "step ms", "step", milliseconds),
     Column("", "Python", "python", share),
 )
-_PREDICTION = (
-    *(Column("", n, n, times) for n in ("predicted", "decoding", "measured")),
-    Column("", "pred./meas.", "predicted_by_measured", number),
-    Column("", "step ms predicted", "step", milliseconds),
-    Column("", "step ms measured", "measured_step", milliseconds),
-)
-
-
 _SWEPT = (
     Column("", "clients", "concurrency"),
     Column("", "temperature", "temperature", "{:g}".format),
@@ -130,7 +117,6 @@ def report_of(result: BenchResult) -> Report:
         pages.speeds()
         pages.acceptance()
         pages.steps()
-    pages.predictions()
     pages.texts()
     if result.perplexities:
         lines = [Text(perplexity.line) for perplexity in result.perplexities]
@@ -247,7 +233,7 @@ class _Pages:
         self.report.add("Methods", table_of(self.totals, columns, note), latencies, *figures)
 
     def accepted(self, row: Row) -> str | None:
-        drafting = {method.name for method in self.result.methods if method.speculates}
+        drafting = {method.name for method in self.result.methods if method.draft}
         if row.drafts.acceptance_rate is not None:
             return share(row.drafts.acceptance_rate)
         return NONE_TRIED if row.drafts.drafted == 0 and row.method in drafting else None
@@ -315,12 +301,6 @@ class _Pages:
         if rows:
             table = table_of(rows, [*self.swept(rows), *_PHASES], _STEPS)
             self.report.add("Time per step", table)
-
-    def predictions(self) -> None:
-        items = self.result.predictions
-        if items:
-            table = table_of(items, [*self.swept(items), *_PREDICTION], _PREDICTED)
-            self.report.add("Predicted against measured speedup", table)
 
     def texts(self) -> None:
         result, counts = self.result, self.result.texts.counts

@@ -11,7 +11,6 @@ from typing import Any
 
 from paceline.lab.bench.figures import Row, idle, rows
 from paceline.lab.bench.methods import PLAIN, Length, Method
-from paceline.lab.bench.predict import Prediction
 from paceline.lab.bench.runner import CategoryPrompts, Sweep
 from paceline.lab.bench.runs import Ask, HeatRecord
 from paceline.lab.bench.suites import Suite
@@ -121,7 +120,6 @@ class BenchResult:
     idle: dict[str, str]
     suite: Suite | None = None
     cut: int = 0  # conversations whose later turns found no room in the context
-    predictions: Sequence[Prediction] = ()
     left_out: Sequence[str] = ()
     price: float | None = None
     interrupted: bool = False
@@ -140,17 +138,15 @@ class BenchResult:
         **more: Any,
     ) -> BenchResult:
         """From what was measured; ``more`` are other fields."""
-        ours = [m.name for m in methods if m.variant is None and not settings["lossy"]]
-        plains = {m.name for m in methods if not m.speculates and m.url is None}
+        ours = [m.name for m in methods if m.url is None and not settings["lossy"]]
         return cls(
             model=settings["model"],
             machine=machine_of(llm),
             settings=settings,
             methods=methods,
-            # The public tables are by our own plain decoding.
-            rows=rows(record, plains if suite is None else {PLAIN}),
+            rows=rows(record),
             texts=compare(record, judge_of(llm), ours),
-            idle=idle(record, {method.name for method in methods if method.speculates}),
+            idle=idle(record, {method.name for method in methods if method.draft}),
             suite=suite,
             cut=sum(run.cut for heat in record.heats for run in heat.outcomes.values()),
             **more,
@@ -166,7 +162,6 @@ class BenchResult:
             "settings": self.settings,
             "methods": [asdict(method) for method in self.methods],
             "figures": [row.record(self.price) for row in self.rows],
-            "predicted": [prediction.record() for prediction in self.predictions],
             "texts": {
                 "counts": self.texts.counts,
                 "partings": [parting.record() for parting in self.texts.partings],
@@ -196,7 +191,7 @@ class BenchResult:
         return [
             method.name
             for method in self.methods
-            if method.variant is None and self.texts.different(method.name)
+            if method.url is None and self.texts.different(method.name)
         ]
 
     def complaints(self, allow_idle: bool = False) -> list[str]:

@@ -91,11 +91,6 @@ def in_turn(items: Iterable[Element], key: Callable[[Element], object]) -> list[
     return [item for row in zip_longest(*kinds.values()) for item in row if item is not None]
 
 
-def entered(methods: Sequence[Method], concurrency: int) -> list[Method]:
-    """transformers answers one request at a time."""
-    return [method for method in methods if concurrency == 1 or not method.alone]
-
-
 CategoryPrompts = Sequence[tuple[str, Sequence[int]]]  # category and token ids
 
 
@@ -157,9 +152,7 @@ class Sweep:
 
     def runs(self, prompts: CategoryPrompts, methods: Sequence[Method]) -> int:
         """How many timed runs that makes."""
-        return self.rounds * sum(
-            len(self.jobs(prompts, n)) * len(entered(methods, n)) for n in self.concurrencies
-        )
+        return self.rounds * self.wanted(prompts) * len(methods)
 
     def run(
         self,
@@ -168,20 +161,18 @@ class Sweep:
         start: Callable[[Method, int], BenchEngine],
         record: HeatRecord,
         advance: OnProgress = lambda what: None,
-        finished: Callable[[int, Sequence[BenchEngine]], None] = lambda clients, engines: None,
         budget: Budget | None = None,
         answer: OnJob = one_run,
     ) -> None:
         """Measure into ``record``. ``start(method, clients)`` makes an engine; those of one
-        concurrency live at the same time, and ``finished`` gets them when it is done. Every
-        concurrency has the same share of the budget. Raises what ``start`` raises; Ctrl-C passes
-        through."""
+        concurrency live at the same time. Every concurrency has the same share of the budget.
+        Raises what ``start`` raises; Ctrl-C passes through."""
         budget = budget or Budget()
         record.rounds = max(record.rounds, self.rounds)
         for index, concurrency in enumerate(self.concurrencies):
             share = budget.part(1 / (len(self.concurrencies) - index))
             engines = []
-            for method in entered(methods, concurrency):
+            for method in methods:
                 advance(f"loading {method.name}")
                 engines.append(start(method, concurrency))
             todo = self.jobs(prompts, concurrency, hurried=share.seconds is not None)
@@ -190,4 +181,3 @@ class Sweep:
             if share.seconds is not None:
                 share.reserve = _ENDING * share.left
             take_turns(todo, engines, record.rounds, record, advance, share, answer)
-            finished(concurrency, engines)

@@ -38,8 +38,8 @@ class TimedAnswer:
 class TimedRun:
     """One timed run over some requests, answers in their order. Times in seconds.
 
-    ``steps`` counts target forwards that yielded tokens, per request. ``drafted`` (nodes) and
-    ``levels`` (depths of the trees) are None where an engine does not say. ``reached`` and
+    ``steps`` counts target forwards that yielded tokens, per request. ``drafted`` (nodes)
+    is None where an engine does not say. ``reached`` and
     ``accepted_at`` count drafts by position, as in CompletionStats. ``decoding`` sums the engine's
     steps in which nobody read a prompt. Of a conversation ``asks`` are its turns; ``cut``: later
     turns had no room in the context.
@@ -49,7 +49,6 @@ class TimedRun:
     seconds: float
     steps: int
     drafted: int | None = None
-    levels: int | None = None
     accepted: int = 0
     reached: Sequence[int] = ()
     accepted_at: Sequence[int] = ()
@@ -85,7 +84,7 @@ def merged(runs: Sequence[TimedRun]) -> TimedRun:
         counts = [getattr(run, name) for run in runs]
         return None if None in counts else sum(counts)
 
-    counted = ("seconds", "steps", "drafted", "levels", "accepted")
+    counted = ("seconds", "steps", "drafted", "accepted")
     return TimedRun(
         answers=[answer for run in runs for answer in run.answers],
         reached=column_sums(run.reached for run in runs),

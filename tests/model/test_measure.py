@@ -1,0 +1,27 @@
+"""Forwards measured outside decoding."""
+
+from __future__ import annotations
+
+import pytest
+
+from paceline import LLM
+from paceline.model.measure import measure_target
+
+
+@pytest.fixture(scope="module")
+def llm() -> LLM:
+    return LLM("paceline/tiny", draft="none", max_batch_size=2)
+
+
+def test_measuring_forwards_leaves_no_trace(llm: LLM) -> None:
+    cache = llm.engine.cache
+    before = cache.pool.available
+    costs = measure_target(llm.target, cache, {1: (1,), 2: (1, 3, 4)})
+    assert costs.batches == (1, 2)
+    assert costs(1, 1) > 0 and 0 < costs(2, 1) <= costs(2, 4)
+    assert cache.pool.available == before and not llm.engine.has_work
+
+
+def test_chains_and_batches_beyond_the_cache_are_left_out(llm: LLM) -> None:
+    costs = measure_target(llm.target, llm.engine.cache, {1: (1, 10**6), 10**6: (1,)})
+    assert costs.batches == (1,) and costs.curves[0].tokens == (1,)
