@@ -81,6 +81,17 @@ def test_where_start_up_was_wrong_by_two(
     assert min(found) > 0.94 and statistics.mean(found) > 0.96
 
 
+@pytest.mark.parametrize(("batch", "cheap"), [(8, 2), (8, 4), (16, 2), (16, 4)])
+@pytest.mark.parametrize("truth", ["a head", "rows are dear", "half the target"])
+def test_start_up_alone_is_not_believed_for_several(truth: str, batch: int, cheap: int) -> None:
+    """Rows and passes look so many times too cheap: first requests lost up to 18 % to drafts."""
+    wrong = (1.0, 1 / cheap, 1 / cheap)
+    for rate in ("fair", "of all kinds"):
+        machines = [Batches(TRUTHS[truth], RATES[rate], batch, wrong=wrong, seed=n) for n in (0, 1)]
+        first = statistics.mean(machine.wave(96).ratio for machine in machines)
+        assert first > (0.98 if cheap == 2 else 0.96), rate
+
+
 @pytest.mark.parametrize("rate", RATES)
 def test_where_the_load_jumps(rate: str) -> None:
     machine = Batches(Truth(), RATES[rate], 16, seed=1)

@@ -123,6 +123,10 @@ class AdaptiveController(Controller):
         """Who may draft for it."""
         return self.members.get(seq.params.drafter or self._default, ())
 
+    def _models(self, seq: SequenceState) -> list[Hashable]:
+        """Those of them that are no lookups."""
+        return [name for name in self._members(seq) if name not in self._lookups.drafters]
+
     def _may(self, seq: SequenceState, name: Hashable) -> bool:
         return seq.params.may_draft and name in self._members(seq)
 
@@ -130,9 +134,9 @@ class AdaptiveController(Controller):
         self, ids: list[int], seqs: Sequence[SequenceState], offers: Mapping[int, Offers]
     ) -> None:
         batch, same = len(seqs), ids == self._ids
-        self._measures = self.cost.wants_plain(batch)
+        self._measures, self._explores = self.cost.wants_plain(batch), False
         self._fixed = any(seq.params.draft_length is not None for seq in seqs)
-        names = {n for seq in seqs for n in self._members(seq) if n not in self._lookups.drafters}
+        names = {name for seq in seqs for name in self._models(seq)}
         may = {name for name in names if self.cost.may_pay(name, batch)}
         self._choices = [Decision(0, None, NOT_ASKED)] * batch
         none = self.cost.none(batch)
@@ -172,8 +176,7 @@ class AdaptiveController(Controller):
             speedup = draft.gain / draft.seconds * none.seconds
             reason = "exploration" if self._explores else ""
             return Decision(draft.length, draft.name, reason, speedup)
-        names = self._members(seq)
-        draftable = offers.get(seq.seq_id) or any(n not in self._lookups.drafters for n in names)
+        draftable = offers.get(seq.seq_id) or self._models(seq)
         reason = MEASURING if self._measures else NOT_WORTH_IT if draftable else NOTHING_FOUND
         return Decision(0, None, reason)
 
@@ -255,49 +258,73 @@ class AdaptiveController(Controller):
     def _select(
         self, batch: int, options: Sequence[list[DraftOption]], seqs: Sequence[SequenceState]
     ) -> list[DraftOption]:
-        """The options with the most goodput; where that is no draft, perhaps one to learn from."""
-        best = [ways[0] for ways in options]
-        if any(len(ways) > 1 for ways in options):
-            best = choose(self.cost, batch, options, self._fair)
-        self._explores = False
-        if self._measures or self.budget.seconds <= 0 or any(draft.length for draft in best):
+        """The options with the most goodput, or drafts to learn from.
+
+        Start-up measures one sequence best. Drafts for several are at most twice as long as the
+        longest that were seen at such a concurrency, and the first ones are exploration.
+        """
+        best = choose(self.cost, batch, options, self._fair)
+        names = dict.fromkeys(draft.name for draft in best if draft.length)
+        seen = {name: self.cost.longest_seen(name, batch) for name in self.cost.drafters}
+        unseen = [name for name in names if not seen[name]] if batch > 1 else []
+        if batch > 1 and any(d.length > 2 * seen[d.name] for d in best if d.length):
+            shorter = [
+                [d for d in ways if not d.length or d.length <= 2 * seen[d.name]]
+                for ways in options
+            ]
+            best = choose(self.cost, batch, shorter, self._fair)
+        if self.budget.seconds <= 0:
             return best
-        for name in dict.fromkeys(name for seq in seqs for name in self._members(seq)):
-            if name not in self._lookups.drafters:
-                drafts = self._exploration(name, batch, best, seqs)
-                self._explores = any(draft.length for draft in drafts)
-                if self._explores:
-                    return drafts
+        explored = unseen
+        if not names:
+            explored = list(dict.fromkeys(name for seq in seqs for name in self._models(seq)))
+        for name in explored:
+            if drafts := self._exploration(name, batch, options, seqs, name in unseen):
+                self._explores = True
+                return drafts
         return best
 
     def _exploration(
-        self, name: Hashable, batch: int, none: list[DraftOption], seqs: Sequence[SequenceState]
+        self,
+        name: Hashable,
+        batch: int,
+        options: Sequence[list[DraftOption]],
+        seqs: Sequence[SequenceState],
+        expected: bool,
     ) -> list[DraftOption]:
         """Drafts to learn from, if the budget pays for them should none of them be right: one level
-        for each of the drafter's sequences, which tells most about its costs, or for the one that
-        has least to be read."""
+        for each of the drafter's sequences that have nothing to be read first, or for the one
+        that has least. Empty if it does not, and
+        where not even drafts that are always right would pay. Reading is paid for by the budget
+        unless the drafter is ``expected`` to pay."""
         plain, table = self.cost.rest(batch), self.cost.table(name, batch)
         pays = any((1 + n) * table[0] > 1.02 * table[n] for n in range(1, len(table)))
         if not pays and self.cost.draft_seen(name, batch) >= _PRICED:
-            return none  # even a draft that is always right would not pay
-
-        def affordable(drafts: list[DraftOption]) -> bool:
-            expense = self.cost.step(batch, drafts) - plain + sum(d.first for d in drafts)
-            return expense <= self.budget.seconds
-
+            return []
+        budget = self.budget.seconds
         nodes = self.cost.fill[name] * self.cost.drafters[name].nodes[1]
-        if not affordable([DraftOption(name, 1, nodes, 1.0, table[1])]):
-            return none
-        drafts = list(none)
-        for index, seq in enumerate(seqs):
-            if name in self._members(seq) and seq.remaining > 1:
-                (drafts[index],) = self.drafts(seq, name, batch, lengths=(1,))
-        asked = [index for index, draft in enumerate(drafts) if draft.length]
-        if affordable(drafts) or not asked:
-            return drafts
-        least = min(asked, key=lambda index: drafts[index].first)
-        drafts = [*none[:least], drafts[least], *none[least + 1 :]]
-        return drafts if affordable(drafts) else none
+        if self.cost.step(batch, [DraftOption(name, 1, nodes, 1.0, table[1])]) - plain > budget:
+            return []
+        drafts: dict[int, DraftOption] = {}
+        for index, (seq, ways) in enumerate(zip(seqs, options, strict=True)):
+            first = next((draft for draft in ways if draft.name == name), None)
+            if first is None and name in self._models(seq) and seq.remaining > 1:
+                (first,) = self.drafts(seq, name, batch, lengths=(1,))
+            if first is not None:
+                drafts[index] = first
+        if not drafts:
+            return []
+        least = min(drafts, key=lambda index: drafts[index].first)
+        first = drafts[least].first
+        if first:
+            drafts = {least: drafts[least]}
+        else:
+            drafts = {index: draft for index, draft in drafts.items() if not draft.first}
+        expense = self.cost.step(batch, drafts.values()) - plain + first
+        # A long prompt may take more than is ever saved.
+        if (min(expense, self.budget.MOST * plain) if expected else expense) > budget:
+            return []
+        return [drafts.get(index, ways[0]) for index, ways in enumerate(options)]
 
     # -- learning ----------------------------------------------------------------------------------
 
@@ -317,7 +344,7 @@ class AdaptiveController(Controller):
             step = _Step(self._made, self._explores, self._fixed, commits, seconds, drafting)
             self._seen.append(step)
             return
-        self.budget.earn(seconds, self.cost.rest(batch))
+        self.budget.earn(seconds, self.cost.rest(batch), batch)
         due = self._step % 4 == 0 or self._measures
         if due and not self._fixed and all(commit.scheduled == 1 for commit in commits):
             self.cost.learn_plain(batch, seconds, batch == 1 and self._since_passes < _WARM)
@@ -332,7 +359,7 @@ class AdaptiveController(Controller):
         tried = [commit for commit in commits if commit.drafted and commit.seq_id in step.made]
         unread = sum(self._learn(commit, step.made[commit.seq_id]) for commit in tried)
         plain = cost.rest(batch)
-        self.budget.earn(step.seconds, plain)
+        self.budget.earn(step.seconds, plain, batch)
         if step.fixed or not all(commit.scheduled == 1 and commit.tokens for commit in commits):
             return  # a step that prefills is no measure
         levels: dict[Hashable, list[int]] = {}
@@ -341,6 +368,8 @@ class AdaptiveController(Controller):
                 ended = cost.drafters[draft.name].ends_early
                 length = min(draft.length, commit.levels) if ended else draft.length
                 levels.setdefault(draft.name, []).append(length)
+        for name, lengths in levels.items():
+            cost.see(name, batch, max(lengths))
         passes = {name: cost.passes(name, lengths) for name, lengths in levels.items()}
         nodes = sum(commit.drafted for commit in commits) / batch
         foreseen = cost.drafting(batch, passes)

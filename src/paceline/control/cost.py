@@ -65,6 +65,7 @@ class CostModel:
         self._tables: dict[tuple[Hashable, int], list[float]] = {}
         # Whether drafts might pay, and the drafts that were known then.
         self._pays: dict[tuple[Hashable, int, Hashable], tuple[float, bool]] = {}
+        self._longest: dict[tuple[Hashable, int], int] = {}  # draft seen, by drafter and group
         self._learnt = 0
         self._since_plain = _LONG_AGO  # steps since one without drafts
         for name, costs in (drafters or {}).items():
@@ -149,6 +150,11 @@ class CostModel:
         """Steps with drafts of one level that were learnt from, at such a concurrency."""
         nodes = self.fill[name] * self.drafters[name].nodes[1]
         return self._rest.seen(group_of(batch), cell_of(nodes))
+
+    def longest_seen(self, name: Hashable, batch: int) -> int:
+        """Levels of the longest draft that was seen at such a concurrency or a larger one."""
+        group, seen = group_of(batch), self._longest.items()
+        return max((n for (of, at), n in seen if of == name and at >= group), default=0)
 
     def wants_plain(self, batch: int) -> bool:
         """Whether a plain step is needed to tell drafting from the rest: the first at a new
@@ -253,13 +259,14 @@ class CostModel:
         the whole is known. ``passes``: who drafted, and seconds of these passes as measured alone.
         """
         self._since_plain += 1
+        group = group_of(batch)
         if drafting is None:
             # Where plain steps say what the rest takes, drafting answers for what is left. Else
             # both are as wrong as the whole.
             rest, foreseen = self.rest(batch, nodes), self.drafting(batch, passes)
             whole = seconds * foreseen / (rest + foreseen)
             drafting = max(seconds - rest, 0.0) if self._since_plain < _LATELY else whole
-        group, drafted = group_of(batch), [name for name, alone in passes.items() if alone]
+        drafted = [name for name, alone in passes.items() if alone]
         rest = seconds - drafting if drafted else seconds
         self._rest.observe(group, cell_of(nodes), rest / self.verify(batch, nodes))
         if len(drafted) == 1:
@@ -273,6 +280,10 @@ class CostModel:
             unit = self.drafters[name].seconds(batch)
             self._passes[name, group].observe(passes[name], unit, drafting / slow)
         self._age()
+
+    def see(self, name: Hashable, batch: int, length: int) -> None:
+        key = name, group_of(batch)
+        self._longest[key] = max(length, self._longest.get(key, 0))
 
     def _age(self) -> None:
         self._learnt += 1

@@ -7,17 +7,17 @@ class ExplorationBudget:
     """Seconds that drafts may lose which are made to learn. It bounds nothing else."""
 
     SHARE = 0.0075  # of the time of all steps
-    MOST = 8.0  # plain steps that are kept; the first step of all earns one
+    MOST = 8.0  # plain steps that are kept; the first step of a lone request earns one
     _SLOWEST = 1.0  # seconds after which it is never below zero any more
 
     def __init__(self) -> None:
         self.seconds = 0.0
         self._started = False
 
-    def earn(self, seconds: float, plain: float) -> None:
-        """A step, of any kind, took so long; a plain one takes ``plain``."""
-        start = 0.0 if self._started else plain
-        self._started = True
+    def earn(self, seconds: float, plain: float, batch: int = 1) -> None:
+        """A step of ``batch`` sequences, of any kind, took so long; a plain one takes ``plain``."""
+        start = plain if batch == 1 and not self._started else 0.0
+        self._started = self._started or batch == 1
         self.seconds = min(self.seconds + self.SHARE * seconds + start, self.MOST * plain)
 
     def spend(self, seconds: float) -> None:
