@@ -32,8 +32,15 @@ def lengths(known: CostModel, rates: list[float], reading: float = 0.0) -> list[
 def options(known: CostModel, rates: list[float], reading: float = 0.0) -> list[list[DraftOption]]:
     """Of sequences with such acceptance, that must first read for so long, with one token to go."""
     gains = [expected_tokens([rate] * 4) for rate in rates]
-    none, batch = known.none(len(rates)), len(rates)
-    return [[none, *known.drafts("model", batch, own, reading)] for own in gains]
+    none, *table = known.table("model", len(rates))
+    return [
+        [DraftOption(None, 0, 0.0, 1.0, none)]
+        + [
+            DraftOption("model", n, n, own[n], part + reading * own[n], reading * own[n], reading)
+            for n, part in enumerate(table, 1)
+        ]
+        for own in gains
+    ]
 
 
 def mean_time(known: CostModel, drafts: Sequence[DraftOption]) -> float:

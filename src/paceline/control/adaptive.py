@@ -1,17 +1,18 @@
 """What is expected to pay is drafted; what is not known is explored within a budget.
 
-Every option of a step (no draft; a drafter and a draft length) has an expected goodput: tokens by
-seconds. Tokens follow from acceptance (acceptance.py), seconds from prices (cost.py); both begin
-with a prior and learn from every step. The option with the most goodput is taken (choice.py), also
-in the first step of a fresh process. Drafts that are made only to learn are paid for by a budget
-(exploration.py). Lookups cost nothing to follow, so they are known without being used
-(following.py). Sources: HedgeSpec (arXiv 2510.20064), TapOut (2511.02017), BanditSpec (2505.15141).
+Every option of a step (no draft; a drafter and a draft length) has an expected goodput: tokens
+(acceptance.py) by seconds (cost.py). The best is taken (choice.py), from a process's first step on.
+Drafts that are made only to learn are paid for by a budget (exploration.py). Lookups cost nothing
+to follow, so they are known without being used (following.py).
+Sources: HedgeSpec (arXiv 2510.20064), TapOut (2511.02017), BanditSpec (2505.15141).
 """
 
 from __future__ import annotations
 
 from collections.abc import Hashable, Mapping, Sequence
 from typing import NamedTuple
+
+from numpy import interp
 
 from paceline.control.acceptance import GOES_ON, expected_tokens, kind_of, levels_tried
 from paceline.control.choice import choose
@@ -35,8 +36,6 @@ _HOLD_PLAIN = 8  # where nothing is drafted, so that nothing is learnt
 _LEARN = 4  # steps that are learnt from at once
 _YOUNG = 64  # steps after which that begins
 _PRICED = 4  # drafts after which prices are believed by which a drafter cannot pay
-_IN_VAIN = 8  # steps without anything found that might pay, from which lookups are asked
-_RARELY = 4  # only in one of so many steps
 _HORIZON = 256  # tokens at most over which reading a prompt is written off
 _UNREAD = 8  # unread tokens that cost next to nothing
 _MARGIN = 1.02  # by which a drafter must beat those before it: no changing about for noise
@@ -77,10 +76,9 @@ class AdaptiveController(Controller):
         self.members = dict(members or {str(name): (name,) for name in cost.drafters})
         self._default = default or next(iter(self.members), "")
         self._fair = fair
-        self._lookups = LookupFollower(lookups or {}, cost.acceptance)
+        self._lookups = LookupFollower(lookups or {}, cost)
         self._step = 0
         self._until, self._hold = 0, 1  # the step of the next decision; steps that the last holds
-        self._in_vain = 0  # steps since a lookup found anything that might pay
         self._ids: list[int] = []
         self._choices: list[Decision] = []
         self._made: dict[int, DraftOption] = {}  # by sequence: what was decided on
@@ -94,30 +92,12 @@ class AdaptiveController(Controller):
     def lengths(self, seqs: Sequence[SequenceState]) -> Sequence[Decision]:
         self._step += 1
         ids = [seq.seq_id for seq in seqs]
-        offers = self._offers(seqs, ids == self._ids)
+        offers = self._lookups.worthwhile(seqs, self._may, self._step, ids == self._ids)
         if offers or self._step >= self._until or ids != self._ids:
             if self._explores or len(self._seen) >= (_LEARN if self._step > _YOUNG else 1):
                 self._learn_all()
             self._decide(ids, seqs, offers)
         return self._choices
-
-    def _offers(self, seqs: Sequence[SequenceState], same: bool) -> dict[int, Offers]:
-        """What lookups found that might pay. Where nothing did for some steps, they are asked less
-        often; many sequences, where nothing of it was drafted: asking takes time for each."""
-        batch = len(seqs)
-        self._in_vain = self._in_vain + 1 if same or batch > 1 else 0
-        rarely = self._in_vain > _IN_VAIN and self._step % max(_RARELY, batch // 2)
-        if rarely or not self._lookups.drafters:
-            return {}
-        worth: dict[int, Offers] = {}
-        for seq_id, offers in self._lookups.lookup(seqs, self._may).items():
-            kinds = {name: kind_of(offer.confidence) for name, offer in offers.items()}
-            pay = {n: o for n, o in offers.items() if self.cost.may_pay(n, batch, kinds[n])}
-            if pay:
-                worth[seq_id] = pay
-        if worth and batch == 1:
-            self._in_vain = 0
-        return worth
 
     def _members(self, seq: SequenceState) -> Sequence[Hashable]:
         """Who may draft for it."""
@@ -139,7 +119,7 @@ class AdaptiveController(Controller):
         names = {name for seq in seqs for name in self._models(seq)}
         may = {name for name in names if self.cost.may_pay(name, batch)}
         self._choices = [Decision(0, None, NOT_ASKED)] * batch
-        none = self.cost.none(batch)
+        none = DraftOption(None, 0, 0.0, 1.0, self.cost.rest(batch) / batch)
         undecided: list[int] = []
         options: list[list[DraftOption]] = []
         for index, seq in enumerate(seqs):
@@ -155,28 +135,22 @@ class AdaptiveController(Controller):
         if options and not self._measures:
             chosen = self._select(batch, options, [seqs[index] for index in undecided])
         for index, draft in zip(undecided, chosen, strict=True):
-            self._choices[index] = self._decision(draft, none, offers, seqs[index])
+            draftable = ids[index] in offers or bool(self._models(seqs[index]))
+            self._choices[index] = self._decision(draft, none, draftable)
         self._made = {ids[i]: d for i, d in zip(undecided, chosen, strict=True) if d.length}
         if any(draft.name in self._lookups.drafters for draft in self._made.values()):
-            self._in_vain = 0
+            self._lookups.in_vain = 0
         self._hold = self._holds(same)
         self._until, self._ids = self._step + self._hold, ids
 
     def _runs_model(self, draft: DraftOption) -> bool:
         return not self.cost.drafters[draft.name].costless
 
-    def _decision(
-        self,
-        draft: DraftOption,
-        none: DraftOption,
-        offers: Mapping[int, Offers],
-        seq: SequenceState,
-    ) -> Decision:
+    def _decision(self, draft: DraftOption, none: DraftOption, draftable: bool) -> Decision:
         if draft.length:
             speedup = draft.gain / draft.seconds * none.seconds
             reason = "exploration" if self._explores else ""
             return Decision(draft.length, draft.name, reason, speedup)
-        draftable = offers.get(seq.seq_id) or self._models(seq)
         reason = MEASURING if self._measures else NOT_WORTH_IT if draftable else NOTHING_FOUND
         return Decision(0, None, reason)
 
@@ -191,28 +165,23 @@ class AdaptiveController(Controller):
     def _options(
         self, seq: SequenceState, batch: int, offers: Offers, may: set[Hashable]
     ) -> list[DraftOption]:
-        """Drafts of every length of lookups that found something and of models that may pay."""
+        """Drafts of every length of models that ``may`` draft, and what lookups found, cut at some
+        lengths."""
         options: list[DraftOption] = []
         for index, name in enumerate(self._members(seq)):
             if name in may:
                 drafts = self.drafts(seq, name, batch)
             elif name in offers:
-                drafts = self._lookup_options(seq, name, batch, offers)
+                nodes, kind = offers[name].nodes, kind_of(offers[name].confidence)
+                most = min(len(nodes) - 1, self.cost.drafters[name].longest)
+                lengths = [*(n for n in _LENGTHS if n < most), most]
+                drafts = self.drafts(seq, name, batch, kind, lengths)
+                drafts = [draft._replace(nodes=nodes[draft.length]) for draft in drafts]
             else:
                 continue
             margin = _MARGIN**index
-            options += [d._replace(seconds=d.seconds * margin) for d in drafts] if index else drafts
+            options += [draft._replace(seconds=draft.seconds * margin) for draft in drafts]
         return options
-
-    def _lookup_options(
-        self, seq: SequenceState, name: Hashable, batch: int, offers: Offers
-    ) -> list[DraftOption]:
-        """What a lookup has found, cut at some lengths."""
-        nodes = offers[name].nodes
-        most = min(len(nodes) - 1, self.cost.drafters[name].longest)
-        lengths = [*(n for n in _LENGTHS if n < most), most]
-        drafts = self.drafts(seq, name, batch, kind_of(offers[name].confidence), lengths)
-        return [draft._replace(nodes=nodes[draft.length]) for draft in drafts]
 
     def drafts(
         self,
@@ -222,29 +191,38 @@ class AdaptiveController(Controller):
         kind: Hashable = None,
         lengths: Sequence[int] | None = None,
     ) -> list[DraftOption]:
-        """What a drafter may draft for a sequence; acceptance is learnt by ``kind``."""
-        left, costs = max(seq.remaining, 1), self.cost.drafters[name]
-        rates = self.cost.acceptance.rates(seq.seq_id, name, kind)
-        gains = expected_tokens(rates[: max(lengths) if lengths else costs.longest])
-        if left < len(gains):  # what comes after the last token is no gain
-            gains = [min(gain, left) for gain in gains]
+        """What a drafter may draft for a sequence, of all lengths from 1 on by default; acceptance
+        is learnt by ``kind``. Reading that must come first is written off over the tokens to come.
+        """
+        cost, costs, left = self.cost, self.cost.drafters[name], max(seq.remaining, 1)
+        lengths = lengths or range(1, 1 + costs.longest)
+        expected = expected_tokens(cost.acceptance.rates(seq.seq_id, name, kind)[: lengths[-1]])
+        gains = [min(gain, left) for gain in expected]  # what comes after the last token is no gain
         unread = len(seq.tokens) - 1 - self._tokens_read(seq)[name] if costs.reads else 0
-        first = unread * self.cost.reading(name) if unread > _UNREAD else 0.0
+        first = unread * cost.reading(name) if unread > _UNREAD else 0.0
         if not costs.costless:
             first += self._aftermath(batch) / batch
-        reached = None
+        seconds: Sequence[float] = cost.table(name, batch)
+        nodes: Sequence[float] = costs.nodes
         if costs.ends_early:
-            more = self.cost.acceptance.everyone(name, GOES_ON).rates()
+            more = cost.acceptance.everyone(name, GOES_ON).rates()
             reached = [levels - 1 for levels in expected_tokens(more[: costs.longest])]
-        return self.cost.drafts(name, batch, gains, first, min(left, _HORIZON), lengths, reached)
+            seconds, nodes = (interp(reached, range(len(v)), v).tolist() for v in (seconds, nodes))
+        now = cost.rest(batch) / (batch * seconds[0])  # the table is some steps old
+        fill, tokens = cost.fill[name], min(left, _HORIZON)
+        options: list[DraftOption] = []
+        for n in lengths:
+            reading = first * gains[n] / tokens
+            part = now * seconds[n] + reading
+            options.append(DraftOption(name, n, fill * nodes[n], gains[n], part, reading, first))
+        return options
 
     def _tokens_read(self, seq: SequenceState) -> dict[Hashable, int]:
         """By each drafter that must read a text before it drafts. One that follows the prefill has
         seen what a sequence came with."""
         if seq.seq_id not in self._read:
-            drafters = self.cost.drafters.items()
-            known = {n: len(seq.tokens) if c.follows else 0 for n, c in drafters if c.reads}
-            self._read[seq.seq_id] = known
+            known = {n: costs.follows for n, costs in self.cost.drafters.items() if costs.reads}
+            self._read[seq.seq_id] = {n: len(seq.tokens) * follows for n, follows in known.items()}
         return self._read[seq.seq_id]
 
     def _aftermath(self, batch: int) -> float:
@@ -301,10 +279,6 @@ class AdaptiveController(Controller):
         pays = any((1 + n) * table[0] > 1.02 * table[n] for n in range(1, len(table)))
         if not pays and self.cost.draft_seen(name, batch) >= _PRICED:
             return []
-        budget = self.budget.seconds
-        nodes = self.cost.fill[name] * self.cost.drafters[name].nodes[1]
-        if self.cost.step(batch, [DraftOption(name, 1, nodes, 1.0, table[1])]) - plain > budget:
-            return []
         drafts: dict[int, DraftOption] = {}
         for index, (seq, ways) in enumerate(zip(seqs, options, strict=True)):
             first = next((draft for draft in ways if draft.name == name), None)
@@ -316,13 +290,10 @@ class AdaptiveController(Controller):
             return []
         least = min(drafts, key=lambda index: drafts[index].first)
         first = drafts[least].first
-        if first:
-            drafts = {least: drafts[least]}
-        else:
-            drafts = {index: draft for index, draft in drafts.items() if not draft.first}
+        drafts = {i: draft for i, draft in drafts.items() if i == least or not draft.first}
         expense = self.cost.step(batch, drafts.values()) - plain + first
         # A long prompt may take more than is ever saved.
-        if (min(expense, self.budget.MOST * plain) if expected else expense) > budget:
+        if (min(expense, self.budget.MOST * plain) if expected else expense) > self.budget.seconds:
             return []
         return [drafts.get(index, ways[0]) for index, ways in enumerate(options)]
 
@@ -350,9 +321,8 @@ class AdaptiveController(Controller):
             self.cost.learn_plain(batch, seconds, batch == 1 and self._since_passes < _WARM)
 
     def _learn_all(self) -> None:
-        seen, self._seen = self._seen, []
-        for step in seen:
-            self._learn_step(step)
+        while self._seen:
+            self._learn_step(self._seen.pop(0))
 
     def _learn_step(self, step: _Step) -> None:
         batch, cost, commits = len(step.commits), self.cost, step.commits

@@ -47,52 +47,48 @@ class Correction:
     """How many times longer a step takes than predicted, by group and cell."""
 
     def __init__(self) -> None:
-        self._drift = _Part(0.0, 0.1**2, _DRIFT)  # start-up has just measured
-        self._groups: dict[int, _Part] = {}
-        self._cells: dict[tuple[int, int], _Part] = {}
+        # By (), (group,) and (group, cell); start-up has just measured.
+        self._parts: dict[tuple[int, ...], _Part] = {(): _Part(0.0, 0.1**2, _DRIFT)}
         self._factors: dict[tuple[int, int], float] = {}
 
     def seen(self, group: int, cell: int) -> int:
         """Observations of a cell."""
-        return self._cells[group, cell].seen if (group, cell) in self._cells else 0
+        return self._parts[group, cell].seen if (group, cell) in self._parts else 0
 
     @property
     def drift(self) -> float:
         """How many times slower the whole machine is now."""
-        return exp(self._drift.value)
+        return exp(self._parts[()].value)
 
     def factor(self, group: int, cell: int) -> float:
         factor = self._factors.get((group, cell))
         if factor is None:
-            parts = self._drift, self._group(group), self._cell(group, cell)
-            factor = self._factors[group, cell] = exp(sum(part.value for part in parts))
+            keys: tuple[tuple[int, ...], ...] = (), (group,), (group, cell)
+            factor = self._factors[group, cell] = exp(sum(self._part(key).value for key in keys))
         return factor
 
-    def _group(self, group: int) -> _Part:
-        """A new group is thought like the nearest."""
-        if group in self._groups or not self._groups:
-            return self._groups.get(group) or _Part()
-        nearest = min(self._groups, key=lambda other: abs(other - group))
-        return _Part(self._groups[nearest].value, _NEARBY)
-
-    def _cell(self, group: int, cell: int) -> _Part:
-        """Cell 0 is what the others are compared with; a new one is thought like its neighbour."""
-        if not cell or (group, cell) in self._cells:
-            return self._cells.get((group, cell)) or _Part(variance=0.0, ageing=0.0)
-        if cell == COLD:
+    def _part(self, key: tuple[int, ...]) -> _Part:
+        """A new group or cell is thought like its nearest neighbour. Cell 0 is what the others are
+        compared with."""
+        if key in self._parts:
+            return self._parts[key]
+        if key[1:] == (0,):
+            return _Part(variance=0.0, ageing=0.0)
+        if key[1:] == (COLD,):
             return _Part(variance=_COLDER)
-        known = [other for of_group, other in self._cells if of_group == group and other > 0]
-        nearest = min(known, key=lambda other: abs(other - cell), default=None)
-        return _Part(self._cells[group, nearest].value if nearest else 0.0, _NEARBY)
+        alike = [k for k in self._parts if len(k) == len(key) and k[:-1] == key[:-1] and k[-1] > 0]
+        if not alike:
+            return _Part(variance=_NEARBY if key[1:] else _UNKNOWN)
+        nearest = min(alike, key=lambda other: abs(other[-1] - key[-1]))
+        return _Part(self._parts[nearest].value, _NEARBY)
 
     def observe(self, group: int, cell: int, ratio: float) -> None:
         """A step took ``ratio`` times what was predicted without any correction."""
-        of_group = self._groups.setdefault(group, self._group(group))
-        of_cell = self._cells.setdefault((group, cell), self._cell(group, cell))
-        parts = (self._drift, of_group, of_cell)
+        keys: tuple[tuple[int, ...], ...] = (), (group,), (group, cell)
+        parts = [self._parts.setdefault(key, self._part(key)) for key in keys]
         for part in parts:
             part.variance += part.ageing
-        bound = _HICCUP if of_group.seen or self._drift.seen else _FIRST
+        bound = _HICCUP if parts[0].seen or parts[1].seen else _FIRST
         surprise = log(max(ratio, 1e-6)) - sum(part.value for part in parts)
         surprise = min(max(surprise, -bound), bound)
         total = _NOISE + sum(part.variance for part in parts)

@@ -8,7 +8,7 @@ decodes; ``tune``, ``bench`` and ``doctor`` make a model of what they have measu
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Iterable, Mapping, Sequence
+from collections.abc import Hashable, Iterable, Mapping
 from functools import lru_cache
 from typing import NamedTuple
 
@@ -142,10 +142,6 @@ class CostModel:
         seconds, rows = self._reading[name]
         return seconds / rows
 
-    def plain_seen(self, batch: int, cold: bool = False) -> int:
-        """Plain steps that were learnt from at such a concurrency."""
-        return self._rest.seen(group_of(batch), COLD if cold else 0)
-
     def draft_seen(self, name: Hashable, batch: int) -> int:
         """Steps with drafts of one level that were learnt from, at such a concurrency."""
         nodes = self.fill[name] * self.drafters[name].nodes[1]
@@ -159,53 +155,18 @@ class CostModel:
     def wants_plain(self, batch: int) -> bool:
         """Whether a plain step is needed to tell drafting from the rest: the first at a new
         concurrency, soon some more, then one now and then."""
-        seen = self.plain_seen(batch) + self.plain_seen(batch, cold=True)
+        seen = sum(self._rest.seen(group_of(batch), cell) for cell in (0, COLD))
         return not seen or self._since_plain >= min(_LONG_AGO, 4 ** (seen + 1))
 
     def coldness(self, batch: int) -> float:
         """Seconds by which a plain step soon after a drafter's passes is longer than others."""
-        if not self.plain_seen(batch, cold=True):
-            return 0.0
         group = group_of(batch)
+        if not self._rest.seen(group, COLD):
+            return 0.0
         colder = self._rest.factor(group, COLD) - self._rest.factor(group, 0)
         return max(0.0, colder) * self.verify(batch, 0.0)
 
     # -- tokens, and both together -----------------------------------------------------------------
-
-    def none(self, batch: int) -> DraftOption:
-        """No draft."""
-        return DraftOption(None, 0, 0.0, 1.0, self.rest(batch) / batch)
-
-    def drafts(
-        self,
-        name: Hashable,
-        batch: int,
-        gains: Sequence[float],
-        first: float = 0.0,
-        tokens: int = 1,
-        lengths: Iterable[int] | None = None,
-        reached: Sequence[float] | None = None,
-    ) -> list[DraftOption]:
-        """Drafts of a sequence, of all lengths from 1 on by default.
-
-        ``gains``: expected tokens by length. Reading that must come ``first`` takes so long, to be
-        written off over so many ``tokens``. ``reached``: levels that drafts have, as expected, by
-        length, where they end early.
-        """
-        table: Sequence[float] = self.table(name, batch)
-        nodes, fill = self.drafters[name].nodes, self.fill[name]
-        if reached is not None:
-            table, nodes = (
-                tuple(_between(values, n) for n in reached) for values in (table, nodes)
-            )
-        now = self.rest(batch) / (batch * table[0])  # the table is some steps old
-        return [
-            DraftOption(
-                name, n, fill * nodes[n], gains[n], now * table[n] + reading, reading, first
-            )
-            for n in (range(1, len(table)) if lengths is None else lengths)
-            for reading in (first * gains[n] / tokens,)
-        ]
 
     def may_pay(self, name: Hashable, batch: int, kind: Hashable = None) -> bool:
         """Whether drafts of a sequence that is like all others might gain anything.
@@ -290,9 +251,3 @@ class CostModel:
         if self._learnt % _FRESH == 0:
             self._tables.clear()
             self._pays.clear()
-
-
-def _between(values: Sequence[float], position: float) -> float:
-    """Linear between whole places."""
-    low = min(int(position), len(values) - 2)
-    return values[low] + (position - low) * (values[low + 1] - values[low])

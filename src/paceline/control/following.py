@@ -5,7 +5,8 @@ from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Mapping, Sequence
 
-from paceline.control.acceptance import AcceptanceTracker, kind_of
+from paceline.control.acceptance import kind_of
+from paceline.control.cost import CostModel
 from paceline.core.batch import Slice
 from paceline.core.sequence import SequenceState
 from paceline.draft.base import LookupDrafter, Offer
@@ -13,6 +14,8 @@ from paceline.draft.base import LookupDrafter, Offer
 Offers = Mapping[Hashable, Offer]  # by lookup
 _READ_ALONG = 16  # pending tokens; more are a prompt
 _DEEPEST = 24  # levels that are asked for
+_IN_VAIN = 8  # steps without anything found that might pay, from which lookups are asked
+_RARELY = 4  # only in one of so many steps
 
 
 class _Followed:
@@ -42,25 +45,45 @@ class LookupFollower:
     The next offer of a lookup is followed when the last one has ended, as the next draft would be.
     """
 
-    def __init__(
-        self, drafters: Mapping[Hashable, LookupDrafter], acceptance: AcceptanceTracker
-    ) -> None:
-        self.drafters = dict(drafters)
-        self._acceptance = acceptance
+    def __init__(self, drafters: Mapping[Hashable, LookupDrafter], cost: CostModel) -> None:
+        self.drafters, self._cost = dict(drafters), cost
+        self.in_vain = 0  # steps since anything was found that might pay
         self._followed: dict[int, dict[Hashable, _Followed]] = {}
 
-    def lookup(
+    def worthwhile(
         self,
         seqs: Sequence[SequenceState],
         may: Callable[[SequenceState, Hashable], bool],
-        most: int = _DEEPEST,
+        step: int,
+        same: bool,
+    ) -> dict[int, Offers]:
+        """What is found that might pay. Where nothing did for some steps, lookups are asked less
+        often; for several, where nothing of it was drafted: asking takes time for each. ``same``:
+        the sequences are those of the last step."""
+        batch = len(seqs)
+        self.in_vain = self.in_vain + 1 if same or batch > 1 else 0
+        rarely = self.in_vain > _IN_VAIN and step % max(_RARELY, batch // 2)
+        if rarely or not self.drafters:
+            return {}
+        worth: dict[int, Offers] = {}
+        for seq_id, offers in self.lookup(seqs, may).items():
+            kinds = {name: kind_of(offer.confidence) for name, offer in offers.items()}
+            pay = {n: o for n, o in offers.items() if self._cost.may_pay(n, batch, kinds[n])}
+            if pay:
+                worth[seq_id] = pay
+        if worth and batch == 1:
+            self.in_vain = 0
+        return worth
+
+    def lookup(
+        self, seqs: Sequence[SequenceState], may: Callable[[SequenceState, Hashable], bool]
     ) -> dict[int, dict[Hashable, Offer]]:
-        """What is found for each sequence that ``may`` use a lookup, of at most so many levels."""
+        """What is found for each sequence that ``may`` use a lookup."""
         offers: dict[int, dict[Hashable, Offer]] = {}
         views = [seq.view() for seq in seqs]
         for name, drafter in self.drafters.items():
             slices = [
-                Slice(view, view.num_pending if ready else 0, min(most, seq.remaining - 1) * ready)
+                Slice(view, view.num_pending * ready, min(_DEEPEST, seq.remaining - 1) * ready)
                 for seq, view in zip(seqs, views, strict=True)
                 for ready in (seq.num_pending <= _READ_ALONG and seq.drafts and may(seq, name),)
             ]
@@ -75,16 +98,16 @@ class LookupFollower:
 
     def observe(self, seq_id: int, tokens: Sequence[int]) -> None:
         """A sequence went on with these."""
-        offers = self._followed.get(seq_id)
-        for name, followed in list(offers.items()) if offers else ():
+        offers = self._followed.get(seq_id, {})
+        for name, followed in list(offers.items()):
             known, ended = followed.accepted, followed.ended(tokens)
             reached = min(followed.accepted + ended, followed.levels)
             if ended or followed.accepted > known:
-                self._acceptance.record(
+                self._cost.acceptance.record(
                     seq_id, name, reached, followed.accepted, known, followed.kind
                 )
             if ended:
-                del offers[name]  # type: ignore[union-attr]
+                del offers[name]
 
     def forget(self, seq_id: int) -> None:
         self._followed.pop(seq_id, None)
