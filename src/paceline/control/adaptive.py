@@ -271,10 +271,9 @@ class AdaptiveController(Controller):
         expected: bool,
     ) -> list[DraftOption]:
         """Drafts to learn from, if the budget pays for them should none of them be right: one level
-        for each of the drafter's sequences that have nothing to be read first, or for the one
-        that has least. Empty if it does not, and
-        where not even drafts that are always right would pay. Reading is paid for by the budget
-        unless the drafter is ``expected`` to pay."""
+        for each of the drafter's sequences that have nothing to be read first, or for the one that
+        has least. Empty if it does not pay, or if not even drafts that are always right would gain.
+        ``expected``: the drafter is thought to gain already."""
         plain, table = self.cost.rest(batch), self.cost.table(name, batch)
         pays = any((1 + n) * table[0] > 1.02 * table[n] for n in range(1, len(table)))
         if not pays and self.cost.draft_seen(name, batch) >= _PRICED:
@@ -289,9 +288,9 @@ class AdaptiveController(Controller):
         if not drafts:
             return []
         least = min(drafts, key=lambda index: drafts[index].first)
-        first = drafts[least].first
+        reading = drafts[least].first
         drafts = {i: draft for i, draft in drafts.items() if i == least or not draft.first}
-        expense = self.cost.step(batch, drafts.values()) - plain + first
+        expense = self.cost.step(batch, drafts.values()) - plain + reading
         # A long prompt may take more than is ever saved.
         if (min(expense, self.budget.MOST * plain) if expected else expense) > self.budget.seconds:
             return []
