@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import pytest
 
 from paceline.control.adaptive import AdaptiveController
+from paceline.control.controller import Decision
 from paceline.control.cost import CostModel
 from paceline.control.exploration import ExplorationBudget
 from paceline.core.batch import Commit, Slice
@@ -13,6 +16,7 @@ from paceline.core.params import SamplingParams
 from paceline.core.sequence import SequenceState
 from paceline.draft.base import Guess
 from paceline.draft.hybrid import HybridDrafter
+from support.simulated_batch import Batches, Truth, steady
 from support.simulated_time import REST, STEP, TOKEN, Guesser, Machine, always, costs
 
 LENGTHS = tuple(range(9))
@@ -145,3 +149,31 @@ def test_a_plain_step_behind_passes_is_no_measure_of_plain_decoding(seed: int) -
         machine.colder = 0.3
         speeds = [machine.decode(96, number) / PLAIN for number in range(40)]
         assert sum(speeds) / len(speeds) > least  # 0.96, 0.94, 1.05 and 1.70 before
+
+
+def drafts_of(batch: int) -> list[Decision]:
+    """The longest draft of each step that has one, from the first request on."""
+    machine, seen = Batches(Truth(), steady(0.95), batch, seed=0), []
+    decide = machine.control.lengths
+
+    def lengths(seqs: Sequence[SequenceState]) -> Sequence[Decision]:
+        choices = decide(seqs)
+        seen.append(max(choices, key=lambda choice: choice.length))
+        return choices
+
+    machine.control.lengths = lengths  # type: ignore[method-assign]
+    machine.wave(96)
+    return [choice for choice in seen if choice.length]
+
+
+def test_drafts_for_several_grow_by_doubling() -> None:
+    """However good they are expected to be, and the first is exploration; a lone one is not."""
+    first, *later = drafts_of(4)
+    assert first.length == 1 and first.reason == "exploration"
+    longest = 1
+    for choice in later:
+        assert choice.length <= 2 * longest
+        longest = max(longest, choice.length)
+    assert longest >= 4
+    alone = drafts_of(1)[0]
+    assert alone.length > 1 and not alone.reason
