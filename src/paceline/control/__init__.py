@@ -1,1 +1,1 @@
-"""Who drafts, and how far: prices, acceptance, ledger, controller and hybrid."""
+"""Who drafts, and how far: prices, acceptance, the choice, exploration."""

@@ -243,19 +243,17 @@ class AdaptiveController(Controller):
         """
         best = choose(self.cost, batch, options, self._fair)
         names = dict.fromkeys(draft.name for draft in best if draft.length)
-        seen = {name: self.cost.longest_seen(name, batch) for name in self.cost.drafters}
-        unseen = [name for name in names if not seen[name]] if batch > 1 else []
-        if batch > 1 and any(d.length > 2 * seen[d.name] for d in best if d.length):
-            shorter = [
-                [d for d in ways if not d.length or d.length <= 2 * seen[d.name]]
-                for ways in options
-            ]
-            best = choose(self.cost, batch, shorter, self._fair)
+        unseen: list[Hashable] = []
+        if batch > 1 and names:
+            most = {name: 2 * self.cost.longest_seen(name, batch) for name in self.cost.drafters}
+            unseen = [name for name in names if not most[name]]
+            if any(d.length > most[d.name] for d in best if d.length):
+                seen = [[d for d in ways if d.length <= most.get(d.name, 0)] for ways in options]
+                best = choose(self.cost, batch, seen, self._fair)
         if self.budget.seconds <= 0:
             return best
-        explored = unseen
-        if not names:
-            explored = list(dict.fromkeys(name for seq in seqs for name in self._models(seq)))
+        models = dict.fromkeys(name for seq in seqs for name in self._models(seq))
+        explored = unseen if names else list(models)
         for name in explored:
             if drafts := self._exploration(name, batch, options, seqs, name in unseen):
                 self._explores = True
