@@ -289,8 +289,9 @@ class AdaptiveController(Controller):
         reading = drafts[least].first
         drafts = {i: draft for i, draft in drafts.items() if i == least or not draft.first}
         expense = self.cost.step(batch, drafts.values()) - plain + reading
-        # A long prompt may take more than is ever saved.
-        if (min(expense, self.budget.MOST * plain) if expected else expense) > self.budget.seconds:
+        if expected:  # a long prompt may take more than is ever saved
+            expense = min(expense, 0.5 * self.budget.MOST * plain)
+        if expense > self.budget.seconds:
             return []
         return [drafts.get(index, ways[0]) for index, ways in enumerate(options)]
 
