@@ -15,7 +15,7 @@ export TOKENIZERS_PARALLELISM := false
 export HF_HUB_OFFLINE := 1
 
 .DEFAULT_GOAL := help
-.PHONY: help install demo test test-fast test-slow test-tables gpu-check test-oldest test-clients test-routers manifests soak check native-check format bench dist-check clean
+.PHONY: help install demo test test-fast test-slow test-tables gpu-check test-oldest test-clients test-routers manifests soak check native-check arm-check format bench dist-check clean
 
 help:  ## print the targets
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | awk -F ':.*## ' '{printf "  make %-11s %s\n", $$1, $$2}'
@@ -155,6 +155,9 @@ native-check: $(CHECKED)  ## the native kernels under the address and undefined-
 	$(CXX) $(SANITIZE) $(addprefix $(KERNELS)/,api.cpp forward.cpp experts.cpp grow.cpp medusa.cpp amx_trial.cpp) \
 		tests/model/backends/native_check.cpp $(CHECKED) -o build/native/check
 	OMP_NUM_THREADS=3 build/native/check
+
+arm-check: $(VENV)/.installed-test  ## the kernels for ARM, cross-compiled and run by qemu (g++-aarch64-linux-gnu, qemu-user)
+	$(BIN)/python -m pytest -q -rs -m slow tests/model/backends/test_arm.py $(ARGS)
 
 format: $(VENV)/.installed-dev  ## rewrite the sources in the house format
 	$(BIN)/ruff format .

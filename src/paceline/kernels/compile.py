@@ -60,7 +60,18 @@ _X86 = (
     ("quantised_vnni", "quantised.cpp", _VNNI),
     ("quantised_avx2", "quantised.cpp", (*_AVX2, "-mf16c")),
 )
-_OPTIONAL = {"amx", "quantised_amx", "dpbf16"}
+# Scheduled before registers are given out, sums of a register tile leave them.
+_NEON = ("-DPACELINE_NEON", "-fno-schedule-insns")
+_I8MM = (*_NEON, "-DPACELINE_I8MM", "-march=armv8.2-a+i8mm+bf16")
+_ARM = (
+    ("neon", "kernels.cpp", _NEON),
+    ("i8mm", "kernels.cpp", _I8MM),
+    ("quantised_neon", "quantised.cpp", _NEON),
+    ("quantised_dotprod", "quantised.cpp", (*_NEON, "-march=armv8.2-a+dotprod")),
+    ("quantised_i8mm", "quantised.cpp", _I8MM),
+)
+_TABLES = {"x86_64": _X86, "AMD64": _X86, "aarch64": _ARM, "arm64": _ARM}
+_OPTIONAL = {"amx", "quantised_amx", "dpbf16", "i8mm", "quantised_i8mm", "quantised_dotprod"}
 
 
 class NativeUnavailableError(PacelineError):
@@ -116,7 +127,7 @@ def _kept_file() -> Path:
     digest = hashlib.sha256()
     for file in sorted(SOURCES.iterdir()):
         digest.update(file.name.encode() + file.read_bytes())
-    digest.update(repr((platform.machine(), _OPTIONS, _X86, _openmp())).encode())
+    digest.update(repr((platform.machine(), _OPTIONS, _TABLES, _openmp())).encode())
     folder = os.environ.get("PACELINE_NATIVE_CACHE")
     kept = Path(folder) if folder else cache_folder() / "native"
     return kept / digest.hexdigest()[:20] / _LIBRARY
@@ -124,7 +135,7 @@ def _kept_file() -> Path:
 
 def _build(compiler: str, folder: Path) -> None:
     began = time.perf_counter()
-    parts = [*_COMMON, *(_X86 if platform.machine() in ("x86_64", "AMD64") else ())]
+    parts = [*_COMMON, *_TABLES.get(platform.machine(), ())]
     with stage("building the native kernels, once"), tempfile.TemporaryDirectory() as scratch:
 
         def build(part: tuple[str, str, tuple[str, ...]]) -> list[str]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import os
+import platform
 from collections.abc import Mapping
 from ctypes import (
     POINTER,
@@ -30,8 +31,9 @@ OFFSETS_NONE, OFFSETS_MIDDLE, OFFSETS_LEAST = 0, 1, 2
 PLAIN, GATE, UP = 0, 1, 2  # parts of a packed matrix
 DTYPES = {torch.float32: FLOAT32, torch.bfloat16: BFLOAT16}
 SILU, GELU_TANH = 0, 1
-INSTRUCTIONS = ("amx", "dpbf16", "avx512", "avx2", "portable")
-SAME_BITS = ("amx", "avx512", "avx2", "portable")
+_ARM = platform.machine() in ("aarch64", "arm64")
+INSTRUCTIONS = (*(("i8mm", "neon") if _ARM else ("amx", "dpbf16", "avx512", "avx2")), "portable")
+SAME_BITS = tuple(name for name in INSTRUCTIONS if name != "dpbf16")
 
 
 def fields(kind: Any, names: str) -> tuple[tuple[str, Any], ...]:

@@ -306,7 +306,7 @@ int main() {
     Model m(size);
     std::vector<Bytes> first;
     unsigned seed = rng();
-    for (const char* name : {"portable", "avx2", "avx512", "amx", "dpbf16"}) {
+    for (const char* name : {"portable", "avx2", "avx512", "amx", "dpbf16", "neon", "i8mm"}) {
       if (pl_choose(name)) continue;
       rng.seed(seed);
       std::vector<Bytes> truth = run(m, &size == all ? 270 : size.ffn == 2000 ? 97 : 80);  // two blocks of keys, or one

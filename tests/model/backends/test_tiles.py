@@ -28,7 +28,7 @@ def test_products_by_tiles_have_the_bits_of_products_without(tmp_path: Path) -> 
         (SOURCES / "kernels.cpp", (*_AVX512, *_AMX, *EMULATED)),
         (SOURCES / "quantised.cpp", (*_VNNI, *_AMX, *EMULATED)),
         (SOURCES / "amx_trial.cpp", ()),
-        (HERE / "tiles_check.cpp", ()),
+        (HERE / "tables_check.cpp", ()),
     )
     objects = []
     for number, (source, options) in enumerate(parts):
@@ -38,4 +38,4 @@ def test_products_by_tiles_have_the_bits_of_products_without(tmp_path: Path) -> 
     program = str(tmp_path / "check")
     subprocess.run(["g++", "-fopenmp", *objects, "-o", program], check=True)
     done = subprocess.run([program], capture_output=True, text=True)
-    assert (done.returncode, done.stdout) == (0, "tiles give the same bits\n")
+    assert (done.returncode, done.stdout) == (0, "avx512 amx give the same bits\n")

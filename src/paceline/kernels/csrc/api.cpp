@@ -5,6 +5,11 @@
 
 #include "amx_trial.h"
 #include "forward.h"
+#if defined(__aarch64__) && defined(__APPLE__)
+#include <sys/sysctl.h>
+#elif defined(__aarch64__) && defined(__linux__)
+#include <sys/auxv.h>
+#endif
 
 namespace {
 
@@ -12,8 +17,32 @@ namespace {
 const Kernels* const every[] = {
 #if defined(__x86_64__)
     &kernels_amx, &kernels_dpbf16, &kernels_avx512, &kernels_avx2,
+#elif defined(__aarch64__)
+    &kernels_i8mm, &kernels_neon,
 #endif
     &kernels_portable};
+
+#if defined(__aarch64__)
+// An extension of ARM's: its name on macOS, its bit on Linux.
+struct Extension {
+  const char* name;
+  unsigned long vector, bit;
+};
+constexpr Extension DOTPROD{"hw.optional.arm.FEAT_DotProd", 16, 20}, I8MM{"hw.optional.arm.FEAT_I8MM", 26, 13},
+    BF16{"hw.optional.arm.FEAT_BF16", 26, 14};
+
+bool has(const Extension& e) {
+#if defined(__APPLE__)
+  int yes = 0;
+  size_t size = sizeof yes;
+  return !sysctlbyname(e.name, &yes, &size, nullptr, 0) && yes;
+#elif defined(__linux__)
+  return getauxval(e.vector) >> e.bit & 1;  // AT_HWCAP, AT_HWCAP2
+#else
+  return false;
+#endif
+}
+#endif
 
 bool usable(const Kernels* k) {
   if (!k) return false;
@@ -29,13 +58,16 @@ bool usable(const Kernels* k) {
   }
   if (k == &kernels_dpbf16) return usable(&kernels_avx512) && __builtin_cpu_supports("avx512bf16");
   if (k == &kernels_avx2) return __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma");
+#elif defined(__aarch64__)
+  if (k == &kernels_i8mm) return &quantised_i8mm && has(I8MM) && has(BF16);
+  if (k == &kernels_neon) return true;
 #endif
   return k == &kernels_portable;
 }
 
 // VDPBF16PS runs at its full rate on AMD's processors: 8, 16 and 32 rows take 0.77, 0.59 and 0.51 of AVX512's time
 // (Zen 4). On Intel's it is no faster. The vendor decides and no timing, as bits depend on it.
-bool preferred(const Kernels* k) {
+bool preferred([[maybe_unused]] const Kernels* k) {
 #if defined(__x86_64__)
   return k != &kernels_dpbf16 || __builtin_cpu_is("amd");
 #else
@@ -49,13 +81,16 @@ const Kernels* best() {
   return &kernels_portable;
 }
 
-// The kernels of quantised weights that go with others. AVX512 without VNNI has AVX2's.
+// The kernels of quantised weights that go with others. AVX512 without VNNI has AVX2's; NEON's are two.
 const Quantised& quantised_of(const Kernels* k) {
 #if defined(__x86_64__)
   bool wide = k == &kernels_avx512 || k == &kernels_amx || k == &kernels_dpbf16;
   if (k == &kernels_amx) return quantised_amx;
   if (wide && __builtin_cpu_supports("avx512vnni")) return quantised_vnni;
   if (k != &kernels_portable && __builtin_cpu_supports("f16c")) return quantised_avx2;
+#elif defined(__aarch64__)
+  if (k == &kernels_i8mm) return quantised_i8mm;
+  if (k == &kernels_neon) return &quantised_dotprod && has(DOTPROD) ? quantised_dotprod : quantised_neon;
 #endif
   return quantised_portable;
 }

@@ -7,6 +7,7 @@
 //                 not BYTE_DOTS: w at most 15, s from zero on and to be joined with its start at the end
 //   evens, odds   the first and third, second and fourth of each four bytes, as numbers of 16 bits
 //   dot_wide(s, w, x)  lane i of s plus w[2 i] * x[0] + w[2 i + 1] * x[1], all of 16 bits
+//   BYTES_OFFSET  what codes of 8 bits have more than they stand for when they are multiplied
 //   floats        rounded to the nearest, exact below 2^24
 //   from_half     16 IEEE half numbers
 #pragma once
@@ -16,6 +17,14 @@
 #include "ints_vnni.h"
 #elif defined(PACELINE_AVX2)
 #include "ints_avx2.h"
+#elif defined(PACELINE_NEON)
+#include "ints_neon.h"
 #else
 #include "ints_portable.h"
+#endif
+
+#if !defined(PACELINE_NEON)  // which makes all sums of a span itself, by span_sums()
+constexpr bool WIDE_BY_BYTES = false;
+constexpr int32_t BYTES_OFFSET = 128;
+constexpr int WIDE_ROWS = QUANTISED_ROWS;
 #endif

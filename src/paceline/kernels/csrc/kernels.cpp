@@ -16,6 +16,14 @@
 #define product product_by_dots
 #define TABLE kernels_dpbf16
 #define NAME "dpbf16"
+#elif defined(PACELINE_I8MM)
+#include "products_dp.h"
+#define product product_by_dots
+#define TABLE kernels_i8mm
+#define NAME "i8mm"
+#elif defined(PACELINE_NEON)
+#define TABLE kernels_neon
+#define NAME "neon"
 #elif defined(PACELINE_AVX512)
 #define TABLE kernels_avx512
 #define NAME "avx512"

@@ -38,8 +38,8 @@ struct Quantised {
   void (*row)(const float* x, const QuantisedRows&, long row);
   void (*product)(const struct Product&, long part, long parts, float* scratch);
 };
-extern const Quantised quantised_portable, quantised_avx2, quantised_vnni;
-extern const Quantised quantised_amx __attribute__((weak));
+extern const Quantised quantised_portable, quantised_avx2, quantised_vnni, quantised_neon;
+extern __attribute__((weak)) const Quantised quantised_amx, quantised_dotprod, quantised_i8mm;
 
 // A packed panel begins with lines of scales and offsets, see quantised.cpp.
 inline long head_line(const pl_weight& w) {
@@ -173,5 +173,5 @@ inline long attention_scratch(const pl_model& m) {
   return tile * (3 * width + BLOCK * 3 / 2) + 4 * round_up(tile, 16) + panels;
 }
 
-extern const Kernels kernels_portable, kernels_avx2, kernels_avx512;
-extern const Kernels kernels_amx __attribute__((weak)), kernels_dpbf16 __attribute__((weak));  // not every compiler can
+extern const Kernels kernels_portable, kernels_avx2, kernels_avx512, kernels_neon;
+extern __attribute__((weak)) const Kernels kernels_amx, kernels_dpbf16, kernels_i8mm;  // not every compiler can

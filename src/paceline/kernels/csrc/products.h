@@ -64,6 +64,7 @@ inline void sum_stripe(const typename Kind::Number* w, const float* x, long ldx,
     }
 #pragma GCC unroll 12
     for (int r = 0; r < R; r++)
+#pragma GCC unroll 2
       for (int odd = ODD; odd < ODD + COUNT; odd++) {
         V number = set1(x[r * ldx + odd]);
         for (int i = 0; i < W; i++) sums[odd][r][i] = fma(weights[odd][i], number, sums[odd][r][i]);
@@ -92,7 +93,7 @@ inline void stripe(const typename Kind::Number* w, const float* x, long ldx, flo
 template <class Kind, int R>
 inline void across(const typename Kind::Number* w, const float* x, long ldx, float* c, long ldc) {
   constexpr long step = sizeof(typename Kind::Number) == 2 ? 32 : 16;  // numbers from vector to vector
-  constexpr int wide = 2 * R <= SUMS ? 2 : 1;
+  constexpr int wide = R <= BROAD_ROWS ? 2 : 1;
   for (int i = 0; i < PANEL / 16; i += wide) stripe<Kind, R, wide>(w + step * i, x, ldx, c + 16 * i, ldc);
 }
 

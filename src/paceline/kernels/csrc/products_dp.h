@@ -1,13 +1,43 @@
-// Products by VDPBF16PS, for processors that have it and no tiles, and where it is fast (AMD's).
+// Products by instructions that take bf16 numbers as they are: VDPBF16PS, for processors that have it and no
+// tiles, and where it is fast (AMD's); ARM's BFMLALB and BFMLALT.
 //
-// It multiplies pairs of bf16 numbers and adds both products to a float, rounding in between as the
+// VDPBF16PS multiplies pairs of bf16 numbers and adds both products to a float, rounding in between as the
 // instruction does: other bits than those of products.h, but as little dependent on other rows. In
 // a stripe of 32 inputs the even and the odd pairs are summed each in order; then sum += even + odd.
+// BFMLALB and BFMLALT are fused multiply-adds of the even and the odd members of pairs: the bits of products.h.
+// (BFDOT and BFMMLA round in between in a way of their own.)
 #pragma once
 #include "products.h"
 
 namespace {
 
+#if defined(PACELINE_NEON)
+// Add one stripe of R rows by 32 outputs to c [R, ldc]; `far`: the weights come from memory.
+template <bool far, int R>
+inline void dp_stripe(const uint16_t* w, const uint16_t* x, long ldx, float* c, long ldc) {
+  for (const float* end = c + PANEL; c < end; c += 16, w += 32) {
+    V even[R], odd[R];
+    for (int r = 0; r < R; r++) even[r] = odd[r] = zero();
+    for (int pair = 0; pair < STRIPE / 2; pair++) {
+      const uint16_t* line = w + 2 * PANEL * pair;
+      if (far) fetch(line);
+      bfloat16x8_t weights[4];
+      for (int i = 0; i < 4; i++) weights[i] = vreinterpretq_bf16_u16(vld1q_u16(line + 8 * i));
+#pragma GCC unroll 3
+      for (int r = 0; r < R; r++) {
+        uint32_t numbers;
+        memcpy(&numbers, x + r * ldx + 2 * pair, sizeof numbers);
+        bfloat16x8_t both = vreinterpretq_bf16_u32(vdupq_n_u32(numbers));
+        even[r] = each([&](int i) { return vbfmlalbq_f32(even[r].v[i], weights[i], both); });
+        odd[r] = each([&](int i) { return vbfmlaltq_f32(odd[r].v[i], weights[i], both); });
+      }
+    }
+    for (int r = 0; r < R; r++) store(c + r * ldc, load(c + r * ldc) + (even[r] + odd[r]));
+  }
+}
+
+constexpr long DOT_ROWS = 3;  // of a register tile
+#else
 inline V dot_pairs(V sum, const uint16_t* weights, const uint16_t* inputs) {
   int32_t pair;
   memcpy(&pair, inputs, sizeof(pair));
@@ -38,6 +68,7 @@ inline void dp_stripe(const uint16_t* w, const uint16_t* x, long ldx, float* c, 
 }
 
 constexpr long DOT_ROWS = 6;  // of a register tile
+#endif
 
 template <bool far, int R = DOT_ROWS>
 inline void dp_rows(const uint16_t* w, const uint16_t* x, long ldx, long rows, float* c, long ldc) {

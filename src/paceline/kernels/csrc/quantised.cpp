@@ -99,7 +99,7 @@ inline Interleaved from_row(const Interleaved& x, long row) {
 }
 
 // What was added to codes of weights to make them positive.
-inline int32_t added_to(const pl_weight& w) { return w.bits == 8 ? 128 : w.offsets == PL_OFFSETS_LEAST ? 0 : 8; }
+inline int32_t added_to(const pl_weight& w) { return w.bits == 8 ? BYTES_OFFSET : w.offsets == PL_OFFSETS_LEAST ? 0 : 8; }
 
 // One span of one row's codes to `to`; `apart`: bytes from upper to lower ones. Its sum.
 template <long SPAN, class Code>
@@ -166,7 +166,8 @@ inline void store_rows(const V (&total)[R][W], const float* scales, float* c) {
 // Of R rows and W halves of a panel, from `half` on: c [rows, PANEL].
 template <int BITS, int SPAN, int R, int W>
 inline void register_tile(const pl_weight& w, const uint8_t* panel, int half, const Interleaved& x, float* c, Ahead ahead) {
-  constexpr bool WIDE = SPAN == 2 * GROUP, words = BITS == 8 && (WIDE || !BYTE_DOTS);
+  constexpr bool WIDE = SPAN == 2 * GROUP;
+  [[maybe_unused]] constexpr bool words = BITS == 8 && (WIDE || !BYTE_DOTS);
   V total[R][W];
   for (int r = 0; r < R; r++)
     for (int i = 0; i < W; i++) total[r][i] = zero();
@@ -177,6 +178,11 @@ inline void register_tile(const pl_weight& w, const uint8_t* panel, int half, co
     ahead.step();
     if (n * SPAN % group_of(w) == 0) head.read(w, next, half), next += head_line(w);
     I s[R][W];
+#if defined(PACELINE_NEON)
+    span_sums<BITS, SPAN>(lines, codes, x.starts + n * R, s);
+    lines += SPAN * BITS * 4;
+    codes += R * SPAN * (WIDE ? 2 : 1);
+#else
     for (int r = 0; r < R; r++)
       for (int i = 0; i < W; i++) s[r][i] = whole(words || BYTE_DOTS ? x.starts[n * R + r] : 0);
     auto add = [&](auto with, auto part, const B (&b)[W], long from, long stride) {
@@ -205,6 +211,7 @@ inline void register_tile(const pl_weight& w, const uint8_t* panel, int half, co
     for (int r = 0; r < R && !words; r++)
       for (int i = 0; i < W; i++) s[r][i] = joined(s[r][i], x.starts[n * R + r]);
     codes += R * SPAN * (words ? 2 : 1);
+#endif
     add_span<WIDE>(head, w.offsets, s, x.sums + n * R, x.scales + n * R, total);
   }
   store_rows<WIDE>(total, x.scales, c + 16 * half);
@@ -227,7 +234,7 @@ template <int BITS, int SPAN>
 inline void panel_of(const pl_weight& w, const uint8_t* panel, const Interleaved& x, const Tiling& tiling, float* c) {
   for (long t = 0; t < tiling.tiles; t++) {
     long from = tiling.from(t);
-    with_rows(tiling.from(t + 1) - from, [&](auto count) {
+    with_rows<SPAN == 2 * GROUP ? WIDE_ROWS : QUANTISED_ROWS>(tiling.from(t + 1) - from, [&](auto count) {
       constexpr int R = decltype(count)::rows, W = 2 * R <= QUANTISED_SUMS ? 2 : 1;
       for (int half = 0; half < 2; half += W)
         register_tile<BITS, SPAN, R, W>(w, panel, half, from_row(x, from), c + from * PANEL,
@@ -325,11 +332,11 @@ void quantised_product(const Product& p, long part, long parts, float* scratch) 
   long outputs = p.ending == GATED ? 16 : PANEL, panels = round_up(w.outputs, outputs) / outputs, span = span_of(w);
   long from = panels * part / parts, to = panels * (part + 1) / parts;
   bool tiled = AMX && (w.wide ? p.rows > 1 : w.bits == 8 && span == GROUP && p.rows >= NARROW_TILED);
-  Order order = tiled ? w.wide ? BYTES : PLAIN : w.bits == 8 && (w.wide || !BYTE_DOTS) ? PAIRS : PLAIN;
+  Order order = tiled || WIDE_BY_BYTES ? w.wide ? BYTES : PLAIN : w.bits == 8 && (w.wide || !BYTE_DOTS) ? PAIRS : PLAIN;
   Shaped shaped;
   for (long first = 0; first < p.rows; first += CHUNK) {
     long rows = p.rows - first < CHUNK ? p.rows - first : CHUNK;
-    Tiling tiling(rows, tiled ? 16 : QUANTISED_ROWS);
+    Tiling tiling(rows, tiled ? 16 : w.wide ? WIDE_ROWS : QUANTISED_ROWS);
     Interleaved x = interleaved(p.codes, first, rows, w, tiling, order, scratch + CHUNK * PANEL);
     for (long panel = from; panel < to; panel++) {
       const uint8_t* data = static_cast<const uint8_t*>(w.data) + panel * panel_bytes(w);
@@ -380,6 +387,12 @@ void quantise_row(const float* x, const QuantisedRows& rows, long row) {
 #define TABLE quantised_vnni
 #elif defined(PACELINE_AVX2)
 #define TABLE quantised_avx2
+#elif defined(PACELINE_NEON) && defined(__ARM_FEATURE_MATMUL_INT8)
+#define TABLE quantised_i8mm
+#elif defined(PACELINE_NEON) && defined(__ARM_FEATURE_DOTPROD)
+#define TABLE quantised_dotprod
+#elif defined(PACELINE_NEON)
+#define TABLE quantised_neon
 #else
 #define TABLE quantised_portable
 #endif

@@ -59,6 +59,8 @@ class Team {
   static void pause() {
 #if defined(__x86_64__)
     _mm_pause();
+#elif defined(__aarch64__)
+    asm volatile("isb" ::: "memory");  // YIELD does nothing on most processors
 #endif
   }
 
@@ -78,6 +80,15 @@ class FlushToZero {
 
  private:
   unsigned before_;
+#elif defined(__aarch64__)
+  FlushToZero() {
+    asm volatile("mrs %0, fpcr" : "=r"(before_));
+    asm volatile("msr fpcr, %0" ::"r"(before_ | 1 << 24));
+  }
+  ~FlushToZero() { asm volatile("msr fpcr, %0" ::"r"(before_)); }
+
+ private:
+  uint64_t before_;
 #else
   FlushToZero() {}
 #endif

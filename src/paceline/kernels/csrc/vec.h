@@ -1,6 +1,6 @@
 // A vector of sixteen floats, V, whatever the instruction set has, and functions made of it.
 //
-// kernels.cpp is compiled once for each instruction set, and each compilation sees one of the three
+// kernels.cpp is compiled once for each instruction set, and each compilation sees one of the
 // headers below. They offer the same functions with the same results, bit for bit:
 //
 //   load, store        16 floats; of uint16_t: 16 bf16 numbers, rounded to nearest even
@@ -14,6 +14,7 @@
 //   as_bf16            rounded to bf16, still floats
 //   transpose          16 x 16
 //   ROWS, SUMS         of a product's register tile: rows at most, vectors of sums that registers hold
+//   BROAD_ROWS         rows of a register tile of two vectors at most
 #pragma once
 #include <cstdint>
 #include <cstring>
@@ -26,6 +27,8 @@ constexpr float WHOLE = 12582912.0f + 127.0f;
 #include "vec_avx512.h"
 #elif defined(PACELINE_AVX2)
 #include "vec_avx2.h"
+#elif defined(PACELINE_NEON)
+#include "vec_neon.h"
 #else
 #include "vec_portable.h"
 #endif

@@ -115,3 +115,4 @@ static inline void transpose(V t[16]) {
 
 constexpr int ROWS = 6;
 constexpr int SUMS = 4;
+constexpr int BROAD_ROWS = 2;

@@ -89,3 +89,4 @@ static inline void transpose(V t[16]) {
 
 constexpr int ROWS = 12;
 constexpr int SUMS = 24;
+constexpr int BROAD_ROWS = 12;

@@ -77,3 +77,4 @@ static inline void transpose(V t[16]) {
 
 constexpr int ROWS = 2;
 constexpr int SUMS = 4;
+constexpr int BROAD_ROWS = 2;
