@@ -114,9 +114,7 @@ static inline void span_sums(const uint8_t* lines, const int8_t* codes, const in
 }
 #endif
 
-static inline V floats(I s) {
-  return each([&](int i) { return vcvtq_f32_s32(s.v[i]); });
-}
+static inline V floats(I s) { return each([&](int i) { return vcvtq_f32_s32(s.v[i]); }); }
 static inline V from_half(const uint16_t* p) {
   return each([&](int i) { return vcvt_f32_f16(vreinterpret_f16_u16(vld1_u16(p + 4 * i))); });
 }

@@ -21,34 +21,20 @@ static inline V load(const float* p) {  // entries of the cache are at any addre
 static inline void store(float* p, V a) {
   for (int i = 0; i < 4; i++) vst1q_f32(p + 4 * i, a.v[i]);
 }
-static inline V set1(float x) {
-  return each([&](int) { return vdupq_n_f32(x); });
-}
+static inline V set1(float x) { return each([&](int) { return vdupq_n_f32(x); }); }
 static inline V zero() { return set1(0.0f); }
-static inline V fma(V a, V b, V c) {
-  return each([&](int i) { return vfmaq_f32(c.v[i], a.v[i], b.v[i]); });
-}
-static inline V operator+(V a, V b) {
-  return each([&](int i) { return vaddq_f32(a.v[i], b.v[i]); });
-}
-static inline V operator-(V a, V b) {
-  return each([&](int i) { return vsubq_f32(a.v[i], b.v[i]); });
-}
-static inline V operator*(V a, V b) {
-  return each([&](int i) { return vmulq_f32(a.v[i], b.v[i]); });
-}
-static inline V operator/(V a, V b) {
-  return each([&](int i) { return vdivq_f32(a.v[i], b.v[i]); });
-}
+static inline V fma(V a, V b, V c) { return each([&](int i) { return vfmaq_f32(c.v[i], a.v[i], b.v[i]); }); }
+static inline V operator+(V a, V b) { return each([&](int i) { return vaddq_f32(a.v[i], b.v[i]); }); }
+static inline V operator-(V a, V b) { return each([&](int i) { return vsubq_f32(a.v[i], b.v[i]); }); }
+static inline V operator*(V a, V b) { return each([&](int i) { return vmulq_f32(a.v[i], b.v[i]); }); }
+static inline V operator/(V a, V b) { return each([&](int i) { return vdivq_f32(a.v[i], b.v[i]); }); }
 static inline V larger(V a, V b) {  // FMAX and FMAXNM choose otherwise where one is NaN
   return each([&](int i) { return vbslq_f32(vcgtq_f32(a.v[i], b.v[i]), a.v[i], b.v[i]); });
 }
 static inline V smaller(V a, V b) {
   return each([&](int i) { return vbslq_f32(vcltq_f32(a.v[i], b.v[i]), a.v[i], b.v[i]); });
 }
-static inline V nearest(V a) {
-  return each([&](int i) { return vrndnq_f32(a.v[i]); });
-}
+static inline V nearest(V a) { return each([&](int i) { return vrndnq_f32(a.v[i]); }); }
 static inline V power_of(V whole) {
   return each([&](int i) { return float_of(vshlq_n_u32(bits_of(whole.v[i]), 23)); });
 }
@@ -62,9 +48,7 @@ static inline uint32x4_t pairs(const uint16_t* p) { return vreinterpretq_u32_u16
 static inline V even_of(const uint16_t* p) {
   return each([&](int i) { return float_of(vshlq_n_u32(pairs(p + 8 * i), 16)); });
 }
-static inline V odd_of(const uint16_t* p) {
-  return each([&](int i) { return float_of(high_half(pairs(p + 8 * i))); });
-}
+static inline V odd_of(const uint16_t* p) { return each([&](int i) { return float_of(high_half(pairs(p + 8 * i))); }); }
 static inline V load(const uint16_t* p) {
   return each([&](int i) { return float_of(vshll_n_u16(vld1_u16(p + 4 * i), 16)); });
 }
