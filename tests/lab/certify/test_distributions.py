@@ -13,11 +13,12 @@ PROBS = torch.tensor([0.02, 0.5, 0.0, 0.3, 0.01, 0.17])
 
 
 @pytest.mark.parametrize(
-    ("least", "tokens"), [(0.1, [1, 3]), (0.025, [1, 3, 5]), (0.015, [1, 3, 5]), (0.3, [1])]
+    ("samples", "tokens"), [(50, [1, 3]), (200, [1, 3, 5]), (333, [1, 3, 5]), (17, [1])]
 )
-def test_cells_are_likely_tokens_and_one_for_the_others(least: float, tokens: list[int]) -> None:
-    moved = PROBS.roll(1)
-    cells = Cells.of(PROBS, moved, least)
+def test_cells_are_likely_tokens_and_one_for_the_others(samples: int, tokens: list[int]) -> None:
+    """Likely are those that five of the samples should have."""
+    moved, least = PROBS.roll(1), 5 / samples
+    cells = Cells.of(PROBS, moved, samples)
     assert cells.groups == tokens
     assert cells.chances == pytest.approx([*PROBS[tokens].tolist(), 1 - float(PROBS[tokens].sum())])
     assert min(cells.chances) >= least - 1e-6
@@ -29,5 +30,5 @@ def test_cells_are_likely_tokens_and_one_for_the_others(least: float, tokens: li
 
 def test_a_certain_distribution_has_one_cell() -> None:
     certain = torch.tensor([0.0, 1.0, 0.0])
-    cells = Cells.of(certain, certain, 0.01)
+    cells = Cells.of(certain, certain, 500)
     assert len(cells.chances) == 1 and cells.counts(Counter([1, 1])) == [2] and not cells.slack

@@ -55,9 +55,6 @@ def name_of(server: OpenAIClient) -> str:
     return f"{server.fields['model']} at {server.url.removesuffix('/v1')}{off}"
 
 
-# -- what an answer holds --------------------------------------------------------------------------
-
-
 class AnswerToken(NamedTuple):
     """A token as the server spells it, with the logarithm of its chance (NaN where it is not
     given), and those of the likeliest tokens at the same position."""
@@ -84,22 +81,17 @@ class AnswerChoice:
     def of(cls, choice: Mapping[str, Any]) -> AnswerChoice:
         """From OpenAI's layout of /v1/completions, or from that of chats, as llama.cpp has it."""
         logprobs = choice.get("logprobs") or {}
+        keys = ("tokens", "token_logprobs", "top_logprobs")
+        names, values, tops = (logprobs.get(key) or () for key in keys)
         if "content" in logprobs:
-            rows = [
-                (
-                    row["token"],
-                    row["logprob"],
-                    {t["token"]: t["logprob"] for t in row.get("top_logprobs") or ()},
-                )
-                for row in logprobs["content"] or ()
-            ]
-        else:
-            columns = (logprobs.get(name) or () for name in ("token_logprobs", "top_logprobs"))
-            values, tops = (chain(column, repeat(None)) for column in columns)
-            rows = list(zip(logprobs.get("tokens") or (), values, tops, strict=False))
+            rows = logprobs["content"] or ()
+            names, values = ([row[key] for row in rows] for key in ("token", "logprob"))
+            listed = (row.get("top_logprobs") or () for row in rows)
+            tops = [{top["token"]: top["logprob"] for top in some} for some in listed]
+        filled = (chain(column, repeat(None)) for column in (values, tops))
         tokens = (
             AnswerToken(token, math.nan if value is None else float(value), dict(top or {}))
-            for token, value, top in rows
+            for token, value, top in zip(names, *filled, strict=False)
         )
         return cls(str(choice.get("text") or ""), choice.get("finish_reason"), tuple(tokens))
 
@@ -121,9 +113,6 @@ def counted(answer: Mapping[str, Any], kind: str) -> int | None:
     """Tokens of the "prompt" or the "completion", as the server counts them."""
     count = (answer.get("usage") or {}).get(f"{kind}_tokens")
     return count if isinstance(count, int) else None
-
-
-# -- what is asked ---------------------------------------------------------------------------------
 
 
 class RequestsSpentError(Exception):
@@ -169,17 +158,17 @@ class Asking:
         body = {"prompt": prompt, "temperature": 0, "max_tokens": self.max_tokens, **fields}
         tried = [{**way, **logprobs} for way in ways for logprobs in _LOGPROBS]
         key = id(server), len(tried)
-        for index in range(self._taken.get(key, 0), len(tried)):
+        index = self._taken.get(key, 0)
+        while True:
             try:
-                fields = {**body, **tried[index]}
-                answer = self.counting(server).answer("completions", fields)
+                sent = {**body, **tried[index]}
+                choices = choices_of(self.counting(server).answer("completions", sent))
+                break
             except RequestRefusedError:
-                if index == len(tried) - 1:
+                index += 1
+                if index == len(tried):
                     raise
-                continue
-            self._taken[key] = index
-            break
-        choices = choices_of(answer)
+        self._taken[key] = index
         if server is self.server:
             self.logprobs += [t.logprob for choice in choices for t in choice.tokens]
         return choices
@@ -192,11 +181,10 @@ class Asking:
 
     def tests(self) -> list[DistributionTest]:
         """Of the samples with the chances that the server names."""
-        tokens, even = sum(self.bins), [1 / BINS] * BINS
-        if tokens < 5 * BINS:
+        if (tokens := sum(self.bins)) < 5 * BINS:
             return []
-        about = "sampling", "each token / its logprobs", tokens
-        return [DistributionTest(*about, goodness(self.bins, even))]
+        outcome = goodness(self.bins, [1 / BINS] * BINS)
+        return [DistributionTest("sampling", "each token / its logprobs", tokens, outcome)]
 
 
 @dataclass
@@ -248,7 +236,10 @@ def parting(
     if at >= min(len(text.tokens), len(due.tokens)):
         return f"one text ends after {at} tokens", False
     written, wanted = text.spelt[at], due.spelt[at]
-    difference = least = gap(due, at, written)
+    _, logprob, listed = due.tokens[at]
+    # At least so many, where what was written is not listed.
+    difference = logprob - listed.get(written, min(listed.values())) if listed else math.inf
+    least = difference
     if penalties is not None:
         lost = [_penalty(due.spelt[:at], token, penalties) for token in (wanted, written)]
         least = min(abs(difference), abs(difference - lost[0] + lost[1]))
@@ -261,10 +252,3 @@ def _penalty(before: Sequence[str], token: str, penalties: Mapping[str, float]) 
     count = before.count(token)
     presence = penalties.get("presence_penalty", 0.0) if count else 0.0
     return count * penalties.get("frequency_penalty", 0.0) + presence
-
-
-def gap(choice: AnswerChoice, at: int, token: str) -> float:
-    """Nats by which what was written is likelier than ``token``; at least, where that is not
-    listed. Infinite if the server gives no logprobs."""
-    _, logprob, listed = choice.tokens[at]
-    return logprob - listed.get(token, min(listed.values())) if listed else math.inf

@@ -33,10 +33,8 @@ def critical(alpha: float, df: int, noncentrality: float = 0.0) -> float:
 
 
 def detectable(alpha: float, power: float, df: int, allowed: float = 0.0) -> float:
-    """The non-centrality that a test at ``alpha`` finds with probability ``power``.
-
-    ``allowed`` is the non-centrality under which the test still holds its ``alpha``.
-    """
+    """The non-centrality that a test finds with probability ``power``. Under one of ``allowed`` it
+    still holds its ``alpha``."""
     limit = critical(alpha, df, allowed)
     return _solve(lambda value: power - tail(limit, df, value))
 
@@ -63,17 +61,21 @@ def holm(p_values: Sequence[float]) -> list[float]:
 
 @dataclass(frozen=True)
 class ChiSquare:
-    """A test's outcome. ``weight`` turns an effect w² into a non-centrality.
-
-    ``allowed`` is the non-centrality that rounding explains; the p-value is that of the statistic
-    under it.
-    """
+    """A test's outcome. ``weight`` turns an effect w² into a non-centrality. The p-value is that of
+    the statistic under ``allowed``, the non-centrality that rounding explains."""
 
     statistic: float
     df: int
     p_value: float
     weight: float
     allowed: float
+
+    @classmethod
+    def of(cls, statistic: float, df: int, weight: float, slack: float) -> ChiSquare:
+        """``slack``: the w² that rounding may cause."""
+        allowed = weight * slack
+        p_value = tail(statistic, df, allowed) if df > 0 else 1.0
+        return cls(statistic, df, p_value, weight, allowed)
 
     def smallest_bias(self, alpha: float, power: float = 0.9) -> float:
         """Total variation over the cells that is found with ``power`` or more, at level ``alpha``.
@@ -86,13 +88,11 @@ class ChiSquare:
 
 
 def goodness(observed: Sequence[int], chances: Sequence[float], slack: float = 0.0) -> ChiSquare:
-    """Do counts follow these chances (Pearson)? ``slack``: the w² that rounding may cause."""
+    """Do counts follow these chances (Pearson)? ``slack`` as of ``ChiSquare.of``."""
     count = sum(observed)
-    statistic = sum(
-        (seen - count * chance) ** 2 / (count * chance)
-        for seen, chance in zip(observed, chances, strict=True)
-    )
-    return _outcome(statistic, len(chances) - 1, float(count), slack)
+    pairs = zip(observed, chances, strict=True)
+    statistic = sum((seen - count * chance) ** 2 / (count * chance) for seen, chance in pairs)
+    return ChiSquare.of(statistic, len(chances) - 1, float(count), slack)
 
 
 def homogeneity(left: Sequence[int], right: Sequence[int], slack: float = 0.0) -> ChiSquare:
@@ -100,10 +100,4 @@ def homogeneity(left: Sequence[int], right: Sequence[int], slack: float = 0.0) -
     m, n = sum(left), sum(right)
     pairs = [(a, b) for a, b in zip(left, right, strict=True) if a + b]
     statistic = sum((a * n - b * m) ** 2 / (m * n * (a + b)) for a, b in pairs)
-    return _outcome(statistic, len(pairs) - 1, m * n / (m + n), slack)
-
-
-def _outcome(statistic: float, df: int, weight: float, slack: float) -> ChiSquare:
-    allowed = weight * slack
-    p_value = tail(statistic, df, allowed) if df > 0 else 1.0
-    return ChiSquare(statistic, df, p_value, weight, allowed)
+    return ChiSquare.of(statistic, len(pairs) - 1, m * n / (m + n), slack)

@@ -15,8 +15,7 @@ String = tuple[int, ...]  # of token ids
 
 @dataclass(frozen=True)
 class Start:
-    """Where decoding begins, and what is asked for: a prompt, with its ``name`` for people, and
-    output that is given."""
+    """Where decoding begins: a prompt, its ``name`` for people, and ``output`` that is given."""
 
     prompt: String
     params: SamplingParams
@@ -38,13 +37,15 @@ def decode(
     ``length`` fixes the draft length; None leaves it to the engine's own controller.
     Raises StandstillError, and whatever the engine raises.
     """
-    asked = [(start, replace(start.params, draft_length=length)) for start in starts]
-    seqs = [sequence(s.tokens, params, prompt_length=len(s.prompt)) for s, params in asked]
+    seqs = [
+        sequence(s.tokens, replace(s.params, draft_length=length), prompt_length=len(s.prompt))
+        for s in starts
+    ]
     with Drive(engine, seqs) as drive:
         for _ in drive:
             for seq in list(drive.running.values()):
                 if enough is not None and sum(count for _, count in seq.arrivals) >= enough:
                     drive.drop(seq.seq_id)
     ends = [None if enough is None else len(start.output) + enough for start in starts]
-    outputs = [tuple(seq.tokens[seq.prompt_length :]) for seq in seqs]
+    outputs = (tuple(seq.tokens[seq.prompt_length :]) for seq in seqs)
     return [(out[:end], seq.counts) for out, end, seq in zip(outputs, ends, seqs, strict=True)]

@@ -1,8 +1,8 @@
 """Where two texts of one request part, and whether rounding explains it.
 
-A row of logits comes out a little different when it is computed in another batch shape: by the
-rounding of the last step, and by what the layers before made of theirs. So in bf16 two tokens whose
-scores tie within that distance may be chosen either way. Anything else is a bug.
+A row of logits comes out a little different in another batch shape: by the rounding of the last
+step, and by what the layers before made of theirs. In bf16 two tokens whose scores tie within that
+distance may be chosen either way. Anything else is a bug.
 """
 
 from __future__ import annotations
@@ -34,11 +34,10 @@ _READ_IN_STEPS = 16
 class Difference:
     """Token ``at`` is ``left`` in one text and ``right`` in the other.
 
-    ``gap`` is the distance of their scores (logits, over the temperature and with the seed's noise
-    if sampled), ``step`` the rounding step of the logits on the same scale. ``on_edge``: one of
-    the two stands at the border of the truncated distribution, which rounding moves by a token.
-    ``scores``: those of the two tokens; None where there are none to compare. ``spread``: how far
-    other batch shapes moved the likeliest logits at this position, on the same scale.
+    ``gap`` is the distance of their ``scores`` (logits, over the temperature and with the seed's
+    noise if sampled; None where there are none), ``step`` the rounding step of the logits and
+    ``spread`` how far other batch shapes moved the likeliest ones, on the same scale. ``on_edge``:
+    one token stands at the border of the truncated distribution, which rounding moves by a token.
     """
 
     at: int
@@ -83,18 +82,17 @@ def explain(
     assert params.greedy or params.seed is not None, "unseeded texts may differ as they like"
     pair, tokens = [left[at], right[at]], [*prompt, *left[:at]]
     logits = _fresh_logits(model, tokens)
-    step = _rounding_step(float(logits[pair].abs().max()), model.dtype)
-    compared = torch.cat(
-        (logits.topk(min(64, len(logits))).indices, logits.new_tensor(pair).long())
-    )
+    # The distance between neighbouring numbers of the dtype there.
+    size = max(float(logits[pair].abs().max()), 1e-6)
+    step = float(torch.finfo(model.dtype).eps * 2.0 ** math.floor(math.log2(size)))
+    compared = [*logits.topk(min(64, len(logits))).indices.tolist(), *pair]
     others = [_fresh_logits(model, tokens, rows) for rows in _OTHER_SHAPES]
     spread = max(float((logits - other)[compared].abs().max()) for other in others)
     rows = Rows((SequenceView(0, tokens, len(prompt), params),), (0,))
     scores, scale, on_edge = adjusted(logits[None], rows), 1.0, False
     if not params.greedy:
-        probs = probs_of_scores(scores, [params])[0]
-        tolerance = 2 * max(step, spread)
-        on_edge = params.truncates and _at_border(scores[0], probs > 0, pair, tolerance)
+        kept = probs_of_scores(scores, [params])[0] > 0
+        on_edge = params.truncates and _at_border(scores[0], kept, pair, 2 * max(step, spread))
         noise = gumbel([params.seed or 0], [len(tokens)], scores.shape[1], scores.device)
         scores, scale = scores / params.temperature + noise, params.temperature
     one, other = scores[0, pair].tolist()
@@ -110,24 +108,16 @@ def _at_border(scores: torch.Tensor, kept: torch.Tensor, pair: list[int], tolera
     return any(highest - tolerance <= float(scores[i]) <= lowest + tolerance for i in pair)
 
 
-def _rounding_step(value: float, dtype: torch.dtype) -> float:
-    """Distance between neighbouring numbers of ``dtype`` at ``value``."""
-    return float(torch.finfo(dtype).eps * 2.0 ** math.floor(math.log2(max(value, 1e-6))))
-
-
 @torch.inference_mode()
 def _fresh_logits(model: CausalModel, tokens: Sequence[int], rows: int = 0) -> torch.Tensor:
-    """float32 [vocab] after the last token, without any history of an engine.
-
-    In one forward or, with ``rows``, the last tokens in forwards of so many each.
-    """
+    """float32 [vocab] after the last token, without any history of an engine: in one forward or,
+    with ``rows``, the last tokens in forwards of so many each."""
     cache = model.new_cache(1, len(tokens))
     cache.admit(0, tokens)
     cache.reserve(0, len(tokens))
     first = max(1, len(tokens) - _READ_IN_STEPS) if rows else len(tokens)
-    ends = [first, *range(first + rows, len(tokens), rows or 1), len(tokens)]
-    begin = 0
-    for end in dict.fromkeys(ends):
+    ends, begin = [*range(first, len(tokens), rows or 1), len(tokens)], 0
+    for end in ends:
         logits = model(cache.batch_of([Span.of(0, begin, tokens[begin:end])]), cache).logits[-1]
         begin = end
     return logits.float()

@@ -27,10 +27,10 @@ _MARGIN = 2.0
 
 @dataclass(frozen=True)
 class Cells:
-    """A cell for each of some ``groups`` of tokens, and one for all others.
+    """A cell for each of some ``groups`` of tokens, and one for all others, with their ``chances``.
 
-    ``chances`` of the cells. ``slack`` is the effect size w² that a test allows for rounding,
-    ``rounding`` the total variation between the distributions of two batch shapes.
+    ``slack`` is the effect size w² that a test allows for rounding, ``rounding`` the total
+    variation between the distributions of two batch shapes.
     """
 
     groups: list[int]
@@ -39,8 +39,9 @@ class Cells:
     rounding: float
 
     @classmethod
-    def of(cls, probs: torch.Tensor, moved: torch.Tensor, least: float) -> Cells:
-        """Of probability ``least`` or more; chances [groups] in both batch shapes."""
+    def of(cls, probs: torch.Tensor, moved: torch.Tensor, samples: int) -> Cells:
+        """So likely that enough of the samples are expected in each; [vocab] in both shapes."""
+        least = max(_LEAST_EXPECTED / samples, 1 / _MOST_CELLS)
         order = probs.argsort(descending=True, stable=True)
         groups = order[probs[order] >= least].tolist()
         if groups and 1 - float(probs[groups].double().sum()) < least:
@@ -55,6 +56,9 @@ class Cells:
         named = [drawn[group] for group in self.groups]
         return [*named, drawn.total() - sum(named)]
 
+    def fit(self, drawn: Counter[int]) -> ChiSquare:
+        return goodness(self.counts(drawn), self.chances, self.slack)
+
 
 def judge(model: CausalModel, prefix: Prefix) -> list[DistributionTest]:
     """Tests of what was drawn with drafts and, as a control, plainly; distributions are scored
@@ -62,12 +66,12 @@ def judge(model: CausalModel, prefix: Prefix) -> list[DistributionTest]:
     scorer, tests = Scorer(model, prefix.start), list[DistributionTest]()
     plain = Counter(string[0] for string in prefix.plain)
     (probs,), (moved,) = scorer.at_once([()]), scorer.stepwise([()])
-    cells = Cells.of(probs, moved, _least(min(len(prefix.drawn), len(prefix.plain))))
+    cells = Cells.of(probs, moved, min(len(prefix.drawn), len(prefix.plain)))
     for length, strings in ((prefix.length, prefix.drawn), (0, prefix.plain)):
-        counts = cells.counts(Counter(string[0] for string in strings))
-        fits = {"first token / distribution": (goodness(counts, cells.chances, cells.slack), cells)}
+        first = Counter(string[0] for string in strings)
+        fits = {"first token / distribution": (cells.fit(first), cells)}
         if length:
-            same = homogeneity(counts, cells.counts(plain), cells.slack)
+            same = homogeneity(cells.counts(first), cells.counts(plain), cells.slack)
             fits["first token / plain"] = same, cells
         fits["next tokens / distribution"] = _next_tokens(scorer, strings)
         part, where = "sampling" if length else "plain sampling", (prefix.start.name, length)
@@ -101,10 +105,5 @@ def _next_tokens(scorer: Scorer, strings: Sequence[String]) -> tuple[ChiSquare, 
         both = torch.stack(shapes).double() * following[head].total()
         expected.index_add_(1, groups, both)
     probs, moved = expected / drawn.total()
-    cells = Cells.of(probs, moved, _least(drawn.total()))
-    return goodness(cells.counts(drawn), cells.chances, cells.slack), cells
-
-
-def _least(samples: int) -> float:
-    """The least probability of a cell."""
-    return max(_LEAST_EXPECTED / samples, 1 / _MOST_CELLS)
+    cells = Cells.of(probs, moved, drawn.total())
+    return cells.fit(drawn), cells

@@ -1,9 +1,9 @@
 """Does a drafter draw from the distribution that it declares? If not, no rule can be lossless.
 
 Every sampled node's token is turned into a number by the declared distribution's cumulative
-function, randomised within its step: honest draws give independent uniform numbers, whatever the
-distributions. Tokens are ordered from the likeliest down, so that a wrong temperature, an argmax in
-place of a draw, or dropping unlikely nodes all push the numbers to one side.
+function, randomised within its step: honest draws give independent uniform numbers. Tokens are
+ordered from the likeliest down, so that a wrong temperature, an argmax in place of a draw, or
+dropping unlikely nodes all push the numbers to one side.
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ from itertools import combinations
 from typing import Any
 
 import torch
+from torch.nn.functional import pad
 
 from paceline.core.batch import Plan
 from paceline.core.tree import Draw, TokenTree, children_of
@@ -65,7 +66,7 @@ class Recorder:
         trees = self._drafter.propose(plan)
         for item, tree in zip(plan.slices, trees, strict=True):
             if self.watched is not None and len(tree):
-                self._note(tuple(item.seq.tokens), tree)
+                self._note(self.watched, tuple(item.seq.tokens), tree)
         sampled = [tree for tree in trees if len(tree) and tree.draw is not Draw.POINT]
         if sampled:
             self._count(sampled)
@@ -75,11 +76,11 @@ class Recorder:
         """The rest of the protocol is the drafter's own."""
         return getattr(self._drafter, name)
 
-    def _note(self, tokens: String, tree: TokenTree) -> None:
-        assert self.watched is not None
-        if self._beyond and tokens[: len(self.watched)] == self.watched:
-            self.watched, self._beyond = tokens, False
-        if tokens != self.watched:
+    def _note(self, watched: String, tokens: String, tree: TokenTree) -> None:
+        if self._beyond and tokens[: len(watched)] == watched:
+            self.watched = watched = tokens
+            self._beyond = False
+        if tokens != watched:
             return
         self.trees.setdefault((tree.parents, tree.draw), tree)
         if tree.q is None:
@@ -94,7 +95,6 @@ class Recorder:
     def _count(self, trees: Sequence[TokenTree]) -> None:
         declared = [tree.q for tree in trees if tree.q is not None]
         width = max(q.shape[1] for q in declared)
-        pad = torch.nn.functional.pad
         probs = torch.cat([pad(q, (0, width - q.shape[1])) for q in declared])
         probs = probs.to("cpu", torch.float64)
         tokens = torch.cat([tree.tokens for tree in trees]).cpu()
@@ -104,8 +104,7 @@ class Recorder:
                 for before, node in combinations(siblings, 2):
                     probs[first + node, tokens[first + before]] = 0.0
             first += len(tree)
-        mass = probs.sum(-1)
-        token_probs = probs.gather(1, tokens[:, None])
+        mass, token_probs = probs.sum(-1), probs.gather(1, tokens[:, None])
         # A distribution that has run out of tokens says nothing about the next sibling.
         possible, counts = token_probs[:, 0] > 0, mass > 0
         self._draws.impossible += int((counts & ~possible).sum())
@@ -113,6 +112,6 @@ class Recorder:
         equal = (probs * (probs == token_probs)).sum(-1)
         noise = torch.rand(len(tokens), dtype=torch.float64, generator=self._generator)
         ranks = ((above + noise * equal) / mass)[counts & possible]
-        histogram = torch.bincount((ranks * _BINS).long().clamp(max=_BINS - 1), minlength=_BINS)
-        pairs = zip(self._draws.counts, histogram.tolist(), strict=True)
-        self._draws.counts = [before + more for before, more in pairs]
+        bins = (ranks * _BINS).long().clamp(max=_BINS - 1).tolist()
+        for index in bins:
+            self._draws.counts[index] += 1

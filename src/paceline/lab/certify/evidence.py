@@ -28,11 +28,10 @@ class TextDivergence:
 
 @dataclass(frozen=True)
 class TextCheck:
-    """All texts of a kind under one setting against plain decoding.
+    """Texts of a kind under one setting against plain decoding.
 
-    ``ties``: differences that rounding explains. After each the comparison went on from the plain
-    text, so a later bug is not hidden behind it. ``bugs``: differences that it does not explain;
-    the rest of such a text is not compared.
+    ``ties``: differences that rounding explains; the comparison went on from the plain text.
+    ``bugs``: differences that it does not explain; the rest of such a text is not compared.
     """
 
     kind: str  # "greedy" or "seeded"
@@ -114,9 +113,6 @@ class Evidence:
         yield replace(_DIVERGENCES, rows=rows[:_MOST_DIVERGENCES])
         yield replace(TESTS, rows=tests)
         yield replace(_EXACT, rows=tuple(self.exact))
-
-
-# -- tables ---------------------------------------------------------------------------------------
 
 
 def _class(difference: Difference) -> str:

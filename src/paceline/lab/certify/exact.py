@@ -1,10 +1,9 @@
 """The output distribution of one step without chance: every draft, every decision, by enumeration.
 
-The real verifier judges drafts over the real distributions of target and drafter, cut to a few
-likely tokens and renormalised so that everything can be listed. Its uniforms are placed by hand,
-one in every interval that can matter, each weighted by the length of the interval. What a step
-emits is continued with the target's own distribution; the result must be the target's distribution
-of as many tokens. By induction over the steps the whole text then has the right distribution.
+The real verifier judges drafts over the distributions of target and drafter, cut to a few likely
+tokens and renormalised. Its uniforms are placed by hand, one in every interval that can matter,
+weighted by the interval's length. What a step emits, continued by the target, must have the
+target's distribution. By induction over the steps so has the whole text.
 """
 
 from __future__ import annotations
@@ -22,7 +21,7 @@ from paceline.core.batch import Span
 from paceline.core.params import SamplingParams
 from paceline.core.sampling import Rows, probabilities
 from paceline.core.sequence import SequenceView
-from paceline.core.tree import Draw, TokenTree
+from paceline.core.tree import Draw, TokenTree, paths_of
 from paceline.lab.certify.decoding import String
 from paceline.verify.verifier import Verifier, method_of
 
@@ -37,11 +36,9 @@ Option = tuple[float, float]  # a uniform and the width of the interval it stand
 
 @dataclass(frozen=True)
 class ExactCheck:
-    """``distance``: total variation between what a step emits and the target's distribution.
-
-    Over ``tokens`` tokens of a vocabulary of ``vocabulary``; ``whole`` if no other token has any
-    chance, otherwise the distributions were conditioned on these. ``outcomes`` were enumerated.
-    """
+    """``distance``: total variation between what a step emits and the target's distribution, over
+    ``tokens`` tokens of a vocabulary of ``vocabulary``. ``whole``: no other token has any chance;
+    else the distributions are conditioned on these. ``outcomes`` were enumerated."""
 
     prefix: str
     draw: str
@@ -63,11 +60,8 @@ class TooManyOutcomes(Exception):
 
 @dataclass(frozen=True)
 class Case:
-    """A step over a small vocabulary, ids 0 to k - 1.
-
-    ``target`` and ``draft``: float64 [k] distributions after each string; ``tokens`` of a POINT
-    tree.
-    """
+    """A step over a small vocabulary, ids 0 to k - 1. ``target`` and ``draft``: float64 [k]
+    distributions after each string. ``tokens`` of a POINT tree."""
 
     parents: tuple[int, ...]
     draw: Draw
@@ -79,6 +73,10 @@ class Case:
     def width(self) -> int:
         """Of the vocabulary."""
         return len(self.target[()])
+
+    def drafted(self, tokens: String, node: int) -> String:
+        """The tokens from the root down to a node, -1 being the root."""
+        return tuple(tokens[i] for i in paths_of(self.parents)[node + 1])
 
 
 def enumerate_step(
@@ -100,14 +98,13 @@ def enumerate_step(
             return None  # its nodes do not stand level by level
         q = None if tree.q is None else tree.q[:nodes]
         part = TokenTree(tree.tokens[:nodes], tree.parents[:nodes], tree.draw, q)
-        tokens = _small_vocabulary(part, root, draft)
-        case = _case(part, draft, target, tokens)
+        ids = _small_vocabulary(part, root, draft)
         try:
-            distance, outcomes = step_error(verifier, case)
+            distance, outcomes = step_error(verifier, _case(part, draft, target, ids))
         except TooManyOutcomes:
             continue
-        whole = bool(float(root[tokens].sum()) > 1 - 1e-9)
-        size = nodes, max(part.depths) + 1, len(tokens)
+        whole = float(root[ids].sum()) > 1 - 1e-9
+        size = nodes, max(part.depths) + 1, len(ids)
         return ExactCheck(prefix, part.draw.value, *size, whole, outcomes, distance)
     return None
 
@@ -133,10 +130,10 @@ def _case(
     tree: TokenTree,
     draft: Distributions,
     target: Callable[[Sequence[String]], torch.Tensor],
-    tokens: Sequence[int],
+    ids: list[int],
 ) -> Case:
-    """Both models' distributions on ``tokens``."""
-    depth, ids = max(tree.depths), list(tokens)
+    """Both models' distributions on the tokens ``ids``."""
+    depth = max(tree.depths)
     strings = [s for n in range(depth + 1) for s in product(range(len(ids)), repeat=n)]
     spelt = {string: tuple(ids[i] for i in string) for string in strings}
     probs = target(list(spelt.values()))
@@ -160,9 +157,6 @@ def _conditioned(probs: torch.Tensor) -> torch.Tensor:
     return probs / total if total > 0 else torch.full_like(probs, 1 / len(probs))
 
 
-# -- enumeration ----------------------------------------------------------------------------------
-
-
 def drafts(case: Case, tokens: String = (), weight: float = 1.0) -> Iterator[tuple[String, float]]:
     """Every draft of the case that begins with ``tokens``, and its probability."""
     node = len(tokens)
@@ -173,7 +167,7 @@ def drafts(case: Case, tokens: String = (), weight: float = 1.0) -> Iterator[tup
         yield tokens, weight
         return
     parent = case.parents[node]
-    probs = case.draft[_path(case.parents, tokens, parent)].clone()
+    probs = case.draft[case.drafted(tokens, parent)].clone()
     used = [tokens[i] for i in range(node) if case.parents[i] == parent]
     probs[used] = 0.0
     mass = float(probs.sum())
@@ -185,22 +179,16 @@ def drafts(case: Case, tokens: String = (), weight: float = 1.0) -> Iterator[tup
         yield from drafts(case, (*tokens, token), weight * float(probs[token]) / mass)
 
 
-def _path(parents: tuple[int, ...], tokens: Sequence[int], node: int) -> String:
-    return () if node < 0 else (*_path(parents, tokens, parents[node]), tokens[node])
-
-
 def step_error(verifier: Verifier, case: Case) -> tuple[float, int]:
     """Total variation of a step's output from the target's distribution, and outcomes enumerated.
-
-    A step that does not end in a token of the target's own has the distance 1. Raises
-    TooManyOutcomes.
+    A step that does not end in a token of the target's has the distance 1. Raises TooManyOutcomes.
     """
-    length = max(map(len, case.target)) + 1
+    length, outcomes = max(map(len, case.target)) + 1, 0
     emitted: defaultdict[String, float] = defaultdict(float)
-    outcomes = 0
-    every = list(islice(drafts(case), _MOST_OUTCOMES))
-    for tokens, weight in every:
-        for accepted, text, chance in _judged(verifier, case, tokens, _MOST_OUTCOMES // len(every)):
+    weighted = list(islice(drafts(case), _MOST_OUTCOMES))
+    most = _MOST_OUTCOMES // len(weighted)
+    for tokens, weight in weighted:
+        for accepted, text, chance in _judged(verifier, case, tokens, most):
             outcomes += 1
             if len(text) != accepted + 1:
                 return 1.0, outcomes
@@ -208,8 +196,7 @@ def step_error(verifier: Verifier, case: Case) -> tuple[float, int]:
 
     def continued(string: String, start: int) -> float:
         """Chance that the target goes on from ``string[:start]`` to the whole string."""
-        steps = range(start, length)
-        return math.prod(float(case.target[string[:i]][string[i]]) for i in steps)
+        return math.prod(float(case.target[string[:i]][string[i]]) for i in range(start, length))
 
     distance = 0.0
     for string in product(range(case.width), repeat=length):
@@ -222,7 +209,7 @@ def _judged(
     verifier: Verifier, case: Case, tokens: String, most: int
 ) -> Iterator[tuple[int, String, float]]:
     """Of every verdict on one draft: how much is accepted, the step's tokens, the probability."""
-    paths = [_path(case.parents, tokens, node) for node in range(-1, len(tokens))]
+    paths = [case.drafted(tokens, node) for node in range(-1, len(tokens))]
     logits = torch.stack([case.target[path] for path in paths]).log().float()
     q = None
     if case.draw is not Draw.POINT:
@@ -246,10 +233,8 @@ def _judged(
 
 
 def _options(verifier: Verifier, logits: torch.Tensor, span: Span) -> list[list[Option]]:
-    """What each uniform of one tree can do: by the verifier's own chances and stop
-    distributions."""
-    rows = Rows((span.seq,) * len(logits), (0, *span.tree.depths))
-    probs = probabilities(logits, rows)
+    """What each uniform of one tree can do, by the verifier's own chances."""
+    probs = probabilities(logits, Rows((span.seq,) * len(logits), (0, *span.tree.depths)))
     outcome = verifier.rule_probabilities(probs, [span])
     if outcome is None:
         return [_intervals(row[None]) for row in probs]

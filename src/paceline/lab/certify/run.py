@@ -57,8 +57,7 @@ class Certifier(Subject):
     """One certification; ``certificate`` may be asked for at any time, also after Ctrl-C.
 
     ``evidence`` is what an earlier one with the same model, drafter, prompts, parameters and
-    effort has seen; it is added to. Where that had all it wanted, as much again is wanted now.
-    Prompts beyond the effort's number of texts are for that.
+    effort has seen; it is added to. Prompts beyond the effort's number of texts are for that.
     """
 
     _ended = False
@@ -72,11 +71,8 @@ class Certifier(Subject):
 
     def run(self, advance: OnProgress = lambda what: None) -> None:
         """Test as much as the budget allows, in an order of which any beginning has seen a little
-        of everything.
-
-        Round by round a few more texts are compared, each under all settings, and more is drawn at
-        one prefix until that has all its samples; only then comes the next prefix.
-        KeyboardInterrupt passes through.
+        of everything: round by round a few more texts under all settings, and more samples at one
+        prefix until that has all of them. KeyboardInterrupt passes through.
         """
         self.budget.reserve = _ENDING * (self.budget.seconds or 0.0)
         self.advance = advance
@@ -90,8 +86,6 @@ class Certifier(Subject):
             if portion and (not portion[0] or samples_fit(self, *portion)):
                 sample(self, *portion)
         self._ended = True
-
-    # -- judging ------------------------------------------------------------------------------
 
     def certificate(self) -> Certificate:
         """The verdict on the evidence so far."""
@@ -107,7 +101,10 @@ class Certifier(Subject):
         notes = [*evidence.notes]
         if self.params.greedy:
             notes.append("sampling was not tested: the temperature is 0")
-        draft, bias = ", ".join(llm.drafters) or llm.engine.drafter.name, _smallest_bias(tests)
+        # Total variation from the target's distribution that would have shown at every prefix.
+        scored = [test for test in tests if test.draft_length and "distribution" in test.what]
+        bias = max((test.smallest_bias for test in scored), default=1.0)
+        draft = ", ".join(llm.drafters) or llm.engine.drafter.name
         return Certificate(
             title=f"Is {draft} on {llm.target.name} lossless?",
             alpha=alpha,
@@ -122,7 +119,7 @@ class Certifier(Subject):
             },
             tables=tuple(evidence.tables(tests)),
             problems=tuple(dict.fromkeys(problems)),
-            lacks=tuple(self._lacks(tests, amounts["texts"])),
+            lacks=tuple(self._lacks(tests, amounts["texts"], bias)),
             notes=tuple(dict.fromkeys(notes)),
             interrupted=not self._ended,
             completed=self._completed(bias if tests else None),
@@ -142,28 +139,25 @@ class Certifier(Subject):
             tests.append(DistributionTest(*about, outcome))
         return tests
 
-    def _lacks(self, tests: Sequence[DistributionTest], texts: int) -> list[str]:
+    def _lacks(self, tests: Sequence[DistributionTest], texts: int, bias: float) -> list[str]:
         """What the evidence must have, or it says too little to certify anything."""
         evidence, sampled = self.evidence, bool(self.prefixes)
         seen = {(check.kind, check.setting) for check in evidence.checks}
         wanted = product(self.kinds, [*self.alone, self.mixed])
         unseen = [f"no {kind} text at {name}" for kind, name in wanted if (kind, name) not in seen]
+        # A test of nothing must not pass.
         drafting = {check.kind for check in evidence.checks if check.drafted}
         drafting |= {"sampled" for prefix in evidence.prefixes if prefix.drafted}
-        kinds = [*self.kinds, *(["sampled"] if sampled else [])]
-        # A test of nothing must not pass.
+        idle = [k for k in (*self.kinds, *["sampled"] * sampled) if k not in drafting]
         proposed = "the drafter proposed nothing for {} requests; try other prompts (--prompts)"
-        idle = [proposed.format(kind) for kind in kinds if kind not in drafting]
-        lacks = unseen[:1] or idle
-        lacks += too_little(texts, _smallest_bias(tests) if tests else 0.0)
-        if not sampled:
-            return lacks
-        if not tests:
+        lacks = unseen[:1] or [proposed.format(kind) for kind in idle]
+        lacks += too_little(texts, bias if tests else 0.0)
+        if sampled and not tests:
             lacks.append("no prefix has enough samples for a test; draw more, or at other prompts")
         whole = sum(len(prefix.drawn) >= self.effort.samples for prefix in evidence.prefixes)
-        if whole < LEAST_PREFIXES:
+        if sampled and whole < LEAST_PREFIXES:
             lacks.append(f"{whole} prefixes have all their samples, not {LEAST_PREFIXES}")
-        if not evidence.exact:
+        if sampled and not evidence.exact:
             lacks.append("the rule was not enumerated")
         return lacks
 
@@ -187,21 +181,14 @@ class Certifier(Subject):
         tokens = sum(check.tokens for check in checks)
         parts = [f"{tokens} tokens equal to plain decoding's {how} on {target.backend_reason}"]
         if tests:
-            parts.append(
-                f"no bias in {len(tests)} distribution tests, which see {bias:.1%} or more"
-            )
+            sees = f"which see {bias:.1%} or more"
+            parts.append(f"no bias in {len(tests)} distribution tests, {sees}")
         if not self.prefixes:
             parts.append("greedy decoding only, no samples were drawn")
         if self.evidence.exact:
             distance = max(check.distance for check in self.evidence.exact)
             parts.append(f"the rule is exact to {distance:.0e}")
         return "; ".join(parts)
-
-
-def _smallest_bias(tests: Sequence[DistributionTest]) -> float:
-    """Total variation from the target's distribution that would have shown at every prefix."""
-    tested = [test for test in tests if test.draft_length and "distribution" in test.what]
-    return max((test.smallest_bias for test in tested), default=1.0)
 
 
 def _groups(texts: int) -> list[range]:

@@ -45,8 +45,7 @@ _PARTS = ResultTable(
     "Parts",
     (
         Column("part", "part", "name"),
-        Column("requests", "requests"),
-        Column("checked", "checked"),
+        *(Column(name, name) for name in ("requests", "checked")),
         Column("unit", "of"),
         Column("ties", "ties"),
         Column("problems", "problems", shown=len),
@@ -94,14 +93,13 @@ def check_streams(asking: Asking, part: Part, prompt: str) -> Iterator[str]:
     reasons = [delta.reason for delta in deltas if delta.reason is not None]
     tokens = tuple(token for delta in deltas for token in delta.tokens)
     text = "".join(delta.text for delta in deltas)
-    streamed = AnswerChoice(text, reasons[-1] if reasons else None, tokens)
+    streamed = AnswerChoice(text, None, tokens)
     part.checked += 1
     counts = [n for chunk in chunks if (n := counted(chunk, "completion")) is not None]
     if len(reasons) != 1:
         yield f"{len(reasons)} chunks with a finish_reason, not one"
-    # Some count the end token, which is in no text.
-    unsaid = (0, 1) if streamed.reason == "stop" else (0,)
-    if tokens and counts and counts[-1] - len(tokens) not in unsaid:
+    unsaid = reasons[-1:] == ["stop"]  # some count the end token, which is in no text
+    if tokens and counts and not 0 <= counts[-1] - len(tokens) <= unsaid:
         yield f"{counts[-1]} tokens are counted, the stream brought {len(tokens)}"
     elif "".join(whole.spelt) == whole.text and "".join(streamed.spelt) not in ("", text):
         yield "the tokens of the stream do not make its text"
@@ -140,12 +138,11 @@ def check_logprobs(asking: Asking, part: Part, prompt: str) -> Iterator[str]:
             continue  # the text is cut into other tokens there, or nothing is known of it
         part.checked += 1
         token, claimed, _ = greedy.tokens[at]
-        known = token in listed
-        logprob = listed[token] if known else min(listed.values())
+        logprob = listed.get(token, min(listed.values()))
         below = max(listed.values()) - logprob
         if below > TIE:
             yield f"token {at}, {token!r}: {below:.2f} nats from the likeliest, re-scored"
-        elif claimed - logprob > TIE or (known and logprob - claimed > TIE):
+        elif claimed - logprob > TIE or (token in listed and logprob - claimed > TIE):
             yield f"token {at}, {token!r}: logprob {claimed:.3f}, re-scored {logprob:.3f}"
 
 
@@ -269,10 +266,10 @@ PARTS = (
 
 def lacks_of(parts: Sequence[Part], tests: Sequence[DistributionTest]) -> list[str]:
     """What must have been checked, or nothing is certified."""
-    others = (part for part in parts if part.name not in ("greedy", "structure"))
+    greedy, *others, _ = parts
     lacks = [f"no {part.unit} for {part.name}" for part in others if not part.checked]
-    (texts,) = (part.checked for part in parts if part.name == "greedy")
-    return lacks + too_little(texts, min((test.smallest_bias for test in tests), default=1.0))
+    bias = min((test.smallest_bias for test in tests), default=1.0)
+    return lacks + too_little(greedy.checked, bias)
 
 
 class ServerCertifier:

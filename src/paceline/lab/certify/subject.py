@@ -25,10 +25,12 @@ OnProgress = Callable[[str], None]  # is told what comes next
 class Subject:
     """What every part of a certification is given: who answers, what is asked, for how long.
 
-    ``llm`` drafts, at ``lengths`` and, if it ``adapts``, at its own; ``plain`` decodes the same
-    target without drafts. ``prompts``: (name, token ids). What is seen goes into ``evidence``, what
-    comes next is told to ``advance``. ``recorder`` may stand in for the drafter. Nothing more is
-    done for the parts that are ``broken``. Where the evidence has all that was wanted, as much
+    ``llm`` drafts, at ``lengths`` and, if it adapts, at its own; ``plain`` decodes the same target
+    without drafts. ``prompts``: (name, token ids). ``kinds``: the parameters of each kind of text.
+    ``alone``: draft lengths of texts that are decoded one by one, by setting, None for its own;
+    ``mixed``: the setting of texts in a batch with others. What is seen goes into ``evidence``,
+    what comes next is told to ``advance``. ``recorder`` may stand in for the drafter. Nothing more
+    is done for the parts that are ``broken``. Where the evidence has all that was wanted, as much
     again is wanted now.
     """
 
@@ -43,7 +45,10 @@ class Subject:
         evidence: Evidence | None = None,
     ) -> None:
         self.llm, self.effort, self.budget = llm, effort or Effort(), budget or Budget()
-        self.lengths, self.adapts = _lengths_of(llm)
+        self.lengths, adapts = _lengths_of(llm)
+        alone: dict[str, int | None] = {f"draft length {n}, alone": n for n in self.lengths}
+        self.alone = alone | ({"draft length auto, alone": None} if adapts else {})
+        self.mixed = f"draft length {self.lengths[-1]}, mixed batch"
         self.prompts = _checked(llm, prompts, self.effort)
         # No larger a cache: by default it would be a share of the memory that is left.
         layers = map(llm.engine.cache.kv, range(llm.target.num_layers))
@@ -55,35 +60,18 @@ class Subject:
         unused: dict[str, Any] = {"stop": (), "stop_token_ids": (), "min_tokens": 0}
         asked = params or SamplingParams(temperature=1.0)
         self.params = replace(asked, seed=None, n=1, logprobs=None, **unused)
+        # With the same penalties and bias.
+        greedy = replace(self.params, temperature=0.0, top_k=0, top_p=1.0, min_p=0.0)
+        self.kinds = {"greedy": greedy} | ({} if asked.greedy else {"seeded": self.params})
+        # Prefixes wanted; none if only greedy decoding is tested.
+        most = min(self.effort.prefixes, self.effort.texts, len(self.prompts))
+        self.prefixes = 0 if asked.greedy else most
         self.evidence = evidence or Evidence()
         self.recorder = Recorder(llm.engine.drafter, self.evidence.draws, self.effort.seed)
         self.advance: OnProgress = lambda what: None
         self.broken: set[str] = set()
         self._before = self.evidence.spent
-        if self.complete:
-            self.evidence.tranche += 1
-
-    @property
-    def kinds(self) -> dict[str, SamplingParams]:
-        """The parameters of every kind of text; greedy ones have the same penalties and bias."""
-        greedy = replace(self.params, temperature=0.0, top_k=0, top_p=1.0, min_p=0.0)
-        return {"greedy": greedy} | ({} if self.params.greedy else {"seeded": self.params})
-
-    @property
-    def alone(self) -> dict[str, int | None]:
-        """Draft lengths of texts that are decoded one by one, by setting; None adapts."""
-        lengths: dict[str, int | None] = {f"draft length {n}, alone": n for n in self.lengths}
-        return lengths | ({"draft length auto, alone": None} if self.adapts else {})
-
-    @property
-    def mixed(self) -> str:
-        """The setting of texts in a batch with others."""
-        return f"draft length {self.lengths[-1]}, mixed batch"
-
-    def start(self, number: int, params: SamplingParams) -> Start:
-        """A request with prompt ``number``; behind the last one they begin anew."""
-        name, prompt = self.prompts[number % len(self.prompts)]
-        return Start(prompt, params, name=name)
+        self.evidence.tranche += self.complete
 
     @property
     def texts(self) -> int:
@@ -91,15 +79,14 @@ class Subject:
         return self.evidence.tranche * min(self.effort.texts, len(self.prompts))
 
     @property
-    def prefixes(self) -> int:
-        """Prefixes wanted; none if only greedy decoding is tested."""
-        most = min(self.effort.prefixes, self.effort.texts, len(self.prompts))
-        return 0 if self.params.greedy else most
-
-    @property
     def samples(self) -> int:
-        """Samples wanted at each of them by now."""
+        """Samples wanted by now at each prefix."""
         return self.evidence.tranche * self.effort.samples
+
+    def start(self, number: int, params: SamplingParams) -> Start:
+        """A request with prompt ``number``; behind the last one they begin anew."""
+        name, prompt = self.prompts[number % len(self.prompts)]
+        return Start(prompt, params, name=name)
 
     def amounts(self) -> dict[str, Any]:
         """What the time was spent on, of how much that is wanted: JSON's "budget"."""
@@ -127,16 +114,14 @@ class Subject:
     def compared(self, numbers: Iterable[int]) -> int:
         """How many of these texts were compared under every setting that decodes them alone."""
         done, ends = set(self.evidence.done), ["", *(f"/{setting}" for setting in self.alone)]
-        wanted = [f"{kind}/{{}}{end}" for kind, end in product(self.kinds, ends)]
-        return sum(all(name.format(number) in done for name in wanted) for number in numbers)
+        ways = list(product(self.kinds, ends))
+        return sum(all(f"{kind}/{n}{end}" in done for kind, end in ways) for n in numbers)
 
     def do(
         self, part: str, kind: str, size: int, shown: str, run: Callable[[], None], name: str = ""
     ) -> None:
         """``run`` a piece of work, whole or not at all; ``kind`` and ``size`` tell what it takes.
-
-        ``part`` is at fault if it fails. With a ``name`` it is done once.
-        """
+        ``part`` is at fault if it fails. With a ``name`` it is done once."""
         done, fits = self.evidence.done, self.budget.fits(kind, size)
         if name in done or part in self.broken or not fits:
             return
@@ -182,7 +167,7 @@ def _checked(
     """Those that fit; of the first ones, which are wanted at once, all must."""
     if not prompts:
         raise PromptError("no prompt was given")
-    limit, checked = llm.max_model_len, list[tuple[str, tuple[int, ...]]]()
+    limit, checked = llm.max_model_len, []
     for number, (name, prompt) in enumerate(prompts):
         if 0 < len(prompt) <= limit - effort.max_tokens - 16:
             checked.append((name, tuple(prompt)))

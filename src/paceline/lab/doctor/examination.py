@@ -14,6 +14,7 @@ from paceline.draft.heads.checkpoint import Checkpoint, weights_kind
 from paceline.draft.heads.eagle_format import is_speculators
 from paceline.drafters import Auto, DraftModel, DraftSpec, parse_draft
 from paceline.errors import ModelLoadError
+from paceline.lab.doctor import machine
 from paceline.lab.doctor.files import ModelFiles, read_files
 from paceline.lab.doctor.findings import (
     ERROR,
@@ -24,20 +25,7 @@ from paceline.lab.doctor.findings import (
     findings_of,
     refusal,
 )
-from paceline.lab.doctor.machine import (
-    Needs,
-    Setting,
-    check_dtype,
-    check_kernels,
-    check_memory,
-    check_offload,
-    check_precision,
-    has_kernels,
-    held_bits,
-    rounded_bytes,
-    size,
-    weight_bytes,
-)
+from paceline.lab.doctor.machine import Needs, Setting
 from paceline.lab.doctor.models import Model, describe, millions
 from paceline.lab.doctor.texts import check_chat, check_ends, compare
 from paceline.lab.doctor.weights import check_files, check_values, check_weights
@@ -57,11 +45,10 @@ def examine(
 ) -> list[Finding]:
     """Look at a target and its draft or drafts before they are loaded; the worst comes first.
 
-    ``settings``: keywords of ``LLM`` that an engine has. Reads config.json, tokenizers, headers and
-    samples of the weights, and fetches the small files of a hub name that is not on this machine.
-    What is wrong with the models is a finding; what is wrong with the arguments raises
-    ModelLoadError (no such folder, no config.json) or ConfigError (an unknown option of a draft, an
-    unusable device), in one line.
+    ``settings``: keywords of ``LLM`` that an engine has. Fetches the small files of a hub name that
+    is not on this machine. What is wrong with the models is a finding; what is wrong with the
+    arguments raises ModelLoadError (no such folder, no config.json) or ConfigError (an unknown
+    option of a draft, an unusable device), in one line.
     """
     texts = [draft] if draft is None or isinstance(draft, str) else list(draft)
     specs = [spec for text in texts for spec in parse_draft(text).members()]
@@ -72,38 +59,37 @@ def examine(
         check_shareable(target, options.tensor_parallel)
     drafts = [(spec, _folder_of(spec)) for spec in specs]  # bad paths are errors before all else
     model, checked = _check_model(files, "target", setting)
+    findings = findings_of("target", checked)
     if model is None:
-        return by_severity(findings_of("target", checked))
-    findings = findings_of("target", [*checked, *check_chat(model), *check_ends(model)])
+        return by_severity(findings)
     needs, beside = Needs.of_model(model, setting, setting.cache_dtype), setting
     if setting.device.type == "cuda":  # a processor is all ranks'
         needs = needs.shared(options.tensor_parallel)
     if options.offload is not None:
         away = options.offload, options.weights_memory
         plan = plan_offload(target, options.dtype, options.device, *away)
-        findings.append(check_offload(plan, options.offload))
+        findings.append(machine.check_offload(plan, options.offload))
         needs = replace(needs, weights=plan.peak, loading=0)
-        kernels = has_kernels(setting.device, options.backend)  # for its 4-bit form
+        kernels = machine.has_kernels(setting.device, options.backend)  # for its 4-bit form
         beside = replace(setting, kernels=kernels)
     noticed, needs = _check_drafts(drafts, model, beside, needs)
-    findings += [*noticed, *check_dtype(setting, needs.weights)]
+    findings += [*noticed, *machine.check_dtype(setting, needs.weights)]
     packed = any(one.code.startswith("quantised") for one in findings)
-    findings += [check_kernels(setting, packed), check_memory(setting, needs, model.max_positions)]
+    findings.append(machine.check_kernels(setting, packed))
+    findings.append(machine.check_memory(setting, needs, model.max_positions))
     return by_severity(findings)
 
 
 def _check_model(
     files: ModelFiles, about: str, setting: Setting
 ) -> tuple[Model | None, list[Finding]]:
-    """What the target and a draft model are both held against; no model if it is refused."""
+    """No model if it is refused."""
     model, findings = describe(files, about)
     findings += check_files(files)
     if model is not None:
-        findings += [*check_weights(model), *check_precision(model, setting)]
+        findings += [*check_weights(model), *machine.check_precision(model, setting)]
+        findings += [*check_chat(model), *check_ends(model)] if about == "target" else []
     return model, findings
-
-
-# -- drafts ------------------------------------------------------------------------------------
 
 
 def _folder_of(spec: DraftSpec) -> ModelFiles | None:
@@ -120,8 +106,7 @@ def _check_drafts(
     setting: Setting,
     needs: Needs,
 ) -> _Checked:
-    """Findings on all of them, with what their folders hold, and ``needs`` with theirs; ``auto`` is
-    what it is composed of."""
+    """Of all, and ``needs`` with theirs; ``auto`` is what it is composed of."""
     findings: list[Finding] = []
     if any(isinstance(spec, Auto) for spec, _ in drafts):
         composed = _composed(target, setting, needs)
@@ -138,16 +123,11 @@ def _check_drafts(
 
 def _composed(target: Model, setting: Setting, needs: Needs) -> Composition:
     """What ``auto`` is, without what does not load."""
-    composed = compose(
-        Circumstances(
-            target.name,
-            "" if setting.kernels else "which do not run it here",
-            held_bits(target, setting),
-            weight_bytes(target, setting),
-            rounded_bytes(target, "int4", setting),
-            free_memory(setting.device) - needs.weights,
-        )
-    )
+    refused = "" if setting.kernels else "which do not run it here"
+    bits, weights = machine.held_bits(target, setting), machine.weight_bytes(target, setting)
+    rounded = machine.rounded_bytes(target, "int4", setting)
+    free = free_memory(setting.device) - needs.weights
+    composed = compose(Circumstances(target.name, refused, bits, weights, rounded, free))
     failed: dict[DraftSpec, str] = {}
     for spec, _ in composed.taken:
         noticed, _ = _check_draft(spec, _folder_of(spec), target, setting)
@@ -173,18 +153,14 @@ def _without_files(spec: DraftSpec, target: Model, setting: Setting) -> _Checked
     examined = spec.examine(target)
     if examined.target_in is None:
         return list(starmap(finding, examined.notes)), Needs()
-    bits = held_bits(target, setting)
+    bits = machine.held_bits(target, setting)
     if bits <= BITS[examined.target_in]:
         return [finding("draft-as-target", draft=spec, bits=bits)], Needs()
-    more, whole = rounded_bytes(target, examined.target_in, setting), weight_bytes(target, setting)
-    beside = (
-        f"; its matrices take {size(more)} beside the target's {size(whole)}, together "
-        f"{(more + whole) / whole:.2f} times the target"
-    )
+    more = machine.rounded_bytes(target, examined.target_in, setting)
+    whole = machine.weight_bytes(target, setting)
+    sizes = f"{machine.size(more)} beside the target's {machine.size(whole)}"
+    beside = f"; its matrices take {sizes}, together {(more + whole) / whole:.2f} times the target"
     return [finding(code, text + beside, cure) for code, text, cure in examined.notes], Needs(more)
-
-
-# -- heads -------------------------------------------------------------------------------------
 
 
 def _check_head(spec: DraftSpec, files: ModelFiles, target: Model, setting: Setting) -> _Checked:
@@ -203,9 +179,9 @@ def _check_head(spec: DraftSpec, files: ModelFiles, target: Model, setting: Sett
     try:
         head = spec.examine(target, Checkpoint(files.name, dict(files.config), tensors))
         findings += starmap(finding, head.notes)
-        weights = setting.width * head.parameters
-        a_token = (setting.width * head.cache_values, setting.width * head.feature_values)
-        needs = Needs(weights, *a_token, files.stored_bytes + weights)
+        counts = head.parameters, head.cache_values, head.feature_values
+        weights, cached, features = (setting.width * count for count in counts)
+        needs = Needs(weights, cached, features, files.stored_bytes + weights)
     except ModelLoadError as error:
         other_kind = "; use --draft" in str(error)
         findings.append(refusal("draft-of-another-kind" if other_kind else "head-refused", error))
@@ -214,8 +190,8 @@ def _check_head(spec: DraftSpec, files: ModelFiles, target: Model, setting: Sett
         verifier = files.config.get("speculators_config", {}).get("verifier", {})
         base_model = verifier.get("name_or_path") if isinstance(verifier, Mapping) else None
     if isinstance(base_model, str) and base_model:
-        ours, theirs = (name.rstrip("/").rpartition("/")[2] for name in (target.name, base_model))
-        if ours != theirs:
+        names = {name.rstrip("/").rpartition("/")[2] for name in (target.name, base_model)}
+        if len(names) > 1:
             findings.append(finding("head-base-differs", base=base_model, target=target.name))
     return [*findings, *check_values(files)], needs
 
@@ -227,9 +203,6 @@ def _another_kind(files: ModelFiles) -> Finding | None:
         return None
     cure = f"Use --draft {kind}:{files.name}."
     return finding("draft-of-another-kind", cure=cure, name=files.name, what=what)
-
-
-# -- draft models ------------------------------------------------------------------------------
 
 
 def _check_draft_model(
@@ -249,25 +222,21 @@ def _context(target: Model, draft: Model) -> Iterator[Finding]:
     ours, theirs = target.max_positions, draft.max_positions
     code = "draft-context-short" if theirs < ours else "context-covered"
     yield finding(code, draft=theirs, target=ours)
-    config = draft.config
-    window = int(getattr(config, "sliding_window", None) or 0)
-    slides = window and getattr(config, "use_sliding_window", True) is not False
-    kinds = getattr(config, "layer_types", None) or ()
-    if slides and window < ours and "full_attention" not in kinds:
-        yield finding("draft-window", window=window)
+    names = ("sliding_window", "layer_types", "use_sliding_window")
+    window, kinds, slides = (getattr(draft.config, name, None) for name in names)
+    whole = slides is False or "full_attention" in (kinds or ())
+    if window and int(window) < ours and not whole:
+        yield finding("draft-window", window=int(window))
 
 
 def _size(target: Model, draft: Model) -> Iterator[Finding]:
     """Parameters and depth against the target's."""
     ratio, depth = target.parameters / max(1, draft.parameters), draft.num_layers
-    text = f"the draft is {ratio:,.1f} times smaller than the target"
-    if ratio < 1:
-        text = "the draft is larger than the target"
-    text += f": {millions(draft.parameters)} against {millions(target.parameters)} parameters"
-    if ratio < _SMALL_ENOUGH:
-        yield finding("draft-too-large", text, severity=None if ratio < _SMALLER else NOTE)
-    else:
-        yield finding("draft-small", text)
+    than = "larger" if ratio < 1 else f"{ratio:,.1f} times smaller"
+    counts = f"{millions(draft.parameters)} against {millions(target.parameters)} parameters"
+    code = "draft-too-large" if ratio < _SMALL_ENOUGH else "draft-small"
+    severity = NOTE if _SMALLER <= ratio < _SMALL_ENOUGH else None
+    yield finding(code, f"the draft is {than} than the target: {counts}", severity=severity)
     if depth > _DEEPISH * target.num_layers:
         severity = None if depth > _DEEP * target.num_layers else NOTE
         yield finding("draft-deep", draft=depth, target=target.num_layers, severity=severity)

@@ -1,8 +1,5 @@
-"""What a model's folder says of itself: config.json, and the tensors of its weights.
-
-Files of safetensors are mapped into memory: their tables are read at once, which takes milliseconds
-for any model, and values only where somebody looks at them.
-"""
+"""What a model's folder says of itself: config.json, and the tensors of its weights, which are
+mapped into memory: their tables are read at once, values only where somebody looks at them."""
 
 from __future__ import annotations
 
@@ -117,9 +114,6 @@ def _weights(files: ModelFiles, wanted: tuple[str, ...]) -> list[Path]:
     return named_model or single or sorted(folder.glob("pytorch_model*.bin"))
 
 
-# -- the hub -----------------------------------------------------------------------------------
-
-
 def _fetch(name: str) -> Path:
     """The snapshot of a hub model that is on this machine, or its small files. ModelLoadError."""
     from huggingface_hub import snapshot_download
@@ -147,10 +141,7 @@ def _remote_tensors(name: str) -> dict[str, torch.Tensor]:
         headers = get_safetensors_metadata(name).files_metadata.values()
     except (OSError, ValueError, NotASafetensorsRepoError, SafetensorsParsingError):
         return {}
-    return {
-        key: torch.empty(
-            entry.shape, dtype=_DTYPES.get(str(entry.dtype), torch.int8), device="meta"
-        )
-        for header in headers
-        for key, entry in header.tensors.items()
-    }
+    entries = {key: entry for header in headers for key, entry in header.tensors.items()}
+    dtypes = {key: _DTYPES.get(str(entry.dtype), torch.int8) for key, entry in entries.items()}
+    with torch.device("meta"):
+        return {key: torch.empty(entries[key].shape, dtype=dtypes[key]) for key in entries}

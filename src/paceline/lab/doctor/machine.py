@@ -36,9 +36,8 @@ _LARGE = 1 << 30  # bytes of weights from which on a processor is slow
 
 @dataclass(frozen=True)
 class Setting:
-    """How a pair would be run: the ``options``, and what they come to on this machine. ``dtype``
-    None: as the checkpoint has it. ``cache_dtype`` of the target's keys and values. ``kernels``:
-    whether the native ones are expected to run."""
+    """How a pair would be run. ``dtype`` None: as the checkpoint has it. ``cache_dtype`` of the
+    target's keys and values. ``kernels``: whether the native ones are expected to run."""
 
     options: EngineOptions
     device: torch.device
@@ -57,13 +56,14 @@ class Setting:
         return cls(options, device, dtype, cached, has_kernels(device, run))
 
     @property
-    def width(self) -> int:
-        """Bytes of a number."""
-        return (self.dtype or torch.bfloat16).itemsize
+    def loaded(self) -> torch.dtype:
+        """``dtype``, taken for bf16 where only the checkpoint knows."""
+        return self.dtype or torch.bfloat16
 
     @property
-    def dtype_name(self) -> str:
-        return str(self.dtype or torch.bfloat16).removeprefix("torch.")
+    def width(self) -> int:
+        """Bytes of a number."""
+        return self.loaded.itemsize
 
     def precision(self, model: Model) -> str | None:
         """That which a model is rounded to when it is loaded."""
@@ -80,8 +80,7 @@ def has_kernels(device: torch.device, backend: str) -> bool:
 @dataclass(frozen=True)
 class Needs:
     """Bytes that models and heads take: ``weights``, and of the cache and of features for every
-    token. ``loading``: at the most while they are read, the pages of their files included, which
-    stand beside their numbers then."""
+    token. ``loading``: at the most while they are read, the pages of their files included."""
 
     weights: int = 0
     cache_bytes: int = 0
@@ -109,9 +108,6 @@ class Needs:
         return Needs(self.weights // ranks, self.cache_bytes // ranks, 0, self.loading // ranks)
 
 
-# -- weights -----------------------------------------------------------------------------------
-
-
 def rounded_bytes(model: Model, precision: str, setting: Setting) -> int:
     """Of the matrices alone, in memory; the head in 8 bits."""
     readable = setting.options.backend == REFERENCE
@@ -121,9 +117,8 @@ def rounded_bytes(model: Model, precision: str, setting: Setting) -> int:
 def weight_bytes(model: Model, setting: Setting) -> int:
     """All weights in memory, as they are kept or rounded."""
     precision, file, width = setting.precision(model), model.files.gguf, setting.width
-    tied, head = getattr(model.config, "tie_word_embeddings", False), 0
-    if tied:
-        head = int(model.skeleton.get_output_embeddings().weight.numel())
+    tied = getattr(model.config, "tie_word_embeddings", False)
+    head = int(model.skeleton.get_output_embeddings().weight.numel()) if tied else 0
     if file is not None and _kept_types(file, setting, precision):
         return file.stored_bytes + model.vocab_size * model.hidden_size * width
     if precision is None or model.quantisation is not None:
@@ -144,13 +139,8 @@ def _unrounded_bytes(model: Model, setting: Setting) -> int:
 
 def _kept_types(file: GgufFile, setting: Setting, precision: str | None) -> list[str]:
     """The packed types of a file that stay as they are."""
-    if (
-        setting.device.type != "cpu"
-        or setting.options.backend == REFERENCE
-        or precision is not None
-    ):
-        return []
-    return [kind for kind in file.quantised if kind in KINDS]
+    runs = setting.device.type == "cpu" and setting.options.backend != REFERENCE
+    return [kind for kind in file.quantised if kind in KINDS and runs and precision is None]
 
 
 def held_bits(model: Model, setting: Setting) -> int:
@@ -173,15 +163,11 @@ def check_precision(model: Model, setting: Setting) -> Iterator[Finding]:
         raise ConfigError(f"precision {asked!r} is not known; use {' or '.join(BITS)}")
     if file is not None:
         kinds = ", ".join(f"{number} tensors in {name}" for name, number in file.types.items())
-        kept, unpacked = _kept_types(file, setting, asked), setting.width * file.parameters
-        yield finding(
-            "gguf-kept" if kept else "gguf-dequantised",
-            file=f"{file.path.name} ({kinds})",
-            stored=size(file.stored_bytes),
-            kept=", ".join(kept),
-            unpacked=size(unpacked),
-            dtype=setting.dtype_name,
-        )
+        kept, described = _kept_types(file, setting, asked), f"{file.path.name} ({kinds})"
+        stored, unpacked = size(file.stored_bytes), size(setting.width * file.parameters)
+        held: Any = {"kept": ", ".join(kept), "unpacked": unpacked, "dtype": _name(setting.loaded)}
+        code = "gguf-kept" if kept else "gguf-dequantised"
+        yield finding(code, file=described, stored=stored, **held)
     if model.quantisation is not None:
         yield _packed(model, model.quantisation, setting)
         if asked is not None:
@@ -214,47 +200,46 @@ def _of_weights(options: Mapping[str, Any], *names: str) -> Any:
     return next((weights[name] for name in names if name in weights), None)
 
 
-# -- dtype and kernels -------------------------------------------------------------------------
-
-
 def check_dtype(setting: Setting, weights: int) -> Iterator[Finding]:
     """Whether a forward over a draft's rows costs about what one over a single row costs."""
     if setting.device.type != "cpu":
-        name = "the checkpoint's own dtype" if setting.dtype is None else setting.dtype_name
+        name = "the checkpoint's own dtype" if setting.dtype is None else _name(setting.dtype)
         text = f"{name} on {torch.cuda.get_device_name(setting.device)}"
-        emulated = setting.dtype in (None, torch.bfloat16) and not torch.cuda.is_bf16_supported(
-            including_emulation=False
-        )
-        yield finding("bfloat16-emulated" if emulated else "dtype-suits", text)
+        has_bf16 = torch.cuda.is_bf16_supported(including_emulation=False)
+        suits = has_bf16 or setting.loaded != torch.bfloat16
+        yield finding("dtype-suits" if suits else "bfloat16-emulated", text)
         return
-    bf16 = "with" if cpu_has_bf16() else "without"
-    text = f"{setting.dtype_name} on a processor ({platform.machine()}) {bf16} bf16 instructions"
-    slow = {torch.float32: "verify-float32", torch.float16: "float16-on-cpu"}
-    if not cpu_has_bf16() and setting.kernels:
+    has_bf16 = cpu_has_bf16()
+    processor = f"a processor ({platform.machine()}) {'with' if has_bf16 else 'without'}"
+    text = f"{_name(setting.loaded)} on {processor} bf16 instructions"
+    if not has_bf16 and setting.kernels:
         text += ", which the native kernels do without"
-    usual = "dtype-suits" if cpu_has_bf16() or setting.kernels else "bfloat16-emulated"
-    yield finding(slow.get(setting.dtype or torch.bfloat16, usual), text)
+    slow = {torch.float32: "verify-float32", torch.float16: "float16-on-cpu"}
+    usual = "dtype-suits" if has_bf16 or setting.kernels else "bfloat16-emulated"
+    yield finding(slow.get(setting.loaded, usual), text)
     if weights >= _LARGE:
         yield finding("gpu-absent", weights=size(weights), gpus=torch.cuda.device_count())
 
 
+def _name(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
+
+
 def check_kernels(setting: Setting, quantised: bool) -> Finding:
     """What will run the forwards; ``quantised``: of quantised weights."""
+    code = "kernels-run"
     if setting.device.type != "cpu":
-        return finding("kernels-run", f"forwards run on torch, on {setting.device}")
+        return finding(code, f"forwards run on torch, on {setting.device}")
     if setting.options.backend == REFERENCE:
-        code = "kernels-readable" if quantised else "kernels-run"
-        return finding(code, "forwards run on torch, as --backend reference asks for")
-    try:
-        built = instructions() if is_built() else "which the first run builds"
-        text = f"models of a shape that they know run on the native kernels, {built}"
-        return finding("kernels-run", text)
-    except NativeUnavailableError as error:
-        code = "kernels-readable" if quantised else "kernels-absent"
-        return finding(code, f"there are no native kernels: {error}")
-
-
-# -- memory ------------------------------------------------------------------------------------
+        text = "forwards run on torch, as --backend reference asks for"
+    else:
+        try:
+            built = instructions() if is_built() else "which the first run builds"
+            text = f"models of a shape that they know run on the native kernels, {built}"
+            return finding(code, text)
+        except NativeUnavailableError as error:
+            code, text = "kernels-absent", f"there are no native kernels: {error}"
+    return finding("kernels-readable" if quantised else code, text)
 
 
 def check_memory(setting: Setting, needs: Needs, context: int) -> Finding:
@@ -269,10 +254,8 @@ def check_memory(setting: Setting, needs: Needs, context: int) -> Finding:
     batch, budget = setting.options.max_batch_size, left // _SHARE if given is None else given
     a_token = needs.cache_bytes, needs.feature_bytes
     tokens = BLOCK_SIZE * blocks_within(budget, *a_token, most_kept(batch), BLOCK_SIZE)
-    text = (
-        f"weights of {size(needs.weights)}, {size(needs.cache_bytes)} of cache a token, "
-        f"{size(free)} free: the cache holds {tokens:,} tokens"
-    )
+    cost = f"weights of {size(needs.weights)}, {size(needs.cache_bytes)} of cache a token"
+    text = f"{cost}, {size(free)} free: the cache holds {tokens:,} tokens"
     process = held_memory() if setting.device.type == "cpu" else None
     if process is not None:  # there Python and the libraries count, which this process has as well
         wanted = batch * (-(-context // BLOCK_SIZE) + 1) * BLOCK_SIZE
@@ -291,14 +274,9 @@ def check_offload(plan: OffloadPlan, offload: str) -> Finding:
     """What a forward moves, of layers that do not stay on the device."""
     if not plan.away:
         return finding("offload-idle", layers=plan.layers, offload=offload)
-    return finding(
-        "weights-offloaded",
-        away=plan.away,
-        layers=plan.layers,
-        offload=offload,
-        moved=size(plan.moved),
-        seconds=plan.moved / 2**30,
-    )
+    layers: Any = {"away": plan.away, "layers": plan.layers, "offload": offload}
+    moved, seconds = size(plan.moved), plan.moved / 2**30
+    return finding("weights-offloaded", **layers, moved=moved, seconds=seconds)
 
 
 def size(count: float) -> str:

@@ -1,5 +1,4 @@
-"""A model described by its files: architecture, sizes, context, tokenizer, and whether its tensors
-are those that its config asks for."""
+"""A model described by its files, and whether its tensors are those that its config asks for."""
 
 from __future__ import annotations
 
@@ -15,14 +14,8 @@ from paceline.draft.spec import TargetShape
 from paceline.errors import ModelLoadError, UnsupportedModelError
 from paceline.lab.doctor.files import ModelFiles
 from paceline.lab.doctor.findings import ERROR, NOTE, Finding, finding, refusal
+from paceline.model import loading
 from paceline.model.gguf_weights import check_taken
-from paceline.model.loading import (
-    causal_class,
-    check_architecture,
-    load_tokenizer,
-    quiet,
-    read_config,
-)
 from paceline.model.paged.cache import bytes_per_token
 from paceline.model.target import UNLIMITED_POSITIONS
 
@@ -87,8 +80,8 @@ def describe(files: ModelFiles, about: str) -> tuple[Model | None, list[Finding]
     findings: list[Finding] = []
     foreign = bool(files.config.get("auto_map"))
     try:
-        config = read_config(files.name, str(files.folder))
-        check_architecture(config)
+        config = loading.read_config(files.name, str(files.folder))
+        loading.check_architecture(config)
         text_config = config.get_text_config(decoder=True)
         if files.gguf is not None:
             check_taken(files.gguf, skeleton_of(config))
@@ -102,7 +95,7 @@ def describe(files: ModelFiles, about: str) -> tuple[Model | None, list[Finding]
         findings.append(finding("tokenizer-absent", name=files.name, severity=severity))
     else:
         try:
-            tokenizer = load_tokenizer(str(files.folder))
+            tokenizer = loading.load_tokenizer(str(files.folder))
         except ModelLoadError as error:
             findings.append(refusal("tokenizer-absent", error))
     model = Model(
@@ -117,14 +110,9 @@ def describe(files: ModelFiles, about: str) -> tuple[Model | None, list[Finding]
         tokenizer=tokenizer,
     )
     if model.quantisation is None:  # machine.py tells of those
-        described = finding(
-            "architecture-supported",
-            kind=config.model_type,
-            layers=model.num_layers,
-            width=model.hidden_size,
-            parameters=millions(model.parameters),
-        )
-        findings.append(described)
+        sizes: dict[str, Any] = {"layers": model.num_layers, "width": model.hidden_size}
+        sizes |= {"kind": config.model_type, "parameters": millions(model.parameters)}
+        findings.append(finding("architecture-supported", **sizes))
     return model, findings
 
 
@@ -148,8 +136,8 @@ def check_tensors(model: Model) -> Iterator[Finding]:
     loading, which also renames and merges tensors, says of them without their values."""
     if not model.files.whole or model.quantisation is not None:
         return
-    kind: Any = causal_class(model.whole_config)
-    with quiet():
+    kind: Any = loading.causal_class(model.whole_config)
+    with loading.quiet():
         module, info = kind.from_pretrained(
             None,
             config=model.whole_config,
@@ -164,9 +152,9 @@ def check_tensors(model: Model) -> Iterator[Finding]:
         cure = _TIE if missing == ["lm_head.weight"] else None
         yield finding("tensors-missing", cure=cure, names=_some(missing))
     if wrong:
-        names, held, due = zip(*wrong, strict=True)
-        some, shapes = _some(names), (list(held[0]), list(due[0]))
-        yield finding("tensors-misshapen", names=some, held=shapes[0], due=shapes[1])
+        names, shapes, due = zip(*wrong, strict=True)
+        some, held = _some(names), list(shapes[0])
+        yield finding("tensors-misshapen", names=some, held=held, due=list(due[0]))
     if extra:
         yield finding("tensors-extra", names=_some(extra))
     if not (missing or wrong):

@@ -1,5 +1,4 @@
-"""What tokenizers and chat templates make of text: whether chats are written as the model knows
-them and end where it ends them, and whether two models mean the same by the same ids."""
+"""What tokenizers and chat templates make of text: of a model, and of a pair."""
 
 from __future__ import annotations
 
@@ -7,7 +6,6 @@ import json
 import logging
 import re
 from collections.abc import Iterator
-from contextlib import ExitStack
 from typing import Any
 
 from transformers import PreTrainedTokenizerFast
@@ -24,8 +22,6 @@ _WAYS = {
     "intersection": "the draft speaks in the tokens that both have",
     "string": "drafts are re-tokenised as text",
 }
-_QUESTION = "What is seven?"
-_ANSWERED = {"role": "assistant", "content": "It is a number."}
 # What templates write around turns: <|im_start|>, <start_of_turn>, <s>, and DeepSeek's wide bars.
 _MARK = re.compile(r"<\|[^<>|\s]{1,40}\|>|<\uff5c[^<>\s]{1,40}\uff5c>|<\w{1,24}_of_\w{1,24}>|</?s>")
 
@@ -38,19 +34,20 @@ def check_chat(model: Model) -> Iterator[Finding]:
     if tokenizer.chat_template is None:
         yield finding("chat-template-absent")
         return
-    user = {"role": "user", "content": _QUESTION}
-    chats = (([user], True), ([user], False), ([user, _ANSWERED], False))
+    user, answer = {"role": "user", "content": "What is seven?"}, "It is a number."
+    answered = {"role": "assistant", "content": answer}
+    chats = (([user], True), ([user], False), ([user, answered], False))
     try:
         asked, bare, whole = (
-            str(tokenizer.apply_chat_template(c, add_generation_prompt=prompted, tokenize=False))
-            for c, prompted in chats
+            str(tokenizer.apply_chat_template(chat, add_generation_prompt=opens, tokenize=False))
+            for chat, opens in chats
         )
     except Exception as error:  # of any kind: the template's own, or jinja's
         reason = " ".join(str(error).split())[:120] or type(error).__name__
         yield finding("chat-template-refuses", why=reason)
         return
     yield from _marks(model, tokenizer, whole)
-    before, parts, after = whole.partition(_ANSWERED["content"])
+    before, parts, after = whole.partition(answer)
     if not parts:
         return
     opening = before[len(bare) :].strip() if before.startswith(bare) else ""
@@ -60,10 +57,10 @@ def check_chat(model: Model) -> Iterator[Finding]:
     # first: any end token will do.
     special = set(tokenizer.all_special_ids) | set(tokenizer.added_tokens_decoder)
     written = [i for i in tokenizer.encode(after, add_special_tokens=False) if i in special]
-    ends = _ends(model)
-    if written and not set(written) & set().union(*ends.values()):
+    ends = _ends(model).values()
+    if written and not set(written) & set().union(*ends):
         token = tokenizer.convert_ids_to_tokens(written[0])
-        listed = ", ".join(_named(tokenizer, ids) for ids in ends.values() if ids) or "none"
+        listed = ", ".join(_named(tokenizer, ids) for ids in ends) or "none"
         yield finding("turn-end-ignored", token=token, id=written[0], ends=listed)
 
 
@@ -87,40 +84,37 @@ def check_ends(model: Model) -> Iterator[Finding]:
     tokenizer = model.tokenizer
     if tokenizer is None:
         return
-    ends = {source: ids for source, ids in _ends(model).items() if ids}
+    ends = _ends(model)
     widest = ends.get("generation_config.json") or ends.get("config.json") or set()
     outside = [source for source, ids in ends.items() if not ids <= widest]
     if outside:
         shown = "; ".join(f"{source}: {_named(tokenizer, ids)}" for source, ids in ends.items())
         severity = NOTE if outside == ["config.json"] else None
         yield finding("end-tokens-differ", ends=shown, severity=severity)
-    special = set(tokenizer.added_tokens_decoder)
     for source, ids in ends.items():
-        ordinary = sorted(ids - special)
-        if ordinary:
-            ends_at = _named(tokenizer, set(ordinary))
+        if ordinary := ids - set(tokenizer.added_tokens_decoder):
+            ends_at = _named(tokenizer, ordinary)
             yield finding("end-token-ordinary", source=source, ends=ends_at)
             break
 
 
 def _ends(model: Model) -> dict[str, set[int]]:
-    """By their source; those without any are left empty."""
+    """By their source; without those that name none."""
     try:
         file = model.files.folder / "generation_config.json"
         generation = json.loads(file.read_text(encoding="utf-8"))
     except (OSError, ValueError):
-        generation = {}
-    generation_end = generation.get("eos_token_id") if isinstance(generation, dict) else None
-    return {
-        "generation_config.json": _ids(generation_end),
-        "config.json": _ids(getattr(model.config, "eos_token_id", None)),
-        "the tokenizer": _ids(getattr(model.tokenizer, "eos_token_id", None)),
+        generation = None
+    ends = {
+        "generation_config.json": generation.get("eos_token_id")
+        if type(generation) is dict
+        else (),
+        "config.json": getattr(model.config, "eos_token_id", ()),
+        "the tokenizer": getattr(model.tokenizer, "eos_token_id", ()),
     }
-
-
-def _ids(value: Any) -> set[int]:
-    listed = value if isinstance(value, (list, tuple)) else [value]
-    return {item for item in listed if isinstance(item, int) and not isinstance(item, bool)}
+    listed = {source: v if isinstance(v, (list, tuple)) else [v] for source, v in ends.items()}
+    ids = {source: {i for i in values if type(i) is int} for source, values in listed.items()}
+    return {source: some for source, some in ids.items() if some}
 
 
 def _named(tokenizer: PreTrainedTokenizerFast, ids: set[int]) -> str:
@@ -131,23 +125,21 @@ def _named(tokenizer: PreTrainedTokenizerFast, ids: set[int]) -> str:
     return ", ".join(name(index) for index in sorted(ids))
 
 
-# -- a pair -------------------------------------------------------------------------------------
-
-
 def compare(target: Model, draft: Model, method: str = "auto") -> Iterator[Finding]:
     """What the engine would make of the pair. ``method``: the draft spec's ``vocab`` option."""
     ours, theirs = target.tokenizer, draft.tokenizer or target.tokenizer
     if ours is None or theirs is None:
         return
     logger = logging.getLogger("paceline.draft.vocabulary")
+    level = logger.level
     try:
-        with ExitStack() as after:
-            after.callback(logger.setLevel, logger.level)
-            logger.setLevel(logging.WARNING)  # what it would log is a finding here
-            match = match_vocabularies(target, draft, ours, theirs, method)
+        logger.setLevel(logging.WARNING)  # what it would log is a finding here
+        match = match_vocabularies(target, draft, ours, theirs, method)
     except VocabularyMismatchError as error:
         yield refusal("vocabulary-refused", error)
         return
+    finally:
+        logger.setLevel(level)
     if match is None:
         yield finding("vocabulary-same", count=len(ours.get_vocab()))
         if target.vocab_size != draft.vocab_size:

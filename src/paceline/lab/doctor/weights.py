@@ -1,5 +1,4 @@
-"""Whether the files are all there, and whether their numbers look like trained ones: of matrices,
-and of single rows of the embedding and the head."""
+"""Whether the files are all there, and whether their numbers look like trained ones."""
 
 from __future__ import annotations
 
@@ -27,8 +26,8 @@ def check_files(files: ModelFiles) -> Iterator[Finding]:
             yield finding("gguf-tokenizer-unsure", pre=files.gguf.pre_tokenizer)
         return
     if files.absent:
-        count, names = len(files.absent), ", ".join(files.absent[:3])
-        yield finding("shards-absent", count=count, names=names)
+        names = ", ".join(files.absent[:3])
+        yield finding("shards-absent", count=len(files.absent), names=names)
     yield from (finding("weights-damaged", text) for text in files.damaged)
     if files.remote:
         yield finding("weights-remote", name=files.name)
@@ -48,31 +47,28 @@ def check_weights(model: Model) -> Iterator[Finding]:
 
 def check_values(files: ModelFiles) -> Iterator[Finding]:
     """Values that no training leaves behind, in a sample of the tensors."""
+    if files.remote:
+        return
     floats = {
         key: tensor
         for key, tensor in files.tensors.items()
         if tensor.is_floating_point() and tensor.itemsize > 1 and tensor.numel()
     }
-    if files.remote:
-        return
     matrices = evenly([key for key, tensor in floats.items() if tensor.dim() == 2], _MATRICES)
     norms = evenly([key for key in floats if key.endswith("norm.weight")], _MATRICES)
-    samples = {key: _sample(floats[key]) for key in {*matrices, *norms}}
-    broken = sorted(key for key, values in samples.items() if not bool(values.isfinite().all()))
-    if broken:
-        yield finding("weights-not-finite", name=broken[0])
-        return
+    samples: dict[str, torch.Tensor] = {}
+    for key in sorted({*matrices, *norms}):
+        tensor = floats[key]
+        count = min(_SAMPLE, tensor.numel())
+        first = (tensor.numel() - count) // 2  # in the middle, where no padding row is
+        samples[key] = tensor.view(-1)[first : first + count].float()
+        if not bool(samples[key].isfinite().all()):
+            yield finding("weights-not-finite", name=key)
+            return
     inputs = {key: floats[key].shape[1] for key in matrices}
     reason = _untrained(samples, inputs, norms, files.config)
     if reason is not None:
         yield finding("weights-untrained", reason)
-
-
-def _sample(tensor: torch.Tensor) -> torch.Tensor:
-    """float32: values out of the tensor's middle, where no padding row is."""
-    count = min(_SAMPLE, tensor.numel())
-    first = (tensor.numel() - count) // 2
-    return tensor.view(-1)[first : first + count].float()
 
 
 def _untrained(
@@ -102,11 +98,8 @@ def _untrained(
         if min(abs(spread / one - 1) for one in usual) > _tolerance(samples[key]):
             return None
     ones = "norms are as they began, and " if norms else ""
-    low, high = min(spreads.values()), max(spreads.values())
-    return (
-        f"{ones}{len(spreads)} sampled matrices have the spread of fresh ones "
-        f"({low:.3g} to {high:.3g})"
-    )
+    bounds = f"({min(spreads.values()):.3g} to {max(spreads.values()):.3g})"
+    return f"{ones}{len(spreads)} sampled matrices have the spread of fresh ones {bounds}"
 
 
 def _tolerance(values: torch.Tensor) -> float:
@@ -126,10 +119,9 @@ def _check_padding(model: Model) -> Iterator[Finding]:
         return
     # Those of a draft are never drafted, whatever they hold.
     raw = untrained(model, range(top, rows), head=True) if model.about == "target" else None
-    severity, raw = WARNING if raw else None, f", {raw}" if raw else ""
-    yield finding(
-        "vocabulary-padded", rows=rows, ids=top, last=rows - 1, raw=raw, severity=severity
-    )
+    severity, raw = (WARNING, f", {raw}") if raw else (None, "")
+    values: Any = {"rows": rows, "ids": top, "last": rows - 1, "raw": raw}
+    yield finding("vocabulary-padded", severity=severity, **values)
 
 
 def untrained(model: Model, rows: Sequence[int], head: bool = False) -> str | None:
