@@ -17,9 +17,9 @@ _CAUTION = 1.15  # a shared machine's next piece may take longer than its last o
 class Budget:
     """So many seconds from now on; None is without end.
 
-    Work is done in pieces, each of some kind. ``fits`` says whether one more piece of a kind will
-    end in time, by the slowest of the last few; of a kind that was never tried, as long as any
-    time is left. ``reserve`` seconds are kept for what must be done at the end.
+    ``fits`` says whether one more piece of a kind of work will end in time, by the slowest of the
+    last few; of a kind that was never tried, as long as any time is left. ``reserve`` seconds are
+    kept for what must be done at the end.
     """
 
     def __init__(self, seconds: float | None = None, clock: Clock = time.monotonic) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -28,10 +29,8 @@ class ServerFailedError(Exception):
 @dataclass(frozen=True)
 class OpenAIClient:
     """A server at ``url``, which ends in its version. ``timeout``: seconds until something comes.
-
     ``fields`` go into every body, the model's name among them. All methods raise
-    RequestRefusedError and ServerFailedError.
-    """
+    RequestRefusedError and ServerFailedError."""
 
     url: str
     key: str | None = None
@@ -49,10 +48,8 @@ class OpenAIClient:
         if not known:
             raise ConfigError(f"{url} is no URL; give it as http://HOST:PORT")
         base = url.rstrip("/")
-        version = base.rpartition("/")[2]
-        if not (version.startswith("v") and version[1:].isdecimal()):
-            base += "/v1"
-        return cls(base, key, timeout)
+        versioned = re.search(r"/v\d+$", base)
+        return cls(base if versioned else f"{base}/v1", key, timeout)
 
     def models(self) -> list[dict[str, Any]]:
         """Those that the server lists."""

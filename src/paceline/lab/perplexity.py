@@ -16,7 +16,6 @@ from paceline.core.batch import Span
 from paceline.core.stages import stage
 from paceline.errors import DataError
 from paceline.lab.bench.prompts import load_prompts
-from paceline.lab.report.columns import Column, record_of
 from paceline.model.precision import is_few
 from paceline.model.target import CausalModel
 from paceline.train.data import encode_stream
@@ -48,11 +47,9 @@ def read_windows(
     most_tokens: int,
     seed: int | None = None,
 ) -> list[list[int]]:
-    """The texts of a JSONL file (``messages``, ``text``, ...) as token ids, at most so many in all.
-
-    Conversations go through the tokenizer's chat template. ``seed``: documents in another order
-    than the file's. Raises DataError if there are none.
-    """
+    """The texts of a JSONL file (``messages``, ``text``, ...) as token ids, at most so many in all;
+    conversations by the tokenizer's chat template. ``seed``: documents in another order than the
+    file's. Raises DataError if there are none."""
     stream = encode_stream(path, tokenizer, loss_on="all")
     documents = np.split(stream.ids, stream.starts[1:])
     if seed is not None:
@@ -103,15 +100,6 @@ def perplexity(model: CausalModel, windows: Sequence[Sequence[int]]) -> Perplexi
     return Perplexity(tokens, nats)
 
 
-_COLUMNS = (
-    *(Column(name) for name in ("text", "model", "quantised")),
-    Column("target", path="measured", stored=Perplexity.record),
-    Column("original", path="theirs", stored=lambda read: None if read is None else read.record()),
-    Column("original_model", path="original"),
-    Column("rise"),
-)
-
-
 @dataclass(frozen=True)
 class TextPerplexity:
     """A target's on one text, and that of the model it was quantised from where that is known."""
@@ -139,7 +127,12 @@ class TextPerplexity:
         return line + missing
 
     def record(self) -> dict[str, Any]:
-        return record_of(self, _COLUMNS)
+        return {
+            **{key: getattr(self, key) for key in ("text", "model", "quantised", "rise")},
+            "target": self.measured.record(),
+            "original": None if self.theirs is None else self.theirs.record(),
+            "original_model": self.original,
+        }
 
 
 def beside_original(

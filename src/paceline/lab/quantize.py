@@ -139,22 +139,20 @@ def _texts(
     wanted = options.tokens + EVALUATED
     windows = read_windows(file, tokenizer, wanted, seed=seed)
     if len(windows) < 2:
-        raise ConfigError(
-            f"{file} has one text only, which cannot both be rounded by and evaluated on; give "
-            "more text, or --evaluate"
-        )
+        why = "which cannot both be rounded by and evaluated on"
+        raise ConfigError(f"{file} has one text only, {why}; give more text, or --evaluate")
     kept = max(1, round(len(windows) * EVALUATED / wanted))
     return windows[:kept], windows[kept:]
 
 
 def _perplexity(hf: Any, name: str, windows: Sequence[Sequence[int]]) -> Perplexity:
     """As the engine computes it; the module is left as it was."""
-    attn_implementation = hf.config._attn_implementation
+    before = hf.config._attn_implementation
     hf.set_attn_implementation(ATTENTION)
     try:
         return perplexity(CausalModel(hf, name), windows)
     finally:
-        hf.set_attn_implementation(attn_implementation)
+        hf.set_attn_implementation(before)
 
 
 def _write(hf: Any, tokenizer: Any, folder: Path, scheme: Scheme) -> None:

@@ -4,8 +4,7 @@ The shortest run of first layers that has a layer of each kind, with the embeddi
 loaded in float32. Short sequences begin at the start, in the middle and at the end of the context;
 transformers runs each alone with its eager attention, the engine on torch all of them in ragged
 batches and in two pieces, and the native kernels, which take a position for an index among a
-sequence's keys, those at the start. All logits must be equal to rounding. How the kernels compute
-behind many keys is tried when they are given a model.
+sequence's keys, those at the start. All logits must be equal to rounding.
 """
 
 from __future__ import annotations
@@ -13,13 +12,13 @@ from __future__ import annotations
 import copy
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
-from typing import Any
+from dataclasses import replace
+from typing import Any, NamedTuple
 
 import torch
 from torch import nn
 
-from paceline.core.batch import Batch, Span
+from paceline.core.batch import Span
 from paceline.core.memory import free_memory, limit_threads
 from paceline.core.stages import stage
 from paceline.errors import ModelLoadError, UnsupportedModelError
@@ -30,7 +29,6 @@ from paceline.lab.doctor.models import skeleton_of
 from paceline.model.backends.base import NATIVE, REFERENCE
 from paceline.model.loading import check_architecture, load_module, read_config, resolve_device
 from paceline.model.offload import decoder_layers
-from paceline.model.paged.cache import PagedCache
 from paceline.model.precision import quantization_of
 from paceline.model.probe import ATTENTION
 from paceline.model.target import UNLIMITED_POSITIONS, CausalModel
@@ -48,12 +46,11 @@ class _NotComparedError(Exception):
     """Why the logits of a checkpoint are not compared."""
 
 
-@dataclass(frozen=True)
-class _Sequence:
-    """``ids`` and ``positions``: int64 ``[rows]``; the positions follow each other."""
+class _Sequence(NamedTuple):
+    """Token ids, and their positions, which follow each other."""
 
-    ids: torch.Tensor
-    positions: torch.Tensor
+    ids: list[int]
+    positions: range
 
 
 def check_logits(target: str, *, device: str = "auto", backend: str = "auto") -> Finding:
@@ -95,9 +92,9 @@ def _compared_with_transformers(files: ModelFiles, device: torch.device, backend
     with stage(f"comparing {name} with transformers", total=3) as begun:
         module = load_module(name, "float32", device, "eager", config=config)
         begun.advance(1, "transformers' logits")
-        sequences = _sequences(config, device)
+        sequences = _sequences(config)
         try:
-            wanted = _of_library(module, sequences)
+            wanted = [_of_library(module, *sequence, device) for sequence in sequences]
         except Exception as error:  # whatever a model's own code raises
             problem = f"transformers' own forward fails ({first_line(error)})"
             raise _NotComparedError(problem) from None
@@ -123,14 +120,11 @@ def _verdict(
         code, name = "logits-differ", _NAMES[worst]
         cure = "Use --backend reference, and report this line." if worst == NATIVE else None
         return finding(code, None, cure, backend=name, position=position, spreads=spreads, how=how)
-    runs = dict.fromkeys((int(s.positions[0]), int(s.positions[-1])) for s in sequences[::2])
+    runs = dict.fromkeys((s.positions[0], s.positions[-1]) for s in sequences[::2])
     positions = ", ".join(f"{first:,} to {last:,}" for first, last in runs)
     ways = " and ".join(_NAMES[backend] for backend in off)
     code = "logits-equal"
     return finding(code, spreads=spreads, positions=positions, backends=ways, how=how)
-
-
-# -- layers ------------------------------------------------------------------------------------
 
 
 def _some_layers(config: Any) -> tuple[Any, int, int]:
@@ -181,10 +175,7 @@ def _shortened(config: Any, layers: int) -> Any:
     return shorter
 
 
-# -- logits ------------------------------------------------------------------------------------
-
-
-def _sequences(config: Any, device: torch.device) -> list[_Sequence]:
+def _sequences(config: Any) -> list[_Sequence]:
     """Two of different length at each position, the longer one first."""
     text = config.get_text_config(decoder=True)
     limit = getattr(text, "max_position_embeddings", None) or UNLIMITED_POSITIONS
@@ -196,19 +187,21 @@ def _sequences(config: Any, device: torch.device) -> list[_Sequence]:
     sequences: list[_Sequence] = []
     for first in starts:
         for length in (rows, min(_FEWER, rows)):
-            numbers = torch.arange(length, device=device)
-            ids = (numbers * 7919 + 101 * len(sequences) + 1) % text.vocab_size
-            sequences.append(_Sequence(ids, numbers + first))
+            offset = 101 * len(sequences) + 1
+            ids = [(number * 7919 + offset) % text.vocab_size for number in range(length)]
+            sequences.append(_Sequence(ids, range(first, first + length)))
     return sequences
 
 
 @torch.inference_mode()
-def _of_library(module: Any, sequences: Sequence[_Sequence]) -> list[torch.Tensor]:
-    """Logits ``[rows, vocab]`` of each sequence alone."""
-    return [
-        module(input_ids=s.ids[None], position_ids=s.positions[None], use_cache=False).logits[0]
-        for s in sequences
-    ]
+def _of_library(
+    module: Any, ids: list[int], positions: range, device: torch.device
+) -> torch.Tensor:
+    """Logits ``[rows, vocab]`` of a sequence alone."""
+    rows = (torch.tensor([list(values)], device=device) for values in (ids, positions))
+    named = dict(zip(("input_ids", "position_ids"), rows, strict=True))
+    logits: torch.Tensor = module(**named, use_cache=False).logits[0]
+    return logits
 
 
 def _adapted(module: Any, name: str, backend: str) -> CausalModel:
@@ -227,31 +220,20 @@ def _furthest(
 ) -> tuple[float, int]:
     """How far logits are off at most, in spreads of a row, and at which position: of all sequences
     in a batch of their first rows, then in one of the others."""
-    cache = PagedCache(model.cache_shapes, len(sequences), _ROWS, model.dtype, model.device)
+    cache = model.new_cache(len(sequences), _ROWS, share=False)
+    for number, s in enumerate(sequences):
+        cache.admit(number, range(s.positions.stop))  # as long as the text that it ends
+        cache.reserve(number, len(s.ids))
     cuts, ends = [-(-2 * len(s.ids) // 3) for s in sequences], [len(s.ids) for s in sequences]
     worst = (0.0, 0)
     for firsts, lasts in (([0] * len(cuts), cuts), (cuts, ends)):
         runs = [slice(*run) for run in zip(firsts, lasts, strict=True)]
-        logits = model(_batch(model, sequences, runs), cache).logits
-        ours = torch.split(logits, [run.stop - run.start for run in runs])
-        for got, rows, run, s in zip(ours, wanted, runs, sequences, strict=True):
-            theirs = rows[run].float()
-            off = (got.float() - theirs).abs().amax(-1) / theirs.std(-1).clamp_min(1e-6)
-            positions = s.positions[run].tolist()
-            worst = max(worst, *zip(off.nan_to_num(torch.inf).tolist(), positions, strict=True))
+        parts = list(zip(sequences, runs, strict=True))
+        spans = [Span.of(n, run.start, s.ids[run]) for n, (s, run) in enumerate(parts)]
+        positions = [position for s, run in parts for position in s.positions[run]]
+        batch = replace(cache.batch_of(spans), positions=positions, logit_rows=None)
+        theirs = torch.cat([rows[run] for rows, run in zip(wanted, runs, strict=True)]).float()
+        off = (model(batch, cache).logits.float() - theirs).abs().amax(-1)
+        spreads = (off / theirs.std(-1).clamp_min(1e-6)).nan_to_num(torch.inf)
+        worst = max(worst, *zip(spreads.tolist(), positions, strict=True))
     return worst
-
-
-def _batch(model: CausalModel, sequences: Sequence[_Sequence], runs: Sequence[slice]) -> Batch:
-    """Some rows of each sequence, which has one block of the cache."""
-    switch, spans, start = model.rope_switch, [], 0
-    ids, positions, slots = list[int](), list[int](), list[int]()
-    for block, (s, run) in enumerate(zip(sequences, runs, strict=True)):
-        long = switch is not None and int(s.positions[-1]) >= switch
-        rows = run.stop - run.start
-        spans.append(Span(block, start, run.start, rows, long=long))
-        ids += s.ids[run].tolist()
-        positions += s.positions[run].tolist()
-        slots += range(block * _ROWS + run.start, block * _ROWS + run.stop)
-        start += rows
-    return Batch(ids, positions, slots, tuple(spans), tuple((n,) for n in range(len(spans))))

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
+from paceline.core.costs import TargetCosts
 from paceline.lab.doctor.findings import ERROR, OK, WARNING, Finding
 from paceline.lab.doctor.trial import VERDICTS, SpeedupTrial
 from paceline.lab.report import plots
@@ -28,16 +29,13 @@ _FINDINGS = (
 )
 
 
-def _rows(trial: SpeedupTrial) -> list[dict[str, float]]:
-    curve = trial.target.curves[0]
-    return [
-        {"rows": rows, "seconds": seconds}
-        for rows, seconds in zip(curve.tokens, curve.seconds, strict=True)
-    ]
+def _rows(costs: TargetCosts) -> list[dict[str, float]]:
+    pairs = zip(costs.curves[0].tokens, costs.curves[0].seconds, strict=True)
+    return [{"rows": rows, "seconds": seconds} for rows, seconds in pairs]
 
 
-def _growth(trial: SpeedupTrial) -> str:
-    first, *more = _rows(trial)
+def _growth(costs: TargetCosts) -> str:
+    first, *more = _rows(costs)
     return ", ".join(f"{r['seconds'] / first['seconds']:.2f}x for {r['rows']}" for r in more)
 
 
@@ -47,7 +45,7 @@ _TRIAL = (
     Column("acceptance_per_position", "", "method.levels.rates"),
     Column("drafts_per_position", "", "method.levels.reached"),
     Column("draft_cost_ratio", "draft pass / target forward", shown=number),
-    Column("target_seconds_by_rows", "target forward by rows", "", _growth, _rows),
+    Column("target_seconds_by_rows", "target forward by rows", "target", _growth, _rows),
     Column("predicted_speedup_by_length"),
     Column("best_draft_length", "best draft length"),
     Column("predicted_speedup", "predicted speedup", shown=times),
@@ -76,8 +74,7 @@ def report_of(
 ) -> Report:
     """What to look at first, then what was measured, then what is in order."""
     document = Report(f"{target} with {draft or 'no draft'}")
-    bad = [item for item in findings if item.severity is not OK]
-    if bad:
+    if bad := [item for item in findings if item.severity is not OK]:
         errors, warnings = (sum(f.severity is s for f in bad) for s in (ERROR, WARNING))
         counts = f"{errors} error{'s' * (errors != 1)}, {warnings} warning{'s' * (warnings != 1)}"
         document.add("Findings", table_of(bad, _FINDINGS), Text(counts, warning=errors > 0))
@@ -85,8 +82,7 @@ def report_of(
         verdicts = [item for item in findings if item.code in VERDICTS]
         words = [Text(f"{item.code.replace('-', ' ')}: {item.text}") for item in verdicts]
         document.add("Measured", *words, *_measured(trial))
-    fine = [item for item in findings if item.severity is OK and item.code not in VERDICTS]
-    if fine:
+    if fine := [f for f in findings if f.severity is OK and f.code not in VERDICTS]:
         rows = [(item.about, item.text) for item in fine]
         document.add("In order", Table(("about", "found"), rows))
     return document
@@ -94,10 +90,8 @@ def report_of(
 
 def _measured(trial: SpeedupTrial) -> list[Table | Figure]:
     shown = [column for column in _TRIAL if column.heading and column.value(trial) is not None]
-    note = (
-        f"{trial.seconds:.0f} s, one greedy sequence at a time on shipped prompts; prompts are not "
-        "timed."
-    )
+    how = "one greedy sequence at a time on shipped prompts; prompts are not timed"
+    note = f"{trial.seconds:.0f} s, {how}."
     predicted, best = trial.predicted_speedup_by_length, trial.best_draft_length
     lengths = list(range(1, len(predicted) + 1))
     measured = [trial.measured_speedup if length == best else None for length in lengths]

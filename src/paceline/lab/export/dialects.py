@@ -1,6 +1,5 @@
 """How each engine is told of a speculation: each function fills the command, the configuration and
-the files of what is exported, and raises ConfigError for drafts that the engine has nothing like.
-"""
+the files of an export, and raises ConfigError for drafts that the engine has nothing like."""
 
 from __future__ import annotations
 
@@ -26,11 +25,9 @@ class Dialect:
     rules: tuple[str, ...] = ("token",)
 
 
-# -- vLLM: --speculative-config with JSON; heads in the layout of speculators ---------------------
-
-
 def _vllm(export: Export) -> None:
-    config = {**_vllm_method(export)}
+    """--speculative-config with JSON; heads in the layout of speculators."""
+    config = _vllm_method(export)
     config.setdefault("num_speculative_tokens", export.length)
     if export.rule == "block" and config["method"] in ("draft_model", "eagle", "eagle3"):
         config |= {"rejection_sample_method": "block", "draft_sample_method": "probabilistic"}
@@ -55,20 +52,17 @@ def _vllm_method(export: Export) -> dict[str, Any]:
         length = min(export.length, heads)
         return {"method": "medusa", "model": folder, "num_speculative_tokens": length}
     if isinstance(draft, Suffix):
-        return {
-            "method": "suffix",
-            "suffix_decoding_max_tree_depth": draft.max_depth,
-            "suffix_decoding_max_spec_factor": draft.factor,
-            "suffix_decoding_min_token_prob": draft.min_prob,
-            "suffix_decoding_max_cached_requests": 10_000 if draft.shared else 0,
-        }
+        options: dict[str, Any] = {"max_tree_depth": draft.max_depth}
+        options |= {"max_spec_factor": draft.factor, "min_token_prob": draft.min_prob}
+        options |= {"max_cached_requests": 10_000 if draft.shared else 0}
+        return {"method": "suffix"} | {f"suffix_decoding_{k}": v for k, v in options.items()}
     if isinstance(draft, NGram):
         if draft.candidates > 1 or draft.source != "both":
             what = f"{draft.candidates} candidates from {draft.source}"
             instead = "one, the earliest match, from prompt and answer"
             export.approximate(what, instead, FEWER_MATCHES)
         limits = {"prompt_lookup_min": draft.min, "prompt_lookup_max": draft.max}
-        return {"method": "ngram"} | limits
+        return {"method": "ngram", **limits}
     if isinstance(draft, Hybrid) and {type(part) for part in draft.parts} <= {NGram, Suffix}:
         instead = "paceline.integrations.vllm, which must be installed beside vLLM"
         cost = "chains only; an interface that vLLM calls experimental"
@@ -79,11 +73,9 @@ def _vllm_method(export: Export) -> dict[str, Any]:
     raise export.refuse(draft, f"export {known}")
 
 
-# -- SGLang: flags; trees by steps, top-k and tokens; heads in their authors' layout, whose layers
-# are counted by outputs and stand under eagle_config ---------------------------------------------
-
-
 def _sglang(export: Export) -> None:
+    """Flags; trees by steps, top-k and tokens; heads in their authors' layout, whose layers are
+    counted by outputs and stand under eagle_config."""
     draft, (levels, nodes, width) = export.draft, export.tree()
     flags: dict[str, str] = {}
     if isinstance(draft, (Eagle, DraftModel)):
@@ -91,11 +83,8 @@ def _sglang(export: Export) -> None:
         if isinstance(draft, Eagle):
             algorithm = "EAGLE3" if draft.version == 3 else "EAGLE"
             model = write_eagle_head(export, draft, "eagle", outputs=True)
-        flags["speculative-algorithm"] = algorithm
-        flags["speculative-draft-model-path"] = model
-        flags["speculative-num-steps"] = str(levels)
-        flags["speculative-eagle-topk"] = str(width)
-        flags["speculative-num-draft-tokens"] = str(nodes + 1)  # with the root
+        flags |= {"algorithm": algorithm, "draft-model-path": model}
+        flags |= {"num-steps": str(levels), "eagle-topk": str(width)}
         if draft.branching:
             instead = f"the {nodes} likeliest of a tree grown at every step"
             cost = "mostly as many tokens a step or more; bench nodes=N here for the same"
@@ -103,27 +92,25 @@ def _sglang(export: Export) -> None:
         if width == 1:
             # Else sampled drafts are taken by the target's own draw: lossless, accepted less.
             switch = "block-verification" if export.rule == "block" else "rejection-sampling"
-            flags[f"speculative-use-{switch}"] = ""
+            flags[f"use-{switch}"] = ""
     elif isinstance(draft, NGram):
-        flags["speculative-algorithm"] = "NGRAM"
-        flags["speculative-num-draft-tokens"] = str(nodes + 1)
-        flags["speculative-ngram-max-trie-depth"] = str(max(draft.max + export.length, 2))
+        depth = str(max(draft.max + export.length, 2))
+        flags |= {"algorithm": "NGRAM", "ngram-max-trie-depth": depth}
         what = f"matches of {draft.min} to {draft.max} tokens in the request"
         cost = "drafts depend on what other requests said; acceptance is another one"
         export.approximate(what, "a trie over all requests", cost)
     else:
         raise export.refuse(draft, "export eagle, eagle3, a draft model or ngram")
+    flags["num-draft-tokens"] = str(nodes + 1)  # with the root
     export.command = ["python", "-m", "sglang.launch_server", "--model-path", export.target_path]
     export.command += ["--max-running-requests", str(export.batch)]
     for name, value in flags.items():
-        export.command += [f"--{name}", *([value] if value else [])]
-    export.config = {name.replace("-", "_"): value or True for name, value in flags.items()}
-
-
-# -- TensorRT-LLM: YAML with speculative_config; layers counted by outputs ------------------------
+        export.command += [f"--speculative-{name}", *([value] if value else [])]
+        export.config[f"speculative_{name.replace('-', '_')}"] = value or True
 
 
 def _tensorrt_llm(export: Export) -> None:
+    """YAML with speculative_config; layers counted by outputs."""
     draft, config = export.draft, dict[str, Any](max_draft_len=export.length)
     if isinstance(draft, Eagle) and draft.version == 3:
         layers = outputs_of(eagle_of(draft, export.target).config.feature_layers)
@@ -146,10 +133,8 @@ def _tensorrt_llm(export: Export) -> None:
     export.command = ["trtllm-serve", export.target_path, "--config", export.in_folder(file)]
 
 
-# -- llama.cpp: flags of llama-server; GGUF files --------------------------------------------------
-
-
 def _llama_cpp(export: Export) -> None:
+    """Flags of llama-server; GGUF files."""
     draft, draft_file = export.draft, ""
     target = _gguf(export, export.target_path, "target.gguf")
     if isinstance(draft, DraftModel):
@@ -185,8 +170,6 @@ def _gguf(export: Export, path: str, name: str, *more: str) -> str:
     return export.convert(name, convert)
 
 
-# -- OpenVINO GenAI: a short Python program; models converted by optimum ---------------------------
-
 _PROGRAM = '''"""Made by `paceline export --to openvino`."""
 
 import sys
@@ -206,6 +189,7 @@ print(pipeline.generate(sys.argv[1], config))
 
 
 def _openvino(export: Export) -> None:
+    """A short Python program; models converted by optimum."""
     draft = export.draft
     export.config["num_assistant_tokens"] = export.length
     target = _openvino_model(export, export.target_path, "target")

@@ -56,9 +56,8 @@ def export(
         length = tuned.draft.length if tuned is not None and follows else "auto"
     rule = rule or (tuned.engine.rule if tuned else "auto")
     if lossy or rule == "typical":
-        raise ConfigError(
-            "typical acceptance is not lossless and is not exported; leave --lossy out"
-        )
+        what = "typical acceptance is not lossless and is not exported"
+        raise ConfigError(f"{what}; leave --lossy out")
     batch = max_batch_size or (tuned.engine.max_batch_size if tuned else 8)
     adaptive = length == "auto"
     levels = spec.default_draft_length if isinstance(length, str) else length
@@ -67,9 +66,8 @@ def export(
     if levels < 1:
         raise ConfigError("a draft length of 0 is plain decoding; there is nothing to export")
     dialect = DIALECTS[to]
-    made = Export(
-        to, dialect.version, model, spec, levels, adaptive, rule, batch, Path(out) if out else None
-    )
+    speculation = levels, adaptive, rule, batch
+    made = Export(to, dialect.version, model, spec, *speculation, Path(out) if out else None)
     note_usual(made, dialect.trees, dialect.rules)
     dialect.fill(made)
     if made.out is not None:
@@ -82,9 +80,6 @@ def _write(made: Export, folder: Path) -> None:
     lines = ["#!/bin/sh", f"# Made by `paceline export` for {made.version}."]
     lines += [f"# Approximated: {approximation.line()}" for approximation in made.approximations]
     lines += ["set -e", *made.steps, f"exec {made.command_line}", ""]
-    texts = {
-        **made.files,
-        "run.sh": "\n".join(lines),
-        "export.json": json.dumps(made.record(), indent=2) + "\n",
-    }
+    record = json.dumps(made.record(), indent=2) + "\n"
+    texts = {**made.files, "run.sh": "\n".join(lines), "export.json": record}
     replace_in(folder, {name: text.encode() for name, text in texts.items()}, "the export")

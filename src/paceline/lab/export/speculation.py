@@ -29,15 +29,13 @@ class Approximation(NamedTuple):
 
 @dataclass
 class Export:
-    """Speculative decoding as it was chosen or measured here, and what another engine
-    is given for it.
+    """Speculative decoding as it was chosen or measured here, and what another engine is given.
 
     ``target`` and ``draft`` as their user named them; ``length`` levels of a draft, ``adaptive``
-    if that is where the adaptive length ends. ``batch``: sequences decoded together. ``out`` is
-    where heads are written, None for nowhere. ``version`` of the engine is the one whose names
-    were checked. ``command`` starts it; ``steps`` come before, each a command line. ``config`` is
-    its own configuration, and ``files`` are texts by name. ``head``: the folder of a converted
-    head.
+    if that is where the adaptive length ends. ``batch``: sequences decoded together. ``out``: where
+    heads are written, None for nowhere. ``version`` of the engine: whose names were checked.
+    ``command`` starts it; ``steps`` come before, each a command line. ``config`` is its own
+    configuration, ``files`` are texts by name. ``head``: the folder of a converted head.
     """
 
     engine: str
@@ -101,11 +99,9 @@ class Export:
     def record(self) -> dict[str, Any]:
         """Plain data for JSON."""
         names = ("engine", "command", "steps", "config", "files", "head")
-        values = {name: getattr(self, name) for name in names}
-        values["approximations"] = [
-            approximation._asdict() for approximation in self.approximations
-        ]
-        return values | {"checked_against": self.version}
+        approximations = [approximation._asdict() for approximation in self.approximations]
+        more = {"approximations": approximations, "checked_against": self.version}
+        return {name: getattr(self, name) for name in names} | more
 
 
 def _absolute(name: str) -> str:
@@ -119,23 +115,16 @@ def note_usual(export: Export, trees: bool, rules: tuple[str, ...]) -> None:
     """What most engines lack: the adaptive length, trees, and rules but the usual one."""
     _, nodes, width = export.tree()
     if export.adaptive:
-        export.approximate(
-            "adaptive draft length",
-            f"{export.length} tokens at every step",
-            "it also drafts where nothing is accepted: measure at your load",
-        )
+        cost = "it also drafts where nothing is accepted: measure at your load"
+        export.approximate("adaptive draft length", f"{export.length} tokens at every step", cost)
     if width > 1 and not trees:
-        export.approximate(
-            f"trees of {nodes} nodes",
-            f"chains of {export.length}",
-            "fewer tokens a step than was measured with trees; bench a chain here first",
-        )
+        cost = "fewer tokens a step than was measured with trees; bench a chain here first"
+        export.approximate(f"trees of {nodes} nodes", f"chains of {export.length}", cost)
     if export.rule not in ("auto", *rules):
         cost = "at most as many tokens a step when sampling; greedy text is the same"
         if export.rule == "coupled":
             cost = "sampled text with a seed depends on drafts and batch; greedy is the same"
         export.approximate(f"rule {export.rule!r}", f"rule {rules[0]!r}", cost)
     if isinstance(export.draft, DraftModel) and export.draft.vocab == "string":
-        export.approximate(
-            "a draft with another tokenizer, by text", "token ids", "the engine may refuse it"
-        )
+        what = "a draft with another tokenizer, by text"
+        export.approximate(what, "token ids", "the engine may refuse it")

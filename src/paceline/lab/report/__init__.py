@@ -17,7 +17,4 @@ A command names its columns; screen, JSON, Markdown and HTML follow from them::
     print_report(report, Console())                   # the screen
     write(report, "speeds.html")                      # or .md
     record = [record_of(row, SPEEDS) for row in rows]  # JSON
-
-columns.py: columns, formats, records. document.py: the parts of a report. render.py: screen,
-Markdown, HTML. plots.py: pictures.
 """

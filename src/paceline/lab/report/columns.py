@@ -11,8 +11,6 @@ from paceline.lab.report.document import Cell, Table
 NONE_TRIED = "none tried"
 UNTRIED = "none tried: no draft was tried, as it would not have paid."
 
-# -- formats -------------------------------------------------------------------------------------
-
 times = "{:.2f}x".format
 number = "{:.2f}".format
 share = "{:.0%}".format
@@ -21,9 +19,6 @@ share = "{:.0%}".format
 def milliseconds(seconds: float) -> str:
     """Three digits, without a unit: the heading has it."""
     return f"{seconds * 1e3:.0f}" if seconds >= 0.1 else f"{seconds * 1e3:.3g}"
-
-
-# -- columns -------------------------------------------------------------------------------------
 
 
 def _same(value: Any) -> Any:

@@ -17,8 +17,6 @@ from paceline.files import replace_files, telling
 from paceline.files.ownership import check_file, is_signed, signed
 from paceline.lab.report.document import Block, Figure, Report, Table, Text, is_number, show
 
-# -- files ---------------------------------------------------------------------------------------
-
 
 def check_path(path: str | Path) -> None:
     """Refuse a report of unknown kind, or over a file that is none of ours, before the
@@ -46,9 +44,6 @@ def write(report: Report, path: str | Path) -> list[Path]:
     contents = {file: signed(text).encode("utf-8") for file, text in texts.items()}
     replace_files(contents, "the report", is_signed)
     return list(texts)
-
-
-# -- terminal ------------------------------------------------------------------------------------
 
 
 def print_report(report: Report, console: Console) -> None:
@@ -90,9 +85,6 @@ def _of_numbers(table: Table) -> list[bool]:
     return [bool(cells) and all(map(is_number, cells)) for cells in filled]
 
 
-# -- Markdown ------------------------------------------------------------------------------------
-
-
 def figure_path(report: Path, figure: Figure) -> Path:
     """Where a figure of the report at ``report`` lies."""
     return report.with_name(f"{report.stem}-{figure.name}.svg")
@@ -127,9 +119,6 @@ def as_table(table: Table) -> str:
     if table.note:
         parts.append(f"*{table.note}*")
     return "\n\n".join(parts)
-
-
-# -- HTML ----------------------------------------------------------------------------------------
 
 
 def as_html(report: Report) -> str:
