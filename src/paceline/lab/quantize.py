@@ -98,10 +98,8 @@ class QuantizeReport:
 
 def quantize(name: str, out: Path, options: QuantizeOptions) -> QuantizeReport:
     """Quantise the model ``name``, on the CPU and in float32, and write it to the folder ``out``.
-
     Raises PacelineError: an unknown model, one that is quantised already, text without use, a
-    folder that cannot be written or holds files that Paceline did not write.
-    """
+    folder that cannot be written or holds files that Paceline did not write."""
     check_folder(out, "the quantised model")  # before the minutes of work
     with stage(f"loading {name}"):
         hf = load_module(name, torch.float32, "cpu", attention="sdpa")

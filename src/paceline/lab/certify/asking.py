@@ -30,10 +30,8 @@ BINS = 10
 def connect(
     url: str, model: str | None = None, key: str | None = None, timeout: float = 120.0
 ) -> tuple[OpenAIClient, OpenAIClient | None]:
-    """The server at a URL, and the same without speculation where it can be switched off.
-
-    Without ``model`` the first that it lists. Raises ConfigError if nobody answers there.
-    """
+    """The server at a URL, and the same without speculation where it can be switched off. Without
+    ``model`` the first that it lists. Raises ConfigError if nobody answers there."""
     client = OpenAIClient.at(url, key, timeout)
     try:
         listed = client.models()
@@ -66,10 +64,8 @@ class AnswerToken(NamedTuple):
 
 @dataclass(frozen=True)
 class AnswerChoice:
-    """One choice of a completion; without ``tokens`` where the server gives no logprobs.
-
-    ``read`` and ``written``: tokens of the prompt and of all choices, None if it does not count.
-    """
+    """One choice of a completion; without ``tokens`` where the server gives no logprobs. ``read``
+    and ``written``: tokens of the prompt and of all choices, None if it does not count."""
 
     text: str
     reason: str | None
@@ -190,10 +186,8 @@ class Asking:
 @dataclass
 class Part:
     """What was ``checked`` in one part, by its ``unit``, what is wrong, and what was left out.
-
     ``check``, given the text of a prompt, yields what is wrong. After one of the ``ties``, which
-    rounding explains, a text is not compared any further.
-    """
+    rounding explains, a text is not compared any further."""
 
     name: str
     unit: str
@@ -224,10 +218,8 @@ class Part:
 def parting(
     text: AnswerChoice, due: AnswerChoice, penalties: Mapping[str, float] | None = None
 ) -> tuple[str, bool] | None:
-    """Where two greedy texts part, and whether rounding explains it; None if they are the same.
-
-    The scores are those of ``due``, whose logprobs may or may not hold the ``penalties``.
-    """
+    """Where two greedy texts part, and whether rounding explains it; None if they are the same. The
+    scores are those of ``due``, whose logprobs may or may not hold the ``penalties``."""
     if text.text == due.text:
         return None
     at = first_difference(text.spelt, due.spelt)

@@ -1,8 +1,6 @@
-"""Chi-square tests with their power, from the incomplete gamma function alone.
-
-The tail of the non-central distribution is a Poisson mixture of central ones (Johnson, Kotz and
-Balakrishnan 1995, chapter 29): exact up to the terms that are left out, which weigh below 1e-15.
-"""
+"""Chi-square tests with their power, from the incomplete gamma function alone. The tail of the
+non-central distribution is a Poisson mixture of central ones (Johnson, Kotz and Balakrishnan 1995,
+chapter 29): exact up to the terms that are left out, which weigh below 1e-15."""
 
 from __future__ import annotations
 

@@ -70,10 +70,8 @@ def explain(
     params: SamplingParams,
 ) -> Difference | None:
     """Re-score the first position at which two outputs differ; None if they are the same.
-
     ``params`` are those of both requests: greedy, or with a seed. A text that is a mere beginning
-    of the other differs at its end, which no tie explains (gap infinite).
-    """
+    of the other differs at its end, which no tie explains (gap infinite)."""
     at = first_difference(left, right)
     if at is None:
         return None

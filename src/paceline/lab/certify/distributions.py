@@ -28,10 +28,8 @@ _MARGIN = 2.0
 @dataclass(frozen=True)
 class Cells:
     """A cell for each of some ``groups`` of tokens, and one for all others, with their ``chances``.
-
     ``slack`` is the effect size w² that a test allows for rounding, ``rounding`` the total
-    variation between the distributions of two batch shapes.
-    """
+    variation between the distributions of two batch shapes."""
 
     groups: list[int]
     chances: list[float]

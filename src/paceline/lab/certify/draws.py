@@ -44,11 +44,9 @@ class DrawCounts:
 
 
 class Recorder:
-    """Stands in for a drafter and counts what it draws. Changes nothing.
-
-    ``trees`` and ``distributions`` (after the root, and after first tokens) were proposed and
-    declared behind the tokens that are ``watched``.
-    """
+    """Stands in for a drafter and counts what it draws. Changes nothing. ``trees`` and
+    ``distributions`` (after the root, and after first tokens) were proposed and declared behind the
+    tokens that are ``watched``."""
 
     def __init__(self, drafter: Drafter, draws: DrawCounts, seed: int = 0) -> None:
         self._drafter, self._draws = drafter, draws

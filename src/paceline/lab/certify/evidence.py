@@ -28,11 +28,9 @@ class TextDivergence:
 
 @dataclass(frozen=True)
 class TextCheck:
-    """Texts of a kind under one setting against plain decoding.
-
-    ``ties``: differences that rounding explains; the comparison went on from the plain text.
-    ``bugs``: differences that it does not explain; the rest of such a text is not compared.
-    """
+    """Texts of a kind under one setting against plain decoding. ``ties``: differences that rounding
+    explains; the comparison went on from the plain text. ``bugs``: differences that it does not
+    explain; the rest of such a text is not compared."""
 
     kind: str  # "greedy" or "seeded"
     setting: str
@@ -61,9 +59,8 @@ class TextCheck:
 @dataclass
 class Prefix:
     """Where continuations are drawn, and those drawn there: with drafts of ``length``, plainly.
-
-    ``portions`` were begun of either kind, so that no two are drawn with the same random numbers.
-    """
+    ``portions`` were begun of either kind, so that no two are drawn with the same random
+    numbers."""
 
     start: Start
     length: int

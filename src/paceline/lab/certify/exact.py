@@ -87,10 +87,8 @@ def enumerate_step(
     prefix: str,
 ) -> ExactCheck | None:
     """The step that ``tree`` is an example of: of its first two levels, or the first alone.
-
     ``draft``: the drafter's distributions after strings of its tokens, ``target``: gives those of
-    the target [n, vocab]. None if the tree is too large.
-    """
+    the target [n, vocab]. None if the tree is too large."""
     (root,) = target([()])
     for depth in (2, 1):
         nodes = sum(node_depth <= depth for node_depth in tree.depths)
@@ -110,10 +108,8 @@ def enumerate_step(
 
 
 def _small_vocabulary(tree: TokenTree, target: torch.Tensor, draft: Distributions) -> list[int]:
-    """The ids that stand for the vocabulary: likely ones of the drafter, and of the target.
-
-    A token that may be drafted needs to have a known distribution after it, where the tree goes on.
-    """
+    """The ids that stand for the vocabulary: likely ones of the drafter, and of the target. A token
+    that may be drafted needs to have a known distribution after it, where the tree goes on."""
     if tree.draw is Draw.POINT:
         drafted = list(dict.fromkeys(tree.tokens.tolist()))
     else:
@@ -180,9 +176,8 @@ def drafts(case: Case, tokens: String = (), weight: float = 1.0) -> Iterator[tup
 
 
 def step_error(verifier: Verifier, case: Case) -> tuple[float, int]:
-    """Total variation of a step's output from the target's distribution, and outcomes enumerated.
-    A step that does not end in a token of the target's has the distance 1. Raises TooManyOutcomes.
-    """
+    """Total variation of a step's output from the target's distribution, and outcomes enumerated. A
+    step that does not end in a token of the target's has the distance 1. Raises TooManyOutcomes."""
     length, outcomes = max(map(len, case.target)) + 1, 0
     emitted: defaultdict[String, float] = defaultdict(float)
     weighted = list(islice(drafts(case), _MOST_OUTCOMES))

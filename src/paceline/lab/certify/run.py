@@ -55,10 +55,8 @@ def certify(
 
 class Certifier(Subject):
     """One certification; ``certificate`` may be asked for at any time, also after Ctrl-C.
-
-    ``evidence`` is what an earlier one with the same model, drafter, prompts, parameters and
-    effort has seen; it is added to. Prompts beyond the effort's number of texts are for that.
-    """
+    ``evidence`` is what an earlier one with the same model, drafter, prompts, parameters and effort
+    has seen; it is added to. Prompts beyond the effort's number of texts are for that."""
 
     _ended = False
 
@@ -72,8 +70,7 @@ class Certifier(Subject):
     def run(self, advance: OnProgress = lambda what: None) -> None:
         """Test as much as the budget allows, in an order of which any beginning has seen a little
         of everything: round by round a few more texts under all settings, and more samples at one
-        prefix until that has all of them. KeyboardInterrupt passes through.
-        """
+        prefix until that has all of them. KeyboardInterrupt passes through."""
         self.budget.reserve = _ENDING * (self.budget.seconds or 0.0)
         self.advance = advance
         with self.guarded("greedy"):

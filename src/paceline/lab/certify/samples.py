@@ -56,10 +56,8 @@ def samples_fit(subject: Subject, number: int, samples: int) -> bool:
 
 
 def _choose_prefix(subject: Subject, number: int) -> None:
-    """The beginning of a greedy text after which the target is undecided, by its entropy.
-
-    Only those a few tokens behind a full cache block count, as thousands of samples start there.
-    """
+    """The beginning of a greedy text after which the target is undecided, by its entropy. Only
+    those a few tokens behind a full cache block count, as thousands of samples start there."""
     start, evidence = subject.start(number, subject.params), subject.evidence
     output = evidence.plain.get(f"greedy/{number}")
     if output is None:

@@ -1,8 +1,6 @@
-"""The target's own distributions, from forwards that share nothing with the engine's.
-
-What the texts begin with is read once in each of two batch shapes, what comes behind it for each
-text. The distributions of the two shapes differ by what rounding does.
-"""
+"""The target's own distributions, from forwards that share nothing with the engine's. What the
+texts begin with is read once in each of two batch shapes, what comes behind it for each text. The
+distributions of the two shapes differ by what rounding does."""
 
 from __future__ import annotations
 

@@ -273,11 +273,9 @@ def lacks_of(parts: Sequence[Part], tests: Sequence[DistributionTest]) -> list[s
 
 
 class ServerCertifier:
-    """One certification of ``server``; ``certificate`` may be asked for at any time.
-
-    ``reference``: the same server without speculation, or another one; None where there is
-    neither. ``prompts``: (name, text).
-    """
+    """One certification of ``server``; ``certificate`` may be asked for at any time. ``reference``:
+    the same server without speculation, or another one; None where there is neither. ``prompts``:
+    (name, text)."""
 
     def __init__(
         self,
@@ -303,9 +301,7 @@ class ServerCertifier:
 
     def run(self, advance: Callable[[str], None] = lambda what: None) -> None:
         """Every part with one prompt after the other; then samples, as long as there may be more.
-
-        KeyboardInterrupt passes through.
-        """
+        KeyboardInterrupt passes through."""
         try:
             for (name, prompt), part in self._rounds():
                 if self.budget.left <= 0:

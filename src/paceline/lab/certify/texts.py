@@ -20,10 +20,8 @@ _TIMED = 4  # tokens that are decoded to see how fast that is
 
 
 def compare_texts(subject: Subject, numbers: Sequence[int]) -> None:
-    """Each of the texts plainly, then under every setting; those in a batch come last.
-
-    What has no plain text by then is left out.
-    """
+    """Each of the texts plainly, then under every setting; those in a batch come last. What has no
+    plain text by then is left out."""
     plain = subject.evidence.plain
     for number, kind in product(numbers, subject.kinds):
         text, name = _text(subject, kind, number), f"{kind}/{number}"
@@ -83,10 +81,8 @@ def check_texts(
     plain: Sequence[Sequence[int]],
     others: Sequence[Start] = (),
 ) -> TextCheck:
-    """Decode ``texts`` under this setting and compare with ``plain``.
-
-    One after another, or together in a batch that ``others``, which are not compared, join.
-    """
+    """Decode ``texts`` under this setting and compare with ``plain``. One after another, or
+    together in a batch that ``others``, which are not compared, join."""
     length = subject.alone.get(setting, subject.lengths[-1])
     batches = [[*texts, *others]] if others else [[text] for text in texts]
     outputs = [out for batch in batches for out in decode(subject.llm.engine, batch, length)]
@@ -108,11 +104,9 @@ def _divergences(
     tokens: Sequence[int],
     length: int | None,
 ) -> Iterator[tuple[TextDivergence, bool]]:
-    """All near ties between the two texts, and at their end perhaps one bug; which are ties.
-
-    After a tie the rest is decoded anew behind the beginning of the ``expected`` text. Where rows
-    have the same bits whatever rides along, there are none.
-    """
+    """All near ties between the two texts, and at their end perhaps one bug; which are ties. After
+    a tie the rest is decoded anew behind the beginning of the ``expected`` text. Where rows have
+    the same bits whatever rides along, there are none."""
     target, decoded = subject.llm.target, subject.llm.tokenizer.decode
     while difference := explain(target, text.prompt, expected, tokens, text.params):
         pair = difference.left, difference.right

@@ -22,9 +22,7 @@ def look_ahead(
     **settings: Any,
 ) -> list[Finding]:
     """Findings about ``engine``; ``foreign`` is a configuration of its own, None an export.
-
-    ``settings`` are keywords of ``export``. Raises ConfigError for an engine that is not known.
-    """
+    ``settings`` are keywords of ``export``. Raises ConfigError for an engine that is not known."""
     if foreign is not None and foreign.engine == engine:
         reader = _vllm if engine == "vllm" else _sglang
         return list(starmap(finding, reader(foreign.values)))

@@ -1,8 +1,6 @@
-"""Findings: of which kind, about what, and what was seen.
-
-The kinds, with what they say, their consequences and cures, are the tables of ``kinds.md``;
-docs/doctor.md repeats that file word for word. A check only names the kind and gives the values.
-"""
+"""Findings: of which kind, about what, and what was seen. The kinds, with what they say, their
+consequences and cures, are the tables of ``kinds.md``; docs/doctor.md repeats that file word for
+word. A check only names the kind and gives the values."""
 
 from __future__ import annotations
 

@@ -128,11 +128,9 @@ def _verdict(
 
 
 def _some_layers(config: Any) -> tuple[Any, int, int]:
-    """The config of the first layers, how many they are, and the memory that comparing takes.
-
-    All layers where a config with fewer would not give the first ones as they are, as of models
-    whose last layers share their keys.
-    """
+    """The config of the first layers, how many they are, and the memory that comparing takes. All
+    layers where a config with fewer would not give the first ones as they are, as of models whose
+    last layers share their keys."""
     whole = skeleton_of(config)
     kinds = [_kind(layer) for _, layer in decoder_layers(whole)]
     layers = max(kinds.index(kind) for kind in set(kinds)) + 1

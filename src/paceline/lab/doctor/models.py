@@ -28,10 +28,8 @@ _TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json", "vocab.tx
 
 @dataclass(frozen=True, kw_only=True)
 class Model(TargetShape):
-    """A causal language model that is not loaded. ``about``: "target" or "draft".
-
-    ``config`` is transformers' config of the text part. ``tokenizer`` is None if there is none.
-    """
+    """A causal language model that is not loaded. ``about``: "target" or "draft". ``config`` is
+    transformers' config of the text part. ``tokenizer`` is None if there is none."""
 
     about: str
     files: ModelFiles

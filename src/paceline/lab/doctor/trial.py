@@ -1,8 +1,6 @@
 """Ten seconds of decoding with a loaded pair: what acceptance and costs promise, and what comes.
-
 The drafter is measured as ``tune`` measures it (lab/tune/measure.py), on the shipped prompts. That
-predicts the speedup of every draft length, and the best one is then run beside plain decoding.
-"""
+predicts the speedup of every draft length, and the best one is then run beside plain decoding."""
 
 from __future__ import annotations
 

@@ -73,9 +73,7 @@ def write_eagle_head(export: Export, draft: Eagle, layout: str, outputs: bool = 
 
 def write_medusa_heads(export: Export, draft: Medusa) -> tuple[str, int]:
     """The folder that vLLM reads Medusa heads from, as ``write_eagle_head``, and their number.
-
-    Raises ConfigError for heads that share the target's vocabulary layer.
-    """
+    Raises ConfigError for heads that share the target's vocabulary layer."""
     heads = load_medusa(draft.path, shape_of(export.target)[0])
     if heads.config.shared_head:
         raise ConfigError(

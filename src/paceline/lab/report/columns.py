@@ -27,10 +27,8 @@ def _same(value: Any) -> Any:
 
 class Column(NamedTuple):
     """A figure of an item: its key in JSON, its heading in a table, and how it is shown there.
-
     ``path``: the attributes, or keys of mappings, that lead to it; "" is the item itself, None the
-    key. Without a key or a heading it is left out there. What is None is an empty cell.
-    """
+    key. Without a key or a heading it is left out there. What is None is an empty cell."""
 
     key: str
     heading: str = ""

@@ -1,8 +1,6 @@
-"""The parts of a report: sections of tables, paragraphs and figures.
-
-A command builds one ``Report`` and both prints it and, if asked, writes it to a file (render.py),
-so the two cannot disagree.
-"""
+"""The parts of a report: sections of tables, paragraphs and figures. A command builds one
+``Report`` and both prints it and, if asked, writes it to a file (render.py), so the two cannot
+disagree."""
 
 from __future__ import annotations
 
@@ -14,11 +12,9 @@ Cell = str | int | float | None
 
 @dataclass(frozen=True)
 class Table:
-    """Rows of cells under ``columns``; numbers stand to the right, None is an empty cell.
-
-    ``note`` says below the table how the figures came about. Floats are shown as they are given,
-    so format them first where digits matter.
-    """
+    """Rows of cells under ``columns``; numbers stand to the right, None is an empty cell. ``note``
+    says below the table how the figures came about. Floats are shown as they are given, so format
+    them first where digits matter."""
 
     columns: Sequence[str]
     rows: Sequence[Sequence[Cell]]

@@ -1,8 +1,6 @@
-"""The kinds of picture that reports use, drawn by matplotlib as SVG text.
-
-Each function takes plain numbers and gives a whole SVG document. matplotlib is imported on the
-first call and used without its global state, so no display is needed.
-"""
+"""The kinds of picture that reports use, drawn by matplotlib as SVG text. Each function takes plain
+numbers and gives a whole SVG document. matplotlib is imported on the first call and used without
+its global state, so no display is needed."""
 
 from __future__ import annotations
 

@@ -27,11 +27,9 @@ def check_path(path: str | Path) -> None:
 
 
 def write(report: Report, path: str | Path) -> list[Path]:
-    """Write ``.md`` (figures as SVG files beside it) or ``.html`` (all in one file).
-
-    Returns the files written: all of them, or none. Raises ConfigError on another suffix,
-    WriteError if the folder is not writable.
-    """
+    """Write ``.md`` (figures as SVG files beside it) or ``.html`` (all in one file). Returns the
+    files written: all of them, or none. Raises ConfigError on another suffix, WriteError if the
+    folder is not writable."""
     check_path(path)
     path = Path(path)
     if path.suffix == ".html":
