@@ -17,7 +17,7 @@ import pytest
 from paceline.draft.heads.checkpoint import read_checkpoint
 from paceline.drafters import parse_draft
 from paceline.errors import ConfigError, ModelLoadError
-from paceline.lab.doctor.files import read_files
+from paceline.lab.doctor.models import read_files
 from paceline.model import hub
 from paceline.model.hub import fetched
 from paceline.model.loading import load_module, load_tokenizer, read_config

@@ -14,10 +14,9 @@ import pytest
 from paceline.build import EngineOptions
 from paceline.errors import ConfigError, ModelLoadError
 from paceline.lab.doctor import Finding, Severity, examine, findings
-from paceline.lab.doctor.files import read_files
 from paceline.lab.doctor.findings import KINDS, by_severity, finding
 from paceline.lab.doctor.machine import Setting, weight_bytes
-from paceline.lab.doctor.models import describe
+from paceline.lab.doctor.models import describe, read_files
 from paceline.lab.doctor.report import record
 from paceline.model.backends.base import REFERENCE
 from paceline.model.backends.native.packing import PackedLinear

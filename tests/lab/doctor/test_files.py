@@ -11,7 +11,7 @@ import pytest
 from huggingface_hub.errors import LocalEntryNotFoundError
 
 from paceline.lab.doctor import examine
-from paceline.lab.doctor.files import read_files
+from paceline.lab.doctor.models import read_files
 from paceline.model.tensorfile import read_table
 from support.doctor_folders import Copy, codes, only
 

@@ -16,8 +16,7 @@ from paceline.draft.spec import TargetShape
 from paceline.errors import ConfigError
 from paceline.files.ownership import MANIFEST
 from paceline.lab.export import DIALECTS, export
-from paceline.lab.export.heads import LAYERS, outputs_of, shape_of
-from paceline.lab.export.speculation import Export
+from paceline.lab.export.speculation import LAYERS, Export, outputs_of, shape_of
 from paceline.model.names import resolve
 
 TARGET, HEAD = "paceline/tiny", "eagle3:paceline/tiny-eagle3"

@@ -15,7 +15,6 @@ from paceline.draft.heads.eagle_format import is_speculators
 from paceline.drafters import Auto, DraftModel, DraftSpec, parse_draft
 from paceline.errors import ModelLoadError
 from paceline.lab.doctor import machine
-from paceline.lab.doctor.files import ModelFiles, read_files
 from paceline.lab.doctor.findings import (
     ERROR,
     NOTE,
@@ -26,7 +25,7 @@ from paceline.lab.doctor.findings import (
     refusal,
 )
 from paceline.lab.doctor.machine import Needs, Setting
-from paceline.lab.doctor.models import Model, describe, millions
+from paceline.lab.doctor.models import Model, ModelFiles, describe, millions, read_files
 from paceline.lab.doctor.texts import check_chat, check_ends, compare
 from paceline.lab.doctor.weights import check_files, check_values, check_weights
 from paceline.model.offload import plan_offload

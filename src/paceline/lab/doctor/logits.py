@@ -22,10 +22,9 @@ from paceline.core.batch import Span
 from paceline.core.memory import free_memory, limit_threads
 from paceline.core.stages import stage
 from paceline.errors import ModelLoadError, UnsupportedModelError
-from paceline.lab.doctor.files import ModelFiles, read_files
 from paceline.lab.doctor.findings import Finding, finding, refusal
 from paceline.lab.doctor.machine import size
-from paceline.lab.doctor.models import skeleton_of
+from paceline.lab.doctor.models import ModelFiles, read_files, skeleton_of
 from paceline.model.backends.base import NATIVE, REFERENCE
 from paceline.model.loading import check_architecture, load_module, read_config, resolve_device
 from paceline.model.offload import decoder_layers

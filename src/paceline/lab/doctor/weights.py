@@ -9,9 +9,8 @@ from typing import Any
 import torch
 
 from paceline.lab.bench.prompts import evenly
-from paceline.lab.doctor.files import ModelFiles
 from paceline.lab.doctor.findings import WARNING, Finding, finding
-from paceline.lab.doctor.models import Model, check_tensors
+from paceline.lab.doctor.models import Model, ModelFiles, check_tensors
 
 _MATRICES = 8  # sampled of each kind
 _SAMPLE = 4096  # values of each: its standard deviation is then known to about 1 %

@@ -2,5 +2,84 @@
 
 from __future__ import annotations
 
+import json
+from pathlib import Path
+
+from paceline.draft.auto import made_for
+from paceline.drafters import Auto, NGram, NoDraft, parse_draft
+from paceline.errors import ConfigError
+from paceline.files import replace_in
 from paceline.lab.export.dialects import DIALECTS as DIALECTS
-from paceline.lab.export.run import export as export
+from paceline.lab.export.speculation import Export, note_usual
+from paceline.settings.tuned import TunedProfile
+
+_ARCHIVED = {
+    "tgi": "Text Generation Inference is archived and takes no new models; its users moved to "
+    "vllm or sglang, which can be exported to"
+}
+
+
+def export(
+    to: str,
+    model: str,
+    draft: str | None = None,
+    *,
+    draft_length: int | str | None = None,
+    rule: str | None = None,
+    max_batch_size: int | None = None,
+    lossy: bool = False,
+    profile: str | Path | None = None,
+    out: str | Path | None = None,
+) -> Export:
+    """What engine ``to`` is told for the same speculation.
+
+    ``draft``, ``draft_length``, ``rule`` and ``max_batch_size`` are as of ``LLM``; what is None
+    comes from ``profile``, a file of ``paceline tune``, else from our defaults. ``out`` is a folder
+    for the files, among them converted heads; without it nothing is written, and heads are named
+    where they lie.
+
+    Raises ConfigError for what the engine has no equivalent of, ModelLoadError and WriteError.
+    """
+    if to not in DIALECTS:
+        known = ", ".join(DIALECTS)
+        raise ConfigError(_ARCHIVED.get(to.lower(), f"cannot export to {to!r}; use one of {known}"))
+    tuned = None if profile is None else TunedProfile.read(profile)
+    follows = tuned is not None and draft in (None, tuned.draft.spec)
+    spec = parse_draft(tuned.draft.spec if tuned is not None and draft is None else draft)
+    if isinstance(spec, Auto):  # of what it is composed of, the one that other engines have
+        trained = made_for(model)
+        spec = NGram() if trained is None else trained[0]
+    if isinstance(spec, NoDraft):
+        raise ConfigError("there is no draft to export; give one with --draft or --config")
+    length = draft_length
+    if length is None:
+        length = tuned.draft.length if tuned is not None and follows else "auto"
+    rule = rule or (tuned.engine.rule if tuned else "auto")
+    if lossy or rule == "typical":
+        what = "typical acceptance is not lossless and is not exported"
+        raise ConfigError(f"{what}; leave --lossy out")
+    batch = max_batch_size or (tuned.engine.max_batch_size if tuned else 8)
+    adaptive = length == "auto"
+    levels = spec.default_draft_length if isinstance(length, str) else length
+    if adaptive and tuned is not None and follows:
+        levels = min(levels, tuned.draft.max_length)
+    if levels < 1:
+        raise ConfigError("a draft length of 0 is plain decoding; there is nothing to export")
+    dialect = DIALECTS[to]
+    speculation = levels, adaptive, rule, batch
+    made = Export(to, dialect.version, model, spec, *speculation, Path(out) if out else None)
+    note_usual(made, dialect.trees, dialect.rules)
+    dialect.fill(made)
+    if made.out is not None:
+        _write(made, made.out)
+    return made
+
+
+def _write(made: Export, folder: Path) -> None:
+    """The configuration, how to start it, and what was approximated."""
+    lines = ["#!/bin/sh", f"# Made by `paceline export` for {made.version}."]
+    lines += [f"# Approximated: {approximation.line()}" for approximation in made.approximations]
+    lines += ["set -e", *made.steps, f"exec {made.command_line}", ""]
+    record = json.dumps(made.record(), indent=2) + "\n"
+    texts = {**made.files, "run.sh": "\n".join(lines), "export.json": record}
+    replace_in(folder, {name: text.encode() for name, text in texts.items()}, "the export")

@@ -10,8 +10,14 @@ from pathlib import Path
 from typing import Any
 
 from paceline.drafters import DraftModel, Eagle, Hybrid, Medusa, NGram, Suffix
-from paceline.lab.export.heads import eagle_of, outputs_of, write_eagle_head, write_medusa_heads
-from paceline.lab.export.speculation import FEWER_MATCHES, Export
+from paceline.lab.export.speculation import (
+    FEWER_MATCHES,
+    Export,
+    eagle_of,
+    outputs_of,
+    write_eagle_head,
+    write_medusa_heads,
+)
 from paceline.model.gguf import gguf_file
 
 
