@@ -94,12 +94,10 @@ def _continued(
     """So many samples of ``enough`` tokens each; drafts of ``length`` are recorded."""
     max_tokens = len(start.output) + max(DEPTH, enough) + length + 1
     starts = [replace(start, params=replace(start.params, max_tokens=max_tokens))] * samples
-    if plainly:
-        return decode(subject.plain, starts, length, enough)
     engine = subject.llm.engine
     drafter, engine.drafter = engine.drafter, cast(Drafter, subject.recorder)
     try:
-        return decode(engine, starts, length, enough)
+        return decode(subject.plain if plainly else engine, starts, length, enough)
     finally:
         engine.drafter = drafter
 
@@ -121,9 +119,8 @@ def _enumerate(subject: Subject, prefix: Prefix) -> None:
     recorder.watch(None)
     target = Scorer(subject.llm.target, start).at_once
     for tree in trees[:2]:
-        step = tree, distributions, target, start.name
-        check = enumerate_step(subject.llm.engine.verifier, *step)
-        if check is None:
+        verifier = subject.llm.engine.verifier
+        if (check := enumerate_step(verifier, tree, distributions, target, start.name)) is None:
             many = f"a tree of {len(tree)} nodes has too many outcomes"
             evidence.notes.append(f"{omitted} {many}")
             continue

@@ -8,11 +8,12 @@ from functools import partial
 from itertools import cycle, product
 
 from paceline.core.params import SamplingParams
-from paceline.lab.certify.decoding import Start, decode
+from paceline.lab.certify.decoding import Start, String, decode
 from paceline.lab.certify.difference import explain
 from paceline.lab.certify.evidence import TextCheck, TextDivergence
 from paceline.lab.certify.subject import Subject
 
+Text = tuple[Start, String]  # and plain decoding's output
 _NEIGHBOURS = 3  # at least, of the texts in a mixed batch
 _SHARE = 0.025  # of what is left of a budget, that one text at one setting may take
 _SHORTEST = 16
@@ -61,48 +62,38 @@ def _decode_plainly(subject: Subject, name: str, text: Start) -> None:
 
 
 def _compare(subject: Subject, kind: str, numbers: Sequence[int], setting: str) -> None:
-    texts = [_text(subject, kind, number) for number in numbers]
-    plain = [subject.evidence.plain[f"{kind}/{number}"] for number in numbers]
-    others: list[Start] = []
+    plain, others = subject.evidence.plain, list[Start]()
+    texts = [(_text(subject, kind, number), plain[f"{kind}/{number}"]) for number in numbers]
     if setting == subject.mixed:
         # Requests of another kind, shorter and longer, that come and go while others decode.
         count = max(_NEIGHBOURS, len(numbers))
         for n, tokens in zip(range(count), cycle((5, 17, 40)), strict=False):
             params = SamplingParams(temperature=0.8, max_tokens=tokens)
             others.append(subject.start(numbers[0] + n, params))
-    subject.evidence.add(check_texts(subject, kind, setting, texts, plain, others))
+    subject.evidence.add(check_texts(subject, kind, setting, texts, others))
 
 
 def check_texts(
-    subject: Subject,
-    kind: str,
-    setting: str,
-    texts: Sequence[Start],
-    plain: Sequence[Sequence[int]],
-    others: Sequence[Start] = (),
+    subject: Subject, kind: str, setting: str, texts: Sequence[Text], others: Sequence[Start] = ()
 ) -> TextCheck:
-    """Decode ``texts`` under this setting and compare with ``plain``. One after another, or
-    together in a batch that ``others``, which are not compared, join."""
+    """Decode ``texts`` in one batch under this setting and compare them with plain decoding's.
+    ``others`` join the batch and are not compared."""
     length = subject.alone.get(setting, subject.lengths[-1])
-    batches = [[*texts, *others]] if others else [[text] for text in texts]
-    outputs = [out for batch in batches for out in decode(subject.llm.engine, batch, length)]
-    ties: list[TextDivergence] = []
-    bugs: list[TextDivergence] = []
-    drafted = accepted = 0
-    for text, expected, (tokens, counts) in zip(texts, plain, outputs, strict=False):
-        for item, tie in _divergences(subject, text, expected, tokens, length):
-            (ties if tie else bugs).append(item)
-        drafted, accepted = drafted + counts.drafted, accepted + counts.accepted
-    compared = len(texts), sum(map(len, plain)), drafted, accepted
-    return TextCheck(kind, setting, *compared, tuple(ties), tuple(bugs))
+    batch = [*(text for text, _ in texts), *others]
+    outputs = decode(subject.llm.engine, batch, length)[: len(texts)]
+    parted: dict[bool, list[TextDivergence]] = {True: [], False: []}  # by whether it is a tie
+    for text, (tokens, _) in zip(texts, outputs, strict=True):
+        for item, tie in _divergences(subject, *text, tokens, length):
+            parted[tie].append(item)
+    drafted, accepted = (
+        sum(getattr(counts, name) for _, counts in outputs) for name in ("drafted", "accepted")
+    )
+    compared = len(texts), sum(len(plain) for _, plain in texts), drafted, accepted
+    return TextCheck(kind, setting, *compared, tuple(parted[True]), tuple(parted[False]))
 
 
 def _divergences(
-    subject: Subject,
-    text: Start,
-    expected: Sequence[int],
-    tokens: Sequence[int],
-    length: int | None,
+    subject: Subject, text: Start, expected: String, tokens: String, length: int | None
 ) -> Iterator[tuple[TextDivergence, bool]]:
     """All near ties between the two texts, and at their end perhaps one bug; which are ties. After
     a tie the rest is decoded anew behind the beginning of the ``expected`` text. Where rows have
@@ -113,7 +104,7 @@ def _divergences(
         plain, other = (str(decoded([token])) if token >= 0 else "(end)" for token in pair)
         tie = difference.is_tie and not target.backend.same_bits
         yield TextDivergence(text.name, plain, other, difference), tie
-        given = tuple(expected[: difference.at + 1])
+        given = expected[: difference.at + 1]
         if not difference.is_tie or len(given) == len(expected):
             return
         ((tokens, _),) = decode(subject.llm.engine, [replace(text, output=given)], length)
