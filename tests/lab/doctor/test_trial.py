@@ -27,8 +27,8 @@ def test_figures_of_a_chain() -> None:
     assert EXPLORED.acceptance_rate == pytest.approx(0.5)
     assert EXPLORED.draft_cost_ratio == pytest.approx(0.1)
     assert EXPLORED.predicted_speedup_by_length[1] == pytest.approx(1.75 / 1.2, rel=0.03)
-    assert EXPLORED.best_draft_length == 2
-    assert EXPLORED.predicted_speedup == pytest.approx(1.75 / 1.2, rel=0.03)
+    assert EXPLORED.best.length == 2
+    assert EXPLORED.best.speedup == pytest.approx(1.75 / 1.2, rel=0.03)
 
 
 def test_drafts_that_are_looked_up() -> None:
@@ -48,7 +48,7 @@ def test_drafts_that_were_cut_short_cost_what_they_are() -> None:
     method = replace(EXPLORED.method, steps=((0, step()), (LONG, typical)))
     mixed = replace(EXPLORED, method=method)
     assert mixed.draft_cost_ratio == pytest.approx(0.1)
-    assert mixed.predicted_speedup == pytest.approx(EXPLORED.predicted_speedup)
+    assert mixed.best.speedup == pytest.approx(EXPLORED.best.speedup)
 
 
 def trial(measured: float, explored: SpeedupTrial = EXPLORED) -> SpeedupTrial:
@@ -71,7 +71,7 @@ def test_verdicts() -> None:
 
 
 def test_a_busy_machine_is_noticed() -> None:
-    promised = EXPLORED.predicted_speedup
+    promised = EXPLORED.best.speedup
     for measured, unsure in ((promised, False), (1.3 * promised, True), (0.7 * promised, True)):
         assert ("measurement-unsure" in {f.code for f in judge(trial(measured))}) is unsure
 
@@ -115,7 +115,7 @@ def test_a_short_run(tiny_pair: TinyPair) -> None:
     assert heard == sorted(heard) and len(heard) >= 6
     speedups = (*result.predicted_speedup_by_length, result.measured_speedup)
     assert all(math.isfinite(value) and value > 0 for value in speedups)
-    assert 1 <= result.best_draft_length <= LONG
+    assert 1 <= result.best.length <= LONG
     assert result.draft_cost_ratio is not None and result.draft_cost_ratio > 0.2
     assert 0 < result.seconds < 60
 

@@ -47,8 +47,8 @@ _TRIAL = (
     Column("draft_cost_ratio", "draft pass / target forward", shown=number),
     Column("target_seconds_by_rows", "target forward by rows", "target", _growth, _rows),
     Column("predicted_speedup_by_length"),
-    Column("best_draft_length", "best draft length"),
-    Column("predicted_speedup", "predicted speedup", shown=times),
+    Column("best_draft_length", "best draft length", "best.length"),
+    Column("predicted_speedup", "predicted speedup", "best.speedup", times),
     Column("measured_speedup", "measured speedup", shown=times),
     Column("predicted_by_measured", "predicted / measured", shown=number),
     Column("seconds"),
@@ -92,7 +92,7 @@ def _measured(trial: SpeedupTrial) -> list[Table | Figure]:
     shown = [column for column in _TRIAL if column.heading and column.value(trial) is not None]
     how = "one greedy sequence at a time on shipped prompts; prompts are not timed"
     note = f"{trial.seconds:.0f} s, {how}."
-    predicted, best = trial.predicted_speedup_by_length, trial.best_draft_length
+    predicted, best = trial.predicted_speedup_by_length, trial.best.length
     lengths = list(range(1, len(predicted) + 1))
     measured = [trial.measured_speedup if length == best else None for length in lengths]
     series: plots.Series = {"predicted": predicted, "measured": measured}

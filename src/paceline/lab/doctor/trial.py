@@ -7,7 +7,7 @@ from __future__ import annotations
 import itertools
 import statistics
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
 from paceline.core.costs import TargetCosts
@@ -18,7 +18,7 @@ from paceline.lab.doctor.findings import Finding, finding
 from paceline.lab.prediction import predicted_by_measured
 from paceline.lab.tune.candidates import DrafterCandidate
 from paceline.lab.tune.measure import Sample, decode, measure_method, measure_plain
-from paceline.lab.tune.search import MeasuredMethod, best_length, predict
+from paceline.lab.tune.search import MeasuredMethod, PredictedSetting, best_length, predict
 from paceline.llm import LLM
 from paceline.model.measure import measure_target
 
@@ -62,19 +62,14 @@ class SpeedupTrial:
         return [predict(self.method, self.target, length, 1).speedup for length in lengths]
 
     @property
-    def best_draft_length(self) -> int:
-        """The one that promises most."""
-        return best_length(self.method, self.target, 1).length
-
-    @property
-    def predicted_speedup(self) -> float:
-        """At the best length."""
-        return best_length(self.method, self.target, 1).speedup
+    def best(self) -> PredictedSetting:
+        """Of the draft length that promises most."""
+        return best_length(self.method, self.target, 1)
 
     @property
     def predicted_by_measured(self) -> float:
         """1.1 promises 10 % too much."""
-        return predicted_by_measured(self.predicted_speedup, self.measured_speedup)
+        return predicted_by_measured(self.best.speedup, self.measured_speedup)
 
 
 def run_trial(
@@ -116,27 +111,19 @@ def run_trial(
     affordable = int((left / 3 - reading) / one_token)
     tokens = max(1, min(_MOST_TOKENS, room, max(_LEAST_TOKENS, affordable)))
     count = max(1, int(left / (reading + tokens * one_token)))
-    sample = Sample(
-        list(itertools.islice(itertools.cycle(prompts), count)), [], 1, tokens, 0.0, ignore_eos=True
-    )
+    repeated = list(itertools.islice(itertools.cycle(prompts), count))
+    sample = Sample(repeated, [], 1, tokens, 0.0, ignore_eos=True)
     base, (alone, _) = measure_plain(plain, target, sample, between)
     candidate = DrafterCandidate("draft", "draft", "draft", "")
     method = measure_method(spec, candidate, target, base, sample, between, LONG)
     best = best_length(method, target, 1).length
-    ratios = [
-        run(spec, ids, tokens, best).rate / run(plain, ids, tokens, 0).rate
-        for ids in _until(prompts, start + seconds)
-    ]
+    ratios: list[float] = []
+    for ids in itertools.cycle(prompts):
+        ratios.append(run(spec, ids, tokens, best).rate / run(plain, ids, tokens, 0).rate)
+        if time.perf_counter() >= start + seconds:
+            break
     measured, taken = statistics.median(ratios), time.perf_counter() - start
     return SpeedupTrial(target, sum(alone.steps, StepSums()), method, measured, taken)
-
-
-def _until(prompts: Sequence[list[int]], deadline: float) -> Iterator[list[int]]:
-    """One prompt after the other, at least one, until the time is up."""
-    for number, ids in enumerate(itertools.cycle(prompts)):
-        if number and time.perf_counter() >= deadline:
-            return
-        yield ids
 
 
 VERDICTS = ("worth-it", "barely-worth-it", "not-worth-it")
@@ -149,17 +136,12 @@ _ROWS, _STEEP = 5, 1.5  # so many rows should cost less than so many times one
 
 def judge(trial: SpeedupTrial) -> Iterator[Finding]:
     """The verdict first, then what stands in the way."""
-    measured, predicted = trial.measured_speedup, trial.predicted_speedup
+    measured, length, predicted = trial.measured_speedup, trial.best.length, trial.best.speedup
     ratio, rate = trial.draft_cost_ratio, trial.acceptance_rate
     accepted = "no draft was tried" if rate is None else f"{rate:.0%} accepted"
-    text = (
-        f"measured {measured:.2f}x of plain decoding at draft length {trial.best_draft_length}, "
-        f"predicted {predicted:.2f}x; {accepted}"
-    )
-    code = "not-worth-it"
-    if measured >= _HARMLESS:
-        code = "worth-it" if measured >= _WORTH else "barely-worth-it"
-    yield finding(code, text)
+    text = f"measured {measured:.2f}x of plain decoding at draft length {length}"
+    code = VERDICTS[(measured < _WORTH) + (measured < _HARMLESS)]
+    yield finding(code, f"{text}, predicted {predicted:.2f}x; {accepted}")
     if not 1 / _UNSURE <= trial.predicted_by_measured <= _UNSURE:
         yield finding("measurement-unsure", predicted=predicted, measured=measured)
     if ratio is not None and rate is not None and rate < _LOW:
