@@ -42,10 +42,7 @@ class Perplexity:
 
 
 def read_windows(
-    path: Path,
-    tokenizer: PreTrainedTokenizerFast,
-    most_tokens: int,
-    seed: int | None = None,
+    path: Path, tokenizer: PreTrainedTokenizerFast, most_tokens: int, seed: int | None = None
 ) -> list[list[int]]:
     """The texts of a JSONL file (``messages``, ``text``, ...) as token ids, at most so many in all;
     conversations by the tokenizer's chat template. ``seed``: documents in another order than the

@@ -14,13 +14,7 @@ from paceline.core.stages import info, stage
 from paceline.errors import ConfigError
 from paceline.files import folder_aside
 from paceline.files.ownership import check_folder
-from paceline.lab.perplexity import (
-    EVALUATED,
-    Perplexity,
-    perplexity,
-    read_windows,
-    shipped_windows,
-)
+from paceline.lab.perplexity import EVALUATED, Perplexity, perplexity, read_windows, shipped_windows
 from paceline.lab.report.document import Table
 from paceline.lab.report.render import as_table
 from paceline.model.loading import load_module, load_tokenizer

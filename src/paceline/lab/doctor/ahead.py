@@ -15,11 +15,7 @@ _LAYERS = "eagle_aux_hidden_state_layer_ids"
 
 
 def look_ahead(
-    engine: str,
-    model: str,
-    draft: str | None,
-    foreign: ForeignDraft | None,
-    **settings: Any,
+    engine: str, model: str, draft: str | None, foreign: ForeignDraft | None, **settings: Any
 ) -> list[Finding]:
     """Findings about ``engine``; ``foreign`` is a configuration of its own, None an export.
     ``settings`` are keywords of ``export``. Raises ConfigError for an engine that is not known."""

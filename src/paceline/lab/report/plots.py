@@ -12,11 +12,7 @@ Series = Mapping[str, Sequence[float | None]]
 
 
 def lines(
-    x: Sequence[float],
-    series: Series,
-    x_label: str,
-    y_label: str,
-    log_x: bool = False,
+    x: Sequence[float], series: Series, x_label: str, y_label: str, log_x: bool = False
 ) -> str:
     """One line a series over shared ``x``; None leaves a gap. ``log_x`` for powers of two."""
     figure, axes = _canvas()
