@@ -45,7 +45,12 @@ def check_weights(model: Model) -> Iterator[Finding]:
 
 
 def check_values(files: ModelFiles) -> Iterator[Finding]:
-    """Values that no training leaves behind, in a sample of the tensors."""
+    """Values that no training leaves behind, in a sample of the tensors.
+
+    Initialisation leaves norms at exactly one (Gemma: zero), and matrices with the standard
+    deviation of the config (``initializer_range``), of that over sqrt(2 layers) where outputs are
+    added up (GPT-2), or of ``torch.nn.Linear``, 1 / sqrt(3 inputs).
+    """
     if files.remote:
         return
     floats = {
@@ -64,41 +69,28 @@ def check_values(files: ModelFiles) -> Iterator[Finding]:
         if not bool(samples[key].isfinite().all()):
             yield finding("weights-not-finite", name=key)
             return
-    inputs = {key: floats[key].shape[1] for key in matrices}
-    reason = _untrained(samples, inputs, norms, files.config)
-    if reason is not None:
-        yield finding("weights-untrained", reason)
-
-
-def _untrained(
-    samples: Mapping[str, torch.Tensor],
-    inputs: Mapping[str, int],
-    norms: Sequence[str],
-    config: Mapping[str, Any],
-) -> str | None:
-    """Why they look untrained, or None. ``inputs``: of each matrix.
-
-    Initialisation leaves norms at exactly one (Gemma: zero), and matrices with the standard
-    deviation of the config (``initializer_range``), of that over sqrt(2 layers) where outputs are
-    added up (GPT-2), or of ``torch.nn.Linear``, 1 / sqrt(3 inputs).
-    """
-    zero = [key for key in inputs if not bool(samples[key].any())]
-    if len(zero) == len(inputs):
-        return f"all {len(zero)} sampled matrices are zero" if zero else None
-    if not all(bool((samples[key] == samples[key][0]).all()) for key in norms):
-        return None
-    if not {float(samples[key][0]) for key in norms} <= {0.0, 1.0}:
-        return None
-    initial_range = float(config.get("initializer_range") or 0.02)
-    layers = int(config.get("num_hidden_layers") or config.get("n_layer") or 1)
-    spreads = {key: float(samples[key].std()) for key in inputs if key not in zero}
+    spreads = {key: float(samples[key].std()) for key in matrices if bool(samples[key].any())}
+    if not spreads:
+        if matrices:
+            text = f"all {len(matrices)} sampled matrices are zero"
+            yield finding("weights-untrained", text)
+        return
+    initial_range = _initial_range(files)
+    layers = int(files.config.get("num_hidden_layers") or files.config.get("n_layer") or 1)
     for key, spread in spreads.items():
-        usual = (initial_range, initial_range / math.sqrt(2 * layers), (3 * inputs[key]) ** -0.5)
+        linear = (3 * floats[key].shape[1]) ** -0.5
+        usual = (initial_range, initial_range / math.sqrt(2 * layers), linear)
         if min(abs(spread / one - 1) for one in usual) > _tolerance(samples[key]):
-            return None
-    ones = "norms are as they began, and " if norms else ""
-    bounds = f"({min(spreads.values()):.3g} to {max(spreads.values()):.3g})"
-    return f"{ones}{len(spreads)} sampled matrices have the spread of fresh ones {bounds}"
+            return
+    if all(samples[key].unique().tolist() in ([0.0], [1.0]) for key in norms):
+        ones = "norms are as they began, and " if norms else ""
+        bounds = f"({min(spreads.values()):.3g} to {max(spreads.values()):.3g})"
+        text = f"{ones}{len(spreads)} sampled matrices have the spread of fresh ones {bounds}"
+        yield finding("weights-untrained", text)
+
+
+def _initial_range(files: ModelFiles) -> float:
+    return float(files.config.get("initializer_range") or 0.02)
 
 
 def _tolerance(values: torch.Tensor) -> float:
@@ -135,14 +127,12 @@ def untrained(model: Model, rows: Sequence[int], head: bool = False) -> str | No
         logit = ", so their logits are 0 whatever the text" if head else ""
         return f"all zero{logit}"
     # Fresh ones have the spread of initialisation, and those of ordinary tokens have left it.
-    initial_range = float(model.files.config.get("initializer_range") or 0.02)
+    initial_range = _initial_range(model.files)
     tokens = table.shape[0] if model.tokenizer is None else len(model.tokenizer)
     others = _rows(table, sorted(set(range(min(tokens, table.shape[0]))) - set(rows)))
     fresh, usual = float(values.std()), float(others.std())
-    if (
-        abs(fresh / initial_range - 1) < _tolerance(values) < abs(fresh / usual - 1)
-        and abs(usual / initial_range - 1) > _FAR
-    ):
+    like_others, as_begun = abs(fresh / usual - 1), abs(fresh / initial_range - 1)
+    if as_begun < _tolerance(values) < like_others and abs(usual / initial_range - 1) > _FAR:
         return f"with the spread of fresh ones ({fresh:.3g}, others {usual:.3g})"
     return None
 

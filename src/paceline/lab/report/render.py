@@ -60,15 +60,9 @@ def print_report(report: Report, console: Console) -> None:
 
 def rich_table(table: Table) -> RichTable:
     """A table with its title above and its note below; numbers stand to the right."""
-    shown = RichTable(
-        title=table.title or None,
-        caption=table.note or None,
-        title_justify="left",
-        caption_justify="left",
-        box=box.SIMPLE_HEAD,
-        pad_edge=False,
-        collapse_padding=True,
-    )
+    shown = RichTable(box=box.SIMPLE_HEAD, pad_edge=False, collapse_padding=True)
+    shown.title, shown.caption = table.title or None, table.note or None
+    shown.title_justify = shown.caption_justify = "left"
     for heading, numbers in zip(table.columns, _of_numbers(table), strict=True):
         shown.add_column(heading, justify="right" if numbers else "left", overflow="fold")
     for row in table.rows:
@@ -123,12 +117,10 @@ def as_html(report: Report) -> str:
     """The whole document: no outside requests, figures inside as SVG."""
     title = escape(report.title)
     style = Path(__file__).with_name("report.css").read_text(encoding="utf-8")
+    viewport = '<meta name="viewport" content="width=device-width, initial-scale=1">'
     parts = [
-        "<!doctype html>",
-        '<html lang="en"><head><meta charset="utf-8">',
-        '<meta name="viewport" content="width=device-width, initial-scale=1">',
-        f"<title>{title}</title><style>\n{style}</style></head><body>",
-        f"<h1>{title}</h1>",
+        f'<!doctype html>\n<html lang="en"><head><meta charset="utf-8">\n{viewport}',
+        f"<title>{title}</title><style>\n{style}</style></head><body>\n<h1>{title}</h1>",
     ]
     for section in report.sections:
         parts += [f"<h2>{escape(section.title)}</h2>", *map(_block_as_html, section.blocks)]
@@ -149,15 +141,11 @@ def _block_as_html(block: Block) -> str:
 
 
 def _table_as_html(table: Table) -> str:
-    parts = ['<div class="wide"><table>']
-    if table.title:
-        parts.append(f"<caption>{escape(table.title)}</caption>")
+    title = f"<caption>{escape(table.title)}</caption>" if table.title else ""
     headings = "".join(f"<th>{escape(heading)}</th>" for heading in table.columns)
-    parts.append(f"<thead><tr>{headings}</tr></thead><tbody>")
+    parts = [f'<div class="wide"><table>{title}<thead><tr>{headings}</tr></thead><tbody>']
     for row in table.rows:
         cells = (f'<td class="{"nt"[not is_number(c)]}">{escape(show(c))}</td>' for c in row)
         parts.append(f"<tr>{''.join(cells)}</tr>")
-    parts.append("</tbody></table></div>")
-    if table.note:
-        parts.append(f'<p class="note">{escape(table.note)}</p>')
-    return "".join(parts)
+    note = f'<p class="note">{escape(table.note)}</p>' if table.note else ""
+    return "".join([*parts, "</tbody></table></div>", note])
