@@ -9,10 +9,12 @@ from dataclasses import dataclass, field, replace
 from itertools import chain, repeat
 from typing import Any, NamedTuple
 
-from paceline.errors import ConfigError
+from paceline.errors import ConfigError, PromptError
+from paceline.lab.budget import Budget
 from paceline.lab.certify.certificate import DistributionTest
 from paceline.lab.certify.chisquare import goodness
 from paceline.lab.certify.difference import first_difference
+from paceline.lab.certify.effort import LONGEST, Effort
 from paceline.lab.openai_client import OpenAIClient, RequestRefusedError, ServerFailedError
 
 # Nats. Two logits of a bf16 model may each be off by a rounding step, which is 0.125 from 16 on.
@@ -115,29 +117,32 @@ class RequestsSpentError(Exception):
     """As many requests were sent as may be."""
 
 
-@dataclass
 class Asking:
-    """The server, what it is compared with, and what may still be sent to them.
+    """Asks ``server`` and a ``reference``: the same one with speculation off, or another; None where
+    there is neither. ``prompts``: (name, text). ``logprobs``: all that the server gave. ``bins``:
+    tokens of its samples, by their position in the distribution that it names with them."""
 
-    ``reference`` is the same server with speculation off, or another one; None where there is
-    neither. ``logprobs``: all that the server gave. ``bins``: tokens of its samples, by their
-    position in the distribution that it names with them.
-    """
-
-    server: OpenAIClient
-    reference: OpenAIClient | None
-    max_tokens: int
-    requests: int
-    chance: random.Random
-    sent: int = 0
-    logprobs: list[float] = field(default_factory=list)
-    bins: list[int] = field(default_factory=lambda: [0] * BINS)
-    _greedy: dict[str, AnswerChoice] = field(default_factory=dict)
-    _taken: dict[tuple[int, int], int] = field(default_factory=dict)
+    def __init__(
+        self,
+        server: OpenAIClient,
+        reference: OpenAIClient | None,
+        prompts: Sequence[tuple[str, str]],
+        effort: Effort | None = None,
+        budget: Budget | None = None,
+    ) -> None:
+        if not prompts:
+            raise PromptError("no prompt was given")
+        self.server, self.reference, self.prompts = server, reference, prompts
+        self.effort, self.budget = effort or Effort(), budget or Budget()
+        self.max_tokens = min(self.effort.max_tokens, LONGEST)
+        self.chance, self.sent = random.Random(self.effort.seed), 0
+        self.logprobs, self.bins = list[float](), [0] * BINS
+        self._greedy: dict[str, AnswerChoice] = {}
+        self._taken: dict[tuple[int, int], int] = {}
 
     def counting(self, server: OpenAIClient | None = None) -> OpenAIClient:
         """Who gets the next request. Raises RequestsSpentError."""
-        if self.sent >= self.requests:
+        if self.sent >= self.effort.requests:
             raise RequestsSpentError
         self.sent += 1
         return server or self.server

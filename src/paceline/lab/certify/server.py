@@ -5,14 +5,12 @@ from __future__ import annotations
 import itertools
 import json
 import math
-import random
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
+from functools import cached_property
 from typing import Any
 
-from paceline.errors import PromptError
-from paceline.lab.budget import Budget
 from paceline.lab.certify.asking import (
     BINS,
     TIE,
@@ -35,8 +33,7 @@ from paceline.lab.certify.certificate import (
     too_little,
 )
 from paceline.lab.certify.difference import first_difference
-from paceline.lab.certify.effort import LONGEST, Effort
-from paceline.lab.openai_client import OpenAIClient, RequestRefusedError, ServerFailedError
+from paceline.lab.openai_client import RequestRefusedError, ServerFailedError
 from paceline.lab.report.columns import Column
 
 _FAILURES = 3  # of a part, after which it is left
@@ -272,32 +269,19 @@ def lacks_of(parts: Sequence[Part], tests: Sequence[DistributionTest]) -> list[s
     return lacks + too_little(greedy.checked, bias)
 
 
-class ServerCertifier:
-    """One certification of ``server``; ``certificate`` may be asked for at any time. ``reference``:
-    the same server without speculation, or another one; None where there is neither. ``prompts``:
-    (name, text)."""
+class ServerCertifier(Asking):
+    """One certification of a server; ``certificate`` may be asked for at any time."""
 
-    def __init__(
-        self,
-        server: OpenAIClient,
-        reference: OpenAIClient | None,
-        prompts: Sequence[tuple[str, str]],
-        effort: Effort | None = None,
-        budget: Budget | None = None,
-    ) -> None:
-        if not prompts:
-            raise PromptError("no prompt was given")
-        self.effort, self.budget = effort or Effort(), budget or Budget()
-        self._prompts = prompts
-        limits = min(self.effort.max_tokens, LONGEST), self.effort.requests
-        self._asking = Asking(server, reference, *limits, random.Random(self.effort.seed))
-        self._parts = tuple(Part(*part) for part in PARTS)
-        self._ended = False
+    _ended = False
+
+    @cached_property
+    def parts(self) -> tuple[Part, ...]:
+        return tuple(Part(*part) for part in PARTS)
 
     @property
     def pieces(self) -> int:
         """How often ``run`` calls ``advance`` at most."""
-        return len(self._prompts) * len(self._parts) + self.effort.requests
+        return len(self.prompts) * len(self.parts) + self.effort.requests
 
     def run(self, advance: Callable[[str], None] = lambda what: None) -> None:
         """Every part with one prompt after the other; then samples, as long as there may be more.
@@ -314,15 +298,15 @@ class ServerCertifier:
         self._ended = True
 
     def _rounds(self) -> Iterator[tuple[tuple[str, str], Part]]:
-        yield from itertools.product(self._prompts, self._parts)
-        (sampling,) = (part for part in self._parts if part.name == "sampling")
-        while sampling.failures < _FAILURES:
-            yield from itertools.product(self._prompts, [sampling])
+        yield from itertools.product(self.prompts, self.parts)
+        sampling = [part for part in self.parts if part.check is check_samples]
+        while sampling[0].failures < _FAILURES:
+            yield from itertools.product(self.prompts, sampling)
 
     def _check(self, part: Part, name: str, prompt: str) -> None:
-        sent, start = self._asking.sent, time.monotonic()
+        sent, start = self.sent, time.monotonic()
         try:
-            for problem in part.check(self._asking, part, prompt):
+            for problem in part.check(self, part, prompt):
                 part.problems.append(f"{name}: {problem}")
         except RequestRefusedError as error:
             part.failures += 1
@@ -332,23 +316,22 @@ class ServerCertifier:
             part.problems.append(f"{name}: {error}")
         finally:
             part.rounds += 1
-            part.requests += self._asking.sent - sent
+            part.requests += self.sent - sent
             part.seconds += time.monotonic() - start
 
     def certificate(self) -> Certificate:
         """The verdict on what was seen so far."""
-        asking, parts, alpha = self._asking, self._parts, self.effort.alpha
-        reference, spent = asking.reference, self.budget.spent
-        tests = as_family(asking.tests(), alpha)
+        parts, alpha, spent = self.parts, self.effort.alpha, self.budget.spent
+        reference, tests = self.reference, as_family(self.tests(), alpha)
         problems = [Problem(part.name, what) for part in parts for what in part.problems]
         problems += [test.problem() for test in tests if test.adjusted_p_value < alpha]
         checked = ", ".join(f"{part.checked} {part.unit}" for part in parts)
         sees = max((test.smallest_bias for test in tests), default=1.0)
         return Certificate(
-            title=f"Is {name_of(asking.server)} lossless?",
+            title=f"Is {name_of(self.server)} lossless?",
             alpha=alpha,
             facts={
-                "server": name_of(asking.server),
+                "server": name_of(self.server),
                 "reference": None if reference is None else name_of(reference),
                 "seconds": spent,
             },
@@ -357,7 +340,7 @@ class ServerCertifier:
             lacks=tuple(lacks_of(parts, tests)),
             notes=tuple(f"{part.name}: {note}" for part in parts for note in part.notes),
             interrupted=not self._ended,
-            completed=f"{spent:.0f} s, {asking.sent} requests completed {checked}",
+            completed=f"{spent:.0f} s, {self.sent} requests completed {checked}",
             certified=f"nothing is wrong in {checked}; no bias in {len(tests)} distribution "
             f"tests, which see {sees:.1%}",
         )
