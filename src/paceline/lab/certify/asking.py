@@ -118,9 +118,9 @@ class RequestsSpentError(Exception):
 
 
 class Asking:
-    """Asks ``server`` and a ``reference``: the same one with speculation off, or another; None where
-    there is neither. ``prompts``: (name, text). ``logprobs``: all that the server gave. ``bins``:
-    tokens of its samples, by their position in the distribution that it names with them."""
+    """Asks a ``server`` and a ``reference``: the same with speculation off, or another one; None
+    where there is neither. ``prompts``: (name, text). ``logprobs``: all that the server gave.
+    ``bins``: tokens of its samples, by their position in the distribution that it names."""
 
     def __init__(
         self,
