@@ -14,8 +14,7 @@ import transformers
 
 from paceline.core.params import SamplingParams
 from paceline.errors import UnsupportedModelError
-from paceline.lab.certify.decoding import Start
-from paceline.lab.certify.scoring import Scorer
+from paceline.lab.certify.decoding import Scorer, Start
 from paceline.llm import LLM
 from paceline.model.backends.reference.rows import RowPositions
 from paceline.model.target import CausalModel

@@ -12,11 +12,10 @@ import torch
 
 from paceline.core.batch import Batch
 from paceline.core.params import SamplingParams
-from paceline.lab.certify.decoding import Start
+from paceline.lab.certify.decoding import Scorer, Start
 from paceline.lab.certify.effort import Effort
 from paceline.lab.certify.evidence import Evidence
 from paceline.lab.certify.run import Certifier
-from paceline.lab.certify.scoring import Scorer
 from paceline.llm import LLM
 from paceline.model.paged.cache import PagedCache
 from support.engine_models import reference_logits

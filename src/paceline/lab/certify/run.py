@@ -15,9 +15,8 @@ from paceline.lab.certify.certificate import (
     as_family,
     too_little,
 )
-from paceline.lab.certify.distributions import judge
 from paceline.lab.certify.effort import FEWEST, Effort
-from paceline.lab.certify.samples import PORTIONS, sample, samples_fit
+from paceline.lab.certify.samples import PORTIONS, judge, sample, samples_fit
 from paceline.lab.certify.subject import OnProgress, Subject
 from paceline.lab.certify.texts import compare_texts, decide_tokens
 from paceline.llm import LLM
