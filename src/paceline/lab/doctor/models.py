@@ -157,8 +157,8 @@ def _remote_tensors(name: str) -> dict[str, torch.Tensor]:
 
 @dataclass(frozen=True, kw_only=True)
 class Model(TargetShape):
-    """A causal language model that is not loaded. ``about``: "target" or "draft". ``config`` is
-    transformers' config of the text part. ``tokenizer`` is None if there is none."""
+    """A causal language model that is not loaded. ``about``: "target" or "draft". ``whole_config``
+    is transformers', ``config`` that of the text part. ``tokenizer`` is None if there is none."""
 
     about: str
     files: ModelFiles
@@ -225,21 +225,14 @@ def describe(files: ModelFiles, about: str) -> tuple[Model | None, list[Finding]
             tokenizer = loading.load_tokenizer(str(files.folder))
         except ModelLoadError as error:
             findings.append(refusal("tokenizer-absent", error))
-    model = Model(
-        text_config.hidden_size,
-        text_config.vocab_size,
-        text_config.num_hidden_layers,
-        getattr(text_config, "max_position_embeddings", None) or UNLIMITED_POSITIONS,
-        about=about,
-        files=files,
-        whole_config=config,
-        config=text_config,
-        tokenizer=tokenizer,
-    )
+    positions = getattr(text_config, "max_position_embeddings", None) or UNLIMITED_POSITIONS
+    sizes = (text_config.hidden_size, text_config.vocab_size, text_config.num_hidden_layers)
+    configs = {"whole_config": config, "config": text_config}
+    model = Model(*sizes, positions, about=about, files=files, tokenizer=tokenizer, **configs)
     if model.quantisation is None:  # machine.py tells of those
-        sizes: dict[str, Any] = {"layers": model.num_layers, "width": model.hidden_size}
-        sizes |= {"kind": config.model_type, "parameters": millions(model.parameters)}
-        findings.append(finding("architecture-supported", **sizes))
+        shape: Any = {"layers": model.num_layers, "width": model.hidden_size}
+        shape |= {"kind": config.model_type, "parameters": millions(model.parameters)}
+        findings.append(finding("architecture-supported", **shape))
     return model, findings
 
 

@@ -105,14 +105,11 @@ def _ends(model: Model) -> dict[str, set[int]]:
         generation = json.loads(file.read_text(encoding="utf-8"))
     except (OSError, ValueError):
         generation = None
-    ends = {
-        "generation_config.json": generation.get("eos_token_id")
-        if type(generation) is dict
-        else (),
-        "config.json": getattr(model.config, "eos_token_id", ()),
-        "the tokenizer": getattr(model.tokenizer, "eos_token_id", ()),
-    }
-    listed = {source: v if isinstance(v, (list, tuple)) else [v] for source, v in ends.items()}
+    first = generation.get("eos_token_id") if isinstance(generation, dict) else None
+    others = (getattr(part, "eos_token_id", None) for part in (model.config, model.tokenizer))
+    names = ("generation_config.json", "config.json", "the tokenizer")
+    ends = zip(names, (first, *others), strict=True)
+    listed = {source: v if isinstance(v, (list, tuple)) else [v] for source, v in ends}
     ids = {source: {i for i in values if type(i) is int} for source, values in listed.items()}
     return {source: some for source, some in ids.items() if some}
 
