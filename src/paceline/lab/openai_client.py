@@ -52,12 +52,10 @@ class OpenAIClient:
         return cls(base if versioned else f"{base}/v1", key, timeout)
 
     def models(self) -> list[dict[str, Any]]:
-        """Those that the server lists."""
         listed = self._read(self._open("models", None)).get("data")
         return [model for model in listed or () if isinstance(model, dict) and "id" in model]
 
     def answer(self, path: str, body: Mapping[str, Any]) -> dict[str, Any]:
-        """The whole answer."""
         return self._read(self._open(path, body))
 
     def stream(self, path: str, body: Mapping[str, Any]) -> Iterator[dict[str, Any]]:

@@ -110,7 +110,6 @@ class TextPerplexity:
 
     @property
     def rise(self) -> float | None:
-        """Share by which quantising raised it."""
         return None if self.theirs is None else self.measured.value / self.theirs.value - 1
 
     @property

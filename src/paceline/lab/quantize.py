@@ -120,7 +120,6 @@ def quantize(name: str, out: Path, options: QuantizeOptions) -> QuantizeReport:
 def _texts(
     tokenizer: Any, options: QuantizeOptions
 ) -> tuple[list[list[int]], list[list[int]] | None]:
-    """Windows to evaluate on and, to round by, others."""
     file, seed = options.calibrate, options.seed
     if options.evaluate is not None:
         evaluated = read_windows(options.evaluate, tokenizer, EVALUATED)
@@ -160,7 +159,6 @@ def _write(hf: Any, tokenizer: Any, folder: Path, scheme: Scheme) -> None:
 
 
 def card(report: QuantizeReport) -> str:
-    """The README of the checkpoint."""
     scheme, what, readers = report.scheme, "8 bits per output channel", "vLLM and transformers load"
     if scheme.precision == "int4":
         points = {"free": "any zero point", "whole": "whole zero points", "none": "no zero points"}

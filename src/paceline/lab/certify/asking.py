@@ -50,7 +50,6 @@ def connect(
 
 
 def name_of(server: OpenAIClient) -> str:
-    """For people."""
     off = ", speculation off" if "speculation" in server.fields else ""
     return f"{server.fields['model']} at {server.url.removesuffix('/v1')}{off}"
 
@@ -175,7 +174,6 @@ class Asking:
         return choices
 
     def greedy(self, prompt: str) -> AnswerChoice:
-        """The server's greedy text, asked for once."""
         if prompt not in self._greedy:
             self._greedy[prompt] = self.complete(self.server, prompt)[0]
         return self._greedy[prompt]
@@ -245,7 +243,6 @@ def parting(
 
 
 def _penalty(before: Sequence[str], token: str, penalties: Mapping[str, float]) -> float:
-    """What OpenAI's penalties take from a token's logit."""
     count = before.count(token)
     presence = penalties.get("presence_penalty", 0.0) if count else 0.0
     return count * penalties.get("frequency_penalty", 0.0) + presence

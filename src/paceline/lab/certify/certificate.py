@@ -78,7 +78,6 @@ class DistributionTest:
     smallest_bias: float = 1.0
 
     def problem(self) -> Problem:
-        """What it means that the test failed."""
         length = f"draft length {self.draft_length}" if self.draft_length else ""
         where = ", ".join(filter(None, (self.prefix, length, f"biased, {self.what}")))
         odds = f"p = {self.adjusted_p_value:.1g} after correction, {self.samples} samples"
@@ -127,7 +126,6 @@ class Certificate:
     certified: str
 
     def rows(self, key: str) -> Sequence[Any]:
-        """Of the table that JSON has under this key."""
         return next(table.rows for table in self.tables if table.key == key)
 
     @property
@@ -141,7 +139,6 @@ class Certificate:
 
     @property
     def verdict(self) -> str:
-        """One line for people."""
         nothing = "nothing is wrong in what was tested"
         if self.problems:
             first, *others = self.problems
@@ -154,7 +151,6 @@ class Certificate:
         return f"CERTIFIED: {self.certified}"
 
     def record(self) -> dict[str, Any]:
-        """As JSON knows it."""
         tables = [table for table in self.tables if table.key]
         return {
             "lossless": self.lossless,

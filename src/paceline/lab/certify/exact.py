@@ -71,7 +71,6 @@ class Case:
 
     @property
     def width(self) -> int:
-        """Of the vocabulary."""
         return len(self.target[()])
 
     def drafted(self, tokens: String, node: int) -> String:
@@ -128,7 +127,6 @@ def _case(
     target: Callable[[Sequence[String]], torch.Tensor],
     ids: list[int],
 ) -> Case:
-    """Both models' distributions on the tokens ``ids``."""
     depth = max(tree.depths)
     strings = [s for n in range(depth + 1) for s in product(range(len(ids)), repeat=n)]
     spelt = {string: tuple(ids[i] for i in string) for string in strings}

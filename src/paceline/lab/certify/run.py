@@ -123,7 +123,6 @@ class Certifier(Subject):
         )
 
     def _tests(self) -> list[DistributionTest]:
-        """Of all prefixes that have enough samples, and of the drafter's draws."""
         tests: list[DistributionTest] = []
         for prefix in self.evidence.prefixes:
             if min(len(prefix.drawn), len(prefix.plain)) >= FEWEST:
@@ -170,7 +169,6 @@ class Certifier(Subject):
         return line.format(**self.amounts())
 
     def _certified(self, tests: Sequence[DistributionTest], bias: float) -> str:
-        """What the word stands for."""
         checks, target = self.evidence.checks, self.llm.target
         ties = sum(len(check.ties) for check in checks)
         how = "bit for bit" if target.backend.same_bits else f"but for {ties} near ties"

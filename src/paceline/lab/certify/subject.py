@@ -84,7 +84,6 @@ class Subject:
         return self.evidence.tranche * self.effort.samples
 
     def start(self, number: int, params: SamplingParams) -> Start:
-        """A request with prompt ``number``; behind the last one they begin anew."""
         name, prompt = self.prompts[number % len(self.prompts)]
         return Start(prompt, params, name=name)
 
@@ -144,7 +143,6 @@ class Subject:
 
 
 def _lengths_of(llm: LLM) -> tuple[tuple[int, ...], bool]:
-    """Fixed draft lengths to test, and whether the engine has a controller that adapts."""
     engine = llm.engine
     if engine.verifier.lossy:
         raise ConfigError(

@@ -82,7 +82,6 @@ def examine(
 def _check_model(
     files: ModelFiles, about: str, setting: Setting
 ) -> tuple[Model | None, list[Finding]]:
-    """No model if it is refused."""
     model, findings = describe(files, about)
     findings += check_files(files)
     if model is not None:
@@ -92,7 +91,6 @@ def _check_model(
 
 
 def _folder_of(spec: DraftSpec) -> ModelFiles | None:
-    """What a spec's folder holds. Raises ModelLoadError."""
     path = spec.argument()
     if spec.holds == "nothing" or path is None:
         return None
@@ -138,7 +136,6 @@ def _composed(target: Model, setting: Setting, needs: Needs) -> Composition:
 def _check_draft(
     spec: DraftSpec, files: ModelFiles | None, target: Model, setting: Setting
 ) -> _Checked:
-    """Findings on one draft of one kind, and what it takes."""
     if files is None:
         return _without_files(spec, target, setting)
     if isinstance(spec, DraftModel):
@@ -229,7 +226,6 @@ def _context(target: Model, draft: Model) -> Iterator[Finding]:
 
 
 def _size(target: Model, draft: Model) -> Iterator[Finding]:
-    """Parameters and depth against the target's."""
     ratio, depth = target.parameters / max(1, draft.parameters), draft.num_layers
     than = "larger" if ratio < 1 else f"{ratio:,.1f} times smaller"
     counts = f"{millions(draft.parameters)} against {millions(target.parameters)} parameters"

@@ -173,7 +173,6 @@ def _shortened(config: Any, layers: int) -> Any:
 
 
 def _sequences(config: Any) -> list[_Sequence]:
-    """Two of different length at each position, the longer one first."""
     text = config.get_text_config(decoder=True)
     limit = getattr(text, "max_position_embeddings", None) or UNLIMITED_POSITIONS
     limit = min(limit, _FARTHEST)
@@ -194,7 +193,6 @@ def _sequences(config: Any) -> list[_Sequence]:
 def _of_library(
     module: Any, ids: list[int], positions: range, device: torch.device
 ) -> torch.Tensor:
-    """Logits ``[rows, vocab]`` of a sequence alone."""
     rows = (torch.tensor([list(values)], device=device) for values in (ids, positions))
     named = dict(zip(("input_ids", "position_ids"), rows, strict=True))
     logits: torch.Tensor = module(**named, use_cache=False).logits[0]

@@ -104,7 +104,6 @@ class Needs:
         )
 
     def shared(self, ranks: int) -> Needs:
-        """What one of so many ranks takes."""
         return Needs(self.weights // ranks, self.cache_bytes // ranks, 0, self.loading // ranks)
 
 
@@ -181,7 +180,6 @@ def check_precision(model: Model, setting: Setting) -> Iterator[Finding]:
 
 
 def _packed(model: Model, options: Mapping[str, Any], setting: Setting) -> Finding:
-    """Of a checkpoint of quantised weights."""
     words = [str(options.get("quant_method") or "unknown")]
     bits = _of_weights(options, "num_bits", "bits", "w_bit")
     group = _of_weights(options, "group_size", "q_group_size")
@@ -271,7 +269,6 @@ def check_memory(setting: Setting, needs: Needs, context: int) -> Finding:
 
 
 def check_offload(plan: OffloadPlan, offload: str) -> Finding:
-    """What a forward moves, of layers that do not stay on the device."""
     if not plan.away:
         return finding("offload-idle", layers=plan.layers, offload=offload)
     layers: Any = {"away": plan.away, "layers": plan.layers, "offload": offload}

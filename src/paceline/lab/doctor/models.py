@@ -70,7 +70,6 @@ class ModelFiles:
 
     @property
     def whole(self) -> bool:
-        """Whether all tensors are known."""
         return bool(self.tensors) and not (self.absent or self.damaged or self.pickled)
 
     def has(self, *names: str) -> bool:
@@ -110,7 +109,6 @@ def read_files(name: str, weights: Iterable[str] = ()) -> ModelFiles:
 
 
 def _weights(files: ModelFiles, wanted: tuple[str, ...]) -> list[Path]:
-    """The files that weights are read from, whether they are there or not."""
     folder = files.folder
     if wanted:
         return [f for f in (folder / n for n in wanted) if f.is_file()][:1]
@@ -198,7 +196,6 @@ class Model(TargetShape):
 
     @cached_property
     def skeleton(self) -> Any:
-        """The module that transformers builds of the config, without weights."""
         return skeleton_of(self.whole_config)
 
 

@@ -58,7 +58,6 @@ _TRIAL = (
 def record(
     target: str, draft: str | None, findings: Sequence[Finding], trial: SpeedupTrial | None
 ) -> dict[str, Any]:
-    """Plain data for JSON."""
     return {
         "model": target,
         "draft": draft,

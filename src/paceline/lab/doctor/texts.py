@@ -65,7 +65,6 @@ def check_chat(model: Model) -> Iterator[Finding]:
 
 
 def _marks(model: Model, tokenizer: PreTrainedTokenizerFast, text: str) -> Iterator[Finding]:
-    """Marks that are no tokens, or tokens that the model never learnt."""
     vocabulary = tokenizer.get_vocab()
     marks = list(dict.fromkeys(_MARK.findall(text)))
     foreign = [mark for mark in marks if mark not in tokenizer.get_added_vocab()]
@@ -80,7 +79,6 @@ def _marks(model: Model, tokenizer: PreTrainedTokenizerFast, text: str) -> Itera
 
 
 def check_ends(model: Model) -> Iterator[Finding]:
-    """End tokens by generation_config.json, config.json and the tokenizer."""
     tokenizer = model.tokenizer
     if tokenizer is None:
         return

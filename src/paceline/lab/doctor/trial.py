@@ -135,7 +135,6 @@ _ROWS, _STEEP = 5, 1.5  # so many rows should cost less than so many times one
 
 
 def judge(trial: SpeedupTrial) -> Iterator[Finding]:
-    """The verdict first, then what stands in the way."""
     measured, length, predicted = trial.measured_speedup, trial.best.length, trial.best.speedup
     ratio, rate = trial.draft_cost_ratio, trial.acceptance_rate
     accepted = "no draft was tried" if rate is None else f"{rate:.0%} accepted"

@@ -19,7 +19,6 @@ _LOOKED_AT = 64  # rows
 
 
 def check_files(files: ModelFiles) -> Iterator[Finding]:
-    """Files that are absent, damaged, pickled, or still on the hub."""
     if files.gguf is not None:
         if files.gguf.splits_otherwise:
             yield finding("gguf-tokenizer-unsure", pre=files.gguf.pre_tokenizer)
@@ -37,7 +36,6 @@ def check_files(files: ModelFiles) -> Iterator[Finding]:
 
 
 def check_weights(model: Model) -> Iterator[Finding]:
-    """The tensors of a model: their names, shapes and values, and rows of padding."""
     yield from check_tensors(model)
     yield from check_values(model.files)
     yield from _check_padding(model)
@@ -138,7 +136,6 @@ def untrained(model: Model, rows: Sequence[int], head: bool = False) -> str | No
 
 
 def _check_tied(model: Model) -> Iterator[Finding]:
-    """Whether config.json and the file agree on a head of its own."""
     if not model.files.whole:
         return
     head, embedding = (_table(model, end) for end in ("output", "input"))

@@ -76,7 +76,6 @@ def export(
 
 
 def _write(made: Export, folder: Path) -> None:
-    """The configuration, how to start it, and what was approximated."""
     lines = ["#!/bin/sh", f"# Made by `paceline export` for {made.version}."]
     lines += [f"# Approximated: {approximation.line()}" for approximation in made.approximations]
     lines += ["set -e", *made.steps, f"exec {made.command_line}", ""]

@@ -46,7 +46,6 @@ def _vllm(export: Export) -> None:
 
 
 def _vllm_method(export: Export) -> dict[str, Any]:
-    """The method and what belongs to it."""
     draft = export.draft
     if isinstance(draft, DraftModel):
         return {"method": "draft_model", "model": export.draft_path}

@@ -71,7 +71,6 @@ class Export:
 
     @property
     def target_path(self) -> str:
-        """The target as another program finds it."""
         return _absolute(self.target)
 
     @property
@@ -112,7 +111,6 @@ class Export:
         return ConfigError(f"{self.engine} has no equivalent of --draft {draft}; {instead}")
 
     def record(self) -> dict[str, Any]:
-        """Plain data for JSON."""
         names = ("engine", "command", "steps", "config", "files", "head")
         approximations = [approximation._asdict() for approximation in self.approximations]
         more = {"approximations": approximations, "checked_against": self.version}

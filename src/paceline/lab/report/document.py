@@ -63,7 +63,6 @@ class Report:
 
 
 def show(cell: Cell) -> str:
-    """A cell as text, the same everywhere."""
     if cell is None:
         return ""
     return f"{cell:.3g}" if isinstance(cell, float) else str(cell)

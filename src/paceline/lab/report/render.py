@@ -71,14 +71,12 @@ def rich_table(table: Table) -> RichTable:
 
 
 def _of_numbers(table: Table) -> list[bool]:
-    """Of each column, whether it holds numbers and nothing else."""
     columns = [[row[index] for row in table.rows] for index in range(len(table.columns))]
     filled = [[cell for cell in column if cell not in (None, "")] for column in columns]
     return [bool(cells) and all(map(is_number, cells)) for cells in filled]
 
 
 def figure_path(report: Path, figure: Figure) -> Path:
-    """Where a figure of the report at ``report`` lies."""
     return report.with_name(f"{report.stem}-{figure.name}.svg")
 
 
