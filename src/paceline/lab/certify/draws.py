@@ -53,10 +53,10 @@ class Recorder:
         self._generator = torch.Generator().manual_seed(seed)
         self.watch(None)
 
-    def watch(self, tokens: String | None, *, beyond: bool = False) -> None:
-        """Keep what is proposed after exactly these tokens; forget what was kept. ``beyond``:
-        after the first request's that begins with them and is drafted for."""
-        self.watched, self._beyond = tokens, beyond
+    def watch(self, tokens: String | None) -> None:
+        """Forget what was kept, and keep what is proposed after the tokens of the first request
+        that begins with these and is drafted for."""
+        self.watched, self._beyond = tokens, True
         self.distributions: dict[String, torch.Tensor] = {}
         self.trees: dict[tuple[tuple[int, ...], Draw], TokenTree] = {}
 

@@ -119,7 +119,7 @@ def _enumerate(subject: Subject, prefix: Prefix) -> None:
     length, omitted = min(2, subject.lengths[-1]), f"{start.name}: rule not enumerated:"
     # A lookup may find nothing at the prefix itself, but further on in what was drawn from it.
     for samples, enough in ((128, 1), (16, _FURTHER)):
-        recorder.watch(start.tokens, beyond=enough > 1)
+        recorder.watch(start.tokens)
         _continued(subject, start, length, samples, enough)
         if recorder.trees:
             break

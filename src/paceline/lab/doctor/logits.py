@@ -144,20 +144,13 @@ def _some_layers(config: Any) -> tuple[Any, int, int]:
 
 def _kind(layer: nn.Module) -> tuple[object, ...]:
     """What tells one kind of layer from another: classes, shapes and plain attributes."""
-    plain = (int, float, str, type(None))
-    return tuple(
-        (
-            name,
-            type(module).__name__,
-            *((key, p.shape) for key, p in module._parameters.items() if p is not None),
-            *(
-                (key, value)
-                for key, value in sorted(vars(module).items())
-                if isinstance(value, plain) and key not in _NUMBERS
-            ),
-        )
-        for name, module in layer.named_modules()
-    )
+    plain, kind = (int, float, str, type(None)), list[object]()
+    for name, module in layer.named_modules():
+        kind += [name, type(module)]
+        kind += [(key, p.shape) for key, p in module._parameters.items() if p is not None]
+        values = sorted(vars(module).items())
+        kind += [(k, v) for k, v in values if isinstance(v, plain) and k not in _NUMBERS]
+    return tuple(kind)
 
 
 def _shortened(config: Any, layers: int) -> Any:
