@@ -217,10 +217,10 @@ def _judged(
     if method_of(span, verifier.rule) != "match":  # one uniform a row, then one a node
         rows_first = uniforms[:, :1].expand(-1, rows).flatten()
         uniforms = torch.cat((rows_first, uniforms[:, 1:].flatten()))
-    placed = copy.copy(verifier)  # the same, told what it will draw
-    vars(placed)["uniforms"] = lambda count, device: uniforms.flatten()[:count]
+    scripted = copy.copy(verifier)  # the same, but it draws these
+    vars(scripted)["uniforms"] = lambda count, device: uniforms.flatten()[:count]
     spans = [span.at(0, i * rows) for i in range(len(chosen))]
-    verdicts = placed(logits.repeat(len(chosen), 1), spans)
+    verdicts = scripted(logits.repeat(len(chosen), 1), spans)
     for verdict, option in zip(verdicts, chosen, strict=True):
         yield len(verdict.path), verdict.tokens, math.prod(width for _, width in option)
 

@@ -164,9 +164,13 @@ def check_precision(model: Model, setting: Setting) -> Iterator[Finding]:
         kinds = ", ".join(f"{number} tensors in {name}" for name, number in file.types.items())
         kept, described = _kept_types(file, setting, asked), f"{file.path.name} ({kinds})"
         stored, unpacked = size(file.stored_bytes), size(setting.width * file.parameters)
-        held: Any = {"kept": ", ".join(kept), "unpacked": unpacked, "dtype": _name(setting.loaded)}
+        values: Any = {
+            "kept": ", ".join(kept),
+            "unpacked": unpacked,
+            "dtype": _name(setting.loaded),
+        }
         code = "gguf-kept" if kept else "gguf-dequantised"
-        yield finding(code, file=described, stored=stored, **held)
+        yield finding(code, file=described, stored=stored, **values)
     if model.quantisation is not None:
         yield _packed(model, model.quantisation, setting)
         if asked is not None:

@@ -270,8 +270,8 @@ def check_tensors(model: Model) -> Iterator[Finding]:
         yield finding("tensors-missing", cure=cure, names=_some(missing))
     if wrong:
         names, shapes, due = zip(*wrong, strict=True)
-        some, held = _some(names), list(shapes[0])
-        yield finding("tensors-misshapen", names=some, held=held, due=list(due[0]))
+        first, shape = _some(names), list(shapes[0])
+        yield finding("tensors-misshapen", names=first, held=shape, due=list(due[0]))
     if extra:
         yield finding("tensors-extra", names=_some(extra))
     if not (missing or wrong):

@@ -122,42 +122,42 @@ def _named(tokenizer: PreTrainedTokenizerFast, ids: set[int]) -> str:
 
 def compare(target: Model, draft: Model, method: str = "auto") -> Iterator[Finding]:
     """What the engine would make of the pair. ``method``: the draft spec's ``vocab`` option."""
-    ours, theirs = target.tokenizer, draft.tokenizer or target.tokenizer
-    if ours is None or theirs is None:
+    tokenizer, other = target.tokenizer, draft.tokenizer or target.tokenizer
+    if tokenizer is None or other is None:
         return
     logger = logging.getLogger("paceline.draft.vocabulary")
     level = logger.level
     try:
         logger.setLevel(logging.WARNING)  # what it would log is a finding here
-        match = match_vocabularies(target, draft, ours, theirs, method)
+        match = match_vocabularies(target, draft, tokenizer, other, method)
     except VocabularyMismatchError as error:
         yield refusal("vocabulary-refused", error)
         return
     finally:
         logger.setLevel(level)
     if match is None:
-        yield finding("vocabulary-same", count=len(ours.get_vocab()))
+        yield finding("vocabulary-same", count=len(tokenizer.get_vocab()))
         if target.vocab_size != draft.vocab_size:
             rows = f"{target.vocab_size:,} against the draft's {draft.vocab_size:,}"
             yield finding("vocabulary-padded", f"rows of logits differ: {rows}", about="pair")
     else:
-        what, how = differences(ours, theirs), _WAYS[match.method]
+        what, how = differences(tokenizer, other), _WAYS[match.method]
         what = what or "nothing, but vocab is set"
         yield finding("vocabulary-differs", parts=what, share=match.share, how=how)
     if draft.tokenizer is None:
         return
-    mine, other = _pipeline(ours), _pipeline(theirs)
-    parts = [part for part in mine if mine[part] != other[part]] if match is None else []
-    if parts:
+    pipeline, other_pipeline = _pipeline(tokenizer), _pipeline(other)
+    parts = [part for part, value in pipeline.items() if value != other_pipeline[part]]
+    if parts and match is None:
         yield finding("segmentation-differs", parts=" and ".join(parts))
-    roles = [role for role in _ROLES if getattr(ours, role) != getattr(theirs, role)]
+    roles = [role for role in _ROLES if getattr(tokenizer, role) != getattr(other, role)]
     if roles:
         # Nothing is padded here, but another padding token hints at another tuning.
         severity = NOTE if roles == ["pad_token"] else None
-        pairs = (f"{r} {getattr(ours, r)!r} against {getattr(theirs, r)!r}" for r in roles)
+        pairs = (f"{r} {getattr(tokenizer, r)!r} against {getattr(other, r)!r}" for r in roles)
         yield finding("special-tokens-differ", pairs=", ".join(pairs), severity=severity)
-    if ours.chat_template is not None and ours.chat_template != theirs.chat_template:
-        what = "none" if theirs.chat_template is None else "another"
+    if tokenizer.chat_template is not None and tokenizer.chat_template != other.chat_template:
+        what = "none" if other.chat_template is None else "another"
         yield finding("chat-template-differs", what=what)
 
 
