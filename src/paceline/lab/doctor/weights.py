@@ -80,7 +80,7 @@ def check_values(files: ModelFiles) -> Iterator[Finding]:
         usual = (initial_range, initial_range / math.sqrt(2 * layers), linear)
         if min(abs(spread / one - 1) for one in usual) > _tolerance(samples[key]):
             return
-    if all(samples[key].unique().tolist() in ([0.0], [1.0]) for key in norms):
+    if all(set(samples[key].tolist()) in ({0.0}, {1.0}) for key in norms):
         ones = "norms are as they began, and " if norms else ""
         bounds = f"({min(spreads.values()):.3g} to {max(spreads.values()):.3g})"
         text = f"{ones}{len(spreads)} sampled matrices have the spread of fresh ones {bounds}"

@@ -75,7 +75,7 @@ def _vllm_method(export: Export) -> dict[str, Any]:
         proposer = "paceline.integrations.vllm.HybridProposer"
         return {"method": "custom_class", "model": proposer}
     known = "eagle3, medusa, a draft model, ngram, suffix or hybrid:suffix+ngram"
-    raise export.refuse(draft, f"export {known}")
+    raise export.refuse(f"export {known}")
 
 
 def _sglang(export: Export) -> None:
@@ -105,7 +105,7 @@ def _sglang(export: Export) -> None:
         cost = "drafts depend on what other requests said; acceptance is another one"
         export.approximate(what, "a trie over all requests", cost)
     else:
-        raise export.refuse(draft, "export eagle, eagle3, a draft model or ngram")
+        raise export.refuse("export eagle, eagle3, a draft model or ngram")
     flags["num-draft-tokens"] = str(nodes + 1)  # with the root
     export.command = ["python", "-m", "sglang.launch_server", "--model-path", export.target_path]
     export.command += ["--max-running-requests", str(export.batch)]
@@ -131,7 +131,7 @@ def _tensorrt_llm(export: Export) -> None:
             what = f"{draft.candidates} candidates"
             export.approximate(what, "one, the newest match", FEWER_MATCHES)
     else:
-        raise export.refuse(draft, "export eagle3, a draft model or ngram")
+        raise export.refuse("export eagle3, a draft model or ngram")
     file = "tensorrt_llm.yaml"
     export.config = {"max_batch_size": export.batch, "speculative_config": config}
     export.files[file] = json.dumps(export.config, indent=2) + "\n"  # JSON is YAML
@@ -158,7 +158,7 @@ def _llama_cpp(export: Export) -> None:
             instead = f"one match of exactly {draft.max}"
             export.approximate(what, instead, "fewer drafts; try ngram-map-k")
     else:
-        raise export.refuse(draft, "export eagle3, a draft model or ngram")
+        raise export.refuse("export eagle3, a draft model or ngram")
     if draft_file:
         flags += ["--spec-draft-n-max", str(export.length), "--spec-draft-n-min", "0"]
         flags += ["--spec-draft-p-min", "0"]  # as here: the draft's doubts end no chain
@@ -209,7 +209,6 @@ def _openvino(export: Export) -> None:
             export.approximate(what, "one match", FEWER_MATCHES)
     else:
         raise export.refuse(
-            draft,
             "export a draft model or ngram (its EAGLE-3 counts layers by outputs and takes the "
             "numbers only from inside a converted model; left alone it reads one layer too far)",
         )

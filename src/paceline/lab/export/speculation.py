@@ -107,8 +107,8 @@ class Export:
     def approximate(self, what: str, instead: str, cost: str) -> None:
         self.approximations.append(Approximation(what, instead, cost))
 
-    def refuse(self, draft: DraftSpec, instead: str) -> ConfigError:
-        return ConfigError(f"{self.engine} has no equivalent of --draft {draft}; {instead}")
+    def refuse(self, instead: str) -> ConfigError:
+        return ConfigError(f"{self.engine} has no equivalent of --draft {self.draft}; {instead}")
 
     def record(self) -> dict[str, Any]:
         names = ("engine", "command", "steps", "config", "files", "head")
