@@ -154,7 +154,7 @@ def certify(
     )
     batch = max(_LEAST_BATCH, engine.max_batch_size or 0)
     llm = replace(engine, max_batch_size=batch).open(engine.resolved_draft)
-    from paceline.lab.certify.evidence import Evidence
+    from paceline.lab.certify.certificate import Evidence
     from paceline.lab.certify.run import Certifier
 
     evidence = saved.measurements(Evidence, llm.target)

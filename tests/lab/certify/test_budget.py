@@ -12,9 +12,9 @@ import torch
 
 from paceline.core.batch import Batch
 from paceline.core.params import SamplingParams
+from paceline.lab.certify.certificate import Evidence
 from paceline.lab.certify.decoding import Scorer, Start
 from paceline.lab.certify.effort import Effort
-from paceline.lab.certify.evidence import Evidence
 from paceline.lab.certify.run import Certifier
 from paceline.llm import LLM
 from paceline.model.paged.cache import PagedCache

@@ -9,9 +9,9 @@ import pytest
 
 from paceline.core.params import SamplingParams
 from paceline.errors import ConfigError, PromptError
+from paceline.lab.certify.certificate import Evidence, Prefix
 from paceline.lab.certify.decoding import Start
 from paceline.lab.certify.effort import Effort
-from paceline.lab.certify.evidence import Evidence, Prefix
 from paceline.lab.certify.run import Certifier, certify
 from paceline.llm import LLM
 

@@ -14,10 +14,9 @@ import torch
 
 from paceline.core.sequence import DraftCounts
 from paceline.draft.base import Drafter
-from paceline.lab.certify.certificate import DistributionTest, Problem
+from paceline.lab.certify.certificate import DistributionTest, Prefix, Problem
 from paceline.lab.certify.chisquare import ChiSquare, goodness, homogeneity
 from paceline.lab.certify.decoding import Scorer, Start, String, decode
-from paceline.lab.certify.evidence import Prefix
 from paceline.lab.certify.exact import enumerate_step
 from paceline.lab.certify.subject import Subject
 from paceline.model.target import CausalModel

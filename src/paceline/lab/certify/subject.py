@@ -12,11 +12,10 @@ from paceline.control.controller import FixedLength
 from paceline.core.params import SamplingParams
 from paceline.errors import ConfigError, PacelineError, PromptError
 from paceline.lab.budget import Budget
-from paceline.lab.certify.certificate import Problem
+from paceline.lab.certify.certificate import Evidence, Problem
 from paceline.lab.certify.decoding import Start
 from paceline.lab.certify.draws import Recorder
 from paceline.lab.certify.effort import Effort
-from paceline.lab.certify.evidence import Evidence
 from paceline.llm import LLM
 
 OnProgress = Callable[[str], None]  # is told what comes next

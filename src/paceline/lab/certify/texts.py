@@ -8,9 +8,9 @@ from functools import partial
 from itertools import cycle, product
 
 from paceline.core.params import SamplingParams
+from paceline.lab.certify.certificate import TextCheck, TextDivergence
 from paceline.lab.certify.decoding import Start, String, decode
 from paceline.lab.certify.difference import explain
-from paceline.lab.certify.evidence import TextCheck, TextDivergence
 from paceline.lab.certify.subject import Subject
 
 Text = tuple[Start, String]  # and plain decoding's output
