@@ -13,7 +13,7 @@ from paceline.lab.certify.decoding import Start, String, decode
 from paceline.lab.certify.difference import explain
 from paceline.lab.certify.subject import Subject
 
-ComparedText = tuple[Start, String]  # and plain decoding's output
+Pair = tuple[Start, String]  # and plain decoding's output
 _NEIGHBOURS = 3  # at least, of the texts in a mixed batch
 _SHARE = 0.025  # of what is left of a budget, that one text at one setting may take
 _SHORTEST = 16
@@ -74,11 +74,7 @@ def _compare(subject: Subject, kind: str, numbers: Sequence[int], setting: str) 
 
 
 def check_texts(
-    subject: Subject,
-    kind: str,
-    setting: str,
-    texts: Sequence[ComparedText],
-    others: Sequence[Start] = (),
+    subject: Subject, kind: str, setting: str, texts: Sequence[Pair], others: Sequence[Start] = ()
 ) -> TextCheck:
     """Decode ``texts`` in one batch under this setting and compare them with plain decoding's.
     ``others`` join the batch and are not compared."""
