@@ -1,9 +1,8 @@
 """Does a drafter draw from the distribution that it declares? If not, no rule can be lossless.
 
-Every sampled node's token is turned into a number by the declared distribution's cumulative
-function, randomised within its step: honest draws give independent uniform numbers. Tokens are
-ordered from the likeliest down, so that a wrong temperature, an argmax in place of a draw, or
-dropping unlikely nodes all push the numbers to one side.
+The declared distribution's cumulative function, randomised within its step, makes independent
+uniform numbers of honest draws. Tokens are ordered from the likeliest down, so that a wrong
+temperature, an argmax, or dropping unlikely nodes all push the numbers to one side.
 """
 
 from __future__ import annotations

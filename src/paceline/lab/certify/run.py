@@ -40,8 +40,7 @@ def certify(
     ``prompts``: (name, token ids). ``params``: sampling parameters to certify, by default
     temperature 1; greedy decoding is tested in any case, with their penalties and bias. Their
     seed, stop conditions and token limits are not used: ``effort`` says how much is decoded.
-    ``advance(what comes next)`` is called before each piece of work. After ``seconds`` it ends with
-    what it has seen; a certificate says if that was not enough.
+    ``advance(what comes next)`` is called before each piece of work. After ``seconds`` it ends.
 
     Raises ConfigError for an engine without a drafter or with a lossy rule, PromptError, and what
     LLM raises.

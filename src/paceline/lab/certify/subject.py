@@ -26,11 +26,10 @@ class Subject:
 
     ``llm`` drafts, at ``lengths`` and, if it adapts, at its own; ``plain`` decodes the same target
     without drafts. ``prompts``: (name, token ids). ``kinds``: the parameters of each kind of text.
-    ``alone``: draft lengths of texts that are decoded one by one, by setting, None for its own;
-    ``mixed``: the setting of texts in a batch with others. What is seen goes into ``evidence``,
-    what comes next is told to ``advance``. ``recorder`` may stand in for the drafter. Nothing more
-    is done for the parts that are ``broken``. Where the evidence has all that was wanted, as much
-    again is wanted now.
+    ``alone``: draft lengths of texts decoded one by one, by setting, None for its own; ``mixed``:
+    the setting of texts in a batch. What is seen goes into ``evidence``, what comes next is told to
+    ``advance``. Nothing more is done for the parts that are ``broken``. Where the evidence has all
+    that was wanted, as much again is wanted now.
     """
 
     def __init__(

@@ -2,9 +2,8 @@
 
 The shortest run of first layers that has a layer of each kind, with the embedding and the head, is
 loaded in float32. Short sequences begin at the start, in the middle and at the end of the context;
-transformers runs each alone with its eager attention, the engine on torch all of them in ragged
-batches and in two pieces, and the native kernels, which take a position for an index among a
-sequence's keys, those at the start. All logits must be equal to rounding.
+transformers runs each alone, the engine on torch all in ragged batches and in two pieces, and the
+native kernels, to which a position is an index among a sequence's keys, those at the start.
 """
 
 from __future__ import annotations

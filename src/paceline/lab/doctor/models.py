@@ -1,8 +1,6 @@
 """What a model's folder says of itself, and a model described by that: its architecture, and
-whether its tensors are those that its config asks for.
-
-Weights are mapped into memory: their tables are read at once, values only where they are sampled.
-"""
+whether its tensors are those that its config asks for. Weights are mapped into memory: their tables
+are read at once, values only where they are sampled."""
 
 from __future__ import annotations
 
