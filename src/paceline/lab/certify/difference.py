@@ -1,8 +1,8 @@
 """Where two texts of one request part, and whether rounding explains it.
 
-A row of logits comes out a little different in another batch shape: by the rounding of the last
-step, and by what the layers before made of theirs. In bf16 two tokens whose scores tie within that
-distance may be chosen either way. Anything else is a bug.
+A row of logits is a little different in another batch shape: by the rounding of the last step and
+of the layers before. Two tokens whose scores tie within that distance may be chosen either way;
+anything else is a bug.
 """
 
 from __future__ import annotations

@@ -51,8 +51,8 @@ KINDS: Mapping[str, Kind] = dict(
 
 @dataclass(frozen=True)
 class Finding:
-    """``about`` is "target", "draft", "pair" or "machine"; ``text`` says what was seen. A check of
-    a model calls it "model", and who has it checked knows which it is."""
+    """``about``: "target", "draft", "pair" or "machine", in checks of either model "model". ``text``
+    says what was seen."""
 
     code: str
     severity: Severity

@@ -77,9 +77,9 @@ class ModelFiles:
 def read_files(name: str, weights: Iterable[str] = ()) -> ModelFiles:
     """Look into a built-in, a local folder or a hub name; ``weights`` are file names that count.
 
-    By default those of a model: model.safetensors or the shards of an index. What carries checksums
-    is held against them. Raises ModelLoadError, in one line, if there is no such folder or no
-    readable config.json in it, and UnsupportedModelError on a GGUF file of a kind that is not read.
+    By default those of a model: model.safetensors or the shards of an index. Checksums are checked.
+    Raises ModelLoadError if there is no such folder or no readable config.json in it, and
+    UnsupportedModelError on a GGUF file of a kind that is not read.
     """
     path = located(name)
     if (gguf := gguf_file(path)) is not None:

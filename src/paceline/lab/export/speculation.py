@@ -1,8 +1,7 @@
 """What is taken to another engine, in no engine's words; trained heads in the others' layouts.
 
 Here, in vLLM and in llama.cpp a head's layer numbers say whose INPUT it reads; SGLang and
-TensorRT-LLM name the layer whose OUTPUT that is, one less. One off halves acceptance, and nothing
-reports it.
+TensorRT-LLM name the layer whose OUTPUT that is, one less. One off halves acceptance silently.
 """
 
 from __future__ import annotations

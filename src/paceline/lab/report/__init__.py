@@ -14,7 +14,7 @@ A command names its columns; screen, JSON, Markdown and HTML follow from them::
     )
     report = Report("Benchmark")
     report.add("Speeds", table_of(rows, SPEEDS, note="Medians of three rounds."))
-    print_report(report, Console())                   # the screen
-    write(report, "speeds.html")                      # or .md
+    print_report(report, Console())
+    write(report, "speeds.html")  # or .md
     record = [record_of(row, SPEEDS) for row in rows]  # JSON
 """
