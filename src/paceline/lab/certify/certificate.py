@@ -159,17 +159,12 @@ class Certificate:
 
     def record(self) -> dict[str, Any]:
         tables = [table for table in self.tables if table.key]
+        names = ("lossless", "verdict", "enough", "interrupted", "alpha", "lacks", "notes")
         return {
-            "lossless": self.lossless,
-            "verdict": self.verdict,
-            "enough": self.enough,
-            "interrupted": self.interrupted,
-            "alpha": self.alpha,
+            **{name: getattr(self, name) for name in names},
             "power": POWER,
             **self.facts,
             "problems": [asdict(problem) for problem in self.problems],
-            "lacks": self.lacks,
-            "notes": self.notes,
             **{table.key: [record_of(r, table.columns) for r in table.rows] for table in tables},
         }
 
@@ -185,14 +180,13 @@ class Certificate:
         return report
 
 
-@dataclass(frozen=True)
-class TextDivergence:
+@dataclass(frozen=True, kw_only=True)
+class TextDivergence(Difference):
     """Where a text leaves the plain one, re-scored; both tokens spelt out."""
 
     text: str
     plain: str
     speculative: str
-    difference: Difference
 
 
 @dataclass(frozen=True)
@@ -216,12 +210,11 @@ class TextCheck:
         return replace(self, **both)
 
     def problem(self, bug: TextDivergence) -> Problem:
-        difference = bug.difference
-        where = f"BUG: {self.setting}: {bug.text}: token {difference.at}"
-        if difference.scores is None:
+        where = f"BUG: {self.setting}: {bug.text}: token {bug.at}"
+        if bug.scores is None:
             return Problem(self.kind, f"{where}: one text ends where the other goes on")
         what = f"is {bug.speculative!r}, plain decoding's {bug.plain!r}"
-        why = f"{difference.gap:.3g} apart, rounding moves them by {difference.step:.2g}"
+        why = f"{bug.gap:.3g} apart, rounding moves them by {bug.step:.2g}"
         return Problem(self.kind, f"{where} {what}: their scores are {why}")
 
 
@@ -275,7 +268,7 @@ class Evidence:
         settings once."""
         yield replace(_TEXTS, rows=tuple(self.checks))
         listed = {item for check in self.checks for item in (*check.bugs, *check.ties)}
-        rows = sorted(listed, key=lambda item: (item.difference.is_tie, item.text))
+        rows = sorted(listed, key=lambda item: (item.is_tie, item.text))
         yield replace(_DIVERGENCES, rows=rows[:_MOST_DIVERGENCES])
         yield replace(TESTS, rows=tests)
         yield replace(_EXACT, rows=tuple(self.exact))
@@ -292,20 +285,17 @@ _DIVERGENCES = ResultTable(
     "Where texts part, re-scored",
     (
         Column("text", "text"),
-        Column("at", "token", "difference.at"),
+        Column("at", "token"),
         Column("plain", "plain", shown=repr),
         Column("speculative", "spec.", shown=repr),
-        Column("plain_id", "", "difference.left"),
-        Column("speculative_id", "", "difference.right"),
-        Column("scores", "scores", "difference.scores", lambda s: f"{s[0]:.4g} / {s[1]:.4g}"),
-        Column(  # infinite gaps are null
-            *("gap", "gap", "difference.gap", "{:.3g}".format),
-            lambda gap: gap if math.isfinite(gap) else None,
-        ),
-        Column("rounding_step", "step", "difference.step", "{:.2g}".format),
-        Column("rounding_spread", "shape", "difference.spread", "{:.2g}".format),
-        Column("on_edge", "", "difference.on_edge"),
-        Column("", "class", "difference", _class),
+        Column("plain_id", "", "left"),
+        Column("speculative_id", "", "right"),
+        Column("scores", "scores", shown=lambda s: f"{s[0]:.4g} / {s[1]:.4g}"),
+        Column("gap", "gap", None, "{:.3g}".format, lambda gap: gap if gap < math.inf else None),
+        Column("rounding_step", "step", "step", "{:.2g}".format),
+        Column("rounding_spread", "shape", "spread", "{:.2g}".format),
+        Column("on_edge"),
+        Column("", "class", "", _class),
     ),
     "step: the rounding step of these logits. shape: how far other batch shapes move them. A tie "
     f"is a gap of at most twice the greater move. At most {_MOST_DIVERGENCES}; all are in --json.",

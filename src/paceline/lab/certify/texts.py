@@ -102,8 +102,8 @@ def _divergences(
     while difference := explain(target, text.prompt, expected, tokens, text.params):
         pair = difference.left, difference.right
         plain, other = (str(decoded([token])) if token >= 0 else "(end)" for token in pair)
-        tie = difference.is_tie and not target.backend.same_bits
-        yield TextDivergence(text.name, plain, other, difference), tie
+        tie, known = difference.is_tie and not target.backend.same_bits, vars(difference)
+        yield TextDivergence(**known, text=text.name, plain=plain, speculative=other), tie
         given = expected[: difference.at + 1]
         if not difference.is_tie or len(given) == len(expected):
             return
