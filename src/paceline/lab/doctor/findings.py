@@ -51,8 +51,8 @@ KINDS: Mapping[str, Kind] = dict(
 
 @dataclass(frozen=True)
 class Finding:
-    """``about``: "target", "draft", "pair" or "machine", in checks of either model "model". ``text``
-    says what was seen."""
+    """``about``: "target", "draft", "pair" or "machine", in a check of a model "model". ``text``:
+    what was seen."""
 
     code: str
     severity: Severity
