@@ -9,15 +9,7 @@ from paceline.core.costs import TargetCosts
 from paceline.lab.doctor.findings import ERROR, OK, WARNING, Finding
 from paceline.lab.doctor.trial import VERDICTS, SpeedupTrial
 from paceline.lab.report import plots
-from paceline.lab.report.columns import (
-    Column,
-    number,
-    record_of,
-    share,
-    table_across,
-    table_of,
-    times,
-)
+from paceline.lab.report.columns import Column, record_of, share, table_across, table_of, times
 from paceline.lab.report.document import Figure, Report, Table, Text
 
 _FINDINGS = (
@@ -44,13 +36,13 @@ _TRIAL = (
     Column("acceptance_rate", "acceptance rate", shown=share),
     Column("acceptance_per_position", "", "method.levels.rates"),
     Column("drafts_per_position", "", "method.levels.reached"),
-    Column("draft_cost_ratio", "draft pass / target forward", shown=number),
+    Column("draft_cost_ratio", "draft pass / target forward", shown="{:.2f}".format),
     Column("target_seconds_by_rows", "target forward by rows", "target", _growth, _rows),
     Column("predicted_speedup_by_length"),
     Column("best_draft_length", "best draft length", "best.length"),
     Column("predicted_speedup", "predicted speedup", "best.speedup", times),
     Column("measured_speedup", "measured speedup", shown=times),
-    Column("predicted_by_measured", "predicted / measured", shown=number),
+    Column("predicted_by_measured", "predicted / measured", shown="{:.2f}".format),
     Column("seconds"),
 )
 

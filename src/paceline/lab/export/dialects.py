@@ -10,14 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from paceline.drafters import DraftModel, Eagle, Hybrid, Medusa, NGram, Suffix
-from paceline.lab.export.speculation import (
-    FEWER_MATCHES,
-    Export,
-    eagle_of,
-    outputs_of,
-    write_eagle_head,
-    write_medusa_heads,
-)
+from paceline.lab.export.speculation import FEWER_MATCHES, Export, eagle_of, outputs_of
 from paceline.model.gguf import gguf_file
 
 
@@ -51,9 +44,9 @@ def _vllm_method(export: Export) -> dict[str, Any]:
         return {"method": "draft_model", "model": export.draft_path}
     if isinstance(draft, Eagle):
         method, layout = ("eagle3", "speculators") if draft.version == 3 else ("eagle", "eagle")
-        return {"method": method, "model": write_eagle_head(export, draft, layout)}
+        return {"method": method, "model": export.write_eagle(draft, layout)}
     if isinstance(draft, Medusa):
-        folder, heads = write_medusa_heads(export, draft)
+        folder, heads = export.write_medusa(draft)
         length = min(export.length, heads)
         return {"method": "medusa", "model": folder, "num_speculative_tokens": length}
     if isinstance(draft, Suffix):
@@ -87,7 +80,7 @@ def _sglang(export: Export) -> None:
         algorithm, model = "STANDALONE", export.draft_path
         if isinstance(draft, Eagle):
             algorithm = "EAGLE3" if draft.version == 3 else "EAGLE"
-            model = write_eagle_head(export, draft, "eagle", outputs=True)
+            model = export.write_eagle(draft, "eagle", outputs=True)
         flags |= {"algorithm": algorithm, "draft-model-path": model}
         flags |= {"num-steps": str(levels), "eagle-topk": str(width)}
         if draft.branching:
@@ -119,7 +112,7 @@ def _tensorrt_llm(export: Export) -> None:
     draft, config = export.draft, dict[str, Any](max_draft_len=export.length)
     if isinstance(draft, Eagle) and draft.version == 3:
         layers = outputs_of(eagle_of(draft, export.target).config.feature_layers)
-        model = write_eagle_head(export, draft, "eagle")
+        model = export.write_eagle(draft, "eagle")
         config |= {"decoding_type": "Eagle3", "speculative_model": model}
         config["eagle3_layers_to_capture"] = layers
     elif isinstance(draft, DraftModel):
@@ -146,7 +139,7 @@ def _llama_cpp(export: Export) -> None:
         draft_file = _gguf(export, export.draft_path, "draft.gguf")
         flags = ["--spec-type", "draft-simple", "-md", draft_file]
     elif isinstance(draft, Eagle) and draft.version == 3:
-        head, beside = write_eagle_head(export, draft, "eagle"), export.target_path
+        head, beside = export.write_eagle(draft, "eagle"), export.target_path
         draft_file = _gguf(export, head, "head.gguf", "--target-model-dir", beside)
         flags = ["--spec-type", "draft-eagle3", "-md", draft_file]
     elif isinstance(draft, NGram):

@@ -109,6 +109,39 @@ class Export:
     def refuse(self, instead: str) -> ConfigError:
         return ConfigError(f"{self.engine} has no equivalent of --draft {self.draft}; {instead}")
 
+    def write_eagle(self, draft: Eagle, layout: str, outputs: bool = False) -> str:
+        """The folder that the engine reads an EAGLE head from: a converted one, or where it lies if
+        nothing is written. ``layout`` as of ``save_eagle``; ``outputs``: layers as of SGLang."""
+        if self.out is None:
+            return self.draft_path
+        head, (_, classes) = eagle_of(draft, self.target), shape_of(self.target)
+        folder = self.out / "head"
+        with stage(f"writing {folder}"):
+            save_eagle(head, folder, layout, str(Path(resolve(self.target))), classes)
+            if outputs and head.config.version == 3:
+                config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
+                inputs = config.pop(LAYERS)
+                config["eagle_config"] = {LAYERS: outputs_of(inputs), "use_aux_hidden_state": True}
+                text = json.dumps(config, indent=2) + "\n"
+                replace_in(folder, {"config.json": text.encode()}, "the config of the head")
+        self.head = self.in_folder("head")
+        return self.head
+
+    def write_medusa(self, draft: Medusa) -> tuple[str, int]:
+        """The folder that vLLM reads Medusa heads from, as ``write_eagle``, and their number.
+        Raises ConfigError for heads that share the target's vocabulary layer."""
+        heads = load_medusa(draft.path, shape_of(self.target)[0])
+        if heads.config.shared_head:
+            what = f"the Medusa heads {draft.path} share the target's vocabulary layer"
+            cure = "train heads with layers of their own"
+            raise ConfigError(f"{what}, which vLLM wants in their own file; {cure}")
+        if self.out is not None:
+            folder = self.out / "head"
+            with stage(f"writing {folder}"):  # the public layout, in the file that vLLM looks for
+                save_medusa(heads, folder, file=WEIGHTS)
+            self.head = self.in_folder("head")
+        return self.head or self.draft_path, heads.config.heads
+
     def record(self) -> dict[str, Any]:
         names = ("engine", "command", "steps", "config", "files", "head")
         approximations = [approximation._asdict() for approximation in self.approximations]
@@ -165,40 +198,3 @@ def eagle_of(spec: Eagle, target: str) -> EagleHead:
     """The head of a spec, reading the layers that the spec or its config says."""
     sizes, _ = shape_of(target)
     return load_eagle(spec.path, sizes, spec.version, spec.layers, target_head=lambda x: x)
-
-
-def write_eagle_head(export: Export, draft: Eagle, layout: str, outputs: bool = False) -> str:
-    """The folder that the engine reads an EAGLE head from: a converted one, or where the head lies
-    if nothing is written. ``layout`` as of ``save_eagle``; ``outputs``: layers as SGLang counts and
-    looks for them."""
-    if export.out is None:
-        return export.draft_path
-    head, (_, classes) = eagle_of(draft, export.target), shape_of(export.target)
-    folder = export.out / "head"
-    with stage(f"writing {folder}"):
-        save_eagle(head, folder, layout, str(Path(resolve(export.target))), classes)
-        if outputs and head.config.version == 3:
-            config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
-            inputs = config.pop(LAYERS)
-            config["eagle_config"] = {LAYERS: outputs_of(inputs), "use_aux_hidden_state": True}
-            text = json.dumps(config, indent=2) + "\n"
-            replace_in(folder, {"config.json": text.encode()}, "the config of the head")
-    export.head = export.in_folder("head")
-    return export.head
-
-
-def write_medusa_heads(export: Export, draft: Medusa) -> tuple[str, int]:
-    """The folder that vLLM reads Medusa heads from, as ``write_eagle_head``, and their number.
-    Raises ConfigError for heads that share the target's vocabulary layer."""
-    heads = load_medusa(draft.path, shape_of(export.target)[0])
-    if heads.config.shared_head:
-        raise ConfigError(
-            f"the Medusa heads {draft.path} share the target's vocabulary layer, which vLLM wants "
-            "in their own file; train heads with layers of their own"
-        )
-    if export.out is not None:
-        folder = export.out / "head"
-        with stage(f"writing {folder}"):  # the public layout, in the file that vLLM looks for
-            save_medusa(heads, folder, file=WEIGHTS)
-        export.head = export.in_folder("head")
-    return export.head or export.draft_path, heads.config.heads
