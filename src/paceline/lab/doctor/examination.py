@@ -161,10 +161,9 @@ def _without_files(spec: DraftSpec, target: Model, setting: Setting) -> _Checked
 
 def _check_head(spec: DraftSpec, files: ModelFiles, target: Model, setting: Setting) -> _Checked:
     """By the code that loads heads, without their weights."""
-    if not (files.tensors or files.pickled or files.damaged or files.remote):
-        other = _another_kind(read_files(files.name))  # under a file name of another kind's
-        if other is not None:
-            return [other], Needs()
+    empty = not (files.tensors or files.pickled or files.damaged or files.remote)
+    if empty and (other := _another_kind(read_files(files.name))):  # by another kind's file name
+        return other, Needs()
     findings, needs = list(check_files(files)), Needs()
     if not files.whole:
         return findings, needs
@@ -185,28 +184,24 @@ def _check_head(spec: DraftSpec, files: ModelFiles, target: Model, setting: Sett
     if is_speculators(dict(files.config)):
         verifier = files.config.get("speculators_config", {}).get("verifier", {})
         base_model = verifier.get("name_or_path") if isinstance(verifier, Mapping) else None
-    if isinstance(base_model, str) and base_model:
-        names = {name.rstrip("/").rpartition("/")[2] for name in (target.name, base_model)}
-        if len(names) > 1:
-            findings.append(finding("head-base-differs", base=base_model, target=target.name))
+    names = (target.name, base_model) if isinstance(base_model, str) and base_model else ()
+    if len({name.rstrip("/").rpartition("/")[2] for name in names}) > 1:
+        findings.append(finding("head-base-differs", base=base_model, target=target.name))
     return [*findings, *check_values(files)], needs
 
 
-def _another_kind(files: ModelFiles) -> Finding | None:
-    """A folder that holds a head, where the spec says something else; None if it holds none."""
-    what, kind = weights_kind(files.tensors)
-    if not kind:
-        return None
-    cure = f"Use --draft {kind}:{files.name}."
-    return finding("draft-of-another-kind", cure=cure, name=files.name, what=what)
+def _another_kind(files: ModelFiles) -> list[Finding]:
+    """That a folder holds a head, where the spec says something else; empty if it holds none."""
+    (what, kind), name = weights_kind(files.tensors), files.name
+    cure = f"Use --draft {kind}:{name}."
+    return [finding("draft-of-another-kind", cure=cure, name=name, what=what)] if kind else []
 
 
 def _check_draft_model(
     spec: DraftModel, files: ModelFiles, target: Model, setting: Setting
 ) -> _Checked:
-    other = _another_kind(files)
-    if other is not None:
-        return [other], Needs()
+    if other := _another_kind(files):
+        return other, Needs()
     model, findings = _check_model(files, "draft", setting)
     if model is None:
         return findings, Needs()

@@ -164,13 +164,9 @@ def check_precision(model: Model, setting: Setting) -> Iterator[Finding]:
         kinds = ", ".join(f"{number} tensors in {name}" for name, number in file.types.items())
         kept, described = _kept_types(file, setting, asked), f"{file.path.name} ({kinds})"
         stored, unpacked = size(file.stored_bytes), size(setting.width * file.parameters)
-        values: Any = {
-            "kept": ", ".join(kept),
-            "unpacked": unpacked,
-            "dtype": _name(setting.loaded),
-        }
+        values: Any = {"kept": ", ".join(kept), "dtype": _name(setting.loaded)}
         code = "gguf-kept" if kept else "gguf-dequantised"
-        yield finding(code, file=described, stored=stored, **values)
+        yield finding(code, file=described, stored=stored, unpacked=unpacked, **values)
     if model.quantisation is not None:
         yield _packed(model, model.quantisation, setting)
         if asked is not None:
@@ -229,12 +225,10 @@ def _name(dtype: torch.dtype) -> str:
 
 def check_kernels(setting: Setting, quantised: bool) -> Finding:
     """What will run the forwards; ``quantised``: of quantised weights."""
-    code = "kernels-run"
     if setting.device.type != "cpu":
-        return finding(code, f"forwards run on torch, on {setting.device}")
-    if setting.options.backend == REFERENCE:
-        text = "forwards run on torch, as --backend reference asks for"
-    else:
+        return finding("kernels-run", f"forwards run on torch, on {setting.device}")
+    code, text = "kernels-run", "forwards run on torch, as --backend reference asks for"
+    if setting.options.backend != REFERENCE:
         try:
             built = instructions() if is_built() else "which the first run builds"
             text = f"models of a shape that they know run on the native kernels, {built}"

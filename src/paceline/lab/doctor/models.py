@@ -7,7 +7,7 @@ from __future__ import annotations
 import json
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -86,8 +86,7 @@ def read_files(name: str, weights: Iterable[str] = ()) -> ModelFiles:
         file = read_gguf(gguf)
         return ModelFiles(name, gguf, {"model_type": file.architecture}, gguf=file)
     folder = Path(path) if is_path(path) else _fetch(name)
-    config = loading.check_folder(name, folder)
-    files = ModelFiles(name, folder, config)
+    files = ModelFiles(name, folder, loading.check_folder(name, folder))
     for weight in _weights(files, tuple(weights)):
         if not weight.is_file():
             files.absent.append(weight.name)
@@ -103,24 +102,23 @@ def read_files(name: str, weights: Iterable[str] = ()) -> ModelFiles:
                 files.damaged.append(str(error).partition("; ")[0])  # kinds.md has a cure
     if is_path(path) or files.tensors or files.absent or files.damaged or files.pickled:
         return files
-    return ModelFiles(name, folder, config, _remote_tensors(name), remote=True)
+    return replace(files, tensors=_remote_tensors(name), remote=True)
 
 
 def _weights(files: ModelFiles, wanted: tuple[str, ...]) -> list[Path]:
     folder = files.folder
     if wanted:
         return [f for f in (folder / n for n in wanted) if f.is_file()][:1]
-    index = folder / "model.safetensors.index.json"
-    if index.is_file() and not (folder / "model.safetensors").is_file():
+    if (single := folder / "model.safetensors").is_file():
+        return [single]
+    if (index := folder / "model.safetensors.index.json").is_file():
         try:
             named = json.loads(index.read_text(encoding="utf-8"))["weight_map"]
             return [folder / file for file in sorted(set(named.values()))]
         except (ValueError, KeyError, TypeError, AttributeError) as error:
             files.damaged.append(f"{index.name} is no index of weights ({error})")
             return []
-    single = sorted(folder.glob("*.safetensors"))
-    named_model = [file for file in single if file.name == "model.safetensors"]
-    return named_model or single or sorted(folder.glob("pytorch_model*.bin"))
+    return sorted(folder.glob("*.safetensors")) or sorted(folder.glob("pytorch_model*.bin"))
 
 
 def _fetch(name: str) -> Path:
@@ -182,14 +180,12 @@ class Model(TargetShape):
     def cache_bytes(self, dtype: torch.dtype) -> int:
         """Keys and values of one token over all layers, in a cache of this dtype."""
         config = self.config
-        heads = int(config.num_attention_heads)
-        shared = int(getattr(config, "num_key_value_heads", None) or heads)
-        width = int(getattr(config, "head_dim", None) or self.hidden_size // heads)
-        keys = values = width
+        heads = config.num_attention_heads
+        shared = getattr(config, "num_key_value_heads", None) or heads
+        keys = values = getattr(config, "head_dim", None) or self.hidden_size // heads
         if getattr(config, "kv_lora_rank", None):  # latent attention: as transformers unpacks it
+            keys, values = config.qk_nope_head_dim + config.qk_rope_head_dim, config.v_head_dim
             shared = heads
-            keys = int(config.qk_nope_head_dim) + int(config.qk_rope_head_dim)
-            values = int(config.v_head_dim)
         return bytes_per_token([(shared, keys, values)] * self.num_layers, dtype)
 
     @cached_property
