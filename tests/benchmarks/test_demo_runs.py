@@ -6,11 +6,13 @@ from rich.console import Console
 
 from demo_runs import spread, totals
 from paceline.cli.demo import Decoded, Measurement, _table
+from paceline.core.sequence import DraftCounts
 from paceline.lab.report.render import rich_table
 
 
 def scene(seconds: float) -> Measurement:
-    return Measurement("x", Decoded(100, 2.0), Decoded(100, seconds), 80, 60, 40, {}, {}, None)
+    counts = DraftCounts(drafted=80, accepted=60, target_steps=40)
+    return Measurement("x", Decoded(100, 2.0), Decoded(100, seconds), counts, None)
 
 
 def test_the_rows_that_sum_up_are_read_off_the_show() -> None:

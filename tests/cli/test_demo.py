@@ -6,7 +6,6 @@ import io
 import json
 import re
 import time
-from collections import Counter
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -17,6 +16,7 @@ from rich.console import Console
 from paceline import LLM, SamplingParams
 from paceline.cli import demo as demo_module
 from paceline.cli.demo import Decoded, Measurement, _table, total
+from paceline.core.sequence import DraftCounts
 from paceline.errors import ModelLoadError
 from paceline.lab.bench.prompts import load_prompts
 from paceline.lab.certify.difference import Difference
@@ -31,23 +31,18 @@ BUG = Difference(7, 4, 5, gap=1.0, step=0.01, on_edge=False)
 
 
 def measurement(name: str, difference: Difference | None = None) -> Measurement:
-    sides = {"plain": Decoded(100, 2.0), "fast": Decoded(100, 1.0)}
-    did = {
+    counts = DraftCounts(
         **{"drafted": 80, "accepted": 60, "target_steps": 40},
-        "drafters": Counter(ngram=40, suffix=20),
-        "not_drafted": Counter({"too dear": 3}),
-    }
-    return Measurement(name=name, difference=difference, **sides, **did)
+        by_drafter={"ngram": 40, "suffix": 20},
+        not_drafted={"too dear": 3},
+    )
+    return Measurement(name, Decoded(100, 2.0), Decoded(100, 1.0), counts, difference)
 
 
 def unaided(tokens: int, plain: float, fast: float, drafted: int = 0) -> Measurement:
     """A scene in which nothing was accepted: the tokens of its answer, and seconds of both."""
-    return Measurement(
-        "y",
-        Decoded(100, plain),
-        Decoded(tokens, fast),
-        *(drafted, 0, tokens, Counter(), Counter(), None),
-    )
+    counts = DraftCounts(target_steps=tokens, drafted=drafted)
+    return Measurement("y", Decoded(100, plain), Decoded(tokens, fast), counts, None)
 
 
 def test_figures() -> None:
@@ -55,13 +50,13 @@ def test_figures() -> None:
     assert item.plain.rate == 50
     assert item.fast.rate == 100
     assert item.speedup == 2
-    assert item.acceptance_rate == 0.75
+    assert item.counts.acceptance_rate == 0.75
     assert item.mean_accepted_length == 2.5
 
 
 def test_no_draft_is_not_an_acceptance_of_zero() -> None:
-    assert unaided(100, 6.0, 4.0).acceptance_rate is None
-    assert unaided(100, 6.0, 4.0, 9).acceptance_rate == 0
+    assert unaided(100, 6.0, 4.0).counts.acceptance_rate is None
+    assert unaided(100, 6.0, 4.0, 9).counts.acceptance_rate == 0
 
 
 def test_a_scene_without_drafts_says_so_in_the_table() -> None:
@@ -80,9 +75,9 @@ def test_total_adds_tokens_and_seconds() -> None:
     whole = total([measurement("x"), slow])
     assert whole.fast.tokens == 200
     assert whole.speedup == 8 / 5
-    assert whole.acceptance_rate == 0.6
-    assert whole.drafters == {"ngram": 40, "suffix": 20}
-    assert total([measurement("x"), measurement("y")]).not_drafted == {"too dear": 6}
+    assert whole.counts.acceptance_rate == 0.6
+    assert whole.counts.by_drafter == {"ngram": 40, "suffix": 20}
+    assert total([measurement("x"), measurement("y")]).counts.not_drafted == {"too dear": 6}
     assert whole.difference is None
     assert total([slow, measurement("x", TIE)]).difference == TIE
     assert total([measurement("x", TIE), measurement("y", BUG)]).difference == BUG
@@ -126,9 +121,8 @@ def test_show(arguments: list[str]) -> None:
 
 def test_a_sentence_says_which_drafter_did_it() -> None:
     def words(drafters: dict[str, int], accepted: int, reasons: dict[str, int]) -> str:
-        item = measurement("x")
-        counts = {"drafters": Counter(drafters), "not_drafted": Counter(reasons)}
-        return replace(item, accepted=accepted, **counts).in_words
+        counts = DraftCounts(accepted=accepted, by_drafter=drafters, not_drafted=reasons)
+        return replace(measurement("x"), counts=counts).in_words
 
     several = {"ngram": 3, "quantized": 40, "suffix": 0, "mine": 7}
     assert words(several, 50, {}) == (
@@ -145,14 +139,13 @@ def test_both_take_turns_on_clocks_of_their_own(
     """Nobody's time holds the other's, or the drawing."""
     plain = LLM(tiny_pair.target, dtype="float32", draft="none")
     fast = plain.beside(tiny_pair.draft, draft_length=2)
-    monkeypatch.setattr(demo_module, "_drawn", lambda *lanes: time.sleep(0.05) or "")
+    monkeypatch.setattr(demo_module, "_bars", lambda *drives: time.sleep(0.05) or "")
     params = SamplingParams(max_tokens=12, ignore_eos=True)
     start = time.perf_counter()
     one, other = demo_module.race(Console(quiet=True), plain, fast, [1, 2, 3], params, False)
-    assert one.done.tokens == other.done.tokens == 12
-    assert one.completion is not None and other.completion is not None
-    assert one.completion.token_ids == other.completion.token_ids
-    assert one.done.seconds + other.done.seconds < time.perf_counter() - start - 0.05
+    assert one.tokens == other.tokens == 12
+    assert one.seqs[0].tokens == other.seqs[0].tokens
+    assert one.seconds + other.seconds < time.perf_counter() - start - 0.05
 
 
 @pytest.mark.parametrize(

@@ -34,7 +34,7 @@ def test_draft_and_target_tokens_are_told_apart(tokenizer: Any) -> None:
     left = tokenizer.encode("Lily went", add_special_tokens=False)
     right = tokenizer.encode(" to the garden", add_special_tokens=False)
     mask = [True] * len(left) + [False] * len(right)
-    painted = Painter(tokenizer, True).paint("Lily went to the garden", left + right, mask)
+    painted = Painter(tokenizer, True).paint(left + right, mask, "Lily went to the garden")
     assert painted.plain == "Lily went to the garden"
     assert runs(painted) == [("Lily went", DRAFT_STYLE), (" to the garden", TARGET_STYLE)]
 
@@ -42,14 +42,14 @@ def test_draft_and_target_tokens_are_told_apart(tokenizer: Any) -> None:
 def test_text_held_back_by_the_engine_keeps_its_colour(tokenizer: Any) -> None:
     ids = tokenizer.encode("garden", add_special_tokens=False)
     painter = Painter(tokenizer, True)
-    assert runs(painter.paint("gar", ids, [True] * len(ids))) == [("gar", DRAFT_STYLE)]
+    assert runs(painter.paint(ids, [True] * len(ids), "gar")) == [("gar", DRAFT_STYLE)]
     more = tokenizer.encode(" big", add_special_tokens=False)
-    later = painter.paint("den big", more, [False] * len(more))
+    later = painter.paint(more, [False] * len(more), "den big")
     assert runs(later) == [("den", DRAFT_STYLE), (" big", TARGET_STYLE)]
 
 
 def test_without_colours_the_text_is_plain(tokenizer: Any) -> None:
-    painted = Painter(tokenizer, False).paint("[bold]x[/bold]", [5], [True])
+    painted = Painter(tokenizer, False).paint([5], [True], "[bold]x[/bold]")
     assert painted.plain == "[bold]x[/bold]"
     assert not painted.spans
 
@@ -62,8 +62,8 @@ def test_painting_never_changes_the_text(tokenizer: Any, text: str, data: st.Dat
     cut = data.draw(st.integers(0, len(text)))
     painter = Painter(tokenizer, True)
     half = len(ids) // 2
-    first = painter.paint(text[:cut], ids[:half], mask[:half])
-    second = painter.paint(text[cut:], ids[half:], mask[half:])
+    first = painter.paint(ids[:half], mask[:half], text[:cut])
+    second = painter.paint(ids[half:], mask[half:], text[cut:])
     assert first.plain + second.plain == Text(text[:cut]).plain + Text(text[cut:]).plain
 
 

@@ -1,16 +1,15 @@
 """``paceline demo``: the same prompts decoded plainly and speculatively, shown and measured.
 
-Both take turns of a twentieth of a second, each on a clock of its own, prompt included. So both
-meet the machine's moods alike, and drawing costs neither of them anything.
+Both take turns of a twentieth of a second, each on a clock of its own, prompt included: both have
+the same machine, and drawing costs neither of them anything.
 """
 
 from __future__ import annotations
 
 import os
-import time
 from collections import Counter
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass, fields, replace
+from dataclasses import asdict, dataclass, replace
 from functools import reduce
 from operator import add
 from pathlib import Path
@@ -26,12 +25,14 @@ from rich.text import Text
 from paceline import SamplingParams
 from paceline.cli.options import ModelOptions, expand, fetch, in_short
 from paceline.cli.output import DRAFT_STYLE, TARGET_STYLE, Painter, print_json
+from paceline.core.sequence import DraftCounts
 from paceline.core.stages import info, stage
 from paceline.errors import PacelineError
 from paceline.lab.report.columns import (
     NONE_TRIED,
     UNTRIED,
     Column,
+    number,
     record_of,
     share,
     table_of,
@@ -43,8 +44,9 @@ from paceline.model.names import DEFAULT_DRAFT, EMBEDDED, REAL, SMOLLM2, VARIABL
 from paceline.settings import setting
 
 if TYPE_CHECKING:
-    from paceline import LLM, Completion
+    from paceline import LLM
     from paceline.draft.suffix import SuffixDrafter
+    from paceline.engine.driver import Drive
     from paceline.lab.bench.prompts import BenchPrompt
     from paceline.lab.certify.difference import Difference
 
@@ -76,6 +78,9 @@ class DemoOptions(ModelOptions):
         super().__post_init__()  # chooses a model by what is here
 
 
+# -- figures ---------------------------------------------------------------------------------------
+
+
 @dataclass(frozen=True)
 class Decoded:
     """New tokens, and what decoding them took."""
@@ -102,11 +107,7 @@ class Measurement:
     name: str
     plain: Decoded
     fast: Decoded
-    drafted: int
-    accepted: int
-    target_steps: int
-    drafters: Counter[str]  # accepted tokens by drafter
-    not_drafted: Counter[str]  # steps without a draft by reason
+    counts: DraftCounts  # of ``fast``
     difference: Difference | None  # where the two texts part, None if they are identical
 
     @property
@@ -114,36 +115,36 @@ class Measurement:
         return self.fast.rate / self.plain.rate
 
     @property
-    def acceptance_rate(self) -> float | None:
-        """None: no draft was tried."""
-        return self.accepted / self.drafted if self.drafted else None
-
-    @property
     def mean_accepted_length(self) -> float:
-        return self.fast.tokens / self.target_steps if self.target_steps else 0.0
+        return self.fast.tokens / self.counts.target_steps if self.counts.target_steps else 0.0
 
     @property
     def in_words(self) -> str:
         """How much of the text was drafted, and by whom."""
-        if not self.accepted:
-            reasons = "".join(f": {reason}" for reason, _ in self.not_drafted.most_common(1))
-            return f"No draft was of use{reasons}."
-        by = ", ".join(f"{count} by {name}" for name, count in self.drafters.most_common() if count)
-        return f"{self.accepted} of {self.fast.tokens} tokens were drafted{by and ': ' + by}."
+        counts = self.counts
+        if not counts.accepted:
+            reasons = Counter(counts.not_drafted).most_common(1)
+            return f"No draft was of use{''.join(f': {reason}' for reason, _ in reasons)}."
+        drafters = Counter(counts.by_drafter).most_common()
+        by = ", ".join(f"{accepted} by {name}" for name, accepted in drafters if accepted)
+        return f"{counts.accepted} of {self.fast.tokens} tokens were drafted{by and ': ' + by}."
 
 
-def _acceptance(measured: Measurement) -> str:
-    return NONE_TRIED if measured.acceptance_rate is None else share(measured.acceptance_rate)
+def total(measurements: Sequence[Measurement]) -> Measurement:
+    """All prompts as one; it has a difference if any has, a tie only if there is nothing worse."""
+    differences = [m.difference for m in measurements if m.difference is not None]
+    worst = min(differences, key=lambda difference: difference.is_tie, default=None)
+    plain, fast, counts = zip(*((m.plain, m.fast, m.counts) for m in measurements), strict=True)
+    return Measurement("total", reduce(add, plain), reduce(add, fast), reduce(add, counts), worst)
+
+
+def _acceptance(counts: DraftCounts) -> str:
+    return NONE_TRIED if counts.acceptance_rate is None else share(counts.acceptance_rate)
 
 
 def _identical(measured: Measurement) -> str:
-    if measured.difference is None:
-        return "yes"
-    return "but a tie" if measured.difference.is_tie else "NO"
-
-
-def _difference(difference: Difference | None) -> dict[str, Any] | None:
-    return None if difference is None else {**asdict(difference), "is_tie": difference.is_tie}
+    difference = measured.difference
+    return "yes" if difference is None else "but a tie" if difference.is_tie else "NO"
 
 
 _rate = "{:.0f}".format
@@ -153,78 +154,108 @@ _FIGURES = (
     Column("plain_tokens_per_second", "plain\ntok/s", "plain.rate", _rate),
     Column("speculative_tokens_per_second", "spec.\ntok/s", "fast.rate", _rate),
     Column("speedup", "speedup", shown=times),
-    Column("acceptance_rate", "accept.\nrate", "", _acceptance, lambda m: m.acceptance_rate),
-    Column("mean_accepted_length", "accepted\nlength", shown="{:.2f}".format),
-    Column("drafters"),
-    Column("not_drafted"),
-    Column("identical", "identical", "", _identical, lambda measured: measured.difference is None),
-    Column("difference", stored=_difference),
+    Column("acceptance_rate", "accept.\nrate", "counts", _acceptance, lambda c: c.acceptance_rate),
+    Column("mean_accepted_length", "accepted\nlength", shown=number),
+    Column("drafters", path="counts.by_drafter"),
+    Column("not_drafted", path="counts.not_drafted"),
+    Column("identical", "identical", "", _identical, lambda m: m.difference is None),
+    Column("difference", stored=lambda d: d and {**asdict(d), "is_tie": d.is_tie}),
 )
 
 
-def total(measurements: Sequence[Measurement]) -> Measurement:
-    """All prompts as one; it has a difference if any has, a tie only if there is nothing worse."""
-    differences = [m.difference for m in measurements if m.difference is not None]
-    worst = min(differences, key=lambda difference: difference.is_tie, default=None)
-    names = [item.name for item in fields(Measurement) if item.name not in ("name", "difference")]
-    sums = {name: reduce(add, (getattr(m, name) for m in measurements)) for name in names}
-    return Measurement(name="total", difference=worst, **sums)
-
-
-class Lane:
-    """One side of a race; only its own work counts in ``done``."""
-
-    def __init__(self, llm: LLM, ids: list[int], params: SamplingParams, shown: bool) -> None:
-        self.most = params.max_tokens
-        self.events = llm.stream([ids], params)
-        self.painter = Painter(llm.tokenizer, shown, ids) if shown else None
-        self.text = Text()
-        self.done = Decoded()
-        self.completion: Completion | None = None
-
-    def work(self, turn: float) -> None:
-        """Decode for ``turn`` seconds, at least a step."""
-        until = self.done.seconds + turn
-        while self.completion is None and self.done.seconds < until:
-            start = time.perf_counter()
-            event = next(self.events)
-            self.done += Decoded(len(event.token_ids), time.perf_counter() - start)
-            self.completion = event.completion
-            if self.painter is not None:
-                painted = self.painter.paint(event.text, event.token_ids, event.from_draft)
-                self.text.append_text(painted)
+# -- the race --------------------------------------------------------------------------------------
 
 
 def race(
     console: Console, plain: LLM, fast: LLM, ids: list[int], params: SamplingParams, shown: bool
-) -> tuple[Lane, Lane]:
-    """Decode a prompt by both, on the console as it goes; ``shown``: with the text of ``fast``."""
-    lanes = Lane(plain, ids, params, False), Lane(fast, ids, params, shown)
+) -> list[Drive]:
+    """Decode a prompt by both, on the console as it goes; ``shown``: with the text of ``fast``.
+
+    Raises PacelineError if a request fails.
+    """
+    from paceline.engine.driver import Drive, sequence
+
+    llms = plain, fast
+    drives = [Drive(llm.engine, [sequence(ids, params, llm.end_tokens)]) for llm in llms]
+    painter, text = Painter(fast.tokenizer, shown, ids), Text()
     with Live(console=console, auto_refresh=False) as live:
-        while any(lane.completion is None for lane in lanes):
-            for lane in lanes:
-                lane.work(_TURN)
-            live.update(_drawn(*lanes), refresh=True)
+        while any(drive.busy for drive in drives):
+            for drive in drives:
+                until = drive.seconds + _TURN
+                while drive.busy and drive.seconds < until:
+                    for commit in drive.step().commits:
+                        if commit.error is not None:
+                            raise PacelineError(f"a request failed: {commit.error}")
+                        if shown and drive is drives[1]:
+                            drafted = (at < len(commit.path) for at in range(len(commit.tokens)))
+                            text.append_text(painter.paint(commit.tokens, drafted))
+            live.update(Group(*([text] if shown else []), _bars(*drives)), refresh=True)
     if not console.is_terminal:  # there it ends the last line itself
         console.line()
-    return lanes
+    return drives
 
 
-def _drawn(plain: Lane, fast: Lane) -> Group:
-    ended = plain.completion is not None and fast.completion is not None
+def _bars(plain: Drive, fast: Drive) -> rich_tables.Table:
+    ended = not (plain.busy or fast.busy)
     bars = rich_tables.Table.grid(padding=(0, 1))
-    for name, lane, style in (("plain", plain, "cyan"), ("speculative", fast, DRAFT_STYLE)):
-        done, by = lane.done, plain.done.rate
-        most = lane.most if lane.completion is None else max(1, done.tokens)
-        times = f"{done.rate / by:.2f}x" if lane is fast and ended and by else ""
+    for name, drive, style in (("plain", plain, "cyan"), ("speculative", fast, DRAFT_STYLE)):
+        done, by = _decoded(drive), _decoded(plain).rate
+        most = drive.seqs[0].params.max_tokens if drive.busy else max(1, done.tokens)
         bars.add_row(
             name,
             ProgressBar(most, done.tokens, width=36, complete_style=style, finished_style=style),
             Text(f"{done.rate:4.0f} tokens/s", justify="right"),
             Text(f"{done.seconds:5.2f} s"),
-            Text(times, style="bold"),
+            Text(times(done.rate / by) if drive is fast and ended and by else "", style="bold"),
         )
-    return Group(*([fast.text] if fast.painter is not None else []), bars)
+    return bars
+
+
+def _decoded(drive: Drive) -> Decoded:
+    return Decoded(drive.tokens, drive.seconds)
+
+
+def measure(
+    console: Console,
+    plain: LLM,
+    fast: LLM,
+    prompt: BenchPrompt,
+    params: SamplingParams,
+    shown: bool,
+) -> Measurement:
+    """Decode a prompt by both in turns; ``shown``: with the text as it is written."""
+    from paceline.lab.certify.difference import explain
+
+    ids = prompt.encode(plain)
+    one, other = race(console, plain, fast, ids, params, shown)
+    left, right = (drive.seqs[0].tokens[len(ids) :] for drive in (one, other))
+    difference = explain(plain.target, ids, left, right, SamplingParams())
+    figures = _decoded(one), _decoded(other), other.counts
+    measured = Measurement(prompt.name, *figures, difference)
+    console.print(Text(measured.in_words, style="dim"))
+    if difference is not None:
+        console.print(_difference_in_words(plain, difference, left, right))
+    return measured
+
+
+def _difference_in_words(
+    llm: LLM, difference: Difference, plain: list[int], fast: list[int]
+) -> Text:
+    """Where two greedy outputs part, and why."""
+    at, decode = difference.at, llm.tokenizer.decode
+    reason = (
+        f"their logits are {difference.gap:.3g} apart, a rounding step is {difference.step:.3g}: "
+        "a tie"
+        if difference.is_tie
+        else "rounding does not explain this: please report it as a bug"
+    )
+    return Text(
+        f"Token {at} differs after {decode(plain[max(0, at - 8) : at])!r}: plain "
+        f"{decode(plain[at : at + 4])!r}, speculative {decode(fast[at : at + 4])!r}; {reason}"
+    )
+
+
+# -- the show --------------------------------------------------------------------------------------
 
 
 def prompts_for(model: str, llm: LLM) -> list[BenchPrompt]:
@@ -237,80 +268,18 @@ def prompts_for(model: str, llm: LLM) -> list[BenchPrompt]:
     return [prompt for prompt in prompts if chats or not prompt.chat]
 
 
-def measure(
-    console: Console,
-    plain: LLM,
-    fast: LLM,
-    prompt: BenchPrompt,
-    params: SamplingParams,
-    shown: bool,
-) -> Measurement:
-    """Decode a prompt by both in turns; ``shown``: with the text as it is written."""
-    from paceline.lab.certify import difference
-
-    ids = prompt.encode(plain)
-    one, other = race(console, plain, fast, ids, params, shown)
-    assert one.completion is not None and other.completion is not None
-    tokens = one.completion.token_ids, other.completion.token_ids
-    stats = other.completion.stats
-    measured = Measurement(
-        name=prompt.name,
-        plain=one.done,
-        fast=other.done,
-        drafted=stats.drafted_tokens,
-        accepted=stats.accepted_tokens,
-        target_steps=stats.target_steps,
-        drafters=Counter(stats.drafters),
-        not_drafted=Counter(stats.not_drafted),
-        difference=difference.explain(plain.target, ids, *tokens, SamplingParams()),
-    )
-    console.print(Text(measured.in_words, style="dim"))
-    if measured.difference is not None:
-        console.print(_difference_in_words(plain, measured.difference, *tokens))
-    return measured
-
-
-def _difference_in_words(
-    llm: LLM, difference: Difference, plain: list[int], fast: list[int]
-) -> Text:
-    """Where two greedy outputs part, and why."""
-    at = difference.at
-    before, left, right = (
-        llm.tokenizer.decode(tokens)
-        for tokens in (plain[max(0, at - 8) : at], plain[at : at + 4], fast[at : at + 4])
-    )
-    reason = (
-        f"their logits are {difference.gap:.3g} apart, a rounding step is {difference.step:.3g}: "
-        "a tie"
-        if difference.is_tie
-        else "rounding does not explain this: please report it as a bug"
-    )
-    return Text(
-        f"Token {at} differs after {before!r}: plain {left!r}, speculative {right!r}; {reason}"
-    )
-
-
-def _warm_up(*llms: LLM) -> None:
-    """Kernels, buffers and lazy imports; a memory keeps none of it."""
-    for llm in llms:
-        llm.generate([[1, 2, 3, 4]], SamplingParams(max_tokens=8, ignore_eos=True))
-        for drafter in _with_memory(llm):
-            drafter.clear()
-
-
 def _with_memory(llm: LLM) -> list[SuffixDrafter]:
     """The drafters that look into answers of earlier requests."""
     from paceline.draft.base import with_members
     from paceline.draft.suffix import SuffixDrafter
 
-    return [
-        member for member in with_members(llm.engine.drafter) if isinstance(member, SuffixDrafter)
-    ]
+    members = with_members(llm.engine.drafter)
+    return [member for member in members if isinstance(member, SuffixDrafter)]
 
 
 def _table(groups: Sequence[Sequence[Measurement]], draft: str) -> Table:
     """All prompts as they were asked first and, where that makes a difference, again."""
-    silent = any(item.acceptance_rate is None for group in groups for item in group)
+    silent = any(item.counts.acceptance_rate is None for group in groups for item in group)
     first, *repeated = ([*group, total(group)] for group in groups)
     again = [replace(item, name=f"{item.name} again") for group in repeated for item in group]
     return table_of(
@@ -324,10 +293,8 @@ def _table(groups: Sequence[Sequence[Measurement]], draft: str) -> Table:
 
 def _record(groups: Sequence[Sequence[Measurement]], draft: str) -> dict[str, Any]:
     first, *again = (
-        {
-            **record_of(total(group), _FIGURES[1:]),
-            "prompts": [record_of(item, _FIGURES) for item in group],
-        }
+        record_of(total(group), _FIGURES[1:])
+        | {"prompts": [record_of(item, _FIGURES) for item in group]}
         for group in groups
     )
     return {"draft": draft, **first} | ({"repeated": again[0]} if again else {})
@@ -348,22 +315,25 @@ def demo(options: DemoOptions) -> None:
     with stage("loading the models"):
         speculative = options.open(draft)
         plain = options.plain_beside(speculative)
-        _warm_up(plain, speculative)
+        for llm in (plain, speculative):  # kernels, buffers, lazy imports
+            llm.generate([[1, 2, 3, 4]], SamplingParams(max_tokens=8, ignore_eos=True))
+    memories = _with_memory(speculative)
+    for memory in memories:
+        memory.clear()
     words = "Accepted draft tokens are ", ("green", DRAFT_STYLE), ", the target's own are "
     console.print(Text.assemble(*words, ("bold", TARGET_STYLE), "."))
     if options.model == REAL:
         console.print(_ABOUT, style="dim")
     groups: list[list[Measurement]] = []
     prompts = prompts_for(options.model, speculative)
-    for repeated in (False, True) if _with_memory(speculative) else (False,):
+    for again in ("", " again") if memories else ("",):
         groups.append([])
         for prompt in prompts:
             console.print()
-            title = Text(prompt.name + (" again" if repeated else ""), style="bold")
-            console.rule(title, align="left")
-            if not repeated:
+            console.rule(Text(prompt.name + again, style="bold"), align="left")
+            if not again:
                 console.print(Text(prompt.text, style="dim"), soft_wrap=True)
-            shown = not (repeated or options.as_json)
+            shown = not (again or options.as_json)
             groups[-1].append(measure(console, plain, speculative, prompt, params, shown))
     if options.as_json:
         print_json(_record(groups, draft))

@@ -8,6 +8,7 @@ import warnings
 from collections import deque
 from collections.abc import Iterable, Sequence
 from dataclasses import asdict, is_dataclass
+from functools import partial
 from itertools import groupby
 from typing import TYPE_CHECKING, Any
 
@@ -91,12 +92,15 @@ def summary(completion: Completion, drafts: bool = False) -> str:
     return " · ".join(parts)
 
 
+def shortened(text: str) -> str:
+    return text if len(text) <= 60 else f"{text[:57]}..."
+
+
 class Painter:
     """Colours streamed text by where its tokens came from.
 
-    The text is the engine's own and is never altered; only the boundaries between tokens are
-    worked out here, by decoding. Where a character spans tokens, it takes the later one's colour.
-    ``prompt`` is what stands before the text.
+    Only the boundaries between tokens are worked out here, by decoding behind ``prompt``. Where a
+    character spans tokens, it takes the later one's colour.
     """
 
     def __init__(self, tokenizer: Any, coloured: bool, prompt: Sequence[int] = ()) -> None:
@@ -108,15 +112,24 @@ class Painter:
         self._styles: deque[str] = deque()  # of characters that were not shown yet
         self._last = TARGET_STYLE
 
-    def paint(self, text: str, token_ids: Iterable[int], from_draft: Iterable[bool]) -> Text:
-        """The new text as styled runs; call once for every event, in order."""
-        if not self._coloured:
+    def paint(
+        self, token_ids: Iterable[int], from_draft: Iterable[bool], text: str | None = None
+    ) -> Text:
+        """New tokens as styled runs; call once for every event, in order.
+
+        ``text`` is the engine's, which may hold some back; None: what their decoding gives.
+        """
+        if text is not None and not self._coloured:
             return Text(text)
+        decoded = ""
         for token, drafted in zip(token_ids, from_draft, strict=True):
             self._last = DRAFT_STYLE if drafted else TARGET_STYLE
-            self._styles.extend([self._last] * len(self._detokeniser.feed(token)))
+            piece = self._detokeniser.feed(token)
+            self._styles.extend([self._last] * len(piece))
+            decoded += piece
         painted = Text()
-        for style, run in groupby(text, lambda character: self._next_style()):
+        shown = decoded if text is None else text
+        for style, run in groupby(shown, lambda character: self._next_style()):
             painted.append("".join(run), style)
         return painted
 
@@ -133,29 +146,26 @@ def stream_to(
     show_draft: bool,
 ) -> list[Completion]:
     """Print completions as they grow (a single one) or as they finish (several)."""
+    show = partial(console.print, soft_wrap=True, highlight=False)
     single = len(prompts) == 1 and params.n == 1
     completions: list[Completion] = []
 
-    def painter(number: int) -> Painter:
-        prompt = prompts[number]
+    def painter(prompt: str | list[int]) -> Painter:
         ids = llm.tokenizer.encode(prompt) if isinstance(prompt, str) else prompt
         return Painter(llm.tokenizer, show_draft, ids)
 
-    growing = painter(0)
+    growing = painter(prompts[0])
     for event in llm.stream(prompts, params):
+        done = event.completion
         if single:
-            text = growing.paint(event.text, event.token_ids, event.from_draft)
-            console.print(text, end="", soft_wrap=True, highlight=False)
-        if event.completion is None:
+            show(growing.paint(event.token_ids, event.from_draft, event.text), end="")
+        if done is None:
             continue
-        completion = event.completion
-        completions.append(completion)
+        completions.append(done)
         if single:
             console.print()
             continue
-        title = prompt_text(completion, llm.tokenizer).strip().split("\n", 1)[0]
-        title = title if len(title) <= 60 else f"{title[:57]}..."
-        console.rule(Text(title, style="dim"), align="left")
-        whole = completion.text, completion.token_ids, completion.draft_mask
-        console.print(painter(event.request).paint(*whole), soft_wrap=True, highlight=False)
+        title = prompt_text(done, llm.tokenizer).strip().split("\n", 1)[0]
+        console.rule(Text(shortened(title), style="dim"), align="left")
+        show(painter(done.prompt).paint(done.token_ids, done.draft_mask, done.text))
     return completions

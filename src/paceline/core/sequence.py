@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterator, Sequence
+from collections import Counter
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any, overload
 
@@ -31,6 +32,23 @@ class DraftCounts:
     reached_at: list[int] = field(default_factory=list)  # drafts that had a token to try there
     accepted_at: list[int] = field(default_factory=list)
 
+    @property
+    def acceptance_rate(self) -> float | None:
+        """Of drafted tokens; None: no draft was tried."""
+        return self.accepted / self.drafted if self.drafted else None
+
+    def __add__(self, other: DraftCounts) -> DraftCounts:
+        return DraftCounts(
+            self.target_steps + other.target_steps,
+            self.drafted + other.drafted,
+            self.levels + other.levels,
+            self.accepted + other.accepted,
+            dict(Counter(self.by_drafter) + Counter(other.by_drafter)),
+            dict(Counter(self.not_drafted) + Counter(other.not_drafted)),
+            list(column_sums((self.reached_at, other.reached_at))),
+            list(column_sums((self.accepted_at, other.accepted_at))),
+        )
+
     def record(
         self, nodes: int, levels: int, accepted: int, reached: int, drafter: str, reason: str
     ) -> None:
@@ -51,6 +69,11 @@ class DraftCounts:
         for position in range(reached):
             self.reached_at[position] += 1
             self.accepted_at[position] += position < accepted
+
+
+def column_sums(rows: Iterable[Sequence[int]]) -> tuple[int, ...]:
+    """Counts by position, added up over rows of different lengths."""
+    return tuple(map(sum, itertools.zip_longest(*rows, fillvalue=0)))
 
 
 class TokenView(Sequence[int]):

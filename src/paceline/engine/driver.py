@@ -9,13 +9,13 @@ from __future__ import annotations
 
 import itertools
 import time
-from collections import Counter, deque
+from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from paceline.core.batch import Commit
 from paceline.core.params import SamplingParams
-from paceline.core.sequence import SEQUENCE_IDS, DraftCounts, SequenceState
+from paceline.core.sequence import SEQUENCE_IDS, DraftCounts, SequenceState, column_sums
 from paceline.engine.clock import PHASES
 from paceline.engine.engine import Engine
 from paceline.errors import PacelineError
@@ -126,11 +126,6 @@ class StepSums:
         return sum(self.accepted_at) / tried if tried else 0.0
 
 
-def column_sums(rows: Iterable[Sequence[int]]) -> tuple[int, ...]:
-    """Counts by position, added up over rows of different lengths."""
-    return tuple(sum(column) for column in itertools.zip_longest(*rows, fillvalue=0))
-
-
 class Drive:
     """An engine over ``seqs``: a closed loop, or one in which each has its time.
 
@@ -189,17 +184,7 @@ class Drive:
     @property
     def counts(self) -> DraftCounts:
         """Of all requests together."""
-        of_seqs = [seq.counts for seq in self.seqs]
-        return DraftCounts(
-            target_steps=sum(counts.target_steps for counts in of_seqs),
-            drafted=sum(counts.drafted for counts in of_seqs),
-            levels=sum(counts.levels for counts in of_seqs),
-            accepted=sum(counts.accepted for counts in of_seqs),
-            by_drafter=dict(sum((Counter(counts.by_drafter) for counts in of_seqs), Counter())),
-            not_drafted=dict(sum((Counter(counts.not_drafted) for counts in of_seqs), Counter())),
-            reached_at=list(column_sums(counts.reached_at for counts in of_seqs)),
-            accepted_at=list(column_sums(counts.accepted_at for counts in of_seqs)),
-        )
+        return sum((seq.counts for seq in self.seqs), DraftCounts())
 
     def run(self, between: Callable[[], object] = lambda: None) -> Drive:
         """All of it; ``between`` is called after every step, and what it raises ends the drive.

@@ -48,7 +48,7 @@ class CompletionStats:
         return cls(
             drafted_tokens=counts.drafted,
             accepted_tokens=counts.accepted,
-            acceptance_rate=counts.accepted / counts.drafted if counts.drafted else None,
+            acceptance_rate=counts.acceptance_rate,
             mean_accepted_length=generated / counts.target_steps if counts.target_steps else 0.0,
             acceptance_per_position=[
                 accepted / reached

@@ -12,7 +12,6 @@ import json
 from collections.abc import Iterable, Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass
-from itertools import zip_longest
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +19,7 @@ import torch
 from torch.nn.utils.rnn import pad_sequence
 from transformers import PreTrainedModel, PreTrainedTokenizerFast
 
+from paceline.core.sequence import column_sums
 from paceline.core.stages import stage
 from paceline.files import replace_in
 from paceline.train.configs import PromptSelection
@@ -63,15 +63,11 @@ class AcceptanceCounts:
 def total(parts: Iterable[AcceptanceCounts]) -> AcceptanceCounts:
     """The counts of several texts together."""
     parts = list(parts)
-
-    def summed(rows: Iterable[tuple[int, ...]]) -> tuple[int, ...]:
-        return tuple(map(sum, zip_longest(*rows, fillvalue=0)))
-
     return AcceptanceCounts(
         sum(part.tokens for part in parts),
         sum(part.steps for part in parts),
-        summed(part.reached for part in parts),
-        summed(part.accepted for part in parts),
+        column_sums(part.reached for part in parts),
+        column_sums(part.accepted for part in parts),
     )
 
 

@@ -7,7 +7,8 @@ from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 from paceline.core.params import SamplingParams
-from paceline.engine.driver import StepSums, column_sums
+from paceline.core.sequence import column_sums
+from paceline.engine.driver import StepSums
 
 
 @dataclass(frozen=True)
