@@ -188,13 +188,13 @@ def bench(
     interrupted, about = _measured(engine, plan, llm, record, budget)
     saved.keep(record)
     if not record.heats:
-        if not interrupted:
+        if not interrupted.code:
             info(
                 f"error: {budget.seconds:g} s were not enough to measure anything: all methods "
                 "must be loaded and answer a prompt; give more --seconds, or fewer methods"
             )
         return interrupted.code or NOT_ENOUGH
-    if text.perplexity is not None and not interrupted:
+    if text.perplexity is not None and not interrupted.code:
         read = text.compared(llm, engine.model, engine.quantize, _READ_TOKENS)
         about["perplexities"] = [read]
     with stage("comparing the texts"):
@@ -286,7 +286,7 @@ def _measured(
     return interrupted, {
         "left_out": [prompt.name for prompt in left_out],
         "price": plan.settings["price"],
-        "interrupted": bool(interrupted),
+        "interrupted": bool(interrupted.code),
         "unequal": starter.unequal,
         "spending": spending_of(record, sweep, prompts, budget),
     }

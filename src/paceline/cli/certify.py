@@ -27,7 +27,8 @@ from paceline.errors import ConfigError
 from paceline.lab.budget import Budget
 from paceline.lab.certify.effort import Effort
 from paceline.lab.report.document import Text
-from paceline.settings import changed, entries, under
+from paceline.request.defaults import SamplingDefaults
+from paceline.settings import TableEntry, entries, under
 
 if TYPE_CHECKING:
     from paceline import LLM
@@ -46,13 +47,16 @@ _RELATIVE = (
 )
 
 
-@dataclass(frozen=True)
-class CertifiedSampling(DistributionOptions):
-    """Sampling parameters to certify; greedy decoding is tested in any case."""
+def _certified(entry: TableEntry) -> TableEntry:
+    """Certified is what is given; nothing is filled in by the model's defaults."""
+    neutral: dict[str, Any] = {**SamplingDefaults().filled(), "temperature": 1.0}
+    key = replace(entry.key, shown=None)
+    if entry.name == "temperature":
+        key = replace(key, help="0 tests greedy decoding only.")
+    return replace(entry, default=neutral.get(entry.name, entry.default), key=key)
 
-    temperature: float | None = changed(
-        DistributionOptions, "temperature", 1.0, help="0 tests greedy decoding only."
-    )
+
+_DISTRIBUTION = tuple(map(_certified, entries(DistributionOptions, "command")))
 
 
 @dataclass(frozen=True)
@@ -123,7 +127,7 @@ def certify(
     context: typer.Context,
     pair: Annotated[dict[str, Any], entries(ModelOptions, "command")],
     prompts: PromptOptions,
-    sampling: CertifiedSampling,
+    sampling: Annotated[DistributionOptions, _DISTRIBUTION],
     effort: Effort,
     text: PerplexityOptions,
     run: RunOptions,
@@ -164,11 +168,10 @@ def certify(
     saved.keep(certifier.evidence)  # before anything else can go wrong
     with stage("judging what was drawn"):
         certificate = certifier.certificate()
-    read = None if interrupted else _perplexity(text, engine, llm)
+    read = None if interrupted.code else _perplexity(text, engine, llm)
     certifier.evidence.verdicts += 1
     saved.keep(certifier.evidence)
-    shaping = [entry.name for entry in entries(DistributionOptions, "command")]
-    given = {name: getattr(params, name) for name in shaping}
+    given = {entry.name: getattr(params, entry.name) for entry in _DISTRIBUTION}
     perplexity = None if read is None else read.record()
     report = certificate.report()
     if read is not None:

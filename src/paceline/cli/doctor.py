@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 import typer
 
 from paceline.cli.export import ENGINES
-from paceline.cli.measuring import ReportOptions, partial_results
+from paceline.cli.measuring import Interruption, ReportOptions
 from paceline.cli.options import ModelOptions, expand
 from paceline.cli.progress import spending
 from paceline.core.stages import stage
@@ -70,7 +70,7 @@ def doctor(
         return any(not about or item.about in about for item in errors)
 
     trial = None
-    with partial_results() as interrupted:
+    with Interruption() as interrupted:
         if not wrong("target"):
             how = {"device": engine.device, "backend": engine.backend}
             findings.append(check_logits(engine.model, **how))

@@ -17,13 +17,14 @@ from paceline.cli.options import ModelOptions, expand
 from paceline.cli.output import completion_record, print_json, stream_to, summary
 from paceline.errors import ConfigError
 from paceline.request.defaults import SamplingDefaults
-from paceline.settings import changed, setting, under
+from paceline.settings import setting, under
 
 if TYPE_CHECKING:
     from paceline import LLM, Completion
 
 Messages = list[dict[str, str]]
 _output, _sampling = under("Output"), under("Sampling")
+_of_model = partial(_sampling, None, shown="the model's")
 
 
 @dataclass(frozen=True)
@@ -41,14 +42,14 @@ class OutputOptions:
 
 @dataclass(frozen=True)
 class DistributionOptions:
-    """What shapes a request's distribution; names, defaults and meanings are those of
-    SamplingParams. What is None is as the model's default (``SamplingDefaults``)."""
+    """What shapes a request's distribution: parameters of SamplingParams. What is None is as the
+    model's default (``SamplingDefaults``)."""
 
-    temperature: float | None = _sampling(0.0, "0 is greedy.", flags=("--temperature", "-t"))
-    top_k: int | None = _sampling(0, "Keep the k likeliest; 0 is off.")
-    top_p: float | None = _sampling(1.0, "Keep this much probability.")
-    min_p: float | None = _sampling(0.0, "Drop tokens below this share of the likeliest.")
-    repetition_penalty: float | None = _sampling(1.0, "Above 1 discourages repeats.")
+    temperature: float | None = _of_model("0 is greedy.", flags=("--temperature", "-t"))
+    top_k: int | None = _of_model("Keep the k likeliest; 0 is off.")
+    top_p: float | None = _of_model("Keep this much probability.")
+    min_p: float | None = _of_model("Drop tokens below this share of the likeliest.")
+    repetition_penalty: float | None = _of_model("Above 1 discourages repeats.")
     presence_penalty: float = _sampling(0.0, "Lowers tokens that occurred, from -2 to 2.")
     frequency_penalty: float = _sampling(0.0, "Lowers tokens by each occurrence, from -2 to 2.")
     logit_bias: tuple[str, ...] = _sampling(
@@ -66,18 +67,10 @@ class DistributionOptions:
         return SamplingParams(**values)
 
 
-_of_model = partial(changed, DistributionOptions, default=None, shown="the model's")
-
-
 @dataclass(frozen=True)
 class SamplingOptions(DistributionOptions):
     """One request's parameters."""
 
-    temperature: float | None = _of_model("temperature")
-    top_k: int | None = _of_model("top_k")
-    top_p: float | None = _of_model("top_p")
-    min_p: float | None = _of_model("min_p")
-    repetition_penalty: float | None = _of_model("repetition_penalty")
     max_tokens: int = _sampling(128, "Most new tokens.")
     min_tokens: int = _sampling(0, "Fewest new tokens.")
     seed: int | None = _sampling(None, "Same seed, same text, whatever the draft.", shown="random")

@@ -15,7 +15,7 @@ from msgspec import ValidationError, convert, to_builtins
 from rich.console import Console
 
 from paceline import __version__
-from paceline.cli.output import FORCE, print_json, replace_anything
+from paceline.cli.output import WriteOptions, print_json, shortened
 from paceline.cli.progress import spending
 from paceline.core.stages import info
 from paceline.errors import ConfigError, DataError, WriteError
@@ -62,18 +62,16 @@ class PromptOptions:
 
 
 @dataclass(frozen=True)
-class ReportOptions:
+class ReportOptions(WriteOptions):
     """Where the result goes besides the terminal. A bad name of the report is refused before the
     work begins: raises ConfigError."""
 
-    as_json: bool = _output(False, "One JSON object instead of tables.", flags=("--json",))
     report: str | None = _output(
         None, "Also write a report, with plots, to this .html or .md file."
     )
-    force: bool = _output(False, FORCE)
 
     def __post_init__(self) -> None:
-        replace_anything(self.force)
+        super().__post_init__()
         if self.report is not None:
             check_path(self.report)
 
@@ -180,37 +178,32 @@ def runs_folder() -> Path:
 
 
 class Interruption:
-    """Whether Ctrl-C ended the work early; ``code`` is the command's exit status then, else 0."""
+    """Ctrl-C ends the block early instead of the program; ``code`` is the exit status, then 130.
 
-    code = 0
-
-    def __bool__(self) -> bool:
-        return self.code != 0
-
-
-@contextmanager
-def partial_results() -> Iterator[Interruption]:
-    """Ctrl-C ends the block early instead of the program.
-
-    with partial_results() as interrupted:
+    with Interruption() as interrupted:
         measure_into(record)
     emit(record)
     return interrupted.code
     """
-    interrupted = Interruption()
-    try:
-        yield interrupted
-    except KeyboardInterrupt:
-        interrupted.code = 130
-        info("interrupted: the figures are of what was measured until now")
+
+    code = 0
+
+    def __enter__(self) -> Interruption:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> bool:
+        if kind is KeyboardInterrupt:
+            self.code = 130
+            info("interrupted: the figures are of what was measured until now")
+        return kind is KeyboardInterrupt
 
 
 @contextmanager
 def measuring(
     what: str, budget: Budget, pieces: int
 ) -> Iterator[tuple[Interruption, Callable[[str], None]]]:
-    """``partial_results`` and ``spending``: whether Ctrl-C came, and whom to tell what is next."""
-    with partial_results() as interrupted, spending(what, budget, pieces) as advance:
+    """Whether Ctrl-C ended the block, and whom to tell what is next (``spending``)."""
+    with Interruption() as interrupted, spending(what, budget, pieces) as advance:
         yield interrupted, advance
 
 
@@ -223,12 +216,12 @@ class SavedRun:
     def __init__(
         self, command: str, path: Path, options: dict[str, Any], required: bool = False
     ) -> None:
-        self._path, self._required = path, required
-        kept = {"options": {**options, "the version": __version__}}
-        self._now = {"layout": _LAYOUT, "command": command, **json.loads(json.dumps(kept))}
-        self._before: dict[str, Any] | None = None
         if required and path.is_dir():
             raise ConfigError(f"--state {path} is a folder; name a file in it")
+        self._path, self._required = path, required
+        options = to_builtins({**options, "the version": __version__})
+        self._now: dict[str, Any] = {"layout": _LAYOUT, "command": command, "options": options}
+        self._before: dict[str, Any] | None = None
 
     def read(self) -> None:
         """Raises ConfigError if there is nothing to go on from, or another thing was measured."""
@@ -264,10 +257,10 @@ class SavedRun:
             return None
         if self._before.get("machine") != machine:
             self._refuse("it is of another machine, or another setting of this one")
-        difference = self._as(ModelIdentity, "model").difference(model)
+        difference = self._as(ModelIdentity, self._before.get("model")).difference(model)
         if difference is not None:
             self._refuse(f"--model is not the model of that run, {difference}")
-        return self._as(kind, "measured")
+        return self._as(kind, self._before.get("measured"))
 
     def keep(self, measured: Any) -> None:
         """Write it for the next run. If the file's name was given, raises WriteError."""
@@ -280,9 +273,7 @@ class SavedRun:
                 raise WriteError(str(error)) from None
             info(f"note: --continue will not work: {error}")
 
-    def _as(self, kind: type[MeasuredData], key: str) -> MeasuredData:
-        assert self._before is not None
-        value = self._before.get(key)
+    def _as(self, kind: type[MeasuredData], value: Any) -> MeasuredData:
         known = {item.name for item in fields(kind)}  # type: ignore[arg-type]
         if isinstance(value, dict) and (strange := sorted(value.keys() - known)):
             self._refuse(f"it is of another version ({strange[0]} is unknown)")
@@ -292,8 +283,9 @@ class SavedRun:
             self._refuse(f"it is damaged ({error})")
 
     def _refuse(self, why: str) -> NoReturn:
-        cure = "leave --continue out to begin anew"
-        raise ConfigError(f"cannot continue from {self._path}: {why}; {cure}") from None
+        raise ConfigError(
+            f"cannot continue from {self._path}: {why}; leave --continue out to begin anew"
+        ) from None
 
 
 def _is_run(file: Path) -> bool:
@@ -302,5 +294,4 @@ def _is_run(file: Path) -> bool:
 
 
 def _shown(value: Any) -> str:
-    text = "not given" if value is None else json.dumps(value)
-    return text if len(text) <= 60 else f"{text[:57]}..."
+    return "not given" if value is None else shortened(json.dumps(value))

@@ -7,7 +7,7 @@ import os
 import warnings
 from collections import deque
 from collections.abc import Iterable, Sequence
-from dataclasses import asdict, is_dataclass
+from dataclasses import asdict, dataclass, is_dataclass
 from functools import partial
 from itertools import groupby
 from typing import TYPE_CHECKING, Any
@@ -17,11 +17,12 @@ from rich.text import Text
 
 from paceline.core.stages import info
 from paceline.files.ownership import force
+from paceline.settings import under
 
 if TYPE_CHECKING:
     from paceline import LLM, Completion, SamplingParams
 
-FORCE = "Replace files that Paceline did not write, too; they are named before the work begins."
+_output = under("Output")
 DRAFT_STYLE = "green"
 TARGET_STYLE = "bold"
 
@@ -40,9 +41,17 @@ def quiet_libraries() -> None:
         warnings.filterwarnings("ignore")
 
 
-def replace_anything(allowed: bool) -> None:
-    """What ``--force`` asks for: foreign files are replaced, and named on stderr before that."""
-    force(info if allowed else None)
+@dataclass(frozen=True)
+class WriteOptions:
+    """What a command that writes files prints, and what it may replace."""
+
+    as_json: bool = _output(False, "Print one JSON object instead.", flags=("--json",))
+    force: bool = _output(
+        False, "Replace files that Paceline did not write, too; they are named before that."
+    )
+
+    def __post_init__(self) -> None:
+        force(info if self.force else None)
 
 
 def prompt_text(completion: Completion, tokenizer: Any) -> str:

@@ -6,47 +6,11 @@ import typer
 from rich.console import Console
 
 from paceline.cli.options import expand, fetch
-from paceline.cli.output import FORCE, print_json, replace_anything
+from paceline.cli.output import WriteOptions, print_json
 from paceline.lab.report.columns import Column, record_of, table_of
 from paceline.lab.report.render import rich_table
 from paceline.model.names import PULLABLE, megabytes, pulled
 from paceline.settings import setting
-
-
-@expand
-def pull(
-    name: str | None = setting(None, "Name of a model, as in smollm2.", flags=("NAME",)),
-    show_list: bool = setting(
-        False, "Print the models that can be pulled, and stop.", flags=("--list",)
-    ),
-    force: bool = setting(False, FORCE),
-    as_json: bool = setting(False, "Print JSON instead of text.", flags=("--json",)),
-) -> None:
-    """Fetch a built-in model into the cache folder, once.
-
-    Nothing else fetches it; names of the model hub (OWNER/NAME) are fetched where they are used.
-    What was downloaded is checked by its SHA-256. The folder is $PACELINE_CACHE, else
-    $XDG_CACHE_HOME/paceline, else ~/.cache/paceline.
-    """
-    if show_list:
-        _print_list(as_json)
-        return
-    if name is None:
-        raise typer.BadParameter("which model? `paceline pull smollm2`, or --list for all")
-    replace_anything(force)
-    result = fetch(name)
-    entry = result.entry
-    if as_json:
-        same = {key: getattr(entry, key) for key in ("source", "location", "licence")}
-        did = {"sha256": result.sha256, "bytes": result.size, "fetched": result.fetched}
-        print_json({"name": entry.full_name, "folder": str(result.folder), **same, **did})
-        return
-    word = "ready" if result.fetched else "already there"
-    print(f"{entry.full_name} is {word}: {entry.what} ({entry.licence})")
-    print(f"  {result.folder}")
-    print(f"  SHA-256 of the weights {result.sha256}")
-    print(f"Try: paceline chat --model {entry.full_name}")
-
 
 _LISTED = (
     Column("name", "name"),
@@ -60,6 +24,38 @@ _LISTED = (
     Column("sha256", "", "weights_sha256"),
     Column("folder", "here", "", lambda entry: "yes" if pulled(entry) else "no", pulled),
 )
+
+
+@expand
+def pull(
+    output: WriteOptions,
+    name: str | None = setting(None, "Name of a model, as in smollm2.", flags=("NAME",)),
+    show_list: bool = setting(
+        False, "Print the models that can be pulled, and stop.", flags=("--list",)
+    ),
+) -> None:
+    """Fetch a built-in model into the cache folder, once.
+
+    Nothing else fetches it; names of the model hub (OWNER/NAME) are fetched where they are used.
+    What was downloaded is checked by its SHA-256. The folder is $PACELINE_CACHE, else
+    $XDG_CACHE_HOME/paceline, else ~/.cache/paceline.
+    """
+    if show_list:
+        _print_list(output.as_json)
+        return
+    if name is None:
+        raise typer.BadParameter("which model? `paceline pull smollm2`, or --list for all")
+    result = fetch(name)
+    entry, folder = result.entry, str(result.folder)
+    if output.as_json:
+        same = {key: getattr(entry, key) for key in ("source", "location", "licence")}
+        did = {"sha256": result.sha256, "bytes": result.size, "fetched": result.fetched}
+        print_json({"name": entry.full_name, "folder": folder, **same, **did})
+        return
+    word = "ready" if result.fetched else "already there"
+    print(f"{entry.full_name} is {word}: {entry.what} ({entry.licence})")
+    print(f"  {folder}\n  SHA-256 of the weights {result.sha256}")
+    print(f"Try: paceline chat --model {entry.full_name}")
 
 
 def _print_list(as_json: bool) -> None:

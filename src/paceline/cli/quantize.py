@@ -8,28 +8,28 @@ from pathlib import Path
 from rich.console import Console
 
 from paceline.cli.options import expand
-from paceline.cli.output import FORCE, print_json, replace_anything
+from paceline.cli.output import WriteOptions, print_json
 from paceline.lab.report.render import rich_table
 from paceline.settings import setting
 
 
 @expand
 def quantize(
+    output: WriteOptions,
     model: str = setting(MISSING, "Folder, GGUF file, built-in or hub name.", flags=("MODEL",)),
     to: str = setting(MISSING, "Precision; w4a16 is 4 bits for vLLM.", metavar="int8|int4|w4a16"),
     out: Path = setting(MISSING, "Folder to write; replaced if Paceline wrote all that is in it."),
     calibrate: Path | None = setting(
         None,
-        "Text to round by (GPTQ), JSONL of messages or text. Without it numbers are rounded to the "
-        "nearest code.",
+        "Text to round by (GPTQ), JSONL of messages or text; without it to the nearest code.",
         metavar="FILE",
     ),
     tokens: int = setting(32_768, "Tokens of the calibration text to read.", low=512),
     evaluate: Path | None = setting(
         None,
-        "Text for the perplexity; without it other documents of the calibration text, else the "
-        "prompts that bench has.",
+        "Text for the perplexity.",
         metavar="FILE",
+        shown="other documents of the calibration text, else bench's prompts",
     ),
     group: int = setting(32, "Inputs that share a scale, at 4 bits: 32, 64 or 128."),
     head: str | None = setting(
@@ -39,8 +39,6 @@ def quantize(
         shown="",
     ),
     seed: int = setting(0, "Of the choice of texts.", low=0),
-    force: bool = setting(False, FORCE),
-    as_json: bool = setting(False, "Print one JSON object.", flags=("--json",)),
 ) -> None:
     """Round a model's weights to 8 or 4 bits, and say what that costs in perplexity.
 
@@ -50,10 +48,9 @@ def quantize(
     from paceline.lab.quantize import quantize as run
     from paceline.model.quantised.convert import scheme_named
 
-    replace_anything(force)
     options = QuantizeOptions(scheme_named(to, group, head), calibrate, tokens, evaluate, seed)
     report = run(model, out, options)
-    if as_json:
+    if output.as_json:
         print_json(report.record())
     else:
         Console().print(rich_table(report.table()))

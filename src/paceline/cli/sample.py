@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 import time
 from collections.abc import Callable, Iterable, Sequence
+from contextlib import suppress
 from dataclasses import MISSING, asdict, dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -76,12 +77,6 @@ def sample(
         info(f"{lines.lines:,} records in {out}{failed}")
 
 
-@dataclass(frozen=True, eq=False)
-class _Turn:
-    prompt: NumberedPrompt
-    number: int = 1  # 1 is the first answer
-
-
 class AnswerWriter:
     """Has prompts answered and writes them down, one JSON line an answer."""
 
@@ -94,51 +89,50 @@ class AnswerWriter:
         self._writer = ChatWriter(llm.tokenizer)
         self.failed = 0  # answers that ended with an error
 
-    def write(self, prompts: Sequence[NumberedPrompt], batch: int, kept: Iterable[str] = ()) -> int:
-        """Answer the prompts, but for the lines that an earlier run has ``kept``; returns how many
-        records were written. At most ``batch`` sequences of like length are decoded at once."""
-        waiting = self._left(prompts, kept)
-        decoding: dict[_Turn, Request] = {}
-        written = tokens = 0
-        start, total = time.monotonic(), len(waiting)
-        with stage("writing answers", total=total, unit="records") as doing:
+    def write(
+        self, prompts: Sequence[NumberedPrompt], batch: int, kept: Iterable[str] = ()
+    ) -> None:
+        """Answer the prompts, but for the lines that an earlier run has ``kept``. At most ``batch``
+        sequences of like length are decoded at once."""
+        waiting = self._unanswered(prompts, kept)
+        decoding: dict[Request, NumberedPrompt] = {}
+        tokens, total, start = 0, len(waiting), time.monotonic()
+
+        def begin(prompt: NumberedPrompt) -> None:
+            (request,) = self._llm.prepare(prompt.token_ids, self._params, streams=False)
+            self._llm.enqueue([request])
+            decoding[request] = prompt
+
+        with stage("writing answers", total, "records") as doing:
             while waiting or decoding:
-                if waiting and len(decoding) < batch:
+                if len(decoding) < batch:
                     group, waiting = waiting[: _GROUP * batch], waiting[_GROUP * batch :]
-                    group.sort(key=lambda turn: len(turn.prompt.token_ids))
-                    decoding |= {turn: self._begun(turn) for turn in group}
-                self._llm.step()
-                for turn, request in list(decoding.items()):
+                    for prompt in sorted(group, key=lambda prompt: len(prompt.token_ids)):
+                        begin(prompt)
+                for request, _ in self._llm.step():
                     answer = request.completion
                     if answer is None:
                         continue
-                    self._llm.release([decoding.pop(turn)])
-                    written += self._note(turn, answer)
+                    self._llm.release([request])
+                    prompt = decoding.pop(request)
+                    self._note(prompt, answer)
                     tokens += len(answer.token_ids)
                     speed = tokens / max(1e-9, time.monotonic() - start)
                     doing.advance(1, f"{tokens:,} tokens, {speed:,.0f} tokens/s")
-                    after = self._next(turn, answer.token_ids, answer.finish_reason)
+                    after = self._next(prompt, answer.token_ids, answer.finish_reason)
                     if after is not None:
                         total += 1
                         doing.resize(total)
-                        decoding[after] = self._begun(after)
-        return written
+                        begin(after)
 
-    def _begun(self, turn: _Turn) -> Request:
-        (request,) = self._llm.prepare(turn.prompt.token_ids, self._params, streams=False)
-        self._llm.enqueue([request])
-        return request
-
-    def _note(self, turn: _Turn, answer: Completion) -> int:
-        """Write one record down; 0 if there is none."""
+    def _note(self, prompt: NumberedPrompt, answer: Completion) -> None:
         if answer.finish_reason == "error" or not answer.token_ids:
             self.failed += 1
-            return 0
-        prompt = turn.prompt
+            return
         ids = [*prompt.token_ids, *answer.token_ids]
         record = {
             "job": prompt.number,
-            "turn": turn.number,
+            "turn": prompt.turn,
             "task": prompt.task,
             "source": prompt.source,
             "license": prompt.license,
@@ -149,31 +143,31 @@ class AnswerWriter:
             "finish": answer.finish_reason,
         }
         self._add(json.dumps({k: v for k, v in record.items() if v != ""}, ensure_ascii=False))
-        return 1
 
-    def _next(self, turn: _Turn, written: Sequence[int], finish: str) -> _Turn | None:
+    def _next(
+        self, prompt: NumberedPrompt, answer: Sequence[int], finish: str
+    ) -> NumberedPrompt | None:
         """The next question of a conversation, if there is one and the answer had an end."""
-        talk = turn.prompt.talk
+        talk = prompt.talk
         if finish != "stop" or talk is None or not talk.later:
             return None
-        text = self._llm.tokenizer.decode(list(written), skip_special_tokens=True)
-        turns = [("assistant", text), ("user", talk.later[0])]
-        messages = [*talk.messages, *({"role": role, "content": words} for role, words in turns)]
-        talk = replace(talk, messages=messages, later=talk.later[1:])
-        try:
+        text = self._llm.tokenizer.decode(list(answer), skip_special_tokens=True)
+        said = {"role": "assistant", "content": text}, {"role": "user", "content": talk.later[0]}
+        talk = replace(talk, messages=[*talk.messages, *said], later=talk.later[1:])
+        with suppress(RefusedError):
             ids = self._writer.prompt_ids(talk, len(talk.messages))
-        except RefusedError:
-            return None
-        asked = _Turn(replace(turn.prompt, token_ids=ids, talk=talk), turn.number + 1)
-        return asked if len(ids) <= self._max_prompt else None
+            if len(ids) <= self._max_prompt:
+                return replace(prompt, token_ids=ids, talk=talk, turn=prompt.turn + 1)
+        return None
 
-    def _left(self, prompts: Sequence[NumberedPrompt], kept: Iterable[str]) -> list[_Turn]:
-        """What is yet to be answered: the first turns, and the next ones of what was kept."""
-        turns: dict[int, _Turn | None] = {prompt.number: _Turn(prompt) for prompt in prompts}
-        for line in kept:
-            record = json.loads(line)
-            turn = turns.get(record["job"])
-            if turn is not None and turn.number == record["turn"]:
-                written = record["ids"][record["prompt"] :]
-                turns[record["job"]] = self._next(turn, written, record["finish"])
-        return [turn for turn in turns.values() if turn is not None]
+    def _unanswered(
+        self, prompts: Sequence[NumberedPrompt], kept: Iterable[str]
+    ) -> list[NumberedPrompt]:
+        """The first questions, and the next ones of what was kept."""
+        left: dict[int, NumberedPrompt | None] = {prompt.number: prompt for prompt in prompts}
+        for record in map(json.loads, kept):
+            prompt = left.get(record["job"])
+            if prompt is not None and prompt.turn == record["turn"]:
+                answer = record["ids"][record["prompt"] :]
+                left[prompt.number] = self._next(prompt, answer, record["finish"])
+        return [prompt for prompt in left.values() if prompt is not None]

@@ -9,13 +9,14 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import MISSING, asdict, dataclass
 from importlib import import_module
+from inspect import getdoc
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import typer
 
 from paceline.cli.options import expand, set_threads
-from paceline.cli.output import FORCE, print_json, replace_anything
+from paceline.cli.output import WriteOptions, print_json
 from paceline.cli.sample import sample
 from paceline.core.stages import info, stage
 from paceline.settings import changed, setting
@@ -61,33 +62,29 @@ def deferred_interrupts() -> Iterator[Callable[[], bool]]:
 
 def train_to_end(trainer: Trainer, out: Path, eval_every: int, save_seconds: float) -> Path:
     """Train to the last step, or to Ctrl-C; returns the folder of the result."""
-    if trainer.note:
-        info(f"note: {trainer.note}")
-    first, last = trainer.step, trainer.config.steps
-    if first:
-        info(f"resuming at step {first} of {last}")
-    what = f"training from step {first}" if first else "training"
-    mean = ""
     from paceline.train.acceptance import total
 
-    with (
-        deferred_interrupts() as interrupted,
-        stage(what, total=max(0, last - first), unit="steps") as doing,
-    ):
+    first, last = trainer.step, trainer.config.steps
+    if trainer.note:
+        info(f"note: {trainer.note}")
+    if first:
+        info(f"resuming at step {first} of {last}")
+    mean = ""
+    what = f"training from step {first}" if first else "training"
+    steps = stage(what, max(0, last - first), "steps")
+    with deferred_interrupts() as interrupted, steps as doing:
 
         def on_progress(progress: Progress) -> None:
             nonlocal mean
-            parts = progress.acceptance
+            parts, losses = progress.acceptance, progress.validation
             if parts:
                 length = total(parts.values()).mean_accepted_length
                 mean = f"{length:.2f} tokens per target step"
-                of_each = (
-                    f"{name} {part.mean_accepted_length:.2f}" for name, part in parts.items()
-                )
-                info(f"step {progress.step}: {mean} ({', '.join(of_each)})")
-            elif progress.validation:
-                losses = (f"{name} {loss:.3f}" for name, loss in progress.validation.items())
-                info(f"step {progress.step}: validation {'  '.join(losses)}")
+                files = (f"{name} {part.mean_accepted_length:.2f}" for name, part in parts.items())
+                info(f"step {progress.step}: {mean} ({', '.join(files)})")
+            elif losses:
+                files = (f"{name} {loss:.3f}" for name, loss in losses.items())
+                info(f"step {progress.step}: validation {'  '.join(files)}")
             speed = f"{progress.tokens_per_second:,.0f} tokens/s"
             doing.advance(1, ", ".join(filter(None, (f"loss {progress.loss:.3f}", speed, mean))))
             if interrupted():
@@ -101,7 +98,7 @@ def train_to_end(trainer: Trainer, out: Path, eval_every: int, save_seconds: flo
 
 
 @dataclass(frozen=True)
-class RunningOptions:
+class RunningOptions(WriteOptions):
     """How a run is carried out; nothing here changes its result, up to rounding."""
 
     out: Path = setting(MISSING, "Folder of the run; what was trained goes below it.")
@@ -118,8 +115,6 @@ class RunningOptions:
     )
     eval_every: int = setting(100, "Steps between measurements.", low=1)
     save_seconds: float = setting(300.0, "Between checkpoints.", low=0)
-    force: bool = setting(False, FORCE)
-    as_json: bool = setting(False, "End with one JSON line.", flags=("--json",))
 
 
 @dataclass(frozen=True)
@@ -129,15 +124,14 @@ class LongRunningOptions(RunningOptions):
     eval_every: int = changed(RunningOptions, "eval_every", 250)
 
 
-def _train(trainer_class: str, config: TrainConfig, running: RunningOptions) -> None:
+def _train(config: TrainConfig, running: RunningOptions) -> None:
     """Train to the end or to Ctrl-C, and write the result and its card."""
-    replace_anything(running.force)
     set_threads(running.threads)
     from paceline.train.acceptance import total
     from paceline.train.card import counts_of, write_card
     from paceline.train.parallel import together
 
-    module, _, name = trainer_class.partition(":")
+    module, _, name = config.trainer.partition(":")
     kind = getattr(import_module(f"paceline.train.{module}"), name)
     trainer: Trainer = kind(config, running.out, running.device, running.compiled)
     with together(trainer, running.processes, running.threads):
@@ -162,51 +156,23 @@ def _train(trainer_class: str, config: TrainConfig, running: RunningOptions) -> 
     print_json({**record, trainer.measured: last[trainer.measured], "config": asdict(config)})
 
 
-# Of each: its configuration, whose settings are its options, MODULE:CLASS of its trainer, which
-# loads torch and so is imported when it is run, and its help.
-_COMMANDS: dict[str, tuple[type[TrainConfig], str, str]] = {
-    "lm": (
-        LMConfig,
-        "lm:LMTrainer",
-        "Train a small Llama-architecture model, or distil a draft (--teacher). The model goes to "
-        "OUT/model.\n\nWhen other programs use the processor too, OMP_WAIT_POLICY=passive in the "
-        "environment keeps waiting threads from spinning.",
-    ),
-    "draft": (
-        DraftConfig,
-        "draft:DraftTrainer",
-        "Distil a draft model for a target; the result goes to OUT/model.",
-    ),
-    "eagle3": (
-        EagleTrainConfig,
-        "eagle:EagleTrainer",
-        "Train an EAGLE-3 head: three layers' features, unrolled as in drafting.",
-    ),
-    "medusa": (
-        MedusaTrainConfig,
-        "medusa:MedusaTrainer",
-        "Train Medusa heads: several tokens ahead from the target's last hidden state.",
-    ),
-    "eagle": (
-        Eagle1TrainConfig,
-        "eagle:EagleTrainer",
-        "Train an EAGLE head (also for EAGLE-2): continues the target's last features.",
-    ),
-}
-
-
-def _command(name: str, config: type[TrainConfig], trainer: str, help: str) -> None:
+def _add(name: str, config: type[TrainConfig]) -> None:
     """Add ``paceline train NAME``."""
 
-    def command(run: Any, how: Any) -> None:
-        _train(trainer, run, how)
+    def command(config: Any, running: Any) -> None:
+        _train(config, running)
 
     running = LongRunningOptions if name == "lm" else RunningOptions
-    command.__annotations__ = {"run": config, "how": running}
-    command.__doc__ = f"{help}\n\nRun the same command again to resume from OUT/checkpoint.pt."
+    command.__annotations__ = {"config": config, "running": running}
+    command.__doc__ = (
+        f"{getdoc(config)}\n\nRun the same command again to resume from OUT/checkpoint.pt."
+    )
     app.command(name)(expand(command))
 
 
-for _name, _kind in _COMMANDS.items():
-    _command(_name, *_kind)
+_add("lm", LMConfig)
+_add("draft", DraftConfig)
+_add("eagle3", EagleTrainConfig)
+_add("medusa", MedusaTrainConfig)
+_add("eagle", Eagle1TrainConfig)
 app.command("sample")(sample)

@@ -1,14 +1,14 @@
-"""What determines a training, once: the configuration of each, from which ``paceline train`` takes
-its options. Nothing here loads torch, so that ``--help`` is fast.
+"""What determines a training's result: the configuration of each, from which ``paceline train``
+has its options and its help (the docstring). Sizes are in tokens, rates per step.
 
-Sizes are in tokens, rates per step. Whatever changes a run's result is in here; how it is carried
-out (device, processes, checkpoints) is not.
+Nothing here loads torch, so that ``--help`` is fast.
 """
 
 from __future__ import annotations
 
 from dataclasses import MISSING, dataclass
 from functools import partial
+from typing import ClassVar
 
 from paceline.model.names import EMBEDDED
 from paceline.settings import changed, entries, under
@@ -22,6 +22,8 @@ _prompts, _answers = under("Prompts"), under("Answers")
 @dataclass(frozen=True)
 class TrainConfig:
     """What every training is told."""
+
+    trainer: ClassVar[str]  # MODULE:CLASS, which loads torch
 
     data: tuple[str, ...] = _data(
         MISSING,
@@ -86,7 +88,14 @@ class HeldOutConfig(TrainConfig):
 
 @dataclass(frozen=True)
 class LMConfig(TrainConfig):
-    """A small language model from text or, with a ``teacher``, from its probabilities."""
+    """Train a small Llama-architecture model, or distil a draft (--teacher). The model goes to
+    OUT/model.
+
+    When other programs use the processor too, OMP_WAIT_POLICY=passive in the environment keeps
+    waiting threads from spinning.
+    """
+
+    trainer = "lm:LMTrainer"
 
     tokenizer: str | None = _data(None, "Use the tokenizer of this folder.")
     teacher: str | None = _data(None, "Distil from this model; use its tokenizer.")
@@ -102,7 +111,9 @@ class LMConfig(TrainConfig):
 
 @dataclass(frozen=True)
 class DraftConfig(HeldOutConfig, LMConfig):
-    """A draft for ``teacher``, from the weights of ``init`` or new, of the given shape."""
+    """Distil a draft model for a target; the result goes to OUT/model."""
+
+    trainer = "draft:DraftTrainer"
 
     teacher: str | None = _data(
         EMBEDDED, "The model to draft for; it stays as it is.", flags=("--target",)
@@ -160,8 +171,9 @@ class HeadConfig(HeldOutConfig):
 
 @dataclass(frozen=True)
 class EagleTrainConfig(HeadConfig):
-    """An EAGLE-3 head. Sizes of 0 are taken from the target."""
+    """Train an EAGLE-3 head: three layers' features, unrolled as in drafting."""
 
+    trainer = "eagle:EagleTrainer"
     version: int = 3
     init: str = _head("", "Go on from this head, in its shape.", metavar="FOLDER")
     ttt_steps: int = _head(
@@ -190,7 +202,7 @@ class EagleTrainConfig(HeadConfig):
 
 @dataclass(frozen=True)
 class Eagle1TrainConfig(EagleTrainConfig):
-    """A head of the first EAGLE, which EAGLE-2 drafts with, too."""
+    """Train an EAGLE head (also for EAGLE-2): continues the target's last features."""
 
     version: int = 1
     ttt_steps: int = changed(
@@ -207,7 +219,9 @@ class Eagle1TrainConfig(EagleTrainConfig):
 
 @dataclass(frozen=True)
 class MedusaTrainConfig(HeadConfig):
-    """Medusa heads."""
+    """Train Medusa heads: several tokens ahead from the target's last hidden state."""
+
+    trainer = "medusa:MedusaTrainer"
 
     heads: int = _heads(4, "Heads: tokens drafted ahead.", low=1)
     layers: int = _heads(1, "Residual blocks of each.", low=0)

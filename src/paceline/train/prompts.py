@@ -40,7 +40,8 @@ _SHORTEST = 12  # tokens of one
 
 @dataclass(frozen=True)
 class NumberedPrompt:
-    """``token_ids`` to go on from; of a conversation its messages, and what is asked ``later``."""
+    """``token_ids`` to go on from; of a conversation its messages, and what is asked ``later``.
+    ``turn`` counts its answers."""
 
     token_ids: list[int]
     source: str
@@ -48,6 +49,7 @@ class NumberedPrompt:
     task: str = ""
     talk: Conversation | None = None
     number: int = 0
+    turn: int = 1
 
 
 def prompts_of(
