@@ -25,7 +25,6 @@ from rich.text import Text
 from paceline import SamplingParams
 from paceline.cli.options import ModelOptions, expand, fetch, in_short
 from paceline.cli.output import DRAFT_STYLE, TARGET_STYLE, Painter, print_json
-from paceline.core.sequence import DraftCounts
 from paceline.core.stages import info, stage
 from paceline.errors import PacelineError
 from paceline.lab.report.columns import (
@@ -45,6 +44,7 @@ from paceline.settings import setting
 
 if TYPE_CHECKING:
     from paceline import LLM
+    from paceline.core.sequence import DraftCounts
     from paceline.draft.suffix import SuffixDrafter
     from paceline.engine.driver import Drive
     from paceline.lab.bench.prompts import BenchPrompt

@@ -152,8 +152,8 @@ class AnswerWriter:
         if finish != "stop" or talk is None or not talk.later:
             return None
         text = self._llm.tokenizer.decode(list(answer), skip_special_tokens=True)
-        said = {"role": "assistant", "content": text}, {"role": "user", "content": talk.later[0]}
-        talk = replace(talk, messages=[*talk.messages, *said], later=talk.later[1:])
+        turns = {"role": "assistant", "content": text}, {"role": "user", "content": talk.later[0]}
+        talk = replace(talk, messages=[*talk.messages, *turns], later=talk.later[1:])
         with suppress(RefusedError):
             ids = self._writer.prompt_ids(talk, len(talk.messages))
             if len(ids) <= self._max_prompt:

@@ -15,7 +15,8 @@ from dataclasses import dataclass, field
 
 from paceline.core.batch import Commit
 from paceline.core.params import SamplingParams
-from paceline.core.sequence import SEQUENCE_IDS, DraftCounts, SequenceState, column_sums
+from paceline.core.sequence import SEQUENCE_IDS, DraftCounts, SequenceState
+from paceline.core.sequence import column_sums as column_sums
 from paceline.engine.clock import PHASES
 from paceline.engine.engine import Engine
 from paceline.errors import PacelineError

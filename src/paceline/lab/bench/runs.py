@@ -7,8 +7,7 @@ from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 from paceline.core.params import SamplingParams
-from paceline.core.sequence import column_sums
-from paceline.engine.driver import StepSums
+from paceline.engine.driver import StepSums, column_sums
 
 
 @dataclass(frozen=True)
