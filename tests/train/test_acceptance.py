@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import msgspec
 import pytest
 import torch
 
@@ -67,5 +68,5 @@ def test_texts_add_up_and_are_written_down() -> None:
     parts = [AcceptanceCounts(5, 2, (2, 1), (1, 1)), AcceptanceCounts(3, 3, (3,), (0,))]
     both = total(parts)
     assert both == AcceptanceCounts(8, 5, (5, 1), (1, 1))
-    assert AcceptanceCounts.from_dict(both.to_dict()) == both
+    assert msgspec.convert(both.to_dict(), AcceptanceCounts) == both
     assert total([]).mean_accepted_length == 0.0

@@ -1,9 +1,7 @@
-"""How many drafted tokens a target would take, from what matches what in a written text.
+"""How many drafted tokens a greedy target would take, on texts that it wrote itself.
 
-When the target is greedy, its text is known before any draft is made: one forward that drafts at
-every position at once tells, for each of them, which drafted tokens the target would accept. The
-engine then only ever starts where its last step ended, so walking those starts gives its figures.
-The texts are those that the target itself wrote from held-out openings.
+Its text is known, so one forward that drafts at every position says what it would accept at each.
+The engine only starts where its last step ended: walking those starts gives its figures.
 """
 
 from __future__ import annotations
@@ -54,11 +52,6 @@ class AcceptanceCounts:
     def to_dict(self) -> dict[str, Any]:
         return {"mean_accepted_length": self.mean_accepted_length, **asdict(self)}
 
-    @classmethod
-    def from_dict(cls, values: dict[str, Any]) -> AcceptanceCounts:
-        lists = (tuple(values[name]) for name in ("reached", "accepted"))
-        return cls(values["tokens"], values["steps"], *lists)
-
 
 def total(parts: Iterable[AcceptanceCounts]) -> AcceptanceCounts:
     """The counts of several texts together."""
@@ -75,10 +68,9 @@ def walk(matches: torch.Tensor, undrafted: int = 1) -> AcceptanceCounts:
     """Decode a text of n tokens from ``matches`` bool ``[n, length]``.
 
     ``matches[i, j]``: of a draft made when token i is the next one, token j equals the text's
-    token i + j (False beyond the end). A step from i accepts the leading matches, adds the
-    target's own token and so goes on at i + accepted + 1. Before these come ``undrafted`` tokens
-    at a step each: a head cannot draft the first one, because its features come with it; a draft
-    model can (0).
+    token i + j (False beyond the end). A step from i accepts the leading matches and goes on at
+    i + accepted + 1. Before these come ``undrafted`` tokens at a step each: a head cannot draft
+    the first one, because its features come with it; a draft model can (0).
     """
     count, length = matches.shape
     # Leading matches of every row at once: the running product stays 1 up to the first miss.
@@ -96,11 +88,8 @@ def walk(matches: torch.Tensor, undrafted: int = 1) -> AcceptanceCounts:
 
 
 def drafting_rows(text: torch.Tensor, prompt: int) -> slice:
-    """The n positions of a text ``[T]`` that steps of a head may start from.
-
-    A draft from position t, of the features there and the token at t + 1, proposes tokens t + 2,
-    t + 3, ... The token after the ``prompt`` comes without a draft, with the prompt's own step.
-    """
+    """The n positions of a text ``[T]`` that steps of a head may start from: a draft from t is of
+    tokens t + 2, t + 3, ... The token after the ``prompt`` comes with the prompt's own step."""
     return slice(prompt - 1, max(prompt - 1, len(text) - 2))
 
 

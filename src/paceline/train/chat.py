@@ -1,7 +1,6 @@
-"""Conversations in training data: the layouts they come in, and what a chat template makes of them.
+"""Conversations in training data: their layouts, and what a chat template makes of them.
 
-What an assistant said is found in the written text by writing its beginnings: all turns before an
-answer with the prompt for one must begin the whole, and what follows is the answer.
+An answer begins in the written text where the turns before it, written with a prompt, end.
 """
 
 from __future__ import annotations

@@ -1,7 +1,6 @@
-"""What an interrupted run leaves behind: one file, which is replaced as a whole.
+"""The state of an interrupted run: one file, replaced as a whole, with a checksum of every record.
 
-Its predecessor stays beside it until the run has ended, and the archive has a checksum of every
-record: a run goes on from nothing else than what was saved.
+Its predecessor stays beside it until the run has ended.
 """
 
 from __future__ import annotations
@@ -30,16 +29,13 @@ def write_state(file: Path, state: dict[str, Any]) -> None:
     with telling(what, file):
         file.parent.mkdir(parents=True, exist_ok=True)
     clear_killed(file)
-    # Whoever replaces a state has read what was there when the run began: it was one.
     with write_aside(file, what, None, previous=previous(file)) as sink:
         torch.save(state, sink)
 
 
 def read_state(file: Path) -> tuple[dict[str, Any] | None, str]:
-    """The last state of a run that is whole, on the CPU, and a note if it is not the last one.
-
-    None if there is none at all. Raises ConfigError, saying what is damaged, if none is whole.
-    """
+    """The last state that is whole, on the CPU (None: there is none), and a note if it is not the
+    last one. Raises ConfigError, saying what is damaged, if none is whole."""
     damage = ""
     for path in (file, previous(file)):
         if path.is_file():

@@ -120,9 +120,9 @@ class DraftConfig(HeldOutConfig, LMConfig):
     )
     init: str | None = _data(
         None,
-        "Start from this model, whose vocabulary must be the target's; without it, a new one of "
-        "the shape below.",
+        "Start from this model of the target's vocabulary.",
         flags=("--draft",),
+        shown="a new one of the shape below",
     )
     tokenizer: str | None = None  # this and the next are the target's
     vocab_size: int = 4096
@@ -181,7 +181,7 @@ class EagleTrainConfig(HeadConfig):
     )
     ttt_stride: int = _head(
         1,
-        "Unroll from every N-th position only; all positions learn their first drafted token.",
+        "Unroll from every N-th position only; all learn their first drafted token.",
         low=1,
     )
     step_decay: float = _head(0.8, "Weight of each further step.", low=0)
@@ -242,8 +242,7 @@ class MedusaTrainConfig(HeadConfig):
 
 @dataclass(frozen=True)
 class PromptSelection:
-    """Which prompts a target answers. ``count`` None is all conversations there are, and a thousand
-    beginnings of other text."""
+    """Which prompts a target answers."""
 
     count: int | None = _prompts(
         None, "Prompts to take.", low=1, shown="all conversations, 1000 texts"

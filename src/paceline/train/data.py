@@ -1,9 +1,8 @@
 """Data files as streams of token ids, one a file, with a mask of what is to be learnt.
 
 A record holds ``messages``, ``conversations`` or ``turns``, which the target's chat template
-writes; ``text``, where turns that start with ``User: `` or ``Assistant: `` and are parted by a
-blank line are a conversation, too; or ``ids``, as ``paceline train sample`` writes them, of which
-the first ``prompt`` were given.
+writes; ``text``, perhaps in turns (``turns_of``); or ``ids``, of which the first ``prompt`` were
+given.
 """
 
 from __future__ import annotations
@@ -53,11 +52,11 @@ def encode_stream(
     exclude_licenses: Sequence[str] = (),
     loss_on: str = "assistant",
 ) -> Stream:
-    """All documents of a file, and which of their tokens are to be learnt.
+    """All documents of a file, and which of their tokens are to be learnt. Lines that cannot be
+    used are named in one line; raises DataError if none can.
 
     With ``loss_on`` "assistant" these are, of a conversation, the assistant's with the end token
-    of each answer; of ids those after the prompt; of other text all. Lines that cannot be used are
-    named in one line. Raises DataError if none can.
+    of each answer; of ids those after the prompt; of other text all.
     """
     reader, records = _Reader(tokenizer, loss_on), Records(path, exclude_licenses)
     chunks: list[list[np.ndarray]] = []  # ids, and which are to be learnt
@@ -197,8 +196,8 @@ def token_stream(
     exclude_licenses: Sequence[str],
     loss_on: str,
 ) -> Stream:
-    """What ``encode_stream`` makes of a run's file: made once and kept below ``folder`` for when
-    the run is resumed, made anew if it is damaged. Raises DataError and WriteError."""
+    """``encode_stream`` of a run's file, kept below ``folder`` for when the run is resumed. Raises
+    DataError and WriteError."""
     made_of = (str(source.path.resolve()), len(tokenizer), *exclude_licenses, loss_on)
     file = folder / f"{source.path.name}.{zlib.crc32(repr(made_of).encode()):08x}.npz"
     try:
@@ -213,17 +212,16 @@ def token_stream(
 def write_stream(file: Path, stream: Stream) -> None:
     """Raises WriteError."""
     with write_cached(file, file.parent, "the token stream") as sink:
-        ids, learn, starts = stream.ids, stream.learn, stream.starts
-        np.savez(sink, name=np.array(stream.name), ids=ids, learn=learn, starts=starts)
+        np.savez(sink, **vars(stream))
 
 
 class Mixture:
-    """Random windows from weighted token streams; batch n depends only on (seed, n)."""
+    """Random windows from weighted token streams; batch n depends only on (seed, n). Raises
+    DataError if a stream has no window of ``seq_len`` tokens and its last target."""
 
     def __init__(
         self, streams: Sequence[Stream], weights: Sequence[float], seed: int, seq_len: int
     ) -> None:
-        """Raises DataError if a stream has no window of ``seq_len`` tokens and its last target."""
         for stream in streams:
             if len(stream.ids) < seq_len + 2:
                 raise DataError(

@@ -1,8 +1,7 @@
-"""Documents as heads are trained on them: whole, from their first token, in batches of like length.
+"""Documents as heads are trained on them: from their first token, in batches of like length.
 
-A window that begins in the middle of a text shows features that no decoding will ever meet: the
-target has not read what stands before. So a document is read as it will be, and only what is to
-be learnt of it (an assistant's tokens) is counted.
+In a window from the middle of a text the target has not read what stands before: its features are
+none that decoding meets.
 """
 
 from __future__ import annotations
@@ -43,13 +42,12 @@ class Documents:
     """Pieces of documents of several files, each a document's next ``longest`` tokens.
 
     Files are drawn by weight, the pieces of a file in a new order every time through. Batch n
-    depends only on the seed and n.
+    depends only on the seed and n. Raises DataError if a file has no piece to learn from.
     """
 
     def __init__(
         self, streams: Sequence[Stream], weights: Sequence[float], seed: int, longest: int
     ) -> None:
-        """Raises DataError if a file has no piece to learn from."""
         self.streams = list(streams)
         total = sum(weights)
         self.weights = [weight / total for weight in weights]

@@ -1,9 +1,8 @@
 """Draft models for a given target, distilled on the user's own text.
 
-A draft is as good as its distribution is close to the target's: with the lossless rules a sampled
-token is accepted with chance sum_x min(p(x), q(x)) = 1 - TV(p, q). The forward KL divergence
-(Hinton et al. 2015) bounds it and learns fast from nothing; total variation is the thing itself,
-and finishes what KL began (DistillSpec, Zhou et al. 2023, arXiv 2310.08461).
+A sampled token is accepted with chance sum_x min(p(x), q(x)) = 1 - TV(p, q). The forward KL
+divergence (Hinton et al. 2015) bounds it and learns fast from nothing; total variation finishes
+(DistillSpec, Zhou et al. 2023, arXiv 2310.08461).
 """
 
 from __future__ import annotations

@@ -1,9 +1,9 @@
-"""Training EAGLE heads: EAGLE-3 with training-time test, and EAGLE-1.
+"""Training EAGLE heads.
 
-EAGLE-3 (Li et al. 2025, arXiv 2503.01840): the head is unrolled over several steps as in
-drafting, so it learns to go on from its own hidden states; only the tokens' distributions are
-learnt, no features. EAGLE-1 (Li et al. 2024, arXiv 2401.15077): the head predicts the next feature
-(smooth L1) and, through the target's own head, the next token's distribution.
+EAGLE-3 (Li et al. 2025, arXiv 2503.01840): the head is unrolled over several steps and goes on from
+its own hidden states; it learns the tokens' distributions, no features. EAGLE-1 (Li et al. 2024,
+arXiv 2401.15077): it predicts the next feature (smooth L1) and, through the target's head, the next
+token's distribution.
 """
 
 from __future__ import annotations
@@ -19,13 +19,7 @@ from paceline.draft.heads.eagle_format import load_eagle, save_eagle
 from paceline.draft.heads.eagle_head import EagleConfig, EagleHead, default_feature_layers
 from paceline.draft.spec import TargetShape
 from paceline.errors import ConfigError
-from paceline.train.acceptance import (
-    AcceptanceCounts,
-    WrittenText,
-    drafting_rows,
-    ranks_of,
-    walk,
-)
+from paceline.train.acceptance import AcceptanceCounts, WrittenText, drafting_rows, ranks_of, walk
 from paceline.train.configs import EagleTrainConfig as EagleTrainConfig
 from paceline.train.heads import HeadTrainer
 from paceline.train.losses import falling

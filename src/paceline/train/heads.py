@@ -1,8 +1,6 @@
-"""What the training of every kind of head has in common: a frozen target that is looked at.
+"""What the training of every kind of head has in common: a frozen target.
 
-The target's hidden states and logits are computed batch by batch and used at once; they are
-stored only on request (``cache_features``). Batches depend only on (seed, step), so an interrupted
-run continues exactly.
+Its hidden states and logits are used at once, and stored only on request (``cache_features``).
 """
 
 from __future__ import annotations
@@ -28,11 +26,7 @@ from paceline.train.trainer import DraftingTrainer, run_name
 
 
 class HeadTrainer(DraftingTrainer):
-    """Trains a head, which lies in ``out/head`` in the end.
-
-    A kind of head says what it reads (``feature_layers``), how it is made, its loss and how
-    much of its drafts the target takes (``acceptance_of``).
-    """
+    """Trains a head, which lies in ``out/head`` in the end."""
 
     config: HeadConfig
     result = noun = "head"
@@ -104,7 +98,6 @@ class HeadTrainer(DraftingTrainer):
 
     @property
     def num_layers(self) -> int:
-        """Decoder layers of the target."""
         return int(self.shape.num_hidden_layers)
 
     @property
@@ -122,10 +115,7 @@ class HeadTrainer(DraftingTrainer):
         return self.observe(windows.ids.to(self.device), windows.learn.to(self.device))
 
     def observe(self, ids: torch.Tensor, learn: torch.Tensor | None = None) -> Observed:
-        """Look at windows ``[B, W]`` through the target; ``learn`` as in Observed, None is all.
-
-        Windows padded at the end need no mask: no token sees what comes after it.
-        """
+        """Of windows ``[B, W]``, padded at the end; ``learn`` as in Observed, None is all."""
         logits = None
         with torch.set_grad_enabled(self.target_learns and torch.is_grad_enabled()):
             if self._reader is not None:
@@ -154,12 +144,9 @@ class HeadTrainer(DraftingTrainer):
     def target_probs(
         self, seen: Observed, ids: torch.Tensor | None = None
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """What the target says where the next token is to be learnt, over the tokens ``ids`` or
-        all of them, ``argmax_weight`` of it moved to the likeliest one.
-
-        Distributions ``[M, len(ids)]`` of these M positions, and int64 ``[B * W]``, which of them
-        a position of the windows has (0 where none).
-        """
+        """Distributions ``[M, len(ids)]`` of the M positions whose next token is to be learnt, over
+        the tokens ``ids`` or all, ``argmax_weight`` of it moved to the likeliest one; and int64
+        ``[B * W]``, which of them a position of the windows has (0 where none)."""
         flat = F.pad(seen.learn[:, 1:], (0, 1)).flatten().nonzero()[:, 0]
         row_of = torch.zeros(seen.ids.numel(), dtype=torch.long, device=flat.device)
         row_of[flat] = torch.arange(len(flat), device=flat.device)

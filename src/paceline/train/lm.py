@@ -112,10 +112,7 @@ class LMTrainer(Trainer):
         return module
 
     def write_result(self) -> Path:
-        """Write config, tokenizer and bf16 safetensors to ``out/model``, all at once.
-
-        Raises WriteError; what was there before then stands.
-        """
+        """Config, tokenizer and bf16 safetensors go to ``out/model``, all at once."""
         with folder_aside(self.out / "model", "the model") as folder:
             save_model(self.model, self.tokenizer, folder)
         return self.out / "model"

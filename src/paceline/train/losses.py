@@ -11,20 +11,14 @@ _CHUNK = 64  # rows whose probabilities over a vocabulary of ten thousand stay i
 
 
 def total_variation(p: torch.Tensor, q: torch.Tensor) -> torch.Tensor:
-    """``1 - sum_x min(p(x), q(x))`` of each token, from distributions ``[tokens, vocab]``.
-
-    This is the chance that the lossless rules reject a token drafted from q, so as a loss it
-    maximises acceptance itself (DistillSpec, Zhou et al. 2023, arXiv 2310.08461).
-    """
+    """``1 - sum_x min(p(x), q(x))`` of each token, from distributions ``[tokens, vocab]``: the
+    chance that a token drafted from q is rejected (DistillSpec, arXiv 2310.08461)."""
     return 1 - torch.minimum(p, q).sum(-1)
 
 
 def rows_that_count(shares: torch.Tensor, *tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
-    """``shares [tokens]`` and the tensors ``[tokens, ...]`` without the tokens that have none.
-
-    What is not to be learnt then costs no softmax over a vocabulary. A compiled graph, whose
-    shapes are fixed, keeps them all.
-    """
+    """``shares [tokens]`` and the tensors ``[tokens, ...]`` without the tokens that have none; a
+    compiled graph, whose shapes are fixed, keeps them all."""
     if torch.compiler.is_compiling() or bool((shares > 0).all()):
         return shares, *tensors
     rows = shares.nonzero()[:, 0]
@@ -62,11 +56,8 @@ def distillation_loss(
 
 
 class _DistributionLoss(torch.autograd.Function):
-    """Weighted cross-entropy against probabilities, its gradient made in the same pass.
-
-    In chunks of rows, so that what is kept for the backward pass is as large as the logits, where
-    ``F.cross_entropy`` keeps two float32 tensors of that shape for every head or step.
-    """
+    """Weighted cross-entropy against probabilities, its gradient made in the same pass, by chunks
+    of rows: ``F.cross_entropy`` keeps two float32 tensors as large as the logits."""
 
     @staticmethod
     def forward(

@@ -1,9 +1,7 @@
-"""Training Medusa heads: on a frozen target (Medusa-1), or together with it (Medusa-2).
+"""Training Medusa heads (Cai et al. 2024, arXiv 2401.10774, section 3.2).
 
-Cai et al. 2024 (arXiv 2401.10774), section 3.2. Head k learns the target's distribution two tokens
-and k further on, by cross-entropy against the target's own probabilities; each further head weighs
-0.8 times as much. Medusa-2 warms the heads up first, then trains both: the target on the text (so
-give it text that it wrote itself), at a lower rate.
+Head k learns the target's distribution two tokens and k further on. Medusa-2 warms the heads up,
+then trains both: the target on the text (so give it text that it wrote itself), at a lower rate.
 """
 
 from __future__ import annotations
@@ -20,13 +18,7 @@ from paceline.draft.trees.shape import Shape, best_shape
 from paceline.errors import ConfigError
 from paceline.files import folder_aside
 from paceline.files.ownership import check_folder, check_names
-from paceline.train.acceptance import (
-    AcceptanceCounts,
-    WrittenText,
-    drafting_rows,
-    ranks_of,
-    walk,
-)
+from paceline.train.acceptance import AcceptanceCounts, WrittenText, drafting_rows, ranks_of, walk
 from paceline.train.configs import MedusaTrainConfig as MedusaTrainConfig
 from paceline.train.heads import HeadTrainer
 from paceline.train.losses import falling
@@ -75,16 +67,15 @@ class MedusaTrainer(HeadTrainer):
 
     def new_head(self) -> MedusaHeads:
         config = self.config
-        heads = MedusaHeads(
-            MedusaConfig(
-                hidden_size=self.shape.hidden_size,
-                vocab_size=self.vocab_size,
-                heads=config.heads,
-                layers=config.layers,
-                shared_head=config.shared_head,
-                base_model=run_name(config.target),
-            )
+        shape = MedusaConfig(
+            hidden_size=self.shape.hidden_size,
+            vocab_size=self.vocab_size,
+            heads=config.heads,
+            layers=config.layers,
+            shared_head=config.shared_head,
+            base_model=run_name(config.target),
         )
+        heads = MedusaHeads(shape)
         with torch.no_grad():  # the heads begin as copies of the target's own
             for layer in heads.vocabulary_layers():
                 layer.weight.copy_(self.lm_head.weight)

@@ -14,12 +14,11 @@ _MAX_NORM = 1.0  # of all gradients together
 
 
 class MasterOptimizer:
-    """Keeps float32 master copies, steps them, and writes them back rounded.
+    """Keeps float32 master copies, steps them, and writes them back rounded: bf16 weights lose
+    updates smaller than 1/256 of a weight.
 
-    Pure bf16 weights lose updates smaller than 1/256 of a weight; masters do not. Hidden
-    matrices take Muon (Jordan et al. 2024: momentum orthogonalised by Newton-Schulz),
-    embeddings, heads and norms take AdamW; a matrix is one of these if its name contains one of
-    ``outer``.
+    Hidden matrices take Muon (Jordan et al. 2024: momentum orthogonalised by Newton-Schulz), the
+    rest AdamW, with matrices whose name contains one of ``outer``.
     """
 
     def __init__(
@@ -80,8 +79,7 @@ class MasterOptimizer:
 
 
 def add_up(parameters: Sequence[nn.Parameter], loss: float) -> float:
-    """Sum gradients and loss over all ranks, in place; returns the loss. A rank without a share of
-    the batch has no gradients."""
+    """Sum gradients (a rank may have none) and loss over all ranks, in place; returns the loss."""
     parts = [torch.zeros_like(p) if p.grad is None else p.grad for p in parameters]
     flat = torch.cat([*(part.flatten().float() for part in parts), torch.tensor([loss])])
     dist.all_reduce(flat)

@@ -1,8 +1,7 @@
 """Several processes train one head or draft together: each learns a share of every batch.
 
-Most operations of a small head are too short for several threads to share, so on a processor one
-process a core is faster than one process with as many threads. Gradients are summed before
-every step: weights, checkpoints and results are those of a single process, up to rounding.
+Most operations of a small head are too short for several threads to share. Gradients are summed
+before every step: the result is that of a single process, up to rounding.
 """
 
 from __future__ import annotations

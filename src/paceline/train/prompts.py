@@ -1,8 +1,5 @@
-"""What a target is asked: the questions of conversations and the beginnings of texts.
-
-A draft is judged on the target's own text, not on the corpus (DistillSpec, Zhou et al. 2023,
-arXiv 2310.08461: on-policy data raise acceptance), so the target answers or continues these.
-"""
+"""What a target is asked: the questions of conversations and the beginnings of texts, for data of
+its own (on-policy data raise acceptance: DistillSpec, Zhou et al. 2023, arXiv 2310.08461)."""
 
 from __future__ import annotations
 
@@ -89,8 +86,7 @@ def prompts_of_file(
 
     A conversation is opened at its last question or, with ``any_turn``, before a random answer;
     other text after a random number of tokens; ids after their prompt. Raises DataError if no
-    record can be used.
-    """
+    record can be used."""
     wanted = selection.count
     if wanted == 0:
         return []

@@ -43,10 +43,8 @@ class Observed:
 
 
 class NativeReader:
-    """Hidden states of a frozen target, by the kernels that decode with it.
-
-    It holds its own, packed copy of the weights; what it reads is what a head is given in use.
-    """
+    """Hidden states of a frozen target, by the kernels that decode with it, over a packed copy of
+    the weights."""
 
     def __init__(self, model: CausalModel) -> None:
         self._model = model
@@ -55,7 +53,7 @@ class NativeReader:
 
     @classmethod
     def of(cls, target: Any, name: str) -> NativeReader | None:
-        """Of a transformers module, which stays as it is; None where the kernels do not run it."""
+        """Of a module of transformers; None where the kernels do not run it."""
         try:
             model = CausalModel(copy.deepcopy(target), name).optimised()
         except UnsupportedModelError:  # it can be trained for, if not be decoded with
@@ -89,9 +87,8 @@ class NativeReader:
 class FeatureCache:
     """Pieces by number under ``folder``, one file each, written when first seen.
 
-    A run meets each piece several times; the target's forward is then done once for each. Of the
-    logits only the last hidden states are kept: the target's own head makes them again. A piece of
-    256 tokens of a model of width 4096 takes 8 MB with three feature layers.
+    Of the logits only the last hidden states are kept: the target's head makes them again. A piece
+    of 256 tokens of a model of width 4096 takes 8 MB with three feature layers.
     """
 
     def __init__(

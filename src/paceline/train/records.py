@@ -64,10 +64,8 @@ class Source:
 
 
 class Records:
-    """The records of a JSONL(.gz) file, without those whose licence contains an excluded string.
-
-    Lines that cannot be used are left out: how many these were and the first few are in ``named``.
-    """
+    """The records of a JSONL(.gz) file, without those whose licence contains an excluded string and
+    without lines that cannot be used (``named``)."""
 
     def __init__(self, path: Path, exclude_licenses: Sequence[str] = ()) -> None:
         self.path, self._exclude = path, exclude_licenses
@@ -82,9 +80,7 @@ class Records:
         self, advance: Callable[[int], None] = lambda size: None
     ) -> Iterator[tuple[int, dict[str, Any]]]:
         """Records with their line numbers; ``advance`` is told the bytes read since the last time.
-
-        Raises DataError if the file cannot be read at all.
-        """
+        Raises DataError if the file cannot be read at all."""
         before = 0
         try:
             with self.path.open("rb") as raw:

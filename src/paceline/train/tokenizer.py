@@ -11,8 +11,7 @@ END_OF_TURN = "<|end|>"
 ROLE_TOKENS = {role: f"<|{role}|>" for role in ("system", "user", "assistant")}
 SPECIAL_TOKENS = [END_OF_TEXT, END_OF_TURN, *ROLE_TOKENS.values()]
 
-# One special token opens a turn and one closes it, with no blanks between: short, and what
-# `chat.own_text` writes.
+# One special token opens a turn and one closes it; `chat.own_text` writes the same.
 CHAT_TEMPLATE = (
     "{{ bos_token }}{% for message in messages %}"
     "{% if message['role'] not in ['system', 'user', 'assistant'] %}"
@@ -23,10 +22,7 @@ CHAT_TEMPLATE = (
 
 
 def train_tokenizer(texts: Iterable[str], vocab_size: int) -> PreTrainedTokenizerFast:
-    """Train a byte-level BPE tokenizer of exactly the GPT-2 kind (digits split one by one).
-
-    Digits are single tokens: arithmetic is then a function of digits, not of arbitrary chunks.
-    """
+    """Train a byte-level BPE tokenizer as GPT-2's, with every digit a token."""
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors, trainers
     from transformers import PreTrainedTokenizerFast
 

@@ -1,7 +1,5 @@
-"""The loop of every training: steps, measurements, checkpoints, and a result that is written whole.
-
-Batches depend only on (seed, step), so an interrupted run continues exactly.
-"""
+"""The loop of every training. Batches depend only on (seed, step), so an interrupted run continues
+exactly."""
 
 from __future__ import annotations
 
@@ -55,7 +53,7 @@ def run_name(model: str) -> str:
 
 @dataclass
 class Progress:
-    """What the training reports after every step; the last two only when measured."""
+    """After a step; the last two only when measured."""
 
     step: int
     loss: float
@@ -67,16 +65,15 @@ class Progress:
     def entry(self) -> dict[str, Any]:
         """What the history of a run keeps of it: plain values."""
         acceptance = {name: counts.to_dict() for name, counts in self.acceptance.items()}
-        figures = {"validation": self.validation, "acceptance": acceptance}
-        return {"step": self.step, "loss": self.loss, **figures}
+        figures = {"step": self.step, "loss": self.loss, "validation": self.validation}
+        return {**figures, "acceptance": acceptance}
 
 
 class Trainer(ABC):
     """One resumable run. The folder ``out`` holds checkpoint.pt, token streams and the result.
 
-    A kind of training says what it loads (``prepare``), what it learns (``learner``), its losses,
-    what it measures (``evaluate``) and how its result is written. Raises PacelineError, before
-    anything but token streams is written, for models, data or options that cannot be used.
+    Raises PacelineError, before anything but token streams is written, for models, data or options
+    that cannot be used.
     """
 
     result = "model"  # where the result goes, below ``out``

@@ -1,9 +1,5 @@
-"""An EAGLE head unrolled over its drafting steps, from chosen positions of several windows at once.
-
-Training-time test (Li et al. 2025, arXiv 2503.01840, section 3): the head is trained on its own
-hidden states, as in drafting. Only positions whose next tokens are to be learnt are unrolled; the
-others, such as a prompt's, are read once, because later ones attend to them.
-"""
+"""An EAGLE head unrolled over its drafting steps (training-time test: Li et al. 2025,
+arXiv 2503.01840, section 3), from the positions of windows whose next tokens are to be learnt."""
 
 from __future__ import annotations
 
@@ -64,13 +60,12 @@ class DraftStarts:
 class UnrolledAttention:
     """Attention of a head over windows (the first call) and then over the drafts' own steps.
 
-    Row n of step j stands for the drafted token j of draft n. It attends to the keys of step 0 up
-    to where the draft starts (the committed tokens) and to its own keys of the steps 1 to j, as it
-    would with a cache. The first call has keys and values of all rows of the windows, queries of
-    ``starts`` only; further ones may be of other, fewer drafts (``then``).
+    Row n of step j, drafted token j of draft n, attends to the keys of step 0 up to where the draft
+    starts (the committed tokens) and to its own keys of the steps 1 to j. The first call has keys
+    and values of all rows of the windows, queries of ``starts`` only; further ones are of ``then``.
 
-    Scores are products and a softmax in the head's dtype: on a processor several times as fast as
-    the fused attention of torch.
+    Products and a softmax in the head's dtype are, on a processor, several times as fast as torch's
+    fused attention.
     """
 
     def __init__(self, starts: DraftStarts, then: DraftStarts | None = None) -> None:
