@@ -185,13 +185,8 @@ def test_ctrl_c_before_anything_was_complete(monkeypatch: pytest.MonkeyPatch) ->
     -m ngrm | no method 'ngrm'; there are plain
     -m transformers:assisted | no method 'transformers:assisted'
     -m draft --draft none | no draft is named
-    --lengths 0 | --lengths '0'
     --price -1 | --price is -1
     --price nan | --price is nan
-    --concurrency 0 | --concurrency '0'
-    --concurrency 1,x | --concurrency '1,x'
-    --temperature -1 | --temperature '-1'
-    --temperature hot | --temperature 'hot'
     --max-batch-size 4 | --concurrency
     --category cooking | no category cooking in the shipped prompt set; there are
     --prompts /nowhere.jsonl | /nowhere.jsonl
@@ -202,6 +197,20 @@ def test_ctrl_c_before_anything_was_complete(monkeypatch: pytest.MonkeyPatch) ->
 )
 def test_bad_input_is_one_line(arguments: list[str], words: str) -> None:
     assert_one_line(run("--rounds", "1", *arguments), words)
+
+
+@pytest.mark.parametrize(
+    ("flag", "texts"),
+    [
+        ("--lengths", ["", "1,x", "0", "65", "1,,2"]),
+        ("--concurrency", ["", "0", "1,x", "1.5"]),
+        ("--temperature", ["", "-1", "hot", "nan", "inf"]),
+    ],
+)
+def test_bad_numbers_are_usage_errors(flag: str, texts: list[str]) -> None:
+    for text in texts:
+        result = run(flag, text, COLUMNS="200")
+        assert result.exit_code == 2 and f"{flag} is '{text}'" in result.stderr, result.output
 
 
 def test_a_file_without_prompts(tmp_path: Path) -> None:

@@ -44,7 +44,8 @@ def test_bad_sizes_are_usage_errors(text: str) -> None:
     ],
 )
 def test_what_a_text_means(kind: str, text: str, value: object) -> None:
-    assert entry_of("it", Any, setting(None, "", kind=kind)).read(text, "--it") == value
+    hint = tuple[int, ...] if kind == "numbers" else Any
+    assert entry_of("it", hint, setting(None, "", kind=kind)).read(text, "--it") == value
 
 
 @pytest.mark.parametrize(
@@ -53,7 +54,7 @@ def test_what_a_text_means(kind: str, text: str, value: object) -> None:
 )
 def test_texts_without_a_meaning(kind: str, text: str) -> None:
     with pytest.raises(ConfigError, match=f"--it is '{text}'; it must be"):
-        entry_of("it", Any, setting(None, "", kind=kind)).read(text, "--it")
+        entry_of("it", tuple[int, ...], setting(None, "", kind=kind)).read(text, "--it")
 
 
 def test_logit_bias_pairs() -> None:

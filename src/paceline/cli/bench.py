@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any
 
 from paceline.cli.measuring import (
     NOT_ENOUGH,
@@ -30,11 +30,11 @@ if TYPE_CHECKING:
     from paceline.lab.bench.suites import Suite
     from paceline.lab.budget import Budget
 
-Number = TypeVar("Number", int, float)
 _PER_CATEGORY = 3
 _READ_TOKENS = 4096  # of a text for its perplexity
 _SECONDS = 120.0
 _prompts, _measuring = under("Prompts"), under("Measuring")
+_numbers = partial(_measuring, kind="numbers", metavar="N,N")
 
 
 @dataclass(frozen=True)
@@ -56,11 +56,13 @@ class BenchOptions:
         flags=("--method", "-m"),
         shown="draft and ngram, and the EAGLE-3 head of the built-in model",
     )
-    lengths: str | None = _measuring(
-        None, "Run drafters that name no length at each of these, as in 1,2,4,8."
+    lengths: tuple[int, ...] | None = _numbers(
+        None, "Run drafters that name no length at each of these, as in 1,2,4,8.", low=1, high=64
     )
-    concurrency: str = _measuring("1", "Requests in flight, as in 1,2,4,8,16,32.")
-    temperature: str = _measuring("0", "As in 0,0.7,1.", flags=("--temperature", "-t"))
+    concurrency: tuple[int, ...] = _numbers((1,), "Requests in flight, as in 1,2,4,8.", low=1)
+    temperature: tuple[float, ...] = _numbers(
+        (0.0,), "As in 0,0.7,1.", flags=("--temperature", "-t"), shown="0", low=0, high=100
+    )
     max_tokens: int | None = _measuring(
         None, "Tokens a request.", low=1, shown="64; of a suite 1024"
     )
@@ -86,17 +88,15 @@ class BenchOptions:
 
         if self.price is not None and not 0 < self.price < float("inf"):
             raise ConfigError(f"--price is {self.price:g}; give a machine hour's price above 0")
-        concurrencies = _numbers("--concurrency", self.concurrency, int, 1, "1,2,4,8")
-        if self.suite is not None and concurrencies != [1]:
+        if self.suite is not None and self.concurrency != (1,):
             raise ConfigError(
                 f"--suite {self.suite} has batch 1, as published; leave out --concurrency, "
                 "or measure the file with --prompts"
             )
-        temperatures = _numbers("--temperature", self.temperature, float, 0, "0,0.7,1")
         return Sweep(
             self.max_tokens or (64 if self.suite is None else 1024),
-            sorted(set(concurrencies)),
-            list(dict.fromkeys(temperatures)),
+            sorted(set(self.concurrency)),
+            list(dict.fromkeys(self.temperature)),
             self.rounds or (3 if self.suite is None else 1),
             ignore_eos=self.suite is None and not self.stop_at_eos,
             seed=0 if self.seed is None and rule == "coupled" else self.seed,
@@ -122,17 +122,6 @@ class BenchOptions:
         file = self.path or prompts.prompts
         assert file is not None
         return suite, load_questions(suite, file, prompts.category, prompts.per_category)
-
-
-def _numbers(flag: str, text: str, kind: type[Number], least: int, example: str) -> list[Number]:
-    """Numbers with commas between them. Raises ConfigError."""
-    try:
-        numbers = [kind(part) for part in text.split(",")]
-    except ValueError:
-        numbers = []
-    if not numbers or not all(least <= number < float("inf") for number in numbers):
-        raise ConfigError(f"{flag} {text!r}: write numbers from {least}, as in {example}")
-    return numbers
 
 
 @dataclass(frozen=True)
@@ -210,13 +199,13 @@ def _plan(engine: ModelOptions, wanted: PromptOptions, options: BenchOptions) ->
     """Everything that can be refused before a model is loaded. Raises ConfigError, DataError."""
     if engine.max_batch_size is not None:
         raise ConfigError("bench has as many sequences together as --concurrency says; use that")
-    from paceline.lab.bench.methods import parse_lengths, parse_methods
+    from paceline.lab.bench.methods import parse_methods
 
     length, rule = _length_and_rule(engine)
     draft = engine.resolved_draft
     sweep = options.sweep(rule)
     names = options.method or _default_methods(engine.model, draft)
-    methods = parse_methods(names, draft, length, parse_lengths(options.lengths))
+    methods = parse_methods(names, draft, length, list(dict.fromkeys(options.lengths or ())))
     suite, prompts = options.questions(wanted)
     settings = {
         "model": engine.model,

@@ -85,8 +85,8 @@ def _certify_server(
     output: ReportOptions,
     budget: Budget,
 ) -> int:
-    """The server behind a URL, by its answers; no model is loaded here. Raises ConfigError if more
-    is asked for than goes with one."""
+    """The server behind a URL, by its answers; no model is loaded here. Raises ConfigError on
+    options that do not go with it."""
     asked = ServerOptions, PromptOptions, Effort, ReportOptions
     known = {"model", "seconds", *(entry.name for table in asked for entry in entries(table))}
     for parameter in context.command.params:

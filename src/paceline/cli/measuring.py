@@ -63,12 +63,9 @@ class PromptOptions:
 
 @dataclass(frozen=True)
 class ReportOptions(WriteOptions):
-    """Where the result goes besides the terminal. A bad name of the report is refused before the
-    work begins: raises ConfigError."""
+    """Where the result goes besides the terminal. Raises ConfigError on a bad report's name."""
 
-    report: str | None = _output(
-        None, "Also write a report, with plots, to this .html or .md file."
-    )
+    report: str | None = _output(None, "Also write a report with plots, an .html or .md file.")
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -92,8 +89,7 @@ class PerplexityOptions:
 
     perplexity: str | None = _prompts(
         None,
-        "JSONL of texts or chats: also tell the target's perplexity on them, beside that of the "
-        "model it was quantised from.",
+        "JSONL of texts or chats: also tell the target's perplexity on them, and its original's.",
     )
     original: str | None = _prompts(
         None,
@@ -122,10 +118,7 @@ class RunOptions(ReportOptions):
     result goes."""
 
     seconds: float = _budget(
-        180.0,
-        "Time to spend, loading counted; what it completed is said. 0 takes as long as the whole "
-        "takes.",
-        low=0,
+        180.0, "Time to spend, loading counted. 0 takes as long as the whole takes.", low=0
     )
     go_on: bool = _budget(
         False, "Add to what the last run with these options measured.", flags=("--continue",)
@@ -143,11 +136,8 @@ class RunOptions(ReportOptions):
     def saved(
         self, command: str, model: str, texts: Sequence[BenchPrompt], **groups: Any
     ) -> SavedRun:
-        """What the last run left, if it is to be gone on from. Raises ConfigError.
-
-        ``groups``: the options, tables of them and single ones, that make another measurement;
-        so do other ``texts``: a file may have another content by now.
-        """
+        """What the last run left, if it is to be gone on from. ``groups`` (tables of options and
+        single ones) and ``texts`` must be the same. Raises ConfigError."""
         options: dict[str, Any] = {}
         for name, value in groups.items():
             if is_dataclass(value) and not isinstance(value, type):
@@ -219,7 +209,7 @@ class SavedRun:
         if required and path.is_dir():
             raise ConfigError(f"--state {path} is a folder; name a file in it")
         self._path, self._required = path, required
-        options = to_builtins({**options, "the version": __version__})
+        options = json.loads(json.dumps({**options, "the version": __version__}))
         self._now: dict[str, Any] = {"layout": _LAYOUT, "command": command, "options": options}
         self._before: dict[str, Any] | None = None
 
@@ -244,11 +234,8 @@ class SavedRun:
     def measurements(
         self, kind: type[MeasuredData], target: CausalModel, timed: bool = False
     ) -> MeasuredData | None:
-        """The measurements of this target to go on from; None to begin anew.
-
-        Where time counts (``timed``) the machine must be the same, too. Raises ConfigError if the
-        run was of another one.
-        """
+        """The measurements of this target to go on from; None to begin anew. Raises ConfigError if
+        the run was of another target or, where time counts (``timed``), of another machine."""
         machine = asdict(MachineIdentity.of(target)) if timed else {}
         machine.pop("date", None)
         model = ModelIdentity.of(target)

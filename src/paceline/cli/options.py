@@ -47,12 +47,9 @@ _model = under("Model")
 
 
 def expand(command: Callable[..., int | None]) -> Callable[..., None]:
-    """Replace every parameter annotated with a table of settings by the table's options, and every
-    parameter whose default is a ``setting`` by its option. ``Annotated[dict, settings]`` stands for
-    the options of some settings, by name. Others are left to Typer.
-
-    What the command does is shown, and what it returns is its exit status.
-    """
+    """Replace parameters annotated with a table of settings (or ``Annotated[TABLE, settings]``) by
+    the table's options, and those whose default is a ``setting`` by its option. Others are left to
+    Typer. What the command does is shown, and what it returns is its exit status."""
     hints = get_type_hints(command, include_extras=True)
     options: dict[str, TableEntry] = {}
     tables: dict[str, tuple[Callable[..., Any], Sequence[TableEntry]]] = {}
@@ -148,15 +145,15 @@ def in_short(entry: Pullable) -> str:
 
 
 def fetch(name: str) -> Pulled:
-    """Pull a model, or see that it is here. Raises ConfigError, ModelLoadError, WriteError."""
+    """As ``pull``, which is imported late."""
     from paceline.pull import pull
 
     return pull(name)
 
 
 def set_threads(threads: int | None) -> None:
-    """Use this many processor threads, at most one for each processor that this process may run
-    on: more wait for each other, for minutes. None keeps torch's own choice."""
+    """Use this many processor threads (None: torch's choice), at most one for each processor: more
+    wait for each other, for minutes."""
     if threads is None:
         return
     import torch
@@ -169,20 +166,14 @@ def set_threads(threads: int | None) -> None:
 
 
 def chosen_model(given: str) -> str:
-    """The model that was named, else the default, with a line on stderr that says which.
-
-    One that has yet to be pulled is offered to whoever sits at a terminal.
-    """
-    if given:
-        return offered(given)
-    choice = default_model()
-    if choice.note is not None:
-        info(choice.note)
-    return offered(choice.model)
-
-
-def offered(model: str) -> str:
-    """Ask at a terminal whether a model that is not here shall be pulled; fetch it if so."""
+    """The model that was named, else the default, with a line that says which. At a terminal, one
+    that has yet to be pulled is fetched if the user agrees."""
+    model = given
+    if not given:
+        choice = default_model()
+        model = choice.model
+        if choice.note is not None:
+            info(choice.note)
     if sys.stdin is None or not (sys.stdin.isatty() and sys.stderr.isatty()):
         return model  # never unasked: loading it says what to do
     try:
@@ -241,10 +232,8 @@ class ModelOptions(EngineSettings, _PairNames):
 
     @property
     def resolved_draft(self) -> str | None:
-        """The draft asked for, else the profile's, else "auto"; None decodes plainly.
-
-        Raises ConfigError on a profile that cannot be used.
-        """
+        """The draft asked for, else the profile's, else "auto"; None decodes plainly. Raises
+        ConfigError on a profile that cannot be used."""
         draft = self.draft or DEFAULT_DRAFT
         if self.draft is None and self.profile is not None:
             draft = TunedProfile.read(self.profile).draft.spec

@@ -124,10 +124,8 @@ class Painter:
     def paint(
         self, token_ids: Iterable[int], from_draft: Iterable[bool], text: str | None = None
     ) -> Text:
-        """New tokens as styled runs; call once for every event, in order.
-
-        ``text`` is the engine's, which may hold some back; None: what their decoding gives.
-        """
+        """The next tokens as styled runs. ``text`` is the engine's, which may hold some back; None:
+        what their decoding gives."""
         if text is not None and not self._coloured:
             return Text(text)
         decoded = ""

@@ -1,7 +1,4 @@
-"""Stages on stderr: bars on a terminal, a line at least every 20 seconds in a pipe or a log.
-
-A minute without a word looks like a program that hangs; a log full of bars cannot be read.
-"""
+"""Stages on stderr: bars on a terminal, a line at least every 20 seconds in a pipe or a log."""
 
 from __future__ import annotations
 
@@ -31,10 +28,8 @@ def showing(console: Console | None = None, seconds: float = HEARTBEAT_SECONDS) 
 
 
 class _Lines(OpenStages):
-    """A line when a stage has lasted a second, then one every ``seconds``, from a thread.
-
-    From a thread, because what takes long is often one call of a library.
-    """
+    """A line when a stage has lasted a second, then one every ``seconds``; from a thread, because
+    what takes long is often one call of a library."""
 
     def __init__(self, console: Console, seconds: float) -> None:
         super().__init__(console)

@@ -1,7 +1,6 @@
 """``paceline train sample``: a model answers prompts, for its drafts to be trained on.
 
-Every answer is a record of its own as soon as it is there, so that whatever interrupts hours of
-writing costs only what was being written.
+Every answer is a record as soon as it is there: an interruption costs what was being written.
 """
 
 from __future__ import annotations

@@ -89,20 +89,23 @@ class TableEntry:
     def read(self, value: object, where: str) -> Any:
         """The value as the table holds it; ``where`` begins an error's line. Raises ConfigError."""
         key = self.key
-        of_type = partial(_typed, self.type), _WORDS.get(self.type, "a list of texts")
+        of_type = _typed, _WORDS.get(self.type, "a list of texts")
         parse, words = _KINDS.get(key.kind, of_type)
         try:
-            parsed = parse(value)
+            parsed = parse(self.type, value)
+            if key.low is not None and parsed == ():
+                raise ValueError
         except ConfigError as error:
             raise ConfigError(f"{where}: {error}") from None
         except (TypeError, ValueError):
             raise ConfigError(f"{where} is {value!r}; it must be {words}") from None
         if key.choices and parsed not in key.choices:
             raise ConfigError(f"{where} is {value!r}; use one of {', '.join(key.choices)}")
-        if isinstance(parsed, (int, float)):
-            if key.low is not None and not parsed >= key.low:
+        numbers = parsed if key.kind == "numbers" else (parsed,)
+        for number in (item for item in numbers if isinstance(item, (int, float))):
+            if key.low is not None and not number >= key.low:
                 raise ConfigError(f"{where} is {value!r}; it must be at least {key.low:g}")
-            if key.high is not None and parsed > key.high:
+            if key.high is not None and number > key.high:
                 raise ConfigError(f"{where} is {value!r}; it can be at most {key.high:g}")
         return parsed
 
@@ -144,28 +147,28 @@ def _typed(kind: Any, value: object) -> Any:
     return parsed
 
 
-def _size(value: object) -> int:
+def _size(_: Any, value: object) -> int:
     return parse_bytes(value if isinstance(value, str) else str(msgspec.convert(value, int)))
 
 
-def _length(value: object) -> int | str:
+def _length(_: Any, value: object) -> int | str:
     if value == "auto":
         return "auto"
     # Flags are text.
     return int(value) if isinstance(value, str) and value.isdecimal() else _typed(int, value)
 
 
-def _numbers(value: object) -> tuple[int, ...]:
+def _numbers(kind: Any, value: object) -> Any:
     """``2,6,11``; nothing is ()."""
-    if not isinstance(value, str):
-        return msgspec.convert(value, tuple[int, ...])
-    return tuple(int(item) for item in value.split(",") if item.strip())
+    if isinstance(value, str):
+        value = [item.strip() for item in value.split(",")] if value.strip() else ()
+    return msgspec.convert(value, kind, strict=False)
 
 
 # Of each type and kind: what a value must be, in words; of each kind, too, how it is read. These
 # kinds are text on a command line.
 _WORDS = {str: "text in quotes", int: "a whole number", float: "a number", bool: "true or false"}
-_KINDS: dict[str, tuple[Callable[[object], Any], str]] = {
+_KINDS: dict[str, tuple[Callable[[Any, object], Any], str]] = {
     "size": (_size, "a size, as in 512M or 2G"),
     "length": (_length, "auto or a whole number"),
     "numbers": (_numbers, "numbers, as in 2,6,11"),

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from paceline.errors import ConfigError
-from paceline.lab.bench.methods import Method, parse_lengths, parse_method, parse_methods
+from paceline.lab.bench.methods import Method, parse_method, parse_methods
 
 DRAFT = "some/draft"
 
@@ -55,7 +55,7 @@ def test_plain_decoding_always_comes_first_and_nothing_twice() -> None:
 
 def test_lengths_go_to_those_that_name_none() -> None:
     texts = ["ngram", "draft@auto", "url:http://a:1"]
-    parsed = parse_methods(texts, DRAFT, "auto", parse_lengths("2, 4"))
+    parsed = parse_methods(texts, DRAFT, "auto", [2, 4])
     assert [(method.name, method.length) for method in parsed] == [
         ("plain", 0),
         ("ngram@2", 2),
@@ -63,12 +63,6 @@ def test_lengths_go_to_those_that_name_none() -> None:
         ("draft@auto", "auto"),
         ("url:http://a:1", None),
     ]
-
-
-@pytest.mark.parametrize("text", ["", "1,x", "0", "65", "1,,2"])
-def test_bad_lengths(text: str) -> None:
-    with pytest.raises(ConfigError, match="--lengths"):
-        parse_lengths(text)
 
 
 def test_who_remembers() -> None:

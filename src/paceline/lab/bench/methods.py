@@ -86,16 +86,6 @@ def parse_methods(
     return list({method.name: method for method in methods}.values())
 
 
-def parse_lengths(text: str | None) -> list[int]:
-    """``1,2,4,8``. Raises ConfigError."""
-    if text is None:
-        return []
-    parts = [part.strip() for part in text.split(",")]
-    if not all(part.isdecimal() and 1 <= int(part) <= _LONGEST for part in parts):
-        raise ConfigError(f"--lengths {text!r}: write numbers from 1 to {_LONGEST}, as in 1,2,4,8")
-    return list(dict.fromkeys(map(int, parts)))
-
-
 def _split(text: str) -> tuple[str, Length | None]:
     """A path may contain @, but does not end in @NUMBER."""
     body, at, tail = text.rpartition("@")
