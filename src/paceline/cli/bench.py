@@ -43,15 +43,13 @@ class BenchOptions:
     of up to 1024 tokens that end where the model ends them, once."""
 
     suite: str | None = _prompts(
-        None,
-        "spec-bench, mt-bench, gsm8k or humaneval: decode PATH as that benchmark does, turn by "
-        "turn to the end of each answer, and print its table.",
+        None, "spec-bench, mt-bench, gsm8k or humaneval: decode PATH as it does, print its table."
     )
     path: str | None = _prompts(None, "The suite's file of questions.", flags=("PATH",), shown="")
     method: tuple[str, ...] = _measuring(
         (),
         "plain, draft (what --draft names), any draft spec, perhaps with a length (ngram@5, "
-        "eagle3:PATH@auto); another engine's server: url:http://HOST:PORT; repeatable. "
+        "eagle3:PATH@auto); another engine's server: url:http://HOST:PORT. "
         "Plain decoding always takes part.",
         flags=("--method", "-m"),
         shown="draft and ngram, and the EAGLE-3 head of the built-in model",
@@ -63,24 +61,12 @@ class BenchOptions:
     temperature: tuple[float, ...] = _numbers(
         (0.0,), "As in 0,0.7,1.", flags=("--temperature", "-t"), shown="0", low=0, high=100
     )
-    max_tokens: int | None = _measuring(
-        None, "Tokens a request.", low=1, shown="64; of a suite 1024"
-    )
-    rounds: int | None = _measuring(
-        None, "Timed rounds; the median counts.", low=1, shown="3; of a suite 1"
-    )
-    stop_at_eos: bool = _measuring(
-        False, "End texts where the model does; else all write as many tokens."
-    )
-    seed: int | None = _measuring(
-        None, "Seeds the requests: sampled texts can then be compared.", low=0
-    )
-    price: float | None = _measuring(
-        None, "Of a machine hour, in any currency: adds the cost of a million tokens."
-    )
-    allow_idle: bool = _measuring(
-        False, "Do not fail if a method drafted nothing, or nothing of use."
-    )
+    max_tokens: int | None = _measuring(None, "Tokens a request.", low=1, shown="64, suites 1024")
+    rounds: int | None = _measuring(None, "Timed rounds, for medians.", low=1, shown="3, suites 1")
+    stop_at_eos: bool = _measuring(False, "End texts where the model does, not at one length.")
+    seed: int | None = _measuring(None, "Makes sampled texts comparable.", low=0)
+    price: float | None = _measuring(None, "Of a machine hour: adds the cost of a million tokens.")
+    allow_idle: bool = _measuring(False, "Do not fail if a method drafted nothing of use.")
 
     def sweep(self, rule: str) -> Sweep:
         """The rule "coupled" needs a seed. Raises ConfigError on a value that makes no sense."""

@@ -65,8 +65,7 @@ class ServerOptions:
 
     url: str | None = _server(
         None,
-        "Certify a server that speaks OpenAI's protocol, asked for --model; its key is that of "
-        "OPENAI_API_KEY.",
+        "Certify a server of OpenAI's protocol, asked for --model with the key OPENAI_API_KEY.",
         shown="this machine's engine",
     )
     against: str | None = _server(

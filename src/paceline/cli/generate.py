@@ -33,10 +33,7 @@ class OutputOptions:
 
     as_json: bool = _output(False, "One JSON object a completion.", flags=("--json",))
     show_draft: bool | None = _output(
-        None,
-        "Colour the tokens that came from the draft.",
-        flags=("--show-draft/--hide-draft",),
-        shown="on a terminal",
+        None, "Colour drafted tokens.", flags=("--show-draft/--hide-draft",), shown="on a terminal"
     )
 
 
@@ -52,9 +49,7 @@ class DistributionOptions:
     repetition_penalty: float | None = _of_model("Above 1 discourages repeats.")
     presence_penalty: float = _sampling(0.0, "Lowers tokens that occurred, from -2 to 2.")
     frequency_penalty: float = _sampling(0.0, "Lowers tokens by each occurrence, from -2 to 2.")
-    logit_bias: tuple[str, ...] = _sampling(
-        (), "Add to a token's logit; repeatable.", metavar="ID=VALUE"
-    )
+    logit_bias: tuple[str, ...] = _sampling((), "Add to a token's logit.", metavar="ID=VALUE")
 
     def params(self, defaults: SamplingDefaults | None = None) -> SamplingParams:
         """``defaults`` are the model's. Raises ConfigError on a value out of range."""
@@ -74,17 +69,13 @@ class SamplingOptions(DistributionOptions):
     max_tokens: int = _sampling(128, "Most new tokens.")
     min_tokens: int = _sampling(0, "Fewest new tokens.")
     seed: int | None = _sampling(None, "Same seed, same text, whatever the draft.", shown="random")
-    stop: tuple[str, ...] = _sampling((), "Stop at this string; repeatable.")
-    stop_token_ids: tuple[int, ...] = _sampling(
-        (), "Stop at this token id; repeatable.", flags=("--stop-token-id",)
-    )
+    stop: tuple[str, ...] = _sampling((), "Stop at this string.")
+    stop_token_ids: tuple[int, ...] = _sampling((), "Stop at this id.", flags=("--stop-token-id",))
     ignore_eos: bool = _sampling(False, "Go on after end-of-sequence tokens.")
-    logprobs: int | None = _sampling(
-        None, "Log probabilities of so many alternatives to each token, in --json."
-    )
+    logprobs: int | None = _sampling(None, "Log probabilities of so many tokens, in --json.")
     grammar: str | None = _sampling(
         None,
-        "What the text must look like: json, json:SCHEMA, regex:..., lark:..., or KIND:@FILE.",
+        "Form of the text: json, json:SCHEMA, regex:..., lark:..., KIND:@FILE.",
         metavar="KIND:TEXT",
     )
     skip_special_tokens: bool = _sampling(True, "Leave special tokens out of the text.")
@@ -154,11 +145,9 @@ def generate(
     sampling: SamplingOptions,
     output: OutputOptions,
     prompts: tuple[str, ...] = setting(
-        MISSING, "Texts to continue; - reads stdin.", flags=("PROMPT",)
+        MISSING, "Texts to continue; - is stdin.", flags=("PROMPT",)
     ),
-    chat: bool = setting(
-        False, "Put prompts into the model's chat template.", flags=("--chat/--raw",)
-    ),
+    chat: bool = setting(False, "Use the model's chat template.", flags=("--chat/--raw",)),
 ) -> bool:
     """Continue one or several prompts."""
     texts = list(map(_read, prompts))

@@ -51,7 +51,7 @@ class PromptOptions:
         "JSONL (Spec-Bench, MT-Bench, HumanEval, GSM8K or our own layout) or plain text.",
         shown="the shipped set",
     )
-    category: tuple[str, ...] = _prompts((), "Only this category; repeatable.", shown="all")
+    category: tuple[str, ...] = _prompts((), "Only this category.", shown="all")
     per_category: int | None = _prompts(None, "So many prompts of each category.", low=1)
 
     def load(self, per_category: int | None = None) -> list[BenchPrompt]:
@@ -88,13 +88,12 @@ class PerplexityOptions:
     """What quantising cost."""
 
     perplexity: str | None = _prompts(
-        None,
-        "JSONL of texts or chats: also tell the target's perplexity on them, and its original's.",
+        None, "JSONL of texts or chats: tell the target's perplexity on them, and its original's."
     )
     original: str | None = _prompts(
         None,
-        "The model that a quantised checkpoint was made of.",
-        shown="with --quantize or --kv-cache-dtype the model itself",
+        "What --model was quantised from.",
+        shown="--model with --quantize or --kv-cache-dtype",
     )
 
     def check(self) -> None:
@@ -120,14 +119,9 @@ class RunOptions(ReportOptions):
     seconds: float = _budget(
         180.0, "Time to spend, loading counted. 0 takes as long as the whole takes.", low=0
     )
-    go_on: bool = _budget(
-        False, "Add to what the last run with these options measured.", flags=("--continue",)
-    )
+    go_on: bool = _budget(False, "Add to what the last run measured.", flags=("--continue",))
     state: str | None = _budget(
-        None,
-        "Where measurements are kept for --continue.",
-        metavar="FILE",
-        shown="in the cache folder, by command and model",
+        None, "Measurements kept for --continue.", metavar="FILE", shown="in the cache folder"
     )
 
     def begin(self) -> Budget:

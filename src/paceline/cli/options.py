@@ -110,11 +110,13 @@ def _parameter_of(entry: TableEntry) -> inspect.Parameter:
     elif isinstance(default, tuple):
         default = ",".join(map(str, default)) if key.kind else [*default]
     help = f"{key.help} One of {', '.join(key.choices)}." if key.choices else key.help
-    common = {"help": escape(help), "show_default": shown, **limits}
+    common: dict[str, Any] = {"help": escape(help), "show_default": shown, **limits}
     if flags and not flags[0].startswith("-"):
         option: Any = typer.Argument(metavar=flags[0], **common)
     else:
         panel = key.panel or None
+        if entry.is_list and not key.kind:
+            common["help"] += " Repeatable."
         option = typer.Option(*flags, metavar=key.metavar, rich_help_panel=panel, **common)
     if entry.optional:
         kind = kind | None
@@ -206,10 +208,7 @@ class _PairNames(TargetName):
         shown=DEFAULT_DRAFT,
     )
     profile: str | None = _model(
-        None,
-        "File of paceline tune: the settings that the other options leave open.",
-        flags=("--config",),
-        metavar="FILE",
+        None, "File of paceline tune: settings left open here.", flags=("--config",), metavar="FILE"
     )
 
 

@@ -46,9 +46,7 @@ class WriteOptions:
     """What a command that writes files prints, and what it may replace."""
 
     as_json: bool = _output(False, "Print one JSON object instead.", flags=("--json",))
-    force: bool = _output(
-        False, "Replace files that Paceline did not write, too; they are named before that."
-    )
+    force: bool = _output(False, "Replace files that Paceline did not write; they are named first.")
 
     def __post_init__(self) -> None:
         force(info if self.force else None)

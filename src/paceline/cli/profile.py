@@ -31,9 +31,8 @@ def profile(
     rounds: int = setting(5, "Timed rounds; the median counts.", low=1),
     trace: str | None = setting(
         None,
-        "Write the profiler's trace of the drafting run (or the plain one, without a draft) for "
-        "ui.perfetto.dev; .json or .json.gz.",
-        metavar="FILE.json",
+        "Trace of the drafting run, else the plain one, for ui.perfetto.dev.",
+        metavar="FILE.json[.gz]",
     ),
 ) -> int:
     """Say whether steady decoding waits for memory, compute, kernel launches or Python."""

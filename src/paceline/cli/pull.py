@@ -30,9 +30,7 @@ _LISTED = (
 def pull(
     output: WriteOptions,
     name: str | None = setting(None, "Name of a model, as in smollm2.", flags=("NAME",)),
-    show_list: bool = setting(
-        False, "Print the models that can be pulled, and stop.", flags=("--list",)
-    ),
+    show_list: bool = setting(False, "Print what can be pulled, and stop.", flags=("--list",)),
 ) -> None:
     """Fetch a built-in model into the cache folder, once.
 

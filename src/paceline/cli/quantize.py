@@ -20,9 +20,7 @@ def quantize(
     to: str = setting(MISSING, "Precision; w4a16 is 4 bits for vLLM.", metavar="int8|int4|w4a16"),
     out: Path = setting(MISSING, "Folder to write; replaced if Paceline wrote all that is in it."),
     calibrate: Path | None = setting(
-        None,
-        "Text to round by (GPTQ), JSONL of messages or text; without it to the nearest code.",
-        metavar="FILE",
+        None, "Text to round by (GPTQ), JSONL; without it to the nearest code.", metavar="FILE"
     ),
     tokens: int = setting(32_768, "Tokens of the calibration text to read.", low=512),
     evaluate: Path | None = setting(
@@ -33,10 +31,7 @@ def quantize(
     ),
     group: int = setting(32, "Inputs that share a scale, at 4 bits: 32, 64 or 128."),
     head: str | None = setting(
-        None,
-        "Quantise the language-model head, too (vLLM wants it left as it is).",
-        metavar="int8|int4",
-        shown="",
+        None, "Quantise the head, too (vLLM wants it as it is).", metavar="int8|int4", shown=""
     ),
     seed: int = setting(0, "Of the choice of texts.", low=0),
 ) -> None:

@@ -36,8 +36,7 @@ class SampleOptions:
     model: str = setting(MISSING, "The model that writes.")
     data: tuple[str, ...] = setting(
         MISSING,
-        "Conversations, whose last question is answered (messages, conversations, turns), or text, "
-        "whose beginning is continued; repeatable.",
+        "Conversations, whose last question is answered, or texts, which are continued.",
         panel="Prompts",
         metavar="FILE[=WEIGHT]",
     )

@@ -24,8 +24,7 @@ class FileOptions:
 
     config: tuple[str, ...] = setting(
         (),
-        "TOML file with the settings of the flags, or a file of paceline tune; one of each at "
-        "most. Flags win.",
+        "TOML file with the settings of the flags, a file of paceline tune, or both. Flags win.",
         metavar="FILE",
         shown="none",
     )

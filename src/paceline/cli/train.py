@@ -109,8 +109,7 @@ class RunningOptions(WriteOptions):
     threads: int | None = setting(None, "Processor threads; 1 beside other work.", low=1, shown="")
     processes: int = setting(
         1,
-        "On a processor: so many train together, --threads each. One a core is fastest; each "
-        "holds the target.",
+        "On a processor: so many train together, one a core at best; each holds the target.",
         low=1,
     )
     eval_every: int = setting(100, "Steps between measurements.", low=1)

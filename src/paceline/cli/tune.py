@@ -23,7 +23,7 @@ class TargetOptions(LoadSettings, TargetName):
 
     draft: tuple[str, ...] = _model(
         (),
-        "A drafter to try, as for generate; repeatable. Draft models and EAGLE heads are tried "
+        "A drafter to try, as for generate. Draft models and EAGLE heads are tried "
         "as chains and trees. Drafters that need no training are tried besides.",
         shown="what is at hand",
     )

@@ -91,7 +91,7 @@ class ServeConfig(EngineSettings, _Names):
     )
     cors_origin: tuple[str, ...] = _security(
         (),
-        "Origin whose pages may call the API, as in https://chat.example; repeatable.",
+        "Origin whose pages may call the API, as in https://chat.example.",
         shown="none",
     )
 

@@ -27,24 +27,22 @@ class TrainConfig:
 
     data: tuple[str, ...] = _data(
         MISSING,
-        "JSONL(.gz) with messages, conversations, turns, text or ids, and its share; repeatable. "
+        "JSONL(.gz) with messages, conversations, turns, text or ids, and its share. "
         "For a draft, best is what the target wrote itself (paceline train sample).",
         metavar="FILE[=WEIGHT]",
     )
-    valid: tuple[str, ...] = _data((), "Validation data; repeatable.", metavar="FILE")
+    valid: tuple[str, ...] = _data((), "Validation data.", metavar="FILE")
     exclude_licenses: tuple[str, ...] = _data(
         ("CC-BY-SA",),
-        "Leave out records whose license contains this; repeatable.",
+        "Leave out records whose license contains this.",
         flags=("--exclude-license",),
     )
     loss_on: str = _data(
-        "assistant",
-        "Of conversations, learn what the assistant says, or all.",
-        choices=("assistant", "all"),
+        "assistant", "What is learnt of conversations.", choices=("assistant", "all")
     )
     seq_len: int = _schedule(256, "Tokens of a training window.", low=1)
     long_every: int = _schedule(
-        10, "Every so many steps, windows of --max-positions; 0: never.", low=0
+        10, "Every so many steps windows of --max-positions; 0: never.", low=0
     )
     max_positions: int = _schedule(1024, "Longest context.", low=1)
     batch_tokens: int = _schedule(8192, "Tokens a step.", low=1)
@@ -57,7 +55,7 @@ class TrainConfig:
     seed: int = _schedule(0, "Of weights and batches.", low=0)
     argmax_weight: float = _loss(
         0.0,
-        "Share of the target's likeliest token; more serves greedy decoding, less sampling.",
+        "Share of the likeliest token; more serves greedy decoding, less sampling.",
         low=0,
         high=1,
     )
@@ -78,9 +76,7 @@ _general = partial(changed, TrainConfig)
 class HeldOutConfig(TrainConfig):
     """What is trained for a target, and measured on texts that the target wrote."""
 
-    valid: tuple[str, ...] = _general(
-        "valid", (), help="Openings for the held-out acceptance; repeatable."
-    )
+    valid: tuple[str, ...] = _general("valid", (), help="Openings for the held-out acceptance.")
     draft_length: int = _held_out(4, "Tokens of a draft.", low=1)
     held_out: int = _held_out(8, "Openings of each --valid file.", low=1)
     held_out_tokens: int = _held_out(96, "Tokens written from each.", low=2)
@@ -180,9 +176,7 @@ class EagleTrainConfig(HeadConfig):
         4, "Drafting steps that training unrolls (training-time test); 1 is none.", low=1
     )
     ttt_stride: int = _head(
-        1,
-        "Unroll from every N-th position only; all learn their first drafted token.",
-        low=1,
+        1, "Unroll every N-th position only; all learn their first drafted token.", low=1
     )
     step_decay: float = _head(0.8, "Weight of each further step.", low=0)
     feature_weight: float = 1.0  # of version 1 alone, as the next one
@@ -232,9 +226,7 @@ class MedusaTrainConfig(HeadConfig):
     )
     head_decay: float = _heads(0.8, "Weight of each further head.", low=0)
     nodes: int = _heads(8, "Nodes of the tree that is measured.", low=1)
-    joint: bool = _joint(
-        False, "Medusa-2: train the target too, and write it to OUT/model. Its text changes."
-    )
+    joint: bool = _joint(False, "Medusa-2: train the target too, into OUT/model. Its text changes.")
     joint_after: int = _joint(200, "Steps in which heads train alone.", low=0)
     joint_weight: float = _joint(0.2, "Weight of the heads' loss beside the target's.", low=0)
     target_lr: float = _joint(0.1, "Rates of the target, as a share of the heads'.", low=0)
@@ -249,7 +241,7 @@ class PromptSelection:
     )
     seed: int = _prompts(0, "Of choice and text.", low=0)
     exclude_licenses: tuple[str, ...] = _prompts(
-        ("CC-BY-SA",), "Leave out such records; repeatable.", flags=("--exclude-license",)
+        ("CC-BY-SA",), "Leave out such records.", flags=("--exclude-license",)
     )
     longest: int = _prompts(96, "Longest beginning of a text, in tokens.", low=12)
     max_prompt: int = _prompts(640, "Longest conversation, in tokens.", low=1)
