@@ -133,7 +133,7 @@ class _Plan:
 @expand
 def bench(
     engine: ModelOptions,
-    wanted: PromptOptions,
+    source: PromptOptions,
     options: BenchOptions,
     text: PerplexityOptions,
     run: BenchRun,
@@ -148,14 +148,14 @@ def bench(
     budget = run.begin()
     text.check()
     with stage("starting"):
-        plan = _plan(engine, wanted, options)
+        plan = _plan(engine, source, options)
         from paceline.lab.bench.pages import report_of
         from paceline.lab.bench.result import BenchResult
         from paceline.lab.bench.runs import HeatRecord
 
     pair = replace(engine, draft=engine.resolved_draft)
     saved = run.saved(
-        "bench", engine.model, plan.prompts, engine=pair, wanted=wanted, options=options
+        "bench", engine.model, plan.prompts, engine=pair, source=source, options=options
     )
     # It decodes nothing itself, so a small cache will do; every method gets one of its own.
     llm = replace(engine, max_batch_size=1, kv_cache_memory=None).open(None)
@@ -181,7 +181,7 @@ def bench(
     return interrupted.code or int(bool(complaints))
 
 
-def _plan(engine: ModelOptions, wanted: PromptOptions, options: BenchOptions) -> _Plan:
+def _plan(engine: ModelOptions, source: PromptOptions, options: BenchOptions) -> _Plan:
     """Everything that can be refused before a model is loaded. Raises ConfigError, DataError."""
     if engine.max_batch_size is not None:
         raise ConfigError("bench has as many sequences together as --concurrency says; use that")
@@ -192,10 +192,10 @@ def _plan(engine: ModelOptions, wanted: PromptOptions, options: BenchOptions) ->
     sweep = options.sweep(rule)
     names = options.method or _default_methods(engine.model, draft)
     methods = parse_methods(names, draft, length, list(dict.fromkeys(options.lengths or ())))
-    suite, prompts = options.questions(wanted)
+    suite, prompts = options.questions(source)
     settings = {
         "model": engine.model,
-        "source": options.path or wanted.prompts or "the shipped set",
+        "source": options.path or source.prompts or "the shipped set",
         "categories": list(dict.fromkeys(prompt.category for prompt in prompts)),
         "prompts": len(prompts),
         "price": options.price,
