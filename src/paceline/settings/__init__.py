@@ -197,8 +197,7 @@ class LoadSettings:
     device: str = _load("auto", "Where the model runs: auto, cpu, cuda, cuda:1 ...")
     backend: str = _load(
         "auto",
-        "What runs the forwards: auto, native (kernels of our own), reference (torch), or a "
-        "registered one.",
+        "What runs the forwards: auto, native (kernels), reference (torch), a registered one.",
     )
     quantize: str | None = _load(
         None,
@@ -207,10 +206,7 @@ class LoadSettings:
         shown="as they are",
     )
     tensor_parallel: int = _load(
-        1,
-        "Processes that share the model's weights, each on a GPU of its own or on a part of the "
-        "processor.",
-        low=1,
+        1, "Processes that share the weights, each on its GPU or its part of the processor.", low=1
     )
     offload: str | None = _load(
         None,
@@ -220,7 +216,7 @@ class LoadSettings:
     )
     weights_memory: int | None = _load(
         None,
-        "With offload: the device's memory for layers that stay there.",
+        "With offload: the device's memory for layers.",
         kind="size",
         shown="half of what is free",
     )
@@ -231,9 +227,7 @@ class LoadSettings:
         None, "Memory for keys and values, as in 512M or 2G.", kind="size", shown="auto"
     )
     kv_cache_dtype: str = _load(
-        "auto",
-        "Data type of the target's keys and values; auto: the model's.",
-        choices=("auto", "int8"),
+        "auto", "Type of the target's keys and values; auto: the model's.", choices=("auto", "int8")
     )
 
 
@@ -247,12 +241,7 @@ class EngineSettings(LoadSettings):
     """
 
     draft_length: int | str | None = _model(
-        None,
-        "Draft tokens a step: a number, or auto to adapt.",
-        kind="length",
-        low=0,
-        high=64,
-        shown="auto",
+        None, "Draft tokens a step, or auto to adapt.", kind="length", low=0, high=64, shown="auto"
     )
     drafting: str = _model(
         "fair",
@@ -261,10 +250,7 @@ class EngineSettings(LoadSettings):
         choices=("fair", "throughput"),
     )
     draft_quantize: str | None = _model(
-        None,
-        "Round the weights of a draft model when loading, on a processor.",
-        choices=("int8", "int4"),
-        shown="no",
+        None, "As quantize, of a draft model.", choices=("int8", "int4"), shown="no"
     )
     draft_device: str | None = _model(
         None, "Device of a draft model, such as cpu beside a target on a GPU.", shown="the target's"
