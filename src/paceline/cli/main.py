@@ -10,21 +10,19 @@ import typer
 from typer.core import TyperGroup
 
 from paceline import __version__
-from paceline.cli import (
-    bench,
-    certify,
-    demo,
-    doctor,
-    export,
-    generate,
-    profile,
-    pull,
-    quantize,
-    serve,
-    train,
-    tune,
-)
+from paceline.cli.bench import bench
+from paceline.cli.certify import certify
+from paceline.cli.demo import demo
+from paceline.cli.doctor import doctor
+from paceline.cli.export import export
+from paceline.cli.generate import chat, generate
 from paceline.cli.output import debugging
+from paceline.cli.profile import profile
+from paceline.cli.pull import pull
+from paceline.cli.quantize import quantize
+from paceline.cli.serve import serve
+from paceline.cli.train import app as train
+from paceline.cli.tune import tune
 from paceline.errors import PacelineError
 
 
@@ -90,13 +88,10 @@ def root(
         os.environ["PACELINE_DEBUG"] = "1"
 
 
-for command in (
-    *(pull.pull, generate.generate, generate.chat, serve.serve, demo.demo),
-    *(bench.bench, certify.certify, profile.profile, tune.tune, doctor.doctor),
-    *(quantize.quantize, export.export),
-):
+_COMMANDS = (pull, generate, chat, serve, demo, bench, certify, profile, tune, doctor)
+for command in (*_COMMANDS, quantize, export):
     app.command(command.__name__)(command)
-app.add_typer(train.app, name="train")
+app.add_typer(train, name="train")
 
 
 def main() -> None:

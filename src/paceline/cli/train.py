@@ -35,11 +35,6 @@ if TYPE_CHECKING:
 app = typer.Typer(help="Train models for Paceline.", no_args_is_help=True)
 
 
-@app.callback()
-def group() -> None:
-    """Train models for Paceline."""
-
-
 @contextmanager
 def deferred_interrupts() -> Iterator[Callable[[], bool]]:
     """Ctrl-C between steps, where weights and optimizer agree: the block asks whether it came. A
