@@ -162,7 +162,7 @@ def test_another_option_is_named(certify: list[str], bench: list[str]) -> None:
     assert paceline(*certify, "--continue", "--seconds", "50").exit_code == 0
     paceline(*bench, "--seconds", "0")
     line = refused(*bench, "--continue", "--temperature", "1")
-    assert '--temperature is "1", it was "0"' in line
+    assert "--temperature is [1.0], it was [0.0]" in line
 
 
 def test_another_text_behind_the_same_name_is_noticed(
