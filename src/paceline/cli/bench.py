@@ -39,8 +39,8 @@ _numbers = partial(_measuring, kind="numbers", metavar="N,N")
 
 @dataclass(frozen=True)
 class BenchOptions:
-    """What is compared, and how. A suite is measured as its tables are published: batch 1, answers
-    of up to 1024 tokens that end where the model ends them, once."""
+    """What is compared. A suite is measured as its tables are published: batch 1, answers of up to
+    1024 tokens that end where the model ends them, once."""
 
     suite: str | None = _prompts(
         None, "spec-bench, mt-bench, gsm8k or humaneval: decode PATH as it does, print its table."
@@ -230,10 +230,8 @@ def _default_methods(model: str, draft: str | None) -> list[str]:
 def _measured(
     engine: ModelOptions, plan: _Plan, llm: LLM, record: HeatRecord, budget: Budget
 ) -> tuple[Interruption, dict[str, Any]]:
-    """Measure into ``record``: whether Ctrl-C came, and what else there is to tell.
-
-    Raises PromptError if no prompt leaves room for an answer.
-    """
+    """Measure into ``record``: whether Ctrl-C came, and other fields of BenchResult. Raises
+    PromptError if no prompt leaves room for an answer."""
     from paceline.lab.bench.engines import Starter
     from paceline.lab.bench.prompts import fit
     from paceline.lab.bench.result import spending_of

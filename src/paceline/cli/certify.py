@@ -1,7 +1,5 @@
-"""``paceline certify``: is speculative decoding lossless for this model, drafter and sampling?
-
-With ``--url``: is the server behind it lossless, whoever made it?
-"""
+"""``paceline certify``: is speculative decoding lossless for this model, drafter and sampling? With
+``--url``: is the server behind it, whoever made it?"""
 
 from __future__ import annotations
 

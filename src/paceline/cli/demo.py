@@ -100,8 +100,7 @@ class Decoded:
 class Measurement:
     """One prompt, decoded greedily by the target alone and with its draft.
 
-    Behind a near tie the two answers may end at different lengths, so each has its own tokens, and
-    the speedup is that of tokens a second.
+    Behind a near tie the answers may end at different lengths: the speedup is of tokens a second.
     """
 
     name: str

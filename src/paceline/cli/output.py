@@ -104,11 +104,8 @@ def shortened(text: str) -> str:
 
 
 class Painter:
-    """Colours streamed text by where its tokens came from.
-
-    Only the boundaries between tokens are worked out here, by decoding behind ``prompt``. Where a
-    character spans tokens, it takes the later one's colour.
-    """
+    """Colours streamed text, behind ``prompt``, by where its tokens came from. A character that
+    spans tokens takes the later one's colour."""
 
     def __init__(self, tokenizer: Any, coloured: bool, prompt: Sequence[int] = ()) -> None:
         # Here, because it loads tokenizers, which --help need not.

@@ -68,10 +68,8 @@ def profile(
 
 
 def _engines(engine: ModelOptions, concurrency: int) -> list[tuple[str, LLM]]:
-    """Plain decoding first, then with the draft if there is one, over the same weights.
-
-    Raises ConfigError if fewer sequences are decoded together than ``concurrency`` asks for.
-    """
+    """Plain decoding, and then the draft's if there is one, over the same weights. Raises
+    ConfigError if fewer sequences are decoded together than ``concurrency`` asks for."""
     draft = engine.resolved_draft
     if engine.max_batch_size is None and engine.profile is None and concurrency > _BATCH:
         engine = replace(engine, max_batch_size=concurrency)

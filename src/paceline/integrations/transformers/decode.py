@@ -101,10 +101,7 @@ def generate(
 
 
 def _caller_arguments() -> dict[str, Any]:
-    """Of ``model.generate``, which hands its streamer to no function given to it.
-
-    (transformers 5.17 to 5.23. Nothing else is taken from there.)
-    """
+    """Of ``model.generate``, which hands on no streamer (transformers 5.17 to 5.23)."""
     frame = sys._getframe(2)
     return dict(frame.f_locals) if frame.f_code.co_name == "generate" else {}
 

@@ -1,9 +1,7 @@
-"""An engine over a model that somebody else holds: the same weights, modules of its own.
+"""An engine over a caller's model: a copy of the tree of modules around the same tensors.
 
-The caller's module stays as it is. The engine gets a copy of the tree of modules around the same
-tensors, which calls our attention function and is laid out for speed: on a processor its linear
-weights are copies then, on either backend, for the caller's own must stay what they are. It is kept
-for the next call, until the weights change or another draft is asked for.
+On a processor linear weights are copied, laid out anew. The engine is kept for the
+next call, until the weights change or another draft is asked for.
 """
 
 from __future__ import annotations
@@ -32,11 +30,8 @@ from paceline.model.target import CausalModel
 
 @dataclass(frozen=True)
 class Setup:
-    """What an engine is built from besides the model.
-
-    ``tokenizer`` is the model's own, for drafts that are models of their own; None: it is read
-    from where the model came from.
-    """
+    """What an engine is built from besides the model. ``tokenizer`` is the target's, for draft
+    models; None: it is read from where the model came from."""
 
     draft: str | DraftSpec | Drafter
     options: EngineOptions
@@ -65,11 +60,8 @@ _guard = threading.Lock()
 
 @contextmanager
 def engine_over(model: Any, setup: Setup) -> Iterator[tuple[Engine, torch.Generator]]:
-    """The engine of a transformers ``model``, built or kept from the last call.
-
-    Calls of other threads on the same model wait for each other. Raises UnsupportedModelError,
-    ConfigError, and what the draft gives cause to.
-    """
+    """The engine of a transformers ``model``, built or kept from the last call. Calls of other
+    threads wait. Raises UnsupportedModelError, ConfigError, and what the draft gives cause to."""
     with _guard:
         shared = _engines.setdefault(model, SharedEngine())
     with shared.lock:
@@ -98,10 +90,8 @@ def forget(model: Any) -> None:
 
 
 def _weights(model: Any) -> tuple[Hashable, ...]:
-    """Changes when a weight is written in place, replaced or moved, or an adapter switched.
-
-    Not when it is written through ``.data``, of which PyTorch keeps no count: call ``forget``.
-    """
+    """Changes when a weight is written in place (not through ``.data``, which PyTorch does not
+    count), replaced or moved, or an adapter switched."""
     tensors = (*model.parameters(), *model.buffers())
     adapters = [
         (str(module.active_adapters), bool(module.disable_adapters), str(module.merged_adapters))

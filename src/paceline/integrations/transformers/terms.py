@@ -1,7 +1,6 @@
 """What a call of transformers' ``generate`` asks for, in our words; or it is refused by name.
 
-``generate`` turns its configuration into lists of logits processors and stopping criteria before it
-calls us, so those are what is read here, together with what callers put into them.
+By then its configuration is lists of logits processors and stopping criteria.
 """
 
 from __future__ import annotations
@@ -157,9 +156,7 @@ def _sampling_value(processor: Any, length: int) -> dict[str, Any]:
 
 def read_prompts(input_ids: torch.Tensor, inputs: dict[str, Any]) -> list[list[int]]:
     """The token ids of every row without its padding; ``inputs`` is what the model would be given.
-
-    Raises ConfigError for what would make a row another one than its tokens say.
-    """
+    Raises ConfigError for what would make a row another one than its tokens say."""
     for name, value in inputs.items():
         if value is not None and name not in _KNOWN_INPUTS:
             raise refuse(f"the model input {name}", "give input_ids and attention_mask only")
