@@ -190,6 +190,11 @@ def choose(name: str) -> bool:
     return not library().pl_choose(name.encode())
 
 
+def pointer(tensor: torch.Tensor | None) -> int | None:
+    """The address of its first number; None without a tensor."""
+    return None if tensor is None else tensor.data_ptr()
+
+
 def check(status: int) -> None:
     """Raises MemoryError and IndexError."""
     if status == 2:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import nn
@@ -15,13 +15,12 @@ from paceline.errors import ConfigError
 from paceline.model.quantised.rounding import Zero, gptq, round_to_nearest
 from paceline.model.quantised.weights import BITS, ROW_GROUP, HeldLinear, QuantisedLinear
 
-_HESSIAN_BYTES = 2 << 30  # held at once; a pass over the calibration text for each such part
+_HESSIAN_BYTES = 2 << 30  # in memory at once; each such part takes a pass over the calibration text
 GROUP = 32  # inputs of a four-bit weight that share a scale
-EIGHT_BIT_GROUP = 64  # of eight bits, where the kernels alone read it: a span of their sums
+EIGHT_BIT_GROUP = 64  # inputs of an eight-bit weight that share one, if only the kernels read it
 
 
-@dataclass(frozen=True)
-class Code:
+class Code(NamedTuple):
     """What a matrix is rounded to: ``group`` inputs share a scale, ``zero`` as in rounding.py."""
 
     bits: int
@@ -33,11 +32,11 @@ class Code:
 class Scheme:
     """``precision`` "int8" has a scale per output channel, "int4" one per ``group`` inputs.
 
-    ``finer``: eight bits have a scale for each 64 inputs where these divide a layer's, which no
-    engine but ours reads; half of the error is gone for 3 % more bytes.
-    ``zero`` (of four bits) says where the codes of four bits may stand (see rounding.py).
-    ``head``: the precision of the language-model head; None leaves it as it is. (A head is
-    read whole in every step, and errors in it move every logit; docs/quantise.md has the figures.)
+    ``finer``: in eight bits a scale per 64 inputs where these divide a layer's inputs, which halves
+    the error for 3 % more bytes; no other engine reads it.
+    ``zero``: the zero points of four bits (see rounding.py).
+    ``head``: the precision of the language-model head; None leaves it as it is. Its errors move
+    every logit, and every step reads it whole; docs/quantise.md has figures.
     """
 
     precision: str
@@ -57,7 +56,7 @@ class Scheme:
             )
 
     def code_of(self, inputs: int, is_head: bool) -> Code | None:
-        """Of a matrix of so many inputs; None if it stays as it is."""
+        """For a matrix of so many inputs; None if it is not quantised."""
         precision = self.head if is_head else self.precision
         if precision is None:
             return None
@@ -70,8 +69,8 @@ class Scheme:
 
 
 def scheme_named(name: str, group: int = GROUP, head: str | None = None) -> Scheme:
-    """Of a checkpoint to be written. "w4a16", as vLLM calls it, has whole zero points, which int4
-    has not: a model of its own. Raises ConfigError."""
+    """For a checkpoint: "int8", "int4" or vLLM's "w4a16", which has whole zero points. Raises
+    ConfigError."""
     if name == "w4a16":
         return Scheme("int4", group, head, "whole")
     if name not in BITS:
@@ -81,7 +80,7 @@ def scheme_named(name: str, group: int = GROUP, head: str | None = None) -> Sche
 
 @dataclass
 class Quantised:
-    """What became of a model's linear layers: bytes before and after, and what was left."""
+    """What became of the linear layers: bytes before and after, and the names of those ``left``."""
 
     before: int = 0
     after: int = 0
@@ -92,10 +91,10 @@ class Quantised:
 def quantise_module(
     hf: Any, scheme: Scheme, calibration: Sequence[Sequence[int]] | None = None
 ) -> Quantised:
-    """Replace linear modules, in whatever form they are held, by ``QuantisedLinear``.
+    """Replace the linear modules of ``hf`` by ``QuantisedLinear``.
 
-    ``calibration``: token ids of texts; with them rounding is GPTQ's, else to the nearest code.
-    Layers that do not divide into groups stay as they are and are named in ``left``.
+    ``calibration``: token ids of texts, which GPTQ needs; without them rounding is to the nearest
+    code. Layers that do not divide into groups stay and are named in ``left``.
     """
     result = Quantised()
     head = hf.get_output_embeddings()
@@ -113,15 +112,12 @@ def quantise_module(
             hessians = {} if calibration is None else observe(hf, part, calibration)
             for name in part:
                 module, code = hf.get_submodule(name), codes[name]
-                dense, bias = (
-                    resident_parameter(module, "weight").detach(),
-                    resident_parameter(module, "bias"),
-                )
-                how = code.bits, code.group, code.zero
+                dense = resident_parameter(module, "weight").detach()
+                bias = resident_parameter(module, "bias")
                 if hessians:
-                    weight = gptq(dense, hessians[name], *how)
+                    weight = gptq(dense, hessians[name], *code)
                 else:
-                    weight = round_to_nearest(dense, *how)
+                    weight = round_to_nearest(dense, *code)
                 result.before += dense.nbytes
                 result.after += weight.nbytes
                 result.layers += 1
@@ -130,17 +126,17 @@ def quantise_module(
     return result
 
 
-def _parts(hf: Any, names: Sequence[str], hold: bool) -> Iterator[list[str]]:
-    """Names in order, in parts whose matrices of inputs fit into memory together."""
+def _parts(hf: Any, names: Sequence[str], calibrated: bool) -> Iterator[list[str]]:
+    """The names in order, in parts whose Hessians fit into memory together."""
     part: list[str] = []
-    held = 0
+    total = 0
     for name in names:
-        size = 4 * hf.get_submodule(name).in_features ** 2 if hold else 0
-        if part and held + size > _HESSIAN_BYTES:
+        size = 4 * hf.get_submodule(name).in_features ** 2 if calibrated else 0
+        if part and total + size > _HESSIAN_BYTES:
             yield part
-            part, held = [], 0
+            part, total = [], 0
         part.append(name)
-        held += size
+        total += size
     if part:
         yield part
 
@@ -149,10 +145,8 @@ def _parts(hf: Any, names: Sequence[str], hold: bool) -> Iterator[list[str]]:
 def observe(
     hf: Any, names: Sequence[str], texts: Sequence[Sequence[int]]
 ) -> dict[str, torch.Tensor]:
-    """``X^T X`` of the inputs of each named linear module over the texts, ``[in, in]`` float32.
-
-    Modules that are given the very same tensor share one matrix.
-    """
+    """``X^T X`` of the inputs of the named linear modules over the texts, ``[in, in]`` float32.
+    Modules with the same input tensor share one matrix."""
     sums: dict[str, torch.Tensor] = {}
     shared: dict[str, str] = {}
     last: list[Any] = [None, ""]
@@ -186,13 +180,13 @@ def copy_beside(
     stand_in: Callable[[Any], nn.Module | None],
     finish: Callable[[nn.Module], None] = lambda _: None,
 ) -> Any:
-    """A copy with the very same parameters, in which each module that has a ``stand_in`` gives way
-    to it. ``finish`` is called with every module that was copied."""
+    """A copy that shares all parameters. A module with a ``stand_in`` is replaced by that;
+    ``finish`` is called with each module that was copied."""
     other = stand_in(module)
     if other is not None:
         return other
     copied = copy.copy(module)
-    # Tables of its own: parameters, hooks and children are looked up in them.
+    # Parameters, hooks and children are entries of these tables.
     vars(copied).update(
         {key: copy.copy(v) for key, v in vars(module).items() if isinstance(v, dict)}
     )
@@ -204,15 +198,14 @@ def copy_beside(
 
 
 def children(module: nn.Module) -> Iterator[tuple[nn.Module, str, nn.Module]]:
-    """All descendants with their parents and names; they may be replaced meanwhile."""
+    """All descendants with their parents and names; they may be replaced during the iteration."""
     for parent in list(module.modules()):
         for key, child in list(parent.named_children()):
             yield parent, key, child
 
 
 def resident_parameter(module: Any, name: str) -> Any:
-    """A parameter of a module, read from where it stays if that is not the device: offloaded
-    modules have a hook of accelerate's that knows."""
+    """A parameter of a module; one that is offloaded is read from its hook of accelerate's."""
     parameter = getattr(module, name)
     if parameter is None or parameter.device.type != "meta":
         return parameter

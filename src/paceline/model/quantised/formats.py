@@ -1,5 +1,5 @@
-"""Linear layers as the formats of the field store them: read into ``QuantisedWeight``, and written
-as compressed-tensors, which vLLM and transformers load. Of a layer ``L`` with weight ``[out, in]``:
+"""Quantised checkpoints: GPTQ, AWQ and compressed-tensors are read into ``QuantisedWeight``;
+compressed-tensors, which vLLM and transformers load, is written. Tensors of a layer ``L``:
 
 ===============  ======================================================================
 compressed-tensors
@@ -16,9 +16,9 @@ AWQ (gemm)       ``qweight`` int32 ``[in, out / 8]``, the outputs of a word in t
                  1 3 5 7; ``scales`` ``[groups, out]``; ``qzeros`` like the weights
 ===============  ======================================================================
 
-Of tensor groups the library unpacks no zero points and takes them in the number that is stored: so
-offsets that are no multiple of the scale can be stored. vLLM reads whole zero points only. Which
-layers are quantised, config.json says under ``quantization_config``.
+Zero points of tensor groups are stored unpacked as floats, so offsets need be no multiple of the
+scale; vLLM reads whole zero points only. ``quantization_config`` in config.json says which layers
+are quantised.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ _FORMATS = {8: "int-quantized", 4: "pack-quantized"}
 FROM_ZERO = 8  # between codes 0 to 15 and those that are stored
 _PER_WORD = 8  # four-bit codes in an int32
 Tensors = Mapping[str, torch.Tensor]
-_AWQ_ORDER = (0, 4, 1, 5, 2, 6, 3, 7)  # where outputs 0 to 7 of a word are found
+_AWQ_ORDER = (0, 4, 1, 5, 2, 6, 3, 7)  # positions of outputs 0 to 7 in a word
 
 
 # -- reading -----------------------------------------------------------------------------------
@@ -46,10 +46,8 @@ _AWQ_ORDER = (0, 4, 1, 5, 2, 6, 3, 7)  # where outputs 0 to 7 of a word are foun
 
 def quantised_weights(options: Mapping[str, Any], tensors: Tensors) -> dict[str, QuantisedWeight]:
     """The quantised weights of a checkpoint by layer. ``options``: its ``quantization_config``.
-
-    Raises ModelLoadError that names a tensor, and UnsupportedModelError that names what of the
-    format is not read here.
-    """
+    Raises ModelLoadError that names a tensor, UnsupportedModelError that names a feature that is
+    not read here."""
     method = str(options.get("quant_method"))
     reader, suffix = _READERS[method]
     weights: dict[str, QuantisedWeight] = {}
@@ -77,7 +75,7 @@ def quantised_weights(options: Mapping[str, Any], tensors: Tensors) -> dict[str,
 
 
 def _check_group(name: str, weight: QuantisedWeight, options: Mapping[str, Any]) -> None:
-    """Raises ModelLoadError where the scales are those of other groups than config.json says."""
+    """Raises ModelLoadError where config.json states another group size than the scales have."""
     groups = options.get("config_groups") or {}
     stated = [(group.get("weights") or {}).get("group_size") for group in groups.values()]
     stated = stated or [options.get("group_size", options.get("q_group_size"))]
@@ -91,9 +89,8 @@ def _check_group(name: str, weight: QuantisedWeight, options: Mapping[str, Any])
         )
 
 
-# Fields of a compressed-tensors' config by where they stand. Of these the reader of weights needs
-# some; the others say how the checkpoint came about, or how engines may round activations and
-# caches, which is a matter of the engine's arithmetic.
+# Known fields of a compressed-tensors config by level. Those not read here describe how the
+# checkpoint was made, or how an engine may round activations and caches.
 _FIELDS = {
     "": {
         *("quant_method", "format", "quantization_status", "config_groups", "ignore", "version"),
@@ -111,8 +108,8 @@ _LAYOUTS = {None, "int-quantized", "naive-quantized", "pack-quantized", "mixed-p
 
 
 def check_fields(name: str, options: Mapping[str, Any]) -> None:
-    """Raises UnsupportedModelError that names a field of a compressed-tensors' config without
-    which its weights are another model; transformers 5.23 passes over them, too."""
+    """Raises UnsupportedModelError that names a field of a compressed-tensors config that changes
+    what the weights mean and is not known; transformers 5.23 ignores such fields."""
     if options.get("quant_method") != METHOD:
         return
     groups = [g for g in (options.get("config_groups") or {}).values() if isinstance(g, Mapping)]
@@ -120,7 +117,7 @@ def check_fields(name: str, options: Mapping[str, Any]) -> None:
     levels += [("config_groups.weights.", group.get("weights") or {}) for group in groups]
     for level, fields in levels:
         for field in sorted(set(fields) - _FIELDS[level]):
-            if _says_nothing(fields[field]):
+            if _is_neutral(fields[field]):
                 continue
             why = _WHY.get(field, "is not understood here")
             raise UnsupportedModelError(
@@ -129,18 +126,16 @@ def check_fields(name: str, options: Mapping[str, Any]) -> None:
             )
 
 
-def _says_nothing(value: Any) -> bool:
-    """Empty, or the description of sparse weights that are stored like others."""
+def _is_neutral(value: Any) -> bool:
+    """Whether it is empty, or describes sparse weights that are stored densely."""
     if isinstance(value, Mapping):
         return value.get("format") == "dense" or not any(value.values())
     return not value
 
 
 def is_kept(options: Mapping[str, Any]) -> bool:
-    """Whether weights of this ``quantization_config`` are read and kept as they are.
-
-    Others are left to transformers and the library of their format.
-    """
+    """Whether weights of this ``quantization_config`` are read here and stay quantised; others are
+    left to transformers and the library of their format."""
     method = options.get("quant_method")
     if method in ("gptq", "awq"):
         return True
@@ -160,7 +155,7 @@ def is_kept(options: Mapping[str, Any]) -> bool:
 
 
 def owned(options: Mapping[str, Any]) -> tuple[str, ...]:
-    """Endings of the tensor names that belong to quantised layers, besides their biases."""
+    """Endings of the names of a quantised layer's tensors, without its bias."""
     if options.get("quant_method") == METHOD:
         names = ("packed", "scale", "shape", "zero_point", "global_scale", "g_idx")
         return (".weight", *(f".weight_{name}" for name in names))
@@ -200,7 +195,7 @@ def _compressed(name: str, tensors: Tensors, options: Mapping[str, Any]) -> Quan
 
 
 def _packed_bits(name: str, words: int, columns: int) -> int:
-    """Of the codes in rows of so many words: several precisions may stand side by side."""
+    """Bits of a code, told by the words of a row: a checkpoint may mix 4 and 8."""
     bits = next((bits for bits in (4, 8) if -(-columns * bits // 32) == words), None)
     if bits is None:
         raise UnsupportedModelError(
@@ -210,19 +205,37 @@ def _packed_bits(name: str, words: int, columns: int) -> int:
     return bits
 
 
-def _gptq(name: str, tensors: Tensors, options: Mapping[str, Any]) -> QuantisedWeight:
-    bits = _bits(options)
-    codes = unpack(tensors[f"{name}.qweight"].t(), bits)
+def _by_columns(name: str, tensors: Tensors, options: Mapping[str, Any]) -> QuantisedWeight:
+    """GPTQ and AWQ, which store matrices ``[in, out]``."""
+    bits, awq = options.get("bits", options.get("w_bit")), options["quant_method"] == "awq"
+    version = str(options.get("version", "gemm")).lower()
+    if bits not in (4, 8):
+        raise UnsupportedModelError(
+            f"weights of {bits} bits are not read here; take a checkpoint of 4 or 8 bits"
+        )
+    if awq and (version != "gemm" or bits != 4):
+        raise UnsupportedModelError(
+            f"AWQ weights of version {version!r} with {bits} bits are not read here; take a "
+            "checkpoint of 4 bits and version gemm"
+        )
+    words, zeros = tensors[f"{name}.qweight"], unpack(tensors[f"{name}.qzeros"], bits)
     scales = tensors[f"{name}.scales"].float().t().contiguous()
-    _check_order(name, tensors.get(f"{name}.g_idx"), codes.shape[1], scales.shape[1])
-    zeros = unpack(tensors[f"{name}.qzeros"], bits)
-    if options.get("checkpoint_format") != "gptq_v2":
-        zeros = zeros + 1
-    return QuantisedWeight(codes.contiguous(), scales, bits, _offsets(zeros.t(), scales))
+    if awq:
+        codes, zeros = _awq_outputs(unpack(words)), _awq_outputs(zeros)
+    else:
+        codes = unpack(words.t(), bits)
+        _check_order(name, tensors.get(f"{name}.g_idx"), codes.shape[1], scales.shape[1])
+        zeros = zeros.t() + (options.get("checkpoint_format") != "gptq_v2")
+    return QuantisedWeight(codes.contiguous(), scales, bits, _offsets(zeros, scales))
+
+
+def _awq_outputs(unpacked: torch.Tensor) -> torch.Tensor:
+    """``[rows, out]`` in the order of AWQ's words to ``[out, rows]``."""
+    return unpacked.reshape(len(unpacked), -1, 8)[..., list(_AWQ_ORDER)].flatten(1).t()
 
 
 def _check_order(name: str, order: torch.Tensor | None, columns: int, groups: int) -> None:
-    """Raises UnsupportedModelError where groups are not runs of neighbouring inputs."""
+    """Raises UnsupportedModelError where a group is not a run of neighbouring inputs."""
     group, rest = divmod(columns, max(1, groups))
     if order is None or rest or bool((order < 0).all()):  # -1: none is meant
         return
@@ -233,36 +246,8 @@ def _check_order(name: str, order: torch.Tensor | None, columns: int, groups: in
         )
 
 
-def _awq(name: str, tensors: Tensors, options: Mapping[str, Any]) -> QuantisedWeight:
-    version = str(options.get("version", "gemm")).lower()
-    bits = _bits(options)
-    if version != "gemm" or bits != 4:
-        raise UnsupportedModelError(
-            f"AWQ weights of version {version!r} with {bits} bits are not read here; take a "
-            "checkpoint of 4 bits and version gemm"
-        )
-
-    def outputs(words: torch.Tensor) -> torch.Tensor:
-        unpacked = unpack(words).reshape(len(words), -1, 8)[..., list(_AWQ_ORDER)]
-        return unpacked.flatten(1).t()
-
-    codes = outputs(tensors[f"{name}.qweight"])
-    zeros = outputs(tensors[f"{name}.qzeros"])
-    scales = tensors[f"{name}.scales"].float().t().contiguous()
-    return QuantisedWeight(codes.contiguous(), scales, bits, _offsets(zeros, scales))
-
-
-def _bits(options: Mapping[str, Any]) -> int:
-    bits = options.get("bits", options.get("w_bit"))
-    if bits not in (4, 8):
-        raise UnsupportedModelError(
-            f"weights of {bits} bits are not read here; take a checkpoint of 4 or 8 bits"
-        )
-    return int(bits)
-
-
 def _offsets(zeros: torch.Tensor | None, scales: torch.Tensor) -> torch.Tensor | None:
-    """Offsets of whole zero points ``[out, groups]``; None where all are 0."""
+    """Offsets of whole zero points ``[out, groups]``; None if all are 0."""
     if zeros is None or not zeros.any():
         return None
     return -zeros.float() * scales if zeros.shape == scales.shape else zeros.float()
@@ -271,8 +256,8 @@ def _offsets(zeros: torch.Tensor | None, scales: torch.Tensor) -> torch.Tensor |
 _Reader = Callable[[str, Tensors, Mapping[str, Any]], QuantisedWeight]
 _READERS: dict[str, tuple[_Reader, str]] = {
     METHOD: (_compressed, ".weight_scale"),
-    "gptq": (_gptq, ".qweight"),
-    "awq": (_awq, ".qweight"),
+    "gptq": (_by_columns, ".qweight"),
+    "awq": (_by_columns, ".qweight"),
 }
 
 
@@ -280,7 +265,8 @@ _READERS: dict[str, tuple[_Reader, str]] = {
 
 
 def tensors_of(hf: Any, dtype: torch.dtype) -> dict[str, torch.Tensor]:
-    """All tensors of a model with quantised layers, by the layout's names, others in ``dtype``."""
+    """All tensors of a model with quantised layers as the format names them, others in
+    ``dtype``."""
     quantised = {n: m for n, m in hf.named_modules() if isinstance(m, QuantisedLinear)}
     tensors = {name: t.to(dtype).contiguous() for name, t in hf.state_dict().items()}
     if hf.config.get_text_config(decoder=True).tie_word_embeddings:
@@ -308,7 +294,7 @@ def tensors_of(hf: Any, dtype: torch.dtype) -> dict[str, torch.Tensor]:
 
 
 def _scale_dtype(weight: QuantisedWeight) -> torch.dtype:
-    """That loses nothing of what the grid's scales are rounded to (rounding.py)."""
+    """The dtype in which the scales are stored without loss (see rounding.py)."""
     if not weight.from_zero:
         return torch.bfloat16
     return (
@@ -317,7 +303,7 @@ def _scale_dtype(weight: QuantisedWeight) -> torch.dtype:
 
 
 def quantization_config(hf: Any, scheme: Scheme) -> dict[str, Any]:
-    """What config.json says of the layers of ``hf``: those left as they are, by name."""
+    """The ``quantization_config`` of config.json for the layers of ``hf``."""
     groups = {"group_0": _group("Linear", scheme.precision, scheme)}
     head = hf.get_output_embeddings()
     if scheme.head not in (None, scheme.precision) and isinstance(head, QuantisedLinear):
@@ -334,7 +320,7 @@ def quantization_config(hf: Any, scheme: Scheme) -> dict[str, Any]:
 
 
 def _group(target: str, precision: str | None, scheme: Scheme) -> dict[str, Any]:
-    """Of the layers of one precision."""
+    """One entry of ``config_groups``."""
     four = precision == "int4"
     free = four and scheme.zero == "free"
     weights = {
@@ -368,7 +354,8 @@ def _group(target: str, precision: str | None, scheme: Scheme) -> dict[str, Any]
 
 
 def pack(codes: torch.Tensor) -> torch.Tensor:
-    """int32 ``[rows, ceil(columns / 8)]`` of four-bit codes -8 to 7, the last word padded by 0."""
+    """int32 ``[rows, ceil(columns / 8)]`` of four-bit codes -8 to 7; the last word is padded with
+    0."""
     rows, columns = codes.shape
     padded = nn.functional.pad(codes.long() + 8, (0, -columns % _PER_WORD))
     shifts = 4 * torch.arange(_PER_WORD)
@@ -378,7 +365,7 @@ def pack(codes: torch.Tensor) -> torch.Tensor:
 
 
 def unpack(words: torch.Tensor, bits: int = 4) -> torch.Tensor:
-    """Codes int8 ``[rows, columns]`` of int32 words, of ``bits`` each, the lowest bits first."""
+    """Codes int8 ``[rows, columns]`` of int32 words, ``bits`` each, lowest bits first."""
     shifts = bits * torch.arange(32 // bits)
     codes = (words.long()[..., None] >> shifts) & (2**bits - 1)
     signed: torch.Tensor = codes.flatten(1) - 2 ** (bits - 1)

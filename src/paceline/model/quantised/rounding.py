@@ -1,8 +1,7 @@
-"""From a weight to codes: nearest, on the grid that loses least, or by GPTQ.
+"""Round a weight to codes: to the nearest, on the grid of least error, or by GPTQ.
 
-GPTQ (Frantar et al. 2023, arXiv:2210.17323, algorithm 1) rounds the inputs of a layer one after the
-other and lets those that are still to come make up for the error, weighted by how the layer's
-inputs go together: ``H = X^T X`` over calibration text. Grids are chosen per group before it.
+GPTQ (Frantar et al. 2023, arXiv:2210.17323, algorithm 1) rounds the inputs of a layer in order and
+corrects the later ones for the error, by ``H = X^T X`` of the layer's inputs over calibration text.
 """
 
 from __future__ import annotations
@@ -14,11 +13,10 @@ import torch
 
 from paceline.errors import ConfigError
 from paceline.kernels.compile import NativeUnavailableError
-from paceline.kernels.library import DTYPES, check, library
+from paceline.kernels.library import DTYPES, check, library, pointer
 from paceline.model.quantised.weights import QuantisedWeight
 
-# Where the codes of a group may stand: around 0; around a whole multiple of the scale, as most
-# formats store it; or anywhere.
+# A group's zero point: 0, a whole multiple of the scale (as in most formats), or any number.
 Zero = Literal["none", "whole", "free"]
 _IN_KERNELS: dict[Zero, int] = {"none": 0, "whole": 1, "free": 2}
 
@@ -28,16 +26,16 @@ _SHRINKS = {  # of the group's range; 256 codes gain nothing where much is cut o
 }
 _CACHED = 1 << 16  # numbers
 _DAMPING = 0.01  # of the mean of H's diagonal, as in the paper
-_BLOCK = 128  # columns whose updates of the columns behind are made at once
+_BLOCK = 128  # columns after which the later columns are corrected
 _LEAST_HALF = 2**-14  # of normal numbers: smaller ones lose digits
 
 
 def nearest(weight: torch.Tensor, bits: int, group: int, zero: Zero = "none") -> QuantisedWeight:
-    """Each number of ``weight [out, in]`` to the nearest code; ``group`` inputs share a scale.
+    """The nearest codes of ``weight [out, in]``; ``group`` inputs share a scale.
 
-    Of some shrunk ranges of each group, that of least squared error of rounding is taken. But for
-    a "free" zero, scales are numbers that bf16 holds: checkpoints store them in it. Raises
-    ConfigError where ``group`` does not divide the inputs.
+    Of some shrunk ranges of a group the one of least squared error is taken. Scales are numbers
+    that bf16 holds, as checkpoints store them, unless the zero is "free". Raises ConfigError where
+    ``group`` does not divide the inputs.
     """
     if weight.shape[1] % group:
         raise ConfigError(
@@ -46,8 +44,8 @@ def nearest(weight: torch.Tensor, bits: int, group: int, zero: Zero = "none") ->
         )
     parts = weight.reshape(len(weight), -1, group)
     codes, grids = [], []
-    for some in torch.split(parts, max(1, _CACHED // weight.shape[1])):
-        numbers = some.float()
+    for rows in torch.split(parts, max(1, _CACHED // weight.shape[1])):
+        numbers = rows.float()
         scales, offsets = grid = _best_grid(numbers, bits, zero)
         wide = None if offsets is None else offsets[..., None]
         codes.append(_codes(numbers, scales[..., None], wide, bits, zero).flatten(1))
@@ -58,14 +56,14 @@ def nearest(weight: torch.Tensor, bits: int, group: int, zero: Zero = "none") ->
 def gptq(
     weight: torch.Tensor, hessian: torch.Tensor, bits: int, group: int, zero: Zero = "none"
 ) -> QuantisedWeight:
-    """As ``nearest``, the error of each input made up for by those behind it.
+    """As ``nearest``, with later inputs corrected for the error of earlier ones.
 
-    ``hessian`` ``[in, in]`` float32: the sum over calibration rows of ``x^T x``. Grids are those
-    of the weights as they are when their group is reached.
+    ``hessian`` ``[in, in]`` float32: the sum of ``x^T x`` over calibration rows. The grid of a
+    group is chosen when its first column is reached.
     """
     left = weight.float().clone()
     factor = _inverse_factor(hessian)
-    left[:, hessian.diagonal() == 0] = 0  # an input that never speaks may have any weight
+    left[:, hessian.diagonal() == 0] = 0  # the weight of an input that is always 0
     columns = left.shape[1]
     codes = torch.empty_like(left)
     grids: list[_Grid] = []
@@ -104,7 +102,7 @@ def _from_zero(bits: int, zero: Zero) -> bool:
 
 
 def _least(bits: int) -> int:
-    """Eight bits leave -128 out: products of two such sums would overflow in some instructions."""
+    """-127 in eight bits: sums of products with -128 would overflow in some instructions."""
     return -8 if bits == 4 else -127
 
 
@@ -122,13 +120,12 @@ def _codes(
 
 
 def _best_grid(parts: torch.Tensor, bits: int, zero: Zero) -> _Grid:
-    """``parts``: float32 ``[rows, groups, group]``, few enough to stay in a cache meanwhile."""
+    """``parts``: float32 ``[rows, groups, group]``, few enough to stay in the processor's cache."""
     low, high = parts.amin(-1), parts.amax(-1)
     best: _Grid | None = None
     least = torch.full(parts.shape[:2], torch.inf)
     for shrink in _SHRINKS[bits]:
         scales, offsets = _grid(low * shrink, high * shrink, bits, zero)
-        # Sums of squares that nearest codes leave, but for ties.
         wide = scales[..., None]
         wanted = parts if offsets is None else parts - offsets[..., None]
         rounded = (wanted * wide.reciprocal()).round_().clamp_(*_limits(bits, zero))
@@ -145,9 +142,8 @@ def _best_grid(parts: torch.Tensor, bits: int, zero: Zero) -> _Grid:
 
 
 def _sum(squares: torch.Tensor) -> torch.Tensor:
-    """Over the last dimension, a multiple of 16, in an order that is the same on every machine and
-    in the kernels (csrc/rounding.h): torch's own depends on the width of the vectors that it has.
-    """
+    """Over the last dimension, a multiple of 16, in the order of the kernels (csrc/rounding.h) on
+    every machine; that of ``torch.sum`` depends on the width of the vectors."""
     lanes = squares.reshape(*squares.shape[:-1], -1, 16)
     total: torch.Tensor = lanes[..., 0, :]
     for part in range(1, lanes.shape[-2]):
@@ -163,12 +159,11 @@ def _grid(low: torch.Tensor, high: torch.Tensor, bits: int, zero: Zero) -> _Grid
         scales = (high - low) / (2**bits - 1)
     elif bits == 8:
         scales = torch.maximum(-low, high) / most
-    else:  # one code more below 0: for the larger side of the group, whose sign the scale has
+    else:  # the scale has the sign that gives the group's larger side the extra code below 0
         scales = torch.where(-low > high, -low, -high) / (most + 1)
     scales = torch.where(scales == 0, 1.0, scales)
     if zero == "free":
-        # In half precision, as they are read with every weight (and as GGUF's Q4_1 has them); in
-        # float32 where a scale is too small for that, or an offset too large.
+        # In half precision, as in GGUF's Q4_1, unless a scale is too small or an offset too large.
         least, halves = _limits(bits, zero)[0], scales.half().float()
         offsets = (low - least * halves).half().float()
         if bool((scales >= _LEAST_HALF).all() and torch.isfinite(offsets).all()):
@@ -195,12 +190,9 @@ def _inverse_factor(hessian: torch.Tensor) -> torch.Tensor:
 def round_to_nearest(
     weight: torch.Tensor, bits: int, group: int, zero: Zero = "none"
 ) -> QuantisedWeight:
-    """``nearest``, by the kernels where they can be had.
-
-    SmolLM2's matrices take them a tenth of torch's time. ``weight`` ``[out, in]``.
-    """
+    """``nearest``, by the kernels where there are any, in a tenth of the time."""
     rows, columns = weight.shape
-    lanes = 16  # that a group's inputs are summed in
+    lanes = 16  # see _sum
     if weight.device.type != "cpu" or columns % group or group % lanes:
         return nearest(weight, bits, group, zero)
     try:
@@ -218,7 +210,7 @@ def round_to_nearest(
             *(rows, columns, group, bits, _IN_KERNELS[zero]),
             codes.data_ptr(),
             scales.data_ptr(),
-            None if offsets is None else offsets.data_ptr(),
+            pointer(offsets),
             torch.get_num_threads(),
         )
     )

@@ -22,10 +22,9 @@
 a span           64 inputs                32, or 16 where groups are so small
 ===============  =======================  =============================================
 
-``s`` and ``x_sums`` are sums of whole numbers and exact in any order, and rounded to float32 once;
-spans are added in order, in float32. So a row of ``y`` depends on its row of ``x`` alone, whatever
-rows ride along: what the same-bits guarantee asks of a product. ``QuantisedLinear`` computes it in
-plain torch; it is the readable truth that kernels are held against.
+``s`` and ``x_sums`` are sums of integers: exact in any order, rounded to float32 once. Spans are
+added in order, in float32. So a row of ``y`` depends on its row of ``x`` alone, whatever the batch
+(the same-bits guarantee). ``QuantisedLinear`` computes this in torch; kernels are compared to it.
 """
 
 from __future__ import annotations
@@ -42,9 +41,9 @@ from paceline.errors import ModelLoadError
 
 ROW_GROUP = 32  # activations of 8 bits that share a scale; also the group of four-bit weights
 _WIDE_SPAN = 64
-# Layers beside whose weights activations have 8 bits. They read rows that a norm has evened out,
-# and are 60 % of SmolLM2's. There, in 8 bits, perplexity rises by 0.15 % (by 1 % if all layers do
-# so), and VNNI multiplies them 1.5 times as fast.
+# Layers whose activations have 8 bits beside weights of 8. They read normed rows and are 60 % of
+# SmolLM2's weights: perplexity rises by 0.15 % (by 1 % if all layers do so), and VNNI multiplies
+# them 1.5 times as fast.
 NARROW = ("gate_proj", "up_proj", "gate_up_proj", "lm_head")
 BITS = {"int8": 8, "int4": 4}
 _MOST_SUMS = 1 << 24  # elements of one block of ``s``, so that a large head needs no gigabytes
@@ -55,10 +54,10 @@ class QuantisedWeight:
     """``codes`` int8 ``[out, in]``; ``scales`` and ``offsets`` float32 ``[out, groups]``.
 
     ``groups`` divides ``in`` into equal parts; one group is a scale per output channel. Without
-    ``offsets`` the codes are symmetric around 0. Whole zero points ``z``, as most formats have
-    them, are offsets ``-z * scale``; GGUF's Q4_1 and Q4_K have offsets that are no multiple, and
-    codes of four bits ``from_zero``: 0 to 15, where others have -8 to 7. ``narrow``: activations of
-    8 bits beside weights of 8, whatever their groups.
+    ``offsets`` the codes are symmetric around 0. A whole zero point ``z``, as most formats have
+    it, is an offset of ``-z * scale``; GGUF's Q4_1 and Q4_K have offsets that are no multiple, and
+    four-bit codes ``from_zero``: 0 to 15 instead of -8 to 7. ``narrow``: activations of 8 bits
+    beside weights of 8, whatever their groups.
     """
 
     codes: torch.Tensor
@@ -79,16 +78,16 @@ class QuantisedWeight:
 
     @property
     def wide(self) -> bool:
-        """Whether activations have 16 bits beside it."""
+        """Whether it is multiplied with activations of 16 bits."""
         return self.bits == 8 and not self.narrow and self.group % _WIDE_SPAN == 0
 
     def of_layer(self, name: str) -> QuantisedWeight:
-        """Itself as the weight of the layer of this name, of which the last part tells its role."""
+        """The same for the layer of this name, whose last part says whether it is ``narrow``."""
         return replace(self, narrow=name.rpartition(".")[2] in NARROW)
 
     @property
     def span(self) -> int:
-        """Inputs that are summed in whole numbers."""
+        """Inputs whose products are summed as integers."""
         return _WIDE_SPAN if self.wide else math.gcd(self.group, ROW_GROUP)
 
     @property
@@ -130,7 +129,7 @@ class QuantisedWeight:
         )
 
     def check(self, name: str) -> QuantisedWeight:
-        """Itself, if it can be a weight. Raises ModelLoadError that names the tensor."""
+        """Returns itself. Raises ModelLoadError that names the tensor if it can be no weight."""
         columns, groups = self.codes.shape[1], self.scales.shape[1]
         if self.scales.shape[0] != self.codes.shape[0] or groups == 0 or columns % groups:
             raise ModelLoadError(
@@ -153,11 +152,11 @@ class QuantisedWeight:
 
 
 def quantise_rows(x: torch.Tensor, wide: bool) -> tuple[torch.Tensor, torch.Tensor]:
-    """Codes ``[T, in]`` (whole numbers, float32) and scales ``[T, in / 32]`` of activations;
-    ``wide``: of 16 bits, and ``[T, 1]``.
+    """Codes ``[T, in]`` (integers as float32) and scales ``[T, in / 32]`` of activations; if
+    ``wide``, codes of 16 bits and scales ``[T, 1]``.
 
-    Symmetric: a scale is the largest magnitude over the largest code. What a group of zeros is
-    scaled by is 0, and its codes are 0.
+    Symmetric: a scale is the largest magnitude over the largest code; a group of zeros has the
+    scale 0 and codes 0.
     """
     most = 127 * 256 if wide else 127
     parts = x.float().reshape(len(x), -1, x.shape[1] if wide else ROW_GROUP)
@@ -169,8 +168,7 @@ def quantise_rows(x: torch.Tensor, wide: bool) -> tuple[torch.Tensor, torch.Tens
 
 @dataclass(frozen=True)
 class HeldMatrix:
-    """One linear layer: ``bits`` of a code or number, ``bytes`` with scales and padding as they lie
-    in memory."""
+    """One linear layer in memory: bits of a number or code, ``bytes`` with scales and padding."""
 
     bits: int
     elements: int
@@ -178,8 +176,8 @@ class HeldMatrix:
 
 
 class HeldLinear(nn.Module, ABC):
-    """A linear layer that holds its matrix in a form of its own; ``weight`` and ``bias`` are as
-    those of an ``nn.Linear``, made when they are asked for."""
+    """A linear layer with its matrix in another layout; ``weight`` and ``bias`` are those of the
+    ``nn.Linear``, ``weight`` computed when it is read."""
 
     in_features: int
     out_features: int
@@ -196,7 +194,7 @@ class HeldLinear(nn.Module, ABC):
 
 
 class QuantisedLinear(HeldLinear):
-    """Stands for an ``nn.Linear`` whose weight is quantised; see the formulas above."""
+    """An ``nn.Linear`` with a quantised weight; the module docstring has the formulas."""
 
     def __init__(self, weight: QuantisedWeight, bias: torch.Tensor | None) -> None:
         super().__init__()
@@ -211,7 +209,7 @@ class QuantisedLinear(HeldLinear):
 
     @property
     def weight(self) -> torch.Tensor:
-        """A dense copy of what the codes stand for; costs memory and time."""
+        """A dense copy ``[out, in]``, float32; costs memory and time."""
         return self.quantised.dense()
 
     def held(self) -> HeldMatrix:
@@ -221,7 +219,7 @@ class QuantisedLinear(HeldLinear):
         return HeldMatrix(quantised.bits, quantised.codes.numel(), size)
 
     def plain(self) -> nn.Linear:
-        """A plain layer of the numbers that the codes stand for, float32."""
+        """An ``nn.Linear`` of the dequantised numbers, float32."""
         return plain_linear(self.weight, None if self.bias is None else self.bias.float())
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
@@ -237,7 +235,7 @@ class QuantisedLinear(HeldLinear):
 
 
 def plain_linear(weight: torch.Tensor, bias: torch.Tensor | None = None) -> nn.Linear:
-    """A layer of these very tensors, ``[out, in]`` and ``[out]``."""
+    """A layer that holds these tensors, ``[out, in]`` and ``[out]``, without a copy."""
     linear = nn.Linear(1, 1, bias=False)
     linear.out_features, linear.in_features = weight.shape
     linear.weight = nn.Parameter(weight.detach(), requires_grad=False)
@@ -247,7 +245,7 @@ def plain_linear(weight: torch.Tensor, bias: torch.Tensor | None = None) -> nn.L
 
 
 def quantised_product(x: torch.Tensor, weight: QuantisedWeight) -> torch.Tensor:
-    """``[T, out]`` float32 from ``x [T, in]``, by the formulas at the top."""
+    """``[T, out]`` float32 of ``x [T, in]``, by the formulas of the module docstring."""
     codes, x_scales = quantise_rows(x, weight.wide)
     size, spans = weight.span, weight.shape[1] // weight.span
     # Whole numbers: a product of these is exact in any order below 2^24 in float32, 2^53 in double.
@@ -273,7 +271,8 @@ def quantised_product(x: torch.Tensor, weight: QuantisedWeight) -> torch.Tensor:
 
 
 def alike(weights: Sequence[QuantisedWeight]) -> list[QuantisedWeight]:
-    """Weights of one input in one form, for which those of four bits may have to be widened."""
+    """Weights of the same input brought to one form without loss: those of four bits may be
+    widened."""
     if len({(w.bits, w.group, w.offsets is None, w.from_zero) for w in weights}) < 2:
         return list(weights)
     group = math.gcd(*(weight.group for weight in weights))
@@ -285,9 +284,6 @@ def alike(weights: Sequence[QuantisedWeight]) -> list[QuantisedWeight]:
 
 
 def is_plain(weight: torch.Tensor) -> bool:
-    """Whether these are numbers, not a tensor of a library that multiplies in its own way.
-
-    By its type alone: a parameter of such a tensor has that tensor's, and torchao's cannot even be
-    detached in inference mode.
-    """
+    """Whether these are numbers, not a tensor subclass of a library such as torchao's, which cannot
+    even be detached in inference mode: so the type alone is looked at."""
     return type(weight) in (torch.Tensor, nn.Parameter)

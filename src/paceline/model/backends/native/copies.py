@@ -20,7 +20,7 @@ import shutil
 import time
 from collections.abc import Sequence
 from contextlib import suppress
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -74,9 +74,8 @@ class _Matrix:
 
     def rounded(self) -> Packed:
         """One layer's numbers at a time are unpacked."""
-        how = self.code.bits, self.code.group, self.code.zero
         linears = [
-            QuantisedLinear(round_to_nearest(layer.weight, *how).of_layer(name), layer.bias)
+            QuantisedLinear(round_to_nearest(layer.weight, *self.code).of_layer(name), layer.bias)
             for layer, _, name in self.members
         ]
         return Packed.of(linears, self.packed.dtype, self.gated)
@@ -143,7 +142,7 @@ def _file_of(checkpoint: Sequence[FileStamp], matrices: Sequence[_Matrix]) -> Pa
     except OSError:
         return None
     about = [
-        (str(m.packed.dtype), m.packed.form and asdict(m.packed.form), asdict(m.code))
+        (str(m.packed.dtype), m.packed.form and m.packed.form._asdict(), m.code._asdict())
         for m in matrices
     ]
     text = json.dumps([contents, about])
@@ -209,7 +208,7 @@ def write(file: Path, made: Sequence[Packed]) -> None:
         if size > _limit() or 2 * size > shutil.disk_usage(file.parent).free:
             return
         _evict(file.parent, _limit() - size)
-        forms = [asdict(packed.form) for packed in made if packed.form is not None]
+        forms = [packed.form._asdict() for packed in made if packed.form is not None]
         with (
             stage(f"keeping it in {file.parent}"),
             write_aside(file, "the quantised form", _is_ours, durable=False) as stream,

@@ -1,10 +1,9 @@
-"""A model or a head that the library holds open, and the calls on it: a forward over a batch
-(csrc/forward.cpp), and drafts grown to their end (csrc/grow.cpp).
+"""A model or a head that the library has open: forwards (csrc/forward.cpp) and whole drafts
+(csrc/grow.cpp).
 
-Between the levels of a small draft Python takes longer than the forward. What ``grow`` grows is
-what draft/trees/grow.py grows, up to ties and the last bits of scores; for sampled requests,
-without the tokens that are a millionth as likely as a row's likeliest. A chain may end earlier:
-behind a token whose path is too unlikely for another pass.
+``grow`` makes what draft/trees/grow.py makes, up to ties and the last bits of scores; for sampled
+requests without tokens a millionth as likely as a row's likeliest. A chain may end earlier, behind
+a token whose path is too unlikely for another forward.
 """
 
 from __future__ import annotations
@@ -15,7 +14,6 @@ import math
 import threading
 from array import array
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
 from typing import Any
 from weakref import WeakKeyDictionary
 
@@ -25,7 +23,7 @@ from paceline.core.batch import Batch, Span
 from paceline.core.draws import GREEDY_SHARPNESS
 from paceline.core.noise import splitmix64
 from paceline.core.tree import TokenTree, chain_parents
-from paceline.kernels.library import CBatch, CGrowth, CModel, CTree, check, library
+from paceline.kernels.library import CBatch, CGrowth, CModel, CTree, check, library, pointer
 from paceline.model.backends.base import GrownTree, WantedTree
 from paceline.model.backends.counters import NativeWork, count_work, traced
 from paceline.model.backends.native.packing import Packing
@@ -36,39 +34,25 @@ _ALL = 1 << 30  # more than any vocabulary has
 Pointers = tuple[Any, Any, bool]
 
 
-@dataclass(frozen=True)
-class RopeTables:
-    """Cosines and sines of ``length`` positions, ``[length, head_dim]`` float32 each kind: half
-    of a row the ones, half the others. The library reads them by an array at ``address``."""
-
-    length: int
-    tables: Sequence[torch.Tensor] = ()
-    _pointers: Any = field(init=False)
-
-    def __post_init__(self) -> None:
-        pointers = (ctypes.c_void_p * len(self.tables))(*(t.data_ptr() for t in self.tables))
-        object.__setattr__(self, "_pointers", pointers)
-
-    @property
-    def address(self) -> int:
-        return ctypes.addressof(self._pointers)
-
-
 class Ropes:
-    """Tables of all positions so far, from the model's own module, in float32."""
+    """Cosines and sines of all positions so far, float32 ``[positions, head_dim]`` for each kind of
+    layers: half of a row cosines, half sines. The model's own module computes them."""
 
     def __init__(self, rotary_emb: Any, kinds: Sequence[str | None]) -> None:
         self._module, self._kinds = rotary_emb, kinds
-        self._known = RopeTables(0)
+        self._length, self._pointers = 0, None
         self._growing = threading.Lock()
 
-    def reach(self, length: int) -> RopeTables:
-        """Of at least so many positions."""
+    def reach(self, length: int) -> Any:
+        """A C array of pointers to tables of at least so many positions, which live as long."""
         with self._growing:  # several engines may decode with one model
-            if length > self._known.length:
+            if length > self._length:
                 longest = max(256, 1 << (length - 1).bit_length())
-                self._known = RopeTables(longest, [self._table(longest, k) for k in self._kinds])
-            return self._known
+                tables = [self._table(longest, kind) for kind in self._kinds]
+                pointers: Any = (ctypes.c_void_p * len(tables))(*map(pointer, tables))
+                pointers.tables = tables
+                self._length, self._pointers = longest, pointers
+            return self._pointers
 
     def _table(self, length: int, kind: str | None) -> torch.Tensor:
         more = () if kind is None else (kind,)
@@ -83,10 +67,10 @@ def rows_of_logits(batch: Batch) -> int:
 
 
 class Opened:
-    """The library's own part of a model, given back when the last view of it goes.
+    """A model in the library, closed with its last reference.
 
-    ``packing`` holds what ``model`` points to; ``rotary_emb`` makes the tables of each of
-    ``rope_kinds``. ``skipped`` of the calls: a flag for each layer, if some are left out.
+    ``packing`` keeps alive what ``model`` points to; ``rotary_emb`` makes the tables of the
+    ``rope_kinds``. ``skipped`` of the calls: flags of the layers, if some are left out.
     """
 
     def __init__(
@@ -112,12 +96,8 @@ class Opened:
     def forward(
         self, name: str, batch: Batch, cache: KeyValueStore, skipped: Any = None, **fields: Any
     ) -> None:
-        """One forward. ``fields``: more of CBatch; what they point to, the caller holds."""
-        pointers = self._pointers(cache)
-        struct, longest, _held = _struct_of(batch, cache, pointers, **fields)
-        ropes = self._ropes.reach(longest)
-        struct.rope = ropes.address
-        struct.skipped = None if skipped is None else ctypes.addressof(skipped)
+        """One forward. ``fields``: more of CBatch; the caller keeps alive what they point to."""
+        struct, _alive = self._struct(batch, cache, skipped, **fields)
         with traced(name):
             check(library().pl_forward(self._handle, struct))
         count_work(lambda: self._work(batch.spans, cache, rows_of_logits(batch), skipped))
@@ -141,34 +121,30 @@ class Opened:
         counts = torch.zeros(len(wanted), dtype=torch.int32)
         logits = logits if logits.stride(1) == 1 else logits.contiguous()
         outputs = None if outputs is None else outputs.contiguous()
-        pointers = self._pointers(cache)
-        flags = None if skipped is None else ctypes.addressof(skipped)
-        longest, run, held = max(tree.base + tree.depth for tree in wanted), None, None
+        keys, values, int8_cache = self._pointers(cache)
+        forward, _alive = None, None
         if first is not None:
             assert logits.is_contiguous() and rows_of_logits(first) == len(wanted)
-            fields = {"logits": logits.data_ptr(), "columns": logits.shape[1], "skipped": flags}
-            run, reach, held = _struct_of(first, cache, pointers, **fields)
-            longest = max(longest, reach)
-        ropes = self._ropes.reach(longest)
-        if run is not None:
-            run.rope = ropes.address
+            fields = {"logits": logits.data_ptr(), "columns": logits.shape[1]}
+            forward, _alive = self._struct(first, cache, skipped, **fields)
+        ropes = self._ropes.reach(max(tree.base + tree.depth for tree in wanted))
         growth = CGrowth(
             trees=len(wanted),
             block_size=cache.block_size,
             threads=torch.get_num_threads(),
             tree=ctypes.addressof(trees),
             tables=tables.buffer_info()[0],
-            first=None if run is None else ctypes.addressof(run),
+            first=_address(forward),
             logits=logits.data_ptr(),
             stride=logits.stride(0),
             columns=logits.shape[1],
-            ids=None if ids is None else ids.data_ptr(),
-            outputs=None if outputs is None else outputs.data_ptr(),
-            keys=ctypes.addressof(pointers[0]),
-            values=ctypes.addressof(pointers[1]),
-            int8_cache=pointers[2],
-            skipped=flags,
-            rope=ropes.address,
+            ids=pointer(ids),
+            outputs=pointer(outputs),
+            keys=_address(keys),
+            values=_address(values),
+            int8_cache=int8_cache,
+            skipped=_address(skipped),
+            rope=_address(ropes),
             most=most,
             tokens=nodes[0].data_ptr(),
             parents=nodes[1].data_ptr(),
@@ -178,14 +154,57 @@ class Opened:
         )
         with traced(name):
             check(library().pl_grow(self._handle, growth))
-        del held
         for spans, rows in _forwards(first, wanted, counts.tolist(), logits.shape[1]):
             count_work(lambda s=spans, r=rows: self._work(s, cache, r, skipped))  # type: ignore[misc]
         return _read_trees(nodes, scores, counts.tolist())
 
+    def _struct(
+        self, batch: Batch, cache: KeyValueStore, skipped: Any, **fields: Any
+    ) -> tuple[CBatch, Any]:
+        """A batch as the library reads it, and what it points to."""
+        span_fields: list[int] = []
+        tables: list[int] = []
+        parents: list[int] = []
+        for span, table in zip(batch.spans, batch.tables, strict=True):
+            nodes = span.parents
+            span_fields += (span.start, span.context, span.pending, len(nodes), span.first_new)
+            span_fields += (len(tables), len(parents))
+            tables += table
+            parents += nodes
+        rows, wanted = len(batch.input_ids), batch.logit_rows
+        parts = (
+            *(span_fields, tables, parents, batch.input_ids, batch.positions, batch.slots),
+            wanted or (),
+        )
+        numbers = array("i", itertools.chain.from_iterable(parts))
+        start = numbers.buffer_info()[0]
+        starts = [start + 4 * end for end in itertools.accumulate(map(len, parts))]
+        keys, values, int8_cache = self._pointers(cache)
+        ropes = self._ropes.reach(max((span.kv_length for span in batch.spans), default=1))
+        struct = CBatch(
+            rows=rows,
+            spans=len(batch.spans),
+            logit_rows=rows if wanted is None else len(wanted),
+            block_size=cache.block_size,
+            threads=torch.get_num_threads(),
+            span=start,
+            tables=starts[0],
+            parents=starts[1],
+            ids=starts[2],
+            positions=starts[3],
+            slots=starts[4],
+            wanted=None if wanted is None else starts[5],
+            keys=_address(keys),
+            values=_address(values),
+            int8_cache=int8_cache,
+            skipped=_address(skipped),
+            rope=_address(ropes),
+            **fields,
+        )
+        return struct, (numbers, ropes)
+
     def _pointers(self, cache: KeyValueStore) -> Pointers:
-        """Where the keys and the values of each layer lie, and whether those are in 8 bits; asked
-        for once of a cache."""
+        """Pointers to each layer's keys and to its values, and whether they are in 8 bits."""
         pointers = self._caches.get(cache)
         if pointers is None:
             array_of = ctypes.c_void_p * self._layers
@@ -201,8 +220,8 @@ class Opened:
     def _work(
         self, spans: Sequence[Span], cache: KeyValueStore, wanted: int, skipped: Any
     ) -> NativeWork:
-        """Of a forward with ``wanted`` rows of logits. Of experts, as if the rows were shared out
-        evenly; windows are not looked at."""
+        """Of a forward with ``wanted`` rows of logits: rows are spread over experts evenly, windows
+        are ignored."""
         layers = self._layers - sum(skipped or ())
         products = self._packing.reads(sum(span.rows for span in spans), wanted, skipped)
         keys = cache.kv(0)[0]
@@ -212,58 +231,18 @@ class Opened:
         return NativeWork(products, 2 * layers * entry * read, 4 * layers * self._width * pairs)
 
 
-def _struct_of(
-    batch: Batch, cache: KeyValueStore, pointers: Pointers, **fields: Any
-) -> tuple[CBatch, int, Any]:
-    """A batch as the library reads it, how many positions occur, and what it points to."""
-    span_fields: list[int] = []
-    tables: list[int] = []
-    parents: list[int] = []
-    longest = 1
-    for span, table in zip(batch.spans, batch.tables, strict=True):
-        nodes = span.parents
-        span_fields += (span.start, span.context, span.pending, len(nodes), span.first_new)
-        span_fields += (len(tables), len(parents))
-        tables += table
-        parents += nodes
-        longest = max(longest, span.kv_length)
-    rows, wanted = len(batch.input_ids), batch.logit_rows
-    parts = (
-        *(span_fields, tables, parents, batch.input_ids, batch.positions, batch.slots),
-        wanted or (),
-    )
-    numbers = array("i", itertools.chain.from_iterable(parts))
-    ends = list(itertools.accumulate(map(len, parts)))
-    start = numbers.buffer_info()[0]
-    struct = CBatch(
-        rows=rows,
-        spans=len(batch.spans),
-        logit_rows=rows if wanted is None else len(wanted),
-        block_size=cache.block_size,
-        threads=torch.get_num_threads(),
-        span=start,
-        tables=start + 4 * ends[0],
-        parents=start + 4 * ends[1],
-        ids=start + 4 * ends[2],
-        positions=start + 4 * ends[3],
-        slots=start + 4 * ends[4],
-        wanted=None if wanted is None else start + 4 * ends[5],
-        keys=ctypes.addressof(pointers[0]),
-        values=ctypes.addressof(pointers[1]),
-        int8_cache=pointers[2],
-        **fields,
-    )
-    return struct, longest, numbers
+def _address(struct: Any) -> int | None:
+    return None if struct is None else ctypes.addressof(struct)
 
 
 def _trees_of(wanted: Sequence[WantedTree], block_size: int) -> tuple[Any, array[int]]:
-    """An array of CTree, and their tables one behind the other. Raises IndexError."""
+    """An array of CTree, and the trees' block tables in one array. Raises IndexError."""
     tables, trees = array("i"), (CTree * len(wanted))()
     for i, tree in enumerate(wanted):
         if tree.base + tree.width * (tree.depth - 1) > len(tree.table) * block_size:
             raise IndexError("a tree has no room in the cache")
         params, greedy = tree.params, tree.params.greedy
-        # Beyond this a softmax is one-hot anyway.
+        # A softmax is one-hot beyond 1e6.
         sharpness = GREEDY_SHARPNESS if greedy else min(1e6, 1 / params.temperature)
         trees[i] = CTree(
             *(tree.depth, tree.width, tree.nodes, tree.base, len(tables)),
@@ -293,8 +272,8 @@ def _read_trees(nodes: torch.Tensor, scores: torch.Tensor, counts: list[int]) ->
 def _forwards(
     first: Batch | None, wanted: Sequence[WantedTree], counts: Sequence[int], columns: int
 ) -> Iterator[tuple[Sequence[Span], int]]:
-    """Of each forward of a growth the spans, as far as attention's reads depend on them, and how
-    many rows have logits. Of a chain, as many levels were grown as it has nodes, ``counts``."""
+    """The forwards of a growth, for counting: their spans and rows of logits. A chain was grown for
+    as many levels as it has nodes (``counts``)."""
     if first is not None:
         yield first.spans, len(wanted)
     depths = [c if t.width == 1 else t.depth for t, c in zip(wanted, counts, strict=True)]

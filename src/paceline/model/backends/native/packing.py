@@ -1,12 +1,12 @@
-"""Weights in the layout of the kernels, and the modules that stand in for the plain ones."""
+"""Weights in the layout of the kernels, and the modules that replace the plain ones."""
 
 from __future__ import annotations
 
 import copy
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -28,6 +28,7 @@ from paceline.kernels.library import (
     CWeight,
     check,
     library,
+    pointer,
 )
 from paceline.kernels.pages import zeros
 from paceline.model.backends.counters import NativeWork, WeightRead, count_work
@@ -49,14 +50,13 @@ GATED = ("gate_proj", "up_proj")
 
 @dataclass(frozen=True)
 class Packed:
-    """One or more matrices of the same input as the kernels read them (csrc/products.h; quantised
-    ones: csrc/quantised.cpp)."""
+    """Matrices with the same input in the kernels' layout (csrc/products.h, csrc/quantised.cpp)."""
 
     data: torch.Tensor  # bytes
     bias: torch.Tensor | None  # float32, one for each packed output
-    outputs: int  # as packed: the two of a gated pair count once
+    outputs: int  # a gated pair's are counted once
     inputs: int
-    dtype: torch.dtype  # of activations, and of weights that are plain numbers
+    dtype: torch.dtype  # of activations and of plain weights
     form: Form | None = None  # of quantised weights
     elements: int = 0  # of the matrices, padding left out
 
@@ -64,7 +64,7 @@ class Packed:
     def of(
         cls, linears: Sequence[nn.Linear | QuantisedLinear], dtype: torch.dtype, gated: bool = False
     ) -> Packed:
-        """The matrices one below the other; ``gated``: two, their outputs side by side."""
+        """The matrices one below the other; ``gated``: two, their outputs interleaved."""
         quantised = [linear for linear in linears if isinstance(linear, QuantisedLinear)]
         weights = alike([linear.quantised for linear in quantised])
         if quantised:  # all are: see same_form
@@ -72,10 +72,8 @@ class Packed:
                 QuantisedLinear(w, old.bias) for w, old in zip(weights, quantised, strict=True)
             ]
         packed = cls.blank(linears, dtype, gated, Form.of(weights))
-        at = 0
-        for part, linear in zip(_parts_of(gated), linears, strict=False):
-            packed._take(linear, part, 0 if gated else at)
-            at += linear.out_features
+        for linear, part, first in _members(linears, gated):
+            packed._take(linear, part, first)
         return packed
 
     @classmethod
@@ -86,27 +84,22 @@ class Packed:
         gated: bool,
         form: Form | None,
     ) -> Packed:
-        """Room for such matrices, filled with zeros, and their biases."""
+        """A matrix of that form and size, all zeros, with the layers' biases."""
         inputs = linears[0].in_features
         rows = sum(linear.out_features for linear in linears)
         padded = 2 * -(-rows // 2 // 16) * 16 if gated else -(-rows // _PANEL) * _PANEL
         bias = None
         if any(linear.bias is not None for linear in linears):
             bias = torch.zeros(padded)
-            at = 0
-            for part, linear in zip(_parts_of(gated), linears, strict=False):
-                count = linear.out_features
+            for linear, part, first in _members(linears, gated):
                 if linear.bias is not None:
-                    lanes = _lanes(part, 0 if gated else at, count)
-                    bias[lanes] = linear.bias.detach().float()
-                at += count
-        outputs = rows // 2 if gated else rows
-        empty = cls(torch.empty(0), bias, padded, inputs, dtype, form).struct()
+                    outputs = _packed_outputs(part, first, linear.out_features)
+                    bias[outputs] = linear.bias.detach().float()
         if form is None:
             size = library().pl_packed_bytes(DTYPES[dtype], padded, inputs)
         else:
-            size = library().pl_quantised_bytes(empty)
-        return cls(zeros(size), bias, outputs, inputs, dtype, form, rows * inputs)
+            size = library().pl_quantised_bytes(CWeight(None, None, padded, inputs, *form))
+        return cls(zeros(size), bias, rows // (1 + gated), inputs, dtype, form, rows * inputs)
 
     def _take(self, linear: nn.Linear | QuantisedLinear, part: int, first: int) -> None:
         if isinstance(linear, QuantisedLinear):
@@ -118,30 +111,17 @@ class Packed:
         library().pl_pack(code, part, weight.data_ptr(), rows, self.inputs, first, data)
 
     def _copy_quantised(self, weight: QuantisedWeight, part: int, first: int, out: int) -> None:
-        offsets = None if weight.offsets is None else weight.offsets.data_ptr()
-        library().pl_copy_quantised(
-            out,
-            part,
-            weight.codes.data_ptr(),
-            weight.scales.data_ptr(),
-            offsets,
-            weight.shape[0],
-            first,
-            self.struct(),
-        )
+        numbers = pointer(weight.codes), pointer(weight.scales), pointer(weight.offsets)
+        rows = weight.shape[0]
+        library().pl_copy_quantised(out, part, *numbers, rows, first, self.struct())
 
     def read(self, rows: int) -> WeightRead:
         """What a product of ``rows`` rows with all of it reads."""
         return WeightRead(self.data.data_ptr(), self.elements, self.data.numel(), rows)
 
     def struct(self) -> CWeight:
-        bias = None if self.bias is None else self.bias.data_ptr()
-        plain = CWeight(self.data.data_ptr(), bias, self.outputs, self.inputs)
-        if self.form is not None:
-            plain.bits, plain.repeat = self.form.bits, self.form.repeat
-            plain.scale_kind, plain.offsets = self.form.scale_kind, self.form.offsets
-            plain.wide = self.form.wide
-        return plain
+        pointers = pointer(self.data), pointer(self.bias)
+        return CWeight(*pointers, self.outputs, self.inputs, *(self.form or ()))
 
     def quantised(self, part: int, first: int, rows: int) -> QuantisedWeight:
         """A copy of ``rows`` outputs of quantised weights from ``first`` on."""
@@ -159,7 +139,7 @@ class Packed:
         return weight
 
     def dense(self, part: int, first: int, rows: int) -> torch.Tensor:
-        """A copy of ``rows`` outputs from ``first`` on, exactly what was packed."""
+        """A copy of ``rows`` outputs from ``first`` on, with the numbers that were packed."""
         if self.form is not None:
             return self.quantised(part, first, rows).dense(self.dtype)
         out = torch.empty(rows, self.inputs, dtype=self.dtype)
@@ -168,7 +148,7 @@ class Packed:
         return out
 
     def product(self, x: torch.Tensor, cap: float = 0.0) -> torch.Tensor:
-        """``[..., inputs]`` to ``[..., outputs]``; ``cap`` as of soft-capped logits."""
+        """``[..., inputs]`` to ``[..., outputs]``; ``cap``: soft cap of logits, 0 for none."""
         rows = x.to(self.dtype).reshape(-1, self.inputs).contiguous()
         out = torch.empty(rows.shape[0], self.outputs, dtype=self.dtype)
         check(
@@ -186,11 +166,10 @@ class Packed:
         return out.view(*x.shape[:-1], self.outputs)
 
 
-@dataclass(frozen=True)
-class Form:
-    """How quantised weights are packed. ``repeat``: groups of 32 inputs that share a scale, 0 if
-    each has two; ``offsets``: whether there are any, and to which code they belong; ``wide``: as of
-    a QuantisedWeight."""
+class Form(NamedTuple):
+    """How quantised weights are packed: the last fields of CWeight. ``repeat``: groups of 32 inputs
+    that share a scale, 0 if each has two; ``offsets``: OFFSETS_NONE, or the code that they belong
+    to; ``wide`` as of a QuantisedWeight."""
 
     bits: int
     repeat: int
@@ -218,16 +197,21 @@ class Form:
 
 
 def same_form(linears: Sequence[nn.Module]) -> bool:
-    """Whether these can be packed into one matrix: all are quantised, or none."""
+    """Whether these can be packed into one matrix: all or none are quantised."""
     return sum(isinstance(linear, QuantisedLinear) for linear in linears) in (0, len(linears))
 
 
-def _parts_of(gated: bool) -> tuple[int, ...]:
-    return (GATE, UP) if gated else (PLAIN,) * 3
+def _members(linears: Sequence[Any], gated: bool) -> Iterator[tuple[Any, int, int]]:
+    """The layers of a packed matrix, with the part and the first output of each."""
+    first = 0
+    parts = (GATE, UP) if gated else (PLAIN,) * len(linears)
+    for linear, part in zip(linears, parts, strict=True):
+        yield linear, part, 0 if gated else first
+        first += linear.out_features
 
 
-def _lanes(part: int, first: int, count: int) -> torch.Tensor:
-    """Packed outputs of the outputs ``first ..`` of a matrix."""
+def _packed_outputs(part: int, first: int, count: int) -> torch.Tensor:
+    """Where the outputs ``first ..`` of a matrix are in the packed one."""
     outputs = torch.arange(first, first + count)
     if part == PLAIN:
         return outputs
@@ -235,7 +219,7 @@ def _lanes(part: int, first: int, count: int) -> torch.Tensor:
 
 
 class PackedLinear(HeldLinear):
-    """Stands for an ``nn.Linear`` whose weight is part of a packed one, its only copy."""
+    """An ``nn.Linear`` whose weight is part of a packed matrix, its only copy."""
 
     def __init__(
         self,
@@ -251,7 +235,7 @@ class PackedLinear(HeldLinear):
 
     @property
     def weight(self) -> torch.Tensor:
-        """A dense copy, exactly the weight that was packed; costs memory and time."""
+        """A dense copy ``[out, in]`` of what was packed; costs memory and time."""
         return self.packed.dense(self.part, self.first, self.out_features)
 
     def held(self) -> HeldMatrix:
@@ -266,7 +250,7 @@ class PackedLinear(HeldLinear):
         return F.linear(x, self.weight, self.bias)
 
     def plain(self) -> nn.Linear | QuantisedLinear:
-        """The module that this one stands for, made again."""
+        """The module that this one replaces, made again."""
         if self.packed.form is not None:
             weight = self.packed.quantised(self.part, self.first, self.out_features)
             return QuantisedLinear(weight, self.bias)
@@ -274,14 +258,14 @@ class PackedLinear(HeldLinear):
 
 
 class PackedExperts(nn.Module):
-    """Stands for the experts of a layer, whose weights are packed, expert by expert."""
+    """The experts of a layer, whose weights are packed, expert by expert."""
 
     _emptied: Any
 
     def __init__(self, experts: Any, dtype: torch.dtype) -> None:
-        """Takes the weights out of the module it stands for."""
+        """Takes the weights out of the module ``experts``."""
         super().__init__()
-        self.__dict__["_emptied"] = experts  # no submodule: it holds nothing
+        self.__dict__["_emptied"] = experts  # not a submodule: it has no weights
         self.gate_up: list[Packed] = []
         self.down: list[Packed] = []
         for both, down in zip(experts.gate_up_proj, experts.down_proj, strict=True):
@@ -291,7 +275,7 @@ class PackedExperts(nn.Module):
         experts.gate_up_proj = experts.down_proj = None
 
     def plain(self) -> nn.Module:
-        """The module that this one stands for, with its weights."""
+        """The module that this one replaces, with its weights."""
         ffn, hidden = self.gate_up[0].outputs, self.gate_up[0].inputs
         gate_up = [[p.dense(part, 0, ffn) for part in (GATE, UP)] for p in self.gate_up]
         module = copy.copy(self._emptied)
@@ -311,43 +295,41 @@ class PackedExperts(nn.Module):
 def pack_children(
     parent: nn.Module, names: Sequence[str], dtype: torch.dtype, gated: bool = False
 ) -> Packed:
-    """Pack the linear children of these names into one, and replace them; those that are packed
-    already stay."""
+    """Pack the linear children of these names into one matrix and replace them, unless they are
+    packed already."""
     linears = [getattr(parent, name) for name in names]
     if isinstance(linears[0], PackedLinear):
         return linears[0].packed
     packed = Packed.of(linears, dtype, gated)
-    first = 0
-    for name, linear, part in zip(names, linears, _parts_of(gated), strict=False):
-        setattr(parent, name, PackedLinear(linear, packed, part, 0 if gated else first))
-        first += linear.out_features
+    for name, (linear, part, first) in zip(names, _members(linears, gated), strict=True):
+        setattr(parent, name, PackedLinear(linear, packed, part, first))
     return packed
 
 
 class Packing:
-    """What an opened model points to: packed weights and norms, held for as long as it is."""
+    """Packed weights and norms that an opened model points to; they live as long as it."""
 
     def __init__(self) -> None:
-        self._held: list[Any] = []
-        self._untrimmed = 0  # bytes packed since memory was last given back
-        # With the part of the rows that they see, None of those with logits, and their layer.
+        self._alive: list[Any] = []
+        self._untrimmed = 0  # bytes packed since the last trim
+        # With the share of the rows that read the matrix (None: rows with logits), and its layer.
         self.packed: list[tuple[Packed, float | None, int | None]] = []
 
     def weight(self, packed: Packed, part: float | None = 1.0, layer: int | None = None) -> CWeight:
         self.packed.append((packed, part, layer))
-        # What was packed is free now: without this all of a model would lie in memory twice.
+        # Without this a whole model would be in memory twice.
         self._untrimmed += packed.data.nbytes
         if self._untrimmed > _TRIM_BYTES:
             self.trim()
         return packed.struct()
 
     def trim(self) -> None:
-        """Give the memory of what was packed back to the system."""
+        """Give the freed memory of the plain weights back to the system."""
         trim()
         self._untrimmed = 0
 
     def matrices(self, layer: Any, dtype: torch.dtype, number: int | None = None) -> dict[str, Any]:
-        """Those of a decoder layer, packed; its modules keep no others."""
+        """Fields of CLayer: the matrices of a decoder layer, packed in place."""
         attention, mlp, weight = layer.self_attn, layer.mlp, partial(self.weight, layer=number)
         fields: dict[str, Any] = {
             "qkv": weight(pack_children(attention, PROJECTIONS, dtype)),
@@ -370,7 +352,7 @@ class Packing:
         return fields | {"expert_gate_up": gate_up, "expert_down": down}
 
     def norm(self, norm: Any) -> CNorm:
-        """Of what has ``weight`` and ``eps``, or None."""
+        """``norm`` has ``weight`` and ``eps``; None is no norm."""
         if norm is None:
             return CNorm(None, 0.0)
         weight = norm.weight.detach().float().contiguous()
@@ -378,11 +360,11 @@ class Packing:
         return CNorm(weight.data_ptr(), norm.eps)
 
     def keep(self, *what: Any) -> None:
-        self._held += what
+        self._alive += what
 
     def reads(self, rows: int, wanted: int, skipped: Any) -> tuple[WeightRead, ...]:
-        """What a forward over ``rows`` reads, ``wanted`` of which have logits; ``skipped``: a flag
-        for each layer, if some are left out."""
+        """The matrices that a forward over ``rows`` reads, ``wanted`` of which have logits;
+        ``skipped``: flags of the layers, if some are left out."""
         return tuple(
             matrix.read(wanted if part is None else round(rows * part))
             for matrix, part, layer in self.packed
