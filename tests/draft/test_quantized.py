@@ -16,7 +16,7 @@ from paceline.drafters import prepare_one
 from paceline.errors import ConfigError
 from paceline.model.backends.trial import relative_error, trial_logits
 from paceline.model.copies import quantised_copy
-from paceline.model.precision import held_matrices, quantise_loaded, usual_bits
+from paceline.model.precision import matrix_sizes, quantise_loaded, usual_bits
 from paceline.model.quantised.weights import QuantisedLinear
 from paceline.model.target import CausalModel
 from paceline.train.tokenizer import train_tokenizer
@@ -145,13 +145,13 @@ class Foreign(nn.Module):
 
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_what_matrices_are_held_as(folder: str, layout: str, tmp_path: Path) -> None:
-    plain = list(held_matrices(loaded(folder, layout).hf))
+    plain = list(matrix_sizes(loaded(folder, layout).hf))
     assert {held.bits for held in plain} == {32} and len(plain) == 15
     elements = sum(held.elements for held in plain)
     assert sum(held.bytes for held in plain) == pytest.approx(4 * elements, rel=0.2)
     model = copy.deepcopy(random_llama())
     quantise_loaded("it", model, "int4")
-    found = [held for held in held_matrices(model) if held.bits != 32]
+    found = [held for held in matrix_sizes(model) if held.bits != 32]
     assert {held.bits for held in found} == {4, 8}
     layers = [m for m in model.modules() if isinstance(m, QuantisedLinear)]
     assert sum(h.elements for h in found) == sum(m.quantised.codes.numel() for m in layers)

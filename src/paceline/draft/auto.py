@@ -29,7 +29,7 @@ from paceline.model.copies import forget_copy, quantised_copy
 from paceline.model.hub import is_path
 from paceline.model.loading import read_options
 from paceline.model.names import MADE_FOR, has_assets, resolve
-from paceline.model.precision import held_matrices, rounded_bytes, usual_bits
+from paceline.model.precision import matrix_sizes, rounded_bytes, usual_bits
 from paceline.model.target import CausalModel
 
 # Made for one target, the best first; folders beside a target are called by their weights' name.
@@ -69,7 +69,7 @@ class Circumstances:
             target.name,
             refused,
             usual_bits(target.hf),
-            sum(matrix.bytes for matrix in held_matrices(target.hf)),
+            sum(matrix.bytes for matrix in matrix_sizes(target.hf)),
             rounded_bytes(target.hf, "int4", target.dtype.itemsize),
             target.free_memory(),
         )

@@ -67,12 +67,10 @@ def write_aside(
     previous: Path | None = None,
 ) -> Iterator[IO[bytes]]:
     """Write ``path`` in the block; it is there, whole, once the block has ended without an error.
-
     ``what`` names the file in messages, as in "the report". ``proof`` says of a file that is there
     whether Paceline wrote it; None: whoever wrote it. ``durable`` false leaves it to the system
     when the bytes reach the disk: for what can be made again. ``previous`` is where the old file
-    goes instead of nowhere, under the same condition. Raises WriteError.
-    """
+    goes instead of nowhere, under the same condition. Raises WriteError."""
     check_file(path, what, proof)
     if previous is not None:
         check_file(previous, what, proof)
@@ -98,9 +96,7 @@ def replace_files(
     contents: Mapping[Path, bytes], what: str, proof: Proof | None, durable: bool = True
 ) -> None:
     """Write several files, all or none of them; they take their places in the given order.
-
-    Arguments and errors as of ``write_aside``.
-    """
+    Arguments and errors as of ``write_aside``."""
     for path in contents:
         check_file(path, what, proof)
     with ExitStack() as stack:
@@ -155,11 +151,9 @@ def read_toml(path: str | Path, what: str, advice: str = "") -> dict[str, Any]:
 
 @contextmanager
 def folder_aside(path: str | Path, what: str, damaged: bool = False) -> Iterator[Path]:
-    """Fill the given folder in the block; it stands at ``path`` once that has ended well.
-
-    A folder that was there before is replaced if its manifest proves every file in it; ``damaged``
-    as of ``check_folder``. Raises WriteError.
-    """
+    """Fill the given folder in the block; it stands at ``path`` once that has ended well. A folder
+    that was there before is replaced if its manifest proves every file in it; ``damaged`` as of
+    ``check_folder``. Raises WriteError."""
     folder = Path(os.path.realpath(path))
     clear_killed(folder)
     check_folder(path, what, damaged)
@@ -190,10 +184,8 @@ def folder_aside(path: str | Path, what: str, damaged: bool = False) -> Iterator
 
 @contextmanager
 def telling(what: str, path: str | Path, more: str = "") -> Iterator[None]:
-    """Failed writing in the block, also by a library that hides why, becomes a WriteError.
-
-    ``more`` ends its message.
-    """
+    """Failed writing in the block, also by a library that hides why, becomes a WriteError. ``more``
+    ends its message."""
     try:
         yield
     except PacelineError:
@@ -213,13 +205,11 @@ def telling(what: str, path: str | Path, more: str = "") -> Iterator[None]:
 
 
 class LongRecord:
-    """Lines that come one at a time for hours, in ``path`` once all are there.
-
-    Until then they lie in ``path.partial``, beside ``path.partial.key``, which holds ``key``: what
-    the lines are. Whatever ends the block early leaves them, whole lines only, and the next block
-    with the same key goes on behind them. Raises ConfigError for lines of another key, WriteError
-    for a ``path`` that is there already.
-    """
+    """Lines that come one at a time for hours, in ``path`` once all are there. Until then they lie
+    in ``path.partial``, beside ``path.partial.key``, which holds ``key``: what the lines are.
+    Whatever ends the block early leaves them, whole lines only, and the next block with the same
+    key goes on behind them. Raises ConfigError for lines of another key, WriteError for a ``path``
+    that is there already."""
 
     def __init__(self, path: Path, what: str, key: str) -> None:
         self._path, self._what, self._key = path, what, _KEY + key

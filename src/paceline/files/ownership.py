@@ -45,10 +45,8 @@ def force(log: Callable[[str], None] | None) -> None:
 
 
 def check_file(path: str | Path, what: str, proof: Proof | None) -> None:
-    """Refuse to replace a file without ``proof``; None: any file. Raises WriteError.
-
-    Pipes and devices are written through and never replaced.
-    """
+    """Refuse to replace a file without ``proof``; None: any file. Raises WriteError. Pipes and
+    devices are written through and never replaced."""
     path = Path(path)
     if path.is_file() and not _proved(path, proof):
         _refuse(path, what, f"there is a file that Paceline did not write, {_size(path)}", [path])
@@ -56,10 +54,8 @@ def check_file(path: str | Path, what: str, proof: Proof | None) -> None:
 
 def check_folder(path: str | Path, what: str, damaged: bool = False) -> None:
     """Refuse to replace a folder that holds any file which its manifest does not prove.
-
-    ``damaged``: files of the manifest may have another content, as they can be made again.
-    Raises WriteError.
-    """
+    ``damaged``: files of the manifest may have another content, as they can be made again. Raises
+    WriteError."""
     folder = Path(path)
     if folder.exists() and not folder.is_dir():
         raise WriteError(f"cannot write {what} {path}: it is a file; name a folder")

@@ -37,7 +37,7 @@ SAME_BITS = tuple(name for name in INSTRUCTIONS if name != "dpbf16")
 
 
 def fields(kind: Any, names: str) -> tuple[tuple[str, Any], ...]:
-    """Fields of one type, as the header has them one after the other."""
+    """Fields of one type in the order of the header."""
     return tuple((name, kind) for name in names.split())
 
 
@@ -118,41 +118,30 @@ class CGrowth(Structure):
     )
 
 
+_N, _P = c_int64, c_void_p  # numbers and addresses
 _SIGNATURES: dict[str, tuple[Any, tuple[Any, ...]]] = {
     "pl_instructions": (c_char_p, ()),
     "pl_choose": (c_int, (c_char_p,)),
-    "pl_processors": (None, (c_int64,)),
-    "pl_patience": (c_int64, (c_int64,)),
-    "pl_packed_bytes": (c_int64, (c_int64,) * 3),
-    "pl_pack": (None, (c_int64, c_int64, c_void_p, c_int64, c_int64, c_int64, c_void_p)),
-    "pl_unpack": (None, (c_int64, c_int64, c_void_p, c_int64, c_int64, c_int64, c_void_p)),
-    "pl_quantised_bytes": (c_int64, (POINTER(CWeight),)),
-    "pl_copy_quantised": (
-        None,
-        (c_int64, c_int64, c_void_p, c_void_p, c_void_p, c_int64, c_int64, POINTER(CWeight)),
-    ),
-    "pl_round": (
-        c_int,
-        (c_int64, c_void_p, *(c_int64,) * 5, c_void_p, c_void_p, c_void_p, c_int64),
-    ),
-    "pl_product": (
-        c_int,
-        (c_int64, POINTER(CWeight), c_void_p, c_int64, c_float, c_void_p, c_int64),
-    ),
-    "pl_repeat_product": (
-        c_int,
-        (c_int64, POINTER(CWeight), c_void_p, *(c_int64,) * 3, c_void_p, c_int64),
-    ),
-    "pl_open": (c_void_p, (POINTER(CModel),)),
-    "pl_close": (None, (c_void_p,)),
-    "pl_forward": (c_int, (c_void_p, POINTER(CBatch))),
-    "pl_grow": (c_int, (c_void_p, POINTER(CGrowth))),
-    "pl_medusa_logits": (c_int, (POINTER(CMedusa), c_void_p, c_int64, c_int64, c_void_p, c_int64)),
+    "pl_processors": (None, (_N,)),
+    "pl_patience": (_N, (_N,)),
+    "pl_packed_bytes": (_N, (_N, _N, _N)),
+    "pl_pack": (None, (_N, _N, _P, _N, _N, _N, _P)),
+    "pl_unpack": (None, (_N, _N, _P, _N, _N, _N, _P)),
+    "pl_quantised_bytes": (_N, (POINTER(CWeight),)),
+    "pl_copy_quantised": (None, (_N, _N, _P, _P, _P, _N, _N, POINTER(CWeight))),
+    "pl_round": (c_int, (_N, _P, _N, _N, _N, _N, _N, _P, _P, _P, _N)),
+    "pl_product": (c_int, (_N, POINTER(CWeight), _P, _N, c_float, _P, _N)),
+    "pl_repeat_product": (c_int, (_N, POINTER(CWeight), _P, _N, _N, _N, _P, _N)),
+    "pl_open": (_P, (POINTER(CModel),)),
+    "pl_close": (None, (_P,)),
+    "pl_forward": (c_int, (_P, POINTER(CBatch))),
+    "pl_grow": (c_int, (_P, POINTER(CGrowth))),
+    "pl_medusa_logits": (c_int, (POINTER(CMedusa), _P, _N, _N, _P, _N)),
 }
 
 
 def declare(loaded: Any, signatures: Mapping[str, tuple[Any, tuple[Any, ...]]]) -> None:
-    """Say what functions of the library take and return."""
+    """Set the types of functions of the library."""
     for name, (result, arguments) in signatures.items():
         function = getattr(loaded, name)
         function.restype, function.argtypes = result, arguments
@@ -161,10 +150,8 @@ def declare(loaded: Any, signatures: Mapping[str, tuple[Any, tuple[Any, ...]]]) 
 @lru_cache(maxsize=1)
 def library() -> Any:
     """The loaded library, built first where needed. Raises NativeUnavailableError.
-
-    ``PACELINE_NATIVE`` names the instruction set to use, one of INSTRUCTIONS, instead of the best
-    that the processor has; "off" leaves the kernels out.
-    """
+    ``PACELINE_NATIVE`` names the instruction set, one of INSTRUCTIONS, instead of the best that the
+    processor has; "off" means no kernels."""
     try:
         loaded = ctypes.CDLL(str(library_file()))
     except OSError as error:
@@ -186,7 +173,7 @@ def instructions() -> str:
 
 
 def choose(name: str) -> bool:
-    """Use the kernels for another instruction set from now on; false if they cannot run here."""
+    """Use the kernels for this instruction set from now on; false if they cannot run here."""
     return not library().pl_choose(name.encode())
 
 

@@ -1,5 +1,5 @@
-"""Indexes of texts in the kernels' library (csrc/lookup.cpp): plain CPU code, whatever runs the
-model. What they find is what draft/text_index.py finds by searching."""
+"""Indexes of texts in the kernels' library (csrc/lookup.cpp), on the CPU whatever runs the model.
+They find what draft/text_index.py finds by searching."""
 
 from __future__ import annotations
 
@@ -20,12 +20,9 @@ Draft = tuple[list[int], tuple[int, ...], int]  # tokens, parents, tokens of the
 
 @dataclass(frozen=True)
 class Lookup:
-    """What an index is asked for.
-
-    ``lengths`` of the strings that it knows, ascending; ``first`` and ``stop``: places of a text at
-    which a continuation may begin. ``depth``: tokens of a text's end that are looked at. The others
-    are of suffixes, as draft/suffix.py has them.
-    """
+    """``lengths`` of an index's strings, ascending. ``first``, ``stop``: positions of a text where
+    a continuation may begin. ``depth``: tokens of a text's end that are compared. The others are
+    options of suffixes (draft/suffix.py)."""
 
     lengths: tuple[int, ...]
     depth: int
@@ -58,14 +55,14 @@ _SIGNATURES: dict[str, tuple[Any, tuple[Any, ...]]] = {
 
 
 def functions() -> Any | None:
-    """Those of the library, which is built first where needed; None where it cannot be had."""
+    """The library's, which is built first where needed; None without kernels."""
     return None if is_off() else _functions()
 
 
 @lru_cache(maxsize=1)
 def _functions() -> Any | None:
     try:
-        # Calls of microseconds keep Python's lock: who lets it go may wait milliseconds for it.
+        # Calls of microseconds keep the GIL: to get it back may take milliseconds.
         loaded = ctypes.PyDLL("paceline", handle=library()._handle)
     except NativeUnavailableError:
         return None
@@ -74,7 +71,7 @@ def _functions() -> Any | None:
 
 
 class NativeTextIndex:
-    """As ``draft.text_index.TextIndex``, which says what its methods do."""
+    """As ``draft.text_index.TextIndex``, which documents the methods."""
 
     def __init__(self, native: Any, rule: Lookup) -> None:
         """``native``: what ``functions`` returned."""

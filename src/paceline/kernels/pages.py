@@ -1,8 +1,5 @@
-"""Memory for packed weights in huge pages, where the system has them.
-
-A matrix of a small model is smaller than a huge page (2 MB), so matrices share slabs. A slab is
-freed with the last matrix in it.
-"""
+"""Memory for packed weights in huge pages, where the system has them. Matrices share slabs, as many
+are smaller than a page (2 MB); a slab is freed with the last matrix in it."""
 
 from __future__ import annotations
 
@@ -20,7 +17,7 @@ _ADVICE: int | None = getattr(mmap, "MADV_HUGEPAGE", None)  # Linux
 
 
 class _Slab:
-    """The mapping that matrices are cut from, held by these alone, and how much of it is taken."""
+    """A mapping that only its matrices keep alive, and the bytes of it that are taken."""
 
     def __init__(self, memory: mmap.mmap) -> None:
         self.memory = weakref.ref(memory)
@@ -28,12 +25,12 @@ class _Slab:
 
 
 _lock = threading.Lock()
-_last: _Slab | None = None  # what is left of it is given away next
+_last: _Slab | None = None  # the one with room
 
 
 def zeros(size: int) -> torch.Tensor:
-    """``size`` bytes of zeros, uint8, in huge pages on Linux. They are no torch allocation: torch's
-    own statistics do not count them."""
+    """``size`` bytes of zeros, uint8, in huge pages on Linux; torch's statistics do not count
+    them."""
     global _last
     if _ADVICE is None or size == 0:
         return torch.zeros(size, dtype=torch.uint8)

@@ -23,24 +23,20 @@ from paceline.errors import ConfigError
 from paceline.model.offload import settle
 from paceline.model.paged.segments import KeyValueStore
 from paceline.model.quantised.convert import Scheme, copy_beside, quantise_module
-from paceline.model.quantised.weights import ROW_GROUP, HeldLinear, is_plain
+from paceline.model.quantised.weights import ROW_GROUP, LinearBase, is_plain
 from paceline.model.target import CausalModel
 
 _COPIES: WeakKeyDictionary[CausalModel, dict[str, CausalModel]] = WeakKeyDictionary()
 
 
 class LayerView:
-    """Some layers of a model between its embedding and its final norm and head.
-
-    ``layers``: the numbers of those that run, in order. Called like the model, on its own cache.
-    """
+    """Some layers of a model between its embedding and its final norm and head. ``layers``: the
+    numbers of those that run, in order. Called like the model, on its own cache."""
 
     def __init__(self, model: CausalModel, layers: Sequence[int]) -> None:
-        """``layers``: which to run, counted from 0.
-
-        Raises ConfigError for layers that the model does not have, UnsupportedModelError if a
-        trial shows that its layers cannot be left out one by one.
-        """
+        """``layers``: which to run, counted from 0. Raises ConfigError for layers that the model
+        does not have, UnsupportedModelError if a trial shows that its layers cannot be left out one
+        by one."""
         self.model = model
         self.layers = tuple(sorted(set(layers)))
         if not self.layers or not 0 <= self.layers[0] <= self.layers[-1] < model.num_layers:
@@ -57,11 +53,9 @@ class LayerView:
 
 
 def quantised_copy(model: CausalModel, precision: str) -> CausalModel:
-    """``model`` in "int8" or "int4", on the backend that was asked for with it.
-
-    It stays with the model. Raises ConfigError where that cannot be: not on a CPU, or no matrix
-    that divides into groups.
-    """
+    """``model`` in "int8" or "int4", on the backend that was asked for with it. It stays with the
+    model. Raises ConfigError where that cannot be: not on a CPU, or no matrix that divides into
+    groups."""
     known = _COPIES.setdefault(model, {})
     if precision not in known:
         known[precision] = _by_backend(model, precision) or _rounded(model, precision)
@@ -110,4 +104,4 @@ def _shared(module: Any) -> Any | None:
     libraries' own layers are linear ones whose weight holds codes."""
     plain = isinstance(module, nn.Linear) and is_plain(module.weight)
     divides = getattr(module, "in_features", 1) % ROW_GROUP == 0
-    return module if divides and (plain or isinstance(module, HeldLinear)) else None
+    return module if divides and (plain or isinstance(module, LinearBase)) else None

@@ -123,11 +123,9 @@ class GgufFile:
 
 
 def read_gguf(path: Path) -> GgufFile:
-    """Look into a GGUF file and check that it can be read as a model.
-
-    Raises ModelLoadError (no such file, no GGUF, damaged, no extra installed) and
-    UnsupportedModelError (an architecture or a quantisation that is not read).
-    """
+    """Look into a GGUF file and check that it can be read as a model. Raises ModelLoadError (no
+    such file, no GGUF, damaged, no extra installed) and UnsupportedModelError (an architecture or a
+    quantisation that is not read)."""
     if not path.is_file():
         raise ModelLoadError(f"GGUF file {path} does not exist; check the path")
     require_gguf("to read GGUF files")
@@ -220,11 +218,9 @@ def _check(file: GgufFile, reader: GGUFReader) -> None:
 
 @contextmanager
 def dequantising(path: Path) -> Iterator[None]:
-    """A stage for what transformers does in the block, in place of a bar of its own on stderr.
-
-    It also asks the gguf package for the same table of names once for each submodule, which takes
-    25 of 27 s for a model of 46 layers: the answer is kept.
-    """
+    """A stage for what transformers does in the block, in place of a bar of its own on stderr. It
+    also asks the gguf package for the same table of names once for each submodule, which takes 25
+    of 27 s for a model of 46 layers: the answer is kept."""
     import gguf
     from transformers import modeling_gguf_pytorch_utils as reader
 
@@ -279,10 +275,8 @@ def _dequantisable(kind: str) -> bool:
 
 def mended(backend: Tokenizer, file: GgufFile) -> Tokenizer:
     """The tokenizer without tokens that the file does not hold, splitting text as the file says.
-
     transformers adds GPT-2's <|endoftext|> to every byte-level vocabulary, behind the last row of
-    the embedding where the file has none (Llama 3's).
-    """
+    the embedding where the file has none (Llama 3's)."""
     from tokenizers import Tokenizer, pre_tokenizers
 
     content = json.loads(backend.to_str())

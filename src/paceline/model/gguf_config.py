@@ -53,10 +53,8 @@ _LLAMA3_CONTEXT = 8192  # which llama.cpp's converter takes for granted
 
 
 def completed(config: Any, file: GgufFile) -> Any:
-    """The config that transformers read from ``file``, with what it left out.
-
-    Raises UnsupportedModelError that names a key whose meaning is not known here.
-    """
+    """The config that transformers read from ``file``, with what it left out. Raises
+    UnsupportedModelError that names a key whose meaning is not known here."""
     keys = _Keys(file)
     changes = _numbers(config, keys) | _attention(config, keys)
     if getattr(config, "rope_parameters", None):

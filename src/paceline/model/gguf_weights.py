@@ -68,10 +68,8 @@ def _tensor_names(architecture: str, hf: Any) -> Any | None:
 
 
 def keep_blocks(path: Path, architecture: str, hf: Any) -> None:
-    """Let the linear layers of ``hf`` multiply by the file's blocks; says what cannot.
-
-    Raises ModelLoadError that names a tensor whose scales are no numbers.
-    """
+    """Let the linear layers of ``hf`` multiply by the file's blocks; says what cannot. Raises
+    ModelLoadError that names a tensor whose scales are no numbers."""
     from gguf import GGUFReader
 
     names = _tensor_names(architecture, hf)
@@ -130,10 +128,8 @@ Array = np.ndarray[Any, Any]
 
 
 def weight_of_blocks(name: str, kind: str, data: Array) -> QuantisedWeight:
-    """The weight that ``data [out, bytes]`` of a tensor of type ``kind`` holds.
-
-    Raises ModelLoadError that names the tensor, where its scales are no numbers.
-    """
+    """The weight that ``data [out, bytes]`` of a tensor of type ``kind`` holds. Raises
+    ModelLoadError that names the tensor, where its scales are no numbers."""
     read, size, inputs, bits, from_zero = KINDS[kind]
     blocks = np.ascontiguousarray(data).reshape(-1, size)
     codes, scales, offsets = read(blocks)

@@ -24,9 +24,7 @@ _asked: dict[str, str | ModelLoadError] = {}
 
 def fetched(name: str) -> str:
     """The folder or GGUF file of a model or of heads; that of a hub name is downloaded first.
-
-    Raises ModelLoadError: a built-in name that is not here, no name of a hub, no answer.
-    """
+    Raises ModelLoadError: a built-in name that is not here, no name of a hub, no answer."""
     path = located(name)
     if is_path(path):
         return path

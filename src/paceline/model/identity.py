@@ -48,10 +48,8 @@ class ModelIdentity:
 
     def difference(self, other: ModelIdentity) -> str | None:
         """How the ``other`` model differs, in words; None if it is the same one, wherever it lies.
-
-        Weights are compared by the logits that they give: those do not depend on how weights lie
-        in memory, and little on the dtype.
-        """
+        Weights are compared by the logits that they give: those do not depend on how weights lie in
+        memory, and little on the dtype."""
         for key, what in _SIZES.items():
             if getattr(self, key) != getattr(other, key):
                 return f"its {what} is {getattr(other, key)}, not {getattr(self, key)}"

@@ -42,13 +42,11 @@ def load_module(
     config: Any = None,
     **placement: Any,
 ) -> Any:
-    """A transformers module in eval mode that calls our attention function.
-
-    ``attention`` names another one of transformers' instead, for use outside the engine.
-    ``packed`` keeps the weights of a GGUF file in its own 8 or 4 bits, on a CPU, where they can be.
-    ``config`` replaces the model's own, with fewer layers: only their weights are read.
-    ``placement`` goes to ``from_pretrained``, which then says where the weights are.
-    """
+    """A transformers module in eval mode that calls our attention function. ``attention`` names
+    another one of transformers' instead, for use outside the engine. ``packed`` keeps the weights
+    of a GGUF file in its own 8 or 4 bits, on a CPU, where they can be. ``config`` replaces the
+    model's own, with fewer layers: only their weights are read. ``placement`` goes to
+    ``from_pretrained``, which then says where the weights are."""
     target = resolve_device(device)
     number = resolve_dtype(dtype, target)
     attention = attention or ATTENTION
@@ -140,11 +138,9 @@ def resolve_dtype(dtype: str | torch.dtype, device: torch.device) -> torch.dtype
 def dtype_to_load(
     dtype: str | torch.dtype, device: torch.device, backend: str
 ) -> torch.dtype | None:
-    """The same for an engine's models: "auto" is bf16 wherever the native kernels may run.
-
-    They unpack it as they go, on any processor, so half as much is read: a step of SmolLM2 takes
-    13.2 ms on Zen 3, which has no bf16 instructions, and 24.3 in float32.
-    """
+    """The same for an engine's models: "auto" is bf16 wherever the native kernels may run. They
+    unpack it as they go, on any processor, so half as much is read: a step of SmolLM2 takes 13.2 ms
+    on Zen 3, which has no bf16 instructions, and 24.3 in float32."""
     if dtype == "auto" and device.type == "cpu" and backend != REFERENCE and are_kernels_here():
         return torch.bfloat16
     return resolve_dtype(dtype, device)
@@ -262,11 +258,9 @@ def _source(path: str) -> tuple[str, dict[str, str]]:
 
 
 def causal_class(config: Any) -> Any | None:
-    """The class of transformers that reads a checkpoint as a causal language model, if one does.
-
-    A text part that was saved by itself (Emu3's) has a configuration that transformers maps to no
-    class; ``architectures`` names it.
-    """
+    """The class of transformers that reads a checkpoint as a causal language model, if one does. A
+    text part that was saved by itself (Emu3's) has a configuration that transformers maps to no
+    class; ``architectures`` names it."""
     import transformers
     from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 

@@ -35,12 +35,10 @@ def measure(
     rounds: int = 5,
     budget: float = _BUDGET,
 ) -> CostCurve:
-    """Cost of ``run(count)`` at each count: the best of ``rounds``, alternating between counts.
-
-    The minimum, because noise on a shared machine only ever adds; more rounds begin while the
+    """Cost of ``run(count)`` at each count: the best of ``rounds``, alternating between counts. The
+    minimum, because noise on a shared machine only ever adds; more rounds begin while the
     ``budget`` in seconds is not spent. Made monotone: fewer tokens never cost more, so what more of
-    them have taken is a bound.
-    """
+    them have taken is a bound."""
     best = [float("inf")] * len(counts)
     for count in counts:
         run(count)  # warm-up: allocations, kernel selection
@@ -69,12 +67,10 @@ def measure_target(
     begin: Callable[[int], AbstractContextManager[Any] | None] = lambda batch: nullcontext(),
 ) -> TargetCosts:
     """Target forwards over chains after a short context; the cache is as before afterwards.
-
     ``counts``: tokens per sequence to measure, by numbers of sequences, in the order of measuring;
     those for which the cache has no room are left out. ``rounds`` and ``budget`` of each as in
     ``measure``, by default 0.06 s a round. ``begin`` is asked before each of them for a context to
-    measure it in; None ends the measuring.
-    """
+    measure it in; None ends the measuring."""
     positions = min(target.max_positions, cache.num_blocks * cache.block_size)
     context = max(1, min(_CONTEXT, positions // 2))
     most = positions - context

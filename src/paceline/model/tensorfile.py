@@ -49,10 +49,8 @@ class TensorTable:
 
 
 def read_table(file: Path) -> TensorTable:
-    """The table of a file, held against the file's length.
-
-    Raises ModelLoadError: what is wrong with the file, and which tensor is cut.
-    """
+    """The table of a file, held against the file's length. Raises ModelLoadError: what is wrong
+    with the file, and which tensor is cut."""
     size = file.stat().st_size
     with file.open("rb") as stream:
         head = stream.read(8)
@@ -90,10 +88,8 @@ def _damaged(file: Path, what: str) -> ModelLoadError:
 
 
 def verify(file: Path, table: TensorTable | None = None) -> bool:
-    """Whether the file carries checksums; if it does, they are right.
-
-    Reads the whole file, at a gigabyte or two a second. Raises ModelLoadError, naming the tensor.
-    """
+    """Whether the file carries checksums; if it does, they are right. Reads the whole file, at a
+    gigabyte or two a second. Raises ModelLoadError, naming the tensor."""
     table = read_table(file) if table is None else table
     if not table.sums:
         return False
@@ -128,10 +124,8 @@ def fingerprint(sums: Mapping[str, str]) -> str:
 
 
 def seal(file: Path) -> None:
-    """Give checksums to a file that another library has just written.
-
-    The file grows at its front, so it is written once more: only for files that nobody reads yet.
-    """
+    """Give checksums to a file that another library has just written. The file grows at its front,
+    so it is written once more: only for files that nobody reads yet."""
     table = read_table(file)
     with file.open("rb") as stream, mmap(stream.fileno(), 0, access=ACCESS_READ) as content:
         length = struct.unpack("<Q", content[:8])[0]

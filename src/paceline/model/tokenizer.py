@@ -64,10 +64,8 @@ def _of_gguf(path: Path) -> PreTrainedTokenizerFast:
 
 
 class Named(Protocol):
-    """What is held against a vocabulary: a loaded model, or only its description.
-
-    ``vocab_size`` counts rows of logits.
-    """
+    """What is held against a vocabulary: a loaded model, or only its description. ``vocab_size``
+    counts rows of logits."""
 
     @property
     def name(self) -> str: ...
@@ -79,10 +77,8 @@ class Named(Protocol):
 def differences(
     tokenizer: PreTrainedTokenizerFast, draft_tokenizer: PreTrainedTokenizerFast
 ) -> str:
-    """In how many entries the vocabularies differ, and the first of them; "" if they agree.
-
-    Logits may be padded to different widths: only ids that stand for tokens are compared.
-    """
+    """In how many entries the vocabularies differ, and the first of them; "" if they agree. Logits
+    may be padded to different widths: only ids that stand for tokens are compared."""
     ours = {index: token for token, index in tokenizer.get_vocab().items()}
     theirs = {index: token for token, index in draft_tokenizer.get_vocab().items()}
     differing = [i for i in sorted(ours.keys() | theirs.keys()) if ours.get(i) != theirs.get(i)]
@@ -107,11 +103,9 @@ def check_embeddings(draft: Named, tokens: int) -> None:
 
 
 class TokenSpeller:
-    """Spells the tokens of one decoder, which are given by their names in the vocabulary.
-
-    A decoder gives text, and a token may be a part of a character: what the two kinds that write
-    bytes (byte-level ones, and byte fallback) make of a token is known here, the rest is decoded.
-    """
+    """Spells the tokens of one decoder, which are given by their names in the vocabulary. A decoder
+    gives text, and a token may be a part of a character: what the two kinds that write bytes
+    (byte-level ones, and byte fallback) make of a token is known here, the rest is decoded."""
 
     def __init__(self, decoder: Decoder | None) -> None:
         self._decode = " ".join if decoder is None else decoder.decode

@@ -134,11 +134,9 @@ def whole_parameters(module: nn.Module) -> dict[str, torch.Tensor]:
 
 @contextmanager
 def surroundings(rank: int) -> Iterator[None]:
-    """What libraries read from the environment while groups are made and weights are loaded.
-
-    Which device is this process's; and that ranks listen to this machine only, unless the user
-    says otherwise: what they receive is unpickled.
-    """
+    """What libraries read from the environment while groups are made and weights are loaded. Which
+    device is this process's; and that ranks listen to this machine only, unless the user says
+    otherwise: what they receive is unpickled."""
     here = any(name == _LOOPBACK for _, name in socket.if_nameindex())
     names = ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME")
     wanted = {name: _LOOPBACK for name in names if here and name not in os.environ}

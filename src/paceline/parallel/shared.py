@@ -31,11 +31,9 @@ def load_shared(
     quantize: str | None = None,
     backend: str = "auto",
 ) -> CausalModel:
-    """Load a target into ``size`` processes, of which this one is rank 0.
-
-    Its forwards are the reference backend's; ``cache_shapes`` are those of this rank's heads.
-    Raises ConfigError, ModelLoadError and UnsupportedModelError.
-    """
+    """Load a target into ``size`` processes, of which this one is rank 0. Its forwards are the
+    reference backend's; ``cache_shapes`` are those of this rank's heads. Raises ConfigError,
+    ModelLoadError and UnsupportedModelError."""
     if backend == "native" or quantize not in (None, "none"):
         what = "backend='native'" if backend == "native" else f"quantize={quantize!r}"
         raise ConfigError(
@@ -58,10 +56,8 @@ def load_shared(
 
 
 class SharedForward(Backend):
-    """The reference forward on all ranks: they are told of each batch, and run it together.
-
-    A cache of rank 0 has its like on every rank, made when it is first used.
-    """
+    """The reference forward on all ranks: they are told of each batch, and run it together. A cache
+    of rank 0 has its like on every rank, made when it is first used."""
 
     name = REFERENCE
 

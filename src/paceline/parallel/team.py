@@ -96,9 +96,7 @@ class RankProcess:
 
 class RankTeam:
     """Rank 0's view of ``size`` ranks on ``device`` (of a CPU, or the first of as many GPUs).
-
-    ``lost`` says why the ranks cannot go on; they never can again.
-    """
+    ``lost`` says why the ranks cannot go on; they never can again."""
 
     def __init__(self, size: int, device: torch.device, job: dict[str, object]) -> None:
         """Start the others and wait until all have come. Raises ConfigError where they cannot run,
@@ -163,10 +161,8 @@ class RankTeam:
 
     @contextmanager
     def together(self) -> Iterator[None]:
-        """What all ranks do at a time. If it fails here they are out of step, and so lost.
-
-        Raises EngineLostError. Where it takes too long, the others are killed.
-        """
+        """What all ranks do at a time. If it fails here they are out of step, and so lost. Raises
+        EngineLostError. Where it takes too long, the others are killed."""
         self._check()
         self._until = time.monotonic() + STALL_SECONDS
         try:
@@ -264,10 +260,8 @@ def load_part(name: str, dtype: str, device: torch.device, size: int) -> CausalM
 
 
 def check_shareable(name: str, size: int) -> None:
-    """Refuse what cannot be shared by so many ranks, by name, before processes are started.
-
-    Raises ConfigError, UnsupportedModelError and ModelLoadError.
-    """
+    """Refuse what cannot be shared by so many ranks, by name, before processes are started. Raises
+    ConfigError, UnsupportedModelError and ModelLoadError."""
     config = plain_config(name, f"tensor_parallel={size}")
     text = config.get_text_config(decoder=True)
     plan: dict[str, str] = getattr(text, "base_model_tp_plan", None) or {}

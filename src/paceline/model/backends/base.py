@@ -63,13 +63,11 @@ class Adapted(Protocol):
 
 @dataclass(frozen=True)
 class WantedTree:
-    """A tree below a committed token; the cache holds ``base`` rows in front of its nodes.
-
-    The ``width`` likeliest candidates after each expanded node, of which as many of a level are
+    """A tree below a committed token; the cache holds ``base`` rows in front of its nodes. The
+    ``width`` likeliest candidates after each expanded node, of which as many of a level are
     expanded; the ``nodes`` likeliest stay. A width of 1 is a chain, which ends behind the first
     token whose path has a probability below ``least``. ``position``: the absolute index of its
-    first token, on which a seeded request's noise depends.
-    """
+    first token, on which a seeded request's noise depends."""
 
     depth: int
     width: int

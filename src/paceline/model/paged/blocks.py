@@ -52,10 +52,8 @@ class BlockPool:
         return self._refs[block] > 0
 
     def allocate(self, count: int, after: int | None = None) -> list[int]:
-        """``count`` blocks, in one run behind block ``after`` if those are free.
-
-        Raises OutOfBlocksError, and takes nothing, if fewer are available.
-        """
+        """``count`` blocks, in one run behind block ``after`` if those are free. Raises
+        OutOfBlocksError, and takes nothing, if fewer are available."""
         if count > self.available:
             raise OutOfBlocksError(f"{count} cache blocks wanted, {self.available} available")
         blocks: list[int] = []

@@ -47,10 +47,9 @@ def bytes_per_token(shapes: Sequence[LayerShape], dtype: torch.dtype) -> int:
 
 def blocks_within(memory: int, per_token: int, per_feature: int, kept: int, block_size: int) -> int:
     """Blocks of a cache that, with the features that drafters keep, takes ``memory`` bytes.
-
     ``per_token`` bytes are cached for a token, ``per_feature`` are those of its features, of which
-    at most ``kept`` tokens' are kept at a time, and never more than there are tokens in the cache.
-    """
+    at most ``kept`` tokens' are kept at a time, and never more than there are tokens in the
+    cache."""
     all_kept = memory // (block_size * (per_token + per_feature))
     few_kept = (memory - kept * per_feature) // (block_size * per_token)
     return max(all_kept, few_kept)
@@ -62,13 +61,11 @@ def path_moves(seq_id: int, base: int, path: Sequence[int]) -> list[tuple[int, i
 
 
 class PagedCache:
-    """Keys and values of all layers in fixed blocks of ``block_size`` tokens.
-
-    ``dtype`` int8 keeps them in 8 bits (int8.py). With ``share`` full blocks are found again by
-    their content, by any sequence that begins alike. ``rope_switch``: keys of a sequence with more
-    tokens are rotated otherwise (longrope). A sequence is admitted as short or as long and stays
-    so; short and long ones share no blocks.
-    """
+    """Keys and values of all layers in fixed blocks of ``block_size`` tokens. ``dtype`` int8 keeps
+    them in 8 bits (int8.py). With ``share`` full blocks are found again by their content, by any
+    sequence that begins alike. ``rope_switch``: keys of a sequence with more tokens are rotated
+    otherwise (longrope). A sequence is admitted as short or as long and stays so; short and long
+    ones share no blocks."""
 
     def __init__(
         self,
@@ -109,11 +106,9 @@ class PagedCache:
         return seq_id in self._tables
 
     def admit(self, seq_id: int, tokens: Sequence[int], share: bool = True) -> int:
-        """Start a sequence; returns how many leading tokens are cached already.
-
-        Only whole blocks are shared, and at least the last token is left to be computed, as its
-        logits are wanted. Without ``share`` all of them are.
-        """
+        """Start a sequence; returns how many leading tokens are cached already. Only whole blocks
+        are shared, and at least the last token is left to be computed, as its logits are wanted.
+        Without ``share`` all of them are."""
         assert seq_id not in self._tables, f"sequence {seq_id} is in the cache already"
         table = self._cached_prefix(tokens) if share else _Table([], [], self._is_long(len(tokens)))
         for block in table.blocks:
@@ -147,11 +142,9 @@ class PagedCache:
         return table
 
     def borrow(self, seq_id: int, owner: int, length: int) -> None:
-        """Start a sequence on another's first ``length`` indices, a whole number of blocks.
-
-        They are there to be read; what is reserved next is its own. For trials within a step:
-        unlike shared prefixes, borrowed blocks may be unregistered.
-        """
+        """Start a sequence on another's first ``length`` indices, a whole number of blocks. They
+        are there to be read; what is reserved next is its own. For trials within a step: unlike
+        shared prefixes, borrowed blocks may be unregistered."""
         assert seq_id not in self._tables and length % self.block_size == 0
         table = self._tables[owner]
         blocks = table.blocks[: length // self.block_size]

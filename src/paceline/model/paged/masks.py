@@ -16,10 +16,8 @@ _KEPT_ROWS, _KEPT_COLUMNS = 64, 4096  # masks are kept up to this size, 256 KB e
 @dataclass(frozen=True)
 class Pattern:
     """What a layer sees of the past, in positions: everything, a window, or its own chunk.
-
-    ``window`` W: keys with ``q_pos - k_pos < W``. ``chunk`` C: keys with
-    ``k_pos // C == q_pos // C`` (Llama 4). At most one of them is set.
-    """
+    ``window`` W: keys with ``q_pos - k_pos < W``. ``chunk`` C: keys with ``k_pos // C == q_pos //
+    C`` (Llama 4). At most one of them is set."""
 
     window: int | None = None
     chunk: int | None = None
@@ -48,13 +46,10 @@ FULL = Pattern()
 
 def visible(span: Span, pattern: Pattern, columns: int, ancestors: bool = True) -> torch.Tensor:
     """bool ``[rows, columns]`` on the host: which of its last ``columns`` keys each row sees.
-
     Without ``ancestors``, for one who knows them better, a node sees all that the pattern allows.
-
     Columns are right-aligned: the last one is the last tree node (or pending token). Apart from
-    chunks the result does not depend on the span's context, so one mask serves all steps: masks
-    are kept in a few widths, and a step takes a view of a wider one.
-    """
+    chunks the result does not depend on the span's context, so one mask serves all steps: masks are
+    kept in a few widths, and a step takes a view of a wider one."""
     shape = span.pending, span.parents, span.first_new, pattern, pattern.phase(span), ancestors
     if span.rows > _KEPT_ROWS or columns > _KEPT_COLUMNS:
         return _visible(*shape, columns)
@@ -96,11 +91,8 @@ _kept = lru_cache(maxsize=128)(_visible)
 
 
 def additive(mask: torch.Tensor, dtype: torch.dtype, repeats: int) -> torch.Tensor:
-    """0 where the mask ``[rows, keys]`` is true, minus infinity elsewhere.
-
-    ``[repeats * rows, keys]``; of several ``[n, rows, keys]`` it is ``[n, 1, repeats * rows,
-    keys]``.
-    """
+    """0 where the mask ``[rows, keys]`` is true, minus infinity elsewhere. ``[repeats * rows,
+    keys]``; of several ``[n, rows, keys]`` it is ``[n, 1, repeats * rows, keys]``."""
     folded = mask.repeat(repeats, 1) if mask.dim() == 2 else mask.repeat(1, repeats, 1)[:, None]
     zeros = torch.zeros(folded.shape, dtype=dtype, device=mask.device)
     return zeros.masked_fill_(~folded, float("-inf"))

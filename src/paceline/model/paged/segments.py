@@ -30,12 +30,10 @@ class KeyValueStore(Protocol):
 @dataclass
 class AttentionSegment:
     """Spans attended by one call: ``batch`` sequences of ``rows`` query rows, ``keys`` keys each.
-
     The rows are ``start .. start + batch * rows`` of the ragged batch, or those named by ``pick``
     when padded. Keys are the slots ``slot .. slot + keys`` or, without a ``slot``, those of
     ``gather``. ``causal``: as many rows as keys, lower triangle. ``folded``: few rows, which share
-    their KV heads. ``gather``, ``pick`` and ``allowed`` (a mask) are places in the staging.
-    """
+    their KV heads. ``gather``, ``pick`` and ``allowed`` (a mask) are places in the staging."""
 
     staging: Staging
     start: int
@@ -96,11 +94,8 @@ class DeviceBatch:
 
 @dataclass(frozen=True)
 class AttentionStep:
-    """One forward's spans over one cache.
-
-    ``batch`` is the one it was made from, brought to the device in one copy with all that the
-    segments need there. ``layouts`` are by layer.
-    """
+    """One forward's spans over one cache. ``batch`` is the one it was made from, brought to the
+    device in one copy with all that the segments need there. ``layouts`` are by layer."""
 
     batch: DeviceBatch
     cache: KeyValueStore
@@ -163,13 +158,10 @@ class AttentionLayout:
 
     def _groups(self) -> list[list[int]]:
         """Spans that one call attends: short ones whose numbers of keys are close, as all are
-        padded to the longest.
-
-        Also on a CPU, though spans in one run could be read in place: 8 sequences of 300 keys,
-        4 heads over 2, 12 layers took 6.7 ms one by one and 4.3 ms padded in bf16, 6.3 and
-        4.7 ms in float32 (one row each; with five rows 9.2 and 6.0, 8.1 and 6.3). Not so where
-        there are many keys, see ALONE.
-        """
+        padded to the longest. Also on a CPU, though spans in one run could be read in place: 8
+        sequences of 300 keys, 4 heads over 2, 12 layers took 6.7 ms one by one and 4.3 ms padded in
+        bf16, 6.3 and 4.7 ms in float32 (one row each; with five rows 9.2 and 6.0, 8.1 and 6.3). Not
+        so where there are many keys, see ALONE."""
         spans, keys = self._spans, self._lengths
         if len(spans) == 1:
             return [[0]]
@@ -217,10 +209,8 @@ class AttentionLayout:
         return on_path and (self._pattern == FULL or nodes == 1)
 
     def _padded(self, members: list[int]) -> list[int]:
-        """Short spans in one call: keys right-aligned, absent rows and keys masked.
-
-        Returns the rows in the order of the segment, -1 for absent ones.
-        """
+        """Short spans in one call: keys right-aligned, absent rows and keys masked. Returns the
+        rows in the order of the segment, -1 for absent ones."""
         spans, lengths = [self._spans[i] for i in members], [self._lengths[i] for i in members]
         keys, rows = max(lengths), max(span.rows for span in spans)
         gather: list[Tensor] = []

@@ -13,7 +13,7 @@ from torch import nn
 from paceline.core.stages import stage
 from paceline.errors import ConfigError
 from paceline.model.quantised.rounding import Zero, gptq, round_to_nearest
-from paceline.model.quantised.weights import BITS, ROW_GROUP, HeldLinear, QuantisedLinear
+from paceline.model.quantised.weights import BITS, ROW_GROUP, LinearBase, QuantisedLinear
 
 _HESSIAN_BYTES = 2 << 30  # in memory at once; each such part takes a pass over the calibration text
 GROUP = 32  # inputs of a four-bit weight that share a scale
@@ -31,13 +31,10 @@ class Code(NamedTuple):
 @dataclass(frozen=True)
 class Scheme:
     """``precision`` "int8" has a scale per output channel, "int4" one per ``group`` inputs.
-
     ``finer``: in eight bits a scale per 64 inputs where these divide a layer's inputs, which halves
-    the error for 3 % more bytes; no other engine reads it.
-    ``zero``: the zero points of four bits (see rounding.py).
-    ``head``: the precision of the language-model head; None leaves it as it is. Its errors move
-    every logit, and every step reads it whole; docs/quantise.md has figures.
-    """
+    the error for 3 % more bytes; no other engine reads it. ``zero``: the zero points of four bits
+    (see rounding.py). ``head``: the precision of the language-model head; None leaves it as it is.
+    Its errors move every logit, and every step reads it whole; docs/quantise.md has figures."""
 
     precision: str
     group: int = GROUP
@@ -91,16 +88,14 @@ class Quantised:
 def quantise_module(
     hf: Any, scheme: Scheme, calibration: Sequence[Sequence[int]] | None = None
 ) -> Quantised:
-    """Replace the linear modules of ``hf`` by ``QuantisedLinear``.
-
-    ``calibration``: token ids of texts, which GPTQ needs; without them rounding is to the nearest
-    code. Layers that do not divide into groups stay and are named in ``left``.
-    """
+    """Replace the linear modules of ``hf`` by ``QuantisedLinear``. ``calibration``: token ids of
+    texts, which GPTQ needs; without them rounding is to the nearest code. Layers that do not divide
+    into groups stay and are named in ``left``."""
     result = Quantised()
     head = hf.get_output_embeddings()
     codes: dict[str, Code] = {}
     for name, module in hf.named_modules():
-        if not isinstance(module, nn.Linear | HeldLinear):
+        if not isinstance(module, nn.Linear | LinearBase):
             continue
         code = scheme.code_of(module.in_features, module is head)
         if code is not None:

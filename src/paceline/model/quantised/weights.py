@@ -52,13 +52,11 @@ _MOST_SUMS = 1 << 24  # elements of one block of ``s``, so that a large head nee
 @dataclass(frozen=True)
 class QuantisedWeight:
     """``codes`` int8 ``[out, in]``; ``scales`` and ``offsets`` float32 ``[out, groups]``.
-
     ``groups`` divides ``in`` into equal parts; one group is a scale per output channel. Without
-    ``offsets`` the codes are symmetric around 0. A whole zero point ``z``, as most formats have
-    it, is an offset of ``-z * scale``; GGUF's Q4_1 and Q4_K have offsets that are no multiple, and
+    ``offsets`` the codes are symmetric around 0. A whole zero point ``z``, as most formats have it,
+    is an offset of ``-z * scale``; GGUF's Q4_1 and Q4_K have offsets that are no multiple, and
     four-bit codes ``from_zero``: 0 to 15 instead of -8 to 7. ``narrow``: activations of 8 bits
-    beside weights of 8, whatever their groups.
-    """
+    beside weights of 8, whatever their groups."""
 
     codes: torch.Tensor
     scales: torch.Tensor
@@ -153,11 +151,8 @@ class QuantisedWeight:
 
 def quantise_rows(x: torch.Tensor, wide: bool) -> tuple[torch.Tensor, torch.Tensor]:
     """Codes ``[T, in]`` (integers as float32) and scales ``[T, in / 32]`` of activations; if
-    ``wide``, codes of 16 bits and scales ``[T, 1]``.
-
-    Symmetric: a scale is the largest magnitude over the largest code; a group of zeros has the
-    scale 0 and codes 0.
-    """
+    ``wide``, codes of 16 bits and scales ``[T, 1]``. Symmetric: a scale is the largest magnitude
+    over the largest code; a group of zeros has the scale 0 and codes 0."""
     most = 127 * 256 if wide else 127
     parts = x.float().reshape(len(x), -1, x.shape[1] if wide else ROW_GROUP)
     scales = parts.abs().amax(-1) / most
@@ -167,7 +162,7 @@ def quantise_rows(x: torch.Tensor, wide: bool) -> tuple[torch.Tensor, torch.Tens
 
 
 @dataclass(frozen=True)
-class HeldMatrix:
+class MatrixSize:
     """One linear layer in memory: bits of a number or code, ``bytes`` with scales and padding."""
 
     bits: int
@@ -175,7 +170,7 @@ class HeldMatrix:
     bytes: int
 
 
-class HeldLinear(nn.Module, ABC):
+class LinearBase(nn.Module, ABC):
     """A linear layer with its matrix in another layout; ``weight`` and ``bias`` are those of the
     ``nn.Linear``, ``weight`` computed when it is read."""
 
@@ -189,11 +184,11 @@ class HeldLinear(nn.Module, ABC):
         """A dense copy of the matrix; costs memory and time."""
 
     @abstractmethod
-    def held(self) -> HeldMatrix:
+    def matrix_size(self) -> MatrixSize:
         """Its bits and size."""
 
 
-class QuantisedLinear(HeldLinear):
+class QuantisedLinear(LinearBase):
     """An ``nn.Linear`` with a quantised weight; the module docstring has the formulas."""
 
     def __init__(self, weight: QuantisedWeight, bias: torch.Tensor | None) -> None:
@@ -212,11 +207,11 @@ class QuantisedLinear(HeldLinear):
         """A dense copy ``[out, in]``, float32; costs memory and time."""
         return self.quantised.dense()
 
-    def held(self) -> HeldMatrix:
+    def matrix_size(self) -> MatrixSize:
         quantised = self.quantised
         scales = [part for part in (quantised.scales, quantised.offsets) if part is not None]
         size = quantised.codes.nbytes + sum(part.nbytes for part in scales)
-        return HeldMatrix(quantised.bits, quantised.codes.numel(), size)
+        return MatrixSize(quantised.bits, quantised.codes.numel(), size)
 
     def plain(self) -> nn.Linear:
         """An ``nn.Linear`` of the dequantised numbers, float32."""

@@ -1,14 +1,11 @@
-"""A model's copy in 8 or 4 bits for the kernels: rounded matrix by matrix, or read as kept.
+"""A model's copy in 8 or 4 bits for the kernels: rounded matrix by matrix, or read from the cache.
 
-    quantised/KEY.forms    in the cache folder: a header, then packed matrices as the kernels read
-                           them, for the next start
+    quantised/KEY.forms    in the cache folder: a header, then the packed matrices
     quantised/digests      SHA-256 of checkpoints' files, by path, size and times
 
-A key is made of the content of the checkpoint, of how the model was held and of what it was rounded
-to. Whatever lies here can be deleted at any time. ``PACELINE_QUANTISED_CACHE`` bounds its size
-("off": nothing is kept); the forms that have not been used for longest go first. What is off in a
-copy costs a draft's speed alone: its numbers have no checksums, and its products are not tried
-before it is used.
+A key is made of the checkpoint's content, the model's layout in memory and the codes. The files can
+be deleted at any time. ``PACELINE_QUANTISED_CACHE`` bounds their size ("off": no files); the least
+recently used go first. They have no checksums: a wrong copy costs a draft's speed alone.
 """
 
 from __future__ import annotations
@@ -37,12 +34,12 @@ from paceline.model.backends.base import Adapted
 from paceline.model.backends.native.packing import Form, Packed, PackedLinear
 from paceline.model.quantised.convert import Code, Scheme, children, copy_beside
 from paceline.model.quantised.rounding import round_to_nearest
-from paceline.model.quantised.weights import HeldLinear, QuantisedLinear
+from paceline.model.quantised.weights import LinearBase, QuantisedLinear
 
 SETTING = "PACELINE_QUANTISED_CACHE"
 OFF = "off"
 _OURS = b"Written by Paceline: quantised forms "
-_MAGIC = _OURS + b"4\n"  # another layout, or other numbers: another 4
+_MAGIC = _OURS + b"4\n"  # version of layout and numbers
 _DIGESTS = b"Written by Paceline: digests of checkpoints\n"
 _REMEMBERED = 64  # files
 _RECENT = 2.0  # seconds in which a file might change once more at the same time stamp
@@ -52,7 +49,7 @@ _SHARE = 10  # of the disk, if that is less
 
 @dataclass(frozen=True)
 class _Matrix:
-    """Linear layers of one packed matrix, in its order, with their parents and names."""
+    """The linear layers of one packed matrix, in its order, with their parents and names."""
 
     members: tuple[tuple[PackedLinear, nn.Module, str], ...]
     code: Code
@@ -73,7 +70,7 @@ class _Matrix:
         return Packed.blank(self.layers, self.packed.dtype, self.gated, form)
 
     def rounded(self) -> Packed:
-        """One layer's numbers at a time are unpacked."""
+        """Unpacks one layer at a time."""
         linears = [
             QuantisedLinear(round_to_nearest(layer.weight, *self.code).of_layer(name), layer.bias)
             for layer, _, name in self.members
@@ -82,10 +79,10 @@ class _Matrix:
 
 
 def rounded_copy(model: Adapted, precision: str) -> Any:
-    """Modules that share all but their matrices with those of a model that the kernels run. None if
-    no matrix divides into groups."""
+    """The modules of a native model with other matrices; all else is shared. None if no matrix
+    divides into groups."""
     name = f"{model.name} in {precision}"
-    hf = copy_beside(model.hf, lambda m: m if isinstance(m, nn.Linear | HeldLinear) else None)
+    hf = copy_beside(model.hf, lambda m: m if isinstance(m, nn.Linear | LinearBase) else None)
     matrices = _matrices(hf, Scheme(precision, head="int8", finer=True))
     if not matrices:
         return None
@@ -106,7 +103,7 @@ def rounded_copy(model: Adapted, precision: str) -> Any:
 
 
 def _matrices(hf: Any, scheme: Scheme) -> list[_Matrix]:
-    """Those that are rounded, in an order that a model always has."""
+    """The matrices to be rounded, in the order of the modules."""
     head = hf.get_output_embeddings()
     by_matrix: dict[int, list[tuple[PackedLinear, nn.Module, str]]] = {}
     for parent, key, child in children(hf):
@@ -126,7 +123,7 @@ def _matrices(hf: Any, scheme: Scheme) -> list[_Matrix]:
 
 
 def _file_of(checkpoint: Sequence[FileStamp], matrices: Sequence[_Matrix]) -> Path | None:
-    """Where the form is kept; None if it cannot be. Raises ConfigError for a setting that is no
+    """The cache file, None if there can be none. Raises ConfigError for a setting that is no
     size."""
     folder = cache_folder() / "quantised"
     if not checkpoint or os.environ.get(SETTING) == OFF:
@@ -150,7 +147,7 @@ def _file_of(checkpoint: Sequence[FileStamp], matrices: Sequence[_Matrix]) -> Pa
 
 
 def _contents(file: Path, checkpoint: Sequence[FileStamp]) -> list[str]:
-    """SHA-256 of the checkpoint's files, remembered in ``file`` by their stamps. Raises OSError."""
+    """SHA-256 of the checkpoint's files, cached in ``file`` by their stamps. Raises OSError."""
     known: dict[str, Any] = {}
     with suppress(OSError, ValueError):
         known = json.loads(file.read_bytes().removeprefix(_DIGESTS))
@@ -163,7 +160,7 @@ def _contents(file: Path, checkpoint: Sequence[FileStamp]) -> list[str]:
                 entry, new = [mark, digest_of(Path(stamp.path))], True
         result.append(str(entry[1]))
         if time.time_ns() - max(stamp.changed[:2]) > _RECENT * 1e9:
-            known[stamp.path] = entry  # the last ones are the last that were used
+            known[stamp.path] = entry  # in the order of use
     if new:
         text = json.dumps(dict(list(known.items())[-_REMEMBERED:])).encode()
         with (
@@ -179,8 +176,7 @@ def _knows_digests(file: Path) -> bool:
 
 
 def read(file: Path, matrices: Sequence[_Matrix]) -> list[Packed] | None:
-    """The matrices that were kept in a file; None without any. What is cut or not ours counts as
-    not there, which is said."""
+    """The matrices in a file; None, and a line that says so, if it is cut or not ours."""
     try:
         with file.open("rb") as stream:
             if stream.readline() != _MAGIC:
@@ -202,7 +198,7 @@ def read(file: Path, matrices: Sequence[_Matrix]) -> list[Packed] | None:
 
 
 def write(file: Path, made: Sequence[Packed]) -> None:
-    """Keep matrices; where that fails, a line says so and nothing else happens."""
+    """Keep matrices for the next start; if that fails a line says so."""
     size = sum(packed.data.nbytes for packed in made)
     try:
         if size > _limit() or 2 * size > shutil.disk_usage(file.parent).free:
@@ -221,7 +217,7 @@ def write(file: Path, made: Sequence[Packed]) -> None:
 
 
 def _limit() -> int:
-    """Bytes that may lie here. Raises ConfigError for a setting that is no size."""
+    """Bytes of all files. Raises ConfigError for a setting that is no size."""
     limit = os.environ.get(SETTING)
     if limit:
         return parse_bytes(limit)
@@ -232,7 +228,7 @@ def _limit() -> int:
 
 
 def _evict(folder: Path, limit: int) -> None:
-    """Delete the forms that have not been used for longest, until so many bytes are left."""
+    """Delete the least recently used forms until so many bytes are left."""
     ours = [file for file in folder.glob("*.forms") if _is_ours(file)]
     for file in sorted(ours, key=lambda file: file.stat().st_mtime_ns, reverse=True):
         limit -= file.stat().st_size

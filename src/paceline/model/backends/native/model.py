@@ -1,4 +1,4 @@
-"""Forwards that are one call of the kernels: a model's, and those of heads on its features."""
+"""Forwards by one call of the kernels: of a model, and of heads on its features."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ class NativeModel(Backend):
     same_bits = runs_quantised = True
 
     def __init__(self, hf: Any, decoder: DecoderShape) -> None:
-        """Packs the weights of ``hf`` layer by layer; its linear modules keep no others."""
+        """Packs the weights of ``hf`` in place, layer by layer."""
         self.decoder, self.dtype = decoder, hf.dtype
         self.vocab_size, self.hidden_size = hf.model.embed_tokens.weight.shape
         self.num_layers = len(hf.model.layers)
@@ -112,7 +112,7 @@ class NativeModel(Backend):
         return partial(self._opened.grow, "grow", self._skipped)
 
     def scratch_bytes(self, rows: int) -> int:
-        """Of float32 activations, and partial results of attention."""
+        """Float32 activations, and partial results of attention."""
         shape = self.decoder
         width: int = 4 * self.hidden_size + 2 * (shape.heads + shape.kv_heads) * shape.head_dim
         return 4 * rows * (width + shape.ffn) + _PARTIAL_BYTES
@@ -156,12 +156,12 @@ class NativeModel(Backend):
 
 
 # -- heads -------------------------------------------------------------------------------------
-# They run natively where their target does. Nothing is compared as for whole models: the modules
-# are our own, tests compare them, and a draft that is off costs speed alone.
+# No trial against the reference as for models: the modules are our own, and a wrong draft costs
+# speed alone.
 
 
 class NativeEagle(EagleStep):
-    """An EAGLE head whose linear modules are packed, in place."""
+    """An EAGLE head whose linear modules are packed in place."""
 
     def __init__(self, head: Any, target: NativeModel) -> None:
         self.head, self._dtype = head, head.dtype
@@ -207,7 +207,6 @@ class NativeEagle(EagleStep):
     def __call__(
         self, batch: Batch, cache: PagedCache, hidden: torch.Tensor, fused: bool
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """See EagleStep."""
         wanted, hidden = rows_of_logits(batch), hidden.contiguous()
         outputs = torch.empty(wanted, self.head.config.hidden_size, dtype=self._dtype)
         logits = torch.empty(wanted, self._vocabulary, dtype=self._dtype)
@@ -217,8 +216,7 @@ class NativeEagle(EagleStep):
 
 
 class NativeMedusa:
-    """Medusa heads, packed: logits ``[B, count, vocab]`` of the first ``count``, from features
-    ``[B, width]``."""
+    """Medusa heads, packed in place; called as DraftingHeads (base.py)."""
 
     def __init__(self, heads: Any, target: NativeModel) -> None:
         config = self._config = heads.config
@@ -266,10 +264,8 @@ class NativeMedusa:
 
 @torch.inference_mode()
 def native_backend(model: Adapted) -> Backend | str:
-    """The kernels with the model's weights, or in a few words why they do not run it.
-
-    To be asked before anything else lays out the weights.
-    """
+    """The kernels with the model's weights, or the reason why they do not run it. Called before
+    anything else changes the layout of the weights."""
     try:
         library()
     except NativeUnavailableError as error:
@@ -279,14 +275,14 @@ def native_backend(model: Adapted) -> Backend | str:
         return shape
     wanted = trial_logits(model)
     native = NativeModel(model.hf, shape)
-    # Of the sequence that is furthest off the median row's. Of SmolLM2's in bf16 the reference's
-    # rows are 2 to 72 % from those in float32 with the same weights, most 4 %; the kernels', which
-    # round less often, 1 to 6 %.
+    # The median row's error, of the worst sequence. For SmolLM2 in bf16 the reference's rows are 2
+    # to 72 % from float32 with the same weights, most 4 %; the kernels', which round less, 1 to 6
+    # %.
     difference = max(
         statistics.median(map(relative_error, ours, theirs))
         for ours, theirs in zip(trial_logits(model, native), wanted, strict=True)
     )
-    # A model of which the description misses something is wrong by far more than rounding.
+    # An incomplete description is wrong by far more than rounding.
     if difference < _limit(model):
         return native
     unpack_modules(model.hf)
@@ -294,9 +290,9 @@ def native_backend(model: Adapted) -> Backend | str:
 
 
 def _limit(model: Adapted) -> float:
-    """How far apart logits may be. What is rounded otherwise may turn a whole code of quantised
-    activations, and that all that follows: SmolLM2's logits differ by 4 % in 8 bits in float32,
-    by 5 % in 4 bits, in bf16 by more."""
+    """How far logits may be apart. Rounding may change a whole code of quantised activations and
+    all that follows: SmolLM2's logits in float32 differ by 4 % with 8 bits, 5 % with 4 bits, in
+    bf16 by more."""
     exact = model.dtype == torch.float32
     packed = [m.packed for m in model.hf.modules() if isinstance(m, PackedLinear)]
     forms = [one.form for one in packed if one.form is not None]
@@ -306,7 +302,7 @@ def _limit(model: Adapted) -> float:
 
 
 def unpack_modules(hf: Any) -> None:
-    """Give a model whose weights were packed its plain ones back."""
+    """Replace the packed modules of a model by plain ones."""
     for parent in list(hf.modules()):
         for name, child in list(parent.named_children()):
             if isinstance(child, PackedLinear | PackedExperts):

@@ -67,11 +67,9 @@ def rows_of_logits(batch: Batch) -> int:
 
 
 class Opened:
-    """A model in the library, closed with its last reference.
-
-    ``packing`` keeps alive what ``model`` points to; ``rotary_emb`` makes the tables of the
-    ``rope_kinds``. ``skipped`` of the calls: flags of the layers, if some are left out.
-    """
+    """A model in the library, closed with its last reference. ``packing`` keeps alive what
+    ``model`` points to; ``rotary_emb`` makes the tables of the ``rope_kinds``. ``skipped`` of the
+    calls: flags of the layers, if some are left out."""
 
     def __init__(
         self,

@@ -34,8 +34,8 @@ from paceline.kernels.pages import zeros
 from paceline.model.backends.counters import NativeWork, WeightRead, count_work
 from paceline.model.quantised.weights import (
     ROW_GROUP,
-    HeldLinear,
-    HeldMatrix,
+    LinearBase,
+    MatrixSize,
     QuantisedLinear,
     QuantisedWeight,
     alike,
@@ -218,7 +218,7 @@ def _packed_outputs(part: int, first: int, count: int) -> torch.Tensor:
     return outputs // 16 * _PANEL + outputs % 16 + (16 if part == UP else 0)
 
 
-class PackedLinear(HeldLinear):
+class PackedLinear(LinearBase):
     """An ``nn.Linear`` whose weight is part of a packed matrix, its only copy."""
 
     def __init__(
@@ -238,11 +238,11 @@ class PackedLinear(HeldLinear):
         """A dense copy ``[out, in]`` of what was packed; costs memory and time."""
         return self.packed.dense(self.part, self.first, self.out_features)
 
-    def held(self) -> HeldMatrix:
+    def matrix_size(self) -> MatrixSize:
         elements = self.in_features * self.out_features
         packed, form = self.packed, self.packed.form
         size = packed.data.nbytes * elements // max(1, packed.elements)
-        return HeldMatrix(8 * packed.dtype.itemsize if form is None else form.bits, elements, size)
+        return MatrixSize(8 * packed.dtype.itemsize if form is None else form.bits, elements, size)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         if self.part == PLAIN and self.out_features == self.packed.outputs:

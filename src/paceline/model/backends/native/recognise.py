@@ -1,9 +1,8 @@
-"""Which models the kernels know: decoders of Llama's shape, those of Gemma 2 and 3, and Mixtral's.
+"""Which models the kernels run: decoders like Llama's, Gemma 2's and 3's, and Mixtral's.
 
-Their classes are in a table; a class of that name from elsewhere than transformers may compute
-anything. What differs within a class is read of the modules: norms and activations by what they
-compute, all else by its name. Whatever is described must also give the reference's logits before it
-is used (``native_backend``).
+Known are classes of transformers by name. Norms and activations are recognised by what they
+compute, all else by its name. A described model must also give the reference's logits before it is
+used (``native_backend``).
 """
 
 from __future__ import annotations
@@ -60,7 +59,7 @@ class RMSNorm:
 
 @dataclass(frozen=True)
 class DecoderShape:
-    """All that the kernels must know of a model beside its matrices."""
+    """What the kernels must know of a model beside its matrices."""
 
     heads: int
     kv_heads: int
@@ -74,15 +73,15 @@ class DecoderShape:
     norms: tuple[Mapping[str, RMSNorm], ...]  # of each layer, by the kernels' names
     final_norm: RMSNorm
     windows: tuple[int, ...]  # 0: none
-    ropes: tuple[int, ...]  # which of `rope_kinds` a layer has
-    rope_kinds: tuple[str | None, ...]  # as the rotary module wants to be asked
+    ropes: tuple[int, ...]  # index of a layer in `rope_kinds`
+    rope_kinds: tuple[str | None, ...]  # layer types that the rotary module takes
 
 
 @torch.inference_mode()
 def describe(
     hf: Any, shapes: Sequence[LayerShape], patterns: Sequence[Pattern]
 ) -> DecoderShape | str:
-    """A model's description, or in a few words why the kernels cannot run it."""
+    """A model's description, or why the kernels cannot run it."""
     kind = type(hf).__name__
     if hf.device.type != "cpu":
         return "only a processor is supported"
@@ -159,7 +158,7 @@ def _described(
 
 
 def _products(hf: Any) -> list[Any]:
-    """The matrices of all layers: modules, and parameters of experts."""
+    """The matrices of all layers: linear modules, and parameters of experts."""
     products: list[Any] = []
     for layer in hf.model.layers:
         products += [getattr(layer.self_attn, name, None) for name in (*PROJECTIONS, "o_proj")]
@@ -171,7 +170,7 @@ def _products(hf: Any) -> list[Any]:
 
 
 def _is_product(matrix: Any) -> bool:
-    """Whether it is a linear product and nothing else, with plain or with quantised weights."""
+    """Whether it is only a linear product, with plain or quantised weights."""
     weight = matrix.weight if type(matrix) is nn.Linear else matrix
     return type(matrix) is QuantisedLinear or is_plain(weight)
 
@@ -188,10 +187,8 @@ def _packs(layer: Any) -> bool:
 
 
 def as_rms_norm(module: nn.Module) -> RMSNorm | None:
-    """The RMS norm that a module computes, found by comparing results, or None.
-
-    Both ``weight * norm(x)`` and ``(1 + weight) * norm(x)``, with the sum in float32, are known.
-    """
+    """The RMS norm that a module computes, by comparing results, or None. Known are ``weight *
+    norm(x)`` and ``(1 + weight) * norm(x)`` with the sum in float32."""
     weight = getattr(module, "weight", None)
     eps = getattr(module, "variance_epsilon", getattr(module, "eps", None))
     if not isinstance(weight, torch.Tensor) or weight.dim() != 1 or not isinstance(eps, float):
@@ -200,7 +197,7 @@ def as_rms_norm(module: nn.Module) -> RMSNorm | None:
         return None
     weight = weight.detach()
     x = torch.randn(4, weight.shape[0], generator=torch.Generator().manual_seed(0))
-    # The scales tell a wrong epsilon, the offset a LayerNorm, from the true thing.
+    # The scales show a wrong epsilon, the offset a LayerNorm.
     x = x * torch.tensor([[1e-3], [0.05], [1.0], [30.0]]) + torch.tensor([[0.0], [0.0], [2.0], [0]])
     x = x.to(weight)
     with torch.inference_mode():
@@ -208,21 +205,19 @@ def as_rms_norm(module: nn.Module) -> RMSNorm | None:
             wanted = module(x)
         except (RuntimeError, TypeError):  # takes other inputs: not a norm over one tensor
             return None
-        if not isinstance(wanted, torch.Tensor) or (wanted.shape, wanted.dtype) != (
-            x.shape,
-            x.dtype,
-        ):
+        if not isinstance(wanted, torch.Tensor) or wanted.shape != x.shape:
             return None
-        # Two roundings of the module against one of ours.
+        # The module rounds twice, the kernels once.
         rtol = 3 * torch.finfo(x.dtype).eps
         for norm in (RMSNorm(weight, eps), RMSNorm(1 + weight.float(), eps)):
-            if torch.allclose(norm(x).float(), wanted.float(), rtol=rtol, atol=1e-6):
+            same_dtype = wanted.dtype == x.dtype
+            if same_dtype and torch.allclose(norm(x).float(), wanted.float(), rtol=rtol, atol=1e-6):
                 return norm
     return None
 
 
 def _norms(layer: Any, names: Mapping[str, str]) -> dict[str, RMSNorm] | None:
-    """The norms of a layer by the kernels' names; None if one of them is none."""
+    """The norms of a layer by the kernels' names; None if one is no RMS norm."""
     modules = {field: getattr(layer, name) for field, name in names.items()}
     attention = layer.self_attn
     modules |= {name: getattr(attention, name) for name in _HEAD_NORMS if hasattr(attention, name)}
@@ -245,7 +240,7 @@ def _activation(module: nn.Module) -> int | None:
 
 
 def unsupported_option(hf: Any) -> str | None:
-    """The first option of a known class that the kernels do not have and that is in use."""
+    """The first option in use of a known class that the kernels do not have."""
     config = hf.config.get_text_config(decoder=True)
     options = config.to_dict() | (getattr(config, "rope_parameters", None) or {})
     for name, neutral in _NEUTRAL.items():

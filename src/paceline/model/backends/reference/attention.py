@@ -35,12 +35,10 @@ def paged_attention(
     softcap: float | None = None,
     sinks: Tensor | None = None,
 ) -> Tensor:
-    """Store the rows' keys and values, then attend. Returns ``[1, T, heads, v_width]``.
-
-    ``query`` is ``[1, heads, T, k_width]``, ``key`` and ``value`` ``[1, kv_heads, T, width]``
-    after rotary embedding. ``softcap`` c replaces a score s by ``c * tanh(s / c)`` (Gemma 2);
-    ``sinks`` ``[heads]`` are further logits in each softmax, with no value (GPT-OSS).
-    """
+    """Store the rows' keys and values, then attend. Returns ``[1, T, heads, v_width]``. ``query``
+    is ``[1, heads, T, k_width]``, ``key`` and ``value`` ``[1, kv_heads, T, width]`` after rotary
+    embedding. ``softcap`` c replaces a score s by ``c * tanh(s / c)`` (Gemma 2); ``sinks``
+    ``[heads]`` are further logits in each softmax, with no value (GPT-OSS)."""
     keys, values = step.cache.kv(layer)
     _store(keys, key, step)
     _store(values, value, step)
@@ -73,11 +71,8 @@ def _view(cache: Tensor, slot: int, length: int) -> Tensor:
 
 
 def _rows_of(cache: Tensor, segment: AttentionSegment, part: str) -> Tensor:
-    """``[batch, kv_heads, keys, width]`` from a cache of "keys" or "values".
-
-    What is gathered holds until the next layer gathers, into the same memory: fresh memory costs a
-    third of the copy.
-    """
+    """``[batch, kv_heads, keys, width]`` from a cache of "keys" or "values". What is gathered holds
+    until the next layer gathers, into the same memory: fresh memory costs a third of the copy."""
     if segment.gather is None:
         assert segment.slot is not None
         return _view(cache, segment.slot, segment.keys)

@@ -21,11 +21,9 @@ _TRIAL = Batch((1, 2), (0, 1), (0, 1), (Span(0, 0, 0, 2),), ((0,),))
 
 
 class TorchBackend(Backend):
-    """Modules of transformers whose attention function is ours (model/probe.py).
-
-    Of each layer, a first forward through ``run`` finds its ``patterns``, the ``shapes`` of its
-    keys and values, and its name (``name_layers``).
-    """
+    """Modules of transformers whose attention function is ours (model/probe.py). Of each layer, a
+    first forward through ``run`` finds its ``patterns``, the ``shapes`` of its keys and values, and
+    its name (``name_layers``)."""
 
     name = REFERENCE
 

@@ -39,10 +39,8 @@ _HOOKED: WeakSet[torch.nn.Module] = WeakSet()
 
 
 class RowPositions:
-    """The modules of a model that need them; ``switch`` is None without longrope.
-
-    Raises UnsupportedModelError if rotations depend on the batch in another way.
-    """
+    """The modules of a model that need them; ``switch`` is None without longrope. Raises
+    UnsupportedModelError if rotations depend on the batch in another way."""
 
     def __init__(self, hf: torch.nn.Module, max_positions: int) -> None:
         modules = list(hf.modules())
