@@ -20,7 +20,7 @@ from paceline.core.batch import Batch, Span
 from paceline.errors import ConfigError, EngineLostError, ModelLoadError, PacelineError
 from paceline.lab.doctor import examine
 from paceline.parallel import group, team
-from paceline.parallel.group import batch_order
+from paceline.parallel.group import BatchOrder
 from support.cache_invariants import check_cache
 from support.engine_models import write_pair
 from support.medusa_models import write_medusa
@@ -235,14 +235,14 @@ def test_an_order_carries_what_only_the_device_knows() -> None:
         ((0,), (1,), (2,)),
         nodes=((2, torch.tensor([71])), (3, torch.tensor([72, 73]))),
     )
-    order, numbers = batch_order(batch)
+    order, numbers = BatchOrder.of(batch)
     assert numbers is not None and len(numbers) == sum(order.sizes) == 3 + 4
     again = pickle.loads(pickle.dumps(order)).whole(numbers)
     assert [(first, tokens.tolist()) for first, tokens in again.nodes] == [(2, [71]), (3, [72, 73])]
     first, second, third = (span.ancestors for span in again.spans)
     assert first is None and second is None and third is not None and torch.equal(third, mask)
     assert again.spans == batch.spans and torch.equal(again.slots, batch.slots)
-    plain, nothing = batch_order(replace(batch, nodes=(), spans=batch.spans[:2]))
+    plain, nothing = BatchOrder.of(replace(batch, nodes=(), spans=batch.spans[:2]))
     assert nothing is None and sum(plain.sizes) == 0
 
 

@@ -1,11 +1,7 @@
-"""A loaded model once more, at little or no cost of memory: with fewer layers, or in fewer bits.
+"""Copies of a loaded model that share its weights: with fewer layers, or with matrices in fewer
+bits.
 
-    the model     embedding  norms  rotary tables | matrices as they were loaded
-    fewer layers       (all the very same)        | (the very same)
-    fewer bits         (all the very same)        | matrices in 8 or 4 bits
-
-Layers keep their numbers and their shapes: layer n reads and writes keys and values of layer n in
-the model's own cache, and no others.
+Layer n keeps its number and shape, so it uses the keys and values of layer n in the model's cache.
 """
 
 from __future__ import annotations
@@ -30,13 +26,11 @@ _COPIES: WeakKeyDictionary[CausalModel, dict[str, CausalModel]] = WeakKeyDiction
 
 
 class LayerView:
-    """Some layers of a model between its embedding and its final norm and head. ``layers``: the
-    numbers of those that run, in order. Called like the model, on its own cache."""
+    """A model that runs only ``layers``, in order; called like the model, on the model's cache."""
 
     def __init__(self, model: CausalModel, layers: Sequence[int]) -> None:
-        """``layers``: which to run, counted from 0. Raises ConfigError for layers that the model
-        does not have, UnsupportedModelError if a trial shows that its layers cannot be left out one
-        by one."""
+        """``layers`` are counted from 0. Raises ConfigError for those that the model does not have,
+        UnsupportedModelError if a trial shows that layers cannot be left out."""
         self.model = model
         self.layers = tuple(sorted(set(layers)))
         if not self.layers or not 0 <= self.layers[0] <= self.layers[-1] < model.num_layers:
@@ -53,17 +47,16 @@ class LayerView:
 
 
 def quantised_copy(model: CausalModel, precision: str) -> CausalModel:
-    """``model`` in "int8" or "int4", on the backend that was asked for with it. It stays with the
-    model. Raises ConfigError where that cannot be: not on a CPU, or no matrix that divides into
-    groups."""
-    known = _COPIES.setdefault(model, {})
-    if precision not in known:
-        known[precision] = _by_backend(model, precision) or _rounded(model, precision)
-    return known[precision]
+    """``model`` in "int8" or "int4", on the backend that was asked for; cached with the model.
+    Raises ConfigError off the CPU, or if no matrix divides into groups."""
+    copies = _COPIES.setdefault(model, {})
+    if precision not in copies:
+        copies[precision] = _by_backend(model, precision) or _rounded(model, precision)
+    return copies[precision]
 
 
 def forget_copy(model: CausalModel, precision: str) -> None:
-    """Let go of the form made by ``quantised_copy``."""
+    """Drop the copy made by ``quantised_copy``."""
     _COPIES.get(model, {}).pop(precision, None)
 
 
@@ -79,14 +72,13 @@ def _by_backend(model: CausalModel, precision: str) -> CausalModel | None:
 
 
 def _rounded(model: CausalModel, precision: str) -> CausalModel:
-    """Of modules as the library has them; no second copy of a matrix is held while it is rounded,
-    whatever its layout and wherever it stays."""
+    """A copy of modules as the library has them; matrices are rounded one by one."""
     name = f"{model.name} in {precision}"
     if model.device.type != "cpu":
         raise ConfigError(
             f"{name}: weights are rounded on a CPU, not on {model.device}; use another drafter"
         )
-    hf = copy_beside(model.hf, _shared, settle)
+    hf = copy_beside(model.hf, _to_be_rounded, settle)
     with stage(f"quantising {name}"):
         made = quantise_module(hf, Scheme(precision, head="int8", finer=True))
     if not made.layers:
@@ -99,9 +91,9 @@ def _rounded(model: CausalModel, precision: str) -> CausalModel:
     return copied.optimised()
 
 
-def _shared(module: Any) -> Any | None:
-    """Matrices that are going to be rounded, plain numbers in any layout or quantised by us;
-    libraries' own layers are linear ones whose weight holds codes."""
+def _to_be_rounded(module: Any) -> Any | None:
+    """The module if its matrix is to be rounded: plain, or quantised by us. The weight of a
+    library's own linear layer holds codes."""
     plain = isinstance(module, nn.Linear) and is_plain(module.weight)
     divides = getattr(module, "in_features", 1) % ROW_GROUP == 0
     return module if divides and (plain or isinstance(module, LinearBase)) else None

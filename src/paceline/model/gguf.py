@@ -1,8 +1,7 @@
 """GGUF files, llama.cpp's format: read by transformers and dequantised, refused in one line.
 
-The ``gguf`` package and accelerate are an extra (``paceline[gguf]``), imported once a GGUF file is
-named. What a file says of itself is read first, so that what cannot be read is refused by its name
-before gigabytes are.
+The metadata is read first, so that a file that cannot be loaded is refused before its weights are
+read. Needs the extra ``paceline[gguf]``: the package ``gguf`` and accelerate.
 """
 
 from __future__ import annotations
@@ -11,7 +10,7 @@ import importlib
 import json
 import re
 from collections import Counter
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
@@ -33,12 +32,12 @@ _SAMPLING = {
     "min_p": "min_p",
     "repetition_penalty": "penalty_repeat",
 }
-_END_ROLES = ("eos", "eot", "eom")  # of a text, of a turn, of a message
+_END_ROLES = ("eos", "eot", "eom")  # ends of a text, a turn, a message
 ROPE_FACTORS = {f"rope_{kind}.weight" for kind in ("freqs", "factors_long", "factors_short")}
 PLAIN = {"F32", "F16", "BF16", "F64"}
 _UNKNOWN_TYPE = re.compile(r"(\d+)\)? is not a valid GGMLQuantizationType")
-# Vocabularies whose merges never cross a digit, where transformers does not know it by itself:
-# llama.cpp parts digits first for all of these, and then as GPT-2 does.
+# Values of tokenizer.ggml.pre that transformers does not know: llama.cpp splits digits first and
+# then as GPT-2, or only as GPT-2.
 _DIGITS_APART = {"smollm", "starcoder", "refact", "command-r", "codeshell", "exaone", "minerva-7b"}
 _AS_GPT2 = {"gpt-2", "default", "phi-2", "mpt", "olmo", "jais", "trillion", "granite-docling"}
 
@@ -72,7 +71,7 @@ def require_gguf(purpose: str) -> None:
 
 @dataclass(frozen=True)
 class GgufFile:
-    """What a file says of itself. ``types``: tensors by quantisation, the most frequent first."""
+    """A file's metadata. ``types``: counts of tensors by quantisation, the most frequent first."""
 
     path: Path
     fields: Mapping[str, Any]
@@ -89,7 +88,7 @@ class GgufFile:
 
     @property
     def quantised(self) -> tuple[str, ...]:
-        """The packed types in it; empty if all tensors are plain numbers."""
+        """Its quantised types."""
         return tuple(name for name in self.types if name not in PLAIN)
 
     @cached_property
@@ -100,7 +99,7 @@ class GgufFile:
 
     @property
     def sampling(self) -> dict[str, Any]:
-        """What the file says of sampling, as a generation config does."""
+        """Its sampling options by the names of a generation config."""
         options: dict[str, Any] = {}
         for name, key in _SAMPLING.items():
             value = self.fields.get(f"general.sampling.{key}")
@@ -110,16 +109,20 @@ class GgufFile:
 
     @property
     def pre_tokenizer(self) -> str | None:
-        """How the file says that text is split before its merges; None if it does not say."""
+        """Name of the way in which text is split before merges, if the file states one."""
         name = self.fields.get("tokenizer.ggml.pre")
         return None if name is None else str(name)
 
     @property
     def splits_otherwise(self) -> bool:
-        """Whether its way to split text is one that nobody here knows."""
-        bytes_level = self.fields.get("tokenizer.ggml.model") == "gpt2"
-        known = _DIGITS_APART | _AS_GPT2 | _known_splits()
-        return bytes_level and self.pre_tokenizer is not None and self.pre_tokenizer not in known
+        """Whether that way is unknown to us and to transformers."""
+        known = {None, *_DIGITS_APART, *_AS_GPT2}
+        known |= {*_of_transformers("gguf.gguf_tokenizer_mapping", "GGUF_PRE_TOKENIZER_SPLITS")}
+        return self.is_byte_level and self.pre_tokenizer not in known
+
+    @property
+    def is_byte_level(self) -> bool:
+        return bool(self.fields.get("tokenizer.ggml.model") == "gpt2")
 
 
 def read_gguf(path: Path) -> GgufFile:
@@ -142,11 +145,9 @@ def _read(path: Path, modified: int, size: int) -> GgufFile:
         with stage(f"reading the header of {path.name}"):
             reader = GGUFReader(path)
             fields = {
-                # The tokenizer's lists are long, and nothing here asks for them.
-                key: None
-                if len(field.types) > 1 and key.startswith("tokenizer.")
-                else field.contents()
+                key: field.contents()
                 for key, field in reader.fields.items()
+                if len(field.types) < 2 or not key.startswith("tokenizer.")  # not its long lists
             }
     except OSError as error:
         raise ModelLoadError(f"GGUF file {path} cannot be read: {error.strerror}") from None
@@ -160,22 +161,17 @@ def _read(path: Path, modified: int, size: int) -> GgufFile:
         raise ModelLoadError(
             f"GGUF file {path} is damaged or cut short, or none; download or copy it again"
         ) from None
-    types = Counter(tensor.tensor_type.name for tensor in reader.tensors)
+    tensors, tokens = reader.tensors, reader.fields.get("tokenizer.ggml.tokens")
+    factors = [tensor for tensor in tensors if tensor.name in ROPE_FACTORS]
     file = GgufFile(
         path,
         fields,
-        dict(types.most_common()),
-        sum(int(tensor.n_elements) for tensor in reader.tensors),
-        sum(int(tensor.n_bytes) for tensor in reader.tensors),
-        len(reader.fields["tokenizer.ggml.tokens"].data)
-        if "tokenizer.ggml.tokens" in reader.fields
-        else 0,
-        frozenset(tensor.name for tensor in reader.tensors),
-        {
-            tensor.name: dequantize(tensor.data, tensor.tensor_type).tolist()
-            for tensor in reader.tensors
-            if tensor.name in ROPE_FACTORS
-        },
+        types=dict(Counter(tensor.tensor_type.name for tensor in tensors).most_common()),
+        parameters=sum(int(tensor.n_elements) for tensor in tensors),
+        stored_bytes=sum(int(tensor.n_bytes) for tensor in tensors),
+        vocabulary=0 if tokens is None else len(tokens.data),
+        names=frozenset(tensor.name for tensor in tensors),
+        rope_factors={t.name: dequantize(t.data, t.tensor_type).tolist() for t in factors},
     )
     _check(file, reader)
     return file
@@ -218,9 +214,9 @@ def _check(file: GgufFile, reader: GGUFReader) -> None:
 
 @contextmanager
 def dequantising(path: Path) -> Iterator[None]:
-    """A stage for what transformers does in the block, in place of a bar of its own on stderr. It
-    also asks the gguf package for the same table of names once for each submodule, which takes 25
-    of 27 s for a model of 46 layers: the answer is kept."""
+    """A stage in place of transformers' own bar on stderr while it reads a file. In the block
+    gguf's table of names is cached: transformers asks for it once a submodule, which takes 25 of
+    27 s for a model of 46 layers."""
     import gguf
     from transformers import modeling_gguf_pytorch_utils as reader
 
@@ -244,23 +240,22 @@ def architectures() -> frozenset[str]:
     """The names that transformers reads from GGUF."""
     from transformers.modeling_gguf_pytorch_utils import GGUF_SUPPORTED_ARCHITECTURES
 
-    new: dict[str, Any] = {}
-    with suppress(ImportError, AttributeError):  # an older transformers has none
-        new = importlib.import_module("transformers.integrations.gguf").GGUF_ARCHS
+    new = _of_transformers("gguf", "GGUF_ARCHS")
     return frozenset({*GGUF_SUPPORTED_ARCHITECTURES, *new} - {"general", "tokenizer"})
 
 
-def _known_splits() -> frozenset[str]:
-    """Values of tokenizer.ggml.pre that transformers knows."""
-    name = "transformers.integrations.gguf.gguf_tokenizer_mapping"
-    try:
-        return frozenset(importlib.import_module(name).GGUF_PRE_TOKENIZER_SPLITS)
-    except (ImportError, AttributeError):
-        return frozenset()
+def _of_transformers(module: str, name: str) -> Iterable[str]:
+    """A table of the integrations of transformers; empty in a version without it."""
+    with suppress(ImportError, AttributeError):
+        table: Iterable[str] = getattr(
+            importlib.import_module(f"transformers.integrations.{module}"), name
+        )
+        return table
+    return ()
 
 
 def _dequantisable(kind: str) -> bool:
-    """Tried on one block of zeros: the package keeps no public list."""
+    """Tried on one block of zeros, as the package has no public list."""
     import numpy as np
     from gguf import GGML_QUANT_SIZES, GGMLQuantizationType, dequantize
 
@@ -274,20 +269,16 @@ def _dequantisable(kind: str) -> bool:
 
 
 def mended(backend: Tokenizer, file: GgufFile) -> Tokenizer:
-    """The tokenizer without tokens that the file does not hold, splitting text as the file says.
-    transformers adds GPT-2's <|endoftext|> to every byte-level vocabulary, behind the last row of
-    the embedding where the file has none (Llama 3's)."""
+    """The tokenizer, splitting text as the file says, without tokens that the file does not hold:
+    transformers adds GPT-2's <|endoftext|> to every byte-level vocabulary."""
     from tokenizers import Tokenizer, pre_tokenizers
 
     content = json.loads(backend.to_str())
     added = [token for token in content["added_tokens"] if token["id"] < file.vocabulary]
     if len(added) < len(content["added_tokens"]):
         backend = Tokenizer.from_str(json.dumps({**content, "added_tokens": added}))
-    if file.pre_tokenizer in _DIGITS_APART and file.fields.get("tokenizer.ggml.model") == "gpt2":
-        backend.pre_tokenizer = pre_tokenizers.Sequence(
-            [
-                pre_tokenizers.Digits(individual_digits=True),
-                pre_tokenizers.ByteLevel(add_prefix_space=False),
-            ]
-        )
+    if file.pre_tokenizer in _DIGITS_APART and file.is_byte_level:
+        digits = pre_tokenizers.Digits(individual_digits=True)
+        as_gpt2 = pre_tokenizers.ByteLevel(add_prefix_space=False)
+        backend.pre_tokenizer = pre_tokenizers.Sequence([digits, as_gpt2])
     return backend

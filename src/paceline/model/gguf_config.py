@@ -1,8 +1,8 @@
-"""What the metadata of a GGUF file says of its model, where transformers does not read it.
+"""Metadata of a GGUF file that transformers does not read.
 
 transformers takes the sizes and leaves the rest at an architecture's defaults: rope scaling, its
-tensors of factors, windows, soft caps, scales. Here each key of the architecture is read into the
-config, or refused by its name: none is passed over.
+tensors of factors, windows, soft caps, scales. Here every key of the architecture is read into the
+config or refused by its name.
 
 ======================================  =======================================================
 key, after the architecture's name      goes to
@@ -29,16 +29,16 @@ from typing import Any, NoReturn
 from paceline.errors import UnsupportedModelError
 from paceline.model.gguf import GgufFile
 
-# Keys that say nothing which the config has to know: the tensors' shapes show it, or it is history.
+# Keys that the config does not need.
 _HARMLESS = {"vocab_size", "tensor_data_layout", "rope.scaling.finetuned"}
-# Features that the models read here do not have: the key may only say so.
+# Features that no model read here has: the only allowed values.
 _ABSENT: dict[str, tuple[Any, ...]] = {
     "attention.causal": (True,),
     "expert_count": (0,),
     "expert_used_count": (0,),
     "nextn_predict_layers": (0,),
 }
-# Numbers that transformers does not take, and the names that a config may have for them.
+# Numbers that transformers does not read, and their possible names in a config.
 _NUMBERS = {
     "attention.key_length": ("head_dim",),
     "attention.layer_norm_epsilon": ("norm_eps", "norm_epsilon", "layer_norm_epsilon"),
@@ -47,9 +47,11 @@ _NUMBERS = {
 }
 _WINDOWED = {"phi3", "starcoder2"}  # in all layers alike; Gemma's have layer_types
 _GEMMA = {"gemma2", "gemma3"}
-_LAYERS_OF_27B = {"gemma2": 46, "gemma3": 62}  # by which llama.cpp, too, knows them
+_LAYERS_OF_27B = {"gemma2": 46, "gemma3": 62}  # recognised by these in llama.cpp, too
+_YARN = {"attention_factor": "attn_factor", "beta_fast": "beta_fast", "beta_slow": "beta_slow"}
+_ORIGINAL = "original_max_position_embeddings"
 _LLAMA3 = {"low_freq_factor": 1.0, "high_freq_factor": 4.0}
-_LLAMA3_CONTEXT = 8192  # which llama.cpp's converter takes for granted
+_LLAMA3_CONTEXT = 8192  # assumed by llama.cpp's converter
 
 
 def completed(config: Any, file: GgufFile) -> Any:
@@ -60,14 +62,14 @@ def completed(config: Any, file: GgufFile) -> Any:
     if getattr(config, "rope_parameters", None):
         changes["rope_parameters"] = _rope(config, keys)
     original = keys.values.get("rope.scaling.original_context_length")
-    if original and hasattr(config, "original_max_position_embeddings"):
-        changes["original_max_position_embeddings"] = int(original)
+    if original and hasattr(config, _ORIGINAL):
+        changes[_ORIGINAL] = int(original)
     keys.refuse_rest()
     return type(config).from_dict({**config.to_dict(), **changes})
 
 
 class _Keys:
-    """The keys of a file's architecture, without its name, and which of them are still unread."""
+    """The keys of a file's architecture, without its name; those ``unread`` are refused at last."""
 
     def __init__(self, file: GgufFile) -> None:
         from transformers.modeling_gguf_pytorch_utils import GGUF_TO_TRANSFORMERS_MAPPING
@@ -75,10 +77,9 @@ class _Keys:
         self.file = file
         self.architecture = file.architecture
         start = f"{file.architecture}."
+        fields = file.fields.items()
         self.values: dict[str, Any] = {
-            key.removeprefix(start): value
-            for key, value in file.fields.items()
-            if key.startswith(start)
+            key.removeprefix(start): value for key, value in fields if key.startswith(start)
         }
         taken = GGUF_TO_TRANSFORMERS_MAPPING["config"].get(file.architecture, {})
         single = {key for key, value in self.values.items() if not isinstance(value, list)}
@@ -86,18 +87,18 @@ class _Keys:
         self.unread -= {key for key, name in taken.items() if name is not None} & single
 
     def take(self, key: str) -> Any:
-        """The value, or None; it counts as read."""
+        """The value, or None; it is read then."""
         self.unread.discard(key)
         return self.values.get(key)
 
     def expect(self, key: str, *allowed: Any) -> None:
-        """Refuse a value that is none of these; an absent key is as good."""
+        """Refuse a value that is none of these; the key may be absent."""
         value = self.take(key)
         if value is not None and not any(_equal(value, other) for other in allowed):
             self.refuse(key)
 
     def width(self, config: Any) -> int:
-        """Of a head."""
+        """Numbers of a head."""
         width = self.values.get("attention.key_length") or getattr(config, "head_dim", None)
         return int(width or config.hidden_size // config.num_attention_heads)
 
@@ -129,21 +130,21 @@ def _numbers(config: Any, keys: _Keys) -> dict[str, Any]:
     keys.expect("attention.key_length", width)
     keys.expect("attention.value_length", keys.width(config))
     if keys.architecture == "gpt2":
-        changes |= {"n_positions": keys.take("context_length")}
-        changes |= {"n_inner": keys.take("feed_forward_length")}
+        changes["n_positions"] = keys.take("context_length")
+        changes["n_inner"] = keys.take("feed_forward_length")
         keys.expect("attention.head_count_kv", config.n_head)
     return changes
 
 
 def _equal(value: Any, other: Any) -> bool:
-    """As far as float32, in which files hold numbers, can tell."""
+    """As float32, in which files hold numbers."""
     if isinstance(value, float) and isinstance(other, (int, float)):
         return math.isclose(value, other, rel_tol=1e-6)
     return bool(value == other)
 
 
 def _attention(config: Any, keys: _Keys) -> dict[str, Any]:
-    """Windows, and by what scores are multiplied."""
+    """Windows, and the factor of scores."""
     context = keys.values.get("context_length") or config.max_position_embeddings
     window = keys.take("attention.sliding_window")
     if keys.architecture not in _GEMMA:
@@ -195,11 +196,11 @@ def _rope(config: Any, keys: _Keys) -> dict[str, Any]:
 
 
 def _scaling(config: Any, keys: _Keys, options: Mapping[str, Any]) -> dict[str, Any]:
-    """What of ``rope_parameters`` stretches positions."""
+    """The scaling in ``rope_parameters``."""
     kind = keys.take("rope.scaling.type")
     factor = keys.take("rope.scaling.factor") or keys.take("rope.scale_linear") or 1.0
     original = keys.take("rope.scaling.original_context_length") or config.max_position_embeddings
-    factors = keys.file.rope_factors
+    factors, unscaled = keys.file.rope_factors, {_ORIGINAL: int(original)}
     if kind is None:
         long = any(name.startswith("rope_factors") for name in factors)
         kind = "longrope" if long else "linear"
@@ -208,69 +209,46 @@ def _scaling(config: Any, keys: _Keys, options: Mapping[str, Any]) -> dict[str, 
             keys.refuse("rope_freqs.weight", f"beside rope scaling of the type {kind}")
         return _llama3(config, keys, options)
     if kind == "longrope":
-        return _longrope(keys, original)
+        return _longrope(keys) | unscaled
     if factors:
         keys.refuse(min(factors), f"beside rope scaling of the type {kind}")
     keys.expect("rope.scaling.attn_factor", 0.0, 1.0)
     if kind == "yarn":
-        return _yarn(keys, factor, original)
+        keys.expect("rope.scaling.yarn_ext_factor", 1.0, -1.0)
+        keys.expect("rope.scaling.yarn_log_multiplier", 0.0)
+        values = {name: keys.take(f"rope.scaling.yarn_{key}") for name, key in _YARN.items()}
+        stated = {name: float(value) for name, value in values.items() if value and value > 0}
+        return {"rope_type": "yarn", "factor": factor, **unscaled, **stated}
     if kind not in ("linear", "none"):
         keys.refuse("rope.scaling.type")
     return {"rope_type": "linear", "factor": factor} if kind == "linear" and factor != 1 else {}
 
 
-def _yarn(keys: _Keys, factor: float, original: int) -> dict[str, Any]:
-    keys.expect("rope.scaling.yarn_ext_factor", 1.0, -1.0)
-    keys.expect("rope.scaling.yarn_log_multiplier", 0.0)
-    values = {
-        "attention_factor": keys.take("rope.scaling.yarn_attn_factor"),
-        "beta_fast": keys.take("rope.scaling.yarn_beta_fast"),
-        "beta_slow": keys.take("rope.scaling.yarn_beta_slow"),
-    }
-    stated = {key: float(value) for key, value in values.items() if value is not None and value > 0}
-    return {
-        "rope_type": "yarn",
-        "factor": factor,
-        "original_max_position_embeddings": int(original),
-        **stated,
-    }
-
-
-def _longrope(keys: _Keys, original: int) -> dict[str, Any]:
-    long = keys.file.rope_factors.get("rope_factors_long.weight")
-    short = keys.file.rope_factors.get("rope_factors_short.weight")
-    if long is None or short is None:
-        keys.refuse("rope.scaling.type", "needs both tensors rope_factors_long and _short")
+def _longrope(keys: _Keys) -> dict[str, Any]:
+    options: dict[str, Any] = {"rope_type": "longrope"}
+    for length in ("short", "long"):
+        factors = keys.file.rope_factors.get(f"rope_factors_{length}.weight")
+        if factors is None:
+            keys.refuse("rope.scaling.type", "needs both tensors rope_factors_long and _short")
+        options[f"{length}_factor"] = list(factors)
     attention_factor = keys.take("rope.scaling.attn_factor")
-    return {
-        "rope_type": "longrope",
-        "short_factor": list(short),
-        "long_factor": list(long),
-        "original_max_position_embeddings": int(original),
-        **({"attention_factor": float(attention_factor)} if attention_factor else {}),
-    }
+    return options | ({"attention_factor": float(attention_factor)} if attention_factor else {})
 
 
 def _llama3(config: Any, keys: _Keys, options: Mapping[str, Any]) -> dict[str, Any]:
-    """The options by which llama.cpp's converter made the factors, found again and compared."""
+    """The options from which llama.cpp's converter made the factors, if they give the same."""
     factors = keys.file.rope_factors["rope_freqs.weight"]
     factor = max(factors)
     if factor == min(factors) == 1:
         return {}
-    width = 2 * len(factors)
-    wanted = _llama3_factors(options["rope_theta"], width, factor)
+    wanted = _llama3_factors(options["rope_theta"], 2 * len(factors), factor)
     if not all(math.isclose(a, b, rel_tol=1e-4) for a, b in zip(factors, wanted, strict=True)):
         keys.refuse("rope_freqs.weight", "whose factors are not those of Llama 3")
-    return {
-        "rope_type": "llama3",
-        "factor": factor,
-        **_LLAMA3,
-        "original_max_position_embeddings": _LLAMA3_CONTEXT,
-    }
+    return {"rope_type": "llama3", "factor": factor, **_LLAMA3, _ORIGINAL: _LLAMA3_CONTEXT}
 
 
 def _llama3_factors(theta: float, width: int, factor: float) -> Sequence[float]:
-    """By what each frequency of a head of ``width`` is divided."""
+    """Divisors of the frequencies of a head of ``width`` numbers."""
     low, high = _LLAMA3["low_freq_factor"], _LLAMA3["high_freq_factor"]
     factors = []
     for pair in range(width // 2):

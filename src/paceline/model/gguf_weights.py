@@ -1,8 +1,6 @@
-"""Weights of a GGUF file kept in its own blocks, in a module that transformers has dequantised:
-number for number, nothing rounded again.
-
-What transformers knows of names and of the order of rows is not said again here: a tensor takes a
-layer's place only where its numbers are the layer's.
+"""Weights of a GGUF file kept in its blocks, without another rounding, in a module that
+transformers has dequantised. A tensor replaces a layer's weight only if its numbers are the same,
+so names and orders of rows need not be known here.
 
 =====  =====  ============================================================================
 type   block  what a number is (d, m, dmin: half precision; sc, mn: whole numbers)
@@ -33,16 +31,15 @@ from paceline.errors import ModelLoadError, UnsupportedModelError
 from paceline.model.gguf import PLAIN, ROPE_FACTORS, GgufFile
 from paceline.model.quantised.weights import QuantisedLinear, QuantisedWeight
 
-_FREQUENCIES = ".attn_rot_embd.weight"  # which old files repeat in each layer
-_HEAD, _EMBEDDING = "output", "token_embd"  # a file without the one uses the other for both
+_FREQUENCIES = ".attn_rot_embd.weight"  # in each layer of old files
+_HEAD, _EMBEDDING = "output", "token_embd"  # without a head, the embedding is used for both
 
 
 def check_taken(file: GgufFile, hf: Any) -> None:
-    """Raises UnsupportedModelError that names a tensor of the file which no weight of ``hf``
-    takes: transformers passes over them."""
+    """Raises UnsupportedModelError that names a tensor of the file which is no weight of ``hf``."""
     names = _tensor_names(file.architecture, hf)
     if names is None:
-        return  # transformers takes what it can by names of its own
+        return
     taken = {
         f"{names.get_name(stem)}.{suffix}"
         for stem, _, suffix in (name.rpartition(".") for name in hf.state_dict())
@@ -59,7 +56,7 @@ def check_taken(file: GgufFile, hf: Any) -> None:
 
 
 def _tensor_names(architecture: str, hf: Any) -> Any | None:
-    """The gguf package's names of tensors by those of modules; None of an unknown architecture."""
+    """The gguf package's table of tensors' names by modules'; None for other architectures."""
     import gguf
 
     number = next((n for n, name in gguf.MODEL_ARCH_NAMES.items() if name == architecture), None)
@@ -68,8 +65,8 @@ def _tensor_names(architecture: str, hf: Any) -> Any | None:
 
 
 def keep_blocks(path: Path, architecture: str, hf: Any) -> None:
-    """Let the linear layers of ``hf`` multiply by the file's blocks; says what cannot. Raises
-    ModelLoadError that names a tensor whose scales are no numbers."""
+    """Put the file's blocks into the linear layers of ``hf``; a line says which stay dequantised.
+    Raises ModelLoadError that names a tensor whose scales are no numbers."""
     from gguf import GGUFReader
 
     names = _tensor_names(architecture, hf)
@@ -110,12 +107,12 @@ def _as_laid_out(weight: QuantisedWeight, module: nn.Linear, config: Any) -> Qua
 
 
 def _same(a: torch.Tensor, b: torch.Tensor) -> bool:
-    """But for what is lost where one of them was rounded to bf16."""
+    """Up to the rounding of one of them to bf16."""
     return float((a - b).norm()) <= 2**-7 * float(b.norm()) + 1e-12
 
 
 def _orders(rows: int, config: Any) -> Iterator[torch.Tensor | None]:
-    """As they are, or rotated pairs apart in two halves of a head, as transformers has them."""
+    """Row orders: unchanged, or rotated pairs split into halves of a head as in transformers."""
     yield None
     for heads in (config.num_attention_heads, getattr(config, "num_key_value_heads", None)):
         if heads and rows % (2 * heads) == 0:
@@ -159,7 +156,7 @@ def _half(blocks: Array, at: int) -> Array:
 
 
 def _nibbles(codes: Array) -> Array:
-    """Of bytes ``[blocks, parts, n]``: all low halves of a part, then all high ones."""
+    """Codes of bytes ``[blocks, parts, n]``: the low halves of a part, then the high ones."""
     return np.concatenate([codes & 15, codes >> 4], -1).reshape(len(codes), -1).view(np.int8)
 
 
@@ -195,7 +192,8 @@ def _q6_k(blocks: Array) -> _Parts:
 
 
 _Kind = tuple[Callable[[Array], _Parts], int, int, int, bool]
-# Of each type: its reader, bytes and inputs of a block, bits of a code here, codes from zero on.
+# By type: the reader, bytes and inputs of a block, bits of a code here, whether codes are
+# from_zero.
 KINDS: dict[str, _Kind] = {
     "Q8_0": (_q8_0, 34, 32, 8, False),
     "Q4_0": (_q4_0, 18, 32, 4, False),

@@ -1,8 +1,5 @@
-"""Where a model or a head is read from: a built-in one, a folder or file, or the model hub.
-
-The hub is asked once for each name and process, and only for names such as OWNER/NAME; whatever
-reads a file of that model reads it from the folder that came. No torch is needed here.
-"""
+"""Where a model or a head is read from: a built-in one, a folder or file, or the model hub. The hub
+is asked once for a name and process, and only for names such as OWNER/NAME. Imports no torch."""
 
 from __future__ import annotations
 
@@ -23,8 +20,8 @@ _asked: dict[str, str | ModelLoadError] = {}
 
 
 def fetched(name: str) -> str:
-    """The folder or GGUF file of a model or of heads; that of a hub name is downloaded first.
-    Raises ModelLoadError: a built-in name that is not here, no name of a hub, no answer."""
+    """The folder or GGUF file of a model or of heads; a hub name is downloaded first. Raises
+    ModelLoadError."""
     path = located(name)
     if is_path(path):
         return path
@@ -38,14 +35,18 @@ def fetched(name: str) -> str:
 
 
 def is_path(path: str) -> bool:
-    """A folder, or something that can only be meant as one (a hub name is ``owner/name``)."""
-    looks = path.startswith((".", "/", "~")) or path.count("/") > 1 or "\\" in path
-    looks = looks or path.endswith(SUFFIX)
-    return looks or Path(path).exists()
+    """Whether it is a path, also one that does not exist: a hub name is ``owner/name``."""
+    return (
+        path.startswith((".", "/", "~"))
+        or path.count("/") > 1
+        or "\\" in path
+        or path.endswith(SUFFIX)
+        or Path(path).exists()
+    )
 
 
 def check_hub_name(name: str) -> None:
-    """Raise ModelLoadError for what no hub is to be asked for."""
+    """Raises ModelLoadError for a name that cannot be one of the hub."""
     owner, slash, model = name.partition("/")
     if not (owner and slash and model):
         known = [*BUILT_IN, *FOR_SMOLLM2, *(entry.full_name for entry in PULLABLE.values())]
@@ -79,7 +80,7 @@ def _ask(name: str) -> str | ModelLoadError:
 
 
 def hub_message(name: str, error: Exception) -> str:
-    """One line for a name that is no folder and could not be had from the hub."""
+    """One line for a name that is no folder and that the hub did not send."""
     reason = first_line(error)
     words = ("offline", "connect", "internet", "reach", "resolution", "local cache")
     if any(word in reason.lower() for word in words) or "cached files" in reason:
@@ -100,8 +101,8 @@ def first_line(error: BaseException) -> str:
 
 
 def stamps_of(path: str, weights: Callable[[Path], list[Path]]) -> tuple[FileStamp, ...]:
-    """The files that a model is read from; none where its weights are not in safetensors or GGUF.
-    ``weights`` finds those of a folder."""
+    """Stamps of a model's files, () unless they are safetensors or GGUF; ``weights`` finds those of
+    a folder."""
     gguf, folder = gguf_file(path), Path(path)
     with suppress(OSError):
         files = [gguf] if gguf is not None else weights(folder)

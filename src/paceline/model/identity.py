@@ -1,4 +1,4 @@
-"""Telling models apart, wherever they lie and however their weights are laid out in memory."""
+"""Whether two models are the same, whatever their paths and their weights' layout in memory."""
 
 from __future__ import annotations
 
@@ -10,8 +10,8 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from paceline.model.target import CausalModel
 
-_ROWS = 16  # tokens that the models to be compared are shown
-_ALIKE = 0.1  # relative difference of logits that another dtype or kernel may make
+_ROWS = 16  # tokens of the probe
+_ALIKE = 0.1  # relative difference of logits by another dtype or kernel
 _SIZES = {"architecture": "architecture", "layers": "number of layers"}
 _SIZES |= {"hidden_size": "hidden size", "vocab_size": "vocabulary size"}
 _IGNORED = ("_name_or_path", "transformers_version", "dtype", "torch_dtype", "use_cache")
@@ -19,7 +19,7 @@ _IGNORED = ("_name_or_path", "transformers_version", "dtype", "torch_dtype", "us
 
 @dataclass(frozen=True)
 class ModelIdentity:
-    """A model's configuration's digest and what it says to a probe."""
+    """Sizes, the configuration's digest, and logits of a probe."""
 
     name: str
     architecture: str
@@ -47,9 +47,8 @@ class ModelIdentity:
         )
 
     def difference(self, other: ModelIdentity) -> str | None:
-        """How the ``other`` model differs, in words; None if it is the same one, wherever it lies.
-        Weights are compared by the logits that they give: those do not depend on how weights lie in
-        memory, and little on the dtype."""
+        """How the ``other`` model differs, in words; None if it is the same. Weights are compared
+        by their logits, which depend little on dtype and layout."""
         for key, what in _SIZES.items():
             if getattr(self, key) != getattr(other, key):
                 return f"its {what} is {getattr(other, key)}, not {getattr(self, key)}"
@@ -64,8 +63,7 @@ class ModelIdentity:
 
 
 def count_parameters(target: CausalModel) -> int:
-    """Of the architecture as its configuration describes it: prepacked weights cannot be
-    counted."""
+    """Of a model of this configuration, as packed weights cannot be counted."""
     import torch
 
     with torch.device("meta"):

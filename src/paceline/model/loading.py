@@ -29,7 +29,7 @@ from paceline.model.tokenizer import load_tokenizer as load_tokenizer
 _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 _DTYPES |= {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 _WEIGHTS = ("*.safetensors", "pytorch_model*.bin", "*.safetensors.index.json")
-_VERIFIED_BYTES = 1 << 30  # checksums of more take seconds: paceline doctor looks at those
+_VERIFIED_BYTES = 1 << 30  # checksums of more take seconds; paceline doctor compares those
 _PAGED_LAYERS = {"full_attention", "sliding_attention", "chunked_attention", "attention"}
 
 
@@ -42,11 +42,13 @@ def load_module(
     config: Any = None,
     **placement: Any,
 ) -> Any:
-    """A transformers module in eval mode that calls our attention function. ``attention`` names
-    another one of transformers' instead, for use outside the engine. ``packed`` keeps the weights
-    of a GGUF file in its own 8 or 4 bits, on a CPU, where they can be. ``config`` replaces the
-    model's own, with fewer layers: only their weights are read. ``placement`` goes to
-    ``from_pretrained``, which then says where the weights are."""
+    """A transformers module in eval mode that calls our attention function.
+
+    ``attention``: another function of transformers, for use outside the engine.
+    ``packed``: on a CPU, weights of a GGUF file stay in its 8 or 4 bits if possible.
+    ``config``: with fewer layers than the model's own; only their weights are read.
+    ``placement``: options of ``from_pretrained`` that say where the weights are.
+    """
     target = resolve_device(device)
     number = resolve_dtype(dtype, target)
     attention = attention or ATTENTION
@@ -78,7 +80,8 @@ def load_module(
 def _of_gguf(
     name: str, path: Path, dtype: torch.dtype | None, attention: str, config: Any = None
 ) -> Any:
-    """The module in a GGUF file, dequantised. Without a dtype, bf16 unless it is a plain file's."""
+    """The module in a GGUF file, dequantised; without a ``dtype`` bf16, of float32 files
+    float32."""
     file = read_gguf(path)
     if dtype is None:
         plain = not file.quantised and not {"F16", "BF16"} & set(file.types)
@@ -89,14 +92,10 @@ def _of_gguf(
         module = _weights(name, str(path), options, dtype, attention)
     if config is None:  # else the file's other layers are left out
         check_taken(file, module)
-    # The weights are plain numbers now; transformers would refuse to save or cast the module.
-    for owner, left in (
-        (module.config, "quantization_config"),
-        (module, "hf_quantizer"),
-        (module, "quantization_method"),
-        (module, "is_quantized"),
-    ):
-        owner.__dict__.pop(left, None)
+    # The weights are plain numbers now; else transformers refuses to save or cast the module.
+    vars(module.config).pop("quantization_config", None)
+    for name in ("hf_quantizer", "quantization_method", "is_quantized"):
+        vars(module).pop(name, None)
     if file.end_tokens:
         module.generation_config.eos_token_id = file.end_tokens
     for key, value in file.sampling.items():
@@ -139,8 +138,8 @@ def dtype_to_load(
     dtype: str | torch.dtype, device: torch.device, backend: str
 ) -> torch.dtype | None:
     """The same for an engine's models: "auto" is bf16 wherever the native kernels may run. They
-    unpack it as they go, on any processor, so half as much is read: a step of SmolLM2 takes 13.2 ms
-    on Zen 3, which has no bf16 instructions, and 24.3 in float32."""
+    read half as much as with float32, also without bf16 instructions: a step of SmolLM2 takes 13.2
+    ms on Zen 3, in float32 24.3."""
     if dtype == "auto" and device.type == "cpu" and backend != REFERENCE and are_kernels_here():
         return torch.bfloat16
     return resolve_dtype(dtype, device)
@@ -173,7 +172,7 @@ def check_folder(name: str, folder: Path) -> dict[str, Any]:
 
 
 def read_options(config: Path) -> dict[str, Any]:
-    """What a config.json holds. Raises ModelLoadError."""
+    """The content of a config.json. Raises ModelLoadError."""
     try:
         options = json.loads(config.read_text(encoding="utf-8"))
     except ValueError as error:
@@ -186,7 +185,7 @@ def read_options(config: Path) -> dict[str, Any]:
 
 
 def _check_weights(name: str, folder: Path) -> None:
-    """Refuse a folder without weights, and weights that are cut or not what was saved."""
+    """Raises ModelLoadError for a folder without weights, and for damaged ones."""
     if not any(match for pattern in _WEIGHTS for match in folder.glob(pattern)):
         raise ModelLoadError(
             f"folder {name} has a config.json but no weights (*.safetensors); "
@@ -201,7 +200,7 @@ def _check_weights(name: str, folder: Path) -> None:
 
 
 def weight_files(folder: Path) -> list[Path]:
-    """The safetensors files of a model's folder, those of its index that are there."""
+    """The safetensors files of a model's folder."""
     single = folder / "model.safetensors"
     if single.is_file():
         return [single]
@@ -215,7 +214,7 @@ def weight_files(folder: Path) -> list[Path]:
 
 def read_config(name: str, path: str) -> Any:
     """The transformers config of a folder, hub name or GGUF file. Raises ModelLoadError, and
-    UnsupportedModelError where a GGUF file or a quantised checkpoint says what is not read."""
+    UnsupportedModelError for options of a GGUF file or a quantised checkpoint that are not read."""
     from transformers import AutoConfig
 
     source, options = _source(path)
@@ -224,7 +223,7 @@ def read_config(name: str, path: str) -> Any:
     try:
         config = AutoConfig.from_pretrained(source, **options)
         if options:
-            check_architecture(config)  # the reason that a user can do something with goes first
+            check_architecture(config)  # its message is the more useful one
             config = completed(config, read_gguf(Path(source, options["gguf_file"])))
         check_fields(name, quantization_of(config) or {})
         return config
@@ -239,8 +238,8 @@ def read_config(name: str, path: str) -> Any:
 
 
 def plain_config(name: str, asked: str) -> Any:
-    """The config of a model in safetensors that is not quantised, which the option ``asked`` for
-    needs. Raises ConfigError of others, and ModelLoadError."""
+    """The config of a model in safetensors that is not quantised; the option ``asked`` needs one.
+    Raises ConfigError and ModelLoadError."""
     path = fetched(name)
     if gguf_file(path) is not None:
         raise ConfigError(f"{asked}: {name} is a GGUF file; give the model in safetensors")
@@ -252,15 +251,15 @@ def plain_config(name: str, asked: str) -> Any:
 
 
 def _source(path: str) -> tuple[str, dict[str, str]]:
-    """What ``from_pretrained`` is given for a folder, a hub name or a GGUF file."""
+    """Arguments of ``from_pretrained`` for a folder, a hub name or a GGUF file."""
     gguf = gguf_file(path) if is_path(path) else None
     return (path, {}) if gguf is None else (str(gguf.parent), {"gguf_file": gguf.name})
 
 
 def causal_class(config: Any) -> Any | None:
-    """The class of transformers that reads a checkpoint as a causal language model, if one does. A
-    text part that was saved by itself (Emu3's) has a configuration that transformers maps to no
-    class; ``architectures`` names it."""
+    """The class of transformers that reads a checkpoint as a causal language model, or None.
+    ``architectures`` names it for a text part saved by itself (Emu3's), whose configuration is
+    mapped to no class."""
     import transformers
     from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
@@ -274,7 +273,7 @@ def causal_class(config: Any) -> Any | None:
 
 
 def check_architecture(config: Any) -> None:
-    """Refuse what cannot be paged and rolled back, by name, before reading weights."""
+    """Raises UnsupportedModelError for models that cannot be paged and rolled back."""
     kind = config.model_type
     if getattr(config, "is_encoder_decoder", False):
         raise UnsupportedModelError(
@@ -362,7 +361,7 @@ def _weights(
 
 @contextmanager
 def quiet() -> Iterator[None]:
-    """Transformers' progress bars and warnings off; what matters is raised as an error."""
+    """Without transformers' progress bars and warnings."""
     from transformers.utils import logging as hf_logging
 
     level, bars = hf_logging.get_verbosity(), hf_logging.is_progress_bar_enabled()

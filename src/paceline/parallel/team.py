@@ -1,9 +1,8 @@
-"""The other ranks' processes, as rank 0 sees them: started, watched, and ended.
+"""The processes of the other ranks, started, watched and ended by rank 0.
 
-Whoever ends, the others notice. A rank's process lives as long as the pipe to its standard input:
-however rank 0 ends, the kernel closes that. Rank 0 has a thread for each rank that waits for its
-end, and one that looks at the clock: ranks that do not finish a forward are killed, so that what
-waits for them fails instead of hanging.
+A rank ends when the pipe to its standard input is closed, as it is however rank 0 ends. Rank 0 has
+a thread for each rank that waits for its end, and one for timeouts: ranks that do not finish a
+forward are killed, so that callers fail instead of hanging.
 """
 
 from __future__ import annotations
@@ -32,10 +31,10 @@ from paceline.errors import (
 )
 from paceline.model.loading import load_module, plain_config
 from paceline.model.target import CausalModel
-from paceline.parallel.group import Order, RankGroup, surroundings
+from paceline.parallel.group import Order, RankGroup, rank_environment
 
-_HEADS = ("q_proj", "k_proj", "v_proj")  # cut by columns, they are cut between heads
-# The folder that it is started in must not lend it modules.
+_HEADS = ("q_proj", "k_proj", "v_proj")  # cut by columns between heads
+# No modules of the working directory.
 _START = (
     "import sys; sys.path[:] = [entry for entry in sys.path if entry]; "
     "from paceline.parallel.worker import main; main()"
@@ -44,11 +43,11 @@ READY = "ready"
 STALL_SECONDS = 300.0  # from when on a forward counts as hanging
 _START_SECONDS = 300.0  # to import torch; a busy machine with a cold disk needs a minute
 _END_SECONDS = 5.0
-_NOTICE_SECONDS = 3.0  # between a rank's end, as its peers notice it, and what its process says
+_NOTICE_SECONDS = 3.0  # between a failed collective and the end of the rank that caused it
 
 
 class RankProcess:
-    """One other rank. ``ended`` is told how it ended, on a thread of its own, when it has."""
+    """One other rank. ``ended`` is called on a thread with the way in which it ended."""
 
     def __init__(self, rank: int, job: dict[str, object], ended: Callable[[str], None]) -> None:
         self.ready = threading.Event()
@@ -61,29 +60,28 @@ class RankProcess:
             start_new_session=True,  # Ctrl-C is rank 0's
         )
         threading.Thread(target=self._listen, name=f"paceline-rank-{rank}", daemon=True).start()
-        with suppress(OSError):  # it has ended: the thread says so
+        with suppress(OSError):  # it has ended, and the thread calls `ended`
             assert self.popen.stdin is not None
             self.popen.stdin.write(json.dumps({**job, "rank": rank}) + "\n")
             self.popen.stdin.flush()
 
     def _listen(self) -> None:
         assert self.popen.stdout is not None
-        how = ""
+        reason = ""
         for line in self.popen.stdout:
             if line.strip() == READY:
                 self.ready.set()
             else:
-                how = line.strip()
+                reason = line.strip()
         code = self.popen.wait()
         self.popen.stdout.close()
-        if not how:
-            killed = f"was killed by {signal.Signals(-code).name}" if code < 0 else ""
-            how = killed or f"ended with exit code {code}"
-        self._ended(f"{self._name} {how}")
+        if not reason and code < 0:
+            reason = f"was killed by {signal.Signals(-code).name}"
+        self._ended(f"{self._name} {reason or f'ended with exit code {code}'}")
         self.ready.set()
 
     def end(self) -> None:
-        """Close its pipe, which ends it, and wait until it is gone."""
+        """Close its pipe, which ends it, and wait for that."""
         with suppress(OSError):
             assert self.popen.stdin is not None
             self.popen.stdin.close()
@@ -95,12 +93,11 @@ class RankProcess:
 
 
 class RankTeam:
-    """Rank 0's view of ``size`` ranks on ``device`` (of a CPU, or the first of as many GPUs).
-    ``lost`` says why the ranks cannot go on; they never can again."""
+    """Rank 0's view of ``size`` ranks on ``device``, a CPU or the first of as many GPUs. ``lost``:
+    why the ranks have failed, for good."""
 
     def __init__(self, size: int, device: torch.device, job: dict[str, object]) -> None:
-        """Start the others and wait until all have come. Raises ConfigError where they cannot run,
-        PacelineError where one does not come."""
+        """Start the others and wait for all. Raises ConfigError, PacelineError if one fails."""
         check_devices(size, device)
         self.size = size
         self.lost: str | None = None
@@ -114,8 +111,8 @@ class RankTeam:
         share = max(1, self._threads // size)
         self._folder = tempfile.TemporaryDirectory(prefix="paceline-ranks-")
         store = str(Path(self._folder.name) / "store")
-        every = {**job, "size": size, "store": store, "device": device.type, "threads": share}
-        self.processes = [RankProcess(rank, every, self.lose) for rank in range(1, size)]
+        job = job | {"size": size, "store": store, "device": device.type, "threads": share}
+        self.processes = [RankProcess(rank, job, self.lose) for rank in range(1, size)]
         if device.type == "cpu":
             torch.set_num_threads(share)
         try:
@@ -146,11 +143,11 @@ class RankTeam:
 
     @contextmanager
     def loading(self) -> Iterator[None]:
-        """What all ranks do before the first forward. Raises ModelLoadError where one of them is
-        lost, and this rank's own errors."""
+        """A step of all ranks before the first forward. Raises ModelLoadError if one of them is
+        lost, and this rank's errors."""
         try:
             self._check()
-            with surroundings(0):
+            with rank_environment(0):
                 yield
         except Exception as error:
             self._wait_for_reason()
@@ -161,8 +158,8 @@ class RankTeam:
 
     @contextmanager
     def together(self) -> Iterator[None]:
-        """What all ranks do at a time. If it fails here they are out of step, and so lost. Raises
-        EngineLostError. Where it takes too long, the others are killed."""
+        """A step of all ranks. If it fails here they are out of step, and so lost; if it takes too
+        long the others are killed. Raises EngineLostError."""
         self._check()
         self._until = time.monotonic() + STALL_SECONDS
         try:
@@ -178,13 +175,13 @@ class RankTeam:
             self._until = None
 
     def _wait_for_reason(self) -> None:
-        """Give the process of a rank that has ended the time to be noticed."""
+        """Wait until the end of another rank's process is noticed."""
         end = time.monotonic() + _NOTICE_SECONDS
         while self.lost is None and time.monotonic() < end:
             time.sleep(0.02)
 
     def lose(self, reason: str) -> None:
-        """The first reason is kept; then all other ranks are ended and listeners are told."""
+        """Keep the first reason, end all other ranks and tell the listeners."""
         with self._changing:
             if self.lost is not None or self._closed.is_set():
                 return
@@ -193,7 +190,7 @@ class RankTeam:
             process.popen.kill()
         for listener in listeners:
             listener(reason)
-        # A GPU that waits for another notices no closed connection.
+        # A GPU that waits for another does not notice a closed connection.
         abort = getattr(dist.distributed_c10d, "_abort_process_group", None)
         if self._cuda and abort is not None:
             with suppress(Exception):
@@ -224,7 +221,7 @@ class RankTeam:
 
 
 def check_devices(size: int, device: torch.device) -> None:
-    """Raises ConfigError where so many ranks cannot run on this machine."""
+    """Raises ConfigError if so many ranks cannot run on this machine."""
     asked = f"tensor_parallel={size}"
     if not dist.is_available():
         raise ConfigError(f"{asked} needs torch.distributed, which this torch lacks")
@@ -247,20 +244,20 @@ def check_devices(size: int, device: torch.device) -> None:
 
 # -- which models ranks can share ----------------------------------------------------------------
 # Transformers shards: a model's tensor-parallel plan says which weights are cut by rows or columns,
-# and every rank reads its own slices of the checkpoint only.
+# and a rank reads only its slices of the checkpoint.
 
 
 def load_part(name: str, dtype: str, device: torch.device, size: int) -> CausalModel:
-    """This rank's part; all ranks must call, as they look at the model together."""
+    """This rank's part; all ranks must call, as they probe the model together."""
     from transformers.distributed import DistributedConfig
 
     module = load_module(name, dtype, device, distributed_config=DistributedConfig(tp_size=size))
-    del module.config.distributed_config  # how it is run, and not what it is
+    del module.config.distributed_config  # no property of the model
     return CausalModel(module, name)
 
 
 def check_shareable(name: str, size: int) -> None:
-    """Refuse what cannot be shared by so many ranks, by name, before processes are started. Raises
+    """Refuse a model that so many ranks cannot share, before processes are started. Raises
     ConfigError, UnsupportedModelError and ModelLoadError."""
     config = plain_config(name, f"tensor_parallel={size}")
     text = config.get_text_config(decoder=True)
@@ -272,7 +269,7 @@ def check_shareable(name: str, size: int) -> None:
         )
     cut = {key.rpartition(".")[2] for key, style in plan.items() if style == "colwise"}
     if not cut.intersection(_HEADS):
-        return  # every rank has all heads
+        return  # all ranks have all heads
     heads = text.num_attention_heads
     shared = getattr(text, "num_key_value_heads", None) or heads
     if heads % size or shared % size:

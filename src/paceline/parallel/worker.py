@@ -1,8 +1,7 @@
-"""What runs in the process of every rank but the first: its part of the target, and orders.
+"""The process of a rank other than 0: its part of the target, which runs rank 0's orders.
 
-It is started with one line on its standard input, which says what to load, and lives as long as
-that stays open. A rank that fails says why in one line on its standard output, and ends: the others
-cannot go on without it.
+A line of JSON on its standard input says what to load; the process ends when that is closed. A rank
+that fails writes a line with the reason to its standard output.
 """
 
 from __future__ import annotations
@@ -19,13 +18,13 @@ import torch
 
 from paceline.model.paged.cache import PagedCache
 from paceline.model.target import CausalModel
-from paceline.parallel.group import BatchOrder, RankGroup, surroundings, whole_parameters
+from paceline.parallel.group import BatchOrder, RankGroup, rank_environment, whole_parameters
 from paceline.parallel.team import READY, load_part
 
 
 def _end(code: int) -> NoReturn:
     sys.stderr.flush()
-    os._exit(code)  # other threads may wait in a group for ever
+    os._exit(code)  # other threads may wait in a group forever
 
 
 def _live_with_rank_0() -> None:
@@ -34,10 +33,10 @@ def _live_with_rank_0() -> None:
 
 
 def main() -> None:
-    """The life of the process."""
-    for heard in (signal.SIGINT, signal.SIGTERM):
-        signal.signal(heard, signal.SIG_IGN)
-    replies, sys.stdout = sys.stdout, sys.stderr  # only we speak to rank 0
+    """Run as the process."""
+    for number in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(number, signal.SIG_IGN)
+    replies, sys.stdout = sys.stdout, sys.stderr  # libraries must not write to rank 0
     line = sys.stdin.readline()
     if not line:
         return
@@ -59,13 +58,13 @@ def _work(job: dict[str, str | int], replies: TextIO) -> None:
     torch.set_num_threads(int(job["threads"]))
     print(READY, file=replies, flush=True)
     group = RankGroup(rank, size, str(job["store"]), device)
-    with surroundings(rank):
+    with rank_environment(rank):
         model = load_part(str(job["model"]), str(job["dtype"]), device, size)
     Follower(model, group).run()
 
 
 class Follower:
-    """Runs what rank 0 runs on this rank's part of the weights and of the caches."""
+    """Runs rank 0's orders on this rank's part of the weights and caches."""
 
     def __init__(self, model: CausalModel, group: RankGroup) -> None:
         self._model, self._group = model, group
@@ -73,24 +72,23 @@ class Follower:
 
     @torch.inference_mode()
     def run(self) -> None:
-        """Until rank 0 says that it is over."""
-        while (order := self._group.hear()).method != "stop":
+        """Until the order to stop."""
+        while (order := self._group.receive()).method != "stop":
             getattr(self, order.method)(*order.arguments)
         self._group.leave()
 
     def make(self, cache: int, blocks: int, block_size: int, dtype: torch.dtype) -> None:
-        """This rank's part of a cache, which has a number."""
-        model = self._model
-        how = blocks, block_size, dtype, model.device
-        self._caches[cache] = PagedCache(model.cache_shapes, *how)
+        """This rank's part of the cache of this number."""
+        shapes, device = self._model.cache_shapes, self._model.device
+        self._caches[cache] = PagedCache(shapes, blocks, block_size, dtype, device)
 
     def drop(self, cache: int) -> None:
         del self._caches[cache]
 
     def forward(self, cache: int, order: BatchOrder) -> None:
-        batch, following = order.batch, sum(order.sizes)
-        if following:
-            numbers = torch.empty(following, dtype=torch.int64, device=self._model.device)
+        batch, count = order.batch, sum(order.sizes)
+        if count:
+            numbers = torch.empty(count, dtype=torch.int64, device=self._model.device)
             batch = order.whole(self._group.share(numbers))
         self._model(batch, self._caches[cache])
 
@@ -99,7 +97,7 @@ class Follower:
         self._caches[cache].copy(slots)
 
     def gather(self, side: str) -> None:
-        """Put the parts of the "input" or "output" embedding together."""
+        """Gather the "input" or "output" embedding."""
         whole_parameters(getattr(self._model.hf, f"get_{side}_embeddings")())
 
     def free_memory(self) -> None:

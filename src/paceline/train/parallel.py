@@ -26,7 +26,7 @@ from paceline.core.cgroup import processors
 from paceline.core.stages import info, stage
 from paceline.errors import ConfigError, PacelineError
 from paceline.files.ownership import force
-from paceline.parallel.group import surroundings
+from paceline.parallel.group import rank_environment
 
 if TYPE_CHECKING:
     from paceline.train.trainer import Trainer
@@ -104,7 +104,7 @@ def _check_alive(others: Sequence[BaseProcess]) -> None:
 
 
 def _join(rank: int, ranks: int, store: str) -> None:
-    with surroundings(rank):
+    with rank_environment(rank):
         dist.init_process_group(
             "gloo",
             store=dist.FileStore(store, ranks),  # type: ignore[attr-defined]

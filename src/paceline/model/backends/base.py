@@ -1,4 +1,4 @@
-"""The one protocol that every forward goes through.
+"""The protocol of backends, which run all forwards.
 
     forward(batch, cache) -> logits, features        keys and values go into the cache
     head(hidden) -> logits                            the language-model head alone
@@ -7,7 +7,7 @@
     eagle(head), medusa(heads) -> their steps         heads on the target's features
     quantised(model, precision) -> modules, backend   the same model in fewer bits
 
-What a backend does not do itself, torch's own modules do: the defaults here.
+The defaults here use torch's modules.
 """
 
 from __future__ import annotations
@@ -63,11 +63,10 @@ class Adapted(Protocol):
 
 @dataclass(frozen=True)
 class WantedTree:
-    """A tree below a committed token; the cache holds ``base`` rows in front of its nodes. The
-    ``width`` likeliest candidates after each expanded node, of which as many of a level are
-    expanded; the ``nodes`` likeliest stay. A width of 1 is a chain, which ends behind the first
-    token whose path has a probability below ``least``. ``position``: the absolute index of its
-    first token, on which a seeded request's noise depends."""
+    """A tree below a committed token; the cache has ``base`` rows before its nodes. ``width``:
+    candidates after an expanded node, and expanded nodes of a level; the ``nodes`` likeliest stay.
+    A width of 1 is a chain, which ends behind the first token whose path is less probable than
+    ``least``. ``position``: index of its first token, on which seeded noise depends."""
 
     depth: int
     width: int
@@ -81,8 +80,8 @@ class WantedTree:
 
 @dataclass(frozen=True)
 class GrownTree:
-    """A tree, and of each node its number among the expanded ones, -1 if it was not, and the
-    log-probability of its path (0 in chains that end nowhere; none where nobody asks)."""
+    """A tree, and by node its index among the expanded ones (-1: not expanded) and the
+    log-probability of its path (0 in chains without ``least``; () if not wanted)."""
 
     tree: TokenTree
     slots: tuple[int, ...]
@@ -90,7 +89,7 @@ class GrownTree:
 
 
 class Growth(Protocol):
-    """Grows drafts with a model or a head, as draft/trees/grow.py does level by level."""
+    """Grows drafts with a model or a head, as draft/trees/grow.py does by levels."""
 
     def __call__(
         self,
@@ -103,25 +102,24 @@ class Growth(Protocol):
     ) -> list[GrownTree]:
         """From ``logits [trees, columns]`` after the committed tokens, and an EAGLE head's
         ``outputs [trees, hidden]`` there, both of the model's dtype. ``ids`` int64 ``[columns]``,
-        ascending: the tokens of the columns, if not their numbers. ``first``: a forward that writes
-        the logits in the same call. Raises IndexError where a table has no room for a tree, or
-        ``first`` names a token or a position that is out of range."""
-        ...
+        ascending: the columns' tokens, if not their numbers. ``first``: a forward that writes the
+        logits in the same call. Raises IndexError if a table has no room for a tree, or a token or
+        a position of ``first`` is out of range."""
 
 
 # -- heads on a target's features --------------------------------------------------------------
 
 # Logits ``[B, count, vocab]`` of the first ``count`` Medusa heads, from features ``[B, width]``.
 DraftingHeads = Callable[[torch.Tensor, int], torch.Tensor]
-# What the layers of a head call after rotary embedding: ``attend(query [1, heads, T, d],
-# key and value [1, kv_heads, T, d], layer=, scaling=)`` stores keys and values and gives
-# ``[1, T, heads, d]``.
+# Attention of a head's layers: ``attend(query [1, heads, T, d], key and value [1, kv_heads, T, d],
+# layer=, scaling=)`` after rotary embedding stores keys and values and returns ``[1, T, heads,
+# d]``.
 Attend = Callable[..., torch.Tensor]
 
 
 class EagleStep:
-    """Runs the EAGLE head ``head``, here by its own modules; ``embed`` maps ids of the target to
-    embeddings ``[T, H]``. ``growth`` grows whole trees with it, if that can be done."""
+    """Runs the EAGLE head ``head`` by its modules; ``embed`` maps the target's token ids to ``[T,
+    H]``. ``growth`` grows whole trees with it; None: drafters do by levels."""
 
     growth: Growth | None = None
 
@@ -131,9 +129,9 @@ class EagleStep:
     def __call__(
         self, batch: Batch, cache: PagedCache, hidden: torch.Tensor, fused: bool
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """From features ``[T, layers * target_hidden]`` or, if ``fused``, earlier outputs ``[T,
-        H]``: outputs ``[R, H]`` and logits ``[R, draft_vocab]`` at the rows whose logits are
-        wanted. Keys and values go into the cache."""
+        """Outputs ``[R, H]`` and logits ``[R, draft_vocab]`` of ``batch.logit_rows``, from features
+        ``[T, layers * target_hidden]`` or, if ``fused``, earlier outputs ``[T, H]``. Keys and
+        values go into the cache."""
         head, step = self.head, AttentionStep.of(batch, cache, (FULL,), device=cache.device)
         attend, rows = partial(paged_attention, step=step), step.batch
         inputs = hidden if fused else head.fuse(hidden)
@@ -148,8 +146,8 @@ class Backend(ABC):
 
     name: str
     runs_torch = True  # forwards run operators of torch
-    same_bits = False  # a row's results depend on that row alone, whatever rides along
-    runs_quantised = False  # weights in 8 and 4 bits are multiplied as they are, not unpacked
+    same_bits = False  # a row's results do not depend on the other rows of a batch
+    runs_quantised = False  # weights in 8 and 4 bits are multiplied without unpacking
     head_share = 0.0  # of the bytes of all matrices, the language-model head's
 
     @property
@@ -168,24 +166,24 @@ class Backend(ABC):
 
     @abstractmethod
     def without(self, skipped: frozenset[int]) -> Backend:
-        """The same with some layers left out; the others keep their numbers, so their cache.
-        Raises ConfigError or UnsupportedModelError where that cannot be."""
+        """The same without some layers; the others keep their numbers, and so their cache. Raises
+        ConfigError or UnsupportedModelError."""
 
     def scratch_bytes(self, rows: int) -> int:
-        """Memory of a forward over so many rows, beside weights, cache and torch's own."""
+        """Bytes of a forward over so many rows beside weights, cache and torch's memory."""
         return 0
 
     @property
     def growth(self) -> Growth | None:
-        """Grows whole drafts with this model; None: drafters do, by a forward a level."""
+        """Grows whole drafts with this model; None: drafters do by levels."""
         return None
 
     def eagle(self, head: Any, model: Adapted) -> EagleStep:
-        """A step of an EAGLE ``head`` on features of ``model``; may lay out its weights anew."""
+        """A step of an EAGLE ``head`` on features of ``model``; may change its weights' layout."""
         return EagleStep(head, head.embed_tokens or model.embedding("input"))
 
     def medusa(self, heads: Any) -> DraftingHeads:
-        """All Medusa ``heads`` in one call; may lay out their weights anew."""
+        """All Medusa ``heads`` in one call; may change their weights' layout."""
 
         def run(features: torch.Tensor, count: int) -> torch.Tensor:
             return torch.stack(
@@ -195,29 +193,24 @@ class Backend(ABC):
         return run
 
     def quantised(self, model: Adapted, precision: str) -> tuple[Any, Backend] | None:
-        """Modules that share all of ``model`` but its matrices, which are in ``precision``, and
-        what runs them. None: the library's modules are rounded, and given to this backend."""
+        """Modules like ``model``'s with matrices in ``precision``, sharing all else, and their
+        backend. None: the library's modules are rounded and given to this backend."""
         return None
 
 
 class Ranks(Protocol):
-    """The processes that share a model's weights, as the one that decodes knows them."""
+    """The processes that share a model's weights, seen from the one that decodes."""
 
     size: int
 
     def whole(self, side: Literal["input", "output"]) -> nn.Module:
-        """The embedding of the tokens or the language-model head, whole, on this process's
-        device."""
-        ...
+        """The embedding or the language-model head, gathered on this process's device."""
 
     def free_memory(self) -> int:
         """Bytes that every rank has free."""
-        ...
 
     def when_lost(self, callback: Callable[[str], None]) -> None:
         """Call once, on any thread, with the reason why the model cannot run any more."""
-        ...
 
     def close(self) -> None:
         """End the other processes."""
-        ...

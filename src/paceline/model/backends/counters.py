@@ -1,8 +1,5 @@
-"""What a call of the kernels reads and computes, for those who count work.
-
-Operators of torch can be watched from outside; one call of the library is a whole forward, and only
-who makes it knows what it was.
-"""
+"""What a call of the kernels reads and computes, for listeners that count work: unlike operators of
+torch it cannot be watched from outside."""
 
 from __future__ import annotations
 
@@ -41,7 +38,7 @@ _listeners: list[WorkListener] = []
 
 @contextmanager
 def counted(by: WorkListener) -> Iterator[None]:
-    """Tell ``by`` of every call made meanwhile."""
+    """Call ``by`` with every call of the kernels in the block."""
     _listeners.append(by)
     try:
         yield
@@ -50,13 +47,13 @@ def counted(by: WorkListener) -> Iterator[None]:
 
 
 def traced(name: str) -> AbstractContextManager[Any]:
-    """A call as an operator in what torch's profiler records."""
+    """Record a call as an operator of torch's profiler."""
     recorded = profiler._is_profiler_enabled
     return record_function(f"{OPERATOR}{name}") if recorded else nullcontext()
 
 
 def count_work(work: Callable[[], NativeWork]) -> None:
-    """Of a call that was made. ``work`` is asked only if somebody wants to know."""
+    """Report a call; ``work`` is called only if there are listeners."""
     if _listeners:
         done = work()
         for listener in _listeners:

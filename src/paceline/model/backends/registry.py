@@ -1,9 +1,6 @@
-"""The backends that there are, by name.
-
-A backend is made of an adapted model, or refuses in a few words: ``make(model) -> Backend | str``.
-A package may offer more by entry points of the group ``paceline.backends``, a program by
-``register_backend``.
-"""
+"""Backends by name: functions ``make(model) -> Backend | str``, the string why it cannot run a
+model. Packages offer more by entry points of the group ``paceline.backends``, programs by
+``register_backend``."""
 
 from __future__ import annotations
 
@@ -49,8 +46,8 @@ def _maker(name: str) -> MakeBackend:
 
 
 def make_backend(name: str, model: Adapted) -> Backend | str:
-    """The backend of a model, or why it cannot run it. Raises ConfigError for a name that is not
-    known or cannot be imported, and in one line for whatever a backend that is not ours raises."""
+    """The backend of a model, or why it cannot run it. Raises ConfigError for an unknown name, one
+    that cannot be imported, and whatever a backend of others raises."""
     if name == NATIVE:
         native: MakeBackend = import_module(_NATIVE).native_backend
         return native(model)

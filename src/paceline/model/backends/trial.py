@@ -1,4 +1,4 @@
-"""What a backend is compared on before it is used: rows of several sequences, near and far."""
+"""The batch on which a backend is compared with the reference before it is used."""
 
 from __future__ import annotations
 
@@ -9,16 +9,14 @@ from paceline.model.backends.base import Adapted, Backend
 from paceline.model.paged.cache import PagedCache
 
 _ROWS = 8  # of each sequence, a block
-# Positions that are tried: rows of a whole model read all keys before them. Single layers are
-# compared at the end of the context (native/recognise.py).
+# Positions of the trial, as rows read all keys before them.
 _LONGEST = 4096
 
 
 def trial_logits(model: Adapted, backend: Backend | None = None) -> tuple[torch.Tensor, ...]:
-    """Logits ``[8, vocab]`` of each of three sequences in one batch: at the beginning, in the
-    middle and at the end of the context or of its first 4,096 positions; of a ``backend``, if not
-    of the one that runs the model now. The first one's block is repeated for all that lies before
-    the others' rows."""
+    """Logits ``[8, vocab]`` of three sequences in one batch, at the beginning, the middle and the
+    end of the context or its first 4,096 positions; of ``backend`` or the model's. All blocks
+    before the rows are the first sequence's."""
     blocks = max(1, min(model.max_positions, _LONGEST) // _ROWS)
     before = [0, (blocks - 1) // 2, blocks - 1]  # blocks of each sequence
     rows = range(3 * _ROWS)

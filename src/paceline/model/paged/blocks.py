@@ -1,10 +1,9 @@
-"""Allocation of cache blocks: reference counts, prefix sharing by content, one invariant.
+"""Allocation of cache blocks: reference counts, and prefix sharing by content.
 
     free + reusable + used == total
 
-``free`` blocks hold nothing, ``used`` ones belong to at least one sequence, ``reusable`` ones
-belong to none but still hold the keys and values of a known prefix, oldest first in line for
-being overwritten.
+``used`` blocks belong to sequences; ``reusable`` ones belong to none but have the keys and values
+of a known prefix, and are overwritten oldest first; ``free`` ones are empty.
 """
 
 from __future__ import annotations
@@ -23,8 +22,7 @@ class OutOfBlocksError(PacelineError):
 
 
 def prefix_digest(parent: bytes | None, tokens: Sequence[int]) -> bytes:
-    """Digest of a full block and all blocks before it. A collision would be a wrong answer, so
-    this is a cryptographic hash, not Python's."""
+    """Digest of a full block and all before it; cryptographic, as a collision changes answers."""
     digest = blake2b(parent or _ROOT, digest_size=16)
     digest.update(b"".join(token.to_bytes(4, "little") for token in tokens))
     return digest.digest()
@@ -48,12 +46,12 @@ class BlockPool:
         return len(self._free) + len(self._reusable)
 
     def in_use(self, block: int) -> bool:
-        """Whether a sequence owns it, so that another owner takes nothing from ``available``."""
+        """Whether a sequence has it, so that sharing it leaves ``available`` unchanged."""
         return self._refs[block] > 0
 
     def allocate(self, count: int, after: int | None = None) -> list[int]:
-        """``count`` blocks, in one run behind block ``after`` if those are free. Raises
-        OutOfBlocksError, and takes nothing, if fewer are available."""
+        """``count`` blocks, if possible in a run behind block ``after``. Raises OutOfBlocksError
+        and takes nothing if fewer are available."""
         if count > self.available:
             raise OutOfBlocksError(f"{count} cache blocks wanted, {self.available} available")
         blocks: list[int] = []
@@ -68,7 +66,7 @@ class BlockPool:
         return blocks
 
     def _start(self) -> int:
-        """Where a new sequence begins: spread over the pool, so that growth stays in one run."""
+        """The first block of a new sequence, spread over the pool so that it grows in a run."""
         self._starts += 1
         # Bit-reversed counting: 0, 1/2, 1/4, 3/4, 1/8, ... of the pool.
         reverse = int(f"{self._starts % 64:06b}"[::-1], 2)
@@ -96,7 +94,7 @@ class BlockPool:
                 self._free[block] = None
 
     def register(self, block: int, digest: bytes) -> None:
-        """Make a full, committed block findable; the first block with a content keeps the name."""
+        """Let ``find`` return a full, committed block; the first with a content counts."""
         if digest not in self._by_digest and block not in self._digest:
             self._by_digest[digest] = block
             self._digest[block] = digest

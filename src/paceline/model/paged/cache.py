@@ -5,8 +5,8 @@ A sequence's cache is addressed by logical index, ``slot = table[i // size] * si
     | committed, cached | scheduled (pending) | tree nodes, one index each |
     0 ............ context .......... context + pending ......................
 
-A commit keeps the accepted path: its nodes move down to the indices right behind the pending
-tokens (a chain's are there already) and everything beyond is given back.
+A commit moves the nodes of the accepted path to the indices behind the pending tokens (a chain's
+are there already) and frees everything beyond.
 """
 
 from __future__ import annotations
@@ -33,14 +33,14 @@ class _Table:
 
 
 def _parent(table: _Table) -> bytes | None:
-    """What the digest of the next block follows: before the first one, what all blocks share."""
+    """The digest before that of the next block; of the first one, the root of long sequences."""
     if table.digests:
         return table.digests[-1]
     return b"long" if table.long else None
 
 
 def bytes_per_token(shapes: Sequence[LayerShape], dtype: torch.dtype) -> int:
-    """Cache memory of one token over all layers; ``dtype`` is the cache's."""
+    """Bytes of one token over all layers; ``dtype`` is the cache's."""
     widths = sum(heads * sum(stored_width(w, dtype) for w in (k, v)) for heads, k, v in shapes)
     return widths * dtype.itemsize
 
@@ -56,7 +56,7 @@ def blocks_within(memory: int, per_token: int, per_feature: int, kept: int, bloc
 
 
 def path_moves(seq_id: int, base: int, path: Sequence[int]) -> list[tuple[int, int, int]]:
-    """Moves (see PagedCache.move) that bring the nodes of a path to ``base, base + 1, ...``."""
+    """Moves (see PagedCache.move) of a path's nodes to ``base, base + 1, ...``."""
     return [(seq_id, base + node, base + rank) for rank, node in enumerate(path) if node != rank]
 
 
@@ -92,12 +92,12 @@ class PagedCache:
         self._layers = [(empty(heads, k), empty(heads, v)) for heads, k, v in shapes]
         self.pool = BlockPool(num_blocks)
         self._tables: dict[int, _Table] = {}
-        # Hears of every move, as slots; other processes may hold the rest of these keys and values.
+        # Called with the slots of every move, for other processes that have a part of the cache.
         self.moved: Callable[[Sequence[tuple[int, int]]], None] | None = None
 
     def kv(self, layer: int) -> tuple[torch.Tensor, torch.Tensor]:
-        """Keys and values of a layer, each ``[num_slots, kv_heads, width]``, in 8 bits with the
-        scale behind: ``width + 4``."""
+        """Keys and values of a layer, each ``[num_slots, kv_heads, width]``, in 8 bits ``[...,
+        width + 4]`` with the scale."""
         return self._layers[layer]
 
     # -- sequences -------------------------------------------------------------------------
@@ -106,9 +106,8 @@ class PagedCache:
         return seq_id in self._tables
 
     def admit(self, seq_id: int, tokens: Sequence[int], share: bool = True) -> int:
-        """Start a sequence; returns how many leading tokens are cached already. Only whole blocks
-        are shared, and at least the last token is left to be computed, as its logits are wanted.
-        Without ``share`` all of them are."""
+        """Start a sequence; returns how many leading tokens are cached already: whole blocks, and
+        never the last token, whose logits are wanted. 0 without ``share``."""
         assert seq_id not in self._tables, f"sequence {seq_id} is in the cache already"
         table = self._cached_prefix(tokens) if share else _Table([], [], self._is_long(len(tokens)))
         for block in table.blocks:
@@ -128,7 +127,7 @@ class PagedCache:
         return self._is_long(length) and not self._tables[seq_id].long
 
     def _cached_prefix(self, tokens: Sequence[int]) -> _Table:
-        """The beginning of these tokens as far as it is cached."""
+        """The cached blocks of a prefix of these tokens."""
         table = _Table([], [], self._is_long(len(tokens)))
         size = self.block_size
         for start in range(0, len(tokens) - size, size) if self.shares else ():
@@ -142,9 +141,8 @@ class PagedCache:
         return table
 
     def borrow(self, seq_id: int, owner: int, length: int) -> None:
-        """Start a sequence on another's first ``length`` indices, a whole number of blocks. They
-        are there to be read; what is reserved next is its own. For trials within a step: unlike
-        shared prefixes, borrowed blocks may be unregistered."""
+        """Start a sequence on another's first ``length`` indices, a whole number of blocks, to be
+        read. For trials within a step: unlike shared ones, the blocks may be unregistered."""
         assert seq_id not in self._tables and length % self.block_size == 0
         table = self._tables[owner]
         blocks = table.blocks[: length // self.block_size]
@@ -183,7 +181,7 @@ class PagedCache:
             self.pool.register(table.blocks[index], digest)
 
     def free(self, seq_id: int) -> None:
-        """Give back all blocks of a sequence; unknown ones are fine (never admitted)."""
+        """Give back all blocks of a sequence, if it was admitted."""
         table = self._tables.pop(seq_id, None)
         if table is not None:
             # Last block first: the end of a prefix is worth less than its beginning.
@@ -216,27 +214,27 @@ class PagedCache:
     def batch_of(
         self, spans: Sequence[Span], features: Sequence[int] = (), choices_only: bool = False
     ) -> Batch:
-        """One ragged batch of these; the indices it writes must have been reserved."""
+        """One ragged batch of the spans, whose indices must have been reserved."""
         batched: list[Span] = []
         ids: list[int] = []
         positions: list[int] = []
         slots: list[int] = []
         wanted: list[int] = []
-        nodes: list[tuple[int, torch.Tensor]] = []
+        on_device: list[tuple[int, torch.Tensor]] = []
         size, separate = self.block_size, self._separate
-        for unplaced in spans:
-            row, table = len(ids), self._tables[unplaced.seq_id]
-            span = unplaced.at(row, len(wanted) + unplaced.scored, table.long)
+        for part in spans:
+            row, table = len(ids), self._tables[part.seq_id]
+            span = part.at(row, len(wanted) + part.scored, table.long)
             batched.append(span)
             ids.extend(span.tokens)
-            known = span.nodes
-            if not isinstance(known, torch.Tensor):
-                ids.extend(known)
+            nodes = span.nodes
+            if not isinstance(nodes, torch.Tensor):
+                ids.extend(nodes)
             elif separate:
-                nodes.append((len(ids), known))
-                ids.extend([0] * len(known))
+                on_device.append((len(ids), nodes))
+                ids.extend([0] * len(nodes))
             else:
-                ids.extend(known.tolist())
+                ids.extend(nodes.tolist())
             positions.extend(span.positions)
             blocks = table.blocks
             slots.extend([blocks[i // size] * size + i % size for i in span.indices])
@@ -250,7 +248,7 @@ class PagedCache:
             spans=tuple(batched),
             tables=tuple([tuple(self._tables[span.seq_id].blocks) for span in spans]),
             logit_rows=wanted if len(wanted) < len(ids) else None,
-            nodes=tuple(nodes),
+            nodes=tuple(on_device),
             features=features,
             choices_only=choices_only,
         )

@@ -1,10 +1,9 @@
-"""Keys and values in 8 bits. What a cache holds of one KV head at one position is then
+"""Keys and values in 8 bits. An entry of a cache, one KV head at one position, is
 
     | code 0 | code 1 | ... | code width - 1 | scale: float32, 4 bytes |    int8 [width + 4]
 
-with ``number = code * scale`` and ``scale = max(|number|) / 127``: symmetric, and of that head and
-position alone, so that an entry has the same values whatever it is written beside. One tensor holds
-both, so whatever moves, copies or gathers entries does so as of any other cache.
+with ``number = code * scale`` and ``scale = max(|number|) / 127``, so an entry depends on nothing
+else in the batch. Entries are moved, copied and gathered as in any other cache.
 """
 
 from __future__ import annotations
@@ -20,14 +19,14 @@ KINDS = ("auto", "int8")
 
 
 def cache_dtype(kind: str, dtype: torch.dtype) -> torch.dtype:
-    """Of the cache of a model in ``dtype``: "auto" is the same. Raises ConfigError."""
+    """The dtype of a cache of this kind for a model in ``dtype``. Raises ConfigError."""
     if kind not in KINDS:
         raise ConfigError(f"kv_cache_dtype is {kind!r}; use one of {', '.join(KINDS)}")
     return INT8 if kind == "int8" else dtype
 
 
 def stored_width(width: int, dtype: torch.dtype) -> int:
-    """What a head of so many numbers is, in elements of a cache of this dtype."""
+    """Elements of an entry of ``width`` numbers in a cache of this dtype."""
     return width + _SCALE if dtype == INT8 else width
 
 

@@ -23,7 +23,7 @@ class Pattern:
     chunk: int | None = None
 
     def first_key(self, span: Span) -> int:
-        """Smallest cache index that any row of the span sees. Earlier keys need not be read."""
+        """The smallest cache index that a row of the span sees."""
         base = span.context + span.pending
         if span.pending:
             lowest = span.context
@@ -37,7 +37,7 @@ class Pattern:
         return 0
 
     def phase(self, span: Span) -> int:
-        """What, beside the span's shape, the mask depends on: where in its chunk it stands."""
+        """The span's position in its chunk, on which a mask depends beside the span's shape."""
         return (span.context + span.pending) % self.chunk if self.chunk is not None else 0
 
 
@@ -46,10 +46,11 @@ FULL = Pattern()
 
 def visible(span: Span, pattern: Pattern, columns: int, ancestors: bool = True) -> torch.Tensor:
     """bool ``[rows, columns]`` on the host: which of its last ``columns`` keys each row sees.
-    Without ``ancestors``, for one who knows them better, a node sees all that the pattern allows.
-    Columns are right-aligned: the last one is the last tree node (or pending token). Apart from
-    chunks the result does not depend on the span's context, so one mask serves all steps: masks are
-    kept in a few widths, and a step takes a view of a wider one."""
+
+    Without ``ancestors`` a node sees all that the pattern allows; the caller masks the rest.
+    Columns are right-aligned: the last is the last tree node (or pending token). But for chunks the
+    result does not depend on the span's context, so masks are cached in a few widths.
+    """
     shape = span.pending, span.parents, span.first_new, pattern, pattern.phase(span), ancestors
     if span.rows > _KEPT_ROWS or columns > _KEPT_COLUMNS:
         return _visible(*shape, columns)

@@ -1,4 +1,4 @@
-"""How the spans of a step become calls of attention: the plan that all layers share."""
+"""How the spans of a step become calls of attention: one layout for layers of one pattern."""
 
 from __future__ import annotations
 
@@ -14,8 +14,7 @@ from paceline.core.transfer import Staging
 from paceline.model.paged.masks import FULL, Pattern, additive, visible
 
 SHORT = 64  # spans of at most this many rows are folded; longer ones are prefill chunks
-# Spans with more keys are attended one by one: to read them in place, or to pad nothing, is then
-# worth more than to share a call.
+# Spans with more keys are attended one by one, in place and without padding.
 ALONE = 1024
 
 
@@ -29,11 +28,13 @@ class KeyValueStore(Protocol):
 
 @dataclass
 class AttentionSegment:
-    """Spans attended by one call: ``batch`` sequences of ``rows`` query rows, ``keys`` keys each.
-    The rows are ``start .. start + batch * rows`` of the ragged batch, or those named by ``pick``
-    when padded. Keys are the slots ``slot .. slot + keys`` or, without a ``slot``, those of
-    ``gather``. ``causal``: as many rows as keys, lower triangle. ``folded``: few rows, which share
-    their KV heads. ``gather``, ``pick`` and ``allowed`` (a mask) are places in the staging."""
+    """Spans attended by one call: ``batch`` sequences of ``rows`` query rows and ``keys`` keys.
+
+    Rows: ``start .. start + batch * rows`` of the ragged batch, or those of ``pick`` if padded.
+    Keys: the slots ``slot .. slot + keys`` or those of ``gather``. ``causal``: as many rows as
+    keys, lower triangle. ``folded``: few rows, which share their KV heads. ``gather``, ``pick``,
+    ``allowed`` (a mask): indices in the staging.
+    """
 
     staging: Staging
     start: int
@@ -44,11 +45,11 @@ class AttentionSegment:
     gather: int | None = None
     pick: int | None = None
     allowed: int | None = None
-    # Of trees that only the device knows: place in the segment, which nodes the rows see.
+    # Of trees that only the device knows: index in the segment, which nodes the rows see.
     ancestors: Sequence[tuple[int, Tensor]] = ()
     causal: bool = False
     folded: bool = True
-    scratch: dict[tuple[str, int], Tensor] = field(default_factory=dict)  # for what is gathered
+    scratch: dict[tuple[str, int], Tensor] = field(default_factory=dict)  # gathered keys, values
     _masks: dict[int, Tensor | None] = field(default_factory=dict)
 
     def mask(self, group: int, dtype: torch.dtype) -> Tensor | None:
@@ -81,7 +82,7 @@ class DeviceBatch:
 
     @classmethod
     def of(cls, batch: Batch, staging: Staging) -> DeviceBatch:
-        """Sent together with all else that has been staged, in one copy."""
+        """Copied together with everything staged."""
         rows = staging.add(torch.tensor((batch.input_ids, batch.positions, batch.slots)))
         wanted = None if batch.logit_rows is None else staging.add(batch.logit_rows)
         staging.send()
@@ -94,8 +95,7 @@ class DeviceBatch:
 
 @dataclass(frozen=True)
 class AttentionStep:
-    """One forward's spans over one cache. ``batch`` is the one it was made from, brought to the
-    device in one copy with all that the segments need there. ``layouts`` are by layer."""
+    """One forward's spans over one cache. ``batch`` is on the device, ``layouts`` are by layer."""
 
     batch: DeviceBatch
     cache: KeyValueStore
@@ -153,15 +153,18 @@ class AttentionLayout:
 
     @property
     def order(self) -> Tensor | None:
-        """int64 ``[T]``: where each row stands among the segments' rows, if not in its place."""
+        """int64 ``[T]``: each row's index among the segments' rows; None if the order is the
+        same."""
         return None if self._order is None else self._staging.numbers[self._order]
 
     def _groups(self) -> list[list[int]]:
-        """Spans that one call attends: short ones whose numbers of keys are close, as all are
-        padded to the longest. Also on a CPU, though spans in one run could be read in place: 8
-        sequences of 300 keys, 4 heads over 2, 12 layers took 6.7 ms one by one and 4.3 ms padded in
-        bf16, 6.3 and 4.7 ms in float32 (one row each; with five rows 9.2 and 6.0, 8.1 and 6.3). Not
-        so where there are many keys, see ALONE."""
+        """Spans that one call attends: short ones of similar numbers of keys, as all are padded to
+        the longest.
+
+        Also on a CPU, where spans in one run could be read in place: 8 sequences of 300 keys, 4
+        heads over 2, 12 layers take 6.7 ms one by one and 4.3 ms padded in bf16, 6.3 and 4.7 ms in
+        float32 (with five rows 9.2 and 6.0, 8.1 and 6.3). Not so with many keys, see ALONE.
+        """
         spans, keys = self._spans, self._lengths
         if len(spans) == 1:
             return [[0]]

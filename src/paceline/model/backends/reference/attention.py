@@ -1,7 +1,7 @@
 """Attention of ragged batches over the paged cache.
 
-Once per forward the spans of a batch become *segments*, each one call of scaled-dot-product
-attention; every layer then writes its new keys and values and runs the segments:
+Once per forward the spans of a batch become *segments*, calls of scaled-dot-product attention; a
+layer then writes its new keys and values and runs the segments:
 
     decoding, blocks in one run    a strided view of the cache, no copy
     decoding, scattered blocks     keys gathered
@@ -9,10 +9,9 @@ attention; every layer then writes its new keys and values and runs the segments
     several with long contexts     one call each, as above
     prefill chunks                 one call each
 
-Few query rows are folded into the KV heads that they share, ``[kv_heads, group * rows, width]``,
-so grouped-query attention expands no keys. Measured on a CPU in bf16 (18 heads over 6, 300
-keys): 97 microseconds for one row, against 578 with ``enable_gqa`` and 626 with expanded keys.
-A cache in 8 bits is decoded for each segment.
+Few query rows are folded into the KV heads that they share, ``[kv_heads, group * rows, width]``.
+One row on a CPU in bf16 (18 heads over 6, 300 keys) takes 97 microseconds, with ``enable_gqa`` 578,
+with expanded keys 626. A cache in 8 bits is decoded for each segment.
 """
 
 from __future__ import annotations
@@ -35,10 +34,12 @@ def paged_attention(
     softcap: float | None = None,
     sinks: Tensor | None = None,
 ) -> Tensor:
-    """Store the rows' keys and values, then attend. Returns ``[1, T, heads, v_width]``. ``query``
-    is ``[1, heads, T, k_width]``, ``key`` and ``value`` ``[1, kv_heads, T, width]`` after rotary
-    embedding. ``softcap`` c replaces a score s by ``c * tanh(s / c)`` (Gemma 2); ``sinks``
-    ``[heads]`` are further logits in each softmax, with no value (GPT-OSS)."""
+    """Store the rows' keys and values, then attend. Returns ``[1, T, heads, v_width]``.
+
+    ``query`` is ``[1, heads, T, k_width]``, ``key`` and ``value`` ``[1, kv_heads, T, width]``
+    after rotary embedding. ``softcap`` c replaces a score s by ``c * tanh(s / c)`` (Gemma 2);
+    ``sinks`` ``[heads]`` are further logits in each softmax, without a value (GPT-OSS).
+    """
     keys, values = step.cache.kv(layer)
     _store(keys, key, step)
     _store(values, value, step)
@@ -62,7 +63,7 @@ def _store(cache: Tensor, new: Tensor, step: AttentionStep) -> None:
 
 
 def _view(cache: Tensor, slot: int, length: int) -> Tensor:
-    """``[1, kv_heads, length, width]`` of consecutive slots; one operation, no copy."""
+    """``[1, kv_heads, length, width]`` of consecutive slots, without a copy."""
     _, heads, width = cache.shape
     row, head, one = cache.stride()
     return cache.as_strided(
@@ -71,8 +72,8 @@ def _view(cache: Tensor, slot: int, length: int) -> Tensor:
 
 
 def _rows_of(cache: Tensor, segment: AttentionSegment, part: str) -> Tensor:
-    """``[batch, kv_heads, keys, width]`` from a cache of "keys" or "values". What is gathered holds
-    until the next layer gathers, into the same memory: fresh memory costs a third of the copy."""
+    """``[batch, kv_heads, keys, width]`` of a cache of "keys" or "values". All layers gather into
+    the same memory, as fresh memory costs a third of the copy."""
     if segment.gather is None:
         assert segment.slot is not None
         return _view(cache, segment.slot, segment.keys)
@@ -107,16 +108,21 @@ def _attend(
     if softcap is not None or sinks is not None:
         return _attend_explicitly(segment, mask, query, key, value, scaling, softcap, sinks)
     if not segment.folded:
-        return _attend_long(segment, mask, query, key, value, scaling)
+        group = query.shape[1] // key.shape[1]
+        if group > 1 and query.is_cuda and mask is not None:
+            # No fused CUDA kernel takes grouped heads together with a mask.
+            key, value = key.repeat_interleave(group, 1), value.repeat_interleave(group, 1)
+            group = 1
+        out = scaled_dot_product_attention(
+            query, key, value, mask, is_causal=segment.causal, scale=scaling, enable_gqa=group > 1
+        )
+        return out.transpose(1, 2)
     folded = _fold(query, batch, rows, key.shape[1])
-    if folded.shape[2] == 1 and folded.dtype == torch.bfloat16 and not folded.is_cuda:
-        # The CPU kernel takes a slow path for a lone bf16 row: twice the same row is faster.
-        pair = folded.expand(-1, -1, 2, -1)
-        out = scaled_dot_product_attention(pair, key, value, mask, scale=scaling)
-        out = out[:, :, :1]
-    else:
-        out = scaled_dot_product_attention(folded, key, value, mask, scale=scaling)
-    return _unfold(out, batch, rows, query.shape[1])
+    folded_rows = folded.shape[2]
+    if folded_rows == 1 and folded.dtype == torch.bfloat16 and not folded.is_cuda:
+        folded = folded.expand(-1, -1, 2, -1)  # the CPU kernel is slow with a single bf16 row
+    out = scaled_dot_product_attention(folded, key, value, mask, scale=scaling)
+    return _unfold(out[:, :, :folded_rows], batch, rows, query.shape[1])
 
 
 def _fold(query: Tensor, batch: int, rows: int, kv_heads: int) -> Tensor:
@@ -136,25 +142,6 @@ def _unfold(out: Tensor, batch: int, rows: int, heads: int) -> Tensor:
     return out.reshape(batch, heads, rows, width).transpose(1, 2).reshape(1, -1, heads, width)
 
 
-def _attend_long(
-    segment: AttentionSegment,
-    mask: Tensor | None,
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    scaling: float,
-) -> Tensor:
-    group = query.shape[1] // key.shape[1]
-    if group > 1 and query.is_cuda and mask is not None:
-        # No fused CUDA kernel takes grouped heads together with a mask.
-        key, value = key.repeat_interleave(group, 1), value.repeat_interleave(group, 1)
-        group = 1
-    out = scaled_dot_product_attention(
-        query, key, value, mask, is_causal=segment.causal, scale=scaling, enable_gqa=group > 1
-    )
-    return out.transpose(1, 2)
-
-
 def _attend_explicitly(
     segment: AttentionSegment,
     mask: Tensor | None,
@@ -165,7 +152,7 @@ def _attend_explicitly(
     softcap: float | None,
     sinks: Tensor | None,
 ) -> Tensor:
-    """The softmax written out in float32, for what the fused kernels cannot do."""
+    """With the softmax in float32 written out, for what the fused kernels cannot do."""
     batch, rows, heads, kv_heads = segment.batch, segment.rows, query.shape[1], key.shape[1]
     group = heads // kv_heads
     folded = _fold(query, batch, rows, kv_heads)

@@ -21,9 +21,8 @@ _TRIAL = Batch((1, 2), (0, 1), (0, 1), (Span(0, 0, 0, 2),), ((0,),))
 
 
 class TorchBackend(Backend):
-    """Modules of transformers whose attention function is ours (model/probe.py). Of each layer, a
-    first forward through ``run`` finds its ``patterns``, the ``shapes`` of its keys and values, and
-    its name (``name_layers``)."""
+    """Modules of transformers that call our attention function. The probe's forward
+    (model/probe.py) sets the layers' ``patterns``, ``shapes`` of keys and values, and names."""
 
     name = REFERENCE
 
@@ -37,7 +36,7 @@ class TorchBackend(Backend):
         self._keeps_rows = "logits_to_keep" in inspect.signature(hf.forward).parameters
         self._captured: dict[int, torch.Tensor] | None = None
         self._hooked: set[int] = set()
-        self._in_tuples: set[int] | None = None  # layers; None: not looked yet
+        self._in_tuples: set[int] | None = None  # layers that return tuples; None: unknown yet
 
     def __call__(self, batch: Batch, cache: KeyValueStore) -> ModelOutput:
         step = AttentionStep.of(batch, cache, self.patterns, self.hf.device)
@@ -53,7 +52,7 @@ class TorchBackend(Backend):
         return ModelOutput(outputs, {layer: captured[layer] for layer in batch.features})
 
     def run(self, batch: DeviceBatch, step: Any) -> torch.Tensor:
-        """The modules' forward, which hands ``step`` to every call of attention."""
+        """The modules' forward, which passes ``step`` to every call of attention."""
         rows = batch.logit_rows
         keep: dict[str, Any] = {}
         if rows is not None and self._keeps_rows:
@@ -73,14 +72,14 @@ class TorchBackend(Backend):
         layer = self.hf.get_output_embeddings() if layer is None else layer
         logits: torch.Tensor = layer(hidden)
         config = self.hf.config.get_text_config(decoder=True)
-        # What Cohere, Granite and Gemma 2 do to their logits afterwards.
+        # As Cohere, Granite and Gemma 2 scale and cap logits.
         logits = logits * (getattr(config, "logit_scale", None) or 1.0)
         logits = logits / (getattr(config, "logits_scaling", None) or 1.0)
         cap = getattr(config, "final_logit_softcapping", None)
         return cap * torch.tanh(logits / cap) if cap else logits
 
     def on(self, hf: Any) -> TorchBackend:
-        """The same forward of other modules of the same names."""
+        """The same forward of other modules with the same names."""
         other = copy.copy(self)
         other.hf, other._captured, other._hooked = hf, None, set()
         return other
@@ -92,8 +91,8 @@ class TorchBackend(Backend):
 
     @torch.inference_mode()
     def without(self, skipped: frozenset[int]) -> TorchBackend:
-        """A view of the same modules, in which skipped layers pass their input on. A trial of the
-        first one raises UnsupportedModelError if layers cannot be left out one by one."""
+        """A view of the same modules in which skipped layers return their input. Raises
+        UnsupportedModelError if the first call's trial shows that layers cannot be left out."""
         if self._in_tuples is None:
             self._in_tuples = self._layers_in_tuples()
             try:
@@ -104,8 +103,8 @@ class TorchBackend(Backend):
         return self._view(skipped)
 
     def _view(self, skipped: frozenset[int]) -> TorchBackend:
-        """New are the modules on the way from the top to a skipped layer, and nothing else. Lists
-        of layers keep their length, as models look up masks and rotary tables by the index."""
+        """Copies only the modules above a skipped layer. Lists of layers keep their length, as
+        models look up masks and rotary tables by index."""
         top, in_tuples = self.hf, self._in_tuples or set()
         for layer in skipped:
             passing = _passing(self.layer(layer), layer in in_tuples)
@@ -113,15 +112,14 @@ class TorchBackend(Backend):
         return self.on(top)
 
     def _layers_in_tuples(self) -> set[int]:
-        """Layers that return their hidden states within a tuple, in a forward. Raises
-        UnsupportedModelError for one that returns more than hidden states."""
+        """Layers that return a tuple. Raises UnsupportedModelError for one that returns more than
+        hidden states."""
         in_tuples: set[int] = set()
 
         def note(layer: int, output: Any) -> None:
             tensors = [output]
             if isinstance(output, tuple):
                 in_tuples.add(layer)
-                # A second stream beside the hidden states: what would it be?
                 tensors = [part for part in output if isinstance(part, torch.Tensor)]
             if len(tensors) != 1 or not isinstance(tensors[0], torch.Tensor):
                 raise UnsupportedModelError(
@@ -141,7 +139,7 @@ class TorchBackend(Backend):
         return in_tuples
 
     def _check_view(self, skipped: frozenset[int]) -> None:
-        """Only the chosen layers may run: a patched ``forward`` may be bound to the original."""
+        """Raises UnsupportedModelError if other layers run, as a patched ``forward`` might."""
         store = _Recording(self._trial_cache())
         logits = self._view(skipped)(_TRIAL, store).logits
         layers = [n for n in range(len(self.shapes)) if n not in skipped]
@@ -167,8 +165,8 @@ class TorchBackend(Backend):
                 self._captured[layer] = output[0][0]
 
         if layer == len(self.layer_names):
-            # The module that runs all layers and the final norm: ``a.b`` of ``a.b.layers.0``. Not
-            # ``hf.base_model`` or ``get_decoder``: OPT goes past the one, Llama 4 lacks the other.
+            # The module of all layers and the final norm: ``a.b`` of ``a.b.layers.0``. OPT does not
+            # call ``hf.base_model``, and Llama 4 has no ``get_decoder``.
             stack = self.layer_names[0].rsplit(".", 2)[0]
             self.hf.get_submodule(stack).register_forward_hook(keep_output)
         else:
@@ -181,7 +179,7 @@ class TorchBackend(Backend):
         return module
 
     def name_layers(self, attention: Sequence[torch.nn.Module]) -> None:
-        """By the module of each layer that attends: its entry of a module list is the layer."""
+        """Of the attention modules: a layer is the innermost list entry that holds one."""
         names = {module: name.split(".") for name, module in self.hf.named_modules()}
         self.layer_names = []
         for module in attention:
@@ -191,7 +189,7 @@ class TorchBackend(Backend):
 
 
 def _replaced(module: Any, path: Sequence[str], new: Any) -> Any:
-    """A copy of a module that differs in one descendant; all the others are shared."""
+    """A copy of a module with another descendant; the others are shared."""
     name, *rest = path
     copied = copy.copy(module)
     copied._modules = dict(module._modules)
@@ -200,7 +198,7 @@ def _replaced(module: Any, path: Sequence[str], new: Any) -> Any:
 
 
 def _passing(layer: Any, in_tuple: bool) -> Any:
-    """A layer that returns its input; all attributes stay, as models read some of them."""
+    """A layer that returns its input, with the attributes that models read."""
 
     def forward(*args: Any, **kwargs: Any) -> Any:
         hidden = args[0] if args else kwargs["hidden_states"]
@@ -212,7 +210,7 @@ def _passing(layer: Any, in_tuple: bool) -> Any:
 
 
 class _Recording:
-    """A cache that notes which layers ask for their keys and values."""
+    """A cache that records which layers read it."""
 
     def __init__(self, cache: PagedCache) -> None:
         self.block_size = cache.block_size

@@ -1,14 +1,12 @@
-"""Positions row by row, for the two kinds of module of transformers that would mix sequences.
+"""Positions row by row, for two kinds of module of transformers that mix the sequences of a batch.
 
-- A rotary embedding with short and long factors (longrope) takes one set of factors for the whole
-  batch, by its largest position. Here each row gets the set of its own sequence: the long one from
-  ``switch`` + 1 tokens on. That is what the model computes of that sequence without a cache, and
-  what ``generate`` of Phi-3 does, which drops its cache at that point.
-- Llama 4's attention without rotation scales queries by the length of the cache plus the row's
-  index in the batch. Here it is given the row's position.
+- A rotary embedding with short and long factors (longrope) takes one set for the whole batch, by
+its largest position. Here a row gets the set of its sequence: the long one from ``switch`` + 1
+tokens on, as in a forward without a cache and in Phi-3's ``generate``. - Llama 4's attention
+without rotation scales queries by the length of the cache plus the row's index in the batch. Here
+it uses the row's position.
 
-The corrections are hooks. They do nothing outside ``RowPositions.of``, so the module stays as it
-was for its other users.
+The corrections are hooks, which do nothing outside ``RowPositions.of``.
 """
 
 from __future__ import annotations
@@ -39,8 +37,8 @@ _HOOKED: WeakSet[torch.nn.Module] = WeakSet()
 
 
 class RowPositions:
-    """The modules of a model that need them; ``switch`` is None without longrope. Raises
-    UnsupportedModelError if rotations depend on the batch in another way."""
+    """The hooks of a model; ``switch`` is None without longrope. Raises UnsupportedModelError if
+    rotations depend on the batch in another way."""
 
     def __init__(self, hf: torch.nn.Module, max_positions: int) -> None:
         modules = list(hf.modules())
@@ -64,7 +62,7 @@ class RowPositions:
 
     @contextmanager
     def of(self, batch: DeviceBatch) -> Iterator[None]:
-        """While the model runs this batch, which lies on its device."""
+        """A context in which the model runs this batch."""
         if not self._needed:
             yield
             return
@@ -77,7 +75,7 @@ class RowPositions:
     def _long(self, batch: DeviceBatch) -> torch.Tensor | None:
         if self.switch is None:
             return None
-        # A draft model's cache may not know that its sequence has become long: its rows there do.
+        # A draft model's cache may not mark a sequence as long yet: its positions tell.
         long = [s.long or max(s.positions, default=0) >= self.switch for s in batch.spans]
         if not any(long):
             return None
@@ -89,8 +87,8 @@ class RowPositions:
 
 
 def _switch_of(module: Any, max_positions: int) -> int | None:
-    """The least position that changes the rotations of the others in its batch, if one does: by
-    transformers' ``dynamic_rope_update`` those of two types do."""
+    """The least position that changes the rotations of the whole batch, if there is one (see
+    transformers' ``dynamic_rope_update``)."""
     types = getattr(module, "rope_type", None)
     switches: set[int | None] = set()
     for kind, rope_type in types.items() if isinstance(types, dict) else [(None, types)]:
@@ -117,7 +115,7 @@ def _switch_of(module: Any, max_positions: int) -> int | None:
 def _rotate_by_row(
     switch: int, module: Any, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any
 ) -> Any:
-    """Forward hook: both sets of cosines and sines, and of each row the one that it asks for."""
+    """Forward hook that computes both sets of cosines and sines and selects by row."""
     rows = _ROWS.get()
     if rows is None or rows.long is None:
         return None
@@ -129,7 +127,7 @@ def _rotate_by_row(
         made = module.forward(*bound.args, **bound.kwargs)
         return made if isinstance(made, tuple) else (made,)
 
-    # The module decides by the largest position: below the switch, and at it in a row that goes.
+    # The module decides by the largest position: a further row at the switch makes it "long".
     short = rotations(positions.clamp(max=switch - 1))
     long = rotations(torch.cat((positions, torch.full_like(positions[:, :1], switch)), 1))
     chosen = [
@@ -147,7 +145,7 @@ def _scales_by_row(module: Any) -> bool:
 
 
 class _RowLengths:
-    """In place of a cache: how much of a row's sequence lies before the row, less its index."""
+    """In place of a cache: a row's position less its index in the batch."""
 
     def __init__(self, positions: torch.Tensor) -> None:
         self._lengths = positions - torch.arange(len(positions), device=positions.device)
