@@ -1,9 +1,8 @@
 """Files that are written whole or not at all.
 
-What is new is written under another name in the same folder, forced to the disk and renamed over
-the old. Whoever reads sees the old file or the new one, never half of one; a full disk, a crash or
-a lost power supply leaves the old one as it was. Only what Paceline wrote is replaced: see
-ownership.py. All that writes for keeps goes through here.
+A new file is written under another name in the same folder, forced to the disk and renamed over the
+old one. So a full disk, a crash or a power failure leaves the old one. Only files that Paceline
+wrote are replaced (ownership.py).
 """
 
 from __future__ import annotations
@@ -34,6 +33,7 @@ from paceline.files.ownership import (
     manifest_text,
     names_aside,
     read_manifest,
+    remove,
     write_manifest,
 )
 
@@ -66,11 +66,12 @@ def write_aside(
     durable: bool = True,
     previous: Path | None = None,
 ) -> Iterator[IO[bytes]]:
-    """Write ``path`` in the block; it is there, whole, once the block has ended without an error.
-    ``what`` names the file in messages, as in "the report". ``proof`` says of a file that is there
-    whether Paceline wrote it; None: whoever wrote it. ``durable`` false leaves it to the system
-    when the bytes reach the disk: for what can be made again. ``previous`` is where the old file
-    goes instead of nowhere, under the same condition. Raises WriteError."""
+    """Write ``path`` in the block; it is replaced as a whole if the block ends without an error.
+
+    ``what`` names the file in messages, as in "the report". ``proof`` tells whether Paceline wrote
+    an existing file; None: any is replaced. ``durable`` false: no fsync, for files that can be made
+    again. ``previous``: where the old file goes, under the same condition. Raises WriteError.
+    """
     check_file(path, what, proof)
     if previous is not None:
         check_file(previous, what, proof)
@@ -83,8 +84,8 @@ def write_aside(
 
 @contextmanager
 def write_cached(file: Path, folder: Path, what: str) -> Iterator[IO[bytes]]:
-    """Write a file that can be made again, in or below a folder of such files, which is made if
-    there is none. Arguments and errors as of ``write_aside``."""
+    """A file that can be made again, in or below a folder of such files, which is made if need be.
+    Arguments and errors as of ``write_aside``."""
     with telling(what, file):
         claim(folder)
         file.parent.mkdir(exist_ok=True)
@@ -95,8 +96,8 @@ def write_cached(file: Path, folder: Path, what: str) -> Iterator[IO[bytes]]:
 def replace_files(
     contents: Mapping[Path, bytes], what: str, proof: Proof | None, durable: bool = True
 ) -> None:
-    """Write several files, all or none of them; they take their places in the given order.
-    Arguments and errors as of ``write_aside``."""
+    """Write several files in the given order, all or none. Arguments and errors as of
+    ``write_aside``."""
     for path in contents:
         check_file(path, what, proof)
     with ExitStack() as stack:
@@ -104,8 +105,7 @@ def replace_files(
         for aside, (path, content) in zip(asides, contents.items(), strict=True):
             with telling(what, path), aside.open(durable) as sink:
                 sink.write(content)
-        # All are on the disk by now, and renaming takes no room; if it fails all the same, those
-        # that have their places already give them back.
+        # All are on the disk now. If a renaming fails, those done before are undone.
         for number, aside in enumerate(asides):
             try:
                 with telling(what, aside.path):
@@ -117,16 +117,16 @@ def replace_files(
 
 
 def replace_text(path: str | Path, text: str, what: str, proof: Proof | None) -> None:
-    """Write one file of text, all of it or nothing. Arguments and errors as of ``write_aside``."""
+    """As ``replace_files`` for one file of text."""
     replace_files({Path(path): text.encode("utf-8")}, what, proof)
 
 
 def replace_in(
     folder: Path, contents: Mapping[str, bytes], what: str, damaged: bool = False
 ) -> None:
-    """Write files into a folder, all or none, and note them in its manifest; what else is there
-    stays. Raises WriteError, also for files of these names that the manifest does not prove;
-    ``damaged`` as of ``check_folder``."""
+    """Write files into a folder, all or none, and add them to its manifest; other files stay.
+    Raises WriteError, also for files of these names that the manifest does not prove; ``damaged``
+    as of ``check_folder``."""
     with telling(what, folder):
         folder.mkdir(parents=True, exist_ok=True)
     check_names(folder, list(contents), what, damaged)
@@ -137,7 +137,7 @@ def replace_in(
 
 
 def read_toml(path: str | Path, what: str, advice: str = "") -> dict[str, Any]:
-    """The table in a TOML file. Raises ConfigError, which ``advice`` ends: what to do about it."""
+    """The table of a TOML file. Raises ConfigError; ``advice`` ends its message."""
     tomllib: Any = import_module("tomllib" if sys.version_info >= (3, 11) else "tomli")
     end = advice and f"; {advice}"
     try:
@@ -151,41 +151,28 @@ def read_toml(path: str | Path, what: str, advice: str = "") -> dict[str, Any]:
 
 @contextmanager
 def folder_aside(path: str | Path, what: str, damaged: bool = False) -> Iterator[Path]:
-    """Fill the given folder in the block; it stands at ``path`` once that has ended well. A folder
-    that was there before is replaced if its manifest proves every file in it; ``damaged`` as of
+    """Fill the given folder in the block; it becomes ``path`` if the block ends without an error.
+    An old folder is replaced if its manifest proves every file in it; ``damaged`` as of
     ``check_folder``. Raises WriteError."""
-    folder = Path(os.path.realpath(path))
-    clear_killed(folder)
+    aside = _Aside(path)
+    clear_killed(aside.path)
     check_folder(path, what, damaged)
-    partial, old = names_aside(folder)
-    with telling(what, path):
-        try:
-            partial.mkdir(parents=True)
-            yield partial
-            write_manifest(partial)
-            for file in partial.rglob("*"):
-                if file.is_file():
-                    with file.open("rb") as stream:
-                        os.fsync(stream.fileno())
-            check_folder(path, what, damaged)  # the block may have taken hours
-            if folder.exists():
-                os.replace(folder, old)
-            try:
-                os.replace(partial, folder)
-            except OSError:
-                if old.exists():
-                    os.replace(old, folder)
-                raise
-            _sync_folder(folder.parent)
-        finally:
-            shutil.rmtree(partial, ignore_errors=True)
-    shutil.rmtree(old, ignore_errors=True)
+    with telling(what, path), aside:
+        aside.partial.mkdir(parents=True)
+        yield aside.partial
+        write_manifest(aside.partial)
+        for file in aside.partial.rglob("*"):
+            if file.is_file():
+                with file.open("rb") as stream:
+                    os.fsync(stream.fileno())
+        check_folder(path, what, damaged)  # the block may have taken hours
+        aside.put(keep=aside.old)
 
 
 @contextmanager
 def telling(what: str, path: str | Path, more: str = "") -> Iterator[None]:
-    """Failed writing in the block, also by a library that hides why, becomes a WriteError. ``more``
-    ends its message."""
+    """Errors of writing in the block, also those that a library hides, become a WriteError;
+    ``more`` ends its message."""
     try:
         yield
     except PacelineError:
@@ -205,11 +192,10 @@ def telling(what: str, path: str | Path, more: str = "") -> Iterator[None]:
 
 
 class LongRecord:
-    """Lines that come one at a time for hours, in ``path`` once all are there. Until then they lie
-    in ``path.partial``, beside ``path.partial.key``, which holds ``key``: what the lines are.
-    Whatever ends the block early leaves them, whole lines only, and the next block with the same
-    key goes on behind them. Raises ConfigError for lines of another key, WriteError for a ``path``
-    that is there already."""
+    """Lines that are added over hours, in ``path`` once all are there. Until then they are in
+    ``path.partial``, and ``key``, which says what they are, in ``path.partial.key``. If the block
+    ends early, whole lines stay, and a block with the same key continues them. Raises ConfigError
+    for lines of another key, WriteError for an existing ``path``."""
 
     def __init__(self, path: Path, what: str, key: str) -> None:
         self._path, self._what, self._key = path, what, _KEY + key
@@ -219,9 +205,9 @@ class LongRecord:
     def __enter__(self) -> LongRecord:
         check_file(self._path, self._what, lambda _: False)
         with telling(self._what, self._path):
-            there = self.partial.stat().st_size if self.partial.exists() else 0
+            size = self.partial.stat().st_size if self.partial.exists() else 0
             stored = self._key_file.read_text("utf-8") if self._key_file.is_file() else ""
-            if there and stored != self._key:
+            if size and stored != self._key:
                 raise ConfigError(
                     f"{self.partial} holds records of a command with other options; run that one "
                     "to go on with it, delete the file, or choose another place"
@@ -234,7 +220,7 @@ class LongRecord:
         return self
 
     def kept(self) -> Iterator[str]:
-        """The whole lines until now; one that was cut in the middle is none."""
+        """The whole lines so far, without one that was cut."""
         with self.partial.open("rb") as file:
             for line in file:
                 if line.endswith(b"\n"):
@@ -256,7 +242,7 @@ class LongRecord:
     def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
         with self._file:
             if kind is None:
-                check_file(self._path, self._what, lambda _: False)  # came since the block began
+                check_file(self._path, self._what, lambda _: False)  # made since the block began
                 with telling(self._what, self._path, self._left):
                     os.fsync(self._file.fileno())
                     os.replace(self.partial, self._path)
@@ -275,7 +261,7 @@ def _is_key(file: Path) -> bool:
 
 
 class _Sink(io.RawIOBase):
-    """Writes to a file and remembers why that failed: torch.save raises an error of its own."""
+    """Writes to a file and keeps the error, as torch.save raises another one."""
 
     def __init__(self, file: io.BufferedWriter) -> None:
         super().__init__()
@@ -294,27 +280,25 @@ class _Sink(io.RawIOBase):
 
 
 class _Aside:
-    """A file under another name. On leaving the block what is not in its place is removed."""
+    """A new file or folder ``partial`` for ``path``, removed at the end of the block unless put."""
 
-    def __init__(self, path: Path) -> None:
+    def __init__(self, path: str | Path) -> None:
         self.path = Path(os.path.realpath(path))  # a link stays a link
-        self._partial, self.old = names_aside(self.path)
-        # A pipe or a device cannot be replaced, and must not be.
+        self.partial, self.old = names_aside(self.path)
+        # A pipe or a device must not be replaced.
         self._direct = self.path.exists() and not self.path.is_file() and not self.path.is_dir()
 
     def __enter__(self) -> _Aside:
         return self
 
     def __exit__(self, *_: object) -> None:
-        with suppress(OSError):
-            self._partial.unlink(missing_ok=True)
+        remove(self.partial)
         if self.path.exists():
-            with suppress(OSError):
-                self.old.unlink(missing_ok=True)
+            remove(self.old)
 
     @contextmanager
     def open(self, durable: bool) -> Iterator[_Sink]:
-        with (self.path if self._direct else self._partial).open("wb") as file:
+        with (self.path if self._direct else self.partial).open("wb") as file:
             sink = _Sink(file)
             try:
                 yield sink
@@ -327,15 +311,15 @@ class _Aside:
                 os.fsync(file.fileno())
 
     def put(self, keep: Path | None = None) -> None:
-        """Into its place; the file that is there goes to ``keep`` and comes back on failure."""
+        """Rename to ``path``; the old one goes to ``keep``, and back on failure."""
         if self._direct:
             return
         if self.path.is_file():
-            shutil.copymode(self.path, self._partial)
-            if keep is not None:
-                os.replace(self.path, keep)
+            shutil.copymode(self.path, self.partial)
+        if keep is not None and self.path.exists() and self.path.is_dir() == self.partial.is_dir():
+            os.replace(self.path, keep)
         try:
-            os.replace(self._partial, self.path)
+            os.replace(self.partial, self.path)
         except OSError:
             if keep is not None and keep.exists():
                 os.replace(keep, self.path)
@@ -343,7 +327,7 @@ class _Aside:
         _sync_folder(self.path.parent)
 
     def take_back(self) -> None:
-        """What was in its place before ``put`` with ``old`` comes back."""
+        """Undo ``put(self.old)``."""
         with suppress(OSError):
             if self.old.exists():
                 os.replace(self.old, self.path)
@@ -352,7 +336,7 @@ class _Aside:
 
 
 def _sync_folder(folder: Path) -> None:
-    """So that a rename outlives a power failure; some file systems know no such thing."""
+    """Force a rename to the disk, where the file system can."""
     with suppress(OSError):
         descriptor = os.open(folder, os.O_RDONLY)
         try:

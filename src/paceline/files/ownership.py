@@ -1,8 +1,8 @@
-"""Which files Paceline wrote, provably: only these are replaced without being told to.
+"""Which files Paceline wrote: only these are replaced without ``force``, which names others first.
 
-A folder that is written as a whole holds ``.paceline.json``, the SHA-256 of every file in it; a
-report ends in a comment with the SHA-256 of the text above it; other formats are recognised by
-their content. What cannot be proved is refused, or with ``force`` named and replaced.
+A folder that is written as a whole has ``.paceline.json``, the SHA-256 of every file in it; a
+report ends in a comment with the SHA-256 of its text; other formats are recognised by their
+content.
 """
 
 from __future__ import annotations
@@ -25,15 +25,15 @@ MANIFEST = ".paceline.json"
 Proof = Callable[[Path], bool]  # whether Paceline wrote the file; any error means no
 _SIGNED = "Written by Paceline; sha256 "
 _SIGNATURE = re.compile(rb"\A(.*\n)[^\n]*%b([0-9a-f]{64})[^\n]*\n\Z" % _SIGNED.encode(), re.S)
-_RUN, _numbers = os.urandom(4).hex(), count()  # of this process, whose id may come again
+_RUN, _numbers = os.urandom(4).hex(), count()  # of this process, as ids are used again
 _NAMED = 5  # files in a message
-# What is called with each line that says what goes; None: nothing foreign is replaced.
+# Called with a line for what is replaced; None: foreign files are refused.
 _forced: ContextVar[Callable[[str], None] | None] = ContextVar("paceline_forced", default=None)
 
 
 def force(log: Callable[[str], None] | None) -> None:
-    """From now on, in this context, replace foreign files too; ``log`` is given a line with the
-    names first, once. None: refuse again."""
+    """Replace foreign files in this context, after ``log`` was called with their names; None
+    refuses them again."""
     warned = set[str]()
 
     def once(line: str) -> None:
@@ -71,8 +71,7 @@ def check_names(folder: Path, names: Sequence[str], what: str, damaged: bool = F
 
 
 def claim(folder: Path) -> None:
-    """Make a folder for files that can be made again; in one that was there before, each needs
-    a proof of its own."""
+    """Make a folder for files that can be made again; in an existing folder they need a proof."""
     if not folder.exists():
         with suppress(FileExistsError):  # another process has just made it
             folder.mkdir(parents=True)
@@ -136,7 +135,7 @@ def digest_of(file: Path) -> str:
 
 
 def read_manifest(folder: Path) -> dict[str, str]:
-    """SHA-256 by name, as in ``a/b.json``; empty without a manifest that can be read."""
+    """SHA-256 by name, as in ``a/b.json``; empty without a readable manifest."""
     with suppress(OSError, ValueError, KeyError, TypeError, AttributeError):
         listed = json.loads((folder / MANIFEST).read_text(encoding="utf-8"))["files"]
         return {str(name): str(value) for name, value in listed.items()}
@@ -150,7 +149,7 @@ def manifest_text(digests: Mapping[str, str]) -> str:
 
 
 def write_manifest(folder: Path) -> None:
-    """Note every file of a folder that has just been filled and that nobody else sees yet."""
+    """Write the manifest of a folder that has just been filled."""
     files = [file for file in folder.rglob("*") if file.is_file()]
     digests = {file.relative_to(folder).as_posix(): digest_of(file) for file in files}
     digests.pop(MANIFEST, None)
@@ -158,7 +157,7 @@ def write_manifest(folder: Path) -> None:
 
 
 def signed(text: str, comment: str = "<!-- {} -->") -> str:
-    """A text with a last line that ``is_signed`` knows; ``comment`` is how its format has them."""
+    """A text with a last line for ``is_signed``; ``comment``: of the text's format."""
     text = text.rstrip("\n") + "\n"
     digest = hashlib.sha256(text.encode("utf-8")).hexdigest()
     return text + comment.format(f"{_SIGNED}{digest}") + "\n"
@@ -173,15 +172,15 @@ def is_signed(file: Path) -> bool:
 
 
 def names_aside(path: Path) -> tuple[Path, Path]:
-    """Where a new ``path`` is written, and where the old one lies until the new one stands."""
+    """Names for the new ``path`` and for the old one while they are exchanged."""
     name = path.name.encode()[:170].decode(errors="ignore")
     mark = f".{name}.{os.getpid()}-{_RUN}-{next(_numbers)}"
     return path.with_name(f"{mark}.partial"), path.with_name(f"{mark}.old")
 
 
 def clear_killed(path: Path) -> None:
-    """What processes left that were killed while they wrote ``path``: an old one that was taken
-    away already comes back, halves of new ones go."""
+    """Clear up after processes that were killed while they wrote ``path``: a renamed old one comes
+    back, partial new ones are removed."""
     name = re.compile(rf"\.{re.escape(path.name)}\.(\d+)-([0-9a-f]+)(-\d+)?\.(partial|old)")
     for left in path.parent.glob("." + glob.escape(path.name) + ".*"):
         match = name.fullmatch(left.name)
@@ -189,21 +188,25 @@ def clear_killed(path: Path) -> None:
             continue
         if match[4] == "old" and not path.exists():
             os.replace(left, path)
-        elif left.is_dir():
-            shutil.rmtree(left, ignore_errors=True)
         else:
-            left.unlink(missing_ok=True)
+            remove(left)
+
+
+def remove(path: Path) -> None:
+    """Remove a file or a folder as far as possible, if there is one."""
+    if path.is_dir() and not path.is_symlink():
+        shutil.rmtree(path, ignore_errors=True)
+    else:
+        with suppress(OSError):
+            path.unlink(missing_ok=True)
 
 
 def _is_running(pid: int, run: str) -> bool:
     if pid == os.getpid():
         return run == _RUN
-    if os.name != "posix":  # there the call would end the process
-        return True
     try:
-        os.kill(pid, 0)
-    except ProcessLookupError:
-        return False
-    except (OSError, OverflowError):
-        return True
+        if os.name == "posix":  # elsewhere the call would end the process
+            os.kill(pid, 0)
+    except (OSError, OverflowError) as error:
+        return not isinstance(error, ProcessLookupError)
     return True

@@ -1,4 +1,4 @@
-"""What tells that a file is still the one that was read."""
+"""Whether a file is still the one that was read."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from pathlib import Path
 
 @dataclass(frozen=True)
 class FileStamp:
-    """A file as it was found: content that changes changes one of these."""
+    """A file's state: a change of its content changes one of these."""
 
     path: str
     size: int
@@ -17,8 +17,5 @@ class FileStamp:
     @classmethod
     def of(cls, path: Path) -> FileStamp:
         status = path.stat()
-        return cls(
-            str(path.resolve()),
-            status.st_size,
-            (status.st_mtime_ns, status.st_ctime_ns, status.st_ino),
-        )
+        changed = status.st_mtime_ns, status.st_ctime_ns, status.st_ino
+        return cls(str(path.resolve()), status.st_size, changed)

@@ -15,7 +15,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from paceline.kernels.library import DTYPES, GELU_TANH, SILU
+from paceline.kernels.library import DTYPES, GELU_TANH, SILU, CModel
 from paceline.model.backends.native.packing import GATED, PROJECTIONS, same_form
 from paceline.model.paged.cache import LayerShape
 from paceline.model.paged.masks import Pattern
@@ -75,6 +75,11 @@ class DecoderShape:
     windows: tuple[int, ...]  # 0: none
     ropes: tuple[int, ...]  # index of a layer in `rope_kinds`
     rope_kinds: tuple[str | None, ...]  # layer types that the rotary module takes
+
+    def fields(self) -> dict[str, Any]:
+        """Those of CModel but the norm."""
+        names = {name for name, _ in CModel._fields_} & vars(self).keys()
+        return {name: getattr(self, name) for name in names - {"final_norm"}}
 
 
 @torch.inference_mode()
