@@ -67,11 +67,9 @@ def write_aside(
     previous: Path | None = None,
 ) -> Iterator[IO[bytes]]:
     """Write ``path`` in the block; it is replaced as a whole if the block ends without an error.
-
     ``what`` names the file in messages, as in "the report". ``proof`` tells whether Paceline wrote
     an existing file; None: any is replaced. ``durable`` false: no fsync, for files that can be made
-    again. ``previous``: where the old file goes, under the same condition. Raises WriteError.
-    """
+    again. ``previous``: where the old file goes, under the same condition. Raises WriteError."""
     check_file(path, what, proof)
     if previous is not None:
         check_file(previous, what, proof)

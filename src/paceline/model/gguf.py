@@ -138,7 +138,6 @@ def read_gguf(path: Path) -> GgufFile:
 
 @lru_cache(maxsize=4)  # a vocabulary takes seconds, and model and tokenizer both ask
 def _read(path: Path, modified: int, size: int) -> GgufFile:
-    """The file as it was at a time."""
     from gguf import GGUFReader, dequantize
 
     try:

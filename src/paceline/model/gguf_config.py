@@ -98,7 +98,6 @@ class _Keys:
             self.refuse(key)
 
     def width(self, config: Any) -> int:
-        """Numbers of a head."""
         width = self.values.get("attention.key_length") or getattr(config, "head_dim", None)
         return int(width or config.hidden_size // config.num_attention_heads)
 
@@ -196,7 +195,6 @@ def _rope(config: Any, keys: _Keys) -> dict[str, Any]:
 
 
 def _scaling(config: Any, keys: _Keys, options: Mapping[str, Any]) -> dict[str, Any]:
-    """The scaling in ``rope_parameters``."""
     kind = keys.take("rope.scaling.type")
     factor = keys.take("rope.scaling.factor") or keys.take("rope.scale_linear") or 1.0
     original = keys.take("rope.scaling.original_context_length") or config.max_position_embeddings

@@ -42,13 +42,11 @@ def load_module(
     config: Any = None,
     **placement: Any,
 ) -> Any:
-    """A transformers module in eval mode that calls our attention function.
-
-    ``attention``: another function of transformers, for use outside the engine.
-    ``packed``: on a CPU, weights of a GGUF file stay in its 8 or 4 bits if possible.
-    ``config``: with fewer layers than the model's own; only their weights are read.
-    ``placement``: options of ``from_pretrained`` that say where the weights are.
-    """
+    """A transformers module in eval mode that calls our attention function. ``attention``: another
+    function of transformers, for use outside the engine. ``packed``: on a CPU, weights of a GGUF
+    file stay in its 8 or 4 bits if possible. ``config``: with fewer layers than the model's own;
+    only their weights are read. ``placement``: options of ``from_pretrained`` that say where the
+    weights are."""
     target = resolve_device(device)
     number = resolve_dtype(dtype, target)
     attention = attention or ATTENTION
@@ -65,15 +63,13 @@ def load_module(
     with quiet():
         config = read_config(name, path) if config is None else config
         check_architecture(config)
-        options = quantization_of(config)
+        options, tensors, weights = quantization_of(config), None, {}
         if options is not None and keeps(options, target):
             number = number or torch.float32
             tensors, weights = dense_tensors(name, weight_files(Path(path)), options, number)
             del config.quantization_config  # transformers is to see a plain model
-            module = _weights(name, path, config, number, attention, tensors)
-            put_back(name, module, weights)
-        else:
-            module = _weights(name, path, config, number, attention, **placement)
+        module = _weights(name, path, config, number, attention, tensors, **placement)
+        put_back(name, module, weights)
     return module if placement else module.to(target)
 
 

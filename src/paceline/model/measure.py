@@ -65,12 +65,10 @@ def measure_target(
     budget: float | None = None,
     begin: Callable[[int], AbstractContextManager[Any] | None] = lambda batch: nullcontext(),
 ) -> TargetCosts:
-    """Target forwards over chains after a short context; leaves the cache unchanged.
-
-    ``counts``: tokens per sequence by number of sequences, in the order of measuring; those for
-    which the cache has no room are left out. ``rounds``, ``budget`` of each: see ``measure``, by
-    default 0.06 s a round. ``begin`` gives a context for each of them; None ends the measuring.
-    """
+    """Target forwards over chains after a short context; leaves the cache unchanged. ``counts``:
+    tokens per sequence by number of sequences, in the order of measuring; those for which the cache
+    has no room are left out. ``rounds``, ``budget`` of each: see ``measure``, by default 0.06 s a
+    round. ``begin`` gives a context for each of them; None ends the measuring."""
     positions = min(target.max_positions, cache.num_blocks * cache.block_size)
     context = max(1, min(_CONTEXT, positions // 2))
     most = positions - context

@@ -138,7 +138,6 @@ def plan_offload(
 
 
 def _offloadable(name: str, offload: str, device: torch.device) -> tuple[Any, list[Path]]:
-    """A model's config and its files of weights."""
     asked = f"offload={offload!r}"
     if importlib.util.find_spec("accelerate") is None:
         raise ConfigError(f"{asked} needs accelerate; pip install 'paceline[offload]'")

@@ -134,7 +134,6 @@ def _move(
     cache_ref: weakref.ref[PagedCache],
     slots: Sequence[tuple[int, int]],
 ) -> None:
-    """Copy rows on the other ranks as in rank 0's cache."""
     shared, cache = shared_ref(), cache_ref()
     if shared is not None and cache is not None:
         with shared.team.together():

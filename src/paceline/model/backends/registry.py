@@ -33,26 +33,15 @@ def backend_names() -> tuple[str, ...]:
     return (AUTO, NATIVE, REFERENCE, *more)
 
 
-def _maker(name: str) -> MakeBackend:
-    if name in _registered:
-        return _registered[name]
-    for point in entry_points(group="paceline.backends", name=name):
-        try:
-            loaded: MakeBackend = point.load()
-        except Exception as error:
-            raise ConfigError(f"backend {name!r} cannot be imported ({error})") from None
-        return loaded
-    raise _unknown(name)
-
-
 def make_backend(name: str, model: Adapted) -> Backend | str:
     """The backend of a model, or why it cannot run it. Raises ConfigError for an unknown name, one
     that cannot be imported, and whatever a backend of others raises."""
     if name == NATIVE:
         native: MakeBackend = import_module(_NATIVE).native_backend
         return native(model)
-    make = _maker(name)
+    check_backend(name)
     try:
+        make = _registered.get(name) or _imported(name)
         return make(model)
     except PacelineError:
         raise
@@ -64,11 +53,17 @@ def make_backend(name: str, model: Adapted) -> Backend | str:
         ) from error
 
 
+def _imported(name: str) -> MakeBackend:
+    (point, *_) = entry_points(group="paceline.backends", name=name)
+    try:
+        loaded: MakeBackend = point.load()
+    except Exception as error:
+        raise ConfigError(f"backend {name!r} cannot be imported ({error})") from None
+    return loaded
+
+
 def check_backend(name: str) -> None:
     """Raises ConfigError for a name that is not known."""
     if name not in backend_names():
-        raise _unknown(name)
-
-
-def _unknown(name: str) -> ConfigError:
-    return ConfigError(f"backend {name!r} is not known; use one of {', '.join(backend_names())}")
+        known = ", ".join(backend_names())
+        raise ConfigError(f"backend {name!r} is not known; use one of {known}")

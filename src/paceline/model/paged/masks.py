@@ -46,11 +46,9 @@ FULL = Pattern()
 
 def visible(span: Span, pattern: Pattern, columns: int, ancestors: bool = True) -> torch.Tensor:
     """bool ``[rows, columns]`` on the host: which of its last ``columns`` keys each row sees.
-
     Without ``ancestors`` a node sees all that the pattern allows; the caller masks the rest.
     Columns are right-aligned: the last is the last tree node (or pending token). But for chunks the
-    result does not depend on the span's context, so masks are cached in a few widths.
-    """
+    result does not depend on the span's context, so masks are cached in a few widths."""
     shape = span.pending, span.parents, span.first_new, pattern, pattern.phase(span), ancestors
     if span.rows > _KEPT_ROWS or columns > _KEPT_COLUMNS:
         return _visible(*shape, columns)

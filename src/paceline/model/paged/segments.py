@@ -29,12 +29,10 @@ class KeyValueStore(Protocol):
 @dataclass
 class AttentionSegment:
     """Spans attended by one call: ``batch`` sequences of ``rows`` query rows and ``keys`` keys.
-
     Rows: ``start .. start + batch * rows`` of the ragged batch, or those of ``pick`` if padded.
     Keys: the slots ``slot .. slot + keys`` or those of ``gather``. ``causal``: as many rows as
     keys, lower triangle. ``folded``: few rows, which share their KV heads. ``gather``, ``pick``,
-    ``allowed`` (a mask): indices in the staging.
-    """
+    ``allowed`` (a mask): indices in the staging."""
 
     staging: Staging
     start: int
@@ -159,12 +157,10 @@ class AttentionLayout:
 
     def _groups(self) -> list[list[int]]:
         """Spans that one call attends: short ones of similar numbers of keys, as all are padded to
-        the longest.
-
-        Also on a CPU, where spans in one run could be read in place: 8 sequences of 300 keys, 4
-        heads over 2, 12 layers take 6.7 ms one by one and 4.3 ms padded in bf16, 6.3 and 4.7 ms in
-        float32 (with five rows 9.2 and 6.0, 8.1 and 6.3). Not so with many keys, see ALONE.
-        """
+        the longest. Also on a CPU, where spans in one run could be read in place: 8 sequences of
+        300 keys, 4 heads over 2, 12 layers take 6.7 ms one by one and 4.3 ms padded in bf16, 6.3
+        and 4.7 ms in float32 (with five rows 9.2 and 6.0, 8.1 and 6.3). Not so with many keys, see
+        ALONE."""
         spans, keys = self._spans, self._lengths
         if len(spans) == 1:
             return [[0]]
@@ -181,12 +177,8 @@ class AttentionLayout:
 
     def _single(self, i: int) -> None:
         """One span, read in place where its blocks lie in one run."""
-        span, table, staging, first = (
-            self._spans[i],
-            self._tables[i],
-            self._staging,
-            self._firsts[i],
-        )
+        span, table, first = self._spans[i], self._tables[i], self._firsts[i]
+        staging = self._staging
         segment = AttentionSegment(staging, span.start, 1, span.rows, self._lengths[i])
         segment.slot = _run_start(table, first, span.kv_length, self._size)
         if segment.slot is None:

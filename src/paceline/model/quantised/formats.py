@@ -320,7 +320,6 @@ def quantization_config(hf: Any, scheme: Scheme) -> dict[str, Any]:
 
 
 def _group(target: str, precision: str | None, scheme: Scheme) -> dict[str, Any]:
-    """One entry of ``config_groups``."""
     four = precision == "int4"
     free = four and scheme.zero == "free"
     weights = {

@@ -93,7 +93,6 @@ def _joined(
 
 
 def _from_zero(bits: int, zero: Zero) -> bool:
-    """Whether codes are 0 to 15."""
     return bits == 4 and zero == "free"
 
 
@@ -110,7 +109,6 @@ def _limits(bits: int, zero: Zero) -> tuple[int, int]:
 def _codes(
     values: torch.Tensor, scales: torch.Tensor, offsets: torch.Tensor | None, bits: int, zero: Zero
 ) -> torch.Tensor:
-    """Nearest codes (float)."""
     wanted = values if offsets is None else values - offsets
     return (wanted / scales).round().clamp(*_limits(bits, zero))
 

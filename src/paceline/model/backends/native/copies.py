@@ -18,6 +18,7 @@ import time
 from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -70,7 +71,6 @@ class _Matrix:
         return Packed.blank(self.layers, self.packed.dtype, self.gated, form)
 
     def rounded(self) -> Packed:
-        """Unpacks one layer at a time."""
         linears = [
             QuantisedLinear(round_to_nearest(layer.weight, *self.code).of_layer(name), layer.bias)
             for layer, _, name in self.members
@@ -103,7 +103,6 @@ def rounded_copy(model: Adapted, precision: str) -> Any:
 
 
 def _matrices(hf: Any, scheme: Scheme) -> list[_Matrix]:
-    """The matrices to be rounded, in the order of the modules."""
     head = hf.get_output_embeddings()
     by_matrix: dict[int, list[tuple[PackedLinear, nn.Module, str]]] = {}
     for parent, key, child in children(hf):
@@ -165,14 +164,10 @@ def _contents(file: Path, checkpoint: Sequence[FileStamp]) -> list[str]:
         text = json.dumps(dict(list(known.items())[-_REMEMBERED:])).encode()
         with (
             suppress(OSError, PacelineError),
-            write_aside(file, "the digests", _knows_digests, durable=False) as stream,
+            write_aside(file, "the digests", _has_digests, durable=False) as stream,
         ):
             stream.write(_DIGESTS + text)
     return result
-
-
-def _knows_digests(file: Path) -> bool:
-    return file.read_bytes().startswith(_DIGESTS)
 
 
 def read(file: Path, matrices: Sequence[_Matrix]) -> list[Packed] | None:
@@ -236,6 +231,10 @@ def _evict(folder: Path, limit: int) -> None:
             file.unlink(missing_ok=True)
 
 
-def _is_ours(file: Path) -> bool:
+def _begins_with(mark: bytes, file: Path) -> bool:
     with file.open("rb") as stream:
-        return stream.read(len(_OURS)) == _OURS
+        return stream.read(len(mark)) == mark
+
+
+_is_ours = partial(_begins_with, _OURS)
+_has_digests = partial(_begins_with, _DIGESTS)

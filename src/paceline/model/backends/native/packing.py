@@ -263,7 +263,6 @@ class PackedExperts(nn.Module):
     _emptied: Any
 
     def __init__(self, experts: Any, dtype: torch.dtype) -> None:
-        """Takes the weights out of the module ``experts``."""
         super().__init__()
         self.__dict__["_emptied"] = experts  # not a submodule: it has no weights
         self.gate_up: list[Packed] = []

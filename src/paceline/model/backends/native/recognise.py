@@ -53,7 +53,6 @@ class RMSNorm:
     eps: float
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
-        """``[..., width]`` to the same shape."""
         return F.rms_norm(x.float(), self.weight.shape, self.weight.float(), self.eps).to(x.dtype)
 
 
@@ -232,7 +231,6 @@ def _norms(layer: Any, names: Mapping[str, str]) -> dict[str, RMSNorm] | None:
 
 
 def _activation(module: nn.Module) -> int | None:
-    """Which of the kernels' activations a module computes."""
     x = torch.linspace(-8, 8, 257)
     try:
         got = module(x)

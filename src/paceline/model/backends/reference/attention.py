@@ -34,12 +34,10 @@ def paged_attention(
     softcap: float | None = None,
     sinks: Tensor | None = None,
 ) -> Tensor:
-    """Store the rows' keys and values, then attend. Returns ``[1, T, heads, v_width]``.
-
-    ``query`` is ``[1, heads, T, k_width]``, ``key`` and ``value`` ``[1, kv_heads, T, width]``
-    after rotary embedding. ``softcap`` c replaces a score s by ``c * tanh(s / c)`` (Gemma 2);
-    ``sinks`` ``[heads]`` are further logits in each softmax, without a value (GPT-OSS).
-    """
+    """Store the rows' keys and values, then attend. Returns ``[1, T, heads, v_width]``. ``query``
+    is ``[1, heads, T, k_width]``, ``key`` and ``value`` ``[1, kv_heads, T, width]`` after rotary
+    embedding. ``softcap`` c replaces a score s by ``c * tanh(s / c)`` (Gemma 2); ``sinks``
+    ``[heads]`` are further logits in each softmax, without a value (GPT-OSS)."""
     keys, values = step.cache.kv(layer)
     _store(keys, key, step)
     _store(values, value, step)
