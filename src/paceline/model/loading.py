@@ -17,13 +17,12 @@ from paceline.model.backends.base import REFERENCE
 from paceline.model.gguf import dequantising, gguf_file, read_gguf
 from paceline.model.gguf_config import completed
 from paceline.model.gguf_weights import check_taken, keep_blocks
-from paceline.model.hub import check_hub_name, fetched, hub_message
+from paceline.model.hub import check_hub_name, fetched, first_line, hub_message
 from paceline.model.hub import is_path as is_path
 from paceline.model.precision import dense_tensors, keeps, library_of, put_back, quantization_of
 from paceline.model.probe import ATTENTION, register
 from paceline.model.quantised.formats import check_fields
 from paceline.model.tensorfile import read_table, verify
-from paceline.model.tokenizer import first_line
 from paceline.model.tokenizer import load_tokenizer as load_tokenizer
 
 _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}

@@ -19,7 +19,7 @@ from paceline.model.backends.base import NATIVE, REFERENCE, Backend, Ranks
 from paceline.model.backends.reference.backend import TorchBackend
 from paceline.model.backends.registry import AUTO, check_backend, make_backend
 from paceline.model.gguf import gguf_file
-from paceline.model.hub import fetched, stamps_of
+from paceline.model.hub import fetched, first_line, stamps_of
 from paceline.model.loading import (
     dtype_to_load,
     load_module,
@@ -266,10 +266,9 @@ def _naming_the_format(hf: Any, name: str) -> Iterator[None]:
     except Exception as error:
         if options is None:
             raise
-        lines = str(error).splitlines() or [type(error).__name__]
         raise UnsupportedModelError(
             f"{name} is quantised in the format {options.get('quant_method')}, whose library "
-            f"cannot run it here ({lines[0]}); take another form of the model"
+            f"cannot run it here ({first_line(error)}); take another form of the model"
         ) from None
 
 

@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import re
+from functools import lru_cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Protocol
 
 from paceline.core.stages import stage
 from paceline.errors import ModelLoadError, VocabularyMismatchError
 from paceline.model.gguf import gguf_file, mended, read_gguf
-from paceline.model.hub import fetched
-from paceline.model.hub import first_line as first_line
+from paceline.model.hub import fetched, first_line
 
 if TYPE_CHECKING:
     from tokenizers.decoders import Decoder
@@ -122,19 +122,17 @@ class TokenSpeller:
         if byte is not None:
             return bytes([byte])
         if self._byte_level:
-            if not _BYTES.keys() >= {*name}:  # a character that is no byte
+            alphabet = _byte_level_alphabet()
+            if not alphabet.keys() >= {*name}:  # a character that is no byte
                 return name.encode()
-            return bytes(map(_BYTES.__getitem__, name))
+            return bytes(map(alphabet.__getitem__, name))
         text = self._decode([_BEFORE, name, _AFTER])
         return text.removeprefix(_BEFORE).removesuffix(self._rest).encode()
 
 
-def _byte_characters() -> dict[str, int]:
-    """GPT-2's alphabet: printable characters are themselves, the others follow U+00FF."""
-    printable = {*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)}
-    others = [byte for byte in range(256) if byte not in printable]
-    alphabet = {chr(byte): byte for byte in printable}
-    return alphabet | {chr(0x100 + index): byte for index, byte in enumerate(others)}
+@lru_cache(maxsize=1)
+def _byte_level_alphabet() -> dict[str, int]:
+    """GPT-2's characters of bytes."""
+    from transformers.convert_slow_tokenizer import bytes_to_unicode
 
-
-_BYTES = _byte_characters()
+    return {character: byte for byte, character in bytes_to_unicode().items()}

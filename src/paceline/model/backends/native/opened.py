@@ -14,15 +14,16 @@ import math
 import threading
 from array import array
 from collections.abc import Iterator, Sequence
+from functools import partial
 from typing import Any
 from weakref import WeakKeyDictionary
 
 import torch
 
-from paceline.core.batch import Batch, Span
+from paceline.core.batch import Batch
 from paceline.core.draws import GREEDY_SHARPNESS
 from paceline.core.noise import splitmix64
-from paceline.core.tree import TokenTree, chain_parents
+from paceline.core.tree import TokenTree
 from paceline.kernels.library import CBatch, CGrowth, CModel, CTree, check, library, pointer
 from paceline.model.backends.base import GrownTree, WantedTree
 from paceline.model.backends.counters import NativeWork, count_work, traced
@@ -32,6 +33,7 @@ from paceline.model.paged.segments import KeyValueStore
 
 _ALL = 1 << 30  # more than any vocabulary has
 Pointers = tuple[Any, Any, bool]
+Spans = Sequence[tuple[int, int]]  # rows, and keys that they read
 
 
 class Ropes:
@@ -98,7 +100,7 @@ class Opened:
         struct, _alive = self._struct(batch, cache, skipped, **fields)
         with traced(name):
             check(library().pl_forward(self._handle, struct))
-        count_work(lambda: self._work(batch.spans, cache, rows_of_logits(batch), skipped))
+        count_work(lambda: self._work(_spans_of(batch), cache, rows_of_logits(batch), skipped))
 
     def grow(
         self,
@@ -153,7 +155,7 @@ class Opened:
         with traced(name):
             check(library().pl_grow(self._handle, growth))
         for spans, rows in _forwards(first, wanted, counts.tolist(), logits.shape[1]):
-            count_work(lambda s=spans, r=rows: self._work(s, cache, r, skipped))  # type: ignore[misc]
+            count_work(partial(self._work, spans, cache, rows, skipped))
         return _read_trees(nodes, scores, counts.tolist())
 
     def _struct(
@@ -215,18 +217,20 @@ class Opened:
             )
         return pointers
 
-    def _work(
-        self, spans: Sequence[Span], cache: KeyValueStore, wanted: int, skipped: Any
-    ) -> NativeWork:
+    def _work(self, spans: Spans, cache: KeyValueStore, wanted: int, skipped: Any) -> NativeWork:
         """Of a forward with ``wanted`` rows of logits: rows are spread over experts evenly, windows
         are ignored."""
         layers = self._layers - sum(skipped or ())
-        products = self._packing.reads(sum(span.rows for span in spans), wanted, skipped)
+        products = self._packing.reads(sum(rows for rows, _ in spans), wanted, skipped)
         keys = cache.kv(0)[0]
         entry = keys.shape[-2] * keys.shape[-1] * keys.dtype.itemsize
-        read = sum(span.kv_length for span in spans)
-        pairs = sum(span.rows * span.kv_length for span in spans)
+        read = sum(length for _, length in spans)
+        pairs = sum(rows * length for rows, length in spans)
         return NativeWork(products, 2 * layers * entry * read, 4 * layers * self._width * pairs)
+
+
+def _spans_of(batch: Batch) -> Spans:
+    return [(span.rows, span.kv_length) for span in batch.spans]
 
 
 def _address(struct: Any) -> int | None:
@@ -269,18 +273,14 @@ def _read_trees(nodes: torch.Tensor, scores: torch.Tensor, counts: list[int]) ->
 
 def _forwards(
     first: Batch | None, wanted: Sequence[WantedTree], counts: Sequence[int], columns: int
-) -> Iterator[tuple[Sequence[Span], int]]:
-    """The forwards of a growth, for counting: their spans and rows of logits. A chain was grown for
-    as many levels as it has nodes (``counts``)."""
+) -> Iterator[tuple[Spans, int]]:
+    """The forwards of a growth, for counting: spans and rows of logits. A chain was grown for as
+    many levels as it has nodes (``counts``)."""
     if first is not None:
-        yield first.spans, len(wanted)
+        yield _spans_of(first), len(wanted)
     depths = [c if t.width == 1 else t.depth for t, c in zip(wanted, counts, strict=True)]
     for level in range(1, max(depths)):
-        spans, start = [], 0
-        for tree, depth in zip(wanted, depths, strict=True):
-            if depth > level:
-                width = min(tree.width, columns)
-                nodes = chain_parents(level * width)
-                spans.append(Span(-1, start, tree.base, 0, nodes, (level - 1) * width))
-                start += width
-        yield spans, start
+        trees = [tree for tree, depth in zip(wanted, depths, strict=True) if depth > level]
+        widths = [min(tree.width, columns) for tree in trees]
+        spans = [(w, tree.base + level * w) for w, tree in zip(widths, trees, strict=True)]
+        yield spans, sum(widths)
