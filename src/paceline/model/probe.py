@@ -37,8 +37,11 @@ class AttentionCall(NamedTuple):
     pattern: Pattern
 
 
-class AttentionProbe(list[AttentionCall]):
-    """The calls of one forward."""
+class AttentionProbe:
+    """The calls of one forward. Not a list itself: accelerate would copy it on the way."""
+
+    def __init__(self) -> None:
+        self.calls: list[AttentionCall] = []
 
 
 def probe_batch(lasts: Sequence[int], context: int = 0, switch: int | None = None) -> Batch:
@@ -129,7 +132,7 @@ def _probing_attention(
         )
     shape = key.shape[1], key.shape[-1], value.shape[-1]
     pattern = _pattern(attention_mask, kwargs.get("sliding_window"))
-    paceline_step.append(AttentionCall(layer, module, shape, pattern))
+    paceline_step.calls.append(AttentionCall(layer, module, shape, pattern))
     group = query.shape[1] // value.shape[1]
     return value.repeat_interleave(group, 1).transpose(1, 2).contiguous(), None
 

@@ -227,15 +227,15 @@ class CausalModel:
     def _probe(self) -> int:
         """Find shapes and patterns of all layers; returns the number of logits."""
         register()
-        calls = AttentionProbe()
+        probe = AttentionProbe()
         self.hf.set_attn_implementation(PROBE)
         try:
             batch = DeviceBatch.of(probe_batch((1,)), Staging(self.device))
-            logits = self.reference.run(batch, calls)
+            logits = self.reference.run(batch, probe)
         finally:
             self.hf.set_attn_implementation(ATTENTION)
         kind = type(self.hf).__name__
-        calls.sort(key=lambda call: call.layer)
+        calls = sorted(probe.calls, key=lambda call: call.layer)
         layers = [call.layer for call in calls]
         if layers != list(range(self.num_layers)):
             missing = sorted({*range(self.num_layers)} - {*layers})

@@ -25,12 +25,12 @@ from paceline.lab.doctor.findings import Finding, finding, refusal
 from paceline.lab.doctor.machine import size
 from paceline.lab.doctor.models import ModelFiles, read_files, skeleton_of
 from paceline.model.backends.base import NATIVE, REFERENCE
+from paceline.model.hub import first_line
 from paceline.model.loading import check_architecture, load_module, read_config, resolve_device
 from paceline.model.offload import decoder_layers
 from paceline.model.precision import quantization_of
 from paceline.model.probe import ATTENTION
 from paceline.model.target import UNLIMITED_POSITIONS, CausalModel
-from paceline.model.hub import first_line
 
 _ROWS, _FEWER = 32, 13  # of the two sequences at each position
 _LIMIT = 2e-3  # of the spread of a row's logits; of random models rounding takes up to 2e-4
