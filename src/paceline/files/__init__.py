@@ -16,6 +16,7 @@ import shutil
 import sys
 from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager, suppress
+from dataclasses import dataclass
 from importlib import import_module
 from pathlib import Path
 from typing import IO, Any, cast
@@ -56,6 +57,21 @@ def cache_folder() -> Path:
     shared = os.environ.get("XDG_CACHE_HOME")
     base = Path(shared) if shared and Path(shared).is_absolute() else Path.home() / ".cache"
     return base / "paceline"
+
+
+@dataclass(frozen=True)
+class FileStamp:
+    """A file's state: a change of its content changes one of these."""
+
+    path: str
+    size: int
+    changed: tuple[int, int, int]  # modification, change of status, inode
+
+    @classmethod
+    def of(cls, path: Path) -> FileStamp:
+        status = path.stat()
+        changed = status.st_mtime_ns, status.st_ctime_ns, status.st_ino
+        return cls(str(path.resolve()), status.st_size, changed)
 
 
 @contextmanager

@@ -16,7 +16,7 @@ from torch import nn
 from paceline.core.batch import Batch, ModelOutput
 from paceline.core.stages import stage
 from paceline.errors import ConfigError
-from paceline.model.offload import settle
+from paceline.model.offload import make_resident
 from paceline.model.paged.segments import KeyValueStore
 from paceline.model.quantised.convert import Scheme, copy_beside, quantise_module
 from paceline.model.quantised.weights import ROW_GROUP, LinearBase, is_plain
@@ -78,7 +78,7 @@ def _rounded(model: CausalModel, precision: str) -> CausalModel:
         raise ConfigError(
             f"{name}: weights are rounded on a CPU, not on {model.device}; use another drafter"
         )
-    hf = copy_beside(model.hf, _to_be_rounded, settle)
+    hf = copy_beside(model.hf, _to_be_rounded, make_resident)
     with stage(f"quantising {name}"):
         made = quantise_module(hf, Scheme(precision, head="int8", finer=True))
     if not made.layers:

@@ -10,7 +10,7 @@ from pathlib import Path
 
 from paceline.core.stages import stage
 from paceline.errors import ModelLoadError
-from paceline.files.stamps import FileStamp
+from paceline.files import FileStamp
 from paceline.model.gguf import SUFFIX, gguf_file
 from paceline.model.names import BUILT_IN, FOR_SMOLLM2, PREFIX, PULLABLE, located
 

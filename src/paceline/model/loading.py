@@ -19,7 +19,13 @@ from paceline.model.gguf_config import completed
 from paceline.model.gguf_weights import check_taken, keep_blocks
 from paceline.model.hub import check_hub_name, fetched, first_line, hub_message
 from paceline.model.hub import is_path as is_path
-from paceline.model.precision import dense_tensors, keeps, library_of, put_back, quantization_of
+from paceline.model.precision import (
+    dense_tensors,
+    library_of,
+    quantization_of,
+    restore_quantised,
+    stays_quantised,
+)
 from paceline.model.probe import ATTENTION, register
 from paceline.model.quantised.formats import check_fields
 from paceline.model.tensorfile import read_table, verify
@@ -63,12 +69,12 @@ def load_module(
         config = read_config(name, path) if config is None else config
         check_architecture(config)
         options, tensors, weights = quantization_of(config), None, {}
-        if options is not None and keeps(options, target):
+        if options is not None and stays_quantised(options, target):
             number = number or torch.float32
             tensors, weights = dense_tensors(name, weight_files(Path(path)), options, number)
             del config.quantization_config  # transformers is to see a plain model
         module = _weights(name, path, config, number, attention, tensors, **placement)
-        put_back(name, module, weights)
+        restore_quantised(name, module, weights)
     return module if placement else module.to(target)
 
 

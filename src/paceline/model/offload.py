@@ -86,7 +86,7 @@ def load_offloaded(
     return module
 
 
-def settle(copied: nn.Module) -> None:
+def make_resident(copied: nn.Module) -> None:
     """Read the weights of a copy of an offloaded module into memory, and remove its hook."""
     if "_hf_hook" not in vars(copied):
         return

@@ -14,7 +14,7 @@ from torch import nn
 from paceline.core.stages import info, stage
 from paceline.errors import ConfigError, ModelLoadError
 from paceline.model.quantised.convert import EIGHT_BIT_GROUP, Scheme, quantise_module
-from paceline.model.quantised.formats import is_kept, owned, quantised_weights
+from paceline.model.quantised.formats import is_kept, quantised_weights, tensor_suffixes
 from paceline.model.quantised.weights import (
     ROW_GROUP,
     LinearBase,
@@ -49,7 +49,7 @@ def library_of(options: Mapping[str, Any]) -> str:
     return _LIBRARIES.get(method, method)
 
 
-def keeps(options: Mapping[str, Any], device: torch.device) -> bool:
+def stays_quantised(options: Mapping[str, Any], device: torch.device) -> bool:
     """Whether such weights stay quantised and are multiplied by our own arithmetic: on a CPU."""
     return device.type == "cpu" and is_kept(options)
 
@@ -71,13 +71,13 @@ def dense_tensors(
             f"a weights file of {name} is damaged ({error}); download or copy it again"
         ) from None
     weights = quantised_weights(options, tensors)
-    packed = {f"{layer}{ending}" for layer in weights for ending in owned(options)}
+    packed = {f"{layer}{ending}" for layer in weights for ending in tensor_suffixes(options)}
     plain = {key: tensor for key, tensor in tensors.items() if key not in packed}
     plain |= {f"{layer}.weight": weight.dense(dtype) for layer, weight in weights.items()}
     return plain, weights
 
 
-def put_back(name: str, hf: Any, weights: Mapping[str, QuantisedWeight]) -> None:
+def restore_quantised(name: str, hf: Any, weights: Mapping[str, QuantisedWeight]) -> None:
     """Put the quantised weights into a plain model's layers. A line says how many layers stay
     dequantised, as their groups do not fit our arithmetic."""
     left = 0

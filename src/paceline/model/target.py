@@ -13,7 +13,7 @@ from paceline.core.memory import free_memory, limit_threads
 from paceline.core.stages import info, warn
 from paceline.core.transfer import Staging
 from paceline.errors import ConfigError, UnsupportedModelError
-from paceline.files.stamps import FileStamp
+from paceline.files import FileStamp
 from paceline.kernels.compile import is_off
 from paceline.model.backends.base import NATIVE, REFERENCE, Backend, Ranks
 from paceline.model.backends.reference.backend import TorchBackend

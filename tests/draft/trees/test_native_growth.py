@@ -17,7 +17,7 @@ from paceline.core.tree import TokenTree, is_chain
 from paceline.draft.selfspec import SelfDrafter
 from paceline.draft.trees.levels import LevelDrafter
 from paceline.model.backends.base import GrownTree, WantedTree
-from paceline.model.backends.native.opened import Opened
+from paceline.model.backends.native.handle import ModelHandle
 from paceline.model.copies import LayerView
 from paceline.model.paged.cache import PagedCache
 from paceline.model.target import CausalModel
@@ -55,19 +55,19 @@ class Watched:
     def __init__(self, patch: pytest.MonkeyPatch, at_once: bool) -> None:
         self.trees: list[TokenTree] = []
         self.calls = 0
-        propose, call = LevelDrafter.propose, Opened.grow
+        propose, call = LevelDrafter.propose, ModelHandle.grow
 
         def proposed(drafter: Any, plan: Any) -> list[TokenTree]:
             trees = propose(drafter, plan)
             self.trees += [tree for tree in trees if len(tree)]
             return trees
 
-        def counted(opened: Opened, *args: Any) -> Any:
+        def counted(handle: ModelHandle, *args: Any) -> Any:
             self.calls += 1
-            return call(opened, *args)
+            return call(handle, *args)
 
         patch.setattr(LevelDrafter, "propose", proposed)
-        patch.setattr(Opened, "grow", counted)
+        patch.setattr(ModelHandle, "grow", counted)
         if not at_once:
             patch.setattr(LevelDrafter, "_at_once", lambda *_: None)
 

@@ -18,7 +18,7 @@ from paceline.lab.doctor import Severity, check_logits, examine
 from paceline.lab.doctor.findings import KINDS
 from paceline.lab.doctor.logits import _some_layers
 from paceline.model import probe
-from paceline.model.backends.native import opened
+from paceline.model.backends.native import handle
 from paceline.model.backends.reference.backend import TorchBackend
 from support.doctor_folders import Copy, only
 from support.heard_stages import heard
@@ -156,14 +156,14 @@ def test_rotations_that_end_early(monkeypatch: pytest.MonkeyPatch) -> None:
 @needs_kernels
 def test_kernels_that_are_off(monkeypatch: pytest.MonkeyPatch) -> None:
     """Tables of theirs that end early, as if what is tried when it is loaded had not seen it."""
-    made = opened.Ropes._table
+    made = handle.Ropes._table
 
     def clamped(self: Any, length: int, kind: str | None) -> torch.Tensor:
         table = made(self, length, kind)
         table[5:] = table[5].clone()
         return table
 
-    monkeypatch.setattr(opened.Ropes, "_table", clamped)
+    monkeypatch.setattr(handle.Ropes, "_table", clamped)
     monkeypatch.setattr("paceline.model.backends.native.model._limit", lambda *_: math.inf)
     found = check_logits("paceline/tiny")
     assert found.code == "logits-differ", found.text

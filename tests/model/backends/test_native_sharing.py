@@ -14,7 +14,7 @@ import torch
 
 from paceline.core.cgroup import processors
 from paceline.kernels.library import choose, library
-from paceline.model.backends.native.opened import Ropes
+from paceline.model.backends.native.handle import Ropes
 
 
 class Slow:

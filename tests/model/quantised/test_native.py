@@ -17,7 +17,7 @@ from paceline.model.backends.native.packing import Form, Packed
 from paceline.model.quantised.rounding import Zero, nearest, round_to_nearest
 from paceline.model.quantised.weights import (
     QuantisedLinear,
-    alike,
+    common_form,
     quantised_product,
 )
 from paceline.model.target import CausalModel
@@ -118,7 +118,7 @@ def test_matrices_of_several_forms_are_packed_in_one_without_loss(
     forms: list[tuple[int, int, str]], bits: int, group: int
 ) -> None:
     linears = [linear_of(*form) for form in forms]
-    found = alike([linear.quantised for linear in linears])
+    found = common_form([linear.quantised for linear in linears])
     assert {(w.bits, w.group) for w in found} == {(bits, group)}
     for weight, linear in zip(found, linears, strict=True):
         assert torch.equal(weight.dense(), linear.weight)

@@ -27,7 +27,7 @@ from paceline.model.loading import cpu_has_bf16, dtype_to_load, resolve_device
 from paceline.model.offload import OffloadPlan
 from paceline.model.paged.cache import blocks_within
 from paceline.model.paged.int8 import cache_dtype
-from paceline.model.precision import keeps, library_of
+from paceline.model.precision import library_of, stays_quantised
 from paceline.model.quantised.weights import BITS
 
 _SHARE = 4  # by default the cache takes at most one part in so many of the free memory
@@ -147,7 +147,7 @@ def held_bits(model: Model, setting: Setting) -> int:
     asked, options, file = setting.precision(model), model.quantisation, model.files.gguf
     if asked in BITS:
         return BITS[asked]
-    if options is not None and keeps(options, setting.device):
+    if options is not None and stays_quantised(options, setting.device):
         return int(_of_weights(options, "num_bits", "bits", "w_bit") or 8)
     kept = [] if file is None else _kept_types(file, setting, asked)
     if kept:
@@ -186,7 +186,7 @@ def _packed(model: Model, options: Mapping[str, Any], setting: Setting) -> Findi
     if bits is not None:
         words.append(f"{bits} bits" + (f" in groups of {group}" if (group or -1) > 0 else ""))
     words.append(size(model.files.stored_bytes))
-    code = "quantised-kept" if keeps(options, setting.device) else "quantised"
+    code = "quantised-kept" if stays_quantised(options, setting.device) else "quantised"
     return finding(code, how=", ".join(words), library=library_of(options))
 
 

@@ -24,7 +24,7 @@ from torch import nn
 from paceline.core.batch import Batch, ModelOutput
 from paceline.core.params import SamplingParams
 from paceline.core.tree import TokenTree
-from paceline.files.stamps import FileStamp
+from paceline.files import FileStamp
 from paceline.model.backends.reference.attention import paged_attention
 from paceline.model.paged.cache import LayerShape, PagedCache
 from paceline.model.paged.masks import FULL, Pattern

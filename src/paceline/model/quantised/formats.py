@@ -154,7 +154,7 @@ def is_kept(options: Mapping[str, Any]) -> bool:
     )
 
 
-def owned(options: Mapping[str, Any]) -> tuple[str, ...]:
+def tensor_suffixes(options: Mapping[str, Any]) -> tuple[str, ...]:
     """Endings of the names of a quantised layer's tensors, without its bias."""
     if options.get("quant_method") == METHOD:
         names = ("packed", "scale", "shape", "zero_point", "global_scale", "g_idx")

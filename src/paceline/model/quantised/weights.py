@@ -265,7 +265,7 @@ def quantised_product(x: torch.Tensor, weight: QuantisedWeight) -> torch.Tensor:
     return result
 
 
-def alike(weights: Sequence[QuantisedWeight]) -> list[QuantisedWeight]:
+def common_form(weights: Sequence[QuantisedWeight]) -> list[QuantisedWeight]:
     """Weights of the same input brought to one form without loss: those of four bits may be
     widened."""
     if len({(w.bits, w.group, w.offsets is None, w.from_zero) for w in weights}) < 2:

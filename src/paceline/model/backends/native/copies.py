@@ -27,9 +27,8 @@ from torch import nn
 from paceline.core.sizes import parse_bytes
 from paceline.core.stages import info, stage
 from paceline.errors import PacelineError
-from paceline.files import cache_folder, write_aside
+from paceline.files import FileStamp, cache_folder, write_aside
 from paceline.files.ownership import digest_of
-from paceline.files.stamps import FileStamp
 from paceline.kernels.library import PLAIN
 from paceline.model.backends.base import Adapted
 from paceline.model.backends.native.packing import Form, Packed, PackedLinear

@@ -27,7 +27,7 @@ from paceline.kernels.library import (
 from paceline.model.backends.base import NATIVE, Adapted, Backend, DraftingHeads, EagleStep, Growth
 from paceline.model.backends.counters import NativeWork, count_work, traced
 from paceline.model.backends.native.copies import rounded_copy
-from paceline.model.backends.native.opened import Opened, rows_of_logits
+from paceline.model.backends.native.handle import ModelHandle, rows_of_logits
 from paceline.model.backends.native.packing import (
     PackedExperts,
     PackedLinear,
@@ -76,7 +76,7 @@ class NativeModel(Backend):
             head=packing.weight(self.lm_head, None),
         )
         packing.trim()
-        self._opened = Opened(model, packing, hf.model.rotary_emb, decoder.rope_kinds)
+        self._handle = ModelHandle(model, packing, hf.model.rotary_emb, decoder.rope_kinds)
         matrices = sum(matrix.data.nbytes for matrix, _, _ in packing.packed)
         self.head_share = self.lm_head.data.nbytes / matrices
 
@@ -101,7 +101,7 @@ class NativeModel(Backend):
     @property
     def growth(self) -> Growth:
         """Grows drafts with this model, without the layers that are left out."""
-        return partial(self._opened.grow, "grow", self._skipped)
+        return partial(self._handle.grow, "grow", self._skipped)
 
     def scratch_bytes(self, rows: int) -> int:
         """Float32 activations, and partial results of attention."""
@@ -123,7 +123,7 @@ class NativeModel(Backend):
             fields["feature"] = ctypes.addressof(outputs)
         greedy = (ctypes.c_int32 * wanted)()
         fields["greedy"] = ctypes.addressof(greedy)
-        self._opened.forward("forward", batch, cache, self._skipped, **fields)
+        self._handle.forward("forward", batch, cache, self._skipped, **fields)
         return ModelOutput(logits, {layer: kept[layer] for layer in batch.features}, greedy[:])
 
     def head(self, hidden: torch.Tensor) -> torch.Tensor:
@@ -193,8 +193,8 @@ class NativeEagle(EagleStep):
             residual_normed=config.norm_before_residual,
         )
         self._vocabulary = lm_head.outputs
-        self._opened = Opened(model, packing, head.rotary)
-        self.growth = partial(self._opened.grow, "eagle", None)
+        self._handle = ModelHandle(model, packing, head.rotary)
+        self.growth = partial(self._handle.grow, "eagle", None)
 
     def __call__(
         self, batch: Batch, cache: PagedCache, hidden: torch.Tensor, fused: bool
@@ -203,7 +203,7 @@ class NativeEagle(EagleStep):
         outputs = torch.empty(wanted, self.head.config.hidden_size, dtype=self._dtype)
         logits = torch.empty(wanted, self._vocabulary, dtype=self._dtype)
         fields = {"logits": logits.data_ptr(), "outputs": outputs.data_ptr()}
-        self._opened.forward("eagle", batch, cache, hidden=hidden.data_ptr(), fused=fused, **fields)
+        self._handle.forward("eagle", batch, cache, hidden=hidden.data_ptr(), fused=fused, **fields)
         return outputs, logits
 
 

@@ -38,7 +38,7 @@ from paceline.model.quantised.weights import (
     MatrixSize,
     QuantisedLinear,
     QuantisedWeight,
-    alike,
+    common_form,
     plain_linear,
 )
 
@@ -66,7 +66,7 @@ class Packed:
     ) -> Packed:
         """The matrices one below the other; ``gated``: two, their outputs interleaved."""
         quantised = [linear for linear in linears if isinstance(linear, QuantisedLinear)]
-        weights = alike([linear.quantised for linear in quantised])
+        weights = common_form([linear.quantised for linear in quantised])
         if quantised:  # all are: see same_form
             linears = [
                 QuantisedLinear(w, old.bias) for w, old in zip(weights, quantised, strict=True)

@@ -68,7 +68,7 @@ def rows_of_logits(batch: Batch) -> int:
     return len(batch.input_ids if batch.logit_rows is None else batch.logit_rows)
 
 
-class Opened:
+class ModelHandle:
     """A model in the library, closed with its last reference. ``packing`` keeps alive what
     ``model`` points to; ``rotary_emb`` makes the tables of the ``rope_kinds``. ``skipped`` of the
     calls: flags of the layers, if some are left out."""
