@@ -197,15 +197,7 @@ def round_to_nearest(
     codes = torch.empty(rows, columns, dtype=torch.int8)
     scales = torch.empty(rows, columns // group)
     offsets = None if zero == "none" else torch.empty_like(scales)
-    check(
-        kernels.pl_round(
-            DTYPES[weight.dtype],
-            weight.data_ptr(),
-            *(rows, columns, group, bits, _IN_KERNELS[zero]),
-            codes.data_ptr(),
-            scales.data_ptr(),
-            pointer(offsets),
-            torch.get_num_threads(),
-        )
-    )
+    inputs = DTYPES[weight.dtype], weight.data_ptr(), rows, columns, group, bits, _IN_KERNELS[zero]
+    outputs = pointer(codes), pointer(scales), pointer(offsets)
+    check(kernels.pl_round(*inputs, *outputs, torch.get_num_threads()))
     return QuantisedWeight(codes, scales, bits, offsets, _from_zero(bits, zero))

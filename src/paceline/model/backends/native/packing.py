@@ -67,13 +67,14 @@ class Packed:
         """The matrices one below the other; ``gated``: two, their outputs interleaved."""
         quantised = [linear for linear in linears if isinstance(linear, QuantisedLinear)]
         weights = common_form([linear.quantised for linear in quantised])
-        if quantised:  # all are: see same_form
-            linears = [
-                QuantisedLinear(w, old.bias) for w, old in zip(weights, quantised, strict=True)
-            ]
         packed = cls.blank(linears, dtype, gated, Form.of(weights))
-        for linear, part, first in _members(linears, gated):
-            packed._take(linear, part, first)
+        for index, (linear, part, first) in enumerate(_members(linears, gated)):
+            if weights:  # all are quantised: see same_form
+                packed._copy_quantised(weights[index], part, first, out=0)
+            else:
+                weight, kind = linear.weight.detach().contiguous(), DTYPES[dtype]
+                shape, data = (linear.out_features, packed.inputs), packed.data.data_ptr()
+                library().pl_pack(kind, part, weight.data_ptr(), *shape, first, data)
         return packed
 
     @classmethod
@@ -100,15 +101,6 @@ class Packed:
         else:
             size = library().pl_quantised_bytes(CWeight(None, None, padded, inputs, *form))
         return cls(zeros(size), bias, rows // (1 + gated), inputs, dtype, form, rows * inputs)
-
-    def _take(self, linear: nn.Linear | QuantisedLinear, part: int, first: int) -> None:
-        if isinstance(linear, QuantisedLinear):
-            self._copy_quantised(linear.quantised, part, first, out=0)
-            return
-        weight = linear.weight.detach().contiguous()
-        code, data = DTYPES[self.dtype], self.data.data_ptr()
-        rows = linear.out_features
-        library().pl_pack(code, part, weight.data_ptr(), rows, self.inputs, first, data)
 
     def _copy_quantised(self, weight: QuantisedWeight, part: int, first: int, out: int) -> None:
         numbers = pointer(weight.codes), pointer(weight.scales), pointer(weight.offsets)
@@ -150,19 +142,11 @@ class Packed:
     def product(self, x: torch.Tensor, cap: float = 0.0) -> torch.Tensor:
         """``[..., inputs]`` to ``[..., outputs]``; ``cap``: soft cap of logits, 0 for none."""
         rows = x.to(self.dtype).reshape(-1, self.inputs).contiguous()
-        out = torch.empty(rows.shape[0], self.outputs, dtype=self.dtype)
-        check(
-            library().pl_product(
-                DTYPES[self.dtype],
-                self.struct(),
-                rows.data_ptr(),
-                rows.shape[0],
-                cap,
-                out.data_ptr(),
-                torch.get_num_threads(),
-            )
-        )
-        count_work(lambda: NativeWork((self.read(rows.shape[0]),)))
+        count, threads = len(rows), torch.get_num_threads()
+        out = torch.empty(count, self.outputs, dtype=self.dtype)
+        inputs = DTYPES[self.dtype], self.struct(), rows.data_ptr(), count
+        check(library().pl_product(*inputs, cap, out.data_ptr(), threads))
+        count_work(lambda: NativeWork((self.read(count),)))
         return out.view(*x.shape[:-1], self.outputs)
 
 
