@@ -68,13 +68,15 @@ def load_module(
     with quiet():
         config = read_config(name, path) if config is None else config
         check_architecture(config)
-        options, tensors, weights = quantization_of(config), None, {}
+        options = quantization_of(config)
         if options is not None and stays_quantised(options, target):
             number = number or torch.float32
             tensors, weights = dense_tensors(name, weight_files(Path(path)), options, number)
             del config.quantization_config  # transformers is to see a plain model
-        module = _weights(name, path, config, number, attention, tensors, **placement)
-        restore_quantised(name, module, weights)
+            module = _weights(name, path, config, number, attention, tensors)
+            restore_quantised(name, module, weights)
+        else:
+            module = _weights(name, path, config, number, attention, **placement)
     return module if placement else module.to(target)
 
 
