@@ -182,9 +182,9 @@ def pointer(tensor: torch.Tensor | None) -> int | None:
     return None if tensor is None else tensor.data_ptr()
 
 
-def check(status: int) -> None:
+def check(status: int, work: str = "a forward of this size") -> None:
     """Raises MemoryError and IndexError."""
     if status == 2:
         raise IndexError("a token id or a position is out of range")
     if status:
-        raise MemoryError("no memory for a forward of this size")
+        raise MemoryError(f"no memory for {work}")

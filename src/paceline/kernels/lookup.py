@@ -12,8 +12,9 @@ from functools import lru_cache
 from typing import Any
 
 from paceline.kernels.compile import NativeUnavailableError, is_off
-from paceline.kernels.library import declare, fields, library
+from paceline.kernels.library import check, declare, fields, library
 
+_WORK = "an index of texts"  # in errors
 Ids = Sequence[int]  # of tokens
 Draft = tuple[list[int], tuple[int, ...], int]  # tokens, parents, tokens of the match
 
@@ -83,8 +84,7 @@ class NativeTextIndex:
                 *(rule.factor, rule.offset, rule.min_prob),
             )
         )
-        if not self._handle:
-            raise MemoryError("no memory for an index of texts")
+        check(not self._handle, _WORK)
         self.open_tokens = 0
         self._finished = 0
         self._out = array("i", bytes(4 * 64))
@@ -103,11 +103,11 @@ class NativeTextIndex:
 
     def extend(self, tokens: Sequence[int]) -> None:
         new = array("i", tokens)
-        _check(self._native.pl_index_extend(self._handle, new.buffer_info()[0], len(new)))
+        check(self._native.pl_index_extend(self._handle, new.buffer_info()[0], len(new)), _WORK)
         self.open_tokens += len(new)
 
     def finish(self) -> None:
-        _check(self._native.pl_index_finish(self._handle))
+        check(self._native.pl_index_finish(self._handle), _WORK)
         self._finished += self.open_tokens
         self.open_tokens = 0
 
@@ -139,12 +139,7 @@ class NativeTextIndex:
             self._out = array("i", bytes(4 * (2 + 2 * nodes)))
         out = self._out
         question = array("i", (levels, nodes, len(fresh), len(end), *fresh, *end))
-        _check(find(*handles, question.buffer_info()[0], out.buffer_info()[0]))
+        check(find(*handles, question.buffer_info()[0], out.buffer_info()[0]), _WORK)
         self.open_tokens += len(fresh)
         middle = 2 + out[0]
         return out[2:middle].tolist(), tuple(out[middle : 2 * middle - 2]), out[1]
-
-
-def _check(status: int) -> None:
-    if status:
-        raise MemoryError("no memory for an index of texts")

@@ -47,11 +47,12 @@ def load_module(
     config: Any = None,
     **placement: Any,
 ) -> Any:
-    """A transformers module in eval mode that calls our attention function. ``attention``: another
-    function of transformers, for use outside the engine. ``packed``: on a CPU, weights of a GGUF
-    file stay in its 8 or 4 bits if possible. ``config``: with fewer layers than the model's own;
-    only their weights are read. ``placement``: options of ``from_pretrained`` that say where the
-    weights are."""
+    """A transformers module in eval mode that calls our attention function.
+
+    ``attention``: another function of transformers, for use outside the engine. ``packed``: on a
+    CPU, weights of a GGUF file stay in its 8 or 4 bits if possible. ``config``: with fewer layers
+    than the model's own; only their weights are read. ``placement``: options of ``from_pretrained``
+    that say where the weights are."""
     target = resolve_device(device)
     number = resolve_dtype(dtype, target)
     attention = attention or ATTENTION

@@ -14,7 +14,7 @@ from torch import nn
 from paceline.core.stages import info, stage
 from paceline.errors import ConfigError, ModelLoadError
 from paceline.model.quantised.convert import EIGHT_BIT_GROUP, Scheme, quantise_module
-from paceline.model.quantised.formats import is_kept, quantised_weights, tensor_suffixes
+from paceline.model.quantised.formats import is_supported, quantised_weights, tensor_suffixes
 from paceline.model.quantised.weights import (
     ROW_GROUP,
     LinearBase,
@@ -51,7 +51,7 @@ def library_of(options: Mapping[str, Any]) -> str:
 
 def stays_quantised(options: Mapping[str, Any], device: torch.device) -> bool:
     """Whether such weights stay quantised and are multiplied by our own arithmetic: on a CPU."""
-    return device.type == "cpu" and is_kept(options)
+    return device.type == "cpu" and is_supported(options)
 
 
 def dense_tensors(

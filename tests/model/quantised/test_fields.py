@@ -15,7 +15,7 @@ from paceline.errors import UnsupportedModelError
 from paceline.lab.quantize import QuantizeOptions, quantize
 from paceline.model.loading import load_module
 from paceline.model.quantised.convert import Scheme
-from paceline.model.quantised.formats import is_kept
+from paceline.model.quantised.formats import is_supported
 from paceline.model.quantised.weights import QuantisedLinear
 
 LAYER = "model.layers.0.self_attn.q_proj"
@@ -104,4 +104,4 @@ def test_an_order_of_inputs_is_refused_in_this_layout_too(
 )
 def test_layouts_that_are_not_read_are_left_to_their_library(change: dict[str, Any]) -> None:
     config = {"quant_method": "compressed-tensors", "config_groups": {}, **change}
-    assert not is_kept(config)
+    assert not is_supported(config)

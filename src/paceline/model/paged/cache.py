@@ -61,11 +61,12 @@ def path_moves(seq_id: int, base: int, path: Sequence[int]) -> list[tuple[int, i
 
 
 class PagedCache:
-    """Keys and values of all layers in fixed blocks of ``block_size`` tokens. ``dtype`` int8 keeps
-    them in 8 bits (int8.py). With ``share`` full blocks are found again by their content, by any
-    sequence that begins alike. ``rope_switch``: keys of a sequence with more tokens are rotated
-    otherwise (longrope). A sequence is admitted as short or as long and stays so; short and long
-    ones share no blocks."""
+    """Keys and values of all layers in fixed blocks of ``block_size`` tokens.
+
+    ``dtype`` int8 keeps them in 8 bits (int8.py). With ``share`` full blocks are found again by
+    their content, by any sequence that begins alike. ``rope_switch``: keys of a sequence with more
+    tokens are rotated otherwise (longrope). A sequence is admitted as short or as long and stays
+    so; short and long ones share no blocks."""
 
     def __init__(
         self,

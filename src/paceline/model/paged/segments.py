@@ -29,6 +29,7 @@ class KeyValueStore(Protocol):
 @dataclass
 class AttentionSegment:
     """Spans attended by one call: ``batch`` sequences of ``rows`` query rows and ``keys`` keys.
+
     Rows: ``start .. start + batch * rows`` of the ragged batch, or those of ``pick`` if padded.
     Keys: the slots ``slot .. slot + keys`` or those of ``gather``. ``causal``: as many rows as
     keys, lower triangle. ``folded``: few rows, which share their KV heads. ``gather``, ``pick``,

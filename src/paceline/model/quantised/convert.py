@@ -31,6 +31,7 @@ class Code(NamedTuple):
 @dataclass(frozen=True)
 class Scheme:
     """``precision`` "int8" has a scale per output channel, "int4" one per ``group`` inputs.
+
     ``finer``: in eight bits a scale per 64 inputs where these divide a layer's inputs, which halves
     the error for 3 % more bytes; no other engine reads it. ``zero``: the zero points of four bits
     (see rounding.py). ``head``: the precision of the language-model head; None leaves it as it is.

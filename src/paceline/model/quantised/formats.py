@@ -133,7 +133,7 @@ def _is_neutral(value: Any) -> bool:
     return not value
 
 
-def is_kept(options: Mapping[str, Any]) -> bool:
+def is_supported(options: Mapping[str, Any]) -> bool:
     """Whether weights of this ``quantization_config`` are read here and stay quantised; others are
     left to transformers and the library of their format."""
     method = options.get("quant_method")

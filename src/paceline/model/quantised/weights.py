@@ -52,6 +52,7 @@ _MOST_SUMS = 1 << 24  # elements of one block of ``s``, so that a large head nee
 @dataclass(frozen=True)
 class QuantisedWeight:
     """``codes`` int8 ``[out, in]``; ``scales`` and ``offsets`` float32 ``[out, groups]``.
+
     ``groups`` divides ``in`` into equal parts; one group is a scale per output channel. Without
     ``offsets`` the codes are symmetric around 0. A whole zero point ``z``, as most formats have it,
     is an offset of ``-z * scale``; GGUF's Q4_1 and Q4_K have offsets that are no multiple, and

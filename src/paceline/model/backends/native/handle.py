@@ -82,8 +82,7 @@ class ModelHandle:
     ) -> None:
         self._close = library().pl_close
         self._handle = library().pl_open(model)
-        if not self._handle:
-            raise MemoryError("no memory for the native model")
+        check(not self._handle, "the native model")
         self._packing = packing
         self._layers, self._width = model.layers, model.heads * model.head_dim
         self._ropes = Ropes(rotary_emb, rope_kinds)
