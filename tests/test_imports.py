@@ -185,7 +185,7 @@ PUBLIC_ONLY: dict[str, set[str]] = {
         "draft/spec",
         "draft/vocabulary/shared",
         "model",
-        "parallel/team",
+        "parallel/processes",
     },
 }
 

@@ -275,7 +275,7 @@ def test_plans_of_tensor_parallel(name: str, monkeypatch: pytest.MonkeyPatch) ->
         made[0].follower = Follower(other, made[0])  # type: ignore[arg-type]
         return CausalModel.load(model, dtype, str(device), backend="reference")
 
-    monkeypatch.setattr(shared, "RankTeam", ranks)
+    monkeypatch.setattr(shared, "RankProcesses", ranks)
     monkeypatch.setattr(shared, "load_part", part)
     with claimed_devices(monkeypatch) as devices:
         how = {**HOW, "backend": "auto", "tensor_parallel": 2, "device": "cuda"}

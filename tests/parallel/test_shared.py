@@ -19,7 +19,7 @@ from paceline import LLM, SamplingParams
 from paceline.core.batch import Batch, Span
 from paceline.errors import ConfigError, EngineLostError, ModelLoadError, PacelineError
 from paceline.lab.doctor import examine
-from paceline.parallel import group, team
+from paceline.parallel import group, processes
 from paceline.parallel.group import BatchOrder
 from support.cache_invariants import check_cache
 from support.engine_models import write_pair
@@ -214,7 +214,7 @@ def test_a_rank_that_dies_ends_what_runs(twins: Twins) -> None:
     next(stream)
     told: list[str] = []
     ranks.when_lost(told.append)
-    os.kill(ranks.team.processes[0].popen.pid, signal.SIGKILL)
+    os.kill(ranks.ranks.processes[0].popen.pid, signal.SIGKILL)
     began = time.monotonic()
     with pytest.raises(EngineLostError, match=r"rank 1 of 2 was killed by SIGKILL"):
         list(stream)
@@ -257,9 +257,9 @@ JOIN = (
 
 def test_a_rank_that_hangs_is_killed(monkeypatch: pytest.MonkeyPatch) -> None:
     """Neither dead nor alive: nobody's connection closes by itself."""
-    monkeypatch.setattr(team, "_START", JOIN)
-    monkeypatch.setattr(team, "STALL_SECONDS", 1.0)
-    ranks = team.RankTeam(2, torch.device("cpu"), {})
+    monkeypatch.setattr(processes, "_START", JOIN)
+    monkeypatch.setattr(processes, "STALL_SECONDS", 1.0)
+    ranks = processes.RankProcesses(2, torch.device("cpu"), {})
     try:
         with (
             pytest.raises(EngineLostError, match="2 ranks did not finish a forward in 1 s"),
@@ -272,9 +272,9 @@ def test_a_rank_that_hangs_is_killed(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_a_rank_that_cannot_load_says_why(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(team, "_START", "print('failed: no memory'); raise SystemExit(1)")
+    monkeypatch.setattr(processes, "_START", "print('failed: no memory'); raise SystemExit(1)")
     with pytest.raises(ModelLoadError, match="2 ranks were loading, rank 1 of 2 failed: no memory"):
-        team.RankTeam(2, torch.device("cpu"), {})
+        processes.RankProcesses(2, torch.device("cpu"), {})
 
 
 @pytest.mark.parametrize(

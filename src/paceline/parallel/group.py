@@ -68,7 +68,7 @@ class BatchOrder:
 
 
 _LOADING = timedelta(hours=1)  # for which ranks wait for each other while they load
-_FOREVER = timedelta(days=3650)  # between orders; a lost rank is noticed by team.py
+_FOREVER = timedelta(days=3650)  # between orders; a lost rank is noticed by processes.py
 _LOOPBACK = "lo"
 
 

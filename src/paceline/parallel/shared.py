@@ -20,7 +20,7 @@ from paceline.model.paged.cache import PagedCache
 from paceline.model.paged.segments import KeyValueStore
 from paceline.model.target import CausalModel
 from paceline.parallel.group import BatchOrder, Order, whole_parameters
-from paceline.parallel.team import RankTeam, check_shareable, load_part
+from paceline.parallel.processes import RankProcesses, check_shareable, load_part
 
 
 def load_shared(
@@ -41,15 +41,15 @@ def load_shared(
         )
     check_shareable(name, size)
     target_device = resolve_device(device)
-    team = RankTeam(size, target_device, {"model": name, "dtype": dtype})
+    ranks = RankProcesses(size, target_device, {"model": name, "dtype": dtype})
     try:
-        with team.loading():
+        with ranks.loading():
             rank_device = torch.device("cuda", 0) if target_device.type == "cuda" else target_device
             model = load_part(name, dtype, rank_device, size)
     except BaseException:
-        team.close()
+        ranks.close()
         raise
-    shared = SharedForward(model, team)
+    shared = SharedForward(model, ranks)
     model.backend = model.ranks = shared
     model.refused = f"on {size} ranks"
     return model
@@ -61,22 +61,22 @@ class SharedForward(Backend):
 
     name = REFERENCE
 
-    def __init__(self, model: CausalModel, team: RankTeam) -> None:
-        self.team, self.size = team, team.size
+    def __init__(self, model: CausalModel, ranks: RankProcesses) -> None:
+        self.ranks, self.size = ranks, ranks.size
         self._model = copy.copy(model)  # runs this rank's part
         self._model.ranks = self
         self._numbers: weakref.WeakKeyDictionary[KeyValueStore, int] = weakref.WeakKeyDictionary()
         self._count = itertools.count()
         self._dropped: list[int] = []
         self._whole: dict[str, nn.Module] = {}
-        self.close: Callable[[], None] = weakref.finalize(self, team.close)
+        self.close: Callable[[], None] = weakref.finalize(self, ranks.close)
 
     def __call__(self, batch: Batch, cache: KeyValueStore) -> ModelOutput:
-        with self.team.together():
+        with self.ranks.together():
             order, numbers = BatchOrder.of(batch)
             self._tell("forward", self._number(cache), order)
             if numbers is not None:
-                self.team.group.share(numbers)
+                self.ranks.group.share(numbers)
             return self._model(batch, cache)
 
     def head(self, hidden: torch.Tensor) -> torch.Tensor:
@@ -92,7 +92,7 @@ class SharedForward(Backend):
         """Gathered here once, as drafts are made by this rank alone."""
         if side not in self._whole:
             module = getattr(self._model.hf, f"get_{side}_embeddings")()
-            with self.team.together():
+            with self.ranks.together():
                 self._tell("gather", side)
                 whole = whole_parameters(module)
             copied = copy.copy(module)
@@ -104,15 +104,15 @@ class SharedForward(Backend):
         return self._whole[side]
 
     def free_memory(self) -> int:
-        with self.team.together():
+        with self.ranks.together():
             self._tell("free_memory")
-            return self.team.group.least_memory()
+            return self.ranks.group.least_memory()
 
     def when_lost(self, callback: Callable[[str], None]) -> None:
-        self.team.when_lost(callback)
+        self.ranks.when_lost(callback)
 
     def _tell(self, method: str, *arguments: Any) -> None:
-        self.team.group.broadcast(Order(method, arguments))
+        self.ranks.group.broadcast(Order(method, arguments))
 
     # -- caches ------------------------------------------------------------------------------------
 
@@ -136,5 +136,5 @@ def _move(
 ) -> None:
     shared, cache = shared_ref(), cache_ref()
     if shared is not None and cache is not None:
-        with shared.team.together():
+        with shared.ranks.together():
             shared._tell("move", shared._number(cache), tuple(slots))

@@ -19,7 +19,7 @@ import torch
 from paceline.model.paged.cache import PagedCache
 from paceline.model.target import CausalModel
 from paceline.parallel.group import BatchOrder, RankGroup, rank_environment, whole_parameters
-from paceline.parallel.team import READY, load_part
+from paceline.parallel.processes import READY, load_part
 
 
 def _end(code: int) -> NoReturn:

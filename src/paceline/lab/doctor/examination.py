@@ -30,7 +30,7 @@ from paceline.lab.doctor.texts import check_chat, check_ends, compare
 from paceline.lab.doctor.weights import check_files, check_values, check_weights
 from paceline.model.offload import plan_offload
 from paceline.model.quantised.weights import BITS
-from paceline.parallel.team import check_shareable
+from paceline.parallel.processes import check_shareable
 
 _SMALLER, _SMALL_ENOUGH = 4, 10  # times smaller than the target: at least, and better
 _DEEP, _DEEPISH = 1 / 2, 1 / 4  # of the target's layers

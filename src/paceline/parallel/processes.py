@@ -92,7 +92,7 @@ class RankProcess:
             self.popen.wait()
 
 
-class RankTeam:
+class RankProcesses:
     """Rank 0's view of ``size`` ranks on ``device``, a CPU or the first of as many GPUs. ``lost``:
     why the ranks have failed, for good."""
 
