@@ -15,7 +15,7 @@ from paceline.model.gguf import SUFFIX, gguf_file
 from paceline.model.names import BUILT_IN, FOR_SMOLLM2, PREFIX, PULLABLE, located
 
 SMALL = ("*.json", "*.jinja", "*.model", "*.txt")
-_OTHERS = ("*/*", "consolidated*")  # the same weights in other layouts
+_OTHERS = ["*/*", "consolidated*"]  # the same weights in other layouts
 _asked: dict[str, str | ModelLoadError] = {}
 
 
@@ -67,10 +67,9 @@ def _ask(name: str) -> str | ModelLoadError:
     try:
         with stage(f"asking the model hub for {name}"):
             for weights in ("*.safetensors", "*.bin"):
+                files = [*SMALL, weights]
                 folder = Path(
-                    snapshot_download(
-                        name, allow_patterns=[*SMALL, weights], ignore_patterns=list(_OTHERS)
-                    )
+                    snapshot_download(name, allow_patterns=files, ignore_patterns=_OTHERS)
                 )
                 if any(folder.glob(weights)):
                     break

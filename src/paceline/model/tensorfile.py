@@ -96,11 +96,14 @@ def verify(file: Path, table: TensorTable | None = None) -> bool:
         raise _damaged(file, f"tensor {key} {lack}")
     with file.open("rb") as stream, mmap(stream.fileno(), 0, access=ACCESS_READ) as content:
         for key, entry in table.entries.items():
-            with memoryview(content) as view, view[entry.start : entry.end] as part:
-                digest = hashlib.sha256(part).hexdigest()
-            if digest != table.sums[key]:
+            if _digest(content, entry) != table.sums[key]:
                 raise _damaged(file, f"tensor {key} does not match its checksum (SHA-256)")
     return True
+
+
+def _digest(content: mmap, entry: Entry) -> str:
+    with memoryview(content) as view, view[entry.start : entry.end] as part:
+        return hashlib.sha256(part).hexdigest()
 
 
 def as_bytes(tensors: Mapping[str, torch.Tensor]) -> tuple[bytes, dict[str, str]]:
@@ -127,10 +130,7 @@ def seal(file: Path) -> None:
     with file.open("rb") as stream, mmap(stream.fileno(), 0, access=ACCESS_READ) as content:
         length = struct.unpack("<Q", content[:8])[0]
         head = json.loads(content[8 : 8 + length])
-        sums = {
-            key: hashlib.sha256(content[entry.start : entry.end]).hexdigest()
-            for key, entry in table.entries.items()
-        }
+        sums = {key: _digest(content, entry) for key, entry in table.entries.items()}
         metadata = head.get("__metadata__") or {}
         head["__metadata__"] = metadata | {SUMS: json.dumps(sums, sort_keys=True)}
         text = json.dumps(head).encode()

@@ -49,24 +49,22 @@ class AttentionSegment:
     causal: bool = False
     folded: bool = True
     scratch: dict[tuple[str, int], Tensor] = field(default_factory=dict)  # gathered keys, values
-    _masks: dict[int, Tensor | None] = field(default_factory=dict)
+    _masks: dict[int, Tensor] = field(default_factory=dict)
 
     def mask(self, group: int, dtype: torch.dtype) -> Tensor | None:
         """Additive ``[group * rows, keys]``, of several sequences ``[batch, 1, group * rows,
         keys]``; not folded, ``[rows, keys]``."""
+        if self.allowed is None:
+            return None
         if group not in self._masks:
-            self._masks[group] = None if self.allowed is None else self._mask(group, dtype)
+            allowed = self.staging.masks[self.allowed]
+            if self.ancestors:
+                allowed = allowed.clone()
+            for index, nodes in self.ancestors:
+                of_span = allowed if allowed.dim() == 2 else allowed[index]
+                of_span[: len(nodes), of_span.shape[1] - nodes.shape[1] :] &= nodes
+            self._masks[group] = additive(allowed, dtype, group if self.folded else 1)
         return self._masks[group]
-
-    def _mask(self, group: int, dtype: torch.dtype) -> Tensor:
-        assert self.allowed is not None
-        allowed = self.staging.masks[self.allowed]
-        if self.ancestors:
-            allowed = allowed.clone()
-        for index, nodes in self.ancestors:
-            of_span = allowed if allowed.dim() == 2 else allowed[index]
-            of_span[: len(nodes), of_span.shape[1] - nodes.shape[1] :] &= nodes
-        return additive(allowed, dtype, group if self.folded else 1)
 
 
 @dataclass(frozen=True)

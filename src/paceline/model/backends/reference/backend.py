@@ -155,22 +155,20 @@ class TorchBackend(Backend):
     # -- layers and their features -----------------------------------------------------------
 
     def _hook(self, layer: int) -> None:
-        def keep_input(_: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        def keep(hidden: torch.Tensor) -> None:
             if self._captured is not None:
-                hidden = args[0] if args else kwargs["hidden_states"]
                 self._captured[layer] = hidden[0]
-
-        def keep_output(_: Any, __: Any, output: Any) -> None:
-            if self._captured is not None:
-                self._captured[layer] = output[0][0]
 
         if layer == len(self.layer_names):
             # The module of all layers and the final norm: ``a.b`` of ``a.b.layers.0``. OPT does not
             # call ``hf.base_model``, and Llama 4 has no ``get_decoder``.
             stack = self.layer_names[0].rsplit(".", 2)[0]
-            self.hf.get_submodule(stack).register_forward_hook(keep_output)
+            self.hf.get_submodule(stack).register_forward_hook(lambda *call: keep(call[2][0]))
         else:
-            self.layer(layer).register_forward_pre_hook(keep_input, with_kwargs=True)
+            self.layer(layer).register_forward_pre_hook(
+                lambda _, args, kwargs: keep(args[0] if args else kwargs["hidden_states"]),
+                with_kwargs=True,
+            )
         self._hooked.add(layer)
 
     def layer(self, layer: int) -> torch.nn.Module:
