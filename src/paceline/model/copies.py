@@ -1,5 +1,4 @@
-"""Copies of a loaded model that share its weights: with fewer layers, or with matrices in fewer
-bits.
+"""Copies of a loaded model that share its weights: with fewer layers, or with fewer bits.
 
 Layer n keeps its number and shape, so it uses the keys and values of layer n in the model's cache.
 """

@@ -1,10 +1,10 @@
 """Positions row by row, for two kinds of module of transformers that mix the sequences of a batch.
 
 - A rotary embedding with short and long factors (longrope) takes one set for the whole batch, by
-its largest position. Here a row gets the set of its sequence: the long one from ``switch`` + 1
-tokens on, as in a forward without a cache and in Phi-3's ``generate``. - Llama 4's attention
-without rotation scales queries by the length of the cache plus the row's index in the batch. Here
-it uses the row's position.
+  its largest position. Here a row gets the set of its sequence: the long one from ``switch`` + 1
+  tokens on, as in a forward without a cache and in Phi-3's ``generate``.
+- Llama 4's attention without rotation scales queries by the length of the cache plus the row's
+  index in the batch. Here it uses the row's position.
 
 The corrections are hooks, which do nothing outside ``RowPositions.of``.
 """
