@@ -16,6 +16,7 @@ from paceline.model.backends.reference.rows import RowPositions
 from paceline.model.paged.cache import LayerShape, PagedCache
 from paceline.model.paged.masks import Pattern
 from paceline.model.paged.segments import AttentionStep, DeviceBatch, KeyValueStore
+from paceline.model.quantised.convert import copy_beside
 
 _TRIAL = Batch((1, 2), (0, 1), (0, 1), (Span(0, 0, 0, 2),), ((0,),))
 
@@ -105,11 +106,13 @@ class TorchBackend(Backend):
     def _view(self, skipped: frozenset[int]) -> TorchBackend:
         """Copies only the modules above a skipped layer. Lists of layers keep their length, as
         models look up masks and rotary tables by index."""
-        top, in_tuples = self.hf, self._in_tuples or set()
+        in_tuples = self._in_tuples or set()
+        above, passing = set[torch.nn.Module](), dict[torch.nn.Module, Any]()
         for layer in skipped:
-            passing = _passing(self.layer(layer), layer in in_tuples)
-            top = _replaced(top, self.layer_names[layer].split("."), passing)
-        return self.on(top)
+            passing[self.layer(layer)] = _passing(self.layer(layer), layer in in_tuples)
+            parts = self.layer_names[layer].split(".")
+            above |= {self.hf.get_submodule(".".join(parts[:end])) for end in range(len(parts))}
+        return self.on(copy_beside(self.hf, lambda m: passing.get(m, None if m in above else m)))
 
     def _layers_in_tuples(self) -> set[int]:
         """Layers that return a tuple. Raises UnsupportedModelError for one that returns more than
@@ -132,7 +135,7 @@ class TorchBackend(Backend):
             for n in range(len(self.layer_names))
         ]
         try:
-            self(_TRIAL, self._trial_cache())
+            self(_TRIAL, _TrialCache(self))
         finally:
             for hook in hooks:
                 hook.remove()
@@ -140,17 +143,14 @@ class TorchBackend(Backend):
 
     def _check_view(self, skipped: frozenset[int]) -> None:
         """Raises UnsupportedModelError if other layers run, as a patched ``forward`` might."""
-        store = _Recording(self._trial_cache())
-        logits = self._view(skipped)(_TRIAL, store).logits
+        cache = _TrialCache(self)
+        logits = self._view(skipped)(_TRIAL, cache).logits
         layers = [n for n in range(len(self.shapes)) if n not in skipped]
-        if store.layers != layers or not logits.isfinite().all():
+        if cache.layers != layers or not logits.isfinite().all():
             raise UnsupportedModelError(
-                f"{type(self.hf).__name__}: asked to run layers {layers} it ran {store.layers}; "
+                f"{type(self.hf).__name__}: asked to run layers {layers} it ran {cache.layers}; "
                 "it cannot draft with a part of itself, use another drafter"
             )
-
-    def _trial_cache(self) -> PagedCache:
-        return PagedCache(self.shapes, 1, 2, self.hf.dtype, self.hf.device)
 
     # -- layers and their features -----------------------------------------------------------
 
@@ -186,15 +186,6 @@ class TorchBackend(Backend):
             self.layer_names.append(".".join(parts[: end + 1]))
 
 
-def _replaced(module: Any, path: Sequence[str], new: Any) -> Any:
-    """A copy of a module with another descendant; the others are shared."""
-    name, *rest = path
-    copied = copy.copy(module)
-    copied._modules = dict(module._modules)
-    copied._modules[name] = _replaced(copied._modules[name], rest, new) if rest else new
-    return copied
-
-
 def _passing(layer: Any, in_tuple: bool) -> Any:
     """A layer that returns its input, with the attributes that models read."""
 
@@ -207,14 +198,13 @@ def _passing(layer: Any, in_tuple: bool) -> Any:
     return copied
 
 
-class _Recording:
-    """A cache that records which layers read it."""
+class _TrialCache(PagedCache):
+    """Of two tokens; records which layers read it."""
 
-    def __init__(self, cache: PagedCache) -> None:
-        self.block_size = cache.block_size
+    def __init__(self, backend: TorchBackend) -> None:
+        super().__init__(backend.shapes, 1, 2, backend.hf.dtype, backend.hf.device)
         self.layers: list[int] = []
-        self._kv = cache.kv
 
     def kv(self, layer: int) -> tuple[torch.Tensor, torch.Tensor]:
         self.layers.append(layer)
-        return self._kv(layer)
+        return super().kv(layer)
