@@ -36,13 +36,8 @@ def fetched(name: str) -> str:
 
 def is_path(path: str) -> bool:
     """Whether it is a path, also one that does not exist: a hub name is ``owner/name``."""
-    return (
-        path.startswith((".", "/", "~"))
-        or path.count("/") > 1
-        or "\\" in path
-        or path.endswith(SUFFIX)
-        or Path(path).exists()
-    )
+    written_as_path = path.startswith((".", "/", "~")) or path.endswith(SUFFIX) or "\\" in path
+    return written_as_path or path.count("/") > 1 or Path(path).exists()
 
 
 def check_hub_name(name: str) -> None:
