@@ -4,6 +4,7 @@ is asked once for a name and process, and only for names such as OWNER/NAME. Imp
 from __future__ import annotations
 
 import difflib
+import os
 from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
@@ -12,7 +13,7 @@ from paceline.core.stages import stage
 from paceline.errors import ModelLoadError
 from paceline.files import FileStamp
 from paceline.model.gguf import SUFFIX, gguf_file
-from paceline.model.names import BUILT_IN, FOR_SMOLLM2, PREFIX, PULLABLE, located
+from paceline.model.names import BUILT_IN, FOR_SMOLLM2, PREFIX, PULLABLE, resolve
 
 SMALL = ("*.json", "*.jinja", "*.model", "*.txt")
 _OTHERS = ["*/*", "consolidated*"]  # the same weights in other layouts
@@ -22,7 +23,7 @@ _asked: dict[str, str | ModelLoadError] = {}
 def fetched(name: str) -> str:
     """The folder or GGUF file of a model or of heads; a hub name is downloaded first. Raises
     ModelLoadError."""
-    path = located(name)
+    path = os.path.expanduser(resolve(name))
     if is_path(path):
         return path
     check_hub_name(name)

@@ -169,12 +169,6 @@ def resolve(name: str) -> str:
     return str(_assets(name))
 
 
-def located(name: str) -> str:
-    """As ``resolve``, with the user's home written out."""
-    path = resolve(name)
-    return str(Path(path).expanduser()) if path.startswith("~") else path
-
-
 def has_assets(name: str) -> bool:
     """Whether the weights of a built-in name are inside this installation."""
     return name in (*BUILT_IN, *FOR_SMOLLM2) and any(_assets(name).glob("*.safetensors"))
