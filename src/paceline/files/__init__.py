@@ -110,8 +110,7 @@ def write_cached(file: Path, folder: Path, what: str) -> Iterator[IO[bytes]]:
 def replace_files(
     contents: Mapping[Path, bytes], what: str, proof: Proof | None, durable: bool = True
 ) -> None:
-    """Write several files in the given order, all or none. Arguments and errors as of
-    ``write_aside``."""
+    """Write several files in order, all or none. Arguments and errors as of ``write_aside``."""
     for path in contents:
         check_file(path, what, proof)
     with ExitStack() as stack:
@@ -138,9 +137,8 @@ def replace_text(path: str | Path, text: str, what: str, proof: Proof | None) ->
 def replace_in(
     folder: Path, contents: Mapping[str, bytes], what: str, damaged: bool = False
 ) -> None:
-    """Write files into a folder, all or none, and add them to its manifest; other files stay.
-    Raises WriteError, also for files of these names that the manifest does not prove; ``damaged``
-    as of ``check_folder``."""
+    """Write files into a folder, all or none, and into its manifest. Raises WriteError, also for
+    files of these names that the manifest does not prove; ``damaged`` as of ``check_folder``."""
     with telling(what, folder):
         folder.mkdir(parents=True, exist_ok=True)
     check_names(folder, list(contents), what, damaged)
@@ -185,8 +183,8 @@ def folder_aside(path: str | Path, what: str, damaged: bool = False) -> Iterator
 
 @contextmanager
 def telling(what: str, path: str | Path, more: str = "") -> Iterator[None]:
-    """Errors of writing in the block, also those that a library hides, become a WriteError;
-    ``more`` ends its message."""
+    """Errors of writing, also those that a library hides, become a WriteError that ends with
+    ``more``."""
     try:
         yield
     except PacelineError:

@@ -32,8 +32,8 @@ _forced: ContextVar[Callable[[str], None] | None] = ContextVar("paceline_forced"
 
 
 def force(log: Callable[[str], None] | None) -> None:
-    """Replace foreign files in this context, after ``log`` was called with their names; None
-    refuses them again."""
+    """Replace foreign files in this context after ``log`` was called with their names, or not
+    (None)."""
     warned = set[str]()
 
     def once(line: str) -> None:
@@ -53,9 +53,8 @@ def check_file(path: str | Path, what: str, proof: Proof | None) -> None:
 
 
 def check_folder(path: str | Path, what: str, damaged: bool = False) -> None:
-    """Refuse to replace a folder that holds any file which its manifest does not prove.
-    ``damaged``: files of the manifest may have another content, as they can be made again. Raises
-    WriteError."""
+    """Raises WriteError if a folder has a file that its manifest does not prove. ``damaged``: files
+    of the manifest may have other contents, as they can be made again."""
     folder = Path(path)
     if folder.exists() and not folder.is_dir():
         raise WriteError(f"cannot write {what} {path}: it is a file; name a folder")

@@ -78,8 +78,7 @@ class NativeUnavailableError(PacelineError):
 
 
 def library_file() -> Path:
-    """The compiled kernels, built now if this machine has not built them yet. Raises
-    NativeUnavailableError."""
+    """The compiled kernels, built first where needed. Raises NativeUnavailableError."""
     file = _kept_file()
     if file.is_file():
         return file
@@ -183,8 +182,7 @@ def _compiler() -> str:
 
 
 def _openmp() -> list[str]:
-    """How to link OpenMP: torch's library if it is GNU's, as two thread pools in one process would
-    wait for each other's processors."""
+    """Link torch's OpenMP if it is GNU's: two thread pools would wait for each other."""
     try:
         maps = Path("/proc/self/maps").read_text(encoding="utf-8", errors="replace")
     except OSError:

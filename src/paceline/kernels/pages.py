@@ -29,8 +29,7 @@ _last: _Slab | None = None  # the one with room
 
 
 def zeros(size: int) -> torch.Tensor:
-    """``size`` bytes of zeros, uint8, in huge pages on Linux; torch's statistics do not count
-    them."""
+    """uint8 zeros in huge pages on Linux; torch's statistics do not count them."""
     global _last
     if _ADVICE is None or size == 0:
         return torch.zeros(size, dtype=torch.uint8)

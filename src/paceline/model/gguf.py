@@ -36,8 +36,7 @@ _END_ROLES = ("eos", "eot", "eom")  # ends of a text, a turn, a message
 ROPE_FACTORS = {f"rope_{kind}.weight" for kind in ("freqs", "factors_long", "factors_short")}
 PLAIN = {"F32", "F16", "BF16", "F64"}
 _UNKNOWN_TYPE = re.compile(r"(\d+)\)? is not a valid GGMLQuantizationType")
-# Values of tokenizer.ggml.pre that transformers does not know: llama.cpp splits digits first and
-# then as GPT-2, or only as GPT-2.
+# tokenizer.ggml.pre of files that llama.cpp splits by digits, then as GPT-2; or only as GPT-2.
 _DIGITS_APART = {"smollm", "starcoder", "refact", "command-r", "codeshell", "exaone", "minerva-7b"}
 _AS_GPT2 = {"gpt-2", "default", "phi-2", "mpt", "olmo", "jais", "trillion", "granite-docling"}
 
@@ -126,9 +125,8 @@ class GgufFile:
 
 
 def read_gguf(path: Path) -> GgufFile:
-    """Look into a GGUF file and check that it can be read as a model. Raises ModelLoadError (no
-    such file, no GGUF, damaged, no extra installed) and UnsupportedModelError (an architecture or a
-    quantisation that is not read)."""
+    """Read a file's metadata. Raises ModelLoadError (no such file, no GGUF, damaged, no extra
+    installed), UnsupportedModelError (an architecture or a quantisation that is not read)."""
     if not path.is_file():
         raise ModelLoadError(f"GGUF file {path} does not exist; check the path")
     require_gguf("to read GGUF files")
@@ -213,9 +211,8 @@ def _check(file: GgufFile, reader: GGUFReader) -> None:
 
 @contextmanager
 def dequantising(path: Path) -> Iterator[None]:
-    """A stage in place of transformers' own bar on stderr while it reads a file. In the block
-    gguf's table of names is cached: transformers asks for it once a submodule, which takes 25 of
-    27 s for a model of 46 layers."""
+    """A stage in place of transformers' own bar. gguf's table of names is cached meanwhile, as
+    transformers asks for it once a submodule: 25 of 27 s for a model of 46 layers."""
     import gguf
     from transformers import modeling_gguf_pytorch_utils as reader
 

@@ -192,8 +192,7 @@ def _q6_k(blocks: Array) -> _Parts:
 
 
 _Kind = tuple[Callable[[Array], _Parts], int, int, int, bool]
-# By type: the reader, bytes and inputs of a block, bits of a code here, whether codes are
-# from_zero.
+# By type: the reader, bytes and inputs of a block, bits of a code here, ``from_zero``.
 KINDS: dict[str, _Kind] = {
     "Q8_0": (_q8_0, 34, 32, 8, False),
     "Q4_0": (_q4_0, 18, 32, 4, False),

@@ -21,8 +21,7 @@ _asked: dict[str, str | ModelLoadError] = {}
 
 
 def fetched(name: str) -> str:
-    """The folder or GGUF file of a model or of heads; a hub name is downloaded first. Raises
-    ModelLoadError."""
+    """The folder or GGUF file of a name; a hub name is downloaded first. Raises ModelLoadError."""
     path = os.path.expanduser(resolve(name))
     if is_path(path):
         return path
@@ -96,8 +95,7 @@ def first_line(error: BaseException) -> str:
 
 
 def stamps_of(path: str, weights: Callable[[Path], list[Path]]) -> tuple[FileStamp, ...]:
-    """Stamps of a model's files, () unless they are safetensors or GGUF; ``weights`` finds those of
-    a folder."""
+    """Stamps of a model's safetensors or GGUF file; ``weights`` finds those of a folder."""
     gguf, folder = gguf_file(path), Path(path)
     with suppress(OSError):
         files = [gguf] if gguf is not None else weights(folder)

@@ -84,8 +84,7 @@ def load_module(
 def _of_gguf(
     name: str, path: Path, dtype: torch.dtype | None, attention: str, config: Any = None
 ) -> Any:
-    """The module in a GGUF file, dequantised; without a ``dtype`` bf16, of float32 files
-    float32."""
+    """The module in a GGUF file, dequantised; by default bf16, of float32 files float32."""
     file = read_gguf(path)
     if dtype is None:
         plain = not file.quantised and not {"F16", "BF16"} & set(file.types)
@@ -141,9 +140,8 @@ def resolve_dtype(dtype: str | torch.dtype, device: torch.device) -> torch.dtype
 def dtype_to_load(
     dtype: str | torch.dtype, device: torch.device, backend: str
 ) -> torch.dtype | None:
-    """The same for an engine's models: "auto" is bf16 wherever the native kernels may run. They
-    read half as much as with float32, also without bf16 instructions: a step of SmolLM2 takes 13.2
-    ms on Zen 3, in float32 24.3."""
+    """The same for an engine's models: "auto" is bf16 where the native kernels may run, as they
+    read half as much as in float32 (SmolLM2 on Zen 3: 13.2 ms a step, not 24.3)."""
     if dtype == "auto" and device.type == "cpu" and backend != REFERENCE and are_kernels_here():
         return torch.bfloat16
     return resolve_dtype(dtype, device)
@@ -261,9 +259,8 @@ def _source(path: str) -> tuple[str, dict[str, str]]:
 
 
 def causal_class(config: Any) -> Any | None:
-    """The class of transformers that reads a checkpoint as a causal language model, or None.
-    ``architectures`` names it for a text part saved by itself (Emu3's), whose configuration is
-    mapped to no class."""
+    """The class of transformers that reads a checkpoint as a causal language model, or None; that
+    of ``architectures`` where the configuration is mapped to none (Emu3's text part)."""
     import transformers
     from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 

@@ -35,9 +35,8 @@ def measure(
     rounds: int = 5,
     budget: float = _BUDGET,
 ) -> CostCurve:
-    """Cost of ``run(count)`` at each count: the least of ``rounds``, alternating between counts, as
-    noise only adds. Further rounds begin within ``budget`` seconds. Made monotone: what more tokens
-    took is a bound for fewer."""
+    """Cost of ``run(count)`` at each count: the least of ``rounds``, and of more within ``budget``
+    seconds, alternating between counts. Monotone: what more tokens took bounds fewer."""
     best = [float("inf")] * len(counts)
     for count in counts:
         run(count)  # warm-up: allocations, kernel selection

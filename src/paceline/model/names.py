@@ -204,7 +204,6 @@ def default_model() -> Choice:
 
 
 def default_drafts(model: str) -> tuple[str, ...]:
-    """The drafts that a server loads: the default, then those of this installation for the
-    model."""
+    """The drafts that a server loads: the default, then those installed for the model."""
     made = [f"{kind}:{name}" for kind, name in MADE_FOR.get(model, ()) if has_assets(name)]
     return (DEFAULT_DRAFT, *(["ngram", *made] if model in MADE_FOR else []))

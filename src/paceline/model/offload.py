@@ -38,9 +38,8 @@ from paceline.model.tensorfile import read_table
 
 @dataclass(frozen=True)
 class OffloadPlan:
-    """Which layers stay off the device. ``device_map``, as accelerate's: a device, "cpu" or "disk"
-    by module. Bytes: ``resident`` on the device; ``moved`` by a forward, as stored; ``largest``
-    layer."""
+    """Which layers stay off the device. ``device_map`` as accelerate's, by module. Bytes:
+    ``resident`` on the device; ``moved`` by a forward, as stored; ``largest`` layer."""
 
     device_map: dict[str, str]
     layers: int
@@ -102,9 +101,8 @@ def plan_offload(
     offload: str,
     memory: int | None = None,
 ) -> OffloadPlan:
-    """Layers that fit into ``memory`` bytes (None: half of the free ones) are put on the device,
-    the others on ``offload``, "cpu" or "disk"; reads no weights. Raises ConfigError and
-    ModelLoadError."""
+    """Put layers into ``memory`` bytes of the device (None: half of the free ones), the others on
+    ``offload``, "cpu" or "disk"; reads no weights. Raises ConfigError and ModelLoadError."""
     target = resolve_device(device)
     config, files = _offloadable(name, offload, target)
     number = resolve_dtype(dtype, target) or getattr(config, "dtype", None) or torch.float32

@@ -57,8 +57,7 @@ def stays_quantised(options: Mapping[str, Any], device: torch.device) -> bool:
 def dense_tensors(
     name: str, files: list[Path], options: Mapping[str, Any], dtype: torch.dtype
 ) -> tuple[dict[str, torch.Tensor], dict[str, QuantisedWeight]]:
-    """All tensors of a checkpoint, dequantised, and its quantised weights by layer. Raises
-    ModelLoadError."""
+    """A checkpoint's tensors, dequantised, and quantised weights. Raises ModelLoadError."""
     from safetensors import SafetensorError
     from safetensors.torch import load_file
 
@@ -132,9 +131,8 @@ def is_quantised(hf: nn.Module) -> bool:
 
 # -- sizes of matrices -------------------------------------------------------------------------
 
-# Bytes of a number with its share of the scales: four bits have a scale and an offset per 32, eight
-# a scale per 64. Both are in half precision for the kernels; elsewhere codes are bytes and scales
-# float32.
+# Bytes of a number with its share of scales: in four bits a scale and an offset per 32, in eight a
+# scale per 64, in half precision for the kernels; elsewhere codes are bytes and scales float32.
 _KERNELS = {"int8": 1.0 + 2 / EIGHT_BIT_GROUP, "int4": 0.5 + 2 * 2 / ROW_GROUP}
 _READABLE = {"int8": 1.0 + 4 / EIGHT_BIT_GROUP, "int4": 1.0 + 2 * 4 / ROW_GROUP}
 

@@ -54,8 +54,8 @@ class CausalModel:
 
     def __init__(self, hf: Any, name: str) -> None:
         """Adapt a module built with ``attn_implementation="paceline"``. Raises
-        UnsupportedModelError if not every layer's state is keys and values of our attention
-        function, as a probe shows."""
+        UnsupportedModelError if a probe shows state beside the keys and values of our attention
+        function."""
         self.hf = hf.eval()
         self.name = name
         self.device: torch.device = hf.device
@@ -256,8 +256,7 @@ class CausalModel:
 
 @contextmanager
 def _naming_the_format(hf: Any, name: str) -> Iterator[None]:
-    """Errors of a quantisation library in the model's first forward become one line. Raises
-    UnsupportedModelError."""
+    """A quantisation library's errors in the first forward become an UnsupportedModelError."""
     options = quantization_of(hf.config)
     try:
         yield

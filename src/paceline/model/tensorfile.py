@@ -86,8 +86,7 @@ def _damaged(file: Path, what: str) -> ModelLoadError:
 
 
 def verify(file: Path, table: TensorTable | None = None) -> bool:
-    """Whether the file has checksums, which are compared then (1 to 2 GB/s). Raises ModelLoadError,
-    naming the tensor."""
+    """Whether there are checksums, which are compared (1 to 2 GB/s). Raises ModelLoadError."""
     table = read_table(file) if table is None else table
     if not table.sums:
         return False

@@ -131,9 +131,8 @@ def whole_parameters(module: nn.Module) -> dict[str, torch.Tensor]:
 
 @contextmanager
 def rank_environment(rank: int) -> Iterator[None]:
-    """Environment variables while groups are made and weights are loaded: this process's device,
-    and the loopback interface unless the user names another, as ranks unpickle what they
-    receive."""
+    """Environment variables while groups are made and weights are loaded: the device, and loopback
+    unless the user names an interface, as ranks unpickle what they receive."""
     wanted = {"LOCAL_RANK": str(rank)}
     if _LOOPBACK in (name for _, name in socket.if_nameindex()):
         names = {"GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME"} - {*os.environ}

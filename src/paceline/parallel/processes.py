@@ -143,8 +143,7 @@ class RankProcesses:
 
     @contextmanager
     def loading(self) -> Iterator[None]:
-        """A step of all ranks before the first forward. Raises ModelLoadError if one of them is
-        lost, and this rank's errors."""
+        """A step before the first forward. Raises ModelLoadError if another rank is lost."""
         try:
             self._check()
             with rank_environment(0):

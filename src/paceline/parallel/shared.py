@@ -31,9 +31,8 @@ def load_shared(
     quantize: str | None = None,
     backend: str = "auto",
 ) -> CausalModel:
-    """Load a target into ``size`` processes; this one is rank 0. The reference backend runs it;
-    ``cache_shapes`` are of this rank's heads. Raises ConfigError, ModelLoadError,
-    UnsupportedModelError."""
+    """Load a target into ``size`` processes; this one is rank 0. Runs on the reference backend;
+    ``cache_shapes`` are this rank's. Raises ConfigError, ModelLoadError, UnsupportedModelError."""
     if backend == "native" or quantize not in (None, "none"):
         what = "backend='native'" if backend == "native" else f"quantize={quantize!r}"
         raise ConfigError(
@@ -56,8 +55,7 @@ def load_shared(
 
 
 class SharedForward(Backend):
-    """The reference forward on all ranks. A cache of rank 0 has a counterpart on every rank, made
-    when it is first used."""
+    """The reference forward on all ranks, which have counterparts of rank 0's caches."""
 
     name = REFERENCE
 

@@ -111,9 +111,8 @@ class Growth(Protocol):
 
 # Logits ``[B, count, vocab]`` of the first ``count`` Medusa heads, from features ``[B, width]``.
 DraftingHeads = Callable[[torch.Tensor, int], torch.Tensor]
-# Attention of a head's layers: ``attend(query [1, heads, T, d], key and value [1, kv_heads, T, d],
-# layer=, scaling=)`` after rotary embedding stores keys and values and returns ``[1, T, heads,
-# d]``.
+# ``attend(query [1, heads, T, d], key and value [1, kv_heads, T, d], layer=, scaling=)`` of a
+# head's layers stores keys and values after rotary embedding; ``[1, T, heads, d]``.
 Attend = Callable[..., torch.Tensor]
 
 
@@ -130,8 +129,7 @@ class EagleStep:
         self, batch: Batch, cache: PagedCache, hidden: torch.Tensor, fused: bool
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Outputs ``[R, H]`` and logits ``[R, draft_vocab]`` of ``batch.logit_rows``, from features
-        ``[T, layers * target_hidden]`` or, if ``fused``, earlier outputs ``[T, H]``. Keys and
-        values go into the cache."""
+        ``[T, layers * target_hidden]`` or, if ``fused``, earlier outputs ``[T, H]``."""
         head, step = self.head, AttentionStep.of(batch, cache, (FULL,), device=cache.device)
         attend, rows = partial(paged_attention, step=step), step.batch
         inputs = hidden if fused else head.fuse(hidden)

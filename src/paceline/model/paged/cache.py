@@ -46,10 +46,8 @@ def bytes_per_token(shapes: Sequence[LayerShape], dtype: torch.dtype) -> int:
 
 
 def blocks_within(memory: int, per_token: int, per_feature: int, kept: int, block_size: int) -> int:
-    """Blocks of a cache that, with the features that drafters keep, takes ``memory`` bytes.
-    ``per_token`` bytes are cached for a token, ``per_feature`` are those of its features, of which
-    at most ``kept`` tokens' are kept at a time, and never more than there are tokens in the
-    cache."""
+    """Blocks of a cache that takes ``memory`` bytes: ``per_token`` bytes for a token and
+    ``per_feature`` for its features, which drafters keep of at most ``kept`` cached tokens."""
     all_kept = memory // (block_size * (per_token + per_feature))
     few_kept = (memory - kept * per_feature) // (block_size * per_token)
     return max(all_kept, few_kept)
@@ -97,8 +95,7 @@ class PagedCache:
         self.moved: Callable[[Sequence[tuple[int, int]]], None] | None = None
 
     def kv(self, layer: int) -> tuple[torch.Tensor, torch.Tensor]:
-        """Keys and values of a layer, each ``[num_slots, kv_heads, width]``, in 8 bits ``[...,
-        width + 4]`` with the scale."""
+        """Keys and values of a layer, ``[num_slots, kv_heads, width]``, in 8 bits ``width + 4``."""
         return self._layers[layer]
 
     # -- sequences -------------------------------------------------------------------------

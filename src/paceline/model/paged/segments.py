@@ -150,15 +150,13 @@ class AttentionLayout:
 
     @property
     def order(self) -> Tensor | None:
-        """int64 ``[T]``: each row's index among the segments' rows; None if the order is the
-        same."""
+        """int64 ``[T]``: each row's index among the segments' rows; None: the same order."""
         return None if self._order is None else self._staging.numbers[self._order]
 
     def _groups(self) -> list[list[int]]:
-        """Spans that one call attends: short ones of similar numbers of keys, as all are padded to
-        the longest. Also on a CPU, where spans in one run could be read in place: 8 sequences of
-        300 keys, 4 heads over 2, 12 layers take 6.7 ms one by one and 4.3 ms padded in bf16, 6.3
-        and 4.7 ms in float32 (with five rows 9.2 and 6.0, 8.1 and 6.3). Not so with many keys, see
+        """Short spans of similar numbers of keys share a call, padded to the longest, also on a
+        CPU, which could read runs in place: 8 sequences of 300 keys, 4 heads over 2, 12 layers take
+        4.3 ms padded and 6.7 one by one in bf16, 4.7 and 6.3 in float32. Not so with many keys, see
         ALONE."""
         spans, keys = self._spans, self._lengths
         if len(spans) == 1:

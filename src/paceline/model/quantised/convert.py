@@ -67,8 +67,7 @@ class Scheme:
 
 
 def scheme_named(name: str, group: int = GROUP, head: str | None = None) -> Scheme:
-    """For a checkpoint: "int8", "int4" or vLLM's "w4a16", which has whole zero points. Raises
-    ConfigError."""
+    """For "int8", "int4" or vLLM's "w4a16", with whole zero points. Raises ConfigError."""
     if name == "w4a16":
         return Scheme("int4", group, head, "whole")
     if name not in BITS:

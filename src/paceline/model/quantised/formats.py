@@ -45,9 +45,8 @@ _AWQ_ORDER = (0, 4, 1, 5, 2, 6, 3, 7)  # positions of outputs 0 to 7 in a word
 
 
 def quantised_weights(options: Mapping[str, Any], tensors: Tensors) -> dict[str, QuantisedWeight]:
-    """The quantised weights of a checkpoint by layer. ``options``: its ``quantization_config``.
-    Raises ModelLoadError that names a tensor, UnsupportedModelError that names a feature that is
-    not read here."""
+    """Quantised weights of a checkpoint by layer. ``options``: its ``quantization_config``. Raises
+    ModelLoadError (naming a tensor), UnsupportedModelError (a feature that is not read here)."""
     method = str(options.get("quant_method"))
     reader, suffix = _READERS[method]
     weights: dict[str, QuantisedWeight] = {}
@@ -265,8 +264,7 @@ _READERS: dict[str, tuple[_Reader, str]] = {
 
 
 def tensors_of(hf: Any, dtype: torch.dtype) -> dict[str, torch.Tensor]:
-    """All tensors of a model with quantised layers as the format names them, others in
-    ``dtype``."""
+    """All tensors of a model as the format names them, unquantised ones in ``dtype``."""
     quantised = {n: m for n, m in hf.named_modules() if isinstance(m, QuantisedLinear)}
     tensors = {name: t.to(dtype).contiguous() for name, t in hf.state_dict().items()}
     if hf.config.get_text_config(decoder=True).tie_word_embeddings:
@@ -353,8 +351,7 @@ def _group(target: str, precision: str | None, scheme: Scheme) -> dict[str, Any]
 
 
 def pack(codes: torch.Tensor) -> torch.Tensor:
-    """int32 ``[rows, ceil(columns / 8)]`` of four-bit codes -8 to 7; the last word is padded with
-    0."""
+    """int32 ``[rows, ceil(columns / 8)]`` of four-bit codes -8 to 7, padded with 0."""
     rows, columns = codes.shape
     padded = nn.functional.pad(codes.long() + 8, (0, -columns % _PER_WORD))
     shifts = 4 * torch.arange(_PER_WORD)

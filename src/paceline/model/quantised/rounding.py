@@ -31,10 +31,9 @@ _LEAST_HALF = 2**-14  # of normal numbers: smaller ones lose digits
 
 
 def nearest(weight: torch.Tensor, bits: int, group: int, zero: Zero = "none") -> QuantisedWeight:
-    """The nearest codes of ``weight [out, in]``; ``group`` inputs share a scale. Of some shrunk
-    ranges of a group the one of least squared error is taken. Scales are numbers that bf16 holds,
-    as checkpoints store them, unless the zero is "free". Raises ConfigError where ``group`` does
-    not divide the inputs."""
+    """The nearest codes of ``weight [out, in]`` on the grid of least squared error; ``group``
+    inputs share a scale. Scales are numbers of bf16, as checkpoints store them, unless the zero is
+    "free". Raises ConfigError where ``group`` does not divide the inputs."""
     if weight.shape[1] % group:
         raise ConfigError(
             f"a weight of {weight.shape[1]} inputs does not divide into groups of {group}; "
@@ -54,9 +53,9 @@ def nearest(weight: torch.Tensor, bits: int, group: int, zero: Zero = "none") ->
 def gptq(
     weight: torch.Tensor, hessian: torch.Tensor, bits: int, group: int, zero: Zero = "none"
 ) -> QuantisedWeight:
-    """As ``nearest``, with later inputs corrected for the error of earlier ones. ``hessian`` ``[in,
-    in]`` float32: the sum of ``x^T x`` over calibration rows. The grid of a group is chosen when
-    its first column is reached."""
+    """As ``nearest``, with later inputs corrected for earlier errors. ``hessian`` ``[in, in]``
+    float32: sum of ``x^T x`` over calibration rows. A group's grid is chosen at its first
+    column."""
     left = weight.float().clone()
     factor = _inverse_factor(hessian)
     left[:, hessian.diagonal() == 0] = 0  # the weight of an input that is always 0

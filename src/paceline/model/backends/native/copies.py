@@ -78,8 +78,7 @@ class _Matrix:
 
 
 def rounded_copy(model: Adapted, precision: str) -> Any:
-    """The modules of a native model with other matrices; all else is shared. None if no matrix
-    divides into groups."""
+    """A native model's modules with other matrices; None if none divides into groups."""
     name = f"{model.name} in {precision}"
     hf = copy_beside(model.hf, lambda m: m if isinstance(m, nn.Linear | LinearBase) else None)
     matrices = _matrices(hf, Scheme(precision, head="int8", finer=True))
@@ -121,8 +120,7 @@ def _matrices(hf: Any, scheme: Scheme) -> list[_Matrix]:
 
 
 def _file_of(checkpoint: Sequence[FileStamp], matrices: Sequence[_Matrix]) -> Path | None:
-    """The cache file, None if there can be none. Raises ConfigError for a setting that is no
-    size."""
+    """The cache file, if there can be one. Raises ConfigError for a setting that is no size."""
     folder = cache_folder() / "quantised"
     if not checkpoint or os.environ.get(SETTING) == OFF:
         return None

@@ -217,8 +217,7 @@ class ModelHandle:
         return pointers
 
     def _work(self, spans: Spans, cache: KeyValueStore, wanted: int, skipped: Any) -> NativeWork:
-        """Of a forward with ``wanted`` rows of logits: rows are spread over experts evenly, windows
-        are ignored."""
+        """Of a forward with ``wanted`` rows of logits, with rows spread evenly over experts."""
         layers = self._layers - sum(skipped or ())
         products = self._packing.reads(sum(rows for rows, _ in spans), wanted, skipped)
         keys = cache.kv(0)[0]

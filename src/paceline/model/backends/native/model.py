@@ -148,8 +148,7 @@ class NativeModel(Backend):
 
 
 # -- heads -------------------------------------------------------------------------------------
-# No trial against the reference as for models: the modules are our own, and a wrong draft costs
-# speed alone.
+# Without a trial against the reference: a wrong draft costs speed alone.
 
 
 class NativeEagle(EagleStep):
@@ -267,9 +266,8 @@ def native_backend(model: Adapted) -> Backend | str:
         return shape
     wanted = trial_logits(model)
     native = NativeModel(model.hf, shape)
-    # The median row's error, of the worst sequence. For SmolLM2 in bf16 the reference's rows are 2
-    # to 72 % from float32 with the same weights, most 4 %; the kernels', which round less, 1 to 6
-    # %.
+    # The median row's error, of the worst sequence. In bf16 SmolLM2's rows are 2 to 72 % off those
+    # of float32 in the reference, most 4 %, and 1 to 6 % in the kernels, which round less.
     difference = max(
         statistics.median(map(relative_error, ours, theirs))
         for ours, theirs in zip(trial_logits(model, native), wanted, strict=True)
@@ -282,9 +280,8 @@ def native_backend(model: Adapted) -> Backend | str:
 
 
 def _limit(model: Adapted) -> float:
-    """How far logits may be apart. Rounding may change a whole code of quantised activations and
-    all that follows: SmolLM2's logits in float32 differ by 4 % with 8 bits, 5 % with 4 bits, in
-    bf16 by more."""
+    """How far logits may be apart. Rounding may change a whole code of quantised activations:
+    SmolLM2 in float32 differs by 4 % with 8 bits, by 5 % with 4 bits, in bf16 by more."""
     exact = model.dtype == torch.float32
     packed = [m.packed for m in model.hf.modules() if isinstance(m, PackedLinear)]
     forms = [one.form for one in packed if one.form is not None]

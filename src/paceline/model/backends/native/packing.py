@@ -278,8 +278,7 @@ class PackedExperts(nn.Module):
 def pack_children(
     parent: nn.Module, names: Sequence[str], dtype: torch.dtype, gated: bool = False
 ) -> Packed:
-    """Pack the linear children of these names into one matrix and replace them, unless they are
-    packed already."""
+    """Pack the linear children of these names into one matrix, if they are not packed yet."""
     linears = [getattr(parent, name) for name in names]
     if isinstance(linears[0], PackedLinear):
         return linears[0].packed

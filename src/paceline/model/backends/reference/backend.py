@@ -115,8 +115,7 @@ class TorchBackend(Backend):
         return self.on(copy_beside(self.hf, lambda m: passing.get(m, None if m in above else m)))
 
     def _layers_in_tuples(self) -> set[int]:
-        """Layers that return a tuple. Raises UnsupportedModelError for one that returns more than
-        hidden states."""
+        """Layers that return a tuple. Raises UnsupportedModelError for more than hidden states."""
         in_tuples: set[int] = set()
 
         def note(layer: int, output: Any) -> None:
