@@ -98,8 +98,7 @@ def write_aside(
 
 @contextmanager
 def write_cached(file: Path, folder: Path, what: str) -> Iterator[IO[bytes]]:
-    """A file that can be made again, in or below a folder of such files, which is made if need be.
-    Arguments and errors as of ``write_aside``."""
+    """Write a file that can be made again, in a folder of such files; see ``write_aside``."""
     with telling(what, file):
         claim(folder)
         file.parent.mkdir(exist_ok=True)
@@ -183,8 +182,7 @@ def folder_aside(path: str | Path, what: str, damaged: bool = False) -> Iterator
 
 @contextmanager
 def telling(what: str, path: str | Path, more: str = "") -> Iterator[None]:
-    """Errors of writing, also those that a library hides, become a WriteError that ends with
-    ``more``."""
+    """Errors of writing in the block become a WriteError that ends with ``more``."""
     try:
         yield
     except PacelineError:

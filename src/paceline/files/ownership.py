@@ -32,8 +32,7 @@ _forced: ContextVar[Callable[[str], None] | None] = ContextVar("paceline_forced"
 
 
 def force(log: Callable[[str], None] | None) -> None:
-    """Replace foreign files in this context after ``log`` was called with their names, or not
-    (None)."""
+    """Replace foreign files in this context, after ``log`` got their names; None: refuse them."""
     warned = set[str]()
 
     def once(line: str) -> None:
@@ -178,8 +177,7 @@ def names_aside(path: Path) -> tuple[Path, Path]:
 
 
 def clear_killed(path: Path) -> None:
-    """Clear up after processes that were killed while they wrote ``path``: a renamed old one comes
-    back, partial new ones are removed."""
+    """Clear up after killed writers of ``path``: the old one comes back, partial ones go."""
     name = re.compile(rf"\.{re.escape(path.name)}\.(\d+)-([0-9a-f]+)(-\d+)?\.(partial|old)")
     for left in path.parent.glob("." + glob.escape(path.name) + ".*"):
         match = name.fullmatch(left.name)

@@ -91,8 +91,7 @@ def _rounded(model: CausalModel, precision: str) -> CausalModel:
 
 
 def _to_be_rounded(module: Any) -> Any | None:
-    """The module if its matrix is to be rounded: plain, or quantised by us. The weight of a
-    library's own linear layer holds codes."""
+    """The module if its matrix is plain or quantised by us; libraries' own layers hold codes."""
     plain = isinstance(module, nn.Linear) and is_plain(module.weight)
     divides = getattr(module, "in_features", 1) % ROW_GROUP == 0
     return module if divides and (plain or isinstance(module, LinearBase)) else None

@@ -47,8 +47,7 @@ class ModelIdentity:
         )
 
     def difference(self, other: ModelIdentity) -> str | None:
-        """How the ``other`` model differs, in words; None if it is the same. Weights are compared
-        by their logits, which depend little on dtype and layout."""
+        """How the ``other`` model differs; None: not. Weights are compared by their logits."""
         for key, what in _SIZES.items():
             if getattr(self, key) != getattr(other, key):
                 return f"its {what} is {getattr(other, key)}, not {getattr(self, key)}"

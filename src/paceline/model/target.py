@@ -53,9 +53,8 @@ class CausalModel:
     forwards."""
 
     def __init__(self, hf: Any, name: str) -> None:
-        """Adapt a module built with ``attn_implementation="paceline"``. Raises
-        UnsupportedModelError if a probe shows state beside the keys and values of our attention
-        function."""
+        """Adapt a module with ``attn_implementation="paceline"``. Raises UnsupportedModelError if a
+        probe shows state beside our keys and values."""
         self.hf = hf.eval()
         self.name = name
         self.device: torch.device = hf.device

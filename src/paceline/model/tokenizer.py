@@ -75,8 +75,7 @@ class Named(Protocol):
 def differences(
     tokenizer: PreTrainedTokenizerFast, draft_tokenizer: PreTrainedTokenizerFast
 ) -> str:
-    """How many entries of the vocabularies differ, and the first of them; "" if none. Ids without a
-    token, which pad logits, are not compared."""
+    """How many entries of the vocabularies differ, and the first of them; "" if none."""
     ours = {index: token for token, index in tokenizer.get_vocab().items()}
     theirs = {index: token for token, index in draft_tokenizer.get_vocab().items()}
     differing = [i for i in sorted(ours.keys() | theirs.keys()) if ours.get(i) != theirs.get(i)]

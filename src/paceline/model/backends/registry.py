@@ -19,8 +19,7 @@ _registered: dict[str, MakeBackend] = {}
 
 
 def register_backend(name: str, make: MakeBackend) -> None:
-    """Let ``backend=name`` run models by what ``make`` gives; the last one of a name counts.
-    Raises ConfigError for the names of our own."""
+    """Let ``backend=name`` run models by ``make``. Raises ConfigError for names of our own."""
     if name in (AUTO, NATIVE, REFERENCE):
         raise ConfigError(f"there is a backend {name!r} already; use another name")
     _registered[name] = make

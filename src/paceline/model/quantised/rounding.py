@@ -54,8 +54,7 @@ def gptq(
     weight: torch.Tensor, hessian: torch.Tensor, bits: int, group: int, zero: Zero = "none"
 ) -> QuantisedWeight:
     """As ``nearest``, with later inputs corrected for earlier errors. ``hessian`` ``[in, in]``
-    float32: sum of ``x^T x`` over calibration rows. A group's grid is chosen at its first
-    column."""
+    float32: ``X^T X`` of calibration rows. A group's grid is chosen at its first column."""
     left = weight.float().clone()
     factor = _inverse_factor(hessian)
     left[:, hessian.diagonal() == 0] = 0  # the weight of an input that is always 0

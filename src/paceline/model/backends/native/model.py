@@ -255,8 +255,7 @@ class NativeMedusa:
 
 @torch.inference_mode()
 def native_backend(model: Adapted) -> Backend | str:
-    """The kernels with the model's weights, or the reason why they do not run it. Called before
-    anything else changes the layout of the weights."""
+    """The kernels with the model's weights, whose layout they change, or why they cannot run it."""
     try:
         library()
     except NativeUnavailableError as error:

@@ -345,8 +345,7 @@ class Packing:
         self._alive += what
 
     def reads(self, rows: int, wanted: int, skipped: Any) -> tuple[WeightRead, ...]:
-        """The matrices that a forward over ``rows`` reads, ``wanted`` of which have logits;
-        ``skipped``: flags of the layers, if some are left out."""
+        """Matrices that a forward over ``rows`` reads, ``wanted`` of which have logits."""
         return tuple(
             matrix.read(wanted if part is None else round(rows * part))
             for matrix, part, layer in self.packed

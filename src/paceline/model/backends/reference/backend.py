@@ -104,8 +104,7 @@ class TorchBackend(Backend):
         return self._view(skipped)
 
     def _view(self, skipped: frozenset[int]) -> TorchBackend:
-        """Copies only the modules above a skipped layer. Lists of layers keep their length, as
-        models look up masks and rotary tables by index."""
+        """Copies the modules above a skipped layer; lists keep their length, for their indices."""
         in_tuples = self._in_tuples or set()
         above, passing = set[torch.nn.Module](), dict[torch.nn.Module, Any]()
         for layer in skipped:
