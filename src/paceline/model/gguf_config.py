@@ -170,9 +170,6 @@ def _attention(config: Any, keys: _Keys) -> dict[str, Any]:
     return changes | {"query_pre_attn_scalar": scalar or config.query_pre_attn_scalar}
 
 
-# -- rotary positions ------------------------------------------------------------------------
-
-
 def _rope(config: Any, keys: _Keys) -> dict[str, Any]:
     """``rope_parameters``; nested by kinds of layers where they were."""
     parameters = config.rope_parameters

@@ -119,8 +119,6 @@ def _orders(rows: int, config: Any) -> Iterator[torch.Tensor | None]:
             yield torch.arange(rows).reshape(heads, -1, 2).swapaxes(1, 2).flatten()
 
 
-# -- blocks ------------------------------------------------------------------------------------
-
 Array = np.ndarray[Any, Any]
 
 

@@ -300,9 +300,6 @@ def check_architecture(config: Any) -> None:
         )
 
 
-# -- weights ---------------------------------------------------------------------------------
-
-
 def _weights(
     name: str,
     path: str,

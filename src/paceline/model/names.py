@@ -101,9 +101,6 @@ IN_WORDS = f"{REAL} where pulled, else {EMBEDDED}; ${VARIABLE} names another"
 DEFAULT_DRAFT = "auto"
 
 
-# -- pulled models ------------------------------------------------------------------------------
-
-
 def model_folder(entry: Pullable) -> Path:
     """Where the model is once it has been pulled."""
     return cache_folder() / "models" / entry.name
@@ -127,9 +124,6 @@ def pulled(entry: Pullable) -> Path | None:
 def megabytes(size: float) -> str:
     """``93 MB`` of 10^6 bytes."""
     return f"{size / 1e6:,.0f} MB"
-
-
-# -- names to folders ---------------------------------------------------------------------------
 
 
 class NotPulledError(ModelLoadError):
@@ -176,9 +170,6 @@ def has_assets(name: str) -> bool:
 
 def _assets(name: str) -> Path:
     return Path(__file__).resolve().parent.parent / "assets" / name.removeprefix(PREFIX)
-
-
-# -- defaults -----------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)

@@ -96,9 +96,6 @@ def check_embeddings(draft: Named, tokens: int) -> None:
         )
 
 
-# -- bytes of tokens ---------------------------------------------------------------------------
-
-
 class TokenSpeller:
     """Spells tokens, given by their names in the vocabulary, in bytes. A token may be a part of a
     character: byte-level names and those of byte fallback are spelt here, others decoded."""

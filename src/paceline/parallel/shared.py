@@ -112,8 +112,6 @@ class SharedForward(Backend):
     def _tell(self, method: str, *arguments: Any) -> None:
         self.ranks.group.broadcast(Order(method, arguments))
 
-    # -- caches ------------------------------------------------------------------------------------
-
     def _number(self, cache: KeyValueStore) -> int:
         """The number of a cache's counterparts, which are made if there are none."""
         assert isinstance(cache, PagedCache)

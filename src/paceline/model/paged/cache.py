@@ -98,8 +98,6 @@ class PagedCache:
         """Keys and values of a layer, ``[num_slots, kv_heads, width]``, in 8 bits ``width + 4``."""
         return self._layers[layer]
 
-    # -- sequences -------------------------------------------------------------------------
-
     def __contains__(self, seq_id: int) -> bool:
         return seq_id in self._tables
 
@@ -206,8 +204,6 @@ class PagedCache:
     def _slot(self, seq_id: int, index: int) -> int:
         size = self.block_size
         return self._tables[seq_id].blocks[index // size] * size + index % size
-
-    # -- batching --------------------------------------------------------------------------
 
     def batch_of(
         self, spans: Sequence[Span], features: Sequence[int] = (), choices_only: bool = False

@@ -347,9 +347,6 @@ def _group(target: str, precision: str | None, scheme: Scheme) -> dict[str, Any]
     }
 
 
-# -- words of 32 bits --------------------------------------------------------------------------
-
-
 def pack(codes: torch.Tensor) -> torch.Tensor:
     """int32 ``[rows, ceil(columns / 8)]`` of four-bit codes -8 to 7, padded with 0."""
     rows, columns = codes.shape

@@ -11,6 +11,7 @@ from typing import Any
 import torch
 
 from paceline.core.batch import Batch, ModelOutput
+from paceline.core.memory import trim
 from paceline.core.stages import warn
 from paceline.kernels.compile import NativeUnavailableError
 from paceline.kernels.library import (
@@ -62,7 +63,7 @@ class NativeModel(Backend):
         )
         self.lm_head = pack_children(hf, ("lm_head",), self.dtype)
         self.embedding = hf.model.embed_tokens.weight.detach().contiguous()
-        packing.keep(layers, self.embedding)
+        packing.alive += (layers, self.embedding)
         model = CModel(
             dtype=DTYPES[self.dtype],
             hidden=self.hidden_size,
@@ -75,7 +76,7 @@ class NativeModel(Backend):
             final_norm=packing.norm(decoder.final_norm),
             head=packing.weight(self.lm_head, None),
         )
-        packing.trim()
+        trim()
         self._handle = ModelHandle(model, packing, hf.model.rotary_emb, decoder.rope_kinds)
         matrices = sum(matrix.data.nbytes for matrix, _, _ in packing.packed)
         self.head_share = self.lm_head.data.nbytes / matrices
@@ -169,7 +170,7 @@ class NativeEagle(EagleStep):
         embedding, scale = target.embedding, target.decoder.embedding_scale
         if head.embed_tokens is not None:
             embedding, scale = head.embed_tokens.weight.detach(), 1.0
-        packing.keep(layer, embedding)
+        packing.alive += (layer, embedding)
         model = CModel(
             dtype=DTYPES[self._dtype],
             hidden=config.hidden_size,
@@ -248,9 +249,6 @@ class NativeMedusa:
         blocks, layers = self._blocks[: count * self._config.layers], self._layers[:count]
         head_rows = rows * count if self._config.shared_head else rows
         return NativeWork((*(b.read(rows) for b in blocks), *(h.read(head_rows) for h in layers)))
-
-
-# -- use ---------------------------------------------------------------------------------------
 
 
 @torch.inference_mode()

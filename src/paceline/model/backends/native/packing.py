@@ -292,7 +292,7 @@ class Packing:
     """Packed weights and norms that an opened model points to; they live as long as it."""
 
     def __init__(self) -> None:
-        self._alive: list[Any] = []
+        self.alive: list[Any] = []
         self._untrimmed = 0  # bytes packed since the last trim
         # With the share of the rows that read the matrix (None: rows with logits), and its layer.
         self.packed: list[tuple[Packed, float | None, int | None]] = []
@@ -302,13 +302,9 @@ class Packing:
         # Without this a whole model would be in memory twice.
         self._untrimmed += packed.data.nbytes
         if self._untrimmed > _TRIM_BYTES:
-            self.trim()
+            trim()
+            self._untrimmed = 0
         return packed.struct()
-
-    def trim(self) -> None:
-        """Give the freed memory of the plain weights back to the system."""
-        trim()
-        self._untrimmed = 0
 
     def matrices(self, layer: Any, dtype: torch.dtype, number: int | None = None) -> dict[str, Any]:
         """Fields of CLayer: the matrices of a decoder layer, packed in place."""
@@ -328,7 +324,7 @@ class Packing:
             (CWeight * count)(*(weight(one, chosen / count) for one in experts))
             for experts in (mlp.experts.gate_up, mlp.experts.down)
         )
-        self.keep(gate_up, down)
+        self.alive += (gate_up, down)
         router = weight(Packed.of([plain_linear(mlp.gate.weight)], dtype))
         fields |= {"experts": count, "chosen": chosen, "router": router}
         return fields | {"expert_gate_up": gate_up, "expert_down": down}
@@ -338,11 +334,8 @@ class Packing:
         if norm is None:
             return CNorm(None, 0.0)
         weight = norm.weight.detach().float().contiguous()
-        self.keep(weight)
+        self.alive.append(weight)
         return CNorm(weight.data_ptr(), norm.eps)
-
-    def keep(self, *what: Any) -> None:
-        self._alive += what
 
     def reads(self, rows: int, wanted: int, skipped: Any) -> tuple[WeightRead, ...]:
         """Matrices that a forward over ``rows`` reads, ``wanted`` of which have logits."""

@@ -158,9 +158,6 @@ def _described(
     )
 
 
-# -- matrices ----------------------------------------------------------------------------------
-
-
 def _products(hf: Any) -> list[Any]:
     """The matrices of all layers: linear modules, and parameters of experts."""
     products: list[Any] = []
@@ -185,9 +182,6 @@ def _packs(layer: Any) -> bool:
     if not hasattr(layer.mlp, "experts"):
         groups.append([getattr(layer.mlp, name) for name in GATED])
     return all(map(same_form, groups))
-
-
-# -- norms, activations ---------------------------------------------------------------------------
 
 
 def as_rms_norm(module: nn.Module) -> RMSNorm | None:

@@ -83,9 +83,6 @@ class RowPositions:
         return torch.tensor(rows, device=batch.positions.device)
 
 
-# -- rotary embeddings ---------------------------------------------------------------------------
-
-
 def _switch_of(module: Any, max_positions: int) -> int | None:
     """The least position that changes the rotations of the whole batch, if there is one (see
     transformers' ``dynamic_rope_update``)."""
@@ -134,9 +131,6 @@ def _rotate_by_row(
         torch.where(rows.long[:, None], b[:, :-1], a) for a, b in zip(short, long, strict=True)
     ]
     return tuple(chosen) if isinstance(output, tuple) else chosen[0]
-
-
-# -- scales of queries ---------------------------------------------------------------------------
 
 
 def _scales_by_row(module: Any) -> bool:
