@@ -31,6 +31,8 @@ from paceline.model.quantised.formats import check_fields
 from paceline.model.tensorfile import read_table, verify
 from paceline.model.tokenizer import load_tokenizer as load_tokenizer
 
+Dtype = str | torch.dtype
+Device = str | torch.device
 _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 _DTYPES |= {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 _WEIGHTS = ("*.safetensors", "pytorch_model*.bin", "*.safetensors.index.json")
@@ -40,8 +42,8 @@ _PAGED_LAYERS = {"full_attention", "sliding_attention", "chunked_attention", "at
 
 def load_module(
     name: str,
-    dtype: str | torch.dtype,
-    device: str | torch.device,
+    dtype: Dtype,
+    device: Device,
     attention: str | None = None,
     packed: bool = False,
     config: Any = None,
@@ -106,7 +108,7 @@ def _of_gguf(
     return module
 
 
-def resolve_device(device: str | torch.device) -> torch.device:
+def resolve_device(device: Device) -> torch.device:
     """ "auto" is CUDA when there is one. Raises ConfigError on an unusable device."""
     if device == "auto":
         return torch.device("cuda" if torch.cuda.is_available() else "cpu")
@@ -124,7 +126,7 @@ def resolve_device(device: str | torch.device) -> torch.device:
     return resolved
 
 
-def resolve_dtype(dtype: str | torch.dtype, device: torch.device) -> torch.dtype | None:
+def resolve_dtype(dtype: Dtype, device: torch.device) -> torch.dtype | None:
     """The dtype to load in; None keeps the checkpoint's own."""
     if isinstance(dtype, torch.dtype):
         return dtype
@@ -137,9 +139,7 @@ def resolve_dtype(dtype: str | torch.dtype, device: torch.device) -> torch.dtype
     return _DTYPES[dtype]
 
 
-def dtype_to_load(
-    dtype: str | torch.dtype, device: torch.device, backend: str
-) -> torch.dtype | None:
+def dtype_to_load(dtype: Dtype, device: torch.device, backend: str) -> torch.dtype | None:
     """The same for an engine's models: "auto" is bf16 where the native kernels may run, as they
     read half as much as in float32 (SmolLM2 on Zen 3: 13.2 ms a step, not 24.3)."""
     if dtype == "auto" and device.type == "cpu" and backend != REFERENCE and are_kernels_here():

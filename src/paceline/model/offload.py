@@ -25,6 +25,8 @@ from paceline.errors import ConfigError, ModelLoadError
 from paceline.files import cache_folder
 from paceline.model.hub import fetched
 from paceline.model.loading import (
+    Device,
+    Dtype,
     causal_class,
     load_module,
     plain_config,
@@ -65,9 +67,7 @@ def refuse_with_offload(offload: str, quantize: str | None, backend: str) -> Non
         )
 
 
-def load_offloaded(
-    name: str, dtype: str | torch.dtype, device: str | torch.device, plan: OffloadPlan
-) -> Any:
+def load_offloaded(name: str, dtype: Dtype, device: Device, plan: OffloadPlan) -> Any:
     """The module of a model, its layers where the plan has them. Raises ModelLoadError."""
     # transformers writes weights there whose form on disk is not the model's.
     cache_folder().mkdir(parents=True, exist_ok=True)
@@ -95,11 +95,7 @@ def make_resident(copied: nn.Module) -> None:
 
 
 def plan_offload(
-    name: str,
-    dtype: str | torch.dtype,
-    device: str | torch.device,
-    offload: str,
-    memory: int | None = None,
+    name: str, dtype: Dtype, device: Device, offload: str, memory: int | None = None
 ) -> OffloadPlan:
     """Put layers into ``memory`` bytes of the device (None: half of the free ones), the others on
     ``offload``, "cpu" or "disk"; reads no weights. Raises ConfigError and ModelLoadError."""

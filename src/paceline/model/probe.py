@@ -13,6 +13,7 @@ from functools import lru_cache
 from typing import Any, NamedTuple
 
 import torch
+from torch import Tensor
 
 from paceline.core.batch import Batch, Span
 from paceline.errors import UnsupportedModelError
@@ -88,42 +89,27 @@ def register() -> None:
 
 
 def _attention(
-    module: Any,
-    query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
-    attention_mask: torch.Tensor | None,
-    scaling: float | None = None,
-    softcap: float | None = None,
-    s_aux: torch.Tensor | None = None,
-    paceline_step: Any = None,
-    **_: Any,
-) -> tuple[torch.Tensor, None]:
-    if scaling is None:
-        scaling = query.shape[-1] ** -0.5
-    out = paged_attention(
-        query, key, value, module.layer_idx, paceline_step, scaling, softcap, s_aux
-    )
+    module: Any, query: Tensor, key: Tensor, value: Tensor, attention_mask: Any, **options: Any
+) -> tuple[Tensor, None]:
+    scaling = options.get("scaling")
+    scaling = query.shape[-1] ** -0.5 if scaling is None else scaling
+    step, softcap, sinks = options["paceline_step"], options.get("softcap"), options.get("s_aux")
+    out = paged_attention(query, key, value, module.layer_idx, step, scaling, softcap, sinks)
     return out, None
 
 
 def _probing_attention(
-    module: Any,
-    query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
-    attention_mask: torch.Tensor | None,
-    paceline_step: Any = None,
-    **kwargs: Any,
-) -> tuple[torch.Tensor, None]:
+    module: Any, query: Tensor, key: Tensor, value: Tensor, attention_mask: Any, **options: Any
+) -> tuple[Tensor, None]:
+    probe = options.get("paceline_step")
     kind = type(module).__name__
-    if not isinstance(paceline_step, AttentionProbe):
+    if not isinstance(probe, AttentionProbe):
         raise UnsupportedModelError(f"{kind} does not pass keyword arguments on to attention")
     layer = getattr(module, "layer_idx", None)
     if not isinstance(layer, int):
         raise UnsupportedModelError(f"{kind} does not know which layer it is in (no layer_idx)")
     for name in ("position_bias", "head_mask", "block_mask", "indexer"):
-        if kwargs.get(name) is not None:
+        if options.get(name) is not None:
             raise UnsupportedModelError(f"{kind} gives attention a {name}, which is not supported")
     if attention_mask is not None and attention_mask.dtype != torch.int64:
         raise UnsupportedModelError(
@@ -131,13 +117,13 @@ def _probing_attention(
             "use another architecture"
         )
     shape = key.shape[1], key.shape[-1], value.shape[-1]
-    pattern = _pattern(attention_mask, kwargs.get("sliding_window"))
-    paceline_step.calls.append(AttentionCall(layer, module, shape, pattern))
+    pattern = _pattern(attention_mask, options.get("sliding_window"))
+    probe.calls.append(AttentionCall(layer, module, shape, pattern))
     group = query.shape[1] // value.shape[1]
     return value.repeat_interleave(group, 1).transpose(1, 2).contiguous(), None
 
 
-def _pattern(mask: torch.Tensor | None, window: int | None) -> Pattern:
+def _pattern(mask: Tensor | None, window: int | None) -> Pattern:
     if mask is None:  # the model builds no masks through transformers' functions
         return Pattern(window=window)
     code = int(mask.flatten()[0].item())
@@ -156,7 +142,7 @@ def _probing_mask(
     device: torch.device | str = "cpu",
     config: Any = None,
     **_: Any,
-) -> torch.Tensor:
+) -> Tensor:
     """An int64 mask whose every entry is W for a window, -C for chunks, 0 for no limit."""
     code = _code(mask_function, getattr(config, "attention_chunk_size", None))
     return torch.full((batch_size, 1, q_length, kv_length), code, device=device)

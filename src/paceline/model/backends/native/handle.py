@@ -32,6 +32,7 @@ from paceline.model.paged.int8 import INT8
 from paceline.model.paged.segments import KeyValueStore
 
 _ALL = 1 << 30  # more than any vocabulary has
+Kinds = Sequence[str | None]  # types of layers, as the rotary module has them
 Pointers = tuple[Any, Any, bool]
 Spans = Sequence[tuple[int, int]]  # rows, and keys that they read
 
@@ -40,7 +41,7 @@ class Ropes:
     """Cosines and sines of all positions so far, float32 ``[positions, head_dim]`` for each kind of
     layers: half of a row cosines, half sines. The model's own module computes them."""
 
-    def __init__(self, rotary_emb: Any, kinds: Sequence[str | None]) -> None:
+    def __init__(self, rotary_emb: Any, kinds: Kinds) -> None:
         self._module, self._kinds = rotary_emb, kinds
         self._length, self._pointers = 0, None
         self._growing = threading.Lock()
@@ -74,11 +75,7 @@ class ModelHandle:
     calls: flags of the layers, if some are left out."""
 
     def __init__(
-        self,
-        model: CModel,
-        packing: Packing,
-        rotary_emb: Any,
-        rope_kinds: Sequence[str | None] = (None,),
+        self, model: CModel, packing: Packing, rotary_emb: Any, rope_kinds: Kinds = (None,)
     ) -> None:
         self._close = library().pl_close
         self._handle = library().pl_open(model)

@@ -46,6 +46,7 @@ _PANEL = 32
 _TRIM_BYTES = 64 << 20
 PROJECTIONS = ("q_proj", "k_proj", "v_proj")
 GATED = ("gate_proj", "up_proj")
+AnyLinear = nn.Linear | LinearBase
 
 
 @dataclass(frozen=True)
@@ -61,9 +62,7 @@ class Packed:
     elements: int = 0  # of the matrices, padding left out
 
     @classmethod
-    def of(
-        cls, linears: Sequence[nn.Linear | QuantisedLinear], dtype: torch.dtype, gated: bool = False
-    ) -> Packed:
+    def of(cls, linears: Sequence[AnyLinear], dtype: torch.dtype, gated: bool = False) -> Packed:
         """The matrices one below the other; ``gated``: two, their outputs interleaved."""
         quantised = [linear for linear in linears if isinstance(linear, QuantisedLinear)]
         weights = common_form([linear.quantised for linear in quantised])
@@ -79,11 +78,7 @@ class Packed:
 
     @classmethod
     def blank(
-        cls,
-        linears: Sequence[nn.Linear | QuantisedLinear | PackedLinear],
-        dtype: torch.dtype,
-        gated: bool,
-        form: Form | None,
+        cls, linears: Sequence[AnyLinear], dtype: torch.dtype, gated: bool, form: Form | None
     ) -> Packed:
         """A matrix of that form and size, all zeros, with the layers' biases."""
         inputs = linears[0].in_features
@@ -205,13 +200,7 @@ def _packed_outputs(part: int, first: int, count: int) -> torch.Tensor:
 class PackedLinear(LinearBase):
     """An ``nn.Linear`` whose weight is part of a packed matrix, its only copy."""
 
-    def __init__(
-        self,
-        linear: nn.Linear | QuantisedLinear | PackedLinear,
-        packed: Packed,
-        part: int,
-        first: int,
-    ) -> None:
+    def __init__(self, linear: AnyLinear, packed: Packed, part: int, first: int) -> None:
         super().__init__()
         self.in_features, self.out_features = linear.in_features, linear.out_features
         self.bias = None if linear.bias is None else linear.bias.detach()
