@@ -64,7 +64,10 @@ def completed(config: Any, file: GgufFile) -> Any:
     original = keys.values.get("rope.scaling.original_context_length")
     if original and hasattr(config, _ORIGINAL):
         changes[_ORIGINAL] = int(original)
-    keys.refuse_rest()
+    for key, allowed in _ABSENT.items():
+        keys.expect(key, *allowed)
+    if keys.unread:
+        keys.refuse(min(keys.unread))
     return type(config).from_dict({**config.to_dict(), **changes})
 
 
@@ -110,12 +113,6 @@ class _Keys:
             f"{self.file.path} {what} {why}; take the model's own folder (safetensors) in place of "
             "its GGUF file"
         )
-
-    def refuse_rest(self) -> None:
-        for key, allowed in _ABSENT.items():
-            self.expect(key, *allowed)
-        if self.unread:
-            self.refuse(min(self.unread))
 
 
 def _numbers(config: Any, keys: _Keys) -> dict[str, Any]:

@@ -24,15 +24,8 @@ from paceline.model.quantised.weights import (
     is_plain,
 )
 
-# What transformers asks of the installation for formats that are left to it.
-_LIBRARIES = {
-    "compressed-tensors": "compressed-tensors",
-    "bitsandbytes": "bitsandbytes",
-    "torchao": "torchao",
-    "fp8": "kernels",
-    "hqq": "hqq",
-    "quanto": "optimum-quanto",
-}
+# Packages that are not named as their format is.
+_LIBRARIES = {"fp8": "kernels", "quanto": "optimum-quanto"}
 
 
 def quantization_of(config: Any) -> dict[str, Any] | None:
@@ -79,12 +72,9 @@ def dense_tensors(
 def restore_quantised(name: str, hf: Any, weights: Mapping[str, QuantisedWeight]) -> None:
     """Put the quantised weights into a plain model's layers. A line says how many layers stay
     dequantised, as their groups do not fit our arithmetic."""
-    left = 0
+    left, modules = 0, dict(hf.named_modules(remove_duplicate=False))
     for layer, weight in weights.items():
-        try:
-            module = hf.get_submodule(layer)
-        except AttributeError:
-            module = None
+        module = modules.get(layer)
         if type(module) is not nn.Linear or not weight.fits:
             left += 1
             continue

@@ -135,17 +135,12 @@ def _pattern(mask: Tensor | None, window: int | None) -> Pattern:
 
 
 def _probing_mask(
-    batch_size: int,
-    q_length: int,
-    kv_length: int,
-    mask_function: Callable[..., Any],
-    device: torch.device | str = "cpu",
-    config: Any = None,
-    **_: Any,
+    mask_function: Callable[..., Any], device: Any = "cpu", config: Any = None, **sizes: Any
 ) -> Tensor:
     """An int64 mask whose every entry is W for a window, -C for chunks, 0 for no limit."""
     code = _code(mask_function, getattr(config, "attention_chunk_size", None))
-    return torch.full((batch_size, 1, q_length, kv_length), code, device=device)
+    shape = sizes["batch_size"], 1, sizes["q_length"], sizes["kv_length"]
+    return torch.full(shape, code, device=device)
 
 
 def _code(mask_function: Callable[..., Any], chunk: int | None) -> int:

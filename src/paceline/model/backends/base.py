@@ -1,14 +1,4 @@
-"""The protocol of backends, which run all forwards.
-
-    forward(batch, cache) -> logits, features        keys and values go into the cache
-    head(hidden) -> logits                            the language-model head alone
-    without(layers) -> a backend                      a view that leaves layers out
-    growth -> trees                                   whole drafts in one call, if it can
-    eagle(head), medusa(heads) -> their steps         heads on the target's features
-    quantised(model, precision) -> modules, backend   the same model in fewer bits
-
-The defaults here use torch's modules.
-"""
+"""The protocol of backends, which run all forwards. The defaults use torch's own modules."""
 
 from __future__ import annotations
 

@@ -42,6 +42,8 @@ class Pattern:
 
 
 FULL = Pattern()
+# Of a span: pending, parents, first_new; its pattern and phase, and whether ancestors are known.
+Shape = tuple[int, tuple[int, ...], int, Pattern, int, bool]
 
 
 def visible(span: Span, pattern: Pattern, columns: int, ancestors: bool = True) -> torch.Tensor:
@@ -51,20 +53,13 @@ def visible(span: Span, pattern: Pattern, columns: int, ancestors: bool = True) 
     result does not depend on the span's context, so masks are cached in a few widths."""
     shape = span.pending, span.parents, span.first_new, pattern, pattern.phase(span), ancestors
     if span.rows > _KEPT_ROWS or columns > _KEPT_COLUMNS:
-        return _visible(*shape, columns)
+        return _visible(shape, columns)
     width = max(256, 1 << (columns - 1).bit_length())
-    return _kept(*shape, width)[:, width - columns :]
+    return _kept(shape, width)[:, width - columns :]
 
 
-def _visible(
-    pending: int,
-    parents: tuple[int, ...],
-    first_new: int,
-    pattern: Pattern,
-    phase: int,
-    ancestors: bool,
-    columns: int,
-) -> torch.Tensor:
+def _visible(shape: Shape, columns: int) -> torch.Tensor:
+    pending, parents, first_new, pattern, phase, ancestors = shape
     # Positions are counted from the first index after the pending tokens ("base").
     nodes = len(parents)
     depths = torch.tensor(depths_of(parents), dtype=torch.int64)

@@ -295,9 +295,8 @@ def _scale_dtype(weight: QuantisedWeight) -> torch.dtype:
     """The dtype in which the scales are stored without loss (see rounding.py)."""
     if not weight.from_zero:
         return torch.bfloat16
-    return (
-        torch.float16 if torch.equal(weight.scales.half().float(), weight.scales) else torch.float32
-    )
+    exact = torch.equal(weight.scales.half().float(), weight.scales)
+    return torch.float16 if exact else torch.float32
 
 
 def quantization_config(hf: Any, scheme: Scheme) -> dict[str, Any]:

@@ -117,14 +117,11 @@ class QuantisedWeight:
         """The same numbers in as many bits or more, in smaller groups, with offsets if wanted."""
         repeat = self.group // group
         scales = self.scales.repeat_interleave(repeat, 1)
-        added = None
+        added = torch.zeros_like(scales) if offsets else None
         if self.offsets is not None:
             added = self.offsets.repeat_interleave(repeat, 1)
-        elif offsets:
-            added = torch.zeros_like(scales)
-        return replace(
-            self, scales=scales, bits=bits, offsets=added, from_zero=bits == 4 and self.from_zero
-        )
+        from_zero = bits == 4 and self.from_zero
+        return replace(self, scales=scales, bits=bits, offsets=added, from_zero=from_zero)
 
     def check(self, name: str) -> QuantisedWeight:
         """Returns itself. Raises ModelLoadError that names the tensor if it can be no weight."""

@@ -121,8 +121,8 @@ class ModelHandle:
         forward, _alive = None, None
         if first is not None:
             assert logits.is_contiguous() and rows_of_logits(first) == len(wanted)
-            fields = {"logits": logits.data_ptr(), "columns": logits.shape[1]}
-            forward, _alive = self._struct(first, cache, skipped, **fields)
+            output = {"logits": logits.data_ptr(), "columns": logits.shape[1]}
+            forward, _alive = self._struct(first, cache, skipped, **output)
         ropes = self._ropes.reach(max(tree.base + tree.depth for tree in wanted))
         growth = CGrowth(
             trees=len(wanted),
