@@ -77,7 +77,6 @@ def claim(folder: Path) -> None:
 
 
 def is_claimed(folder: Path) -> bool:
-    """Whether ``claim`` made the folder."""
     return (folder / MANIFEST).is_file()
 
 
@@ -141,7 +140,6 @@ def read_manifest(folder: Path) -> dict[str, str]:
 
 
 def manifest_text(digests: Mapping[str, str]) -> str:
-    """The content of a manifest."""
     about = "Written by Paceline, which replaces files of these SHA-256 only."
     return json.dumps({"about": about, "files": dict(sorted(digests.items()))}, indent=1) + "\n"
 

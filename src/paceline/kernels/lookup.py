@@ -98,7 +98,6 @@ class NativeTextIndex:
 
     @property
     def held_bytes(self) -> int:
-        """Memory that it takes."""
         return int(self._native.pl_index_bytes(self._handle))
 
     def extend(self, tokens: Sequence[int]) -> None:

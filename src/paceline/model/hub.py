@@ -62,10 +62,9 @@ def _ask(name: str) -> str | ModelLoadError:
     try:
         with stage(f"asking the model hub for {name}"):
             for weights in ("*.safetensors", "*.bin"):
-                files = [*SMALL, weights]
-                folder = Path(
-                    snapshot_download(name, allow_patterns=files, ignore_patterns=_OTHERS)
-                )
+                wanted = [*SMALL, weights]
+                path = snapshot_download(name, allow_patterns=wanted, ignore_patterns=_OTHERS)
+                folder = Path(path)
                 if any(folder.glob(weights)):
                     break
     except Exception as error:  # the client's own errors and those of its HTTP library

@@ -1,11 +1,7 @@
-"""Models larger than their device: layers stay in main memory or on disk.
-
-    on the device    embedding, norms, language-model head, and as many layers as fit
-    elsewhere        the other layers; every forward moves their weights once
-
-Accelerate moves them (https://huggingface.co/docs/accelerate/concept_guides/big_model_inference);
-from disk they are read out of the checkpoint, in its dtype.
-"""
+"""Models larger than their device: layers stay in main memory or on disk, and every forward moves
+their weights once. Accelerate does
+(https://huggingface.co/docs/accelerate/concept_guides/big_model_inference); from disk they are read
+out of the checkpoint, in its dtype."""
 
 from __future__ import annotations
 

@@ -97,7 +97,6 @@ class RankGroup:
         dist.broadcast_object_list([order], src=0, group=self._control)
 
     def receive(self) -> Order:
-        """Wait for the next order."""
         received: list[Any] = [None]
         dist.broadcast_object_list(received, src=0, group=self._control)
         return Order(*received[0])

@@ -93,8 +93,8 @@ class RankProcess:
 
 
 class RankProcesses:
-    """Rank 0's view of ``size`` ranks on ``device``, a CPU or the first of as many GPUs. ``lost``:
-    why the ranks have failed, for good."""
+    """Ranks on ``device``, a CPU or the first of ``size`` GPUs; ``lost``: why they failed, for
+    good."""
 
     def __init__(self, size: int, device: torch.device, job: dict[str, object]) -> None:
         """Start the others and wait for all. Raises ConfigError, PacelineError if one fails."""

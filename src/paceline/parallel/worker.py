@@ -33,7 +33,6 @@ def _live_with_rank_0() -> None:
 
 
 def main() -> None:
-    """Run as the process."""
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, signal.SIG_IGN)
     replies, sys.stdout = sys.stdout, sys.stderr  # libraries must not write to rank 0
@@ -72,7 +71,6 @@ class Follower:
 
     @torch.inference_mode()
     def run(self) -> None:
-        """Until the order to stop."""
         while (order := self._group.receive()).method != "stop":
             getattr(self, order.method)(*order.arguments)
         self._group.leave()
@@ -97,7 +95,6 @@ class Follower:
         self._caches[cache].copy(slots)
 
     def gather(self, side: str) -> None:
-        """Gather the "input" or "output" embedding."""
         whole_parameters(getattr(self._model.hf, f"get_{side}_embeddings")())
 
     def free_memory(self) -> None:

@@ -147,7 +147,6 @@ class PagedCache:
         self._tables[seq_id] = _Table(blocks, [], table.long)
 
     def blocks_of(self, seq_id: int) -> Sequence[int]:
-        """The block table of a sequence."""
         return self._tables[seq_id].blocks
 
     def blocks_missing(self, seq_id: int, length: int) -> int:

@@ -87,21 +87,14 @@ def _joined(
     scales = torch.cat([scales for scales, _ in grids], dim)
     offsets = [offsets for _, offsets in grids if offsets is not None]
     whole = torch.cat(offsets, dim) if offsets else None
-    return QuantisedWeight(codes.to(torch.int8), scales, bits, whole, _from_zero(bits, zero))
-
-
-def _from_zero(bits: int, zero: Zero) -> bool:
-    return bits == 4 and zero == "free"
-
-
-def _least(bits: int) -> int:
-    """-127 in eight bits: sums of products with -128 would overflow in some instructions."""
-    return -8 if bits == 4 else -127
+    return QuantisedWeight(codes.to(torch.int8), scales, bits, whole, _limits(bits, zero)[0] == 0)
 
 
 def _limits(bits: int, zero: Zero) -> tuple[int, int]:
-    least = 0 if _from_zero(bits, zero) else _least(bits)
-    return least, least + 15 if bits == 4 else 127
+    """The least and the largest code: without -128, whose sums overflow in some instructions."""
+    if bits == 8:
+        return -127, 127
+    return (0, 15) if zero == "free" else (-8, 7)
 
 
 def _codes(
@@ -146,7 +139,7 @@ def _sum(squares: torch.Tensor) -> torch.Tensor:
 
 
 def _grid(low: torch.Tensor, high: torch.Tensor, bits: int, zero: Zero) -> _Grid:
-    most = 2 ** (bits - 1) - 1
+    least, most = _limits(bits, zero)
     if zero != "none":
         scales = (high - low) / (2**bits - 1)
     elif bits == 8:
@@ -156,7 +149,7 @@ def _grid(low: torch.Tensor, high: torch.Tensor, bits: int, zero: Zero) -> _Grid
     scales = torch.where(scales == 0, 1.0, scales)
     if zero == "free":
         # In half precision, as in GGUF's Q4_1, unless a scale is too small or an offset too large.
-        least, halves = _limits(bits, zero)[0], scales.half().float()
+        halves = scales.half().float()
         offsets = (low - least * halves).half().float()
         if bool((scales >= _LEAST_HALF).all() and torch.isfinite(offsets).all()):
             return halves, offsets
@@ -164,7 +157,7 @@ def _grid(low: torch.Tensor, high: torch.Tensor, bits: int, zero: Zero) -> _Grid
     scales = scales.bfloat16().float()
     if zero == "none":
         return scales, None
-    points = (_least(bits) - low / scales).round().clamp(_least(bits), most)
+    points = (least - low / scales).round().clamp(least, most)
     return scales, -points * scales
 
 
@@ -198,4 +191,4 @@ def round_to_nearest(
     inputs = DTYPES[weight.dtype], weight.data_ptr(), rows, columns, group, bits, _IN_KERNELS[zero]
     outputs = pointer(codes), pointer(scales), pointer(offsets)
     check(kernels.pl_round(*inputs, *outputs, torch.get_num_threads()))
-    return QuantisedWeight(codes, scales, bits, offsets, _from_zero(bits, zero))
+    return QuantisedWeight(codes, scales, bits, offsets, _limits(bits, zero)[0] == 0)

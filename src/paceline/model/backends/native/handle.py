@@ -65,7 +65,6 @@ class Ropes:
 
 
 def rows_of_logits(batch: Batch) -> int:
-    """How many rows have logits."""
     return len(batch.input_ids if batch.logit_rows is None else batch.logit_rows)
 
 

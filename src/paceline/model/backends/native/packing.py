@@ -103,7 +103,6 @@ class Packed:
         library().pl_copy_quantised(out, part, *numbers, rows, first, self.struct())
 
     def read(self, rows: int) -> WeightRead:
-        """What a product of ``rows`` rows with all of it reads."""
         return WeightRead(self.data.data_ptr(), self.elements, self.data.numel(), rows)
 
     def struct(self) -> CWeight:

@@ -85,11 +85,6 @@ class TorchBackend(Backend):
         other.hf, other._captured, other._hooked = hf, None, set()
         return other
 
-    # -- fewer layers, at no cost of memory ------------------------------------------------------
-    #
-    # embedding -> layer 0 -> (layer 1) -> layer 2 -> ... -> final norm -> head
-    #                         left out
-
     @torch.inference_mode()
     def without(self, skipped: frozenset[int]) -> TorchBackend:
         """A view of the same modules in which skipped layers return their input. Raises
@@ -150,8 +145,6 @@ class TorchBackend(Backend):
                 "it cannot draft with a part of itself, use another drafter"
             )
 
-    # -- layers and their features -----------------------------------------------------------
-
     def _hook(self, layer: int) -> None:
         def keep(hidden: torch.Tensor) -> None:
             if self._captured is not None:
@@ -170,7 +163,6 @@ class TorchBackend(Backend):
         self._hooked.add(layer)
 
     def layer(self, layer: int) -> torch.nn.Module:
-        """The decoder layer."""
         module: torch.nn.Module = self.hf.get_submodule(self.layer_names[layer])
         return module
 
