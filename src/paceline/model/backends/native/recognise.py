@@ -77,7 +77,7 @@ class DecoderShape:
 
     def fields(self) -> dict[str, Any]:
         """Those of CModel but the norm."""
-        names = {name for name, _ in CModel._fields_} & vars(self).keys()
+        names = {field[0] for field in CModel._fields_} & vars(self).keys()
         return {name: getattr(self, name) for name in names - {"final_norm"}}
 
 

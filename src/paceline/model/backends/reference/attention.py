@@ -126,8 +126,6 @@ def _attend(
 def _fold(query: Tensor, batch: int, rows: int, kv_heads: int) -> Tensor:
     """``[1, heads, batch * rows, width]`` to ``[batch, kv_heads, group * rows, width]``."""
     _, heads, _, width = query.shape
-    if batch == 1:
-        return query.reshape(1, kv_heads, heads // kv_heads * rows, width)
     query = query[0].reshape(heads, batch, rows, width).transpose(0, 1)
     return query.reshape(batch, kv_heads, heads // kv_heads * rows, width)
 
@@ -135,8 +133,6 @@ def _fold(query: Tensor, batch: int, rows: int, kv_heads: int) -> Tensor:
 def _unfold(out: Tensor, batch: int, rows: int, heads: int) -> Tensor:
     """The inverse of _fold, rows before heads: ``[1, batch * rows, heads, width]``."""
     width = out.shape[3]
-    if rows == 1:
-        return out.reshape(1, batch, heads, width)
     return out.reshape(batch, heads, rows, width).transpose(1, 2).reshape(1, -1, heads, width)
 
 
