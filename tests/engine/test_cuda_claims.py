@@ -243,7 +243,7 @@ class ClaimedRanks:
         self._orders.append(Order("stop"))
         self.follower.run()
 
-    def hear(self) -> Any:
+    def receive(self) -> Any:
         return self._orders.pop(0)
 
     def least_memory(self) -> int:
