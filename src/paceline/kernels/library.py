@@ -149,9 +149,8 @@ def declare(loaded: Any, signatures: Mapping[str, tuple[Any, tuple[Any, ...]]]) 
 
 @lru_cache(maxsize=1)
 def library() -> Any:
-    """The loaded library, built first where needed. Raises NativeUnavailableError.
-    ``PACELINE_NATIVE`` names the instruction set, one of INSTRUCTIONS, instead of the best that the
-    processor has; "off" means no kernels."""
+    """The loaded library, built first where needed; ``PACELINE_NATIVE`` names an instruction set of
+    INSTRUCTIONS, or "off". Raises NativeUnavailableError."""
     try:
         loaded = ctypes.CDLL(str(library_file()))
     except OSError as error:

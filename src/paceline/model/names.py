@@ -117,8 +117,7 @@ def pulled(entry: Pullable) -> Path | None:
     if not isinstance(marker, dict) or marker.get("bytes") != weights:
         return None
     # Another version of this table may have had other bits.
-    expected = entry.weights_sha256
-    return folder if expected in (None, marker.get("sha256")) else None
+    return folder if entry.weights_sha256 in (None, marker.get("sha256")) else None
 
 
 def megabytes(size: float) -> str:
@@ -139,8 +138,7 @@ class NotPulledError(ModelLoadError):
 
 def resolve(name: str) -> str:
     """The folder of a built-in or pulled model; other names and paths are returned unchanged.
-    Raises ModelLoadError for an unknown built-in name or weights that are not installed,
-    NotPulledError (a ModelLoadError) if `paceline pull` would fetch it."""
+    Raises ModelLoadError, NotPulledError if `paceline pull` would fetch it."""
     if not name.startswith(PREFIX) or Path(name).is_dir():
         return name
     entry = PULLABLE.get(name.removeprefix(PREFIX))

@@ -24,8 +24,7 @@ from paceline.model.quantised.weights import (
     is_plain,
 )
 
-# Packages that are not named as their format is.
-_LIBRARIES = {"fp8": "kernels", "quanto": "optimum-quanto"}
+_LIBRARIES = {"fp8": "kernels", "quanto": "optimum-quanto"}  # others have their format's name
 
 
 def quantization_of(config: Any) -> dict[str, Any] | None:
@@ -70,8 +69,7 @@ def dense_tensors(
 
 
 def restore_quantised(name: str, hf: Any, weights: Mapping[str, QuantisedWeight]) -> None:
-    """Put the quantised weights into a plain model's layers. A line says how many layers stay
-    dequantised, as their groups do not fit our arithmetic."""
+    """Put quantised weights into a plain model; a line says how many layers do not take them."""
     left, modules = 0, dict(hf.named_modules(remove_duplicate=False))
     for layer, weight in weights.items():
         module = modules.get(layer)

@@ -1,9 +1,8 @@
 """What a loaded model does in attention, recorded in a forward of two tokens.
 
-Two attention functions are registered with transformers: the real one, for whose name transformers
-builds no masks, and a probe. The numbers in the probe's masks are the layer's window or chunk, so
-these are not guessed from the configuration, and a layer that calls no attention function is
-noticed.
+Two attention functions are registered with transformers: the real one, for which it builds no
+masks, and a probe. The numbers in the probe's masks are a layer's window or chunk, so these are not
+guessed from the configuration, and layers that call neither function are noticed.
 """
 
 from __future__ import annotations
@@ -59,9 +58,9 @@ def probe_batch(lasts: Sequence[int], context: int = 0, switch: int | None = Non
 
 @torch.inference_mode()
 def verify(model: Any, exact: bool) -> None:
-    """Two equal sequences beside a third, then a cached step, must give equal logits. They do not
-    with recurrent state, convolutions over rows, ignored position ids and state of the whole batch.
-    ``model``: a CausalModel; ``exact``: its numbers are float32. Raises UnsupportedModelError."""
+    """Two equal sequences beside a third, then a cached step, must give equal logits: they do not
+    with state outside keys and values. ``model``: a CausalModel; ``exact``: in float32. Raises
+    UnsupportedModelError."""
     cache = PagedCache(model.cache_shapes, 3, 2, model.dtype, model.device)
     far = min(model.max_positions, _FARTHEST) - 1
     batch = probe_batch((1, 1, far), switch=model.rope_switch)
@@ -175,9 +174,8 @@ def _code(mask_function: Callable[..., Any], chunk: int | None) -> int:
 
 
 def refuse_stateful_positions(hf: Any, patterns: Sequence[Pattern]) -> None:
-    """Raises UnsupportedModelError for what no forward of two tokens shows: positions numbered from
-    the padding token on (RoBERTa), and windows of the cache alone (Moshi), with which a text
-    depends on how it was cut into forwards."""
+    """Raises UnsupportedModelError for positions numbered from the padding token on (RoBERTa) and
+    windows of the cache alone (Moshi), which no forward of two tokens shows."""
     kind = type(hf).__name__
     if any(hasattr(module, "create_position_ids_from_input_ids") for module in hf.modules()):
         raise UnsupportedModelError(

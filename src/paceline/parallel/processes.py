@@ -242,8 +242,7 @@ def check_devices(size: int, device: torch.device) -> None:
 
 
 # -- which models ranks can share ----------------------------------------------------------------
-# Transformers shards: a model's tensor-parallel plan says which weights are cut by rows or columns,
-# and a rank reads only its slices of the checkpoint.
+# Transformers shards by a model's tensor-parallel plan; a rank reads its slices of the checkpoint.
 
 
 def load_part(name: str, dtype: str, device: torch.device, size: int) -> CausalModel:
@@ -256,8 +255,7 @@ def load_part(name: str, dtype: str, device: torch.device, size: int) -> CausalM
 
 
 def check_shareable(name: str, size: int) -> None:
-    """Refuse a model that so many ranks cannot share, before processes are started. Raises
-    ConfigError, UnsupportedModelError and ModelLoadError."""
+    """Raises ConfigError, UnsupportedModelError, ModelLoadError if ranks cannot share a model."""
     config = plain_config(name, f"tensor_parallel={size}")
     text = config.get_text_config(decoder=True)
     plan: dict[str, str] = getattr(text, "base_model_tp_plan", None) or {}

@@ -1,8 +1,6 @@
-"""The process of a rank other than 0: its part of the target, which runs rank 0's orders.
-
-A line of JSON on its standard input says what to load; the process ends when that is closed. A rank
-that fails writes a line with the reason to its standard output.
-"""
+"""The process of a rank other than 0: its part of the target, which runs rank 0's orders. A line of
+JSON on its standard input says what to load; the process ends when that is closed. A rank that
+fails writes a line with the reason to its standard output."""
 
 from __future__ import annotations
 

@@ -14,7 +14,6 @@ from paceline.model.backends.base import NATIVE, REFERENCE, Adapted, Backend
 AUTO = "auto"
 MakeBackend = Callable[[Adapted], Backend | str]
 
-_NATIVE = "paceline.model.backends.native.model"  # imported where it is asked for
 _registered: dict[str, MakeBackend] = {}
 
 
@@ -36,7 +35,7 @@ def make_backend(name: str, model: Adapted) -> Backend | str:
     """The backend of a model, or why it cannot run it. Raises ConfigError for an unknown name, one
     that cannot be imported, and whatever a backend of others raises."""
     if name == NATIVE:
-        native: MakeBackend = import_module(_NATIVE).native_backend
+        native: MakeBackend = import_module("paceline.model.backends.native.model").native_backend
         return native(model)
     check_backend(name)
     try:

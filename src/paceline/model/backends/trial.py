@@ -14,9 +14,8 @@ _LONGEST = 4096
 
 
 def trial_logits(model: Adapted, backend: Backend | None = None) -> tuple[torch.Tensor, ...]:
-    """Logits ``[8, vocab]`` of three sequences in one batch, at the beginning, the middle and the
-    end of the context or its first 4,096 positions; of ``backend`` or the model's. All blocks
-    before the rows are the first sequence's."""
+    """Logits ``[8, vocab]`` of ``backend`` (or the model's) for three sequences at the beginning,
+    middle and end of the context, of at most 4,096 positions, over the same keys."""
     blocks = max(1, min(model.max_positions, _LONGEST) // _ROWS)
     before = [0, (blocks - 1) // 2, blocks - 1]  # blocks of each sequence
     rows = range(3 * _ROWS)

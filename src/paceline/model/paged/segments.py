@@ -14,8 +14,7 @@ from paceline.core.transfer import Staging
 from paceline.model.paged.masks import FULL, Pattern, additive, visible
 
 SHORT = 64  # spans of at most this many rows are folded; longer ones are prefill chunks
-# Spans with more keys are attended one by one, in place and without padding.
-ALONE = 1024
+ALONE = 1024  # spans with more keys are attended one by one, in place and without padding
 
 
 class KeyValueStore(Protocol):

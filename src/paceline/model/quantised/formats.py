@@ -16,9 +16,8 @@ AWQ (gemm)       ``qweight`` int32 ``[in, out / 8]``, the outputs of a word in t
                  1 3 5 7; ``scales`` ``[groups, out]``; ``qzeros`` like the weights
 ===============  ======================================================================
 
-Zero points of tensor groups are stored unpacked as floats, so offsets need be no multiple of the
-scale; vLLM reads whole zero points only. ``quantization_config`` in config.json says which layers
-are quantised.
+Zero points of tensor groups are unpacked floats, so offsets need be no multiple of the scale; vLLM
+reads whole ones only. ``quantization_config`` in config.json names the quantised layers.
 """
 
 from __future__ import annotations
@@ -133,8 +132,7 @@ def _is_neutral(value: Any) -> bool:
 
 
 def is_supported(options: Mapping[str, Any]) -> bool:
-    """Whether weights of this ``quantization_config`` are read here and stay quantised; others are
-    left to transformers and the library of their format."""
+    """Whether weights of this ``quantization_config`` are read here, not by transformers."""
     method = options.get("quant_method")
     if method in ("gptq", "awq"):
         return True

@@ -168,8 +168,7 @@ class MatrixSize:
 
 
 class LinearBase(nn.Module, ABC):
-    """A linear layer with its matrix in another layout; ``weight`` and ``bias`` are those of the
-    ``nn.Linear``, ``weight`` computed when it is read."""
+    """A linear layer with its matrix in another layout; ``weight`` is computed when read."""
 
     in_features: int
     out_features: int

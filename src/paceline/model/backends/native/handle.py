@@ -70,8 +70,7 @@ def rows_of_logits(batch: Batch) -> int:
 
 class ModelHandle:
     """A model in the library, closed with its last reference. ``packing`` keeps alive what
-    ``model`` points to; ``rotary_emb`` makes the tables of the ``rope_kinds``. ``skipped`` of the
-    calls: flags of the layers, if some are left out."""
+    ``model`` points to. ``skipped`` of the calls: flags of the layers, if some are left out."""
 
     def __init__(
         self, model: CModel, packing: Packing, rotary_emb: Any, rope_kinds: Kinds = (None,)
@@ -268,8 +267,7 @@ def _read_trees(nodes: torch.Tensor, scores: torch.Tensor, counts: list[int]) ->
 def _forwards(
     first: Batch | None, wanted: Sequence[WantedTree], counts: Sequence[int], columns: int
 ) -> Iterator[tuple[Spans, int]]:
-    """The forwards of a growth, for counting: spans and rows of logits. A chain was grown for as
-    many levels as it has nodes (``counts``)."""
+    """The forwards of a growth, for counting; chains grew as many levels as they have nodes."""
     if first is not None:
         yield _spans_of(first), len(wanted)
     depths = [c if t.width == 1 else t.depth for t, c in zip(wanted, counts, strict=True)]

@@ -145,9 +145,8 @@ class Packed:
 
 
 class Form(NamedTuple):
-    """How quantised weights are packed: the last fields of CWeight. ``repeat``: groups of 32 inputs
-    that share a scale, 0 if each has two; ``offsets``: OFFSETS_NONE, or the code that they belong
-    to; ``wide`` as of a QuantisedWeight."""
+    """How quantised weights are packed, as in CWeight. ``repeat``: groups of 32 inputs that share a
+    scale, 0 if each has two; ``offsets``: OFFSETS_NONE or the code that they belong to."""
 
     bits: int
     repeat: int

@@ -37,8 +37,7 @@ _HOOKED: WeakSet[torch.nn.Module] = WeakSet()
 
 
 class RowPositions:
-    """The hooks of a model; ``switch`` is None without longrope. Raises UnsupportedModelError if
-    rotations depend on the batch in another way."""
+    """The hooks of a model; ``switch`` is None without longrope. Raises UnsupportedModelError."""
 
     def __init__(self, hf: torch.nn.Module, max_positions: int) -> None:
         modules = list(hf.modules())
@@ -84,8 +83,7 @@ class RowPositions:
 
 
 def _switch_of(module: Any, max_positions: int) -> int | None:
-    """The least position that changes the rotations of the whole batch, if there is one (see
-    transformers' ``dynamic_rope_update``)."""
+    """The least position that changes a batch's rotations (``dynamic_rope_update``), if any."""
     types = getattr(module, "rope_type", None)
     switches: set[int | None] = set()
     for kind, rope_type in types.items() if isinstance(types, dict) else [(None, types)]:
