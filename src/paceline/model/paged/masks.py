@@ -43,7 +43,7 @@ class Pattern:
 
 FULL = Pattern()
 # Of a span: pending, parents, first_new; its pattern and phase, and whether ancestors are known.
-Shape = tuple[int, tuple[int, ...], int, Pattern, int, bool]
+MaskShape = tuple[int, tuple[int, ...], int, Pattern, int, bool]
 
 
 def visible(span: Span, pattern: Pattern, columns: int, ancestors: bool = True) -> torch.Tensor:
@@ -58,7 +58,7 @@ def visible(span: Span, pattern: Pattern, columns: int, ancestors: bool = True) 
     return _kept(shape, width)[:, width - columns :]
 
 
-def _visible(shape: Shape, columns: int) -> torch.Tensor:
+def _visible(shape: MaskShape, columns: int) -> torch.Tensor:
     pending, parents, first_new, pattern, phase, ancestors = shape
     # Positions are counted from the first index after the pending tokens ("base").
     nodes = len(parents)
