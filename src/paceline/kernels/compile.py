@@ -1,7 +1,8 @@
-"""Building the kernels on first use with the machine's C++ compiler.
+"""Building the kernels, on first use, with whatever C++ compiler the machine has.
 
 The library is kept in the user's cache folder under a hash of the sources, the options and the
-OpenMP library, so a machine without a compiler can use one that was built elsewhere.
+OpenMP library: it is built once, and found where there is no compiler, as in an image built with
+one.
 
     python -m paceline.kernels.compile    # builds it now, and prints where it is
 """
@@ -30,7 +31,7 @@ OFF = "off"  # of PACELINE_NATIVE: no kernels
 _COMPILERS = ("g++", "c++")
 _OPTIONS = (
     *("-std=c++17", "-O3", "-fPIC", "-fopenmp", "-fvisibility=hidden"),
-    # No fused multiply-add unless the source says so.
+    # Sums are as they are written: no product is joined with a sum unless the source says so.
     *("-ffp-contract=off", "-fno-math-errno"),
 )
 _LIBRARY = "paceline_native.so"
@@ -78,7 +79,10 @@ class NativeUnavailableError(PacelineError):
 
 
 def library_file() -> Path:
-    """The compiled kernels, built first where needed. Raises NativeUnavailableError."""
+    """The compiled kernels, built now if this machine has not built them yet.
+
+    Raises NativeUnavailableError.
+    """
     file = _kept_file()
     if file.is_file():
         return file
@@ -106,7 +110,7 @@ def is_built() -> bool:
 
 
 def are_kernels_here() -> bool:
-    """Whether there are built kernels, or a compiler to build them."""
+    """Whether there are kernels on this machine, or a compiler to build them."""
     try:
         is_built()
     except NativeUnavailableError:
@@ -115,7 +119,7 @@ def are_kernels_here() -> bool:
 
 
 def _kept_file() -> Path:
-    """The file of the library of these sources. Raises NativeUnavailableError."""
+    """Where the library of these sources lies once it is built. Raises NativeUnavailableError."""
     if is_off():
         raise NativeUnavailableError(f"PACELINE_NATIVE={OFF} asks for no kernels")
     if os.name != "posix":
@@ -167,8 +171,11 @@ def _run(command: list[str]) -> str:
 
 
 def _compiler() -> str:
-    """The path of ``$CXX`` or g++. Raises NativeUnavailableError if neither can be used, such as
-    clang, which needs an OpenMP library of its own (see ``_openmp``)."""
+    """The path of ``$CXX`` or g++. Raises NativeUnavailableError if neither serves.
+
+    clang's objects need an OpenMP library of its own beside the one that torch has loaded: two
+    pools of threads, each of which waits for the other's processors.
+    """
     wanted = os.environ.get("CXX")
     missing = "no g++ is there" if wanted is None else f"CXX={wanted} is not there"
     for name in (wanted,) if wanted else _COMPILERS:
@@ -182,7 +189,8 @@ def _compiler() -> str:
 
 
 def _openmp() -> list[str]:
-    """Link torch's OpenMP if it is GNU's: two thread pools would wait for each other."""
+    """How to link OpenMP: torch's own library where it is GNU's, as two pools of threads in one
+    process would wait for each other's processors."""
     try:
         maps = Path("/proc/self/maps").read_text(encoding="utf-8", errors="replace")
     except OSError:

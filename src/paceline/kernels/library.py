@@ -141,7 +141,7 @@ _SIGNATURES: dict[str, tuple[Any, tuple[Any, ...]]] = {
 
 
 def declare(loaded: Any, signatures: Mapping[str, tuple[Any, tuple[Any, ...]]]) -> None:
-    """Set the types of functions of the library."""
+    """Say what functions of the library take and return."""
     for name, (result, arguments) in signatures.items():
         function = getattr(loaded, name)
         function.restype, function.argtypes = result, arguments
@@ -149,8 +149,11 @@ def declare(loaded: Any, signatures: Mapping[str, tuple[Any, tuple[Any, ...]]]) 
 
 @lru_cache(maxsize=1)
 def library() -> Any:
-    """The loaded library, built first where needed; ``PACELINE_NATIVE`` names an instruction set of
-    INSTRUCTIONS, or "off". Raises NativeUnavailableError."""
+    """The loaded library, built first where needed. Raises NativeUnavailableError.
+
+    ``PACELINE_NATIVE`` names the instruction set to use, one of INSTRUCTIONS, instead of the best
+    that the processor has; "off" leaves the kernels out.
+    """
     try:
         loaded = ctypes.CDLL(str(library_file()))
     except OSError as error:
