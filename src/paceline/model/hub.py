@@ -4,7 +4,6 @@ is asked once for a name and process, and only for names such as OWNER/NAME. Imp
 from __future__ import annotations
 
 import difflib
-import os
 from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
@@ -13,7 +12,7 @@ from paceline.core.stages import stage
 from paceline.errors import ModelLoadError
 from paceline.files import FileStamp
 from paceline.model.gguf import SUFFIX, gguf_file
-from paceline.model.names import BUILT_IN, FOR_SMOLLM2, PREFIX, PULLABLE, resolve
+from paceline.model.names import BUILT_IN, FOR_SMOLLM2, PREFIX, PULLABLE, located
 
 SMALL = ("*.json", "*.jinja", "*.model", "*.txt")
 _OTHERS = ["*/*", "consolidated*"]  # the same weights in other layouts
@@ -22,7 +21,7 @@ _asked: dict[str, str | ModelLoadError] = {}
 
 def fetched(name: str) -> str:
     """The folder or GGUF file of a name; a hub name is downloaded first. Raises ModelLoadError."""
-    path = os.path.expanduser(resolve(name))
+    path = located(name)
     if is_path(path):
         return path
     check_hub_name(name)

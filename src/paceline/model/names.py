@@ -161,6 +161,11 @@ def resolve(name: str) -> str:
     return str(_assets(name))
 
 
+def located(name: str) -> str:
+    """As ``resolve``, with the user's home written out."""
+    return os.path.expanduser(resolve(name))
+
+
 def has_assets(name: str) -> bool:
     """Whether the weights of a built-in name are inside this installation."""
     return name in (*BUILT_IN, *FOR_SMOLLM2) and any(_assets(name).glob("*.safetensors"))
