@@ -15,7 +15,7 @@ export TOKENIZERS_PARALLELISM := false
 export HF_HUB_OFFLINE := 1
 
 .DEFAULT_GOAL := help
-.PHONY: help install demo test test-fast test-slow test-tables gpu-check test-oldest test-clients test-routers manifests soak check native-check arm-check format bench dist-check clean
+.PHONY: help install demo test test-fast test-slow test-tables gpu-check test-oldest test-clients test-routers manifests soak check native-check arm-check format bench dist dist-check clean
 
 help:  ## print the targets
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | awk -F ':.*## ' '{printf "  make %-11s %s\n", $$1, $$2}'
@@ -35,6 +35,10 @@ $(VENV)/.installed-test: $(VENV)/.installed
 
 $(VENV)/.installed-dev: $(VENV)/.installed
 	$(PIP_INSTALL) "$(TORCH)" -e ".[gguf,test,dev]"
+	@touch $@
+
+$(VENV)/.installed-dist: $(VENV)/.installed
+	$(PIP_INSTALL) "$(TORCH)" -e ".[gguf,dist]"
 	@touch $@
 
 install: $(VENV)/.installed  ## create .venv and install the pinned versions
@@ -166,19 +170,33 @@ format: $(VENV)/.installed-dev  ## rewrite the sources in the house format
 bench: $(VENV)/.installed  ## measure the toy with and without its draft (ARGS: options of paceline bench)
 	$(BIN)/paceline bench --model paceline/tiny --draft paceline/tiny-draft -m draft@4 -m draft $(ARGS)
 
-# Nobody answers at this proxy: what reaches for a network fails.
-OFFLINE := env -u PYTHONPATH -u PACELINE_MODEL HTTP_PROXY=http://127.0.0.1:9 HTTPS_PROXY=http://127.0.0.1:9 \
-	PACELINE_CACHE=$(CURDIR)/build/cache
-FRESH := $(OFFLINE) $(CURDIR)/build/venv/bin
+# Those of the wheels with kernels; another one than this needs Debian's g++-aarch64-linux-gnu.
+MACHINES ?= x86_64 aarch64
+HATCH := cd build/source && $(abspath $(BIN))/python -m hatchling build -d ../dist -t wheel
 
-dist-check: $(VENV)/.installed-dev  ## build sdist and wheel, install the wheel alone, run it offline
+dist: $(VENV)/.installed-dist  ## build/dist: sdist, wheel for all platforms, Linux wheels with kernels; checks them
 	rm -rf build
 	$(BIN)/python -m hatchling build -d build/dist -t sdist
 	mkdir -p build/source && tar -xzf build/dist/*.tar.gz -C build/source --strip-components 1
-	cd build/source && $(CURDIR)/$(BIN)/python -m hatchling build -d ../dist -t wheel
+	$(HATCH)
+	$(foreach machine,$(MACHINES),(export PACELINE_WHEEL=$(machine); $(HATCH)) &&) true
+	$(BIN)/twine check --strict build/dist/*
+	$(BIN)/check-wheel-contents --config pyproject.toml build/dist/*.whl
+	@# The tag of the file's name is the hook's; what counts is auditwheel's, in quotes.
+	@for wheel in build/dist/*linux*.whl; do \
+		$(BIN)/auditwheel show $$wheel | grep '"manylinux_2_2[0-8]_' || { echo "error: $$wheel needs a newer C library"; exit 1; }; \
+	done
+	@ls -l build/dist && ! find build/dist -size +60M | grep .
+
+# Nobody answers at this proxy: what reaches for a network fails. No compiler is on the path.
+OFFLINE := env -u PYTHONPATH -u PACELINE_MODEL HTTP_PROXY=http://127.0.0.1:9 HTTPS_PROXY=http://127.0.0.1:9 \
+	PACELINE_CACHE=$(CURDIR)/build/cache PATH=$(CURDIR)/build/venv/bin
+FRESH := $(OFFLINE) $(CURDIR)/build/venv/bin
+
+dist-check: dist  ## the same, then install this machine's wheel alone, run it offline without a compiler
 	$(PYTHON) -m venv build/venv
-	build/venv/bin/python -m pip install --disable-pip-version-check -q -c constraints.txt "$(TORCH)" build/dist/*.whl
-	cd build && $(FRESH)/paceline --version
+	build/venv/bin/python -m pip install --disable-pip-version-check -q -c constraints.txt "$(TORCH)" build/dist/*linux*_$$(uname -m).whl
+	cd build && $(FRESH)/paceline --version | grep 'from the wheel'
 	cd build && $(FRESH)/paceline pull --list
 	cd build && $(FRESH)/paceline generate "Once upon a time" --max-tokens 20
 	cd build && $(FRESH)/paceline chat "What is 12 + 30?" --max-tokens 20 --draft hybrid:suffix+ngram

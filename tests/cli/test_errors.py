@@ -13,6 +13,7 @@ import pytest
 
 from paceline import PacelineError, __version__
 from paceline.cli import main
+from paceline.kernels.compile import origin
 from support.command_lines import assert_one_line, paceline, refusals
 from support.tiny_models import TinyPair
 
@@ -177,7 +178,7 @@ def test_debug_shows_the_traceback() -> None:
 def test_version() -> None:
     result = paceline("--version")
     assert result.exit_code == 0
-    assert result.stdout == f"paceline {__version__}\n"
+    assert result.stdout == f"paceline {__version__}\nnative kernels: {origin()}\n"
 
 
 def test_interrupt_inside_a_command(monkeypatch: pytest.MonkeyPatch) -> None:

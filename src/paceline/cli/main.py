@@ -24,6 +24,7 @@ from paceline.cli.serve import serve
 from paceline.cli.train import app as train
 from paceline.cli.tune import tune
 from paceline.errors import PacelineError
+from paceline.kernels.compile import origin
 
 
 def _failed(message: str, code: int) -> typer.Exit:
@@ -68,7 +69,7 @@ app = typer.Typer(
 
 def _print_version(wanted: bool) -> None:
     if wanted:
-        print(f"paceline {__version__}")
+        print(f"paceline {__version__}\nnative kernels: {origin()}")
         raise typer.Exit
 
 
@@ -77,7 +78,10 @@ def root(
     version: Annotated[
         bool,
         typer.Option(
-            "--version", callback=_print_version, is_eager=True, help="Print the version."
+            "--version",
+            callback=_print_version,
+            is_eager=True,
+            help="Print the version, and where the kernels are from.",
         ),
     ] = False,
     debug: Annotated[

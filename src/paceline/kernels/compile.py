@@ -1,8 +1,8 @@
 """Building the kernels, on first use, with whatever C++ compiler the machine has.
 
-The library is kept in the user's cache folder under a hash of the sources, the options and the
-OpenMP library: it is built once, and found where there is no compiler, as in an image built with
-one.
+The library lies under a hash of the sources and the options, so that one of other sources is never
+used: in the package where a platform wheel brought it, else in the user's cache folder. There it is
+built once, and found where there is no compiler, as in an image built with one.
 
     python -m paceline.kernels.compile    # builds it now, and prints where it is
 """
@@ -17,6 +17,7 @@ import subprocess
 import sys
 import tempfile
 import time
+from collections.abc import Set
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
@@ -27,13 +28,18 @@ from paceline.errors import PacelineError
 from paceline.files import cache_folder, folder_aside
 
 SOURCES = Path(__file__).resolve().parent / "csrc"
+PREBUILT = SOURCES.with_name("prebuilt")  # in a platform wheel, by the hash of the sources
 OFF = "off"  # of PACELINE_NATIVE: no kernels
 _COMPILERS = ("g++", "c++")
 _OPTIONS = (
     *("-std=c++17", "-O3", "-fPIC", "-fopenmp", "-fvisibility=hidden"),
     # Sums are as they are written: no product is joined with a sum unless the source says so.
     *("-ffp-contract=off", "-fno-math-errno"),
+    # The second throws a kind of the first, and libstdc++ has it from GCC 11 on only.
+    "-D__throw_bad_array_new_length=__throw_bad_alloc",
 )
+# On Linux OpenMP's functions are those of the library that torch has loaded (library.py).
+_LINKED = ("-shared",) if sys.platform == "linux" else ("-shared", "-fopenmp")
 _LIBRARY = "paceline_native.so"
 _LIMIT = 300  # seconds for one compilation
 
@@ -91,7 +97,7 @@ def library_file() -> Path:
         folder.parent.mkdir(parents=True, exist_ok=True)
         with FileLock(folder.with_suffix(".lock")):
             if not file.is_file():  # else another process has built it meanwhile
-                _build(compiler, folder)
+                _build(compiler, folder, platform.machine(), _OPTIONAL)
     except NativeUnavailableError:
         raise
     except (OSError, PacelineError) as error:
@@ -118,24 +124,58 @@ def are_kernels_here() -> bool:
     return True
 
 
+def origin() -> str:
+    """Where the kernels of this machine come from, in a few words for people."""
+    try:
+        if not is_built():
+            return "not built yet, the first run does it"
+        return "from the wheel" if PREBUILT in _kept_file().parents else "built here"
+    except NativeUnavailableError as error:
+        return f"none ({error})"
+
+
+def build_for_wheel(machine: str, folder: Path) -> Path:
+    """The library that a wheel for Linux on ``machine`` (x86_64, aarch64) has under PREBUILT.
+
+    It lies in ``folder`` under its hash. Raises NativeUnavailableError and WriteError.
+    """
+    cross = f"{machine}-linux-gnu-g++"
+    compiler = _compiler() if machine == platform.machine() else shutil.which(cross)
+    if compiler is None:
+        raise NativeUnavailableError(f"no {cross} is there")
+    _build(compiler, folder / _digest(machine), machine)
+    return folder / _digest(machine) / _LIBRARY
+
+
+def _digest(machine: str) -> str:
+    """Of everything that a library is made of, but the compiler."""
+    digest = hashlib.sha256()
+    for file in sorted(SOURCES.iterdir()):
+        digest.update(file.name.encode() + file.read_bytes())
+    digest.update(repr((machine, _OPTIONS, _TABLES, _LINKED)).encode())
+    return digest.hexdigest()[:20]
+
+
 def _kept_file() -> Path:
-    """Where the library of these sources lies once it is built. Raises NativeUnavailableError."""
+    """Where the library of these sources lies, or will once it is built.
+
+    Raises NativeUnavailableError.
+    """
     if is_off():
         raise NativeUnavailableError(f"PACELINE_NATIVE={OFF} asks for no kernels")
     if os.name != "posix":
         raise NativeUnavailableError("only Linux and macOS are supported")
-    digest = hashlib.sha256()
-    for file in sorted(SOURCES.iterdir()):
-        digest.update(file.name.encode() + file.read_bytes())
-    digest.update(repr((platform.machine(), _OPTIONS, _TABLES, _openmp())).encode())
+    name = Path(_digest(platform.machine()), _LIBRARY)
+    if (PREBUILT / name).is_file():
+        return PREBUILT / name
     folder = os.environ.get("PACELINE_NATIVE_CACHE")
-    kept = Path(folder) if folder else cache_folder() / "native"
-    return kept / digest.hexdigest()[:20] / _LIBRARY
+    return (Path(folder) if folder else cache_folder() / "native") / name
 
 
-def _build(compiler: str, folder: Path) -> None:
+def _build(compiler: str, folder: Path, machine: str, optional: Set[str] = frozenset()) -> None:
+    """Compile all kernels for a machine; a compiler need not know those of ``optional``."""
     began = time.perf_counter()
-    parts = [*_COMMON, *_TABLES.get(platform.machine(), ())]
+    parts = [*_COMMON, *_TABLES.get(machine, ())]
     with stage("building the native kernels, once"), tempfile.TemporaryDirectory() as scratch:
 
         def build(part: tuple[str, str, tuple[str, ...]]) -> list[str]:
@@ -144,7 +184,7 @@ def _build(compiler: str, folder: Path) -> None:
             try:
                 _run([compiler, *_OPTIONS, *options, "-c", str(SOURCES / source), "-o", into])
             except NativeUnavailableError:
-                if name not in _OPTIONAL:
+                if name not in optional:
                     raise
                 return []
             return [into]
@@ -152,8 +192,7 @@ def _build(compiler: str, folder: Path) -> None:
         with ThreadPoolExecutor(os.cpu_count()) as pool:
             objects = [into for made in pool.map(build, parts) for into in made]
         with folder_aside(folder, "the native kernels", damaged=True) as partial:
-            into = str(partial / _LIBRARY)
-            _run([compiler, "-shared", *objects, "-o", into, *_openmp()])
+            _run([compiler, *_LINKED, *objects, "-o", str(partial / _LIBRARY)])
     seconds = time.perf_counter() - began
     info(f"built the native kernels with {compiler} in {seconds:.0f} s; kept in {folder}")
 
@@ -188,21 +227,7 @@ def _compiler() -> str:
     raise NativeUnavailableError(missing)
 
 
-def _openmp() -> list[str]:
-    """How to link OpenMP: torch's own library where it is GNU's, as two pools of threads in one
-    process would wait for each other's processors."""
-    try:
-        maps = Path("/proc/self/maps").read_text(encoding="utf-8", errors="replace")
-    except OSError:
-        return ["-fopenmp"]
-    loaded = {line.split()[-1] for line in maps.splitlines() if "libgomp" in line.split()[-1]}
-    files = sorted(path for path in loaded if Path(path).is_file())
-    return [files[0], f"-Wl,-rpath,{Path(files[0]).parent}"] if files else ["-fopenmp"]
-
-
 if __name__ == "__main__":
-    import torch  # noqa: F401  (whose OpenMP library the kernels use)
-
     try:
         print(library_file())
     except NativeUnavailableError as error:

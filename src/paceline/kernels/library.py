@@ -5,6 +5,7 @@ from __future__ import annotations
 import ctypes
 import os
 import platform
+import sys
 from collections.abc import Mapping
 from ctypes import (
     POINTER,
@@ -18,6 +19,7 @@ from ctypes import (
     c_void_p,
 )
 from functools import lru_cache
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -147,6 +149,17 @@ def declare(loaded: Any, signatures: Mapping[str, tuple[Any, tuple[Any, ...]]]) 
         function.restype, function.argtypes = result, arguments
 
 
+def _load_openmp() -> None:
+    """Have OpenMP's functions there for the kernels: those of torch's own library, as two pools of
+    threads in one process would wait for each other's processors. Raises OSError."""
+    if sys.platform != "linux":
+        return  # it is linked
+    maps = Path("/proc/self/maps").read_text(encoding="utf-8", errors="replace")
+    files = {line.split(maxsplit=5)[-1] for line in maps.splitlines()}
+    loaded = sorted(file for file in files if Path(file).name.startswith("libgomp"))
+    ctypes.CDLL((loaded or ["libgomp.so.1"])[0], ctypes.RTLD_GLOBAL)
+
+
 @lru_cache(maxsize=1)
 def library() -> Any:
     """The loaded library, built first where needed. Raises NativeUnavailableError.
@@ -154,8 +167,10 @@ def library() -> Any:
     ``PACELINE_NATIVE`` names the instruction set to use, one of INSTRUCTIONS, instead of the best
     that the processor has; "off" leaves the kernels out.
     """
+    file = library_file()
     try:
-        loaded = ctypes.CDLL(str(library_file()))
+        _load_openmp()
+        loaded = ctypes.CDLL(str(file))
     except OSError as error:
         raise NativeUnavailableError(f"the kernels cannot be loaded ({error})") from None
     declare(loaded, _SIGNATURES)

@@ -15,7 +15,7 @@ from paceline.build import EngineOptions, most_kept
 from paceline.core.memory import free_memory, held_memory
 from paceline.drafters import BLOCK_SIZE
 from paceline.errors import ConfigError
-from paceline.kernels.compile import NativeUnavailableError, are_kernels_here, is_built
+from paceline.kernels.compile import NativeUnavailableError, are_kernels_here, is_built, origin
 from paceline.kernels.library import instructions
 from paceline.lab.doctor.findings import ERROR, Finding, finding
 from paceline.lab.doctor.models import Model
@@ -230,7 +230,7 @@ def check_kernels(setting: Setting, quantised: bool) -> Finding:
     code, text = "kernels-run", "forwards run on torch, as --backend reference asks for"
     if setting.options.backend != REFERENCE:
         try:
-            built = instructions() if is_built() else "which the first run builds"
+            built = f"{instructions()}, {origin()}" if is_built() else "which the first run builds"
             text = f"models of a shape that they know run on the native kernels, {built}"
             return finding(code, text)
         except NativeUnavailableError as error:
