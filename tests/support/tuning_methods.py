@@ -27,8 +27,8 @@ def chain(
         label,
         label,
         "chain",
-        levels_of(survival),
-        DrafterCosts(
+        levels=levels_of(survival),
+        costs=DrafterCosts(
             tuple(map(float, range(levels + 1))),
             tuple(range(levels + 1)),
             CostCurve((1, 64), (pass_seconds, slope)),

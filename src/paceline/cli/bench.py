@@ -235,10 +235,9 @@ def _measured(
     from paceline.lab.bench.engines import Starter
     from paceline.lab.bench.prompts import fit
     from paceline.lab.bench.result import spending_of
-    from paceline.lab.bench.runner import one_run
     from paceline.lab.bench.suites import converse
 
-    methods, sweep, answer = plan.methods, plan.sweep, one_run
+    methods, sweep, how = plan.methods, plan.sweep, dict[str, Any]()
     fitting, left_out = fit(plan.prompts, llm, sweep.max_tokens if plan.suite is None else 1)
     if not fitting:
         raise PromptError(
@@ -247,14 +246,15 @@ def _measured(
         )
     if plan.suite is not None:
         sweep = replace(sweep, limit=llm.max_model_len)
-        answer = partial(converse, llm, [prompt for prompt, _ in fitting], sweep)
-    how = {"rule": plan.settings["rule"], "lossy": engine.lossy}
-    starter = Starter(llm, kv_cache_memory=engine.kv_cache_memory, **how)
+        how["answer"] = partial(converse, llm, [prompt for prompt, _ in fitting], sweep)
+    rule, memory = plan.settings["rule"], engine.kv_cache_memory
+    starter = Starter(llm, kv_cache_memory=memory, rule=rule, lossy=engine.lossy)
     prompts = [(prompt.category, ids) for prompt, ids in fitting]
     if len(record.heats) >= record.rounds * sweep.wanted(prompts):
         record.rounds += sweep.rounds  # all that was wanted is there: as much again
-    with measuring("measuring", budget, sweep.runs(prompts, methods)) as (interrupted, note):
-        sweep.run(prompts, methods, starter.open, record, note, budget, answer)
+    runs = sweep.rounds * sweep.wanted(prompts) * len(methods)
+    with measuring("measuring", budget, runs) as (interrupted, note):
+        sweep.run(prompts, methods, starter.open, record, note, budget, **how)
     record.spent += budget.spent
     return interrupted, {
         "left_out": [prompt.name for prompt in left_out],

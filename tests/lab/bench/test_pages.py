@@ -9,7 +9,7 @@ from rich.console import Console
 
 from paceline.lab.bench.figures import Spread, rows
 from paceline.lab.bench.methods import Method
-from paceline.lab.bench.pages import rate, report_of, speedup
+from paceline.lab.bench.pages import report_of
 from paceline.lab.bench.result import BenchResult, Comparison
 from paceline.lab.bench.runner import EVERYTHING
 from paceline.lab.bench.runs import BenchJob, Heat, HeatRecord
@@ -61,6 +61,7 @@ def shown(measured: BenchResult) -> str:
 def test_one_client_two_categories() -> None:
     measured = result(job("chat", 0), job("code", 1), price=3.6)
     assert sections(measured) == [
+        "Verdict",
         "Run",
         "Methods",
         "By category",
@@ -70,12 +71,20 @@ def test_one_client_two_categories() -> None:
     ]
     text = shown(measured)
     assert "model:quick@2" in text and "a/quick" not in text
+    assert "use model:quick@2: 2.00x, 2.00 to 2.00, by plain decoding." in text
     assert "2.00x" in text
     assert "0.50 (8)" in text  # accepted at position 1, and how many drafts had one there
     assert "cost" in text and "1e+03" in text  # 1 token a second at 3.6 an hour
     names = [figure.name for figure in report_of(measured).figures()]
     assert names == ["speedup", "acceptance"]
     assert all("<svg" in figure.draw() for figure in report_of(measured).figures())
+
+
+def test_a_draft_that_does_not_pay_is_not_advised() -> None:
+    heat = one_heat(job())
+    heat.outcomes["model:a/quick@2"] = outcome(8.0, drafted=4, accepted=2)
+    text = shown(replace(result(job()), rows=rows(HeatRecord([heat]))))
+    assert "use no draft: the best, model:quick@2, reaches 0.50x, 0.50 to 0.50" in text
 
 
 def test_sweeps_have_their_tables_and_pictures() -> None:
@@ -101,7 +110,7 @@ def test_what_must_not_be_missed() -> None:
     idle = {"model:a/quick@2": "drafted nothing"}
     measured = result(job(), idle=idle, interrupted=True, left_out=["long/1"])
     text = shown(measured)
-    assert "drafted nothing in the whole run" in text
+    assert "drafted nothing in the whole run" in text and "Verdict" not in sections(measured)
     assert "Interrupted" in text and "long/1" in text
 
 
@@ -134,7 +143,7 @@ def test_a_method_that_never_drafted_had_none_tried_and_plain_shows_nothing() ->
 
 
 def test_medians_with_spread() -> None:
-    assert rate(Spread(359.4, 354.0, 360.0)) == "359 ±3"
-    assert speedup(Spread(1.424, 1.38, 1.49)) == "1.42x ±0.06"
-    assert speedup(Spread(1.0, 1.0, 1.0)) == "1.00x"
-    assert is_number(rate(Spread(359.4, 354.0, 360.0)))
+    rate = Spread(359.4, 354.0, 360.0).shown(0)
+    assert rate == "359 ±3" and is_number(rate)
+    assert Spread(1.424, 1.38, 1.49).shown(2, "x") == "1.42x ±0.06"
+    assert Spread(1.0, 1.0, 1.0).shown(2, "x") == "1.00x"

@@ -63,7 +63,7 @@ def test_a_confirmed_figure_counts_more_than_a_prediction() -> None:
     found = outcome(method)
     assert rule(advise(found), "10 to 20 times").holds is True
     found.finalists = [Finalist("p", "none", 0, 8), Finalist("d", "d", "auto", 8, 1.43, (method,))]
-    runs = {"none@0": timed(0.92), "d@auto": timed(1.0, drafted=9)}
+    runs = {"plain": timed(0.92), "d, length auto": timed(1.0, drafted=9)}
     found.heats.heats.append(Heat(BenchJob("", 1, 0.0, 0, ()), 0, runs))
     item = rule(advise(found), "10 to 20 times")
     assert (item.holds, item.measured[:12]) == (False, "draft 0.92x:")

@@ -14,7 +14,7 @@ from paceline import LLM
 from paceline.lab.bench.prompts import BenchPrompt
 from paceline.lab.budget import Budget
 from paceline.lab.tune.candidates import DrafterCandidate, variants
-from paceline.lab.tune.confirm import affordable
+from paceline.lab.tune.confirm import Finalist, affordable
 from paceline.lab.tune.measure import Sample, TuneOptions, fitting_sample, measure_method
 from paceline.lab.tune.plan import TuningOutcome, tune
 from paceline.lab.tune.present import decision, report_of, tuning_record
@@ -182,13 +182,15 @@ def test_samples_shrink_for_everybody_alike() -> None:
 def test_rounds_shrink_until_two_of_them_fit() -> None:
     costs = target(1000)
     one = 48 * costs(1, 1) * 1.15
+    six = [Finalist("a", "a", length, 8) for length in range(6)]
     for seconds, expected in (
         (None, (6, 8)),
         (1e12, (6, 8)),
         (1e-9, (3, 1)),
         (2 * 6 * 2 * one + 1e-6, (6, 2)),
     ):
-        assert affordable(6, costs, TuneOptions(), Budget(seconds, Clock())) == expected
+        finalists, size = affordable(six, costs, TuneOptions(), Budget(seconds, Clock()))
+        assert (len(finalists), size) == expected
 
 
 def test_rounds_of_other_finalists_are_not_mixed(llm: LLM, folders: tuple[str, str]) -> None:

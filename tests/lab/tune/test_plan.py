@@ -216,8 +216,8 @@ def test_the_default_draft_is_confirmed_also_where_time_is_short() -> None:
     assert [c.label for c in chosen[:3]] == ["plain", "usual", "look"]
     assert (chosen[1].length, chosen[1].predicted, chosen[1].methods) == ("auto", None, ())
     assert outcome.target is not None
-    few, _ = affordable(len(chosen), outcome.target, TuneOptions(), Budget(0.0), few=4)
-    assert [c.label for c in chosen[:few]] == ["plain", "usual", "look", "look"]
+    few, _ = affordable(chosen, outcome.target, TuneOptions(), Budget(0.0))
+    assert [c.label for c in few] == ["plain", "usual", "look", "look"]
     outcome.finalists = chosen
     confirm_by_hand(outcome, [1.0, *[1.2] * (len(chosen) - 1)])
     assert tuning_record(outcome)["confirmation"][1]["predicted_by_measured"] is None

@@ -14,11 +14,7 @@ from paceline.llm import LLM
 
 class Paceline(BenchEngine):
     """Our engine, driven by ``clients`` that each send their next request when one is answered.
-
-    It takes the engine's steps itself, token ids in and out, so that it can tell steps that read
-    prompts from those that only decode. ``build`` gives the LLM; a drafter that learns from
-    earlier requests is built anew at every ``refresh``.
-    """
+    ``build`` gives the LLM, anew at every ``refresh`` if its drafter learns from requests."""
 
     def __init__(self, method: Method, build: Callable[[], LLM], clients: int) -> None:
         self.name, self.method = method.name, method
@@ -29,6 +25,9 @@ class Paceline(BenchEngine):
     def refresh(self) -> None:
         if self._build is not None:
             self.llm = self._build()
+
+    def close(self) -> None:
+        self.llm.close()
 
     def run(self, asks: Sequence[Ask]) -> TimedRun:
         """Raises PacelineError if a request fails or does not fit into the cache."""

@@ -2,29 +2,22 @@
 
 from __future__ import annotations
 
-import itertools
 import statistics
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import asdict, dataclass
+from itertools import pairwise
+from operator import truediv
 from typing import Any
 
 import numpy as np
 
 from paceline.lab.bench.methods import PLAIN
-from paceline.lab.bench.runs import (
-    Heat,
-    HeatRecord,
-    TimedAnswer,
-    TimedRun,
-    complete,
-    merged,
-    rounds_of,
-)
+from paceline.lab.bench.runs import Heat, HeatRecord, TimedAnswer, TimedRun, merged
 
 OVERALL = "overall"
 _FEWEST = 4  # prompts from which their differences tell something
 _RESAMPLES = 2000
-_LEVEL = 0.95
+_QUANTILES = (0.025, 0.975)
 
 
 @dataclass(frozen=True)
@@ -49,13 +42,11 @@ class Spread:
 class DraftFigures:
     """What drafting achieved, over all rounds.
 
-    ``acceptance[i]`` is conditional: of the ``reached[i]`` drafts that had a token to try at
-    position i, all before it accepted, the share whose token was accepted. ``length`` is the mean
-    number of tokens drafted a step. None where an engine does not say.
-
-    ``mean_accepted_length``: tokens a target step, the target's own included;
-    ``mean_accepted_tokens`` the same without the steps that read a prompt, as Spec-Bench counts:
-    heads cannot draft before. None where every answer was a token.
+    ``acceptance[i]``: of the ``reached[i]`` drafts that had a token to try at position i, all
+    before it accepted, the share whose token was accepted. ``length``: mean tokens drafted a step;
+    None where an engine does not say. ``mean_accepted_length``: tokens a target step, the target's
+    own included; ``mean_accepted_tokens`` the same without the steps that read a prompt, as
+    Spec-Bench counts; None where every answer was a token.
     """
 
     drafted: int | None
@@ -69,8 +60,7 @@ class DraftFigures:
 
     @classmethod
     def of(cls, run: TimedRun) -> DraftFigures:
-        steps, drafted = run.steps, run.drafted
-        later_steps = steps - len(run.answers)
+        steps, drafted, later_steps = run.steps, run.drafted, run.steps - len(run.answers)
         first = sum(answer.arrivals[0][1] for answer in run.answers)
         return cls(
             drafted=drafted,
@@ -88,14 +78,13 @@ class DraftFigures:
 class Row:
     """One method on one category at one concurrency and temperature. Times in seconds.
 
-    ``speedup`` is over our plain decoding in the same heats: the median of the rounds' ratios.
-    ``interval``: between which speedups the truth lies with 95 %, judged by how
-    prompts differ; None where there are too few, or several requests at once. ``mean_speedup`` is
-    Spec-Bench's (speed.py): the mean over the heats of tokens a second, by that of plain decoding.
-    ``time_to_first_token`` is the median over requests. ``inter_token_*`` are percentiles over
-    tokens: the gap before a delivery, divided by the tokens delivered together; ``stall_p99`` is
-    that of the undivided gaps. ``phases`` are seconds a step, of steps that read no prompt.
-    ``heats``: in a round.
+    ``speedup`` is over our plain decoding in the same heats (``heats`` a round): the median of the
+    rounds' ratios. ``interval``: its 95 % interval, judged by how prompts differ; None where there
+    are too few, or several requests at once. ``mean_speedup`` is Spec-Bench's (speed.py): the mean
+    over the heats of tokens a second, by that of plain decoding. ``time_to_first_token`` is the
+    median over requests. ``inter_token_*`` are percentiles over tokens: the gap before a delivery,
+    divided by the tokens delivered together; ``stall_p99`` is that of the undivided gaps.
+    ``phases`` are seconds a step, of steps that read no prompt.
     """
 
     method: str
@@ -139,10 +128,8 @@ class Row:
 
 
 def rows(record: HeatRecord) -> list[Row]:
-    """All figures: for each concurrency and temperature, each category and overall, each method.
-
-    Rounds that were cut short count only where there is no complete one.
-    """
+    """All figures: for each concurrency and temperature, each category and overall, each method. Of
+    the rounds those with the most heats count."""
     figures: list[Row] = []
     for cell in dict.fromkeys((h.job.concurrency, h.job.temperature) for h in record.heats):
         heats = record.of(*cell)
@@ -151,49 +138,52 @@ def rows(record: HeatRecord) -> list[Row]:
         if len(parts) != 1:
             parts[OVERALL] = heats
         for category, heats_of in parts.items():
-            figures.extend(_rows_of(category, cell, complete(heats_of)))
+            numbers = dict.fromkeys(heat.turn for heat in heats_of)
+            by_turn = [[heat for heat in heats_of if heat.turn == n] for n in numbers]
+            full = max(map(len, by_turn))
+            turns = [turn for turn in by_turn if len(turn) == full]
+            figures += [_row(category, turns, name) for name in turns[0][0].outcomes]
     return figures
 
 
-def _rows_of(category: str, cell: tuple[int, float], turns: list[list[Heat]]) -> Iterable[Row]:
-    """A row for each method."""
-    names = list(turns[0][0].outcomes)
-    rounds = {name: rounds_of(turns, name) for name in names}
-    rates = {name: [run.rate for run in runs] for name, runs in rounds.items()}
-    means = {n: [statistics.mean(h.outcomes[n].rate for h in t) for t in turns] for n in names}
-
-    def ratios(figures: dict[str, list[float]], name: str) -> list[float]:
-        return [one / other for one, other in zip(figures[name], figures[PLAIN], strict=True)]
-
-    for name in names:
-        whole = merged(rounds[name])
-        gaps = [gap for answer in whole.answers for gap in gaps_of(answer)]
-        shares = [gap / count for gap, count in gaps for _ in range(count)]
-        steps = whole.decoding.steps
-        yield Row(
-            method=name,
-            category=category,
-            concurrency=cell[0],
-            temperature=cell[1],
-            rounds=len(turns),
-            heats=len(turns[0]),
-            requests=len(whole.answers),
-            tokens=whole.tokens,
-            tokens_per_second=Spread.of(rates[name]),
-            speedup=Spread.of(ratios(rates, name)),
-            interval=_interval(turns, name) if cell[0] == 1 else None,
-            mean_speedup=statistics.median(ratios(means, name)),
-            time_to_first_token=statistics.median(a.arrivals[0][0] for a in whole.answers),
-            inter_token_p50=percentile(shares, 0.50),
-            inter_token_p99=percentile(shares, 0.99),
-            stall_p99=percentile([gap for gap, _ in gaps], 0.99),
-            drafts=DraftFigures.of(whole),
-            phases={n: s / steps for n, s in whole.decoding.seconds.items()} if steps else {},
-        )
+def _row(category: str, turns: list[list[Heat]], name: str) -> Row:
+    job = turns[0][0].job
+    rounds, plain = (
+        [merged([heat.outcomes[method] for heat in turn]) for turn in turns]
+        for method in (name, PLAIN)
+    )
+    whole = merged(rounds)
+    gaps = [gap for answer in whole.answers for gap in gaps_of(answer)]
+    shares = [gap / count for gap, count in gaps for _ in range(count)]
+    steps = whole.decoding.steps
+    means = [
+        [statistics.mean(heat.outcomes[method].rate for heat in turn) for turn in turns]
+        for method in (name, PLAIN)
+    ]
+    return Row(
+        method=name,
+        category=category,
+        concurrency=job.concurrency,
+        temperature=job.temperature,
+        rounds=len(turns),
+        heats=len(turns[0]),
+        requests=len(whole.answers),
+        tokens=whole.tokens,
+        tokens_per_second=Spread.of([run.rate for run in rounds]),
+        speedup=Spread.of([a.rate / b.rate for a, b in zip(rounds, plain, strict=True)]),
+        interval=_interval(turns, name) if job.concurrency == 1 else None,
+        mean_speedup=statistics.median(map(truediv, *means)),
+        time_to_first_token=statistics.median(a.arrivals[0][0] for a in whole.answers),
+        inter_token_p50=percentile(shares, 0.50),
+        inter_token_p99=percentile(shares, 0.99),
+        stall_p99=percentile([gap for gap, _ in gaps], 0.99),
+        drafts=DraftFigures.of(whole),
+        phases={n: s / steps for n, s in whole.decoding.seconds.items()} if steps else {},
+    )
 
 
 def _interval(turns: Sequence[Sequence[Heat]], name: str) -> tuple[float, float] | None:
-    """Of the ratio of all tokens by all seconds, prompts drawn anew (bootstrap)."""
+    """95 % of the ratio of all tokens by all seconds, prompts drawn anew (bootstrap)."""
     if name == PLAIN or len(turns[0]) < _FEWEST:
         return None
     sums: dict[int, np.ndarray[Any, np.dtype[np.float64]]] = {}
@@ -205,16 +195,13 @@ def _interval(turns: Sequence[Sequence[Heat]], name: str) -> tuple[float, float]
     drawn = np.random.default_rng(0).integers(len(table), size=(_RESAMPLES, len(table)))
     tokens, seconds, plain_tokens, plain_seconds = table[drawn].sum(1).T
     ratios = tokens / seconds * plain_seconds / plain_tokens
-    low, high = np.quantile(ratios, [(1 - _LEVEL) / 2, (1 + _LEVEL) / 2])
+    low, high = np.quantile(ratios, _QUANTILES)
     return float(low), float(high)
 
 
 def gaps_of(answer: TimedAnswer) -> list[tuple[float, int]]:
     """(seconds since the delivery before, tokens delivered), from the second delivery on."""
-    return [
-        (later - earlier, count)
-        for (earlier, _), (later, count) in itertools.pairwise(answer.arrivals)
-    ]
+    return [(at - before, count) for (before, _), (at, count) in pairwise(answer.arrivals)]
 
 
 def percentile(values: Sequence[float], share: float) -> float | None:
@@ -225,9 +212,9 @@ def percentile(values: Sequence[float], share: float) -> float | None:
 def idle(record: HeatRecord, speculative: Collection[str]) -> dict[str, str]:
     """Speculative methods that speculated in vain throughout the run, and what they lacked."""
     lacking: dict[str, str] = {}
-    for name in dict.fromkeys(name for heat in record.heats for name in heat.outcomes):
+    for name in speculative:
         whole = merged([h.outcomes[name] for h in record.heats if name in h.outcomes])
-        if name in speculative and not whole.accepted:
+        if whole.answers and not whole.accepted:
             what = "had none of its drafts accepted" if whole.drafted else "drafted nothing"
             lacking[name] = what
     return lacking

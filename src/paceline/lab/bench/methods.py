@@ -11,8 +11,6 @@ from paceline.drafters import DRAFTERS, parse_draft
 from paceline.errors import ConfigError
 
 PLAIN = "plain"
-DRAFT = "draft"
-URL = "url"
 _LONGEST = 64
 
 Length = int | Literal["auto"]
@@ -36,14 +34,12 @@ class Method:
 
 
 def parse_method(text: str, draft: str | None, length: Length = "auto") -> Method:
-    """One spec, perhaps with ``@LENGTH``. ``draft``: what ``draft`` stands for. Raises ConfigError.
-
-    ``length``: of those without ``@``.
-    """
+    """One spec, perhaps with ``@LENGTH``, else of this ``length``. ``draft``: what "draft" stands
+    for. Raises ConfigError."""
     text = text.strip()
     body, named_length = _split(text)
     head, _, address = text.partition(":")
-    if head == URL:
+    if head == "url":
         if not address:
             raise ConfigError(f"method {text!r} needs its address: url:http://HOST:PORT")
         return Method(text, None, None, address)
@@ -51,7 +47,7 @@ def parse_method(text: str, draft: str | None, length: Length = "auto") -> Metho
         if named_length is not None:
             raise ConfigError(f"method {text!r}: plain decoding drafts nothing; leave out the @")
         return Method(PLAIN, length=0)
-    if body == DRAFT:
+    if body == "draft":
         if draft is None:
             raise ConfigError(f"method {text!r}: no draft is named; add --draft, or name it here")
         body = draft
@@ -60,7 +56,7 @@ def parse_method(text: str, draft: str | None, length: Length = "auto") -> Metho
     ):
         kinds = ", ".join(sorted(set(DRAFTERS) - {"none"}))
         raise ConfigError(
-            f"there is no method {text!r}; there are {PLAIN}, {DRAFT} (what --draft names), "
+            f"there is no method {text!r}; there are {PLAIN}, draft (what --draft names), "
             f"url:http://HOST:PORT, {kinds}, or a draft model's folder"
         )
     return Method(text, body, length if named_length is None else named_length)
@@ -72,10 +68,8 @@ def parse_methods(
     length: Length = "auto",
     lengths: Sequence[int] = (),
 ) -> list[Method]:
-    """All methods, plain decoding first: nothing can be judged without it.
-
-    ``lengths`` runs every drafter that names no length at each of them. Raises ConfigError.
-    """
+    """All methods, plain decoding first. Drafters that name no length run at each of ``lengths``.
+    Raises ConfigError."""
     methods = [Method(PLAIN, length=0)]
     for text in texts:
         method = parse_method(text, draft, length)

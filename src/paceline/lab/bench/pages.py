@@ -1,13 +1,15 @@
-"""A benchmark's result as one report: tables for the terminal, and plots for files."""
+"""A benchmark's result as one report: the verdict, tables for the terminal, plots for files."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from operator import attrgetter
+from functools import partial
+from itertools import zip_longest
+from operator import attrgetter, methodcaller
 from typing import Any
 
 from paceline.engine.driver import StepSums
-from paceline.lab.bench.figures import OVERALL, Row, Spread
+from paceline.lab.bench.figures import OVERALL, Row
 from paceline.lab.bench.methods import PLAIN
 from paceline.lab.bench.result import KINDS, BenchResult, labels
 from paceline.lab.bench.runner import EVERYTHING
@@ -20,7 +22,6 @@ from paceline.lab.report.columns import (
     milliseconds,
     number,
     share,
-    table_across,
     table_of,
     times,
 )
@@ -64,21 +65,11 @@ _UNEQUAL = (
 )
 
 
-def rate(value: Spread) -> str:
-    """Tokens a second."""
-    return value.shown(0)
-
-
-def speedup(value: Spread) -> str:
-    return value.shown(2, "x")
-
-
-_RATE = Column("", "tok/s", "tokens_per_second", rate)
-_SPEEDUP = Column("", "speedup", "speedup.median", times)
+_RATE = Column("", "tok/s", "tokens_per_second", methodcaller("shown", 0))
 _LENGTH = Column("", "tokens a step", "drafts.mean_accepted_length", number)
 _SPEEDS = (
     _RATE,
-    Column("", "speedup", "speedup", speedup),
+    Column("", "speedup", "speedup", methodcaller("shown", 2, "x")),
     Column("", "95 %", "interval", lambda ends: f"{ends[0]:.2f} to {ends[1]:.2f}x"),
     _LENGTH,
 )
@@ -97,24 +88,30 @@ _SWEPT = (
     Column("", "clients", "concurrency"),
     Column("", "temperature", "temperature", "{:g}".format),
 )
-
-
-def _at_position(index: int) -> Column:
-    """What was accepted there, with the number of drafts that reached it."""
-
-    def shown(row: Row) -> str | None:
-        known = list(zip(row.drafts.acceptance, row.drafts.reached, strict=True))[index:]
-        return "{:.2f} ({})".format(*known[0]) if known else None
-
-    return Column("", f"position {index + 1}", "", shown)
+_DRAFTED = Column("", "drafted a step", "drafts.length", number)
+# Tables with a column for each category; the first is drawn, too.
+_BY_CATEGORY: tuple[tuple[Column, str], ...] = (
+    (Column("", "", "speedup.median", times), "Speedup."),
+    (_LENGTH, "Tokens a target step."),
+)
+_PUBLISHED = (  # as on Spec-Bench's leaderboard
+    (Column("", "", "mean_speedup", times), _SUITE),
+    (Column("", "", "drafts.mean_accepted_tokens", number), "#Mean accepted tokens."),
+    (_RATE, "Tokens/s. Questions: {}"),
+)
 
 
 def report_of(result: BenchResult) -> Report:
     """The sections that the measurements give cause to."""
     pages = _Pages(result)
+    if result.rows:
+        pages.verdict()
     pages.run()
     if result.rows:
-        pages.speeds()
+        if result.suite is None:
+            pages.methods()
+        for temperature in pages.temperatures:
+            pages.categories(temperature)
         pages.acceptance()
         pages.steps()
     pages.texts()
@@ -133,24 +130,25 @@ class _Pages:
         title = "Benchmark" if result.suite is None else result.suite.title
         self.report = Report(f"{title} of {result.model}")
         self.result, self.rows = result, result.rows
+        self.drafting = {method.name for method in result.methods if method.draft}
         self.label = labels([method.name for method in result.methods])
         self.method = Column("", "method", "method", self.label.__getitem__)
         self.base = min((row.concurrency for row in self.rows), default=1)
         self.temperatures = list(dict.fromkeys(row.temperature for row in self.rows))
         alone = len({row.category for row in self.rows if row.concurrency == self.base}) == 1
         self.totals = [r for r in self.rows if alone or r.category in (OVERALL, EVERYTHING)]
+        self.main = self.at(self.totals, (self.temperatures or [0.0])[0])
 
     def at(self, rows: Sequence[Row], temperature: float) -> list[Row]:
         """At the fewest clients."""
         return [r for r in rows if (r.concurrency, r.temperature) == (self.base, temperature)]
 
-    def swept(self, items: Sequence[Any]) -> list[Column]:
+    def swept(self, rows: Sequence[Row]) -> list[Column]:
         """Columns of what there are several of, and the method."""
-        seen = [{getattr(item, str(c.path), None) for item in items} for c in _SWEPT]
-        several = [c for c, values in zip(_SWEPT, seen, strict=True) if len(values) > 1]
+        several = [c for c in _SWEPT if len({c.value(row) for row in rows}) > 1]
         return [*several, self.method]
 
-    def by_method(
+    def grid(
         self, rows: Sequence[Row], points: Sequence[Any], at: str, value: Callable[[Row], Any]
     ) -> dict[str, list[Any]]:
         """The ``value`` of every method's rows where ``at`` is each of ``points``; None where there
@@ -159,6 +157,21 @@ class _Pages:
         known = {key(row): value(row) for row in rows}
         names = dict.fromkeys(row.method for row in rows)
         return {self.label[name]: [known.get((name, x)) for x in points] for name in names}
+
+    def verdict(self) -> None:
+        """The fastest drafter that drafted and wrote the right text, at the fewest clients and the
+        first temperature."""
+        fit = self.drafting - {*self.result.idle, *self.result.bugs()}
+        rows = [row for row in self.main if row.method in fit]
+        if not rows:
+            return
+        best = max(rows, key=lambda row: row.speedup.median)
+        low, high = best.interval or (best.speedup.low, best.speedup.high)
+        figures = f"{best.speedup.median:.2f}x, {low:.2f} to {high:.2f}"
+        line = f"use {self.label[best.method]}: {figures}"
+        if best.speedup.median <= 1:
+            line = f"use no draft: the best, {self.label[best.method]}, reaches {figures}"
+        self.report.add("Verdict", Text(f"{line}, by plain decoding."))
 
     def run(self) -> None:
         """Where and how it was measured, and what must not be missed."""
@@ -176,7 +189,8 @@ class _Pages:
         warnings = [line + "." for line in result.complaints()]
         if result.interrupted:
             warnings.append("Interrupted: these are the figures of what was complete.")
-        lines = [f"{name}: {spec}." for name, spec in result.specs().items()]
+        drafts = {method.name.partition("@")[0]: method.draft for method in result.methods}
+        lines = [f"{name}: {spec}." for name, spec in drafts.items() if spec not in (None, name)]
         if result.left_out:
             lines.append(f"Left out, as too long for the model: {', '.join(result.left_out)}.")
         if result.cut:
@@ -190,28 +204,8 @@ class _Pages:
             *map(Text, lines),
         )
 
-    def speeds(self) -> None:
-        """All methods at every number of clients and temperature, then by category; of a suite
-        the tables that it publishes."""
-        if self.result.suite is None:
-            self.methods()
-        for temperature in self.temperatures:
-            rows = self.at(self.rows, temperature)
-            names = list(dict.fromkeys(row.category for row in rows))
-            if self.result.suite is not None:
-                self.published(self.result.suite.title, rows, names, temperature)
-            elif len(names := [n for n in names if n not in (OVERALL, EVERYTHING)]) > 1:
-                title = "By category"
-                if temperature or len(self.temperatures) > 1:
-                    title += f" at temperature {temperature:g}"
-                self.report.add(
-                    title,
-                    self.pivot(rows, names, _SPEEDUP, "Speedup."),
-                    self.pivot(rows, names, _LENGTH, "Tokens a target step."),
-                    self.bars(rows, names, _SPEEDUP, temperature),
-                )
-
     def methods(self) -> None:
+        """All methods at every number of clients and temperature."""
         price, note, figures = self.result.price, _NOTE, list[Figure]()
         swept = self.swept(self.totals)
         columns = [*swept, *_SPEEDS, Column("", "accepted", "", self.accepted)]
@@ -222,77 +216,73 @@ class _Pages:
         if len(clients) > 1:
             note += _CLIENTS
             rows = [row for row in self.totals if row.temperature == self.temperatures[0]]
-            value = attrgetter("tokens_per_second.median")
-            series = self.by_method(rows, clients, "concurrency", value)
-            axes = clients, series, "requests in flight", "tokens/s", True
-            title = "tokens/s against concurrency"
-            figures.append(Figure(title, lambda: plots.lines(*axes), "concurrency"))
+            series = self.grid(rows, clients, "concurrency", attrgetter("tokens_per_second.median"))
+            draw = partial(
+                plots.lines, clients, series, "requests in flight", "tokens/s", log_x=True
+            )
+            figures.append(Figure("tokens/s against concurrency", draw, "concurrency"))
         if NONE_TRIED in map(self.accepted, self.totals):
             note += f" {UNTRIED}"
         latencies = table_of(self.totals, [*swept, *_LATENCIES], _LATENCY)
         self.report.add("Methods", table_of(self.totals, columns, note), latencies, *figures)
 
     def accepted(self, row: Row) -> str | None:
-        drafting = {method.name for method in self.result.methods if method.draft}
         if row.drafts.acceptance_rate is not None:
             return share(row.drafts.acceptance_rate)
-        return NONE_TRIED if row.drafts.drafted == 0 and row.method in drafting else None
+        return NONE_TRIED if row.drafts.drafted == 0 and row.method in self.drafting else None
 
-    def pivot(
-        self, rows: Sequence[Row], categories: Sequence[str], value: Column, note: str
-    ) -> Table:
-        """A row for each method, a column for each category."""
-        cells = self.by_method(rows, categories, "category", value.cell)
-        return Table(["method", *categories], [[n, *row] for n, row in cells.items()], note=note)
-
-    def bars(
-        self, rows: Sequence[Row], categories: Sequence[str], value: Column, temperature: float
-    ) -> Figure:
-        """Speedups, with a line at plain decoding's."""
-        series = self.by_method(rows, categories, "category", value.value)
-        series.pop(self.label[PLAIN], None)
-        name = f"speedup-t{temperature:g}" if len(self.temperatures) > 1 else "speedup"
-        return Figure(
-            f"Speedup over plain decoding, by category, temperature {temperature:g}",
-            lambda: plots.bars(categories, series, "speedup", baseline=1.0),
-            name,
-        )
-
-    def published(
-        self, title: str, rows: Sequence[Row], tasks: Sequence[str], temperature: float
-    ) -> None:
-        """The tables that the benchmark publishes, tasks across (Spec-Bench's leaderboard)."""
+    def categories(self, temperature: float) -> None:
+        """A column for each of several categories; of a suite the tables that it publishes."""
+        suite, rows = self.result.suite, self.at(self.rows, temperature)
         questions = {row.category: row.heats for row in rows}
-        shown = "; ".join(f"{name} {count}" for name, count in questions.items())
-        tokens = Column("", "", "drafts.mean_accepted_tokens", number)
-        mean = Column("", "", "mean_speedup", times)
-        single = [task for task in tasks if task != OVERALL]
-        self.report.add(
-            f"{title} at temperature {temperature:g}",
-            self.pivot(rows, tasks, mean, _SUITE),
-            self.bars(rows, single, mean, temperature),
-            self.pivot(rows, tasks, tokens, "#Mean accepted tokens."),
-            self.pivot(rows, tasks, _RATE, f"Tokens/s. Questions: {shown}"),
+        single = [name for name in questions if name not in (OVERALL, EVERYTHING)]
+        title, tables, names = "By category", _BY_CATEGORY, single
+        if suite is not None:
+            title, tables, names = suite.title, _PUBLISHED, [*questions]
+        elif len(single) < 2:
+            return
+        several = len(self.temperatures) > 1
+        if several or temperature or suite is not None:
+            title += f" at temperature {temperature:g}"
+        amounts = "; ".join(f"{name} {count}" for name, count in questions.items())
+        pivots = [
+            Table(
+                ["method", *names],
+                [[n, *r] for n, r in self.grid(rows, names, "category", column.cell).items()],
+                note=note.format(amounts),
+            )
+            for column, note in tables
+        ]
+        series = self.grid(rows, single, "category", tables[0][0].value)
+        series.pop(self.label[PLAIN], None)
+        picture = Figure(
+            f"Speedup over plain decoding, by category, temperature {temperature:g}",
+            partial(plots.bars, single, series, "speedup", baseline=1.0),
+            f"speedup-t{temperature:g}" if several else "speedup",
         )
+        self.report.add(title, *pivots, picture)
 
     def acceptance(self) -> None:
-        rows = {
-            self.label[row.method]: row
-            for row in self.at(self.totals, self.temperatures[0])
-            if row.drafts.reached
-        }
+        rows = {self.label[row.method]: row for row in self.main if row.drafts.reached}
         if not rows:
             return
-        depth = range(max(len(row.drafts.reached) for row in rows.values()))
-        accepted = Column("", "accepted", "", self.accepted)
-        length = Column("", "drafted a step", "drafts.length", number)
         series = {name: list(row.drafts.acceptance) for name, row in rows.items()}
-        axes = [float(n + 1) for n in depth], series, "position", "accepted"
-        title = "Acceptance by position in the draft, conditional"
+        columns = []
+        for row in rows.values():
+            by_position = zip(row.drafts.acceptance, row.drafts.reached, strict=True)
+            shown = [f"{accepted:.2f} ({tried})" for accepted, tried in by_position]
+            columns.append([_DRAFTED.cell(row), self.accepted(row), *shown])
+        positions = range(1, 1 + max(map(len, series.values())))
+        headings = [_DRAFTED.heading, "accepted", *(f"position {n}" for n in positions)]
+        cells = zip(headings, zip_longest(*columns), strict=True)
         self.report.add(
             "Acceptance by position",
-            table_across("", rows, [length, accepted, *map(_at_position, depth)], _ACCEPTANCE),
-            Figure(title, lambda: plots.lines(*axes), "acceptance"),
+            Table(["", *rows], [[heading, *row] for heading, row in cells], note=_ACCEPTANCE),
+            Figure(
+                "Acceptance by position in the draft, conditional",
+                partial(plots.lines, positions, series, "position", "accepted"),
+                "acceptance",
+            ),
         )
 
     def steps(self) -> None:
@@ -303,14 +293,13 @@ class _Pages:
             self.report.add("Time per step", table)
 
     def texts(self) -> None:
-        result, counts = self.result, self.result.texts.counts
+        counts, unequal = self.result.texts.counts, self.result.unequal
         if counts:
-            columns = [self.method, *(Column("", kind, kind) for kind in KINDS)]
-            none = dict.fromkeys(KINDS, 0)
-            named = [{"method": name, **none, **count} for name, count in counts.items()]
-            self.report.add("Same text", table_of(named, columns, _TEXTS))
-        if result.unequal:
-            columns = [Column("", aspect.replace("_", " "), aspect) for aspect in ASPECTS]
-            engines = [{"method": name, **words} for name, words in result.unequal.items()]
-            table = table_of(engines, [self.method, *columns], _UNEQUAL)
-            self.report.add("What could not be made equal", table)
+            rows = [[self.label[n], *(c.get(kind, 0) for kind in KINDS)] for n, c in counts.items()]
+            self.report.add("Same text", Table(["method", *KINDS], rows, note=_TEXTS))
+        if unequal:
+            heads = ["method", *(aspect.replace("_", " ") for aspect in ASPECTS)]
+            lines = [
+                [self.label[n], *(w[aspect] for aspect in ASPECTS)] for n, w in unequal.items()
+            ]
+            self.report.add("What could not be made equal", Table(heads, lines, note=_UNEQUAL))

@@ -11,8 +11,9 @@ import json
 import re
 import zlib
 from collections import Counter
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
+from itertools import zip_longest
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -38,29 +39,31 @@ def read_records(file: Path) -> Iterator[tuple[str, dict[str, Any]]]:
         for number, part in enumerate((part for part in parts if part.strip()), 1):
             yield f"{file}, part {number}", {"text": part}
         return
-    # Not splitlines: JSON strings may hold U+2028 and its like as they are.
-    lines = ((number, line) for number, line in enumerate(text.split("\n"), 1) if line.strip())
-    records: Iterable[tuple[int, Any]] = lines
-    kind, parsed = "line", True
     try:
         whole = json.loads(text)
     except ValueError:
-        parsed = False
+        kind, records = "line", _lines(file, text)
     else:
-        kind, whole = ("item", whole) if isinstance(whole, list) else (kind, [whole])
-        records = enumerate(whole, 1)
-    for number, item in records:
+        several = isinstance(whole, list)
+        kind, records = "item" if several else "line", enumerate(whole if several else [whole], 1)
+    for number, record in records:
         where = f"{file}, {kind} {number}"
-        try:
-            record = item if parsed else json.loads(item)
-        except ValueError as error:
-            raise DataError(
-                f"{where}: not JSON ({getattr(error, 'msg', error)}); write one object a line, "
-                "or name a file of plain text .txt"
-            ) from None
         if not isinstance(record, dict):
             raise DataError(f"{where}: no JSON object; each record is one, with a prompt")
         yield where, record
+
+
+def _lines(file: Path, text: str) -> Iterable[tuple[int, Any]]:
+    """JSON by line number. Not splitlines: strings may hold U+2028 and its like as they are."""
+    for number, line in enumerate(text.split("\n"), 1):
+        try:
+            if line.strip():
+                yield number, json.loads(line)
+        except ValueError as error:
+            raise DataError(
+                f"{file}, line {number}: not JSON ({getattr(error, 'msg', error)}); write one "
+                "object a line, or name a file of plain text .txt"
+            ) from None
 
 
 def _text_of(file: Path) -> str:
@@ -86,12 +89,9 @@ _FIELDS = ("turns", "messages", "question", "prompt", "text")
 
 @dataclass(frozen=True)
 class BenchPrompt:
-    """What a user would send: ``text``, as a chat turn or as text to go on from.
-
-    ``turns`` are all the user's turns of a record, of which ``text`` is the first: later ones need
-    the answers to those before. ``earlier`` is what was said before ``text``, as (role, content),
-    where the record has it.
-    """
+    """What a user would send: ``text``, as a chat turn or as text to go on from. ``turns``: all the
+    user's turns, of which ``text`` is the first. ``earlier``: what was said before, as (role,
+    content)."""
 
     name: str
     category: str
@@ -101,19 +101,13 @@ class BenchPrompt:
     earlier: tuple[tuple[str, str], ...] = ()
 
     def encode(self, llm: LLM) -> list[int]:
-        """Token ids as the target sees them; chats go through its template if it has one.
-
-        Raises PromptError if the template refuses the conversation.
-        """
+        """Token ids as the target sees them. Raises what ``render`` raises."""
         return render(llm, [*self.earlier, ("user", self.text)], self.chat)
 
 
 def render(llm: LLM, messages: Sequence[tuple[str, str]], chat: bool = True) -> list[int]:
-    """Token ids through the chat template; for a target without one, and of what is no ``chat``,
-    those of the texts, a blank line between.
-
-    Raises PromptError if the template refuses the conversation.
-    """
+    """Token ids through the chat template; without one, and of what is no ``chat``, those of the
+    texts, a blank line between. Raises PromptError if the template refuses the conversation."""
     if chat and llm.tokenizer.chat_template is not None:
         return llm.render_chat([{"role": role, "content": message} for role, message in messages])
     text = "\n\n".join(message for _, message in messages)
@@ -128,9 +122,8 @@ def load_prompts(
     """Prompts of a file (or, with None, our own), of all or some categories.
 
     Category by category, in the order of the file; names are unique. ``per_category`` takes so
-    many of each, evenly spread. Raises, in one line, DataError for an unreadable file, a record
-    without a prompt, an unknown category, or if nothing is left, ConfigError for a
-    ``per_category`` below 1.
+    many of each, evenly spread. Raises DataError for an unreadable file, a record without a prompt,
+    an unknown category, or if nothing is left, ConfigError for a ``per_category`` below 1.
     """
     if per_category is not None and per_category < 1:
         raise ConfigError(f"per_category is {per_category}; use at least 1")
@@ -142,15 +135,13 @@ def load_prompts(
             for number, (where, record) in enumerate(read_records(file))
         ]
     )
+    where = source or "the shipped prompt set"
     if not prompts:
-        raise DataError(f"{source or 'the shipped prompt set'} has no prompts; add at least one")
+        raise DataError(f"{where} has no prompts; add at least one")
     known = list(dict.fromkeys(prompt.category for prompt in prompts))
-    unknown = sorted(set(categories) - set(known))
+    unknown = ", ".join(sorted(set(categories) - set(known)))
     if unknown:
-        raise DataError(
-            f"no category {', '.join(unknown)} in {source or 'the shipped prompt set'}; "
-            f"there are: {', '.join(known)}"
-        )
+        raise DataError(f"no category {unknown} in {where}; there are: {', '.join(known)}")
     return [
         prompt
         for name in known
@@ -165,22 +156,23 @@ def evenly(items: Sequence[Element], count: int | None) -> list[Element]:
     return [items[n * len(items) // count] for n in range(count)]
 
 
+def in_turn(items: Iterable[Element], key: Callable[[Element], object]) -> list[Element]:
+    """One of each kind in turn, so that any beginning of the list has all kinds."""
+    kinds: dict[object, list[Element]] = {}
+    for item in items:
+        kinds.setdefault(key(item), []).append(item)
+    return [item for row in zip_longest(*kinds.values()) for item in row if item is not None]
+
+
 def fit(
     prompts: Sequence[BenchPrompt], llm: LLM, max_tokens: int
 ) -> tuple[list[tuple[BenchPrompt, list[int]]], list[BenchPrompt]]:
     """The prompts that leave the target room for ``max_tokens``, with their ids, and the others.
-
-    Raises PromptError if the chat template refuses a conversation.
-    """
-    fitting: list[tuple[BenchPrompt, list[int]]] = []
-    left_out: list[BenchPrompt] = []
-    for prompt in prompts:
-        ids = prompt.encode(llm)
-        if ids and len(ids) + max_tokens <= llm.max_model_len:
-            fitting.append((prompt, ids))
-        else:
-            left_out.append(prompt)
-    return fitting, left_out
+    Raises PromptError if the chat template refuses a conversation."""
+    encoded = [(prompt, prompt.encode(llm)) for prompt in prompts]
+    room = llm.max_model_len - max_tokens
+    fitting = [(prompt, ids) for prompt, ids in encoded if 0 < len(ids) <= room]
+    return fitting, [prompt for prompt, ids in encoded if not 0 < len(ids) <= room]
 
 
 def _prompt(record: dict[str, Any], where: str, stem: str, number: int) -> BenchPrompt:
@@ -222,9 +214,8 @@ def _nature(record: dict[str, Any], field: str) -> tuple[str, bool]:
 
 def _turns(value: object, field: str, where: str) -> tuple[str, ...]:
     """A text, or a list of texts or of objects with ``content``."""
-    items = value if isinstance(value, list) else [value]
-    turns = [item.get("content") if isinstance(item, dict) else item for item in items]
-    if not turns or not all(isinstance(turn, str) for turn in turns):
+    turns = [_content(item) for item in (value if isinstance(value, list) else [value])]
+    if not turns or None in turns:
         raise DataError(f"{where}: {field} must be a text or a list of texts")
     return tuple(map(str, turns))
 
@@ -233,11 +224,8 @@ def _conversation(value: object, where: str) -> list[tuple[str, str]]:
     """(role, content) up to the last user's message; the answer that a record has is dropped."""
     messages: list[tuple[str, str]] = []
     for item in value if isinstance(value, list) else []:
-        fields = item if isinstance(item, dict) else {}
-        role, content = fields.get("role"), fields.get("content")
-        if isinstance(content, list) and all(isinstance(part, dict) for part in content):
-            content = "".join(str(part.get("text", "")) for part in content)
-        if not isinstance(role, str) or not isinstance(content, str):
+        role, content = item.get("role") if isinstance(item, dict) else None, _content(item)
+        if not isinstance(role, str) or content is None:
             raise DataError(f"{where}: every message needs a role and a content of text")
         messages.append((role, content))
     while messages and messages[-1][0] == "assistant":
@@ -247,12 +235,19 @@ def _conversation(value: object, where: str) -> list[tuple[str, str]]:
     return messages
 
 
+def _content(item: object) -> str | None:
+    """A text, or the ``content`` of an object: a text or parts of one."""
+    content = item.get("content") if isinstance(item, dict) else item
+    if isinstance(content, list) and all(isinstance(part, dict) for part in content):
+        return "".join(str(part.get("text", "")) for part in content)
+    return content if isinstance(content, str) else None
+
+
 def _unique(prompts: list[BenchPrompt]) -> list[BenchPrompt]:
     """Names that occur again get a number: results are kept by name."""
-    seen: Counter[str] = Counter()
-    named = []
-    for prompt in prompts:
-        seen[prompt.name] += 1
-        again = seen[prompt.name]
-        named.append(prompt if again == 1 else replace(prompt, name=f"{prompt.name}#{again}"))
-    return named
+    counts: Counter[str] = Counter()
+    for index, prompt in enumerate(prompts):
+        counts[prompt.name] += 1
+        if counts[prompt.name] > 1:
+            prompts[index] = replace(prompt, name=f"{prompt.name}#{counts[prompt.name]}")
+    return prompts

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import os
 import re
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
+from itertools import product
 from typing import Any
 
 from paceline.lab.bench.figures import Row, idle, rows
@@ -41,9 +42,7 @@ class MethodDivergence:
 @dataclass(frozen=True)
 class Comparison:
     """Over all requests whose text is determined: greedy ones, and those with a seed.
-
-    ``counts[method]`` says how many texts were identical, near ties or different.
-    """
+    ``counts[method]``: how many texts were identical, near ties or different."""
 
     counts: dict[str, dict[str, int]]
     partings: list[MethodDivergence]
@@ -55,22 +54,14 @@ class Comparison:
 Judge = Callable[[Ask, tuple[int, ...], tuple[int, ...]], Difference | None]
 
 
-def judge_of(llm: LLM) -> Judge:
-    """Re-scores a pair of texts by the target."""
-    return lambda ask, left, right: explain(llm.target, ask.prompt, left, right, ask.params)
-
-
 def compare(record: HeatRecord, judge: Judge, sampled: Collection[str] = ()) -> Comparison:
-    """Every distinct pair of texts once, of requests that both were asked alike: after a near tie
-    conversations go on differently.
-
-    Greedy texts of all engines are compared; of requests with a temperature and a seed, only those
-    of ``sampled``: the engines that draw as plain decoding does.
+    """Every distinct pair of texts once, of requests that both were asked alike: greedy ones of all
+    engines; with a temperature and a seed those of ``sampled``, which draw as plain decoding does.
     """
-    counts: dict[str, Counter[str]] = {}
+    counts: dict[str, Counter[str]] = defaultdict(Counter)
     partings: list[MethodDivergence] = []
     seen: set[tuple[object, ...]] = set()
-    for heat in (heat for heat in record.heats if PLAIN in heat.outcomes):
+    for heat in record.heats:
         job, plain = heat.job, heat.outcomes[PLAIN]
         for name, run in heat.outcomes.items():
             requests = zip(plain.asks or job.asks, run.asks or job.asks, strict=False)
@@ -84,7 +75,7 @@ def compare(record: HeatRecord, judge: Judge, sampled: Collection[str] = ()) -> 
                 seen.add(key)
                 difference = None if left == right else judge(ask, left, right)
                 kind = 0 if difference is None else 1 if difference.is_tie else 2
-                counts.setdefault(name, Counter())[KINDS[kind]] += 1
+                counts[name][KINDS[kind]] += 1
                 if difference is not None:
                     where = job.category, job.index + number, job.concurrency, job.temperature
                     partings.append(MethodDivergence(name, *where, difference))
@@ -95,21 +86,18 @@ def spending_of(
     record: HeatRecord, sweep: Sweep, prompts: CategoryPrompts, budget: Budget
 ) -> Spending:
     """In turns: one prompt, or one crowd, by all methods."""
-    missing = [
-        f"{n} at once, temperature {t:g}"
-        for n in sweep.concurrencies
-        for t in sweep.temperatures
-        if not record.of(n, t)
-    ]
-    wanted = {"turns of all methods": record.rounds * sweep.wanted(prompts)}
-    done = {"turns of all methods": len(record.heats)}
+    cells, kind = product(sweep.concurrencies, sweep.temperatures), "turns of all methods"
+    missing = [f"{n} at once, temperature {t:g}" for n, t in cells if not record.of(n, t)]
+    wanted = {kind: record.rounds * sweep.wanted(prompts)}
+    done = {kind: len(record.heats)}
     return Spending(budget.seconds, record.spent, done, wanted, tuple(missing))
 
 
 @dataclass(frozen=True)
 class BenchResult:
     """``idle`` says of speculative methods that did nothing what they lacked; ``unequal`` what
-    could not be made equal, of other engines; ``left_out`` names prompts too long for the model."""
+    could not be made equal, of other engines; ``left_out`` names prompts too long for the model;
+    ``cut`` counts conversations whose later turns found no room in the context."""
 
     model: str
     machine: dict[str, Any]
@@ -119,7 +107,7 @@ class BenchResult:
     texts: Comparison
     idle: dict[str, str]
     suite: Suite | None = None
-    cut: int = 0  # conversations whose later turns found no room in the context
+    cut: int = 0
     left_out: Sequence[str] = ()
     price: float | None = None
     interrupted: bool = False
@@ -138,6 +126,10 @@ class BenchResult:
         **more: Any,
     ) -> BenchResult:
         """From what was measured; ``more`` are other fields."""
+
+        def judge(ask: Ask, left: tuple[int, ...], right: tuple[int, ...]) -> Difference | None:
+            return explain(llm.target, ask.prompt, left, right, ask.params)
+
         ours = [m.name for m in methods if m.url is None and not settings["lossy"]]
         return cls(
             model=settings["model"],
@@ -145,8 +137,8 @@ class BenchResult:
             settings=settings,
             methods=methods,
             rows=rows(record),
-            texts=compare(record, judge_of(llm), ours),
-            idle=idle(record, {method.name for method in methods if method.draft}),
+            texts=compare(record, judge, ours),
+            idle=idle(record, [method.name for method in methods if method.draft]),
             suite=suite,
             cut=sum(run.cut for heat in record.heats for run in heat.outcomes.values()),
             **more,
@@ -175,11 +167,6 @@ class BenchResult:
             "budget": self.spending and asdict(self.spending),
         }
 
-    def specs(self) -> dict[str, str]:
-        """What drafts, of methods whose names do not tell."""
-        draft_of = {method.name.partition("@")[0]: method.draft for method in self.methods}
-        return {name: spec for name, spec in draft_of.items() if spec is not None and spec != name}
-
     def amount(self) -> str:
         """How many prompts the figures are of, and of how many that were asked for."""
         wanted = int(self.settings["prompts"])
@@ -196,21 +183,20 @@ class BenchResult:
 
     def complaints(self, allow_idle: bool = False) -> list[str]:
         """One line for each thing that makes the run a failure."""
-        lines = [self._bug(name) for name in self.bugs()]
+        lines = []
+        for name in self.bugs():
+            first = self.texts.different(name)[0]
+            it = first.difference
+            lines.append(
+                f"{name} wrote another text than {PLAIN} decoding ({first.category}, request "
+                f"{first.prompt}, token {it.at}: {it.left} became {it.right}, their scores "
+                f"{it.gap:.3g} apart, a rounding step is {it.step:.3g}); this is a bug, please "
+                "report it"
+            )
         if not allow_idle:
             lengths = {method.name: method.length for method in self.methods}
             lines += [idle_line(name, lack, lengths[name]) for name, lack in self.idle.items()]
         return lines
-
-    def _bug(self, name: str) -> str:
-        first = self.texts.different(name)[0]
-        it = first.difference
-        return (
-            f"{name} wrote another text than {PLAIN} decoding ({first.category}, request "
-            f"{first.prompt}, token {it.at}: {it.left} became {it.right}, their scores "
-            f"{it.gap:.3g} apart, a rounding step is {it.step:.3g}); this is a bug, please "
-            "report it"
-        )
 
 
 def idle_line(name: str, lack: str, length: Length | None) -> str:

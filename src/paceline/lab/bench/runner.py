@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from itertools import product, zip_longest
-from typing import TypeVar
+from itertools import product
 
 from paceline.core.params import SamplingParams
 from paceline.lab.bench.methods import Method
+from paceline.lab.bench.prompts import in_turn
 from paceline.lab.bench.runs import Ask, BenchEngine, BenchJob, Heat, HeatRecord, TimedRun
 from paceline.lab.budget import Budget
 
@@ -16,14 +16,8 @@ EVERYTHING = "all prompts"
 _WARM_TOKENS = 16
 _ENDING = 0.15  # of a budget, for what is measured and judged once all have run
 _WAVES = 2  # requests that each of several clients sends at least
-Element = TypeVar("Element")
 OnProgress = Callable[[str], None]  # is told what runs next
 OnJob = Callable[[BenchEngine, BenchJob], TimedRun]  # how an engine does a job
-
-
-def one_run(engine: BenchEngine, job: BenchJob) -> TimedRun:
-    """All requests of a job, timed together."""
-    return engine.run(job.asks)
 
 
 def warm_up(todo: Sequence[BenchJob], engines: Sequence[BenchEngine]) -> None:
@@ -45,50 +39,33 @@ def take_turns(
     record: HeatRecord,
     advance: OnProgress = lambda what: None,
     budget: Budget | None = None,
-    answer: OnJob = one_run,
+    answer: OnJob = lambda engine, job: engine.run(job.asks),
 ) -> None:
-    """Let all do every job ``rounds`` times; fills the record heat by heat.
+    """Let all do every job, of one concurrency, ``rounds`` times; fills the record heat by heat.
 
-    Within a heat the engines run one after another, so that all have the same machine; who
-    begins changes from heat to heat. Heats that the record has are not run again. The budget may
-    end the first round at any heat; a later one is begun only if the whole of it fits.
-    ``advance(what)`` is called before every run. Ctrl-C passes through; the record then holds
-    complete heats.
+    Within a heat the engines run one after another; who begins changes from heat to heat. Heats
+    that the record has are not run again. The budget may end the first round at any heat; a later
+    one is begun only if the whole of it fits. ``advance(what)`` is called before every run. Ctrl-C
+    passes through; the record then holds complete heats.
     """
-    budget = budget or Budget()
+    budget, kind = budget or Budget(), f"requests, {todo[0].concurrency} at once"
     for turn in range(rounds):
         left = [(index, job) for index, job in enumerate(todo) if not record.has(job, turn)]
-        requests: dict[str, int] = {}
-        for _, job in left:
-            requests[_kind(job)] = requests.get(_kind(job), 0) + len(job.asks)
-        if turn and not all(budget.fits(kind, count) for kind, count in requests.items()):
+        if turn and not budget.fits(kind, sum(len(job.asks) for _, job in left)):
             break
         if left:
             for engine in engines:
                 engine.refresh()
         for index, job in left:
-            if not budget.fits(_kind(job), len(job.asks)):
+            if not budget.fits(kind, len(job.asks)):
                 break
             shift = (turn + index) % len(engines)
             outcomes: dict[str, TimedRun] = {}
-            with budget.piece(_kind(job), len(job.asks)):
+            with budget.piece(kind, len(job.asks)):
                 for engine in [*engines[shift:], *engines[:shift]]:
                     advance(f"{job.category}: {engine.name}")
                     outcomes[engine.name] = answer(engine, job)
             record.heats.append(Heat(job, turn, {e.name: outcomes[e.name] for e in engines}))
-
-
-def _kind(job: BenchJob) -> str:
-    """Of work, for the budget."""
-    return f"requests, {job.concurrency} at once"
-
-
-def in_turn(items: Iterable[Element], key: Callable[[Element], object]) -> list[Element]:
-    """One of each kind in turn, so that any beginning of the list has all kinds."""
-    kinds: dict[object, list[Element]] = {}
-    for item in items:
-        kinds.setdefault(key(item), []).append(item)
-    return [item for row in zip_longest(*kinds.values()) for item in row if item is not None]
 
 
 CategoryPrompts = Sequence[tuple[str, Sequence[int]]]  # category and token ids
@@ -96,11 +73,9 @@ CategoryPrompts = Sequence[tuple[str, Sequence[int]]]  # category and token ids
 
 @dataclass(frozen=True)
 class Sweep:
-    """CategoryPrompts at every concurrency and temperature, ``rounds`` times.
-
-    ``seed``: request i gets ``seed + i``; None draws freely. ``limit``: most tokens of a prompt and
-    its answer, where answers may be cut there.
-    """
+    """Prompts at every concurrency and temperature, ``rounds`` times. ``seed``: request i gets
+    ``seed + i``; None draws freely. ``limit``: most tokens of a prompt and its answer; where it is
+    given answers are cut there."""
 
     max_tokens: int
     concurrencies: Sequence[int] = (1,)
@@ -124,19 +99,15 @@ class Sweep:
     def jobs(
         self, prompts: CategoryPrompts, concurrency: int, hurried: bool = False
     ) -> list[BenchJob]:
-        """One request at a time: a job a prompt. Several: one job over all prompts, repeated in
-        turn until every client has sent at least two requests, and all equally many; ``hurried``:
-        exactly two.
-
-        Temperatures and categories take turns: a budget may end the list anywhere.
-        """
+        """One request at a time: a job a prompt. Several: one job over all prompts, repeated until
+        every client has sent at least two requests, and all equally many; ``hurried``: exactly two.
+        Temperatures and categories take turns, as a budget may end the list anywhere."""
         if concurrency == 1:
             groups = [(number, category, [ids]) for number, (category, ids) in enumerate(prompts)]
         else:
             waves = _WAVES if hurried else max(_WAVES, -(-len(prompts) // concurrency))
             many = [prompts[n % len(prompts)][1] for n in range(waves * concurrency)]
             groups = [(0, EVERYTHING, many)]
-
         planned = []
         for temperature, (number, category, group) in product(self.temperatures, groups):
             asks = [
@@ -150,10 +121,6 @@ class Sweep:
         """How many heats a round has."""
         return sum(len(self.jobs(prompts, n)) for n in self.concurrencies)
 
-    def runs(self, prompts: CategoryPrompts, methods: Sequence[Method]) -> int:
-        """How many timed runs that makes."""
-        return self.rounds * self.wanted(prompts) * len(methods)
-
     def run(
         self,
         prompts: CategoryPrompts,
@@ -162,7 +129,7 @@ class Sweep:
         record: HeatRecord,
         advance: OnProgress = lambda what: None,
         budget: Budget | None = None,
-        answer: OnJob = one_run,
+        answer: OnJob = lambda engine, job: engine.run(job.asks),
     ) -> None:
         """Measure into ``record``. ``start(method, clients)`` makes an engine; those of one
         concurrency live at the same time. Every concurrency has the same share of the budget.

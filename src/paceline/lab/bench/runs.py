@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from operator import attrgetter
+from typing import Protocol
 
 from paceline.core.params import SamplingParams
 from paceline.engine.driver import StepSums, column_sums
@@ -21,9 +22,7 @@ class Ask:
 @dataclass(frozen=True)
 class TimedAnswer:
     """New tokens, and when they came: ``(seconds since the request was sent, tokens)``.
-
-    ``written``: how many its engine counted, where the ids are those of a text read again.
-    """
+    ``written``: how many its engine counted, where the ids are those of a text read again."""
 
     tokens: tuple[int, ...]
     arrivals: tuple[tuple[float, int], ...]
@@ -38,11 +37,10 @@ class TimedAnswer:
 class TimedRun:
     """One timed run over some requests, answers in their order. Times in seconds.
 
-    ``steps`` counts target forwards that yielded tokens, per request. ``drafted`` (nodes)
-    is None where an engine does not say. ``reached`` and
-    ``accepted_at`` count drafts by position, as in CompletionStats. ``decoding`` sums the engine's
-    steps in which nobody read a prompt. Of a conversation ``asks`` are its turns; ``cut``: later
-    turns had no room in the context.
+    ``steps`` counts target forwards that yielded tokens, per request. ``drafted`` (nodes) is None
+    where an engine does not say. ``reached`` and ``accepted_at`` count drafts by position, as in
+    CompletionStats. ``decoding`` sums the steps in which nobody read a prompt. Of a conversation
+    ``asks`` are its turns; ``cut``: later turns had no room in the context.
     """
 
     answers: Sequence[TimedAnswer]
@@ -55,13 +53,6 @@ class TimedRun:
     decoding: StepSums = field(default_factory=StepSums)
     asks: tuple[Ask, ...] = ()
     cut: bool = False
-
-    @classmethod
-    def of_deliveries(cls, answers: Sequence[TimedAnswer], seconds: float) -> TimedRun:
-        """Of an engine that says nothing but its deliveries: each is one target step."""
-        steps = sum(len(answer.arrivals) for answer in answers)
-        tokens = sum(answer.count for answer in answers)
-        return cls(answers, seconds, steps, accepted=tokens - steps)
 
     @property
     def tokens(self) -> int:
@@ -78,21 +69,19 @@ class TimedRun:
 
 
 def merged(runs: Sequence[TimedRun]) -> TimedRun:
-    """Runs of one engine as one; what one of them does not say is None."""
-
-    def total(name: str) -> Any:
-        counts = [getattr(run, name) for run in runs]
-        return None if None in counts else sum(counts)
-
-    counted = ("seconds", "steps", "drafted", "accepted")
+    """Runs of one engine as one; ``drafted`` is None if one of them does not say."""
+    drafted = [run.drafted for run in runs]
     return TimedRun(
         answers=[answer for run in runs for answer in run.answers],
+        seconds=sum(run.seconds for run in runs),
+        steps=sum(run.steps for run in runs),
+        drafted=None if None in drafted else sum(count or 0 for count in drafted),
+        accepted=sum(run.accepted for run in runs),
         reached=column_sums(run.reached for run in runs),
         accepted_at=column_sums(run.accepted_at for run in runs),
         decoding=sum((run.decoding for run in runs), StepSums()),
         asks=tuple(ask for run in runs for ask in run.asks),
         cut=any(run.cut for run in runs),
-        **{name: total(name) for name in counted},
     )
 
 
@@ -105,6 +94,10 @@ class BenchEngine(Protocol):
         """Forget what earlier requests taught it: a round begins, with the same prompts."""
         return
 
+    def close(self) -> None:
+        """Free what it holds."""
+        return
+
     def run(self, asks: Sequence[Ask]) -> TimedRun:
         """Answer all, from reading the prompts on; timed."""
         ...
@@ -112,20 +105,14 @@ class BenchEngine(Protocol):
 
 @dataclass(frozen=True)
 class BenchJob:
-    """Requests that an engine answers in one timed run.
-
-    ``index`` tells the jobs of one category, concurrency and temperature apart.
-    """
+    """Requests that an engine answers in one timed run. ``index`` tells the jobs of one category,
+    concurrency and temperature apart."""
 
     category: str
     concurrency: int
     temperature: float
     index: int
     asks: tuple[Ask, ...]
-
-    @property
-    def key(self) -> tuple[str, int, float, int]:
-        return self.category, self.concurrency, self.temperature, self.index
 
 
 @dataclass(frozen=True)
@@ -139,30 +126,18 @@ class Heat:
 
 @dataclass
 class HeatRecord:
-    """The heats so far. A heat is recorded when its last engine is done, so one that was
-    interrupted leaves nothing, and in each all engines had the same machine. ``rounds`` are
-    wanted, ``spent`` seconds went into it; both grow if a later run goes on from it."""
+    """The heats whose last engine is done. ``rounds`` are wanted, ``spent`` seconds went into it;
+    both grow if a later run goes on from it."""
 
     heats: list[Heat] = field(default_factory=list)
     rounds: int = 0
     spent: float = 0.0
 
     def has(self, job: BenchJob, turn: int) -> bool:
-        return any((heat.turn, heat.job.key) == (turn, job.key) for heat in self.heats)
+        key = attrgetter("category", "concurrency", "temperature", "index")
+        return any((heat.turn, key(heat.job)) == (turn, key(job)) for heat in self.heats)
 
     def of(self, concurrency: int, temperature: float) -> list[Heat]:
         """The heats at one concurrency and temperature."""
         cell = concurrency, temperature
         return [h for h in self.heats if (h.job.concurrency, h.job.temperature) == cell]
-
-
-def complete(heats: Sequence[Heat]) -> list[list[Heat]]:
-    """The rounds in which as many jobs were done as in the fullest one."""
-    turns = [[h for h in heats if h.turn == turn] for turn in dict.fromkeys(h.turn for h in heats)]
-    full = max(map(len, turns))
-    return [turn for turn in turns if len(turn) == full]
-
-
-def rounds_of(turns: Sequence[Sequence[Heat]], name: str) -> list[TimedRun]:
-    """All jobs of each round as one run of this engine."""
-    return [merged([heat.outcomes[name] for heat in turn]) for turn in turns]

@@ -1,8 +1,5 @@
-"""Other engines: any server of OpenAI's protocol, asked for what our engine is asked for.
-
-What it understands is found out before anything is timed. N clients each send their next request
-when one is answered.
-"""
+"""Other engines: any server of OpenAI's protocol, asked for what our engine is asked for; what it
+understands is tried before anything is timed."""
 
 from __future__ import annotations
 
@@ -40,19 +37,13 @@ class BaselineFailedError(PacelineError):
     """Another engine did not answer, or not as the target can."""
 
 
-_FAILURES = (
-    RequestRefusedError,
-    ServerFailedError,
-    ValueError,
-    LookupError,
-    TypeError,
-    AttributeError,
-)
+_WRONG = (ValueError, LookupError, TypeError, AttributeError)  # of an answer's content
+_FAILURES = (RequestRefusedError, ServerFailedError, *_WRONG)
 
 
 class Delivery(NamedTuple):
-    """What one event of a stream brought. ``ids`` where the server says them; ``written`` and
-    ``read`` are its counts of the answer's and the prompt's tokens, at the end."""
+    """One event of a stream. ``ids`` where the server says them; ``written`` and ``read``: its
+    counts of the answer's and the prompt's tokens, at the end."""
 
     moment: float
     text: str
@@ -76,13 +67,15 @@ class ServedEngine(BenchEngine):
     _short: int = 0
 
     def run(self, asks: Sequence[Ask]) -> TimedRun:
-        """Raises BaselineFailedError."""
+        """A delivery counts as one target step. Raises BaselineFailedError."""
         start = time.perf_counter()
         with ThreadPoolExecutor(self.clients) as pool:
             all_answers = list(pool.map(self._asked, asks))
         seconds = time.perf_counter() - start
         answers = [self._answer(*pair) for pair in zip(asks, all_answers, strict=True)]
-        return TimedRun.of_deliveries(answers, seconds)
+        steps = sum(len(answer.arrivals) for answer in answers)
+        accepted = sum(answer.count for answer in answers) - steps
+        return TimedRun(answers, seconds, steps, accepted=accepted)
 
     def _asked(self, ask: Ask) -> list[Delivery]:
         try:
@@ -93,9 +86,9 @@ class ServedEngine(BenchEngine):
             ) from None
 
     def _deliveries(self, ask: Ask) -> list[Delivery]:
-        params, start, outcomes = ask.params, time.perf_counter(), list[Delivery]()
+        params, ids, outcomes = ask.params, list(ask.prompt), list[Delivery]()
         body: dict[str, Any] = {
-            "prompt": list(ask.prompt) if "ids" in self.takes else self._decoded(ask.prompt),
+            "prompt": ids if "ids" in self.takes else str(self.llm.tokenizer.decode(ids)),
             "max_tokens": params.max_tokens,
             "temperature": params.temperature,
             "top_p": 1.0,
@@ -104,17 +97,15 @@ class ServedEngine(BenchEngine):
             body["seed"] = params.seed
         for wish in self.takes - (set() if params.ignore_eos else {"ignore_eos"}):
             body |= _WISHES[wish]
+        start = time.perf_counter()
         for event in self.client.stream("completions", body):
             usage = event.get("usage") or {}
             (choice, *_) = event.get("choices") or [{}]
-            ids = tuple(int(token) for token in choice.get("token_ids") or ())
+            new = tuple(int(token) for token in choice.get("token_ids") or ())
             counts = usage.get("completion_tokens"), usage.get("prompt_tokens")
             text = str(choice.get("text") or "")
-            outcomes.append(Delivery(time.perf_counter() - start, text, ids, *counts))
+            outcomes.append(Delivery(time.perf_counter() - start, text, new, *counts))
         return outcomes
-
-    def _decoded(self, ids: Sequence[int]) -> str:
-        return str(self.llm.tokenizer.decode(list(ids)))
 
     def _ids_of(self, text: str) -> tuple[int, ...]:
         return tuple(self.llm.tokenizer(text, add_special_tokens=False)["input_ids"])
@@ -123,8 +114,8 @@ class ServedEngine(BenchEngine):
         parts, vocabulary = [d for d in deliveries if d.text or d.ids], self.llm.target.vocab_size
         token_ids = tuple(token for one in parts for token in one.ids)
         tokens = token_ids or self._ids_of("".join(one.text for one in parts))
-        written = [one.written for one in deliveries if one.written is not None]
-        count = len(token_ids) or (written[-1] if written else len(tokens))
+        written = [one.written for one in deliveries if one.written is not None] or [len(tokens)]
+        count = len(token_ids) or written[-1]
         if not parts or not count:
             raise BaselineFailedError(f"{self.name} answered without a token; look at its log")
         if max(tokens, default=0) >= vocabulary:

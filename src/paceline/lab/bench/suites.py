@@ -1,7 +1,6 @@
 """Public benchmarks: their questions, and conversations that are answered turn by turn.
 
-An answer becomes part of the conversation that the next turn continues: every engine goes on
-from its own. Only answering is timed; rendering and tokenising are not. Files are read in the
+Every engine goes on from its own answers, and only answering is timed. Files are read in the
 benchmarks' own layouts or in that of docs/prompts.md.
 """
 
@@ -12,13 +11,12 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from paceline.errors import ConfigError, DataError
-from paceline.lab.bench.prompts import BenchPrompt, evenly, load_prompts, render
-from paceline.lab.bench.runner import Sweep, in_turn
+from paceline.lab.bench.prompts import BenchPrompt, evenly, in_turn, load_prompts, render
+from paceline.lab.bench.runner import Sweep
 from paceline.lab.bench.runs import Ask, BenchEngine, BenchJob, TimedRun, merged
 from paceline.llm import LLM
 
-# Spec-Bench's six tasks are named as in its leaderboard; the eight categories of MT-Bench are its
-# first task.
+# Spec-Bench's tasks as its leaderboard names them; the categories of MT-Bench are the first.
 MULTI_TURN = "Multi-turn Conversation"
 _CATEGORIES = "Writing Roleplay Reasoning Math Coding Extraction STEM Humanities"
 _MT_BENCH = {name.lower(): name for name in _CATEGORIES.split()}
@@ -63,12 +61,9 @@ def suite_of(name: str) -> Suite:
 def load_questions(
     suite: Suite, file: str | Path, categories: Sequence[str] = (), per_task: int | None = None
 ) -> list[BenchPrompt]:
-    """The suite's questions, with their task as category; the tasks take turns, so whenever a run
-    ends, it has seen all alike.
-
-    ``categories`` are the file's own; ``per_task`` takes so many of each task, evenly spread.
-    Raises, in one line, DataError for a file that cannot be read or is of another benchmark.
-    """
+    """The suite's questions, with their task as category; the tasks take turns. ``categories`` are
+    the file's own; ``per_task`` takes so many of each task, evenly spread. Raises DataError for a
+    file that cannot be read or is of another benchmark."""
     questions = [_question(suite, prompt, file) for prompt in load_prompts(file, categories)]
     chosen = [
         question

@@ -18,12 +18,9 @@ _CALLS = 50  # in one timing: few enough for several timings in a scheduler's ti
 
 @dataclass(frozen=True)
 class MachineSpeeds:
-    """Measured on the device, with the threads of the run, and its dtype or what stands for it.
-
-    ``read_bandwidth``: bytes/s of a sum over a buffer that no cache holds. ``peak_flops``: FLOP/s
-    of a linear product of many rows whose weight stays in the cache. ``product_seconds``: a call
-    of the smallest product, which is the fixed cost of any.
-    """
+    """``read_bandwidth``: bytes/s of a sum over a buffer that no cache holds. ``peak_flops``: FLOP
+    a second of a product of many rows whose weight is cached. ``product_seconds``: a call of the
+    smallest product."""
 
     device: str
     dtype: str

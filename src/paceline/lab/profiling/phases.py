@@ -6,21 +6,18 @@ from dataclasses import dataclass
 
 from paceline.lab.profiling.work import Work
 
-# What a phase waits for.
 MEMORY, COMPUTE, LAUNCH, PYTHON = "memory bandwidth", "compute", "kernel launches", "Python"
-# Moving the bytes at the machine's best takes as large a part of the time as the share of the best
-# that was reached. From a half on, that part is larger than all others together.
-SATURATED = 0.5
+SATURATED = 0.5  # share of the machine's best from which the limit takes most of the time
 
 
 @dataclass(frozen=True)
 class Phase:
     """One phase in a step without the profiler; its ``work`` is that of a step.
 
-    ``kernels + launches + python == seconds``: in products and attention, but for what the call of
-    the smallest costs (on CUDA: in any kernel); in those calls and all other operators; and between
-    operators. ``share`` of the step. ``bandwidth`` and ``peak_flops``: what the machine reads at
-    best from where these bytes lie, and multiplies at best.
+    ``kernels + launches + python == seconds``: in products and attention without what calling them
+    costs (on CUDA: in any kernel); in those calls and all other operators; between operators.
+    ``share`` of the step. ``bandwidth``: bytes/s that the machine reads at best from where these
+    lie; ``peak_flops``: FLOP/s at best.
     """
 
     name: str
@@ -43,7 +40,6 @@ class Phase:
 
     @property
     def of_read_bandwidth(self) -> float:
-        """Share of the machine's best reading, from 0 to about 1."""
         return _by(self.bytes_per_second, self.bandwidth)
 
     @property
@@ -52,7 +48,6 @@ class Phase:
 
     @property
     def saturated(self) -> bool:
-        """Whether memory or compute is used so well that nothing else can be the matter."""
         return max(self.of_read_bandwidth, self.of_peak_flops) >= SATURATED
 
     @property

@@ -15,13 +15,9 @@ from paceline.lab.profiling.phases import Phase
 from paceline.lab.profiling.work import Work, WorkCounter
 from paceline.llm import LLM
 
-# Steps under the profiler: twenty give the shares to a per cent and a trace that opens at once.
-PROFILED_STEPS = 20
-# Of a step's time, without a processor. Below it medians hold; above it no figure repeats.
-BUSY = 0.1
-# A phase below this part of the step is not worth a sentence: without it the step would be no more
-# than a twentieth faster.
-MINOR = 0.05
+PROFILED_STEPS = 20  # give the shares to a per cent
+BUSY = 0.1  # of a step's time without a processor, above which no figure repeats
+MINOR = 0.05  # of a step: a shorter phase is not worth a sentence
 PLAIN = "plain"  # the name of decoding without a drafter
 
 
@@ -30,9 +26,8 @@ class RunProfile:
     """One way of decoding. ``sums``: of the steps of all timed rounds. ``working_set_bytes``: what
     a step reads, each byte counted once. ``drafters``: accepted tokens by who drafted them.
     ``not_drafted``: a sequence's steps without a draft, by the controller's reason.
-    ``processor_busy_elsewhere``: share of the steps' time that other programs had the processor,
-    with or without the profiler. ``profiler_slowdown``: a step under the profiler by one without
-    it."""
+    ``processor_busy_elsewhere``: share of the steps' time that other programs had the processor.
+    ``profiler_slowdown``: a step under the profiler by one without it."""
 
     name: str
     phases: tuple[Phase, ...]
@@ -116,8 +111,8 @@ def profile_all(
     """Fill ``result``: count the work, measure the machine, time in turn, then profile each.
 
     ``steps`` steady ones in each of ``rounds``; the last engine's trace goes to ``trace_file``.
-    ``advance(what)`` is called before each piece of work. Raises ConfigError if the sequences
-    have no room for a steady state.
+    ``advance(what)`` is called before each. Raises ConfigError if there is no room for a steady
+    state.
     """
     counters = [WorkCounter() for _ in engines]
     for (name, llm), counter in zip(engines, counters, strict=True):

@@ -27,9 +27,8 @@ Enter = Callable[[str], AbstractContextManager[Any]]
 
 @dataclass(frozen=True)
 class Stretch:
-    """Some steady steps. ``busy``: share of the time in which this thread had no processor; 0 where
-    it may wait. ``drafters``: accepted tokens by who drafted them; ``not_drafted``: a sequence's
-    steps without a draft, by the controller's reason."""
+    """Some steady steps. ``busy``: share of the time in which this thread had no processor; 0 on
+    devices. ``drafters``, ``not_drafted``: as in RunProfile."""
 
     sums: StepSums
     busy: float
@@ -38,11 +37,8 @@ class Stretch:
 
 
 def choose(encoded: Sequence[list[int]], concurrency: int, limit: int) -> list[int]:
-    """Places of as many prompts as sequences, again from the first if there are too few.
-
-    Only those that leave half of the ``limit`` positions to decode in. Raises DataError if none
-    does.
-    """
+    """Indices of as many prompts as sequences, again from the first if there are too few: those
+    that leave half of the ``limit`` positions to decode in. Raises DataError if none does."""
     fitting = [i for i, ids in enumerate(encoded) if 0 < len(ids) <= limit // 2]
     if not fitting:
         shortest = min(map(len, encoded), default=0)
@@ -77,7 +73,7 @@ def run(
                 break
         if warm < WARM_UP:
             raise _too_few(warm, min(rooms))
-        with inside or nullcontext(), _entered(llm, around):
+        with inside or nullcontext(), _entered(llm, around) if around else nullcontext():
             known, done = drive.counts, len(drive.steps)
             wall, running = drive.seconds, time.thread_time()
             while len(drive.steps) < done + steps and _all_decode(drive.step(), len(prompts)):
@@ -108,20 +104,17 @@ def _too_few(steps: int, room: int) -> ConfigError:
 
 
 @contextmanager
-def _entered(llm: LLM, around: Enter | None) -> Iterator[None]:
-    """Enter ``around`` in the engine's steps and phases: from outside, its loop knows nothing."""
-    if around is None:
-        yield
-        return
+def _entered(llm: LLM, around: Enter) -> Iterator[None]:
+    """Enter ``around`` in the engine's steps and phases, of which its loop knows nothing."""
+
+    def call(phase: str, method: Callable[..., Any], *args: Any) -> Any:
+        with around(phase):
+            return method(*args)
+
     for name, phase in _METHODS.items():
-        setattr(llm.engine, name, partial(_call, around, phase, getattr(llm.engine, name)))
+        setattr(llm.engine, name, partial(call, phase, getattr(llm.engine, name)))
     try:
         yield
     finally:
         for name in _METHODS:
             delattr(llm.engine, name)
-
-
-def _call(around: Enter, phase: str, method: Callable[..., Any], *args: Any) -> Any:
-    with around(phase):
-        return method(*args)

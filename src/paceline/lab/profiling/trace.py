@@ -27,13 +27,9 @@ PREFIX = "paceline: "  # of the ranges in the trace
 
 @dataclass
 class Share:
-    """What one phase did under the profiler, sums over all steps. Seconds on the host, each
-    call's and each gap's at the median over the times that the phase called the same operators.
-
-    ``wall``: the phase itself. ``called``: within operators that Python called; ``kernel_seconds``:
-    within products and attention alone, so many ``kernel_calls``. ``device``: seconds that a GPU
-    worked on them.
-    """
+    """What one phase did under the profiler, sums over all steps. Seconds on the host: ``wall`` of
+    the phase, ``called`` within operators that Python called, ``kernel_seconds`` within products
+    and attention alone, so many ``kernel_calls``. ``device``: seconds that a GPU worked on them."""
 
     wall: float = 0.0
     called: float = 0.0
@@ -45,11 +41,8 @@ class Share:
         self, seconds: float, product_seconds: float, steps: int
     ) -> tuple[float, float, float]:
         """``seconds`` of the phase in a step as those in kernels, in calling operators, and between
-        operators; ``product_seconds`` of every product and attention is the price of its call.
-
-        On CUDA kernels are what the device did in the profiled ``steps``, and the rest of the
-        phase, in which it waited, goes by the host's shares.
-        """
+        operators; ``product_seconds`` of every product and attention is the price of its call. On
+        CUDA kernels are what the device did in ``steps``; the rest goes by the host's shares."""
         if self.wall <= 0:
             return 0.0, 0.0, seconds
         called = min(self.called, self.wall)
@@ -81,17 +74,13 @@ def run(
 ) -> tuple[Stretch, dict[str, Share]]:
     """Decode as ``steady.run`` does, under the profiler; ``trace`` is where it is written.
 
-    The profiler slows the steps: use the shares, not the seconds. Only the steady steps are
-    profiled; step and phases are ranges in it. Raises ConfigError.
+    The profiler slows the steps: use the shares, not the seconds. Raises ConfigError.
     """
     cuda = llm.target.device.type == "cuda"
-    activities = [ProfilerActivity.CPU, *([ProfilerActivity.CUDA] if cuda else [])]
-    recorder = profile(activities=activities)
-
-    def named(phase: str) -> record_function:
-        return record_function(PREFIX + phase)
-
-    stretch = steady.run(llm, prompts, steps, named, recorder)
+    recorder = profile(
+        activities=[ProfilerActivity.CPU, *([ProfilerActivity.CUDA] if cuda else [])]
+    )
+    stretch = steady.run(llm, prompts, steps, lambda x: record_function(PREFIX + x), recorder)
     if trace is not None:
         _export(recorder, Path(trace))
     return stretch, shares(recorder.events() or ())  # type: ignore[no-untyped-call]
@@ -116,8 +105,8 @@ def _export(recorder: Any, path: Path) -> None:
 
 @dataclass
 class _Passage:
-    """One time that a step went through a phase: its seconds, those of the operators that it
-    called, by name, and those of the device."""
+    """One time that a step went through a phase: seconds of it, of the operators that it called,
+    by name, and of the device."""
 
     phase: str
     wall: float = 0.0
@@ -126,11 +115,9 @@ class _Passage:
 
 
 def shares(events: Iterable[Any]) -> dict[str, Share]:
-    """Sums by phase of profiler events; what is in a step, but in no phase of it, is "other".
-
-    Passages that called the same operators are alike, so each of their calls counts at its median,
-    and so does what passed between them: one slow call is not blamed on its operator.
-    """
+    """Sums by phase of profiler events; what is in a step, but in no phase of it, is "other". Of
+    passages that called the same operators each call counts at its median, and so does what passed
+    between them: one slow call is not blamed on its operator."""
     alike: dict[tuple[str, tuple[str, ...]], list[_Passage]] = defaultdict(list)
     for passage in _passages(events):
         alike[passage.phase, tuple(name for name, _ in passage.calls)].append(passage)

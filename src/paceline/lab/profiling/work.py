@@ -1,9 +1,8 @@
 """The bytes that a step must move and the FLOPs it does, counted operator by operator.
 
-Every operator that Python calls is seen with its tensors, and our own kernels tell what they do, so
-the count holds for any model and any drafter: a weight counts each time that a product reads it,
-keys and values as long as attention reads them. Other tensors count from 256 KiB on; smaller ones
-do not leave a core's own cache.
+Every operator that Python calls is seen with its tensors, and our own kernels say what they do: a
+weight counts each time that a product reads it, keys and values as far as attention reads them.
+Other tensors count from 256 KiB on; smaller ones do not leave a core's own cache.
 """
 
 from __future__ import annotations
@@ -32,28 +31,28 @@ _PARTIAL = frozenset(
 )
 
 
+_ATTENTION = ("aten::scaled_dot_product_", "aten::_scaled_dot_product_")
+
+
 def is_kernel(name: str) -> bool:
     """Whether an operator is a product or an attention: where the work of a model is."""
-    is_operator = name.startswith(OPERATOR)
-    return is_operator or name in _PRODUCTS or _is_attention(name) or name == "aten::einsum"
-
-
-def _is_attention(name: str) -> bool:
-    return name.startswith(("aten::scaled_dot_product_", "aten::_scaled_dot_product_"))
+    return name in _PRODUCTS or name.startswith((OPERATOR, *_ATTENTION, "aten::einsum"))
 
 
 @dataclass
 class Work:
-    """What one phase did. ``weights``: elements and bytes of each distinct one that was read."""
+    """What one phase did. ``kernels``: products and attention among the ``ops``. Weights count each
+    time that they are read; ``weights``: elements and bytes of each distinct one. ``cache_bytes``:
+    of keys and values; ``other_bytes``: of large tensors that anything else reads or writes."""
 
     ops: float = 0
-    kernels: float = 0  # of them, products and attention
+    kernels: float = 0
     flops: float = 0
     product_flops: float = 0
-    weight_elements: float = 0  # each time that they were read
+    weight_elements: float = 0
     weight_bytes: float = 0
-    cache_bytes: float = 0  # keys and values read by attention
-    other_bytes: float = 0  # large tensors read or written by anything else
+    cache_bytes: float = 0
+    other_bytes: float = 0
     weights: dict[object, tuple[int, int]] = field(default_factory=dict)
 
     @property
@@ -147,7 +146,7 @@ class WorkCounter(TorchDispatchMode):  # type: ignore[no-untyped-call]
         if name in _PRODUCTS:
             first = _PRODUCTS[name]
             _count_product(work, name, args[first], args[first + 1], result)
-        elif _is_attention(name):
+        elif name.startswith(_ATTENTION):
             query, key, value = args[:3]  # scores and weighted sum, two FLOPs a multiplication
             pairs = math.prod(query.shape[:-1]) * key.shape[-2]
             work.flops += 2 * pairs * (key.shape[-1] + value.shape[-1])

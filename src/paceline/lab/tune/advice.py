@@ -4,15 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
-from functools import partial
 
 from paceline.drafters import DRAFTERS
 from paceline.lab.tune.plan import TuningOutcome
 from paceline.lab.tune.search import MARGIN, PredictedSetting, best_length, pass_ratio
 
-SMALLER = (10.0, 20.0)  # times that a draft model should be smaller than its target
-WORTH = 0.4  # acceptance below which drafting is said not to pay
-LONGER = 0.8  # acceptance above which to draft longer
 _LONG = 4  # levels beyond which a draft is long
 _COPIES = 0.3  # share of copied tokens from which output "copies its input"
 
@@ -29,9 +25,8 @@ class Advice:
 def advise(outcome: TuningOutcome) -> list[Advice]:
     """All rules to which the outcome has something to say; none before anything was measured."""
     settings = sorted(outcome.settings, key=outcome.speedup_of, reverse=True)
-    if not settings:
-        return []
-    return [*_models(outcome, settings), *_lookups(outcome, settings), *_trees(outcome, settings)]
+    rules = (_size, _low, _high, _lookups, _trees) if settings else ()
+    return [advice for rule in rules for advice in rule(outcome, settings)]
 
 
 def _shown(outcome: TuningOutcome, *settings: PredictedSetting) -> str:
@@ -39,55 +34,53 @@ def _shown(outcome: TuningOutcome, *settings: PredictedSetting) -> str:
     return ", ".join(f"{s.method.label} {outcome.speedup_of(s):.2f}x" for s in settings)
 
 
-def _models(outcome: TuningOutcome, settings: list[PredictedSetting]) -> Iterator[Advice]:
-    """On the size of a draft model, and on acceptance that is low or high."""
-    target = outcome.target
-    assert target is not None
-    shown = partial(_shown, outcome)
-
-    def pays(setting: PredictedSetting) -> bool:
-        return outcome.speedup_of(setting) >= MARGIN
-
+def _size(outcome: TuningOutcome, settings: list[PredictedSetting]) -> Iterator[Advice]:
     sized = next((s for s in settings if s.method.parameters), None)
-    if sized is not None and outcome.parameters:
+    if sized is not None and outcome.parameters and outcome.target is not None:
         ratio = outcome.parameters / sized.method.parameters
-        cost = pass_ratio(sized.method, target)
+        cost = pass_ratio(sized.method, outcome.target)
         yield Advice(
             "a draft model should be 10 to 20 times smaller than its target",
-            f"{shown(sized)}: {ratio:.1f} times smaller; a pass costs {cost:.2f} of a target step",
-            (SMALLER[0] <= ratio <= SMALLER[1]) == pays(sized),
+            f"{_shown(outcome, sized)}: {ratio:.1f} times smaller; a pass costs {cost:.2f} of a "
+            "target step",
+            (10 <= ratio <= 20) == (outcome.speedup_of(sized) >= MARGIN),
         )
+
+
+def _low(outcome: TuningOutcome, settings: list[PredictedSetting]) -> Iterator[Advice]:
     rule = "acceptance below 0.4 is not worth drafting for"
-    low = [s for s in settings if s.method.levels.acceptance < WORTH]
+    low = [s for s in settings if s.method.levels.acceptance < 0.4]
+    paying = [setting for setting in low if outcome.speedup_of(setting) >= MARGIN]
     if low:
-        paying = [setting for setting in low if pays(setting)]
-        yield Advice(rule, f"less have {shown(*(paying or low))}", not paying)
+        yield Advice(rule, f"less have {_shown(outcome, *(paying or low))}", not paying)
     else:
         least = min((s.method for s in settings), key=lambda method: method.levels.acceptance)
         yield Advice(rule, f"the least is {least.levels.acceptance:.2f}, {least.label}", None)
-    long = next((s for s in settings if s.method.costs.longest > _LONG), None)
-    if long is not None:
-        method, length = long.method, best_length(long.method, target, 1).length
+
+
+def _high(outcome: TuningOutcome, settings: list[PredictedSetting]) -> Iterator[Advice]:
+    method = next((s.method for s in settings if s.method.costs.longest > _LONG), None)
+    if method is not None and outcome.target is not None:
+        length, acceptance = best_length(method, outcome.target, 1).length, method.levels.acceptance
         yield Advice(
             "acceptance above 0.8: draft longer",
-            f"{method.label}: acceptance {method.levels.acceptance:.2f}; the best length is "
-            f"{length} of {method.costs.longest} for one sequence",
-            (method.levels.acceptance > LONGER) == (length > _LONG),
+            f"{method.label}: acceptance {acceptance:.2f}; the best length is {length} of "
+            f"{method.costs.longest} for one sequence",
+            (acceptance > 0.8) == (length > _LONG),
         )
 
 
 def _lookups(outcome: TuningOutcome, settings: list[PredictedSetting]) -> Iterator[Advice]:
-    speedup = outcome.speedup_of
     kinds = {kind for kind, record in DRAFTERS.items() if record.looks_up}
     lookup = next((s for s in settings if s.method.family in kinds), None)
     model = next((s for s in settings if s.method.family not in kinds), None)
     if lookup is not None:
-        ahead = speedup(lookup) >= (MARGIN if model is None else speedup(model))
+        least = MARGIN if model is None else outcome.speedup_of(model)
         compared = _shown(outcome, *(s for s in (lookup, model) if s is not None))
         yield Advice(
             "output that copies its input: prompt lookup first",
             f"{outcome.copied:.0%} of the output ends a run of four tokens seen before; {compared}",
-            (outcome.copied >= _COPIES) == ahead,
+            (outcome.copied >= _COPIES) == (outcome.speedup_of(lookup) >= least),
         )
 
 

@@ -2,17 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 from paceline.drafters import DRAFTERS, DraftSpec, Hybrid, parse_draft
-from paceline.lab.tune.search import MeasuredMethod
 from paceline.model.names import DEFAULT_DRAFT, EMBEDDED, MADE_FOR, has_assets
 
 
 @dataclass(frozen=True)
 class DrafterCandidate:
-    """``shape``: how its trees grow. ``requested``: the user named it, so it must load.
+    """``shape``: "chain", a kind of tree, or "". ``requested``: the user named it, so it must load.
     ``default``: commands take it where no draft is named, so it is confirmed, not predicted."""
 
     label: str
@@ -33,32 +32,23 @@ def at_hand(model: str, drafts: Sequence[str], only: bool = False) -> list[Draft
     requested = [variant for text in drafts for variant in variants(text, requested=True)]
     if only and requested:
         return _unique(requested)
-    trained: list[DrafterCandidate] = []
-    if not drafts:
+    texts: list[str] = []
+    if not drafts and model in MADE_FOR:
         # Kinds that share weights are variants of the first of them.
-        records = [*DRAFTERS.values()] if model in MADE_FOR else []
-        first = {record.weights: record.kind for record in records[::-1] if record.weights}
+        records = reversed([*DRAFTERS.values()])
+        first = {record.weights: record.kind for record in records if record.weights}
         made = [(kind, f"{model}-{weights}") for weights, kind in first.items()]
-        here = [f"{kind}:{name}" for kind, name in made if has_assets(name)]
-        trained = [variant for text in here for variant in variants(text)]
+        texts += [f"{kind}:{name}" for kind, name in made if has_assets(name)]
     unasked = ("always",) if model == EMBEDDED else ("always", "real")
-    untrained = [kind for kind in DRAFTERS if DRAFTERS[kind].tried in unasked]
-    candidates = [
-        *requested,
-        *trained,
-        *(variant for text in untrained for variant in variants(text)),
-    ]
+    texts += [kind for kind in DRAFTERS if DRAFTERS[kind].tried in unasked]
+    candidates = [*requested, *(variant for text in texts for variant in variants(text))]
     return [*_unique(sorted(candidates, key=_dearness)), default_candidate(DEFAULT_DRAFT)]
 
 
-def _dearness(candidate: DrafterCandidate) -> int:
+def _dearness(candidate: DrafterCandidate) -> tuple[bool, bool]:
     """The user's come first, then those that only look up, then those that run a model."""
-    record = DRAFTERS[candidate.family]
-    if candidate.requested:
-        return 0
-    if record.looks_up:
-        return 1
-    return 2 if record.tried == "always" else 3
+    record, unasked = DRAFTERS[candidate.family], not candidate.requested
+    return unasked and not record.looks_up, unasked and record.tried != "always"
 
 
 def default_candidate(text: str) -> DrafterCandidate:
@@ -69,22 +59,20 @@ def default_candidate(text: str) -> DrafterCandidate:
 
 
 def variants(text: str, requested: bool = False) -> list[DrafterCandidate]:
-    """A draft with the shapes of trees and the precisions that are tried for it."""
+    """A draft with the shapes of trees and the precisions that are tried for it. Nobody asked for
+    the precisions, so one that cannot be had here is left out."""
     spec = parse_draft(text)
     shaped = [
-        DrafterCandidate(
-            _label(spec) + (f" {shape}" if spec_variant is not spec else ""),
-            str(spec_variant),
-            spec_variant.kind,
-            shape,
-            requested,
-        )
-        for shape, spec_variant in spec.variants().items()
+        (_label(spec) + (f" {shape}" if variant is not spec else ""), variant, shape, requested)
+        for shape, variant in spec.variants().items()
     ]
-    # Nobody asked for these, so one that cannot be had here is left out.
-    return shaped + [
-        DrafterCandidate(f"{_label(spec)} {name}", str(precise), precise.kind, "")
-        for name, precise in spec.precisions().items()
+    precise = [
+        (f"{_label(spec)} {name}", variant, "", False)
+        for name, variant in spec.precisions().items()
+    ]
+    return [
+        DrafterCandidate(label, str(variant), variant.kind, shape, asked)
+        for label, variant, shape, asked in shaped + precise
     ]
 
 
@@ -94,11 +82,11 @@ def _label(spec: DraftSpec) -> str:
     return " ".join([name, *(f"{key}={value}" for key, value in spec.changed_options().items())])
 
 
-def hybrid_of(first: MeasuredMethod, second: MeasuredMethod) -> DrafterCandidate:
+def hybrid_of(first: DrafterCandidate, second: DrafterCandidate) -> DrafterCandidate:
     """Two drafters that take turns; the one that looks text up comes first."""
     label = f"{first.label} + {second.label}"
     return DrafterCandidate(label, f"{Hybrid.kind}:{first.spec}+{second.spec}", Hybrid.kind, "")
 
 
-def _unique(candidates: Sequence[DrafterCandidate]) -> list[DrafterCandidate]:
+def _unique(candidates: Iterable[DrafterCandidate]) -> list[DrafterCandidate]:
     return list({candidate.spec: candidate for candidate in candidates}.values())

@@ -3,33 +3,27 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
-from typing import Any
 
 from paceline.core.costs import DrafterCosts, TargetCosts
 from paceline.core.params import SamplingParams
 from paceline.drafters import Commit
 from paceline.engine.driver import Drive, DrivenStep, StepSums, sequence
-from paceline.errors import DataError, PacelineError
+from paceline.errors import DataError
 from paceline.lab.budget import Budget
 from paceline.lab.tune.candidates import DrafterCandidate
 from paceline.lab.tune.search import MeasuredMethod
 from paceline.llm import LLM
 from paceline.model.identity import count_parameters
-from paceline.model.measure import measure, measure_target
+from paceline.model.measure import measure
 
 LONGEST = 12  # levels tried where a level takes a pass; twice as many where it takes none
 _SHORT = 2  # levels of short drafts, from which the cost of a draft besides its passes follows
 _BRIEF = 24  # tokens of answers that only time is taken of
-_TOKENS = (1, 2, 3, 4, 5, 7, 9, 12, 16, 20, 25)  # per sequence
-_FEW_TOKENS = (1, 2, 4, 7, 13, 25)  # where time is short
-_HURRIED = 2  # rounds then
 
 Between = Callable[[], object]
 
-TARGET_SHARE = 0.2  # of what is left, for forwards of the target alone
-CANDIDATE_SHARE = 0.65  # of what is left then, for the drafters
+CANDIDATE_SHARE = 0.65  # of what is left, for the drafters
 _AROUND = 1.7  # short drafts, warm-ups and plain steps beside those of the sample
 
 
@@ -44,23 +38,9 @@ class TuneOptions:
     source: str = "shipped prompts"
 
 
-class ShareSpentError(PacelineError):
-    """Decoding was stopped, for it had used up its share of the time."""
-
-
-def check_share(budget: Budget) -> None:
-    """Raise ShareSpentError if nothing is left."""
-    if budget.left <= 0:
-        raise ShareSpentError("its share of the time is spent")
-
-
-def nothing() -> None:
-    """What is done between steps by default."""
-
-
 @dataclass(frozen=True)
 class Sample:
-    """What drafters are measured on: prompts decoded ``alone``, and ``wide`` at once."""
+    """Prompts that drafters decode ``alone``, and ``wide`` at once."""
 
     alone: list[list[int]]
     together: list[list[int]]
@@ -85,11 +65,8 @@ class Sample:
 
 
 def fitting_sample(sample: Sample, target: TargetCosts, budget: Budget, candidates: int) -> Sample:
-    """As many prompts as let all candidates be measured in their share of the budget.
-
-    Where that is very little, nothing is decoded together: figures for many sequences are then
-    continued from those for one.
-    """
+    """As many prompts as let all candidates be measured in their share of the budget; where that is
+    very little, nothing is decoded together."""
     if budget.seconds is None:
         return sample
     limit = max(0.0, budget.left) * CANDIDATE_SHARE / max(1, candidates + 1)  # plain decoding, too
@@ -104,14 +81,11 @@ def fitting_sample(sample: Sample, target: TargetCosts, budget: Budget, candidat
     return smaller
 
 
-# -- decoding --------------------------------------------------------------------------------------
-
-
 @dataclass(frozen=True)
 class Run:
-    """What tuning reads from decoding prompts, ``batch`` at a time: each of the ``steps`` that
-    decoded only, and the ``full`` ones of them, in which all sequences had room for the longest
-    draft; ``levels``, how the drafts of such sequences fared; the texts."""
+    """Prompts decoded ``batch`` at a time: all ``steps`` that decoded only, the ``full`` ones
+    of them, in which all sequences had room for the longest draft, and in ``levels`` how the drafts
+    of such sequences fared."""
 
     batch: int
     steps: list[StepSums]
@@ -126,20 +100,18 @@ def decode(
     batch: int,
     params: SamplingParams,
     longest: int = 0,
-    between: Between = nothing,
+    between: Between = lambda: None,
 ) -> Run:
-    """Decode all prompts, each up to its end or ``max_tokens``.
-
-    ``longest``: levels of the drafts, of which acceptance is counted. ``between`` is called after
-    every step, and what it raises ends the run. Raises PacelineError if a request fails.
-    """
+    """Decode all prompts, each up to its end or ``max_tokens``, with drafts of ``longest`` levels.
+    ``between`` is called after every step, and what it raises ends the run. Raises PacelineError if
+    a request fails."""
     stops = frozenset[int]() if params.ignore_eos else llm.end_tokens
     drive = Drive(llm.engine, [sequence(ids, params, stops) for ids in prompts], batch)
     drive.run(between)
     prompt_lengths = {seq.seq_id: seq.prompt_length for seq in drive.seqs}
 
     def has_room(commit: Commit) -> bool:
-        """Whether the request might still get more than the longest draft."""
+        """For more than the longest draft."""
         generated = commit.position + commit.scheduled - prompt_lengths[commit.seq_id]
         return params.max_tokens - max(0, generated) > longest
 
@@ -155,44 +127,15 @@ def decode(
     return Run(batch, steps, full, StepSums.of(with_room), outputs)
 
 
-def _runs(llm: LLM, sample: Sample, length: int, between: Between = nothing) -> list[Run]:
+def _runs(llm: LLM, sample: Sample, length: int, between: Between = lambda: None) -> list[Run]:
     """One sequence at a time, and many together."""
-    params = sample.params(length)
-    return [
-        decode(llm, prompts, batch, params, length, between)
-        for prompts, batch in ((sample.alone, 1), (sample.together, sample.wide))
-    ]
-
-
-# -- what is measured ------------------------------------------------------------------------------
-
-
-def target_costs(
-    llm: LLM,
-    batches: Sequence[int],
-    budget: Budget,
-    advance: Callable[[str], None] = lambda what: None,
-) -> TargetCosts:
-    """Target forwards over chains of each length after a short context, for each batch size.
-
-    ``llm`` is one of plain decoding, idle, with room for the largest batch; batches for which its
-    cache has no room are left out, and large ones that do not fit into the budget.
-    """
-
-    def begin(size: int) -> AbstractContextManager[Any] | None:
-        if not budget.fits("rows", size):
-            return None
-        advance(f"measuring the target: {size} at once")
-        return budget.piece("rows", size)
-
-    hurried = budget.seconds is not None
-    counts = dict.fromkeys(batches, _FEW_TOKENS if hurried else _TOKENS)
-    rounds = _HURRIED if hurried else 5
-    return measure_target(llm.target, llm.engine.cache, counts, rounds=rounds, begin=begin)
+    how = sample.params(length), length, between
+    groups = ((sample.alone, 1), (sample.together, sample.wide))
+    return [decode(llm, prompts, batch, *how) for prompts, batch in groups]
 
 
 def measure_plain(
-    llm: LLM, target: TargetCosts, sample: Sample, between: Between = nothing
+    llm: LLM, target: TargetCosts, sample: Sample, between: Between = lambda: None
 ) -> tuple[MeasuredMethod, list[Run]]:
     """Plain decoding as a method without drafts, and its runs. Raises DataError."""
     runs = _runs(llm, sample, 0, between)
@@ -206,13 +149,11 @@ def measure_method(
     target: TargetCosts,
     plain: MeasuredMethod,
     sample: Sample,
-    between: Between = nothing,
+    between: Between = lambda: None,
     most: int = 2 * LONGEST,
 ) -> MeasuredMethod:
-    """A drafter's acceptance and costs. ``llm`` has it loaded and is idle.
-
-    Drafts have up to ``most`` levels. Raises DataError, and what ``between`` raises.
-    """
+    """Acceptance and costs of the drafter of ``llm``, which is idle; drafts have up to ``most``
+    levels. Raises DataError, and what ``between`` raises."""
     drafter = llm.engine.drafter
     timed = measure(drafter.warm_up, list(target.batches), llm.target.device)
     costs = DrafterCosts.of(drafter, LONGEST, timed)
@@ -229,10 +170,7 @@ def measure_method(
     drift = _drift(llm, sample, target, plain)
     model = getattr(drafter, "model", None)  # heads borrow too much of the target to compare
     return MeasuredMethod(
-        label=candidate.label,
-        spec=candidate.spec,
-        family=candidate.family,
-        shape=candidate.shape,
+        **vars(candidate),
         levels=levels,
         costs=DrafterCosts(
             tuple(fill * most for most in costs.nodes[: longest + 1]),
@@ -245,11 +183,8 @@ def measure_method(
 
 
 def _drift(llm: LLM, sample: Sample, target: TargetCosts, plain: MeasuredMethod) -> float:
-    """How much slower plain steps are than when plain decoding was measured.
-
-    A machine's clock drifts, and other programs come and go: what is measured at another time is
-    compared by plain steps beside it.
-    """
+    """How much slower plain steps are than when plain decoding was measured: a machine's clock
+    drifts, and other programs come and go."""
     now = _typical(decode(llm, sample.alone[:2], 1, sample.brief().params(0)), target)
     if now is None:
         return 1.0
@@ -275,18 +210,12 @@ def _typical_pair(runs: Sequence[Run], target: TargetCosts) -> list[StepSums]:
 
 
 def _typical(run: Run, target: TargetCosts) -> StepSums | None:
-    """The faster three quarters of the steps of a full batch: noise only adds.
-
-    Fast is judged by the target forward against what it should take, so that steps which verify
-    little are not preferred.
-    """
+    """The faster three quarters of the steps of a full batch, by the target's forward against what
+    it should take: steps that verify little are not preferred."""
     of_batch = ([s for s in steps if s.sequences == run.batch] for steps in (run.full, run.steps))
     chosen = next(filter(None, of_batch), [])
     chosen.sort(key=lambda s: s.seconds["target"] / target(run.batch, 1 + s.drafted / run.batch))
     return sum(chosen[1 : -(-3 * len(chosen) // 4)], chosen[0]) if chosen else None
-
-
-# -- the machine and the text ----------------------------------------------------------------------
 
 
 def unrest_of(run: Run) -> float:
@@ -299,12 +228,10 @@ def unrest_of(run: Run) -> float:
 
 def copied_share(sample: Sample, runs: Sequence[Run]) -> float:
     """Share of the generated tokens that end a run of four that stood in the text before."""
-    copied = total = 0
     outputs = [output for run in runs for output in run.outputs]
-    for prompt, output in zip([*sample.alone, *sample.together], outputs, strict=True):
-        copied += copied_tokens(prompt, output)
-        total += len(output)
-    return copied / total if total else 0.0
+    pairs = zip([*sample.alone, *sample.together], outputs, strict=True)
+    copied = sum(copied_tokens(prompt, output) for prompt, output in pairs)
+    return copied / (sum(map(len, outputs)) or 1)
 
 
 def copied_tokens(prompt: Sequence[int], output: Sequence[int], width: int = 4) -> int:

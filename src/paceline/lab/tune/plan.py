@@ -3,19 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
-from functools import partial
+from typing import Any
 
 from paceline.core.costs import TargetCosts
 from paceline.drafters import parse_draft
 from paceline.errors import DataError, PacelineError
-from paceline.lab.bench.prompts import BenchPrompt, fit
-from paceline.lab.bench.runner import in_turn
+from paceline.lab.bench.prompts import BenchPrompt, fit, in_turn
 from paceline.lab.bench.runs import HeatRecord
 from paceline.lab.budget import Budget, Spending
 from paceline.lab.tune.candidates import DrafterCandidate, default_candidate, hybrid_of
 from paceline.lab.tune.confirm import (
-    FEW,
     LEAST_ROUNDS,
     PLAIN,
     Confirmation,
@@ -28,36 +27,37 @@ from paceline.lab.tune.confirm import (
 )
 from paceline.lab.tune.measure import (
     CANDIDATE_SHARE,
-    TARGET_SHARE,
     Sample,
-    ShareSpentError,
     TuneOptions,
-    check_share,
     copied_share,
     fitting_sample,
     measure_method,
     measure_plain,
-    target_costs,
     unrest_of,
 )
 from paceline.lab.tune.search import MeasuredMethod, PredictedSetting, batch_sizes, search
 from paceline.llm import LLM
 from paceline.model.identity import count_parameters
+from paceline.model.measure import measure_target
 
 LARGEST_BATCH = 32  # to which break-even is sought
 CALM = 1.5  # unrest beyond which figures are worth little
 _DEFAULT_LENGTH = 8  # of the adaptive length
 _ALONE = 4  # prompts decoded one at a time
+_TARGET_SHARE = 0.2  # of the budget, for forwards of the target alone
+# Tokens per sequence in these, and rounds; the second where time is short.
+_FORWARDS = ((1, 2, 3, 4, 5, 7, 9, 12, 16, 20, 25), 5), ((1, 2, 4, 7, 13, 25), 2)
 _MOST_SHARE = 1 / 3  # of the drafters' time, for any one of them
 
 
 @dataclass
 class TuningOutcome:
-    """All that was found out so far; Ctrl-C leaves what there is.
+    """All that was measured so far; Ctrl-C leaves what there is.
 
-    ``unrest``: slow plain steps by the fastest, which tells of the machine's other work.
-    ``copied``: share of plain decoding's text that stood in the text before it. ``rounds`` of the
-    confirmation are wanted, of ``size`` prompts each; ``heats`` has those done.
+    ``left_out``: what, and why; ``not_tried``: candidates that had no time. ``unrest``: slow plain
+    steps by the fastest, which tells of the machine's other work. ``copied``: share of plain
+    decoding's text that stood in the text before it. ``rounds`` of the confirmation are wanted, of
+    ``size`` prompts each; ``heats`` has those done. ``spent``: seconds, in all runs.
     """
 
     options: TuneOptions
@@ -67,15 +67,15 @@ class TuningOutcome:
     target: TargetCosts | None = None
     plain: MeasuredMethod | None = None
     methods: list[MeasuredMethod] = field(default_factory=list)
-    left_out: list[tuple[str, str]] = field(default_factory=list)  # what, and why
+    left_out: list[tuple[str, str]] = field(default_factory=list)
     unrest: float = 1.0
     copied: float = 0.0
     finalists: list[Finalist] = field(default_factory=list)
     heats: HeatRecord = field(default_factory=HeatRecord)
-    not_tried: list[str] = field(default_factory=list)  # candidates that had no time
+    not_tried: list[str] = field(default_factory=list)
     rounds: int = 0
     size: int = 0
-    spent: float = 0.0  # seconds, in all runs
+    spent: float = 0.0
     completed: Spending | None = None
 
     @classmethod
@@ -119,6 +119,10 @@ class TuningOutcome:
             self.left_out.append((what, why))
 
 
+class ShareSpentError(PacelineError):
+    """Decoding was stopped, for it had used up its share of the time."""
+
+
 def turns(candidates: Sequence[DrafterCandidate], options: TuneOptions) -> int:
     """About how often ``tune`` reports progress."""
     return 10 + len(candidates) + 6 * options.rounds
@@ -132,12 +136,9 @@ def tune(
     advance: Callable[[str], None],
     budget: Budget | None = None,
 ) -> None:
-    """Fill ``outcome``. ``llm`` decodes plainly and is idle; ``advance`` says what comes next.
-
-    An outcome that has something in it is added to. Raises DataError if no prompt leaves room for
-    the answers, and what a given candidate raises when it loads; one that was only at hand is left
-    out instead.
-    """
+    """Fill ``outcome``, or add to it. ``llm`` decodes plainly and is idle; ``advance`` says what
+    comes next. Raises DataError if no prompt leaves room for the answers, and what a requested
+    candidate raises when it loads."""
     encoded = _encoded(llm, outcome, prompts)
     sample = _sample(encoded, outcome.options)
     run = _Tuning(llm, outcome, advance, budget or Budget(), encoded, sample)
@@ -145,8 +146,7 @@ def tune(
     default = next((candidate for candidate in candidates if candidate.default), None)
     measured = [candidate for candidate in candidates if not candidate.default]
     ordered = in_turn(measured, lambda candidate: candidate.family)
-    requested = {c.spec.partition(",")[0]: c.spec for c in ordered if c.requested}
-    for spec in requested.values():
+    for spec in {c.spec.partition(",")[0]: c.spec for c in ordered if c.requested}.values():
         run.beside(spec).close()  # what does not load is said before minutes pass
     before = outcome.spent
     try:
@@ -167,6 +167,30 @@ def tune(
         )
 
 
+def _encoded(llm: LLM, outcome: TuningOutcome, prompts: Sequence[BenchPrompt]) -> list[list[int]]:
+    """The prompts that leave room for the answers, one of each category in turn, so that any part
+    of them has all."""
+    most = outcome.options.max_tokens
+    fitting, left_out = fit(in_turn(prompts, lambda prompt: prompt.category), llm, most)
+    if not fitting:
+        raise DataError(
+            f"no prompt leaves room for {most} tokens in the {llm.max_model_len} that "
+            f"{llm.target.name} sees; give shorter prompts or a smaller --max-tokens"
+        )
+    outcome.prompt_count = len(fitting)
+    for prompt in left_out:
+        outcome.leave_out(prompt.name, "too long for the model")
+    return [tokens for _, tokens in fitting]
+
+
+def _sample(prompts: list[list[int]], options: TuneOptions) -> Sample:
+    """Those decoded alone are others than those decoded together, if there are enough."""
+    wide = min(max(8, options.concurrency), LARGEST_BATCH)
+    together = [prompts[number % len(prompts)] for number in range(2 * wide)]
+    alone = prompts[2 * wide : 2 * wide + _ALONE] or prompts[-_ALONE:]
+    return Sample(alone, together, wide, options.max_tokens, options.temperature)
+
+
 @dataclass
 class _Tuning:
     """One run, in which everything has a share of the budget."""
@@ -178,26 +202,37 @@ class _Tuning:
     prompts: list[list[int]]
     sample: Sample
 
-    def composed(self, default: DrafterCandidate) -> DrafterCandidate | None:
-        """What the default draft is for this target; None, and left out, if it does not load."""
+    def beside(self, spec: str | None, batch: int | None = None) -> LLM:
+        """With a drafter loaded, for fixed draft lengths; room for the sample or a ``batch``."""
+        how: dict[str, Any] = {"draft_length": 0, "prefix_sharing": False, "seed": 0}
+        return self.llm.beside(spec, max_batch_size=batch or self.sample.wide, **how)
+
+    def loaded(self, candidate: DrafterCandidate) -> LLM | None:
+        """None, and left out, if it does not load. Raises PacelineError if it was requested."""
         try:
-            with_default = self.beside(default.spec)
+            return self.beside(candidate.spec)
         except PacelineError as error:
-            self.outcome.leave_out(default.label, str(error))
+            if candidate.requested:
+                raise
+            self.outcome.leave_out(candidate.label, str(error))
             return None
-        with_default.close()
-        spec = with_default.drafts[0]
+
+    def composed(self, default: DrafterCandidate) -> DrafterCandidate | None:
+        """What the default draft is for this target; None if it does not load."""
+        llm = self.loaded(default)
+        if llm is None:
+            return None
+        llm.close()
+        spec = llm.drafts[0]
         return default if spec == default.spec else default_candidate(spec)
 
     def measure_target(self, candidates: int) -> None:
         """The target's costs and plain decoding, once."""
         outcome = self.outcome
         self.advance("measuring the target")
-        largest = self.llm.beside(None, max_batch_size=outcome.largest_batch, prefix_sharing=False)
+        largest = self.beside(None, outcome.largest_batch)
         if outcome.target is None:
-            sizes = batch_sizes(outcome.options.concurrency, LARGEST_BATCH)
-            share = self.budget.part(TARGET_SHARE)
-            outcome.target = target_costs(largest, sizes, share, self.advance)
+            outcome.target = self.target_costs(largest)
         self.sample = fitting_sample(self.sample, outcome.target, self.budget, candidates)
         if outcome.plain is None:
             self.advance("measuring plain decoding")
@@ -205,6 +240,20 @@ class _Tuning:
             outcome.unrest = unrest_of(runs[0])
             outcome.copied = copied_share(self.sample, runs)
         largest.close()
+
+    def target_costs(self, llm: LLM) -> TargetCosts:
+        """Of chains, for each batch size that there is room and time for. ``llm`` is idle."""
+        budget = self.budget.part(_TARGET_SHARE)
+
+        def begin(size: int) -> AbstractContextManager[Any] | None:
+            if not budget.fits("rows", size):
+                return None
+            self.advance(f"measuring the target: {size} at once")
+            return budget.piece("rows", size)
+
+        tokens, rounds = _FORWARDS[budget.seconds is not None]
+        counts = dict.fromkeys(batch_sizes(self.outcome.options.concurrency, LARGEST_BATCH), tokens)
+        return measure_target(llm.target, llm.engine.cache, counts, rounds=rounds, begin=begin)
 
     def measure_candidates(self, candidates: Sequence[DrafterCandidate]) -> None:
         """Each whole or not at all, until their share of the time is spent. One that takes more
@@ -233,16 +282,17 @@ class _Tuning:
         """Raises ShareSpentError if the ``budget`` does not last for it."""
         outcome = self.outcome
         assert outcome.target is not None and outcome.plain is not None
-        try:
-            llm = self.beside(candidate.spec)
-        except PacelineError as error:
-            if candidate.requested:
-                raise
-            outcome.leave_out(candidate.label, str(error))
+        llm = self.loaded(candidate)
+        if llm is None:
             return
+
+        def check() -> None:
+            if budget.left <= 0:
+                raise ShareSpentError
+
         try:
             known = outcome.target, outcome.plain, self.sample
-            method = measure_method(llm, candidate, *known, partial(check_share, budget))
+            method = measure_method(llm, candidate, *known, check)
         finally:
             llm.close()
         if any(method.levels.reached):
@@ -250,64 +300,26 @@ class _Tuning:
         else:
             outcome.leave_out(candidate.label, "it proposed nothing for these prompts")
 
-    def beside(self, spec: str) -> LLM:
-        wide = self.sample.wide
-        return self.llm.beside(
-            spec, max_batch_size=wide, draft_length=0, prefix_sharing=False, seed=0
-        )
-
     def confirm(self, default: DrafterCandidate | None) -> None:
         """Rounds of the best settings; those of other finalists than before begin anew."""
-        outcome, options = self.outcome, self.outcome.options
+        outcome, options, budget = self.outcome, self.outcome.options, self.budget
         assert outcome.target is not None
         finalists, before = choose(outcome, default), outcome.finalists
         if not before or before != finalists[: len(before)]:
-            outcome.heats = HeatRecord()
-            outcome.rounds = options.rounds
-            few = FEW + (default is not None)
-            most = len(finalists)
-            many, outcome.size = affordable(most, outcome.target, options, self.budget, few)
-            outcome.finalists = finalists[:many]
+            outcome.heats, outcome.rounds = HeatRecord(), options.rounds
+            outcome.finalists, outcome.size = affordable(finalists, outcome.target, options, budget)
         elif len(outcome.heats.heats) >= outcome.rounds:
             outcome.rounds += options.rounds  # all that were wanted are there: as many again
         jobs, repeats = rounds_of(
             self.prompts, outcome.rounds, outcome.size, options.concurrency, self.sample.params()
         )
-        confirm(
-            self.llm, outcome.finalists, jobs, repeats, outcome.heats, self.advance, self.budget
-        )
-
-
-def _encoded(llm: LLM, outcome: TuningOutcome, prompts: Sequence[BenchPrompt]) -> list[list[int]]:
-    """The prompts that leave room for the answers, one of each category in turn, so that any part
-    of them has all."""
-    most = outcome.options.max_tokens
-    fitting, left_out = fit(in_turn(prompts, lambda prompt: prompt.category), llm, most)
-    if not fitting:
-        raise DataError(
-            f"no prompt leaves room for {most} tokens in the {llm.max_model_len} that "
-            f"{llm.target.name} sees; give shorter prompts or a smaller --max-tokens"
-        )
-    outcome.prompt_count = len(fitting)
-    for prompt in left_out:
-        outcome.leave_out(prompt.name, "too long for the model")
-    return [tokens for _, tokens in fitting]
-
-
-def _sample(prompts: list[list[int]], options: TuneOptions) -> Sample:
-    """Those decoded alone are others than those decoded together, if there are enough."""
-    wide = min(max(8, options.concurrency), LARGEST_BATCH)
-    together = [prompts[number % len(prompts)] for number in range(2 * wide)]
-    alone = prompts[2 * wide : 2 * wide + _ALONE] or prompts[-_ALONE:]
-    return Sample(alone, together, wide, options.max_tokens, options.temperature)
+        confirm(self.llm, outcome.finalists, jobs, repeats, outcome.heats, self.advance, budget)
 
 
 def choose(outcome: TuningOutcome, default: DrafterCandidate | None = None) -> list[Finalist]:
     """Plain decoding; the ``default`` draft, adapting; the best two families, each at its best
-    length and adapting, first those that gain and look text up; a hybrid.
-
-    The hybrid is of the best drafter that looks text up and the best that runs a model, if both
-    are predicted to gain anything.
+    length and adapting, first those that gain and look text up; a hybrid of the best drafter that
+    looks text up and the best that runs a model, if both are predicted to gain anything.
     """
     best: dict[str, PredictedSetting] = {}
     for setting in outcome.settings:

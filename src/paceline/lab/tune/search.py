@@ -1,11 +1,8 @@
-"""The search through all settings, with the engine's own cost model. Pure numbers.
-
-All that goes in is measured, see measure.py.
-"""
+"""The search through all settings, with the engine's own cost model, over what was measured."""
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Iterable
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 from functools import lru_cache
 from itertools import pairwise
@@ -13,7 +10,7 @@ from itertools import pairwise
 from paceline.control.cost import CostModel
 from paceline.core.costs import CostCurve, DrafterCosts, TargetCosts
 from paceline.engine.driver import StepSums
-from paceline.lab import prediction
+from paceline.lab.tune.candidates import DrafterCandidate
 
 MARGIN = 1.02  # what must be gained before anything but the simplest is taken
 _NO_PASSES = DrafterCosts((0.0,), (0,), CostCurve((1,), (0.0,)))
@@ -21,22 +18,18 @@ _REPEATED = 80  # times that the cost model is shown a typical step
 
 
 @dataclass(frozen=True)
-class MeasuredMethod:
-    """One drafter as it was measured.
+class MeasuredMethod(DrafterCandidate):
+    """One drafter as it was measured, or plain decoding.
 
     ``levels``: how drafts fared. ``costs``: nodes a sequence (as many as were proposed), passes,
     and the seconds of one pass by batch size. ``steps``: typical real ones, by the length of their
-    drafts.
+    drafts. ``parameters``: of a draft model.
     """
 
-    label: str
-    spec: str
-    family: str
-    shape: str  # "chain", a kind of tree or, for plain decoding, ""
     levels: StepSums = field(default_factory=StepSums)
     costs: DrafterCosts = _NO_PASSES
     steps: tuple[tuple[int, StepSums], ...] = ()
-    parameters: int = 0  # of a draft model
+    parameters: int = 0
 
     def __hash__(self) -> int:
         return hash(self.spec)
@@ -50,17 +43,16 @@ class MeasuredMethod:
 @lru_cache(maxsize=256)
 def cost_of(method: MeasuredMethod, target: TargetCosts) -> CostModel:
     """What steps with a method take and gain; it is known by its spec."""
-    cost = CostModel(target, {method.spec: method.costs})
+    name, cost = method.spec, CostModel(target, {method.spec: method.costs})
     chances = (1.0, *method.survival)
     rates = [after / before if before else 0.0 for before, after in pairwise(chances)]
-    cost.acceptance.everyone(method.spec).know(rates)
+    cost.acceptance.everyone(name).know(rates)
     for length, step in method.steps * _REPEATED:
         batch, seconds = step.sequences // step.steps, step.whole / step.steps
         if length:
-            passes: dict[Hashable, float] = {}
-            passes[method.spec] = cost.passes(method.spec, [length] * batch)
+            passes = cost.passes(name, [length] * batch)
             nodes, drafting = step.drafted / step.sequences, step.mean_seconds("draft")
-            cost.learn_drafts(batch, nodes, seconds, drafting, passes)
+            cost.learn_drafts(batch, nodes, seconds, drafting, {name: passes})
         else:
             cost.learn_plain(batch, seconds)
     return cost
@@ -94,28 +86,28 @@ class PredictedSetting:
 def predict(
     method: MeasuredMethod, target: TargetCosts, length: int, batch: int
 ) -> PredictedSetting:
-    cost = cost_of(method, target)
-    tokens = cost.tokens(method.spec, length) if length else 1.0
-    rate = prediction.token_rate(cost, method.spec, length, batch)
-    seconds = batch * tokens / rate
-    drafting = seconds - cost.rest(batch, method.costs.nodes[length])
+    """If all sequences draft so many levels; 0 is plain decoding."""
+    cost, name = cost_of(method, target), method.spec
+    tokens, seconds = cost.tokens(name, length), batch * cost.table(name, batch)[length]
+    drafting, rate = (
+        seconds - cost.rest(batch, method.costs.nodes[length]),
+        batch * tokens / seconds,
+    )
     speedup = rate * cost.rest(batch) / batch
     return PredictedSetting(method, length, batch, tokens, seconds, drafting, rate, speedup)
 
 
 def best_length(method: MeasuredMethod, target: TargetCosts, batch: int) -> PredictedSetting:
     """The draft length, 1 at least, with the most tokens per second."""
-    cost = cost_of(method, target)
-    return predict(method, target, prediction.best_length(cost, method.spec, batch), batch)
+    lengths = range(1, method.costs.longest + 1)
+    settings = (predict(method, target, length, batch) for length in lengths)
+    return max(settings, key=lambda setting: setting.rate)
 
 
 def search(
     methods: Iterable[MeasuredMethod], target: TargetCosts, batch: int
 ) -> list[PredictedSetting]:
-    """The best setting of every method at one batch size, the fastest first.
-
-    There are some hundred settings, so all are tried.
-    """
+    """The best setting of every method at one batch size, the fastest first; all are tried."""
     lengths = [best_length(method, target, batch) for method in methods]
     return sorted(lengths, key=lambda setting: setting.rate, reverse=True)
 
