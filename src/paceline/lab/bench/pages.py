@@ -295,7 +295,10 @@ class _Pages:
     def texts(self) -> None:
         counts, unequal = self.result.texts.counts, self.result.unequal
         if counts:
-            rows = [[self.label[n], *(c.get(kind, 0) for kind in KINDS)] for n, c in counts.items()]
+            rows = [
+                [self.label[name], *(str(kinds.get(kind, 0)) for kind in KINDS)]
+                for name, kinds in counts.items()
+            ]
             self.report.add("Same text", Table(["method", *KINDS], rows, note=_TEXTS))
         if unequal:
             heads = ["method", *(aspect.replace("_", " ") for aspect in ASPECTS)]
