@@ -128,6 +128,7 @@ struct Tile {
   static constexpr bool coded = sizeof(Number) == 1, tiled = Products<Number>::tiled;
   const Attention& a;
   const AttentionItem& item;
+  Ahead& ahead;
   const Row* rows;
   const bool narrow;  // what goes into products is bf16
   const long group, heads, width, together;  // together: rows whose scores are there at a time,
@@ -141,8 +142,8 @@ struct Tile {
   long begin = 0, low = 0, high = 0, all_low = 0, all_high = 0, shared = 0;
   long from[ATTEND_TILE], to[ATTEND_TILE];  // keys that each row sees; nothing: from >= to
 
-  Tile(const Attention& a, const AttentionItem& item)
-      : a(a), item(item), rows(a.row + item.first), narrow(a.model->dtype == PL_BFLOAT16),
+  Tile(const Attention& a, const AttentionItem& item, Ahead& ahead)
+      : a(a), item(item), ahead(ahead), rows(a.row + item.first), narrow(a.model->dtype == PL_BFLOAT16),
         group(a.model->heads / a.model->kv_heads), heads(item.rows * group), width(round_up(a.model->head_dim, STRIPE)),
         together(!tiled ? item.rows : group < PANEL ? PANEL / group : 1), entries(a, item.kv_head),
         all(a.scratch, heads, width), block(all.end(heads), heads, width), scores(block.end(heads)),
@@ -181,8 +182,7 @@ struct Tile {
     long known = high < shared ? high : shared;
     for (long at = low; at < known; at += PANEL) {
       if (first == 0) {
-        entries.fetch(entries.values, at, known);
-        entries.fetch(entries.keys, at + PANEL, known);
+        ahead.step(PANEL);
         products.lay_out_keys(at, at, at + PANEL < known ? PANEL : known - at);
       }
       products.score(at, first * group, (last - first) * group, scores + at);
@@ -318,19 +318,19 @@ struct Tile {
 };
 
 template <class Number, template <class> class Products>
-void attend_by(const Attention& a, const AttentionItem& item) {
+void attend_by(const Attention& a, const AttentionItem& item, Ahead& ahead) {
   for (AttentionItem one = item; one.kv_head < item.kv_head + item.kv_heads; one.kv_head++)
-    Tile<Number, Products>(a, one).run();
+    Tile<Number, Products>(a, one, ahead).run();
 }
 
-void attend(const Attention& a, const AttentionItem& item) {
+void attend(const Attention& a, const AttentionItem& item, Ahead& ahead) {
 #if defined(PACELINE_AMX) || defined(PACELINE_DPBF16)
   if (a.model->dtype == PL_BFLOAT16)
-    return a.coded ? attend_by<int8_t, Paired>(a, item) : attend_by<uint16_t, Paired>(a, item);
+    return a.coded ? attend_by<int8_t, Paired>(a, item, ahead) : attend_by<uint16_t, Paired>(a, item, ahead);
 #endif
-  if (a.coded) return attend_by<int8_t, Plain>(a, item);
-  if (a.model->dtype == PL_BFLOAT16) return attend_by<uint16_t, Plain>(a, item);
-  attend_by<float, Plain>(a, item);
+  if (a.coded) return attend_by<int8_t, Plain>(a, item, ahead);
+  if (a.model->dtype == PL_BFLOAT16) return attend_by<uint16_t, Plain>(a, item, ahead);
+  attend_by<float, Plain>(a, item, ahead);
 }
 
 }  // namespace

@@ -80,12 +80,28 @@ struct Paired {
   }
 
   void lay_out_values(long at, long low, long high) {
+    if (!e.coded && low <= 0 && high >= STRIPE && e.d == e.width) return lay_out_all(at);
     for (long j = 0; j < STRIPE; j += 2)
       for (long i = 0; i < e.width; i += 16) {
         V even = low <= j && j < high ? e.value(at + j, i) : zero();
         V odd = low <= j + 1 && j + 1 < high ? e.value(at + j + 1, i) : zero();
         uint16_t* to = values + i / PANEL * PANEL * BLOCK + (at + j) * PANEL + 2 * (i % PANEL);
         store(reinterpret_cast<float*>(to), paired(even, odd));
+      }
+  }
+
+  // The same of 32 keys that are all there.
+  void lay_out_all(long at) {
+    alignas(64) uint16_t order[64];
+    for (int i = 0; i < 64; i++) order[i] = static_cast<uint16_t>(i / 2 + i % 2 * 32);
+    const __m512i first = _mm512_load_si512(order), second = _mm512_load_si512(order + 32);
+    for (long j = 0; j < STRIPE; j += 2)
+      for (long i = 0; i < e.width; i += PANEL) {
+        __m512i even = _mm512_loadu_si512(e.values + e.slots[at + j] * e.stride + i);
+        __m512i odd = _mm512_loadu_si512(e.values + e.slots[at + j + 1] * e.stride + i);
+        uint16_t* to = values + i * BLOCK + (at + j) * PANEL;
+        _mm512_storeu_si512(to, _mm512_permutex2var_epi16(even, first, odd));
+        _mm512_storeu_si512(to + PANEL, _mm512_permutex2var_epi16(even, second, odd));
       }
   }
 

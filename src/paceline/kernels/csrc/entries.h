@@ -67,12 +67,6 @@ struct Entries {
     }
   }
 
-  // A panel of keys or values, before it is laid out: the processor does not foresee all of them.
-  void fetch(const Number* of, long at, long known) const {
-    for (long j = at; j < at + PANEL && j < known; j++)
-      for (long i = 0; i < d; i += 64 / static_cast<long>(sizeof(Number))) __builtin_prefetch(of + slots[j] * stride + i);
-  }
-
   template <class T>
   void lay_out_query(const float* q, T* to) const {
     for (long i = 0; i < width; i += 16) store(to + i, i < d ? load_first(q + i, d - i) : zero());

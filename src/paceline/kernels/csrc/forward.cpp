@@ -7,6 +7,8 @@
 namespace {
 
 constexpr long ITEMS = 6;  // of attention, a thread
+constexpr long FEW = 64;   // rows up to which reading keys and values takes longer than multiplying them
+constexpr long DISTANCE = 32 << 10;   // bytes of keys and values that a thread has fetched ahead
 constexpr long PARTIAL = 8 << 20;  // floats of partial results, at most, and
 constexpr long KEPT = 1 << 20;     // those that stay for the next forward
 
@@ -18,11 +20,45 @@ bool is_chain(const int32_t* parents, long nodes) {
 
 }  // namespace
 
-// Where each row's keys are, and how attention is divided.
+Ahead::Ahead(const Attention& a, AttentionItems items)
+    : a_(a), head_bytes_(entry_bytes(*a.model, a.coded)), item_(items.begin()), end_(items.end()) {
+  open();
+  step(DISTANCE / (2 * head_bytes_));
+}
+
+// The first item from this one on that reads something.
+void Ahead::open() {
+  while (item_ < end_ && item_->begin >= item_->end) item_++;
+  if (item_ < end_) at_ = item_->begin;
+}
+
+void Ahead::step(long count) {
+  for (left_ += count; item_ < end_ && left_ >= item_->kv_heads; left_ -= item_->kv_heads) {
+    long slot = a_.row[item_->first].table[at_ / a_.block_size] * a_.block_size + at_ % a_.block_size;
+    long from = (slot * a_.model->kv_heads + item_->kv_head) * head_bytes_, to = from + item_->kv_heads * head_bytes_;
+    for (long i = from; i < to; i += 64) {
+      __builtin_prefetch(static_cast<const char*>(a_.keys) + i, 0, 2);
+      __builtin_prefetch(static_cast<const char*>(a_.values) + i, 0, 2);
+    }
+    if (++at_ == item_->end) item_++, open();
+  }
+}
+
+Forward::Forward(const pl_model& model) : m_(model), layers_(model.layer, model.layer + model.layers) {
+  m_.layer = layers_.data();
+  for (const pl_layer& l : layers_) {
+    size_t n = 0;
+    while (n < divisions_.size() && divisions_[n].window != l.window) n++;
+    if (n == divisions_.size()) divisions_.push_back({l.window, 1, {}, {}});
+    of_layer_.push_back(n);
+  }
+}
+
+// Where each row's keys are.
 void Forward::lay_out() {
   row_.resize(b_.rows);
   own_.clear();
-  items_.clear();
+  tiles_.clear();
   blocks_ = 1;
   for (long r = 0; r < b_.rows; r++)
     if (b_.ids[r] < 0 || b_.ids[r] >= m_.words) throw std::out_of_range("token");
@@ -57,8 +93,54 @@ void Forward::lay_out() {
       if (row.position - base >= static_cast<long>(own_.size() - begin)) throw std::out_of_range("position");
     }
     for (long r = 0; r < rows; r += tile)
-      items_.push_back({span.start + r, std::min(tile, rows - r), 0, 0, 0, 0, nullptr});
+      tiles_.push_back({span.start + r, std::min(tile, rows - r)});
   }
+}
+
+// How attention is divided. Heads lie side by side in the cache, and memory is quickest from end to end: one
+// thread does all heads of some blocks, unless there are too few of those.
+void Forward::divide(long threads) {
+  long all = static_cast<long>(tiles_.size()) * blocks_, enough = ITEMS * threads, size = result_size(m_);
+  long heads = all < enough ? 1 : m_.kv_heads, each = b_.rows > FEW ? all * m_.kv_heads / heads / enough : 1;
+  each = std::max<long>(1, each);
+  // As many blocks at a time as there is memory for: long contexts with many rows have too many.
+  together_ = each < blocks_ ? std::max<long>(1, std::min(blocks_, PARTIAL / (b_.rows * size) - 1)) : blocks_;
+  each = std::max<long>(1, each * together_ / blocks_);
+  divided_ = each < blocks_;
+  if (divided_) partial_.shape((together_ + 1) * b_.rows, size, false);
+  for (Division& d : divisions_) {
+    d.parts = threads;
+    d.items.clear();
+    d.borders.clear();
+    for (long begin = 0; begin < blocks_; begin += together_) {
+      long end = std::min(begin + together_, blocks_), all_costs = 0;
+      std::vector<long> costs;
+      for (const RowTile& t : tiles_)
+        for (long from = begin; from < end; from += each)
+          for (long head = 0; head < m_.kv_heads; head += heads) {
+            AttentionItem item{t.first, t.rows, head, heads, from, std::min(from + each, end), 0, 0, nullptr};
+            long cost = read_by(d.window, item);
+            if (cost > 0) d.items.push_back(item), costs.push_back(cost), all_costs += cost;
+          }
+      long before = 0, part = 0;
+      for (size_t i = 0, first = d.items.size() - costs.size(); i < costs.size(); before += costs[i++])
+        for (; part * all_costs <= (before + costs[i] / 2) * threads; part++) d.borders.push_back(first + i);
+      for (; part <= threads; part++) d.borders.push_back(d.items.size());
+    }
+  }
+}
+
+// Which positions of the block table an item reads; about its cost. Zero: its rows see none of its blocks.
+long Forward::read_by(long window, AttentionItem& item) const {
+  long low = row_[item.first].position, high = low;
+  for (long r = item.first; r < item.first + item.rows; r++) {
+    low = std::min<long>(low, row_[r].position);
+    high = std::max<long>(high, row_[r].position);
+  }
+  item.begin = std::max(item.from * BLOCK, window ? low - window + 1 : 0);
+  long end = std::min(item.to * BLOCK, high + 1), cost = (end - item.begin) * item.kv_heads * (4 + item.rows);
+  item.end = std::min<long>(end, row_[item.first].shared);
+  return cost;
 }
 
 void Forward::run(const Kernels& kernels, const Quantised& quantised, const pl_batch& batch) {
@@ -94,19 +176,7 @@ void Forward::run(const Kernels& kernels, const Quantised& quantised, const pl_b
   codes_.shape(std::max<long>(b_.rows, b_.logit_rows), widest);
   scratch_.shape(threads, std::max(attention_scratch(m_), product_scratch(b_.rows * most, widest)));
   lay_out();
-  // Heads lie side by side in the cache, and memory is quickest from end to end: one thread does all
-  // heads of some blocks, unless there are too few of those.
-  long all = static_cast<long>(items_.size()) * blocks_, enough = ITEMS * threads;
-  heads_ = all < enough ? 1 : m_.kv_heads;
-  each_ = std::max<long>(1, all * m_.kv_heads / heads_ / enough);
-  together_ = blocks_;
-  if (each_ < blocks_) {
-    // As many blocks at a time as there is memory for: long contexts with many rows have too many.
-    long size = result_size(m_);
-    together_ = std::max<long>(1, std::min(blocks_, PARTIAL / (b_.rows * size) - 1));
-    each_ = std::max<long>(1, each_ * together_ / blocks_);
-    partial_.shape((together_ + 1) * b_.rows, size, false);
-  }
+  divide(threads);
 #pragma omp parallel num_threads(static_cast<int>(threads))
   {
 #pragma omp single
@@ -185,25 +255,18 @@ void Forward::layer(long index, int thread, int threads) {
 
 void Forward::attention(long index, int thread, int threads) {
   const pl_layer& l = m_.layer[index];
-  Attention a{&m_,     b_.keys[index], b_.values[index], b_.coded != 0, b_.block_size,     l.window, qkv_.at(0),
+  Attention a{&m_,     b_.keys[index], b_.values[index], b_.coded != 0, b_.block_size, l.window, qkv_.at(0),
               qkv_.ld, attended_.at(0), attended_.ld,    row_.data(),   scratch_.at(thread)};
-  bool divided = each_ < blocks_;
-  long parts = m_.kv_heads / heads_, items = static_cast<long>(items_.size()) * parts;
   for (long begin = 0; begin < blocks_; begin += together_) {
-    long end = std::min(begin + together_, blocks_);
-    Partial partial{divided ? partial_.at(b_.rows) : nullptr, partial_.at(0), b_.rows, begin, end};
-    for (long next = team_.next(); begin + next / items * each_ < end; next = team_.next()) {
-      AttentionItem item = items_[(items - 1 - next % items) / parts];  // the longest first
-      int32_t last = 0;
-      for (long r = item.first; r < item.first + item.rows; r++) last = std::max(last, row_[r].position);
-      item.kv_head = next % parts * heads_;
-      item.kv_heads = heads_;
-      item.from = begin + next / items * each_;
-      item.to = std::min({item.from + each_, last / BLOCK + 1L, end});
-      item.partial = divided ? &partial : nullptr;
-      if (item.from < item.to) k_.attend(a, item);
+    long end = std::min(begin + together_, blocks_), round = begin / together_;
+    Partial partial{divided_ ? partial_.at(b_.rows) : nullptr, partial_.at(0), b_.rows, begin, end};
+    AttentionItems items = divisions_[of_layer_[index]].of(round, thread, threads);
+    Ahead ahead(a, items);
+    for (AttentionItem item : items) {
+      item.partial = divided_ ? &partial : nullptr;
+      k_.attend(a, item, ahead);
     }
-    if (!divided) return;
+    if (!divided_) return;
     team_.meet();
     Share share(b_.rows, thread, threads);
     for (long r = share.from; r < share.to; r++) k_.fold(a, partial, r);

@@ -61,16 +61,34 @@ struct Share {
   Share(long rows, int thread, int threads) : from(rows * thread / threads), to(rows * (thread + 1) / threads) {}
 };
 
+// Rows of one sequence.
+struct RowTile {
+  long first, rows;
+};
+
+// How attention of all layers with this window is divided: items in the order of rounds and, in a
+// round, of parts, which take about as long as each other.
+struct Division {
+  long window, parts = 1;
+  std::vector<AttentionItem> items;
+  std::vector<size_t> borders;  // [rounds, parts + 1]
+
+  AttentionItems of(long round, int thread, int threads) const {
+    const size_t* border = borders.data() + round * (parts + 1);
+    return {items.data() + border[parts * thread / threads], items.data() + border[parts * (thread + 1) / threads]};
+  }
+};
+
 class Forward {
  public:
-  explicit Forward(const pl_model& model) : m_(model), layers_(model.layer, model.layer + model.layers) {
-    m_.layer = layers_.data();
-  }
+  explicit Forward(const pl_model& model);
   void run(const Kernels& kernels, const Quantised& quantised, const pl_batch& batch);
   const pl_model& model() const { return m_; }
 
  private:
   void lay_out();
+  void divide(long threads);
+  long read_by(long window, AttentionItem& item) const;
   void work(int thread, int threads);
   void begin(int thread, int threads);
   void layer(long index, int thread, int threads);
@@ -98,14 +116,15 @@ class Forward {
   Rows x_, given_, joined_, normed_, qkv_, attended_, hidden_, product_, last_, partial_, scratch_;
   std::vector<Row> row_;
   std::vector<int32_t> own_;
-  std::vector<AttentionItem> items_;
+  std::vector<RowTile> tiles_;
+  std::vector<Division> divisions_;
+  std::vector<size_t> of_layer_;  // its division
   Rows routed_, sorted_;         // of experts: router logits, and each row once for each of its experts,
   std::vector<Choice> choices_;  // [rows, chosen]
   std::vector<long> begin_;      // where each expert's rows begin
-  long blocks_ = 1, each_ = 1;  // of keys; and how many of them an item takes,
-  long heads_ = 1;              // and how many KV heads
-  long together_ = 1;           // blocks of which partial results are there at a time
-  std::vector<char> logits_;    // that nobody else wants
+  long blocks_ = 1, together_ = 1;  // of keys; and those of a round of attention
+  bool divided_ = false;            // items take less than all of them, and give partial results
+  std::vector<char> logits_;        // that nobody else wants
 };
 
 // Grows drafts (grow.cpp); what it needs for a level stays for the next call.

@@ -101,10 +101,37 @@ struct Partial {
 
 // Rows `first .. first + rows` and blocks `from .. to` of some KV heads. Partial results of a row and
 // query head are folded in the order of blocks; `partial` NULL: here, and `out` is written. Else
-// each block's results go there: see attention.h.
+// each block's results go there: see attention.h. Of the block table it reads the positions
+// `begin .. end`.
 struct AttentionItem {
-  long first, rows, kv_head, kv_heads, from, to;
+  long first, rows, kv_head, kv_heads, from, to, begin, end;
   const Partial* partial;
+};
+
+class AttentionItems {
+ public:
+  AttentionItems(const AttentionItem* from, const AttentionItem* to) : from_(from), to_(to) {}
+  const AttentionItem* begin() const { return from_; }
+  const AttentionItem* end() const { return to_; }
+
+ private:
+  const AttentionItem *from_, *to_;
+};
+
+// Fetches the keys and values of a thread's items into the second cache, a distance before they are used:
+// the processor foresees neither the cache's blocks nor the next head.
+class Ahead {
+ public:
+  Ahead(const Attention& a, AttentionItems items);
+  // As much as so many keys and values of one KV head take.
+  void step(long count);
+
+ private:
+  void open();
+  const Attention& a_;
+  const long head_bytes_;
+  const AttentionItem *item_, *end_;
+  long at_ = 0, left_ = 0;
 };
 
 // One of the experts that a row goes through; `place`: its row among all that do.
@@ -135,7 +162,7 @@ inline long rounding_scratch(const Rounding& r) {
 struct Kernels {
   const char* name;
   void (*product)(const Product&, long part, long parts, float* scratch);
-  void (*attend)(const Attention&, const AttentionItem&);
+  void (*attend)(const Attention&, const AttentionItem&, Ahead&);
   void (*fold)(const Attention&, const Partial&, long row);
   void (*embed)(const pl_model&, int32_t id, float* x);
   // Of one row: y = rounded(norm(x)); x += norm(y); q, k and v of a row of qkv.

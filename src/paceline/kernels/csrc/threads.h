@@ -26,12 +26,11 @@ class Team {
   // who waits keeps another from arriving.
   static int patience(int threads) { return threads > processors() ? 0 : kPatience; }
 
-  // Everybody waits for everybody. Also gives out the numbers of next() afresh.
+  // Everybody waits for everybody.
   void meet() {
     unsigned round = round_.load(std::memory_order_acquire);
     if (arrived_.fetch_add(1, std::memory_order_acq_rel) == size_ - 1) {
       arrived_.store(0, std::memory_order_relaxed);
-      next_.store(0, std::memory_order_relaxed);
       round_.store(round + 1, std::memory_order_release);
       return;
     }
@@ -42,9 +41,6 @@ class Team {
         sched_yield();
     }
   }
-
-  // 0, 1, 2, ... : each number goes to one thread.
-  long next() { return next_.fetch_add(1, std::memory_order_relaxed); }
 
  private:
   static constexpr int kPatience = 4000;
@@ -67,7 +63,6 @@ class Team {
   int size_ = 1, patience_ = kPatience;
   alignas(64) std::atomic<int> arrived_{0};
   alignas(64) std::atomic<unsigned> round_{0};
-  alignas(64) std::atomic<long> next_{0};
 };
 
 // Numbers too small for a normal float count as zero in this thread: they are slow, and the tile
