@@ -33,7 +33,8 @@ void Ahead::open() {
 }
 
 void Ahead::step(long count) {
-  for (left_ += count; item_ < end_ && left_ >= item_->kv_heads; left_ -= item_->kv_heads) {
+  for (left_ += count; item_ < end_ && left_ >= item_->kv_heads;) {
+    left_ -= item_->kv_heads;
     long slot = a_.row[item_->first].table[at_ / a_.block_size] * a_.block_size + at_ % a_.block_size;
     long from = (slot * a_.model->kv_heads + item_->kv_head) * head_bytes_, to = from + item_->kv_heads * head_bytes_;
     for (long i = from; i < to; i += 64) {
