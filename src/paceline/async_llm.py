@@ -35,12 +35,11 @@ class _Call:
 
 
 class AsyncLLM:
-    """``LLM`` with ``await``: requests of all coroutines ride in the same steps.
+    """``LLM`` with ``await``: requests of all coroutines share steps.
 
-    Takes what ``LLM`` takes and raises what it does; loading waits, so make it before the loop has
-    other work. ``llm`` is the LLM underneath: threads may call it at the same time. Steps run on a
-    thread of the engine, so the event loop goes on. Cancelling a coroutine, or leaving a stream
-    early and closing it, cancels its requests. ``async with`` closes it at the end.
+    Takes what ``LLM`` takes and raises what it does; loading blocks. ``llm`` is the LLM underneath,
+    which threads may call meanwhile. Steps run on the engine's thread. Cancelling a coroutine, or
+    closing a stream early, cancels its requests. ``async with`` closes it at the end.
     """
 
     @_as_llm(LLM.__init__)
@@ -50,7 +49,7 @@ class AsyncLLM:
 
     @classmethod
     def over(cls, llm: LLM) -> AsyncLLM:
-        """Over an LLM that is there already."""
+        """Over an existing LLM."""
         made = cls.__new__(cls)
         made.llm, made._calls = llm, {}
         return made
@@ -68,8 +67,8 @@ class AsyncLLM:
         *,
         request_id: str | None = None,
     ) -> list[Completion]:
-        """As ``LLM.generate``. ``request_id``, if given, is a name for ``abort``. Raises what that
-        does, and ConfigError for a name that is in use."""
+        """As ``LLM.generate``. ``request_id``: a name for ``abort``. Also raises ConfigError for a
+        name in use."""
         async with self._running(prompts, params, request_id, streams=False) as requests:
             await self._until(lambda: all(request.completion for request in requests))
         return completions_of(requests)
@@ -81,7 +80,7 @@ class AsyncLLM:
         *,
         request_id: str | None = None,
     ) -> AsyncIterator[StreamEvent]:
-        """As ``LLM.stream``, with ``async for``; wrong arguments are raised by its first event."""
+        """As ``LLM.stream``, with ``async for``; its first event raises errors of the arguments."""
         async with self._running(prompts, params, request_id, streams=True) as requests:
             while any(request.completion is None or request.events for request in requests):
                 await self._until(partial(any_events, requests))
@@ -104,8 +103,8 @@ class AsyncLLM:
         return await self.generate(prompts, params, request_id=request_id)
 
     async def abort(self, request_id: str) -> None:
-        """End a call by its name: it returns what it has, with ``finish_reason`` "abort". A name
-        that is unknown, or whose call has ended, is ignored."""
+        """End a call by its name: it returns what it has, with ``finish_reason`` "abort". Unknown
+        names are ignored."""
         call = self._calls.get(request_id)
         if call is not None:
             call.aborted = True

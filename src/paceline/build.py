@@ -1,4 +1,4 @@
-"""Composition: a target, a prepared drafter and numbers in, a running engine out."""
+"""Builds an engine from a target, a prepared drafter and options."""
 
 from __future__ import annotations
 
@@ -38,8 +38,8 @@ from paceline.verify.verifier import Verifier
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerFast
 
-# What start-up measures: forwards over so many tokens of each sequence, but of no more than so many
-# rows (from there on prices grow evenly), in about a second and a half for a model of 135M.
+# Start-up measures forwards over so many tokens of each sequence, of at most so many rows (beyond,
+# costs grow evenly): about a second and a half for a model of 135M.
 _TOKENS, _ROWS = (1, 2, 3, 5, 8, 16, 32), 64
 _MEASURING = 1.0  # seconds after which no further number of sequences is begun
 _REPEATING = 0.15  # seconds in which rounds may begin, of each number of sequences
@@ -49,7 +49,7 @@ _COSTLESS = 4  # times as many levels where a level takes no pass: up to what wa
 
 @dataclass(frozen=True)
 class EngineOptions(EngineSettings):
-    """The settings of an engine, none of them left open. Checked on construction."""
+    """All settings of an engine, checked on construction."""
 
     max_batch_size: int = 8
     draft_length: int | str = "auto"  # tree levels; "auto" adapts, 0 decodes plainly
@@ -81,15 +81,15 @@ class EngineOptions(EngineSettings):
 
 
 def seeded_generator(device: torch.device, seed: int | None) -> torch.Generator:
-    """Randomness of requests without a seed of their own; None takes it from the system."""
+    """Randomness of requests without a seed; ``seed`` None takes it from the system."""
     generator = torch.Generator(device)
     generator.manual_seed(int.from_bytes(os.urandom(7), "little") if seed is None else seed)
     return generator
 
 
 def most_kept(max_batch_size: int, prefill_chunk: int = 512) -> int:
-    """Tokens of which drafters keep features at most: a step's, those that wait of each sequence,
-    and those of forwards that are kept whole."""
+    """Most tokens whose features drafters keep: a step's, waiting ones of each sequence, and those
+    of whole forwards."""
     return _step_tokens(prefill_chunk) + (1 + max_batch_size) * (1 + MOST_WAITING)
 
 
@@ -100,12 +100,12 @@ def _step_tokens(prefill_chunk: int) -> int:
 def cache_blocks(
     options: EngineOptions, target: CausalModel, draft_bytes: int = 0, feature_bytes: int = 0
 ) -> int:
-    """Blocks of the cache; a drafter's own cache, of ``draft_bytes`` a token, has as many, and the
-    drafter may have to keep features of ``feature_bytes`` a token (draft/heads/eagle.py).
+    """Blocks of the cache. A drafter's cache, of ``draft_bytes`` a token, has as many; it may keep
+    features of ``feature_bytes`` a token (draft/heads/eagle.py).
 
-    By default enough for a full batch of full contexts, but at most a quarter of the free memory
-    of the device, less what forwards and scoring prompts take. Raises CacheMemoryError if not even
-    a few blocks fit.
+    Without ``kv_cache_memory``: a full batch of full contexts, at most a quarter of the device's
+    free memory less what forwards and scoring take. Raises CacheMemoryError if not even two blocks
+    fit.
     """
     per_token = bytes_per_token(target.cache_shapes, target.cache_dtype) + draft_bytes
     memory = options.kv_cache_memory
@@ -131,7 +131,7 @@ def cache_blocks(
 
 
 def load_target(name: str, options: EngineOptions) -> CausalModel:
-    """A target where the options want it: here, in part on disk, or in several processes. Raises
+    """A target loaded as the options say: whole, partly on disk, or in several processes. Raises
     ModelLoadError, UnsupportedModelError, ConfigError."""
     how: dict[str, Any] = {
         key: getattr(options, key) for key in ("dtype", "device", "backend", "quantize")
@@ -159,7 +159,7 @@ def load_draft(
     tokenizer: PreTrainedTokenizerFast,
     settings: EngineSettings,
 ) -> Prepared:
-    """A drafter, or several for requests to choose from, loaded as the settings say."""
+    """One drafter, or several to choose from, loaded as the settings say."""
     draft_settings = (settings.draft_quantize, settings.draft_offload, settings.draft_device)
     return prepare_all(draft, Loading(target, tokenizer, settings.dtype, *draft_settings))
 
@@ -167,8 +167,8 @@ def load_draft(
 def build_engine(
     target: CausalModel, prepared: Prepared, options: EngineOptions, generator: torch.Generator
 ) -> Engine:
-    """Cache, drafter, scheduler, verifier and controller around a target. ``generator`` is the
-    randomness of requests without a seed. Raises CacheMemoryError."""
+    """Cache, drafter, scheduler, verifier and controller around a target. ``generator``: randomness
+    of requests without a seed. Raises CacheMemoryError."""
     blocks = cache_blocks(options, target, prepared.cache_bytes, prepared.feature_bytes)
     cache, device = target.new_cache(blocks, BLOCK_SIZE, options.prefix_sharing), target.device
     adapts = options.draft_length == "auto"
@@ -205,8 +205,8 @@ def build_engine(
 
 
 def _draw_seed(options: EngineOptions, drafter: Drafter) -> Callable[[], int] | None:
-    """Seeds for sampled requests that bring none: under the coupled rule, and where that makes
-    their drafts far cheaper. A text is as random as its seed."""
+    """Makes seeds for sampled requests without one: under the coupled rule, and if seeded drafts
+    cost far less."""
     cheaper = options.rule == "auto" and not options.lossy and prefers_seeds(drafter)
     if options.rule != "coupled" and not cheaper:
         return None
@@ -222,7 +222,7 @@ def adaptive_controller(
     options: EngineOptions,
     device: torch.device,
 ) -> AdaptiveController:
-    """The controller of all drafters that requests may name, and of what these are made of."""
+    """The controller of all drafters that requests may name, and of their members."""
     cost = CostModel(costs)
     members: dict[str, tuple[Hashable, ...]] = {}
     lookups: dict[Hashable, LookupDrafter] = {}
@@ -255,9 +255,8 @@ def adaptive_controller(
 
 
 def measure_costs(target: CausalModel, cache: PagedCache, most: int) -> TargetCosts:
-    """Measure what target steps of up to ``most`` sequences cost on this machine. One sequence and
-    all of them first, then as many numbers between as there is time for. The cache is as before
-    afterwards."""
+    """Measure target steps of up to ``most`` sequences: one, all, then as many numbers between as
+    there is time for. The cache is unchanged afterwards."""
     began = time.perf_counter()
     between = (2**power for power in range(most.bit_length(), 0, -1) if 2**power < most)
     counts = {

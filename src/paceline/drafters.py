@@ -1,9 +1,9 @@
-"""All drafters: from a spec such as ``ngram:min=2``, ``NGram(min=2)`` or an object to a drafter.
+"""The registry of drafters: from a spec (``ngram:min=2``), ``NGram(min=2)`` or an object to a
+drafter.
 
-A kind is known here by its record, which stands beside its drafter (draft/spec.py); nothing else
-in the package names one. Packages add kinds by the entry-point group ``paceline.drafters``, whose
-entries name a class such as ``NGram``. A drafter is prepared before the cache is sized (its weights
-and its own cache take memory) and built after.
+A kind is known by its record, which stands beside its drafter (draft/spec.py). Packages add kinds
+by the entry-point group ``paceline.drafters``, whose entries name a record. A drafter is prepared
+before the cache is sized (weights and its own cache take memory) and built after.
 """
 
 from __future__ import annotations
@@ -58,8 +58,8 @@ DraftLike = str | DraftSpec | Drafter
 
 
 class Registry(Mapping[str, type[DraftSpec]]):
-    """The record of each kind by its name; those of other packages are loaded when asked for.
-    Nobody replaces a kind that is built in."""
+    """Records by kind; those of other packages are loaded when asked for and cannot replace a
+    built-in one."""
 
     def __init__(self, built_in: Iterable[type[DraftSpec]], others: Iterable[EntryPoint]) -> None:
         self._known = {record.kind: record for record in built_in}
@@ -98,9 +98,8 @@ DRAFTERS = Registry(RECORDS, entry_points(group=GROUP))
 
 
 def parse_draft(text: str | None) -> DraftSpec:
-    """A spec string; a first word that is not a known kind begins a model's path or hub name, and
-    ``@FILE`` is another engine's configuration. Raises ConfigError, also for what is none of these.
-    """
+    """Parses a spec. Text that begins with no known kind is a model's path or hub name; ``@FILE``
+    is another engine's configuration. Raises ConfigError."""
     if text is not None and text.startswith("@"):
         text = read_foreign(text[1:]).spec
     kind, _, rest = (text or NoDraft.kind).partition(":")
@@ -115,7 +114,7 @@ def parse_draft(text: str | None) -> DraftSpec:
 
 
 def prepare_one(draft: DraftLike | None, loading: Loading) -> Prepared:
-    """Load what a drafter needs. Raises what its file, its weights or its options give cause to."""
+    """Load what a drafter needs. Raises PacelineErrors."""
     if draft is None or isinstance(draft, str):
         draft = parse_draft(draft)
     if isinstance(draft, DraftSpec):
@@ -132,8 +131,8 @@ def prepare_one(draft: DraftLike | None, loading: Loading) -> Prepared:
 
 
 def prepare_all(drafts: DraftLike | Sequence[DraftLike] | None, loading: Loading) -> Prepared:
-    """Prepare one draft, or several of which every request may choose one (draft/hybrid.py). They
-    are called by their kinds; a second of one kind is KIND-2. Raises what ``prepare_one`` does."""
+    """Prepare one draft, or several of which requests choose one (draft/hybrid.py) by kind; a
+    second one of a kind is KIND-2. Raises PacelineErrors."""
     if not isinstance(drafts, (list, tuple)):
         return prepare_one(drafts, loading)  # type: ignore[arg-type]
     if len(drafts) < 2:

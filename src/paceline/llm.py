@@ -1,4 +1,4 @@
-"""The composition root: builds an engine from names and numbers, and runs requests on it."""
+"""``LLM``: loads a model and a drafter, builds the engine, and runs requests."""
 
 from __future__ import annotations
 
@@ -175,12 +175,10 @@ class LLM:
         log_decisions: bool = False,
         controller: Controller | None = None,
     ) -> LLM:
-        """Another LLM over the same weights, with a drafter, cache and settings of its own.
-
-        For comparing settings without loading a large model twice. ``max_draft_length`` bounds
-        the length "auto" (None: 8); the rest is as of the constructor without a profile. Raises
-        what that does.
-        """
+        """Another LLM over the same weights, with its own drafter, cache and settings, for
+        comparing settings without loading a model twice. ``max_draft_length`` bounds the length
+        "auto" (None: 8); the rest is as in the constructor without a profile. Raises what that
+        does."""
         given = explicit(locals(), "beside")
         options = EngineOptions(dtype=self._dtype, **given, controller=controller)
         other = LLM.__new__(LLM)
@@ -195,7 +193,7 @@ class LLM:
         draft: DraftLike | Sequence[DraftLike] | None,
         options: EngineOptions,
     ) -> None:
-        """Everything around a loaded target."""
+        """Set up everything around a loaded target."""
         self.target, self.tokenizer = target, tokenizer
         self._dtype, self._lossy = options.dtype, options.lossy
         self._generator = seeded_generator(target.device, options.seed)
@@ -225,14 +223,13 @@ class LLM:
 
     @property
     def default_params(self) -> SamplingParams:
-        """Those of a request that brings none: of ``default_temperature`` ..., else of the
-        checkpoint's generation config, else greedy."""
+        """Parameters of requests without: ``default_temperature`` ..., else the checkpoint's
+        generation config, else greedy."""
         return SamplingParams(**self.sampling_defaults.filled())
 
     @property
     def max_model_len(self) -> int:
-        """Most tokens of a sequence, prompt and answer, by model and cache; an answer that comes up
-        against it ends with "length"."""
+        """Most tokens of a sequence, prompt and answer; answers that reach it end with "length"."""
         return self.context_budget.limit
 
     # -- public ------------------------------------------------------------------------------
@@ -246,11 +243,10 @@ class LLM:
     ) -> list[Completion]:
         """Complete prompts (texts or lists of token ids), all in one continuous batch.
 
-        Completions come in the order of the prompts, ``n`` for each. ``params`` is one for all or
-        one per prompt; the default is ``default_params``. ``progress`` shows a bar. A request that
-        fails ends alone, with ``finish_reason`` "error". Raises PromptError or ConfigError before
-        anything is decoded, PacelineError after ``close``, EngineLostError if the model cannot run
-        any more.
+        Completions are in the order of the prompts, ``n`` for each. ``params``: one for all or one
+        per prompt; default ``default_params``. ``progress`` shows a bar. A request that fails ends
+        alone, with ``finish_reason`` "error". Raises PromptError or ConfigError before anything is
+        decoded, PacelineError after ``close``, EngineLostError if the model cannot run any more.
         """
         requests = self.prepare_all(prompts, params, streams=False)
         with bars(progress), stage("decoding", len(requests), "answers") as begun:
@@ -271,12 +267,9 @@ class LLM:
         prompts: Prompt | Sequence[Prompt],
         params: SamplingParams | Sequence[SamplingParams] | None = None,
     ) -> Iterator[StreamEvent]:
-        """Like ``generate``, but yields what each step adds, as soon as it is accepted.
-
-        What is wrong with the arguments is raised here; decoding begins with the first event.
-        Closing the iterator, or dropping it, cancels what is unfinished. Several streams may be
-        read in turn.
-        """
+        """Like ``generate``, but yields what each step adds. Errors of the arguments are raised
+        here; decoding begins with the first event. Closing or dropping the iterator cancels
+        unfinished requests. Several streams may be read in turn."""
         return self._events(self.prepare_all(prompts, params, streams=True))
 
     def chat(
@@ -295,13 +288,13 @@ class LLM:
 
     @property
     def draft_vocabulary(self) -> str | None:
-        """How a draft with another vocabulary is used, for example "token-level intersection,
-        94 % of text"; None if there is no such draft."""
+        """How a draft with another vocabulary is used, such as "token-level intersection, 94 % of
+        text"; None without one."""
         return vocabulary_of(self.engine.drafter)
 
     def close(self) -> None:
-        """Cancel everything and let go of the engine; closing twice is fine. Callers on other
-        threads get a PacelineError."""
+        """Cancel all requests and drop the engine; callers on other threads get a PacelineError.
+        Closing twice is fine."""
         self.owner.close()
 
     # -- requests ----------------------------------------------------------------------------
@@ -325,9 +318,9 @@ class LLM:
     def prepare(
         self, prompt: Prompt, params: SamplingParams, number: int = 0, streams: bool = True
     ) -> list[Request]:
-        """The ``n`` requests of a prompt, checked and ready for ``enqueue``. Touches no state of
-        the engine, so a server may do it beside the thread that decodes. Raises PromptError or
-        ConfigError, PacelineError after ``close``."""
+        """The ``n`` requests of a prompt, checked and ready for ``enqueue``. Does not touch the
+        engine, so it may run beside the decoding thread. Raises PromptError or ConfigError,
+        PacelineError after ``close``."""
         _ = self.engine
         width = min(self._width, self.target.vocab_size)
         grammar = params.grammar
@@ -352,12 +345,12 @@ class LLM:
     # -- the loop: for callers with a loop of their own, as a server has ------------------------
 
     def enqueue(self, requests: Sequence[Request]) -> None:
-        """Queue all or, if one is refused, none. Raises CacheMemoryError."""
+        """Queue all requests, or none if one is refused. Raises CacheMemoryError."""
         self.owner.enqueue(requests)
 
     def step(self) -> list[tuple[Request, Commit]]:
-        """One step of the engine; every request has absorbed what was committed to it. Raises
-        EngineLostError when the engine cannot go on; every request has then ended."""
+        """One step of the engine; requests absorb their commits. Raises EngineLostError if the
+        engine cannot go on; all requests have then ended."""
         return self.owner.step()
 
     def _events(self, requests: list[Request]) -> Iterator[StreamEvent]:
@@ -372,5 +365,5 @@ class LLM:
             self.release(requests)
 
     def release(self, requests: Iterable[Request]) -> None:
-        """Forget requests; what is unfinished is cancelled and its cache blocks are freed."""
+        """Forget requests; unfinished ones are cancelled and their cache blocks freed."""
         self.owner.release(requests)

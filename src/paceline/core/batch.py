@@ -1,4 +1,4 @@
-"""What passes between the stages of one step: plain data, as could be sent to another process."""
+"""The records that pass between the stages of a step: plain data that can be pickled."""
 
 from __future__ import annotations
 
@@ -19,13 +19,12 @@ EMPTY = TokenTree.empty()
 
 @dataclass(frozen=True)
 class Slice:
-    """The part of one sequence in a step: how much is scheduled, and how long a draft may be.
+    """The part of one sequence in a step.
 
-    ``scheduled`` pending tokens go through the target. If they are all that is pending, the
-    sequence decodes: it may draft up to ``draft_length`` levels and gains at least one token.
-    Otherwise it is a prefill chunk, and neither drafts nor samples. Where drafting has failed
-    ``drafts`` is false: no drafter sees the sequence any more. ``drafter``: who is to draft, of
-    several that could; None: the first that has anything to propose.
+    ``scheduled`` pending tokens go through the target. If these are all, the sequence decodes: it
+    may draft up to ``draft_length`` levels and gains at least one token. Otherwise it is a prefill
+    chunk, without draft or sampling. ``drafts`` False: drafting failed, no drafter sees the
+    sequence any more. ``drafter``: who drafts, of several; None: the first that has a proposal.
     """
 
     seq: SequenceView
@@ -41,7 +40,7 @@ class Slice:
 
 @dataclass(frozen=True)
 class Plan:
-    """Who runs in this step."""
+    """The sequences that run in a step."""
 
     slices: tuple[Slice, ...]
 
@@ -58,21 +57,20 @@ class Span:
 
     Rows in the batch, from ``start`` on: the pending tokens, then nodes ``first_new ..``. A pending
     row attends to everything before it and itself; a node to context, pending, its ancestors and
-    itself. A tree drafted level by level runs its later levels with ``pending = 0``. ``long``: keys
-    and queries are rotated with the long factors of a model that has two sets (longrope).
+    itself. A tree drafted level by level runs its later levels with ``pending = 0``. ``long``:
+    rotated with the long factors of a model that has two sets (longrope).
 
-    Rows of logits: ``logit_row`` is the distribution after the last pending token (or of the first
-    node, without any), that after node i of ``tree`` is row ``logit_row + 1 + i``; both are there
-    where ``wants_logits``. The first ``scored`` pending rows have logits, too, just before.
+    Rows of logits: ``logit_row`` is the distribution after the last pending token (of the first
+    node, if there is none), ``logit_row + 1 + i`` that after node i of ``tree``; both exist if
+    ``wants_logits``. The first ``scored`` pending rows have logits just before.
 
-    ``tokens`` are the pending ones, ``nodes`` those of the new nodes, int64
-    ``[len(parents) - first_new]`` where the host does not know them. ``ancestors``: bool
-    ``[nodes, nodes]`` on the device, of a tree that only the device knows: which nodes each node
-    sees, itself included; ``parents`` then tell no more than depths.
-    Whose rows they are, ``seq`` and ``tree``, is known of the target's forwards; ``arrival`` is the
-    tree's tokens for a grammar, which is followed on the host while the forward runs. ``start``,
-    ``logit_row`` and ``long`` are worked out in one place, ``PagedCache.batch_of``. Pickled, or
-    compared, a span is its first seven fields: what another process runs.
+    ``tokens``: the pending ones. ``nodes``: tokens of the new nodes, int64 ``[len(parents) -
+    first_new]`` where the host does not know them. ``ancestors``: bool ``[nodes, nodes]`` on the
+    device for a tree that only the device knows: which nodes each node sees, itself included;
+    ``parents`` then only have the right depths. ``seq`` and ``tree``: in the target's forwards.
+    ``arrival``: the tree's tokens for a grammar, which is followed on the host during the forward.
+    ``start``, ``logit_row`` and ``long`` are set by ``PagedCache.batch_of``. Pickling and comparing
+    use the first seven fields.
     """
 
     seq_id: int
@@ -104,7 +102,7 @@ class Span:
         wants_logits: bool = True,
         ancestors: torch.Tensor | None = None,
     ) -> Span:
-        """Of a drafter's forward, or another's that has no request: not in a batch yet."""
+        """A span without a request, as in a drafter's forward; not yet in a batch."""
         return cls(
             *(seq_id, 0, context, len(tokens), parents, first_new, False),
             *(0, wants_logits, 0, tokens, nodes, ancestors),
@@ -114,7 +112,7 @@ class Span:
     def of_request(
         cls, seq: SequenceView, tree: TokenTree = EMPTY, scheduled: int | None = None
     ) -> Span:
-        """Of a request's next ``scheduled`` tokens (None: all that are pending) and its draft."""
+        """A request's next ``scheduled`` tokens (None: all pending ones) and its draft."""
         count = seq.num_pending if scheduled is None else scheduled
         return cls(
             *(seq.seq_id, 0, seq.cached, count, tree.parents),
@@ -128,7 +126,7 @@ class Span:
         )
 
     def at(self, start: int, logit_row: int, long: bool = False) -> Span:
-        """The same as part of a batch."""
+        """The same span in a batch."""
         placed = object.__new__(Span)  # replace() takes five times as long
         vars(placed).update(vars(self), start=start, logit_row=logit_row, long=long)
         return placed
@@ -148,7 +146,7 @@ class Span:
 
     @property
     def end_row(self) -> int:
-        """The first row of logits behind those."""
+        """The row of logits after those."""
         return self.logit_row + self.judged_rows
 
     @property
@@ -164,7 +162,7 @@ class Span:
 
     @property
     def indices(self) -> range:
-        """Logical cache indices that the rows write to (node i sits at context + pending + i)."""
+        """Logical cache indices of the rows (node i: context + pending + i)."""
         base = self.context + self.pending
         if self.pending:
             return range(self.context, base + len(self.parents))
@@ -173,19 +171,17 @@ class Span:
 
 @dataclass(frozen=True)
 class Batch:
-    """One ragged forward of a model over its own paged cache.
+    """One ragged forward of a model over its paged cache, on the host.
 
-    ``input_ids``, ``positions``, ``slots``, one a row; ``slots`` is where the cache stores the
-    row's key and value. ``tables[i]`` lists the cache block ids of span i. ``logit_rows``: rows
-    whose logits are wanted, or None for all of them; ``choices_only``: a backend that chooses
-    greedily by itself may leave them out. ``features``: layers whose inputs are wanted; the number
-    of layers stands for the output of the final norm, which the language-model head sees.
-    ``nodes``: (first row, tokens) of trees whose tokens only the device knows; their ``input_ids``
-    are void.
+    ``input_ids``, ``positions``, ``slots``: one a row; ``slots``: where the cache stores the row's
+    key and value. ``tables[i]``: cache block ids of span i. ``logit_rows``: rows whose logits are
+    wanted, None for all; ``choices_only``: a backend that chooses greedily may leave logits out.
+    ``features``: layers whose inputs are wanted; the number of layers means the final norm's
+    output. ``nodes``: (first row, tokens) of trees whose tokens only the device knows; their
+    ``input_ids`` are void.
 
-    It lies on the host, and in no tensors: between two forwards the first operator of torch takes
-    longer than all else that a step does. A forward on a device brings it there, together with what
-    else it needs (AttentionStep).
+    No tensors: torch's first operator between two forwards takes longer than the rest of a step. A
+    forward on a device copies it there with the rest of its input (AttentionStep).
     """
 
     input_ids: Sequence[int]
@@ -202,8 +198,8 @@ class Batch:
 @dataclass(frozen=True)
 class ModelOutput:
     """``logits`` ``[R, vocab]`` in the model's dtype; ``features[layer]`` ``[T, hidden]``.
-    ``greedy``: each row's choice as ``core.sampling.greedy_choice`` makes it, where the backend has
-    looked already; if that is all that was asked for there are no logits."""
+    ``greedy``: each row's ``core.sampling.greedy_choice`` if the backend made it; there are then no
+    logits if nothing else was asked for."""
 
     logits: torch.Tensor
     features: dict[int, torch.Tensor] = field(default_factory=dict)
@@ -212,8 +208,8 @@ class ModelOutput:
 
 @dataclass(frozen=True)
 class Verdict:
-    """What the rule decides on one tree: accepted nodes, root to leaf, and the token after them.
-    With an ``error`` there is no such token, and nothing is accepted: the request cannot go on."""
+    """The rule's decision on one tree: accepted nodes, root to leaf, and the token after them. With
+    an ``error`` there is neither, and the request cannot go on."""
 
     path: tuple[int, ...]  # node indices
     tokens: tuple[int, ...]  # their tokens, then the target's own token; len(path) + 1
@@ -225,22 +221,19 @@ class Verdict:
 
 @dataclass(frozen=True)
 class Commit:
-    """What a step added to one sequence; every observer sees this same record.
+    """What a step added to one sequence.
 
-    ``tokens`` may be shorter than the verdict's (stop condition, token limit). ``path`` are the
-    tree nodes whose keys and values stay: ``tokens[:len(path)]`` came from the draft. ``drafted``
-    counts the tree's nodes, ``levels`` its depth, ``reached`` the levels at which it had a token to
-    try.
-    ``finish_reason`` is "stop", "length", "error" or None. A prefill chunk commits no tokens. A
-    sequence that fails ends alone, with the tokens it had, and ``error`` says in a line what
-    happened.
+    ``tokens`` may be shorter than the verdict's (stop condition, token limit). ``path``: nodes
+    whose keys and values stay; ``tokens[:len(path)]`` came from the draft. ``drafted``: the tree's
+    nodes, ``levels`` its depth, ``reached`` the levels at which it had a token to try.
+    ``finish_reason``: "stop", "length", "error" or None. A prefill chunk commits no tokens. A
+    failing sequence ends alone with the tokens it had, and ``error`` says why in a line.
 
-    Where to find the step's output: the features of scheduled token i (at absolute position
-    ``position + i``) are row ``row + i``, those of tree node j row ``row + scheduled + j``. Only
-    decoding sequences have logits: the distribution after the last scheduled token is logits row
-    ``logit_row``, that after node j row ``logit_row + 1 + j``. ``choices`` are the tokens that the
-    target chose at those rows (argmax, or drawn), also where no accepted path leads.
-    ``prompt_logprobs`` are those of the prompt's tokens from ``position + 1`` on.
+    Rows of the step's output: features of scheduled token i (at position ``position + i``) are row
+    ``row + i``, those of node j row ``row + scheduled + j``. Decoding sequences have logits: after
+    the last scheduled token row ``logit_row``, after node j row ``logit_row + 1 + j``. ``choices``:
+    the target's tokens at those rows (argmax, or drawn), also off the accepted path.
+    ``prompt_logprobs``: of the prompt's tokens from ``position + 1`` on.
     """
 
     seq_id: int

@@ -1,4 +1,4 @@
-"""What a container or a service may use of the machine: Linux' control groups, versions 2 and 1."""
+"""Limits of Linux' control groups, versions 2 and 1: memory and processors."""
 
 from __future__ import annotations
 
@@ -12,9 +12,8 @@ _MINE = Path("/proc/self/cgroup")
 
 
 def memory_left() -> int | None:
-    """Bytes until the nearest limit of the process's groups; None where there is none. The page
-    cache of files that nobody reads any more counts as free: the system gives it up before the
-    limit."""
+    """Bytes until the nearest limit of the process's groups; None without a limit. Page cache of
+    inactive files counts as free."""
     left = []
     for version, folder in _folders("memory"):
         names = ("memory.max", "memory.current", "inactive_file")
@@ -28,7 +27,7 @@ def memory_left() -> int | None:
 
 
 def processors() -> int:
-    """Processors that the process may use: its affinity, within the quota of its groups."""
+    """Processors the process may use: its affinity, within the quota of its groups."""
     affinity = getattr(os, "sched_getaffinity", None)
     count = len(affinity(0)) if affinity is not None else os.cpu_count() or 1
     for version, folder in _folders("cpu"):
@@ -41,7 +40,7 @@ def processors() -> int:
 
 
 def _folders(controller: str) -> Iterator[tuple[int, Path]]:
-    """The process's group and those that it is in, with the version of each."""
+    """The folders of the process's group and its parents, each with its version."""
     try:
         lines = _MINE.read_text(encoding="utf-8").splitlines()
     except OSError:
@@ -61,7 +60,7 @@ def _folders(controller: str) -> Iterator[tuple[int, Path]]:
 
 
 def words_of(file: Path) -> list[str]:
-    """What is written in a file; nothing where it cannot be read."""
+    """The words in a file; [] if it cannot be read."""
     try:
         return file.read_text(encoding="ascii", errors="replace").split()
     except OSError:
@@ -69,6 +68,6 @@ def words_of(file: Path) -> list[str]:
 
 
 def number_after(words: Sequence[str], name: str | None = None) -> int | None:
-    """The word behind ``name``, or the first; None where it is none, or no number ("max")."""
+    """The number after ``name``, or the first; None if there is none."""
     index = 0 if name is None else words.index(name) + 1 if name in words else len(words)
     return int(words[index]) if index < len(words) and words[index].isdigit() else None

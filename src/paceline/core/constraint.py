@@ -1,9 +1,8 @@
-"""Constrained decoding: which tokens a request may take next, at every node of a draft.
+"""Constrained decoding: which tokens may follow at every node of a draft.
 
-A constraint is part of a request's distribution, like a penalty: what it forbids has probability
-zero. The verifier and every drafter that has a distribution apply it along the tree's paths, so
-constrained output is as lossless as any other; a drafter that knows nothing of it merely proposes
-some tokens in vain.
+What a constraint forbids has probability zero. Verifier and drafters with distributions apply it
+along the tree's paths, so constrained output is lossless, too; other drafters propose some tokens
+in vain.
 """
 
 from __future__ import annotations
@@ -17,21 +16,19 @@ from paceline.core.transfer import to_device, upload
 
 
 class Reader(Protocol):
-    """Follows one sequence's tokens and knows where it ends: a grammar, or stop strings."""
+    """Follows a sequence's tokens and knows where it ends: a grammar, or stop strings."""
 
     def read(self, tokens: Sequence[int]) -> int | None:
-        """Follow the next tokens, up to the one after which none can follow. How many those are, or
-        None if it goes on behind all of them."""
+        """Follow the next tokens; how many up to the one that ends the text, None if it goes on."""
         ...
 
 
 class Constraint(Reader, Protocol):
-    """A grammar along one sequence; see request/grammar.py for the one."""
+    """A grammar along one sequence (request/grammar.py)."""
 
     def allowed(self, path: tuple[int, ...]) -> torch.Tensor | None:
         """bool [vocab] on the CPU: tokens that may follow the committed ones and then ``path``.
-        None where nothing is forbidden, also behind a path that is itself forbidden or final: no
-        text leads there."""
+        None if nothing is forbidden, also after a path that is forbidden or final."""
         ...
 
 
@@ -42,9 +39,9 @@ def forbid(
     paths: torch.Tensor | None,
     known: Sequence[Sequence[int]] | None = None,
 ) -> torch.Tensor:
-    """float32 ``[R, V]``: minus infinity where the constraint of a row forbids the token. ``paths``
-    int64 ``[R, D]``, of which row r knows ``depths[r]`` entries. A grammar is walked on the host:
-    where the paths are not ``known`` there, this waits for the device."""
+    """float32 ``[R, V]``: minus infinity where the row's constraint forbids the token. ``paths``
+    int64 ``[R, D]``, of which row r uses ``depths[r]``; waits for the device unless the paths are
+    ``known`` on the host."""
     host = known
     if host is None:
         host = paths.tolist() if paths is not None else [[]] * len(constraints)

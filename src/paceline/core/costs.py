@@ -1,4 +1,4 @@
-"""What forwards cost on this machine, in seconds: curves through measured points."""
+"""Costs of forwards on this machine, in seconds: curves through measured points."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from typing import Protocol
 
 
 def _between(points: Sequence[float], values: Sequence[float], point: float) -> float:
-    """Linear between points; beyond the ends the outermost slope goes on."""
+    """Linear between points; beyond the ends the outermost slope continues."""
     right = min(max(bisect_left(points, point), 1), len(points) - 1)
     x0, x1, y0, y1 = points[right - 1], points[right], values[right - 1], values[right]
     return y0 + (y1 - y0) * (point - x0) / (x1 - x0)
@@ -24,7 +24,7 @@ class CostCurve:
     seconds: tuple[float, ...]
 
     def __call__(self, count: float) -> float:
-        """Seconds for ``count`` tokens; beyond the last point the last slope goes on."""
+        """Seconds for ``count`` tokens; beyond the last point the last slope continues."""
         if len(self.tokens) == 1:
             return self.seconds[0]
         return max(_between(self.tokens, self.seconds, count), min(self.seconds))
@@ -32,9 +32,9 @@ class CostCurve:
 
 @dataclass(frozen=True)
 class TargetCosts:
-    """Seconds of a target forward: for each number of sequences, by tokens PER sequence. The price
-    of a sequence more falls with their number, so some numbers between one and a full batch are
-    measured: from the ends alone eight of 32 looked 14 % cheaper than they were."""
+    """Seconds of a target forward: for each number of sequences, by tokens per sequence. Numbers
+    between one and a full batch are measured, too: by the ends alone eight of 32 looked 14 %
+    cheaper than they were."""
 
     batches: tuple[int, ...]
     curves: tuple[CostCurve, ...]
@@ -50,7 +50,7 @@ class TargetCosts:
 
 
 class _Drafts(Protocol):
-    """What is asked of a drafter about its drafts of a length (draft/base.py)."""
+    """What is needed of a drafter (draft/base.py)."""
 
     def max_nodes(self, length: int) -> int: ...
 
@@ -59,12 +59,12 @@ class _Drafts(Protocol):
 
 @dataclass(frozen=True)
 class DrafterCosts:
-    """What drafts of one drafter bring along, by draft length; entry 0 is no draft.
+    """Costs of one drafter's drafts by length; entry 0 is no draft.
 
     ``nodes``: most nodes. ``passes``: forwards of the drafter. ``seconds``: of one pass, by number
-    of sequences. ``reads``: before it drafts it must read what it has not seen of a sequence; if it
-    ``follows``, it has seen the prompt. One that ``ends_early`` ends a draft by itself where it is
-    not sure. ``prior``: acceptance by level, before anything is seen.
+    of sequences. ``reads``: it first reads what it has not seen of a sequence; ``follows``: it has
+    seen the prompt. ``ends_early``: it ends drafts itself where it is unsure. ``prior``: acceptance
+    by level.
     """
 
     nodes: tuple[float, ...]
@@ -84,7 +84,7 @@ class DrafterCosts:
         costless: int = 2,
         prior: tuple[float, ...] = (),
     ) -> DrafterCosts:
-        """Of drafts of up to ``longest`` levels; ``costless`` times as many where a level takes no
+        """For drafts of up to ``longest`` levels; ``costless`` times as many if levels take no
         pass."""
         lengths = range(1 + longest * (1 if drafter.passes(1) else costless))
         nodes = tuple(drafter.max_nodes(length) for length in lengths)
@@ -98,5 +98,5 @@ class DrafterCosts:
 
     @cached_property
     def costless(self) -> bool:
-        """Whether proposing takes no forward, so that one may look before deciding."""
+        """Whether proposing takes no forward, so drafts can be made before deciding."""
         return not any(self.passes)

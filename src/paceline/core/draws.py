@@ -1,5 +1,4 @@
-"""From distributions to tokens, for drafters and verifier alike. Nothing here waits for the
-device."""
+"""From distributions to tokens, for drafters and verifier. Nothing here waits for the device."""
 
 from __future__ import annotations
 
@@ -18,12 +17,12 @@ from paceline.core.truncation import column
 
 
 def is_coupled(params: SamplingParams) -> bool:
-    """True if the request draws with noise that depends on (seed, position) alone."""
+    """Whether the request draws with noise of (seed, position) alone."""
     return params.seed is not None and not params.greedy
 
 
 def draws_unseeded(params: SamplingParams) -> bool:
-    """True if the request draws with the engine's own generator: sampled, without a seed."""
+    """Whether the request draws with the engine's generator: sampled, without a seed."""
     return params.seed is None and not params.greedy
 
 
@@ -45,7 +44,7 @@ def _coupled(rows: Rows) -> list[int]:
 
 
 def _keys(rows: Rows, device: torch.device) -> torch.Tensor:
-    """Those of the noise of rows that have a seed."""
+    """Noise keys of rows that have a seed."""
     return keys_of([seq.params.seed or 0 for seq in rows.seqs], rows.positions, device)
 
 
@@ -83,22 +82,19 @@ def drawn_choice(
 
 
 def draw_of(seq: SequenceView, siblings: bool = False) -> Draw:
-    """How ``draft`` drew for this sequence: what to write into its TokenTree. Greedy and seeded
-    drafts are determined by what came before them, hence POINT. Otherwise a node with ``siblings``
-    was drawn WITHOUT_REPLACEMENT, a chain IID."""
+    """How ``draft`` drew for this sequence: TokenTree's ``draw``. Greedy and seeded drafts are
+    determined by what came before: POINT. Otherwise ``siblings`` are drawn WITHOUT_REPLACEMENT, a
+    chain IID."""
     if not draws_unseeded(seq.params):
         return Draw.POINT
     return Draw.WITHOUT_REPLACEMENT if siblings else Draw.IID
 
 
 class Drafted(NamedTuple):
-    """``tokens`` int64 ``[R, k]``, siblings in drawing order; ``q`` float32 ``[R, V]``.
-
-    ``q`` is the distribution from which a row's k tokens were drawn, None if no row needs it. Where
-    the draft model's own row was not a distribution (all that is allowed lies outside its
-    vocabulary) there was nothing to draw: the distribution is all zeros, so that the verifier
-    refuses whatever stands there and goes on as if nothing had been proposed.
-    """
+    """``tokens`` int64 ``[R, k]``, siblings in drawing order; ``q`` float32 ``[R, V]``, the
+    distributions they were drawn from, None if no row needs it. A row whose draft distribution is
+    none (all allowed tokens are outside its vocabulary) has zeros: the verifier then refuses its
+    tokens."""
 
     tokens: torch.Tensor
     q: torch.Tensor | None
@@ -107,13 +103,10 @@ class Drafted(NamedTuple):
 def draft(
     logits: torch.Tensor, rows: Rows, k: int = 1, generator: torch.Generator | None = None
 ) -> Drafted:
-    """k candidate tokens after each row of a draft model's logits [R, V], drawn as fits its rule.
-
-    Greedy: the k largest. Seeded: the k largest of log q + gumbel, with the noise that the
-    verifier will use at the same position. Neither: drawn from q with ``generator``, for k > 1
-    without replacement (the k largest of log q + fresh gumbel noise, Kool, van Hoof and Welling
-    2019, arXiv 1903.06059). ``k`` is at most V.
-    """
+    """k candidate tokens after each row of a draft model's logits [R, V]. Greedy: the k largest.
+    Seeded: the k largest of log q + gumbel, with the verifier's noise at that position. Else drawn
+    from q with ``generator``, for k > 1 without replacement (the k largest of log q + fresh gumbel
+    noise, Kool, van Hoof and Welling 2019, arXiv 1903.06059). ``k`` is at most V."""
     scores = adjusted(logits, rows)
     params = [seq.params for seq in rows.seqs]
     if all(p.greedy for p in params):
@@ -129,28 +122,26 @@ def draft(
 
 
 def _emptied(q: torch.Tensor, sound: torch.Tensor) -> torch.Tensor:
-    """The distributions q [R, V] with zeros in the rows that are not ``sound`` [R]. Such rows are
-    rare: on a CPU, where looking costs no synchronisation, the others pay nothing."""
+    """The distributions q [R, V] with zeros in rows that are not ``sound`` [R]; on a CPU q itself
+    if all are."""
     if q.device.type == "cpu" and bool(sound.all()):
         return q
     return torch.where(sound.unsqueeze(1), q, 0.0)
 
 
-# A greedy target takes a draft's first choice more often than the draft's own distribution says:
-# what the draft holds for likely is mostly the largest probability of the target too. Trees of 8
-# nodes, embedded target, mean of five suites, sharpness 1, 1.5, 2 and 3: a draft model 4.16, 4.70,
-# 4.69 and 4.66 tokens a step (its chain of 8: 4.39), an EAGLE-3 head 3.88, 4.18, 4.18, 4.09 (3.92).
+# A greedy target takes a draft's first choice more often than the draft's distribution says.
+# Tokens a step with trees of 8 nodes, embedded target, mean of five suites, sharpness 1, 1.5, 2, 3:
+# draft model 4.16, 4.70, 4.69, 4.66 (chain of 8: 4.39); EAGLE-3 3.88, 4.18, 4.18, 4.09 (3.92).
 GREEDY_SHARPNESS = 1.75
 
 
 def likeliest(logits: torch.Tensor, rows: Rows, k: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """The k candidates that a draft model finds likeliest after each row of its logits [R, V].
+    """The k likeliest candidates after each row of a draft model's logits [R, V]: tokens int64
+    ``[R, k]`` and log-probabilities float32 ``[R, k]``, in falling order; minus infinity for no
+    candidate. POINT.
 
-    Returns tokens int64 ``[R, k]`` and their log-probabilities float32 ``[R, k]``, both in falling
-    order; minus infinity where there is nothing to propose. Chosen without chance, hence POINT.
-    For a greedy request the distribution is sharpened, see GREEDY_SHARPNESS. For a seeded request
-    it is the chance to win the race that the verifier will run: a softmax of log q + gumbel, with
-    the noise of that position.
+    Greedy requests' distributions are sharpened (GREEDY_SHARPNESS). Seeded requests get the chance
+    to win the verifier's race: a softmax of log q + gumbel, with that position's noise.
     """
     scores = adjusted(logits, rows)
     params = [seq.params for seq in rows.seqs]

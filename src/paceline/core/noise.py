@@ -1,9 +1,8 @@
 """Counter-based random noise: a pure function of (seed, position, vocabulary id).
 
-The coupled rule (Daliri, Musco and Suresh 2024, arXiv 2408.07978) lets drafter and target look at
-the same noise. A shared stateful generator could not give it to them: here entry (r, x) depends on
-``seeds[r]``, ``positions[r]`` and x alone, not on the batch, the number of rows or the width of the
-vocabulary, and the integer part is the same bit for bit on every device.
+With the coupled rule (Daliri, Musco and Suresh 2024, arXiv 2408.07978) drafter and target use the
+same noise. Entry (r, x) depends on ``seeds[r]``, ``positions[r]`` and x alone, not on the batch or
+the vocabulary's width; the integer part has the same bits on every device.
 """
 
 from __future__ import annotations
@@ -40,8 +39,8 @@ def splitmix64(value: int) -> int:
 
 
 def key_of(seed: int, position: int) -> int:
-    """Signed 64-bit key of one row of noise. ``position`` is the absolute index of the token being
-    chosen: prompt length plus the number of tokens generated or drafted before it."""
+    """Signed 64-bit key of one row of noise. ``position``: absolute index of the token being
+    chosen."""
     return _signed(splitmix64(splitmix64(seed) ^ position))
 
 
@@ -84,16 +83,16 @@ def keys_of(
 
 
 def fresh_keys(rows: int, device: torch.device, generator: torch.Generator | None) -> torch.Tensor:
-    """int64 [rows, 1]: keys drawn from ``generator``. Noise under keys is made faster on a CPU than
-    ``Tensor.exponential_`` makes it, and is more precise in small values than that is on CUDA,
-    where uniforms have 24 bits."""
+    """int64 [rows, 1]: keys drawn from ``generator``. On a CPU noise under keys is faster than
+    ``Tensor.exponential_``, and on CUDA more precise in small values (uniforms have 24 bits
+    there)."""
     return torch.randint(-(1 << 63), (1 << 63) - 1, (rows, 1), device=device, generator=generator)
 
 
 def exponential(keys: torch.Tensor, vocab: int) -> torch.Tensor:
-    """float32 [rows, vocab] of Exp(1) noise under keys [rows, 1], finite and above zero. argmax_x
-    p(x) / E(x) is a draw from p and the same token as argmax_x log p(x) + gumbel(x), two logarithms
-    cheaper. Relative precision is kept where it matters: in small values."""
+    """float32 [rows, vocab] of Exp(1) noise under keys [rows, 1], finite and above zero, with full
+    relative precision in small values. argmax_x p(x) / E(x) is a draw from p, the same token as
+    argmax_x log p(x) + gumbel(x), two logarithms cheaper."""
     return _exponential(_mixed(keys, _id_hashes(vocab, keys.device)))
 
 
@@ -105,9 +104,8 @@ def gumbel(
 
 
 def race(probs: torch.Tensor, keys: torch.Tensor) -> torch.Tensor:
-    """float32 [rows, vocab]: distributions over exponential noise under keys [rows, 1]; the largest
-    entry of a row is a draw. A token without probability cannot win, so on a CPU only the others
-    get their noise: of a truncated distribution that is a hundredth."""
+    """float32 [rows, vocab]: distributions over exponential noise under keys [rows, 1]; a row's
+    argmax is a draw. On a CPU only tokens with probability get noise."""
     if probs.is_cuda or probs.numel() < _LARGE:
         return probs / exponential(keys, probs.shape[1])
     ids = _id_hashes(probs.shape[1], probs.device)

@@ -1,4 +1,4 @@
-"""What a request may ask for, checked once, when it is made."""
+"""Parameters of a request, checked on construction."""
 
 from __future__ import annotations
 
@@ -11,8 +11,7 @@ from typing import Any
 from paceline.errors import ConfigError
 
 MAX_SAMPLES = 16_384  # n: each is a sequence of its own, so a typo must not fill the memory
-# What a request may ask for. Far beyond any use, and so narrow that no adjusted score can leave
-# float32: a request cannot make its own distribution infinite.
+# Bounds within which no adjusted score can leave float32.
 MAX_TEMPERATURE = 100.0
 REPETITION_PENALTIES = (0.01, 100.0)
 MAX_LOGIT_BIAS = 100.0
@@ -27,7 +26,7 @@ def _require(condition: bool, message: str) -> None:
 
 
 def is_whole(value: object) -> bool:
-    """A whole number; True and False are none."""
+    """A whole number that is not a bool."""
     return isinstance(value, int) and not isinstance(value, bool)
 
 
@@ -42,7 +41,7 @@ def is_finite(value: object) -> bool:
 
 
 def is_unicode(text: str) -> bool:
-    """False if a text has lone surrogates, which no encoding knows and no tokenizer takes."""
+    """False if a text has lone surrogates."""
     try:
         text.encode()
     except UnicodeEncodeError:
@@ -51,7 +50,7 @@ def is_unicode(text: str) -> bool:
 
 
 def shown(value: object) -> str:
-    """A value in the one line of an error, whatever it is."""
+    """A value for an error message, at most 80 characters."""
     try:
         text = ascii(value)
     except Exception:  # a number of too many digits, or an object that cannot be shown
@@ -60,7 +59,7 @@ def shown(value: object) -> str:
 
 
 def _items(name: str, value: object, *rules: tuple[Callable[[Any], bool], str]) -> tuple[Any, ...]:
-    """The members of a field that is a list, each of which keeps the rules."""
+    """The members of a list field, each of which must satisfy the rules."""
     if not isinstance(value, (list, tuple, set, frozenset)):
         raise ConfigError(f"{name} is {shown(value)}; give a list")
     for allowed, rule in rules:
@@ -95,8 +94,7 @@ class Grammar:
 
 
 def _rules() -> Iterator[tuple[str, Callable[[Any], bool], str]]:
-    """Of single fields: what it must be, in this order; the first that fails is told. What comes as
-    another type than the fields say fails here, not in a step of a batch."""
+    """Field, condition and message; the first that fails is raised. Types are checked here, too."""
     least, most = REPETITION_PENALTIES
     penalties = "presence_penalty", "frequency_penalty"
     for name in ("temperature", "top_p", "min_p", "repetition_penalty", *penalties):
@@ -239,7 +237,7 @@ class SamplingParams:
 
     @property
     def may_draft(self) -> bool:
-        """False if no drafter will ever propose anything for this request."""
+        """False if no drafter ever proposes anything for this request."""
         return self.drafter != "none" and self.draft_length != 0
 
     @property
@@ -252,8 +250,7 @@ class SamplingParams:
 
     @property
     def penalises(self) -> bool:
-        """True if a distribution depends on the tokens before it in other ways than through the
-        model."""
+        """Whether a distribution depends on earlier tokens other than through the model."""
         return (
             self.repetition_penalty != 1.0
             or self.presence_penalty != 0.0
@@ -263,7 +260,7 @@ class SamplingParams:
 
 @dataclass(frozen=True)
 class TokenLogprob:
-    """Log-probability of a chosen token and of the most likely ones, ``(id, logprob)``."""
+    """Log-probability of a chosen token and of the likeliest ones, ``(id, logprob)``."""
 
     token_id: int
     logprob: float

@@ -1,8 +1,6 @@
-"""Repetition, presence and frequency penalties, at the tokens that occurred and nowhere else.
-
-A text has a thousand different tokens, a vocabulary fifty or two hundred thousand: what did not
-occur keeps its score, so only the others are gathered, changed and put back.
-"""
+"""Repetition, presence and frequency penalties, applied to occurring tokens only: a text has a
+thousand different tokens, a vocabulary 50,000 to 200,000, so scores are gathered, changed and
+scattered back."""
 
 from __future__ import annotations
 
@@ -23,8 +21,7 @@ def penalised(
     paths: torch.Tensor | None,
 ) -> torch.Tensor:
     """float32 ``[R, V]``: repetition over prompt and output, presence and frequency over output.
-    Drafted tokens before a row, ``paths[r, :depths[r]]``, count as output: they are, if the row is
-    reached."""
+    Drafted tokens before a row, ``paths[r, :depths[r]]``, count as output."""
     distinct = list({id(seq): seq for seq in seqs}.values())
     ids, counts = _tables(distinct, scores)
     index = {id(seq): i for i, seq in enumerate(distinct)}
@@ -47,7 +44,7 @@ def penalised(
 def _tables(
     distinct: list[SequenceView], scores: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Ids int64 and counts float32, both [S, U]; -1 counts a token that did not occur."""
+    """Ids int64 and counts float32, both [S, U]; count -1: the token did not occur."""
     of_seqs = [seq.occurrences.of(seq).within(scores.shape[1]) for seq in distinct]
     longest = max(1, *(len(ids) for ids, _ in of_seqs))
     ids = np.zeros((len(of_seqs), longest), dtype=np.int64)

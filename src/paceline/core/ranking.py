@@ -1,12 +1,10 @@
-"""The largest entries of long rows, and draws from them, found quickly on a CPU.
+"""The largest entries of long rows, and draws from them, fast on a CPU.
 
-A CPU looks for the place of a maximum one entry after another, but for its value many at a time.
-So the value of every stretch of a row comes first, then the place within the stretch that has it.
-One core of a Xeon, 8 rows of 49,152 in float32: argmax 1.05 -> 0.17 ms, the best 8 of each row
-1.37 -> 0.30 ms; 40 rows: 5.1 -> 0.7 ms. Results are those of torch, ties included: the first.
-
-A draw by inversion likewise finds the stretch first. The running sums of whole rows in float64 are
-large enough to be fresh pages of memory every time, which costs more than the sums.
+torch's argmax on a CPU is scalar, its amax is vectorised: so the maximum of every stretch of a row
+comes first, then the index within the stretch that has it. One core of a Xeon, 8 rows of 49,152 in
+float32: argmax 1.05 -> 0.17 ms, the best 8 of each row 1.37 -> 0.30 ms; 40 rows: 5.1 -> 0.7 ms.
+Results equal torch's, ties included: the first. Draws by inversion find the stretch first, too:
+running sums of whole rows in float64 would be fresh pages of memory every time.
 """
 
 from __future__ import annotations
@@ -21,8 +19,8 @@ _FEW = 0.1  # share of the entries up to which listing those above zero is faste
 
 
 def largest(scores: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Each row's maximum, in float32, and int64 where it is, the first of several; both [R].
-    ``scores`` [R, V] of any float dtype. What is not a number counts as largest, as in torch."""
+    """Each row's maximum in float32 and its index int64, the first of several; both [R]. ``scores``
+    [R, V] of any float dtype. NaN counts as largest, as in torch."""
     width = scores.shape[1]
     if scores.is_cuda or scores.numel() < _LEAST or width < 2 * _STRETCH:
         # A CPU finds the maximum of float32 several times faster than that of bf16.
@@ -40,12 +38,12 @@ def largest(scores: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
 
 
 def argmax(scores: torch.Tensor) -> torch.Tensor:
-    """int64 [R]: where the maximum of each row [R, V] is, the first of several."""
+    """int64 [R]: index of each row's maximum [R, V], the first of several."""
     return largest(scores)[1]
 
 
 def top(scores: torch.Tensor, k: int) -> torch.Tensor:
-    """int64 [R, k]: where the k largest entries of each row [R, V] are, the largest first."""
+    """int64 [R, k]: indices of the k largest entries of each row [R, V], the largest first."""
     width = scores.shape[1]
     count = width // _STRETCH_TOP
     small = scores.numel() < _LEAST or count < 2 * k or width % _STRETCH_TOP
@@ -66,12 +64,9 @@ _BELOW_ONE = 1.0 - 2.0**-50
 
 
 def inversion(probs: torch.Tensor, uniforms: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """One place in each row of ``distributions`` [R, V] by its weight, and the row's sum, float64
-    [R].
-
-    Given uniforms [R] in [0, 1). A place of weight zero is never taken; weights need not sum to
-    one. Sums are float64. Where the sum is zero, infinite or not a number, the place says nothing.
-    """
+    """An index in each row of ``probs`` [R, V] by its weight, and the row's sum, float64 [R];
+    ``uniforms`` [R] in [0, 1). Weights need not sum to one; zero weights are never taken. The index
+    is void where the sum is zero, infinite or not a number."""
     width = probs.shape[1]
     scale = uniforms.to(torch.float64).unsqueeze(1) * _BELOW_ONE
     if probs.is_cuda or probs.numel() < _LEAST or width < 2 * _STRETCH:
@@ -105,8 +100,8 @@ def inversion(probs: torch.Tensor, uniforms: torch.Tensor) -> tuple[torch.Tensor
 def _sparse_inversion(
     probs: torch.Tensor, uniforms: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor] | None:
-    """``inversion`` among the entries that weigh something; None where those are too many. Of a
-    distribution that top_p or top_k cut they are a hundredth."""
+    """``inversion`` among nonzero entries, for distributions cut by top_p or top_k; None if those
+    are too many."""
     rows = probs.numpy()
     possible = rows != 0  # also what is not a number
     if np.count_nonzero(possible) > _FEW * rows.size:

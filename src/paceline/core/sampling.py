@@ -1,13 +1,9 @@
-"""From logits to the distribution of a request: penalties, temperature and truncation, along tree
-paths.
+"""From logits to a request's distribution: penalties, temperature and truncation, along tree paths.
 
 Order, as in vLLM: ``logit_bias`` and ``min_tokens``; repetition, presence and frequency penalties;
-what a grammar forbids; temperature; min_p; top_k; top_p. All in float32. Verifier and drafters use
-the same functions, on the logits of their own model.
-
-Ties never depend on the order of a sort, so a distribution depends on nothing but its logits: top_k
-keeps every token as likely as the k-th, top_p every token as likely as the last of the smallest set
-that holds the mass, and greedy takes the lowest id.
+grammar; temperature; min_p; top_k; top_p. All in float32. Verifier and drafters use the same
+functions. Ties do not depend on the order of a sort: top_k keeps all tokens as likely as the k-th,
+top_p all as likely as the last of the smallest set with that mass, greedy takes the lowest id.
 """
 
 from __future__ import annotations
@@ -37,14 +33,14 @@ NO_TOKEN = -1  # the choice of a row that is not a distribution: the verifier en
 
 @lru_cache(maxsize=4096)
 def _path_index(parents: tuple[int, ...], device: torch.device) -> torch.Tensor:
-    """int64 [n + 1, depth]: per row of a tree the nodes from the root to it, then zeros."""
+    """int64 [n + 1, depth]: for each row of a tree the nodes from the root to it, then zeros."""
     paths = paths_of(parents)
     depth = max(map(len, paths))
     return to_device([[*path, *[0] * (depth - len(path))] for path in paths], device)
 
 
 def _tree_paths(spans: Sequence[Span]) -> torch.Tensor:
-    """int64 [R, depth]: the drafted tokens before each row; entries past its depth are void."""
+    """int64 [R, depth]: the drafted tokens before each row; entries beyond its depth are void."""
     deepest = max(max(span.tree.depths, default=0) for span in spans)
     parts = []
     for span in spans:
@@ -55,8 +51,8 @@ def _tree_paths(spans: Sequence[Span]) -> torch.Tensor:
 
 
 def _known_paths(spans: Sequence[Span]) -> tuple[tuple[int, ...], ...] | None:
-    """The drafted tokens before each row of a sequence with a grammar; None where there is none,
-    or where a tree is not on its way to the host."""
+    """The drafted tokens before each row of a sequence with a grammar; None if there is none, or if
+    a tree is not on its way to the host."""
     if all(span.seq.constraint is None for span in spans):
         return None
     paths: list[tuple[int, ...]] = []
@@ -73,13 +69,10 @@ def _known_paths(spans: Sequence[Span]) -> tuple[tuple[int, ...], ...] | None:
 
 @dataclass(frozen=True)
 class Rows:
-    """Whose distribution each row of logits is.
-
-    ``depths[r]`` counts the drafted tokens between the last committed token of ``seqs[r]`` and the
-    row, ``paths[r, :depths[r]]`` are those tokens (int64 ``[R, D]``, on the device of the logits;
-    needed only where ``needs_paths``). ``known``: the paths of rows with a grammar, where the host
-    has them already.
-    """
+    """Whose distribution each row of logits is. ``depths[r]``: drafted tokens between the last
+    committed token of ``seqs[r]`` and the row; ``paths[r, :depths[r]]``: these tokens (int64 ``[R,
+    D]`` on the logits' device; needed if ``needs_paths``). ``known``: paths of rows with a grammar,
+    on the host."""
 
     seqs: tuple[SequenceView, ...]
     depths: tuple[int, ...]
@@ -100,7 +93,7 @@ class Rows:
 
     @classmethod
     def of(cls, spans: Sequence[Span]) -> Rows:
-        """Rows of the spans, one after another: after the last committed token, then per node."""
+        """The spans' rows: after the last committed token, then after each node."""
         seqs = tuple(span.seq for span in spans for _ in range(span.judged_rows))
         depths = tuple(depth for span in spans for depth in (0, *span.tree.depths))
         paths = _tree_paths(spans) if needs_paths(span.seq for span in spans) else None
@@ -116,13 +109,12 @@ class Rows:
 
 
 def needs_paths(seqs: Iterable[SequenceView]) -> bool:
-    """True if a distribution of these sequences depends on the drafted tokens before its row."""
+    """Whether a distribution of these sequences depends on the drafted tokens before its row."""
     return any(seq.params.penalises or seq.constraint is not None for seq in seqs)
 
 
 def is_plain(seq: SequenceView) -> bool:
-    """True if the sequence's distributions come from untouched logits, at any tree depth: only
-    temperature and truncation change them."""
+    """Whether only temperature and truncation change the sequence's distributions, at any depth."""
     params = seq.params
     if params.logit_bias or params.penalises or seq.constraint is not None:
         return False
@@ -130,18 +122,18 @@ def is_plain(seq: SequenceView) -> bool:
 
 
 def is_plain_greedy(seq: SequenceView) -> bool:
-    """True if the sequence's choice is the argmax of the untouched logits, at any tree depth."""
+    """Whether the sequence's choice is the argmax of the untouched logits, at any depth."""
     return seq.params.greedy and is_plain(seq)
 
 
 def needs_logits(seqs: Iterable[SequenceView]) -> bool:
-    """False if where the largest logit is, is all that is asked for."""
+    """False if the index of the largest logit is all that is needed."""
     return any(seq.params.logprobs is not None or not is_plain_greedy(seq) for seq in seqs)
 
 
 def probabilities(logits: torch.Tensor, rows: Rows) -> torch.Tensor:
-    """float32 ``[R, V]``: the distribution of each row's request, from logits ``[R, V]`` of any
-    dtype. Temperature 0 gives a one-hot distribution on the lowest id among the largest scores."""
+    """float32 ``[R, V]``: each row's distribution, from logits ``[R, V]`` of any dtype. Temperature
+    0: one-hot on the lowest id among the largest scores."""
     return probs_of_scores(adjusted(logits, rows), [seq.params for seq in rows.seqs])
 
 
@@ -149,8 +141,8 @@ def probabilities(logits: torch.Tensor, rows: Rows) -> torch.Tensor:
 
 
 def adjusted(logits: torch.Tensor, rows: Rows) -> torch.Tensor:
-    """float32 ``[R, V]``: logits after bias, min_tokens, penalties and grammars. They may be the
-    input itself where nothing applies and it is float32 already."""
+    """float32 ``[R, V]``: logits after bias, min_tokens, penalties and grammars; the input itself
+    if nothing applies and it is float32."""
     scores = logits.to(torch.float32)
     distinct = {id(seq): seq for seq in rows.seqs}
     params = [seq.params for seq in distinct.values()]
@@ -188,7 +180,7 @@ def _add_bias(scores: torch.Tensor, rows: Rows) -> None:
 
 
 def _bar_stops(scores: torch.Tensor, rows: Rows) -> None:
-    """A stop id cannot be the token of a row before which fewer than min_tokens were chosen."""
+    """Forbid stop ids in rows before which fewer than min_tokens were chosen."""
     width = scores.shape[1]
     barred = [
         (row, token)
@@ -206,14 +198,13 @@ def _bar_stops(scores: torch.Tensor, rows: Rows) -> None:
 
 
 def greedy_choice(scores: torch.Tensor) -> torch.Tensor:
-    """int64 [R]: the lowest id among each row's largest scores. NO_TOKEN where that is not finite:
-    a score is not a number, or nothing is allowed."""
+    """int64 [R]: the lowest id among each row's largest scores; NO_TOKEN if that is not finite."""
     best, tokens = largest(scores)
     return torch.where(best.abs() < torch.inf, tokens, NO_TOKEN)
 
 
 def one_hot(tokens: torch.Tensor, width: int) -> torch.Tensor:
-    """float32 [R, width] with a one at each row's token; nothing but zeros for NO_TOKEN."""
+    """float32 [R, width] with a one at each row's token; zeros for NO_TOKEN."""
     probs = torch.zeros(tokens.shape[0], width, device=tokens.device)
     index = tokens.unsqueeze(1)
     return probs.scatter_(1, index.clamp(min=0), (index >= 0).to(probs.dtype))
@@ -226,9 +217,8 @@ def _inverse_temperature(params: SamplingParams) -> float:
 
 
 def probs_of_scores(scores: torch.Tensor, params: Sequence[SamplingParams]) -> torch.Tensor:
-    """float32 [R, V]: temperature, min_p, top_k and top_p of adjusted logits [R, V]. Where those
-    are no distribution (not a number, infinite, all forbidden) neither is the distribution: a row
-    of NaN, or of zeros if the request is greedy."""
+    """float32 [R, V]: temperature, min_p, top_k and top_p of adjusted logits [R, V]. Rows that are
+    no distribution (not a number, infinite, all forbidden) give NaN, or zeros if greedy."""
     width = scores.shape[1]
     if all(p.greedy for p in params):
         return one_hot(greedy_choice(scores), width)

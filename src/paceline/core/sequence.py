@@ -20,7 +20,7 @@ SEQUENCE_IDS = itertools.count(1)
 
 @dataclass
 class DraftCounts:
-    """What speculation did for one sequence; positions count from the first drafted token."""
+    """Speculation figures of one sequence; positions count from the first drafted token."""
 
     target_steps: int = 0  # forwards that yielded tokens (prefill chunks before the last do not)
     drafted: int = 0
@@ -52,9 +52,8 @@ class DraftCounts:
     def record(
         self, nodes: int, levels: int, accepted: int, reached: int, drafter: str, reason: str
     ) -> None:
-        """Count one verified tree: its nodes, its depth, how much was accepted, how much tried.
-        ``reached`` is ``accepted`` plus one if the last accepted node had children to try.
-        ``reason``: why there was no draft."""
+        """Count one verified tree. ``reached``: ``accepted`` plus one if the last accepted node had
+        children. ``reason``: why there was no draft."""
         if nodes:
             self.by_drafter[drafter] = self.by_drafter.get(drafter, 0) + accepted
         else:
@@ -77,8 +76,8 @@ def column_sums(rows: Iterable[Sequence[int]]) -> tuple[int, ...]:
 
 
 class TokenView(Sequence[int]):
-    """The first ``length`` of some tokens to which others are only ever appended. Costs nothing to
-    make, however long the text; slices are lists. Pickled it is those tokens."""
+    """The first ``length`` tokens of a list that is only appended to. Takes no copy; slices are
+    lists. Pickled it is those tokens."""
 
     __slots__ = ("_length", "_tokens")
 
@@ -107,14 +106,14 @@ class TokenView(Sequence[int]):
         return TokenView, (self[:], self._length)
 
     def begins(self, earlier: Sequence[int]) -> bool:
-        """Whether these tokens begin with earlier ones; of views of one text no token is read."""
+        """Whether these tokens begin with earlier ones; views of one text are not compared."""
         if isinstance(earlier, TokenView) and earlier._tokens is self._tokens:
             return len(earlier) <= self._length
         return self[: len(earlier)] == list(earlier)
 
 
 class _Counted:
-    """What follows from the tokens and from how many of them are cached."""
+    """What follows from the tokens and the number of cached ones."""
 
     tokens: Any
     cached: int
@@ -136,14 +135,14 @@ class _Counted:
 
     @property
     def unscored(self) -> int:
-        """Pending tokens that a token of the prompt follows which is to be scored."""
+        """Pending tokens that are followed by a prompt token to be scored."""
         if self.params.prompt_logprobs is None:
             return 0
         return max(0, self.prompt_length - 1 - self.cached)
 
 
 class Occurrences:
-    """How often each token stands in one sequence's output: 0 is a token of the prompt alone."""
+    """How often each token occurs in a sequence's output; 0: in the prompt alone."""
 
     def __init__(self, prompt_length: int) -> None:
         self.counts: dict[int, int] = {}
@@ -151,7 +150,7 @@ class Occurrences:
         self._prompt = prompt_length
 
     def of(self, seq: SequenceView) -> Occurrences:
-        """These, with what was committed since; anew where other tokens were counted."""
+        """These counts with the tokens committed since; new ones if other tokens were counted."""
         tokens = seq.tokens
         view = tokens if isinstance(tokens, TokenView) else TokenView(list(tokens), len(tokens))
         if self._prompt != seq.prompt_length or not view.begins(self._seen):
@@ -172,9 +171,8 @@ class Occurrences:
 
 @dataclass(frozen=True)
 class SequenceView(_Counted):
-    """A sequence as one step finds it: all that its distributions and its drafts depend on. Plain
-    data, but for what stays in its process: the request's grammar, and what it counts for
-    penalties. A view that was pickled or copied by ``copy.copy`` has neither."""
+    """A sequence in one step: everything that its distributions and drafts depend on. Pickled or
+    copied views lack grammar and counts, which stay in their process."""
 
     seq_id: int
     tokens: Sequence[int]
@@ -196,11 +194,10 @@ class SequenceView(_Counted):
 
 @dataclass(eq=False)  # a request is itself, whatever another one holds
 class SequenceState(_Counted):
-    """Committed tokens of one request and how many of them have cached keys and values.
+    """Committed tokens of one request, and how many of them have cached keys and values.
 
-    One invariant: ``cached + len(pending) == len(tokens)``. It holds by construction: ``pending``
-    is derived. At prefill pending is the prompt, when decoding it is one token. Tokens are only
-    ever appended: views of earlier steps stay as they were.
+    ``cached + len(pending) == len(tokens)``, as ``pending`` is derived: the prompt at prefill, one
+    token when decoding. Tokens are only ever appended.
     """
 
     seq_id: int
@@ -224,11 +221,11 @@ class SequenceState(_Counted):
 
     @property
     def remaining(self) -> int:
-        """Tokens that may still be generated; a draft deeper than remaining - 1 is wasted."""
+        """Tokens that may still be generated; a draft may have at most remaining - 1 levels."""
         return self.params.max_tokens - self.generated
 
     def view(self) -> SequenceView:
-        """As it is now."""
+        """The present state as a view."""
         return SequenceView(
             self.seq_id,
             TokenView(self.tokens, len(self.tokens)),
@@ -241,9 +238,9 @@ class SequenceState(_Counted):
         )
 
     def ending(self, tokens: Sequence[int], most: int) -> tuple[int, str | None]:
-        """How many of the next tokens are kept, and the finish reason if that is the end. ``most``
-        tokens have room. Grammar and stop strings read on with it, and nothing else does: it is
-        asked once for each commit, before there is one."""
+        """How many of the next tokens are kept, and the finish reason if that is the end.
+        ``most`` tokens have room. Advances grammar and stop strings, so it is called once for
+        each commit."""
         kept, reason = min(len(tokens), max(most, 1)), "length" if len(tokens) >= most else None
         before = self.params.min_tokens - self.generated - 1
         for index, token in enumerate(tokens[:kept]):

@@ -1,8 +1,7 @@
-"""What long work is doing right now, said where it is done and shown by whoever listens.
+"""Progress of long work, reported where it is done and shown by a listener.
 
-Reading a model, tokenising a corpus or training a head happens far below the command that was
-asked for it. That code opens a stage; a command listens and shows it; without a listener it costs
-nothing. Stages nest: the innermost is what is happening.
+Code that reads a model, tokenises a corpus or trains opens a stage; a command listens and shows it;
+without a listener it costs nothing. Stages nest.
 """
 
 from __future__ import annotations
@@ -14,17 +13,17 @@ from contextvars import ContextVar
 
 
 class Stage:
-    """A piece of work that is under way; this one is shown nowhere."""
+    """A piece of work under way; this one is not shown."""
 
     def advance(self, steps: float = 1, note: str | None = None) -> None:
-        """So many more of the stage's ``total`` are done; ``note`` says what comes next."""
+        """``steps`` more of ``total`` are done; ``note``: what comes next."""
 
     def resize(self, total: float) -> None:
         """The amount of work became known, or changed."""
 
 
 class Listener:
-    """Shows stages; this one is nobody, and shows none."""
+    """Shows stages; this one shows none."""
 
     def begin(self, what: str, total: float | None, unit: str) -> Stage:
         return Stage()
@@ -42,9 +41,8 @@ _listener: ContextVar[Listener] = ContextVar("paceline_stages", default=_NOBODY)
 
 @contextmanager
 def stage(what: str, total: float | None = None, unit: str = "") -> Iterator[Stage]:
-    """Say that ``what`` begins, in words such as "tokenising chat.jsonl". ``total`` is the amount
-    of work, None while unknown; ``unit`` is written behind the numbers, "B" is shown as kB, MB or
-    GB."""
+    """Begin ``what``, such as "tokenising chat.jsonl". ``total``: amount of work, None while
+    unknown; ``unit`` follows the numbers, "B" is shown as kB, MB or GB."""
     listener = _listener.get()
     begun = listener.begin(what, total, unit)
     try:
@@ -54,12 +52,12 @@ def stage(what: str, total: float | None = None, unit: str = "") -> Iterator[Sta
 
 
 def info(line: str) -> None:
-    """A line that stays on the screen or in the log, such as a measurement on the way."""
+    """A line that stays on the screen or in the log."""
     _listener.get().info(line)
 
 
 def warn(line: str) -> None:
-    """As info; without a listener, as from Python, it goes to the log "paceline"."""
+    """As info; without a listener, to the log "paceline"."""
     if is_heard():
         info(line)
     else:
@@ -67,13 +65,13 @@ def warn(line: str) -> None:
 
 
 def is_heard() -> bool:
-    """Whether somebody listens to the stages that are begun here."""
+    """Whether there is a listener."""
     return _listener.get() is not _NOBODY
 
 
 @contextmanager
 def listening(listener: Listener) -> Iterator[None]:
-    """Stages begun in this block are shown by ``listener``."""
+    """Stages of this block are shown by ``listener``."""
     token = _listener.set(listener)
     try:
         yield

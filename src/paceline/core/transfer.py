@@ -1,4 +1,4 @@
-"""Host values to device tensors without making the host wait."""
+"""Copies between host and device that do not make the host wait."""
 
 from __future__ import annotations
 
@@ -13,9 +13,8 @@ def to_device(
     device: torch.device | str,
     dtype: torch.dtype = torch.int64,
 ) -> torch.Tensor:
-    """A (nested) list of numbers as a tensor on ``device``. On CUDA the copy leaves from pinned
-    memory and does not block the host; the caching host allocator keeps that memory until the copy
-    has been done."""
+    """A (nested) list of numbers as a tensor on ``device``. On CUDA it is copied from pinned memory
+    without blocking; the caching host allocator keeps that memory until the copy is done."""
     return upload(torch.tensor(values, dtype=dtype), device)
 
 
@@ -33,8 +32,8 @@ def has_separate_memory(device: torch.device) -> bool:
 
 
 class Arrival:
-    """Numbers on their way from a device to the host. Whoever asks for them waits for what the
-    device had been given before, and not for what it is given in between."""
+    """Numbers on their way from a device to the host. ``values`` waits for what the device was
+    given before them, not for later work."""
 
     def __init__(self, tensor: torch.Tensor) -> None:
         self._host = tensor
@@ -54,9 +53,9 @@ class Arrival:
 
 
 class Staging:
-    """What one forward brings from the host to its device: all of it in one copy. ``numbers`` int64
-    and ``masks`` bool, of any shapes: on the host at first, on the device once they have been sent.
-    On the way the numbers are int32. Where there is no way (``direct``), that is nothing to do."""
+    """The inputs that one forward copies to its device, all in one copy. ``numbers`` int64 and
+    ``masks`` bool, of any shapes, are on the host until they are sent; numbers travel as int32. On
+    the CPU (``direct``) nothing is copied."""
 
     def __init__(self, device: torch.device) -> None:
         self.device = device
@@ -65,7 +64,7 @@ class Staging:
         self.masks: list[torch.Tensor] = []
 
     def add(self, values: Sequence[int] | torch.Tensor) -> int:
-        """Further numbers; returns their place."""
+        """Add numbers; returns their index."""
         self.numbers.append(torch.as_tensor(values, dtype=torch.int64))
         return len(self.numbers) - 1
 
@@ -74,7 +73,7 @@ class Staging:
         return len(self.masks) - 1
 
     def send(self) -> None:
-        """One copy."""
+        """Copy everything at once."""
         if self.direct or not (self.numbers or self.masks):
             return
         flat = [torch.empty(0, dtype=torch.int64), *(part.flatten() for part in self.numbers)]
@@ -87,6 +86,6 @@ class Staging:
 
 
 def _parted(joined: torch.Tensor, like: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-    """The parts, in their shapes, of what ``like`` is when joined."""
+    """``joined`` split into parts shaped like ``like``."""
     parts = torch.split(joined, [part.numel() for part in like])
     return [part.view(other.shape) for part, other in zip(parts, like, strict=True)]

@@ -11,7 +11,7 @@ import torch
 
 
 class Draw(Enum):
-    """How the children of a node came about. The lossless rule differs for each."""
+    """How children of a node were chosen; each has its own lossless rule."""
 
     POINT = "point"  # chosen deterministically (or with the request's coupled noise)
     IID = "iid"  # sampled from q; a node has at most one child
@@ -43,7 +43,7 @@ def children_of(parents: tuple[int, ...]) -> tuple[tuple[int, ...], ...]:
 
 @lru_cache(maxsize=4096)
 def paths_of(parents: tuple[int, ...]) -> tuple[tuple[int, ...], ...]:
-    """The nodes from the root down; entry 0 is the root's, without any, entry i + 1 node i's."""
+    """Nodes from the root down; entry 0 is the root's, (), entry i + 1 node i's."""
     paths: list[tuple[int, ...]] = [()]
     for node, parent in enumerate(parents):
         paths.append((*paths[parent + 1], node))
@@ -52,7 +52,7 @@ def paths_of(parents: tuple[int, ...]) -> tuple[tuple[int, ...], ...]:
 
 @lru_cache(maxsize=1024)
 def ancestor_mask(parents: tuple[int, ...]) -> torch.Tensor:
-    """bool [n, n]: entry (i, j) is true where node j is node i or one of its ancestors."""
+    """bool [n, n]: entry (i, j) is true if node j is node i or one of its ancestors."""
     mask = torch.eye(len(parents), dtype=torch.bool)
     for node, parent in enumerate(parents):
         if parent >= 0:
@@ -68,13 +68,12 @@ def chain_parents(length: int) -> tuple[int, ...]:
 class TokenTree:
     """Topologically ordered candidates; siblings keep the order in which they were drawn.
 
-    ``tokens`` is int64 ``[n]`` and may live on the device: the shape of a tree is known to the
-    host, its tokens need not be, so drafting costs no synchronisation. ``parents[i] < i``, and
-    -1 is the last committed token. ``q`` is float32 ``[n, vocab]``: row i is the distribution,
-    after temperature and truncation, from which node i AND its earlier siblings were drawn (the
-    distribution before any of them was drawn). A sampled draw without q is refused: it could not be
-    verified. ``wants_choices``: the drafter learns from what every row would yield, also beside
-    the accepted path. ``known``: the tokens, where the host has them, too.
+    ``tokens`` int64 ``[n]``, which may be on the device only: the host needs the shape, not the
+    tokens. ``parents[i] < i``; -1 is the last committed token. ``q`` float32 ``[n, vocab]``: row i
+    is the distribution, after temperature and truncation, from which node i and its earlier
+    siblings were drawn (before any was drawn); a sampled draw needs it. ``wants_choices``: the
+    drafter learns from the choices of all rows. ``known``: the tokens on the host, if they are
+    there.
     """
 
     tokens: torch.Tensor
@@ -102,14 +101,14 @@ class TokenTree:
         return depths_of(self.parents)
 
     def host_tokens(self) -> Sequence[int]:
-        """The tokens on the host; waits for the device that alone has them."""
+        """The tokens on the host; waits for the device if only that has them."""
         if self.known is None:
             listed: list[int] = self.tokens.tolist()
             return listed
         return self.known
 
     def on(self, device: torch.device) -> TokenTree:
-        """The same on another device; itself where it is there."""
+        """The tree on another device; itself if it is there."""
         if self.tokens.device == device:
             return self
         q = None if self.q is None else self.q.to(device)
@@ -117,7 +116,7 @@ class TokenTree:
 
     @classmethod
     def empty(cls, device: torch.device | str = "cpu") -> TokenTree:
-        """No candidates: verifying an empty tree is plain decoding."""
+        """No candidates: plain decoding."""
         return cls(torch.empty(0, dtype=torch.int64, device=device), (), known=())
 
     @classmethod

@@ -1,9 +1,8 @@
-"""min_p, top_k and top_p: distributions cut to their likely tokens, without sorting whole
-vocabularies.
+"""min_p, top_k and top_p without sorting whole vocabularies.
 
-What truncation looks at is the head of a distribution: its largest probabilities in falling order.
-On a CPU numpy finds it (vectorised comparisons, partitions and sorts): of a row of 49,152 in 0.04
-to 0.2 ms, where ``topk`` takes 0.36 and ``sort`` 5.7 to 7.5 ms.
+Truncation needs the head of a distribution: its largest probabilities in falling order. On a CPU
+numpy finds it: for a row of 49,152 in 0.04 to 0.2 ms, where ``topk`` takes 0.36 and ``sort`` 5.7 to
+7.5 ms.
 """
 
 from __future__ import annotations
@@ -36,9 +35,9 @@ def column(
 
 
 def truncated(probs: torch.Tensor, params: Sequence[SamplingParams]) -> torch.Tensor:
-    """The distributions [R, V] cut to the likely tokens and renormalised. min_p, top_k and top_p in
-    turn raise a threshold [R, 1]; what lies below it goes. top_p is a share of the mass that the
-    other two left over, as in vLLM."""
+    """The distributions [R, V] truncated and renormalised. min_p, top_k and top_p in turn raise a
+    threshold [R, 1], below which entries become 0. top_p is a share of the mass left by the others,
+    as in vLLM."""
     width, device = probs.shape[1], probs.device
     limits = [_limit(p, width) for p in params]
     nucleus = any(p.top_p < 1.0 for p in params)
@@ -69,19 +68,19 @@ def truncated(probs: torch.Tensor, params: Sequence[SamplingParams]) -> torch.Te
 
 
 def _limit(params: SamplingParams, width: int) -> int:
-    """top_k, or 0 where it does not limit anything."""
+    """top_k, or 0 if it does not limit."""
     return params.top_k if 0 < params.top_k < width else 0
 
 
 def _at_least(probs: torch.Tensor, threshold: torch.Tensor) -> torch.Tensor:
-    """The distributions [R, n] with zeros below the thresholds [R, 1]; three times faster than
+    """The distributions [R, n] with zeros below thresholds [R, 1]; three times faster than
     `where`."""
     return probs.clone().ge_(threshold).mul_(probs)
 
 
 def _head(probs: torch.Tensor, params: Sequence[SamplingParams], limits: list[int]) -> torch.Tensor:
-    """float32 [R, n]: what truncation looks at, in falling order: the ``limit`` largest of a row,
-    or without a limit as many as hold more than the mass of its top_p. Zeros may follow."""
+    """float32 [R, n], in falling order: a row's ``limit`` largest, or without a limit as many as
+    hold more than the mass of its top_p. Zeros may follow."""
     if probs.device.type == "cpu":
         return _head_by_numpy(probs, params, limits)
     if any(p.top_p < 1 and not k for p, k in zip(params, limits, strict=True)):
@@ -116,9 +115,9 @@ def _head_by_numpy(
 
 
 def _holding(row: FloatRow, share: float) -> FloatRow:
-    """The largest entries of a distribution, in any order, that together hold more than ``share``.
-    What is smaller than the n-th part of the rest of the mass cannot make up that rest. A higher
-    bar will mostly do, and leaves less to sort."""
+    """The largest entries of a distribution, in any order, that hold more than ``share``. Entries
+    below (1 - share) / n together cannot hold the rest. A higher bar mostly suffices, and leaves
+    less to sort."""
     rest = 1.0 - share
     if rest < _ROUNDING:
         return row
@@ -130,8 +129,8 @@ def _holding(row: FloatRow, share: float) -> FloatRow:
 
 
 def _among_largest(row: FloatRow, peaks: FloatRow, count: int) -> FloatRow:
-    """Entries, in any order, among which are the ``count`` largest; ``peaks`` are those of
-    stretches of the row, or all of it."""
+    """Entries, in any order, that include the ``count`` largest; ``peaks``: maxima of stretches of
+    the row, or the row."""
     if len(peaks) < 2 * count or len(peaks) == len(row):
         return np.partition(row, len(row) - count)[len(row) - count :]
     # ``count`` stretches reach this bar with their largest entry, so what is below is not needed.

@@ -1,9 +1,6 @@
-"""``auto``: the drafters that can pay for a target, composed once, when it is loaded.
-
-Which of them drafts, for whom and how far, is the controller's in every step. Here it is decided
-what is loaded at all: what costs nothing, what was made for the target and is on this machine, and
-the target's own 4-bit form where reading weights is what its steps wait for.
-"""
+"""``auto``: the drafters that can pay for a target, chosen when it is loaded: lookups, heads or
+models trained for it that are on this machine, and its 4-bit copy where reading weights limits its
+steps. Which of them drafts in a step is the controller's choice."""
 
 from __future__ import annotations
 
@@ -32,22 +29,22 @@ from paceline.model.names import MADE_FOR, has_assets, resolve
 from paceline.model.precision import matrix_sizes, rounded_bytes, usual_bits
 from paceline.model.target import CausalModel
 
-# Made for one target, the best first; folders beside a target are called by their weights' name.
+# Made for one target, the best first.
 Trained = DraftModel | Eagle | Medusa
 _TRAINED: tuple[type[Trained], ...] = (Eagle3, Eagle2, DraftModel, Medusa)
 _LEAST_BYTES = 64 << 20  # of weights: fewer lie in a processor's caches, and reading costs little
 _MEMORY_SHARE = 2  # the 4-bit form takes at most one part in so many of the free memory
-# Share of the target's bytes, above which a draft costs what it saves: of a model, which is right
-# more often, and of a head (SmolLM2 in 4 bits: 0.21, 0.93x of plain, and 1.05x without it).
+# Share of the target's bytes above which a draft model, or a head, costs what it saves (SmolLM2 in
+# 4 bits: a head of 0.21 gave 0.93x of plain decoding, 1.05x without it).
 _DEAREST, _DEAREST_HEAD = 0.5, 0.2
 _MIB = 1 << 20
 
 
 @dataclass(frozen=True)
 class Circumstances:
-    """What decides of a target: why the native kernels do not run its 4-bit form in one process
-    ("" if they do), ``bits`` of most of its weights, and bytes: ``held`` by these, ``rounded`` of
-    its 4-bit form, ``free`` memory."""
+    """What decides about a target: why the native kernels do not run its 4-bit copy in one process
+    ("" if they do); ``bits`` of most of its weights; in bytes: ``held`` in these weights,
+    ``rounded`` of the 4-bit copy, ``free`` memory."""
 
     name: str
     refused: str
@@ -77,7 +74,7 @@ class Circumstances:
 
 @dataclass(frozen=True)
 class Composition:
-    """``taken`` and ``left_out``: drafters with the reason, as the line of the start says it."""
+    """Drafters ``taken`` and ``left_out``, each with the reason."""
 
     taken: tuple[tuple[DraftSpec, str], ...]
     left_out: tuple[tuple[str, str], ...] = ()
@@ -87,7 +84,7 @@ class Composition:
         return Hybrid(*(member for member, _ in self.taken))
 
     def line(self) -> str:
-        """One line: what is loaded, and why the rest is not."""
+        """What is loaded, and why the rest is not."""
         taken = ", ".join(f"{member} ({why})" for member, why in self.taken)
         absent = "; ".join(f"not {what}: {why}" for what, why in self.left_out)
         return f"draft auto: {taken}" + (f"; {absent}" if absent else "")
@@ -100,8 +97,8 @@ class Composition:
 
 @dataclass(frozen=True)
 class Auto(DraftSpec):
-    """All that can pay for the target, as a hybrid: lookups, what was trained for it, its own
-    4-bit form. ``compose`` says which, ``Prepared.notes`` why."""
+    """All drafters that can pay for the target, as a hybrid. ``compose`` chooses,
+    ``Prepared.notes`` says why."""
 
     kind = "auto"
     page = "README.md"
@@ -119,7 +116,7 @@ class Auto(DraftSpec):
 
 
 def _prepared(composed: Composition, loading: Loading) -> tuple[Composition, list[Prepared]]:
-    """What is composed, each member prepared; without those that cannot be loaded."""
+    """The members prepared, without those that cannot be loaded."""
     prepared: list[Prepared] = []
     failed: dict[DraftSpec, str] = {}
     for member, _ in composed.taken:
@@ -131,8 +128,8 @@ def _prepared(composed: Composition, loading: Loading) -> tuple[Composition, lis
 
 
 def _by_torch(target: CausalModel, composed: Composition) -> str:
-    """Why the kernels do not run the 4-bit form of a target whose layers stay on disk: known only
-    once it is made. "" if they do, or nobody asked."""
+    """Why the kernels do not run the 4-bit copy of an offloaded target, known only once it is made;
+    "" if they do or it is not wanted."""
     if target.offload is None or all(member != QuantizedDraft() for member, _ in composed.taken):
         return ""
     form = quantised_copy(target, QuantizedDraft().precision)
@@ -165,7 +162,7 @@ def compose(it: Circumstances) -> Composition:
 
 
 def _problem(it: Circumstances) -> str:
-    """Why the target's own 4-bit form is not drafted with; "" if it is."""
+    """Why the target's 4-bit copy is not used; "" if it is."""
     if it.refused:
         return f"it takes the native kernels ({it.refused})"
     if it.bits < 8:
@@ -183,7 +180,7 @@ def _problem(it: Circumstances) -> str:
 
 def made_for(model: str) -> tuple[Trained, str] | None:
     """A trained drafter of ``model`` and where it is: shipped, beside the checkpoint, or in the
-    hub's cache on this machine. Nothing is fetched."""
+    hub's cache. Nothing is downloaded."""
     for name, specs in MADE_FOR.items():
         if model in (name, _folder(name)):
             for kind, path in specs:
@@ -199,7 +196,7 @@ def made_for(model: str) -> tuple[Trained, str] | None:
 
 
 def _folder(model: str) -> str | None:
-    """Where a model lies, if that is on this machine."""
+    """A model's folder on this machine."""
     try:
         path = resolve(model)
     except ModelLoadError:
@@ -231,7 +228,7 @@ def _hub_cache() -> Path:
 
 
 def _snapshot(repository: Path) -> str | None:
-    """The folder of a repository's newest files."""
+    """The folder of a repository's current commit."""
     try:
         commit = (repository / "refs" / "main").read_text(encoding="ascii").strip()
     except (OSError, ValueError):
@@ -241,7 +238,7 @@ def _snapshot(repository: Path) -> str | None:
 
 
 def _made(folder: Path, model: str) -> Trained | None:
-    """The head in a folder, if its config or its card says that it was made for ``model``."""
+    """The head in a folder, if its config or model card names ``model``."""
     try:
         config = read_options(folder / "config.json")
     except (ModelLoadError, OSError):
@@ -262,7 +259,7 @@ def _head_kind(config: dict[str, Any]) -> type[Eagle] | type[Medusa] | None:
 
 
 def _bases(folder: Path, config: dict[str, Any]) -> Iterator[str]:
-    """The models that a head says it was made for: in its config, or atop its card."""
+    """The models that a head's config or card says it was made for."""
     verifier = (config.get("speculators_config") or {}).get("verifier") or {}
     for base_name in (verifier.get("name_or_path"), config.get("base_model_name_or_path")):
         if isinstance(base_name, str):
@@ -278,14 +275,14 @@ def _bases(folder: Path, config: dict[str, Any]) -> Iterator[str]:
 
 
 def _is_same(model: str, base: str) -> bool:
-    """Hub names by all of theirs, folders by their last part, which is what was written down."""
+    """Compares hub names whole, and folders by their last part."""
     if is_path(model) or is_path(base):
         return base.rstrip("/").rpartition("/")[2] == model.rstrip("/").rpartition("/")[2]
     return base.lower() == model.lower()
 
 
 def _stored(name: str) -> int:
-    """Bytes of the weights of a draft model on this machine."""
+    """Bytes of a draft's weights on this machine."""
     folder = _folder(name)
     files = [] if folder is None else Path(folder).glob("*.safetensors")
     return sum(file.stat().st_size for file in files)

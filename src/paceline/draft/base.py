@@ -1,4 +1,4 @@
-"""What the engine asks of a drafter, and what drafters that run no model have in common."""
+"""What the engine asks of a drafter, and the base of drafters that run no model."""
 
 from __future__ import annotations
 
@@ -17,25 +17,27 @@ _State = TypeVar("_State")
 
 @runtime_checkable
 class Drafter(Protocol):
-    """Proposes candidates for the next tokens of every sequence in a plan. A drafter may propose
-    anything, also nothing: the output never depends on it, only the speed. Sequences are known by
-    ``seq_id``; after ``forget`` an id may come back with other tokens."""
+    """Proposes candidates for the next tokens of every sequence in a plan.
+
+    Proposals change the speed, never the output; an empty one is valid. Sequences are known by
+    ``seq_id``; after ``forget`` an id may come back with other tokens.
+    """
 
     @property
     def name(self) -> str: ...
 
     @property
     def features(self) -> tuple[int, ...]:
-        """Target layers whose inputs ``observe`` wants to see; () for none. Set ``reads_logits`` to
-        False if ``observe`` reads no logits: greedy steps then have none."""
+        """Target layers whose inputs ``observe`` reads; () for none. A drafter whose ``observe``
+        reads no logits sets ``reads_logits`` to False: greedy steps then produce none."""
         ...
 
     def max_nodes(self, length: int) -> int:
-        """Most nodes of a tree of ``length`` levels: cache indices to reserve for it."""
+        """Most nodes of a tree of ``length`` levels: cache indices to reserve."""
         ...
 
     def passes(self, length: int) -> int:
-        """Forwards of the drafter that a tree of ``length`` levels takes; ``warm_up`` is one."""
+        """Forwards of the drafter for a tree of ``length`` levels; ``warm_up`` is one."""
         ...
 
     def propose(self, plan: Plan) -> list[TokenTree]:
@@ -43,15 +45,14 @@ class Drafter(Protocol):
         ...
 
     def observe(self, commits: Sequence[Commit], out: ModelOutput) -> None:
-        """See what the step committed and what the target put out, before the next ``propose``.
-        ``Commit`` says which rows of ``out`` belong to which token. Nobody writes to the tensors of
-        ``out`` later: they may be kept."""
+        """What the step committed and what the target put out. ``Commit`` says which rows of
+        ``out`` belong to which token. The tensors of ``out`` are not written to later."""
         ...
 
     def warm_up(self, batch_size: int) -> None:
-        """Do the work of one of its ``passes`` for ``batch_size`` sequences, leaving no trace.
-        Start-up times this to know what drafting greedy requests costs; the first steps of sampled
-        ones tell if they cost more (control/correction.py)."""
+        """One of its ``passes`` for ``batch_size`` sequences, without effect. Start-up times it as
+        the cost of drafting greedy requests; sampled ones are corrected later
+        (control/correction.py)."""
         ...
 
     def forget(self, seq_id: int) -> None:
@@ -60,30 +61,30 @@ class Drafter(Protocol):
 
 
 def with_members(drafter: Any) -> Iterator[Any]:
-    """A drafter, and those it is made of."""
+    """A drafter and, recursively, its members."""
     yield drafter
     for member in getattr(drafter, "members", ()):
         yield from with_members(member)
 
 
 def prefers_seeds(drafter: Any) -> bool:
-    """Whether drafts for requests with a seed cost so much less that each should have one."""
+    """Whether drafts for seeded requests cost so much less that every request should have a
+    seed."""
     return any(getattr(member, "prefers_seeds", False) for member in with_members(drafter))
 
 
 def vocabulary_of(drafter: object) -> str | None:
-    """What a drafter, or those it is made of, say about another vocabulary."""
+    """What a drafter and its members say about another vocabulary than the target's."""
     vocabularies = [getattr(member, "vocabulary", None) for member in with_members(drafter)]
     return "; ".join(dict.fromkeys(text for text in vocabularies if text)) or None
 
 
-# Tokens and parents of a tree (``TokenTree.parents``) and, where it is known, how sure they are.
+# Tokens and parents of a tree (``TokenTree.parents``) and, if known, the confidence.
 Guess = tuple[Sequence[int], Sequence[int]] | tuple[Sequence[int], Sequence[int], int]
 
 
 class Offer(NamedTuple):
-    """What a lookup has found for a sequence: a tree, and how sure it is: the length of the match,
-    0 where that is not known."""
+    """A tree that a lookup proposes; ``confidence``: length of the match, 0 if unknown."""
 
     tokens: Sequence[int]
     parents: Sequence[int]
@@ -112,11 +113,11 @@ class Offer(NamedTuple):
 
 
 class States(dict[int, _State]):
-    """What a drafter keeps of each sequence, by ``seq_id``."""
+    """State by ``seq_id``."""
 
     def of(self, seq: SequenceView, begin: Callable[[SequenceView], _State]) -> _State:
-        """``begin`` makes it when it is first asked for. Held here, a drafter's method would make
-        a cycle, and a dropped drafter wait for the collector."""
+        """The state of a sequence; ``begin`` makes it at first. (A stored bound method would be a
+        reference cycle.)"""
         state = self.get(seq.seq_id)
         if state is None:
             state = self[seq.seq_id] = begin(seq)
@@ -124,11 +125,11 @@ class States(dict[int, _State]):
 
 
 class LookupDrafter:
-    """A drafter that runs no model: ``guess`` is what is left to write, and a ``name``.
+    """A drafter that runs no model. Subclasses have a ``name`` and ``guess``, and override
+    ``begin``, ``take_in`` and ``observe`` if they keep state.
 
-    It keeps nothing and learns nothing; override ``begin``, ``take_in`` and ``observe`` where one
-    does. What it finds is an offer: the controller looks at it before it decides. Where looking
-    changes what the drafter knows, set ``offers`` to False: it is then chosen before it proposes.
+    The controller sees offers before it decides. If looking changes the drafter's state set
+    ``offers`` to False: it is then chosen before it proposes.
     """
 
     name: str
@@ -141,11 +142,11 @@ class LookupDrafter:
         self._device = device
         self._empty = TokenTree.empty(device)
         self.states: States[Any] = States()
-        # Of this step, by ``seq_id``: the number of tokens, and what was found, None for nothing.
+        # Of this step, by ``seq_id``: the sequence's length, and its offer.
         self._offered: dict[int, tuple[int, Offer | None]] = {}
 
     def max_nodes(self, length: int) -> int:
-        """A chain's."""
+        """As for a chain."""
         return length
 
     def passes(self, length: int) -> int:
@@ -156,13 +157,13 @@ class LookupDrafter:
         raise NotImplementedError
 
     def begin(self, seq: SequenceView) -> Any:
-        """What it keeps of a sequence until that is forgotten: ``states.of(seq, self.begin)``."""
+        """The initial state of a sequence, for ``states.of(seq, self.begin)``."""
 
     def take_in(self, slices: Sequence[Slice]) -> None:
-        """What is done for the sequences of a step before any guess."""
+        """Called with the sequences of a step before any guess."""
 
     def lookup(self, slices: Sequence[Slice]) -> list[Offer | None]:
-        """What it finds for each slice, before anybody has decided; ``propose`` takes it up."""
+        """An offer for each slice, before the controller decides; ``propose`` reuses them."""
         self._offered = {}  # of the step before
         self.take_in(slices)
         return [self._offer(item) for item in slices]

@@ -1,8 +1,8 @@
-"""Speculative decoding as vLLM and SGLang are configured, read as a draft of ours.
+"""Speculative decoding configurations of vLLM and SGLang, read as drafts.
 
 ``--draft @vllm.json``: the value of vLLM's ``--speculative-config``, or SGLang's ``speculative_*``
-arguments by name, as JSON; also with the rest of an engine's configuration around it, and an
-``export.json`` of ``paceline export``.
+arguments by name, as JSON; also inside the engine's whole configuration, or an ``export.json`` of
+``paceline export``.
 """
 
 from __future__ import annotations
@@ -27,8 +27,8 @@ _GENERIC = "paceline can read methods draft_model, eagle, eagle3, medusa, ngram 
 
 @dataclass(frozen=True)
 class ForeignDraft:
-    """``spec`` is ours, ``length`` in levels; ``rule``: None where nothing is said of one;
-    ``values``: the engine's own."""
+    """``spec`` is ours, ``length`` in levels, ``rule`` None if not given; ``values`` the engine's
+    options."""
 
     engine: str
     spec: str
@@ -38,7 +38,7 @@ class ForeignDraft:
 
 
 def read_foreign(path: str | Path) -> ForeignDraft:
-    """Raises ConfigError for what cannot be read, and for what has no equivalent here."""
+    """Raises ConfigError for files that cannot be read, or have no equivalent here."""
     where = f"the configuration {path}"
     try:
         parsed = json.loads(Path(path).expanduser().read_text(encoding="utf-8"))
@@ -55,7 +55,7 @@ def read_foreign(path: str | Path) -> ForeignDraft:
 
 
 def foreign_draft(config: Mapping[str, Any], where: str = "the configuration") -> ForeignDraft:
-    """As ``read_foreign``, of what a file holds. Raises ConfigError."""
+    """``read_foreign`` for a parsed file. Raises ConfigError."""
     for key in ("config", "speculative_config", "speculative-config"):
         inner = config.get(key)
         if isinstance(inner, dict):
@@ -88,7 +88,7 @@ def _model(values: Mapping[str, Any], key: str, where: str) -> str:
 
 
 def head_config(model: str) -> Mapping[str, Any]:
-    """The config.json of a local folder, empty where there is none that can be read."""
+    """The config.json of a local folder; {} if it cannot be read."""
     try:
         config = json.loads((Path(model).expanduser() / "config.json").read_text(encoding="utf-8"))
     except (OSError, ValueError):
@@ -112,7 +112,7 @@ def _vllm(values: Mapping[str, Any], where: str) -> ForeignDraft:
 
 
 def vllm_method(values: Mapping[str, Any]) -> str:
-    """The method, or what vLLM takes it to be where none is named."""
+    """The method, or vLLM's guess where none is named."""
     method, model = values.get("method"), str(values.get("model", ""))
     if method:
         return str(method)
@@ -187,7 +187,7 @@ def _sglang(values: Mapping[str, Any], where: str) -> ForeignDraft:
 
 
 def _inputs(model: str) -> str:
-    """The layers of a head that names outputs, as SGLang does, by their inputs: one more."""
+    """The layers of a head numbered by outputs, as SGLang does, as inputs: one more."""
     nested = head_config(model).get("eagle_config")
     ids = nested.get(_LAYERS) if isinstance(nested, dict) else None
     if not isinstance(ids, list) or not all(type(number) is int for number in ids):

@@ -1,12 +1,9 @@
-"""Drafters made of others: a hybrid's members take turns, a router's requests name theirs.
+"""Drafters made of others: a hybrid's members take turns; a router's requests name theirs.
 
-Which member of a hybrid drafts says the plan (``Slice.drafter``); a controller chooses by what each
-is expected to gain (control/adaptive.py). A plan that names nobody, as with a fixed draft length,
-takes the first member that has anything to propose.
-
-Losslessness: the choice falls before a member draws. Lookups may be looked at before, because what
-they find is found without chance (POINT). A tree that was sampled is never dropped for what was
-drawn.
+``Slice.drafter`` says which member drafts, as the controller chose (control/adaptive.py). Without
+it, as with a fixed draft length, the first member with a proposal drafts. Losslessness: the choice
+falls before a member draws. Only lookups, which are deterministic (POINT), may be looked at before;
+a sampled tree is never dropped for what was drawn.
 """
 
 from __future__ import annotations
@@ -26,8 +23,8 @@ from paceline.errors import ConfigError
 
 @dataclass(frozen=True, init=False)
 class Hybrid(DraftSpec):
-    """Drafters that take turns, as in ``Hybrid(NGram(min=2), Eagle3(path))``; in a spec they are
-    joined by ``+``. The order decides between equals."""
+    """Drafters that take turns: ``Hybrid(NGram(min=2), Eagle3(path))``, in a spec joined by ``+``.
+    The order decides between equals."""
 
     kind = "hybrid"
     page = "hybrid.md"
@@ -55,7 +52,7 @@ class Hybrid(DraftSpec):
 
     @classmethod
     def read(cls, rest: str, kinds: Mapping[str, type[DraftSpec]]) -> Hybrid:
-        """A ``+`` parts members only before a known kind, so that paths may contain it."""
+        """A ``+`` separates members only before a known kind: paths may contain it."""
         usable = [kind for kind in kinds if kind not in (NoDraft.kind, cls.kind)]
         parts = re.split(rf"\+(?=(?:{'|'.join(map(re.escape, usable))})(?:[:+]|$))", rest)
         for part in parts:
@@ -72,7 +69,7 @@ class Hybrid(DraftSpec):
 
 
 def joined(members: Sequence[Prepared]) -> Prepared:
-    """A hybrid of drafters whose weights are loaded."""
+    """A hybrid of prepared drafters."""
     return Prepared(
         lambda context: HybridDrafter([m.build(context) for m in members], context.cache.device),
         sum(member.cache_bytes for member in members),
@@ -81,8 +78,8 @@ def joined(members: Sequence[Prepared]) -> Prepared:
 
 
 class _Joined:
-    """Several drafters as one; all of them see every commit, for some learn from any text.
-    ``names`` are those by which a plan, or a request, calls the members."""
+    """Several drafters as one. All observe every commit, as some learn from any text. ``names``:
+    what plans or requests call the members."""
 
     name: str
 
@@ -114,9 +111,8 @@ class _Joined:
 
 
 class HybridDrafter(_Joined):
-    """Hands each slice to one member, which by default goes by its own name. Members that nothing
-    is asked of are left alone, but all see each sequence once, and every step with a prompt in it:
-    some follow those."""
+    """Hands each slice to one member, by default known by its own name. Members are skipped if
+    nothing is asked of them, but all see each sequence once and every step with a prompt."""
 
     name = "hybrid"
 
@@ -141,7 +137,7 @@ class HybridDrafter(_Joined):
 
     @staticmethod
     def _share(name: Hashable, item: Slice, tree: TokenTree) -> Slice:
-        """A member's part in a slice that has got this tree from those before it."""
+        """A member's part of a slice that has this tree from the members before it."""
         wanted = item.drafter == name or (item.drafter is None and not len(tree))
         return item if wanted or not item.draft_length else replace(item, draft_length=0)
 
@@ -151,9 +147,9 @@ class HybridDrafter(_Joined):
 
 
 class Router(_Joined):
-    """Gives each member the part of a plan whose requests ask for it by name. Requests that name
-    none get the first. They all share the engine, its steps and its cache. A request whose drafter
-    is not among the members, such as "none", is decoded plainly."""
+    """Gives each member the slices whose requests name it; requests that name none get the first.
+    All share the engine and its cache. A request with another name, such as "none", is decoded
+    plainly."""
 
     name = "router"
 

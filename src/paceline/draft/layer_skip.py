@@ -1,12 +1,10 @@
-"""Layer skipping: the target without some of its layers, which are searched for meanwhile.
+"""Layer skipping: the target without some layers, which are searched for while it generates.
 
-Draft & Verify (Zhang et al. 2023, arXiv 2309.08168) skips a fixed set of layers, SWIFT (Xia et al.
-2024, arXiv 2410.06916) finds the set while it generates. A set of layers is as good as the share of
-generated tokens that the model predicts without them, in one parallel forward. Some text is far
-easier than other, so sets are compared on the same window only, and all comparisons feed one linear
-model, in which skipping a layer costs what that layer is worth. (Taking whatever set did better on
-a window makes matters worse, see docs/drafters/layer_skip.md.) This takes the place of the paper's
-random search with a Bayesian optimiser on top.
+Draft & Verify (Zhang et al. 2023, arXiv 2309.08168) skips a fixed set, SWIFT (Xia et al. 2024,
+arXiv 2410.06916) searches. A set's score is the share of generated tokens that the model predicts
+without these layers, in one parallel forward. Texts differ in difficulty, so sets are compared on
+the same window only; all comparisons feed one linear model of what each layer is worth. This
+replaces the paper's random search with a Bayesian optimiser (docs/drafters/layer_skip.md).
 """
 
 from __future__ import annotations
@@ -40,9 +38,9 @@ _NOISE = 0.15
 
 @dataclass(frozen=True, kw_only=True)
 class LayerSkip(TreeSpec):
-    """The target without some of its layers: those of ``skip`` ("2-5x8"), else a set that is
-    searched for while it generates (SWIFT). ``ratio``: share of the layers to leave out. Sets are
-    compared on ``window`` tokens, once in ``interval`` steps, ``tries`` times."""
+    """The target without the layers of ``skip`` ("2-5x8"), else without a set found by search.
+    ``ratio``: share of layers to leave out. Sets are compared on ``window`` tokens, once in
+    ``interval`` steps, ``tries`` times."""
 
     kind = "layer_skip"
     page = "layer_skip.md"
@@ -87,23 +85,23 @@ class LayerSkip(TreeSpec):
 
 
 def spread(candidates: Sequence[int], count: int) -> Layers:
-    """``count`` of the candidates, evenly spread: what a search starts from."""
+    """``count`` of the candidates, evenly spread."""
     step = len(candidates) / count
     return tuple(candidates[int((i + 0.5) * step)] for i in range(count))
 
 
 def skippable(num_layers: int) -> Layers:
-    """Layers that a search may leave out: not the first and the last, if there are others."""
+    """Layers that may be skipped: not the first and the last, if there are others."""
     return tuple(range(1, num_layers - 1)) or tuple(range(1, num_layers))
 
 
 class SkipSearch:
-    """Proposes sets of skipped layers and hears how they did; ``best`` is the one to use.
+    """Proposes sets of layers to skip and learns from their scores; ``best`` is the one to use.
 
-    All sets have ``count`` layers, so they cost the same. The worth of the layers has a normal
-    posterior: challengers are the best sets for worths drawn from it (Thompson sampling). Ends
-    after ``tries`` scores, when ``best`` predicts ``enough`` of four windows in a row, or when the
-    posterior has nothing else to propose. Deterministic for the same scores.
+    All sets have ``count`` layers and cost the same. Layers' worths have a normal posterior;
+    challengers are the best sets for worths drawn from it (Thompson sampling). It ends after
+    ``tries`` scores, when ``best`` predicts ``enough`` of four windows in a row, or when there is
+    nothing new to try. Deterministic for the same scores.
     """
 
     def __init__(
@@ -122,7 +120,7 @@ class SkipSearch:
         self._evidence = torch.zeros(size, dtype=torch.float64)
 
     def sets(self, challengers: int = 3) -> list[Layers]:
-        """Sets to be scored on one window: the best and some others; empty if it is over."""
+        """Sets to score on one window, the best first; [] when the search is over."""
         covariance, mean = self._posterior()
         root = torch.linalg.cholesky(covariance)
         tried = [self.best]
@@ -136,8 +134,8 @@ class SkipSearch:
         self.over = self.over or len(tried) == 1
         return [] if self.over else tried
 
-    def hear(self, scores: Sequence[tuple[Layers, float]]) -> None:
-        """Shares of one window that sets predicted, the best set's first."""
+    def learn(self, scores: Sequence[tuple[Layers, float]]) -> None:
+        """Learn the shares of one window that sets predicted, the best set's first."""
         rows = torch.stack([self._row(layers) for layers, _ in scores])
         shares = torch.tensor([share for _, share in scores], dtype=torch.float64)
         # Differences within the window only: how easy its text is says nothing about layers.
@@ -168,9 +166,9 @@ class SkipSearch:
 
 
 class SwiftDrafter(SelfDrafter):
-    """Skips a set of layers that it improves while it generates. Sets are compared on the last
-    ``window`` tokens of one sequence, by a forward each; one forward goes with ``interval`` steps,
-    of which those without drafts count a quarter. One set serves all sequences."""
+    """Skips a set of layers and improves it while generating. Sets are compared on the last
+    ``window`` tokens of one sequence, one forward each, and one forward in ``interval`` steps
+    (steps without drafts count a quarter). One set serves all sequences."""
 
     def __init__(
         self, whole: LayerView, levels: Levels, search: SkipSearch, spec: LayerSkip
@@ -183,7 +181,7 @@ class SwiftDrafter(SelfDrafter):
 
     @property
     def skipped(self) -> Layers:
-        """The layers that are left out now."""
+        """The layers skipped now."""
         return self._search.best
 
     def propose(self, plan: Plan) -> list[TokenTree]:
@@ -191,7 +189,7 @@ class SwiftDrafter(SelfDrafter):
         return super().propose(plan)
 
     def observe(self, commits: Sequence[Commit], out: ModelOutput) -> None:
-        """Now and then, compare sets on the sequence that has generated most."""
+        """When due, compare sets on the sequence that has generated most."""
         super().observe(commits, out)
         if self._search.over:
             return
@@ -209,13 +207,12 @@ class SwiftDrafter(SelfDrafter):
         self._due -= self._interval * max(0, len(sets) - 1)
         scores = self._scores(sets, seq) if sets else []
         if scores:
-            self._search.hear(list(zip(sets, scores, strict=True)))
+            self._search.learn(list(zip(sets, scores, strict=True)))
             self.view = _without(self.view, self._search.best)
 
     def _scores(self, sets: Sequence[Layers], seq: SequenceView) -> list[float]:
-        """Shares of the last cached tokens that are predicted without each set of layers; none if
-        there is no room to try: keys and values go to blocks of their own. Waits for the device,
-        once."""
+        """Shares of the last cached tokens predicted without each set; [] without cache room. Keys
+        and values go to separate blocks. Waits for the device once."""
         cache, end = self.cache, seq.cached
         first = end - self._size
         start = first - first % cache.block_size

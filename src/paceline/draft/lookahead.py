@@ -1,14 +1,13 @@
-"""Lookahead decoding: the target makes n-grams of its own, by Jacobi iteration beside verification.
+"""Lookahead decoding: the target makes n-grams by Jacobi iteration beside verification.
 
-Fu et al. 2024 (arXiv 2402.02057). Each forward of the target carries, besides the candidates to be
-checked, a window of guesses about tokens further on. What the target chooses after a guess is a
-better guess; after a few steps a guess has become an n-gram of the target's own making, kept until
-its first token comes up. Nothing is looked up in the text.
+Fu et al. 2024 (arXiv 2402.02057). Each forward of the target carries, besides candidates to verify,
+a window of guesses about later tokens. The target's choice after a guess is a better guess; after
+some steps a guess is an n-gram, kept in a pool until its first token comes up.
 
-The window of W columns is a tree itself. Column j is an n-gram in the making whose first token, its
-head, stands j tokens behind the last committed token r; column 0 begins with r. The heads are one
-chain, and each column's later tokens hang below its head, where they see the heads up to their own
-and their own column: the mask of the paper. For W = 3 and n-grams of N = 4 tokens::
+The window of W columns is a tree. Column j is an n-gram in the making whose first token, its head,
+stands j tokens behind the last committed token r; column 0 begins with r. The heads are one chain,
+and each column's later tokens hang below its head: the mask of the paper. For W = 3 and n-grams of
+N = 4 tokens::
 
     r -- h1 -- h2              the row of r chooses the token after r, ...
     |    |     |
@@ -16,14 +15,13 @@ and their own column: the mask of the paper. For W = 3 and n-grams of N = 4 toke
     |    |     |
     x'   y'    z'              ... that of x' a new token for column 0, (r, x, x', new)
 
-After a step every column takes the choice at its last row and goes to the pool as an n-gram, unless
-it begins with r and the target has just chosen another token after r. Then it loses its head: its
-tokens keep their places in the text while r moves on by one.
+After a step every column takes the choice at its last row and enters the pool as an n-gram, unless
+it begins with r and the target has chosen another token after r. Then it loses its head, as r moves
+on by one.
 
-Nodes with the same path have the same distribution, so candidates and window share them. All nodes
-are candidates: a window that has converged is accepted as it stands. With a seed the columns
-converge to the text with that seed, as the choices are made with their positions' noise. Choices
-drawn without a seed are independent of every later draw: the rule for POINT stays exact.
+Nodes with the same path share a row, so all nodes are candidates: a window that has converged is
+accepted as it stands. With a seed columns converge to the text of that seed, as choices use their
+positions' noise. Choices without a seed are independent of later draws, so POINT's rule is exact.
 """
 
 from __future__ import annotations
@@ -44,7 +42,7 @@ Pool = dict[int, list[tuple[int, ...]]]  # by first token, what followed it; the
 
 
 def remember(pool: Pool, ngram: Sequence[int], size: int) -> None:
-    """Put an n-gram into a pool, which keeps the ``size`` latest of each first token."""
+    """Add an n-gram to a pool, which keeps the ``size`` latest of each first token."""
     known, rest = pool.setdefault(ngram[0], []), tuple(ngram[1:])
     if rest in known:
         known.remove(rest)
@@ -54,9 +52,9 @@ def remember(pool: Pool, ngram: Sequence[int], size: int) -> None:
 
 @dataclass
 class _State:
-    """Window and pool of one sequence. ``columns`` are W lists of N - 1 tokens, the first of them
-    the head. Of this step's tree: its ``nodes``, and of each column in it the tokens there and the
-    row whose choice goes on from them (``drafted``)."""
+    """Window and pool of one sequence. ``columns``: W lists of N - 1 tokens, the head first. Of
+    this step's tree: the number of ``nodes``, and ``drafted``: each column's tokens in it and the
+    row whose choice continues them."""
 
     columns: list[list[int]]
     pool: Pool = field(default_factory=dict)
@@ -66,7 +64,7 @@ class _State:
 
 @dataclass(frozen=True, kw_only=True)
 class Lookahead(DraftSpec):
-    """A window of ``window`` columns, n-grams of ``ngram`` tokens, ``candidates`` to be checked."""
+    """A window of ``window`` columns, n-grams of ``ngram`` tokens, ``candidates`` to verify."""
 
     kind = "lookahead"
     page = "lookahead.md"
@@ -82,9 +80,8 @@ class Lookahead(DraftSpec):
 
 
 class LookaheadDrafter(LookupDrafter):
-    """Windows and pools of all sequences. A tree of ``length`` levels holds what of candidates and
-    window is not deeper; columns that are cut there become shorter n-grams. The whole window is
-    ``window + ngram - 3`` levels deep."""
+    """A tree of ``length`` levels holds the candidates and the window down to that depth; columns
+    cut there become shorter n-grams. The whole window is ``window + ngram - 3`` levels deep."""
 
     name = "lookahead"
     offers = False

@@ -1,7 +1,7 @@
-"""A small model drafts for a large one: chains, static trees, or dynamic trees.
+"""Drafting with a small model: chains, static trees, or dynamic trees.
 
-Leviathan et al. 2023 and Chen et al. 2023 (chains), SpecInfer (Miao et al. 2024, trees). The
-draft model has a paged cache of its own. One forward drafts one level for the whole batch::
+Leviathan et al. 2023 and Chen et al. 2023 (chains), SpecInfer (Miao et al. 2024, trees). The draft
+model has its own paged cache. One forward drafts one level for the whole batch::
 
     level 1: tokens the draft has not seen (the last commit's; the prompt at first)
     level 2: the nodes of level 1, each attending to its ancestors   ... and so on
@@ -49,9 +49,9 @@ _TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json", "vocab.tx
 
 @dataclass(frozen=True)
 class DraftModel(TreeSpec):
-    """A model in a folder, of a built-in or a hub name. ``vocab``: how a vocabulary that is not the
-    target's is used, "intersection", "string", or "auto" by what the two share. ``quantize``
-    "int8" or "int4" rounds its weights, in place of what all drafts are loaded in."""
+    """A model by folder, built-in or hub name. ``vocab``: how another vocabulary than the target's
+    is used: "intersection", "string", or "auto" by what the two share. ``quantize``: "int8" or
+    "int4", in place of the setting for all drafts."""
 
     kind = "model"
     page = "draft_model.md"
@@ -99,7 +99,7 @@ class DraftModel(TreeSpec):
         return Prepared(build, bytes_per_token(model.cache_shapes, model.dtype))
 
     def _load(self, loading: Loading) -> tuple[CausalModel, Match | None]:
-        """The model, and how its vocabulary is used if it is another one."""
+        """The model, and how its vocabulary is translated if it is another one."""
         target, tokenizer = loading.target, loading.tokenizer
         draft = CausalModel.load(
             self.path,
@@ -123,7 +123,7 @@ class DraftModel(TreeSpec):
 
 @dataclass(frozen=True)
 class DraftTree(DraftModel):
-    """The same with static trees of 2x2x1 where nothing else is asked for."""
+    """Static trees of 2x2x1 by default."""
 
     kind = "tree"
     examples: ClassVar[tuple[str, ...]] = ("tree:{draft}", "tree:{draft},nodes=6,width=3")
@@ -140,11 +140,11 @@ class DraftTree(DraftModel):
 
 @dataclass
 class _State:
-    """What the draft's cache holds of one sequence.
+    """The draft's cache of one sequence.
 
-    ``tokens``: the first ``read`` tokens of the sequence in the draft's vocabulary. ``cached`` of
-    them, then the nodes that were expanded behind ``base``: node i of the last proposal is at index
-    ``base + slots[i]``, or was never expanded where that is -1.
+    ``tokens``: the sequence's first ``read`` tokens in the draft's vocabulary, of which ``cached``
+    are in the cache. Behind them, from ``base`` on, stand the expanded nodes: node i of the last
+    proposal at ``base + slots[i]``, or nowhere where that is -1.
     """
 
     seq_id: int
@@ -157,7 +157,7 @@ class _State:
 
 
 class ModelDrafter(LevelDrafter):
-    """Drafts with a model, in the target's ids: ``vocabulary`` says how they become the draft's."""
+    """Drafts with a model; ``vocabulary`` translates the target's ids."""
 
     reads = True  # a prompt, before it drafts
 
@@ -178,7 +178,7 @@ class ModelDrafter(LevelDrafter):
 
     @property
     def vocabulary(self) -> str | None:
-        """How another vocabulary than the target's is used; None if the draft shares it."""
+        """How another vocabulary is translated; None if the draft shares the target's."""
         return self._vocabulary.description
 
     # -- proposing ---------------------------------------------------------------------------
@@ -210,8 +210,8 @@ class ModelDrafter(LevelDrafter):
         return done.tree.on(self._deliver_to)
 
     def _span(self, item: Slice) -> Span | None:
-        """The committed tokens that the draft has not seen; None if it is left alone, or if there
-        is no cache for it."""
+        """The committed tokens that the draft has not seen; None to leave it alone, or without
+        cache room."""
         seq = item.seq
         state = self._states.of(seq, lambda seq: _State(seq.seq_id))
         self._read(state, seq.tokens[state.read :])
@@ -222,7 +222,7 @@ class ModelDrafter(LevelDrafter):
         return None if left_alone else self._catch_up(item, state)
 
     def _read(self, state: _State, tokens: Sequence[int]) -> None:
-        """The next tokens of a sequence."""
+        """Append the next tokens of a sequence."""
         state.tokens += self._vocabulary.context(tokens)
         state.read += len(tokens)
 
@@ -252,7 +252,7 @@ class ModelDrafter(LevelDrafter):
     # -- observing ---------------------------------------------------------------------------
 
     def observe(self, commits: Sequence[Commit], out: ModelOutput) -> None:
-        """Keep the accepted nodes that the draft expanded, give the others back."""
+        """Keep accepted nodes that were expanded, free the others."""
         moves: list[tuple[int, int, int]] = []
         kept: list[tuple[_State, int, Commit]] = []
         for commit in commits:
@@ -278,14 +278,14 @@ class ModelDrafter(LevelDrafter):
         self.cache.free(seq_id)
 
     def _drop(self, state: _State) -> None:
-        """Out of blocks: give this sequence's up and start over when there is room."""
+        """Out of blocks: free the sequence's cache; it starts over when there is room."""
         self.cache.free(state.seq_id)
         state.cached, state.slots = 0, ()
 
 
 class StringDrafter(ModelDrafter):
-    """Drafts for shadows of the sequences and translates its trees by their text. A tree's paths
-    are re-tokenised one by one; those that begin alike share nodes again."""
+    """Drafts for shadows of the sequences and translates trees by their text: each path is
+    tokenised again, and paths that begin alike share nodes."""
 
     prefers_seeds = False  # a shadow is not sampled
 
@@ -321,7 +321,7 @@ class StringDrafter(ModelDrafter):
         return TokenTree(to_device(merged, draft.tokens.device), parents)
 
     def observe(self, commits: Sequence[Commit], out: ModelOutput) -> None:
-        """The draft keeps what cannot change any more; its drafts it reads again as text."""
+        """The draft keeps settled tokens and reads its drafts again as text."""
         for commit in commits:
             state, shadow = self._states.get(commit.seq_id), self._shadows.get(commit.seq_id)
             if state is not None and shadow is not None:

@@ -20,13 +20,10 @@ SOURCES = ("prompt", "output", "both")
 
 @dataclass(frozen=True, kw_only=True)
 class NGram(DraftSpec):
-    """Longest suffix matches over prompt and output, of ``max`` down to ``min`` tokens.
-
-    The first candidate, ``length`` tokens after the latest occurrence of the longest match, is a
-    chain. With ``candidates`` above 1 the continuations of earlier occurrences and shorter matches
-    branch off where they differ from it, together at most two nodes for each further candidate.
-    ``source`` says where a continuation may begin: in the prompt, in the output, or in both.
-    """
+    """Longest suffix matches in prompt and output, of ``max`` down to ``min`` tokens. The first
+    candidate, ``length`` tokens after the latest occurrence of the longest match, is a chain.
+    Further ``candidates`` are continuations of earlier occurrences and shorter matches: they branch
+    off where they differ, at most two nodes each. ``source``: where a continuation may begin."""
 
     kind = "ngram"
     page = "ngram.md"
@@ -53,7 +50,7 @@ class NGram(DraftSpec):
 
 
 class NGramDrafter(IndexedDrafter):
-    """Proposes what ``spec`` describes, from one index for each sequence."""
+    """Drafts from one index for each sequence, as ``spec`` says."""
 
     name = "ngram"
 

@@ -1,8 +1,7 @@
-"""Predicted outputs: a request that says what its answer will probably be brings its own draft.
+"""Predicted outputs: drafts from a text that the request expects as its answer.
 
-OpenAI's ``prediction`` (2024): of an edited file most is known before. Here the prediction is a
-text in an index of the request's own (draft/text_index.py), continued wherever the answer
-rejoins it, so that an insertion costs a few tokens and not the rest.
+OpenAI's ``prediction`` (2024), for edited files. The prediction is a text in the request's own
+index (draft/text_index.py); the draft continues it wherever the answer rejoins it.
 """
 
 from __future__ import annotations
@@ -21,14 +20,14 @@ _RULE = Lookup((1, 2, 4, 8, 16), 32, factor=2.0, offset=6.0)
 
 
 class Predictions(LookupDrafter):
-    """Requests with ``SamplingParams.prediction`` are drafted for by that, while it goes on; where
-    the answer has left it, and for all others, the engine's drafter drafts."""
+    """Drafts from ``SamplingParams.prediction`` while the answer follows it; elsewhere, and for
+    other requests, the engine's drafter drafts."""
 
     name = "prediction"
     states: States[TextIndex]
 
     def beside(self, drafter: Drafter, plan: Plan) -> list[TokenTree]:
-        """One tree per slice, as ``Drafter.propose``: its own where there is one."""
+        """One tree per slice: the prediction's if it has one, else ``drafter``'s."""
         predicted = [
             bool(item.draft_length and item.seq.params.prediction)
             and item.drafter in (None, self.name)
@@ -49,7 +48,7 @@ class Predictions(LookupDrafter):
         ]
 
     def guess(self, item: Slice) -> Guess:
-        """What follows in the prediction, if the end of the text stands in it."""
+        """How the prediction goes on, if the end of the text occurs in it."""
         seq, length = item.seq, item.draft_length
         if not seq.params.prediction:
             return (), ()

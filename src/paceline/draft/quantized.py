@@ -1,10 +1,9 @@
 """The target drafts for itself in fewer bits: self-speculation by precision.
 
-QuantSpec (Tiwari et al. 2025, arXiv 2502.10424) and ML-SpecQD (Georganas et al. 2025, arXiv
-2503.13565) draft with the target's weights in 4 bits. What costs time at small batches is reading
-weights, so a pass of four bits costs about a quarter of one in 16, and says nearly always what the
-target says. Embeddings, norms and the cache are the target's own: the draft reads exact keys and
-values, has no prompt to read, and what it writes is overwritten by the verification (selfspec.py).
+QuantSpec (Tiwari et al. 2025, arXiv 2502.10424), ML-SpecQD (Georganas et al. 2025, arXiv
+2503.13565). Small batches are limited by reading weights, so a pass in 4 bits costs about a quarter
+of one in 16 bits. Embeddings, norms and cache are the target's: there is no prompt to read, and
+verification overwrites what the draft writes (selfspec.py).
 """
 
 from __future__ import annotations
@@ -22,7 +21,7 @@ from paceline.model.quantised.weights import BITS
 
 @dataclass(frozen=True)
 class QuantizedDraft(TreeSpec):
-    """The target's own weights, rounded to ``precision`` "int4" or "int8" when it is loaded."""
+    """The target's weights rounded to ``precision`` "int4" or "int8" when it is loaded."""
 
     kind = "quantized"
     page = "quantized.md"

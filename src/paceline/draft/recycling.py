@@ -1,11 +1,9 @@
-"""Token recycling: the target's rejected candidates are kept, and tried again next time.
+"""Token recycling: the target's candidates are stored by token and proposed when it comes again.
 
-Luo et al. 2024 (arXiv 2408.08696). Every row of a step says which k tokens the target likes best
-after some token. A matrix ``[vocab, k]`` keeps the latest such list of every token, and a tree of a
-fixed shape is read out of it: children of the last token, their children, and so on.
-
-Proposals are plain top-k lists, also for sampled requests: the matrix keeps ids alone, so there is
-no distribution to draw from. Trees are POINT, which is lossless with and without a seed.
+Luo et al. 2024 (arXiv 2408.08696). Each row of a step gives the target's k best tokens after some
+token. A matrix ``[vocab, k]`` stores the latest such list of each token; a tree of fixed shape is
+read from it: children of the last token, their children, and so on. Proposals are plain top-k
+lists, also for sampled requests, so trees are POINT: lossless with and without a seed.
 """
 
 from __future__ import annotations
@@ -38,16 +36,16 @@ _IDLE = 8
 
 class Matrix:
     """``candidates`` int32 ``[vocab, k]``: the k likeliest tokens after each token, as last seen.
-    ``known`` are the tokens whose row was ever written, as far as the host knows: rejected nodes
-    have their rows too, but to find out which tokens they were would cost a synchronisation."""
+    ``known``: tokens whose row was written, as far as the host knows; which tokens rejected nodes
+    are would take a synchronisation."""
 
     def __init__(self, vocab: int, k: int, device: torch.device | str) -> None:
         self.candidates = torch.zeros(vocab, k, dtype=torch.int32, device=device)
         self.known: set[int] = set()
 
     def grow(self, roots: Sequence[int], shape: Shape) -> torch.Tensor:
-        """int64 ``[len(roots), len(shape)]``: tokens of a tree below each root. Below a token that
-        no row was written for stands token 0: as good a guess as none."""
+        """int64 ``[len(roots), len(shape)]``: tokens of a tree below each root; 0 below a token
+        without a row."""
         device, k = self.candidates.device, self.candidates.shape[1]
         expanded = to_device(roots, device).unsqueeze(1)
         levels: list[torch.Tensor] = []
@@ -60,7 +58,7 @@ class Matrix:
 
 @dataclass
 class _State:
-    """The matrix of a sequence, and the tokens of the tree that this step verifies."""
+    """A sequence's matrix, and the tokens of the tree that this step verifies."""
 
     matrix: Matrix
     tokens: torch.Tensor | None = None
@@ -68,9 +66,8 @@ class _State:
 
 @dataclass(frozen=True, kw_only=True)
 class Recycling(DraftSpec):
-    """Trees of up to ``nodes`` nodes from a matrix of ``k`` candidates per token. With ``share``
-    all requests read and write one matrix, so that a request starts warm from those before it;
-    without, each starts with an empty one."""
+    """Trees of up to ``nodes`` nodes from a matrix of ``k`` candidates per token. ``share``: one
+    matrix for all requests, else each starts with an empty one."""
 
     kind = "recycling"
     page = "recycling.md"
@@ -92,8 +89,8 @@ class Recycling(DraftSpec):
 
 
 class RecyclingDrafter(LookupDrafter):
-    """``vocab`` is the width of the target's logits. Nothing is proposed below a token that the
-    matrix does not know. Raises ConfigError."""
+    """``vocab``: width of the target's logits. Nothing is proposed below an unknown token. Raises
+    ConfigError."""
 
     name = "recycling"
     reads_logits = True
@@ -146,7 +143,7 @@ class RecyclingDrafter(LookupDrafter):
         return _State(self._shared or Matrix(self._vocab, self._k, self._device))
 
     def _by_matrix(self, sequences: list[_Item]) -> list[list[_Item]]:
-        """Those that share a matrix together."""
+        """Groups of sequences that share a matrix."""
         return [sequences] if self._shared and sequences else [[one] for one in sequences]
 
     # -- learning ----------------------------------------------------------------------------
@@ -170,7 +167,7 @@ class RecyclingDrafter(LookupDrafter):
         return top(logits[:, : self._vocab], self._k).to(torch.int32)
 
     def _learn(self, best: torch.Tensor, seen: Sequence[tuple[Commit, _State]]) -> None:
-        """Write the lists [R, k] into the rows of the tokens that they follow."""
+        """Write the lists ``best`` [R, k] into the rows of the tokens that they follow."""
         matrix = seen[0][1].matrix
         last = [commit.last for commit, _ in seen]
         rows = [commit.logit_row for commit, _ in seen]
@@ -188,7 +185,7 @@ class RecyclingDrafter(LookupDrafter):
         matrix.candidates[tokens] = best if ordered else best[to_device(rows, best.device)]
 
     def warm_up(self, batch_size: int) -> None:
-        """One reading of trees and one ranking of what their verification would put out."""
+        """Read a tree for each sequence, and rank as many rows as verifying them takes."""
         matrix = self._shared or Matrix(self._vocab, self._k, self._device)
         tokens = matrix.grow([0] * batch_size, self._shape)
         self._best(torch.zeros(batch_size + tokens.numel(), self._vocab, device=self._device))

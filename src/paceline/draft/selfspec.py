@@ -1,9 +1,9 @@
-"""The target drafts for itself, with a part of its layers or in fewer bits; early exit.
+"""The target drafts for itself, with some of its layers or in fewer bits; early exit.
 
 Draft & Verify (Zhang et al. 2023, arXiv 2309.08168). Early exit runs the first n layers only; for
-others see layer_skip.py and quantized.py. There are no further weights and there is no further
-cache: the view reads the target's keys and values of the committed tokens, and leaves those of its
-drafts where the verifying forward of the same step writes the target's own::
+others see layer_skip.py and quantized.py. There are no more weights and no more cache: the view
+reads the target's keys and values of committed tokens, and writes those of its drafts where the
+verifying forward of the same step overwrites them::
 
     target's cache   | committed, never written | pending | nodes run by the view ... |
     same step, later |                          | pending | nodes of the tree |
@@ -80,9 +80,9 @@ def noted_layers(spec: TreeSpec, run: int, target: Target) -> Examined:
 
 
 class Confidence:
-    """A path of probability p is accepted with p ** k, and k is learnt. Every token adds its ``-log
-    p`` to the path's hazard; k is refusals by hazard of what was tried: the most likely value.
-    (SmolLM2, its own 4-bit form, greedy: 0.1; with noise on its weights: 1.)"""
+    """Learns k: a path of probability p is accepted with p ** k. Each token adds its ``-log p`` to
+    the path's hazard; k is refusals over hazard tried, the maximum-likelihood estimate. (SmolLM2's
+    4-bit copy, greedy: 0.1; with noise on its weights: 1.)"""
 
     def __init__(self) -> None:
         self._refusals, self._hazard = _PRIOR
@@ -96,8 +96,8 @@ class Confidence:
         return chance ** (1 / self.power) if chance > 0 else 0.0
 
     def learn(self, scores: Sequence[float], refused: bool) -> None:
-        """Of a draft's tokens that were tried, of which the last may have been refused: the
-        log-probability of the path up to each."""
+        """``scores``: log-probability of the path up to each tried token, the last of which may be
+        refused."""
         *_, before, last = 0.0, *scores
         # Where within the last token's hazard it was refused nobody knows: half of it, then.
         hazard = -(before + last) / 2 if refused else -last
@@ -107,16 +107,16 @@ class Confidence:
 
 
 class FrequentTokens:
-    """Which first columns of a head pay for the texts under way: a draft that never says a rare
-    token costs less.
+    """How many first columns of the head to compute for the texts under way: a draft that cannot
+    say rare tokens costs less.
 
     FR-Spec (Zhao et al. 2025, arXiv 2502.14856) ranks a vocabulary by frequency; byte-pair ids are
-    ranked already, as they are given in the order of merges (of what SmolLM2 says 1.3 % lies in the
-    upper half). Other texts need other tokens, so each sequence counts its own.
+    ranked already by the order of merges (1.3 % of what SmolLM2 says lies in the upper half). Each
+    sequence counts its own tokens.
     """
 
     def __init__(self, vocab: int, share: float) -> None:
-        """``share``: of what a pass reads, the head's part."""
+        """``share``: the head's part of what a pass reads."""
         self._vocab, self._share = vocab, share
         self._size = -(-vocab // _PARTS // 32) * 32
         self._counts: States[list[int]] = States()
@@ -135,7 +135,7 @@ class FrequentTokens:
         return min(self._vocab, self._size * min(costs, key=lambda parts: costs[parts]))
 
     def learn(self, seq_id: int, tokens: Iterable[int]) -> None:
-        """What a sequence went on with."""
+        """Count a sequence's new tokens."""
         if seq_id in self._counts:
             self._add(self._counts[seq_id], tokens)
 
@@ -152,7 +152,7 @@ class FrequentTokens:
 
 
 class SelfDrafter(LevelDrafter):
-    """Drafts with a view of the target, in the target's own ``cache``."""
+    """Drafts with a view of the target, in the target's ``cache``."""
 
     def __init__(self, view: LayerView, levels: Levels, stop_below: float = STOP_BELOW) -> None:
         super().__init__(levels, view.model.max_positions)
@@ -174,8 +174,8 @@ class SelfDrafter(LevelDrafter):
         return self.growth is not None and self.stop_below > 0
 
     def _span(self, item: Slice) -> Span | None:
-        """The pending tokens, if there is room for what is run: a dynamic tree runs nodes that are
-        not in it in the end. The step's commit gives back what lies beyond the tree."""
+        """The pending tokens, if the cache has room for all expanded nodes; the step's commit frees
+        those that are not in the tree."""
         seq, length = item.seq, item.draft_length
         if not item.decodes or item.scheduled > _MOST_PENDING or not self._policy.depth(length):
             return None
@@ -189,7 +189,7 @@ class SelfDrafter(LevelDrafter):
         return self.view(self.cache.batch_of(spans), self.cache).logits
 
     def _grow(self, trees: Sequence[Growing], spans: Sequence[Span]) -> list[GrownTree]:
-        """Where all trees can be grown in the call that runs the spans, that is the only one."""
+        """In one call with the forward over the spans, where all trees allow it."""
         if self.growth is not None and all(tree.plain_size() for tree in trees):
             done = self._at_once(trees, self._made_up(trees), self.cache.batch_of(spans))
             if done is not None:
@@ -213,7 +213,7 @@ class SelfDrafter(LevelDrafter):
         return done.tree
 
     def observe(self, commits: Sequence[Commit], out: ModelOutput) -> None:
-        """How far chains were right; all else that is committed is in the target's cache."""
+        """Learn how far chains were right."""
         for commit in commits:
             self._frequent.learn(commit.seq_id, commit.tokens)
             confidence, scores = self._waiting.pop(commit.seq_id, (None, ()))

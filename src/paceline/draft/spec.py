@@ -1,7 +1,7 @@
-"""What a kind of drafter says of itself: one dataclass, the record, in the file of its drafter.
+"""Records of drafter kinds: one dataclass beside each drafter.
 
-Its fields are the options, as in Python (``NGram(min=2)``) so in a spec (``ngram:min=2``); the
-field that may be given by position stands first in a spec: a path mostly.
+Its fields are the options, in Python (``NGram(min=2)``) and in a spec (``ngram:min=2``). A
+positional field, mostly a path, stands first in a spec.
 """
 
 from __future__ import annotations
@@ -36,16 +36,16 @@ from paceline.model.target import CausalModel
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerFast
 
-# A static tree may be cut at any level, so one deep one stands for the shallower ones.
+# A static tree can be cut at any level: a deep one serves for all lengths.
 _BRANCHING, _NODES, _GPU_NODES = (2, 2, 1, 1, 1), 8, 32
 _Spec = TypeVar("_Spec", bound="DraftSpec")
 
 
 @dataclass(frozen=True)
 class Loading:
-    """What a drafter is prepared from: the target, its tokenizer, and what draft models are
-    loaded in: ``dtype``, ``quantize`` "int8", "int4" or None, ``offload`` "cpu", "disk" or None,
-    and ``device``, None for the target's."""
+    """What a drafter is prepared from: target, tokenizer, and how draft models are loaded:
+    ``dtype``, ``quantize`` ("int8", "int4" or None), ``offload`` ("cpu", "disk" or None),
+    ``device`` (None: the target's)."""
 
     target: CausalModel
     tokenizer: PreTrainedTokenizerFast
@@ -57,9 +57,9 @@ class Loading:
 
 @dataclass(frozen=True)
 class DraftContext:
-    """What a prepared drafter is built from. ``cache`` is the target's own, ``generator`` the
-    randomness of requests without a seed. ``costs`` measures target forwards when it is first
-    asked; None where draft lengths are fixed: then the same seed gives the same drafts."""
+    """What a prepared drafter is built from. ``cache``: the target's. ``generator``: randomness of
+    requests without a seed. ``costs`` measures target forwards on first use; None where draft
+    lengths are fixed: the same seed then gives the same drafts."""
 
     target: CausalModel
     cache: PagedCache
@@ -67,7 +67,7 @@ class DraftContext:
     costs: Callable[[], TargetCosts] | None = None
 
     def tree_nodes(self) -> int:
-        """Nodes of dynamic trees whose number nobody has given."""
+        """Default number of nodes of dynamic trees."""
         if self.costs is None:
             return _GPU_NODES if self.cache.device.type == "cuda" else _NODES
         return paying_nodes(self.costs().curves[0])
@@ -80,14 +80,14 @@ class DraftContext:
         device: torch.device | None = None,
         rope_switch: int | None = None,
     ) -> PagedCache:
-        """A cache for a drafter's own layers, of as many tokens as the target's. ``share``: as
-        PagedCache, if the target's shares; ``device``: None for the target's."""
+        """A cache for a drafter's layers, of as many tokens as the target's. ``share``: share
+        prefixes if the target's does; ``device``: None for the target's."""
         pool, device = self.cache, device or self.cache.device
         size = pool.num_blocks, pool.block_size
         return PagedCache(shapes, *size, dtype, device, pool.shares and share, rope_switch)
 
     def generator_on(self, device: torch.device) -> torch.Generator:
-        """The randomness of requests without a seed, for draws on another device, too."""
+        """Randomness of requests without a seed, on any device."""
         if device == self.generator.device:
             return self.generator
         other = torch.Generator(device)
@@ -97,12 +97,9 @@ class DraftContext:
 
 @dataclass(frozen=True)
 class Prepared:
-    """A drafter whose weights are loaded. ``cache_bytes`` is cache memory per token,
-    ``feature_bytes`` that of one token's features, should it have to keep them for a while.
-
-    ``names`` are those by which requests choose it, or one of several; the first is the default.
-    ``drafts`` are the specs of the same, and ``notes`` what the user should know of them.
-    """
+    """A drafter whose weights are loaded. ``cache_bytes`` per cached token; ``feature_bytes`` per
+    token whose features may have to be kept. ``names``: those by which requests choose it, the
+    first is the default; ``drafts`` their specs; ``notes`` for the user."""
 
     build: Callable[[DraftContext], Drafter]
     cache_bytes: int = 0
@@ -113,7 +110,7 @@ class Prepared:
 
 
 class Target(Protocol):
-    """What drafts are held against; ``CausalModel`` is one. ``vocab_size`` counts logits."""
+    """What drafts are checked against; ``CausalModel`` is one. ``vocab_size`` counts logits."""
 
     @property
     def hidden_size(self) -> int: ...
@@ -130,7 +127,7 @@ class Target(Protocol):
 
 @dataclass(frozen=True)
 class TargetShape:
-    """A target that need not be loaded."""
+    """A target that is not loaded."""
 
     hidden_size: int
     vocab_size: int
@@ -144,9 +141,9 @@ Note = tuple[str, str, str | None]
 
 @dataclass(frozen=True)
 class Examined:
-    """What a kind tells ``paceline doctor`` about one draft, and how many numbers it keeps beside
-    the target: weights, and per token in a cache and in features. ``target_in``: the precision in
-    which it holds the target's matrices again."""
+    """What a kind tells ``paceline doctor``: notes, and counts of values kept beside the target:
+    weights, and per token in a cache and in features. ``target_in``: precision of a copy of the
+    target."""
 
     notes: tuple[Note, ...]
     parameters: int = 0
@@ -156,7 +153,7 @@ class Examined:
 
 
 def reduced(size: int, target: Target) -> list[Note]:
-    """What doctor says of heads that know ``size`` of the target's tokens."""
+    """Doctor's note on heads that know ``size`` of the target's tokens."""
     if size >= target.vocab_size:
         return []
     text = f"drafts {size:,} of the target's {target.vocab_size:,} tokens"
@@ -164,9 +161,9 @@ def reduced(size: int, target: Target) -> list[Note]:
 
 
 def option(default: Any = MISSING, **metadata: Any) -> Any:
-    """A field of a spec. ``key``: its name in a spec string, if Python cannot have that name.
-    ``like``: an example of a tuple. ``needs``: what the argument without a default is. ``least``:
-    the smallest number it may be."""
+    """A field of a spec. ``key``: its name in a spec string if Python cannot have it; ``like``:
+    an example of a tuple; ``needs``: what the argument without a default is; ``least``: its
+    minimum."""
     if default is MISSING:
         return field(metadata=metadata)
     return field(default=default, metadata=metadata)
@@ -174,28 +171,25 @@ def option(default: Any = MISSING, **metadata: Any) -> Any:
 
 @dataclass(frozen=True)
 class DraftSpec(ABC):
-    """One drafter as its user asks for it, made in Python or read from
-    ``KIND[:ARGUMENT][,KEY=VALUE...]``; ``str`` gives that back. Options that make no sense raise
-    ConfigError on construction."""
+    """A drafter as its user asks for it, made in Python or read from
+    ``KIND[:ARGUMENT][,KEY=VALUE...]``; ``str`` gives that text. Construction raises ConfigError for
+    invalid options."""
 
     kind: ClassVar[str]
     page: ClassVar[str]  # of its documentation: a file of docs/drafters, or an address
-    default_draft_length: ClassVar[int] = 4  # levels that pay in general, where none are asked for
-    deepest: ClassVar[int] = 0  # levels worth trying, where more than of other kinds
-    # Chance that a draft's first token is right, its second if the first was, and so on; the last
-    # holds for all deeper ones. What the controller expects before it has seen any.
+    default_draft_length: ClassVar[int] = 4  # levels
+    deepest: ClassVar[int] = 0  # most levels worth trying, if more than for other kinds
+    # Prior acceptance by level, given that all levels before were accepted; the last holds for all
+    # deeper ones.
     acceptance: ClassVar[tuple[float, ...]] = ()
     remembers: ClassVar[bool] = False  # learns from one request for the next
     looks_up: ClassVar[bool] = False  # in text; drafts where it repeats itself
-    # Whether `tune` tries it unasked: always, for real targets only, or never.
-    tried: ClassVar[Literal["always", "real", "never"]] = "never"
-    # What a spec's argument holds: weights that doctor looks at, of a model or of heads.
-    holds: ClassVar[Literal["nothing", "model", "head"]] = "nothing"
-    weight_files: ClassVar[tuple[str, ...]] = ()  # names of a head's, the first that is there
-    # What stands behind a target's name in that of weights made for it: paceline/tiny-draft.
-    weights: ClassVar[str] = ""
-    # Specs that the tests of parity, laws, caches and documentation decode with; {target} stands
-    # for the target's folder, and ``weights`` ({draft}) for those made for it.
+    tried: ClassVar[Literal["always", "real", "never"]] = "never"  # by `tune`, unasked
+    holds: ClassVar[Literal["nothing", "model", "head"]] = "nothing"  # weights in the argument
+    weight_files: ClassVar[tuple[str, ...]] = ()  # names of a head's file; the first that exists
+    weights: ClassVar[str] = ""  # suffix of weights made for a target: paceline/tiny-draft
+    # Specs that tests decode with; {target} is the target's folder, {draft} (``weights``) the
+    # weights made for it.
     examples: ClassVar[tuple[str, ...]]
 
     def __post_init__(self) -> None:
@@ -209,12 +203,12 @@ class DraftSpec(ABC):
         """Load what it needs. Raises PacelineErrors."""
 
     def members(self) -> tuple[DraftSpec, ...]:
-        """The specs that it is made of: itself, unless it joins several."""
+        """The specs it joins; itself unless it joins several."""
         return (self,)
 
     def examine(self, target: Target, read: Any = None) -> Examined:
-        """What is to be said before anything is loaded; ``read`` is a head's checkpoint, its
-        tensors without values. Raises ConfigError and ModelLoadError."""
+        """What doctor says before loading; ``read``: a head's checkpoint with tensors on the meta
+        device. Raises ConfigError and ModelLoadError."""
         return self.noted("draft-free", f"{self.kind} needs no weights and no cache of its own")
 
     def noted(self, code: str, text: str) -> Examined:
@@ -225,7 +219,7 @@ class DraftSpec(ABC):
         return {"chain": self}
 
     def precisions(self: _Spec) -> dict[str, _Spec]:
-        """The same in fewer bits, which ``tune`` tries besides, where that can be had."""
+        """The same in fewer bits, which ``tune`` tries as well."""
         return {}
 
     def refuse(self, problem: str) -> ConfigError:
@@ -235,8 +229,8 @@ class DraftSpec(ABC):
 
     @classmethod
     def read(cls: type[_Spec], rest: str, kinds: Mapping[str, type[DraftSpec]]) -> _Spec:
-        """A spec from what follows its kind and the colon; ``kinds`` are all kinds by their names,
-        for those that join others. Raises ConfigError."""
+        """A spec from the text after kind and colon; ``kinds``: all kinds by name, for those that
+        join others. Raises ConfigError."""
         known = {_key(item): item for item in fields(cls) if item.kw_only}
         argument = next((item for item in fields(cls) if not item.kw_only), None)
         values: dict[str, Any] = {}
@@ -278,12 +272,12 @@ class DraftSpec(ABC):
             raise ConfigError(f"draft {cls.kind!r}: {what}") from None
 
     def changed_options(self) -> dict[str, str]:
-        """The options that differ from their defaults, as a spec writes them."""
+        """The options that differ from their defaults, as text."""
         values = {item: getattr(self, item.name) for item in fields(self) if item.kw_only}
         return {_key(e): _text(v) for e, v in values.items() if v != e.default}
 
     def argument(self) -> str | None:
-        """What stands first in a spec."""
+        """The positional field, as text."""
         values = [getattr(self, item.name) for item in fields(self) if not item.kw_only]
         return None if not values or values[0] is None else str(values[0])
 
@@ -307,7 +301,7 @@ def _text(value: Any) -> str:
 @dataclass(frozen=True, kw_only=True)
 class TreeSpec(DraftSpec):
     """A kind that grows trees level by level; by default chains. ``branching``: children per level
-    of a static tree. ``nodes``, ``width``: dynamic trees of that many nodes, expanding ``width`` a
+    of a static tree. ``nodes``, ``width``: dynamic trees of ``nodes`` nodes, expanding ``width`` a
     level."""
 
     branching: tuple[int, ...] | None = option(None, like="2x2x1 (children per level)")
@@ -325,13 +319,13 @@ class TreeSpec(DraftSpec):
             raise self.refuse("give either branching or nodes, not both")
 
     def policy(self, nodes: int = 0) -> Policy:
-        """``nodes`` is the number where neither shape nor number is asked for."""
+        """``nodes``: the default where neither shape nor number is given."""
         if self.branching:
             return Policy(Shape.branching(self.branching))
         return Policy(nodes=nodes if self.nodes is None else self.nodes, width=self.width)
 
     def levels(self, context: DraftContext, cache: PagedCache, nodes: int = 0) -> Levels:
-        """How its drafter's trees grow over ``cache``; ``nodes`` as of ``policy``."""
+        """How its drafter's trees grow over ``cache``; ``nodes`` as in ``policy``."""
         generator = context.generator_on(cache.device)
         return Levels(self.kind, cache, self.policy(nodes), generator)
 
@@ -342,7 +336,7 @@ class TreeSpec(DraftSpec):
         return f"{self.nodes} nodes" if self.nodes else None if self.nodes is None else "chain"
 
     def variants(self: _Tree) -> dict[str, _Tree]:
-        """A chain, a static tree and a dynamic tree, unless the options already say."""
+        """A chain, a static and a dynamic tree, unless the options already say."""
         shape = self.shape()
         if shape is not None or self.holds == "nothing":
             return {shape or "chain": self}

@@ -35,13 +35,10 @@ _CONTEXT = 16  # last tokens of the prompt that go with an output: they match it
 
 @dataclass(frozen=True)
 class Suffix(DraftSpec):
-    """How suffixes are matched and drafts are grown; ``file``: earlier outputs, where there is one.
-
-    ``max_depth``: longest match, in tokens. A match of m tokens allows ``factor * m + offset``
-    nodes, at most ``nodes`` (None: two more than the draft length), none with an estimated
-    probability below ``min_prob``. ``max_tokens``: size of the global tree, which ``shared`` (in
-    specs ``global=off``) switches off, as does 0.
-    """
+    """Options of suffix decoding. ``file``: earlier outputs, loaded if it exists. ``max_depth``:
+    longest match, in tokens. A match of m tokens allows ``factor * m + offset`` nodes, at most
+    ``nodes`` (None: draft length + 2), none less likely than ``min_prob``. ``max_tokens``: size of
+    the global tree; ``shared`` False (in specs ``global=off``) or 0 switches it off."""
 
     kind = "suffix"
     page = "suffix.md"
@@ -88,13 +85,12 @@ class Suffix(DraftSpec):
 
 
 class SuffixDrafter(IndexedDrafter):
-    """Matches the end of each text in itself and in a global memory of earlier outputs.
+    """Matches the end of each text in itself and in a memory of earlier outputs, and proposes the
+    draft that expects more accepted tokens.
 
-    Of the two drafts, the one that expects more accepted tokens is proposed. A request's output
-    enters the memory when it finishes, as a whole, together with the last few tokens of its prompt
-    (cancelled requests never enter). Beyond ``max_tokens`` the oldest outputs are dropped. The
-    memory lives as long as the drafter; ``save`` and ``load`` keep it longer. Long texts and
-    finished outputs enter their indexes in parts, ``TAKEN_IN`` tokens a step.
+    A finished request's output enters the memory with the last tokens of its prompt; a cancelled
+    one's does not. Beyond ``max_tokens`` the oldest outputs are dropped. Long texts and outputs are
+    indexed in parts, ``TAKEN_IN`` tokens a step.
     """
 
     name = "suffix"
@@ -102,8 +98,8 @@ class SuffixDrafter(IndexedDrafter):
     def __init__(
         self, device: torch.device | str, vocab_size: int, spec: Suffix | None = None
     ) -> None:
-        """The spec's file is where ``save`` writes by default; it is loaded if it exists. Raises
-        what ``load`` raises."""
+        """The spec's file is loaded if it exists, and where ``save`` writes. Raises what ``load``
+        raises."""
         super().__init__(device)
         self.options = spec or Suffix()
         self._vocab_size = vocab_size
@@ -120,7 +116,7 @@ class SuffixDrafter(IndexedDrafter):
         return len(self._memory)
 
     def clear(self) -> None:
-        """Forget all earlier outputs, as a drafter that has just been made."""
+        """Forget all earlier outputs."""
         self._memory = self._open()
         self._finished: deque[Sequence[int]] = deque()  # outputs that are not in the memory yet
         self._entering: Sequence[int] = ()  # the one that is in it in part
@@ -151,13 +147,13 @@ class SuffixDrafter(IndexedDrafter):
         return self._open()
 
     def guess(self, item: Slice) -> Draft:
-        """The better draft of the two."""
+        """The better of the two drafts."""
         index, fresh, end = self.question(item)
         length = item.draft_length
         return index.suffixes(fresh, end, length, self.max_nodes(length), self._memory)
 
     def observe(self, commits: Sequence[Commit], out: ModelOutput) -> None:
-        """What sequences that are known gained; a finished text is to enter the memory."""
+        """Extend the texts; finished ones wait for the memory."""
         for commit in commits:
             text = self._texts.get(commit.seq_id)
             if text is not None:
@@ -167,15 +163,14 @@ class SuffixDrafter(IndexedDrafter):
                     self._bound_finished()
 
     def _bound_finished(self) -> None:
-        """Where nothing asks for drafts, outputs come and none is put in: keep what would stay."""
+        """Drop waiting outputs that would not stay, where no step drafts and so none is indexed."""
         if len(self._finished) % 64 == 0:
             total = sum(map(len, self._finished))
             while total > self.options.capacity and self._finished:
                 total -= len(self._finished.popleft())
 
     def _remember(self, most: float = math.inf) -> None:
-        """Put finished outputs into the memory, so many tokens of them, and drop the oldest that
-        no longer fit."""
+        """Index up to ``most`` tokens of finished outputs; drop the oldest that no longer fit."""
         memory, capacity = self._memory, self.options.capacity
         while most > 0 and (self._entering or self._finished):
             self._entering = self._entering or self._finished.popleft()
@@ -199,9 +194,9 @@ class SuffixDrafter(IndexedDrafter):
     # -- the memory on disk ---------------------------------------------------------------------
 
     def save(self, path: str | Path | None = None) -> Path:
-        """Write the memory to a file, by default the one of the draft spec: a line of JSON (format,
-        version, vocab_size, tokens, sha256 of the rest), then int32 ids, little endian, -1 behind
-        each text, oldest first. Raises ConfigError without a path, WriteError."""
+        """Write the memory, by default to the spec's file: a line of JSON (format, version,
+        vocab_size, tokens, sha256 of the rest), then int32 ids, little endian, -1 after each text,
+        oldest first. Raises ConfigError without a path, WriteError."""
         target = self._file if path is None else Path(path)
         if target is None:
             raise ConfigError("suffix: nowhere to save; give save a path or use suffix:FILE")
@@ -220,8 +215,8 @@ class SuffixDrafter(IndexedDrafter):
         return target
 
     def load(self, path: str | Path) -> None:
-        """Add the texts of a saved tree to the memory. Raises DataError for a file that is no saved
-        suffix tree or is cut short, VocabularyMismatchError for one of another vocabulary."""
+        """Add the texts of a saved tree. Raises DataError for other or damaged files,
+        VocabularyMismatchError."""
         self._finished += _read(Path(path), self._vocab_size)
         self._remember()
 

@@ -1,7 +1,7 @@
-"""Texts in which the end of another is looked up, and the drafts that come of it.
+"""Indexes of texts for lookups, and the drafts that lookups give.
 
-``open_index`` makes one in the kernels' library, where that can be loaded. ``TextIndex`` does the
-same by searching all of its texts: what the other is tested against, and the one without a library.
+``open_index`` makes one in the kernels' library if that can be loaded. ``TextIndex`` does the same
+by searching all texts; the other is tested against it.
 """
 
 from __future__ import annotations
@@ -21,16 +21,16 @@ from paceline.kernels.lookup import Draft, Ids, Lookup, NativeTextIndex, functio
 
 _END = -1  # stands behind every finished text; no token id
 # These three are csrc/lookup.cpp's, too.
-_KEPT = 4  # latest occurrences of an n-gram: on our prompts more of them gained nothing
-BRANCH = 2  # nodes of each n-gram's candidate after the first: it is for the likely early misses
-_LATEST = 64  # occurrences of a suffix that are looked at
-TAKEN_IN = 1024  # tokens that an index takes in of all texts in a step: 3 ms of n-grams
-_ASIDE = 64  # new tokens that a lookup takes in itself
-_FOLLOWED = 256  # plans without a question after which prompts are not taken in any more
+_OCCURRENCES = 4  # latest ones of an n-gram: on our prompts more gained nothing
+BRANCH = 2  # nodes of an n-gram's candidates after the first
+_LATEST = 64  # occurrences of a suffix that are compared
+TAKEN_IN = 1024  # tokens of all texts that are indexed in a step: 3 ms for n-grams
+_ASIDE = 64  # new tokens that are indexed with a lookup
+_FOLLOWED = 256  # plans without a lookup after which prompts are no longer indexed
 
 
 class TextIndex:
-    """Several texts: the newest may still grow, the oldest may be dropped. A lookup reads all
+    """Several texts: the newest may still grow, the oldest may be dropped. A lookup scans all
     texts: 20 microseconds, and 1 for each 1,000 tokens."""
 
     def __init__(self, rule: Lookup) -> None:
@@ -46,19 +46,19 @@ class TextIndex:
     # -- growing and shrinking ---------------------------------------------------------------
 
     def extend(self, tokens: Sequence[int]) -> None:
-        """Append tokens (ids from 0) to the newest text."""
+        """Append tokens to the newest text."""
         self._stream.extend(tokens)
         self.open_tokens += len(tokens)
 
     def finish(self) -> None:
-        """End the newest text; what is appended from now on is another one."""
+        """End the newest text; later tokens begin another one."""
         if self.open_tokens:
             self._stream.append(_END)
             self._lengths.append(self.open_tokens)
             self.open_tokens = 0
 
     def drop_oldest(self) -> None:
-        """Forget the oldest finished text. There must be one."""
+        """Forget the oldest finished text, which must exist."""
         del self._stream[: self._lengths.popleft() + 1]
 
     def texts(self) -> Iterator[Sequence[int]]:
@@ -71,14 +71,14 @@ class TextIndex:
     # -- looking up ---------------------------------------------------------------------------
 
     def ngrams(self, fresh: Ids, end: Ids, levels: int, nodes: int) -> Draft:
-        """How the last tokens of the newest text went on, longest match first, then latest: chains
-        of ``levels`` tokens that share their beginnings, ``nodes`` at most, two of each but the
-        first. ``fresh`` tokens are appended to it before. ``end``: its end, of ``depth`` tokens,
-        where it lacks some before them, else empty."""
+        """How the newest text went on after earlier occurrences of its last tokens, longest match
+        first, then latest: chains of ``levels`` tokens that share beginnings, at most ``nodes``
+        nodes, two of each but the first. ``fresh`` tokens are appended before. ``end``: the text's
+        last ``depth`` tokens where the index lacks some of the text, else empty."""
         self.extend(fresh)
         text, match, positions = end or self._end(), 0, list[int]()
         for length in reversed(self.rule.lengths):
-            ends = self._latest(text, length, _KEPT)
+            ends = self._latest(text, length, _OCCURRENCES)
             match = match or (length if ends else 0)
             positions += [match_end for match_end in ends if match_end not in positions]
         stream = self._stream
@@ -92,11 +92,10 @@ class TextIndex:
     def suffixes(
         self, fresh: Ids, end: Ids, levels: int, nodes: int, memory: TextIndex | None = None
     ) -> Draft:
-        """The likeliest continuations of the longest suffix of the newest text, as it went on
-        before here or in a ``memory`` of others: where more accepted tokens are expected. Best
-        first by the product of the shares along the path: at most ``levels``, ``nodes`` and
-        ``factor * match + offset`` nodes, none less likely than ``min_prob``. ``fresh`` and ``end``
-        as of n-grams."""
+        """The likeliest continuations of the newest text's longest suffix, in its own texts or in
+        ``memory``, whichever expects more accepted tokens. Best first by the product of shares
+        along the path; at most ``levels`` levels, ``nodes`` and ``factor * match + offset`` nodes,
+        none less likely than ``min_prob``. ``fresh`` and ``end`` as in ``ngrams``."""
         self.extend(fresh)
         text = list(end or self._end())
         drafts = [
@@ -108,7 +107,8 @@ class TextIndex:
         return self._stream[len(self._stream) - min(self.open_tokens, self.rule.depth) :]
 
     def _latest(self, text: Sequence[int], length: int, most: int) -> list[int]:
-        """Places behind the last occurrences of the text's last tokens that go on, latest first."""
+        """Positions after the last occurrences of the text's last tokens, latest first, where the
+        text goes on."""
         if len(text) < length or len(self._stream) <= length:
             return []
         stream = np.frombuffer(self._stream, np.int32)
@@ -120,8 +120,9 @@ class TextIndex:
         return latest
 
     def _longest(self, text: Sequence[int]) -> tuple[list[int], int]:
-        """The latest occurrences of the longest suffix, and its length: of those of the longest
-        string of the known lengths, so older matches than so many half as long are missed."""
+        """The latest occurrences of the longest suffix, and its length. Only occurrences of the
+        longest matching string of the known lengths are compared, so older, longer matches can be
+        missed."""
         for length in reversed(self.rule.lengths):
             positions = self._latest(text, length, _LATEST)
             if positions:
@@ -133,13 +134,13 @@ class TextIndex:
         return [], 0
 
     def _match(self, text: Sequence[int], end: int) -> int:
-        """Tokens of the text's end that stand in front of an occurrence."""
+        """Tokens of the text's end that stand before an occurrence."""
         most = min(end, len(text), self.rule.depth)
         pairs = ((self._stream[end - back], text[-back]) for back in range(1, most + 1))
         return next((n for n, (pair, other) in enumerate(pairs) if pair != other), most)
 
     def _grown(self, text: list[int], levels: int, nodes: int) -> tuple[float, Draft]:
-        """A draft, and how many of its tokens are expected to be accepted."""
+        """A draft, and the expected number of its tokens that are accepted."""
         stream, rule = self._stream, self.rule
         positions, match = self._longest(text)
         nodes = min(nodes, int(rule.factor * match + rule.offset)) if match else 0
@@ -175,23 +176,22 @@ class TextIndex:
 
 
 def open_index(rule: Lookup) -> TextIndex:
-    """An empty one, in the kernels' library where that can be loaded."""
+    """An empty index, in the kernels' library if that can be loaded."""
     native = functions()
     # The two have the same methods; one memory is only ever beside indexes of its own kind.
     return TextIndex(rule) if native is None else NativeTextIndex(native, rule)  # type: ignore[return-value]
 
 
 class IndexedDrafter(LookupDrafter):
-    """One that begins an index of each text; ``guess`` asks the ``question``. A long prompt enters
-    it in parts, as it is prefilled, and what is left then beside the first lookups, which find the
-    parts that are in."""
+    """A lookup drafter with an index for each text. Long prompts are indexed in parts while they
+    are prefilled, the rest beside the first lookups."""
 
     _unasked = 0  # plans since a draft was wanted
     states: States[TextIndex]
 
     def take_in(self, slices: Sequence[Slice]) -> None:
-        """A step's share of the texts that drafts are wanted for now, or may be after their
-        prefill; those that lack least come first, so that no text holds up another."""
+        """A step's share of texts for which drafts are wanted now or after their prefill; those
+        that lack least first, so no text holds up another."""
         asked = any(item.draft_length and item.decodes for item in slices)
         self._unasked = 0 if asked else self._unasked + 1
         if self._unasked > _FOLLOWED:
@@ -211,7 +211,7 @@ class IndexedDrafter(LookupDrafter):
             left -= len(part)
 
     def question(self, item: Slice) -> tuple[TextIndex, Sequence[int], Sequence[int]]:
-        """An index, the tokens that it takes in with the lookup, and the text's end where there
+        """A sequence's index, the tokens to index with the lookup, and the text's end where those
         are too many."""
         tokens, index = item.seq.tokens, self.states.of(item.seq, self.begin)
         begin = index.open_tokens

@@ -1,4 +1,4 @@
-"""Where the seconds of the steps go: draft, target, verify and the rest."""
+"""Seconds of the steps by phase: draft, target, verify and other."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ _Method = Callable[Concatenate[Any, _P], _R]
 
 
 def phase(name: str) -> Callable[[_Method[_P, _R]], _Method[_P, _R]]:
-    """A method of an engine whose time belongs to a phase: a lap of ``self.clock`` behind it."""
+    """A method of an engine whose time belongs to a phase: ``self.clock.lap`` follows it."""
 
     def wrapped(method: _Method[_P, _R]) -> _Method[_P, _R]:
         @wraps(method)
@@ -31,15 +31,14 @@ def phase(name: str) -> Callable[[_Method[_P, _R]], _Method[_P, _R]]:
 
 
 class PhaseClock:
-    """Adds up the seconds of each phase over all steps; always on, some hundred nanoseconds a lap.
+    """Adds up the seconds of each phase over all steps; some hundred nanoseconds a lap.
 
-    draft: proposing and learning from what was committed. target: the forward. verify:
-    distributions, rule and the step's one transfer. other: scheduling, batching, committing,
-    bookkeeping.
+    draft: proposing and learning from commits. target: the forward. verify: distributions, rule and
+    the step's transfer. other: scheduling, batching, committing.
 
-    Between steps ``seconds`` and ``steps`` are those of all steps but the last. On CUDA the marks
-    are events on the stream, read behind the next step's own synchronisation, so nothing waits for
-    them; a phase is then what the device spent in it, waiting for the host included.
+    Between steps ``seconds`` and ``steps`` cover all steps but the last. On CUDA marks are events
+    on the stream, read after the next step's synchronisation, so nothing waits for them; a phase is
+    then the device's time, including waits for the host.
     """
 
     def __init__(self, device: torch.device | str = "cpu") -> None:
@@ -52,21 +51,21 @@ class PhaseClock:
         self._last: tuple[list[str], list[Any]] = ([], [])
 
     def start(self) -> None:
-        """A step begins."""
+        """Begin a step."""
         self._settle()
         self._last = self._phases, self._marks
         self._phases, self._marks = [], []
         self._mark()
 
     def lap(self, phase: str) -> None:
-        """What was done since the last mark belongs to ``phase``."""
+        """Time since the last mark belongs to ``phase``."""
         self._phases.append(phase)
         self._mark()
         if phase == "verify":  # the device has been waited for: what lies behind has happened
             self._settle()
 
     def current(self, phase: str) -> float | None:
-        """Seconds of a phase in the step under way; None on CUDA, where that is known later."""
+        """Seconds of a phase in the present step; None on CUDA, where that is known later."""
         if self._events:
             return None
         marks: list[float] = self._marks
@@ -77,7 +76,7 @@ class PhaseClock:
         )
 
     def totals(self) -> dict[str, float]:
-        """Seconds by phase of all steps so far; on CUDA this waits for the last one."""
+        """Seconds by phase of all steps; on CUDA this waits for the last one."""
         self._settle()
         self._last = self._phases, self._marks
         self._phases, self._marks = [], []
@@ -93,7 +92,7 @@ class PhaseClock:
         self._marks.append(event)
 
     def _settle(self) -> None:
-        """Account for the step before the one under way."""
+        """Add the seconds of the step before the present one."""
         phases, marks = self._last
         self._last = [], []
         if len(phases) < 2:

@@ -1,9 +1,6 @@
-"""Driving an engine over requests: when each is sent, and what is recorded of every step.
-
-The one loop around ``Engine.step`` for whatever measures or compares decoding, with token ids in
-and out. ``LLM`` and the server have loops of their own: in theirs the requests of several callers
-share every step, and have texts, deadlines and cancelling besides.
-"""
+"""Runs an engine over requests and records every step, with token ids in and out: the one loop for
+everything that measures or compares decoding. (``LLM`` and the server share steps among callers and
+handle texts, deadlines and cancelling.)"""
 
 from __future__ import annotations
 
@@ -32,7 +29,7 @@ def sequence(
     stop_ids: frozenset[int] = frozenset(),
     prompt_length: int | None = None,
 ) -> SequenceState:
-    """A request with a number of its own. Tokens behind ``prompt_length`` are output already."""
+    """A new request. Tokens after ``prompt_length`` count as output."""
     length = len(tokens) if prompt_length is None else prompt_length
     return SequenceState(next(SEQUENCE_IDS), list(tokens), length, params, stop_ids)
 
@@ -40,7 +37,7 @@ def sequence(
 @dataclass
 class DrivenStep:
     """One step. ``ended`` on the drive's clock; ``seconds`` by phase, known once the next step has
-    been taken or the drive has ended: asking before would make a GPU wait."""
+    been taken or the drive has ended (asking before would make a GPU wait)."""
 
     commits: Sequence[Commit]
     ended: float
@@ -48,15 +45,15 @@ class DrivenStep:
 
     @property
     def decodes(self) -> bool:
-        """Whether all sequences did nothing but decode: nobody read a prompt."""
+        """Whether all sequences only decode: none reads a prompt."""
         return bool(self.commits) and all(c.tokens and c.scheduled == 1 for c in self.commits)
 
 
 @dataclass(frozen=True)
 class StepSums:
-    """Sums over some steps: of their sequences, of what these gained and drafted, and by phase.
-    ``reached[i]`` drafts had a token to try at position i, of which ``accepted_at[i]`` were
-    accepted. ``context``: cached tokens of the sequences when their step began."""
+    """Sums over steps: sequences, tokens gained and drafted, seconds by phase. ``reached[i]``
+    drafts had a token to try at position i, ``accepted_at[i]`` of them were accepted. ``context``:
+    cached tokens when the steps began."""
 
     steps: int = 0
     sequences: int = 0
@@ -116,30 +113,30 @@ class StepSums:
 
     @property
     def rates(self) -> tuple[float, ...]:
-        """Acceptance by position, given that all tokens before were accepted."""
+        """Acceptance by position, given that all earlier tokens were accepted."""
         pairs = zip(self.accepted_at, self.reached, strict=True)
         return tuple(won / tried for won, tried in pairs)
 
     @property
     def acceptance(self) -> float:
-        """Of all positions that were tried, the share that was accepted."""
+        """Share accepted of all positions that were tried."""
         tried = sum(self.reached)
         return sum(self.accepted_at) / tried if tried else 0.0
 
 
 class Drive:
-    """An engine over ``seqs``: a closed loop, or one in which each has its time.
+    """An engine over ``seqs``: a closed loop, or timed arrivals.
 
-    ``clients`` have a request under way each and send the next when it has ended; None sends all
-    at once. ``arrivals[i]``: seconds on the drive's clock before which request i is not sent. That
-    clock, ``seconds``, runs while the drive works or waits for an arrival, so that several may
+    ``clients`` have one request each under way and send the next when it ends; None sends all at
+    once. ``arrivals[i]``: seconds on the drive's clock before which request i is not sent. The
+    clock, ``seconds``, runs while the drive works or waits for an arrival, so several drives may
     take turns.
 
     with Drive(engine, seqs, clients=4) as drive:
         for step in drive:
             ...
 
-    At the end of the block what is unfinished is dropped, also after Ctrl-C: the engine can go on.
+    At the end of the block unfinished requests are dropped: the engine can go on.
     """
 
     def __init__(
@@ -179,7 +176,7 @@ class Drive:
 
     @property
     def tokens(self) -> int:
-        """New ones, of all requests."""
+        """Generated tokens of all requests."""
         return sum(seq.generated for seq in self.seqs)
 
     @property
@@ -188,8 +185,8 @@ class Drive:
         return sum((seq.counts for seq in self.seqs), DraftCounts())
 
     def run(self, between: Callable[[], object] = lambda: None) -> Drive:
-        """All of it; ``between`` is called after every step, and what it raises ends the drive.
-        Raises PacelineError if a request fails: what it took says nothing."""
+        """Run to the end; ``between`` is called after every step and may raise. Raises
+        PacelineError if a request fails."""
         with self:
             for step in self:
                 between()
@@ -216,13 +213,13 @@ class Drive:
         return self.steps[-1]
 
     def close(self) -> None:
-        """Drop what is unfinished or was not sent."""
+        """Drop what is unfinished or unsent."""
         self._waiting.clear()
         for seq_id in list(self.running):
             self.drop(seq_id)
 
     def drop(self, seq_id: int) -> None:
-        """End a request before its time."""
+        """End a request early."""
         self.engine.abort(seq_id)
         self.running.pop(seq_id, None)
 
@@ -241,7 +238,7 @@ class Drive:
                 seq.queued = start + due  # it came while a step was under way
 
     def _account(self, known: dict[str, float]) -> None:
-        """The clock knows all steps but the last."""
+        """Seconds of the last step but one: the clock does not know the last."""
         if self.steps and not self.steps[-1].seconds:
             before = self._known
             self.steps[-1].seconds = {phase: known[phase] - before[phase] for phase in known}

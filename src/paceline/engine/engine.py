@@ -1,9 +1,8 @@
 """The one decoding loop, for every method, batch size and temperature.
 
-A step commits for all its sequences or is undone. What touches a sequence itself comes last, and
-there each is on its own: one whose grammar or stop strings fail ends alone. Before that only cache
-blocks and the drafter have moved, and both can be put back. What to do about a failed step, and
-who takes its time: recovery.py and clock.py.
+A step commits for all its sequences or is undone. Only cache blocks and the drafter change before
+the commits, and both can be undone; a sequence whose grammar or stop strings fail ends alone.
+Failed steps: recovery.py; timing: clock.py.
 """
 
 from __future__ import annotations
@@ -36,8 +35,8 @@ _NOTHING = nullcontext()
 
 
 class Engine:
-    """Advances all its sequences step by step. An empty tree is plain decoding, so there is no
-    other path: prefill chunks, plain and speculative sequences ride in the same ragged batch."""
+    """Advances all its sequences step by step. An empty tree is plain decoding: prefill chunks,
+    plain and speculative sequences share one ragged batch."""
 
     def __init__(
         self,
@@ -50,8 +49,8 @@ class Engine:
         draw_seed: Callable[[], int] | None = None,
         predictions: Predictions | None = None,
     ) -> None:
-        """``draw_seed`` gives one to each sampled request that brings none; ``predictions`` are
-        those that the controller looks at."""
+        """``draw_seed`` gives a seed to sampled requests without one; ``predictions``: those that
+        the controller uses."""
         self.target = target
         self.cache = cache
         self.drafter = drafter
@@ -74,12 +73,12 @@ class Engine:
         seq.queued = time.perf_counter()
 
     def abort(self, seq_id: int) -> None:
-        """Drop a sequence and free what it holds; unknown ids are ignored."""
+        """Drop a sequence and free its blocks; unknown ids are ignored."""
         if self.scheduler.remove(seq_id):
             self.forget(seq_id)
 
     def forget(self, seq_id: int) -> None:
-        """Drop what is known of a sequence for drafting: it has ended, or begins anew."""
+        """Drop the drafting state of a sequence: it has ended, or starts over."""
         for keeper in (self.drafter, self.controller, self.predictions):
             try:
                 keeper.forget(seq_id)
@@ -91,12 +90,12 @@ class Engine:
         return bool(self.ready) or self.scheduler.has_work
 
     def step(self) -> list[Commit]:
-        """Advance every scheduled sequence; each decoding one gains at least one token.
+        """Advance every scheduled sequence; each decoding one gains at least one token. Returns the
+        commits.
 
-        Returns the commits. A sequence that fails ends with a commit that says so, and the others
-        go on. Raises EngineLostError where no forward succeeds any more; all sequences are then
-        dropped. What is no Exception, such as a KeyboardInterrupt, is raised once the step is
-        undone; what had been committed by then is returned by the next step.
+        A sequence that fails ends with a commit that says so. Raises EngineLostError if no forward
+        succeeds any more; all sequences are then dropped. A KeyboardInterrupt or the like is raised
+        after the step is undone; the next step returns what had been committed.
         """
         commits, self.ready = self.ready or recovered(self, self._step), []
         for commit in commits:
@@ -116,18 +115,18 @@ class Engine:
             self.observe(plan, commits, out)
 
     def max_nodes(self, length: int) -> int:
-        """Most nodes of a draft of so many levels; predictions are chains."""
+        """Most nodes of a draft of ``length`` levels; predictions are chains."""
         most = self.drafter.max_nodes(length)
         return max(most, length) if most else 0
 
     def choices(self, seqs: Sequence[SequenceState]) -> Sequence[Decision | int]:
-        """The drafts that the controller chooses."""
+        """The controller's drafts."""
         if any(seq.drafts for seq in seqs):
             return self.controller.lengths(seqs)
         return [PLAIN] * len(seqs)
 
     def account(self, commits: Sequence[Commit], start: float) -> None:
-        """What a step that began at ``start`` yielded, for statistics and the controller."""
+        """Record a step that began at ``start``, for statistics and the controller."""
         now = time.perf_counter()
         self.steps += 1
         known = self.scheduler.by_id()
@@ -150,7 +149,8 @@ class Engine:
 
     @phase("other")
     def plan(self, planned: Callable[[], Plan]) -> Plan:
-        """Who runs, and how long drafts may be. Drafts of the preempted begin anew."""
+        """Who runs, and how long drafts may be. Drafting state of preempted sequences is
+        dropped."""
         try:
             return planned()
         finally:
@@ -159,7 +159,7 @@ class Engine:
 
     @phase("draft")
     def draft(self, plan: Plan) -> list[TokenTree]:
-        """A tree for every slice; sequences that drafting failed for are kept from it."""
+        """A tree for every slice, empty for sequences for which drafting failed."""
         part = plan
         if not all(item.drafts for item in plan.slices):
             part = Plan(tuple(item for item in plan.slices if item.drafts))
@@ -174,8 +174,8 @@ class Engine:
 
     @phase("other")
     def batch(self, plan: Plan, trees: Sequence[TokenTree]) -> Batch:
-        """Pending tokens and tree nodes as rows of one forward; its spans say whose they are, and
-        logits are there if somebody reads them."""
+        """Pending tokens and tree nodes as rows of one forward, with logits only if they are
+        read."""
         drafted = zip(plan.slices, trees, strict=True)
         spans = [Span.of_request(item.seq, tree, item.scheduled) for item, tree in drafted]
         reads_logits = (
@@ -187,19 +187,19 @@ class Engine:
 
     @phase("target")
     def forward(self, batch: Batch) -> ModelOutput:
-        """The only full forward of the target."""
+        """The target's only full forward."""
         with self._inferring(self.target.backend.runs_torch):
             return self.target(batch, self.cache)
 
     @phase("verify")
     def verify(self, batch: Batch, out: ModelOutput) -> list[Verdict]:
-        """On the sequences that decode, in their order."""
+        """Verdicts on the decoding sequences, in order."""
         decoding = [span for span in batch.spans if span.wants_logits]
         return self.verifier(out.logits, decoding, out.greedy)
 
     @phase("verify")
     def score(self, batch: Batch, out: ModelOutput) -> dict[int, tuple[TokenLogprob, ...]]:
-        """Of prompts that are to be scored, how likely the tokens are that this step read on to."""
+        """Log-probabilities of prompt tokens that this step has read, where asked for."""
         return {
             span.seq_id: prompt_logprobs(
                 out.logits[span.logit_row - span.scored : span.logit_row],
@@ -217,7 +217,7 @@ class Engine:
         verdicts: Sequence[Verdict],
         scores: Mapping[int, tuple[TokenLogprob, ...]],
     ) -> list[Commit]:
-        """Cache rows to where they stay, then a commit for each sequence: they are ``ready``."""
+        """Move accepted cache rows, then make a commit for each sequence (``ready``)."""
         moves: list[tuple[int, int, int]] = []
         decoding = (span for span in batch.spans if span.wants_logits)
         judged = dict(zip([span.seq_id for span in decoding], verdicts, strict=True))
@@ -279,7 +279,7 @@ class Engine:
         )
 
     def _settle(self, seq: SequenceState, made: Commit) -> None:
-        """Tokens and cache of a sequence as its commit says; neither if that fails."""
+        """Update a sequence's tokens and cache by its commit; neither if that fails."""
         if made.error is not None:
             return
         before, cached = len(seq.tokens), made.position + made.scheduled + len(made.path)
@@ -293,7 +293,7 @@ class Engine:
 
     @phase("draft")
     def observe(self, plan: Plan, commits: Sequence[Commit], out: ModelOutput) -> None:
-        """The drafter learns what became of its drafts."""
+        """Show the drafter the commits."""
         pairs = zip(plan.slices, commits, strict=True)
         seen = [commit for item, commit in pairs if item.drafts and commit.error is None]
         if seen:
@@ -301,6 +301,6 @@ class Engine:
                 self.drafter.observe(seen, out)
 
     def _inferring(self, computes: bool) -> AbstractContextManager[object]:
-        """Torch's inference mode where torch ``computes``. A step of the kernels with lookups or
-        without drafts calls nothing of torch: entering the mode alone takes 10 to 35 us there."""
+        """Torch's inference mode if torch ``computes``; entering it takes 10 to 35 us, which steps
+        of the native kernels with lookups or without drafts do not need."""
         return self._inference if computes else _NOTHING

@@ -1,13 +1,11 @@
-"""What the engine does about a step that failed.
+"""What the engine does about a failed step, which has been undone. In this order::
 
-The step has been undone, so nobody has lost or gained a token. In this order::
-
-    once more              a failure that does not come back costs a line in the log
-    without drafts         if that goes well, these sequences are decoded plainly from now on
-    each sequence alone    those that fail then end with an error, the others go on
+    once more              a failure that does not come back is only logged
+    without drafts         if that works, these sequences are decoded plainly from now on
+    each sequence alone    those that fail end with an error, the others go on
     a made-up token        if all failed: does the target still run? If not, EngineLostError
 
-An error itself is not kept: its traceback would hold the tensors of the step that failed.
+Errors are not stored: their tracebacks would keep the failed step's tensors.
 """
 
 from __future__ import annotations
@@ -38,7 +36,7 @@ _LONGEST = 300  # characters of a message
 
 
 class Failure(NamedTuple):
-    """An error in one line, and where in the code it came from."""
+    """An error in one line, and where in the code it was raised."""
 
     message: str
     where: str
@@ -58,7 +56,7 @@ class Failure(NamedTuple):
 
 
 def failed(seq: SequenceState, failure: Failure | str) -> Commit:
-    """The commit that ends a sequence with an error, and the line in the log."""
+    """The commit that ends a sequence with an error; also logged."""
     log.error("request %d ends with an error: %s", seq.seq_id, failure)
     message = failure.message if isinstance(failure, Failure) else failure
     return Commit(seq.seq_id, (), position=seq.cached, finish_reason="error", error=message)
@@ -88,7 +86,7 @@ Trial = Callable[[Planner], Failure | None]  # undone and explained where it fai
 
 
 def recovered(engine: Stepping, step: Step) -> list[Commit]:
-    """The commits of a step, which is undone where it fails and tried again."""
+    """The commits of a step, undone and tried again if it fails."""
     trial = partial(_attempt, engine, step)
     failure = trial(_planner(engine, engine.choices))
     if failure is not None:
@@ -99,12 +97,13 @@ def recovered(engine: Stepping, step: Step) -> list[Commit]:
 def _planner(
     engine: Stepping, choices: Callable[[Sequence[SequenceState]], Sequence[Decision | int]]
 ) -> Planner:
-    """The whole batch, with these drafts."""
+    """A plan of the whole batch, with these drafts."""
     return partial(engine.scheduler.plan, choices, engine.max_nodes)
 
 
 def _attempt(engine: Stepping, step: Step, planned: Planner) -> Failure | None:
-    """Take a step; its commits are then ``ready``. If it fails it is undone, and says why."""
+    """Take a step; its commits are then ``ready``. If it fails it is undone and the failure
+    returned."""
     before, start = len(engine.ready), time.perf_counter()
     engine.clock.start()
     try:
@@ -125,7 +124,7 @@ def _attempt(engine: Stepping, step: Step, planned: Planner) -> Failure | None:
 
 
 def _undo(engine: Stepping) -> None:
-    """All sequences as before the step; the drafter begins anew with them."""
+    """Restore all sequences to before the step; the drafter starts over with them."""
     for seq in engine.scheduler.waiting:
         engine.cache.free(seq.seq_id)  # it may have been on its way in
     for seq in engine.scheduler.running:
@@ -143,8 +142,8 @@ def _undraft(seqs: Sequence[SequenceState], failure: Failure) -> None:
 def _recover(
     engine: Stepping, trial: Callable[[Planner], Failure | None], failure: Failure
 ) -> None:
-    """After a step that failed: whatever can be committed is ``engine.ready`` afterwards. Raises
-    EngineLostError when all sequences have been dropped."""
+    """After a failed step: everything that can be committed is ``engine.ready``. Raises
+    EngineLostError after dropping all sequences."""
     log.warning("a step failed and was undone: %s; it is tried again", failure)
     if engine.target.device.type == "cuda":
         with suppress(Exception):  # of a device that is lost
@@ -165,12 +164,12 @@ def _recover(
 
 
 def _nothing(seqs: Sequence[SequenceState]) -> list[Decision | int]:
-    """A step without drafts."""
+    """No drafts."""
     return [PLAIN] * len(seqs)
 
 
 def _one_by_one(engine: Stepping, trial: Trial, failure: Failure) -> None:
-    """Find out whose step fails, and end those."""
+    """Step each sequence alone and end those that fail."""
     scheduler = engine.scheduler
     culprits: list[tuple[SequenceState, Failure]] = []
     went_on = False

@@ -17,7 +17,7 @@ from paceline.model.paged.cache import PagedCache
 
 @dataclass(frozen=True)
 class SchedulerConfig:
-    """Limits of a step. Tokens are pending tokens; draft nodes come on top."""
+    """Limits of a step, in pending tokens; draft nodes come on top."""
 
     max_batch_size: int = 8
     max_step_tokens: int = 2048  # prefill tokens of all sequences in one step
@@ -27,7 +27,7 @@ class SchedulerConfig:
 
 
 class Scheduler:
-    """Waiting and running sequences; decides each step's plan and reserves its cache blocks."""
+    """Waiting and running sequences; makes each step's plan and reserves its cache blocks."""
 
     def __init__(self, config: SchedulerConfig, cache: PagedCache) -> None:
         self.config = config
@@ -47,7 +47,7 @@ class Scheduler:
         return {seq.seq_id: seq for seq in self.running}
 
     def add(self, seq: SequenceState) -> None:
-        """Queue a sequence behind those of its priority. Raises CacheMemoryError, as ``check``."""
+        """Queue a sequence after those of its priority. Raises CacheMemoryError, as ``check``."""
         self.check(seq)
         position = len(self.waiting)
         while position and self.waiting[position - 1].params.priority > seq.params.priority:
@@ -55,7 +55,7 @@ class Scheduler:
         self.waiting.insert(position, seq)
 
     def check(self, seq: SequenceState) -> None:
-        """Raises CacheMemoryError if it could not run even alone. Touches nothing."""
+        """Raises CacheMemoryError if it could not run even alone."""
         longest = min(len(seq.tokens) + seq.remaining, self.config.max_positions)
         if -(-longest // self.cache.block_size) > self.cache.num_blocks:
             raise CacheMemoryError(
@@ -65,7 +65,7 @@ class Scheduler:
             )
 
     def remove(self, seq_id: int) -> bool:
-        """Drop a sequence wherever it is (finished or cancelled); False if it is unknown."""
+        """Drop a waiting or running sequence; False if it is unknown."""
         for queue in (self.running, self.waiting):
             for seq in queue:
                 if seq.seq_id == seq_id:
@@ -79,8 +79,8 @@ class Scheduler:
         choices: Callable[[Sequence[SequenceState]], Sequence[Decision | int]],
         max_nodes: Callable[[int], int],
     ) -> Plan:
-        """The next step; ``choices`` gives the draft that is requested for each sequence,
-        ``max_nodes`` the most nodes of a draft of some length."""
+        """The next step. ``choices``: the draft requested for each sequence; ``max_nodes``: most
+        nodes of a draft by length."""
         for seq in list(self.running):
             if self.cache.outgrown(seq.seq_id, len(seq.tokens)):
                 self._preempt(seq)  # it is read again with the rotations of a long sequence
@@ -107,7 +107,7 @@ class Scheduler:
         return Plan(tuple(slices))
 
     def alone(self, seq: SequenceState) -> Plan:
-        """A step of one running sequence, without a draft; empty if it had to give way."""
+        """A step of one running sequence without a draft; empty if it had to give way."""
         scheduled = self._chunk(seq, self.config.max_step_tokens, self.config.max_scored_rows)
         fits = self._reserve(seq, scheduled)
         return Plan((Slice(seq.view(), scheduled, 0, seq.drafts),) if fits else ())
@@ -124,7 +124,7 @@ class Scheduler:
         requested: int,
         max_nodes: Callable[[int], int],
     ) -> int:
-        """The requested length, limited by the request, its context and the free cache blocks."""
+        """The requested length, limited by request, context and free cache blocks."""
         if scheduled < seq.num_pending:
             return 0
         length = self._draft_limit(seq, requested)
@@ -135,7 +135,8 @@ class Scheduler:
         return length
 
     def _draft_limit(self, seq: SequenceState, requested: int) -> int:
-        """The last token of the budget and of the context is the target's own: never draft it."""
+        """The last token of the budget and of the context is the target's own, so it is not
+        drafted."""
         if seq.params.drafter == "none" or not seq.drafts:
             return 0
         if seq.params.draft_length is not None:
@@ -147,31 +148,29 @@ class Scheduler:
         return max(0, min(requested, seq.remaining - 1, left))
 
     def _admit(self) -> None:
-        """Let sequences run, in their order, while there is room. Those that wait for a prefix keep
-        their place in the batch and in the cache, but let the ones behind them pass: nobody has
-        less than if they ran."""
-        held: list[int] = []  # blocks that each of them will need
-        while len(held) < len(self.waiting) and (
-            len(self.running) + len(held) < self.config.max_batch_size
+        """Start waiting sequences in order while there is room. Those that wait for a shared prefix
+        keep their share of batch and cache, but let later ones pass."""
+        reserved: list[int] = []  # blocks that each sequence waiting for a prefix will need
+        while len(reserved) < len(self.waiting) and (
+            len(self.running) + len(reserved) < self.config.max_batch_size
         ):
-            seq = self.waiting[len(held)]
-            if self.running and not self._fits(seq, sum(held)):
+            seq = self.waiting[len(reserved)]
+            if self.running and not self._fits(seq, sum(reserved)):
                 return
             shares = seq.params.prompt_logprobs is None
             coming = self._prefix_to_come(seq) if shares and self.cache.shares else 0
             if coming:
-                held.append(self._blocks_of(seq) - coming // self.cache.block_size)
+                reserved.append(self._blocks_of(seq) - coming // self.cache.block_size)
                 continue
             seq.cached = self.cache.admit(seq.seq_id, seq.tokens, shares)
-            del self.waiting[len(held)]  # only now: what fails must not lose the sequence
+            del self.waiting[len(reserved)]  # only now: what fails must not lose the sequence
             if not seq.started:
                 seq.started, seq.shared = time.perf_counter(), seq.cached
             self.running.append(seq)
 
     def _prefix_to_come(self, seq: SequenceState) -> int:
-        """Tokens of whole blocks that this sequence has in common with a running one which is
-        prefilling just these; 0 if there is none. Waiting for it lets this one share the blocks: n
-        samples of a prompt read it once."""
+        """Tokens of whole blocks that this sequence shares with a running one which is prefilling
+        them; 0 if none. Waiting for them lets n samples of a prompt read it once."""
         size = self.cache.block_size
         for other in self.running:
             if other.num_pending > size:
@@ -183,18 +182,15 @@ class Scheduler:
         return 0
 
     def _blocks_of(self, seq: SequenceState) -> int:
-        """Those of its tokens, and one to grow."""
+        """Blocks of its tokens, and one to grow."""
         return -(-len(seq.tokens) // self.cache.block_size) + 1
 
-    def _fits(self, seq: SequenceState, held: int = 0) -> bool:
-        """Whether all of it fits beside what was promised to those that run.
-
-        Promised are the blocks of prompts that are still being read, chunk by chunk, one more block
-        for each sequence, to grow, and those ``held`` for sequences before it. Blocks that others
-        use already are there to be shared.
-        """
+    def _fits(self, seq: SequenceState, reserved: int = 0) -> bool:
+        """Whether all of it fits beside what is promised to running sequences: the blocks of
+        prompts still being read, one more each to grow, and ``reserved`` ones for sequences before
+        it. Blocks in use by others can be shared."""
         pool = self.cache.pool
-        promised = held + len(self.running)
+        promised = reserved + len(self.running)
         promised += sum(
             self.cache.blocks_missing(other.seq_id, len(other.tokens)) for other in self.running
         )
@@ -222,7 +218,7 @@ class Scheduler:
                 return False
 
     def _preempt(self, seq: SequenceState) -> None:
-        """Give up a sequence's blocks; its tokens stay and will be prefilled again."""
+        """Free a sequence's blocks; its tokens stay and are prefilled again."""
         self.running.remove(seq)
         self.cache.free(seq.seq_id)
         seq.cached = 0
@@ -232,7 +228,7 @@ class Scheduler:
 
 
 def _common_length(one: Sequence[int], other: Sequence[int], size: int) -> int:
-    """How many leading tokens two texts share, in whole blocks of ``size``."""
+    """Leading tokens that two texts share, in whole blocks of ``size``."""
     most = min(len(one), len(other))
     if most < size or one[:size] != other[:size]:
         return 0

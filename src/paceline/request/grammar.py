@@ -18,8 +18,7 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerFast
 
 
-# JSON on one line, as models mostly write it. Free white space would let a model write blanks until
-# its tokens run out.
+# JSON on one line: with free white space a model may write blanks until its tokens run out.
 _LAYOUT: dict[str, Any] = {
     "whitespace_flexible": False,
     "item_separator": ", ",
@@ -28,19 +27,19 @@ _LAYOUT: dict[str, Any] = {
 
 
 class GrammarCompiler:
-    """Makes matchers for one tokenizer. Compiled grammars are kept, as servers repeat them."""
+    """Makes matchers for one tokenizer; caches compiled grammars."""
 
     def __init__(
         self, tokenizer: PreTrainedTokenizerFast, vocab_size: int, end_tokens: frozenset[int]
     ) -> None:
-        """``end_tokens`` may stand where a text is complete, and nowhere else."""
+        """``end_tokens`` are allowed only where a text is complete."""
         self._tokenizer, self._width = tokenizer, vocab_size
         self._ends = sorted(end_tokens)
         self._wrapped: LLTokenizer | None = None
         self._compiled = lru_cache(maxsize=64)(self._compile)
 
     def matcher(self, grammar: Grammar) -> Matcher:
-        """A fresh matcher. Raises GrammarError if the grammar is malformed or not supported."""
+        """A new matcher. Raises GrammarError if the grammar is malformed or not supported."""
         return Matcher(self._compiled(grammar).deep_copy(), self._width)
 
     def _compile(self, grammar: Grammar) -> LLMatcher:
@@ -81,7 +80,7 @@ def _compiled_text(grammar: Grammar) -> str:
 
 
 class Matcher:
-    """Where one sequence stands in its grammar: a ``core.constraint.Constraint``."""
+    """A sequence's state in its grammar: a ``core.constraint.Constraint``."""
 
     def __init__(self, matcher: LLMatcher, width: int) -> None:
         self._matcher, self._width = matcher, width

@@ -37,7 +37,7 @@ def _closed() -> PacelineError:
 
 @dataclass
 class Waiter:
-    """A caller that waits until ``done()``; ``error``: why nothing will come any more."""
+    """A caller waiting until ``done()``; ``error``: why nothing more will come."""
 
     done: Callable[[], bool]
     wake: Callable[[], object]
@@ -72,7 +72,7 @@ class EngineOwner:
     # -- what callers want of it -----------------------------------------------------------------
 
     def enqueue(self, requests: Sequence[Request]) -> None:
-        """Queue all or, if one is refused, none; one that says when it was ``queued`` keeps that.
+        """Queue all requests, or none if one is refused; a ``queued`` time that is set stays.
         Raises CacheMemoryError."""
         for request in requests:
             self.engine.scheduler.check(request.seq)
@@ -83,13 +83,13 @@ class EngineOwner:
         self._tidy()
 
     def release(self, requests: Iterable[Request]) -> None:
-        """Forget requests; what is unfinished is cancelled and its cache blocks are freed."""
+        """Forget requests; unfinished ones are cancelled and their cache blocks freed."""
         for request in requests:
             self._inbox.append(partial(self._drop, request))
         self._tidy()
 
     def abort(self, requests: Iterable[Request]) -> None:
-        """End what is unfinished with what it has; ``finish_reason`` is "abort"."""
+        """End unfinished requests with what they have; ``finish_reason`` is "abort"."""
         for request in requests:
             self._inbox.append(partial(self._end, request))
         self._tidy()
@@ -126,16 +126,16 @@ class EngineOwner:
     # -- taking steps ----------------------------------------------------------------------------
 
     def step(self) -> list[tuple[Request, Commit]]:
-        """One step, for a caller with a loop of its own, who then takes all of them. Raises
-        EngineLostError when the engine cannot go on, PacelineError after ``close``."""
+        """One step, for a caller that takes all steps. Raises EngineLostError if the engine cannot
+        go on, PacelineError after ``close``."""
         with self._locked():
             advanced = self._step()
         self._tidy()
         return advanced
 
     def until(self, done: Callable[[], bool]) -> None:
-        """Return once ``done()``: take steps, or wait for them if others want some as well. Raises
-        EngineLostError when the engine cannot go on, PacelineError after ``close``."""
+        """Return once ``done()``: take steps, or wait for them if other callers wait, too. Raises
+        EngineLostError if the engine cannot go on, PacelineError after ``close``."""
         try:
             with self._locked(wait=False) as locked:
                 while locked and self._thread is None and not done() and not self._waiters:

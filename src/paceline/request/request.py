@@ -1,4 +1,4 @@
-"""One completion in the making: collects commits, makes events and the final record."""
+"""One completion in the making: from commits to events and the final record."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
 
 class Request:
-    """A sequence, where it belongs, and what was committed to it so far."""
+    """A sequence, its prompt's number, and what was committed to it so far."""
 
     def __init__(
         self,
@@ -34,7 +34,7 @@ class Request:
         lossy: bool = False,
         hidden: frozenset[int] | None = None,
     ) -> None:
-        """``hidden`` are the special tokens that are no text; None is all of them."""
+        """``hidden``: special tokens that are not text; None is all of them."""
         self.lost = False  # together with the engine
         self.whole_characters = False  # one that max_tokens cuts is left out, not U+FFFD
         self.prompt_logprobs: list[TokenLogprob] = []  # of all its tokens but the first
@@ -55,7 +55,7 @@ class Request:
         seq.stops = self._new_text() if seq.params.stop else None
 
     def _new_text(self) -> TextStream:
-        """Empty, behind the prompt."""
+        """An empty text after the prompt."""
         seq, params = self.seq, self.seq.params
         prompt = seq.tokens[: seq.prompt_length]
         return TextStream(
@@ -68,14 +68,14 @@ class Request:
         )
 
     def _decoded(self) -> TextStream:
-        """All tokens, anew."""
+        """The text of all tokens, decoded again."""
         text = self._new_text()
         text.read(self.seq.tokens[self.seq.prompt_length :])
         return text
 
     def absorb(self, commit: Commit) -> None:
-        """Take in one commit of this sequence. Raises nothing: if its text cannot be decoded it is
-        complete afterwards, with an error."""
+        """Take in a commit. Raises nothing: if the text cannot be decoded the request ends with an
+        error."""
         # A prompt that had to give up its cache is read, and scored, again.
         known = len(self.prompt_logprobs) - commit.position
         self.prompt_logprobs.extend(commit.prompt_logprobs[max(0, known) :])
@@ -128,8 +128,8 @@ class Request:
         return rest
 
     def _end(self, error: str) -> str:
-        """The completion of a request that failed; returns the rest of its text. Decoded anew, as
-        the running text may have been what failed, or have gone ahead."""
+        """The completion of a failed request; returns the rest of its text, which is decoded again,
+        as the running text may be what failed."""
         shown = "".join(self._shown)
         try:
             text = self._decoded()
@@ -163,7 +163,7 @@ class Request:
 
 def advance(engine: Engine, requests: Mapping[int, Request]) -> list[tuple[Request, Commit]]:
     """One step, absorbed by those of ``requests`` (by sequence id) that it advanced. Raises
-    EngineLostError when the engine cannot go on; every request has then ended."""
+    EngineLostError if the engine cannot go on; all requests have then ended."""
     try:
         commits = engine.step()
     except EngineLostError as error:
@@ -188,7 +188,8 @@ def any_events(requests: Sequence[Request]) -> bool:
 
 
 def completions_of(requests: Sequence[Request]) -> list[Completion]:
-    """Those of requests that have ended. Raises EngineLostError if the engine was lost with one."""
+    """Completions of the requests that have ended. Raises EngineLostError if the engine was
+    lost."""
     done = [request.completion for request in requests if request.completion is not None]
     lost = [
         completion.error for completion, request in zip(done, requests, strict=True) if request.lost

@@ -1,4 +1,4 @@
-"""What users hand in: prompts, parameters and messages, in one shape or refused in one line."""
+"""Checks of what users pass: prompts, parameters and messages."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ def as_params(
 
 
 def _listed(value: Any) -> list[Any] | None:
-    """The members of what can be gone through and is neither text nor a mapping."""
+    """The members of an iterable that is neither text nor a mapping, else None."""
     if isinstance(value, (bytes, bytearray, memoryview, dict)) or not isinstance(value, Iterable):
         return None
     return list(value)
@@ -60,8 +60,8 @@ def _listed(value: Any) -> list[Any] | None:
 
 @dataclass(frozen=True)
 class ContextBudget:
-    """How many tokens a sequence may have, prompt and answer together, and what limits it.
-    ``positions`` are the model's; ``cached`` is what the whole cache holds."""
+    """Most tokens of a sequence, prompt and answer: the model's ``positions``, and what is
+    ``cached`` at most."""
 
     model: str
     positions: int
@@ -72,7 +72,7 @@ class ContextBudget:
         return min(self.positions, self.cached)
 
     def refusal(self, count: int) -> str | None:
-        """Why a prompt of ``count`` tokens cannot be taken, None if it can."""
+        """Why a prompt of ``count`` tokens is refused; None if it is not."""
         if count < self.limit:
             return None
         if self.positions <= self.cached:
@@ -111,8 +111,8 @@ def encode(
 
 
 def check_params(params: SamplingParams, known: int, width: int, drafters: Sequence[str]) -> None:
-    """What depends on the model: ``known`` ids of the tokenizer, ``width`` of them with logits, and
-    the ``drafters`` that are loaded. Raises ConfigError."""
+    """Checks that depend on the model: ``known`` ids of the tokenizer, ``width`` of them with
+    logits, and the loaded ``drafters``. Raises ConfigError."""
     bad = [t for t in (*params.logit_bias, *params.stop_token_ids) if not 0 <= t < known]
     if bad:
         raise ConfigError(
@@ -131,7 +131,7 @@ def check_params(params: SamplingParams, known: int, width: int, drafters: Seque
 def endings(
     params: SamplingParams, end_tokens: frozenset[int]
 ) -> tuple[frozenset[int], frozenset[int] | None]:
-    """The ids that end a request, and the special ones that are no text; None is all of them."""
+    """The ids that end a request, and the special ones that are not text; None is all of them."""
     stops = frozenset(params.stop_token_ids)
     if not params.ignore_eos:
         stops |= end_tokens
@@ -141,7 +141,7 @@ def endings(
 
 
 def params_of_sample(params: SamplingParams, index: int) -> SamplingParams:
-    """Those of the sample ``index`` of a prompt: seeds differ."""
+    """The parameters of sample ``index`` of a prompt: seeds differ."""
     if params.seed is None or not index:
         return params
     return replace(params, seed=(params.seed + index) % 2**63)

@@ -1,4 +1,4 @@
-"""The application: routes, errors, and a life that begins and ends with the engine's."""
+"""The FastAPI application: routes, error handlers, and the engine's lifespan."""
 
 from __future__ import annotations
 
@@ -35,9 +35,9 @@ def create_app(
     ended: Callable[[Exchange], None] | None = None,
     local: bool = False,
 ) -> FastAPI:
-    """The whole API around a service; its engine runs while the application does. Without ``keys``
-    anybody may come in; ``local`` is for servers of this machine that ask for none, see
-    ``wrong_host``. ``ended`` hears of every request's end."""
+    """The API of a service, whose engine runs while the application does. Without ``keys`` anybody
+    may use it; ``local``: check the Host header, see ``wrong_host``. ``ended`` is called after each
+    request."""
 
     @asynccontextmanager
     async def life(app: FastAPI) -> AsyncIterator[None]:
@@ -68,7 +68,7 @@ def create_app(
 
 
 def _protect(app: FastAPI, config: ServeConfig, keys: Keys | None, local: bool) -> None:
-    """What stands around the application. The last one added sees a request first."""
+    """Add the middleware. The last one added runs first."""
     checks = [*([wrong_host] if local else []), wrong_type, *([keys.refusal] if keys else [])]
     app.add_middleware(Gate, checks=checks, limit=config.max_request_bytes)
     if config.cors_origin:
@@ -158,7 +158,7 @@ def _status(good: bool, yes: str, no: str) -> Response:
 
 
 def _page() -> APIRouter:
-    """The page at ``/``, and a policy under which it can load nothing else."""
+    """The page at ``/``, with a policy that lets it load nothing else."""
     routes = APIRouter()
     text = Path(__file__).with_name("page.html").read_text(encoding="utf-8")
     headers = {
@@ -176,7 +176,7 @@ def _page() -> APIRouter:
 
 
 def policy(page: str) -> str:
-    """Only the page's own script and style, known by their hashes, and only this server."""
+    """Allows the page's own script and style, by hash, and connections to this server only."""
     script, style = (
         " ".join(f"'{_digest(part)}'" for part in re.findall(f"<{tag}>(.*?)</{tag}>", page, re.S))
         for tag in ("script", "style")

@@ -1,7 +1,4 @@
-"""What runs in the engine's process: the model, the thread that decodes, and the metrics.
-
-Without its parent this process has no purpose: when the connection is closed, it ends at once.
-"""
+"""The engine's process: model, engine thread and metrics. It ends when the connection closes."""
 
 from __future__ import annotations
 
@@ -19,14 +16,14 @@ from paceline.server.loop import EngineLoop, Link
 
 
 def _end(code: int) -> NoReturn:
-    """Now: threads may be in the middle of a step, and nothing here outlives the process."""
+    """End at once: threads may be in the middle of a step."""
     sys.stdout.flush()
     sys.stderr.flush()
     os._exit(code)
 
 
 def main(descriptor: int) -> None:
-    """The life of the process. ``descriptor`` is that of the connection."""
+    """Run the process. ``descriptor``: the connection's."""
     for heard in (signal.SIGINT, signal.SIGTERM):
         signal.signal(heard, signal.SIG_IGN)  # the parent drains, and then closes the connection
     signal.pthread_sigmask(signal.SIG_UNBLOCK, (signal.SIGINT, signal.SIGTERM))
@@ -47,7 +44,7 @@ def main(descriptor: int) -> None:
 
 
 def _load(message: wire.LoadModel, link: Link) -> EngineLoop:
-    """The loop of the loaded model; ends the process if it cannot be loaded."""
+    """Load the model; ends the process on failure."""
     from paceline.cli.output import debugging
     from paceline.server.local import load_llm
     from paceline.server.run import set_up_logging

@@ -1,11 +1,10 @@
-"""What handlers hold of the engine, wherever it is, and of their requests.
+"""The engine and its requests as HTTP handlers see them; all of it runs on the event loop's thread.
 
     handler                     event loop                        engine (see wire.py)
     ticket = await submit() --> Submit ---- a socket -----------> loop.py
     await ticket.next() <--------- one wake-up a step <---- StepEvents
 
-Everything here runs on the event loop's thread. A ticket that nobody reads any more (its client has
-gone) is cancelled, and its cache blocks are free again after the step that runs.
+A ticket whose client has gone is cancelled; its cache blocks are free after the step under way.
 """
 
 from __future__ import annotations
@@ -32,23 +31,23 @@ MAX_UNSENT = 64 * 2**20
 
 
 class EngineEndpoint(Protocol):
-    """An engine at the other end of a connection, in a process of its own or on a thread."""
+    """An engine at the other end of a connection, in its own process or on a thread."""
 
     facts: wire.Facts
 
     def start(self) -> socket.socket:
-        """The connection, over which it answers from now on."""
+        """The connection, on which it answers from now on."""
 
     def ended(self) -> str:
-        """How it did, once the connection is closed, in words."""
+        """How it ended, in words, once the connection is closed."""
 
     def close(self) -> None:
-        """Let it end, and wait for it. The connection has been closed."""
+        """End it and wait for that. The connection has been closed."""
 
 
 @dataclass(frozen=True)
 class Load:
-    """What is under way: HTTP requests and their sequences, and how many of these are taken."""
+    """HTTP requests under way, their sequences, and how many sequences are accepted."""
 
     requests: int
     sequences: int
@@ -56,7 +55,7 @@ class Load:
 
 
 class Ticket:
-    """What a handler holds of its requests, whose events it asks for; ``cancel`` is free."""
+    """A handler's requests; ``next`` gives their events."""
 
     def __init__(
         self,
@@ -80,12 +79,11 @@ class Ticket:
         self._changed = asyncio.Event()
 
     def cancel(self) -> None:
-        """Its sequences leave before the next step; a finished one is let go."""
+        """Its sequences leave before the next step; does nothing for a finished one."""
         self._client.dismiss(self)
 
     async def next(self) -> list[StreamEvent]:
-        """All that has come since the last call; nothing once it is complete. Raises the APIError
-        that ended it."""
+        """The events since the last call; [] once complete. Raises the APIError that ended it."""
         await self.until(lambda: bool(self._events) or not self.open)
         events, self._events = self._events, []
         return events
@@ -114,7 +112,7 @@ class Ticket:
         self._changed.set()
 
     def fail(self, error: Exception) -> None:
-        """The end, after what has come."""
+        """End it after the events that have come."""
         self.error = self.error or error
         self._changed.set()
 
@@ -137,7 +135,7 @@ class EngineClient:
 
     @property
     def ready(self) -> bool:
-        """Takes new requests."""
+        """Accepts new requests."""
         return self.alive and not self._draining
 
     @property
@@ -150,7 +148,7 @@ class EngineClient:
 
     @property
     def load(self) -> Load:
-        """Known here, without asking the engine: balancers ask often, and when it is busy."""
+        """Known without asking the engine: load balancers ask often, also when it is busy."""
         tickets = self._tickets.values()
         capacity = self.facts.max_batch_size + self.config.max_queue
         return Load(len(tickets), sum(ticket.open for ticket in tickets), capacity)
@@ -164,9 +162,9 @@ class EngineClient:
     ) -> Ticket:
         """Queue ``n`` requests for each prompt.
 
-        ``deadline`` in seconds shortens the server's own. ``streams`` asks for events step by step;
-        else there is one for each completion. Raises APIError, ConfigError, or
-        what the engine refuses it for; what fails later is raised by the ticket.
+        ``deadline``: seconds, at most the server's. ``streams``: events step by step, else one for
+        each completion. Raises APIError, ConfigError, or what the engine refuses it for; later
+        failures are raised by the ticket.
         """
         if self._draining or self._stopped:
             raise draining("the server is shutting down; send the request elsewhere")
@@ -212,19 +210,19 @@ class EngineClient:
         self.dismiss(ticket, "deadline")
 
     def dismiss(self, ticket: Ticket, outcome: str = "cancelled") -> None:
-        """Nobody reads this ticket any more."""
+        """Cancel a ticket that nobody reads any more."""
         if self._take(ticket.number) is not None and self.alive:
             self._post(wire.Cancel(ticket.number, outcome))
 
     def _take(self, number: int) -> Ticket | None:
-        """A ticket that gets nothing more."""
+        """Remove a ticket; it gets nothing more."""
         ticket = self._tickets.pop(number, None)
         if ticket is not None and ticket.timer is not None:
             ticket.timer.cancel()
         return ticket
 
     async def scrape(self) -> str:
-        """The metrics, rendered. Raises APIError, or TimeoutError if the engine says nothing."""
+        """The rendered metrics. Raises APIError, or TimeoutError if the engine does not answer."""
         if not self.alive:
             raise engine_lost()
         number = next(self._numbers)
@@ -236,11 +234,11 @@ class EngineClient:
             self._scrapes.pop(number, None)
 
     def drain(self) -> None:
-        """Take no new requests; those accepted are finished."""
+        """Accept no new requests; finish the others."""
         self._draining = True
 
     async def stop(self) -> None:
-        """End the engine; what is unfinished is told so."""
+        """End the engine; unfinished requests fail."""
         self._draining = self._stopped = True
         self._fail_all(draining("the server has shut down"))
         if self._writer is not None:
@@ -278,7 +276,7 @@ class EngineClient:
                 self._take(number)
 
     def lose(self, reason: str) -> None:
-        """There is no engine any more."""
+        """The engine has ended."""
         if self.failure is None and not self._stopped:
             self.failure = reason
             self._fail_all(engine_lost())
@@ -295,13 +293,13 @@ class EngineClient:
     # -- the connection --------------------------------------------------------------------------
 
     async def start(self) -> None:
-        """On the event loop that everything else will be called on."""
+        """Connect; called on the event loop."""
         reader, self._writer = await asyncio.open_unix_connection(sock=self.engine.start())
         self._reading = asyncio.create_task(self._read(reader))
         self._started = True
 
     def _post(self, message: wire.WireMessage) -> None:
-        """Send a message to the engine. Raises ConfigError if it cannot be said, APIError."""
+        """Send a message. Raises ConfigError if it cannot be encoded, APIError."""
         if self._writer is None or self._writer.is_closing():
             raise engine_lost()
         try:
@@ -313,7 +311,7 @@ class EngineClient:
         self._writer.write(data)
 
     async def _read(self, reader: asyncio.StreamReader) -> None:
-        """Until the engine has ended, or is about to."""
+        """Receive until the engine ends."""
         try:
             while (body := await wire.next_message(reader)) is not None:
                 self.receive(wire.REPLIES.decode(body))

@@ -1,7 +1,7 @@
-"""Everything ``paceline serve`` can be told, once: the flags, the TOML file and their checks.
+"""The settings of ``paceline serve``: flags, TOML file and checks.
 
-Every setting of ``ServeConfig`` is a flag (``max_queue`` is ``--max-queue``) and a key of its
-section in the file; both go through ``TableEntry.read``, so neither can say what the other cannot.
+Every field of ``ServeConfig`` is a flag (``max_queue`` is ``--max-queue``) and a key of its section
+in the file; both are read by ``TableEntry.read``.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ _model, _server, _limits, _security = map(under, ("Model", "Server", "Limits", "
 
 @dataclass(frozen=True)
 class _Names:
-    """What is served, and as what."""
+    """The model and its name."""
 
     model: str = _model(
         EMBEDDED,
@@ -46,7 +46,7 @@ class _Names:
 
 @dataclass(frozen=True)
 class ServeConfig(EngineSettings, _Names):
-    """What a server is. Sizes are in bytes, times in seconds; 0 in ``deadline`` is no deadline."""
+    """Settings of a server. Sizes in bytes, times in seconds; ``deadline`` 0 is none."""
 
     host: str = _server("127.0.0.1", "Address to listen on.")
     port: int = _server(8000, "Port to listen on; 0 takes a free one.", low=0, high=65535)
@@ -109,7 +109,7 @@ class ServeConfig(EngineSettings, _Names):
 
     @property
     def drafts(self) -> tuple[str, ...]:
-        """What ``LLM`` is to load; without a draft named, a profile gives its own for "auto"."""
+        """The drafts that ``LLM`` loads; without a named one a profile gives its own for "auto"."""
         if self.draft:
             return self.draft
         return default_drafts(self.model) if self.profile is None else (DEFAULT_DRAFT,)
@@ -121,12 +121,12 @@ class ServeConfig(EngineSettings, _Names):
 
     @property
     def alias_of(self) -> str | None:
-        """The model that metrics speak of under another server's names, if they do."""
+        """The model's name in metrics under another server's names; None without those."""
         return None if self.metrics_alias is None else self.name
 
 
 def keys() -> tuple[TableEntry, ...]:
-    """Every setting of a server, in the order of ``--help``."""
+    """All settings in the order of ``--help``."""
     return entries(ServeConfig, "server")
 
 
@@ -135,8 +135,8 @@ def configure(
     file: str | Path | None = None,
     choose: Callable[[str], str] = lambda name: name or EMBEDDED,
 ) -> ServeConfig:
-    """Defaults, then the file, then the flags that are not None. Raises ConfigError. ``choose`` is
-    given the model's name, "" where nobody names one, and has the last word."""
+    """Defaults, then the file, then flags that are not None. ``choose`` gets the model's name (""
+    if none is named) and returns the one to serve. Raises ConfigError."""
     values = {} if file is None else read_file(file)
     for entry in keys():
         value = flags.get(entry.name)
@@ -147,7 +147,7 @@ def configure(
 
 
 def read_file(path: str | Path) -> dict[str, Any]:
-    """The values of a configuration file. Raises ConfigError, naming the file and the key."""
+    """The values in a configuration file. Raises ConfigError with file and key."""
     known = {(entry.key.section, entry.name): entry for entry in keys()}
     values = {}
     for section, content in read_toml(path, "config file").items():
@@ -161,7 +161,7 @@ def read_file(path: str | Path) -> dict[str, Any]:
 
 
 def _unknown(section: str, name: str) -> str:
-    """That there is no such key or, without a section, no such section; and what was meant."""
+    """The error for an unknown key or, with section "", an unknown section; suggests near ones."""
     homes = {entry.name: f"[{entry.key.section}] {entry.name}" for entry in keys()}
     if not section:
         homes |= {other: f"[{other}]" for other in SECTIONS}
@@ -177,7 +177,7 @@ def _unknown(section: str, name: str) -> str:
 
 
 def to_toml(config: ServeConfig) -> str:
-    """A file that says the same; what is left open stands in a comment."""
+    """A file with these settings; unset ones are comments."""
     import tomli_w
 
     values = asdict(config)

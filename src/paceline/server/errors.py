@@ -1,5 +1,4 @@
-"""Errors in the words of the two APIs: OpenAI's ``{"error": {message, type, param, code}}``, and
-Anthropic's."""
+"""Errors as OpenAI's API has them, ``{"error": {message, type, param, code}}``, and Anthropic's."""
 
 from __future__ import annotations
 
@@ -26,7 +25,7 @@ class ErrorDetails(BaseModel):
 
 
 class ErrorBody(BaseModel):
-    """What every error looks like."""
+    """The body of every error."""
 
     error: ErrorDetails
 
@@ -56,7 +55,7 @@ _ANTHROPIC = {
 
 
 def anthropic_body(error: APIError) -> dict[str, Any]:
-    """The same for clients of ``/v1/messages``."""
+    """The body for clients of ``/v1/messages``."""
     known = "invalid_request_error" if error.status < 500 else "api_error"
     kind, message = _ANTHROPIC.get(error.status, known), str(error)
     if error.code == "context_length_exceeded":  # as its clients know it
@@ -69,7 +68,7 @@ def anthropic_body(error: APIError) -> dict[str, Any]:
 
 
 def respond(error: Exception, path: str = "") -> JSONResponse:
-    """The response to a request for ``path``, in the words of the API that it belongs to."""
+    """The response to a request for ``path``, in the form of its API."""
     shown = as_api_error(error)
     body = anthropic_body if path.startswith("/v1/messages") else error_body
     return JSONResponse(body(shown), shown.status, shown.headers)
@@ -90,7 +89,7 @@ async def on_http_error(request: Request, error: Exception) -> JSONResponse:
 
 
 async def on_invalid(request: Request, error: Exception) -> JSONResponse:
-    """A body that does not fit: the first complaint, with the field it is about."""
+    """A body that does not validate: its first complaint."""
     assert isinstance(error, RequestValidationError)
     # Every location begins with "body".
     return respond(invalid(error.errors(), skip=1), request.url.path)
@@ -107,9 +106,8 @@ _OBJECT = re.compile(r"dictionary( or instance of \w+)?")
 def invalid(
     complaints: Sequence[Any], skip: int = 0, renamed: Mapping[str, str] | None = None
 ) -> APIError:
-    """The first of pydantic's complaints as an error; its location reads like messages.0.role. Of a
-    field that may be one thing or another that is the one which came furthest. ``skip`` parts of
-    locations are left out; all within a field that is ``renamed`` is said of that field."""
+    """The first of pydantic's complaints; for a union the one that got furthest. ``skip``: leading
+    parts of locations to leave out. Complaints within a ``renamed`` field name the other field."""
     first = complaints[0]
     field = first["loc"][: skip + 1]
     same = [one for one in complaints if one["loc"][: skip + 1] == field]

@@ -1,4 +1,4 @@
-"""What may become of a request besides an answer, with the HTTP status that says so."""
+"""How requests fail, with the HTTP status of each."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ _ELSEWHERE = {"Retry-After": "5", "Connection": "close"}
 
 
 class APIError(PacelineError):
-    """An error as clients are told it: HTTP status and headers, OpenAI's ``type`` (``kind``),
-    ``param`` and ``code``."""
+    """An error as clients see it: HTTP status and headers; OpenAI's ``type`` (``kind``), ``param``
+    and ``code``."""
 
     def __init__(
         self,
@@ -32,24 +32,24 @@ class APIError(PacelineError):
 
 
 def busy(message: str, retry_after: int) -> APIError:
-    """The queue is full; come again after so many seconds."""
+    """The queue is full; ``retry_after`` in seconds."""
     headers = {"Retry-After": str(retry_after)}
     return APIError(message, 429, "rate_limit_error", code="queue_full", headers=headers)
 
 
 def draining(message: str) -> APIError:
-    """The server is shutting down and takes no new requests."""
+    """The server is shutting down."""
     return APIError(message, 503, _OURS, code="shutting_down", headers=_ELSEWHERE)
 
 
 def engine_lost() -> APIError:
-    """There is no engine any more, and there will be none in this process."""
+    """The engine has stopped, and this process will not start another."""
     message = "the engine has stopped and the server is ending; try again later"
     return APIError(message, 503, _OURS, code="engine_lost", headers=_ELSEWHERE)
 
 
 def too_late(by_request: bool) -> APIError:
-    """A request was not done by its own deadline, or by the server's, and has been cancelled."""
+    """A request missed its own deadline, or the server's."""
     status, kind = (408, _THEIRS) if by_request else (504, _OURS)
     whose = "its own deadline" if by_request else "the server's deadline"
     message = f"the request was not done by {whose}; ask for fewer tokens"
@@ -57,12 +57,12 @@ def too_late(by_request: bool) -> APIError:
 
 
 def request_failed(message: str) -> APIError:
-    """The engine failed on this request alone; the message says at what."""
+    """The engine failed on this request alone."""
     return APIError(message, 500, _OURS, code="request_failed")
 
 
 def client_gone() -> APIError:
-    """Whoever asked has closed the connection."""
+    """The client has closed the connection."""
     return APIError("the client has gone", 499, _OURS, code="cancelled")
 
 
@@ -71,7 +71,7 @@ _NAMED = re.compile(r"([a-z_]+)(?:: | is | has )")
 
 
 def as_api_error(error: BaseException) -> APIError:
-    """Whatever went wrong, as a client may see it: no traceback, no path, no internals."""
+    """Any error as an APIError, without traceback, path or internals."""
     if isinstance(error, APIError):
         return error
     # A message may quote what a client sent, and half a surrogate pair cannot be encoded.
@@ -89,7 +89,7 @@ def as_api_error(error: BaseException) -> APIError:
 
 
 def check_text(text: str, param: str) -> None:
-    """Raises APIError if a text has lone surrogates (JSON's ``"\\ud800"`` alone)."""
+    """Raises APIError if a text has lone surrogates (JSON's ``"\ud800"`` alone)."""
     if not is_unicode(text):
         raise APIError(
             f"{param}: {shown(text)} has half a surrogate pair, which is no character", param=param

@@ -1,9 +1,7 @@
-"""What a body may hold: fields that are implemented, that are noted, and that are refused; and
-what a message says, as one text.
+"""Fields of request bodies: known, noted, ignored or refused; and the text of a message's content.
 
-A field that cannot change the text is taken and noted (see ``requestlog.note``); so is one of
-another server at the value that changes nothing. An unknown field whose value is null is as good as
-left out. Everything else is refused by name: what we do not know we do not do.
+Fields that cannot change the text are noted (``requestlog.note``), as are fields of other servers
+at neutral values. Unknown fields that are null are ignored. All others are refused by name.
 """
 
 from __future__ import annotations
@@ -17,8 +15,7 @@ from pydantic import BaseModel, BeforeValidator, ConfigDict, model_validator
 
 from paceline.server.requestlog import note
 
-# Taken whatever they say: where an answer is kept, billed or routed, where a conversation goes (for
-# routers in front), and what only the servers of OpenAI and Anthropic could do.
+# Noted at any value: storage, billing, routing, and what only OpenAI's and Anthropic's servers do.
 NOTED = {
     *("betas", "cache_control", "cache_prompt", "cache_salt", "client_metadata"),
     *("context_management", "guided_decoding_backend", "include_obfuscation", "inference_geo"),
@@ -26,7 +23,7 @@ NOTED = {
     *("prompt_cache_options", "prompt_cache_retention", "safety_identifier", "service_tier"),
     *("session_id", "session_params", "speed", "store", "user", "user_id"),
 }
-# Taken at the values that change nothing.
+# Noted at these neutral values.
 NOTED_AT: Mapping[str, tuple[Any, ...]] = {
     "background": (False,),
     "bad_words": ([],),
@@ -48,7 +45,7 @@ NOTED_AT: Mapping[str, tuple[Any, ...]] = {
     "use_beam_search": (False,),
     "web_search_options": ({},),
 }
-# Why not, for what clients do ask; other unknown fields are refused by name alone.
+# Reasons for refusing; other unknown fields are refused by name alone.
 REFUSED: Mapping[str, str] = {
     "audio": "answers are text; audio is not supported",
     "background": "answers are not made in the background; stream it",
@@ -67,7 +64,7 @@ REFUSED: Mapping[str, str] = {
     "use_beam_search": "beam search is not supported; sample n answers",
     "web_search_options": "there is no web search here",
 }
-# What vllm-router writes into every request that it passes on; so said, nothing is asked for.
+# Neutral values that vllm-router writes into every request.
 ROUTER_DEFAULTS: Mapping[str, bool] = {
     "no_stop_trim": False,
     "return_hidden_states": False,
@@ -78,7 +75,7 @@ ROUTER_DEFAULTS: Mapping[str, bool] = {
 
 
 class Body(BaseModel):
-    """A part of a request. Nulls for fields that know no null are as good as left out."""
+    """Part of a request. A null for a field that is not nullable is as good as left out."""
 
     model_config = ConfigDict(extra="forbid")
     _passed_over: ClassVar[frozenset[str]] = frozenset()  # taken without a word
@@ -105,23 +102,21 @@ class Body(BaseModel):
 
 @cache
 def _fields(kind: type[Body]) -> dict[str, bool]:
-    """The names in JSON, and whether null is a value of its own."""
+    """JSON names of the fields, and whether they are nullable."""
     return {
         field.alias or name: NoneType in get_args(field.annotation)
         for name, field in kind.model_fields.items()
     }
 
 
-# Kinds of parts that are text.
+# Types of parts that are text, and of a model's thoughts that are sent back.
 _TEXTS = ("text", "input_text", "output_text", "summary_text", "reasoning_text", "refusal")
-# A model's thoughts, when they come back among the parts of its answer.
 THOUGHTS = ("thinking", "redacted_thinking", "reasoning")
 
 
 def text_of(content: Any) -> str | None:
-    """The text of a message's content. Raises ValueError, in one sentence, on what is none. Other
-    fields of a part say where its text came from (annotations, log-probabilities) or how long to
-    keep it (``cache_control``); they do not change it."""
+    """The text of a message's content; other fields of its parts do not change it. Raises
+    ValueError."""
     if content is None or isinstance(content, str):
         return content
     if not isinstance(content, list):

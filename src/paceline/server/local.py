@@ -25,7 +25,7 @@ _END_SECONDS = 10.0  # that the reading thread may take to end
 
 
 class EngineThread:
-    """What two processes say to each other, said by two threads of this one."""
+    """The engine on a thread of this process, with the same messages as between two processes."""
 
     def __init__(self, llm: LLM, alias_of: str | None = None) -> None:
         self.llm, self.facts = llm, Facts.of(llm)
@@ -43,7 +43,7 @@ class EngineThread:
         return "has ended"
 
     def close(self) -> None:
-        """Also of one that was never started."""
+        """Also for one that was never started."""
         self._connection.close()  # which ends the reading
         if self._reading.is_alive():
             self._reading.join(_END_SECONDS)

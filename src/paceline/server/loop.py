@@ -1,12 +1,11 @@
-"""The engine's end of the messages in wire.py: the thread that decodes, and its jobs.
+"""The engine's side of wire.py's messages: the engine thread and its jobs.
 
-    handle(message)         by one thread, which never waits
-    _prepare(...)           by a second one: prompts are checked, grammars compiled, requests queued
-    _run()                  by the engine thread: step, post(StepEvents) for all jobs
+    handle(message)         on one thread, which never waits
+    _prepare(...)           on a second one: checks prompts, compiles grammars, queues requests
+    _run()                  on the engine thread: step, then post(StepEvents) for all jobs
 
-One thread at a time touches the engine, under its owner's lock (request/owner.py). A job that is
-cancelled leaves before the next step, and its cache blocks are free again. However the engine
-thread ends, every job is told.
+One thread at a time uses the engine, under its owner's lock (request/owner.py). Cancelled jobs
+leave before the next step. However the engine thread ends, all jobs are told.
 """
 
 from __future__ import annotations
@@ -44,8 +43,8 @@ _HANGING_SECONDS = 10.0  # that a forward has to fail in, once the model is lost
 
 
 class Link:
-    """This end of the connection. Any thread may ``send``; messages stay whole. ``end`` is called
-    when the other end is closed."""
+    """This side of the connection. ``send`` may be called on any thread; ``end`` is called when the
+    other side closes."""
 
     def __init__(self, connection: socket.socket, end: Callable[[], None]) -> None:
         self._connection, self._end = connection, end
@@ -53,7 +52,7 @@ class Link:
         self.loop: EngineLoop | None = None
 
     def send(self, message: wire.WireMessage) -> None:
-        """Waits while the other process does not read, and so the engine does, too."""
+        """Waits while the other process does not read; the engine then waits, too."""
         data = wire.framed(message)
         try:
             with self._writing:
@@ -62,7 +61,7 @@ class Link:
             self._end()
 
     def read(self) -> None:
-        """Until the other process has gone."""
+        """Handle messages until the other process ends."""
         while (body := wire.read_message(self._connection)) is not None:
             assert self.loop is not None, "nothing is asked before the hello"
             self.loop.handle(wire.REQUESTS.decode(body))
@@ -70,8 +69,8 @@ class Link:
 
 
 class EngineJob:
-    """The requests of a ticket, none before they are prepared; ``open`` are unfinished. ``arrived``
-    by time.perf_counter. ``outcome``: why nobody wants it any more."""
+    """The requests of a ticket: none before they are prepared; ``open`` ones are unfinished.
+    ``arrived``: by time.perf_counter. ``outcome``: why it is cancelled."""
 
     def __init__(self, submit: wire.Submit) -> None:
         self.ticket = submit.ticket
@@ -83,9 +82,9 @@ class EngineJob:
 
 
 class EngineLoop:
-    """Runs an ``LLM`` on a thread of its own; start it once. ``post`` sends a message to those who
-    asked, and is called on several threads. ``alias_of``: metrics have vLLM's names, too, as those
-    of the model that is served under this name."""
+    """Runs an ``LLM`` on its own thread; start it once. ``post`` sends a message to the clients, on
+    several threads. ``alias_of``: metrics also have vLLM's names, for the model served under this
+    name."""
 
     def __init__(
         self, llm: LLM, post: Callable[[wire.WireMessage], None], alias_of: str | None = None
@@ -115,7 +114,7 @@ class EngineLoop:
 
     @property
     def waiting(self) -> int:
-        """Sequences that have come but do not run yet."""
+        """Sequences that have arrived but do not run yet."""
         jobs = list(self._jobs.values())
         unfinished = sum(len(job.open) if job.requests else job.count for job in jobs)
         return max(0, unfinished - len(self.llm.engine.scheduler.running))
@@ -157,7 +156,7 @@ class EngineLoop:
             self._post(wire.Ended(submit.ticket, as_api_error(error)))
 
     def stop(self, timeout: float = 10.0) -> None:
-        """End the thread; what is unfinished is cancelled, and its client told."""
+        """End the thread; cancel unfinished requests and tell their clients."""
         with self._wake:
             self._stopping = True
             self._wake.notify()
@@ -166,12 +165,12 @@ class EngineLoop:
         self._preparing.shutdown(wait=False, cancel_futures=True)
 
     def join(self) -> None:
-        """Wait until the thread has ended, and everybody has been told."""
+        """Wait until the thread has ended and all clients have been told."""
         self._over.wait()
 
     def _break(self, reason: str) -> None:
-        """The model cannot run any more. An idle thread hears of it; one that hangs in a forward
-        is not waited for."""
+        """The model cannot run any more. An idle thread is woken; one that hangs in a forward is
+        not waited for."""
         with self._wake:
             self._broken = reason
             self._wake.notify()
@@ -227,7 +226,7 @@ class EngineLoop:
             self._finish(job, "error", request_failed(reason))
 
     def _collect(self, job: EngineJob, events: list[tuple[int, StreamEvent]]) -> str | None:
-        """What is new of a job; why it failed, if it did."""
+        """Append a job's new events to ``events``; returns why it failed, if it did."""
         for request in list(job.open):
             completion = request.completion
             if completion is not None and completion.finish_reason == "error":
@@ -244,7 +243,7 @@ class EngineLoop:
         return None
 
     def _finish(self, job: EngineJob, outcome: str, error: Exception | None = None) -> None:
-        """A job ends before its requests do; its client hears of an ``error``."""
+        """End a job before its requests; its client gets the ``error``."""
         for request in job.open:
             self.metrics.finished(request, outcome)
         self._forget(job)
@@ -256,7 +255,7 @@ class EngineLoop:
         self._jobs.pop(job.ticket, None)
 
     def _close(self, error: BaseException | None) -> None:
-        """Tell everybody. Nothing here may stop the rest: the engine may be beyond all help."""
+        """Tell all clients. Nothing here may stop the rest: the engine may be in any state."""
         with self._wake:
             if self._closed:
                 return

@@ -1,7 +1,7 @@
-"""Prometheus metrics: requests, latencies, tokens, cache, and what speculation does.
+"""Prometheus metrics of requests, latencies, tokens, cache and speculation.
 
-Counters and histograms are written on the engine thread as steps end; gauges are read when a
-scraper asks. Everything about speculation is labelled with the drafter's name, as requests know it.
+Counters and histograms are updated on the engine thread after each step; gauges are read when
+scraped. Metrics of speculation have the drafter's name, as requests know it, as a label.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ _DECAY = 0.995  # of the gauges' memory, a draft: about the last two hundred
 
 
 class Metrics:
-    """What one ``EngineLoop`` tells, in a registry of its own (no global state)."""
+    """The metrics of one ``EngineLoop``, in its own registry."""
 
     def __init__(self) -> None:
         self.registry = CollectorRegistry()
@@ -149,7 +149,7 @@ class Metrics:
         self.acceptance.labels(drafter).set(recent.acceptance)
 
     def _clock(self, llm: LLM, sequences: Tally[str]) -> None:
-        """The clock knows all steps but this one; asking for this one would wait for a GPU."""
+        """Seconds of the step before this one: asking for this one's would wait for a GPU."""
         seconds = dict(llm.engine.clock.seconds)
         everyone = sum(self._before.values())
         for phase in PHASES:
@@ -167,7 +167,7 @@ class Metrics:
     # -- scraping --------------------------------------------------------------------------------
 
     def watch(self, engine: Engine, waiting: Callable[[], int]) -> None:
-        """Let the gauges read the state of an engine whenever they are scraped."""
+        """Let gauges read an engine's state when scraped."""
         cache, pool = engine.cache, engine.cache.pool
         self.running.set_function(lambda: len(engine.scheduler.running))
         self.waiting.set_function(waiting)
@@ -181,12 +181,12 @@ class Metrics:
         )
 
     def render(self) -> str:
-        """All of them as Prometheus reads them."""
+        """All metrics in Prometheus' text format."""
         return generate_latest(self.registry).decode()
 
 
 def _drafter_of(request: Request, drafters: tuple[str, ...]) -> str:
-    """The name of the drafter that a request uses."""
+    """Name of a request's drafter."""
     return request.seq.params.drafter or (drafters[0] if drafters else "none")
 
 
@@ -240,7 +240,7 @@ _LABELS = {
 
 
 class VllmNames(Collector):
-    """Reads a registry and says the same with the label ``model_name``; drafters are added up."""
+    """A registry's metrics by vLLM's names, labelled ``model_name``, summed over drafters."""
 
     def __init__(self, registry: CollectorRegistry, model: str) -> None:
         self._registry, self._model, self._reading = registry, model, False

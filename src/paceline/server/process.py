@@ -1,8 +1,7 @@
-"""The engine's process, as its parent, the HTTP process, sees it.
+"""The engine's process as its parent, the HTTP process, sees it.
 
-The HTTP process is the one that was started: it is small, holds the clients and hears the signals.
-The engine is its child, joined to it by one end of a socket pair, which has no name and no port.
-Whichever ends, the kernel closes its end, and the other one notices.
+The HTTP process is started first, is small, holds the clients and handles signals. The engine is
+its child, connected by a socket pair. If either ends, the other sees the connection close.
 """
 
 from __future__ import annotations
@@ -34,9 +33,9 @@ _HEARD = (signal.SIGINT, signal.SIGTERM)
 
 
 @contextmanager
-def _signals_held() -> Iterator[None]:
-    """What is started meanwhile has these blocked until it ignores them: Ctrl-C in a terminal and
-    many supervisors reach all processes, but how the server ends is for its parent to say."""
+def _signals_blocked() -> Iterator[None]:
+    """Children started meanwhile have these signals blocked until they ignore them: Ctrl-C reaches
+    all processes, but the parent decides how the server ends."""
     before = signal.pthread_sigmask(signal.SIG_BLOCK, _HEARD)
     try:
         yield
@@ -45,14 +44,14 @@ def _signals_held() -> Iterator[None]:
 
 
 class EngineProcess:
-    """Started at once, and loading; it has ``facts`` once it has said hello. When ``close``
-    returns, the process has ended."""
+    """Starts loading at once; has ``facts`` after ``hello``. ``close`` waits for the process to
+    end."""
 
     facts: wire.Facts
 
     def __init__(self, config: ServeConfig) -> None:
         self.connection, theirs = socket.socketpair()
-        with theirs, _signals_held():
+        with theirs, _signals_blocked():
             self._process = subprocess.Popen(
                 [sys.executable, "-c", _START, str(theirs.fileno())],
                 stdin=subprocess.DEVNULL,
@@ -62,7 +61,8 @@ class EngineProcess:
             self.connection.sendall(wire.framed(wire.LoadModel(config)))
 
     def hello(self) -> None:
-        """Wait until it has loaded. Raises its errors, and EngineLostError if it just ends."""
+        """Wait until the model is loaded. Raises its errors, and EngineLostError if the process
+        ends."""
         body = wire.read_message(self.connection)
         if body is None:
             raise EngineLostError(f"the engine process {self.ended()} while it was loading")
@@ -85,7 +85,7 @@ class EngineProcess:
         return f"has ended with exit code {code}"
 
     def close(self) -> None:
-        """Close the connection, which ends it, and wait until it is gone."""
+        """Close the connection, which ends the process, and wait for that."""
         self.connection.close()
         try:
             self._process.wait(_END_SECONDS)
@@ -95,8 +95,8 @@ class EngineProcess:
 
 
 def load_tokenizer_alone(config: ServeConfig) -> PreTrainedTokenizerFast:
-    """The same tokenizer as the model's, without torch: in a second, and in a tenth of the memory.
-    Raises ModelLoadError."""
+    """The model's tokenizer without torch: in a second, and in a tenth of the memory. Raises
+    ModelLoadError."""
     from paceline.model.gguf import gguf_file
     from paceline.model.names import resolve
 

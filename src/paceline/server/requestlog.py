@@ -1,8 +1,8 @@
-"""What there is to know of an HTTP request while it is answered; at its end, a line in the log.
+"""The HTTP request being answered, and its line in the log.
 
-The line has method, path, status, seconds and tokens; never content. It is at level info; answered
-polls of metrics and health are at level debug. Every answer has an ``x-request-id``, the client's
-own if it sent one, and names in ``x-paceline-ignored`` the fields that have no effect here.
+The line has method, path, status, seconds and tokens, never content. Its level is info; for
+successful polls of metrics and health, debug. Every answer has an ``x-request-id``, the client's if
+it sent one, and lists ignored fields in ``x-paceline-ignored``.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ _REQUEST_ID = re.compile(rb"[\x21-\x7e]{1,128}")
 
 @dataclass
 class Exchange:
-    """One HTTP request and its answer. ``began`` by time.time; ``status`` 499: nobody waited."""
+    """One HTTP request and its answer. ``began`` by time.time; ``status`` 499: client gone."""
 
     scope: Scope
     id: str
@@ -48,21 +48,21 @@ _exchange: ContextVar[Exchange | None] = ContextVar("paceline_exchange", default
 
 
 def attach(ticket: Ticket) -> None:
-    """Count its tokens to the HTTP request that is being answered, if there is one."""
+    """Count a ticket's tokens to the HTTP request being answered."""
     exchange = _exchange.get()
     if exchange is not None:
         exchange.tickets.append(ticket)
 
 
 def note(name: str) -> None:
-    """A field of the request that is being answered has no effect here."""
+    """A field of the request being answered is ignored."""
     exchange = _exchange.get()
     if exchange is not None and len(exchange.ignored) < _MOST_NOTES:
         exchange.ignored[name.encode("ascii", "replace").decode()] = None  # it goes into a header
 
 
 def request_id() -> str:
-    """That of the request which is being answered."""
+    """Id of the HTTP request being answered."""
     exchange = _exchange.get()
     return exchange.id if exchange is not None else new_id("req_")
 
@@ -72,12 +72,12 @@ def new_id(prefix: str) -> str:
 
 
 def header(scope: Scope, name: bytes) -> bytes | None:
-    """The first header of that name, which is in small letters."""
+    """The first header of that (lower-case) name."""
     return next((bytes(value) for key, value in scope["headers"] if key == name), None)
 
 
 class RequestLog:
-    """Logs a request once its answer is complete, streamed or not; ``ended`` hears of it, too."""
+    """Logs each request once its answer is complete and calls ``ended``."""
 
     def __init__(self, app: ASGIApp, ended: Callable[[Exchange], None] | None = None) -> None:
         self._app, self._ended = app, ended

@@ -1,9 +1,9 @@
-"""The life of a server process: an address, a running application, and a gentle end.
+"""The life of a server process: bind, run, drain.
 
 first SIGTERM or SIGINT   unready, new requests get 503, running ones finish, exit 0
 drain_seconds later       what still runs is ended with an error, exit 0
 a second signal           the process ends at once, exit 128 + signal
-the engine is lost        whoever waits is told, one line, exit 1: a supervisor starts another
+the engine is lost        clients are told, one line, exit 1: a supervisor starts another
 """
 
 from __future__ import annotations
@@ -39,12 +39,12 @@ _CLOSING_SECONDS = 5  # for answers that are complete but not yet read by their 
 
 
 class AddressError(PacelineError):
-    """The server cannot listen where it was told to."""
+    """The server cannot listen at its address."""
 
 
 def bind(host: str, port: int) -> socket.socket:
-    """The address, reserved: nobody is served before ``run``, but a taken port shows at once.
-    Raises AddressError."""
+    """Reserve the address; ``run`` listens on it later, so a taken port shows at once. Raises
+    AddressError."""
     try:
         addresses = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
     except OSError as error:
@@ -80,13 +80,13 @@ def _refusal(error: OSError, host: str, port: int) -> str:
 
 
 def url_of(listener: socket.socket, host: str) -> str:
-    """Where clients on this machine find it."""
+    """The URL for clients on this machine."""
     shown = f"[{host}]" if ":" in host else host
     return f"http://{shown}:{listener.getsockname()[1]}"
 
 
 def set_up_logging(level: str) -> None:
-    """Ours at ``level``, everybody else's from warnings on, to stderr."""
+    """Paceline's log at ``level``, other libraries' warnings, to stderr."""
     logging.basicConfig(format="%(asctime)s %(levelname)s %(message)s", level=logging.WARNING)
     logging.getLogger("paceline").setLevel(level.upper())
 
@@ -97,8 +97,8 @@ def run(
     listener: socket.socket,
     ended: Callable[[Exchange], None] | None = None,
 ) -> None:
-    """Serve until a signal ends it; returns when everything is done. ``ended`` hears of requests.
-    Raises AddressError, and EngineLostError if the engine could not go on."""
+    """Serve until a signal, and drain. ``ended`` is called after each request. Raises AddressError,
+    and EngineLostError if the engine stopped."""
     config = service.config
     _raise_file_limit()
     try:
@@ -127,7 +127,7 @@ def run(
 
 
 def describe(facts: Facts, config: ServeConfig, keys: Keys, url: str) -> str:
-    """The one line of the start."""
+    """The line printed at start."""
     drafters = ", ".join(facts.drafters) or "none"
     guard = f"{len(keys)} API keys" if keys else "no API key"
     return (
@@ -137,7 +137,7 @@ def describe(facts: Facts, config: ServeConfig, keys: Keys, url: str) -> str:
 
 
 def warn_of_backend(facts: Facts) -> None:
-    """A server that could decode several times as fast says so, and how."""
+    """Log how to get the native kernels where they are not used on a CPU."""
     if facts.device != "cpu" or facts.backend.startswith("native"):
         return
     log.warning(
@@ -150,7 +150,7 @@ def warn_of_backend(facts: Facts) -> None:
 
 
 def _raise_file_limit() -> None:
-    """As many connections as the system lets us have; often the default is a thousand."""
+    """Allow as many connections as the system permits."""
     try:
         import resource
     except ImportError:  # not on this system
@@ -161,7 +161,7 @@ def _raise_file_limit() -> None:
 
 
 class DrainingServer(uvicorn.Server):
-    """Goes on listening while it drains, so that whoever asks is told that it is not ready."""
+    """Keeps listening while it drains, so that new requests get 503."""
 
     def __init__(
         self, config: uvicorn.Config, loop: EngineClient, drain_seconds: float, announcement: str
@@ -176,7 +176,7 @@ class DrainingServer(uvicorn.Server):
         print(self._announcement, flush=True)
 
     def handle_exit(self, sig: int, frame: FrameType | None) -> None:
-        """Unlike uvicorn's, keeps no signal to raise again: who has drained has ended well."""
+        """Unlike uvicorn's, does not raise the signal again: a drained server exits with 0."""
         if self._drain_until is not None:
             log.warning("a second signal: ending at once")
             os._exit(128 + sig)
@@ -186,7 +186,7 @@ class DrainingServer(uvicorn.Server):
         log.info("%s: no new requests; running ones have %g s", name, self._drain_seconds)
 
     async def on_tick(self, counter: int) -> bool:
-        """Ten times a second."""
+        """Called ten times a second."""
         if self._loop.failure is not None and not self.should_exit:
             # Everybody has been told. Whoever supervises this process can start another.
             self.should_exit = True

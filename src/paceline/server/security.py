@@ -1,4 +1,4 @@
-"""What stands before the application: who may ask, from where, and with what bodies.
+"""Checks before the application: keys, hosts, content types and body sizes.
 
 request log -> CORS -> host -> type -> API key -> size -> the application
 """
@@ -39,7 +39,7 @@ def _digest(key: bytes) -> bytes:
 
 @dataclass(frozen=True)
 class Keys:
-    """Digests of the API keys; the keys themselves are not kept."""
+    """SHA-256 digests of the API keys."""
 
     digests: tuple[bytes, ...] = ()
 
@@ -49,8 +49,8 @@ class Keys:
 
     @classmethod
     def load(cls, file: str | Path | None, environ: Mapping[str, str] = os.environ) -> Keys:
-        """The keys of the file (one a line, ``#`` comments) and of PACELINE_API_KEYS (separated by
-        commas or spaces). Raises ConfigError where keys were promised and there are none."""
+        """The keys in the file (one a line, ``#`` comments) and in PACELINE_API_KEYS (separated by
+        commas or spaces). Raises ConfigError if either is given but has none."""
         file_keys = [] if file is None else _keys_in_file(file)
         variable = environ.get(KEYS_VARIABLE)
         if variable is not None:
@@ -62,12 +62,13 @@ class Keys:
         return len(self.digests)
 
     def know(self, key: bytes) -> bool:
-        """Whether it is one of them, in a time that does not depend on which or how nearly."""
+        """Whether it is one of them, in constant time."""
         digest_of_key = _digest(key)
         return any([hmac.compare_digest(digest_of_key, digest) for digest in self.digests])
 
     def refusal(self, scope: Scope) -> APIError | None:
-        """Why a request may not come in: none of the keys is with it, and its path is not open."""
+        """An error unless the request has a valid key or its path is open. Stores the owner in the
+        scope."""
         if scope["path"] in OPEN_PATHS:
             return None
         key = bearer(scope)
@@ -100,7 +101,7 @@ def _checked(keys: list[str], where: str) -> list[str]:
 
 
 def key_file_warning(path: str | Path) -> str | None:
-    """One line if others on this machine can read the keys; None if they cannot."""
+    """A warning if other users can read the file."""
     if Path(path).stat().st_mode & (stat.S_IRGRP | stat.S_IROTH) == 0:
         return None
     return f"API key file {path} can be read by other users; run: chmod 600 {path}"
@@ -115,7 +116,7 @@ def is_loopback(host: str) -> bool:
 
 
 def exposure_warning(host: str, keys: Keys) -> str | None:
-    """One line if a server on ``host`` answers to anyone who can reach it."""
+    """A warning if a server on ``host`` is open to other machines without keys."""
     if keys or is_loopback(host):
         return None
     return (
@@ -125,9 +126,8 @@ def exposure_warning(host: str, keys: Keys) -> str | None:
 
 
 def wrong_host(scope: Scope) -> APIError | None:
-    """Why a server of this machine does not answer to the name it is called by, if so. A page
-    elsewhere can give its own name our address (DNS rebinding); its scripts then count as ours to a
-    browser, and the origin protects nothing. The Host header still has the page's name."""
+    """An error if the Host header is not a loopback name. A page elsewhere can point its own name
+    at our address (DNS rebinding); a browser then lets its scripts read our answers."""
     hosts = [value for name, value in scope["headers"] if name == b"host"]
     if all(is_loopback(_without_port(host.decode("latin-1"))) for host in hosts):
         return None
@@ -146,12 +146,12 @@ def _without_port(host: str) -> str:
 
 
 def owner_of(scope: Scope) -> str:
-    """Whose request it is: one name for each API key; "" where the server asks for none."""
+    """One name for each API key; "" without keys."""
     return str(scope.get(_OWNER, ""))
 
 
 def bearer(scope: Scope) -> bytes | None:
-    """The key of an Authorization header or, as Anthropic's clients send it, of x-api-key."""
+    """The key in an Authorization header, or in x-api-key (Anthropic's clients)."""
     scheme, _, key = (header(scope, b"authorization") or b"").strip().partition(b" ")
     if scheme.lower() == b"bearer" and key.strip():
         return key.strip()
@@ -159,7 +159,8 @@ def bearer(scope: Scope) -> bytes | None:
 
 
 def wrong_type(scope: Scope) -> APIError | None:
-    """A body is JSON and says so: what pages of other origins can send unasked is not read."""
+    """An error unless a body is declared as JSON: other types can be sent by pages of other
+    origins."""
     if scope["method"] != "POST":
         return None
     content_type = (header(scope, b"content-type") or b"").decode("latin-1")
@@ -173,11 +174,11 @@ def wrong_type(scope: Scope) -> APIError | None:
 
 
 class Gate:
-    """Lets in what none of ``checks`` refuses, with its whole body and one spelling of its path.
+    """Runs the ``checks``, reads the whole body and normalises path and method.
 
-    Paths with a slash at their end are those without it; HEAD asks what GET does. Bodies above
-    ``limit`` bytes are refused, whatever their Content-Length says, before they are parsed. What
-    comes as gzip is unpacked, and may not be larger unpacked either.
+    A slash at the end of a path is dropped; HEAD becomes GET. Bodies above ``limit`` bytes, packed
+    or not, are refused before they are parsed, whatever their Content-Length says. gzip is
+    unpacked.
     """
 
     def __init__(
@@ -220,7 +221,7 @@ class Gate:
         )
 
     def _unpacked(self, body: bytes, encoding: bytes) -> bytes:
-        """Raises APIError for what cannot be unpacked, or is too large then."""
+        """Raises APIError for what cannot be unpacked, or is too large unpacked."""
         name = encoding.strip().lower()
         if name in (b"", b"identity"):
             return body
@@ -240,7 +241,8 @@ class Gate:
         return unpacked
 
     async def _read(self, request: Request) -> bytes:
-        """The whole body. Raises APIError if it is too large, ClientDisconnect if nobody waits."""
+        """The whole body. Raises APIError if it is too large, ClientDisconnect if the client has
+        gone."""
         # As declared; HTTP parsers have refused what is no number.
         size = int(request.headers.get("content-length") or 0)
         # A connection that is closed while the client still sends is reset, and the client then

@@ -1,4 +1,4 @@
-"""What all handlers share: the engine, the served model's name, and what may be asked of it."""
+"""What all handlers share: the engine, the served model's name, and the limits of requests."""
 
 from __future__ import annotations
 
@@ -25,8 +25,8 @@ log = logging.getLogger("paceline.server")
 
 
 class Service:
-    """An engine under the name by which its model is served, and the tokenizer of that model.
-    ``created`` is seconds since the epoch."""
+    """An engine, its tokenizer, and the name its model is served under. ``created``: seconds since
+    the epoch."""
 
     def __init__(
         self, engine: EngineEndpoint, tokenizer: PreTrainedTokenizerFast, config: ServeConfig
@@ -38,7 +38,7 @@ class Service:
         self.created = self.now()
 
     def check_model(self, name: str | None) -> None:
-        """Raises APIError 404 for another model; who names none means this one."""
+        """Raises APIError 404 for another model's name."""
         if name not in (None, self.model):
             raise APIError(
                 f"the model {name!r} does not exist; this server has {self.model!r}",
@@ -48,8 +48,8 @@ class Service:
             )
 
     def remaining(self, prompt_tokens: int, param: str) -> int:
-        """Tokens that may follow a prompt. Raises APIError if there is no room for any, in the
-        sentence that clients know."""
+        """Tokens that may follow a prompt. Raises APIError, in OpenAI's words, if there is room for
+        none."""
         refused = self.facts.context_budget.refusal(prompt_tokens)
         if refused is None:
             return self.max_model_len - prompt_tokens
@@ -62,14 +62,14 @@ class Service:
         )
 
     async def encode(self, text: str, special: bool = True, param: str = "prompt") -> list[int]:
-        """Token ids of a text, found beside the event loop; ``special``: with those that a
-        tokenizer adds to a text. Raises APIError."""
+        """Token ids, found on a worker thread; ``special``: with the tokens that the tokenizer
+        adds. Raises APIError."""
         check_text(text, param)
         encode = self.tokenizer.encode
         return list(await asyncio.to_thread(encode, text, add_special_tokens=special))
 
     def now(self) -> int:
-        """Seconds since the epoch, for ``created``: never before the request came."""
+        """Seconds since the epoch, rounded up: never before the request came."""
         return math.ceil(time.time())
 
     async def submit(
@@ -79,8 +79,8 @@ class Service:
         deadline: float | None,
         streams: bool,
     ) -> Ticket:
-        """What one request may ask for is the configuration's. Raises APIError, naming the field,
-        and what ``EngineClient.submit`` does."""
+        """Submit within the configured limits. Raises APIError and what ``EngineClient.submit``
+        does."""
         config = self.config
         for param, asked, limit in (
             ("n", params.n, config.max_n),

@@ -1,7 +1,5 @@
-"""Answers, whole or as they grow: server-sent events, one JSON object each, errors as a last one.
-
-All that a step adds to an answer is one write.
-"""
+"""Answers, whole or as server-sent events of one JSON object each; an error is the last event. What
+one step adds is one write."""
 
 from __future__ import annotations
 
@@ -32,32 +30,32 @@ _encode = msgspec.json.Encoder().encode
 
 
 class Answer(ABC):
-    """What a request gets, whole or in chunks, in the words of one API. ``named``: events have the
-    name that their chunk's ``type`` says, and no ``[DONE]`` follows."""
+    """An answer in the form of one API, whole or in chunks. ``named``: events are named by their
+    chunk's ``type``, and no ``[DONE]`` follows."""
 
     named: ClassVar[bool] = False
 
     @abstractmethod
     def whole(self, events: Sequence[StreamEvent]) -> Chunk:
-        """All of it at once: every text is one event, those of a prompt one after the other."""
+        """The whole answer; ``events`` has one event for each text, prompt after prompt."""
 
     @abstractmethod
     def feed(self, event: StreamEvent) -> Iterable[Chunk]:
-        """What a step has added. Nothing goes out before there is some output."""
+        """The chunks of one event. Nothing is sent before there is output."""
 
     @abstractmethod
     def closing(self) -> Sequence[Chunk]:
-        """What follows once all is complete."""
+        """The chunks after the last event."""
 
     def failed(self, error: APIError) -> Chunk:
-        """The end, where it is none."""
+        """The chunk that ends a stream with an error."""
         return error_body(error)
 
 
 async def respond_with(
     answer: Answer, ticket: Ticket, http: HTTPRequest, streams: bool
 ) -> Response:
-    """The response of a handler that has got its ticket, which is cancelled if the client goes."""
+    """The response of a handler; its ticket is cancelled if the client disconnects."""
     if streams:
         return EventStream(answer, ticket)
 
@@ -78,7 +76,7 @@ async def respond_with(
 
 
 def _whole(event: StreamEvent) -> StreamEvent:
-    """The only event of a text that is not streamed, with all that its completion has."""
+    """The only event of a text that is not streamed, filled from its completion."""
     done = event.completion
     assert done is not None
     return replace(
@@ -92,7 +90,7 @@ def _whole(event: StreamEvent) -> StreamEvent:
 
 
 class EventStream(StreamingResponse):
-    """Streams an answer as it comes."""
+    """Streams an answer and cancels its ticket at the end."""
 
     def __init__(self, answer: Answer, ticket: Ticket) -> None:
         headers = {"Cache-Control": "no-cache", "X-Accel-Buffering": "no"}

@@ -1,4 +1,4 @@
-"""OpenTelemetry: a span for every request that is decoded, and the ``gen_ai.server.*`` metrics.
+"""OpenTelemetry: a span for each decoded request, and ``gen_ai.server.*`` metrics.
 
 Names follow the semantic conventions for generative AI. A client's ``traceparent`` is the parent.
 Content is never exported.
@@ -31,7 +31,7 @@ _TOKEN_TIMES = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.075, 0.1, 0.15, 0.2, 
 
 
 class Telemetry:
-    """Hears of every request's end (``RequestLog``)."""
+    """Called at the end of each request (``RequestLog``)."""
 
     def __init__(self, model: str, tracers: TracerProvider, meters: MeterProvider) -> None:
         self._model = model
@@ -51,7 +51,7 @@ class Telemetry:
 
     @classmethod
     def to(cls, endpoint: str, model: str) -> Telemetry:
-        """Exports to a collector that speaks OTLP over HTTP. Raises ConfigError without the SDK."""
+        """Exports to an OTLP collector over HTTP. Raises ConfigError without the SDK."""
         try:
             from opentelemetry.exporter.otlp.proto.http.metric_exporter import OTLPMetricExporter
             from opentelemetry.exporter.otlp.proto.http.trace_exporter import OTLPSpanExporter
@@ -125,7 +125,7 @@ class Telemetry:
 
 
 def _attributes(tickets: list[Ticket]) -> dict[str, Any]:
-    """What the requests asked for and got, of the first of them what is one value only."""
+    """Span attributes of all tickets; single-valued ones are the first's."""
     if not tickets:
         return {}
     params = tickets[0].params

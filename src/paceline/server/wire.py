@@ -1,4 +1,4 @@
-"""The messages between those who speak HTTP and the engine, and how they cross a socket.
+"""The messages between the HTTP side and the engine, and their encoding on a socket.
 
     HTTP                                        engine
     LoadModel(config) ------------------------>           (two processes only)
@@ -11,7 +11,7 @@
            <-------------------------------------- Scraped(number, text)
            <-------------------------------------- Lost(reason)
 
-On a socket every message is four bytes of length and MessagePack. Nothing is ever unpickled.
+A message is four bytes of length and MessagePack. Nothing is unpickled.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ _HEAD = struct.Struct("<I")
 
 
 class Facts(msgspec.Struct):
-    """What there is to know of an engine by those who do not hold it."""
+    """What the HTTP side knows of an engine."""
 
     context_budget: ContextBudget
     drafters: tuple[str, ...]
@@ -69,7 +69,7 @@ class WireMessage(msgspec.Struct, array_like=True, gc=False, tag=True):
 
 
 class LoadModel(WireMessage):
-    """The first message: what to load."""
+    """The first message."""
 
     config: ServeConfig
 
@@ -99,7 +99,7 @@ class Hello(WireMessage):
 
 
 class Failed(WireMessage):
-    """Nothing could be loaded, and why."""
+    """Loading failed."""
 
     reason: str
 
@@ -109,14 +109,14 @@ class Accepted(WireMessage):
 
 
 class StepEvents(WireMessage):
-    """What a step added, with the tickets that it is for. An answer that is not streamed has one
-    event a text, its completion. Prompts are not sent back."""
+    """A step's events with their tickets. An answer that is not streamed has one event a text, its
+    completion. Prompts are not sent back."""
 
     events: list[tuple[int, StreamEvent]]
 
 
 class Ended(WireMessage):
-    """A ticket will get nothing more, for a reason other than its completion."""
+    """A ticket ends with an error."""
 
     ticket: int
     error: APIError
@@ -128,7 +128,7 @@ class Scraped(WireMessage):
 
 
 class Lost(WireMessage):
-    """The engine's thread has ended and cannot be started again."""
+    """The engine's thread has ended and cannot be restarted."""
 
     reason: str
 
@@ -138,7 +138,7 @@ Reply = Hello | Failed | Accepted | StepEvents | Ended | Scraped | Lost
 
 
 def _error_fields(error: Any) -> tuple[Any, ...]:
-    """The arguments of an ``APIError``: the only object that msgspec does not know by itself."""
+    """The arguments of an ``APIError``, the only type that msgspec does not know."""
     assert isinstance(error, APIError)
     return str(error), error.status, error.kind, error.param, error.code, error.headers
 
@@ -151,7 +151,7 @@ REPLIES: msgspec.msgpack.Decoder[Reply] = msgspec.msgpack.Decoder(
 
 
 def framed(message: WireMessage) -> bytes:
-    """Length and message. Raises what msgspec does on text or numbers that cannot be encoded."""
+    """Length and message. Raises msgspec's errors for what cannot be encoded."""
     buffer = bytearray(_HEAD.size)
     _ENCODER.encode_into(message, buffer, _HEAD.size)
     _HEAD.pack_into(buffer, 0, len(buffer) - _HEAD.size)
@@ -159,7 +159,7 @@ def framed(message: WireMessage) -> bytes:
 
 
 def read_message(connection: socket.socket) -> bytes | None:
-    """One message, waited for; None once either end has gone."""
+    """Wait for a message; None once either side has closed."""
     try:
         head = connection.recv(_HEAD.size, socket.MSG_WAITALL)
         if len(head) < _HEAD.size:
@@ -172,7 +172,7 @@ def read_message(connection: socket.socket) -> bytes | None:
 
 
 async def next_message(stream: asyncio.StreamReader) -> bytes | None:
-    """The same on an event loop."""
+    """``read_message`` on an event loop."""
     try:
         (length,) = _HEAD.unpack(await stream.readexactly(_HEAD.size))
         return await stream.readexactly(length)

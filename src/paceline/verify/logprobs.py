@@ -1,5 +1,4 @@
-"""Log-probabilities for the requests that ask for them: of new tokens, within the step's one
-transfer, and of a prompt's, of the rows that a step reads it with."""
+"""Log-probabilities: of new tokens, within the step's one transfer, and of a prompt's tokens."""
 
 from __future__ import annotations
 
@@ -20,8 +19,8 @@ _MOST_SCORED = 2**21  # of them in float32 at a time: several copies are made
 
 @dataclass(frozen=True)
 class StepLogprobs:
-    """Log-softmax of the adjusted logits: after bias and penalties (along the tree path), but
-    before temperature and truncation, so that it does not depend on how the tokens are drawn.
+    """Log-softmax of the adjusted logits: after bias and penalties (along the tree path), before
+    temperature and truncation, so independent of how tokens are drawn.
 
     ``values`` float64, flat, on the device: of each node's token at its parent's row [N], of each
     row's choice [R], then per row the ``count`` largest [R, count] and their ids [R, count].
@@ -54,8 +53,8 @@ class StepLogprobs:
     def read(
         self, values: list[float], first_row: int, first_node: int, verdict: Verdict, wanted: int
     ) -> tuple[TokenLogprob, ...]:
-        """One entry per emitted token, with ``wanted`` alternatives; ``values`` are this report's,
-        on the host. ``first_row`` and ``first_node``: where the tree's rows and nodes begin."""
+        """One entry per emitted token with ``wanted`` alternatives; ``values``: this record's, on
+        the host. ``first_row``, ``first_node``: the tree's first row and node."""
         rows = [first_row, *(first_row + node + 1 for node in verdict.path)]
         logprobs = [values[first_node + node] for node in verdict.path]
         logprobs.append(values[self.nodes + rows[-1]])
@@ -75,8 +74,7 @@ def most_rows(vocab_size: int) -> int:
 
 
 def scoring_bytes(vocab_size: int, step_tokens: int) -> int:
-    """Memory that scoring takes in a step of so many tokens: the logits, and three copies of a
-    part."""
+    """Memory for scoring in a step of so many tokens: the logits, and three copies of a part."""
     rows = min(step_tokens, most_rows(vocab_size))
     return 4 * vocab_size * (rows + 3 * min(rows, _part(vocab_size)))
 
@@ -90,7 +88,7 @@ def prompt_logprobs(
     logits: torch.Tensor, tokens: Sequence[int], count: int
 ) -> tuple[TokenLogprob, ...]:
     """Log-softmax of the logits [R, V] at the R tokens that follow their rows, with the ``count``
-    likeliest of each row. As the model sees it: without bias, penalties or temperature."""
+    likeliest of each row; without bias, penalties or temperature."""
     part, scored = _part(logits.shape[1]), list[TokenLogprob]()
     for first in range(0, len(tokens), part):
         ids = list(tokens[first : first + part])

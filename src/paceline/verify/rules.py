@@ -1,14 +1,12 @@
 """The lossless rules as pure functions of distributions; nothing is drawn here.
 
-A rule gives every node's probability to be accepted, and every row's distribution of the token
-that ends the step there: all that who draws (``verifier.py``) or enumerates (the law tests) needs.
+A rule gives every node's probability to be accepted, and every row's distribution of the token that
+ends the step there: all that drawing (``verifier.py``) or enumerating (the law tests) needs.
 
-* ``siblings``: a node's chance GIVEN that its parent was reached and its earlier siblings were
-  refused. Walk down from the root through the first accepted child; where there is none, the
-  stop distribution of that row yields the last token. A chain under this rule is the token rule of
-  Leviathan et al. 2023 and Chen et al. 2023.
-* ``block``: independent chances along a chain; the LAST accepted node counts, so a refused node
-  before it does no harm.
+* ``siblings``: a node's chance given that its parent was reached and its earlier siblings were
+  refused. Walk down from the root through the first accepted child; without one, the row's stop
+  distribution gives the last token. For chains: the token rule of Leviathan, Chen et al. 2023.
+* ``block``: independent chances along a chain; the last accepted node counts, past refused ones.
 
 The trees' rows of logits follow one another, each tree's root first; its nodes likewise::
 
@@ -16,7 +14,7 @@ The trees' rows of logits follow one another, each tree's root first; its nodes 
     a node's parent row is the row of the distribution that its token was a candidate for
 
 Distributions are ``[R, V]`` for the target and ``[N, V]`` for the draft, of equal width and dtype;
-padding to equal width is ``aligned``.
+``aligned`` pads them to equal width.
 """
 
 from __future__ import annotations
@@ -36,8 +34,8 @@ Shapes = tuple[tuple[int, ...], ...]  # the parents of each tree
 @dataclass(frozen=True)
 class Layout:
     """Index tensors on the device, int64. ``parent_rows`` [N]: row of each node's parent.
-    ``ranks``: for k = 0, 1, ... the rows that have a k-th child and those children (nodes), both
-    [n_k]; ``within[k]`` [n_k] says where the rows of rank k stand among those of rank k - 1."""
+    ``ranks``: for k = 0, 1, ... the rows that have a k-th child, and those children (nodes), both
+    [n_k]; ``within[k]`` [n_k]: indices of rank k's rows among those of rank k - 1."""
 
     parent_rows: torch.Tensor
     ranks: tuple[tuple[torch.Tensor, torch.Tensor], ...]
@@ -73,9 +71,9 @@ def layout_of(shapes: Shapes, device: torch.device) -> Layout:
 
 @dataclass(frozen=True)
 class ChainGrid:
-    """Chains side by side, one per row, the short ones padded. ``nodes`` int64 [B, longest]: 0
-    beyond a chain's end. ``positions`` int64 [N]: where each node stands in the flattened grid.
-    ``ends`` bool [N]: the last node of each chain."""
+    """Chains side by side, one per row, padded. ``nodes`` int64 [B, longest]: 0 beyond a chain's
+    end. ``positions`` int64 [N]: each node's index in the flattened grid. ``ends`` bool [N]: the
+    last node of each chain."""
 
     nodes: torch.Tensor
     positions: torch.Tensor
@@ -107,7 +105,7 @@ class RuleProbabilities:
 
 
 def aligned(*distributions: torch.Tensor) -> list[torch.Tensor]:
-    """All at the greatest width: ids that only some models pad to have probability zero."""
+    """All padded to the greatest width with probability zero."""
     width = max(probs.shape[1] for probs in distributions)
     missing = [(probs, width - probs.shape[1]) for probs in distributions]
     return [torch.nn.functional.pad(p, (0, more)) if more else p for p, more in missing]
@@ -116,8 +114,8 @@ def aligned(*distributions: torch.Tensor) -> list[torch.Tensor]:
 def _normalised(
     weights: torch.Tensor, otherwise: torch.Tensor, mass: torch.Tensor | None = None
 ) -> torch.Tensor:
-    """weights / sum(weights) by row; ``otherwise`` where nothing is left to normalise. Nothing is
-    left where p equals q: such a row ends a step through rounding alone."""
+    """weights / sum(weights) by row; ``otherwise`` where the sum is 0: p equals q there, and such a
+    row ends a step through rounding only."""
     if mass is None:
         mass = weights.sum(dim=-1)
     mass = mass.unsqueeze(1)
@@ -131,12 +129,10 @@ def siblings(
 ) -> RuleProbabilities:
     """Siblings drawn one after another without replacement (SpecInfer, Sequoia).
 
-    The k-th child x of a row is accepted with min(1, p(x) / q(x)); if it is refused,
-    p <- norm(max(0, p - q)), and q[x] <- 0, renormalised, for the next sibling. All rows at once,
-    one pass per rank. ``q[i]`` is the distribution before any sibling of node i was drawn.
-
-    Where q has run out of tokens, a further child cannot have been drawn from it: it is refused,
-    and the empty q leaves p as it is.
+    The k-th child x of a row is accepted with min(1, p(x) / q(x)); if refused, p <- norm(max(0, p -
+    q)), and q[x] <- 0, renormalised, for the next sibling. All rows at once, one pass per rank.
+    ``q[i]``: the distribution before any sibling of node i was drawn. A child beyond q's tokens
+    cannot have been drawn: it is refused, and the empty q leaves p as it is.
     """
     layout = layout_of(shapes, p.device)
     stop = p.clone()

@@ -1,13 +1,13 @@
-"""Typical acceptance, which is NOT lossless: drafts hold if the target finds them plausible.
+"""Typical acceptance, which is NOT lossless: drafts are accepted if the target finds them
+plausible.
 
 Cai et al. 2024 (Medusa, arXiv 2401.10774), section 3.3.1: a drafted token x is accepted when
 
     p(x) > min(epsilon, delta * exp(-H(p)))
 
-with p the target's distribution and H its entropy: where the target is unsure, more will do. Of the
-accepted paths the longest wins, of equally long ones the likeliest; the token after it is drawn
-from p. The text is not distributed as the target's own. It is for those who ask for it by name
-(``lossy=True``), and whatever it produces says so.
+with p the target's distribution and H its entropy. Of the accepted paths the longest wins, of
+equally long ones the likeliest; the token after it is drawn from p. Only for ``lossy=True``;
+outputs say so.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ _PER_NAT = 1 << 20  # surprise travels among integers, in fractions of a nat
 
 def surprise(p: torch.Tensor, tokens: torch.Tensor, shapes: Shapes) -> torch.Tensor:
     """int64 [N]: -log p(x) of every accepted node in 2^-20 nats, -1 for a refused one.
-    Distributions p [R, V] and nodes are laid out as in ``rules.py``."""
+    Distributions p [R, V] and nodes as in ``rules.py``."""
     above = p.index_select(0, layout_of(shapes, p.device).parent_rows)
     chance = above.gather(1, tokens.unsqueeze(1)).squeeze(1)
     entropy = torch.special.entr(above).sum(dim=-1)
@@ -49,9 +49,9 @@ def longest(parents: tuple[int, ...], surprises: Sequence[int]) -> tuple[int, ..
 
 
 class TypicalVerifier(Verifier):
-    """Judges sampled requests by typical acceptance; greedy ones exactly, as always. Seeded
-    requests draw the token that ends a step with their own noise, so a seed still repeats a text;
-    but the text depends on the drafter."""
+    """Judges sampled requests by typical acceptance, greedy ones exactly. Seeded requests draw the
+    token that ends a step with their own noise, so a seed repeats a text; but the text depends on
+    the drafter."""
 
     lossy = True
 

@@ -1,4 +1,4 @@
-"""The verifier: which drafted tokens hold, and the token after them.
+"""The verifier: which drafted tokens are accepted, and the token after them.
 
 Per request, whatever else is in the batch:
 
@@ -9,8 +9,7 @@ no seed, IID chain                       block verification, or the token rule
 no seed, siblings without replacement    the residual rule, sibling by sibling
 =======================================  =========================================================
 
-Everything is decided on the device; one transfer brings tokens, choices and decisions to the
-host, where each tree is walked.
+Decisions are made on the device; one transfer brings them to the host, where trees are walked.
 """
 
 from __future__ import annotations
@@ -47,8 +46,8 @@ NO_DISTRIBUTION = (
 
 
 def method_of(span: Span, rule: str = "auto") -> LosslessRule:
-    """Which of the three procedures decides on this tree. Under "coupled" a request without a seed
-    is matched against fresh draws: just as lossless."""
+    """The procedure for this tree. Under "coupled" a request without a seed is matched against
+    fresh draws: just as lossless."""
     tree = span.tree
     if not len(tree) or tree.draw is Draw.POINT or not draws_unseeded(span.seq.params):
         return "match"
@@ -62,8 +61,8 @@ def method_of(span: Span, rule: str = "auto") -> LosslessRule:
 def matching(
     parents: tuple[int, ...], tokens: Sequence[int], choices: Sequence[int]
 ) -> tuple[int, ...]:
-    """Down from the root while the row's own choice is among its children: ``choices[0]`` follows
-    the last committed token, ``choices[i + 1]`` node i."""
+    """Down from the root while the row's choice is among its children: ``choices[0]`` follows the
+    last committed token, ``choices[i + 1]`` node i."""
     return first_accepted(
         parents, [t == choices[p + 1] for t, p in zip(tokens, parents, strict=True)]
     )
@@ -83,14 +82,14 @@ def first_accepted(parents: tuple[int, ...], accepted: Sequence[bool | int]) -> 
 
 
 def last_accepted(parents: tuple[int, ...], accepted: Sequence[bool | int]) -> tuple[int, ...]:
-    """Along a chain to the LAST accepted node, past refused ones."""
+    """Along a chain to the last accepted node, past refused ones."""
     return tuple(range(max((n + 1 for n in range(len(parents)) if accepted[n]), default=0)))
 
 
 @dataclass(frozen=True)
 class Decisions:
-    """``choices`` int64 [R]: the token that each row yields, NO_TOKEN where its distribution is
-    none; ``accepted`` [N] or None: which nodes are, as booleans or (a rule of its own) integers."""
+    """``choices`` int64 [R]: the token that each row yields, NO_TOKEN if its distribution is none;
+    ``accepted`` [N] or None: decisions on nodes, as booleans or a rule's own integers."""
 
     choices: torch.Tensor
     accepted: torch.Tensor | None = None
@@ -105,12 +104,10 @@ class Judged(NamedTuple):
 
 
 class Verifier:
-    """Applies the lossless rule to every tree of a step; one device synchronisation.
-
-    ``rule`` is for unseeded sampled chains: "token", "block", "coupled" (each request is given a
-    seed at admission), or "auto", which is block; ConfigError on others. ``generator`` lives on the
-    device of the logits; None is torch's default one.
-    """
+    """Applies the lossless rule to every tree of a step; one device synchronisation. ``rule`` is
+    for unseeded sampled chains: "token", "block", "coupled" (each request gets a seed at
+    admission), or "auto" (block); others raise ConfigError. ``generator``: on the logits' device;
+    None is torch's default."""
 
     lossy = False
 
@@ -126,8 +123,8 @@ class Verifier:
         spans: Sequence[Span],
         greedy: Sequence[int] | None = None,
     ) -> list[Verdict]:
-        """Verdicts on ``spans``, in their order, from the step's logits [R, V]: perhaps more rows
-        than the spans name, and wider than the vocabulary. ``greedy``: see ModelOutput."""
+        """Verdicts on ``spans``, in order, from the step's logits [R, V], which may have more rows,
+        and be wider than the vocabulary. ``greedy`` as in ModelOutput."""
         if greedy is not None and not needs_logits(span.seq for span in spans):
             return [
                 self._verdict(s, Judged(s.tree.host_tokens(), greedy[s.logit_row : s.end_row]))
@@ -137,7 +134,6 @@ class Verifier:
 
     @torch.inference_mode()
     def _judged(self, logits: torch.Tensor, spans: Sequence[Span]) -> list[Verdict]:
-        """By the logits."""
         logits = _rows_of(logits, spans)
         wanted = any(span.seq.params.logprobs is not None for span in spans)
         if not wanted and self._walks(logits, spans):
@@ -155,7 +151,7 @@ class Verifier:
     # -- deciding, row by row, where looking waits for nothing ----------------------------------
 
     def _walks(self, logits: torch.Tensor, spans: Sequence[Span]) -> bool:
-        """True if rows beside the accepted paths need no distribution."""
+        """Whether rows off the accepted paths need no distribution."""
         return (
             not transfer.has_separate_memory(logits.device)
             and not self.lossy  # a rule of its own
@@ -165,9 +161,9 @@ class Verifier:
         )
 
     def _walked(self, logits: torch.Tensor, spans: Sequence[Span]) -> torch.Tensor:
-        """int64 [R]: the choices of the rows that the walks come through, 0 elsewhere; a level of
-        all trees at a time. A distribution over a large vocabulary costs more than looking which
-        child was chosen."""
+        """int64 [R]: the choices of rows on the walks, 0 elsewhere; one level of all trees at a
+        time, as a distribution over a large vocabulary costs more than a lookup of the chosen
+        child."""
         rows, first, starts = Rows.of(spans), 0, []
         for span in spans:
             starts.append(first)
@@ -216,14 +212,14 @@ class Verifier:
         return Decisions(choices, uniforms[len(rows) :] < outcome.accept)
 
     def uniforms(self, count: int, device: torch.device) -> torch.Tensor:
-        """float64 [count] in [0, 1): first one per row, for its choice, then one per node."""
+        """float64 [count] in [0, 1): one per row, for its choice, then one per node."""
         return torch.rand(count, dtype=torch.float64, device=device, generator=self.generator)
 
     def rule_probabilities(
         self, probs: torch.Tensor, spans: Sequence[Span]
     ) -> RuleProbabilities | None:
-        """From the target's ``probs`` [R, V] at each judged row of the spans in turn; None if all
-        of them are matched."""
+        """From the target's ``probs`` [R, V] at each judged row of the spans; None if all are
+        matched."""
         methods = [method_of(span, self.rule) for span in spans]
         wanted = sorted(set(methods) - {"match"})
         if not wanted:
@@ -301,8 +297,8 @@ class Verifier:
 
 
 def _stood_in(probs: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """The distributions [R, V] with any other in place of those that are NaN, and which rows are
-    sound; None: all. Block verification looks ahead, and must not judge a path by such a row."""
+    """The distributions [R, V] with uniform ones in place of NaN, and which rows are sound (None:
+    all). Block verification looks ahead, and must not judge a path by such a row."""
     sound = ~probs[:, 0].isnan()  # a softmax that fails is NaN throughout
     if probs.device.type == "cpu" and bool(sound.all()):  # looking waits for nothing here
         return probs, None

@@ -1,8 +1,5 @@
-"""Reading and writing checkpoints of heads: a config.json and one file of tensors.
-
-Heads have no class in ``transformers``; their folders look like those of models and come from the
-same places: a built-in name, a local folder, or the hub.
-"""
+"""Checkpoints of heads: a config.json and one file of tensors, in a folder, built in or on the
+hub."""
 
 from __future__ import annotations
 
@@ -26,14 +23,14 @@ _WEIGHTS = "paceline_weights"  # in config.json: the fingerprint of the weights 
 
 @dataclass(frozen=True)
 class Checkpoint:
-    """``config`` is config.json; ``tensors`` by their name in the file, on the CPU."""
+    """``config``: config.json; ``tensors`` by their name in the file, on the CPU."""
 
     name: str
     config: dict[str, Any]
     tensors: dict[str, torch.Tensor]
 
     def another_kind(self, wanted: str) -> ModelLoadError:
-        """The error for a folder that holds something else than ``wanted``."""
+        """The error for a folder that does not hold ``wanted``."""
         (what, kind), name = weights_kind(self.tensors), self.name
         advice = (
             f"use --draft {kind}:{name} for that" if kind else f"give the folder of the {wanted}"
@@ -45,7 +42,8 @@ class Checkpoint:
     def check_target(
         self, kind: str, target: Target, hidden: int, vocab: int, layers: int | None, by: str = ""
     ) -> None:
-        """Raise ModelLoadError if a head is for a target of other sizes; None is any depth."""
+        """Raise ModelLoadError if the head is for a target of other sizes; ``layers`` None: any
+        depth."""
         sizes = {
             "hidden size": (hidden, target.hidden_size),
             "vocabulary size": (vocab, target.vocab_size),
@@ -61,7 +59,7 @@ class Checkpoint:
     def check_shapes(
         self, kind: str, module: torch.nn.Module, tensors: dict[str, torch.Tensor]
     ) -> None:
-        """Raise ModelLoadError if these are not a module's own weights by name and shape."""
+        """Raise ModelLoadError unless the tensors are the module's weights by name and shape."""
         expected = {key: list(value.shape) for key, value in module.state_dict().items()}
         actual = {key: list(value.shape) for key, value in tensors.items()}
         for key in sorted(expected.keys() | actual.keys()):
@@ -80,8 +78,8 @@ class Checkpoint:
 
 
 def read_checkpoint(name: str, files: Sequence[str], kind: str) -> Checkpoint:
-    """Read config.json and the first of ``files`` that is there; ``kind`` is for messages, as in
-    "Medusa heads". Pickled files can hold tensors, not code. Raises ModelLoadError."""
+    """Read config.json and the first of ``files`` that exists; ``kind`` is for messages, as in
+    "Medusa heads". Pickled files may hold tensors only. Raises ModelLoadError."""
     folder = Path(fetched(name))
     if not folder.is_dir():
         raise ModelLoadError(f"folder {name} does not exist; give the folder that holds the {kind}")
@@ -103,8 +101,8 @@ def read_checkpoint(name: str, files: Sequence[str], kind: str) -> Checkpoint:
 def write_checkpoint(
     folder: Path, file: str, tensors: dict[str, torch.Tensor], config: dict[str, Any]
 ) -> None:
-    """Write ``file`` (safetensors, with checksums) and config.json, both or neither. The config
-    comes last: a folder that has one has its weights. Raises WriteError."""
+    """Write ``file`` (safetensors, with checksums) and config.json, both or neither; the config
+    last. Raises WriteError."""
     weights, sums = as_bytes(tensors)
     marked = {**config, _WEIGHTS: fingerprint(sums)}
     text = json.dumps(marked, indent=2) + "\n"
@@ -112,7 +110,7 @@ def write_checkpoint(
 
 
 def weights_kind(names: Iterable[str]) -> tuple[str, str]:
-    """What tensors of these names are, and the kind of draft spec for it; "" for models."""
+    """What tensors of these names are, and the draft spec's kind for it ("" for models)."""
     stripped = {name.removeprefix("model.") for name in names}
     if any(key.startswith(("fc.", "midlayer.")) for key in stripped):
         third = "d2t" in stripped or any("hidden_norm" in k or "midlayer" in k for k in stripped)

@@ -1,16 +1,16 @@
-"""EAGLE drafters: a one-layer head continues the target's own features.
+"""EAGLE drafters: a one-layer head continues the target's features.
 
-EAGLE (Li et al. 2024, arXiv 2401.15077), EAGLE-2 (2406.16858: dynamic trees over the same
-weights) and EAGLE-3 (2503.01840: three fused layers, its own vocabulary). The differences are in
-the head and in the policy; this loop serves all. The head has a paged cache of its own, whose row
-for position t holds the target's feature there and the token after it::
+EAGLE (Li et al. 2024, arXiv 2401.15077), EAGLE-2 (2406.16858: dynamic trees over the same weights)
+and EAGLE-3 (2503.01840: three fused layers, its own vocabulary) differ in head and policy only. The
+head has its own paged cache, whose row for position t holds the target's feature there and the
+token after it::
 
     position            0    1    2   ...  n-2   n-1
     committed token     x0   x1   x2        .    x_last      its feature is not known yet
     row                (f0,x1) (f1,x2) ... (f_n-2, x_last) -> logits of the first drafted token
-    drafted rows       (h, y1) (h', y2) ...   h: the head's own output in the place of a feature
+    drafted rows       (h, y1) (h', y2) ...   h: the head's own output instead of a feature
 
-Drafted rows are never kept: once a token is accepted its true feature takes their place.
+Drafted rows are not kept: an accepted token's true feature replaces them.
 """
 
 from __future__ import annotations
@@ -45,17 +45,16 @@ from paceline.model.backends.base import EagleStep, Growth
 from paceline.model.paged.blocks import OutOfBlocksError
 from paceline.model.paged.cache import bytes_per_token
 
-# Features kept of a sequence that could draft but does not, and rows of whole forwards kept for all
-# of them: the oldest features are then given up, which costs a little acceptance and nothing else,
-# and the others copied. With the rows of the last step these are all that is kept, and the cache is
-# sized so that there is room for them (build.py).
+# Most features kept of a sequence that does not draft, and most rows of whole forwards kept for all
+# of them. Beyond it the oldest features are dropped (a little less acceptance) and the others
+# copied. The cache is sized so that these and the last step's rows fit (build.py).
 MOST_WAITING = 512
 
 
 @dataclass(frozen=True)
 class Eagle(TreeSpec):
-    """An EAGLE head in a folder, of a built-in or a hub name; chains. ``layers``: layers of the
-    target whose inputs it reads, in the place of its config's."""
+    """An EAGLE head by folder, built-in or hub name; chains. ``layers``: layers of the target whose
+    inputs it reads, in place of its config's."""
 
     kind = "eagle"
     page = "eagle.md"
@@ -140,7 +139,7 @@ class _Rows(NamedTuple):
 
 
 def _gathered(parts: Sequence[_Rows]) -> list[torch.Tensor]:
-    """The features of some parts, one behind another: of each layer ``[n, hidden]``."""
+    """The features of some parts joined: of each layer ``[n, hidden]``."""
     picked: list[list[torch.Tensor]] = []
     for _, group in groupby(parts, key=lambda part: id(part.layers)):
         same = list(group)
@@ -156,12 +155,11 @@ def _gathered(parts: Sequence[_Rows]) -> list[torch.Tensor]:
 
 @dataclass
 class _State:
-    """What the head knows of one sequence.
+    """The head's state of one sequence.
 
-    The head's cache holds ``rows`` (the token of each row); features of the ``count`` positions
-    from ``start`` on are ``waiting`` to become rows. Positions before ``start`` that have no row (a
-    shared prefix whose features nobody saw) are missing from the head's context. ``ran``: rows were
-    added, or nodes, that the cache is to be told of.
+    Its cache has ``rows`` (the token of each). Features of the ``count`` positions from ``start``
+    on are ``waiting`` to become rows. Earlier positions without a row (a shared prefix) are missing
+    from the head's context. ``ran``: rows or nodes were added that the cache is to be told of.
     """
 
     start: int
@@ -176,7 +174,7 @@ class _State:
         return self.start + self.count
 
     def add(self, position: int, layers: tuple[torch.Tensor, ...], rows: list[int]) -> None:
-        """Features of consecutive positions from ``position`` on; known ones are passed over."""
+        """Features of consecutive positions from ``position`` on; known ones are ignored."""
         if position > self.end:  # unseen positions lie between
             self.waiting, self.start, self.count = [], position, 0
         elif position < self.end:
@@ -186,7 +184,7 @@ class _State:
             self.count += len(rows)
 
     def drop(self, excess: int) -> None:
-        """Give up the oldest features."""
+        """Drop the oldest features."""
         self.start += excess
         self.count = max(0, self.count - excess)
         while excess and self.waiting:
@@ -203,8 +201,8 @@ class _State:
 
 
 class EagleDrafter(LevelDrafter):
-    """Drafts with an EAGLE head. A step's features are kept as they came, and joined when the head
-    runs: where others draft, a step costs it no operator."""
+    """Drafts with an EAGLE head. A step's features are stored as they came and joined when the head
+    runs: a step in which it does not draft costs no operator."""
 
     reads = True  # what came in while it did not draft
     follows = True  # prompts, chunk by chunk
@@ -224,7 +222,7 @@ class EagleDrafter(LevelDrafter):
     # -- proposing ---------------------------------------------------------------------------
 
     def _span(self, item: Slice) -> Span | None:
-        """The rows whose features have come in; None if there is nothing to do."""
+        """The rows whose features have arrived; None if there is nothing to do."""
         seq = item.seq
         if not seq.params.may_draft:
             return None
@@ -249,19 +247,19 @@ class EagleDrafter(LevelDrafter):
         return Span.of(seq.seq_id, context, tokens, wants_logits=drafts)
 
     def _admit(self, seq: SequenceView, state: _State) -> None:
-        """Start the cache of a sequence, from rows of an earlier one that began alike."""
+        """Start the cache of a sequence, with rows shared with an earlier one."""
         keys = _row_keys(seq.tokens, 0, seq.tokens[1:])
         shared = self.cache.admit(seq.seq_id, keys)
         state.rows = keys[:shared]
         state.drop(max(0, shared - state.start))
 
     def _first(self, spans: Sequence[Span], trees: Sequence[Growing]) -> Logits:
-        """Run the rows whose features have come in."""
+        """Run the rows whose features have arrived."""
         parts = [part for span in spans for part in self._states[span.seq_id].take()]
         return self._run(spans, trees, torch.cat(_gathered(parts), -1), fused=False)
 
     def _level(self, trees: list[Growing]) -> Logits:
-        """Run the newest nodes of some trees, each with its parent's output for a feature."""
+        """Run the newest nodes of some trees, each with its parent's output as its feature."""
         inputs = []
         for tree in trees:
             assert tree.outputs is not None
@@ -273,8 +271,8 @@ class EagleDrafter(LevelDrafter):
     def _run(
         self, spans: Sequence[Span], trees: Sequence[Growing], inputs: torch.Tensor, fused: bool
     ) -> Logits:
-        """One pass of the head: logits at the rows whose logits are wanted, those of the trees,
-        which get its outputs ``[R, H]`` there."""
+        """One pass of the head: logits at the trees' rows; the trees get its outputs ``[R, H]``
+        there."""
         outputs, logits = self._step(self.cache.batch_of(spans), self.cache, inputs, fused)
         if not trees:
             return logits
@@ -298,8 +296,8 @@ class EagleDrafter(LevelDrafter):
     # -- observing ---------------------------------------------------------------------------
 
     def observe(self, commits: Sequence[Commit], out: ModelOutput) -> None:
-        """Note the features of what was committed; drafted rows are given back. Of sequences for
-        which it was never asked to draft (those of other drafters) none are kept."""
+        """Store the features of what was committed; free drafted rows. Sequences for which it was
+        never asked to draft are ignored."""
         known = [commit for commit in commits if commit.seq_id in self._states]
         if not known:
             return
@@ -320,7 +318,7 @@ class EagleDrafter(LevelDrafter):
 
     @torch.inference_mode()
     def _copy_waiting(self) -> None:
-        """Waiting features in memory of their own: a row keeps all of its forward's alive."""
+        """Copy waiting features: a stored row keeps its whole forward's tensor alive."""
         for state in self._states.values():
             if state.waiting:
                 copies = tuple(layer.clone() for layer in _gathered(state.waiting))
@@ -332,7 +330,7 @@ class EagleDrafter(LevelDrafter):
         self.cache.free(seq_id)
 
     def _drop(self, seq_id: int) -> None:
-        """Out of blocks: give up this sequence's context; it goes on with what comes in later."""
+        """Out of blocks: drop this sequence's context; it goes on with later features."""
         state = self._states[seq_id]
         self.cache.free(seq_id)
         self.cache.admit(seq_id, ())
@@ -340,7 +338,7 @@ class EagleDrafter(LevelDrafter):
 
 
 def _row_keys(tokens: Sequence[int], start: int, of_rows: Sequence[int]) -> list[int]:
-    """What tells rows apart when prefixes are shared: each row's token, the first also by x0."""
+    """Keys of rows for prefix sharing: each row's token, the first row's also with x0."""
     keys = list(of_rows)
     if start == 0 and keys:
         keys[0] = (keys[0] * 1_000_003 + tokens[0] + 1) & 0x7FFFFFFF

@@ -72,11 +72,11 @@ def load_eagle(
 ) -> EagleHead:
     """A head for ``target``, on the CPU, in the dtype of its file.
 
-    ``source`` is a folder, a built-in or a hub name, or what was read of one; values other than
-    those of ``d2t`` and ``t2d`` may be on the meta device: then so is the head. ``version`` 1 (also
-    EAGLE-2) or 3 refuses the other one. ``feature_layers`` are taken in place of the config's.
-    ``target_head`` is for heads without logits of their own. Raises ModelLoadError if files are
-    missing or damaged, hold another algorithm's weights, or belong to another target.
+    ``source``: a folder, built-in or hub name, or a checkpoint, whose values but ``d2t``'s and
+    ``t2d``'s may be on the meta device; then so is the head. ``version`` 1 (also EAGLE-2) or 3
+    refuses the other. ``feature_layers`` replace the config's. ``target_head`` is for heads without
+    logits of their own. Raises ModelLoadError for missing or damaged files, other weights, or
+    another target.
     """
     checkpoint = read_checkpoint(source, FILES, _KIND) if isinstance(source, str) else source
     name = checkpoint.name
@@ -113,11 +113,9 @@ def save_eagle(
     target_name: str | None = None,
     target_architectures: tuple[str, ...] = ("LlamaForCausalLM",),
 ) -> None:
-    """Write a head; ``layout`` is "eagle" (what its version's authors publish) or "speculators".
-
-    ``target_name`` tells engines that load speculators which model to verify with. Every file is
-    renamed into place when it is whole. Raises ConfigError for a head that the layout cannot hold.
-    """
+    """Write a head; ``layout``: "eagle" (its authors') or "speculators". ``target_name`` tells
+    engines that load speculators which model to verify with. Raises ConfigError for a head that the
+    layout cannot hold."""
     if layout not in LAYOUTS:
         raise ConfigError(f"EAGLE layout {layout!r} is unknown; use {' or '.join(LAYOUTS)}")
     flat, tensors = _flat_options(head.config), dict(head.state_dict())
@@ -139,7 +137,8 @@ def save_eagle(
 
 
 def _public_names(checkpoint: Checkpoint) -> dict[str, torch.Tensor]:
-    """The tensors under the names that EagleHead has; raises if they are no EAGLE head's."""
+    """The tensors under EagleHead's names. Raises ModelLoadError if they are not an EAGLE
+    head's."""
     tensors = {key.removeprefix("model."): value for key, value in checkpoint.tensors.items()}
     tensors = {key: value for key, value in tensors.items() if not key.endswith(_COPIES)}
     if "fc.weight" not in tensors:
@@ -152,12 +151,12 @@ def _public_names(checkpoint: Checkpoint) -> dict[str, torch.Tensor]:
 
 
 def is_speculators(config: dict[str, Any]) -> bool:
-    """Whether a config.json is in this format."""
+    """Whether a config.json is of the speculators library."""
     return _SPECULATORS in config
 
 
 def _from_speculators(name: str, config: dict[str, Any]) -> dict[str, Any]:
-    """The flat options of an EAGLE-3 head. Raises ModelLoadError, naming the folder ``name``."""
+    """The flat options of an EAGLE-3 head. Raises ModelLoadError, naming the folder."""
     kind = config[_SPECULATORS]
     if kind != "eagle3":
         raise ModelLoadError(
@@ -178,7 +177,7 @@ def _from_speculators(name: str, config: dict[str, Any]) -> dict[str, Any]:
 
 
 def _whole(name: str, flat: dict[str, Any], key: str) -> int:
-    """A whole number above 0 out of the config."""
+    """A whole number above 0 from the config."""
     value = flat.get(key)
     if not isinstance(value, int) or isinstance(value, bool) or value < 1:
         problem = "has no" if value is None else f"has {value!r} for"
@@ -196,7 +195,7 @@ def _config(
     target: Target,
     version: int,
 ) -> EagleConfig:
-    """What the config and the tensors say of the head; held against the target."""
+    """The head's shape by config and tensors, checked against the target."""
     name = checkpoint.name
     needed = "hidden_size", "num_attention_heads", "vocab_size"
     hidden, heads, vocab = (_whole(name, flat, key) for key in needed)
@@ -249,7 +248,7 @@ def _config(
 
 
 def _rotary(flat: dict[str, Any]) -> tuple[float, dict[str, Any] | None]:
-    """Base and scaling of the rotary embedding, as old and new transformers write them."""
+    """Base and scaling of the rotary embedding, in old and new transformers' form."""
     options = dict(flat.get("rope_parameters") or flat.get("rope_scaling") or {})
     theta = float(options.pop("rope_theta", None) or flat.get("rope_theta") or 10000.0)
     kind = options.pop("type", None)
@@ -258,13 +257,13 @@ def _rotary(flat: dict[str, Any]) -> tuple[float, dict[str, Any] | None]:
 
 
 def said_layers(config: dict[str, Any]) -> Any:
-    """The feature layers that a config.json names, in either place; empty or None for none."""
+    """The feature layers named in a config.json, in either form; empty or None for none."""
     nested = config.get("eagle_config")
     return config.get(_LAYERS) or (nested.get(_LAYERS) if isinstance(nested, dict) else None)
 
 
 def _vocabulary(name: str, config: EagleConfig, tensors: dict[str, torch.Tensor]) -> list[int]:
-    """The target ids of the draft vocabulary, ascending; puts the tensors into that order."""
+    """The target ids of the draft vocabulary, ascending; sorts the tensors accordingly."""
     count, vocab = config.draft_vocab_size, config.vocab_size
     offsets = tensors.get("d2t")
     if offsets is None and count != vocab:
@@ -327,8 +326,8 @@ def _flat_options(config: EagleConfig) -> dict[str, Any]:
 def _to_speculators(
     flat: dict[str, Any], verifier: str | None, architectures: tuple[str, ...]
 ) -> dict[str, Any]:
-    """The nested config of flat options. ``verifier`` is the target's name or path,
-    ``architectures`` its classes in transformers."""
+    """The nested config of flat options. ``verifier``: the target's name or path, ``architectures``
+    its classes in transformers."""
     outer = {key: flat[key] for key in (*_OUTER, "norm_before_residual") if key in flat}
     left_out = {*outer, "architectures", "tie_word_embeddings"}
     proposal = {"proposal_type": "greedy", "speculative_tokens": _DRAFTED_TOKENS}

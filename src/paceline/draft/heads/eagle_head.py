@@ -2,10 +2,8 @@
 
 EAGLE (Li et al. 2024, arXiv 2401.15077), EAGLE-2 (2406.16858, the same weights) and EAGLE-3
 (2503.01840). Row t takes the target's feature at position t and the embedding of token t + 1; its
-logits are about token t + 2. When drafting, later rows take the head's own hidden output in the
-place of a feature.
-
-Parameter names are those of the public checkpoints::
+logits are for token t + 2. When drafting, later rows take the head's own hidden output instead of a
+feature. Parameter names are those of the public checkpoints::
 
     EAGLE-3    fc  midlayer.{hidden_norm,input_layernorm,self_attn,post_attention_layernorm,mlp}
                norm  lm_head  d2t  t2d  [embed_tokens]
@@ -38,8 +36,8 @@ SIZES = {
 
 @dataclass(frozen=True)
 class EagleConfig:
-    """Shape of a head. Sizes in elements; ``feature_layers`` are layers of the target whose
-    inputs it reads, where ``target_layers`` stands for the output of the final norm."""
+    """Shape of a head. Sizes in elements; ``feature_layers``: layers of the target whose inputs it
+    reads; ``target_layers`` there means the final norm's output."""
 
     version: int  # 1 (also EAGLE-2) or 3
     hidden_size: int
@@ -109,7 +107,7 @@ def default_feature_layers(version: int, target_layers: int) -> tuple[int, ...]:
 
 
 def _llama(config: EagleConfig) -> Any:
-    """What transformers' own modules of a Llama are made from."""
+    """transformers' config for its Llama modules."""
     from transformers import LlamaConfig
 
     rope = {"rope_type": "default", "rope_theta": config.rope_theta, **(config.rope_scaling or {})}
@@ -135,8 +133,8 @@ class _Attention(nn.Module):
         attend: Attend,
         only: torch.Tensor | None = None,
     ) -> torch.Tensor:
-        """``x [T, inputs]``, ``cos`` and ``sin`` ``[T, 1, head_dim]`` to ``[T, hidden]``, or of
-        the rows ``only [N]`` to ``[N, hidden]``; the others are read alone."""
+        """``x [T, inputs]``, ``cos`` and ``sin`` ``[T, 1, head_dim]`` to ``[T, hidden]``; with
+        ``only [N]`` the outputs of those rows, ``[N, hidden]``."""
         rows, width = x.shape[0], self.head_dim
         k = _rotate(self.k_proj(x).view(rows, self.kv_heads, width), cos, sin)
         v = self.v_proj(x).view(rows, self.kv_heads, width)
@@ -192,12 +190,9 @@ class _Layer(nn.Module):
 
 
 class EagleHead(nn.Module):
-    """Weights and forward of a head, for training and for drafting, in any dtype.
-
-    ``draft_ids``: the target ids that the head can draft, ascending; None for all of them.
-    ``target_head`` maps ``[T, hidden]`` to logits ``[T, vocab]``: version 1 drafts with it, and
-    version 3 where the checkpoint has no ``lm_head``.
-    """
+    """Weights and forward of a head, for training and drafting, in any dtype. ``draft_ids``: target
+    ids it can draft, ascending; None for all. ``target_head`` maps ``[T, hidden]`` to logits ``[T,
+    vocab]``, for version 1 and checkpoints without ``lm_head``."""
 
     target_head: Callable[[torch.Tensor], torch.Tensor] | None
     draft_ids: torch.Tensor
@@ -246,7 +241,7 @@ class EagleHead(nn.Module):
 
     @property
     def cache_shape(self) -> tuple[int, int, int]:
-        """Key-value heads and widths of a key and a value: what a cache row of it needs."""
+        """Key-value heads, and widths of a key and a value."""
         return (self.config.kv_heads, self.config.head_dim, self.config.head_dim)
 
     @property
@@ -267,12 +262,9 @@ class EagleHead(nn.Module):
         attend: Attend,
         only: torch.Tensor | None = None,
     ) -> torch.Tensor:
-        """One step: ``[T, H]`` embeddings of the next tokens and ``[T, H]`` fused features or
-        earlier outputs, at ``positions [T]``, to hidden states ``[T, H]``; with ``only [N]``, the
-        rows that are asked for, to theirs ``[N, H]``.
-
-        The output is what the next step takes in, before the final norm (EAGLE-3).
-        """
+        """Embeddings of the next tokens ``[T, H]`` and fused features or earlier outputs ``[T, H]``
+        at ``positions [T]`` to hidden states ``[T, H]``; with ``only [N]`` those rows' ``[N, H]``.
+        The output, before the final norm, is the next step's ``hidden``."""
         # No weights, so a module does not move it: its frequencies would be copied at each forward.
         if self.rotary.inv_freq.device != hidden.device:
             self.__dict__["rotary"] = self.rotary.to(hidden.device)
@@ -286,7 +278,7 @@ class EagleHead(nn.Module):
         return out
 
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:
-        """``[T, H]`` to ``[T, draft_vocab]``: about the token after the embedded one."""
+        """``[T, H]`` to ``[T, draft_vocab]``: for the token after the embedded one."""
         if self.config.version == 3:
             hidden = self.norm(hidden)
             if self.config.has_lm_head:

@@ -1,14 +1,14 @@
-"""Medusa: heads on the target's last hidden state draft several tokens at once, without a model.
+"""Medusa: heads on the target's last hidden state draft several tokens at once.
 
-Cai et al. 2024 (arXiv 2401.10774). The target's own head chose the last committed token x from
-the hidden state of the row before it. From that same row head 0 predicts the token after x, head
-1 the one after that, and so on::
+Cai et al. 2024 (arXiv 2401.10774). The target's head chose the last committed token x from the
+hidden state of the row before it. From that same row head 0 predicts the token after x, head 1 the
+next one, and so on::
 
     row of the last accepted node:   target's head -> x    head 0 -> 1st draft    head 1 -> 2nd ...
 
-All heads of all sequences run in one pass. They do not see one another's tokens, so every node of
-a level has the same candidates, and a sparse tree crosses them: node (r0, r1) is the r0-th
-candidate of head 0 followed by the r1-th of head 1.
+All heads of all sequences run in one pass. Heads do not see each other's tokens, so all nodes of a
+level have the same candidates: node (r0, r1) of a sparse tree is the r0-th candidate of head 0
+followed by the r1-th of head 1.
 """
 
 from __future__ import annotations
@@ -57,9 +57,9 @@ def _typical(heads: int) -> list[list[float]]:
 def shapes_of(
     heads: int, nodes: int, tree: str, accuracy: Sequence[Sequence[float]]
 ) -> tuple[Shape, ...]:
-    """The tree for every draft length from 0 to ``heads``. ``tree`` is "auto" (the best for the
-    node budget by ``accuracy``), "chain", or paths of ranks such as "0/0.0/0.1/1": Medusa's
-    choices. Raises ConfigError."""
+    """The tree for every draft length from 0 to ``heads``. ``tree``: "auto" (the best for the node
+    budget by ``accuracy``), "chain", or paths of ranks such as "0/0.0/0.1/1" (Medusa's choices).
+    Raises ConfigError."""
     if tree == "auto":
         known = accuracy or _typical(heads)
         return tuple(best_shape(known[:length], nodes) for length in range(heads + 1))
@@ -82,9 +82,8 @@ def shapes_of(
 
 @dataclass(frozen=True)
 class Medusa(DraftSpec):
-    """Medusa heads in a folder, of a built-in or a hub name. ``tree``: "auto" (the best of
-    ``nodes`` nodes by what the heads were measured to get right), "chain", or paths of ranks such
-    as "0/0.0/0.1/1": Medusa's choices."""
+    """Medusa heads by folder, built-in or hub name. ``tree``: "auto" (the best of ``nodes`` nodes
+    by the heads' measured accuracy), "chain", or paths of ranks such as "0/0.0/0.1/1"."""
 
     kind = "medusa"
     page = "medusa.md"
@@ -124,8 +123,8 @@ class MedusaDrafter:
     """Drafts with heads on the target's hidden states; ``shapes[n]`` is the tree of n levels.
 
     Greedy and seeded trees are the heads' likeliest tokens (with the coupled noise for a seed);
-    otherwise siblings are drawn without replacement. A request with penalties gets a tree grown
-    level by level, as its distributions depend on the drafted tokens.
+    otherwise siblings are drawn without replacement. Requests with penalties get a tree grown level
+    by level, as their distributions depend on the drafted tokens.
     """
 
     name = "medusa"
@@ -181,8 +180,8 @@ class MedusaDrafter:
         return [trees.get(item.seq.seq_id, self._empty) for item in plan.slices]
 
     def _drafts(self, item: Slice) -> bool:
-        """Whether there is a hidden state of the row before the last committed token: none at the
-        first step, behind a shared prefix, and after preemption."""
+        """Whether the hidden state before the last committed token is known: not at the first step,
+        after a shared prefix, or after preemption."""
         if not item.decodes or not len(self._shape(item.draft_length)):
             return False
         seen = self._seen.get(item.seq.seq_id)
@@ -200,7 +199,7 @@ class MedusaDrafter:
         return kept.index_select(0, to_device(rows, kept.device))
 
     def _crossed(self, items: list[Slice], logits: torch.Tensor) -> dict[int, TokenTree]:
-        """Trees of all sequences from one draw of every level; logits [B, levels, vocab]."""
+        """All sequences' trees from one draw of all levels; logits [B, levels, vocab]."""
         batch, levels, vocab = logits.shape
         shapes = [self._shape(item.draft_length) for item in items]
         width = 1 + max(max(shape.ranks) for shape in shapes)
@@ -221,7 +220,7 @@ class MedusaDrafter:
         return trees
 
     def _grown(self, item: Slice, logits: torch.Tensor) -> TokenTree:
-        """A tree level by level, each candidate's distribution knowing the tokens before it."""
+        """A tree grown level by level, for distributions that depend on the path."""
         tree = StaticTree(item, self._shape(item.draft_length), logits.device)
 
         def following(trees: list[Growing]) -> torch.Tensor:
@@ -232,8 +231,8 @@ class MedusaDrafter:
     # -- observing ---------------------------------------------------------------------------
 
     def observe(self, commits: Sequence[Commit], out: ModelOutput) -> None:
-        """Keep the hidden state of the row from which the last token of each commit was chosen, of
-        sequences for which it was asked to draft."""
+        """Store the hidden state from which each commit's last token was chosen, of sequences that
+        may draft."""
         for commit in commits:
             if commit.seq_id in self._seen:
                 row = commit.row + commit.scheduled + (commit.path[-1] if commit.path else -1)
@@ -257,7 +256,7 @@ class MedusaDrafter:
 
 @lru_cache(maxsize=512)
 def _picks(shape: Shape, width: int, device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
-    """int64 [n] each: where node i's token stands among ``[levels * width]``, and its level."""
+    """int64 [n] each: the index of node i's token in ``[levels * width]``, and its level."""
     levels = [depth - 1 for depth in depths_of(shape.parents)]
     picks = [level * width + rank for level, rank in zip(levels, shape.ranks, strict=True)]
     with torch.inference_mode(False):

@@ -47,12 +47,10 @@ _TARGET_LAYERS = "paceline_target_layers"
 
 @dataclass(frozen=True)
 class MedusaConfig:
-    """The shape of the heads, and how often they were right.
-
-    ``shared_head``: all heads use the target's language-model head instead of a vocabulary layer
-    each. ``draft_vocab_size``: below ``vocab_size``, they know only the tokens of the token map.
-    ``accuracy[k][r]``: how often candidate r of head k was right on held-out text, if measured.
-    """
+    """The shape of the heads, and their accuracy. ``shared_head``: they use the target's
+    language-model head. ``draft_vocab_size``: if below ``vocab_size``, they know only the token
+    map's tokens. ``accuracy[k][r]``: how often candidate r of head k was right on held-out text, if
+    measured."""
 
     hidden_size: int
     vocab_size: int
@@ -70,7 +68,7 @@ class MedusaConfig:
 
     @property
     def head_rows(self) -> int:
-        """Rows of a head's own vocabulary layer."""
+        """Rows of a head's vocabulary layer."""
         return self.draft_vocab_size or self.vocab_size
 
 
@@ -90,7 +88,7 @@ class ResidualBlock(nn.Module):
 
 class MedusaHeads(nn.ModuleList):
     """All heads. Parameter names are those of the public checkpoints: ``{head}.{layer}.linear.*``
-    for the blocks and ``{head}.{layers}.weight`` for the vocabulary layer."""
+    (blocks) and ``{head}.{layers}.weight`` (vocabulary layer)."""
 
     token_map: torch.Tensor | None
 
@@ -110,15 +108,15 @@ class MedusaHeads(nn.ModuleList):
         self.register_buffer("token_map", ids)
 
     def vocabulary_layers(self) -> list[nn.Linear]:
-        """The heads' own vocabulary layers; none where they share the target's."""
+        """The heads' vocabulary layers; [] where they share the target's."""
         if self.config.shared_head:
             return []
         heads = [self.get_submodule(f"{head}.{self.config.layers}") for head in range(len(self))]
         return [module for module in heads if isinstance(module, nn.Linear)]
 
     def forward(self, features: torch.Tensor, lm_head: Head | None = None) -> torch.Tensor:
-        """Logits ``[heads, T, vocab]`` from the target's final hidden states ``[T, width]``, minus
-        infinity outside a reduced vocabulary. ``lm_head``: the target's, where they share it."""
+        """Logits ``[heads, T, vocab]`` from final hidden states ``[T, width]``, minus infinity
+        outside a reduced vocabulary. ``lm_head``: the target's, if shared."""
         return torch.stack([self.logits(k, features, lm_head) for k in range(len(self))])
 
     def logits(
@@ -132,8 +130,7 @@ class MedusaHeads(nn.ModuleList):
         return self.spread(output)
 
     def spread(self, logits: torch.Tensor) -> torch.Tensor:
-        """Logits over the target's vocabulary, minus infinity for tokens that the heads do not
-        know."""
+        """Logits over the target's vocabulary, minus infinity for unknown tokens."""
         if self.token_map is None:
             return logits
         if self.config.shared_head:  # the target's head knows more tokens than were trained on
@@ -145,12 +142,9 @@ class MedusaHeads(nn.ModuleList):
 
 
 def load_medusa(source: str | Checkpoint, target: Target) -> MedusaHeads:
-    """Heads for ``target``, on the CPU.
-
-    ``source``: where they lie, or what was read of them; values other than those of ``token_map``
-    may be on the meta device: then so are the heads. Raises ModelLoadError if the files are missing
-    or damaged, hold another algorithm's weights, or belong to another target.
-    """
+    """Heads for ``target``, on the CPU. ``source``: a name, or a checkpoint, whose values but
+    ``token_map``'s may be on the meta device; then so are the heads. Raises ModelLoadError for
+    missing or damaged files, other weights, or another target."""
     checkpoint = read_checkpoint(source, FILES, _KIND) if isinstance(source, str) else source
     tensors = _public_names(checkpoint)
     config = _config(checkpoint, tensors)
@@ -170,8 +164,7 @@ def load_medusa(source: str | Checkpoint, target: Target) -> MedusaHeads:
 def save_medusa(
     heads: MedusaHeads, folder: Path, target_layers: int | None = None, file: str = WEIGHTS
 ) -> None:
-    """Write the public layout into ``file`` and config.json; ``target_layers`` lets a target of
-    another depth be refused."""
+    """Write the public layout; ``target_layers`` lets a target of another depth be refused."""
     config = heads.config
     values: dict[str, Any] = {
         "architectures": ["MedusaModel"],
@@ -218,7 +211,7 @@ def _number(config: dict[str, Any], *names: str) -> int | None:
 
 
 def _config(checkpoint: Checkpoint, tensors: dict[str, torch.Tensor]) -> MedusaConfig:
-    """What the tensors are, held against what config.json says of them."""
+    """The heads' shape by tensors and config.json. Raises ModelLoadError where these disagree."""
     name, stated = checkpoint.name, checkpoint.config
     counted = 1 + max(int(key.split(".")[0]) for key in tensors if key != "token_map")
     layers = len({key.split(".")[1] for key in tensors if key.startswith("0.") and "linear" in key})
@@ -263,7 +256,7 @@ def _config(checkpoint: Checkpoint, tensors: dict[str, torch.Tensor]) -> MedusaC
 def _reduced(
     checkpoint: Checkpoint, tensors: dict[str, torch.Tensor], vocab: int, rows: int | None
 ) -> int | None:
-    """Size of a reduced vocabulary; None if the heads know all tokens. Fits the tensors to it."""
+    """Size of a reduced vocabulary, None if the heads know all tokens; fits the tensors to it."""
     name, size = checkpoint.name, _number(checkpoint.config, "truncated_vocab_size") or vocab
     ids = tensors.pop("token_map", None)
     if size >= vocab:

@@ -1,13 +1,13 @@
-"""Tree growth, level by level. A drafter's pass yields logits after the nodes it was given, these
-become candidates, and the tree takes some and says which to expand next::
+"""Growing trees level by level. A drafter's pass gives logits after the nodes it was given; these
+give candidates; the tree takes some as nodes and says which to expand next::
 
     logits -> candidates -> nodes, of which some are expanded -> logits -> ...
 
 Static shapes (SpecInfer, Miao et al. 2024) are known beforehand, so nothing waits for the device;
-shape.py finds the best one for a node budget. Dynamic trees follow the drafter's own
-probabilities (EAGLE-2, Li et al. 2024, arXiv 2406.16858): every level expands the likeliest
-nodes, and in the end the likeliest of all candidates stay. Which they are stays on the device while
-the trees grow; then one transfer tells the shapes of all of them.
+shape.py finds the best one for a node budget. Dynamic trees (EAGLE-2, Li et al. 2024, arXiv
+2406.16858) expand the likeliest nodes of every level and keep the likeliest of all candidates.
+Which these are stays on the device until the trees are complete; one transfer then gives all
+shapes.
 """
 
 from __future__ import annotations
@@ -32,9 +32,9 @@ from paceline.model.backends.base import GrownTree
 
 @dataclass(frozen=True)
 class Narrow:
-    """Logits ``[R, n]`` of the tokens ``ids`` alone, int64 ``[n]``, ascending; no other of the
-    ``vocab`` is likely. Enough where the choice is the largest logit (``is_plain_greedy``). Of
-    49,152 tokens a head knows 8,192: all that is done with a row costs a sixth."""
+    """Logits ``[R, n]`` of the tokens ``ids`` alone, int64 ``[n]``, ascending, out of ``vocab``:
+    enough where the choice is the largest logit (``is_plain_greedy``). A head that knows 8,192 of
+    49,152 tokens then costs a sixth per row."""
 
     logits: torch.Tensor
     ids: torch.Tensor
@@ -57,16 +57,15 @@ Logits = torch.Tensor | Narrow  # [R, vocab], or of some tokens
 class Growing(ABC):
     """One tree while it grows.
 
-    ``width``: candidates wanted after each newest expanded node. ``samples``: whether they are
-    drawn by ``draft``; otherwise they are the ``likeliest``. ``expanded_parents``: the nodes given
-    to the drafter so far, a tree of their own (they may be fewer than the nodes). Where only the
-    device knows which they are, ``ancestors`` bool ``[expanded, expanded]`` says which nodes a node
-    sees (itself, too), and the parents are any of the right depth. ``above`` int64: the row, among
-    the newest expanded nodes before these, of each newest node's parent; None if they are those
-    rows. ``fresh`` int64: tokens of the newest expanded nodes, the end of ``expanded_parents``.
+    ``width``: candidates wanted after each newest expanded node; ``samples``: drawn by ``draft``,
+    else the ``likeliest``. ``expanded_parents``: the nodes given to the drafter so far, as a tree.
+    Where only the device knows which they are, ``ancestors`` bool ``[expanded, expanded]`` says
+    which nodes a node sees (itself, too), and the parents only have the right depths. ``fresh``
+    int64: tokens of the newest expanded nodes. ``above`` int64: the row, among the newest expanded
+    nodes before, of each one's parent; None if they are those rows.
 
-    Of its drafter: ``base`` rows of committed tokens stand in the cache in front of the nodes, and
-    ``outputs [rows, H]`` are what an EAGLE head put out at the newest rows.
+    ``base``: rows of committed tokens in the drafter's cache before the nodes. ``outputs [rows,
+    H]``: an EAGLE head's outputs at the newest rows.
     """
 
     samples: bool
@@ -96,18 +95,19 @@ class Growing(ABC):
         return torch.stack(path, 1)
 
     def plain_size(self) -> tuple[int, int, int] | None:
-        """Depth, width and nodes of a tree of what is plainly the likeliest (with a seed: to win
-        the race), without drawing; None: of anything else."""
+        """Depth, width and nodes of a tree that needs no draws: the likeliest candidates (with a
+        seed: the race's winners). None for others."""
         return None
 
     @abstractmethod
     def extend(self, tokens: torch.Tensor, weights: torch.Tensor | None) -> bool:
-        """Take from the candidates ``[rows, >= width]`` after the newest expanded nodes.
-        ``weights``: the distributions ``[rows, vocab]`` they were drawn from, or the
-        log-probabilities of the likeliest. False if the tree is complete."""
+        """Take nodes from the candidates ``[rows, >= width]`` after the newest expanded nodes.
+        ``weights``: the distributions ``[rows, vocab]`` they were drawn from, or log-probabilities
+        of the likeliest. False if the tree is complete."""
 
     def chosen(self) -> torch.Tensor | None:
-        """int64: what of a complete tree's shape only the device knows. None: nothing."""
+        """int64: the part of a complete tree's shape that only the device knows; None for
+        nothing."""
         return None
 
     @abstractmethod
@@ -116,7 +116,8 @@ class Growing(ABC):
 
 
 def level_span(tree: Growing, nodes: torch.Tensor | None = None) -> Span:
-    """The newest nodes of a tree, by their tokens in the drafter's vocabulary if it has another."""
+    """The newest nodes of a tree; ``nodes``: their tokens in the drafter's vocabulary if it has
+    another."""
     parents, fresh = tree.expanded_parents, tree.fresh if nodes is None else nodes
     seq_id, first_new = tree.item.seq.seq_id, len(parents) - len(fresh)
     return Span.of(seq_id, tree.base, (), parents, fresh, first_new, ancestors=tree.ancestors)
@@ -132,9 +133,9 @@ def grow(
     forward: Callable[[list[Growing]], Logits],
     generator: torch.Generator | None,
 ) -> list[GrownTree]:
-    """Grow all trees together and finish them; at most one wait, at the end. ``logits``
-    ``[len(trees), vocab]`` follow the committed tokens. ``forward`` runs the ``fresh`` nodes of
-    some trees through the drafter and returns the logits after each of them, ``[rows, vocab]``."""
+    """Grow all trees together and finish them; waits for the device at most once, at the end.
+    ``logits`` ``[len(trees), vocab]`` follow the committed tokens. ``forward`` runs the ``fresh``
+    nodes of some trees and returns the logits after each, ``[rows, vocab]``."""
     growing = trees
     while growing:
         counts = [len(tree.fresh) if tree.expanded_parents else 1 for tree in growing]
@@ -200,7 +201,7 @@ def _row_table(trees: Sequence[Growing], counts: Sequence[int]) -> Rows:
 
 @dataclass(frozen=True)
 class _Level:
-    """One level of a static shape: where its nodes come from and which of them are expanded."""
+    """One level of a static shape: its nodes, and which of them are expanded."""
 
     rows: torch.Tensor  # int64 [nodes]: among the newest expanded nodes, the parent of each
     picks: torch.Tensor  # int64 [nodes]: row * width + rank
@@ -212,7 +213,7 @@ class _Level:
 
 @lru_cache(maxsize=512)
 def levels_of(shape: Shape, width: int, device: torch.device) -> tuple[_Level, ...]:
-    """Those of a shape whose expanded nodes have ``width`` candidates each."""
+    """The levels of a shape whose expanded nodes have ``width`` candidates each."""
     depths, inner = depths_of(shape.parents), set(shape.parents)
     number_of = {-1: -1}  # node -> index among the expanded
     expanded_parents: tuple[int, ...] = ()
@@ -249,7 +250,7 @@ def _slots(shape: Shape) -> tuple[int, ...]:
 
 
 class StaticTree(Growing):
-    """Grows into a shape; sampled without replacement (or as a chain) where that is possible."""
+    """Grows into a shape; sampled without replacement (or as a chain) where possible."""
 
     samples = True
 
@@ -297,10 +298,9 @@ class StaticTree(Growing):
 class DynamicTree(Growing):
     """Expands the ``width`` likeliest nodes of each level; keeps the ``nodes`` likeliest of all.
 
-    A node's score is the drafter's log-probability of its whole path, so no node outranks its
-    parent. The nodes are point masses: they are chosen, not drawn (EAGLE-2, section 4). Candidate
-    ``c`` of a level stands below its expanded node ``c // width``: which candidates those are
-    stays on the device until the tree is complete.
+    A node's score is the log-probability of its path, so no node outranks its parent. Nodes are
+    chosen, not drawn: POINT (EAGLE-2, section 4). Candidate ``c`` of a level is a child of its
+    expanded node ``c // width``.
     """
 
     samples = False
@@ -346,7 +346,7 @@ class DynamicTree(Growing):
         return True
 
     def _seen(self, above: torch.Tensor, first: int) -> torch.Tensor:
-        """The ancestors with those of further nodes, below the nodes ``first + above``."""
+        """``ancestors`` with further nodes below the nodes ``first + above``."""
         known, count = len(self.expanded_parents), len(above)
         seen = torch.eye(known + count, dtype=torch.bool, device=above.device)
         if self.ancestors is not None:
@@ -355,8 +355,8 @@ class DynamicTree(Growing):
         return seen
 
     def chosen(self) -> torch.Tensor:
-        """The candidates that stay, in order, behind as many -1 as there are too few of them; then
-        the candidate that each expanded node is."""
+        """The candidates that stay, in order, after a -1 for each missing one; then the candidate
+        that each expanded node is."""
         scores = torch.cat(self._scores)
         best = scores.topk(min(self._nodes, len(scores)))
         # Minus infinity is no candidate: there was nothing to propose, or not so much.

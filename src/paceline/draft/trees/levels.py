@@ -1,4 +1,4 @@
-"""What drafters that run a model have in common: trees grow by a forward a level, for everybody."""
+"""The base of drafters that run a model: all trees grow by one forward a level."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ _BLOCKS = 4  # of context when warming up: about what the target's own costs are
 
 
 class Levels(NamedTuple):
-    """How a drafter's trees grow: over which cache, of which kind, and by whose randomness."""
+    """How a drafter's trees grow: its name, cache, policy and randomness."""
 
     name: str
     cache: PagedCache
@@ -30,13 +30,13 @@ class Levels(NamedTuple):
 
 
 class LevelDrafter(ABC):
-    """Runs something over ``cache``, over tokens that it has not seen, then level by level."""
+    """Runs a model over ``cache``: over tokens that it has not seen, then level by level."""
 
     features: tuple[int, ...] = ()
     reads_logits = False
 
     def __init__(self, levels: Levels, max_positions: int) -> None:
-        """``max_positions`` is the longest context of what is run."""
+        """``max_positions``: longest context of the model."""
         self.name, self.cache, self._policy, self._generator = levels
         self._max_positions = max_positions
         self._empty = TokenTree.empty(self.cache.device)
@@ -73,7 +73,8 @@ class LevelDrafter(ABC):
     def _at_once(
         self, trees: Sequence[Growing], logits: Logits, first: Batch | None = None
     ) -> list[GrownTree] | None:
-        """The finished trees, if all of them can be grown in one call; ``first``: as growth's."""
+        """The finished trees, if ``growth`` can grow all of them in one call; ``first`` as in
+        ``Growth``."""
         growth = self.growth
         sizes = [size for tree in trees if growth and (size := tree.plain_size())]
         if growth is None or not trees or len(sizes) < len(trees):
@@ -92,29 +93,29 @@ class LevelDrafter(ABC):
         return growth(self.cache, wanted, logits, ids, joined, first)
 
     def _least(self, seq: SequenceView) -> float:
-        """The probability of a path behind which a chain ends; 0: it goes on."""
+        """A chain ends behind a path of lower probability than this; 0: it goes on."""
         return 0.0
 
     @property
     def growth(self) -> Growth | None:
-        """What grows whole trees; None: they grow level by level."""
+        """What grows whole trees in one call; None: they grow level by level."""
         return None
 
     @property
     def prefers_seeds(self) -> bool:
-        """Dynamic trees grow in one call where nothing is drawn; drawn ones, level by level over
-        the target's whole vocabulary, take several times as long, and are verified likewise.
-        (EAGLE-3 on SmolLM2, bf16, temperature 1: 1.11x of plain decoding with, 1.06x without.)"""
+        """Dynamic trees grow in one call where nothing is drawn; drawn ones grow level by level
+        over the target's whole vocabulary, which takes several times as long, and so does verifying
+        them. (EAGLE-3 on SmolLM2, bf16, temperature 1: 1.11x of plain decoding with seeds, 1.06x
+        without.)"""
         return self._policy.nodes > 0 and self.growth is not None
 
     @abstractmethod
     def _span(self, item: Slice) -> Span | None:
-        """What has to be run before the first level; None leaves the sequence alone."""
+        """What to run before the first level; None leaves the sequence alone."""
 
     @abstractmethod
     def _first(self, spans: Sequence[Span], trees: Sequence[Growing]) -> Logits:
-        """Run what ``_span`` asked for: logits after the spans that want them, those of the trees,
-        in their order."""
+        """Run the spans of ``_span``: logits after those that want them, the trees', in order."""
 
     def _level(self, trees: list[Growing]) -> Logits:
         """Run the newest nodes of some trees: logits after each."""
@@ -122,7 +123,7 @@ class LevelDrafter(ABC):
 
     @abstractmethod
     def _made_up(self, trees: Sequence[Growing]) -> Logits:
-        """Logits to grow made-up trees from, which are given what growing reads beside them."""
+        """Logits for made-up trees, which also get whatever else growing reads."""
 
     def _finish(self, item: Slice, done: GrownTree) -> TokenTree:
         """The tree to propose."""
@@ -130,8 +131,8 @@ class LevelDrafter(ABC):
 
     @torch.inference_mode()
     def warm_up(self, batch_size: int) -> None:
-        """One level of the tree of each of so many made-up sequences, or as many as the cache has
-        room for: the forward over its nodes, the choice, the growth."""
+        """One level of the trees of made-up sequences (as many as the cache has room for): forward,
+        choice and growth."""
         policy, cache = self._policy, self.cache
         nodes = policy.width if policy.nodes else policy.max_expanded(2)
         if policy.depth(2) < 2 or nodes > min(cache.block_size, self._max_positions // 2):

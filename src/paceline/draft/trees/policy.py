@@ -1,4 +1,4 @@
-"""How a drafter's trees grow: which kind of tree a request gets, and how large it may become."""
+"""The kind and the size of a request's tree."""
 
 from __future__ import annotations
 
@@ -21,13 +21,12 @@ FEWEST, MOST = 4, 32
 
 @dataclass(frozen=True)
 class Policy:
-    """The trees of one drafter, at most as deep as the draft length.
+    """The trees of one drafter, at most as deep as the draft length; by default a chain.
 
-    By default a chain. ``shape``: this static tree. ``nodes``: dynamic trees of up to that many
-    nodes, expanding ``width`` nodes a level. A shallow tree has fewer (``width`` a level, or what
-    leads to ``nodes`` evenly in eight levels), so that draft lengths have prices of their own.
-    Requests that are sampled without a seed then get a static tree of as many nodes, drawn from q:
-    it is accepted more often than the likeliest tokens, and than a chain (embedded pair,
+    ``shape``: this static tree. ``nodes``: dynamic trees of up to that many nodes, expanding
+    ``width`` a level; shallow ones have fewer (``width`` a level, or an even share of ``nodes`` in
+    eight levels). Requests that are sampled without a seed then get a static tree of as many nodes,
+    drawn from q: accepted more often than the likeliest tokens, and than a chain (embedded pair,
     temperature 1, four levels: 3.03 tokens a step with 8 nodes, 2.69 with a chain).
     """
 
@@ -36,7 +35,7 @@ class Policy:
     width: int = 4
 
     def depth(self, length: int) -> int:
-        """Levels of a tree for draft length ``length``: passes of the drafter."""
+        """Levels of a tree for a draft length: passes of the drafter."""
         return min(length, self.nodes or self.shape.depth)
 
     def max_nodes(self, length: int) -> int:
@@ -53,7 +52,7 @@ class Policy:
         return max(self.nodes, self.width * max(0, length - 1))
 
     def start(self, item: Slice, device: torch.device, base: int = 0) -> Growing:
-        """An empty tree for a sequence with a draft length above 0; ``base`` as of Growing."""
+        """An empty tree for a sequence with a draft length above 0; ``base`` as in Growing."""
         length = self.depth(item.draft_length)
         if not self.nodes:
             return StaticTree(item, self.shape.cut(length), device, base)
@@ -65,17 +64,14 @@ class Policy:
 
 @lru_cache(maxsize=256)
 def sampled_shape(nodes: int, length: int) -> Shape:
-    """The static tree for drafts that are drawn: best where each level is accepted like this."""
+    """The static tree for drafts that are drawn, with ``TYPICAL`` acceptance at each level."""
     return best_shape([TYPICAL] * length, nodes)
 
 
 def paying_nodes(price: CostCurve) -> int:
-    """Nodes, ``FEWEST`` to ``MOST``, of the tree with the most tokens a second.
-
-    ``price``: seconds of a target forward over so many tokens of one sequence, the tree's nodes and
-    one more. Acceptance is taken to be ``TYPICAL``; that of a text moves the length, not this. What
-    drafting costs is left out, as it follows from the levels and hardly from the nodes.
-    """
+    """The number of nodes, ``FEWEST`` to ``MOST``, with the most tokens a second. ``price``:
+    seconds of a target forward over so many tokens of one sequence (nodes + 1). Acceptance is taken
+    as ``TYPICAL``; drafting costs are left out, as they depend on levels, hardly on nodes."""
     tokens = _expected()
     return max(range(FEWEST, MOST + 1), key=lambda nodes: tokens[nodes] / price(1 + nodes))
 

@@ -1,4 +1,4 @@
-"""Trees that are known beforehand, and the best of them for a node budget.
+"""Static trees, and the best one for a node budget.
 
 Sequoia, Chen et al. 2024 (arXiv 2402.12374); OPT-Tree, Wang et al. 2024 (arXiv 2406.17276).
 """
@@ -16,8 +16,8 @@ from paceline.core.tree import depths_of
 
 @dataclass(frozen=True)
 class Shape:
-    """A tree known beforehand: node i is candidate number ``ranks[i]`` of its parent. Nodes stand
-    level by level, children of one node next to each other and in rank order."""
+    """A static tree: node i is candidate number ``ranks[i]`` of its parent. Nodes are ordered by
+    level; children of a node are adjacent and in rank order."""
 
     parents: tuple[int, ...]
     ranks: tuple[int, ...]
@@ -41,7 +41,7 @@ class Shape:
 
     @property
     def complete(self) -> bool:
-        """Whether siblings are ranks 0, 1, 2, ...: what sampling without replacement draws."""
+        """Whether siblings have ranks 0, 1, 2, ...: what sampling without replacement draws."""
         return all(
             rank == 0 or (self.parents[node - 1], self.ranks[node - 1]) == (parent, rank - 1)
             for node, (parent, rank) in enumerate(zip(self.parents, self.ranks, strict=True))
@@ -59,7 +59,7 @@ class Shape:
 
     @classmethod
     def of_paths(cls, paths: Sequence[tuple[int, ...]]) -> Shape:
-        """From each node's ranks along its path, as in Medusa's choices; prefixes are added."""
+        """A shape from each node's path of ranks, as in Medusa's choices; prefixes are added."""
         wanted = {path[:n] for path in paths for n in range(1, len(path) + 1)}
         # Within a level by path: then children of one node are neighbours, in rank order.
         order = sorted(wanted, key=lambda path: (len(path), path))
@@ -80,11 +80,9 @@ def _cut(shape: Shape, depth: int) -> Shape:
 
 def best_shape(accuracy: Sequence[Sequence[float]], nodes: int) -> Shape:
     """The shape of at most ``nodes`` nodes with the most expected accepted tokens.
-
-    ``accuracy[d][r]`` is the chance that candidate r at depth d + 1 is the target's choice, given
-    that its parent is. A node is accepted with the product along its path, so the best tree is the
-    ``nodes`` likeliest ones (Sequoia's optimum). Siblings are taken in rank order.
-    """
+    ``accuracy[d][r]``: chance that candidate r at depth d + 1 is the target's choice, given that
+    its parent is. A node's chance is the product along its path, so the best tree is the ``nodes``
+    likeliest paths (Sequoia)."""
 
     def entry(chance: float, path: tuple[int, ...]) -> tuple[float, tuple[int, ...]]:
         return (-chance * accuracy[len(path) - 1][path[-1]], path)
@@ -119,13 +117,9 @@ def expected_tokens(shape: Shape, accuracy: Sequence[Sequence[float]]) -> float:
 def merge(
     candidates: Iterable[Sequence[int]], max_nodes: int | None = None, max_branch: int | None = None
 ) -> tuple[list[int], tuple[int, ...]]:
-    """Tokens and parents of the trie over ``candidates``, in the order they were added.
-
-    Candidates that begin alike share nodes; a node's children stand in the order of the first
-    candidate that went there. The trie ends with its ``max_nodes``-th node. Every candidate but the
-    first is cut after ``max_branch`` nodes of its own: a hedge close to where it leaves the others.
-    Parents are topologically ordered, -1 is the root, as a TokenTree wants them.
-    """
+    """Tokens and parents of the trie over ``candidates``, in the order of first use, with at most
+    ``max_nodes`` nodes. Every candidate but the first adds at most ``max_branch`` nodes. Parents
+    are topologically ordered; -1 is the root."""
     tokens: list[int] = []
     parents: list[int] = []
     children: dict[tuple[int, int], int] = {}  # (parent, token) -> node

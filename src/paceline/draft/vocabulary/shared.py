@@ -1,9 +1,9 @@
-"""Drafts with a vocabulary of their own: which tokens the two share, and how ids are translated.
+"""Drafts with another vocabulary: which tokens both have, and how ids are translated.
 
-Timor et al. 2025 (arXiv 2502.05202). Two tokens are the same if they stand for the same bytes.
-Where that covers nearly all text, the draft proposes from the intersection alone (their algorithm
-"token-level intersection"): its logits are brought into the target's ids before anything is drawn,
-so q is exact and renormalised over the intersection, and everything after it works as ever.
+Timor et al. 2025 (arXiv 2502.05202). Tokens are the same if they stand for the same bytes. Where
+these cover most text, the draft proposes from the intersection alone ("token-level intersection"):
+its logits are mapped to the target's ids before anything is drawn, so q is exact, renormalised over
+the intersection.
 """
 
 from __future__ import annotations
@@ -32,9 +32,9 @@ SAMPLE = Path(__file__).parents[2] / "assets" / "vocabulary_sample.txt"
 
 
 class SharedVocabulary:
-    """How a draft model reads the target's tokens, and how its logits become the target's: here
-    ids are the same; either side may have more rows of logits than tokens (padding).
-    ``description`` tells people how two vocabularies were brought together."""
+    """Translates between the target's tokens and the draft model's. Here ids are the same, and
+    either side may have more rows of logits than tokens (padding). ``description``: how two
+    vocabularies are matched, for users."""
 
     description: str | None = None
 
@@ -43,21 +43,22 @@ class SharedVocabulary:
         self._last = draft_vocab - 1
 
     def context(self, tokens: Sequence[int]) -> list[int]:
-        """Committed target tokens as draft tokens, at least one each, whatever comes before."""
+        """Committed target tokens as draft tokens, at least one each, independent of context."""
         return [min(token, self._last) for token in tokens]
 
     def logits(self, logits: torch.Tensor) -> torch.Tensor:
-        """``[R, draft vocabulary]`` to ``[R, ids of the target]``, -inf where it has no opinion."""
+        """``[R, draft vocabulary]`` to ``[R, target ids]``, -inf for tokens the draft does not
+        have."""
         return logits[:, : self._width]
 
     def nodes(self, tokens: torch.Tensor) -> torch.Tensor:
-        """Drafted target ids, int64, as the draft ids to feed; ``context`` of each, one to one."""
+        """Drafted target ids, int64, as draft ids, one to one."""
         return tokens
 
 
 class TokenTexts:
-    """The bytes behind every id of a tokenizer, and encoding in the middle of a text.
-    ``strings[id]``: bytes of an ordinary token; ``special[id]``: the name of a special one."""
+    """The bytes of each token of a tokenizer, and encoding in the middle of a text.
+    ``strings[id]``: bytes of an ordinary token; ``special[id]``: name of a special one."""
 
     def __init__(self, tokenizer: PreTrainedTokenizerFast) -> None:
         self.tokenizer = tokenizer
@@ -78,7 +79,7 @@ class TokenTexts:
 
     @cached_property
     def ids(self) -> dict[bytes, int]:
-        """One id for each string: the lowest, but one that is spare only for want of another."""
+        """One id for each string: the lowest, spare bytes only if there is no other."""
         order = sorted(self.strings, key=lambda index: (index not in self._spare, -index))
         return {self.strings[index]: index for index in order if self.strings[index]}
 
@@ -87,12 +88,12 @@ class TokenTexts:
         return max(map(len, self.ids), default=0)
 
     def encode(self, text: str) -> list[int]:
-        """Ids of a text without the special tokens around it."""
+        """Ids of a text without special tokens around it."""
         ids: list[int] = self.tokenizer.backend_tokenizer.encode(text, add_special_tokens=False).ids
         return ids
 
     def spelt(self, ids: Sequence[int]) -> bytes:
-        """What ids stand for, special tokens by their names."""
+        """The bytes of ids, special tokens by their names."""
         return b"".join(
             self.strings[i] if i in self.strings else self.special.get(i, "").encode() for i in ids
         )
@@ -111,11 +112,11 @@ class TokenTexts:
         return [] if position == border else None
 
     def reads_back(self, text: str) -> bool:
-        """Whether an encoded text can be had back: nothing unknown, lower-cased or rewritten."""
+        """Whether decoding an encoded text gives it back."""
         return self.spelt(self.encode(text)).removeprefix(b" ") == text.encode()
 
     def spell(self, string: bytes) -> list[int]:
-        """``string`` in the longest tokens there are, from its beginning; skips unknown bytes."""
+        """``string`` in the longest tokens, greedily from the left; skips unknown bytes."""
         result: list[int] = []
         start = 0
         while start < len(string):
@@ -131,8 +132,8 @@ class TokenTexts:
 
 
 def shared_ids(target: TokenTexts, draft: TokenTexts) -> dict[int, int]:
-    """Target id -> draft id of every token that both have: ordinary tokens by their bytes, special
-    ones by their names, begin and end of text by their role."""
+    """Target id -> draft id of common tokens: ordinary ones by bytes, special ones by name, begin
+    and end of text by role."""
     pairs = {target.ids[s]: index for s, index in draft.ids.items() if s in target.ids}
     names = {name: index for index, name in draft.special.items()}
     pairs.update({i: names[name] for i, name in target.special.items() if name in names})
@@ -144,8 +145,8 @@ def shared_ids(target: TokenTexts, draft: TokenTexts) -> dict[int, int]:
 
 
 def overlap(target: TokenTexts, draft: TokenTexts, pairs: Mapping[int, int], sample: str) -> float:
-    """Share of the tokens of a text that both vocabularies have, as the target writes it or as the
-    draft does, whichever is less."""
+    """Share of a text's tokens that both vocabularies have: the target's or the draft's tokens,
+    whichever is less."""
 
     def share(ids: Sequence[int], common: set[int]) -> float:
         return sum(index in common for index in ids) / max(1, len(ids))
@@ -156,8 +157,8 @@ def overlap(target: TokenTexts, draft: TokenTexts, pairs: Mapping[int, int], sam
 
 @dataclass(frozen=True)
 class Match:
-    """What a draft's vocabulary has in common with the target's, and what is made of it. ``pairs``:
-    target id -> draft id of the shared tokens; ``share``: how much of text they cover."""
+    """What two vocabularies have in common, and the method to use. ``pairs``: target id -> draft
+    id; ``share``: how much of text these cover."""
 
     method: Literal["intersection", "string"]
     target: TokenTexts
@@ -173,9 +174,8 @@ def match_vocabularies(
     draft_tokenizer: PreTrainedTokenizerFast,
     method: str = "auto",
 ) -> Match | None:
-    """None if the ids agree and nothing else is asked for; otherwise how to translate. Raises
-    ConfigError on an unknown method, VocabularyMismatchError if no way, or not the one asked for,
-    is lossless and sensible."""
+    """How to translate; None if the ids agree and "auto" is asked for. Raises ConfigError on an
+    unknown method, VocabularyMismatchError if no (or not this) method is lossless and useful."""
     if method not in METHODS:
         raise ConfigError(f"vocab is {method!r}; use one of {', '.join(METHODS)}")
     differing = differences(tokenizer, draft_tokenizer)
@@ -213,9 +213,9 @@ def match_vocabularies(
 
 
 class Intersection(SharedVocabulary):
-    """Token-level intersection: the draft speaks only of tokens that both vocabularies have.
-    Committed tokens outside of it are spelt in the draft's tokens, each by itself: what the draft
-    has read never changes."""
+    """Token-level intersection: the draft proposes only tokens that both vocabularies have. Other
+    committed tokens are spelt in the draft's tokens one by one, so what it has read never
+    changes."""
 
     def __init__(self, match: Match, widths: tuple[int, int], device: torch.device) -> None:
         """``widths``: rows of logits of target and draft."""

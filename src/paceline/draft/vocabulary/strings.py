@@ -1,9 +1,9 @@
-"""String-level drafts: a draft model writes in its own vocabulary, the target reads the text.
+"""String-level drafts: a draft model writes in its vocabulary, the target tokenises the text.
 
-Timor et al. 2025 (arXiv 2502.05202), "string-level exact match". Any two tokenizers will do that
-give a text back as it was. The draft's choices are its likeliest ones, for sampled requests too:
-without common ids there is no q that the verifier could use, and then the likeliest token is the
-best guess (POINT). Text is a matter of the host: one more synchronisation each time it drafts.
+Timor et al. 2025 (arXiv 2502.05202), "string-level exact match". Works for any two tokenizers that
+decode what they encode. Drafts are the draft's likeliest tokens, also for sampled requests: without
+common ids there is no q, so trees are POINT. Texts are on the host: one more synchronisation per
+draft.
 """
 
 from __future__ import annotations
@@ -25,8 +25,8 @@ _TAIL = 256  # longest text without a border between words that is encoded again
 
 
 class Retokeniser:
-    """What the target committed of one sequence, in the draft's tokens. ``settled`` ones never
-    change; those of the last word do when it grows::
+    """A sequence's committed text in the draft's tokens. ``settled`` ones never change; those of
+    the last word do when it grows::
 
         Once upon a time there was a ho|use
         settled ..................|tail
@@ -47,7 +47,7 @@ class Retokeniser:
         return bool(self._decoder.getstate()[0])
 
     def extend(self, tokens: Sequence[int]) -> None:
-        """Take in what has been appended to ``tokens`` since the last call."""
+        """Take in the tokens appended since the last call."""
         if not self._read:
             self._begin(tokens)
         for token in tokens[self._read :]:
@@ -63,7 +63,7 @@ class Retokeniser:
         self._settle(borders[-1] if borders else max(0, len(self._tail) - _TAIL))
 
     def _begin(self, tokens: Sequence[int]) -> None:
-        """A draft that is used to a beginning-of-text token gets one."""
+        """Begin with a beginning-of-text token if the draft uses one."""
         opening: list[int] = self._draft.tokenizer.encode("")
         bos = self._draft.tokenizer.bos_token_id
         if opening[:1] == [bos] and self._pairs.get(tokens[0]) != bos:
@@ -88,12 +88,12 @@ class Retokeniser:
         return self._draft.encode(text) if ids is None else ids
 
     def context(self) -> list[int]:
-        """All of it in the draft's tokens."""
+        """All of the text in the draft's tokens."""
         return self.settled + (self._encode(self._tail) if self._tail else [])
 
     def proposal(self, drafted: Sequence[int]) -> list[int]:
-        """The target's tokens of a drafted continuation; [] where the two do not meet. The text is
-        cut at the last whole character. A special token ends the proposal."""
+        """The target's tokens of a drafted continuation, cut at the last whole character and after
+        a special token; [] if a token would span the border."""
         data = bytearray()
         end: list[int] = []
         for token in drafted:
@@ -110,14 +110,14 @@ class Retokeniser:
 
 
 class Shadow:
-    """A sequence as the draft model sees it: its own tokens, and no sampling."""
+    """A sequence in the draft model's tokens, greedy."""
 
     def __init__(self, seq_id: int, match: Match) -> None:
         self.text = Retokeniser(match)
         self.request = SequenceView(seq_id, (), 0, SamplingParams())
 
     def slice_of(self, item: Slice) -> Slice:
-        """The draft's part in the step: as much of a prompt as the target is given of its own."""
+        """The draft's part in the step: as much of a prompt as the target reads of its own."""
         if item.decodes and not item.draft_length:
             return Slice(self.request, len(self.request.tokens))  # left alone; caught up on later
         self.text.extend(item.seq.tokens)

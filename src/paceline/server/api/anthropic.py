@@ -1,4 +1,4 @@
-"""``/v1/messages`` and ``/v1/messages/count_tokens``: requests that become chats, and answers."""
+"""Anthropic's ``/v1/messages`` and ``/v1/messages/count_tokens``: requests become chats."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ class Turn(Body):
 
 
 class ClaudeTool(Body):
-    """A function; what Anthropic's own servers would run is not here."""
+    """A function. Tools that Anthropic's servers run are not supported."""
 
     _passed_over: ClassVar[frozenset[str]] = frozenset(
         {"cache_control", "eager_input_streaming", "defer_loading", "allowed_callers", "strict"}
@@ -84,7 +84,7 @@ class CountRequest(Generation):
     chat_template_kwargs: dict[str, Any] = Field(default_factory=dict)
 
     def chat(self) -> ChatRequest:
-        """The same as a chat. Raises APIError."""
+        """The same request as a chat. Raises APIError."""
         if self.thinking is not None and self.thinking.type != "disabled":
             note("thinking")
         messages: list[blocks.MessageFields] = []
@@ -110,7 +110,7 @@ class CountRequest(Generation):
         return blocks.as_chat(self, fields | self._tools(), "messages")
 
     def _tools(self) -> dict[str, Any]:
-        """The fields of a chat that are about tools."""
+        """The tool fields of the chat."""
         tools = [
             blocks.function_tool(tool.name, tool.description, tool.input_schema)
             for tool in self.tools
@@ -131,7 +131,7 @@ class MessagesRequest(CountRequest):
 
 
 def _turned(turn: Turn, number: int) -> Iterator[blocks.MessageFields]:
-    """The messages of one turn: results of tools first, each its own. Raises APIError."""
+    """The messages of one turn: each tool result is one, then the rest. Raises APIError."""
     if isinstance(turn.content, str):
         yield {"role": turn.role, "content": turn.content}
         return
@@ -174,7 +174,7 @@ def router(service: Service) -> APIRouter:
 
 
 class MessagesAnswer(blocks.BlocksAnswer):
-    """Blocks of text, and uses of tools, whose input is an object at the end."""
+    """Blocks of text and of tool uses, whose input is parsed at the end."""
 
     def __init__(self, dialogue: Dialogue) -> None:
         super().__init__(dialogue)
@@ -199,7 +199,7 @@ class MessagesAnswer(blocks.BlocksAnswer):
         }
 
     def _usage(self) -> dict[str, int]:
-        """Anthropic counts apart what was read from the cache."""
+        """``input_tokens`` leaves out those read from the cache."""
         cached = written = 0
         if self._done is not None:
             cached, written = self._done.stats.cached_tokens, len(self._done.token_ids)
@@ -216,7 +216,7 @@ class MessagesAnswer(blocks.BlocksAnswer):
         return {"stop_reason": "stop_sequence" if stop else reason, "stop_sequence": stop}
 
     def _stop_string(self) -> str | None:
-        """The stop string that ended the text: the one that its tokens go on with."""
+        """The stop string that ended the text: the one with which its tokens go on."""
         stops, done = self._dialogue.body.stop, self._done
         if not stops or done is None:
             return None
@@ -269,7 +269,7 @@ class MessagesAnswer(blocks.BlocksAnswer):
 
 
 def _object(text: str) -> dict[str, Any]:
-    """A call's input; none where it was cut off."""
+    """A call's input; {} where it was cut off."""
     try:
         value = json.loads(text)
     except ValueError:

@@ -1,8 +1,5 @@
-"""Answers that are lists of blocks, texts and calls, each begun, grown and ended by events.
-
-So do OpenAI's responses and Anthropic's messages; here is what they have in common. A whole answer
-is one that came in one piece.
-"""
+"""Answers as lists of blocks (texts and calls), each started, extended and ended by events: what
+OpenAI's responses and Anthropic's messages share. A whole answer is one fed in one piece."""
 
 from __future__ import annotations
 
@@ -28,7 +25,8 @@ MessageFields = dict[str, Any]  # those of a ChatMessage
 
 @contextmanager
 def reading(where: str) -> Iterator[None]:
-    """Part of a conversation: a KeyError or ValueError becomes an APIError that names it."""
+    """A KeyError or ValueError in part ``where`` of a conversation becomes an APIError that names
+    it."""
     try:
         yield
     except (KeyError, ValueError) as error:
@@ -37,7 +35,7 @@ def reading(where: str) -> Iterator[None]:
 
 
 class BlocksAnswer(Answer):
-    """One choice. ``self._blocks`` are those begun so far, the last of them perhaps open."""
+    """One choice. ``self._blocks``: those begun so far; the last may still be open."""
 
     named: ClassVar[bool] = True
 
@@ -70,7 +68,7 @@ class BlocksAnswer(Answer):
             yield from self._begin(None)
 
     def _begin(self, block: dict[str, Any] | None) -> Iterator[Chunk]:
-        """After the end of the one before; None is the end of all."""
+        """End the open block and start the next; None ends the answer."""
         if self._open:
             yield from self._ended(self._blocks[-1], cut=self._reason == "length")
         if not self._begun:
@@ -118,9 +116,8 @@ class BlocksAnswer(Answer):
 
 
 def without_hosted(*hosted: str) -> BeforeValidator:
-    """Tools but for those that an API's own servers would run: their types begin with ``hosted``. A
-    model here is not shown them, so it cannot call them, and they are noted. Where there is nothing
-    else they are refused: who asks for a search alone wants one."""
+    """Drops tools that an API's own servers would run (types beginning with ``hosted``) and notes
+    them. If there are no others the request is refused: who asks for a search alone wants one."""
 
     def kept(tools: Any) -> Any:
         if not isinstance(tools, list):
@@ -137,25 +134,25 @@ def without_hosted(*hosted: str) -> BeforeValidator:
 
 
 def function_tool(name: str, description: str | None, parameters: Any, **more: Any) -> Any:
-    """A tool as chats offer it."""
+    """A tool as in a chat request."""
     function = {"name": name, "description": description, "parameters": parameters, **more}
     return {"type": "function", "function": function}
 
 
 def named_tool(name: str) -> dict[str, Any]:
-    """The choice of one function, as chats say it."""
+    """The ``tool_choice`` of one function."""
     return {"type": "function", "function": {"name": name}}
 
 
 def tool_call(identifier: str, name: str, arguments: str) -> dict[str, Any]:
-    """A call in a conversation, as chats have it."""
+    """A call as in a chat message."""
     function = {"name": name, "arguments": arguments}
     return {"id": identifier, "type": "function", "function": function}
 
 
 def as_chat(asked: Generation, fields: dict[str, Any], conversation: str) -> ChatRequest:
-    """A request of another API as one for a chat: what all have in common, and ``fields``.
-    ``conversation`` is the field that has become the messages. Raises APIError."""
+    """A request of another API as a chat: the common fields of ``asked``, and ``fields``.
+    ``conversation`` is the field that became the messages. Raises APIError."""
     common = asked.model_dump(
         include=set(Generation.model_fields), exclude_unset=True, by_alias=True
     )

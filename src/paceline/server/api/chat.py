@@ -1,4 +1,4 @@
-"""A conversation, whichever API has asked: its prompt, its ticket, and what reads the answer.
+"""A conversation of any of the three APIs: its prompt, its ticket, and the reader of its answer.
 
 an API's body --> ChatRequest --> Dialogue.begin --> ticket --> events
                                  reader() turns the text of events into deltas --> the API
@@ -31,7 +31,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Dialogue:
-    """``prompt`` is the conversation in token ids."""
+    """``prompt``: the conversation's token ids."""
 
     service: Service
     body: ChatRequest
@@ -40,7 +40,7 @@ class Dialogue:
 
     @classmethod
     async def begin(cls, service: Service, body: ChatRequest) -> Dialogue:
-        """Submit it. Raises APIError and what ``Service.submit`` does."""
+        """Submit a request. Raises APIError and what ``Service.submit`` does."""
         service.check_model(body.model)
         prompt = await asyncio.to_thread(render_request, service.tokenizer, body)
         remaining = service.remaining(len(prompt), "messages")
@@ -56,7 +56,7 @@ class Dialogue:
         return cls(service, body, prompt, ticket)
 
     def reader(self) -> AnswerStream:
-        """What reads one choice's text, whole or in pieces."""
+        """A reader of one choice's text."""
         tools, choice = self.body.shown_tools, self.body.choice
         if not tools:
             return TextAnswer()
@@ -75,7 +75,7 @@ _HANDED_ON = ("reasoning_effort", "verbosity")
 
 
 def render_request(tokenizer: PreTrainedTokenizerFast, body: ChatRequest) -> list[int]:
-    """Token ids of a request's conversation, as it wants it rendered. Raises APIError."""
+    """Token ids of a request's conversation. Raises APIError."""
     variables = dict(body.chat_template_kwargs)
     template = _template_of(tokenizer)
     for name in _HANDED_ON:
@@ -102,9 +102,9 @@ def render(
     opens: bool = True,
     continues: bool = False,
 ) -> list[int]:
-    """Token ids of a conversation. Raises APIError. ``opens`` ends it where an answer begins;
-    ``continues`` in the middle of the last message. ``variables`` are for the template. One that
-    knows tools gets them; for any other they are described in a system message."""
+    """Token ids of a conversation. ``opens`` appends the start of an answer; ``continues`` leaves
+    the last message open. ``variables`` are the template's. A template without tools gets them
+    described in a system message. Raises APIError."""
     for number, message in enumerate(messages):
         check_text(message.text(), f"messages.{number}.content")
     template = _template_of(tokenizer)
@@ -138,7 +138,7 @@ def _template_of(tokenizer: PreTrainedTokenizerFast) -> str:
 
 
 def _checked(tokenizer: PreTrainedTokenizerFast, variables: dict[str, Any]) -> dict[str, Any]:
-    """Variables that are the template's own: none may be another template, or the tokenizer's."""
+    """The variables. Raises APIError for names of ``apply_chat_template``'s parameters."""
     taken = signature(tokenizer.apply_chat_template).parameters
     for name in variables:
         if name in taken or name in ("messages", "self"):
@@ -176,7 +176,7 @@ def _message(message: ChatMessage, knows_tools: bool, knows_thoughts: bool) -> d
 
 
 def _arguments(text: str) -> Any:
-    """Templates want the arguments as an object; what is none stays text."""
+    """Templates want the arguments as an object; other text stays text."""
     try:
         return json.loads(text)
     except (ValueError, RecursionError):

@@ -1,4 +1,4 @@
-"""What answers say of single tokens: log-probabilities, and who proposed them."""
+"""What answers say of tokens: log-probabilities, and which drafter proposed them."""
 
 from __future__ import annotations
 
@@ -17,8 +17,8 @@ if TYPE_CHECKING:
 
 
 def agreement(tokens: Sequence[int], drafted: Sequence[bool], prediction: Sequence[int]) -> int:
-    """How many tokens of an answer were drafted and go on as its prediction does. Counted by pairs
-    of neighbours, in linear time; at most the prediction's length."""
+    """How many tokens of an answer were drafted and follow its prediction: pairs of neighbours are
+    compared, in linear time. At most the prediction's length."""
     pairs = set(pairwise(prediction))
     count = 0
     for index, (token, by_draft) in enumerate(zip(tokens, drafted, strict=True)):
@@ -28,7 +28,7 @@ def agreement(tokens: Sequence[int], drafted: Sequence[bool], prediction: Sequen
 
 
 def prompt_entry(tokenizer: PreTrainedTokenizerFast, entry: TokenLogprob) -> dict[str, Any]:
-    """A token of a prompt and its alternatives by their ids; a rank is known of those only."""
+    """A prompt token and its alternatives by id, in vLLM's form; only alternatives have a rank."""
     ranked: dict[int, tuple[float, int | None]] = {entry.token_id: (entry.logprob, None)}
     ranked |= {token: (value, index) for index, (token, value) in enumerate(entry.top, 1)}
     return {
@@ -42,24 +42,24 @@ def prompt_entry(tokenizer: PreTrainedTokenizerFast, entry: TokenLogprob) -> dic
 
 
 def ends_unseen(tokenizer: PreTrainedTokenizerFast, token: int, reason: str | None) -> bool:
-    """Whether a last token has only ended the text, and is no part of it."""
+    """Whether a last token only ended the text and is not part of it."""
     return reason == "stop" and Spelling.of(tokenizer).name(token, skip_special=True) is None
 
 
 def finish_reason(event: StreamEvent) -> str | None:
-    """Why the text of an event ended with it, if it did."""
+    """Why the text ended with this event; None if it goes on."""
     return None if event.completion is None else event.completion.finish_reason
 
 
 def seen(tokenizer: PreTrainedTokenizerFast, event: StreamEvent) -> list[TokenLogprob]:
-    """The log-probabilities of tokens that are part of the text."""
+    """Log-probabilities of the event's tokens that are part of the text."""
     entries = event.logprobs or []
     ended = entries and ends_unseen(tokenizer, entries[-1].token_id, finish_reason(event))
     return entries[:-1] if ended else entries
 
 
 def token_record(tokenizer: PreTrainedTokenizerFast, entry: TokenLogprob) -> dict[str, Any]:
-    """A token and its alternatives, as chats report them."""
+    """A token and its alternatives, as in chats."""
     return {
         **_token(tokenizer, entry.token_id, entry.logprob),
         "top_logprobs": [_token(tokenizer, token, value) for token, value in entry.top],
@@ -67,7 +67,7 @@ def token_record(tokenizer: PreTrainedTokenizerFast, entry: TokenLogprob) -> dic
 
 
 def token_records(tokenizer: PreTrainedTokenizerFast, event: StreamEvent) -> list[dict[str, Any]]:
-    """Those of an event's tokens that are part of the text."""
+    """Records of the event's tokens that are part of the text."""
     return [token_record(tokenizer, entry) for entry in seen(tokenizer, event)]
 
 
@@ -77,27 +77,24 @@ def _token(tokenizer: PreTrainedTokenizerFast, token: int, logprob: float) -> di
 
 
 def _shown(spelt: bytes) -> str:
-    """A token as OpenAI's API names it; bytes that are no character are written as ``\\xe4``."""
+    """A token's text; bytes that are no character are written as ``\\xe4``."""
     return spelt.decode("utf-8", errors="backslashreplace")
 
 
 def finite(logprob: float) -> float:
-    """JSON knows no infinity; OpenAI's API says -9999 for what cannot happen."""
+    """JSON has no infinity; OpenAI's API uses -9999."""
     return max(logprob, -9999.0)
 
 
 class Origins:
-    """Where every token of one text came from, for as long as it grows.
-
-    The texts of the tokens put together are the text, before a stop string cuts it: a token has
-    what became certain with it. One that ends inside a character has none, and the one that
-    completes the character has all of it.
-    """
+    """Which drafter each token of one growing text came from. The tokens' texts joined are the text
+    before a stop string cuts it. A token that ends inside a character has none; the one that
+    completes the character has all of it."""
 
     def __init__(
         self, tokenizer: PreTrainedTokenizerFast, prompt: Sequence[int], visible: bool = False
     ) -> None:
-        """``visible``: special tokens are part of the text, but for the one that ends it."""
+        """``visible``: special tokens are part of the text, except the one that ends it."""
         self._tokenizer, self._prompt, self._visible = tokenizer, prompt, visible
 
     @cached_property
@@ -105,9 +102,8 @@ class Origins:
         return Detokeniser(self._tokenizer, self._prompt, skip_special=not self._visible)
 
     def records(self, event: StreamEvent) -> list[dict[str, Any]]:
-        """Of an event's tokens, in the order in which the events come. ``draft_position`` counts
-        from 0 in its step's draft. Drafted tokens of a step come first, so positions grow until the
-        target's own token."""
+        """Records of an event's tokens, event by event. ``draft_position`` counts from 0 within the
+        step's draft."""
         records: list[dict[str, Any]] = []
         position, reason = 0, finish_reason(event)
         for index, (token, drafted) in enumerate(
@@ -131,7 +127,7 @@ class Origins:
 
 
 class LogprobColumns:
-    """The columns of the completions API for one text, for as long as it grows."""
+    """The completions API's logprobs columns of one growing text."""
 
     def __init__(self, tokenizer: PreTrainedTokenizerFast, prompt: Sequence[int]) -> None:
         self._tokenizer, self._prompt = tokenizer, prompt
@@ -142,8 +138,8 @@ class LogprobColumns:
         return Detokeniser(self._tokenizer, self._prompt)
 
     def columns(self, entries: Sequence[TokenLogprob]) -> dict[str, Any]:
-        """Of the tokens that follow. ``text_offset`` is how many characters of the text stood
-        complete before the token."""
+        """Columns of the next tokens. ``text_offset``: characters of complete text before the
+        token."""
         offsets = []
         for entry in entries:
             offsets.append(self._certain + len(self._detokeniser.guess()))
@@ -160,7 +156,7 @@ class LogprobColumns:
         }
 
     def _name(self, token: int) -> str:
-        """Here OpenAI's API marks what is no character."""
+        """Tokens that are no characters have the prefix ``bytes:``, as in OpenAI's API."""
         spelt = Spelling.of(self._tokenizer).bytes_of(token)
         name = _shown(spelt)
         return name if name.encode() == spelt else f"bytes:{name}"

@@ -43,7 +43,7 @@ from paceline.server.sse import Answer, Chunk, respond_with
 
 
 class OpenAIAnswer(Answer):
-    """An answer with ``choices``, of which every prompt has ``n``, one after the other."""
+    """An answer with ``choices``: ``n`` for each prompt, prompt after prompt."""
 
     def __init__(
         self,
@@ -54,8 +54,8 @@ class OpenAIAnswer(Answer):
         visible: bool,
         names: tuple[str, str],
     ) -> None:
-        """``visible``: special tokens are part of the text. ``names``: what the id begins with, and
-        the kind of object."""
+        """``visible``: special tokens are part of the text. ``names``: prefix of the id, kind of
+        object."""
         self._ticket, self._generation = ticket, body
         self._usage_asked = body.stream_options or StreamOptions()
         self._tokenizer, self._prompts, self._visible = service.tokenizer, prompts, visible
@@ -73,7 +73,7 @@ class OpenAIAnswer(Answer):
         self._written = 0
 
     def _index(self, event: StreamEvent) -> int:
-        """The choice that an event belongs to; counts its tokens."""
+        """The choice that an event belongs to; counts its tokens and keeps its completion."""
         index = event.request * self._n + event.index
         self._written += len(event.token_ids)
         if event.completion is not None:
@@ -81,7 +81,7 @@ class OpenAIAnswer(Answer):
         return index
 
     def _of_tokens(self, index: int, event: StreamEvent) -> dict[str, Any]:
-        """What a choice says of its tokens, if the request wants it."""
+        """``tokens`` and ``token_ids`` of a choice, where the request asks for them."""
         fields: dict[str, Any] = {}
         if self._speculation.tokens:
             if index not in self._origins:
@@ -93,7 +93,7 @@ class OpenAIAnswer(Answer):
         return fields
 
     def _prompt_scores(self, entries: Sequence[TokenLogprob] | None) -> dict[str, Any]:
-        """The prompt's log-probabilities as vLLM shows them, if the request wants them."""
+        """``prompt_logprobs`` in vLLM's form, where the request asks for them."""
         if self._generation.prompt_logprobs is None:
             return {}
         shown = [prompt_entry(self._tokenizer, entry) for entry in entries or ()]
@@ -106,10 +106,10 @@ class OpenAIAnswer(Answer):
 
     @abstractmethod
     def _choices(self, events: Sequence[StreamEvent]) -> Chunk:
-        """``choices``, and what else is said of a whole answer."""
+        """``choices``, and further fields of a whole answer."""
 
     def _totals(self, counts: bool) -> Chunk:
-        """What is said of all choices together, of their tokens if ``counts``."""
+        """``speculation`` and, with ``counts``, ``usage``."""
         completions = [self._done[index] for index in sorted(self._done)]
         totals: Chunk = {}
         if self._speculation.stats:
@@ -218,7 +218,7 @@ async def _begin(service: Service, body: CompletionRequest) -> tuple[Ticket, lis
 
 
 class CompletionAnswer(OpenAIAnswer):
-    """With texts as choices, which may begin with their prompts (``echo``)."""
+    """Choices are texts, which may begin with their prompts (``echo``)."""
 
     def __init__(
         self, service: Service, body: CompletionRequest, ticket: Ticket, prompts: list[list[int]]
@@ -244,7 +244,7 @@ class CompletionAnswer(OpenAIAnswer):
         return [self._chunk(choice)] if shown or len(choice) > 4 else []
 
     def _choice(self, event: StreamEvent) -> dict[str, Any]:
-        """What an event adds to its choice, of which the first has the prompt if it is wanted."""
+        """What an event adds to its choice; the first event's also has the prompt's fields."""
         if self._body.max_tokens == 0:
             event = _unwritten(event)
         index = self._index(event)
@@ -265,7 +265,7 @@ class CompletionAnswer(OpenAIAnswer):
         }
 
     def _logprobs(self, index: int, event: StreamEvent, echoed: bool) -> dict[str, Any] | None:
-        """The columns of tokens that were written, behind those of the prompt if it is echoed."""
+        """Columns of the new tokens, after those of the prompt if it is echoed."""
         if self._body.logprobs is None or (event.logprobs is None and not echoed):
             return None
         prompt = self._prompts[index // self._n]
@@ -294,7 +294,7 @@ def _mean_logprob(event: StreamEvent) -> float:
 
 
 def _unwritten(event: StreamEvent) -> StreamEvent:
-    """Of a request for no tokens: the engine writes one, and it is dropped."""
+    """An event of a request with ``max_tokens`` 0: the one token of the engine is dropped."""
     done = event.completion
     if done is not None:
         done = replace(done, text="", token_ids=[], draft_mask=[], finish_reason="length")
@@ -303,7 +303,7 @@ def _unwritten(event: StreamEvent) -> StreamEvent:
 
 
 class ChatAnswer(OpenAIAnswer):
-    """With messages as choices, or in a stream with what is added to them."""
+    """Choices are messages, in a stream deltas of them."""
 
     def __init__(self, dialogue: Dialogue) -> None:
         body = dialogue.body
@@ -335,7 +335,7 @@ class ChatAnswer(OpenAIAnswer):
         return answer
 
     def _as_asked(self, delta: Delta, reason: str) -> tuple[Delta, str]:
-        """Who has offered functions hears of a function call, not of tools."""
+        """Requests with ``functions`` get a ``function_call`` in place of ``tool_calls``."""
         if not self._body.functions:
             return delta, reason
         calls = delta.get("tool_calls")

@@ -24,14 +24,9 @@ def sampling_params(
     grammar: Grammar | None = None,
     visible: bool = False,
 ) -> SamplingParams:
-    """The engine's ``facts`` say which drafters are loaded, and what holds for all that the request
-    leaves open; ``grammar`` is that of a tool call, else the request's own.
-
-    ``visible``: special tokens are part of the text, as calls are marked by them. As OpenAI and
-    vLLM have it, seed -1 is no seed, and top_p 0 the likeliest token alone.
-
-    Raises APIError and ConfigError.
-    """
+    """``facts`` names the loaded drafters and the sampling defaults; ``grammar`` is that of a
+    forced tool call. ``visible``: special tokens are part of the text, as they mark calls. As in
+    OpenAI and vLLM, seed -1 is no seed and top_p 0 is greedy. Raises APIError and ConfigError."""
     speculation = request.speculation or Speculation()
     return SamplingParams(
         **sampling_of(request, facts.sampling),
@@ -97,7 +92,7 @@ def _drafter(method: str, drafters: tuple[str, ...]) -> str | None:
 
 
 def _grammar(request: Generation) -> Grammar | None:
-    """What the text must look like, however that was said. Raises APIError if twice."""
+    """The grammar that one of several fields asks for. Raises APIError if two do."""
     asked, form = request.structured_outputs or StructuredOutputs(), request.response_format
     schema = None if form is None or form.json_schema is None else form.json_schema.schema_
     choices = [choice for choice in (asked.choice, request.guided_choice) if choice is not None]

@@ -1,4 +1,4 @@
-"""Requests as OpenAI's API has them, with our additions and those of other servers."""
+"""Requests of OpenAI's API, with fields of other servers and our own."""
 
 from __future__ import annotations
 
@@ -16,16 +16,16 @@ MAX_PROMPTS = 64
 
 
 class StreamOptions(Body):
-    """``continuous_usage_stats``: every chunk counts the tokens so far, if ``include_usage``."""
+    """``continuous_usage_stats``: with ``include_usage``, every chunk counts the tokens so far."""
 
     include_usage: bool = False
     continuous_usage_stats: bool = False
 
 
 class Speculation(Body):
-    """Ours. ``method``: "auto" (the server's default drafter), "off", or the name of a loaded
-    drafter; ``draft_length`` fixes the length. ``stats`` adds how drafting went, ``tokens`` says of
-    every token where it came from."""
+    """Ours. ``method``: "auto" (the default drafter), "off", or a loaded drafter's name.
+    ``draft_length`` fixes the length. ``stats`` adds figures of drafting, ``tokens`` each token's
+    origin."""
 
     method: str = "auto"
     draft_length: int | None = Field(default=None, ge=0, le=64)
@@ -52,7 +52,7 @@ class ResponseFormat(Body):
 
 
 class StructuredOutputs(Body):
-    """vLLM's: one way to say what the text must look like."""
+    """vLLM's: one of several forms of grammar."""
 
     json_: dict[str, Any] | str | None = Field(default=None, alias="json")
     json_object: bool | None = None
@@ -65,7 +65,7 @@ TokenId = Annotated[int, Field(ge=0, lt=2**31)]
 
 
 def _stops(stops: Any) -> Any:
-    """A text is a list of one, and an empty text is none. Raises ValueError in one sentence."""
+    """A text is a list of one; "" is none. Raises ValueError."""
     if isinstance(stops, str):
         return [stops] if stops else []
     if not isinstance(stops, list):
@@ -81,7 +81,7 @@ Stops = Annotated[
 
 
 class Generation(Body):
-    """What all ways to ask have in common. Without a ``model`` it is the one that is served."""
+    """Fields that all requests share. Without ``model`` it is the served one."""
 
     model: str | None = Field(default=None, max_length=512)
     temperature: float | None = Field(default=None, ge=0, le=2)
@@ -124,7 +124,7 @@ class Generation(Body):
 
 
 def _prompts(value: Any) -> Any:
-    """A list of prompts, of one or several. Raises ValueError in one sentence."""
+    """One or several prompts as a list. Raises ValueError."""
     prompts = value if isinstance(value, list) else [value]
     if prompts and type(prompts[0]) is int:
         prompts = [prompts]
@@ -165,7 +165,7 @@ class CompletionRequest(Generation):
 
 
 class FunctionCall(Body):
-    """A call in a conversation; what else a server or a client has noted on it is passed over."""
+    """A call in a conversation; further fields are ignored."""
 
     model_config = ConfigDict(extra="ignore")
     name: str
@@ -185,8 +185,8 @@ class ToolCall(Body):
 
 
 class ChatMessage(Body):
-    """An assistant's message may have whatever a server has said of it beside its content.
-    ``prefix``: the answer goes on where this last message ends."""
+    """An assistant's message may have any further fields. ``prefix``: the answer continues this
+    last message."""
 
     _passed_over: ClassVar[frozenset[str]] = frozenset({"id", "status", "annotations"})
     role: Literal["system", "developer", "user", "assistant", "tool", "function"]
@@ -217,7 +217,7 @@ class ChatMessage(Body):
 
     @property
     def calls(self) -> list[ToolCall]:
-        """Its calls, those of before there were tools included."""
+        """Its calls, a ``function_call`` included."""
         if self.tool_calls or self.function_call is None:
             return self.tool_calls or []
         return [ToolCall(id="", function=self.function_call)]
@@ -245,7 +245,7 @@ class NamedTool(Body):
 
 
 class PredictedOutput(Body):
-    """What the answer will probably be: a draft."""
+    """What the answer will probably be, used as a draft."""
 
     type: Literal["content"] = "content"
     content: Content
@@ -290,7 +290,7 @@ class ChatRequest(Generation):
 
     @property
     def offered(self) -> list[Tool]:
-        """The tools, which were once called functions."""
+        """The tools; ``functions`` is their old name."""
         return self.tools or [Tool(type="function", function=f) for f in self.functions or ()]
 
     @property
@@ -301,19 +301,19 @@ class ChatRequest(Generation):
 
     @property
     def shown_tools(self) -> list[Tool]:
-        """Those that the model is shown, and may call."""
+        """Tools that the model sees and may call."""
         return [] if self.choice == "none" else self.offered
 
     @property
     def callable_names(self) -> list[str]:
-        """The functions that a forced call may call."""
+        """Functions that a forced call may call."""
         if isinstance(self.choice, NamedTool):
             return [self.choice.function.name]
         return [tool.function.name for tool in self.offered]
 
     @property
     def continues(self) -> bool:
-        """Whether the answer goes on where the last message ends."""
+        """Whether the answer continues the last message."""
         last = self.messages[-1]
         return self.continue_final_message or (last.role == "assistant" and last.prefix)
 

@@ -1,4 +1,4 @@
-"""``/v1/responses``: OpenAI's newer way to ask, and to go on from an answer that is kept here."""
+"""OpenAI's ``/v1/responses``; answers are stored, so that later requests can continue them."""
 
 from __future__ import annotations
 
@@ -76,7 +76,7 @@ def router(service: Service) -> APIRouter:
 
 
 class ResponsesAnswer(blocks.BlocksAnswer):
-    """Items: messages of one text, and calls."""
+    """Output items: messages of one text part, and function calls."""
 
     def __init__(
         self,
@@ -217,8 +217,9 @@ class ResponsesAnswer(blocks.BlocksAnswer):
 
 @dataclass(frozen=True)
 class KeptResponse:
-    """``messages`` lead to it and end with it; ``shown`` is what the client was given. ``alias`` is
-    the client's own name for it, which its latest response of that name has."""
+    """``messages``: the conversation up to and including this answer. ``shown``: what the client
+    got. ``alias``: the client's name for it (``request_id``); the latest response of that name has
+    it."""
 
     messages: list[dict[str, Any]]
     shown: dict[str, Any]
@@ -226,14 +227,9 @@ class KeptResponse:
 
 
 class ResponseStore:
-    """Responses that later requests may go on from, by owner and id: in memory, as JSON text, so
-    that their size is known and nobody changes them.
-
-    An owner is who an API key stands for; without keys all are one.
-
-    Where the bounds are reached, the owner that has most gives up its oldest: nobody's
-    responses go because of another who keeps more.
-    """
+    """Responses that later requests may continue, by owner (API key; one owner without keys) and
+    id. They are kept in memory as JSON, so their size is known and nobody changes them. At the
+    bounds ``MAX_RESPONSES`` and ``MAX_BYTES`` the owner that has most loses its oldest."""
 
     def __init__(self) -> None:
         # Of an owner, what has not been asked for the longest comes first.
@@ -246,11 +242,11 @@ class ResponseStore:
 
     @property
     def size(self) -> int:
-        """Bytes of all that is kept."""
+        """Bytes of all responses."""
         return sum(map(_size, self._owners.values()))
 
     def keep(self, owner: str, response: KeptResponse) -> None:
-        """Its id and those of its items must be new. One beyond all bounds is not kept."""
+        """Store a response with new ids. One larger than ``MAX_BYTES`` is not stored."""
         text = _text(vars(response))
         if len(text) > MAX_BYTES:
             return
@@ -276,7 +272,7 @@ class ResponseStore:
         return KeptResponse(**_value(responses[name]))
 
     def drop(self, owner: str, name: str) -> None:
-        """Forget the response of an id, which is there."""
+        """Forget a stored response."""
         gone = KeptResponse(**_value(self._owners[owner].pop(name)))
         for item in gone.shown["output"]:
             del self._items[owner, item["id"]]
@@ -284,7 +280,7 @@ class ResponseStore:
             del self._aliases[owner, gone.alias or ""]
 
     def item(self, owner: str, name: str) -> dict[str, Any] | None:
-        """An item of the output of one of the owner's responses."""
+        """An output item of one of the owner's responses."""
         response = self.get(owner, self._items.get((owner, name), ""))
         outputs = [] if response is None else response.shown["output"]
         return next((item for item in outputs if item["id"] == name), None)
@@ -295,7 +291,7 @@ def _size(responses: OrderedDict[str, bytes]) -> int:
 
 
 def _text(value: Any) -> bytes:
-    """JSON; a client's text may have lone surrogates."""
+    """JSON in UTF-8; a client's text may have lone surrogates."""
     return json.dumps(value, ensure_ascii=False).encode("utf-8", "surrogatepass")
 
 

@@ -1,4 +1,4 @@
-"""Requests of OpenAI's ``/v1/responses``, and how they become chats."""
+"""Requests of OpenAI's ``/v1/responses``, and how they become ``ChatRequest``s."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ class TextOptions(Body):
 
 
 class Reasoning(Body):
-    """``effort`` is handed to the chat template; nothing is summarised."""
+    """``effort`` goes to the chat template; ``summary`` is ignored."""
 
     effort: str | None = None
     summary: str | None = None
@@ -45,7 +45,7 @@ class FlatTool(Body):
 
 
 class Namespace(Body):
-    """Functions under a name of their own, which a call has beside the function's."""
+    """Functions in a namespace, which their calls name."""
 
     type: Literal["namespace"]
     name: str
@@ -70,7 +70,7 @@ class FlatChoice(Body):
 
 
 def named_within(namespace: str | None, name: str) -> str:
-    """A function as the model knows it."""
+    """A function's name as the model sees it."""
     return f"{namespace}.{name}" if namespace else name
 
 
@@ -98,7 +98,7 @@ class ResponsesRequest(Generation):
 
     @property
     def functions(self) -> dict[str, tuple[str | None, FlatTool]]:
-        """By the names that the model knows, with the namespaces they are in."""
+        """Namespace and tool by the name that the model sees."""
         groups = [
             (tool.name, tool.tools) if isinstance(tool, Namespace) else (None, [tool])
             for tool in self.tools
@@ -108,7 +108,7 @@ class ResponsesRequest(Generation):
         }
 
     def chat(self, messages: list[blocks.MessageFields]) -> ChatRequest:
-        """The same as a chat, whose messages have been found. Raises APIError."""
+        """The same request as a chat with these messages. Raises APIError."""
         for name in self.include:
             if name != _LOGPROBS:
                 note(f"include={name[:40]}")
@@ -148,8 +148,7 @@ class ResponsesRequest(Generation):
 def messages_of(
     items: str | list[OutputItem], known: Callable[[str], OutputItem | None]
 ) -> list[blocks.MessageFields]:
-    """The messages that the items of an input are; ``known`` looks items up that are named only.
-    Raises APIError."""
+    """The messages of an input's items; ``known`` finds items given by id only. Raises APIError."""
     if isinstance(items, str):
         return [{"role": "user", "content": items}]
     messages: list[blocks.MessageFields] = []
@@ -170,7 +169,8 @@ def messages_of(
 
 
 def _assistant(messages: list[blocks.MessageFields]) -> blocks.MessageFields:
-    """The message that the items of one answer make up together."""
+    """The last message if it is the assistant's, else a new one: items of one answer are one
+    message."""
     if not messages or messages[-1]["role"] != "assistant":
         messages.append({"role": "assistant", "content": ""})
     return messages[-1]

@@ -86,7 +86,7 @@ _MARKS = (
 
 
 def infill(tokenizer: PreTrainedTokenizerFast, prefix: list[int], suffix: str) -> list[int]:
-    """The prompt that asks for what stands between ``prefix`` and ``suffix``. Raises APIError."""
+    """The prompt for the text between ``prefix`` and ``suffix``. Raises APIError."""
     known = tokenizer.get_vocab()
     for marks in _MARKS:
         if all(mark in known for mark in marks):

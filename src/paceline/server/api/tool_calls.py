@@ -1,4 +1,4 @@
-"""Function calls: the grammar that forces one, and what is one in JSON that a model wrote."""
+"""Function calls: the grammar that forces one, and calls parsed from a model's JSON."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ Call = dict[str, Any]
 
 
 def forced_grammar(request: ChatRequest) -> Grammar | None:
-    """The grammar of a request that must call: a named function, or any of them."""
+    """The grammar of a request that must call one function or any; None otherwise."""
     if request.choice in (None, "none", "auto"):
         return None
     names = request.callable_names
@@ -43,7 +43,7 @@ def _call_schema(name: str) -> dict[str, Any]:
 
 
 def _moved(schema: Any, path: str) -> Any:
-    """A schema that is no longer the document's root but lies at ``path``: its references too."""
+    """A schema moved to ``path`` of a document: its references change, too."""
     if isinstance(schema, list):
         return [_moved(item, path) for item in schema]
     if not isinstance(schema, dict):
@@ -56,8 +56,8 @@ def _moved(schema: Any, path: str) -> Any:
 
 
 def calls_in(text: str, names: Set[str]) -> list[Call]:
-    """The calls that a JSON text is: an object, or a list of them; none if one of them is no call
-    of a function in ``names``."""
+    """The calls in a JSON text (an object, or a list of them); [] unless all call functions in
+    ``names``."""
     try:
         parsed = json.loads(text, parse_constant=_refuse)
     except (ValueError, RecursionError):

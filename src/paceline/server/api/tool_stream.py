@@ -1,7 +1,6 @@
-"""Answers with tools, as they grow: what is text may go out, what may be a call must wait.
+"""Answers with tools as they grow: text goes out at once, what may be a call waits.
 
-A whole answer is one that came in one piece, so it cannot differ from a streamed one. Families
-differ in how they write a call; known are
+A whole answer is one fed in one piece. Forms of calls that are known:
 
     <tool_call>{"name": ..., "arguments": {...}}</tool_call>     Qwen, Hermes; anywhere
     [TOOL_CALLS] [{"name": ..., "arguments": {...}}]             Mistral; anywhere
@@ -26,17 +25,17 @@ Delta = dict[str, Any]
 
 
 class AnswerStream(Protocol):
-    """One choice of a chat. Deltas are those of OpenAI's chunks."""
+    """Reads one choice of a chat. Deltas are those of OpenAI's chunks."""
 
     def feed(self, text: str) -> list[Delta]: ...
 
     def finish(self, reason: str) -> tuple[list[Delta], str]:
-        """The last deltas, and the reason why the answer ended, of which calls are one."""
+        """The last deltas, and the finish reason."""
         ...
 
 
 def deltas_of(stream: AnswerStream, event: StreamEvent) -> tuple[list[Delta], str | None]:
-    """What an event adds, and the reason why the answer ended, if it did."""
+    """What an event adds, and the finish reason if the answer ended."""
     deltas = stream.feed(event.text)
     if event.completion is None:
         return deltas, None
@@ -45,7 +44,7 @@ def deltas_of(stream: AnswerStream, event: StreamEvent) -> tuple[list[Delta], st
 
 
 def message_of(deltas: Iterable[Delta]) -> dict[str, Any]:
-    """What a client makes of the deltas of a text: the message of a whole answer."""
+    """The message that these deltas make up."""
     content = ""
     calls: list[dict[str, Any]] = []
     for delta in deltas:
@@ -60,7 +59,7 @@ def message_of(deltas: Iterable[Delta]) -> dict[str, Any]:
 
 
 class TextAnswer:
-    """An answer that cannot be a call."""
+    """An answer without calls."""
 
     def feed(self, text: str) -> list[Delta]:
         return [{"content": text}] if text else []
@@ -70,7 +69,8 @@ class TextAnswer:
 
 
 class _JsonEnd:
-    """Follows a JSON object or list to its end; whether it is well-formed is another question."""
+    """Finds the end of a JSON object or list by its brackets; does not check that it is
+    well-formed."""
 
     _OUTSIDE = re.compile(r'["{}\[\]]')
     _INSIDE = re.compile(r'["\\]')
@@ -80,7 +80,7 @@ class _JsonEnd:
         self._quoted = self._escaped = False
 
     def feed(self, text: str) -> int | None:
-        """The position in ``text`` behind the last bracket, once that has come."""
+        """The position in ``text`` after the last bracket, once that has come."""
         position = 0
         while position < len(text):
             if self._escaped:
@@ -104,9 +104,8 @@ class _JsonEnd:
 
 
 class ForcedCall:
-    """An answer whose grammar makes it a call: name first, then the arguments as they come. It is
-    never text: one that was cut off in its name is a call without arguments, if it can only be one
-    of ``names``, and nothing otherwise."""
+    """A call forced by a grammar: its name, then its arguments as they come. If it is cut off in
+    the name it is a call without arguments where only one of ``names`` fits, else nothing."""
 
     # The layout is the grammar's (request/grammar.py): JSON on one line.
     _HEAD = re.compile(r'\{"name": "([^"]+)", "arguments": ')
@@ -160,7 +159,7 @@ _HEAD_LIMIT = 256  # characters from a tag to the first quote
 
 
 def _begun_tag(text: str) -> int:
-    """Length of the longest end of ``text`` that a tag begins with."""
+    """Length of the longest end of ``text`` that begins a tag."""
     for length in range(min(len(text), max(map(len, _TAGS)) - 1), 0, -1):
         if any(tag.startswith(text[-length:]) for tag in _TAGS):
             return length
@@ -168,8 +167,8 @@ def _begun_tag(text: str) -> int:
 
 
 class PossibleCall:
-    """An answer that may be text, calls, or both. Text before, between and after calls is content,
-    without the blanks next to calls; what looks like a call and is none is content, too."""
+    """An answer of text, calls, or both. Text around calls is content, without the blanks next to
+    calls; so is what only looks like a call."""
 
     def __init__(self, tools: Sequence[Tool], parallel: bool) -> None:
         self._names = {tool.function.name for tool in tools}
@@ -178,9 +177,9 @@ class PossibleCall:
         self._blanks = ""  # at the end of the content so far
         self._at_start, self._in_code, self._has_content = True, False, False
         self._calls = 0
-        self._held = ""  # read, but not yet decided
-        # Of what may be a call, with whose tag ``_held`` then begins: where its JSON begins, how
-        # far that has been followed, where it ends, and the calls that it is.
+        self._waiting = ""  # read, but not yet decided
+        # Of a possible call, with whose tag ``_waiting`` begins: where its JSON begins, how far it
+        # has been scanned, where it ends, and the calls in it.
         self._tag: str | None = None
         self._json_from: int | None = None
         self._followed = self._json_end = 0
@@ -188,19 +187,19 @@ class PossibleCall:
         self._parsed: list[dict[str, Any]] = []
 
     def feed(self, text: str) -> list[Delta]:
-        self._held += text
-        while self._held and (self._text() if self._tag is None else self._block()):
+        self._waiting += text
+        while self._waiting and (self._text() if self._tag is None else self._block()):
             pass
         deltas, self._deltas = self._deltas, []
         return deltas
 
     def finish(self, reason: str) -> tuple[list[Delta], str]:
-        cut = bool(self._held)
-        if self._parsed:  # what is held is at most a part of the closing tag
-            self._call(len(self._held))
+        cut = bool(self._waiting)
+        if self._parsed:  # what waits is at most a part of the closing tag
+            self._call(len(self._waiting))
             cut = False
-        elif self._held:
-            self._add_content(self._held)
+        elif self._waiting:
+            self._add_content(self._waiting)
         if self._blanks and not self._calls:
             self._deltas.append({"content": self._blanks})
         deltas, self._deltas = self._deltas, []
@@ -208,48 +207,48 @@ class PossibleCall:
             reason = "tool_calls"
         return deltas, reason
 
-    # Each reads what it can of ``_held``; true if there is more to do with the rest.
+    # These read what they can of ``_waiting``; true: call again for the rest.
 
     def _text(self) -> bool:
         if self._at_start:
-            start = self._held.lstrip()
+            start = self._waiting.lstrip()
             if any(tag.startswith(start) for tag in (*_TAGS, _ALONE)):
                 return False  # nothing but blanks is a beginning of everything
             self._at_start = False
             alone = start.startswith(_ALONE)
             if alone or (start[0] in "{[" and not start.startswith(tuple(_TAGS))):
-                return self._open(_ALONE if alone else "", len(self._held) - len(start))
-        match = _TAG.search(self._held)
+                return self._open(_ALONE if alone else "", len(self._waiting) - len(start))
+        match = _TAG.search(self._waiting)
         if match is None:
-            self._add_held(len(self._held) - _begun_tag(self._held))
+            self._add_waiting(len(self._waiting) - _begun_tag(self._waiting))
             return False
         if match[0] == "```" and self._in_code:
             self._in_code = False
-            self._add_held(match.end())
+            self._add_waiting(match.end())
             return True
         return self._open(match[0], match.start())
 
     def _open(self, tag: str, start: int) -> bool:
-        self._add_held(start)
+        self._add_waiting(start)
         self._tag, self._json_from = tag, None
         return True
 
     def _block(self) -> bool:
-        """A tag and what follows it: JSON, and what closes that."""
+        """A tag, the JSON after it, and the closing tag."""
         if self._json_from is None:
             return self._begin_json()
         if not self._parsed:
-            end = self._end.feed(self._held[self._followed :])
+            end = self._end.feed(self._waiting[self._followed :])
             if end is None:
-                self._followed = len(self._held)
+                self._followed = len(self._waiting)
                 return False
             self._json_end = self._followed + end
-            self._parsed = calls_in(self._held[self._json_from : self._json_end], self._names)
+            self._parsed = calls_in(self._waiting[self._json_from : self._json_end], self._names)
             if not self._parsed:
                 return self._reject(self._json_end)
         closing = _TAGS.get(self._tag or "")  # None: nothing else may follow
-        rest = self._held[self._json_end :].lstrip()
-        after = len(self._held) - len(rest)
+        rest = self._waiting[self._json_end :].lstrip()
+        after = len(self._waiting) - len(rest)
         if closing == "":
             return self._call(self._json_end)
         if closing is not None and rest.startswith(closing):
@@ -259,9 +258,9 @@ class PossibleCall:
         return self._reject(after)
 
     def _begin_json(self) -> bool:
-        """From the tag to where the JSON has begun."""
+        """From the tag to the beginning of the JSON."""
         tag = self._tag or ""
-        fence, follows = tag == "```", self._held[len(tag) :]
+        fence, follows = tag == "```", self._waiting[len(tag) :]
         if fence and any(label.startswith(follows) for label in _LABELS):
             return False
         lead = (_FENCE_LEAD if fence else _LEAD).match(follows)
@@ -277,21 +276,21 @@ class PossibleCall:
         return self._reject(len(tag) + lead.end())
 
     def _reject(self, end: int) -> bool:
-        """What is held up to ``end`` is no call but text."""
+        """The waiting text up to ``end`` is not a call: it is content."""
         self._in_code = self._in_code or self._tag == "```"
         self._tag, self._parsed = None, []
-        self._add_held(end)
+        self._add_waiting(end)
         return True
 
     def _call(self, end: int) -> bool:
         for call in self._parsed if self._parallel else self._parsed[: not self._calls]:
             self._deltas.append({"tool_calls": [{"index": self._calls, **call}]})
             self._calls += 1
-        self._tag, self._parsed, self._held = None, [], self._held[end:]
+        self._tag, self._parsed, self._waiting = None, [], self._waiting[end:]
         return True
 
-    def _add_held(self, end: int) -> None:
-        text, self._held = self._held[:end], self._held[end:]
+    def _add_waiting(self, end: int) -> None:
+        text, self._waiting = self._waiting[:end], self._waiting[end:]
         self._add_content(text)
 
     def _add_content(self, text: str) -> None:
