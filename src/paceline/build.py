@@ -8,7 +8,7 @@ from collections.abc import Callable, Hashable, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
 from functools import lru_cache
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 
@@ -29,14 +29,12 @@ from paceline.model.measure import measure, measure_target
 from paceline.model.paged.cache import PagedCache, blocks_within, bytes_per_token
 from paceline.model.paged.int8 import cache_dtype
 from paceline.model.target import CausalModel
+from paceline.model.tokenizer import Tokenizer
 from paceline.settings import EngineSettings, entries
 from paceline.settings.tuned import KnownCosts
 from paceline.verify.logprobs import most_rows, scoring_bytes
 from paceline.verify.typical import TypicalVerifier
 from paceline.verify.verifier import Verifier
-
-if TYPE_CHECKING:
-    from transformers import PreTrainedTokenizerFast
 
 # Start-up measures forwards over so many tokens of each sequence, of at most so many rows (beyond,
 # costs grow evenly): about a second and a half for a model of 135M.
@@ -156,7 +154,7 @@ def load_target(name: str, options: EngineOptions) -> CausalModel:
 def load_draft(
     draft: DraftLike | Sequence[DraftLike] | None,
     target: CausalModel,
-    tokenizer: PreTrainedTokenizerFast,
+    tokenizer: Tokenizer,
     settings: EngineSettings,
 ) -> Prepared:
     """One drafter, or several to choose from, loaded as the settings say."""

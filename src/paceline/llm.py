@@ -22,6 +22,7 @@ from paceline.model.backends.base import Ranks
 from paceline.model.loading import load_tokenizer
 from paceline.model.names import DEFAULT_DRAFT
 from paceline.model.target import CausalModel
+from paceline.model.tokenizer import Tokenizer
 from paceline.request.completion import Completion, StreamEvent
 from paceline.request.defaults import SamplingDefaults, sampling_defaults
 from paceline.request.grammar import GrammarCompiler
@@ -45,8 +46,6 @@ from paceline.settings import explicit
 from paceline.settings.tuned import TunedProfile
 
 if TYPE_CHECKING:
-    from transformers import PreTrainedTokenizerFast
-
     from paceline.engine.engine import Engine
 
 
@@ -189,7 +188,7 @@ class LLM:
     def _assemble(
         self,
         target: CausalModel,
-        tokenizer: PreTrainedTokenizerFast,
+        tokenizer: Tokenizer,
         draft: DraftLike | Sequence[DraftLike] | None,
         options: EngineOptions,
     ) -> None:

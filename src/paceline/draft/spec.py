@@ -11,7 +11,6 @@ from collections.abc import Callable, Mapping
 from dataclasses import MISSING, Field, dataclass, field, fields, replace
 from types import NoneType
 from typing import (
-    TYPE_CHECKING,
     Any,
     ClassVar,
     Literal,
@@ -32,9 +31,7 @@ from paceline.draft.trees.shape import Shape
 from paceline.errors import ConfigError
 from paceline.model.paged.cache import LayerShape, PagedCache
 from paceline.model.target import CausalModel
-
-if TYPE_CHECKING:
-    from transformers import PreTrainedTokenizerFast
+from paceline.model.tokenizer import Tokenizer
 
 # A static tree can be cut at any level: a deep one serves for all lengths.
 _BRANCHING, _NODES, _GPU_NODES = (2, 2, 1, 1, 1), 8, 32
@@ -48,7 +45,7 @@ class Loading:
     ``device`` (None: the target's)."""
 
     target: CausalModel
-    tokenizer: PreTrainedTokenizerFast
+    tokenizer: Tokenizer
     dtype: str
     quantize: str | None = None
     offload: str | None = None

@@ -15,6 +15,9 @@ from paceline.model.hub import fetched, first_line
 if TYPE_CHECKING:
     from tokenizers.decoders import Decoder
     from transformers import PreTrainedTokenizerFast
+    from transformers import PreTrainedTokenizerFast as Tokenizer
+else:
+    Tokenizer = object  # a name for annotations: transformers is not loaded for it
 
 _BYTE_TOKEN = re.compile(r"<0x([+0-9A-Fa-f][0-9A-Fa-f])>")  # as Rust reads numbers
 _BEFORE, _AFTER = "0", "1"  # tokens around the one that is spelt

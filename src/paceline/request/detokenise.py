@@ -4,15 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from itertools import takewhile
-from typing import TYPE_CHECKING
 from weakref import WeakKeyDictionary
 
 from tokenizers.decoders import DecodeStream
 
-from paceline.model.tokenizer import TokenSpeller
-
-if TYPE_CHECKING:
-    from transformers import PreTrainedTokenizerFast
+from paceline.model.tokenizer import Tokenizer, TokenSpeller
 
 REPLACEMENT = "\ufffd"
 # Of a prompt only the end is decoded. No character is longer than four tokens, and what a decoder
@@ -25,7 +21,7 @@ _LONGEST_GUESS = 1024  # tokens; each guess decodes the run again
 class Spelling:
     """What texts of one tokenizer share: the names of tokens, and what they stand for."""
 
-    def __init__(self, tokenizer: PreTrainedTokenizerFast) -> None:
+    def __init__(self, tokenizer: Tokenizer) -> None:
         self._backend = tokenizer.backend_tokenizer
         added = self._backend.get_added_tokens_decoder().values()
         self._special = {token.content for token in added if token.special}
@@ -33,7 +29,7 @@ class Spelling:
         self._speller = TokenSpeller(self._backend.decoder)
 
     @classmethod
-    def of(cls, tokenizer: PreTrainedTokenizerFast) -> Spelling:
+    def of(cls, tokenizer: Tokenizer) -> Spelling:
         spelling = _spellings.get(tokenizer)
         if spelling is None:
             spelling = _spellings[tokenizer] = cls(tokenizer)
@@ -57,7 +53,7 @@ class Spelling:
         return b"" if name is None else self._speller.spell(name)
 
 
-_spellings: WeakKeyDictionary[PreTrainedTokenizerFast, Spelling] = WeakKeyDictionary()
+_spellings: WeakKeyDictionary[Tokenizer, Spelling] = WeakKeyDictionary()
 
 
 class Detokeniser:
@@ -71,7 +67,7 @@ class Detokeniser:
 
     def __init__(
         self,
-        tokenizer: PreTrainedTokenizerFast,
+        tokenizer: Tokenizer,
         prompt: Sequence[int] = (),
         skip_special: bool = True,
     ) -> None:

@@ -12,10 +12,10 @@ import torch
 
 from paceline.core.params import Grammar
 from paceline.errors import GrammarError
+from paceline.model.tokenizer import Tokenizer
 
 if TYPE_CHECKING:
     from llguidance import LLMatcher, LLTokenizer
-    from transformers import PreTrainedTokenizerFast
 
 
 # JSON on one line: with free white space a model may write blanks until its tokens run out.
@@ -29,9 +29,7 @@ _LAYOUT: dict[str, Any] = {
 class GrammarCompiler:
     """Makes matchers for one tokenizer; caches compiled grammars."""
 
-    def __init__(
-        self, tokenizer: PreTrainedTokenizerFast, vocab_size: int, end_tokens: frozenset[int]
-    ) -> None:
+    def __init__(self, tokenizer: Tokenizer, vocab_size: int, end_tokens: frozenset[int]) -> None:
         """``end_tokens`` are allowed only where a text is complete."""
         self._tokenizer, self._width = tokenizer, vocab_size
         self._ends = sorted(end_tokens)

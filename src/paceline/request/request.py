@@ -11,12 +11,11 @@ from paceline.core.params import TokenLogprob
 from paceline.core.sequence import SequenceState
 from paceline.engine.recovery import Failure
 from paceline.errors import EngineLostError
+from paceline.model.tokenizer import Tokenizer
 from paceline.request.completion import Completion, CompletionStats, StreamEvent
 from paceline.request.text import TextStream
 
 if TYPE_CHECKING:
-    from transformers import PreTrainedTokenizerFast
-
     from paceline.engine.engine import Engine
 
 
@@ -29,7 +28,7 @@ class Request:
         prompt: str | list[int],
         number: int,
         index: int,
-        tokenizer: PreTrainedTokenizerFast,
+        tokenizer: Tokenizer,
         streams: bool,
         lossy: bool = False,
         hidden: frozenset[int] | None = None,

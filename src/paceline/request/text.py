@@ -3,12 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
 
+from paceline.model.tokenizer import Tokenizer
 from paceline.request.detokenise import Detokeniser
-
-if TYPE_CHECKING:
-    from transformers import PreTrainedTokenizerFast
 
 
 class TextStream:
@@ -18,7 +15,7 @@ class TextStream:
 
     def __init__(
         self,
-        tokenizer: PreTrainedTokenizerFast,
+        tokenizer: Tokenizer,
         stops: Sequence[str] = (),
         min_tokens: int = 0,
         hidden: frozenset[int] | None = None,

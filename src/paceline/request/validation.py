@@ -4,13 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from paceline.core.params import SamplingParams, is_unicode, is_whole, shown
 from paceline.errors import ConfigError, PromptError
-
-if TYPE_CHECKING:
-    from transformers import PreTrainedTokenizerFast
+from paceline.model.tokenizer import Tokenizer
 
 Prompt = str | list[int]
 Message = dict[str, str]
@@ -88,7 +86,7 @@ class ContextBudget:
 
 
 def encode(
-    tokenizer: PreTrainedTokenizerFast, prompt: Prompt, width: int, context_budget: ContextBudget
+    tokenizer: Tokenizer, prompt: Prompt, width: int, context_budget: ContextBudget
 ) -> list[int]:
     """Token ids of a prompt, all below ``width``. Raises PromptError."""
     if isinstance(prompt, str):
@@ -158,9 +156,7 @@ def as_conversations(messages: Any) -> list[Sequence[Message]]:
     return items if many else [items]
 
 
-def render_chat(
-    tokenizer: PreTrainedTokenizerFast, model: str, messages: Sequence[Message]
-) -> list[int]:
+def render_chat(tokenizer: Tokenizer, model: str, messages: Sequence[Message]) -> list[int]:
     """Token ids of a conversation in the model's chat format. Raises PromptError."""
     items = None if isinstance(messages, str) else _listed(messages)
     for item in [messages] if items is None else items:
@@ -176,7 +172,7 @@ def render_chat(
 
 
 def apply_template(
-    tokenizer: PreTrainedTokenizerFast, messages: Sequence[Mapping[str, Any]], **options: Any
+    tokenizer: Tokenizer, messages: Sequence[Mapping[str, Any]], **options: Any
 ) -> list[int]:
     """Token ids of messages in the tokenizer's chat template. Raises PromptError."""
     try:

@@ -10,13 +10,12 @@ import time
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
+from paceline.model.tokenizer import Tokenizer
 from paceline.server.client import EngineClient
 from paceline.server.failures import APIError, check_text
 from paceline.server.requestlog import attach
 
 if TYPE_CHECKING:
-    from transformers import PreTrainedTokenizerFast
-
     from paceline.core.params import SamplingParams
     from paceline.server.client import EngineEndpoint, Ticket
     from paceline.server.config import ServeConfig
@@ -28,9 +27,7 @@ class Service:
     """An engine, its tokenizer, and the name its model is served under. ``created``: seconds since
     the epoch."""
 
-    def __init__(
-        self, engine: EngineEndpoint, tokenizer: PreTrainedTokenizerFast, config: ServeConfig
-    ) -> None:
+    def __init__(self, engine: EngineEndpoint, tokenizer: Tokenizer, config: ServeConfig) -> None:
         self.client = EngineClient(engine, config)
         self.tokenizer, self.config, self.model = tokenizer, config, config.name
         self.facts = engine.facts

@@ -13,16 +13,13 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
-from typing import TYPE_CHECKING, Literal
+from typing import Literal
 
 import torch
 
 from paceline.core.transfer import to_device
 from paceline.errors import ConfigError, VocabularyMismatchError
-from paceline.model.tokenizer import Named, TokenSpeller, check_embeddings, differences
-
-if TYPE_CHECKING:
-    from transformers import PreTrainedTokenizerFast
+from paceline.model.tokenizer import Named, Tokenizer, TokenSpeller, check_embeddings, differences
 
 METHODS = ("auto", "intersection", "string")
 ENOUGH = 0.5  # from here on token by token: measured, see docs/decisions.md
@@ -60,7 +57,7 @@ class TokenTexts:
     """The bytes of each token of a tokenizer, and encoding in the middle of a text.
     ``strings[id]``: bytes of an ordinary token; ``special[id]``: name of a special one."""
 
-    def __init__(self, tokenizer: PreTrainedTokenizerFast) -> None:
+    def __init__(self, tokenizer: Tokenizer) -> None:
         self.tokenizer = tokenizer
         speller = TokenSpeller(tokenizer.backend_tokenizer.decoder)
         added = tokenizer.added_tokens_decoder
@@ -170,8 +167,8 @@ class Match:
 def match_vocabularies(
     target: Named,
     draft: Named,
-    tokenizer: PreTrainedTokenizerFast,
-    draft_tokenizer: PreTrainedTokenizerFast,
+    tokenizer: Tokenizer,
+    draft_tokenizer: Tokenizer,
     method: str = "auto",
 ) -> Match | None:
     """How to translate; None if the ids agree and "auto" is asked for. Raises ConfigError on an

@@ -14,6 +14,7 @@ from inspect import signature
 from typing import TYPE_CHECKING, Any
 
 from paceline.errors import PromptError
+from paceline.model.tokenizer import Tokenizer
 from paceline.request.validation import apply_template
 from paceline.server.api.params import PREDICTED_LENGTH, sampling_params
 from paceline.server.api.protocol import ChatMessage, ChatRequest, Tool
@@ -23,8 +24,6 @@ from paceline.server.failures import APIError, check_text
 from paceline.server.requestlog import note
 
 if TYPE_CHECKING:
-    from transformers import PreTrainedTokenizerFast
-
     from paceline.server.client import Ticket
     from paceline.server.service import Service
 
@@ -74,7 +73,7 @@ _INSTRUCTION = (
 _HANDED_ON = ("reasoning_effort", "verbosity")
 
 
-def render_request(tokenizer: PreTrainedTokenizerFast, body: ChatRequest) -> list[int]:
+def render_request(tokenizer: Tokenizer, body: ChatRequest) -> list[int]:
     """Token ids of a request's conversation. Raises APIError."""
     variables = dict(body.chat_template_kwargs)
     template = _template_of(tokenizer)
@@ -95,7 +94,7 @@ def render_request(tokenizer: PreTrainedTokenizerFast, body: ChatRequest) -> lis
 
 
 def render(
-    tokenizer: PreTrainedTokenizerFast,
+    tokenizer: Tokenizer,
     messages: Sequence[ChatMessage],
     tools: Sequence[Tool] = (),
     variables: dict[str, Any] | None = None,
@@ -132,12 +131,12 @@ def render(
         raise APIError(str(error), param="messages") from None
 
 
-def _template_of(tokenizer: PreTrainedTokenizerFast) -> str:
+def _template_of(tokenizer: Tokenizer) -> str:
     template = tokenizer.chat_template
     return template if isinstance(template, str) else str(template or "")
 
 
-def _checked(tokenizer: PreTrainedTokenizerFast, variables: dict[str, Any]) -> dict[str, Any]:
+def _checked(tokenizer: Tokenizer, variables: dict[str, Any]) -> dict[str, Any]:
     """The variables. Raises APIError for names of ``apply_chat_template``'s parameters."""
     taken = signature(tokenizer.apply_chat_template).parameters
     for name in variables:

@@ -7,11 +7,10 @@ from functools import cached_property
 from itertools import pairwise
 from typing import TYPE_CHECKING, Any
 
+from paceline.model.tokenizer import Tokenizer
 from paceline.request.detokenise import Detokeniser, Spelling
 
 if TYPE_CHECKING:
-    from transformers import PreTrainedTokenizerFast
-
     from paceline.core.params import TokenLogprob
     from paceline.request.completion import StreamEvent
 
@@ -27,7 +26,7 @@ def agreement(tokens: Sequence[int], drafted: Sequence[bool], prediction: Sequen
     return min(count, len(prediction))
 
 
-def prompt_entry(tokenizer: PreTrainedTokenizerFast, entry: TokenLogprob) -> dict[str, Any]:
+def prompt_entry(tokenizer: Tokenizer, entry: TokenLogprob) -> dict[str, Any]:
     """A prompt token and its alternatives by id, in vLLM's form; only alternatives have a rank."""
     ranked: dict[int, tuple[float, int | None]] = {entry.token_id: (entry.logprob, None)}
     ranked |= {token: (value, index) for index, (token, value) in enumerate(entry.top, 1)}
@@ -41,7 +40,7 @@ def prompt_entry(tokenizer: PreTrainedTokenizerFast, entry: TokenLogprob) -> dic
     }
 
 
-def ends_unseen(tokenizer: PreTrainedTokenizerFast, token: int, reason: str | None) -> bool:
+def ends_unseen(tokenizer: Tokenizer, token: int, reason: str | None) -> bool:
     """Whether a last token only ended the text and is not part of it."""
     return reason == "stop" and Spelling.of(tokenizer).name(token, skip_special=True) is None
 
@@ -51,14 +50,14 @@ def finish_reason(event: StreamEvent) -> str | None:
     return None if event.completion is None else event.completion.finish_reason
 
 
-def seen(tokenizer: PreTrainedTokenizerFast, event: StreamEvent) -> list[TokenLogprob]:
+def seen(tokenizer: Tokenizer, event: StreamEvent) -> list[TokenLogprob]:
     """Log-probabilities of the event's tokens that are part of the text."""
     entries = event.logprobs or []
     ended = entries and ends_unseen(tokenizer, entries[-1].token_id, finish_reason(event))
     return entries[:-1] if ended else entries
 
 
-def token_record(tokenizer: PreTrainedTokenizerFast, entry: TokenLogprob) -> dict[str, Any]:
+def token_record(tokenizer: Tokenizer, entry: TokenLogprob) -> dict[str, Any]:
     """A token and its alternatives, as in chats."""
     return {
         **_token(tokenizer, entry.token_id, entry.logprob),
@@ -66,12 +65,12 @@ def token_record(tokenizer: PreTrainedTokenizerFast, entry: TokenLogprob) -> dic
     }
 
 
-def token_records(tokenizer: PreTrainedTokenizerFast, event: StreamEvent) -> list[dict[str, Any]]:
+def token_records(tokenizer: Tokenizer, event: StreamEvent) -> list[dict[str, Any]]:
     """Records of the event's tokens that are part of the text."""
     return [token_record(tokenizer, entry) for entry in seen(tokenizer, event)]
 
 
-def _token(tokenizer: PreTrainedTokenizerFast, token: int, logprob: float) -> dict[str, Any]:
+def _token(tokenizer: Tokenizer, token: int, logprob: float) -> dict[str, Any]:
     spelt = Spelling.of(tokenizer).bytes_of(token)
     return {"token": _shown(spelt), "logprob": finite(logprob), "bytes": list(spelt)}
 
@@ -91,9 +90,7 @@ class Origins:
     before a stop string cuts it. A token that ends inside a character has none; the one that
     completes the character has all of it."""
 
-    def __init__(
-        self, tokenizer: PreTrainedTokenizerFast, prompt: Sequence[int], visible: bool = False
-    ) -> None:
+    def __init__(self, tokenizer: Tokenizer, prompt: Sequence[int], visible: bool = False) -> None:
         """``visible``: special tokens are part of the text, except the one that ends it."""
         self._tokenizer, self._prompt, self._visible = tokenizer, prompt, visible
 
@@ -129,7 +126,7 @@ class Origins:
 class LogprobColumns:
     """The completions API's logprobs columns of one growing text."""
 
-    def __init__(self, tokenizer: PreTrainedTokenizerFast, prompt: Sequence[int]) -> None:
+    def __init__(self, tokenizer: Tokenizer, prompt: Sequence[int]) -> None:
         self._tokenizer, self._prompt = tokenizer, prompt
         self._certain = 0  # characters before the next token
 

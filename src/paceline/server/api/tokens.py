@@ -3,19 +3,17 @@
 from __future__ import annotations
 
 import asyncio
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import msgspec
 from fastapi import APIRouter
 from fastapi.responses import Response
 
+from paceline.model.tokenizer import Tokenizer
 from paceline.server.api.chat import render
 from paceline.server.api.protocol import DetokenizeRequest, TokenizeRequest
 from paceline.server.failures import APIError, check_text
 from paceline.server.service import Service
-
-if TYPE_CHECKING:
-    from transformers import PreTrainedTokenizerFast
 
 _SAID = ("bos_token", "eos_token", "pad_token", "unk_token", "chat_template", "model_max_length")
 
@@ -85,7 +83,7 @@ _MARKS = (
 )
 
 
-def infill(tokenizer: PreTrainedTokenizerFast, prefix: list[int], suffix: str) -> list[int]:
+def infill(tokenizer: Tokenizer, prefix: list[int], suffix: str) -> list[int]:
     """The prompt for the text between ``prefix`` and ``suffix``. Raises APIError."""
     known = tokenizer.get_vocab()
     for marks in _MARKS:
