@@ -9,9 +9,7 @@ import torch
 
 
 def to_device(
-    values: Sequence[Any],
-    device: torch.device | str,
-    dtype: torch.dtype = torch.int64,
+    values: Sequence[Any], device: torch.device | str, dtype: torch.dtype = torch.int64
 ) -> torch.Tensor:
     """A (nested) list of numbers as a tensor on ``device``. On CUDA it is copied from pinned memory
     without blocking; the caching host allocator keeps that memory until the copy is done."""

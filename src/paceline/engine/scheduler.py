@@ -118,11 +118,7 @@ class Scheduler:
         return min(scheduled, rows) if seq.unscored > rows else scheduled
 
     def _draft_length(
-        self,
-        seq: SequenceState,
-        scheduled: int,
-        requested: int,
-        max_nodes: Callable[[int], int],
+        self, seq: SequenceState, scheduled: int, requested: int, max_nodes: Callable[[int], int]
     ) -> int:
         """The requested length, limited by request, context and free cache blocks."""
         if scheduled < seq.num_pending:

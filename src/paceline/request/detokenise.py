@@ -66,10 +66,7 @@ class Detokeniser:
     """
 
     def __init__(
-        self,
-        tokenizer: Tokenizer,
-        prompt: Sequence[int] = (),
-        skip_special: bool = True,
+        self, tokenizer: Tokenizer, prompt: Sequence[int] = (), skip_special: bool = True
     ) -> None:
         self._spelling, self._skip = Spelling.of(tokenizer), skip_special
         self._backend = tokenizer.backend_tokenizer

@@ -24,13 +24,7 @@ from paceline.engine.recovery import Failure
 from paceline.errors import EngineLostError, PacelineError
 from paceline.request.completion import StreamEvent
 from paceline.server import wire
-from paceline.server.failures import (
-    APIError,
-    as_api_error,
-    draining,
-    engine_lost,
-    request_failed,
-)
+from paceline.server.failures import APIError, as_api_error, draining, engine_lost, request_failed
 from paceline.server.metrics import Metrics, VllmNames
 
 if TYPE_CHECKING:

@@ -118,10 +118,7 @@ class Verifier:
         self.generator = generator
 
     def __call__(
-        self,
-        logits: torch.Tensor,
-        spans: Sequence[Span],
-        greedy: Sequence[int] | None = None,
+        self, logits: torch.Tensor, spans: Sequence[Span], greedy: Sequence[int] | None = None
     ) -> list[Verdict]:
         """Verdicts on ``spans``, in order, from the step's logits [R, V], which may have more rows,
         and be wider than the vocabulary. ``greedy`` as in ModelOutput."""

@@ -138,11 +138,7 @@ class OpenAIAnswer(Answer):
 
     def _counts(self, written: int) -> dict[str, Any]:
         read = self._ticket.prompt_tokens
-        return {
-            "prompt_tokens": read,
-            "completion_tokens": written,
-            "total_tokens": read + written,
-        }
+        return {"prompt_tokens": read, "completion_tokens": written, "total_tokens": read + written}
 
     # -- streaming -----------------------------------------------------------------------------
 

@@ -33,10 +33,7 @@ def forced_grammar(request: ChatRequest) -> Grammar | None:
 def _call_schema(name: str) -> dict[str, Any]:
     return {
         "type": "object",
-        "properties": {
-            "name": {"const": name},
-            "arguments": {"$ref": f"#/$defs/{name}"},
-        },
+        "properties": {"name": {"const": name}, "arguments": {"$ref": f"#/$defs/{name}"}},
         "required": ["name", "arguments"],
         "additionalProperties": False,
     }
