@@ -128,7 +128,7 @@ class AsyncLLM:
             raise ConfigError(f"request_id {shown(name)} is in use; give each call its own")
         owner = self.llm.owner
         try:
-            # Reading a long prompt, or compiling a grammar, must not hold up the event loop.
+            # On a thread: long prompts and grammars would block the event loop.
             made = await asyncio.to_thread(self.llm.prepare_all, prompts, params, streams)
             owner.enqueue(made)
             call.requests = made

@@ -39,10 +39,10 @@ from paceline.verify.verifier import Verifier
 # Start-up measures forwards over so many tokens of each sequence, of at most so many rows (beyond,
 # costs grow evenly): about a second and a half for a model of 135M.
 _TOKENS, _ROWS = (1, 2, 3, 5, 8, 16, 32), 64
-_MEASURING = 1.0  # seconds after which no further number of sequences is begun
-_REPEATING = 0.15  # seconds in which rounds may begin, of each number of sequences
-_WARM_UP_SECONDS = 0.1  # and of a pass of a drafter
-_COSTLESS = 4  # times as many levels where a level takes no pass: up to what was measured
+_MEASURING = 1.0  # seconds after which no further batch size is measured
+_REPEATING = 0.15  # seconds of rounds for each batch size
+_WARM_UP_SECONDS = 0.1  # for a drafter's pass
+_COSTLESS = 4  # times as many levels for drafters without passes
 
 
 @dataclass(frozen=True)
@@ -55,7 +55,7 @@ class EngineOptions(EngineSettings):
     prefill_chunk: int = 512
     rule: str = "auto"
     controller: Controller | None = None  # in place of the adaptive one
-    known: KnownCosts | None = None  # measured before (a profile's); None: at start-up
+    known: KnownCosts | None = None  # of a profile; None: measured at start-up
 
     def __post_init__(self) -> None:
         typical = self.rule == "typical"
@@ -71,7 +71,7 @@ class EngineOptions(EngineSettings):
             )
         for entry in entries(EngineSettings):
             value = getattr(self, entry.name)
-            # Objects, such as dtypes of torch, and sizes in bytes are what they are.
+            # Objects, such as torch dtypes, and sizes in bytes are not parsed.
             written = isinstance(value, (str, int, float, list, tuple, dict))
             in_bytes = entry.key.kind == "size" and type(value) is int
             if written and not in_bytes and not (typical and entry.name == "rule"):
@@ -116,7 +116,7 @@ def cache_blocks(
     kept = most_kept(options.max_batch_size, options.prefill_chunk)
     blocks = blocks_within(affordable_bytes, per_token, feature_bytes, kept, BLOCK_SIZE)
     if memory is None:
-        # One spare block a sequence: drafts reach beyond the committed tokens.
+        # One spare block a sequence, for drafts.
         full_context = -(-target.max_positions // BLOCK_SIZE) + 1
         blocks = min(blocks, options.max_batch_size * full_context)
     if blocks < 2:
@@ -261,7 +261,7 @@ def measure_costs(target: CausalModel, cache: PagedCache, most: int) -> TargetCo
         size: [tokens for tokens in _TOKENS if tokens <= 2 or size * tokens <= _ROWS]
         for size in (1, most, *between)
     }
-    if target.offload is not None:  # a forward moves the same bytes, whatever its rows
+    if target.offload is not None:  # a forward moves the same bytes for any number of rows
         counts = {size: [counts[size][0], counts[size][-1]] for size in (1, most)}
 
     def begin(size: int) -> nullcontext[None] | None:

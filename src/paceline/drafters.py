@@ -85,7 +85,7 @@ def _loaded(entry: EntryPoint) -> type[DraftSpec]:
     where = f"drafter {entry.name!r} of {entry.dist.name if entry.dist else entry.value}"
     try:
         record = entry.load()
-    except Exception as error:  # whatever another package raises when it is imported
+    except Exception as error:  # any error of the other package
         raise ConfigError(f"{where} cannot be loaded ({error}); repair or remove it") from error
     if not (isinstance(record, type) and issubclass(record, DraftSpec)):
         raise ConfigError(f"{where} is no DraftSpec but {record!r}; see docs/drafters/your_own.md")
@@ -105,7 +105,7 @@ def parse_draft(text: str | None) -> DraftSpec:
     kind, _, rest = (text or NoDraft.kind).partition(":")
     if kind in DRAFTERS:
         return DRAFTERS[kind].read(rest, DRAFTERS)
-    assert text is not None  # else it is the kind none
+    assert text is not None  # None is the kind "none"
     if "/" not in text and not is_path(text):
         near = get_close_matches(kind.lower(), DRAFTERS, 1)
         advice = f"did you mean {near[0]}?" if near else f"use one of {', '.join(DRAFTERS)}"

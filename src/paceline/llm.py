@@ -95,8 +95,8 @@ class LLM:
     """
 
     sampling_defaults: SamplingDefaults
-    notes: tuple[str, ...] = ()  # what the user should know about how it was set up
-    _ranks: Ranks | None = None  # to be ended by the LLM that loaded the target
+    notes: tuple[str, ...] = ()  # for the user, about the set-up
+    _ranks: Ranks | None = None  # ended by the LLM that loaded the target
 
     def __init__(
         self,
@@ -213,7 +213,7 @@ class LLM:
         self._grammars = GrammarCompiler(tokenizer, self._width, self.end_tokens)
         self._ids: Iterator[int] = SEQUENCE_IDS
         self._requests = self.owner.requests
-        self._preparing = threading.Lock()  # the grammar compiler's tokenizer serves one thread
+        self._preparing = threading.Lock()  # the grammar compiler's tokenizer is not thread-safe
 
     @property
     def engine(self) -> Engine:

@@ -13,7 +13,7 @@ from paceline.core.sequence import SequenceView
 from paceline.core.transfer import Arrival
 from paceline.core.tree import TokenTree, depths_of
 
-NOBODY = SequenceView(-1, (), 0, SamplingParams())  # of rows that are no request's
+NOBODY = SequenceView(-1, (), 0, SamplingParams())  # of rows without a request
 EMPTY = TokenTree.empty()
 
 
@@ -213,7 +213,7 @@ class Verdict:
 
     path: tuple[int, ...]  # node indices
     tokens: tuple[int, ...]  # their tokens, then the target's own token; len(path) + 1
-    # What each row of the span would yield, 1 + nodes; 0 where nobody looked: see wants_choices.
+    # The token that each row yields, 1 + nodes; 0 where unknown (``wants_choices``).
     choices: tuple[int, ...] = ()
     logprobs: tuple[TokenLogprob, ...] | None = None  # one per token, if the request wants them
     error: str | None = None
@@ -242,8 +242,8 @@ class Commit:
     drafted: int = 0
     levels: int = 0
     reached: int = 0
-    scheduled: int = 0  # pending tokens that the step ran; their keys and values are cached now
-    last: int = 0  # the last of them: that before ``tokens``
+    scheduled: int = 0  # pending tokens that the step ran and cached
+    last: int = 0  # the last of them, before ``tokens``
     position: int = 0
     row: int = 0
     logit_row: int = 0

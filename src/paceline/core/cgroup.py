@@ -51,7 +51,7 @@ def _folders(controller: str) -> Iterator[tuple[int, Path]]:
             continue
         version = 1 if names else 2
         mount = ROOT / controller if version == 1 else ROOT
-        # In a container the path may be the host's, and the mount the group itself.
+        # In a container the path may be the host's while the mount is the group itself.
         inner = mount / path.lstrip("/")
         yield from (
             (version, folder) for folder in (inner, *inner.parents) if mount in folder.parents

@@ -53,7 +53,7 @@ def coupled_choice(probs: torch.Tensor, rows: Rows) -> torch.Tensor:
     position is the absolute index of the token that the row chooses. NO_TOKEN where a row is not a
     distribution."""
     best, tokens = largest(race(probs, _keys(rows, probs.device)))
-    return torch.where(best > 0, tokens, NO_TOKEN)  # not a number is not above zero
+    return torch.where(best > 0, tokens, NO_TOKEN)  # false for NaN
 
 
 def choose(probs: torch.Tensor, rows: Rows, generator: torch.Generator | None) -> torch.Tensor:
@@ -161,7 +161,7 @@ def likeliest(logits: torch.Tensor, rows: Rows, k: int) -> tuple[torch.Tensor, t
             log_probs = torch.where(greedy, sharpened, log_probs)
     tokens = top(log_probs, k)
     values = log_probs.gather(1, tokens)
-    # Of a row that is not a distribution no token is likely at all.
+    # A row that is not a distribution has no candidate.
     return tokens, torch.where(values.isnan(), -torch.inf, values)
 
 

@@ -17,7 +17,7 @@ def free_memory(device: torch.device) -> int:
     """Free bytes: of a GPU, or of main memory within the container's limit."""
     if device.type == "cuda":
         return int(torch.cuda.mem_get_info(device)[0])
-    # Not MemFree: what the system keeps of files is given up when it is asked for.
+    # Not MemFree: page cache is given up on demand.
     kilobytes = number_after(words_of(Path("/proc/meminfo")), "MemAvailable:")
     if kilobytes is None:
         return os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")

@@ -22,7 +22,7 @@ _MIX_2 = 0x94D049BB133111EB
 # Where -log1p(-v) is finite and above zero in float32.
 _LOWEST, _HIGHEST = 2.0**-63, 1.0 - 2.0**-24
 _LARGE = 1 << 15  # entries from which one row at a time is faster on a CPU
-_FEW = 0.25  # of a vocabulary: looking them up is then cheaper than noise for everything
+_FEW = 0.25  # of a vocabulary: up to this share noise for them alone is cheaper
 
 
 def _signed(value: int) -> int:
@@ -110,7 +110,7 @@ def race(probs: torch.Tensor, keys: torch.Tensor) -> torch.Tensor:
         return probs / exponential(keys, probs.shape[1])
     ids = _id_hashes(probs.shape[1], probs.device)
     raced = torch.zeros_like(probs)
-    # One after another: what lies between stays in the cache.
+    # Row by row: intermediate results stay in the processor's cache.
     for distribution, out, key in zip(probs, raced, keys, strict=True):
         possible = distribution.numpy() != 0
         if np.count_nonzero(possible) > _FEW * len(distribution):

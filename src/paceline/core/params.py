@@ -10,12 +10,12 @@ from typing import Any
 
 from paceline.errors import ConfigError
 
-MAX_SAMPLES = 16_384  # n: each is a sequence of its own, so a typo must not fill the memory
+MAX_SAMPLES = 16_384  # n: a typo must not fill the memory
 # Bounds within which no adjusted score can leave float32.
 MAX_TEMPERATURE = 100.0
 REPETITION_PENALTIES = (0.01, 100.0)
 MAX_LOGIT_BIAS = 100.0
-# Every character of a text is held against every stop string.
+# Every piece of text is searched for every stop string.
 MAX_STOPS = 16
 MAX_STOP_LENGTH = 1000  # characters
 
@@ -36,7 +36,7 @@ def is_finite(value: object) -> bool:
         return False
     try:
         return math.isfinite(value)
-    except OverflowError:  # a whole number beyond all floats
+    except OverflowError:  # too large for a float
         return False
 
 
@@ -53,7 +53,7 @@ def shown(value: object) -> str:
     """A value for an error message, at most 80 characters."""
     try:
         text = ascii(value)
-    except Exception:  # a number of too many digits, or an object that cannot be shown
+    except Exception:  # too many digits, or a failing __repr__
         text = f"a {type(value).__name__}"
     return text if len(text) <= 80 else f"{text[:77]}..."
 
@@ -232,7 +232,7 @@ class SamplingParams:
                     f"logit_bias of token {shown(token)} is {shown(bias)}; it must be a number "
                     f"from {-MAX_LOGIT_BIAS:g} to {MAX_LOGIT_BIAS:g}"
                 )
-        # A copy: what the caller changes later would be changed for a request that runs.
+        # A copy: the caller may change it while the request runs.
         object.__setattr__(self, "logit_bias", dict(biases))
 
     @property

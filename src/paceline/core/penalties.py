@@ -37,7 +37,7 @@ def penalised(
     discouraged = torch.where(penalized > 0, penalized / repetition, penalized * repetition)
     penalized = torch.where(counts >= 0, discouraged, penalized)
     counts = counts.clamp(min=0)
-    # An id that stands here several times has the same value every time.
+    # Repeated ids have equal values.
     return scores.scatter(1, ids, penalized - frequency * counts - presence * (counts > 0))
 
 
@@ -50,7 +50,7 @@ def _tables(
     ids = np.zeros((len(of_seqs), longest), dtype=np.int64)
     counts = np.full((len(of_seqs), longest), -1, dtype=np.float32)
     for row, (token_ids, times) in enumerate(of_seqs):
-        if len(token_ids):  # what lies beyond repeats the first
+        if len(token_ids):  # padded with the first
             ids[row], counts[row] = token_ids[0], times[0]
             ids[row, : len(token_ids)], counts[row, : len(token_ids)] = token_ids, times
     device = scores.device

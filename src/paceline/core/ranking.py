@@ -15,7 +15,7 @@ import torch
 _STRETCH = 256
 _STRETCH_TOP = 128
 _LEAST = 1 << 15  # entries from which two stages are faster than one
-_FEW = 0.1  # share of the entries up to which listing those above zero is faster than all stretches
+_FEW = 0.1  # share of nonzero entries up to which listing them is faster
 
 
 def largest(scores: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
@@ -29,7 +29,7 @@ def largest(scores: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     count = width // _STRETCH
     whole = scores[:, : count * _STRETCH].view(-1, count, _STRETCH)
     peaks = whole.amax(-1)
-    if width % _STRETCH:  # the last stretch overlaps: an entry in both is found in the first
+    if width % _STRETCH:  # the last stretch overlaps the one before
         peaks = torch.cat((peaks, scores[:, width - _STRETCH :].amax(-1, keepdim=True)), 1)
     first = (peaks.to(torch.float32).argmax(-1) * _STRETCH).clamp_(max=width - _STRETCH)
     index = first.unsqueeze(1) + torch.arange(_STRETCH, device=scores.device)
@@ -59,7 +59,7 @@ def top(scores: torch.Tensor, k: int) -> torch.Tensor:
     return stretches.gather(1, best // _STRETCH_TOP).mul_(_STRETCH_TOP).add_(within)
 
 
-# Keeps uniform * mass below the mass when it is rounded: a point beyond the end would be no token.
+# Keeps uniform * mass below the mass despite rounding.
 _BELOW_ONE = 1.0 - 2.0**-50
 
 
@@ -90,7 +90,7 @@ def inversion(probs: torch.Tensor, uniforms: torch.Tensor) -> tuple[torch.Tensor
     index = stretch * _STRETCH + torch.arange(_STRETCH, device=probs.device)
     weights = probs.gather(1, index.clamp(max=width - 1)).to(torch.float64)
     within = weights.masked_fill_(index >= width, 0.0).cumsum(-1)
-    # The stretch's sum may have been rounded otherwise: its last token is the end of it.
+    # The stretch's sum may be rounded differently: do not go beyond its end.
     points = torch.minimum(points.clamp_(min=0.0), within[:, -1:] * _BELOW_ONE)
     inside = torch.searchsorted(within, points, right=True).clamp_(max=_STRETCH - 1)
     ranks = (stretch * _STRETCH + inside).clamp_(max=width - 1)
@@ -103,7 +103,7 @@ def _sparse_inversion(
     """``inversion`` among nonzero entries, for distributions cut by top_p or top_k; None if those
     are too many."""
     rows = probs.numpy()
-    possible = rows != 0  # also what is not a number
+    possible = rows != 0  # NaN, too
     if np.count_nonzero(possible) > _FEW * rows.size:
         return None
     chosen = torch.zeros(len(rows), dtype=torch.int64)

@@ -238,7 +238,7 @@ def _scaled(scores: torch.Tensor, params: Sequence[SamplingParams]) -> torch.Ten
     inverses = [_inverse_temperature(p) for p in (params[:1] if same else params)]
     if max(inverses) > _LARGE_INVERSE_TEMPERATURE:
         # The distribution is the same if the largest score is zero, and zero has a finite product.
-        # Rows of ordinary temperatures stay bit for bit what they are.
+        # Other rows keep their bits.
         cold = [inverse > _LARGE_INVERSE_TEMPERATURE for inverse in inverses]
         is_cold = to_device(cold, scores.device, torch.bool).unsqueeze(1)
         scores = scores - torch.where(is_cold, scores.amax(dim=-1, keepdim=True), 0.0)

@@ -14,7 +14,7 @@ import numpy.typing as npt
 from paceline.core.constraint import Constraint, Reader
 from paceline.core.params import SamplingParams
 
-# Of requests: no two in a process have the same, whatever engine or thread they run on.
+# Of requests: unique in the process.
 SEQUENCE_IDS = itertools.count(1)
 
 
@@ -26,7 +26,7 @@ class DraftCounts:
     drafted: int = 0
     levels: int = 0  # depths of all trees
     accepted: int = 0
-    # Accepted tokens by who drafted them, and steps without a draft by why.
+    # Accepted tokens by drafter, and steps without a draft by reason.
     by_drafter: dict[str, int] = field(default_factory=dict)
     not_drafted: dict[str, int] = field(default_factory=dict)
     reached_at: list[int] = field(default_factory=list)  # drafts that had a token to try there
@@ -192,7 +192,7 @@ class SequenceView(_Counted):
         return SequenceView, (*plain, self.cached)
 
 
-@dataclass(eq=False)  # a request is itself, whatever another one holds
+@dataclass(eq=False)  # compared by identity
 class SequenceState(_Counted):
     """Committed tokens of one request, and how many of them have cached keys and values.
 
@@ -212,7 +212,7 @@ class SequenceState(_Counted):
     queued: float = 0.0  # when the engine got it, by time.perf_counter
     started: float = 0.0  # when it first ran, and how many of its tokens were cached by then
     shared: int = 0
-    drafts: bool = True  # false once drafting has failed for it: it is then decoded plainly
+    drafts: bool = True  # false once drafting has failed for it
     arrivals: list[tuple[float, int]] = field(default_factory=list)  # when, and how many tokens
     counts: DraftCounts = field(default_factory=DraftCounts)
 

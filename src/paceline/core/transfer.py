@@ -40,7 +40,7 @@ class Arrival:
             self._host = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True)
             self._host.copy_(tensor, non_blocking=True)
             self._event = torch.cuda.Event()  # type: ignore[no-untyped-call]
-            # Of the device that the copy leaves: the current one may be another.
+            # On the copy's device, which may not be the current one.
             self._event.record(torch.cuda.current_stream(tensor.device))
 
     def values(self) -> list[int]:

@@ -17,7 +17,7 @@ from paceline.core.params import SamplingParams
 from paceline.core.transfer import to_device
 
 _STRETCH = 128
-# More than the rounding of a softmax's sum: a larger share than this less one asks for every token.
+# Above the rounding of a softmax's sum; a top_p beyond 1 - _ROUNDING keeps every token.
 _ROUNDING = 1e-4
 _HOPE = 64.0
 
@@ -61,7 +61,7 @@ def truncated(probs: torch.Tensor, params: Sequence[SamplingParams]) -> torch.Te
         probs = _at_least(probs, last)
         mass = probs.sum(dim=-1, keepdim=True)
     if not all(p.truncates for p in params):
-        # The others' distributions stay bit for bit what they are without such neighbours.
+        # Other rows keep their bits.
         truncates = column(params, lambda p: p.truncates, device, torch.bool)
         mass = torch.where(truncates, mass, 1.0)
     return probs.div_(mass)
@@ -84,9 +84,8 @@ def _head(probs: torch.Tensor, params: Sequence[SamplingParams], limits: list[in
     if probs.device.type == "cpu":
         return _head_by_numpy(probs, params, limits)
     if any(p.top_p < 1 and not k for p, k in zip(params, limits, strict=True)):
-        return probs.sort(
-            dim=-1, descending=True
-        ).values  # how many are needed only the device knows
+        # Only the device knows how many are needed.
+        return probs.sort(dim=-1, descending=True).values
     return probs.topk(max(limits), dim=-1).values
 
 
@@ -106,7 +105,7 @@ def _head_by_numpy(
         elif p.top_p < 1:
             head = np.sort(_holding(row, p.top_p))[::-1]
         else:
-            head = row[:0]  # nobody looks
+            head = row[:0]  # unused
         heads.append(head)
     padded = np.zeros((len(heads), max(1, *map(len, heads))), dtype=np.float32)
     for rank, head in enumerate(heads):
@@ -133,9 +132,9 @@ def _among_largest(row: FloatRow, peaks: FloatRow, count: int) -> FloatRow:
     the row, or the row."""
     if len(peaks) < 2 * count or len(peaks) == len(row):
         return np.partition(row, len(row) - count)[len(row) - count :]
-    # ``count`` stretches reach this bar with their largest entry, so what is below is not needed.
+    # ``count`` stretches have a maximum of at least this bar: entries below are not needed.
     bar = np.partition(peaks, len(peaks) - count)[len(peaks) - count]
-    return _where(row, ~(row < bar))  # what is not a number ranks first
+    return _where(row, ~(row < bar))  # NaN ranks first
 
 
 def _where(row: FloatRow, mask: npt.NDArray[np.bool_]) -> FloatRow:

@@ -32,8 +32,8 @@ from paceline.model.target import CausalModel
 # Made for one target, the best first.
 Trained = DraftModel | Eagle | Medusa
 _TRAINED: tuple[type[Trained], ...] = (Eagle3, Eagle2, DraftModel, Medusa)
-_LEAST_BYTES = 64 << 20  # of weights: fewer lie in a processor's caches, and reading costs little
-_MEMORY_SHARE = 2  # the 4-bit form takes at most one part in so many of the free memory
+_LEAST_BYTES = 64 << 20  # of weights: fewer stay in a processor's caches
+_MEMORY_SHARE = 2  # the 4-bit copy takes at most 1 / so much of the free memory
 # Share of the target's bytes above which a draft model, or a head, costs what it saves (SmolLM2 in
 # 4 bits: a head of 0.21 gave 0.93x of plain decoding, 1.05x without it).
 _DEAREST, _DEAREST_HEAD = 0.5, 0.2
@@ -122,7 +122,7 @@ def _prepared(composed: Composition, loading: Loading) -> tuple[Composition, lis
     for member, _ in composed.taken:
         try:
             prepared.append(member.prepare(loading))
-        except PacelineError as error:  # nobody asked for it: it is left out
+        except PacelineError as error:  # it was not asked for: leave it out
             failed[member] = str(error)
     return composed.without(failed), prepared
 

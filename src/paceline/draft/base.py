@@ -193,7 +193,7 @@ class LookupDrafter:
         if offer is None:
             return self._empty
         tokens, parents = offer.cut(item.draft_length)
-        # A wide tree that is cut may have more nodes than one of so few levels has room for.
+        # A wide tree cut to few levels may exceed the nodes reserved for these.
         most = self.max_nodes(item.draft_length)
         known = tuple(tokens[:most])
         return TokenTree(to_device(known, self._device), parents[:most], known=known)
@@ -202,7 +202,7 @@ class LookupDrafter:
         pass
 
     def warm_up(self, batch_size: int) -> None:
-        pass  # a lookup: nothing beside a forward
+        pass  # a lookup is negligible beside a forward
 
     def forget(self, seq_id: int) -> None:
         """Override together with ``super().forget(seq_id)``."""

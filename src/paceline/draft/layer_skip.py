@@ -30,8 +30,8 @@ from paceline.model.paged.blocks import OutOfBlocksError
 Layers = tuple[int, ...]
 
 _TRIAL = -1  # sequence id of a trial; ids of requests are not negative
-# Standard deviations, as shares of a window: of a layer's worth, and of what one window shows
-# (32 tokens: sqrt(0.2 / 32), and the windows' own taste).
+# Standard deviations, as shares of a window: of a layer's worth, and of one window's score (32
+# tokens: sqrt(0.2 / 32), and differences between windows).
 _WORTH = 0.1
 _NOISE = 0.15
 
@@ -138,7 +138,7 @@ class SkipSearch:
         """Learn the shares of one window that sets predicted, the best set's first."""
         rows = torch.stack([self._row(layers) for layers, _ in scores])
         shares = torch.tensor([share for _, share in scores], dtype=torch.float64)
-        # Differences within the window only: how easy its text is says nothing about layers.
+        # Differences within the window: its difficulty says nothing about layers.
         rows, shares = rows - rows.mean(0), shares - shares.mean()
         self._precision += rows.T @ rows / _NOISE**2
         self._evidence += rows.T @ shares / _NOISE**2
@@ -176,7 +176,7 @@ class SwiftDrafter(SelfDrafter):
         super().__init__(_without(whole, search.best), levels)
         self._search = search
         self._size, self._interval = spec.window, spec.interval
-        self._due = 0.0  # reaches the interval when sets are to be compared
+        self._due = 0.0  # sets are compared when it reaches the interval
         self._seqs: dict[int, SequenceView] = {}
 
     @property

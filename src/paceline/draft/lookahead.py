@@ -108,14 +108,14 @@ class LookaheadDrafter(LookupDrafter):
     def propose(self, plan: Plan) -> list[TokenTree]:
         for item in plan.slices:
             if item.seq.seq_id in self.states:
-                self.states[item.seq.seq_id].drafted = []  # of a proposal that was withdrawn
+                self.states[item.seq.seq_id].drafted = []  # of a withdrawn proposal
         return [replace(tree, wants_choices=True) for tree in super().propose(plan)]
 
     def guess(self, item: Slice) -> tuple[Sequence[int], Sequence[int]]:
         seq, length = item.seq, item.draft_length
         state = self.states.of(seq, self.begin)
         last = seq.tokens[-1]
-        state.columns[0][0] = last  # however well column 0 had guessed it
+        state.columns[0][0] = last  # in place of column 0's guess
         used = [
             column[: self._limit(j, length)] for j, column in enumerate(state.columns[: length + 1])
         ]
@@ -152,15 +152,15 @@ class LookaheadDrafter(LookupDrafter):
     def _advance(self, state: _State, commit: Commit) -> None:
         for j, (tokens, row) in enumerate(state.drafted):
             ngram = [*tokens, commit.choices[row]]
-            # What follows the last committed token is known by now: no use for wrong n-grams.
+            # The token after the last committed one is known by now: wrong n-grams are dropped.
             if j or ngram[1] == commit.choices[0]:
                 remember(state.pool, ngram, self._candidates)
             # A column that the tree cut short keeps its later guesses.
             guesses = [*ngram[1:], *state.columns[j][len(ngram) :]]
             guesses += guesses[-1:] * (self._ngram - 1 - len(guesses))
             state.columns[j] = guesses
-        # The columns have moved by one token; for each further one the text has passed by a
-        # column. That one guesses anew at the far end, from its old tokens: better than from
-        # random ones or from its neighbour's (measured: see docs/drafters/lookahead.md).
+        # The columns have moved by one token. Each further committed token passes a column, which
+        # starts again at the far end with its old tokens: better than random ones or its
+        # neighbour's (docs/drafters/lookahead.md).
         passed = (len(commit.tokens) - 1) % self._window
         state.columns = state.columns[passed:] + state.columns[:passed]

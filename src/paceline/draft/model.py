@@ -85,7 +85,7 @@ class DraftModel(TreeSpec):
 
         def build(context: DraftContext) -> Drafter:
             texts = match is not None and match.method == "string"
-            # The end of a re-tokenised text may change, and a shared block must not.
+            # The end of a re-tokenised text may change; shared blocks must not.
             more = not texts, model.device, model.rope_switch
             cache = context.new_cache(model.cache_shapes, model.dtype, *more)
             levels, device = self.levels(context, cache), context.target.device
@@ -153,13 +153,13 @@ class _State:
     cached: int = 0
     base: int = 0
     slots: tuple[int, ...] = ()
-    scheduled: bool = False  # in the step under way
+    scheduled: bool = False  # in the present step
 
 
 class ModelDrafter(LevelDrafter):
     """Drafts with a model; ``vocabulary`` translates the target's ids."""
 
-    reads = True  # a prompt, before it drafts
+    reads = True  # it reads a prompt before it drafts
 
     def __init__(
         self,
@@ -217,7 +217,7 @@ class ModelDrafter(LevelDrafter):
         self._read(state, seq.tokens[state.read :])
         drafts = item.decodes and self._policy.depth(item.draft_length) > 0
         beyond = len(state.tokens) + item.draft_length >= self.model.max_positions
-        # A prompt chunk is prefilled along with the target's; a plain step is caught up on later.
+        # Prompt chunks are prefilled along with the target's; plain steps are read later.
         left_alone = beyond or (item.decodes and not drafts)
         return None if left_alone else self._catch_up(item, state)
 
@@ -228,14 +228,14 @@ class ModelDrafter(LevelDrafter):
 
     def _catch_up(self, item: Slice, state: _State) -> Span | None:
         seq, tokens = item.seq, state.tokens
-        # The draft may take more or fewer tokens for a prompt than the target does.
+        # The draft's tokens for a prompt may be more or fewer than the target's.
         known = len(seq.tokens) if item.decodes else seq.cached + item.scheduled
         end = len(tokens) * known // len(seq.tokens)
         nodes = self._policy.max_expanded(item.draft_length) if item.decodes else 0
         if seq.seq_id not in self.cache:
             state.cached = self.cache.admit(seq.seq_id, tokens)
         if state.cached >= end:
-            return None  # a prompt chunk that came out of the draft's own prefix cache
+            return None  # a prompt chunk from the draft's prefix cache
         try:
             self.cache.reserve(seq.seq_id, end + nodes)
         except OutOfBlocksError:
@@ -259,8 +259,7 @@ class ModelDrafter(LevelDrafter):
             state = self._states.get(commit.seq_id)
             if state is None or not state.scheduled or commit.seq_id not in self.cache:
                 continue
-            # Nodes without children were never expanded: they are pending, like the target's own
-            # token.
+            # Nodes without children were not expanded: they are pending.
             slots = [state.slots[node] for node in commit.path if node < len(state.slots)]
             expanded = [slot for slot in slots if slot >= 0]
             moves.extend(path_moves(commit.seq_id, state.base, expanded))

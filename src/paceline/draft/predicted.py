@@ -15,7 +15,7 @@ from paceline.draft.base import Drafter, Guess, LookupDrafter, States
 from paceline.draft.text_index import TAKEN_IN, TextIndex, open_index
 from paceline.kernels.lookup import Lookup
 
-_CONTEXT = 16  # last tokens of the prompt that go with it: they match its first token
+_CONTEXT = 16  # last tokens of the prompt before it, so that its first token can match
 _RULE = Lookup((1, 2, 4, 8, 16), 32, factor=2.0, offset=6.0)
 
 

@@ -27,7 +27,7 @@ class QuantizedDraft(TreeSpec):
     page = "quantized.md"
     tried = "real"
     deepest = 16
-    acceptance = (0.88, 0.9)  # of a model in 16 bits; one that was born in 4 bits: 0.98
+    acceptance = (0.88, 0.9)  # of a model in 16 bits; of one trained or released in 4 bits: 0.98
     examples = ("quantized:int4", "quantized:int8,nodes=6,width=3")
     default_draft_length = 12  # chains end by themselves
 

@@ -25,12 +25,12 @@ from paceline.draft.trees.grow import levels_of
 from paceline.draft.trees.shape import Shape, best_shape
 
 _Item = TypeVar("_Item")
-# How often the target's next token was candidate number 1, 2, ... of the list of the token before
-# it, on the embedded target; at greater depths it was much the same.
+# How often the target's next token was candidate 1, 2, ... of its predecessor's list, on the
+# embedded target; at greater depths nearly the same.
 CHANCES = (0.6, 0.09, 0.05, 0.015, 0.012, 0.01, 0.007, 0.005)
 DEPTH = 8  # levels at most
-# Ranking the vocabulary costs 1 to 2 % of a step: where no drafts have been asked for in _IDLE
-# steps, only every _IDLE-th is learnt from; else every step.
+# Ranking the vocabulary costs 1 to 2 % of a step: after _IDLE steps without drafts only every
+# _IDLE-th step is learnt from.
 _IDLE = 8
 
 
@@ -134,7 +134,7 @@ class RecyclingDrafter(LookupDrafter):
             roots = [item.seq.tokens[-1] for _, item, _ in group]
             tokens = group[0][2].matrix.grow(roots, shape)
             for row, (index, item, state) in zip(tokens, group, strict=True):
-                parents = shape.cut(item.draft_length).parents  # the first levels stand first
+                parents = shape.cut(item.draft_length).parents  # the first levels come first
                 state.tokens = row[: len(parents)]
                 trees[index] = TokenTree(state.tokens, parents)
         return trees
@@ -180,7 +180,7 @@ class RecyclingDrafter(LookupDrafter):
                 rows += range(commit.logit_row + 1, commit.logit_row + 1 + commit.drafted)
             state.tokens = None
         tokens = torch.cat([to_device(last, best.device), *nodes])
-        # A token may stand at several rows; any of its lists will do.
+        # A token may have several rows; any of its lists will do.
         ordered = rows == list(range(len(best)))
         matrix.candidates[tokens] = best if ordered else best[to_device(rows, best.device)]
 

@@ -29,20 +29,20 @@ from paceline.model.backends.base import GrownTree, Growth
 from paceline.model.copies import LayerView
 from paceline.model.paged.blocks import OutOfBlocksError
 
-# A chain ends where fewer than so many of its paths are accepted: there a pass of a quarter of a
-# step no longer pays (docs/decisions.md).
+# A chain ends where its path is accepted with less than this chance: a pass of a quarter of a step
+# then no longer pays (docs/decisions.md).
 STOP_BELOW = 0.5
-# The same where the target's layers are moved in every step, and the view's are at hand.
+# The same if the target's layers are offloaded and the view's are not.
 STOP_BELOW_OFFLOADED = 0.2
-# More pending tokens are the end of a prompt: the view would have to read it, too, for one draft.
+# More pending tokens are a prompt's end, which the view would have to read for one draft.
 _MOST_PENDING = 16
-_SURE = 100.0  # a logit: what else has 0 is not likely
-_PRIOR = 1.0, 2.0  # refusals and hazard before anything was seen
-_KEPT, _PRIOR_KEPT = 0.98, 0.002  # of what was seen and of the prior, at each further draft
-_PARTS = 4  # of a vocabulary, as many as are told apart
+_SURE = 100.0  # a logit; all others are 0
+_PRIOR = 1.0, 2.0  # refusals and hazard
+_DECAY, _PRIOR_SHARE = 0.98, 0.002  # of past drafts and of the prior, at each draft
+_PARTS = 4  # parts of a vocabulary that are counted apart
 _COUNTED = 256  # tokens of a prompt's end that are counted
-_FEWEST_COLUMNS = 8192  # columns: below, a head is little beside the layers
-_REFUSAL = 3.0  # passes that a token costs which the draft cannot say
+_FEWEST_COLUMNS = 8192  # below, the head costs little beside the layers
+_REFUSAL = 3.0  # cost in passes of a token that the draft cannot say
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -99,11 +99,11 @@ class Confidence:
         """``scores``: log-probability of the path up to each tried token, the last of which may be
         refused."""
         *_, before, last = 0.0, *scores
-        # Where within the last token's hazard it was refused nobody knows: half of it, then.
+        # Of the refused token's hazard half is counted.
         hazard = -(before + last) / 2 if refused else -last
         if math.isfinite(hazard):
-            self._refusals = _KEPT * self._refusals + _PRIOR_KEPT * _PRIOR[0] + refused
-            self._hazard = _KEPT * self._hazard + _PRIOR_KEPT * _PRIOR[1] + hazard
+            self._refusals = _DECAY * self._refusals + _PRIOR_SHARE * _PRIOR[0] + refused
+            self._hazard = _DECAY * self._hazard + _PRIOR_SHARE * _PRIOR[1] + hazard
 
 
 class FrequentTokens:
@@ -159,9 +159,9 @@ class SelfDrafter(LevelDrafter):
         self.view = view
         self.stop_below = stop_below
         self._frequent = FrequentTokens(view.model.vocab_size, view.model.backend.head_share)
-        # Of greedy requests, and of sampled ones.
+        # By whether the request is greedy.
         self._confidence = {True: Confidence(), False: Confidence()}
-        # Of drafts that wait for a verdict, log-probabilities of their paths.
+        # Of drafts under verification, log-probabilities of their paths.
         self._waiting: dict[int, tuple[Confidence, tuple[float, ...]]] = {}
 
     @property

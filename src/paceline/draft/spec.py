@@ -123,7 +123,7 @@ class TargetShape:
     max_positions: int = 0
 
 
-# The code of one of doctor's findings, what was found and, if it is not the usual one, the cure.
+# One of doctor's findings: code, text, and the cure if it is not the usual one.
 Note = tuple[str, str, str | None]
 
 

@@ -30,7 +30,7 @@ _VERSION = 1
 _INT = np.dtype("<i4")
 _SPARE = 2  # nodes of a tree beyond one a level: alternatives are rarely worth more
 _LENGTHS = (1, 2, 4, 8, 16, 32)  # of the strings by which longer matches are found
-_CONTEXT = 16  # last tokens of the prompt that go with an output: they match its first token
+_CONTEXT = 16  # last tokens of the prompt before an output, so that its first token can match
 
 
 @dataclass(frozen=True)
@@ -60,7 +60,7 @@ class Suffix(DraftSpec):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        # Written so that not-a-number is refused as well.
+        # In this form NaN is refused, too.
         if not (0 <= self.factor < 1e6 and 0 <= self.offset < 1e6):
             raise self.refuse(f"factor is {self.factor} and offset is {self.offset}; use 0 or more")
         if self.factor + self.offset < 1:
@@ -118,13 +118,13 @@ class SuffixDrafter(IndexedDrafter):
     def clear(self) -> None:
         """Forget all earlier outputs."""
         self._memory = self._open()
-        self._finished: deque[Sequence[int]] = deque()  # outputs that are not in the memory yet
-        self._entering: Sequence[int] = ()  # the one that is in it in part
+        self._finished: deque[Sequence[int]] = deque()  # outputs to be indexed
+        self._entering: Sequence[int] = ()  # the one that is indexed in part
 
     def max_nodes(self, length: int) -> int:
         if self.options.nodes is None:
             return length + _SPARE if length else 0
-        # Siblings share a probability of one: a level has no more than 1 / min_prob nodes.
+        # Siblings' probabilities sum to one: a level has at most 1 / min_prob nodes.
         return min(self.options.nodes, length * int(1 / self.options.min_prob + 1e-9))
 
     def take_in(self, slices: Sequence[Slice]) -> None:
@@ -133,7 +133,7 @@ class SuffixDrafter(IndexedDrafter):
         if (self._finished or self._entering) and any(
             item.draft_length and item.decodes for item in slices
         ):
-            self._remember(TAKEN_IN)  # only a step that drafts pays for it
+            self._remember(TAKEN_IN)  # in steps that draft
         super().take_in(slices)
 
     def _open(self) -> TextIndex:
@@ -179,7 +179,7 @@ class SuffixDrafter(IndexedDrafter):
                 continue
             entered = memory.open_tokens
             while len(memory) - entered + len(self._entering) > capacity:
-                memory.drop_oldest()  # first: it never holds more
+                memory.drop_oldest()  # before: never above the capacity
             part = self._entering[entered : int(min(entered + most, len(self._entering)))]
             memory.extend(part)
             most -= len(part)

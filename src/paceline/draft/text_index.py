@@ -19,8 +19,8 @@ from paceline.draft.base import LookupDrafter, States
 from paceline.draft.trees.shape import merge
 from paceline.kernels.lookup import Draft, Ids, Lookup, NativeTextIndex, functions
 
-_END = -1  # stands behind every finished text; no token id
-# These three are csrc/lookup.cpp's, too.
+_END = -1  # after every finished text
+# The next three are also in csrc/lookup.cpp.
 _OCCURRENCES = 4  # latest ones of an n-gram: on our prompts more gained nothing
 BRANCH = 2  # nodes of an n-gram's candidates after the first
 _LATEST = 64  # occurrences of a suffix that are compared
@@ -82,7 +82,7 @@ class TextIndex:
             match = match or (length if ends else 0)
             positions += [match_end for match_end in ends if match_end not in positions]
         stream = self._stream
-        # Past the end they repeat: a loop stays a loop.
+        # Past the end of the text they repeat.
         chains = [
             [stream[match_end + step % (len(stream) - match_end)] for step in range(levels)]
             for match_end in positions
@@ -146,7 +146,7 @@ class TextIndex:
         nodes = min(nodes, int(rule.factor * match + rule.offset)) if match else 0
         tokens, parents, paths = list[int](), list[int](), list[list[int]]()
         heap: list[tuple[float, int, int, int, list[int]]] = []
-        ticket = 0  # equal probabilities: first come, first served
+        ticket = 0  # breaks ties: first come, first served
         path, chance, score = list[int](), 1.0, 0.0
         while len(tokens) < nodes:
             if len(path) < levels:
@@ -178,7 +178,7 @@ class TextIndex:
 def open_index(rule: Lookup) -> TextIndex:
     """An empty index, in the kernels' library if that can be loaded."""
     native = functions()
-    # The two have the same methods; one memory is only ever beside indexes of its own kind.
+    # Both have the same methods, and kinds are not mixed.
     return TextIndex(rule) if native is None else NativeTextIndex(native, rule)  # type: ignore[return-value]
 
 

@@ -61,7 +61,7 @@ class PhaseClock:
         """Time since the last mark belongs to ``phase``."""
         self._phases.append(phase)
         self._mark()
-        if phase == "verify":  # the device has been waited for: what lies behind has happened
+        if phase == "verify":  # the step has synchronised: earlier events are complete
             self._settle()
 
     def current(self, phase: str) -> float | None:
@@ -96,7 +96,7 @@ class PhaseClock:
         phases, marks = self._last
         self._last = [], []
         if len(phases) < 2:
-            return  # nobody was scheduled
+            return  # nothing was scheduled
         self.steps += 1
         if self._events:
             marks[-1].synchronize()

@@ -235,7 +235,7 @@ class Drive:
             self.running[seq.seq_id] = seq
             self.engine.add(seq)
             if due:
-                seq.queued = start + due  # it came while a step was under way
+                seq.queued = start + due  # it arrived during a step
 
     def _account(self, known: dict[str, float]) -> None:
         """Seconds of the last step but one: the clock does not know the last."""

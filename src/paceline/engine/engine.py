@@ -222,8 +222,8 @@ class Engine:
         decoding = (span for span in batch.spans if span.wants_logits)
         judged = dict(zip([span.seq_id for span in decoding], verdicts, strict=True))
         for span in batch.spans:
-            # All that was accepted, even if a stop condition then cuts it: what lies beyond the
-            # end is given back. So nothing that may fail for all comes after the first commit.
+            # The whole accepted path, even if a stop condition cuts it (the rest is freed): after
+            # the first commit nothing can fail for all sequences.
             if span.wants_logits:
                 path = judged[span.seq_id].path
                 moves += path_moves(span.seq_id, span.context + span.pending, path)
@@ -239,7 +239,7 @@ class Engine:
             except BaseException as error:
                 made = failed(seq, Failure.of(error))
                 if not isinstance(error, Exception):
-                    self.ready.append(made)  # its grammar may have gone on without it
+                    self.ready.append(made)  # its grammar may have advanced
                     raise
             self.ready.append(made)
         return self.ready[first:]

@@ -82,7 +82,7 @@ class Stepping(Protocol):
     def abort(self, seq_id: int) -> None: ...
 
 
-Trial = Callable[[Planner], Failure | None]  # undone and explained where it fails
+Trial = Callable[[Planner], Failure | None]  # undone if it fails, and the failure returned
 
 
 def recovered(engine: Stepping, step: Step) -> list[Commit]:
@@ -119,14 +119,14 @@ def _attempt(engine: Stepping, step: Step, planned: Planner) -> Failure | None:
         failure = Failure.of(error)
         if len(engine.ready) == before:
             return failure
-        _undraft(engine.scheduler.running, failure)  # who looks at commits is the drafting
+        _undraft(engine.scheduler.running, failure)  # only drafters fail after commits
     return None
 
 
 def _undo(engine: Stepping) -> None:
     """Restore all sequences to before the step; the drafter starts over with them."""
     for seq in engine.scheduler.waiting:
-        engine.cache.free(seq.seq_id)  # it may have been on its way in
+        engine.cache.free(seq.seq_id)  # it may have been admitted in part
     for seq in engine.scheduler.running:
         engine.cache.commit(seq.seq_id, seq.tokens, seq.cached)
         engine.forget(seq.seq_id)
@@ -146,8 +146,8 @@ def _recover(
     EngineLostError after dropping all sequences."""
     log.warning("a step failed and was undone: %s; it is tried again", failure)
     if engine.target.device.type == "cuda":
-        with suppress(Exception):  # of a device that is lost
-            torch.cuda.empty_cache()  # it may have been memory in pieces
+        with suppress(Exception):  # the device may be lost
+            torch.cuda.empty_cache()  # fragmentation may be the cause
     again = trial(_planner(engine, engine.choices))
     if again is None:
         return
@@ -175,14 +175,14 @@ def _one_by_one(engine: Stepping, trial: Trial, failure: Failure) -> None:
     went_on = False
     for seq in list(scheduler.running):
         if seq not in scheduler.running:
-            continue  # it gave its blocks to an older one
+            continue  # preempted by an older one
         culprit = trial(partial(scheduler.alone, seq))
         if culprit is None:
             went_on = True
         else:
             culprits.append((seq, culprit))
     if not culprits and not went_on and scheduler.waiting:
-        culprits.append((scheduler.waiting[0], failure))  # it fails on its way in
+        culprits.append((scheduler.waiting[0], failure))  # it fails when admitted
     if not went_on and not _runs(engine):
         _give_up(engine, failure)
     engine.ready += [failed(seq, culprit) for seq, culprit in culprits]
@@ -195,7 +195,7 @@ def _runs(engine: Stepping) -> bool:
         cache = target.new_cache(1, 1)
         cache.admit(0, (0,))
         cache.reserve(0, 1)
-        # The transfer waits for the device, so that its errors come up here.
+        # The transfer waits for the device, so its errors are raised here.
         target(cache.batch_of([Span.of(0, 0, (0,))]), cache).logits.argmax(-1).tolist()
     except Exception:
         return False

@@ -34,9 +34,9 @@ class Scheduler:
         self.cache = cache
         self.waiting: deque[SequenceState] = deque()
         self.running: list[SequenceState] = []
-        self.requested: dict[int, Decision] = {}  # for the step under way
+        self.requested: dict[int, Decision] = {}  # for the present step
         self.preemptions = 0
-        self.preempted: list[int] = []  # whom drafter and controller are yet to forget
+        self.preempted: list[int] = []  # ids that drafter and controller must still forget
 
     @property
     def has_work(self) -> bool:
@@ -83,22 +83,22 @@ class Scheduler:
         nodes of a draft by length."""
         for seq in list(self.running):
             if self.cache.outgrown(seq.seq_id, len(seq.tokens)):
-                self._preempt(seq)  # it is read again with the rotations of a long sequence
+                self._preempt(seq)  # it is prefilled again with the rotations of a long sequence
         self._admit()
         ids = [seq.seq_id for seq in self.running]
         decisions = (c if isinstance(c, Decision) else Decision(c) for c in choices(self.running))
         self.requested = dict(zip(ids, decisions, strict=True))
         scheduled_parts: list[tuple[SequenceState, int]] = []
         budget, rows = self.config.max_step_tokens, self.config.max_scored_rows
-        # Oldest first: if blocks run out, the youngest gives way, so the oldest always finishes.
+        # Oldest first: if blocks run out the youngest is preempted, so the oldest always finishes.
         for seq in list(self.running):
             scheduled = self._chunk(seq, budget, rows)
-            # A sequence may have been preempted by an older one in this very loop.
+            # An older one may have preempted it in this loop.
             if scheduled and seq in self.running and self._reserve(seq, scheduled):
                 budget -= scheduled
                 rows -= min(scheduled, seq.unscored)
                 scheduled_parts.append((seq, scheduled))
-        # Drafts take what is left: they are worth a block, but not another sequence's.
+        # Drafts get the blocks that are left.
         slices: list[Slice] = []
         for seq, scheduled in scheduled_parts:
             choice = self.requested[seq.seq_id]
@@ -140,7 +140,7 @@ class Scheduler:
         left = self.config.max_positions - len(seq.tokens) - 1
         switch = self.cache.rope_switch
         if switch is not None and len(seq.tokens) <= switch:
-            left = min(left, switch - len(seq.tokens))  # nodes beyond are rotated otherwise
+            left = min(left, switch - len(seq.tokens))  # nodes beyond have other rotations
         return max(0, min(requested, seq.remaining - 1, left))
 
     def _admit(self) -> None:
@@ -159,7 +159,7 @@ class Scheduler:
                 reserved.append(self._blocks_of(seq) - coming // self.cache.block_size)
                 continue
             seq.cached = self.cache.admit(seq.seq_id, seq.tokens, shares)
-            del self.waiting[len(reserved)]  # only now: what fails must not lose the sequence
+            del self.waiting[len(reserved)]  # only now: a failure above must not lose the sequence
             if not seq.started:
                 seq.started, seq.shared = time.perf_counter(), seq.cached
             self.running.append(seq)
@@ -171,7 +171,7 @@ class Scheduler:
         for other in self.running:
             if other.num_pending > size:
                 alike = _common_length(other.tokens, seq.tokens, size)
-                # At least the last token is left to be computed.
+                # At least the last token must be computed.
                 alike = min(alike, len(seq.tokens) - 1) // size * size
                 if other.cached < alike:
                     return alike
@@ -193,7 +193,7 @@ class Scheduler:
         needed = self._blocks_of(seq)
         if needed + promised <= pool.available:
             return True
-        # Digests take time: they are asked for only if they can make the difference.
+        # Digests take time, so they are computed only if they can decide.
         shared = self.cache.shared_blocks(seq.tokens) if self.running else ()
         return needed - sum(map(pool.in_use, shared)) + promised <= pool.available
 
@@ -228,7 +228,7 @@ def _common_length(one: Sequence[int], other: Sequence[int], size: int) -> int:
     most = min(len(one), len(other))
     if most < size or one[:size] != other[:size]:
         return 0
-    low, high = 1, most // size + 1  # blocks: so many are alike, so many are not or not there
+    low, high = 1, most // size + 1  # blocks: ``low`` are equal, ``high`` are not
     while high - low > 1:
         middle = (low + high) // 2
         same = one[low * size : middle * size] == other[low * size : middle * size]

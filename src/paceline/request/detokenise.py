@@ -11,8 +11,8 @@ from tokenizers.decoders import DecodeStream
 from paceline.model.tokenizer import Tokenizer, TokenSpeller
 
 REPLACEMENT = "\ufffd"
-# Of a prompt only the end is decoded. No character is longer than four tokens, and what a decoder
-# strips off the beginning of a text is shorter than this.
+# Only this end of a prompt is decoded: longer than a character (four tokens at most) and than what
+# decoders strip from the beginning of a text.
 _WINDOW = 16
 _MOST_UNFINISHED = 3  # bytes, and so tokens, of a character that is not whole
 _LONGEST_GUESS = 1024  # tokens; each guess decodes the run again
@@ -77,7 +77,7 @@ class Detokeniser:
         self._prompt_ending = ""
         for token in self._end_of(prompt):
             self.feed(token)
-        # What the prompt's own text ends with may only now become something else.
+        # The end of the prompt's text, which later tokens may still change.
         self._prompt_ending = self._text_of(self._waiting)
 
     def _end_of(self, prompt: Sequence[int]) -> list[int]:

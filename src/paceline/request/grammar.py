@@ -94,7 +94,7 @@ class Matcher:
         return None
 
     def allowed(self, path: tuple[int, ...]) -> torch.Tensor | None:
-        # Drafter and verifier ask for the same rows.
+        # Cached: drafter and verifier need the same rows.
         if path not in self._known:
             self._known[path] = self._mask_after(path)
         return self._known[path]
@@ -109,13 +109,13 @@ class Matcher:
             final = matcher.is_stopped()
             return None if final else _unpacked(matcher.compute_bitmask(), self._width)
         finally:
-            if path:  # whatever happens: a path is only looked at
+            if path:  # also after an error
                 matcher.rollback(len(path))
 
 
 def _unpacked(bits: bytes, width: int) -> torch.Tensor:
     """bool [width] from one bit a token, lowest first."""
-    # By numpy: of 150,000 tokens in 10 microseconds, where shifting by torch takes 800.
+    # numpy takes 10 microseconds for 150,000 tokens, torch's shifts 800.
     packed = np.frombuffer(bits, dtype=np.uint8)
     single = np.unpackbits(packed, bitorder="little", count=width)
     return torch.from_numpy(single.view(np.bool_))

@@ -27,8 +27,8 @@ from paceline.engine.recovery import Failure
 from paceline.errors import CacheMemoryError, EngineLostError, PacelineError
 from paceline.request.request import Request, advance
 
-_IDLE_SECONDS = 1.0  # after which the engine's thread ends, and callers take the steps again
-_EXIT_SECONDS = 10.0  # that the interpreter's end waits for the step under way
+_IDLE_SECONDS = 1.0  # then the engine's thread ends and callers take the steps
+_EXIT_SECONDS = 10.0  # for the last step when the interpreter exits
 
 
 def _closed() -> PacelineError:
@@ -52,8 +52,8 @@ class EngineOwner:
         self.requests: dict[int, Request] = {}  # by sequence
         self._engine: Engine | None = engine
         self._on_close = on_close
-        self._lock = threading.Lock()  # its holder, and nobody else, touches the engine
-        self._holder: int | None = None  # the holder's thread
+        self._lock = threading.Lock()  # only its holder uses the engine
+        self._holder: int | None = None  # thread of the holder
         self._inbox: deque[Callable[[Engine], None]] = deque()  # in order
         self._waiters: dict[int, Waiter] = {}
         self._thread: threading.Thread | None = None
@@ -107,7 +107,7 @@ class EngineOwner:
         moment = request.seq.queued
         try:
             engine.add(request.seq)
-        except CacheMemoryError as error:  # checked before, but then the cache was another one
+        except CacheMemoryError as error:  # checked before, but the cache has changed
             request.fail(str(error))
             return
         request.seq.queued = moment
@@ -169,7 +169,7 @@ class EngineOwner:
     def _step(self) -> list[tuple[Request, Commit]]:
         self._settle()
         engine = self.engine
-        if not engine.has_work:  # nothing would ever come of these
+        if not engine.has_work:  # these would wait for ever
             for request in self.requests.values():
                 request.fail("the engine has dropped this request")
         return advance(engine, self.requests)
@@ -234,7 +234,7 @@ class EngineOwner:
                 return
             try:
                 self._step()
-            except BaseException as error:  # each caller gets one of its own
+            except BaseException as error:  # raised in each caller
                 lost = isinstance(error, EngineLostError)
                 text = str(error) if isinstance(error, PacelineError) else str(Failure.of(error))
                 for key, waiter in self._waiters.copy().items():
@@ -243,7 +243,7 @@ class EngineOwner:
 
     def _wake(self, key: int, waiter: Waiter) -> None:
         self._waiters.pop(key, None)
-        with suppress(RuntimeError):  # of an event loop that has been closed
+        with suppress(RuntimeError):  # the event loop may be closed
             waiter.wake()
 
     def _exit(self) -> None:

@@ -46,7 +46,7 @@ class OpenStage(Stage):
         if not done and total is None:
             return ""
         if total is not None and done > total:
-            total = None  # it was only a guess
+            total = None  # the total was a guess
         if unit == "B":
             sizes = ((1e9, "GB"), (1e6, "MB"), (1e3, "kB"), (1.0, "B"))
             size, unit = next(s for s in sizes if max(done, total or 0) >= 10 * s[0] or s[0] == 1)
@@ -85,7 +85,7 @@ class OpenStages(Listener):
     """The open stages, the innermost last; shown from ``start`` to ``stop``, while any is open."""
 
     def __init__(self, console: Console) -> None:
-        self.open: tuple[OpenStage, ...] = ()  # replaced as a whole: another thread reads it
+        self.open: tuple[OpenStage, ...] = ()  # replaced, not changed: another thread reads it
         self._console = console
 
     def begin(self, what: str, total: float | None, unit: str) -> Stage:
@@ -115,7 +115,7 @@ class Bars(OpenStages):
             get_renderable=self._drawn,
             console=self._console,
             transient=True,
-            redirect_stdout=sys.stdout.isatty(),  # else what is piped would go to the terminal
+            redirect_stdout=sys.stdout.isatty(),  # else piped output would go to the terminal
         )
         self._live.start()
 

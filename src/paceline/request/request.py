@@ -34,8 +34,8 @@ class Request:
         hidden: frozenset[int] | None = None,
     ) -> None:
         """``hidden``: special tokens that are not text; None is all of them."""
-        self.lost = False  # together with the engine
-        self.whole_characters = False  # one that max_tokens cuts is left out, not U+FFFD
+        self.lost = False  # the engine was lost
+        self.whole_characters = False  # omit a character that max_tokens cuts, else U+FFFD
         self.prompt_logprobs: list[TokenLogprob] = []  # of all its tokens but the first
         self.seq = seq
         self.prompt = prompt
@@ -48,9 +48,9 @@ class Request:
         self._lossy, self._hidden = lossy, hidden
         self._draft_mask: list[bool] = []
         self._logprobs: list[TokenLogprob] | None = [] if seq.params.logprobs is not None else None
-        # Text is decoded commit by commit only for those who see it grow.
+        # Decoded commit by commit only if it is streamed.
         self._text: TextStream | None = self._new_text() if streams else None
-        self._shown: list[str] = []  # the text in pieces, as it was given out
+        self._shown: list[str] = []  # the pieces given out
         seq.stops = self._new_text() if seq.params.stop else None
 
     def _new_text(self) -> TextStream:
@@ -75,7 +75,7 @@ class Request:
     def absorb(self, commit: Commit) -> None:
         """Take in a commit. Raises nothing: if the text cannot be decoded the request ends with an
         error."""
-        # A prompt that had to give up its cache is read, and scored, again.
+        # A preempted prompt is read, and scored, again.
         known = len(self.prompt_logprobs) - commit.position
         self.prompt_logprobs.extend(commit.prompt_logprobs[max(0, known) :])
         if not commit.tokens and commit.finish_reason is None:
@@ -90,7 +90,7 @@ class Request:
                 text = self._end(commit.error)
             else:
                 text = ""
-                if self._text is not None:  # somebody sees it grow
+                if self._text is not None:  # it is streamed
                     self._text.read(commit.tokens)
                     text = self._text.take()
                 if commit.finish_reason is not None:

@@ -34,7 +34,7 @@ class TextStream:
         self._tokens = 0
         self._done: list[str] = []  # taken
         self._fresh: list[str] = []  # certain, not yet taken
-        self._early = 0  # characters that wait in which a stop string came too early
+        self._early = 0  # characters of the guess in which stop strings came too early
         self.stopped = False
 
     @property

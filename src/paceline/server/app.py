@@ -76,7 +76,7 @@ def _protect(app: FastAPI, config: ServeConfig, keys: Keys | None, local: bool) 
             CORSMiddleware,
             allow_origins=config.cors_origin,
             allow_methods=["GET", "POST"],
-            allow_headers=["*"],  # those that a preflight asks for: clients send many of their own
+            allow_headers=["*"],  # clients send many headers of their own
             expose_headers=["x-request-id", "x-paceline-ignored", "retry-after"],
         )
 
@@ -119,11 +119,11 @@ def _state(service: Service) -> APIRouter:
         return _status(service.client.ready, "ready", "not ready: starting or shutting down")
 
     @routes.get("/load")
-    @routes.get("/get_load", include_in_schema=False)  # where routers of SGLang's line ask
+    @routes.get("/get_load", include_in_schema=False)  # for SGLang's routers
     async def load() -> dict[str, Any]:
         now = service.client.load
         return {
-            "server_load": now.requests,  # vLLM's name, and theirs
+            "server_load": now.requests,  # vLLM's name, and SGLang's
             "load": now.requests,
             "sequences": now.sequences,
             "capacity": now.capacity,

@@ -25,7 +25,7 @@ def _end(code: int) -> NoReturn:
 def main(descriptor: int) -> None:
     """Run the process. ``descriptor``: the connection's."""
     for heard in (signal.SIGINT, signal.SIGTERM):
-        signal.signal(heard, signal.SIG_IGN)  # the parent drains, and then closes the connection
+        signal.signal(heard, signal.SIG_IGN)  # the parent drains, then closes the connection
     signal.pthread_sigmask(signal.SIG_UNBLOCK, (signal.SIGINT, signal.SIGTERM))
     connection = socket.socket(fileno=descriptor)
     first = wire.read_message(connection)
@@ -34,7 +34,7 @@ def main(descriptor: int) -> None:
     message = wire.REQUESTS.decode(first)
     assert isinstance(message, wire.LoadModel)
     link = Link(connection, lambda: _end(0))
-    # Before anything is loaded, so that a parent that ends meanwhile is noticed.
+    # Before loading, so that the end of the parent is noticed.
     threading.Thread(target=link.read, name="paceline-link", daemon=True).start()
     loop = link.loop = _load(message, link)
     link.send(wire.Hello(wire.Facts.of(loop.llm)))

@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from paceline.server.config import ServeConfig
 
 SCRAPE_SECONDS = 5.0
-# Bytes that an engine may leave unread before new requests are refused.
+# Unread bytes from which new requests are refused.
 MAX_UNSENT = 64 * 2**20
 
 
@@ -122,7 +122,7 @@ class EngineClient:
 
     def __init__(self, engine: EngineEndpoint, config: ServeConfig) -> None:
         self.engine, self.facts, self.config = engine, engine.facts, config
-        self.failure: str | None = None  # why there is no engine any more
+        self.failure: str | None = None  # why the engine ended
         self._tickets: dict[int, Ticket] = {}
         self._numbers = itertools.count(1)
         self._scrapes: dict[int, asyncio.Future[str]] = {}
@@ -266,7 +266,7 @@ class EngineClient:
     def _deliver(self, events: Sequence[tuple[int, StreamEvent]]) -> None:
         for number, event in events:
             ticket = self._tickets.get(number)
-            if ticket is None:  # it was cancelled meanwhile
+            if ticket is None:  # cancelled meanwhile
                 continue
             ticket.add(event)
             if event.completion is not None:

@@ -42,7 +42,7 @@ def error_body(error: APIError) -> dict[str, Any]:
     return {"error": {"message": str(error), **details}}
 
 
-# Anthropic's names, by status; what is not here is an invalid request or the server's fault.
+# Anthropic's names by status; others are invalid_request_error or api_error.
 _ANTHROPIC = {
     401: "authentication_error",
     403: "permission_error",
@@ -58,7 +58,7 @@ def anthropic_body(error: APIError) -> dict[str, Any]:
     """The body for clients of ``/v1/messages``."""
     known = "invalid_request_error" if error.status < 500 else "api_error"
     kind, message = _ANTHROPIC.get(error.status, known), str(error)
-    if error.code == "context_length_exceeded":  # as its clients know it
+    if error.code == "context_length_exceeded":  # the message its clients match
         message = f"prompt is too long: {message}"
     return {
         "type": "error",
@@ -95,10 +95,10 @@ async def on_invalid(request: Request, error: Exception) -> JSONResponse:
     return respond(invalid(error.errors(), skip=1), request.url.path)
 
 
-# What pydantic adds to a location: which member of a union, or which check, a value was tried as.
+# Parts of pydantic's locations that name a member of a union, or a check.
 _TRIED = re.compile(r"(str|int|float|bool)(\W.*)?|(list\[|dict\[|literal\[|function-|[A-Z]).*")
 
-# The field that a line about a whole body begins with, and what pydantic calls a JSON object.
+# The field that a message about a whole body begins with; pydantic's name of a JSON object.
 _ABOUT = re.compile(r"([a-z_]+) (?:and|goes|is|names|needs)\b")
 _OBJECT = re.compile(r"dictionary( or instance of \w+)?")
 
@@ -125,7 +125,7 @@ def invalid(
     if complaint["type"] == "json_invalid":
         return APIError("the body is not valid JSON", code="invalid_json")
     reason = _OBJECT.sub("object", str(complaint["msg"]).removeprefix("Value error, "))
-    if not param:  # of a whole body: its line begins with the field it is about
+    if not param:  # about the whole body: the message begins with the field
         about = _ABOUT.match(reason)
         return APIError(reason, param=about[1] if about else None, code="invalid_value")
     return APIError(f"{param}: {reason}", param=param, code="invalid_value")

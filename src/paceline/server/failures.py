@@ -9,7 +9,7 @@ from paceline.core.params import is_unicode, shown
 from paceline.errors import CacheMemoryError, ConfigError, GrammarError, PacelineError
 
 _OURS, _THEIRS = "server_error", "invalid_request_error"
-# Another server, or this one started again, will answer on another connection.
+# Retry on another connection: another server, or this one restarted.
 _ELSEWHERE = {"Retry-After": "5", "Connection": "close"}
 
 
@@ -66,7 +66,7 @@ def client_gone() -> APIError:
     return APIError("the client has gone", 499, _OURS, code="cancelled")
 
 
-# How the line of a ConfigError begins that is about one field.
+# The beginning of a ConfigError about one field.
 _NAMED = re.compile(r"([a-z_]+)(?:: | is | has )")
 
 
@@ -74,7 +74,7 @@ def as_api_error(error: BaseException) -> APIError:
     """Any error as an APIError, without traceback, path or internals."""
     if isinstance(error, APIError):
         return error
-    # A message may quote what a client sent, and half a surrogate pair cannot be encoded.
+    # A message may quote a client's lone surrogates, which cannot be encoded.
     message = str(error).encode("utf-8", "replace").decode("utf-8")
     if isinstance(error, CacheMemoryError):
         return APIError(message, code="context_length_exceeded")

@@ -78,7 +78,7 @@ class Body(BaseModel):
     """Part of a request. A null for a field that is not nullable is as good as left out."""
 
     model_config = ConfigDict(extra="forbid")
-    _passed_over: ClassVar[frozenset[str]] = frozenset()  # taken without a word
+    _passed_over: ClassVar[frozenset[str]] = frozenset()  # ignored
 
     @model_validator(mode="before")
     @classmethod

@@ -21,7 +21,7 @@ def load_llm(config: ServeConfig) -> LLM:
     return options.load_llm(config, config.model, config.drafts, config.profile)
 
 
-_END_SECONDS = 10.0  # that the reading thread may take to end
+_END_SECONDS = 10.0  # for the reading thread to end
 
 
 class EngineThread:

@@ -33,7 +33,7 @@ if TYPE_CHECKING:
 
 log = logging.getLogger("paceline.server")
 
-_HANGING_SECONDS = 10.0  # that a forward has to fail in, once the model is lost
+_HANGING_SECONDS = 10.0  # for a hanging forward to fail after the model is lost
 
 
 class Link:
@@ -84,7 +84,7 @@ class EngineLoop:
         self, llm: LLM, post: Callable[[wire.WireMessage], None], alias_of: str | None = None
     ) -> None:
         self.llm = llm
-        self.lost: str | None = None  # why the thread has ended, if that was not asked for
+        self.lost: str | None = None  # why the thread ended unasked
         self.metrics = Metrics()
         if alias_of is not None:
             self.metrics.registry.register(VllmNames(self.metrics.registry, alias_of))
@@ -93,10 +93,10 @@ class EngineLoop:
         self._jobs: dict[int, EngineJob] = {}  # by ticket, in the order of their arrival
         self._wake = threading.Condition()
         self._stopping = self._closed = False
-        self._broken: str | None = None  # why the model cannot run any more
+        self._broken: str | None = None  # why the model cannot run
         self._over = threading.Event()
         self._thread = threading.Thread(target=self._run, name="paceline-engine", daemon=True)
-        # One thread: the grammar compiler's tokenizer is not made for several.
+        # One thread: the grammar compiler's tokenizer is not thread-safe.
         self._preparing = ThreadPoolExecutor(1, "paceline-prepare")
         if llm.target.ranks is not None:
             llm.target.ranks.when_lost(self._break)
@@ -141,7 +141,10 @@ class EngineLoop:
                     raise engine_lost()
                 self.llm.enqueue(requests)
                 self.metrics.queued(requests)
-                job.open, job.requests = list(requests), requests  # the second shows the job
+                job.open, job.requests = (
+                    list(requests),
+                    requests,
+                )  # setting ``requests`` makes the job visible
                 self._wake.notify()
         except Exception as error:
             if not isinstance(error, PacelineError):
@@ -179,7 +182,7 @@ class EngineLoop:
         try:
             self._work()
         except BaseException as caught:
-            # Whatever it was: without this thread nobody would ever get an answer.
+            # Any error: without this thread no request would end.
             error = caught
         self._close(error)
 
@@ -193,12 +196,12 @@ class EngineLoop:
                 if self._broken is not None:
                     raise EngineLostError(self._broken)
             for job in self._prepared:
-                if job.outcome is not None:  # it is not wanted any more
+                if job.outcome is not None:  # cancelled
                     self._finish(job, job.outcome)
             if self.llm.engine.has_work:
                 advanced = self.llm.step()
                 self.metrics.stepped(self.llm, advanced)
-            # Also of a job that a step finished, or the engine refused, before it was prepared.
+            # Also for jobs that ended without a step.
             self._publish()
 
     @property
@@ -266,7 +269,7 @@ class EngineLoop:
         for job in jobs:
             with suppress(Exception):
                 self._finish(job, "cancelled" if error is None else "error")
-        if self.lost is not None:  # first, so that nobody who is told finds the server alive
+        if self.lost is not None:  # first: no client that is told may find the server alive
             self._post(wire.Lost(self.lost))
         for job in jobs:
             self._post(wire.Ended(job.ticket, ending))

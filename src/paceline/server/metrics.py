@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 _FAST = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5)
 _SLOW = (0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 120.0)
 _SIZES = (1, 2, 4, 8, 16, 32, 64, 128)
-_DECAY = 0.995  # of the gauges' memory, a draft: about the last two hundred
+_DECAY = 0.995  # a step, of the gauges' sums: about the last two hundred
 
 
 class Metrics:
@@ -57,7 +57,7 @@ class Metrics:
         self.running = gauge("requests_running", "Sequences being decoded.")
         self.waiting = gauge("requests_waiting", "Sequences that wait for room.")
         self.cache_usage = gauge("cache_usage_ratio", "Cache blocks in use, as a share.")
-        # Labels as the Kubernetes inference gateway reads them, whatever the device is.
+        # Labels as the Kubernetes inference gateway reads them, for any device.
         text = "How the cache is laid out."
         self.cache_config = Info("paceline_cache_config", text, registry=registry)
         self.batch = histogram("batch_size", "Sequences of a step.", buckets=_SIZES)
@@ -92,7 +92,7 @@ class Metrics:
     # -- the preparing thread ------------------------------------------------------------------
 
     def queued(self, requests: Sequence[Request]) -> None:
-        # The n requests of one prompt share it, and so it counts once.
+        # The n requests of a prompt share it: it counts once.
         self.prompt_tokens.inc(
             sum(request.seq.prompt_length for request in requests if request.index == 0)
         )
@@ -212,7 +212,7 @@ class _Recent:
         return self._tokens / self._steps if self._steps else 0.0
 
 
-# Of ours (behind paceline_) to theirs (behind vllm:); a name may be two.
+# Our names (after paceline_) to vLLM's (after vllm:), of which there may be two.
 _NAMES: Mapping[str, tuple[str, ...]] = {
     "requests_running": ("num_requests_running",),
     "requests_waiting": ("num_requests_waiting",),
@@ -246,7 +246,7 @@ class VllmNames(Collector):
         self._registry, self._model, self._reading = registry, model, False
 
     def collect(self) -> Iterable[Metric]:
-        if self._reading:  # it is one of the registry's own
+        if self._reading:  # called by the registry itself
             return []
         self._reading = True
         try:

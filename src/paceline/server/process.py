@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
     from paceline.server.config import ServeConfig
 
-# The folder that it is started in must not lend it modules.
+# Does not import from the working directory.
 _START = (
     "import sys; sys.path[:] = [path for path in sys.path if path]; "
     "from paceline.server.child import main; main(int(sys.argv[1]))"
@@ -57,7 +57,7 @@ class EngineProcess:
                 stdin=subprocess.DEVNULL,
                 pass_fds=[theirs.fileno()],
             )
-        with suppress(OSError):  # if it has ended already, ``hello`` says so
+        with suppress(OSError):  # ``hello`` reports a process that has ended
             self.connection.sendall(wire.framed(wire.LoadModel(config)))
 
     def hello(self) -> None:
@@ -100,9 +100,9 @@ def load_tokenizer_alone(config: ServeConfig) -> PreTrainedTokenizerFast:
     from paceline.model.gguf import gguf_file
     from paceline.model.names import resolve
 
-    # (Of a GGUF file transformers reads a tokenizer only where there is a torch.)
+    # (transformers needs torch to read a GGUF file's tokenizer.)
     if "torch" not in sys.modules and gguf_file(resolve(config.model)) is None:
-        # transformers imports torch wherever it finds it, though its tokenizers have no use for it.
+        # transformers imports torch if it can, though its tokenizers do not use it.
         sys.modules["torch"] = None  # type: ignore[assignment]
     quiet_libraries()
     from paceline.model.tokenizer import load_tokenizer

@@ -26,7 +26,7 @@ log = logging.getLogger("paceline.server")
 
 _LONGEST_PATH = 200
 _MOST_NOTES = 32
-# Asked every few seconds by machines; a line each would bury the rest.
+# Polled every few seconds: logged at level debug.
 _POLLED = frozenset({"/metrics", "/health", "/health/live", "/health/ready", "/load", "/get_load"})
 _REQUEST_ID = re.compile(rb"[\x21-\x7e]{1,128}")
 
@@ -106,7 +106,7 @@ class RequestLog:
         try:
             await self._app(scope, receive, watch)
         except Exception:
-            exchange.status = exchange.status if answered else 500  # answered outside of us
+            exchange.status = exchange.status if answered else 500  # by an outer handler
             raise
         finally:
             _exchange.reset(token)
@@ -118,7 +118,7 @@ class RequestLog:
 
 def _write(exchange: Exchange) -> None:
     scope, status = exchange.scope, exchange.status
-    # Quoted again, for a path could otherwise break the line; without the query.
+    # Quoted, as a path could break the line; without the query.
     path = quote(scope["path"])[:_LONGEST_PATH]
     tokens = sum(ticket.written for ticket in exchange.tickets)
     counted = f" {tokens} tokens" if exchange.tickets else ""

@@ -35,7 +35,7 @@ if TYPE_CHECKING:
 log = logging.getLogger("paceline.server")
 
 STALL_SECONDS = 60
-_CLOSING_SECONDS = 5  # for answers that are complete but not yet read by their clients
+_CLOSING_SECONDS = 5  # for clients to read complete answers
 
 
 class AddressError(PacelineError):
@@ -56,8 +56,7 @@ def bind(host: str, port: int) -> socket.socket:
     try:
         listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         if hasattr(socket, "TCP_USER_TIMEOUT"):
-            # A client that reads nothing for so long is cut off, and its request cancelled; the
-            # connections that are accepted inherit it.
+            # Cuts off clients that read nothing for so long; accepted connections inherit it.
             listener.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, STALL_SECONDS * 1000)
         listener.bind(address)
     except OSError as error:
@@ -103,12 +102,12 @@ def run(
     _raise_file_limit()
     try:
         listener.listen(2048)
-    except OSError as error:  # somebody else was quicker while the model was loading
+    except OSError as error:  # taken while the model was loading
         raise AddressError(_refusal(error, config.host, config.port)) from None
     uvicorn_config = uvicorn.Config(
         create_app(service, keys, ended, local=not keys and is_loopback(config.host)),
         log_config=None,
-        access_log=False,  # ours says more, and never a query
+        access_log=False,  # see requestlog.py
         server_header=False,
         proxy_headers=False,
         ws="none",
@@ -188,7 +187,7 @@ class DrainingServer(uvicorn.Server):
     async def on_tick(self, counter: int) -> bool:
         """Called ten times a second."""
         if self._loop.failure is not None and not self.should_exit:
-            # Everybody has been told. Whoever supervises this process can start another.
+            # All clients have been told; a supervisor can start another process.
             self.should_exit = True
         if self._drain_until is not None and not self.should_exit:
             late = time.monotonic() > self._drain_until

@@ -28,9 +28,9 @@ if TYPE_CHECKING:
     from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 KEYS_VARIABLE = "PACELINE_API_KEYS"
-# Nothing here tells what the model says or what others ask.
+# These do not reveal prompts or answers.
 OPEN_PATHS = frozenset({"/", "/health", "/health/live", "/health/ready", "/version"})
-_OWNER = "paceline.owner"  # in the scope of a request that brought one of the keys
+_OWNER = "paceline.owner"  # in the scope: whose key the request has
 
 
 def _digest(key: bytes) -> bytes:
@@ -191,7 +191,7 @@ class Gate:
             await self._app(scope, receive, send)
             return
         path = scope["path"].rstrip("/") or "/"
-        # Whoever writes to the socket leaves out the body of an answer to HEAD.
+        # The HTTP server omits the body of an answer to HEAD.
         method = "GET" if scope["method"] == "HEAD" else scope["method"]
         scope = {**scope, "path": path, "raw_path": path.encode(), "method": method}
         try:
@@ -243,10 +243,10 @@ class Gate:
     async def _read(self, request: Request) -> bytes:
         """The whole body. Raises APIError if it is too large, ClientDisconnect if the client has
         gone."""
-        # As declared; HTTP parsers have refused what is no number.
+        # The declared size; the HTTP parser has checked that it is a number.
         size = int(request.headers.get("content-length") or 0)
-        # A connection that is closed while the client still sends is reset, and the client then
-        # never sees the answer: so swallow what is too large, but not without end.
+        # Closing while the client sends resets the connection, and the client never sees the
+        # answer: so read on for a while.
         if size > 8 * self._limit:
             raise self._too_large()
         body, size = bytearray(), 0

@@ -90,7 +90,7 @@ class Service:
                 )
         ticket = await self.client.submit(prompts, params, deadline, streams)
         attach(ticket)
-        if config.log_prompts:  # they have been checked: every id is one of the vocabulary
+        if config.log_prompts:  # every id has been checked
             for prompt in prompts:
                 log.info("prompt %s", json.dumps(self.tokenizer.decode(prompt)))
         return ticket

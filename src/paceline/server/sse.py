@@ -112,7 +112,7 @@ async def _bodies(answer: Answer, ticket: Ticket) -> AsyncIterator[bytes]:
                 yield _lines(answer, chunks)
         yield _lines(answer, answer.closing()) + (b"" if answer.named else b"data: [DONE]\n\n")
     except Exception as error:
-        # The status line is out; what remains is to say it in the stream.
+        # The status line has been sent: the error is an event.
         shown = as_api_error(error)
         if shown is not error and shown.status >= 500:
             log.warning("a stream ended early: %s", shown, exc_info=error)

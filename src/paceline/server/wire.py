@@ -166,7 +166,7 @@ def read_message(connection: socket.socket) -> bytes | None:
             return None
         (length,) = _HEAD.unpack(head)
         body = connection.recv(length, socket.MSG_WAITALL)
-    except OSError:  # another thread may have closed this end, too
+    except OSError:  # another thread may have closed it
         return None
     return body if len(body) == length else None
 

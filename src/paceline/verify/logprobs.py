@@ -13,8 +13,8 @@ from paceline.core.ranking import top
 from paceline.core.transfer import to_device
 from paceline.verify.rules import layout_of
 
-_MOST_LOGITS = 2**24  # of one step, as the model gives them
-_MOST_SCORED = 2**21  # of them in float32 at a time: several copies are made
+_MOST_LOGITS = 2**24  # of one step
+_MOST_SCORED = 2**21  # at a time in float32, of which there are several copies
 
 
 @dataclass(frozen=True)
@@ -43,7 +43,7 @@ class StepLogprobs:
             layout = layout_of(tuple(span.tree.parents for span in spans), scores.device)
             tokens = torch.cat([span.tree.tokens for span in spans])
             parts.append(logprobs[layout.parent_rows, tokens.clamp(max=width - 1)])
-        # A row without a choice is its request's end; nobody reads what is gathered there.
+        # A row without a choice ends its request; its value is unused.
         parts.append(logprobs.gather(1, choices.clamp(min=0).unsqueeze(1)).squeeze(1))
         best = top(logprobs, count)
         parts.append(logprobs.gather(1, best).flatten())

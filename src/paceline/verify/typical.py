@@ -24,7 +24,7 @@ from paceline.verify.verifier import Decisions, Judged, Verifier, matching
 
 # The paper's: delta is the square root of epsilon.
 EPSILON, DELTA = 0.09, 0.3
-_PER_NAT = 1 << 20  # surprise travels among integers, in fractions of a nat
+_PER_NAT = 1 << 20  # the transfer is of integers
 
 
 def surprise(p: torch.Tensor, tokens: torch.Tensor, shapes: Shapes) -> torch.Tensor:
@@ -40,7 +40,7 @@ def surprise(p: torch.Tensor, tokens: torch.Tensor, shapes: Shapes) -> torch.Ten
 
 def longest(parents: tuple[int, ...], surprises: Sequence[int]) -> tuple[int, ...]:
     """The longest path of accepted nodes; the least surprising one of equals."""
-    paths: dict[int, tuple[tuple[int, ...], int]] = {-1: ((), 0)}  # with what they cost
+    paths: dict[int, tuple[tuple[int, ...], int]] = {-1: ((), 0)}  # with their surprise
     for node, (parent, surprised) in enumerate(zip(parents, surprises, strict=True)):
         if parent in paths and surprised >= 0:
             path, cost = paths[parent]
@@ -64,7 +64,7 @@ class TypicalVerifier(Verifier):
         drafted = [span.tree.tokens for span in spans if len(span.tree)]
         if not drafted:
             return Decisions(choices)
-        # A drafted id beyond the target's logits is as improbable as any can be.
+        # Drafted ids beyond the target's logits are refused.
         tokens = torch.cat(drafted)
         known = tokens < probs.shape[1]
         shapes = tuple(span.tree.parents for span in spans)

@@ -151,7 +151,7 @@ class Verifier:
         """Whether rows off the accepted paths need no distribution."""
         return (
             not transfer.has_separate_memory(logits.device)
-            and not self.lossy  # a rule of its own
+            and not self.lossy  # TypicalVerifier decides differently
             and any(len(span.tree) for span in spans)
             and not any(span.tree.wants_choices for span in spans)
             and all(method_of(span, self.rule) == "match" for span in spans)
@@ -278,7 +278,7 @@ class Verifier:
         path = self._path(span, judged) if tokens else ()
         end = path[-1] + 1 if path else 0
         if min(choices) < 0 and any(choices[at] < 0 for at in (0, *(i + 1 for i in path))):
-            # NO_TOKEN at a row that the walk came through; elsewhere it does not matter.
+            # NO_TOKEN at a row of the walk; elsewhere it does not matter.
             return Verdict((), (), error=NO_DISTRIBUTION)
         shown = tuple([max(choice, 0) for choice in choices])
         return Verdict(path, (*[tokens[i] for i in path], choices[end]), shown)
@@ -297,7 +297,7 @@ def _stood_in(probs: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor | None]:
     """The distributions [R, V] with uniform ones in place of NaN, and which rows are sound (None:
     all). Block verification looks ahead, and must not judge a path by such a row."""
     sound = ~probs[:, 0].isnan()  # a softmax that fails is NaN throughout
-    if probs.device.type == "cpu" and bool(sound.all()):  # looking waits for nothing here
+    if probs.device.type == "cpu" and bool(sound.all()):  # no synchronisation here
         return probs, None
     return torch.where(sound.unsqueeze(1), probs, 1.0 / probs.shape[1]), sound
 

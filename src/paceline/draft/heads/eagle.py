@@ -204,7 +204,7 @@ class EagleDrafter(LevelDrafter):
     """Drafts with an EAGLE head. A step's features are stored as they came and joined when the head
     runs: a step in which it does not draft costs no operator."""
 
-    reads = True  # what came in while it did not draft
+    reads = True  # features that came while it did not draft
     follows = True  # prompts, chunk by chunk
 
     def __init__(self, step: EagleStep, levels: Levels) -> None:
@@ -213,7 +213,7 @@ class EagleDrafter(LevelDrafter):
         self.features = self.head.config.feature_layers
         self._step = step
         self._states: States[_State] = States()
-        self._whole = 0  # rows of the forwards that waiting features keep, at most
+        self._whole = 0  # most rows of forwards that waiting features keep alive
 
     @property
     def growth(self) -> Growth | None:
@@ -231,7 +231,7 @@ class EagleDrafter(LevelDrafter):
             self._admit(seq, state)
         known = state.end == len(seq.tokens) - 1  # all but the last token's
         drafts = item.decodes and item.draft_length > 0 and known
-        # A prompt is followed chunk by chunk; a plain step is caught up on later.
+        # Prompt chunks are read along with the target's; plain steps are read later.
         if not state.count or not (drafts or not item.decodes):
             return None
         context = len(state.rows)

@@ -40,12 +40,12 @@ _KIND = "EAGLE head"
 LAYOUTS = ("eagle", "speculators")
 FILES = (WEIGHTS, "pytorch_model.bin")
 _LAYERS = "eagle_aux_hidden_state_layer_ids"
-_TARGET_LAYERS = "paceline_target_layers"  # no published option says for how deep a target
+_TARGET_LAYERS = "paceline_target_layers"  # no published option has the target's depth
 _SPECULATORS = "speculators_model_type"
 # Of EAGLE-3 alone, as SIZES.
 _SIZES_3 = {"target_hidden_size": "target_hidden_size", "draft_vocab_size": "draft_vocab_size"}
 _ONLY = {"num_hidden_layers": 1, "hidden_act": "silu", "norm_before_fc": False}
-# What an absent key of the nested config means: its writer leaves out what equals these.
+# Defaults of the nested config: its writer leaves out equal values.
 _LLAMA_DEFAULTS: dict[str, Any] = {
     "hidden_size": 4096,
     "intermediate_size": 11008,
@@ -214,7 +214,7 @@ def _config(
     width = sizes["target_hidden_size"]
     checkpoint.check_target(_KIND, target, width, vocab, flat.get(_TARGET_LAYERS))
     for key, known in _ONLY.items():
-        if flat.get(key) not in (None, known):  # it would load, and then draft nonsense
+        if flat.get(key) not in (None, known):  # it would load, but draft wrongly
             raise ModelLoadError(
                 f"the EAGLE head {name} has {key} {flat[key]!r}; only {known!r} is supported"
             )

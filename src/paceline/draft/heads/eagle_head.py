@@ -57,8 +57,8 @@ class EagleConfig:
     attention_bias: bool = False
     fc_bias: bool = False
     norm_before_residual: bool = False  # EAGLE-3: the residual starts behind hidden_norm
-    has_embedding: bool = False  # an embedding of its own; otherwise the target's is used
-    has_lm_head: bool = True  # EAGLE-3: a head of its own; otherwise the target's is used
+    has_embedding: bool = False  # otherwise the target's embedding is used
+    has_lm_head: bool = True  # EAGLE-3; otherwise the target's head is used
 
     def __post_init__(self) -> None:
         problem = self._problem()
@@ -210,7 +210,7 @@ class EagleHead(nn.Module):
         from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 
         self.config = config
-        # Not registered as a submodule: the target's weights are no part of the head.
+        # Not a submodule: the target's weights are not part of the head.
         self.__dict__["target_head"] = target_head
         size = config.hidden_size
         self.embed_tokens = nn.Embedding(config.vocab_size, size) if config.has_embedding else None
@@ -225,12 +225,12 @@ class EagleHead(nn.Module):
         else:
             self.fc = nn.Linear(2 * size, size, bias=config.fc_bias)
             self.layers = nn.ModuleList([_Layer(config)])
-        # Nor are these a part of it that is cast to its dtype: angles are float32.
+        # Not a submodule: it would be cast to the head's dtype, but angles are float32.
         self.__dict__["rotary"] = LlamaRotaryEmbedding(_llama(config))
 
     def _register_vocabulary(self, draft_ids: Sequence[int] | None) -> None:
         count, vocab = self.config.draft_vocab_size, self.config.vocab_size
-        # On the CPU even if the head is built without storage: these values are looked at.
+        # On the CPU even if the head is on the meta device: these values are read.
         ids = torch.tensor(list(range(count) if draft_ids is None else draft_ids), device="cpu")
         assert len(ids) == count and bool((ids.diff() > 0).all()), "as many ids, ascending"
         known = torch.zeros(vocab, dtype=torch.bool, device="cpu")
@@ -265,7 +265,7 @@ class EagleHead(nn.Module):
         """Embeddings of the next tokens ``[T, H]`` and fused features or earlier outputs ``[T, H]``
         at ``positions [T]`` to hidden states ``[T, H]``; with ``only [N]`` those rows' ``[N, H]``.
         The output, before the final norm, is the next step's ``hidden``."""
-        # No weights, so a module does not move it: its frequencies would be copied at each forward.
+        # As it is no submodule, ``to`` does not move it.
         if self.rotary.inv_freq.device != hidden.device:
             self.__dict__["rotary"] = self.rotary.to(hidden.device)
         cos, sin = (part[0][:, None] for part in self.rotary(hidden, positions[None]))

@@ -44,8 +44,8 @@ from paceline.errors import ConfigError
 from paceline.model.backends.base import DraftingHeads
 from paceline.model.target import CausalModel
 
-# For heads that nobody measured: how often a first candidate is right, roughly as in the paper.
-# Each further candidate takes 30 % of what the ones before it left.
+# Assumed accuracy of first candidates, by head, roughly as in the paper; each further candidate is
+# right in 30 % of the remaining cases.
 _FIRST = (0.6, 0.45, 0.35, 0.3, 0.25)
 
 
@@ -142,8 +142,7 @@ class MedusaDrafter:
         self._target = target
         self._shapes = tuple(shapes)
         self._generator = generator
-        # Of each sequence that may draft: a step's last hidden states [T, width], as they came, the
-        # row of its own, and that one's position.
+        # By sequence that may draft: a step's last hidden states [T, width], its row, its position.
         self._seen: dict[int, tuple[torch.Tensor, int, int] | None] = {}
         self._empty = TokenTree.empty(target.device)
 

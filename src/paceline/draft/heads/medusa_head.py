@@ -103,7 +103,7 @@ class MedusaHeads(nn.ModuleList):
             if not config.shared_head:
                 head.append(nn.Linear(width, config.head_rows, bias=False))
             self.append(nn.Sequential(*head))
-        # On the CPU even if the heads are built without storage: these values are looked at.
+        # On the CPU even if the heads are on the meta device: these values are read.
         ids = torch.arange(config.head_rows, device="cpu") if config.reduced else None
         self.register_buffer("token_map", ids)
 
@@ -215,7 +215,7 @@ def _config(checkpoint: Checkpoint, tensors: dict[str, torch.Tensor]) -> MedusaC
     name, stated = checkpoint.name, checkpoint.config
     counted = 1 + max(int(key.split(".")[0]) for key in tensors if key != "token_map")
     layers = len({key.split(".")[1] for key in tensors if key.startswith("0.") and "linear" in key})
-    # Released configs often name fewer heads than the file has: the first ones are meant.
+    # Released configs often name fewer heads than the file has: the first ones are used.
     heads = _number(stated, "medusa_num_heads", "num_heads") or counted
     blocks = _number(stated, "medusa_num_layers", "num_hidden_layers") or layers
     if heads > counted or blocks != layers:

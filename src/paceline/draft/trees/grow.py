@@ -162,7 +162,7 @@ def candidates(
     """Each tree's candidates and their weights, drawn for all trees at once."""
     if isinstance(logits, Narrow):
         ids = logits.ids
-        # A static level takes so many candidates, whatever the head knows.
+        # A static level takes a fixed number of candidates, however few the head knows.
         drawn = max((tree.width for tree in trees if tree.samples), default=0)
         if drawn > len(ids) or not all(is_plain_greedy(tree.item.seq) for tree in trees):
             return candidates(trees, counts, logits.whole(), generator)
@@ -341,7 +341,7 @@ class DynamicTree(Growing):
         if transfer.has_separate_memory(above.device):
             self.ancestors = self._seen(above, first)
             self.expanded_parents += (first,) * len(order)
-        else:  # there is nothing to wait for
+        else:  # reading does not wait
             self.expanded_parents += tuple([first + row for row in above.tolist()])
         return True
 
@@ -359,7 +359,7 @@ class DynamicTree(Growing):
         that each expanded node is."""
         scores = torch.cat(self._scores)
         best = scores.topk(min(self._nodes, len(scores)))
-        # Minus infinity is no candidate: there was nothing to propose, or not so much.
+        # Minus infinity marks a missing candidate.
         self._stay = torch.where(best.values > -torch.inf, best.indices, -1).sort().values
         return torch.cat([self._stay, *self._expanded_as])
 
@@ -373,7 +373,7 @@ class DynamicTree(Growing):
             above = self._parents[candidate]
             parent = node_of.get(candidate_of[above]) if above >= 0 else -1
             if parent is None:
-                continue  # its parent tied with it and was left out
+                continue  # its parent had the same score and was left out
             node_of[candidate] = len(parents)
             parents.append(parent)
         stay = self._stay[len(staying) - len(kept) :]

@@ -17,7 +17,7 @@ from paceline.draft.trees.policy import Policy
 from paceline.model.backends.base import GrownTree, Growth, WantedTree
 from paceline.model.paged.cache import PagedCache
 
-_BLOCKS = 4  # of context when warming up: about what the target's own costs are measured with
+_BLOCKS = 4  # of context when warming up, about as when the target is measured
 
 
 class Levels(NamedTuple):

@@ -61,7 +61,7 @@ class Shape:
     def of_paths(cls, paths: Sequence[tuple[int, ...]]) -> Shape:
         """A shape from each node's path of ranks, as in Medusa's choices; prefixes are added."""
         wanted = {path[:n] for path in paths for n in range(1, len(path) + 1)}
-        # Within a level by path: then children of one node are neighbours, in rank order.
+        # By level, then by path: children of a node are adjacent and in rank order.
         order = sorted(wanted, key=lambda path: (len(path), path))
         number_of = {path: node for node, path in enumerate(order)}
         parents = tuple(number_of.get(path[:-1], -1) for path in order)
@@ -93,7 +93,7 @@ def best_shape(accuracy: Sequence[Sequence[float]], nodes: int) -> Shape:
     while heap and len(chosen) < nodes:
         negative, path = heapq.heappop(heap)
         if not negative:
-            break  # nothing left that could ever be accepted
+            break  # the rest has no chance
         chosen.append(path)
         above[path] = -negative
         depth = len(path)

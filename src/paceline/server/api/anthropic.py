@@ -40,7 +40,7 @@ class ClaudeTool(Body):
     input_schema: dict[str, Any]
 
 
-# Without those that Anthropic's own servers run.
+# Without those that Anthropic's servers run.
 ClaudeTools = Annotated[
     list[ClaudeTool],
     blocks.without_hosted(
@@ -179,7 +179,7 @@ class MessagesAnswer(blocks.BlocksAnswer):
     def __init__(self, dialogue: Dialogue) -> None:
         super().__init__(dialogue)
         self._id = dialogue.body.request_id or new_id("msg_")
-        self._input = ""  # of the open call, as far as it has come
+        self._input = ""  # of the open call, so far
 
     # -- the whole -----------------------------------------------------------------------------
 
@@ -220,7 +220,7 @@ class MessagesAnswer(blocks.BlocksAnswer):
         stops, done = self._dialogue.body.stop, self._done
         if not stops or done is None:
             return None
-        # With one token of the prompt before it, for what a decoder does at a beginning.
+        # With a token of the prompt before: decoders treat the beginning of a text differently.
         lead = self._dialogue.prompt[-1:]
         decode = self._service.tokenizer.decode
         text = str(decode([*lead, *done.token_ids]))

@@ -69,7 +69,7 @@ _INSTRUCTION = (
     "You may call functions. To call one, answer with nothing but JSON of the form "
     '{"name": NAME, "arguments": {...}}. The functions:'
 )
-# Taken from a request into the template's variables, if the template has them.
+# Fields of a request that become template variables, if the template uses them.
 _HANDED_ON = ("reasoning_effort", "verbosity")
 
 
@@ -168,7 +168,7 @@ def _message(message: ChatMessage, knows_tools: bool, knows_thoughts: bool) -> d
                 for call, function in zip(message.calls, functions, strict=True)
             ]
         return shown
-    if role == "tool":  # templates without tools know no such role
+    if role == "tool":  # unknown to templates without tools
         return {"role": "user", "content": f"Result of the call: {message.text()}"}
     shown["content"] = "\n".join(filter(None, [message.text(), *map(json.dumps, functions)]))
     return shown

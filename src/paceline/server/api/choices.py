@@ -145,7 +145,7 @@ class LogprobColumns:
             "tokens": [self._name(entry.token_id) for entry in entries],
             "token_logprobs": [finite(entry.logprob) for entry in entries],
             "top_logprobs": [
-                # Of tokens that look alike the likeliest stays.
+                # Of tokens with equal text the likeliest stays.
                 {self._name(token): finite(value) for token, value in reversed(entry.top)}
                 for entry in entries
             ],

@@ -226,7 +226,7 @@ class CompletionAnswer(OpenAIAnswer):
 
     def _choices(self, events: Sequence[StreamEvent]) -> Chunk:
         choices = list(map(self._choice, events))
-        if self._n > self._body.n:  # the likeliest of each prompt, by their mean log-probability
+        if self._n > self._body.n:  # best_of: the highest mean log-probability
             groups = [range(first, first + self._n) for first in range(0, len(events), self._n)]
             means = [_mean_logprob(event) for event in events]
             best = [sorted(group, key=lambda at: -means[at])[: self._body.n] for group in groups]
@@ -265,14 +265,14 @@ class CompletionAnswer(OpenAIAnswer):
         if self._body.logprobs is None or (event.logprobs is None and not echoed):
             return None
         prompt = self._prompts[index // self._n]
-        # Who has the prompt echoed counts tokens: the one that ends the text is among them.
+        # With an echoed prompt all tokens count, also the one that ended the text.
         entries = (event.logprobs or []) if self._body.echo else seen(self._tokenizer, event)
         if echoed:
             entries = [TokenLogprob(prompt[0], 0.0), *(event.prompt_logprobs or ()), *entries]
         if index not in self._columns:
             self._columns[index] = LogprobColumns(self._tokenizer, () if echoed else prompt)
         columns = self._columns[index].columns(entries)
-        if echoed:  # nothing says how likely a prompt's first token is
+        if echoed:  # a prompt's first token has no log-probability
             columns["token_logprobs"][0] = columns["top_logprobs"][0] = None
         return columns
 

@@ -232,7 +232,7 @@ class ResponseStore:
     bounds ``MAX_RESPONSES`` and ``MAX_BYTES`` the owner that has most loses its oldest."""
 
     def __init__(self) -> None:
-        # Of an owner, what has not been asked for the longest comes first.
+        # By owner, the least recently used first.
         self._owners: dict[str, OrderedDict[str, bytes]] = {}
         self._aliases: dict[tuple[str, str], str] = {}  # of owner and alias, the id
         self._items: dict[tuple[str, str], str] = {}  # of owner and item, the response's id

@@ -53,7 +53,7 @@ class Namespace(Body):
     tools: list[FlatTool] = Field(max_length=128)
 
 
-# Without those that OpenAI's own servers run.
+# Without those that OpenAI's servers run.
 OfferedTools = Annotated[
     list[FlatTool | Namespace],
     blocks.without_hosted(

@@ -21,7 +21,7 @@ _SAID = ("bos_token", "eos_token", "pad_token", "unk_token", "chat_template", "m
 def router(service: Service) -> APIRouter:
     routes = APIRouter()
 
-    # Beside the event loop, down to the answer's bytes: a long text takes seconds.
+    # On a worker thread, encoding included: a long text takes seconds.
 
     @routes.post("/tokenize")
     async def tokenize(body: TokenizeRequest) -> Response:
@@ -72,8 +72,8 @@ def _json(answer: dict[str, Any]) -> Response:
     return Response(msgspec.json.encode(answer), media_type="application/json")
 
 
-# The tokens before the prefix, before the suffix, and before the middle, as families write them;
-# DeepSeek marks the hole instead and ends with the suffix.
+# Tokens before prefix, suffix and middle, by model family; DeepSeek marks the hole, and ends with
+# suffix.
 _MARKS = (
     ("<|fim_prefix|>", "<|fim_suffix|>", "<|fim_middle|>"),  # Qwen 2.5, CodeGemma
     ("<fim_prefix>", "<fim_suffix>", "<fim_middle>"),  # StarCoder, SantaCoder, Granite

@@ -107,7 +107,7 @@ class ForcedCall:
     """A call forced by a grammar: its name, then its arguments as they come. If it is cut off in
     the name it is a call without arguments where only one of ``names`` fits, else nothing."""
 
-    # The layout is the grammar's (request/grammar.py): JSON on one line.
+    # JSON on one line, as the grammar writes it (request/grammar.py).
     _HEAD = re.compile(r'\{"name": "([^"]+)", "arguments": ')
 
     def __init__(self, names: Sequence[str] = ()) -> None:
@@ -126,7 +126,7 @@ class ForcedCall:
         if head is None:
             return []
         self._named = True
-        self._end.feed("{")  # the call's own, whose end is not part of the arguments
+        self._end.feed("{")  # the call's brace, whose end is not part of the arguments
         named: Delta = {"tool_calls": [{"index": 0, **call_of(head[1], "")}]}
         return [named, *self._arguments(self._text[head.end() :])]
 
@@ -146,14 +146,14 @@ class ForcedCall:
         return [{"tool_calls": [{"index": 0, **call_of(calls[0], "")}]}], reason
 
 
-# What calls in the middle of a text begin and end with.
+# Beginnings and ends of calls inside a text.
 _TAGS = {"<tool_call>": "</tool_call>", "[TOOL_CALLS]": "", "```": "```"}
 _TAG = re.compile("|".join(map(re.escape, _TAGS)))
-_ALONE = "<|python_tag|>"  # at the beginning of an answer only, as is JSON without a tag
+_ALONE = "<|python_tag|>"  # only at the beginning of an answer, like JSON without a tag
 _LABELS = ("json", "tool_code")  # of fences
 _LEAD = re.compile(r"\s*")
 _FENCE_LEAD = re.compile(rf"(?:{'|'.join(_LABELS)})?\s*")
-_JSON = re.compile(r'(?:\{|\[\s*\{)\s*"')  # what is none of these is no call
+_JSON = re.compile(r'(?:\{|\[\s*\{)\s*"')  # how a call's JSON begins
 _UNCLEAR = re.compile(r"(?:\{\s*|\[\s*(?:\{\s*)?)?")
 _HEAD_LIMIT = 256  # characters from a tag to the first quote
 
@@ -213,7 +213,7 @@ class PossibleCall:
         if self._at_start:
             start = self._waiting.lstrip()
             if any(tag.startswith(start) for tag in (*_TAGS, _ALONE)):
-                return False  # nothing but blanks is a beginning of everything
+                return False  # any tag may follow blanks
             self._at_start = False
             alone = start.startswith(_ALONE)
             if alone or (start[0] in "{[" and not start.startswith(tuple(_TAGS))):
