@@ -73,7 +73,7 @@ def _json(answer: dict[str, Any]) -> Response:
 
 
 # Tokens before prefix, suffix and middle, by model family; DeepSeek marks the hole, and ends with
-# suffix.
+# the suffix.
 _MARKS = (
     ("<|fim_prefix|>", "<|fim_suffix|>", "<|fim_middle|>"),  # Qwen 2.5, CodeGemma
     ("<fim_prefix>", "<fim_suffix>", "<fim_middle>"),  # StarCoder, SantaCoder, Granite
