@@ -9,6 +9,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 from paceline.core.batch import Commit
 from paceline.core.params import SamplingParams
@@ -85,16 +86,13 @@ class StepSums:
         )
 
     def __add__(self, other: StepSums) -> StepSums:
+        numbers = ((name, value) for name, value in vars(self).items() if isinstance(value, int))
+        sums: dict[str, Any] = {name: value + getattr(other, name) for name, value in numbers}
         return StepSums(
-            self.steps + other.steps,
-            self.sequences + other.sequences,
-            self.tokens + other.tokens,
-            self.drafted + other.drafted,
-            self.accepted + other.accepted,
-            column_sums([self.reached, other.reached]),
-            column_sums([self.accepted_at, other.accepted_at]),
-            {phase: self.seconds[phase] + other.seconds[phase] for phase in PHASES},
-            self.context + other.context,
+            reached=column_sums([self.reached, other.reached]),
+            accepted_at=column_sums([self.accepted_at, other.accepted_at]),
+            seconds={name: self.seconds[name] + other.seconds[name] for name in PHASES},
+            **sums,
         )
 
     @property

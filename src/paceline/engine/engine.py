@@ -10,7 +10,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import replace
+from dataclasses import dataclass, replace
 
 import torch
 
@@ -34,35 +34,25 @@ from paceline.verify.verifier import Verifier
 _NOTHING = nullcontext()
 
 
+@dataclass(eq=False, repr=False)
 class Engine:
     """Advances all its sequences step by step. An empty tree is plain decoding: prefill chunks,
     plain and speculative sequences share one ragged batch."""
 
-    def __init__(
-        self,
-        target: CausalModel,
-        cache: PagedCache,
-        drafter: Drafter,
-        verifier: Verifier,
-        scheduler: Scheduler,
-        controller: Controller,
-        draw_seed: Callable[[], int] | None = None,
-        predictions: Predictions | None = None,
-    ) -> None:
-        """``draw_seed`` gives a seed to sampled requests without one; ``predictions``: those that
-        the controller uses."""
-        self.target = target
-        self.cache = cache
-        self.drafter = drafter
-        self.verifier = verifier
-        self.scheduler = scheduler
-        self.controller = controller
-        self.predictions = predictions or Predictions(target.device)
-        self.draw_seed = draw_seed
-        self.clock = PhaseClock(target.device)
+    target: CausalModel
+    cache: PagedCache
+    drafter: Drafter
+    verifier: Verifier
+    scheduler: Scheduler
+    controller: Controller
+    draw_seed: Callable[[], int] | None  # for sampled requests without a seed
+    predictions: Predictions  # those that the controller uses
+
+    def __post_init__(self) -> None:
+        self.clock = PhaseClock(self.target.device)
         self.steps = 0
         self.ready: list[Commit] = []  # made, but not yet returned by a step
-        self._empty = TokenTree.empty(target.device)
+        self._empty = TokenTree.empty(self.target.device)
         self._inference = torch.inference_mode()
 
     def add(self, seq: SequenceState) -> None:

@@ -154,18 +154,13 @@ def _recover(
     drafted = [seq for seq in engine.scheduler.running if seq.drafts]
     for seq in drafted:
         seq.drafts = False
-    plain = trial(_planner(engine, _nothing))
+    plain = trial(_planner(engine, lambda seqs: [PLAIN] * len(seqs)))
     if plain is None:
         _undraft(drafted, again)
         return
     _one_by_one(engine, trial, plain)
     for seq in drafted:
         seq.drafts = True
-
-
-def _nothing(seqs: Sequence[SequenceState]) -> list[Decision | int]:
-    """No drafts."""
-    return [PLAIN] * len(seqs)
 
 
 def _one_by_one(engine: Stepping, trial: Trial, failure: Failure) -> None:
@@ -184,7 +179,12 @@ def _one_by_one(engine: Stepping, trial: Trial, failure: Failure) -> None:
     if not culprits and not went_on and scheduler.waiting:
         culprits.append((scheduler.waiting[0], failure))  # it fails when admitted
     if not went_on and not _runs(engine):
-        _give_up(engine, failure)
+        log.critical("every forward fails, the engine is lost: %s", failure)
+        for seq in [*scheduler.running, *scheduler.waiting]:
+            engine.abort(seq.seq_id)
+        raise EngineLostError(
+            f"the engine cannot go on: every forward fails ({failure.message}); restart it"
+        )
     engine.ready += [failed(seq, culprit) for seq, culprit in culprits]
 
 
@@ -200,12 +200,3 @@ def _runs(engine: Stepping) -> bool:
     except Exception:
         return False
     return True
-
-
-def _give_up(engine: Stepping, failure: Failure) -> None:
-    log.critical("every forward fails, the engine is lost: %s", failure)
-    for seq in [*engine.scheduler.running, *engine.scheduler.waiting]:
-        engine.abort(seq.seq_id)
-    raise EngineLostError(
-        f"the engine cannot go on: every forward fails ({failure.message}); restart it"
-    )

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from paceline.core.batch import Commit
@@ -19,37 +20,31 @@ if TYPE_CHECKING:
     from paceline.engine.engine import Engine
 
 
+@dataclass(eq=False, repr=False)
 class Request:
-    """A sequence, its prompt's number, and what was committed to it so far."""
+    """A sequence, its prompt's number, and what was committed to it so far. ``hidden``: special
+    tokens that are not text; None is all of them."""
 
-    def __init__(
-        self,
-        seq: SequenceState,
-        prompt: str | list[int],
-        number: int,
-        index: int,
-        tokenizer: Tokenizer,
-        streams: bool,
-        lossy: bool = False,
-        hidden: frozenset[int] | None = None,
-    ) -> None:
-        """``hidden``: special tokens that are not text; None is all of them."""
+    seq: SequenceState
+    prompt: str | list[int]
+    number: int
+    index: int
+    tokenizer: Tokenizer
+    streams: bool
+    lossy: bool = False
+    hidden: frozenset[int] | None = None
+
+    def __post_init__(self) -> None:
+        seq = self.seq
         self.lost = False  # the engine was lost
         self.whole_characters = False  # omit a character that max_tokens cuts, else U+FFFD
         self.prompt_logprobs: list[TokenLogprob] = []  # of all its tokens but the first
-        self.seq = seq
-        self.prompt = prompt
-        self.number = number
-        self.index = index
         self.completion: Completion | None = None
         self.events: deque[StreamEvent] = deque()
-        self._tokenizer = tokenizer
-        self._streams = streams
-        self._lossy, self._hidden = lossy, hidden
         self._draft_mask: list[bool] = []
         self._logprobs: list[TokenLogprob] | None = [] if seq.params.logprobs is not None else None
         # Decoded commit by commit only if it is streamed.
-        self._text: TextStream | None = self._new_text() if streams else None
+        self._text: TextStream | None = self._new_text() if self.streams else None
         self._shown: list[str] = []  # the pieces given out
         seq.stops = self._new_text() if seq.params.stop else None
 
@@ -58,10 +53,10 @@ class Request:
         seq, params = self.seq, self.seq.params
         prompt = seq.tokens[: seq.prompt_length]
         return TextStream(
-            self._tokenizer,
+            self.tokenizer,
             params.stop,
             params.min_tokens,
-            self._hidden,
+            self.hidden,
             prompt,
             params.include_stop,
         )
@@ -97,7 +92,7 @@ class Request:
                     text += self._finish(commit.finish_reason)
         except Exception as error:
             text = self._end(f"the text could not be decoded: {Failure.of(error).message}")
-        if self._streams:
+        if self.streams:
             self._shown.append(text)
             self.events.append(
                 StreamEvent(
@@ -151,8 +146,8 @@ class Request:
             finish_reason=reason,
             index=self.index,
             draft_mask=self._draft_mask,
-            stats=CompletionStats.of(seq, self._lossy),
-            lossy=self._lossy,
+            stats=CompletionStats.of(seq, self.lossy),
+            lossy=self.lossy,
             error=error,
             prompt_logprobs=(
                 None if seq.params.prompt_logprobs is None else list(self.prompt_logprobs)

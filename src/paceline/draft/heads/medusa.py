@@ -119,6 +119,7 @@ class Medusa(DraftSpec):
         return Examined(tuple(notes), size)
 
 
+@dataclass(eq=False, repr=False)
 class MedusaDrafter:
     """Drafts with heads on the target's hidden states; ``shapes[n]`` is the tree of n levels.
 
@@ -130,24 +131,19 @@ class MedusaDrafter:
     name = "medusa"
     reads_logits = False
 
-    def __init__(
-        self,
-        heads: DraftingHeads,
-        target: CausalModel,
-        shapes: Sequence[Shape],
-        generator: torch.Generator | None,
-    ) -> None:
-        self.features: tuple[int, ...] = (target.num_layers,)
-        self._heads = heads
-        self._target = target
-        self._shapes = tuple(shapes)
-        self._generator = generator
+    heads: DraftingHeads
+    target: CausalModel
+    shapes: tuple[Shape, ...]
+    generator: torch.Generator | None
+
+    def __post_init__(self) -> None:
+        self.features: tuple[int, ...] = (self.target.num_layers,)
         # By sequence that may draft: a step's last hidden states [T, width], its row, its position.
         self._seen: dict[int, tuple[torch.Tensor, int, int] | None] = {}
-        self._empty = TokenTree.empty(target.device)
+        self._empty = TokenTree.empty(self.target.device)
 
     def _shape(self, length: int) -> Shape:
-        return self._shapes[min(length, len(self._shapes) - 1)]
+        return self.shapes[min(length, len(self.shapes) - 1)]
 
     def max_nodes(self, length: int) -> int:
         return len(self._shape(length))
@@ -166,7 +162,7 @@ class MedusaDrafter:
             return [self._empty] * len(plan.slices)
         features = self._features(ready)
         levels = max(self._shape(item.draft_length).depth for item in ready)
-        logits = self._heads(features, levels)
+        logits = self.heads(features, levels)
         trees: dict[int, TokenTree] = {}
         alike = [i for i, item in enumerate(ready) if not needs_paths((item.seq,))]
         if alike:
@@ -204,7 +200,7 @@ class MedusaDrafter:
         width = 1 + max(max(shape.ranks) for shape in shapes)
         seqs = tuple(item.seq for item in items for _ in range(levels))
         rows = Rows(seqs, tuple(range(levels)) * batch)
-        drafted = draft(logits.view(-1, vocab), rows, min(width, vocab), self._generator)
+        drafted = draft(logits.view(-1, vocab), rows, min(width, vocab), self.generator)
         tokens = drafted.tokens.view(batch, -1)
         trees = {}
         for i, (item, shape) in enumerate(zip(items, shapes, strict=True)):
@@ -225,7 +221,7 @@ class MedusaDrafter:
         def following(trees: list[Growing]) -> torch.Tensor:
             return logits[tree.path_of_rows().shape[1]].expand(len(tree.fresh), -1)
 
-        return grow([tree], logits[:1], following, self._generator)[0].tree
+        return grow([tree], logits[:1], following, self.generator)[0].tree
 
     # -- observing ---------------------------------------------------------------------------
 
@@ -240,14 +236,14 @@ class MedusaDrafter:
 
     def warm_up(self, batch_size: int) -> None:
         """All heads on one row of each sequence, and the choice of candidates."""
-        target, levels = self._target, len(self._shapes) - 1
+        target, levels = self.target, len(self.shapes) - 1
         features = torch.zeros(
             batch_size, target.hidden_size, dtype=target.dtype, device=target.device
         )
         seq = SequenceView(-1, [0], 1, SamplingParams())
         item = Slice(seq, 1, levels)
         with torch.inference_mode():
-            self._crossed([item] * batch_size, self._heads(features, levels))
+            self._crossed([item] * batch_size, self.heads(features, levels))
 
     def forget(self, seq_id: int) -> None:
         self._seen.pop(seq_id, None)

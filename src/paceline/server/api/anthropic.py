@@ -15,6 +15,7 @@ from pydantic import Field
 from paceline.server.api import blocks
 from paceline.server.api.chat import Dialogue, render_request
 from paceline.server.api.protocol import ChatRequest, Generation
+from paceline.server.api.tool_calls import call_of
 from paceline.server.errors import anthropic_body
 from paceline.server.failures import APIError
 from paceline.server.fields import Body, Content, text_of
@@ -143,7 +144,7 @@ def _turned(turn: Turn, number: int) -> Iterator[blocks.MessageFields]:
                 result = text_of(block.get("content")) or ("error" if block.get("is_error") else "")
                 yield {"role": "tool", "content": result, "tool_call_id": block["tool_use_id"]}
             elif kind == "tool_use":
-                call = blocks.tool_call(str(block["id"]), block["name"], json.dumps(block["input"]))
+                call = call_of(block["name"], json.dumps(block["input"]), str(block["id"]))
                 message.setdefault("tool_calls", []).append(call)
             elif kind == "thinking":
                 message["reasoning_content"] = str(block.get("thinking") or "")

@@ -144,12 +144,6 @@ def named_tool(name: str) -> dict[str, Any]:
     return {"type": "function", "function": {"name": name}}
 
 
-def tool_call(identifier: str, name: str, arguments: str) -> dict[str, Any]:
-    """A call as in a chat message."""
-    function = {"name": name, "arguments": arguments}
-    return {"id": identifier, "type": "function", "function": function}
-
-
 def as_chat(asked: Generation, fields: dict[str, Any], conversation: str) -> ChatRequest:
     """A request of another API as a chat: the common fields of ``asked``, and ``fields``.
     ``conversation`` is the field that became the messages. Raises APIError."""

@@ -7,6 +7,7 @@ import uuid
 from abc import abstractmethod
 from collections.abc import Sequence
 from dataclasses import replace
+from statistics import fmean
 from typing import Any
 
 from fastapi import APIRouter
@@ -155,13 +156,8 @@ class OpenAIAnswer(Answer):
 
 
 _SHOWN_STATS = (
-    "drafted_tokens",
-    "accepted_tokens",
-    "acceptance_rate",
-    "mean_accepted_length",
-    "acceptance_per_position",
-    "target_steps",
-    "lossy",
+    *("drafted_tokens", "accepted_tokens", "acceptance_rate", "mean_accepted_length"),
+    *("acceptance_per_position", "target_steps", "lossy"),
 )
 
 
@@ -228,7 +224,8 @@ class CompletionAnswer(OpenAIAnswer):
         choices = list(map(self._choice, events))
         if self._n > self._body.n:  # best_of: the highest mean log-probability
             groups = [range(first, first + self._n) for first in range(0, len(events), self._n)]
-            means = [_mean_logprob(event) for event in events]
+            logprobs = [[x.logprob for x in event.logprobs or ()] for event in events]
+            means = [fmean(values or [0.0]) for values in logprobs]
             best = [sorted(group, key=lambda at: -means[at])[: self._body.n] for group in groups]
             choices = [choices[at] for group in best for at in group]
         return {"choices": [choice | {"index": at} for at, choice in enumerate(choices)]}
@@ -282,11 +279,6 @@ class CompletionAnswer(OpenAIAnswer):
             return prompt
         skip = self._body.skip_special_tokens
         return str(self._tokenizer.decode(prompt, skip_special_tokens=skip))
-
-
-def _mean_logprob(event: StreamEvent) -> float:
-    values = [entry.logprob for entry in event.logprobs or ()]
-    return sum(values) / len(values) if values else 0.0
 
 
 def _unwritten(event: StreamEvent) -> StreamEvent:

@@ -9,6 +9,7 @@ from pydantic import Field, model_validator
 
 from paceline.server.api import blocks
 from paceline.server.api.protocol import MAX_LOGPROBS, ChatRequest, Generation, JsonSchema
+from paceline.server.api.tool_calls import call_of
 from paceline.server.fields import Body, text_of
 from paceline.server.requestlog import note
 
@@ -189,7 +190,7 @@ def _read_message(item: OutputItem, messages: list[blocks.MessageFields]) -> Non
 def _read_call(item: OutputItem, messages: list[blocks.MessageFields]) -> None:
     identifier = str(item.get("call_id") or item.get("id") or "")
     name = named_within(item.get("namespace"), item["name"])
-    call = blocks.tool_call(identifier, name, item.get("arguments") or "{}")
+    call = call_of(name, item.get("arguments") or "{}", identifier)
     _assistant(messages).setdefault("tool_calls", []).append(call)
 
 

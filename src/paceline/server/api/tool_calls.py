@@ -77,9 +77,7 @@ def _as_call(item: Any, names: Set[str]) -> Call | None:
     return call_of(name, arguments if isinstance(arguments, str) else json.dumps(arguments))
 
 
-def call_of(name: str, arguments: str) -> Call:
-    return {
-        "id": f"call_{uuid.uuid4().hex[:24]}",
-        "type": "function",
-        "function": {"name": name, "arguments": arguments},
-    }
+def call_of(name: str, arguments: str, identifier: str | None = None) -> Call:
+    """A call as chat messages have it, by default with a new id."""
+    known = f"call_{uuid.uuid4().hex[:24]}" if identifier is None else identifier
+    return {"id": known, "type": "function", "function": {"name": name, "arguments": arguments}}
