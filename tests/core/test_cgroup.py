@@ -27,7 +27,7 @@ class Groups:
 def groups(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Groups:
     made = Groups(tmp_path)
     monkeypatch.setattr(cgroup, "ROOT", made.root)
-    monkeypatch.setattr(cgroup, "_MINE", made.mine)
+    monkeypatch.setattr(cgroup, "_SELF", made.mine)
     return made
 
 

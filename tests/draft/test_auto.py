@@ -49,8 +49,8 @@ def test_look_ups_and_the_targets_own_form() -> None:
         ({"bits": 4}, "the target is held in 4 bits"),
         ({"refused": "layers stay on disk"}, "it takes the native kernels (layers stay on disk)"),
         ({"refused": "the device is cuda:0"}, "it takes the native kernels (the device is cuda:0)"),
-        ({"held": 20 << 20}, "the target's 20 MiB are read in no time"),
-        ({"free": 200 << 20}, "it takes 160 MiB of 200 MiB that are free"),
+        ({"weight_bytes": 20 << 20}, "the target's 20 MiB are read in no time"),
+        ({"free_bytes": 200 << 20}, "it takes 160 MiB of 200 MiB that are free"),
     ],
 )
 def test_what_cannot_pay_is_left_out_with_the_reason(changes: dict[str, Any], reason: str) -> None:
@@ -64,7 +64,7 @@ def test_an_eight_bit_target_has_a_form_in_four() -> None:
 
 
 def test_what_is_shipped_for_a_target() -> None:
-    toy = replace(LARGE, name="paceline/tiny", held=20 << 20)
+    toy = replace(LARGE, name="paceline/tiny", weight_bytes=20 << 20)
     assert members(toy) == ["suffix", "ngram", "eagle3:paceline/tiny-eagle3"]
     assert "(shipped for it)" in compose(toy).line()
     folder = str(Path(auto.__file__).parents[1] / "assets" / "tiny")
@@ -75,16 +75,16 @@ def test_a_draft_model_as_large_as_the_target_is_left_out(tmp_path: Path) -> Non
     target = write_tiny_model(tmp_path / "target", layers=1, seed=1)
     size = sum(file.stat().st_size for file in target.glob("*.safetensors"))
     write_tiny_model(tmp_path / "target-draft", layers=1, seed=1)
-    small = replace(LARGE, name=str(target), held=size)
+    small = replace(LARGE, name=str(target), weight_bytes=size)
     assert members(small) == ["suffix", "ngram"]
     assert "it has 100% of the target's bytes" in compose(small).line()
-    assert members(replace(small, held=10 * size))[-1] == f"model:{target}-draft"
+    assert members(replace(small, weight_bytes=10 * size))[-1] == f"model:{target}-draft"
 
 
 def test_a_head_is_left_out_where_it_has_a_fifth_of_the_targets_bytes() -> None:
-    four = replace(LARGE, name="paceline/smollm2", bits=4, held=95 << 20)
+    four = replace(LARGE, name="paceline/smollm2", bits=4, weight_bytes=95 << 20)
     assert members(four) == ["suffix", "ngram", "eagle3:paceline/smollm2-eagle3"]
-    four = replace(four, held=90 << 20)
+    four = replace(four, weight_bytes=90 << 20)
     assert members(four) == ["suffix", "ngram"]
     assert "not eagle3:paceline/smollm2-eagle3: it has 21% of the target's" in compose(four).line()
 
@@ -171,7 +171,7 @@ def test_heads_of_other_formats_in_the_hubs_cache(hub: Path) -> None:
 @pytest.fixture
 def large_heads(monkeypatch: pytest.MonkeyPatch) -> None:
     """The heads of these tests are as large as their targets."""
-    monkeypatch.setattr(auto, "_DEAREST_HEAD", 9)
+    monkeypatch.setattr(auto, "_MOST_HEAD_SHARE", 9)
 
 
 @pytest.fixture(scope="module")

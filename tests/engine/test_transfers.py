@@ -33,7 +33,7 @@ MIXED = [
 ]
 LOOKS = ("item", "tolist", "cpu", "numpy", "nonzero", "__bool__", "__int__", "__float__")
 # Who looks at tensors of the host, or does so only where the device is the host.
-ON_HOST = {"_stood_in", "_emptied", "_sparse_inversion", "race", "_keys"}
+ON_HOST = {"_without_nan", "_emptied", "_sparse_inversion", "race", "_keys"}
 ON_HOST |= {"_top", "hear"}  # of the search of skipped layers, which keeps its own account there
 VERIFY = "verifier._verdicts"  # the one wait of a step
 ROOT = Path(paceline.__file__).parent

@@ -127,9 +127,9 @@ class Span:
 
     def at(self, start: int, logit_row: int, long: bool = False) -> Span:
         """The same span in a batch."""
-        placed = object.__new__(Span)  # replace() takes five times as long
-        vars(placed).update(vars(self), start=start, logit_row=logit_row, long=long)
-        return placed
+        span = object.__new__(Span)  # replace() takes five times as long
+        vars(span).update(vars(self), start=start, logit_row=logit_row, long=long)
+        return span
 
     def __reduce__(self) -> tuple[Any, ...]:
         shape = self.seq_id, self.start, self.context, self.pending, self.parents

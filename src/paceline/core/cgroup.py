@@ -8,7 +8,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 ROOT = Path("/sys/fs/cgroup")
-_MINE = Path("/proc/self/cgroup")
+_SELF = Path("/proc/self/cgroup")
 
 
 def memory_left() -> int | None:
@@ -42,7 +42,7 @@ def processors() -> int:
 def _folders(controller: str) -> Iterator[tuple[int, Path]]:
     """The folders of the process's group and its parents, each with its version."""
     try:
-        lines = _MINE.read_text(encoding="utf-8").splitlines()
+        lines = _SELF.read_text(encoding="utf-8").splitlines()
     except OSError:
         lines = []
     for line in lines:

@@ -147,16 +147,16 @@ def adjusted(logits: torch.Tensor, rows: Rows) -> torch.Tensor:
     distinct = {id(seq): seq for seq in rows.seqs}
     params = [seq.params for seq in distinct.values()]
     biased = any(p.logit_bias for p in params)
-    barred = any(seq.generated < seq.params.min_tokens for seq in distinct.values())
-    punished = any(p.penalises for p in params)
+    forbidden = any(seq.generated < seq.params.min_tokens for seq in distinct.values())
+    penalised_any = any(p.penalises for p in params)
     constrained = any(seq.constraint is not None for seq in distinct.values())
-    if (biased or barred) and scores is logits:
+    if (biased or forbidden) and scores is logits:
         scores = scores.clone()
     if biased:
         _add_bias(scores, rows)
-    if barred:
-        _bar_stops(scores, rows)
-    if punished:
+    if forbidden:
+        _forbid_stops(scores, rows)
+    if penalised_any:
         scores = penalised(scores, rows.seqs, rows.depths, rows.paths)
     if constrained:
         grammars = [seq.constraint for seq in rows.seqs]
@@ -179,18 +179,18 @@ def _add_bias(scores: torch.Tensor, rows: Rows) -> None:
         scores.index_put_((index[0], index[1]), values, accumulate=True)
 
 
-def _bar_stops(scores: torch.Tensor, rows: Rows) -> None:
+def _forbid_stops(scores: torch.Tensor, rows: Rows) -> None:
     """Forbid stop ids in rows before which fewer than min_tokens were chosen."""
     width = scores.shape[1]
-    barred = [
+    forbidden = [
         (row, token)
         for row, (seq, depth) in enumerate(zip(rows.seqs, rows.depths, strict=True))
         if seq.generated + depth < seq.params.min_tokens
         for token in seq.stop_ids
         if token < width
     ]
-    if barred:
-        index = to_device(barred, scores.device)
+    if forbidden:
+        index = to_device(forbidden, scores.device)
         scores[index[:, 0], index[:, 1]] = -torch.inf
 
 

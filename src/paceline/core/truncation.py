@@ -19,7 +19,7 @@ from paceline.core.transfer import to_device
 _STRETCH = 128
 # Above the rounding of a softmax's sum; a top_p beyond 1 - _ROUNDING keeps every token.
 _ROUNDING = 1e-4
-_HOPE = 64.0
+_BAR_FACTOR = 64.0
 
 FloatRow = npt.NDArray[np.float32]
 
@@ -121,7 +121,7 @@ def _holding(row: FloatRow, share: float) -> FloatRow:
     if rest < _ROUNDING:
         return row
     bar = 0.5 * rest / len(row)
-    few = _where(row, row >= _HOPE * bar)
+    few = _where(row, row >= _BAR_FACTOR * bar)
     if float(few.sum(dtype=np.float64)) > share + 0.1 * _ROUNDING:
         return few
     return _where(row, row >= bar)

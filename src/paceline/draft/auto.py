@@ -33,25 +33,25 @@ from paceline.model.target import CausalModel
 Trained = DraftModel | Eagle | Medusa
 _TRAINED: tuple[type[Trained], ...] = (Eagle3, Eagle2, DraftModel, Medusa)
 _LEAST_BYTES = 64 << 20  # of weights: fewer stay in a processor's caches
-_MEMORY_SHARE = 2  # the 4-bit copy takes at most 1 / so much of the free memory
+_MEMORY_PARTS = 2  # the 4-bit copy takes at most 1 / so much of the free memory
 # Share of the target's bytes above which a draft model, or a head, costs what it saves (SmolLM2 in
 # 4 bits: a head of 0.21 gave 0.93x of plain decoding, 1.05x without it).
-_DEAREST, _DEAREST_HEAD = 0.5, 0.2
+_MOST_MODEL_SHARE, _MOST_HEAD_SHARE = 0.5, 0.2
 _MIB = 1 << 20
 
 
 @dataclass(frozen=True)
 class Circumstances:
     """What decides about a target: why the native kernels do not run its 4-bit copy in one process
-    ("" if they do); ``bits`` of most of its weights; in bytes: ``held`` in these weights,
-    ``rounded`` of the 4-bit copy, ``free`` memory."""
+    ("" if they do); ``bits`` of most of its weights; bytes of these weights, of the 4-bit copy, and
+    of free memory."""
 
     name: str
     refused: str
     bits: int
-    held: int
-    rounded: int
-    free: int
+    weight_bytes: int
+    copy_bytes: int
+    free_bytes: int
 
     @classmethod
     def of(cls, target: CausalModel) -> Circumstances:
@@ -139,16 +139,16 @@ def _by_torch(target: CausalModel, composed: Composition) -> str:
     return form.refused or "they do not run it"
 
 
-def compose(it: Circumstances) -> Composition:
+def compose(target: Circumstances) -> Composition:
     """What is loaded for a target, the cheapest first: the order decides between equals."""
     taken: list[tuple[DraftSpec, str]] = [(Suffix(), "free"), (NGram(), "free")]
     left_out: list[tuple[str, str]] = []
-    self_draft, problem = QuantizedDraft(), _problem(it)
-    made = made_for(it.name)
+    self_draft, problem = QuantizedDraft(), _problem(target)
+    made = made_for(target.name)
     if made is not None:
         draft, where = made
-        share = _stored(draft.path) / it.held if it.held else 0.0
-        if share > (_DEAREST if isinstance(draft, DraftModel) else _DEAREST_HEAD):
+        share = _stored(draft.path) / target.weight_bytes if target.weight_bytes else 0.0
+        if share > (_MOST_MODEL_SHARE if isinstance(draft, DraftModel) else _MOST_HEAD_SHARE):
             left_out.append((str(draft), f"it has {share:.0%} of the target's bytes"))
         elif not problem:
             left_out.append((str(draft), "the 4-bit form is right more often"))
@@ -157,20 +157,20 @@ def compose(it: Circumstances) -> Composition:
     if problem:
         left_out.append((str(self_draft), problem))
     else:
-        taken.append((self_draft, f"takes {it.rounded / _MIB:,.0f} MiB more"))
+        taken.append((self_draft, f"takes {target.copy_bytes / _MIB:,.0f} MiB more"))
     return Composition(tuple(taken), tuple(left_out))
 
 
-def _problem(it: Circumstances) -> str:
+def _problem(target: Circumstances) -> str:
     """Why the target's 4-bit copy is not used; "" if it is."""
-    if it.refused:
-        return f"it takes the native kernels ({it.refused})"
-    if it.bits < 8:
-        return f"the target is held in {it.bits} bits"
-    if it.held < _LEAST_BYTES:
-        return f"the target's {it.held / _MIB:,.0f} MiB are read in no time"
-    if it.rounded * _MEMORY_SHARE > it.free:
-        need, free = it.rounded / _MIB, it.free / _MIB
+    if target.refused:
+        return f"it takes the native kernels ({target.refused})"
+    if target.bits < 8:
+        return f"the target is held in {target.bits} bits"
+    if target.weight_bytes < _LEAST_BYTES:
+        return f"the target's {target.weight_bytes / _MIB:,.0f} MiB are read in no time"
+    if target.copy_bytes * _MEMORY_PARTS > target.free_bytes:
+        need, free = target.copy_bytes / _MIB, target.free_bytes / _MIB
         return f"it takes {need:,.0f} MiB of {free:,.0f} MiB that are free"
     return ""
 

@@ -49,10 +49,10 @@ class QuantizedDraft(TreeSpec):
                 f"draft '{self}' is made of all the target's weights, and these are not all here "
                 f"({target.refused}); use another drafter"
             )
-        held = usual_bits(target.hf)
-        if 0 < held <= BITS[self.precision]:
+        bits = usual_bits(target.hf)
+        if 0 < bits <= BITS[self.precision]:
             raise ConfigError(
-                f"draft '{self}': most of {target.name} is held in {held} bits already, so this "
+                f"draft '{self}': most of {target.name} is held in {bits} bits already, so this "
                 "draft would cost what the target costs; leave it out, or use another drafter"
             )
         copied = quantised_copy(target, self.precision)

@@ -78,11 +78,11 @@ class Body(BaseModel):
     """Part of a request. A null for a field that is not nullable is as good as left out."""
 
     model_config = ConfigDict(extra="forbid")
-    _passed_over: ClassVar[frozenset[str]] = frozenset()  # ignored
+    _ignored: ClassVar[frozenset[str]] = frozenset()  # ignored
 
     @model_validator(mode="before")
     @classmethod
-    def _sift(cls, data: Any) -> Any:
+    def _drop_ignored(cls, data: Any) -> Any:
         if not isinstance(data, dict):
             return data
         known = _fields(cls)
@@ -91,7 +91,7 @@ class Body(BaseModel):
             if name in known:
                 if value is not None or known[name]:
                     kept[name] = value
-            elif name in cls._passed_over or value is None or value is ROUTER_DEFAULTS.get(name):
+            elif name in cls._ignored or value is None or value is ROUTER_DEFAULTS.get(name):
                 pass
             elif name in NOTED or value in NOTED_AT.get(name, ()):
                 note(name)

@@ -29,14 +29,14 @@ _START = (
     "from paceline.server.child import main; main(int(sys.argv[1]))"
 )
 _END_SECONDS = 5.0
-_HEARD = (signal.SIGINT, signal.SIGTERM)
+_SIGNALS = (signal.SIGINT, signal.SIGTERM)
 
 
 @contextmanager
 def _signals_blocked() -> Iterator[None]:
     """Children started meanwhile have these signals blocked until they ignore them: Ctrl-C reaches
     all processes, but the parent decides how the server ends."""
-    before = signal.pthread_sigmask(signal.SIG_BLOCK, _HEARD)
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, _SIGNALS)
     try:
         yield
     finally:

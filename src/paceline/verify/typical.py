@@ -41,10 +41,10 @@ def surprise(p: torch.Tensor, tokens: torch.Tensor, shapes: Shapes) -> torch.Ten
 def longest(parents: tuple[int, ...], surprises: Sequence[int]) -> tuple[int, ...]:
     """The longest path of accepted nodes; the least surprising one of equals."""
     paths: dict[int, tuple[tuple[int, ...], int]] = {-1: ((), 0)}  # with their surprise
-    for node, (parent, surprised) in enumerate(zip(parents, surprises, strict=True)):
-        if parent in paths and surprised >= 0:
+    for node, (parent, surprise_of_node) in enumerate(zip(parents, surprises, strict=True)):
+        if parent in paths and surprise_of_node >= 0:
             path, cost = paths[parent]
-            paths[node] = (*path, node), cost + surprised
+            paths[node] = (*path, node), cost + surprise_of_node
     return max(paths.values(), key=lambda entry: (len(entry[0]), -entry[1]))[0]
 
 

@@ -133,8 +133,8 @@ class Verifier:
     def _judged(self, logits: torch.Tensor, spans: Sequence[Span]) -> list[Verdict]:
         logits = _rows_of(logits, spans)
         wanted = any(span.seq.params.logprobs is not None for span in spans)
-        if not wanted and self._walks(logits, spans):
-            return self._verdicts(spans, Decisions(self._walked(logits, spans)), None)
+        if not wanted and self._can_walk(logits, spans):
+            return self._verdicts(spans, Decisions(self._walked_choices(logits, spans)), None)
         if not needs_logits(span.seq for span in spans):
             return self._verdicts(spans, Decisions(greedy_choice(logits)), None)
         rows = Rows.of(spans)
@@ -147,7 +147,7 @@ class Verifier:
 
     # -- deciding, row by row, where looking waits for nothing ----------------------------------
 
-    def _walks(self, logits: torch.Tensor, spans: Sequence[Span]) -> bool:
+    def _can_walk(self, logits: torch.Tensor, spans: Sequence[Span]) -> bool:
         """Whether rows off the accepted paths need no distribution."""
         return (
             not transfer.has_separate_memory(logits.device)
@@ -157,7 +157,7 @@ class Verifier:
             and all(method_of(span, self.rule) == "match" for span in spans)
         )
 
-    def _walked(self, logits: torch.Tensor, spans: Sequence[Span]) -> torch.Tensor:
+    def _walked_choices(self, logits: torch.Tensor, spans: Sequence[Span]) -> torch.Tensor:
         """int64 [R]: the choices of rows on the walks, 0 elsewhere; one level of all trees at a
         time, as a distribution over a large vocabulary costs more than a lookup of the chosen
         child."""
@@ -196,7 +196,7 @@ class Verifier:
         probs = probs_of_scores(scores, [seq.params for seq in rows.seqs])
         if all(is_coupled(seq.params) for seq in rows.seqs):
             return Decisions(coupled_choice(probs, rows))
-        probs, sound = _stood_in(probs)
+        probs, sound = _without_nan(probs)
         outcome = self.rule_probabilities(probs, spans)
         nodes = 0 if outcome is None else outcome.accept.shape[0]
         uniforms = self.uniforms(len(rows) + nodes, scores.device)
@@ -293,7 +293,7 @@ class Verifier:
         return first_accepted(parents, accepted)
 
 
-def _stood_in(probs: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor | None]:
+def _without_nan(probs: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor | None]:
     """The distributions [R, V] with uniform ones in place of NaN, and which rows are sound (None:
     all). Block verification looks ahead, and must not judge a path by such a row."""
     sound = ~probs[:, 0].isnan()  # a softmax that fails is NaN throughout

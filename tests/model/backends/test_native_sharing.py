@@ -124,7 +124,7 @@ import sys
 from pathlib import Path
 from paceline.core import cgroup
 cgroup.ROOT = Path(sys.argv[1])
-cgroup._MINE = cgroup.ROOT / "mine"
+cgroup._SELF = cgroup.ROOT / "mine"
 from paceline.kernels.library import library
 print(library().pl_patience(1) > 0, library().pl_patience(2))
 """

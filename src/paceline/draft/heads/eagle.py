@@ -26,7 +26,7 @@ from paceline.core.batch import Commit, ModelOutput, Slice, Span
 from paceline.core.sequence import SequenceView
 from paceline.core.transfer import to_device
 from paceline.draft.base import Drafter, States
-from paceline.draft.heads.eagle_format import FILES, load_eagle, said_layers
+from paceline.draft.heads.eagle_format import FILES, load_eagle, stated_layers
 from paceline.draft.heads.eagle_head import default_feature_layers
 from paceline.draft.spec import (
     DraftContext,
@@ -96,7 +96,7 @@ class Eagle(TreeSpec):
         notes: list[Note] = [("head-fits", text, None)]
         if self.layers is None and self.version == 3:
             shifted = [tuple(layer + shift for layer in usual) for shift in (-1, 1)]
-            if not said_layers(read.config):
+            if not stated_layers(read.config):
                 notes.append(("head-layers-assumed", f"layers {list(usual)} are taken", None))
             elif ids in shifted:
                 right = replace(self, layers=usual)
@@ -138,7 +138,7 @@ class _Rows(NamedTuple):
     rows: list[int]
 
 
-def _gathered(parts: Sequence[_Rows]) -> list[torch.Tensor]:
+def _joined_features(parts: Sequence[_Rows]) -> list[torch.Tensor]:
     """The features of some parts joined: of each layer ``[n, hidden]``."""
     picked: list[list[torch.Tensor]] = []
     for _, group in groupby(parts, key=lambda part: id(part.layers)):
@@ -256,7 +256,7 @@ class EagleDrafter(LevelDrafter):
     def _first(self, spans: Sequence[Span], trees: Sequence[Growing]) -> Logits:
         """Run the rows whose features have arrived."""
         parts = [part for span in spans for part in self._states[span.seq_id].take()]
-        return self._run(spans, trees, torch.cat(_gathered(parts), -1), fused=False)
+        return self._run(spans, trees, torch.cat(_joined_features(parts), -1), fused=False)
 
     def _level(self, trees: list[Growing]) -> Logits:
         """Run the newest nodes of some trees, each with its parent's output as its feature."""
@@ -321,7 +321,7 @@ class EagleDrafter(LevelDrafter):
         """Copy waiting features: a stored row keeps its whole forward's tensor alive."""
         for state in self._states.values():
             if state.waiting:
-                copies = tuple(layer.clone() for layer in _gathered(state.waiting))
+                copies = tuple(layer.clone() for layer in _joined_features(state.waiting))
                 state.waiting = [_Rows(copies, list(range(state.count)))]
         self._whole = 0
 

@@ -224,7 +224,7 @@ def _config(
             f"the EAGLE head {name} is {hidden} wide and has no embed_tokens, but the target's "
             f"embedding is {width} wide; its weights are incomplete"
         )
-    layers = said_layers(flat) or list(default_feature_layers(version, target.num_layers))
+    layers = stated_layers(flat) or list(default_feature_layers(version, target.num_layers))
     if not isinstance(layers, list) or not all(type(number) is int for number in layers):
         raise ModelLoadError(f"{_LAYERS} of {name} is {layers!r}, not a list of layer numbers")
     theta, scaling = _rotary(flat)
@@ -256,7 +256,7 @@ def _rotary(flat: dict[str, Any]) -> tuple[float, dict[str, Any] | None]:
     return theta, None if options["rope_type"] == "default" else options
 
 
-def said_layers(config: dict[str, Any]) -> Any:
+def stated_layers(config: dict[str, Any]) -> Any:
     """The feature layers named in a config.json, in either form; empty or None for none."""
     nested = config.get("eagle_config")
     return config.get(_LAYERS) or (nested.get(_LAYERS) if isinstance(nested, dict) else None)

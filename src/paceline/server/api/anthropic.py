@@ -32,7 +32,7 @@ class Turn(Body):
 class ClaudeTool(Body):
     """A function. Tools that Anthropic's servers run are not supported."""
 
-    _passed_over: ClassVar[frozenset[str]] = frozenset(
+    _ignored: ClassVar[frozenset[str]] = frozenset(
         {"cache_control", "eager_input_streaming", "defer_loading", "allowed_callers", "strict"}
     )
     type: Literal["custom"] = "custom"
@@ -92,7 +92,7 @@ class CountRequest(Generation):
         if self.system:
             messages.append({"role": "system", "content": self.system})
         for number, turn in enumerate(self.messages):
-            messages += _turned(turn, number)
+            messages += _messages_of_turn(turn, number)
         if messages and messages[-1]["role"] == "assistant":
             messages[-1]["prefix"] = True
         config = self.output_config or OutputConfig()
@@ -131,7 +131,7 @@ class MessagesRequest(CountRequest):
     max_tokens: int = Field(ge=1)
 
 
-def _turned(turn: Turn, number: int) -> Iterator[blocks.MessageFields]:
+def _messages_of_turn(turn: Turn, number: int) -> Iterator[blocks.MessageFields]:
     """The messages of one turn: each tool result is one, then the rest. Raises APIError."""
     if isinstance(turn.content, str):
         yield {"role": turn.role, "content": turn.content}

@@ -70,14 +70,14 @@ _INSTRUCTION = (
     '{"name": NAME, "arguments": {...}}. The functions:'
 )
 # Fields of a request that become template variables, if the template uses them.
-_HANDED_ON = ("reasoning_effort", "verbosity")
+_TEMPLATE_FIELDS = ("reasoning_effort", "verbosity")
 
 
 def render_request(tokenizer: Tokenizer, body: ChatRequest) -> list[int]:
     """Token ids of a request's conversation. Raises APIError."""
     variables = dict(body.chat_template_kwargs)
     template = _template_of(tokenizer)
-    for name in _HANDED_ON:
+    for name in _TEMPLATE_FIELDS:
         value = getattr(body, name)
         if value is not None and name in template:
             variables.setdefault(name, value)

@@ -40,7 +40,7 @@ def prompt_entry(tokenizer: Tokenizer, entry: TokenLogprob) -> dict[str, Any]:
     }
 
 
-def ends_unseen(tokenizer: Tokenizer, token: int, reason: str | None) -> bool:
+def only_ends(tokenizer: Tokenizer, token: int, reason: str | None) -> bool:
     """Whether a last token only ended the text and is not part of it."""
     return reason == "stop" and Spelling.of(tokenizer).name(token, skip_special=True) is None
 
@@ -50,10 +50,10 @@ def finish_reason(event: StreamEvent) -> str | None:
     return None if event.completion is None else event.completion.finish_reason
 
 
-def seen(tokenizer: Tokenizer, event: StreamEvent) -> list[TokenLogprob]:
+def visible_logprobs(tokenizer: Tokenizer, event: StreamEvent) -> list[TokenLogprob]:
     """Log-probabilities of the event's tokens that are part of the text."""
     entries = event.logprobs or []
-    ended = entries and ends_unseen(tokenizer, entries[-1].token_id, finish_reason(event))
+    ended = entries and only_ends(tokenizer, entries[-1].token_id, finish_reason(event))
     return entries[:-1] if ended else entries
 
 
@@ -67,7 +67,7 @@ def token_record(tokenizer: Tokenizer, entry: TokenLogprob) -> dict[str, Any]:
 
 def token_records(tokenizer: Tokenizer, event: StreamEvent) -> list[dict[str, Any]]:
     """Records of the event's tokens that are part of the text."""
-    return [token_record(tokenizer, entry) for entry in seen(tokenizer, event)]
+    return [token_record(tokenizer, entry) for entry in visible_logprobs(tokenizer, event)]
 
 
 def _token(tokenizer: Tokenizer, token: int, logprob: float) -> dict[str, Any]:
@@ -107,7 +107,7 @@ class Origins:
             zip(event.token_ids, event.from_draft, strict=True)
         ):
             last = reason is not None and index == len(event.token_ids) - 1
-            ends = last and ends_unseen(self._tokenizer, token, reason)
+            ends = last and only_ends(self._tokenizer, token, reason)
             text = "" if ends else self._detokeniser.feed(token)
             logprobs = event.logprobs
             records.append(

@@ -23,8 +23,8 @@ from paceline.server.api.choices import (
     agreement,
     finish_reason,
     prompt_entry,
-    seen,
     token_records,
+    visible_logprobs,
 )
 from paceline.server.api.params import sampling_params
 from paceline.server.api.protocol import (
@@ -239,7 +239,7 @@ class CompletionAnswer(OpenAIAnswer):
     def _choice(self, event: StreamEvent) -> dict[str, Any]:
         """What an event adds to its choice; the first event's also has the prompt's fields."""
         if self._body.max_tokens == 0:
-            event = _unwritten(event)
+            event = _without_tokens(event)
         index = self._index(event)
         first = index not in self._begun
         self._begun.add(index)
@@ -263,7 +263,9 @@ class CompletionAnswer(OpenAIAnswer):
             return None
         prompt = self._prompts[index // self._n]
         # With an echoed prompt all tokens count, also the one that ended the text.
-        entries = (event.logprobs or []) if self._body.echo else seen(self._tokenizer, event)
+        entries = (
+            (event.logprobs or []) if self._body.echo else visible_logprobs(self._tokenizer, event)
+        )
         if echoed:
             entries = [TokenLogprob(prompt[0], 0.0), *(event.prompt_logprobs or ()), *entries]
         if index not in self._columns:
@@ -281,7 +283,7 @@ class CompletionAnswer(OpenAIAnswer):
         return str(self._tokenizer.decode(prompt, skip_special_tokens=skip))
 
 
-def _unwritten(event: StreamEvent) -> StreamEvent:
+def _without_tokens(event: StreamEvent) -> StreamEvent:
     """An event of a request with ``max_tokens`` 0: the one token of the engine is dropped."""
     done = event.completion
     if done is not None:
@@ -307,7 +309,7 @@ class ChatAnswer(OpenAIAnswer):
         for event in events:
             index = self._index(event)
             deltas, ended = deltas_of(self._dialogue.reader(), event)
-            message, reason = self._as_asked(message_of(deltas), ended or "")
+            message, reason = self._in_asked_form(message_of(deltas), ended or "")
             choices.append(
                 {
                     "index": index,
@@ -322,7 +324,7 @@ class ChatAnswer(OpenAIAnswer):
             answer["prompt_token_ids"] = self._dialogue.prompt
         return answer
 
-    def _as_asked(self, delta: Delta, reason: str) -> tuple[Delta, str]:
+    def _in_asked_form(self, delta: Delta, reason: str) -> tuple[Delta, str]:
         """Requests with ``functions`` get a ``function_call`` in place of ``tool_calls``."""
         if not self._body.functions:
             return delta, reason
@@ -344,13 +346,13 @@ class ChatAnswer(OpenAIAnswer):
         stream = self._streams.setdefault(index, self._dialogue.reader())
         deltas, ended = deltas_of(stream, event)
         logprobs, more = self._logprobs(event), self._of_tokens(index, event)
-        choices = [self._choice(index, self._as_asked(delta, "")[0]) for delta in deltas]
+        choices = [self._choice(index, self._in_asked_form(delta, "")[0]) for delta in deltas]
         if not choices and (more or (logprobs and logprobs["content"])):
             choices.append(self._choice(index, {}))
         if choices:
             choices[-1] |= {"logprobs": logprobs, **more}
         if ended is not None:
-            choices.append(self._choice(index, {}, self._as_asked({}, ended)[1]))
+            choices.append(self._choice(index, {}, self._in_asked_form({}, ended)[1]))
         if choices and index not in self._begun:
             self._begun.add(index)
             choices.insert(0, self._choice(index, {"role": "assistant", "content": ""}))

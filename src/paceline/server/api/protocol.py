@@ -188,7 +188,7 @@ class ChatMessage(Body):
     """An assistant's message may have any further fields. ``prefix``: the answer continues this
     last message."""
 
-    _passed_over: ClassVar[frozenset[str]] = frozenset({"id", "status", "annotations"})
+    _ignored: ClassVar[frozenset[str]] = frozenset({"id", "status", "annotations"})
     role: Literal["system", "developer", "user", "assistant", "tool", "function"]
     content: Content | None = None
     name: str | None = None

@@ -35,7 +35,7 @@ class Reasoning(Body):
 
 
 class FlatTool(Body):
-    _passed_over: ClassVar[frozenset[str]] = frozenset(
+    _ignored: ClassVar[frozenset[str]] = frozenset(
         {"allowed_callers", "async", "defer_loading", "output_schema"}
     )
     type: Literal["function"]

@@ -15,7 +15,14 @@ from paceline.server.api.protocol import DetokenizeRequest, TokenizeRequest
 from paceline.server.failures import APIError, check_text
 from paceline.server.service import Service
 
-_SAID = ("bos_token", "eos_token", "pad_token", "unk_token", "chat_template", "model_max_length")
+_INFO_FIELDS = (
+    "bos_token",
+    "eos_token",
+    "pad_token",
+    "unk_token",
+    "chat_template",
+    "model_max_length",
+)
 
 
 def router(service: Service) -> APIRouter:
@@ -36,7 +43,7 @@ def router(service: Service) -> APIRouter:
     @routes.get("/tokenizer_info")
     async def tokenizer_info() -> Response:
         tokenizer = service.tokenizer
-        special = {name: getattr(tokenizer, name, None) for name in _SAID}
+        special = {name: getattr(tokenizer, name, None) for name in _INFO_FIELDS}
         return _json({"tokenizer_class": type(tokenizer).__name__, **special})
 
     return routes
