@@ -23,7 +23,7 @@ def search_over(seed: int, tries: int = 160) -> SkipSearch:
     search = SkipSearch(skippable(12), 5, tries)
     while sets := search.sets():
         ease = luck.uniform(0.2, 0.6)
-        search.learn([(layers, share(layers, luck, ease)) for layers in sets])
+        search.learn_scores([(layers, share(layers, luck, ease)) for layers in sets])
     return search
 
 
@@ -39,7 +39,7 @@ def test_it_finds_good_layers_through_the_noise() -> None:
 def test_without_noise_it_finds_the_best() -> None:
     search = SkipSearch(skippable(12), 5, tries=400)
     while sets := search.sets():
-        search.learn([(layers, 0.4 + sum(WORTH[n] for n in layers)) for layers in sets])
+        search.learn_scores([(layers, 0.4 + sum(WORTH[n] for n in layers)) for layers in sets])
     assert search.best == BEST
 
 
@@ -60,12 +60,12 @@ def test_it_ends() -> None:
     """After its tries, when the best is right for long, or when there is nothing else to try."""
     search = SkipSearch(skippable(12), 5, tries=9)
     for windows in (1, 2, 3):
-        search.learn([(layers, 0.5) for layers in search.sets()])
+        search.learn_scores([(layers, 0.5) for layers in search.sets()])
         assert search.over == (windows == 3)
     assert SkipSearch(skippable(12), 5, tries=0).over
     search = SkipSearch(skippable(12), 5)
     for windows in range(1, 5):
-        search.learn([(layers, 1.0) for layers in search.sets()])
+        search.learn_scores([(layers, 1.0) for layers in search.sets()])
         assert search.over == (windows == 4)
     assert search.best == SkipSearch(skippable(12), 5).best
     search = SkipSearch((1,), 1)

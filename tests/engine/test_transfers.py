@@ -34,7 +34,10 @@ MIXED = [
 LOOKS = ("item", "tolist", "cpu", "numpy", "nonzero", "__bool__", "__int__", "__float__")
 # Who looks at tensors of the host, or does so only where the device is the host.
 ON_HOST = {"_without_nan", "_emptied", "_sparse_inversion", "race", "_keys"}
-ON_HOST |= {"_top", "hear"}  # of the search of skipped layers, which keeps its own account there
+ON_HOST |= {
+    "_top",
+    "learn_scores",
+}  # of the search of skipped layers, whose tensors are on the host
 VERIFY = "verifier._verdicts"  # the one wait of a step
 ROOT = Path(paceline.__file__).parent
 

@@ -134,7 +134,7 @@ class SkipSearch:
         self.over = self.over or len(tried) == 1
         return [] if self.over else tried
 
-    def learn(self, scores: Sequence[tuple[Layers, float]]) -> None:
+    def learn_scores(self, scores: Sequence[tuple[Layers, float]]) -> None:
         """Learn the shares of one window that sets predicted, the best set's first."""
         rows = torch.stack([self._row(layers) for layers, _ in scores])
         shares = torch.tensor([share for _, share in scores], dtype=torch.float64)
@@ -207,7 +207,7 @@ class SwiftDrafter(SelfDrafter):
         self._due -= self._interval * max(0, len(sets) - 1)
         scores = self._scores(sets, seq) if sets else []
         if scores:
-            self._search.learn(list(zip(sets, scores, strict=True)))
+            self._search.learn_scores(list(zip(sets, scores, strict=True)))
             self.view = _without(self.view, self._search.best)
 
     def _scores(self, sets: Sequence[Layers], seq: SequenceView) -> list[float]:
