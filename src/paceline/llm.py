@@ -52,46 +52,41 @@ if TYPE_CHECKING:
 class LLM:
     """A target model, perhaps a drafter, and the engine that decodes with them.
 
-    ``model``: a built-in name (``paceline/tiny``), a local folder or a hub name of a
-    ``transformers`` causal LM. ``draft``: "auto" (lookups, what was trained for the model and is
-    on this machine, its own 4-bit form: all that can pay, see ``drafts`` and ``notes``), None or
-    "none" (plain decoding), a draft model's name or folder, a spec ("ngram",
-    "tree:PATH,branching=2x2x1"), also as an object of ``paceline.drafters``
-    (``Eagle3(path, nodes=16)``), or any object with the Protocol ``Drafter``, which then belongs
-    to this LLM. Of a list every request may choose one by its name in ``drafters`` (its kind, see
-    ``SamplingParams.drafter``), else the first is taken.
+    ``model``: a built-in name (``paceline/tiny``), a local folder, or a hub name of a
+    ``transformers`` causal LM. ``draft``: "auto" (all that can pay: lookups, what was trained for
+    the model and is on this machine, its 4-bit copy; see ``drafts`` and ``notes``); None or "none"
+    (plain decoding); a draft model; a spec ("ngram", "tree:PATH,branching=2x2x1") or the same as an
+    object of ``paceline.drafters`` (``Eagle3(path, nodes=16)``); an object with the Protocol
+    ``Drafter``, which then belongs to this LLM; or a list, from which requests choose by a name in
+    ``drafters`` (``SamplingParams.drafter``), by default the first.
 
-    ``dtype`` and ``device`` "auto" take bf16 and CUDA where the machine has them. ``backend``
-    "auto" is "native" (kernels of our own, whose rows have the same bits whatever rides along)
-    where it knows the model, else "reference" (torch), and says so. ``quantize`` "int8" or "int4"
-    rounds the weights (on a CPU), "none" dequantises those of a quantised file. The target's
-    weights are shared by ``tensor_parallel`` processes; with ``offload`` "cpu" or "disk" layers
-    stay there for which ``weights_memory`` bytes of the device do not do. ``draft_quantize``,
-    ``draft_offload`` and ``draft_device`` are of draft models. ``kv_cache_memory`` is in bytes;
-    ``kv_cache_dtype`` "int8" keeps the target's keys and values in 8 bits; ``prefix_sharing``
-    shares what is cached of equal beginnings.
+    ``dtype`` and ``device`` "auto" take bf16 and CUDA if the machine has them. ``backend`` "auto"
+    is "native" (our kernels, whose rows have the same bits in any batch) for models it knows, else
+    "reference" (torch). ``quantize`` "int8" or "int4" rounds the weights (on a CPU), "none"
+    dequantises a quantised file. ``tensor_parallel`` processes share the target's weights;
+    ``offload`` "cpu" or "disk" keeps layers there that ``weights_memory`` bytes of the device do
+    not hold. ``draft_quantize``, ``draft_offload`` and ``draft_device``: the same for draft models.
+    ``kv_cache_memory``: bytes; ``kv_cache_dtype`` "int8": the target's keys and values in 8 bits;
+    ``prefix_sharing``: equal beginnings share cache blocks.
 
-    ``max_batch_size`` (8) sequences are decoded together. ``draft_length`` is in tokens or "auto";
-    ``rule`` is that of sampled drafts. ``drafting`` "throughput" lets the tokens a second of all
-    requests decide where "fair" slows none down for another's sake; ``log_decisions`` logs who
-    drafts and why, and ``controller`` decides in place of the adaptive one (docs/control.md).
-    ``seed`` seeds requests that bring none. Requests without parameters sample as the checkpoint's
-    ``generation_config`` says ("none": as if it said nothing) or, where they are given, as
-    ``default_temperature``, ``default_top_p``, ``default_top_k``, ``default_min_p`` and
-    ``default_repetition_penalty`` say (see ``default_params``). ``lossy`` accepts plausible
-    drafts (typical acceptance): sampled text is then NOT distributed as the target's own;
-    completions say it.
+    ``max_batch_size`` (8): sequences decoded together. ``draft_length``: tokens, or "auto".
+    ``rule``: for sampled drafts. ``drafting``: "throughput" maximises the tokens a second of all
+    requests, "fair" slows none down for another. ``log_decisions`` logs who drafts and why;
+    ``controller`` replaces the adaptive one (docs/control.md). ``seed``: for requests without one.
+    Requests without parameters sample as ``default_temperature``, ``default_top_p``,
+    ``default_top_k``, ``default_min_p`` and ``default_repetition_penalty`` say, else as the
+    checkpoint's ``generation_config`` ("none" ignores it); see ``default_params``. ``lossy``:
+    typical acceptance; sampled text is then NOT distributed as the target's, and completions say
+    so.
 
-    ``profile`` is a file of ``paceline tune``: it gives ``max_batch_size``, ``rule``, the draft
-    and, with that draft, its length and, on the machine that it was made on, its costs, which are
-    then not measured at start-up. What is given here wins, but for the draft "auto", for which the
-    profile's stands; a draft of your own adapts its length. ``notes`` says what did not fit.
+    ``profile``: a file of ``paceline tune``, which gives ``max_batch_size``, ``rule``, the draft
+    (also in place of "auto") and, with that draft, its length and, on the same machine, its costs,
+    which are then not measured at start-up. Other arguments override it. ``notes`` says what did
+    not fit.
 
     Raises ModelLoadError, UnsupportedModelError, VocabularyMismatchError, CacheMemoryError or
-    ConfigError, all PacelineErrors with a one-line message.
-
-    Calls may come from several threads at the same time: they share the engine's steps, and each
-    gets its own answers. ``AsyncLLM`` does the same for coroutines.
+    ConfigError: PacelineErrors with a one-line message. Calls on several threads share the engine's
+    steps; ``AsyncLLM`` does the same for coroutines.
     """
 
     sampling_defaults: SamplingDefaults

@@ -135,20 +135,16 @@ class SamplingParams:
     """Parameters of one request; names and meanings follow vLLM and the OpenAI API.
 
     ``temperature`` 0 is greedy, 100 the most. ``top_k`` 0 or -1 and ``top_p`` 1 switch truncation
-    off. ``repetition_penalty``, from 0.01 to 100, sees prompt and output; presence and frequency
-    penalties, from -2 to 2, see the output only. ``logit_bias`` adds from -100 to 100.
-    With a ``seed`` the sampled text does not depend on drafter, batch or machine
-    load (coupled rule). ``logprobs`` asks for that many alternatives beside the chosen token's.
-    ``drafter`` names one of those that were loaded, or is "none"; by default it is the first.
-    ``draft_length`` fixes this request's draft length; None is the engine's. ``grammar`` allows
-    only text that it matches, at every position of every draft, and ends with it.
-    ``stop`` has up to 16 strings of up to 1,000 characters.
-    ``include_stop`` shows the one that ended the text.
-    ``skip_special_tokens`` leaves them out of the text; those that end it are never part of it,
-    and with ``skip_end_tokens`` nor are those that ``ignore_eos`` writes on over.
-    ``prompt_logprobs`` scores the prompt's tokens, with so many alternatives; nothing of it is then
-    taken from the cache. ``prediction`` are token ids that the text will probably be like, drafted
-    where it is. Requests of a lower ``priority`` start first.
+    off. ``repetition_penalty``, 0.01 to 100, counts prompt and output; presence and frequency
+    penalties, -2 to 2, the output. ``logit_bias`` adds -100 to 100. With a ``seed`` sampled text
+    does not depend on drafter, batch or load (coupled rule). ``logprobs``, ``prompt_logprobs``:
+    that many alternatives beside each token; a scored prompt takes nothing from the cache.
+    ``drafter``: the name of a loaded one, or "none"; default the first. ``draft_length`` fixes the
+    draft length. ``grammar``: text must match it, and ends with it. ``stop``: up to 16 strings of
+    up to 1,000 characters; ``include_stop`` keeps the one that ended the text.
+    ``skip_special_tokens`` leaves these out of the text; those that end it are never in it, nor,
+    with ``skip_end_tokens``, those that ``ignore_eos`` continues after. ``prediction``: token ids
+    of the expected text, used as drafts. Requests of lower ``priority`` start first.
 
     Raises ConfigError, a ValueError, on a value out of range.
     """
