@@ -15,7 +15,8 @@ from paceline.model.hub import fetched, first_line
 if TYPE_CHECKING:
     from tokenizers.decoders import Decoder
     from transformers import PreTrainedTokenizerFast
-    from transformers import PreTrainedTokenizerFast as Tokenizer
+
+    Tokenizer = PreTrainedTokenizerFast
 else:
     Tokenizer = object  # a name for annotations: transformers is not loaded for it
 
