@@ -207,13 +207,13 @@ def test_swift_scores_what_each_view_predicts(
     assert isinstance(drafter, SwiftDrafter)
     seqs = [SequenceState(0, [7, 3], 2, SamplingParams(max_tokens=110, ignore_eos=True))]
     heard: list[tuple[tuple[int, ...], float]] = []
-    hear = drafter._search.hear
+    hear = drafter._search.learn_scores
 
     def listening(scores: list[tuple[tuple[int, ...], float]]) -> None:
         heard.extend(scores)
         hear(scores)
 
-    drafter._search.hear = listening  # type: ignore[method-assign, assignment]
+    drafter._search.learn_scores = listening  # type: ignore[method-assign, assignment]
     for _ in Drive(engine, seqs):
         assert drafter.view.layers == tuple(n for n in range(LAYERS) if n not in drafter.skipped)
     assert heard == [(layers, share) for _, layers, share in tried]
