@@ -167,8 +167,8 @@ def library() -> Any:
     ``PACELINE_NATIVE`` names the instruction set to use, one of INSTRUCTIONS, instead of the best
     that the processor has; "off" leaves the kernels out.
     """
-    file = library_file()
     try:
+        file = library_file()
         _load_openmp()
         loaded = ctypes.CDLL(str(file))
     except OSError as error:

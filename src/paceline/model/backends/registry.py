@@ -52,7 +52,11 @@ def make_backend(name: str, model: Adapted) -> Backend | str:
 
 
 def _imported(name: str) -> MakeBackend:
-    (point, *_) = entry_points(group="paceline.backends", name=name)
+    point = next(iter(entry_points(group="paceline.backends", name=name)), None)
+    if point is None:
+        raise ConfigError(
+            f"backend {name!r} is not made for a model; use native or one of a package"
+        )
     try:
         loaded: MakeBackend = point.load()
     except Exception as error:

@@ -186,7 +186,8 @@ def copy_beside(
         {key: copy.copy(v) for key, v in vars(module).items() if isinstance(v, dict)}
     )
     copied._modules = {
-        name: copy_beside(child, stand_in, finish) for name, child in module._modules.items()
+        name: None if child is None else copy_beside(child, stand_in, finish)
+        for name, child in module._modules.items()
     }
     finish(copied)
     return copied
