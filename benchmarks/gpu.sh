@@ -24,7 +24,7 @@ python=${PYTHON:-python}
 target=$("$python" benchmarks/inflate.py paceline/tiny --preset 8b)
 draft=$("$python" benchmarks/inflate.py paceline/tiny-draft --preset 0.6b)
 "$python" -m paceline.cli.main bench --device cuda --model "$target" --draft "$draft" \
-    -m draft@4 -m draft -m transformers -m transformers:assisted --per-category 2 \
+    -m draft@4 -m draft --per-category 2 \
     --json "$@" > "$out/bench.json"
 for pair in tiny inflated; do
     "$python" benchmarks/drafters.py --device cuda --pair "$pair" --presets 8b,0.6b \

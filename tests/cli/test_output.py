@@ -76,3 +76,11 @@ def test_a_drafter_that_did_not_draft_says_so() -> None:
     (done,) = llm.generate("Once", SamplingParams(max_tokens=3, draft_length=0))
     assert "no draft was tried: it would not have paid" in summary(done, drafts=True)
     assert "draft" not in summary(done)
+
+
+def test_what_the_last_token_left_unfinished(tokenizer: Any) -> None:
+    painter = Painter(tokenizer, True)
+    ids = tokenizer.encode("🙂", add_special_tokens=False)[:-1]
+    shown = painter.paint(ids, [False] * len(ids)).plain
+    assert shown + painter.rest().plain == tokenizer.decode(ids)
+    assert painter.rest().plain != ""

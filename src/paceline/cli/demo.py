@@ -188,6 +188,8 @@ def race(
                         if shown and drive is drives[1]:
                             drafted = (at < len(commit.path) for at in range(len(commit.tokens)))
                             text.append_text(painter.paint(commit.tokens, drafted))
+                            if commit.finish_reason is not None:
+                                text.append_text(painter.rest())
             live.update(Group(*([text] if shown else []), _bars(*drives)), refresh=True)
     if not console.is_terminal:  # there it ends the last line itself
         console.line()

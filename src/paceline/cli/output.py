@@ -135,6 +135,10 @@ class Painter:
             painted.append("".join(run), style)
         return painted
 
+    def rest(self) -> Text:
+        """Characters that the last token left unfinished."""
+        return Text(self._detokeniser.flush(), self._last)
+
     def _next_style(self) -> str:
         """An unfinished character at the text's end belongs to its last token."""
         return self._styles.popleft() if self._styles else self._last

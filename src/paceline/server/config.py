@@ -34,7 +34,7 @@ class _Names:
     )
     draft: tuple[str, ...] = _model(
         (),
-        "Draft model, ngram or another drafter's spec; repeatable: requests choose by name, the "
+        "Draft model, ngram or another drafter's spec; requests choose by name, the "
         "first is the default. 'auto' is all that can pay, 'none' decodes plainly.",
         shown=f"{DEFAULT_DRAFT}; beside it what is built in for {REAL} and {EMBEDDED}",
     )
