@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from itertools import takewhile
+from random import Random
 
 import pytest
 
@@ -11,7 +13,7 @@ from paceline.control.controller import Decision
 from paceline.control.cost import CostModel
 from paceline.control.exploration import ExplorationBudget
 from paceline.core.batch import Commit, Slice
-from paceline.core.costs import CostCurve, DrafterCosts
+from paceline.core.costs import CostCurve, DrafterCosts, TargetCosts
 from paceline.core.params import SamplingParams
 from paceline.core.sequence import SequenceState
 from paceline.draft.base import Guess
@@ -177,3 +179,55 @@ def test_drafts_for_several_grow_by_doubling() -> None:
     assert longest >= 4
     alone = drafts_of(1)[0]
     assert alone.length > 1 and not alone.reason
+
+
+def learnt(seconds: float) -> AdaptiveController:
+    costs_of_target = TargetCosts((1, 64), (CostCurve((1, 101), (1.0, 2.0)),) * 2)
+    model = DrafterCosts(LENGTHS, LENGTHS, CostCurve((1,), (seconds,)))
+    return AdaptiveController(CostModel(costs_of_target, {"model": model}))
+
+
+def committed(request: SequenceState, length: int, accepted: int, scheduled: int = 1) -> Commit:
+    tokens, position = (1,) * (accepted + 1), len(request.tokens) - 1
+    request.tokens.extend(tokens)
+    request.cached = len(request.tokens) - 1
+    levels = min(length, accepted + 1)
+    return Commit(
+        request.seq_id, tokens, path=tuple(range(accepted)), drafted=length, levels=length,
+        reached=levels, scheduled=scheduled, position=position,
+    )  # fmt: skip
+
+
+def test_the_last_token_of_a_request_is_no_exploration() -> None:
+    control, rng = learnt(0.2), Random(1)
+    last = []
+    for number in range(40):
+        request = SequenceState(number, [1, 2], 2, SamplingParams(max_tokens=8), cached=1)
+        while request.remaining > 0:
+            (decision,) = control.lengths([request])
+            if request.remaining == 1:
+                last.append(decision.reason)
+            length = min(decision.length, request.remaining - 1)
+            accepted = sum(takewhile(bool, (rng.random() < 0.8 for _ in range(length))))
+            commit = committed(request, length, accepted)
+            control.observe([commit], 1 + 0.21 * length, 0.2 * length)
+        control.forget(number)
+    assert last, "no request ended so"
+    assert "exploration" not in last
+
+
+def test_drafts_grow_though_every_step_reads_a_prompt() -> None:
+    """Its time is no measure, but its drafts were made."""
+    control = learnt(0.15)
+    requests = [
+        SequenceState(n, [1, 2], 2, SamplingParams(max_tokens=10_000), cached=1) for n in range(4)
+    ]
+    reading = SequenceState(99, [1] * 9999, 9999, SamplingParams(max_tokens=9), cached=0)
+    lengths: list[int] = []
+    for step in range(60):
+        decisions = control.lengths([*requests, reading] if step > 2 else requests)
+        lengths = [decision.length for decision in decisions[:4]]
+        commits = [committed(r, n, n) for r, n in zip(requests, lengths, strict=True)]
+        prompt = [Commit(99, (), scheduled=64, position=64 * step)] if step > 2 else []
+        control.observe([*commits, *prompt], 1 + 0.2 * max(lengths), 0.15 * max(lengths))
+    assert min(lengths) > 1

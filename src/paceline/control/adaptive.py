@@ -278,8 +278,10 @@ class AdaptiveController(Controller):
             return []
         drafts: dict[int, DraftOption] = {}
         for index, (seq, ways) in enumerate(zip(seqs, options, strict=True)):
+            if seq.remaining <= 1:
+                continue
             first = next((draft for draft in ways if draft.name == name), None)
-            if first is None and name in self._models(seq) and seq.remaining > 1:
+            if first is None and name in self._models(seq):
                 (first,) = self.drafts(seq, name, batch, lengths=(1,))
             if first is not None:
                 drafts[index] = first
@@ -328,8 +330,6 @@ class AdaptiveController(Controller):
         unread = sum(self._learn(commit, step.made[commit.seq_id]) for commit in tried)
         plain = cost.rest(batch)
         self.budget.earn(step.seconds, plain, batch)
-        if step.fixed or not all(commit.scheduled == 1 and commit.tokens for commit in commits):
-            return  # a step that prefills is no measure
         levels: dict[Hashable, list[int]] = {}
         for commit in commits:
             if (draft := step.made.get(commit.seq_id)) is not None:
@@ -338,6 +338,8 @@ class AdaptiveController(Controller):
                 levels.setdefault(draft.name, []).append(length)
         for name, lengths in levels.items():
             cost.see(name, batch, max(lengths))
+        if step.fixed or not all(commit.scheduled == 1 and commit.tokens for commit in commits):
+            return  # a step that prefills is no measure
         passes = {name: cost.passes(name, lengths) for name, lengths in levels.items()}
         nodes = sum(commit.drafted for commit in commits) / batch
         foreseen = cost.drafting(batch, passes)

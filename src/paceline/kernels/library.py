@@ -154,9 +154,12 @@ def _load_openmp() -> None:
     threads in one process would wait for each other's processors. Raises OSError."""
     if sys.platform != "linux":
         return  # it is linked
-    maps = Path("/proc/self/maps").read_text(encoding="utf-8", errors="replace")
-    files = {line.split(maxsplit=5)[-1] for line in maps.splitlines()}
-    loaded = sorted(file for file in files if Path(file).name.startswith("libgomp"))
+    try:
+        maps = Path("/proc/self/maps").read_text(encoding="utf-8", errors="replace")
+    except OSError:
+        maps = ""
+    files = {Path(line.split(maxsplit=5)[-1]) for line in maps.splitlines()}
+    loaded = sorted(str(f) for f in files if f.name.startswith("libgomp") and f.is_file())
     ctypes.CDLL((loaded or ["libgomp.so.1"])[0], ctypes.RTLD_GLOBAL)
 
 

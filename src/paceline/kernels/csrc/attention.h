@@ -182,7 +182,7 @@ struct Tile {
     long known = high < shared ? high : shared;
     for (long at = low; at < known; at += PANEL) {
       if (first == 0) {
-        ahead.step(PANEL);
+        ahead.step(at + PANEL < known ? PANEL : known - at);
         products.lay_out_keys(at, at, at + PANEL < known ? PANEL : known - at);
       }
       products.score(at, first * group, (last - first) * group, scores + at);

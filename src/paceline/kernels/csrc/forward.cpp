@@ -29,19 +29,20 @@ Ahead::Ahead(const Attention& a, AttentionItems items)
 // The first item from this one on that reads something.
 void Ahead::open() {
   while (item_ < end_ && item_->begin >= item_->end) item_++;
-  if (item_ < end_) at_ = item_->begin;
+  if (item_ < end_) at_ = item_->begin, head_ = item_->kv_head;
 }
 
 void Ahead::step(long count) {
-  for (left_ += count; item_ < end_ && left_ >= item_->kv_heads;) {
-    left_ -= item_->kv_heads;
+  for (; item_ < end_ && count > 0; count--) {
     long slot = a_.row[item_->first].table[at_ / a_.block_size] * a_.block_size + at_ % a_.block_size;
-    long from = (slot * a_.model->kv_heads + item_->kv_head) * head_bytes_, to = from + item_->kv_heads * head_bytes_;
-    for (long i = from; i < to; i += 64) {
+    long from = (slot * a_.model->kv_heads + head_) * head_bytes_;
+    for (long i = from; i < from + head_bytes_; i += 64) {
       __builtin_prefetch(static_cast<const char*>(a_.keys) + i, 0, 2);
       __builtin_prefetch(static_cast<const char*>(a_.values) + i, 0, 2);
     }
-    if (++at_ == item_->end) item_++, open();
+    if (++at_ < item_->end) continue;
+    at_ = item_->begin;
+    if (++head_ == item_->kv_head + item_->kv_heads) item_++, open();
   }
 }
 

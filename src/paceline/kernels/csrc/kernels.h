@@ -131,7 +131,7 @@ class Ahead {
   const Attention& a_;
   const long head_bytes_;
   const AttentionItem *item_, *end_;
-  long at_ = 0, left_ = 0;
+  long at_ = 0, head_ = 0;
 };
 
 // One of the experts that a row goes through; `place`: its row among all that do.
