@@ -3,6 +3,7 @@
     python benchmarks/native.py [MODEL] [--dtype bfloat16] [--quantize int4] [--rounds 5] [--json]
     python benchmarks/native.py --wide 3      # random weights, shaped as 3 layers of an 8B model
     python benchmarks/native.py [MODEL] --kv-cache-dtype int8 --context 4096 [--rows 1 8]
+    python benchmarks/native.py --context 2000 --sequences 16 --rows 1
     python benchmarks/native.py --roofline    # what products of few rows could cost
 
 Each figure is the median over rounds of the milliseconds of one forward of a chain behind
@@ -66,18 +67,29 @@ def filled(model: CausalModel, blocks: int, kind: str) -> PagedCache:
     return cache
 
 
-def forward(model: CausalModel, cache: PagedCache, context: int, rows: int, prompt: bool) -> float:
+def forward(
+    model: CausalModel,
+    cache: PagedCache,
+    context: int,
+    rows: int,
+    prompt: bool,
+    sequences: int = 1,
+) -> float:
     """Milliseconds of a forward of a chain, or a prompt (only its last row has logits)."""
-    cache.admit(1, [])
-    cache.reserve(1, context + rows)
     ids = [(7919 * n + 1) % model.vocab_size for n in range(rows)]
     parents = () if prompt else tuple(range(-1, rows - 2))
     nodes = ids[1:] if parents else ()
-    batch = cache.batch_of([Span.of(1, context, ids if prompt else ids[:1], parents, nodes)])
+    for number in range(sequences):
+        cache.admit(number, [])
+        cache.reserve(number, context + rows)
+    begin = ids if prompt else ids[:1]
+    spans = [Span.of(number, context, begin, parents, nodes) for number in range(sequences)]
+    batch = cache.batch_of(spans)
     began = time.perf_counter()
     model(batch, cache)
     took = time.perf_counter() - began
-    cache.free(1)
+    for number in range(sequences):
+        cache.free(number)
     return 1e3 * took
 
 
@@ -171,6 +183,7 @@ def main() -> None:
     parser.add_argument("--quantize", choices=("int8", "int4"))
     parser.add_argument("--kv-cache-dtype", choices=("int8",), help="beside the model's own")
     parser.add_argument("--context", type=int, default=64)
+    parser.add_argument("--sequences", type=int, default=1, help="as many together, each with rows")
     parser.add_argument("--rows", type=int, nargs="+", default=ROWS)
     parser.add_argument("--prompt", type=int, default=0, help="time prompts of so many tokens")
     parser.add_argument("--rounds", type=int, default=7)
@@ -187,7 +200,8 @@ def main() -> None:
         other = native if kind else load(backend="reference")
     name = kind or "reference"
     lengths = (options.prompt,) if options.prompt else tuple(options.rows)
-    blocks = -(-(options.context + max(lengths)) // 16) + 1
+    blocks = options.sequences * (-(-(options.context + max(lengths)) // 16) + 1)
+    more = bool(options.prompt), options.sequences
     runs = {
         name: (other, filled(other, blocks, kind or "auto")),
         "native": (native, filled(native, blocks, "auto")),
@@ -195,9 +209,9 @@ def main() -> None:
     with torch.inference_mode():
         found = alternate(
             {
-                (run, rows): partial(forward, *own, options.context, rows, bool(options.prompt))
+                (run, rows): partial(forward, *model, options.context, rows, *more)
                 for rows in lengths
-                for run, own in runs.items()
+                for run, model in runs.items()
             },
             options.rounds,
         )
@@ -216,7 +230,7 @@ def main() -> None:
             f"{rows:5} {first[rows]:10.2f} {own[rows]:8.2f} {own[rows] / first[rows]:10.2f} "
             f"{first[rows] / first[lengths[0]]:9.2f} {own[rows] / own[lengths[0]]:7.2f}"
         )
-    if not options.prompt:
+    if not options.prompt and options.sequences == 1:
         rate = size / medians["native"][1] * 1e3
         print(
             f"one row: {size / 1e6:.0f} MB, {rate / 1e9:.1f} GB/s, {rate / best:.0%} of a sum's "
