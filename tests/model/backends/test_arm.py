@@ -59,6 +59,7 @@ def run(program: Path, processor: str) -> tuple[int, str]:
     if processor not in known.split():
         pytest.skip(f"this version of {QEMU} has no {processor}")
     environment = {**os.environ, "OMP_NUM_THREADS": "3", "ASAN_OPTIONS": "detect_leaks=0"}
+    environment.pop("PACELINE_NATIVE", None)  # of this machine's kernels
     command = [QEMU, "-cpu", processor, "-L", LIBRARIES, str(program)]
     done = subprocess.run(command, capture_output=True, text=True, env=environment)
     return done.returncode, done.stdout + done.stderr
