@@ -102,6 +102,7 @@ print(*(name for name in names if name.startswith(("libgomp", "libomp", "libiomp
 
 
 @pytest.mark.slow
+@pytest.mark.skipif(os.environ.get("PACELINE_NATIVE") == "off", reason="the kernels are off")
 @pytest.mark.skipif(sys.platform != "linux", reason="platform wheels are for Linux")
 def test_the_wheel_in_an_empty_environment(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Installed offline, beside torch, where there is no compiler."""
