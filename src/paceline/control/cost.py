@@ -243,6 +243,7 @@ class CostModel:
         self._age()
 
     def see(self, name: Hashable, batch: int, length: int) -> None:
+        """Note a draft of so many levels that was made, for longest_seen()."""
         key = name, group_of(batch)
         self._longest[key] = max(length, self._longest.get(key, 0))
 

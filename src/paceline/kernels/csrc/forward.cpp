@@ -7,8 +7,8 @@
 namespace {
 
 constexpr long ITEMS = 6;  // of attention, a thread
-constexpr long FEW = 64;   // rows up to which reading keys and values takes longer than multiplying them
-constexpr long DISTANCE = 32 << 10;   // bytes of keys and values that a thread has fetched ahead
+constexpr long FEW = 64;  // rows up to which reading keys and values takes longer than multiplying them
+constexpr long DISTANCE = 32 << 10;  // bytes of keys and values that a thread has fetched ahead
 constexpr long PARTIAL = 8 << 20;  // floats of partial results, at most, and
 constexpr long KEPT = 1 << 20;     // those that stay for the next forward
 
@@ -103,12 +103,13 @@ void Forward::lay_out() {
 // thread does all heads of some blocks, unless there are too few of those.
 void Forward::divide(long threads) {
   long all = static_cast<long>(tiles_.size()) * blocks_, enough = ITEMS * threads, size = result_size(m_);
-  long heads = all < enough ? 1 : m_.kv_heads, each = b_.rows > FEW ? all * m_.kv_heads / heads / enough : 1;
-  each = std::max<long>(1, each);
+  // Of an item: KV heads and blocks.
+  long heads = all < enough ? 1 : m_.kv_heads, taken = b_.rows > FEW ? all * m_.kv_heads / heads / enough : 1;
+  taken = std::max<long>(1, taken);
   // As many blocks at a time as there is memory for: long contexts with many rows have too many.
-  together_ = each < blocks_ ? std::max<long>(1, std::min(blocks_, PARTIAL / (b_.rows * size) - 1)) : blocks_;
-  each = std::max<long>(1, each * together_ / blocks_);
-  divided_ = each < blocks_;
+  together_ = taken < blocks_ ? std::max<long>(1, std::min(blocks_, PARTIAL / (b_.rows * size) - 1)) : blocks_;
+  taken = std::max<long>(1, taken * together_ / blocks_);
+  divided_ = taken < blocks_;
   if (divided_) partial_.shape((together_ + 1) * b_.rows, size, false);
   for (Division& d : divisions_) {
     d.parts = threads;
@@ -118,9 +119,9 @@ void Forward::divide(long threads) {
       long end = std::min(begin + together_, blocks_), all_costs = 0;
       std::vector<long> costs;
       for (const RowTile& t : tiles_)
-        for (long from = begin; from < end; from += each)
+        for (long from = begin; from < end; from += taken)
           for (long head = 0; head < m_.kv_heads; head += heads) {
-            AttentionItem item{t.first, t.rows, head, heads, from, std::min(from + each, end), 0, 0, nullptr};
+            AttentionItem item{t.first, t.rows, head, heads, from, std::min(from + taken, end), 0, 0, nullptr};
             long cost = read_by(d.window, item);
             if (cost > 0) d.items.push_back(item), costs.push_back(cost), all_costs += cost;
           }
