@@ -103,13 +103,13 @@ void Forward::lay_out() {
 // thread does all heads of some blocks, unless there are too few of those.
 void Forward::divide(long threads) {
   long all = static_cast<long>(tiles_.size()) * blocks_, enough = ITEMS * threads, size = result_size(m_);
-  // Of an item: KV heads and blocks.
-  long heads = all < enough ? 1 : m_.kv_heads, taken = b_.rows > FEW ? all * m_.kv_heads / heads / enough : 1;
-  taken = std::max<long>(1, taken);
+  long heads = all < enough ? 1 : m_.kv_heads;
+  long item_blocks = b_.rows > FEW ? all * m_.kv_heads / heads / enough : 1;
+  item_blocks = std::max<long>(1, item_blocks);
   // As many blocks at a time as there is memory for: long contexts with many rows have too many.
-  together_ = taken < blocks_ ? std::max<long>(1, std::min(blocks_, PARTIAL / (b_.rows * size) - 1)) : blocks_;
-  taken = std::max<long>(1, taken * together_ / blocks_);
-  divided_ = taken < blocks_;
+  together_ = item_blocks < blocks_ ? std::max<long>(1, std::min(blocks_, PARTIAL / (b_.rows * size) - 1)) : blocks_;
+  item_blocks = std::max<long>(1, item_blocks * together_ / blocks_);
+  divided_ = item_blocks < blocks_;
   if (divided_) partial_.shape((together_ + 1) * b_.rows, size, false);
   for (Division& d : divisions_) {
     d.parts = threads;
@@ -119,9 +119,9 @@ void Forward::divide(long threads) {
       long end = std::min(begin + together_, blocks_), all_costs = 0;
       std::vector<long> costs;
       for (const RowTile& t : tiles_)
-        for (long from = begin; from < end; from += taken)
+        for (long from = begin; from < end; from += item_blocks)
           for (long head = 0; head < m_.kv_heads; head += heads) {
-            AttentionItem item{t.first, t.rows, head, heads, from, std::min(from + taken, end), 0, 0, nullptr};
+            AttentionItem item{t.first, t.rows, head, heads, from, std::min(from + item_blocks, end), 0, 0, nullptr};
             long cost = read_by(d.window, item);
             if (cost > 0) d.items.push_back(item), costs.push_back(cost), all_costs += cost;
           }
