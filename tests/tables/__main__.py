@@ -30,6 +30,8 @@ DEPENDENT = (
     *("parity", "train", "engine", "control", "draft/heads", "lab/bench", "lab/certify"),
     *("model/backends", "model/test_rows.py", "test_embedded_pair.py", "test_llm.py"),
 )
+# These bring kernels of their own, the same under each table.
+ALIKE = ("model/backends/test_arm.py", "model/backends/test_wheel_kernels.py")
 # What holds torch's own libraries to no more than a table's instructions.
 _LIMITS = {
     "dpbf16": {"ONEDNN_MAX_CPU_ISA": "AVX512_CORE_BF16"},
@@ -81,6 +83,7 @@ def main(arguments: Sequence[str]) -> int:
     given = parser.parse_args(arguments)
     chosen = [str(TESTS / name) for name in DEPENDENT]
     command = [sys.executable, "-m", "pytest", "-q", "-n", given.workers, "--dist", "worksteal"]
+    command += [f"--ignore={TESTS / name}" for name in ALIKE]
     command += [*([] if given.whole else chosen), *given.pytest]
     failed = []
     for table in given.only or tables():
