@@ -161,7 +161,7 @@ def _length(_: Any, value: object) -> int | str:
 def _numbers(kind: Any, value: object) -> Any:
     """``2,6,11``; nothing is ()."""
     if isinstance(value, str):
-        value = [item.strip() for item in value.split(",") if item.strip()]
+        value = [item.strip() for item in value.split(",")] if value.strip() else ()
     return msgspec.convert(value, kind, strict=False)
 
 
