@@ -40,8 +40,8 @@ def built(folder: Path, options: Sequence[str]) -> Path:
     def compiled(part: tuple[str, Path, tuple[str, ...]]) -> str:
         name, source, own = part
         into = str(folder / f"{name}.o")
-        command = [COMPILER, *_OPTIONS, "-O2", *own, *options, f"-I{SOURCES}", "-c", str(source)]
-        subprocess.run([*command, "-o", into], check=True)
+        command = [COMPILER, *_OPTIONS, "-O2", "-DPACELINE_PARTIAL=4096", *own, *options]
+        subprocess.run([*command, f"-I{SOURCES}", "-c", str(source), "-o", into], check=True)
         return into
 
     library = [(name, SOURCES / source, own) for name, source, own in (*_COMMON, *_ARM)]

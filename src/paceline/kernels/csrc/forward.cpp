@@ -9,8 +9,11 @@ namespace {
 constexpr long ITEMS = 6;  // of attention, a thread
 constexpr long FEW = 64;  // rows up to which reading keys and values takes longer than multiplying them
 constexpr long DISTANCE = 32 << 10;  // bytes of keys and values that a thread has fetched ahead
-constexpr long PARTIAL = 8 << 20;  // floats of partial results, at most, and
-constexpr long KEPT = 1 << 20;     // those that stay for the next forward
+#if !defined(PACELINE_PARTIAL)  // tests give less, for rounds of few blocks
+#define PACELINE_PARTIAL (8 << 20)
+#endif
+constexpr long PARTIAL = PACELINE_PARTIAL;  // floats of partial results, at most, and
+constexpr long KEPT = 1 << 20;              // those that stay for the next forward
 
 bool is_chain(const int32_t* parents, long nodes) {
   for (long i = 0; i < nodes; i++)
