@@ -1,5 +1,5 @@
-"""Attention whose partial results have no room for all blocks of keys takes them in rounds: the bits
-of one round. A build with little room stands for long contexts with many rows."""
+"""Attention whose partial results have no room for all blocks of keys takes them in rounds: the
+bits of one round. A build with little room stands for long contexts with many rows."""
 
 from __future__ import annotations
 
@@ -61,6 +61,7 @@ def found_here() -> tuple[Found, dict[str, torch.Tensor]]:
     return found, wanted
 
 
+@pytest.mark.slow  # the kernels are built anew
 def test_rounds_have_the_bits_of_one(tmp_path: Path) -> None:
     file = tmp_path / "found"
     environment = {**os.environ, "PACELINE_NATIVE_CACHE": str(tmp_path)}
