@@ -202,6 +202,9 @@ def test_a_text_or_grammar_that_fails_takes_nobody_along(
         def allowed(self, path: tuple[int, ...]) -> None:
             return None
 
+        def forced(self) -> tuple[int, ...]:
+            return ()
+
     requests = prepared(llm)
     seq = requests[1].seq
     if where in ("text", "stops"):

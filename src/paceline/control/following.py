@@ -63,6 +63,7 @@ class LookupFollower:
         batch = len(seqs)
         self.in_vain = self.in_vain + 1 if same or batch > 1 else 0
         rarely = self.in_vain > _IN_VAIN and step % max(_RARELY, batch // 2)
+        rarely = rarely and all(seq.constraint is None for seq in seqs)  # what is forced pays
         if rarely or not self.drafters:
             return {}
         worth: dict[int, Offers] = {}

@@ -31,6 +31,11 @@ class Constraint(Reader, Protocol):
         None if nothing is forbidden, also after a path that is forbidden or final."""
         ...
 
+    def forced(self) -> Sequence[int]:
+        """Tokens of the one text that may follow, as the tokenizer writes it; empty if there is a
+        choice. Other tokens may spell the same text, so these are drafted, not committed."""
+        ...
+
 
 def forbid(
     scores: torch.Tensor,

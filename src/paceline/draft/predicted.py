@@ -1,7 +1,9 @@
-"""Predicted outputs: drafts from a text that the request expects as its answer.
+"""Drafts that a request brings with it: what its grammar forces, and its predicted output.
 
-OpenAI's ``prediction`` (2024), for edited files. The prediction is a text in the request's own
-index (draft/text_index.py); the draft continues it wherever the answer rejoins it.
+Where a grammar leaves one text (keys, quotes and brackets of a schema), that is the draft: known as
+jump-forward decoding (Zheng et al. 2023, arXiv 2312.07104), but verified, as other tokens may spell
+the same text. OpenAI's ``prediction`` (2024), for edited files, is a text in the request's own index
+(draft/text_index.py); the draft continues it wherever the answer rejoins it.
 """
 
 from __future__ import annotations
@@ -20,16 +22,17 @@ _RULE = Lookup((1, 2, 4, 8, 16), 32, factor=2.0, offset=6.0)
 
 
 class Predictions(LookupDrafter):
-    """Drafts from ``SamplingParams.prediction`` while the answer follows it; elsewhere, and for
-    other requests, the engine's drafter drafts."""
+    """Drafts from a request's grammar where that forces tokens, and from
+    ``SamplingParams.prediction`` while the answer follows it; elsewhere, and for other requests, the
+    engine's drafter drafts."""
 
     name = "prediction"
     states: States[TextIndex]
 
     def beside(self, drafter: Drafter, plan: Plan) -> list[TokenTree]:
-        """One tree per slice: the prediction's if it has one, else ``drafter``'s."""
+        """One tree per slice: the request's own if there is one, else ``drafter``'s."""
         predicted = [
-            bool(item.draft_length and item.seq.params.prediction)
+            bool(item.draft_length and (item.seq.params.prediction or item.seq.constraint))
             and item.drafter in (None, self.name)
             for item in plan.slices
         ]
@@ -48,8 +51,11 @@ class Predictions(LookupDrafter):
         ]
 
     def guess(self, item: Slice) -> Guess:
-        """How the prediction goes on, if the end of the text occurs in it."""
+        """What is forced, else how the prediction goes on if the end of the text occurs in it."""
         seq, length = item.seq, item.draft_length
+        forced = seq.constraint.forced()[:length] if seq.constraint is not None else ()
+        if forced:
+            return forced, range(-1, len(forced) - 1), _RULE.depth
         if not seq.params.prediction:
             return (), ()
         index = self.states.of(seq, self.begin)

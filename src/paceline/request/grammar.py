@@ -99,6 +99,9 @@ class Matcher:
             self._known[path] = self._mask_after(path)
         return self._known[path]
 
+    def forced(self) -> Sequence[int]:
+        return () if self._matcher.is_stopped() else self._matcher.compute_ff_tokens()
+
     def _mask_after(self, path: tuple[int, ...]) -> torch.Tensor | None:
         matcher = self._matcher
         if matcher.is_stopped() or matcher.validate_tokens(list(path)) < len(path):

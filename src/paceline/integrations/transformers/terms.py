@@ -229,6 +229,9 @@ class ForbiddenTokens:
         self._ids = self._behind(tuple(tokens))
         return None
 
+    def forced(self) -> Sequence[int]:
+        return ()
+
     def allowed(self, path: tuple[int, ...]) -> torch.Tensor | None:
         ids = self._behind(path)
         scores = torch.zeros(1, self._width, device=ids.device)
