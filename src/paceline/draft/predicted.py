@@ -1,8 +1,8 @@
 """Drafts that a request brings with it: what its grammar forces, and its predicted output.
 
-Where a grammar leaves one text (keys, quotes and brackets of a schema), that is the draft: known as
-jump-forward decoding (Zheng et al. 2023, arXiv 2312.07104), but verified, as other tokens may spell
-the same text. OpenAI's ``prediction`` (2024), for edited files, is a text in the request's own index
+Where a grammar leaves one text (keys, quotes and brackets of a schema), that is the draft (jump-
+forward decoding, Zheng et al. 2023, arXiv 2312.07104), but verified, as other tokens may spell
+the same text. OpenAI's ``prediction`` (2024), for edited files, is a text in the request's index
 (draft/text_index.py); the draft continues it wherever the answer rejoins it.
 """
 
@@ -23,7 +23,7 @@ _RULE = Lookup((1, 2, 4, 8, 16), 32, factor=2.0, offset=6.0)
 
 class Predictions(LookupDrafter):
     """Drafts from a request's grammar where that forces tokens, and from
-    ``SamplingParams.prediction`` while the answer follows it; elsewhere, and for other requests, the
+    ``SamplingParams.prediction`` while the answer follows it; elsewhere, and for others, the
     engine's drafter drafts."""
 
     name = "prediction"
