@@ -4,8 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 from paceline.core.params import SamplingParams
+from paceline.core.sequence import DraftCounts
 from paceline.engine.driver import StepSums
 from paceline.lab.bench.runs import Ask, BenchJob, Heat, TimedAnswer, TimedRun
 
@@ -21,12 +23,17 @@ def job(category: str = "chat", index: int = 0, clients: int = 1, **options: flo
 
 
 def outcome(
-    seconds: float, arrivals: Sequence[tuple[float, int]] = ((1.0, 1), (2.0, 3)), **more: object
+    seconds: float,
+    arrivals: Sequence[tuple[float, int]] = ((1.0, 1), (2.0, 3)),
+    decoding: StepSums = StepSums(),  # noqa: B008
+    tells_drafted: bool = True,
+    **counts: Any,
 ) -> TimedRun:
     """One answer whose tokens are 0, 1, 2 ..., a step for each delivery."""
     tokens = tuple(range(sum(count for _, count in arrivals)))
-    options = {"steps": len(arrivals), **more}
-    return TimedRun([TimedAnswer(tokens, tuple(arrivals))], seconds, **options)  # type: ignore[arg-type]
+    answers = [TimedAnswer(tokens, tuple(arrivals))]
+    counted = DraftCounts(target_steps=len(arrivals), **counts)
+    return TimedRun(answers, seconds, counted, decoding, tells_drafted=tells_drafted)
 
 
 def sums(steps: int, seconds: dict[str, float]) -> StepSums:
@@ -60,6 +67,5 @@ class Fake:
             raise KeyboardInterrupt
         self.diary.append(f"{self.name} {asks[0].prompt[0]} x{asks[0].params.max_tokens}")
         answers = [TimedAnswer(self.tokens, ((self.seconds, len(self.tokens)),)) for _ in asks]
-        return TimedRun(
-            answers, self.seconds, steps=len(asks), drafted=self.drafted, accepted=self.accepted
-        )
+        counts = DraftCounts(len(asks), self.drafted, accepted=self.accepted)
+        return TimedRun(answers, self.seconds, counts)

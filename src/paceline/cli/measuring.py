@@ -35,7 +35,7 @@ if TYPE_CHECKING:
     from paceline.model.target import CausalModel
 
 NOT_ENOUGH = 3  # exit status: nothing is wrong, but the budget was too small to say anything
-_LAYOUT = 4  # of the file that a later run goes on from
+_LAYOUT = 5  # of the file that a later run goes on from
 MeasuredData = TypeVar("MeasuredData")
 _prompts, _output, _budget = map(under, ("Prompts", "Output", "Budget"))
 

@@ -43,7 +43,7 @@ def check(outcome: TimedRun, tokens: int = 12) -> None:
         times = [time for time, _ in answer.arrivals]
         assert times[0] > 0 and times == sorted(times) and times[-1] <= outcome.seconds
         assert sum(count for _, count in answer.arrivals) == len(answer.tokens)
-    assert outcome.steps == sum(len(answer.arrivals) for answer in outcome.answers)
+    assert outcome.counts.target_steps == sum(len(answer.arrivals) for answer in outcome.answers)
 
 
 @pytest.mark.parametrize("clients", [1, 3])
@@ -57,8 +57,8 @@ def test_the_texts_are_those_of_generate(llm: LLM, starter: Starter, clients: in
 
 def test_plain_decoding_drafts_nothing(starter: Starter) -> None:
     outcome = starter.open(parse_method("plain", None), 1).run(asks())
-    assert (outcome.drafted, outcome.accepted) == (0, 0)
-    assert outcome.steps == outcome.tokens
+    assert (outcome.counts.drafted, outcome.counts.accepted) == (0, 0)
+    assert outcome.counts.target_steps == outcome.tokens
     # The step that reads a prompt yields its first token and is not one that only decodes.
     assert outcome.decoding.steps == 11 * len(PROMPTS)
     assert 0 < outcome.decoding.whole < outcome.seconds
@@ -102,9 +102,9 @@ def test_clients_wait_for_their_answer(starter: Starter) -> None:
 
 def test_positions_are_counted(starter: Starter) -> None:
     outcome = starter.open(parse_method("ngram@3", None), 1).run(asks(40))
-    assert outcome.drafted and outcome.reached[0] > 0
-    assert sum(outcome.accepted_at) == outcome.accepted
-    assert outcome.tokens == outcome.steps + outcome.accepted
+    assert outcome.counts.drafted and outcome.counts.reached_at[0] > 0
+    assert sum(outcome.counts.accepted_at) == outcome.counts.accepted
+    assert outcome.tokens == outcome.counts.target_steps + outcome.counts.accepted
 
 
 def test_ctrl_c_leaves_an_engine_that_can_go_on(starter: Starter) -> None:
@@ -132,8 +132,11 @@ def test_a_round_starts_without_memory_of_the_last(starter: Starter) -> None:
     second = opened.run(asks(24))
     opened.refresh()
     third = opened.run(asks(24))
-    assert second.accepted > first.accepted, "it remembers what it wrote"
-    assert (third.drafted, third.accepted) == (first.drafted, first.accepted)
+    assert second.counts.accepted > first.counts.accepted, "it remembers what it wrote"
+    assert (third.counts.drafted, third.counts.accepted) == (
+        first.counts.drafted,
+        first.counts.accepted,
+    )
     assert texts(first) == texts(second) == texts(third)
 
 

@@ -89,13 +89,13 @@ def test_drafts_and_phases_add_up() -> None:
             1.0,
             drafted=drafted,
             accepted=accepted,
-            reached=reached,
+            reached_at=reached,
             accepted_at=accepted_at,
             decoding=sums(2, {"draft": 1.0, "target": 2.0, "verify": 0.0, "other": 1.0}),
         )
         for drafted, accepted, reached, accepted_at in (
-            (6, 3, (2, 1), (2, 1)),
-            (4, 1, (2,), (1,)),
+            (6, 3, [2, 1], [2, 1]),
+            (4, 1, [2], [1]),
         )
     ]
     heats = [Heat(job(), turn, {"plain": run}) for turn, run in enumerate(runs)]
@@ -109,10 +109,10 @@ def test_drafts_and_phases_add_up() -> None:
 
 
 def test_what_is_not_said_is_not_counted() -> None:
-    both = merged([outcome(1.0, drafted=3), outcome(1.0)])
-    assert both.drafted is None
+    both = merged([outcome(1.0, drafted=0), outcome(1.0, tells_drafted=False)])
+    assert not both.tells_drafted
     (row,) = rows(HeatRecord([Heat(job(), 0, {"plain": both})]))
-    assert row.drafts.acceptance_rate is None and row.drafts.length is None
+    assert row.drafts.drafted is row.drafts.acceptance_rate is row.drafts.length is None
 
 
 def test_cost() -> None:

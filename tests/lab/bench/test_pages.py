@@ -32,7 +32,7 @@ METHODS = [Method("plain", length=0), Method("model:a/quick@2", "model:a/quick",
 def one_heat(where: BenchJob, turn: int = 0) -> Heat:
     phases = {"draft": 0.002, "target": 0.004, "verify": 0.001, "other": 0.001}
     common = {"decoding": sums(1, phases)}
-    fast = {"drafted": 4, "accepted": 2, "reached": (2, 1), "accepted_at": (1, 1)}
+    fast = {"drafted": 4, "accepted": 2, "reached_at": [2, 1], "accepted_at": [1, 1]}
     outcomes = {
         "plain": outcome(4.0, **common),
         "model:a/quick@2": outcome(2.0, **common, **fast),

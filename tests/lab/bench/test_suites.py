@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 
+from paceline.core.sequence import DraftCounts
 from paceline.errors import ConfigError, DataError
 from paceline.lab.bench.figures import OVERALL, Row, rows
 from paceline.lab.bench.prompts import BenchPrompt
@@ -129,7 +130,9 @@ class Echo:
         self.asked += asks
         tokens = (*(ord(letter) for letter in self.name), 0)[: asks[0].params.max_tokens]
         arrivals = tuple((float(n), 1) for n, _ in enumerate(tokens, 1))
-        return TimedRun([TimedAnswer(tokens, arrivals)], float(len(tokens)), steps=len(tokens))
+        return TimedRun(
+            [TimedAnswer(tokens, arrivals)], float(len(tokens)), DraftCounts(len(tokens))
+        )
 
 
 def llm(remaining: int = 1000) -> Any:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 
+from paceline.core.sequence import DraftCounts
 from paceline.lab.bench.methods import Method
 from paceline.lab.bench.result import BenchResult, Comparison, compare, idle_line, labels
 from paceline.lab.bench.runner import take_turns
@@ -55,7 +56,7 @@ def test_turns_that_were_asked_differently_are_not_compared() -> None:
     def talk(*tokens: int) -> TimedRun:
         """Two turns; the second prompt has the first answer in it."""
         answers = [TimedAnswer(tokens, ((1.0, len(tokens)),))] * 2
-        return TimedRun(answers, 2.0, 2, asks=(ask(1), ask(1, *tokens)))
+        return TimedRun(answers, 2.0, DraftCounts(2), asks=(ask(1), ask(1, *tokens)))
 
     heat = Heat(job(), 0, {"plain": talk(5, 6, 7, 8), "tie": talk(5, 6, 9, 8)})
     assert compare(HeatRecord([heat]), judge).counts == {"tie": {"near tie": 1}}

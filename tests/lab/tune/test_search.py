@@ -10,15 +10,7 @@ from dataclasses import replace
 import pytest
 
 from paceline.core.costs import CostCurve, DrafterCosts, TargetCosts
-from paceline.lab.tune.search import (
-    MeasuredMethod,
-    batch_sizes,
-    best_length,
-    break_even,
-    pass_ratio,
-    predict,
-    search,
-)
+from paceline.lab.tune.search import MeasuredMethod, batch_sizes, search
 from support.tuning_methods import NOTHING, PLAIN, chain, levels_of, step, target
 
 
@@ -26,7 +18,7 @@ from support.tuning_methods import NOTHING, PLAIN, chain, levels_of, step, targe
 def test_free_verification_gives_the_formula_of_leviathan(rate: float, cost: float) -> None:
     method, costs = chain(rate, cost), target(10_000)
     for g in range(9):
-        setting = predict(method, costs, g, 1)
+        setting = method.predict(costs, g, 1)
         assert setting.tokens_per_step == pytest.approx((1 - rate ** (g + 1)) / (1 - rate))
         formula = (1 - rate ** (g + 1)) / ((1 - rate) * (g * cost + 1))
         assert setting.rate == pytest.approx(formula)
@@ -76,23 +68,23 @@ def test_what_real_steps_took_is_learnt() -> None:
     method = replace(chain(0.8, 0.1), steps=steps)
     costs = target(10_000)
     for length in (2, 8):
-        assert predict(method, costs, length, 1).seconds == pytest.approx(
+        assert method.predict(costs, length, 1).seconds == pytest.approx(
             1.5 + 0.2 * length, rel=0.03
         )
-    assert predict(method, costs, 5, 1).drafting == pytest.approx(1.0, rel=0.05)
-    assert pass_ratio(method, costs) == pytest.approx(0.2 / 1.5, rel=0.05)
+    assert method.predict(costs, 5, 1).drafting == pytest.approx(1.0, rel=0.05)
+    assert method.pass_ratio(costs) == pytest.approx(0.2 / 1.5, rel=0.05)
 
 
 def test_looking_up_takes_time_of_its_own() -> None:
     steps = ((0, step()), (4, step(0.3, nodes=4)))
     costs = DrafterCosts(tuple(range(9)), (0,) * 9, NOTHING)
     method = replace(chain(0.8, 0.0), costs=costs, steps=steps)
-    assert predict(method, target(10_000), 4, 1).seconds == pytest.approx(1.3, rel=0.03)
+    assert method.predict(target(10_000), 4, 1).seconds == pytest.approx(1.3, rel=0.03)
 
 
 def test_a_better_draft_is_drafted_longer() -> None:
     costs = target(10_000)
-    lengths = [best_length(chain(rate, 0.1), costs, 1).length for rate in (0.3, 0.6, 0.8, 0.95)]
+    lengths = [chain(rate, 0.1).best_length(costs, 1).length for rate in (0.3, 0.6, 0.8, 0.95)]
     assert lengths == sorted(lengths)
     assert lengths[0] < lengths[-1] == 8
 
@@ -104,10 +96,10 @@ def test_break_even_is_where_verification_stops_being_free() -> None:
     costs = target(16, largest=64)
     exact = [b for b in range(1, 33) if 1.5 / (0.1 + max(1, b / 8)) > 1 / max(1, b / 16)]
     assert exact == list(range(1, 12))
-    assert break_even(method, target_exact(16), 32) == 11
-    assert break_even(method, target_exact(10_000), 32) == 32
-    assert break_even(chain(0.05, 0.5), costs, 32) == 0
-    first, last = (best_length(method, costs, batch).speedup for batch in (1, 32))
+    assert method.break_even(target_exact(16), 32) == 11
+    assert method.break_even(target_exact(10_000), 32) == 32
+    assert chain(0.05, 0.5).break_even(costs, 32) == 0
+    first, last = (method.best_length(costs, batch).speedup for batch in (1, 32))
     assert first > 1 > last
 
 

@@ -36,23 +36,15 @@ class Paceline(BenchEngine):
             ends = frozenset[int]() if ask.params.ignore_eos else self.llm.end_tokens
             seqs.append(sequence(ask.prompt, ask.params, ends | {*ask.params.stop_token_ids}))
         drive = Drive(self.llm.engine, seqs, self._clients).run()
-        counts = drive.counts
-        return TimedRun(
-            answers=[
-                TimedAnswer(
-                    tuple(seq.tokens[seq.prompt_length :]),
-                    tuple((moment - seq.queued, count) for moment, count in seq.arrivals),
-                )
-                for seq in drive.seqs
-            ],
-            seconds=drive.seconds,
-            steps=counts.target_steps,
-            drafted=counts.drafted,
-            accepted=counts.accepted,
-            reached=counts.reached_at,
-            accepted_at=counts.accepted_at,
-            decoding=StepSums.of(step for step in drive.steps if step.decodes),
-        )
+        answers = [
+            TimedAnswer(
+                tuple(seq.tokens[seq.prompt_length :]),
+                tuple((moment - seq.queued, count) for moment, count in seq.arrivals),
+            )
+            for seq in drive.seqs
+        ]
+        decoding = StepSums.of(step for step in drive.steps if step.decodes)
+        return TimedRun(answers, drive.seconds, drive.counts, decoding)
 
 
 class Starter:

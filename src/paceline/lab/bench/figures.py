@@ -60,17 +60,18 @@ class DraftFigures:
 
     @classmethod
     def of(cls, run: TimedRun) -> DraftFigures:
-        steps, drafted, later_steps = run.steps, run.drafted, run.steps - len(run.answers)
-        first = sum(answer.arrivals[0][1] for answer in run.answers)
+        counts, steps, tells = run.counts, run.counts.target_steps, run.tells_drafted
+        first, later_steps = sum(a.arrivals[0][1] for a in run.answers), steps - len(run.answers)
+        by_position = zip(counts.accepted_at, counts.reached_at, strict=True)
         return cls(
-            drafted=drafted,
-            accepted=run.accepted,
+            drafted=counts.drafted if tells else None,
+            accepted=counts.accepted,
             mean_accepted_length=run.tokens_per_step,
             mean_accepted_tokens=(run.tokens - first) / later_steps if later_steps else None,
-            acceptance_rate=run.accepted / drafted if drafted else None,
-            length=None if drafted is None or not steps else drafted / steps,
-            acceptance=tuple(a / n for a, n in zip(run.accepted_at, run.reached, strict=True)),
-            reached=tuple(run.reached),
+            acceptance_rate=counts.acceptance_rate,
+            length=counts.drafted / steps if tells and steps else None,
+            acceptance=tuple(accepted / reached for accepted, reached in by_position),
+            reached=tuple(counts.reached_at),
         )
 
 
@@ -214,7 +215,7 @@ def idle(record: HeatRecord, speculative: Collection[str]) -> dict[str, str]:
     lacking: dict[str, str] = {}
     for name in speculative:
         whole = merged([h.outcomes[name] for h in record.heats if name in h.outcomes])
-        if whole.answers and not whole.accepted:
-            what = "had none of its drafts accepted" if whole.drafted else "drafted nothing"
-            lacking[name] = what
+        if whole.answers and not whole.counts.accepted:
+            drafted = whole.counts.drafted
+            lacking[name] = "had none of its drafts accepted" if drafted else "drafted nothing"
     return lacking

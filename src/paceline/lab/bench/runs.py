@@ -8,7 +8,8 @@ from operator import attrgetter
 from typing import Protocol
 
 from paceline.core.params import SamplingParams
-from paceline.engine.driver import StepSums, column_sums
+from paceline.core.sequence import DraftCounts
+from paceline.engine.driver import StepSums
 
 
 @dataclass(frozen=True)
@@ -37,22 +38,18 @@ class TimedAnswer:
 class TimedRun:
     """One timed run over some requests, answers in their order. Times in seconds.
 
-    ``steps`` counts target forwards that yielded tokens, per request. ``drafted`` (nodes) is None
-    where an engine does not say. ``reached`` and ``accepted_at`` count drafts by position, as in
-    CompletionStats. ``decoding`` sums the steps in which nobody read a prompt. Of a conversation
-    ``asks`` are its turns; ``cut``: later turns had no room in the context.
+    ``counts`` of all requests; ``tells_drafted``: the engine says how many tokens were drafted.
+    ``decoding`` sums the steps in which nobody read a prompt. Of a conversation ``asks`` are its
+    turns; ``cut``: later turns had no room in the context.
     """
 
     answers: Sequence[TimedAnswer]
     seconds: float
-    steps: int
-    drafted: int | None = None
-    accepted: int = 0
-    reached: Sequence[int] = ()
-    accepted_at: Sequence[int] = ()
+    counts: DraftCounts
     decoding: StepSums = field(default_factory=StepSums)
     asks: tuple[Ask, ...] = ()
     cut: bool = False
+    tells_drafted: bool = True
 
     @property
     def tokens(self) -> int:
@@ -65,23 +62,20 @@ class TimedRun:
 
     @property
     def tokens_per_step(self) -> float:
-        return self.tokens / self.steps if self.steps else 0.0
+        steps = self.counts.target_steps
+        return self.tokens / steps if steps else 0.0
 
 
 def merged(runs: Sequence[TimedRun]) -> TimedRun:
-    """Runs of one engine as one; ``drafted`` is None if one of them does not say."""
-    drafted = [run.drafted for run in runs]
+    """Runs of one engine as one."""
     return TimedRun(
         answers=[answer for run in runs for answer in run.answers],
         seconds=sum(run.seconds for run in runs),
-        steps=sum(run.steps for run in runs),
-        drafted=None if None in drafted else sum(count or 0 for count in drafted),
-        accepted=sum(run.accepted for run in runs),
-        reached=column_sums(run.reached for run in runs),
-        accepted_at=column_sums(run.accepted_at for run in runs),
+        counts=sum((run.counts for run in runs), DraftCounts()),
         decoding=sum((run.decoding for run in runs), StepSums()),
         asks=tuple(ask for run in runs for ask in run.asks),
         cut=any(run.cut for run in runs),
+        tells_drafted=all(run.tells_drafted for run in runs),
     )
 
 

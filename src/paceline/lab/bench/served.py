@@ -11,6 +11,7 @@ from itertools import accumulate, pairwise
 from typing import Any, NamedTuple
 
 from paceline.core.params import SamplingParams
+from paceline.core.sequence import DraftCounts
 from paceline.errors import PacelineError
 from paceline.lab.bench.runs import Ask, BenchEngine, TimedAnswer, TimedRun
 from paceline.lab.openai_client import OpenAIClient, RequestRefusedError, ServerFailedError
@@ -75,7 +76,8 @@ class ServedEngine(BenchEngine):
         answers = [self._answer(*pair) for pair in zip(asks, all_answers, strict=True)]
         steps = sum(len(answer.arrivals) for answer in answers)
         accepted = sum(answer.count for answer in answers) - steps
-        return TimedRun(answers, seconds, steps, accepted=accepted)
+        counts = DraftCounts(target_steps=steps, accepted=accepted)
+        return TimedRun(answers, seconds, counts, tells_drafted=False)
 
     def _asked(self, ask: Ask) -> list[Delivery]:
         try:

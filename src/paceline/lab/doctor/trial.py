@@ -15,10 +15,9 @@ from paceline.core.params import SamplingParams
 from paceline.engine.driver import StepSums
 from paceline.lab.bench.prompts import load_prompts
 from paceline.lab.doctor.findings import Finding, finding
-from paceline.lab.prediction import predicted_by_measured
 from paceline.lab.tune.candidates import DrafterCandidate
 from paceline.lab.tune.measure import Sample, decode, measure_method, measure_plain
-from paceline.lab.tune.search import MeasuredMethod, PredictedSetting, best_length, predict
+from paceline.lab.tune.search import MeasuredMethod, PredictedSetting, predicted_by_measured
 from paceline.llm import LLM
 from paceline.model.measure import measure_target
 
@@ -59,12 +58,12 @@ class SpeedupTrial:
     def predicted_speedup_by_length(self) -> list[float]:
         """Over plain decoding, of lengths 1, 2, ..."""
         lengths = range(1, self.method.costs.longest + 1)
-        return [predict(self.method, self.target, length, 1).speedup for length in lengths]
+        return [self.method.predict(self.target, length, 1).speedup for length in lengths]
 
     @property
     def best(self) -> PredictedSetting:
         """Of the draft length that promises most."""
-        return best_length(self.method, self.target, 1)
+        return self.method.best_length(self.target, 1)
 
     @property
     def predicted_by_measured(self) -> float:
@@ -116,7 +115,7 @@ def run_trial(
     base, (alone, _) = measure_plain(plain, target, sample, between)
     candidate = DrafterCandidate("draft", "draft", "draft", "")
     method = measure_method(spec, candidate, target, base, sample, between, LONG)
-    best = best_length(method, target, 1).length
+    best = method.best_length(target, 1).length
     ratios: list[float] = []
     for ids in itertools.cycle(prompts):
         ratios.append(run(spec, ids, tokens, best).rate / run(plain, ids, tokens, 0).rate)

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from paceline.drafters import DRAFTERS
 from paceline.lab.tune.plan import TuningOutcome
-from paceline.lab.tune.search import MARGIN, PredictedSetting, best_length, pass_ratio
+from paceline.lab.tune.search import MARGIN, PredictedSetting
 
 _LONG = 4  # levels beyond which a draft is long
 _COPIES = 0.3  # share of copied tokens from which output "copies its input"
@@ -38,7 +38,7 @@ def _size(outcome: TuningOutcome, settings: list[PredictedSetting]) -> Iterator[
     sized = next((s for s in settings if s.method.parameters), None)
     if sized is not None and outcome.parameters and outcome.target is not None:
         ratio = outcome.parameters / sized.method.parameters
-        cost = pass_ratio(sized.method, outcome.target)
+        cost = sized.method.pass_ratio(outcome.target)
         yield Advice(
             "a draft model should be 10 to 20 times smaller than its target",
             f"{_shown(outcome, sized)}: {ratio:.1f} times smaller; a pass costs {cost:.2f} of a "
@@ -61,7 +61,7 @@ def _low(outcome: TuningOutcome, settings: list[PredictedSetting]) -> Iterator[A
 def _high(outcome: TuningOutcome, settings: list[PredictedSetting]) -> Iterator[Advice]:
     method = next((s.method for s in settings if s.method.costs.longest > _LONG), None)
     if method is not None and outcome.target is not None:
-        length, acceptance = best_length(method, outcome.target, 1).length, method.levels.acceptance
+        length, acceptance = method.best_length(outcome.target, 1).length, method.levels.acceptance
         yield Advice(
             "acceptance above 0.8: draft longer",
             f"{method.label}: acceptance {acceptance:.2f}; the best length is {length} of "

@@ -14,9 +14,8 @@ from paceline.lab.bench.methods import Length, Method
 from paceline.lab.bench.runner import take_turns, warm_up
 from paceline.lab.bench.runs import Ask, BenchEngine, BenchJob, HeatRecord, TimedRun, merged
 from paceline.lab.budget import Budget
-from paceline.lab.prediction import predicted_by_measured
 from paceline.lab.tune.measure import TuneOptions
-from paceline.lab.tune.search import MARGIN, MeasuredMethod
+from paceline.lab.tune.search import MARGIN, MeasuredMethod, predicted_by_measured
 from paceline.llm import LLM
 
 AUTO_MARGIN = 1.03  # by which a fixed length must beat the adaptive one, which follows the load
@@ -81,7 +80,7 @@ class Confirmation:
     @property
     def drafted(self) -> int:
         """0: it was plain decoding under another name."""
-        return self.run.drafted or 0
+        return self.run.counts.drafted
 
 
 def confirmations(finalists: Sequence[Finalist], record: HeatRecord) -> list[Confirmation]:

@@ -13,13 +13,7 @@ from paceline.lab.report.plots import lines
 from paceline.lab.tune.advice import advise
 from paceline.lab.tune.confirm import PLAIN, Confirmation
 from paceline.lab.tune.plan import CALM, TuningOutcome
-from paceline.lab.tune.search import (
-    PredictedSetting,
-    batch_sizes,
-    best_length,
-    break_even,
-    pass_ratio,
-)
+from paceline.lab.tune.search import MeasuredMethod, PredictedSetting, batch_sizes
 from paceline.llm import LLM
 from paceline.model.identity import ModelIdentity
 from paceline.settings.tuned import (
@@ -60,7 +54,7 @@ def _searched(outcome: TuningOutcome) -> tuple[Column, ...]:
     """Of a setting of the search, beside what else is known of the target."""
     target = outcome.target
     assert target is not None
-    until = partial(break_even, target=target, largest=outcome.largest_batch)
+    until = partial(MeasuredMethod.break_even, target=target, largest=outcome.largest_batch)
     return (
         Column("method", "method", "method.label"),
         Column("spec", "", "method.spec"),
@@ -73,7 +67,7 @@ def _searched(outcome: TuningOutcome) -> tuple[Column, ...]:
         Column("step_seconds", "ms", "seconds", lambda seconds: f"{seconds * 1e3:.1f}"),
         Column("draft_seconds", "", "drafting"),
         Column("", "draft", "", lambda setting: share(setting.drafting / setting.seconds)),
-        Column("cost_ratio", "", "method", stored=lambda method: pass_ratio(method, target)),
+        Column("cost_ratio", "", "method", stored=lambda method: method.pass_ratio(target)),
         Column("predicted_tokens_per_second", "tok/s", "rate", _rounded),
         Column("predicted_speedup", "speedup", "speedup", times),
         Column("break_even_batch", "until", "method", until, until),
@@ -167,7 +161,7 @@ def _figure(outcome: TuningOutcome, settings: Sequence[PredictedSetting]) -> Fig
     best = {setting.method.family: setting.method for setting in reversed(settings)}
     gains: dict[str, list[float | None]] = {"plain": [1.0] * len(sizes)}
     for method in list(best.values())[: -_SHOWN - 1 : -1]:
-        gains[method.label] = [best_length(method, outcome.target, n).speedup for n in sizes]
+        gains[method.label] = [method.best_length(outcome.target, n).speedup for n in sizes]
     return Figure(
         "Predicted speedup against concurrency",
         lambda: lines(sizes, gains, "sequences at once", "tokens/s by plain", log_x=True),
@@ -232,7 +226,7 @@ def profile_of(outcome: TuningOutcome, llm: LLM) -> TunedProfile:
             tokens_per_step=round(chosen.run.tokens_per_step, 3),
             acceptance=tuple(round(rate, 3) for rate in best.levels.rates) if best else (),
             break_even_batch=max(
-                (break_even(m, outcome.target, outcome.largest_batch) for m in used), default=0
+                (m.break_even(outcome.target, outcome.largest_batch) for m in used), default=0
             ),
             why=(decision(outcome), *(f"{a.rule}: {a.measured}" for a in advise(outcome))),
         ),

@@ -39,6 +39,34 @@ class MeasuredMethod(DrafterCandidate):
         """Share of steps in which level 1, 2, ... was accepted."""
         return tuple(count / self.levels.sequences for count in self.levels.accepted_at)
 
+    def pass_ratio(self, target: TargetCosts) -> float:
+        """Seconds of one pass of the drafter by those of a plain step, both of one sequence."""
+        cost = cost_of(self, target)
+        alone = cost.passes(self.spec, [1]) / max(1, self.costs.passes[1])
+        return cost.drafting(1, {self.spec: alone}) / cost.rest(1)
+
+    def predict(self, target: TargetCosts, length: int, batch: int) -> PredictedSetting:
+        """If all sequences draft so many levels; 0 is plain decoding."""
+        cost, name = cost_of(self, target), self.spec
+        tokens, seconds = cost.tokens(name, length), batch * cost.table(name, batch)[length]
+        drafting = seconds - cost.rest(batch, self.costs.nodes[length])
+        rate = batch * tokens / seconds
+        speedup = rate * cost.rest(batch) / batch
+        return PredictedSetting(self, length, batch, tokens, seconds, drafting, rate, speedup)
+
+    def best_length(self, target: TargetCosts, batch: int) -> PredictedSetting:
+        """The draft length, 1 at least, with the most tokens per second."""
+        lengths = range(1, self.costs.longest + 1)
+        settings = (self.predict(target, length, batch) for length in lengths)
+        return max(settings, key=lambda setting: setting.rate)
+
+    def break_even(self, target: TargetCosts, largest: int) -> int:
+        """The largest batch up to which it beats plain decoding without a gap; 0 if none."""
+        for batch in range(1, largest + 1):
+            if self.best_length(target, batch).speedup <= 1:
+                return batch - 1
+        return largest
+
 
 @lru_cache(maxsize=256)
 def cost_of(method: MeasuredMethod, target: TargetCosts) -> CostModel:
@@ -56,13 +84,6 @@ def cost_of(method: MeasuredMethod, target: TargetCosts) -> CostModel:
         else:
             cost.learn_plain(batch, seconds)
     return cost
-
-
-def pass_ratio(method: MeasuredMethod, target: TargetCosts) -> float:
-    """Seconds of one pass of the drafter by those of a plain step, both of one sequence."""
-    cost = cost_of(method, target)
-    alone = cost.passes(method.spec, [1]) / max(1, method.costs.passes[1])
-    return cost.drafting(1, {method.spec: alone}) / cost.rest(1)
 
 
 @dataclass(frozen=True)
@@ -83,44 +104,20 @@ class PredictedSetting:
     speedup: float
 
 
-def predict(
-    method: MeasuredMethod, target: TargetCosts, length: int, batch: int
-) -> PredictedSetting:
-    """If all sequences draft so many levels; 0 is plain decoding."""
-    cost, name = cost_of(method, target), method.spec
-    tokens, seconds = cost.tokens(name, length), batch * cost.table(name, batch)[length]
-    drafting, rate = (
-        seconds - cost.rest(batch, method.costs.nodes[length]),
-        batch * tokens / seconds,
-    )
-    speedup = rate * cost.rest(batch) / batch
-    return PredictedSetting(method, length, batch, tokens, seconds, drafting, rate, speedup)
-
-
-def best_length(method: MeasuredMethod, target: TargetCosts, batch: int) -> PredictedSetting:
-    """The draft length, 1 at least, with the most tokens per second."""
-    lengths = range(1, method.costs.longest + 1)
-    settings = (predict(method, target, length, batch) for length in lengths)
-    return max(settings, key=lambda setting: setting.rate)
-
-
 def search(
     methods: Iterable[MeasuredMethod], target: TargetCosts, batch: int
 ) -> list[PredictedSetting]:
     """The best setting of every method at one batch size, the fastest first; all are tried."""
-    lengths = [best_length(method, target, batch) for method in methods]
-    return sorted(lengths, key=lambda setting: setting.rate, reverse=True)
+    best = [method.best_length(target, batch) for method in methods]
+    return sorted(best, key=lambda setting: setting.rate, reverse=True)
+
+
+def predicted_by_measured(predicted: float, measured: float) -> float:
+    """How many times what was measured was predicted; 1.1 promises 10 % too much."""
+    return predicted / measured if measured else 0.0
 
 
 def batch_sizes(concurrency: int, largest: int) -> list[int]:
     """1, 2, 4 ... up to ``largest`` and to the concurrency, which is one of them."""
     powers = [1 << n for n in range(16) if 1 << n <= max(concurrency, largest)]
     return sorted({*powers, concurrency})
-
-
-def break_even(method: MeasuredMethod, target: TargetCosts, largest: int) -> int:
-    """The largest batch up to which the method beats plain decoding without a gap; 0 if none."""
-    for batch in range(1, largest + 1):
-        if best_length(method, target, batch).speedup <= 1:
-            return batch - 1
-    return largest
