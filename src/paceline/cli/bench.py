@@ -232,7 +232,7 @@ def _measured(
 ) -> tuple[Interruption, dict[str, Any]]:
     """Measure into ``record``: whether Ctrl-C came, and other fields of BenchResult. Raises
     PromptError if no prompt leaves room for an answer."""
-    from paceline.lab.bench.engines import Starter
+    from paceline.lab.bench.methods import Starter
     from paceline.lab.bench.prompts import fit
     from paceline.lab.bench.result import spending_of
     from paceline.lab.bench.suites import converse

@@ -15,9 +15,9 @@ _CAUTION = 1.15  # a shared machine's next piece may take longer than its last o
 
 
 class Budget:
-    """So many seconds from now on; None is without end. ``fits`` says whether one more piece of a
-    kind of work will end in time, by the slowest of the last few; of a kind that was never tried,
-    as long as any time is left. ``reserve`` seconds are kept for what must be done at the end."""
+    """So many seconds from now on; None is without end. ``fits``: whether one more piece of a kind
+    of work will end in time, by the slowest of the last few; if none was tried, whether any time is
+    left. ``reserve``: seconds kept for what must be done at the end."""
 
     def __init__(self, seconds: float | None = None, clock: Clock = time.monotonic) -> None:
         self.seconds = seconds
@@ -59,9 +59,8 @@ class Budget:
 
 @dataclass(frozen=True)
 class Spending:
-    """What the time of a run was spent on. ``seconds``: its budget, None without; ``spent``: in all
-    runs that went into the figures. ``done`` and ``wanted``: so many of each kind of work;
-    ``missing`` names what was not begun."""
+    """``seconds``: the budget, None without; ``spent``: in all runs that went into the figures.
+    ``done`` and ``wanted``: so many of each kind of work; ``missing``: what was not begun."""
 
     seconds: float | None
     spent: float

@@ -44,9 +44,8 @@ class Perplexity:
 def read_windows(
     path: Path, tokenizer: PreTrainedTokenizerFast, most_tokens: int, seed: int | None = None
 ) -> list[list[int]]:
-    """The texts of a JSONL file (``messages``, ``text``, ...) as token ids, at most so many in all;
-    conversations by the tokenizer's chat template. ``seed``: documents in another order than the
-    file's. Raises DataError if there are none."""
+    """The texts of a JSONL file (``messages``, ``text``, ...) as token ids, so many in all; with a
+    ``seed`` in random order. Raises DataError if there are none."""
     stream = encode_stream(path, tokenizer, loss_on="all")
     documents = np.split(stream.ids, stream.starts[1:])
     if seed is not None:
@@ -138,8 +137,8 @@ def beside_original(
     original: str | None,
     most_tokens: int = EVALUATED,
 ) -> TextPerplexity:
-    """The perplexity of a target on ``file`` (None: the shipped prompts), and that of ``original``
-    in the target's dtype, loaded for this. Raises DataError, and what loading a model raises."""
+    """Of a target on ``file`` (None: the shipped prompts), and of ``original`` in the same dtype,
+    loaded for this. Raises DataError, and what loading a model raises."""
     if file is None:
         windows, text = shipped_windows(tokenizer, most_tokens), "the shipped prompts"
     else:

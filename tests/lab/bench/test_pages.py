@@ -134,7 +134,7 @@ def test_a_method_that_never_drafted_had_none_tried_and_plain_shows_nothing() ->
         for t in (0.0, 1.0)
     ]
     for heat in heats:
-        heat.outcomes["model:a/quick@2"] = replace(heat.outcomes["plain"], drafted=0)
+        heat.outcomes["model:a/quick@2"] = heat.outcomes["plain"]
     measured = replace(result(job("chat", 0)), rows=rows(HeatRecord(heats)))
     text = shown(measured)
     # At both temperatures, and the note.

@@ -10,8 +10,7 @@ import pytest
 
 from paceline.core.params import SamplingParams
 from paceline.errors import ConfigError
-from paceline.lab.bench.engines import Starter
-from paceline.lab.bench.methods import parse_method
+from paceline.lab.bench.methods import Starter, parse_method
 from paceline.lab.bench.runs import Ask, TimedRun
 from paceline.lab.bench.served import EQUAL, BaselineFailedError, shares
 from paceline.lab.openai_client import OpenAIClient

@@ -42,11 +42,10 @@ class Spread:
 class DraftFigures:
     """What drafting achieved, over all rounds.
 
-    ``acceptance[i]``: of the ``reached[i]`` drafts that had a token to try at position i, all
-    before it accepted, the share whose token was accepted. ``length``: mean tokens drafted a step;
-    None where an engine does not say. ``mean_accepted_length``: tokens a target step, the target's
-    own included; ``mean_accepted_tokens`` the same without the steps that read a prompt, as
-    Spec-Bench counts; None where every answer was a token.
+    ``acceptance[i]``: the share accepted of the ``reached[i]`` drafts that had a token to try at
+    position i. ``length``: mean tokens drafted a step; None where an engine does not say.
+    ``mean_accepted_length``: tokens a target step, the bonus token included;
+    ``mean_accepted_tokens`` without the steps that read a prompt, as Spec-Bench counts.
     """
 
     drafted: int | None
@@ -79,13 +78,12 @@ class DraftFigures:
 class Row:
     """One method on one category at one concurrency and temperature. Times in seconds.
 
-    ``speedup`` is over our plain decoding in the same heats (``heats`` a round): the median of the
-    rounds' ratios. ``interval``: its 95 % interval, judged by how prompts differ; None where there
-    are too few, or several requests at once. ``mean_speedup`` is Spec-Bench's (speed.py): the mean
-    over the heats of tokens a second, by that of plain decoding. ``time_to_first_token`` is the
-    median over requests. ``inter_token_*`` are percentiles over tokens: the gap before a delivery,
+    ``speedup`` is over our plain decoding in the same heats (``heats`` a round). ``interval``: of
+    95 %, by how prompts differ; None for few prompts, or several requests at once.
+    ``mean_speedup`` is Spec-Bench's (speed.py): the mean over the heats of tokens a second, by that
+    of plain decoding. ``inter_token_*`` are percentiles over tokens: the gap before a delivery,
     divided by the tokens delivered together; ``stall_p99`` is that of the undivided gaps.
-    ``phases`` are seconds a step, of steps that read no prompt.
+    ``phases``: seconds a step, of steps that read no prompt.
     """
 
     method: str
@@ -129,8 +127,8 @@ class Row:
 
 
 def rows(record: HeatRecord) -> list[Row]:
-    """All figures: for each concurrency and temperature, each category and overall, each method. Of
-    the rounds those with the most heats count."""
+    """By concurrency and temperature, category and overall, method. Rounds with fewer heats than
+    others are left out."""
     figures: list[Row] = []
     for cell in dict.fromkeys((h.job.concurrency, h.job.temperature) for h in record.heats):
         heats = record.of(*cell)
@@ -149,18 +147,17 @@ def rows(record: HeatRecord) -> list[Row]:
 
 def _row(category: str, turns: list[list[Heat]], name: str) -> Row:
     job = turns[0][0].job
-    rounds, plain = (
-        [merged([heat.outcomes[method] for heat in turn]) for turn in turns]
-        for method in (name, PLAIN)
+    runs, plain_runs = (
+        [[heat.outcomes[method] for heat in turn] for turn in turns] for method in (name, PLAIN)
     )
+    rounds, plain = list(map(merged, runs)), list(map(merged, plain_runs))
     whole = merged(rounds)
     gaps = [gap for answer in whole.answers for gap in gaps_of(answer)]
     shares = [gap / count for gap, count in gaps for _ in range(count)]
     steps = whole.decoding.steps
-    means = [
-        [statistics.mean(heat.outcomes[method].rate for heat in turn) for turn in turns]
-        for method in (name, PLAIN)
-    ]
+    means = (
+        [statistics.mean(run.rate for run in turn) for turn in of] for of in (runs, plain_runs)
+    )
     return Row(
         method=name,
         category=category,

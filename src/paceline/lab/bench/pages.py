@@ -4,12 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from functools import partial
-from itertools import zip_longest
 from operator import attrgetter, methodcaller
 from typing import Any
 
 from paceline.engine.driver import StepSums
-from paceline.lab.bench.figures import OVERALL, Row
+from paceline.lab.bench.figures import OVERALL, DraftFigures, Row
 from paceline.lab.bench.methods import PLAIN
 from paceline.lab.bench.result import KINDS, BenchResult, labels
 from paceline.lab.bench.runner import EVERYTHING
@@ -22,6 +21,7 @@ from paceline.lab.report.columns import (
     milliseconds,
     number,
     share,
+    table_across,
     table_of,
     times,
 )
@@ -101,6 +101,13 @@ _PUBLISHED = (  # as on Spec-Bench's leaderboard
 )
 
 
+def _at(position: int, drafts: DraftFigures) -> str | None:
+    """What became of the drafts that had a token there."""
+    if position > len(drafts.reached):
+        return None
+    return f"{drafts.acceptance[position - 1]:.2f} ({drafts.reached[position - 1]})"
+
+
 def report_of(result: BenchResult) -> Report:
     """The sections that the measurements give cause to."""
     pages = _Pages(result)
@@ -133,6 +140,7 @@ class _Pages:
         self.drafting = {method.name for method in result.methods if method.draft}
         self.label = labels([method.name for method in result.methods])
         self.method = Column("", "method", "method", self.label.__getitem__)
+        self.tried = Column("", "accepted", "", self.accepted)
         self.base = min((row.concurrency for row in self.rows), default=1)
         self.temperatures = list(dict.fromkeys(row.temperature for row in self.rows))
         alone = len({row.category for row in self.rows if row.concurrency == self.base}) == 1
@@ -208,7 +216,7 @@ class _Pages:
         """All methods at every number of clients and temperature."""
         price, note, figures = self.result.price, _NOTE, list[Figure]()
         swept = self.swept(self.totals)
-        columns = [*swept, *_SPEEDS, Column("", "accepted", "", self.accepted)]
+        columns = [*swept, *_SPEEDS, self.tried]
         if price is not None:
             note += f" Cost: of a million tokens, at {price:g} a machine hour."
             columns.append(Column("", "cost", "", lambda r: f"{r.cost_per_million(price):.3g}"))
@@ -267,23 +275,15 @@ class _Pages:
         if not rows:
             return
         series = {name: list(row.drafts.acceptance) for name, row in rows.items()}
-        columns = []
-        for row in rows.values():
-            by_position = zip(row.drafts.acceptance, row.drafts.reached, strict=True)
-            shown = [f"{accepted:.2f} ({tried})" for accepted, tried in by_position]
-            columns.append([_DRAFTED.cell(row), self.accepted(row), *shown])
         positions = range(1, 1 + max(map(len, series.values())))
-        headings = [_DRAFTED.heading, "accepted", *(f"position {n}" for n in positions)]
-        cells = zip(headings, zip_longest(*columns), strict=True)
-        self.report.add(
-            "Acceptance by position",
-            Table(["", *rows], [[heading, *row] for heading, row in cells], note=_ACCEPTANCE),
-            Figure(
-                "Acceptance by position in the draft, conditional",
-                partial(plots.lines, positions, series, "position", "accepted"),
-                "acceptance",
-            ),
+        columns = (Column("", f"position {n}", "drafts", partial(_at, n)) for n in positions)
+        picture = Figure(
+            "Acceptance by position in the draft, conditional",
+            partial(plots.lines, positions, series, "position", "accepted"),
+            "acceptance",
         )
+        table = table_across("", rows, [_DRAFTED, self.tried, *columns], _ACCEPTANCE)
+        self.report.add("Acceptance by position", table, picture)
 
     def steps(self) -> None:
         first = self.temperatures[0]

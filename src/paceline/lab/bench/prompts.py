@@ -26,11 +26,11 @@ _SEPARATOR = re.compile(r"^[^\S\n]*---[^\S\n]*$", re.MULTILINE)
 
 
 def read_records(file: Path) -> Iterator[tuple[str, dict[str, Any]]]:
-    """The records of a file, each with where it stands ("prompts.jsonl, line 3").
+    """The records of a file, and where they stand ("prompts.jsonl, line 3").
 
-    Plain text (.txt, .md, .text) gives one record ``{"text": ...}``, or one for each part between
-    lines that hold ``---`` and nothing else. Everything else is JSON: an object a line, a list of
-    objects, or one object. Raises DataError, in one line.
+    Plain text (.txt, .md, .text) gives records ``{"text": ...}``, one for each part between lines
+    of ``---``. Everything else is JSON: an object a line, a list of objects, or one object. Raises
+    DataError.
     """
     text = _text_of(file)
     suffix = Path(file.stem).suffix if file.suffix == ".gz" else file.suffix
@@ -89,9 +89,8 @@ _FIELDS = ("turns", "messages", "question", "prompt", "text")
 
 @dataclass(frozen=True)
 class BenchPrompt:
-    """What a user would send: ``text``, as a chat turn or as text to go on from. ``turns``: all the
-    user's turns, of which ``text`` is the first. ``earlier``: what was said before, as (role,
-    content)."""
+    """``text``: a chat turn, or text to go on from. ``turns``: all the user's turns, of which it is
+    the first. ``earlier``: what was said before, as (role, content)."""
 
     name: str
     category: str
@@ -119,22 +118,17 @@ def load_prompts(
     categories: Sequence[str] = (),
     per_category: int | None = None,
 ) -> list[BenchPrompt]:
-    """Prompts of a file (or, with None, our own), of all or some categories.
+    """Prompts of a file (None: our own), category by category; names are unique.
 
-    Category by category, in the order of the file; names are unique. ``per_category`` takes so
-    many of each, evenly spread. Raises DataError for an unreadable file, a record without a prompt,
-    an unknown category, or if nothing is left, ConfigError for a ``per_category`` below 1.
+    ``per_category`` takes so many of each category, evenly spread. Raises DataError for an
+    unreadable file, a record without a prompt, an unknown category, or if nothing is left,
+    ConfigError for a ``per_category`` below 1.
     """
     if per_category is not None and per_category < 1:
         raise ConfigError(f"per_category is {per_category}; use at least 1")
     files = sorted(_SHIPPED.glob("*.jsonl")) if source is None else [Path(source)]
-    prompts = _unique(
-        [
-            _prompt(record, where, file.name.split(".")[0], number)
-            for file in files
-            for number, (where, record) in enumerate(read_records(file))
-        ]
-    )
+    numbered = ((file, *item) for file in files for item in enumerate(read_records(file)))
+    prompts = _unique([_prompt(file, number, *item) for file, number, item in numbered])
     where = source or "the shipped prompt set"
     if not prompts:
         raise DataError(f"{where} has no prompts; add at least one")
@@ -175,8 +169,8 @@ def fit(
     return fitting, [prompt for prompt, ids in encoded if not 0 < len(ids) <= room]
 
 
-def _prompt(record: dict[str, Any], where: str, stem: str, number: int) -> BenchPrompt:
-    """One record of any layout. Raises DataError."""
+def _prompt(file: Path, number: int, where: str, record: dict[str, Any]) -> BenchPrompt:
+    """Of the record of any layout. Raises DataError."""
     field = next((key for key in _FIELDS if record.get(key) is not None), None)
     if field is None:
         raise DataError(f"{where}: none of the fields {', '.join(_FIELDS)}; one holds the prompt")
@@ -195,9 +189,9 @@ def _prompt(record: dict[str, Any], where: str, stem: str, number: int) -> Bench
         raise DataError(f"{where}: the format is {style!r}; use chat or completion")
     if not turns[0].strip():
         raise DataError(f"{where}: the prompt is empty; give it text or remove the record")
-    keys = (key for key in ("id", "question_id", "task_id") if key in record)
-    given = next((record[key] for key in keys), number)
-    name = f"{stem}/{given}" if isinstance(given, int) else str(given)
+    ids = (record[key] for key in ("id", "question_id", "task_id") if key in record)
+    given = next(ids, number)
+    name = f"{file.name.split('.')[0]}/{given}" if isinstance(given, int) else str(given)
     return BenchPrompt(name, category, turns[0], style == "chat", turns, tuple(earlier))
 
 
@@ -245,9 +239,9 @@ def _content(item: object) -> str | None:
 
 def _unique(prompts: list[BenchPrompt]) -> list[BenchPrompt]:
     """Names that occur again get a number: results are kept by name."""
-    counts: Counter[str] = Counter()
-    for index, prompt in enumerate(prompts):
+    counts, unique = Counter[str](), list[BenchPrompt]()
+    for prompt in prompts:
         counts[prompt.name] += 1
-        if counts[prompt.name] > 1:
-            prompts[index] = replace(prompt, name=f"{prompt.name}#{counts[prompt.name]}")
-    return prompts
+        number = counts[prompt.name]
+        unique.append(replace(prompt, name=f"{prompt.name}#{number}") if number > 1 else prompt)
+    return unique

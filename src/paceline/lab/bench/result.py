@@ -35,6 +35,15 @@ class MethodDivergence:
     temperature: float
     difference: Difference
 
+    @property
+    def complaint(self) -> str:
+        it = self.difference
+        return (
+            f"{self.method} wrote another text than {PLAIN} decoding ({self.category}, request "
+            f"{self.prompt}, token {it.at}: {it.left} became {it.right}, their scores {it.gap:.3g} "
+            f"apart, a rounding step is {it.step:.3g}); this is a bug, please report it"
+        )
+
     def record(self) -> dict[str, Any]:
         return {**asdict(self), "is_tie": self.difference.is_tie}
 
@@ -55,9 +64,8 @@ Judge = Callable[[Ask, tuple[int, ...], tuple[int, ...]], Difference | None]
 
 
 def compare(record: HeatRecord, judge: Judge, sampled: Collection[str] = ()) -> Comparison:
-    """Every distinct pair of texts once, of requests that both were asked alike: greedy ones of all
-    engines; with a temperature and a seed those of ``sampled``, which draw as plain decoding does.
-    """
+    """Every distinct pair of texts once, of requests that both were asked alike: greedy ones, and
+    with a seed those of the ``sampled`` methods, which draw as plain decoding does."""
     counts: dict[str, Counter[str]] = defaultdict(Counter)
     partings: list[MethodDivergence] = []
     seen: set[tuple[object, ...]] = set()
@@ -95,9 +103,9 @@ def spending_of(
 
 @dataclass(frozen=True)
 class BenchResult:
-    """``idle`` says of speculative methods that did nothing what they lacked; ``unequal`` what
-    could not be made equal, of other engines; ``left_out`` names prompts too long for the model;
-    ``cut`` counts conversations whose later turns found no room in the context."""
+    """``idle``: what methods lacked that speculated in vain. ``unequal``: what could not be made
+    equal, of other engines. ``left_out``: prompts too long for the model. ``cut``: conversations
+    whose later turns found no room in the context."""
 
     model: str
     machine: dict[str, Any]
@@ -146,19 +154,13 @@ class BenchResult:
 
     def record(self) -> dict[str, Any]:
         """Everything, for machines: medians and spreads, unrounded, in seconds."""
+        texts, names = self.texts, ("model", "interrupted", "machine", "settings", "idle")
         return {
-            "model": self.model,
+            **{name: getattr(self, name) for name in names},
             "suite": self.suite and self.suite.name,
-            "interrupted": self.interrupted,
-            "machine": self.machine,
-            "settings": self.settings,
             "methods": [asdict(method) for method in self.methods],
             "figures": [row.record(self.price) for row in self.rows],
-            "texts": {
-                "counts": self.texts.counts,
-                "partings": [parting.record() for parting in self.texts.partings],
-            },
-            "idle": self.idle,
+            "texts": {"counts": texts.counts, "partings": [p.record() for p in texts.partings]},
             "unequal": {name: dict(words) for name, words in self.unequal.items()},
             "perplexity": [perplexity.record() for perplexity in self.perplexities],
             "bugs": self.bugs(),
@@ -168,7 +170,7 @@ class BenchResult:
         }
 
     def amount(self) -> str:
-        """How many prompts the figures are of, and of how many that were asked for."""
+        """How many prompts the figures are of, and of how many."""
         wanted = int(self.settings["prompts"])
         measured = max((row.heats for row in self.rows if row.concurrency == 1), default=wanted)
         return f"{wanted} prompts" if measured >= wanted else f"{measured} of {wanted} prompts"
@@ -183,16 +185,7 @@ class BenchResult:
 
     def complaints(self, allow_idle: bool = False) -> list[str]:
         """One line for each thing that makes the run a failure."""
-        lines = []
-        for name in self.bugs():
-            first = self.texts.different(name)[0]
-            it = first.difference
-            lines.append(
-                f"{name} wrote another text than {PLAIN} decoding ({first.category}, request "
-                f"{first.prompt}, token {it.at}: {it.left} became {it.right}, their scores "
-                f"{it.gap:.3g} apart, a rounding step is {it.step:.3g}); this is a bug, please "
-                "report it"
-            )
+        lines = [self.texts.different(name)[0].complaint for name in self.bugs()]
         if not allow_idle:
             lengths = {method.name: method.length for method in self.methods}
             lines += [idle_line(name, lack, lengths[name]) for name, lack in self.idle.items()]

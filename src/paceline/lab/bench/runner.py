@@ -43,10 +43,9 @@ def take_turns(
 ) -> None:
     """Let all do every job, of one concurrency, ``rounds`` times; fills the record heat by heat.
 
-    Within a heat the engines run one after another; who begins changes from heat to heat. Heats
-    that the record has are not run again. The budget may end the first round at any heat; a later
-    one is begun only if the whole of it fits. ``advance(what)`` is called before every run. Ctrl-C
-    passes through; the record then holds complete heats.
+    In a heat the engines run one after another, in rotating order. Heats that the record has are
+    not run again. The budget may end the first round at any heat; a later one is begun only if it
+    fits. ``advance(what)`` is called before every run. KeyboardInterrupt passes through.
     """
     budget, kind = budget or Budget(), f"requests, {todo[0].concurrency} at once"
     for turn in range(rounds):
@@ -74,8 +73,7 @@ CategoryPrompts = Sequence[tuple[str, Sequence[int]]]  # category and token ids
 @dataclass(frozen=True)
 class Sweep:
     """Prompts at every concurrency and temperature, ``rounds`` times. ``seed``: request i gets
-    ``seed + i``; None draws freely. ``limit``: most tokens of a prompt and its answer; where it is
-    given answers are cut there."""
+    ``seed + i``; None draws freely. ``limit``: most tokens of a prompt and its answer."""
 
     max_tokens: int
     concurrencies: Sequence[int] = (1,)
@@ -100,8 +98,8 @@ class Sweep:
         self, prompts: CategoryPrompts, concurrency: int, hurried: bool = False
     ) -> list[BenchJob]:
         """One request at a time: a job a prompt. Several: one job over all prompts, repeated until
-        every client has sent at least two requests, and all equally many; ``hurried``: exactly two.
-        Temperatures and categories take turns, as a budget may end the list anywhere."""
+        all clients have sent equally many, two at least; ``hurried``: exactly two. Temperatures and
+        categories take turns, as a budget may end the list anywhere."""
         if concurrency == 1:
             groups = [(number, category, [ids]) for number, (category, ids) in enumerate(prompts)]
         else:
@@ -131,9 +129,8 @@ class Sweep:
         budget: Budget | None = None,
         answer: OnJob = lambda engine, job: engine.run(job.asks),
     ) -> None:
-        """Measure into ``record``. ``start(method, clients)`` makes an engine; those of one
-        concurrency live at the same time. Every concurrency has the same share of the budget.
-        Raises what ``start`` raises; Ctrl-C passes through."""
+        """Measure into ``record``. ``start(method, clients)`` makes an engine. Every concurrency
+        has the same share of the budget. Raises what ``start`` raises."""
         budget = budget or Budget()
         record.rounds = max(record.rounds, self.rounds)
         for index, concurrency in enumerate(self.concurrencies):

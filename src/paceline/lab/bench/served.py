@@ -6,6 +6,7 @@ from __future__ import annotations
 import time
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from itertools import accumulate, pairwise
 from typing import Any, NamedTuple
@@ -18,7 +19,11 @@ from paceline.lab.openai_client import OpenAIClient, RequestRefusedError, Server
 from paceline.llm import LLM
 
 EQUAL = "equal"
-ASPECTS = ("ids", "ignore_eos")
+# In what its runs may differ from ours; and how, where that wish is refused.
+ASPECTS = {
+    "ids": "prompts sent as text, which its own tokenizer reads",
+    "ignore_eos": "refused: it ends answers where the model does",
+}
 _TIMEOUT = 600.0  # seconds between two deliveries: a long prompt on a slow machine
 # What is asked for if the server takes it: prompts as ids, no end, ids and counts in the answer,
 # no cache of prompts (llama.cpp) and none of the sampling that a server may have by default.
@@ -148,16 +153,11 @@ class ServedEngine(BenchEngine):
         self._deliveries(ask)
         for wish in _WISHES:
             self.takes.add(wish)
-            try:
-                taken = any(one.text for one in self._deliveries(ask))
-            except _FAILURES:
-                taken = False
-            if not taken:
-                self.takes.discard(wish)
-        if "ids" not in self.takes:
-            self.different["ids"] = "prompts sent as text, which its own tokenizer reads"
-        if "ignore_eos" not in self.takes:
-            self.different["ignore_eos"] = "refused: it ends answers where the model does"
+            with suppress(*_FAILURES):
+                if any(one.text for one in self._deliveries(ask)):
+                    continue
+            self.takes.discard(wish)
+        self.different |= {name: why for name, why in ASPECTS.items() if name not in self.takes}
 
 
 def open_served(name: str, url: str, clients: int, llm: LLM) -> ServedEngine:

@@ -42,13 +42,9 @@ class Suite:
     tasks: dict[str, str]
 
 
-_ALL = (
-    Suite("spec-bench", "Spec-Bench", _SPEC_BENCH),
-    Suite("mt-bench", "MT-Bench", _MT_BENCH),
-    Suite("gsm8k", "GSM8K", _GSM8K),
-    Suite("humaneval", "HumanEval", _HUMANEVAL),
-)
-SUITES = {suite.name: suite for suite in _ALL}
+_TITLES = {"Spec-Bench": _SPEC_BENCH, "MT-Bench": _MT_BENCH}
+_TITLES |= {"GSM8K": _GSM8K, "HumanEval": _HUMANEVAL}
+SUITES = {title.lower(): Suite(title.lower(), title, tasks) for title, tasks in _TITLES.items()}
 
 
 def suite_of(name: str) -> Suite:

@@ -117,9 +117,9 @@ class RequestsSpentError(Exception):
 
 
 class Asking:
-    """Asks a ``server`` and a ``reference``: the same with speculation off, or another one; None
-    where there is neither. ``prompts``: (name, text). ``logprobs``: all that the server gave.
-    ``bins``: tokens of its samples, by their position in the distribution that it names."""
+    """Asks a ``server``, and a ``reference`` if there is one. ``prompts``: (name, text).
+    ``logprobs``: all that the server gave. ``bins``: tokens of its samples, by their position in
+    the distribution that it names."""
 
     def __init__(
         self,
@@ -188,9 +188,9 @@ class Asking:
 
 @dataclass
 class Part:
-    """What was ``checked`` in one part, by its ``unit``, what is wrong, and what was left out.
-    ``check``, given the text of a prompt, yields what is wrong. After one of the ``ties``, which
-    rounding explains, a text is not compared any further."""
+    """How many of its ``unit`` were ``checked`` in one part, what is wrong, and what was left out.
+    ``check``, given the text of a prompt, yields what is wrong. ``ties``: texts that part where
+    rounding explains it."""
 
     name: str
     unit: str
@@ -221,8 +221,8 @@ class Part:
 def parting(
     text: AnswerChoice, due: AnswerChoice, penalties: Mapping[str, float] | None = None
 ) -> tuple[str, bool] | None:
-    """Where two greedy texts part, and whether rounding explains it; None if they are the same. The
-    scores are those of ``due``, whose logprobs may or may not hold the ``penalties``."""
+    """Where two greedy texts part, and whether rounding explains it, by the scores of ``due``,
+    which may or may not hold the ``penalties``; None if they are the same."""
     if text.text == due.text:
         return None
     at = first_difference(text.spelt, due.spelt)

@@ -1,5 +1,4 @@
-"""What a certification has seen, as plain data that a later run can go on from, and what it ends
-with: distribution tests as one family, what is wrong, the verdict."""
+"""What a certification has seen, as data that a later run goes on from, and its certificate."""
 
 from __future__ import annotations
 
@@ -69,9 +68,9 @@ class Problem:
 class DistributionTest:
     """One test: ``what`` against what, where, and at which draft length (0 is plain decoding).
 
-    ``part`` is at fault if it fails. ``rounding``: between batch shapes, see TESTS. Known once its
-    family is: ``adjusted_p_value`` after Holm's correction, ``smallest_bias`` (total variation)
-    that it finds with probability ``POWER`` at its share of the family's alpha.
+    ``part`` is at fault if it fails. ``rounding``: see TESTS. Of a test in its family:
+    ``adjusted_p_value`` after Holm's correction, ``smallest_bias`` (total variation) that it finds
+    with probability ``POWER``.
     """
 
     part: str
@@ -115,9 +114,8 @@ def too_little(texts: int, bias: float) -> list[str]:
 class Certificate:
     """The outcome. ``lossless`` only if nothing is wrong and enough was tested.
 
-    ``facts``: what JSON says of the engine or server, and of how much was tested. ``tables``: the
-    results; tests of distributions hold together at the level ``alpha``. ``lacks``: why the tests
-    certify nothing. ``notes``: what was left out, and why. ``interrupted``: by Ctrl-C.
+    ``facts``: for JSON. ``tables``: the results; tests of distributions hold together at the level
+    ``alpha``. ``lacks``: why the tests certify nothing. ``notes``: what was left out, and why.
     ``completed``: what the time was spent on; ``certified``: what that word stands for here.
     """
 
@@ -191,9 +189,9 @@ class TextDivergence(Difference):
 
 @dataclass(frozen=True)
 class TextCheck:
-    """Texts of a kind under one setting against plain decoding. ``ties``: differences that rounding
-    explains; the comparison went on from the plain text. ``bugs``: differences that it does not
-    explain; the rest of such a text is not compared."""
+    """Texts of a kind under one setting against plain decoding. After one of the ``ties``, which
+    rounding explains, the comparison goes on from the plain text; after one of the ``bugs`` it
+    ends."""
 
     kind: str  # "greedy" or "seeded"
     setting: str
@@ -221,8 +219,7 @@ class TextCheck:
 @dataclass
 class Prefix:
     """Where continuations are drawn, and those drawn there: with drafts of ``length``, plainly.
-    ``portions`` were begun of either kind, so that no two are drawn with the same random
-    numbers."""
+    ``portions`` were begun of either kind: no two get the same random numbers."""
 
     start: Start
     length: int
@@ -235,11 +232,8 @@ class Prefix:
 @dataclass
 class Evidence:
     """``done``: the pieces of work that are in it, by name. ``plain``: plain decoding's texts.
-
-    ``tranche``: how many times over the effort is wanted by now. ``verdicts``: how many were given
-    on it: the more often somebody goes on after one, the easier the next would be wrong.
-    ``tokens`` of each text; 0 until that is decided. ``draws``: the drafter's.
-    """
+    ``tranche``: how many times over the effort is wanted by now. ``verdicts`` were given on it.
+    ``tokens`` of each text; 0 until that is decided. ``draws``: the drafter's."""
 
     tranche: int = 1
     tokens: int = 0
@@ -264,8 +258,7 @@ class Evidence:
         self.checks.append(check)
 
     def tables(self, tests: Sequence[DistributionTest]) -> Iterator[ResultTable]:
-        """With the ``tests`` of what was drawn. Bugs come first; the same difference under several
-        settings once."""
+        """With the ``tests`` of what was drawn; the same difference under several settings once."""
         yield replace(_TEXTS, rows=tuple(self.checks))
         listed = {item for check in self.checks for item in (*check.bugs, *check.ties)}
         rows = sorted(listed, key=lambda item: (item.is_tie, item.text))

@@ -1,6 +1,5 @@
-"""Chi-square tests with their power, from the incomplete gamma function alone. The tail of the
-non-central distribution is a Poisson mixture of central ones (Johnson, Kotz and Balakrishnan 1995,
-chapter 29): exact up to the terms that are left out, which weigh below 1e-15."""
+"""Chi-square tests with their power. The tail of the non-central distribution is a Poisson mixture
+of central ones (Johnson, Kotz and Balakrishnan 1995, chapter 29), but for terms below 1e-15."""
 
 from __future__ import annotations
 
@@ -59,8 +58,8 @@ def holm(p_values: Sequence[float]) -> list[float]:
 
 @dataclass(frozen=True)
 class ChiSquare:
-    """A test's outcome. ``weight`` turns an effect w² into a non-centrality. The p-value is that of
-    the statistic under ``allowed``, the non-centrality that rounding explains."""
+    """``weight`` turns an effect w² into a non-centrality. ``allowed``: the non-centrality that
+    rounding explains, under which ``p_value`` is."""
 
     statistic: float
     df: int
@@ -76,11 +75,8 @@ class ChiSquare:
         return cls(statistic, df, p_value, weight, allowed)
 
     def smallest_bias(self, alpha: float, power: float = 0.9) -> float:
-        """Total variation over the cells that is found with ``power`` or more, at level ``alpha``.
-
-        A bias d has w² = sum d²/p >= (sum |d|)² = 4 TV² (Cauchy and Schwarz), so every bias of
-        total variation w/2 has at least the effect w.
-        """
+        """Total variation over the cells that is found with ``power`` or more, at level ``alpha``:
+        a bias d has the effect w² = sum d²/p >= (sum |d|)² = 4 TV² (Cauchy and Schwarz)."""
         effect = detectable(alpha, power, self.df, self.allowed)
         return min(1.0, math.sqrt(effect / self.weight) / 2)
 

@@ -1,9 +1,5 @@
-"""For a test: texts from the engine, from any point and at any draft length, and the target's own
-distributions, from forwards that share nothing with the engine's.
-
-What the texts begin with is read once in each of two batch shapes, what comes behind it for each
-text. The distributions of the two shapes differ by what rounding does.
-"""
+"""For a test: texts from the engine, from any point and at any draft length, and the target's
+distributions in two batch shapes, from forwards that share nothing with the engine's."""
 
 from __future__ import annotations
 
@@ -49,10 +45,9 @@ def decode(
 ) -> list[tuple[String, DraftCounts]]:
     """Outputs of all starts, with the given tokens, and what was drafted: in one continuous batch.
 
-    No end token stops them: each has ``max_tokens`` of output, or ``enough`` tokens beyond what
-    was given, if that comes first (drafts are then as long at the end as at the beginning).
-    ``length`` fixes the draft length; None leaves it to the engine's own controller.
-    Raises StandstillError, and whatever the engine raises.
+    No end token stops them: they have ``max_tokens`` of output, or ``enough`` tokens beyond what
+    was given, if that comes first. ``length``: of drafts; None leaves it to the engine's
+    controller. Raises StandstillError, and whatever the engine raises.
     """
     seqs = [
         sequence(s.tokens, replace(s.params, draft_length=length), prompt_length=len(s.prompt))
@@ -80,8 +75,8 @@ class Scorer:
         return self._distributions(strings, stepwise=False)
 
     def stepwise(self, strings: Sequence[String]) -> torch.Tensor:
-        """The same, the last tokens of a batch of texts in a later forward: as in decoding. Too few
-        texts are repeated, for it is the number of rows that rounding depends on."""
+        """The same, the last tokens of a batch of texts in a later forward: as in decoding."""
+        # Too few texts are repeated: rounding depends on the number of rows.
         copies = -(-_BATCH // max(1, len(strings)))
         return self._distributions(list(strings) * copies, stepwise=True)[: len(strings)]
 

@@ -1,9 +1,5 @@
-"""Where two texts of one request part, and whether rounding explains it.
-
-A row of logits is a little different in another batch shape: by the rounding of the last step and
-of the layers before. Two tokens whose scores tie within that distance may be chosen either way;
-anything else is a bug.
-"""
+"""Where two texts of one request part, and whether rounding explains it: logits differ a little in
+another batch shape. Of two tokens whose scores tie within that distance either may be chosen."""
 
 from __future__ import annotations
 
@@ -34,10 +30,10 @@ _READ_IN_STEPS = 16
 class Difference:
     """Token ``at`` is ``left`` in one text and ``right`` in the other.
 
-    ``gap`` is the distance of their ``scores`` (logits, over the temperature and with the seed's
-    noise if sampled; None where there are none), ``step`` the rounding step of the logits and
-    ``spread`` how far other batch shapes moved the likeliest ones, on the same scale. ``on_edge``:
-    one token stands at the border of the truncated distribution, which rounding moves by a token.
+    ``gap``: the distance of their ``scores`` (logits, over the temperature and with the seed's
+    noise if sampled; None where there are none). ``step``: the rounding step of the logits;
+    ``spread``: how far other batch shapes moved the likeliest ones, on the same scale. ``on_edge``:
+    one token stands at the border of the truncated distribution.
     """
 
     at: int
@@ -70,8 +66,8 @@ def explain(
     params: SamplingParams,
 ) -> Difference | None:
     """Re-score the first position at which two outputs differ; None if they are the same.
-    ``params`` are those of both requests: greedy, or with a seed. A text that is a mere beginning
-    of the other differs at its end, which no tie explains (gap infinite)."""
+    ``params`` of both requests: greedy, or with a seed. If one text goes on where the other ends,
+    the gap is infinite."""
     at = first_difference(left, right)
     if at is None:
         return None

@@ -1,9 +1,6 @@
-"""Does a drafter draw from the distribution that it declares? If not, no rule can be lossless.
-
-The declared distribution's cumulative function, randomised within its step, makes independent
-uniform numbers of honest draws. Tokens are ordered from the likeliest down, so that a wrong
-temperature, an argmax, or dropping unlikely nodes all push the numbers to one side.
-"""
+"""Does a drafter draw from the distribution that it declares? If so, the cumulative function,
+randomised within its step, makes uniform numbers of the draws. Tokens are ordered from the
+likeliest down: a wrong temperature, or an argmax, pushes the numbers to one side."""
 
 from __future__ import annotations
 
@@ -43,9 +40,8 @@ class DrawCounts:
 
 
 class Recorder:
-    """Stands in for a drafter and counts what it draws. Changes nothing. ``trees`` and
-    ``distributions`` (after the root, and after first tokens) were proposed and declared behind the
-    tokens that are ``watched``."""
+    """Stands in for a drafter and counts what it draws. ``trees`` and ``distributions`` (after the
+    root, and after first tokens) were proposed and declared behind the ``watched`` tokens."""
 
     def __init__(self, drafter: Drafter, draws: DrawCounts, seed: int = 0) -> None:
         self._drafter, self._draws = drafter, draws
@@ -53,8 +49,8 @@ class Recorder:
         self.watch(None)
 
     def watch(self, tokens: String | None) -> None:
-        """Forget what was kept, and keep what is proposed after the tokens of the first request
-        that begins with these and is drafted for."""
+        """From now on keep what is proposed after the tokens of the first request that begins with
+        these and is drafted for."""
         self.watched, self._beyond = tokens, True
         self.distributions: dict[String, torch.Tensor] = {}
         self.trees: dict[tuple[tuple[int, ...], Draw], TokenTree] = {}
@@ -109,6 +105,5 @@ class Recorder:
         equal = (probs * (probs == token_probs)).sum(-1)
         noise = torch.rand(len(tokens), dtype=torch.float64, generator=self._generator)
         ranks = ((above + noise * equal) / mass)[counts & possible]
-        bins = (ranks * _BINS).long().clamp(max=_BINS - 1).tolist()
-        for index in bins:
+        for index in (ranks * _BINS).long().clamp(max=_BINS - 1).tolist():
             self._draws.counts[index] += 1

@@ -1,9 +1,9 @@
-"""The output distribution of one step without chance: every draft, every decision, by enumeration.
+"""The output distribution of one step by enumeration of every draft and every decision.
 
 The real verifier judges drafts over the distributions of target and drafter, cut to a few likely
-tokens and renormalised. Its uniforms are placed by hand, one in every interval that can matter,
-weighted by the interval's length. What a step emits, continued by the target, must have the
-target's distribution. By induction over the steps so has the whole text.
+tokens and renormalised. Its uniforms are set, one in every interval that can matter, weighted by
+the interval's length. What a step emits, continued by the target, must have the target's
+distribution; by induction so has the whole text.
 """
 
 from __future__ import annotations
@@ -36,9 +36,9 @@ Option = tuple[float, float]  # a uniform and the width of the interval it stand
 
 @dataclass(frozen=True)
 class ExactCheck:
-    """``distance``: total variation between what a step emits and the target's distribution, over
-    ``tokens`` tokens of a vocabulary of ``vocabulary``. ``whole``: no other token has any chance;
-    else the distributions are conditioned on these. ``outcomes`` were enumerated."""
+    """``distance``: total variation between what a step emits and the target's distribution of
+    ``tokens`` tokens. ``whole``: no token but those of the ``vocabulary`` has any chance; else the
+    distributions are conditioned on these. ``outcomes`` were enumerated."""
 
     prefix: str
     draw: str
@@ -85,9 +85,9 @@ def enumerate_step(
     target: Callable[[Sequence[String]], torch.Tensor],
     prefix: str,
 ) -> ExactCheck | None:
-    """The step that ``tree`` is an example of: of its first two levels, or the first alone.
-    ``draft``: the drafter's distributions after strings of its tokens, ``target``: gives those of
-    the target [n, vocab]. None if the tree is too large."""
+    """The step that ``tree`` is an example of: its first two levels, or the first alone; None if
+    they are too large. ``draft``: the drafter's distributions after strings of its tokens;
+    ``target`` gives the target's [n, vocab]."""
     (root,) = target([()])
     for depth in (2, 1):
         nodes = sum(node_depth <= depth for node_depth in tree.depths)
@@ -107,8 +107,8 @@ def enumerate_step(
 
 
 def _small_vocabulary(tree: TokenTree, target: torch.Tensor, draft: Distributions) -> list[int]:
-    """The ids that stand for the vocabulary: likely ones of the drafter, and of the target. A token
-    that may be drafted needs to have a known distribution after it, where the tree goes on."""
+    """The ids that stand for the vocabulary: likely ones of the drafter, with a known distribution
+    after them where the tree goes on, and of the target."""
     if tree.draw is Draw.POINT:
         drafted = list(dict.fromkeys(tree.tokens.tolist()))
     else:
@@ -174,8 +174,8 @@ def drafts(case: Case, tokens: String = (), weight: float = 1.0) -> Iterator[tup
 
 
 def step_error(verifier: Verifier, case: Case) -> tuple[float, int]:
-    """Total variation of a step's output from the target's distribution, and outcomes enumerated. A
-    step that does not end in a token of the target's has the distance 1. Raises TooManyOutcomes."""
+    """Total variation of a step's output from the target's distribution, and outcomes enumerated;
+    1 if a step does not end in a token of the target's. Raises TooManyOutcomes."""
     length, outcomes = max(map(len, case.target)) + 1, 0
     emitted: defaultdict[String, float] = defaultdict(float)
     weighted = list(islice(drafts(case), _MOST_OUTCOMES))

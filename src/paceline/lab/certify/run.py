@@ -38,9 +38,9 @@ def certify(
 
     ``model``: an LLM with a drafter, or the name of a target, with ``draft`` as for LLM.
     ``prompts``: (name, token ids). ``params``: sampling parameters to certify, by default
-    temperature 1; greedy decoding is tested in any case, with their penalties and bias. Their
-    seed, stop conditions and token limits are not used: ``effort`` says how much is decoded.
-    ``advance(what comes next)`` is called before each piece of work. After ``seconds`` it ends.
+    temperature 1, but for seed, stop conditions and token limits; greedy decoding is tested in any
+    case, with their penalties and bias. ``advance(what comes next)`` is called before each piece of
+    work. After ``seconds`` it ends.
 
     Raises ConfigError for an engine without a drafter or with a lossy rule, PromptError, and what
     LLM raises.
@@ -52,9 +52,7 @@ def certify(
 
 
 class Certifier(Subject):
-    """One certification; ``certificate`` may be asked for at any time, also after Ctrl-C.
-    ``evidence`` is what an earlier one with the same model, drafter, prompts, parameters and effort
-    has seen; it is added to. Prompts beyond the effort's number of texts are for that."""
+    """One certification; ``certificate`` may be asked for at any time, also after Ctrl-C."""
 
     _ended = False
 
@@ -66,9 +64,8 @@ class Certifier(Subject):
         return comparing + self.prefixes * (2 * PORTIONS * self.evidence.tranche + 2)
 
     def run(self, advance: OnProgress = lambda what: None) -> None:
-        """Test as much as the budget allows, in an order of which any beginning has seen a little
-        of everything: round by round a few more texts under all settings, and more samples at one
-        prefix until that has all of them. KeyboardInterrupt passes through."""
+        """Test as much as the budget allows: round by round a few more texts under all settings,
+        and more samples at one prefix until that has all. KeyboardInterrupt passes through."""
         self.budget.reserve = _ENDING * (self.budget.seconds or 0.0)
         self.advance = advance
         with self.guarded("greedy"):

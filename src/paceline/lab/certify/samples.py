@@ -66,8 +66,8 @@ def samples_fit(subject: Subject, number: int, samples: int) -> bool:
 
 
 def _choose_prefix(subject: Subject, number: int) -> None:
-    """The beginning of a greedy text after which the target is undecided, by its entropy. Only
-    those a few tokens behind a full cache block count, as thousands of samples start there."""
+    """The beginning of a greedy text after which the target is undecided, by its entropy; a few
+    tokens behind a full cache block, as thousands of samples start there."""
     start, evidence = subject.start(number, subject.params), subject.evidence
     output = evidence.plain.get(f"greedy/{number}")
     if output is None:
@@ -144,8 +144,8 @@ def _enumerate(subject: Subject, prefix: Prefix) -> None:
 @dataclass(frozen=True)
 class Cells:
     """A cell for each of some ``groups`` of tokens, and one for all others, with their ``chances``.
-    ``slack`` is the effect size w² that a test allows for rounding, ``rounding`` the total
-    variation between the distributions of two batch shapes."""
+    ``slack``: the effect w² that a test allows for rounding; ``rounding``: the total variation
+    between two batch shapes."""
 
     groups: list[int]
     chances: list[float]
@@ -175,8 +175,7 @@ class Cells:
 
 
 def judge(model: CausalModel, prefix: Prefix) -> list[DistributionTest]:
-    """Tests of what was drawn with drafts and, as a control, plainly; distributions are scored
-    afresh. None where nothing is left to chance."""
+    """Tests of what was drawn with drafts and plainly; none where nothing is left to chance."""
     scorer, tests = Scorer(model, prefix.start), list[DistributionTest]()
     plain = Counter(string[0] for string in prefix.plain)
     (probs,), (moved,) = scorer.at_once([()]), scorer.stepwise([()])
@@ -197,12 +196,9 @@ def judge(model: CausalModel, prefix: Prefix) -> list[DistributionTest]:
 
 
 def _next_tokens(scorer: Scorer, strings: Sequence[String]) -> tuple[ChiSquare, Cells]:
-    """Test of how likely the tokens behind the first were.
-
-    Beginnings are too many to be tested one by one; so of all together the ranks of the tokens
-    are counted, each in the distribution behind its own beginning. Which beginnings occur most
-    depends on what came before the tokens, so it favours nothing.
-    """
+    """Test of how likely the tokens behind the first were: of all beginnings together, by their
+    ranks in the distribution behind their beginning. Which beginnings occur most depends on what
+    came before the tokens, so it favours nothing."""
     following: defaultdict[String, Counter[int]] = defaultdict(Counter)
     for string in strings:
         for position in range(1, DEPTH):

@@ -25,11 +25,12 @@ class Subject:
     """What every part of a certification is given: who answers, what is asked, for how long.
 
     ``llm`` drafts, at ``lengths`` and, if it adapts, at its own; ``plain`` decodes the same target
-    without drafts. ``prompts``: (name, token ids). ``kinds``: the parameters of each kind of text.
-    ``alone``: draft lengths of texts decoded one by one, by setting, None for its own; ``mixed``:
-    the setting of texts in a batch. What is seen goes into ``evidence``, what comes next is told to
-    ``advance``. Nothing more is done for the parts that are ``broken``. Where the evidence has all
-    that was wanted, as much again is wanted now.
+    without drafts. ``prompts``: (name, token ids); those beyond the effort's number of texts are
+    for later runs. ``kinds``: the parameters of each kind of text. ``alone``: draft lengths of
+    texts decoded one by one, by setting, None for the adaptive one; ``mixed``: the setting of texts
+    in a batch. ``evidence``: what earlier runs with the same arguments have seen; it is added to,
+    and if it has all that was wanted, as much again is wanted. ``advance`` is told what comes next.
+    Nothing more is done for the parts that are ``broken``.
     """
 
     def __init__(
@@ -55,8 +56,8 @@ class Subject:
             seed=self.effort.seed + 1,
             kv_cache_memory=sum(tensor.nbytes for pair in layers for tensor in pair),
         ).engine
-        unused: dict[str, Any] = {"stop": (), "stop_token_ids": (), "min_tokens": 0}
         asked = params or SamplingParams(temperature=1.0)
+        unused: dict[str, Any] = {"stop": (), "stop_token_ids": (), "min_tokens": 0}
         self.params = replace(asked, seed=None, n=1, logprobs=None, **unused)
         # With the same penalties and bias.
         greedy = replace(self.params, temperature=0.0, top_k=0, top_p=1.0, min_p=0.0)
@@ -119,8 +120,8 @@ class Subject:
     ) -> None:
         """``run`` a piece of work, whole or not at all; ``kind`` and ``size`` tell what it takes.
         ``part`` is at fault if it fails. With a ``name`` it is done once."""
-        done, fits = self.evidence.done, self.budget.fits(kind, size)
-        if name in done or part in self.broken or not fits:
+        done = self.evidence.done
+        if name in done or part in self.broken or not self.budget.fits(kind, size):
             return
         self.advance(shown)
         with self.guarded(part), self.budget.piece(kind, size):
@@ -163,15 +164,14 @@ def _checked(
     """Those that fit; of the first ones, which are wanted at once, all must."""
     if not prompts:
         raise PromptError("no prompt was given")
-    limit, checked = llm.max_model_len, []
-    for number, (name, prompt) in enumerate(prompts):
-        if 0 < len(prompt) <= limit - effort.max_tokens - 16:
-            checked.append((name, tuple(prompt)))
-        elif number < effort.texts and not prompt:
+    limit = llm.max_model_len
+    room = limit - effort.max_tokens - 16
+    for name, prompt in prompts[: effort.texts]:
+        if not prompt:
             raise PromptError(f"prompt {name} is empty; give at least one token of text")
-        elif number < effort.texts:
+        if len(prompt) > room:
             raise PromptError(
                 f"prompt {name} has {len(prompt)} tokens, but {llm.target.name} sees {limit} with "
                 f"the {effort.max_tokens} that are decoded; shorten it or lower max_tokens"
             )
-    return checked
+    return [(name, tuple(prompt)) for name, prompt in prompts if 0 < len(prompt) <= room]

@@ -8,6 +8,7 @@ from functools import partial
 from itertools import cycle, product
 
 from paceline.core.params import SamplingParams
+from paceline.core.sequence import DraftCounts
 from paceline.lab.certify.certificate import TextCheck, TextDivergence
 from paceline.lab.certify.decoding import Start, String, decode
 from paceline.lab.certify.difference import explain
@@ -85,19 +86,17 @@ def check_texts(
     for text, (tokens, _) in zip(texts, outputs, strict=True):
         for item, tie in _divergences(subject, *text, tokens, length):
             parted[tie].append(item)
-    drafted, accepted = (
-        sum(getattr(counts, name) for _, counts in outputs) for name in ("drafted", "accepted")
-    )
-    compared = len(texts), sum(len(plain) for _, plain in texts), drafted, accepted
+    counts = sum((counts for _, counts in outputs), DraftCounts())
+    compared = len(texts), sum(len(plain) for _, plain in texts), counts.drafted, counts.accepted
     return TextCheck(kind, setting, *compared, tuple(parted[True]), tuple(parted[False]))
 
 
 def _divergences(
     subject: Subject, text: Start, expected: String, tokens: String, length: int | None
 ) -> Iterator[tuple[TextDivergence, bool]]:
-    """All near ties between the two texts, and at their end perhaps one bug; which are ties. After
-    a tie the rest is decoded anew behind the beginning of the ``expected`` text. Where rows have
-    the same bits whatever rides along, there are none."""
+    """All near ties between the two texts, and at their end perhaps one bug; which are ties (none
+    on a backend of ``same_bits``). After a tie the rest is decoded anew behind the beginning of the
+    ``expected`` text."""
     target, decoded = subject.llm.target, subject.llm.tokenizer.decode
     while difference := explain(target, text.prompt, expected, tokens, text.params):
         pair = difference.left, difference.right

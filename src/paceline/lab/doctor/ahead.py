@@ -10,8 +10,7 @@ from paceline.draft.foreign import ForeignDraft, head_config, vllm_method
 from paceline.errors import PacelineError
 from paceline.lab.doctor.findings import Finding, finding, refusal
 from paceline.lab.export import export
-
-_LAYERS = "eagle_aux_hidden_state_layer_ids"
+from paceline.lab.export.speculation import LAYERS
 
 
 def look_ahead(
@@ -53,16 +52,14 @@ def _sglang(values: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
     nodes = int(values.get("speculative_num_draft_tokens", 1)) - 1
     steps = values.get("speculative_num_steps")
     tree = f"chains of {steps}" if topk == 1 else f"the {nodes} likeliest of trees {steps} deep"
-    does = f"a trie, {nodes} nodes" if algorithm == "NGRAM" else f"{algorithm}: {tree}"
-    yield "engine-does", does
-    chain = topk == 1 and algorithm != "NGRAM"
+    trie = algorithm == "NGRAM"
+    yield "engine-does", f"a trie, {nodes} nodes" if trie else f"{algorithm}: {tree}"
     keys = ("speculative_use_rejection_sampling", "speculative_use_block_verification")
-    if chain and not any(values.get(key) for key in keys):
+    if topk == 1 and not trie and not any(values.get(key) for key in keys):
         text = "sampled drafts count only where the target draws the same token; "
         yield "engine-approximates", f"{text}--speculative-use-rejection-sampling accepts more"
     if algorithm == "EAGLE3":
-        model = str(values.get("speculative_draft_model_path", ""))
-        yield from _layers(model, outputs=True)
+        yield from _layers(str(values.get("speculative_draft_model_path", "")), outputs=True)
 
 
 def _layers(model: str, outputs: bool) -> Iterator[tuple[str, str]]:
@@ -70,9 +67,8 @@ def _layers(model: str, outputs: bool) -> Iterator[tuple[str, str]]:
     config = head_config(model)
     if not config:
         return
-    nested = config.get("eagle_config")
-    nested_layers = nested.get(_LAYERS) if isinstance(nested, dict) else None
-    top = config.get(_LAYERS)
+    nested, top = config.get("eagle_config"), config.get(LAYERS)
+    nested_layers = nested.get(LAYERS) if isinstance(nested, dict) else None
     layers = nested_layers if outputs else top or nested_layers
     if not layers:
         remark = " (it looks under eagle_config only)" if outputs and top else ""

@@ -45,9 +45,8 @@ def examine(
     """Look at a target and its draft or drafts before they are loaded; the worst comes first.
 
     ``settings``: keywords of ``LLM`` that an engine has. Fetches the small files of a hub name that
-    is not on this machine. What is wrong with the models is a finding; what is wrong with the
-    arguments raises ModelLoadError (no such folder, no config.json) or ConfigError (an unknown
-    option of a draft, an unusable device), in one line.
+    is not on this machine. Raises ModelLoadError (no such folder, no config.json) and ConfigError
+    (an unknown option of a draft, an unusable device).
     """
     texts = [draft] if draft is None or isinstance(draft, str) else list(draft)
     specs = [spec for text in texts for spec in parse_draft(text).members()]
@@ -74,9 +73,8 @@ def examine(
     noticed, needs = _check_drafts(drafts, model, beside, needs)
     findings += [*noticed, *machine.check_dtype(setting, needs.weights)]
     packed = any(one.code.startswith("quantised") for one in findings)
-    findings.append(machine.check_kernels(setting, packed))
-    findings.append(machine.check_memory(setting, needs, model.max_positions))
-    return by_severity(findings)
+    memory = machine.check_memory(setting, needs, model.max_positions)
+    return by_severity([*findings, machine.check_kernels(setting, packed), memory])
 
 
 def _check_model(

@@ -1,6 +1,5 @@
-"""Findings: of which kind, about what, and what was seen. The kinds, with what they say, their
-consequences and cures, are the tables of ``kinds.md``; docs/doctor.md repeats that file word for
-word. A check only names the kind and gives the values."""
+"""Findings: of which kind, about what, and what was seen. The kinds are the tables of ``kinds.md``,
+which docs/doctor.md repeats. A check names the kind and gives the values."""
 
 from __future__ import annotations
 
@@ -71,8 +70,8 @@ def finding(
     about: str | None = None,
     **values: object,
 ) -> Finding:
-    """A finding of a kind in ``KINDS``, which says ``text`` or, with these ``values``, what the
-    kind says; ``cure`` replaces the general one by a precise one."""
+    """Of a kind in ``KINDS``; it says ``text`` or, with these ``values``, what the kind says.
+    ``cure`` replaces the kind's."""
     kind = KINDS[code]
     chosen = kind.severities[0] if severity is None else severity
     assert chosen in kind.severities, f"{code} is never of severity {chosen.value}"
@@ -84,9 +83,9 @@ def finding(
 def refusal(code: str, error: Exception) -> Finding:
     """An error's message: what is wrong, and what to do about it if it says so."""
     what, semicolon, cure = str(error).rpartition("; ")
-    return (
-        finding(code, what, f"{cure[:1].upper()}{cure[1:]}.") if semicolon else finding(code, cure)
-    )
+    if not semicolon:
+        return finding(code, cure)
+    return finding(code, what, f"{cure[:1].upper()}{cure[1:]}.")
 
 
 def findings_of(model: str, findings: Iterable[Finding]) -> list[Finding]:
@@ -96,6 +95,5 @@ def findings_of(model: str, findings: Iterable[Finding]) -> list[Finding]:
 
 def by_severity(findings: Iterable[Finding]) -> list[Finding]:
     """The worst first; those of one severity in the order of ``KINDS``."""
-    order = list(Severity)
-    order_of = {code: number for number, code in enumerate(KINDS)}
-    return sorted(findings, key=lambda item: (order.index(item.severity), order_of[item.code]))
+    severities, codes = list(Severity), list(KINDS)
+    return sorted(findings, key=lambda f: (severities.index(f.severity), codes.index(f.code)))

@@ -1,10 +1,7 @@
-"""Whether the engine computes what transformers does, on the checkpoint itself.
-
-The shortest run of first layers that has a layer of each kind, with the embedding and the head, is
-loaded in float32. Short sequences begin at the start, in the middle and at the end of the context;
-transformers runs each alone, the engine on torch all in ragged batches and in two pieces, and the
-native kernels, to which a position is an index among a sequence's keys, those at the start.
-"""
+"""Whether the engine computes what transformers does, on the checkpoint itself: the first layers up
+to one of each kind, with the embedding and the head, in float32. Short sequences begin at the
+start, in the middle and at the end of the context. Transformers runs them one by one; the engine in
+ragged batches and in two pieces, on torch all, on the native kernels those at the start."""
 
 from __future__ import annotations
 
@@ -52,12 +49,9 @@ class _Sequence(NamedTuple):
 
 
 def check_logits(target: str, *, device: str = "auto", backend: str = "auto") -> Finding:
-    """Compare the engine's logits with transformers' on some layers of a model.
-
-    Arguments as of ``LLM``. What is refused, or differs, is an error among the findings; what
-    cannot be compared here is a note. Raises ModelLoadError if there is no such model, ConfigError
-    on an unusable device.
-    """
+    """Compare the engine's logits with transformers' on some layers of a model: an error if they
+    differ or it is refused, a note if they cannot be compared. Arguments as of ``LLM``. Raises
+    ModelLoadError if there is no such model, ConfigError on an unusable device."""
     resolved, files = resolve_device(device), read_files(target)
     limit_threads()
     try:
@@ -127,12 +121,10 @@ def _verdict(
 
 def _some_layers(config: Any) -> tuple[Any, int, int]:
     """The config of the first layers, how many they are, and the memory that comparing takes. All
-    layers where a config with fewer would not give the first ones as they are, as of models whose
-    last layers share their keys."""
+    layers if a config with fewer gives other ones, as where the last layers share their keys."""
     whole = skeleton_of(config)
     kinds = [_kind(layer) for _, layer in decoder_layers(whole)]
-    layers = max(kinds.index(kind) for kind in set(kinds)) + 1
-    layers = max(layers, min(2, len(kinds)))
+    layers = max(min(2, len(kinds)), *(kinds.index(kind) + 1 for kind in kinds))
     shorter = _shortened(config, layers)
     part = skeleton_of(shorter)
     if [_kind(layer) for _, layer in decoder_layers(part)] != kinds[:layers]:
@@ -205,8 +197,8 @@ def _adapted(module: Any, name: str, backend: str) -> CausalModel:
 def _furthest(
     model: CausalModel, sequences: Sequence[_Sequence], wanted: Sequence[torch.Tensor]
 ) -> tuple[float, int]:
-    """How far logits are off at most, in spreads of a row, and at which position: of all sequences
-    in a batch of their first rows, then in one of the others."""
+    """How far logits are off at most, in spreads of a row, and at which position, in a batch of the
+    first rows of all sequences and in one of the others."""
     cache = model.new_cache(len(sequences), _ROWS, share=False)
     for number, s in enumerate(sequences):
         cache.admit(number, range(s.positions.stop))  # as long as the text that it ends

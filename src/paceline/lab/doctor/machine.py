@@ -36,8 +36,8 @@ _LARGE = 1 << 30  # bytes of weights from which on a processor is slow
 
 @dataclass(frozen=True)
 class Setting:
-    """How a pair would be run. ``dtype`` None: as the checkpoint has it. ``cache_dtype`` of the
-    target's keys and values. ``kernels``: whether the native ones are expected to run."""
+    """How a pair would be run. ``dtype`` None: as the checkpoint has it. ``cache_dtype``: of the
+    target's. ``kernels``: whether the native ones are expected to run."""
 
     options: EngineOptions
     device: torch.device
@@ -79,8 +79,8 @@ def has_kernels(device: torch.device, backend: str) -> bool:
 
 @dataclass(frozen=True)
 class Needs:
-    """Bytes that models and heads take: ``weights``, and of the cache and of features for every
-    token. ``loading``: at the most while they are read, the pages of their files included."""
+    """Bytes that models and heads take: ``weights``, and of cache and features for every token.
+    ``loading``: at the most while they are read, the pages of their files included."""
 
     weights: int = 0
     cache_bytes: int = 0

@@ -1,6 +1,5 @@
-"""What a model's folder says of itself, and a model described by that: its architecture, and
-whether its tensors are those that its config asks for. Weights are mapped into memory: their tables
-are read at once, values only where they are sampled."""
+"""What a model's folder says of itself: architecture, tokenizer, and whether its tensors are those
+that its config asks for. Weights are mapped into memory, and read only where they are sampled."""
 
 from __future__ import annotations
 
@@ -40,12 +39,10 @@ _DTYPES |= {"BF16": torch.bfloat16, "I64": torch.int64, "I32": torch.int32}
 
 @dataclass(frozen=True)
 class ModelFiles:
-    """A folder, or what of it could be fetched. ``tensors`` by their names in the files; those of
-    weights on the hub have no values (they are on the meta device).
-
-    ``absent``: files that an index names and the folder lacks. ``damaged``: what is wrong with
-    which file. ``pickled``: weights that cannot be looked into. ``remote``: weights not here yet.
-    """
+    """A folder, or what of it could be fetched. ``tensors`` by their names in the files; on the
+    meta device if the weights are on the hub (``remote``). ``absent``: files that an index names
+    and the folder lacks. ``damaged``: what is wrong with which file. ``pickled``: weights that
+    cannot be looked into."""
 
     name: str
     folder: Path
@@ -75,12 +72,10 @@ class ModelFiles:
 
 
 def read_files(name: str, weights: Iterable[str] = ()) -> ModelFiles:
-    """Look into a built-in, a local folder or a hub name; ``weights`` are file names that count.
-
-    By default those of a model: model.safetensors or the shards of an index. Checksums are checked.
-    Raises ModelLoadError if there is no such folder or no readable config.json in it, and
-    UnsupportedModelError on a GGUF file of a kind that is not read.
-    """
+    """Look into a built-in, a local folder or a hub name; checksums are checked. ``weights``: file
+    names that count, by default model.safetensors or the shards of an index. Raises ModelLoadError
+    if there is no such folder or no readable config.json in it, and UnsupportedModelError on a GGUF
+    file of a kind that is not read."""
     path = located(name)
     if (gguf := gguf_file(path)) is not None:
         file = read_gguf(gguf)
@@ -243,8 +238,8 @@ def skeleton_of(config: Any) -> Any:
 
 
 def check_tensors(model: Model) -> Iterator[Finding]:
-    """Whether the files hold what the config asks for, by name and shape: what transformers' own
-    loading, which also renames and merges tensors, says of them without their values."""
+    """Whether the files hold what the config asks for, by name and shape, as transformers' loading
+    sees it."""
     if not model.files.whole or model.quantisation is not None:
         return
     kind: Any = loading.causal_class(model.whole_config)

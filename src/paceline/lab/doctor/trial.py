@@ -1,6 +1,5 @@
-"""Ten seconds of decoding with a loaded pair: what acceptance and costs promise, and what comes.
-The drafter is measured as ``tune`` measures it (lab/tune/measure.py), on the shipped prompts. That
-predicts the speedup of every draft length, and the best one is then run beside plain decoding."""
+"""Ten seconds of decoding with a loaded pair on the shipped prompts: the drafter is measured as by
+``tune``, and the draft length that promises most is run beside plain decoding."""
 
 from __future__ import annotations
 
@@ -77,12 +76,9 @@ def run_trial(
     seconds: float = SECONDS,
     progress: Callable[[float], None] = lambda passed: None,
 ) -> SpeedupTrial:
-    """Measure a pair for about ``seconds``, greedily, one sequence at a time.
-
-    ``spec`` decodes with the draft, at fixed lengths. ``progress`` is told the seconds that have
-    passed. At least one prompt is decoded in each way, however long that takes. Text beyond the
-    first 256 tokens of a prompt is left out.
-    """
+    """Measure a pair for about ``seconds``, greedily, one sequence at a time, on the first 256
+    tokens of prompts; at least one in each way. ``spec`` decodes with the draft, at fixed lengths.
+    ``progress`` is told the seconds that have passed."""
     start = time.perf_counter()
     most = max(1, min(_PROMPT_TOKENS, plain.max_model_len // 2))
     prompts = [prompt.encode(plain)[:most] for prompt in load_prompts(per_category=1)]

@@ -43,12 +43,9 @@ def check_weights(model: Model) -> Iterator[Finding]:
 
 
 def check_values(files: ModelFiles) -> Iterator[Finding]:
-    """Values that no training leaves behind, in a sample of the tensors.
-
-    Initialisation leaves norms at exactly one (Gemma: zero), and matrices with the standard
-    deviation of the config (``initializer_range``), of that over sqrt(2 layers) where outputs are
-    added up (GPT-2), or of ``torch.nn.Linear``, 1 / sqrt(3 inputs).
-    """
+    """Values that no training leaves behind, in a sample of the tensors: norms of exactly one
+    (Gemma: zero), and matrices with the standard deviation of the config (``initializer_range``),
+    of that over sqrt(2 layers) (GPT-2), or of ``torch.nn.Linear``, 1 / sqrt(3 inputs)."""
     if files.remote:
         return
     floats = {

@@ -33,10 +33,9 @@ def export(
 ) -> Export:
     """What engine ``to`` is told for the same speculation.
 
-    ``draft``, ``draft_length``, ``rule`` and ``max_batch_size`` are as of ``LLM``; what is None
-    comes from ``profile``, a file of ``paceline tune``, else from our defaults. ``out`` is a folder
-    for the files, among them converted heads; without it nothing is written, and heads are named
-    where they lie.
+    ``draft``, ``draft_length``, ``rule`` and ``max_batch_size`` as of ``LLM``; what is None comes
+    from ``profile``, a file of ``paceline tune``, else from our defaults. ``out``: a folder for the
+    files, among them converted heads; None writes nothing.
 
     Raises ConfigError for what the engine has no equivalent of, ModelLoadError and WriteError.
     """
@@ -44,8 +43,8 @@ def export(
         known = ", ".join(DIALECTS)
         raise ConfigError(_ARCHIVED.get(to.lower(), f"cannot export to {to!r}; use one of {known}"))
     tuned = None if profile is None else TunedProfile.read(profile)
-    follows = tuned is not None and draft in (None, tuned.draft.spec)
-    spec = parse_draft(tuned.draft.spec if tuned is not None and draft is None else draft)
+    measured = tuned.draft if tuned is not None and draft in (None, tuned.draft.spec) else None
+    spec = parse_draft(draft if measured is None else measured.spec)
     if isinstance(spec, Auto):  # of what it is composed of, the one that other engines have
         trained = made_for(model)
         spec = NGram() if trained is None else trained[0]
@@ -53,7 +52,7 @@ def export(
         raise ConfigError("there is no draft to export; give one with --draft or --config")
     length = draft_length
     if length is None:
-        length = tuned.draft.length if tuned is not None and follows else "auto"
+        length = "auto" if measured is None else measured.length
     rule = rule or (tuned.engine.rule if tuned else "auto")
     if lossy or rule == "typical":
         what = "typical acceptance is not lossless and is not exported"
@@ -61,8 +60,8 @@ def export(
     batch = max_batch_size or (tuned.engine.max_batch_size if tuned else 8)
     adaptive = length == "auto"
     levels = spec.default_draft_length if isinstance(length, str) else length
-    if adaptive and tuned is not None and follows:
-        levels = min(levels, tuned.draft.max_length)
+    if adaptive and measured is not None:
+        levels = min(levels, measured.max_length)
     if levels < 1:
         raise ConfigError("a draft length of 0 is plain decoding; there is nothing to export")
     dialect = DIALECTS[to]

@@ -1,7 +1,7 @@
 """What is taken to another engine, in no engine's words; trained heads in the others' layouts.
 
-Here, in vLLM and in llama.cpp a head's layer numbers say whose INPUT it reads; SGLang and
-TensorRT-LLM name the layer whose OUTPUT that is, one less. One off halves acceptance silently.
+Here, in vLLM and in llama.cpp a head's layer numbers say whose input it reads; SGLang and
+TensorRT-LLM name the layer whose output that is, one less.
 """
 
 from __future__ import annotations
@@ -45,11 +45,10 @@ class Approximation(NamedTuple):
 class Export:
     """Speculative decoding as it was chosen or measured here, and what another engine is given.
 
-    ``target`` and ``draft`` as their user named them; ``length`` levels of a draft, ``adaptive``
-    if that is where the adaptive length ends. ``batch``: sequences decoded together. ``out``: where
-    heads are written, None for nowhere. ``version`` of the engine: whose names were checked.
-    ``command`` starts it; ``steps`` come before, each a command line. ``config`` is its own
-    configuration, ``files`` are texts by name. ``head``: the folder of a converted head.
+    ``length``: levels of a draft, where the adaptive length ends if ``adaptive``. ``batch``:
+    sequences decoded together. ``out``: where heads are written, None for nowhere. ``version``: of
+    the engine whose names were checked. ``command`` starts it, ``steps`` are command lines before
+    that; ``config``: the engine's; ``files``: texts by name; ``head``: the converted one's folder.
     """
 
     engine: str
@@ -110,8 +109,8 @@ class Export:
         return ConfigError(f"{self.engine} has no equivalent of --draft {self.draft}; {instead}")
 
     def write_eagle(self, draft: Eagle, layout: str, outputs: bool = False) -> str:
-        """The folder that the engine reads an EAGLE head from: a converted one, or where it lies if
-        nothing is written. ``layout`` as of ``save_eagle``; ``outputs``: layers as of SGLang."""
+        """The folder of a converted EAGLE head, or of the head itself if nothing is written.
+        ``layout`` as of ``save_eagle``; ``outputs``: layers as of SGLang."""
         if self.out is None:
             return self.draft_path
         head, (_, classes) = eagle_of(draft, self.target), shape_of(self.target)

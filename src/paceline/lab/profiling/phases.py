@@ -12,12 +12,11 @@ SATURATED = 0.5  # share of the machine's best from which the limit takes most o
 
 @dataclass(frozen=True)
 class Phase:
-    """One phase in a step without the profiler; its ``work`` is that of a step.
+    """One phase in a step without the profiler, and its ``work``.
 
-    ``kernels + launches + python == seconds``: in products and attention without what calling them
-    costs (on CUDA: in any kernel); in those calls and all other operators; between operators.
-    ``share`` of the step. ``bandwidth``: bytes/s that the machine reads at best from where these
-    lie; ``peak_flops``: FLOP/s at best.
+    ``kernels + launches + python == seconds``: in products and attention (on CUDA: in any kernel);
+    in calling them and in all other operators; between operators. ``share`` of the step.
+    ``bandwidth``: bytes/s that the machine reads at best; ``peak_flops``: FLOP/s at best.
     """
 
     name: str
@@ -52,8 +51,8 @@ class Phase:
 
     @property
     def bound(self) -> str:
-        """Memory or compute if one is saturated, or the nearer of them if products and attention
-        take most of the time all the same; else calls or Python, whichever takes longer."""
+        """Memory or compute, the nearer, if it is saturated or products and attention take most of
+        the time; else calls or Python, whichever takes longer."""
         if self.saturated or self.kernels > self.launches + self.python:
             return MEMORY if self.of_read_bandwidth >= self.of_peak_flops else COMPUTE
         return LAUNCH if self.launches >= self.python else PYTHON

@@ -24,10 +24,9 @@ PLAIN = "plain"  # the name of decoding without a drafter
 @dataclass(frozen=True)
 class RunProfile:
     """One way of decoding. ``sums``: of the steps of all timed rounds. ``working_set_bytes``: what
-    a step reads, each byte counted once. ``drafters``: accepted tokens by who drafted them.
-    ``not_drafted``: a sequence's steps without a draft, by the controller's reason.
-    ``processor_busy_elsewhere``: share of the steps' time that other programs had the processor.
-    ``profiler_slowdown``: a step under the profiler by one without it."""
+    a step reads, bytes counted once. ``drafters``: accepted tokens by drafter. ``not_drafted``:
+    steps without a draft, by the controller's reason. ``processor_busy_elsewhere``: share of the
+    time that other programs had it. ``profiler_slowdown``: of a step."""
 
     name: str
     phases: tuple[Phase, ...]
@@ -108,11 +107,10 @@ def profile_all(
     result: ProfileResult,
     advance: Callable[[str], object],
 ) -> None:
-    """Fill ``result``: count the work, measure the machine, time in turn, then profile each.
+    """Fill ``result``: count the work, measure the machine, time in turn, then profile.
 
-    ``steps`` steady ones in each of ``rounds``; the last engine's trace goes to ``trace_file``.
-    ``advance(what)`` is called before each. Raises ConfigError if there is no room for a steady
-    state.
+    ``steps`` steady ones a round; the last engine's trace goes to ``trace_file``. ``advance(what)``
+    is called before each piece. Raises ConfigError if there is no room for a steady state.
     """
     counters = [WorkCounter() for _ in engines]
     for (name, llm), counter in zip(engines, counters, strict=True):

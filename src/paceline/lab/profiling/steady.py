@@ -37,8 +37,8 @@ class Stretch:
 
 
 def choose(encoded: Sequence[list[int]], concurrency: int, limit: int) -> list[int]:
-    """Indices of as many prompts as sequences, again from the first if there are too few: those
-    that leave half of the ``limit`` positions to decode in. Raises DataError if none does."""
+    """Indices of as many prompts as sequences, of those that leave half of the ``limit`` positions
+    to decode in, repeated if there are too few. Raises DataError if none does."""
     fitting = [i for i, ids in enumerate(encoded) if 0 < len(ids) <= limit // 2]
     if not fitting:
         shortest = min(map(len, encoded), default=0)

@@ -27,9 +27,9 @@ PREFIX = "paceline: "  # of the ranges in the trace
 
 @dataclass
 class Share:
-    """What one phase did under the profiler, sums over all steps. Seconds on the host: ``wall`` of
-    the phase, ``called`` within operators that Python called, ``kernel_seconds`` within products
-    and attention alone, so many ``kernel_calls``. ``device``: seconds that a GPU worked on them."""
+    """What one phase did under the profiler, in all steps. Seconds: ``wall`` of the phase,
+    ``called`` within operators that Python called, ``kernel_seconds`` within products and attention
+    (``kernel_calls`` of them), ``device`` of a GPU."""
 
     wall: float = 0.0
     called: float = 0.0
@@ -41,8 +41,8 @@ class Share:
         self, seconds: float, product_seconds: float, steps: int
     ) -> tuple[float, float, float]:
         """``seconds`` of the phase in a step as those in kernels, in calling operators, and between
-        operators; ``product_seconds`` of every product and attention is the price of its call. On
-        CUDA kernels are what the device did in ``steps``; the rest goes by the host's shares."""
+        operators. A call of a product or an attention costs ``product_seconds``. On CUDA kernels
+        are what the device did in ``steps``; the rest goes by the host's shares."""
         if self.wall <= 0:
             return 0.0, 0.0, seconds
         called = min(self.called, self.wall)
@@ -72,10 +72,8 @@ def is_trace(file: Path) -> bool:
 def run(
     llm: LLM, prompts: Sequence[list[int]], steps: int, trace: str | Path | None = None
 ) -> tuple[Stretch, dict[str, Share]]:
-    """Decode as ``steady.run`` does, under the profiler; ``trace`` is where it is written.
-
-    The profiler slows the steps: use the shares, not the seconds. Raises ConfigError.
-    """
+    """Decode as ``steady.run`` does, under the profiler, which slows the steps: use the shares, not
+    the seconds. ``trace``: where it is written. Raises ConfigError."""
     cuda = llm.target.device.type == "cuda"
     recorder = profile(
         activities=[ProfilerActivity.CPU, *([ProfilerActivity.CUDA] if cuda else [])]
@@ -105,8 +103,7 @@ def _export(recorder: Any, path: Path) -> None:
 
 @dataclass
 class _Passage:
-    """One time that a step went through a phase: seconds of it, of the operators that it called,
-    by name, and of the device."""
+    """A phase in one step: seconds of it, of the operators called, by name, and of the device."""
 
     phase: str
     wall: float = 0.0
@@ -116,8 +113,7 @@ class _Passage:
 
 def shares(events: Iterable[Any]) -> dict[str, Share]:
     """Sums by phase of profiler events; what is in a step, but in no phase of it, is "other". Of
-    passages that called the same operators each call counts at its median, and so does what passed
-    between them: one slow call is not blamed on its operator."""
+    passages that called the same operators the medians count, by call and between calls."""
     alike: dict[tuple[str, tuple[str, ...]], list[_Passage]] = defaultdict(list)
     for passage in _passages(events):
         alike[passage.phase, tuple(name for name, _ in passage.calls)].append(passage)

@@ -1,9 +1,6 @@
-"""The bytes that a step must move and the FLOPs it does, counted operator by operator.
-
-Every operator that Python calls is seen with its tensors, and our own kernels say what they do: a
-weight counts each time that a product reads it, keys and values as far as attention reads them.
-Other tensors count from 256 KiB on; smaller ones do not leave a core's own cache.
-"""
+"""The bytes that a step must move and the FLOPs it does, counted operator by operator: a weight
+each time that a product reads it, keys and values as far as attention reads them, other tensors
+from 256 KiB on; smaller ones do not leave a core's cache."""
 
 from __future__ import annotations
 
@@ -41,9 +38,9 @@ def is_kernel(name: str) -> bool:
 
 @dataclass
 class Work:
-    """What one phase did. ``kernels``: products and attention among the ``ops``. Weights count each
-    time that they are read; ``weights``: elements and bytes of each distinct one. ``cache_bytes``:
-    of keys and values; ``other_bytes``: of large tensors that anything else reads or writes."""
+    """What one phase did. ``kernels``: products and attention among the ``ops``. ``weight_*``: of
+    weights whenever they are read; ``weights``: elements and bytes of the distinct ones.
+    ``cache_bytes``: of keys and values; ``other_bytes``: of other large tensors."""
 
     ops: float = 0
     kernels: float = 0
@@ -98,8 +95,7 @@ class Work:
 
 
 class WorkCounter(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Adds the work of every operator called in ``phase("step")`` to the innermost phase there;
-    what lies between the phases of a step is "other"."""
+    """Adds the work of operators called in ``phase("step")`` to its innermost phase, or "other"."""
 
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]

@@ -9,8 +9,7 @@ from statistics import median
 
 from paceline.core.costs import TargetCosts
 from paceline.core.params import SamplingParams
-from paceline.lab.bench.engines import Starter
-from paceline.lab.bench.methods import Length, Method
+from paceline.lab.bench.methods import Length, Method, Starter
 from paceline.lab.bench.runner import take_turns, warm_up
 from paceline.lab.bench.runs import Ask, BenchEngine, BenchJob, HeatRecord, TimedRun, merged
 from paceline.lab.budget import Budget
@@ -29,11 +28,8 @@ _SLOWER = 1.15  # whole steps than the target's forwards in them
 @dataclass(frozen=True)
 class Finalist:
     """A drafter at a ``length``, fixed or "auto", which is then at most ``max_length``.
-
     ``predicted``: speed by plain decoding's, of "auto" and hybrids that of the best fixed length
-    and member; None where none was measured. ``methods``: the measured drafters. ``default``: what
-    commands take unasked.
-    """
+    and member; None where none was measured. ``default``: what commands take unasked."""
 
     label: str
     spec: str
@@ -96,9 +92,8 @@ def confirmations(finalists: Sequence[Finalist], record: HeatRecord) -> list[Con
 def rounds_of(
     prompts: Sequence[list[int]], count: int, size: int, concurrency: int, params: SamplingParams
 ) -> tuple[list[BenchJob], int]:
-    """``count`` rounds of ``size`` prompts, of as many as are decoded at once at least: jobs of
-    different prompts, and how often all of these are done. Some drafters remember what they have
-    seen, so prompts come again only where there are too few."""
+    """``count`` rounds of ``size`` prompts, at least of as many as are decoded at once: jobs of
+    different prompts, for drafters that remember, and how often all of these are done."""
     size = min(max(size, concurrency), max(concurrency, len(prompts)))
     different = min(count, max(1, len(prompts) // size))
     asks = [Ask(tuple(ids), params) for ids in islice(cycle(prompts), different * size)]
@@ -119,8 +114,7 @@ def confirm(
     advance: Callable[[str], None],
     budget: Budget,
 ) -> None:
-    """All do the jobs in turn, as often as the budget lets them; fills ``record``, in which a round
-    is once all have run in it."""
+    """All do the jobs in turn, as often as the budget lets them; fills ``record``."""
     engines, clients = list[BenchEngine](), jobs[0].concurrency
     for finalist in finalists:
         spec = None if finalist.spec == PLAIN else finalist.spec
@@ -134,9 +128,9 @@ def confirm(
 
 
 def winner(results: Sequence[Confirmation]) -> Confirmation:
-    """The fastest by median that drafted; plain decoding unless it is beaten clearly. The adaptive
-    length is preferred where a fixed one of the same drafter is hardly faster, and the default
-    draft, which has what other text may need, where another is."""
+    """The fastest by median that drafted; plain decoding unless it is beaten clearly. Preferred if
+    hardly slower: the default draft, which has what other text may need, then the adaptive length
+    of the same drafter."""
     plain = results[0]
     drafting = [result for result in results[1:] if result.drafted]
     best = max(drafting, key=lambda result: result.speedup, default=plain)
@@ -155,8 +149,8 @@ def winner(results: Sequence[Confirmation]) -> Confirmation:
 def affordable(
     finalists: list[Finalist], target: TargetCosts, options: TuneOptions, budget: Budget
 ) -> tuple[list[Finalist], int]:
-    """The finalists that are confirmed, the first few at least, and on how many prompts a round, so
-    that two rounds fit at least."""
+    """The finalists that are confirmed, the first few at least, and on how many prompts a round:
+    two rounds must fit."""
     few = min(len(finalists), FEW + any(finalist.default for finalist in finalists))
     concurrency, rounds = options.concurrency, min(LEAST_ROUNDS, options.rounds)
     sizes = [max(_SIZES[0], concurrency), *(size for size in _SIZES[1:] if size >= concurrency)]

@@ -52,13 +52,10 @@ _MOST_SHARE = 1 / 3  # of the drafters' time, for any one of them
 
 @dataclass
 class TuningOutcome:
-    """All that was measured so far; Ctrl-C leaves what there is.
-
-    ``left_out``: what, and why; ``not_tried``: candidates that had no time. ``unrest``: slow plain
-    steps by the fastest, which tells of the machine's other work. ``copied``: share of plain
-    decoding's text that stood in the text before it. ``rounds`` of the confirmation are wanted, of
-    ``size`` prompts each; ``heats`` has those done. ``spent``: seconds, in all runs.
-    """
+    """All that was measured so far. ``left_out``: what, and why; ``not_tried``: candidates that had
+    no time. ``unrest``: slow plain steps by the fastest. ``copied``: share of plain decoding's text
+    that stood in the text before it. ``rounds`` of the confirmation are wanted, of ``size`` prompts
+    each; ``heats`` has those done. ``spent``: seconds, in all runs."""
 
     options: TuneOptions
     model: str
@@ -136,9 +133,9 @@ def tune(
     advance: Callable[[str], None],
     budget: Budget | None = None,
 ) -> None:
-    """Fill ``outcome``, or add to it. ``llm`` decodes plainly and is idle; ``advance`` says what
-    comes next. Raises DataError if no prompt leaves room for the answers, and what a requested
-    candidate raises when it loads."""
+    """Fill ``outcome``, or add to it. ``llm`` is idle; ``advance`` is told what comes next. Raises
+    DataError if no prompt leaves room for the answers, and what a requested candidate raises when
+    it loads."""
     encoded = _encoded(llm, outcome, prompts)
     sample = _sample(encoded, outcome.options)
     run = _Tuning(llm, outcome, advance, budget or Budget(), encoded, sample)
@@ -317,10 +314,9 @@ class _Tuning:
 
 
 def choose(outcome: TuningOutcome, default: DrafterCandidate | None = None) -> list[Finalist]:
-    """Plain decoding; the ``default`` draft, adapting; the best two families, each at its best
-    length and adapting, first those that gain and look text up; a hybrid of the best drafter that
-    looks text up and the best that runs a model, if both are predicted to gain anything.
-    """
+    """Plain decoding; the ``default`` draft, adapting; the best two families, at their best length
+    and adapting, first those that gain and look text up; a hybrid of the best drafter that looks
+    text up and the best that runs a model, if both are predicted to gain anything."""
     best: dict[str, PredictedSetting] = {}
     for setting in outcome.settings:
         best.setdefault(setting.method.family, setting)
