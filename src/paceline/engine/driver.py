@@ -13,8 +13,8 @@ from typing import Any
 
 from paceline.core.batch import Commit
 from paceline.core.params import SamplingParams
-from paceline.core.sequence import SEQUENCE_IDS, DraftCounts, SequenceState
-from paceline.core.sequence import column_sums as column_sums
+from paceline.core.sequence import SEQUENCE_IDS, SequenceState, column_sums
+from paceline.core.sequence import DraftCounts as DraftCounts
 from paceline.engine.clock import PHASES
 from paceline.engine.engine import Engine
 from paceline.errors import PacelineError

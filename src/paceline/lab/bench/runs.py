@@ -8,8 +8,7 @@ from operator import attrgetter
 from typing import Protocol
 
 from paceline.core.params import SamplingParams
-from paceline.core.sequence import DraftCounts
-from paceline.engine.driver import StepSums
+from paceline.engine.driver import DraftCounts, StepSums
 
 
 @dataclass(frozen=True)

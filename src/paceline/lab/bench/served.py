@@ -12,7 +12,7 @@ from itertools import accumulate, pairwise
 from typing import Any, NamedTuple
 
 from paceline.core.params import SamplingParams
-from paceline.core.sequence import DraftCounts
+from paceline.engine.driver import DraftCounts
 from paceline.errors import PacelineError
 from paceline.lab.bench.runs import Ask, BenchEngine, TimedAnswer, TimedRun
 from paceline.lab.openai_client import OpenAIClient, RequestRefusedError, ServerFailedError
