@@ -22,6 +22,7 @@ from paceline.core.tree import TokenTree as TokenTree
 from paceline.draft.auto import Auto as Auto
 from paceline.draft.base import Drafter as Drafter
 from paceline.draft.base import LookupDrafter as LookupDrafter
+from paceline.draft.datastore import Datastore as Datastore
 from paceline.draft.foreign import read_foreign
 from paceline.draft.heads.eagle import Eagle as Eagle
 from paceline.draft.heads.eagle import Eagle2 as Eagle2
@@ -49,7 +50,17 @@ from paceline.errors import ConfigError
 from paceline.model.hub import is_path
 
 RECORDS: tuple[type[DraftSpec], ...] = (
-    *(NoDraft, NGram, Suffix, Recycling, Lookahead, EarlyExit, LayerSkip, QuantizedDraft),
+    *(
+        NoDraft,
+        NGram,
+        Suffix,
+        Datastore,
+        Recycling,
+        Lookahead,
+        EarlyExit,
+        LayerSkip,
+        QuantizedDraft,
+    ),
     *(DraftModel, DraftTree, Medusa, Eagle, Eagle2, Eagle3, Hybrid, Auto),
 )
 GROUP = "paceline.drafters"

@@ -107,6 +107,15 @@ def test_a_head_beside_the_checkpoint_by_its_folder(tmp_path: Path, place: str) 
     assert made_for(str(tmp_path / "target")) == (Eagle3(str(found)), "beside the target")
 
 
+@pytest.mark.parametrize("name", ["target/answers.datastore", "target.datastore"])
+def test_a_datastore_beside_the_checkpoint(tmp_path: Path, name: str) -> None:
+    target = replace(LARGE, name=str(tmp_path / "target"))
+    (tmp_path / "target").mkdir()
+    assert members(target) == ["suffix", "ngram", "quantized:int4"]
+    (tmp_path / name).touch()
+    assert members(target) == ["suffix", "ngram", f"datastore:{tmp_path / name}", "quantized:int4"]
+
+
 SPECULATORS = {
     "speculators_model_type": "eagle3",
     "speculators_config": {"verifier": {"name_or_path": "owner/target"}},

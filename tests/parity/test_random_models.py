@@ -23,6 +23,7 @@ from paceline.llm import LLM
 from paceline.request.completion import Completion
 from support.cache_invariants import check_cache
 from support.engine_models import cramped
+from support.every_drafter import write_texts
 from support.medusa_models import write_medusa
 from support.random_heads import write_eagle
 
@@ -61,7 +62,11 @@ REQUESTS = {
 @pytest.fixture(scope="module")
 def folders(pair_room: tuple[Path, dict[str, str]]) -> dict[str, str]:
     root, pair = pair_room
+    plain = LLM(pair["target"], draft="none", dtype="float32")
+    written = texts(plain, REQUESTS["greedy"], PROMPTS)
+    plain.close()
     return pair | {
+        "datastore": write_texts(root, pair["target"], written * 2),
         "medusa": write_medusa(root / "medusa", pair["target"], heads=4, layers=2, shared=True),
         "eagle": write_eagle(root, pair["target"], 1),
         "eagle3": write_eagle(root, pair["target"], 3),

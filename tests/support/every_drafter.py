@@ -2,12 +2,42 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+from tempfile import TemporaryDirectory
+
+import numpy as np
+
+from paceline.draft.datastore import write_datastore
 from paceline.drafters import DRAFTERS
+from paceline.model.tokenizer import load_tokenizer
 
 TARGET = "paceline/tiny"
+_FOLDER = TemporaryDirectory()  # lives as long as this process
+_STORIES = (
+    "Once upon a time, there was a little girl named Lily. She loved to play outside in the park.",
+    "One day, the little boy went to the park with his mom. He saw a big dog.",
+    "The quick brown fox jumped over the lazy dog and went to the park to play.",
+)
+
+
+def write_texts(folder: Path, model: str, texts: list[list[int]]) -> str:
+    """A datastore of token ids."""
+    file = folder / "texts.datastore"
+    write_datastore(file, [np.array(text) for text in texts], load_tokenizer(model))
+    return str(file)
+
+
+def _datastore() -> str:
+    """What the embedded target's stories are like, twice."""
+    tokenizer = load_tokenizer(TARGET)
+    ids = [tokenizer.encode(text, add_special_tokens=False) for text in _STORIES]
+    return write_texts(Path(_FOLDER.name), TARGET, ids * 2)
+
+
 WEIGHTS = {"target": TARGET} | {
     record.weights: f"{TARGET}-{record.weights}" for record in DRAFTERS.values()
 }
+WEIGHTS["datastore"] = _datastore()
 SPECS = {kind: record.examples[0].format(**WEIGHTS) for kind, record in DRAFTERS.items()} | {
     "tree, dynamic": "tree:paceline/tiny-draft,nodes=6",
     "layer_skip, dynamic": "layer_skip:nodes=6,window=8,interval=2",

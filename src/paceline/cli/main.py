@@ -12,6 +12,7 @@ from typer.core import TyperGroup
 from paceline import __version__
 from paceline.cli.bench import bench
 from paceline.cli.certify import certify
+from paceline.cli.datastore import app as datastore
 from paceline.cli.demo import demo
 from paceline.cli.doctor import doctor
 from paceline.cli.export import export
@@ -96,6 +97,7 @@ _COMMANDS = (pull, generate, chat, serve, demo, bench, certify, profile, tune, d
 for command in (*_COMMANDS, quantize, export):
     app.command(command.__name__)(command)
 app.add_typer(train, name="train")
+app.add_typer(datastore, name="datastore")
 
 
 def main() -> None:

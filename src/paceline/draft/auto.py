@@ -10,6 +10,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+from paceline.draft.datastore import Datastore
 from paceline.draft.heads.eagle import Eagle, Eagle2, Eagle3
 from paceline.draft.heads.eagle_format import is_speculators
 from paceline.draft.heads.medusa import Medusa
@@ -142,6 +143,8 @@ def _by_torch(target: CausalModel, composed: Composition) -> str:
 def compose(target: Circumstances) -> Composition:
     """What is loaded for a target, the cheapest first: the order decides between equals."""
     taken: list[tuple[DraftSpec, str]] = [(Suffix(), "free"), (NGram(), "free")]
+    if (store := _datastore(target.name)) is not None:
+        taken.append((Datastore(str(store)), "beside the target"))
     left_out: list[tuple[str, str]] = []
     self_draft, problem = QuantizedDraft(), _problem(target)
     made = made_for(target.name)
@@ -219,6 +222,16 @@ def _beside(model: str) -> Iterator[Trained]:
     for path in (*folder.glob("*/config.json"), *folder.parent.glob("*/config.json")):
         if path.parent != folder and (made := _made(path.parent, model)) is not None:
             yield made
+
+
+def _datastore(model: str) -> Path | None:
+    """TARGET/NAME.datastore, else TARGET.datastore."""
+    if (target_folder := _folder(model)) is None:
+        return None
+    folder = Path(target_folder)
+    beside = folder.with_name(f"{folder.name}.{Datastore.weights}")
+    stores = (*sorted(folder.glob(f"*.{Datastore.weights}")), beside)
+    return next((path for path in stores if path.is_file()), None)
 
 
 def _hub_cache() -> Path:

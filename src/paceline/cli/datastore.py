@@ -1,0 +1,99 @@
+"""``paceline datastore``: texts that ``--draft datastore:FILE`` looks things up in."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import MISSING
+from itertools import pairwise
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import typer
+
+from paceline.cli.options import TargetName, expand
+from paceline.cli.output import WriteOptions, print_json
+from paceline.core.stages import info, stage
+from paceline.errors import DataError
+from paceline.settings import setting
+
+if TYPE_CHECKING:
+    import numpy as np
+
+    from paceline.model.tokenizer import Tokenizer
+
+app = typer.Typer(help="Datastores for drafting by retrieval.", no_args_is_help=True)
+_PLAIN = (".txt", ".text", ".md")
+
+
+@app.callback()
+def root() -> None:
+    """Keeps ``build`` a word of the command."""
+
+
+@app.command("build")
+@expand
+def build(
+    target: TargetName,
+    output: WriteOptions,
+    files: tuple[Path, ...] = setting(
+        MISSING, "JSONL(.gz) files of records as for `train`, or plain texts.", flags=("FILES",)
+    ),
+    out: Path = setting(MISSING, "File to write."),
+    from_answers: bool = setting(
+        False, "Only what the assistant says: the model's own, of `train sample`, fit it best."
+    ),
+    least: int = setting(2, "Occurrences of a match with its next token, at least.", low=1),
+    exclude_licenses: tuple[str, ...] = setting(
+        (), "Leave out records whose license contains this.", flags=("--exclude-license",)
+    ),
+) -> None:
+    """Write a datastore of texts in the tokens of a model: what `--draft datastore:FILE` reads."""
+    from paceline.draft.datastore import write_datastore
+    from paceline.model.tokenizer import load_tokenizer
+
+    tokenizer = load_tokenizer(target.model)
+    texts: list[np.ndarray] = []
+    for file in files:
+        if file.suffix.lower() not in _PLAIN:
+            texts += _recorded(file, tokenizer, from_answers, exclude_licenses)
+        elif from_answers:
+            raise DataError(f"{file} is plain text, which has no answers; give JSONL records")
+        else:
+            texts += _plain(file, tokenizer)
+    with stage("sorting contexts"):
+        tokens, contexts = write_datastore(out, texts, tokenizer, least)
+    size = out.stat().st_size
+    if output.as_json:
+        print_json({"file": str(out), "tokens": tokens, "contexts": contexts, "bytes": size})
+        return
+    info(f"{tokens:,} tokens, {contexts:,} contexts, {size / 1e6:,.1f} MB in {out}")
+    info(f"use it with --draft datastore:{out} or --draft hybrid:suffix+ngram+datastore:{out}")
+
+
+def _plain(file: Path, tokenizer: Tokenizer) -> Iterator[np.ndarray]:
+    """The tokens of a file of text."""
+    import numpy as np
+
+    from paceline.lab.bench.prompts import read_records
+
+    for _, record in read_records(file):
+        ids = tokenizer.backend_tokenizer.encode(record["text"], add_special_tokens=False).ids
+        yield np.array(ids, np.int64)
+
+
+def _recorded(
+    file: Path, tokenizer: Tokenizer, answers: bool, exclude_licenses: tuple[str, ...]
+) -> Iterator[np.ndarray]:
+    """The tokens of a file's records, or of their answers: with those before them, by which the
+    first ones are found."""
+    import numpy as np
+
+    from paceline.draft.datastore import MATCH
+    from paceline.train.data import encode_stream
+
+    stream = encode_stream(file, tokenizer, exclude_licenses, "assistant" if answers else "all")
+    kept = np.convolve(stream.learn, np.ones(MATCH + 1))[MATCH:] > 0
+    cuts = np.union1d(stream.starts, np.flatnonzero(np.diff(kept)) + 1)
+    for first, behind in pairwise([0, *cuts, len(kept)]):
+        if kept[first:behind].any():
+            yield stream.ids[first:behind]
