@@ -1,23 +1,14 @@
-"""The compiled kernels as Python sees them: csrc/paceline_native.h in ctypes."""
+"""The compiled kernels in ctypes: structures and functions are read from csrc/paceline_native.h."""
 
 from __future__ import annotations
 
 import ctypes
 import os
 import platform
+import re
 import sys
-from collections.abc import Mapping
-from ctypes import (
-    POINTER,
-    Structure,
-    c_char_p,
-    c_float,
-    c_int,
-    c_int32,
-    c_int64,
-    c_uint64,
-    c_void_p,
-)
+from collections.abc import Iterator
+from ctypes import POINTER, Structure, c_char_p, c_void_p
 from functools import lru_cache
 from pathlib import Path
 from typing import Any
@@ -25,7 +16,7 @@ from typing import Any
 import torch
 
 from paceline.core.cgroup import processors
-from paceline.kernels.compile import NativeUnavailableError, library_file
+from paceline.kernels.compile import SOURCES, NativeUnavailableError, library_file
 
 FLOAT32, BFLOAT16 = 0, 1
 SCALE_FLOAT, SCALE_BFLOAT16, SCALE_HALF = 0, 1, 2
@@ -38,115 +29,47 @@ INSTRUCTIONS = (*(("i8mm", "neon") if _ARM else ("amx", "dpbf16", "avx512", "avx
 SAME_BITS = tuple(name for name in INSTRUCTIONS if name != "dpbf16")
 
 
-def fields(kind: Any, names: str) -> tuple[tuple[str, Any], ...]:
-    """Fields of one type in the order of the header."""
-    return tuple((name, kind) for name in names.split())
+# -- csrc/paceline_native.h in ctypes --------------------------------------------------------------
+
+_HEADER = re.sub(r"//.*|\bconst\b", "", (SOURCES / "paceline_native.h").read_text("utf-8"))
+_TYPES: dict[str, Any] = {"void": None}
 
 
-class CWeight(Structure):
-    _fields_ = (
-        *fields(c_void_p, "data bias"),
-        *fields(c_int64, "outputs inputs bits repeat scale_kind offsets wide"),
-    )
+def _declared(text: str) -> Iterator[tuple[str, Any]]:
+    """Names and types of a declaration such as ``float *a, *b``. Pointers to our structures are
+    ctypes' own, others addresses."""
+    (_, kind), *names = re.findall(r"([\s*]*)(\w+)", text)
+    if kind not in _TYPES:
+        _TYPES[kind] = getattr(ctypes, f"c_{kind.removesuffix('_t')}")
+    for stars, name in names:
+        pointers = stars.count("*")
+        if pointers == 1 and kind.startswith("pl_"):
+            yield name, POINTER(_TYPES[kind])
+        elif pointers:
+            yield name, c_char_p if kind == "char" else c_void_p
+        else:
+            yield name, _TYPES[kind]
 
 
-class CNorm(Structure):
-    _fields_ = (("weight", c_void_p), ("eps", c_float))
+def _structure(body: str, name: str) -> Any:
+    fields = [field for line in body.split(";") if line.strip() for field in _declared(line)]
+    _TYPES[name] = type(name, (Structure,), {"_fields_": fields})
+    return _TYPES[name]
 
 
-class CLayer(Structure):
-    _fields_ = (
-        *fields(CWeight, "qkv out gate_up down"),
-        *fields(CNorm, "attention_norm mlp_norm attention_after mlp_after q_norm k_norm"),
-        *fields(c_int64, "window rope experts chosen"),
-        ("router", CWeight),
-        *fields(POINTER(CWeight), "expert_gate_up expert_down"),
-    )
+CWeight, CNorm, CLayer, CModel, CMedusa, CSpan, CBatch, CTree, CGrowth, CLookup = (
+    _structure(*definition)
+    for definition in re.findall(r"typedef struct {([^}]*)} (\w+);", _HEADER)
+)
 
 
-class CModel(Structure):
-    _fields_ = (
-        *fields(c_int64, "dtype hidden vocab words layers heads kv_heads head_dim ffn activation"),
-        *fields(c_float, "embedding_scale scaling attention_cap logit_cap"),
-        ("embedding", c_void_p),
-        ("layer", POINTER(CLayer)),
-        ("final_norm", CNorm),
-        *fields(CWeight, "head fuse"),
-        ("hidden_norm", CNorm),
-        ("residual_normed", c_int64),
-    )
-
-
-class CMedusa(Structure):
-    _fields_ = (
-        *fields(c_int64, "dtype width vocab heads blocks shared"),
-        ("logit_cap", c_float),
-        *fields(POINTER(CWeight), "block head"),
-    )
-
-
-class CBatch(Structure):
-    _fields_ = (
-        *fields(c_int64, "rows spans logit_rows features block_size threads"),
-        *fields(c_void_p, "ids positions slots span tables parents wanted logits"),
-        ("columns", c_int64),
-        *fields(c_void_p, "feature_layers feature keys values"),
-        ("int8_cache", c_int64),
-        *fields(c_void_p, "skipped rope hidden"),
-        ("fused", c_int64),
-        *fields(c_void_p, "outputs greedy"),
-    )
-
-
-class CTree(Structure):
-    _fields_ = (
-        *fields(c_int32, "depth width nodes base table sampled top_k"),
-        *fields(c_float, "sharpness top_p min_p least"),
-        ("position", c_int64),
-        ("seed", c_uint64),
-    )
-
-
-class CGrowth(Structure):
-    _fields_ = (
-        *fields(c_int64, "trees block_size threads"),
-        *fields(c_void_p, "tree tables first logits"),
-        *fields(c_int64, "stride columns"),
-        *fields(c_void_p, "ids outputs keys values"),
-        ("int8_cache", c_int64),
-        *fields(c_void_p, "skipped rope"),
-        ("most", c_int64),
-        *fields(c_void_p, "tokens parents slots counts scores"),
-    )
-
-
-_N, _P = c_int64, c_void_p  # numbers and addresses
-_SIGNATURES: dict[str, tuple[Any, tuple[Any, ...]]] = {
-    "pl_instructions": (c_char_p, ()),
-    "pl_choose": (c_int, (c_char_p,)),
-    "pl_processors": (None, (_N,)),
-    "pl_patience": (_N, (_N,)),
-    "pl_packed_bytes": (_N, (_N, _N, _N)),
-    "pl_pack": (None, (_N, _N, _P, _N, _N, _N, _P)),
-    "pl_unpack": (None, (_N, _N, _P, _N, _N, _N, _P)),
-    "pl_quantised_bytes": (_N, (POINTER(CWeight),)),
-    "pl_copy_quantised": (None, (_N, _N, _P, _P, _P, _N, _N, POINTER(CWeight))),
-    "pl_round": (c_int, (_N, _P, _N, _N, _N, _N, _N, _P, _P, _P, _N)),
-    "pl_product": (c_int, (_N, POINTER(CWeight), _P, _N, c_float, _P, _N)),
-    "pl_repeat_product": (c_int, (_N, POINTER(CWeight), _P, _N, _N, _N, _P, _N)),
-    "pl_open": (_P, (POINTER(CModel),)),
-    "pl_close": (None, (_P,)),
-    "pl_forward": (c_int, (_P, POINTER(CBatch))),
-    "pl_grow": (c_int, (_P, POINTER(CGrowth))),
-    "pl_medusa_logits": (c_int, (POINTER(CMedusa), _P, _N, _N, _P, _N)),
-}
-
-
-def declare(loaded: Any, signatures: Mapping[str, tuple[Any, tuple[Any, ...]]]) -> None:
-    """Say what functions of the library take and return."""
-    for name, (result, arguments) in signatures.items():
+def declare(loaded: Any) -> None:
+    """Say what the functions of the library take and return."""
+    for result, taken in re.findall(r"^ *(\w[\w *]*pl_\w+)\(([^)]*)\);", _HEADER, re.MULTILINE):
+        ((name, kind),) = _declared(result)
         function = getattr(loaded, name)
-        function.restype, function.argtypes = result, arguments
+        function.restype = kind
+        function.argtypes = [kind for part in taken.split(",") for _, kind in _declared(part)]
 
 
 def _load_openmp() -> None:
@@ -176,7 +99,7 @@ def library() -> Any:
         loaded = ctypes.CDLL(str(file))
     except OSError as error:
         raise NativeUnavailableError(f"the kernels cannot be loaded ({error})") from None
-    declare(loaded, _SIGNATURES)
+    declare(loaded)
     loaded.pl_processors(processors())
     wanted = os.environ.get("PACELINE_NATIVE")
     if wanted and loaded.pl_choose(wanted.encode()):

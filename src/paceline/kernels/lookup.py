@@ -6,13 +6,12 @@ from __future__ import annotations
 import ctypes
 from array import array
 from collections.abc import Iterator, Sequence
-from ctypes import POINTER, Structure, c_double, c_int, c_int64, c_void_p
 from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any
 
 from paceline.kernels.compile import NativeUnavailableError, is_off
-from paceline.kernels.library import check, declare, fields, library
+from paceline.kernels.library import CLookup, check, declare, library
 
 _WORK = "an index of texts"  # in errors
 Ids = Sequence[int]  # of tokens
@@ -34,27 +33,6 @@ class Lookup:
     min_prob: float = 0.1
 
 
-class CLookup(Structure):
-    _fields_ = (
-        ("lengths", c_void_p),
-        *fields(c_int64, "count first stop depth"),
-        *fields(c_double, "factor offset min_prob"),
-    )
-
-
-_SIGNATURES: dict[str, tuple[Any, tuple[Any, ...]]] = {
-    "pl_index_open": (c_void_p, (POINTER(CLookup),)),
-    "pl_index_close": (None, (c_void_p,)),
-    "pl_index_extend": (c_int, (c_void_p, c_void_p, c_int64)),
-    "pl_index_finish": (c_int, (c_void_p,)),
-    "pl_index_drop_oldest": (c_int64, (c_void_p,)),
-    "pl_index_stream": (c_int64, (c_void_p, c_void_p)),
-    "pl_index_bytes": (c_int64, (c_void_p,)),
-    "pl_ngrams": (c_int, (c_void_p, c_void_p, c_void_p)),
-    "pl_suffixes": (c_int, (c_void_p,) * 4),
-}
-
-
 def functions() -> Any | None:
     """The library's, which is built first where needed; None without kernels."""
     return None if is_off() else _functions()
@@ -67,7 +45,7 @@ def _functions() -> Any | None:
         loaded = ctypes.PyDLL("paceline", handle=library()._handle)
     except NativeUnavailableError:
         return None
-    declare(loaded, _SIGNATURES)
+    declare(loaded)
     return loaded
 
 

@@ -85,8 +85,8 @@ _kept = lru_cache(maxsize=128)(_visible)
 
 
 def additive(mask: torch.Tensor, dtype: torch.dtype, repeats: int) -> torch.Tensor:
-    """0 where the mask ``[rows, keys]`` is true, minus infinity elsewhere. ``[repeats * rows,
-    keys]``; of several ``[n, rows, keys]`` it is ``[n, 1, repeats * rows, keys]``."""
-    folded = mask.repeat(repeats, 1) if mask.dim() == 2 else mask.repeat(1, repeats, 1)[:, None]
+    """0 where the masks ``[n, rows, keys]`` are true, minus infinity elsewhere, ``[n, 1, repeats *
+    rows, keys]``."""
+    folded = mask.repeat(1, repeats, 1)[:, None]
     zeros = torch.zeros(folded.shape, dtype=dtype, device=mask.device)
     return zeros.masked_fill_(~folded, float("-inf"))

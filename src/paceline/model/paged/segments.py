@@ -39,20 +39,19 @@ class AttentionSegment:
     batch: int
     rows: int
     keys: int
+    folded: bool
     slot: int | None = None
     gather: int | None = None
     pick: int | None = None
     allowed: int | None = None
     # Of trees that only the device knows: index in the segment, which nodes the rows see.
-    ancestors: Sequence[tuple[int, Tensor]] = ()
+    ancestors: list[tuple[int, Tensor]] = field(default_factory=list)
     causal: bool = False
-    folded: bool = True
     scratch: dict[tuple[str, int], Tensor] = field(default_factory=dict)  # gathered keys, values
     _masks: dict[int, Tensor] = field(default_factory=dict)
 
     def mask(self, group: int, dtype: torch.dtype) -> Tensor | None:
-        """Additive ``[group * rows, keys]``, of several sequences ``[batch, 1, group * rows,
-        keys]``; not folded, ``[rows, keys]``."""
+        """Additive ``[batch, 1, group * rows, keys]``; not folded, ``[batch, 1, rows, keys]``."""
         if self.allowed is None:
             return None
         if group not in self._masks:
@@ -60,8 +59,7 @@ class AttentionSegment:
             if self.ancestors:
                 allowed = allowed.clone()
             for index, nodes in self.ancestors:
-                of_span = allowed if allowed.dim() == 2 else allowed[index]
-                of_span[: len(nodes), of_span.shape[1] - nodes.shape[1] :] &= nodes
+                allowed[index, : len(nodes), self.keys - nodes.shape[1] :] &= nodes
             self._masks[group] = additive(allowed, dtype, group if self.folded else 1)
         return self._masks[group]
 
@@ -133,11 +131,7 @@ class AttentionLayout:
         self.segments: list[AttentionSegment] = []
         order: list[int] = []
         for members in self._groups():
-            if len(members) > 1:
-                order.extend(self._padded(members))
-            else:
-                order.extend(_row_range(self._spans[members[0]]))
-                self._single(members[0])
+            order.extend(self._segment(members))
         self._order: int | None = None
         if order != list(range(len(order))):
             # Packed row to row among the segments; -1 marks padding.
@@ -171,25 +165,47 @@ class AttentionLayout:
             groups[-1].append(i)
         return [sorted(group) for group in groups]
 
-    def _single(self, i: int) -> None:
-        """One span, read in place where its blocks lie in one run."""
-        span, table, first = self._spans[i], self._tables[i], self._firsts[i]
-        staging = self._staging
-        segment = AttentionSegment(staging, span.start, 1, span.rows, self._lengths[i])
-        segment.slot = _run_start(table, first, span.kv_length, self._size)
-        if segment.slot is None:
-            segment.gather = staging.add(_slots(table, first, span.kv_length, self._size))
-        segment.folded = span.rows <= SHORT
-        if not segment.folded and self._pattern == FULL and not (span.context or span.parents):
-            segment.causal = True
-        elif not (span.rows == 1 and self._sees_all(span)):
-            known = span.ancestors is None
-            segment.allowed = staging.add_mask(visible(span, self._pattern, segment.keys, known))
-            segment.ancestors = self._seen(span, 0)
+    def _segment(self, members: list[int]) -> list[int]:
+        """Spans in one call: keys right-aligned, absent rows and keys masked. A single span's keys
+        are read in place where its blocks lie in one run. Returns the rows in the order of the
+        segment, -1 for absent ones."""
+        spans, lengths = [self._spans[i] for i in members], [self._lengths[i] for i in members]
+        keys, rows, staging = max(lengths), max(span.rows for span in spans), self._staging
+        segment = AttentionSegment(staging, spans[0].start, len(members), rows, keys, rows <= SHORT)
         self.segments.append(segment)
-
-    def _seen(self, span: Span, index: int) -> list[tuple[int, Tensor]]:
-        return [] if span.ancestors is None else [(index, span.ancestors[span.first_new :])]
+        gather: list[Tensor] = []
+        pick: list[int] = []
+        order: list[int] = []
+        mask = torch.zeros(len(spans), rows, keys, dtype=torch.bool)
+        plain = min(lengths) == keys  # every row sees every gathered key
+        for index, (i, span, length) in enumerate(zip(members, spans, lengths, strict=True)):
+            table, first = self._tables[i], self._firsts[i]
+            if len(spans) == 1:
+                segment.slot = _run_start(table, first, span.kv_length, self._size)
+            if segment.slot is None:
+                slots = _slots(table, first, span.kv_length, self._size)
+                gather.extend((slots[:1].expand(keys - length), slots))
+            absent = rows - span.rows
+            here = list(range(span.start, span.start + span.rows))
+            pick.extend(here + [here[0]] * absent)
+            order.extend(here + [-1] * absent)
+            # An absent row sees something: its softmax must be a number.
+            mask[index, :, keys - length :] = True
+            if not segment.folded and self._pattern == FULL and not (span.context or span.parents):
+                segment.causal = True
+            elif not (span.rows == 1 and self._sees_all(span)):
+                allowed = visible(span, self._pattern, length, span.ancestors is None)
+                mask[index, : span.rows, keys - length :] = allowed
+                if span.ancestors is not None:
+                    segment.ancestors.append((index, span.ancestors[span.first_new :]))
+                plain = False
+        if gather:
+            segment.gather = staging.add(torch.cat(gather))
+        if pick != list(range(pick[0], pick[0] + len(pick))):
+            segment.pick = staging.add(pick)
+        if not plain:
+            segment.allowed = staging.add_mask(mask)
+        return order
 
     def _sees_all(self, span: Span) -> bool:
         """Whether a single row sees every key from first_key on."""
@@ -198,42 +214,6 @@ class AttentionLayout:
         nodes = len(span.parents)
         on_path = span.parents[-1] == nodes - 2 and span.parents == tuple(range(-1, nodes - 1))
         return on_path and (self._pattern == FULL or nodes == 1)
-
-    def _padded(self, members: list[int]) -> list[int]:
-        """Short spans in one call: keys right-aligned, absent rows and keys masked. Returns the
-        rows in the order of the segment, -1 for absent ones."""
-        spans, lengths = [self._spans[i] for i in members], [self._lengths[i] for i in members]
-        keys, rows = max(lengths), max(span.rows for span in spans)
-        gather: list[Tensor] = []
-        pick: list[int] = []
-        order: list[int] = []
-        seen: list[tuple[int, Tensor]] = []
-        mask = torch.zeros(len(spans), rows, keys, dtype=torch.bool)
-        plain = min(lengths) == keys  # every row sees every gathered key
-        for index, (i, span, length) in enumerate(zip(members, spans, lengths, strict=True)):
-            slots = _slots(self._tables[i], self._firsts[i], span.kv_length, self._size)
-            gather.extend((slots[:1].expand(keys - length), slots))
-            here, absent = list(_row_range(span)), rows - span.rows
-            pick.extend(here + [here[0]] * absent)
-            order.extend(here + [-1] * absent)
-            # An absent row sees something: its softmax must be a number.
-            mask[index, :, keys - length :] = True
-            if not (span.rows == 1 and self._sees_all(span)):
-                allowed = visible(span, self._pattern, length, span.ancestors is None)
-                mask[index, : span.rows, keys - length :] = allowed
-                seen += self._seen(span, index)
-                plain = False
-        staging, even = self._staging, pick == list(range(pick[0], pick[0] + len(pick)))
-        segment = AttentionSegment(staging, pick[0], len(members), rows, keys, ancestors=seen)
-        segment.gather = staging.add(torch.cat(gather))
-        segment.pick = None if even else staging.add(pick)
-        segment.allowed = None if plain else staging.add_mask(mask)
-        self.segments.append(segment)
-        return order
-
-
-def _row_range(span: Span) -> range:
-    return range(span.start, span.start + span.rows)
 
 
 def _run_start(table: Sequence[int], start: int, stop: int, size: int) -> int | None:

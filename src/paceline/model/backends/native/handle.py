@@ -24,13 +24,14 @@ from paceline.core.batch import Batch
 from paceline.core.draws import GREEDY_SHARPNESS
 from paceline.core.noise import splitmix64
 from paceline.core.tree import TokenTree
-from paceline.kernels.library import CBatch, CGrowth, CModel, CTree, check, library, pointer
+from paceline.kernels.library import CBatch, CGrowth, CSpan, CTree, check, library, pointer
 from paceline.model.backends.base import GrownTree, WantedTree
 from paceline.model.backends.counters import NativeWork, count_work, traced
 from paceline.model.backends.native.packing import Packing
 from paceline.model.paged.int8 import INT8
 from paceline.model.paged.segments import KeyValueStore
 
+_SPANS = ctypes.POINTER(CSpan)
 _ALL = 1 << 30  # more than any vocabulary has
 Kinds = Sequence[str | None]  # types of layers, as the rotary module has them
 Pointers = tuple[Any, Any, bool]
@@ -73,7 +74,7 @@ class ModelHandle:
     ``model`` points to. ``skipped`` of the calls: flags of the layers, if some are left out."""
 
     def __init__(
-        self, model: CModel, packing: Packing, rotary_emb: Any, rope_kinds: Kinds = (None,)
+        self, model: Any, packing: Packing, rotary_emb: Any, rope_kinds: Kinds = (None,)
     ) -> None:
         self._close = library().pl_close
         self._handle = library().pl_open(model)
@@ -126,9 +127,9 @@ class ModelHandle:
             trees=len(wanted),
             block_size=cache.block_size,
             threads=torch.get_num_threads(),
-            tree=ctypes.addressof(trees),
+            tree=trees,
             tables=tables.buffer_info()[0],
-            first=_address(forward),
+            first=None if forward is None else ctypes.pointer(forward),
             logits=logits.data_ptr(),
             stride=logits.stride(0),
             columns=logits.shape[1],
@@ -136,7 +137,7 @@ class ModelHandle:
             outputs=pointer(outputs),
             keys=_address(keys),
             values=_address(values),
-            int8_cache=int8_cache,
+            coded=int8_cache,
             skipped=_address(skipped),
             rope=_address(ropes),
             most=most,
@@ -154,7 +155,7 @@ class ModelHandle:
 
     def _struct(
         self, batch: Batch, cache: KeyValueStore, skipped: Any, **fields: Any
-    ) -> tuple[CBatch, Any]:
+    ) -> tuple[Any, Any]:
         """A batch as the library reads it, and what it points to."""
         span_fields: list[int] = []
         tables: list[int] = []
@@ -181,7 +182,7 @@ class ModelHandle:
             logit_rows=rows if wanted is None else len(wanted),
             block_size=cache.block_size,
             threads=torch.get_num_threads(),
-            span=start,
+            span=ctypes.cast(start, _SPANS),
             tables=starts[0],
             parents=starts[1],
             ids=starts[2],
@@ -190,7 +191,7 @@ class ModelHandle:
             wanted=None if wanted is None else starts[5],
             keys=_address(keys),
             values=_address(values),
-            int8_cache=int8_cache,
+            coded=int8_cache,
             skipped=_address(skipped),
             rope=_address(ropes),
             **fields,

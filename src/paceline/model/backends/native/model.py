@@ -81,7 +81,7 @@ class NativeModel(Backend):
         matrices = sum(matrix.data.nbytes for matrix, _, _ in packing.packed)
         self.head_share = self.lm_head.data.nbytes / matrices
 
-    def _layer(self, layer: Any, index: int, packing: Packing) -> CLayer:
+    def _layer(self, layer: Any, index: int, packing: Packing) -> Any:
         return CLayer(
             **packing.matrices(layer, self.dtype, index),
             **{name: packing.norm(norm) for name, norm in self.decoder.norms[index].items()},

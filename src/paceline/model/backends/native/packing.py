@@ -105,7 +105,7 @@ class Packed:
     def read(self, rows: int) -> WeightRead:
         return WeightRead(self.data.data_ptr(), self.elements, self.data.numel(), rows)
 
-    def struct(self) -> CWeight:
+    def struct(self) -> Any:
         pointers = pointer(self.data), pointer(self.bias)
         return CWeight(*pointers, self.outputs, self.inputs, *(self.form or ()))
 
@@ -284,7 +284,7 @@ class Packing:
         # With the share of the rows that read the matrix (None: rows with logits), and its layer.
         self.packed: list[tuple[Packed, float | None, int | None]] = []
 
-    def weight(self, packed: Packed, part: float | None = 1.0, layer: int | None = None) -> CWeight:
+    def weight(self, packed: Packed, part: float | None = 1.0, layer: int | None = None) -> Any:
         self.packed.append((packed, part, layer))
         # Without this a whole model would be in memory twice.
         self._untrimmed += packed.data.nbytes
@@ -316,7 +316,7 @@ class Packing:
         fields |= {"experts": count, "chosen": chosen, "router": router}
         return fields | {"expert_gate_up": gate_up, "expert_down": down}
 
-    def norm(self, norm: Any) -> CNorm:
+    def norm(self, norm: Any) -> Any:
         """``norm`` has ``weight`` and ``eps``; None is no norm."""
         if norm is None:
             return CNorm(None, 0.0)

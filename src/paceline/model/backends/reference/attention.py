@@ -157,7 +157,7 @@ def _attend_explicitly(
         above = torch.ones(rows, rows, dtype=torch.bool, device=scores.device).triu_(1)
         scores = scores.masked_fill_(above.repeat(group, 1), float("-inf"))
     elif mask is not None:
-        scores = scores.add_(mask if segment.folded else mask.repeat(group, 1))
+        scores = scores.add_(mask if segment.folded else mask.repeat(1, 1, group, 1))
     if sinks is None:
         distribution = scores.softmax(-1)
     else:
