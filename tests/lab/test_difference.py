@@ -27,16 +27,20 @@ def test_equal_texts_have_no_difference() -> None:
 
 def test_the_gap_is_that_of_the_two_logits() -> None:
     logits = reference_logits(MODEL, [*PROMPT, 4])[-1]
-    found = explain(MODEL, PROMPT, [4, 7, 1], [4, 8, 1], SamplingParams())
-    assert found is not None and (found.at, found.left, found.right) == (1, 7, 8)
-    assert found.gap == pytest.approx(abs(float(logits[7] - logits[8])), abs=1e-4)
-    assert not found.is_tie
-    assert 0 < found.step < 1e-5
+    difference = explain(MODEL, PROMPT, [4, 7, 1], [4, 8, 1], SamplingParams())
+    assert difference is not None and (difference.at, difference.left, difference.right) == (
+        1,
+        7,
+        8,
+    )
+    assert difference.gap == pytest.approx(abs(float(logits[7] - logits[8])), abs=1e-4)
+    assert not difference.is_tie
+    assert 0 < difference.step < 1e-5
 
 
 def test_a_cut_text_is_no_tie() -> None:
-    found = explain(MODEL, PROMPT, [4, 7], [4], SamplingParams())
-    assert found is not None and found.gap == math.inf and not found.is_tie
+    difference = explain(MODEL, PROMPT, [4, 7], [4], SamplingParams())
+    assert difference is not None and difference.gap == math.inf and not difference.is_tie
 
 
 def test_sampled_scores_take_temperature_and_noise_into_account() -> None:
@@ -57,16 +61,16 @@ def test_the_border_of_a_truncated_distribution_counts_as_a_tie_and_nothing_beyo
         (order[0], order[9], False),
         (order[0], order[2], False),
     ):
-        found = explain(MODEL, PROMPT, [left], [right], params)
-        assert found is not None and found.on_edge == expected
+        difference = explain(MODEL, PROMPT, [left], [right], params)
+        assert difference is not None and difference.on_edge == expected
 
 
 def test_the_spread_is_what_other_batch_shapes_move() -> None:
     """Tiny in float32, and the same logits however the text was read."""
     prompt = list(range(5, 45))
-    found = explain(MODEL, prompt, [4, 7], [4, 8], SamplingParams())
-    assert found is not None and 0 <= found.spread < 1e-4
+    difference = explain(MODEL, prompt, [4, 7], [4, 8], SamplingParams())
+    assert difference is not None and 0 <= difference.spread < 1e-4
     hot = explain(MODEL, prompt, [4, 7], [4, 8], SamplingParams(temperature=0.5, seed=1))
-    assert hot is not None and hot.spread == pytest.approx(2 * found.spread)
+    assert hot is not None and hot.spread == pytest.approx(2 * difference.spread)
     assert Difference(0, 1, 2, 0.3, 0.1, False).is_tie is False
     assert Difference(0, 1, 2, 0.3, 0.1, False, None, 0.2).is_tie is True

@@ -30,14 +30,14 @@ def test_beside_the_original(tiny_pair: TinyPair, text: Path) -> None:
     tokenizer = load_tokenizer(tiny_pair.target)
     plain = CausalModel.load(tiny_pair.target, "float32", "cpu")
     rounded = CausalModel.load(tiny_pair.target, "float32", "cpu", quantize="int4")
-    found = beside_original(rounded, tokenizer, text, tiny_pair.target)
+    measured = beside_original(rounded, tokenizer, text, tiny_pair.target)
     windows = read_windows(text, tokenizer, 4096)
-    assert found.theirs == perplexity(plain, windows) and found.measured == perplexity(
+    assert measured.theirs == perplexity(plain, windows) and measured.measured == perplexity(
         rounded, windows
     )
-    assert found.rise is not None and math.isfinite(found.rise) and found.rise != 0
-    assert found.quantised and f"({found.rise:+.1%})" in found.line
-    assert found.record()["rise"] == found.rise
+    assert measured.rise is not None and math.isfinite(measured.rise) and measured.rise != 0
+    assert measured.quantised and f"({measured.rise:+.1%})" in measured.line
+    assert measured.record()["rise"] == measured.rise
     alone = beside_original(rounded, tokenizer, None, None, 300)
     assert alone.rise is None and "--original" in alone.line and alone.measured.tokens < 300
     assert "--original" not in beside_original(plain, tokenizer, text, None, 50).line
@@ -46,10 +46,10 @@ def test_beside_the_original(tiny_pair: TinyPair, text: Path) -> None:
 def test_what_a_cache_in_8_bits_cost(tiny_pair: TinyPair, text: Path) -> None:
     llm = LLM(tiny_pair.target, draft="none", dtype="float32", kv_cache_dtype="int8")
     assert llm.target.numbers == "float32, cache int8"
-    found = PerplexityOptions(str(text)).compared(llm, tiny_pair.target, None, 2000)
+    measured = PerplexityOptions(str(text)).compared(llm, tiny_pair.target, None, 2000)
     llm.close()
-    assert found.original == tiny_pair.target
-    assert found.rise is not None and found.rise != 0 and abs(found.rise) < 5e-3
+    assert measured.original == tiny_pair.target
+    assert measured.rise is not None and measured.rise != 0 and abs(measured.rise) < 5e-3
 
 
 def test_the_shipped_text_is_cut(tiny_pair: TinyPair) -> None:
@@ -60,8 +60,8 @@ def test_the_shipped_text_is_cut(tiny_pair: TinyPair) -> None:
 def run(*words: str) -> dict[str, Any]:
     result = CliRunner().invoke(app, [*words, "--json"])
     assert result.exit_code in (0, 3), result.output
-    found: dict[str, Any] = json.loads(result.stdout)
-    return found
+    measured: dict[str, Any] = json.loads(result.stdout)
+    return measured
 
 
 def test_bench_and_certify_tell_it(tiny_pair: TinyPair, text: Path, tmp_path: Path) -> None:
@@ -69,10 +69,12 @@ def test_bench_and_certify_tell_it(tiny_pair: TinyPair, text: Path, tmp_path: Pa
     few = ["--per-category", "1", "--category", "code", "--max-tokens", "8", "--allow-idle"]
     state = ["--state", str(tmp_path / "state")]
     options = [*model, "--quantize", "int8", "--perplexity", str(text)]
-    (found,) = run("bench", *options, *few, "--rounds", "1", "--seconds", "0", *state)["perplexity"]
-    assert found["quantised"] and found["original_model"] == tiny_pair.target
-    assert found["rise"] == pytest.approx(
-        found["target"]["perplexity"] / found["original"]["perplexity"] - 1
+    (measured,) = run("bench", *options, *few, "--rounds", "1", "--seconds", "0", *state)[
+        "perplexity"
+    ]
+    assert measured["quantised"] and measured["original_model"] == tiny_pair.target
+    assert measured["rise"] == pytest.approx(
+        measured["target"]["perplexity"] / measured["original"]["perplexity"] - 1
     )
     less = ["--texts", "1", "--prefixes", "1", "--samples", "100", "--max-tokens", "8"]
     draft = ["--model", tiny_pair.target, "--dtype", "float32", "--draft", "ngram"]

@@ -52,11 +52,16 @@ class OpenAIClient:
         return cls(base if versioned else f"{base}/v1", key, timeout)
 
     def models(self) -> list[dict[str, Any]]:
-        listed = self._read(self._open("models", None)).get("data")
+        listed = self.answer("models", None).get("data")
         return [model for model in listed or () if isinstance(model, dict) and "id" in model]
 
-    def answer(self, path: str, body: Mapping[str, Any]) -> dict[str, Any]:
-        return self._read(self._open(path, body))
+    def answer(self, path: str, body: Mapping[str, Any] | None) -> dict[str, Any]:
+        """What is posted to a path, or with None what is there."""
+        with _failing(), self._open(path, body) as response:
+            answer = json.load(response)
+        if not isinstance(answer, dict):
+            raise ServerFailedError("the answer is no JSON object")
+        return answer
 
     def stream(self, path: str, body: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
         """The chunks of a stream, which must end in [DONE]."""
@@ -78,17 +83,9 @@ class OpenAIClient:
         if self.key:
             headers["Authorization"] = f"Bearer {self.key}"
         data = None if body is None else json.dumps({**self.fields, **body}).encode()
-        with _failing():
-            request = Request(f"{self.url}/{path}", data, headers)
-            response: HTTPResponse = urlopen(request, timeout=self.timeout)
-            return response
-
-    def _read(self, response: HTTPResponse) -> dict[str, Any]:
-        with _failing(), response:
-            answer = json.load(response)
-        if not isinstance(answer, dict):
-            raise ServerFailedError("the answer is no JSON object")
-        return answer
+        request = Request(f"{self.url}/{path}", data, headers)
+        response: HTTPResponse = urlopen(request, timeout=self.timeout)
+        return response
 
 
 @contextmanager

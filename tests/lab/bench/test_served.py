@@ -79,8 +79,8 @@ def test_tokens_are_dealt_out_whole() -> None:
 @pytest.fixture(scope="module")
 def url(llm: LLM) -> Iterator[str]:
     """Our own server, over the same weights."""
-    own = llm.beside(None, max_batch_size=4)
-    for running in serve(service_of(own, "it")):
+    beside = llm.beside(None, max_batch_size=4)
+    for running in serve(service_of(beside, "it")):
         yield running.url
 
 

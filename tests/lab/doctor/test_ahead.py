@@ -16,20 +16,20 @@ from paceline.lab.export import export
 HEAD = "eagle3:paceline/tiny-eagle3"
 
 
-def of(engine: str, found: dict[str, Any]) -> list[Finding]:
-    taken = foreign_draft(found)
+def of(engine: str, noticed: dict[str, Any]) -> list[Finding]:
+    taken = foreign_draft(noticed)
     return look_ahead(engine, "paceline/tiny", taken.spec, taken)
 
 
-def codes(found: list[Finding]) -> list[str]:
-    return [each.code for each in found]
+def codes(noticed: list[Finding]) -> list[str]:
+    return [item.code for item in noticed]
 
 
 def test_a_config_of_vllm_s_own(tmp_path: Path) -> None:
     made = export("vllm", "paceline/tiny", f"{HEAD},nodes=0", draft_length=4, out=tmp_path)
-    found = of("vllm", dict(made.config))
-    assert set(codes(found)) == {"engine-does"}
-    assert "inputs of layers [2, 6, 11]" in found[-1].text
+    noticed = of("vllm", dict(made.config))
+    assert set(codes(noticed)) == {"engine-does"}
+    assert "inputs of layers [2, 6, 11]" in noticed[-1].text
     greedy = of("vllm", {**made.config, "draft_sample_method": "greedy"})
     assert "engine-approximates" in codes(greedy)
 
@@ -54,8 +54,8 @@ def test_a_head_for_vllm_is_not_seen_by_sglang(tmp_path: Path) -> None:
 
 
 def test_a_draft_of_ours() -> None:
-    found = look_ahead("vllm", "paceline/tiny", HEAD, None, draft_length=None)
-    assert codes(found) == ["engine-approximates", "engine-approximates", "engine-does"]
+    noticed = look_ahead("vllm", "paceline/tiny", HEAD, None, draft_length=None)
+    assert codes(noticed) == ["engine-approximates", "engine-approximates", "engine-does"]
     (refused,) = look_ahead("sglang", "paceline/tiny", "suffix", None)
     assert (refused.code, refused.severity.value) == ("engine-refuses", "error")
 

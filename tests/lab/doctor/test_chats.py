@@ -54,9 +54,9 @@ def test_a_model_in_order_has_none_of_them(chatml: Folder) -> None:
 
 def test_a_template_of_another_model(chatml: Folder) -> None:
     other = CHATML.replace("<|im_start|>", "<start_of_turn>").replace("<|im_end|>", "<end_of_turn>")
-    found = only(examine(with_template(chatml, other)), "chat-template-foreign")
-    assert found.severity is Severity.WARNING and found.about == "target"
-    assert "<start_of_turn>, <end_of_turn>" in found.text and "tokens" in found.text
+    finding = only(examine(with_template(chatml, other)), "chat-template-foreign")
+    assert finding.severity is Severity.WARNING and finding.about == "target"
+    assert "<start_of_turn>, <end_of_turn>" in finding.text and "tokens" in finding.text
 
 
 def test_a_template_without_marks_is_nothing_foreign(chatml: Folder) -> None:
@@ -66,16 +66,16 @@ def test_a_template_without_marks_is_nothing_foreign(chatml: Folder) -> None:
 
 def test_a_template_that_opens_no_answer(chatml: Folder) -> None:
     deaf = CHATML.partition("{% if add_generation_prompt")[0]
-    found = only(examine(with_template(chatml, deaf)), "chat-template-no-prompt")
-    assert "<|im_start|>assistant" in found.text and "add_generation_prompt" in found.cure
+    finding = only(examine(with_template(chatml, deaf)), "chat-template-no-prompt")
+    assert "<|im_start|>assistant" in finding.text and "add_generation_prompt" in finding.cure
 
 
 def test_a_template_that_refuses(chatml: Folder) -> None:
-    found = only(
+    finding = only(
         examine(with_template(chatml, "{{ raise_exception('no system message') }}")),
         "chat-template-refuses",
     )
-    assert "no system message" in found.text
+    assert "no system message" in finding.text
 
 
 def test_turns_that_no_end_token_ends(chatml: Folder) -> None:
@@ -83,18 +83,18 @@ def test_turns_that_no_end_token_ends(chatml: Folder) -> None:
     for name in ("generation_config.json", "config.json"):
         chatml.json(name, eos_token_id=0)
     chatml.json("tokenizer_config.json", eos_token="<|endoftext|>")
-    found = only(examine(str(chatml)), "turn-end-ignored")
-    assert "'<|im_end|>' (id 2)" in found.text and "'<|endoftext|>' (0)" in found.text
+    finding = only(examine(str(chatml)), "turn-end-ignored")
+    assert "'<|im_end|>' (id 2)" in finding.text and "'<|endoftext|>' (0)" in finding.text
     chatml.json("generation_config.json", eos_token_id=[0, 2])
     assert not codes(examine(str(chatml))) & {"turn-end-ignored", "end-tokens-differ"}
 
 
 def test_end_tokens_that_disagree(chatml: Folder) -> None:
     chatml.json("generation_config.json", eos_token_id=0)
-    found = only(examine(str(chatml)), "end-tokens-differ")
-    assert found.severity is Severity.WARNING
-    assert "generation_config.json: '<|endoftext|>' (0)" in found.text
-    assert "the tokenizer: '<|im_end|>' (2)" in found.text
+    finding = only(examine(str(chatml)), "end-tokens-differ")
+    assert finding.severity is Severity.WARNING
+    assert "generation_config.json: '<|endoftext|>' (0)" in finding.text
+    assert "the tokenizer: '<|im_end|>' (2)" in finding.text
     # Generation ends at the tokenizer's as well, so no turn runs on.
     assert "turn-end-ignored" not in codes(examine(str(chatml)))
     assert LLM(str(chatml), draft="none", dtype="float32", draft_length=0).end_tokens == {0, 2}
@@ -106,8 +106,10 @@ def test_end_tokens_that_disagree(chatml: Folder) -> None:
 
 def test_an_end_token_that_is_a_word(chatml: Folder) -> None:
     chatml.json("generation_config.json", eos_token_id=[2, 300, 5000])
-    found = only(examine(str(chatml)), "end-token-ordinary")
-    assert "(300)" in found.text and "id 5000" in found.text and "'<|im_end|>'" not in found.text
+    finding = only(examine(str(chatml)), "end-token-ordinary")
+    assert (
+        "(300)" in finding.text and "id 5000" in finding.text and "'<|im_end|>'" not in finding.text
+    )
 
 
 def test_marks_that_were_never_trained(chatml: Folder) -> None:
@@ -116,8 +118,8 @@ def test_marks_that_were_never_trained(chatml: Folder) -> None:
         rows[1:3] = 0.0
         tensors["model.embed_tokens.weight"] = rows
 
-    found = only(examine(str(chatml.tensors(fresh))), "chat-template-untrained")
-    assert "<|im_start|>, whose embedding is all zero" in found.text
+    finding = only(examine(str(chatml.tensors(fresh))), "chat-template-untrained")
+    assert "<|im_start|>, whose embedding is all zero" in finding.text
 
 
 def padded(folder: Folder, row: torch.Tensor) -> Folder:
@@ -131,25 +133,25 @@ def padded(folder: Folder, row: torch.Tensor) -> Folder:
 
 
 def test_padding_rows_that_nothing_has_trained(chatml: Folder) -> None:
-    found = only(examine(str(padded(chatml, torch.zeros(32)))), "vocabulary-padded")
-    assert found.severity is Severity.WARNING
-    assert "1,064 rows for 1,000 ids: rows 1000 to 1063 are padding" in found.text
-    assert "their logits are 0 whatever the text" in found.text
-    assert "resize_token_embeddings" in found.cure
+    finding = only(examine(str(padded(chatml, torch.zeros(32)))), "vocabulary-padded")
+    assert finding.severity is Severity.WARNING
+    assert "1,064 rows for 1,000 ids: rows 1000 to 1063 are padding" in finding.text
+    assert "their logits are 0 whatever the text" in finding.text
+    assert "resize_token_embeddings" in finding.cure
 
 
 def test_padding_rows_with_the_spread_of_fresh_ones(chatml: Folder) -> None:
     torch.manual_seed(0)
-    found = only(
+    finding = only(
         examine(str(padded(chatml, 0.02 * torch.randn(64, 32)))),
         "vocabulary-padded",
     )
-    assert found.severity is Severity.WARNING and "fresh ones (0.0" in found.text
+    assert finding.severity is Severity.WARNING and "fresh ones (0.0" in finding.text
 
 
 def test_padding_rows_that_training_pushed_away(chatml: Folder) -> None:
-    found = only(examine(str(padded(chatml, torch.full((32,), -0.4)))), "vocabulary-padded")
-    assert found.severity is Severity.NOTE
+    finding = only(examine(str(padded(chatml, torch.full((32,), -0.4)))), "vocabulary-padded")
+    assert finding.severity is Severity.NOTE
 
 
 def test_a_padding_row_is_drawn_as_the_model_says_and_has_no_text(chatml: Folder) -> None:
@@ -157,33 +159,33 @@ def test_a_padding_row_is_drawn_as_the_model_says_and_has_no_text(chatml: Folder
     too."""
     llm = LLM(str(padded(chatml, torch.zeros(32))), draft="none", dtype="float32", draft_length=0)
     params = SamplingParams(max_tokens=200, temperature=100.0, seed=1, ignore_eos=True)
-    found = llm.generate("The quick", params)[0]
-    assert any(token >= 1000 for token in found.token_ids)
+    finding = llm.generate("The quick", params)[0]
+    assert any(token >= 1000 for token in finding.token_ids)
     before = llm.tokenizer.encode("The quick")
     backend = llm.tokenizer.backend_tokenizer
-    assert "The quick" + found.text == backend.decode(before + found.token_ids)
+    assert "The quick" + finding.text == backend.decode(before + finding.token_ids)
 
 
 def test_a_head_that_repeats_the_embedding(chatml: Folder) -> None:
     def repeat(tensors: dict[str, torch.Tensor]) -> None:
         tensors["lm_head.weight"] = tensors["model.embed_tokens.weight"].clone()
 
-    found = only(examine(str(chatml.tensors(repeat))), "tied-head-repeated")
-    assert found.severity is Severity.NOTE and "tied: False" in found.text
+    finding = only(examine(str(chatml.tensors(repeat))), "tied-head-repeated")
+    assert finding.severity is Severity.NOTE and "tied: False" in finding.text
 
 
 def test_a_head_of_its_own_that_the_config_denies(chatml: Folder) -> None:
     text = "The quick brown fox"
-    own = (
+    head = (
         LLM(str(chatml), draft="none", dtype="float32", draft_length=0).generate(text)[0].token_ids
     )
     chatml.config(tie_word_embeddings=True)
-    found = only(examine(str(chatml)), "tied-head-differs")
-    assert found.severity is Severity.WARNING and "another head" in found.text
+    finding = only(examine(str(chatml)), "tied-head-differs")
+    assert finding.severity is Severity.WARNING and "another head" in finding.text
     # As the finding says: the file's own head is used.
     assert (
         LLM(str(chatml), draft="none", dtype="float32", draft_length=0).generate(text)[0].token_ids
-        == own
+        == head
     )
 
 
@@ -195,8 +197,8 @@ def test_a_tied_model_whose_file_has_one_of_the_two(chatml: Folder) -> None:
     drop("lm_head.weight")
     assert not codes(examine(str(chatml))) & {"tensors-missing", *ABOUT_CHATS}
     chatml.config(tie_word_embeddings=False)
-    found = only(examine(str(chatml)), "tensors-missing")
-    assert "lm_head.weight" in found.text and "tie_word_embeddings" in found.cure
+    finding = only(examine(str(chatml)), "tensors-missing")
+    assert "lm_head.weight" in finding.text and "tie_word_embeddings" in finding.cure
 
 
 def test_ends_and_templates_of_a_draft_do_not_matter(chatml: Folder, copy: Copy) -> None:

@@ -69,8 +69,8 @@ def test_members_are_told_apart() -> None:
 
 def test_own_layers() -> None:
     assert "4 of the target's 12" in only(examine(TARGET, "early_exit"), "draft-own-layers").text
-    found = only(examine(TARGET, "layer_skip:skip=2-5x8"), "draft-own-layers").text
-    assert "7 of the target's 12" in found
+    noticed = only(examine(TARGET, "layer_skip:skip=2-5x8"), "draft-own-layers").text
+    assert "7 of the target's 12" in noticed
 
 
 # -- bad input -----------------------------------------------------------------------------------
@@ -131,14 +131,14 @@ def test_settings_that_there_are_not() -> None:
 
 def test_architectures_that_are_refused(copy: Copy) -> None:
     folder = copy("tiny-draft").config(model_type="bloom")
-    found = only(examine(str(folder)), "architecture-refused")
-    assert (found.severity, found.about) == (Severity.ERROR, "target")
-    assert "bloom" in found.text
-    found = only(examine(TARGET, str(folder.config(model_type="mamba"))), "architecture-refused")
-    assert found.about == "draft"
-    assert "rolled back" in found.text
-    found = only(examine(str(folder.config(model_type="llama9"))), "architecture-refused")
-    assert "config.json" in found.text and "transformers" in found.cure
+    noticed = only(examine(str(folder)), "architecture-refused")
+    assert (noticed.severity, noticed.about) == (Severity.ERROR, "target")
+    assert "bloom" in noticed.text
+    noticed = only(examine(TARGET, str(folder.config(model_type="mamba"))), "architecture-refused")
+    assert noticed.about == "draft"
+    assert "rolled back" in noticed.text
+    noticed = only(examine(str(folder.config(model_type="llama9"))), "architecture-refused")
+    assert "config.json" in noticed.text and "transformers" in noticed.cure
 
 
 def test_code_out_of_folders(copy: Copy) -> None:
@@ -152,13 +152,13 @@ def test_code_out_of_folders(copy: Copy) -> None:
 def test_quantised_weights(copy: Copy) -> None:
     kept = {"quant_method": "gptq", "bits": 4, "group_size": 128}
     folder = copy("tiny-draft").config(quantization_config=kept)
-    found = only(examine(TARGET, str(folder)), "quantised-kept")
-    assert found.severity is Severity.NOTE and "gptq, 4 bits in groups of 128" in found.text
+    noticed = only(examine(TARGET, str(folder)), "quantised-kept")
+    assert noticed.severity is Severity.NOTE and "gptq, 4 bits in groups of 128" in noticed.text
     twice = only(examine(TARGET, str(folder), draft_quantize="int8"), "quantised-twice")
     assert (twice.severity, twice.about) == (Severity.ERROR, "draft")
     folder.config(quantization_config={"quant_method": "fp8"})
-    found = only(examine(TARGET, str(folder)), "quantised")
-    assert found.severity is Severity.WARNING and "the package kernels" in found.text
+    noticed = only(examine(TARGET, str(folder)), "quantised")
+    assert noticed.severity is Severity.WARNING and "the package kernels" in noticed.text
 
 
 @pytest.mark.parametrize("backend", ["native", "reference"])
@@ -167,8 +167,8 @@ def test_memory_of_what_is_rounded_when_loaded(precision: str, backend: str) -> 
     """By the numbers that a loaded model says of itself."""
     plain = examine(TARGET, dtype="float32", device="cpu")
     rounded = examine(TARGET, dtype="float32", device="cpu", quantize=precision)
-    found = only(rounded, "quantised-when-loaded")
-    assert found.severity is Severity.NOTE and precision in found.text
+    noticed = only(rounded, "quantised-when-loaded")
+    assert noticed.severity is Severity.NOTE and precision in noticed.text
     model = CausalModel.load(TARGET, "float32", "cpu", quantize=precision, backend=backend)
     if model.backend.name != backend:
         pytest.skip("there are no native kernels here")
@@ -219,9 +219,9 @@ def test_which_kernels_run(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> N
 
 def test_a_draft_with_a_short_context(copy: Copy) -> None:
     folder = copy("tiny-draft").config(max_position_embeddings=512)
-    found = only(examine(TARGET, str(folder)), "draft-context-short")
-    assert found.severity is Severity.WARNING
-    assert "512" in found.text and "1,024" in found.text
+    noticed = only(examine(TARGET, str(folder)), "draft-context-short")
+    assert noticed.severity is Severity.WARNING
+    assert "512" in noticed.text and "1,024" in noticed.text
     assert "context-covered" in {f.code for f in examine(str(folder), "paceline/tiny-draft")}
 
 
@@ -229,8 +229,8 @@ def test_a_draft_with_a_window(copy: Copy) -> None:
     folder = copy("tiny-draft").config(
         model_type="mistral", architectures=["MistralForCausalLM"], sliding_window=128
     )
-    found = only(examine(TARGET, str(folder)), "draft-window")
-    assert (found.severity, "128" in found.text) == (Severity.NOTE, True)
+    noticed = only(examine(TARGET, str(folder)), "draft-window")
+    assert (noticed.severity, "128" in noticed.text) == (Severity.NOTE, True)
     assert "draft-window" not in codes(examine(TARGET, str(folder.config(sliding_window=None))))
 
 
@@ -242,14 +242,14 @@ def test_a_draft_with_a_window(copy: Copy) -> None:
     ],
 )
 def test_drafts_that_are_too_large(target: str, severity: Severity, words: str) -> None:
-    found = only(examine(target, "paceline/tiny-draft"), "draft-too-large")
-    assert (found.severity, words in found.text) == (severity, True)
+    noticed = only(examine(target, "paceline/tiny-draft"), "draft-too-large")
+    assert (noticed.severity, words in noticed.text) == (severity, True)
 
 
 def test_small_and_deep_drafts(copy: Copy, tmp_path: Path) -> None:
     assert "larger than" in only(examine("paceline/tiny-draft", TARGET), "draft-too-large").text
-    found = only(examine("paceline/tiny-draft", TARGET), "draft-deep")
-    assert (found.severity, "12 layers" in found.text) == (Severity.WARNING, True)
+    noticed = only(examine("paceline/tiny-draft", TARGET), "draft-deep")
+    assert (noticed.severity, "12 layers" in noticed.text) == (Severity.WARNING, True)
     wide = copy("tiny").config(hidden_size=1024, intermediate_size=4096, num_hidden_layers=7)
     for file in wide.path.glob("*.safetensors"):
         file.unlink()  # sizes are then those of the config
@@ -263,9 +263,9 @@ def test_small_and_deep_drafts(copy: Copy, tmp_path: Path) -> None:
 
 def test_the_worst_comes_first(copy: Copy) -> None:
     folder = copy("tiny-draft").config(max_position_embeddings=512, tie_word_embeddings=False)
-    found = [item.severity for item in examine(TARGET, str(folder))]
-    assert found == sorted(found, key=list(Severity).index)
-    assert {Severity.ERROR, Severity.WARNING, Severity.OK} <= set(found)
+    noticed = [item.severity for item in examine(TARGET, str(folder))]
+    assert noticed == sorted(noticed, key=list(Severity).index)
+    assert {Severity.ERROR, Severity.WARNING, Severity.OK} <= set(noticed)
 
 
 def test_findings_as_records() -> None:

@@ -20,8 +20,8 @@ from support.doctor_folders import Copy, codes, only
 def test_files_without_a_table(copy: Copy, content: bytes) -> None:
     folder = copy("tiny-draft")
     folder.weights.write_bytes(content)
-    found = read_files(str(folder))
-    assert not found.tensors and "table of tensors" in found.damaged[0]
+    files = read_files(str(folder))
+    assert not files.tensors and "table of tensors" in files.damaged[0]
 
 
 def on_the_hub(

@@ -22,10 +22,10 @@ AUX = "eagle_aux_hidden_state_layer_ids"
 @pytest.mark.parametrize("ids", [[1, 5, 8], [3, 7, 10]])
 def test_layers_one_off(copy: Copy, ids: list[int]) -> None:
     folder = copy("tiny-eagle3").config(**{AUX: ids})
-    found = only(examine(TARGET, f"eagle3:{folder}"), "head-layers-shifted")
-    assert found.severity is Severity.WARNING
-    assert str(ids) in found.text
-    assert f"eagle3:{folder},layers=2x6x9" in found.cure
+    finding = only(examine(TARGET, f"eagle3:{folder}"), "head-layers-shifted")
+    assert finding.severity is Severity.WARNING
+    assert str(ids) in finding.text
+    assert f"eagle3:{folder},layers=2x6x9" in finding.cure
     assert codes(examine(TARGET, f"eagle3:{folder},layers=2x6x9")) == REDUCED
 
 
@@ -36,15 +36,15 @@ def test_layers_under_eagle_config(copy: Copy) -> None:
 
 def test_layers_that_are_not_given(copy: Copy) -> None:
     folder = copy("tiny-eagle3").config(**{AUX: None})
-    found = only(examine(TARGET, f"eagle3:{folder}"), "head-layers-assumed")
-    assert (found.severity, "[2, 6, 9]" in found.text) == (Severity.NOTE, True)
+    finding = only(examine(TARGET, f"eagle3:{folder}"), "head-layers-assumed")
+    assert (finding.severity, "[2, 6, 9]" in finding.text) == (Severity.NOTE, True)
 
 
 def test_layers_that_do_not_exist(copy: Copy) -> None:
     folder = copy("tiny-eagle3").config(**{AUX: [2, 6, 13]})
-    found = only(examine(TARGET, f"eagle3:{folder}"), "head-refused")
-    assert found.severity is Severity.ERROR
-    assert "13" in found.text
+    finding = only(examine(TARGET, f"eagle3:{folder}"), "head-refused")
+    assert finding.severity is Severity.ERROR
+    assert "13" in finding.text
 
 
 @pytest.mark.parametrize(
@@ -60,10 +60,10 @@ def test_layers_that_do_not_exist(copy: Copy) -> None:
 )
 def test_a_head_for_another_target(copy: Copy, options: dict[str, int], word: str) -> None:
     folder = copy("tiny-eagle3").config(**options)
-    found = only(examine(TARGET, f"eagle3:{folder}"), "head-refused")
-    assert found.severity is Severity.ERROR
-    assert word in found.text
-    assert found.cure.endswith(".")
+    finding = only(examine(TARGET, f"eagle3:{folder}"), "head-refused")
+    assert finding.severity is Severity.ERROR
+    assert word in finding.text
+    assert finding.cure.endswith(".")
 
 
 def test_tables_of_the_draft_vocabulary(copy: Copy) -> None:
@@ -82,8 +82,8 @@ def test_a_weight_that_is_missing(copy: Copy) -> None:
 def test_short_positions_and_scaling(copy: Copy) -> None:
     scaling = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 64}
     folder = copy("tiny-eagle3").config(max_position_embeddings=256, rope_scaling=scaling)
-    found = only(examine(TARGET, f"eagle3:{folder}"), "head-context-short")
-    assert "256" in found.text and "1,024" in found.text
+    finding = only(examine(TARGET, f"eagle3:{folder}"), "head-context-short")
+    assert "256" in finding.text and "1,024" in finding.text
 
 
 def test_untrained_heads(copy: Copy) -> None:
@@ -114,8 +114,8 @@ def test_the_speculators_layout(tmp_path: Path) -> None:
     save_eagle(head, tmp_path, "speculators", "someone/tiny")
     assert codes(examine(TARGET, f"eagle3:{tmp_path}")) == REDUCED
     save_eagle(head, tmp_path, "speculators", "someone/other")
-    found = only(examine(TARGET, f"eagle3:{tmp_path}"), "head-base-differs")
-    assert (found.severity, "someone/other" in found.text) == (Severity.NOTE, True)
+    finding = only(examine(TARGET, f"eagle3:{tmp_path}"), "head-base-differs")
+    assert (finding.severity, "someone/other" in finding.text) == (Severity.NOTE, True)
 
 
 @pytest.mark.parametrize(
@@ -131,15 +131,15 @@ def test_the_speculators_layout(tmp_path: Path) -> None:
     ],
 )
 def test_a_draft_of_another_kind(spec: str, cure: str) -> None:
-    found = only(examine(TARGET, spec), "draft-of-another-kind")
-    assert found.severity is Severity.ERROR
-    assert cure in found.cure
+    finding = only(examine(TARGET, spec), "draft-of-another-kind")
+    assert finding.severity is Severity.ERROR
+    assert cure in finding.cure
 
 
 def test_medusa(copy: Copy) -> None:
     folder = copy("tiny-medusa").config(paceline_accuracy=None)
-    found = only(examine(TARGET, f"medusa:{folder}"), "medusa-accuracy-unknown")
-    assert found.severity is Severity.NOTE
+    finding = only(examine(TARGET, f"medusa:{folder}"), "medusa-accuracy-unknown")
+    assert finding.severity is Severity.NOTE
     for options, word in (
         ({"medusa_num_heads": 5}, "5 heads"),
         ({"medusa_num_heads": 4, "vocab_size": 4000, "truncated_vocab_size": 4000}, "4000"),
@@ -156,8 +156,8 @@ def test_medusa_with_a_reduced_vocabulary(copy: Copy) -> None:
     folder = copy("tiny-medusa").config(truncated_vocab_size=2048).tensors(reduce)
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        found = codes(examine(TARGET, f"medusa:{folder}"))
-    assert found == REDUCED
+        finding = codes(examine(TARGET, f"medusa:{folder}"))
+    assert finding == REDUCED
 
 
 def test_a_pickled_head_is_not_looked_into(copy: Copy) -> None:

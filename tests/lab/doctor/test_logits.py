@@ -59,11 +59,11 @@ def longrope() -> dict[str, Any]:
 
 @pytest.mark.parametrize("name", ["paceline/tiny", "paceline/tiny-draft"])
 def test_the_embedded_pair_is_equal(name: str) -> None:
-    found = check_logits(name)
-    assert (found.code, found.severity) == ("logits-equal", Severity.OK)
-    assert "positions 0 to 31, 496 to 527, 992 to 1,023" in found.text
-    assert "2 layers" in found.text
-    assert ("torch and the native kernels" in found.text) == are_kernels_here()
+    noticed = check_logits(name)
+    assert (noticed.code, noticed.severity) == ("logits-equal", Severity.OK)
+    assert "positions 0 to 31, 496 to 527, 992 to 1,023" in noticed.text
+    assert "2 layers" in noticed.text
+    assert ("torch and the native kernels" in noticed.text) == are_kernels_here()
     assert "native" not in check_logits(name, backend="reference").text
 
 
@@ -75,9 +75,9 @@ def test_stages_are_told() -> None:
 
 
 def test_learnt_positions(tmp_path: Path) -> None:
-    found = check_logits(write_gpt2(tmp_path))
-    assert found.code == "logits-equal", found.text
-    assert "32 to 63 (torch;" in found.text
+    noticed = check_logits(write_gpt2(tmp_path))
+    assert noticed.code == "logits-equal", noticed.text
+    assert "32 to 63 (torch;" in noticed.text
 
 
 def test_a_prefix_has_each_kind_of_layer(tmp_path: Path) -> None:
@@ -86,8 +86,8 @@ def test_a_prefix_has_each_kind_of_layer(tmp_path: Path) -> None:
     shorter, layers, _ = _some_layers(config)
     assert (layers, shorter.num_hidden_layers, shorter.layer_types) == (4, 4, kinds[:4])
     assert (config.num_hidden_layers, config.layer_types) == (8, kinds)
-    found = check_logits(write(tmp_path, config))
-    assert found.code == "logits-equal" and "; 4 layers" in found.text, found.text
+    noticed = check_logits(write(tmp_path, config))
+    assert noticed.code == "logits-equal" and "; 4 layers" in noticed.text, noticed.text
 
 
 def test_only_those_layers_are_read(copy: Copy) -> None:
@@ -105,9 +105,9 @@ def test_a_gguf_file(tmp_path: Path) -> None:
 
     path = tmp_path / "model.gguf"
     write_gguf(path, options={"num_hidden_layers": 3})
-    found = check_logits(str(path))
-    assert found.code == "logits-equal", found.text
-    assert "; 2 layers" in found.text
+    noticed = check_logits(str(path))
+    assert noticed.code == "logits-equal", noticed.text
+    assert "; 2 layers" in noticed.text
 
 
 # -- planted faults --------------------------------------------------------------------------------
@@ -132,12 +132,12 @@ def test_a_scale_of_queries_that_is_lost(tmp_path: Path, monkeypatch: pytest.Mon
         return attend(query / scale[:, None], key, value, layer, step, *more)
 
     monkeypatch.setattr(probe, "paged_attention", unscaled)
-    found = check_logits(name)
-    assert (found.code, found.severity) == ("logits-differ", Severity.ERROR)
-    position = int(found.text.partition("position ")[2].partition(" ")[0])
+    noticed = check_logits(name)
+    assert (noticed.code, noticed.severity) == ("logits-differ", Severity.ERROR)
+    position = int(noticed.text.partition("position ")[2].partition(" ")[0])
     assert position >= ORIGINAL
-    assert found.text.startswith("on torch the logits") and "2 layers" in found.text
-    assert found.cure == KINDS["logits-differ"].cure
+    assert noticed.text.startswith("on torch the logits") and "2 layers" in noticed.text
+    assert noticed.cure == KINDS["logits-differ"].cure
 
 
 def test_rotations_that_end_early(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -148,9 +148,9 @@ def test_rotations_that_end_early(monkeypatch: pytest.MonkeyPatch) -> None:
         return run(self, replace(batch, positions=batch.positions.clamp(max=ORIGINAL)), step)
 
     monkeypatch.setattr(TorchBackend, "run", clamped)
-    found = check_logits("paceline/tiny", backend="reference")
-    assert found.code == "logits-differ" and found.text.startswith("on torch the logits")
-    assert found.cure == KINDS["logits-differ"].cure
+    noticed = check_logits("paceline/tiny", backend="reference")
+    assert noticed.code == "logits-differ" and noticed.text.startswith("on torch the logits")
+    assert noticed.cure == KINDS["logits-differ"].cure
 
 
 @needs_kernels
@@ -165,10 +165,10 @@ def test_kernels_that_are_off(monkeypatch: pytest.MonkeyPatch) -> None:
 
     monkeypatch.setattr(handle.Ropes, "_table", clamped)
     monkeypatch.setattr("paceline.model.backends.native.model._limit", lambda *_: math.inf)
-    found = check_logits("paceline/tiny")
-    assert found.code == "logits-differ", found.text
-    assert found.text.startswith("on the native kernels the logits of position")
-    assert "--backend reference" in found.cure
+    noticed = check_logits("paceline/tiny")
+    assert noticed.code == "logits-differ", noticed.text
+    assert noticed.text.startswith("on the native kernels the logits of position")
+    assert "--backend reference" in noticed.cure
     assert check_logits("paceline/tiny", backend="reference").code == "logits-equal"
 
 
@@ -178,12 +178,12 @@ def test_kernels_that_are_off(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_what_is_not_compared_says_why(copy: Copy, monkeypatch: pytest.MonkeyPatch) -> None:
     folder = copy("tiny-draft")
     folder.config(quantization_config={"quant_method": "gptq", "bits": 4, "group_size": 128})
-    found = check_logits(str(folder))
-    assert (found.code, found.severity) == ("logits-unchecked", Severity.NOTE)
-    assert "gptq" in found.text
+    noticed = check_logits(str(folder))
+    assert (noticed.code, noticed.severity) == ("logits-unchecked", Severity.NOTE)
+    assert "gptq" in noticed.text
     monkeypatch.setattr("paceline.lab.doctor.logits.free_memory", lambda device: 1 << 20)
-    found = check_logits("paceline/tiny")
-    assert found.code == "logits-unchecked" and "1.0 MiB of memory are free" in found.text
+    noticed = check_logits("paceline/tiny")
+    assert noticed.code == "logits-unchecked" and "1.0 MiB of memory are free" in noticed.text
 
 
 # -- cases that once gave wrong texts: served, or refused by name ----------------------------------
@@ -237,6 +237,6 @@ def test_each_case_is_named_in_one_line(case: str, tmp_path: Path) -> None:
     make, code, words = CASES[case]
     name = make(tmp_path)
     findings = [item for item in examine(name) if item.code == code] or [check_logits(name)]
-    found = only(findings, code)
-    assert words in found.text and "\n" not in found.text
-    assert (found.severity is Severity.ERROR) == (code == "architecture-refused")
+    noticed = only(findings, code)
+    assert words in noticed.text and "\n" not in noticed.text
+    assert (noticed.severity is Severity.ERROR) == (code == "architecture-refused")

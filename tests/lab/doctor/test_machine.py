@@ -56,8 +56,8 @@ def memory(monkeypatch: pytest.MonkeyPatch, free: int, given: int | None = None)
     """100 MiB of weights, 1 KiB of cache a token, 8 sequences of 1,024 tokens."""
     monkeypatch.setattr(machine, "free_memory", lambda device: free)
     setting = Setting(EngineOptions(kv_cache_memory=given), CPU, torch.bfloat16)
-    found = check_memory(setting, Needs(100 << 20, 1 << 10), 1024)
-    return found.code, found.severity.value
+    finding = check_memory(setting, Needs(100 << 20, 1 << 10), 1024)
+    return finding.code, finding.severity.value
 
 
 def test_memory(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -72,8 +72,8 @@ def test_memory(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_options_reach_the_check() -> None:
-    found = only(examine(TARGET, kv_cache_memory=8 << 20), "cache-partial").text
-    assert "8 sequences of 1,024" in found
+    finding = only(examine(TARGET, kv_cache_memory=8 << 20), "cache-partial").text
+    assert "8 sequences of 1,024" in finding
     assert "memory-fits" in {
         item.code for item in examine(TARGET, kv_cache_memory=8 << 20, max_batch_size=1)
     }
@@ -87,8 +87,8 @@ def test_the_cache_of_a_token_is_that_of_the_engine(kind: str) -> None:
 
     model = CausalModel.load(TARGET, dtype="bfloat16", device="cpu", backend="reference")
     expected = bytes_per_token(model.cache_shapes, cache_dtype(kind, model.dtype))
-    found = only(examine(TARGET, dtype="bfloat16", kv_cache_dtype=kind), "memory-fits").text
-    assert f"{size(expected)} of cache a token" in found
+    finding = only(examine(TARGET, dtype="bfloat16", kv_cache_dtype=kind), "memory-fits").text
+    assert f"{size(expected)} of cache a token" in finding
 
 
 def test_free_memory_is_less_than_all() -> None:

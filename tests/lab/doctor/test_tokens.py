@@ -25,10 +25,10 @@ def test_two_tokens_that_changed_places(copy: Copy) -> None:
     vocab = json.loads((copy("tiny").path / "tokenizer.json").read_text())["model"]["vocab"]
     one, other = sorted(vocab, key=vocab.__getitem__)[-2:]
     folder = copy("tiny-draft").tokenizer(lambda said: swap(said, one, other))
-    found = only(examine(TARGET, str(folder)), "vocabulary-differs")
-    assert (found.severity, found.about) == (Severity.WARNING, "pair")
-    assert "2 of 4096" in found.text and "id 4094" in found.text
-    assert "tokens that both have" in found.text
+    finding = only(examine(TARGET, str(folder)), "vocabulary-differs")
+    assert (finding.severity, finding.about) == (Severity.WARNING, "pair")
+    assert "2 of 4096" in finding.text and "id 4094" in finding.text
+    assert "tokens that both have" in finding.text
 
 
 def test_another_vocabulary(tiny_pair: TinyPair) -> None:
@@ -38,8 +38,10 @@ def test_another_vocabulary(tiny_pair: TinyPair) -> None:
 
 
 def test_a_wish_for_texts(copy: Copy) -> None:
-    found = only(examine(TARGET, f"model:{copy('tiny-draft')},vocab=string"), "vocabulary-differs")
-    assert "nothing, but vocab is set" in found.text and "re-tokenised" in found.text
+    finding = only(
+        examine(TARGET, f"model:{copy('tiny-draft')},vocab=string"), "vocabulary-differs"
+    )
+    assert "nothing, but vocab is set" in finding.text and "re-tokenised" in finding.text
     with pytest.raises(ConfigError, match="vocab is 'words'"):
         examine(TARGET, "model:paceline/tiny-draft,vocab=words")
 
@@ -48,9 +50,9 @@ def test_a_draft_with_too_few_rows(copy: Copy) -> None:
     folder = rows(copy("tiny-draft"), 4000)
     findings = examine(TARGET, str(folder))
     assert only(findings, "vocabulary-refused").severity is Severity.ERROR
-    found = only(findings, "vocabulary-overflows")
-    assert (found.severity, found.about) == (Severity.ERROR, "draft")
-    assert "4095" in found.text and "4,000" in found.text
+    finding = only(findings, "vocabulary-overflows")
+    assert (finding.severity, finding.about) == (Severity.ERROR, "draft")
+    assert "4095" in finding.text and "4,000" in finding.text
 
 
 def rows(folder: Folder, count: int) -> Folder:
@@ -80,9 +82,11 @@ def test_merges_in_another_order(copy: Copy) -> None:
         merges = said["model"]["merges"]
         merges[7], merges[8] = merges[8], merges[7]
 
-    found = only(examine(TARGET, str(copy("tiny-draft").tokenizer(change))), "segmentation-differs")
-    assert found.severity is Severity.WARNING
-    assert "merges" in found.text
+    finding = only(
+        examine(TARGET, str(copy("tiny-draft").tokenizer(change))), "segmentation-differs"
+    )
+    assert finding.severity is Severity.WARNING
+    assert "merges" in finding.text
 
 
 def test_another_pre_tokenizer(copy: Copy) -> None:
@@ -94,10 +98,10 @@ def test_another_pre_tokenizer(copy: Copy) -> None:
 
 def test_special_tokens(copy: Copy) -> None:
     folder = copy("tiny-draft").json("tokenizer_config.json", eos_token="<|im_end|>")
-    found = only(examine(TARGET, str(folder)), "special-tokens-differ")
-    assert found.severity is Severity.WARNING
-    assert "eos_token '<|endoftext|>' against '<|im_end|>'" in found.text
-    assert "bos_token" not in found.text
+    finding = only(examine(TARGET, str(folder)), "special-tokens-differ")
+    assert finding.severity is Severity.WARNING
+    assert "eos_token '<|endoftext|>' against '<|im_end|>'" in finding.text
+    assert "bos_token" not in finding.text
 
 
 def test_another_padding_token_is_a_note(copy: Copy) -> None:
@@ -111,8 +115,8 @@ def test_chat_templates(copy: Copy) -> None:
     template.write_text("{{ messages[0].content }}")
     assert "another" in only(examine(TARGET, str(folder)), "chat-template-differs").text
     template.unlink()
-    found = only(examine(TARGET, str(folder)), "chat-template-differs")
-    assert (found.severity, found.text[-4:]) == (Severity.WARNING, "none")
+    finding = only(examine(TARGET, str(folder)), "chat-template-differs")
+    assert (finding.severity, finding.text[-4:]) == (Severity.WARNING, "none")
     assert "chat-template-absent" in codes(examine(str(folder)), "target")
 
 

@@ -57,17 +57,17 @@ def trial(measured: float, explored: SpeedupTrial = EXPLORED) -> SpeedupTrial:
 
 def judged(measured: float, explored: SpeedupTrial = EXPLORED) -> list[str]:
     """Codes of the verdict, whether the machine was busy or not."""
-    found = judge(trial(measured, explored))
-    return [item.code for item in found if item.code != "measurement-unsure"]
+    finding = judge(trial(measured, explored))
+    return [item.code for item in finding if item.code != "measurement-unsure"]
 
 
 def test_verdicts() -> None:
     assert judged(1.3) == ["worth-it"]
     assert judged(1.05) == ["barely-worth-it"]
     assert judged(0.9) == ["not-worth-it"]
-    found = next(judge(trial(0.9)))
-    assert found.severity is Severity.WARNING
-    assert "0.90x" in found.text and "50%" in found.text
+    finding = next(judge(trial(0.9)))
+    assert finding.severity is Severity.WARNING
+    assert "0.90x" in finding.text and "50%" in finding.text
 
 
 def test_a_busy_machine_is_noticed() -> None:

@@ -34,9 +34,9 @@ def test_shards(copy: Copy) -> None:
     files = shard(folder)
     assert codes(examine(str(folder)), "target") == set()
     (folder.path / files[1]).unlink()
-    found = only(examine(str(folder)), "shards-absent")
-    assert found.severity is Severity.ERROR
-    assert files[1] in found.text
+    finding = only(examine(str(folder)), "shards-absent")
+    assert finding.severity is Severity.ERROR
+    assert files[1] in finding.text
 
 
 def test_an_index_that_is_none(copy: Copy) -> None:
@@ -59,37 +59,37 @@ def test_a_file_that_was_cut_off(copy: Copy, size: int) -> None:
     folder = copy("tiny-draft")
     content = folder.weights.read_bytes()
     folder.weights.write_bytes(content[:size])
-    found = only(examine(str(folder)), "weights-damaged")
-    assert found.severity is Severity.ERROR
-    assert "model.safetensors" in found.text
+    finding = only(examine(str(folder)), "weights-damaged")
+    assert finding.severity is Severity.ERROR
+    assert "model.safetensors" in finding.text
 
 
 def test_a_missing_tensor(copy: Copy) -> None:
     folder = copy("tiny-draft").tensors(lambda t: t.pop("model.layers.1.mlp.up_proj.weight"))
-    found = only(examine("paceline/tiny", str(folder)), "tensors-missing")
-    assert (found.severity, found.about) == (Severity.ERROR, "draft")
-    assert "model.layers.1.mlp.up_proj.weight" in found.text
+    finding = only(examine("paceline/tiny", str(folder)), "tensors-missing")
+    assert (finding.severity, finding.about) == (Severity.ERROR, "draft")
+    assert "model.layers.1.mlp.up_proj.weight" in finding.text
 
 
 def test_an_untied_head_that_is_missing(copy: Copy) -> None:
     folder = copy("tiny-draft").config(tie_word_embeddings=False)
-    found = only(examine(str(folder)), "tensors-missing")
-    assert "lm_head.weight" in found.text
-    assert "tie_word_embeddings" in found.cure
+    finding = only(examine(str(folder)), "tensors-missing")
+    assert "lm_head.weight" in finding.text
+    assert "tie_word_embeddings" in finding.cure
 
 
 def test_extra_tensors(copy: Copy) -> None:
     folder = copy("tiny-draft").config(num_hidden_layers=1)
-    found = only(examine(str(folder)), "tensors-extra")
-    assert found.severity is Severity.NOTE
-    assert "model.layers.1." in found.text and "and 8 more" in found.text
+    finding = only(examine(str(folder)), "tensors-extra")
+    assert finding.severity is Severity.NOTE
+    assert "model.layers.1." in finding.text and "and 8 more" in finding.text
 
 
 def test_other_shapes(copy: Copy) -> None:
     folder = copy("tiny-draft").config(intermediate_size=500)
-    found = only(examine(str(folder)), "tensors-misshapen")
-    assert found.severity is Severity.ERROR
-    assert "512" in found.text and "500" in found.text
+    finding = only(examine(str(folder)), "tensors-misshapen")
+    assert finding.severity is Severity.ERROR
+    assert "512" in finding.text and "500" in finding.text
 
 
 def test_names_without_the_prefix_of_the_body(copy: Copy) -> None:
@@ -105,9 +105,9 @@ def test_merged_experts_are_known_by_their_old_names(tmp_path: Any) -> None:
 
     config = MixtralConfig(**SMALL, vocab_size=64, num_local_experts=2)
     MixtralForCausalLM(config).save_pretrained(tmp_path)
-    found = examine(str(tmp_path))
-    assert not {"tensors-missing", "tensors-extra", "tensors-misshapen"} & codes(found)
-    assert only(found, "weights-complete").about == "target"
+    finding = examine(str(tmp_path))
+    assert not {"tensors-missing", "tensors-extra", "tensors-misshapen"} & codes(finding)
+    assert only(finding, "weights-complete").about == "target"
 
 
 # -- values ------------------------------------------------------------------------------------
@@ -126,8 +126,8 @@ def fresh(spread: float) -> Any:
 @pytest.mark.parametrize("spread", [0.0, 0.02])
 def test_untrained_weights(copy: Copy, spread: float) -> None:
     folder = copy("tiny-draft").tensors(fresh(spread))
-    found = only(examine("paceline/tiny", str(folder)), "weights-untrained")
-    assert (found.severity, found.about) == (Severity.WARNING, "draft")
+    finding = only(examine("paceline/tiny", str(folder)), "weights-untrained")
+    assert (finding.severity, finding.about) == (Severity.WARNING, "draft")
 
 
 def test_a_random_model_of_transformers(tiny_pair: Any) -> None:
@@ -152,6 +152,6 @@ def test_weights_that_are_not_finite(copy: Copy) -> None:
     def poison(tensors: dict[str, torch.Tensor]) -> None:
         tensors["model.embed_tokens.weight"][:] = torch.nan
 
-    found = only(examine(str(copy("tiny-draft").tensors(poison))), "weights-not-finite")
-    assert found.severity is Severity.ERROR
-    assert "model.embed_tokens.weight" in found.text
+    finding = only(examine(str(copy("tiny-draft").tensors(poison))), "weights-not-finite")
+    assert finding.severity is Severity.ERROR
+    assert "model.embed_tokens.weight" in finding.text

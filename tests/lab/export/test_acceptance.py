@@ -11,9 +11,11 @@ PROMPTS = ["Once upon a time", "The little dog", "Tom and Lily went to"]
 
 
 def tokens_per_step(llm: LLM, draft: str) -> float:
-    own = llm.beside(draft, draft_length=4)
-    found = own.generate(PROMPTS, SamplingParams(max_tokens=40, ignore_eos=True))
-    return sum(len(each.token_ids) for each in found) / sum(e.stats.target_steps for e in found)
+    beside = llm.beside(draft, draft_length=4)
+    completions = beside.generate(PROMPTS, SamplingParams(max_tokens=40, ignore_eos=True))
+    return sum(len(completion.token_ids) for completion in completions) / sum(
+        e.stats.target_steps for e in completions
+    )
 
 
 def test_layers_there_and_back(tmp_path: Path) -> None:

@@ -29,7 +29,7 @@ def exported(to: str, draft: str = HEAD, out: Path | None = None, **more: Any) -
 
 
 def approximated(made: Export) -> str:
-    return "; ".join(each.what for each in made.approximations)
+    return "; ".join(item.what for item in made.approximations)
 
 
 def config_of(folder: Path) -> dict[str, Any]:
@@ -126,8 +126,8 @@ def test_vllm_words() -> None:
 
 
 def test_vllm_look_ups() -> None:
-    look = exported("vllm", "ngram:min=2,max=3,candidates=1").config
-    assert look == {
+    config = exported("vllm", "ngram:min=2,max=3,candidates=1").config
+    assert config == {
         "method": "ngram",
         "prompt_lookup_min": 2,
         "prompt_lookup_max": 3,
@@ -163,7 +163,7 @@ def test_a_tree_drafts_its_default_shape() -> None:
 def test_what_is_approximated_is_named_with_its_cost() -> None:
     made = exported("vllm", f"{HEAD},nodes=16", draft_length="auto", rule="coupled")
     assert approximated(made) == "adaptive draft length; trees of 16 nodes; rule 'coupled'"
-    assert all(each.cost and each.instead for each in made.approximations)
+    assert all(item.cost and item.instead for item in made.approximations)
     assert "trees" in approximated(exported("vllm"))  # what such a head draws where nothing is said
     assert "trees" not in approximated(exported("sglang"))
 

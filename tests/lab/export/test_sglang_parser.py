@@ -35,8 +35,8 @@ DRAFTS = (
 def folder() -> str:
     named = os.environ.get("PACELINE_TEST_SGLANG")
     if named is None:
-        found = find_spec("sglang")
-        named = found and found.origin and str(Path(found.origin).parents[1])
+        module = find_spec("sglang")
+        named = module and module.origin and str(Path(module.origin).parents[1])
     if not named or not (Path(named) / "sglang").is_dir():
         pytest.skip("SGLang's wheel is not here (PACELINE_TEST_SGLANG)")
     return named

@@ -31,8 +31,8 @@ def outcome(
     )
 
 
-def rule(found: list[Advice], words: str) -> Advice:
-    (item,) = [advice for advice in found if words in advice.rule]
+def rule(advices: list[Advice], words: str) -> Advice:
+    (item,) = [advice for advice in advices if words in advice.rule]
     return item
 
 
@@ -52,20 +52,20 @@ def lookup(rate: float, levels: int = 4) -> MeasuredMethod:
     ],
 )
 def test_the_size_of_a_draft(parameters: int, cost: float, holds: bool, words: str) -> None:
-    found = advise(outcome(replace(chain(0.8, cost), parameters=parameters)))
-    item = rule(found, "10 to 20 times")
+    advices = advise(outcome(replace(chain(0.8, cost), parameters=parameters)))
+    item = rule(advices, "10 to 20 times")
     assert item.holds is holds
     assert words in item.measured
 
 
 def test_a_confirmed_figure_counts_more_than_a_prediction() -> None:
     method = replace(chain(0.8, 0.1), parameters=70)
-    found = outcome(method)
-    assert rule(advise(found), "10 to 20 times").holds is True
-    found.finalists = [Finalist("p", "none", 0, 8), Finalist("d", "d", "auto", 8, 1.43, (method,))]
+    tuned = outcome(method)
+    assert rule(advise(tuned), "10 to 20 times").holds is True
+    tuned.finalists = [Finalist("p", "none", 0, 8), Finalist("d", "d", "auto", 8, 1.43, (method,))]
     runs = {"plain": timed(0.92), "d, length auto": timed(1.0, drafted=9)}
-    found.heats.heats.append(Heat(BenchJob("", 1, 0.0, 0, ()), 0, runs))
-    item = rule(advise(found), "10 to 20 times")
+    tuned.heats.heats.append(Heat(BenchJob("", 1, 0.0, 0, ()), 0, runs))
+    item = rule(advise(tuned), "10 to 20 times")
     assert (item.holds, item.measured[:12]) == (False, "draft 0.92x:")
 
 

@@ -96,11 +96,11 @@ def test_no_drafter_takes_more_than_its_share(
 ) -> None:
     budget = SecondEach(40)
 
-    def slow(own: LLM, candidate: DrafterCandidate, *rest: Any) -> MeasuredMethod:
+    def slow(beside: LLM, candidate: DrafterCandidate, *rest: Any) -> MeasuredMethod:
         budget.clock.now += 9 if candidate.label == "ngram" else 0
-        return measure_method(own, candidate, *rest)
+        return measure_method(beside, candidate, *rest)
 
-    monkeypatch.setattr("paceline.lab.tune.plan.measure_method", slow)
+    monkeypatch.setattr("paceline.lab.tune.measure.measure_method", slow)
     outcome = TuningOutcome.start(OPTIONS, llm)
     tune(llm, candidates(folders), prompts(), outcome, lambda what: None, budget)
     assert outcome.not_tried == ["ngram (stopped, too slow for its share)"]
@@ -115,8 +115,8 @@ def test_a_default_that_does_not_load_is_left_out_and_one_that_does_is_confirmed
     for spec, there in (("suffix", True), ("model:nowhere/at/all", False)):
         default = DrafterCandidate("usual", spec, spec.partition(":")[0], "", default=True)
         outcome = TuningOutcome.start(OPTIONS, llm)
-        each = [*variants("ngram"), default]
-        tune(llm, each, prompts(), outcome, lambda what: None, SecondEach(None))
+        tried = [*variants("ngram"), default]
+        tune(llm, tried, prompts(), outcome, lambda what: None, SecondEach(None))
         confirmed = [result.finalist.label for result in outcome.results]
         assert (confirmed[1] == "usual") == there
         assert ("usual" in dict(outcome.left_out)) != there
@@ -170,11 +170,11 @@ def test_samples_shrink_for_everybody_alike() -> None:
     step = costs(1, 13)
     free = fitting_sample(SAMPLE, costs, Budget(None), 5)
     assert free == SAMPLE
-    found = [
+    samples = [
         fitting_sample(SAMPLE, costs, Budget(seconds * step, Clock()), 5)
         for seconds in (1e9, 4000, 1)
     ]
-    sizes = [(len(one.alone), len(one.together)) for one in found]
+    sizes = [(len(one.alone), len(one.together)) for one in samples]
     assert sizes[0] == (4, 16) and sizes[-1] == (1, 0)
     assert sizes == sorted(sizes, reverse=True)
 

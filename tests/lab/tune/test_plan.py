@@ -43,23 +43,23 @@ SLOW = ((1, step(9.0, nodes=1)),)
 
 
 def test_the_embedded_pair_has_its_own_candidates() -> None:
-    found = at_hand("paceline/tiny", [])
-    specs = [candidate.spec for candidate in found]
+    proposed = at_hand("paceline/tiny", [])
+    specs = [candidate.spec for candidate in proposed]
     assert len(specs) == len(set(specs)) >= 12
     assert "model:paceline/tiny-draft,nodes=0" in specs
     assert "eagle3:paceline/tiny-eagle3,branching=2x2x1x1x1" in specs
     assert {"medusa:paceline/tiny-medusa", "ngram", "suffix", "recycling"} <= set(specs)
-    assert not any(candidate.requested for candidate in found)
-    assert [candidate.spec for candidate in found if candidate.default] == ["auto"]
-    families = list(dict.fromkeys(candidate.family for candidate in found))
+    assert not any(candidate.requested for candidate in proposed)
+    assert [candidate.spec for candidate in proposed if candidate.default] == ["auto"]
+    families = list(dict.fromkeys(candidate.family for candidate in proposed))
     assert families[:3] == ["ngram", "suffix", "recycling"]  # those that run a model are dearer
 
 
 def test_the_default_draft_is_always_a_candidate() -> None:
     """A minute went to the dearest drafter, and what commands take was never entered."""
     for drafts in ([], ["some/draft"]):
-        (own,) = [c for c in at_hand("any/target", drafts) if c.default]
-        assert (own.spec, own.label) == ("auto", "auto (default)")
+        (default,) = [c for c in at_hand("any/target", drafts) if c.default]
+        assert (default.spec, default.label) == ("auto", "auto (default)")
     assert not any(c.default for c in at_hand(REAL, ["some/draft"], only=True))
     composed = default_candidate("hybrid:suffix+ngram+eagle3:paceline/smollm2-eagle3")
     assert composed.label == "suffix + ngram + smollm2-eagle3 (default)" and composed.default
@@ -96,14 +96,14 @@ def test_another_draft_must_beat_the_default_clearly() -> None:
 
 
 def test_other_targets_have_what_is_given_and_what_needs_no_training() -> None:
-    found = at_hand("other", ["some/draft", "ngram:min=2"])
-    assert [c.spec for c in found if c.requested] == [
+    proposed = at_hand("other", ["some/draft", "ngram:min=2"])
+    assert [c.spec for c in proposed if c.requested] == [
         "model:some/draft,nodes=0",
         "model:some/draft,branching=2x2x1x1x1",
         "model:some/draft,nodes=8",
         "ngram:min=2",
     ]
-    free = [c.spec for c in found if not c.requested and not c.default]
+    free = [c.spec for c in proposed if not c.requested and not c.default]
     assert free == [
         "ngram",
         "suffix",
@@ -163,8 +163,8 @@ def test_rounds_share_no_prompt_while_there_are_enough() -> None:
         (3, 2, 1, [3], 2),
         (3, 1, 5, [5], 1),
     ):
-        jobs, found = rounds_of(prompts[:many], count, 8, concurrency, GREEDY)
-        assert ([len(job.asks) for job in jobs], found) == (sizes, turns)
+        jobs, repeats = rounds_of(prompts[:many], count, 8, concurrency, GREEDY)
+        assert ([len(job.asks) for job in jobs], repeats) == (sizes, turns)
 
 
 def test_the_winner() -> None:

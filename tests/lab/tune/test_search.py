@@ -10,7 +10,9 @@ from dataclasses import replace
 import pytest
 
 from paceline.core.costs import CostCurve, DrafterCosts, TargetCosts
-from paceline.lab.tune.search import MeasuredMethod, batch_sizes, search
+from paceline.lab.tune.measure import TuneOptions
+from paceline.lab.tune.plan import TuningOutcome
+from paceline.lab.tune.search import MeasuredMethod, batch_sizes
 from support.tuning_methods import NOTHING, PLAIN, chain, levels_of, step, target
 
 
@@ -55,11 +57,12 @@ def test_the_search_finds_what_trying_everything_finds(seed: int) -> None:
                 seconds = g * method.costs.seconds(batch) + costs(batch, 1 + nodes)
                 rates[method.label, g] = batch * tokens / seconds
         (label, length), rate = max(rates.items(), key=lambda item: item[1])
-        found = search(methods, costs, batch)
-        assert (found[0].method.label, found[0].length) == (label, length)
-        assert found[0].rate == pytest.approx(rate)
-        assert [s.rate for s in found] == sorted((s.rate for s in found), reverse=True)
-        assert {s.method.label for s in found} == {m.label for m in methods}
+        options = TuneOptions(concurrency=batch)
+        settings = TuningOutcome(options, "m", 0, target=costs, methods=methods).settings
+        assert (settings[0].method.label, settings[0].length) == (label, length)
+        assert settings[0].rate == pytest.approx(rate)
+        assert [s.rate for s in settings] == sorted((s.rate for s in settings), reverse=True)
+        assert {s.method.label for s in settings} == {m.label for m in methods}
 
 
 def test_what_real_steps_took_is_learnt() -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any, Literal
 
@@ -23,8 +24,8 @@ Length = int | Literal["auto"]
 
 @dataclass(frozen=True)
 class Method:
-    """``draft`` is a draft spec; None decodes plainly. ``url``: the address of another engine's
-    server, whose ``length`` is None."""
+    """``draft``: a draft spec; None decodes plainly. ``url``: of another engine's server, whose
+    ``length`` is None."""
 
     name: str
     draft: str | None = None
@@ -34,8 +35,7 @@ class Method:
     @property
     def remembers(self) -> bool:
         """Whether earlier requests help it with later ones."""
-        members = () if self.draft is None else parse_draft(self.draft).members()
-        return any(member.remembers for member in members)
+        return any(member.remembers for member in parse_draft(self.draft).members())
 
 
 def parse_method(text: str, draft: str | None, length: Length = "auto") -> Method:
@@ -147,10 +147,6 @@ class Starter:
             served.different = self.unequal.setdefault(method.name, served.different)
             return served
         length = method.length if method.draft is not None else 0
-
-        def build() -> LLM:
-            return self._llm.beside(
-                method.draft, draft_length=length, max_batch_size=clients, **self._options
-            )
-
+        sizes: dict[str, Any] = {"draft_length": length, "max_batch_size": clients}
+        build = partial(self._llm.beside, method.draft, **sizes, **self._options)
         return Paceline(method, build, clients)

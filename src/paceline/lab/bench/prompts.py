@@ -1,8 +1,5 @@
-"""Prompts to measure on: our own, shipped with the package, or the user's files.
-
-The layouts are those of the benchmarks of the field; a record is recognised by its fields, so a
-file may mix them. docs/prompts.md lists them.
-"""
+"""Prompts to measure on: shipped ones, or the user's files in the layouts of docs/prompts.md. A
+record is recognised by its fields, so a file may mix them."""
 
 from __future__ import annotations
 

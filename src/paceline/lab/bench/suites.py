@@ -1,8 +1,5 @@
-"""Public benchmarks: their questions, and conversations that are answered turn by turn.
-
-Every engine goes on from its own answers, and only answering is timed. Files are read in the
-benchmarks' own layouts or in that of docs/prompts.md.
-"""
+"""Public benchmarks: their questions, in their layouts or that of docs/prompts.md, answered turn by
+turn. Engines go on from their own answers; only answering is timed."""
 
 from __future__ import annotations
 
@@ -57,9 +54,9 @@ def suite_of(name: str) -> Suite:
 def load_questions(
     suite: Suite, file: str | Path, categories: Sequence[str] = (), per_task: int | None = None
 ) -> list[BenchPrompt]:
-    """The suite's questions, with their task as category; the tasks take turns. ``categories`` are
-    the file's own; ``per_task`` takes so many of each task, evenly spread. Raises DataError for a
-    file that cannot be read or is of another benchmark."""
+    """The suite's questions, with their task as category, the tasks in turn. ``categories``: of the
+    file. ``per_task`` takes so many of a task, evenly spread. Raises DataError for a file that
+    cannot be read or is of another benchmark."""
     questions = [_question(suite, prompt, file) for prompt in load_prompts(file, categories)]
     chosen = [
         question

@@ -83,9 +83,8 @@ def check_greedy(asking: Asking, part: Part, prompt: str) -> Iterator[str]:
 def check_streams(asking: Asking, part: Part, prompt: str) -> Iterator[str]:
     """A stream says what the whole answer says, and brings as many tokens as it counts."""
     body = {"prompt": prompt, "temperature": 0, "max_tokens": asking.max_tokens, "logprobs": 1}
-    whole = asking.greedy(prompt)
-    body["stream_options"] = {"include_usage": True}
-    chunks = list(asking.counting().stream("completions", body))
+    whole, usage = asking.greedy(prompt), {"stream_options": {"include_usage": True}}
+    chunks = list(asking.counting().stream("completions", {**body, **usage}))
     deltas = [AnswerChoice.of(choice) for chunk in chunks for choice in chunk.get("choices") or ()]
     reasons = [delta.reason for delta in deltas if delta.reason is not None]
     tokens = tuple(token for delta in deltas for token in delta.tokens)

@@ -115,8 +115,7 @@ def _verdict(
     runs = dict.fromkeys((s.positions[0], s.positions[-1]) for s in sequences[::2])
     positions = ", ".join(f"{first:,} to {last:,}" for first, last in runs)
     ways = " and ".join(_NAMES[backend] for backend in off)
-    code = "logits-equal"
-    return finding(code, spreads=spreads, positions=positions, backends=ways, how=how)
+    return finding("logits-equal", spreads=spreads, positions=positions, backends=ways, how=how)
 
 
 def _some_layers(config: Any) -> tuple[Any, int, int]:
@@ -177,9 +176,8 @@ def _sequences(config: Any) -> list[_Sequence]:
 def _of_library(
     module: Any, ids: list[int], positions: range, device: torch.device
 ) -> torch.Tensor:
-    rows = (torch.tensor([list(values)], device=device) for values in (ids, positions))
-    named = dict(zip(("input_ids", "position_ids"), rows, strict=True))
-    logits: torch.Tensor = module(**named, use_cache=False).logits[0]
+    tokens, at = (torch.tensor([list(values)], device=device) for values in (ids, positions))
+    logits: torch.Tensor = module(input_ids=tokens, position_ids=at, use_cache=False).logits[0]
     return logits
 
 

@@ -56,8 +56,7 @@ class ModelFiles:
 
     @property
     def parameters(self) -> int:
-        floating = (t for t in self.tensors.values() if t.is_floating_point())
-        return sum(tensor.numel() for tensor in floating)
+        return sum(t.numel() for t in self.tensors.values() if t.is_floating_point())
 
     @property
     def stored_bytes(self) -> int:

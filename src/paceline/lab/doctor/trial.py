@@ -29,9 +29,8 @@ _MOST_TOKENS, _LEAST_TOKENS, _FIRST_TOKENS, _PROMPT_TOKENS = 64, 3 * LONG, LONG 
 
 @dataclass(frozen=True)
 class SpeedupTrial:
-    """``target``: forwards alone, by rows. ``plain``: steps that only decode. ``method``: with
-    drafts of up to ``LONG`` levels. ``measured_speedup``: at the best draft length, the median over
-    prompts."""
+    """``target``: forwards alone. ``plain``: steps that only decode. ``method``: with drafts of up
+    to ``LONG`` levels. ``measured_speedup``: at the best draft length, the median of prompts."""
 
     target: TargetCosts
     plain: StepSums

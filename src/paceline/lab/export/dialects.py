@@ -1,5 +1,5 @@
-"""How each engine is told of a speculation: each function fills the command, the configuration and
-the files of an export, and raises ConfigError for drafts that the engine has nothing like."""
+"""How other engines are told of a speculation: a function fills the command, the configuration and
+the files of an export. Raises ConfigError for drafts that the engine has nothing like."""
 
 from __future__ import annotations
 
@@ -161,8 +161,7 @@ def _llama_cpp(export: Export) -> None:
 
 def _gguf(export: Export, path: str, name: str, *more: str) -> str:
     """The GGUF file of a model; where there is none, the command that makes it is a step."""
-    file = gguf_file(path)
-    if file is not None:
+    if (file := gguf_file(path)) is not None:
         return str(file)
     convert = ["python", "convert_hf_to_gguf.py", path, *more, "--outtype", "bf16", "--outfile"]
     return export.convert(name, convert)

@@ -1,6 +1,5 @@
 """The parts of a report: sections of tables, paragraphs and figures. A command builds one
-``Report`` and both prints it and, if asked, writes it to a file (render.py), so the two cannot
-disagree."""
+``Report``, prints it and, if asked, writes it to a file (render.py)."""
 
 from __future__ import annotations
 
@@ -13,8 +12,7 @@ Cell = str | int | float | None
 @dataclass(frozen=True)
 class Table:
     """Rows of cells under ``columns``; numbers stand to the right, None is an empty cell. ``note``
-    says below the table how the figures came about. Floats are shown as they are given, so format
-    them first where digits matter."""
+    stands below. Floats are shown with three digits."""
 
     columns: Sequence[str]
     rows: Sequence[Sequence[Cell]]

@@ -1,6 +1,5 @@
-"""The kinds of picture that reports use, drawn by matplotlib as SVG text. Each function takes plain
-numbers and gives a whole SVG document. matplotlib is imported on the first call and used without
-its global state, so no display is needed."""
+"""The pictures of reports, drawn by matplotlib as whole SVG documents. It is imported on the first
+call and used without its global state: no display is needed."""
 
 from __future__ import annotations
 

@@ -23,12 +23,9 @@ class DrafterCandidate:
 
 
 def at_hand(model: str, drafts: Sequence[str], only: bool = False) -> list[DrafterCandidate]:
-    """The user's drafts with their tree variants, then drafters that need no training, the
-    cheapest first, and the default draft.
-
-    Without any of the user's, those built in for the target are taken. ``only``: nothing but the
-    user's. Raises ConfigError on a spec that cannot be read.
-    """
+    """The user's drafts (if none, those built in for the target) with their tree variants, then
+    drafters that need no training, the cheapest first, and the default draft. ``only``: nothing but
+    the user's. Raises ConfigError on a spec that cannot be read."""
     requested = [variant for text in drafts for variant in variants(text, requested=True)]
     if only and requested:
         return _unique(requested)
@@ -62,18 +59,13 @@ def variants(text: str, requested: bool = False) -> list[DrafterCandidate]:
     """A draft with the shapes of trees and the precisions that are tried for it. Nobody asked for
     the precisions, so one that cannot be had here is left out."""
     spec = parse_draft(text)
-    shaped = [
-        (_label(spec) + (f" {shape}" if variant is not spec else ""), variant, shape, requested)
+    label = _label(spec)
+    tried = [
+        (label if variant is spec else f"{label} {shape}", variant, shape, requested)
         for shape, variant in spec.variants().items()
     ]
-    precise = [
-        (f"{_label(spec)} {name}", variant, "", False)
-        for name, variant in spec.precisions().items()
-    ]
-    return [
-        DrafterCandidate(label, str(variant), variant.kind, shape, asked)
-        for label, variant, shape, asked in shaped + precise
-    ]
+    tried += [(f"{label} {name}", one, "", False) for name, one in spec.precisions().items()]
+    return [DrafterCandidate(name, str(v), v.kind, shape, asked) for name, v, shape, asked in tried]
 
 
 def _label(spec: DraftSpec) -> str:

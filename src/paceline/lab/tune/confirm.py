@@ -73,11 +73,6 @@ class Confirmation:
         predicted = self.finalist.predicted
         return predicted and predicted_by_measured(predicted, self.decoding_speedup)
 
-    @property
-    def drafted(self) -> int:
-        """0: it was plain decoding under another name."""
-        return self.run.counts.drafted
-
 
 def confirmations(finalists: Sequence[Finalist], record: HeatRecord) -> list[Confirmation]:
     """Of each finalist, plain decoding being the first of them."""
@@ -132,7 +127,7 @@ def winner(results: Sequence[Confirmation]) -> Confirmation:
     hardly slower: the default draft, which has what other text may need, then the adaptive length
     of the same drafter."""
     plain = results[0]
-    drafting = [result for result in results[1:] if result.drafted]
+    drafting = [result for result in results[1:] if result.run.counts.drafted]
     best = max(drafting, key=lambda result: result.speedup, default=plain)
     if best is plain or best.speedup < MARGIN:
         return plain

@@ -65,8 +65,7 @@ class Sample:
 
 
 def fitting_sample(sample: Sample, target: TargetCosts, budget: Budget, candidates: int) -> Sample:
-    """As many prompts as let all candidates be measured in their share of the budget; where that is
-    very little, nothing is decoded together."""
+    """As many prompts as let all candidates be measured in their share of the budget."""
     if budget.seconds is None:
         return sample
     limit = max(0.0, budget.left) * CANDIDATE_SHARE / max(1, candidates + 1)  # plain decoding, too
@@ -83,9 +82,8 @@ def fitting_sample(sample: Sample, target: TargetCosts, budget: Budget, candidat
 
 @dataclass(frozen=True)
 class Run:
-    """Prompts decoded ``batch`` at a time: all ``steps`` that decoded only, the ``full`` ones
-    of them, in which all sequences had room for the longest draft, and in ``levels`` how the drafts
-    of such sequences fared."""
+    """Prompts decoded ``batch`` at a time: ``steps`` that decoded only, the ``full`` ones, in which
+    all sequences had room for the longest draft, and in ``levels`` how such drafts fared."""
 
     batch: int
     steps: list[StepSums]
@@ -102,9 +100,8 @@ def decode(
     longest: int = 0,
     between: Between = lambda: None,
 ) -> Run:
-    """Decode all prompts, each up to its end or ``max_tokens``, with drafts of ``longest`` levels.
-    ``between`` is called after every step, and what it raises ends the run. Raises PacelineError if
-    a request fails."""
+    """Decode all prompts, with drafts of ``longest`` levels. ``between`` is called after every step
+    and may raise. Raises PacelineError if a request fails."""
     stops = frozenset[int]() if params.ignore_eos else llm.end_tokens
     drive = Drive(llm.engine, [sequence(ids, params, stops) for ids in prompts], batch)
     drive.run(between)
@@ -163,8 +160,8 @@ def measure_method(
     levels = sum((run.levels for run in runs), StepSums())
     fill = levels.drafted / max(1, levels.sequences * costs.nodes[longest])
     steps = [(longest, step) for step in _typical_pair(runs, target)]
-    few = min(_SHORT, longest)
-    if costs.passes[longest] > costs.passes[few]:
+    few, end, passes = min(_SHORT, longest), longest + 1, costs.passes[: longest + 1]
+    if passes[longest] > passes[few]:
         short = _typical_pair(_runs(llm, sample.brief(), few, between), target)
         steps += [(few, step) for step in short]
     drift = _drift(llm, sample, target, plain)
@@ -172,19 +169,14 @@ def measure_method(
     return MeasuredMethod(
         **vars(candidate),
         levels=levels,
-        costs=DrafterCosts(
-            tuple(fill * most for most in costs.nodes[: longest + 1]),
-            costs.passes[: longest + 1],
-            timed,
-        ),
+        costs=DrafterCosts(tuple(fill * most for most in costs.nodes[:end]), passes, timed),
         steps=(*plain.steps, *((length, _scaled(step, 1 / drift)) for length, step in steps)),
         parameters=count_parameters(model) if isinstance(model, type(llm.target)) else 0,
     )
 
 
 def _drift(llm: LLM, sample: Sample, target: TargetCosts, plain: MeasuredMethod) -> float:
-    """How much slower plain steps are than when plain decoding was measured: a machine's clock
-    drifts, and other programs come and go."""
+    """How much slower plain steps are than when plain decoding was measured."""
     now = _typical(decode(llm, sample.alone[:2], 1, sample.brief().params(0)), target)
     if now is None:
         return 1.0
@@ -211,7 +203,7 @@ def _typical_pair(runs: Sequence[Run], target: TargetCosts) -> list[StepSums]:
 
 def _typical(run: Run, target: TargetCosts) -> StepSums | None:
     """The faster three quarters of the steps of a full batch, by the target's forward against what
-    it should take: steps that verify little are not preferred."""
+    it should take."""
     of_batch = ([s for s in steps if s.sequences == run.batch] for steps in (run.full, run.steps))
     chosen = next(filter(None, of_batch), [])
     chosen.sort(key=lambda s: s.seconds["target"] / target(run.batch, 1 + s.drafted / run.batch))

@@ -13,6 +13,7 @@ from paceline.errors import DataError, PacelineError
 from paceline.lab.bench.prompts import BenchPrompt, fit, in_turn
 from paceline.lab.bench.runs import HeatRecord
 from paceline.lab.budget import Budget, Spending
+from paceline.lab.tune import measure
 from paceline.lab.tune.candidates import DrafterCandidate, default_candidate, hybrid_of
 from paceline.lab.tune.confirm import (
     LEAST_ROUNDS,
@@ -25,17 +26,7 @@ from paceline.lab.tune.confirm import (
     rounds_of,
     winner,
 )
-from paceline.lab.tune.measure import (
-    CANDIDATE_SHARE,
-    Sample,
-    TuneOptions,
-    copied_share,
-    fitting_sample,
-    measure_method,
-    measure_plain,
-    unrest_of,
-)
-from paceline.lab.tune.search import MeasuredMethod, PredictedSetting, batch_sizes, search
+from paceline.lab.tune.search import MeasuredMethod, PredictedSetting, batch_sizes
 from paceline.llm import LLM
 from paceline.model.identity import count_parameters
 from paceline.model.measure import measure_target
@@ -57,7 +48,7 @@ class TuningOutcome:
     that stood in the text before it. ``rounds`` of the confirmation are wanted, of ``size`` prompts
     each; ``heats`` has those done. ``spent``: seconds, in all runs."""
 
-    options: TuneOptions
+    options: measure.TuneOptions
     model: str
     parameters: int
     prompt_count: int = 0
@@ -76,7 +67,7 @@ class TuningOutcome:
     completed: Spending | None = None
 
     @classmethod
-    def start(cls, options: TuneOptions, llm: LLM) -> TuningOutcome:
+    def start(cls, options: measure.TuneOptions, llm: LLM) -> TuningOutcome:
         """Of the target that ``llm`` has loaded."""
         return cls(options, llm.target.name, count_parameters(llm.target))
 
@@ -85,7 +76,9 @@ class TuningOutcome:
         """The best setting of every method at the requested concurrency, the fastest first."""
         if self.target is None:
             return []
-        return search(self.methods, self.target, self.options.concurrency)
+        batch = self.options.concurrency
+        best = [method.best_length(self.target, batch) for method in self.methods]
+        return sorted(best, key=lambda setting: setting.rate, reverse=True)
 
     @property
     def results(self) -> list[Confirmation]:
@@ -103,7 +96,7 @@ class TuningOutcome:
         speedups = [
             result.speedup
             for result in self.results
-            if result.finalist.methods == (setting.method,) and result.drafted and result.ratios
+            if result.finalist.methods == (setting.method,) and result.run.counts.drafted
         ]
         return max(speedups, default=setting.speedup)
 
@@ -120,7 +113,7 @@ class ShareSpentError(PacelineError):
     """Decoding was stopped, for it had used up its share of the time."""
 
 
-def turns(candidates: Sequence[DrafterCandidate], options: TuneOptions) -> int:
+def turns(candidates: Sequence[DrafterCandidate], options: measure.TuneOptions) -> int:
     """About how often ``tune`` reports progress."""
     return 10 + len(candidates) + 6 * options.rounds
 
@@ -180,12 +173,12 @@ def _encoded(llm: LLM, outcome: TuningOutcome, prompts: Sequence[BenchPrompt]) -
     return [tokens for _, tokens in fitting]
 
 
-def _sample(prompts: list[list[int]], options: TuneOptions) -> Sample:
+def _sample(prompts: list[list[int]], options: measure.TuneOptions) -> measure.Sample:
     """Those decoded alone are others than those decoded together, if there are enough."""
     wide = min(max(8, options.concurrency), LARGEST_BATCH)
     together = [prompts[number % len(prompts)] for number in range(2 * wide)]
     alone = prompts[2 * wide : 2 * wide + _ALONE] or prompts[-_ALONE:]
-    return Sample(alone, together, wide, options.max_tokens, options.temperature)
+    return measure.Sample(alone, together, wide, options.max_tokens, options.temperature)
 
 
 @dataclass
@@ -197,7 +190,7 @@ class _Tuning:
     advance: Callable[[str], None]
     budget: Budget
     prompts: list[list[int]]
-    sample: Sample
+    sample: measure.Sample
 
     def beside(self, spec: str | None, batch: int | None = None) -> LLM:
         """With a drafter loaded, for fixed draft lengths; room for the sample or a ``batch``."""
@@ -230,12 +223,12 @@ class _Tuning:
         largest = self.beside(None, outcome.largest_batch)
         if outcome.target is None:
             outcome.target = self.target_costs(largest)
-        self.sample = fitting_sample(self.sample, outcome.target, self.budget, candidates)
+        self.sample = measure.fitting_sample(self.sample, outcome.target, self.budget, candidates)
         if outcome.plain is None:
             self.advance("measuring plain decoding")
-            outcome.plain, runs = measure_plain(largest, outcome.target, self.sample)
-            outcome.unrest = unrest_of(runs[0])
-            outcome.copied = copied_share(self.sample, runs)
+            outcome.plain, runs = measure.measure_plain(largest, outcome.target, self.sample)
+            outcome.unrest = measure.unrest_of(runs[0])
+            outcome.copied = measure.copied_share(self.sample, runs)
         largest.close()
 
     def target_costs(self, llm: LLM) -> TargetCosts:
@@ -258,7 +251,7 @@ class _Tuning:
         outcome = self.outcome
         known = {m.spec for m in outcome.methods} | {what for what, _ in outcome.left_out}
         outcome.not_tried = []
-        share = self.budget.part(CANDIDATE_SHARE)
+        share = self.budget.part(measure.CANDIDATE_SHARE)
         whole = share.left
         new = [c for c in candidates if c.spec not in known and c.label not in known]
         for number, candidate in enumerate(new):
@@ -289,7 +282,7 @@ class _Tuning:
 
         try:
             known = outcome.target, outcome.plain, self.sample
-            method = measure_method(llm, candidate, *known, check)
+            method = measure.measure_method(llm, candidate, *known, check)
         finally:
             llm.close()
         if any(method.levels.reached):

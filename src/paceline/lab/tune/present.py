@@ -75,7 +75,7 @@ def _searched(outcome: TuningOutcome) -> tuple[Column, ...]:
 
 
 def _whole(result: Confirmation) -> str:
-    drafted = result.drafted or result.finalist.spec == PLAIN
+    drafted = result.run.counts.drafted or result.finalist.spec == PLAIN
     return times(result.speedup) if drafted else "never drafted"
 
 
@@ -85,7 +85,7 @@ _CONFIRMED = (
     Column("draft_length", "", "finalist.length"),
     Column("tokens_per_second", "tok/s", "run.rate", _rounded),
     Column("tokens_per_step", "tok/step", "run.tokens_per_step", number),
-    Column("drafted", "", "drafted"),
+    Column("drafted", "", "run.counts.drafted"),
     Column("predicted_speedup", "predicted", "finalist.predicted", times),
     Column("", "decoding", "decoding_speedup", times),
     Column("decoding_tokens_per_second", "", "run.decoding.rate"),
@@ -99,7 +99,7 @@ _CONFIRMED = (
 def decision(outcome: TuningOutcome) -> str:
     """What is chosen and why, in one sentence; also while something is missing."""
     chosen, results = outcome.chosen, outcome.results
-    drafting = [r for r in results[1:] if r.ratios and r.drafted]
+    drafting = [r for r in results[1:] if r.ratios and r.run.counts.drafted]
     drafting.sort(key=lambda result: -result.speedup)
     shown = ", ".join(f"{r.finalist.name} {r.speedup:.2f}x" for r in drafting)
     if chosen is not None and chosen.finalist != results[0].finalist:
@@ -209,6 +209,7 @@ def profile_of(outcome: TuningOutcome, llm: LLM) -> TunedProfile:
     assert chosen is not None and outcome.target is not None
     finalist, options, used = chosen.finalist, outcome.options, chosen.finalist.methods
     best = max(used, key=lambda m: sum(m.survival), default=None)
+    ends = (m.break_even(outcome.target, outcome.largest_batch) for m in used)
     return TunedProfile(
         version=VERSION,
         model=ModelIdentity.of(llm.target),
@@ -225,9 +226,7 @@ def profile_of(outcome: TuningOutcome, llm: LLM) -> TunedProfile:
             predicted_speedup=round(finalist.predicted or 0.0, 3),
             tokens_per_step=round(chosen.run.tokens_per_step, 3),
             acceptance=tuple(round(rate, 3) for rate in best.levels.rates) if best else (),
-            break_even_batch=max(
-                (m.break_even(outcome.target, outcome.largest_batch) for m in used), default=0
-            ),
+            break_even_batch=max(ends, default=0),
             why=(decision(outcome), *(f"{a.rule}: {a.measured}" for a in advise(outcome))),
         ),
         costs=_known_costs(outcome),

@@ -1,8 +1,7 @@
-"""The search through all settings, with the engine's own cost model, over what was measured."""
+"""What was measured of a drafter, and what the engine's cost model predicts of its settings."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable
 from dataclasses import dataclass, field
 from functools import lru_cache
 from itertools import pairwise
@@ -19,12 +18,9 @@ _REPEATED = 80  # times that the cost model is shown a typical step
 
 @dataclass(frozen=True)
 class MeasuredMethod(DrafterCandidate):
-    """One drafter as it was measured, or plain decoding.
-
-    ``levels``: how drafts fared. ``costs``: nodes a sequence (as many as were proposed), passes,
-    and the seconds of one pass by batch size. ``steps``: typical real ones, by the length of their
-    drafts. ``parameters``: of a draft model.
-    """
+    """One drafter as it was measured, or plain decoding. ``levels``: how drafts fared. ``costs``:
+    nodes a sequence (as many as were proposed), passes, and the seconds of one pass by batch size.
+    ``steps``: typical ones, by the length of their drafts. ``parameters``: of a draft model."""
 
     levels: StepSums = field(default_factory=StepSums)
     costs: DrafterCosts = _NO_PASSES
@@ -88,11 +84,9 @@ def cost_of(method: MeasuredMethod, target: TargetCosts) -> CostModel:
 
 @dataclass(frozen=True)
 class PredictedSetting:
-    """A method at a draft length and batch size, with what the model predicts for it.
-
-    ``tokens_per_step`` of a sequence; ``seconds`` of a step of the whole batch, ``drafting`` of
-    them to draft. ``rate``: tokens per second of the whole batch; ``speedup``: by plain decoding's.
-    """
+    """What the model predicts of a method. ``tokens_per_step``: of a sequence; ``seconds``: of a
+    step of the whole batch, ``drafting`` of them to draft; ``rate``: tokens per second of the whole
+    batch; ``speedup``: by plain decoding's."""
 
     method: MeasuredMethod
     length: int
@@ -102,14 +96,6 @@ class PredictedSetting:
     drafting: float
     rate: float
     speedup: float
-
-
-def search(
-    methods: Iterable[MeasuredMethod], target: TargetCosts, batch: int
-) -> list[PredictedSetting]:
-    """The best setting of every method at one batch size, the fastest first; all are tried."""
-    best = [method.best_length(target, batch) for method in methods]
-    return sorted(best, key=lambda setting: setting.rate, reverse=True)
 
 
 def predicted_by_measured(predicted: float, measured: float) -> float:
