@@ -23,12 +23,9 @@ _SEPARATOR = re.compile(r"^[^\S\n]*---[^\S\n]*$", re.MULTILINE)
 
 
 def read_records(file: Path) -> Iterator[tuple[str, dict[str, Any]]]:
-    """The records of a file, and where they stand ("prompts.jsonl, line 3").
-
-    Plain text (.txt, .md, .text) gives records ``{"text": ...}``, one for each part between lines
-    of ``---``. Everything else is JSON: an object a line, a list of objects, or one object. Raises
-    DataError.
-    """
+    """The records of a file, and where they stand ("prompts.jsonl, line 3"). Plain text (.txt, .md,
+    .text) gives records ``{"text": ...}``, one for each part between lines of ``---``. All else is
+    JSON: an object a line, a list of objects, or one object. Raises DataError."""
     text = _text_of(file)
     suffix = Path(file.stem).suffix if file.suffix == ".gz" else file.suffix
     if suffix.lower() in _TEXT:
@@ -115,12 +112,10 @@ def load_prompts(
     categories: Sequence[str] = (),
     per_category: int | None = None,
 ) -> list[BenchPrompt]:
-    """Prompts of a file (None: our own), category by category; names are unique.
-
-    ``per_category`` takes so many of each category, evenly spread. Raises DataError for an
-    unreadable file, a record without a prompt, an unknown category, or if nothing is left,
-    ConfigError for a ``per_category`` below 1.
-    """
+    """Prompts of a file (None: our own), category by category; names are unique. ``per_category``
+    takes so many of a category, evenly spread. Raises DataError for an unreadable file, a record
+    without a prompt, an unknown category, or if nothing is left, ConfigError for a
+    ``per_category`` below 1."""
     if per_category is not None and per_category < 1:
         raise ConfigError(f"per_category is {per_category}; use at least 1")
     files = sorted(_SHIPPED.glob("*.jsonl")) if source is None else [Path(source)]
@@ -236,9 +231,9 @@ def _content(item: object) -> str | None:
 
 def _unique(prompts: list[BenchPrompt]) -> list[BenchPrompt]:
     """Names that occur again get a number: results are kept by name."""
-    counts, unique = Counter[str](), list[BenchPrompt]()
-    for prompt in prompts:
+    counts = Counter[str]()
+    for index, prompt in enumerate(prompts):
         counts[prompt.name] += 1
-        number = counts[prompt.name]
-        unique.append(replace(prompt, name=f"{prompt.name}#{number}") if number > 1 else prompt)
-    return unique
+        if counts[prompt.name] > 1:
+            prompts[index] = replace(prompt, name=f"{prompt.name}#{counts[prompt.name]}")
+    return prompts

@@ -41,12 +41,10 @@ def take_turns(
     budget: Budget | None = None,
     answer: OnJob = lambda engine, job: engine.run(job.asks),
 ) -> None:
-    """Let all do every job, of one concurrency, ``rounds`` times; fills the record heat by heat.
-
-    In a heat the engines run one after another, in rotating order. Heats that the record has are
-    not run again. The budget may end the first round at any heat; a later one is begun only if it
-    fits. ``advance(what)`` is called before every run. KeyboardInterrupt passes through.
-    """
+    """Let all do every job, of one concurrency, ``rounds`` times; fills the record heat by heat. In
+    a heat the engines run in rotating order. Heats that the record has are not run again. The
+    budget may end the first round at any heat; a later one is begun only if it fits.
+    ``advance(what)`` is called before every run. KeyboardInterrupt passes through."""
     budget, kind = budget or Budget(), f"requests, {todo[0].concurrency} at once"
     for turn in range(rounds):
         left = [(index, job) for index, job in enumerate(todo) if not record.has(job, turn)]

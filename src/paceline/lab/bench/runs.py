@@ -85,9 +85,11 @@ class BenchEngine(Protocol):
 
     def refresh(self) -> None:
         """Forget what earlier requests taught it: a round begins, with the same prompts."""
+        return
 
     def close(self) -> None:
         """Free what it holds."""
+        return
 
     def run(self, asks: Sequence[Ask]) -> TimedRun:
         """Answer all, from reading the prompts on; timed."""

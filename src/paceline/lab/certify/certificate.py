@@ -67,11 +67,9 @@ class Problem:
 @dataclass(frozen=True)
 class DistributionTest:
     """One test: ``what`` against what, where, and at which draft length (0 is plain decoding).
-
     ``part`` is at fault if it fails. ``rounding``: see TESTS. Of a test in its family:
     ``adjusted_p_value`` after Holm's correction, ``smallest_bias`` (total variation) that it finds
-    with probability ``POWER``.
-    """
+    with probability ``POWER``."""
 
     part: str
     what: str

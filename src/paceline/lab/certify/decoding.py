@@ -44,11 +44,9 @@ def decode(
     engine: Engine, starts: Sequence[Start], length: int | None = None, enough: int | None = None
 ) -> list[tuple[String, DraftCounts]]:
     """Outputs of all starts, with the given tokens, and what was drafted: in one continuous batch.
-
     No end token stops them: they have ``max_tokens`` of output, or ``enough`` tokens beyond what
     was given, if that comes first. ``length``: of drafts; None leaves it to the engine's
-    controller. Raises StandstillError, and whatever the engine raises.
-    """
+    controller. Raises StandstillError, and whatever the engine raises."""
     seqs = [
         sequence(s.tokens, replace(s.params, draft_length=length), prompt_length=len(s.prompt))
         for s in starts

@@ -107,11 +107,9 @@ def profile_all(
     result: ProfileResult,
     advance: Callable[[str], object],
 ) -> None:
-    """Fill ``result``: count the work, measure the machine, time in turn, then profile.
-
-    ``steps`` steady ones a round; the last engine's trace goes to ``trace_file``. ``advance(what)``
-    is called before each piece. Raises ConfigError if there is no room for a steady state.
-    """
+    """Fill ``result``: count the work, measure the machine, time ``steps`` steady steps a round in
+    turn, then profile; the last engine's trace goes to ``trace_file``. ``advance(what)`` is called
+    before each piece. Raises ConfigError if there is no room for a steady state."""
     counters = [WorkCounter() for _ in engines]
     for (name, llm), counter in zip(engines, counters, strict=True):
         advance(f"{name}: counting")

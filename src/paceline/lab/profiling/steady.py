@@ -57,10 +57,8 @@ def run(
     inside: AbstractContextManager[Any] | None = None,
 ) -> Stretch:
     """``steps`` steady steps, or as many as there is room for; the same ones each time.
-
     ``around("step")`` is entered around every step, and ``around(phase)`` around its phases;
-    ``inside`` once around all. Raises ConfigError if fewer than ``FEWEST`` fit.
-    """
+    ``inside`` once around all. Raises ConfigError if fewer than ``FEWEST`` fit."""
     most = (WARM_UP + steps) * _TOKENS_A_STEP
     rooms = [llm.max_model_len - len(ids) for ids in prompts]
     params = [SamplingParams(max_tokens=min(most, room), ignore_eos=True) for room in rooms]

@@ -13,19 +13,8 @@ from paceline.errors import DataError, PacelineError
 from paceline.lab.bench.prompts import BenchPrompt, fit, in_turn
 from paceline.lab.bench.runs import HeatRecord
 from paceline.lab.budget import Budget, Spending
-from paceline.lab.tune import measure
+from paceline.lab.tune import confirm, measure
 from paceline.lab.tune.candidates import DrafterCandidate, default_candidate, hybrid_of
-from paceline.lab.tune.confirm import (
-    LEAST_ROUNDS,
-    PLAIN,
-    Confirmation,
-    Finalist,
-    affordable,
-    confirm,
-    confirmations,
-    rounds_of,
-    winner,
-)
 from paceline.lab.tune.search import MeasuredMethod, PredictedSetting, batch_sizes
 from paceline.llm import LLM
 from paceline.model.identity import count_parameters
@@ -58,7 +47,7 @@ class TuningOutcome:
     left_out: list[tuple[str, str]] = field(default_factory=list)
     unrest: float = 1.0
     copied: float = 0.0
-    finalists: list[Finalist] = field(default_factory=list)
+    finalists: list[confirm.Finalist] = field(default_factory=list)
     heats: HeatRecord = field(default_factory=HeatRecord)
     not_tried: list[str] = field(default_factory=list)
     rounds: int = 0
@@ -81,15 +70,17 @@ class TuningOutcome:
         return sorted(best, key=lambda setting: setting.rate, reverse=True)
 
     @property
-    def results(self) -> list[Confirmation]:
+    def results(self) -> list[confirm.Confirmation]:
         """Of the finalists, plain decoding first."""
-        return confirmations(self.finalists, self.heats)
+        return confirm.confirmations(self.finalists, self.heats)
 
     @property
-    def chosen(self) -> Confirmation | None:
+    def chosen(self) -> confirm.Confirmation | None:
         """Only once it is confirmed, by two rounds where as many are wanted."""
-        enough = self.heats.heats and len(self.heats.heats) >= min(LEAST_ROUNDS, self.rounds)
-        return winner(self.results) if enough else None
+        enough = self.heats.heats and len(self.heats.heats) >= min(
+            confirm.LEAST_ROUNDS, self.rounds
+        )
+        return confirm.winner(self.results) if enough else None
 
     def speedup_of(self, setting: PredictedSetting) -> float:
         """By plain decoding: what decoding with the method showed at its best, else predicted."""
@@ -297,16 +288,22 @@ class _Tuning:
         finalists, before = choose(outcome, default), outcome.finalists
         if not before or before != finalists[: len(before)]:
             outcome.heats, outcome.rounds = HeatRecord(), options.rounds
-            outcome.finalists, outcome.size = affordable(finalists, outcome.target, options, budget)
+            outcome.finalists, outcome.size = confirm.affordable(
+                finalists, outcome.target, options, budget
+            )
         elif len(outcome.heats.heats) >= outcome.rounds:
             outcome.rounds += options.rounds  # all that were wanted are there: as many again
-        jobs, repeats = rounds_of(
+        jobs, repeats = confirm.rounds_of(
             self.prompts, outcome.rounds, outcome.size, options.concurrency, self.sample.params()
         )
-        confirm(self.llm, outcome.finalists, jobs, repeats, outcome.heats, self.advance, budget)
+        confirm.confirm(
+            self.llm, outcome.finalists, jobs, repeats, outcome.heats, self.advance, budget
+        )
 
 
-def choose(outcome: TuningOutcome, default: DrafterCandidate | None = None) -> list[Finalist]:
+def choose(
+    outcome: TuningOutcome, default: DrafterCandidate | None = None
+) -> list[confirm.Finalist]:
     """Plain decoding; the ``default`` draft, adapting; the best two families, at their best length
     and adapting, first those that gain and look text up; a hybrid of the best drafter that looks
     text up and the best that runs a model, if both are predicted to gain anything."""
@@ -314,9 +311,11 @@ def choose(outcome: TuningOutcome, default: DrafterCandidate | None = None) -> l
     for setting in outcome.settings:
         best.setdefault(setting.method.family, setting)
 
-    def adapting(candidate: DrafterCandidate, members: Sequence[PredictedSetting]) -> Finalist:
+    def adapting(
+        candidate: DrafterCandidate, members: Sequence[PredictedSetting]
+    ) -> confirm.Finalist:
         """Predicted by the best of its members."""
-        return Finalist(
+        return confirm.Finalist(
             candidate.label,
             candidate.spec,
             "auto",
@@ -326,7 +325,7 @@ def choose(outcome: TuningOutcome, default: DrafterCandidate | None = None) -> l
             candidate.default,
         )
 
-    finalists = [Finalist("plain", PLAIN, 0, _DEFAULT_LENGTH)]
+    finalists = [confirm.Finalist("plain", confirm.PLAIN, 0, _DEFAULT_LENGTH)]
     if default is not None:
         kinds = [member.kind for member in parse_draft(default.spec).members()]
         finalists.append(adapting(default, [best[kind] for kind in kinds if kind in best]))
@@ -335,7 +334,7 @@ def choose(outcome: TuningOutcome, default: DrafterCandidate | None = None) -> l
         method = setting.method
         longest = _DEFAULT_LENGTH if method.costs.costless else max(_DEFAULT_LENGTH, setting.length)
         finalists += [
-            Finalist(method.label, method.spec, length, longest, setting.speedup, (method,))
+            confirm.Finalist(method.label, method.spec, length, longest, setting.speedup, (method,))
             for length in (setting.length, "auto")
         ]
     gaining = [s for s in best.values() if s.speedup > 1]
