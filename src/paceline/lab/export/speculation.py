@@ -1,6 +1,6 @@
-"""What is taken to another engine, in no engine's words; heads in the others' layouts. Here, in vLLM
-and in llama.cpp a head's layer numbers say whose input it reads; SGLang and TensorRT-LLM name the
-layer whose output that is, one less."""
+"""What is taken to another engine, in no engine's words; heads in the others' layouts. The numbers
+of a head's layers say whose input it reads here, in vLLM and in llama.cpp; in SGLang and
+TensorRT-LLM they name the layer whose output that is, one less."""
 
 from __future__ import annotations
 
