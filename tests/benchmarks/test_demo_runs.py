@@ -5,14 +5,20 @@ import io
 from rich.console import Console
 
 from demo_runs import spread, totals
-from paceline.cli.demo import Decoded, Measurement, _table
+from paceline.cli.demo import Measurement, _table
 from paceline.core.sequence import DraftCounts
+from paceline.engine.clock import PHASES
+from paceline.engine.driver import StepSums
 from paceline.lab.report.render import rich_table
 
 
 def scene(seconds: float) -> Measurement:
     counts = DraftCounts(drafted=80, accepted=60, target_steps=40)
-    return Measurement("x", Decoded(100, 2.0), Decoded(100, seconds), counts, None)
+    plain, fast = (
+        StepSums(tokens=100, seconds=dict.fromkeys(PHASES, whole / len(PHASES)))
+        for whole in (2.0, seconds)
+    )
+    return Measurement("x", plain, fast, counts, None)
 
 
 def test_the_rows_that_sum_up_are_read_off_the_show() -> None:

@@ -15,8 +15,10 @@ from rich.console import Console
 
 from paceline import LLM, SamplingParams
 from paceline.cli import demo as demo_module
-from paceline.cli.demo import Decoded, Measurement, _table, total
+from paceline.cli.demo import Measurement, _table, total
 from paceline.core.sequence import DraftCounts
+from paceline.engine.clock import PHASES
+from paceline.engine.driver import StepSums
 from paceline.errors import ModelLoadError
 from paceline.lab.bench.prompts import load_prompts
 from paceline.lab.certify.difference import Difference
@@ -30,19 +32,23 @@ TIE = Difference(3, 4, 5, gap=0.01, step=0.01, on_edge=False)
 BUG = Difference(7, 4, 5, gap=1.0, step=0.01, on_edge=False)
 
 
+def decoded(tokens: int, seconds: float) -> StepSums:
+    return StepSums(tokens=tokens, seconds=dict.fromkeys(PHASES, seconds / len(PHASES)))
+
+
 def measurement(name: str, difference: Difference | None = None) -> Measurement:
     counts = DraftCounts(
         **{"drafted": 80, "accepted": 60, "target_steps": 40},
         by_drafter={"ngram": 40, "suffix": 20},
         not_drafted={"too dear": 3},
     )
-    return Measurement(name, Decoded(100, 2.0), Decoded(100, 1.0), counts, difference)
+    return Measurement(name, decoded(100, 2.0), decoded(100, 1.0), counts, difference)
 
 
 def unaided(tokens: int, plain: float, fast: float, drafted: int = 0) -> Measurement:
     """A scene in which nothing was accepted: the tokens of its answer, and seconds of both."""
     counts = DraftCounts(target_steps=tokens, drafted=drafted)
-    return Measurement("y", Decoded(100, plain), Decoded(tokens, fast), counts, None)
+    return Measurement("y", decoded(100, plain), decoded(tokens, fast), counts, None)
 
 
 def test_figures() -> None:
@@ -204,17 +210,17 @@ def test_a_first_answer_is_not_drafted_from_the_warm_up(
 ) -> None:
     """The first rows are those of requests never seen: the memory begins empty."""
     plant(monkeypatch, tmp_path, tiny_pair.target)
-    held: list[int] = []
+    stored: list[int] = []
     inner = demo_module.measure
 
     def measured(console: Console, plain: LLM, fast: LLM, *given: Any) -> Any:
-        held.extend(memory.stored_tokens for memory in demo_module._with_memory(fast))
+        stored.extend(memory.stored_tokens for memory in demo_module._with_memory(fast))
         return inner(console, plain, fast, *given)
 
     monkeypatch.setattr(demo_module, "measure", measured)
     result = paceline(*QUICK, "--json", "--draft", "suffix")
     assert result.exit_code == 0, result.output
-    assert held[0] == 0 and held[1] > 0
+    assert stored[0] == 0 and stored[1] > 0
 
 
 def test_the_demo_pulls_what_is_missing(

@@ -13,7 +13,8 @@ import pytest
 from rich.console import Console
 
 from paceline.cli import progress
-from paceline.cli.progress import showing, spending
+from paceline.cli.measuring import spending
+from paceline.cli.progress import showing
 from paceline.core.stages import info, is_heard, stage
 from paceline.lab.budget import Budget
 from paceline.request.progress import OpenStage, bars, duration

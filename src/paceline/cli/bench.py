@@ -12,7 +12,7 @@ from paceline.cli.measuring import (
     PerplexityOptions,
     PromptOptions,
     RunOptions,
-    measuring,
+    spending,
 )
 from paceline.cli.options import ModelOptions, expand
 from paceline.core.stages import info, stage
@@ -253,7 +253,7 @@ def _measured(
     if len(record.heats) >= record.rounds * sweep.wanted(prompts):
         record.rounds += sweep.rounds  # all that was wanted is there: as much again
     runs = sweep.rounds * sweep.wanted(prompts) * len(methods)
-    with measuring("measuring", budget, runs) as (interrupted, note):
+    with Interruption() as interrupted, spending("measuring", budget, runs) as note:
         sweep.run(prompts, methods, starter.open, record, note, budget, **how)
     record.spent += budget.spent
     return interrupted, {

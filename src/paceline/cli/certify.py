@@ -17,7 +17,7 @@ from paceline.cli.measuring import (
     PromptOptions,
     ReportOptions,
     RunOptions,
-    measuring,
+    spending,
 )
 from paceline.cli.options import ModelOptions, expand
 from paceline.core.stages import stage
@@ -110,7 +110,8 @@ def _certify_server(
 
 
 def _run(certifier: Certifier | ServerCertifier) -> Interruption:
-    with measuring("certifying", certifier.budget, certifier.pieces) as (interrupted, advance):
+    progress = spending("certifying", certifier.budget, certifier.pieces)
+    with Interruption() as interrupted, progress as advance:
         certifier.run(advance)
     return interrupted
 

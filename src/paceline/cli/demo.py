@@ -46,7 +46,7 @@ if TYPE_CHECKING:
     from paceline import LLM
     from paceline.core.sequence import DraftCounts
     from paceline.draft.suffix import SuffixDrafter
-    from paceline.engine.driver import Drive
+    from paceline.engine.driver import Drive, StepSums
     from paceline.lab.bench.prompts import BenchPrompt
     from paceline.lab.certify.difference import Difference
 
@@ -82,21 +82,6 @@ class DemoOptions(ModelOptions):
 
 
 @dataclass(frozen=True)
-class Decoded:
-    """New tokens, and what decoding them took."""
-
-    tokens: int = 0
-    seconds: float = 0.0
-
-    @property
-    def rate(self) -> float:
-        return self.tokens / self.seconds if self.seconds else 0.0
-
-    def __add__(self, other: Decoded) -> Decoded:
-        return Decoded(self.tokens + other.tokens, self.seconds + other.seconds)
-
-
-@dataclass(frozen=True)
 class Measurement:
     """One prompt, decoded greedily by the target alone and with its draft.
 
@@ -104,8 +89,8 @@ class Measurement:
     """
 
     name: str
-    plain: Decoded
-    fast: Decoded
+    plain: StepSums
+    fast: StepSums
     counts: DraftCounts  # of ``fast``
     difference: Difference | None  # where the two texts part, None if they are identical
 
@@ -177,7 +162,7 @@ def race(
     llms = plain, fast
     drives = [Drive(llm.engine, [sequence(ids, params, llm.end_tokens)]) for llm in llms]
     painter, text = Painter(fast.tokenizer, shown, ids), Text()
-    with Live(console=console, auto_refresh=False) as live:
+    with drives[0], drives[1], Live(console=console, auto_refresh=False) as live:
         while any(drive.busy for drive in drives):
             for drive in drives:
                 until = drive.seconds + _TURN
@@ -197,23 +182,20 @@ def race(
 
 
 def _bars(plain: Drive, fast: Drive) -> rich_tables.Table:
-    ended = not (plain.busy or fast.busy)
-    bars = rich_tables.Table.grid(padding=(0, 1))
+    bars, speedup = rich_tables.Table.grid(padding=(0, 1)), ""
     for name, drive, style in (("plain", plain, "cyan"), ("speculative", fast, DRAFT_STYLE)):
-        done, by = _decoded(drive), _decoded(plain).rate
-        most = drive.seqs[0].params.max_tokens if drive.busy else max(1, done.tokens)
+        rate = drive.tokens / drive.seconds
+        most = drive.seqs[0].params.max_tokens if drive.busy else max(1, drive.tokens)
+        if drive is fast and plain.tokens and not (plain.busy or fast.busy):
+            speedup = times(rate * plain.seconds / plain.tokens)
         bars.add_row(
             name,
-            ProgressBar(most, done.tokens, width=36, complete_style=style, finished_style=style),
-            Text(f"{done.rate:4.0f} tokens/s", justify="right"),
-            Text(f"{done.seconds:5.2f} s"),
-            Text(times(done.rate / by) if drive is fast and ended and by else "", style="bold"),
+            ProgressBar(most, drive.tokens, width=36, complete_style=style, finished_style=style),
+            Text(f"{rate:4.0f} tokens/s", justify="right"),
+            Text(f"{drive.seconds:5.2f} s"),
+            Text(speedup, style="bold"),
         )
     return bars
-
-
-def _decoded(drive: Drive) -> Decoded:
-    return Decoded(drive.tokens, drive.seconds)
 
 
 def measure(
@@ -225,14 +207,15 @@ def measure(
     shown: bool,
 ) -> Measurement:
     """Decode a prompt by both in turns; ``shown``: with the text as it is written."""
+    from paceline.engine.driver import StepSums
     from paceline.lab.certify.difference import explain
 
     ids = prompt.encode(plain)
-    one, other = race(console, plain, fast, ids, params, shown)
-    left, right = (drive.seqs[0].tokens[len(ids) :] for drive in (one, other))
+    drives = race(console, plain, fast, ids, params, shown)
+    left, right = (drive.seqs[0].tokens[len(ids) :] for drive in drives)
     difference = explain(plain.target, ids, left, right, SamplingParams())
-    figures = _decoded(one), _decoded(other), other.counts
-    measured = Measurement(prompt.name, *figures, difference)
+    one, other = (StepSums.of(drive.steps) for drive in drives)
+    measured = Measurement(prompt.name, one, other, drives[1].counts, difference)
     console.print(Text(measured.in_words, style="dim"))
     if difference is not None:
         console.print(_difference_in_words(plain, difference, left, right))

@@ -7,9 +7,8 @@ from typing import TYPE_CHECKING
 import typer
 
 from paceline.cli.export import ENGINES
-from paceline.cli.measuring import Interruption, ReportOptions
+from paceline.cli.measuring import Interruption, ReportOptions, spending
 from paceline.cli.options import ModelOptions, expand
-from paceline.cli.progress import spending
 from paceline.core.stages import stage
 from paceline.lab.budget import Budget
 from paceline.settings import explicit, setting

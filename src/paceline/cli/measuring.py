@@ -16,8 +16,7 @@ from rich.console import Console
 
 from paceline import __version__
 from paceline.cli.output import WriteOptions, print_json, shortened
-from paceline.cli.progress import spending
-from paceline.core.stages import info
+from paceline.core.stages import info, stage
 from paceline.errors import ConfigError, DataError, WriteError
 from paceline.files import cache_folder, replace_text
 from paceline.files.ownership import check_file
@@ -158,7 +157,7 @@ def runs_folder() -> Path:
     return cache_folder() / "runs"
 
 
-# -- Ctrl-C ----------------------------------------------------------------------------------------
+# -- Ctrl-C and the time ---------------------------------------------------------------------------
 
 
 class Interruption:
@@ -183,12 +182,20 @@ class Interruption:
 
 
 @contextmanager
-def measuring(
-    what: str, budget: Budget, pieces: int
-) -> Iterator[tuple[Interruption, Callable[[str], None]]]:
-    """Whether Ctrl-C ended the block, and whom to tell what is next (``spending``)."""
-    with Interruption() as interrupted, spending(what, budget, pieces) as advance:
-        yield interrupted, advance
+def spending(what: str, budget: Budget, pieces: int = 0) -> Iterator[Callable[[str], None]]:
+    """A stage of so many seconds or, without an end, of so many pieces; given what comes next."""
+    seconds = budget.seconds
+    total, unit = (pieces, "") if seconds is None else (seconds, "s")
+    with stage(what, total, unit) as begun:
+        shown = 0.0
+
+        def advance(note: str) -> None:
+            nonlocal shown
+            now = shown + 1 if seconds is None else min(budget.spent, seconds)
+            begun.advance(now - shown, note)
+            shown = now
+
+        yield advance
 
 
 # -- measurements that a later run goes on from ----------------------------------------------------

@@ -7,11 +7,12 @@ import os
 import warnings
 from collections import deque
 from collections.abc import Iterable, Sequence
-from dataclasses import asdict, dataclass, is_dataclass
+from dataclasses import dataclass
 from functools import partial
 from itertools import groupby
 from typing import TYPE_CHECKING, Any
 
+from msgspec import to_builtins
 from rich.console import Console
 from rich.text import Text
 
@@ -70,16 +71,9 @@ def completion_record(completion: Completion, tokenizer: Any) -> dict[str, Any]:
     }
 
 
-def _plain(value: Any) -> Any:
-    if is_dataclass(value) and not isinstance(value, type):
-        return asdict(value)
-    if isinstance(value, (set, frozenset)):
-        return sorted(value)
-    return str(value)
-
-
 def print_json(record: dict[str, Any]) -> None:
-    print(json.dumps(record, ensure_ascii=False, default=_plain), flush=True)
+    plain = partial(to_builtins, order="deterministic", enc_hook=str)  # sets are sorted
+    print(json.dumps(record, ensure_ascii=False, default=plain), flush=True)
 
 
 def summary(completion: Completion, drafts: bool = False) -> str:

@@ -6,7 +6,7 @@ import os
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
-from paceline.cli.measuring import PromptOptions, ReportOptions, measuring
+from paceline.cli.measuring import Interruption, PromptOptions, ReportOptions, spending
 from paceline.cli.options import ModelOptions, expand
 from paceline.cli.output import debugging
 from paceline.core.stages import stage
@@ -52,7 +52,7 @@ def profile(
     chosen = [encoded[number] for number in indices]
     result = runs.ProfileResult()
     pieces = runs.stages(len(engines), rounds)
-    with measuring("profile", Budget(), pieces) as (interrupted, advance):
+    with Interruption() as interrupted, spending("profile", Budget(), pieces) as advance:
         runs.profile_all(engines, chosen, steps, rounds, trace, result, advance)
     names = list(dict.fromkeys(prompts[number].name for number in indices))
     record = {

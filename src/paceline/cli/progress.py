@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 
 from rich.console import Console
 
-from paceline.core.stages import listening, stage
-from paceline.lab.budget import Budget
+from paceline.core.stages import listening
 from paceline.request.progress import Bars, OpenStage, OpenStages
 
 HEARTBEAT_SECONDS = 20.0
@@ -72,20 +71,3 @@ class _Lines(OpenStages):
             return None
         lasting = [s for s in stages if now - s.start >= self._seconds / 4]
         return lasting[-1] if lasting else stages[0]
-
-
-@contextmanager
-def spending(what: str, budget: Budget, pieces: int = 0) -> Iterator[Callable[[str], None]]:
-    """A stage of so many seconds or, without an end, of so many pieces; given what comes next."""
-    seconds = budget.seconds
-    total, unit = (pieces, "") if seconds is None else (seconds, "s")
-    with stage(what, total, unit) as begun:
-        shown = 0.0
-
-        def advance(note: str) -> None:
-            nonlocal shown
-            now = shown + 1 if seconds is None else min(budget.spent, seconds)
-            begun.advance(now - shown, note)
-            shown = now
-
-        yield advance

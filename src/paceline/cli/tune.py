@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from pathlib import Path
 
-from paceline.cli.measuring import NOT_ENOUGH, PromptOptions, RunOptions, measuring
+from paceline.cli.measuring import NOT_ENOUGH, Interruption, PromptOptions, RunOptions, spending
 from paceline.cli.options import TargetName, expand, load_llm
 from paceline.core.stages import info
 from paceline.errors import ConfigError
@@ -86,7 +86,8 @@ def tune(
     llm = load_llm(target, target.model, "none", max_batch_size=1)
     outcome = saved.measurements(TuningOutcome, llm.target, timed=True)
     outcome = outcome or TuningOutcome.start(options, llm)
-    with measuring("tuning", budget, turns(candidates, options)) as (interrupted, advance):
+    pieces = turns(candidates, options)
+    with Interruption() as interrupted, spending("tuning", budget, pieces) as advance:
         search(llm, candidates, chosen_prompts, outcome, advance, budget)
     saved.keep(outcome)
     confirmed = outcome.chosen is not None

@@ -179,39 +179,32 @@ class TunedProfile:
         table = read_toml(path, "profile", "make one with paceline tune")
         version = table.get("version")
         if version != VERSION:
-            raise ConfigError(
-                f"profile {path} has version {version}, but this paceline reads {VERSION}; "
-                "make it anew with paceline tune"
-            )
+            raise _refused(path, f" has version {version}, but this paceline reads {VERSION}")
         from msgspec import ValidationError, convert
 
-        anew = "make it anew with paceline tune"
         try:
             profile = convert(table, cls)
         except ValidationError as error:
-            raise ConfigError(f"profile {path}: {error}; {anew}".replace("$.", "")) from None
+            raise _refused(path, f": {error}".replace("$.", "")) from None
         for key in _unknown_keys(table, asdict(profile)):
-            raise ConfigError(f"profile {path} has the unknown key {key}; {anew}")
-        profile._check(path)
+            raise _refused(path, f" has the unknown key {key}")
+        for key, bad in profile._senseless().items():
+            if bad:
+                raise _refused(path, f": {key} makes no sense")
         return profile
 
-    def _check(self, path: str | Path) -> None:
-        """Values that have the right type and make no sense all the same."""
+    def _senseless(self) -> dict[str, bool]:
+        """Which values have the right type and make no sense all the same, by key."""
         costs, length = self.costs, self.draft.length
         curves = [(costs.tokens, row) for row in costs.target]
         curves += [(costs.batches, tuple(row[0] for row in costs.target if row))]
         curves += [(known.batches, known.seconds) for known in costs.passes.values()]
-        wrong = {
+        return {
             "draft.length": length != "auto" and not (isinstance(length, int) and length >= 0),
             "draft.max_length": self.draft.max_length < 1,
             "engine.max_batch_size": self.engine.max_batch_size < 1,
             "costs": not all(_is_curve(*curve) for curve in curves),
         }
-        for key, bad in wrong.items():
-            if bad:
-                raise ConfigError(
-                    f"profile {path}: {key} makes no sense; make it anew with paceline tune"
-                )
 
     def write(self, path: str | Path) -> None:
         """Replace a profile, or leave what is there as it was. Raises WriteError."""
@@ -253,6 +246,10 @@ class TunedProfile:
             f"profile {path} was measured elsewhere ({'; '.join(differences)}): its choices hold, "
             "but its costs are measured anew; paceline tune makes one for this machine"
         )
+
+
+def _refused(path: str | Path, why: str) -> ConfigError:
+    return ConfigError(f"profile {path}{why}; make it anew with paceline tune")
 
 
 def _is_curve(points: Sequence[int], seconds: Sequence[float]) -> bool:

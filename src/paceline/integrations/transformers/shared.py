@@ -23,7 +23,7 @@ from paceline.drafters import parse_draft, prepare_one
 from paceline.engine.engine import Engine
 from paceline.errors import ConfigError, ModelLoadError
 from paceline.model.backends.registry import check_backend
-from paceline.model.loading import check_architecture, load_tokenizer
+from paceline.model.loading import load_tokenizer
 from paceline.model.probe import ATTENTION, register
 from paceline.model.target import CausalModel
 
@@ -131,7 +131,6 @@ def _target(model: Any, backend: str) -> CausalModel:
     """The model as engines take it: modules of its own around the same weights."""
     check_backend(backend)
     kind = type(model).__name__
-    check_architecture(model.config)
     tensors = (*model.parameters(), *model.buffers())
     devices = {str(tensor.device) for tensor in tensors}
     if len(devices) != 1 or "meta" in devices:
