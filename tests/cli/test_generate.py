@@ -52,18 +52,18 @@ def test_plain_and_speculative_texts_are_the_same(base: Sequence[str], tiny_pair
 
 
 def test_another_vocabulary_is_reported(base: Sequence[str], tiny_pair: TinyPair) -> None:
-    own = paceline("generate", "Lily", *base, "--draft", tiny_pair.draft)
+    with_draft = paceline("generate", "Lily", *base, "--draft", tiny_pair.draft)
     other = paceline("generate", "Lily", *base, "--draft", tiny_pair.foreign)
     assert other.exit_code == 0, other.output
-    assert other.stdout == own.stdout
+    assert other.stdout == with_draft.stdout
     assert "draft vocabulary: " in other.stderr and "% of text" in other.stderr
-    assert "draft vocabulary" not in own.stderr
+    assert "draft vocabulary" not in with_draft.stderr
 
 
 def test_several_prompts_and_samples_come_in_order(base: Sequence[str]) -> None:
     flags = ["--n", "2", "--json", "--temperature", "1", "--seed", "1"]
-    found = records(paceline("generate", "Once", "The", *base, *flags))
-    assert [(r["prompt"], r["index"]) for r in found] == [
+    completions = records(paceline("generate", "Once", "The", *base, *flags))
+    assert [(r["prompt"], r["index"]) for r in completions] == [
         ("Once", 0),
         ("Once", 1),
         ("The", 0),
@@ -71,7 +71,7 @@ def test_several_prompts_and_samples_come_in_order(base: Sequence[str]) -> None:
     ]
     shown = paceline("generate", "Once", "The", *base, *flags[:2], *flags[3:])
     assert shown.exit_code == 0
-    assert all(record["text"].strip() in shown.stdout for record in found)
+    assert all(record["text"].strip() in shown.stdout for record in completions)
 
 
 def test_streamed_text_is_the_text(base: Sequence[str], tiny_pair: TinyPair) -> None:

@@ -155,10 +155,10 @@ def test_expand_puts_groups_back_together() -> None:
     ) -> None:
         seen.append((word, sampling, loud))
 
-    own = typer.Typer()
-    own.command()(command)
+    app = typer.Typer()
+    app.command()(command)
     arguments = ["hello", "--loud", "--top-k", "5", "--stop", "a", "--stop", "b"]
-    result = CliRunner().invoke(own, arguments)
+    result = CliRunner().invoke(app, arguments)
     assert result.exit_code == 0, result.output
     assert seen == [("hello", SamplingOptions(top_k=5, stop=("a", "b")), True)]
 

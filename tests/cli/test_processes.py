@@ -38,15 +38,15 @@ def shared() -> Iterator[ServedProcess]:
 
 def children(pid: int) -> list[int]:
     """Processes that have this parent, zombies too."""
-    found = []
-    for place in Path("/proc").glob("[0-9]*/stat"):
+    children = []
+    for stat in Path("/proc").glob("[0-9]*/stat"):
         try:
-            fields = place.read_text().rpartition(")")[2].split()
+            fields = stat.read_text().rpartition(")")[2].split()
         except OSError:  # it has ended meanwhile
             continue
         if int(fields[1]) == pid:
-            found.append(int(place.parent.name))
-    return found
+            children.append(int(stat.parent.name))
+    return children
 
 
 def wait_until(condition: Callable[[], object], seconds: float = 20) -> None:
@@ -88,7 +88,7 @@ def test_only_one_of_them_has_torch(shared: ServedProcess) -> None:
     # The engine's process holds neither the port nor any connection of a client.
     body = completion(max_tokens=40, stream=True)
     response = shared.ask("POST", "/v1/completions", body)
-    links = [os.readlink(place) for place in Path(f"/proc/{engine}/fd").iterdir()]
+    links = [os.readlink(descriptor) for descriptor in Path(f"/proc/{engine}/fd").iterdir()]
     assert sum(link.startswith("socket:") for link in links) == 1
     assert b"data: [DONE]" in response.read()
 
@@ -118,7 +118,7 @@ class Clients:
         self.body = completion(max_tokens=max_tokens, ignore_eos=True)
         self.stream = server.ask("POST", "/v1/completions", {**self.body, "stream": True})
         assert self.stream.readline().startswith(b"data: {")
-        self.found: list[Any] = []
+        self.answers: list[Any] = []
         self.thread = threading.Thread(target=self._ask)
         self.thread.start()
         wait_until(lambda: self._running() >= 2)
@@ -126,9 +126,9 @@ class Clients:
     def _ask(self) -> None:
         try:
             response = self.server.ask("POST", "/v1/completions", self.body)
-            self.found.append((response.status, json.loads(response.read())))
+            self.answers.append((response.status, json.loads(response.read())))
         except (OSError, ValueError) as error:
-            self.found.append(error)
+            self.answers.append(error)
 
     def _running(self) -> float:
         text = self.server.ask("GET", "/metrics").read().decode()
@@ -145,7 +145,7 @@ def test_sigterm_under_load(shared: ServedProcess) -> None:
     lines = [line for line in clients.stream.read().decode().splitlines() if line]
     assert lines[-1] == "data: [DONE]"
     clients.thread.join(60)
-    status, body = clients.found[0]
+    status, body = clients.answers[0]
     assert status == 200 and body["usage"]["completion_tokens"] == 300
     assert shared.wait() == 0
     wait_until(lambda: gone(engine))
@@ -161,7 +161,7 @@ def test_the_engine_is_killed(server: ServedProcess) -> None:
     last = json.loads(lines[-1].removeprefix("data: "))
     assert last["error"]["code"] == "engine_lost"
     clients.thread.join(20)
-    status, body = clients.found[0]
+    status, body = clients.answers[0]
     assert status == 503 and body["error"]["code"] == "engine_lost"
     assert server.wait(20) == 1
     wait_until(lambda: gone(engine))

@@ -185,12 +185,12 @@ def test_a_tuned_profile(tmp_path: Path) -> None:
         machine=tuned.MachineIdentity.of(target),
     ).write(path)
     said = {"profile": str(path), "dtype": "float32"}
-    found = load_llm(configure(said))
-    assert found.drafters == ("ngram",)
-    assert found.engine.scheduler.config.max_batch_size == 5
-    own = load_llm(configure({**said, "draft": ["none"], "max_batch_size": 2}))
-    assert own.drafters == ("none",)
-    assert own.engine.scheduler.config.max_batch_size == 2
+    llm = load_llm(configure(said))
+    assert llm.drafters == ("ngram",)
+    assert llm.engine.scheduler.config.max_batch_size == 5
+    plain = load_llm(configure({**said, "draft": ["none"], "max_batch_size": 2}))
+    assert plain.drafters == ("none",)
+    assert plain.engine.scheduler.config.max_batch_size == 2
     assert_one_line(
         run("--config", str(tmp_path / "no"), "--port", "0"), "config file", "cannot be"
     )

@@ -53,16 +53,16 @@ def test_spec_bench_in_full(tiny_pair: TinyPair, questions: Path, tmp_path: Path
     settings = record["settings"]
     assert (settings["concurrency"], settings["rounds"]) == ([1], 1)
     assert settings["ignore_eos"] is False
-    found = {(row["method"], row["category"]): row for row in record["figures"]}
-    assert {task for _, task in found} == {
+    figures = {(row["method"], row["category"]): row for row in record["figures"]}
+    assert {task for _, task in figures} == {
         *("Multi-turn Conversation", "Translation", "Summarization", "Question Answering"),
         *("Mathematical Reasoning", "Retrieval-aug. Generation", "overall"),
     }
-    assert found["plain", "Multi-turn Conversation"]["requests"] == 2
-    whole = found["draft@3", "overall"]
+    assert figures["plain", "Multi-turn Conversation"]["requests"] == 2
+    whole = figures["draft@3", "overall"]
     assert whole["heats"] == 6 and whole["requests"] == 7 and whole["mean_speedup"] > 0
-    assert found["plain", "overall"]["drafts"]["mean_accepted_tokens"] in (1.0, None)
-    assert found["plain", "overall"]["mean_speedup"] == 1.0
+    assert figures["plain", "overall"]["drafts"]["mean_accepted_tokens"] in (1.0, None)
+    assert figures["plain", "overall"]["mean_speedup"] == 1.0
     text = report.read_text(encoding="utf-8")
     head = "| method | Multi-turn Conversation | Translation | Summarization | Question Answering"
     assert head in text and "overall |" in text and "#Mean accepted tokens" in text
@@ -154,5 +154,5 @@ def test_questions_that_do_not_fit(tiny_pair: TinyPair, tmp_path: Path) -> None:
     assert "all 1 prompts are too long" in result.stderr.strip().splitlines()[-1]
     file.write_text(json.dumps(long) + '\n{"question": "one two"}\n')
     arguments = ("--suite", "gsm8k", str(file), *pair_of(tiny_pair), "--max-tokens", "4")
-    found = json.loads(run(*arguments, "-m", "ngram@2", "--allow-idle", "--json").stdout)
-    assert found["prompts_left_out"] == ["test/0"] and found["settings"]["prompts"] == 2
+    both = json.loads(run(*arguments, "-m", "ngram@2", "--allow-idle", "--json").stdout)
+    assert both["prompts_left_out"] == ["test/0"] and both["settings"]["prompts"] == 2

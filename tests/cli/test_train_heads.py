@@ -22,9 +22,9 @@ def corpus(tmp_path_factory: pytest.TempPathFactory) -> str:
 
 
 def arguments(kind: str, target: str, corpus: str, out: Path) -> list[str]:
-    own = ["--ttt-steps=2"] if kind == "eagle3" else []
+    flags = ["--ttt-steps=2"] if kind == "eagle3" else []
     files = ["--data", corpus, "--valid", corpus, "--target", target, "--out", str(out)]
-    return ["train", kind, *files, *SIZES, *own]
+    return ["train", kind, *files, *SIZES, *flags]
 
 
 @pytest.mark.parametrize("kind", ["eagle3", "eagle"])

@@ -30,5 +30,5 @@ def test_greedy_text_of_the_real_model(batch: tuple[Any, Any], draft: str) -> No
     model, inputs = batch
     options = {"max_new_tokens": 24, "do_sample": False}
     wanted = model.generate(**inputs, **options)
-    own = {"custom_generate": generate, "draft": draft, "draft_length": 4}
-    assert torch.equal(model.generate(**inputs, **options, **own), wanted)
+    speculative = {"custom_generate": generate, "draft": draft, "draft_length": 4}
+    assert torch.equal(model.generate(**inputs, **options, **speculative), wanted)

@@ -43,9 +43,9 @@ def model() -> Any:
 
 @pytest.fixture(scope="module")
 def tokenizer() -> Any:
-    found = AutoTokenizer.from_pretrained(resolve("paceline/tiny"), padding_side="left")
-    found.pad_token = found.eos_token
-    return found
+    tokenizer = AutoTokenizer.from_pretrained(resolve("paceline/tiny"), padding_side="left")
+    tokenizer.pad_token = tokenizer.eos_token
+    return tokenizer
 
 
 @pytest.fixture(scope="module")
@@ -150,11 +150,11 @@ def test_seeded_rows_are_those_of_our_engine(model: Any, one: Any) -> None:
 
 @pytest.mark.parametrize("rule", ["token", "block"])
 def test_rules_without_seeds_repeat_after_manual_seed(model: Any, one: Any, rule: str) -> None:
-    found = []
+    outputs = []
     for _ in range(2):
         torch.manual_seed(3)
-        found.append(ours(model, one, do_sample=True, rule=rule))
-    assert torch.equal(*found)
+        outputs.append(ours(model, one, do_sample=True, rule=rule))
+    assert torch.equal(*outputs)
 
 
 class FromHere(StoppingCriteria):
@@ -212,23 +212,23 @@ class Recorder:
 
 @pytest.mark.parametrize("rows", [1, 2])
 def test_streamers_see_what_transformers_gives_them(model: Any, inputs: Any, rows: int) -> None:
-    own = {name: value[2 - rows :] for name, value in inputs.items()}
-    end = int(plain(model, own)[0, own["input_ids"].shape[1] + 5])
+    batch = {name: value[2 - rows :] for name, value in inputs.items()}
+    end = int(plain(model, batch)[0, batch["input_ids"].shape[1] + 5])
     theirs, mine = Recorder(), Recorder()
     more = {"eos_token_id": end, "pad_token_id": 3}
-    plain(model, own, streamer=theirs, **more)
-    ours(model, own, do_sample=False, streamer=mine, **more)
+    plain(model, batch, streamer=theirs, **more)
+    ours(model, batch, do_sample=False, streamer=mine, **more)
     assert mine.puts == theirs.puts
     assert (mine.ends, len(mine.puts) > 5) == (1, True)
 
 
 def test_return_types(model: Any, inputs: Any) -> None:
-    found = ours(model, inputs, do_sample=False, return_dict_in_generate=True)
-    assert isinstance(found, SpeculativeOutput) and isinstance(found, GenerateDecoderOnlyOutput)
-    assert torch.equal(found.sequences, plain(model, inputs))
-    assert len(found.stats) == 2
-    assert all(own.mean_accepted_length > 1.2 for own in found.stats)
-    assert found.scores is None and "scores" not in found
+    output = ours(model, inputs, do_sample=False, return_dict_in_generate=True)
+    assert isinstance(output, SpeculativeOutput) and isinstance(output, GenerateDecoderOnlyOutput)
+    assert torch.equal(output.sequences, plain(model, inputs))
+    assert len(output.stats) == 2
+    assert all(stats.mean_accepted_length > 1.2 for stats in output.stats)
+    assert output.scores is None and "scores" not in output
 
 
 class Doubled(LogitsProcessor):
@@ -314,7 +314,7 @@ def test_the_engine_is_kept_until_the_weights_change(
 
 
 def test_the_model_is_as_before(model: Any, one: Any) -> None:
-    before = (model.config._attn_implementation, [id(each) for each in model.parameters()])
+    before = (model.config._attn_implementation, [id(p) for p in model.parameters()])
     ours(model, one, do_sample=False)
     assert before == (model.config._attn_implementation, [id(p) for p in model.parameters()])
     engine, _ = sharing._engines[model].built or ()

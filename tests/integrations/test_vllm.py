@@ -154,7 +154,7 @@ os._exit(0)
 
 @with_vllm
 def test_the_text_inside_vllm_is_that_of_its_plain_decoding() -> None:
-    found = {}
+    drafts = {}
     for kind in ("", *(kind.__name__ for kind in ALL)):
         told = in_vllm(
             DECODE,
@@ -166,9 +166,9 @@ def test_the_text_inside_vllm_is_that_of_its_plain_decoding() -> None:
             VLLM_NO_USAGE_STATS="1",
             DO_NOT_TRACK="1",
         )
-        found[kind] = json.loads(told.splitlines()[-1])
-    plain, nothing = found.pop("")
+        drafts[kind] = json.loads(told.splitlines()[-1])
+    plain, nothing = drafts.pop("")
     assert nothing == 0
-    for kind, (texts, accepted) in found.items():
+    for kind, (texts, accepted) in drafts.items():
         assert texts == plain, kind
         assert accepted > 20, kind

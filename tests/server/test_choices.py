@@ -54,8 +54,8 @@ def test_columns_do_not_depend_on_chunks(kind: str, data: st.DataObject, cuts: s
 def test_offsets_say_where_tokens_begin(kind: str, data: st.DataObject) -> None:
     tokens = data.draw(tokens_of(kind))
     offsets = LogprobColumns(KINDS[kind], ()).columns(entries(tokens))["text_offset"]
-    for place, offset in enumerate(offsets):
-        before = decode(kind, tokens[:place])
+    for position, offset in enumerate(offsets):
+        before = decode(kind, tokens[:position])
         if "\ufffd" not in before:
             assert offset == len(before)
 
@@ -89,17 +89,17 @@ def test_origins_put_together_are_the_text(
     tokens = data.draw(tokens_of(kind))
     stream = Origins(KINDS[kind], (), visible)
     chunks = parts(tokens, cuts)
-    found = [
+    records = [
         record
-        for place, part in enumerate(chunks, 1)
-        for record in stream.records(event_of(part, "length" if place == len(chunks) else None))
+        for count, part in enumerate(chunks, 1)
+        for record in stream.records(event_of(part, "length" if count == len(chunks) else None))
     ]
     whole = Origins(KINDS[kind], (), visible).records(event_of(tokens, "length"))
-    assert found == whole
+    assert records == whole
     text = TextStream(KINDS[kind], hidden=frozenset() if visible else None)
     text.read(tokens)
     text.finish(whole=True)
-    assert "".join(record["text"] for record in found) == text.text
+    assert "".join(record["text"] for record in records) == text.text
 
 
 def test_the_end_token_is_no_text() -> None:

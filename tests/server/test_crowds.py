@@ -107,7 +107,7 @@ def test_two_thousand_connections(crowded: Running) -> None:
     asyncio.run(storm())
     assert sum(statuses.values()) == CONNECTIONS
     assert set(statuses) <= {200, 429} and statuses[200] >= 64
-    assert all(len(found) == 1 for found in texts.values())
+    assert all(len(answers) == 1 for answers in texts.values())
     settled(crowded)
     wait_until(lambda: descriptors() <= before + 5)
     assert threading.active_count() <= threads + 40  # asyncio keeps those of its pool
@@ -115,7 +115,7 @@ def test_two_thousand_connections(crowded: Running) -> None:
 
 def test_tiny_requests(crowded: Running) -> None:
     """One token each, over a few connections that are kept."""
-    found: dict[int, set[str]] = {}
+    by_request: dict[int, set[str]] = {}
 
     async def client(numbers: range) -> None:
         reader, writer = await connect(crowded)
@@ -128,14 +128,14 @@ def test_tiny_requests(crowded: Running) -> None:
                     length = int(line.split(b":")[1])
             answer = json.loads(await reader.readexactly(length))
             assert answer["usage"]["completion_tokens"] == 1
-            found.setdefault(number % 7, set()).add(answer["choices"][0]["text"])
+            by_request.setdefault(number % 7, set()).add(answer["choices"][0]["text"])
         writer.close()
 
     async def storm() -> None:
         await asyncio.gather(*(client(range(first, TINY, 8)) for first in range(8)))
 
     asyncio.run(storm())
-    assert len(found) == 7 and all(len(texts) == 1 for texts in found.values())
+    assert len(by_request) == 7 and all(len(texts) == 1 for texts in by_request.values())
     settled(crowded)
 
 

@@ -57,9 +57,9 @@ def test_small_endpoints(server: Running) -> None:
         "/tokenize",
         {"prompt": "Hello world", "add_special_tokens": False, "return_token_strs": True},
     )
-    found = json.loads(text)
-    assert status == 200 and found["count"] == len(found["tokens"]) == len(found["token_strs"])
-    status, text = curl(server, "/detokenize", {"tokens": found["tokens"]})
+    reply = json.loads(text)
+    assert status == 200 and reply["count"] == len(reply["tokens"]) == len(reply["token_strs"])
+    status, text = curl(server, "/detokenize", {"tokens": reply["tokens"]})
     assert status == 200 and json.loads(text)["prompt"] == "Hello world"
     status, text = curl(server, "/tokenize", {"messages": [{"role": "user", "content": "Hi"}]})
     assert status == 200 and json.loads(text)["count"] > 2
@@ -83,9 +83,9 @@ def test_small_endpoints(server: Running) -> None:
     ],
 )
 def test_errors(server: Running, path: str, body: Any, status: int, message: str) -> None:
-    found, text = curl(server, path, body)
+    answered, text = curl(server, path, body)
     error = json.loads(text)["error"]
-    assert found == status
+    assert answered == status
     assert message in error["message"] and "\n" not in error["message"]
     assert set(error) == {"message", "type", "param", "code"}
 

@@ -146,16 +146,16 @@ def test_the_thread_s_death_is_told(
         raise AssertionError("never expected")
 
     monkeypatch.setattr(small.service.client.engine.loop, "_publish", bug)
-    found: list[Any] = []
+    answers: list[Any] = []
     threads = [
-        threading.Thread(target=lambda: found.append(ask(small, stream=stream))) for _ in range(5)
+        threading.Thread(target=lambda: answers.append(ask(small, stream=stream))) for _ in range(5)
     ]
     for thread in threads:
         thread.start()
     for thread in threads:
         thread.join(30)
         assert not thread.is_alive()
-    for status, body in found:
+    for status, body in answers:
         assert status in ((200, 503) if stream else (503,))
         assert error_of(body)["code"] == "engine_lost"
     assert set(health(small).values()) == {503}
@@ -245,21 +245,21 @@ def test_tokenizing_does_not_hold_up_others(
         return work(*arguments, **options)
 
     monkeypatch.setattr(tokenizer, method, slow)
-    found: list[Any] = []
+    answers: list[Any] = []
     request = urllib.request.Request(
         f"{small.url}{path}", json.dumps(body).encode(), {"Content-Type": "application/json"}
     )
-    thread = threading.Thread(target=lambda: found.append(answer_of(request)))
+    thread = threading.Thread(target=lambda: answers.append(answer_of(request)))
     thread.start()
     try:
         assert begun.wait(20)
         with urllib.request.urlopen(f"{small.url}/health", timeout=20) as answer:
             assert answer.status == 200
-        assert not found
+        assert not answers
     finally:
         gate.set()
         thread.join(20)
-    assert found[0][0] == 200
+    assert answers[0][0] == 200
 
 
 def test_refused_requests_have_not_waited_since_the_machine_was_started(target: LLM) -> None:

@@ -429,14 +429,16 @@ def test_echo_scores_the_prompt(server: Running, target: Any, given: str) -> Non
     assert choice["text"].startswith(text)
     columns = choice["logprobs"]
     assert columns["token_logprobs"][0] is None and columns["top_logprobs"][0] is None
-    found = columns["token_logprobs"][1:-1]
-    assert found == pytest.approx([entry.logprob for entry in expected], abs=1e-3)
+    scores = columns["token_logprobs"][1:-1]
+    assert scores == pytest.approx([entry.logprob for entry in expected], abs=1e-3)
     assert all(len(column) == len(ids) + 1 for column in columns.values())
     for entry, likeliest in zip(expected, columns["top_logprobs"][1:-1], strict=True):
         assert list(likeliest.values()) == pytest.approx([entry.top[0][1]], abs=1e-3)
     assert "".join(columns["tokens"][1:]) == choice["text"]  # the first begins every text
     (chunk, *_) = complete(server, **fields, max_tokens=1, stream=True).chunks
-    assert chunk["choices"][0]["logprobs"]["token_logprobs"][1:-1] == pytest.approx(found, abs=1e-3)
+    assert chunk["choices"][0]["logprobs"]["token_logprobs"][1:-1] == pytest.approx(
+        scores, abs=1e-3
+    )
 
 
 def test_no_tokens_at_all(server: Running) -> None:
@@ -506,9 +508,9 @@ def test_the_stop_string_in_the_output(server: Running) -> None:
     stop = text[6:10]
     for shown in (False, True):
         fields = {"stop": stop, "include_stop_str_in_output": shown, "max_tokens": 20}
-        found = complete(server, **fields).json["choices"][0]["text"]
+        cut = complete(server, **fields).json["choices"][0]["text"]
         end = text.index(stop) + (len(stop) if shown else 0)
-        assert found == text[:end]
+        assert cut == text[:end]
     assert complete(server, priority=-5).status == 200
 
 

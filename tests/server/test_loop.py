@@ -40,10 +40,10 @@ def ask(server: Running, **fields: Any) -> tuple[int, Any, Any]:
 
 
 def in_background(server: Running, **fields: Any) -> tuple[threading.Thread, list[Any]]:
-    found: list[Any] = []
-    thread = threading.Thread(target=lambda: found.append(ask(server, **fields)))
+    outcome: list[Any] = []
+    thread = threading.Thread(target=lambda: outcome.append(ask(server, **fields)))
     thread.start()
-    return thread, found
+    return thread, outcome
 
 
 def wait_until(condition: Any) -> None:
@@ -61,11 +61,11 @@ class Gate:
         engine = server.service.client.engine.llm.engine
         step = engine.step
 
-        def held() -> Any:
+        def delayed() -> Any:
             self.open.wait(30)
             return step()
 
-        monkeypatch.setattr(engine, "step", held)
+        monkeypatch.setattr(engine, "step", delayed)
 
 
 def test_a_full_queue_says_when_to_come_again(
@@ -82,9 +82,9 @@ def test_a_full_queue_says_when_to_come_again(
     assert int(headers["Retry-After"]) >= 1
     assert body["error"]["code"] == "queue_full" and "the queue is full" in body["error"]["message"]
     gate.open.set()
-    for thread, found in threads:
+    for thread, outcome in threads:
         thread.join(30)
-        assert found[0][0] == 200
+        assert outcome[0][0] == 200
     assert ask(small, max_tokens=8)[0] == 200
 
 
@@ -98,12 +98,12 @@ def test_load_counts_what_is_under_way(small: Running, monkeypatch: pytest.Monke
     empty = {"server_load": 0, "load": 0, "sequences": 0, "capacity": 2, "ready": True}
     assert load(small) == empty
     gate = Gate(small, monkeypatch)
-    thread, found = in_background(small, max_tokens=8, n=2)
+    thread, outcome = in_background(small, max_tokens=8, n=2)
     wait_until(lambda: load(small)["sequences"] == 2)
     assert load(small, "/get_load") == {**empty, "server_load": 1, "load": 1, "sequences": 2}
     gate.open.set()
     thread.join(30)
-    assert found[0][0] == 200
+    assert outcome[0][0] == 200
     wait_until(lambda: load(small) == empty)
 
 

@@ -46,8 +46,8 @@ def total(samples: Samples, name: str, **labels: str) -> float:
     """Sum over all other labels."""
     return sum(
         number
-        for (sample, own), number in samples.items()
-        if sample == f"paceline_{name}" and labels.items() <= dict(own).items()
+        for (sample, pairs), number in samples.items()
+        if sample == f"paceline_{name}" and labels.items() <= dict(pairs).items()
     )
 
 
@@ -74,8 +74,8 @@ def test_metrics_add_up(fresh: Running) -> None:
     gaps = value(samples, "inter_token_latency_seconds_count")
     assert 160 - 4 * 5 <= gaps <= 160 - 4
     for method in ("model", "ngram"):
-        own = [s for name, s in stats if name == method]
-        drafted, accepted = (sum(s[f"{k}_tokens"] for s in own) for k in ("drafted", "accepted"))
+        counts = [s for name, s in stats if name == method]
+        drafted, accepted = (sum(s[f"{k}_tokens"] for s in counts) for k in ("drafted", "accepted"))
         assert value(samples, "spec_decode_num_draft_tokens_total", drafter=method) == drafted
         assert value(samples, "spec_decode_num_accepted_tokens_total", drafter=method) == accepted
         per_position = total(
@@ -87,9 +87,9 @@ def test_metrics_add_up(fresh: Running) -> None:
                 samples,
                 "spec_decode_num_draft_tokens_per_pos_total",
                 drafter=method,
-                position=str(place),
+                position=str(position),
             )
-            for place in range(4)
+            for position in range(4)
         ]
         drafts = value(samples, "spec_decode_num_drafts_total", drafter=method)
         assert drafts == reached[0] >= reached[1] >= reached[2] >= reached[3]
@@ -150,8 +150,8 @@ def test_the_same_under_vllm_s_names(target: LLM) -> None:
     assert all(("model_name", "served") in labels for labels in theirs.values())
 
     def vllm(name: str, **labels: str) -> float:
-        own = {"model_name": "served", "engine": "0", **labels}
-        return samples[f"vllm:{name}", frozenset(own.items())]
+        named = {"model_name": "served", "engine": "0", **labels}
+        return samples[f"vllm:{name}", frozenset(named.items())]
 
     for name in ("num_drafts", "num_draft_tokens", "num_accepted_tokens"):
         whole = f"spec_decode_{name}_total"

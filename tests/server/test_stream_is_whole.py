@@ -20,12 +20,12 @@ def choices(server: Running, path: str, body: dict[str, Any]) -> list[dict[str, 
 
 def streamed(server: Running, path: str, body: dict[str, Any]) -> dict[int, list[dict[str, Any]]]:
     """The choices of all chunks, by index."""
-    found: dict[int, list[dict[str, Any]]] = {}
+    choices: dict[int, list[dict[str, Any]]] = {}
     asked = {"model": MODEL, **body, "stream": True}
     for chunk in ask(server.url, f"/v1/{path}", asked).chunks:
         for choice in chunk["choices"]:
-            found.setdefault(choice["index"], []).append(choice)
-    return found
+            choices.setdefault(choice["index"], []).append(choice)
+    return choices
 
 
 def merged(records: list[dict[str, Any] | None]) -> dict[str, Any] | None:
@@ -127,4 +127,4 @@ def test_completions(server: Running) -> None:
         assert [token["text"] for token in tokens] == [t["text"] for t in choice["tokens"]]
         offsets = choice["logprobs"]["text_offset"]
         lengths = [len(token["text"]) for token in tokens]
-        assert offsets == [sum(lengths[:place]) for place in range(len(lengths))]
+        assert offsets == [sum(lengths[:position]) for position in range(len(lengths))]

@@ -88,9 +88,9 @@ def test_the_metrics(traced: Running, collected: Collected) -> None:
     points = collected.points()
     (duration,) = points["gen_ai.server.request.duration"]
     (first,) = points["gen_ai.server.time_to_first_token"]
-    (each,) = points["gen_ai.server.time_per_output_token"]
-    assert (duration.count, first.count, each.count) == (1, 2, 2)
-    assert 0 < first.max <= duration.max and 0 < each.max < duration.max
+    (point,) = points["gen_ai.server.time_per_output_token"]
+    assert (duration.count, first.count, point.count) == (1, 2, 2)
+    assert 0 < first.max <= duration.max and 0 < point.max < duration.max
     assert first.attributes["gen_ai.request.model"] == MODEL
     assert duration.explicit_bounds[0] == 0.01
 

@@ -67,8 +67,8 @@ def whole(make: Callable[[], AnswerStream], text: str, reason: str) -> tuple[Any
 
 
 def cuts(data: st.DataObject, text: str) -> list[str]:
-    places = data.draw(st.sets(st.integers(0, len(text)), max_size=12))
-    ends = sorted({0, len(text), *places})
+    cuts = data.draw(st.sets(st.integers(0, len(text)), max_size=12))
+    ends = sorted({0, len(text), *cuts})
     return [text[a:b] for a, b in pairwise(ends)]
 
 
@@ -163,9 +163,9 @@ def test_calls_are_found_and_the_rest_is_text(parts: list[str]) -> None:
 def test_text_does_not_wait_for_the_end(text: str) -> None:
     stream = PossibleCall(TOOLS, parallel=True)
     shown = ""
-    for place, character in enumerate(text, 1):
+    for position, character in enumerate(text, 1):
         shown += "".join(delta["content"] for delta in stream.feed(character))
-        assert len(shown) >= place - len("<|python_tag|>")
+        assert len(shown) >= position - len("<|python_tag|>")
         assert text.startswith(shown)
 
 

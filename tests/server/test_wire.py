@@ -92,15 +92,15 @@ def test_errors_keep_what_clients_are_told(
     error: PacelineError, status: int, code: str | None
 ) -> None:
     data = framed(Ended(1, as_api_error(error)))
-    found = REPLIES.decode(data[4:]).error
-    assert (found.status, found.code, str(found)) == (status, code, str(error))
-    assert vars(found) == vars(as_api_error(error))
+    decoded = REPLIES.decode(data[4:]).error
+    assert (decoded.status, decoded.code, str(decoded)) == (status, code, str(error))
+    assert vars(decoded) == vars(as_api_error(error))
 
 
 def test_other_errors_keep_their_secrets() -> None:
     for error in (ValueError("a secret"), KeyError("a secret")):
-        found = REPLIES.decode(framed(Ended(1, as_api_error(error)))[4:]).error
-        assert found.status == 500 and "secret" not in str(found)
+        decoded = REPLIES.decode(framed(Ended(1, as_api_error(error)))[4:]).error
+        assert decoded.status == 500 and "secret" not in str(decoded)
     # A message may quote half a surrogate pair.
     framed(Ended(1, as_api_error(ConfigError("'\ud800' is no text"))))
 
@@ -113,19 +113,19 @@ def test_messages_stay_whole_however_they_are_cut(sizes: list[int], data: st.Dat
     cuts = sorted(data.draw(st.lists(st.integers(0, len(stream)), max_size=6)))
 
     async def read() -> list[Any]:
-        reader, found = asyncio.StreamReader(), []
+        reader, received = asyncio.StreamReader(), []
         for start, end in zip([0, *cuts], [*cuts, len(stream)], strict=True):
             asyncio.get_running_loop().call_soon(reader.feed_data, stream[start:end])
         asyncio.get_running_loop().call_soon(reader.feed_eof)
         while (body := await next_message(reader)) is not None:
-            found.append(REPLIES.decode(body))
-        return found
+            received.append(REPLIES.decode(body))
+        return received
 
     assert asyncio.run(read()) == messages
     ours, theirs = socket.socketpair()
     with ours, theirs:
         theirs.sendall(stream)
         theirs.shutdown(socket.SHUT_WR)
-        found = list(iter(lambda: read_message(ours), None))
-    assert [REPLIES.decode(body) for body in found if body is not None] == messages
+        received = list(iter(lambda: read_message(ours), None))
+    assert [REPLIES.decode(body) for body in received if body is not None] == messages
     assert read_message(ours) is None  # closed by now
