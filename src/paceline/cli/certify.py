@@ -139,11 +139,9 @@ def certify(
     """
     budget = run.begin()
     if server.url is not None:
-        about = server, pair["model"], prompts, effort, run, budget
-        return _certify_server(context, *about)
+        return _certify_server(context, server, pair["model"], prompts, effort, run, budget)
     if server.against is not None:
         raise typer.BadParameter("--against goes with --url")
-    text.check()
     engine = ModelOptions(**pair)
     _check(engine)
     params, chosen = sampling.params(), _prompts(prompts, effort.texts)

@@ -11,7 +11,7 @@ from hashlib import sha256
 from pathlib import Path
 from typing import Any
 
-from fastapi import APIRouter, FastAPI
+from fastapi import FastAPI
 from fastapi.exceptions import RequestValidationError
 from fastapi.middleware.cors import CORSMiddleware
 from fastapi.responses import HTMLResponse, JSONResponse, Response
@@ -55,9 +55,10 @@ def create_app(
         responses=RESPONSES,
     )
     for room in (openai, responses, anthropic, tokens):
-        app.include_router(room.router(service))
-    for routes in (_models(service), _state(service), _page()):
-        app.include_router(routes)
+        room.add_routes(app, service)
+    _add_models(app, service)
+    _add_state(app, service)
+    _add_page(app)
     for kind in (PacelineError, RecursionError, Exception):
         app.add_exception_handler(kind, on_error)
     app.add_exception_handler(HTTPException, on_http_error)
@@ -81,9 +82,7 @@ def _protect(app: FastAPI, config: ServeConfig, keys: Keys | None, local: bool) 
         )
 
 
-def _models(service: Service) -> APIRouter:
-    routes = APIRouter()
-
+def _add_models(app: FastAPI, service: Service) -> None:
     def card() -> dict[str, Any]:
         return {
             "id": service.model,
@@ -94,32 +93,28 @@ def _models(service: Service) -> APIRouter:
             "drafters": list(service.facts.drafters),
         }
 
-    @routes.get("/v1/models")
+    @app.get("/v1/models")
     async def models() -> dict[str, Any]:
         return {"object": "list", "data": [card()]}
 
-    @routes.get("/v1/models/{name:path}")
+    @app.get("/v1/models/{name:path}")
     async def model(name: str) -> dict[str, Any]:
         service.check_model(name)
         return card()
 
-    return routes
 
-
-def _state(service: Service) -> APIRouter:
-    routes = APIRouter()
-
-    @routes.get("/health")
-    @routes.get("/health/live")
+def _add_state(app: FastAPI, service: Service) -> None:
+    @app.get("/health")
+    @app.get("/health/live")
     async def live() -> Response:
         return _status(service.client.alive, "ok", "the engine has stopped")
 
-    @routes.get("/health/ready")
+    @app.get("/health/ready")
     async def ready() -> Response:
         return _status(service.client.ready, "ready", "not ready: starting or shutting down")
 
-    @routes.get("/load")
-    @routes.get("/get_load", include_in_schema=False)  # for SGLang's routers
+    @app.get("/load")
+    @app.get("/get_load", include_in_schema=False)  # for SGLang's routers
     async def load() -> dict[str, Any]:
         now = service.client.load
         return {
@@ -130,7 +125,7 @@ def _state(service: Service) -> APIRouter:
             "ready": service.client.ready,
         }
 
-    @routes.get("/metrics", response_class=Response)
+    @app.get("/metrics", response_class=Response)
     async def metrics() -> Response:
         try:
             text = await service.client.scrape()
@@ -140,7 +135,7 @@ def _state(service: Service) -> APIRouter:
             ) from None
         return Response(text, media_type=CONTENT_TYPE_LATEST)
 
-    @routes.get("/version")
+    @app.get("/version")
     async def version() -> dict[str, Any]:
         facts = service.facts
         return {
@@ -150,16 +145,13 @@ def _state(service: Service) -> APIRouter:
             "drafters": dict(zip(facts.drafters, facts.drafts, strict=True)),
         }
 
-    return routes
-
 
 def _status(good: bool, yes: str, no: str) -> Response:
     return JSONResponse({"status": yes if good else no}, 200 if good else 503)
 
 
-def _page() -> APIRouter:
+def _add_page(app: FastAPI) -> None:
     """The page at ``/``, with a policy that lets it load nothing else."""
-    routes = APIRouter()
     text = Path(__file__).with_name("page.html").read_text(encoding="utf-8")
     headers = {
         "Content-Security-Policy": policy(text),
@@ -168,11 +160,9 @@ def _page() -> APIRouter:
         "Cache-Control": "no-cache",
     }
 
-    @routes.get("/", response_class=HTMLResponse, include_in_schema=False)
+    @app.get("/", response_class=HTMLResponse, include_in_schema=False)
     async def page() -> HTMLResponse:
         return HTMLResponse(text, headers=headers)
-
-    return routes
 
 
 def policy(page: str) -> str:

@@ -7,7 +7,7 @@ import json
 from collections.abc import Iterator
 from typing import Annotated, Any, ClassVar, Literal
 
-from fastapi import APIRouter
+from fastapi import FastAPI
 from fastapi import Request as HTTPRequest
 from fastapi.responses import Response
 from pydantic import Field
@@ -157,21 +157,17 @@ def _messages_of_turn(turn: Turn, number: int) -> Iterator[blocks.MessageFields]
 _REASONS = {"stop": "end_turn", "length": "max_tokens", "tool_calls": "tool_use"}
 
 
-def router(service: Service) -> APIRouter:
-    routes = APIRouter()
-
-    @routes.post("/v1/messages", response_model=None)
+def add_routes(app: FastAPI, service: Service) -> None:
+    @app.post("/v1/messages", response_model=None)
     async def answer(body: MessagesRequest, http: HTTPRequest) -> Response:
         dialogue = await Dialogue.begin(service, body.chat())
         return await respond_with(MessagesAnswer(dialogue), dialogue.ticket, http, body.stream)
 
-    @routes.post("/v1/messages/count_tokens")
+    @app.post("/v1/messages/count_tokens")
     async def count(body: CountRequest) -> dict[str, int]:
         service.check_model(body.model)
         ids = await asyncio.to_thread(render_request, service.tokenizer, body.chat())
         return {"input_tokens": len(ids)}
-
-    return routes
 
 
 class MessagesAnswer(blocks.BlocksAnswer):

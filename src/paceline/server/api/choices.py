@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from functools import cached_property
 from itertools import pairwise
 from typing import TYPE_CHECKING, Any
 
@@ -92,11 +91,8 @@ class Origins:
 
     def __init__(self, tokenizer: Tokenizer, prompt: Sequence[int], visible: bool = False) -> None:
         """``visible``: special tokens are part of the text, except the one that ends it."""
-        self._tokenizer, self._prompt, self._visible = tokenizer, prompt, visible
-
-    @cached_property
-    def _detokeniser(self) -> Detokeniser:
-        return Detokeniser(self._tokenizer, self._prompt, skip_special=not self._visible)
+        self._tokenizer = tokenizer
+        self._detokeniser = Detokeniser(tokenizer, prompt, skip_special=not visible)
 
     def records(self, event: StreamEvent) -> list[dict[str, Any]]:
         """Records of an event's tokens, event by event. ``draft_position`` counts from 0 within the
@@ -127,12 +123,8 @@ class LogprobColumns:
     """The completions API's logprobs columns of one growing text."""
 
     def __init__(self, tokenizer: Tokenizer, prompt: Sequence[int]) -> None:
-        self._tokenizer, self._prompt = tokenizer, prompt
+        self._tokenizer, self._detokeniser = tokenizer, Detokeniser(tokenizer, prompt)
         self._certain = 0  # characters before the next token
-
-    @cached_property
-    def _detokeniser(self) -> Detokeniser:
-        return Detokeniser(self._tokenizer, self._prompt)
 
     def columns(self, entries: Sequence[TokenLogprob]) -> dict[str, Any]:
         """Columns of the next tokens. ``text_offset``: characters of complete text before the

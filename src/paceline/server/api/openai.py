@@ -10,7 +10,7 @@ from dataclasses import replace
 from statistics import fmean
 from typing import Any
 
-from fastapi import APIRouter
+from fastapi import FastAPI
 from fastapi import Request as HTTPRequest
 from fastapi.responses import Response
 
@@ -173,22 +173,18 @@ async def _prompt(service: Service, body: CompletionRequest, prompt: str | list[
     return ids
 
 
-def router(service: Service) -> APIRouter:
-    routes = APIRouter()
-
-    @routes.post("/v1/completions", response_model=None)
+def add_routes(app: FastAPI, service: Service) -> None:
+    @app.post("/v1/completions", response_model=None)
     async def complete(body: CompletionRequest, http: HTTPRequest) -> Response:
         service.check_model(body.model)
         ticket, prompts = await _begin(service, body)
         answer = CompletionAnswer(service, body, ticket, prompts)
         return await respond_with(answer, ticket, http, body.stream)
 
-    @routes.post("/v1/chat/completions", response_model=None)
+    @app.post("/v1/chat/completions", response_model=None)
     async def chat(body: ChatRequest, http: HTTPRequest) -> Response:
         dialogue = await Dialogue.begin(service, body)
         return await respond_with(ChatAnswer(dialogue), dialogue.ticket, http, body.stream)
-
-    return routes
 
 
 async def _begin(service: Service, body: CompletionRequest) -> tuple[Ticket, list[list[int]]]:

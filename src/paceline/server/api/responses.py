@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
-from fastapi import APIRouter
+from fastapi import FastAPI
 from fastapi import Request as HTTPRequest
 from fastapi.responses import Response
 
@@ -33,8 +33,7 @@ _REPEATED = {
 }
 
 
-def router(service: Service) -> APIRouter:
-    routes = APIRouter()
+def add_routes(app: FastAPI, service: Service) -> None:
     store = ResponseStore()
 
     def kept(owner: str, name: str, param: str) -> KeptResponse:
@@ -48,7 +47,7 @@ def router(service: Service) -> APIRouter:
             )
         return response
 
-    @routes.post("/v1/responses", response_model=None)
+    @app.post("/v1/responses", response_model=None)
     async def respond(body: ResponsesRequest, http: HTTPRequest) -> Response:
         service.check_model(body.model)
         owner = owner_of(http.scope)
@@ -61,18 +60,16 @@ def router(service: Service) -> APIRouter:
         answer = ResponsesAnswer(dialogue, body, messages, partial(store.keep, owner))
         return await respond_with(answer, dialogue.ticket, http, body.stream)
 
-    @routes.get("/v1/responses/{name}")
+    @app.get("/v1/responses/{name}")
     async def response(name: str, http: HTTPRequest) -> dict[str, Any]:
         return kept(owner_of(http.scope), name, "name").shown
 
-    @routes.delete("/v1/responses/{name}")
+    @app.delete("/v1/responses/{name}")
     async def delete(name: str, http: HTTPRequest) -> dict[str, Any]:
         owner = owner_of(http.scope)
         identifier: str = kept(owner, name, "name").shown["id"]
         store.drop(owner, identifier)
         return {"id": identifier, "object": "response", "deleted": True}
-
-    return routes
 
 
 class ResponsesAnswer(blocks.BlocksAnswer):

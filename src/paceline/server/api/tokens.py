@@ -6,7 +6,7 @@ import asyncio
 from typing import Any
 
 import msgspec
-from fastapi import APIRouter
+from fastapi import FastAPI
 from fastapi.responses import Response
 
 from paceline.model.tokenizer import Tokenizer
@@ -25,28 +25,24 @@ _INFO_FIELDS = (
 )
 
 
-def router(service: Service) -> APIRouter:
-    routes = APIRouter()
-
+def add_routes(app: FastAPI, service: Service) -> None:
     # On a worker thread, encoding included: a long text takes seconds.
 
-    @routes.post("/tokenize")
+    @app.post("/tokenize")
     async def tokenize(body: TokenizeRequest) -> Response:
         service.check_model(body.model)
         return await asyncio.to_thread(_tokens_of, service, body)
 
-    @routes.post("/detokenize")
+    @app.post("/detokenize")
     async def detokenize(body: DetokenizeRequest) -> Response:
         service.check_model(body.model)
         return await asyncio.to_thread(_text_of, service, body.tokens)
 
-    @routes.get("/tokenizer_info")
+    @app.get("/tokenizer_info")
     async def tokenizer_info() -> Response:
         tokenizer = service.tokenizer
         special = {name: getattr(tokenizer, name, None) for name in _INFO_FIELDS}
         return _json({"tokenizer_class": type(tokenizer).__name__, **special})
-
-    return routes
 
 
 def _tokens_of(service: Service, body: TokenizeRequest) -> Response:
