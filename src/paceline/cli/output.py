@@ -123,19 +123,16 @@ class Painter:
             piece = self._detokeniser.feed(token)
             self._styles.extend([self._last] * len(piece))
             decoded += piece
-        painted = Text()
+        painted, styles = Text(), self._styles
         shown = decoded if text is None else text
-        for style, run in groupby(shown, lambda character: self._next_style()):
+        # An unfinished character at the text's end belongs to its last token.
+        for style, run in groupby(shown, lambda _: styles.popleft() if styles else self._last):
             painted.append("".join(run), style)
         return painted
 
     def rest(self) -> Text:
         """Characters that the last token left unfinished."""
         return Text(self._detokeniser.flush(), self._last)
-
-    def _next_style(self) -> str:
-        """An unfinished character at the text's end belongs to its last token."""
-        return self._styles.popleft() if self._styles else self._last
 
 
 def stream_to(
