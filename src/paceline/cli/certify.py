@@ -4,7 +4,7 @@
 from __future__ import annotations
 
 import os
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
@@ -57,25 +57,10 @@ def _certified(entry: TableEntry) -> TableEntry:
 _DISTRIBUTION = tuple(map(_certified, entries(DistributionOptions, "command")))
 
 
-@dataclass(frozen=True)
-class ServerOptions:
-    """Which server answers, and what it is compared with."""
-
-    url: str | None = _server(
-        None,
-        "Certify a server of OpenAI's protocol, asked for --model with the key OPENAI_API_KEY.",
-        shown="this machine's engine",
-    )
-    against: str | None = _server(
-        None,
-        "URL of another server of the same model, without speculation.",
-        shown="the same one with speculation off, where it can",
-    )
-
-
 def _certify_server(
     context: typer.Context,
-    server: ServerOptions,
+    url: str,
+    against: str | None,
     model: str | None,
     prompts: PromptOptions,
     effort: Effort,
@@ -84,8 +69,9 @@ def _certify_server(
 ) -> int:
     """The server behind a URL, by its answers; no model is loaded here. Raises ConfigError on
     options that do not go with it."""
-    asked = ServerOptions, PromptOptions, Effort, ReportOptions
-    known = {"model", "seconds", *(entry.name for table in asked for entry in entries(table))}
+    asked = PromptOptions, Effort, ReportOptions
+    known = {entry.name for table in asked for entry in entries(table)}
+    known |= {"url", "against", "model", "seconds"}
     for parameter in context.command.params:
         given = context.get_parameter_source(parameter.name or "")
         if parameter.name not in known and given and given.name == "COMMANDLINE":
@@ -99,9 +85,9 @@ def _certify_server(
 
     texts = [(prompt.name, prompt.text) for prompt in evenly(prompts.load(1), effort.texts)]
     of_model = model or None, os.environ.get("OPENAI_API_KEY")
-    answering, reference = connect(server.url or "", *of_model)
-    if server.against is not None:
-        reference, _ = connect(server.against, *of_model)
+    answering, reference = connect(url, *of_model)
+    if against is not None:
+        reference, _ = connect(against, *of_model)
     certifier = ServerCertifier(answering, reference, texts, effort, budget)
     interrupted = _run(certifier)
     certificate = certifier.certificate()
@@ -129,7 +115,16 @@ def certify(
     effort: Effort,
     text: PerplexityOptions,
     run: RunOptions,
-    server: ServerOptions,
+    url: str | None = _server(
+        None,
+        "Certify a server of OpenAI's protocol, asked for --model with the key OPENAI_API_KEY.",
+        shown="this machine's engine",
+    ),
+    against: str | None = _server(
+        None,
+        "URL of another server of the same model, without speculation.",
+        shown="the same one with speculation off, where it can",
+    ),
 ) -> int:
     """Test that speculative decoding says what the target alone would say; exit 0 only if so.
 
@@ -138,9 +133,10 @@ def certify(
     Exits with 1 if something is wrong, with 3 if there was not enough time to certify anything.
     """
     budget = run.begin()
-    if server.url is not None:
-        return _certify_server(context, server, pair["model"], prompts, effort, run, budget)
-    if server.against is not None:
+    if url is not None:
+        about = pair["model"], prompts, effort, run, budget
+        return _certify_server(context, url, against, *about)
+    if against is not None:
         raise typer.BadParameter("--against goes with --url")
     engine = ModelOptions(**pair)
     _check(engine)

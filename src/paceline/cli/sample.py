@@ -9,7 +9,7 @@ import json
 import time
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
-from dataclasses import MISSING, asdict, dataclass, replace
+from dataclasses import MISSING, asdict, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -29,48 +29,44 @@ if TYPE_CHECKING:
 _GROUP = 4  # batches of prompts that are sorted by length together
 
 
-@dataclass(frozen=True)
-class SampleOptions:
-    """What writes what, from what."""
-
-    model: str = setting(MISSING, "The model that writes.")
+@expand
+def sample(
+    *,
+    model: str = setting(MISSING, "The model that writes."),
     data: tuple[str, ...] = setting(
         MISSING,
         "Conversations, whose last question is answered, or texts, which are continued.",
         panel="Prompts",
         metavar="FILE[=WEIGHT]",
-    )
-    out: Path = setting(MISSING, "JSONL file to write.")
-    batch: int = setting(32, "Sequences at once.", low=1, panel="Engine")
-
-
-@expand
-def sample(
-    run: SampleOptions, prompts: PromptSelection, answers: AnswerConfig, engine: LoadSettings
+    ),
+    out: Path = setting(MISSING, "JSONL file to write."),
+    batch: int = setting(32, "Sequences at once.", low=1, panel="Engine"),
+    prompts: PromptSelection,
+    answers: AnswerConfig,
+    engine: LoadSettings,
 ) -> None:
     """Let a model answer prompts or continue texts, as data to train its drafts on.
 
     Run the same command again to go on where it stopped: until all is written, the records lie in
     OUT.partial.
     """
-    out = run.out
     if out.is_file():
         info(f"{out} is there already; delete it to write it anew")
         return
     from paceline.train.prompts import prompts_of
 
-    sources = [Source.parse(spec) for spec in run.data]
+    sources = [Source.parse(spec) for spec in data]
     params = SamplingParams(**asdict(answers))
-    key = json.dumps({"model": run.model, "data": run.data, **asdict(prompts), **asdict(answers)})
+    key = json.dumps({"model": model, "data": data, **asdict(prompts), **asdict(answers)})
     with LongRecord(out, "the records", key) as lines:
         if lines.lines:
             info(f"going on after {lines.lines:,} records in {lines.partial}")
         seed = prompts.seed + lines.lines
-        llm = load_llm(engine, run.model, None, max_batch_size=run.batch, seed=seed)
+        llm = load_llm(engine, model, None, max_batch_size=batch, seed=seed)
         longest = min(prompts.max_prompt, llm.max_model_len - 1)
         chosen = prompts_of(sources, llm.tokenizer, replace(prompts, max_prompt=longest))
         writer = AnswerWriter(llm, params, longest, lines.add)
-        writer.write(chosen, run.batch, lines.kept())
+        writer.write(chosen, batch, lines.kept())
         failed = f" ({writer.failed} answers failed)" if writer.failed else ""
         info(f"{lines.lines:,} records in {out}{failed}")
 

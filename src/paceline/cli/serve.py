@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import closing, contextmanager
-from dataclasses import dataclass
 from typing import TYPE_CHECKING, Annotated, Any
 
 from paceline.cli.options import chosen_model, expand, left_open
@@ -18,28 +17,25 @@ if TYPE_CHECKING:
     from paceline.server.service import Service
 
 
-@dataclass(frozen=True)
-class FileOptions:
-    """Where the settings come from besides the flags."""
+_FLAGS = tuple(left_open(key) for key in keys() if key.name != "profile")
 
+
+@expand
+def serve(
+    *,
     config: tuple[str, ...] = setting(
         (),
         "TOML file with the settings of the flags, a file of paceline tune, or both. Flags win.",
         metavar="FILE",
         shown="none",
-    )
-    print_config: bool = setting(False, "Print the configuration as such a file.")
-
-
-_FLAGS = tuple(left_open(key) for key in keys() if key.name != "profile")
-
-
-@expand
-def serve(files: FileOptions, flags: Annotated[dict[str, Any], _FLAGS]) -> None:
+    ),
+    print_config: bool = setting(False, "Print the configuration as such a file."),
+    flags: Annotated[dict[str, Any], _FLAGS],
+) -> None:
     """Serve a model over HTTP: OpenAI's API, metrics, and a page at /."""
     given = {name: value for name, value in flags.items() if value not in (None, ())}
     by_kind: dict[str, str] = {}
-    for path in files.config:
+    for path in config:
         # Only tuned settings have a version.
         kind = "profile" if "version" in read_toml(path, "config file") else "file"
         if by_kind.setdefault(kind, path) != path:
@@ -51,7 +47,7 @@ def serve(files: FileOptions, flags: Annotated[dict[str, Any], _FLAGS]) -> None:
     from paceline.server.security import Keys, exposure_warning, key_file_warning
 
     api_keys = Keys.load(settings.api_key_file)
-    if files.print_config:
+    if print_config:
         print(f"# {len(api_keys)} API keys, which are not shown")
         print(to_toml(settings), end="")
         return
