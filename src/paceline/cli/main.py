@@ -17,14 +17,13 @@ from paceline.cli.demo import demo
 from paceline.cli.doctor import doctor
 from paceline.cli.export import export
 from paceline.cli.generate import chat, generate
-from paceline.cli.output import debugging
+from paceline.cli.output import debugging, reason_of
 from paceline.cli.profile import profile
 from paceline.cli.pull import pull
 from paceline.cli.quantize import quantize
 from paceline.cli.serve import serve
 from paceline.cli.train import app as train
 from paceline.cli.tune import tune
-from paceline.errors import PacelineError
 from paceline.kernels.compile import origin
 
 
@@ -42,18 +41,13 @@ class CommandGroup(TyperGroup):
             return super().invoke(ctx)
         except KeyboardInterrupt as interrupt:
             raise _failed(str(interrupt) or "interrupted", 130) from None
-        except PacelineError as error:
-            if debugging():
-                raise
-            raise _failed(f"error: {error}", 1) from None
         except Exception as error:
             # Typer's own exceptions (usage, exit) carry their code; a broken pipe means that the
             # reader of our output has gone, and Typer then ends quietly.
             known = hasattr(error, "exit_code") or isinstance(error, (typer.Abort, BrokenPipeError))
             if known or debugging():
                 raise
-            hint = "run again with --debug for the traceback"
-            raise _failed(f"error: unexpected {type(error).__name__}: {error}; {hint}", 1) from None
+            raise _failed(f"error: {reason_of(error)}", 1) from None
 
 
 app = typer.Typer(

@@ -17,6 +17,7 @@ from rich.console import Console
 from rich.text import Text
 
 from paceline.core.stages import info
+from paceline.errors import PacelineError
 from paceline.files.ownership import force
 from paceline.settings import under
 
@@ -31,6 +32,13 @@ TARGET_STYLE = "bold"
 def debugging() -> bool:
     """Whether tracebacks and warnings of libraries are wanted (--debug)."""
     return os.environ.get("PACELINE_DEBUG", "0") != "0"
+
+
+def reason_of(error: Exception) -> str:
+    """What the one line says that a command ends with."""
+    if isinstance(error, PacelineError):
+        return str(error)
+    return f"unexpected {type(error).__name__}: {error}; run again with --debug for the traceback"
 
 
 def quiet_libraries() -> None:

@@ -10,7 +10,6 @@ import threading
 import traceback
 from typing import NoReturn
 
-from paceline.errors import PacelineError
 from paceline.server import wire
 from paceline.server.loop import EngineLoop, Link
 
@@ -45,7 +44,7 @@ def main(descriptor: int) -> None:
 
 def _load(message: wire.LoadModel, link: Link) -> EngineLoop:
     """Load the model; ends the process on failure."""
-    from paceline.cli.output import debugging
+    from paceline.cli.output import debugging, reason_of
     from paceline.server.local import load_llm
     from paceline.server.run import set_up_logging
 
@@ -56,11 +55,5 @@ def _load(message: wire.LoadModel, link: Link) -> EngineLoop:
     except Exception as error:
         if debugging():
             traceback.print_exc()
-        reason = str(error)
-        if not isinstance(error, PacelineError):
-            reason = (
-                f"unexpected {type(error).__name__}: {reason}; run again with --debug for the "
-                "traceback"
-            )
-        link.send(wire.Failed(reason.encode("utf-8", "replace").decode("utf-8")))
+        link.send(wire.Failed(reason_of(error).encode("utf-8", "replace").decode("utf-8")))
         _end(1)
