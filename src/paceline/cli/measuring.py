@@ -111,8 +111,7 @@ class PerplexityOptions:
 
 @dataclass(frozen=True)
 class RunOptions(ReportOptions):
-    """How long a measuring command may take, whether it goes on from its last run, and where its
-    result goes."""
+    """How long measuring may take, whether it goes on from its last run, and where results go."""
 
     seconds: float = _budget(
         180.0, "Time to spend, loading counted. 0 takes as long as the whole takes.", low=0
@@ -160,13 +159,7 @@ def runs_folder() -> Path:
 
 
 class Interruption:
-    """Ctrl-C ends the block early instead of the program; ``code`` is the exit status, then 130.
-
-    with Interruption() as interrupted:
-        measure_into(record)
-    emit(record)
-    return interrupted.code
-    """
+    """Ctrl-C ends the block early instead of the program; ``code`` is the exit status, then 130."""
 
     code = 0
 

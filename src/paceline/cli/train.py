@@ -37,8 +37,7 @@ app = typer.Typer(help="Train models for Paceline.", no_args_is_help=True)
 
 @contextmanager
 def deferred_interrupts() -> Iterator[Callable[[], bool]]:
-    """Ctrl-C between steps, where weights and optimizer agree: the block asks whether it came. A
-    second one stops at once."""
+    """Ctrl-C between steps: the block asks whether it came. A second one stops at once."""
     came = False
 
     def interrupt(*_: object) -> None:

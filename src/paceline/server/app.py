@@ -36,8 +36,7 @@ def create_app(
     local: bool = False,
 ) -> FastAPI:
     """The API of a service, whose engine runs while the application does. Without ``keys`` anybody
-    may use it; ``local``: check the Host header, see ``wrong_host``. ``ended`` is called after each
-    request."""
+    may use it; ``local``: see ``wrong_host``. ``ended`` is called after each request."""
 
     @asynccontextmanager
     async def life(app: FastAPI) -> AsyncIterator[None]:

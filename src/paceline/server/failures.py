@@ -14,8 +14,7 @@ _ELSEWHERE = {"Retry-After": "5", "Connection": "close"}
 
 
 class APIError(PacelineError):
-    """An error as clients see it: HTTP status and headers; OpenAI's ``type`` (``kind``), ``param``
-    and ``code``."""
+    """An error as clients see it: status, headers, OpenAI's ``type`` (``kind``) and the rest."""
 
     def __init__(
         self,

@@ -115,8 +115,7 @@ THOUGHTS = ("thinking", "redacted_thinking", "reasoning")
 
 
 def text_of(content: Any) -> str | None:
-    """The text of a message's content; other fields of its parts do not change it. Raises
-    ValueError."""
+    """Of a message's content; other fields of its parts change nothing. Raises ValueError."""
     if content is None or isinstance(content, str):
         return content
     if not isinstance(content, list):

@@ -37,8 +37,7 @@ _HANGING_SECONDS = 10.0  # for a hanging forward to fail after the model is lost
 
 
 class Link:
-    """This side of the connection. ``send`` may be called on any thread; ``end`` is called when the
-    other side closes."""
+    """This side of the connection, for any thread. ``end`` is called when the other side closes."""
 
     def __init__(self, connection: socket.socket, end: Callable[[], None]) -> None:
         self._connection, self._end = connection, end
@@ -77,8 +76,7 @@ class EngineJob:
 
 class EngineLoop:
     """Runs an ``LLM`` on its own thread; start it once. ``post`` sends a message to the clients, on
-    several threads. ``alias_of``: metrics also have vLLM's names, for the model served under this
-    name."""
+    several threads. ``alias_of``: metrics also have vLLM's names, for the model of this name."""
 
     def __init__(
         self, llm: LLM, post: Callable[[wire.WireMessage], None], alias_of: str | None = None
@@ -166,8 +164,7 @@ class EngineLoop:
         self._over.wait()
 
     def _break(self, reason: str) -> None:
-        """The model cannot run any more. An idle thread is woken; one that hangs in a forward is
-        not waited for."""
+        """The model cannot run any more. A thread that hangs in a forward is not waited for."""
         with self._wake:
             self._broken = reason
             self._wake.notify()

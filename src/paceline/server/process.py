@@ -44,8 +44,7 @@ def _signals_blocked() -> Iterator[None]:
 
 
 class EngineProcess:
-    """Starts loading at once; has ``facts`` after ``hello``. ``close`` waits for the process to
-    end."""
+    """Starts loading at once; has ``facts`` after ``hello``. ``close`` waits for its end."""
 
     facts: wire.Facts
 
@@ -61,8 +60,7 @@ class EngineProcess:
             self.connection.sendall(wire.framed(wire.LoadModel(config)))
 
     def hello(self) -> None:
-        """Wait until the model is loaded. Raises its errors, and EngineLostError if the process
-        ends."""
+        """Wait for the model. Raises its errors, and EngineLostError if the process ends."""
         body = wire.read_message(self.connection)
         if body is None:
             raise EngineLostError(f"the engine process {self.ended()} while it was loading")
@@ -95,8 +93,7 @@ class EngineProcess:
 
 
 def load_tokenizer_alone(config: ServeConfig) -> PreTrainedTokenizerFast:
-    """The model's tokenizer without torch: in a second, and in a tenth of the memory. Raises
-    ModelLoadError."""
+    """The model's tokenizer without torch: in a tenth of the memory. Raises ModelLoadError."""
     from paceline.model.gguf import gguf_file
     from paceline.model.names import resolve
 

@@ -43,8 +43,7 @@ class AddressError(PacelineError):
 
 
 def bind(host: str, port: int) -> socket.socket:
-    """Reserve the address; ``run`` listens on it later, so a taken port shows at once. Raises
-    AddressError."""
+    """Reserve the address, for ``run``: a taken port shows at once. Raises AddressError."""
     try:
         addresses = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
     except OSError as error:

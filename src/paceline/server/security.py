@@ -67,8 +67,7 @@ class Keys:
         return any([hmac.compare_digest(digest_of_key, digest) for digest in self.digests])
 
     def refusal(self, scope: Scope) -> APIError | None:
-        """An error unless the request has a valid key or its path is open. Stores the owner in the
-        scope."""
+        """An error unless the key is valid or the path open. Stores the owner in the scope."""
         if scope["path"] in OPEN_PATHS:
             return None
         key = bearer(scope)
@@ -159,8 +158,7 @@ def bearer(scope: Scope) -> bytes | None:
 
 
 def wrong_type(scope: Scope) -> APIError | None:
-    """An error unless a body is declared as JSON: other types can be sent by pages of other
-    origins."""
+    """An error unless a body is declared as JSON: pages of other origins can send other types."""
     if scope["method"] != "POST":
         return None
     content_type = (header(scope, b"content-type") or b"").decode("latin-1")
@@ -241,8 +239,7 @@ class Gate:
         return unpacked
 
     async def _read(self, request: Request) -> bytes:
-        """The whole body. Raises APIError if it is too large, ClientDisconnect if the client has
-        gone."""
+        """The body. Raises APIError if it is too large, ClientDisconnect if the client has gone."""
         # The declared size; the HTTP parser has checked that it is a number.
         size = int(request.headers.get("content-length") or 0)
         # Closing while the client sends resets the connection, and the client never sees the

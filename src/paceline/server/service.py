@@ -24,8 +24,7 @@ log = logging.getLogger("paceline.server")
 
 
 class Service:
-    """An engine, its tokenizer, and the name its model is served under. ``created``: seconds since
-    the epoch."""
+    """An engine, its tokenizer, and its model's name. ``created``: seconds since the epoch."""
 
     def __init__(self, engine: EngineEndpoint, tokenizer: Tokenizer, config: ServeConfig) -> None:
         self.client = EngineClient(engine, config)
@@ -45,8 +44,7 @@ class Service:
             )
 
     def remaining(self, prompt_tokens: int, param: str) -> int:
-        """Tokens that may follow a prompt. Raises APIError, in OpenAI's words, if there is room for
-        none."""
+        """Tokens that may follow a prompt. Raises APIError, in OpenAI's words, if none may."""
         refused = self.facts.context_budget.refusal(prompt_tokens)
         if refused is None:
             return self.max_model_len - prompt_tokens
@@ -59,8 +57,7 @@ class Service:
         )
 
     async def encode(self, text: str, special: bool = True, param: str = "prompt") -> list[int]:
-        """Token ids, found on a worker thread; ``special``: with the tokens that the tokenizer
-        adds. Raises APIError."""
+        """On a worker thread; ``special``: with tokens that the tokenizer adds. Raises APIError."""
         check_text(text, param)
         encode = self.tokenizer.encode
         return list(await asyncio.to_thread(encode, text, add_special_tokens=special))
@@ -76,8 +73,7 @@ class Service:
         deadline: float | None,
         streams: bool,
     ) -> Ticket:
-        """Submit within the configured limits. Raises APIError and what ``EngineClient.submit``
-        does."""
+        """Within the configured limits. Raises APIError and what ``EngineClient.submit`` does."""
         config = self.config
         for param, asked, limit in (
             ("n", params.n, config.max_n),

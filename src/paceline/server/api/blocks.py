@@ -25,8 +25,7 @@ MessageFields = dict[str, Any]  # those of a ChatMessage
 
 @contextmanager
 def reading(where: str) -> Iterator[None]:
-    """A KeyError or ValueError in part ``where`` of a conversation becomes an APIError that names
-    it."""
+    """A KeyError or ValueError in part ``where`` of a conversation becomes an APIError of it."""
     try:
         yield
     except (KeyError, ValueError) as error:

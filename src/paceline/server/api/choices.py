@@ -95,8 +95,7 @@ class Origins:
         self._detokeniser = Detokeniser(tokenizer, prompt, skip_special=not visible)
 
     def records(self, event: StreamEvent) -> list[dict[str, Any]]:
-        """Records of an event's tokens, event by event. ``draft_position`` counts from 0 within the
-        step's draft."""
+        """Of an event's tokens, event by event. ``draft_position``: from 0, in the step's draft."""
         records: list[dict[str, Any]] = []
         position, reason = 0, finish_reason(event)
         for index, (token, drafted) in enumerate(
@@ -127,8 +126,7 @@ class LogprobColumns:
         self._certain = 0  # characters before the next token
 
     def columns(self, entries: Sequence[TokenLogprob]) -> dict[str, Any]:
-        """Columns of the next tokens. ``text_offset``: characters of complete text before the
-        token."""
+        """Of the next tokens. ``text_offset``: characters of complete text before the token."""
         offsets = []
         for entry in entries:
             offsets.append(self._certain + len(self._detokeniser.guess()))

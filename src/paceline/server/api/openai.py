@@ -55,8 +55,7 @@ class OpenAIAnswer(Answer):
         visible: bool,
         names: tuple[str, str],
     ) -> None:
-        """``visible``: special tokens are part of the text. ``names``: prefix of the id, kind of
-        object."""
+        """``visible``: special tokens are part of the text. ``names``: of the id, and the kind."""
         self._ticket, self._generation = ticket, body
         self._usage_asked = body.stream_options or StreamOptions()
         self._tokenizer, self._prompts, self._visible = service.tokenizer, prompts, visible

@@ -24,8 +24,7 @@ class StreamOptions(Body):
 
 class Speculation(Body):
     """Ours. ``method``: "auto" (the default drafter), "off", or a loaded drafter's name.
-    ``draft_length`` fixes the length. ``stats`` adds figures of drafting, ``tokens`` each token's
-    origin."""
+    ``draft_length`` fixes the length. ``stats`` adds figures, ``tokens`` each token's origin."""
 
     method: str = "auto"
     draft_length: int | None = Field(default=None, ge=0, le=64)
@@ -185,8 +184,7 @@ class ToolCall(Body):
 
 
 class ChatMessage(Body):
-    """An assistant's message may have any further fields. ``prefix``: the answer continues this
-    last message."""
+    """An assistant's may have any further fields. ``prefix``: the answer continues this one."""
 
     _ignored: ClassVar[frozenset[str]] = frozenset({"id", "status", "annotations"})
     role: Literal["system", "developer", "user", "assistant", "tool", "function"]

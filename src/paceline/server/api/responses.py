@@ -214,9 +214,8 @@ class ResponsesAnswer(blocks.BlocksAnswer):
 
 @dataclass(frozen=True)
 class KeptResponse:
-    """``messages``: the conversation up to and including this answer. ``shown``: what the client
-    got. ``alias``: the client's name for it (``request_id``); the latest response of that name has
-    it."""
+    """``messages``: the conversation with this answer. ``shown``: what the client got. ``alias``:
+    the client's name for it (``request_id``); the latest response of that name has it."""
 
     messages: list[dict[str, Any]]
     shown: dict[str, Any]

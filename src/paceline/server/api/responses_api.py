@@ -170,8 +170,7 @@ def messages_of(
 
 
 def _assistant(messages: list[blocks.MessageFields]) -> blocks.MessageFields:
-    """The last message if it is the assistant's, else a new one: items of one answer are one
-    message."""
+    """The last message if it is the assistant's, else a new one: an answer is one message."""
     if not messages or messages[-1]["role"] != "assistant":
         messages.append({"role": "assistant", "content": ""})
     return messages[-1]

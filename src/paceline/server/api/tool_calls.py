@@ -53,8 +53,7 @@ def _moved(schema: Any, path: str) -> Any:
 
 
 def calls_in(text: str, names: Set[str]) -> list[Call]:
-    """The calls in a JSON text (an object, or a list of them); [] unless all call functions in
-    ``names``."""
+    """The calls in a JSON text (an object, or a list); [] unless all are of ``names``."""
     try:
         parsed = json.loads(text, parse_constant=_refuse)
     except (ValueError, RecursionError):

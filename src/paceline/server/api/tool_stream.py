@@ -69,8 +69,7 @@ class TextAnswer:
 
 
 class _JsonEnd:
-    """Finds the end of a JSON object or list by its brackets; does not check that it is
-    well-formed."""
+    """Finds the end of a JSON object or list by its brackets, well-formed or not."""
 
     _OUTSIDE = re.compile(r'["{}\[\]]')
     _INSIDE = re.compile(r'["\\]')
