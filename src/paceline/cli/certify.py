@@ -67,8 +67,7 @@ def _certify_server(
     output: ReportOptions,
     budget: Budget,
 ) -> int:
-    """The server behind a URL, by its answers; no model is loaded here. Raises ConfigError on
-    options that do not go with it."""
+    """No model is loaded here. Raises ConfigError on options that do not go with a server."""
     asked = PromptOptions, Effort, ReportOptions
     known = {entry.name for table in asked for entry in entries(table)}
     known |= {"url", "against", "model", "seconds"}

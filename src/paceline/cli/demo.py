@@ -13,7 +13,7 @@ from dataclasses import asdict, dataclass, replace
 from functools import reduce
 from operator import add
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 from rich import table as rich_tables
@@ -40,7 +40,7 @@ from paceline.lab.report.columns import (
 from paceline.lab.report.document import Table
 from paceline.lab.report.render import rich_table
 from paceline.model.names import DEFAULT_DRAFT, EMBEDDED, REAL, SMOLLM2, VARIABLE, pulled
-from paceline.settings import setting
+from paceline.settings import entries, setting
 
 if TYPE_CHECKING:
     from paceline import LLM
@@ -57,25 +57,6 @@ _ABOUT = (
 _PROMPTS = Path(__file__).with_name("demo_prompts")  # for a real model, and for the built-in toy
 _TURN = 0.05  # seconds
 _LEAST_CONTEXT = 2048  # tokens that a model must see to be asked the real questions
-
-
-@dataclass(frozen=True)
-class DemoOptions(ModelOptions):
-    """What is decoded, and how it is shown."""
-
-    max_tokens: int = setting(120, "Tokens a prompt.", low=1)
-    as_json: bool = setting(False, "Print one JSON object instead of the show.", flags=("--json",))
-    pull: bool = setting(False, f"Fetch {REAL} first if it is not here.")
-
-    def __post_init__(self) -> None:
-        named = self.model or os.environ.get(VARIABLE)
-        if self.pull and not named and pulled(SMOLLM2) is None:
-            info(f"{in_short(SMOLLM2)} Fetching it, once.")
-            try:
-                fetch(SMOLLM2.name)
-            except PacelineError as error:
-                info(f"not fetched: {error}")
-        super().__post_init__()  # chooses a model by what is here
 
 
 # -- figures ---------------------------------------------------------------------------------------
@@ -284,9 +265,25 @@ def _record(groups: Sequence[Sequence[Measurement]], draft: str) -> dict[str, An
     return {"draft": draft, **first} | ({"repeated": again[0]} if again else {})
 
 
+def _fetch_real() -> None:
+    info(f"{in_short(SMOLLM2)} Fetching it, once.")
+    try:
+        fetch(SMOLLM2.name)
+    except PacelineError as error:
+        info(f"not fetched: {error}")
+
+
 @expand
-def demo(options: DemoOptions) -> None:
+def demo(
+    pair: Annotated[dict[str, Any], entries(ModelOptions, "command")],
+    max_tokens: int = setting(120, "Tokens a prompt.", low=1),
+    as_json: bool = setting(False, "Print one JSON object instead of the show.", flags=("--json",)),
+    pull: bool = setting(False, f"Fetch {REAL} first if it is not here."),
+) -> None:
     """Decode some prompts plainly and speculatively side by side, and compare text and speed."""
+    if pull and not (pair["model"] or os.environ.get(VARIABLE)) and pulled(SMOLLM2) is None:
+        _fetch_real()
+    options = ModelOptions(**pair)  # chooses a model by what is here
     draft = options.resolved_draft
     if draft is None:
         raise typer.BadParameter(
@@ -294,8 +291,8 @@ def demo(options: DemoOptions) -> None:
         )
     if options.lossy:
         raise typer.BadParameter("the demo shows that drafts change no text; leave --lossy out")
-    params = SamplingParams(max_tokens=options.max_tokens)
-    console = Console(quiet=options.as_json)
+    params = SamplingParams(max_tokens=max_tokens)
+    console = Console(quiet=as_json)
     with stage("loading the models"):
         speculative = options.open(draft)
         plain = options.plain_beside(speculative)
@@ -317,9 +314,9 @@ def demo(options: DemoOptions) -> None:
             console.rule(Text(prompt.name + again, style="bold"), align="left")
             if not again:
                 console.print(Text(prompt.text, style="dim"), soft_wrap=True)
-            shown = not (again or options.as_json)
+            shown = not (again or as_json)
             groups[-1].append(measure(console, plain, speculative, prompt, params, shown))
-    if options.as_json:
+    if as_json:
         print_json(_record(groups, draft))
         return
     console.print(rich_table(_table(groups, draft)))

@@ -154,8 +154,7 @@ def fetch(name: str) -> Pulled:
 
 
 def set_threads(threads: int | None) -> None:
-    """Use this many processor threads (None: torch's choice), at most one for each processor: more
-    wait for each other, for minutes."""
+    """Use so many threads (None: torch's choice), at most one a processor: more would wait."""
     if threads is None:
         return
     import torch

@@ -54,7 +54,7 @@ def deferred_interrupts() -> Iterator[Callable[[], bool]]:
         signal.signal(signal.SIGINT, before)
 
 
-def train_to_end(trainer: Trainer, out: Path, eval_every: int, save_seconds: float) -> Path:
+def train_to_end(trainer: Trainer, running: RunningOptions) -> Path:
     """Train to the last step, or to Ctrl-C; returns the folder of the result."""
     from paceline.train.acceptance import total
 
@@ -84,11 +84,11 @@ def train_to_end(trainer: Trainer, out: Path, eval_every: int, save_seconds: flo
             if interrupted():
                 trainer.save_checkpoint()
                 raise KeyboardInterrupt(
-                    f"interrupted at step {trainer.step}; checkpoint saved in {out}: "
+                    f"interrupted at step {trainer.step}; checkpoint saved in {running.out}: "
                     "run the same command again to resume"
                 )
 
-        return trainer.run(on_progress, eval_every, save_seconds)
+        return trainer.run(on_progress, running.eval_every, running.save_seconds)
 
 
 @dataclass(frozen=True)
@@ -128,7 +128,7 @@ def _train(config: TrainConfig, running: RunningOptions) -> None:
     kind = getattr(import_module(f"paceline.train.{module}"), name)
     trainer: Trainer = kind(config, running.out, running.device, running.compiled)
     with together(trainer, running.processes, running.threads):
-        folder = train_to_end(trainer, running.out, running.eval_every, running.save_seconds)
+        folder = train_to_end(trainer, running)
     with stage("writing the model card"):
         card = write_card(trainer, shlex.join(["paceline", *sys.argv[1:]]))
     if not running.as_json:

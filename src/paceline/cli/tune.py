@@ -42,8 +42,7 @@ class ExpectedOptions:
 
 @dataclass(frozen=True)
 class TuneRun(RunOptions):
-    """Where the profile goes, too. What may not be replaced is refused before the minutes of
-    measuring: raises ConfigError."""
+    """Where the profile goes, too. Raises ConfigError, before measuring, if none may go there."""
 
     out: str = setting("paceline.toml", "Where the profile is written.")
 
