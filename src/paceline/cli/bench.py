@@ -146,6 +146,7 @@ def bench(
     if run.seconds is None:
         run = replace(run, seconds=_SECONDS if options.suite is None else 0.0)
     budget = run.begin()
+    text.check()
     with stage("starting"):
         plan = _plan(engine, source, options)
         from paceline.lab.bench.pages import report_of

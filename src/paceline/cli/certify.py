@@ -137,6 +137,7 @@ def certify(
         return _certify_server(context, url, against, *about)
     if against is not None:
         raise typer.BadParameter("--against goes with --url")
+    text.check()
     engine = ModelOptions(**pair)
     _check(engine)
     params, chosen = sampling.params(), _prompts(prompts, effort.texts)

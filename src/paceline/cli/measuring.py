@@ -84,7 +84,7 @@ class ReportOptions(WriteOptions):
 
 @dataclass(frozen=True)
 class PerplexityOptions:
-    """What quantising cost. Raises DataError on a file that is not there."""
+    """What quantising cost."""
 
     perplexity: str | None = _prompts(
         None, "JSONL of texts or chats: tell the target's perplexity on them, and its original's."
@@ -95,7 +95,8 @@ class PerplexityOptions:
         shown="--model with --quantize or --kv-cache-dtype",
     )
 
-    def __post_init__(self) -> None:
+    def check(self) -> None:
+        """Raises DataError on a file that is not there."""
         if self.perplexity is not None and not Path(self.perplexity).is_file():
             raise DataError(f"--perplexity: there is no file {self.perplexity}; give one of texts")
 
