@@ -139,10 +139,8 @@ class EngineLoop:
                     raise engine_lost()
                 self.llm.enqueue(requests)
                 self.metrics.queued(requests)
-                job.open, job.requests = (
-                    list(requests),
-                    requests,
-                )  # setting ``requests`` makes the job visible
+                # Setting ``requests`` makes the job visible.
+                job.open, job.requests = list(requests), requests
                 self._wake.notify()
         except Exception as error:
             if not isinstance(error, PacelineError):
