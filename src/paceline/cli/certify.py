@@ -24,7 +24,7 @@ from paceline.core.stages import stage
 from paceline.errors import ConfigError
 from paceline.lab.budget import Budget
 from paceline.lab.certify.effort import Effort
-from paceline.lab.report.document import Text
+from paceline.lab.report.document import Report, Text
 from paceline.request.defaults import SamplingDefaults
 from paceline.settings import TableEntry, entries, under
 
@@ -34,7 +34,6 @@ if TYPE_CHECKING:
     from paceline.lab.certify.certificate import Certificate
     from paceline.lab.certify.run import Certifier
     from paceline.lab.certify.server import ServerCertifier
-    from paceline.lab.perplexity import TextPerplexity
 
 _server = under("A server by its answers")
 _LEAST_BATCH = 32  # samples are drawn in batches; smaller ones would only take longer
@@ -133,8 +132,7 @@ def certify(
     """
     budget = run.begin()
     if url is not None:
-        about = pair["model"], prompts, effort, run, budget
-        return _certify_server(context, url, against, *about)
+        return _certify_server(context, url, against, pair["model"], prompts, effort, run, budget)
     if against is not None:
         raise typer.BadParameter("--against goes with --url")
     text.check()
@@ -160,15 +158,11 @@ def certify(
     saved.keep(certifier.evidence)  # before anything else can go wrong
     with stage("judging what was drawn"):
         certificate = certifier.certificate()
-    read = None if interrupted.code else _perplexity(text, engine, llm)
+    report = certificate.report()
+    perplexity = None if interrupted.code else _perplexity(text, engine, llm, report)
     certifier.evidence.verdicts += 1
     saved.keep(certifier.evidence)
     given = {entry.name: getattr(params, entry.name) for entry in _DISTRIBUTION}
-    perplexity = None if read is None else read.record()
-    report = certificate.report()
-    if read is not None:
-        lines = [_RELATIVE, read.line] if read.quantised else [read.line]
-        report.add("Perplexity of the target", *map(Text, lines))
     run.emit({**certificate.record(), "sampling": given, "perplexity": perplexity}, report)
     return interrupted.code or _code(certificate)
 
@@ -192,11 +186,17 @@ def _prompts(options: PromptOptions, count: int) -> list[BenchPrompt]:
     return [*chosen, *(prompt for prompt in more if prompt not in chosen)]
 
 
-def _perplexity(text: PerplexityOptions, engine: ModelOptions, llm: LLM) -> TextPerplexity | None:
-    """Of a target with quantised weights or cache, by which everything was judged; or if asked."""
+def _perplexity(
+    text: PerplexityOptions, engine: ModelOptions, llm: LLM, report: Report
+) -> dict[str, Any] | None:
+    """Of a target with quantised weights or cache, by which everything was judged; or if asked.
+    Also added to the report."""
     from paceline.model.precision import is_few
 
     plain = llm.target.cache_dtype == llm.target.dtype and not is_few(llm.target.hf)
     if text.perplexity is None and plain:
         return None
-    return text.compared(llm, engine.model, engine.quantize, _READ_TOKENS)
+    read = text.compared(llm, engine.model, engine.quantize, _READ_TOKENS)
+    lines = [_RELATIVE, read.line] if read.quantised else [read.line]
+    report.add("Perplexity of the target", *map(Text, lines))
+    return read.record()
