@@ -216,8 +216,9 @@ def test_the_last_token_of_a_request_is_no_exploration() -> None:
     assert "exploration" not in last
 
 
-def test_drafts_grow_though_every_step_reads_a_prompt() -> None:
-    """Its time is no measure, but its drafts were made."""
+@pytest.mark.parametrize("begins", [0, 3])
+def test_drafts_grow_though_every_step_reads_a_prompt(begins: int) -> None:
+    """Its time is no measure, but its drafts were made; no plain step is waited for."""
     control = learnt(0.15)
     requests = [
         SequenceState(n, [1, 2], 2, SamplingParams(max_tokens=10_000), cached=1) for n in range(4)
@@ -225,9 +226,43 @@ def test_drafts_grow_though_every_step_reads_a_prompt() -> None:
     reading = SequenceState(99, [1] * 9999, 9999, SamplingParams(max_tokens=9), cached=0)
     lengths: list[int] = []
     for step in range(60):
-        decisions = control.lengths([*requests, reading] if step > 2 else requests)
+        decisions = control.lengths([*requests, reading] if step >= begins else requests)
         lengths = [decision.length for decision in decisions[:4]]
         commits = [committed(r, n, n) for r, n in zip(requests, lengths, strict=True)]
-        prompt = [Commit(99, (), scheduled=64, position=64 * step)] if step > 2 else []
+        prompt = [Commit(99, (), scheduled=64, position=64 * step)] if step >= begins else []
         control.observe([*commits, *prompt], 1 + 0.2 * max(lengths), 0.15 * max(lengths))
     assert min(lengths) > 1
+
+
+def test_a_length_of_one_request_keeps_no_other_from_drafting() -> None:
+    """No plain step can be measured beside it."""
+    control = learnt(0.001)
+    others = [
+        SequenceState(n, [1, 2], 2, SamplingParams(max_tokens=10_000), cached=1) for n in range(3)
+    ]
+    params = SamplingParams(max_tokens=10_000, draft_length=2)
+    fixed = SequenceState(9, [1, 2], 2, params, cached=1)
+    lengths: list[int] = []
+    for _ in range(60):
+        lengths = [decision.length for decision in control.lengths([*others, fixed])]
+        commits = [committed(r, n, n) for r, n in zip([*others, fixed], lengths, strict=True)]
+        control.observe(commits, 1 + 0.002 * max(lengths), 0.001 * max(lengths))
+    assert min(lengths[:3]) > 1 and lengths[3] == 2
+
+
+def test_a_draft_that_is_cut_short_counts_as_it_was_made() -> None:
+    """Requests of few tokens, at whose ends drafts that are held have no room: each pass took just
+    what start-up measured."""
+    control, level = learnt(0.2), 0.2
+    for number in range(200):
+        request = SequenceState(number, [1, 2], 2, SamplingParams(max_tokens=20), cached=1)
+        while request.remaining > 0:
+            (decision,) = control.lengths([request])
+            length = min(decision.length, request.remaining - 1)
+            commit = committed(request, length, length)
+            control.observe([commit], 1 + (0.01 + level) * length, level * length)
+        control.forget(number)
+    for length in (2, 4, 8):
+        passes = control.cost.passes("model", [length])
+        assert control.cost.drafting(1, {"model": passes}) == pytest.approx(passes, rel=0.04)
+    assert control.cost.fill["model"] > 0.97

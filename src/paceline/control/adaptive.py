@@ -12,8 +12,6 @@ from __future__ import annotations
 from collections.abc import Hashable, Mapping, Sequence
 from typing import NamedTuple
 
-from numpy import interp
-
 from paceline.control.acceptance import GOES_ON, expected_tokens, kind_of, levels_tried
 from paceline.control.choice import choose
 from paceline.control.controller import (
@@ -47,7 +45,7 @@ _LENGTHS = (1, 2, 3, 4, 6, 8, 12, 16, 24)  # at which what a lookup found may be
 class _Step(NamedTuple):
     """A step with drafts that is yet to be learnt from."""
 
-    made: Mapping[int, DraftOption]  # by sequence
+    made: Mapping[int, DraftOption]  # by sequence, as long as it had room for
     explores: bool
     fixed: bool  # whether a request asked for a length of its own
     commits: Sequence[Commit]
@@ -82,6 +80,7 @@ class AdaptiveController(Controller):
         self._ids: list[int] = []
         self._choices: list[Decision] = []
         self._made: dict[int, DraftOption] = {}  # by sequence: what was decided on
+        self._room: dict[int, int] = {}  # levels that its tokens to come allow in this step
         self._explores = self._fixed = self._measures = False
         self._since_passes = _WARM  # steps since a drafter ran a model
         self._seen: list[_Step] = []
@@ -97,6 +96,8 @@ class AdaptiveController(Controller):
             if self._explores or len(self._seen) >= (_LEARN if self._step > _YOUNG else 1):
                 self._learn_all()
             self._decide(ids, seqs, offers)
+        if self._made:  # it may be held until there is less room for it
+            self._room = {seq.seq_id: seq.remaining - 1 for seq in seqs}
         return self._choices
 
     def _members(self, seq: SequenceState) -> Sequence[Hashable]:
@@ -202,12 +203,7 @@ class AdaptiveController(Controller):
         first = unread * cost.reading(name) if unread > _UNREAD else 0.0
         if not costs.costless:
             first += self._aftermath(batch) / batch
-        seconds: Sequence[float] = cost.table(name, batch)
-        nodes: Sequence[float] = costs.nodes
-        if costs.ends_early:
-            more = cost.acceptance.everyone(name, GOES_ON).rates()
-            reached = [levels - 1 for levels in expected_tokens(more[: costs.longest])]
-            seconds, nodes = (interp(reached, range(len(v)), v).tolist() for v in (seconds, nodes))
+        seconds, nodes = cost.table(name, batch), cost.nodes(name)
         now = cost.rest(batch) / (batch * seconds[0])  # the table is some steps old
         fill, tokens = cost.fill[name], min(left, _HORIZON)
         options: list[DraftOption] = []
@@ -312,13 +308,18 @@ class AdaptiveController(Controller):
         passes = self._fixed or any(map(self._runs_model, self._made.values()))
         self._since_passes = 0 if passes else self._since_passes + 1
         if self._made:
-            step = _Step(self._made, self._explores, self._fixed, commits, seconds, drafting)
+            made, room = self._made, self._room
+            if any(draft.length > room[key] for key, draft in made.items()):
+                made = {k: d._replace(length=min(d.length, room[k])) for k, d in made.items()}
+            step = _Step(made, self._explores, self._fixed, commits, seconds, drafting)
             self._seen.append(step)
             return
         self.budget.earn(seconds, self.cost.rest(batch), batch)
         due = self._step % 4 == 0 or self._measures
         if due and not self._fixed and all(commit.scheduled == 1 for commit in commits):
             self.cost.learn_plain(batch, seconds, batch == 1 and self._since_passes < _WARM)
+        elif self._measures:
+            self.cost.miss_plain(batch)
 
     def _learn_all(self) -> None:
         while self._seen:

@@ -8,11 +8,13 @@ decodes; ``tune``, ``bench`` and ``doctor`` make a model of what they have measu
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Iterable, Mapping
+from collections.abc import Hashable, Iterable, Mapping, Sequence
 from functools import lru_cache
 from typing import NamedTuple
 
-from paceline.control.acceptance import AcceptanceTracker, expected_tokens
+from numpy import interp
+
+from paceline.control.acceptance import GOES_ON, AcceptanceTracker, expected_tokens
 from paceline.control.correction import COLD, Correction, PassPrice, cell_of
 from paceline.core.costs import DrafterCosts, TargetCosts
 
@@ -62,12 +64,15 @@ class CostModel:
         self._rest = Correction()
         self._passes: dict[tuple[Hashable, int], PassPrice] = {}  # by drafter and group
         self._reading: dict[Hashable, tuple[float, float]] = {}  # seconds and tokens of prompts
-        self._tables: dict[tuple[Hashable, int], list[float]] = {}
+        # Looked up anew after some observations.
+        self._tables: dict[tuple[Hashable, int], Sequence[float]] = {}
+        self._nodes: dict[Hashable, Sequence[float]] = {}
         # Whether drafts might pay, and the drafts that were known then.
         self._pays: dict[tuple[Hashable, int, Hashable], tuple[float, bool]] = {}
         self._longest: dict[tuple[Hashable, int], int] = {}  # draft seen, by drafter and group
         self._learnt = 0
         self._since_plain = _LONG_AGO  # steps since one without drafts
+        self._missed: set[int] = set()  # groups whose first plain step was no measure
         for name, costs in (drafters or {}).items():
             self.add(name, costs)
 
@@ -127,15 +132,33 @@ class CostModel:
         passes = {name: self.passes(name, levels) for name, levels in lengths.items()}
         return self.rest(batch, sum(nodes) / batch) + self.drafting(batch, passes)
 
-    def table(self, name: Hashable, batch: int) -> list[float]:
+    def table(self, name: Hashable, batch: int) -> Sequence[float]:
         """A sequence's part of the step, by draft length, if all draft alike."""
         table = self._tables.get((name, batch))
         if table is None:
-            nodes, fill = self.drafters[name].nodes, self.fill[name]
-            alike = [[DraftOption(name, n, fill * m, 1, 0)] * batch for n, m in enumerate(nodes)]
-            table = [self.step(batch, drafts) / batch for drafts in alike]
-            self._tables[name, batch] = table
+            fill = self.fill[name]
+            options = (
+                DraftOption(name, n, fill * m, 1, 0)
+                for n, m in enumerate(self.drafters[name].nodes)
+            )
+            full = [self.step(batch, [option] * batch) / batch for option in options]
+            table = self._tables[name, batch] = self._ended(name, full)
         return table
+
+    def nodes(self, name: Hashable) -> Sequence[float]:
+        """Nodes by draft length, where all levels are full that a draft is expected to have."""
+        table = self._nodes.get(name)
+        if table is None:
+            table = self._nodes[name] = self._ended(name, self.drafters[name].nodes)
+        return table
+
+    def _ended(self, name: Hashable, values: Sequence[float]) -> Sequence[float]:
+        """Of drafts that have so many levels, those of drafts that may end before."""
+        if not self.drafters[name].ends_early:
+            return values
+        more = self.acceptance.everyone(name, GOES_ON).rates()
+        reached = [levels - 1 for levels in expected_tokens(more[: len(values) - 1])]
+        return list(map(float, interp(reached, range(len(values)), values)))
 
     def reading(self, name: Hashable) -> float:
         """Seconds in which a drafter reads a token of a prompt."""
@@ -154,9 +177,12 @@ class CostModel:
 
     def wants_plain(self, batch: int) -> bool:
         """Whether a plain step is needed to tell drafting from the rest: the first at a new
-        concurrency, soon some more, then one now and then."""
-        seen = sum(self._rest.seen(group_of(batch), cell) for cell in (0, COLD))
-        return not seen or self._since_plain >= min(_LONG_AGO, 4 ** (seen + 1))
+        concurrency, soon some more, then one now and then. After one in vain not before a step with
+        drafts could be measured."""
+        group = group_of(batch)
+        seen = sum(self._rest.seen(group, cell) for cell in (0, COLD))
+        wait = 4 ** (seen + 1) if seen else group in self._missed
+        return self._since_plain >= min(_LONG_AGO, wait)
 
     def coldness(self, batch: int) -> float:
         """Seconds by which a plain step soon after a drafter's passes is longer than others."""
@@ -208,6 +234,11 @@ class CostModel:
         self._rest.observe(group_of(batch), cell, seconds / self.verify(batch, 0.0))
         self._age()
 
+    def miss_plain(self, batch: int) -> None:
+        """A plain step was made to be measured, but it prefilled, or a request drafted."""
+        self._since_plain = 0
+        self._missed.add(group_of(batch))
+
     def learn_drafts(
         self,
         batch: int,
@@ -251,4 +282,5 @@ class CostModel:
         self._learnt += 1
         if self._learnt % _FRESH == 0:
             self._tables.clear()
+            self._nodes.clear()
             self._pays.clear()
