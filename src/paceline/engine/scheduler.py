@@ -6,6 +6,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from itertools import takewhile
 
 from paceline.control.controller import Decision
 from paceline.core.batch import Plan, Slice
@@ -225,12 +226,6 @@ class Scheduler:
 
 def _common_length(one: Sequence[int], other: Sequence[int], size: int) -> int:
     """Leading tokens that two texts share, in whole blocks of ``size``."""
-    most = min(len(one), len(other))
-    if most < size or one[:size] != other[:size]:
-        return 0
-    low, high = 1, most // size + 1  # blocks: ``low`` are equal, ``high`` are not
-    while high - low > 1:
-        middle = (low + high) // 2
-        same = one[low * size : middle * size] == other[low * size : middle * size]
-        low, high = (middle, high) if same else (low, middle)
-    return low * size
+    starts = range(0, min(len(one), len(other)) - size + 1, size)
+    same = takewhile(lambda start: one[start : start + size] == other[start : start + size], starts)
+    return size * sum(1 for _ in same)

@@ -6,6 +6,7 @@ from __future__ import annotations
 import difflib
 from collections.abc import Callable
 from contextlib import suppress
+from functools import cache
 from pathlib import Path
 
 from paceline.core.stages import stage
@@ -16,7 +17,6 @@ from paceline.model.names import BUILT_IN, FOR_SMOLLM2, PREFIX, PULLABLE, locate
 
 SMALL = ("*.json", "*.jinja", "*.model", "*.txt")
 _OTHERS = ["*/*", "consolidated*"]  # the same weights in other layouts
-_asked: dict[str, str | ModelLoadError] = {}
 
 
 def fetched(name: str) -> str:
@@ -25,9 +25,7 @@ def fetched(name: str) -> str:
     if is_path(path):
         return path
     check_hub_name(name)
-    if name not in _asked:
-        _asked[name] = _ask(name)
-    answer = _asked[name]
+    answer = _ask(name)
     if isinstance(answer, ModelLoadError):
         raise ModelLoadError(str(answer))
     return answer
@@ -53,6 +51,7 @@ def check_hub_name(name: str) -> None:
         )
 
 
+@cache
 def _ask(name: str) -> str | ModelLoadError:
     from huggingface_hub import snapshot_download
     from huggingface_hub.utils.tqdm import disable_progress_bars

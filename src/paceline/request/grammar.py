@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Sequence
-from functools import lru_cache
+from functools import cached_property, lru_cache
 from typing import TYPE_CHECKING, Any, cast
 
 import numpy as np
@@ -33,7 +33,6 @@ class GrammarCompiler:
         """``end_tokens`` are allowed only where a text is complete."""
         self._tokenizer, self._width = tokenizer, vocab_size
         self._ends = sorted(end_tokens)
-        self._wrapped: LLTokenizer | None = None
         self._compiled = lru_cache(maxsize=64)(self._compile)
 
     def matcher(self, grammar: Grammar) -> Matcher:
@@ -45,25 +44,21 @@ class GrammarCompiler:
 
         try:
             text = _compiled_text(grammar)
-            tokenizer = self._tokens()
-            trouble = LLMatcher.validate_grammar(text, tokenizer)
+            trouble = LLMatcher.validate_grammar(text, self._tokens)
         except ValueError as error:
             trouble = str(error)
         if trouble:
             line = " ".join(trouble.split())
             raise GrammarError(f"grammar ({grammar.kind}): {line[:300]}; mend it or leave it out")
-        return LLMatcher(tokenizer, text, log_level=0)
+        return LLMatcher(self._tokens, text, log_level=0)
 
+    @cached_property
     def _tokens(self) -> LLTokenizer:
-        if self._wrapped is None:
-            from llguidance.hf import from_tokenizer
+        from llguidance.hf import from_tokenizer
 
-            # Logits may be wider than the tokenizer (padding) or, rarely, narrower.
-            width = max(self._width, len(self._tokenizer))
-            self._wrapped = from_tokenizer(
-                self._tokenizer, n_vocab=width, eos_token=self._ends or None
-            )
-        return self._wrapped
+        # Logits may be wider than the tokenizer (padding) or, rarely, narrower.
+        width = max(self._width, len(self._tokenizer))
+        return from_tokenizer(self._tokenizer, n_vocab=width, eos_token=self._ends or None)
 
 
 def _compiled_text(grammar: Grammar) -> str:
