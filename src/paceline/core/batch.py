@@ -24,8 +24,7 @@ class Slice:
     ``scheduled`` pending tokens go through the target. If these are all, the sequence decodes: it
     may draft up to ``draft_length`` levels and gains at least one token. Otherwise it is a prefill
     chunk, without draft or sampling. ``drafts`` False: drafting failed, no drafter sees the
-    sequence any more. ``drafter``: who drafts, of several; None: the first that has a proposal.
-    """
+    sequence any more. ``drafter``: who drafts, of several; None: the first that has a proposal."""
 
     seq: SequenceView
     scheduled: int
@@ -70,8 +69,7 @@ class Span:
     ``parents`` then only have the right depths. ``seq`` and ``tree``: in the target's forwards.
     ``arrival``: the tree's tokens for a grammar, which is followed on the host during the forward.
     ``start``, ``logit_row`` and ``long`` are set by ``PagedCache.batch_of``. Pickling and comparing
-    use the first seven fields.
-    """
+    use the first seven fields."""
 
     seq_id: int
     start: int
@@ -181,8 +179,7 @@ class Batch:
     ``input_ids`` are void.
 
     No tensors: torch's first operator between two forwards takes longer than the rest of a step. A
-    forward on a device copies it there with the rest of its input (AttentionStep).
-    """
+    forward on a device copies it there with the rest of its input (AttentionStep)."""
 
     input_ids: Sequence[int]
     positions: Sequence[int]
@@ -233,8 +230,7 @@ class Commit:
     ``row + i``, those of node j row ``row + scheduled + j``. Decoding sequences have logits: after
     the last scheduled token row ``logit_row``, after node j row ``logit_row + 1 + j``. ``choices``:
     the target's tokens at those rows (argmax, or drawn), also off the accepted path.
-    ``prompt_logprobs``: of the prompt's tokens from ``position + 1`` on.
-    """
+    ``prompt_logprobs``: of the prompt's tokens from ``position + 1`` on."""
 
     seq_id: int
     tokens: tuple[int, ...]

@@ -64,8 +64,7 @@ class DrafterCosts:
     ``nodes``: most nodes. ``passes``: forwards of the drafter. ``seconds``: of one pass, by number
     of sequences. ``reads``: it first reads what it has not seen of a sequence; ``follows``: it has
     seen the prompt. ``ends_early``: it ends drafts itself where it is unsure. ``prior``: acceptance
-    by level.
-    """
+    by level."""
 
     nodes: tuple[float, ...]
     passes: tuple[int, ...]

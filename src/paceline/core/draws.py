@@ -32,8 +32,7 @@ def pick(probs: torch.Tensor, uniforms: torch.Tensor) -> torch.Tensor:
 
     A token of probability zero is never picked, so a one-hot distribution gives its token.
     Distributions need not sum to one. Sums are float64: no probability is lost to rounding.
-    NO_TOKEN where a row is not a distribution: its sum is zero, infinite or not a number.
-    """
+    NO_TOKEN where a row is not a distribution: its sum is zero, infinite or not a number."""
     drawn, mass = inversion(probs, uniforms)
     return torch.where((mass > 0) & (mass < torch.inf), drawn, NO_TOKEN)
 
@@ -141,8 +140,7 @@ def likeliest(logits: torch.Tensor, rows: Rows, k: int) -> tuple[torch.Tensor, t
     candidate. POINT.
 
     Greedy requests' distributions are sharpened (GREEDY_SHARPNESS). Seeded requests get the chance
-    to win the verifier's race: a softmax of log q + gumbel, with that position's noise.
-    """
+    to win the verifier's race: a softmax of log q + gumbel, with that position's noise."""
     scores = adjusted(logits, rows)
     params = [seq.params for seq in rows.seqs]
     if all(p.greedy for p in params):

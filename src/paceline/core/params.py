@@ -146,8 +146,7 @@ class SamplingParams:
     with ``skip_end_tokens``, those that ``ignore_eos`` continues after. ``prediction``: token ids
     of the expected text, used as drafts. Requests of lower ``priority`` start first.
 
-    Raises ConfigError, a ValueError, on a value out of range.
-    """
+    Raises ConfigError, a ValueError, on a value out of range."""
 
     temperature: float = 0.0
     top_k: int = 0

@@ -197,8 +197,7 @@ class SequenceState(_Counted):
     """Committed tokens of one request, and how many of them have cached keys and values.
 
     ``cached + len(pending) == len(tokens)``, as ``pending`` is derived: the prompt at prefill, one
-    token when decoding. Tokens are only ever appended.
-    """
+    token when decoding. Tokens are only ever appended."""
 
     seq_id: int
     tokens: list[int]

@@ -73,8 +73,7 @@ class TokenTree:
     is the distribution, after temperature and truncation, from which node i and its earlier
     siblings were drawn (before any was drawn); a sampled draw needs it. ``wants_choices``: the
     drafter learns from the choices of all rows. ``known``: the tokens on the host, if they are
-    there.
-    """
+    there."""
 
     tokens: torch.Tensor
     parents: tuple[int, ...]

@@ -38,8 +38,7 @@ class PhaseClock:
 
     Between steps ``seconds`` and ``steps`` cover all steps but the last. On CUDA marks are events
     on the stream, read after the next step's synchronisation, so nothing waits for them; a phase is
-    then the device's time, including waits for the host.
-    """
+    then the device's time, including waits for the host."""
 
     def __init__(self, device: torch.device | str = "cpu") -> None:
         self.seconds = dict.fromkeys(PHASES, 0.0)

@@ -134,8 +134,7 @@ class Drive:
         for step in drive:
             ...
 
-    At the end of the block unfinished requests are dropped: the engine can go on.
-    """
+    At the end of the block unfinished requests are dropped: the engine can go on."""
 
     def __init__(
         self,

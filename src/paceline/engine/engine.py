@@ -85,8 +85,7 @@ class Engine:
 
         A sequence that fails ends with a commit that says so. Raises EngineLostError if no forward
         succeeds any more; all sequences are then dropped. A KeyboardInterrupt or the like is raised
-        after the step is undone; the next step returns what had been committed.
-        """
+        after the step is undone; the next step returns what had been committed."""
         commits, self.ready = self.ready or recovered(self, self._step), []
         for commit in commits:
             if commit.finish_reason is not None:

@@ -87,8 +87,7 @@ class NativeUnavailableError(PacelineError):
 def library_file() -> Path:
     """The compiled kernels, built now if this machine has not built them yet.
 
-    Raises NativeUnavailableError.
-    """
+    Raises NativeUnavailableError."""
     file = _kept_file()
     if file.is_file():
         return file
@@ -137,8 +136,7 @@ def origin() -> str:
 def build_for_wheel(machine: str, folder: Path) -> Path:
     """The library that a wheel for Linux on ``machine`` (x86_64, aarch64) has under PREBUILT.
 
-    It lies in ``folder`` under its hash. Raises NativeUnavailableError and WriteError.
-    """
+    It lies in ``folder`` under its hash. Raises NativeUnavailableError and WriteError."""
     cross = f"{machine}-linux-gnu-g++"
     compiler = _compiler() if machine == platform.machine() else shutil.which(cross)
     if compiler is None:
@@ -159,8 +157,7 @@ def _digest(machine: str) -> str:
 def _kept_file() -> Path:
     """Where the library of these sources lies, or will once it is built.
 
-    Raises NativeUnavailableError.
-    """
+    Raises NativeUnavailableError."""
     if is_off():
         raise NativeUnavailableError(f"PACELINE_NATIVE={OFF} asks for no kernels")
     if os.name != "posix":
@@ -213,8 +210,7 @@ def _compiler() -> str:
     """The path of ``$CXX`` or g++. Raises NativeUnavailableError if neither serves.
 
     clang's objects need an OpenMP library of its own beside the one that torch has loaded: two
-    pools of threads, each of which waits for the other's processors.
-    """
+    pools of threads, each of which waits for the other's processors."""
     wanted = os.environ.get("CXX")
     missing = "no g++ is there" if wanted is None else f"CXX={wanted} is not there"
     for name in (wanted,) if wanted else _COMPILERS:

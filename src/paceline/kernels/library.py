@@ -91,8 +91,7 @@ def library() -> Any:
     """The loaded library, built first where needed. Raises NativeUnavailableError.
 
     ``PACELINE_NATIVE`` names the instruction set to use, one of INSTRUCTIONS, instead of the best
-    that the processor has; "off" leaves the kernels out.
-    """
+    that the processor has; "off" leaves the kernels out."""
     try:
         file = library_file()
         _load_openmp()

@@ -109,8 +109,7 @@ class CausalModel:
         ``backend``: see registry.py. ``offload`` "cpu" or "disk" leaves layers there that do not
         fit into ``weights_memory`` bytes.
 
-        Raises ModelLoadError, UnsupportedModelError, ConfigError.
-        """
+        Raises ModelLoadError, UnsupportedModelError, ConfigError."""
         limit_threads()
         check_backend(backend)
         if offload is not None:

@@ -22,8 +22,7 @@ class CompletionStats:
     ``(seconds, tokens)`` for each step that yielded tokens. ``decode_seconds``: wall time of the
     request's steps, prefill included. ``drafters``: accepted tokens by drafter. ``not_drafted``:
     steps without a draft by reason. ``cached_tokens``: of the prompt, in the cache when the request
-    first ran. ``lossy``: decoded with typical acceptance.
-    """
+    first ran. ``lossy``: decoded with typical acceptance."""
 
     drafted_tokens: int
     accepted_tokens: int
@@ -75,8 +74,7 @@ class Completion:
     "error" (``error`` says why in a line; text and tokens are those it had). ``draft_mask[i]``:
     token i was proposed by the draft. ``index`` counts the n completions of a prompt. ``lossy``:
     typical acceptance was asked for, so sampled text is not distributed as the target's.
-    ``prompt_logprobs``: of the prompt's tokens but the first, if asked for.
-    """
+    ``prompt_logprobs``: of the prompt's tokens but the first, if asked for."""
 
     prompt: str | list[int]
     text: str
@@ -97,8 +95,7 @@ class StreamEvent:
 
     ``request``: index of the prompt in the list given to ``stream``. Tokens that are ``from_draft``
     come first. ``logprobs``: one entry a token, if asked for; the first event has the
-    ``prompt_logprobs``.
-    """
+    ``prompt_logprobs``."""
 
     request: int
     index: int

@@ -62,8 +62,7 @@ class Detokeniser:
     All pieces and ``flush`` together are a decode of prompt and tokens without a decode of the
     prompt. ``DecodeStream`` waits while a text ends inside a character, but is wrong with byte
     fallback (``<0xE4>``): a run of bytes is text as a whole, or every byte of it is U+FFFD. So the
-    stream gets a run once it has ended.
-    """
+    stream gets a run once it has ended."""
 
     def __init__(
         self, tokenizer: Tokenizer, prompt: Sequence[int] = (), skip_special: bool = True

@@ -23,8 +23,7 @@ class StepLogprobs:
     temperature and truncation, so independent of how tokens are drawn.
 
     ``values`` float64, flat, on the device: of each node's token at its parent's row [N], of each
-    row's choice [R], then per row the ``count`` largest [R, count] and their ids [R, count].
-    """
+    row's choice [R], then per row the ``count`` largest [R, count] and their ids [R, count]."""
 
     values: torch.Tensor
     nodes: int

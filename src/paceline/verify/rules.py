@@ -132,8 +132,7 @@ def siblings(
     The k-th child x of a row is accepted with min(1, p(x) / q(x)); if refused, p <- norm(max(0, p -
     q)), and q[x] <- 0, renormalised, for the next sibling. All rows at once, one pass per rank.
     ``q[i]``: the distribution before any sibling of node i was drawn. A child beyond q's tokens
-    cannot have been drawn: it is refused, and the empty q leaves p as it is.
-    """
+    cannot have been drawn: it is refused, and the empty q leaves p as it is."""
     layout = layout_of(shapes, p.device)
     stop = p.clone()
     accept = p.new_zeros(tokens.shape[0])
