@@ -28,6 +28,7 @@ from paceline.draft.heads.eagle import Eagle as Eagle
 from paceline.draft.heads.eagle import Eagle2 as Eagle2
 from paceline.draft.heads.eagle import Eagle3 as Eagle3
 from paceline.draft.heads.medusa import Medusa as Medusa
+from paceline.draft.heads.mtp import Mtp as Mtp
 from paceline.draft.hybrid import Hybrid as Hybrid
 from paceline.draft.hybrid import Router
 from paceline.draft.layer_skip import LayerSkip as LayerSkip
@@ -61,7 +62,7 @@ RECORDS: tuple[type[DraftSpec], ...] = (
         LayerSkip,
         QuantizedDraft,
     ),
-    *(DraftModel, DraftTree, Medusa, Eagle, Eagle2, Eagle3, Hybrid, Auto),
+    *(DraftModel, DraftTree, Medusa, Mtp, Eagle, Eagle2, Eagle3, Hybrid, Auto),
 )
 GROUP = "paceline.drafters"
 BLOCK_SIZE = 16

@@ -20,11 +20,13 @@ from paceline.draft.base import with_members
 from paceline.draft.hybrid import HybridDrafter
 from paceline.drafters import DRAFTERS, RECORDS
 from paceline.llm import LLM
+from paceline.model.loading import read_config
 from paceline.request.completion import Completion
 from support.cache_invariants import check_cache
 from support.engine_models import cramped
 from support.every_drafter import write_texts
 from support.medusa_models import write_medusa
+from support.mtp_models import write_mtp
 from support.random_heads import write_eagle
 
 PROMPTS: list[str | list[int]] = [
@@ -66,6 +68,7 @@ def folders(pair_room: tuple[Path, dict[str, str]]) -> dict[str, str]:
     written = texts(plain, REQUESTS["greedy"], PROMPTS)
     plain.close()
     return pair | {
+        "mtp": write_mtp(root / "mtp", read_config("target", pair["target"])),
         "datastore": write_texts(root, pair["target"], written * 2),
         "medusa": write_medusa(root / "medusa", pair["target"], heads=4, layers=2, shared=True),
         "eagle": write_eagle(root, pair["target"], 1),

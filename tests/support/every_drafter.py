@@ -9,7 +9,10 @@ import numpy as np
 
 from paceline.draft.datastore import write_datastore
 from paceline.drafters import DRAFTERS
+from paceline.model.loading import read_config
+from paceline.model.names import resolve
 from paceline.model.tokenizer import load_tokenizer
+from support.mtp_models import write_mtp
 
 TARGET = "paceline/tiny"
 _FOLDER = TemporaryDirectory()  # lives as long as this process
@@ -38,6 +41,7 @@ WEIGHTS = {"target": TARGET} | {
     record.weights: f"{TARGET}-{record.weights}" for record in DRAFTERS.values()
 }
 WEIGHTS["datastore"] = _datastore()
+WEIGHTS["mtp"] = write_mtp(Path(_FOLDER.name) / "mtp", read_config(TARGET, resolve(TARGET)))
 SPECS = {kind: record.examples[0].format(**WEIGHTS) for kind, record in DRAFTERS.items()} | {
     "tree, dynamic": "tree:paceline/tiny-draft,nodes=6",
     "layer_skip, dynamic": "layer_skip:nodes=6,window=8,interval=2",

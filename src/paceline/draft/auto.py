@@ -14,6 +14,7 @@ from paceline.draft.datastore import Datastore
 from paceline.draft.heads.eagle import Eagle, Eagle2, Eagle3
 from paceline.draft.heads.eagle_format import is_speculators
 from paceline.draft.heads.medusa import Medusa
+from paceline.draft.heads.mtp import Mtp, mtp_weights
 from paceline.draft.hybrid import Hybrid, joined
 from paceline.draft.model import DraftModel
 from paceline.draft.ngram import NGram
@@ -45,7 +46,7 @@ _MIB = 1 << 20
 class Circumstances:
     """What decides about a target: why the native kernels do not run its 4-bit copy in one process
     ("" if they do); ``bits`` of most of its weights; bytes of these weights, of the 4-bit copy, and
-    of free memory."""
+    of free memory; whether its files hold an MTP layer."""
 
     name: str
     refused: str
@@ -53,6 +54,7 @@ class Circumstances:
     weight_bytes: int
     copy_bytes: int
     free_bytes: int
+    mtp: bool = False
 
     @classmethod
     def of(cls, target: CausalModel) -> Circumstances:
@@ -70,6 +72,7 @@ class Circumstances:
             sum(matrix.bytes for matrix in matrix_sizes(target.hf)),
             rounded_bytes(target.hf, "int4", target.dtype.itemsize),
             target.free_memory(),
+            any(mtp_weights(target.name, target.num_layers)),
         )
 
 
@@ -145,6 +148,8 @@ def compose(target: Circumstances) -> Composition:
     taken: list[tuple[DraftSpec, str]] = [(Suffix(), "free"), (NGram(), "free")]
     if (store := _datastore(target.name)) is not None:
         taken.append((Datastore(str(store)), "beside the target"))
+    if target.mtp:
+        taken.append((Mtp(), "part of the checkpoint"))
     left_out: list[tuple[str, str]] = []
     self_draft, problem = QuantizedDraft(), _problem(target)
     made = made_for(target.name)

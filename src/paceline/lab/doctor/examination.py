@@ -12,6 +12,7 @@ from paceline.core.memory import free_memory
 from paceline.draft.auto import Circumstances, Composition, compose
 from paceline.draft.heads.checkpoint import Checkpoint, weights_kind
 from paceline.draft.heads.eagle_format import is_speculators
+from paceline.draft.heads.mtp import mtp_name
 from paceline.drafters import Auto, DraftModel, DraftSpec, parse_draft
 from paceline.errors import ModelLoadError
 from paceline.lab.doctor import machine
@@ -122,7 +123,8 @@ def _composed(target: Model, setting: Setting, needs: Needs) -> Composition:
     bits, weights = machine.held_bits(target, setting), machine.weight_bytes(target, setting)
     rounded = machine.rounded_bytes(target, "int4", setting)
     free = free_memory(setting.device) - needs.weights
-    composed = compose(Circumstances(target.name, refused, bits, weights, rounded, free))
+    mtp = any(mtp_name(key, target.num_layers) for key in target.files.tensors)
+    composed = compose(Circumstances(target.name, refused, bits, weights, rounded, free, mtp))
     failed: dict[DraftSpec, str] = {}
     for spec, _ in composed.taken:
         noticed, _ = _check_draft(spec, _folder_of(spec), target, setting)

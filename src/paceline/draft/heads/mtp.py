@@ -1,0 +1,271 @@
+"""MTP: the layer inside a checkpoint that was trained to predict one token further.
+
+DeepSeek-V3 (arXiv 2412.19437, section 2.2): from the target's last output h of position i and the
+embedding e of token i + 1, ``x = M [norm(e); norm(h)]`` goes through one decoder layer and a norm;
+the target's own head makes the logits of token i + 2. Drafting goes on with the layer's output
+as h, as an EAGLE head does. transformers leaves these weights out; they are read from the shards::
+
+    DeepSeek-V3, GLM-4.x   model.layers.{layers}.*: enorm, hnorm, eh_proj, shared_head.norm, and a
+                           decoder layer of the target's kind
+    Qwen3-Next             mtp.{pre_fc_norm_embedding,pre_fc_norm_hidden,fc,norm}, mtp.layers.0.*
+    MiMo                   model.mtp_layers.0.*: token_layernorm, hidden_layernorm, input_proj (of
+                           [norm(h); norm(e)]), final_layernorm; MiMo-V2: model.mtp.layers.0.*
+
+Of several such layers the first one drafts all tokens.
+"""
+
+from __future__ import annotations
+
+import copy
+import re
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, ClassVar, NamedTuple
+
+import torch
+from torch import nn
+
+from paceline.core.batch import Batch
+from paceline.draft.base import Drafter
+from paceline.draft.heads.eagle import EagleDrafter
+from paceline.draft.spec import (
+    DraftContext,
+    Examined,
+    Loading,
+    Prepared,
+    Target,
+    TreeSpec,
+    option,
+)
+from paceline.errors import ModelLoadError
+from paceline.model.backends.base import EagleStep
+from paceline.model.hub import fetched, first_line
+from paceline.model.loading import causal_class, quiet, weight_files
+from paceline.model.paged.cache import PagedCache, bytes_per_token
+from paceline.model.paged.segments import AttentionStep
+from paceline.model.probe import ATTENTION
+from paceline.model.target import CausalModel
+from paceline.model.tensorfile import Entry, read_table
+
+_LAYER = re.compile(r"(?:model\.)?(?:language_model\.)?(mtp\.|mtp_)?layers\.(\d+)\.(.+)")
+_BESIDE = re.compile(r"(?:model\.)?mtp\.(.+)")  # of Qwen3-Next, beside its layer
+# Names of the parts around the decoder layer in the layouts.
+_PARTS = {
+    "enorm": ("enorm", "pre_fc_norm_embedding", "token_layernorm"),
+    "hnorm": ("hnorm", "pre_fc_norm_hidden", "hidden_layernorm"),
+    "eh_proj": ("eh_proj", "fc", "input_proj"),
+    "model.norm": ("shared_head.norm", "norm", "final_layernorm"),
+}
+_PART = {f"{name}.weight": f"{part}.weight" for part, names in _PARTS.items() for name in names}
+_HIDDEN_FIRST = "input_proj.weight"
+_COPIES = ("embed_tokens.weight", "shared_head.head.weight")  # of the target's weights
+_FLOATS = ("F32", "F16", "BF16")
+_BLOCK = "model.layers.0."
+
+
+@dataclass(frozen=True)
+class Mtp(TreeSpec):
+    """The target's own MTP layer; chains. ``path``: another checkpoint that holds it."""
+
+    kind = "mtp"
+    page = "mtp.md"
+    default_draft_length = 2
+    acceptance: ClassVar[tuple[float, ...]] = (0.8, 0.6)
+    weights = "mtp"
+    examples: ClassVar[tuple[str, ...]] = ("mtp:{mtp},branching=2x1",)
+
+    path: str | None = option(None)
+
+    def prepare(self, loading: Loading) -> Prepared:
+        target = loading.target
+        step = MtpStep(load_mtp(self.path or target.name, target), target)
+        shapes, dtype = step.head.model.cache_shapes, target.dtype
+
+        def build(context: DraftContext) -> Drafter:
+            switch = step.head.model.rope_switch
+            cache = context.new_cache(shapes, dtype, rope_switch=switch)
+            return EagleDrafter(step, self.levels(context, cache))
+
+        features = target.hidden_size * dtype.itemsize
+        return Prepared(build, bytes_per_token(shapes, dtype), feature_bytes=features)
+
+    def examine(self, target: Target, read: Any = None) -> Examined:
+        name = self.path or str(getattr(target, "name", ""))
+        weights = list(mtp_weights(name, target.num_layers))
+        if not weights:
+            raise _none(name, target.num_layers)
+        bytes_ = sum(weight.entry.end - weight.entry.start for weight in weights)
+        return self.noted("head-fits", f"an MTP layer of {bytes_ / 1e6:,.1f} MB in {name}")
+
+
+class MtpWeight(NamedTuple):
+    """A tensor of an MTP layer: its file, its name there and the one in a model of one layer."""
+
+    file: Path
+    key: str
+    name: str
+    entry: Entry
+
+
+def mtp_weights(model: str, layers: int) -> Iterator[MtpWeight]:
+    """The tensors of the first MTP layer in the files of a model with so many layers; none if it
+    has none. Raises ModelLoadError for damaged files."""
+    for file in weight_files(Path(fetched(model))):
+        for key, entry in read_table(file).entries.items():
+            if (name := mtp_name(key, layers)) is not None:
+                yield MtpWeight(file, key, name, entry)
+
+
+def mtp_name(key: str, layers: int) -> str | None:
+    """A tensor's name in a model of one layer; None for tensors that are no MTP layer's."""
+    match, beside = _LAYER.fullmatch(key), _BESIDE.fullmatch(key)
+    if match is not None:
+        rest = match[3].removeprefix("mtp_block.")
+        if int(match[2]) != (0 if match[1] else layers):
+            return None
+    elif beside is not None:
+        rest = beside[1]
+    else:
+        return None
+    return None if rest in _COPIES else _PART.get(rest, f"{_BLOCK}{rest}")
+
+
+def _none(model: str, layers: int) -> ModelLoadError:
+    return ModelLoadError(
+        f"{model} has no MTP layer: its files hold neither mtp.* nor model.layers.{layers}.*; "
+        "name a checkpoint that has one (mtp:PATH), or another draft"
+    )
+
+
+class _MtpShape(NamedTuple):
+    """What the EAGLE drafter asks of a head's configuration."""
+
+    hidden_size: int
+    vocab_size: int
+    draft_vocab_size: int
+    feature_layers: tuple[int, ...]
+    max_positions: int
+
+
+class MtpHead(nn.Module):
+    """``model``: the decoder layer as a model of one layer, whose embedding and head are unused."""
+
+    def __init__(self, model: CausalModel, target: Target, hidden_first: bool) -> None:
+        super().__init__()
+        self.model, self._hidden_first = model, hidden_first
+        self._decoder = model.hf.get_decoder()
+        vocab, size = target.vocab_size, target.hidden_size
+        self.config = _MtpShape(size, vocab, vocab, (target.num_layers,), target.max_positions)
+        self.enorm, self.hnorm = (copy.deepcopy(self._decoder.norm) for _ in range(2))
+        self.eh_proj = nn.Linear(2 * size, size, bias=False)
+
+    def forward(
+        self, embeds: torch.Tensor, hidden: torch.Tensor, step: AttentionStep
+    ) -> torch.Tensor:
+        """Embeddings of the next tokens and the target's or its own outputs ``[T, H]`` to outputs
+        ``[T, H]``, which the target's head turns into logits."""
+        parts = self.enorm(embeds), self.hnorm(hidden)
+        inputs = self.eh_proj(torch.cat(parts[::-1] if self._hidden_first else parts, -1))
+        with self.model.reference.rows.of(step.batch):
+            out = self._decoder(
+                inputs_embeds=inputs[None],
+                position_ids=step.batch.positions[None],
+                use_cache=False,
+                paceline_step=step,
+            )
+        return out.last_hidden_state[0]  # type: ignore[no-any-return]
+
+
+class MtpStep(EagleStep):
+    """Runs an MTP layer with the target's embedding and head."""
+
+    head: MtpHead
+
+    def __init__(self, head: MtpHead, target: CausalModel) -> None:
+        super().__init__(head, target.embedding("input"))
+        self._project = target.head
+
+    def __call__(
+        self, batch: Batch, cache: PagedCache, hidden: torch.Tensor, fused: bool
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        step = AttentionStep.of(batch, cache, self.head.model.patterns, device=cache.device)
+        rows = step.batch
+        outputs = self.head(self._embed(rows.input_ids), hidden, step)
+        if rows.logit_rows is not None:
+            outputs = outputs.index_select(0, rows.logit_rows)
+        return outputs, self._project(outputs) if len(outputs) else outputs
+
+
+def load_mtp(name: str, target: CausalModel) -> MtpHead:
+    """The first MTP layer in the files of ``name``, on the target's device and in its dtype. Raises
+    ModelLoadError, and UnsupportedModelError for a layer with state beside keys and values."""
+    from safetensors import safe_open
+
+    weights = list(mtp_weights(name, target.num_layers))
+    if not weights:
+        raise _none(name, target.num_layers)
+    if packed := next((w for w in weights if w.entry.dtype not in _FLOATS), None):
+        raise ModelLoadError(
+            f"the MTP layer of {name} is quantised ({packed.key} is {packed.entry.dtype}), which "
+            "is not read; use another draft"
+        )
+    tensors: dict[str, torch.Tensor] = {}
+    for file in {weight.file for weight in weights}:
+        with safe_open(file, framework="pt") as opened:
+            tensors |= {w.name: opened.get_tensor(w.key) for w in weights if w.file == file}
+    around = {part: tensors.pop(f"{part}.weight", None) for part in ("enorm", "hnorm", "eh_proj")}
+    model = _one_layer(name, target, tensors)
+    hidden_first = any(weight.key.endswith(_HIDDEN_FIRST) for weight in weights)
+    head = MtpHead(model, target, hidden_first)
+    for part, tensor in around.items():
+        own = head.get_submodule(part).weight
+        if tensor is None or tensor.shape != own.shape:
+            raise _misfit(name, f"{part} {'is missing' if tensor is None else list(tensor.shape)}")
+        own.data = tensor
+    return head.to(target.device, target.dtype).eval().requires_grad_(False)
+
+
+def _one_layer(name: str, target: CausalModel, tensors: dict[str, torch.Tensor]) -> CausalModel:
+    """The decoder layer as a model of the target's architecture."""
+    config = copy.deepcopy(target.hf.config.get_text_config(decoder=True))
+    count = config.num_hidden_layers
+    by_layer = [k for k, v in vars(config).items() if isinstance(v, list) and len(v) == count > 1]
+    kept = {key: getattr(config, key)[-1:] for key in by_layer}
+    kept["layer_types"] = getattr(config, "mtp_layer_types", None) or kept.get("layer_types")
+    unused = dict.fromkeys(("pad_token_id", "bos_token_id", "eos_token_id"))
+    for key, value in (kept | unused | {"num_hidden_layers": 1, "vocab_size": 4}).items():
+        if hasattr(config, key):
+            setattr(config, key, value)
+    if hasattr(config, "first_k_dense_replace"):
+        config.first_k_dense_replace = 0  # it is a mixture of experts, as the target's last one
+    vars(config).pop("quantization_config", None)
+    loader: Any = causal_class(config)
+    try:
+        with quiet():
+            module, info = loader.from_pretrained(
+                None,
+                state_dict=tensors,
+                config=config,
+                dtype=target.dtype,
+                attn_implementation=ATTENTION,
+                output_loading_info=True,
+                ignore_mismatched_sizes=True,
+            )
+    except (OSError, ValueError, RuntimeError, KeyError) as error:
+        raise _misfit(name, first_line(error)) from None
+    absent = sorted(key for key in info["missing_keys"] if key.startswith("model.layers"))
+    for what, keys in (("is missing", absent), ("is unknown", sorted(info["unexpected_keys"]))):
+        if keys:
+            raise _misfit(name, f"{keys[0]} {what}")
+    if info["mismatched_keys"]:
+        raise _misfit(name, f"{sorted(info['mismatched_keys'])[0][0]} has another shape")
+    if "model.norm.weight" in info["missing_keys"]:
+        raise _misfit(name, "its last norm is missing")
+    return CausalModel(module.to(target.device), name)
+
+
+def _misfit(name: str, problem: str) -> ModelLoadError:
+    return ModelLoadError(
+        f"the MTP layer of {name} does not fit the target: {problem}; use another draft"
+    )
