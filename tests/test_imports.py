@@ -182,6 +182,7 @@ PUBLIC_ONLY: dict[str, set[str]] = {
         "draft/foreign",
         "draft/heads/checkpoint",
         "draft/heads/eagle_format",
+        "draft/heads/mtp",
         "draft/spec",
         "draft/vocabulary/shared",
         "model",

@@ -219,10 +219,10 @@ def load_mtp(name: str, target: CausalModel) -> MtpHead:
     hidden_first = any(weight.key.endswith(_HIDDEN_FIRST) for weight in weights)
     head = MtpHead(model, target, hidden_first)
     for part, tensor in around.items():
-        own = head.get_submodule(part).weight
-        if tensor is None or tensor.shape != own.shape:
+        weight = head.get_submodule(part).weight
+        if tensor is None or tensor.shape != weight.shape:
             raise _misfit(name, f"{part} {'is missing' if tensor is None else list(tensor.shape)}")
-        own.data = tensor
+        weight.data = tensor
     return head.to(target.device, target.dtype).eval().requires_grad_(False)
 
 
