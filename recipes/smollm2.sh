@@ -1,6 +1,8 @@
 #!/usr/bin/env bash
 # Trains what drafts for SmolLM2-135M-Instruct: an EAGLE-3 head, Medusa heads and a small draft
-# model, on answers that it writes itself to prompts from a folder of corpus files.
+# model, on public instruction text, as the target's chat template writes it, and on answers that
+# the target writes itself to prompts from a folder of corpus files. 2,359 of these are kept in
+# recipes/data, so that PROMPTS=0 writes none.
 #
 #   recipes/smollm2.sh DATA_FOLDER OUT_FOLDER [options that every `paceline train` knows]
 #
@@ -9,6 +11,10 @@
 # answer and train side by side (one a core; 1 on a GPU); EAGLE_STEPS, MEDUSA_STEPS and DRAFT_STEPS
 # set the length of the training. VALID is a folder of held-out prompts (mt_bench.jsonl
 # and others), if there is one.
+#
+# To go on from the shipped head, without writing answers; give another seed, or the same texts come first again:
+#
+#   PROMPTS=0 EAGLE_INIT=paceline/smollm2-eagle3 recipes/smollm2.sh DATA OUT --seed 1 --lr 0.001 --adam-lr 0.0003
 set -euo pipefail
 data=${1:?folder with chat.train.jsonl.gz and the others}
 out=${2:?folder for the runs}
@@ -47,11 +53,13 @@ trap 'exit 130' INT
 trap 'exit 143' TERM
 
 # 1. Questions, dealt out: of each shard's three parts two are answered greedily, one sampled.
-[ -s "$out/prompts.jsonl" ] || {
-  python "$here/smollm2_prompts.py" "$data" "$out/prompts.jsonl.part" "${PROMPTS:-20000}"
+prompts=${PROMPTS:-20000}
+[ "$prompts" = 0 ] && shards_that_write=0 || shards_that_write=$shards
+[ -s "$out/prompts.jsonl" ] || [ "$prompts" = 0 ] || {
+  python "$here/smollm2_prompts.py" "$data" "$out/prompts.jsonl.part" "$prompts"
   mv "$out/prompts.jsonl.part" "$out/prompts.jsonl"
 }
-for ((shard = 0; shard < shards; shard++)); do
+for ((shard = 0; shard < shards_that_write; shard++)); do
   awk -v n="$shards" -v k="$shard" 'NR % n == k && int(NR / n) % 3 != 2' "$out/prompts.jsonl" \
     > "$out/prompts-greedy-$shard.jsonl"
   awk -v n="$shards" -v k="$shard" 'NR % n == k && int(NR / n) % 3 == 2' "$out/prompts.jsonl" \
@@ -73,12 +81,17 @@ both() { # shard
   answer "$1" greedy ${threads[@]+"${threads[@]}"}
   answer "$1" sampled --temperature 0.8 --top-p 0.95 ${threads[@]+"${threads[@]}"}
 }
-for ((shard = 0; shard < shards; shard++)); do start both "$shard"; done
+for ((shard = 0; shard < shards_that_write; shard++)); do start both "$shard"; done
 finish
 
-# Greedy answers weigh two thirds, whatever their number.
-own=(--target "$model")
-for ((shard = 0; shard < shards; shard++)); do
+# Three parts of four are teacher-forced: read at the speed of a prompt, not written token by token.
+# Of what the target wrote, greedy answers weigh two thirds, whatever their number.
+own=(--target "$model" --exclude-license=-SA --exclude-license CDLA)
+for file in chat=15 math=9 code=7.5 summ=4.5; do
+  own+=(--data "$data/${file%=*}.train.jsonl.gz=${file#*=}")
+done
+[ "$model" != paceline/smollm2 ] || own+=(--data "$here/data/smollm2-greedy.jsonl.gz=6")
+for ((shard = 0; shard < shards_that_write; shard++)); do
   own+=(--data "$out/written-greedy-$shard.jsonl=2" --data "$out/written-sampled-$shard.jsonl=1")
 done
 for set in mt_bench gsm8k humaneval spec_bench; do
@@ -90,7 +103,8 @@ together=(--processes "$shards")
 [ "$shards" -gt 1 ] && together+=(--threads 1)
 start paceline train eagle3 "${own[@]}" "${together[@]}" --draft-vocab-size 8192 --seq-len 1024 --long-every 0 \
   --batch-tokens 4000 --micro-tokens 1200 --cache-features --lr 0.003 --adam-lr 0.0009 --warmup 30 \
-  --ttt-steps 4 --ttt-stride 3 --steps "${EAGLE_STEPS:-5000}" --out "$out/eagle3" "$@"
+  --ttt-steps 4 --ttt-stride 3 --steps "${EAGLE_STEPS:-5000}" ${EAGLE_INIT:+--init "$EAGLE_INIT"} \
+  --out "$out/eagle3" "$@"
 finish
 start paceline train medusa "${own[@]}" "${together[@]}" --heads 4 --layers 1 --shared-head --seq-len 896 --long-every 0 \
   --out "$out/medusa" --steps "${MEDUSA_STEPS:-500}" "$@"

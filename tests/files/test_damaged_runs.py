@@ -165,9 +165,9 @@ def test_damaged_features_are_looked_at_again(tmp_path: Path, seed: int) -> None
         final = torch.ones(1, 3, 4)
         return Observed(windows.ids, windows.learn, 2 * final, final, None)
 
-    cache = FeatureCache(tmp_path / "features", observe, torch.device("cpu"))
+    cache = FeatureCache(tmp_path / "features", observe, torch.device("cpu"), 4)
     ids = torch.zeros(1, 3, dtype=torch.long)
-    windows = Windows(ids, torch.ones_like(ids, dtype=torch.bool), (3,), (5,))
+    windows = Windows(ids, torch.ones_like(ids, dtype=torch.bool), (3,))
     first = cache.look(windows)
     (file,) = tmp_path.rglob("*.safetensors")
     file.write_bytes(damages(file.read_bytes(), seed, 1, 1)[seed % 3])

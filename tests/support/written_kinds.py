@@ -80,9 +80,9 @@ def features(folder: Path, number: int) -> None:
         final = torch.full((1, 3, 4), float(number))
         return Observed(windows.ids, windows.learn, final, final, None)
 
-    ids = torch.zeros(1, 3).long()
-    windows = Windows(ids, ids == 0, (3,), (number,))
-    FeatureCache(folder / "f", observe, torch.device("cpu")).look(windows)
+    ids = torch.full((1, 3), number)
+    windows = Windows(ids, ids > 0, (3,))
+    FeatureCache(folder / "f", observe, torch.device("cpu"), 4).look(windows)
 
 
 def held_out(folder: Path, number: int) -> None:

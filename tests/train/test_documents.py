@@ -9,7 +9,7 @@ import torch
 from paceline import DataError
 from paceline.train.data import Stream
 from paceline.train.documents import Documents
-from paceline.train.losses import mixed_probs, soft_cross_entropy
+from paceline.train.losses import distribution_loss, mixed_probs
 from paceline.train.unrolled import DraftStarts
 
 
@@ -60,7 +60,7 @@ def test_windows_are_of_like_length_and_padded_at_the_end() -> None:
     parts = documents.windows(range(6), tokens=64)
     assert [part.lengths for part in parts] == [(5, 6), (28, 29), (30,), (50,)]
     part = parts[1]
-    assert part.ids.shape == (2, 29) and part.numbers == (2, 4)
+    assert part.ids.shape == (2, 29)
     assert part.ids[0].tolist() == [*range(36, 64), 0] and not part.learn[0, 28]
     assert part.learn[1].tolist() == [False] * 2 + [True] * 27
     assert sum(p.drafts for p in parts) == sum(length - 2 for length in lengths)
@@ -72,7 +72,6 @@ def test_joined_windows_hold_the_same_text_one_behind_the_other() -> None:
     assert [part.lengths for part in parts] == [(50,), (50,)]
     assert parts[0].ids[0].tolist() == list(range(50))
     assert parts[1].learn[0].nonzero()[:, 0].tolist() == [*range(2, 40), *range(42, 50)]
-    assert all(part.numbers == (-1,) for part in parts)
 
 
 def test_places_of_several_windows() -> None:
@@ -86,15 +85,21 @@ def test_places_of_several_windows() -> None:
     assert starts.inside(3).tolist() == [True, True, False, True]
 
 
-def test_the_loss_and_its_gradient_are_those_of_autograd() -> None:
+@pytest.mark.parametrize("eta", [0.0, 3.0])
+def test_the_loss_and_its_gradient_are_those_of_autograd(eta: float) -> None:
     generator = torch.Generator().manual_seed(0)
     logits = torch.randn(150, 40, generator=generator, requires_grad=True)
     probs = torch.randn(30, 40, generator=generator).softmax(-1)
     index = torch.randint(30, (150,), generator=generator)
     weights = torch.rand(150, generator=generator)
-    expected = -((probs[index] * logits.log_softmax(-1)).sum(-1) * weights).sum()
+    losses = -(probs[index] * logits.log_softmax(-1)).sum(-1)
+    if eta:
+        overlap = torch.minimum(probs[index], logits.softmax(-1)).sum(-1)
+        share = torch.exp(-eta * overlap.detach())
+        losses = share * losses + (1 - share) * (1 - overlap)
+    expected = (losses * weights).sum()
     (wanted,) = torch.autograd.grad(2 * expected, logits)
-    found = soft_cross_entropy(logits, probs, index, weights)
+    found = distribution_loss(logits, probs, index, weights, eta)
     (gradient,) = torch.autograd.grad(2 * found, logits)
     torch.testing.assert_close(found, expected)
     torch.testing.assert_close(gradient, wanted)

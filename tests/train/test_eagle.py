@@ -143,6 +143,26 @@ def test_the_head_learns_what_the_target_says(learnt: training_runs.Learnt) -> N
     assert history[-1]["acceptance"]["toy"]["mean_accepted_length"] == pytest.approx(after)
 
 
+def test_a_head_starts_as_the_last_layer_and_its_output_rows_stay_frozen(
+    config: EagleTrainConfig, tmp_path: Path
+) -> None:
+    own = replace(config, init="target", frozen_steps=2, lk_eta=3.0, steps=3, held_out=2)
+    trainer = EagleTrainer(own, tmp_path, device="cpu")
+    head, last = trainer.head, trainer.target.base_model.layers[-1]
+    assert torch.equal(head.midlayer.mlp.up_proj.weight, last.mlp.up_proj.weight)
+    width = head.config.hidden_size
+    assert torch.equal(
+        head.midlayer.self_attn.q_proj.weight[:, width:], last.self_attn.q_proj.weight
+    )
+    rows = trainer.target.get_output_embeddings().weight[head.draft_ids]
+    for step in range(3):
+        assert torch.equal(head.lm_head.weight, rows) and trainer.step == step
+        trainer.train_step()
+    assert not torch.equal(head.lm_head.weight, rows)
+    with pytest.raises(ConfigError, match="other sizes"):
+        EagleTrainer(replace(own, ffn_size=8), tmp_path / "other", device="cpu")
+
+
 @pytest.mark.parametrize("steps", [1, 2])
 def test_version_1_predicts_features_and_tokens(
     config: EagleTrainConfig, tmp_path: Path, steps: int
@@ -187,9 +207,10 @@ def test_cached_features_are_those_of_the_target(config: EagleTrainConfig, tmp_p
         real = torch.arange(windows.ids.shape[1]) < torch.tensor(windows.lengths)[:, None]
         for name in ("ids", "learn", "features", "final"):
             expected = getattr(streamed, name)[real]
-            torch.testing.assert_close(getattr(first, name)[real], expected)
-            torch.testing.assert_close(getattr(again, name)[real], expected)
-        torch.testing.assert_close(trainer.loss(again), trainer.loss(streamed))
+            assert torch.equal(getattr(first, name), getattr(again, name))
+            near = 0.0 if expected.dtype != torch.float32 else float(expected.abs().max()) / 200
+            torch.testing.assert_close(getattr(first, name)[real], expected, rtol=0, atol=near)
+        torch.testing.assert_close(trainer.loss(again), trainer.loss(streamed), rtol=0.02, atol=0)
     trainer.run()
     files = list((tmp_path / "features").rglob("*.safetensors"))
     assert 0 < len(files) <= len(trainer.documents.pieces)
@@ -205,7 +226,8 @@ def test_now_and_then_documents_are_joined_also_where_single_ones_may_be_as_long
 ) -> None:
     own = replace(config, seq_len=64, max_positions=64, long_every=3)
     trainer = EagleTrainer(own, tmp_path, device="cpu")
-    assert [any(-1 in part.numbers for part in trainer._batch(step)[0]) for step in range(6)] == [
+    batches = [trainer._batch(step)[0] for step in range(6)]
+    assert [all(len(part.lengths) == 1 for part in parts) for parts in batches] == [
         False,
         False,
         True,

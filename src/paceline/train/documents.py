@@ -30,7 +30,6 @@ class Windows:
     ids: torch.Tensor
     learn: torch.Tensor
     lengths: tuple[int, ...]
-    numbers: tuple[int, ...]  # of the pieces; -1 for what is made up of several
 
     @property
     def drafts(self) -> int:
@@ -106,7 +105,7 @@ class Documents:
                 parts[-1].append(number)
             else:
                 parts.append([number])
-        return [self._side_by_side([[n] for n in part], tuple(part)) for part in parts]
+        return [self._side_by_side([[n] for n in part]) for part in parts]
 
     def joined(self, numbers: Sequence[int], length: int) -> list[Windows]:
         """The pieces one behind the other, in windows of at most ``length``: for the positions
@@ -119,9 +118,9 @@ class Documents:
                 size = 0
             runs[-1].append(number)
             size += self.tokens(number)
-        return [self._side_by_side([run], (-1,)) for run in runs]
+        return [self._side_by_side([run]) for run in runs]
 
-    def _side_by_side(self, runs: list[list[int]], numbers: tuple[int, ...]) -> Windows:
+    def _side_by_side(self, runs: list[list[int]]) -> Windows:
         """A window of each run of pieces."""
         ids = [np.concatenate([self.pieces[n][0] for n in run]).astype(np.int64) for run in runs]
         learn = [np.concatenate([self.pieces[n][1] for n in run]) for run in runs]
@@ -129,7 +128,7 @@ class Documents:
             pad_sequence([torch.from_numpy(row) for row in rows], batch_first=True)
             for rows in (ids, learn)
         )
-        return Windows(padded, to_learn, tuple(map(len, ids)), numbers)
+        return Windows(padded, to_learn, tuple(map(len, ids)))
 
 
 def dealt(items: Sequence[_T], tokens: Callable[[_T], int], ranks: int) -> list[list[_T]]:

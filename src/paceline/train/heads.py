@@ -6,7 +6,7 @@ Its hidden states and logits are used at once, and stored only on request (``cac
 from __future__ import annotations
 
 from abc import abstractmethod
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
 
@@ -64,7 +64,8 @@ class HeadTrainer(DraftingTrainer):
         self._seen: dict[int, Observed] = {}  # held-out texts, by their ids
         self._cache: FeatureCache | None = None
         if config.cache_features:
-            self._cache = FeatureCache(self.out / "features", self.observe_windows, self.device)
+            where = self.out / "features", self.observe_windows, self.device
+            self._cache = FeatureCache(*where, self.shape.hidden_size)
 
     # -- what a kind of head says --------------------------------------------------------------
 
@@ -112,14 +113,19 @@ class HeadTrainer(DraftingTrainer):
 
     def observe_windows(self, windows: Windows) -> Observed:
         """What the target says about the windows."""
-        return self.observe(windows.ids.to(self.device), windows.learn.to(self.device))
+        ids, learn = windows.ids.to(self.device), windows.learn.to(self.device)
+        return self.observe(ids, learn, windows.lengths)
 
-    def observe(self, ids: torch.Tensor, learn: torch.Tensor | None = None) -> Observed:
-        """Of windows ``[B, W]``, padded at the end; ``learn`` as in Observed, None is all."""
+    def observe(
+        self, ids: torch.Tensor, learn: torch.Tensor | None = None, lengths: Sequence[int] = ()
+    ) -> Observed:
+        """Of windows ``[B, W]``, padded at the end to all but ``lengths``, if given; ``learn`` as
+        in Observed, None is all."""
         logits = None
         with torch.set_grad_enabled(self.target_learns and torch.is_grad_enabled()):
             if self._reader is not None:
-                *chosen, final = self._reader.read(ids, (*self.feature_layers, self.num_layers))
+                layers = (*self.feature_layers, self.num_layers)
+                *chosen, final = self._reader.read(ids, lengths or ids.shape[1:] * len(ids), layers)
             else:
                 out = self._forward(input_ids=ids, use_cache=False, output_hidden_states=True)
                 final, logits = out.hidden_states[-1], getattr(out, "logits", None)
@@ -178,7 +184,7 @@ class HeadTrainer(DraftingTrainer):
         shares = self._batch(self.step)
         drafts = sum(part.drafts for parts in shares for part in parts)
         for part in shares[self.rank]:
-            kept = self._cache if min(part.numbers) >= 0 else None  # joined ones have no number
+            kept = None if self.is_long(self.step) else self._cache  # joined ones do not come again
             seen = self.observe_windows(part) if kept is None else kept.look(part)
             yield self.loss(seen) * (part.drafts / drafts)
 

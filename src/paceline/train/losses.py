@@ -56,8 +56,8 @@ def distillation_loss(
 
 
 class _DistributionLoss(torch.autograd.Function):
-    """Weighted cross-entropy against probabilities, its gradient made in the same pass, by chunks
-    of rows: ``F.cross_entropy`` keeps two float32 tensors as large as the logits."""
+    """Weighted loss against probabilities, its gradient made in the same pass, by chunks of rows:
+    ``F.cross_entropy`` keeps two float32 tensors as large as the logits."""
 
     @staticmethod
     def forward(
@@ -66,16 +66,23 @@ class _DistributionLoss(torch.autograd.Function):
         probs: torch.Tensor,
         index: torch.Tensor,
         weights: torch.Tensor,
+        eta: float,
     ) -> torch.Tensor:
         gradient = torch.empty_like(logits)
         total = torch.zeros((), dtype=torch.float32, device=logits.device)
         for start in range(0, len(logits), _CHUNK):
             rows = slice(start, start + _CHUNK)
-            distribution = probs[index[rows]].float()
+            p = probs[index[rows]].float()
             weight = weights[rows]
             logs = logits[rows].float().log_softmax(-1)
-            total -= (torch.linalg.vecdot(distribution, logs) * weight).sum()
-            gradient[rows] = logs.exp_().sub_(distribution).mul_(weight[:, None])
+            entropy, q = -torch.linalg.vecdot(p, logs), logs.exp_()
+            overlap = torch.minimum(p, q).sum(-1)
+            share = torch.exp(-eta * overlap)
+            total += ((share * entropy + (1 - share) * (1 - overlap)) * weight).sum()
+            below = (q < p) * q  # more of these would be accepted
+            rising = q * below.sum(-1, keepdim=True) - below
+            slope = (q - p).mul_(share[:, None]).add_(rising.mul_(1 - share[:, None]))
+            gradient[rows] = slope.mul_(weight[:, None])
         ctx.save_for_backward(gradient)
         return total
 
@@ -84,18 +91,24 @@ class _DistributionLoss(torch.autograd.Function):
         ctx: torch.autograd.function.FunctionCtx, grad: torch.Tensor
     ) -> tuple[torch.Tensor | None, ...]:
         (gradient,) = ctx.saved_tensors  # type: ignore[attr-defined]
-        return gradient * grad.to(gradient.dtype), None, None, None
+        return gradient * grad.to(gradient.dtype), None, None, None, None
 
 
-def soft_cross_entropy(
-    logits: torch.Tensor, probs: torch.Tensor, index: torch.Tensor, weights: torch.Tensor
+def distribution_loss(
+    logits: torch.Tensor,
+    probs: torch.Tensor,
+    index: torch.Tensor,
+    weights: torch.Tensor,
+    eta: float = 0.0,
 ) -> torch.Tensor:
-    """``sum_n weights[n] * H(distributions[index[n]], softmax(logits[n]))``, float32.
+    """``sum_n weights[n] * L(probs[index[n]], softmax(logits[n]))``, float32.
 
-    ``logits [N, V]``, ``distributions [M, V]`` that sum to one, ``index`` int64 ``[N]``,
-    ``weights`` float32 ``[N]``. Only the logits get a gradient.
+    ``logits [N, V]``, ``probs [M, V]`` that sum to one, ``index`` int64 ``[N]``, ``weights``
+    float32 ``[N]``. Only the logits get a gradient. L is the cross-entropy H(p, q), or with ``eta``
+    the LK hybrid ``s H + (1 - s) TV``, ``s = exp(-eta (1 - TV))`` (Samarin et al. 2026,
+    arXiv 2602.23881): total variation, the chance of rejection, takes over as it falls.
     """
-    result: torch.Tensor = _DistributionLoss.apply(logits, probs, index, weights)  # type: ignore[no-untyped-call]
+    result: torch.Tensor = _DistributionLoss.apply(logits, probs, index, weights, eta)  # type: ignore[no-untyped-call]
     return result
 
 

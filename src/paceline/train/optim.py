@@ -50,8 +50,8 @@ class MasterOptimizer:
     def step(self, scale: float) -> None:
         """Apply the gradients at ``scale`` times the peak rates."""
         for parameter, master in self._pairs:
-            assert parameter.grad is not None
-            master.grad = parameter.grad.float()
+            # None: it is frozen.
+            master.grad = None if parameter.grad is None else parameter.grad.float()
             parameter.grad = None
         nn.utils.clip_grad_norm_([master for _, master in self._pairs], _MAX_NORM)
         for optimizer, peak in self._optimizers:

@@ -8,7 +8,7 @@ from functools import cached_property
 import torch
 import torch.nn.functional as F
 
-from paceline.train.losses import soft_cross_entropy
+from paceline.train.losses import distribution_loss
 
 
 class DraftStarts:
@@ -130,13 +130,14 @@ def loss_ahead(
     logits: torch.Tensor,
     probs: torch.Tensor,
     row_of: torch.Tensor,
+    eta: float = 0.0,
 ) -> torch.Tensor:
     """Mean over the drafts of the loss of ``logits [N, V]`` about token t + 2 + ``count``, where
     that is to be learnt (``learn`` bool ``[B * W]``).
 
     ``probs [M, V]`` are what the target says, ``row_of [B * W]`` which of them about a
-    position's next token.
+    position's next token; ``eta`` as in ``distribution_loss``.
     """
     wanted = starts.inside(2 + count) & learn[starts.ahead(2 + count)]
     index = row_of[starts.ahead(1 + count)]
-    return soft_cross_entropy(logits, probs, index, wanted.float() / len(wanted))
+    return distribution_loss(logits, probs, index, wanted.float() / len(wanted), eta)

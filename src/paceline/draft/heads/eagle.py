@@ -44,6 +44,7 @@ from paceline.draft.trees.levels import LevelDrafter, Levels
 from paceline.model.backends.base import EagleStep, Growth
 from paceline.model.paged.blocks import OutOfBlocksError
 from paceline.model.paged.cache import bytes_per_token
+from paceline.model.quantised.convert import Scheme, quantise_module
 
 # Most features kept of a sequence that does not draft, and most rows of whole forwards kept for all
 # of them. Beyond it the oldest features are dropped (a little less acceptance) and the others
@@ -54,7 +55,8 @@ MOST_WAITING = 512
 @dataclass(frozen=True)
 class Eagle(TreeSpec):
     """An EAGLE head by folder, built-in or hub name; chains. ``layers``: layers of the target whose
-    inputs it reads, in place of its config's."""
+    inputs it reads, in place of its config's. ``int8``: round its weights to 8 bits where
+    the kernels run it in bfloat16."""
 
     kind = "eagle"
     page = "eagle.md"
@@ -68,11 +70,14 @@ class Eagle(TreeSpec):
     path: str = option(needs="a head")
     _: KW_ONLY
     layers: tuple[int, ...] | None = option(None, like="2x16x29 (layers of the target)")
+    int8: bool = True
 
     def prepare(self, loading: Loading) -> Prepared:
         target = loading.target
         head = load_eagle(self.path, target, self.version, self.layers, target.embedding("output"))
         head = head.to(target.device, target.dtype).eval().requires_grad_(False)
+        if self.int8 and target.dtype == torch.bfloat16 and not target.backend.runs_torch:
+            quantise_module(head, Scheme("int8", finer=True))
         step = target.backend.eagle(head, target)
 
         def build(context: DraftContext) -> Drafter:

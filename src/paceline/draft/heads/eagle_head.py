@@ -246,7 +246,7 @@ class EagleHead(nn.Module):
 
     @property
     def dtype(self) -> torch.dtype:
-        return self.fc.weight.dtype
+        return next(self.parameters()).dtype
 
     def fuse(self, features: torch.Tensor) -> torch.Tensor:
         """The target's features ``[T, layers * target_hidden]`` as hidden states ``[T, H]``."""

@@ -92,7 +92,7 @@ def quantise_module(
     texts, which GPTQ needs; without them rounding is to the nearest code. Layers that do not divide
     into groups stay and are named in ``left``."""
     result = Quantised()
-    head = hf.get_output_embeddings()
+    head = hf.get_output_embeddings() if hasattr(hf, "get_output_embeddings") else None
     codes: dict[str, Code] = {}
     for name, module in hf.named_modules():
         if not isinstance(module, nn.Linear | LinearBase):
