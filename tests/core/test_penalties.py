@@ -85,18 +85,18 @@ def test_a_further_step_reads_further_tokens_only():
 
     class Text(list):
         def __getitem__(self, index):
-            found = super().__getitem__(index)
-            read.append(len(found) if isinstance(index, slice) else 1)
-            return found
+            tokens = super().__getitem__(index)
+            read.append(len(tokens) if isinstance(index, slice) else 1)
+            return tokens
 
     seq = SequenceState(3, Text([1, 2] * 50), 20, SamplingParams(frequency_penalty=1.0))
     scores = torch.randn(1, VOCAB, generator=torch.Generator().manual_seed(0))
     for new in ([], [3, 4], [5]):
         seq.tokens += new
         read.clear()
-        found = penalised(scores, [seq.view()], [0], None)
+        result = penalised(scores, [seq.view()], [0], None)
         assert sum(read) == (len(new) or 100)
-        assert torch.equal(found, dense(scores, [seq], [0], None))
+        assert torch.equal(result, dense(scores, [seq], [0], None))
 
 
 def test_counts_belong_to_the_request_and_go_with_it() -> None:

@@ -49,9 +49,9 @@ def test_the_best_are_torchs(width: int, k: int) -> None:
     scores[0] = scores[0].sort().values  # all of them in one stretch
     scores[1] = -INF
     scores[2, 5:] = -INF
-    found, wanted = top(scores, k), scores.topk(k, dim=-1)
-    assert torch.equal(scores.gather(1, found), wanted.values)
-    assert all(len(set(row)) == k and max(row) < width for row in found.tolist())
+    indices, wanted = top(scores, k), scores.topk(k, dim=-1)
+    assert torch.equal(scores.gather(1, indices), wanted.values)
+    assert all(len(set(row)) == k and max(row) < width for row in indices.tolist())
 
 
 def test_rows_of_a_wider_tensor() -> None:
@@ -74,9 +74,9 @@ def test_a_draw_by_inversion_is_that_of_the_running_sums(width: int) -> None:
     sums = probs.cumsum(-1, dtype=torch.float64)
     points = sums[:, -1:] * (uniforms.unsqueeze(1) * (1 - 2**-50))
     wanted = torch.searchsorted(sums, points, right=True).squeeze(1)
-    found, mass = inversion(probs, uniforms)
-    assert torch.equal(found, wanted)
-    assert bool((probs.gather(1, found.unsqueeze(1)) > 0).all())
+    indices, mass = inversion(probs, uniforms)
+    assert torch.equal(indices, wanted)
+    assert bool((probs.gather(1, indices.unsqueeze(1)) > 0).all())
     torch.testing.assert_close(mass, sums[:, -1])
 
 
@@ -91,13 +91,13 @@ def test_what_weighs_nothing_is_never_drawn(weights: dict[int, float], uniform: 
     probs = torch.zeros(1, 640)
     for place, weight in weights.items():
         probs[0, place] = weight
-    found, _ = inversion(probs, torch.tensor([uniform], dtype=torch.float64))
-    assert probs[0, int(found)] > 0
+    index, _ = inversion(probs, torch.tensor([uniform], dtype=torch.float64))
+    assert probs[0, int(index)] > 0
 
 
 def test_rows_without_a_distribution_are_told_by_their_sums() -> None:
     probs = torch.zeros(4, 640)
     probs[1, 5], probs[2, 630], probs[3, 7] = NAN, INF, 1.0
-    found, mass = inversion(probs, torch.full((4,), 0.5, dtype=torch.float64))
+    indices, mass = inversion(probs, torch.full((4,), 0.5, dtype=torch.float64))
     assert ((mass > 0) & (mass < INF)).tolist() == [False, False, False, True]
-    assert found[3] == 7 and bool((found < 640).all())
+    assert indices[3] == 7 and bool((indices < 640).all())

@@ -193,8 +193,8 @@ def test_logprobs_are_before_temperature_and_truncation():
     logits = torch.randn(1, VOCAB, generator=torch.Generator().manual_seed(4))
     seq = request(temperature=0.5, top_k=2, logit_bias={0: 1.0}, frequency_penalty=0.5)
     expected = torch.tensor([slow_scores(logits[0].tolist(), seq, [])]).log_softmax(-1)
-    found = torch.log_softmax(adjusted(logits, Rows((seq,), (0,))), dim=-1)
-    assert torch.allclose(found, expected, atol=1e-6)
+    logprobs = torch.log_softmax(adjusted(logits, Rows((seq,), (0,))), dim=-1)
+    assert torch.allclose(logprobs, expected, atol=1e-6)
 
 
 def test_adjusted_leaves_plain_logits_alone():

@@ -192,8 +192,8 @@ def test_preempted_and_shared_sequences(monkeypatch: pytest.MonkeyPatch) -> None
     def run(**device: Any) -> tuple[list[list[int]], int]:
         llm = LLM("paceline/tiny", kv_cache_memory=3 << 20, **device, **how)
         llm.engine.cache.pool.allocate(llm.engine.cache.pool.available - ROOM, None)
-        found = [one.token_ids for one in llm.generate(prompts, params)]
-        return found, llm.engine.scheduler.preemptions
+        texts = [one.token_ids for one in llm.generate(prompts, params)]
+        return texts, llm.engine.scheduler.preemptions
 
     wanted, preempted = run()
     assert preempted

@@ -97,11 +97,11 @@ def test_each_is_served_as_if_alone(plain: LLM, spec: str) -> None:
 def test_some_of_them_cannot_go_on(plain: LLM) -> None:
     """So the cases above do hold requests that fail."""
     vocab = len(plain.tokenizer)
-    found = [
+    failing = [
         asked
         for spec in SPECS
         for chance in (random.Random(spec),)
         for asked in (extreme(chance, vocab) for _ in range(4 * BATCHES))
         if asked.min_tokens and asked.stop_token_ids
     ]
-    assert len(found) > 5
+    assert len(failing) > 5

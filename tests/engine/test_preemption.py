@@ -60,11 +60,11 @@ def steady(known: AdaptiveController) -> Steady:
 
 def holders(llm: LLM) -> list[object]:
     """Whatever may know something of a sequence for drafting."""
-    found = [*with_members(llm.engine.drafter), llm.engine.predictions, llm.engine.controller]
+    keepers = [*with_members(llm.engine.drafter), llm.engine.predictions, llm.engine.controller]
     if isinstance(llm.engine.controller, AdaptiveController):
         control = llm.engine.controller
-        found += [control._lookups, control.cost.acceptance]
-    return found
+        keepers += [control._lookups, control.cost.acceptance]
+    return keepers
 
 
 def knows(llm: LLM, seq_id: int) -> set[str]:
@@ -166,7 +166,7 @@ def test_the_engine_asks_the_drafter_that_it_has_now(plain: LLM) -> None:
     llm = tight(plain, "ngram", 1)
     other = llm.engine.drafter = Wide()
     told = replace(PARAMS, prediction=tuple(expected[0]))
-    found = llm.generate(PROMPTS, [told, PARAMS, PARAMS])
-    assert [list(c.token_ids) for c in found] == expected
+    completions = llm.generate(PROMPTS, [told, PARAMS, PARAMS])
+    assert [list(c.token_ids) for c in completions] == expected
     assert llm.engine.drafter is other and other.asked
     assert len(other.forgotten) == llm.engine.scheduler.preemptions + len(PROMPTS)

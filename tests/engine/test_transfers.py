@@ -96,10 +96,10 @@ class Watch:
 def said(drafter: Any) -> set[str]:
     """The waits that come on top, as each drafter's page says."""
     found: set[str] = set()
-    for own in getattr(drafter, "members", (drafter,)):
-        if isinstance(own, LevelDrafter) and own._policy.nodes:
+    for drafts in getattr(drafter, "members", (drafter,)):
+        if isinstance(drafts, LevelDrafter) and drafts._policy.nodes:
             found.add("grow.grow")  # dynamic trees, once they are grown
-        if isinstance(own, SwiftDrafter):
+        if isinstance(drafts, SwiftDrafter):
             found.add("layer_skip._scores")  # a trial, every few steps
     return found
 

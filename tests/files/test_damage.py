@@ -150,8 +150,8 @@ def test_a_model_with_a_flipped_bit(sealed: Path) -> None:
     file.write_bytes(flipped(file.read_bytes(), 8 * entry.start + 3))
     with pytest.raises(ModelLoadError, match=r"tensor model\.norm\.weight does not match"):
         load_module(str(sealed), "float32", "cpu")
-    found = [item for item in examine(str(sealed)) if item.code == "weights-damaged"]
-    assert len(found) == 1 and "model.norm.weight" in found[0].text
+    findings = [item for item in examine(str(sealed)) if item.code == "weights-damaged"]
+    assert len(findings) == 1 and "model.norm.weight" in findings[0].text
 
 
 def test_large_models_are_left_to_doctor(sealed: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -47,8 +47,8 @@ def test_a_state_is_read_back(tmp_path: Path) -> None:
     assert read_state(file) == (None, "")
     write_state(file, state(1))
     write_state(file, state(2))
-    found, note = read_state(file)
-    assert same(found, state(2)) and note == ""
+    stored, note = read_state(file)
+    assert same(stored, state(2)) and note == ""
 
 
 def test_any_damage_goes_back_to_the_state_before(tmp_path: Path) -> None:
@@ -58,13 +58,13 @@ def test_any_damage_goes_back_to_the_state_before(tmp_path: Path) -> None:
     noted = 0
     for content in damages(file.read_bytes(), 3, 40, 300):
         file.write_bytes(content)
-        found, note = read_state(file)
+        stored, note = read_state(file)
         if note:
             noted += 1
-            assert same(found, state(1)), note
+            assert same(stored, state(1)), note
             assert f"{file} is damaged" in note and "checkpoint.previous.pt" in note
         else:
-            assert same(found, state(2))
+            assert same(stored, state(2))
     assert noted > 150
 
 
@@ -95,8 +95,8 @@ def test_a_process_killed_between_the_renames(tmp_path: Path) -> None:
     file = tmp_path / "checkpoint.pt"
     write_state(file, state(1))
     file.rename(previous(file))
-    found, note = read_state(file)
-    assert same(found, state(1)) and "going on from checkpoint.previous.pt" in note
+    stored, note = read_state(file)
+    assert same(stored, state(1)) and "going on from checkpoint.previous.pt" in note
 
 
 def test_what_killed_processes_left_is_removed(tmp_path: Path) -> None:

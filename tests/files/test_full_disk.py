@@ -53,8 +53,8 @@ def test_planted(kind: str, fault: str, tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_for_real(kind: str, tmp_path: Path) -> None:
-    found = KINDS[kind]
-    check(tmp_path, lambda number: found.write(tmp_path, number), lambda: small_files(found.limit))
+    case = KINDS[kind]
+    check(tmp_path, lambda number: case.write(tmp_path, number), lambda: small_files(case.limit))
 
 
 def test_a_real_trace(tmp_path: Path) -> None:

@@ -174,8 +174,8 @@ def check(prompt: list[int], answer: Answer, wanted: list[int], rows: torch.Tens
     seen = {index: score for index, score in answer.scores.items() if index <= last}
     assert len(seen) >= same
     for index, score in seen.items():
-        ids, found = zip(*score.top, (score.token_id, score.logprob), strict=True)
-        error = (torch.tensor(found) - rows[index, list(ids)]).abs().max() / spread[index]
+        ids, logprobs = zip(*score.top, (score.token_id, score.logprob), strict=True)
+        error = (torch.tensor(logprobs) - rows[index, list(ids)]).abs().max() / spread[index]
         assert error < TOLERANCE, f"logits behind token {index} are {float(error):.1e} off"
 
 

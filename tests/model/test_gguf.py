@@ -263,20 +263,20 @@ def test_doctor_says_what_it_takes(tmp_path: Path) -> None:
     module = write_gguf(path, quantisation="Q4_1", pre="smollm")
     kept = findings(path, "--dtype", "float32")
     assert "Q4_1 stay as they are" in kept["gguf-kept"]["found"]
-    found = findings(path, "--dtype", "float32", "--backend", "reference")
-    said = found["gguf-dequantised"]["found"]
+    report = findings(path, "--dtype", "float32", "--backend", "reference")
+    said = report["gguf-dequantised"]["found"]
     count = sum(parameter.numel() for parameter in module.parameters())
     assert "Q4_1" in said and f"{count * 4 / 1024:.1f} KiB in float32" in said
-    assert "memory-fits" in found and "architecture-supported" in found
-    assert not {"weights-absent", "tokenizer-absent", "gguf-tokenizer-unsure"} & found.keys()
+    assert "memory-fits" in report and "architecture-supported" in report
+    assert not {"weights-absent", "tokenizer-absent", "gguf-tokenizer-unsure"} & report.keys()
 
 
 def test_doctor_says_how_text_is_split(tmp_path: Path) -> None:
     path = tmp_path / "model.gguf"
     write_gguf(path, pre="some-new-split")
-    found = findings(path)
-    assert found["gguf-tokenizer-unsure"]["severity"] == "warning"
-    assert "some-new-split" in found["gguf-tokenizer-unsure"]["found"]
+    report = findings(path)
+    assert report["gguf-tokenizer-unsure"]["severity"] == "warning"
+    assert "some-new-split" in report["gguf-tokenizer-unsure"]["found"]
 
 
 @pytest.mark.parametrize("what", ["llama.logit_scale", "blk.0.attn_q.bias"])
@@ -292,9 +292,9 @@ def test_doctor_names_what_is_not_read(what: str, tmp_path: Path) -> None:
 
     write_gguf(path, change=change)
     result = CliRunner().invoke(app, ["doctor", "--model", str(path), "--json"])
-    (found,) = json.loads(result.stdout)["findings"]
-    assert result.exit_code == 1 and found["code"] == "architecture-refused"
-    assert what in found["found"] and "folder" in found["cure"]
+    (finding,) = json.loads(result.stdout)["findings"]
+    assert result.exit_code == 1 and finding["code"] == "architecture-refused"
+    assert what in finding["found"] and "folder" in finding["cure"]
 
 
 def test_doctor_refuses_by_name(tmp_path: Path) -> None:

@@ -86,11 +86,11 @@ def test_its_form_in_four_bits_is_at_hand_and_is_that_of_a_model_in_memory(
     assert all(p.device.type == "cpu" for p in copied.hf.parameters()), "all of it is in memory"
     assert not any(hasattr(module, "_hf_hook") for module in copied.hf.modules())
     assert (copied.backend.name == "native") == (KERNELS and backend == "auto")
-    found = dense(copied)
-    assert found.keys() == dense(wanted).keys() and len(found) == 15
-    assert all(torch.equal(found[name], weight) for name, weight in dense(wanted).items())
+    weights = dense(copied)
+    assert weights.keys() == dense(wanted).keys() and len(weights) == 15
+    assert all(torch.equal(weights[name], weight) for name, weight in dense(wanted).items())
     norms = [dict(t.hf.named_parameters()) for t in (copied, wanted)]
-    assert all(torch.equal(norms[0][n], own) for n, own in norms[1].items() if "norm" in n)
+    assert all(torch.equal(norms[0][n], norm) for n, norm in norms[1].items() if "norm" in n)
     down = away.hf.model.layers[1].mlp.down_proj
     assert down.weight.device.type == "meta" and not isinstance(down, QuantisedLinear)
 
@@ -163,8 +163,8 @@ def test_what_a_step_moves_are_the_bytes_of_its_layers(random_pair: tuple[str, s
 
 
 def test_doctor_says_what_a_step_moves(random_pair: tuple[str, str]) -> None:
-    found = examine(random_pair[0], offload="disk", weights_memory=0, dtype="float32")
-    (item,) = (item for item in found if item.code == "weights-offloaded")
+    findings = examine(random_pair[0], offload="disk", weights_memory=0, dtype="float32")
+    (item,) = (item for item in findings if item.code == "weights-offloaded")
     assert "2 of 2 layers stay on disk: every forward moves" in item.text
     assert "offload-idle" in {item.code for item in examine(random_pair[0], offload="disk")}
 
@@ -174,14 +174,14 @@ def test_doctor_says_what_auto_takes_and_how_often_the_target_that_is(
 ) -> None:
     monkeypatch.setattr(auto, "_LEAST_BYTES", 0)
     how: dict[str, Any] = {"offload": "disk", "weights_memory": 0, "dtype": "float32"}
-    found = {item.code: item.text for item in examine(random_pair[0], "auto", **how)}
+    texts = {item.code: item.text for item in examine(random_pair[0], "auto", **how)}
     away = LLM(random_pair[0], "auto", offload="disk", weights_memory=0, **OPTIONS)
     taken = away.notes[-1].partition(";")[0]
-    assert taken.startswith("draft auto: ") and taken in found["draft-auto"]
+    assert taken.startswith("draft auto: ") and taken in texts["draft-auto"]
     if KERNELS:
         assert "quantized:int4" in taken
-    own = {item.code: item.text for item in examine(random_pair[0], "quantized:int4", **how)}
-    assert re.search(r"together 1\.\d\d times the target$", own["draft-own-weights"])
+    draft = {item.code: item.text for item in examine(random_pair[0], "quantized:int4", **how)}
+    assert re.search(r"together 1\.\d\d times the target$", draft["draft-draft-weights"])
 
 
 @pytest.mark.parametrize(

@@ -119,8 +119,8 @@ def alone(folder: str, kind: str, prompt: list[int]) -> list[int]:
         eos_token_id=None,
         **KINDS[kind][2],
     )
-    found: list[int] = out[0, len(prompt) :].tolist()
-    return found
+    tokens: list[int] = out[0, len(prompt) :].tolist()
+    return tokens
 
 
 @pytest.mark.parametrize("draft", [None, "ngram", "self"])

@@ -84,9 +84,9 @@ def counted(patch: pytest.MonkeyPatch) -> list[int]:
             return getattr(self._inner, name)
 
         def __getitem__(self, index: Any) -> Any:
-            found = self._inner[index]
-            counts.append(found.nbytes)
-            return found
+            weights = self._inner[index]
+            counts.append(weights.nbytes)
+            return weights
 
     class File:
         def __init__(self, *args: Any, **options: Any) -> None:
@@ -175,12 +175,12 @@ def test_a_preempted_sequence_is_read_again(twins: Twins) -> None:
     prompts = [*PROMPTS, "What is 12 + 30?"]
     memory = 16 * 5 * 2 * (2 * 2 * 8) * 4  # five blocks of the model in one process
     spec = f"model:{twins.folders['draft']}"
-    found = []
+    texts = []
     for llm, share in ((twins.alone, 2), (twins.shared, 1.5)):  # the draft's cache is whole
         tight = llm.beside(spec, draft_length=3, kv_cache_memory=int(memory * share))
-        found.append([done.token_ids for done in tight.generate(prompts, params)])
+        texts.append([done.token_ids for done in tight.generate(prompts, params)])
         assert tight.engine.scheduler.preemptions > 0
-    assert found[0] == found[1]
+    assert texts[0] == texts[1]
 
 
 def test_a_cancelled_request_leaves_nothing_behind(twins: Twins, expected: list[list[int]]) -> None:

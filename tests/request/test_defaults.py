@@ -63,10 +63,10 @@ def test_what_checkpoints_say(said: dict[str, Any], found: dict[str, Any]) -> No
 def test_who_has_the_last_word() -> None:
     checkpoint = SamplingDefaults(temperature=0.6, top_p=0.9, top_k=20)
     user = SamplingDefaults(temperature=0.3, top_k=0)
-    found = SamplingDefaults(top_p=1.0).over(user).over(checkpoint).filled()
-    assert SamplingParams(**found) == SamplingParams(temperature=0.3)
-    found = SamplingDefaults(temperature=0.0).over(checkpoint).filled()
-    assert SamplingParams(**found).greedy
+    filled = SamplingDefaults(top_p=1.0).over(user).over(checkpoint).filled()
+    assert SamplingParams(**filled) == SamplingParams(temperature=0.3)
+    filled = SamplingDefaults(temperature=0.0).over(checkpoint).filled()
+    assert SamplingParams(**filled).greedy
     assert SamplingDefaults(top_p=0.5).filled()["temperature"] == 1.0
     assert SamplingDefaults(top_p=1.0).filled()["temperature"] == 0.0
 
@@ -144,8 +144,8 @@ def test_a_server_s_flags_and_file(folder: Path, tmp_path: Path) -> None:
     path = tmp_path / "serve.toml"
     path.write_text("[model]\ndefault_temperature = 0.5\ndefault_top_k = 7\n")
     flags = {"model": str(folder), "default_top_k": 9, "default_min_p": 0.1}
-    found = load_llm(configure(flags, path)).default_params
-    assert found == replace(SamplingParams(**SAID), temperature=0.5, top_k=9, min_p=0.1)
+    params = load_llm(configure(flags, path)).default_params
+    assert params == replace(SamplingParams(**SAID), temperature=0.5, top_k=9, min_p=0.1)
     neutral = configure({"model": str(folder), "generation_config": "none"})
     assert load_llm(neutral).default_params == SamplingParams()
     with pytest.raises(ConfigError, match="--default-temperature is 200"):
@@ -176,7 +176,7 @@ def test_a_gguf_file(tmp_path: Path) -> None:
 
     path = tmp_path / "tiny.gguf"
     write_gguf(path, change=described)
-    found = LLM(str(path), draft="none").default_params
-    assert found == SamplingParams(temperature=0.7, top_p=0.95, top_k=20, repetition_penalty=1.05)
+    params = LLM(str(path), draft="none").default_params
+    assert params == SamplingParams(temperature=0.7, top_p=0.95, top_k=20, repetition_penalty=1.05)
     write_gguf(path)
     assert LLM(str(path), draft="none").default_params == SamplingParams()

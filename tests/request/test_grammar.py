@@ -51,15 +51,15 @@ def test_constrained_text_does_not_depend_on_the_draft(
     plain: LLM, expected: list[Completion], draft: str
 ) -> None:
     llm = plain.beside(draft, draft_length=4)
-    found = llm.generate([PROMPT] * 4, MIXED)
-    assert [c.token_ids for c in found] == [c.token_ids for c in expected]
-    for completion in found[:2]:
+    completions = llm.generate([PROMPT] * 4, MIXED)
+    assert [c.token_ids for c in completions] == [c.token_ids for c in expected]
+    for completion in completions[:2]:
         assert completion.finish_reason == "stop"
         person = json.loads(completion.text)
         assert set(person) == {"name", "age"} and isinstance(person["age"], int)
-    if found[2].finish_reason == "stop":
-        assert re.fullmatch("(ab|cd)+e", found[2].text)
-    assert any(c.stats.drafted_tokens for c in found)
+    if completions[2].finish_reason == "stop":
+        assert re.fullmatch("(ab|cd)+e", completions[2].text)
+    assert any(c.stats.drafted_tokens for c in completions)
 
 
 def test_sampled_drafts_keep_to_the_grammar(plain: LLM) -> None:

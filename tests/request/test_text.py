@@ -36,8 +36,8 @@ def run(out: TextStream, tokens: Sequence[int], every: int = 1) -> list[str]:
 
 def cut(text: str, stops: Sequence[str]) -> str:
     """Up to the stop string that is complete first, the longest of those."""
-    found = [(text.find(stop) + len(stop), -len(stop)) for stop in stops if stop in text]
-    end, length = min(found, default=(len(text), 0))
+    ends = [(text.find(stop) + len(stop), -len(stop)) for stop in stops if stop in text]
+    end, length = min(ends, default=(len(text), 0))
     return text[: end + length]
 
 

@@ -96,11 +96,11 @@ def test_block_verification_does_not_look_at_a_distribution_that_is_none():
     logits[1] = NAN
     own = TokenTree(torch.tensor([2, 4]), (-1, 0), Draw.IID, q)
     check = judged(request(0, {"temperature": 1.0}), 0, own)
-    found = {True: 0, False: 0}
+    by_failure = {True: 0, False: 0}
     for seed in range(60):
         (verdict,) = Verifier(generator=torch.Generator().manual_seed(seed))(logits, [check])
-        found[verdict.error is not None] += 1
-    assert min(found.values()) > 5, "node 0 must be accepted now and then, and refused"
+        by_failure[verdict.error is not None] += 1
+    assert min(by_failure.values()) > 5, "node 0 must be accepted now and then, and refused"
 
 
 # --- an empty draft distribution is no draft ------------------------------------------------------

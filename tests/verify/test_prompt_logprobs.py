@@ -39,21 +39,23 @@ def reference(llm: LLM, ids: list[int]) -> torch.Tensor:
 
 def scored(llm: LLM, prompts: list[list[int]], **fields: int) -> list[list[float]]:
     params = SamplingParams(max_tokens=fields.pop("max_tokens", 3), prompt_logprobs=2, **fields)
-    found = llm.generate(prompts, params)
-    for completion in found:
+    completions = llm.generate(prompts, params)
+    for completion in completions:
         entries = completion.prompt_logprobs
         assert entries is not None and isinstance(completion.prompt, list)
         assert [entry.token_id for entry in entries] == completion.prompt[1:]
         assert all(len(entry.top) == 2 for entry in entries)
-    return [[entry.logprob for entry in completion.prompt_logprobs or ()] for completion in found]
+    return [
+        [entry.logprob for entry in completion.prompt_logprobs or ()] for completion in completions
+    ]
 
 
 def test_as_transformers_says(llm: LLM) -> None:
     ids = llm.tokenizer.encode(TEXT)
     table = reference(llm, ids)
     expected = table.gather(1, torch.tensor(ids[1:]).unsqueeze(1)).squeeze(1)
-    found = torch.tensor(scored(llm, [ids])[0])
-    assert torch.allclose(found, expected, atol=2e-4)
+    scores = torch.tensor(scored(llm, [ids])[0])
+    assert torch.allclose(scores, expected, atol=2e-4)
     completion = llm.generate([ids], SamplingParams(max_tokens=1, prompt_logprobs=3))[0]
     for row, entry in zip(table, completion.prompt_logprobs or (), strict=True):
         best = torch.topk(row, 3)
@@ -67,8 +69,8 @@ def test_whatever_is_cached_or_runs_beside_it(llm: LLM) -> None:
     assert scored(llm, [ids])[0] == pytest.approx(alone, abs=2e-4)
     both = scored(llm, [ids, ids[:7], ids[:1], ids], n=2)
     assert len(both) == 8
-    for found in (*both[:2], *both[6:]):
-        assert found == pytest.approx(alone, abs=2e-4)
+    for scores in (*both[:2], *both[6:]):
+        assert scores == pytest.approx(alone, abs=2e-4)
     assert both[2] == pytest.approx(alone[:6], abs=2e-4) and both[4] == []
 
 
@@ -85,8 +87,8 @@ def test_in_chunks_and_after_giving_up_the_cache(llm: LLM, chunk: int) -> None:
     texts = scored(small, [ids, ids], max_tokens=60)
     for block in kept:
         pool.release(block)
-    for found in texts:
-        assert found == pytest.approx(alone, abs=2e-4)
+    for scores in texts:
+        assert scores == pytest.approx(alone, abs=2e-4)
 
 
 class Sizes(TorchDispatchMode):
@@ -107,13 +109,13 @@ def test_rows_are_scored_in_parts() -> None:
     logits = torch.randn(150, 50_000, dtype=torch.bfloat16)
     tokens = torch.randint(50_000, (150,)).tolist()
     with Sizes() as made:
-        found = prompt_logprobs(logits, tokens, 2)
+        entries = prompt_logprobs(logits, tokens, 2)
     assert made.largest <= 4 * _MOST_SCORED
     whole = torch.log_softmax(logits.float(), -1)
-    assert [entry.token_id for entry in found] == tokens
-    assert [entry.logprob for entry in found] == whole[range(150), tokens].tolist()
+    assert [entry.token_id for entry in entries] == tokens
+    assert [entry.logprob for entry in entries] == whole[range(150), tokens].tolist()
     best = whole.topk(2).values.tolist()
-    assert [[value for _, value in entry.top] for entry in found] == best
+    assert [[value for _, value in entry.top] for entry in entries] == best
 
 
 def test_rows_of_a_step_are_bounded_and_counted(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -134,7 +136,7 @@ def test_rows_of_a_step_are_bounded_and_counted(llm: LLM, monkeypatch: pytest.Mo
     monkeypatch.setattr(CausalModel, "__call__", watched)
     both = scored(few, [ids, ids])
     assert most == 7 + 1  # seven scored, and the last of a prompt that is done, to go on from
-    assert all(found == pytest.approx(alone, abs=2e-4) for found in both)
+    assert all(scores == pytest.approx(alone, abs=2e-4) for scores in both)
 
 
 def test_what_scoring_takes_is_no_memory_of_the_cache(

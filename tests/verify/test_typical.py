@@ -40,10 +40,10 @@ def test_threshold_of_the_paper(distribution: list[float], threshold: float) -> 
     entropy = -sum(x * math.log(x) for x in distribution if x)
     assert threshold == pytest.approx(min(0.09, 0.3 * math.exp(-entropy)))
     for token, chance in enumerate(distribution):
-        (found,) = surprise(p, torch.tensor([token]), ((-1,),)).tolist()
-        assert (found >= 0) == (chance > threshold)
-        if found > 0:
-            assert found / 2**20 == pytest.approx(-math.log(chance), abs=1e-5)
+        (cost,) = surprise(p, torch.tensor([token]), ((-1,),)).tolist()
+        assert (cost >= 0) == (chance > threshold)
+        if cost > 0:
+            assert cost / 2**20 == pytest.approx(-math.log(chance), abs=1e-5)
 
 
 def test_each_node_is_judged_by_its_parents_row() -> None:

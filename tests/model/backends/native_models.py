@@ -94,7 +94,7 @@ class Decoding:
 
     model: CausalModel
     known: Prefix = field(default_factory=lambda: Prefix(torch.empty(0), []))
-    held: list[int] = field(default_factory=list)  # tokens whose keys and values are in the cache
+    cached: list[int] = field(default_factory=list)  # tokens whose keys and values are in the cache
 
     def __post_init__(self) -> None:
         model = self.model
@@ -114,12 +114,12 @@ class Decoding:
 
     def _put_back(self, path: list[Prefix], tokens: Sequence[int]) -> None:
         """Into the cache, what the path kept and another path has overwritten there."""
-        pairs = enumerate(zip(self.held, tokens, strict=False))
-        same = next((n for n, (a, b) in pairs if a != b), min(len(self.held), len(tokens)))
+        pairs = enumerate(zip(self.cached, tokens, strict=False))
+        same = next((n for n, (a, b) in pairs if a != b), min(len(self.cached), len(tokens)))
         if missing := [one.kept for one in path[same:]]:
             for part, rows in zip(self.parts, zip(*missing, strict=True), strict=True):
                 part[same : len(path)] = torch.stack(rows)
-        self.held = list(tokens)
+        self.cached = list(tokens)
 
     def _decode(self, path: list[Prefix], tokens: Sequence[int]) -> torch.Tensor:
         self._put_back(path, tokens)
@@ -186,12 +186,12 @@ class Paged:
 
 def paths(piece: Piece) -> list[list[int]]:
     """The tokens that each row of a piece stands behind, itself included."""
-    found = [list(piece.tokens[: at + 1]) for at in range(piece.context, len(piece.tokens))]
+    texts = [list(piece.tokens[: at + 1]) for at in range(piece.context, len(piece.tokens))]
     for node in range(len(piece.parents)):
         path: list[int] = []
         at = node
         while at >= 0:
             path.insert(0, piece.nodes[at])
             at = piece.parents[at]
-        found.append([*piece.tokens, *path])
-    return found
+        texts.append([*piece.tokens, *path])
+    return texts

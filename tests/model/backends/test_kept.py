@@ -51,14 +51,14 @@ def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 @pytest.fixture
 def rounded(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     """Matrices that were rounded, by their bits."""
-    found: list[int] = []
+    matrices: list[int] = []
 
     def noted(weight: torch.Tensor, bits: int, *how: Any) -> Any:
-        found.append(bits)
+        matrices.append(bits)
         return round_to_nearest(weight, bits, *how)
 
     monkeypatch.setattr(copies, "round_to_nearest", noted)
-    return found
+    return matrices
 
 
 @pytest.fixture
@@ -67,7 +67,7 @@ def said() -> Iterator[list[str]]:
         yield listener.lines
 
 
-def held(folder: Path, precision: str = "int4") -> dict[str, torch.Tensor]:
+def packed_of(folder: Path, precision: str = "int4") -> dict[str, torch.Tensor]:
     """The packed matrices of a fresh load's form in fewer bits."""
     model = CausalModel.load(str(folder), "bfloat16", "cpu")
     modules = quantised_copy(model, precision).hf.named_modules()
@@ -79,11 +79,11 @@ def equal(one: dict[str, torch.Tensor], other: dict[str, torch.Tensor]) -> bool:
 
 
 def test_the_next_load_rounds_nothing(folder: Path, rounded: list[int]) -> None:
-    first = held(folder)
+    first = packed_of(folder)
     assert rounded.count(4) == 14 and rounded.count(8) == 1  # the head
     rounded.clear()
-    assert equal(held(folder), first) and not rounded
-    eight = held(folder, "int8")
+    assert equal(packed_of(folder), first) and not rounded
+    eight = packed_of(folder, "int8")
     assert rounded.count(8) == 15 and not equal(eight, first)
 
 
@@ -103,7 +103,7 @@ def test_another_content_at_the_same_place_is_another_form(
     folder: Path, rounded: list[int], tmp_path: Path
 ) -> None:
     """Also where size and modification time are those of before."""
-    first, file = held(folder), folder / "model.safetensors"
+    first, file = packed_of(folder), folder / "model.safetensors"
     other = write_tiny_model(tmp_path / "other")
     content = bytearray(file.read_bytes())
     content[read_table(file).entries["model.layers.0.mlp.up_proj.weight"].end - 1] ^= 0x80
@@ -111,9 +111,9 @@ def test_another_content_at_the_same_place_is_another_form(
     file.write_bytes(content)
     os.utime(file, ns=times)
     rounded.clear()
-    assert not equal(held(folder), first) and rounded
+    assert not equal(packed_of(folder), first) and rounded
     rounded.clear()
-    assert equal(held(other), first) and not rounded, "the same content elsewhere"
+    assert equal(packed_of(other), first) and not rounded, "the same content elsewhere"
 
 
 @pytest.mark.parametrize(
@@ -131,28 +131,28 @@ def test_what_is_damaged_is_made_anew(
     said: list[str],
     damage: Callable[[bytes], bytes],
 ) -> None:
-    first = held(folder)
+    first = packed_of(folder)
     (file,) = cache.glob("*.forms")
     whole = file.read_bytes()
     file.write_bytes(damage(whole))
     rounded.clear()
-    assert equal(held(folder), first) and rounded
+    assert equal(packed_of(folder), first) and rounded
     assert [str(file) in line and "damaged" in line for line in said] == [True]
     assert file.read_bytes() == whole
     rounded.clear()
-    assert equal(held(folder), first) and not rounded
+    assert equal(packed_of(folder), first) and not rounded
 
 
 def test_nothing_is_kept_where_nothing_is_to_be(
     folder: Path, cache: Path, rounded: list[int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv(copies.SETTING, copies.OFF)
-    held(folder)
-    held(folder)
+    packed_of(folder)
+    packed_of(folder)
     assert len(rounded) == 30 and not cache.exists()
     monkeypatch.setenv(copies.SETTING, "lots")
     with pytest.raises(ConfigError, match="'lots' is not a size"):
-        held(folder)
+        packed_of(folder)
 
 
 def test_a_full_disk_is_one_line(
@@ -161,35 +161,35 @@ def test_a_full_disk_is_one_line(
     def full(*_: Any, **__: Any) -> Any:
         raise OSError(errno.ENOSPC, "No space left on device")
 
-    first = held(folder)
+    first = packed_of(folder)
     shutil.rmtree(cache)
     monkeypatch.setattr(copies, "write_aside", full)
-    assert equal(held(folder), first) and not list(cache.glob("*"))
+    assert equal(packed_of(folder), first) and not list(cache.glob("*"))
     assert len(said) == 1 and "No space left" in said[0]
 
 
 def test_a_folder_that_cannot_be_made_is_no_failure(folder: Path, cache: Path) -> None:
     cache.parent.mkdir()
     cache.write_text("a file")
-    assert len(held(folder)) == 15 and cache.read_text() == "a file"
+    assert len(packed_of(folder)) == 15 and cache.read_text() == "a file"
 
 
 def test_forms_that_were_not_used_for_longest_go_first(
     folder: Path, cache: Path, rounded: list[int], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    held(folder)
+    packed_of(folder)
     (four,) = cache.glob("*.forms")
-    held(folder, "int8")
+    packed_of(folder, "int8")
     (eight,) = set(cache.glob("*.forms")) - {four}
     for file, seconds in ((four, 1000), (eight, 2000)):
         os.utime(file, (seconds, seconds))
-    held(folder)  # used again
+    packed_of(folder)  # used again
     assert four.stat().st_mtime > 2000
     foreign = cache / "mine.forms"
     foreign.write_bytes(b"x" * 1_000_000)
     other = write_tiny_model(tmp_path / "other", seed=1)
     monkeypatch.setenv(copies.SETTING, str(four.stat().st_size * 2 + 100))
-    held(other)
+    packed_of(other)
     assert four.exists() and foreign.exists() and not eight.exists()
     assert len(list(cache.glob("*.forms"))) == 3
 
@@ -210,10 +210,10 @@ def test_two_at_once_never_see_half_a_form(cache: Path) -> None:
         writer.start()
     seen = 0
     while any(writer.is_alive() for writer in writers):
-        found = copies.read(file, [matrix])  # type: ignore[list-item]
-        if found is not None:
+        stored = copies.read(file, [matrix])  # type: ignore[list-item]
+        if stored is not None:
             seen += 1
-            assert torch.equal(found[0].data, made.data)
+            assert torch.equal(stored[0].data, made.data)
     assert seen and [file.name for file in cache.iterdir()] == ["k.forms"]
 
 

@@ -161,15 +161,15 @@ def test_infinities_stay_with_those_who_see_them(
 
 def test_any_number_of_threads(decoding: Decoding, threads: None) -> None:
     tokens = text(random.Random(7), 290)
-    found = []
+    results = []
     for count in (1, 2, 3, 5):
         torch.set_num_threads(count)
         paged = Paged(decoding.model, random.Random(count), 16, 1, 400)
         out = paged.run({0: Piece(tokens, 0)}, features=(0, 1, 2))
         more = paged.run({0: Piece([*tokens, 5], 290)})
-        found.append((out.logits, *out.features.values(), more.logits))
-    for other in found[1:]:
-        for got, want in zip(other, found[0], strict=True):
+        results.append((out.logits, *out.features.values(), more.logits))
+    for other in results[1:]:
+        for got, want in zip(other, results[0], strict=True):
             assert torch.equal(got, want)
 
 
@@ -177,14 +177,14 @@ def test_instruction_sets_agree(decoding: Decoding, best: str) -> None:
     """The order of sums is part of the kernels' definition, not of a processor."""
     tokens = text(random.Random(8), 300)
     nodes = tuple(text(random.Random(6), 9))
-    found = {}
+    results = {}
     for name in filter(choose, SAME_BITS):
         paged = Paged(decoding.model, random.Random(0), 16, 1, 320)
         parts = [Piece(tokens[:7], 0), Piece(tokens[:20], 7), Piece(tokens, 20)]
         parts += [Piece([*tokens, 9], 300, (-1, 0, 0, -1, 2, 3, 3, 6, 1), nodes)]
-        found[name] = torch.cat([paged.run({0: piece}).logits for piece in parts])
-    for logits in found.values():
-        assert torch.equal(logits, found["portable"])
+        results[name] = torch.cat([paged.run({0: piece}).logits for piece in parts])
+    for logits in results.values():
+        assert torch.equal(logits, results["portable"])
 
 
 @pytest.mark.parametrize(("shape", "dtype"), [("llama", "bfloat16"), ("gemma2", "float32")])
@@ -204,10 +204,10 @@ def test_a_cache_in_8_bits_is_the_references(shape: str, dtype: str) -> None:
     reference = copy.copy(native)
     reference.backend = reference.reference
     native.cache_dtype = reference.cache_dtype = INT8
-    found = logits(native)
+    result = logits(native)
     unpack_modules(native.hf)
     wanted = logits(reference)
-    cost, apart = relative_error(found, exact), relative_error(found, wanted)
+    cost, apart = relative_error(result, exact), relative_error(result, wanted)
     assert 0 < cost < 0.1 and apart < (cost if dtype == "float32" else 0.1)
 
 
@@ -234,11 +234,11 @@ def test_instructions_that_round_in_between(shape: str, best: str) -> None:
     for context, end in ((0, 1), (1, 8), (8, 40)):
         check(decoding, {0: (piece := Piece(tokens[:end], context))}, paged.run({0: piece}).logits)
     tree = Piece([*tokens, 9], 40, random_tree(random.Random(3), 17), tuple(tokens[:17]))
-    found = paged.run({0: tree}).logits
-    check(decoding, {0: tree}, found)
+    result = paged.run({0: tree}).logits
+    check(decoding, {0: tree}, result)
     assert instructions() == "dpbf16" and choose("avx512")
     other = paged.run({0: tree}).logits.float()
-    assert (found.float() - other).norm() < 0.05 * other.norm()
+    assert (result.float() - other).norm() < 0.05 * other.norm()
 
 
 def in_stripes(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:

@@ -61,10 +61,10 @@ def model_of(dtype: torch.dtype, change: Callable[[torch.Tensor], None]) -> Caus
     config = LlamaConfig(**{**COMMON, "vocab_size": WIDTH})
     hf: Any = AutoModelForCausalLM.from_config(config, attn_implementation="paceline").to(dtype)
     model = CausalModel(hf, "llama")
-    found = describe(hf, model.cache_shapes, model.patterns)
+    shape = describe(hf, model.cache_shapes, model.patterns)
     change(hf.lm_head.weight.data)
-    assert isinstance(found, DecoderShape)
-    model.backend = NativeModel(hf, found)  # unasked: some of these are not finite
+    assert isinstance(shape, DecoderShape)
+    model.backend = NativeModel(hf, shape)  # unasked: some of these are not finite
     return model
 
 

@@ -108,9 +108,9 @@ def test_what_disagrees_with_the_reference_is_not_used(
     right = using.describe
 
     def wrong(*arguments: Any) -> Any:
-        found: Any = right(*arguments)
-        other = {"scaling": 0.1, "windows": (1, 1), "norms": found.norms[::-1]}[change]
-        return replace(found, **{change: other})
+        shape: Any = right(*arguments)
+        other = {"scaling": 0.1, "windows": (1, 1), "norms": shape.norms[::-1]}[change]
+        return replace(shape, **{change: other})
 
     monkeypatch.setattr(using, "describe", wrong)
     assert not model.use("native") and model.backend.name == "reference"

@@ -154,8 +154,8 @@ def test_long_contexts_are_read_in_place():
     feeds = feeds_of([(long, (), 1), (long + 40, TREE, 1), (50, (), 1), (60, (), 1)])
     cache = made(feeds, False, torch.Generator().manual_seed(0))
     step = AttentionStep.of(cache.batch_of(feeds), cache, (FULL,))
-    found = step.layouts[0].segments
-    assert sorted((piece.batch, piece.gather is None) for piece in found) == [
+    segments_of_step = step.layouts[0].segments
+    assert sorted((piece.batch, piece.gather is None) for piece in segments_of_step) == [
         (1, True),
         (1, True),
         (2, False),

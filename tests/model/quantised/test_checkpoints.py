@@ -138,8 +138,8 @@ def test_the_engine_writes_the_text_of_the_quantised_model(
     ids = [5, 9, 7, 5, 9, 7, 5, 9]
     (wanted,) = plain.generate([ids], params)
     drafted = plain.beside("ngram")
-    (found,) = drafted.generate([ids], params)
-    assert found.token_ids == wanted.token_ids
+    (completion,) = drafted.generate([ids], params)
+    assert completion.token_ids == wanted.token_ids
     hf = load_module(str(out), "float32", "cpu", attention="sdpa")
     tokens = list(ids)
     with torch.inference_mode():
@@ -167,12 +167,12 @@ def test_a_model_is_quantised_when_it_is_loaded(plain_folder: Path, precision: s
 
 def as_gptq(weight: torch.Tensor, order: torch.Tensor | None = None) -> dict[str, torch.Tensor]:
     """A weight as AutoGPTQ stores it, by its own conventions: words along the inputs."""
-    found = nearest(weight, 4, 32)
+    rounded = nearest(weight, 4, 32)
     columns = weight.shape[1]
     zeros = torch.full((columns // 32, weight.shape[0]), 7 - 8, dtype=torch.int8)
     return {
-        "qweight": pack(found.codes).t().contiguous(),
-        "scales": found.scales.t().contiguous(),
+        "qweight": pack(rounded.codes).t().contiguous(),
+        "scales": rounded.scales.t().contiguous(),
         "qzeros": pack(zeros),
         "g_idx": torch.arange(columns, dtype=torch.int32) // 32 if order is None else order,
     }
@@ -180,17 +180,17 @@ def as_gptq(weight: torch.Tensor, order: torch.Tensor | None = None) -> dict[str
 
 def as_awq(weight: torch.Tensor) -> dict[str, torch.Tensor]:
     """A weight as AutoAWQ stores it: outputs interleaved in each word."""
-    found = nearest(weight, 4, 32)
+    rounded = nearest(weight, 4, 32)
 
     def words(codes: torch.Tensor) -> torch.Tensor:
         mixed = codes.t().reshape(codes.shape[1], -1, 8)[..., [0, 2, 4, 6, 1, 3, 5, 7]]
         return pack(mixed.flatten(1))
 
-    zeros = torch.randint(-2, 3, found.scales.shape, dtype=torch.int8)
-    moved = (found.codes + zeros.repeat_interleave(32, 1)).clamp(-8, 7).to(torch.int8)
+    zeros = torch.randint(-2, 3, rounded.scales.shape, dtype=torch.int8)
+    moved = (rounded.codes + zeros.repeat_interleave(32, 1)).clamp(-8, 7).to(torch.int8)
     return {
         "qweight": words(moved),
-        "scales": found.scales.t().contiguous(),
+        "scales": rounded.scales.t().contiguous(),
         "qzeros": words(zeros),
     }
 
@@ -309,12 +309,12 @@ def test_layers_of_several_precisions_side_by_side(plain_folder: Path, tmp_path:
     wanted = {}
     for key in [key for key in tensors if key.endswith("v_proj.weight_packed")]:
         name = key.removesuffix(".weight_packed")
-        found = nearest(plain[f"{name}.weight"], 8, 32)
+        rounded = nearest(plain[f"{name}.weight"], 8, 32)
         shifts = 8 * torch.arange(4)
-        words = ((found.codes.long() + 128).reshape(len(found.codes), -1, 4) << shifts).sum(-1)
+        words = ((rounded.codes.long() + 128).reshape(len(rounded.codes), -1, 4) << shifts).sum(-1)
         tensors[key] = words.to(torch.uint32).view(torch.int32)
-        tensors[f"{name}.weight_scale"] = found.scales
-        wanted[name] = found.dense()
+        tensors[f"{name}.weight_scale"] = rounded.scales
+        wanted[name] = rounded.dense()
     save_file(tensors, file, metadata={"format": "pt"})
     model = CausalModel.load(str(out), dtype="float32", device="cpu", backend="reference")
     for name, weight in wanted.items():
@@ -371,8 +371,8 @@ def test_a_librarys_own_modules_run_on_the_reference(
     load_tokenizer(str(plain_folder)).save_pretrained(out)
     llm = LLM(str(out), draft="none", device="cpu")
     assert llm.target.backend.name == "reference"
-    (found,) = llm.generate([[5, 9, 7] * 4], SamplingParams(max_tokens=8, ignore_eos=True))
-    assert len(found.token_ids) == 8
+    (completion,) = llm.generate([[5, 9, 7] * 4], SamplingParams(max_tokens=8, ignore_eos=True))
+    assert len(completion.token_ids) == 8
 
 
 def test_tensors_of_a_library_are_left_to_it(plain_folder: Path) -> None:

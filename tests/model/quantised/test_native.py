@@ -41,10 +41,10 @@ def linear_of(bits: int, group: int, zero: str, rows: int = 70) -> QuantisedLine
     weight = torch.randn(rows, 192, generator=generator) * 0.05 + 0.01
     # "least": codes of 0 to 15, as in GGUF's Q4_1
     grid = {"least": "free", "narrow": "none"}.get(zero, zero)
-    found = nearest(weight, bits, group, cast(Zero, grid))
-    found = replace(found, narrow=zero == "narrow")
-    assert found.from_zero == (zero == "least")
-    return QuantisedLinear(found, torch.randn(rows))
+    rounded = nearest(weight, bits, group, cast(Zero, grid))
+    rounded = replace(rounded, narrow=zero == "narrow")
+    assert rounded.from_zero == (zero == "least")
+    return QuantisedLinear(rounded, torch.randn(rows))
 
 
 FORMS = [
@@ -70,8 +70,8 @@ def test_products_are_those_of_the_readable_truth(
     packed = Packed.of([linear], torch.float32)
     x = torch.randn(13, 192, generator=torch.Generator().manual_seed(1))
     wanted = quantised_product(x, linear.quantised) + linear.bias
-    found = packed.product(x)
-    assert float((found - wanted).abs().max() / wanted.abs().max()) < 1e-6
+    result = packed.product(x)
+    assert float((result - wanted).abs().max() / wanted.abs().max()) < 1e-6
 
 
 @pytest.mark.parametrize(("bits", "group", "zero"), FORMS)
@@ -96,13 +96,13 @@ def test_what_was_packed_is_had_back(bits: int, group: int, zero: str, gated: bo
     packed = Packed.of(linears, torch.float32, gated)
     for index, linear in enumerate(linears):
         place, first = (1 + index, 0) if gated else (0, 70 * index)
-        found = packed.quantised(place, first, 70)
-        assert torch.equal(found.codes, linear.quantised.codes)
-        assert torch.equal(found.scales, linear.quantised.scales)
-        assert found.from_zero == linear.quantised.from_zero
-        assert found.wide == linear.quantised.wide
-        if found.offsets is not None:
-            assert torch.equal(found.offsets, linear.quantised.offsets)
+        unpacked = packed.quantised(place, first, 70)
+        assert torch.equal(unpacked.codes, linear.quantised.codes)
+        assert torch.equal(unpacked.scales, linear.quantised.scales)
+        assert unpacked.from_zero == linear.quantised.from_zero
+        assert unpacked.wide == linear.quantised.wide
+        if unpacked.offsets is not None:
+            assert torch.equal(unpacked.offsets, linear.quantised.offsets)
 
 
 @pytest.mark.parametrize(
@@ -118,13 +118,13 @@ def test_matrices_of_several_forms_are_packed_in_one_without_loss(
     forms: list[tuple[int, int, str]], bits: int, group: int
 ) -> None:
     linears = [linear_of(*form) for form in forms]
-    found = common_form([linear.quantised for linear in linears])
-    assert {(w.bits, w.group) for w in found} == {(bits, group)}
-    for weight, linear in zip(found, linears, strict=True):
+    weights = common_form([linear.quantised for linear in linears])
+    assert {(w.bits, w.group) for w in weights} == {(bits, group)}
+    for weight, linear in zip(weights, linears, strict=True):
         assert torch.equal(weight.dense(), linear.weight)
     packed = Packed.of(linears, torch.float32)
     x = torch.randn(9, 192, generator=torch.Generator().manual_seed(3))
-    both = zip(found, linears, strict=True)
+    both = zip(weights, linears, strict=True)
     wanted = torch.cat([quantised_product(x, weight) + m.bias for weight, m in both], 1)
     assert float((packed.product(x) - wanted).abs().max() / wanted.abs().max()) < 1e-6
 
@@ -139,14 +139,14 @@ def test_rounding_has_the_bits_of_the_readable_truth(
     weight[3:5], weight[7], weight[140] = 0.0, 0.5, weight[140] * 1e-4
     weight[20] += 9
     for numbers in (weight, weight.bfloat16(), weight.half(), weight * 1e9):
-        found = round_to_nearest(numbers, bits, group, zero)
+        rounded = round_to_nearest(numbers, bits, group, zero)
         wanted = nearest(numbers, bits, group, zero)
-        assert torch.equal(found.codes, wanted.codes)
-        assert torch.equal(found.scales, wanted.scales)
-        assert (found.offsets is None) == (wanted.offsets is None) == (zero == "none")
-        if found.offsets is not None and wanted.offsets is not None:
-            assert torch.equal(found.offsets, wanted.offsets)
-        assert found.from_zero == wanted.from_zero
+        assert torch.equal(rounded.codes, wanted.codes)
+        assert torch.equal(rounded.scales, wanted.scales)
+        assert (rounded.offsets is None) == (wanted.offsets is None) == (zero == "none")
+        if rounded.offsets is not None and wanted.offsets is not None:
+            assert torch.equal(rounded.offsets, wanted.offsets)
+        assert rounded.from_zero == wanted.from_zero
 
 
 def test_scales_are_stored_in_the_fewest_bytes_that_hold_them() -> None:
@@ -207,10 +207,12 @@ def test_text_is_plain_decodings_with_every_kind_of_draft(
         SamplingParams(max_tokens=30, ignore_eos=True),
         SamplingParams(max_tokens=30, ignore_eos=True, temperature=0.9, seed=4),
     ):
-        wanted = [found.token_ids for found in plain.generate(prompts, params)]
+        wanted = [completion.token_ids for completion in plain.generate(prompts, params)]
         for draft in drafts:
             llm = plain.beside(draft, draft_length=3, draft_quantize="int4")
-            assert [found.token_ids for found in llm.generate(prompts, params)] == wanted, draft
+            assert [
+                completion.token_ids for completion in llm.generate(prompts, params)
+            ] == wanted, draft
 
 
 @pytest.mark.parametrize("precision", [None, "int4"])

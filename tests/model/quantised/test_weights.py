@@ -65,10 +65,10 @@ def test_gates_and_heads_have_activations_of_8_bits() -> None:
 
 def is_what_the_formulas_say(weight: QuantisedWeight) -> None:
     x = torch.randn(3, 128, generator=torch.Generator().manual_seed(7))
-    found = quantised_product(x, weight)
+    result = quantised_product(x, weight)
     for row in range(3):
         for out in range(weight.shape[0]):
-            assert float(found[row, out]) == by_hand(x, weight, row, out)
+            assert float(result[row, out]) == by_hand(x, weight, row, out)
 
 
 @settings(deadline=None, max_examples=30)
@@ -85,10 +85,10 @@ def test_a_row_has_the_same_bits_whatever_rides_along(rows: int, pick: int, bits
 def test_a_quantised_layer_is_near_the_plain_one(bits: int, group: int, limit: float) -> None:
     plain = torch.nn.Linear(128, 24)
     x = torch.randn(2, 5, 128)
-    found = QuantisedLinear(nearest(plain.weight.detach(), bits, group), plain.bias)(x)
+    result = QuantisedLinear(nearest(plain.weight.detach(), bits, group), plain.bias)(x)
     wanted = plain(x).detach()
-    assert found.shape == wanted.shape
-    assert float((found - wanted).norm() / wanted.norm()) < limit
+    assert result.shape == wanted.shape
+    assert float((result - wanted).norm() / wanted.norm()) < limit
 
 
 def test_beside_eight_bits_activations_lose_next_to_nothing() -> None:
@@ -117,17 +117,17 @@ def test_gptq_leaves_less_error_in_what_the_layer_computes() -> None:
     x = torch.randn(400, 16, generator=generator) @ torch.randn(16, 128, generator=generator)
     x += 0.1 * torch.randn(400, 128, generator=generator)
 
-    def error(found: QuantisedWeight) -> float:
-        return float((x @ (found.dense() - weight).t()).norm())
+    def error(rounded: QuantisedWeight) -> float:
+        return float((x @ (rounded.dense() - weight).t()).norm())
 
     assert error(gptq(weight, x.t() @ x, 4, 32)) < 0.6 * error(nearest(weight, 4, 32))
 
 
 def test_gptq_without_relations_between_inputs_is_nearest_rounding() -> None:
     weight = torch.randn(8, 64, generator=torch.Generator().manual_seed(2))
-    found, wanted = gptq(weight, torch.eye(64), 4, 32), nearest(weight, 4, 32)
-    assert torch.equal(found.codes, wanted.codes)
-    assert torch.equal(found.scales, wanted.scales)
+    rounded, wanted = gptq(weight, torch.eye(64), 4, 32), nearest(weight, 4, 32)
+    assert torch.equal(rounded.codes, wanted.codes)
+    assert torch.equal(rounded.scales, wanted.scales)
 
 
 def test_scales_can_be_stored_in_bf16_and_lose_least() -> None:
@@ -147,8 +147,8 @@ def test_a_free_offset_finds_back_the_numbers_of_sixteen_steps() -> None:
     codes[..., 0], codes[..., 1] = 0, 15
     scales = torch.rand(16, 2, 1, generator=generator).half().float()
     weight = codes * scales + torch.randn(16, 2, 1, generator=generator).half().float()
-    found = nearest(weight.flatten(1), 4, 32, "free").dense()
-    assert torch.allclose(found, weight.flatten(1), atol=1e-5)
+    numbers = nearest(weight.flatten(1), 4, 32, "free").dense()
+    assert torch.allclose(numbers, weight.flatten(1), atol=1e-5)
 
 
 def test_whole_zero_points_fit_a_shifted_group_better_than_none() -> None:
