@@ -24,8 +24,8 @@ from paceline.model.loading import load_module, load_tokenizer, read_config
 
 
 @pytest.fixture(autouse=True)
-def nothing_asked_yet(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(hub, "_asked", {})
+def nothing_asked_yet() -> None:
+    hub._ask.cache_clear()
 
 
 @pytest.fixture
