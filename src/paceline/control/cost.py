@@ -95,12 +95,14 @@ class CostModel:
         """All of a step but the drafting, with ``nodes`` of each sequence."""
         return self.verify(batch, nodes) * self._rest.factor(group_of(batch), cell_of(nodes))
 
-    def passes(self, name: Hashable, lengths: Iterable[int]) -> float:
+    def passes(self, name: Hashable, lengths: Sequence[int]) -> float:
         """A drafter's passes as measured alone, each over the sequences not done yet."""
         costs = self.drafters[name]
         if costs.costless:
             return 0.0
         passes = [costs.passes[length] for length in lengths]
+        if len(passes) == 1:
+            return passes[0] * costs.seconds(1)
         counts = (sum(most > number for most in passes) for number in range(max(passes)))
         return sum(map(costs.seconds, counts))
 
