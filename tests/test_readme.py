@@ -92,7 +92,18 @@ def test_commands_parse(command: str) -> None:
 
 
 # These take minutes, serve for ever or talk to somebody; they have tests of their own.
-_LONG = {"pull", "train", "datastore", "serve", "bench", "tune", "certify", "profile", "doctor", "quantize"}
+_LONG = {
+    "pull",
+    "train",
+    "datastore",
+    "serve",
+    "bench",
+    "tune",
+    "certify",
+    "profile",
+    "doctor",
+    "quantize",
+}
 
 
 def is_cheap(command: str) -> bool:
