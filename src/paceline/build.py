@@ -17,7 +17,7 @@ from paceline.control.controller import Controller, FixedLength, LoggedControlle
 from paceline.control.cost import CostModel
 from paceline.core.costs import CostCurve, DrafterCosts, TargetCosts
 from paceline.draft.base import Drafter, LookupDrafter, NoDrafter, prefers_seeds
-from paceline.draft.heads.eagle import MOST_WAITING
+from paceline.draft.heads.features import MOST_WAITING
 from paceline.draft.hybrid import HybridDrafter, Router
 from paceline.draft.predicted import Predictions
 from paceline.draft.spec import DraftContext, DraftSpec, Loading, Prepared

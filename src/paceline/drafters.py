@@ -24,6 +24,8 @@ from paceline.draft.base import Drafter as Drafter
 from paceline.draft.base import LookupDrafter as LookupDrafter
 from paceline.draft.datastore import Datastore as Datastore
 from paceline.draft.foreign import read_foreign
+from paceline.draft.heads.dflash import DFlash as DFlash
+from paceline.draft.heads.dspark import DSpark as DSpark
 from paceline.draft.heads.eagle import Eagle as Eagle
 from paceline.draft.heads.eagle import Eagle2 as Eagle2
 from paceline.draft.heads.eagle import Eagle3 as Eagle3
@@ -51,18 +53,9 @@ from paceline.errors import ConfigError
 from paceline.model.hub import is_path
 
 RECORDS: tuple[type[DraftSpec], ...] = (
-    *(
-        NoDraft,
-        NGram,
-        Suffix,
-        Datastore,
-        Recycling,
-        Lookahead,
-        EarlyExit,
-        LayerSkip,
-        QuantizedDraft,
-    ),
-    *(DraftModel, DraftTree, Medusa, Mtp, Eagle, Eagle2, Eagle3, Hybrid, Auto),
+    *(NoDraft, NGram, Suffix, Datastore, Recycling, Lookahead, EarlyExit, LayerSkip),
+    *(QuantizedDraft, DraftModel, DraftTree, Medusa, Mtp, Eagle, Eagle2, Eagle3, DFlash),
+    *(DSpark, Hybrid, Auto),
 )
 GROUP = "paceline.drafters"
 BLOCK_SIZE = 16

@@ -21,7 +21,9 @@ from paceline.cli.sample import sample
 from paceline.core.stages import info, stage
 from paceline.settings import changed, setting
 from paceline.train.configs import (
+    DFlashTrainConfig,
     DraftConfig,
+    DSparkTrainConfig,
     Eagle1TrainConfig,
     EagleTrainConfig,
     LMConfig,
@@ -166,6 +168,8 @@ def _add(name: str, config: type[TrainConfig]) -> None:
 _add("lm", LMConfig)
 _add("draft", DraftConfig)
 _add("eagle3", EagleTrainConfig)
+_add("dflash", DFlashTrainConfig)
+_add("dspark", DSparkTrainConfig)
 _add("medusa", MedusaTrainConfig)
 _add("eagle", Eagle1TrainConfig)
 app.command("sample")(sample)

@@ -82,7 +82,9 @@ PULLABLE = {entry.name: entry for entry in (SMOLLM2, SMOLLM2_ORIGINAL)}
 EMBEDDED = "paceline/tiny"
 BUILT_IN = (
     EMBEDDED,
+    "paceline/tiny-dflash",
     "paceline/tiny-draft",
+    "paceline/tiny-dspark",
     "paceline/tiny-eagle",
     "paceline/tiny-eagle3",
     "paceline/tiny-medusa",

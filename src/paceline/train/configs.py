@@ -214,6 +214,41 @@ class Eagle1TrainConfig(EagleTrainConfig):
 
 
 @dataclass(frozen=True)
+class DFlashTrainConfig(HeadConfig):
+    """Train a DFlash head: a few layers that draft a block of tokens in one pass."""
+
+    trainer = "block:BlockTrainer"
+    kind: str = "dflash"
+    block_size: int = _head(8, "Rows of a block; the first is the last committed token.", low=2)
+    layers: int = _head(1, "Layers.", low=1)
+    ffn_size: int = _head(0, "Width of the feed-forward part; 0: the target's.", low=0)
+    feature_layers: tuple[int, ...] = _head(
+        (),
+        "Target layers whose inputs are read; default: the third, the middle, all but 3.",
+        kind="numbers",
+        metavar="N,N,N",
+    )
+    stride: int = _head(4, "Blocks start at every N-th position.", low=1)
+    step_decay: float = _head(0.8, "Weight of each further token.", low=0)
+    tv_weight: float = 0.0  # of DSpark, as the next ones
+    markov_rank: int = 0
+    confidence_weight: float = 0.0
+
+
+@dataclass(frozen=True)
+class DSparkTrainConfig(DFlashTrainConfig):
+    """Train a DSpark head: a block drafter with a bias by the token before and a confidence."""
+
+    kind: str = "dspark"
+    block_size: int = changed(DFlashTrainConfig, "block_size", 7)
+    tv_weight: float = _head(
+        0.5, "Share of total variation, the chance of rejection itself.", low=0, high=1
+    )
+    markov_rank: int = _head(64, "Rank of the bias by the token before; 0: none.", low=0)
+    confidence_weight: float = _head(1.0, "Weight of the confidence head's loss.", low=0)
+
+
+@dataclass(frozen=True)
 class MedusaTrainConfig(HeadConfig):
     """Train Medusa heads: several tokens ahead from the target's last hidden state."""
 

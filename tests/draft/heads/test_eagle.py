@@ -12,7 +12,7 @@ from paceline.build import EngineOptions, build_engine, cache_blocks, most_kept
 from paceline.control.controller import FixedLength
 from paceline.core.params import SamplingParams
 from paceline.core.sequence import SequenceState
-from paceline.draft.heads import eagle
+from paceline.draft.heads import features
 from paceline.draft.heads.eagle import EagleDrafter
 from paceline.draft.heads.eagle_head import EagleHead
 from paceline.draft.spec import DraftContext, Prepared
@@ -188,7 +188,7 @@ def test_a_head_that_does_not_draft_costs_no_operator(
 ) -> None:
     """Beside seven neighbours that never draft. Now and then, what waits is copied, and then of
     eight rows of a forward it keeps its own."""
-    monkeypatch.setattr(eagle, "MOST_WAITING", 64)
+    monkeypatch.setattr(features, "MOST_WAITING", 64)
     target = adapted(0)
     head = random_head(target, version)
     engine, _ = engine_of(target, head, Policy(), max_batch_size=8, draft_length=0)
@@ -224,7 +224,7 @@ def test_a_head_that_does_not_draft_costs_no_operator(
 
 def test_kept_features_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
     """The oldest go; what is drafted afterwards is drafted from the rest."""
-    monkeypatch.setattr(eagle, "MOST_WAITING", 10)
+    monkeypatch.setattr(features, "MOST_WAITING", 10)
     target = adapted(0)
     head = random_head(target, 3)
     engine, seen = engine_of(target, head, Policy(), max_batch_size=2, draft_length=0)

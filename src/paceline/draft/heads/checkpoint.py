@@ -112,6 +112,9 @@ def write_checkpoint(
 def weights_kind(names: Iterable[str]) -> tuple[str, str]:
     """What tensors of these names are, and the draft spec's kind for it ("" for models)."""
     stripped = {name.removeprefix("model.") for name in names}
+    if {"fc.weight", "hidden_norm.weight"} <= stripped:
+        extended = any(key.startswith(("markov_head.", "confidence_head.")) for key in stripped)
+        return ("a DSpark head", "dspark") if extended else ("a DFlash head", "dflash")
     if any(key.startswith(("fc.", "midlayer.")) for key in stripped):
         third = "d2t" in stripped or any("hidden_norm" in k or "midlayer" in k for k in stripped)
         return ("an EAGLE-3 head", "eagle3") if third else ("an EAGLE head", "eagle")

@@ -176,7 +176,7 @@ def _from_speculators(name: str, config: dict[str, Any]) -> dict[str, Any]:
     return flat
 
 
-def _whole(name: str, flat: dict[str, Any], key: str) -> int:
+def whole(name: str, flat: dict[str, Any], key: str) -> int:
     """A whole number above 0 from the config."""
     value = flat.get(key)
     if not isinstance(value, int) or isinstance(value, bool) or value < 1:
@@ -198,7 +198,7 @@ def _config(
     """The head's shape by config and tensors, checked against the target."""
     name = checkpoint.name
     needed = "hidden_size", "num_attention_heads", "vocab_size"
-    hidden, heads, vocab = (_whole(name, flat, key) for key in needed)
+    hidden, heads, vocab = (whole(name, flat, key) for key in needed)
     d2t = tensors.get("d2t")
     flat = {
         "num_key_value_heads": heads,
@@ -208,7 +208,7 @@ def _config(
         "draft_vocab_size": vocab if d2t is None else max(1, d2t.numel()),
         **{key: value for key, value in flat.items() if value is not None},
     }
-    sizes = {field: _whole(name, flat, key) for key, field in (SIZES | _SIZES_3).items()}
+    sizes = {field: whole(name, flat, key) for key, field in (SIZES | _SIZES_3).items()}
     if version == 1:
         sizes["draft_vocab_size"] = vocab
     width = sizes["target_hidden_size"]
@@ -227,7 +227,7 @@ def _config(
     layers = stated_layers(flat) or list(default_feature_layers(version, target.num_layers))
     if not isinstance(layers, list) or not all(type(number) is int for number in layers):
         raise ModelLoadError(f"{_LAYERS} of {name} is {layers!r}, not a list of layer numbers")
-    theta, scaling = _rotary(flat)
+    theta, scaling = rotary(flat)
     try:
         return EagleConfig(
             version=version,
@@ -247,7 +247,7 @@ def _config(
         raise ModelLoadError(f"the EAGLE head {name} does not fit the target: {error}") from None
 
 
-def _rotary(flat: dict[str, Any]) -> tuple[float, dict[str, Any] | None]:
+def rotary(flat: dict[str, Any]) -> tuple[float, dict[str, Any] | None]:
     """Base and scaling of the rotary embedding, in old and new transformers' form."""
     options = dict(flat.get("rope_parameters") or flat.get("rope_scaling") or {})
     theta = float(options.pop("rope_theta", None) or flat.get("rope_theta") or 10000.0)

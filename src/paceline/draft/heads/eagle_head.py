@@ -136,17 +136,17 @@ class _Attention(nn.Module):
         """``x [T, inputs]``, ``cos`` and ``sin`` ``[T, 1, head_dim]`` to ``[T, hidden]``; with
         ``only [N]`` the outputs of those rows, ``[N, hidden]``."""
         rows, width = x.shape[0], self.head_dim
-        k = _rotate(self.k_proj(x).view(rows, self.kv_heads, width), cos, sin)
+        k = rotate(self.k_proj(x).view(rows, self.kv_heads, width), cos, sin)
         v = self.v_proj(x).view(rows, self.kv_heads, width)
         if only is not None:
             x, cos, sin, rows = x[only], cos[only], sin[only], len(only)
-        q = _rotate(self.q_proj(x).view(rows, self.heads, width), cos, sin)
+        q = rotate(self.q_proj(x).view(rows, self.heads, width), cos, sin)
         q, k, v = (item.transpose(0, 1)[None] for item in (q, k, v))
         out = attend(q, k, v, layer=0, scaling=width**-0.5)
         return self.o_proj(out.reshape(rows, self.heads * width))  # type: ignore[no-any-return]
 
 
-def _rotate(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
+def rotate(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
     first, second = x.chunk(2, -1)
     return x * cos + torch.cat((-second, first), -1) * sin
 

@@ -84,6 +84,11 @@ class Growing(ABC):
         self.fresh, self.above = fresh, above
         self._expanded.append((fresh, above))
 
+    @property
+    def depth(self) -> int:
+        """Of the newest expanded nodes; 0 before there are any."""
+        return depths_of(self.expanded_parents)[-1] if self.expanded_parents else 0
+
     def path_of_rows(self) -> torch.Tensor:
         """int64 [rows, depth]: drafted tokens down to each newest expanded node."""
         path: list[torch.Tensor] = []
@@ -121,10 +126,6 @@ def level_span(tree: Growing, nodes: torch.Tensor | None = None) -> Span:
     parents, fresh = tree.expanded_parents, tree.fresh if nodes is None else nodes
     seq_id, first_new = tree.item.seq.seq_id, len(parents) - len(fresh)
     return Span.of(seq_id, tree.base, (), parents, fresh, first_new, ancestors=tree.ancestors)
-
-
-def _depth(tree: Growing) -> int:
-    return depths_of(tree.expanded_parents)[-1] if tree.expanded_parents else 0
 
 
 def grow(
@@ -190,7 +191,7 @@ def candidates(
 
 def _row_table(trees: Sequence[Growing], counts: Sequence[int]) -> Rows:
     row_trees = [tree for tree, count in zip(trees, counts, strict=True) for _ in range(count)]
-    seqs, depths = tuple(t.item.seq for t in row_trees), tuple(map(_depth, row_trees))
+    seqs, depths = tuple(t.item.seq for t in row_trees), tuple(tree.depth for tree in row_trees)
     paths = None
     if any(depths) and needs_paths(seqs):
         row_paths, deepest = [tree.path_of_rows() for tree in trees], max(depths)

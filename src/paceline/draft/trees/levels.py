@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from typing import NamedTuple
 
 import torch
@@ -96,6 +97,10 @@ class LevelDrafter(ABC):
         """A chain ends behind a path of lower probability than this; 0: it goes on."""
         return 0.0
 
+    def _room(self, length: int) -> int:
+        """Most cache rows that the nodes of a tree take while it grows."""
+        return self._policy.max_expanded(length)
+
     @property
     def growth(self) -> Growth | None:
         """What grows whole trees in one call; None: they grow level by level."""
@@ -137,21 +142,29 @@ class LevelDrafter(ABC):
         nodes = policy.width if policy.nodes else policy.max_expanded(2)
         if policy.depth(2) < 2 or nodes > min(cache.block_size, self._max_positions // 2):
             policy, nodes = Policy(), 1
-        size = cache.block_size
-        blocks = max(1, min(_BLOCKS, cache.num_blocks, self._max_positions // size))
-        count = max(1, min(batch_size, cache.num_blocks // blocks))
-        context = max(1, min(blocks * size, self._max_positions) - nodes)
-        seqs = [SequenceView(seq_id, [0], 1, SamplingParams()) for seq_id in range(-count, 0)]
-        for seq in seqs:
-            cache.admit(seq.seq_id, seq.tokens)
-            cache.reserve(seq.seq_id, context + nodes)
-        try:
-            trees = [policy.start(Slice(seq, 1, 2), cache.device, context) for seq in seqs]
+        with self._made_up_trees(batch_size, nodes, policy) as trees:
             if self._at_once(trees, self._made_up(trees)) is None:
                 made_up = torch.zeros(1, trees[0].width, device=cache.device)
                 for tree in trees:
                     tree.extend(made_up.long(), made_up)
                 grow(trees, self._level(trees), self._level, self._generator)
+
+    @contextmanager
+    def _made_up_trees(
+        self, batch_size: int, nodes: int, policy: Policy
+    ) -> Iterator[list[Growing]]:
+        """Trees of made-up sequences, whose cache has room for ``nodes`` behind the context."""
+        cache, size = self.cache, self.cache.block_size
+        blocks = max(-(-(1 + nodes) // size), min(_BLOCKS, self._max_positions // size))
+        blocks = max(1, min(blocks, cache.num_blocks))
+        count = max(1, min(batch_size, cache.num_blocks // blocks))
+        context = max(1, min(blocks * size, self._max_positions) - nodes)
+        seqs = [SequenceView(seq_id, [0], 1, SamplingParams()) for seq_id in range(-count, 0)]
+        try:
+            for seq in seqs:
+                cache.admit(seq.seq_id, seq.tokens)
+                cache.reserve(seq.seq_id, context + nodes)
+            yield [policy.start(Slice(seq, 1, 2), cache.device, context) for seq in seqs]
         finally:
             for seq in seqs:
                 cache.free(seq.seq_id)

@@ -27,19 +27,22 @@ class Policy:
     ``width`` a level; shallow ones have fewer (``width`` a level, or an even share of ``nodes`` in
     eight levels). Requests that are sampled without a seed then get a static tree of as many nodes,
     drawn from q: accepted more often than the likeliest tokens, and than a chain (embedded pair,
-    temperature 1, four levels: 3.03 tokens a step with 8 nodes, 2.69 with a chain).
+    temperature 1, four levels: 3.03 tokens a step with 8 nodes, 2.69 with a chain). No tree has
+    more than ``levels`` levels.
     """
 
     shape: Shape = _CHAIN
     nodes: int = 0
     width: int = 4
+    levels: int = 64
 
     def depth(self, length: int) -> int:
         """Levels of a tree for a draft length: passes of the drafter."""
-        return min(length, self.nodes or self.shape.depth)
+        return min(length, self.levels, self.nodes or self.shape.depth)
 
     def max_nodes(self, length: int) -> int:
         """Most nodes of a tree."""
+        length = self.depth(length)
         if not self.nodes:
             return len(self.shape.cut(length))
         per_level = max(self.width, -(-self.nodes // _EVENLY))

@@ -129,6 +129,35 @@ class EagleStep:
         return outputs, head.logits(outputs) if len(outputs) else outputs
 
 
+class BlockStep:
+    """Runs a block drafter's ``head`` by its modules; ``embed`` maps the target's token ids to
+    ``[T, H]``, ``lm_head`` outputs to logits."""
+
+    def __init__(
+        self,
+        head: Any,
+        embed: Callable[[torch.Tensor], torch.Tensor],
+        lm_head: Callable[[torch.Tensor], torch.Tensor],
+    ) -> None:
+        self.head, self._embed, self.logits = head, embed, lm_head
+
+    def read(self, batch: Batch, cache: PagedCache, features: torch.Tensor) -> None:
+        """Store the keys and values of ``features [T, layers * H]`` at the batch's rows."""
+        positions = torch.tensor(batch.positions, device=cache.device)
+        slots = torch.tensor(batch.slots, device=cache.device)
+        for layer, new in enumerate(self.head.context(features, positions)):
+            for stored, part in zip(cache.kv(layer), new, strict=True):
+                stored.index_copy_(0, slots, part[0].transpose(0, 1))
+
+    def __call__(self, batch: Batch, cache: PagedCache) -> torch.Tensor:
+        """Outputs ``[T, H]`` of the rows of blocks, whose keys and values the cache gets, too."""
+        layers = (FULL,) * self.head.config.layers
+        step = AttentionStep.of(batch, cache, layers, device=cache.device)
+        attend, rows = partial(paged_attention, step=step), step.batch
+        outputs: torch.Tensor = self.head(self._embed(rows.input_ids), rows.positions, attend)
+        return outputs
+
+
 class Backend(ABC):
     """Runs a model's forward over a packed batch."""
 
@@ -169,6 +198,12 @@ class Backend(ABC):
     def eagle(self, head: Any, model: Adapted) -> EagleStep:
         """A step of an EAGLE ``head`` on features of ``model``; may change its weights' layout."""
         return EagleStep(head, head.embed_tokens or model.embedding("input"))
+
+    def block(self, head: Any, model: Adapted) -> BlockStep:
+        """A step of a block drafter's ``head`` on features of ``model``."""
+        return BlockStep(
+            head, head.embed_tokens or model.embedding("input"), head.lm_head or self.head
+        )
 
     def medusa(self, heads: Any) -> DraftingHeads:
         """All Medusa ``heads`` in one call; may change their weights' layout."""

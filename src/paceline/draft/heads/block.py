@@ -1,0 +1,191 @@
+"""Block drafters: all tokens of a draft by one pass of a few layers (block_head.py).
+
+Their cache has the keys and values of the target's fused features for all tokens but the last,
+and behind them those of the block under way, which the next block overwrites. Chains and trees
+grow from the block's logits without further passes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import KW_ONLY, dataclass, replace
+from functools import lru_cache
+from typing import Any, NamedTuple
+
+import torch
+
+from paceline.core.batch import Span
+from paceline.draft.base import Drafter
+from paceline.draft.heads.block_format import FILES, load_block, usual_layers
+from paceline.draft.heads.block_head import BlockConfig
+from paceline.draft.heads.features import FeatureDrafter
+from paceline.draft.spec import (
+    DraftContext,
+    Examined,
+    Loading,
+    Note,
+    Prepared,
+    Target,
+    TreeSpec,
+    option,
+    reduced,
+)
+from paceline.draft.trees.grow import Growing, Logits, Narrow, grow
+from paceline.draft.trees.levels import Levels
+from paceline.model.backends.base import BlockStep
+from paceline.model.paged.cache import bytes_per_token
+
+
+@dataclass(frozen=True)
+class BlockSpec(TreeSpec):
+    """A block drafter by folder, built-in or hub name; chains. ``layers``: layers of the target
+    whose inputs it reads, in place of its config's."""
+
+    page = "block.md"
+    holds = "head"
+    weight_files = FILES
+
+    path: str = option(needs="a head")
+    _: KW_ONLY
+    layers: tuple[int, ...] | None = option(None, like="2x16x29 (layers of the target)")
+
+    def drafter(self, step: BlockStep, levels: Levels) -> BlockDrafter:
+        return BlockDrafter(step, levels)
+
+    def prepare(self, loading: Loading) -> Prepared:
+        target = loading.target
+        head = load_block(self.path, target, self.kind, self.layers)
+        head = head.to(target.device, target.dtype).eval().requires_grad_(False)
+        step, most = target.backend.block(head, target), head.config.drafts
+
+        def build(context: DraftContext) -> Drafter:
+            cache = context.new_cache(head.cache_shapes, target.dtype)
+            levels = self.levels(context, cache)
+            return self.drafter(step, levels._replace(policy=replace(levels.policy, levels=most)))
+
+        kept = len(head.config.feature_layers) * target.hidden_size * target.dtype.itemsize
+        cached = bytes_per_token(head.cache_shapes, target.dtype)
+        return Prepared(build, cached, feature_bytes=kept)
+
+    def examine(self, target: Target, read: Any = None) -> Examined:
+        head = load_block(read, target, self.kind, self.layers)
+        config, size = head.config, sum(weight.numel() for weight in head.parameters())
+        text = (
+            f"{self.kind} of {size / 1e6:.1f}M parameters in {config.layers} layers, drafts "
+            f"{config.drafts} tokens, reads inputs of layers {list(config.feature_layers)}"
+        )
+        notes: list[Note] = [("head-fits", text, None)]
+        notes += self.shifted(config, target)
+        if config.reduced:
+            notes += reduced(config.columns, target)
+        features = len(config.feature_layers) * target.hidden_size
+        cached = 2 * config.layers * config.kv_heads * config.head_dim
+        return Examined(tuple(notes), size, cached, features)
+
+    def shifted(self, config: BlockConfig, target: Target) -> list[Note]:
+        """A note if the layers are one off from those that z-lab's rule gives."""
+        usual, ids = (
+            usual_layers(target.num_layers, len(config.feature_layers)),
+            config.feature_layers,
+        )
+        if self.layers is not None or ids not in [tuple(n + s for n in usual) for s in (-1, 1)]:
+            return []
+        text = f"layers {list(ids)}, one off from the usual {list(usual)}"
+        cure = f"Try --draft {replace(self, layers=usual)} and compare with --run."
+        return [("head-layers-shifted", text, cure)]
+
+
+class _Block(NamedTuple):
+    """What a pass says about one sequence: ``outputs [drafts, H]``, ``logits [drafts, columns]``;
+    ``last``: int64 ``[1]``, the anchor."""
+
+    outputs: torch.Tensor
+    logits: torch.Tensor
+    last: torch.Tensor
+
+
+class BlockDrafter(FeatureDrafter):
+    """Drafts with the head of ``step``."""
+
+    def __init__(self, step: BlockStep, levels: Levels) -> None:
+        self.head = step.head
+        config = self.head.config
+        super().__init__(levels, config.max_positions, config.feature_layers)
+        self._step = step
+        self._blocks: dict[int, _Block] = {}  # of this step, by sequence
+
+    def passes(self, length: int) -> int:
+        return min(1, length)
+
+    def _room(self, length: int) -> int:
+        return int(self.head.config.block_size)
+
+    # -- one pass ------------------------------------------------------------------------------
+
+    def _first(self, spans: Sequence[Span], trees: Sequence[Growing]) -> Logits:
+        """Store the features that have arrived, then run the blocks."""
+        self._step.read(self.cache.batch_of(spans), self.cache, self._taken(spans))
+        return self._run(trees)
+
+    def _run(self, trees: Sequence[Growing]) -> Logits:
+        """Run a block behind the rows of each tree's sequence: logits of its first draft."""
+        config, device = self.head.config, self.cache.device
+        if not trees:
+            return torch.empty(0, config.columns, device=device)
+        parents, seen = _within(config.block_size, device)
+        masks = [config.mask_token] * (config.block_size - 1)
+        spans = [
+            Span.of(tree.item.seq.seq_id, tree.base, (), parents, [last, *masks], ancestors=seen)
+            for tree in trees
+            for last in tree.item.seq.tokens[-1:]
+        ]
+        outputs = self._step(self.cache.batch_of(spans), self.cache)
+        outputs = outputs.view(len(trees), config.block_size, -1)[:, -config.drafts :]
+        count = max(self._policy.depth(tree.item.draft_length) for tree in trees)
+        outputs = outputs[:, :count]
+        logits = self._step.logits(outputs)
+        lasts = torch.tensor([tree.item.seq.tokens[-1] for tree in trees], device=device)
+        self._blocks = {
+            tree.item.seq.seq_id: _Block(*block)
+            for tree, *block in zip(trees, outputs, logits, lasts[:, None], strict=True)
+        }
+        return self._rows([(tree, 0) for tree in trees])
+
+    def _level(self, trees: list[Growing]) -> Logits:
+        return self._rows([(tree, tree.depth) for tree in trees])
+
+    def _rows(self, wanted: Sequence[tuple[Growing, int]]) -> Logits:
+        """Logits after the newest nodes, which have the given depths."""
+        parts = []
+        for tree, depth in wanted:
+            block = self._blocks[tree.item.seq.seq_id]
+            before = tree.fresh if depth else block.last
+            bias = self.head.bias(block.outputs[depth].expand(len(before), -1), before)
+            logits = block.logits[depth]
+            parts.append(logits.expand(len(before), -1) if bias is None else logits + bias)
+        joined = torch.cat(parts)
+        if not self.head.config.reduced:
+            return joined
+        return Narrow(joined, self.head.draft_ids, self.head.config.vocab_size)
+
+    def _made_up(self, trees: Sequence[Growing]) -> Logits:
+        return self._run(trees)  # not needed, as ``warm_up`` runs a block
+
+    @torch.inference_mode()
+    def warm_up(self, batch_size: int) -> None:
+        """A block of each of some made-up sequences, and the growth of their trees."""
+        rows = self.head.config.block_size
+        if self.cache.num_blocks * self.cache.block_size > rows:  # else it never drafts
+            with self._made_up_trees(batch_size, rows, self._policy) as trees:
+                grow(trees, self._run(trees), self._level, self._generator)
+
+    def forget(self, seq_id: int) -> None:
+        self._blocks.pop(seq_id, None)
+        super().forget(seq_id)
+
+
+@lru_cache(maxsize=16)
+def _within(size: int, device: torch.device) -> tuple[tuple[int, ...], torch.Tensor]:
+    """The rows of a block as nodes: their parents, and that they see each other."""
+    with torch.inference_mode(False):
+        return tuple(range(-1, size - 1)), torch.ones(size, size, dtype=torch.bool, device=device)

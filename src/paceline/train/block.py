@@ -1,0 +1,219 @@
+"""Training block drafters: DFlash (arXiv 2602.06036) and DSpark (arXiv 2607.05147).
+
+Blocks start at every ``stride``-th position. A block sees the target's features of the text before
+it and itself, and each of its rows learns the target's distribution, those further on with less
+weight. DSpark's bias sees the text's own tokens; its confidence head learns how much of the drafted
+distribution the target accepts.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import torch
+import torch.nn.functional as F
+
+from paceline.draft.heads.block_format import save_block, usual_layers
+from paceline.draft.heads.block_head import BlockConfig, BlockHead
+from paceline.train.acceptance import AcceptanceCounts, WrittenText, drafting_rows, ranks_of, walk
+from paceline.train.configs import DFlashTrainConfig
+from paceline.train.heads import HeadTrainer
+from paceline.train.losses import falling, total_variation
+from paceline.train.reading import Observed
+from paceline.train.unrolled import DraftStarts, loss_ahead
+
+
+class BlockTrainer(HeadTrainer):
+    """Trains a block drafter on a frozen target."""
+
+    config: DFlashTrainConfig
+    head: BlockHead
+
+    def check(self) -> None:
+        self.spec = f"{self.config.kind}:"
+        self.what = "A DSpark head" if self.config.kind == "dspark" else "A DFlash head"
+
+    @property
+    def feature_layers(self) -> tuple[int, ...]:
+        return self.config.feature_layers or usual_layers(self.num_layers, 3)
+
+    def check_shape(self) -> None:
+        super().check_shape()
+        self.head_config()
+
+    def head_config(self) -> BlockConfig:
+        """The head's shape: the target's layer by default. Raises ConfigError."""
+        config, shape = self.config, self.shape
+        heads, tokens = shape.num_attention_heads, self.tokenizer
+        masks = tokens.mask_token_id, tokens.unk_token_id, tokens.pad_token_id, tokens.eos_token_id
+        rope = getattr(shape, "rope_parameters", None) or {}
+        extended = config.kind == "dspark"
+        return BlockConfig(
+            hidden_size=shape.hidden_size,
+            heads=heads,
+            kv_heads=getattr(shape, "num_key_value_heads", None) or heads,
+            head_dim=getattr(shape, "head_dim", None) or shape.hidden_size // heads,
+            ffn_size=config.ffn_size or getattr(shape, "intermediate_size", 4 * shape.hidden_size),
+            layers=config.layers,
+            vocab_size=self.vocab_size,
+            target_layers=self.num_layers,
+            feature_layers=self.feature_layers,
+            block_size=config.block_size,
+            mask_token=next((token for token in masks if token is not None), 0),
+            max_positions=getattr(shape, "max_position_embeddings", config.max_positions),
+            from_anchor=extended,
+            rope_theta=float(rope.get("rope_theta", 10000.0)),
+            rms_norm_eps=getattr(shape, "rms_norm_eps", 1e-6),
+            markov_rank=config.markov_rank if extended else 0,
+            confidence=extended,
+            confidence_with_markov=extended and config.markov_rank > 0,
+        )
+
+    def new_head(self) -> BlockHead:
+        """It begins with the target's last layers and norm, as far as they have the same weights,
+        with the last of the features, and without a bias."""
+        config, head = self.head_config(), BlockHead(self.head_config())
+        size, last = config.hidden_size, self.num_layers - config.layers
+        known = {
+            name.removeprefix("model."): value for name, value in self.target.state_dict().items()
+        }
+        theirs = {"norm.weight": known.get("norm.weight")}
+        theirs["hidden_norm.weight"] = known.get(f"layers.{last}.input_layernorm.weight")
+        for number in range(config.layers):
+            start = f"layers.{last + number}."
+            parts = {name.removeprefix(start): v for name, v in known.items() if start in name}
+            theirs |= {f"layers.{number}.{name}": value for name, value in parts.items()}
+        with torch.no_grad():
+            for name, weight in head.named_parameters():
+                value = theirs.get(name)
+                if value is not None and value.shape == weight.shape:
+                    weight.copy_(value)
+            head.fc.weight.normal_(std=0.02 * size**-0.5)
+            head.fc.weight[:, -size:] += torch.eye(size)
+            if head.markov_head is not None:
+                head.markov_head.markov_w2.weight.zero_()
+        return head
+
+    # -- loss ----------------------------------------------------------------------------------
+
+    def loss(self, seen: Observed) -> torch.Tensor:
+        config, drafts = self.config, self.head.config.drafts
+        probs, row_of = self.target_probs(seen)
+        starts, _ = DraftStarts.of(seen.learn).every(config.stride, self.step)
+        outputs = self.outputs(seen, starts)
+        learn, ids = seen.learn.flatten(), seen.ids.flatten()
+        result = torch.zeros((), device=outputs.device)
+        for j, weight in enumerate(falling(config.step_decay, drafts)):
+            before = ids[starts.ahead(1 + j)]
+            logits = self.logits(outputs[:, j], before)
+            step = (1 - config.tv_weight) * loss_ahead(starts, j, learn, logits, probs, row_of)
+            if config.kind == "dspark":
+                wanted = starts.inside(2 + j) & learn[starts.ahead(2 + j)]
+                target = probs[row_of[starts.ahead(1 + j)]].float()
+                lost = total_variation(target, logits.float().softmax(-1))
+                chance = self.head.confidence(outputs[:, j], before).float()
+                unsure = F.binary_cross_entropy_with_logits(
+                    chance, 1 - lost.detach(), reduction="none"
+                )
+                added = config.tv_weight * lost + config.confidence_weight * unsure
+                step = step + (added * wanted).mean()
+            result = result + weight * step
+        return result
+
+    def outputs(self, seen: Observed, starts: DraftStarts) -> torch.Tensor:
+        """The head's outputs ``[N, drafts, d]`` of blocks whose anchor is the token after each of N
+        starts."""
+        head, config = self.head, self.head.config
+        size, (windows, width) = config.block_size, seen.ids.shape
+        device = seen.ids.device
+        rows = torch.full((len(starts.flat), size), config.mask_token, device=device)
+        rows[:, 0] = seen.ids.flatten()[starts.ahead(1)]
+        with torch.no_grad():
+            embeds = self.target.get_input_embeddings()(rows.flatten())
+        positions = torch.arange(width, device=device).repeat(windows)
+        context = list(head.context(seen.features.flatten(0, 1), positions))
+        within = starts.position[:, None] + 1 + torch.arange(size, device=device)
+        outputs: torch.Tensor = head(
+            embeds, within.flatten(), BlockAttention(starts, context, size)
+        )
+        outputs = outputs.view(len(rows), size, -1)
+        return outputs[:, -config.drafts :]
+
+    def logits(self, outputs: torch.Tensor, before: torch.Tensor) -> torch.Tensor:
+        """Of outputs ``[N, d]`` behind the tokens ``before [N]``: ``[N, vocab]``."""
+        logits: torch.Tensor = self.target.get_output_embeddings()(outputs)
+        bias = self.head.bias(outputs, before)
+        return logits if bias is None else logits + bias
+
+    # -- drafts --------------------------------------------------------------------------------
+
+    def acceptance_of(self, text: WrittenText) -> AcceptanceCounts:
+        seen = self.seen_of(text)
+        rows = drafting_rows(seen.ids[0], text.prompt)
+        drafts = self.drafts(seen, self.config.draft_length)[rows]
+        return walk(ranks_of(drafts[..., None], seen.ids[0], rows) == 0)
+
+    def drafts(self, seen: Observed, length: int) -> torch.Tensor:
+        """For one text (B = 1): int64 ``[W, length]``, greedy drafts, as EagleTrainer's; -1 behind
+        the block's end."""
+        starts = DraftStarts.of(torch.ones_like(seen.learn))
+        outputs, before = self.outputs(seen, starts), seen.ids.flatten()[starts.ahead(1)]
+        drafted = torch.full((seen.ids.shape[1], length), -1, device=seen.ids.device)
+        for j in range(min(length, outputs.shape[1])):
+            before = self.logits(outputs[:, j], before).argmax(-1)
+            drafted[starts.flat, j] = before
+        return drafted
+
+    def write_head(self, folder: Path) -> None:
+        save_block(self.head, folder)
+
+
+class BlockAttention:
+    """Attention of N blocks of ``size`` rows: over their window's context up to where they start,
+    and over themselves. ``context``: keys and values ``[1, kv_heads, B * W, d]`` by layer."""
+
+    def __init__(
+        self,
+        starts: DraftStarts,
+        context: list[tuple[torch.Tensor, torch.Tensor]],
+        size: int,
+    ) -> None:
+        self._starts, self._context, self._size = starts, context, size
+
+    def __call__(
+        self,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        *,
+        layer: int,
+        scaling: float,
+    ) -> torch.Tensor:
+        """As ``Attend``, of ``N * size`` rows."""
+        starts, size, width = self._starts, self._size, query.shape[-1]
+        windows, heads, kv_heads = starts.windows, query.shape[1], key.shape[1]
+        q = self._table(query[0] * scaling).view(windows, kv_heads, -1, starts.longest, size, width)
+        k, v = self._table(key[0]), self._table(value[0])  # [windows, kv_heads, R, size, d]
+        before, values = (
+            part[0].view(kv_heads, windows, -1, width).transpose(0, 1)
+            for part in self._context[layer]
+        )
+        rows = q.flatten(2, 4)
+        scores = (rows @ before.transpose(-1, -2)).view(*q.shape[:-1], -1)
+        scores = scores.masked_fill_(starts.unseen.unsqueeze(4), float("-inf"))
+        within = q @ k.transpose(-1, -2)[:, :, None]
+        weights = torch.cat((scores, within), -1).softmax(-1)
+        out = (weights[..., :-size].flatten(2, 4) @ values).view(q.shape)
+        out = out + weights[..., -size:] @ v[:, :, None]
+        out = out.view(windows, heads, starts.longest, size, width).permute(0, 2, 3, 1, 4)
+        blocks: torch.Tensor = out.flatten(0, 1)[starts.padded]
+        return blocks.flatten(0, 1)[None]
+
+    def _table(self, rows: torch.Tensor) -> torch.Tensor:
+        """``[heads, N * size, d]`` as ``[windows, heads, R, size, d]``, zeros where a window has
+        fewer blocks."""
+        starts, (heads, _, width) = self._starts, rows.shape
+        table = rows.new_zeros(starts.windows * starts.longest, heads, self._size, width)
+        blocks = rows.view(heads, -1, self._size, width).transpose(0, 1)
+        table = table.index_copy(0, starts.padded, blocks)
+        return table.view(starts.windows, starts.longest, *table.shape[1:]).transpose(1, 2)
