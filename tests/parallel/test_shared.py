@@ -25,7 +25,7 @@ from support.cache_invariants import check_cache
 from support.engine_models import write_pair
 from support.medusa_models import write_medusa
 from support.model_folders import write_gpt2
-from support.random_heads import write_eagle
+from support.random_heads import write_block, write_eagle
 from support.served_process import ServedProcess
 
 MEMORY = 1 << 20
@@ -39,6 +39,7 @@ SPECS = (
     "eagle:{eagle}",
     "eagle3:{eagle3},nodes=6",
     "medusa:{medusa}",
+    "dspark:{dspark}",
 )
 
 
@@ -57,6 +58,8 @@ def twins(pair_room: tuple[Path, dict[str, str]]) -> Iterator[Twins]:
     heads = {
         "eagle": write_eagle(root, pair["target"], 1),
         "eagle3": write_eagle(root, pair["target"], 3),
+        "dflash": write_block(root, pair["target"], "dflash"),
+        "dspark": write_block(root, pair["target"], "dspark"),
         "medusa": write_medusa(root / "medusa", pair["target"], shared=True, steps=5),
     }
     options: dict[str, Any] = {"dtype": "float32", "kv_cache_memory": MEMORY, "draft_length": 3}

@@ -27,7 +27,7 @@ from support.engine_models import cramped
 from support.every_drafter import write_texts
 from support.medusa_models import write_medusa
 from support.mtp_models import write_mtp
-from support.random_heads import write_eagle
+from support.random_heads import write_block, write_eagle
 
 PROMPTS: list[str | list[int]] = [
     "Once upon a time there was",
@@ -73,6 +73,8 @@ def folders(pair_room: tuple[Path, dict[str, str]]) -> dict[str, str]:
         "medusa": write_medusa(root / "medusa", pair["target"], heads=4, layers=2, shared=True),
         "eagle": write_eagle(root, pair["target"], 1),
         "eagle3": write_eagle(root, pair["target"], 3),
+        "dflash": write_block(root, pair["target"], "dflash"),
+        "dspark": write_block(root, pair["target"], "dspark"),
     }
 
 

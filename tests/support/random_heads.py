@@ -1,4 +1,4 @@
-"""Random EAGLE heads: rarely right, which is all that parity needs."""
+"""Random EAGLE heads and block drafters: rarely right, which is all that parity needs."""
 
 from __future__ import annotations
 
@@ -7,6 +7,8 @@ from typing import Any
 
 import torch
 
+from paceline.draft.heads.block_format import save_block
+from paceline.draft.heads.block_head import BlockConfig, BlockHead
 from paceline.draft.heads.eagle_format import save_eagle
 from paceline.draft.heads.eagle_head import EagleConfig, EagleHead, default_feature_layers
 from paceline.draft.trees.grow import widened
@@ -41,6 +43,36 @@ def write_eagle(root: Path, target: str, version: int) -> str:
     folder = root / f"eagle{version}"
     save_eagle(head, folder)
     return str(folder)
+
+
+def write_block(root: Path, target: str, kind: str) -> str:
+    """A folder with a random block drafter ("dflash" or "dspark") for the model in ``target``."""
+    from transformers import AutoConfig
+
+    wide = AutoConfig.from_pretrained(target)
+    extended = kind == "dspark"
+    config = BlockConfig(
+        hidden_size=wide.hidden_size,
+        heads=wide.num_attention_heads,
+        kv_heads=wide.num_key_value_heads,
+        head_dim=wide.hidden_size // wide.num_attention_heads,
+        ffn_size=48,
+        layers=2,
+        vocab_size=wide.vocab_size,
+        target_layers=wide.num_hidden_layers,
+        feature_layers=(0, wide.num_hidden_layers),
+        block_size=5,
+        mask_token=0,
+        max_positions=wide.max_position_embeddings,
+        from_anchor=extended,
+        markov_rank=8 if extended else 0,
+        confidence=extended,
+        confidence_with_markov=extended,
+    )
+    with torch.random.fork_rng():
+        torch.manual_seed(1)
+        save_block(BlockHead(config), root / kind)
+    return str(root / kind)
 
 
 def eagle_config(**changes: Any) -> EagleConfig:

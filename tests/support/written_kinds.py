@@ -13,6 +13,8 @@ import numpy as np
 import torch
 
 from paceline.core.batch import Commit
+from paceline.draft.heads.block_format import save_block
+from paceline.draft.heads.block_head import BlockConfig, BlockHead
 from paceline.draft.heads.eagle_format import save_eagle
 from paceline.draft.heads.eagle_head import EagleConfig, EagleHead
 from paceline.draft.heads.medusa_head import MedusaConfig, MedusaHeads, save_medusa
@@ -68,6 +70,14 @@ def eagle(folder: Path, number: int) -> None:
         **sizes,
     )
     save_eagle(EagleHead(config, None), folder)
+
+
+def block(folder: Path, number: int) -> None:
+    torch.manual_seed(number)
+    sizes = {"hidden_size": 8, "heads": 2, "kv_heads": 1, "head_dim": 4, "ffn_size": 8}
+    target = {"vocab_size": 20, "target_layers": 2, "feature_layers": (2,), "mask_token": 0}
+    config = BlockConfig(**sizes, **target, layers=1, block_size=4, max_positions=64 + number)
+    save_block(BlockHead(config), folder)
 
 
 def medusa(folder: Path, number: int) -> None:
@@ -138,6 +148,7 @@ KINDS = {
     "markdown report": Kind(lambda folder, number: report(folder, number, "r.md")),
     "suffix memory": Kind(suffix),
     "eagle head": Kind(eagle),
+    "block drafter": Kind(block),
     "medusa heads": Kind(medusa),
     "cached features": Kind(features),
     "held-out texts": Kind(held_out, limit=10),
