@@ -208,6 +208,18 @@ def save_block(
     ):
         fits = "speculators" if config.reduced or not config.from_anchor else "deepspec"
         raise ConfigError(f"the layout of {layout} cannot hold this head; use {fits!r}")
+    verifier = {"name_or_path": target_name, "architectures": list(target_architectures)}
+    tensors = dict(head.state_dict())
+    if layout == "speculators" and head.draft_ids is not None:
+        tensors["d2t"] = head.draft_ids - torch.arange(config.columns)
+        known = torch.zeros(config.vocab_size, dtype=torch.bool)
+        known[head.draft_ids] = True
+        tensors["t2d"] = known
+    write_checkpoint(folder, WEIGHTS, tensors, _options(config, layout, verifier))
+
+
+def _options(config: BlockConfig, layout: str, verifier: dict[str, Any]) -> dict[str, Any]:
+    """The config.json of a layout."""
     flat = {
         "model_type": "qwen3",
         "num_hidden_layers": config.layers,
@@ -227,17 +239,16 @@ def save_block(
         "confidence_head_with_markov": config.confidence_with_markov,
     }
     masked = {"mask_token_id": config.mask_token}
-    tensors, values = dict(head.state_dict()), dict[str, Any]()
     if layout == "z-lab":
-        values = {
+        return {
             "architectures": ["DFlashDraftModel"],
             **flat,
             "block_size": config.block_size,
             "num_target_layers": config.target_layers,
             "dflash_config": masked | {"target_layer_ids": outputs},
         }
-    elif layout == "deepspec":
-        values = {
+    if layout == "deepspec":
+        return {
             "architectures": ["Qwen3DSparkModel"],
             **flat,
             **masked,
@@ -247,35 +258,26 @@ def save_block(
             "target_layer_ids": outputs,
             **heads,
         }
-    else:
-        kind = "dspark" if extended else "dflash"
-        proposal = {"proposal_type": "greedy", "speculative_tokens": config.drafts}
-        proposal |= {"accept_tolerance": 0.0, "verifier_accept_k": 1}
-        values = {
-            "architectures": ["DSparkDraftModel" if extended else "DFlashDraftModel"],
-            "speculators_model_type": kind,
-            "speculators_version": "0.5.0",
-            "tie_word_embeddings": False,
-            "draft_vocab_size": config.columns,
-            "block_size": config.block_size,
-            "aux_hidden_state_layer_ids": list(config.feature_layers),
-            "sample_from_anchor": config.from_anchor,
-            **masked,
-            **(heads if extended else {}),
-            "speculators_config": {
-                "algorithm": kind,
-                "default_proposal_method": "greedy",
-                "proposal_methods": [proposal],
-                "verifier": {
-                    "name_or_path": target_name,
-                    "architectures": list(target_architectures),
-                },
-            },
-            "transformer_layer_config": flat,
-        }
-        if head.draft_ids is not None:
-            tensors["d2t"] = head.draft_ids - torch.arange(config.columns)
-            known = torch.zeros(config.vocab_size, dtype=torch.bool)
-            known[head.draft_ids] = True
-            tensors["t2d"] = known
-    write_checkpoint(folder, WEIGHTS, tensors, values)
+    extended = bool(config.markov_rank or config.confidence)
+    kind = "dspark" if extended else "dflash"
+    proposal = {"proposal_type": "greedy", "speculative_tokens": config.drafts}
+    proposal |= {"accept_tolerance": 0.0, "verifier_accept_k": 1}
+    return {
+        "architectures": ["DSparkDraftModel" if extended else "DFlashDraftModel"],
+        "speculators_model_type": kind,
+        "speculators_version": "0.5.0",
+        "tie_word_embeddings": False,
+        "draft_vocab_size": config.columns,
+        "block_size": config.block_size,
+        "aux_hidden_state_layer_ids": list(config.feature_layers),
+        "sample_from_anchor": config.from_anchor,
+        **masked,
+        **(heads if kind == "dspark" else {}),
+        "speculators_config": {
+            "algorithm": kind,
+            "default_proposal_method": "greedy",
+            "proposal_methods": [proposal],
+            "verifier": verifier,
+        },
+        "transformer_layer_config": flat,
+    }
