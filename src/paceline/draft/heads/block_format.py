@@ -218,9 +218,8 @@ def save_block(
     write_checkpoint(folder, WEIGHTS, tensors, _options(config, layout, verifier))
 
 
-def _options(config: BlockConfig, layout: str, verifier: dict[str, Any]) -> dict[str, Any]:
-    """The config.json of a layout."""
-    flat = {
+def _layer_options(config: BlockConfig) -> dict[str, Any]:
+    return {
         "model_type": "qwen3",
         "num_hidden_layers": config.layers,
         "hidden_act": "silu",
@@ -231,6 +230,11 @@ def _options(config: BlockConfig, layout: str, verifier: dict[str, Any]) -> dict
         "tie_word_embeddings": False,
         **{key: getattr(config, field) for key, field in SIZES.items()},
     }
+
+
+def _options(config: BlockConfig, layout: str, verifier: dict[str, Any]) -> dict[str, Any]:
+    """The config.json of a layout."""
+    flat = _layer_options(config)
     outputs = [layer - 1 for layer in config.feature_layers]
     heads = {
         "markov_rank": config.markov_rank,

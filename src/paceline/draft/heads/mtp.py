@@ -18,8 +18,9 @@ from __future__ import annotations
 
 import copy
 import re
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
+from itertools import chain
 from pathlib import Path
 from typing import Any, ClassVar, NamedTuple
 
@@ -111,10 +112,19 @@ class MtpWeight(NamedTuple):
 def mtp_weights(model: str, layers: int) -> Iterator[MtpWeight]:
     """The tensors of the first MTP layer in the files of a model with so many layers; none if it
     has none. Raises ModelLoadError for damaged files."""
-    for file in weight_files(Path(fetched(model))):
-        for key, entry in read_table(file).entries.items():
-            if (name := mtp_name(key, layers)) is not None:
-                yield MtpWeight(file, key, name, entry)
+    tables = {file: read_table(file).entries for file in weight_files(Path(fetched(model)))}
+    names = mtp_names(chain.from_iterable(tables.values()), layers)
+    for file, entries in tables.items():
+        for key, entry in entries.items():
+            if key in names:
+                yield MtpWeight(file, key, names[key], entry)
+
+
+def mtp_names(keys: Iterable[str], layers: int) -> dict[str, str]:
+    """Of the tensors of the first MTP layer the names in a model of one layer. Empty if nothing
+    joins features and embeddings: then these are layers that the model's config leaves out."""
+    names = {key: name for key in keys if (name := mtp_name(key, layers)) is not None}
+    return names if "eh_proj.weight" in names.values() else {}
 
 
 def mtp_name(key: str, layers: int) -> str | None:

@@ -12,7 +12,7 @@ from paceline.core.memory import free_memory
 from paceline.draft.auto import Circumstances, Composition, compose
 from paceline.draft.heads.checkpoint import Checkpoint, weights_kind
 from paceline.draft.heads.eagle_format import is_speculators
-from paceline.draft.heads.mtp import mtp_name
+from paceline.draft.heads.mtp import mtp_names
 from paceline.drafters import Auto, DraftModel, DraftSpec, parse_draft
 from paceline.errors import ModelLoadError
 from paceline.lab.doctor import machine
@@ -123,7 +123,7 @@ def _composed(target: Model, setting: Setting, needs: Needs) -> Composition:
     bits, weights = machine.held_bits(target, setting), machine.weight_bytes(target, setting)
     rounded = machine.rounded_bytes(target, "int4", setting)
     free = free_memory(setting.device) - needs.weights
-    mtp = any(mtp_name(key, target.num_layers) for key in target.files.tensors)
+    mtp = bool(mtp_names(target.files.tensors, target.num_layers))
     composed = compose(Circumstances(target.name, refused, bits, weights, rounded, free, mtp))
     failed: dict[DraftSpec, str] = {}
     for spec, _ in composed.taken:
