@@ -112,5 +112,7 @@ def test_a_view_of_tokens_stays_what_it_was() -> None:
     assert list(view) == view[:] == [1, 2, 3] and len(view) == 3
     assert (view[-1], view[0], view[1:], view[-2:], view[:-1]) == (3, 1, [2, 3], [2, 3], [1, 2])
     assert pickle.loads(pickle.dumps(view)) == view == [1, 2, 3]
+    for part in (slice(None, None, -1), slice(None, -9, -1), slice(9, 0, -2), slice(-9, 9, 2)):
+        assert view[part] == [1, 2, 3][part] and TokenView(tokens, 0)[part] == []
     with pytest.raises(IndexError):
         view[3]

@@ -93,6 +93,8 @@ class TokenView(Sequence[int]):
     def __getitem__(self, index: slice) -> list[int]: ...
     def __getitem__(self, index: int | slice) -> int | list[int]:
         if isinstance(index, slice):
+            if index.step is not None and index.step < 0:  # down to -1, which is no index
+                return self._tokens[: self._length][index]
             return self._tokens[slice(*index.indices(self._length))]
         return self._tokens[range(self._length)[index]]
 
