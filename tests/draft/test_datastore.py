@@ -120,6 +120,13 @@ def test_short_and_rare_matches_are_not_used(tmp_path: Path) -> None:
     assert guess(store, [])[0] == [] == guess(store, [5])[0]
 
 
+def test_ids_of_other_vocabularies_are_neither_drafted_nor_looked_up(tmp_path: Path) -> None:
+    store = store_of(tmp_path, [[1, 2, 3, 4, 5, 6, VOCAB + 7, 8]] * 2)
+    assert guess(store, [1, 2, 3, 4, 5])[0] == [6], "a target has no logits for the next"
+    assert guess(store, [1 << 17, 1, 2, 3, 4, 5])[0] == [6]
+    assert guess(store, [1, 2, 1 << 17, 4, 5])[0] == []
+
+
 def test_nothing_is_found_across_texts(tmp_path: Path) -> None:
     store = store_of(tmp_path, [[1, 2, 3], [4, 5, 6, 7]] * 3 + [[20, 21, 22, 23, 24, 25]] * 2)
     assert guess(store, [1, 2, 3, 4, 5])[0] == []

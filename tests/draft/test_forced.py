@@ -7,6 +7,7 @@ import json
 import pytest
 
 from paceline import LLM, Grammar, SamplingParams
+from paceline.request.grammar import GrammarCompiler
 
 SCHEMA = {
     "type": "object",
@@ -66,3 +67,11 @@ def test_unseeded_sampling_follows_the_grammar(target: LLM) -> None:
     params = SamplingParams(max_tokens=80, temperature=1.0, grammar=Grammar.json(SCHEMA))
     for completion in llm.generate([PROMPT] * 4, params):
         assert set(json.loads(completion.text)) == {"name", "postal_address"}
+
+
+def test_tokens_that_the_target_has_no_logits_for_are_not_drafted(target: LLM) -> None:
+    grammar = Grammar.json(SCHEMA)
+    tokens = list(target._grammars.matcher(grammar).forced())
+    narrow = max(tokens)
+    matcher = GrammarCompiler(target.tokenizer, narrow, frozenset()).matcher(grammar)
+    assert list(matcher.forced()) == tokens[: tokens.index(narrow)]

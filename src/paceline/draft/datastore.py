@@ -24,6 +24,7 @@ from bisect import bisect_left, bisect_right
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import KW_ONLY, dataclass
+from itertools import takewhile
 from mmap import ACCESS_READ, mmap
 from pathlib import Path
 from typing import Any
@@ -150,7 +151,9 @@ class Store:
         low, high = self._ends[recent[0]], self._ends[recent[0] + 1]
         if low == high:
             return [], 0
-        last = array("H" if self.width == 2 else "I", recent)
+        # The target may have more ids than fit.
+        fitting = takewhile(lambda token: token < len(self._ends) - 1, recent)
+        last = array("H" if self.width == 2 else "I", fitting)
         if sys.byteorder == "little":
             last.byteswap()
         wanted, width, content, start = last.tobytes(), self.width, self._content, self._start
@@ -193,7 +196,7 @@ class DatastoreDrafter(LookupDrafter):
     def __init__(self, device: torch.device | str, spec: Datastore, store: Store) -> None:
         super().__init__(device)
         self._spec, self._store = spec, store
-        self._end = (1 << 8 * store.width) - 1
+        self._known = store.about["vocab_size"]  # what ends texts is larger
 
     def guess(self, item: Slice) -> Guess:
         positions, match = self._store.find(item.seq.tokens, self._spec.min)
@@ -204,7 +207,7 @@ class DatastoreDrafter(LookupDrafter):
         for level in range(item.draft_length):
             token, count = Counter(row[level] for row in rows).most_common(1)[0]
             chance *= count / len(rows)
-            if token == self._end or chance < self._spec.min_prob:
+            if token >= self._known or chance < self._spec.min_prob:
                 break
             share = count / (len(rows) + 1)
             worth = worth or next(length for least, length in _WORTH if share >= least)

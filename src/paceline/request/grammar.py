@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Sequence
 from functools import cached_property, lru_cache
+from itertools import takewhile
 from typing import TYPE_CHECKING, Any, cast
 
 import numpy as np
@@ -95,7 +96,11 @@ class Matcher:
         return self._known[path]
 
     def forced(self) -> Sequence[int]:
-        return () if self._matcher.is_stopped() else self._matcher.compute_ff_tokens()
+        if self._matcher.is_stopped():
+            return ()
+        # A tokenizer may have more tokens than the target has logits.
+        tokens = self._matcher.compute_ff_tokens()
+        return list(takewhile(lambda token: token < self._width, tokens))
 
     def _mask_after(self, path: tuple[int, ...]) -> torch.Tensor | None:
         matcher = self._matcher
