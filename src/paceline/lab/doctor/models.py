@@ -15,7 +15,7 @@ import torch
 from safetensors import safe_open
 from transformers import PreTrainedTokenizerFast
 
-from paceline.draft.heads.mtp import mtp_names
+from paceline.draft.heads.mtp import mtp_name, mtp_names
 from paceline.draft.spec import TargetShape
 from paceline.errors import ModelLoadError, UnsupportedModelError
 from paceline.lab.doctor.findings import ERROR, NOTE, Finding, finding, refusal
@@ -255,8 +255,9 @@ def check_tensors(model: Model) -> Iterator[Finding]:
     missing, extra = sorted(info["missing_keys"]), sorted(info["unexpected_keys"])
     wrong = sorted(info["mismatched_keys"])
     further = mtp_names(model.files.tensors, model.num_layers)
-    extra = [key for key in extra if key not in further]
     if further:
+        # By rule, as the library joins the names of experts.
+        extra = [key for key in extra if not mtp_name(key, model.num_layers)]
         yield finding("mtp-layer", count=len(further))
     if missing:
         cure = _TIE if missing == ["lm_head.weight"] else None
