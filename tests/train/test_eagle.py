@@ -215,6 +215,16 @@ def test_cached_features_are_those_of_the_target(config: EagleTrainConfig, tmp_p
     files = list((tmp_path / "features").rglob("*.safetensors"))
     assert 0 < len(files) <= len(trainer.documents.pieces)
     files[0].write_bytes(b"damaged")  # found out, and made again
+    layers = tuple(max(layer - 1, 0) for layer in trainer.feature_layers)
+    beside = tmp_path / "beside"
+    beside.mkdir()
+    (beside / "features").symlink_to(tmp_path / "features")
+    others = EagleTrainer(replace(own, feature_layers=layers), beside, device="cpu")
+    windows = others._batch(0)[0][0]
+    assert others._cache is not None
+    features = others._cache.look(windows).features[0, :4]
+    expected = others.observe_windows(windows).features[0, :4]
+    torch.testing.assert_close(features, expected, rtol=0.01, atol=float(expected.abs().max()) / 50)
     whole = EagleTrainer(own, tmp_path / "again", device="cpu")
     whole.run()
     longer = EagleTrainer(replace(own, steps=6), tmp_path, device="cpu")

@@ -65,7 +65,8 @@ class HeadTrainer(DraftingTrainer):
         self._cache: FeatureCache | None = None
         if config.cache_features:
             where = self.out / "features", self.observe_windows, self.device
-            self._cache = FeatureCache(*where, self.shape.hidden_size)
+            read = f"{config.target} {self.feature_layers}"
+            self._cache = FeatureCache(*where, self.shape.hidden_size, read)
 
     # -- what a kind of head says --------------------------------------------------------------
 

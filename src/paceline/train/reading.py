@@ -93,7 +93,7 @@ class NativeReader:
 
 class FeatureCache:
     """What the target says about pieces of text, under ``folder`` in one file each, by the piece's
-    ids: runs for one target that read the same layers can share it.
+    ids and what ``read`` says (target and layers): several runs can share it.
 
     Of the logits only the last hidden states (width ``hidden``) are kept: the target's head makes
     them again. All are rounded to 8 bits, a scale for each run of at most 64 values. A piece of 256
@@ -106,8 +106,10 @@ class FeatureCache:
         observe: Callable[[Windows], Observed],
         device: torch.device,
         hidden: int,
+        read: str = "",
     ) -> None:
         self._folder, self._observe, self._device, self._hidden = folder, observe, device, hidden
+        self._key = read.encode()
 
     @torch.no_grad()
     def look(self, windows: Windows) -> Observed:
@@ -129,7 +131,8 @@ class FeatureCache:
         return Observed(ids, learn, features, final, None)
 
     def _file(self, ids: torch.Tensor) -> Path:
-        name = hashlib.blake2b(ids.numpy().tobytes(), digest_size=12).hexdigest()
+        content = self._key + ids.numpy().tobytes()
+        name = hashlib.blake2b(content, digest_size=12).hexdigest()
         return self._folder / name[:2] / f"{name}.safetensors"
 
     def _read(self, file: Path) -> torch.Tensor | None:
