@@ -41,7 +41,7 @@ HOW: dict[str, Any] = {"dtype": "float32", "backend": "reference", "seed": 1, "m
 VERIFY = "verifier._verdicts"
 # Waits on top of the one, as each drafter's page says, and for numbers that have arrived by then:
 # events that a grammar's paths, a lookup on the device and the clock ask for.
-SAID = {"grow.grow", "strings.propose"}
+SAID = {"grow.grow", "strings.propose", "dspark._grow"}
 # And a table of hashes, sent to a device once in the process.
 ARRIVED = {"transfer.values", "clock._settle", "noise._id_hashes"}
 ON_CPU_ONLY = {"quantized"}  # rounds a model's weights when it is loaded
@@ -59,6 +59,7 @@ COPIES = {
     **{"recycling": (5, 1), "hybrid": (6, 1), "model": (6, 1), "layer_skip": (6, 1)},
     **{"early_exit": (7, 1), "tree": (8, 1), "eagle": (7, 1), "tree, dynamic": (8, 2)},
     **{"layer_skip, dynamic": (7, 2), "eagle2": (8, 2), "eagle3": (8, 2)},
+    **{"datastore": (2, 1), "mtp": (4, 1), "dflash": (6, 1), "dspark": (6, 2)},
     "auto": (10, 2),  # lookups beside an EAGLE-3 head
 }
 # Tables that stay on the device, sent once for each shape of tree in the process.

@@ -15,6 +15,7 @@ from typing import Any, NamedTuple
 import torch
 
 from paceline.core.batch import Span
+from paceline.core.transfer import to_device
 from paceline.draft.base import Drafter
 from paceline.draft.heads.block_format import FILES, load_block, usual_layers
 from paceline.draft.heads.block_head import BlockConfig
@@ -144,7 +145,7 @@ class BlockDrafter(FeatureDrafter):
         count = max(self._policy.depth(tree.item.draft_length) for tree in trees)
         outputs = outputs[:, :count]
         logits = self._step.logits(outputs)
-        lasts = torch.tensor([tree.item.seq.tokens[-1] for tree in trees], device=device)
+        lasts = to_device([tree.item.seq.tokens[-1] for tree in trees], device)
         self._blocks = {
             tree.item.seq.seq_id: _Block(*block)
             for tree, *block in zip(trees, outputs, logits, lasts[:, None], strict=True)

@@ -229,11 +229,11 @@ def load_mtp(name: str, target: CausalModel) -> MtpHead:
     hidden_first = any(weight.key.endswith(_HIDDEN_FIRST) for weight in weights)
     head = MtpHead(model, target, hidden_first)
     for part, tensor in around.items():
-        weight = head.get_submodule(part).weight
-        if tensor is None or tensor.shape != weight.shape:
+        module = head.get_submodule(part)
+        if tensor is None or tensor.shape != module.weight.shape:
             raise _misfit(name, f"{part} {'is missing' if tensor is None else list(tensor.shape)}")
-        weight.data = tensor
-    return head.to(target.device, target.dtype).eval().requires_grad_(False)
+        module.weight = nn.Parameter(tensor.to(target.device, target.dtype), requires_grad=False)
+    return head.eval().requires_grad_(False)
 
 
 def _one_layer(name: str, target: CausalModel, tensors: dict[str, torch.Tensor]) -> CausalModel:

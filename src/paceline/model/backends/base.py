@@ -13,6 +13,7 @@ from torch import nn
 
 from paceline.core.batch import Batch, ModelOutput
 from paceline.core.params import SamplingParams
+from paceline.core.transfer import to_device
 from paceline.core.tree import TokenTree
 from paceline.files import FileStamp
 from paceline.model.backends.reference.attention import paged_attention
@@ -143,8 +144,7 @@ class BlockStep:
 
     def read(self, batch: Batch, cache: PagedCache, features: torch.Tensor) -> None:
         """Store the keys and values of ``features [T, layers * H]`` at the batch's rows."""
-        positions = torch.tensor(batch.positions, device=cache.device)
-        slots = torch.tensor(batch.slots, device=cache.device)
+        positions, slots = to_device((batch.positions, batch.slots), cache.device)
         for layer, new in enumerate(self.head.context(features, positions)):
             for stored, part in zip(cache.kv(layer), new, strict=True):
                 stored.index_copy_(0, slots, part[0].transpose(0, 1))
