@@ -47,7 +47,7 @@ class _Step(NamedTuple):
 
     made: Mapping[int, DraftOption]  # by sequence, as long as it had room for
     explores: bool
-    fixed: bool  # whether a request asked for a length of its own
+    unusual: bool  # lengths are not as decided: a request's own, or cut at its end
     commits: Sequence[Commit]
     seconds: float
     drafting: float | None
@@ -196,7 +196,7 @@ class AdaptiveController(Controller):
         is learnt by ``kind``. Reading that must come first is written off over the tokens to come.
         """
         cost, costs, left = self.cost, self.cost.drafters[name], max(seq.remaining, 1)
-        lengths = lengths or range(1, 1 + costs.longest)
+        lengths = lengths or range(1, 1 + min(costs.longest, max(left - 1, 1)))
         expected = expected_tokens(cost.acceptance.rates(seq.seq_id, name, kind)[: lengths[-1]])
         gains = [min(gain, left) for gain in expected]  # what comes after the last token is no gain
         unread = len(seq.tokens) - 1 - self._tokens_read(seq)[name] if costs.reads else 0
@@ -308,10 +308,11 @@ class AdaptiveController(Controller):
         passes = self._fixed or any(map(self._runs_model, self._made.values()))
         self._since_passes = 0 if passes else self._since_passes + 1
         if self._made:
-            made, room = self._made, self._room
+            made, room, unusual = self._made, self._room, self._fixed
             if any(draft.length > room[key] for key, draft in made.items()):
                 made = {k: d._replace(length=min(d.length, room[k])) for k, d in made.items()}
-            step = _Step(made, self._explores, self._fixed, commits, seconds, drafting)
+                unusual = True
+            step = _Step(made, self._explores, unusual, commits, seconds, drafting)
             self._seen.append(step)
             return
         self.budget.earn(seconds, self.cost.rest(batch), batch)
@@ -339,7 +340,7 @@ class AdaptiveController(Controller):
                 levels.setdefault(draft.name, []).append(length)
         for name, lengths in levels.items():
             cost.see(name, batch, max(lengths))
-        if step.fixed or not all(commit.scheduled == 1 and commit.tokens for commit in commits):
+        if step.unusual or not all(commit.scheduled == 1 and commit.tokens for commit in commits):
             return  # a step that prefills is no measure
         passes = {name: cost.passes(name, lengths) for name, lengths in levels.items()}
         nodes = sum(commit.drafted for commit in commits) / batch
