@@ -45,8 +45,10 @@ def sizes() -> dict[str, int]:
 def test_weights_are_small_and_in_bf16() -> None:
     heads = {name: size for name, size in sizes().items() if name not in PAIR}
     assert sum(sizes()[name] for name in PAIR) <= 32e6
-    assert len(heads) == 5
-    assert sum(heads.values()) <= 12e6
+    blocks = [heads.pop(name) for name in ("paceline/tiny-dflash", "paceline/tiny-dspark")]
+    assert sum(blocks) <= 5.2e6
+    assert len(heads) == 3
+    assert sum(heads.values()) <= 8e6
 
 
 def test_shapes_are_those_that_were_asked_for(llm: LLM) -> None:

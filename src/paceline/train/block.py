@@ -15,15 +15,14 @@ import torch.nn.functional as F
 
 from paceline.draft.heads.block_format import save_block, usual_layers
 from paceline.draft.heads.block_head import BlockConfig, BlockHead
-from paceline.train.acceptance import AcceptanceCounts, WrittenText, drafting_rows, ranks_of, walk
 from paceline.train.configs import DFlashTrainConfig
-from paceline.train.heads import HeadTrainer
+from paceline.train.heads import ChainHeadTrainer
 from paceline.train.losses import falling, total_variation
 from paceline.train.reading import Observed
 from paceline.train.unrolled import DraftStarts, loss_ahead
 
 
-class BlockTrainer(HeadTrainer):
+class BlockTrainer(ChainHeadTrainer):
     """Trains a block drafter on a frozen target."""
 
     config: DFlashTrainConfig
@@ -146,12 +145,6 @@ class BlockTrainer(HeadTrainer):
         return logits if bias is None else logits + bias
 
     # -- drafts --------------------------------------------------------------------------------
-
-    def acceptance_of(self, text: WrittenText) -> AcceptanceCounts:
-        seen = self.seen_of(text)
-        rows = drafting_rows(seen.ids[0], text.prompt)
-        drafts = self.drafts(seen, self.config.draft_length)[rows]
-        return walk(ranks_of(drafts[..., None], seen.ids[0], rows) == 0)
 
     def drafts(self, seen: Observed, length: int) -> torch.Tensor:
         """For one text (B = 1): int64 ``[W, length]``, greedy drafts, as EagleTrainer's; -1 behind

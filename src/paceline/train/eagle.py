@@ -19,9 +19,8 @@ from paceline.draft.heads.eagle_format import load_eagle, save_eagle
 from paceline.draft.heads.eagle_head import EagleConfig, EagleHead, default_feature_layers
 from paceline.draft.spec import TargetShape
 from paceline.errors import ConfigError
-from paceline.train.acceptance import AcceptanceCounts, WrittenText, drafting_rows, ranks_of, walk
 from paceline.train.configs import EagleTrainConfig as EagleTrainConfig
-from paceline.train.heads import HeadTrainer
+from paceline.train.heads import ChainHeadTrainer
 from paceline.train.losses import falling
 from paceline.train.reading import Observed
 from paceline.train.unrolled import DraftStarts, UnrolledAttention, loss_ahead
@@ -30,7 +29,7 @@ _FROM_TARGET = "target"  # --init
 _SMALL = 0.1
 
 
-class EagleTrainer(HeadTrainer):
+class EagleTrainer(ChainHeadTrainer):
     """Trains an EAGLE head on a frozen target."""
 
     config: EagleTrainConfig
@@ -180,12 +179,6 @@ class EagleTrainer(HeadTrainer):
             yield then, hidden
 
     # -- drafts --------------------------------------------------------------------------------
-
-    def acceptance_of(self, text: WrittenText) -> AcceptanceCounts:
-        seen = self.seen_of(text)
-        rows = drafting_rows(seen.ids[0], text.prompt)
-        drafts = self.drafts(seen, self.config.draft_length)[rows]
-        return walk(ranks_of(drafts[..., None], seen.ids[0], rows) == 0)
 
     def drafts(self, seen: Observed, length: int) -> torch.Tensor:
         """For one text (B = 1): int64 ``[W, length]``, target ids of greedy drafts.

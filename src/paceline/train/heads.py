@@ -17,7 +17,14 @@ from torch import nn
 from paceline.core.stages import stage
 from paceline.errors import ConfigError
 from paceline.model.loading import load_module, load_tokenizer, resolve_dtype
-from paceline.train.acceptance import WrittenText, context_of
+from paceline.train.acceptance import (
+    AcceptanceCounts,
+    WrittenText,
+    context_of,
+    drafting_rows,
+    ranks_of,
+    walk,
+)
 from paceline.train.configs import HeadConfig
 from paceline.train.documents import Documents, Windows, dealt
 from paceline.train.losses import mixed_probs
@@ -211,3 +218,18 @@ class HeadTrainer(DraftingTrainer):
             "probabilities. It drafts for this target only: "
             f"`paceline generate --model TARGET --draft {self.spec}FOLDER`."
         )
+
+
+class ChainHeadTrainer(HeadTrainer):
+    """Trains a head that drafts chains; acceptance is counted on its greedy ones."""
+
+    @abstractmethod
+    def drafts(self, seen: Observed, length: int) -> torch.Tensor:
+        """For one text (B = 1): int64 ``[W, length]``, target ids of greedy drafts. Row t drafts
+        from the features up to t and token t + 1; column j is about token t + 2 + j."""
+
+    def acceptance_of(self, text: WrittenText) -> AcceptanceCounts:
+        seen = self.seen_of(text)
+        rows = drafting_rows(seen.ids[0], text.prompt)
+        drafts = self.drafts(seen, self.config.draft_length)[rows]
+        return walk(ranks_of(drafts[..., None], seen.ids[0], rows) == 0)
