@@ -88,8 +88,28 @@ def test_completion_and_its_stats() -> None:
     )
 
 
-def test_version_is_the_newest_of_the_changelog() -> None:
-    changelog = Path(__file__).resolve().parents[1] / "CHANGELOG.md"
-    newest = re.search(r"^## (\d+\.\d+\.\d+)", changelog.read_text(encoding="utf-8"), re.M)
-    assert newest is not None
-    assert newest[1] == paceline.__version__
+ROOT = Path(__file__).resolve().parents[1]
+CHANGELOG = (ROOT / "CHANGELOG.md").read_text(encoding="utf-8")
+
+
+@pytest.mark.parametrize(
+    "file, pattern",
+    [
+        ("CHANGELOG.md", r"^## (\d+\.\d+\.\d+)"),  # the newest
+        ("deploy/helm/paceline/Chart.yaml", r"^version: (\S+)"),
+        ("deploy/helm/paceline/Chart.yaml", r'^appVersion: "(\S+)"'),
+        ("deploy/kubernetes/paceline.yaml", r'app.kubernetes.io/version: "(\S+)"'),
+    ],
+)
+def test_the_version_elsewhere_is_that_of_the_package(file: str, pattern: str) -> None:
+    said = re.search(pattern, (ROOT / file).read_text(encoding="utf-8"), re.M)
+    assert said is not None
+    assert said[1] == paceline.__version__
+
+
+def test_a_version_takes_at_most_60_lines_of_the_changelog() -> None:
+    for section in re.split(r"^(?=## )", CHANGELOG, flags=re.M)[1:]:
+        name, *lines = section.splitlines()
+        assert len(lines) < 60, name
+        kinds = re.findall(r"^### (.*)", section, re.M)
+        assert set(kinds) <= {"Added", "Changed", "Fixed", "Removed"}, name

@@ -14,7 +14,8 @@ import typer.main
 from paceline.cli.main import app
 
 ROOT = Path(__file__).resolve().parents[1]
-HISTORY = {"decisions.md", "CHANGELOG.md"}  # say what things were called then
+# They say what things were called then.
+HISTORY = {"decisions.md", "CHANGELOG.md", "upgrading.md", "changes-0.2.0.md"}
 PAGES = [
     *(path for path in sorted((ROOT / "docs").rglob("*.md")) if path.name not in HISTORY),
     *(ROOT / name for name in ("README.md", "CONTRIBUTING.md", "benchmarks/README.md")),

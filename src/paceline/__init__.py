@@ -35,7 +35,7 @@ if TYPE_CHECKING:
     from paceline.model.backends.registry import register_backend
     from paceline.request.completion import Completion
 
-__version__ = "0.1.0"
+__version__ = "0.2.0"
 
 __all__ = [
     "LLM",

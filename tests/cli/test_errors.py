@@ -178,7 +178,18 @@ def test_debug_shows_the_traceback() -> None:
 def test_version() -> None:
     result = paceline("--version")
     assert result.exit_code == 0
-    assert result.stdout == f"paceline {__version__}\nnative kernels: {origin()}\n"
+    version, build, backend, kernels = result.stdout.splitlines()
+    assert version == f"paceline {__version__}"
+    assert build.startswith(("build: checkout", "build: wheel py3-none-"))
+    assert backend.startswith("backend on processors: ")
+    assert kernels == f"native kernels: {origin()}"
+
+
+def test_version_without_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PACELINE_NATIVE", "off")
+    lines = paceline("--version").stdout.splitlines()
+    assert lines[2] == "backend on processors: reference (torch)"
+    assert lines[3] == "native kernels: none (PACELINE_NATIVE=off asks for no kernels)"
 
 
 def test_interrupt_inside_a_command(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import os
+import re
 import sys
+from importlib import metadata
 from typing import Annotated, Any
 
 import typer
@@ -24,7 +26,7 @@ from paceline.cli.quantize import quantize
 from paceline.cli.serve import serve
 from paceline.cli.train import app as train
 from paceline.cli.tune import tune
-from paceline.kernels.compile import origin
+from paceline.kernels.compile import are_kernels_here, origin
 
 
 def _failed(message: str, code: int) -> typer.Exit:
@@ -62,9 +64,22 @@ app = typer.Typer(
 )
 
 
+def _build() -> str:
+    """The tag of the wheel that is installed, or that the sources of a checkout run."""
+    try:
+        installed = metadata.distribution("paceline")
+    except metadata.PackageNotFoundError:
+        return "checkout"
+    if '"editable": true' in (installed.read_text("direct_url.json") or ""):
+        return "checkout"
+    return "wheel " + " ".join(re.findall(r"^Tag: (\S+)", installed.read_text("WHEEL") or "", re.M))
+
+
 def _print_version(wanted: bool) -> None:
     if wanted:
-        print(f"paceline {__version__}\nnative kernels: {origin()}")
+        backend = "native" if are_kernels_here() else "reference (torch)"
+        print(f"paceline {__version__}\nbuild: {_build()}")
+        print(f"backend on processors: {backend}\nnative kernels: {origin()}")
         raise typer.Exit
 
 
@@ -76,7 +91,7 @@ def root(
             "--version",
             callback=_print_version,
             is_eager=True,
-            help="Print the version, and where the kernels are from.",
+            help="Print the version, the build, the backend, and where the kernels are from.",
         ),
     ] = False,
     debug: Annotated[
