@@ -158,7 +158,12 @@ def test_any_damage_is_refused_in_one_line(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     "content",
     [b"", b"{}", b"\x89PNG\r\n\x1a\n" * 9, as_bytes({})[0]],
-    ids=["empty", "json", "png", "safetensors"],  # the last one's bytes differ from process to process
+    ids=[
+        "empty",
+        "json",
+        "png",
+        "safetensors",
+    ],  # the last one's bytes differ from process to process
 )
 def test_other_files_are_refused(tmp_path: Path, content: bytes) -> None:
     file = tmp_path / "file"
