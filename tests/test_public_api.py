@@ -46,7 +46,7 @@ def test_sampling_params_fields() -> None:
         """
         temperature top_k top_p min_p repetition_penalty presence_penalty frequency_penalty
         logit_bias seed max_tokens min_tokens stop stop_token_ids ignore_eos logprobs n drafter
-        draft_length grammar skip_special_tokens skip_end_tokens
+        draft_length grammar logits_processors skip_special_tokens skip_end_tokens
         include_stop prompt_logprobs prediction priority
         """
     )
@@ -56,7 +56,8 @@ def test_llm_signature() -> None:
     names = list(inspect.signature(paceline.LLM.__init__).parameters)
     assert names[1:] == str.split(
         """
-        model draft dtype device max_batch_size kv_cache_memory draft_length rule prefix_sharing
+        model draft dtype device max_model_len max_batch_size kv_cache_memory draft_length rule
+        prefix_sharing
         seed lossy profile backend quantize draft_quantize tensor_parallel offload
         weights_memory draft_offload draft_device kv_cache_dtype
         drafting log_decisions controller

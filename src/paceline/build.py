@@ -148,6 +148,12 @@ def load_target(name: str, options: EngineOptions) -> CausalModel:
             "are offloaded by one process or shared by several; leave one of them out"
         )
     target.cache_dtype = cache_dtype(options.kv_cache_dtype, target.dtype)
+    asked, seen = options.max_model_len or target.max_positions, target.max_positions
+    if asked > seen:
+        raise ConfigError(
+            f"max_model_len is {asked}, but {name} sees {seen} tokens; lower it or leave it out"
+        )
+    target.max_positions = asked
     return target
 
 

@@ -3,19 +3,21 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from paceline.build import EngineOptions, build_engine, load_draft, load_target, seeded_generator
 from paceline.control.controller import Controller
 from paceline.core.batch import Commit
+from paceline.core.keywords import forgiving
 from paceline.core.params import SamplingParams
 from paceline.core.sequence import SEQUENCE_IDS, SequenceState
 from paceline.core.stages import stage
 from paceline.draft.base import vocabulary_of
+from paceline.draft.foreign import foreign_draft
 from paceline.drafters import BLOCK_SIZE, DraftLike
 from paceline.errors import ConfigError
 from paceline.model.backends.base import Ranks
@@ -58,7 +60,8 @@ class LLM:
     (plain decoding); a draft model; a spec ("ngram", "tree:PATH,branching=2x2x1") or the same as an
     object of ``paceline.drafters`` (``Eagle3(path, nodes=16)``); an object with the Protocol
     ``Drafter``, which then belongs to this LLM; or a list, from which requests choose by a name in
-    ``drafters`` (``SamplingParams.drafter``), by default the first.
+    ``drafters`` (``SamplingParams.drafter``), by default the first; or vLLM's
+    ``speculative_config``.
 
     ``dtype`` and ``device`` "auto" take bf16 and CUDA if the machine has them. ``backend`` "auto"
     is "native" (our kernels, whose rows have the same bits in any batch) for models it knows, else
@@ -69,10 +72,11 @@ class LLM:
     ``kv_cache_memory``: bytes; ``kv_cache_dtype`` "int8": the target's keys and values in 8 bits;
     ``prefix_sharing``: equal beginnings share cache blocks.
 
-    ``max_batch_size`` (8): sequences decoded together. ``draft_length``: tokens, or "auto".
-    ``rule``: for sampled drafts. ``drafting``: "throughput" maximises the tokens a second of all
-    requests, "fair" slows none down for another. ``log_decisions`` logs who drafts and why;
-    ``controller`` replaces the adaptive one (docs/control.md). ``seed``: for requests without one.
+    ``max_model_len``: tokens of a sequence, prompt and answer. ``max_batch_size`` (8): sequences
+    decoded together. ``draft_length``: tokens, or "auto". ``rule``: for sampled drafts.
+    ``drafting``: "throughput" maximises the tokens a second of all requests, "fair" slows none down
+    for another. ``log_decisions`` logs who drafts and why; ``controller`` replaces the adaptive one
+    (docs/control.md). ``seed``: for requests without one.
     Requests without parameters sample as ``default_temperature``, ``default_top_p``,
     ``default_top_k``, ``default_min_p`` and ``default_repetition_penalty`` say, else as the
     checkpoint's ``generation_config`` ("none" ignores it); see ``default_params``. ``lossy``:
@@ -85,21 +89,25 @@ class LLM:
     not fit.
 
     Raises ModelLoadError, UnsupportedModelError, VocabularyMismatchError, CacheMemoryError or
-    ConfigError: PacelineErrors with a one-line message. Calls on several threads share the engine's
-    steps; ``AsyncLLM`` does the same for coroutines.
+    ConfigError: PacelineErrors with a one-line message. Other engines' keywords with the same
+    meaning are taken, others refused with what to do here (core/keywords.py). ``with LLM(...) as
+    llm`` closes it. Calls on several threads share the engine's steps; ``AsyncLLM`` does the same
+    for coroutines.
     """
 
     sampling_defaults: SamplingDefaults
     notes: tuple[str, ...] = ()  # for the user, about the set-up
     _ranks: Ranks | None = None  # ended by the LLM that loaded the target
 
+    @forgiving("LLM")
     def __init__(
         self,
         model: str,
-        draft: DraftLike | Sequence[DraftLike] | None = DEFAULT_DRAFT,
+        draft: DraftLike | Sequence[DraftLike] | Mapping[str, Any] | None = DEFAULT_DRAFT,
         *,
         dtype: str = "auto",
         device: str = "auto",
+        max_model_len: int | None = None,
         max_batch_size: int | None = None,
         kv_cache_memory: int | str | None = None,
         draft_length: int | str | None = None,
@@ -127,13 +135,27 @@ class LLM:
         default_min_p: float | None = None,
         default_repetition_penalty: float | None = None,
     ) -> None:
-        given = explicit(locals(), "LLM")
+        self._open(model, draft, profile, controller, explicit(locals(), "LLM"))
+
+    def _open(
+        self,
+        model: str,
+        draft: DraftLike | Sequence[DraftLike] | Mapping[str, Any] | None,
+        profile: str | Path | None,
+        controller: Controller | None,
+        given: dict[str, Any],
+    ) -> None:
+        """Load what the arguments of the constructor say; ``given`` are settings of the engine."""
         if not isinstance(profile, str | Path | None):
             raise ConfigError(f"profile is {profile!r}; it must be the path of a tuned profile")
+        if isinstance(draft, Mapping):
+            foreign = foreign_draft(draft, "speculative_config")
+            draft, theirs = foreign.spec, {"draft_length": foreign.length, "rule": foreign.rule}
+            given = explicit(theirs, "LLM") | given
         tuned = None if profile is None else TunedProfile.read(profile)
         unnamed = DEFAULT_DRAFT, (DEFAULT_DRAFT,)
         follows = tuned is not None and draft in (*unnamed, tuned.draft.spec)
-        settings = tuned.settings(follows, lossy) if tuned else {}
+        settings = tuned.settings(follows, given["lossy"]) if tuned else {}
         options = EngineOptions(**settings | given, controller=controller)
         with stage(f"loading {model}"):
             target = load_target(model, options)
@@ -228,6 +250,7 @@ class LLM:
 
     # -- public ------------------------------------------------------------------------------
 
+    @forgiving("LLM.generate")
     def generate(
         self,
         prompts: Prompt | Sequence[Prompt],
@@ -256,6 +279,7 @@ class LLM:
                 self.release(requests)
         return completions_of(requests)
 
+    @forgiving("LLM.stream")
     def stream(
         self,
         prompts: Prompt | Sequence[Prompt],
@@ -266,6 +290,7 @@ class LLM:
         unfinished requests. Several streams may be read in turn."""
         return self._events(self.prepare_all(prompts, params, streams=True))
 
+    @forgiving("LLM.chat")
     def chat(
         self,
         messages: Sequence[Message] | Sequence[Sequence[Message]],
@@ -285,6 +310,16 @@ class LLM:
         """How a draft with another vocabulary is used, such as "token-level intersection, 94 % of
         text"; None without one."""
         return vocabulary_of(self.engine.drafter)
+
+    def get_tokenizer(self) -> Tokenizer:
+        """The tokenizer of transformers (``tokenizer``, by vLLM's name)."""
+        return self.tokenizer
+
+    def __enter__(self) -> LLM:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
 
     def close(self) -> None:
         """Cancel all requests and drop the engine; callers on other threads get a PacelineError.

@@ -235,6 +235,7 @@ def test_print_config_is_a_config(tmp_path: Path) -> None:
     arguments += ["--backend", "native", "--quantize", "int8", "--draft-quantize", "int4"]
     arguments += ["--tensor-parallel", "2", "--offload", "disk", "--weights-memory", "1G"]
     arguments += ["--draft-offload", "disk", "--draft-device", "cuda", "--kv-cache-dtype", "int8"]
+    arguments += ["--max-model-len", "512"]
     arguments += ["--metrics-alias", "vllm", "--otlp-endpoint", "http://127.0.0.1:4318"]
     arguments += ["--max-queue", "1", "--deadline", "5", "--max-request-bytes", "1K"]
     arguments += ["--generation-config", "none", "--default-temperature", "0.7"]

@@ -22,7 +22,7 @@ import torch
 
 from paceline.core.constraint import Constraint
 from paceline.core.params import SamplingParams
-from paceline.core.sampling import Rows, probabilities
+from paceline.core.sampling import Rows, probabilities, processed
 from paceline.core.sequence import SequenceState
 from paceline.core.tree import Draw, children_of
 from paceline.verify import rules as real_rules
@@ -86,7 +86,15 @@ def distribution_table(model: Fake, setting: Setting, context: Context, depth: i
     request = setting.request(context)
     padded = torch.tensor([[*path, *[0] * (depth - len(path))] for path in paths]).long()
     rows = Rows((request,) * len(paths), tuple(map(len, paths)), padded.view(len(paths), depth))
-    return probabilities(model([(*context, *path) for path in paths]), rows)
+    return probabilities(processed(model([(*context, *path) for path in paths]), rows), rows)
+
+
+def no_repeats(prompt: Sequence[int], output: Sequence[int], logits: torch.Tensor) -> torch.Tensor:
+    """A logits processor: never the token before once more, and rather 2 behind 0."""
+    before = [*prompt, *output][-1]
+    ids = torch.arange(len(logits))
+    scores = logits.masked_fill(ids == before, -torch.inf)
+    return scores + 2.0 * (ids == 2) if before == 0 else scores
 
 
 # --- drafters: every draft they could make -------------------------------------------------------

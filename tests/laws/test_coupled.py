@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from harness import Fake, SamplingParams, Setting, distribution_table, tree_parents
+from harness import Fake, SamplingParams, Setting, distribution_table, no_repeats, tree_parents
 
 from paceline.core.draws import draft, draw_of
 from paceline.core.sampling import Rows
@@ -33,6 +33,7 @@ PARAMS = {
         "min_tokens": 9,
         "seed": 12,
     },
+    "logits_processors": {"temperature": 0.9, "seed": 13, "logits_processors": [no_repeats]},
     "greedy": {},
     "greedy with penalties": {"repetition_penalty": 1.5, "frequency_penalty": 0.5},
     "greedy with min_tokens": {"min_tokens": 12},

@@ -14,6 +14,7 @@ from harness import (
     empty,
     error,
     joint_distribution,
+    no_repeats,
     point_tree,
     sampled_chain,
     sampled_tree,
@@ -40,6 +41,7 @@ PARAMS = {
     ),
     "logit_bias": SamplingParams(temperature=0.9, logit_bias={0: 1.0, 2: -0.8}),
     "min_tokens": SamplingParams(temperature=0.9, min_tokens=2),
+    "logits_processors": SamplingParams(temperature=0.9, logits_processors=(no_repeats,)),
     "greedy": SamplingParams(temperature=0.0),
     "all": SamplingParams(
         **{"temperature": 0.8, "top_k": 3, "top_p": 0.9, "min_p": 0.05},
@@ -190,7 +192,7 @@ VERIFIED = {
 }
 
 
-@pytest.mark.parametrize("name", ["plain", "top_p", "penalties", "min_tokens"])
+@pytest.mark.parametrize("name", ["plain", "top_p", "penalties", "min_tokens", "logits_processors"])
 @pytest.mark.parametrize("case", VERIFIED.values(), ids=VERIFIED.keys())
 def test_verifier_follows_the_distribution(case, name):
     drafter, depth, rule, method = case

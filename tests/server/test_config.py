@@ -39,6 +39,7 @@ weights_memory = "1G"
 dtype = "float32"
 device = "cpu"
 threads = 3
+max_model_len = 512
 max_batch_size = 5
 kv_cache_memory = "1G"
 kv_cache_dtype = "int8"

@@ -120,7 +120,7 @@ class Span:
             nodes=tree.tokens if tree.known is None else tree.known,
             seq=seq,
             tree=tree,
-            arrival=Arrival(tree.tokens) if seq.constraint is not None and len(tree) else None,
+            arrival=Arrival(tree.tokens) if seq.read_on_host and len(tree) else None,
         )
 
     def at(self, start: int, logit_row: int, long: bool = False) -> Span:

@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
+from paceline.core.keywords import forgiving
 from paceline.errors import ConfigError
 
 MAX_SAMPLES = 16_384  # n: a typo must not fill the memory
@@ -142,6 +143,9 @@ class SamplingParams:
     ``drafter``: the name of a loaded one, or "none"; default the first. ``draft_length`` fixes the
     draft length. ``grammar``: text must match it, and ends with it. ``stop``: up to 16 strings of
     up to 1,000 characters; ``include_stop`` keeps the one that ended the text.
+    ``logits_processors``: functions f(output_ids, logits) or f(prompt_ids, output_ids, logits) that
+    return logits, float32 [vocab], before all else is applied. They are asked behind every token of
+    a draft, too, so they must not keep state.
     ``skip_special_tokens`` leaves these out of the text; those that end it are never in it, nor,
     with ``skip_end_tokens``, those that ``ignore_eos`` continues after. ``prediction``: token ids
     of the expected text, used as drafts. Requests of lower ``priority`` start first.
@@ -167,6 +171,7 @@ class SamplingParams:
     drafter: str | None = None
     draft_length: int | None = None
     grammar: Grammar | None = None
+    logits_processors: tuple[Any, ...] = ()
     skip_special_tokens: bool = True
     skip_end_tokens: bool = False
     include_stop: bool = False
@@ -179,6 +184,9 @@ class SamplingParams:
             value = getattr(self, name)
             if not allowed(value):
                 raise ConfigError(f"{name} is {shown(value)}; {rule}")
+        function = callable, "; give functions of (output_ids, logits)"
+        processors = _items("logits_processors", self.logits_processors, function)
+        object.__setattr__(self, "logits_processors", processors)
         most = self.max_tokens
         _require(
             0 <= self.min_tokens <= most,
@@ -251,6 +259,9 @@ class SamplingParams:
             or self.presence_penalty != 0.0
             or self.frequency_penalty != 0.0
         )
+
+
+SamplingParams.__init__ = forgiving("SamplingParams")(SamplingParams.__init__)  # type: ignore[method-assign]
 
 
 @dataclass(frozen=True)

@@ -1,9 +1,10 @@
 """From logits to a request's distribution: penalties, temperature and truncation, along tree paths.
 
-Order, as in vLLM: ``logit_bias`` and ``min_tokens``; repetition, presence and frequency penalties;
-grammar; temperature; min_p; top_k; top_p. All in float32. Verifier and drafters use the same
-functions. Ties do not depend on the order of a sort: top_k keeps all tokens as likely as the k-th,
-top_p all as likely as the last of the smallest set with that mass, greedy takes the lowest id.
+Order, as in vLLM: ``logits_processors`` (by the verifier alone); ``logit_bias`` and
+``min_tokens``; repetition, presence and frequency penalties; grammar; temperature; min_p; top_k;
+top_p. All in float32. Verifier and drafters use the same functions. Ties do not depend on the order
+of a sort: top_k keeps all tokens as likely as the k-th, top_p all as likely as the last of the
+smallest set with that mass, greedy takes the lowest id.
 """
 
 from __future__ import annotations
@@ -11,6 +12,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
+from inspect import signature
 
 import torch
 
@@ -23,6 +25,7 @@ from paceline.core.sequence import SequenceView
 from paceline.core.transfer import to_device
 from paceline.core.tree import paths_of
 from paceline.core.truncation import column, truncated
+from paceline.errors import ConfigError
 
 # Beyond this the softmax of float32 logits is one-hot anyway.
 _MAX_INVERSE_TEMPERATURE = 1e30
@@ -51,13 +54,13 @@ def _tree_paths(spans: Sequence[Span]) -> torch.Tensor:
 
 
 def _known_paths(spans: Sequence[Span]) -> tuple[tuple[int, ...], ...] | None:
-    """The drafted tokens before each row of a sequence with a grammar; None if there is none, or if
-    a tree is not on its way to the host."""
-    if all(span.seq.constraint is None for span in spans):
+    """The drafted tokens before each row that the host must know them of; None if there is no such
+    row, or if a tree is not on its way to the host."""
+    if not any(span.seq.read_on_host for span in spans):
         return None
     paths: list[tuple[int, ...]] = []
     for span in spans:
-        if span.seq.constraint is None or not len(span.tree):
+        if not span.seq.read_on_host or not len(span.tree):
             paths += [()] * span.judged_rows
         elif span.arrival is None:
             return None
@@ -71,8 +74,8 @@ def _known_paths(spans: Sequence[Span]) -> tuple[tuple[int, ...], ...] | None:
 class Rows:
     """Whose distribution each row of logits is. ``depths[r]``: drafted tokens between the last
     committed token of ``seqs[r]`` and the row; ``paths[r, :depths[r]]``: these tokens (int64 ``[R,
-    D]`` on the logits' device; needed if ``needs_paths``). ``known``: paths of rows with a grammar,
-    on the host."""
+    D]`` on the logits' device; needed if ``needs_paths``). ``known``: paths on the host of rows
+    with a grammar or logits processors."""
 
     seqs: tuple[SequenceView, ...]
     depths: tuple[int, ...]
@@ -96,7 +99,8 @@ class Rows:
         """The spans' rows: after the last committed token, then after each node."""
         seqs = tuple(span.seq for span in spans for _ in range(span.judged_rows))
         depths = tuple(depth for span in spans for depth in (0, *span.tree.depths))
-        paths = _tree_paths(spans) if needs_paths(span.seq for span in spans) else None
+        needed = needs_paths(span.seq for span in spans) or any(s.seq.read_on_host for s in spans)
+        paths = _tree_paths(spans) if needed else None
         return cls(seqs, depths, paths, _known_paths(spans))
 
     def select(self, index: Sequence[int]) -> Rows:
@@ -128,7 +132,10 @@ def is_plain_greedy(seq: SequenceView) -> bool:
 
 def needs_logits(seqs: Iterable[SequenceView]) -> bool:
     """False if the index of the largest logit is all that is needed."""
-    return any(seq.params.logprobs is not None or not is_plain_greedy(seq) for seq in seqs)
+    return any(
+        seq.params.logprobs is not None or seq.params.logits_processors or not is_plain_greedy(seq)
+        for seq in seqs
+    )
 
 
 def probabilities(logits: torch.Tensor, rows: Rows) -> torch.Tensor:
@@ -137,7 +144,28 @@ def probabilities(logits: torch.Tensor, rows: Rows) -> torch.Tensor:
     return probs_of_scores(adjusted(logits, rows), [seq.params for seq in rows.seqs])
 
 
-# --- bias, min_tokens, penalties -----------------------------------------------------------------
+# --- logits processors, bias, min_tokens, penalties ----------------------------------------------
+
+
+def processed(logits: torch.Tensor, rows: Rows) -> torch.Tensor:
+    """``[R, V]``: logits after the requests' ``logits_processors``; the input itself if there are
+    none. Drafters do without: whatever they propose is judged by these. Raises ConfigError for what
+    is no row of logits."""
+    if not any(seq.params.logits_processors for seq in rows.seqs):
+        return logits
+    paths: Sequence[Sequence[int]] | None = rows.known
+    if paths is None:
+        paths = [()] * len(rows) if rows.paths is None else rows.paths.tolist()
+    scores = logits.to(torch.float32, copy=True)
+    for row, (seq, depth, path) in enumerate(zip(rows.seqs, rows.depths, paths, strict=True)):
+        prompt, output = seq.tokens[: seq.prompt_length], seq.tokens[seq.prompt_length :]
+        for processor in seq.params.logits_processors:
+            texts = [prompt] if len(signature(processor).parameters) == 3 else []
+            given = processor(*texts, [*output, *path[:depth]], scores[row])
+            if getattr(given, "shape", None) != scores[row].shape:
+                raise ConfigError(f"a logits processor returned {given!r}; return its logits")
+            scores[row] = given
+    return scores
 
 
 def adjusted(logits: torch.Tensor, rows: Rows) -> torch.Tensor:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, overload
 
 import numpy as np
@@ -174,7 +174,7 @@ class Occurrences:
 @dataclass(frozen=True)
 class SequenceView(_Counted):
     """A sequence in one step: everything that its distributions and drafts depend on. Pickled or
-    copied views lack grammar and counts, which stay in their process."""
+    copied views lack grammar, logits processors and counts, which stay in their process."""
 
     seq_id: int
     tokens: Sequence[int]
@@ -186,11 +186,19 @@ class SequenceView(_Counted):
     counted: Occurrences | None = field(default=None, compare=False, repr=False)
 
     @property
+    def read_on_host(self) -> bool:
+        """Whether a distribution depends on drafted tokens that the host must know."""
+        return self.constraint is not None or bool(self.params.logits_processors)
+
+    @property
     def occurrences(self) -> Occurrences:
         return self.counted or Occurrences(self.prompt_length)
 
     def __reduce__(self) -> tuple[Any, ...]:
-        plain = self.seq_id, self.tokens, self.prompt_length, self.params, self.stop_ids
+        params = self.params
+        if params.logits_processors:
+            params = replace(params, logits_processors=())
+        plain = self.seq_id, self.tokens, self.prompt_length, params, self.stop_ids
         return SequenceView, (*plain, self.cached)
 
 

@@ -88,6 +88,11 @@ class Completion:
     error: str | None = None
     prompt_logprobs: list[TokenLogprob] | None = None
 
+    @property
+    def outputs(self) -> list[Completion]:
+        """Itself: ``outputs[0].outputs[0].text`` is what one writes for vLLM."""
+        return [self]
+
 
 @dataclass(frozen=True)
 class StreamEvent:

@@ -287,6 +287,9 @@ class EngineSettings(LoadSettings):
     log_decisions: bool = _model(
         False, "Log who drafts for a request, how far and why, when that changes.", but=("command",)
     )
+    max_model_len: int | None = _load(
+        None, "Most tokens of a sequence, prompt and answer.", low=2, shown="the model's"
+    )
     max_batch_size: int | None = _engine(None, "Sequences decoded together.", low=1, shown="8")
     prefix_sharing: bool = _engine(
         True, "Requests that begin alike share what is cached.", but=("command", "server")

@@ -30,6 +30,7 @@ from paceline.core.sampling import (
     greedy_choice,
     needs_logits,
     probs_of_scores,
+    processed,
 )
 from paceline.core.transfer import to_device
 from paceline.core.tree import Draw, children_of
@@ -138,7 +139,7 @@ class Verifier:
         if not needs_logits(span.seq for span in spans):
             return self._verdicts(spans, Decisions(greedy_choice(logits)), None)
         rows = Rows.of(spans)
-        scores = adjusted(logits, rows)
+        scores = adjusted(processed(logits, rows), rows)
         if all(span.seq.params.greedy for span in spans):
             decisions = Decisions(greedy_choice(scores))
         else:
@@ -176,7 +177,7 @@ class Verifier:
             if plain:
                 drawn = greedy_choice(logits[on_device])
             else:
-                scores = adjusted(logits[on_device], part)
+                scores = adjusted(processed(logits[on_device], part), part)
                 probs = probs_of_scores(scores, [seq.params for seq in part.seqs])
                 drawn = drawn_choice(probs, probs, part, uniforms[on_device])
             chosen = drawn.tolist()

@@ -1,0 +1,101 @@
+"""What users of vLLM, llama-cpp-python and transformers type."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from inspect import signature
+from typing import Any
+
+import pytest
+import torch
+
+from paceline import LLM, ConfigError, PacelineError, SamplingParams
+from paceline.core.keywords import OTHER_NAMES
+from paceline.settings import EngineSettings, entries
+from support.every_drafter import SPECS, TARGET
+
+PROMPT = "One day, the little"
+
+
+@pytest.fixture(scope="module")
+def plain() -> Iterator[LLM]:
+    with LLM(TARGET, draft=None, max_model_len=64) as llm:
+        yield llm
+
+
+def test_every_name_is_mapped_to_one_of_ours_or_says_what_to_do() -> None:
+    known = {entry.name for entry in entries(EngineSettings)}
+    for function in (LLM.__init__, LLM.generate, SamplingParams):
+        known |= set(signature(function).parameters)
+    for theirs, ours in OTHER_NAMES.items():
+        assert ours in known or " " in ours, f"{theirs}: {ours}"
+
+
+def test_what_one_writes_for_vllm() -> None:
+    n_gram = {"method": "ngram", "num_speculative_tokens": 3, "prompt_lookup_max": 4}
+    engine = {"tensor_parallel_size": 1, "max_num_seqs": 2, "speculative_config": n_gram}
+    with LLM(model=TARGET, max_model_len=48, **engine) as llm:  # type: ignore[arg-type]
+        params = SamplingParams(max_tokens=99, ignore_eos=True)
+        outputs = llm.generate([PROMPT], sampling_params=params, use_tqdm=False)  # type: ignore[call-arg]
+        assert outputs[0].outputs[0].text == outputs[0].text
+        assert llm.max_model_len == 48
+        assert len(llm.get_tokenizer().encode(PROMPT)) + len(outputs[0].token_ids) == 48
+        assert llm.engine.scheduler.config.max_batch_size == 2
+        assert llm.drafts == ("ngram:min=4,length=3,candidates=1",)
+    with pytest.raises(PacelineError, match="closed"):
+        llm.generate(PROMPT)
+
+
+@pytest.mark.parametrize(
+    ("keywords", "words"),
+    [
+        ({"max_model_length": 5}, "no keyword max_model_length; did you mean max_model_len?"),
+        ({"gpu_memory_utilization": 0.9}, "kv_cache_memory="),
+        ({"max_num_seqs": 4, "max_batch_size": 4}, "max_num_seqs is max_batch_size here"),
+        ({"logits_processors": [print]}, "SamplingParams"),
+        ({"speculative_config": {"method": "warp"}}, "num_speculative_tokens"),
+        ({"max_model_len": 10**6, "draft": None}, "sees"),
+        ({"qwertz": 1}, "it knows"),
+    ],
+)
+def test_what_an_llm_refuses(keywords: dict[str, Any], words: str) -> None:
+    with pytest.raises(ConfigError, match=words.replace("?", r"\?")) as refused:
+        LLM(TARGET, **keywords)
+    assert "\n" not in str(refused.value)
+
+
+def test_what_parameters_and_calls_refuse(plain: LLM) -> None:
+    with pytest.raises(ConfigError, match="did you mean max_tokens"):
+        SamplingParams(max_token=5)  # type: ignore[call-arg]
+    with pytest.raises(ConfigError, match=r"Grammar\.json"):
+        SamplingParams(guided_decoding=1)  # type: ignore[call-arg]
+    with pytest.raises(ConfigError, match="did you mean params"):
+        plain.generate(PROMPT, param=SamplingParams())  # type: ignore[call-arg]
+    with pytest.raises(ConfigError, match="give functions"):
+        SamplingParams(logits_processors=("no",))
+    assert SamplingParams(repeat_penalty=1.5).repetition_penalty == 1.5  # type: ignore[call-arg]
+
+
+def capitals(output: list[int], logits: torch.Tensor) -> torch.Tensor:
+    """Depends on the text: an even token after an odd one."""
+    return logits.masked_fill(torch.arange(len(logits)) % 2 == len(output) % 2, -torch.inf)
+
+
+@pytest.mark.parametrize("draft", [s for s in SPECS.values() if s != "none"], ids=str)
+@pytest.mark.parametrize("sampled", [{}, {"temperature": 0.8, "seed": 5}], ids=json.dumps)
+def test_logits_processors_give_the_same_text_with_every_drafter(
+    plain: LLM, draft: str, sampled: dict[str, Any]
+) -> None:
+    params = SamplingParams(max_tokens=20, logits_processors=(capitals,), **sampled)
+    (expected,) = plain.generate(PROMPT, params)
+    assert [token % 2 for token in expected.token_ids[:4]] == [1, 0, 1, 0]
+    beside = plain.beside(draft, draft_length=3)
+    assert beside.generate(PROMPT, params)[0].token_ids == expected.token_ids
+
+
+def test_what_a_logits_processor_gets_wrong_ends_its_request(plain: LLM) -> None:
+    params = SamplingParams(max_tokens=5, logits_processors=(lambda output, logits: None,))
+    bad, good = plain.generate([PROMPT] * 2, [params, SamplingParams(max_tokens=5)])
+    assert bad.finish_reason == "error" and "return its logits" in str(bad.error)
+    assert good.error is None
