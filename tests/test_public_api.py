@@ -97,6 +97,7 @@ CHANGELOG = (ROOT / "CHANGELOG.md").read_text(encoding="utf-8")
     "file, pattern",
     [
         ("CHANGELOG.md", r"^## (\d+\.\d+\.\d+)"),  # the newest
+        ("CITATION.cff", r"^version: (\S+)"),
         ("deploy/helm/paceline/Chart.yaml", r"^version: (\S+)"),
         ("deploy/helm/paceline/Chart.yaml", r'^appVersion: "(\S+)"'),
         ("deploy/kubernetes/paceline.yaml", r'app.kubernetes.io/version: "(\S+)"'),

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import hashlib
+import json
 import os
 import platform
 import shutil
@@ -128,7 +130,19 @@ def test_the_wheel_in_an_empty_environment(tmp_path: Path, monkeypatch: pytest.M
     }
     if chosen := os.environ.get("PACELINE_NATIVE"):  # texts of instruction sets differ
         clean["PACELINE_NATIVE"] = chosen
-    assert run(["paceline", "--version"], **clean).endswith("native kernels: from the wheel\n")
+    version = run(["paceline", "--version"], **clean)
+    assert f"build: wheel py3-none-manylinux_2_28_{platform.machine()}\n" in version
+    assert version.endswith("backend on processors: native\nnative kernels: from the wheel\n")
+    (sbom,) = packages.glob("paceline-*.dist-info/sboms/paceline.cdx.json")
+    parts = json.loads(sbom.read_text(encoding="utf-8"))["components"]
+    heavy = [*packages.rglob("paceline/**/*.safetensors"), *packages.rglob("paceline/**/*.so")]
+    assert {part["description"] for part in parts} == {
+        str(file.relative_to(packages)) for file in heavy
+    }
+    for part in parts:
+        digest = hashlib.sha256((packages / part["description"]).read_bytes()).hexdigest()
+        assert [digest] == [item["content"] for item in part["hashes"]], part["name"]
+    assert {file.name for file in sbom.parents[1].glob("licenses/*")} == {"LICENSE", "NOTICE"}
     library, reason, tokens, openmp = run([python, "-c", ASK], **clean).splitlines()
     assert Path(library).is_relative_to(packages) and not (home / "cache" / "native").exists()
     assert reason.startswith("native (") and len(openmp.split()) == 1, (reason, openmp)
