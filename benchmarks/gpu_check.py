@@ -35,11 +35,12 @@ ROWS = (1, 2, 4, 8, 16, 32)
 
 def specs(model: str) -> dict[str, str]:
     """A draft of each kind that needs nothing but the embedded models."""
+    other = ("quantized", "datastore", "mtp")  # for processors; a file; layers in the checkpoint
     weights = {"target": model} | {r.weights: f"{model}-{r.weights}" for r in DRAFTERS.values()}
     return {
         kind: record.examples[0].format(**weights)
         for kind, record in DRAFTERS.items()
-        if kind != "quantized"  # which is for processors only
+        if kind not in other
     }
 
 

@@ -7,7 +7,11 @@ from collections.abc import Callable
 import torch
 import torch.nn.functional as F
 
-_CHUNK = 64  # rows whose probabilities over a vocabulary of ten thousand stay in a core's cache
+
+def _chunk(device: torch.device) -> int:
+    """Rows at a time: probabilities over a vocabulary of ten thousand stay in a core's cache, or
+    few kernels are started on a GPU."""
+    return 64 if device.type == "cpu" else 4096
 
 
 def total_variation(p: torch.Tensor, q: torch.Tensor) -> torch.Tensor:
@@ -70,8 +74,9 @@ class _DistributionLoss(torch.autograd.Function):
     ) -> torch.Tensor:
         gradient = torch.empty_like(logits)
         total = torch.zeros((), dtype=torch.float32, device=logits.device)
-        for start in range(0, len(logits), _CHUNK):
-            rows = slice(start, start + _CHUNK)
+        chunk = _chunk(logits.device)
+        for start in range(0, len(logits), chunk):
+            rows = slice(start, start + chunk)
             p = probs[index[rows]].float()
             weight = weights[rows]
             logs = logits[rows].float().log_softmax(-1)
@@ -127,7 +132,7 @@ def mixed_probs(
     ``logits_of(rows)`` makes the logits of some rows: all at once they may be large.
     """
     parts = []
-    for some in torch.split(rows, 4 * _CHUNK):
+    for some in torch.split(rows, 4 * _chunk(rows.device)):
         logits = logits_of(some)
         distribution = logits.float().softmax(-1)
         if share:
