@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from paceline.files import cache_folder
 from support.tiny_models import TinyPair, write_tiny_model
@@ -92,6 +93,7 @@ _FIRST = ("soak", "real", "train")
 
 
 _SLOW = ("soak", "real")  # folders of which all tests are slow
+_FOR_PROCESSORS = ("quantized", "test_native_growth", "test_frequent")  # parts of tests' names
 
 
 @pytest.hookimpl(tryfirst=True)  # before -m looks at the markers
@@ -101,6 +103,8 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     for item in items:
         if any(folder in item.path.parents for folder in slow):
             item.add_marker(pytest.mark.slow)
+        if any(name in item.nodeid for name in _FOR_PROCESSORS) and torch.cuda.is_available():
+            item.add_marker(pytest.mark.skip("kernels and quantised copies are for processors"))
     first = [Path(__file__).parent / name for name in _FIRST]
 
     def place(item: pytest.Item) -> int:

@@ -50,11 +50,12 @@ def test_drafts_are_the_heads_top_tokens_at_the_right_row(
     folders: dict[str, str], kind: str
 ) -> None:
     """Against transformers' own forward of the whole text: any shifted row or head would show."""
-    llm = LLM(folders["target"], f"medusa:{folders[kind]},nodes=9", dtype="float32", draft_length=3)
+    spec = f"medusa:{folders[kind]},nodes=9"
+    llm = LLM(folders["target"], spec, dtype="float32", device="cpu", draft_length=3)
     seen = recorded(llm)
     llm.generate(PROMPTS, SamplingParams(max_tokens=20, ignore_eos=True))
     assert len(seen) > 20
-    model = CausalModel.load(folders["target"], dtype="float32", backend="reference")
+    model = CausalModel.load(folders["target"], dtype="float32", device="cpu", backend="reference")
     heads = load_medusa(folders[kind], model)
     final = {}
     model.hf.model.register_forward_hook(lambda *call: final.update(x=call[2][0][0]))
