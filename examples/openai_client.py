@@ -11,7 +11,7 @@ import sys
 
 from openai import OpenAI
 
-from serving import paceline_serve
+from local_server import paceline_serve
 
 model = sys.argv[1] if len(sys.argv) > 1 else "paceline/tiny"
 question = [{"role": "user", "content": "What is 12 + 30?"}]

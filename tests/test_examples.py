@@ -71,7 +71,7 @@ def as_a_user(words: list[str], said: str = "") -> str:
 
 def test_every_example_is_run_here() -> None:
     scripts = {p.name for p in EXAMPLES.glob("*.py") if "__main__" in p.read_text()} | set(SCRIPTS)
-    assert {p.name for p in EXAMPLES.glob("*.py")} - {"serving.py"} == scripts == set(SCRIPTS)
+    assert {p.name for p in EXAMPLES.glob("*.py")} - {"local_server.py"} == scripts == set(SCRIPTS)
     assert {p.name for p in EXAMPLES.glob("*.ipynb")} == set(NOTEBOOKS)
     page = (EXAMPLES / "README.md").read_text(encoding="utf-8")
     assert not [name for name in (*SCRIPTS, *NOTEBOOKS) if f"]({name})" not in page]

@@ -1,5 +1,5 @@
-"""docs/migration.md names every keyword of other engines that is known here, and none in vain. Its
-code is run by test_readme."""
+"""docs/migration.md names every keyword of other engines that is known here, beside ours, and
+docs/comparison.md counts our drafters. Their code is run by test_readme."""
 
 from __future__ import annotations
 
@@ -9,8 +9,10 @@ from pathlib import Path
 
 from paceline import LLM, SamplingParams
 from paceline.core.keywords import OTHER_NAMES
+from paceline.drafters import RECORDS
 
-PAGE = (Path(__file__).resolve().parents[1] / "docs" / "migration.md").read_text(encoding="utf-8")
+DOCS = Path(__file__).resolve().parents[1] / "docs"
+PAGE = (DOCS / "migration.md").read_text(encoding="utf-8")
 OURS = {
     name
     for function in (LLM.__init__, LLM.generate, SamplingParams)
@@ -30,3 +32,9 @@ def test_a_mapped_keyword_stands_beside_ours() -> None:
         own = [row for row in rows if f"`{theirs}`" in row.split(" | ")[0]]
         if ours in OURS and own:
             assert any(re.search(rf"[`(]{ours}\b", row.split(" | ", 1)[1]) for row in own), theirs
+
+
+def test_the_comparison_counts_our_drafters() -> None:
+    kinds = [record.kind for record in RECORDS if record.kind not in ("none", "hybrid", "auto")]
+    page = (DOCS / "comparison.md").read_text(encoding="utf-8")
+    assert f"[{len(kinds)} kinds](" in page
