@@ -10,14 +10,18 @@ from typing import Any
 
 import pytest
 import torch
-from transformers.integrations import ggml
 from typer.testing import CliRunner
 
 from paceline import LLM, ModelLoadError, SamplingParams, UnsupportedModelError
 from paceline.cli.main import app
 from paceline.model.gguf import gguf_file, read_gguf
 from paceline.model.loading import load_module, load_tokenizer
-from support.made_gguf import ARCHITECTURES, CONTEXT, write_gguf
+from support.made_gguf import (
+    ARCHITECTURES,
+    CONTEXT,
+    skip_where_scores_are_needed,
+    write_gguf,
+)
 
 pytest.importorskip("gguf")
 pytest.importorskip("accelerate")
@@ -51,10 +55,7 @@ def generated(model: Any, tokens: int) -> list[int]:
 
 @pytest.mark.parametrize("architecture", sorted(ARCHITECTURES))
 def test_the_text_is_that_of_transformers(architecture: str, tmp_path: Path) -> None:
-    if architecture.startswith("gemma") and hasattr(ggml, "GGUFGemmaConverter"):
-        pytest.skip(
-            "this transformers reads Gemma's files with scores only, as real ones have them"
-        )
+    skip_where_scores_are_needed(architecture)
     path = tmp_path / "model.gguf"
     module = write_gguf(path, architecture)
     llm = LLM(str(path), draft="ngram", dtype="float32")
@@ -292,7 +293,9 @@ def test_doctor_names_what_is_not_read(what: str, tmp_path: Path) -> None:
 
     write_gguf(path, change=change)
     result = CliRunner().invoke(app, ["doctor", "--model", str(path), "--json"])
-    (finding,) = json.loads(result.stdout)["findings"]
+    # Older versions of transformers do not know how the file splits text either: a warning.
+    found = json.loads(result.stdout)["findings"]
+    (finding,) = [item for item in found if item["severity"] == "error"]
     assert result.exit_code == 1 and finding["code"] == "architecture-refused"
     assert what in finding["found"] and "folder" in finding["cure"]
 

@@ -8,7 +8,9 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import pytest
 import torch
+from transformers.integrations import ggml
 
 LAYERS, HIDDEN, HEADS, SHARED, WIDTH, FEED, CONTEXT = 2, 64, 4, 2, 16, 128, 256
 CHAT = "{% for m in messages %}<s>{{ m['content'] }}</s>{% endfor %}"
@@ -39,6 +41,13 @@ ARCHITECTURES: dict[str, tuple[str, dict[str, Any]]] = {
 }
 _TIED = {"gemma2", "gemma3"}  # these have no head of their own
 _PLUS_ONE = {"gemma2", "gemma3"}  # llama.cpp stores their norms as they are applied
+
+
+def skip_where_scores_are_needed(architecture: str) -> None:
+    """Older versions of transformers read Gemma's vocabulary with scores only. Real files have
+    them, those made here do not."""
+    if architecture.startswith("gemma") and hasattr(ggml, "GGUFGemmaConverter"):
+        pytest.skip("this transformers reads Gemma's vocabulary with scores only")
 
 
 def make_module(

@@ -88,7 +88,7 @@ def as_api_error(error: BaseException) -> APIError:
 
 
 def check_text(text: str, param: str) -> None:
-    """Raises APIError if a text has lone surrogates (JSON's ``"\ud800"`` alone)."""
+    r"""Raises APIError if a text has lone surrogates (JSON's ``"\ud800"`` alone)."""
     if not is_unicode(text):
         raise APIError(
             f"{param}: {shown(text)} has half a surrogate pair, which is no character", param=param
