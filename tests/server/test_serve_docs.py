@@ -146,4 +146,4 @@ def test_the_image_s_command_and_files() -> None:
     assert said["ENTRYPOINT"] == ["paceline", "serve"]
     assert configure(flags_only(parsed(said["CMD"]))).host == "0.0.0.0"
     assert dict(steps)["EXPOSE"] == str(ServeConfig().port)
-    assert dict(steps)["USER"] == "paceline"
+    assert dict(steps)["USER"] == "1000:1000"  # by number, as runAsNonRoot wants it
