@@ -62,7 +62,7 @@ def test_llm_signature() -> None:
         weights_memory draft_offload draft_device kv_cache_dtype
         drafting log_decisions controller
         generation_config default_temperature default_top_p default_top_k default_min_p
-        default_repetition_penalty
+        default_repetition_penalty lora
         """
     )
     assert list(inspect.signature(paceline.AsyncLLM).parameters) == names[1:]

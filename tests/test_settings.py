@@ -40,7 +40,7 @@ def defaults_of(table: type, place: str) -> dict[str, Any]:
 @pytest.mark.parametrize(
     ("method", "place", "besides"),
     [
-        (LLM.__init__, "LLM", {"self", "model", "draft", "profile", "controller"}),
+        (LLM.__init__, "LLM", {"self", "model", "draft", "profile", "controller", "lora"}),
         (LLM.beside, "beside", {"self", "draft", "controller"}),
     ],
 )

@@ -11,7 +11,7 @@ from typing import Concatenate, ParamSpec
 
 from paceline.core.params import SamplingParams, shown
 from paceline.errors import ConfigError
-from paceline.llm import LLM, Message, Prompt
+from paceline.llm import LLM, Lora, Message, Prompt
 from paceline.request.completion import Completion, StreamEvent
 from paceline.request.request import Request, any_events, completions_of
 from paceline.request.validation import as_conversations
@@ -65,11 +65,12 @@ class AsyncLLM:
         prompts: Prompt | Sequence[Prompt],
         params: SamplingParams | Sequence[SamplingParams] | None = None,
         *,
+        lora: Lora = None,
         request_id: str | None = None,
     ) -> list[Completion]:
         """As ``LLM.generate``. ``request_id``: a name for ``abort``. Also raises ConfigError for a
         name in use."""
-        async with self._running(prompts, params, request_id, streams=False) as requests:
+        async with self._running(prompts, params, lora, request_id, streams=False) as requests:
             await self._until(lambda: all(request.completion for request in requests))
         return completions_of(requests)
 
@@ -78,10 +79,11 @@ class AsyncLLM:
         prompts: Prompt | Sequence[Prompt],
         params: SamplingParams | Sequence[SamplingParams] | None = None,
         *,
+        lora: Lora = None,
         request_id: str | None = None,
     ) -> AsyncIterator[StreamEvent]:
         """As ``LLM.stream``, with ``async for``; its first event raises errors of the arguments."""
-        async with self._running(prompts, params, request_id, streams=True) as requests:
+        async with self._running(prompts, params, lora, request_id, streams=True) as requests:
             while any(request.completion is None or request.events for request in requests):
                 await self._until(partial(any_events, requests))
                 for request in requests:
@@ -93,6 +95,7 @@ class AsyncLLM:
         messages: Sequence[Message] | Sequence[Sequence[Message]],
         params: SamplingParams | None = None,
         *,
+        lora: Lora = None,
         request_id: str | None = None,
     ) -> list[Completion]:
         """As ``LLM.chat``."""
@@ -100,7 +103,7 @@ class AsyncLLM:
             await asyncio.to_thread(self.llm.render_chat, item)
             for item in as_conversations(messages)
         ]
-        return await self.generate(prompts, params, request_id=request_id)
+        return await self.generate(prompts, params, lora=lora, request_id=request_id)
 
     async def abort(self, request_id: str) -> None:
         """End a call by its name: it returns what it has, with ``finish_reason`` "abort". Unknown
@@ -119,6 +122,7 @@ class AsyncLLM:
         self,
         prompts: Prompt | Sequence[Prompt],
         params: SamplingParams | Sequence[SamplingParams] | None,
+        lora: Lora,
         request_id: str | None,
         streams: bool,
     ) -> AsyncIterator[list[Request]]:
@@ -129,7 +133,7 @@ class AsyncLLM:
         owner = self.llm.owner
         try:
             # On a thread: long prompts and grammars would block the event loop.
-            made = await asyncio.to_thread(self.llm.prepare_all, prompts, params, streams)
+            made = await asyncio.to_thread(self.llm.prepare_all, prompts, params, streams, lora)
             owner.enqueue(made)
             call.requests = made
             if call.aborted:

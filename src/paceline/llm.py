@@ -22,6 +22,7 @@ from paceline.drafters import BLOCK_SIZE, DraftLike
 from paceline.errors import ConfigError
 from paceline.model.backends.base import Ranks
 from paceline.model.loading import load_tokenizer
+from paceline.model.lora import Adapters
 from paceline.model.names import DEFAULT_DRAFT
 from paceline.model.target import CausalModel
 from paceline.model.tokenizer import Tokenizer
@@ -33,6 +34,7 @@ from paceline.request.progress import bars
 from paceline.request.request import Request, any_ended, any_events, completions_of
 from paceline.request.validation import (
     ContextBudget,
+    as_adapter_names,
     as_conversations,
     as_params,
     as_prompts,
@@ -41,6 +43,7 @@ from paceline.request.validation import (
     endings,
     params_of_sample,
 )
+from paceline.request.validation import Lora as Lora
 from paceline.request.validation import Message as Message
 from paceline.request.validation import Prompt as Prompt
 from paceline.request.validation import render_chat as rendered
@@ -86,7 +89,8 @@ class LLM:
     ``profile``: a file of ``paceline tune``, which gives ``max_batch_size``, ``rule``, the draft
     (also in place of "auto") and, with that draft, its length and, on the same machine, its costs,
     which are then not measured at start-up. Other arguments override it. ``notes`` says what did
-    not fit.
+    not fit. ``lora``: folders of LoRA adapters by name, for requests that name one; ``adapters``
+    loads and unloads more.
 
     Raises ModelLoadError, UnsupportedModelError, VocabularyMismatchError, CacheMemoryError or
     ConfigError: PacelineErrors with a one-line message. Other engines' keywords with the same
@@ -134,6 +138,7 @@ class LLM:
         default_top_k: int | None = None,
         default_min_p: float | None = None,
         default_repetition_penalty: float | None = None,
+        lora: Mapping[str, str | Path] | None = None,
     ) -> None:
         self._open(model, draft, profile, controller, explicit(locals(), "LLM"))
 
@@ -170,6 +175,9 @@ class LLM:
         self.notes = tuple(filter(None, notes))
         generation = getattr(target.hf, "generation_config", None)
         self.sampling_defaults = sampling_defaults(vars(options), generation, model)
+        self.adapters = Adapters(target)
+        for name, folder in (lora or {}).items():
+            self.adapters.load(name, folder)
         self._assemble(target, load_tokenizer(model), draft, options)
 
     def beside(
@@ -198,7 +206,7 @@ class LLM:
         given = explicit(locals(), "beside")
         options = EngineOptions(dtype=self._dtype, **given, controller=controller)
         other = LLM.__new__(LLM)
-        other.sampling_defaults = self.sampling_defaults
+        other.sampling_defaults, other.adapters = self.sampling_defaults, self.adapters
         other._assemble(self.target, self.tokenizer, draft, options)
         return other
 
@@ -256,16 +264,18 @@ class LLM:
         prompts: Prompt | Sequence[Prompt],
         params: SamplingParams | Sequence[SamplingParams] | None = None,
         *,
+        lora: Lora = None,
         progress: bool = False,
     ) -> list[Completion]:
         """Complete prompts (texts or lists of token ids), all in one continuous batch.
 
         Completions are in the order of the prompts, ``n`` for each. ``params``: one for all or one
-        per prompt; default ``default_params``. ``progress`` shows a bar. A request that fails ends
+        per prompt; default ``default_params``. ``lora``: the name of an adapter for all, or a name
+        or None per prompt. ``progress`` shows a bar. A request that fails ends
         alone, with ``finish_reason`` "error". Raises PromptError or ConfigError before anything is
         decoded, PacelineError after ``close``, EngineLostError if the model cannot run any more.
         """
-        requests = self.prepare_all(prompts, params, streams=False)
+        requests = self.prepare_all(prompts, params, streams=False, lora=lora)
         with bars(progress), stage("decoding", len(requests), "answers") as begun:
             try:
                 self.enqueue(requests)
@@ -284,21 +294,25 @@ class LLM:
         self,
         prompts: Prompt | Sequence[Prompt],
         params: SamplingParams | Sequence[SamplingParams] | None = None,
+        *,
+        lora: Lora = None,
     ) -> Iterator[StreamEvent]:
         """Like ``generate``, but yields what each step adds. Errors of the arguments are raised
         here; decoding begins with the first event. Closing or dropping the iterator cancels
         unfinished requests. Several streams may be read in turn."""
-        return self._events(self.prepare_all(prompts, params, streams=True))
+        return self._events(self.prepare_all(prompts, params, streams=True, lora=lora))
 
     @forgiving("LLM.chat")
     def chat(
         self,
         messages: Sequence[Message] | Sequence[Sequence[Message]],
         params: SamplingParams | None = None,
+        *,
+        lora: Lora = None,
     ) -> list[Completion]:
         """Answer one conversation, or a list of them: ``[{"role": "user", "content": ...}]``."""
         prompts: list[Prompt] = [self.render_chat(item) for item in as_conversations(messages)]
-        return self.generate(prompts, params)
+        return self.generate(prompts, params, lora=lora)
 
     def render_chat(self, messages: Sequence[Message]) -> list[int]:
         """Token ids of a conversation in the model's chat format. Raises PromptError."""
@@ -333,19 +347,26 @@ class LLM:
         prompts: Prompt | Sequence[Prompt],
         params: SamplingParams | Sequence[SamplingParams] | None,
         streams: bool,
+        lora: Lora = None,
     ) -> list[Request]:
         """Requests ready to be queued: all, or none if one is refused."""
         prompt_list = as_prompts(prompts)
         param_list = as_params(self.default_params if params is None else params, len(prompt_list))
-        pairs = zip(prompt_list, param_list, strict=True)
+        names = as_adapter_names(lora, len(prompt_list))
+        parts = zip(prompt_list, param_list, names, strict=True)
         return [
             request
-            for number, (prompt, prompt_params) in enumerate(pairs)
-            for request in self.prepare(prompt, prompt_params, number, streams)
+            for number, (prompt, prompt_params, name) in enumerate(parts)
+            for request in self.prepare(prompt, prompt_params, number, streams, name)
         ]
 
     def prepare(
-        self, prompt: Prompt, params: SamplingParams, number: int = 0, streams: bool = True
+        self,
+        prompt: Prompt,
+        params: SamplingParams,
+        number: int = 0,
+        streams: bool = True,
+        lora: str | None = None,
     ) -> list[Request]:
         """The ``n`` requests of a prompt, checked and ready for ``enqueue``. Does not touch the
         engine, so it may run beside the decoding thread. Raises PromptError or ConfigError,
@@ -353,6 +374,7 @@ class LLM:
         _ = self.engine
         width = min(self._width, self.target.vocab_size)
         grammar = params.grammar
+        adapter = self.adapters.named(lora)
         requests = []
         with self._preparing:
             tokens = encode(self.tokenizer, prompt, width, self.context_budget)
@@ -366,6 +388,7 @@ class LLM:
                     params=params_of_sample(params, index),
                     stop_ids=stops,
                     constraint=None if grammar is None else self._grammars.matcher(grammar),
+                    adapter=adapter,
                 )
                 rest = self.tokenizer, streams, self._lossy, hidden
                 requests.append(Request(seq, prompt, number, index, *rest))

@@ -141,10 +141,10 @@ def test_finished_outputs_enter_in_parts() -> None:
         drafter.observe([Commit(seq_id, tuple(output), finish_reason="stop")], OUT)
         drafter.forget(seq_id)
     asked = request(output[40:60], 9)
-    sizes = [len(drafter._memory)]
+    sizes = [len(drafter.memory().index)]
     for _ in range(3 * LONG // 2 // TAKEN_IN + 1):
         drafts = propose(drafter, asked)
-        sizes.append(len(drafter._memory))
+        sizes.append(len(drafter.memory().index))
     steps = [after - before for before, after in pairwise(sizes)]
     assert max(steps) <= TAKEN_IN and sizes[-1] == 3 * (len(output) + 2)
     assert drafts[0][0][:4] == output[60:64]

@@ -213,9 +213,9 @@ def test_any_damage_to_a_suffix_memory(tmp_path: Path) -> None:
     drafter = SuffixDrafter("cpu", 50)
     chooser = random.Random(5)
     for _ in range(20):
-        drafter._finished.append([chooser.randrange(50) for _ in range(30)])
+        drafter.memory().add([chooser.randrange(50) for _ in range(30)])
     drafter.save(file)
-    texts = [list(text) for text in drafter._memory.texts()]
+    texts = [list(text) for text in drafter.memory().index.texts()]
     for content in damages(file.read_bytes(), 7, 30, 300):
         file.write_bytes(content)
         fresh = SuffixDrafter("cpu", 50)
@@ -224,13 +224,13 @@ def test_any_damage_to_a_suffix_memory(tmp_path: Path) -> None:
         except (DataError, PacelineError) as error:
             assert str(file) in str(error) and "\n" not in str(error)
         else:
-            assert [list(text) for text in fresh._memory.texts()] == texts
+            assert [list(text) for text in fresh.memory().index.texts()] == texts
 
 
 def test_memories_of_earlier_versions_have_no_checksum(tmp_path: Path) -> None:
     file = tmp_path / "memory"
     drafter = SuffixDrafter("cpu", 50)
-    drafter._finished.append([1, 2, 3])
+    drafter.memory().add([1, 2, 3])
     drafter.save(file)
     head, _, body = file.read_bytes().partition(b"\n")
     plain = {key: value for key, value in json.loads(head).items() if key != "sha256"}

@@ -24,6 +24,7 @@ log_decisions = true
 rule = "block"
 profile = "tuned.toml"
 served_model_name = "mine"
+lora = ["sql=adapters/sql"]
 generation_config = "none"
 default_temperature = 0.7
 default_top_p = 0.9
@@ -62,6 +63,7 @@ max_prompts = 4
 [security]
 api_key_file = "keys"
 cors_origin = ["https://chat.example"]
+lora_updates = true
 """
 
 
@@ -117,7 +119,7 @@ def test_limits_are_the_protocol_s() -> None:
             "unknown key [server] max_queue; did you mean [limits] max_queue?",
         ),
         ("[server]\nmax_queu = 1", "did you mean [limits] max_queue?"),
-        ("[security]\nxyzzy = 1", "there are api_key_file, cors_origin"),
+        ("[security]\nxyzzy = 1", "there are api_key_file, cors_origin, lora_updates"),
         ("[limit]\nmax_queue = 1", "limit; did you mean [limits]?"),
         ("port = 1", "unknown key port; did you mean [server] port?"),
         ("nonsense = 1", "the sections are model, engine, server, limits, security"),

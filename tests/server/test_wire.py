@@ -34,6 +34,7 @@ from paceline.server.wire import (
     Ended,
     LoadModel,
     Scraped,
+    SetAdapter,
     StepEvents,
     Submit,
     framed,
@@ -57,6 +58,9 @@ def test_requests_arrive_as_they_were_sent() -> None:
     for message in (
         Submit(7, [[1, 2], [3]], PARAMS, True),
         Submit(8, [[0]], SamplingParams(), False),
+        Submit(9, [[0]], SamplingParams(), False, "sql"),
+        SetAdapter(10, "sql", "/a/folder"),
+        SetAdapter(11, "sql", None),
         LoadModel(ServeConfig(draft=("ngram", "suffix"), draft_length=3, cors_origin=("*",))),
     ):
         assert REQUESTS.decode(framed(message)[4:]) == message

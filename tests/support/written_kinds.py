@@ -51,7 +51,7 @@ def report(folder: Path, number: int, name: str) -> None:
 
 def suffix(folder: Path, number: int) -> None:
     drafter = SuffixDrafter("cpu", 50)
-    drafter._texts[0] = [1, 2, *range(3, 30)]
+    drafter._texts[0] = [1, 2, *range(3, 30)], drafter.memory()
     drafter.observe([Commit(0, (number,), finish_reason="stop")], cast(Any, None))
     drafter.save(folder / "memory")
 

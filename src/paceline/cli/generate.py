@@ -17,7 +17,7 @@ from paceline.cli.options import ModelOptions, expand
 from paceline.cli.output import completion_record, print_json, stream_to, summary
 from paceline.errors import ConfigError
 from paceline.request.defaults import SamplingDefaults
-from paceline.settings import setting, under
+from paceline.settings import AdapterSettings, setting, under
 
 if TYPE_CHECKING:
     from paceline import LLM, Completion
@@ -115,23 +115,30 @@ def _run(
     if llm.draft_vocabulary is not None:
         notes.print(f"draft vocabulary: {llm.draft_vocabulary}", style="dim", highlight=False)
     if output.as_json:
-        completions = llm.generate(prompts, params)
+        completions = llm.generate(prompts, params, lora=_adapter_of(llm))
         for completion in completions:
             print_json(completion_record(completion, llm.tokenizer))
         return completions
     # A flag given by hand holds for pipes too, where Rich would strip the colours.
     console = Console(force_terminal=True if output.show_draft else None)
     show_draft = console.is_terminal if output.show_draft is None else output.show_draft
-    completions = stream_to(console, llm, prompts, params, show_draft)
+    completions = stream_to(console, llm, prompts, params, show_draft, _adapter_of(llm))
     for completion in completions:
         line = summary(completion, bool(llm.drafters))
         notes.print(line, style="dim", highlight=False, soft_wrap=True)
     return completions
 
 
-def _opened(engine: ModelOptions, sampling: SamplingOptions) -> tuple[LLM, SamplingParams]:
+def _adapter_of(llm: LLM) -> str | None:
+    """The first one."""
+    return next((adapter.name for adapter in llm.adapters.loaded), None)
+
+
+def _opened(
+    engine: ModelOptions, adapters: AdapterSettings, sampling: SamplingOptions
+) -> tuple[LLM, SamplingParams]:
     sampling.params()  # what is wrong is said before anything is loaded
-    llm = engine.open(engine.resolved_draft)
+    llm = engine.open(engine.resolved_draft, lora=adapters.adapters)
     return llm, sampling.params(llm.sampling_defaults)
 
 
@@ -142,6 +149,7 @@ def _read(prompt: str) -> str:
 @expand
 def generate(
     engine: ModelOptions,
+    adapters: AdapterSettings,
     sampling: SamplingOptions,
     output: OutputOptions,
     prompts: tuple[str, ...] = setting(
@@ -151,7 +159,7 @@ def generate(
 ) -> bool:
     """Continue one or several prompts."""
     texts = list(map(_read, prompts))
-    llm, params = _opened(engine, sampling)
+    llm, params = _opened(engine, adapters, sampling)
     inputs: list[str] | list[list[int]] = texts
     if chat:
         inputs = [llm.render_chat([{"role": "user", "content": text}]) for text in texts]
@@ -161,13 +169,14 @@ def generate(
 @expand
 def chat(
     engine: ModelOptions,
+    adapters: AdapterSettings,
     sampling: SamplingOptions,
     output: OutputOptions,
     prompt: str | None = setting(None, "Ask this and exit; without it, talk.", flags=("PROMPT",)),
     system: str | None = setting(None, "Instruction that opens the conversation."),
 ) -> None:
     """Talk to the model: one turn a line; /reset starts again, /quit or Ctrl-D ends."""
-    llm, params = _opened(engine, sampling)
+    llm, params = _opened(engine, adapters, sampling)
     opening: Messages = [{"role": "system", "content": system}] if system else []
 
     def answered(messages: Messages, text: str) -> Messages:

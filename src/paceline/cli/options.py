@@ -237,10 +237,11 @@ class ModelOptions(EngineSettings, _PairNames):
             draft = TunedProfile.read(self.profile).draft.spec
         return None if draft.lower() == "none" else draft
 
-    def open(self, draft: str | None) -> LLM:
+    def open(self, draft: str | None, **more: Any) -> LLM:
         """Load the model with this draft (None decodes plainly)."""
         # A profile's draft is resolved already.
-        return load_llm(self, self.model, "none" if draft is None else draft, self.profile)
+        draft = "none" if draft is None else draft
+        return load_llm(self, self.model, draft, self.profile, **more)
 
     def speculation(self) -> dict[str, Any]:
         """What of these is said to another engine: the keywords of ``export``."""

@@ -149,8 +149,10 @@ def stream_to(
     prompts: Sequence[str] | Sequence[list[int]],
     params: SamplingParams,
     show_draft: bool,
+    lora: str | None = None,
 ) -> list[Completion]:
-    """Print completions as they grow (a single one) or as they finish (several)."""
+    """Print completions as they grow (a single one) or as they finish (several). ``lora``: the name
+    of their adapter."""
     show = partial(console.print, soft_wrap=True, highlight=False)
     single = len(prompts) == 1 and params.n == 1
     completions: list[Completion] = []
@@ -160,7 +162,7 @@ def stream_to(
         return Painter(llm.tokenizer, show_draft, ids)
 
     growing = painter(prompts[0])
-    for event in llm.stream(prompts, params):
+    for event in llm.stream(prompts, params, lora=lora):
         done = event.completion
         if single:
             show(growing.paint(event.token_ids, event.from_draft, event.text), end="")

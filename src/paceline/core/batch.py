@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 
+from paceline.core.adapter import Adapter, AdapterRun, adapter_runs
 from paceline.core.params import SamplingParams, TokenLogprob
 from paceline.core.sequence import SequenceView
 from paceline.core.transfer import Arrival
@@ -68,6 +69,7 @@ class Span:
     device for a tree that only the device knows: which nodes each node sees, itself included;
     ``parents`` then only have the right depths. ``seq`` and ``tree``: in the target's forwards.
     ``arrival``: the tree's tokens for a grammar, which is followed on the host during the forward.
+    ``adapter``: what the rows' linear modules add.
     ``start``, ``logit_row`` and ``long`` are set by ``PagedCache.batch_of``. Pickling and comparing
     use the first seven fields."""
 
@@ -87,6 +89,7 @@ class Span:
     seq: SequenceView = field(default=NOBODY, compare=False)
     tree: TokenTree = field(default=EMPTY, compare=False)
     arrival: Arrival | None = field(default=None, compare=False)
+    adapter: Adapter | None = field(default=None, compare=False)
 
     @classmethod
     def of(
@@ -99,11 +102,13 @@ class Span:
         first_new: int = 0,
         wants_logits: bool = True,
         ancestors: torch.Tensor | None = None,
+        adapter: Adapter | None = None,
     ) -> Span:
         """A span without a request, as in a drafter's forward; not yet in a batch."""
         return cls(
             *(seq_id, 0, context, len(tokens), parents, first_new, False),
             *(0, wants_logits, 0, tokens, nodes, ancestors),
+            adapter=adapter,
         )
 
     @classmethod
@@ -121,6 +126,7 @@ class Span:
             seq=seq,
             tree=tree,
             arrival=Arrival(tree.tokens) if seq.read_on_host and len(tree) else None,
+            adapter=seq.adapter,
         )
 
     def at(self, start: int, logit_row: int, long: bool = False) -> Span:
@@ -190,6 +196,10 @@ class Batch:
     nodes: tuple[tuple[int, torch.Tensor], ...] = ()
     features: Sequence[int] = ()
     choices_only: bool = False
+
+    @property
+    def adapter_runs(self) -> list[AdapterRun]:
+        return adapter_runs([(span.adapter, span.rows) for span in self.spans], self.logit_rows)
 
 
 @dataclass(frozen=True)

@@ -11,6 +11,7 @@ from typing import Any, overload
 import numpy as np
 import numpy.typing as npt
 
+from paceline.core.adapter import Adapter
 from paceline.core.constraint import Constraint, Reader
 from paceline.core.params import SamplingParams
 
@@ -121,6 +122,12 @@ class _Counted:
     cached: int
     prompt_length: int
     params: SamplingParams
+    adapter: Adapter | None
+
+    @property
+    def adapter_number(self) -> int:
+        """By which caches and memories are kept apart; 0: no adapter."""
+        return 0 if self.adapter is None else self.adapter.number
 
     @property
     def pending(self) -> list[int]:
@@ -174,7 +181,8 @@ class Occurrences:
 @dataclass(frozen=True)
 class SequenceView(_Counted):
     """A sequence in one step: everything that its distributions and drafts depend on. Pickled or
-    copied views lack grammar, logits processors and counts, which stay in their process."""
+    copied views lack grammar, logits processors, counts and adapter, which stay in their
+    process."""
 
     seq_id: int
     tokens: Sequence[int]
@@ -184,6 +192,7 @@ class SequenceView(_Counted):
     cached: int = 0
     constraint: Constraint | None = field(default=None, compare=False, repr=False)
     counted: Occurrences | None = field(default=None, compare=False, repr=False)
+    adapter: Adapter | None = field(default=None, compare=False, repr=False)
 
     @property
     def read_on_host(self) -> bool:
@@ -217,6 +226,7 @@ class SequenceState(_Counted):
     cached: int = 0
     stops: Reader | None = None  # stop strings
     constraint: Constraint | None = None  # what a grammar allows next
+    adapter: Adapter | None = None
     seconds: float = 0.0  # wall time of the steps it took part in
     queued: float = 0.0  # when the engine got it, by time.perf_counter
     started: float = 0.0  # when it first ran, and how many of its tokens were cached by then
@@ -244,6 +254,7 @@ class SequenceState(_Counted):
             self.cached,
             self.constraint,
             self.occurrences,
+            self.adapter,
         )
 
     def ending(self, tokens: Sequence[int], most: int) -> tuple[int, str | None]:

@@ -10,10 +10,12 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, TypeVar
 
 import torch
 
+from paceline.core.adapter import Adapter, ByAdapter
 from paceline.core.batch import Commit, ModelOutput, Plan, Slice
 from paceline.core.ranking import top
 from paceline.core.sequence import SequenceView
@@ -24,7 +26,7 @@ from paceline.draft.spec import DraftSpec, Examined, Loading, Prepared, Target, 
 from paceline.draft.trees.grow import levels_of
 from paceline.draft.trees.shape import Shape, best_shape
 
-_Item = TypeVar("_Item")
+_Item = TypeVar("_Item", bound=tuple[Any, ...])
 # How often the target's next token was candidate 1, 2, ... of its predecessor's list, on the
 # embedded target; at greater depths nearly the same.
 CHANCES = (0.6, 0.09, 0.05, 0.015, 0.012, 0.01, 0.007, 0.005)
@@ -67,7 +69,7 @@ class _State:
 @dataclass(frozen=True, kw_only=True)
 class Recycling(DraftSpec):
     """Trees of up to ``nodes`` nodes from a matrix of ``k`` candidates per token. ``share``: one
-    matrix for all requests, else each starts with an empty one."""
+    matrix for all requests of an adapter, else each starts with an empty one."""
 
     kind = "recycling"
     page = "recycling.md"
@@ -108,7 +110,7 @@ class RecyclingDrafter(LookupDrafter):
         self._vocab, self._k = vocab, k
         chances = (*CHANCES, *(CHANCES[-1],) * k)[:k]
         self._shape = best_shape((chances,) * DEPTH, spec.nodes)
-        self._shared = Matrix(vocab, k, device) if spec.share else None
+        self._shared: ByAdapter[Matrix] | None = ByAdapter() if spec.share else None
         self._asked = False  # in this step
         self._idle = 0  # steps since drafts were asked for
 
@@ -129,7 +131,7 @@ class RecyclingDrafter(LookupDrafter):
             if item.decodes and item.draft_length and item.seq.tokens[-1] in state.matrix.known:
                 ready.append((index, item, state))
         trees = [self._empty] * len(plan.slices)
-        for group in self._by_matrix(ready):
+        for group in _by_matrix(ready):
             shape = self._shape.cut(max(item.draft_length for _, item, _ in group))
             roots = [item.seq.tokens[-1] for _, item, _ in group]
             tokens = group[0][2].matrix.grow(roots, shape)
@@ -140,11 +142,12 @@ class RecyclingDrafter(LookupDrafter):
         return trees
 
     def begin(self, seq: SequenceView) -> _State:
-        return _State(self._shared or Matrix(self._vocab, self._k, self._device))
+        return _State(self._matrix(seq.adapter))
 
-    def _by_matrix(self, sequences: list[_Item]) -> list[list[_Item]]:
-        """Groups of sequences that share a matrix."""
-        return [sequences] if self._shared and sequences else [[one] for one in sequences]
+    def _matrix(self, adapter: Adapter | None) -> Matrix:
+        """The one that its requests share, or a new one."""
+        new = partial(Matrix, self._vocab, self._k, self._device)
+        return new() if self._shared is None else self._shared.of(adapter, new)
 
     # -- learning ----------------------------------------------------------------------------
 
@@ -159,7 +162,7 @@ class RecyclingDrafter(LookupDrafter):
         if not seen or (self._idle > _IDLE and self._idle % _IDLE):
             return
         best = self._best(out.logits)
-        for group in self._by_matrix(seen):
+        for group in _by_matrix(seen):
             self._learn(best, group)
 
     def _best(self, logits: torch.Tensor) -> torch.Tensor:
@@ -186,6 +189,14 @@ class RecyclingDrafter(LookupDrafter):
 
     def warm_up(self, batch_size: int) -> None:
         """Read a tree for each sequence, and rank as many rows as verifying them takes."""
-        matrix = self._shared or Matrix(self._vocab, self._k, self._device)
+        matrix = self._matrix(None)
         tokens = matrix.grow([0] * batch_size, self._shape)
         self._best(torch.zeros(batch_size + tokens.numel(), self._vocab, device=self._device))
+
+
+def _by_matrix(sequences: list[_Item]) -> list[list[_Item]]:
+    """Groups of sequences, each with its state last, that share a matrix."""
+    groups: dict[int, list[_Item]] = {}
+    for one in sequences:
+        groups.setdefault(id(one[-1].matrix), []).append(one)
+    return list(groups.values())

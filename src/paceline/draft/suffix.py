@@ -17,6 +17,7 @@ from typing import Any
 import numpy as np
 import torch
 
+from paceline.core.adapter import Adapter, ByAdapter
 from paceline.core.batch import Commit, ModelOutput, Slice
 from paceline.core.sequence import SequenceView
 from paceline.draft.spec import DraftSpec, Examined, Loading, Prepared, Target, option
@@ -84,9 +85,45 @@ class Suffix(DraftSpec):
         return super().examine(target)
 
 
+class Memory:
+    """Finished outputs in an index of at most ``capacity`` tokens; new ones wait to be indexed."""
+
+    def __init__(self, index: TextIndex, capacity: int) -> None:
+        self.index, self._capacity = index, capacity
+        self.waiting: deque[Sequence[int]] = deque()
+        self._entering: Sequence[int] = ()  # the output that is indexed in part
+
+    def add(self, text: Sequence[int]) -> None:
+        """An output to be indexed. Drops those that would not stay, where no step drafts and so
+        none is indexed."""
+        self.waiting.append(text)
+        if len(self.waiting) % 64 == 0:
+            total = sum(map(len, self.waiting))
+            while total > self._capacity and self.waiting:
+                total -= len(self.waiting.popleft())
+
+    def take_in(self, most: float = math.inf) -> None:
+        """Index up to ``most`` waiting tokens; drop the oldest outputs that no longer fit."""
+        index, capacity = self.index, self._capacity
+        while most > 0 and (self._entering or self.waiting):
+            self._entering = self._entering or self.waiting.popleft()
+            if len(self._entering) > capacity:
+                self._entering = ()
+                continue
+            entered = index.open_tokens
+            while len(index) - entered + len(self._entering) > capacity:
+                index.drop_oldest()  # before: never above the capacity
+            part = self._entering[entered : int(min(entered + most, len(self._entering)))]
+            index.extend(part)
+            most -= len(part)
+            if index.open_tokens == len(self._entering):
+                index.finish()
+                self._entering = ()
+
+
 class SuffixDrafter(IndexedDrafter):
-    """Matches the end of each text in itself and in a memory of earlier outputs, and proposes the
-    draft that expects more accepted tokens.
+    """Matches the end of each text in itself and in a memory of earlier outputs of its adapter, and
+    proposes the draft that expects more accepted tokens. Saved is the memory without adapter.
 
     A finished request's output enters the memory with the last tokens of its prompt; a cancelled
     one's does not. Beyond ``max_tokens`` the oldest outputs are dropped. Long texts and outputs are
@@ -104,22 +141,26 @@ class SuffixDrafter(IndexedDrafter):
         self.options = spec or Suffix()
         self._vocab_size = vocab_size
         self._file = None if self.options.file is None else Path(self.options.file)
-        self._texts: dict[int, list[int]] = {}  # of each request, from the end of its prompt on
+        # Of each request, from the end of its prompt on, and where it will be kept.
+        self._texts: dict[int, tuple[list[int], Memory]] = {}
         self.clear()
         if self._file is not None and self._file.exists():
             self.load(self._file)
 
     @property
     def stored_tokens(self) -> int:
-        """Tokens in the memory."""
-        self._remember()
-        return len(self._memory)
+        """Tokens in the memory of requests without adapter."""
+        memory = self.memory()
+        memory.take_in()
+        return len(memory.index)
+
+    def memory(self, adapter: Adapter | None = None) -> Memory:
+        """The earlier outputs of an adapter's requests."""
+        return self._memories.of(adapter, lambda: Memory(self._open(), self.options.capacity))
 
     def clear(self) -> None:
         """Forget all earlier outputs."""
-        self._memory = self._open()
-        self._finished: deque[Sequence[int]] = deque()  # outputs to be indexed
-        self._entering: Sequence[int] = ()  # the one that is indexed in part
+        self._memories: ByAdapter[Memory] = ByAdapter()
 
     def max_nodes(self, length: int) -> int:
         if self.options.nodes is None:
@@ -130,10 +171,9 @@ class SuffixDrafter(IndexedDrafter):
     def take_in(self, slices: Sequence[Slice]) -> None:
         for item in slices:
             self.states.of(item.seq, self.begin)
-        if (self._finished or self._entering) and any(
-            item.draft_length and item.decodes for item in slices
-        ):
-            self._remember(TAKEN_IN)  # in steps that draft
+        drafting = {item.seq.adapter for item in slices if item.draft_length and item.decodes}
+        for adapter in drafting:
+            self.memory(adapter).take_in(TAKEN_IN)
         super().take_in(slices)
 
     def _open(self) -> TextIndex:
@@ -143,49 +183,25 @@ class SuffixDrafter(IndexedDrafter):
         return open_index(Lookup(lengths, rule.max_depth, *bounds))
 
     def begin(self, seq: SequenceView) -> TextIndex:
-        self._texts[seq.seq_id] = list(seq.tokens[max(0, seq.prompt_length - _CONTEXT) :])
+        text = list(seq.tokens[max(0, seq.prompt_length - _CONTEXT) :])
+        self._texts[seq.seq_id] = text, self.memory(seq.adapter)
         return self._open()
 
     def guess(self, item: Slice) -> Draft:
         """The better of the two drafts."""
         index, fresh, end = self.question(item)
         length = item.draft_length
-        return index.suffixes(fresh, end, length, self.max_nodes(length), self._memory)
+        memory = self.memory(item.seq.adapter).index
+        return index.suffixes(fresh, end, length, self.max_nodes(length), memory)
 
     def observe(self, commits: Sequence[Commit], out: ModelOutput) -> None:
         """Extend the texts; finished ones wait for the memory."""
         for commit in commits:
-            text = self._texts.get(commit.seq_id)
-            if text is not None:
+            if commit.seq_id in self._texts:
+                text, memory = self._texts[commit.seq_id]
                 text += commit.tokens
                 if commit.finish_reason is not None:
-                    self._finished.append(text)
-                    self._bound_finished()
-
-    def _bound_finished(self) -> None:
-        """Drop waiting outputs that would not stay, where no step drafts and so none is indexed."""
-        if len(self._finished) % 64 == 0:
-            total = sum(map(len, self._finished))
-            while total > self.options.capacity and self._finished:
-                total -= len(self._finished.popleft())
-
-    def _remember(self, most: float = math.inf) -> None:
-        """Index up to ``most`` tokens of finished outputs; drop the oldest that no longer fit."""
-        memory, capacity = self._memory, self.options.capacity
-        while most > 0 and (self._entering or self._finished):
-            self._entering = self._entering or self._finished.popleft()
-            if len(self._entering) > capacity:
-                self._entering = ()
-                continue
-            entered = memory.open_tokens
-            while len(memory) - entered + len(self._entering) > capacity:
-                memory.drop_oldest()  # before: never above the capacity
-            part = self._entering[entered : int(min(entered + most, len(self._entering)))]
-            memory.extend(part)
-            most -= len(part)
-            if memory.open_tokens == len(self._entering):
-                memory.finish()
-                self._entering = ()
+                    memory.add(text)
 
     def forget(self, seq_id: int) -> None:
         super().forget(seq_id)
@@ -200,8 +216,9 @@ class SuffixDrafter(IndexedDrafter):
         target = self._file if path is None else Path(path)
         if target is None:
             raise ConfigError("suffix: nowhere to save; give save a path or use suffix:FILE")
-        self._remember()
-        stream = [token for text in self._memory.texts() for token in (*text, -1)]
+        memory = self.memory()
+        memory.take_in()
+        stream = [token for text in memory.index.texts() for token in (*text, -1)]
         body = np.array(stream, _INT).tobytes()
         head = {
             "format": _FORMAT,
@@ -217,8 +234,9 @@ class SuffixDrafter(IndexedDrafter):
     def load(self, path: str | Path) -> None:
         """Add the texts of a saved tree. Raises DataError for other or damaged files,
         VocabularyMismatchError."""
-        self._finished += _read(Path(path), self._vocab_size)
-        self._remember()
+        memory = self.memory()
+        memory.waiting += _read(Path(path), self._vocab_size)
+        memory.take_in()
 
 
 def _is_tree(file: Path) -> bool:

@@ -105,7 +105,8 @@ class Scheduler:
             choice = self.requested[seq.seq_id]
             length = self._draft_length(seq, scheduled, choice.length, max_nodes)
             slices.append(Slice(seq.view(), scheduled, length, seq.drafts, choice.drafter))
-        return Plan(tuple(slices))
+        # Rows of one adapter are neighbours, for one product.
+        return Plan(tuple(sorted(slices, key=lambda item: item.seq.adapter_number)))
 
     def alone(self, seq: SequenceState) -> Plan:
         """A step of one running sequence without a draft; empty if it had to give way."""
@@ -159,7 +160,7 @@ class Scheduler:
             if coming:
                 reserved.append(self._blocks_of(seq) - coming // self.cache.block_size)
                 continue
-            seq.cached = self.cache.admit(seq.seq_id, seq.tokens, shares)
+            seq.cached = self.cache.admit(seq.seq_id, seq.tokens, shares, seq.adapter_number)
             del self.waiting[len(reserved)]  # only now: a failure above must not lose the sequence
             if not seq.started:
                 seq.started, seq.shared = time.perf_counter(), seq.cached
@@ -170,7 +171,7 @@ class Scheduler:
         them; 0 if none. Waiting for them lets n samples of a prompt read it once."""
         size = self.cache.block_size
         for other in self.running:
-            if other.num_pending > size:
+            if other.num_pending > size and other.adapter is seq.adapter:
                 alike = _common_length(other.tokens, seq.tokens, size)
                 # At least the last token must be computed.
                 alike = min(alike, len(seq.tokens) - 1) // size * size
@@ -195,7 +196,8 @@ class Scheduler:
         if needed + promised <= pool.available:
             return True
         # Digests take time, so they are computed only if they can decide.
-        shared = self.cache.shared_blocks(seq.tokens) if self.running else ()
+        tokens, adapter = seq.tokens, seq.adapter_number
+        shared = self.cache.shared_blocks(tokens, adapter) if self.running else ()
         return needed - sum(map(pool.in_use, shared)) + promised <= pool.available
 
     def _reserve(self, seq: SequenceState, scheduled: int) -> bool:

@@ -12,6 +12,7 @@ from paceline.model.tokenizer import Tokenizer
 
 Prompt = str | list[int]
 Message = dict[str, str]
+Lora = str | Sequence[str | None] | None  # an adapter's name for all prompts, or one for each
 
 
 def as_prompts(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:
@@ -47,6 +48,16 @@ def as_params(
             f"{len(items)} SamplingParams for {count} prompts; give one for all or one each"
         )
     return items
+
+
+def as_adapter_names(lora: Lora, count: int) -> list[str | None]:
+    """An adapter's name or None for each of ``count`` prompts. Raises ConfigError."""
+    names = [lora] * count if lora is None or isinstance(lora, str) else _listed(lora)
+    if names is None or not all(name is None or isinstance(name, str) for name in names):
+        raise ConfigError(f"lora is {shown(lora)}; give an adapter's name, or one for each prompt")
+    if len(names) != count:
+        raise ConfigError(f"lora has {len(names)} names for {count} prompts; give one each")
+    return names
 
 
 def _listed(value: Any) -> list[Any] | None:

@@ -20,7 +20,7 @@ from starlette.exceptions import HTTPException
 
 from paceline import __version__
 from paceline.errors import PacelineError
-from paceline.server.api import anthropic, openai, responses, tokens
+from paceline.server.api import adapters, anthropic, openai, responses, tokens
 from paceline.server.config import ServeConfig
 from paceline.server.errors import RESPONSES, on_error, on_http_error, on_invalid
 from paceline.server.failures import APIError
@@ -53,7 +53,7 @@ def create_app(
         redoc_url=None,
         responses=RESPONSES,
     )
-    for room in (openai, responses, anthropic, tokens):
+    for room in (openai, responses, anthropic, tokens, adapters):
         room.add_routes(app, service)
     _add_models(app, service)
     _add_state(app, service)
@@ -82,24 +82,25 @@ def _protect(app: FastAPI, config: ServeConfig, keys: Keys | None, local: bool) 
 
 
 def _add_models(app: FastAPI, service: Service) -> None:
-    def card() -> dict[str, Any]:
+    def card(adapter: str | None) -> dict[str, Any]:
+        of_adapter = {"root": service.adapters.get(adapter or ""), "parent": service.model}
         return {
-            "id": service.model,
+            "id": adapter or service.model,
             "object": "model",
             "created": service.created,
             "owned_by": "paceline",
             "max_model_len": service.max_model_len,
             "drafters": list(service.facts.drafters),
+            **(of_adapter if adapter else {}),
         }
 
     @app.get("/v1/models")
     async def models() -> dict[str, Any]:
-        return {"object": "list", "data": [card()]}
+        return {"object": "list", "data": [card(name) for name in (None, *service.adapters)]}
 
     @app.get("/v1/models/{name:path}")
     async def model(name: str) -> dict[str, Any]:
-        service.check_model(name)
-        return card()
+        return card(service.check_model(name))
 
 
 def _add_state(app: FastAPI, service: Service) -> None:

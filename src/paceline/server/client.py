@@ -125,7 +125,7 @@ class EngineClient:
         self.failure: str | None = None  # why the engine ended
         self._tickets: dict[int, Ticket] = {}
         self._numbers = itertools.count(1)
-        self._scrapes: dict[int, asyncio.Future[str]] = {}
+        self._answers: dict[int, asyncio.Future[str]] = {}  # of scrapes and changed adapters
         self._draining = self._started = self._stopped = False
         self._request_seconds = 1.0  # moving average, for Retry-After
         self._writer: asyncio.StreamWriter | None = None
@@ -159,8 +159,9 @@ class EngineClient:
         params: SamplingParams,
         deadline: float | None = None,
         streams: bool = True,
+        lora: str | None = None,
     ) -> Ticket:
-        """Queue ``n`` requests for each prompt.
+        """Queue ``n`` requests for each prompt, by an adapter's name.
 
         ``deadline``: seconds, at most the server's. ``streams``: events step by step, else one for
         each completion. Raises APIError, ConfigError, or what the engine refuses it for; later
@@ -174,7 +175,7 @@ class EngineClient:
         drafter = params.drafter or (drafters[0] if drafters else "none")
         ticket = Ticket(self, next(self._numbers), prompts, params, drafter)
         self._check_capacity(ticket.count)
-        self._post(wire.Submit(ticket.number, list(prompts), params, streams))
+        self._post(wire.Submit(ticket.number, list(prompts), params, streams, lora))
         self._tickets[ticket.number] = ticket
         limits = [limit for limit in (deadline, self.config.deadline) if limit]
         if limits:
@@ -223,15 +224,22 @@ class EngineClient:
 
     async def scrape(self) -> str:
         """The rendered metrics. Raises APIError, or TimeoutError if the engine does not answer."""
+        return await self._ask(wire.Scrape, SCRAPE_SECONDS)
+
+    async def set_adapter(self, name: str, folder: str | None) -> None:
+        """Load an adapter; without a folder, unload it. Raises APIError."""
+        await self._ask(lambda number: wire.SetAdapter(number, name, folder), None)
+
+    async def _ask(self, message: Callable[[int], wire.WireMessage], seconds: float | None) -> str:
         if not self.alive:
             raise engine_lost()
         number = next(self._numbers)
-        future = self._scrapes[number] = asyncio.get_running_loop().create_future()
+        future = self._answers[number] = asyncio.get_running_loop().create_future()
         try:
-            self._post(wire.Scrape(number))
-            return await asyncio.wait_for(future, SCRAPE_SECONDS)
+            self._post(message(number))
+            return await asyncio.wait_for(future, seconds)
         finally:
-            self._scrapes.pop(number, None)
+            self._answers.pop(number, None)
 
     def drain(self) -> None:
         """Accept no new requests; finish the others."""
@@ -254,10 +262,13 @@ class EngineClient:
             if (ticket := self._tickets.get(message.ticket)) is not None:
                 ticket.accept()
         elif isinstance(message, wire.Ended):
+            future = self._answers.get(message.ticket)
             if (ticket := self._take(message.ticket)) is not None:
                 ticket.fail(message.error)
+            elif future is not None and not future.done():
+                future.set_exception(message.error)
         elif isinstance(message, wire.Scraped):
-            future = self._scrapes.get(message.number)
+            future = self._answers.get(message.number)
             if future is not None and not future.done():
                 future.set_result(message.text)
         elif isinstance(message, wire.Lost):
@@ -286,7 +297,7 @@ class EngineClient:
             ticket = self._take(number)
             if ticket is not None:
                 ticket.fail(error)
-        for future in self._scrapes.values():
+        for future in self._answers.values():
             if not future.done():
                 future.set_exception(error)
 

@@ -15,7 +15,7 @@ from typing import Any
 from paceline.errors import ConfigError
 from paceline.files import read_toml
 from paceline.model.names import DEFAULT_DRAFT, EMBEDDED, IN_WORDS, REAL, default_drafts
-from paceline.settings import EngineSettings, TableEntry, entries, under
+from paceline.settings import AdapterSettings, EngineSettings, TableEntry, entries, under
 
 SECTIONS = ("model", "engine", "server", "limits", "security")
 
@@ -45,7 +45,7 @@ class _Names:
 
 
 @dataclass(frozen=True)
-class ServeConfig(EngineSettings, _Names):
+class ServeConfig(EngineSettings, AdapterSettings, _Names):
     """Settings of a server. Sizes in bytes, times in seconds; ``deadline`` 0 is none."""
 
     host: str = _server("127.0.0.1", "Address to listen on.")
@@ -95,7 +95,13 @@ class ServeConfig(EngineSettings, _Names):
         shown="none",
     )
 
+    lora_updates: bool = _security(
+        False, "Clients may load adapters from this machine's folders, and unload them."
+    )
+
     def __post_init__(self) -> None:
+        if self.name in self.adapters:
+            raise ConfigError(f"an adapter is called {self.name!r}, as the model; rename one")
         if "none" in self.draft and len(self.draft) > 1:
             raise ConfigError("draft 'none' stands alone; leave out it or the other drafts")
         for origin in self.cors_origin:

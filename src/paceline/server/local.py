@@ -18,7 +18,8 @@ if TYPE_CHECKING:
 
 def load_llm(config: ServeConfig) -> LLM:
     """Raises what ``LLM`` does."""
-    return options.load_llm(config, config.model, config.drafts, config.profile)
+    names = config.model, config.drafts, config.profile
+    return options.load_llm(config, *names, lora=config.adapters)
 
 
 _END_SECONDS = 10.0  # for the reading thread to end

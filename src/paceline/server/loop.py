@@ -122,13 +122,29 @@ class EngineLoop:
                 cancelled.outcome = message.outcome
         elif isinstance(message, wire.Scrape):
             self._post(wire.Scraped(message.number, self.metrics.render()))
+        elif isinstance(message, wire.SetAdapter):
+            self._preparing.submit(self._set_adapter, message)
+
+    def _set_adapter(self, message: wire.SetAdapter) -> None:
+        try:
+            if message.folder is None:
+                self.llm.adapters.unload(message.name)
+            else:
+                self.llm.adapters.load(message.name, message.folder, replace=True)
+            self._post(wire.Scraped(message.number, ""))
+        except Exception as error:
+            if not isinstance(error, PacelineError):
+                log.exception("an adapter could not be loaded", exc_info=error)
+            self._post(wire.Ended(message.number, as_api_error(error)))
 
     def _prepare(self, submit: wire.Submit, job: EngineJob) -> None:
         try:
             requests = [
                 request
                 for number, prompt in enumerate(submit.prompts)
-                for request in self.llm.prepare(prompt, submit.params, number, submit.streams)
+                for request in self.llm.prepare(
+                    prompt, submit.params, number, submit.streams, submit.lora
+                )
             ]
             for request in requests:
                 request.whole_characters = True

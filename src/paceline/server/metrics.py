@@ -83,6 +83,14 @@ class Metrics:
         self.mean_length = gauge(f"{spec}_mean_accepted_length", text, ["drafter"])
         text = "Levels drafted in the last step, mean over its sequences."
         self.draft_length = gauge(f"{spec}_draft_length", text, ["drafter"])
+        # Of requests with an adapter, which the metrics above count, too.
+        labels = ["adapter", "drafter"]
+        text = "Tokens written with an adapter."
+        self.adapter_tokens = counter("adapter_generation_tokens", text, labels)
+        text = "Tokens drafted with an adapter."
+        self.adapter_drafted = counter("adapter_draft_tokens", text, labels)
+        text = "Draft tokens accepted with an adapter."
+        self.adapter_accepted = counter("adapter_accepted_tokens", text, labels)
         self._recent: dict[str, _Recent] = {}
         self._phases = dict.fromkeys(PHASES, 0.0)
         self._before: Tally[str] = Tally()  # sequences of the step before, by drafter
@@ -134,6 +142,11 @@ class Metrics:
             gap = (arrivals[-1][0] - arrivals[-2][0]) / count
             for _ in range(count):
                 self.token_gap.observe(gap)
+        if request.seq.adapter is not None:
+            labels = request.seq.adapter.name, drafter
+            self.adapter_tokens.labels(*labels).inc(count)
+            self.adapter_drafted.labels(*labels).inc(commit.drafted)
+            self.adapter_accepted.labels(*labels).inc(len(commit.path))
         recent = self._recent.setdefault(drafter, _Recent())
         recent.record(commit)
         self.mean_length.labels(drafter).set(recent.mean_length)

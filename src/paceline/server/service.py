@@ -31,17 +31,22 @@ class Service:
         self.tokenizer, self.config, self.model = tokenizer, config, config.name
         self.facts = engine.facts
         self.max_model_len = self.facts.context_budget.limit  # tokens of prompt and answer
+        self.adapters = dict(self.facts.adapters)  # folders by name
         self.created = self.now()
 
-    def check_model(self, name: str | None) -> None:
-        """Raises APIError 404 for another model's name."""
+    def check_model(self, name: str | None) -> str | None:
+        """The adapter of this name; None for the model's. Raises APIError 404 for another name."""
+        if name in self.adapters:
+            return name
         if name not in (None, self.model):
+            names = " and ".join(map(repr, (self.model, *self.adapters)))
             raise APIError(
-                f"the model {name!r} does not exist; this server has {self.model!r}",
+                f"the model {name!r} does not exist; this server has {names}",
                 404,
                 param="model",
                 code="model_not_found",
             )
+        return None
 
     def remaining(self, prompt_tokens: int, param: str) -> int:
         """Tokens that may follow a prompt. Raises APIError, in OpenAI's words, if none may."""
@@ -72,6 +77,7 @@ class Service:
         params: SamplingParams,
         deadline: float | None,
         streams: bool,
+        lora: str | None = None,
     ) -> Ticket:
         """Within the configured limits. Raises APIError and what ``EngineClient.submit`` does."""
         config = self.config
@@ -84,7 +90,7 @@ class Service:
                 raise APIError(
                     f"{param}: {asked} asked for, but this server allows {limit}", param=param
                 )
-        ticket = await self.client.submit(prompts, params, deadline, streams)
+        ticket = await self.client.submit(prompts, params, deadline, streams, lora)
         attach(ticket)
         if config.log_prompts:  # every id has been checked
             for prompt in prompts:

@@ -9,6 +9,8 @@
            <-------------------------------------- Ended(ticket, error)
     Cancel(ticket, outcome), Scrape(number) -->
            <-------------------------------------- Scraped(number, text)
+    SetAdapter(number, name, folder) --------->
+           <-------------------------------------- Scraped(number, "") | Ended(number, error)
            <-------------------------------------- Lost(reason)
 
 A message is four bytes of length and MessagePack. Nothing is unpickled.
@@ -48,6 +50,7 @@ class Facts(msgspec.Struct):
     max_batch_size: int = 1
     sampling: SamplingDefaults = SamplingDefaults()
     drafts: tuple[str, ...] = ()  # the specs of the drafters
+    adapters: dict[str, str] = {}  # folders by name, at the start
 
     @classmethod
     def of(cls, llm: LLM) -> Facts:
@@ -61,6 +64,7 @@ class Facts(msgspec.Struct):
             llm.engine.scheduler.config.max_batch_size,
             llm.sampling_defaults,
             tuple(llm.drafts),
+            {adapter.name: adapter.folder for adapter in llm.adapters.loaded},
         )
 
 
@@ -75,12 +79,13 @@ class LoadModel(WireMessage):
 
 
 class Submit(WireMessage):
-    """``n`` answers for each prompt, step by step if it ``streams``."""
+    """``n`` answers for each prompt, step by step if it ``streams``, by an adapter of this name."""
 
     ticket: int
     prompts: list[list[int]]
     params: SamplingParams
     streams: bool
+    lora: str | None = None
 
 
 class Cancel(WireMessage):
@@ -92,6 +97,14 @@ class Cancel(WireMessage):
 
 class Scrape(WireMessage):
     number: int
+
+
+class SetAdapter(WireMessage):
+    """Load an adapter, in place of one of this name; without a folder, unload it."""
+
+    number: int
+    name: str
+    folder: str | None
 
 
 class Hello(WireMessage):
@@ -133,7 +146,7 @@ class Lost(WireMessage):
     reason: str
 
 
-EngineCommand = LoadModel | Submit | Cancel | Scrape
+EngineCommand = LoadModel | Submit | Cancel | Scrape | SetAdapter
 Reply = Hello | Failed | Accepted | StepEvents | Ended | Scraped | Lost
 
 

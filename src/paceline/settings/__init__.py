@@ -299,6 +299,29 @@ class EngineSettings(LoadSettings):
     )
 
 
+@dataclass(frozen=True)
+class AdapterSettings:
+    """LoRA adapters that are loaded with a model, each as NAME=FOLDER."""
+
+    lora: tuple[str, ...] = _model(
+        (),
+        "LoRA adapter. A server's requests name one as their model, a command uses the first.",
+        shown="none",
+        metavar="NAME=FOLDER",
+    )
+
+    @property
+    def adapters(self) -> dict[str, str]:
+        """Folders by name. Raises ConfigError."""
+        pairs = [pair.partition("=") for pair in self.lora]
+        for pair, (name, _, folder) in zip(self.lora, pairs, strict=True):
+            if not name or not folder:
+                raise ConfigError(f"lora is {pair!r}; write NAME=FOLDER, as in sql=adapters/sql")
+        if len({name for name, _, _ in pairs}) < len(pairs):
+            raise ConfigError("two adapters of lora have one name; rename one")
+        return {name: folder for name, _, folder in pairs}
+
+
 def explicit(values: Mapping[str, Any], where: str) -> dict[str, Any]:
     """Of ``values`` the engine's settings that ``where`` knows and that are not left open."""
     names = (entry.name for entry in entries(EngineSettings, where))

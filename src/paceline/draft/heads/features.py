@@ -137,7 +137,7 @@ class FeatureDrafter(LevelDrafter):
         """Start the cache of a sequence, with rows shared with an earlier one."""
         tokens = seq.tokens[self._ahead : len(seq.tokens) - 1 + self._ahead]
         keys = _row_keys(seq.tokens, 0, tokens)
-        shared = self.cache.admit(seq.seq_id, keys)
+        shared = self.cache.admit(seq.seq_id, keys, adapter=seq.adapter_number)
         state.rows = keys[:shared]
         state.drop(max(0, shared - state.start))
 

@@ -21,6 +21,7 @@ from itertools import islice
 import torch
 
 from paceline.core import transfer
+from paceline.core.adapter import Adapter
 from paceline.core.batch import Slice, Span
 from paceline.core.draws import draft, draw_of, likeliest
 from paceline.core.sampling import Rows, is_plain, is_plain_greedy, needs_paths
@@ -120,12 +121,15 @@ class Growing(ABC):
         """``chosen``: those values on the host."""
 
 
-def level_span(tree: Growing, nodes: torch.Tensor | None = None) -> Span:
+def level_span(
+    tree: Growing, nodes: torch.Tensor | None = None, adapter: Adapter | None = None
+) -> Span:
     """The newest nodes of a tree; ``nodes``: their tokens in the drafter's vocabulary if it has
     another."""
     parents, fresh = tree.expanded_parents, tree.fresh if nodes is None else nodes
     seq_id, first_new = tree.item.seq.seq_id, len(parents) - len(fresh)
-    return Span.of(seq_id, tree.base, (), parents, fresh, first_new, ancestors=tree.ancestors)
+    more = tree.ancestors, adapter
+    return Span.of(seq_id, tree.base, (), parents, fresh, first_new, True, *more)
 
 
 def grow(

@@ -164,6 +164,7 @@ class Backend(ABC):
     name: str
     runs_torch = True  # forwards run operators of torch
     same_bits = False  # a row's results do not depend on the other rows of a batch
+    runs_adapters = False  # rows of a batch get what their adapters add
     runs_quantised = False  # weights in 8 and 4 bits are multiplied without unpacking
     head_share = 0.0  # of the bytes of all matrices, the language-model head's
 

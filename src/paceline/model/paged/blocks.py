@@ -14,16 +14,14 @@ from hashlib import blake2b
 
 from paceline.errors import PacelineError
 
-_ROOT = b"paceline"
-
 
 class OutOfBlocksError(PacelineError):
     """No block is free or reusable; the scheduler answers by preempting a sequence."""
 
 
-def prefix_digest(parent: bytes | None, tokens: Sequence[int]) -> bytes:
+def prefix_digest(parent: bytes, tokens: Sequence[int]) -> bytes:
     """Digest of a full block and all before it; cryptographic, as a collision changes answers."""
-    digest = blake2b(parent or _ROOT, digest_size=16)
+    digest = blake2b(parent, digest_size=16)
     digest.update(b"".join(token.to_bytes(4, "little") for token in tokens))
     return digest.digest()
 

@@ -30,13 +30,15 @@ class _Table:
     blocks: list[int]
     digests: list[bytes]  # of the full committed blocks, in order
     long: bool = False  # rotated with the long factors, see PagedCache
+    adapter: int = 0  # its number; 0: none
 
 
-def _parent(table: _Table) -> bytes | None:
-    """The digest before that of the next block; of the first one, the root of long sequences."""
+def _parent(table: _Table) -> bytes:
+    """The digest before that of the next block; of the first one, the root of sequences that are
+    computed alike."""
     if table.digests:
         return table.digests[-1]
-    return b"long" if table.long else None
+    return f"{table.long} {table.adapter}".encode()
 
 
 def bytes_per_token(shapes: Sequence[LayerShape], dtype: torch.dtype) -> int:
@@ -64,7 +66,7 @@ class PagedCache:
     ``dtype`` int8 keeps them in 8 bits (int8.py). With ``share`` full blocks are found again by
     their content, by any sequence that begins alike. ``rope_switch``: keys of a sequence with more
     tokens are rotated otherwise (longrope). A sequence is admitted as short or as long and stays
-    so; short and long ones share no blocks."""
+    so. Short and long ones share no blocks, nor do those with different adapters."""
 
     def __init__(
         self,
@@ -101,19 +103,25 @@ class PagedCache:
     def __contains__(self, seq_id: int) -> bool:
         return seq_id in self._tables
 
-    def admit(self, seq_id: int, tokens: Sequence[int], share: bool = True) -> int:
+    def admit(
+        self, seq_id: int, tokens: Sequence[int], share: bool = True, adapter: int = 0
+    ) -> int:
         """Start a sequence; returns how many leading tokens are cached already: whole blocks, and
         never the last token, whose logits are wanted. 0 without ``share``."""
         assert seq_id not in self._tables, f"sequence {seq_id} is in the cache already"
-        table = self._cached_prefix(tokens) if share else _Table([], [], self._is_long(len(tokens)))
+        table = _Table([], [], self._is_long(len(tokens)), adapter)
+        if share:
+            self._add_prefix(table, tokens)
         for block in table.blocks:
             self.pool.retain(block)
         self._tables[seq_id] = table
         return len(table.blocks) * self.block_size
 
-    def shared_blocks(self, tokens: Sequence[int]) -> list[int]:
+    def shared_blocks(self, tokens: Sequence[int], adapter: int = 0) -> list[int]:
         """Blocks that ``admit`` would share with a sequence of these tokens."""
-        return self._cached_prefix(tokens).blocks
+        table = _Table([], [], self._is_long(len(tokens)), adapter)
+        self._add_prefix(table, tokens)
+        return table.blocks
 
     def _is_long(self, length: int) -> bool:
         return self.rope_switch is not None and length > self.rope_switch
@@ -122,9 +130,8 @@ class PagedCache:
         """Whether a sequence has become long, so that its keys must be computed again."""
         return self._is_long(length) and not self._tables[seq_id].long
 
-    def _cached_prefix(self, tokens: Sequence[int]) -> _Table:
-        """The cached blocks of a prefix of these tokens."""
-        table = _Table([], [], self._is_long(len(tokens)))
+    def _add_prefix(self, table: _Table, tokens: Sequence[int]) -> None:
+        """Give an empty table the cached blocks of a prefix of these tokens."""
         size = self.block_size
         for start in range(0, len(tokens) - size, size) if self.shares else ():
             parent = _parent(table)
@@ -134,7 +141,6 @@ class PagedCache:
                 break
             table.blocks.append(block)
             table.digests.append(digest)
-        return table
 
     def borrow(self, seq_id: int, owner: int, length: int) -> None:
         """Start a sequence on another's first ``length`` indices, a whole number of blocks, to be
@@ -144,7 +150,7 @@ class PagedCache:
         blocks = table.blocks[: length // self.block_size]
         for block in blocks:
             self.pool.retain(block)
-        self._tables[seq_id] = _Table(blocks, [], table.long)
+        self._tables[seq_id] = _Table(blocks, [], table.long, table.adapter)
 
     def blocks_of(self, seq_id: int) -> Sequence[int]:
         return self._tables[seq_id].blocks

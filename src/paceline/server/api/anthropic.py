@@ -188,7 +188,7 @@ class MessagesAnswer(blocks.BlocksAnswer):
             "id": self._id,
             "type": "message",
             "role": "assistant",
-            "model": self._service.model,
+            "model": self._dialogue.body.model or self._service.model,
             "content": [dict(block) for block in self._blocks],
             "stop_reason": None,
             "stop_sequence": None,

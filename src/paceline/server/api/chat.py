@@ -40,7 +40,7 @@ class Dialogue:
     @classmethod
     async def begin(cls, service: Service, body: ChatRequest) -> Dialogue:
         """Submit a request. Raises APIError and what ``Service.submit`` does."""
-        service.check_model(body.model)
+        adapter = service.check_model(body.model)
         prompt = await asyncio.to_thread(render_request, service.tokenizer, body)
         remaining = service.remaining(len(prompt), "messages")
         limit = body.max_completion_tokens or body.max_tokens or remaining
@@ -51,7 +51,7 @@ class Dialogue:
             expected = await service.encode(body.prediction.content, False, "prediction")
             length = PREDICTED_LENGTH if params.draft_length is None else params.draft_length
             params = replace(params, prediction=tuple(expected), draft_length=length)
-        ticket = await service.submit([prompt], params, body.deadline, body.stream)
+        ticket = await service.submit([prompt], params, body.deadline, body.stream, adapter)
         return cls(service, body, prompt, ticket)
 
     def reader(self) -> AnswerStream:

@@ -65,7 +65,7 @@ class OpenAIAnswer(Answer):
             "id": f"{names[0]}-{body.request_id or uuid.uuid4().hex}",
             "object": names[1],
             "created": service.now(),
-            "model": service.model,
+            "model": body.model or service.model,
         }
         self._origins: dict[int, Origins] = {}
         self._begun: set[int] = set()
@@ -175,7 +175,6 @@ async def _prompt(service: Service, body: CompletionRequest, prompt: str | list[
 def add_routes(app: FastAPI, service: Service) -> None:
     @app.post("/v1/completions", response_model=None)
     async def complete(body: CompletionRequest, http: HTTPRequest) -> Response:
-        service.check_model(body.model)
         ticket, prompts = await _begin(service, body)
         answer = CompletionAnswer(service, body, ticket, prompts)
         return await respond_with(answer, ticket, http, body.stream)
@@ -188,6 +187,7 @@ def add_routes(app: FastAPI, service: Service) -> None:
 
 async def _begin(service: Service, body: CompletionRequest) -> tuple[Ticket, list[list[int]]]:
     """Submit it; also the token ids of its prompts. Raises APIError and what ``submit`` does."""
+    adapter = service.check_model(body.model)
     if not 0 < len(body.prompt) <= MAX_PROMPTS:
         problem = f"{len(body.prompt)} prompts in one request; send 1 to {MAX_PROMPTS}"
         raise APIError(problem, param="prompt")
@@ -201,7 +201,8 @@ async def _begin(service: Service, body: CompletionRequest) -> tuple[Ticket, lis
     params = replace(params, n=body.best_of or body.n)
     if body.echo and body.logprobs is not None:
         params = replace(params, prompt_logprobs=max(body.logprobs, body.prompt_logprobs or 0))
-    return await service.submit(prompts, params, body.deadline, body.stream), prompts
+    ticket = await service.submit(prompts, params, body.deadline, body.stream, adapter)
+    return ticket, prompts
 
 
 class CompletionAnswer(OpenAIAnswer):

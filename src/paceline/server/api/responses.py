@@ -111,7 +111,7 @@ class ResponsesAnswer(blocks.BlocksAnswer):
             "status": "in_progress" if self._done is None else done,
             "error": None,
             "incomplete_details": {"reason": "max_output_tokens"} if cut else None,
-            "model": self._service.model,
+            "model": asked.model or self._service.model,
             "output": [dict(block) for block in self._blocks],
             "temperature": sampling["temperature"],
             "text": {"format": format},

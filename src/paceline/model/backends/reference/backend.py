@@ -12,6 +12,7 @@ import torch
 from paceline.core.batch import Batch, ModelOutput, Span
 from paceline.errors import UnsupportedModelError
 from paceline.model.backends.base import REFERENCE, Backend
+from paceline.model.backends.reference.adapters import adapting
 from paceline.model.backends.reference.rows import RowPositions
 from paceline.model.paged.cache import LayerShape, PagedCache
 from paceline.model.paged.masks import Pattern
@@ -26,6 +27,7 @@ class TorchBackend(Backend):
     (model/probe.py) sets the layers' ``patterns``, ``shapes`` of keys and values, and names."""
 
     name = REFERENCE
+    runs_adapters = True
 
     def __init__(self, hf: Any, max_positions: int) -> None:
         """Raises UnsupportedModelError, see RowPositions."""
@@ -45,7 +47,8 @@ class TorchBackend(Backend):
             self._hook(layer)
         self._captured = {} if batch.features else None
         try:
-            with self.rows.of(step.batch):
+            head = self.hf.get_output_embeddings() if self._keeps_rows else None
+            with self.rows.of(step.batch), adapting(self.hf, batch.adapter_runs, head):
                 outputs = self.run(step.batch, step)
             captured = self._captured or {}
         finally:

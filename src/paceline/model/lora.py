@@ -1,0 +1,193 @@
+"""LoRA adapters from folders in peft's layout: adapter_config.json, adapter_model.safetensors."""
+
+from __future__ import annotations
+
+import json
+import math
+import re
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from paceline.core.adapter import Adapter
+from paceline.errors import ConfigError, ModelLoadError
+from paceline.model.hub import first_line
+from paceline.model.quantised.weights import LinearBase
+from paceline.model.target import CausalModel
+from paceline.model.tensorfile import check_finite
+
+MAX_RANK = 64
+_CONFIG, _WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
+# Options of peft that change more than a linear module's product, and the values that do not.
+_NEUTRAL: Mapping[str, tuple[Any, ...]] = {
+    "use_dora": (False,),
+    "bias": ("none",),
+    "lora_bias": (False,),
+    "modules_to_save": ([],),
+    "trainable_token_indices": ([], {}),
+    "target_parameters": ([],),
+    "layer_replication": ([],),
+    "alora_invocation_tokens": ([],),
+    "use_qalora": (False,),
+    "arrow_config": ({},),
+}
+# Initialisations that change the base weights, which the adapter then needs.
+_REBASING = ("pissa", "olora", "corda", "loftq", "lora_ga")
+
+
+class Adapters:
+    """The adapters of a model that requests may name; any thread may load and unload them."""
+
+    def __init__(self, model: CausalModel) -> None:
+        self._model = model
+        self._by_name: dict[str, Adapter] = {}
+
+    @property
+    def loaded(self) -> tuple[Adapter, ...]:
+        return tuple(self._by_name.values())
+
+    def named(self, name: str | None) -> Adapter | None:
+        """The adapter of this name, none for None. Raises ConfigError."""
+        if name is None:
+            return None
+        adapter = self._by_name.get(name)
+        if adapter is None:
+            names = ", ".join(self._by_name) or "none"
+            raise ConfigError(f"no adapter {name!r:.80} is loaded; there are: {names}")
+        return adapter
+
+    def load(self, name: str, folder: str | Path, replace: bool = False) -> Adapter:
+        """``replace``: in place of one of that name. Raises ConfigError for a name in use, and what
+        ``read_adapter`` raises."""
+        if not name.strip() or (name in self._by_name and not replace):
+            problem = "is loaded already; unload it first" if name else "has no name; give it one"
+            raise ConfigError(f"the adapter {name} {problem}, or choose another name")
+        adapter = self._by_name[name] = read_adapter(name, str(folder), self._model)
+        return adapter
+
+    def unload(self, name: str) -> None:
+        """Requests under way keep it to their end. Raises ConfigError."""
+        self.named(name)
+        del self._by_name[name]
+
+
+def read_adapter(name: str, folder: str, model: CausalModel) -> Adapter:
+    """An adapter for ``model``, its weights in the model's dtype and on its device. Raises
+    ModelLoadError for a folder that is none, or not of this model, and ConfigError for what cannot
+    be served."""
+    where, path = f"the adapter {name}", Path(folder).expanduser()
+    if not model.backend.runs_adapters:
+        raise ConfigError(
+            f"{where}: {model.name} runs on the backend {model.backend_reason}, which runs no "
+            "adapters; use --backend reference" + " in one process" * (model.ranks is not None)
+        )
+    config = _read_config(where, path)
+    tensors = _read_tensors(where, path)
+    check_finite(tensors, where)
+    parts: dict[str, dict[str, torch.Tensor]] = {}
+    for key, tensor in tensors.items():
+        match = re.fullmatch(r"base_model\.model\.(.+)\.lora_([AB])(?:\.default)?\.weight", key)
+        if match is None:
+            raise ConfigError(
+                f"{where} holds {key}, which is no LoRA weight of a linear module; only those are "
+                "served, so merge it into the model (peft's merge_and_unload)"
+            )
+        parts.setdefault(match[1], {})[match[2]] = tensor
+    if not parts:
+        raise ModelLoadError(f"{where} holds no weights; save it again")
+    pairs = {module: _pair(where, module, pair, config, model) for module, pair in parts.items()}
+    return Adapter(name, str(path), pairs)
+
+
+def _read_config(where: str, path: Path) -> Mapping[str, Any]:
+    try:
+        config = json.loads((path / _CONFIG).read_text(encoding="utf-8"))
+    except OSError as error:
+        raise ModelLoadError(
+            f"{where}: cannot read {path / _CONFIG} ({error.strerror}); give a folder that peft's "
+            "save_pretrained wrote"
+        ) from None
+    except ValueError:
+        config = None
+    if not isinstance(config, dict) or config.get("peft_type") != "LORA":
+        raise ConfigError(f"{where}: {path / _CONFIG} is not of a LoRA adapter (peft_type LORA)")
+    for option, neutral in _NEUTRAL.items():
+        value = config.get(option)
+        if value is not None and value not in neutral:
+            raise ConfigError(
+                f"{where} has {option} = {json.dumps(value):.60}; only LoRA of linear modules is "
+                "served, so merge it into the model (peft's merge_and_unload)"
+            )
+    start = str(config.get("init_lora_weights", True)).lower()
+    if start.startswith(_REBASING):
+        raise ConfigError(
+            f"{where} has init_lora_weights = {start}, which changes the model's own weights; "
+            "convert it (peft's path_initial_model_for_weight_conversion)"
+        )
+    return config
+
+
+def _read_tensors(where: str, path: Path) -> dict[str, torch.Tensor]:
+    from safetensors import SafetensorError
+    from safetensors.torch import load_file
+
+    if not (path / _WEIGHTS).is_file():
+        raise ModelLoadError(f"{where}: {path} has no {_WEIGHTS}; save it with safetensors")
+    try:
+        return load_file(path / _WEIGHTS)
+    except (OSError, SafetensorError) as error:
+        raise ModelLoadError(
+            f"{where}: {path / _WEIGHTS} is damaged ({first_line(error)}); copy it again"
+        ) from None
+
+
+def _pair(
+    where: str,
+    module: str,
+    pair: Mapping[str, torch.Tensor],
+    config: Mapping[str, Any],
+    model: CausalModel,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """A and the scaled B of a module. Raises ConfigError, ModelLoadError."""
+    if pair.keys() != {"A", "B"}:
+        raise ModelLoadError(f"{where} has one of lora_A and lora_B of {module}; save it again")
+    a, b = pair["A"], pair["B"]
+    rank = a.shape[0]
+    if a.dim() != 2 or b.dim() != 2 or b.shape[1] != rank or not 0 < rank <= MAX_RANK:
+        raise ConfigError(
+            f"{where}: A and B of {module} are {list(a.shape)} and {list(b.shape)}; ranks from 1 "
+            f"to {MAX_RANK} are served"
+        )
+    sizes = _sizes_of(module, model.hf)
+    if sizes is None:
+        raise ConfigError(f"{where} changes {module}, which is no linear module of {model.name}")
+    if sizes != (a.shape[1], b.shape[0]):
+        raise ConfigError(
+            f"{where} maps {a.shape[1]} inputs of {module} to {b.shape[0]}, but {model.name} has "
+            f"{sizes[0]} and {sizes[1]} there: it was trained for another model"
+        )
+    alpha = _of_pattern(config.get("alpha_pattern"), module, config.get("lora_alpha", 8))
+    scale = alpha / (math.sqrt(rank) if config.get("use_rslora") else rank)
+    scaled = (b.float() * scale).to(model.device, model.dtype)
+    return a.to(model.device, model.dtype).contiguous(), scaled.contiguous()
+
+
+def _of_pattern(pattern: Mapping[str, float] | None, module: str, default: float) -> float:
+    """peft's rule: the first pattern that the name ends with."""
+    values = (v for key, v in (pattern or {}).items() if re.match(rf"(.*\.)?({key})$", module))
+    return next(values, default)
+
+
+def _sizes_of(name: str, hf: Any) -> tuple[int, int] | None:
+    """Inputs and outputs of a linear module that all rows go through; None: it is none."""
+    module: Any = dict(hf.named_modules()).get(name)
+    if ".experts." in name:
+        return None
+    if isinstance(module, nn.Linear | LinearBase):
+        return module.in_features, module.out_features
+    if type(module).__name__ == "Conv1D":  # GPT-2's linear module
+        return module.nx, module.nf
+    return None

@@ -1,0 +1,51 @@
+"""``POST /v1/load_lora_adapter`` and ``/v1/unload_lora_adapter``, as vLLM has them."""
+
+from __future__ import annotations
+
+from fastapi import FastAPI
+from fastapi.responses import PlainTextResponse
+from pydantic import Field
+
+from paceline.server.failures import APIError
+from paceline.server.fields import Body
+from paceline.server.service import Service
+
+
+class UnloadAdapter(Body):
+    lora_name: str = Field(min_length=1, max_length=512)
+    lora_int_id: int | None = None  # vLLM's own number
+
+
+class LoadAdapter(UnloadAdapter):
+    """``load_inplace``: in place of a loaded one of this name."""
+
+    lora_path: str = Field(min_length=1, max_length=4096)
+    load_inplace: bool = False
+
+
+def add_routes(app: FastAPI, service: Service) -> None:
+    def check(name: str, fits: bool, problem: str, status: int = 400) -> None:
+        """Raises APIError if adapters may not be changed, or the name does not fit."""
+        if not service.config.lora_updates:
+            raise APIError(
+                "this server's adapters are fixed; start it with --lora-updates to change them", 403
+            )
+        if not fits:
+            raise APIError(f"the adapter {name!r} {problem}", status, param="lora_name")
+
+    @app.post("/v1/load_lora_adapter", response_class=PlainTextResponse)
+    async def load(body: LoadAdapter) -> str:
+        name = body.lora_name
+        free = name != service.model and (body.load_inplace or name not in service.adapters)
+        check(name, free, "has been loaded already, or has the model's name")
+        await service.client.set_adapter(name, body.lora_path)
+        service.adapters[name] = body.lora_path
+        return f"Success: LoRA adapter '{name}' added successfully."
+
+    @app.post("/v1/unload_lora_adapter", response_class=PlainTextResponse)
+    async def unload(body: UnloadAdapter) -> str:
+        name = body.lora_name
+        check(name, name in service.adapters, "is not loaded", 404)
+        del service.adapters[name]  # no new request gets it while it is unloaded
+        await service.client.set_adapter(name, None)
+        return f"Success: LoRA adapter '{name}' removed successfully."
