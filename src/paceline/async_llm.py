@@ -70,7 +70,7 @@ class AsyncLLM:
     ) -> list[Completion]:
         """As ``LLM.generate``. ``request_id``: a name for ``abort``. Also raises ConfigError for a
         name in use."""
-        async with self._running(prompts, params, lora, request_id, streams=False) as requests:
+        async with self._running(prompts, params, request_id, False, lora) as requests:
             await self._until(lambda: all(request.completion for request in requests))
         return completions_of(requests)
 
@@ -79,11 +79,10 @@ class AsyncLLM:
         prompts: Prompt | Sequence[Prompt],
         params: SamplingParams | Sequence[SamplingParams] | None = None,
         *,
-        lora: Lora = None,
         request_id: str | None = None,
     ) -> AsyncIterator[StreamEvent]:
         """As ``LLM.stream``, with ``async for``; its first event raises errors of the arguments."""
-        async with self._running(prompts, params, lora, request_id, streams=True) as requests:
+        async with self._running(prompts, params, request_id, streams=True) as requests:
             while any(request.completion is None or request.events for request in requests):
                 await self._until(partial(any_events, requests))
                 for request in requests:
@@ -95,7 +94,6 @@ class AsyncLLM:
         messages: Sequence[Message] | Sequence[Sequence[Message]],
         params: SamplingParams | None = None,
         *,
-        lora: Lora = None,
         request_id: str | None = None,
     ) -> list[Completion]:
         """As ``LLM.chat``."""
@@ -103,7 +101,7 @@ class AsyncLLM:
             await asyncio.to_thread(self.llm.render_chat, item)
             for item in as_conversations(messages)
         ]
-        return await self.generate(prompts, params, lora=lora, request_id=request_id)
+        return await self.generate(prompts, params, request_id=request_id)
 
     async def abort(self, request_id: str) -> None:
         """End a call by its name: it returns what it has, with ``finish_reason`` "abort". Unknown
@@ -122,9 +120,9 @@ class AsyncLLM:
         self,
         prompts: Prompt | Sequence[Prompt],
         params: SamplingParams | Sequence[SamplingParams] | None,
-        lora: Lora,
         request_id: str | None,
         streams: bool,
+        lora: Lora = None,
     ) -> AsyncIterator[list[Request]]:
         call = _Call()
         name = f"call {id(call)}" if request_id is None else request_id

@@ -34,7 +34,6 @@ from paceline.request.progress import bars
 from paceline.request.request import Request, any_ended, any_events, completions_of
 from paceline.request.validation import (
     ContextBudget,
-    as_adapter_names,
     as_conversations,
     as_params,
     as_prompts,
@@ -89,8 +88,7 @@ class LLM:
     ``profile``: a file of ``paceline tune``, which gives ``max_batch_size``, ``rule``, the draft
     (also in place of "auto") and, with that draft, its length and, on the same machine, its costs,
     which are then not measured at start-up. Other arguments override it. ``notes`` says what did
-    not fit. ``lora``: folders of LoRA adapters by name, for requests that name one; ``adapters``
-    loads and unloads more.
+    not fit. ``lora``: folders of LoRA adapters by name (``adapters.load`` loads more).
 
     Raises ModelLoadError, UnsupportedModelError, VocabularyMismatchError, CacheMemoryError or
     ConfigError: PacelineErrors with a one-line message. Other engines' keywords with the same
@@ -140,7 +138,7 @@ class LLM:
         default_repetition_penalty: float | None = None,
         lora: Mapping[str, str | Path] | None = None,
     ) -> None:
-        self._open(model, draft, profile, controller, explicit(locals(), "LLM"))
+        self._open(model, draft, profile, controller, explicit(locals(), "LLM"), lora)
 
     def _open(
         self,
@@ -149,6 +147,7 @@ class LLM:
         profile: str | Path | None,
         controller: Controller | None,
         given: dict[str, Any],
+        lora: Mapping[str, str | Path] | None,
     ) -> None:
         """Load what the arguments of the constructor say; ``given`` are settings of the engine."""
         if not isinstance(profile, str | Path | None):
@@ -175,9 +174,7 @@ class LLM:
         self.notes = tuple(filter(None, notes))
         generation = getattr(target.hf, "generation_config", None)
         self.sampling_defaults = sampling_defaults(vars(options), generation, model)
-        self.adapters = Adapters(target)
-        for name, folder in (lora or {}).items():
-            self.adapters.load(name, folder)
+        self.adapters = Adapters(target, lora)
         self._assemble(target, load_tokenizer(model), draft, options)
 
     def beside(
@@ -270,12 +267,12 @@ class LLM:
         """Complete prompts (texts or lists of token ids), all in one continuous batch.
 
         Completions are in the order of the prompts, ``n`` for each. ``params``: one for all or one
-        per prompt; default ``default_params``. ``lora``: the name of an adapter for all, or a name
-        or None per prompt. ``progress`` shows a bar. A request that fails ends
-        alone, with ``finish_reason`` "error". Raises PromptError or ConfigError before anything is
-        decoded, PacelineError after ``close``, EngineLostError if the model cannot run any more.
+        per prompt; default ``default_params``. ``lora``: an adapter's name, or one per prompt, None
+        for none. ``progress`` shows a bar. A request that fails ends alone, with ``finish_reason``
+        "error". Raises PromptError or ConfigError before anything is decoded, PacelineError after
+        ``close``, EngineLostError if the model cannot run any more.
         """
-        requests = self.prepare_all(prompts, params, streams=False, lora=lora)
+        requests = self.prepare_all(prompts, params, False, lora)
         with bars(progress), stage("decoding", len(requests), "answers") as begun:
             try:
                 self.enqueue(requests)
@@ -294,25 +291,21 @@ class LLM:
         self,
         prompts: Prompt | Sequence[Prompt],
         params: SamplingParams | Sequence[SamplingParams] | None = None,
-        *,
-        lora: Lora = None,
     ) -> Iterator[StreamEvent]:
         """Like ``generate``, but yields what each step adds. Errors of the arguments are raised
         here; decoding begins with the first event. Closing or dropping the iterator cancels
         unfinished requests. Several streams may be read in turn."""
-        return self._events(self.prepare_all(prompts, params, streams=True, lora=lora))
+        return self._events(self.prepare_all(prompts, params, streams=True))
 
     @forgiving("LLM.chat")
     def chat(
         self,
         messages: Sequence[Message] | Sequence[Sequence[Message]],
         params: SamplingParams | None = None,
-        *,
-        lora: Lora = None,
     ) -> list[Completion]:
         """Answer one conversation, or a list of them: ``[{"role": "user", "content": ...}]``."""
         prompts: list[Prompt] = [self.render_chat(item) for item in as_conversations(messages)]
-        return self.generate(prompts, params, lora=lora)
+        return self.generate(prompts, params)
 
     def render_chat(self, messages: Sequence[Message]) -> list[int]:
         """Token ids of a conversation in the model's chat format. Raises PromptError."""
@@ -350,46 +343,32 @@ class LLM:
         lora: Lora = None,
     ) -> list[Request]:
         """Requests ready to be queued: all, or none if one is refused."""
-        prompt_list = as_prompts(prompts)
-        param_list = as_params(self.default_params if params is None else params, len(prompt_list))
-        names = as_adapter_names(lora, len(prompt_list))
-        parts = zip(prompt_list, param_list, names, strict=True)
+        listed, given = as_prompts(prompts), self.default_params if params is None else params
+        pairs = zip(listed, as_params(given, len(listed), lora), strict=True)
         return [
             request
-            for number, (prompt, prompt_params, name) in enumerate(parts)
-            for request in self.prepare(prompt, prompt_params, number, streams, name)
+            for number, (prompt, prompt_params) in enumerate(pairs)
+            for request in self.prepare(prompt, prompt_params, number, streams)
         ]
 
     def prepare(
-        self,
-        prompt: Prompt,
-        params: SamplingParams,
-        number: int = 0,
-        streams: bool = True,
-        lora: str | None = None,
+        self, prompt: Prompt, params: SamplingParams, number: int = 0, streams: bool = True
     ) -> list[Request]:
         """The ``n`` requests of a prompt, checked and ready for ``enqueue``. Does not touch the
         engine, so it may run beside the decoding thread. Raises PromptError or ConfigError,
         PacelineError after ``close``."""
         _ = self.engine
         width = min(self._width, self.target.vocab_size)
-        grammar = params.grammar
-        adapter = self.adapters.named(lora)
+        grammar, adapter = params.grammar, self.adapters.named(params.lora)
         requests = []
         with self._preparing:
             tokens = encode(self.tokenizer, prompt, width, self.context_budget)
             check_params(params, self._width, width, self.drafters)
             stops, hidden = endings(params, self.end_tokens)
             for index in range(params.n):
-                seq = SequenceState(
-                    seq_id=next(self._ids),
-                    tokens=list(tokens),
-                    prompt_length=len(tokens),
-                    params=params_of_sample(params, index),
-                    stop_ids=stops,
-                    constraint=None if grammar is None else self._grammars.matcher(grammar),
-                    adapter=adapter,
-                )
+                sample = list(tokens), len(tokens), params_of_sample(params, index)
+                seq = SequenceState(next(self._ids), *sample, stops, adapter=adapter)
+                seq.constraint = None if grammar is None else self._grammars.matcher(grammar)
                 rest = self.tokenizer, streams, self._lossy, hidden
                 requests.append(Request(seq, prompt, number, index, *rest))
         return requests

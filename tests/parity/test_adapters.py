@@ -129,7 +129,7 @@ def test_an_adapter_loads_and_unloads_beside_requests(
     llm: LLM, folders: dict[str, str], plain: dict[str, list[list[int]]]
 ) -> None:
     llm.adapters.load("three", folders["one"])
-    stream = llm.stream(PROMPTS[0], GREEDY, lora="three")
+    stream = llm.stream(PROMPTS[0], replace(GREEDY, lora="three"))
     tokens = list(next(stream).token_ids)
     llm.adapters.unload("three")
     for event in stream:

@@ -58,7 +58,7 @@ def test_requests_arrive_as_they_were_sent() -> None:
     for message in (
         Submit(7, [[1, 2], [3]], PARAMS, True),
         Submit(8, [[0]], SamplingParams(), False),
-        Submit(9, [[0]], SamplingParams(), False, "sql"),
+        Submit(9, [[0]], SamplingParams(lora="sql"), False),
         SetAdapter(10, "sql", "/a/folder"),
         SetAdapter(11, "sql", None),
         LoadModel(ServeConfig(draft=("ngram", "suffix"), draft_length=3, cors_origin=("*",))),

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Sequence
-from dataclasses import MISSING, dataclass, fields
+from dataclasses import MISSING, dataclass, fields, replace
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -115,23 +115,18 @@ def _run(
     if llm.draft_vocabulary is not None:
         notes.print(f"draft vocabulary: {llm.draft_vocabulary}", style="dim", highlight=False)
     if output.as_json:
-        completions = llm.generate(prompts, params, lora=_adapter_of(llm))
+        completions = llm.generate(prompts, params)
         for completion in completions:
             print_json(completion_record(completion, llm.tokenizer))
         return completions
     # A flag given by hand holds for pipes too, where Rich would strip the colours.
     console = Console(force_terminal=True if output.show_draft else None)
     show_draft = console.is_terminal if output.show_draft is None else output.show_draft
-    completions = stream_to(console, llm, prompts, params, show_draft, _adapter_of(llm))
+    completions = stream_to(console, llm, prompts, params, show_draft)
     for completion in completions:
         line = summary(completion, bool(llm.drafters))
         notes.print(line, style="dim", highlight=False, soft_wrap=True)
     return completions
-
-
-def _adapter_of(llm: LLM) -> str | None:
-    """The first one."""
-    return next((adapter.name for adapter in llm.adapters.loaded), None)
 
 
 def _opened(
@@ -139,7 +134,8 @@ def _opened(
 ) -> tuple[LLM, SamplingParams]:
     sampling.params()  # what is wrong is said before anything is loaded
     llm = engine.open(engine.resolved_draft, lora=adapters.adapters)
-    return llm, sampling.params(llm.sampling_defaults)
+    first = next(iter(adapters.adapters), None)
+    return llm, replace(sampling.params(llm.sampling_defaults), lora=first)
 
 
 def _read(prompt: str) -> str:

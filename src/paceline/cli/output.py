@@ -149,10 +149,8 @@ def stream_to(
     prompts: Sequence[str] | Sequence[list[int]],
     params: SamplingParams,
     show_draft: bool,
-    lora: str | None = None,
 ) -> list[Completion]:
-    """Print completions as they grow (a single one) or as they finish (several). ``lora``: the name
-    of their adapter."""
+    """Print completions as they grow (a single one) or as they finish (several)."""
     show = partial(console.print, soft_wrap=True, highlight=False)
     single = len(prompts) == 1 and params.n == 1
     completions: list[Completion] = []
@@ -162,7 +160,7 @@ def stream_to(
         return Painter(llm.tokenizer, show_draft, ids)
 
     growing = painter(prompts[0])
-    for event in llm.stream(prompts, params, lora=lora):
+    for event in llm.stream(prompts, params):
         done = event.completion
         if single:
             show(growing.paint(event.token_ids, event.from_draft, event.text), end="")

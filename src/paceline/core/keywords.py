@@ -38,7 +38,7 @@ OTHER_NAMES = {
     "enforce_eager": "no CUDA graphs are captured; leave it out",
     "swap_space": "no sequence is swapped out; leave it out",
     "enable_chunked_prefill": "long prompts are always read in chunks; leave it out",
-    "enable_lora": "merge the adapter into the weights",
+    "enable_lora": "give adapters as lora={name: folder}",
     "logits_processors": "give them to requests: SamplingParams(logits_processors=[f])",
     "structured_outputs": "use grammar=Grammar.json(schema), regex or lark",
     "guided_decoding": "use grammar=Grammar.json(schema), regex or lark",

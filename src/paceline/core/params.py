@@ -121,6 +121,7 @@ def _rules() -> Iterator[tuple[str, Callable[[Any], bool], str]]:
     yield "seed", _whole_below(2**63), "it must be a whole number from 0 to 2**63 - 1"
     named = 'give the name of a loaded one, or "none"'
     yield "drafter", lambda v: v is None or isinstance(v, str), named
+    yield "lora", lambda v: v is None or isinstance(v, str), "give the name of a loaded adapter"
     yield "draft_length", _whole_below(65), "it must be from 0 to 64, or left out"
 
 
@@ -148,7 +149,8 @@ class SamplingParams:
     a draft, too, so they must not keep state.
     ``skip_special_tokens`` leaves these out of the text; those that end it are never in it, nor,
     with ``skip_end_tokens``, those that ``ignore_eos`` continues after. ``prediction``: token ids
-    of the expected text, used as drafts. Requests of lower ``priority`` start first.
+    of the expected text, used as drafts. ``lora``: the name of a loaded adapter. Requests of lower
+    ``priority`` start first.
 
     Raises ConfigError, a ValueError, on a value out of range."""
 
@@ -178,6 +180,7 @@ class SamplingParams:
     prompt_logprobs: int | None = None
     prediction: tuple[int, ...] = ()
     priority: int = 0
+    lora: str | None = None
 
     def __post_init__(self) -> None:
         for name, allowed, rule in _RULES:

@@ -41,9 +41,12 @@ _REBASING = ("pissa", "olora", "corda", "loftq", "lora_ga")
 class Adapters:
     """The adapters of a model that requests may name; any thread may load and unload them."""
 
-    def __init__(self, model: CausalModel) -> None:
+    def __init__(self, model: CausalModel, folders: Mapping[str, str | Path] | None) -> None:
+        """Loads those of these ``folders``, by name."""
         self._model = model
         self._by_name: dict[str, Adapter] = {}
+        for name, folder in (folders or {}).items():
+            self.load(name, folder)
 
     @property
     def loaded(self) -> tuple[Adapter, ...]:

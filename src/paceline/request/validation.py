@@ -33,9 +33,18 @@ def as_prompts(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:
 
 
 def as_params(
-    params: SamplingParams | Sequence[SamplingParams], count: int
+    params: SamplingParams | Sequence[SamplingParams], count: int, lora: Lora = None
 ) -> list[SamplingParams]:
-    """Parameters for each of ``count`` prompts. Raises ConfigError."""
+    """Parameters for each of ``count`` prompts, with adapters named by ``lora``. Raises
+    ConfigError."""
+    if lora is not None:
+        names = [lora] * count if isinstance(lora, str) else list(lora)
+        if len(names) != count:
+            raise ConfigError(
+                f"{len(names)} adapters for {count} prompts; give one for all or one each"
+            )
+        pairs = zip(as_params(params, count), names, strict=True)
+        return [item if name is None else replace(item, lora=name) for item, name in pairs]
     if isinstance(params, SamplingParams):
         return [params] * count
     items = _listed(params)
@@ -48,16 +57,6 @@ def as_params(
             f"{len(items)} SamplingParams for {count} prompts; give one for all or one each"
         )
     return items
-
-
-def as_adapter_names(lora: Lora, count: int) -> list[str | None]:
-    """An adapter's name or None for each of ``count`` prompts. Raises ConfigError."""
-    names = [lora] * count if lora is None or isinstance(lora, str) else _listed(lora)
-    if names is None or not all(name is None or isinstance(name, str) for name in names):
-        raise ConfigError(f"lora is {shown(lora)}; give an adapter's name, or one for each prompt")
-    if len(names) != count:
-        raise ConfigError(f"lora has {len(names)} names for {count} prompts; give one each")
-    return names
 
 
 def _listed(value: Any) -> list[Any] | None:

@@ -159,9 +159,8 @@ class EngineClient:
         params: SamplingParams,
         deadline: float | None = None,
         streams: bool = True,
-        lora: str | None = None,
     ) -> Ticket:
-        """Queue ``n`` requests for each prompt, by an adapter's name.
+        """Queue ``n`` requests for each prompt.
 
         ``deadline``: seconds, at most the server's. ``streams``: events step by step, else one for
         each completion. Raises APIError, ConfigError, or what the engine refuses it for; later
@@ -175,7 +174,7 @@ class EngineClient:
         drafter = params.drafter or (drafters[0] if drafters else "none")
         ticket = Ticket(self, next(self._numbers), prompts, params, drafter)
         self._check_capacity(ticket.count)
-        self._post(wire.Submit(ticket.number, list(prompts), params, streams, lora))
+        self._post(wire.Submit(ticket.number, list(prompts), params, streams))
         self._tickets[ticket.number] = ticket
         limits = [limit for limit in (deadline, self.config.deadline) if limit]
         if limits:

@@ -142,9 +142,7 @@ class EngineLoop:
             requests = [
                 request
                 for number, prompt in enumerate(submit.prompts)
-                for request in self.llm.prepare(
-                    prompt, submit.params, number, submit.streams, submit.lora
-                )
+                for request in self.llm.prepare(prompt, submit.params, number, submit.streams)
             ]
             for request in requests:
                 request.whole_characters = True

@@ -77,7 +77,6 @@ class Service:
         params: SamplingParams,
         deadline: float | None,
         streams: bool,
-        lora: str | None = None,
     ) -> Ticket:
         """Within the configured limits. Raises APIError and what ``EngineClient.submit`` does."""
         config = self.config
@@ -90,7 +89,7 @@ class Service:
                 raise APIError(
                     f"{param}: {asked} asked for, but this server allows {limit}", param=param
                 )
-        ticket = await self.client.submit(prompts, params, deadline, streams, lora)
+        ticket = await self.client.submit(prompts, params, deadline, streams)
         attach(ticket)
         if config.log_prompts:  # every id has been checked
             for prompt in prompts:

@@ -79,13 +79,12 @@ class LoadModel(WireMessage):
 
 
 class Submit(WireMessage):
-    """``n`` answers for each prompt, step by step if it ``streams``, by an adapter of this name."""
+    """``n`` answers for each prompt, step by step if it ``streams``."""
 
     ticket: int
     prompts: list[list[int]]
     params: SamplingParams
     streams: bool
-    lora: str | None = None
 
 
 class Cancel(WireMessage):

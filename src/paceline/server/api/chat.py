@@ -51,7 +51,8 @@ class Dialogue:
             expected = await service.encode(body.prediction.content, False, "prediction")
             length = PREDICTED_LENGTH if params.draft_length is None else params.draft_length
             params = replace(params, prediction=tuple(expected), draft_length=length)
-        ticket = await service.submit([prompt], params, body.deadline, body.stream, adapter)
+        params = replace(params, lora=adapter)
+        ticket = await service.submit([prompt], params, body.deadline, body.stream)
         return cls(service, body, prompt, ticket)
 
     def reader(self) -> AnswerStream:

@@ -198,11 +198,10 @@ async def _begin(service: Service, body: CompletionRequest) -> tuple[Ticket, lis
     if logprobs is None and body.best_of not in (None, body.n):
         logprobs = 0
     params = sampling_params(body, service.facts, limit, logprobs)
-    params = replace(params, n=body.best_of or body.n)
+    params = replace(params, n=body.best_of or body.n, lora=adapter)
     if body.echo and body.logprobs is not None:
         params = replace(params, prompt_logprobs=max(body.logprobs, body.prompt_logprobs or 0))
-    ticket = await service.submit(prompts, params, body.deadline, body.stream, adapter)
-    return ticket, prompts
+    return await service.submit(prompts, params, body.deadline, body.stream), prompts
 
 
 class CompletionAnswer(OpenAIAnswer):
