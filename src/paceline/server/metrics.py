@@ -28,6 +28,11 @@ if TYPE_CHECKING:
 _FAST = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5)
 _SLOW = (0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 120.0)
 _SIZES = (1, 2, 4, 8, 16, 32, 64, 128)
+_OF_ADAPTERS = {
+    "generation": "Tokens written",
+    "draft": "Tokens drafted",
+    "accepted": "Draft tokens accepted",
+}
 _DECAY = 0.995  # a step, of the gauges' sums: about the last two hundred
 
 
@@ -85,12 +90,10 @@ class Metrics:
         self.draft_length = gauge(f"{spec}_draft_length", text, ["drafter"])
         # Of requests with an adapter, which the metrics above count, too.
         labels = ["adapter", "drafter"]
-        text = "Tokens written with an adapter."
-        self.adapter_tokens = counter("adapter_generation_tokens", text, labels)
-        text = "Tokens drafted with an adapter."
-        self.adapter_drafted = counter("adapter_draft_tokens", text, labels)
-        text = "Draft tokens accepted with an adapter."
-        self.adapter_accepted = counter("adapter_accepted_tokens", text, labels)
+        self.by_adapter = [
+            counter(f"adapter_{kind}_tokens", f"{text} with an adapter.", labels)
+            for kind, text in _OF_ADAPTERS.items()
+        ]
         self._recent: dict[str, _Recent] = {}
         self._phases = dict.fromkeys(PHASES, 0.0)
         self._before: Tally[str] = Tally()  # sequences of the step before, by drafter
@@ -143,10 +146,9 @@ class Metrics:
             for _ in range(count):
                 self.token_gap.observe(gap)
         if request.seq.adapter is not None:
-            labels = request.seq.adapter.name, drafter
-            self.adapter_tokens.labels(*labels).inc(count)
-            self.adapter_drafted.labels(*labels).inc(commit.drafted)
-            self.adapter_accepted.labels(*labels).inc(len(commit.path))
+            counts = count, commit.drafted, len(commit.path)
+            for metric, more in zip(self.by_adapter, counts, strict=True):
+                metric.labels(request.seq.adapter.name, drafter).inc(more)
         recent = self._recent.setdefault(drafter, _Recent())
         recent.record(commit)
         self.mean_length.labels(drafter).set(recent.mean_length)
