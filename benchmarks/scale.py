@@ -4,7 +4,7 @@ The real scheduler, cache accounting and adaptive length, in simulated time: for
 roofline of an H100 or H200 says (scale_costs.py), drafts are accepted by chance (scale_replica.py).
 Plain decoding stands beside drafts of three tokens and the engine's own choice.
 
-    python benchmarks/scale.py                        # all of docs/scale.md: some minutes
+    python benchmarks/scale.py                        # all of docs/guides/scale.md: some minutes
     python benchmarks/scale.py --chips h100 --models 8b --seconds 5
     python benchmarks/scale.py --capacity --chips h100 --models 8b    # a sheet, by formula
 
@@ -189,7 +189,7 @@ def where_it_stops(costs: Roofline) -> Table:
 
 
 def capacity(args: argparse.Namespace) -> dict[str, Any]:
-    """The sheet of docs/deploy.md: what so many replicas serve, by the formula of ``sheet``."""
+    """The sheet of docs/guides/deploy.md: what replicas serve, by the formula of ``sheet``."""
     shown = Report("Capacity (computed)")
     figures: dict[str, Any] = {}
     for chip in args.chips:

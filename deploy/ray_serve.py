@@ -5,9 +5,9 @@
     serve run ray_serve:build model=paceline/tiny draft=paceline/tiny-draft max_replicas=4
     serve run ray_serve:build config=paceline.toml num_gpus=1
 
-Each replica is a whole engine, with the API of `paceline serve` (docs/serve.md): completions,
-chats, responses and messages, streamed or not. Ray's proxy shares requests out among replicas by
-how many each has under way, and lets one that leaves finish its own.
+Each replica is a whole engine, with the API of `paceline serve` (docs/reference/server.md):
+completions, chats, responses and messages, streamed or not. Ray's proxy shares requests out among
+replicas by how many each has under way, and lets one that leaves finish its own.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""docs/architecture.md draws the layers that tests/test_imports.py enforces."""
+"""docs/contributing/architecture.md draws the layers that tests/test_imports.py enforces."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from pathlib import Path
 
 from test_imports import FOREIGN, LAYERS, SOURCE
 
-PAGE = Path(__file__).resolve().parents[1] / "docs" / "architecture.md"
+PAGE = Path(__file__).resolve().parents[1] / "docs" / "contributing" / "architecture.md"
 
 
 def built(room: str) -> bool:

@@ -1,5 +1,5 @@
-"""docs/migration.md names every keyword of other engines that is known here, beside ours, and
-docs/comparison.md counts our drafters. Their code is run by test_readme."""
+"""docs/get-started/migration.md names every keyword of other engines that is known here, beside
+ours, and docs/comparison.md counts our drafters. Their code is run by test_readme."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from paceline.core.keywords import OTHER_NAMES
 from paceline.drafters import RECORDS
 
 DOCS = Path(__file__).resolve().parents[1] / "docs"
-PAGE = (DOCS / "migration.md").read_text(encoding="utf-8")
+PAGE = (DOCS / "get-started" / "migration.md").read_text(encoding="utf-8")
 OURS = {
     name
     for function in (LLM.__init__, LLM.generate, SamplingParams)

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from paceline.async_llm import AsyncLLM
     from paceline.control.cost import CostModel
-    from paceline.core.costs import CostCurve, TargetCosts
+    from paceline.core.costs import CostCurve, DrafterCosts, TargetCosts
     from paceline.core.params import Grammar, SamplingParams
     from paceline.engine.driver import Drive
     from paceline.errors import (

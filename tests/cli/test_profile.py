@@ -69,7 +69,7 @@ def test_bad_input_is_one_line(arguments: list[str], extra: list[str], words: st
 
 
 def test_commands_of_the_page_parse() -> None:
-    page = Path(__file__).resolve().parents[2] / "docs" / "profile.md"
+    page = Path(__file__).resolve().parents[2] / "docs" / "guides" / "profile.md"
     lines = [line.partition("  #")[0] for line in page.read_text(encoding="utf-8").splitlines()]
     commands = [shlex.split(line) for line in lines if line.startswith("paceline profile")]
     assert len(commands) == 3

@@ -153,9 +153,10 @@ def test_compose() -> None:
 
 
 def test_the_page_says_what_is_there() -> None:
-    page = (ROOT / "docs" / "deploy.md").read_text(encoding="utf-8")
+    guide = ROOT / "docs" / "guides" / "deploy.md"
+    page = guide.read_text(encoding="utf-8")
     links = [link.partition("#")[0] for link in re.findall(r"\]\(([^)]+)\)", page)]
-    assert links and all((ROOT / "docs" / link).exists() for link in links), links
+    assert links and all((guide.parent / link).exists() for link in links), links
     lines = [line for line in page.splitlines() if line.startswith("paceline serve")]
     assert lines and all(parsed(shlex.split(line)[2:])["port"] for line in lines)
     config = yaml.safe_load(named("ConfigMap", PICKER)["data"]["config.yaml"])

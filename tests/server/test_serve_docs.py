@@ -20,8 +20,9 @@ from support.running_server import Running
 
 ROOT = Path(__file__).resolve().parents[2]
 DEPLOY = ROOT / "deploy"
+REFERENCE = ROOT / "docs" / "reference" / "server.md"
 # The page shows the real model; the tests ask the server that they have.
-PAGE = (ROOT / "docs" / "serve.md").read_text(encoding="utf-8").replace("smollm2", "tiny")
+PAGE = REFERENCE.read_text(encoding="utf-8").replace("smollm2", "tiny")
 
 
 def blocks(language: str) -> list[str]:
@@ -95,7 +96,7 @@ def test_flags_of_the_page() -> None:
 
 def test_links_of_the_page() -> None:
     links = re.findall(r"\]\(([^)#]+)\)", PAGE)
-    assert links and all((ROOT / "docs" / link).is_file() for link in links)
+    assert links and all((REFERENCE.parent / link).is_file() for link in links)
 
 
 # -- deploying -------------------------------------------------------------------------------------

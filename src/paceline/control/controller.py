@@ -36,7 +36,7 @@ PLAIN = Decision(0)
 
 class Controller:
     """Chooses drafts. It sees the past only, never the tokens being drafted, so that no choice can
-    bias the output; ``LLM(controller=...)`` takes another one (docs/control.md)."""
+    bias the output; ``LLM(controller=...)`` takes another one (docs/concepts/control.md)."""
 
     def lengths(self, seqs: Sequence[SequenceState]) -> Sequence[Decision | int]:
         """The next step's draft for each running sequence; a number is ``Decision(number)``.

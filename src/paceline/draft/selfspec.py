@@ -30,7 +30,7 @@ from paceline.model.copies import LayerView
 from paceline.model.paged.blocks import OutOfBlocksError
 
 # A chain ends where its path is accepted with less than this chance: a pass of a quarter of a step
-# then no longer pays (docs/decisions.md).
+# then no longer pays (docs/contributing/decisions.md).
 STOP_BELOW = 0.5
 # The same if the target's layers are offloaded and the view's are not.
 STOP_BELOW_OFFLOADED = 0.2

@@ -141,8 +141,8 @@ def warn_of_backend(facts: Facts) -> None:
     log.warning(
         "the backend is %s: 0.2 to 0.6 times as fast as the native kernels, and texts may differ "
         "in near ties. Cure: leave out --backend, install g++, and let PACELINE_CACHE be a folder "
-        "that the server may write; or ship the kernels (docs/deploy.md). paceline doctor says "
-        "what a model lacks",
+        "that the server may write; or ship the kernels (docs/guides/deploy.md). paceline doctor "
+        "says what a model lacks",
         facts.backend,
     )
 

@@ -281,7 +281,7 @@ def test_findings_as_records() -> None:
 
 
 def test_the_page_has_every_finding() -> None:
-    page = (Path(__file__).parents[3] / "docs" / "doctor.md").read_text(encoding="utf-8")
+    page = (Path(__file__).parents[3] / "docs" / "guides" / "doctor.md").read_text(encoding="utf-8")
     assert Path(findings.__file__).with_name("kinds.md").read_text(encoding="utf-8") in page
     assert set(re.findall(r"^\| `([a-z0-9-]+)`", page, re.MULTILINE)) == set(KINDS)
 

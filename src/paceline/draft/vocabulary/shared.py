@@ -22,7 +22,7 @@ from paceline.errors import ConfigError, VocabularyMismatchError
 from paceline.model.tokenizer import Named, Tokenizer, TokenSpeller, check_embeddings, differences
 
 METHODS = ("auto", "intersection", "string")
-ENOUGH = 0.5  # from here on token by token: measured, see docs/decisions.md
+ENOUGH = 0.5  # from here on token by token: measured, see docs/contributing/decisions.md
 
 # What users ask of models: a story, a question with an answer, numbers, code, other languages.
 SAMPLE = Path(__file__).parents[2] / "assets" / "vocabulary_sample.txt"

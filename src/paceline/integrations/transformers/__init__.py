@@ -4,7 +4,7 @@
 
     model.generate(**inputs, custom_generate=generate, draft="ngram", max_new_tokens=64)
 
-The model is the caller's own, in its dtype and on its device; see docs/transformers.md.
+The model is the caller's own, in its dtype and on its device; see docs/guides/transformers.md.
 """
 
 from __future__ import annotations

@@ -65,7 +65,7 @@ def generate(
     ``draft_quantize`` are as of ``LLM``. Sampled rows take their seeds from ``seed`` (row r has
     ``seed + r``), else from PyTorch's global generator: after ``torch.manual_seed`` the text is the
     same again, whatever the draft. ``rule`` "token" and "block" sample without seeds of their own.
-    ``target_tokenizer``: see docs/transformers.md.
+    ``target_tokenizer``: see docs/guides/transformers.md.
 
     Returns ids ``[batch, length]`` with the prompts, or a SpeculativeOutput where the configuration
     asks for a dict. Raises ConfigError for what cannot be honoured, by its name, and whatever a

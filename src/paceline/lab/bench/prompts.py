@@ -1,5 +1,5 @@
-"""Prompts to measure on: shipped ones, or the user's files in the layouts of docs/prompts.md. A
-record is recognised by its fields, so a file may mix them."""
+"""Prompts to measure on: shipped ones, or the user's files in the layouts of
+docs/guides/prompts.md. A record is recognised by its fields, so a file may mix them."""
 
 from __future__ import annotations
 

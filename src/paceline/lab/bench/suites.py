@@ -1,5 +1,5 @@
-"""Public benchmarks: their questions, in their layouts or that of docs/prompts.md, answered turn by
-turn. Engines go on from their own answers; only answering is timed."""
+"""Public benchmarks: their questions, in their layouts or that of docs/guides/prompts.md, answered
+turn by turn. Engines go on from their own answers; only answering is timed."""
 
 from __future__ import annotations
 

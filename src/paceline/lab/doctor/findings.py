@@ -1,5 +1,5 @@
 """Findings: of which kind, about what, and what was seen. The kinds are the tables of ``kinds.md``,
-which docs/doctor.md repeats. A check names the kind and gives the values."""
+which docs/guides/doctor.md repeats. A check names the kind and gives the values."""
 
 from __future__ import annotations
 

@@ -35,7 +35,8 @@ class Scheme:
     ``finer``: in eight bits a scale per 64 inputs where these divide a layer's inputs, which halves
     the error for 3 % more bytes; no other engine reads it. ``zero``: the zero points of four bits
     (see rounding.py). ``head``: the precision of the language-model head; None leaves it as it is.
-    Its errors move every logit, and every step reads it whole; docs/quantise.md has figures."""
+    Its errors move every logit, and every step reads it whole; docs/guides/quantise.md has
+    figures."""
 
     precision: str
     group: int = GROUP

@@ -1,1 +1,1 @@
-"""The forward on a processor, in kernels of our own: docs/native.md."""
+"""The forward on a processor, in kernels of our own: docs/concepts/kernels.md."""
