@@ -15,6 +15,7 @@ from paceline.errors import CacheMemoryError, EngineLostError
 from paceline.request.completion import Completion, StreamEvent
 from paceline.request.request import Request
 from support.cache_invariants import check_cache
+from support.faults import STAGES, Fault
 
 PROMPTS = ["Once upon a time there was a little", "def add(a, b)", "The old house by the sea was"]
 PARAMS = [
@@ -62,25 +63,6 @@ def llm(make: Make, request: pytest.FixtureRequest) -> Iterator[LLM]:
     assert own.pool.available == own.num_blocks
 
 
-class Fault:
-    """Stands in for a function and fails in some of its calls."""
-
-    def __init__(self, owner: Any, name: str, when: Callable[..., bool], error: BaseException):
-        self.calls = self.raised = 0
-        self._real, self._when, self._error = getattr(owner, name), when, error
-        setattr(owner, name, self)
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._real, name)
-
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        self.calls += 1
-        if self._when(self, *args):
-            self.raised += 1
-            raise self._error
-        return self._real(*args, **kwargs)
-
-
 def prepared(llm: LLM) -> list[Request]:
     pairs = enumerate(zip(PROMPTS, PARAMS, strict=True))
     return [request for number, pair in pairs for request in llm.prepare(*pair, number)]
@@ -126,22 +108,6 @@ def check_failed(request: Request, events: list[StreamEvent], alone: Completion)
     assert [t for event in events for t in event.token_ids] == done.token_ids
     assert "".join(event.text for event in events) == done.text
     assert events[-1].completion is done
-
-
-# Where a step may fail, in order: owner and name of what is called.
-STAGES: dict[str, Callable[[LLM], tuple[Any, str]]] = {
-    "plan": lambda llm: (llm.engine.scheduler, "plan"),
-    "allocation": lambda llm: (llm.engine.cache.pool, "allocate"),
-    "reserve": lambda llm: (llm.engine.cache, "reserve"),
-    "lengths": lambda llm: (llm.engine.controller, "lengths"),
-    "propose": lambda llm: (llm.engine.drafter, "propose"),
-    "batch": lambda llm: (llm.engine.cache, "batch_of"),
-    "forward": lambda llm: (llm.engine, "target"),
-    "verify": lambda llm: (llm.engine, "verifier"),
-    "move": lambda llm: (llm.engine.cache, "move"),
-    "observe": lambda llm: (llm.engine.drafter, "observe"),
-    "account": lambda llm: (llm.engine.controller, "observe"),
-}
 
 
 @pytest.mark.parametrize("call", [1, 4])
