@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from paceline.errors import ConfigError, ModelLoadError, UnsupportedModelError
+from paceline.errors import ConfigError, ModelLoadError, PacelineError, UnsupportedModelError
 from paceline.kernels.compile import are_kernels_here
 from paceline.model.backends.base import REFERENCE
 from paceline.model.gguf import dequantising, gguf_file, read_gguf
@@ -228,7 +228,9 @@ def read_config(name: str, path: str) -> Any:
             config = completed(config, read_gguf(Path(source, options["gguf_file"])))
         check_fields(name, quantization_of(config) or {})
         return config
-    except (OSError, ValueError, KeyError, TypeError) as error:
+    except PacelineError:
+        raise
+    except Exception as error:  # transformers raises all kinds of errors for a wrong value
         if is_path(path):
             what = "header" if options else "config.json"
             raise ModelLoadError(
