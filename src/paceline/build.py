@@ -28,6 +28,7 @@ from paceline.errors import CacheMemoryError, ConfigError
 from paceline.model.measure import measure, measure_target
 from paceline.model.paged.cache import PagedCache, blocks_within, bytes_per_token
 from paceline.model.paged.int8 import cache_dtype
+from paceline.model.paged.states import PENDING_SLOTS
 from paceline.model.target import CausalModel
 from paceline.model.tokenizer import Tokenizer
 from paceline.settings import EngineSettings, entries
@@ -43,6 +44,9 @@ _MEASURING = 1.0  # seconds after which no further batch size is measured
 _REPEATING = 0.15  # seconds of rounds for each batch size
 _WARM_UP_SECONDS = 0.1  # for a drafter's pass
 _COSTLESS = 4  # times as many levels for drafters without passes
+# States of recurrent layers for each sequence: the committed one, those of a step's pending tokens
+# and of its draft's nodes; where memory is short, of no nodes. Prefixes keep what is left of them.
+_STATES, _LEAST_STATES = 12, 1 + PENDING_SLOTS
 
 
 @dataclass(frozen=True)
@@ -95,24 +99,49 @@ def _step_tokens(prefill_chunk: int) -> int:
     return max(2048, prefill_chunk)
 
 
+def _cache_memory(options: EngineOptions, target: CausalModel) -> int:
+    """Bytes for caches: ``kv_cache_memory``, else a quarter of the device's free memory less what
+    forwards and scoring take."""
+    if options.kv_cache_memory is not None:
+        return options.kv_cache_memory
+    rows = _step_tokens(options.prefill_chunk)
+    taken = scoring_bytes(target.vocab_size, rows) + target.scratch_bytes(rows)
+    return max(0, target.free_memory() - taken) // 4
+
+
+def state_slots(options: EngineOptions, target: CausalModel, draft_bytes: int = 0) -> int:
+    """States that the cache holds, in at most half of its memory; a recurrent draft, whose state
+    takes ``draft_bytes``, has as many. Raises CacheMemoryError if a full batch cannot run."""
+    per_state = target.state_bytes + draft_bytes
+    if not per_state:
+        return 0
+    batch, memory = options.max_batch_size, _cache_memory(options, target)
+    slots = min(batch * _STATES, memory // 2 // per_state)
+    if slots < batch * _LEAST_STATES:
+        raise CacheMemoryError(
+            f"{batch} sequences need {batch * _LEAST_STATES} states of recurrent layers of "
+            f"{per_state:,} bytes, in half of {memory:,}; lower max_batch_size or raise "
+            "kv_cache_memory"
+        )
+    return slots
+
+
 def cache_blocks(
-    options: EngineOptions, target: CausalModel, draft_bytes: int = 0, feature_bytes: int = 0
+    options: EngineOptions,
+    target: CausalModel,
+    draft_bytes: int = 0,
+    feature_bytes: int = 0,
+    state_bytes: int = 0,
 ) -> int:
     """Blocks of the cache. A drafter's cache, of ``draft_bytes`` a token, has as many; it may keep
-    features of ``feature_bytes`` a token (draft/heads/eagle.py).
+    features of ``feature_bytes`` a token (draft/heads/eagle.py). ``state_bytes``: of all states.
 
-    Without ``kv_cache_memory``: a full batch of full contexts, at most a quarter of the device's
-    free memory less what forwards and scoring take. Raises CacheMemoryError if not even two blocks
-    fit.
+    Without ``kv_cache_memory``: a full batch of full contexts at most. Raises CacheMemoryError if
+    not even two blocks fit.
     """
     per_token = bytes_per_token(target.cache_shapes, target.cache_dtype) + draft_bytes
     memory = options.kv_cache_memory
-    if memory is None:
-        rows = _step_tokens(options.prefill_chunk)
-        taken = scoring_bytes(target.vocab_size, rows) + target.scratch_bytes(rows)
-        affordable_bytes = max(0, target.free_memory() - taken) // 4
-    else:
-        affordable_bytes = memory
+    affordable_bytes = _cache_memory(options, target) - state_bytes
     kept = most_kept(options.max_batch_size, options.prefill_chunk)
     blocks = blocks_within(affordable_bytes, per_token, feature_bytes, kept, BLOCK_SIZE)
     if memory is None:
@@ -173,8 +202,11 @@ def build_engine(
 ) -> Engine:
     """Cache, drafter, scheduler, verifier and controller around a target. ``generator``: randomness
     of requests without a seed. Raises CacheMemoryError."""
-    blocks = cache_blocks(options, target, prepared.cache_bytes, prepared.feature_bytes)
-    cache, device = target.new_cache(blocks, BLOCK_SIZE, options.prefix_sharing), target.device
+    slots = state_slots(options, target, prepared.state_bytes)
+    states = slots * (target.state_bytes + prepared.state_bytes)
+    blocks = cache_blocks(options, target, prepared.cache_bytes, prepared.feature_bytes, states)
+    cache = target.new_cache(blocks, BLOCK_SIZE, options.prefix_sharing, slots)
+    device = target.device
     adapts = options.draft_length == "auto"
 
     @lru_cache(maxsize=1)

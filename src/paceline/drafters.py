@@ -160,4 +160,5 @@ def prepare_all(drafts: DraftLike | Sequence[DraftLike] | None, loading: Loading
         sum(part.feature_bytes for part in parts.values()),
         tuple(part.drafts[0] for part in parts.values()),
         tuple(note for part in parts.values() for note in part.notes),
+        sum(part.state_bytes for part in parts.values()),
     )

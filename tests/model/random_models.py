@@ -10,6 +10,7 @@ from transformers import AutoModelForCausalLM
 
 from paceline.model.probe import register
 from paceline.model.target import CausalModel
+from support.recurrent_models import RECURRENT
 
 VOCAB = 61
 COMMON: dict[str, Any] = {
@@ -117,6 +118,7 @@ SPECS: dict[str, tuple[str, dict[str, Any]]] = {
             "first_k_dense_replace": 1,
         },
     ),
+    **RECURRENT,
 }
 
 

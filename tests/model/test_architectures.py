@@ -12,7 +12,7 @@ from random_models import SPECS, VOCAB, tiny_pair
 
 from paceline.core.batch import Batch, Span
 from paceline.core.tree import chain_parents
-from paceline.model.paged.cache import PagedCache
+from paceline.model.paged.cache import path_moves
 from paceline.model.target import CausalModel
 
 BLOCK = 4
@@ -49,8 +49,7 @@ class Bench:
         mixed = list(range(12, 36))
         rng.shuffle(mixed)
         self.tables = [runs[0], mixed[:12], mixed[12:], runs[1]]  # two runs, two scattered
-        model = self.model
-        self.cache = PagedCache(model.cache_shapes, BLOCKS, BLOCK, model.dtype, "cpu")
+        self.cache = self.model.new_cache(BLOCKS, BLOCK)
 
     def slot(self, seq: int, index: int) -> int:
         return self.tables[seq][index // BLOCK] * BLOCK + index % BLOCK
@@ -108,6 +107,8 @@ class Bench:
     def keep(self, seq: int, base: int, nodes: tuple[int, ...], path: tuple[int, ...]) -> None:
         """Commit a path of tree nodes behind ``base``, as the engine does."""
         self.tokens[seq][base : base + len(path)] = [nodes[node] for node in path]
+        if self.cache.states is not None:
+            self.cache.states.move(path_moves(seq, base, path))
         for layer in range(self.model.num_layers):
             for store in self.cache.kv(layer):
                 rows = [store[self.slot(seq, base + node)].clone() for node in path]
@@ -213,7 +214,9 @@ def test_the_head_turns_final_features_into_logits(pair: tuple[CausalModel, Any]
         torch.testing.assert_close(bench.model.head(out.features[last]), out.logits)
 
 
-@pytest.mark.parametrize("name", ["llama", "llama_mha", "gemma2", "gpt_oss"])
+@pytest.mark.parametrize(
+    "name", ["llama", "llama_mha", "gemma2", "gpt_oss", "lfm2", "falcon_h1", "qwen3_next"]
+)
 def test_bfloat16(name: str) -> None:
     """The same in bf16, within its rounding of the float32 truth."""
     model, _ = tiny_pair(name, torch.bfloat16)
@@ -228,12 +231,12 @@ def test_bfloat16(name: str) -> None:
 
 def test_prefill_longer_than_a_folded_span() -> None:
     """Chunks of more than 64 rows take the path for long spans, with and without context."""
-    for name in ("llama", "mistral", "gemma2", "gpt_oss", "llama4"):
+    for name in ("llama", "mistral", "gemma2", "gpt_oss", "llama4", "bamba", "jamba", "qwen3_next"):
         bench = Bench(*tiny_pair(name))
         rng = random.Random(2)
         bench.tokens = [[rng.randrange(3, VOCAB) for _ in range(128)] for _ in range(2)]
         bench.tables = [list(range(32)), list(range(63, 31, -1))]
-        bench.cache = PagedCache(bench.model.cache_shapes, 64, BLOCK, torch.float32, "cpu")
+        bench.cache = bench.model.new_cache(64, BLOCK)
         for seq in (0, 1):
             bench.check([Feed(seq, 0, 66)])
         bench.check([Feed(0, 66, 1, TREE, nodes_for(TREE)), Feed(1, 66, 62)])

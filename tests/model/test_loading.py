@@ -166,10 +166,8 @@ UNSUPPORTED: list[tuple[str, str, dict[str, Any]]] = [
     ("MambaConfig", "linear_attention|recurrent", {}),
     ("Mamba2Config", "linear_attention|recurrent", {}),
     ("RwkvConfig", "recurrent", {}),
-    ("JambaConfig", "linear_attention|mamba", {}),
     ("RecurrentGemmaConfig", "recurrent", {}),
-    ("Qwen3NextConfig", "linear_attention", {}),
-    ("Lfm2Config", "conv", {"layer_types": ["conv", "full_attention"], "num_hidden_layers": 2}),
+    ("Lfm2Config", "conv", {"layer_types": ["conv", "conv"], "num_hidden_layers": 2}),
     ("T5Config", "encoder-decoder", {}),
     ("ViTConfig", "not a causal language model", {}),
 ]

@@ -17,6 +17,7 @@ from paceline.model.copies import LayerView
 from paceline.model.paged.cache import PagedCache
 from paceline.model.probe import register
 from paceline.model.target import CausalModel
+from support.recurrent_models import RECURRENT
 
 TOKENS = [(7 * i + 3) % VOCAB for i in range(13)]
 
@@ -67,7 +68,14 @@ def storages(module: torch.nn.Module) -> set[int]:
     return {p.data_ptr() for p in (*module.parameters(), *module.buffers())}
 
 
-@pytest.mark.parametrize("name", sorted(SPECS))
+@pytest.mark.parametrize("name", sorted(RECURRENT))
+def test_recurrent_layers_are_not_left_out(name: str) -> None:
+    model, _ = tiny_pair(name)
+    with pytest.raises(UnsupportedModelError, match="a part of itself"):
+        LayerView(model, [0])
+
+
+@pytest.mark.parametrize("name", sorted(SPECS.keys() - RECURRENT.keys()))
 def test_every_architecture_without_one_layer(name: str) -> None:
     model, reference = tiny_pair(name)
     whole = logits_of(LayerView(model, [0, 1]))

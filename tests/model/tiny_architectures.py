@@ -10,6 +10,8 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Any
 
+from support.recurrent_models import RECURRENT
+
 VOCAB = 61
 WINDOW = 6
 ORIGINAL = 48  # positions before a rotary embedding was stretched
@@ -33,11 +35,13 @@ _SIZES: dict[str, Any] = {
     **_each(16, "moe_intermediate_size", "shared_expert_intermediate_size", "dim_model_base"),
     **_each(16, "expert_ffn_hidden_size", "shared_intermediate_size"),
     **_each(4, "num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts"),
-    **_each(2, "num_experts_per_tok", "moe_topk", "moe_k", "moe_top_k"),
-    **_each(1, "n_group", "topk_group", "zero_expert_num"),
+    **_each(2, "num_experts_per_tok", "moe_topk", "moe_k", "moe_top_k", "num_experts_per_token"),
+    **_each(1, "n_group", "topk_group", "zero_expert_num", "num_expert_group"),
     **_each(16, "q_lora_rank", "kv_lora_rank"),
     **_each(4, "qk_rope_head_dim", "laurel_rank"),
     "v_head_dim": 6,
+    "linear_head_dim": 8,
+    "linear_num_heads": 4,
     **_each(WINDOW, "sliding_window", "attention_chunk_size", "local_attention"),
     **_each(128, "max_position_embeddings", "n_positions", "max_seq_len"),
     "original_max_position_embeddings": ORIGINAL,
@@ -79,6 +83,7 @@ def _longrope(pairs: int, **more: float) -> dict[str, Any]:
 
 # What a default lacks to be built at all, or to be of a size for tests.
 _NEEDED: dict[str, dict[str, Any]] = {
+    **{kind: changes for kind, (_, changes) in RECURRENT.items()},
     "cohere_compass_text": {
         "layer_types": _SLIDING_FULL,
         "rope_parameters": {
@@ -99,10 +104,10 @@ _NEEDED: dict[str, dict[str, Any]] = {
     "gemma3n": {"num_kv_shared_layers": 0},
     "gemma3n_text": {"num_kv_shared_layers": 0, "intermediate_size": 40},
     "mllama": {"cross_attention_layers": [1]},
-    "lfm2_moe": {"layer_types": ["full_attention"] * 2, "num_dense_layers": 1},
     "nemotron": {"num_key_value_heads": 2},
     "roc_bert": {"concat_input": True},
     "xmod": {"default_language": "en_XX"},
+    "zaya": {"num_experts_per_tok": 1},
 }
 
 PUBLISHED: dict[str, dict[str, dict[str, Any]]] = {

@@ -13,6 +13,11 @@ def check_cache(cache: PagedCache) -> None:
     tables = cache._tables.values()
     check_pool(cache.pool, [table.blocks for table in tables])
     assert all(len(table.digests) <= len(table.blocks) for table in tables)
+    if cache.states is not None:
+        assert cache.states._slots.keys() == cache._tables.keys()
+        slots = [list(slots.values()) for slots in cache.states._slots.values()]
+        assert all(len(owned) <= 1 for owned in slots), "a state outlives its step"
+        check_pool(cache.states.pool, [*slots, [cache.states.zero]])
 
 
 def check_pool(pool: BlockPool, tables: Sequence[Sequence[int]]) -> None:

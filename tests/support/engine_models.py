@@ -12,6 +12,7 @@ from paceline.core.params import SamplingParams
 from paceline.llm import LLM
 from paceline.model.probe import ATTENTION, register
 from paceline.model.target import CausalModel
+from support.recurrent_models import RECURRENT
 from support.tiny_models import SENTENCES, SMALL
 
 VOCAB = 97
@@ -39,6 +40,30 @@ def random_llama(seed: int = 0, layers: int = 2, noise: float = 0.0, vocab: int 
 
 def adapted(seed: int = 0, layers: int = 2, noise: float = 0.0) -> CausalModel:
     return CausalModel(random_llama(seed, layers, noise), f"random-{seed}")
+
+
+def random_recurrent(
+    name: str, seed: int = 0, noise: float = 0.0, vocab: int = VOCAB, **more: Any
+) -> Any:
+    """A random model with recurrent layers, as ``random_llama``."""
+    import transformers
+
+    register()
+    kind, changes = RECURRENT[name]
+    options = SMALL | {"vocab_size": vocab, "max_position_embeddings": 160}
+    config = getattr(transformers, kind)(**options | {"initializer_range": 0.25} | changes | more)
+    with torch.random.fork_rng():
+        torch.manual_seed(seed)
+        model = transformers.AutoModelForCausalLM.from_config(config, attn_implementation=ATTENTION)
+        with torch.no_grad():
+            for parameter in model.parameters():
+                spread = parameter.std() if parameter.numel() > 1 else 1.0
+                parameter.add_(noise * spread * torch.randn_like(parameter))
+    return model.eval()
+
+
+def recurrent(name: str) -> CausalModel:
+    return CausalModel(random_recurrent(name), name)
 
 
 @torch.inference_mode()

@@ -60,6 +60,12 @@ def ancestor_mask(parents: tuple[int, ...]) -> torch.Tensor:
     return mask
 
 
+def parents_of(ancestors: torch.Tensor) -> tuple[int, ...]:
+    """Each node's parent in a tree that is known by its ancestors, as ``ancestor_mask`` has them."""
+    numbers = torch.arange(1, len(ancestors) + 1, device=ancestors.device)
+    return tuple(((ancestors.tril(-1) * numbers).amax(1) - 1).tolist())
+
+
 def chain_parents(length: int) -> tuple[int, ...]:
     return tuple(range(-1, length - 1))
 

@@ -74,6 +74,7 @@ def joined(members: Sequence[Prepared]) -> Prepared:
         lambda context: HybridDrafter([m.build(context) for m in members], context.cache.device),
         sum(member.cache_bytes for member in members),
         feature_bytes=sum(member.feature_bytes for member in members),
+        state_bytes=sum(member.state_bytes for member in members),
     )
 
 

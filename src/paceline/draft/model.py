@@ -88,6 +88,7 @@ class DraftModel(TreeSpec):
             # The end of a re-tokenised text may change; shared blocks must not.
             more = not texts, model.device, model.rope_switch
             cache = context.new_cache(model.cache_shapes, model.dtype, *more)
+            cache.states = model.new_states()
             levels, device = self.levels(context, cache), context.target.device
             widths = loading.target.vocab_size, model.vocab_size
             if match is None:
@@ -96,7 +97,13 @@ class DraftModel(TreeSpec):
                 return StringDrafter(model, levels, match, device)
             return ModelDrafter(model, levels, Intersection(match, widths, model.device), device)
 
-        return Prepared(build, bytes_per_token(model.cache_shapes, model.dtype))
+        if match is not None and match.method == "string" and model.state_bytes:
+            raise self.refuse(
+                "its recurrent layers cannot go back to where a text is tokenised otherwise; "
+                "take a draft with the target's vocabulary"
+            )
+        cached = bytes_per_token(model.cache_shapes, model.dtype)
+        return Prepared(build, cached, state_bytes=model.state_bytes)
 
     def _load(self, loading: Loading) -> tuple[CausalModel, Match | None]:
         """The model, and how its vocabulary is translated if it is another one."""

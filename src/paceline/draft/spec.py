@@ -86,8 +86,9 @@ class DraftContext:
 @dataclass(frozen=True)
 class Prepared:
     """A drafter whose weights are loaded. ``cache_bytes`` per cached token; ``feature_bytes`` per
-    token whose features may have to be kept. ``names``: those by which requests choose it, the
-    first is the default; ``drafts`` their specs; ``notes`` for the user."""
+    token whose features may have to be kept; ``state_bytes`` of a state of its recurrent layers.
+    ``names``: those by which requests choose it, the first is the default; ``drafts`` their specs;
+    ``notes`` for the user."""
 
     build: Callable[[DraftContext], Drafter]
     cache_bytes: int = 0
@@ -95,6 +96,7 @@ class Prepared:
     feature_bytes: int = 0
     drafts: tuple[str, ...] = ()
     notes: tuple[str, ...] = ()
+    state_bytes: int = 0
 
 
 class Target(Protocol):

@@ -126,10 +126,13 @@ class Scheduler:
         if scheduled < seq.num_pending:
             return 0
         length = self._draft_limit(seq, requested)
-        try:
-            self.cache.reserve(seq.seq_id, seq.cached + scheduled + max_nodes(length))
-        except OutOfBlocksError:
-            return 0
+        while length:
+            nodes = max_nodes(length)
+            try:
+                self.cache.reserve(seq.seq_id, seq.cached + scheduled + nodes, nodes)
+                break
+            except OutOfBlocksError:
+                length //= 2
         return length
 
     def _draft_limit(self, seq: SequenceState, requested: int) -> int:

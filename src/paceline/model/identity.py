@@ -75,11 +75,10 @@ def _probe(target: CausalModel) -> tuple[float, ...]:
     import torch
 
     from paceline.core.batch import Batch, Span
-    from paceline.model.paged.cache import PagedCache
 
     rows = range(_ROWS)
     ids = [(row * 7919 + 1) % target.vocab_size for row in rows]
-    cache = PagedCache(target.cache_shapes, 1, _ROWS, target.dtype, target.device)
+    cache = target.new_cache(1, _ROWS)
     with torch.inference_mode():
         batch = Batch(ids, rows, rows, (Span(0, 0, 0, _ROWS),), ((0,),))
         last = target(batch, cache).logits[-1].float()

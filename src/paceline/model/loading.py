@@ -36,7 +36,10 @@ _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torc
 _DTYPES |= {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 _WEIGHTS = ("*.safetensors", "pytorch_model*.bin", "*.safetensors.index.json")
 _VERIFIED_BYTES = 1 << 30  # checksums of more take seconds; paceline doctor compares those
+STATELESS = {"mlp", "moe", "dummy"}  # kinds of layers without a cache
 _PAGED_LAYERS = {"full_attention", "sliding_attention", "chunked_attention", "attention"}
+_BOTH = {"hybrid", "hybrid_sliding"}  # attention and a recurrence
+_RECURRENT_LAYERS = {"conv", "linear_attention", "mamba"} | _BOTH
 
 
 def load_module(
@@ -275,7 +278,8 @@ def causal_class(config: Any) -> Any | None:
 
 
 def check_architecture(config: Any) -> None:
-    """Raises UnsupportedModelError for models that cannot be paged and rolled back."""
+    """Raises UnsupportedModelError for models that cannot be paged and rolled back. Of hybrids the
+    loaded model decides (probe.py)."""
     kind = config.model_type
     if getattr(config, "is_encoder_decoder", False):
         raise UnsupportedModelError(
@@ -287,14 +291,18 @@ def check_architecture(config: Any) -> None:
         raise UnsupportedModelError(f"{kind} is not a causal language model of transformers")
     text = config.get_text_config(decoder=True)
     names = getattr(text, "layer_types", None) or getattr(text, "layers_block_type", None) or []
-    foreign = ", ".join(sorted(set(names) - _PAGED_LAYERS))
-    if foreign or getattr(model, "_is_stateful", False):
+    kinds = set(names)
+    recurrent = bool(kinds & _RECURRENT_LAYERS and kinds & (_PAGED_LAYERS | _BOTH))
+    known = _PAGED_LAYERS | STATELESS | (_RECURRENT_LAYERS | _BOTH if recurrent else set())
+    foreign = ", ".join(sorted(kinds - known))
+    if foreign or (getattr(model, "_is_stateful", False) and not recurrent):
         layers = f"{foreign} layers" if foreign else "recurrent layers (state space, RWKV, ...)"
         raise UnsupportedModelError(
             f"{kind} has {layers}, whose state cannot be rolled back when draft tokens are "
-            "rejected; use a model with attention layers only"
+            "rejected; use a model that has attention layers"
         )
-    if not getattr(model, "_supports_attention_backend", False):
+    # Hybrids' attention goes through the interface, too, but their classes do not say so.
+    if not getattr(model, "_supports_attention_backend", False) and not recurrent:
         raise UnsupportedModelError(
             f"the attention layers of {kind} do not go through the attention interface of "
             "transformers, so their keys and values cannot be paged; use another architecture"

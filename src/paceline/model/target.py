@@ -17,10 +17,12 @@ from paceline.files import FileStamp
 from paceline.kernels.compile import is_off
 from paceline.model.backends.base import NATIVE, REFERENCE, Backend, Ranks
 from paceline.model.backends.reference.backend import TorchBackend
+from paceline.model.backends.reference.recurrent import adapt_mixers
 from paceline.model.backends.registry import AUTO, check_backend, make_backend
 from paceline.model.gguf import gguf_file
 from paceline.model.hub import fetched, first_line, stamps_of
 from paceline.model.loading import (
+    STATELESS,
     dtype_to_load,
     load_module,
     resolve_device,
@@ -29,8 +31,9 @@ from paceline.model.loading import (
 )
 from paceline.model.offload import load_offloaded, plan_offload, refuse_with_offload
 from paceline.model.paged.cache import LayerShape, PagedCache
-from paceline.model.paged.masks import Pattern
+from paceline.model.paged.masks import FULL, Pattern
 from paceline.model.paged.segments import DeviceBatch, KeyValueStore
+from paceline.model.paged.states import StatePart, StateStore, bytes_per_state
 from paceline.model.precision import dequantise, is_quantised, quantise_loaded, quantization_of
 from paceline.model.probe import (
     ATTENTION,
@@ -87,6 +90,16 @@ class CausalModel:
     @property
     def cache_shapes(self) -> list[LayerShape]:
         return self.reference.shapes
+
+    @property
+    def state_parts(self) -> list[list[StatePart]]:
+        """Of a recurrent layer's state, by layer; none for others."""
+        return self.reference.states
+
+    @property
+    def state_bytes(self) -> int:
+        """Of a sequence's state."""
+        return bytes_per_state(self.state_parts)
 
     @classmethod
     def load(
@@ -166,7 +179,8 @@ class CausalModel:
         a warning say why. Raises ConfigError for a name that is not known."""
         self.backend, self.refused = self.reference, None
         if name != REFERENCE:
-            made = make_backend(name, self)
+            stateful = any(self.state_parts)
+            made = "its layers have states" if stateful else make_backend(name, self)
             if isinstance(made, str):
                 self.refused = made
                 if name != NATIVE or not is_off():
@@ -208,10 +222,19 @@ class CausalModel:
             return self.ranks.whole(side)
         return getattr(self.hf, f"get_{side}_embeddings")()
 
-    def new_cache(self, num_blocks: int, block_size: int, share: bool = True) -> PagedCache:
-        """An empty cache of its keys and values."""
-        shapes, dtype, switch = self.cache_shapes, self.cache_dtype, self.rope_switch
-        return PagedCache(shapes, num_blocks, block_size, dtype, self.device, share, switch)
+    def new_cache(
+        self, num_blocks: int, block_size: int, share: bool = True, slots: int = 1
+    ) -> PagedCache:
+        """An empty cache of its keys and values, and with ``slots`` of recurrent states."""
+        return PagedCache(
+            *(self.cache_shapes, num_blocks, block_size, self.cache_dtype, self.device),
+            *(share, self.rope_switch, self.new_states(slots)),
+        )
+
+    def new_states(self, slots: int = 1) -> StateStore | None:
+        """Slots of its recurrent layers' states; None without such layers."""
+        parts = self.state_parts
+        return StateStore(parts, slots, self.device) if any(parts) else None
 
     def free_memory(self) -> int:
         """Bytes free for caches on the model's device; with ranks, on the one with the least."""
@@ -235,18 +258,29 @@ class CausalModel:
         kind = type(self.hf).__name__
         calls = sorted(probe.calls, key=lambda call: call.layer)
         layers = [call.layer for call in calls]
-        if layers != list(range(self.num_layers)):
-            missing = sorted({*range(self.num_layers)} - {*layers})
+        states = adapt_mixers(self.hf, self.num_layers)
+        types = getattr(self.hf.config.get_text_config(decoder=True), "layer_types", None) or []
+        without = {n for n, parts in enumerate(states) if parts}
+        without |= {n for n, name in enumerate(types) if name in STATELESS}
+        if (
+            not calls
+            or sorted({*layers} | without) != list(range(self.num_layers))
+            or len(layers) > len({*layers})
+        ):
+            missing = sorted({*range(self.num_layers)} - {*layers} - without)
             what = f"layers {missing}" if missing else "some layers more than once"
             raise UnsupportedModelError(
                 f"{kind}: {what} of {self.num_layers} did not go through the attention interface "
                 "of transformers, so their state cannot be paged; use a model with attention only"
             )
-        known: dict[Pattern, Pattern] = {}  # equal ones are one object, see AttentionStep
-        self.reference.shapes = [call.shape for call in calls]
-        self.reference.patterns = tuple(
-            known.setdefault(call.pattern, call.pattern) for call in calls
-        )
+        known = {FULL: FULL}  # equal ones are one object, see AttentionStep
+        made = {call.layer: call for call in calls}
+        self.reference.states = states
+        self.reference.shapes = [
+            made[n].shape if n in made else (0, 0, 0) for n in range(self.num_layers)
+        ]
+        patterns = (made[n].pattern if n in made else FULL for n in range(self.num_layers))
+        self.reference.patterns = tuple(known.setdefault(it, it) for it in patterns)
         refuse_stateful_positions(self.hf, self.patterns)
         self.reference.name_layers([call.module for call in calls])
         return logits.shape[-1]

@@ -18,11 +18,13 @@ import paceline.model.paged.cache as cache_module
 from paceline.core.batch import Span
 from paceline.model.paged.blocks import BlockPool, OutOfBlocksError
 from paceline.model.paged.cache import PagedCache, bytes_per_token, path_moves
+from paceline.model.paged.states import StateStore
 from paceline.model.target import CausalModel
 from support.cache_invariants import check_cache, check_pool
-from support.engine_models import VOCAB, adapted, reference_logits
+from support.engine_models import VOCAB, adapted, recurrent, reference_logits
 
 MODEL = adapted()
+MODELS = {"llama": MODEL} | {name: recurrent(name) for name in ("falcon_h1", "jamba", "qwen3_next")}
 BLOCKS, SIZE = 24, 4
 # Prompts begin alike, so that prefixes are shared.
 STEM = [7, 3, 9, 11, 2, 5, 6, 1, 13, 17, 19, 23, 4]
@@ -40,7 +42,7 @@ class World:
     def __init__(self, model: CausalModel, rng: random.Random) -> None:
         self.model = model
         self.rng = rng
-        self.cache = PagedCache(model.cache_shapes, BLOCKS, SIZE, model.dtype, model.device)
+        self.cache = model.new_cache(BLOCKS, SIZE)
         self.live: dict[int, Live] = {}
         self.preempted: dict[int, Live] = {}
         self.next_id = 0
@@ -150,18 +152,19 @@ ACTIONS = st.lists(
 )
 
 
-def play(actions: list[str], seed: int) -> World:
-    world = World(MODEL, random.Random(seed))
+def play(actions: list[str], seed: int, model: CausalModel = MODEL) -> World:
+    world = World(model, random.Random(seed))
     for action in ["join", *actions]:
         getattr(world, action)()
         check_cache(world.cache)
     return world
 
 
+@pytest.mark.parametrize("name", MODELS)
 @settings(max_examples=25, deadline=None, suppress_health_check=list(HealthCheck))
 @given(actions=ACTIONS, seed=st.integers(0, 2**20))
-def test_every_row_is_right_after_any_history(actions: list[str], seed: int) -> None:
-    assert play(actions, seed).worst < 1e-3
+def test_every_row_is_right_after_any_history(name: str, actions: list[str], seed: int) -> None:
+    assert play(actions, seed, MODELS[name]).worst < 1e-3
 
 
 def test_a_row_kept_for_a_rejected_node_is_caught(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -170,6 +173,27 @@ def test_a_row_kept_for_a_rejected_node_is_caught(monkeypatch: pytest.MonkeyPatc
     assert max(play(actions, seed).worst for seed in range(6)) < 1e-3
     monkeypatch.setattr(cache_module, "path_moves", lambda seq_id, base, path: [])
     assert max(play(actions, seed).worst for seed in range(6)) > 1e-2
+
+
+@pytest.mark.parametrize("planted", ["move", "commit"])
+def test_a_state_of_a_rejected_node_is_caught(
+    monkeypatch: pytest.MonkeyPatch, planted: str
+) -> None:
+    """The planted bugs: states are not moved along; the newest state is kept, not the accepted."""
+    actions, model = ["join", "step", "step", "step", "step", "step"], MODELS["falcon_h1"]
+    if planted == "move":
+        monkeypatch.setattr(StateStore, planted, lambda *all: None)
+    else:
+        real = StateStore.commit
+
+        def newest(store: StateStore, seq_id: int, length: int) -> None:
+            slots = store._slots[seq_id]
+            if slots:
+                store.move([(seq_id, max(slots), length - 1)])
+            real(store, seq_id, length)
+
+        monkeypatch.setattr(StateStore, planted, newest)
+    assert max(play(actions, seed, model).worst for seed in range(6)) > 1e-2
 
 
 def test_moves_bring_a_path_behind_the_pending_tokens() -> None:

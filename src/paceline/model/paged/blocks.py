@@ -63,6 +63,12 @@ class BlockPool:
             hint += 1
         return blocks
 
+    def grow(self, count: int) -> None:
+        """So many blocks more."""
+        self._free |= dict.fromkeys(range(self.total, self.total + count))
+        self._refs += [0] * count
+        self.total += count
+
     def _start(self) -> int:
         """The first block of a new sequence, spread over the pool so that it grows in a run."""
         self._starts += 1

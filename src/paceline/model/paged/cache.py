@@ -21,6 +21,7 @@ from paceline.core.batch import Batch, Span
 from paceline.core.transfer import to_device
 from paceline.model.paged.blocks import BlockPool, prefix_digest
 from paceline.model.paged.int8 import stored_width
+from paceline.model.paged.states import StateStore
 
 LayerShape = tuple[int, int, int]  # kv heads, key width, value width
 
@@ -66,7 +67,8 @@ class PagedCache:
     ``dtype`` int8 keeps them in 8 bits (int8.py). With ``share`` full blocks are found again by
     their content, by any sequence that begins alike. ``rope_switch``: keys of a sequence with more
     tokens are rotated otherwise (longrope). A sequence is admitted as short or as long and stays
-    so. Short and long ones share no blocks, nor do those with different adapters."""
+    so. Short and long ones share no blocks, nor do those with different adapters. ``states``: of
+    recurrent layers, which go the same way; a prefix is shared up to a block whose state is kept."""
 
     def __init__(
         self,
@@ -77,8 +79,9 @@ class PagedCache:
         device: torch.device | str,
         share: bool = True,
         rope_switch: int | None = None,
+        states: StateStore | None = None,
     ) -> None:
-        self.shares, self.rope_switch = share, rope_switch
+        self.shares, self.rope_switch, self.states = share, rope_switch, states
         self.block_size = block_size
         self.num_blocks = num_blocks
         self.dtype, self.device = dtype, torch.device(device)
@@ -115,7 +118,10 @@ class PagedCache:
         for block in table.blocks:
             self.pool.retain(block)
         self._tables[seq_id] = table
-        return len(table.blocks) * self.block_size
+        length = len(table.blocks) * self.block_size
+        if self.states is not None:
+            self.states.admit(seq_id, length, table.digests[-1] if table.digests else None)
+        return length
 
     def shared_blocks(self, tokens: Sequence[int], adapter: int = 0) -> list[int]:
         """Blocks that ``admit`` would share with a sequence of these tokens."""
@@ -141,6 +147,8 @@ class PagedCache:
                 break
             table.blocks.append(block)
             table.digests.append(digest)
+        while self.states is not None and table.digests and not self.states.has(table.digests[-1]):
+            del table.blocks[-1], table.digests[-1]
 
     def borrow(self, seq_id: int, owner: int, length: int) -> None:
         """Start a sequence on another's first ``length`` indices, a whole number of blocks, to be
@@ -160,8 +168,11 @@ class PagedCache:
         have = len(self._tables[seq_id].blocks) if seq_id in self._tables else 0
         return max(0, -(-length // self.block_size) - have)
 
-    def reserve(self, seq_id: int, length: int) -> None:
-        """Make ``length`` logical indices writable. Raises OutOfBlocksError, taking nothing."""
+    def reserve(self, seq_id: int, length: int, nodes: int = 0) -> None:
+        """Make ``length`` logical indices writable, the last for a draft's ``nodes``. Raises
+        OutOfBlocksError, taking nothing."""
+        if self.states is not None:
+            self.states.reserve(seq_id, nodes)
         missing = self.blocks_missing(seq_id, length)
         if missing:
             blocks = self._tables[seq_id].blocks
@@ -180,6 +191,10 @@ class PagedCache:
             digest = prefix_digest(parent, tokens[index * size : (index + 1) * size])
             table.digests.append(digest)
             self.pool.register(table.blocks[index], digest)
+            if self.states is not None:
+                self.states.register(seq_id, (index + 1) * size - 1, digest)
+        if self.states is not None:
+            self.states.commit(seq_id, length)
 
     def free(self, seq_id: int) -> None:
         """Give back all blocks of a sequence, if it was admitted."""
@@ -188,6 +203,8 @@ class PagedCache:
             # Last block first: the end of a prefix is worth less than its beginning.
             for block in reversed(table.blocks):
                 self.pool.release(block)
+        if self.states is not None:
+            self.states.free(seq_id)
 
     def move(self, moves: Sequence[tuple[int, int, int]]) -> None:
         """Copy rows ``(seq_id, from index, to index)`` in all layers, reading before writing."""
@@ -197,6 +214,8 @@ class PagedCache:
         if self.moved is not None:
             self.moved(slots)
         self.copy(slots)
+        if self.states is not None:
+            self.states.move(moves)
 
     @torch.inference_mode()
     def copy(self, slots: Sequence[tuple[int, int]]) -> None:

@@ -12,6 +12,7 @@ from torch import Tensor
 from paceline.core.batch import Batch, Span
 from paceline.core.transfer import Staging
 from paceline.model.paged.masks import FULL, Pattern, additive, visible
+from paceline.model.paged.states import StateStore
 
 SHORT = 64  # spans of at most this many rows are folded; longer ones are prefill chunks
 ALONE = 1024  # spans with more keys are attended one by one, in place and without padding
@@ -21,6 +22,7 @@ class KeyValueStore(Protocol):
     """What attention needs of a paged cache."""
 
     block_size: int
+    states: StateStore | None
 
     def kv(self, layer: int) -> tuple[Tensor, Tensor]: ...
 

@@ -13,10 +13,12 @@ from paceline.core.batch import Batch, ModelOutput, Span
 from paceline.errors import UnsupportedModelError
 from paceline.model.backends.base import REFERENCE, Backend
 from paceline.model.backends.reference.adapters import adapting
+from paceline.model.backends.reference.recurrent import over_states
 from paceline.model.backends.reference.rows import RowPositions
 from paceline.model.paged.cache import LayerShape, PagedCache
 from paceline.model.paged.masks import Pattern
 from paceline.model.paged.segments import AttentionStep, DeviceBatch, KeyValueStore
+from paceline.model.paged.states import StatePart
 from paceline.model.quantised.convert import copy_beside
 
 _TRIAL = Batch((1, 2), (0, 1), (0, 1), (Span(0, 0, 0, 2),), ((0,),))
@@ -24,7 +26,8 @@ _TRIAL = Batch((1, 2), (0, 1), (0, 1), (Span(0, 0, 0, 2),), ((0,),))
 
 class TorchBackend(Backend):
     """Modules of transformers that call our attention function. The probe's forward
-    (model/probe.py) sets the layers' ``patterns``, ``shapes`` of keys and values, and names."""
+    (model/probe.py) sets the layers' ``patterns``, ``shapes`` of keys and values, the parts of
+    their ``states``, and names."""
 
     name = REFERENCE
     runs_adapters = True
@@ -34,6 +37,7 @@ class TorchBackend(Backend):
         self.hf = hf
         self.patterns: tuple[Pattern, ...] = ()
         self.shapes: list[LayerShape] = []
+        self.states: list[list[StatePart]] = []
         self.layer_names: list[str] = []
         self.rows = RowPositions(hf, max_positions)
         self._keeps_rows = "logits_to_keep" in inspect.signature(hf.forward).parameters
@@ -48,7 +52,9 @@ class TorchBackend(Backend):
         self._captured = {} if batch.features else None
         try:
             head = self.hf.get_output_embeddings() if self._keeps_rows else None
-            with self.rows.of(step.batch), adapting(self.hf, batch.adapter_runs, head):
+            with self.rows.of(step.batch), adapting(
+                self.hf, batch.adapter_runs, head
+            ), over_states(batch, cache):
                 outputs = self.run(step.batch, step)
             captured = self._captured or {}
         finally:
@@ -91,7 +97,13 @@ class TorchBackend(Backend):
     @torch.inference_mode()
     def without(self, skipped: frozenset[int]) -> TorchBackend:
         """A view of the same modules in which skipped layers return their input. Raises
-        UnsupportedModelError if the first call's trial shows that layers cannot be left out."""
+        UnsupportedModelError if the first call's trial shows that layers cannot be left out, or
+        where layers have states, of which one call would run some and the next others."""
+        if any(self.states):
+            raise UnsupportedModelError(
+                f"{type(self.hf).__name__} has recurrent layers, so it cannot draft with a part of "
+                "itself; use another drafter"
+            )
         if self._in_tuples is None:
             self._in_tuples = self._layers_in_tuples()
             try:
@@ -170,13 +182,17 @@ class TorchBackend(Backend):
         return module
 
     def name_layers(self, attention: Sequence[torch.nn.Module]) -> None:
-        """Of the attention modules: a layer is the innermost list entry that holds one."""
+        """Of attention modules: a layer is the innermost list entry that holds one. Layers without
+        attention stand beside the first that has it."""
         names = {module: name.split(".") for name, module in self.hf.named_modules()}
         self.layer_names = []
         for module in attention:
             parts = names[module]
             end = max(i for i, part in enumerate(parts) if part.isdigit())
             self.layer_names.append(".".join(parts[: end + 1]))
+        if len(attention) < len(self.shapes):
+            stack = self.layer_names[0].rpartition(".")[0]
+            self.layer_names = [f"{stack}.{layer}" for layer in range(len(self.shapes))]
 
 
 def _passing(layer: Any, in_tuple: bool) -> Any:

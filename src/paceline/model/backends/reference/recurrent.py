@@ -1,0 +1,150 @@
+"""Recurrent layers of transformers on ragged batches: short convolutions, Mamba, delta rules.
+
+A mixer is transformers' own module, known by its depthwise convolution, over transformers' own
+cache layer. All sequences and nodes of a batch lie in one row, so its forward is called once for
+each chunk of a prompt and once for each level of drafts, as model/paged/states.py says. Outside
+``over_states`` it does what it did.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from contextvars import ContextVar
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from paceline.core.batch import Batch
+from paceline.errors import UnsupportedModelError
+from paceline.model.paged.segments import KeyValueStore
+from paceline.model.paged.states import StatePart, StateStep, StateStore
+
+_RUNNING: ContextVar[tuple[StateStore, StateStep] | None] = ContextVar("states", default=None)
+
+
+class _Mixer(nn.Module):
+    """Stands before the class of a module; an instance's own forward would not survive copying.
+    ``layout``: which of a cache layer's tensors make its state. ``steps_only``: its chunks forget
+    the state before them (Jamba in transformers 5.23)."""
+
+    layer_idx: int
+    layout: list[tuple[str, int]]
+    steps_only: bool
+
+    def forward(self, hidden_states: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+        running = _RUNNING.get()
+        if running is None:
+            whole: Tensor = super().forward(hidden_states, *args, **kwargs)
+            return whole
+        store, step = running
+        states, out = store.layer(self.layer_idx), torch.empty_like(hidden_states)
+        for first, end, before, behind in step.chunks:
+            rows = hidden_states[:, first:end]
+            parts = [state[before : before + 1].clone() for state in states]
+            made: list[Tensor] = []
+            size = 1 if before != store.zero and self.steps_only else end - first
+            for piece in torch.split(rows, size, 1):
+                some, parts = self.advance(piece, parts)
+                made.append(some)
+            out[:, first:end] = torch.cat(made, 1)
+            for state, part in zip(states, parts, strict=True):
+                state[behind] = part[0]
+        for numbers, befores, behinds in step.levels:
+            parts = [state.index_select(0, befores) for state in states]
+            some, parts = self.advance(hidden_states[0, numbers][:, None], parts)
+            out[0, numbers] = some[:, 0]
+            for state, part in zip(states, parts, strict=True):
+                state.index_copy_(0, behinds, part)
+        return out
+
+    def advance(
+        self, hidden: Tensor, parts: Sequence[Tensor] | None
+    ) -> tuple[Tensor, list[Tensor]]:
+        """Outputs ``[B, n, H]`` of ``hidden`` and the states behind it; ``parts`` are those before
+        it, which may be overwritten. None: a text begins, and ``layout`` is found."""
+        from transformers.cache_utils import Cache, LinearAttentionLayer
+
+        forward = super().forward
+        convolutions = sum(isinstance(child, nn.Conv1d) for child in self.children())
+        layer = LinearAttentionLayer(number_of_states=convolutions)
+        for (kind, index), part in zip(self.layout, parts or (), strict=parts is not None):
+            getattr(layer, f"{kind}_states")[index] = part
+            getattr(layer, f"is_{kind}_states_initialized")[index] = True
+            layer.has_previous_state[index] = True
+            layer.device, layer.dtype = part.device, part.dtype
+            if kind == "conv":
+                layer.conv_kernel_size[index] = part.shape[-1]
+        options = {_cache_name(forward) or "": Cache(layers=[layer] * (self.layer_idx + 1))}
+        out = forward(hidden, **options)
+        kinds = {"conv": layer.conv_states, "recurrent": layer.recurrent_states}
+        if parts is None:
+            self.layout = [
+                (kind, index)
+                for kind, states in kinds.items()
+                for index, state in states.items()
+                if state is not None
+            ]
+        if not isinstance(out, Tensor):
+            raise UnsupportedModelError(
+                f"{type(self).__name__} is a recurrence that returns more than hidden states, "
+                "which is not supported; use another architecture"
+            )
+        return out, [kinds[kind][index] for kind, index in self.layout]
+
+    def probe(self, hidden: Tensor) -> list[StatePart]:
+        """Its parts, found with ``hidden [1, 3, H]``."""
+        self.layout = []
+        _, parts = self.advance(hidden[:, :1], None)
+
+        def behind(factor: int) -> Tensor:
+            pairs = zip(self.layout, parts, strict=True)
+            before = [part * (factor if kind == "recurrent" else 1) for (kind, _), part in pairs]
+            return self.advance(hidden[:, 1:], before)[0]
+
+        recurs = any(kind == "recurrent" for kind, _ in self.layout)
+        self.steps_only = recurs and torch.equal(behind(0), behind(1))
+        return [(tuple(part.shape[1:]), part.dtype) for part in parts]
+
+
+def adapt_mixers(hf: Any, layers: int) -> list[list[StatePart]]:
+    """Let the recurrent layers of a model go row by row through their states; returns these states'
+    parts by layer, none for other layers."""
+    parts: list[list[StatePart]] = [[] for _ in range(layers)]
+    size, device = hf.config.get_text_config(decoder=True).hidden_size, hf.device
+    hidden = torch.arange(3 * size, device=device).view(1, 3, size).sin().to(hf.dtype)
+    for module in list(hf.modules()):
+        if isinstance(module, _Mixer) or _is_mixer(module):
+            if not isinstance(module, _Mixer):
+                kind = type(module)
+                module.__class__ = type(kind.__name__, (_Mixer, kind), {})
+            parts[module.layer_idx] = module.probe(hidden)
+    return parts
+
+
+@contextmanager
+def over_states(batch: Batch, cache: KeyValueStore) -> Iterator[None]:
+    """A context in which the mixers run this batch."""
+    if cache.states is None:
+        yield
+        return
+    before = _RUNNING.set((cache.states, cache.states.route(batch, cache.block_size)))
+    try:
+        yield
+    finally:
+        _RUNNING.reset(before)
+
+
+def _is_mixer(module: Any) -> bool:
+    return (
+        isinstance(getattr(module, "layer_idx", None), int)
+        and any(isinstance(child, nn.Conv1d) for child in module.children())
+        and _cache_name(module.forward) is not None
+    )
+
+
+def _cache_name(forward: Callable[..., Any]) -> str | None:
+    names = inspect.signature(forward).parameters
+    return next((name for name in ("cache_params", "past_key_values") if name in names), None)
