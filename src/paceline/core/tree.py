@@ -61,7 +61,7 @@ def ancestor_mask(parents: tuple[int, ...]) -> torch.Tensor:
 
 
 def parents_of(ancestors: torch.Tensor) -> tuple[int, ...]:
-    """Each node's parent in a tree that is known by its ancestors, as ``ancestor_mask`` has them."""
+    """Each node's parent in a tree that is known by its ``ancestor_mask``."""
     numbers = torch.arange(1, len(ancestors) + 1, device=ancestors.device)
     return tuple(((ancestors.tril(-1) * numbers).amax(1) - 1).tolist())
 

@@ -37,8 +37,8 @@ _DTYPES |= {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16
 _WEIGHTS = ("*.safetensors", "pytorch_model*.bin", "*.safetensors.index.json")
 _VERIFIED_BYTES = 1 << 30  # checksums of more take seconds; paceline doctor compares those
 STATELESS = {"mlp", "moe", "dummy"}  # kinds of layers without a cache
-_PAGED_LAYERS = {"full_attention", "sliding_attention", "chunked_attention", "attention"}
 _BOTH = {"hybrid", "hybrid_sliding"}  # attention and a recurrence
+_ATTENTION_LAYERS = {"full_attention", "sliding_attention", "chunked_attention", "attention"} | _BOTH
 _RECURRENT_LAYERS = {"conv", "linear_attention", "mamba"} | _BOTH
 
 
@@ -253,6 +253,8 @@ def plain_config(name: str, asked: str) -> Any:
     config = read_config(name, path)
     if quantization_of(config) is not None:
         raise ConfigError(f"{asked}: {name} is quantised; give the model that it was made from")
+    if _layer_kinds(config) & _RECURRENT_LAYERS:
+        raise ConfigError(f"{asked}: {name} has recurrent layers; leave the option out")
     return config
 
 
@@ -277,6 +279,11 @@ def causal_class(config: Any) -> Any | None:
     return None
 
 
+def _layer_kinds(config: Any) -> set[str]:
+    text = config.get_text_config(decoder=True)
+    return {*(getattr(text, "layer_types", None) or getattr(text, "layers_block_type", None) or ())}
+
+
 def check_architecture(config: Any) -> None:
     """Raises UnsupportedModelError for models that cannot be paged and rolled back. Of hybrids the
     loaded model decides (probe.py)."""
@@ -289,11 +296,9 @@ def check_architecture(config: Any) -> None:
     model = causal_class(config)
     if model is None:
         raise UnsupportedModelError(f"{kind} is not a causal language model of transformers")
-    text = config.get_text_config(decoder=True)
-    names = getattr(text, "layer_types", None) or getattr(text, "layers_block_type", None) or []
-    kinds = set(names)
-    recurrent = bool(kinds & _RECURRENT_LAYERS and kinds & (_PAGED_LAYERS | _BOTH))
-    known = _PAGED_LAYERS | STATELESS | (_RECURRENT_LAYERS | _BOTH if recurrent else set())
+    kinds = _layer_kinds(config)
+    recurrent = bool(kinds & _RECURRENT_LAYERS and kinds & _ATTENTION_LAYERS)
+    known = _ATTENTION_LAYERS | STATELESS | (_RECURRENT_LAYERS if recurrent else set())
     foreign = ", ".join(sorted(kinds - known))
     if foreign or (getattr(model, "_is_stateful", False) and not recurrent):
         layers = f"{foreign} layers" if foreign else "recurrent layers (state space, RWKV, ...)"
