@@ -39,13 +39,15 @@ _REFUSED = {
     ),
     "whose state cannot be rolled back": (
         "axk2 deepseek_v32 deepseek_v4 dots3_note dots3_note_text falcon_mamba glm_moe_dsa hy_v4 "
-        "mamba mamba2 qwen4_exp qwen4_exp_text recurrent_gemma rwkv xlstm"
+        "mamba mamba2 qwen4_exp qwen4_exp_text rwkv xlstm"
     ),
     "do not go through the attention interface": (
         "big_bird biogpt bloom blt codegen cpmant falcon git gpt_neo gpt_neox_japanese gptj "
         "megatron-bert mpt openai-gpt reformer rembert roformer stablelm trocr xglm xlm xlnet"
     ),
-    "did not go through the attention interface": "diffllama hrm_text minimax mllama zamba2",
+    "did not go through the attention interface": (
+        "diffllama hrm_text minimax mllama recurrent_gemma zamba2"
+    ),
     "a recurrence that returns more than hidden states": "zaya",
     "gives attention a position_bias": "inkling2_text inkling_text",
     "does not pass keyword arguments on": "nemotron",

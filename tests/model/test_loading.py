@@ -166,7 +166,6 @@ UNSUPPORTED: list[tuple[str, str, dict[str, Any]]] = [
     ("MambaConfig", "linear_attention|recurrent", {}),
     ("Mamba2Config", "linear_attention|recurrent", {}),
     ("RwkvConfig", "recurrent", {}),
-    ("RecurrentGemmaConfig", "recurrent", {}),
     ("Lfm2Config", "conv", {"layer_types": ["conv", "conv"], "num_hidden_layers": 2}),
     ("T5Config", "encoder-decoder", {}),
     ("ViTConfig", "not a causal language model", {}),

@@ -132,7 +132,8 @@ class Scheduler:
                 self.cache.reserve(seq.seq_id, seq.cached + scheduled + nodes, nodes)
                 break
             except OutOfBlocksError:
-                length //= 2
+                # States are few, and a shorter draft may still get some.
+                length = length // 2 if self.cache.states is not None else 0
         return length
 
     def _draft_limit(self, seq: SequenceState, requested: int) -> int:

@@ -38,7 +38,8 @@ _WEIGHTS = ("*.safetensors", "pytorch_model*.bin", "*.safetensors.index.json")
 _VERIFIED_BYTES = 1 << 30  # checksums of more take seconds; paceline doctor compares those
 STATELESS = {"mlp", "moe", "dummy"}  # kinds of layers without a cache
 _BOTH = {"hybrid", "hybrid_sliding"}  # attention and a recurrence
-_ATTENTION_LAYERS = {"full_attention", "sliding_attention", "chunked_attention", "attention"} | _BOTH
+_ATTENTION_LAYERS = {"full_attention", "sliding_attention", "chunked_attention", "attention"}
+_ATTENTION_LAYERS |= _BOTH
 _RECURRENT_LAYERS = {"conv", "linear_attention", "mamba"} | _BOTH
 
 

@@ -271,7 +271,7 @@ class CausalModel:
             what = f"layers {missing}" if missing else "some layers more than once"
             raise UnsupportedModelError(
                 f"{kind}: {what} of {self.num_layers} did not go through the attention interface "
-                "of transformers, so their state cannot be paged; use a model with attention only"
+                "of transformers, so their state cannot be paged; use another architecture"
             )
         known = {FULL: FULL}  # equal ones are one object, see AttentionStep
         made = {call.layer: call for call in calls}
