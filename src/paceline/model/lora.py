@@ -87,6 +87,8 @@ def read_adapter(name: str, folder: str, model: CausalModel) -> Adapter:
             f"{where}: {model.name} runs on the backend {model.backend_reason}, which runs no "
             "adapters; use --backend reference" + " in one process" * (model.ranks is not None)
         )
+    if model.state_bytes:
+        raise ConfigError(f"{where}: {model.name} has recurrent layers, which run no adapters")
     config = _read_config(where, path)
     tensors = _read_tensors(where, path)
     check_finite(tensors, where)

@@ -52,9 +52,11 @@ class TorchBackend(Backend):
         self._captured = {} if batch.features else None
         try:
             head = self.hf.get_output_embeddings() if self._keeps_rows else None
-            with self.rows.of(step.batch), adapting(
-                self.hf, batch.adapter_runs, head
-            ), over_states(batch, cache):
+            with (
+                self.rows.of(step.batch),
+                adapting(self.hf, batch.adapter_runs, head),
+                over_states(batch, cache),
+            ):
                 outputs = self.run(step.batch, step)
             captured = self._captured or {}
         finally:
