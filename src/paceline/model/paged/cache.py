@@ -67,8 +67,8 @@ class PagedCache:
     ``dtype`` int8 keeps them in 8 bits (int8.py). With ``share`` full blocks are found again by
     their content, by any sequence that begins alike. ``rope_switch``: keys of a sequence with more
     tokens are rotated otherwise (longrope). A sequence is admitted as short or as long and stays
-    so. Short and long ones share no blocks, nor do those with different adapters. ``states``: of
-    recurrent layers, which go the same way; a prefix is shared up to a block whose state is kept."""
+    so. Short and long ones share no blocks, nor do those with different adapters. ``states`` of
+    recurrent layers go the same way; a prefix is shared up to a block whose state is kept."""
 
     def __init__(
         self,
