@@ -52,11 +52,12 @@ def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
     }
 
 
-@pytest.fixture(scope="module", params=["reference"])
+@pytest.fixture(scope="module", params=["reference", "native"])
 def llm(request: pytest.FixtureRequest, folders: dict[str, str]) -> Iterator[LLM]:
     lora = {name: folders[name] for name in ("one", "two")}
     options = {"dtype": "float32", "backend": request.param}
     made = LLM(folders["target"], draft="none", lora=lora, **options)
+    assert made.target.backend.name == request.param
     yield made
     made.close()
 
@@ -76,7 +77,7 @@ def plain(llm: LLM) -> dict[str, list[list[int]]]:
 
 @pytest.mark.parametrize("name", ["one", "two"])
 def test_text_is_the_merged_model_s(llm: LLM, folders: dict[str, str], name: str) -> None:
-    merged = LLM(folders[f"merged {name}"], draft="none", dtype="float32", backend="reference")
+    merged = LLM(folders[f"merged {name}"], draft="none", dtype="float32")
     for params in REQUESTS.values():
         ours, theirs = llm.generate(PROMPTS, params, lora=name), merged.generate(PROMPTS, params)
         assert [c.token_ids for c in ours] == [c.token_ids for c in theirs]

@@ -23,7 +23,7 @@ from paceline.core.sequence import SequenceView
 from paceline.core.tree import TokenTree, is_chain
 from paceline.draft.base import States
 from paceline.draft.spec import Examined, Loading, Prepared, Target, TreeSpec
-from paceline.draft.trees.grow import Growing, level_span
+from paceline.draft.trees.grow import Growing
 from paceline.draft.trees.levels import LevelDrafter, Levels
 from paceline.model.backends.base import GrownTree, Growth
 from paceline.model.copies import LayerView
@@ -154,6 +154,8 @@ class FrequentTokens:
 class SelfDrafter(LevelDrafter):
     """Drafts with a view of the target, in the target's ``cache``."""
 
+    adapts = True
+
     def __init__(self, view: LayerView, levels: Levels, stop_below: float = STOP_BELOW) -> None:
         super().__init__(levels, view.model.max_positions)
         self.view = view
@@ -187,9 +189,6 @@ class SelfDrafter(LevelDrafter):
 
     def _first(self, spans: Sequence[Span], trees: Sequence[Growing]) -> torch.Tensor:
         return self.view(self.cache.batch_of(spans), self.cache).logits
-
-    def _level(self, trees: list[Growing]) -> torch.Tensor:
-        return self._first([level_span(t, adapter=t.item.seq.adapter) for t in trees], trees)
 
     def _grow(self, trees: Sequence[Growing], spans: Sequence[Span]) -> list[GrownTree]:
         """In one call with the forward over the spans, where all trees allow it."""

@@ -57,10 +57,12 @@ def _structure(body: str, name: str) -> Any:
     return _TYPES[name]
 
 
-CWeight, CNorm, CLayer, CModel, CMedusa, CSpan, CBatch, CTree, CGrowth, CLookup = (
+_STRUCTURES: list[Any] = [
     _structure(*definition)
     for definition in re.findall(r"typedef struct {([^}]*)} (\w+);", _HEADER)
-)
+]
+CWeight, CNorm, CLayer, CModel, CMedusa, CSpan = _STRUCTURES[:6]
+CPair, CRun, CBatch, CTree, CGrowth, CLookup = _STRUCTURES[6:]
 
 
 def declare(loaded: Any) -> None:

@@ -82,11 +82,6 @@ def read_adapter(name: str, folder: str, model: CausalModel) -> Adapter:
     ModelLoadError for a folder that is none, or not of this model, and ConfigError for what cannot
     be served."""
     where, path = f"the adapter {name}", Path(folder).expanduser()
-    if not model.backend.runs_adapters:
-        raise ConfigError(
-            f"{where}: {model.name} runs on the backend {model.backend_reason}, which runs no "
-            "adapters; use --backend reference" + " in one process" * (model.ranks is not None)
-        )
     if model.state_bytes:
         raise ConfigError(f"{where}: {model.name} has recurrent layers, which run no adapters")
     config = _read_config(where, path)
@@ -104,7 +99,9 @@ def read_adapter(name: str, folder: str, model: CausalModel) -> Adapter:
     if not parts:
         raise ModelLoadError(f"{where} holds no weights; save it again")
     pairs = {module: _pair(where, module, pair, config, model) for module, pair in parts.items()}
-    return Adapter(name, str(path), pairs)
+    adapter = Adapter(name, str(path), pairs)
+    model.backend.check_adapter(adapter)
+    return adapter
 
 
 def _read_config(where: str, path: Path) -> Mapping[str, Any]:

@@ -35,6 +35,7 @@ class LevelDrafter(ABC):
 
     features: tuple[int, ...] = ()
     reads_logits = False
+    adapts = False  # its model runs with a request's adapter
 
     def __init__(self, levels: Levels, max_positions: int) -> None:
         """``max_positions``: longest context of the model."""
@@ -85,7 +86,11 @@ class LevelDrafter(ABC):
             seq = tree.item.seq
             table, least = self.cache.blocks_of(seq.seq_id), self._least(seq)
             wanted.append(
-                WantedTree(*size, tree.base, table, seq.params, len(seq.tokens), least=least)
+                WantedTree(
+                    *(*size, tree.base, table, seq.params, len(seq.tokens)),
+                    least=least,
+                    adapter=seq.adapter if self.adapts else None,
+                )
             )
         ids = logits.ids if isinstance(logits, Narrow) else None
         logits = logits.logits if isinstance(logits, Narrow) else logits
@@ -124,7 +129,11 @@ class LevelDrafter(ABC):
 
     def _level(self, trees: list[Growing]) -> Logits:
         """Run the newest nodes of some trees: logits after each."""
-        return self._first([level_span(tree) for tree in trees], trees)
+        spans = [
+            level_span(tree, adapter=tree.item.seq.adapter if self.adapts else None)
+            for tree in trees
+        ]
+        return self._first(spans, trees)
 
     @abstractmethod
     def _made_up(self, trees: Sequence[Growing]) -> Logits:

@@ -180,7 +180,10 @@ void Forward::run(const Kernels& kernels, const Quantised& quantised, const pl_b
   long widest = std::max({hidden, inner, static_cast<long>(m_.ffn)});
   if (m_.fuse.data) widest = std::max({widest, 2 * hidden, static_cast<long>(m_.fuse.inputs)});
   codes_.shape(std::max<long>(b_.rows, b_.logit_rows), widest);
+  for (long r = 0; r < b_.runs; r++)
+    for (long n = 0; n <= 4 * m_.layers; n++) widest = std::max<long>(widest, b_.run[r].pair[n].b.inputs);
   scratch_.shape(threads, std::max(attention_scratch(m_), product_scratch(b_.rows * most, widest)));
+  make_room();
   lay_out();
   divide(threads);
 #pragma omp parallel num_threads(static_cast<int>(threads))
@@ -238,7 +241,7 @@ void Forward::layer(long index, int thread, int threads) {
   const Rows& in = m_.hidden_norm.weight ? joined_ : normed_;
   if (&in == &normed_) normalise(l.attention_norm, x_, normed_, thread, threads);
   team_.meet();
-  multiply(l.qkv, in, b_.rows, STORE, qkv_, thread, threads);
+  multiply(l.qkv, in, b_.rows, STORE, qkv_, thread, threads, 0, adapt(4 * index, in, thread, threads));
   team_.meet();
   long bytes = m_.kv_heads * entry_bytes(m_, b_.coded);
   Share share(b_.rows, thread, threads);
@@ -250,13 +253,13 @@ void Forward::layer(long index, int thread, int threads) {
   team_.meet();
   attention(index, thread, threads);
   team_.meet();
-  add_product(l.out, attended_, l.attention_after, thread, threads);
+  add_product(l.out, attended_, l.attention_after, 4 * index + 1, thread, threads);
   normalise(l.mlp_norm, x_, normed_, thread, threads);
   team_.meet();
   if (l.experts) return experts(l, thread, threads);
-  multiply(l.gate_up, normed_, b_.rows, GATED, hidden_, thread, threads);
+  multiply(l.gate_up, normed_, b_.rows, GATED, hidden_, thread, threads, 0, adapt(4 * index + 2, normed_, thread, threads));
   team_.meet();
-  add_product(l.down, hidden_, l.mlp_after, thread, threads);
+  add_product(l.down, hidden_, l.mlp_after, 4 * index + 3, thread, threads);
 }
 
 void Forward::attention(long index, int thread, int threads) {
@@ -281,8 +284,9 @@ void Forward::attention(long index, int thread, int threads) {
 }
 
 // x += the product, or its norm.
-void Forward::add_product(const pl_weight& w, const Rows& x, const pl_norm& after, int thread, int threads) {
-  multiply(w, x, b_.rows, after.weight ? STORE : ADD, after.weight ? product_ : x_, thread, threads);
+void Forward::add_product(const pl_weight& w, const Rows& x, const pl_norm& after, long pair, int thread, int threads) {
+  const float* const* added = adapt(pair, x, thread, threads);
+  multiply(w, x, b_.rows, after.weight ? STORE : ADD, after.weight ? product_ : x_, thread, threads, 0, added);
   team_.meet();
   if (!after.weight) return;
   Share share(b_.rows, thread, threads);
@@ -296,11 +300,49 @@ void Forward::normalise(const pl_norm& norm, const Rows& x, Rows& y, int thread,
 
 // Rows first .. first + rows.
 void Forward::multiply(const pl_weight& w, const Rows& x, long rows, Ending ending, Rows& y, int thread, int threads,
-                       long first) {
+                       long first, const float* const* added) {
   QuantisedRows codes = coded(w, x, rows, thread, threads);
   Product p{&w,   m_.dtype, x.at(first), rows, x.ld, ending, y.at(first), y.ld, static_cast<int>(m_.activation), 0.0f,
-            quantised_, codes};
+            quantised_, codes, added};
   k_.product(p, thread, threads, scratch_.at(thread));
+}
+
+// For what adapters add.
+void Forward::make_room() {
+  long low = 0, width = 0, head = 0;
+  for (long r = 0; r < b_.runs; r++) {
+    const pl_pair* pair = b_.run[r].pair;
+    for (long n = 0; n <= 4 * m_.layers; n++) low = std::max<long>(low, pair[n].a.outputs);
+    for (long n = 0; n < 4 * m_.layers; n++) width = std::max<long>(width, pair[n].b.outputs);
+    head = std::max<long>(head, pair[4 * m_.layers].b.outputs);
+  }
+  low_.shape(low ? std::max(b_.rows, b_.logit_rows) : 0, low);
+  added_.shape(width ? b_.rows : 0, width, false);
+  added_logits_.shape(head ? b_.logit_rows : 0, head, false);
+  adapted_.resize(b_.runs ? std::max(b_.rows, b_.logit_rows) : 0);
+}
+
+// What adapters add to a product of x, for each row; NULL if nothing. All threads have read what the
+// product before this one was given.
+const float* const* Forward::adapt(long pair, const Rows& x, int thread, int threads) {
+  bool head = pair == 4 * m_.layers, any = false;
+  for (long r = 0; r < b_.runs; r++) any |= b_.run[r].pair[pair].a.data != nullptr;
+  if (!any) return nullptr;
+  Rows& y = head ? added_logits_ : added_;
+  if (thread == 0) std::fill(adapted_.begin(), adapted_.end(), nullptr);
+  for (bool second : {false, true}) {
+    for (long r = 0; r < b_.runs; r++) {
+      const pl_run& run = b_.run[r];
+      const pl_pair& of = run.pair[pair];
+      long first = head ? run.first_logits : run.first, rows = head ? run.logit_rows : run.rows;
+      if (!of.a.data) continue;
+      if (second) multiply(of.b, low_, rows, STORE, y, thread, threads, first);
+      else multiply(of.a, x, rows, ROUND, low_, thread, threads, first);
+      for (long row = first; thread == 0 && row < first + rows; row++) adapted_[row] = y.at(row);
+    }
+    team_.meet();
+  }
+  return adapted_.data();
 }
 
 // What quantised weights are multiplied with; nothing for others. Each thread codes its share.
@@ -337,11 +379,12 @@ void Forward::logits(int thread, int threads) {
     if (b_.outputs) k_.give(m_.dtype, x, m_.hidden, static_cast<char*>(b_.outputs) + r * bytes);
   }
   team_.meet();
+  const float* const* added = adapt(4 * m_.layers, last_, thread, threads);
   QuantisedRows codes = coded(m_.head, last_, b_.logit_rows, thread, threads);
   pl_weight head = m_.head;
   if (b_.columns) head.outputs = b_.columns;
   Product p{&head, m_.dtype, last_.at(0), b_.logit_rows, last_.ld, LOGITS, b_.logits, head.outputs, 0, m_.logit_cap,
-            quantised_, codes};
+            quantised_, codes, added};
   k_.product(p, thread, threads, scratch_.at(thread));
   if (!b_.greedy) return;
   team_.meet();

@@ -96,11 +96,13 @@ class Forward {
   void keep_features(long layer, int thread, int threads);
   void logits(int thread, int threads);
   void multiply(const pl_weight& w, const Rows& x, long rows, Ending ending, Rows& y, int thread, int threads,
-                long first = 0);
+                long first = 0, const float* const* added = nullptr);
+  void make_room();
+  const float* const* adapt(long pair, const Rows& x, int thread, int threads);
   QuantisedRows coded(const pl_weight& w, const Rows& x, long rows, int thread, int threads);
   void experts(const pl_layer& l, int thread, int threads);
   void sort_by_expert(const pl_layer& l);
-  void add_product(const pl_weight& w, const Rows& x, const pl_norm& after, int thread, int threads);
+  void add_product(const pl_weight& w, const Rows& x, const pl_norm& after, long pair, int thread, int threads);
   void normalise(const pl_norm& norm, const Rows& x, Rows& y, int thread, int threads);
 
   pl_model m_;
@@ -125,6 +127,8 @@ class Forward {
   long blocks_ = 1, together_ = 1;  // of keys; and those of a round of attention
   bool divided_ = false;            // items take less than all of them, and give partial results
   std::vector<char> logits_;        // that nobody else wants
+  Rows low_, added_, added_logits_;  // of adapters: A x, and B A x of a layer's products and of the head's
+  std::vector<const float*> adapted_;  // B A x of each row, or NULL
 };
 
 // Grows drafts (grow.cpp); what it needs for a level stays for the next call.

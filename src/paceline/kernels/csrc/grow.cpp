@@ -178,6 +178,7 @@ void Growth::run(Forward& forward, const Kernels& k, const Quantised& quantised,
     add_candidates(k, m, g, trees, logits, level == 1 ? g.stride : g.columns, level);
     std::vector<int32_t> ids, positions, slots, wanted, parents;
     std::vector<pl_span> spans;
+    std::vector<pl_run> runs;
     std::vector<Tree*> further;
     hidden_.clear();
     for (size_t n = 0; n < trees.size(); n++) {
@@ -201,6 +202,11 @@ void Growth::run(Forward& forward, const Kernels& k, const Quantised& quantised,
       spans.push_back({static_cast<int32_t>(t->row), t->want.base, 0, static_cast<int32_t>(t->expanded()),
                        static_cast<int32_t>(first), t->want.table, static_cast<int32_t>(parents.size())});
       parents.insert(parents.end(), t->parent.begin(), t->parent.end());
+      if (const pl_pair* pair = t->want.pair) {
+        if (runs.empty() || runs.back().pair != pair || runs.back().first + runs.back().rows < t->row)
+          runs.push_back({t->row, 0, t->row, 0, pair});
+        runs.back().rows = runs.back().logit_rows = t->row + t->rows - runs.back().first;
+      }
       while (wanted.size() < ids.size()) wanted.push_back(static_cast<int32_t>(wanted.size()));
       further.push_back(t);
     }
@@ -215,6 +221,7 @@ void Growth::run(Forward& forward, const Kernels& k, const Quantised& quantised,
     batch.span = spans.data(), batch.tables = g.tables, batch.parents = parents.data(), batch.wanted = wanted.data();
     batch.logits = logits_.data(), batch.columns = g.columns, batch.skipped = g.skipped;
     batch.keys = g.keys, batch.values = g.values, batch.coded = g.coded, batch.rope = g.rope;
+    batch.runs = static_cast<int64_t>(runs.size()), batch.run = runs.data();
     if (g.outputs) batch.hidden = hidden_.data(), batch.fused = 1, batch.outputs = outputs_.data();
     forward.run(k, quantised, batch);
     logits = logits_.data();

@@ -20,6 +20,7 @@ inline long entry_bytes(const pl_model& m, bool coded) {
 enum Ending {
   STORE,  // y = c
   ADD,    // y += c
+  ROUND,  // y = c, rounded to the dtype
   GATED,  // y = activation(gate) * up, rounded to the dtype
   LOGITS, // y = c, capped, in the dtype; rows of exactly `outputs` numbers
 };
@@ -61,6 +62,7 @@ struct Product {
   float cap;
   const Quantised* quantised;  // of quantised weights: the kernels,
   QuantisedRows codes;         // and x
+  const float* const* added = nullptr;  // what c is increased by: a row of panels, or NULL, for each row
 };
 
 // One row of the step as attention sees it.

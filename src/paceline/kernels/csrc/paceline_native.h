@@ -75,6 +75,18 @@ typedef struct {
   int32_t table, parents;  // where its block table and its nodes' parents begin
 } pl_span;
 
+// What an adapter adds to a packed product: B A x, B with as many outputs as the matrix, padding
+// included. a.data NULL: nothing.
+typedef struct {
+  pl_weight a, b;
+} pl_pair;
+
+// Neighbouring rows with one adapter, and their rows of logits.
+typedef struct {
+  int64_t first, rows, first_logits, logit_rows;
+  const pl_pair* pair;  // [4 layers + 1]: of a layer's qkv, out, gate_up, down; of the head
+} pl_run;
+
 typedef struct {
   int64_t rows, spans, logit_rows, features, block_size, threads;
   const int32_t *ids, *positions, *slots;  // [rows]
@@ -99,6 +111,8 @@ typedef struct {
   // Of each row of logits, where the largest is, the first of several; -1 where that is not finite, or
   // any is not a number. [logit_rows], or NULL.
   int32_t* greedy;
+  int64_t runs;
+  const pl_run* run;  // rows with adapters
 } pl_batch;
 
 // A tree below a committed token: after each expanded node its `width` likeliest tokens, of which
@@ -113,6 +127,7 @@ typedef struct {
   float top_p, min_p, least;
   int64_t position;  // of the tree's first tokens
   uint64_t seed;  // hashed once
+  const pl_pair* pair;  // of its adapter, as of a run; NULL: none
 } pl_tree;
 
 typedef struct {

@@ -131,6 +131,10 @@ inline void finish(const Product& p, long row, long panel, const float* c) {
     low = low + load(p.weight->bias + panel * PANEL);
     high = high + load(p.weight->bias + panel * PANEL + 16);
   }
+  if (p.added && p.added[row]) {
+    low = low + load(p.added[row] + panel * PANEL);
+    high = high + load(p.added[row] + panel * PANEL + 16);
+  }
   if (p.ending == GATED) {
     V h = activated(low, p.activation) * high;
     store(static_cast<float*>(p.y) + row * p.ldy + panel * 16, p.dtype == PL_BFLOAT16 ? as_bf16(h) : h);
@@ -139,6 +143,7 @@ inline void finish(const Product& p, long row, long panel, const float* c) {
   if (p.ending != LOGITS) {
     float* y = static_cast<float*>(p.y) + row * p.ldy + panel * PANEL;
     if (p.ending == ADD) low = load(y) + low, high = load(y + 16) + high;
+    if (p.ending == ROUND && p.dtype == PL_BFLOAT16) low = as_bf16(low), high = as_bf16(high);
     store(y, low);
     store(y + 16, high);
     return;

@@ -11,10 +11,12 @@ from typing import Any, Literal, Protocol
 import torch
 from torch import nn
 
+from paceline.core.adapter import Adapter
 from paceline.core.batch import Batch, ModelOutput
 from paceline.core.params import SamplingParams
 from paceline.core.transfer import to_device
 from paceline.core.tree import TokenTree
+from paceline.errors import ConfigError
 from paceline.files import FileStamp
 from paceline.model.backends.reference.attention import paged_attention
 from paceline.model.paged.cache import LayerShape, PagedCache
@@ -67,6 +69,7 @@ class WantedTree:
     params: SamplingParams
     position: int
     least: float = 0.0
+    adapter: Adapter | None = None
 
 
 @dataclass(frozen=True)
@@ -164,7 +167,6 @@ class Backend(ABC):
     name: str
     runs_torch = True  # forwards run operators of torch
     same_bits = False  # a row's results do not depend on the other rows of a batch
-    runs_adapters = False  # rows of a batch get what their adapters add
     runs_quantised = False  # weights in 8 and 4 bits are multiplied without unpacking
     head_share = 0.0  # of the bytes of all matrices, the language-model head's
 
@@ -186,6 +188,13 @@ class Backend(ABC):
     def without(self, skipped: frozenset[int]) -> Backend:
         """The same without some layers; the others keep their numbers, and so their cache. Raises
         ConfigError or UnsupportedModelError."""
+
+    def check_adapter(self, adapter: Adapter) -> None:
+        """Raises ConfigError if rows of a batch with this adapter would not get what it adds."""
+        raise ConfigError(
+            f"the adapter {adapter.name}: the backend {self.description} runs no adapters; use "
+            "--backend reference"
+        )
 
     def scratch_bytes(self, rows: int) -> int:
         """Bytes of a forward over so many rows beside weights, cache and torch's memory."""

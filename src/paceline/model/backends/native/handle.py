@@ -27,6 +27,7 @@ from paceline.core.tree import TokenTree
 from paceline.kernels.library import CBatch, CGrowth, CSpan, CTree, check, library, pointer
 from paceline.model.backends.base import GrownTree, WantedTree
 from paceline.model.backends.counters import NativeWork, count_work, traced
+from paceline.model.backends.native.adapters import NativeAdapters
 from paceline.model.backends.native.packing import Packing
 from paceline.model.paged.int8 import INT8
 from paceline.model.paged.segments import KeyValueStore
@@ -74,12 +75,17 @@ class ModelHandle:
     ``model`` points to. ``skipped`` of the calls: flags of the layers, if some are left out."""
 
     def __init__(
-        self, model: Any, packing: Packing, rotary_emb: Any, rope_kinds: Kinds = (None,)
+        self,
+        model: Any,
+        packing: Packing,
+        rotary_emb: Any,
+        rope_kinds: Kinds = (None,),
+        adapters: NativeAdapters | None = None,
     ) -> None:
         self._close = library().pl_close
         self._handle = library().pl_open(model)
         check(not self._handle, "the native model")
-        self._packing = packing
+        self._packing, self._adapters = packing, adapters
         self._layers, self._width = model.layers, model.heads * model.head_dim
         self._ropes = Ropes(rotary_emb, rope_kinds)
         self._caches: WeakKeyDictionary[Any, Pointers] = WeakKeyDictionary()
@@ -109,7 +115,7 @@ class ModelHandle:
         first: Batch | None = None,
     ) -> list[GrownTree]:
         """As Growth."""
-        trees, tables = _trees_of(wanted, cache.block_size)
+        trees, tables = self._trees_of(wanted, cache.block_size)
         most = max(tree.nodes for tree in wanted)
         nodes = torch.empty(3, len(wanted), most, dtype=torch.int32)  # tokens, parents, slots
         scores = torch.empty(len(wanted), most)
@@ -153,6 +159,30 @@ class ModelHandle:
             count_work(partial(self._work, spans, cache, rows, skipped))
         return _read_trees(nodes, scores, counts.tolist())
 
+    def _trees_of(self, wanted: Sequence[WantedTree], size: int) -> tuple[Any, array[int]]:
+        """An array of CTree, and the trees' block tables in one array. Raises IndexError."""
+        tables, trees = array("i"), (CTree * len(wanted))()
+        for i, tree in enumerate(wanted):
+            if tree.base + tree.width * (tree.depth - 1) > len(tree.table) * size:
+                raise IndexError("a tree has no room in the cache")
+            params, greedy = tree.params, tree.params.greedy
+            # A softmax is one-hot beyond 1e6.
+            sharpness = GREEDY_SHARPNESS if greedy else min(1e6, 1 / params.temperature)
+            trees[i] = CTree(
+                *(tree.depth, tree.width, tree.nodes, tree.base, len(tables)),
+                sampled=0 if greedy else 1 if params.seed is None else 2,
+                top_k=params.top_k if params.top_k > 0 else _ALL,
+                sharpness=sharpness,
+                top_p=params.top_p,
+                min_p=params.min_p,
+                least=math.log(tree.least) if tree.least > 0 else -math.inf,
+                position=tree.position,
+                seed=splitmix64(params.seed or 0),
+                pair=tree.adapter and self._adapters and self._adapters.of(tree.adapter),
+            )
+            tables.extend(tree.table)
+        return trees, tables
+
     def _struct(
         self, batch: Batch, cache: KeyValueStore, skipped: Any, **fields: Any
     ) -> tuple[Any, Any]:
@@ -176,6 +206,11 @@ class ModelHandle:
         starts = [start + 4 * end for end in itertools.accumulate(map(len, parts))]
         keys, values, int8_cache = self._pointers(cache)
         ropes = self._ropes.reach(max((span.kv_length for span in batch.spans), default=1))
+        runs = None
+        if adapted := batch.adapter_runs:
+            assert self._adapters is not None, "a head has no adapters"
+            runs = self._adapters.runs(adapted)
+            fields |= {"runs": len(runs), "run": runs}
         struct = CBatch(
             rows=rows,
             spans=len(batch.spans),
@@ -196,7 +231,7 @@ class ModelHandle:
             rope=_address(ropes),
             **fields,
         )
-        return struct, (numbers, ropes)
+        return struct, (numbers, ropes, runs)
 
     def _pointers(self, cache: KeyValueStore) -> Pointers:
         """Pointers to each layer's keys and to its values, and whether they are in 8 bits."""
@@ -229,30 +264,6 @@ def _spans_of(batch: Batch) -> Spans:
 
 def _address(struct: Any) -> int | None:
     return None if struct is None else ctypes.addressof(struct)
-
-
-def _trees_of(wanted: Sequence[WantedTree], block_size: int) -> tuple[Any, array[int]]:
-    """An array of CTree, and the trees' block tables in one array. Raises IndexError."""
-    tables, trees = array("i"), (CTree * len(wanted))()
-    for i, tree in enumerate(wanted):
-        if tree.base + tree.width * (tree.depth - 1) > len(tree.table) * block_size:
-            raise IndexError("a tree has no room in the cache")
-        params, greedy = tree.params, tree.params.greedy
-        # A softmax is one-hot beyond 1e6.
-        sharpness = GREEDY_SHARPNESS if greedy else min(1e6, 1 / params.temperature)
-        trees[i] = CTree(
-            *(tree.depth, tree.width, tree.nodes, tree.base, len(tables)),
-            sampled=0 if greedy else 1 if params.seed is None else 2,
-            top_k=params.top_k if params.top_k > 0 else _ALL,
-            sharpness=sharpness,
-            top_p=params.top_p,
-            min_p=params.min_p,
-            least=math.log(tree.least) if tree.least > 0 else -math.inf,
-            position=tree.position,
-            seed=splitmix64(params.seed or 0),
-        )
-        tables.extend(tree.table)
-    return trees, tables
 
 
 def _read_trees(nodes: torch.Tensor, scores: torch.Tensor, counts: list[int]) -> list[GrownTree]:

@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 
+from paceline.core.adapter import Adapter
 from paceline.core.batch import Batch, ModelOutput
 from paceline.core.memory import trim
 from paceline.core.stages import warn
@@ -27,6 +28,7 @@ from paceline.kernels.library import (
 )
 from paceline.model.backends.base import NATIVE, Adapted, Backend, DraftingHeads, EagleStep, Growth
 from paceline.model.backends.counters import NativeWork, count_work, traced
+from paceline.model.backends.native.adapters import NativeAdapters
 from paceline.model.backends.native.copies import rounded_copy
 from paceline.model.backends.native.handle import ModelHandle, rows_of_logits
 from paceline.model.backends.native.packing import (
@@ -77,7 +79,9 @@ class NativeModel(Backend):
             head=packing.weight(self.lm_head, None),
         )
         trim()
-        self._handle = ModelHandle(model, packing, hf.model.rotary_emb, decoder.rope_kinds)
+        self.adapters = NativeAdapters(hf, self.dtype)
+        kinds = decoder.rope_kinds
+        self._handle = ModelHandle(model, packing, hf.model.rotary_emb, kinds, self.adapters)
         matrices = sum(matrix.data.nbytes for matrix, _, _ in packing.packed)
         self.head_share = self.lm_head.data.nbytes / matrices
 
@@ -126,6 +130,9 @@ class NativeModel(Backend):
         fields["greedy"] = ctypes.addressof(greedy)
         self._handle.forward("forward", batch, cache, self._skipped, **fields)
         return ModelOutput(logits, {layer: kept[layer] for layer in batch.features}, greedy[:])
+
+    def check_adapter(self, adapter: Adapter) -> None:
+        self.adapters.check(adapter)
 
     def head(self, hidden: torch.Tensor) -> torch.Tensor:
         return self.lm_head.product(hidden, self.decoder.logit_cap)

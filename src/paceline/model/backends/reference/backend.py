@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 
+from paceline.core.adapter import Adapter
 from paceline.core.batch import Batch, ModelOutput, Span
 from paceline.errors import UnsupportedModelError
 from paceline.model.backends.base import REFERENCE, Backend
@@ -30,7 +31,6 @@ class TorchBackend(Backend):
     their ``states``, and names."""
 
     name = REFERENCE
-    runs_adapters = True
 
     def __init__(self, hf: Any, max_positions: int) -> None:
         """Raises UnsupportedModelError, see RowPositions."""
@@ -62,6 +62,9 @@ class TorchBackend(Backend):
         finally:
             self._captured = None
         return ModelOutput(outputs, {layer: captured[layer] for layer in batch.features})
+
+    def check_adapter(self, adapter: Adapter) -> None:
+        pass
 
     def run(self, batch: DeviceBatch, step: Any) -> torch.Tensor:
         """The modules' forward, which passes ``step`` to every call of attention."""
