@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import logging
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -254,7 +254,7 @@ def plain_config(name: str, asked: str) -> Any:
     config = read_config(name, path)
     if quantization_of(config) is not None:
         raise ConfigError(f"{asked}: {name} is quantised; give the model that it was made from")
-    if _layer_kinds(config) & _RECURRENT_LAYERS:
+    if recurrent_layers(config):
         raise ConfigError(f"{asked}: {name} has recurrent layers; leave the option out")
     return config
 
@@ -280,9 +280,18 @@ def causal_class(config: Any) -> Any | None:
     return None
 
 
-def _layer_kinds(config: Any) -> set[str]:
+def _layer_kinds(config: Any) -> Sequence[str]:
     text = config.get_text_config(decoder=True)
-    return {*(getattr(text, "layer_types", None) or getattr(text, "layers_block_type", None) or ())}
+    return getattr(text, "layer_types", None) or getattr(text, "layers_block_type", None) or ()
+
+
+def recurrent_layers(config: Any) -> list[str]:
+    """The kinds of the layers that have a state."""
+    return [kind for kind in _layer_kinds(config) if kind in _RECURRENT_LAYERS]
+
+
+def layers_without_keys(config: Any) -> int:
+    return sum(kind not in _ATTENTION_LAYERS for kind in _layer_kinds(config))
 
 
 def check_architecture(config: Any) -> None:
@@ -297,7 +306,7 @@ def check_architecture(config: Any) -> None:
     model = causal_class(config)
     if model is None:
         raise UnsupportedModelError(f"{kind} is not a causal language model of transformers")
-    kinds = _layer_kinds(config)
+    kinds = {*_layer_kinds(config)}
     recurrent = bool(kinds & _RECURRENT_LAYERS and kinds & _ATTENTION_LAYERS)
     known = _ATTENTION_LAYERS | STATELESS | (_RECURRENT_LAYERS if recurrent else set())
     foreign = ", ".join(sorted(kinds - known))

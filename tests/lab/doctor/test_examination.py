@@ -141,6 +141,13 @@ def test_architectures_that_are_refused(copy: Copy) -> None:
     assert "config.json" in noticed.text and "transformers" in noticed.cure
 
 
+def test_recurrent_layers(copy: Copy) -> None:
+    layers = ["conv", "full_attention"]
+    folder = copy("tiny-draft").config(model_type="lfm2", layer_types=layers, num_hidden_layers=2)
+    noticed = only(examine(str(folder)), "recurrent-layers")
+    assert noticed.severity is Severity.NOTE and "1 of 2 layers" in noticed.text
+
+
 def test_code_out_of_folders(copy: Copy) -> None:
     code = {"auto_map": {"AutoModelForCausalLM": "modeling_own.Own"}}
     folder = copy("tiny-draft").config(**code)

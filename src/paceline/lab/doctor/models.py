@@ -181,7 +181,8 @@ class Model(TargetShape):
         if getattr(config, "kv_lora_rank", None):  # latent attention: as transformers unpacks it
             keys, values = config.qk_nope_head_dim + config.qk_rope_head_dim, config.v_head_dim
             shared = heads
-        return bytes_per_token([(shared, keys, values)] * self.num_layers, dtype)
+        layers = self.num_layers - loading.layers_without_keys(self.whole_config)
+        return bytes_per_token([(shared, keys, values)] * layers, dtype)
 
     @cached_property
     def skeleton(self) -> Any:
@@ -219,6 +220,10 @@ def describe(files: ModelFiles, about: str) -> tuple[Model | None, list[Finding]
         shape: Any = {"layers": model.num_layers, "width": model.hidden_size}
         shape |= {"kind": config.model_type, "parameters": millions(model.parameters)}
         findings.append(finding("architecture-supported", **shape))
+    if recurrent := loading.recurrent_layers(config):
+        kinds = ", ".join(sorted({*recurrent}))
+        shape = {"recurrent": len(recurrent), "layers": model.num_layers, "kinds": kinds}
+        findings.append(finding("recurrent-layers", **shape))
     return model, findings
 
 

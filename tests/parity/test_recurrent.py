@@ -1,0 +1,91 @@
+"""Models with recurrent layers, of every family: drafted, shared, preempted and undone, they write
+what plain decoding does, and that is what transformers' ``generate`` does."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+
+from paceline.core.params import SamplingParams
+from paceline.llm import LLM
+from paceline.request.completion import Completion
+from paceline.train.tokenizer import train_tokenizer
+from support.cache_invariants import check_cache
+from support.engine_models import random_llama, random_recurrent
+from support.recurrent_models import RECURRENT
+from support.tiny_models import SENTENCES
+
+DRAFTS = (
+    *("ngram", "suffix", "model:{draft}", "tree:{draft}", "model:{draft},nodes=6,width=3"),
+    *("hybrid:ngram+model:{draft}", "recycling", "lookahead", "model:{llama}"),
+)
+WORDS = [7, 3, 9, 11, 2, 5, 6, 1, 13, 17, 19, 23, 4, 8, 15, 16, 7, 3, 9, 11, 2, 5, 6, 1]
+PROMPTS = [WORDS * 2, WORDS[:11], [*WORDS[:17], 3, 3], [5]]
+GREEDY = SamplingParams(max_tokens=20, ignore_eos=True)
+SEEDED = replace(GREEDY, temperature=0.9, seed=5, n=2)
+
+
+@pytest.fixture(scope="module", params=sorted(RECURRENT))
+def folders(
+    request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
+) -> dict[str, str]:
+    root: Path = tmp_path_factory.mktemp(request.param)
+    tokenizer = train_tokenizer(SENTENCES, 320)
+    size = len(tokenizer)
+    made = {
+        "target": random_recurrent(request.param, 3, 0.0, size),
+        "draft": random_recurrent(request.param, 3, 0.1, size),
+        "llama": random_llama(3, 2, 0.0, size),
+    }
+    for name, module in made.items():
+        module.save_pretrained(root / name)
+        tokenizer.save_pretrained(root / name)
+    return {name: str(root / name) for name in made}
+
+
+@pytest.fixture(scope="module")
+def plain(folders: dict[str, str]) -> LLM:
+    return LLM(folders["target"], draft="none", dtype="float32")
+
+
+def answers(llm: LLM) -> list[Completion]:
+    """Behind them the cache is whole, and nothing is kept."""
+    scheduler = llm.engine.scheduler
+    scheduler.config = replace(scheduler.config, prefill_chunk=16)
+    made = [out for params in (GREEDY, SEEDED) for out in llm.generate(PROMPTS, params)]
+    check_cache(llm.engine.cache)
+    assert llm.engine.cache.pool.available == llm.engine.cache.num_blocks
+    return made
+
+
+def texts(llm: LLM) -> list[list[int]]:
+    return [out.token_ids for out in answers(llm)]
+
+
+@pytest.fixture(scope="module")
+def expected(plain: LLM) -> list[list[int]]:
+    return texts(plain)
+
+
+def test_plain_text_is_that_of_generate(plain: LLM, expected: list[list[int]]) -> None:
+    hf = type(plain.target.hf).from_pretrained(plain.target.name, dtype=torch.float32)
+    for prompt, ours in zip(PROMPTS, expected, strict=False):
+        theirs = hf.generate(
+            torch.tensor([prompt]), max_new_tokens=20, min_new_tokens=20, do_sample=False
+        )
+        assert ours == theirs[0, len(prompt) :].tolist()
+
+
+@pytest.mark.parametrize("draft", DRAFTS)
+def test_drafted_text_is_plain_text(
+    plain: LLM, folders: dict[str, str], expected: list[list[int]], draft: str
+) -> None:
+    llm = plain.beside(draft.format(**folders), draft_length=4)
+    assert texts(llm) == expected
+    again = answers(llm)
+    assert [out.token_ids for out in again] == expected
+    assert again[0].stats.cached_tokens == 32  # a prefix is found again, with its state
+    assert sum(out.stats.drafted_tokens for out in again) > 0
