@@ -168,6 +168,8 @@ def test_the_command_line(folder: Path) -> None:
 
 
 def test_a_gguf_file(tmp_path: Path) -> None:
+    pytest.importorskip("gguf")
+
     def described(writer: Any) -> None:
         writer.add_float32("general.sampling.temp", 0.7)
         writer.add_float32("general.sampling.top_p", 0.95)
