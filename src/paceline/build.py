@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Callable, Hashable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
 from functools import lru_cache
@@ -13,12 +13,14 @@ from typing import Any
 import torch
 
 from paceline.control.adaptive import AdaptiveController
+from paceline.control.collapse import CollapseWatch, Watched
 from paceline.control.controller import Controller, FixedLength, LoggedController
 from paceline.control.cost import CostModel
 from paceline.core.costs import CostCurve, DrafterCosts, TargetCosts
 from paceline.draft.base import Drafter, LookupDrafter, NoDrafter, prefers_seeds
 from paceline.draft.heads.features import MOST_WAITING
 from paceline.draft.hybrid import HybridDrafter, Router
+from paceline.draft.origin import Origin
 from paceline.draft.predicted import Predictions
 from paceline.draft.spec import DraftContext, DraftSpec, Loading, Prepared
 from paceline.drafters import BLOCK_SIZE, DRAFTERS, DraftLike, prepare_all
@@ -217,15 +219,16 @@ def build_engine(
 
     drafter = prepared.build(DraftContext(target, cache, generator, costs if adapts else None))
     predictions = Predictions(device)
-    controller = options.controller
+    controller, watch = options.controller, CollapseWatch()
+    members = {prepared.names[0] if prepared.names else drafter.name: drafter}
+    if isinstance(drafter, Router):
+        members = dict(zip(map(str, drafter.names), drafter.members, strict=True))
     if controller is None and adapts and not isinstance(drafter, NoDrafter):
-        members = {prepared.names[0] if prepared.names else drafter.name: drafter}
-        if isinstance(drafter, Router):
-            members = dict(zip(map(str, drafter.names), drafter.members, strict=True))
-        controller = adaptive_controller(members, predictions, costs(), options, device)
+        controller = adaptive_controller(members, predictions, costs(), options, device, watch)
     elif controller is None:
         length = options.draft_length
         controller = FixedLength(length if isinstance(length, int) else 0)
+    _fill_watch(watch, members)
     if options.log_decisions:
         controller = LoggedController(controller)
     limits = SchedulerConfig(
@@ -237,7 +240,22 @@ def build_engine(
     )
     verifier = TypicalVerifier(generator) if options.lossy else Verifier(options.rule, generator)
     parts = target, cache, drafter, verifier, Scheduler(limits, cache), controller
-    return Engine(*parts, _draw_seed(options, drafter), predictions)
+    return Engine(*parts, _draw_seed(options, drafter), predictions, watch)
+
+
+def _fill_watch(watch: CollapseWatch, drafters: Mapping[str, Drafter]) -> None:
+    """Let it watch those that run a model, of hybrids each member, by the controller's names."""
+    watch.default = next(iter(drafters), None)
+    for name, drafter in drafters.items():
+        pairs: Iterable[tuple[Hashable, Drafter]] = [(name, drafter)]
+        if isinstance(drafter, HybridDrafter):
+            pairs = zip(drafter.names, drafter.members, strict=True)
+        for member_name, member in pairs:
+            origin: Origin | None = getattr(member, "origin", None)
+            if member.passes(1):
+                watch.drafters[member_name] = (
+                    Watched(origin.stated, origin.examine, origin.cause) if origin else Watched()
+                )
 
 
 def _draw_seed(options: EngineOptions, drafter: Drafter) -> Callable[[], int] | None:
@@ -257,6 +275,7 @@ def adaptive_controller(
     costs: TargetCosts,
     options: EngineOptions,
     device: torch.device,
+    watch: CollapseWatch,
 ) -> AdaptiveController:
     """The controller of all drafters that requests may name, and of their members."""
     cost = CostModel(costs)
@@ -287,7 +306,7 @@ def adaptive_controller(
             members[name] = (predictions.name, *drafter.names)
         else:
             members[name] = (predictions.name, add(name, drafter))
-    return AdaptiveController(cost, members, lookups, fair=options.drafting == "fair")
+    return AdaptiveController(cost, members, lookups, fair=options.drafting == "fair", watch=watch)
 
 
 def measure_costs(target: CausalModel, cache: PagedCache, most: int) -> TargetCosts:

@@ -38,6 +38,7 @@ from paceline.draft.lookahead import Lookahead as Lookahead
 from paceline.draft.model import DraftModel as DraftModel
 from paceline.draft.model import DraftTree as DraftTree
 from paceline.draft.ngram import NGram as NGram
+from paceline.draft.origin import prepare
 from paceline.draft.quantized import QuantizedDraft as QuantizedDraft
 from paceline.draft.recycling import Recycling as Recycling
 from paceline.draft.selfspec import EarlyExit as EarlyExit
@@ -123,7 +124,7 @@ def prepare_one(draft: DraftLike | None, loading: Loading) -> Prepared:
     if draft is None or isinstance(draft, str):
         draft = parse_draft(draft)
     if isinstance(draft, DraftSpec):
-        made = draft.prepare(loading)
+        made = prepare(draft, loading)
         return replace(made, names=(draft.kind,), drafts=made.drafts or (str(draft),))
     missing = [n for n in dir(Drafter) if not n.startswith("_") and not hasattr(draft, n)]
     if missing:

@@ -14,6 +14,7 @@ from typing import NamedTuple
 
 from paceline.control.acceptance import GOES_ON, expected_tokens, kind_of, levels_tried
 from paceline.control.choice import choose
+from paceline.control.collapse import CollapseWatch
 from paceline.control.controller import (
     MEASURING,
     NOT_ASKED,
@@ -59,7 +60,8 @@ class AdaptiveController(Controller):
     ``members``: by each name that a request may ask for, the drafters of the cost model that draft
     for it; requests that name none have the ``default``, the first. ``lookups``: those among them
     that are asked what they find before anything is decided. ``fair``: no request is slowed down
-    for another's sake; else the tokens a second of the whole batch decide.
+    for another's sake; else the tokens a second of the whole batch decide. ``watch`` says who has
+    collapsed.
     """
 
     def __init__(
@@ -69,11 +71,12 @@ class AdaptiveController(Controller):
         lookups: Mapping[Hashable, LookupDrafter] | None = None,
         default: str | None = None,
         fair: bool = True,
+        watch: CollapseWatch | None = None,
     ) -> None:
         self.cost, self.budget = cost, ExplorationBudget()
         self.members = dict(members or {str(name): (name,) for name in cost.drafters})
         self._default = default or next(iter(self.members), "")
-        self._fair = fair
+        self._fair, self._watch = fair, watch or CollapseWatch()
         self._lookups = LookupFollower(lookups or {}, cost)
         self._step = 0
         self._until, self._hold = 0, 1  # the step of the next decision; steps that the last holds
@@ -101,8 +104,12 @@ class AdaptiveController(Controller):
         return self._choices
 
     def _members(self, seq: SequenceState) -> Sequence[Hashable]:
-        """Who may draft for it."""
-        return self.members.get(seq.params.drafter or self._default, ())
+        """Who may draft for it. In a hybrid none that has collapsed; one drafter alone, beside
+        predictions, was asked for by name."""
+        members = self.members.get(seq.params.drafter or self._default, ())
+        if len(members) < 3 or not self._watch.collapsed:
+            return members
+        return [name for name in members if not self._watch.rests(name, seq)]
 
     def _models(self, seq: SequenceState) -> list[Hashable]:
         """Those of them that are no lookups."""

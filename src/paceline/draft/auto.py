@@ -18,6 +18,7 @@ from paceline.draft.heads.mtp import Mtp, mtp_weights
 from paceline.draft.hybrid import Hybrid, joined
 from paceline.draft.model import DraftModel
 from paceline.draft.ngram import NGram
+from paceline.draft.origin import prepare
 from paceline.draft.quantized import QuantizedDraft
 from paceline.draft.spec import DraftSpec, Loading, Prepared
 from paceline.draft.suffix import Suffix
@@ -125,7 +126,7 @@ def _prepared(composed: Composition, loading: Loading) -> tuple[Composition, lis
     failed: dict[DraftSpec, str] = {}
     for member, _ in composed.taken:
         try:
-            prepared.append(member.prepare(loading))
+            prepared.append(prepare(member, loading))
         except PacelineError as error:  # it was not asked for: leave it out
             failed[member] = str(error)
     return composed.without(failed), prepared

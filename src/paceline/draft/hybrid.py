@@ -17,6 +17,7 @@ import torch
 from paceline.core.batch import Commit, ModelOutput, Plan, Slice
 from paceline.core.tree import TokenTree
 from paceline.draft.base import Drafter
+from paceline.draft.origin import prepare
 from paceline.draft.spec import DraftSpec, Loading, NoDraft, Prepared
 from paceline.errors import ConfigError
 
@@ -45,7 +46,7 @@ class Hybrid(DraftSpec):
         return self.parts
 
     def prepare(self, loading: Loading) -> Prepared:
-        return joined([part.prepare(loading) for part in self.parts])
+        return joined([prepare(part, loading) for part in self.parts])
 
     def variants(self) -> dict[str, Hybrid]:
         return {"": self}

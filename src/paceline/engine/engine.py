@@ -14,6 +14,7 @@ from dataclasses import dataclass, replace
 
 import torch
 
+from paceline.control.collapse import CollapseWatch
 from paceline.control.controller import NO_DRAFT, PLAIN, Controller, Decision
 from paceline.core.batch import Batch, Commit, ModelOutput, Plan, Span, Verdict
 from paceline.core.draws import draws_unseeded
@@ -47,6 +48,7 @@ class Engine:
     controller: Controller
     draw_seed: Callable[[], int] | None  # for sampled requests without a seed
     predictions: Predictions  # those that the controller uses
+    watch: CollapseWatch
 
     def __post_init__(self) -> None:
         self.clock = PhaseClock(self.target.device)
@@ -69,7 +71,7 @@ class Engine:
 
     def forget(self, seq_id: int) -> None:
         """Drop the drafting state of a sequence: it has ended, or starts over."""
-        for keeper in (self.drafter, self.controller, self.predictions):
+        for keeper in (self.drafter, self.controller, self.predictions, self.watch):
             try:
                 keeper.forget(seq_id)
             except Exception as error:
@@ -130,6 +132,7 @@ class Engine:
                     str(choice.drafter or self.drafter.name),
                     choice.reason or NO_DRAFT,
                 )
+                self.watch.record(choice.drafter, seq, commit)
         if any(seq.drafts for seq in seqs):
             self.controller.observe(commits, now - start, self.clock.current("draft"))
         self.clock.lap("other")

@@ -94,6 +94,8 @@ class Metrics:
             counter(f"adapter_{kind}_tokens", f"{text} with an adapter.", labels)
             for kind, text in _OF_ADAPTERS.items()
         ]
+        text = "1 where a drafter's acceptance has collapsed and has not recovered."
+        self.collapsed = gauge(f"{spec}_collapsed", text, ["drafter", "adapter"])
         self._recent: dict[str, _Recent] = {}
         self._phases = dict.fromkeys(PHASES, 0.0)
         self._before: Tally[str] = Tally()  # sequences of the step before, by drafter
@@ -184,6 +186,7 @@ class Metrics:
     def watch(self, engine: Engine, waiting: Callable[[], int]) -> None:
         """Let gauges read an engine's state when scraped."""
         cache, pool = engine.cache, engine.cache.pool
+        self._watch = engine.watch
         self.running.set_function(lambda: len(engine.scheduler.running))
         self.waiting.set_function(waiting)
         self.cache_usage.set_function(lambda: 1 - pool.available / pool.total)
@@ -197,6 +200,9 @@ class Metrics:
 
     def render(self) -> str:
         """All metrics in Prometheus' text format."""
+        for key in [*((name, None) for name in self._watch.drafters), *self._watch.warned]:
+            name, adapter = key
+            self.collapsed.labels(name, adapter or "").set(key in self._watch.collapsed)
         return generate_latest(self.registry).decode()
 
 

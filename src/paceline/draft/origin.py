@@ -1,0 +1,198 @@
+"""What a drafter was made of, and what that says when its drafts fail: the acceptance that the card
+of its weights states, and the causes that can be told, of which the layers are measured."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from contextlib import suppress
+from dataclasses import dataclass, field, replace
+from functools import cached_property
+from pathlib import Path
+from statistics import fmean, stdev
+from typing import Any
+
+import torch
+
+from paceline.core.batch import Commit, ModelOutput, Plan, Slice, Span
+from paceline.core.params import SamplingParams
+from paceline.core.sequence import SEQUENCE_IDS, SequenceState
+from paceline.draft.base import Drafter
+from paceline.draft.spec import DraftContext, DraftSpec, Loading, Prepared
+from paceline.errors import ModelLoadError
+from paceline.model.hub import fetched
+from paceline.model.precision import usual_bits
+
+# Of a card's table of acceptance (train/card.py): the first position, over all tasks.
+_STATED = re.compile(r"^\| all \| [\d.]+ \| ([\d.]+)", re.M)
+_TEXT, _READ = 128, 24  # last tokens of a text on which layers are compared, and those only read
+_LEVELS, _BLOCK = 4, 16
+_SURE, _FEWEST = 3.5, 48  # standard errors, and positions
+_FOREIGN = 0.25  # share of tokens, or of letters, from which a text is of another kind
+
+
+@dataclass(frozen=True)
+class Origin:
+    """``prepared`` builds the drafter again, over another cache. ``gains``: of the examined texts,
+    tokens accepted at each position with features of other layers less those with its layers'."""
+
+    spec: DraftSpec
+    loading: Loading
+    prepared: Prepared
+    gains: dict[int, list[int]] = field(default_factory=dict)
+
+    @cached_property
+    def stated(self) -> float | None:
+        """How often the first drafted token is right by the card beside its weights; None without
+        such a card."""
+        if self.spec.holds == "nothing":
+            return None
+        try:
+            card = Path(fetched(self.spec.argument() or ""), "README.md").read_text("utf-8")
+        except (OSError, ValueError, ModelLoadError):
+            return None
+        row = _STATED.search(card)
+        return None if row is None else float(row[1])
+
+    def cause(self, seq: SequenceState) -> str:
+        """Why its drafts may fail on such a sequence; "" if that cannot be told."""
+        cause = self._template(seq) or self._language(seq) or self._bits()
+        return cause and f"perhaps {cause}"
+
+    # -- measuring on a text ---------------------------------------------------------------------
+
+    def examine(self, seq: SequenceState) -> tuple[list[bool], str]:
+        """Whether the first drafted token is right at positions of a sequence's last tokens, and
+        what is certainly wrong: it drafts better with features from the layers before or behind
+        those that it reads (ids are counted in two ways). Takes one forward of the target."""
+        target, tokens = self.loading.target, list(seq.tokens[-_TEXT:])
+        given = tuple(self._rebuilt().features)
+        if not given or len(tokens) <= _READ or target.ranks is not None:
+            return [], ""
+        choices = {shift: tuple(layer + shift for layer in given) for shift in (0, -1, 1)}
+        if len(given) == 1:
+            choices = {0: given}
+        layers = {s: n for s, n in choices.items() if min(n) >= 0 and max(n) <= target.num_layers}
+        out = self._forward(tokens, sorted({layer for ids in layers.values() for layer in ids}))
+        drafts = {shift: self._accepted(ids, tokens, out) for shift, ids in layers.items()}
+        accepted = {shift: [count for _, count in seen] for shift, seen in drafts.items()}
+        outcomes = [right for right, _ in drafts[0]]
+        for shift in layers.keys() - {0}:
+            gains = self.gains.setdefault(shift, [])
+            gains += [new - old for new, old in zip(accepted[shift], accepted[0], strict=True)]
+            if len(gains) > _FEWEST and fmean(gains) > _SURE * stdev(gains) / len(gains) ** 0.5:
+                right = replace(self.spec, layers=layers[shift])  # type: ignore[call-arg]
+                return outcomes, (
+                    f"it reads the inputs of layers {list(given)}, but drafts {fmean(gains):.2f} "
+                    f"tokens more from {list(layers[shift])}: its layer numbers are one off; use "
+                    f"--draft {right}"
+                )
+        return outcomes, ""
+
+    def _rebuilt(self) -> Drafter:
+        target = self.loading.target
+        cache = target.new_cache(2 * -(-_TEXT // _BLOCK), _BLOCK, False)
+        return self.prepared.build(DraftContext(target, cache, torch.Generator(target.device)))
+
+    def _forward(self, tokens: list[int], features: Sequence[int]) -> ModelOutput:
+        """The target over the whole text: the features of all rows."""
+        target, seq_id = self.loading.target, next(SEQUENCE_IDS)
+        cache = target.new_cache(-(-len(tokens) // _BLOCK), _BLOCK, False)
+        cache.admit(seq_id, (), False)
+        cache.reserve(seq_id, len(tokens))
+        span = Span.of(seq_id, 0, tokens)
+        with torch.inference_mode():
+            return target(cache.batch_of([span], features), cache)
+
+    def _accepted(
+        self, layers: tuple[int, ...], tokens: list[int], out: ModelOutput
+    ) -> list[tuple[bool, int]]:
+        """At each position behind the first ``_READ``, with these features: whether the likeliest
+        token is right, and how many are accepted."""
+        drafter: Any = self._rebuilt()
+        drafter.features = layers
+        seq = SequenceState(next(SEQUENCE_IDS), tokens[:_READ], 1, SamplingParams(max_tokens=_TEXT))
+        accepted: list[tuple[bool, int]] = []
+        drafter.propose(Plan((Slice(seq.view(), _READ - 1),)))  # it knows the sequence
+        while True:
+            position, end = seq.cached, len(seq.tokens)
+            seen = end - 1 - position
+            if seen:
+                drafter.observe(
+                    [Commit(seq.seq_id, (), scheduled=seen, position=position, row=position)], out
+                )
+                seq.cached = end - 1
+            following = tokens[end : end + _LEVELS]
+            if len(following) < _LEVELS:
+                return accepted
+            (tree,) = drafter.propose(Plan((Slice(seq.view(), 1, _LEVELS),)))
+            ids, node, count = tree.tokens.tolist(), -1, 0
+            edges = zip(tree.parents, ids, strict=True)
+            below = {edge: number for number, edge in enumerate(edges)}
+            for token in following:
+                if (node := below.get((node, token), -2)) < 0:
+                    break
+                count += 1
+            accepted.append((ids[:1] == following[:1], count))
+            seq.tokens.append(following[0])
+
+    # -- what else can be told -------------------------------------------------------------------
+
+    def _template(self, seq: SequenceState) -> str:
+        """Whether the prompt lacks the marks that the target's chat template writes."""
+        tokenizer = self.loading.tokenizer
+        if tokenizer.chat_template is None:
+            return ""
+        chat = [{"role": "user", "content": "?"}]
+        try:
+            text = str(tokenizer.apply_chat_template(chat, tokenize=False))
+        except Exception:  # of any kind: the template's own, or jinja's
+            return ""
+        special = set(tokenizer.added_tokens_decoder) - {tokenizer.bos_token_id}
+        marks = special & set(tokenizer.encode(text, add_special_tokens=False))
+        if not marks or marks & set(seq.tokens[: seq.prompt_length]):
+            return ""
+        shown = tokenizer.decode([min(marks)])
+        return (
+            f"prompts are not in the form of the target's chat template, which writes {shown}: "
+            "send them as chats, or train the draft on this form"
+        )
+
+    def _language(self, seq: SequenceState) -> str:
+        """Whether the text has tokens that the head cannot draft, or letters that are not Latin."""
+        drafter, tokens = self._rebuilt(), list(seq.tokens[seq.prompt_length :])
+        known = getattr(getattr(drafter, "head", None), "draft_ids", None)
+        if known is not None and tokens:
+            drafted = set(known.tolist())
+            share = sum(token not in drafted for token in tokens) / len(tokens)
+            if share > _FOREIGN:
+                return (
+                    f"{share:.0%} of this text are none of the {len(drafted):,} tokens that the "
+                    "head drafts: it was trained on another language or another kind of text"
+                )
+        letters = [c for c in self.loading.tokenizer.decode(tokens) if c.isalpha()]
+        if letters and sum(c > "\u024f" for c in letters) > _FOREIGN * len(letters):
+            return "the text is not in Latin letters: the draft may not know its language"
+        return ""
+
+    def _bits(self) -> str:
+        bits = usual_bits(self.loading.target.hf)
+        if self.spec.holds != "head" or not 0 < bits <= 8:
+            return ""
+        return (
+            f"the target's weights have {bits} bits, and a head reads other features then: compare "
+            "with --quantize none"
+        )
+
+
+def prepare(spec: DraftSpec, loading: Loading) -> Prepared:
+    """``spec.prepare``; the drafter's ``origin`` is known then."""
+    prepared = spec.prepare(loading)
+
+    def build(context: DraftContext) -> Drafter:
+        drafter: Any = prepared.build(context)
+        with suppress(AttributeError):  # another package's may have slots
+            drafter.origin = Origin(spec, loading, prepared)
+        return drafter  # type: ignore[no-any-return]
+
+    return replace(prepared, build=build)

@@ -1,0 +1,161 @@
+"""Acceptance that collapses is seen, and nothing else is taken for it."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Iterable
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from paceline.control.adaptive import AdaptiveController
+from paceline.control.collapse import CollapseWatch, Watched
+from paceline.control.cost import CostModel
+from paceline.core.batch import Commit
+from paceline.core.costs import CostCurve, DrafterCosts, TargetCosts
+from paceline.core.params import SamplingParams
+from paceline.core.sequence import SequenceState
+
+KEY = ("head", None)
+
+
+def watch_of(stated: float | None = None, **known: Any) -> CollapseWatch:
+    watch = CollapseWatch()
+    watch.drafters["head"] = Watched(stated, **known)
+    return watch
+
+
+def sequence(number: int, **params: Any) -> SequenceState:
+    return SequenceState(number, [1] * 100, 10, SamplingParams(**params))
+
+
+def run(
+    watch: CollapseWatch, rate: float, drafts: int, first: int = 0, each: int = 40, **params: Any
+) -> int | None:
+    """Drafts of which a share is right, ``each`` of a request; those until the collapse."""
+    chooser = random.Random(first)
+    for number in range(drafts):
+        seq = sequence(1000 + first + number // each, **params)
+        right = chooser.random() < rate
+        commit = Commit(seq.seq_id, (1, 1) if right else (1,), (0,) if right else (), reached=1)
+        watch.record("head", seq, commit)
+        if KEY in watch.collapsed:
+            return number
+    return None
+
+
+def lines(caplog: pytest.LogCaptureFixture) -> list[str]:
+    return [record.getMessage() for record in caplog.records if record.name == "paceline"]
+
+
+@pytest.mark.parametrize("stated", [0.84, 0.5, 0.2])
+def test_a_head_far_below_its_card(stated: float, caplog: pytest.LogCaptureFixture) -> None:
+    watch = watch_of(stated, cause=lambda seq: "perhaps this")
+    took = run(watch, 0.05 * stated, 1500)
+    assert took is not None and took < 40 + 80 / stated
+    (line,) = lines(caplog)
+    assert line.startswith("draft head: acceptance has collapsed: ")
+    assert line.endswith(f"its card says {stated:.0%}; perhaps this")
+
+
+def test_a_fall_from_its_own_level(caplog: pytest.LogCaptureFixture) -> None:
+    watch = watch_of()
+    assert run(watch, 0.7, 1000) is None
+    took = run(watch, 0.03, 1000, first=1)
+    assert took is not None and took < 200
+    (line,) = lines(caplog)
+    assert "before it was 6" in line and "paceline doctor --run" in line
+
+
+@pytest.mark.parametrize("stated", [0.84, 0.5, 0.2])
+def test_healthy_ones_are_left_alone(stated: float) -> None:
+    """Tasks by turns, of which some have half of the usual rate, and sampled ones."""
+    for seed in range(20):
+        watch = watch_of(stated)
+        for task in range(30):
+            share = (1.0, 0.5, 0.8, 0.4, 1.1)[task % 5]
+            assert run(watch, min(1.0, share * stated), 200, first=1000 * seed + 10 * task) is None
+
+
+def test_one_odd_text_proves_nothing() -> None:
+    watch = watch_of(0.8)
+    assert run(watch, 0.0, 5000, each=10_000) is None
+    assert run(watch_of(0.8), 0.0, 5000, each=2000) is not None
+
+
+@pytest.mark.parametrize("params", [{"temperature": 1.5}, {"prediction": (1, 2)}])
+def test_drafts_that_show_nothing(params: dict[str, Any]) -> None:
+    assert run(watch_of(0.8), 0.0, 1000, **params) is None
+
+
+def test_adapters_are_apart() -> None:
+    watch = watch_of(0.8)
+    for number in range(400):
+        seq: Any = sequence(number // 20)
+        seq.adapter = SimpleNamespace(name="fine")
+        watch.record("head", seq, Commit(seq.seq_id, (1,), reached=1))
+        run(watch, 0.8, 1, first=number)
+    assert set(watch.collapsed) == {("head", "fine")}
+
+
+def test_it_may_recover_and_is_warned_of_once(caplog: pytest.LogCaptureFixture) -> None:
+    watch = watch_of(0.8)
+    for round_number in range(3):
+        assert run(watch, 0.0, 1000, first=2 * round_number) is not None
+        for number in range(400):
+            right = Commit(1, (1, 1), (0,), reached=1)
+            watch.record("head", sequence(10**6 + number), right)
+        assert not watch.collapsed
+    assert len(lines(caplog)) == 1
+
+
+def test_a_doubt_is_examined_and_only_what_is_certain_is_said(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    asked: list[int] = []
+
+    def examine(wrong: str) -> Any:
+        def on(seq: SequenceState) -> tuple[Iterable[bool], str]:
+            asked.append(seq.seq_id)
+            return [True, False] * 20, wrong
+
+        return on
+
+    assert run(watch_of(0.8, examine=examine("")), 0.6, 3000) is None
+    assert 1 <= len(asked) == len(set(asked)) <= 8
+    asked.clear()
+    took = run(watch_of(0.8, examine=examine("the layers are one off")), 0.6, 3000)
+    assert took is not None and len(asked) == 1
+    assert lines(caplog)[-1].endswith("its card says 80%; the layers are one off")
+
+
+def test_an_examination_that_fails_does_no_harm(caplog: pytest.LogCaptureFixture) -> None:
+    def fails(seq: SequenceState) -> Any:
+        raise ValueError("no room")
+
+    assert run(watch_of(0.8, examine=fails), 0.6, 1000) is None
+    assert "draft head could not be examined: no room" in lines(caplog)
+
+
+def test_a_hybrid_leaves_it_out_and_tries_it_again() -> None:
+    watch = watch_of(0.8)
+    target = TargetCosts((1,), (CostCurve((1, 16), (1.0, 1.5)),))
+    cost = CostModel(target)
+    for name in ("head", "other", "third"):
+        passes = CostCurve((1,), (0.01,))
+        cost.add(name, DrafterCosts((0, 1, 2, 3, 4), (0, 1, 2, 3, 4), passes, prior=(0.9,)))
+    cost.learn_plain(1, 1.0)  # so that no plain step is wanted
+    members = {"auto": ("head", "other", "third"), "head": ("head",)}
+    controller = AdaptiveController(cost, members, watch=watch)
+
+    def drafter(name: str) -> Any:
+        seq = sequence(5, drafter=name)
+        return [controller.lengths([seq])[0] for _ in range(30)][-1]
+
+    assert drafter("auto").drafter == "head"  # the first of equals
+    watch.collapsed["head", None] = watch.tokens + 100
+    assert drafter("auto").drafter == "other"
+    assert drafter("head").drafter == "head"  # asked for by its name
+    watch.tokens += 100
+    assert drafter("auto").drafter == "head"

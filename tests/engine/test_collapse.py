@@ -1,0 +1,83 @@
+"""Planted collapses of the shipped heads are found, and heads as they are shipped left alone."""
+
+from __future__ import annotations
+
+import json
+import logging
+import shutil
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from paceline import LLM, SamplingParams
+from paceline.lab.bench.prompts import load_prompts
+from paceline.model.hub import fetched
+
+TOKENS = 2000  # within which a collapse is found
+
+
+@pytest.fixture(scope="module")
+def target() -> LLM:
+    return LLM("paceline/tiny", draft="none", dtype="float32")
+
+
+def damaged(name: str, folder: Path) -> Path:
+    """A head whose weights have been mixed up, with its card."""
+    shutil.copytree(fetched(name), folder)
+    config = json.loads((folder / "config.json").read_text())
+    config.pop("paceline_weights", None)
+    (folder / "config.json").write_text(json.dumps(config))
+    (file,) = folder.glob("*.safetensors")
+    tensors, random = load_file(file), torch.Generator().manual_seed(0)
+    for key, tensor in tensors.items():
+        if tensor.ndim == 2 and "lm_head" not in key and "embed" not in key:
+            tensors[key] = tensor[torch.randperm(len(tensor), generator=random)].contiguous()
+    save_file(tensors, file)
+    return folder
+
+
+def tokens_until_collapse(llm: LLM, most: int = TOKENS, temperature: float = 0.0) -> int | None:
+    prompts = [prompt.encode(llm) for prompt in load_prompts(per_category=6)]
+    params = SamplingParams(max_tokens=64, ignore_eos=True, temperature=temperature)
+    for start in range(0, len(prompts), 4):
+        llm.generate(prompts[start : start + 4], params)
+        if llm.engine.watch.collapsed or llm.engine.watch.tokens > most:
+            break
+    return llm.engine.watch.tokens if llm.engine.watch.collapsed else None
+
+
+@pytest.mark.parametrize(
+    ("kind", "length"), [("eagle", 4), ("eagle", "auto"), ("eagle3", "auto"), ("medusa", 4)]
+)
+def test_a_damaged_head(
+    target: LLM, kind: str, length: str | int, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    folder = damaged(f"paceline/tiny-{kind}", tmp_path / "head")
+    llm = target.beside(f"{kind}:{folder}", draft_length=length)
+    taken = tokens_until_collapse(llm)
+    assert taken is not None and taken <= TOKENS
+    (line,) = [r.getMessage() for r in caplog.records if "collapsed" in r.getMessage()]
+    assert line.startswith(f"draft {kind}: acceptance has collapsed: ") and "its card says" in line
+
+
+def test_layers_one_off(target: LLM, caplog: pytest.LogCaptureFixture) -> None:
+    llm = target.beside("eagle3:paceline/tiny-eagle3,layers=3x7x12", draft_length=4)
+    taken = tokens_until_collapse(llm)
+    assert taken is not None and taken <= TOKENS
+    assert "use --draft eagle3:paceline/tiny-eagle3,layers=2x6x11" in caplog.text
+
+
+HEALTHY = [("eagle3", 1.0), *((kind, 0.0) for kind in ("eagle", "eagle3", "medusa", "dspark"))]
+
+
+@pytest.mark.parametrize(("kind", "temperature"), HEALTHY)
+def test_healthy_heads(
+    target: LLM, kind: str, temperature: float, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Eight sets of prompts, one after another."""
+    llm = target.beside(f"{kind}:paceline/tiny-{kind}", draft_length=4, seed=0)
+    with caplog.at_level(logging.WARNING):
+        assert tokens_until_collapse(llm, 10**6, temperature) is None
+    assert not caplog.records
