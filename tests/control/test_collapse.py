@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import random
 from collections.abc import Iterable
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -92,8 +91,7 @@ def test_drafts_that_show_nothing(params: dict[str, Any]) -> None:
 def test_adapters_are_apart() -> None:
     watch = watch_of(0.8)
     for number in range(400):
-        seq: Any = sequence(number // 20)
-        seq.adapter = SimpleNamespace(name="fine")
+        seq = sequence(number // 20, lora="fine")
         watch.record("head", seq, Commit(seq.seq_id, (1,), reached=1))
         run(watch, 0.8, 1, first=number)
     assert set(watch.collapsed) == {("head", "fine")}

@@ -49,7 +49,7 @@ _DOUBT = _Test(0.97, 0.8, 3.0)  # is examined; alone it says nothing
 # What an examination found: whether the first drafted token is right, at many positions of a text,
 # and what is certainly wrong; "" if nothing is.
 Examination = tuple[Sequence[bool], str]
-_Key = tuple[Hashable, Hashable]  # a drafter's name, and an adapter's
+_Key = tuple[Hashable, str | None]  # a drafter's name, and an adapter's
 
 
 @dataclass(frozen=True)
@@ -119,7 +119,7 @@ class CollapseWatch:
 
     def rests(self, name: Hashable, seq: SequenceState) -> bool:
         """Whether a drafter has collapsed and is not to be tried again yet."""
-        return self.tokens < self.collapsed.get((name, adapter_of(seq)), 0)
+        return self.tokens < self.collapsed.get((name, seq.params.lora), 0)
 
     def record(self, name: Hashable, seq: SequenceState, commit: Commit) -> None:
         """What a step showed of the drafter ``name`` (None: the one that the request names)."""
@@ -130,9 +130,9 @@ class CollapseWatch:
         if brought or params.temperature > _WARMEST:
             return
         for key in tuple(self._doubted):
-            if key[1] == adapter_of(seq) and seq.generated >= _LEAST_TOKENS:
+            if key[1] == seq.params.lora and seq.generated >= _LEAST_TOKENS:
                 self._examine(key, seq)
-        key = name or params.drafter or self.default, adapter_of(seq)
+        key = name or params.drafter or self.default, seq.params.lora
         if commit.reached and key[0] in self.drafters:
             # The first node is the likeliest token, in trees as in chains.
             self._see(key, seq, [commit.path[:1] == (0,)])
@@ -188,8 +188,3 @@ class CollapseWatch:
         """A sequence has ended, or starts over."""
         for compared in self._compared.values():
             compared.added.pop(seq_id, None)
-
-
-def adapter_of(seq: SequenceState) -> Hashable:
-    """The name of the adapter that a request asks for."""
-    return getattr(getattr(seq, "adapter", None), "name", None)

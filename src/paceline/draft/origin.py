@@ -64,10 +64,12 @@ class Origin:
     def examine(self, seq: SequenceState) -> tuple[list[bool], str]:
         """Whether the first drafted token is right at positions of a sequence's last tokens, and
         what is certainly wrong: it drafts better with features from the layers before or behind
-        those that it reads (ids are counted in two ways). Takes one forward of the target."""
+        those that it reads (ids are counted in two ways). Takes one forward of the target. With an
+        adapter, or a target that several processes hold, nothing is measured."""
         target, tokens = self.loading.target, list(seq.tokens[-_TEXT:])
         given = tuple(self._rebuilt().features)
-        if not given or len(tokens) <= _READ or target.ranks is not None:
+        elsewhere = target.ranks is not None or seq.params.lora is not None
+        if not given or len(tokens) <= _READ or elsewhere:
             return [], ""
         choices = {shift: tuple(layer + shift for layer in given) for shift in (0, -1, 1)}
         if len(given) == 1:
