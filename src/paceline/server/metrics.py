@@ -94,8 +94,6 @@ class Metrics:
             counter(f"adapter_{kind}_tokens", f"{text} with an adapter.", labels)
             for kind, text in _OF_ADAPTERS.items()
         ]
-        text = "1 where a drafter's acceptance has collapsed and has not recovered."
-        self.collapsed = gauge(f"{spec}_collapsed", text, ["drafter", "adapter"])
         self._recent: dict[str, _Recent] = {}
         self._phases = dict.fromkeys(PHASES, 0.0)
         self._before: Tally[str] = Tally()  # sequences of the step before, by drafter
@@ -186,7 +184,10 @@ class Metrics:
     def watch(self, engine: Engine, waiting: Callable[[], int]) -> None:
         """Let gauges read an engine's state when scraped."""
         cache, pool = engine.cache, engine.cache.pool
+        name, labels = "paceline_spec_decode_collapsed", ["drafter", "adapter"]
+        text = "1 where a drafter's acceptance has collapsed and has not recovered."
         self._watch = engine.watch
+        self.collapsed = Gauge(name, text, labels, registry=self.registry)
         self.running.set_function(lambda: len(engine.scheduler.running))
         self.waiting.set_function(waiting)
         self.cache_usage.set_function(lambda: 1 - pool.available / pool.total)
