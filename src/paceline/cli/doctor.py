@@ -11,7 +11,7 @@ from paceline.cli.measuring import Interruption, ReportOptions, spending
 from paceline.cli.options import ModelOptions, expand
 from paceline.core.stages import stage
 from paceline.lab.budget import Budget
-from paceline.settings import explicit, setting
+from paceline.settings import AdapterSettings, explicit, setting
 
 if TYPE_CHECKING:
     from paceline.lab.doctor.trial import SpeedupTrial
@@ -33,6 +33,7 @@ def _trial(engine: ModelOptions) -> SpeedupTrial:
 @expand
 def doctor(
     engine: ModelOptions,
+    adapters: AdapterSettings,
     output: ReportOptions,
     run: bool = setting(False, "Load the pair as well, and measure it for ten seconds."),
     for_engine: str | None = setting(
@@ -58,7 +59,8 @@ def doctor(
         from paceline.lab.doctor.findings import by_severity
         from paceline.lab.doctor.trial import judge
 
-        findings = examine(engine.model, draft, **explicit(vars(engine), "LLM"))
+        settings = explicit(vars(engine), "LLM")
+        findings = examine(engine.model, draft, lora=adapters.adapters, **settings)
         if for_engine is not None:
             pair = for_engine, engine.model, draft, engine.foreign
             findings += look_ahead(*pair, **engine.speculation())

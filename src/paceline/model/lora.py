@@ -17,7 +17,7 @@ from paceline.errors import ConfigError, ModelLoadError
 from paceline.model.hub import first_line
 from paceline.model.quantised.weights import LinearBase
 from paceline.model.target import CausalModel
-from paceline.model.tensorfile import check_finite
+from paceline.model.tensorfile import check_finite, read_table
 
 MAX_RANK = 64
 _CONFIG, _WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
@@ -102,6 +102,18 @@ def read_adapter(name: str, folder: str, model: CausalModel) -> Adapter:
     adapter = Adapter(name, str(path), pairs)
     model.backend.check_adapter(adapter)
     return adapter
+
+
+def adapter_size(name: str, folder: str) -> tuple[int, int]:
+    """Numbers and highest rank of an adapter, from its files' headers. Raises ModelLoadError,
+    ConfigError."""
+    path = Path(folder).expanduser()
+    _read_config(f"the adapter {name}", path)
+    if not (path / _WEIGHTS).is_file():
+        raise ModelLoadError(f"the adapter {name}: {path} has no {_WEIGHTS}")
+    shapes = {key: entry.shape for key, entry in read_table(path / _WEIGHTS).entries.items()}
+    ranks = (shape[0] for key, shape in shapes.items() if key.endswith("lora_A.weight"))
+    return sum(map(math.prod, shapes.values())), max(ranks, default=0)
 
 
 def _read_config(where: str, path: Path) -> Mapping[str, Any]:

@@ -20,9 +20,11 @@ from paceline.lab.doctor.models import describe, read_files
 from paceline.lab.doctor.report import record
 from paceline.model.backends.base import REFERENCE
 from paceline.model.backends.native.packing import PackedLinear
+from paceline.model.names import resolve
 from paceline.model.quantised.weights import QuantisedLinear
 from paceline.model.target import CausalModel
 from support.doctor_folders import Copy, codes, only
+from support.made_adapters import write_adapter
 
 TARGET = "paceline/tiny"
 HEALTHY = {
@@ -195,6 +197,15 @@ def test_memory_of_what_is_rounded_when_loaded(precision: str, backend: str) -> 
     foreseen = weight_bytes(described, setting)
     assert foreseen == pytest.approx(exact, rel=0.02)  # a scale a row of eight bits is left out
     assert only(plain, "memory-fits").text != only(rounded, "memory-fits").text
+
+
+def test_an_adapter_takes_memory(tmp_path: Path) -> None:
+    folder = write_adapter(tmp_path / "one", resolve("paceline/tiny"), rank=8)
+    noticed = examine("paceline/tiny", None, lora={"one": folder})
+    (line,) = (one.text for one in noticed if one.code == "adapter-memory")
+    assert line.startswith("the adapter one takes ") and line.endswith("of rank 8 at most")
+    with pytest.raises(ModelLoadError, match="cannot read"):
+        examine("paceline/tiny", None, lora={"one": str(tmp_path)})
 
 
 def test_a_draft_in_fewer_bits_takes_memory() -> None:

@@ -29,6 +29,7 @@ from paceline.lab.doctor.machine import Needs, Setting
 from paceline.lab.doctor.models import Model, ModelFiles, describe, millions, read_files
 from paceline.lab.doctor.texts import check_chat, check_ends, compare
 from paceline.lab.doctor.weights import check_files, check_values, check_weights
+from paceline.model.lora import adapter_size
 from paceline.model.offload import plan_offload
 from paceline.model.quantised.weights import BITS
 from paceline.parallel.processes import check_shareable
@@ -41,13 +42,17 @@ _Checked = tuple[list[Finding], Needs]
 
 
 def examine(
-    target: str, draft: str | Sequence[str] | None = None, **settings: Any
+    target: str,
+    draft: str | Sequence[str] | None = None,
+    *,
+    lora: Mapping[str, str] | None = None,
+    **settings: Any,
 ) -> list[Finding]:
     """Look at a target and its draft or drafts before they are loaded; the worst comes first.
 
-    ``settings``: keywords of ``LLM`` that an engine has. Fetches the small files of a hub name that
-    is not on this machine. Raises ModelLoadError (no such folder, no config.json) and ConfigError
-    (an unknown option of a draft, an unusable device).
+    ``lora``: folders of adapters by name. ``settings``: keywords of ``LLM`` that an engine has.
+    Fetches the small files of a hub name that is not on this machine. Raises ModelLoadError (no
+    such folder, no config.json) and ConfigError (an unknown option of a draft, an unusable device).
     """
     texts = [draft] if draft is None or isinstance(draft, str) else list(draft)
     specs = [spec for text in texts for spec in parse_draft(text).members()]
@@ -71,6 +76,12 @@ def examine(
         needs = replace(needs, weights=plan.peak, loading=0)
         kernels = machine.has_kernels(setting.device, options.backend)  # for its 4-bit form
         beside = replace(setting, kernels=kernels)
+    for name, folder in (lora or {}).items():
+        count, rank = adapter_size(name, folder)
+        size = count * setting.width * (2 if setting.kernels else 1)  # there packed beside it
+        needs = replace(needs, weights=needs.weights + size)
+        values: Any = {"size": machine.size(size), "count": count, "rank": rank}
+        findings.append(finding("adapter-memory", about="target", name=name, **values))
     noticed, needs = _check_drafts(drafts, model, beside, needs)
     findings += [*noticed, *machine.check_dtype(setting, needs.weights)]
     packed = any(one.code.startswith("quantised") for one in findings)
