@@ -17,7 +17,7 @@ def built(room: str) -> bool:
 
 
 def test_the_drawing_shows_every_room_in_the_order_of_the_layers() -> None:
-    drawing = re.search(r"```\n(.*?)```", PAGE.read_text(encoding="utf-8"), re.DOTALL)
+    drawing = re.search(r"```text\n(.*?)```", PAGE.read_text(encoding="utf-8"), re.DOTALL)
     assert drawing is not None
     at = {
         word: number

@@ -40,6 +40,16 @@ def commands(program: str) -> list[str]:
     return sorted({line for line in lines if line.split(" ")[0] == program})
 
 
+# What is run or parsed, and what is shown: output, files, and shells with other programs.
+_RUN, _SHOWN = {"sh", "python"}, {"text", "bash", "json", "jsonl", "toml", "yaml", "promql"}
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
+def test_a_code_block_is_run_or_marked_as_output(page: Path) -> None:
+    fences = re.findall(r"^ *```(.*)$", page.read_text(encoding="utf-8"), re.M)
+    assert set(fences[::2]) <= _RUN | _SHOWN and not any(fences[1::2])
+
+
 def pair_or_stand_in(text: str, pair: TinyPair) -> str:
     """Commands and examples as written, with the toy in place of the model that must be pulled;
     random models stand in where the weights are missing."""
@@ -53,7 +63,7 @@ def pair_or_stand_in(text: str, pair: TinyPair) -> str:
 
 
 # What needs a running server, a tuned profile or a file made before is run by tests of its own.
-_ELSEWHERE = ("openai", "paceline.toml", "seen.suffix", "-int8", "--tensor-parallel")
+_ELSEWHERE = ("openai", "paceline.toml", "seen.suffix", "-int8", "--tensor-parallel", "adapters/")
 
 
 def stands_alone(text: str) -> bool:
@@ -110,7 +120,7 @@ _LONG = {
 
 def is_cheap(command: str) -> bool:
     words = shlex.split(command)
-    if not stands_alone(command):
+    if not stands_alone(command) or "MODEL" in words:
         return False
     return words[1] not in _LONG and words not in (["paceline", "chat"], ["paceline", "demo"])
 

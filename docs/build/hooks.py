@@ -26,6 +26,8 @@ PAGES = {
     "CONTRIBUTING.md": "contributing/contributing.md",
     "benchmarks/README.md": "contributing/benchmarks.md",
 }
+# What the theme would fetch from elsewhere, and the copy of it in the site.
+SHIM, OUR_SHIM = "https://unpkg.com/iframe-worker/shim", "assets/iframe-worker.js"
 LINK = re.compile(r"(\]\()([^)#\s]+)")
 
 
@@ -44,6 +46,8 @@ def linked(text: str, folder: str) -> set[str]:
 
 
 def on_files(files: Any, config: Any) -> Any:
+    shim = str(Path(__file__).with_name("iframe-worker.js"))
+    files.append(File.generated(config, OUR_SHIM, abs_src_path=shim))
     for path, page in PAGES.items():
         files.append(File.generated(config, page, abs_src_path=str(ROOT / path)))
     paths = set()
@@ -72,3 +76,9 @@ def on_page_markdown(markdown: str, page: Any, **_: Any) -> str:
 
     markdown = LINK.sub(moved, markdown)
     return re.sub(r"<!-- generated: (\w+) -->", lambda m: generated.TABLES[m[1]](), markdown)
+
+
+def on_post_page(output: str, page: Any, **_: Any) -> str:
+    return output.replace(
+        SHIM, os.path.relpath(OUR_SHIM, os.path.dirname(page.file.dest_uri) or ".")
+    )

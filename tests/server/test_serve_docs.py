@@ -21,12 +21,16 @@ from support.running_server import Running
 ROOT = Path(__file__).resolve().parents[2]
 DEPLOY = ROOT / "deploy"
 REFERENCE = ROOT / "docs" / "reference" / "server.md"
-# The page shows the real model; the tests ask the server that they have.
-PAGE = REFERENCE.read_text(encoding="utf-8").replace("smollm2", "tiny")
+FIRST = ROOT / "docs" / "get-started" / "first-server.md"
+# The pages show the real model; the tests ask the server that they have.
+PAGE, FIRST_PAGE = (
+    page.read_text(encoding="utf-8").replace("smollm2", "tiny") for page in (REFERENCE, FIRST)
+)
 
 
 def blocks(language: str) -> list[str]:
-    return re.findall(rf"^```{language}\n(.*?)^```$", PAGE, re.MULTILINE | re.DOTALL)
+    fence = re.compile(rf"^```{language}\n(.*?)^```$", re.MULTILINE | re.DOTALL)
+    return [block for page in (PAGE, FIRST_PAGE) for block in fence.findall(page)]
 
 
 def parsed(arguments: list[str]) -> dict[str, Any]:
@@ -48,11 +52,14 @@ def test_curl_examples(server: Running) -> None:
 
 
 def test_python_examples(server: Running) -> None:
-    (block,) = blocks("python")
-    here = block.replace("http://127.0.0.1:8000", server.url)
-    done = subprocess.run([sys.executable, "-c", here], capture_output=True, text=True, timeout=60)
-    assert done.returncode == 0, done.stderr
-    assert len(done.stdout) > 20
+    examples = blocks("python")
+    assert len(examples) == 2
+    for block in examples:
+        here = block.replace("http://127.0.0.1:8000", server.url)
+        command = [sys.executable, "-c", here]
+        done = subprocess.run(command, capture_output=True, text=True, timeout=60)
+        assert done.returncode == 0, done.stderr
+        assert len(done.stdout) > 10
 
 
 def test_commands_of_the_page() -> None:
