@@ -178,6 +178,7 @@ def load_target(name: str, options: EngineOptions) -> CausalModel:
             f"offload={options.offload!r} and tensor_parallel={options.tensor_parallel}: weights "
             "are offloaded by one process or shared by several; leave one of them out"
         )
+    target.quantize = options.quantize
     target.cache_dtype = cache_dtype(options.kv_cache_dtype, target.dtype)
     asked, seen = options.max_model_len or target.max_positions, target.max_positions
     if asked > seen:

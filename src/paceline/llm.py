@@ -31,6 +31,7 @@ from paceline.request.defaults import SamplingDefaults, sampling_defaults
 from paceline.request.grammar import GrammarCompiler
 from paceline.request.owner import EngineOwner
 from paceline.request.progress import bars
+from paceline.request.receipt import Receipts
 from paceline.request.request import Request, any_ended, any_events, completions_of
 from paceline.request.validation import (
     ContextBudget,
@@ -82,8 +83,7 @@ class LLM:
     Requests without parameters sample as ``default_temperature``, ``default_top_p``,
     ``default_top_k``, ``default_min_p`` and ``default_repetition_penalty`` say, else as the
     checkpoint's ``generation_config`` ("none" ignores it); see ``default_params``. ``lossy``:
-    typical acceptance; sampled text is then NOT distributed as the target's, and completions say
-    so.
+    typical acceptance; sampled text is then NOT distributed as the target's; completions say so.
 
     ``profile``: a file of ``paceline tune``, which gives ``max_batch_size``, ``rule``, the draft
     (also in place of "auto") and, with that draft, its length and, on the same machine, its costs,
@@ -157,8 +157,7 @@ class LLM:
             draft, theirs = foreign.spec, {"draft_length": foreign.length, "rule": foreign.rule}
             given = explicit(theirs, "LLM") | given
         tuned = None if profile is None else TunedProfile.read(profile)
-        unnamed = DEFAULT_DRAFT, (DEFAULT_DRAFT,)
-        follows = tuned is not None and draft in (*unnamed, tuned.draft.spec)
+        follows = tuned is not None and draft in (DEFAULT_DRAFT, (DEFAULT_DRAFT,), tuned.draft.spec)
         settings = tuned.settings(follows, given["lossy"]) if tuned else {}
         options = EngineOptions(**settings | given, controller=controller)
         with stage(f"loading {model}"):
@@ -198,8 +197,7 @@ class LLM:
     ) -> LLM:
         """Another LLM over the same weights, with its own drafter, cache and settings, for
         comparing settings without loading a model twice. ``max_draft_length`` bounds the length
-        "auto" (None: 8); the rest is as in the constructor without a profile. Raises what that
-        does."""
+        "auto" (None: 8); the rest is the constructor's, as are errors."""
         given = explicit(locals(), "beside")
         options = EngineOptions(dtype=self._dtype, **given, controller=controller)
         other = LLM.__new__(LLM)
@@ -217,6 +215,7 @@ class LLM:
         """Set up everything around a loaded target."""
         self.target, self.tokenizer = target, tokenizer
         self._dtype, self._lossy = options.dtype, options.lossy
+        self.receipts = Receipts(target, tokenizer, options.lossy)
         self._generator = seeded_generator(target.device, options.seed)
         with stage("loading the draft"):
             prepared = load_draft(draft, target, tokenizer, options)
@@ -232,8 +231,8 @@ class LLM:
         eos = tokenizer.eos_token_id
         self.end_tokens = target.eos_token_ids | ({eos} if isinstance(eos, int) else set())
         self._width = max(len(self.tokenizer), 1)
-        self._grammars = GrammarCompiler(tokenizer, self._width, self.end_tokens)
         self._ids: Iterator[int] = SEQUENCE_IDS
+        self._grammars = GrammarCompiler(tokenizer, self._width, self.end_tokens)
         self._requests = self.owner.requests
         self._preparing = threading.Lock()  # the grammar compiler's tokenizer is not thread-safe
 
@@ -358,6 +357,7 @@ class LLM:
         engine, so it may run beside the decoding thread. Raises PromptError or ConfigError,
         PacelineError after ``close``."""
         _ = self.engine
+        params, origin = self.receipts.begin(params)
         width = min(self._width, self.target.vocab_size)
         grammar, adapter = params.grammar, self.adapters.named(params.lora)
         requests = []
@@ -369,7 +369,7 @@ class LLM:
                 sample = list(tokens), len(tokens), params_of_sample(params, index)
                 seq = SequenceState(next(self._ids), *sample, stops, adapter=adapter)
                 seq.constraint = None if grammar is None else self._grammars.matcher(grammar)
-                rest = self.tokenizer, streams, self._lossy, hidden
+                rest = self.tokenizer, streams, self._lossy, hidden, origin
                 requests.append(Request(seq, prompt, number, index, *rest))
         return requests
 

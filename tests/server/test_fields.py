@@ -468,6 +468,26 @@ def test_prompt_logprobs_as_vllm_shows_them(server: Running) -> None:
         assert len(told["prompt_logprobs"]) == len(others) + 1
 
 
+def test_receipts(server: Running, target: Any) -> None:
+    sampled = {"temperature": 0.8, "receipt": True}
+    for ask_for in (chat, complete):
+        answer = ask_for(server, **sampled, n=2, return_token_ids=True).json
+        first, second = (choice["receipt"] for choice in answer["choices"])
+        assert first["tokens"] == answer["choices"][0]["token_ids"]
+        assert first["weights"] == target.receipts.origin["weights"]
+        assert second["sampling"]["seed"] == first["sampling"]["seed"] + 1
+        chunks = ask_for(server, **sampled, stream=True).chunks
+        choices = [chunk["choices"][0] for chunk in chunks if chunk["choices"]]
+        assert sum("receipt" in choice for choice in choices) == 1
+        assert "receipt" not in ask_for(server).json["choices"][0]
+    answer = ask(
+        server.url, "/v1/responses", {"input": "Once", "max_output_tokens": 4, **sampled}
+    ).json
+    assert answer["receipt"]["tokens"]
+    fields = {"model": MODEL, "max_tokens": 4, "messages": [{"role": "user", "content": "Once"}]}
+    assert ask(server.url, "/v1/messages", {**fields, **sampled}).json["receipt"]["prompt"]
+
+
 # -- predictions, and other fields that the engine heeds -------------------------------------------
 
 

@@ -79,6 +79,7 @@ class SamplingOptions(DistributionOptions):
         metavar="KIND:TEXT",
     )
     skip_special_tokens: bool = _sampling(True, "Leave special tokens out of the text.")
+    receipt: bool = _sampling(False, "With --json: what paceline replay decodes it again from.")
     n: int = _sampling(1, "Completions of each prompt.", flags=("--n",))
 
 

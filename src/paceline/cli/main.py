@@ -23,6 +23,7 @@ from paceline.cli.output import debugging, reason_of
 from paceline.cli.profile import profile
 from paceline.cli.pull import pull
 from paceline.cli.quantize import quantize
+from paceline.cli.replay import replay
 from paceline.cli.serve import serve
 from paceline.cli.train import app as train
 from paceline.cli.tune import tune
@@ -102,7 +103,7 @@ def root(
         os.environ["PACELINE_DEBUG"] = "1"
 
 
-_COMMANDS = (pull, generate, chat, serve, demo, bench, certify, profile, tune, doctor)
+_COMMANDS = (pull, generate, chat, serve, demo, bench, certify, profile, tune, doctor, replay)
 for command in (*_COMMANDS, quantize, export):
     app.command(command.__name__)(command)
 app.add_typer(train, name="train")

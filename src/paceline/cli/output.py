@@ -75,6 +75,7 @@ def completion_record(completion: Completion, tokenizer: Any) -> dict[str, Any]:
         "prompt": prompt_text(completion, tokenizer),
         **{name: getattr(completion, name) for name in names},
         "stats": {k: v for k, v in vars(completion.stats).items() if k != "arrivals"},
+        **({} if completion.receipt is None else {"receipt": completion.receipt}),
         **({} if completion.error is None else {"error": completion.error}),
     }
 

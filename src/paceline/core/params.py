@@ -103,7 +103,7 @@ def _rules() -> Iterator[tuple[str, Callable[[Any], bool], str]]:
     for name in ("top_k", "max_tokens", "min_tokens", "n", "priority"):
         yield name, is_whole, "it must be a whole number"
         yield name, lambda v: abs(v) < 2**63, "it must be smaller than 2**63"
-    for name in ("ignore_eos", "skip_special_tokens", "skip_end_tokens", "include_stop"):
+    for name in ("ignore_eos", "skip_special_tokens", "skip_end_tokens", "include_stop", "receipt"):
         yield name, lambda v: isinstance(v, bool), "it must be True or False"
     warm = f"it must be from 0 (greedy) to {MAX_TEMPERATURE:g}"
     yield "temperature", lambda v: 0 <= v <= MAX_TEMPERATURE, warm
@@ -150,7 +150,8 @@ class SamplingParams:
     ``skip_special_tokens`` leaves these out of the text; those that end it are never in it, nor,
     with ``skip_end_tokens``, those that ``ignore_eos`` continues after. ``prediction``: token ids
     of the expected text, used as drafts. ``lora``: the name of a loaded adapter. Requests of lower
-    ``priority`` start first.
+    ``priority`` start first. ``receipt``: the completion has a record by which ``paceline replay``
+    decodes it again; a request that samples without a seed gets one.
 
     Raises ConfigError, a ValueError, on a value out of range."""
 
@@ -181,6 +182,7 @@ class SamplingParams:
     prediction: tuple[int, ...] = ()
     priority: int = 0
     lora: str | None = None
+    receipt: bool = False
 
     def __post_init__(self) -> None:
         for name, allowed, rule in _RULES:
@@ -204,6 +206,10 @@ class SamplingParams:
         _require(
             self.grammar is None or not self.min_tokens,
             "min_tokens and grammar contradict each other: the grammar says where a text ends",
+        )
+        _require(
+            not self.receipt or not (self.lora or self.logits_processors),
+            "receipt: it cannot record a LoRA adapter or logits_processors; leave one of them out",
         )
 
     def _check_stops(self) -> None:

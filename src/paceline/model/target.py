@@ -72,6 +72,7 @@ class CausalModel:
         self.reference = TorchBackend(hf, self.max_positions)
         self.backend: Backend = self.reference
         self.rope_switch = self.reference.rows.switch  # longer sequences are rotated otherwise
+        self.quantize: str | None = None  # as asked for
         self.asked = AUTO  # the backend that was asked for
         self.refused: str | None = None  # why that does not run the model
         self.offload: str | None = None  # "cpu" or "disk": layers stay there

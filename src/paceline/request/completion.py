@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from paceline.core.params import TokenLogprob
 
@@ -74,7 +74,8 @@ class Completion:
     "error" (``error`` says why in a line; text and tokens are those it had). ``draft_mask[i]``:
     token i was proposed by the draft. ``index`` counts the n completions of a prompt. ``lossy``:
     typical acceptance was asked for, so sampled text is not distributed as the target's.
-    ``prompt_logprobs``: of the prompt's tokens but the first, if asked for."""
+    ``prompt_logprobs``: of the prompt's tokens but the first, if asked for. ``receipt``: if asked
+    for, of an answer that ended by itself (request/receipt.py)."""
 
     prompt: str | list[int]
     text: str
@@ -87,6 +88,7 @@ class Completion:
     lossy: bool = False
     error: str | None = None
     prompt_logprobs: list[TokenLogprob] | None = None
+    receipt: dict[str, Any] | None = None
 
     @property
     def outputs(self) -> list[Completion]:

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any
 
 from paceline.core.batch import Commit
 from paceline.core.params import TokenLogprob
@@ -14,6 +14,7 @@ from paceline.engine.recovery import Failure
 from paceline.errors import EngineLostError
 from paceline.model.tokenizer import Tokenizer
 from paceline.request.completion import Completion, CompletionStats, StreamEvent
+from paceline.request.receipt import receipt_of
 from paceline.request.text import TextStream
 
 if TYPE_CHECKING:
@@ -23,7 +24,7 @@ if TYPE_CHECKING:
 @dataclass(eq=False, repr=False)
 class Request:
     """A sequence, its prompt's number, and what was committed to it so far. ``hidden``: special
-    tokens that are not text; None is all of them."""
+    tokens that are not text; None is all of them. ``origin``: what a receipt says of the LLM."""
 
     seq: SequenceState
     prompt: str | list[int]
@@ -33,6 +34,7 @@ class Request:
     streams: bool
     lossy: bool = False
     hidden: frozenset[int] | None = None
+    origin: dict[str, Any] | None = None
 
     def __post_init__(self) -> None:
         seq = self.seq
@@ -153,6 +155,10 @@ class Request:
                 None if seq.params.prompt_logprobs is None else list(self.prompt_logprobs)
             ),
         )
+        if self.origin is not None and reason in ("stop", "length"):
+            prompt = seq.tokens[: seq.prompt_length]
+            receipt = receipt_of(self.origin, seq.params, prompt, self.completion)
+            self.completion = replace(self.completion, receipt=receipt)
 
 
 def advance(engine: Engine, requests: Mapping[int, Request]) -> list[tuple[Request, Commit]]:

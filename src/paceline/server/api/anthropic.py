@@ -181,7 +181,7 @@ class MessagesAnswer(blocks.BlocksAnswer):
     # -- the whole -----------------------------------------------------------------------------
 
     def _result(self) -> Chunk:
-        return {**self._message(), **self._end(), "usage": self._usage()}
+        return {**self._message(), **self._end(), "usage": self._usage(), **self.receipt}
 
     def _message(self) -> dict[str, Any]:
         return {

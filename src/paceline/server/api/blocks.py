@@ -82,6 +82,12 @@ class BlocksAnswer(Answer):
             pass
         return self._result()
 
+    @property
+    def receipt(self) -> dict[str, Any]:
+        """The answer's ``receipt``, where the request asked for one and it has ended."""
+        done = self._done
+        return {} if done is None or done.receipt is None else {"receipt": done.receipt}
+
     # -- the words of an API -------------------------------------------------------------------
 
     def _is_text(self, block: dict[str, Any]) -> bool:

@@ -81,7 +81,7 @@ class OpenAIAnswer(Answer):
         return index
 
     def _of_tokens(self, index: int, event: StreamEvent) -> dict[str, Any]:
-        """``tokens`` and ``token_ids`` of a choice, where the request asks for them."""
+        """``tokens``, ``token_ids`` and ``receipt`` of a choice, if asked for."""
         fields: dict[str, Any] = {}
         if self._speculation.tokens:
             if index not in self._origins:
@@ -90,6 +90,8 @@ class OpenAIAnswer(Answer):
             fields["tokens"] = self._origins[index].records(event)
         if self._generation.return_token_ids:
             fields["token_ids"] = event.token_ids
+        if event.completion is not None and event.completion.receipt is not None:
+            fields["receipt"] = event.completion.receipt
         return fields
 
     def _prompt_scores(self, entries: Sequence[TokenLogprob] | None) -> dict[str, Any]:
@@ -282,7 +284,9 @@ def _without_tokens(event: StreamEvent) -> StreamEvent:
     """An event of a request with ``max_tokens`` 0: the one token of the engine is dropped."""
     done = event.completion
     if done is not None:
-        done = replace(done, text="", token_ids=[], draft_mask=[], finish_reason="length")
+        done = replace(
+            done, text="", token_ids=[], draft_mask=[], finish_reason="length", receipt=None
+        )
     logprobs: list[TokenLogprob] | None = None if event.logprobs is None else []
     return replace(event, text="", token_ids=[], from_draft=[], completion=done, logprobs=logprobs)
 

@@ -49,6 +49,7 @@ def sampling_params(
         skip_special_tokens=request.skip_special_tokens and not visible,
         skip_end_tokens=request.skip_special_tokens,
         grammar=grammar or _grammar(request),
+        receipt=request.receipt,
     )
 
 

@@ -114,6 +114,7 @@ class Generation(Body):
     guided_grammar: str | None = None
     deadline: float | None = Field(default=None, gt=0)
     speculation: Speculation | None = None
+    receipt: bool = False
 
     @model_validator(mode="after")
     def _stream_options_go_with_stream(self) -> Generation:

@@ -119,6 +119,7 @@ class ResponsesAnswer(blocks.BlocksAnswer):
             "truncation": "disabled",
             "usage": self._usage(),
             **asked.model_dump(include=_REPEATED),
+            **self.receipt,
         }
 
     def _usage(self) -> dict[str, Any] | None:

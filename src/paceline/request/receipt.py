@@ -1,0 +1,185 @@
+"""Receipts: what an answer was decoded from, so that anyone with the model can decode it again.
+
+    SamplingParams(receipt=True) --> Completion.receipt --> paceline replay
+
+A receipt is JSON. It has the ids of prompt and answer with their hashes, those of the weights and
+the tokenizer, what ran them, and the sampling parameters that decide tokens. ``seal`` is the hash
+of all else: it finds a receipt that was changed, but anybody can make a new one, and whether its
+text is the model's says the replay alone. With our kernels a row's bits depend on that row alone,
+so plain decoding of one request writes what a full batch with drafts wrote.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import secrets
+from dataclasses import replace
+from functools import cached_property, lru_cache
+from importlib.metadata import version
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from paceline.core.params import Grammar, SamplingParams
+from paceline.errors import ConfigError, PacelineError
+from paceline.files import FileStamp
+from paceline.request.completion import Completion
+
+if TYPE_CHECKING:
+    from paceline.model.target import CausalModel
+
+FORMAT = 1
+_PIECE = 1 << 24  # bytes of a file that are hashed together
+# Parameters that decide tokens; the others choose a drafter or what is shown.
+_DECIDING = (
+    *("temperature", "top_k", "top_p", "min_p", "repetition_penalty", "presence_penalty"),
+    *("frequency_penalty", "logit_bias", "seed", "max_tokens", "min_tokens", "stop"),
+    *("stop_token_ids", "ignore_eos", "skip_special_tokens", "skip_end_tokens", "include_stop"),
+)
+_FIELDS = {
+    *("paceline_receipt", "model", "weights", "tokenizer", "backend", "settings", "sampling"),
+    *("finish_reason", "prompt", "tokens", "prompt_sha256", "tokens_sha256", "seal"),
+}
+
+
+class ReceiptError(PacelineError):
+    """A receipt cannot be replayed: it was changed, or is of other weights or settings."""
+
+
+class Receipts:
+    """Those of an LLM: ``origin`` is what all of them say."""
+
+    def __init__(self, target: CausalModel, tokenizer: Any, lossy: bool) -> None:
+        self._target, self._tokenizer, self._lossy = target, tokenizer, lossy
+
+    def begin(self, params: SamplingParams) -> tuple[SamplingParams, dict[str, Any] | None]:
+        """A request's parameters, with a seed if it samples, and the origin; None if no receipt is
+        asked for. Raises ConfigError where an answer could not be replayed."""
+        if not params.receipt:
+            return params, None
+        if self._lossy:
+            raise ConfigError("receipt: typical acceptance is not lossless; leave out lossy")
+        if not params.greedy and params.seed is None:
+            params = replace(params, seed=secrets.randbelow(2**63))
+        return params, self.origin
+
+    @cached_property
+    def origin(self) -> dict[str, Any]:
+        """Hashes of weights and tokenizer, backend and settings. Reads all weights. Raises
+        ConfigError."""
+        target = self._target
+        if not target.checkpoint:
+            raise ConfigError(
+                f"receipt: {target.name} was not loaded as a whole from safetensors or a GGUF file "
+                "of this disk, so its weights cannot be hashed; leave receipt out"
+            )
+        backend = {"name": target.backend.name, "computes": target.backend.description}
+        backend |= {"paceline": version("paceline"), "torch": version("torch")}
+        dtype, cache = (
+            str(kind).removeprefix("torch.") for kind in (target.dtype, target.cache_dtype)
+        )
+        return {
+            "paceline_receipt": FORMAT,
+            "model": target.name,
+            "weights": _hash_of_files(target.checkpoint),
+            "tokenizer": _hash(_spelt(self._tokenizer)),
+            "backend": backend,
+            "settings": {
+                "dtype": dtype,
+                "device": target.device.type,
+                "quantize": target.quantize,
+                "kv_cache_dtype": "auto" if cache == dtype else cache,
+            },
+        }
+
+
+@lru_cache(maxsize=8)
+def _hash_of_files(checkpoint: tuple[FileStamp, ...]) -> str:
+    digest = hashlib.sha256()
+    for stamp in checkpoint:
+        path = Path(stamp.path)
+        if FileStamp.of(path) != stamp:
+            raise ConfigError(f"receipt: {path} has changed since it was loaded; load it again")
+        with path.open("rb") as file:
+            while piece := file.read(_PIECE):
+                digest.update(piece)
+    return digest.hexdigest()
+
+
+def receipt_of(
+    origin: dict[str, Any], params: SamplingParams, prompt: list[int], done: Completion
+) -> dict[str, Any]:
+    """The receipt of an answer that has ended by itself, from its LLM's ``origin``."""
+    sampling = {name: getattr(params, name) for name in _DECIDING}
+    sampling = {k: v for k, v in sampling.items() if v != getattr(_NEUTRAL, k)}
+    if params.grammar is not None:
+        sampling["grammar"] = [params.grammar.kind, params.grammar.text]
+    record = {
+        **origin,
+        "sampling": sampling | {"max_tokens": params.max_tokens},
+        "finish_reason": done.finish_reason,
+        "prompt": prompt,
+        "tokens": done.token_ids,
+        "prompt_sha256": _hash(prompt),
+        "tokens_sha256": _hash(done.token_ids),
+    }
+    record = json.loads(json.dumps(record))  # as it will be read
+    return {**record, "seal": _hash(record)}
+
+
+def read_receipts(path: Path) -> list[dict[str, Any]]:
+    """The receipts in a JSON file: one, or those of an answer of the server or of ``generate
+    --json`` that has them. Raises ReceiptError if there is none, or one was changed."""
+    try:
+        text = path.read_text(encoding="utf-8")
+        receipts = list(_within(json.loads(text)))
+    except (OSError, ValueError, RecursionError) as error:
+        raise ReceiptError(f"{path} cannot be read as JSON: {error}; give a receipt") from None
+    if not receipts:
+        raise ReceiptError(f"{path} has no receipt; ask for one with receipt: true")
+    for receipt in receipts:
+        if receipt["paceline_receipt"] != FORMAT:
+            raise ReceiptError(f"{path} is a receipt of another version of paceline; use that one")
+        rest = {key: value for key, value in receipt.items() if key != "seal"}
+        listed = receipt.keys() == _FIELDS and {
+            f"{name}_sha256": _hash(receipt[name]) for name in ("prompt", "tokens")
+        }
+        if not listed or receipt.get("seal") != _hash(rest) or not listed.items() <= rest.items():
+            raise ReceiptError(
+                f"{path} was changed: its seal is not that of its content; get the receipt again "
+                "from whoever made it"
+            )
+    return receipts
+
+
+def sampling_of_receipt(receipt: dict[str, Any]) -> SamplingParams:
+    """The parameters with which a receipt's answer is decoded plainly."""
+    sampling = dict(receipt["sampling"])
+    if "grammar" in sampling:
+        sampling["grammar"] = Grammar(*sampling["grammar"])
+    biases = sampling.pop("logit_bias", {}).items()
+    return SamplingParams(
+        **sampling, logit_bias={int(token): bias for token, bias in biases}, drafter="none"
+    )
+
+
+def _within(value: Any) -> Any:
+    """Receipts inside a value, in order."""
+    if isinstance(value, dict) and "paceline_receipt" in value:
+        yield value
+    elif isinstance(value, (dict, list)):
+        for item in value.values() if isinstance(value, dict) else value:
+            yield from _within(item)
+
+
+def _spelt(tokenizer: Any) -> Any:
+    """All that turns text into ids and back."""
+    backend = getattr(tokenizer, "backend_tokenizer", None)
+    return backend.to_str() if backend is not None else tokenizer.get_vocab()
+
+
+def _hash(value: Any) -> str:
+    return hashlib.sha256(json.dumps(value, sort_keys=True).encode()).hexdigest()
+
+
+_NEUTRAL = SamplingParams()

@@ -1,0 +1,106 @@
+"""Receipts of the API, the command and the server, and what ``paceline replay`` says of them."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from paceline import LLM, ConfigError, Grammar, SamplingParams
+from support.command_lines import paceline
+
+TINY = "paceline/tiny"
+SAMPLED = SamplingParams(temperature=0.9, top_p=0.9, max_tokens=24, n=2, receipt=True)
+
+
+@pytest.fixture(scope="module")
+def receipts(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Of greedy and sampled answers, decoded in one batch with drafts."""
+    grammar = Grammar("regex", "[a-z ]{4,12}")
+    greedy = SamplingParams(max_tokens=24, receipt=True, stop=("zq",), logit_bias={5: -3.0})
+    formed = SamplingParams(max_tokens=24, receipt=True, grammar=grammar)
+    with LLM(TINY, "ngram") as llm:
+        completions = llm.generate(["Once upon a time"] * 3, [greedy, SAMPLED, formed])
+        assert llm.generate("Once")[0].receipt is None
+    path = tmp_path_factory.mktemp("receipts") / "receipts.json"
+    path.write_text(json.dumps([completion.receipt for completion in completions]))
+    return path
+
+
+def changed(receipts: Path, to: Path, seal: bool = True, **fields: Any) -> Path:
+    """The first receipt with other fields, sealed again if ``seal``."""
+    from paceline.request.receipt import _hash
+
+    receipt = {**json.loads(receipts.read_text())[0], **fields}
+    if seal:
+        receipt |= {f"{name}_sha256": _hash(receipt[name]) for name in ("prompt", "tokens")}
+        rest = {key: value for key, value in receipt.items() if key != "seal"}
+        receipt["seal"] = _hash(rest)
+    to.write_text(json.dumps(receipt))
+    return to
+
+
+def test_the_same_text_bit_for_bit(receipts: Path) -> None:
+    result = paceline("replay", str(receipts), "--model", TINY)
+    assert result.exit_code == 0, result.output
+    assert result.stdout.count("same text, bit for bit") == 4  # two of them samples of one prompt
+    result = paceline("replay", str(receipts), "--json")
+    assert [json.loads(line)["same"] for line in result.stdout.splitlines()] == [True] * 4
+
+
+def test_where_it_parts(receipts: Path, tmp_path: Path) -> None:
+    tokens = json.loads(receipts.read_text())[0]["tokens"]
+    other = [*tokens[:5], tokens[5] ^ 1, *tokens[6:]]
+    path = changed(receipts, tmp_path / "other.json", tokens=other)
+    result = paceline("replay", str(path))
+    assert result.exit_code == 1
+    assert f"parts at token 6 of {len(tokens)}" in result.stdout
+
+
+def test_what_cannot_be_compared_is_one_line(receipts: Path, tmp_path: Path) -> None:
+    folder = tmp_path / "other"
+    with LLM(TINY, None) as llm:
+        shutil.copytree(Path(llm.target.checkpoint[0].path).parent, folder)
+    options = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps(options | {"unheard_of": 1}))
+    tokens = json.loads(receipts.read_text())[0]["tokens"]
+    tampered = changed(receipts, tmp_path / "a.json", seal=False, tokens=tokens[:-1])
+    less = changed(receipts, tmp_path / "b.json", seal=False)
+    less.write_text(json.dumps({"paceline_receipt": 1}))
+    settings = json.loads(receipts.read_text())[0]["settings"]
+    elsewhere = changed(receipts, tmp_path / "c.json", settings=settings | {"device": "cuda"})
+    (tmp_path / "none.json").write_text('{"choices": []}')
+    for arguments, line in (
+        ([str(tampered)], "was changed"),
+        ([str(less)], "was changed"),
+        ([str(receipts), "--model", str(folder)], "other weights"),
+        ([str(elsewhere)], "cuda"),
+        ([str(tmp_path / "none.json")], "has no receipt"),
+        ([str(tmp_path / "missing.json")], "cannot be read"),
+    ):
+        result = paceline("replay", *arguments)
+        assert result.exit_code == 3, result.output
+        assert line in result.stderr
+        assert result.stderr.strip().splitlines()[-1].startswith("error: ")
+
+
+def test_what_no_receipt_can_record() -> None:
+    with pytest.raises(ConfigError, match="logits_processors"):
+        SamplingParams(receipt=True, lora="some")
+    with (
+        LLM(TINY, None, lossy=True) as llm,
+        pytest.raises(ConfigError, match="lossy"),
+    ):
+        llm.generate("Once", SamplingParams(receipt=True))
+
+
+def test_generate_writes_them(tmp_path: Path) -> None:
+    result = paceline(
+        "generate", "Once", "--model", TINY, "--max-tokens", "4", "--receipt", "--json"
+    )
+    path = tmp_path / "answer.json"
+    path.write_text(result.stdout)
+    assert paceline("replay", str(path)).exit_code == 0
