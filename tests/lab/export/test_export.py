@@ -41,6 +41,19 @@ def test_sizes_are_read_without_the_weights() -> None:
     assert shape_of(TARGET) == (TINY, ("LlamaForCausalLM",))
 
 
+# -- what the user did not name ------------------------------------------------------------------
+
+
+def test_a_default_that_is_not_known_becomes_the_runner_up(tmp_path: Path) -> None:
+    made = exported("vllm", "auto")
+    assert made.config["method"] == "eagle3"
+    first = made.approximations[0]
+    assert first.what == "--draft auto" and "--draft eagle3:" in first.instead
+    assert "lost" in first.cost
+    with pytest.raises(ConfigError, match="no equivalent of --draft quantized"):
+        exported("vllm", "quantized:int4")  # it was asked for
+
+
 # -- heads, and how layers are counted -------------------------------------------------------------
 
 

@@ -6,7 +6,7 @@ import json
 from pathlib import Path
 
 from paceline.draft.auto import made_for
-from paceline.drafters import Auto, NGram, NoDraft, parse_draft
+from paceline.drafters import Auto, DraftSpec, NGram, NoDraft, parse_draft
 from paceline.errors import ConfigError
 from paceline.files import replace_in
 from paceline.lab.export.dialects import DIALECTS as DIALECTS
@@ -17,6 +17,8 @@ _ARCHIVED = {
     "tgi": "Text Generation Inference is archived and takes no new models; its users moved to "
     "vllm or sglang, which can be exported to"
 }
+
+_LOST = "the other drafts of it are lost; what this one gains alone: `paceline bench --draft` it"
 
 
 def export(
@@ -35,7 +37,8 @@ def export(
 
     ``draft``, ``draft_length``, ``rule`` and ``max_batch_size`` as of ``LLM``; what is None comes
     from ``profile``, a file of ``paceline tune``, else from our defaults. ``out``: a folder for the
-    files, among them converted heads; None writes nothing.
+    files, among them converted heads; None writes nothing. A profile's winner, or "auto", that the
+    engine does not know becomes the best draft that it does, which is an approximation.
 
     Raises ConfigError for what the engine has no equivalent of, ModelLoadError and WriteError.
     """
@@ -45,9 +48,11 @@ def export(
     tuned = None if profile is None else TunedProfile.read(profile)
     measured = tuned.draft if tuned is not None and draft in (None, tuned.draft.spec) else None
     spec = parse_draft(draft if measured is None else measured.spec)
-    if isinstance(spec, Auto):  # of what it is composed of, the one that other engines have
+    runners_up: list[DraftSpec] = []
+    if measured is not None or isinstance(spec, Auto):  # not named by the user
         trained = made_for(model)
-        spec = NGram() if trained is None else trained[0]
+        members = [part for part in spec.members() if not isinstance(part, Auto)]
+        runners_up = [*([] if trained is None else trained[:1]), *members, NGram()]
     if isinstance(spec, NoDraft):
         raise ConfigError("there is no draft to export; give one with --draft or --config")
     length = draft_length
@@ -58,17 +63,25 @@ def export(
         what = "typical acceptance is not lossless and is not exported"
         raise ConfigError(f"{what}; leave --lossy out")
     batch = max_batch_size or (tuned.engine.max_batch_size if tuned else 8)
-    adaptive = length == "auto"
-    levels = spec.default_draft_length if isinstance(length, str) else length
-    if adaptive and measured is not None:
-        levels = min(levels, measured.max_length)
-    if levels < 1:
-        raise ConfigError("a draft length of 0 is plain decoding; there is nothing to export")
-    dialect = DIALECTS[to]
-    speculation = levels, adaptive, rule, batch
-    made = Export(to, dialect.version, model, spec, *speculation, Path(out) if out else None)
+    dialect, first = DIALECTS[to], None
+    for chosen in (spec, *runners_up):
+        levels = chosen.default_draft_length if isinstance(length, str) else length
+        if length == "auto" and measured is not None:
+            levels = min(levels, measured.max_length)
+        if levels < 1:
+            raise ConfigError("a draft length of 0 is plain decoding; there is nothing to export")
+        speculation = levels, length == "auto", rule, batch
+        made = Export(to, dialect.version, model, chosen, *speculation, Path(out) if out else None)
+        try:
+            dialect.fill(made)
+            break
+        except ConfigError as error:
+            first = first or error
+    else:
+        raise first or ConfigError("there is no draft to export")
+    if first is not None:
+        made.approximate(f"--draft {spec}", f"the runner-up, --draft {made.draft}", _LOST)
     note_usual(made, dialect.trees, dialect.rules)
-    dialect.fill(made)
     if made.out is not None:
         _write(made, made.out)
     return made
