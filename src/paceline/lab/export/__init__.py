@@ -6,7 +6,7 @@ import json
 from pathlib import Path
 
 from paceline.draft.auto import made_for
-from paceline.drafters import Auto, DraftSpec, NGram, NoDraft, parse_draft
+from paceline.drafters import Auto, NGram, NoDraft, parse_draft
 from paceline.errors import ConfigError
 from paceline.files import replace_in
 from paceline.lab.export.dialects import DIALECTS as DIALECTS
@@ -37,8 +37,7 @@ def export(
 
     ``draft``, ``draft_length``, ``rule`` and ``max_batch_size`` as of ``LLM``; what is None comes
     from ``profile``, a file of ``paceline tune``, else from our defaults. ``out``: a folder for the
-    files, among them converted heads; None writes nothing. A profile's winner, or "auto", that the
-    engine does not know becomes the best draft that it does, which is an approximation.
+    files, with converted heads; None writes none. Unknown winners and "auto" become known drafts.
 
     Raises ConfigError for what the engine has no equivalent of, ModelLoadError and WriteError.
     """
@@ -48,23 +47,20 @@ def export(
     tuned = None if profile is None else TunedProfile.read(profile)
     measured = tuned.draft if tuned is not None and draft in (None, tuned.draft.spec) else None
     spec = parse_draft(draft if measured is None else measured.spec)
-    runners_up: list[DraftSpec] = []
-    if measured is not None or isinstance(spec, Auto):  # not named by the user
-        trained = made_for(model)
-        members = [part for part in spec.members() if not isinstance(part, Auto)]
-        runners_up = [*([] if trained is None else trained[:1]), *members, NGram()]
+    specs = [spec]
+    if measured is not None or isinstance(spec, Auto):  # not named by the user: runners-up will do
+        specs += [*(made_for(model) or ())[:1], *spec.members(), NGram()]
     if isinstance(spec, NoDraft):
         raise ConfigError("there is no draft to export; give one with --draft or --config")
-    length = draft_length
-    if length is None:
-        length = "auto" if measured is None else measured.length
+    usual = "auto" if measured is None else measured.length
+    length = usual if draft_length is None else draft_length
     rule = rule or (tuned.engine.rule if tuned else "auto")
     if lossy or rule == "typical":
         what = "typical acceptance is not lossless and is not exported"
         raise ConfigError(f"{what}; leave --lossy out")
     batch = max_batch_size or (tuned.engine.max_batch_size if tuned else 8)
-    dialect, first = DIALECTS[to], None
-    for chosen in (spec, *runners_up):
+    dialect = DIALECTS[to]
+    for chosen in specs:
         levels = chosen.default_draft_length if isinstance(length, str) else length
         if length == "auto" and measured is not None:
             levels = min(levels, measured.max_length)
@@ -75,11 +71,10 @@ def export(
         try:
             dialect.fill(made)
             break
-        except ConfigError as error:
-            first = first or error
-    else:
-        raise first or ConfigError("there is no draft to export")
-    if first is not None:
+        except ConfigError:
+            if chosen is specs[-1]:
+                raise
+    if made.draft is not spec:
         made.approximate(f"--draft {spec}", f"the runner-up, --draft {made.draft}", _LOST)
     note_usual(made, dialect.trees, dialect.rules)
     if made.out is not None:
