@@ -282,6 +282,7 @@ def adaptive_controller(
     cost = CostModel(costs)
     members: dict[str, tuple[Hashable, ...]] = {}
     lookups: dict[Hashable, LookupDrafter] = {}
+    go_on: set[Hashable] = set()
 
     def add(name: str, member: Drafter) -> str:
         while name in cost.drafters:
@@ -298,6 +299,8 @@ def adaptive_controller(
         cost.add(name, known)
         if isinstance(member, LookupDrafter) and member.offers:
             lookups[name] = member
+        if getattr(member, "goes_on", False) and name == member.name:
+            go_on.add(name)
         return name
 
     add(predictions.name, predictions)
@@ -307,7 +310,10 @@ def adaptive_controller(
             members[name] = (predictions.name, *drafter.names)
         else:
             members[name] = (predictions.name, add(name, drafter))
-    return AdaptiveController(cost, members, lookups, fair=options.drafting == "fair", watch=watch)
+    fair = options.drafting == "fair"
+    return AdaptiveController(
+        cost, members, lookups, fair=fair, watch=watch, go_on=frozenset(go_on)
+    )
 
 
 def measure_costs(target: CausalModel, cache: PagedCache, most: int) -> TargetCosts:

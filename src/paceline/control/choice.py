@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from math import inf
 
+from paceline.control.controller import Decision
 from paceline.control.cost import CostModel, DraftOption
 
 HURT = 0.03  # by which a request may be slowed down for the sake of others, as expected
@@ -42,6 +43,13 @@ def choose(
         if (seconds := score(apart)) < least:
             best, least = apart, seconds
     return best
+
+
+def fixed_length(length: int, options: Sequence[DraftOption]) -> Decision:
+    """A request's own length: the member whose longest draft up to it is worth most."""
+    longest = {draft.name: draft for draft in options if draft.length <= length}
+    best = max(longest.values(), key=lambda draft: draft.gain / draft.seconds, default=None)
+    return Decision(length, best.name if best is not None and len(longest) > 1 else None)
 
 
 def _seconds(cost: CostModel, batch: int, drafts: Sequence[DraftOption]) -> float:

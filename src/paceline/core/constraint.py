@@ -37,6 +37,22 @@ class Constraint(Reader, Protocol):
         ...
 
 
+class Behind:
+    """What a grammar allows behind some tokens."""
+
+    def __init__(self, constraint: Constraint, tokens: Sequence[int]) -> None:
+        self._constraint, self._tokens = constraint, tuple(tokens)
+
+    def allowed(self, path: tuple[int, ...]) -> torch.Tensor | None:
+        return self._constraint.allowed((*self._tokens, *path))
+
+    def read(self, tokens: Sequence[int]) -> int | None:
+        raise AssertionError("these tokens are drafts: nothing is committed behind them")
+
+    def forced(self) -> Sequence[int]:
+        return ()
+
+
 def forbid(
     scores: torch.Tensor,
     constraints: Sequence[Constraint | None],

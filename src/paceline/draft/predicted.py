@@ -13,7 +13,7 @@ from dataclasses import replace
 from paceline.core.batch import Plan, Slice
 from paceline.core.sequence import SequenceView
 from paceline.core.tree import TokenTree
-from paceline.draft.base import Drafter, Guess, LookupDrafter, States
+from paceline.draft.base import Drafter, Guess, LookupDrafter, States, with_members
 from paceline.draft.text_index import TAKEN_IN, TextIndex, open_index
 from paceline.kernels.lookup import Lookup
 
@@ -30,12 +30,10 @@ class Predictions(LookupDrafter):
     states: States[TextIndex]
 
     def beside(self, drafter: Drafter, plan: Plan) -> list[TokenTree]:
-        """One tree per slice: the request's own if there is one, else ``drafter``'s."""
-        predicted = [
-            bool(item.draft_length and (item.seq.params.prediction or item.seq.constraint))
-            and item.drafter in (None, self.name)
-            for item in plan.slices
-        ]
+        """One tree per slice: the request's own if there is one, else ``drafter``'s. Behind forced
+        text some drafters go on in the same step."""
+        goes_on = {m.name for m in with_members(drafter) if getattr(m, "goes_on", False)}
+        predicted = [self._is_asked(item, goes_on) for item in plan.slices]
         if not any(predicted):
             return drafter.propose(plan)
         pairs = zip(plan.slices, predicted, strict=True)
@@ -43,12 +41,32 @@ class Predictions(LookupDrafter):
             Plan(tuple(item if asked else replace(item, draft_length=0) for item, asked in pairs))
         )
         left = zip(plan.slices, predictions, strict=True)
-        rest = Plan(tuple(replace(i, draft_length=0) if len(tree) else i for i, tree in left))
-        others = drafter.propose(rest)
-        return [
-            first if len(first) else second
-            for first, second in zip(predictions, others, strict=True)
+        rest = [
+            self._rest(item, tree, (item.drafter or drafter.name) in goes_on) for item, tree in left
         ]
+        others = drafter.propose(Plan(tuple(rest)))
+        return [
+            (second.behind(item.ahead) if len(second) else first) if len(first) else second
+            for first, second, item in zip(predictions, others, rest, strict=True)
+        ]
+
+    def _is_asked(self, item: Slice, goes_on: set[str]) -> bool:
+        """Whether the request's own text is drafted, or what its grammar forces before a draft."""
+        params, constraint = item.seq.params, item.seq.constraint
+        if item.drafter in (None, self.name):
+            return bool(item.draft_length and (params.prediction or constraint))
+        ahead = constraint is not None and not params.prediction
+        return bool(item.draft_length and ahead and item.drafter in goes_on)
+
+    @staticmethod
+    def _rest(item: Slice, tree: TokenTree, goes_on: bool) -> Slice:
+        """What is left for the drafter beside the request's own tree."""
+        if not len(tree):
+            return item
+        if not goes_on or item.seq.constraint is None or item.seq.params.prediction:
+            return replace(item, draft_length=0)
+        left = max(0, item.draft_length - len(tree))
+        return replace(item, draft_length=left, ahead=tuple(tree.host_tokens()))
 
     def guess(self, item: Slice) -> Guess:
         """What is forced, else how the prediction goes on if the end of the text occurs in it."""

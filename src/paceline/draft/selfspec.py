@@ -13,12 +13,13 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 
-from paceline.core.batch import Commit, ModelOutput, Slice, Span
+from paceline.core.batch import Commit, ModelOutput, Plan, Slice, Span
+from paceline.core.constraint import Behind
 from paceline.core.sequence import SequenceView
 from paceline.core.tree import TokenTree, is_chain
 from paceline.draft.base import States
@@ -155,6 +156,7 @@ class SelfDrafter(LevelDrafter):
     """Drafts with a view of the target, in the target's ``cache``."""
 
     adapts = True
+    goes_on = True  # behind tokens that are drafted already
 
     def __init__(self, view: LayerView, levels: Levels, stop_below: float = STOP_BELOW) -> None:
         super().__init__(levels, view.model.max_positions)
@@ -163,8 +165,11 @@ class SelfDrafter(LevelDrafter):
         self._frequent = FrequentTokens(view.model.vocab_size, view.model.backend.head_share)
         # By whether the request is greedy.
         self._confidence = {True: Confidence(), False: Confidence()}
-        # Of drafts under verification, log-probabilities of their paths.
-        self._waiting: dict[int, tuple[Confidence, tuple[float, ...]]] = {}
+        # Of drafts under verification, log-probabilities of their paths, and the tokens before.
+        self._waiting: dict[int, tuple[Confidence, tuple[float, ...], int]] = {}
+
+    def propose(self, plan: Plan) -> list[TokenTree]:
+        return super().propose(Plan(tuple(map(_behind, plan.slices))))
 
     @property
     def growth(self) -> Growth | None:
@@ -211,18 +216,33 @@ class SelfDrafter(LevelDrafter):
     def _finish(self, item: Slice, done: GrownTree) -> TokenTree:
         if done.scores and is_chain(done.tree.parents):
             confidence = self._confidence[item.seq.params.greedy]
-            self._waiting[item.seq.seq_id] = confidence, done.scores
+            self._waiting[item.seq.seq_id] = confidence, done.scores, len(item.ahead)
         return done.tree
 
     def observe(self, commits: Sequence[Commit], out: ModelOutput) -> None:
         """Learn how far chains were right."""
         for commit in commits:
             self._frequent.learn(commit.seq_id, commit.tokens)
-            confidence, scores = self._waiting.pop(commit.seq_id, (None, ()))
-            if confidence and 0 < commit.reached <= len(scores) == commit.drafted:
-                refused = commit.reached > len(commit.path)
-                confidence.learn(scores[: commit.reached], refused)
+            confidence, scores, ahead = self._waiting.pop(commit.seq_id, (None, (), 0))
+            reached = commit.reached - ahead
+            if confidence and 0 < reached <= len(scores) == commit.drafted - ahead:
+                confidence.learn(scores[:reached], commit.reached > len(commit.path))
 
     def forget(self, seq_id: int) -> None:
         self._waiting.pop(seq_id, None)
         self._frequent.forget(seq_id)
+
+
+def _behind(item: Slice) -> Slice:
+    """The slice as if the tokens ahead were pending. The view writes their keys and values where
+    the verifying forward writes those of their nodes."""
+    if not item.ahead:
+        return item
+    seq = item.seq
+    seq = replace(
+        seq,
+        tokens=[*seq.tokens, *item.ahead],
+        constraint=None if seq.constraint is None else Behind(seq.constraint, item.ahead),
+        counted=None,
+    )
+    return replace(item, seq=seq, scheduled=item.scheduled + len(item.ahead))
