@@ -7,6 +7,7 @@ import json
 import pytest
 
 from paceline import LLM, Grammar, SamplingParams
+from paceline.draft.selfspec import SelfDrafter
 from paceline.request.grammar import GrammarCompiler
 
 SCHEMA = {
@@ -31,7 +32,10 @@ def target() -> LLM:
     return LLM("paceline/tiny", draft="none", dtype="float32")
 
 
-@pytest.mark.parametrize("draft", ["ngram", "paceline/tiny-draft", "hybrid:suffix+ngram"])
+@pytest.mark.parametrize(
+    "draft",
+    ["ngram", "paceline/tiny-draft", "hybrid:suffix+ngram", "quantized", "hybrid:suffix+quantized"],
+)
 @pytest.mark.parametrize("length", [None, 6])
 @pytest.mark.parametrize("seed", [None, 3])
 def test_the_text_is_plain_decodings(
@@ -62,8 +66,21 @@ def test_keys_and_brackets_take_no_step_of_their_own(target: LLM) -> None:
     assert not matcher.forced()  # it has ended
 
 
-def test_unseeded_sampling_follows_the_grammar(target: LLM) -> None:
-    llm = target.beside("ngram", seed=2)
+def test_a_drafter_goes_on_behind_them(target: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
+    """In the same step: fewer steps than with what is forced and drafts by turns."""
+    schema = {"type": "array", "items": SCHEMA, "minItems": 3, "maxItems": 3}
+    params = SamplingParams(max_tokens=120, grammar=Grammar.json(schema))
+    steps = []
+    for goes_on in (False, True):
+        monkeypatch.setattr(SelfDrafter, "goes_on", goes_on)
+        (done,) = target.beside("quantized", draft_length=12).generate(PROMPT, params)
+        steps.append(done.stats.target_steps)
+    assert steps[1] < steps[0]
+
+
+@pytest.mark.parametrize("draft", ["ngram", "quantized"])
+def test_unseeded_sampling_follows_the_grammar(target: LLM, draft: str) -> None:
+    llm = target.beside(draft, seed=2)
     params = SamplingParams(max_tokens=80, temperature=1.0, grammar=Grammar.json(SCHEMA))
     for completion in llm.generate([PROMPT] * 4, params):
         assert set(json.loads(completion.text)) == {"name", "postal_address"}
