@@ -65,11 +65,12 @@ class Origin:
         """Whether the first drafted token is right at positions of a sequence's last tokens, and
         what is certainly wrong: it drafts better with features from the layers before or behind
         those that it reads (ids are counted in two ways). Takes one forward of the target. With an
-        adapter, or a target that several processes hold, nothing is measured."""
+        adapter, recurrent layers, or a target that several processes hold, nothing is
+        measured."""
         target, tokens = self.loading.target, list(seq.tokens[-_TEXT:])
         given = tuple(self._rebuilt().features)
         elsewhere = target.ranks is not None or seq.params.lora is not None
-        if not given or len(tokens) <= _READ or elsewhere:
+        if not given or len(tokens) <= _READ or elsewhere or target.state_bytes:
             return [], ""
         choices = {shift: tuple(layer + shift for layer in given) for shift in (0, -1, 1)}
         if len(given) == 1:

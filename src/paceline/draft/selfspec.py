@@ -156,7 +156,6 @@ class SelfDrafter(LevelDrafter):
     """Drafts with a view of the target, in the target's ``cache``."""
 
     adapts = True
-    goes_on = True  # behind tokens that are drafted already
 
     def __init__(self, view: LayerView, levels: Levels, stop_below: float = STOP_BELOW) -> None:
         super().__init__(levels, view.model.max_positions)
@@ -170,6 +169,12 @@ class SelfDrafter(LevelDrafter):
 
     def propose(self, plan: Plan) -> list[TokenTree]:
         return super().propose(Plan(tuple(map(_behind, plan.slices))))
+
+    @property
+    def goes_on(self) -> bool:
+        """Whether it drafts behind tokens that are drafted already: states of recurrent layers are
+        kept for pending tokens and nodes alone."""
+        return self.cache.states is None
 
     @property
     def growth(self) -> Growth | None:
