@@ -119,20 +119,18 @@ class TokenTree:
         q = None if self.q is None else self.q.to(device)
         return replace(self, tokens=self.tokens.to(device), q=q)
 
-    def behind(self, tokens: Sequence[int]) -> TokenTree:
-        """The tree below a chain of these tokens, of which each was sure."""
-        count = len(tokens)
-        ahead = torch.tensor(tokens, dtype=torch.int64, device=self.tokens.device)
-        q = self.q
+    def behind(self, chain: TokenTree) -> TokenTree:
+        """The tree below a chain on the same device, of which each token was sure."""
+        count, q = len(chain), self.q
         if q is not None:
-            sure = torch.nn.functional.one_hot(ahead, q.shape[1]).to(q.dtype)
+            sure = torch.nn.functional.one_hot(chain.tokens, q.shape[1]).to(q.dtype)
             q = torch.cat([sure, q])
         return replace(
             self,
-            tokens=torch.cat([ahead, self.tokens]),
+            tokens=torch.cat([chain.tokens, self.tokens]),
             parents=(*chain_parents(count), *(parent + count for parent in self.parents)),
             q=q,
-            known=None if self.known is None else (*tokens, *self.known),
+            known=self.known and (*chain.host_tokens(), *self.known),
         )
 
     @classmethod

@@ -46,8 +46,8 @@ class Predictions(LookupDrafter):
         ]
         others = drafter.propose(Plan(tuple(rest)))
         return [
-            (second.behind(item.ahead) if len(second) else first) if len(first) else second
-            for first, second, item in zip(predictions, others, rest, strict=True)
+            (second.behind(first) if len(second) else first) if len(first) else second
+            for first, second in zip(predictions, others, strict=True)
         ]
 
     def _is_asked(self, item: Slice, goes_on: set[str]) -> bool:
