@@ -60,7 +60,7 @@ def test_llm_signature() -> None:
         prefix_sharing
         seed lossy profile backend quantize draft_quantize tensor_parallel offload
         weights_memory draft_offload draft_device kv_cache_dtype
-        drafting log_decisions controller
+        drafting log_decisions strict controller
         generation_config default_temperature default_top_p default_top_k default_min_p
         default_repetition_penalty lora
         """

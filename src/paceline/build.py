@@ -241,7 +241,8 @@ def build_engine(
     )
     verifier = TypicalVerifier(generator) if options.lossy else Verifier(options.rule, generator)
     parts = target, cache, drafter, verifier, Scheduler(limits, cache), controller
-    return Engine(*parts, _draw_seed(options, drafter), predictions, watch)
+    strict = options.strict or os.environ.get("PACELINE_STRICT", "0") != "0"
+    return Engine(*parts, _draw_seed(options, drafter), predictions, watch, strict)
 
 
 def _fill_watch(watch: CollapseWatch, drafters: Mapping[str, Drafter]) -> None:

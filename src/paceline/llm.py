@@ -79,7 +79,8 @@ class LLM:
     decoded together. ``draft_length``: tokens, or "auto". ``rule``: for sampled drafts.
     ``drafting``: "throughput" maximises the tokens a second of all requests, "fair" slows none down
     for another. ``log_decisions`` logs who drafts and why; ``controller`` replaces the adaptive one
-    (docs/concepts/control.md). ``seed``: for requests without one.
+    (docs/concepts/control.md). ``strict`` raises what a drafter does wrong, which else costs only its
+    drafts (docs/drafters/your_own.md). ``seed``: for requests without one.
     Requests without parameters sample as ``default_temperature``, ``default_top_p``,
     ``default_top_k``, ``default_min_p`` and ``default_repetition_penalty`` say, else as the
     checkpoint's ``generation_config`` ("none" ignores it); see ``default_params``. ``lossy``:
@@ -129,6 +130,7 @@ class LLM:
         kv_cache_dtype: str = "auto",
         drafting: str = "fair",
         log_decisions: bool = False,
+        strict: bool = False,
         controller: Controller | None = None,
         generation_config: str = "auto",
         default_temperature: float | None = None,
@@ -193,6 +195,7 @@ class LLM:
         draft_device: str | None = None,
         drafting: str = "fair",
         log_decisions: bool = False,
+        strict: bool = False,
         controller: Controller | None = None,
     ) -> LLM:
         """Another LLM over the same weights, with its own drafter, cache and settings, for

@@ -131,6 +131,7 @@ def test_options_reach_the_engine(monkeypatch: pytest.MonkeyPatch) -> None:
                 "draft_length": 3,
                 "drafting": "fair",
                 "log_decisions": False,
+                "strict": False,
                 "rule": "block",
                 "lossy": False,
                 "prefix_sharing": True,

@@ -1,4 +1,4 @@
-"""``paceline generate`` and ``paceline chat``."""
+"""``paceline generate``, and what ``paceline chat`` shares with it."""
 
 from __future__ import annotations
 
@@ -22,7 +22,6 @@ from paceline.settings import AdapterSettings, setting, under
 if TYPE_CHECKING:
     from paceline import LLM, Completion
 
-Messages = list[dict[str, str]]
 _output, _sampling = under("Output"), under("Sampling")
 _of_model = partial(_sampling, None, shown="the model's")
 
@@ -108,13 +107,12 @@ def parse_grammar(text: str) -> Grammar:
     return Grammar(kind, body)
 
 
-def _run(
+def run(
     llm: LLM, prompts: list[str] | list[list[int]], params: SamplingParams, output: OutputOptions
 ) -> list[Completion]:
     """Text goes to stdout, figures to stderr, so that a pipe carries the text alone."""
-    notes = Console(stderr=True)
     if llm.draft_vocabulary is not None:
-        notes.print(f"draft vocabulary: {llm.draft_vocabulary}", style="dim", highlight=False)
+        note(f"draft vocabulary: {llm.draft_vocabulary}")
     if output.as_json:
         completions = llm.generate(prompts, params)
         for completion in completions:
@@ -125,12 +123,16 @@ def _run(
     show_draft = console.is_terminal if output.show_draft is None else output.show_draft
     completions = stream_to(console, llm, prompts, params, show_draft)
     for completion in completions:
-        line = summary(completion, bool(llm.drafters))
-        notes.print(line, style="dim", highlight=False, soft_wrap=True)
+        note(summary(completion, bool(llm.drafters)))
     return completions
 
 
-def _opened(
+def note(line: str) -> None:
+    """A dim line on stderr."""
+    Console(stderr=True).print(line, style="dim", highlight=False, soft_wrap=True)
+
+
+def opened(
     engine: ModelOptions, adapters: AdapterSettings, sampling: SamplingOptions
 ) -> tuple[LLM, SamplingParams]:
     sampling.params()  # what is wrong is said before anything is loaded
@@ -139,7 +141,7 @@ def _opened(
     return llm, replace(sampling.params(llm.sampling_defaults), lora=first)
 
 
-def _read(prompt: str) -> str:
+def read(prompt: str) -> str:
     return sys.stdin.read() if prompt == "-" else prompt
 
 
@@ -155,50 +157,9 @@ def generate(
     chat: bool = setting(False, "Use the model's chat template.", flags=("--chat/--raw",)),
 ) -> bool:
     """Continue one or several prompts."""
-    texts = list(map(_read, prompts))
-    llm, params = _opened(engine, adapters, sampling)
+    texts = list(map(read, prompts))
+    llm, params = opened(engine, adapters, sampling)
     inputs: list[str] | list[list[int]] = texts
     if chat:
         inputs = [llm.render_chat([{"role": "user", "content": text}]) for text in texts]
-    return any(completion.error for completion in _run(llm, inputs, params, output))
-
-
-@expand
-def chat(
-    engine: ModelOptions,
-    adapters: AdapterSettings,
-    sampling: SamplingOptions,
-    output: OutputOptions,
-    prompt: str | None = setting(None, "Ask this and exit; without it, talk.", flags=("PROMPT",)),
-    system: str | None = setting(None, "Instruction that opens the conversation."),
-) -> None:
-    """Talk to the model: one turn a line; /reset starts again, /quit or Ctrl-D ends."""
-    llm, params = _opened(engine, adapters, sampling)
-    opening: Messages = [{"role": "system", "content": system}] if system else []
-
-    def answered(messages: Messages, text: str) -> Messages:
-        """The conversation with a turn of the user and the first of the answers to it."""
-        asked = [*messages, {"role": "user", "content": text}]
-        first = _run(llm, [llm.render_chat(asked)], params, output)[0]
-        return [*asked, {"role": "assistant", "content": first.text}]
-
-    if prompt is not None:
-        answered(opening, _read(prompt))
-        return
-    messages = opening
-    while (line := _read_turn()) is not None:
-        if line == "/reset":
-            messages = opening
-        elif line:
-            messages = answered(messages, line)
-
-
-def _read_turn() -> str | None:
-    """The next line from the user, or None at the end."""
-    if sys.stdin.isatty():
-        import readline  # noqa: F401  (line editing and history for input())
-    try:
-        line = input("you> " if sys.stdin.isatty() else "").strip()
-    except EOFError:
-        return None
-    return None if line in ("/quit", "/exit") else line
+    return any(completion.error for completion in run(llm, inputs, params, output))

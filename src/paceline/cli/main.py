@@ -14,11 +14,13 @@ from typer.core import TyperGroup
 from paceline import __version__
 from paceline.cli.bench import bench
 from paceline.cli.certify import certify
+from paceline.cli.chat import chat
+from paceline.cli.check_drafter import check_drafter
 from paceline.cli.datastore import app as datastore
 from paceline.cli.demo import demo
 from paceline.cli.doctor import doctor
 from paceline.cli.export import export
-from paceline.cli.generate import chat, generate
+from paceline.cli.generate import generate
 from paceline.cli.output import debugging, reason_of
 from paceline.cli.profile import profile
 from paceline.cli.pull import pull
@@ -104,8 +106,8 @@ def root(
 
 
 _COMMANDS = (pull, generate, chat, serve, demo, bench, certify, profile, tune, doctor, replay)
-for command in (*_COMMANDS, quantize, export):
-    app.command(command.__name__)(command)
+for command in (*_COMMANDS, quantize, export, check_drafter):
+    app.command(command.__name__.replace("_", "-"))(command)
 app.add_typer(train, name="train")
 app.add_typer(datastore, name="datastore")
 

@@ -95,6 +95,9 @@ def summary(completion: Completion, drafts: bool = False) -> str:
     if stats.acceptance_rate is not None:
         parts.append(f"{stats.mean_accepted_length:.2f} tokens per target step")
         parts.append(f"{stats.acceptance_rate:.0%} of drafted tokens accepted")
+        written = max(1, len(completion.token_ids))
+        shares = sorted(stats.drafters.items(), key=lambda item: -item[1])
+        parts += [f"{count / written:.0%} from {name}" for name, count in shares if count]
     elif drafts:
         parts.append("no draft was tried: it would not have paid")
     if completion.lossy:

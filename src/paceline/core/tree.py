@@ -9,6 +9,8 @@ from functools import lru_cache
 
 import torch
 
+from paceline.errors import ConfigError
+
 
 class Draw(Enum):
     """How children of a node were chosen; each has its own lossless rule."""
@@ -20,9 +22,14 @@ class Draw(Enum):
 
 @lru_cache(maxsize=4096)
 def depths_of(parents: tuple[int, ...]) -> tuple[int, ...]:
-    """Depth of each node; children of the last committed token have depth 1."""
+    """Depth of each node; children of the last committed token have depth 1. Raises ConfigError."""
     depths: list[int] = []
-    for parent in parents:
+    for node, parent in enumerate(parents):
+        if not -1 <= parent < node:
+            raise ConfigError(
+                "a tree's parents must come before their children, and are -1 behind the last "
+                f"committed token: node {node} has parent {parent}"
+            )
         depths.append(1 if parent < 0 else depths[parent] + 1)
     return tuple(depths)
 
@@ -89,14 +96,19 @@ class TokenTree:
     known: tuple[int, ...] | None = None
 
     def __post_init__(self) -> None:
-        n = len(self.parents)
-        assert self.tokens.shape == (n,), "one token per node"
-        assert all(-1 <= parent < node for node, parent in enumerate(self.parents))
+        n, q = len(self.parents), self.q
+        if self.tokens.shape != (n,):
+            shape = tuple(self.tokens.shape)
+            raise ConfigError(f"a tree has one token for each parent: {n} parents, tokens {shape}")
+        depths_of(self.parents)
         if self.draw is not Draw.POINT and n:
-            assert self.q is not None, "a sampled draft needs the distribution it was sampled from"
-            assert self.q.shape[0] == n and self.q.dtype == torch.float32
-        if self.draw is Draw.IID:
-            assert is_chain(self.parents), "independent draws are verified along a chain"
+            if q is None:
+                raise ConfigError("a sampled draft needs q, the distribution it was drawn from")
+            if q.shape[0] != n or q.dtype != torch.float32:
+                held = f"{str(q.dtype).removeprefix('torch.')} {list(q.shape)}"
+                raise ConfigError(f"q must be float32 [{n} nodes, vocab]; it is {held}")
+        if self.draw is Draw.IID and not is_chain(self.parents):
+            raise ConfigError("independent draws (Draw.IID) must be a chain: parents -1, 0, 1 ...")
 
     def __len__(self) -> int:
         return len(self.parents)

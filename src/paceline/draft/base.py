@@ -10,7 +10,8 @@ import torch
 from paceline.core.batch import Commit, ModelOutput, Plan, Slice
 from paceline.core.sequence import SequenceView
 from paceline.core.transfer import to_device
-from paceline.core.tree import TokenTree, depths_of, is_chain
+from paceline.core.tree import Draw, TokenTree, depths_of, is_chain
+from paceline.errors import ConfigError
 
 _State = TypeVar("_State")
 
@@ -58,6 +59,35 @@ class Drafter(Protocol):
     def forget(self, seq_id: int) -> None:
         """Drop all state of a sequence (finished, cancelled or preempted)."""
         ...
+
+
+def check_trees(drafter: Drafter, plan: Plan, trees: Sequence[TokenTree], vocab: int) -> None:
+    """Raise ConfigError, which names the rule, for trees that break one; waits for the device."""
+    if len(trees) != len(plan.slices):
+        raise ConfigError(
+            f"{drafter.name}: propose must return one tree for each slice, in their order; there "
+            f"are {len(plan.slices)} slices, and {len(trees)} trees"
+        )
+    for item, tree in zip(plan.slices, trees, strict=True):
+        levels = item.draft_length if item.decodes else 0
+        deepest, most = max(tree.depths, default=0), drafter.max_nodes(levels)
+        rule = ""
+        if deepest > levels:
+            rule = f"a tree must not be deeper than draft_length, {levels}; it has {deepest} levels"
+        elif len(tree) > most and levels:
+            rule = f"max_nodes({levels}) says {most} nodes; the tree has {len(tree)}"
+        elif not all(0 <= token < vocab for token in tree.tokens.tolist()):
+            rule = f"tokens must be ids of the target, 0 to {vocab - 1}"
+        elif tree.known is not None and tree.known != tuple(tree.tokens.tolist()):
+            rule = "known must be the tree's tokens"
+        elif tree.q is not None and len(tree):
+            drawn = tree.q.gather(1, tree.tokens.clamp(max=tree.q.shape[1] - 1)[:, None])
+            if bool(((tree.q.sum(1) - 1).abs() > 1e-3).any() | (tree.q < 0).any()):
+                rule = "every row of q must be a distribution: it adds up to 1"
+            elif tree.draw is Draw.IID and not bool((drawn > 0).all()):
+                rule = "a drawn token must have a probability above 0 in its row of q"
+        if rule:
+            raise ConfigError(f"{drafter.name}: {rule}")
 
 
 def with_members(drafter: Any) -> Iterator[Any]:

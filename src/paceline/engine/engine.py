@@ -22,7 +22,7 @@ from paceline.core.params import TokenLogprob
 from paceline.core.sampling import needs_logits
 from paceline.core.sequence import SequenceState
 from paceline.core.tree import TokenTree, children_of
-from paceline.draft.base import Drafter
+from paceline.draft.base import Drafter, check_trees
 from paceline.draft.predicted import Predictions
 from paceline.engine.clock import PhaseClock, phase
 from paceline.engine.recovery import Failure, failed, log, recovered
@@ -49,6 +49,7 @@ class Engine:
     draw_seed: Callable[[], int] | None  # for sampled requests without a seed
     predictions: Predictions  # those that the controller uses
     watch: CollapseWatch
+    strict: bool = False  # raise what a step raises, and check what drafters propose
 
     def __post_init__(self) -> None:
         self.clock = PhaseClock(self.target.device)
@@ -159,6 +160,8 @@ class Engine:
                 return [self._empty] * len(plan.slices)
         with self._inferring(self.drafter.passes(1) > 0):
             trees = self.predictions.beside(self.drafter, part)
+        if self.strict:
+            check_trees(self.drafter, part, trees, self.target.vocab_size)
         if part is plan:
             return trees
         drafted = iter(trees)

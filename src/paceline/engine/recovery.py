@@ -5,7 +5,8 @@
     each sequence alone    those that fail end with an error, the others go on
     a made-up token        if all failed: does the target still run? If not, EngineLostError
 
-Errors are not stored: their tracebacks would keep the failed step's tensors.
+A strict engine raises the first failure instead. Errors are not stored: their tracebacks would keep
+the failed step's tensors.
 """
 
 from __future__ import annotations
@@ -74,6 +75,7 @@ class Stepping(Protocol):
     scheduler: Scheduler
     clock: PhaseClock
     ready: list[Commit]
+    strict: bool
 
     def choices(self, seqs: Sequence[SequenceState]) -> Sequence[Decision | int]: ...
     def max_nodes(self, length: int) -> int: ...
@@ -114,7 +116,7 @@ def _attempt(engine: Stepping, step: Step, planned: Planner) -> Failure | None:
                 engine.account(commits, start)
     except BaseException as error:
         _undo(engine)
-        if not isinstance(error, Exception):
+        if engine.strict or not isinstance(error, Exception):
             raise
         failure = Failure.of(error)
         if len(engine.ready) == before:

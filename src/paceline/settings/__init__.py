@@ -290,6 +290,12 @@ class EngineSettings(LoadSettings):
     max_model_len: int | None = _load(
         None, "Most tokens of a sequence, prompt and answer.", low=2, shown="the model's"
     )
+    strict: bool = _engine(
+        False,
+        "Raise what a drafter does wrong, with its traceback, in place of going on without drafts "
+        "(also PACELINE_STRICT=1).",
+        but=("server",),
+    )
     max_batch_size: int | None = _engine(None, "Sequences decoded together.", low=1, shown="8")
     prefix_sharing: bool = _engine(
         True, "Requests that begin alike share what is cached.", but=("command", "server")

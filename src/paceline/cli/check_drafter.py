@@ -1,0 +1,47 @@
+"""``paceline check-drafter``: the laws on a drafter of one's own."""
+
+from __future__ import annotations
+
+import traceback
+from dataclasses import MISSING
+
+from rich.console import Console
+
+from paceline.cli.options import expand
+from paceline.cli.output import print_json
+from paceline.core.stages import stage
+from paceline.lab.report.columns import Column, record_of, table_of
+from paceline.lab.report.render import rich_table
+from paceline.model.names import EMBEDDED
+from paceline.settings import setting
+
+_LAWS = (
+    Column("drafter", "drafter"),
+    Column("law", "law", "name"),
+    Column("broken", "holds", "broken", lambda broken: broken or "yes"),
+)
+
+
+@expand
+def check_drafter(
+    drafter: str = setting(MISSING, "A record, a class or a function.", flags=("MODULE:NAME",)),
+    model: str = setting(EMBEDDED, "The target; a record's examples may need weights made for it."),
+    as_json: bool = setting(False, "Print one JSON object instead.", flags=("--json",)),
+) -> bool:
+    """Run the laws on a drafter of your own: well-formed trees, plain decoding's text and
+    distribution, nothing kept of what has ended. The first traceback of each kind is shown."""
+    from paceline.lab.laws import drafters_of, laws
+
+    rows = []
+    for name, make in drafters_of(drafter, model).items():
+        with stage(f"checking {name}"):
+            rows += laws(name, make, model)
+    broken = [law for law in rows if law.broken]
+    if as_json:
+        print_json({"holds": not broken, "laws": [record_of(row, _LAWS) for row in rows]})
+        return bool(broken)
+    raised = {str(law.error): law.error for law in broken if law.error is not None}
+    for error in raised.values():
+        traceback.print_exception(error)
+    Console().print(rich_table(table_of(rows, _LAWS)))
+    return bool(broken)

@@ -1,0 +1,188 @@
+"""The laws on one drafter, over a small target: what ``paceline check-drafter`` runs.
+
+A drafter may propose anything, but what it proposes must be well-formed, drawn from the
+distribution that it names, and independent of what it has forgotten.
+"""
+
+from __future__ import annotations
+
+import importlib
+import sys
+from collections import Counter
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from functools import partial
+from inspect import signature
+from pathlib import Path
+from typing import Any
+
+from paceline import LLM, ConfigError, Grammar, SamplingParams
+from paceline.draft.base import with_members
+from paceline.drafters import BLOCK_SIZE, DRAFTERS, DraftLike, DraftSpec
+from paceline.engine.recovery import Failure
+from paceline.model.paged.cache import bytes_per_token
+
+_PROMPTS = (
+    "7 + 5 = 12, 7 + 6 = 13, 7 + 7 =",
+    "Once upon a time there was a little girl named Lily. Once upon a time there was a",
+    "The dog said: the cat said: the dog said: the",
+    "a b c d e f g a b c d e f g a b",
+)
+_GREEDY = SamplingParams(max_tokens=32, ignore_eos=True)
+_WAYS = {
+    "greedy text": _GREEDY,
+    "seeded text": SamplingParams(max_tokens=32, temperature=0.9, top_p=0.95, seed=3),
+    "text under penalties": SamplingParams(max_tokens=32, repetition_penalty=1.3, min_tokens=8),
+    "text of a grammar": SamplingParams(max_tokens=32, grammar=Grammar("regex", "[a-z 0-9+=,]+")),
+}
+# Of 8 degrees of freedom; one drafter in two thousand that is right is called wrong.
+_CHI_SQUARE, _ANSWERS = 27.9, 400
+
+
+@dataclass(frozen=True)
+class Law:
+    """``broken``: which rule, and how, "" if it holds; ``error``: what was raised, if anything."""
+
+    drafter: str
+    name: str
+    broken: str = ""
+    error: Exception | None = None
+
+
+class _BrokenError(Exception):
+    """A law does not hold."""
+
+
+def drafters_of(name: str, model: str) -> dict[str, Callable[[], DraftLike]]:
+    """What ``module:NAME`` is, as functions that make it anew: a record's examples, a drafter's
+    class, a function that makes a drafter. A spec of a known kind is itself. Raises ConfigError."""
+    module, _, attribute = name.partition(":")
+    if module in DRAFTERS:
+        return {name: lambda: name}
+    sys.path.insert(0, str(Path.cwd()))
+    try:
+        made: Any = getattr(importlib.import_module(module), attribute)
+    except Exception as error:
+        raise ConfigError(
+            f"{name!r} cannot be imported ({error}); give module:Class, seen from this folder"
+        ) from error
+    finally:
+        sys.path.pop(0)
+    if isinstance(made, type) and issubclass(made, DraftSpec):
+        names = {record.weights: f"{model}-{record.weights}" for record in DRAFTERS.values()}
+        texts = [example.format(target=model, **names) for example in made.examples]
+        return {
+            text: partial(made.read, text.partition(":")[2], {**DRAFTERS, made.kind: made})
+            for text in texts
+        }
+    if not callable(made):
+        raise ConfigError(f"{name!r} is no class and no function; name one that makes a drafter")
+    needed = [p.name for p in signature(made).parameters.values() if p.default is p.empty]
+    if needed:
+        raise ConfigError(f"{name!r} needs {', '.join(needed)}; name a function without parameters")
+    return {name: made}
+
+
+def laws(drafter: str, make: Callable[[], DraftLike], model: str) -> Iterator[Law]:
+    """Each law with its outcome; ``make`` makes the drafter anew. Raises PacelineErrors of the
+    model and of the drafter's loading."""
+    plain = LLM(model, draft=None, max_batch_size=4, seed=1)
+    plain.beside(make()).close()  # what it needs is there
+    checks: dict[str, Callable[[LLM, Callable[[], DraftLike]], None]] = {
+        "members": _members,
+        **{way: partial(_texts, params) for way, params in _WAYS.items()},
+        "text under preemption": _preempted,
+        "distribution": _distribution,
+        "something is proposed": _proposes,
+    }
+    for name, check in checks.items():
+        try:
+            check(plain, make)
+        except _BrokenError as broken:
+            yield Law(drafter, name, str(broken))
+        except Exception as error:  # of the drafter, or a rule that strict mode names
+            yield Law(drafter, name, str(Failure.of(error)), error)
+        else:
+            yield Law(drafter, name)
+
+
+def _members(plain: LLM, make: Callable[[], DraftLike]) -> None:
+    drafter = plain.beside(make(), strict=True).engine.drafter
+    for length in range(9):
+        for method in (drafter.max_nodes, drafter.passes):
+            count = method(length)
+            if not isinstance(count, int) or count < 0:
+                raise _BrokenError(f"{method.__name__}({length}) is {count!r}; give a number")
+    if drafter.max_nodes(8) < 1:
+        raise _BrokenError("max_nodes(8) is 0: there is no room for a draft")
+    bad = [layer for layer in drafter.features if not 0 <= layer <= plain.target.num_layers]
+    if bad:
+        raise _BrokenError(f"features {bad}: the target has layers 0 to {plain.target.num_layers}")
+    for batch in (1, 4):
+        drafter.warm_up(batch)
+
+
+def _texts(params: SamplingParams, plain: LLM, make: Callable[[], DraftLike]) -> None:
+    """The same text as plain decoding's: alone and together, of each length."""
+    expected = [done.token_ids for done in plain.generate(_PROMPTS, params)]
+    for length in (1, 3, "auto"):
+        llm = plain.beside(make(), strict=True, draft_length=length)
+        prompts = _PROMPTS * 2
+        for _ in range(2):  # once more: what it has forgotten must not count
+            for done, wanted in zip(llm.generate(prompts, params), expected * 2, strict=True):
+                if done.token_ids != wanted:
+                    raise _BrokenError(
+                        f"draft length {length}, prompt {done.prompt!r}: the text is not plain "
+                        "decoding's"
+                    )
+        _left_over(llm)
+
+
+def _left_over(llm: LLM) -> None:
+    """Nothing of ended requests may be kept."""
+    pool = llm.engine.cache.pool
+    if pool.available != pool.total:
+        raise _BrokenError("cache blocks are still in use after all requests have ended")
+    kept = [m.name for m in with_members(llm.engine.drafter) if getattr(m, "states", None)]
+    if kept:
+        raise _BrokenError(f"forget({', '.join(kept)}) must drop all state of a sequence")
+
+
+def _preempted(plain: LLM, make: Callable[[], DraftLike]) -> None:
+    """Sequences that give up their cache are forgotten and come back under the same id."""
+    per_token = bytes_per_token(plain.target.cache_shapes, plain.target.cache_dtype)
+    blocks = sum(len(plain.tokenizer.encode(p)) for p in _PROMPTS) // BLOCK_SIZE + 6
+    expected = [done.token_ids for done in plain.generate(_PROMPTS, _GREEDY)]
+    memory = blocks * BLOCK_SIZE * per_token
+    llm = plain.beside(make(), strict=True, draft_length=3, kv_cache_memory=memory)
+    if [done.token_ids for done in llm.generate(_PROMPTS, _GREEDY)] != expected:
+        raise _BrokenError(
+            "the text is not plain decoding's after preemption: does forget drop all?"
+        )
+    _left_over(llm)
+
+
+def _distribution(plain: LLM, make: Callable[[], DraftLike]) -> None:
+    """The first two tokens of unseeded answers, plain and drafted, come from one distribution: a
+    two-sample chi-square."""
+    params = SamplingParams(max_tokens=2, temperature=1.0, top_k=3, ignore_eos=True, n=_ANSWERS)
+    common: dict[str, Any] = {"max_batch_size": 64, "draft_length": 2}
+    llms = plain.beside(None, seed=1, **common), plain.beside(make(), seed=5, strict=True, **common)
+    for prompt in ("The quick brown fox", *_PROMPTS[1:]):
+        ours, theirs = (
+            Counter(tuple(done.token_ids) for done in llm.generate(prompt, params)) for llm in llms
+        )
+        pairs = ours.keys() | theirs.keys()
+        statistic = sum((ours[p] - theirs[p]) ** 2 / (ours[p] + theirs[p]) for p in pairs)
+        if len(pairs) > 9 or statistic >= _CHI_SQUARE:
+            raise _BrokenError(
+                f"two tokens of {_ANSWERS} answers are not distributed as plain decoding's "
+                f"(chi-square {statistic:.0f}, at most {_CHI_SQUARE}): drawn tokens need the q "
+                "that they were drawn from, and chosen ones Draw.POINT"
+            )
+
+
+def _proposes(plain: LLM, make: Callable[[], DraftLike]) -> None:
+    done = plain.beside(make(), strict=True, draft_length=4).generate(_PROMPTS, _GREEDY)
+    if not sum(completion.stats.drafted_tokens for completion in done):
+        raise _BrokenError("nothing was proposed in four repetitive texts: nothing was tested")

@@ -1,0 +1,120 @@
+"""A conversation: its commands in a pipe, and Ctrl-C, Markdown and pasting at a terminal."""
+
+from __future__ import annotations
+
+import json
+import os
+import pty
+import re
+import select
+import subprocess
+import sys
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import suppress
+from pathlib import Path
+
+import pytest
+
+from support.command_lines import paceline
+
+BASE = ["--model", "paceline/tiny", "--draft", "ngram", "--max-tokens", "12"]
+
+
+def prompts(*lines: str, flags: Sequence[str] = ()) -> list[str]:
+    """What the model was asked, for these lines of a pipe."""
+    talk = "".join(f"{line}\n" for line in lines)
+    done = paceline("chat", *BASE, "--json", *flags, input=talk)
+    assert done.exit_code == 0, done.output
+    return [json.loads(line)["prompt"] for line in done.stdout.splitlines()]
+
+
+def test_texts_of_several_lines() -> None:
+    (asked,) = prompts('"""one', "two", 'three"""')
+    assert "one\ntwo\nthree" in asked
+
+
+def test_commands(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    lines = ("/help", "hello", "/set temperature 0.7", "/set seed 4", "/set stop x", "/draft none")
+    first, second, third = prompts(
+        *lines, "more", "/save it.json", "/save", "/clear", "/set", "new"
+    )
+    assert second.startswith(first) and first != third and "more" not in third
+    saved = json.loads((tmp_path / "it.json").read_text())
+    assert [message["role"] for message in saved] == ["user", "assistant"] * 2
+    assert len(list(tmp_path.glob("chat-*.json"))) == 1
+
+
+@pytest.mark.parametrize(
+    ("line", "words"),
+    [
+        ("/halp", "there is no /halp; /help?"),
+        ("/set temprature 1", "temperature?"),
+        ("/set temperature hot", "temperature is 'hot'"),
+        ("/set temperature -3", "temperature is -3"),
+        ("/draft ngrm", "did you mean ngram?"),
+    ],
+)
+def test_commands_that_make_no_sense(line: str, words: str) -> None:
+    done = paceline("chat", *BASE, input=f"{line}\n")
+    assert done.exit_code == 1 and words in done.stderr and "Traceback" not in done.stderr
+
+
+class Terminal:
+    """A chat at a terminal of its own."""
+
+    def __init__(self) -> None:
+        self.leader, follower = pty.openpty()
+        command = [sys.executable, "-m", "paceline.cli.main", "chat", *BASE]
+        environment = os.environ | {"TERM": "xterm", "COLUMNS": "80", "LINES": "40"}
+        self.process = subprocess.Popen(
+            [*command, "--max-tokens", "900", "--ignore-eos", "--backend", "reference"],
+            stdin=follower,
+            stdout=follower,
+            stderr=follower,
+            env=environment,
+            start_new_session=True,
+            preexec_fn=lambda: __import__("fcntl").ioctl(0, __import__("termios").TIOCSCTTY, 0),
+        )
+        os.close(follower)
+        self.seen = ""
+
+    def until(self, pattern: str, seconds: float = 60) -> str:
+        """What was shown since the last call, up to this pattern."""
+        end = time.monotonic() + seconds
+        while not (found := re.search(pattern, self.seen)):
+            assert time.monotonic() < end, f"no {pattern} in {self.seen!r}"
+            if select.select([self.leader], [], [], 0.1)[0]:
+                with suppress(OSError):
+                    self.seen += os.read(self.leader, 65536).decode(errors="replace")
+        shown, self.seen = self.seen[: found.end()], self.seen[found.end() :]
+        return shown
+
+    def type(self, text: str) -> None:
+        os.write(self.leader, text.encode())
+
+
+@pytest.fixture
+def terminal() -> Iterator[Terminal]:
+    made = Terminal()
+    yield made
+    made.process.kill()
+    made.process.wait()
+    os.close(made.leader)
+
+
+def test_at_a_terminal(terminal: Terminal) -> None:
+    terminal.until("you> ")
+    terminal.type("Tell me a long story\r")
+    terminal.until(r"story\r\n[^y]*\w+ \w+ \w+")
+    terminal.type("\x03")
+    assert "stopped" in terminal.until("you> ")
+    terminal.type("/set max_tokens 8\r")
+    terminal.until("you> ")
+    terminal.type("one\rtwo\r")  # pasted: one question
+    assert re.search(r"8 tokens .*tokens/s", terminal.until("you> "))
+    terminal.type("\x03")
+    assert "Ctrl-D" in terminal.until("you> ")
+    terminal.type("\x04")
+    assert terminal.process.wait(30) == 0

@@ -1,0 +1,127 @@
+"""``paceline check-drafter``: drafters that keep the laws, and planted bugs that it names."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from typing import Any
+
+import pytest
+import torch
+
+from paceline import LLM, ConfigError, SamplingParams
+from paceline.core.batch import Plan, Slice
+from paceline.drafters import Draw, LookupDrafter, TokenTree
+from paceline.lab.laws import drafters_of, laws
+from support.command_lines import paceline
+from support.every_drafter import TARGET
+
+PROMPT = "7 + 5 = 12, 7 + 6 = 13, 7 + 7 ="
+
+
+class Again(LookupDrafter):
+    name = "again"
+
+    def guess(self, item: Slice) -> tuple[Sequence[int], Sequence[int]]:
+        tokens = list(item.seq.tokens)
+        before = [n for n, token in enumerate(tokens[:-1]) if token == tokens[-1]]
+        chain = tokens[before[-1] + 1 :][: item.draft_length] if before else []
+        return chain, range(-1, len(chain) - 1)
+
+
+class Backwards(Again):
+    def guess(self, item: Slice) -> tuple[Sequence[int], Sequence[int]]:
+        chain, _ = super().guess(item)
+        return chain, range(1, len(chain) + 1)
+
+
+class Keeping(Again):
+    def guess(self, item: Slice) -> tuple[Sequence[int], Sequence[int]]:
+        self.states.of(item.seq, lambda seq: [seq.seq_id])
+        return super().guess(item)
+
+    def forget(self, seq_id: int) -> None:
+        self._offered.pop(seq_id, None)
+
+
+class Fewer(Again):
+    def propose(self, plan: Plan) -> list[TokenTree]:
+        return super().propose(plan)[:-1]
+
+
+class Drawing(Again):
+    """Says that its tokens, which are always the same, were drawn from an even distribution."""
+
+    def propose(self, plan: Plan) -> list[TokenTree]:
+        width = 4096
+        return [
+            TokenTree(t.tokens, t.parents, Draw.IID, torch.full((len(t), width), 1 / width))
+            if len(t)
+            else t
+            for t in super().propose(plan)
+        ]
+
+
+def silent() -> LookupDrafter:
+    class Silent(Again):
+        def guess(self, item: Slice) -> tuple[Sequence[int], Sequence[int]]:
+            return (), ()
+
+    return Silent()
+
+
+def broken(kind: Any) -> dict[str, str]:
+    return {law.name: law.broken for law in laws("it", kind, TARGET) if law.broken}
+
+
+def test_a_drafter_that_keeps_the_laws() -> None:
+    done = paceline("check-drafter", f"{__name__}:Again", "--json")
+    said = json.loads(done.stdout)
+    assert [law for law in said["laws"] if law["broken"]] == []
+    assert done.exit_code == 0 and said["holds"] and len(said["laws"]) == 8
+
+
+@pytest.mark.parametrize(
+    ("kind", "law", "words"),
+    [
+        (Backwards, "greedy text", "parents must come before their children"),
+        (Keeping, "greedy text", "must drop all state"),
+        (Fewer, "greedy text", "one tree for each slice"),
+        (silent, "something is proposed", "nothing was proposed"),
+    ],
+)
+def test_planted_bugs_are_named(kind: Any, law: str, words: str) -> None:
+    assert words in broken(kind)[law]
+
+
+def test_a_q_that_nothing_was_drawn_from_is_found() -> None:
+    """No single tree shows it: the distribution does."""
+    width = LLM(TARGET, draft=None).target.vocab_size
+    assert width == 4096
+    assert "chi-square" in broken(Drawing)["distribution"]
+
+
+def test_names_that_lead_nowhere() -> None:
+    for name, words in (
+        ("nowhere_at_all:Thing", "cannot be imported"),
+        (f"{__name__}:PROMPT", "no class and no function"),
+        (f"{__name__}:broken", "needs kind"),
+    ):
+        with pytest.raises(ConfigError, match=words):
+            drafters_of(name, TARGET)
+    assert next(iter(drafters_of("paceline.draft.ngram:NGram", TARGET))).startswith("ngram")
+
+
+def test_strict_raises_with_the_traceback(monkeypatch: pytest.MonkeyPatch) -> None:
+    params = SamplingParams(max_tokens=12)
+    plain = LLM(TARGET, draft=None)
+    expected = plain.generate(PROMPT, params)[0].token_ids
+    lenient = plain.beside(Backwards(), draft_length=3)
+    assert lenient.generate(PROMPT, params)[0].token_ids == expected
+    strict = plain.beside(Backwards(), draft_length=3, strict=True)
+    with pytest.raises(ConfigError, match="parents must come before their children") as raised:
+        strict.generate(PROMPT, params)
+    assert "propose" in [entry.name for entry in raised.traceback]
+    monkeypatch.setenv("PACELINE_STRICT", "1")
+    with pytest.raises(ConfigError, match="parents must come before"):
+        plain.beside(Backwards(), draft_length=3).generate(PROMPT, params)
