@@ -1,4 +1,4 @@
-"""The picture of the page in the README: a side-by-side run that has ended.
+"""The picture of the page in the README: a side-by-side answer of the pulled model that has ended.
 
 python tests/server/take_screenshot.py docs/images/page.png
 """
@@ -15,19 +15,24 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 from test_page import Page, start_browser, webdriver
 
 from paceline import LLM
-from support.running_server import MODEL, serve, service_of
+from support.running_server import serve, service_of
 
-DRAFTS = ["paceline/tiny-draft", "ngram", "eagle3:paceline/tiny-eagle3"]
+PROMPT = (
+    "Rename the variable x to total, and write the whole function again:\n\n"
+    "def add_all(numbers):\n    x = 0\n    for number in numbers:\n        x += number\n"
+    "    return x"
+)
 
 
 def main(path: str) -> None:
     browser = start_browser()
-    with closing(serve(service_of(LLM(MODEL, draft=DRAFTS)))) as servers:
+    with closing(serve(service_of(LLM("paceline/smollm2")))) as servers:
         browser.set_window_size(1120, 1230)
         page = Page(browser, next(iter(servers)).url)
-        page.fill("tokens", "90")
-        page.find("#both").click()
+        page.fill("tokens", "120")
         for _ in range(2):  # the first run warms up
+            page.find("#again").click()
+            page.fill("prompt", PROMPT)
             page.browser.execute_script("window.paceline.runs = 0")
             page.find("#send").click()
             page.wait()

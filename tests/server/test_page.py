@@ -49,6 +49,15 @@ class Page:
         browser.get(f"{url}/")
         self.until("return window.paceline.model")
 
+    def plainly(self) -> Page:
+        """One text that is continued, without the comparison."""
+        self.browser.execute_script(
+            "document.getElementById('both').checked = false;"
+            "const kind = document.getElementById('kind'); kind.value = 'completion';"
+            "kind.dispatchEvent(new Event('change'));"
+        )
+        return self
+
     def until(self, script: str, seconds: float = 30) -> Any:
         end = time.monotonic() + seconds
         while not (value := self.browser.execute_script(script)):
@@ -88,9 +97,21 @@ def test_policy_and_headers(server: Running) -> None:
     assert " style=" not in text and " onclick=" not in text  # the policy would refuse them
 
 
+def test_the_reference_is_served_offline(server: Running) -> None:
+    with urllib.request.urlopen(f"{server.url}/docs", timeout=10) as answer:
+        policy = answer.headers["Content-Security-Policy"]
+        text = answer.read().decode()
+    assert "default-src 'none'" in policy and "<script" not in text
+    assert not re.findall(r"""(?:src|href)\s*=\s*["']?(?:https?:)?//""", text)
+    for said in ("POST /v1/chat/completions", 'id="Speculation"', "draft_length", "GET /health"):
+        assert said in text
+    targets = set(re.findall(r'href="#([^"]+)"', text))
+    assert targets and targets <= set(re.findall(r'id="([^"]+)"', text))
+
+
 @needs_browser
 def test_send_and_watch(page: Page) -> None:
-    page.fill("tokens", "60")
+    page.plainly().fill("tokens", "60")
     page.find("#send").click()
     first = page.until("return document.querySelectorAll('.text span').length")
     page.wait()
@@ -109,14 +130,17 @@ def test_send_and_watch(page: Page) -> None:
     assert len(colours) == 2
     webdriver.ActionChains(page.browser).move_to_element(page.find(".answer .draft")).perform()
     tip = page.text("#tip")
+    assert "'s draft" in tip and not tip.count("undefined")
     assert re.search(r"draft, position 1, probability 0?\.\d+|probability 1\.", tip), tip
 
 
 @needs_browser
 def test_side_by_side(page: Page) -> None:
-    page.fill("tokens", "40")
+    assert page.find("#both").is_selected()
+    page.plainly().fill("tokens", "40")
     page.find("#both").click()
     page.find("#send").click()
+    places = [pane.rect for pane in page.browser.find_elements("css selector", ".answer")]
     page.wait()
     left, right = (
         node.text for node in page.browser.find_elements("css selector", ".answer .text")
@@ -125,12 +149,45 @@ def test_side_by_side(page: Page) -> None:
     assert "The texts are identical." in page.text("#verdict")
     assert re.match(r"\d+\.\d\dx as fast", page.text("#verdict"))
     panes = page.browser.find_elements("css selector", ".answer")
+    assert [pane.rect for pane in panes] == places  # nothing has moved
     assert not panes[1].find_elements("css selector", ".draft")
 
 
 @needs_browser
+def test_a_chat_has_several_turns(page: Page) -> None:
+    assert page.find("#kind").get_attribute("value") == "chat"
+    page.fill("tokens", "8")
+    for turn in (1, 2):
+        page.fill("prompt", f"hello {turn}")
+        page.browser.execute_script("window.paceline.runs = 0")
+        page.find("#send").click()
+        page.wait()
+        assert len(page.browser.find_elements("css selector", ".turn")) == turn
+        assert page.find("#prompt").get_attribute("value") == ""
+    messages = page.browser.execute_script("return window.paceline.messages")
+    roles = [message["role"] for message in messages]
+    assert roles == ["user", "assistant"] * 2 and messages[2]["content"] == "hello 2"
+    assert "hello 1" in page.text("#answers")
+    page.find("#again").click()
+    assert not page.browser.find_elements("css selector", ".turn")
+
+
+@needs_browser
+def test_what_keeps_the_page_from_the_server_is_said_once(page: Page) -> None:
+    page.browser.execute_script(
+        "window.fetch = () => Promise.reject(new TypeError('Failed to fetch'));"
+        "window.paceline.runs = 0; connect(); poll();"
+    )
+    page.find("#send").click()
+    page.wait()
+    page.until("return document.getElementById('error').textContent")
+    assert page.text("main").count("the server does not answer") == 1
+    assert "Failed to fetch" not in page.text("main")
+
+
+@needs_browser
 def test_stop(page: Page, server: Running) -> None:
-    page.fill("tokens", "900")
+    page.plainly().fill("tokens", "900")
     page.browser.execute_script("document.getElementById('temperature').value = 1")
     page.find("#send").click()
     page.until("return document.querySelectorAll('.answer .text span').length > 3")
@@ -150,7 +207,7 @@ def test_stop(page: Page, server: Running) -> None:
 def test_keyboard_alone(page: Page) -> None:
     from selenium.webdriver.common.keys import Keys
 
-    page.fill("tokens", "12")
+    page.plainly().fill("tokens", "12")
     prompt = page.find("#prompt")
     prompt.send_keys(Keys.CONTROL, Keys.ENTER)
     page.wait()
@@ -169,7 +226,7 @@ def test_keyboard_alone(page: Page) -> None:
 
 @needs_browser
 def test_errors_and_markup_are_text(page: Page) -> None:
-    page.fill("prompt", "<img src=x onerror=alert(1)> <b>bold</b>")
+    page.plainly().fill("prompt", "<img src=x onerror=alert(1)> <b>bold</b>")
     page.fill("tokens", "20")
     page.find("#send").click()
     page.wait()
@@ -183,7 +240,7 @@ def test_errors_and_markup_are_text(page: Page) -> None:
 
 @needs_browser
 def test_charts_move(page: Page) -> None:
-    page.fill("tokens", "60")
+    page.plainly().fill("tokens", "60")
     page.find("#send").click()
     page.until("return document.querySelectorAll('#charts polyline').length === 3")
     page.until(

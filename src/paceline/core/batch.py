@@ -261,3 +261,4 @@ class Commit:
     logprobs: tuple[TokenLogprob, ...] | None = None  # one per token, if the request wants them
     prompt_logprobs: tuple[TokenLogprob, ...] = ()
     error: str | None = None
+    drafter: str = ""  # who drafted the tree

@@ -130,7 +130,7 @@ class Engine:
                 choice = self.scheduler.requested.get(seq.seq_id, PLAIN)
                 seq.counts.record(
                     *(commit.drafted, commit.levels, len(commit.path), commit.reached),
-                    str(choice.drafter or self.drafter.name),
+                    commit.drafter,
                     choice.reason or NO_DRAFT,
                 )
                 self.watch.record(choice.drafter, seq, commit)
@@ -271,6 +271,9 @@ class Engine:
             choices=verdict.choices,
             finish_reason=reason,
             logprobs=None if verdict.logprobs is None else verdict.logprobs[:taken],
+            drafter=str(
+                self.scheduler.requested.get(seq.seq_id, PLAIN).drafter or self.drafter.name
+            ),
         )
 
     def _settle(self, seq: SequenceState, made: Commit) -> None:

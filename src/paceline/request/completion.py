@@ -112,3 +112,4 @@ class StreamEvent:
     completion: Completion | None = None
     logprobs: list[TokenLogprob] | None = None
     prompt_logprobs: list[TokenLogprob] | None = None
+    drafter: str = ""  # who drafted those that are ``from_draft``

@@ -106,6 +106,7 @@ class Request:
                     self.completion,
                     logprobs,
                     (self.prompt_logprobs or None) if len(self._shown) == 1 else None,
+                    commit.drafter,
                 )
             )
 

@@ -24,6 +24,7 @@ from paceline.server.api import adapters, anthropic, openai, responses, tokens
 from paceline.server.config import ServeConfig
 from paceline.server.errors import RESPONSES, on_error, on_http_error, on_invalid
 from paceline.server.failures import APIError
+from paceline.server.reference import reference
 from paceline.server.requestlog import Exchange, RequestLog
 from paceline.server.security import Gate, Keys, wrong_host, wrong_type
 from paceline.server.service import Service
@@ -44,7 +45,7 @@ def create_app(
         yield
         await service.client.stop()
 
-    # The documentation pages load scripts from elsewhere; /openapi.json is enough.
+    # FastAPI's documentation pages load scripts from elsewhere; ours is at /docs (reference.py).
     app = FastAPI(
         title="Paceline",
         version=__version__,
@@ -92,6 +93,7 @@ def _add_models(app: FastAPI, service: Service) -> None:
             "max_model_len": service.max_model_len,
             "drafters": list(service.facts.drafters),
             **(of_adapter if adapter else {}),
+            "chats": service.tokenizer.chat_template is not None,
         }
 
     @app.get("/v1/models")
@@ -151,18 +153,26 @@ def _status(good: bool, yes: str, no: str) -> Response:
 
 
 def _add_page(app: FastAPI) -> None:
-    """The page at ``/``, with a policy that lets it load nothing else."""
+    """The page at ``/`` and the reference at ``/docs``, with policies that let them load nothing
+    else."""
     text = Path(__file__).with_name("page.html").read_text(encoding="utf-8")
-    headers = {
-        "Content-Security-Policy": policy(text),
-        "X-Content-Type-Options": "nosniff",
-        "Referrer-Policy": "no-referrer",
-        "Cache-Control": "no-cache",
-    }
+
+    def shown(text: str) -> HTMLResponse:
+        headers = {
+            "Content-Security-Policy": policy(text),
+            "X-Content-Type-Options": "nosniff",
+            "Referrer-Policy": "no-referrer",
+            "Cache-Control": "no-cache",
+        }
+        return HTMLResponse(text, headers=headers)
 
     @app.get("/", response_class=HTMLResponse, include_in_schema=False)
     async def page() -> HTMLResponse:
-        return HTMLResponse(text, headers=headers)
+        return shown(text)
+
+    @app.get("/docs", response_class=HTMLResponse, include_in_schema=False)
+    async def docs() -> HTMLResponse:
+        return shown(reference(app.openapi()))
 
 
 def policy(page: str) -> str:

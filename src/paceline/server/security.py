@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 
 KEYS_VARIABLE = "PACELINE_API_KEYS"
 # These do not reveal prompts or answers.
-OPEN_PATHS = frozenset({"/", "/health", "/health/live", "/health/ready", "/version"})
+OPEN_PATHS = frozenset({"/", "/docs", "/health", "/health/live", "/health/ready", "/version"})
 _OWNER = "paceline.owner"  # in the scope: whose key the request has
 
 
