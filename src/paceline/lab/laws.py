@@ -174,10 +174,11 @@ def _distribution(plain: LLM, make: Callable[[], DraftLike]) -> None:
         )
         pairs = ours.keys() | theirs.keys()
         statistic = sum((ours[p] - theirs[p]) ** 2 / (ours[p] + theirs[p]) for p in pairs)
-        if len(pairs) > 9 or statistic >= _CHI_SQUARE:
+        most = _CHI_SQUARE + 2 * max(0, len(pairs) - 9)
+        if statistic >= most:
             raise _BrokenError(
                 f"two tokens of {_ANSWERS} answers are not distributed as plain decoding's "
-                f"(chi-square {statistic:.0f}, at most {_CHI_SQUARE}): drawn tokens need the q "
+                f"(chi-square {statistic:.0f}, at most {most:.0f}): drawn tokens need the q "
                 "that they were drawn from, and chosen ones Draw.POINT"
             )
 
