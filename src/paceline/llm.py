@@ -79,8 +79,8 @@ class LLM:
     decoded together. ``draft_length``: tokens, or "auto". ``rule``: for sampled drafts.
     ``drafting``: "throughput" maximises the tokens a second of all requests, "fair" slows none down
     for another. ``log_decisions`` logs who drafts and why; ``controller`` replaces the adaptive one
-    (docs/concepts/control.md). ``strict`` raises what a drafter does wrong, which else costs only its
-    drafts (docs/drafters/your_own.md). ``seed``: for requests without one.
+    (docs/concepts/control.md). ``strict`` raises what a drafter does wrong, which else costs only
+    its drafts (docs/drafters/your_own.md). ``seed``: for requests without one.
     Requests without parameters sample as ``default_temperature``, ``default_top_p``,
     ``default_top_k``, ``default_min_p`` and ``default_repetition_penalty`` say, else as the
     checkpoint's ``generation_config`` ("none" ignores it); see ``default_params``. ``lossy``:
