@@ -63,8 +63,7 @@ class LLM:
     (plain decoding); a draft model; a spec ("ngram", "tree:PATH,branching=2x2x1") or the same as an
     object of ``paceline.drafters`` (``Eagle3(path, nodes=16)``); an object with the Protocol
     ``Drafter``, which then belongs to this LLM; or a list, from which requests choose by a name in
-    ``drafters`` (``SamplingParams.drafter``), by default the first; or vLLM's
-    ``speculative_config``.
+    ``drafters`` (``SamplingParams.drafter``), by default the first; or vLLM's speculative_config.
 
     ``dtype`` and ``device`` "auto" take bf16 and CUDA if the machine has them. ``backend`` "auto"
     is "native" (our kernels, whose rows have the same bits in any batch) for models it knows, else
@@ -80,11 +79,11 @@ class LLM:
     ``drafting``: "throughput" maximises the tokens a second of all requests, "fair" slows none down
     for another. ``log_decisions`` logs who drafts and why; ``controller`` replaces the adaptive one
     (docs/concepts/control.md). ``strict`` raises what a drafter does wrong, which else costs only
-    its drafts (docs/drafters/your_own.md). ``seed``: for requests without one.
-    Requests without parameters sample as ``default_temperature``, ``default_top_p``,
-    ``default_top_k``, ``default_min_p`` and ``default_repetition_penalty`` say, else as the
-    checkpoint's ``generation_config`` ("none" ignores it); see ``default_params``. ``lossy``:
-    typical acceptance; sampled text is then NOT distributed as the target's; completions say so.
+    its drafts (docs/drafters/your_own.md). ``seed``: for requests without one. Requests without
+    parameters sample as ``default_temperature``, ``default_top_p``, ``default_top_k``,
+    ``default_min_p`` and ``default_repetition_penalty`` say, else as the checkpoint's
+    ``generation_config`` ("none" ignores it); see ``default_params``. ``lossy``: typical
+    acceptance; sampled text is then NOT distributed as the target's, and completions say so.
 
     ``profile``: a file of ``paceline tune``, which gives ``max_batch_size``, ``rule``, the draft
     (also in place of "auto") and, with that draft, its length and, on the same machine, its costs,
@@ -92,10 +91,8 @@ class LLM:
     not fit. ``lora``: folders of LoRA adapters by name (``adapters.load`` loads more).
 
     Raises ModelLoadError, UnsupportedModelError, VocabularyMismatchError, CacheMemoryError or
-    ConfigError: PacelineErrors with a one-line message. Other engines' keywords with the same
-    meaning are taken, others refused with what to do here (core/keywords.py). ``with LLM(...) as
-    llm`` closes it. Calls on several threads share the engine's steps; ``AsyncLLM`` does the same
-    for coroutines.
+    ConfigError, in one line. Other engines' keywords are taken or refused with what to do
+    (core/keywords.py). ``with LLM(...) as llm`` closes it. Threads share its steps; see AsyncLLM.
     """
 
     sampling_defaults: SamplingDefaults
