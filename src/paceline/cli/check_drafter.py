@@ -30,9 +30,9 @@ def check_drafter(
 ) -> bool:
     """Run the laws on a drafter of your own: well-formed trees, plain decoding's text and
     distribution, nothing kept of what has ended. The first traceback of each kind is shown."""
-    from paceline.lab.laws import drafters_of, laws
+    from paceline.lab.laws import Law, drafters_of, laws
 
-    rows = []
+    rows: list[Law] = []
     for name, make in drafters_of(drafter, model).items():
         with stage(f"checking {name}"):
             rows += laws(name, make, model)
