@@ -10,20 +10,23 @@ from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from difflib import get_close_matches
+from typing import TYPE_CHECKING
 
 import msgspec
 from rich.console import Console
 from rich.live import Live
 from rich.markdown import Markdown
 
-from paceline import LLM, Completion, PacelineError, SamplingParams
 from paceline.cli.generate import OutputOptions, SamplingOptions, note, opened, read, run
 from paceline.cli.options import ModelOptions, expand
 from paceline.cli.output import summary
 from paceline.core.stages import info
-from paceline.errors import ConfigError
+from paceline.errors import ConfigError, PacelineError
 from paceline.files import replace_text
 from paceline.settings import AdapterSettings, entries, explicit, setting
+
+if TYPE_CHECKING:
+    from paceline import LLM, Completion, SamplingParams
 
 Messages = list[dict[str, str]]
 _QUOTES = '"""'

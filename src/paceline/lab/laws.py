@@ -16,10 +16,12 @@ from inspect import signature
 from pathlib import Path
 from typing import Any
 
-from paceline import LLM, ConfigError, Grammar, SamplingParams
+from paceline.core.params import Grammar, SamplingParams
 from paceline.draft.base import with_members
 from paceline.drafters import BLOCK_SIZE, DRAFTERS, DraftLike, DraftSpec
 from paceline.engine.recovery import Failure
+from paceline.errors import ConfigError
+from paceline.llm import LLM
 from paceline.model.paged.cache import bytes_per_token
 
 _PROMPTS = (

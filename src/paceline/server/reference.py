@@ -58,8 +58,8 @@ def _fields(fields: Mapping[str, Any], required: Any) -> Iterator[str]:
     for name, schema in fields.items():
         default = "required" if name in required else repr(schema.get("default", ""))
         bounds = ", ".join(f"{k} {schema[k]}" for k in ("minimum", "maximum") if k in schema)
-        said = escape(schema.get("description", "") or bounds)
-        cells = f"<code>{escape(name)}</code>", _type(schema), escape(default), said
+        about = escape(schema.get("description", "") or bounds)
+        cells = f"<code>{escape(name)}</code>", _type(schema), escape(default), about
         yield "<tr>" + "".join(f"<td>{cell}" for cell in cells) + "</tr>"
     yield "</table>"
 
