@@ -200,7 +200,7 @@ def test_the_real_model_is_asked_real_questions_twice(
         "with --draft auto",
         "story again",
         "total",
-        "born in 4 bits",
+        "made from 4-bit ones",
     ):
         assert words in text
 

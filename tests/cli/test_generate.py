@@ -142,3 +142,9 @@ def test_a_request_that_fails_is_told_and_exits_1(
     assert (record["finish_reason"], record["error"]) == ("error", "RuntimeError: planted")
     shown = paceline("generate", "Once upon", *base)
     assert shown.exit_code == 1 and "0 tokens (RuntimeError: planted)" in shown.stderr
+
+
+def test_plain_decoding_says_nothing_of_drafts(base: Sequence[str]) -> None:
+    """It said "no draft was tried: it would not have paid"."""
+    done = paceline("generate", "Once upon", *base, "--draft", "none")
+    assert "tokens/s" in done.output and "draft" not in done.output

@@ -52,7 +52,7 @@ if TYPE_CHECKING:
 
 _ABOUT = (
     "SmolLM2-135M-Instruct is a real model, small enough to be here within a minute. Its weights "
-    "were born in 4 bits, so its own 4-bit form drafts better for it than for most models."
+    "were made from 4-bit ones, so its 4-bit form drafts better for it than for most models."
 )
 _PROMPTS = Path(__file__).with_name("demo_prompts")  # for a real model, and for the built-in toy
 _TURN = 0.05  # seconds
@@ -250,8 +250,10 @@ def _table(groups: Sequence[Sequence[Measurement]], draft: str) -> Table:
     return table_of(
         [*first, *again],
         _FIGURES,
-        "Whole requests, prompts included, both in turns of a twentieth of a second. "
-        "Accepted length: tokens per target step." + (f" {UNTRIED}" if silent else ""),
+        "Time of whole requests, prompts included; the two take turns every 0.05 s. "
+        "Accepted length: tokens per target step."
+        + (" Again: the same prompts, of which the drafter remembers the answers." if again else "")
+        + (f" {UNTRIED}" if silent else ""),
         f"Greedy decoding, plain and with --draft {draft}",
     )
 

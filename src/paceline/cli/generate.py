@@ -123,7 +123,7 @@ def run(
     show_draft = console.is_terminal if output.show_draft is None else output.show_draft
     completions = stream_to(console, llm, prompts, params, show_draft)
     for completion in completions:
-        note(summary(completion, bool(llm.drafters)))
+        note(summary(completion, llm.drafters != ("none",)))
     return completions
 
 

@@ -3,26 +3,19 @@
 from __future__ import annotations
 
 import typer
-from rich.console import Console
 
 from paceline.cli.options import expand, fetch
 from paceline.cli.output import WriteOptions, print_json
-from paceline.lab.report.columns import Column, record_of, table_of
-from paceline.lab.report.render import rich_table
+from paceline.lab.report.columns import Column, record_of
 from paceline.model.names import PULLABLE, megabytes, pulled
 from paceline.settings import setting
 
 _LISTED = (
-    Column("name", "name"),
-    Column("what", "model"),
-    Column("source"),
-    Column("location"),
-    Column("", "source", "", lambda entry: f"{entry.source}: {entry.location}"),
-    Column("licence", "licence"),
-    Column("download_bytes", "to download", "download", megabytes),
-    Column("disk_bytes", "on disk", "on_disk", megabytes),
-    Column("sha256", "", "weights_sha256"),
-    Column("folder", "here", "", lambda entry: "yes" if pulled(entry) else "no", pulled),
+    *map(Column, ("name", "what", "source", "location", "licence")),
+    Column("download_bytes", path="download"),
+    Column("disk_bytes", path="on_disk"),
+    Column("sha256", path="weights_sha256"),
+    Column("folder", path="", stored=pulled),
 )
 
 
@@ -61,8 +54,9 @@ def _print_list(as_json: bool) -> None:
     if as_json:
         print_json({"models": [record_of(entry, _LISTED) for entry in entries]})
         return
-    console = Console()
-    console.print(rich_table(table_of(entries, _LISTED)))
     for entry in entries:
-        sha256 = entry.weights_sha256 or "checked against the hub's own"
-        console.print(f"{entry.name}: SHA-256 of the weights {sha256}", soft_wrap=True)
+        print(f"{entry.name}: {entry.what} ({entry.licence})")
+        sizes = f"{megabytes(entry.download)} to download, {megabytes(entry.on_disk)} on disk"
+        print(f"  {sizes}; {'is here' if pulled(entry) else 'not pulled yet'}")
+        print(f"  {entry.source}: {entry.location}")
+        print(f"  SHA-256 of the weights {entry.weights_sha256 or 'as the hub states it'}")

@@ -41,7 +41,8 @@ _UNKNOWN_OPTIONS = {
 }
 _HARMLESS = {"cache_implementation": ("dynamic",)}
 # What ``generate`` itself hands on; None for what we need no value of.
-_KNOWN_INPUTS = ("attention_mask", "position_ids", "past_key_values", "use_cache", "logits_to_keep")
+_CACHES = ("cache", "past_key_values")  # from transformers 5.24 on, and before
+_KNOWN_INPUTS = ("attention_mask", "position_ids", *_CACHES, "use_cache", "logits_to_keep")
 
 
 def refuse(what: str, instead: str) -> ConfigError:
@@ -160,12 +161,12 @@ def read_prompts(input_ids: torch.Tensor, inputs: dict[str, Any]) -> list[list[i
     for name, value in inputs.items():
         if value is not None and name not in _KNOWN_INPUTS:
             raise refuse(f"the model input {name}", "give input_ids and attention_mask only")
-    cache = inputs.get("past_key_values")
-    if cache is not None and cache.get_seq_length() > 0:
-        raise refuse(
-            "past_key_values of an earlier call",
-            "leave them out: prompts that begin alike share what is cached",
-        )
+    for name in _CACHES:
+        if (cache := inputs.get(name)) is not None and cache.get_seq_length() > 0:
+            raise refuse(
+                f"{name} of an earlier call",
+                "leave it out: prompts that begin alike share what is cached",
+            )
     mask = inputs.get("attention_mask")
     kept = torch.ones_like(input_ids) if mask is None else mask
     if kept.shape != input_ids.shape:

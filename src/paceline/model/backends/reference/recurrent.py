@@ -77,7 +77,7 @@ class _Mixer(nn.Module):
             layer.device, layer.dtype = part.device, part.dtype
             if kind == "conv":
                 layer.conv_kernel_size[index] = part.shape[-1]
-        options = {_cache_name(forward) or "": Cache(layers=[layer] * (self.layer_idx + 1))}
+        options = {cache_name(forward) or "": Cache(layers=[layer] * (self.layer_idx + 1))}
         out = forward(hidden, **options)
         kinds = {"conv": layer.conv_states, "recurrent": layer.recurrent_states}
         if parts is None:
@@ -141,10 +141,13 @@ def _is_mixer(module: Any) -> bool:
     return (
         isinstance(getattr(module, "layer_idx", None), int)
         and any(isinstance(child, nn.Conv1d) for child in module.children())
-        and _cache_name(module.forward) is not None
+        and cache_name(module.forward) is not None
     )
 
 
-def _cache_name(forward: Callable[..., Any]) -> str | None:
+def cache_name(forward: Callable[..., Any]) -> str | None:
+    """The parameter that takes the cache: ``cache`` from transformers 5.24 on."""
     names = inspect.signature(forward).parameters
-    return next((name for name in ("cache_params", "past_key_values") if name in names), None)
+    return next(
+        (name for name in ("cache", "cache_params", "past_key_values") if name in names), None
+    )

@@ -23,6 +23,7 @@ from weakref import WeakSet
 import torch
 
 from paceline.errors import UnsupportedModelError
+from paceline.model.backends.reference.recurrent import cache_name
 from paceline.model.paged.segments import DeviceBatch
 
 
@@ -149,8 +150,9 @@ class _RowLengths:
         return key, value
 
 
-def _count_by_row(_: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+def _count_by_row(module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     rows = _ROWS.get()
     if rows is None:
         return None
-    return args, {**kwargs, "past_key_values": _RowLengths(rows.positions)}
+    name = cache_name(module.forward) or ""
+    return args, {**kwargs, name: _RowLengths(rows.positions)}
