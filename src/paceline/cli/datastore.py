@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 
 import typer
 
-from paceline.cli.options import TargetName, expand
+from paceline.cli.options import Command, TargetName, expand
 from paceline.cli.output import WriteOptions, print_json
 from paceline.core.stages import info, stage
 from paceline.errors import DataError
@@ -30,7 +30,7 @@ def root() -> None:
     """Keeps ``build`` a word of the command."""
 
 
-@app.command("build")
+@app.command("build", cls=Command)
 @expand
 def build(
     target: TargetName,

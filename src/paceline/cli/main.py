@@ -21,6 +21,7 @@ from paceline.cli.demo import demo
 from paceline.cli.doctor import doctor
 from paceline.cli.export import export
 from paceline.cli.generate import generate
+from paceline.cli.options import Command
 from paceline.cli.output import debugging, reason_of
 from paceline.cli.profile import profile
 from paceline.cli.pull import pull
@@ -107,7 +108,7 @@ def root(
 
 _COMMANDS = (pull, generate, chat, serve, demo, bench, certify, profile, tune, doctor, replay)
 for command in (*_COMMANDS, quantize, export, check_drafter):
-    app.command(command.__name__.replace("_", "-"))(command)
+    app.command(command.__name__.replace("_", "-"), cls=Command)(command)
 app.add_typer(train, name="train")
 app.add_typer(datastore, name="datastore")
 

@@ -10,10 +10,12 @@ from typing import TYPE_CHECKING, Annotated, Any, get_args, get_origin, get_type
 
 import typer
 from rich.markup import escape
+from typer.core import TyperCommand
 
 from paceline.cli.output import quiet_libraries
 from paceline.cli.progress import showing
 from paceline.core.cgroup import processors
+from paceline.core.keywords import OTHER_NAMES
 from paceline.core.stages import info, stage
 from paceline.draft.foreign import ForeignDraft, read_foreign
 from paceline.errors import ConfigError, PacelineError
@@ -33,6 +35,7 @@ from paceline.settings import (
     entries,
     entry_of,
     explicit,
+    flag,
     under,
 )
 from paceline.settings.tuned import TunedProfile
@@ -44,6 +47,64 @@ if TYPE_CHECKING:
 _model = under("Model")
 
 # -- tables as options -----------------------------------------------------------------------------
+
+# What --help shows of a command with more than so many options; --help-all shows them all.
+_MANY = 12
+_COMMON = frozenset(
+    (
+        *("model", "draft", "profile", "temperature", "max_tokens", "chat"),
+        *("prompt", "system", "as_json", "method", "seconds", "url"),
+        *("to", "run", "host", "port", "config", "served_model_name", "api_key_file"),
+        *("data", "valid", "out", "target", "steps", "batch", "resume"),
+    )
+)
+
+
+class Command(TyperCommand):
+    """A command that also takes the names of other places and engines (core/keywords.py): a model
+    by position or by --model, --drafter for --draft, --tensor-parallel-size ..."""
+
+    def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
+        known = {option for item in self.params for option in (*item.opts, *item.secondary_opts)}
+        taken = [item.name for item in self.params if item.param_type_name == "argument"]
+        if not taken and "--model" in known and args and not args[0].startswith("-"):
+            args = ["--model", *args]
+        words = [self._ours(word, known) for word in args]
+        if taken == ["model"] and "--model" in words:
+            words.remove("--model")  # it has no flag here
+        return super().parse_args(ctx, words)
+
+    @staticmethod
+    def _ours(word: str, known: set[str]) -> str:
+        name, equals, value = word.partition("=")
+        if not name.startswith("--") or name in known:
+            return word
+        ours = OTHER_NAMES.get(name[2:].replace("-", "_"), "")
+        if " " in ours:
+            raise typer.BadParameter(f"there is no {name}; {ours}")
+        if flag(ours) not in known:
+            return word
+        print(f"note: {name} is {flag(ours)} here", file=sys.stderr)
+        return f"{flag(ours)}{equals}{value}"
+
+
+def _show_all(ctx: typer.Context, wanted: bool) -> None:
+    if wanted:
+        for parameter in ctx.command.params:
+            parameter.hidden = False  # type: ignore[attr-defined]
+        print(ctx.get_help())
+        raise typer.Exit
+
+
+_HELP_ALL = inspect.Parameter(
+    "help_all",
+    inspect.Parameter.KEYWORD_ONLY,
+    default=False,
+    annotation=Annotated[
+        bool,
+        typer.Option("--help-all", is_eager=True, callback=_show_all, help="Show all options."),
+    ],
+)
 
 
 def expand(command: Callable[..., int | None]) -> Callable[..., None]:
@@ -66,6 +127,7 @@ def expand(command: Callable[..., int | None]) -> Callable[..., None]:
 
     def call(**values: Any) -> None:
         quiet_libraries()
+        values.pop("help_all", None)
         with showing():
             values |= {name: _value(entry, values[name]) for name, entry in options.items()}
             for name, (kind, listed) in tables.items():
@@ -75,9 +137,11 @@ def expand(command: Callable[..., int | None]) -> Callable[..., None]:
             raise typer.Exit(code)
 
     # By keyword: then one with a default may stand before one without.
+    many = len(options) > _MANY
+    made = [_parameter_of(entry, many) for entry in options.values()]
     ordered = [
         item.replace(kind=inspect.Parameter.KEYWORD_ONLY)
-        for item in (*others, *map(_parameter_of, options.values()))
+        for item in (*others, *made, *([_HELP_ALL] if many else ()))
     ]
     call.__name__, call.__doc__ = command.__name__, command.__doc__
     call.__annotations__ = {item.name: item.annotation for item in ordered}
@@ -93,8 +157,9 @@ def left_open(entry: TableEntry) -> TableEntry:
     return replace(entry, type=kind, default=None, optional=True, key=key)
 
 
-def _parameter_of(entry: TableEntry) -> inspect.Parameter:
-    """A setting as Typer knows options."""
+def _parameter_of(entry: TableEntry, among_many: bool = False) -> inspect.Parameter:
+    """A setting as Typer knows options. Among many the common ones come first, and the others,
+    under their headings, only in --help-all."""
     key, default = entry.key, entry.default
     kind: Any = entry.type
     if key.kind:
@@ -110,11 +175,13 @@ def _parameter_of(entry: TableEntry) -> inspect.Parameter:
     elif isinstance(default, tuple):
         default = ",".join(map(str, default)) if key.kind else [*default]
     help = f"{key.help} One of {', '.join(key.choices)}." if key.choices else key.help
-    common: dict[str, Any] = {"help": escape(help), "show_default": shown, **limits}
+    seen = not among_many or entry.name in _COMMON or default is inspect.Parameter.empty
+    common: dict[str, Any] = {"help": escape(help), "show_default": shown, "hidden": not seen}
+    common |= limits
     if flags and not flags[0].startswith("-"):
         option: Any = typer.Argument(metavar=flags[0], **common)
     else:
-        panel = key.panel or None
+        panel = None if among_many and seen else key.panel or None
         if entry.is_list and not key.kind:
             common["help"] += " Repeatable."
         option = typer.Option(*flags, metavar=key.metavar, rich_help_panel=panel, **common)
@@ -201,9 +268,8 @@ class TargetName:
 class _PairNames(TargetName):
     draft: str | None = _model(
         None,
-        "Draft model, 'ngram', a spec such as 'tree:PATH,branching=2x2x1', several that take "
-        "turns ('hybrid:ngram+model:PATH'), @FILE of vLLM or SGLang, 'auto' (lookups, what was "
-        "trained for the model, its own 4-bit form: all that can pay), or 'none'.",
+        "Draft model, a spec such as 'ngram' or 'hybrid:ngram+model:PATH', @FILE of vLLM or "
+        "SGLang, 'auto' (all that can pay), or 'none'.",
         shown=DEFAULT_DRAFT,
     )
     profile: str | None = _model(

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 import typer
 
-from paceline.cli.options import expand, set_threads
+from paceline.cli.options import Command, expand, set_threads
 from paceline.cli.output import WriteOptions, print_json
 from paceline.cli.sample import sample
 from paceline.core.stages import info, stage
@@ -162,7 +162,7 @@ def _add(name: str, config: type[TrainConfig]) -> None:
     command.__doc__ = (
         f"{getdoc(config)}\n\nRun the same command again to resume from OUT/checkpoint.pt."
     )
-    app.command(name)(expand(command))
+    app.command(name, cls=Command)(expand(command))
 
 
 _add("lm", LMConfig)
@@ -172,4 +172,4 @@ _add("dflash", DFlashTrainConfig)
 _add("dspark", DSparkTrainConfig)
 _add("medusa", MedusaTrainConfig)
 _add("eagle", Eagle1TrainConfig)
-app.command("sample")(sample)
+app.command("sample", cls=Command)(sample)

@@ -18,11 +18,9 @@ OTHER_NAMES = {
     **{"tensor_parallel_size": "tensor_parallel", "max_num_seqs": "max_batch_size"},
     **{"enable_prefix_caching": "prefix_sharing", "kv_cache_memory_bytes": "kv_cache_memory"},
     **{"quantization": "quantize", "speculative_config": "draft", "speculative_model": "draft"},
-    **{
-        "num_speculative_tokens": "draft_length",
-        "drafter": "draft",
-        "max_seq_len": "max_model_len",
-    },
+    **{"num_speculative_tokens": "draft_length", "max_seq_len": "max_model_len"},
+    # Of ours, in the other place.
+    **{"drafter": "draft", "draft": "drafter", "model": "target", "target": "model"},
     **{"n_ctx": "max_model_len", "model_path": "model"},
     **{"torch_dtype": "dtype", "device_map": "device", "assistant_model": "draft"},
     **{"sampling_params": "params", "use_tqdm": "progress", "max_new_tokens": "max_tokens"},

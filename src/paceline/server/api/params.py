@@ -44,7 +44,7 @@ def sampling_params(
         priority=request.priority,
         include_stop=request.include_stop_str_in_output,
         n=request.n,
-        drafter=_drafter(speculation.method, facts.drafters),
+        drafter=_drafter(speculation.drafter, facts.drafters),
         draft_length=speculation.draft_length,
         skip_special_tokens=request.skip_special_tokens and not visible,
         skip_end_tokens=request.skip_special_tokens,
@@ -78,18 +78,18 @@ def _biases(logit_bias: dict[str, float]) -> dict[int, float]:
     return biases
 
 
-def _drafter(method: str, drafters: tuple[str, ...]) -> str | None:
-    if method == "auto":
+def _drafter(name: str, drafters: tuple[str, ...]) -> str | None:
+    if name == "auto":
         return None
-    if method == "off":
+    if name in ("off", "none"):
         return "none"
-    if method not in drafters:
+    if name not in drafters:
         offered = ", ".join(dict.fromkeys(("auto", "off", *drafters)))
         raise APIError(
-            f"speculation.method {method!r} is not loaded; use one of {offered}",
-            param="speculation.method",
+            f"speculation.drafter {name!r} is not loaded; use one of {offered}",
+            param="speculation.drafter",
         )
-    return method
+    return name
 
 
 def _grammar(request: Generation) -> Grammar | None:

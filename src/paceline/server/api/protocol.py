@@ -23,13 +23,20 @@ class StreamOptions(Body):
 
 
 class Speculation(Body):
-    """Ours. ``method``: "auto" (the default drafter), "off", or a loaded drafter's name.
+    """Ours. ``drafter`` (or ``method``): "auto" (the default one), "off", or a loaded one's name.
     ``draft_length`` fixes the length. ``stats`` adds figures, ``tokens`` each token's origin."""
 
-    method: str = "auto"
+    drafter: str = "auto"
     draft_length: int | None = Field(default=None, ge=0, le=64)
     stats: bool = False
     tokens: bool = False
+
+    @model_validator(mode="before")
+    @classmethod
+    def _by_its_former_name(cls, data: Any) -> Any:
+        if isinstance(data, dict) and "method" in data and "drafter" not in data:
+            return {**{k: v for k, v in data.items() if k != "method"}, "drafter": data["method"]}
+        return data
 
 
 class JsonSchema(Body):

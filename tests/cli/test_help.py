@@ -1,0 +1,47 @@
+"""--help fits a screen, --help-all has the rest, and other names of a thing lead to ours."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import typer
+
+from paceline.cli.main import app
+from support.command_lines import paceline
+
+
+def commands(group: Any, *words: str) -> Iterator[tuple[str, ...]]:
+    for name, command in group.commands.items():
+        if hasattr(command, "commands"):
+            yield from commands(command, *words, name)
+        else:
+            yield (*words, name)
+
+
+@pytest.mark.parametrize("words", list(commands(typer.main.get_command(app))), ids=" ".join)
+def test_help_fits_a_screen(words: tuple[str, ...]) -> None:
+    short = paceline(*words, "--help", COLUMNS="80")
+    assert short.exit_code == 0 and len(short.stdout.splitlines()) <= 50, short.stdout
+    if "--help-all" in short.stdout:
+        whole = paceline(*words, "--help-all", COLUMNS="80")
+        assert whole.exit_code == 0
+        assert len(whole.stdout.splitlines()) > len(short.stdout.splitlines())
+
+
+def test_other_names_lead_to_ours() -> None:
+    asked = ["generate", "hello", "--model", "paceline/tiny", "--max-new-tokens", "2"]
+    done = paceline(*asked, "--drafter=none", "--json")
+    assert done.exit_code == 0, done.output
+    assert "--drafter is --draft here" in done.stderr
+    assert "--max-new-tokens is --max-tokens here" in done.stderr
+    printed = paceline("serve", "--model", "paceline/tiny", "--max-num-seqs", "3", "--print-config")
+    assert 'model = "paceline/tiny"' in printed.stdout and "max_batch_size = 3" in printed.stdout
+    refused = paceline("serve", "--gpu-memory-utilization", "0.9")
+    assert refused.exit_code == 2 and "kv_cache_memory" in refused.output
+
+
+def test_a_model_by_position_where_it_is_the_only_one() -> None:
+    done = paceline("doctor", "paceline/tiny", "--draft", "none", "--json")
+    assert '"model": "paceline/tiny"' in done.stdout or "paceline/tiny" in done.stdout
