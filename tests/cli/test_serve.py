@@ -207,7 +207,7 @@ def flags() -> dict[str, Any]:
 def test_flags_and_keys_are_in_step() -> None:
     """Every key has a flag that gives the same value, and every flag a key."""
     names = {entry.name for entry in keys()}
-    assert set(flags()) - {"config", "print_config", "help"} == names - {"profile"}
+    assert set(flags()) - {"config", "print_config", "help", "help_all"} == names - {"profile"}
     for name in names - {"model", "profile"}:  # tuned settings are a file of --config
         assert f"--{name.replace('_', '-')}" in flags()[name].opts
 
@@ -235,7 +235,7 @@ def test_print_config_is_a_config(tmp_path: Path) -> None:
     arguments += ["--backend", "native", "--quantize", "int8", "--draft-quantize", "int4"]
     arguments += ["--tensor-parallel", "2", "--offload", "disk", "--weights-memory", "1G"]
     arguments += ["--draft-offload", "disk", "--draft-device", "cuda", "--kv-cache-dtype", "int8"]
-    arguments += ["--max-model-len", "512"]
+    arguments += ["--max-model-len", "512", "--lora", "sql=folder", "--lora-updates"]
     arguments += ["--metrics-alias", "vllm", "--otlp-endpoint", "http://127.0.0.1:4318"]
     arguments += ["--max-queue", "1", "--deadline", "5", "--max-request-bytes", "1K"]
     arguments += ["--generation-config", "none", "--default-temperature", "0.7"]
@@ -247,7 +247,8 @@ def test_print_config_is_a_config(tmp_path: Path) -> None:
     used = {a[2:].replace("-", "_") for a in arguments if a.startswith("--")} | {"model"}
     assert used - {"config"} == {entry.name for entry in keys()} - {"profile"}
     printed = run(*arguments, "--print-config")
-    assert printed.exit_code == 0 and "sk-secret" not in printed.output
+    assert printed.exit_code == 0, printed.output
+    assert "sk-secret" not in printed.output
     assert "# 1 API keys, which are not shown" in printed.stdout
     path = tmp_path / "printed.toml"
     path.write_text(printed.stdout)
