@@ -11,10 +11,10 @@ from typing import Concatenate, ParamSpec
 
 from paceline.core.params import SamplingParams, shown
 from paceline.errors import ConfigError
-from paceline.llm import LLM, Lora, Message, Prompt
+from paceline.llm import LLM, Lora, Prompt
 from paceline.request.completion import Completion, StreamEvent
 from paceline.request.request import Request, any_events, completions_of
-from paceline.request.validation import as_conversations
+from paceline.request.validation import Conversations, Params, as_conversations
 
 _P = ParamSpec("_P")
 
@@ -63,7 +63,7 @@ class AsyncLLM:
     async def generate(
         self,
         prompts: Prompt | Sequence[Prompt],
-        params: SamplingParams | Sequence[SamplingParams] | None = None,
+        params: Params = None,
         *,
         lora: Lora = None,
         request_id: str | None = None,
@@ -77,12 +77,13 @@ class AsyncLLM:
     async def stream(
         self,
         prompts: Prompt | Sequence[Prompt],
-        params: SamplingParams | Sequence[SamplingParams] | None = None,
+        params: Params = None,
         *,
+        lora: Lora = None,
         request_id: str | None = None,
     ) -> AsyncIterator[StreamEvent]:
         """As ``LLM.stream``, with ``async for``; its first event raises errors of the arguments."""
-        async with self._running(prompts, params, request_id, streams=True) as requests:
+        async with self._running(prompts, params, request_id, True, lora) as requests:
             while any(request.completion is None or request.events for request in requests):
                 await self._until(partial(any_events, requests))
                 for request in requests:
@@ -91,9 +92,10 @@ class AsyncLLM:
 
     async def chat(
         self,
-        messages: Sequence[Message] | Sequence[Sequence[Message]],
+        messages: Conversations,
         params: SamplingParams | None = None,
         *,
+        lora: Lora = None,
         request_id: str | None = None,
     ) -> list[Completion]:
         """As ``LLM.chat``."""
@@ -101,7 +103,7 @@ class AsyncLLM:
             await asyncio.to_thread(self.llm.render_chat, item)
             for item in as_conversations(messages)
         ]
-        return await self.generate(prompts, params, request_id=request_id)
+        return await self.generate(prompts, params, lora=lora, request_id=request_id)
 
     async def abort(self, request_id: str) -> None:
         """End a call by its name: it returns what it has, with ``finish_reason`` "abort". Unknown
@@ -119,7 +121,7 @@ class AsyncLLM:
     async def _running(
         self,
         prompts: Prompt | Sequence[Prompt],
-        params: SamplingParams | Sequence[SamplingParams] | None,
+        params: Params,
         request_id: str | None,
         streams: bool,
         lora: Lora = None,

@@ -35,6 +35,8 @@ from paceline.request.receipt import Receipts
 from paceline.request.request import Request, any_ended, any_events, completions_of
 from paceline.request.validation import (
     ContextBudget,
+    Conversations,
+    Params,
     as_conversations,
     as_params,
     as_prompts,
@@ -258,7 +260,7 @@ class LLM:
     def generate(
         self,
         prompts: Prompt | Sequence[Prompt],
-        params: SamplingParams | Sequence[SamplingParams] | None = None,
+        params: Params = None,
         *,
         lora: Lora = None,
         progress: bool = False,
@@ -287,24 +289,20 @@ class LLM:
 
     @forgiving("LLM.stream")
     def stream(
-        self,
-        prompts: Prompt | Sequence[Prompt],
-        params: SamplingParams | Sequence[SamplingParams] | None = None,
+        self, prompts: Prompt | Sequence[Prompt], params: Params = None, *, lora: Lora = None
     ) -> Iterator[StreamEvent]:
         """Like ``generate``, but yields what each step adds. Errors of the arguments are raised
         here; decoding begins with the first event. Closing or dropping the iterator cancels
         unfinished requests. Several streams may be read in turn."""
-        return self._events(self.prepare_all(prompts, params, streams=True))
+        return self._events(self.prepare_all(prompts, params, True, lora))
 
     @forgiving("LLM.chat")
     def chat(
-        self,
-        messages: Sequence[Message] | Sequence[Sequence[Message]],
-        params: SamplingParams | None = None,
+        self, messages: Conversations, params: SamplingParams | None = None, *, lora: Lora = None
     ) -> list[Completion]:
         """Answer one conversation, or a list of them: ``[{"role": "user", "content": ...}]``."""
         prompts: list[Prompt] = [self.render_chat(item) for item in as_conversations(messages)]
-        return self.generate(prompts, params)
+        return self.generate(prompts, params, lora=lora)
 
     def render_chat(self, messages: Sequence[Message]) -> list[int]:
         """Token ids of a conversation in the model's chat format. Raises PromptError."""
@@ -337,7 +335,7 @@ class LLM:
     def prepare_all(
         self,
         prompts: Prompt | Sequence[Prompt],
-        params: SamplingParams | Sequence[SamplingParams] | None,
+        params: Params,
         streams: bool,
         lora: Lora = None,
     ) -> list[Request]:

@@ -51,6 +51,17 @@ def test_the_same_text_bit_for_bit(receipts: Path) -> None:
     assert [json.loads(line)["same"] for line in result.stdout.splitlines()] == [True] * 4
 
 
+def test_an_answer_that_fills_the_context(tmp_path: Path) -> None:
+    """Shorter than its ``min_tokens``."""
+    params = SamplingParams(min_tokens=40, max_tokens=50, receipt=True)
+    with LLM(TINY, "ngram", max_model_len=16) as llm:
+        (answer,) = llm.generate([[5] * 10], params)
+    assert answer.finish_reason == "length" and len(answer.token_ids) < 40
+    (tmp_path / "receipt.json").write_text(json.dumps(answer.receipt))
+    result = paceline("replay", str(tmp_path / "receipt.json"))
+    assert result.exit_code == 0, result.output
+
+
 def test_where_it_parts(receipts: Path, tmp_path: Path) -> None:
     tokens = json.loads(receipts.read_text())[0]["tokens"]
     other = [*tokens[:5], tokens[5] ^ 1, *tokens[6:]]

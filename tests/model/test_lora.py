@@ -71,6 +71,10 @@ def test_alpha(model: CausalModel, folder: Path, config: dict[str, Any], scale: 
         ({"trainable_token_indices": [3]}, "has trainable_token_indices"),
         ({"init_lora_weights": "pissa_niter_4"}, "changes the model's own weights"),
         ({"peft_type": "IA3"}, "is not of a LoRA adapter"),
+        ({"lora_alpha": "much"}, "scales B of .* by nan, .*; correct adapter_config.json"),
+        ({"lora_alpha": 1e300}, r"scales B of .* by 2.5e\+299, which torch.float32 does not hold"),
+        ({"alpha_pattern": {"(": 3}}, "lora_alpha or alpha_pattern"),
+        ({"alpha_pattern": ["q_proj"]}, "lora_alpha or alpha_pattern"),
     ],
 )
 def test_refused_options(
@@ -103,6 +107,10 @@ def _widened(tensors: dict[str, torch.Tensor]) -> None:
                 {k.replace("q_proj", "norm"): v.clone() for k, v in t.items() if "q_proj" in k}
             ),
             "which is no linear module of random",
+        ),
+        (
+            lambda t: t.update({f"{QUERY}A.weight": torch.tensor(1.0)}),
+            r"are \[\] and \[32, 4\]; ranks from",
         ),
         (lambda t: t.clear(), "holds no weights"),
     ],

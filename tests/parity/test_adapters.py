@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+import gc
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
+from weakref import ref
 
 import pytest
 
 from paceline import LLM, ConfigError, SamplingParams
 from paceline.drafters import DRAFTERS
 from paceline.model.loading import read_config
+from paceline.model.lora import Adapters
 from support.cache_invariants import check_cache
 from support.engine_models import write_pair
 from support.every_drafter import write_texts
@@ -140,3 +144,33 @@ def test_an_adapter_loads_and_unloads_beside_requests(
         llm.generate(PROMPTS[0], GREEDY, lora="three")
     with pytest.raises(ConfigError, match="loaded already"):
         llm.adapters.load("one", folders["two"])
+
+
+def test_every_call_takes_adapters(llm: LLM, plain: dict[str, list[list[int]]]) -> None:
+    params = replace(GREEDY, lora="two")
+    for name, expected in (("one", plain["greedy"][0]), (None, plain["greedy"][1])):
+        events = llm.stream(PROMPTS[:1], params, lora=[name])
+        assert [token for event in events for token in event.token_ids] == expected
+
+
+@pytest.mark.parametrize("lora", [5, {"one"}, {"one": 1}, [1], ["one", "two"]])
+def test_what_names_no_adapter(llm: LLM, lora: Any) -> None:
+    with pytest.raises(ConfigError, match=r"lora is|2 adapters for 1 prompts"):
+        llm.generate(PROMPTS[0], GREEDY, lora=lora)
+
+
+@pytest.mark.parametrize("lora", ["folder", ["folder"], {1: "folder"}, {"": "folder"}])
+def test_what_is_no_table_of_adapters(llm: LLM, lora: Any) -> None:
+    with pytest.raises(ConfigError, match=r"give adapters as \{name: folder\}|has no name"):
+        Adapters(llm.target, lora)
+
+
+@pytest.mark.parametrize("kind", ["ngram", "suffix", "recycling", "quantized"])
+def test_nothing_keeps_an_unloaded_adapter(llm: LLM, folders: dict[str, str], kind: str) -> None:
+    drafted = llm.beside(kind, draft_length=4)
+    adapter = ref(llm.adapters.load("gone", folders["one"]))
+    drafted.generate(PROMPTS, GREEDY, lora="gone")
+    llm.adapters.unload("gone")
+    gc.collect()
+    assert adapter() is None
+    drafted.close()

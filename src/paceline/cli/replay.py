@@ -64,7 +64,8 @@ def _replay(llm: LLM, receipt: dict[str, Any]) -> ReplayResult:
             info(f"note: {key} was {theirs.get(key)} and is {ours[key]} here")
     tokens, params = receipt["tokens"], sampling_of_receipt(receipt)
     if receipt["finish_reason"] == "length":  # also that of a full context
-        params = replace(params, max_tokens=len(tokens))
+        least = min(params.min_tokens, len(tokens))
+        params = replace(params, max_tokens=len(tokens), min_tokens=least)
     got = llm.generate([receipt["prompt"]], params)[0].token_ids
     if got == tokens:
         return ReplayResult(len(tokens))

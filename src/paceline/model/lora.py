@@ -42,7 +42,9 @@ class Adapters:
     """The adapters of a model that requests may name; any thread may load and unload them."""
 
     def __init__(self, model: CausalModel, folders: Mapping[str, str | Path] | None) -> None:
-        """Loads those of these ``folders``, by name."""
+        """Loads those of these ``folders``, by name. Raises what ``load`` does."""
+        if not isinstance(folders, Mapping | None):
+            raise ConfigError(f"lora is {folders!r:.80}; give adapters as {{name: folder}}")
         self._model = model
         self._by_name: dict[str, Adapter] = {}
         for name, folder in (folders or {}).items():
@@ -65,8 +67,9 @@ class Adapters:
     def load(self, name: str, folder: str | Path, replace: bool = False) -> Adapter:
         """``replace``: in place of one of that name. Raises ConfigError for a name in use, and what
         ``read_adapter`` raises."""
-        if not name.strip() or (name in self._by_name and not replace):
-            problem = "is loaded already; unload it first" if name else "has no name; give it one"
+        named = isinstance(name, str) and name.strip()
+        if not named or (name in self._by_name and not replace):
+            problem = "is loaded already; unload it first" if named else "has no name; give it one"
             raise ConfigError(f"the adapter {name} {problem}, or choose another name")
         adapter = self._by_name[name] = read_adapter(name, str(folder), self._model)
         return adapter
@@ -169,8 +172,8 @@ def _pair(
     if pair.keys() != {"A", "B"}:
         raise ModelLoadError(f"{where} has one of lora_A and lora_B of {module}; save it again")
     a, b = pair["A"], pair["B"]
-    rank = a.shape[0]
-    if a.dim() != 2 or b.dim() != 2 or b.shape[1] != rank or not 0 < rank <= MAX_RANK:
+    rank = len(a) if a.dim() == 2 else 0
+    if b.dim() != 2 or b.shape[1] != rank or not 0 < rank <= MAX_RANK:
         raise ConfigError(
             f"{where}: A and B of {module} are {list(a.shape)} and {list(b.shape)}; ranks from 1 "
             f"to {MAX_RANK} are served"
@@ -183,9 +186,17 @@ def _pair(
             f"{where} maps {a.shape[1]} inputs of {module} to {b.shape[0]}, but {model.name} has "
             f"{sizes[0]} and {sizes[1]} there: it was trained for another model"
         )
-    alpha = _of_pattern(config.get("alpha_pattern"), module, config.get("lora_alpha", 8))
+    try:
+        alpha = float(_of_pattern(config.get("alpha_pattern"), module, config.get("lora_alpha", 8)))
+    except (AttributeError, OverflowError, TypeError, ValueError, re.error):
+        alpha = math.nan
     scale = alpha / (math.sqrt(rank) if config.get("use_rslora") else rank)
     scaled = (b.float() * scale).to(model.device, model.dtype)
+    if not bool(scaled.isfinite().all()):
+        raise ConfigError(
+            f"{where}: lora_alpha or alpha_pattern scales B of {module} by {scale:g}, which "
+            f"{model.dtype} does not hold; correct {_CONFIG}"
+        )
     return a.to(model.device, model.dtype).contiguous(), scaled.contiguous()
 
 

@@ -12,6 +12,8 @@ from paceline.model.tokenizer import Tokenizer
 
 Prompt = str | list[int]
 Message = dict[str, str]
+Params = SamplingParams | Sequence[SamplingParams] | None  # for all prompts, or one for each
+Conversations = Sequence[Message] | Sequence[Sequence[Message]]
 Lora = str | Sequence[str | None] | None  # an adapter's name for all prompts, or one for each
 
 
@@ -38,13 +40,15 @@ def as_params(
     """Parameters for each of ``count`` prompts, with adapters named by ``lora``. Raises
     ConfigError."""
     if lora is not None:
-        names = [lora] * count if isinstance(lora, str) else list(lora)
+        if not isinstance(lora, str | list | tuple):
+            raise ConfigError(f"lora is {shown(lora)}; give an adapter's name, or a list of them")
+        names = [lora] * count if isinstance(lora, str) else lora
         if len(names) != count:
             raise ConfigError(
                 f"{len(names)} adapters for {count} prompts; give one for all or one each"
             )
         pairs = zip(as_params(params, count), names, strict=True)
-        return [item if name is None else replace(item, lora=name) for item, name in pairs]
+        return [replace(item, lora=name) for item, name in pairs]
     if isinstance(params, SamplingParams):
         return [params] * count
     items = _listed(params)
