@@ -72,10 +72,9 @@ def expected(plain: LLM) -> list[list[int]]:
 
 def test_plain_text_is_that_of_generate(plain: LLM, expected: list[list[int]]) -> None:
     hf = type(plain.target.hf).from_pretrained(plain.target.name, dtype=torch.float32)
+    hf.generation_config.eos_token_id = None  # Bamba names one, and ours ignores it
     for prompt, ours in zip(PROMPTS, expected, strict=False):
-        theirs = hf.generate(
-            torch.tensor([prompt]), max_new_tokens=20, min_new_tokens=20, do_sample=False
-        )
+        theirs = hf.generate(torch.tensor([prompt]), max_new_tokens=20, do_sample=False)
         assert ours == theirs[0, len(prompt) :].tolist()
 
 

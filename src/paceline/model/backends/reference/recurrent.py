@@ -2,14 +2,16 @@
 
 A mixer is transformers' own module, known by its depthwise convolution, over transformers' own
 cache layer. All sequences and nodes of a batch lie in one row, so its forward is called once for
-each chunk of a prompt and once for each level of drafts, as model/paged/states.py says. Outside
-``over_states`` it does what it did.
+each chunk of a prompt and once for each level of drafts, as model/paged/states.py says. The
+products with its input and for its output do not depend on states: they are taken out of that
+forward and made once for all rows, so that their weights are read once. Outside ``over_states`` it
+does what it did.
 """
 
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
 from typing import Any
@@ -23,15 +25,23 @@ from paceline.model.paged.segments import KeyValueStore
 from paceline.model.paged.states import StatePart, StateStep, StateStore
 
 _RUNNING: ContextVar[tuple[StateStore, StateStep] | None] = ContextVar("states", default=None)
+# By name, the layers of a mixer that its forward shall not run: what they made already, or None for
+# the last one, which runs later.
+_READY: ContextVar[Mapping[str, Tensor | None] | None] = ContextVar("ready", default=None)
 
 
 class _Mixer(nn.Module):
     """Stands before the class of a module; an instance's own forward would not survive copying.
-    ``layout``: which of a cache layer's tensors make its state. ``steps_only``: its chunks forget
-    the state before them (Jamba in transformers 5.23)."""
+    ``takes_cache``: the parameter of its forward that takes a cache. ``layout``: which of a cache
+    layer's tensors make its state. ``first``: names of the layers that read its input, ``last``: of
+    the one that gives its output, or empty; they multiply all rows of a step at once.
+    ``steps_only``: its chunks forget the state before them (Jamba in transformers 5.23)."""
 
     layer_idx: int
+    takes_cache: str
     layout: list[tuple[str, int]]
+    first: list[str]
+    last: str
     steps_only: bool
 
     def forward(self, hidden_states: Tensor, *args: Any, **kwargs: Any) -> Tensor:
@@ -40,24 +50,38 @@ class _Mixer(nn.Module):
             whole: Tensor = super().forward(hidden_states, *args, **kwargs)
             return whole
         store, step = running
-        states, out = store.layer(self.layer_idx), torch.empty_like(hidden_states)
+        states, device = store.layer(self.layer_idx), hidden_states.device
+        scaled = self._scaled(hidden_states)
+        projected = {name: getattr(self, name)(scaled)[0] for name in self.first}
+        order: list[Tensor] = []
+        made: list[Tensor] = []
+
+        def advance(rows: Tensor, parts: list[Tensor]) -> list[Tensor]:
+            """The states behind ``rows [B, n]``."""
+            ready = {name: values[rows] for name, values in projected.items()}
+            before = _READY.set(ready | {self.last: None})
+            try:
+                some, parts = self.advance(hidden_states[0, rows], parts)
+            finally:
+                _READY.reset(before)
+            order.append(rows.flatten())
+            made.append(some.flatten(0, 1))
+            return parts
+
         for first, end, before, behind in step.chunks:
-            rows = hidden_states[:, first:end]
             parts = [state[before : before + 1].clone() for state in states]
-            made: list[Tensor] = []
             size = 1 if before != store.zero and self.steps_only else end - first
-            for piece in torch.split(rows, size, 1):
-                some, parts = self.advance(piece, parts)
-                made.append(some)
-            out[:, first:end] = torch.cat(made, 1)
+            for rows in torch.split(torch.arange(first, end, device=device)[None], size, 1):
+                parts = advance(rows, parts)
             for state, part in zip(states, parts, strict=True):
                 state[behind] = part[0]
         for numbers, befores, behinds in step.levels:
-            parts = [state.index_select(0, befores) for state in states]
-            some, parts = self.advance(hidden_states[0, numbers][:, None], parts)
-            out[0, numbers] = some[:, 0]
+            parts = advance(numbers[:, None], [state.index_select(0, befores) for state in states])
             for state, part in zip(states, parts, strict=True):
                 state.index_copy_(0, behinds, part)
+        mixed = torch.cat(made)
+        mixed = torch.empty_like(mixed).index_copy_(0, torch.cat(order), mixed)[None]
+        out: Tensor = getattr(self, self.last)(mixed) if self.last else mixed
         return out
 
     def advance(
@@ -67,7 +91,6 @@ class _Mixer(nn.Module):
         it, which may be overwritten. None: a text begins, and ``layout`` is found."""
         from transformers.cache_utils import Cache, LinearAttentionLayer
 
-        forward = super().forward
         convolutions = sum(isinstance(child, nn.Conv1d) for child in self.children())
         layer = LinearAttentionLayer(number_of_states=convolutions)
         for (kind, index), part in zip(self.layout, parts or (), strict=parts is not None):
@@ -77,8 +100,8 @@ class _Mixer(nn.Module):
             layer.device, layer.dtype = part.device, part.dtype
             if kind == "conv":
                 layer.conv_kernel_size[index] = part.shape[-1]
-        options = {cache_name(forward) or "": Cache(layers=[layer] * (self.layer_idx + 1))}
-        out = forward(hidden, **options)
+        cache = Cache(layers=[layer] * (self.layer_idx + 1))
+        out = super().forward(hidden, **{self.takes_cache: cache})
         kinds = {"conv": layer.conv_states, "recurrent": layer.recurrent_states}
         if parts is None:
             self.layout = [
@@ -94,10 +117,27 @@ class _Mixer(nn.Module):
             )
         return out, [kinds[kind][index] for kind, index in self.layout]
 
+    def _scaled(self, hidden: Tensor) -> Tensor:
+        """What the layers multiply that read ``hidden`` (Falcon-H1 scales it)."""
+        return hidden * getattr(self, "ssm_in_multiplier", 1)
+
     def probe(self, hidden: Tensor) -> list[StatePart]:
         """Its parts, found with ``hidden [1, 3, H]``."""
         self.layout = []
-        _, parts = self.advance(hidden[:, :1], None)
+        calls: list[tuple[str, Tensor, Tensor]] = []
+        hooks = [
+            child.register_forward_hook(
+                lambda _, given, out, name=name: calls.append((name, given[0], out))
+            )
+            for name, child in self.named_children()
+        ]
+        begin = hidden[:, :1]
+        out, parts = self.advance(begin, None)
+        for hook in hooks:
+            hook.remove()
+        scaled = self._scaled(begin)
+        self.first = [name for name, given, _ in calls if torch.equal(given, scaled)]
+        self.last = next((name for name, _, made in calls if made is out), "")
 
         def behind(factor: int) -> Tensor:
             pairs = zip(self.layout, parts, strict=True)
@@ -107,6 +147,19 @@ class _Mixer(nn.Module):
         recurs = any(kind == "recurrent" for kind, _ in self.layout)
         self.steps_only = recurs and torch.equal(behind(0), behind(1))
         return [(tuple(part.shape[1:]), part.dtype) for part in parts]
+
+
+def _layer(name: str) -> property:
+    """An attribute of a mixer: its layer, or what stands for it while a step runs."""
+
+    def layer(self: _Mixer) -> Any:
+        ready = _READY.get()
+        if ready is None or name not in ready:
+            return self._modules[name]
+        made = ready[name]
+        return lambda given: given if made is None else made
+
+    return property(layer)
 
 
 def adapt_mixers(hf: Any, layers: int) -> list[list[StatePart]]:
@@ -119,7 +172,9 @@ def adapt_mixers(hf: Any, layers: int) -> list[list[StatePart]]:
         if isinstance(module, _Mixer) or _is_mixer(module):
             if not isinstance(module, _Mixer):
                 kind = type(module)
-                module.__class__ = type(kind.__name__, (_Mixer, kind), {})
+                module.takes_cache = cache_name(module.forward)
+                layers_of = {name: _layer(name) for name, _ in module.named_children()}
+                module.__class__ = type(kind.__name__, (_Mixer, kind), layers_of)
             parts[module.layer_idx] = module.probe(hidden)
     return parts
 
