@@ -19,7 +19,7 @@ _LFM2: dict[str, Any] = {"num_hidden_layers": 3, "layer_types": ["conv", "full_a
 
 RECURRENT: dict[str, tuple[str, dict[str, Any]]] = {
     "bamba": ("BambaConfig", _MAMBA2 | {"attn_layer_indices": [1]}),
-    "falcon_h1": ("FalconH1Config", _MAMBA2 | {"mamba_d_ssm": 64}),
+    "falcon_h1": ("FalconH1Config", _MAMBA2 | {"mamba_d_ssm": 64, "ssm_in_multiplier": 0.7}),
     "granitemoehybrid": (
         "GraniteMoeHybridConfig",
         _MAMBA2
