@@ -146,6 +146,20 @@ def test_an_adapter_loads_and_unloads_beside_requests(
         llm.adapters.load("one", folders["two"])
 
 
+@pytest.mark.parametrize(("dtype", "quantize"), [("bfloat16", None), ("bfloat16", "int8")])
+def test_other_precisions(folders: dict[str, str], dtype: str, quantize: str | None) -> None:
+    lora = {name: folders[name] for name in ("one", "two")}
+    options = {"dtype": dtype, "quantize": quantize, "backend": "native"}
+    llm = LLM(folders["target"], draft="none", lora=lora, **options)
+    drafted = [llm.beside(kind, draft_length=4) for kind in ("ngram", "quantized")]
+    for params in REQUESTS.values():
+        plain = mixed(llm, params)
+        pairs = [(prompt, name) for prompt in PROMPTS for name in MIXED]
+        assert plain == [llm.generate(p, params, lora=name)[0].token_ids for p, name in pairs]
+        assert plain[:4] != plain[:1] * 4
+        assert all(mixed(other, params) == plain for other in drafted)
+
+
 def test_every_call_takes_adapters(llm: LLM, plain: dict[str, list[list[int]]]) -> None:
     params = replace(GREEDY, lora="two")
     for name, expected in (("one", plain["greedy"][0]), (None, plain["greedy"][1])):

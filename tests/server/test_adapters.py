@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import openai
@@ -74,6 +75,20 @@ def test_loading_and_unloading(server: Running, folder: str) -> None:
     assert gone.status == 404 and "is not loaded" in gone.error["message"]
     with pytest.raises(openai.NotFoundError, match="'two' does not exist"):
         text(server, "two")
+
+
+def test_changes_at_once(server: Running, folder: str) -> None:
+    """One load of a name succeeds; what is listed after loads and unloads is loaded."""
+    load, unload = "/v1/load_lora_adapter", "/v1/unload_lora_adapter"
+    body = {"lora_name": "four", "lora_path": folder}
+    with ThreadPoolExecutor(8) as pool:
+        done = pool.map(lambda _: ask(server.url, load, body).status, range(3))
+        assert sorted(done) == [200, 400, 400]
+        calls = [(load, {**body, "load_inplace": True}), (unload, {"lora_name": "four"})]
+        list(pool.map(lambda call: ask(server.url, *call), calls))
+    if "four" in {card["id"] for card in ask(server.url, "/v1/models").json["data"]}:
+        assert text(server, "four") == text(server, "one")
+        assert ask(server.url, unload, {"lora_name": "four"}).status == 200
 
 
 def test_what_is_no_adapter_is_refused(server: Running, tmp_path: Path) -> None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import asyncio
+
 from fastapi import FastAPI
 from fastapi.responses import PlainTextResponse
 from pydantic import Field
@@ -24,6 +26,8 @@ class LoadAdapter(UnloadAdapter):
 
 
 def add_routes(app: FastAPI, service: Service) -> None:
+    changing = asyncio.Lock()  # what is listed is what the engine has
+
     def check(name: str, fits: bool, problem: str, status: int = 400) -> None:
         """Raises APIError if adapters may not be changed, or the name does not fit."""
         if not service.config.lora_updates:
@@ -36,16 +40,18 @@ def add_routes(app: FastAPI, service: Service) -> None:
     @app.post("/v1/load_lora_adapter", response_class=PlainTextResponse)
     async def load(body: LoadAdapter) -> str:
         name = body.lora_name
-        free = name != service.model and (body.load_inplace or name not in service.adapters)
-        check(name, free, "has been loaded already, or has the model's name")
-        await service.client.set_adapter(name, body.lora_path)
-        service.adapters[name] = body.lora_path
+        async with changing:
+            free = name != service.model and (body.load_inplace or name not in service.adapters)
+            check(name, free, "has been loaded already, or has the model's name")
+            await service.client.set_adapter(name, body.lora_path)
+            service.adapters[name] = body.lora_path
         return f"Success: LoRA adapter '{name}' added successfully."
 
     @app.post("/v1/unload_lora_adapter", response_class=PlainTextResponse)
     async def unload(body: UnloadAdapter) -> str:
         name = body.lora_name
-        check(name, name in service.adapters, "is not loaded", 404)
-        del service.adapters[name]  # no new request gets it while it is unloaded
-        await service.client.set_adapter(name, None)
+        async with changing:
+            check(name, name in service.adapters, "is not loaded", 404)
+            del service.adapters[name]  # no new request gets it while it is unloaded
+            await service.client.set_adapter(name, None)
         return f"Success: LoRA adapter '{name}' removed successfully."
