@@ -11,10 +11,12 @@ import torch
 
 from paceline.core.params import SamplingParams
 from paceline.llm import LLM
+from paceline.model.paged.blocks import OutOfBlocksError
 from paceline.request.completion import Completion
 from paceline.train.tokenizer import train_tokenizer
 from support.cache_invariants import check_cache
 from support.engine_models import random_llama, random_recurrent
+from support.faults import STAGES, Fault
 from support.recurrent_models import RECURRENT
 from support.tiny_models import SENTENCES
 
@@ -88,3 +90,18 @@ def test_drafted_text_is_plain_text(
     assert [out.token_ids for out in again] == expected
     assert again[0].stats.cached_tokens == 32  # a prefix is found again, with its state
     assert sum(out.stats.drafted_tokens for out in again) > 0
+
+
+@pytest.mark.parametrize("stage", [*STAGES, "preemption"])
+@pytest.mark.parametrize("folders", ["qwen3_5_text"], indirect=True)
+def test_undone_steps_leave_the_text(
+    plain: LLM, folders: dict[str, str], expected: list[list[int]], stage: str
+) -> None:
+    """Of four sequences a step fails at this stage, or the youngest has to give way."""
+    llm = plain.beside("tree:{draft},nodes=6,width=3".format(**folders), draft_length=4)
+    owner, name = STAGES["reserve" if stage == "preemption" else stage](llm)
+    error = OutOfBlocksError if stage == "preemption" else RuntimeError
+    fault = Fault(owner, name, lambda fault, *_: fault.calls in (5, 12), error("planted"))
+    made = llm.generate(PROMPTS, GREEDY)
+    assert fault.raised and [out.token_ids for out in made] == expected[: len(PROMPTS)]
+    check_cache(llm.engine.cache)
