@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 
@@ -25,10 +27,14 @@ def candidates(token: int, k: int) -> list[int]:
     return TABLE[token].topk(k).indices.tolist()
 
 
+def shared(drafter: RecyclingDrafter) -> Any:
+    """The matrix of requests without an adapter."""
+    return drafter._matrix(None)
+
+
 def test_a_tree_is_the_lists_of_its_tokens() -> None:
     drafter = RecyclingDrafter("cpu", VOCAB, Recycling(k=3, nodes=12))
-    matrix = drafter._shared
-    assert matrix is not None
+    matrix = shared(drafter)
     for token in range(VOCAB):
         matrix.candidates[token] = torch.tensor(candidates(token, 3))
     matrix.known.update(range(VOCAB))
@@ -51,9 +57,9 @@ def test_rejected_nodes_are_learnt_from() -> None:
     seq.tokens[-1] = 7  # known by now; its two candidates are in the next tree
     step = run_step(drafter, markov, [seq], [1])[0]
     assert step.tree.tokens.tolist() == candidates(7, 2)
-    assert drafter._shared is not None
+    matrix = shared(drafter)
     for token in (7, *candidates(7, 2)):
-        assert drafter._shared.candidates[token].tolist() == candidates(token, 2)
+        assert matrix.candidates[token].tolist() == candidates(token, 2)
 
 
 def test_nothing_is_proposed_below_an_unknown_token() -> None:
@@ -115,27 +121,27 @@ def test_own_matrices_in_one_batch() -> None:
 def test_prompt_chunks_and_trees_of_others() -> None:
     """A chunk has no logits; of a tree that is not ours only the last token's row is learnt."""
     drafter = RecyclingDrafter("cpu", VOCAB, Recycling(k=2))
-    assert drafter._shared is not None
+    matrix = shared(drafter)
     seq = request([1, 2, 3, 4])
     seq.cached = 0
     assert len(drafter.propose(Plan((Slice(seq, 2, 4),)))[0]) == 0
     drafter.observe([Commit(0, (), scheduled=2)], ModelOutput(torch.zeros(0, VOCAB)))
-    assert not drafter._shared.known
+    assert not matrix.known
     seq.cached = 3
     drafter.propose(Plan((Slice(seq, 1, 4),)))
     logits = torch.stack([TABLE[4], TABLE[5], TABLE[6]])
     commit = Commit(0, (9,), drafted=2, scheduled=1, last=4, position=3, choices=(9, 9, 9))
     drafter.observe([commit], ModelOutput(logits))
-    assert drafter._shared.known == {4}
-    assert drafter._shared.candidates[4].tolist() == candidates(4, 2)
+    assert matrix.known == {4}
+    assert matrix.candidates[4].tolist() == candidates(4, 2)
 
 
 def test_rehearsal_leaves_no_trace() -> None:
     drafter = RecyclingDrafter("cpu", VOCAB)
-    assert drafter._shared is not None
-    before = drafter._shared.candidates.clone()
+    matrix = shared(drafter)
+    before = matrix.candidates.clone()
     drafter.warm_up(3)
-    assert drafter._shared.candidates.equal(before) and not drafter._shared.known
+    assert matrix.candidates.equal(before) and not matrix.known
     assert (drafter.passes(0), drafter.passes(3)) == (0, 1)
 
 

@@ -195,7 +195,7 @@ def test_what_has_no_effect_is_noted(server: Running) -> None:
 def test_two_calls_keep_their_inputs() -> None:
     """The second begins before the first has been closed."""
     tools = [Tool(type="function", function=FunctionDefinition(name="look"))]
-    body = SimpleNamespace(logprobs=False, request_id=None, stop=())
+    body = SimpleNamespace(logprobs=False, request_id=None, stop=(), model=MODEL, receipt=False)
     dialogue: Any = SimpleNamespace(
         service=SimpleNamespace(tokenizer=None, model=MODEL),
         body=body,

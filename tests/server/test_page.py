@@ -16,6 +16,7 @@ from support.running_server import Running
 webdriver = pytest.importorskip("selenium.webdriver")
 BROWSER = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("chrome")
 DRIVER = shutil.which("chromedriver")
+ENDLESS = "def f(a):\n    a = a\n    a = a\n    a = a\n"  # the toy goes on for 900 tokens
 needs_browser = pytest.mark.skipif(
     not (BROWSER and DRIVER), reason="chromium and chromedriver are not installed"
 )
@@ -188,7 +189,7 @@ def test_what_keeps_the_page_from_the_server_is_said_once(page: Page) -> None:
 @needs_browser
 def test_stop(page: Page, server: Running) -> None:
     page.plainly().fill("tokens", "900")
-    page.browser.execute_script("document.getElementById('temperature').value = 1")
+    page.fill("prompt", ENDLESS)
     page.find("#send").click()
     page.until("return document.querySelectorAll('.answer .text span').length > 3")
     assert page.find("#stop").is_enabled()
@@ -217,6 +218,7 @@ def test_keyboard_alone(page: Page) -> None:
     answer.send_keys(Keys.ARROW_RIGHT)
     assert "probability" in first and page.text("#tip") != first
     page.fill("tokens", "900")
+    page.fill("prompt", ENDLESS)
     prompt.send_keys(Keys.CONTROL, Keys.ENTER)
     page.until("return document.querySelectorAll('.answer .text span').length > 3")
     webdriver.ActionChains(page.browser).send_keys(Keys.ESCAPE).perform()

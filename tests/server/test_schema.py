@@ -24,6 +24,8 @@ PATHS = (
     "/v1/chat/completions",
     "/v1/models",
     "/v1/models/{name}",
+    "/v1/load_lora_adapter",
+    "/v1/unload_lora_adapter",
     "/tokenize",
     "/detokenize",
     "/health",
