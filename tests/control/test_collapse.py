@@ -11,6 +11,7 @@ import pytest
 from paceline.control.adaptive import AdaptiveController
 from paceline.control.collapse import CollapseWatch, Watched
 from paceline.control.cost import CostModel
+from paceline.core.adapter import Adapter
 from paceline.core.batch import Commit
 from paceline.core.costs import CostCurve, DrafterCosts, TargetCosts
 from paceline.core.params import SamplingParams
@@ -56,6 +57,17 @@ def test_a_head_far_below_its_card(stated: float, caplog: pytest.LogCaptureFixtu
     (line,) = lines(caplog)
     assert line.startswith("draft head: acceptance has collapsed: ")
     assert line.endswith(f"its card says {stated:.0%}; perhaps this")
+
+
+def test_an_adapter_that_is_loaded_again_starts_anew(caplog: pytest.LogCaptureFixture) -> None:
+    watch = watch_of(0.8)
+    adapters = [Adapter("sql", "folder", {}) for _ in range(2)]
+    for count, adapter in enumerate(adapters, 1):
+        for number in range(100):
+            seq = SequenceState(number, [1] * 100, 10, SamplingParams(lora="sql"), adapter=adapter)
+            assert number or not watch.rests("head", seq)
+            watch.record("head", seq, Commit(seq.seq_id, (1,), (), reached=1))
+        assert watch.rests("head", seq) and len(lines(caplog)) == count
 
 
 def test_a_fall_from_its_own_level(caplog: pytest.LogCaptureFixture) -> None:

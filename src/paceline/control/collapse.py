@@ -116,10 +116,28 @@ class CollapseWatch:
         self.warned: set[_Key] = set()
         self._compared: dict[_Key, _Compared] = {}
         self._doubted: set[_Key] = set()
+        self._newest: dict[str, int] = {}  # numbers of adapters, by name
 
     def rests(self, name: Hashable, seq: SequenceState) -> bool:
         """Whether a drafter has collapsed and is not to be tried again yet."""
+        self._renew(seq)
         return self.tokens < self.collapsed.get((name, seq.params.lora), 0)
+
+    def _renew(self, seq: SequenceState) -> bool:
+        """Forget what was seen with another adapter of this name, loaded before; False for a
+        sequence that still has that one."""
+        adapter = seq.adapter
+        if adapter is None:
+            return True
+        newest = self._newest.setdefault(adapter.name, adapter.number)
+        if adapter.number > newest:
+            self._newest[adapter.name] = adapter.number
+            for key in [key for key in self._compared if key[1] == adapter.name]:
+                del self._compared[key]
+                self.collapsed.pop(key, None)
+                self.warned.discard(key)
+                self._doubted.discard(key)
+        return adapter.number >= newest
 
     def record(self, name: Hashable, seq: SequenceState, commit: Commit) -> None:
         """What a step showed of the drafter ``name`` (None: the one that the request names)."""
@@ -127,7 +145,7 @@ class CollapseWatch:
         params = seq.params
         # Drafts of a request's own, and distributions that no drafter knows, show nothing.
         brought = seq.constraint or params.prediction or params.logits_processors
-        if brought or params.temperature > _WARMEST:
+        if brought or params.temperature > _WARMEST or not self._renew(seq):
             return
         for key in tuple(self._doubted):
             if key[1] == seq.params.lora and seq.generated >= _LEAST_TOKENS:

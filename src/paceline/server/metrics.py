@@ -201,6 +201,7 @@ class Metrics:
 
     def render(self) -> str:
         """All metrics in Prometheus' text format."""
+        self.collapsed.clear()
         for key in [*((name, None) for name in self._watch.drafters), *self._watch.warned]:
             name, adapter = key
             self.collapsed.labels(name, adapter or "").set(key in self._watch.collapsed)
