@@ -26,6 +26,7 @@ from paceline.cli.output import debugging, reason_of
 from paceline.cli.profile import profile
 from paceline.cli.pull import pull
 from paceline.cli.quantize import quantize
+from paceline.cli.recommend import recommend
 from paceline.cli.replay import replay
 from paceline.cli.serve import serve
 from paceline.cli.train import app as train
@@ -107,7 +108,7 @@ def root(
 
 
 _COMMANDS = (pull, generate, chat, serve, demo, bench, certify, profile, tune, doctor, replay)
-for command in (*_COMMANDS, quantize, export, check_drafter):
+for command in (*_COMMANDS, recommend, quantize, export, check_drafter):
     app.command(command.__name__.replace("_", "-"), cls=Command)(command)
 app.add_typer(train, name="train")
 app.add_typer(datastore, name="datastore")

@@ -61,7 +61,7 @@ def examine(
     files = read_files(target)
     if options.tensor_parallel > 1:
         check_shareable(target, options.tensor_parallel)
-    drafts = [(spec, _folder_of(spec)) for spec in specs]  # bad paths are errors before all else
+    drafts = [(spec, folder_of(spec)) for spec in specs]  # bad paths are errors before all else
     model, checked = _check_model(files, "target", setting)
     findings = findings_of("target", checked)
     if model is None:
@@ -82,7 +82,7 @@ def examine(
         needs = replace(needs, weights=needs.weights + size)
         values: Any = {"size": machine.size(size), "count": count, "rank": rank}
         findings.append(finding("adapter-memory", about="target", name=name, **values))
-    noticed, needs = _check_drafts(drafts, model, beside, needs)
+    noticed, needs = check_drafts(drafts, model, beside, needs)
     findings += [*noticed, *machine.check_dtype(setting, needs.weights)]
     packed = any(one.code.startswith("quantised") for one in findings)
     memory = machine.check_memory(setting, needs, model.max_positions)
@@ -100,14 +100,14 @@ def _check_model(
     return model, findings
 
 
-def _folder_of(spec: DraftSpec) -> ModelFiles | None:
+def folder_of(spec: DraftSpec) -> ModelFiles | None:
     path = spec.argument()
     if spec.holds == "nothing" or path is None:
         return None
     return read_files(path, *([spec.weight_files] if spec.weight_files else []))
 
 
-def _check_drafts(
+def check_drafts(
     drafts: Sequence[tuple[DraftSpec, ModelFiles | None]],
     target: Model,
     setting: Setting,
@@ -116,10 +116,11 @@ def _check_drafts(
     """Of all, and ``needs`` with theirs; ``auto`` is what it is composed of."""
     findings: list[Finding] = []
     if any(isinstance(spec, Auto) for spec, _ in drafts):
-        composed = _composed(target, setting, needs)
+        free = free_memory(setting.device) - needs.weights
+        composed = compose_auto(target, setting, free)
         findings.append(finding("draft-auto", composed.line(), about="draft"))
         named = [pair for pair in drafts if not isinstance(pair[0], Auto)]
-        drafts = [*((spec, _folder_of(spec)) for spec, _ in composed.taken), *named]
+        drafts = [*((spec, folder_of(spec)) for spec, _ in composed.taken), *named]
     for number, (spec, folder) in enumerate(drafts, 1):
         noticed, more = _check_draft(spec, folder, target, setting)
         about = "draft" if len(drafts) == 1 else f"draft {number} ({spec.kind})"
@@ -128,17 +129,16 @@ def _check_drafts(
     return findings, needs
 
 
-def _composed(target: Model, setting: Setting, needs: Needs) -> Composition:
-    """What ``auto`` is, without what does not load."""
+def compose_auto(target: Model, setting: Setting, free: int) -> Composition:
+    """What ``auto`` is, without what does not load; ``free``: bytes beside the target."""
     refused = "" if setting.kernels else "which do not run it here"
     bits, weights = machine.held_bits(target, setting), machine.weight_bytes(target, setting)
     rounded = machine.rounded_bytes(target, "int4", setting)
-    free = free_memory(setting.device) - needs.weights
     mtp = bool(mtp_names(target.files.tensors, target.num_layers))
     composed = compose(Circumstances(target.name, refused, bits, weights, rounded, free, mtp))
     failed: dict[DraftSpec, str] = {}
     for spec, _ in composed.taken:
-        noticed, _ = _check_draft(spec, _folder_of(spec), target, setting)
+        noticed, _ = _check_draft(spec, folder_of(spec), target, setting)
         wrong = [one.text for one in noticed if one.severity is ERROR]
         failed |= {spec: wrong[0]} if wrong else {}
     return composed.without(failed)

@@ -1,0 +1,259 @@
+"""``paceline recommend``: what a model would run at on this processor, from its headers.
+
+A Llama of the model's width, with random weights and at most ``_PARAMETERS`` numbers, is measured
+in 16, 8 and 4 bits as targets are at start-up. A forward of the model takes as much longer as it
+reads more bytes. What the engine adds is measured on the embedded toy; memory is the doctor's.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from statistics import median
+from typing import Any
+
+import torch
+
+from paceline.build import EngineOptions
+from paceline.control.cost import CostModel
+from paceline.core.costs import CostCurve, DrafterCosts, TargetCosts
+from paceline.core.memory import free_memory, held_memory, limit_threads
+from paceline.core.params import SamplingParams
+from paceline.core.stages import stage
+from paceline.draft.auto import Composition
+from paceline.draft.spec import DraftSpec
+from paceline.errors import UnsupportedModelError
+from paceline.lab.doctor import machine
+from paceline.lab.doctor.examination import check_drafts, compose_auto, folder_of
+from paceline.lab.doctor.machine import Needs, Setting
+from paceline.lab.doctor.models import Model, describe, read_files, skeleton_of
+from paceline.lab.report.columns import Column, record_of, table_of
+from paceline.lab.report.document import Table
+from paceline.lab.tune.measure import decode
+from paceline.llm import LLM
+from paceline.model.copies import quantised_copy
+from paceline.model.loading import quiet
+from paceline.model.measure import measure_target
+from paceline.model.names import EMBEDDED, NotPulledError
+from paceline.model.precision import matrix_sizes, rounded_bytes
+from paceline.model.quantised.weights import BITS
+from paceline.model.target import CausalModel
+
+_PARAMETERS = 1 << 27  # of the sample: more than a cache holds in any form
+_WIDEST, _HEAD = 2048, 1 << 25  # of its layers, and numbers of its head
+_ROWS = (1, 2, 3, 5, 9, 17)
+_TOKENS = 48  # of the toy
+_CONTEXT = 4096  # tokens whose keys and values are counted
+_EXPERTS = ("num_local_experts", "num_experts", "n_routed_experts")
+
+
+@dataclass(frozen=True)
+class PricedForm:
+    """One way to run a model. ``precision``: what its weights are rounded to when it is loaded,
+    None if they stay. ``rate``: tokens a second. ``memory``: bytes of weights, cache and process;
+    ``loading``: at the most, while it is loaded."""
+
+    name: str
+    precision: str | None
+    draft: str
+    rate: float
+    memory: int
+    loading: int
+    fits: bool
+
+    @property
+    def keeps_text(self) -> bool:
+        return self.precision is None
+
+    @property
+    def flags(self) -> str:
+        """Of a command. Drafts are left to ``auto``, which is no slower than plain decoding."""
+        return f" --quantize {self.precision}" if self.precision else ""
+
+
+_yes = {True: "yes", False: "no"}.__getitem__
+_FORMS = (
+    Column("name", "form"),
+    Column("quantize", path="precision"),
+    Column("draft"),
+    Column("tokens_per_second", "tokens/s", "rate", "{:.3g}".format),
+    Column("keeps_text", "keeps the text", shown=_yes),
+    Column("memory_bytes", "memory", "memory", machine.size),
+    Column("loading_bytes", "while loading", "loading", machine.size),
+    Column("fits", "fits", shown=_yes),
+)
+
+
+@dataclass(frozen=True)
+class Recommendation:
+    """``memory``: bytes that the process may take. ``auto``: what that is composed of."""
+
+    model: str
+    memory: int
+    forms: tuple[PricedForm, ...]
+    auto: Composition
+
+    @property
+    def best(self) -> PricedForm | None:
+        """The fastest form that fits and keeps the text, else the fastest that fits."""
+        fitting = [form for form in self.forms if form.fits]
+        return max(fitting, key=lambda form: (form.keeps_text, form.rate), default=None)
+
+    @property
+    def table(self) -> Table:
+        note = "One request at a time, on this processor; of memory {}."
+        return table_of(self.forms, _FORMS, note.format(machine.size(self.memory)))
+
+    @property
+    def notes(self) -> list[str]:
+        """What the table does not say."""
+        notes, best = [self.auto.line()], self.best
+        write = f"paceline quantize {self.model} --out FOLDER --to"
+        for form in self.forms:
+            if form.precision and form.memory <= self.memory < form.loading:
+                notes.append(f"{form.name}: round it on a larger machine: {write} {form.precision}")
+            if best is not None and form.fits and form.rate > best.rate:
+                times = f"{form.rate / best.rate:.1f} times as fast"
+                notes.append(f"{form.name}: {times}, but the text of rounded weights:{form.flags}")
+        if best is None:
+            notes.append("nothing fits: use --offload disk, or a GGUF file of the model in 4 bits")
+        return notes
+
+    @property
+    def lines(self) -> list[str]:
+        """To paste: a chat, a server, Python."""
+        if (best := self.best) is None:
+            return []
+        keyword = f", quantize={best.precision!r}" if best.precision else ""
+        return [
+            f"paceline chat --model {self.model}{best.flags}",
+            f"paceline serve {self.model}{best.flags}",
+            f"llm = paceline.LLM({self.model!r}{keyword})",
+        ]
+
+    @property
+    def record(self) -> dict[str, Any]:
+        about = {key: getattr(self, key) for key in ("model", "memory", "notes", "lines")}
+        best = None if self.best is None else self.best.name
+        return {**about, "best": best, "forms": [record_of(form, _FORMS) for form in self.forms]}
+
+
+def recommend(name: str, memory: int | None = None) -> Recommendation:
+    """``memory``: bytes that the process may take, by default what is free. Raises ModelLoadError
+    and UnsupportedModelError."""
+    limit_threads()
+    model = _model(name)
+    options = (EngineOptions(device="cpu", quantize=precision) for precision in (None, *BITS))
+    setting, *rounding = map(Setting.of, options)
+    process = held_memory() or 0
+    budget = memory or process + free_memory(setting.device)
+    plain = Needs.of_model(model, setting, setting.cache_dtype)
+    composed = compose_auto(model, setting, budget - process - plain.weights)
+    drafts = [(spec, folder_of(spec)) for spec, _ in composed.taken]
+    _, drafted = check_drafts(drafts, model, setting, plain)
+    with stage("measuring this machine"):
+        sample, added = _sample(model, setting.loaded), _added()
+        prices = {8 * setting.width: _price(sample, None)}
+        prices |= {bits: _price(sample, precision) for precision, bits in BITS.items()}
+
+    def forward(bits: int, size: float) -> CostCurve:
+        """One that reads ``size`` bytes of weights in so many bits."""
+        price = prices[min(n for n in prices if n >= min(bits, *prices))]
+        return replace(price, seconds=tuple(size * second for second in price.seconds))
+
+    def form(title: str, how: Setting, draft: str, needs: Needs) -> PricedForm:
+        target = forward(machine.held_bits(model, how), _read_bytes(model, how))
+        step = replace(target, seconds=tuple(second + added for second in target.seconds))
+        rates = [1 / step(1)]
+        if draft == "auto":
+            passes = forward(4, machine.rounded_bytes(model, "int4", how))
+            rates += [_drafted(spec, step, passes) for spec, _ in drafts if spec.acceptance]
+        cache = needs.cache_bytes * min(_CONTEXT, model.max_positions)
+        total = process + needs.weights + cache
+        # Pages of the files are given up on demand.
+        peak = max(total, process + needs.loading - model.files.stored_bytes)
+        return PricedForm(
+            title, how.precision(model), draft, max(rates), total, peak, peak <= budget
+        )
+
+    forms = [form("plain", setting, "none", plain), form("auto", setting, "auto", drafted)]
+    for how, bits in zip(rounding, BITS.values(), strict=True):
+        if bits < machine.held_bits(model, setting) and model.quantisation is None:
+            needs = Needs.of_model(model, how, how.cache_dtype)
+            forms.append(form(f"{bits} bits", how, "none", needs))
+    return Recommendation(name, budget, tuple(forms), composed)
+
+
+def _model(name: str) -> Model:
+    try:
+        files = read_files(name)
+    except NotPulledError as error:
+        if error.entry.wheel is not None:
+            raise
+        files = read_files(error.entry.location)  # the hub sends headers alone
+    model, findings = describe(files, "target")
+    if model is None:
+        raise UnsupportedModelError(findings[-1].text)
+    return model
+
+
+def _read_bytes(model: Model, setting: Setting) -> float:
+    """Of the weights that a plain step reads: of an embedding it is one row, of experts few."""
+    embedded = model.vocab_size * model.hidden_size
+    named = model.skeleton.named_parameters()
+    experts: int = sum(numbers.numel() for key, numbers in named if ".experts." in key)
+    there: int = next((n for key in _EXPERTS if (n := getattr(model.config, key, 0))), 1)
+    asked: int = getattr(model.config, "num_experts_per_tok", None) or there
+    idle = (1 - asked / there) * experts / (model.parameters - embedded)
+    return (1 - idle) * (machine.weight_bytes(model, setting) - embedded * setting.width)
+
+
+def _sample(model: Model, dtype: torch.dtype) -> CausalModel:
+    """A Llama as wide as the model within limits, and as deep as ``_PARAMETERS`` allow."""
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    width = max(64, min(_WIDEST, model.hidden_size) // 64 * 64)
+    vocabulary = min(model.vocab_size, _HEAD // width)
+    depth = (_PARAMETERS - vocabulary * width) // (11 * width**2)
+    config = LlamaConfig(
+        hidden_size=width,
+        intermediate_size=3 * width,
+        vocab_size=vocabulary,
+        num_hidden_layers=min(model.num_layers, depth),
+        num_attention_heads=width // 64,
+        num_key_value_heads=1,
+        max_position_embeddings=256,
+    )
+    tensors = {
+        key: torch.empty(meta.shape, dtype=dtype).uniform_(-0.04, 0.04)
+        for key, meta in skeleton_of(config).state_dict().items()
+    }
+    with quiet():
+        hf = LlamaForCausalLM.from_pretrained(None, config=config, state_dict=tensors, dtype=dtype)
+    return CausalModel(hf, "a sample").optimised()
+
+
+def _price(sample: CausalModel, precision: str | None) -> CostCurve:
+    """Seconds for each byte that a forward reads, by its rows."""
+    read = sum(matrix.bytes for matrix in matrix_sizes(sample.hf))
+    if precision is not None:
+        read = rounded_bytes(sample.hf, precision, sample.dtype.itemsize)
+        sample = quantised_copy(sample, precision)
+    cache = sample.new_cache(16, 16, share=False)
+    (measured,) = measure_target(sample, cache, {1: _ROWS}).curves
+    return replace(measured, seconds=tuple(second / read for second in measured.seconds))
+
+
+def _added() -> float:
+    """Seconds of a plain step beside its forward: the engine's, whatever the model."""
+    toy = LLM(EMBEDDED, "none", device="cpu", max_batch_size=1)
+    params = SamplingParams(max_tokens=_TOKENS, ignore_eos=True)
+    steps = decode(toy, [[1]], 1, params).steps
+    return median(step.mean_seconds("draft", "verify", "other") for step in steps)
+
+
+def _drafted(spec: DraftSpec, step: CostCurve, passes: CostCurve) -> float:
+    """Tokens a second at the draft length that promises most, by the drafter's prior acceptance."""
+    lengths = tuple(range(spec.deepest + 1))
+    costs = DrafterCosts(lengths, lengths, passes, prior=spec.acceptance)
+    cost = CostModel(TargetCosts((1,), (step,)), {spec.kind: costs})
+    return max(cost.tokens(spec.kind, n) / cost.table(spec.kind, 1)[n] for n in lengths)
