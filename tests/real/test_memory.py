@@ -47,5 +47,6 @@ def test_the_peak_is_as_the_doctor_says(model: str, draft: str, quantize: str, c
     *_, found, counted = run.stdout.splitlines()
     said = re.search(r"at its peak ([\d.]+) (\w+)", found)
     assert said is not None
-    foreseen = float(said[1]) * _UNITS[said[2]]
-    assert foreseen == pytest.approx(int(counted) * 1024, rel=0.1)
+    foreseen, shown = float(said[1]) * _UNITS[said[2]], 0.05 * _UNITS[said[2]]  # one decimal
+    peak = int(counted) * 1024
+    assert abs(foreseen - peak) <= 0.1 * peak + shown
