@@ -153,20 +153,20 @@ def compose(target: Circumstances) -> Composition:
         taken.append((Mtp(), "part of the checkpoint"))
     left_out: list[tuple[str, str]] = []
     self_draft, problem = QuantizedDraft(), _problem(target)
-    if problem:
-        left_out.append((str(self_draft), problem))
-    else:
-        taken.append((self_draft, f"takes {target.copy_bytes / _MIB:,.0f} MiB more"))
     made = made_for(target.name)
     if made is not None:
         draft, where = made
         share = _stored(draft.path) / target.weight_bytes if target.weight_bytes else 0.0
         if share > (_MOST_MODEL_SHARE if isinstance(draft, DraftModel) else _MOST_HEAD_SHARE):
             left_out.append((str(draft), f"it has {share:.0%} of the target's bytes"))
-        elif isinstance(draft, DraftModel) and not problem:
+        elif not problem:
             left_out.append((str(draft), "the 4-bit form is right more often"))
         else:
             taken.append((draft, where))
+    if problem:
+        left_out.append((str(self_draft), problem))
+    else:
+        taken.append((self_draft, f"takes {target.copy_bytes / _MIB:,.0f} MiB more"))
     return Composition(tuple(taken), tuple(left_out))
 
 
