@@ -54,6 +54,10 @@ def test_what_one_writes_for_vllm() -> None:
         ({"gpu_memory_utilization": 0.9}, "kv_cache_memory="),
         ({"max_num_seqs": 4, "max_batch_size": 4}, "max_num_seqs is max_batch_size here"),
         ({"logits_processors": [print]}, "SamplingParams"),
+        ({"enable_lora": True}, "give adapters as lora={name: folder}"),
+        ({"max_loras": 4}, "any number of adapters"),
+        ({"max_lora_rank": 32}, "ranks up to 64"),
+        ({"lora_modules": ["sql=adapters/sql"]}, "lora is .*give adapters as"),
         ({"speculative_config": {"method": "warp"}}, "num_speculative_tokens"),
         ({"max_model_len": 10**6, "draft": None}, "sees"),
         ({"qwertz": 1}, "it knows"),
@@ -72,6 +76,8 @@ def test_what_parameters_and_calls_refuse(plain: LLM) -> None:
         SamplingParams(guided_decoding=1)  # type: ignore[call-arg]
     with pytest.raises(ConfigError, match="did you mean params"):
         plain.generate(PROMPT, param=SamplingParams())  # type: ignore[call-arg]
+    with pytest.raises(ConfigError, match=r'LLM\(lora={"sql": folder}\), and name it'):
+        plain.generate(PROMPT, lora_request=object())  # type: ignore[call-arg]
     with pytest.raises(ConfigError, match="give functions"):
         SamplingParams(logits_processors=("no",))
     assert SamplingParams(repeat_penalty=1.5).repetition_penalty == 1.5  # type: ignore[call-arg]

@@ -25,6 +25,7 @@ from support.cache_invariants import check_cache
 from support.engine_models import write_pair
 from support.medusa_models import write_medusa
 from support.model_folders import write_gpt2
+from support.made_adapters import write_adapter
 from support.random_heads import write_block, write_eagle
 from support.served_process import ServedProcess
 
@@ -202,6 +203,12 @@ def test_a_part_of_the_target_cannot_draft(twins: Twins) -> None:
         twins.shared.beside("early_exit:layers=1")
     with pytest.raises(ConfigError, match=r"not all here \(on 2 ranks\)"):
         twins.shared.beside("quantized:int4")
+
+
+def test_adapters_are_refused(twins: Twins, tmp_path: Path) -> None:
+    folder = write_adapter(tmp_path / "one", twins.folders["target"])
+    with pytest.raises(ConfigError, match="2 ranks runs no adapters; leave tensor_parallel out"):
+        twins.shared.adapters.load("one", folder)
 
 
 def test_ranks_of_one_model_at_a_time(twins: Twins) -> None:

@@ -12,6 +12,7 @@ from typing import Any, Literal, NoReturn
 import torch
 from torch import nn
 
+from paceline.core.adapter import Adapter
 from paceline.core.batch import Batch, ModelOutput
 from paceline.errors import ConfigError
 from paceline.model.backends.base import REFERENCE, Backend
@@ -84,6 +85,12 @@ class SharedForward(Backend):
         raise ConfigError(
             f"a target on {self.size} ranks cannot draft with a part of its own layers; "
             "use another drafter"
+        )
+
+    def check_adapter(self, adapter: Adapter) -> NoReturn:
+        raise ConfigError(
+            f"the adapter {adapter.name}: a target on {self.size} ranks runs no adapters; leave "
+            "tensor_parallel out, or merge the adapter into the model (peft's merge_and_unload)"
         )
 
     def whole(self, side: Literal["input", "output"]) -> nn.Module:
