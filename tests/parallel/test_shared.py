@@ -23,9 +23,9 @@ from paceline.parallel import group, processes
 from paceline.parallel.group import BatchOrder
 from support.cache_invariants import check_cache
 from support.engine_models import write_pair
+from support.made_adapters import write_adapter
 from support.medusa_models import write_medusa
 from support.model_folders import write_gpt2
-from support.made_adapters import write_adapter
 from support.random_heads import write_block, write_eagle
 from support.served_process import ServedProcess
 
