@@ -10,6 +10,7 @@ import pytest
 import torch
 
 from paceline.core.params import SamplingParams
+from paceline.errors import ConfigError
 from paceline.llm import LLM
 from paceline.model.paged.blocks import OutOfBlocksError
 from paceline.request.completion import Completion
@@ -17,6 +18,7 @@ from paceline.train.tokenizer import train_tokenizer
 from support.cache_invariants import check_cache
 from support.engine_models import random_llama, random_recurrent
 from support.faults import STAGES, Fault
+from support.made_adapters import write_adapter, write_merged
 from support.recurrent_models import RECURRENT
 from support.tiny_models import SENTENCES
 
@@ -90,6 +92,35 @@ def test_drafted_text_is_plain_text(
     assert [out.token_ids for out in again] == expected
     assert again[0].stats.cached_tokens == 32  # a prefix is found again, with its state
     assert sum(out.stats.drafted_tokens for out in again) > 0
+
+
+@pytest.mark.parametrize("draft", ["ngram", "tree:{draft}"])
+def test_a_request_s_adapter_is_as_if_merged(
+    plain: LLM, folders: dict[str, str], expected: list[list[int]], tmp_path: Path, draft: str
+) -> None:
+    modules = ("in_proj", "in_proj_qkv", "in_proj_z", "in_proj_ba", "in_proj_b", "in_proj_qkvz")
+    modules += ("out_proj", "q_proj", "o_proj", "w1", "w2", "up_proj", "down_proj", "output_linear")
+    one = write_adapter(tmp_path / "one", folders["target"], modules=modules)
+    merged = LLM(write_merged(tmp_path / "merged", folders["target"], one), "none", dtype="float32")
+    llm = plain.beside(draft.format(**folders), draft_length=4)
+    llm.adapters.load("one", one, replace=True)
+    prompts = [prompt for prompt in PROMPTS for _ in range(2)]
+    for _ in range(2):  # with shared prefixes, too
+        made = llm.generate(prompts, GREEDY, lora=["one", None] * len(PROMPTS))
+        assert [out.token_ids for out in made[1::2]] == expected[: len(PROMPTS)]
+        theirs = merged.generate(PROMPTS, GREEDY)
+        assert [out.token_ids for out in made[::2]] == [out.token_ids for out in theirs]
+    assert [out.token_ids for out in theirs] != expected[: len(PROMPTS)]
+    check_cache(llm.engine.cache)
+
+
+@pytest.mark.parametrize("folders", ["jamba"], indirect=True)
+def test_linear_layers_within_a_recurrence_take_no_adapter(
+    plain: LLM, folders: dict[str, str], tmp_path: Path
+) -> None:
+    inner = write_adapter(tmp_path / "inner", folders["target"], modules=("x_proj",))
+    with pytest.raises(ConfigError, match=r"mamba\.x_proj, which .* without adapters; merge it"):
+        plain.adapters.load("inner", inner)
 
 
 @pytest.mark.parametrize("stage", [*STAGES, "preemption"])

@@ -85,8 +85,6 @@ def read_adapter(name: str, folder: str, model: CausalModel) -> Adapter:
     ModelLoadError for a folder that is none, or not of this model, and ConfigError for what cannot
     be served."""
     where, path = f"the adapter {name}", Path(folder).expanduser()
-    if model.state_bytes:
-        raise ConfigError(f"{where}: {model.name} has recurrent layers, which run no adapters")
     config = _read_config(where, path)
     tensors = _read_tensors(where, path)
     check_finite(tensors, where)

@@ -11,10 +11,10 @@ import torch
 
 from paceline.core.adapter import Adapter
 from paceline.core.batch import Batch, ModelOutput, Span
-from paceline.errors import UnsupportedModelError
+from paceline.errors import ConfigError, UnsupportedModelError
 from paceline.model.backends.base import REFERENCE, Backend
 from paceline.model.backends.reference.adapters import adapting
-from paceline.model.backends.reference.recurrent import over_states
+from paceline.model.backends.reference.recurrent import over_states, runs_on_states
 from paceline.model.backends.reference.rows import RowPositions
 from paceline.model.paged.cache import LayerShape, PagedCache
 from paceline.model.paged.masks import Pattern
@@ -64,7 +64,12 @@ class TorchBackend(Backend):
         return ModelOutput(outputs, {layer: captured[layer] for layer in batch.features})
 
     def check_adapter(self, adapter: Adapter) -> None:
-        pass
+        for name in adapter.pairs:
+            if runs_on_states(self.hf, name):
+                raise ConfigError(
+                    f"the adapter {adapter.name} changes {name}, which recurrent layers run without "
+                    "adapters; merge it into the model (peft's merge_and_unload)"
+                )
 
     def run(self, batch: DeviceBatch, step: Any) -> torch.Tensor:
         """The modules' forward, which passes ``step`` to every call of attention."""

@@ -192,6 +192,16 @@ def over_states(batch: Batch, cache: KeyValueStore) -> Iterator[None]:
         _RUNNING.reset(before)
 
 
+def runs_on_states(hf: Any, name: str) -> bool:
+    """Whether a linear module runs within a mixer's forward, on some rows of a step at a time."""
+    mixers = ((path, module) for path, module in hf.named_modules() if isinstance(module, _Mixer))
+    return any(
+        name.startswith(f"{path}.")
+        and name.removeprefix(f"{path}.") not in (*mixer.first, mixer.last)
+        for path, mixer in mixers
+    )
+
+
 def _is_mixer(module: Any) -> bool:
     return (
         isinstance(getattr(module, "layer_idx", None), int)
