@@ -154,7 +154,7 @@ def cache_blocks(
         per_block = BLOCK_SIZE * (per_token + feature_bytes)
         raise CacheMemoryError(
             f"the cache needs at least {2 * per_block:,} bytes, but has "
-            f"{blocks * per_block if memory is None else memory:,}; raise kv_cache_memory"
+            f"{blocks * per_block if memory is None else affordable_bytes:,}; raise kv_cache_memory"
         )
     return blocks
 

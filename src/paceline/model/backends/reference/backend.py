@@ -67,8 +67,8 @@ class TorchBackend(Backend):
         for name in adapter.pairs:
             if runs_on_states(self.hf, name):
                 raise ConfigError(
-                    f"the adapter {adapter.name} changes {name}, which recurrent layers run without "
-                    "adapters; merge it into the model (peft's merge_and_unload)"
+                    f"the adapter {adapter.name} changes {name}, which recurrent layers run "
+                    "without adapters; merge it into the model (peft's merge_and_unload)"
                 )
 
     def run(self, batch: DeviceBatch, step: Any) -> torch.Tensor:
