@@ -36,7 +36,7 @@ from paceline.core.batch import Batch, ModelOutput
 from paceline.core.params import SamplingParams
 from paceline.core.sizes import parse_bytes
 from paceline.lab.report.columns import Column, table_of
-from paceline.lab.report.render import rich_table
+from paceline.lab.report.render import print_table
 from paceline.llm import LLM
 from paceline.model.loading import load_module, load_tokenizer, weight_files
 
@@ -159,7 +159,7 @@ def main() -> None:
         row["same_text"] = text == texts[0]
     print(*plain.notes, sep="\n")
     columns = [Column(key, key.replace("_", " "), shown=str) for key in rows[0]]
-    Console().print(rich_table(table_of(rows, columns)))
+    print_table(table_of(rows, columns), Console())
     finish({"machine": machine(plain), "length": options.length, "rows": rows}, options.json)
 
 

@@ -67,7 +67,7 @@ def test_tables_and_markdown(tiny_pair: TinyPair, tmp_path: Path) -> None:
         *("--prompts", str(prompts), "--rounds", "2", "--max-tokens", "24"),
         *("-m", "draft@2", "-m", "ngram", "--concurrency", "1,2"),
         *("--temperature", "0,1", "--seed", "3", "--price", "2", "--allow-idle"),
-        *("--report", str(report)),
+        *("--report", str(report), "--details"),
     )
     assert result.exit_code == 0, result.output
     for words in ("By category", "cost", "Acceptance by position", "Same text"):

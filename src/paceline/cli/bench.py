@@ -117,6 +117,9 @@ class BenchRun(RunOptions):
     seconds: float | None = changed(  # type: ignore[assignment]
         RunOptions, "seconds", None, shown="120; of a suite 0"
     )
+    details: bool = under("Output")(
+        False, "Also print latencies, categories, acceptance by position and time per step."
+    )
 
 
 @dataclass(frozen=True)
@@ -174,7 +177,7 @@ def bench(
         about["perplexities"] = [read]
     with stage("comparing the texts"):
         result = BenchResult.of(plan.methods, plan.settings, llm, record, plan.suite, **about)
-    run.emit(result.record(), report_of(result))
+    run.emit(result.record(), report_of(result), run.details)
     complaints = result.complaints(options.allow_idle)
     for line in complaints:
         info(f"error: {line}")

@@ -11,7 +11,7 @@ from paceline.cli.options import expand
 from paceline.cli.output import print_json
 from paceline.core.stages import stage
 from paceline.lab.report.columns import Column, record_of, table_of
-from paceline.lab.report.render import rich_table
+from paceline.lab.report.render import print_table
 from paceline.model.names import EMBEDDED
 from paceline.settings import setting
 
@@ -43,5 +43,5 @@ def check_drafter(
     raised = {str(law.error): law.error for law in broken if law.error is not None}
     for error in raised.values():
         traceback.print_exception(error)
-    Console().print(rich_table(table_of(rows, _LAWS)))
+    print_table(table_of(rows, _LAWS), Console())
     return bool(broken)

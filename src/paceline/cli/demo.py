@@ -38,7 +38,7 @@ from paceline.lab.report.columns import (
     times,
 )
 from paceline.lab.report.document import Table
-from paceline.lab.report.render import rich_table
+from paceline.lab.report.render import print_table
 from paceline.model.names import DEFAULT_DRAFT, EMBEDDED, REAL, SMOLLM2, VARIABLE, pulled
 from paceline.settings import entries, setting
 
@@ -321,6 +321,6 @@ def demo(
     if as_json:
         print_json(_record(groups, draft))
         return
-    console.print(rich_table(_table(groups, draft)))
+    print_table(_table(groups, draft), console)
     following = "paceline pull smollm2" if options.model == EMBEDDED else "paceline chat"
     console.print(Text.assemble("Try next: ", (following, "bold")))

@@ -71,12 +71,12 @@ class ReportOptions(WriteOptions):
         if self.report is not None:
             check_path(self.report)
 
-    def emit(self, record: dict[str, Any], report: Report) -> None:
+    def emit(self, record: dict[str, Any], report: Report, details: bool = True) -> None:
         """Tables or JSON to stdout, and the report's file if one was asked for."""
         if self.as_json:
             print_json(record)
         else:
-            print_report(report, Console())
+            print_report(report, Console(), details)
         if self.report is not None:
             written = write(report, self.report)
             info(f"report: {', '.join(map(str, written))}")

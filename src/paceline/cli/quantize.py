@@ -9,7 +9,7 @@ from rich.console import Console
 
 from paceline.cli.options import expand
 from paceline.cli.output import WriteOptions, print_json
-from paceline.lab.report.render import rich_table
+from paceline.lab.report.render import print_table
 from paceline.settings import setting
 
 
@@ -48,4 +48,4 @@ def quantize(
     if output.as_json:
         print_json(report.record())
     else:
-        Console().print(rich_table(report.table()))
+        print_table(report.table(), Console())

@@ -9,7 +9,7 @@ from rich.console import Console
 from paceline.cli.options import expand
 from paceline.cli.output import print_json
 from paceline.core.stages import stage
-from paceline.lab.report.render import rich_table
+from paceline.lab.report.render import print_table
 from paceline.settings import setting
 
 
@@ -33,6 +33,6 @@ def recommend(
     if as_json:
         print_json(advice.record)
     else:
-        Console().print(rich_table(advice.table))
+        print_table(advice.table, Console())
         print(*advice.notes, *advice.lines, sep="\n")
     return int(advice.best is None)

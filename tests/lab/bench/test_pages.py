@@ -64,6 +64,7 @@ def test_one_client_two_categories() -> None:
         "Verdict",
         "Run",
         "Methods",
+        "Latency",
         "By category",
         "Acceptance by position",
         "Time per step",
@@ -71,13 +72,25 @@ def test_one_client_two_categories() -> None:
     ]
     text = shown(measured)
     assert "model:quick@2" in text and "a/quick" not in text
-    assert "use model:quick@2: 2.00x, 2.00 to 2.00, by plain decoding." in text
+    assert (
+        "use model:quick@2: 2.00x, 2.00 to 2.00, by plain decoding. 3 of 4 texts are the same."
+        in text
+    )
     assert "2.00x" in text
     assert "0.50 (8)" in text  # accepted at position 1, and how many drafts had one there
     assert "cost" in text and "1e+03" in text  # 1 token a second at 3.6 an hour
     names = [figure.name for figure in report_of(measured).figures()]
     assert names == ["speedup", "acceptance"]
     assert all("<svg" in figure.draw() for figure in report_of(measured).figures())
+
+
+def test_details_are_shown_on_request() -> None:
+    out = io.StringIO()
+    print_report(report_of(result(job("chat", 0), job("code", 1))), Console(file=out), False)
+    text = out.getvalue()
+    assert text.startswith("Verdict") and "Methods" in text and "0.50 (8)" not in text
+    details = "Latency, By category, Acceptance by position, Time per step, Same text"
+    assert f"With --details: {details}." in " ".join(text.split())
 
 
 def test_a_draft_that_does_not_pay_is_not_advised() -> None:

@@ -23,7 +23,7 @@ from paceline.lab.report.columns import (
     times,
 )
 from paceline.lab.report.document import Figure, Report, Table, Text
-from paceline.lab.report.render import as_table, print_report, write
+from paceline.lab.report.render import as_table, print_report, print_table, write
 
 
 def sample() -> Report:
@@ -49,6 +49,19 @@ def test_terminal() -> None:
     print_report(sample(), Console(file=out, width=80))
     text = out.getvalue()
     assert "Methods" in text and "1.83x" in text and "<i>" in text and "Mind the gap" in text
+
+
+def test_no_heading_breaks_on_a_narrow_screen() -> None:
+    """A wide table is printed in parts, and each begins with what tells the rows apart."""
+    out, names = io.StringIO(), [f"long_name_{n}" for n in range(12)]
+    rows = [[4, method, *(f"{n}.00x" for n in range(12))] for method in ("plain", "ngram")]
+    print_table(
+        Table(["clients", "method", *names], rows, note="Once."), Console(file=out, width=80)
+    )
+    text = out.getvalue()
+    assert all(name in text for name in names) and text.count("Once.") == 1
+    assert text.count("method") == text.count("ngram") == 3
+    assert max(map(len, text.splitlines())) <= 80
 
 
 def test_markdown(tmp_path: Path) -> None:

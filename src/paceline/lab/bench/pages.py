@@ -179,7 +179,10 @@ class _Pages:
         line = f"use {self.label[best.method]}: {figures}"
         if best.speedup.median <= 1:
             line = f"use no draft: the best, {self.label[best.method]}, reaches {figures}"
-        self.report.add("Verdict", Text(f"{line}, by plain decoding."))
+        texts = self.result.texts.counts.get(best.method, {})
+        alike, all_texts = texts.get(KINDS[0], 0), sum(texts.values())
+        same = f" {alike} of {all_texts} texts are the same." if texts else ""
+        self.report.add("Verdict", Text(f"{line}, by plain decoding.{same}"))
 
     def run(self) -> None:
         """Where and how it was measured, and what must not be missed."""
@@ -231,8 +234,9 @@ class _Pages:
             figures.append(Figure("tokens/s against concurrency", draw, "concurrency"))
         if NONE_TRIED in map(self.accepted, self.totals):
             note += f" {UNTRIED}"
+        self.report.add("Methods", table_of(self.totals, columns, note), *figures)
         latencies = table_of(self.totals, [*swept, *_LATENCIES], _LATENCY)
-        self.report.add("Methods", table_of(self.totals, columns, note), latencies, *figures)
+        self.report.add("Latency", latencies, detail=True)
 
     def accepted(self, row: Row) -> str | None:
         if row.drafts.acceptance_rate is not None:
@@ -268,7 +272,7 @@ class _Pages:
             partial(plots.bars, single, series, "speedup", baseline=1.0),
             f"speedup-t{temperature:g}" if several else "speedup",
         )
-        self.report.add(title, *pivots, picture)
+        self.report.add(title, *pivots, picture, detail=suite is None)
 
     def acceptance(self) -> None:
         rows = {self.label[row.method]: row for row in self.main if row.drafts.reached}
@@ -283,14 +287,14 @@ class _Pages:
             "acceptance",
         )
         table = table_across("", rows, [_DRAFTED, self.tried, *columns], _ACCEPTANCE)
-        self.report.add("Acceptance by position", table, picture)
+        self.report.add("Acceptance by position", table, picture, detail=True)
 
     def steps(self) -> None:
         first = self.temperatures[0]
         rows = [row for row in self.totals if row.temperature == first and row.phases]
         if rows:
             table = table_of(rows, [*self.swept(rows), *_PHASES], _STEPS)
-            self.report.add("Time per step", table)
+            self.report.add("Time per step", table, detail=True)
 
     def texts(self) -> None:
         counts, unequal = self.result.texts.counts, self.result.unequal
@@ -299,7 +303,8 @@ class _Pages:
                 [self.label[name], *(str(kinds.get(kind, 0)) for kind in KINDS)]
                 for name, kinds in counts.items()
             ]
-            self.report.add("Same text", Table(["method", *KINDS], rows, note=_TEXTS))
+            table = Table(["method", *KINDS], rows, note=_TEXTS)
+            self.report.add("Same text", table, detail=not self.result.texts.partings)
         if unequal:
             heads = ["method", *(aspect.replace("_", " ") for aspect in ASPECTS)]
             lines = [

@@ -42,8 +42,11 @@ Block = Table | Text | Figure
 
 @dataclass
 class Section:
+    """``detail``: a terminal shows it on request; files always have it."""
+
     title: str
     blocks: list[Block] = field(default_factory=list)
+    detail: bool = False
 
 
 @dataclass
@@ -53,8 +56,8 @@ class Report:
     title: str
     sections: list[Section] = field(default_factory=list)
 
-    def add(self, title: str, *blocks: Block) -> None:
-        self.sections.append(Section(title, list(blocks)))
+    def add(self, title: str, *blocks: Block, detail: bool = False) -> None:
+        self.sections.append(Section(title, list(blocks), detail))
 
     def figures(self) -> list[Figure]:
         return [b for section in self.sections for b in section.blocks if isinstance(b, Figure)]

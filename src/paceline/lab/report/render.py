@@ -9,6 +9,7 @@ from pathlib import Path
 
 from rich import box
 from rich.console import Console
+from rich.measure import Measurement
 from rich.table import Table as RichTable
 from rich.text import Text as RichText
 
@@ -16,6 +17,10 @@ from paceline.errors import ConfigError
 from paceline.files import replace_files, telling
 from paceline.files.ownership import check_file, is_signed, signed
 from paceline.lab.report.document import Block, Figure, Report, Table, Text, is_number, show
+
+
+_SHORT = 24  # characters of a column that stays on one line
+_UNLIMITED = 10_000  # characters: wider than any table
 
 
 def check_path(path: str | Path) -> None:
@@ -44,18 +49,43 @@ def write(report: Report, path: str | Path) -> list[Path]:
     return list(texts)
 
 
-def print_report(report: Report, console: Console) -> None:
-    """All sections; figures are for files and left out here."""
+def print_report(report: Report, console: Console, details: bool = True) -> None:
+    """All sections, or those that are no ``detail``; figures are for files and left out here."""
     for section in report.sections:
         blocks = [block for block in section.blocks if not isinstance(block, Figure)]
-        if not blocks:
+        if not blocks or (section.detail and not details):
             continue
         console.rule(RichText(section.title, style="bold"), align="left")
         for block in blocks:
             if isinstance(block, Table):
-                console.print(rich_table(block))
+                print_table(block, console)
             else:
                 console.print(RichText(block.text, style="bold red" if block.warning else ""))
+    hidden = [section.title for section in report.sections if section.detail]
+    if hidden and not details:
+        console.print(f"With --details: {', '.join(hidden)}.")
+
+
+def print_table(table: Table, console: Console) -> None:
+    """One that is too wide is printed in parts, so that no heading is broken. Every part begins
+    with the columns that tell the rows apart."""
+    columns, rows = range(len(table.columns)), table.rows
+    keys = next((n for n in columns if len({tuple(row[:n]) for row in rows}) == len(rows)), 1)
+    part, parts = [*columns[:keys]], list[RichTable]()
+    unlimited = console.options.update_width(_UNLIMITED)
+
+    def printable(chosen: Sequence[int], note: str = "") -> RichTable:
+        cells = [[row[i] for i in chosen] for row in rows]
+        return rich_table(Table([table.columns[i] for i in chosen], cells, table.title, note))
+
+    for column in columns[keys:]:
+        least = Measurement.get(console, unlimited, printable([*part, column])).minimum
+        if len(part) > keys and least > console.width:
+            parts.append(printable(part))
+            part = part[:keys]
+        part.append(column)
+    for shown in (*parts, printable(part, table.note)):
+        console.print(shown)
 
 
 def rich_table(table: Table) -> RichTable:
@@ -63,8 +93,16 @@ def rich_table(table: Table) -> RichTable:
     shown = RichTable(box=box.SIMPLE_HEAD, pad_edge=False, collapse_padding=True)
     shown.title, shown.caption = table.title or None, table.note or None
     shown.title_justify = shown.caption_justify = "left"
-    for heading, numbers in zip(table.columns, _of_numbers(table), strict=True):
-        shown.add_column(heading, justify="right" if numbers else "left", overflow="fold")
+    for index, (heading, numbers) in enumerate(zip(table.columns, _of_numbers(table), strict=True)):
+        widest = max(len(show(cell)) for cell in (heading, *(row[index] for row in table.rows)))
+        short = widest <= _SHORT
+        shown.add_column(
+            heading,
+            justify="right" if numbers else "left",
+            overflow="fold",
+            no_wrap=short,
+            min_width=widest if short else None,
+        )
     for row in table.rows:
         shown.add_row(*(RichText(show(cell)) for cell in row))
     return shown
