@@ -18,7 +18,6 @@ from paceline.files import replace_files, telling
 from paceline.files.ownership import check_file, is_signed, signed
 from paceline.lab.report.document import Block, Figure, Report, Table, Text, is_number, show
 
-
 _SHORT = 24  # characters of a column that stays on one line
 _UNLIMITED = 10_000  # characters: wider than any table
 
