@@ -26,7 +26,9 @@ import math
 import shutil
 import sys
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -168,8 +170,8 @@ class Padding:
 
 def padded_tensors(
     folder: Path, small: Shape, big: Shape, tied: bool
-) -> Iterator[tuple[str, Tensor]]:
-    """Every tensor of the inflated checkpoint, one at a time."""
+) -> Iterator[tuple[str, Callable[[], Tensor]]]:
+    """What makes each tensor of the inflated checkpoint, which does not depend on the others."""
     source = {
         name: tensor
         for file in sorted(folder.glob("*.safetensors"))
@@ -177,7 +179,10 @@ def padded_tensors(
     }
     padding = Padding(small.hidden, big.hidden)
     embeddings = source["model.embed_tokens.weight"]
-    yield "model.embed_tokens.weight", padding.zeros(embeddings, (len(embeddings), big.hidden))
+    yield (
+        "model.embed_tokens.weight",
+        partial(padding.zeros, embeddings, (len(embeddings), big.hidden)),
+    )
     query, key = big.heads * big.head_dim, big.kv_heads * big.head_dim
     readers = {"self_attn.q_proj": query, "self_attn.k_proj": key, "self_attn.v_proj": key}
     readers |= {"mlp.gate_proj": big.ffn, "mlp.up_proj": big.ffn}
@@ -190,15 +195,16 @@ def padded_tensors(
             if index not in old_of:
                 weight = weight[:0]  # nothing of it is taken over
             if part in readers:
-                yield name, padding.reading(name, weight, readers[part])
+                yield name, partial(padding.reading, name, weight, readers[part])
             elif part in writers:
-                yield name, padding.zeros(weight, (big.hidden, writers[part]))
+                yield name, partial(padding.zeros, weight, (big.hidden, writers[part]))
             else:
-                yield name, padding.norm(name, weight)
-    yield "model.norm.weight", padding.norm("model.norm.weight", source["model.norm.weight"])
+                yield name, partial(padding.norm, name, weight)
+    name = "model.norm.weight"
+    yield name, partial(padding.norm, name, source[name])
     if not tied:
         head = source["lm_head.weight"]
-        yield "lm_head.weight", padding.reading("lm_head.weight", head, len(head))
+        yield "lm_head.weight", partial(padding.reading, "lm_head.weight", head, len(head))
 
 
 def resolve(model: str) -> Path:
@@ -233,9 +239,9 @@ def write_once(
     folder = Path(out).expanduser() if out else cache_folder() / "inflated" / name
     marker = folder / MARKER
     if not (marker.is_file() and marker.read_text() == mark):
-        with folder_aside(folder, "the inflated checkpoint") as partial:
-            write(partial)
-            (partial / MARKER).write_text(mark)
+        with folder_aside(folder, "the inflated checkpoint") as aside:
+            write(aside)
+            (aside / MARKER).write_text(mark)
     return folder
 
 
@@ -250,12 +256,14 @@ def inflate(model: str | Path, sizes: Sizes, out: str | Path | None = None) -> P
     small = read_shape(config)
     big = wider(small, sizes)
 
-    def write(partial: Path) -> None:
+    def write(aside: Path) -> None:
         tied = bool(config.get("tie_word_embeddings", False))
-        tensors = dict(padded_tensors(source, small, big, tied))
-        save_torch_state_dict(tensors, partial, max_shard_size="1GB", metadata={"format": "pt"})
+        makers = dict(padded_tensors(source, small, big, tied))
+        with ThreadPoolExecutor() as pool:  # a generator of random numbers uses one core
+            tensors = dict(zip(makers, pool.map(lambda make: make(), makers.values()), strict=True))
+        save_torch_state_dict(tensors, aside, max_shard_size="1GB", metadata={"format": "pt"})
         count = sum(tensor.numel() for tensor in tensors.values())
-        _write_sidecars(source, config, partial, (small, big), count)
+        _write_sidecars(source, config, aside, (small, big), count)
 
     return write_once(source, big, mark_of(source, asdict(sizes)), out, write)
 
