@@ -12,7 +12,7 @@ A whole answer is one fed in one piece. Forms of calls that are known:
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Sequence
+from collections.abc import Generator, Iterable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any, Protocol
 
 from paceline.server.api.protocol import Tool
@@ -174,131 +174,111 @@ class PossibleCall:
         self._parallel = parallel
         self._deltas: list[Delta] = []
         self._blanks = ""  # at the end of the content so far
-        self._at_start, self._in_code, self._has_content = True, False, False
+        self._in_code = self._has_content = False
         self._calls = 0
         self._waiting = ""  # read, but not yet decided
-        # Of a possible call, with whose tag ``_waiting`` begins: where its JSON begins, how far it
-        # has been scanned, where it ends, and the calls in it.
-        self._tag: str | None = None
-        self._json_from: int | None = None
-        self._followed = self._json_end = 0
-        self._end = _JsonEnd()
-        self._parsed: list[dict[str, Any]] = []
+        self._parsed: list[dict[str, Any]] = []  # calls that wait for what closes them
+        self._reading = self._read()
 
     def feed(self, text: str) -> list[Delta]:
         self._waiting += text
-        while self._waiting and (self._text() if self._tag is None else self._block()):
-            pass
+        next(self._reading)
+        return self._taken()
+
+    def finish(self, reason: str) -> tuple[list[Delta], str]:
+        cut = bool(self._waiting) and not self._parsed
+        if self._parsed:  # what waits is at most a part of the closing tag
+            self._call(len(self._waiting))
+        self._add_content(len(self._waiting))
+        if self._blanks and not self._calls:
+            self._deltas.append({"content": self._blanks})
+        if self._calls and (reason == "stop" or not cut):
+            reason = "tool_calls"
+        return self._taken(), reason
+
+    def _taken(self) -> list[Delta]:
         deltas, self._deltas = self._deltas, []
         return deltas
 
-    def finish(self, reason: str) -> tuple[list[Delta], str]:
-        cut = bool(self._waiting)
-        if self._parsed:  # what waits is at most a part of the closing tag
-            self._call(len(self._waiting))
-            cut = False
-        elif self._waiting:
-            self._add_content(self._waiting)
-        if self._blanks and not self._calls:
-            self._deltas.append({"content": self._blanks})
-        deltas, self._deltas = self._deltas, []
-        if self._calls and (reason == "stop" or not cut):
-            reason = "tool_calls"
-        return deltas, reason
+    # These go on whenever more has come.
 
-    # These read what they can of ``_waiting``; true: call again for the rest.
+    def _read(self) -> Iterator[None]:
+        while any(tag.startswith(self._waiting.lstrip()) for tag in (*_TAGS, _ALONE)):
+            yield  # any tag may follow blanks
+        start = self._waiting.lstrip()
+        alone = start.startswith(_ALONE)
+        if alone or (start[0] in "{[" and not start.startswith(tuple(_TAGS))):
+            yield from self._open(_ALONE if alone else "", len(self._waiting) - len(start))
+        while True:
+            match = _TAG.search(self._waiting)
+            if match is None:
+                self._add_content(len(self._waiting) - _begun_tag(self._waiting))
+                yield
+            elif match[0] == "```" and self._in_code:
+                self._in_code = False
+                self._add_content(match.end())
+            else:
+                yield from self._open(match[0], match.start())
 
-    def _text(self) -> bool:
-        if self._at_start:
-            start = self._waiting.lstrip()
-            if any(tag.startswith(start) for tag in (*_TAGS, _ALONE)):
-                return False  # any tag may follow blanks
-            self._at_start = False
-            alone = start.startswith(_ALONE)
-            if alone or (start[0] in "{[" and not start.startswith(tuple(_TAGS))):
-                return self._open(_ALONE if alone else "", len(self._waiting) - len(start))
-        match = _TAG.search(self._waiting)
-        if match is None:
-            self._add_waiting(len(self._waiting) - _begun_tag(self._waiting))
-            return False
-        if match[0] == "```" and self._in_code:
-            self._in_code = False
-            self._add_waiting(match.end())
-            return True
-        return self._open(match[0], match.start())
+    def _open(self, tag: str, start: int) -> Iterator[None]:
+        self._add_content(start)
+        end = yield from self._block(tag)
+        if self._parsed:
+            self._call(end)
+        else:  # it is content
+            self._in_code = self._in_code or tag == "```"
+            self._add_content(end)
 
-    def _open(self, tag: str, start: int) -> bool:
-        self._add_waiting(start)
-        self._tag, self._json_from = tag, None
-        return True
+    def _block(self, tag: str) -> Generator[None, None, int]:
+        """Where a tag, the JSON after it and the closing tag end. ``_parsed`` is then empty if that
+        is no call."""
+        lead = _FENCE_LEAD if tag == "```" else _LEAD
+        while True:
+            follows = self._waiting[len(tag) :]
+            blanks = lead.match(follows)
+            assert blanks is not None
+            start = blanks.end()
+            begun = _JSON.match(follows, start)
+            unclear = begun is None and _UNCLEAR.fullmatch(follows, start)
+            if tag == "```" and any(label.startswith(follows) for label in _LABELS):
+                yield
+            elif begun is not None and begun.end() <= _HEAD_LIMIT:
+                break
+            elif unclear and len(follows) <= _HEAD_LIMIT:
+                yield
+            else:
+                return len(tag) + start
+        brackets, followed = _JsonEnd(), len(tag) + start
+        while (length := brackets.feed(self._waiting[followed:])) is None:
+            followed = len(self._waiting)
+            yield
+        end = followed + length
+        self._parsed = calls_in(self._waiting[len(tag) + start : end], self._names)
+        closing = _TAGS.get(tag)  # None: nothing else may follow
+        while self._parsed and closing != "":
+            rest = self._waiting[end:].lstrip()
+            after = len(self._waiting) - len(rest)
+            if closing is not None and rest.startswith(closing):
+                return after + len(closing)
+            if rest and not (closing or "").startswith(rest):
+                end, self._parsed = after, []
+            else:
+                yield
+        return end
 
-    def _block(self) -> bool:
-        """A tag, the JSON after it, and the closing tag."""
-        if self._json_from is None:
-            return self._begin_json()
-        if not self._parsed:
-            end = self._end.feed(self._waiting[self._followed :])
-            if end is None:
-                self._followed = len(self._waiting)
-                return False
-            self._json_end = self._followed + end
-            self._parsed = calls_in(self._waiting[self._json_from : self._json_end], self._names)
-            if not self._parsed:
-                return self._reject(self._json_end)
-        closing = _TAGS.get(self._tag or "")  # None: nothing else may follow
-        rest = self._waiting[self._json_end :].lstrip()
-        after = len(self._waiting) - len(rest)
-        if closing == "":
-            return self._call(self._json_end)
-        if closing is not None and rest.startswith(closing):
-            return self._call(after + len(closing))
-        if not rest or (closing or "").startswith(rest):
-            return False
-        return self._reject(after)
-
-    def _begin_json(self) -> bool:
-        """From the tag to the beginning of the JSON."""
-        tag = self._tag or ""
-        fence, follows = tag == "```", self._waiting[len(tag) :]
-        if fence and any(label.startswith(follows) for label in _LABELS):
-            return False
-        lead = (_FENCE_LEAD if fence else _LEAD).match(follows)
-        assert lead is not None
-        begun = _JSON.match(follows, lead.end())
-        if begun is not None and begun.end() <= _HEAD_LIMIT:
-            self._json_from = self._followed = len(tag) + lead.end()
-            self._end = _JsonEnd()
-            return True
-        unclear = _UNCLEAR.fullmatch(follows, lead.end())
-        if begun is None and unclear is not None and len(follows) <= _HEAD_LIMIT:
-            return False
-        return self._reject(len(tag) + lead.end())
-
-    def _reject(self, end: int) -> bool:
-        """The waiting text up to ``end`` is not a call: it is content."""
-        self._in_code = self._in_code or self._tag == "```"
-        self._tag, self._parsed = None, []
-        self._add_waiting(end)
-        return True
-
-    def _call(self, end: int) -> bool:
+    def _call(self, end: int) -> None:
         for call in self._parsed if self._parallel else self._parsed[: not self._calls]:
             self._deltas.append({"tool_calls": [{"index": self._calls, **call}]})
             self._calls += 1
-        self._tag, self._parsed, self._waiting = None, [], self._waiting[end:]
-        return True
+        self._parsed, self._waiting = [], self._waiting[end:]
 
-    def _add_waiting(self, end: int) -> None:
-        text, self._waiting = self._waiting[:end], self._waiting[end:]
-        self._add_content(text)
-
-    def _add_content(self, text: str) -> None:
-        whole = self._blanks + text
-        body = whole.rstrip()
-        self._blanks = whole[len(body) :]
-        if not body:
-            return
+    def _add_content(self, end: int) -> None:
+        """The waiting text up to ``end``."""
+        text, self._waiting = self._blanks + self._waiting[:end], self._waiting[end:]
+        body = text.rstrip()
+        self._blanks = text[len(body) :]
         if self._calls and not self._has_content:
             body = body.lstrip()
-        self._has_content = True
-        self._deltas.append({"content": body})
+        if body:
+            self._has_content = True
+            self._deltas.append({"content": body})
