@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from paceline.core.params import SamplingParams
-from paceline.core.penalties import penalised
+from paceline.core.sampling import penalised
 from paceline.core.sequence import SequenceState
 
 VOCAB = 40

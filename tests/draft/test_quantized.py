@@ -14,7 +14,7 @@ from paceline.draft.selfspec import SelfDrafter
 from paceline.draft.spec import Loading
 from paceline.drafters import prepare_one
 from paceline.errors import ConfigError
-from paceline.model.backends.trial import relative_error, trial_logits
+from paceline.model.backends.base import relative_error, trial_logits
 from paceline.model.copies import quantised_copy
 from paceline.model.precision import matrix_sizes, quantise_loaded, usual_bits
 from paceline.model.quantised.weights import QuantisedLinear

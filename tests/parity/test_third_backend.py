@@ -13,7 +13,7 @@ from transformers import GPT2Config, GPT2LMHeadModel
 
 from paceline import LLM, ConfigError, SamplingParams, register_backend
 from paceline.model.backends import registry
-from paceline.model.backends.trial import relative_error, trial_logits
+from paceline.model.backends.base import relative_error, trial_logits
 from paceline.model.target import CausalModel
 from support.every_drafter import SPECS
 

@@ -11,7 +11,7 @@ import pytest
 from paceline.request.completion import Completion, CompletionStats, StreamEvent
 from paceline.server.api.anthropic import MessagesAnswer
 from paceline.server.api.protocol import FunctionDefinition, Tool
-from paceline.server.api.tool_stream import PossibleCall
+from paceline.server.api.tools import PossibleCall
 from support.asking import Reply, ask
 from support.running_server import MODEL, Running
 

@@ -12,7 +12,7 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from paceline.server.api.protocol import Tool
-from paceline.server.api.tool_stream import AnswerStream, ForcedCall, PossibleCall, message_of
+from paceline.server.api.tools import AnswerStream, ForcedCall, PossibleCall, message_of
 
 TOOLS = [
     Tool.model_validate({"type": "function", "function": {"name": name}})

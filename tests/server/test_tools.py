@@ -13,8 +13,7 @@ from pydantic import ValidationError
 from paceline import LLM, SamplingParams
 from paceline.server.api.chat import render
 from paceline.server.api.protocol import ChatMessage, ChatRequest, Tool
-from paceline.server.api.tool_calls import forced_grammar
-from paceline.server.api.tool_stream import PossibleCall, message_of
+from paceline.server.api.tools import PossibleCall, forced_grammar, message_of
 from support.asking import ask
 from support.running_server import MODEL, Running
 

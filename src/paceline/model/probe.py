@@ -17,8 +17,8 @@ from torch import Tensor
 
 from paceline.core.batch import Batch, Span
 from paceline.errors import UnsupportedModelError
+from paceline.model.backends.base import relative_error
 from paceline.model.backends.reference.attention import paged_attention
-from paceline.model.backends.trial import relative_error
 from paceline.model.paged.cache import LayerShape
 from paceline.model.paged.masks import FULL, Pattern
 

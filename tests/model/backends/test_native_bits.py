@@ -23,9 +23,9 @@ from paceline.kernels.library import (
     choose,
     instructions,
 )
+from paceline.model.backends.base import relative_error
 from paceline.model.backends.native.model import unpack_modules
 from paceline.model.backends.native.packing import PLAIN, Packed
-from paceline.model.backends.trial import relative_error
 from paceline.model.paged.int8 import INT8
 from paceline.model.target import CausalModel
 

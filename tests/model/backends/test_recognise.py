@@ -11,9 +11,9 @@ import transformers
 from random_models import COMMON
 
 from paceline.core.batch import Batch, ModelOutput
+from paceline.model.backends.base import trial_logits
 from paceline.model.backends.native import model as using
 from paceline.model.backends.native.recognise import as_rms_norm, describe, unsupported_option
-from paceline.model.backends.trial import trial_logits
 from paceline.model.paged.cache import PagedCache
 from paceline.model.paged.masks import FULL
 from paceline.model.probe import register

@@ -16,8 +16,8 @@ from native_models import VOCAB, Paged, Piece, native_model
 
 from paceline.kernels import compile as building
 from paceline.kernels.library import INSTRUCTIONS, choose, instructions
+from paceline.model.backends.base import relative_error
 from paceline.model.backends.native.model import unpack_modules
-from paceline.model.backends.trial import relative_error
 from paceline.model.target import CausalModel
 
 # Room for 16 blocks of one row's results, for 3 of four rows', for one of more.

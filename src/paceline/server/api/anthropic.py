@@ -15,7 +15,7 @@ from pydantic import Field
 from paceline.server.api import blocks
 from paceline.server.api.chat import Dialogue, render_request
 from paceline.server.api.protocol import ChatRequest, Generation
-from paceline.server.api.tool_calls import call_of
+from paceline.server.api.tools import call_of
 from paceline.server.errors import anthropic_body
 from paceline.server.failures import APIError
 from paceline.server.fields import Body, Content, text_of

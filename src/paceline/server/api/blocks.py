@@ -14,7 +14,7 @@ from paceline.request.completion import Completion, StreamEvent
 from paceline.server.api.chat import Dialogue
 from paceline.server.api.choices import token_records
 from paceline.server.api.protocol import ChatRequest, Generation
-from paceline.server.api.tool_stream import deltas_of
+from paceline.server.api.tools import deltas_of
 from paceline.server.errors import invalid
 from paceline.server.failures import APIError
 from paceline.server.requestlog import note

@@ -16,7 +16,7 @@ from fastapi.responses import Response
 
 from paceline.core.params import TokenLogprob
 from paceline.request.completion import Completion, StreamEvent
-from paceline.server.api.chat import Dialogue
+from paceline.server.api.chat import Dialogue, sampling_params
 from paceline.server.api.choices import (
     LogprobColumns,
     Origins,
@@ -26,7 +26,6 @@ from paceline.server.api.choices import (
     token_records,
     visible_logprobs,
 )
-from paceline.server.api.params import sampling_params
 from paceline.server.api.protocol import (
     MAX_PROMPTS,
     ChatRequest,
@@ -36,7 +35,7 @@ from paceline.server.api.protocol import (
     StreamOptions,
 )
 from paceline.server.api.tokens import infill
-from paceline.server.api.tool_stream import AnswerStream, Delta, deltas_of, message_of
+from paceline.server.api.tools import AnswerStream, Delta, deltas_of, message_of
 from paceline.server.client import Ticket
 from paceline.server.failures import APIError
 from paceline.server.service import Service

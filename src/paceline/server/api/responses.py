@@ -14,8 +14,7 @@ from fastapi import Request as HTTPRequest
 from fastapi.responses import Response
 
 from paceline.server.api import blocks
-from paceline.server.api.chat import Dialogue
-from paceline.server.api.params import sampling_of
+from paceline.server.api.chat import Dialogue, sampling_of
 from paceline.server.api.responses_api import ResponsesRequest, messages_of
 from paceline.server.errors import error_body
 from paceline.server.failures import APIError

@@ -9,7 +9,7 @@ from pydantic import Field, model_validator
 
 from paceline.server.api import blocks
 from paceline.server.api.protocol import MAX_LOGPROBS, ChatRequest, Generation, JsonSchema
-from paceline.server.api.tool_calls import call_of
+from paceline.server.api.tools import call_of
 from paceline.server.fields import Body, text_of
 from paceline.server.requestlog import note
 

@@ -26,7 +26,16 @@ from paceline.kernels.library import (
     instructions,
     library,
 )
-from paceline.model.backends.base import NATIVE, Adapted, Backend, DraftingHeads, EagleStep, Growth
+from paceline.model.backends.base import (
+    NATIVE,
+    Adapted,
+    Backend,
+    DraftingHeads,
+    EagleStep,
+    Growth,
+    relative_error,
+    trial_logits,
+)
 from paceline.model.backends.counters import NativeWork, count_work, traced
 from paceline.model.backends.native.adapters import NativeAdapters
 from paceline.model.backends.native.copies import rounded_copy
@@ -38,7 +47,6 @@ from paceline.model.backends.native.packing import (
     pack_children,
 )
 from paceline.model.backends.native.recognise import STATIC_ROPE, DecoderShape, describe
-from paceline.model.backends.trial import relative_error, trial_logits
 from paceline.model.paged.cache import PagedCache
 from paceline.model.paged.segments import KeyValueStore
 

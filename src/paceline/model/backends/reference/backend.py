@@ -4,16 +4,17 @@ from __future__ import annotations
 
 import copy
 import inspect
-from collections.abc import Sequence
+import threading
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import torch
 
-from paceline.core.adapter import Adapter
+from paceline.core.adapter import Adapter, AdapterRun
 from paceline.core.batch import Batch, ModelOutput, Span
 from paceline.errors import ConfigError, UnsupportedModelError
 from paceline.model.backends.base import REFERENCE, Backend
-from paceline.model.backends.reference.adapters import adapting
 from paceline.model.backends.reference.recurrent import over_states, runs_on_states
 from paceline.model.backends.reference.rows import RowPositions
 from paceline.model.paged.cache import LayerShape, PagedCache
@@ -227,3 +228,28 @@ class _TrialCache(PagedCache):
     def kv(self, layer: int) -> tuple[torch.Tensor, torch.Tensor]:
         self.layers.append(layer)
         return super().kv(layer)
+
+
+@contextmanager
+def adapting(hf: Any, runs: Sequence[AdapterRun], head: Any) -> Iterator[None]:
+    """A context of one forward in which modules of ``hf`` add what the adapters of ``runs`` say.
+    ``head``: the module that gets the rows with logits alone, or None."""
+    thread, hooks = threading.get_ident(), []
+    for name in {name for run in runs for name in run.adapter.pairs}:
+
+        def add(module: Any, args: Any, out: torch.Tensor, name: str = name) -> None:
+            if threading.get_ident() != thread:  # another engine's forward of these modules
+                return
+            inputs, outputs = args[0].flatten(0, -2), out.view(-1, out.shape[-1])
+            for run in runs:
+                if name in run.adapter.pairs:
+                    a, b = run.adapter.pairs[name]
+                    rows = run.logits if module is head else run.rows
+                    outputs[rows] += inputs[rows] @ a.T @ b.T
+
+        hooks.append(hf.get_submodule(name).register_forward_hook(add))
+    try:
+        yield
+    finally:
+        for hook in hooks:
+            hook.remove()
