@@ -3,19 +3,24 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterable, Sequence
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import MISSING, fields
 from typing import Any
 
+import typer
 from annotated_types import Ge, Gt, Le, Lt, MaxLen, MinLen
 from pydantic import BaseModel
 from pydantic.fields import FieldInfo
 from pydantic_core import PydanticUndefined
+from rich.text import Text
 
+from paceline.cli.main import app
 from paceline.draft.spec import DraftSpec
 from paceline.drafters import RECORDS
 from paceline.server.api.protocol import ChatRequest, CompletionRequest, Speculation
 from paceline.server.config import SECTIONS, keys
+from paceline.server.metrics import VLLM_NAMES, Metrics
 from paceline.settings import TableEntry
 
 
@@ -116,7 +121,93 @@ def _options(record: type[DraftSpec]) -> Iterable[tuple[str, str, str]]:
         yield f"`{name}`", shown, f"`{item.type}`"
 
 
+# -- metrics ---------------------------------------------------------------------------------------
+
+
+def metrics() -> str:
+    """Name with labels, type and documentation of every metric of the server."""
+    rows = []
+    for metric in Metrics().registry._collector_to_names:
+        family = metric.describe()[0]
+        name = family.name + {"counter": "_total", "info": "_info"}.get(family.type, "")
+        labels = ",".join(metric._labelnames)
+        shown = f"`{name}{{{labels}}}`" if labels else f"`{name}`"
+        rows.append((shown, family.type, family.documentation))
+    return table(("Metric", "Type", "Meaning"), rows)
+
+
+def vllm_metrics() -> str:
+    rows = [
+        (f"`paceline_{ours}`", ", ".join(f"`vllm:{theirs}`" for theirs in names))
+        for ours, names in VLLM_NAMES.items()
+    ]
+    return table(("Here", "vLLM"), rows)
+
+
+# -- commands --------------------------------------------------------------------------------------
+
+_SHARED = 4  # commands from which on an option is described once, behind all of them
+
+
+def commands() -> str:
+    """Usage, meaning and options of every command; then the options that many of them share."""
+    listed = dict(_commands(typer.main.get_command(app), "paceline"))
+    users: dict[tuple[str, str, str], list[str]] = defaultdict(list)
+    for name, command in listed.items():
+        for parameter in command.params:
+            if parameter.name not in ("help", "help_all"):
+                users[_option(parameter)].append(name)
+    shared: dict[str, list[tuple[str, str, str]]] = {
+        "Shared options": [],
+        "Options of training": [],
+    }
+    for row, names in users.items():
+        if len(names) >= _SHARED:
+            training = all(name.startswith("paceline train ") for name in names)
+            shared["Options of training" if training else "Shared options"].append(row)
+    columns, parts = ("Option", "Default", "Meaning"), []
+    for name, command in listed.items():
+        mine = [row for row, names in users.items() if name in names and len(names) < _SHARED]
+        parts += [f"### {name}", (command.help or "").strip()]
+        parts += [table(columns, mine)] if mine else []
+        for title, rows in shared.items():
+            if flags := [row[0] for row in rows if name in users[row]]:
+                parts.append(f"[{title}](#{title.lower().replace(' ', '-')}): {', '.join(flags)}.")
+    for title, rows in shared.items():
+        parts += [f"### {title}", table(columns, rows)]
+    return "\n\n".join(parts)
+
+
+def _commands(command: Any, name: str) -> Iterator[tuple[str, Any]]:
+    if not hasattr(command, "commands"):
+        yield name, command
+        return
+    for inner in command.commands.values():
+        yield from _commands(inner, f"{name} {inner.name}")
+
+
+def _option(parameter: Any) -> tuple[str, str, str]:
+    """Its flags, or its name, its default and its help."""
+    flags = (*parameter.opts, *parameter.secondary_opts)
+    if parameter.param_type_name == "argument":
+        flags = ((parameter.metavar or parameter.name).upper(),)
+    shown, default = parameter.show_default, parameter.default
+    if not isinstance(shown, str):
+        values = default if isinstance(default, (list, tuple)) else [default]
+        known = shown and default is not None and default is not False and default != ""
+        shown = ", ".join(f"`{value}`" for value in values) if known else ""
+    if parameter.required:
+        shown = "must be given"
+    help = Text.from_markup(parameter.help or "").plain
+    if "|" in (parameter.metavar or ""):
+        help += f" One of {parameter.metavar.replace('|', ', ')}."
+    return ", ".join(f"`{flag}`" for flag in flags), shown, help
+
+
 TABLES: dict[str, Callable[[], str]] = {
+    "commands": commands,
+    "metrics": metrics,
+    "vllm_metrics": vllm_metrics,
     "settings": settings,
     "request_fields": request_fields,
     "drafters": drafters,

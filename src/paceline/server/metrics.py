@@ -46,48 +46,53 @@ class Metrics:
         gauge = partial(Gauge, namespace="paceline", registry=registry)
         histogram = partial(Histogram, namespace="paceline", registry=registry)
         # requests
-        text = "Requests that ended, by outcome (stop, length, cancelled, ...)."
+        text = "Requests that ended, by outcome: stop, length, cancelled, deadline, error."
         self.requests = counter("requests", text, ["outcome"])
-        self.prompt_tokens = counter("prompt_tokens", "Tokens of prompts.")
+        text = "Tokens of prompts; a prompt counts once, however many answers."
+        self.prompt_tokens = counter("prompt_tokens", text)
         self.tokens = counter("generation_tokens", "Tokens written.")
-        text = "From arrival to the first step of a request."
+        text = "Seconds from arrival to the first step of a request."
         self.queue_time = histogram("queue_seconds", text, buckets=_SLOW)
-        text = "From arrival to the first token."
+        text = "Seconds from arrival to the first token."
         self.first_token = histogram("time_to_first_token_seconds", text, buckets=_SLOW)
-        text = "Time between deliveries, divided by the tokens delivered together."
+        text = "Seconds between two deliveries, divided by the tokens delivered together."
         self.token_gap = histogram("inter_token_latency_seconds", text, buckets=_FAST)
-        text = "From arrival to the last token."
+        text = "Seconds from arrival to the last token."
         self.request_time = histogram("request_seconds", text, buckets=_SLOW)
         # the engine
         self.running = gauge("requests_running", "Sequences being decoded.")
         self.waiting = gauge("requests_waiting", "Sequences that wait for room.")
         self.cache_usage = gauge("cache_usage_ratio", "Cache blocks in use, as a share.")
         # Labels as the Kubernetes inference gateway reads them, for any device.
-        text = "How the cache is laid out."
+        text = "1; the labels (block_size and others) say how the cache is laid out."
         self.cache_config = Info("paceline_cache_config", text, registry=registry)
         self.batch = histogram("batch_size", "Sequences of a step.", buckets=_SIZES)
         text = "Tokens of prompts that were cached already."
         self.prefix_hits = counter("prefix_cache_hit_tokens", text)
-        text = "Sequences that had to give up their cache."
+        text = "Sequences that gave up their cache and are read again."
         self.preemptions = counter("preemptions", text)
-        text = "Seconds of steps, by phase; shared among a step's drafters."
+        text = f"Seconds of steps by phase: {', '.join(PHASES)}. Sequences share a step evenly."
         self.phase_seconds = counter("step_seconds", text, ["phase", "drafter"])
         # speculation
         spec = "spec_decode"
         self.drafts = counter(f"{spec}_num_drafts", "Drafts verified.", ["drafter"])
-        self.drafted = counter(f"{spec}_num_draft_tokens", "Tokens drafted.", ["drafter"])
+        text = "Tokens drafted (nodes of trees)."
+        self.drafted = counter(f"{spec}_num_draft_tokens", text, ["drafter"])
         text = "Draft tokens accepted."
         self.accepted = counter(f"{spec}_num_accepted_tokens", text, ["drafter"])
-        text, labels = "Drafts that had a token to try at a position.", ["drafter", "position"]
+        text = "Drafts that had a token to try at the position, all before it accepted."
+        labels = ["drafter", "position"]
         self.drafted_at = counter(f"{spec}_num_draft_tokens_per_pos", text, labels)
         text = "Draft tokens accepted at a position."
         self.accepted_at = counter(f"{spec}_num_accepted_tokens_per_pos", text, labels)
-        text = "Accepted by drafted tokens, of the last drafts."
+        text = "Accepted by drafted tokens, of about the last two hundred drafts."
         self.acceptance = gauge(f"{spec}_acceptance_rate", text, ["drafter"])
-        text = "Tokens a target step, its own included, of the last steps."
+        text = "Tokens a target step, its own included; 1 is plain decoding."
         self.mean_length = gauge(f"{spec}_mean_accepted_length", text, ["drafter"])
         text = "Levels drafted in the last step, mean over its sequences."
         self.draft_length = gauge(f"{spec}_draft_length", text, ["drafter"])
+        text = "1 from when a drafter's acceptance collapsed until it has recovered, else 0."
+        self.collapsed = gauge(f"{spec}_collapsed", text, ["drafter", "adapter"])
         # Of requests with an adapter, which the metrics above count, too.
         labels = ["adapter", "drafter"]
         self.by_adapter = [
@@ -184,10 +189,7 @@ class Metrics:
     def watch(self, engine: Engine, waiting: Callable[[], int]) -> None:
         """Let gauges read an engine's state when scraped."""
         cache, pool = engine.cache, engine.cache.pool
-        name, labels = "paceline_spec_decode_collapsed", ["drafter", "adapter"]
-        text = "1 where a drafter's acceptance has collapsed and has not recovered."
         self._watch = engine.watch
-        self.collapsed = Gauge(name, text, labels, registry=self.registry)
         self.running.set_function(lambda: len(engine.scheduler.running))
         self.waiting.set_function(waiting)
         self.cache_usage.set_function(lambda: 1 - pool.available / pool.total)
@@ -236,7 +238,7 @@ class _Recent:
 
 
 # Our names (after paceline_) to vLLM's (after vllm:), of which there may be two.
-_NAMES: Mapping[str, tuple[str, ...]] = {
+VLLM_NAMES: Mapping[str, tuple[str, ...]] = {
     "requests_running": ("num_requests_running",),
     "requests_waiting": ("num_requests_waiting",),
     "cache_usage_ratio": ("kv_cache_usage_perc", "gpu_cache_usage_perc"),
@@ -278,7 +280,7 @@ class VllmNames(Collector):
             self._reading = False
         return [
             self._renamed(metrics[f"paceline_{ours}"], f"paceline_{ours}", f"vllm:{theirs}")
-            for ours, names in _NAMES.items()
+            for ours, names in VLLM_NAMES.items()
             for theirs in names
         ]
 
