@@ -48,8 +48,7 @@ class Metrics:
         # requests
         text = "Requests that ended, by outcome: stop, length, cancelled, deadline, error."
         self.requests = counter("requests", text, ["outcome"])
-        text = "Tokens of prompts; a prompt counts once, however many answers."
-        self.prompt_tokens = counter("prompt_tokens", text)
+        self.prompt_tokens = counter("prompt_tokens", "Tokens of prompts, once for all answers.")
         self.tokens = counter("generation_tokens", "Tokens written.")
         text = "Seconds from arrival to the first step of a request."
         self.queue_time = histogram("queue_seconds", text, buckets=_SLOW)
@@ -76,12 +75,9 @@ class Metrics:
         # speculation
         spec = "spec_decode"
         self.drafts = counter(f"{spec}_num_drafts", "Drafts verified.", ["drafter"])
-        text = "Tokens drafted (nodes of trees)."
-        self.drafted = counter(f"{spec}_num_draft_tokens", text, ["drafter"])
-        text = "Draft tokens accepted."
-        self.accepted = counter(f"{spec}_num_accepted_tokens", text, ["drafter"])
-        text = "Drafts that had a token to try at the position, all before it accepted."
-        labels = ["drafter", "position"]
+        self.drafted = counter(f"{spec}_num_draft_tokens", "Tokens drafted.", ["drafter"])
+        self.accepted = counter(f"{spec}_num_accepted_tokens", "Of these accepted.", ["drafter"])
+        text, labels = "Drafts that got as far as a position.", ["drafter", "position"]
         self.drafted_at = counter(f"{spec}_num_draft_tokens_per_pos", text, labels)
         text = "Draft tokens accepted at a position."
         self.accepted_at = counter(f"{spec}_num_accepted_tokens_per_pos", text, labels)
@@ -93,8 +89,7 @@ class Metrics:
         self.draft_length = gauge(f"{spec}_draft_length", text, ["drafter"])
         text = "1 from when a drafter's acceptance collapsed until it has recovered, else 0."
         self.collapsed = gauge(f"{spec}_collapsed", text, ["drafter", "adapter"])
-        # Of requests with an adapter, which the metrics above count, too.
-        labels = ["adapter", "drafter"]
+        labels = ["adapter", "drafter"]  # the metrics above count these tokens, too
         self.by_adapter = [
             counter(f"adapter_{kind}_tokens", f"{text} with an adapter.", labels)
             for kind, text in _OF_ADAPTERS.items()
