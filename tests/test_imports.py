@@ -163,6 +163,7 @@ PUBLIC_ONLY: dict[str, set[str]] = {
     },
     "lab/export": {  # heads in other layouts; sizes of a target that is not loaded
         "draft/auto",
+        "draft/heads/block_format",
         "draft/heads/eagle_format",
         "draft/heads/eagle_head",
         "draft/heads/medusa_head",

@@ -13,6 +13,7 @@ from paceline.drafters import parse_draft
 from paceline.errors import ConfigError
 
 EAGLE3 = {"speculative_algorithm": "EAGLE3", "speculative_draft_model_path": "head"}
+DFLASH = EAGLE3 | {"speculative_algorithm": "DFLASH"}
 NGRAM = {"speculative_algorithm": "NGRAM"}
 
 
@@ -21,6 +22,8 @@ NGRAM = {"speculative_algorithm": "NGRAM"}
     [
         ({"method": "eagle3", "model": "head"}, "eagle3:head,nodes=0", 4, None),
         ({"method": "eagle", "model": "head"}, "eagle:head,nodes=0", 4, None),
+        ({"method": "dflash", "model": "head"}, "dflash:head", 4, None),
+        ({"model": "org/dspark_8b_block7"}, "dspark:org/dspark_8b_block7", 4, None),
         ({"model": "small"}, "model:small", 4, None),
         (
             {"method": "draft_model", "model": "small", "rejection_sample_method": "block"},
@@ -67,6 +70,12 @@ def test_vllm(found: dict[str, Any], spec: str, length: int, rule: str | None) -
             3,
         ),
         (
+            DFLASH | {"speculative_num_draft_tokens": 8, "speculative_dflash_block_size": 8},
+            "dflash:head",
+            7,
+        ),
+        (DFLASH | {"speculative_algorithm": "DSPARK"}, "dspark:head", None),
+        (
             {"speculative_algorithm": "NGRAM", "speculative_num_draft_tokens": 8},
             "ngram:length=7",
             7,
@@ -97,7 +106,7 @@ def test_sglang(found: dict[str, Any], spec: str, length: int) -> None:
             EAGLE3 | {"speculative_num_steps": 2, "speculative_accept_threshold_acc": 0.5},
             "lossless",
         ),
-        ({"speculative_algorithm": "DFLASH"}, "DFLASH"),
+        ({"speculative_algorithm": "UNO"}, "UNO"),
         (
             {"method": "custom_class", "model": "other.Proposer", "num_speculative_tokens": 2},
             "not ours",

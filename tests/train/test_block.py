@@ -72,12 +72,16 @@ def test_windows_of_a_batch_do_not_see_each_other(
     assert whole == pytest.approx(sum(alone) / 3, rel=1e-4)
 
 
-def test_a_block_sees_the_text_before_it_and_itself() -> None:
+@pytest.mark.parametrize("causal", [False, True])
+def test_a_block_sees_the_text_before_it_and_itself(causal: bool) -> None:
     """Values that name their row, keys that are all alike: the output counts what is seen."""
     starts = DraftStarts.of(torch.ones(1, 6, dtype=torch.bool))  # from 4 starts
     names = torch.eye(14)[None, None]
     context = [(torch.zeros(1, 1, 6, 14), names[:, :, :6])]
     zero = torch.zeros(1, 1, 8, 14)  # 4 blocks of 2 rows
-    out = BlockAttention(starts, context, 2)(zero, zero, names[:, :, 6:], layer=0, scaling=1.0)
+    attend = BlockAttention(starts, context, 2, causal)
+    out = attend(zero, zero, names[:, :, 6:], layer=0, scaling=1.0)
     seen = [sorted(row.nonzero().flatten().tolist()) for row in out[0, :, 0]]
-    assert seen[:2] == [[0, 6, 7]] * 2 and seen[4:6] == [[0, 1, 2, 10, 11]] * 2
+    assert seen[1] == [0, 6, 7] and seen[5] == [0, 1, 2, 10, 11]
+    assert seen[0] == [0, 6, 7][: 2 if causal else 3]
+    assert seen[4] == [0, 1, 2, 10, 11][: 4 if causal else 5]

@@ -20,9 +20,10 @@ _PROPOSERS = {"Suffix": "suffix", "NGram": "ngram", "Hybrid": "hybrid:suffix+ngr
 _WITH_MODEL = {  # vLLM's methods, as our specs
     **{"eagle": "eagle:{},nodes=0", "eagle3": "eagle3:{},nodes=0"},
     **{"draft_model": "model:{}", "medusa": "medusa:{},tree=chain"},
+    **{"dflash": "dflash:{}", "dspark": "dspark:{}"},
 }
 _PACELINE_PROPOSERS = "paceline.integrations.vllm."
-_GENERIC = "paceline can read methods draft_model, eagle, eagle3, medusa, ngram and suffix"
+_GENERIC = f"paceline can read methods {', '.join(_WITH_MODEL)}, ngram and suffix"
 
 
 @dataclass(frozen=True)
@@ -121,9 +122,8 @@ def vllm_method(values: Mapping[str, Any]) -> str:
     if model.startswith(_PACELINE_PROPOSERS):
         return "custom_class"
     kind = head_config(model).get("speculators_model_type")
-    if kind == "eagle3" or "eagle3" in model.lower():
-        return "eagle3"
-    return "draft_model"
+    named = (k for k in ("eagle3", "dflash", "dspark") if k == kind or k in model.lower())
+    return next(named, "draft_model")
 
 
 def _vllm_spec(values: Mapping[str, Any], length: int, where: str) -> str:
@@ -168,19 +168,26 @@ def _sglang(values: Mapping[str, Any], where: str) -> ForeignDraft:
     if algorithm == "NGRAM":
         return ForeignDraft("sglang", f"ngram:length={nodes}", nodes, None, values)
     kinds = {"EAGLE3": "eagle3", "EAGLE": "eagle", "STANDALONE": "model"}
+    kinds |= {"DFLASH": "dflash", "DSPARK": "dspark"}
     if algorithm not in kinds:
         raise ConfigError(
             f"{where} has SGLang's algorithm {algorithm}; paceline can read {', '.join(kinds)} "
             "and NGRAM"
         )
     kind, model = kinds[algorithm], _model(values, "speculative_draft_model_path", where)
+    rule = "block" if values.get("speculative_use_block_verification") else None
+    if algorithm in ("DFLASH", "DSPARK"):
+        sizes = {"num_draft_tokens": 1, "dflash_block_size": 1, "dspark_block_size": 0}
+        given = [(f"speculative_{key}", root) for key, root in sizes.items()]
+        lengths = [_whole(values, key, where) - root for key, root in given if key in values]
+        length = max(1, *lengths) if lengths else None  # None: the head's block
+        return ForeignDraft("sglang", f"{kind}:{model}", length, rule, values)
     steps = _whole(values, "speculative_num_steps", where)
     width = _whole(values, "speculative_eagle_topk", where, 1)
     shape = "nodes=0" if width == 1 else f"nodes={nodes},width={width}"
     if kind == "eagle" and width > 1:
         kind = "eagle2"  # which grows trees
     layers = _inputs(model) if kind == "eagle3" else ""
-    rule = "block" if values.get("speculative_use_block_verification") else None
     if values.get("speculative_use_rejection_sampling"):
         rule = "token"
     return ForeignDraft("sglang", f"{kind}:{model},{shape}{layers}", steps, rule, values)

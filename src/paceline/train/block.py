@@ -61,6 +61,7 @@ class BlockTrainer(ChainHeadTrainer):
             mask_token=next((token for token in masks if token is not None), 0),
             max_positions=getattr(shape, "max_position_embeddings", config.max_positions),
             from_anchor=extended,
+            causal=config.causal,
             rope_theta=float(rope.get("rope_theta", 10000.0)),
             rms_norm_eps=getattr(shape, "rms_norm_eps", 1e-6),
             markov_rank=config.markov_rank if extended else 0,
@@ -133,7 +134,7 @@ class BlockTrainer(ChainHeadTrainer):
         context = list(head.context(seen.features.flatten(0, 1), positions))
         within = starts.position[:, None] + 1 + torch.arange(size, device=device)
         outputs: torch.Tensor = head(
-            embeds, within.flatten(), BlockAttention(starts, context, size)
+            embeds, within.flatten(), BlockAttention(starts, context, size, config.causal)
         )
         outputs = outputs.view(len(rows), size, -1)
         return outputs[:, -config.drafts :]
@@ -163,15 +164,18 @@ class BlockTrainer(ChainHeadTrainer):
 
 class BlockAttention:
     """Attention of N blocks of ``size`` rows: over their window's context up to where they start,
-    and over themselves. ``context``: keys and values ``[1, kv_heads, B * W, d]`` by layer."""
+    and over themselves, with ``causal`` over the rows before. ``context``: keys and values ``[1,
+    kv_heads, B * W, d]`` by layer."""
 
     def __init__(
         self,
         starts: DraftStarts,
         context: list[tuple[torch.Tensor, torch.Tensor]],
         size: int,
+        causal: bool = False,
     ) -> None:
         self._starts, self._context, self._size = starts, context, size
+        self._causal = causal
 
     def __call__(
         self,
@@ -195,6 +199,9 @@ class BlockAttention:
         scores = (rows @ before.transpose(-1, -2)).view(*q.shape[:-1], -1)
         scores = scores.masked_fill_(starts.unseen.unsqueeze(4), float("-inf"))
         within = q @ k.transpose(-1, -2)[:, :, None]
+        if self._causal:
+            ahead = torch.ones(size, size, dtype=torch.bool, device=q.device).triu(1)
+            within = within.masked_fill(ahead, float("-inf"))
         weights = torch.cat((scores, within), -1).softmax(-1)
         out = (weights[..., :-size].flatten(2, 4) @ values).view(q.shape)
         out = out + weights[..., -size:] @ v[:, :, None]

@@ -221,6 +221,7 @@ class DFlashTrainConfig(HeadConfig):
     kind: str = "dflash"
     block_size: int = _head(8, "Rows of a block; the first is the last committed token.", low=2)
     layers: int = _head(1, "Layers.", low=1)
+    causal: bool = _head(False, "Rows of a block see none behind them, as JetSpec's: for trees.")
     ffn_size: int = _head(0, "Width of the feed-forward part; 0: the target's.", low=0)
     feature_layers: tuple[int, ...] = _head(
         (),

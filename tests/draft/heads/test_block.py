@@ -11,7 +11,7 @@ import pytest
 import torch
 from torch import nn
 
-from paceline import ModelLoadError, SamplingParams
+from paceline import ConfigError, ModelLoadError, SamplingParams
 from paceline.build import EngineOptions, build_engine
 from paceline.core.sequence import SequenceState
 from paceline.draft.heads.block import BlockDrafter
@@ -32,6 +32,7 @@ DSPARK = {"from_anchor": True, "markov_rank": 6, "confidence": True, "confidence
 KINDS: dict[str, dict[str, Any]] = {
     "dflash": {},
     "dflash of DeepSpec": {"from_anchor": True},
+    "dflash of JetSpec": {"causal": True},
     "dspark": DSPARK,
     "dspark, gated": DSPARK | {"markov_type": "gated"},
 }
@@ -67,6 +68,10 @@ def reference_chain(target: CausalModel, head: BlockHead, tokens: list[int]) -> 
     finally:
         target.hf.set_attn_implementation(ATTENTION)
     config, count = head.config, len(tokens) - 1
+    size = config.block_size
+    seen = torch.ones(size, count + size, dtype=torch.bool)
+    if config.causal:
+        seen = seen.tril(count)
     features = torch.cat([states[n][0, :count] for n in config.feature_layers], -1)
     context = list(head.context(features, torch.arange(count)))
 
@@ -75,11 +80,11 @@ def reference_chain(target: CausalModel, head: BlockHead, tokens: list[int]) -> 
             torch.cat(pair, 2) for pair in zip(context[layer], (key, value), strict=True)
         )
         out = nn.functional.scaled_dot_product_attention(
-            query, keys, values, scale=scaling, enable_gqa=True
+            query, keys, values, seen, scale=scaling, enable_gqa=True
         )
         return out.transpose(1, 2)
 
-    rows = torch.tensor([tokens[-1]] + [config.mask_token] * (config.block_size - 1))
+    rows = torch.tensor([tokens[-1]] + [config.mask_token] * (size - 1))
     embed, lm_head = target.hf.get_input_embeddings(), target.hf.get_output_embeddings()
     outputs = head(embed(rows), count + torch.arange(len(rows)), attend)[-config.drafts :]
     drafted, before = [], tokens[-1]
@@ -162,11 +167,16 @@ def same(head: BlockHead, other: BlockHead) -> bool:
     )
 
 
+@pytest.mark.parametrize("causal", [False, True])
 @pytest.mark.parametrize("layout", ["z-lab", "deepspec", "speculators"])
-def test_layouts_are_read_as_they_were_written(layout: str, tmp_path: Path) -> None:
+def test_layouts_are_read_as_they_were_written(layout: str, causal: bool, tmp_path: Path) -> None:
     """Two of them count layers by what they put out: one less."""
     changes = {"z-lab": {}, "deepspec": DSPARK, "speculators": DSPARK}[layout]
-    head = random_block(**changes)
+    head = random_block(**changes, causal=causal)
+    if causal and layout == "speculators":
+        with pytest.raises(ConfigError, match="cannot hold this head; use 'deepspec'"):
+            save_block(head, tmp_path, layout)
+        return
     save_block(head, tmp_path, layout, "org/target")
     kind = "dspark" if changes else "dflash"
     assert same(head, load_block(str(tmp_path), TARGET, kind))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -10,6 +11,8 @@ import pytest
 import torch
 
 from paceline.draft.foreign import read_foreign
+from paceline.draft.heads.block_format import load_block, save_block
+from paceline.draft.heads.block_head import BlockHead
 from paceline.draft.heads.eagle_format import load_eagle
 from paceline.draft.heads.medusa_head import MedusaConfig, MedusaHeads, load_medusa, save_medusa
 from paceline.draft.spec import TargetShape
@@ -20,6 +23,7 @@ from paceline.lab.export.speculation import LAYERS, Export, outputs_of, shape_of
 from paceline.model.names import resolve
 
 TARGET, HEAD = "paceline/tiny", "eagle3:paceline/tiny-eagle3"
+BLOCKS = ["dflash:paceline/tiny-dflash", "dspark:paceline/tiny-dspark"]
 INPUTS = [2, 6, 11]  # of the embedded head
 TINY = TargetShape(256, 4096, 12)
 
@@ -119,6 +123,35 @@ def test_medusa_heads_in_the_file_that_vllm_opens(tmp_path: Path) -> None:
     assert all(torch.equal(again[name], value) for name, value in heads.state_dict().items())
 
 
+@pytest.mark.parametrize(
+    ("to", "draft", "changes", "named"),
+    [
+        ("vllm", "dflash", {"from_anchor": True}, "a row at the anchor that drafts"),
+        ("vllm", "dspark", {"from_anchor": True, "confidence": True}, "no bias by the token"),
+        ("vllm", "dspark", {"markov_rank": 4, "markov_type": "gated"}, "a gated bias"),
+        ("sglang", "dflash", {"draft_vocab_size": 512, "has_lm_head": True}, "a draft vocabulary"),
+    ],
+)
+def test_block_drafters_that_an_engine_cannot_run(
+    to: str, draft: str, changes: dict[str, Any], named: str, tmp_path: Path
+) -> None:
+    config = replace(load_block("paceline/tiny-dflash", TINY, "dflash").config, **changes)
+    head = BlockHead(config, torch.arange(config.columns) if config.reduced else None)
+    save_block(head, tmp_path)
+    with pytest.raises(ConfigError, match=f"has {named}") as caught:
+        exported(to, f"{draft}:{tmp_path}")
+    assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize("to", ["vllm", "sglang"])
+def test_rows_that_see_none_behind_them_are_said(to: str, tmp_path: Path) -> None:
+    """JetSpec's, in the only option that both engines read."""
+    config = replace(load_block("paceline/tiny-dflash", TINY, "dflash").config, causal=True)
+    save_block(BlockHead(config), tmp_path / "head")
+    exported(to, f"dflash:{tmp_path / 'head'}", tmp_path / "out")
+    assert config_of(tmp_path / "out")["is_causal"] is True
+
+
 # -- commands and configurations -------------------------------------------------------------------
 
 
@@ -151,6 +184,21 @@ def test_vllm_look_ups() -> None:
     assert suffix["suffix_decoding_max_cached_requests"] == 0
     hybrid = exported("vllm", "hybrid:suffix+ngram")
     assert hybrid.config["model"] == "paceline.integrations.vllm.HybridProposer"
+
+
+def test_block_drafters_draft_at_most_a_block() -> None:
+    assert exported("vllm", BLOCKS[1], draft_length=12, rule="block").config == {
+        "method": "dspark",
+        "model": resolve("paceline/tiny-dspark"),
+        "num_speculative_tokens": 7,
+        "rejection_sample_method": "block",
+        "draft_sample_method": "probabilistic",
+    }
+    flags = exported("sglang", BLOCKS[1], draft_length=12).config
+    assert flags["speculative_dspark_block_size"] == "7"
+    assert flags["speculative_num_draft_tokens"] == "8"
+    trees = exported("vllm", f"{BLOCKS[0]},nodes=12")
+    assert approximated(trees) == "trees of 12 nodes"
 
 
 def test_sglang_trees() -> None:
@@ -235,7 +283,7 @@ def test_the_openvino_program_is_python(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("to", ["vllm", "sglang"])
-@pytest.mark.parametrize("draft", [f"{HEAD},nodes=0", "paceline/tiny-draft"])
+@pytest.mark.parametrize("draft", [f"{HEAD},nodes=0", "paceline/tiny-draft", *BLOCKS])
 def test_an_export_is_read_again(tmp_path: Path, to: str, draft: str) -> None:
     """Our own file goes out and comes in, with the layers that it had."""
     exported(to, draft, tmp_path)
@@ -244,5 +292,10 @@ def test_an_export_is_read_again(tmp_path: Path, to: str, draft: str) -> None:
     if "eagle3" in draft:
         layers = ",layers=2x6x11" if to == "sglang" else ""
         assert taken.spec == f"eagle3:{tmp_path / 'head'},nodes=0{layers}"
+    elif draft in BLOCKS:
+        kind, _, folder = draft.partition(":")
+        assert taken.spec == f"{kind}:{tmp_path / 'head'}"
+        heads = [load_block(path, TINY, kind) for path in (folder, str(tmp_path / "head"))]
+        assert heads[0].config == heads[1].config
     else:
         assert taken.spec.startswith(f"model:{resolve('paceline/tiny-draft')}")

@@ -17,7 +17,11 @@ from typing import Any
 
 import pytest
 
+from paceline.draft.heads.block_format import load_block
+from paceline.draft.heads.block_head import BlockConfig
+from paceline.drafters import parse_draft
 from paceline.lab.export import export
+from paceline.lab.export.speculation import shape_of
 
 SCRIPT = Path(__file__).with_name("sglang_parser.py")
 DRAFTS = (
@@ -25,6 +29,8 @@ DRAFTS = (
     ("eagle3:paceline/tiny-eagle3,nodes=0", "block"),
     ("eagle3:paceline/tiny-eagle3,nodes=16,width=3", "auto"),
     ("eagle:paceline/tiny-eagle", "token"),
+    ("dflash:paceline/tiny-dflash", "auto"),
+    ("dspark:paceline/tiny-dspark", "block"),
     ("paceline/tiny-draft", "block"),
     ("tree:paceline/tiny-draft,branching=2x2x1", "auto"),
     ("ngram:min=2,max=3", "auto"),
@@ -63,6 +69,28 @@ def test_what_is_exported_is_parsed_to_what_was_meant(
     assert values["speculative_algorithm"] in known
     assert values["speculative_accept_threshold_single"] == 1.0, "or it would not be lossless"
     assert values["model_path"] == made.command[made.command.index("--model-path") + 1]
+
+
+@pytest.mark.parametrize("kind", ["dflash", "dspark"])
+def test_its_reader_takes_the_layers_and_blocks_of_a_head(
+    folder: str, kind: str, tmp_path: Path
+) -> None:
+    """As they are here: counted by what layers put out, one less."""
+    spec = parse_draft(f"{kind}:paceline/tiny-{kind}")
+    export("sglang", "paceline/tiny", str(spec), draft_length=4, out=tmp_path)
+    run = parsed(folder, ["head", str(tmp_path / "head")])
+    if "No module named 'msgspec'" in run.stderr:
+        pytest.skip("SGLang's reader needs msgspec")
+    assert run.returncode == 0, run.stderr
+    said, ours = json.loads(run.stdout), spec_head(spec)
+    assert said["gamma"] == ours.block_size
+    assert said["target_layer_ids"] == [layer - 1 for layer in ours.feature_layers]
+    assert said["mask_token_id"] == ours.mask_token
+    assert said["markov_rank"] == ours.markov_rank
+
+
+def spec_head(spec: Any) -> BlockConfig:
+    return load_block(spec.path, shape_of("paceline/tiny")[0], spec.kind).config
 
 
 def test_it_is_a_parser_that_refuses(folder: str) -> None:

@@ -133,7 +133,7 @@ class BlockDrafter(FeatureDrafter):
         config, device = self.head.config, self.cache.device
         if not trees:
             return torch.empty(0, config.columns, device=device)
-        parents, seen = _within(config.block_size, device)
+        parents, seen = _within(config.block_size, config.causal, device)
         masks = [config.mask_token] * (config.block_size - 1)
         spans = [
             Span.of(tree.item.seq.seq_id, tree.base, (), parents, [last, *masks], ancestors=seen)
@@ -186,7 +186,10 @@ class BlockDrafter(FeatureDrafter):
 
 
 @lru_cache(maxsize=16)
-def _within(size: int, device: torch.device) -> tuple[tuple[int, ...], torch.Tensor]:
-    """The rows of a block as nodes: their parents, and that they see each other."""
+def _within(
+    size: int, causal: bool, device: torch.device
+) -> tuple[tuple[int, ...], torch.Tensor | None]:
+    """The rows of a block as nodes: their parents, and which see which (None: a chain's)."""
     with torch.inference_mode(False):
-        return tuple(range(-1, size - 1)), torch.ones(size, size, dtype=torch.bool, device=device)
+        seen = None if causal else torch.ones(size, size, dtype=torch.bool, device=device)
+    return tuple(range(-1, size - 1)), seen

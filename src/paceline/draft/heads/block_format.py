@@ -5,7 +5,8 @@ A folder with config.json and model.safetensors; the tensors have the names of `
 ===========  ==================================================================================
 z-lab        DFlash: ``dflash_config: {target_layer_ids, mask_token_id}``, ``block_size`` (there or
              in it), ``num_target_layers``; embedding and head are the target's. The anchor's row
-             drafts nothing
+             drafts nothing. JetSpec's have ``causal_head`` there; ``is_causal`` at the top is what
+             vLLM and SGLang read
 DeepSpec     DSpark, and DFlash as DeepSeek trains it: ``target_layer_ids``, ``mask_token_id``,
              ``markov_rank``, ``enable_confidence_head`` ... at the top; copies of the target's
              ``embed_tokens`` and ``lm_head`` may be there. The anchor's row drafts, too
@@ -41,6 +42,7 @@ FILES = (WEIGHTS, "pytorch_model.bin")
 LAYOUTS = ("z-lab", "deepspec", "speculators")
 # Copies of the target's weights and tables that follow from the config.
 _COPIES = ("rotary_emb.inv_freq", "verifier_norm.weight", "verifier_lm_head.weight")
+_CAUSAL = ("causal_head", "causal", "is_causal")
 _KINDS = {"dflash": "DFlash head", "dspark": "DSpark head"}
 
 
@@ -166,6 +168,7 @@ def _config(
             block_size=whole(name, flat, "block_size"),
             mask_token=flat["mask_token_id"],
             from_anchor=bool(flat["sample_from_anchor"]),
+            causal=any(flat.get(key) for key in _CAUSAL),
             draft_vocab_size=None if logits is None else logits.shape[0],
             rope_theta=theta,
             rope_scaling=scaling,
@@ -193,21 +196,16 @@ def save_block(
     target_name: str | None = None,
     target_architectures: tuple[str, ...] = ("LlamaForCausalLM",),
 ) -> None:
-    """Write a head in one of ``LAYOUTS``; None: z-lab's if it holds the head, else DeepSpec's.
+    """Write a head in one of ``LAYOUTS``; None: the first that can hold it, its makers' if it can.
     ``target_name`` tells engines that load speculators which model to verify with. Raises
     ConfigError for a head that the layout cannot hold."""
-    config = head.config
-    layout = layout or ("deepspec" if config.from_anchor else "z-lab")
+    config, fits = head.config, layouts_of(head.config)
+    layout = layout or next(iter(fits), LAYOUTS[0])
     if layout not in LAYOUTS:
         raise ConfigError(f"block layout {layout!r} is unknown; use {', '.join(LAYOUTS)}")
-    extended = bool(config.markov_rank or config.confidence)
-    if layout != "speculators" and (
-        config.reduced
-        or config.from_anchor == (layout == "z-lab")
-        or (extended and layout == "z-lab")
-    ):
-        fits = "speculators" if config.reduced or not config.from_anchor else "deepspec"
-        raise ConfigError(f"the layout of {layout} cannot hold this head; use {fits!r}")
+    if layout not in fits:
+        instead = f"use {fits[0]!r}" if fits else "no layout can"
+        raise ConfigError(f"the layout of {layout} cannot hold this head; {instead}")
     verifier = {"name_or_path": target_name, "architectures": list(target_architectures)}
     tensors = dict(head.state_dict())
     if layout == "speculators" and head.draft_ids is not None:
@@ -216,6 +214,14 @@ def save_block(
         known[head.draft_ids] = True
         tensors["t2d"] = known
     write_checkpoint(folder, WEIGHTS, tensors, _options(config, layout, verifier))
+
+
+def layouts_of(config: BlockConfig) -> list[str]:
+    """The layouts that can hold a head, its makers' first."""
+    authors = "deepspec" if config.from_anchor else "z-lab"
+    bare = not config.from_anchor and (config.markov_rank or config.confidence)
+    fits = {authors: not config.reduced and not bare, "speculators": not config.causal}
+    return [layout for layout, fit in fits.items() if fit]
 
 
 def _layer_options(config: BlockConfig) -> dict[str, Any]:
@@ -243,13 +249,17 @@ def _options(config: BlockConfig, layout: str, verifier: dict[str, Any]) -> dict
         "confidence_head_with_markov": config.confidence_with_markov,
     }
     masked = {"mask_token_id": config.mask_token}
+    seen = {"is_causal": True} if config.causal else {}
     if layout == "z-lab":
         return {
             "architectures": ["DFlashDraftModel"],
             **flat,
             "block_size": config.block_size,
             "num_target_layers": config.target_layers,
-            "dflash_config": masked | {"target_layer_ids": outputs},
+            "dflash_config": masked
+            | {"target_layer_ids": outputs}
+            | ({"causal_head": True} if config.causal else {}),
+            **seen,
         }
     if layout == "deepspec":
         return {
@@ -260,6 +270,7 @@ def _options(config: BlockConfig, layout: str, verifier: dict[str, Any]) -> dict
             "num_target_layers": config.target_layers,
             "num_anchors": 512,
             "target_layer_ids": outputs,
+            **seen,
             **heads,
         }
     extended = bool(config.markov_rank or config.confidence)

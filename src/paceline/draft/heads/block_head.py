@@ -2,8 +2,9 @@
 
 DFlash (arXiv 2602.06036): the rows of a block are the last committed token (the anchor) and masks.
 They see each other, and the target's fused features of the text before the anchor, which every
-layer turns into keys and values. DSpark (arXiv 2607.05147) adds to each row's logits a bias that
-follows from the token before it, of low rank, and predicts how likely its draft is accepted::
+layer turns into keys and values. JetSpec (arXiv 2606.18394) is the same with rows that see none
+behind them, which makes better trees. DSpark (arXiv 2607.05147) adds to each row's logits a bias
+that follows from the token before it, of low rank, and predicts how likely its draft is accepted::
 
     position              0 ... n-2        n-1      n      n+1
     keys and values       f0 ... f_n-2     anchor   mask   mask     see all before and each other
@@ -37,7 +38,8 @@ MARKOV = "vanilla", "gated"
 class BlockConfig:
     """Shape of a head, which is as wide as its target. ``feature_layers``: layers of the target
     whose inputs it reads; ``target_layers`` there means the final norm's output. ``from_anchor``:
-    the anchor's row drafts, too. ``markov_rank``: of the bias by the token before, 0 for none."""
+    the anchor's row drafts, too. ``causal``: rows see none behind them. ``markov_rank``: of the
+    bias by the token before, 0 for none."""
 
     hidden_size: int
     heads: int
@@ -52,6 +54,7 @@ class BlockConfig:
     mask_token: int
     max_positions: int
     from_anchor: bool = False
+    causal: bool = False
     draft_vocab_size: int | None = None  # None: all of the target's
     rope_theta: float = 10000.0
     rope_scaling: dict[str, Any] | None = None

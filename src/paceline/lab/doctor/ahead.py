@@ -37,7 +37,7 @@ def _vllm(values: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
     yield "engine-does", f"method {method}: a chain of {tokens} tokens at every step"
     if method == "ngram" and not {"prompt_lookup_min", "prompt_lookup_max"} & set(values):
         yield "engine-approximates", "no prompt_lookup_min and _max: matches of exactly 5 tokens"
-    drafts = method in ("draft_model", "eagle", "eagle3")
+    drafts = method in ("draft_model", "eagle", "eagle3", "dflash", "dspark")
     if drafts and values.get("draft_sample_method", "greedy") == "greedy":
         text = "drafts are greedy also where requests sample; draft_sample_method=probabilistic"
         yield "engine-approximates", f"{text} is accepted more often"
@@ -51,11 +51,13 @@ def _sglang(values: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
     topk = int(values.get("speculative_eagle_topk", 1))
     nodes = int(values.get("speculative_num_draft_tokens", 1)) - 1
     steps = values.get("speculative_num_steps")
-    tree = f"chains of {steps}" if topk == 1 else f"the {nodes} likeliest of trees {steps} deep"
+    chain = steps or (f"{nodes}" if nodes else "the head's block")
+    tree = f"chains of {chain}" if topk == 1 else f"the {nodes} likeliest of trees {steps} deep"
     trie = algorithm == "NGRAM"
     yield "engine-does", f"a trie, {nodes} nodes" if trie else f"{algorithm}: {tree}"
     keys = ("speculative_use_rejection_sampling", "speculative_use_block_verification")
-    if topk == 1 and not trie and not any(values.get(key) for key in keys):
+    sampled = trie or algorithm in ("DFLASH", "DSPARK")  # its drafts carry their distributions
+    if topk == 1 and not sampled and not any(values.get(key) for key in keys):
         text = "sampled drafts count only where the target draws the same token; "
         yield "engine-approximates", f"{text}--speculative-use-rejection-sampling accepts more"
     if algorithm == "EAGLE3":

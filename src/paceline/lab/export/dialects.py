@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from paceline.drafters import DraftModel, Eagle, Hybrid, Medusa, NGram, Suffix
+from paceline.drafters import DFlash, DraftModel, DSpark, Eagle, Hybrid, Medusa, NGram, Suffix
 from paceline.lab.export.speculation import FEWER_MATCHES, Export, eagle_of, outputs_of
 from paceline.model.gguf import gguf_file
 
@@ -24,13 +24,17 @@ class Dialect:
     rules: tuple[str, ...] = ("token",)
 
 
+# Methods of vLLM that draft greedily unless told otherwise.
+_SAMPLED = ("draft_model", "eagle3", "dflash", "dspark")
+
+
 def _vllm(export: Export) -> None:
     """--speculative-config with JSON; heads in the layout of speculators."""
     config = _vllm_method(export)
     config.setdefault("num_speculative_tokens", export.length)
-    if export.rule == "block" and config["method"] in ("draft_model", "eagle", "eagle3"):
+    if export.rule == "block" and config["method"] in (*_SAMPLED, "eagle"):
         config |= {"rejection_sample_method": "block", "draft_sample_method": "probabilistic"}
-    elif config["method"] in ("draft_model", "eagle3"):
+    elif config["method"] in _SAMPLED:
         config["draft_sample_method"] = "probabilistic"  # the default drafts greedily
     export.config = config
     export.command = ["vllm", "serve", export.target_path, "--max-num-seqs", str(export.batch)]
@@ -49,6 +53,10 @@ def _vllm_method(export: Export) -> dict[str, Any]:
         folder, heads = export.write_medusa(draft)
         length = min(export.length, heads)
         return {"method": "medusa", "model": folder, "num_speculative_tokens": length}
+    if isinstance(draft, (DFlash, DSpark)):
+        folder, most = export.write_block(draft, "speculators", "z-lab", "deepspec")
+        length = min(export.length, most)
+        return {"method": draft.kind, "model": folder, "num_speculative_tokens": length}
     if isinstance(draft, Suffix):
         options: dict[str, Any] = {"max_tree_depth": draft.max_depth}
         options |= {"max_spec_factor": draft.factor, "min_token_prob": draft.min_prob}
@@ -67,13 +75,13 @@ def _vllm_method(export: Export) -> dict[str, Any]:
         export.approximate("the hybrid of lookups", instead, cost)
         proposer = "paceline.integrations.vllm.HybridProposer"
         return {"method": "custom_class", "model": proposer}
-    known = "eagle3, medusa, a draft model, ngram, suffix or hybrid:suffix+ngram"
+    known = "eagle3, dflash, dspark, medusa, a draft model, ngram, suffix or hybrid:suffix+ngram"
     raise export.refuse(f"export {known}")
 
 
 def _sglang(export: Export) -> None:
-    """Flags; trees by steps, top-k and tokens; heads in their authors' layout, whose layers are
-    counted by outputs and stand under eagle_config."""
+    """Flags; trees by steps, top-k and tokens, chains of block drafters; heads in their authors'
+    layout, whose layers are counted by outputs (EAGLE's stand under eagle_config)."""
     draft, (levels, nodes, width) = export.draft, export.tree()
     flags: dict[str, str] = {}
     if isinstance(draft, (Eagle, DraftModel)):
@@ -91,6 +99,14 @@ def _sglang(export: Export) -> None:
             # Else sampled drafts are taken by the target's own draw: lossless, accepted less.
             switch = "block-verification" if export.rule == "block" else "rejection-sampling"
             flags[f"use-{switch}"] = ""
+    elif isinstance(draft, (DFlash, DSpark)):
+        model, most = export.write_block(draft, "z-lab", "deepspec")
+        nodes = min(levels, most)
+        flags |= {"algorithm": draft.kind.upper(), "draft-model-path": model}
+        if draft.kind == "dspark":
+            flags["dspark-block-size"] = str(nodes)
+        if export.rule == "block":
+            flags["use-block-verification"] = ""
     elif isinstance(draft, NGram):
         depth = str(max(draft.max + export.length, 2))
         flags |= {"algorithm": "NGRAM", "ngram-max-trie-depth": depth}
@@ -98,7 +114,7 @@ def _sglang(export: Export) -> None:
         cost = "drafts depend on what other requests said; acceptance is another one"
         export.approximate(what, "a trie over all requests", cost)
     else:
-        raise export.refuse("export eagle, eagle3, a draft model or ngram")
+        raise export.refuse("export eagle, eagle3, dflash, dspark, a draft model or ngram")
     flags["num-draft-tokens"] = str(nodes + 1)  # with the root
     export.command = ["python", "-m", "sglang.launch_server", "--model-path", export.target_path]
     export.command += ["--max-running-requests", str(export.batch)]

@@ -6,17 +6,18 @@ from __future__ import annotations
 
 import json
 import shlex
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from paceline.core.stages import stage
+from paceline.draft.heads.block_format import layouts_of, load_block, save_block
 from paceline.draft.heads.eagle_format import WEIGHTS, load_eagle, save_eagle
 from paceline.draft.heads.eagle_head import EagleHead
 from paceline.draft.heads.medusa_head import load_medusa, save_medusa
 from paceline.draft.spec import TargetShape
-from paceline.drafters import DraftModel, DraftSpec, Eagle, Medusa, TreeSpec
+from paceline.drafters import DFlash, DraftModel, DraftSpec, DSpark, Eagle, Medusa, TreeSpec
 from paceline.errors import ConfigError
 from paceline.files import replace_in
 from paceline.model.loading import read_config
@@ -109,20 +110,39 @@ class Export:
     def write_eagle(self, draft: Eagle, layout: str, outputs: bool = False) -> str:
         """The folder of a converted EAGLE head, or of the head itself if nothing is written.
         ``layout`` as of ``save_eagle``; ``outputs``: layers as of SGLang."""
-        if self.out is None:
-            return self.draft_path
-        head, (_, classes) = eagle_of(draft, self.target), shape_of(self.target)
-        folder = self.out / "head"
-        with stage(f"writing {folder}"):
-            save_eagle(head, folder, layout, str(Path(resolve(self.target))), classes)
+
+        def save(folder: Path) -> None:
+            head = eagle_of(draft, self.target)
+            save_eagle(head, folder, layout, *self._verifier())
             if outputs and head.config.version == 3:
                 config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
                 inputs = config.pop(LAYERS)
                 config["eagle_config"] = {LAYERS: outputs_of(inputs), "use_aux_hidden_state": True}
                 text = json.dumps(config, indent=2) + "\n"
                 replace_in(folder, {"config.json": text.encode()}, "the config of the head")
-        self.head = self.in_folder("head")
-        return self.head
+
+        return self._write_head(save)
+
+    def write_block(self, draft: DFlash | DSpark, *layouts: str) -> tuple[str, int]:
+        """The folder of a block drafter in the first of ``layouts`` that can hold it, as
+        ``write_eagle``, and the most tokens that it drafts. Raises ConfigError for a head that the
+        engine cannot run."""
+        head = load_block(draft.path, shape_of(self.target)[0], draft.kind, draft.layers)
+        config, fits = head.config, [n for n in layouts if n in layouts_of(head.config)]
+        problems = {
+            "a draft vocabulary": not fits,
+            "a row at the anchor that drafts": draft.kind == "dflash" and config.from_anchor,
+            "no bias by the token before": draft.kind == "dspark" and not config.markov_rank,
+            "a gated bias": self.engine == "vllm" and config.markov_type == "gated",
+        }
+        for problem, there in problems.items():
+            if there:
+                what = f"the head {draft.path} has {problem}, with which {self.engine} does not run"
+                raise ConfigError(
+                    f"{what} {draft.kind}; train one without, or export another draft"
+                )
+        folder = self._write_head(lambda to: save_block(head, to, fits[0], *self._verifier()))
+        return folder, config.drafts
 
     def write_medusa(self, draft: Medusa) -> tuple[str, int]:
         """The folder that vLLM reads Medusa heads from, as ``write_eagle``, and their number.
@@ -132,12 +152,24 @@ class Export:
             what = f"the Medusa heads {draft.path} share the target's vocabulary layer"
             cure = "train heads with layers of their own"
             raise ConfigError(f"{what}, which vLLM wants in their own file; {cure}")
-        if self.out is not None:
-            folder = self.out / "head"
-            with stage(f"writing {folder}"):  # the public layout, in the file that vLLM looks for
-                save_medusa(heads, folder, file=WEIGHTS)
-            self.head = self.in_folder("head")
-        return self.head or self.draft_path, heads.config.heads
+        # The public layout, in the file that vLLM looks for.
+        folder = self._write_head(lambda to: save_medusa(heads, to, file=WEIGHTS))
+        return folder, heads.config.heads
+
+    def _verifier(self) -> tuple[str, tuple[str, ...]]:
+        """The target's folder and classes, for layouts that name it."""
+        return str(Path(resolve(self.target))), shape_of(self.target)[1]
+
+    def _write_head(self, save: Callable[[Path], object]) -> str:
+        """The folder that ``save`` writes the converted head to; the draft's if nothing is
+        written."""
+        if self.out is None:
+            return self.draft_path
+        folder = self.out / "head"
+        with stage(f"writing {folder}"):
+            save(folder)
+        self.head = self.in_folder("head")
+        return self.head
 
     def record(self) -> dict[str, Any]:
         names = ("engine", "command", "steps", "config", "files", "head")
