@@ -198,6 +198,37 @@ def test_a_request_that_an_idle_engine_refuses_late_is_told(
     assert loop.waiting == 0
 
 
+def test_a_first_receipt_holds_up_no_other_request(
+    target: LLM, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It reads all weights, and what is asked after it is prepared meanwhile."""
+    hashed = threading.Event()
+
+    def hash_slowly(checkpoint: object) -> str:
+        assert hashed.wait(20)
+        return "hash"
+
+    monkeypatch.setattr("paceline.request.receipt._hash_of_files", hash_slowly)
+    posted: queue.Queue[wire.WireMessage] = queue.Queue()
+    loop = EngineLoop(target.beside(max_batch_size=2), posted.put)
+    for ticket, receipt in ((1, True), (2, False)):
+        params = SamplingParams(max_tokens=1, receipt=receipt)
+        loop.handle(wire.Submit(ticket, [[1, 2, 3]], params, False))
+    loop.start()
+    try:
+        assert posted.get(timeout=20) == wire.Accepted(2)
+        assert isinstance(posted.get(timeout=20), wire.StepEvents)
+        hashed.set()
+        assert posted.get(timeout=20) == wire.Accepted(1)
+        answer = posted.get(timeout=20)
+    finally:
+        loop.stop()
+    assert isinstance(answer, wire.StepEvents)
+    ((_, event),) = answer.events
+    assert event.completion is not None and event.completion.receipt is not None
+    assert event.completion.receipt["weights"] == "hash"
+
+
 def test_an_engine_thread_lets_go_of_its_connection(target: LLM) -> None:
     """Whether it was started or not, and however often it is closed."""
     for starts in (False, True):

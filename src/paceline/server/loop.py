@@ -2,6 +2,7 @@
 
     handle(message)         on one thread, which never waits
     _prepare(...)           on a second one: checks prompts, compiles grammars, queues requests
+    _hash_weights(...)      on a third one: what comes before, where a receipt is asked for
     _run()                  on the engine thread: step, then post(StepEvents) for all jobs
 
 One thread at a time uses the engine, under its owner's lock (request/owner.py). Cancelled jobs
@@ -96,6 +97,7 @@ class EngineLoop:
         self._thread = threading.Thread(target=self._run, name="paceline-engine", daemon=True)
         # One thread: the grammar compiler's tokenizer is not thread-safe.
         self._preparing = ThreadPoolExecutor(1, "paceline-prepare")
+        self._hashing = ThreadPoolExecutor(1, "paceline-hash")
         if llm.target.ranks is not None:
             llm.target.ranks.when_lost(self._break)
 
@@ -115,7 +117,10 @@ class EngineLoop:
         """Called on one thread only."""
         if isinstance(message, wire.Submit):
             job = self._jobs[message.ticket] = EngineJob(message)
-            self._preparing.submit(self._prepare, message, job)
+            if message.params.receipt:
+                self._hashing.submit(self._hash_weights, message, job)
+            else:
+                self._preparing.submit(self._prepare, message, job)
         elif isinstance(message, wire.Cancel):
             cancelled = self._jobs.get(message.ticket)
             if cancelled is not None:
@@ -124,6 +129,12 @@ class EngineLoop:
             self._post(wire.Scraped(message.number, self.metrics.render()))
         elif isinstance(message, wire.SetAdapter):
             self._preparing.submit(self._set_adapter, message)
+
+    def _hash_weights(self, submit: wire.Submit, job: EngineJob) -> None:
+        """The first receipt reads all weights: other requests do not wait for that."""
+        with suppress(Exception):  # raised again where the request is prepared
+            _ = self.llm.receipts.origin
+        self._preparing.submit(self._prepare, submit, job)
 
     def _set_adapter(self, message: wire.SetAdapter) -> None:
         try:
@@ -169,7 +180,8 @@ class EngineLoop:
             self._wake.notify()
         if self._thread.is_alive():
             self._thread.join(timeout)
-        self._preparing.shutdown(wait=False, cancel_futures=True)
+        for pool in (self._hashing, self._preparing):
+            pool.shutdown(wait=False, cancel_futures=True)
 
     def join(self) -> None:
         """Wait until the thread has ended and all clients have been told."""
