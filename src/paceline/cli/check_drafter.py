@@ -5,13 +5,10 @@ from __future__ import annotations
 import traceback
 from dataclasses import MISSING
 
-from rich.console import Console
-
 from paceline.cli.options import expand
-from paceline.cli.output import print_json
+from paceline.cli.output import JsonOptions
 from paceline.core.stages import stage
 from paceline.lab.report.columns import Column, record_of, table_of
-from paceline.lab.report.render import print_table
 from paceline.model.names import EMBEDDED
 from paceline.settings import setting
 
@@ -24,9 +21,9 @@ _LAWS = (
 
 @expand
 def check_drafter(
+    output: JsonOptions,
     drafter: str = setting(MISSING, "A record, a class or a function.", flags=("MODULE:NAME",)),
     model: str = setting(EMBEDDED, "The target; a record's examples may need weights made for it."),
-    as_json: bool = setting(False, "Print one JSON object instead.", flags=("--json",)),
 ) -> bool:
     """Run the laws on a drafter of your own: well-formed trees, plain decoding's text and
     distribution, nothing kept of what has ended. The first traceback of each kind is shown."""
@@ -37,11 +34,9 @@ def check_drafter(
         with stage(f"checking {name}"):
             rows += laws(name, make, model)
     broken = [law for law in rows if law.broken]
-    if as_json:
-        print_json({"holds": not broken, "laws": [record_of(row, _LAWS) for row in rows]})
-        return bool(broken)
     raised = {str(law.error): law.error for law in broken if law.error is not None}
-    for error in raised.values():
+    for error in () if output.as_json else raised.values():
         traceback.print_exception(error)
-    print_table(table_of(rows, _LAWS), Console())
+    record = {"holds": not broken, "laws": [record_of(row, _LAWS) for row in rows]}
+    output.say(record, table_of(rows, _LAWS))
     return bool(broken)

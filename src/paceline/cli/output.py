@@ -19,6 +19,8 @@ from rich.text import Text
 from paceline.core.stages import info
 from paceline.errors import PacelineError
 from paceline.files.ownership import force
+from paceline.lab.report.document import Table
+from paceline.lab.report.render import print_table
 from paceline.settings import under
 
 if TYPE_CHECKING:
@@ -51,10 +53,27 @@ def quiet_libraries() -> None:
 
 
 @dataclass(frozen=True)
-class WriteOptions:
-    """What a command that writes files prints, and what it may replace."""
+class JsonOptions:
+    """For whom a command says its outcome."""
 
     as_json: bool = _output(False, "Print one JSON object instead.", flags=("--json",))
+
+    def say(self, record: dict[str, Any], *parts: Table | str) -> None:
+        """The record for programs or, for people, tables and lines."""
+        if self.as_json:
+            print_json(record)
+            return
+        for part in parts:
+            if isinstance(part, Table):
+                print_table(part, Console())
+            else:
+                print(part)
+
+
+@dataclass(frozen=True)
+class WriteOptions(JsonOptions):
+    """The same of one that writes files, and what it may replace."""
+
     force: bool = _output(False, "Replace files that Paceline did not write; they are named first.")
 
     def __post_init__(self) -> None:

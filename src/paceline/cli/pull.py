@@ -5,9 +5,9 @@ from __future__ import annotations
 import typer
 
 from paceline.cli.options import expand, fetch
-from paceline.cli.output import WriteOptions, print_json
+from paceline.cli.output import WriteOptions
 from paceline.lab.report.columns import Column, record_of
-from paceline.model.names import PULLABLE, megabytes, pulled
+from paceline.model.names import PULLABLE, Pullable, megabytes, pulled
 from paceline.settings import setting
 
 _LISTED = (
@@ -32,31 +32,29 @@ def pull(
     $XDG_CACHE_HOME/paceline, else ~/.cache/paceline.
     """
     if show_list:
-        _print_list(output.as_json)
+        models = PULLABLE.values()
+        output.say({"models": [record_of(m, _LISTED) for m in models]}, *map(_described, models))
         return
     if name is None:
         raise typer.BadParameter("which model? `paceline pull smollm2`, or --list for all")
     result = fetch(name)
     entry, folder = result.entry, str(result.folder)
-    if output.as_json:
-        same = {key: getattr(entry, key) for key in ("source", "location", "licence")}
-        did = {"sha256": result.sha256, "bytes": result.size, "fetched": result.fetched}
-        print_json({"name": entry.full_name, "folder": folder, **same, **did})
-        return
+    same = {key: getattr(entry, key) for key in ("source", "location", "licence")}
+    did = {"sha256": result.sha256, "bytes": result.size, "fetched": result.fetched}
     word = "ready" if result.fetched else "already there"
-    print(f"{entry.full_name} is {word}: {entry.what} ({entry.licence})")
-    print(f"  {folder}\n  SHA-256 of the weights {result.sha256}")
-    print(f"Try: paceline chat --model {entry.full_name}")
+    output.say(
+        {"name": entry.full_name, "folder": folder, **same, **did},
+        f"{entry.full_name} is {word}: {entry.what} ({entry.licence})",
+        f"  {folder}\n  SHA-256 of the weights {result.sha256}",
+        f"Try: paceline chat --model {entry.full_name}",
+    )
 
 
-def _print_list(as_json: bool) -> None:
-    entries = PULLABLE.values()
-    if as_json:
-        print_json({"models": [record_of(entry, _LISTED) for entry in entries]})
-        return
-    for entry in entries:
-        print(f"{entry.name}: {entry.what} ({entry.licence})")
-        sizes = f"{megabytes(entry.download)} to download, {megabytes(entry.on_disk)} on disk"
-        print(f"  {sizes}; {'is here' if pulled(entry) else 'not pulled yet'}")
-        print(f"  {entry.source}: {entry.location}")
-        print(f"  SHA-256 of the weights {entry.weights_sha256 or 'as the hub states it'}")
+def _described(entry: Pullable) -> str:
+    sizes = f"{megabytes(entry.download)} to download, {megabytes(entry.on_disk)} on disk"
+    return (
+        f"{entry.name}: {entry.what} ({entry.licence})\n"
+        f"  {sizes}; {'is here' if pulled(entry) else 'not pulled yet'}\n"
+        f"  {entry.source}: {entry.location}\n"
+        f"  SHA-256 of the weights {entry.weights_sha256 or 'as the hub states it'}"
+    )

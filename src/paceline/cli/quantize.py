@@ -5,11 +5,8 @@ from __future__ import annotations
 from dataclasses import MISSING
 from pathlib import Path
 
-from rich.console import Console
-
 from paceline.cli.options import expand
-from paceline.cli.output import WriteOptions, print_json
-from paceline.lab.report.render import print_table
+from paceline.cli.output import WriteOptions
 from paceline.settings import setting
 
 
@@ -45,7 +42,4 @@ def quantize(
 
     options = QuantizeOptions(scheme_named(to, group, head), calibrate, tokens, evaluate, seed)
     report = run(model, out, options)
-    if output.as_json:
-        print_json(report.record())
-    else:
-        print_table(report.table(), Console())
+    output.say(report.record(), report.table())

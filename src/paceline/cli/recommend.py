@@ -4,22 +4,19 @@ from __future__ import annotations
 
 from dataclasses import MISSING
 
-from rich.console import Console
-
 from paceline.cli.options import expand
-from paceline.cli.output import print_json
+from paceline.cli.output import JsonOptions
 from paceline.core.stages import stage
-from paceline.lab.report.render import print_table
 from paceline.settings import setting
 
 
 @expand
 def recommend(
+    output: JsonOptions,
     model: str = setting(MISSING, "Folder, GGUF file, built-in or hub name.", flags=("MODEL",)),
     memory: int | None = setting(
         None, "What the process may take, as in 16G.", kind="size", shown="what is free"
     ),
-    as_json: bool = setting(False, "Print one JSON object instead.", flags=("--json",)),
 ) -> int:
     """Say what a model would run at here, plainly, with drafts, in 8 and 4 bits, and what to type.
 
@@ -30,9 +27,5 @@ def recommend(
     with stage("starting"):
         from paceline.lab import recommend as lab
     advice = lab.recommend(model, memory)
-    if as_json:
-        print_json(advice.record)
-    else:
-        print_table(advice.table, Console())
-        print(*advice.notes, *advice.lines, sep="\n")
+    output.say(advice.record, advice.table, *advice.notes, *advice.lines)
     return int(advice.best is None)
