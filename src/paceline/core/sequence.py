@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 import itertools
-from collections import Counter
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any, overload
+from typing import Any, TypeVar, overload
 
 import numpy as np
 import numpy.typing as npt
@@ -19,8 +18,26 @@ from paceline.core.params import SamplingParams
 SEQUENCE_IDS = itertools.count(1)
 
 
+_Sums = TypeVar("_Sums", bound="Sums")
+
+
+class Sums:
+    """A dataclass of numbers, of counts by position and of amounts by name, which add up."""
+
+    def __add__(self: _Sums, other: _Sums) -> _Sums:
+        return type(self)(**{k: _sum(v, getattr(other, k)) for k, v in vars(self).items()})
+
+
+def _sum(one: Any, other: Any) -> Any:
+    if isinstance(one, Mapping):
+        return {name: one.get(name, 0) + other.get(name, 0) for name in {**one, **other}}
+    if isinstance(one, (list, tuple)):
+        return type(one)(map(sum, itertools.zip_longest(one, other, fillvalue=0)))
+    return one + other
+
+
 @dataclass
-class DraftCounts:
+class DraftCounts(Sums):
     """Speculation figures of one sequence; positions count from the first drafted token."""
 
     target_steps: int = 0  # forwards that yielded tokens (prefill chunks before the last do not)
@@ -38,17 +55,10 @@ class DraftCounts:
         """Of drafted tokens; None: no draft was tried."""
         return self.accepted / self.drafted if self.drafted else None
 
-    def __add__(self, other: DraftCounts) -> DraftCounts:
-        return DraftCounts(
-            self.target_steps + other.target_steps,
-            self.drafted + other.drafted,
-            self.levels + other.levels,
-            self.accepted + other.accepted,
-            dict(Counter(self.by_drafter) + Counter(other.by_drafter)),
-            dict(Counter(self.not_drafted) + Counter(other.not_drafted)),
-            list(column_sums((self.reached_at, other.reached_at))),
-            list(column_sums((self.accepted_at, other.accepted_at))),
-        )
+    @property
+    def rates(self) -> list[float]:
+        """Acceptance by position, given that all earlier tokens were accepted."""
+        return [won / tried for won, tried in zip(self.accepted_at, self.reached_at, strict=True)]
 
     def record(
         self, nodes: int, levels: int, accepted: int, reached: int, drafter: str, reason: str
@@ -69,11 +79,6 @@ class DraftCounts:
         for position in range(reached):
             self.reached_at[position] += 1
             self.accepted_at[position] += position < accepted
-
-
-def column_sums(rows: Iterable[Sequence[int]]) -> tuple[int, ...]:
-    """Counts by position, added up over rows of different lengths."""
-    return tuple(map(sum, itertools.zip_longest(*rows, fillvalue=0)))
 
 
 class TokenView(Sequence[int]):

@@ -9,11 +9,10 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
 
 from paceline.core.batch import Commit
 from paceline.core.params import SamplingParams
-from paceline.core.sequence import SEQUENCE_IDS, SequenceState, column_sums
+from paceline.core.sequence import SEQUENCE_IDS, SequenceState, Sums
 from paceline.core.sequence import DraftCounts as DraftCounts
 from paceline.engine.clock import PHASES
 from paceline.engine.engine import Engine
@@ -51,7 +50,7 @@ class DrivenStep:
 
 
 @dataclass(frozen=True)
-class StepSums:
+class StepSums(Sums):
     """Sums over steps: sequences, tokens gained and drafted, seconds by phase. ``reached[i]``
     drafts had a token to try at position i, ``accepted_at[i]`` of them were accepted. ``context``:
     cached tokens when the steps began."""
@@ -83,16 +82,6 @@ class StepSums:
                 phase: sum(step.seconds.get(phase, 0.0) for step in listed) for phase in PHASES
             },
             context=sum(commit.position for commit in commits),
-        )
-
-    def __add__(self, other: StepSums) -> StepSums:
-        numbers = ((name, value) for name, value in vars(self).items() if isinstance(value, int))
-        sums: dict[str, Any] = {name: value + getattr(other, name) for name, value in numbers}
-        return StepSums(
-            reached=column_sums([self.reached, other.reached]),
-            accepted_at=column_sums([self.accepted_at, other.accepted_at]),
-            seconds={name: self.seconds[name] + other.seconds[name] for name in PHASES},
-            **sums,
         )
 
     @property

@@ -49,10 +49,7 @@ class CompletionStats:
             accepted_tokens=counts.accepted,
             acceptance_rate=counts.acceptance_rate,
             mean_accepted_length=generated / counts.target_steps if counts.target_steps else 0.0,
-            acceptance_per_position=[
-                accepted / reached
-                for accepted, reached in zip(counts.accepted_at, counts.reached_at, strict=True)
-            ],
+            acceptance_per_position=counts.rates,
             target_steps=counts.target_steps,
             decode_seconds=seconds,
             tokens_per_second=generated / seconds if seconds > 0 else 0.0,

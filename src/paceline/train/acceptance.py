@@ -17,7 +17,7 @@ import torch
 from torch.nn.utils.rnn import pad_sequence
 from transformers import PreTrainedModel, PreTrainedTokenizerFast
 
-from paceline.core.sequence import column_sums
+from paceline.core.sequence import Sums
 from paceline.core.stages import stage
 from paceline.files import replace_in
 from paceline.train.configs import PromptSelection
@@ -26,7 +26,7 @@ from paceline.train.records import Source
 
 
 @dataclass(frozen=True)
-class AcceptanceCounts:
+class AcceptanceCounts(Sums):
     """Counts over one or several texts.
 
     ``tokens`` committed by ``steps`` target steps, the target's own tokens included. Position j
@@ -55,13 +55,7 @@ class AcceptanceCounts:
 
 def total(parts: Iterable[AcceptanceCounts]) -> AcceptanceCounts:
     """The counts of several texts together."""
-    parts = list(parts)
-    return AcceptanceCounts(
-        sum(part.tokens for part in parts),
-        sum(part.steps for part in parts),
-        column_sums(part.reached for part in parts),
-        column_sums(part.accepted for part in parts),
-    )
+    return sum(parts, AcceptanceCounts())
 
 
 def walk(matches: torch.Tensor, undrafted: int = 1) -> AcceptanceCounts:

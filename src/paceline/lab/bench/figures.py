@@ -61,7 +61,6 @@ class DraftFigures:
     def of(cls, run: TimedRun) -> DraftFigures:
         counts, steps, tells = run.counts, run.counts.target_steps, run.tells_drafted
         first, later_steps = sum(a.arrivals[0][1] for a in run.answers), steps - len(run.answers)
-        by_position = zip(counts.accepted_at, counts.reached_at, strict=True)
         return cls(
             drafted=counts.drafted if tells else None,
             accepted=counts.accepted,
@@ -69,7 +68,7 @@ class DraftFigures:
             mean_accepted_tokens=(run.tokens - first) / later_steps if later_steps else None,
             acceptance_rate=counts.acceptance_rate,
             length=counts.drafted / steps if tells and steps else None,
-            acceptance=tuple(accepted / reached for accepted, reached in by_position),
+            acceptance=tuple(counts.rates),
             reached=tuple(counts.reached_at),
         )
 
