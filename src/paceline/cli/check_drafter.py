@@ -38,5 +38,5 @@ def check_drafter(
     for error in () if output.as_json else raised.values():
         traceback.print_exception(error)
     record = {"holds": not broken, "laws": [record_of(row, _LAWS) for row in rows]}
-    output.say(record, table_of(rows, _LAWS))
+    output.show(record, table_of(rows, _LAWS))
     return bool(broken)

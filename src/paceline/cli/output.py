@@ -54,11 +54,11 @@ def quiet_libraries() -> None:
 
 @dataclass(frozen=True)
 class JsonOptions:
-    """For whom a command says its outcome."""
+    """For whom a command shows its outcome."""
 
     as_json: bool = _output(False, "Print one JSON object instead.", flags=("--json",))
 
-    def say(self, record: dict[str, Any], *parts: Table | str) -> None:
+    def show(self, record: dict[str, Any], *parts: Table | str) -> None:
         """The record for programs or, for people, tables and lines."""
         if self.as_json:
             print_json(record)

@@ -33,7 +33,7 @@ def pull(
     """
     if show_list:
         models = PULLABLE.values()
-        output.say({"models": [record_of(m, _LISTED) for m in models]}, *map(_described, models))
+        output.show({"models": [record_of(m, _LISTED) for m in models]}, *map(_described, models))
         return
     if name is None:
         raise typer.BadParameter("which model? `paceline pull smollm2`, or --list for all")
@@ -42,7 +42,7 @@ def pull(
     same = {key: getattr(entry, key) for key in ("source", "location", "licence")}
     did = {"sha256": result.sha256, "bytes": result.size, "fetched": result.fetched}
     word = "ready" if result.fetched else "already there"
-    output.say(
+    output.show(
         {"name": entry.full_name, "folder": folder, **same, **did},
         f"{entry.full_name} is {word}: {entry.what} ({entry.licence})",
         f"  {folder}\n  SHA-256 of the weights {result.sha256}",

@@ -42,4 +42,4 @@ def quantize(
 
     options = QuantizeOptions(scheme_named(to, group, head), calibrate, tokens, evaluate, seed)
     report = run(model, out, options)
-    output.say(report.record(), report.table())
+    output.show(report.record(), report.table())

@@ -27,5 +27,5 @@ def recommend(
     with stage("starting"):
         from paceline.lab import recommend as lab
     advice = lab.recommend(model, memory)
-    output.say(advice.record, advice.table, *advice.notes, *advice.lines)
+    output.show(advice.record, advice.table, *advice.notes, *advice.lines)
     return int(advice.best is None)
