@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from paceline.core.params import SamplingParams
-from paceline.core.sampling import penalised
+from paceline.core.sampling import Rows, penalised
 from paceline.core.sequence import SequenceState
 
 VOCAB = 40
@@ -62,22 +62,23 @@ def test_sparse_is_dense(requests, depths, seed, pathless):
     depths = [0] * 12 if pathless else depths
     scores = torch.randn(12, VOCAB, generator=generator) * 3
     scores[0, ::3], scores[1, 1::4] = -torch.inf, 0.0
+    rows = Rows(tuple(seqs), tuple(depths), paths)
     before = scores.clone()
-    assert torch.equal(penalised(scores, seqs, depths, paths), dense(scores, seqs, depths, paths))
+    assert torch.equal(penalised(scores, rows), dense(scores, seqs, depths, paths))
     assert torch.equal(scores, before)
     for seq in made:  # counts go on from step to step
         seq.tokens += [*seq.tokens[:2], 7]
-    assert torch.equal(penalised(scores, seqs, depths, paths), dense(scores, seqs, depths, paths))
+    assert torch.equal(penalised(scores, rows), dense(scores, seqs, depths, paths))
 
 
 def test_tokens_taken_back_are_not_counted():
     scores = torch.randn(1, VOCAB, generator=torch.Generator().manual_seed(0))
     seq = SequenceState(0, [1, 2, 3, 4], 2, SamplingParams(frequency_penalty=1.0))
-    penalised(scores, [seq], [0], None)
+    penalised(scores, Rows((seq,), (0,)))
     seq.tokens[3:] = [5]
-    assert torch.equal(penalised(scores, [seq], [0], None), dense(scores, [seq], [0], None))
+    assert torch.equal(penalised(scores, Rows((seq,), (0,))), dense(scores, [seq], [0], None))
     seq.prompt_length = 3
-    assert torch.equal(penalised(scores, [seq], [0], None), dense(scores, [seq], [0], None))
+    assert torch.equal(penalised(scores, Rows((seq,), (0,))), dense(scores, [seq], [0], None))
 
 
 def test_a_further_step_reads_further_tokens_only():
@@ -94,7 +95,7 @@ def test_a_further_step_reads_further_tokens_only():
     for new in ([], [3, 4], [5]):
         seq.tokens += new
         read.clear()
-        result = penalised(scores, [seq.view()], [0], None)
+        result = penalised(scores, Rows((seq.view(),), (0,)))
         assert sum(read) == (len(new) or 100)
         assert torch.equal(result, dense(scores, [seq], [0], None))
 
@@ -104,7 +105,7 @@ def test_counts_belong_to_the_request_and_go_with_it() -> None:
     params = SamplingParams(presence_penalty=1.0)
     one, other = (SequenceState(0, [1, token], 1, params) for token in (2, 3))
     for seq in (one, other, one):
-        penalised(torch.zeros(1, VOCAB), [seq.view()], [0], None)
+        penalised(torch.zeros(1, VOCAB), Rows((seq.view(),), (0,)))
     assert list(one.occurrences.counts) == [1, 2] and list(other.occurrences.counts) == [1, 3]
     gone = weakref.ref(one.occurrences)
     del one, seq
@@ -114,7 +115,7 @@ def test_counts_belong_to_the_request_and_go_with_it() -> None:
 def test_views_of_other_tokens_are_counted_by_themselves() -> None:
     seq = SequenceState(0, [1, 2, 3], 1, SamplingParams(presence_penalty=1.0))
     scores = torch.zeros(1, VOCAB)
-    penalised(scores, [seq.view()], [0], None)
+    penalised(scores, Rows((seq.view(),), (0,)))
     shorter = replace(seq.view(), tokens=[1, 4])
-    assert penalised(scores, [shorter], [0], None).nonzero()[:, 1].tolist() == [4]
+    assert penalised(scores, Rows((shorter,), (0,))).nonzero()[:, 1].tolist() == [4]
     assert list(seq.occurrences.counts) == [1, 2, 3]

@@ -12,8 +12,6 @@ from typing import Protocol
 
 import torch
 
-from paceline.core.transfer import to_device, upload
-
 
 class Reader(Protocol):
     """Follows a sequence's tokens and knows where it ends: a grammar, or stop strings."""
@@ -51,34 +49,3 @@ class Behind:
 
     def forced(self) -> Sequence[int]:
         return ()
-
-
-def forbid(
-    scores: torch.Tensor,
-    constraints: Sequence[Constraint | None],
-    depths: Sequence[int],
-    paths: torch.Tensor | None,
-    known: Sequence[Sequence[int]] | None = None,
-) -> torch.Tensor:
-    """float32 ``[R, V]``: minus infinity where the row's constraint forbids the token. ``paths``
-    int64 ``[R, D]``, of which row r uses ``depths[r]``; waits for the device unless the paths are
-    ``known`` on the host."""
-    host = known
-    if host is None:
-        host = paths.tolist() if paths is not None else [[]] * len(constraints)
-    rows: list[int] = []
-    masks: list[torch.Tensor] = []
-    for row, (constraint, depth) in enumerate(zip(constraints, depths, strict=True)):
-        allowed = None if constraint is None else constraint.allowed(tuple(host[row][:depth]))
-        if allowed is not None:
-            rows.append(row)
-            # Padding of the logits beyond the vocabulary is forbidden, too.
-            masks.append(torch.nn.functional.pad(allowed, (0, scores.shape[1] - len(allowed))))
-    if not rows:
-        return scores
-    forbidden = ~upload(torch.stack(masks), scores.device)
-    if len(rows) == len(scores):
-        return scores.masked_fill(forbidden, -torch.inf)
-    index = to_device(rows, scores.device)
-    constrained = scores.index_select(0, index).masked_fill(forbidden, -torch.inf)
-    return scores.index_copy(0, index, constrained)

@@ -18,7 +18,6 @@ import numpy as np
 import torch
 
 from paceline.core.batch import Span
-from paceline.core.constraint import forbid
 from paceline.core.params import SamplingParams
 from paceline.core.ranking import largest
 from paceline.core.sequence import SequenceView
@@ -94,6 +93,13 @@ class Rows:
         """Absolute index of the token that each row chooses."""
         return [len(s.tokens) + depth for s, depth in zip(self.seqs, self.depths, strict=True)]
 
+    @property
+    def on_host(self) -> Sequence[Sequence[int]]:
+        """``known``, else ``paths``, for which it waits."""
+        if self.known is not None:
+            return self.known
+        return [()] * len(self) if self.paths is None else self.paths.tolist()
+
     @classmethod
     def of(cls, spans: Sequence[Span]) -> Rows:
         """The spans' rows: after the last committed token, then after each node."""
@@ -153,11 +159,10 @@ def processed(logits: torch.Tensor, rows: Rows) -> torch.Tensor:
     is no row of logits."""
     if not any(seq.params.logits_processors for seq in rows.seqs):
         return logits
-    paths: Sequence[Sequence[int]] | None = rows.known
-    if paths is None:
-        paths = [()] * len(rows) if rows.paths is None else rows.paths.tolist()
     scores = logits.to(torch.float32, copy=True)
-    for row, (seq, depth, path) in enumerate(zip(rows.seqs, rows.depths, paths, strict=True)):
+    for row, (seq, depth, path) in enumerate(
+        zip(rows.seqs, rows.depths, rows.on_host, strict=True)
+    ):
         prompt, output = seq.tokens[: seq.prompt_length], seq.tokens[seq.prompt_length :]
         for processor in seq.params.logits_processors:
             texts = [prompt] if len(signature(processor).parameters) == 3 else []
@@ -172,23 +177,19 @@ def adjusted(logits: torch.Tensor, rows: Rows) -> torch.Tensor:
     """float32 ``[R, V]``: logits after bias, min_tokens, penalties and grammars; the input itself
     if nothing applies and it is float32."""
     scores = logits.to(torch.float32)
-    distinct = {id(seq): seq for seq in rows.seqs}
-    params = [seq.params for seq in distinct.values()]
-    biased = any(p.logit_bias for p in params)
-    forbidden = any(seq.generated < seq.params.min_tokens for seq in distinct.values())
-    penalised_any = any(p.penalises for p in params)
-    constrained = any(seq.constraint is not None for seq in distinct.values())
-    if (biased or forbidden) and scores is logits:
+    seqs = {id(seq): seq for seq in rows.seqs}.values()
+    biased = any(seq.params.logit_bias for seq in seqs)
+    too_short = any(seq.generated < seq.params.min_tokens for seq in seqs)
+    if (biased or too_short) and scores is logits:
         scores = scores.clone()
     if biased:
         _add_bias(scores, rows)
-    if forbidden:
+    if too_short:
         _forbid_stops(scores, rows)
-    if penalised_any:
-        scores = penalised(scores, rows.seqs, rows.depths, rows.paths)
-    if constrained:
-        grammars = [seq.constraint for seq in rows.seqs]
-        scores = forbid(scores, grammars, rows.depths, rows.paths, rows.known)
+    if any(seq.params.penalises for seq in seqs):
+        scores = penalised(scores, rows)
+    if any(seq.constraint is not None for seq in seqs):
+        scores = forbid(scores, rows)
     return scores
 
 
@@ -222,27 +223,45 @@ def _forbid_stops(scores: torch.Tensor, rows: Rows) -> None:
         scores[index[:, 0], index[:, 1]] = -torch.inf
 
 
+def forbid(scores: torch.Tensor, rows: Rows) -> torch.Tensor:
+    """float32 ``[R, V]``: minus infinity where a row's grammar forbids the token. Waits for the
+    device unless the drafted tokens are ``known`` on the host."""
+    constrained: list[int] = []
+    masks: list[torch.Tensor] = []
+    for row, (seq, depth, path) in enumerate(
+        zip(rows.seqs, rows.depths, rows.on_host, strict=True)
+    ):
+        allowed = None if seq.constraint is None else seq.constraint.allowed(tuple(path[:depth]))
+        if allowed is not None:
+            constrained.append(row)
+            # Padding of the logits beyond the vocabulary is forbidden, too.
+            masks.append(torch.nn.functional.pad(allowed, (0, scores.shape[1] - len(allowed))))
+    if not masks:
+        return scores
+    forbidden = ~upload(torch.stack(masks), scores.device)
+    if len(masks) == len(scores):
+        return scores.masked_fill(forbidden, -torch.inf)
+    index = to_device(constrained, scores.device)
+    masked = scores.index_select(0, index).masked_fill(forbidden, -torch.inf)
+    return scores.index_copy(0, index, masked)
+
+
 # --- penalties ------------------------------------------------------------------------------------
 # Only occurring tokens: a text has a thousand different ones, a vocabulary 50,000 to 200,000, so
 # scores are gathered, changed and scattered back.
 
 
-def penalised(
-    scores: torch.Tensor,
-    seqs: Sequence[SequenceView],
-    depths: Sequence[int],
-    paths: torch.Tensor | None,
-) -> torch.Tensor:
+def penalised(scores: torch.Tensor, rows: Rows) -> torch.Tensor:
     """float32 ``[R, V]``: repetition over prompt and output, presence and frequency over output.
-    Drafted tokens before a row, ``paths[r, :depths[r]]``, count as output."""
-    distinct = list({id(seq): seq for seq in seqs}.values())
+    Drafted tokens before a row count as output."""
+    distinct = list({id(seq): seq for seq in rows.seqs}.values())
     ids, counts = _tables(distinct, scores)
     index = {id(seq): i for i, seq in enumerate(distinct)}
-    of_row = to_device([index[id(seq)] for seq in seqs], scores.device)
+    of_row = to_device([index[id(seq)] for seq in rows.seqs], scores.device)
     ids, counts = ids[of_row], counts[of_row]
-    if paths is not None and paths.shape[1]:
-        ids, counts = _with_paths(ids, counts, paths, depths)
-    params = [seq.params for seq in seqs]
+    if rows.paths is not None and rows.paths.shape[1]:
+        ids, counts = _with_paths(ids, counts, rows.paths, rows.depths)
+    params = [seq.params for seq in rows.seqs]
     repetition = column(params, lambda p: p.repetition_penalty, scores.device)
     frequency = column(params, lambda p: p.frequency_penalty, scores.device)
     presence = column(params, lambda p: p.presence_penalty, scores.device)
