@@ -9,9 +9,11 @@ from pathlib import Path
 import pytest
 import torch
 
+from paceline.core.batch import Batch, Span
 from paceline.core.params import SamplingParams
 from paceline.errors import ConfigError
 from paceline.llm import LLM
+from paceline.model.backends.reference.recurrent import _Mixer
 from paceline.model.paged.blocks import OutOfBlocksError
 from paceline.request.completion import Completion
 from paceline.train.tokenizer import train_tokenizer
@@ -112,6 +114,26 @@ def test_a_request_s_adapter_is_as_if_merged(
         assert [out.token_ids for out in made[::2]] == [out.token_ids for out in theirs]
     assert [out.token_ids for out in theirs] != expected[: len(PROMPTS)]
     check_cache(llm.engine.cache)
+
+
+@torch.inference_mode()
+def test_rows_of_all_levels_step_in_one_call(plain: LLM, folders: dict[str, str]) -> None:
+    """And what they give is what they give level by level, but for rounding."""
+    mixers = [module for module in plain.target.hf.modules() if isinstance(module, _Mixer)]
+    known = {mixer.at_once for mixer in mixers}
+    assert known == {"jamba" not in plain.target.name}
+    cache = plain.target.new_cache(8, 16)
+    prompt = Span(0, 0, 0, 20)
+    tree = Span(0, 0, 20, 1, parents=(-1, -1, 0, 0, 2, 1))
+    plain.target(Batch(WORDS[:20], range(20), range(20), (prompt,), ((0, 1),)), cache)
+    batch = Batch(WORDS[:7], [20, 21, 21, 22, 22, 23, 22], range(20, 27), (tree,), ((0, 1),))
+    together = plain.target(batch, cache).logits
+    for mixer in mixers:
+        mixer.at_once = False
+    apart = plain.target(batch, cache).logits
+    for mixer in mixers:
+        mixer.at_once = "jamba" not in plain.target.name
+    assert torch.allclose(together, apart, atol=1e-4, rtol=1e-4)
 
 
 @pytest.mark.parametrize("folders", ["jamba"], indirect=True)

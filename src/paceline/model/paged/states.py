@@ -6,13 +6,14 @@ rejected drafts and undone steps need nothing put back, samples of a prompt shar
 at the end of a full block can be found again by the block's content. In a step::
 
     pending tokens  a chunk, from the state before it to that after its last token
-    a tree's nodes  one row each, from the parent's state; all rows of a level in one call
+    a tree's nodes  one row each, from the parent's state; the rows of a level together
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cached_property
 
 import torch
 from torch import Tensor
@@ -35,13 +36,28 @@ def bytes_per_state(parts: Sequence[Sequence[StatePart]]) -> int:
 
 
 @dataclass(frozen=True)
+class StateLevel:
+    """Rows that step together: their numbers in the batch ``rows [n]`` int64, their ``span`` among
+    the rows of all levels, and the slots of the states ``before`` and ``behind`` them, as int64
+    ``[n]`` or as a slice of one."""
+
+    rows: Tensor
+    span: slice
+    before: Tensor | slice
+    behind: Tensor | slice
+
+
+@dataclass(frozen=True)
 class StateStep:
     """How a batch's rows go through a recurrent layer: the ``chunks``, in order, as (first row, end
-    row, slot before, slot behind), then the ``levels``, as int64 (rows, slots before, slots
-    behind) ``[3, n]``."""
+    row, slot before, slot behind), then the ``levels``, whose rows are ``stepped`` together."""
 
     chunks: tuple[tuple[int, int, int, int], ...]
-    levels: tuple[Tensor, ...]
+    levels: tuple[StateLevel, ...]
+
+    @cached_property
+    def stepped(self) -> Tensor:
+        return torch.cat([level.rows for level in self.levels])
 
 
 class StateStore:
@@ -119,8 +135,14 @@ class StateStore:
         for span in batch.spans:
             self._promised.pop(span.seq_id, None)
             self._route(span, block_size, chunks, levels)
-        on_device = [to_device(list(zip(*level, strict=True)), self._device) for level in levels]
-        return StateStep(tuple(chunks), tuple(on_device))
+        made, start = [], 0
+        for level in levels:
+            rows, *slots = to_device(list(zip(*level, strict=True)), self._device)
+            if len(level) == 1:  # then a view will do
+                slots = [slice(slot, slot + 1) for slot in level[0][1:]]
+            made.append(StateLevel(rows, slice(start, start + len(level)), *slots))
+            start += len(level)
+        return StateStep(tuple(chunks), tuple(made))
 
     def _route(
         self,

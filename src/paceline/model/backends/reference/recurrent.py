@@ -2,10 +2,10 @@
 
 A mixer is transformers' own module, known by its depthwise convolution, over transformers' own
 cache layer. All sequences and nodes of a batch lie in one row, so its forward is called once for
-each chunk of a prompt and once for each level of drafts, as model/paged/states.py says. The
-products with its input and for its output do not depend on states: they are taken out of that
-forward and made once for all rows, so that their weights are read once. Outside ``over_states`` it
-does what it did.
+each chunk of a prompt, and once for all rows of drafts (recurrences.py), or once for each of their
+levels where ours cannot stand in for transformers' steps. The products with its input and for its
+output do not depend on states: they are taken out of that forward and made once for all rows, so
+that their weights are read once. Outside ``over_states`` it does what it did.
 """
 
 from __future__ import annotations
@@ -21,8 +21,9 @@ from torch import Tensor, nn
 
 from paceline.core.batch import Batch
 from paceline.errors import UnsupportedModelError
+from paceline.model.backends.reference.recurrences import at_once, stand_in
 from paceline.model.paged.segments import KeyValueStore
-from paceline.model.paged.states import StatePart, StateStep, StateStore
+from paceline.model.paged.states import StateLevel, StatePart, StateStep, StateStore
 
 _RUNNING: ContextVar[tuple[StateStore, StateStep] | None] = ContextVar("states", default=None)
 # By name, the layers of a mixer that its forward shall not run: what they made already, or None for
@@ -35,7 +36,8 @@ class _Mixer(nn.Module):
     ``takes_cache``: the parameter of its forward that takes a cache. ``layout``: which of a cache
     layer's tensors make its state. ``first``: names of the layers that read its input, ``last``: of
     the one that gives its output, or empty; they multiply all rows of a step at once.
-    ``steps_only``: its chunks forget the state before them (Jamba in transformers 5.23)."""
+    ``steps_only``: its chunks forget the state before them (Jamba in transformers 5.23).
+    ``at_once``: whether the rows of all levels go through one forward."""
 
     layer_idx: int
     takes_cache: str
@@ -43,6 +45,7 @@ class _Mixer(nn.Module):
     first: list[str]
     last: str
     steps_only: bool
+    at_once: bool
 
     def forward(self, hidden_states: Tensor, *args: Any, **kwargs: Any) -> Tensor:
         running = _RUNNING.get()
@@ -75,10 +78,13 @@ class _Mixer(nn.Module):
                 parts = advance(rows, parts)
             for state, part in zip(states, parts, strict=True):
                 state[behind] = part[0]
-        for numbers, befores, behinds in step.levels:
-            parts = advance(numbers[:, None], [state.index_select(0, befores) for state in states])
+        if self.at_once and step.levels:
+            with at_once(step.levels):
+                advance(step.stepped[:, None], states)
+        for level in () if self.at_once else step.levels:
+            parts = advance(level.rows[:, None], [state[level.before].clone() for state in states])
             for state, part in zip(states, parts, strict=True):
-                state.index_copy_(0, behinds, part)
+                state[level.behind] = part
         mixed = torch.cat(made)
         mixed = torch.empty_like(mixed).index_copy_(0, torch.cat(order), mixed)[None]
         out: Tensor = getattr(self, self.last)(mixed) if self.last else mixed
@@ -144,9 +150,24 @@ class _Mixer(nn.Module):
             before = [part * (factor if kind == "recurrent" else 1) for (kind, _), part in pairs]
             return self.advance(hidden[:, 1:], before)[0]
 
+        self.at_once = self._steps_at_once(begin, parts)
         recurs = any(kind == "recurrent" for kind, _ in self.layout)
         self.steps_only = recurs and torch.equal(behind(0), behind(1))
         return [(tuple(part.shape[1:]), part.dtype) for part in parts]
+
+    def _steps_at_once(self, hidden: Tensor, parts: list[Tensor]) -> bool:
+        """Whether a step from one slot to another does what transformers' step does."""
+        slots = [torch.cat((part, torch.zeros_like(part))) for part in parts]
+        level = StateLevel(torch.arange(1), slice(0, 1), slice(0, 1), slice(1, 2))
+        due, behind = self.advance(hidden, [part.clone() for part in parts])
+        try:
+            with at_once([level]):
+                made, slots = self.advance(hidden, slots)
+        except Exception:  # whatever transformers' step says to a state too many
+            return False
+        expected = [torch.cat(pair) for pair in zip(parts, behind, strict=True)]
+        pairs = zip([made, *slots], [due, *expected], strict=True)
+        return all(torch.allclose(ours, theirs, 0.05, 1e-3) for ours, theirs in pairs)
 
 
 def _layer(name: str) -> property:
@@ -174,6 +195,7 @@ def adapt_mixers(hf: Any, layers: int) -> list[list[StatePart]]:
                 kind = type(module)
                 module.takes_cache = cache_name(module.forward)
                 layers_of = {name: _layer(name) for name, _ in module.named_children()}
+                stand_in(kind.__module__)
                 module.__class__ = type(kind.__name__, (_Mixer, kind), layers_of)
             parts[module.layer_idx] = module.probe(hidden)
     return parts
