@@ -10,13 +10,13 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
-from difflib import get_close_matches
 from importlib.metadata import EntryPoint, entry_points
 
 from paceline.core.batch import Commit as Commit
 from paceline.core.batch import ModelOutput as ModelOutput
 from paceline.core.batch import Plan as Plan
 from paceline.core.batch import Slice as Slice
+from paceline.core.keywords import did_you_mean
 from paceline.core.tree import Draw as Draw
 from paceline.core.tree import TokenTree as TokenTree
 from paceline.draft.auto import Auto as Auto
@@ -113,8 +113,7 @@ def parse_draft(text: str | None) -> DraftSpec:
         return DRAFTERS[kind].read(rest, DRAFTERS)
     assert text is not None  # None is the kind "none"
     if "/" not in text and not is_path(text):
-        near = get_close_matches(kind.lower(), DRAFTERS, 1)
-        advice = f"did you mean {near[0]}?" if near else f"use one of {', '.join(DRAFTERS)}"
+        advice = did_you_mean(kind.lower(), DRAFTERS, f"use one of {', '.join(DRAFTERS)}")
         raise ConfigError(f"there is no drafter {kind!r} and no model folder {text!r}; {advice}")
     return DraftModel(text)
 

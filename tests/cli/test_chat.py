@@ -49,7 +49,7 @@ def test_commands(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize(
     ("line", "words"),
     [
-        ("/halp", "there is no /halp; /help?"),
+        ("/halp", "there is no /halp; did you mean /help?"),
         ("/set temprature 1", "temperature?"),
         ("/set temperature hot", "temperature is 'hot'"),
         ("/set temperature -3", "temperature is -3"),

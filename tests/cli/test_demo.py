@@ -8,6 +8,7 @@ import re
 import time
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -148,10 +149,11 @@ def test_both_take_turns_on_clocks_of_their_own(
     monkeypatch.setattr(demo_module, "_bars", lambda *drives: time.sleep(0.05) or "")
     params = SamplingParams(max_tokens=12, ignore_eos=True)
     start = time.perf_counter()
-    one, other = demo_module.race(Console(quiet=True), plain, fast, [1, 2, 3], params, False)
-    assert one.tokens == other.tokens == 12
-    assert one.seqs[0].tokens == other.seqs[0].tokens
-    assert one.seconds + other.seconds < time.perf_counter() - start - 0.05
+    prompt: Any = SimpleNamespace(name="x", encode=lambda llm: [1, 2, 3])
+    result = demo_module.measure(Console(quiet=True), plain, fast, prompt, params, False)
+    assert result.plain.tokens == result.fast.tokens == 12
+    assert result.difference is None
+    assert result.plain.whole + result.fast.whole < time.perf_counter() - start - 0.05
 
 
 @pytest.mark.parametrize(

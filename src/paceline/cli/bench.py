@@ -202,12 +202,7 @@ def _plan(engine: ModelOptions, source: PromptOptions, options: BenchOptions) ->
         "categories": list(dict.fromkeys(prompt.category for prompt in prompts)),
         "prompts": len(prompts),
         "price": options.price,
-        "max_tokens": sweep.max_tokens,
-        "rounds": sweep.rounds,
-        "concurrency": list(sweep.concurrencies),
-        "temperature": list(sweep.temperatures),
-        "ignore_eos": sweep.ignore_eos,
-        "seed": sweep.seed,
+        **{name: value for name, value in vars(sweep).items() if name != "limit"},
         "rule": rule,
         "lossy": engine.lossy,
     }

@@ -9,7 +9,6 @@ import time
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
-from difflib import get_close_matches
 from typing import TYPE_CHECKING
 
 import msgspec
@@ -20,6 +19,7 @@ from rich.markdown import Markdown
 from paceline.cli.generate import OutputOptions, SamplingOptions, note, opened, read, run
 from paceline.cli.options import ModelOptions, expand
 from paceline.cli.output import summary
+from paceline.core.keywords import did_you_mean
 from paceline.core.stages import info
 from paceline.errors import ConfigError, PacelineError
 from paceline.files import replace_text
@@ -104,8 +104,8 @@ class _Session:
         if not name.startswith("/") or "\n" in line or "/" in name[1:]:
             return False
         if name not in commands:
-            near = get_close_matches(name, commands, 1)
-            raise ConfigError(f"there is no {name}; {f'{near[0]}?' if near else '/help lists all'}")
+            advice = did_you_mean(name, commands, "/help lists all")
+            raise ConfigError(f"there is no {name}; {advice}")
         commands[name](rest.strip())
         return True
 
@@ -118,8 +118,8 @@ class _Session:
             info("  ".join(f"{name} {getattr(self.sampling, name)}" for name in known))
             return
         if name not in known:
-            near = get_close_matches(name, known, 1)
-            raise ConfigError(f"there is no {name}; {f'{near[0]}?' if near else '/set lists all'}")
+            advice = did_you_mean(name, known, "/set lists all")
+            raise ConfigError(f"there is no {name}; {advice}")
         entry = known[name]
         try:
             made = msgspec.convert((value,) if entry.is_list else value, entry.type, strict=False)

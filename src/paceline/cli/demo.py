@@ -24,7 +24,7 @@ from rich.text import Text
 
 from paceline import SamplingParams
 from paceline.cli.options import ModelOptions, expand, fetch, in_short
-from paceline.cli.output import DRAFT_STYLE, TARGET_STYLE, Painter, print_json
+from paceline.cli.output import DRAFT_STYLE, TARGET_STYLE, JsonOptions, Painter
 from paceline.core.stages import info, stage
 from paceline.errors import PacelineError
 from paceline.lab.report.columns import (
@@ -38,7 +38,6 @@ from paceline.lab.report.columns import (
     times,
 )
 from paceline.lab.report.document import Table
-from paceline.lab.report.render import print_table
 from paceline.model.names import DEFAULT_DRAFT, EMBEDDED, REAL, SMOLLM2, VARIABLE, pulled
 from paceline.settings import entries, setting
 
@@ -131,16 +130,20 @@ _FIGURES = (
 # -- the race --------------------------------------------------------------------------------------
 
 
-def race(
-    console: Console, plain: LLM, fast: LLM, ids: list[int], params: SamplingParams, shown: bool
-) -> list[Drive]:
-    """Decode a prompt by both, on the console as it goes; ``shown``: with the text of ``fast``.
+def measure(
+    console: Console,
+    plain: LLM,
+    fast: LLM,
+    prompt: BenchPrompt,
+    params: SamplingParams,
+    shown: bool,
+) -> Measurement:
+    """Decode a prompt by both in turns, on the console as it goes; ``shown``: with the text of
+    ``fast``. Raises PacelineError if a request fails."""
+    from paceline.engine.driver import Drive, StepSums, sequence
+    from paceline.lab.certify.difference import explain
 
-    Raises PacelineError if a request fails.
-    """
-    from paceline.engine.driver import Drive, sequence
-
-    llms = plain, fast
+    llms, ids = (plain, fast), prompt.encode(plain)
     drives = [Drive(llm.engine, [sequence(ids, params, llm.end_tokens)]) for llm in llms]
     painter, text = Painter(fast.tokenizer, shown, ids), Text()
     with drives[0], drives[1], Live(console=console, auto_refresh=False) as live:
@@ -159,7 +162,14 @@ def race(
             live.update(Group(*([text] if shown else []), _bars(*drives)), refresh=True)
     if not console.is_terminal:  # there it ends the last line itself
         console.line()
-    return drives
+    left, right = (drive.seqs[0].tokens[len(ids) :] for drive in drives)
+    difference = explain(plain.target, ids, left, right, SamplingParams())
+    one, other = (StepSums.of(drive.steps) for drive in drives)
+    measured = Measurement(prompt.name, one, other, drives[1].counts, difference)
+    console.print(Text(measured.in_words, style="dim"))
+    if difference is not None:
+        console.print(_difference_in_words(plain, difference, left, right))
+    return measured
 
 
 def _bars(plain: Drive, fast: Drive) -> rich_tables.Table:
@@ -177,30 +187,6 @@ def _bars(plain: Drive, fast: Drive) -> rich_tables.Table:
             Text(speedup, style="bold"),
         )
     return bars
-
-
-def measure(
-    console: Console,
-    plain: LLM,
-    fast: LLM,
-    prompt: BenchPrompt,
-    params: SamplingParams,
-    shown: bool,
-) -> Measurement:
-    """Decode a prompt by both in turns; ``shown``: with the text as it is written."""
-    from paceline.engine.driver import StepSums
-    from paceline.lab.certify.difference import explain
-
-    ids = prompt.encode(plain)
-    drives = race(console, plain, fast, ids, params, shown)
-    left, right = (drive.seqs[0].tokens[len(ids) :] for drive in drives)
-    difference = explain(plain.target, ids, left, right, SamplingParams())
-    one, other = (StepSums.of(drive.steps) for drive in drives)
-    measured = Measurement(prompt.name, one, other, drives[1].counts, difference)
-    console.print(Text(measured.in_words, style="dim"))
-    if difference is not None:
-        console.print(_difference_in_words(plain, difference, left, right))
-    return measured
 
 
 def _difference_in_words(
@@ -277,9 +263,9 @@ def _fetch_real() -> None:
 
 @expand
 def demo(
+    output: JsonOptions,
     pair: Annotated[dict[str, Any], entries(ModelOptions, "command")],
     max_tokens: int = setting(120, "Tokens a prompt.", low=1),
-    as_json: bool = setting(False, "Print one JSON object instead of the show.", flags=("--json",)),
     pull: bool = setting(False, f"Fetch {REAL} first if it is not here."),
 ) -> None:
     """Decode some prompts plainly and speculatively side by side, and compare text and speed."""
@@ -294,7 +280,7 @@ def demo(
     if options.lossy:
         raise typer.BadParameter("the demo shows that drafts change no text; leave --lossy out")
     params = SamplingParams(max_tokens=max_tokens)
-    console = Console(quiet=as_json)
+    console = Console(quiet=output.as_json)
     with stage("loading the models"):
         speculative = options.open(draft)
         plain = options.plain_beside(speculative)
@@ -316,11 +302,8 @@ def demo(
             console.rule(Text(prompt.name + again, style="bold"), align="left")
             if not again:
                 console.print(Text(prompt.text, style="dim"), soft_wrap=True)
-            shown = not (again or as_json)
+            shown = not (again or output.as_json)
             groups[-1].append(measure(console, plain, speculative, prompt, params, shown))
-    if as_json:
-        print_json(_record(groups, draft))
-        return
-    print_table(_table(groups, draft), console)
+    output.show(_record(groups, draft), _table(groups, draft))
     following = "paceline pull smollm2" if options.model == EMBEDDED else "paceline chat"
     console.print(Text.assemble("Try next: ", (following, "bold")))

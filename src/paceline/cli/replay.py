@@ -42,6 +42,7 @@ class ReplayResult:
 
 def _replay(llm: LLM, receipt: dict[str, Any]) -> ReplayResult:
     """Decode a receipt's answer plainly. Raises ReceiptError on other weights or settings."""
+    from paceline.lab.certify.difference import first_difference
     from paceline.request.receipt import ReceiptError, sampling_of_receipt
 
     here = llm.receipts.origin
@@ -67,10 +68,8 @@ def _replay(llm: LLM, receipt: dict[str, Any]) -> ReplayResult:
         least = min(params.min_tokens, len(tokens))
         params = replace(params, max_tokens=len(tokens), min_tokens=least)
     got = llm.generate([receipt["prompt"]], params)[0].token_ids
-    if got == tokens:
+    if (parts := first_difference(tokens, got)) is None:
         return ReplayResult(len(tokens))
-    pairs = enumerate(zip(tokens, got, strict=False))
-    parts = next((at for at, (a, b) in pairs if a != b), min(len(tokens), len(got)))
     end = parts + _SHOWN_TOKENS
     texts = [str(llm.tokenizer.decode(ids[parts:end])) for ids in (tokens, got)]
     return ReplayResult(len(tokens), parts, *texts)

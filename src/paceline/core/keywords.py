@@ -77,5 +77,10 @@ def _advice(name: str, known: Iterable[str]) -> str:
     advice = OTHER_NAMES.get(name, "")
     if " " in advice:
         return advice
+    return did_you_mean(name, known, f"it knows {', '.join(known)}")
+
+
+def did_you_mean(name: str, known: Iterable[str], otherwise: str) -> str:
+    """The nearest of the ``known`` names as advice; ``otherwise`` where none is near."""
     near = get_close_matches(name, known, 1)
-    return f"did you mean {near[0]}?" if near else f"it knows {', '.join(known)}"
+    return f"did you mean {near[0]}?" if near else otherwise

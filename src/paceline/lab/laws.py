@@ -21,6 +21,7 @@ from paceline.draft.base import with_members
 from paceline.drafters import BLOCK_SIZE, DRAFTERS, DraftLike, DraftSpec
 from paceline.engine.recovery import Failure
 from paceline.errors import ConfigError
+from paceline.lab.certify.chisquare import homogeneity
 from paceline.llm import LLM
 from paceline.model.paged.cache import bytes_per_token
 
@@ -37,8 +38,7 @@ _WAYS = {
     "text under penalties": SamplingParams(max_tokens=32, repetition_penalty=1.3, min_tokens=8),
     "text of a grammar": SamplingParams(max_tokens=32, grammar=Grammar("regex", "[a-z 0-9+=,]+")),
 }
-# Of 8 degrees of freedom; one drafter in two thousand that is right is called wrong.
-_CHI_SQUARE, _ANSWERS = 27.9, 400
+_CHANCE, _ANSWERS = 5e-4, 400  # that a drafter that is right is called wrong at one prompt
 
 
 @dataclass(frozen=True)
@@ -174,14 +174,13 @@ def _distribution(plain: LLM, make: Callable[[], DraftLike]) -> None:
         ours, theirs = (
             Counter(tuple(done.token_ids) for done in llm.generate(prompt, params)) for llm in llms
         )
-        pairs = ours.keys() | theirs.keys()
-        statistic = sum((ours[p] - theirs[p]) ** 2 / (ours[p] + theirs[p]) for p in pairs)
-        most = _CHI_SQUARE + 2 * max(0, len(pairs) - 9)
-        if statistic >= most:
+        pairs = {**ours, **theirs}
+        test = homogeneity([ours[p] for p in pairs], [theirs[p] for p in pairs])
+        if test.p_value < _CHANCE:
             raise _BrokenError(
                 f"two tokens of {_ANSWERS} answers are not distributed as plain decoding's "
-                f"(chi-square {statistic:.0f}, at most {most:.0f}): drawn tokens need the q "
-                "that they were drawn from, and chosen ones Draw.POINT"
+                f"(chi-square {test.statistic:.0f}, p = {test.p_value:.0e}): drawn tokens need the "
+                "q that they were drawn from, and chosen ones Draw.POINT"
             )
 
 

@@ -77,7 +77,7 @@ def test_a_later_run_goes_on_behind_the_last_heat() -> None:
 
 def test_categories_and_temperatures_take_turns() -> None:
     assert in_turn("aabbbc", lambda letter: letter) == list("abcabb")
-    jobs = Sweep(8, temperatures=[0.0, 1.0]).jobs(PROMPTS, 1)
+    jobs = Sweep(8, temperature=[0.0, 1.0]).jobs(PROMPTS, 1)
     assert [(j.temperature, j.category, j.index) for j in jobs[:4]] == [
         (0.0, "chat", 0),
         (0.0, "code", 2),

@@ -37,7 +37,7 @@ def test_turns_rotate_within_and_between_rounds() -> None:
 
 def test_warm_up_is_short_and_once_a_shape() -> None:
     diary: list[str] = []
-    warm_up(Sweep(100, temperatures=[0.0, 0.7]).jobs(PROMPTS, 1), [Fake("a", diary)])
+    warm_up(Sweep(100, temperature=[0.0, 0.7]).jobs(PROMPTS, 1), [Fake("a", diary)])
     assert [entry.endswith("x16") for entry in diary] == [True, True]
 
 
@@ -61,7 +61,7 @@ def test_progress_says_what_runs() -> None:
 
 
 def test_one_client_gets_a_job_a_prompt() -> None:
-    jobs = Sweep(8, temperatures=[0.5], seed=5).jobs(PROMPTS, 1)
+    jobs = Sweep(8, temperature=[0.5], seed=5).jobs(PROMPTS, 1)
     jobs.sort(key=lambda job: job.index)
     assert [(j.category, len(j.asks)) for j in jobs] == [("chat", 1), ("code", 1), ("code", 1)]
     assert [j.asks[0].params.seed for j in jobs] == [5, 6, 7]

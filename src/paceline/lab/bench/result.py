@@ -94,7 +94,7 @@ def spending_of(
     record: HeatRecord, sweep: Sweep, prompts: CategoryPrompts, budget: Budget
 ) -> Spending:
     """In turns: one prompt, or one crowd, by all methods."""
-    cells, kind = product(sweep.concurrencies, sweep.temperatures), "turns of all methods"
+    cells, kind = product(sweep.concurrency, sweep.temperature), "turns of all methods"
     missing = [f"{n} at once, temperature {t:g}" for n, t in cells if not record.of(n, t)]
     wanted = {kind: record.rounds * sweep.wanted(prompts)}
     done = {kind: len(record.heats)}

@@ -74,8 +74,8 @@ class Sweep:
     ``seed + i``; None draws freely. ``limit``: most tokens of a prompt and its answer."""
 
     max_tokens: int
-    concurrencies: Sequence[int] = (1,)
-    temperatures: Sequence[float] = (0.0,)
+    concurrency: Sequence[int] = (1,)
+    temperature: Sequence[float] = (0.0,)
     rounds: int = 1
     ignore_eos: bool = True
     seed: int | None = None
@@ -105,7 +105,7 @@ class Sweep:
             many = [prompts[n % len(prompts)][1] for n in range(waves * concurrency)]
             groups = [(0, EVERYTHING, many)]
         planned = []
-        for temperature, (number, category, group) in product(self.temperatures, groups):
+        for temperature, (number, category, group) in product(self.temperature, groups):
             asks = [
                 Ask(tuple(ids), self.params(temperature, number + index, len(ids)))
                 for index, ids in enumerate(group)
@@ -115,7 +115,7 @@ class Sweep:
 
     def wanted(self, prompts: CategoryPrompts) -> int:
         """How many heats a round has."""
-        return sum(len(self.jobs(prompts, n)) for n in self.concurrencies)
+        return sum(len(self.jobs(prompts, n)) for n in self.concurrency)
 
     def run(
         self,
@@ -131,8 +131,8 @@ class Sweep:
         has the same share of the budget. Raises what ``start`` raises."""
         budget = budget or Budget()
         record.rounds = max(record.rounds, self.rounds)
-        for index, concurrency in enumerate(self.concurrencies):
-            share = budget.part(1 / (len(self.concurrencies) - index))
+        for index, concurrency in enumerate(self.concurrency):
+            share = budget.part(1 / (len(self.concurrency) - index))
             engines = []
             for method in methods:
                 advance(f"loading {method.name}")
