@@ -26,8 +26,9 @@ def _trial(engine: ModelOptions) -> SpeedupTrial:
     spec = plain.beside(
         engine.resolved_draft, max_batch_size=1, draft_length=1, kv_cache_memory=memory
     )
-    with spending("measuring", Budget(SECONDS)) as advance:
-        return run_trial(plain, spec, SECONDS, lambda passed: advance(""))
+    budget = Budget(SECONDS)
+    with spending("measuring", budget) as advance:
+        return run_trial(plain, spec, budget, lambda: advance(""))
 
 
 @expand

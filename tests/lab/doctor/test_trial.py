@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 
 from paceline.engine.driver import StepSums
+from paceline.lab.budget import Budget
 from paceline.lab.doctor import report
 from paceline.lab.doctor.findings import Severity
 from paceline.lab.doctor.trial import LONG, SpeedupTrial, judge, run_trial
@@ -106,8 +107,8 @@ def test_a_short_run(tiny_pair: TinyPair) -> None:
 
     plain = LLM(tiny_pair.target, draft="none", dtype="float32", device="cpu")
     spec = plain.beside(tiny_pair.target, draft_length=1, max_batch_size=1)
-    heard: list[float] = []
-    result = run_trial(plain, spec, 0.2, heard.append)
+    budget, heard = Budget(0.2), list[float]()
+    result = run_trial(plain, spec, budget, lambda: heard.append(budget.spent))
     # The draft is the target: everything is right, but for ties.
     assert (result.acceptance_rate or 0.0) > 0.9
     assert result.plain.steps == result.plain.tokens
@@ -136,6 +137,6 @@ def test_a_dear_draft_has_fewer_prompts(
         return propose(plan)
 
     monkeypatch.setattr(drafter, "propose", dear)
-    result = run_trial(plain, spec, 3.0)
+    result = run_trial(plain, spec, Budget(3.0))
     assert result.method.steps[-1][1].mean_seconds("draft") > 0.01  # drift is taken out
     assert result.seconds < 6.0

@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import itertools
 import statistics
-import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
@@ -13,6 +12,7 @@ from paceline.core.costs import TargetCosts
 from paceline.core.params import SamplingParams
 from paceline.engine.driver import StepSums
 from paceline.lab.bench.prompts import load_prompts
+from paceline.lab.budget import Budget
 from paceline.lab.doctor.findings import Finding, finding
 from paceline.lab.tune.candidates import DrafterCandidate
 from paceline.lab.tune.measure import Sample, decode, measure_method, measure_plain
@@ -22,7 +22,7 @@ from paceline.model.measure import measure_target
 
 SECONDS = 10.0  # of measuring, by default
 LONG = 8  # levels of the exploration
-_EXPLORE = 0.6  # of the seconds; the rest confirms
+_EXPLORE = 0.6  # of the budget; the rest confirms
 _DRAFTED = 1.5  # runs with drafts of every prompt: long ones, and short ones of a brief answer
 _MOST_TOKENS, _LEAST_TOKENS, _FIRST_TOKENS, _PROMPT_TOKENS = 64, 3 * LONG, LONG + 2, 256
 
@@ -70,20 +70,14 @@ class SpeedupTrial:
 
 
 def run_trial(
-    plain: LLM,
-    spec: LLM,
-    seconds: float = SECONDS,
-    progress: Callable[[float], None] = lambda passed: None,
+    plain: LLM, spec: LLM, budget: Budget, between: Callable[[], object] = lambda: None
 ) -> SpeedupTrial:
-    """Measure a pair for about ``seconds``, greedily, one sequence at a time, on the first 256
+    """Measure a pair in about the budget's time, greedily, one sequence at a time, on the first 256
     tokens of prompts; at least one in each way. ``spec`` decodes with the draft, at fixed lengths.
-    ``progress`` is told the seconds that have passed."""
-    start = time.perf_counter()
+    ``between`` is called after every step."""
+    exploring = budget.part(_EXPLORE)
     most = max(1, min(_PROMPT_TOKENS, plain.max_model_len // 2))
     prompts = [prompt.encode(plain)[:most] for prompt in load_prompts(per_category=1)]
-
-    def between() -> None:
-        progress(time.perf_counter() - start)
 
     def run(llm: LLM, ids: list[int], tokens: int, length: int) -> StepSums:
         """Past end tokens; the step that reads the prompt is left out."""
@@ -92,15 +86,15 @@ def run_trial(
 
     def first(llm: LLM) -> tuple[float, float]:
         """Seconds of reading a prompt, and of every token behind it."""
-        began = time.perf_counter()
+        before = budget.spent
         steps = run(llm, prompts[0], _FIRST_TOKENS, LONG)
-        return time.perf_counter() - began - steps.whole, 1 / (steps.rate or 1.0)
+        return budget.spent - before - steps.whole, 1 / (steps.rate or 1.0)
 
     (read, token), (drafted_read, drafted_token) = first(plain), first(spec)
     target = measure_target(plain.target, plain.engine.cache, {1: (1, 2, _ROWS, LONG + 1)})
     # Three prompts at least should have their turn, each plainly and with drafts.
     reading, one_token = read + _DRAFTED * drafted_read, token + _DRAFTED * drafted_token
-    left = max(0.0, start + _EXPLORE * seconds - time.perf_counter())
+    left = max(0.0, exploring.left)
     room = plain.max_model_len - most - 1
     affordable = int((left / 3 - reading) / one_token)
     tokens = max(1, min(_MOST_TOKENS, room, max(_LEAST_TOKENS, affordable)))
@@ -114,10 +108,10 @@ def run_trial(
     ratios: list[float] = []
     for ids in itertools.cycle(prompts):
         ratios.append(run(spec, ids, tokens, best).rate / run(plain, ids, tokens, 0).rate)
-        if time.perf_counter() >= start + seconds:
+        if budget.left <= 0:
             break
-    measured, taken = statistics.median(ratios), time.perf_counter() - start
-    return SpeedupTrial(target, sum(alone.steps, StepSums()), method, measured, taken)
+    median, plain_steps = statistics.median(ratios), sum(alone.steps, StepSums())
+    return SpeedupTrial(target, plain_steps, method, median, budget.spent)
 
 
 VERDICTS = ("worth-it", "barely-worth-it", "not-worth-it")

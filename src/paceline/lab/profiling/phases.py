@@ -84,14 +84,6 @@ def _by(part: float, whole: float) -> float:
     return part / whole if whole else 0.0
 
 
-def size(count: float) -> str:
-    """Bytes, by powers of 1000 as bandwidths are."""
-    for unit, factor in (("GB", 1e9), ("MB", 1e6), ("kB", 1e3)):
-        if count >= factor:
-            return f"{count / factor:.3g} {unit}"
-    return f"{count:.0f} B"
-
-
 def rate(bytes_per_second: float) -> str:
     return f"{bytes_per_second / 1e9:.3g} GB/s"
 
