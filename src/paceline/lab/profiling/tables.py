@@ -5,21 +5,15 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from rich.filesize import decimal
-
 from paceline.lab.profiling.phases import rate
 from paceline.lab.profiling.runs import ProfileResult, RunProfile
-from paceline.lab.report.columns import Column, record_of, share, table_across, table_of
+from paceline.lab.report.columns import Column, record_of, share, size, table_across, table_of
 from paceline.lab.report.document import Figure, Report, Table, Text
 from paceline.lab.report.plots import bars
 
 
 def _thousandths(seconds: float) -> str:
     return f"{1e3 * seconds:.3f}"
-
-
-def _size(count: float) -> str:
-    return decimal(round(count))  # by powers of 1000, as bandwidths are
 
 
 def _giga(rate: float) -> str:
@@ -41,7 +35,7 @@ _TIMES = (
     Column("calls", "ops", "work.ops", "{:.0f}".format),
 )
 _LIMITS = (
-    Column("bytes", "moves", "work.bytes", _size),
+    Column("bytes", "moves", "work.bytes", size),
     Column("weight_bits", "bits a weight", "work.weight_bits", "{:.3g}".format),
     Column("bytes_per_second", "GB/s", shown=_giga),
     Column("of_read_bandwidth", "of read", shown=share),
@@ -119,7 +113,7 @@ def _limits(run: RunProfile) -> list[Table]:
     moves = (
         "moves: weights each time they are read, keys and values in the cache, other tensors from "
         f"256 KiB. of read: of {rate(run.phases[0].bandwidth)}, measured over "
-        f"{_size(run.working_set_bytes)}, what a step reads."
+        f"{size(run.working_set_bytes)}, what a step reads."
     )
     return [
         table_of(run.phases, (_NAME, *_TIMES), times, "Whose time it is, a step"),

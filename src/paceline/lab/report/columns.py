@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
+from rich.filesize import decimal
+
 from paceline.lab.report.document import Cell, Table
 
 # An acceptance where there was a drafter that drafted nothing; and the note beside such a table.
@@ -19,6 +21,11 @@ share = "{:.0%}".format
 def milliseconds(seconds: float) -> str:
     """Three digits, without a unit: the heading has it."""
     return f"{seconds * 1e3:.0f}" if seconds >= 0.1 else f"{seconds * 1e3:.3g}"
+
+
+def size(count: float) -> str:
+    """Bytes by powers of 1000, as bandwidths are."""
+    return decimal(round(count))
 
 
 def _same(value: Any) -> Any:
