@@ -17,26 +17,28 @@ from test_page import Page, start_browser, webdriver
 from paceline import LLM
 from support.running_server import serve, service_of
 
-PROMPT = (
-    "Rename the variable x to total, and write the whole function again:\n\n"
-    "def add_all(numbers):\n    x = 0\n    for number in numbers:\n        x += number\n"
-    "    return x"
-)
+FIRST = "Explain in two sentences what a compiler does."  # warms up
+PROMPT = "Write a Python class Point with x, y, and methods add, subtract and multiply."
 
 
 def main(path: str) -> None:
     browser = start_browser()
-    with closing(serve(service_of(LLM("paceline/smollm2")))) as servers:
-        browser.set_window_size(1120, 1230)
+    name = "paceline/smollm2"
+    with closing(serve(service_of(LLM(name), name))) as servers:
+        browser.set_window_size(1120, 1078)
         page = Page(browser, next(iter(servers)).url)
-        page.fill("tokens", "120")
-        for _ in range(2):  # the first run warms up
+        page.browser.execute_script("document.documentElement.style.scrollbarWidth = 'none'")
+        page.fill("tokens", "80")
+        for prompt in (FIRST, PROMPT):
             page.find("#again").click()
-            page.fill("prompt", PROMPT)
+            page.fill("prompt", prompt)
             page.browser.execute_script("window.paceline.runs = 0")
             page.find("#send").click()
             page.wait()
         time.sleep(3)  # the charts are drawn every two seconds
+        page.browser.execute_script(
+            "document.querySelectorAll('.text').forEach(t => t.scrollTop = 0)"
+        )
         webdriver.ActionChains(browser).move_to_element(page.find(".answer .draft")).perform()
         browser.save_screenshot(path)
         browser.quit()

@@ -25,8 +25,11 @@ def check_drafter(
     drafter: str = setting(MISSING, "A record, a class or a function.", flags=("MODULE:NAME",)),
     model: str = setting(EMBEDDED, "The target; a record's examples may need weights made for it."),
 ) -> bool:
-    """Run the laws on a drafter of your own: well-formed trees, plain decoding's text and
-    distribution, nothing kept of what has ended. The first traceback of each kind is shown."""
+    """Run the laws on a drafter of your own, and say which it breaks.
+
+    Trees are well-formed, text and distribution are plain decoding's, and nothing is kept of what
+    has ended. The first traceback of each kind is shown.
+    """
     from paceline.lab.laws import Law, drafters_of, laws
 
     rows: list[Law] = []

@@ -133,7 +133,9 @@ def read_receipts(path: Path) -> list[dict[str, Any]]:
     try:
         text = path.read_text(encoding="utf-8")
         receipts = list(_within(json.loads(text)))
-    except (OSError, ValueError, RecursionError) as error:
+    except OSError as error:
+        raise ReceiptError(f"{path} cannot be read: {error.strerror}; give a receipt") from None
+    except (ValueError, RecursionError) as error:
         raise ReceiptError(f"{path} cannot be read as JSON: {error}; give a receipt") from None
     if not receipts:
         raise ReceiptError(f"{path} has no receipt; ask for one with receipt: true")
