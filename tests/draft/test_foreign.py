@@ -54,6 +54,13 @@ def test_vllm(found: dict[str, Any], spec: str, length: int, rule: str | None) -
     parse_draft(taken.spec)
 
 
+def test_a_model_of_one_pass_drafts_token_by_token_unless_told(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text('{"pard_token": 3}')
+    given = {"method": "draft_model", "model": str(tmp_path), "num_speculative_tokens": 4}
+    assert foreign_draft(given).spec == f"model:{tmp_path},parallel=off"
+    assert foreign_draft(given | {"parallel_drafting": True}).spec == f"model:{tmp_path}"
+
+
 @pytest.mark.parametrize(
     ("found", "spec", "length"),
     [

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
@@ -37,12 +38,25 @@ def _datastore() -> str:
     return write_texts(Path(_FOLDER.name), TARGET, ids * 2)
 
 
+def _in_one_pass() -> str:
+    """The embedded draft model as one that drafts in one pass, which it has not learnt."""
+    folder = Path(_FOLDER.name) / "one-pass"
+    folder.mkdir()
+    for file in Path(resolve(f"{TARGET}-draft")).iterdir():
+        (folder / file.name).symlink_to(file)
+    config = json.loads((folder / "config.json").read_text()) | {"pard_token": 0}
+    (folder / "config.json").unlink()
+    (folder / "config.json").write_text(json.dumps(config))
+    return str(folder)
+
+
 WEIGHTS = {"target": TARGET} | {
     record.weights: f"{TARGET}-{record.weights}" for record in DRAFTERS.values()
 }
 WEIGHTS["datastore"] = _datastore()
 WEIGHTS["mtp"] = write_mtp(Path(_FOLDER.name) / "mtp", read_config(TARGET, resolve(TARGET)))
 SPECS = {kind: record.examples[0].format(**WEIGHTS) for kind, record in DRAFTERS.items()} | {
+    "model, one pass": f"model:{_in_one_pass()}",
     "tree, dynamic": "tree:paceline/tiny-draft,nodes=6",
     "layer_skip, dynamic": "layer_skip:nodes=6,window=8,interval=2",
 }

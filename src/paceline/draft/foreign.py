@@ -129,7 +129,10 @@ def vllm_method(values: Mapping[str, Any]) -> str:
 def _vllm_spec(values: Mapping[str, Any], length: int, where: str) -> str:
     method = vllm_method(values)
     if method in _WITH_MODEL:
-        return _WITH_MODEL[method].format(_model(values, "model", where))
+        model = _model(values, "model", where)
+        alone = method == "draft_model" and "pard_token" in head_config(model)
+        off = ",parallel=off" if alone and not values.get("parallel_drafting") else ""
+        return _WITH_MODEL[method].format(model) + off
     if method in ("ngram", "ngram_gpu"):
         low, high = values.get("prompt_lookup_min"), values.get("prompt_lookup_max")
         most = _whole({"max": high or low or 5}, "max", where)  # 5: vLLM's own default

@@ -76,7 +76,7 @@ def export(
                 raise
     if made.draft is not spec:
         made.approximate(f"--draft {spec}", f"the runner-up, --draft {made.draft}", _LOST)
-    note_usual(made, dialect.trees, dialect.rules)
+    note_usual(made, dialect.trees, dialect.rules, dialect.parallel)
     if made.out is not None:
         _write(made, made.out)
     return made

@@ -21,6 +21,7 @@ class Dialect:
     version: str
     fill: Callable[[Export], None]
     trees: bool = False
+    parallel: bool = False
     rules: tuple[str, ...] = ("token",)
 
 
@@ -45,7 +46,8 @@ def _vllm(export: Export) -> None:
 def _vllm_method(export: Export) -> dict[str, Any]:
     draft = export.draft
     if isinstance(draft, DraftModel):
-        return {"method": "draft_model", "model": export.draft_path}
+        parallel = {"parallel_drafting": True} if export.in_one_pass() else {}
+        return {"method": "draft_model", "model": export.draft_path} | parallel
     if isinstance(draft, Eagle):
         method, layout = ("eagle3", "speculators") if draft.version == 3 else ("eagle", "eagle")
         return {"method": method, "model": export.write_eagle(draft, layout)}
@@ -235,7 +237,7 @@ def _openvino_model(export: Export, path: str, name: str) -> str:
 
 
 DIALECTS = {
-    "vllm": Dialect("vllm 0.32.0", _vllm, rules=("token", "block")),
+    "vllm": Dialect("vllm 0.32.0", _vllm, parallel=True, rules=("token", "block")),
     "sglang": Dialect("sglang 0.5.23", _sglang, trees=True, rules=("token", "block")),
     "tensorrt-llm": Dialect(
         "TensorRT-LLM 1.2 (its documented classes; it cannot be installed without a GPU)",

@@ -91,6 +91,13 @@ class Export:
         """Where a file of this name will lie; the bare name if nothing is written."""
         return name if self.out is None else str((self.out / name).resolve())
 
+    def in_one_pass(self) -> bool:
+        """Whether the draft is a model that drafts all its tokens in one pass here."""
+        if not isinstance(self.draft, DraftModel):
+            return False
+        config = read_config(self.draft.path, resolve(self.draft.path))
+        return self.draft.mask_of(config) is not None
+
     @property
     def command_line(self) -> str:
         return shlex.join(self.command)
@@ -185,8 +192,9 @@ def _absolute(name: str) -> str:
     return str(folder.resolve()) if folder.exists() else path
 
 
-def note_usual(export: Export, trees: bool, rules: tuple[str, ...]) -> None:
-    """What most engines lack: the adaptive length, trees, and rules but the usual one."""
+def note_usual(export: Export, trees: bool, rules: tuple[str, ...], parallel: bool) -> None:
+    """What most engines lack: the adaptive length, trees, rules but the usual one, and drafts of
+    one pass."""
     _, nodes, width = export.tree()
     if export.adaptive:
         cost = "it also drafts where nothing is accepted: measure at your load"
@@ -194,6 +202,9 @@ def note_usual(export: Export, trees: bool, rules: tuple[str, ...]) -> None:
     if width > 1 and not trees:
         cost = "fewer tokens a step than was measured with trees; bench a chain here first"
         export.approximate(f"trees of {nodes} nodes", f"chains of {export.length}", cost)
+    if not parallel and export.in_one_pass():
+        cost = "a pass of the draft model for each token"
+        export.approximate("a draft of one pass", "token by token", cost)
     if export.rule not in ("auto", *rules):
         cost = "at most as many tokens a step when sampling; greedy text is the same"
         if export.rule == "coupled":

@@ -1,0 +1,273 @@
+"""Running a draft model: level by level, in one pass, or on a text of its own tokens."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
+from itertools import islice
+from typing import Any
+
+import torch
+
+from paceline.core.batch import Commit, ModelOutput, Plan, Slice, Span
+from paceline.core.transfer import to_device
+from paceline.core.tree import TokenTree, chain_parents, children_of, paths_of
+from paceline.draft.base import States
+from paceline.draft.trees.grow import Growing, grow, level_span
+from paceline.draft.trees.levels import LevelDrafter, Levels
+from paceline.draft.trees.shape import merge
+from paceline.draft.vocabulary.shared import Match, SharedVocabulary
+from paceline.draft.vocabulary.strings import Shadow
+from paceline.model.backends.base import GrownTree, Growth
+from paceline.model.paged.blocks import OutOfBlocksError
+from paceline.model.paged.cache import path_moves
+from paceline.model.target import CausalModel
+
+
+@dataclass
+class _State:
+    """The draft's cache of one sequence.
+
+    ``tokens``: the sequence's first ``read`` tokens in the draft's vocabulary, of which ``cached``
+    are in the cache. Behind them, from ``base`` on, stand the expanded nodes: node i of the last
+    proposal at ``base + slots[i]``, or nowhere where that is -1.
+    """
+
+    seq_id: int
+    tokens: list[int] = field(default_factory=list)
+    read: int = 0
+    cached: int = 0
+    base: int = 0
+    slots: tuple[int, ...] = ()
+    scheduled: bool = False  # in the present step
+
+
+class ModelDrafter(LevelDrafter):
+    """Drafts with a model; ``vocabulary`` translates the target's ids."""
+
+    reads = True  # it reads a prompt before it drafts
+
+    def __init__(
+        self,
+        model: CausalModel,
+        levels: Levels,
+        vocabulary: SharedVocabulary,
+        deliver_to: torch.device,
+    ) -> None:
+        """``deliver_to``: the target's device."""
+        super().__init__(levels, model.max_positions)
+        self._deliver_to = deliver_to
+        self._empty = TokenTree.empty(deliver_to)
+        self.model = model
+        self._vocabulary = vocabulary
+        self._states: States[_State] = States()
+
+    @property
+    def vocabulary(self) -> str | None:
+        """How another vocabulary is translated; None if the draft shares the target's."""
+        return self._vocabulary.description
+
+    # -- proposing ---------------------------------------------------------------------------
+
+    def propose(self, plan: Plan) -> list[TokenTree]:
+        if not any(item.draft_length or not item.decodes for item in plan.slices):
+            return [self._empty] * len(plan.slices)
+        return super().propose(plan)
+
+    @property
+    def growth(self) -> Growth | None:
+        plain = type(self._vocabulary) is SharedVocabulary  # ids are the target's
+        return self.model.backend.growth if plain else None
+
+    def _first(self, spans: Sequence[Span], trees: Sequence[Growing]) -> torch.Tensor:
+        logits = self.model(self.cache.batch_of(spans), self.cache).logits
+        return self._vocabulary.logits(logits)
+
+    def _level(self, trees: list[Growing]) -> torch.Tensor:
+        nodes = self._vocabulary.nodes
+        return self._first([level_span(tree, nodes(tree.fresh)) for tree in trees], trees)
+
+    def _made_up(self, trees: Sequence[Growing]) -> torch.Tensor:
+        size, model = (len(trees), self.model.vocab_size), self.model
+        return self._vocabulary.logits(torch.zeros(size, dtype=model.dtype, device=model.device))
+
+    def _finish(self, item: Slice, done: GrownTree) -> TokenTree:
+        self._states[item.seq.seq_id].slots = done.slots
+        return done.tree.on(self._deliver_to)
+
+    def _span(self, item: Slice) -> Span | None:
+        """The committed tokens that the draft has not seen; None to leave it alone, or without
+        cache room."""
+        seq = item.seq
+        state = self._states.of(seq, lambda seq: _State(seq.seq_id))
+        self._read(state, seq.tokens[state.read :])
+        drafts = item.decodes and self._policy.depth(item.draft_length) > 0
+        beyond = len(state.tokens) + item.draft_length >= self.model.max_positions
+        # Prompt chunks are prefilled along with the target's; plain steps are read later.
+        left_alone = beyond or (item.decodes and not drafts)
+        return None if left_alone else self._catch_up(item, state)
+
+    def _read(self, state: _State, tokens: Sequence[int]) -> None:
+        """Append the next tokens of a sequence."""
+        state.tokens += self._vocabulary.context(tokens)
+        state.read += len(tokens)
+
+    def _catch_up(self, item: Slice, state: _State) -> Span | None:
+        seq, tokens = item.seq, state.tokens
+        # The draft's tokens for a prompt may be more or fewer than the target's.
+        known = len(seq.tokens) if item.decodes else seq.cached + item.scheduled
+        end = len(tokens) * known // len(seq.tokens)
+        nodes = self._room(item.draft_length) if item.decodes else 0
+        if seq.seq_id not in self.cache:
+            state.cached = self.cache.admit(seq.seq_id, tokens)
+        if state.cached >= end:
+            return None  # a prompt chunk from the draft's prefix cache
+        try:
+            self.cache.reserve(seq.seq_id, end + nodes)
+        except OutOfBlocksError:
+            self._drop(state)
+            return None
+        span = Span.of(
+            seq.seq_id, state.cached, tokens[state.cached : end], wants_logits=item.decodes
+        )
+        state.cached = state.base = end
+        state.slots = ()
+        state.scheduled = True
+        return span
+
+    # -- observing ---------------------------------------------------------------------------
+
+    def observe(self, commits: Sequence[Commit], out: ModelOutput) -> None:
+        """Keep accepted nodes that were expanded, free the others."""
+        moves: list[tuple[int, int, int]] = []
+        kept: list[tuple[_State, int, Commit]] = []
+        for commit in commits:
+            state = self._states.get(commit.seq_id)
+            if state is None or not state.scheduled or commit.seq_id not in self.cache:
+                continue
+            # Nodes without children were not expanded: they are pending.
+            slots = [state.slots[node] for node in commit.path if node < len(state.slots)]
+            expanded = [slot for slot in slots if slot >= 0]
+            moves.extend(path_moves(commit.seq_id, state.base, expanded))
+            kept.append((state, len(expanded), commit))
+        self.cache.move(moves)
+        for state, count, commit in kept:
+            state.cached += count
+            state.slots = ()
+            state.scheduled = False
+            self._read(state, commit.tokens)
+            self.cache.commit(state.seq_id, state.tokens, state.cached)
+
+    def forget(self, seq_id: int) -> None:
+        self._states.pop(seq_id, None)
+        self.cache.free(seq_id)
+
+    def _drop(self, state: _State) -> None:
+        """Out of blocks: free the sequence's cache; it starts over when there is room."""
+        self.cache.free(state.seq_id)
+        state.cached, state.slots = 0, ()
+
+
+class ParallelDrafter(ModelDrafter):
+    """Drafts all its tokens in one pass (PARD, arXiv 2504.18583): behind the text stand tokens
+    ``mask``, and the logits after the last token and after each mask are those of the tokens to
+    draft. The next step's text overwrites the masks' rows. Trees grow from the same logits::
+
+        rows      x_n-1    x_n      mask     mask
+        drafts             x_n+1    x_n+2    x_n+3
+    """
+
+    growth = None
+
+    def __init__(self, mask: int, *given: Any) -> None:
+        super().__init__(*given)
+        self._mask = mask
+        self._after: dict[int, torch.Tensor] = {}  # logits of this step by depth, by sequence
+
+    def passes(self, length: int) -> int:
+        return min(1, length)
+
+    def _room(self, length: int) -> int:
+        return max(0, self._policy.depth(length) - 1)
+
+    def _first(self, spans: Sequence[Span], trees: Sequence[Growing]) -> torch.Tensor:
+        """Run the text and its masks: logits of the first drafted token."""
+        masks = {t.item.seq.seq_id: self._room(t.item.draft_length) for t in trees}
+        masked = [
+            replace(span, parents=chain_parents(count), nodes=[self._mask] * count)
+            for span in spans
+            for count in [masks.get(span.seq_id, 0)]
+        ]
+        logits = super()._first(masked, trees)
+        parts = logits.split([1 + count for count in masks.values()]) if masks else ()
+        self._after = dict(zip(masks, parts, strict=True))
+        return self._level(list(trees)) if masks else logits
+
+    def _level(self, trees: list[Growing]) -> torch.Tensor:
+        rows = [self._after[tree.item.seq.seq_id][tree.depth] for tree in trees]
+        counts = [max(1, len(tree.fresh)) for tree in trees]
+        return torch.cat([row.expand(n, -1) for row, n in zip(rows, counts, strict=True)])
+
+    def _finish(self, item: Slice, done: GrownTree) -> TokenTree:
+        return super()._finish(item, replace(done, slots=()))  # no node has a cache row
+
+    @torch.inference_mode()
+    def warm_up(self, batch_size: int) -> None:
+        """A pass of some made-up sequences, and the growth of their trees."""
+        with self._made_up_trees(batch_size, self._room(2), self._policy) as trees:
+            spans = [Span.of(tree.item.seq.seq_id, tree.base - 1, [0]) for tree in trees]
+            grow(trees, self._first(spans, trees), self._level, self._generator)
+
+
+class StringDrafter(ModelDrafter):
+    """Drafts for shadows of the sequences and translates trees by their text: each path is
+    tokenised again, and paths that begin alike share nodes."""
+
+    prefers_seeds = False  # a shadow is not sampled
+
+    def __init__(
+        self, model: CausalModel, levels: Levels, match: Match, deliver_to: torch.device
+    ) -> None:
+        size = model.vocab_size
+        super().__init__(model, levels, SharedVocabulary(size, size), deliver_to)
+        covered = f"shared tokens {100 * match.share:.0f} % of text"
+        self._vocabulary.description = f"string-level match, {covered}"
+        self._match = match
+        self._shadows: States[Shadow] = States()
+
+    def propose(self, plan: Plan) -> list[TokenTree]:
+        slices = tuple(self._shadow(item).slice_of(item) for item in plan.slices)
+        drafts = super().propose(Plan(slices))
+        parts = [draft.tokens for draft in drafts if len(draft)]
+        values = iter(torch.cat(parts).tolist() if parts else ())
+        pairs = zip(plan.slices, drafts, strict=True)
+        return [self._translated(item, d, list(islice(values, len(d)))) for item, d in pairs]
+
+    def _shadow(self, item: Slice) -> Shadow:
+        return self._shadows.of(item.seq, lambda seq: Shadow(seq.seq_id, self._match))
+
+    def _translated(self, item: Slice, draft: TokenTree, tokens: Sequence[int]) -> TokenTree:
+        if not tokens:
+            return self._empty
+        text, length = self._shadows[item.seq.seq_id].text, item.draft_length
+        pairs = zip(paths_of(draft.parents), children_of(draft.parents), strict=True)
+        leaves = ([tokens[node] for node in path] for path, below in pairs if not below)
+        proposals = (text.proposal(leaf)[:length] for leaf in leaves)
+        merged, parents = merge(proposals, self.max_nodes(length))
+        return TokenTree(to_device(merged, draft.tokens.device), parents)
+
+    def observe(self, commits: Sequence[Commit], out: ModelOutput) -> None:
+        """The draft keeps settled tokens and reads its drafts again as text."""
+        for commit in commits:
+            state, shadow = self._states.get(commit.seq_id), self._shadows.get(commit.seq_id)
+            if state is not None and shadow is not None:
+                length = len(shadow.text.settled)
+                del state.tokens[length:]
+                state.read = len(state.tokens)
+                state.cached, state.slots = min(state.cached, length), ()
+                if commit.seq_id in self.cache:
+                    self.cache.commit(commit.seq_id, state.tokens, state.cached)
+
+    def forget(self, seq_id: int) -> None:
+        self._shadows.pop(seq_id, None)
+        super().forget(seq_id)
