@@ -211,6 +211,10 @@ class ParallelDrafter(ModelDrafter):
     def _finish(self, item: Slice, done: GrownTree) -> TokenTree:
         return super()._finish(item, replace(done, slots=()))  # no node has a cache row
 
+    def forget(self, seq_id: int) -> None:
+        self._after.pop(seq_id, None)
+        super().forget(seq_id)
+
     @torch.inference_mode()
     def warm_up(self, batch_size: int) -> None:
         """A pass of some made-up sequences, and the growth of their trees."""
