@@ -199,7 +199,7 @@ class ParallelDrafter(ModelDrafter):
             for count in [masks.get(span.seq_id, 0)]
         ]
         logits = super()._first(masked, trees)
-        parts = logits.split([1 + count for count in masks.values()]) if masks else ()
+        parts = torch.split(logits, [1 + count for count in masks.values()]) if masks else ()
         self._after = dict(zip(masks, parts, strict=True))
         return self._level(list(trees)) if masks else logits
 
