@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
 # Trains what drafts for SmolLM2-135M-Instruct: an EAGLE-3 head, Medusa heads and a small draft
 # model, on public instruction text, as the target's chat template writes it, and on answers that
-# the target writes itself to prompts from a folder of corpus files. 2,359 of these are kept in
+# the target writes itself to prompts from a folder of corpus files. 8,043 of these are kept in
 # recipes/data, so that PROMPTS=0 writes none.
 #
 #   recipes/smollm2.sh DATA_FOLDER OUT_FOLDER [options that every `paceline train` knows]
@@ -90,7 +90,7 @@ own=(--target "$model" --exclude-license=-SA --exclude-license CDLA)
 for file in chat=15 math=9 code=7.5 summ=4.5; do
   own+=(--data "$data/${file%=*}.train.jsonl.gz=${file#*=}")
 done
-[ "$model" != paceline/smollm2 ] || own+=(--data "$here/data/smollm2-greedy.jsonl.gz=6")
+[ "$model" != paceline/smollm2 ] || own+=(--data "$here/data/smollm2-greedy.jsonl.gz=6" --data "$here/data/smollm2-sampled.jsonl.gz=1")
 for ((shard = 0; shard < shards_that_write; shard++)); do
   own+=(--data "$out/written-greedy-$shard.jsonl=2" --data "$out/written-sampled-$shard.jsonl=1")
 done
@@ -101,7 +101,7 @@ done
 # 3. What drafts. Every place learns its first drafted token; every third one goes on to the fourth.
 together=(--processes "$shards")
 [ "$shards" -gt 1 ] && together+=(--threads 1)
-start paceline train eagle3 "${own[@]}" "${together[@]}" --draft-vocab-size 8192 --seq-len 1024 --long-every 0 \
+start paceline train eagle3 "${own[@]}" "${together[@]}" --draft-vocab-size 12288 --seq-len 1024 --long-every 0 \
   --batch-tokens 4000 --micro-tokens 1200 --cache-features --lr 0.003 --adam-lr 0.0009 --warmup 30 \
   --ttt-steps 4 --ttt-stride 3 --steps "${EAGLE_STEPS:-5000}" ${EAGLE_INIT:+--init "$EAGLE_INIT"} \
   --out "$out/eagle3" "$@"

@@ -34,7 +34,8 @@ def load_tokenizer(name: str) -> PreTrainedTokenizerFast:
         return _of_gguf(gguf)
     try:
         tokenizer = AutoTokenizer.from_pretrained(path)
-    except Exception as error:  # the tokenizers library raises nothing more precise
+    except BaseException as error:  # the tokenizers library raises nothing more precise
+        _only_of_the_library(error)
         raise ModelLoadError(
             f"no tokenizer in {name}: {first_line(error)}; put tokenizer.json beside the weights"
         ) from None
@@ -46,6 +47,12 @@ def load_tokenizer(name: str) -> PreTrainedTokenizerFast:
     return tokenizer
 
 
+def _only_of_the_library(error: BaseException) -> None:
+    """Raise what is neither an Exception nor a panic of Rust code, which is none."""
+    if not isinstance(error, Exception) and type(error).__name__ != "PanicException":
+        raise error
+
+
 def _of_gguf(path: Path) -> PreTrainedTokenizerFast:
     """The tokenizer, with the chat template, inside a GGUF file."""
     from transformers import AutoTokenizer
@@ -54,7 +61,8 @@ def _of_gguf(path: Path) -> PreTrainedTokenizerFast:
     try:
         with stage(f"reading the tokenizer of {path.name}"):
             tokenizer = AutoTokenizer.from_pretrained(str(path.parent), gguf_file=path.name)
-    except Exception as error:  # any, of whatever the file holds
+    except BaseException as error:  # any, of whatever the file holds
+        _only_of_the_library(error)
         raise ModelLoadError(
             f"the tokenizer of {path} cannot be read: {first_line(error)}; another file of the "
             "same model may hold one that can"
