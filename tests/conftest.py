@@ -93,7 +93,12 @@ _FIRST = ("soak", "real", "train")
 
 
 _SLOW = ("soak", "real")  # folders of which all tests are slow
-_FOR_PROCESSORS = ("quantized", "test_native_growth", "test_frequent")  # parts of tests' names
+_FOR_PROCESSORS = (
+    "quantized",
+    "test_native_growth",
+    "test_frequent",
+    "test_forced",
+)  # parts of tests' names
 
 
 @pytest.hookimpl(tryfirst=True)  # before -m looks at the markers

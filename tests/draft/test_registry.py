@@ -168,7 +168,7 @@ class Counting(DraftSpec):
 
 
 def test_objects_and_specs_stand_beside_strings(plain: LLM) -> None:
-    own = CountingDrafter()
+    own = CountingDrafter(plain.engine.cache.device)
     assert isinstance(own, Drafter)
     llm = plain.beside([own, NGram(min=2), "ngram", Counting()], draft_length=3)
     assert llm.drafters == ("counting", "ngram", "ngram-2", "counting-2")

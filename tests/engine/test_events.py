@@ -30,7 +30,8 @@ PROMPTS = (
     "the cat the cat the cat the",
     "a",
 )
-DRAFTS = ("none", "ngram", "suffix", "recycling", "lookahead", "early_exit", "quantized:int8")
+DRAFTS = ("none", "ngram", "suffix", "recycling", "lookahead", "early_exit")
+DRAFTS += () if torch.cuda.is_available() else ("quantized:int8",)  # it is for processors
 DRAFTS += ("{draft}", "tree:{draft},nodes=6,width=3", "hybrid:suffix+ngram+model:{draft}")
 _FOLDER = TemporaryDirectory()
 

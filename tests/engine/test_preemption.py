@@ -148,7 +148,7 @@ def test_the_engine_asks_the_drafter_that_it_has_now(plain: LLM) -> None:
         name = "wide"
 
         def __init__(self) -> None:
-            super().__init__()
+            super().__init__(plain.engine.cache.device)
             self.forgotten: list[int] = []
             self.asked: set[int] = set()
 
