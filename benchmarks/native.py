@@ -38,6 +38,7 @@ from paceline.kernels.library import (
     instructions,
     library,
 )
+from paceline.kernels.pages import zeros
 from paceline.lab.profiling.machine import read_bandwidth
 from paceline.model.backends.counters import NativeWork, counted
 from paceline.model.paged.cache import PagedCache
@@ -129,8 +130,8 @@ class Matrices:
             if plain
             else library().pl_quantised_bytes(self.weight)
         )
-        self._data = torch.randint(1, 50, (self.bytes * copies + (1 << 16),), dtype=torch.uint8)
-        self.weight.data = self._data.data_ptr() + -self._data.data_ptr() % 64
+        self._data = zeros(self.bytes * copies + (1 << 16)).random_(1, 50)  # huge pages
+        self.weight.data = self._data.data_ptr()
 
     def seconds(self, rows: int, passes: int) -> float:
         """Of products with WEIGHTS weights in all, from a number of passes over the matrices."""

@@ -79,7 +79,8 @@ bool same_products(const std::vector<Table>& all, const Form& form, long inputs,
   uint8_t* data = reinterpret_cast<uint8_t*>(memory.data());
   for (size_t i = 0; i < 4 * memory.size(); i++) data[i] = static_cast<uint8_t>(rng());
   for (long panel = 0; panel < 3 && form.bits; panel++)
-    for (long i = 0; i < panel_head(w); i += form.scale == PL_SCALE_FLOAT ? 4 : 2) {
+    for (long i = 0; i < panel_bytes(w); i += form.scale == PL_SCALE_FLOAT ? 4 : 2) {
+      if (i % group_bytes(w) >= head_line(w)) continue;
       float scale = number();
       uint16_t half = static_cast<uint16_t>(form.scale == PL_SCALE_HALF ? rng() & 0xbbff : rng() & 0xbfff);
       if (form.scale == PL_SCALE_FLOAT)

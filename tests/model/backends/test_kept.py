@@ -226,5 +226,5 @@ def test_numbers_and_layout_are_those_of_this_version() -> None:
         made = round_to_nearest(weight, bits, group, zero)  # type: ignore[arg-type]
         packed = Packed.of([QuantisedLinear(made, None)], torch.bfloat16)
         digests.append(hashlib.sha256(packed.data.numpy().data).hexdigest()[:16])
-    assert copies._MAGIC.endswith(b" 4\n")
-    assert digests == ["493219085e372512", "17aa659d30d91ccd"]
+    assert copies._MAGIC.endswith(b" 5\n")
+    assert digests == ["6c95fe762b97b829", "0c566f75e74d4f24"]

@@ -155,10 +155,10 @@ void quantised_row(const pl_weight& w, int64_t place, int64_t output, int8_t* co
                    int64_t row) {
   int64_t panel = place == PL_PLAIN ? output / PANEL : output / 16;
   int64_t lane = place == PL_PLAIN ? output % PANEL : output % 16 + (place == PL_UP ? 16 : 0);
-  int64_t groups = head_lines(w), least = w.offsets == PL_OFFSETS_LEAST ? 0 : 8;  // of four bits: what makes codes positive
+  int64_t groups = w.inputs / group_of(w), least = w.offsets == PL_OFFSETS_LEAST ? 0 : 8;  // of four bits: what makes codes positive
   uint8_t* at = static_cast<uint8_t*>(const_cast<void*>(w.data)) + panel * panel_bytes(w);
   for (int64_t g = row * groups; g < (row + 1) * groups; g++) {
-    uint8_t *first = at + g % groups * head_line(w), *second = first + head_line(w) / 2;
+    uint8_t *first = at + g % groups * group_bytes(w), *second = first + head_line(w) / 2;
     if (out) {
       scales[g] = number_at(w.scale_kind, first, lane);
       if (w.offsets) offsets[g] = number_at(w.scale_kind, second, lane);
@@ -167,8 +167,9 @@ void quantised_row(const pl_weight& w, int64_t place, int64_t output, int8_t* co
       if (w.offsets) put_number(w.scale_kind, offsets[g], second, lane);
     }
   }
-  at += panel_head(w) + lane / 16 * 64 + lane % 16 * 4;
+  at += lane / 16 * 64 + lane % 16 * 4;
   for (int64_t k = 0; k < w.inputs; k++) {
+    if (k % group_of(w) == 0) at += head_line(w);
     int8_t& code = codes[row * w.inputs + k];
     if (w.bits == 8) {
       uint8_t& byte = at[k / 4 * 128 + k % 4];

@@ -42,13 +42,24 @@ struct Quantised {
 extern const Quantised quantised_portable, quantised_avx2, quantised_vnni, quantised_neon;
 extern __attribute__((weak)) const Quantised quantised_amx, quantised_dotprod, quantised_i8mm;
 
-// A packed panel begins with lines of scales and offsets, see quantised.cpp.
+// Of a quantised panel, see quantised.cpp: inputs that share a scale, the bytes of 32 scales and offsets, and
+// those with the codes behind them.
+inline long group_of(const pl_weight& w) { return w.repeat ? w.repeat * GROUP : GROUP / 2; }
 inline long head_line(const pl_weight& w) {
   return PANEL * (w.scale_kind == PL_SCALE_FLOAT ? 4 : 2) * (w.offsets ? 2 : 1);
 }
-inline long head_lines(const pl_weight& w) { return w.repeat ? w.inputs / GROUP / w.repeat : 2 * w.inputs / GROUP; }
-inline long panel_head(const pl_weight& w) { return head_lines(w) * head_line(w); }
-inline long panel_bytes(const pl_weight& w) { return panel_head(w) + PANEL * w.inputs * w.bits / 8; }
+inline long group_bytes(const pl_weight& w) { return head_line(w) + PANEL * group_of(w) * w.bits / 8; }
+inline long panel_bytes(const pl_weight& w) { return w.inputs / group_of(w) * group_bytes(w); }
+
+// Whether the processor itself fetches what is read once from end to end, and is only disturbed by being asked:
+// AMD's do where pages are huge (Zen 4).
+inline bool foresees() {
+#if defined(__x86_64__)
+  return __builtin_cpu_is("amd");
+#else
+  return false;
+#endif
+}
 
 struct Product {
   const pl_weight* weight;

@@ -43,10 +43,13 @@ struct FloatWeights : Floats {
   }
 };
 
+template <bool FETCHED>
 struct Bf16Weights {
   typedef uint16_t Number;
   static V weights(const uint16_t* pair, int i, int odd) { return odd ? odd_of(pair + 32 * i) : even_of(pair + 32 * i); }
-  static void ahead(const uint16_t* pair, int i) { fetch(pair + 32 * i); }
+  static void ahead(const uint16_t* pair, int i) {
+    if (FETCHED) fetch(pair + 32 * i);
+  }
 };
 
 // The sums of a stripe's inputs of one parity, ODD, or of both (COUNT 2).
@@ -150,15 +153,12 @@ inline void finish(const Product& p, long row, long panel, const float* c) {
   }
   if (p.cap > 0) low = capped(low, p.cap), high = capped(high, p.cap);
   long left = p.weight->outputs - panel * PANEL;
-  if (p.dtype == PL_BFLOAT16) {
-    uint16_t* y = static_cast<uint16_t*>(p.y) + row * p.ldy + panel * PANEL;
+  auto put = [&](auto* y) {
+    y += row * p.ldy + panel * PANEL;
     store_first(y, left, low);
     if (left > 16) store_first(y + 16, left - 16, high);
-  } else {
-    float* y = static_cast<float*>(p.y) + row * p.ldy + panel * PANEL;
-    store_first(y, left, low);
-    if (left > 16) store_first(y + 16, left - 16, high);
-  }
+  };
+  p.dtype == PL_BFLOAT16 ? put(static_cast<uint16_t*>(p.y)) : put(static_cast<float*>(p.y));
 }
 
 // One thread's panels; `scratch` has product_scratch() floats.
@@ -174,10 +174,13 @@ inline void product(const Product& p, long part, long parts, float* scratch) {
     for (long panel = from; panel < to; panel++) {
       memset(c, 0, static_cast<size_t>(rows * PANEL) * sizeof(float));
       long at = panel * PANEL * inputs;
-      if (p.dtype == PL_BFLOAT16)
-        weights_product<Bf16Weights>(static_cast<const uint16_t*>(p.weight->data) + at, x, rows, inputs, c);
-      else
+      const uint16_t* pairs = static_cast<const uint16_t*>(p.weight->data) + at;
+      if (p.dtype != PL_BFLOAT16)
         weights_product<FloatWeights>(static_cast<const float*>(p.weight->data) + at, x, rows, inputs, c);
+      else if (rows == 1 && foresees())
+        weights_product<Bf16Weights<false>>(pairs, x, rows, inputs, c);
+      else
+        weights_product<Bf16Weights<true>>(pairs, x, rows, inputs, c);
       for (long r = 0; r < rows; r++) finish(p, first + r, panel, c + r * PANEL);
     }
   }

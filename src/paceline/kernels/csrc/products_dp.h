@@ -97,10 +97,12 @@ void product_by_dots(const Product& p, long part, long parts, float* scratch) {
     long rows = p.rows - first < CHUNK ? p.rows - first : CHUNK;
     for (long r = 0; r < rows; r++)
       for (long i = 0; i < inputs; i += 16) store(x + r * inputs + i, load(p.x + (first + r) * p.ldx + i));
+    bool fetched = rows == 1 || rows > DOT_ROWS || !foresees();
     for (long panel = from; panel < to; panel++) {
       const uint16_t* w = static_cast<const uint16_t*>(p.weight->data) + panel * PANEL * inputs;
       memset(c, 0, static_cast<size_t>(rows * PANEL) * sizeof(float));
-      for (long k = 0; k < inputs; k += STRIPE, w += STRIPE * PANEL) dp_all_rows<true>(w, x + k, inputs, rows, c, PANEL);
+      for (long k = 0; k < inputs; k += STRIPE, w += STRIPE * PANEL)
+        (fetched ? dp_all_rows<true> : dp_all_rows<false>)(w, x + k, inputs, rows, c, PANEL);
       for (long r = 0; r < rows; r++) finish(p, first + r, panel, c + r * PANEL);
     }
   }

@@ -2,9 +2,9 @@
 //
 // Activations are whole numbers (QuantisedRows): of 8 bits with a scale for each group of 32 of a row, or,
 // beside `wide` weights of 8 bits, whose groups divide into 64: of 16 bits with one scale for the row. A packed
-// matrix is a row of panels of 32 outputs. A panel begins with its scales (and offsets), one line of 32 for
-// each group of the weights, and goes on with its codes in groups of 32 inputs; a line of 64 bytes has four
-// inputs each of 16 outputs:
+// matrix is a row of panels of 32 outputs, read from end to end. Each group of a panel begins with its 32
+// scales (and offsets), and goes on with codes, 32 inputs at a time; a line of 64 bytes has four inputs each of
+// 16 outputs:
 //
 //   8 bits   line 0: inputs 0-3 of outputs 0-15 | of outputs 16-31 | line 1: inputs 4-7 ...       16 lines
 //   4 bits   line 0: inputs 0-3 (low four bits) and 16-19 (high) of outputs 0-15 | of 16-31 | ...  8 lines
@@ -46,8 +46,7 @@ struct Heads {
   }
 };
 
-// Inputs that share a scale, and of these those that are summed in whole numbers.
-inline long group_of(const pl_weight& w) { return w.repeat ? w.repeat * GROUP : GROUP / 2; }
+// Inputs that are summed in whole numbers.
 inline long span_of(const pl_weight& w) { return w.wide ? 2 * GROUP : w.repeat ? GROUP : GROUP / 2; }
 
 // Panels come from memory, and the processor's own foresight ends at every page. So each span that is
@@ -55,10 +54,11 @@ inline long span_of(const pl_weight& w) { return w.wide ? 2 * GROUP : w.repeat ?
 // rest in those that find the panel in the cache. Into the second cache: a panel is about as large as the first.
 class Ahead {
  public:
-  // Of a tile of `halves` from number `half` on, of all the halves that go over the panel.
-  Ahead(const pl_weight& w, const uint8_t* panel, long half, long all, long halves)
+  // Of a tile of `halves` from number `half` on, of all the halves that go over the panel; nothing if it is `left`
+  // to the processor.
+  Ahead(const pl_weight& w, const uint8_t* panel, long half, long all, long halves, bool left = false)
       : at_(reinterpret_cast<const char*>(panel) + panel_bytes(w) + panel_bytes(w) * half / all),
-        share_(round_up(panel_bytes(w) * halves / (w.inputs / span_of(w)) / all, 64)) {}
+        share_(left ? 0 : round_up(panel_bytes(w) * halves / (w.inputs / span_of(w)) / all, 64)) {}
   void step() {
     for (long line = 0; line < share_; line += 64) __builtin_prefetch(at_ + line, 0, 2);
     at_ += share_;
@@ -70,14 +70,10 @@ class Ahead {
 };
 
 // Rows in tiles of sizes as even as possible.
-class Tiling {
- public:
-  Tiling(long rows, long most) : tiles((rows + most - 1) / most), rows_(rows) {}
-  long from(long tile) const { return rows_ * tile / tiles; }
-  const long tiles;
-
- private:
-  long rows_;
+struct Tiling {
+  const long rows, tiles;
+  Tiling(long rows, long most) : rows(rows), tiles((rows + most - 1) / most) {}
+  long from(long tile) const { return rows * tile / tiles; }
 };
 
 // How codes lie in each span of a tile: as they are; in 16 bits, pairs of inputs (0, 2), (1, 3), (4, 6) ...
@@ -163,20 +159,21 @@ inline void store_rows(const V (&total)[R][W], const float* scales, float* c) {
     for (int i = 0; i < W; i++) store(c + r * PANEL + 16 * i, WIDE ? total[r][i] * set1(scales[r]) : total[r][i]);
 }
 
-// Of R rows and W halves of a panel, from `half` on: c [rows, PANEL].
+// Of R rows and W halves of a panel, from `half` on: c [rows, PANEL]. Inlined it would lose registers.
 template <int BITS, int SPAN, int R, int W>
-inline void register_tile(const pl_weight& w, const uint8_t* panel, int half, const Interleaved& x, float* c, Ahead ahead) {
+[[gnu::noinline]] void register_tile(const pl_weight& w, const uint8_t* panel, int half, const Interleaved& x, float* c,
+                                     Ahead ahead) {
   constexpr bool WIDE = SPAN == 2 * GROUP;
   [[maybe_unused]] constexpr bool words = BITS == 8 && (WIDE || !BYTE_DOTS);
   V total[R][W];
   for (int r = 0; r < R; r++)
     for (int i = 0; i < W; i++) total[r][i] = zero();
-  const uint8_t *lines = panel + panel_head(w) + 64 * half, *next = panel;
+  const uint8_t* lines = panel + 64 * half;
   const int8_t* codes = x.codes;
   Heads<W> head;
   for (long n = 0; n < x.spans; n++) {
     ahead.step();
-    if (n * SPAN % group_of(w) == 0) head.read(w, next, half), next += head_line(w);
+    if (n * SPAN % group_of(w) == 0) head.read(w, lines - 64 * half, half), lines += head_line(w);
     I s[R][W];
 #if defined(PACELINE_NEON)
     span_sums<BITS, SPAN>(lines, codes, x.starts + n * R, s);
@@ -236,9 +233,10 @@ inline void panel_of(const pl_weight& w, const uint8_t* panel, const Interleaved
     long from = tiling.from(t);
     with_rows<SPAN == 2 * GROUP ? WIDE_ROWS : QUANTISED_ROWS>(tiling.from(t + 1) - from, [&](auto count) {
       constexpr int R = decltype(count)::rows, W = 2 * R <= QUANTISED_SUMS ? 2 : 1;
+      bool left = W == 2 && R <= 4 && tiling.tiles == 1 && foresees();  // more rows take longer than it looks ahead
       for (int half = 0; half < 2; half += W)
         register_tile<BITS, SPAN, R, W>(w, panel, half, from_row(x, from), c + from * PANEL,
-                                        Ahead(w, panel, 2 * t + half, 2 * tiling.tiles, W));
+                                        Ahead(w, panel, 2 * t + half, 2 * tiling.tiles, W, left));
     });
   }
 }
@@ -253,12 +251,13 @@ template <bool WIDE>
 inline void amx_tile(const pl_weight& w, const uint8_t* panel, const Interleaved& x, long rows, float* c, Ahead ahead) {
   constexpr long SPAN = WIDE ? 2 * GROUP : GROUP;
   alignas(64) int32_t sums[SPANS][2 * TILE * PANEL];
-  const uint8_t *lines = panel + panel_head(w);
+  const uint8_t* lines = panel;
   const int8_t* codes = x.codes;
   for (long from = 0; from < x.spans; from += SPANS) {
     long some = x.spans - from < SPANS ? x.spans - from : SPANS;
     for (long n = 0; n < some; n++, lines += SPAN * PANEL, codes += rows * SPAN * (WIDE ? 2 : 1)) {
       ahead.step();
+      if ((from + n) * SPAN % group_of(w) == 0) lines += head_line(w);
       int32_t *upper = sums[n], *lower = upper + TILE * PANEL;
       _tile_zero(0);
       _tile_zero(1);
@@ -289,7 +288,7 @@ inline void amx_tile(const pl_weight& w, const uint8_t* panel, const Interleaved
           for (int i = 0; i < 2; i++) total[r][i] = from ? load(at + r * PANEL + 16 * i) : zero();
         Heads<2> head;
         for (long n = 0; n < some; n++) {
-          head.read(w, panel + (from + n) * SPAN / group_of(w) * head_line(w), 0);
+          head.read(w, panel + (from + n) * SPAN / group_of(w) * group_bytes(w), 0);
           long place = (from + n) * rows + first;
           I s[R][2];
           for (int r = 0; r < R; r++)

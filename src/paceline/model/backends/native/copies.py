@@ -39,7 +39,7 @@ from paceline.model.quantised.weights import LinearBase, QuantisedLinear
 SETTING = "PACELINE_QUANTISED_CACHE"
 OFF = "off"
 _OURS = b"Written by Paceline: quantised forms "
-_MAGIC = _OURS + b"4\n"  # version of layout and numbers
+_MAGIC = _OURS + b"5\n"  # version of layout and numbers
 _DIGESTS = b"Written by Paceline: digests of checkpoints\n"
 _REMEMBERED = 64  # files
 _RECENT = 2.0  # seconds in which a file might change once more at the same time stamp
