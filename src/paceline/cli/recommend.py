@@ -20,7 +20,7 @@ def recommend(
 ) -> int:
     """Say what a model would run at here, plainly, with drafts, in 8 and 4 bits, and what to type.
 
-    Reads the headers of its files alone, and measures this machine for 10 to 20 seconds.
+    Reads the headers of its files alone, and measures this machine for about 8 seconds.
 
     Exits with 1 if no form of it fits into the memory.
     """
