@@ -12,7 +12,9 @@ import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Annotated, Any, Literal
+
+from msgspec import Meta, ValidationError, convert
 
 from paceline.core.costs import CostCurve, TargetCosts
 from paceline.errors import ConfigError
@@ -98,13 +100,13 @@ class DraftChoice:
     """``spec`` "none" is plain decoding. ``length``: levels, or "auto" up to ``max_length``."""
 
     spec: str
-    length: int | str
-    max_length: int
+    length: Annotated[int, Meta(ge=0)] | Literal["auto"]
+    max_length: Annotated[int, Meta(ge=1)]
 
 
 @dataclass(frozen=True)
 class EngineChoice:
-    max_batch_size: int
+    max_batch_size: Annotated[int, Meta(ge=1)]
     rule: str
 
 
@@ -149,6 +151,14 @@ class KnownCosts:
     target: tuple[tuple[float, ...], ...]  # seconds, a row for each batch size
     passes: dict[str, PassCosts]
 
+    def __post_init__(self) -> None:
+        """Raises ValueError."""
+        curves = [(self.tokens, row) for row in self.target]
+        curves += [(self.batches, tuple(row[0] for row in self.target if row))]
+        curves += [(known.batches, known.seconds) for known in self.passes.values()]
+        if not all(_is_curve(*curve) for curve in curves):
+            raise ValueError("the points and seconds are no curves")
+
     def curve(self, batch: int) -> CostCurve:
         return CostCurve(self.tokens, self.target[self.batches.index(batch)])
 
@@ -180,31 +190,13 @@ class TunedProfile:
         version = table.get("version")
         if version != VERSION:
             raise _refused(path, f" has version {version}, but this paceline reads {VERSION}")
-        from msgspec import ValidationError, convert
-
         try:
             profile = convert(table, cls)
         except ValidationError as error:
             raise _refused(path, f": {error}".replace("$.", "")) from None
         for key in _unknown_keys(table, asdict(profile)):
             raise _refused(path, f" has the unknown key {key}")
-        for key, bad in profile._senseless().items():
-            if bad:
-                raise _refused(path, f": {key} makes no sense")
         return profile
-
-    def _senseless(self) -> dict[str, bool]:
-        """Which values have the right type and make no sense all the same, by key."""
-        costs, length = self.costs, self.draft.length
-        curves = [(costs.tokens, row) for row in costs.target]
-        curves += [(costs.batches, tuple(row[0] for row in costs.target if row))]
-        curves += [(known.batches, known.seconds) for known in costs.passes.values()]
-        return {
-            "draft.length": length != "auto" and not (isinstance(length, int) and length >= 0),
-            "draft.max_length": self.draft.max_length < 1,
-            "engine.max_batch_size": self.engine.max_batch_size < 1,
-            "costs": not all(_is_curve(*curve) for curve in curves),
-        }
 
     def write(self, path: str | Path) -> None:
         """Replace a profile, or leave what is there as it was. Raises WriteError."""
