@@ -157,7 +157,7 @@ def test_closing_a_stream_frees_its_blocks(llm: LLM) -> None:
 def test_a_stream_is_queued_with_its_first_event(llm: LLM) -> None:
     """Before that it costs nothing, and what is wrong with the arguments is raised at once."""
     stream = llm.stream([PROMPT] * 3, FREE)
-    assert not llm.engine.has_work and not llm._requests
+    assert not llm.engine.has_work and not llm.owner.requests
     stream.close()
     unread = llm.stream(PROMPT, FREE)
     steps = llm.engine.steps
@@ -177,7 +177,7 @@ def test_a_stream_that_is_dropped_half_read_is_released(
     next(stream)
     assert llm.engine.has_work
     del stream
-    assert not llm.engine.has_work and not llm._requests
+    assert not llm.engine.has_work and not llm.owner.requests
     # In the middle of another's step too, where a collector may find it.
     held = [llm.stream("The quick", FREE)]
     next(held[0])
@@ -191,7 +191,7 @@ def test_a_stream_that_is_dropped_half_read_is_released(
         patch.setattr(llm.engine.drafter, "propose", collected)
         (done,) = llm.generate(PROMPT, FREE)
     assert len(done.token_ids) == 20
-    assert not llm.engine.has_work and not llm._requests
+    assert not llm.engine.has_work and not llm.owner.requests
     check_cache(llm.engine.cache)
 
 

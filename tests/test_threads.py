@@ -63,9 +63,9 @@ def _nothing_left(llm: LLM) -> Iterator[None]:
     yield
     gc.collect()
     deadline = time.monotonic() + 10
-    while (llm.engine.has_work or llm._requests) and time.monotonic() < deadline:
+    while (llm.engine.has_work or llm.owner.requests) and time.monotonic() < deadline:
         time.sleep(0.01)
-    assert not llm.engine.has_work and not llm._requests and not llm.owner._waiters
+    assert not llm.engine.has_work and not llm.owner.requests and not llm.owner._waiters
     check_cache(llm.engine.cache)
 
 
@@ -254,7 +254,7 @@ def test_closing_from_within_a_step(llm: LLM, monkeypatch: pytest.MonkeyPatch) -
 def test_a_request_that_the_engine_has_dropped_ends(llm: LLM) -> None:
     stream = llm.stream(TEXTS[0], LONG)
     next(stream)
-    for seq_id in list(llm._requests):
+    for seq_id in list(llm.owner.requests):
         llm.engine.abort(seq_id)
     *_, last = stream
     assert last.completion is not None and last.completion.finish_reason == "error"

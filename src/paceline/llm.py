@@ -235,7 +235,6 @@ class LLM:
         self._width = max(len(self.tokenizer), 1)
         self._ids: Iterator[int] = SEQUENCE_IDS
         self._grammars = GrammarCompiler(tokenizer, self._width, self.end_tokens)
-        self._requests = self.owner.requests
         self._preparing = threading.Lock()  # the grammar compiler's tokenizer is not thread-safe
 
     @property

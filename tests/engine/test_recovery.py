@@ -262,7 +262,7 @@ def test_an_interrupt_passes_and_the_next_step_goes_on(
     llm.enqueue(requests)
     with pytest.raises(type(error)):
         finish(llm, requests)
-    llm._requests.update({request.seq.seq_id: request for request in requests})
+    llm.owner.requests.update({request.seq.seq_id: request for request in requests})
     events = finish(llm, requests)
     assert fault.raised == 1
     broken = 0

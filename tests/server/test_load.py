@@ -154,7 +154,7 @@ def test_storm(busy: Running, target: LLM) -> None:
     pool = busy.service.client.engine.llm.engine.cache.pool
     assert pool.available == pool.total, "blocks were lost"
     assert busy.service.client.alive
-    assert not busy.service.client.engine.llm._requests
+    assert not busy.service.client.engine.llm.owner.requests
     assert not busy.service.client._tickets and not busy.service.client.engine.loop._jobs
     # One request, one text: under load, alone, with speculation and without.
     assert len(tally.texts) > 10

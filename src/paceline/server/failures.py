@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping
+from functools import partial
 
 from paceline.core.params import is_unicode, shown
 from paceline.errors import CacheMemoryError, ConfigError, GrammarError, PacelineError
@@ -36,17 +37,6 @@ def busy(message: str, retry_after: int) -> APIError:
     return APIError(message, 429, "rate_limit_error", code="queue_full", headers=headers)
 
 
-def draining(message: str) -> APIError:
-    """The server is shutting down."""
-    return APIError(message, 503, _OURS, code="shutting_down", headers=_ELSEWHERE)
-
-
-def engine_lost() -> APIError:
-    """The engine has stopped, and this process will not start another."""
-    message = "the engine has stopped and the server is ending; try again later"
-    return APIError(message, 503, _OURS, code="engine_lost", headers=_ELSEWHERE)
-
-
 def too_late(by_request: bool) -> APIError:
     """A request missed its own deadline, or the server's."""
     status, kind = (408, _THEIRS) if by_request else (504, _OURS)
@@ -55,15 +45,15 @@ def too_late(by_request: bool) -> APIError:
     return APIError(message, status, kind, code="deadline_exceeded")
 
 
-def request_failed(message: str) -> APIError:
-    """The engine failed on this request alone."""
-    return APIError(message, 500, _OURS, code="request_failed")
-
-
-def client_gone() -> APIError:
-    """The client has closed the connection."""
-    return APIError("the client has gone", 499, _OURS, code="cancelled")
-
+_ended = partial(APIError, status=503, kind=_OURS, headers=_ELSEWHERE)
+draining = partial(_ended, code="shutting_down")  # of a message
+# The engine has stopped, and this process will not start another.
+engine_lost = partial(
+    _ended, "the engine has stopped and the server is ending; try again later", code="engine_lost"
+)
+# The engine failed on this request alone, which the message says.
+request_failed = partial(APIError, status=500, kind=_OURS, code="request_failed")
+client_gone = partial(APIError, "the client has gone", 499, _OURS, code="cancelled")
 
 # The beginning of a ConfigError about one field.
 _NAMED = re.compile(r"([a-z_]+)(?:: | is | has )")

@@ -46,6 +46,11 @@ if TYPE_CHECKING:
 
 PREDICTED_LENGTH = 16  # tokens drafted a step for a request that predicts its answer
 _MOST_DIGITS = 12  # of a token id
+# Fields of requests that are parameters of the same name.
+_SAME_NAMED = (
+    *("presence_penalty", "frequency_penalty", "min_tokens", "stop", "stop_token_ids"),
+    *("ignore_eos", "prompt_logprobs", "priority", "n", "receipt"),
+)
 
 
 @dataclass(frozen=True)
@@ -231,26 +236,17 @@ def sampling_params(
     speculation = request.speculation or Speculation()
     return SamplingParams(
         **sampling_of(request, facts.sampling),
-        presence_penalty=request.presence_penalty,
-        frequency_penalty=request.frequency_penalty,
+        **{name: getattr(request, name) for name in _SAME_NAMED},
         logit_bias=_biases(request.logit_bias or {}),
         seed=None if request.seed in (None, -1) else request.seed % 2**63,
         max_tokens=max_tokens,
-        min_tokens=request.min_tokens,
-        stop=tuple(request.stop),
-        stop_token_ids=tuple(request.stop_token_ids),
-        ignore_eos=request.ignore_eos,
         logprobs=0 if logprobs is None and speculation.tokens else logprobs,
-        prompt_logprobs=request.prompt_logprobs,
-        priority=request.priority,
         include_stop=request.include_stop_str_in_output,
-        n=request.n,
         drafter=_drafter(speculation.drafter, facts.drafters),
         draft_length=speculation.draft_length,
         skip_special_tokens=request.skip_special_tokens and not visible,
         skip_end_tokens=request.skip_special_tokens,
         grammar=grammar or _grammar(request),
-        receipt=request.receipt,
     )
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from typing import Annotated, Any, ClassVar, Literal
 
-from pydantic import BeforeValidator, ConfigDict, Field, field_validator, model_validator
+from pydantic import AliasChoices, BeforeValidator, ConfigDict, Field, model_validator
 
 from paceline.server.fields import Body, Content
 
@@ -26,17 +26,10 @@ class Speculation(Body):
     """Ours. ``drafter`` (or ``method``): "auto" (the default one), "off", or a loaded one's name.
     ``draft_length`` fixes the length. ``stats`` adds figures, ``tokens`` each token's origin."""
 
-    drafter: str = "auto"
+    drafter: str = Field(default="auto", validation_alias=AliasChoices("drafter", "method"))
     draft_length: int | None = Field(default=None, ge=0, le=64)
     stats: bool = False
     tokens: bool = False
-
-    @model_validator(mode="before")
-    @classmethod
-    def _by_its_former_name(cls, data: Any) -> Any:
-        if isinstance(data, dict) and "method" in data and "drafter" not in data:
-            return {**{k: v for k, v in data.items() if k != "method"}, "drafter": data["method"]}
-        return data
 
 
 class JsonSchema(Body):
@@ -176,12 +169,9 @@ class FunctionCall(Body):
 
     model_config = ConfigDict(extra="ignore")
     name: str
-    arguments: str = "{}"
-
-    @field_validator("arguments", mode="before")
-    @classmethod
-    def _as_text(cls, arguments: Any) -> Any:
-        return json.dumps(arguments) if isinstance(arguments, dict) else arguments
+    arguments: Annotated[
+        str, BeforeValidator(lambda given: json.dumps(given) if isinstance(given, dict) else given)
+    ] = "{}"
 
 
 class ToolCall(Body):
