@@ -7,12 +7,13 @@ from __future__ import annotations
 
 import argparse
 import json
-import time
+from collections.abc import Sequence
 
 from paceline import LLM, Grammar, SamplingParams
 from paceline.request.grammar import Matcher
 
-TEXT, COUNT = {"type": "string", "maxLength": 16}, {"type": "integer", "maximum": 99}
+TEXT, COUNT = {"type": "string", "maxLength": 24}, {"type": "integer", "maximum": 999}
+BOOLEAN = {"type": "boolean"}
 
 
 def record(**properties: object) -> dict[str, object]:
@@ -21,14 +22,107 @@ def record(**properties: object) -> dict[str, object]:
     return {"type": "object", "properties": properties, **required}
 
 
-ITEMS = {"type": "array", "minItems": 2, "maxItems": 3, "items": record(product=TEXT, number=COUNT)}
-CALL = record(city=TEXT, unit={"enum": ["celsius", "fahrenheit"]}, days=COUNT)
-SCHEMAS = {
-    "two keys": record(name=TEXT, age=COUNT),
-    "tool call": record(name={"const": "get_weather"}, arguments=CALL),
-    "order": record(order_id=COUNT, customer=record(name=TEXT, email=TEXT), items=ITEMS),
+def one_of(*words: str) -> dict[str, object]:
+    return {"enum": list(words)}
+
+
+def call(name: str, **arguments: object) -> dict[str, object]:
+    return record(name={"const": name}, arguments=record(**arguments))
+
+
+def several(item: object) -> dict[str, object]:
+    return {"type": "array", "minItems": 1, "maxItems": 3, "items": item}
+
+
+DATE = {"type": "string", "pattern": "^2026-(0[1-9]|1[0-2])-[0-3][0-9]$"}
+CASES = {
+    "weather": (
+        call("get_weather", city=TEXT, unit=one_of("celsius", "fahrenheit"), forecast_days=COUNT),
+        (
+            "How warm will it be in Oslo for the next five days?",
+            "Do I need a coat in Chicago tomorrow? In fahrenheit, please.",
+            "The weather in Lima this week.",
+        ),
+    ),
+    "calendar": (
+        call(
+            "create_event",
+            title=TEXT,
+            start=record(
+                date=DATE, hour=COUNT, time_zone=one_of("UTC", "Europe/Berlin", "Asia/Tokyo")
+            ),
+            duration_minutes=COUNT,
+            attendees=several(record(name=TEXT, optional=BOOLEAN)),
+            visibility=one_of("public", "private", "confidential"),
+        ),
+        (
+            "Lunch with Maria and Tom on the third of June at noon, Berlin time.",
+            "A private call with the dentist on 12 May, 9 o'clock, half an hour.",
+            "Plan the quarterly review with Kenji in Tokyo on the first of October.",
+        ),
+    ),
+    "search": (
+        call(
+            "search_documents",
+            query=TEXT,
+            filters=record(
+                language=one_of("english", "german", "french"),
+                published_after=DATE,
+                document_type=one_of("article", "report", "presentation"),
+            ),
+            max_results=COUNT,
+            sort_by=one_of("relevance", "publication_date"),
+            include_archived=BOOLEAN,
+        ),
+        (
+            "Find ten recent English reports on solar energy.",
+            "German articles about railways since March, the newest first.",
+            "Any presentation on hiring? Look into the archive, too.",
+        ),
+    ),
+    "order": (
+        record(
+            order_number=COUNT,
+            customer=record(full_name=TEXT, email=TEXT),
+            items=several(record(product=TEXT, quantity=COUNT, gift_wrap=BOOLEAN)),
+            shipping_address=record(street=TEXT, city=TEXT, country_code=one_of("US", "DE", "JP")),
+        ),
+        (
+            "Anna Schmidt from Hamburg buys three pens and a lamp.",
+            "Order 17: two books for John Miller, 5 Main Street, Boston. Wrap them.",
+            "Yuki in Osaka wants one bicycle and two helmets.",
+        ),
+    ),
+    "ticket": (
+        record(
+            category=one_of("billing", "technical_problem", "account_access", "other"),
+            priority=one_of("low", "normal", "urgent"),
+            sentiment=one_of("positive", "neutral", "negative"),
+            affected_product=record(product_name=TEXT, software_version=TEXT),
+            customer_account_number=COUNT,
+            needs_human_agent=BOOLEAN,
+            short_summary=TEXT,
+        ),
+        (
+            "I was charged twice for Notes 4.2! Account 311. I want my money back today.",
+            "Thanks for the update of Maps. One question: where did the night mode go?",
+            "I cannot log in to Mail since yesterday, my account is 87.",
+        ),
+    ),
 }
-ASKS = ("A person in Paris.", "Weather in Oslo, five days.", "Anna buys three pens and a lamp.")
+
+
+def forced_tokens(matcher: Matcher, tokens: Sequence[int]) -> int:
+    """How many of a text's tokens its grammar forces where they stand."""
+    count = position = 0
+    while position < len(tokens):
+        pairs = zip(matcher.forced(), tokens[position:], strict=False)
+        right = next((n for n, (one, other) in enumerate(pairs) if one != other), None)
+        if right is None:
+            right = min(len(matcher.forced()), len(tokens) - position)
+        matcher.read(tokens[position : position + max(right, 1)])
+        position, count = position + max(right, 1), count + right
+    return count
 
 
 def main() -> None:
@@ -38,25 +132,41 @@ def main() -> None:
     parser.add_argument("--temperature", type=float, default=0.0)
     args = parser.parse_args()
     real = Matcher.forced
-    ways = {False: lambda _: (), True: real}
+    ways = {False: lambda *_: (), True: real}
     engines = {forced: LLM(args.model, draft=args.draft) for forced in ways}
+    compiler = engines[True]._grammars
+    total = dict.fromkeys(ways, 0.0)
     gains = {}
-    for name, schema in SCHEMAS.items():
+    for case, (schema, asks) in CASES.items():
         seconds, steps = dict.fromkeys(ways, 0.0), dict.fromkeys(ways, 0)
-        for seed, ask in enumerate(ASKS * 2):
+        tokens = sure = 0
+        system = "Answer in JSON that fits this schema: " + json.dumps(schema)
+        for seed, ask in enumerate(asks):
+            grammar = Grammar.json(schema)
             sampled = {"temperature": args.temperature, "seed": seed}
-            params = SamplingParams(grammar=Grammar.json(schema), max_tokens=160, **sampled)
+            params = SamplingParams(grammar=grammar, max_tokens=200, **sampled)
+            chat = [{"role": "system", "content": system}, {"role": "user", "content": ask}]
             texts = []
             for forced in sorted(ways, reverse=bool(seed % 2)):
                 Matcher.forced = ways[forced]  # type: ignore[method-assign,assignment]
-                began = time.perf_counter()
-                (done,) = engines[forced].generate([f"{ask} Answer in JSON: "], params)
-                seconds[forced] += time.perf_counter() - began
+                (done,) = engines[forced].chat(chat, params)
+                seconds[forced] += done.stats.arrivals[-1][0] - done.stats.arrivals[0][0]
                 steps[forced] += done.stats.target_steps
                 texts.append(done.token_ids)
-            assert texts[0] == texts[1], f"{name}: another text"
-        gains[name] = {"speedup": seconds[False] / seconds[True], "steps": [*steps.values()]}
-    print(json.dumps(gains))
+            assert texts[0] == texts[1], f"{case}: another text"
+            Matcher.forced = real  # type: ignore[method-assign]
+            tokens += len(done.token_ids)
+            sure += forced_tokens(compiler.matcher(grammar), done.token_ids)
+        for forced in ways:
+            total[forced] += seconds[forced]
+        gains[case] = {
+            "speedup": round(seconds[False] / seconds[True], 2),
+            "forced": round(sure / tokens, 2),
+            "tokens": tokens,
+            "steps": [*steps.values()],
+            "ms_per_token": [round(1e3 * s / tokens, 2) for s in seconds.values()],
+        }
+    print(json.dumps({**gains, "all": round(total[False] / total[True], 2)}))
 
 
 if __name__ == "__main__":

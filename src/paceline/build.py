@@ -283,7 +283,6 @@ def adaptive_controller(
     cost = CostModel(costs)
     members: dict[str, tuple[Hashable, ...]] = {}
     lookups: dict[Hashable, LookupDrafter] = {}
-    go_on: set[Hashable] = set()
 
     def add(name: str, member: Drafter) -> str:
         while name in cost.drafters:
@@ -300,8 +299,6 @@ def adaptive_controller(
         cost.add(name, known)
         if isinstance(member, LookupDrafter) and member.offers:
             lookups[name] = member
-        if getattr(member, "goes_on", False) and name == member.name:
-            go_on.add(name)
         return name
 
     add(predictions.name, predictions)
@@ -311,10 +308,7 @@ def adaptive_controller(
             members[name] = (predictions.name, *drafter.names)
         else:
             members[name] = (predictions.name, add(name, drafter))
-    fair = options.drafting == "fair"
-    return AdaptiveController(
-        cost, members, lookups, fair=fair, watch=watch, go_on=frozenset(go_on)
-    )
+    return AdaptiveController(cost, members, lookups, fair=options.drafting == "fair", watch=watch)
 
 
 def measure_costs(target: CausalModel, cache: PagedCache, most: int) -> TargetCosts:

@@ -3,12 +3,17 @@
 from __future__ import annotations
 
 import json
+from typing import Any
 
 import pytest
 
 from paceline import LLM, Grammar, SamplingParams
+from paceline.draft.model_drafter import ModelDrafter
 from paceline.draft.selfspec import SelfDrafter
+from paceline.draft.trees.levels import LevelDrafter
+from paceline.model.loading import load_tokenizer
 from paceline.request.grammar import GrammarCompiler
+from support import real_model
 
 SCHEMA = {
     "type": "object",
@@ -66,16 +71,61 @@ def test_keys_and_brackets_take_no_step_of_their_own(target: LLM) -> None:
     assert not matcher.forced()  # it has ended
 
 
-def test_a_drafter_goes_on_behind_them(target: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
-    """In the same step: fewer steps than with what is forced and drafts by turns."""
+@pytest.mark.parametrize("drafter", [SelfDrafter, ModelDrafter])
+def test_a_drafter_takes_them_into_its_chain(
+    target: LLM, monkeypatch: pytest.MonkeyPatch, drafter: type[LevelDrafter]
+) -> None:
+    """Fewer steps than with what is forced and drafts by turns; fewer passes than tokens."""
     schema = {"type": "array", "items": SCHEMA, "minItems": 3, "maxItems": 3}
     params = SamplingParams(max_tokens=120, grammar=Grammar.json(schema))
-    steps = []
-    for goes_on in (False, True):
-        monkeypatch.setattr(SelfDrafter, "goes_on", goes_on)
-        (done,) = target.beside("quantized", draft_length=12).generate(PROMPT, params)
+    draft = "quantized" if drafter is SelfDrafter else "paceline/tiny-draft"
+    steps, passes = [], [0, 0]
+    real = drafter._first
+
+    def first(self: LevelDrafter, *args: Any) -> Any:
+        passes[-1] += 1
+        return real(self, *args)
+
+    monkeypatch.setattr(drafter, "_first", first)
+    for takes_forced in (False, True):
+        passes.append(0)
+        monkeypatch.setattr(drafter, "takes_forced", takes_forced)
+        (done,) = target.beside(draft, draft_length=12).generate(PROMPT, params)
         steps.append(done.stats.target_steps)
     assert steps[1] < steps[0]
+    assert passes[-1] < 0.7 * done.stats.drafted_tokens
+
+
+@pytest.mark.parametrize("name", ["paceline/tiny", "smollm2"])
+def test_forced_text_is_tokenised_as_the_tokenizer_does(target: LLM, name: str) -> None:
+    """One way to write it is allowed, and its last token is left out where the text to come may
+    change it: the tokens are those of the whole text, whatever that is."""
+    real = name == "smollm2"
+    tokenizer = load_tokenizer(real_model.require()) if real else target.tokenizer
+    texts = (
+        '{"name": "Anna", "postal_address": {"street_number": 12}}',
+        '{"name": "", "postal_address": {"street_number": -3}}',
+        '{"name": " x\\"", "postal_address": {"street_number": 0}}',
+    )
+    compiler = GrammarCompiler(tokenizer, len(tokenizer), frozenset())
+    for text in texts:
+        matcher, ids = (
+            compiler.matcher(Grammar.json(SCHEMA)),
+            tokenizer.encode(text, add_special_tokens=False),
+        )
+        position = count = 0
+        while position < len(ids):
+            forced = tuple(matcher.forced())
+            assert forced == tuple(ids[position : position + len(forced)])
+            for number, token in enumerate(forced):
+                mask = matcher.allowed(forced[:number])
+                assert mask is not None and mask.nonzero().flatten().tolist() == [token]
+                assert matcher.permits(forced[:number], token)
+                assert not matcher.permits(forced[:number], token - 1)
+            taken = ids[position : position + max(1, len(forced))]
+            matcher.read(taken)
+            position, count = position + len(taken), count + len(forced)
+        assert count > len(ids) / 3
 
 
 @pytest.mark.parametrize("draft", ["ngram", "quantized"])

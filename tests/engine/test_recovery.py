@@ -168,7 +168,10 @@ def test_a_text_or_grammar_that_fails_takes_nobody_along(
         def allowed(self, path: tuple[int, ...]) -> None:
             return None
 
-        def forced(self) -> tuple[int, ...]:
+        def permits(self, path: tuple[int, ...], token: int) -> bool:
+            return True
+
+        def forced(self, path: tuple[int, ...] = ()) -> tuple[int, ...]:
             return ()
 
     requests = prepared(llm)

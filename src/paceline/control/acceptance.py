@@ -25,7 +25,6 @@ MATCHED = {
     16: (0.93, 0.93, 0.95),
     32: (0.95, 0.97),
 }
-FORCED = 32  # the kind of what a grammar forces
 GOES_ON = "goes on"  # the kind of an estimate that says how often a draft has one level more
 _DECAY, _WEIGHT = 0.998, 4.0  # of a draft seen before the last one; a prior's, in drafts
 _ALIKE = 3.0  # times the weight of a prior: what a level is thought to be by the one before

@@ -12,7 +12,7 @@ from __future__ import annotations
 from collections.abc import Hashable, Mapping, Sequence
 from typing import NamedTuple
 
-from paceline.control.acceptance import FORCED, GOES_ON, expected_tokens, kind_of, levels_tried
+from paceline.control.acceptance import GOES_ON, expected_tokens, kind_of, levels_tried
 from paceline.control.choice import choose, fixed_length
 from paceline.control.collapse import CollapseWatch
 from paceline.control.controller import (
@@ -29,7 +29,6 @@ from paceline.control.following import LookupFollower, Offers
 from paceline.core.batch import Commit
 from paceline.core.sequence import SequenceState
 from paceline.draft.base import LookupDrafter
-from paceline.draft.predicted import Predictions
 
 _HOLD = 4  # steps for which drafts of the same batch keep their lengths
 _HOLD_PLAIN = 8  # where nothing is drafted, so that nothing is learnt
@@ -62,7 +61,7 @@ class AdaptiveController(Controller):
     for it; requests that name none have the ``default``, the first. ``lookups``: those among them
     that are asked what they find before anything is decided. ``fair``: no request is slowed down
     for another's sake; else the tokens a second of the whole batch decide. ``watch`` says who has
-    collapsed; those in ``go_on`` draft behind text that a grammar forces.
+    collapsed.
     """
 
     def __init__(
@@ -73,12 +72,11 @@ class AdaptiveController(Controller):
         default: str | None = None,
         fair: bool = True,
         watch: CollapseWatch | None = None,
-        go_on: frozenset[Hashable] = frozenset(),
     ) -> None:
         self.cost, self.budget = cost, ExplorationBudget()
         self.members = dict(members or {str(name): (name,) for name in cost.drafters})
         self._default = default or next(iter(self.members), "")
-        self._fair, self._watch, self._go_on = fair, watch or CollapseWatch(), go_on
+        self._fair, self._watch = fair, watch or CollapseWatch()
         self._lookups = LookupFollower(lookups or {}, cost)
         self._step = 0
         self._until, self._hold = 0, 1  # the step of the next decision; steps that the last holds
@@ -160,7 +158,7 @@ class AdaptiveController(Controller):
         if draft.length:
             speedup = draft.gain / draft.seconds * none.seconds
             reason = "exploration" if self._explores else ""
-            return Decision(draft.ahead + draft.length, draft.name, reason, speedup)
+            return Decision(draft.length, draft.name, reason, speedup)
         reason = MEASURING if self._measures else NOT_WORTH_IT if draftable else NOTHING_FOUND
         return Decision(0, None, reason)
 
@@ -168,7 +166,7 @@ class AdaptiveController(Controller):
         """Steps for which a decision stands, where no lookup finds anything: 1, 2, 4."""
         if not self._made:
             return 1 if self._measures else _HOLD_PLAIN
-        if self._explores or any(d.ahead or not self._runs_model(d) for d in self._made.values()):
+        if self._explores or not all(map(self._runs_model, self._made.values())):
             return 1
         return min(2 * self._hold, _HOLD) if same else 1
 
@@ -181,11 +179,6 @@ class AdaptiveController(Controller):
         for index, name in enumerate(self._members(seq)):
             if name in may:
                 drafts = self.drafts(seq, name, batch)
-                forced = offers.get(Predictions.name) if name in self._go_on else None
-                if forced and seq.constraint is not None and not seq.params.prediction:
-                    rates = self.cost.acceptance.rates(seq.seq_id, Predictions.name, FORCED)
-                    drafts = self.cost.behind(drafts, rates[: len(forced.tokens)], batch)
-                    drafts = [d for d in drafts if d.ahead + d.length < seq.remaining]
             elif name in offers:
                 nodes, kind = offers[name].nodes, kind_of(offers[name].confidence)
                 most = min(len(nodes) - 1, self.cost.drafters[name].longest)
@@ -323,7 +316,6 @@ class AdaptiveController(Controller):
         self._since_passes = 0 if passes else self._since_passes + 1
         if self._made:
             made, room, unusual = self._made, self._room, self._fixed
-            room = {key: room[key] - draft.ahead for key, draft in made.items()}
             if any(draft.length > room[key] for key, draft in made.items()):
                 made = {k: d._replace(length=min(d.length, room[k])) for k, d in made.items()}
                 unusual = True
@@ -351,8 +343,7 @@ class AdaptiveController(Controller):
         for commit in commits:
             if (draft := step.made.get(commit.seq_id)) is not None:
                 ended = cost.drafters[draft.name].ends_early
-                drafted = max(0, commit.levels - draft.ahead)
-                length = min(draft.length, drafted) if ended else draft.length
+                length = min(draft.length, commit.levels) if ended else draft.length
                 levels.setdefault(draft.name, []).append(length)
         for name, lengths in levels.items():
             cost.see(name, batch, max(lengths))
@@ -374,15 +365,15 @@ class AdaptiveController(Controller):
     def _learn(self, commit: Commit, draft: DraftOption) -> int:
         """What a draft showed. Returns the tokens that the drafter had to read for it."""
         name, costs = draft.name, self.cost.drafters[draft.name]
-        length, ahead = min(draft.length, costs.longest), draft.ahead
-        levels, accepted = max(0, commit.levels - ahead), len(commit.path) - ahead
+        length = min(draft.length, costs.longest)
         if costs.ends_early:
-            self.cost.acceptance.everyone(name, GOES_ON).record(min(levels + 1, length), levels)
+            more = self.cost.acceptance.everyone(name, GOES_ON)
+            more.record(min(commit.levels + 1, length), commit.levels)
         else:
-            self.cost.record_fill(name, max(0, commit.drafted - ahead), length)
-        if name not in self._lookups.drafters and accepted >= 0:
-            reached = levels_tried(commit, ahead + length) - ahead
-            self.cost.acceptance.record(commit.seq_id, name, reached, accepted)
+            self.cost.record_fill(name, commit.drafted, length)
+        if name not in self._lookups.drafters:
+            reached = levels_tried(commit, length)
+            self.cost.acceptance.record(commit.seq_id, name, reached, len(commit.path))
         if not costs.reads or commit.seq_id not in self._read:
             return 0
         read, end = self._read[commit.seq_id], commit.position + commit.scheduled

@@ -29,8 +29,7 @@ class DraftOption(NamedTuple):
 
     ``nodes`` to verify, expected tokens of the step (``gain``), ``seconds`` of its part of the step
     if all do alike, and of these what ``reading`` costs that must come first, written off over the
-    tokens to come; ``first`` of it in this very step. ``ahead``: levels before it that a grammar
-    forces, which ``nodes``, ``gain`` and ``seconds`` count and ``length`` does not.
+    tokens to come; ``first`` of it in this very step.
     """
 
     name: Hashable
@@ -40,7 +39,6 @@ class DraftOption(NamedTuple):
     seconds: float
     reading: float = 0.0
     first: float = 0.0
-    ahead: int = 0
 
 
 def group_of(batch: int) -> int:
@@ -163,24 +161,6 @@ class CostModel:
         more = self.acceptance.everyone(name, GOES_ON).rates()
         reached = [levels - 1 for levels in expected_tokens(more[: len(values) - 1])]
         return list(map(float, interp(reached, range(len(values)), values)))
-
-    def behind(
-        self, drafts: Iterable[DraftOption], forced: Sequence[float], batch: int
-    ) -> list[DraftOption]:
-        """The same drafts behind levels of such acceptance that cost no pass."""
-        *before, gain = expected_tokens(forced)
-        chance = gain - before[-1] if before else 1.0
-        return [
-            draft._replace(
-                nodes=draft.nodes + len(forced),
-                gain=gain + chance * (draft.gain - 1),
-                seconds=draft.seconds
-                + (self.rest(batch, draft.nodes + len(forced)) - self.rest(batch, draft.nodes))
-                / batch,
-                ahead=len(forced),
-            )
-            for draft in drafts
-        ]
 
     def reading(self, name: Hashable) -> float:
         """Seconds in which a drafter reads a token of a prompt."""

@@ -25,16 +25,13 @@ class Slice:
     ``scheduled`` pending tokens go through the target. If these are all, the sequence decodes: it
     may draft up to ``draft_length`` levels and gains at least one token. Otherwise it is a prefill
     chunk, without draft or sampling. ``drafts`` False: drafting failed, no drafter sees the
-    sequence any more. ``drafter``: who drafts, of several; None: the first that has a proposal.
-    ``ahead``: tokens of a draft behind which the drafter goes on; only for drafters that do so
-    (``goes_on``)."""
+    sequence any more. ``drafter``: who drafts, of several; None: the first that has a proposal."""
 
     seq: SequenceView
     scheduled: int
     draft_length: int = 0
     drafts: bool = True
     drafter: Hashable = None
-    ahead: tuple[int, ...] = ()
 
     @property
     def decodes(self) -> bool:

@@ -29,23 +29,11 @@ class Constraint(Reader, Protocol):
         None if nothing is forbidden, also after a path that is forbidden or final."""
         ...
 
-    def forced(self) -> Sequence[int]:
-        """Tokens of the one text that may follow, as the tokenizer writes it; empty if there is a
-        choice. Other tokens may spell the same text, so these are drafted, not committed."""
+    def permits(self, path: tuple[int, ...], token: int) -> bool:
+        """Whether ``allowed`` has this token behind ``path``, in less time."""
         ...
 
-
-class Behind:
-    """What a grammar allows behind some tokens."""
-
-    def __init__(self, constraint: Constraint, tokens: Sequence[int]) -> None:
-        self._constraint, self._tokens = constraint, tuple(tokens)
-
-    def allowed(self, path: tuple[int, ...]) -> torch.Tensor | None:
-        return self._constraint.allowed((*self._tokens, *path))
-
-    def read(self, tokens: Sequence[int]) -> int | None:
-        raise AssertionError("these tokens are drafts: nothing is committed behind them")
-
-    def forced(self) -> Sequence[int]:
-        return ()
+    def forced(self, path: tuple[int, ...] = ()) -> Sequence[int]:
+        """Tokens of the one text that may follow ``path``, as the tokenizer writes it; ``allowed``
+        has no others then. Empty if there is a choice."""
+        ...

@@ -8,8 +8,8 @@ import torch
 
 from paceline.core.noise import fresh_keys, keys_of, race
 from paceline.core.params import SamplingParams
-from paceline.core.ranking import argmax, inversion, largest, top
-from paceline.core.sampling import NO_TOKEN, Rows, adjusted, probs_of_scores
+from paceline.core.ranking import inversion, largest, top
+from paceline.core.sampling import NO_TOKEN, Rows, adjusted, greedy_tokens, probs_of_scores
 from paceline.core.sequence import SequenceView
 from paceline.core.transfer import to_device
 from paceline.core.tree import Draw
@@ -106,11 +106,13 @@ def draft(
     Seeded: the k largest of log q + gumbel, with the verifier's noise at that position. Else drawn
     from q with ``generator``, for k > 1 without replacement (the k largest of log q + fresh gumbel
     noise, Kool, van Hoof and Welling 2019, arXiv 1903.06059). ``k`` is at most V."""
-    scores = adjusted(logits, rows)
     params = [seq.params for seq in rows.seqs]
-    if all(p.greedy for p in params):
-        tokens = argmax(scores).unsqueeze(1) if k == 1 else scores.topk(k, dim=-1).indices
-        return Drafted(tokens, None)
+    greedy = all(p.greedy for p in params)
+    if greedy and k == 1:
+        return Drafted(greedy_tokens(logits, rows).clamp(min=0).unsqueeze(1), None)
+    scores = adjusted(logits, rows)
+    if greedy:
+        return Drafted(scores.topk(k, dim=-1).indices, None)
     q = probs_of_scores(scores, params)
     if k == 1:
         chosen = choose(q, rows, generator)

@@ -37,11 +37,6 @@ def largest(scores: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     return best.values, best.indices.add_(first)
 
 
-def argmax(scores: torch.Tensor) -> torch.Tensor:
-    """int64 [R]: index of each row's maximum [R, V], the first of several."""
-    return largest(scores)[1]
-
-
 def top(scores: torch.Tensor, k: int) -> torch.Tensor:
     """int64 [R, k]: indices of the k largest entries of each row [R, V], the largest first."""
     width = scores.shape[1]

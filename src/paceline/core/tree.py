@@ -131,20 +131,6 @@ class TokenTree:
         q = None if self.q is None else self.q.to(device)
         return replace(self, tokens=self.tokens.to(device), q=q)
 
-    def behind(self, chain: TokenTree) -> TokenTree:
-        """The tree below a chain on the same device, of which each token was sure."""
-        count, q = len(chain), self.q
-        if q is not None:
-            sure = torch.nn.functional.one_hot(chain.tokens, q.shape[1]).to(q.dtype)
-            q = torch.cat([sure, q])
-        return replace(
-            self,
-            tokens=torch.cat([chain.tokens, self.tokens]),
-            parents=(*chain_parents(count), *(parent + count for parent in self.parents)),
-            q=q,
-            known=self.known and (*chain.host_tokens(), *self.known),
-        )
-
     @classmethod
     def empty(cls, device: torch.device | str = "cpu") -> TokenTree:
         """No candidates: plain decoding."""

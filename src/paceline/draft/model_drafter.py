@@ -13,7 +13,7 @@ from paceline.core.batch import Commit, ModelOutput, Plan, Slice, Span
 from paceline.core.transfer import to_device
 from paceline.core.tree import TokenTree, chain_parents, children_of, paths_of
 from paceline.draft.base import States
-from paceline.draft.trees.grow import Growing, grow, level_span
+from paceline.draft.trees.grow import Growing, grow
 from paceline.draft.trees.levels import LevelDrafter, Levels
 from paceline.draft.trees.shape import merge
 from paceline.draft.vocabulary.shared import Match, SharedVocabulary
@@ -75,6 +75,11 @@ class ModelDrafter(LevelDrafter):
         return super().propose(plan)
 
     @property
+    def takes_forced(self) -> bool:
+        plain = type(self._vocabulary) is SharedVocabulary
+        return plain and self._policy.chain and self.cache.states is None
+
+    @property
     def growth(self) -> Growth | None:
         plain = type(self._vocabulary) is SharedVocabulary  # ids are the target's
         return self.model.backend.growth if plain else None
@@ -85,7 +90,7 @@ class ModelDrafter(LevelDrafter):
 
     def _level(self, trees: list[Growing]) -> torch.Tensor:
         nodes = self._vocabulary.nodes
-        return self._first([level_span(tree, nodes(tree.fresh)) for tree in trees], trees)
+        return self._first([tree.newest(nodes(tree.fresh)) for tree in trees], trees)
 
     def _made_up(self, trees: Sequence[Growing]) -> torch.Tensor:
         size, model = (len(trees), self.model.vocab_size), self.model
@@ -178,6 +183,7 @@ class ParallelDrafter(ModelDrafter):
     """
 
     growth = None
+    takes_forced = False
 
     def __init__(self, mask: int, *given: Any) -> None:
         super().__init__(*given)
@@ -228,6 +234,7 @@ class StringDrafter(ModelDrafter):
     tokenised again, and paths that begin alike share nodes."""
 
     prefers_seeds = False  # a shadow is not sampled
+    takes_forced = False
 
     def __init__(
         self, model: CausalModel, levels: Levels, match: Match, deliver_to: torch.device

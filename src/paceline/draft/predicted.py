@@ -1,9 +1,9 @@
 """Drafts that a request brings with it: what its grammar forces, and its predicted output.
 
 Where a grammar leaves one text (keys, quotes and brackets of a schema), that is the draft (jump-
-forward decoding, Zheng et al. 2023, arXiv 2312.07104), but verified, as other tokens may spell
-the same text. OpenAI's ``prediction`` (2024), for edited files, is a text in the request's index
-(draft/text_index.py); the draft continues it wherever the answer rejoins it.
+forward decoding, Zheng et al. 2023, arXiv 2312.07104). OpenAI's ``prediction`` (2024), for edited
+files, is a text in the request's index (draft/text_index.py); the draft continues it wherever the
+answer rejoins it.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from dataclasses import replace
 from paceline.core.batch import Plan, Slice
 from paceline.core.sequence import SequenceView
 from paceline.core.tree import TokenTree
-from paceline.draft.base import Drafter, Guess, LookupDrafter, States, with_members
+from paceline.draft.base import Drafter, Guess, LookupDrafter, States, takes_forced
 from paceline.draft.text_index import TAKEN_IN, TextIndex, open_index
 from paceline.kernels.lookup import Lookup
 
@@ -30,10 +30,9 @@ class Predictions(LookupDrafter):
     states: States[TextIndex]
 
     def beside(self, drafter: Drafter, plan: Plan) -> list[TokenTree]:
-        """One tree per slice: the request's own if there is one, else ``drafter``'s. Behind forced
-        text some drafters go on in the same step."""
-        goes_on = {m.name for m in with_members(drafter) if getattr(m, "goes_on", False)}
-        predicted = [self._is_asked(item, goes_on) for item in plan.slices]
+        """One tree per slice: the request's own if there is one, else ``drafter``'s. Forced text
+        that a drafter takes into its own tree is left to it."""
+        predicted = [self._is_asked(item, drafter) for item in plan.slices]
         if not any(predicted):
             return drafter.propose(plan)
         pairs = zip(plan.slices, predicted, strict=True)
@@ -41,32 +40,19 @@ class Predictions(LookupDrafter):
             Plan(tuple(item if asked else replace(item, draft_length=0) for item, asked in pairs))
         )
         left = zip(plan.slices, predictions, strict=True)
-        rest = [
-            self._rest(item, tree, (item.drafter or drafter.name) in goes_on) for item, tree in left
-        ]
-        others = drafter.propose(Plan(tuple(rest)))
+        rest = Plan(tuple(replace(i, draft_length=0) if len(tree) else i for i, tree in left))
+        others = drafter.propose(rest)
         return [
-            (second.behind(first) if len(second) else first) if len(first) else second
+            first if len(first) else second
             for first, second in zip(predictions, others, strict=True)
         ]
 
-    def _is_asked(self, item: Slice, goes_on: set[str]) -> bool:
-        """Whether the request's own text is drafted, or what its grammar forces before a draft."""
+    def _is_asked(self, item: Slice, drafter: Drafter) -> bool:
         params, constraint = item.seq.params, item.seq.constraint
-        if item.drafter in (None, self.name):
-            return bool(item.draft_length and (params.prediction or constraint))
-        ahead = constraint is not None and not params.prediction
-        return bool(item.draft_length and ahead and item.drafter in goes_on)
-
-    @staticmethod
-    def _rest(item: Slice, tree: TokenTree, goes_on: bool) -> Slice:
-        """What is left for the drafter beside the request's own tree."""
-        if not len(tree):
-            return item
-        if not goes_on or item.seq.constraint is None or item.seq.params.prediction:
-            return replace(item, draft_length=0)
-        left = max(0, item.draft_length - len(tree))
-        return replace(item, draft_length=left, ahead=tuple(tree.host_tokens()))
+        if item.drafter is None and not params.prediction and takes_forced(drafter):
+            return False
+        asked = item.drafter in (None, self.name) and (params.prediction or constraint)
+        return bool(item.draft_length and asked)
 
     def guess(self, item: Slice) -> Guess:
         """What is forced, else how the prediction goes on if the end of the text occurs in it."""

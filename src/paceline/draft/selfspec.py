@@ -13,13 +13,12 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 
-from paceline.core.batch import Commit, ModelOutput, Plan, Slice, Span
-from paceline.core.constraint import Behind
+from paceline.core.batch import Commit, ModelOutput, Slice, Span
 from paceline.core.sequence import SequenceView
 from paceline.core.tree import TokenTree, is_chain
 from paceline.draft.base import States
@@ -164,17 +163,13 @@ class SelfDrafter(LevelDrafter):
         self._frequent = FrequentTokens(view.model.vocab_size, view.model.backend.head_share)
         # By whether the request is greedy.
         self._confidence = {True: Confidence(), False: Confidence()}
-        # Of drafts under verification, log-probabilities of their paths, and the tokens before.
-        self._waiting: dict[int, tuple[Confidence, tuple[float, ...], int]] = {}
-
-    def propose(self, plan: Plan) -> list[TokenTree]:
-        return super().propose(Plan(tuple(map(_behind, plan.slices))))
+        # Of drafts under verification, log-probabilities of their paths.
+        self._waiting: dict[int, tuple[Confidence, tuple[float, ...]]] = {}
 
     @property
-    def goes_on(self) -> bool:
-        """Whether it drafts behind tokens that are drafted already: states of recurrent layers are
-        kept for pending tokens and nodes alone."""
-        return self.cache.states is None
+    def takes_forced(self) -> bool:
+        # States of recurrent layers are kept for pending tokens and nodes alone.
+        return self._policy.chain and self.cache.states is None
 
     @property
     def growth(self) -> Growth | None:
@@ -221,33 +216,17 @@ class SelfDrafter(LevelDrafter):
     def _finish(self, item: Slice, done: GrownTree) -> TokenTree:
         if done.scores and is_chain(done.tree.parents):
             confidence = self._confidence[item.seq.params.greedy]
-            self._waiting[item.seq.seq_id] = confidence, done.scores, len(item.ahead)
+            self._waiting[item.seq.seq_id] = confidence, done.scores
         return done.tree
 
     def observe(self, commits: Sequence[Commit], out: ModelOutput) -> None:
         """Learn how far chains were right."""
         for commit in commits:
             self._frequent.learn(commit.seq_id, commit.tokens)
-            confidence, scores, ahead = self._waiting.pop(commit.seq_id, (None, (), 0))
-            reached = commit.reached - ahead
-            if confidence and 0 < reached <= len(scores) == commit.drafted - ahead:
-                confidence.learn(scores[:reached], commit.reached > len(commit.path))
+            confidence, scores = self._waiting.pop(commit.seq_id, (None, ()))
+            if confidence and 0 < commit.reached <= len(scores) == commit.drafted:
+                confidence.learn(scores[: commit.reached], commit.reached > len(commit.path))
 
     def forget(self, seq_id: int) -> None:
         self._waiting.pop(seq_id, None)
         self._frequent.forget(seq_id)
-
-
-def _behind(item: Slice) -> Slice:
-    """The slice as if the tokens ahead were pending. The view writes their keys and values where
-    the verifying forward writes those of their nodes."""
-    if not item.ahead:
-        return item
-    seq = item.seq
-    seq = replace(
-        seq,
-        tokens=[*seq.tokens, *item.ahead],
-        constraint=None if seq.constraint is None else Behind(seq.constraint, item.ahead),
-        counted=None,
-    )
-    return replace(item, seq=seq, scheduled=item.scheduled + len(item.ahead))

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from functools import cached_property, lru_cache
 from itertools import takewhile
 from typing import TYPE_CHECKING, Any, cast
@@ -95,22 +96,36 @@ class Matcher:
             self._known[path] = self._mask_after(path)
         return self._known[path]
 
-    def forced(self) -> Sequence[int]:
-        if self._matcher.is_stopped():
-            return ()
+    def permits(self, path: tuple[int, ...], token: int) -> bool:
+        with self._after(path) as matcher:
+            if matcher is None:
+                return True
+            forced = matcher.compute_ff_tokens()
+            if forced:  # text that is forced may be written in one way only
+                return token == forced[0]
+            return 0 <= token < self._width and matcher.validate_tokens([token]) == 1
+
+    def forced(self, path: tuple[int, ...] = ()) -> Sequence[int]:
+        with self._after(path) as matcher:
+            tokens = [] if matcher is None else matcher.compute_ff_tokens()
         # A tokenizer may have more tokens than the target has logits.
-        tokens = self._matcher.compute_ff_tokens()
         return list(takewhile(lambda token: token < self._width, tokens))
 
     def _mask_after(self, path: tuple[int, ...]) -> torch.Tensor | None:
+        with self._after(path) as matcher:
+            return None if matcher is None else _unpacked(matcher.compute_bitmask(), self._width)
+
+    @contextmanager
+    def _after(self, path: tuple[int, ...]) -> Iterator[LLMatcher | None]:
+        """The matcher behind ``path``; None if that is forbidden or final."""
         matcher = self._matcher
         if matcher.is_stopped() or matcher.validate_tokens(list(path)) < len(path):
-            return None
+            yield None
+            return
         if path:
             matcher.consume_tokens(list(path))
         try:
-            final = matcher.is_stopped()
-            return None if final else _unpacked(matcher.compute_bitmask(), self._width)
+            yield None if matcher.is_stopped() else matcher
         finally:
             if path:  # also after an error
                 matcher.rollback(len(path))

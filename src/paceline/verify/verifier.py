@@ -28,6 +28,7 @@ from paceline.core.sampling import (
     Rows,
     adjusted,
     greedy_choice,
+    greedy_tokens,
     needs_logits,
     probs_of_scores,
     processed,
@@ -139,8 +140,12 @@ class Verifier:
         if not needs_logits(span.seq for span in spans):
             return self._verdicts(spans, Decisions(greedy_choice(logits)), None)
         rows = Rows.of(spans)
+        greedy = all(span.seq.params.greedy for span in spans)
+        if greedy and not wanted:
+            tokens = greedy_tokens(processed(logits, rows), rows)
+            return self._verdicts(spans, Decisions(tokens), None)
         scores = adjusted(processed(logits, rows), rows)
-        if all(span.seq.params.greedy for span in spans):
+        if greedy:
             decisions = Decisions(greedy_choice(scores))
         else:
             decisions = self._decide(scores, rows, spans)
@@ -168,16 +173,17 @@ class Verifier:
             first += span.judged_rows
         choices = torch.zeros(first, dtype=torch.int64)
         tokens = [span.tree.host_tokens() for span in spans]
-        plain = not needs_logits(span.seq for span in spans)
-        uniforms = choices if plain else self.uniforms(first, logits.device)
+        greedy = all(span.seq.params.greedy for span in spans)
+        uniforms = choices if greedy else self.uniforms(first, logits.device)
         at = dict.fromkeys(range(len(spans)), 0)
         while at:
             index = [starts[n] + row for n, row in at.items()]
             part, on_device = rows.select(index), to_device(index, logits.device)
-            if plain:
-                drawn = greedy_choice(logits[on_device])
+            scores = processed(logits[on_device], part)
+            if greedy:
+                drawn = greedy_tokens(scores, part)
             else:
-                scores = adjusted(processed(logits[on_device], part), part)
+                scores = adjusted(scores, part)
                 probs = probs_of_scores(scores, [seq.params for seq in part.seqs])
                 drawn = drawn_choice(probs, probs, part, uniforms[on_device])
             chosen = drawn.tolist()

@@ -37,7 +37,7 @@ from paceline.draft.spec import (
     option,
     reduced,
 )
-from paceline.draft.trees.grow import Growing, Logits, Narrow, level_span
+from paceline.draft.trees.grow import Growing, Logits, Narrow
 from paceline.draft.trees.levels import Levels
 from paceline.model.backends.base import EagleStep, Growth
 from paceline.model.paged.cache import bytes_per_token
@@ -155,7 +155,7 @@ class EagleDrafter(FeatureDrafter):
             above = tree.above
             inputs.append(tree.outputs if above is None else tree.outputs.index_select(0, above))
         joined = torch.cat(inputs) if len(inputs) > 1 else inputs[0]
-        return self._run([level_span(tree) for tree in trees], trees, joined, fused=True)
+        return self._run([tree.newest() for tree in trees], trees, joined, fused=True)
 
     def _run(
         self, spans: Sequence[Span], trees: Sequence[Growing], inputs: torch.Tensor, fused: bool

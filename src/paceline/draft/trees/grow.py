@@ -90,8 +90,27 @@ class Growing(ABC):
         """Of the newest expanded nodes; 0 before there are any."""
         return depths_of(self.expanded_parents)[-1] if self.expanded_parents else 0
 
+    @property
+    def rows(self) -> int:
+        """Of logits, after which it wants candidates."""
+        return len(self.fresh) if self.expanded_parents else 1
+
+    def first(self, span: Span) -> Span:
+        """What to run before the first candidates; ``span``: the tokens not read yet."""
+        return span
+
+    def newest(self, nodes: torch.Tensor | None = None, adapter: Adapter | None = None) -> Span:
+        """The newest expanded nodes; ``nodes``: their tokens in the drafter's vocabulary if it has
+        another."""
+        parents, fresh = self.expanded_parents, self.fresh if nodes is None else nodes
+        seq_id, first_new = self.item.seq.seq_id, len(parents) - len(fresh)
+        more = self.ancestors, adapter
+        return Span.of(seq_id, self.base, (), parents, fresh, first_new, True, *more)
+
     def path_of_rows(self) -> torch.Tensor:
         """int64 [rows, depth]: drafted tokens down to each newest expanded node."""
+        if not self._expanded:
+            return self.fresh.new_empty(1, 0)
         path: list[torch.Tensor] = []
         rows: torch.Tensor | None = None
         for tokens, above in reversed(self._expanded):
@@ -121,17 +140,6 @@ class Growing(ABC):
         """``chosen``: those values on the host."""
 
 
-def level_span(
-    tree: Growing, nodes: torch.Tensor | None = None, adapter: Adapter | None = None
-) -> Span:
-    """The newest nodes of a tree; ``nodes``: their tokens in the drafter's vocabulary if it has
-    another."""
-    parents, fresh = tree.expanded_parents, tree.fresh if nodes is None else nodes
-    seq_id, first_new = tree.item.seq.seq_id, len(parents) - len(fresh)
-    more = tree.ancestors, adapter
-    return Span.of(seq_id, tree.base, (), parents, fresh, first_new, True, *more)
-
-
 def grow(
     trees: Sequence[Growing],
     logits: Logits,
@@ -143,7 +151,7 @@ def grow(
     nodes of some trees and returns the logits after each, ``[rows, vocab]``."""
     growing = trees
     while growing:
-        counts = [len(tree.fresh) if tree.expanded_parents else 1 for tree in growing]
+        counts = [tree.rows for tree in growing]
         grown = candidates(growing, counts, logits, generator)
         growing = [tree for tree, part in zip(growing, grown, strict=True) if tree.extend(*part)]
         if growing:

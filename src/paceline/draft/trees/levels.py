@@ -13,7 +13,7 @@ from paceline.core.batch import Batch, Plan, Slice, Span
 from paceline.core.params import SamplingParams
 from paceline.core.sequence import SequenceView
 from paceline.core.tree import TokenTree
-from paceline.draft.trees.grow import Growing, Logits, Narrow, grow, level_span
+from paceline.draft.trees.grow import Growing, Logits, Narrow, grow
 from paceline.draft.trees.policy import Policy
 from paceline.model.backends.base import GrownTree, Growth, WantedTree
 from paceline.model.paged.cache import PagedCache
@@ -51,13 +51,16 @@ class LevelDrafter(ABC):
 
     @torch.inference_mode()
     def propose(self, plan: Plan) -> list[TokenTree]:
-        pairs = [(item, span) for item in plan.slices if (span := self._span(item)) is not None]
-        trees = [
-            self._policy.start(item, self.cache.device, span.context + span.pending)
-            for item, span in pairs
-            if span.wants_logits
-        ]
-        finished = self._grow(trees, [span for _, span in pairs]) if pairs else []
+        trees, spans = list[Growing](), list[Span]()
+        for item in plan.slices:
+            span = self._span(item)
+            if span is not None and span.wants_logits:
+                base, forced = span.context + span.pending, self.takes_forced
+                trees.append(self._policy.start(item, self.cache.device, base, forced))
+                span = trees[-1].first(span)
+            if span is not None:
+                spans.append(span)
+        finished = self._grow(trees, spans) if spans else []
         grown = {
             tree.item.seq.seq_id: self._finish(tree.item, done)
             for tree, done in zip(trees, finished, strict=True)
@@ -112,6 +115,11 @@ class LevelDrafter(ABC):
         return None
 
     @property
+    def takes_forced(self) -> bool:
+        """Whether text that a grammar forces becomes part of its chains."""
+        return False
+
+    @property
     def prefers_seeds(self) -> bool:
         """Dynamic trees grow in one call where nothing is drawn; drawn ones grow level by level
         over the target's whole vocabulary, which takes several times as long, and so does verifying
@@ -130,8 +138,7 @@ class LevelDrafter(ABC):
     def _level(self, trees: list[Growing]) -> Logits:
         """Run the newest nodes of some trees: logits after each."""
         spans = [
-            level_span(tree, adapter=tree.item.seq.adapter if self.adapts else None)
-            for tree in trees
+            tree.newest(adapter=tree.item.seq.adapter if self.adapts else None) for tree in trees
         ]
         return self._first(spans, trees)
 

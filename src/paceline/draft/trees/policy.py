@@ -10,6 +10,7 @@ import torch
 from paceline.core.batch import Slice
 from paceline.core.costs import CostCurve
 from paceline.core.draws import draws_unseeded
+from paceline.draft.trees.grammar_chain import GrammarChain
 from paceline.draft.trees.grow import DynamicTree, Growing, StaticTree
 from paceline.draft.trees.shape import Shape, best_shape, expected_tokens
 
@@ -40,6 +41,10 @@ class Policy:
         """Levels of a tree for a draft length: passes of the drafter."""
         return min(length, self.levels, self.nodes or self.shape.depth)
 
+    @property
+    def chain(self) -> bool:
+        return not self.nodes and self.shape is _CHAIN
+
     def max_nodes(self, length: int) -> int:
         """Most nodes of a tree."""
         length = self.depth(length)
@@ -54,9 +59,14 @@ class Policy:
             return len(self.shape.cut(max(0, length - 1)))
         return max(self.nodes, self.width * max(0, length - 1))
 
-    def start(self, item: Slice, device: torch.device, base: int = 0) -> Growing:
-        """An empty tree for a sequence with a draft length above 0; ``base`` as in Growing."""
+    def start(
+        self, item: Slice, device: torch.device, base: int = 0, forced: bool = False
+    ) -> Growing:
+        """An empty tree for a sequence with a draft length above 0; ``base`` as in Growing.
+        ``forced``: chains take in what a grammar forces."""
         length = self.depth(item.draft_length)
+        if forced and item.seq.constraint is not None:
+            return GrammarChain(item, length, device, base)
         if not self.nodes:
             return StaticTree(item, self.shape.cut(length), device, base)
         if draws_unseeded(item.seq.params):

@@ -230,7 +230,11 @@ class ForbiddenTokens:
         self._ids = self._behind(tuple(tokens))
         return None
 
-    def forced(self) -> Sequence[int]:
+    def permits(self, path: tuple[int, ...], token: int) -> bool:
+        mask = self.allowed(path)
+        return mask is None or bool(mask[token])
+
+    def forced(self, path: tuple[int, ...] = ()) -> Sequence[int]:
         return ()
 
     def allowed(self, path: tuple[int, ...]) -> torch.Tensor | None:
