@@ -48,7 +48,7 @@ _WARM_UP_SECONDS = 0.1  # for a drafter's pass
 _COSTLESS = 4  # times as many levels for drafters without passes
 # States of recurrent layers for each sequence: the committed one, those of a step's pending tokens
 # and of its draft's nodes; where memory is short, of no nodes. Prefixes keep what is left of them.
-_STATES, _LEAST_STATES = 12, 1 + PENDING_SLOTS
+_STATES, LEAST_STATES = 12, 1 + PENDING_SLOTS
 
 
 @dataclass(frozen=True)
@@ -118,14 +118,19 @@ def state_slots(options: EngineOptions, target: CausalModel, draft_bytes: int = 
     if not per_state:
         return 0
     batch, memory = options.max_batch_size, _cache_memory(options, target)
-    slots = min(batch * _STATES, memory // 2 // per_state)
-    if slots < batch * _LEAST_STATES:
+    slots = slots_within(memory, per_state, batch)
+    if slots < batch * LEAST_STATES:
         raise CacheMemoryError(
-            f"{batch} sequences need {batch * _LEAST_STATES} states of recurrent layers of "
+            f"{batch} sequences need {batch * LEAST_STATES} states of recurrent layers of "
             f"{per_state:,} bytes, in half of {memory:,}; lower max_batch_size or raise "
             "kv_cache_memory"
         )
     return slots
+
+
+def slots_within(memory: int, per_state: int, batch: int) -> int:
+    """States of ``per_state`` bytes, at least one, that a cache in ``memory`` holds."""
+    return min(batch * _STATES, memory // 2 // per_state)
 
 
 def cache_blocks(

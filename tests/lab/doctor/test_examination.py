@@ -15,7 +15,7 @@ from paceline.build import EngineOptions
 from paceline.errors import ConfigError, ModelLoadError
 from paceline.lab.doctor import Finding, Severity, examine, findings
 from paceline.lab.doctor.findings import KINDS, by_severity, finding
-from paceline.lab.doctor.machine import Setting, weight_bytes
+from paceline.lab.doctor.machine import Setting, size, weight_bytes
 from paceline.lab.doctor.models import describe, read_files
 from paceline.lab.doctor.report import record
 from paceline.model.backends.base import REFERENCE
@@ -24,7 +24,9 @@ from paceline.model.names import resolve
 from paceline.model.quantised.weights import QuantisedLinear
 from paceline.model.target import CausalModel
 from support.doctor_folders import Copy, codes, only
+from support.engine_models import random_recurrent
 from support.made_adapters import write_adapter
+from support.recurrent_models import RECURRENT
 
 TARGET = "paceline/tiny"
 HEALTHY = {
@@ -148,6 +150,21 @@ def test_recurrent_layers(copy: Copy) -> None:
     folder = copy("tiny-draft").config(model_type="lfm2", layer_types=layers, num_hidden_layers=2)
     noticed = only(examine(str(folder)), "recurrent-layers")
     assert noticed.severity is Severity.NOTE and "1 of 2 layers" in noticed.text
+
+
+@pytest.mark.parametrize("kind", sorted(RECURRENT))
+def test_recurrent_states_take_memory(tmp_path: Path, kind: str) -> None:
+    module = random_recurrent(kind)
+    module.save_pretrained(tmp_path)
+    target = CausalModel(module, kind)
+    options: dict[str, Any] = {"dtype": "float32", "max_batch_size": 2}
+    noticed = examine(str(tmp_path), kv_cache_memory=8 << 20, **options)
+    told = only(noticed, "recurrent-layers").text
+    assert f": {size(target.state_bytes)} for a sequence, and as much for each node of" in told
+    text = next(one.text for one in noticed if one.code in ("memory-fits", "cache-partial"))
+    assert f"{size(24 * target.state_bytes)} for 24 states of recurrent layers" in text
+    short = examine(str(tmp_path), kv_cache_memory=6 * target.state_bytes, **options)
+    assert "2 sequences need 6 states" in only(short, "memory-short").text
 
 
 def test_code_out_of_folders(copy: Copy) -> None:

@@ -97,6 +97,10 @@ def _check_model(
     if model is not None:
         findings += [*check_weights(model), *machine.check_precision(model, setting)]
         findings += [*check_chat(model), *check_ends(model)] if about == "target" else []
+        if recurrent := model.recurrent_layers:
+            values: Any = {"kinds": ", ".join(sorted({*recurrent})), "layers": model.num_layers}
+            values["size"] = machine.size(model.state_bytes(setting.loaded))
+            findings.append(finding("recurrent-layers", recurrent=len(recurrent), **values))
     return model, findings
 
 

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from paceline.build import EngineOptions, most_kept
+from paceline.build import LEAST_STATES, EngineOptions, most_kept, slots_within
 from paceline.core.memory import free_memory, held_memory
 from paceline.drafters import BLOCK_SIZE
 from paceline.errors import ConfigError
@@ -79,20 +79,23 @@ def has_kernels(device: torch.device, backend: str) -> bool:
 
 @dataclass(frozen=True)
 class Needs:
-    """Bytes that models and heads take: ``weights``, and of cache and features for every token.
-    ``loading``: at the most while they are read, the pages of their files included."""
+    """Bytes that models and heads take: ``weights``, of cache and features for every token, and of
+    a ``state`` of recurrent layers. ``loading``: at the most while they are read, the pages of
+    their files included."""
 
     weights: int = 0
     cache_bytes: int = 0
     feature_bytes: int = 0
     loading: int = 0
+    state: int = 0
 
     @classmethod
     def of_model(cls, model: Model, setting: Setting, cached: torch.dtype | None) -> Needs:
         """``cached``: what its keys and values are held in."""
         loading = model.files.stored_bytes + _unrounded_bytes(model, setting)
         cache_bytes = model.cache_bytes(cached or torch.bfloat16)
-        return cls(weight_bytes(model, setting), cache_bytes, 0, loading)
+        state = model.state_bytes(setting.loaded)
+        return cls(weight_bytes(model, setting), cache_bytes, 0, loading, state)
 
     def __add__(self, other: Needs) -> Needs:
         """With another one, which is loaded after it."""
@@ -101,6 +104,7 @@ class Needs:
             self.cache_bytes + other.cache_bytes,
             self.feature_bytes + other.feature_bytes,
             max(self.loading, self.weights + other.loading),
+            self.state + other.state,
         )
 
     def shared(self, ranks: int) -> Needs:
@@ -248,14 +252,23 @@ def check_memory(setting: Setting, needs: Needs, context: int) -> Finding:
         what = f"a cache of {size(given)} beside the weights"
         return finding("memory-short", what=what, left=size(left))
     batch, budget = setting.options.max_batch_size, left // _SHARE if given is None else given
+    states = slots_within(budget, needs.state, batch) if needs.state else 0
+    if needs.state and states < batch * LEAST_STATES:
+        text = f"{batch} sequences need {batch * LEAST_STATES} states of recurrent layers of "
+        text += f"{size(needs.state)}, and half of the cache is {size(budget // 2)}"
+        cure = "Lower --max-batch-size, or raise --kv-cache-memory."
+        return finding("memory-short", text, cure=cure)
+    budget -= states * needs.state
     a_token = needs.cache_bytes, needs.feature_bytes
     tokens = BLOCK_SIZE * blocks_within(budget, *a_token, most_kept(batch), BLOCK_SIZE)
     cost = f"weights of {size(needs.weights)}, {size(needs.cache_bytes)} of cache a token"
+    if states:
+        cost += f", {size(states * needs.state)} for {states} states of recurrent layers"
     text = f"{cost}, {size(free)} free: the cache holds {tokens:,} tokens"
     process = held_memory() if setting.device.type == "cpu" else None
     if process is not None:  # there Python and the libraries count, which this process has as well
         wanted = batch * (-(-context // BLOCK_SIZE) + 1) * BLOCK_SIZE
-        cache = min(tokens, wanted) * needs.cache_bytes
+        cache = min(tokens, wanted) * needs.cache_bytes + states * needs.state
         peak = process + max(needs.loading, needs.weights + cache)
         text += f", and the process at its peak {size(peak)}"
     if tokens < max(context, 2 * BLOCK_SIZE):

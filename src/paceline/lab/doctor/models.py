@@ -20,11 +20,13 @@ from paceline.draft.spec import TargetShape
 from paceline.errors import ModelLoadError, UnsupportedModelError
 from paceline.lab.doctor.findings import ERROR, NOTE, Finding, finding, refusal
 from paceline.model import loading
+from paceline.model.backends.reference.recurrent import adapt_mixers
 from paceline.model.gguf import GgufFile, gguf_file, read_gguf
 from paceline.model.gguf_weights import check_taken
 from paceline.model.hub import SMALL, check_hub_name, hub_message, is_path
 from paceline.model.names import located
 from paceline.model.paged.cache import bytes_per_token
+from paceline.model.paged.states import bytes_per_state
 from paceline.model.target import UNLIMITED_POSITIONS
 from paceline.model.tensorfile import verify
 
@@ -184,6 +186,19 @@ class Model(TargetShape):
         layers = self.num_layers - loading.layers_without_keys(self.whole_config)
         return bytes_per_token([(shared, keys, values)] * layers, dtype)
 
+    @property
+    def recurrent_layers(self) -> list[str]:
+        """The kinds of the layers that have a state."""
+        return loading.recurrent_layers(self.whole_config)
+
+    def state_bytes(self, dtype: torch.dtype) -> int:
+        """Of a state of all its recurrent layers, in a model of this dtype."""
+        if not self.recurrent_layers:
+            return 0
+        module = skeleton_of(self.whole_config).to(dtype)
+        with torch.inference_mode():
+            return bytes_per_state(adapt_mixers(module, self.num_layers))
+
     @cached_property
     def skeleton(self) -> Any:
         return skeleton_of(self.whole_config)
@@ -220,10 +235,6 @@ def describe(files: ModelFiles, about: str) -> tuple[Model | None, list[Finding]
         shape: Any = {"layers": model.num_layers, "width": model.hidden_size}
         shape |= {"kind": config.model_type, "parameters": millions(model.parameters)}
         findings.append(finding("architecture-supported", **shape))
-    if recurrent := loading.recurrent_layers(config):
-        kinds = ", ".join(sorted({*recurrent}))
-        shape = {"recurrent": len(recurrent), "layers": model.num_layers, "kinds": kinds}
-        findings.append(finding("recurrent-layers", **shape))
     return model, findings
 
 

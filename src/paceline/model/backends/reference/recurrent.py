@@ -128,7 +128,7 @@ class _Mixer(nn.Module):
         return hidden * getattr(self, "ssm_in_multiplier", 1)
 
     def probe(self, hidden: Tensor) -> list[StatePart]:
-        """Its parts, found with ``hidden [1, 3, H]``."""
+        """Its parts, found with ``hidden [1, 3, H]``; on the meta device nothing else is found."""
         self.layout = []
         calls: list[tuple[str, Tensor, Tensor]] = []
         hooks = [
@@ -141,6 +141,9 @@ class _Mixer(nn.Module):
         out, parts = self.advance(begin, None)
         for hook in hooks:
             hook.remove()
+        kinds = [(tuple(part.shape[1:]), part.dtype) for part in parts]
+        if hidden.is_meta:
+            return kinds
         scaled = self._scaled(begin)
         self.first = [name for name, given, _ in calls if torch.equal(given, scaled)]
         self.last = next((name for name, _, made in calls if made is out), "")
