@@ -221,7 +221,7 @@ class BlockHead(nn.Module):
 
     def angles(self, positions: torch.Tensor) -> Angles:
         """At ``positions [T]``."""
-        like = self.fc.weight
+        like = self.norm.weight
         if self.rotary.inv_freq.device != like.device:  # as it is no submodule
             self.__dict__["rotary"] = self.rotary.to(like.device)
         cos, sin = (part[0][:, None] for part in self.rotary(like, positions[None]))

@@ -9,6 +9,7 @@ from functools import partial
 from typing import Any
 
 import torch
+from torch import nn
 
 from paceline.core.adapter import Adapter
 from paceline.core.batch import Batch, ModelOutput
@@ -30,6 +31,7 @@ from paceline.model.backends.base import (
     NATIVE,
     Adapted,
     Backend,
+    BlockStep,
     DraftingHeads,
     EagleStep,
     Growth,
@@ -154,6 +156,16 @@ class NativeModel(Backend):
             f"the rotary embedding {kind} depends on the length"
         )
         return super().eagle(head, model)
+
+    def block(self, head: Any, model: Adapted) -> BlockStep:
+        """Its linear products run in the kernels, packed in place; the rest are torch's."""
+        modules = [
+            (parent, name) for parent in head.modules() for name, _ in parent.named_children()
+        ]
+        for parent, name in modules:
+            if type(getattr(parent, name)) is nn.Linear:
+                pack_children(parent, (name,), self.dtype)
+        return super().block(head, model)
 
     def medusa(self, heads: Any) -> DraftingHeads:
         return NativeMedusa(heads, self)
