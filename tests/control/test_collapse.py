@@ -17,7 +17,7 @@ from paceline.core.costs import CostCurve, DrafterCosts, TargetCosts
 from paceline.core.params import SamplingParams
 from paceline.core.sequence import SequenceState
 
-KEY = ("head", None)
+KEY = ("head", None, 0)
 
 
 def watch_of(stated: float | None = None, **known: Any) -> CollapseWatch:
@@ -27,7 +27,7 @@ def watch_of(stated: float | None = None, **known: Any) -> CollapseWatch:
 
 
 def sequence(number: int, **params: Any) -> SequenceState:
-    return SequenceState(number, [1] * 100, 10, SamplingParams(**params))
+    return SequenceState(number, [1] * 106, 10, SamplingParams(**params))
 
 
 def run(
@@ -106,7 +106,7 @@ def test_adapters_are_apart() -> None:
         seq = sequence(number // 20, lora="fine")
         watch.record("head", seq, Commit(seq.seq_id, (1,), reached=1))
         run(watch, 0.8, 1, first=number)
-    assert set(watch.collapsed) == {("head", "fine")}
+    assert set(watch.collapsed) == {("head", "fine", 0)}
 
 
 def test_it_may_recover_and_is_warned_of_once(caplog: pytest.LogCaptureFixture) -> None:
@@ -164,7 +164,7 @@ def test_a_hybrid_leaves_it_out_and_tries_it_again() -> None:
         return [controller.lengths([seq])[0] for _ in range(30)][-1]
 
     assert drafter("auto").drafter == "head"  # the first of equals
-    watch.collapsed["head", None] = watch.tokens + 100
+    watch.collapsed[KEY] = watch.tokens + 100
     assert drafter("auto").drafter == "other"
     assert drafter("head").drafter == "head"  # asked for by its name
     watch.tokens += 100

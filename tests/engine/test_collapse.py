@@ -49,7 +49,7 @@ def tokens_until_collapse(llm: LLM, most: int = TOKENS, temperature: float = 0.0
 
 
 @pytest.mark.parametrize(
-    ("kind", "length"), [("eagle", 4), ("eagle", "auto"), ("eagle3", "auto"), ("medusa", 4)]
+    ("kind", "length"), [(kind, n) for kind in ("eagle", "eagle3", "medusa") for n in (4, "auto")]
 )
 def test_a_damaged_head(
     target: LLM, kind: str, length: str | int, tmp_path: Path, caplog: pytest.LogCaptureFixture
@@ -62,8 +62,12 @@ def test_a_damaged_head(
     assert line.startswith(f"draft {kind}: acceptance has collapsed: ") and "its card says" in line
 
 
-def test_layers_one_off(target: LLM, caplog: pytest.LogCaptureFixture) -> None:
-    llm = target.beside("eagle3:paceline/tiny-eagle3,layers=3x7x12", draft_length=4)
+@pytest.mark.parametrize("length", [4, "auto"])
+@pytest.mark.parametrize("layers", ["1x5x10", "3x7x12"])
+def test_layers_one_off(
+    target: LLM, layers: str, length: int | str, caplog: pytest.LogCaptureFixture
+) -> None:
+    llm = target.beside(f"eagle3:paceline/tiny-eagle3,layers={layers}", draft_length=length)
     taken = tokens_until_collapse(llm)
     assert taken is not None and taken <= TOKENS
     assert "use --draft eagle3:paceline/tiny-eagle3,layers=2x6x11" in caplog.text

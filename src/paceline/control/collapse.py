@@ -8,10 +8,9 @@ Biometrika 41) weighs whether drafts are rather right as often as it says, or as
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Hashable, Iterator, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass, field
 from math import log
-from typing import NamedTuple
 
 from paceline.core.batch import Commit
 from paceline.core.sequence import SequenceState
@@ -22,34 +21,22 @@ _HISTORY, _LATELY = 1000, 50  # drafts over which its own acceptance is averaged
 _KNOWN = 200  # drafts after which it has a history
 _WARMEST = 1.0  # temperature above which drafts fail whatever the drafter
 _REST = 8192  # tokens of the engine after which a collapsed drafter is tried again
-_EXAMINED = 8  # texts at most, and the tokens that one must have
-_LEAST_TOKENS = 48
+# Between healthy and collapsed, as shares of what is expected, lies 0.22: healthy heads have 0.2 to
+# 0.4 of their usual rate on translations.
+_HEALTHY, _COLLAPSED = 0.4, 0.1
+# The logarithm of the odds for a collapse at which it is said. No request adds more than a third:
+# one odd text proves nothing.
+_EVIDENCE = 15.0
+_DOUBT = 0.95  # share of what its card states, below which a drafter is examined
+_GIVEN_UP = 500  # tokens after which one is that has hardly drafted
+_EXAMINED, _TEXT = 8, 48  # texts at most, and tokens between looks at one
 _UNKNOWN = "measure this model and draft with paceline doctor --run"
-
-
-class _Test(NamedTuple):
-    """Whether acceptance is rather ``collapsed`` than ``healthy``, both as shares of what is
-    expected. It is if the odds reach exp(``evidence``), to which no request adds more than a third:
-    one odd text proves nothing."""
-
-    healthy: float
-    collapsed: float
-    evidence: float
-
-    def odds(self, expected: float, right: bool) -> float:
-        """The logarithm by which a draft moves them."""
-        healthy, collapsed = self.healthy * expected, self.collapsed * expected
-        return log(collapsed / healthy if right else (1 - collapsed) / (1 - healthy))
-
-
-# Between the two lies 0.22: healthy heads have 0.2 to 0.4 of their usual rate on translations.
-_COLLAPSE = _Test(0.4, 0.1, 15.0)
-_DOUBT = _Test(0.97, 0.8, 3.0)  # is examined; alone it says nothing
 
 # What an examination found: whether the first drafted token is right, at many positions of a text,
 # and what is certainly wrong; "" if nothing is.
 Examination = tuple[Sequence[bool], str]
-_Key = tuple[Hashable, str | None]  # a drafter's name, and an adapter's
+# A drafter's name, an adapter's, and the number of what is loaded under that name.
+WatchedKey = tuple[Hashable, str | None, int]
 
 
 @dataclass(frozen=True)
@@ -64,45 +51,38 @@ class Watched:
 
 @dataclass
 class _Compared:
-    """A drafter with an adapter. ``evidence`` by test and what it compares with; ``added``: to that
-    by each running sequence; ``texts``: sequences on which it was examined."""
+    """A drafter with an adapter. ``evidence`` for a collapse by what acceptance is compared with;
+    ``added``: to that by each running sequence; ``texts``: sequences on which it was examined."""
 
     drafts: int = 0
     usual: float = 0.0  # share of first tokens that are right, over ``_HISTORY`` drafts
     lately: float = 0.0
     texts: set[int] = field(default_factory=set)
     wrong: str = ""  # what is certainly wrong, and stays so
-    evidence: dict[tuple[_Test, str], float] = field(default_factory=dict)
-    added: dict[int, dict[tuple[_Test, str], float]] = field(default_factory=dict)
+    evidence: dict[str, float] = field(default_factory=dict)
+    added: dict[int, dict[str, float]] = field(default_factory=dict)
 
-    def see(self, seq: SequenceState, right: bool, stated: float | None, counts: bool) -> None:
+    def see(self, seq_id: int, right: bool, stated: float | None, counts: bool) -> None:
         """A draft's outcome; ``counts``: it becomes part of the history."""
-        for test, what, rate in self._expected(stated, not seq.params.temperature):
-            key, added = (test, what), self.added.setdefault(seq.seq_id, {})
-            odds = min(test.odds(rate, right), test.evidence / 3 - added.get(key, 0.0))
-            added[key] = added.get(key, 0.0) + odds
-            self.evidence[key] = max(0.0, self.evidence.get(key, 0.0) + odds)
+        added = self.added.setdefault(seq_id, {})
+        history = self.usual if self.drafts >= _KNOWN else None
+        for against, rate in (("its card says", stated), ("before it was", history)):
+            if rate:
+                healthy, collapsed = _HEALTHY * rate, _COLLAPSED * rate
+                odds = log(collapsed / healthy if right else (1 - collapsed) / (1 - healthy))
+                odds = min(odds, _EVIDENCE / 3 - added.get(against, 0.0))
+                added[against] = added.get(against, 0.0) + odds
+                self.evidence[against] = max(0.0, self.evidence.get(against, 0.0) + odds)
         self.drafts += 1
         self.lately += (right - self.lately) / min(self.drafts, _LATELY)
         if counts:
             self.usual += (right - self.usual) / min(self.drafts, _HISTORY)
 
-    def _expected(self, stated: float | None, greedy: bool) -> Iterator[tuple[_Test, str, float]]:
-        if stated:
-            yield _COLLAPSE, "its card says", stated
-        if stated and greedy:  # as drafts were for the card
-            yield _DOUBT, "its card says", stated
-        if self.drafts >= _KNOWN and self.usual:
-            yield _COLLAPSE, "before it was", self.usual
-
-    def shown_by(self, test: _Test) -> str:
-        """Against what the test has succeeded; "" if it has not."""
-        sure = (w for (t, w), odds in self.evidence.items() if t is test and odds >= test.evidence)
-        return next(sure, "")
-
-    def is_clear(self, of: _Test) -> bool:
-        """Whether nothing speaks for it any more."""
-        return not any(odds for (test, _), odds in self.evidence.items() if test is of)
+    def is_doubtful(self, stated: float | None, tokens: int) -> bool:
+        """Whether it is right less often than its card states, or was given up early."""
+        if self.drafts < _LATELY:
+            return tokens >= _GIVEN_UP
+        return self.lately < _DOUBT * (stated or 0.0)
 
 
 class CollapseWatch:
@@ -112,32 +92,27 @@ class CollapseWatch:
         self.drafters: dict[Hashable, Watched] = {}
         self.default: Hashable = None  # who drafts for requests that name no drafter
         self.tokens = 0
-        self.collapsed: dict[_Key, int] = {}  # the token from which each is tried again
-        self.warned: set[_Key] = set()
-        self._compared: dict[_Key, _Compared] = {}
-        self._doubted: set[_Key] = set()
-        self._newest: dict[str, int] = {}  # numbers of adapters, by name
+        self.collapsed: dict[WatchedKey, int] = {}  # the token from which each is tried again
+        self.warned: set[WatchedKey] = set()
+        self._compared: dict[WatchedKey, _Compared] = {}
 
     def rests(self, name: Hashable, seq: SequenceState) -> bool:
         """Whether a drafter has collapsed and is not to be tried again yet."""
-        self._renew(seq)
-        return self.tokens < self.collapsed.get((name, seq.params.lora), 0)
+        return self.tokens < self.collapsed.get(self._key(name, seq), 0)
 
-    def _renew(self, seq: SequenceState) -> bool:
-        """Forget what was seen with another adapter of this name, loaded before; False for a
-        sequence that still has that one."""
-        adapter = seq.adapter
-        if adapter is None:
-            return True
-        newest = self._newest.setdefault(adapter.name, adapter.number)
-        if adapter.number > newest:
-            self._newest[adapter.name] = adapter.number
-            for key in [key for key in self._compared if key[1] == adapter.name]:
-                del self._compared[key]
-                self.collapsed.pop(key, None)
-                self.warned.discard(key)
-                self._doubted.discard(key)
-        return adapter.number >= newest
+    @staticmethod
+    def _key(name: Hashable, seq: SequenceState) -> WatchedKey:
+        return name, seq.params.lora, seq.adapter_number
+
+    def _compare(self, key: WatchedKey) -> _Compared:
+        """What is known under a key; adapters loaded before under its name are forgotten."""
+        if key not in self._compared:
+            for old in [k for k in self._compared if k[:2] == key[:2] and k[2] < key[2]]:
+                del self._compared[old]
+                self.collapsed.pop(old, None)
+                self.warned.discard(old)
+            self._compared[key] = _Compared()
+        return self._compared[key]
 
     def record(self, name: Hashable, seq: SequenceState, commit: Commit) -> None:
         """What a step showed of the drafter ``name`` (None: the one that the request names)."""
@@ -145,48 +120,46 @@ class CollapseWatch:
         params = seq.params
         # Drafts of a request's own, and distributions that no drafter knows, show nothing.
         brought = seq.constraint or params.prediction or params.logits_processors
-        if brought or params.temperature > _WARMEST or not self._renew(seq):
+        if brought or params.temperature > _WARMEST:
             return
-        for key in tuple(self._doubted):
-            if key[1] == seq.params.lora and seq.generated >= _LEAST_TOKENS:
-                self._examine(key, seq)
-        key = name or params.drafter or self.default, seq.params.lora
+        if seq.generated // _TEXT > (seq.generated - len(commit.tokens)) // _TEXT:
+            for watched in self.drafters:
+                self._examine(self._key(watched, seq), seq)
+        key = self._key(name or params.drafter or self.default, seq)
         if commit.reached and key[0] in self.drafters:
             # The first node is the likeliest token, in trees as in chains.
             self._see(key, seq, [commit.path[:1] == (0,)])
 
     def _see(
-        self, key: _Key, seq: SequenceState, outcomes: Sequence[bool], wrong: str = ""
+        self, key: WatchedKey, seq: SequenceState, outcomes: Sequence[bool], wrong: str = ""
     ) -> None:
-        watched, compared = self.drafters[key[0]], self._compared.setdefault(key, _Compared())
+        stated, compared = self.drafters[key[0]].stated, self._compare(key)
         for right in outcomes:
-            compared.see(seq, right, watched.stated, key not in self.collapsed)
-        against = compared.shown_by(_COLLAPSE) or ("its card says" if wrong else "")
-        if against:
-            compared.wrong = compared.wrong or wrong
-            self._collapse(key, seq, against)
-        elif key in self.collapsed and compared.is_clear(_COLLAPSE) and not compared.wrong:
+            compared.see(seq.seq_id, right, stated, key not in self.collapsed)
+        compared.wrong = compared.wrong or wrong
+        sure = [against for against, odds in compared.evidence.items() if odds >= _EVIDENCE]
+        if sure or wrong:
+            self._collapse(key, seq, [*sure, "its card says" if stated else "before it was"][0])
+        elif key in self.collapsed and not any(compared.evidence.values()) and not compared.wrong:
             del self.collapsed[key]
-        if against or len(compared.texts) >= _EXAMINED or compared.is_clear(_DOUBT):
-            self._doubted.discard(key)
-        elif compared.shown_by(_DOUBT):
-            self._doubted.add(key)
 
-    def _examine(self, key: _Key, seq: SequenceState) -> None:
-        texts = self._compared[key].texts
-        if seq.seq_id not in texts:
-            texts.add(seq.seq_id)
-            try:
-                outcomes, wrong = self.drafters[key[0]].examine(seq)
-            except Exception as error:  # decoding goes on whatever happens to it
-                _log.warning("draft %s could not be examined: %s", key[0], error)
-                outcomes, wrong = (), ""
-            self._see(key, seq, outcomes, wrong)
+    def _examine(self, key: WatchedKey, seq: SequenceState) -> None:
+        watched, compared = self.drafters[key[0]], self._compare(key)
+        done = compared.wrong or seq.seq_id in compared.texts or len(compared.texts) >= _EXAMINED
+        if done or not compared.is_doubtful(watched.stated, self.tokens):
+            return
+        compared.texts.add(seq.seq_id)
+        try:
+            outcomes, wrong = watched.examine(seq)
+        except Exception as error:  # decoding goes on whatever happens to it
+            _log.warning("draft %s could not be examined: %s", key[0], error)
+            return
+        self._see(key, seq, outcomes, wrong)
 
-    def _collapse(self, key: _Key, seq: SequenceState, against: str) -> None:
+    def _collapse(self, key: WatchedKey, seq: SequenceState, against: str) -> None:
         watched, compared = self.drafters[key[0]], self._compared[key]
         # Half of the evidence stays: one that is tried again has to prove itself.
-        compared.evidence = {k: k[0].evidence / 2 for k in compared.evidence if k[0] is _COLLAPSE}
+        compared.evidence = dict.fromkeys(compared.evidence, _EVIDENCE / 2)
         compared.added.clear()
         self.collapsed[key] = self.tokens + _REST
         if key not in self.warned:

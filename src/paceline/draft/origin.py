@@ -26,20 +26,20 @@ from paceline.model.precision import usual_bits
 # Of a card's table of acceptance (train/card.py): the first position, over all tasks.
 _STATED = re.compile(r"^\| all \| [\d.]+ \| ([\d.]+)", re.M)
 _TEXT, _READ = 128, 24  # last tokens of a text on which layers are compared, and those only read
-_LEVELS, _BLOCK = 4, 16
+_BLOCK = 16
 _SURE, _FEWEST = 3.5, 48  # standard errors, and positions
 _FOREIGN = 0.25  # share of tokens, or of letters, from which a text is of another kind
 
 
 @dataclass(frozen=True)
 class Origin:
-    """``prepared`` builds the drafter again, over another cache. ``gains``: of the examined texts,
-    tokens accepted at each position with features of other layers less those with its layers'."""
+    """``prepared`` builds the drafter again, over another cache. ``gains``: by how much more likely
+    the examined texts' tokens are to it with features of other layers than with its layers'."""
 
     spec: DraftSpec
     loading: Loading
     prepared: Prepared
-    gains: dict[int, list[int]] = field(default_factory=dict)
+    gains: dict[int, list[float]] = field(default_factory=dict)
 
     @cached_property
     def stated(self) -> float | None:
@@ -72,23 +72,22 @@ class Origin:
         elsewhere = target.ranks is not None or seq.params.lora is not None
         if not given or len(tokens) <= _READ or elsewhere or target.state_bytes:
             return [], ""
-        choices = {shift: tuple(layer + shift for layer in given) for shift in (0, -1, 1)}
-        if len(given) == 1:
-            choices = {0: given}
+        shifts = (0, -1, 1) if len(given) > 1 else (0,)
+        choices = {shift: tuple(layer + shift for layer in given) for shift in shifts}
         layers = {s: n for s, n in choices.items() if min(n) >= 0 and max(n) <= target.num_layers}
         out = self._forward(tokens, sorted({layer for ids in layers.values() for layer in ids}))
-        drafts = {shift: self._accepted(ids, tokens, out) for shift, ids in layers.items()}
-        accepted = {shift: [count for _, count in seen] for shift, seen in drafts.items()}
+        drafts = {shift: self._first_tokens(ids, tokens, out) for shift, ids in layers.items()}
         outcomes = [right for right, _ in drafts[0]]
         for shift in layers.keys() - {0}:
             gains = self.gains.setdefault(shift, [])
-            gains += [new - old for new, old in zip(accepted[shift], accepted[0], strict=True)]
+            pairs = zip(drafts[shift], drafts[0], strict=True)
+            gains += [chance - usual for (_, chance), (_, usual) in pairs]
             if len(gains) > _FEWEST and fmean(gains) > _SURE * stdev(gains) / len(gains) ** 0.5:
                 right = replace(self.spec, layers=layers[shift])  # type: ignore[call-arg]
                 return outcomes, (
-                    f"it reads the inputs of layers {list(given)}, but drafts {fmean(gains):.2f} "
-                    f"tokens more from {list(layers[shift])}: its layer numbers are one off; use "
-                    f"--draft {right}"
+                    f"it reads the inputs of layers {list(given)}, but sampled drafts would be "
+                    f"right {fmean(gains):.1%} more often from {list(layers[shift])}: its layer "
+                    f"numbers are one off; use --draft {right}"
                 )
         return outcomes, ""
 
@@ -107,37 +106,31 @@ class Origin:
         with torch.inference_mode():
             return target(cache.batch_of([span], features), cache)
 
-    def _accepted(
+    def _first_tokens(
         self, layers: tuple[int, ...], tokens: list[int], out: ModelOutput
-    ) -> list[tuple[bool, int]]:
+    ) -> list[tuple[bool, float]]:
         """At each position behind the first ``_READ``, with these features: whether the likeliest
-        token is right, and how many are accepted."""
+        token is right, and the probability of the one that is, which tells more by far."""
         drafter: Any = self._rebuilt()
         drafter.features = layers
-        seq = SequenceState(next(SEQUENCE_IDS), tokens[:_READ], 1, SamplingParams(max_tokens=_TEXT))
-        accepted: list[tuple[bool, int]] = []
+        params = SamplingParams(temperature=1.0, max_tokens=_TEXT)
+        seq = SequenceState(next(SEQUENCE_IDS), tokens[:_READ], 1, params)
         drafter.propose(Plan((Slice(seq.view(), _READ - 1),)))  # it knows the sequence
-        while True:
-            position, end = seq.cached, len(seq.tokens)
-            seen = end - 1 - position
-            if seen:
-                drafter.observe(
-                    [Commit(seq.seq_id, (), scheduled=seen, position=position, row=position)], out
-                )
-                seq.cached = end - 1
-            following = tokens[end : end + _LEVELS]
-            if len(following) < _LEVELS:
-                return accepted
-            (tree,) = drafter.propose(Plan((Slice(seq.view(), 1, _LEVELS),)))
-            ids, node, count = tree.tokens.tolist(), -1, 0
-            edges = zip(tree.parents, ids, strict=True)
-            below = {edge: number for number, edge in enumerate(edges)}
-            for token in following:
-                if (node := below.get((node, token), -2)) < 0:
-                    break
-                count += 1
-            accepted.append((ids[:1] == following[:1], count))
-            seq.tokens.append(following[0])
+        first: list[tuple[bool, float]] = []
+        for token in tokens[_READ:]:
+            position, seen = seq.cached, len(seq.tokens) - 1 - seq.cached
+            commit = Commit(seq.seq_id, (), scheduled=seen, position=position, row=position)
+            drafter.observe([commit], out)
+            seq.cached += seen
+            (tree,) = drafter.propose(Plan((Slice(seq.view(), 1, 1),)))
+            if tree.q is None:  # the likeliest, whatever the temperature
+                right = tree.tokens[:1].tolist() == [token]
+                first.append((right, float(right)))
+            else:
+                chances = tree.q[0]
+                first.append((int(chances.argmax()) == token, float(chances[token])))
+            seq.tokens.append(token)
+        return first
 
     # -- what else can be told -------------------------------------------------------------------
 

@@ -199,8 +199,8 @@ class Metrics:
     def render(self) -> str:
         """All metrics in Prometheus' text format."""
         self.collapsed.clear()
-        for key in [*((name, None) for name in self._watch.drafters), *self._watch.warned]:
-            name, adapter = key
+        for key in [*((name, None, 0) for name in self._watch.drafters), *self._watch.warned]:
+            name, adapter, _ = key
             self.collapsed.labels(name, adapter or "").set(key in self._watch.collapsed)
         return generate_latest(self.registry).decode()
 
