@@ -149,7 +149,8 @@ def test_each_rank_has_half_of_the_heads_and_reads_half_of_the_weights(twins: Tw
     whole, own = twins.alone.target.cache_shapes, twins.shared.target.cache_shapes
     assert [(2 * heads, k, v) for heads, k, v in own] == whole
     weights = (Path(twins.folders["target"]) / "model.safetensors").stat().st_size
-    assert 0.4 * weights < twins.read < 0.55 * weights  # norms and, up to 5.20, the embedding
+    # Norms are whole on each rank and, up to transformers 5.20, the embedding.
+    assert 0.4 * weights < twins.read < 0.66 * weights
 
 
 def test_the_cache_has_the_least_memory_of_all_ranks(

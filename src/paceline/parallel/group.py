@@ -122,10 +122,11 @@ def whole_parameters(module: nn.Module) -> dict[str, torch.Tensor]:
     """A module's direct parameters, gathered of all ranks; all ranks must call."""
     from torch.distributed.tensor import DTensor
 
-    return {
-        name: value.full_tensor() if isinstance(value, DTensor) else value
-        for name, value in module.named_parameters(recurse=False)
-    }
+    with torch.inference_mode(False), torch.no_grad():  # torch 2.11 gathers in no inference mode
+        return {
+            name: value.full_tensor() if isinstance(value, DTensor) else value
+            for name, value in module.named_parameters(recurse=False)
+        }
 
 
 @contextmanager
