@@ -233,7 +233,7 @@ def test_closing_ends_those_who_generate(
         own.close()
         lines = {one.result(60) for one in told}
     assert lines == {"this LLM has been closed; make another one"}
-    assert own.owner._engine is None and not own._requests
+    assert own.owner._engine is None and not own.owner.requests
 
 
 def test_closing_from_within_a_step(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:

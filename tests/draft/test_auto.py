@@ -82,9 +82,9 @@ def test_a_draft_model_as_large_as_the_target_is_left_out(tmp_path: Path) -> Non
 
 
 def test_a_head_is_left_out_where_it_has_a_fifth_of_the_targets_bytes() -> None:
-    four = replace(LARGE, name="paceline/smollm2", bits=4, weight_bytes=95 << 20)
+    four = replace(LARGE, name="paceline/smollm2", bits=4, weight_bytes=120 << 20)
     assert members(four) == ["suffix", "ngram", "eagle3:paceline/smollm2-eagle3"]
-    four = replace(four, weight_bytes=90 << 20)
+    four = replace(four, weight_bytes=110 << 20)
     assert members(four) == ["suffix", "ngram"]
     assert "not eagle3:paceline/smollm2-eagle3: it has 21% of the target's" in compose(four).line()
 

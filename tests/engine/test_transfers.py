@@ -150,7 +150,8 @@ def test_a_plain_step_is_one_copy_and_one_wait(plain: LLM, monkeypatch: pytest.M
 def test_a_grammar_follows_the_draft_while_the_forward_runs(
     plain: LLM, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Its tokens are on their way before the forward begins; verifying looks at nothing else."""
+    """Its tokens are on their way before the forward begins; verifying looks at them and at the
+    likeliest tokens, which the grammar is asked about."""
     llm = plain.beside("ngram", draft_length=3)
     grammar = Grammar("regex", "(one two ){2,9}three")
     watch = Watch(monkeypatch)
@@ -179,4 +180,4 @@ def test_a_grammar_follows_the_draft_while_the_forward_runs(
     assert "begun" in order
     after = [order[place + 1] for place, what in enumerate(order) if what == "begun"]
     assert set(after) == {"forward"}
-    assert set(watch.waits) == {VERIFY, "transfer.values"}
+    assert set(watch.waits) == {VERIFY, "transfer.values", "sampling.greedy_tokens"}
