@@ -210,7 +210,7 @@ class AdaptiveController(Controller):
         first = unread * cost.reading(name) if unread > _UNREAD else 0.0
         if not costs.costless:
             first += self._aftermath(batch) / batch
-        seconds, nodes = cost.table(name, batch), cost.nodes(name)
+        seconds, nodes = cost.table(name, batch), cost.nodes(name, batch)
         now = cost.rest(batch) / (batch * seconds[0])  # the table is some steps old
         fill, tokens = cost.fill[name], min(left, _HORIZON)
         options: list[DraftOption] = []
@@ -336,7 +336,7 @@ class AdaptiveController(Controller):
     def _learn_step(self, step: _Step) -> None:
         batch, cost, commits = len(step.commits), self.cost, step.commits
         tried = [commit for commit in commits if commit.drafted and commit.seq_id in step.made]
-        unread = sum(self._learn(commit, step.made[commit.seq_id]) for commit in tried)
+        unread = sum(self._learn(commit, step.made[commit.seq_id], batch) for commit in tried)
         plain = cost.rest(batch)
         self.budget.earn(step.seconds, plain, batch)
         levels: dict[Hashable, list[int]] = {}
@@ -362,7 +362,7 @@ class AdaptiveController(Controller):
         elif len(passes) == 1 and step.drafting is not None:
             cost.learn_reading(next(iter(passes)), max(step.drafting - foreseen, 0.0), unread)
 
-    def _learn(self, commit: Commit, draft: DraftOption) -> int:
+    def _learn(self, commit: Commit, draft: DraftOption, batch: int) -> int:
         """What a draft showed. Returns the tokens that the drafter had to read for it."""
         name, costs = draft.name, self.cost.drafters[draft.name]
         length = min(draft.length, costs.longest)
@@ -370,7 +370,7 @@ class AdaptiveController(Controller):
             more = self.cost.acceptance.everyone(name, GOES_ON)
             more.record(min(commit.levels + 1, length), commit.levels)
         else:
-            self.cost.record_fill(name, commit.drafted, length)
+            self.cost.record_fill(name, batch, commit.drafted, length)
         if name not in self._lookups.drafters:
             reached = levels_tried(commit, length)
             self.cost.acceptance.record(commit.seq_id, name, reached, len(commit.path))

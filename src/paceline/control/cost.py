@@ -66,7 +66,7 @@ class CostModel:
         self._reading: dict[Hashable, tuple[float, float]] = {}  # seconds and tokens of prompts
         # Looked up anew after some observations.
         self._tables: dict[tuple[Hashable, int], Sequence[float]] = {}
-        self._nodes: dict[Hashable, Sequence[float]] = {}
+        self._nodes: dict[tuple[Hashable, int], Sequence[float]] = {}
         # Whether drafts might pay, and the drafts that were known then.
         self._pays: dict[tuple[Hashable, int, Hashable], tuple[float, bool]] = {}
         self._longest: dict[tuple[Hashable, int], int] = {}  # draft seen, by drafter and group
@@ -141,17 +141,18 @@ class CostModel:
             fill = self.fill[name]
             options = (
                 DraftOption(name, n, fill * m, 1, 0)
-                for n, m in enumerate(self.drafters[name].nodes)
+                for n, m in enumerate(self.drafters[name].among(batch).nodes)
             )
             full = [self.step(batch, [option] * batch) / batch for option in options]
             table = self._tables[name, batch] = self._ended(name, full)
         return table
 
-    def nodes(self, name: Hashable) -> Sequence[float]:
+    def nodes(self, name: Hashable, batch: int) -> Sequence[float]:
         """Nodes by draft length, where all levels are full that a draft is expected to have."""
-        table = self._nodes.get(name)
+        table = self._nodes.get((name, batch))
         if table is None:
-            table = self._nodes[name] = self._ended(name, self.drafters[name].nodes)
+            nodes = self.drafters[name].among(batch).nodes
+            table = self._nodes[name, batch] = self._ended(name, nodes)
         return table
 
     def _ended(self, name: Hashable, values: Sequence[float]) -> Sequence[float]:
@@ -169,7 +170,7 @@ class CostModel:
 
     def draft_seen(self, name: Hashable, batch: int) -> int:
         """Steps with drafts of one level that were learnt from, at such a concurrency."""
-        nodes = self.fill[name] * self.drafters[name].nodes[1]
+        nodes = self.fill[name] * self.drafters[name].among(batch).nodes[1]
         return self._rest.seen(group_of(batch), cell_of(nodes))
 
     def longest_seen(self, name: Hashable, batch: int) -> int:
@@ -216,9 +217,9 @@ class CostModel:
 
     # -- learning ----------------------------------------------------------------------------------
 
-    def record_fill(self, name: Hashable, nodes: int, length: int) -> None:
+    def record_fill(self, name: Hashable, batch: int, nodes: int, length: int) -> None:
         """A draft of up to ``length`` levels came to so many nodes."""
-        share = min(1.0, nodes / self.drafters[name].nodes[length])
+        share = min(1.0, nodes / self.drafters[name].among(batch).nodes[length])
         self.fill[name] += 0.05 * (share - self.fill[name])
 
     def learn_reading(self, name: Hashable, seconds: float, rows: int) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from bisect import bisect_left
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Protocol
 
@@ -57,14 +57,17 @@ class _Drafts(Protocol):
     def passes(self, length: int) -> int: ...
 
 
+_FLAGS = ("reads", "follows", "ends_early", "shares")  # of drafters that have them
+
+
 @dataclass(frozen=True)
 class DrafterCosts:
     """Costs of one drafter's drafts by length; entry 0 is no draft.
 
     ``nodes``: most nodes. ``passes``: forwards of the drafter. ``seconds``: of one pass, by number
     of sequences. ``reads``: it first reads what it has not seen of a sequence; ``follows``: it has
-    seen the prompt. ``ends_early``: it ends drafts itself where it is unsure. ``prior``: acceptance
-    by level."""
+    seen the prompt. ``ends_early``: it ends drafts itself where it is unsure. ``shares``: sequences
+    that decode together share out the nodes. ``prior``: acceptance by level."""
 
     nodes: tuple[float, ...]
     passes: tuple[int, ...]
@@ -72,6 +75,7 @@ class DrafterCosts:
     reads: bool = False
     follows: bool = False
     ends_early: bool = False
+    shares: bool = False
     prior: tuple[float, ...] = ()
 
     @classmethod
@@ -88,8 +92,16 @@ class DrafterCosts:
         lengths = range(1 + longest * (1 if drafter.passes(1) else costless))
         nodes = tuple(drafter.max_nodes(length) for length in lengths)
         passes = tuple(drafter.passes(length) for length in lengths)
-        flags = {n: getattr(drafter, n, False) for n in ("reads", "follows", "ends_early")}
+        flags = {n: getattr(drafter, n, False) for n in _FLAGS}
         return cls(nodes, passes, seconds, prior=prior, **flags)
+
+    def among(self, sequences: int) -> DrafterCosts:
+        """For each of so many sequences that decode in one step."""
+        if not self.shares or sequences < 2:
+            return self
+        most = self.nodes[-1] // sequences
+        nodes = tuple(min(count, max(n, most)) for n, count in enumerate(self.nodes))
+        return replace(self, nodes=nodes)
 
     @property
     def longest(self) -> int:

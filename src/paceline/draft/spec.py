@@ -312,7 +312,9 @@ class TreeSpec(DraftSpec):
         """``nodes``: the default where neither shape nor number is given."""
         if self.branching:
             return Policy(Shape.branching(self.branching))
-        return Policy(nodes=nodes if self.nodes is None else self.nodes, width=self.width)
+        if self.nodes is None:
+            return Policy(nodes=nodes, width=self.width, shared=nodes > 0)
+        return Policy(nodes=self.nodes, width=self.width)
 
     def levels(self, context: DraftContext, cache: PagedCache, nodes: int = 0) -> Levels:
         """How its drafter's trees grow over ``cache``; ``nodes`` as in ``policy``."""

@@ -6,6 +6,7 @@ import pytest
 import torch
 
 from paceline.core.batch import Slice
+from paceline.core.costs import CostCurve, DrafterCosts
 from paceline.core.params import SamplingParams
 from paceline.core.sequence import SequenceState
 from paceline.draft.trees.policy import Policy
@@ -39,3 +40,14 @@ def test_chains_and_static_trees_are_cut() -> None:
     assert [Policy().max_nodes(n) for n in (0, 1, 5)] == [0, 1, 5]
     branching = Policy(Shape.branching((2, 2, 1)))
     assert [branching.max_nodes(n) for n in range(5)] == [0, 2, 6, 10, 10]
+
+
+def test_sequences_that_decode_together_share_out_the_nodes() -> None:
+    """But for one a level; what a user has chosen is not shared."""
+    shared, chosen = Policy(nodes=8, shared=True), Policy(nodes=8)
+    assert [shared.max_nodes(n) for n in (1, 2, 4)] == [4, 8, 8]
+    assert [shared.max_nodes(n, 4) for n in (1, 2, 4)] == [2, 2, 4]
+    assert [chosen.max_nodes(n, 4) for n in (1, 2, 4)] == [4, 8, 8]
+    costs = DrafterCosts((0, 4, 8, 8, 8), (0, 1, 2, 3, 4), CostCurve((1,), (1.0,)), shares=True)
+    assert costs.among(4).nodes == (0, *(shared.max_nodes(n, 4) for n in range(1, 5)))
+    assert costs.among(1) is costs

@@ -52,11 +52,12 @@ class LevelDrafter(ABC):
     @torch.inference_mode()
     def propose(self, plan: Plan) -> list[TokenTree]:
         trees, spans = list[Growing](), list[Span]()
+        sequences = sum(item.decodes for item in plan.slices)
         for item in plan.slices:
             span = self._span(item)
             if span is not None and span.wants_logits:
                 base, forced = span.context + span.pending, self.takes_forced
-                trees.append(self._policy.start(item, self.cache.device, base, forced))
+                trees.append(self._policy.start(item, self.cache.device, base, forced, sequences))
                 span = trees[-1].first(span)
             if span is not None:
                 spans.append(span)
@@ -113,6 +114,11 @@ class LevelDrafter(ABC):
     def growth(self) -> Growth | None:
         """What grows whole trees in one call; None: they grow level by level."""
         return None
+
+    @property
+    def shares(self) -> bool:
+        """Whether sequences that decode together share out the nodes of a tree."""
+        return self._policy.shared
 
     @property
     def takes_forced(self) -> bool:

@@ -29,13 +29,15 @@ class Policy:
     eight levels). Requests that are sampled without a seed then get a static tree of as many nodes,
     drawn from q: accepted more often than the likeliest tokens, and than a chain (embedded pair,
     temperature 1, four levels: 3.03 tokens a step with 8 nodes, 2.69 with a chain). No tree has
-    more than ``levels`` levels.
+    more than ``levels`` levels. ``shared``: sequences that decode together share out ``nodes``, but
+    for one a level: what pays for one sequence does not for each of several.
     """
 
     shape: Shape = _CHAIN
     nodes: int = 0
     width: int = 4
     levels: int = 64
+    shared: bool = False
 
     def depth(self, length: int) -> int:
         """Levels of a tree for a draft length: passes of the drafter."""
@@ -45,13 +47,14 @@ class Policy:
     def chain(self) -> bool:
         return not self.nodes and self.shape is _CHAIN
 
-    def max_nodes(self, length: int) -> int:
-        """Most nodes of a tree."""
+    def max_nodes(self, length: int, sequences: int = 1) -> int:
+        """Most nodes of the tree of each of so many sequences."""
         length = self.depth(length)
         if not self.nodes:
             return len(self.shape.cut(length))
-        per_level = max(self.width, -(-self.nodes // _EVENLY))
-        return min(self.nodes, per_level * length)
+        nodes = max(length, self.nodes // sequences) if self.shared else self.nodes
+        per_level = max(self.width, -(-nodes // _EVENLY))
+        return min(nodes, per_level * length)
 
     def max_expanded(self, length: int) -> int:
         """Most nodes that the drafter expands while a tree grows."""
@@ -60,19 +63,25 @@ class Policy:
         return max(self.nodes, self.width * max(0, length - 1))
 
     def start(
-        self, item: Slice, device: torch.device, base: int = 0, forced: bool = False
+        self,
+        item: Slice,
+        device: torch.device,
+        base: int = 0,
+        forced: bool = False,
+        sequences: int = 1,
     ) -> Growing:
-        """An empty tree for a sequence with a draft length above 0; ``base`` as in Growing.
-        ``forced``: chains take in what a grammar forces."""
+        """An empty tree for a sequence with a draft length above 0, of so many that decode;
+        ``base`` as in Growing. ``forced``: chains take in what a grammar forces."""
         length = self.depth(item.draft_length)
         if forced and item.seq.constraint is not None:
             return GrammarChain(item, length, device, base)
         if not self.nodes:
             return StaticTree(item, self.shape.cut(length), device, base)
+        nodes = self.max_nodes(length, sequences)
         if draws_unseeded(item.seq.params):
-            shape = sampled_shape(self.max_nodes(length), length)
-            return StaticTree(item, shape, device, base)
-        return DynamicTree(item, length, self.width, self.max_nodes(length), device, base)
+            return StaticTree(item, sampled_shape(nodes, length), device, base)
+        width = min(self.width, max(1, self.nodes // sequences)) if self.shared else self.width
+        return DynamicTree(item, length, width, nodes, device, base)
 
 
 @lru_cache(maxsize=256)
