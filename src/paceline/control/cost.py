@@ -219,7 +219,7 @@ class CostModel:
 
     def record_fill(self, name: Hashable, batch: int, nodes: int, length: int) -> None:
         """A draft of up to ``length`` levels came to so many nodes."""
-        share = min(1.0, nodes / self.drafters[name].among(batch).nodes[length])
+        share = min(1.0, nodes / self.nodes(name, batch)[length])
         self.fill[name] += 0.05 * (share - self.fill[name])
 
     def learn_reading(self, name: Hashable, seconds: float, rows: int) -> None:
