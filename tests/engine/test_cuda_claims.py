@@ -68,7 +68,7 @@ KEPT = {"grow.levels_of", "rules.layout_of", "rules.chain_grid"}
 KEPT |= {"rules.<genexpr>"}
 # A grammar's automaton is the host's: it must know each level that the device drafted before the
 # next, and what was drafted before the target's rows are forbidden.
-LEVELS = {"sampling.on_host": 2}
+LEVELS = {"sampling.on_host": 2, "grammar_chain.extend": 2}
 ROOM = 9  # blocks of 16 tokens for three requests that fill six each
 
 
