@@ -10,8 +10,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from statistics import median
 from typing import Any
 
-from paceline.lab.report.columns import Column, table_of
-from paceline.lab.report.document import Report, Table, Text
+from paceline.lab.report.document import Column, Report, Table, Text, table_of
 
 PLAIN = "plain"
 PASSES = {"first": "First requests", "later": "Later requests", "again": "The same requests again"}

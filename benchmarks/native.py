@@ -39,7 +39,7 @@ from paceline.kernels.library import (
     library,
 )
 from paceline.kernels.pages import zeros
-from paceline.lab.profiling.machine import read_bandwidth
+from paceline.lab.profiling.limits import read_bandwidth
 from paceline.model.backends.counters import NativeWork, counted
 from paceline.model.paged.cache import PagedCache
 from paceline.model.paged.int8 import INT8, cache_dtype, encode

@@ -35,7 +35,7 @@ from measuring import finish, machine
 from paceline.core.batch import Batch, ModelOutput
 from paceline.core.params import SamplingParams
 from paceline.core.sizes import parse_bytes
-from paceline.lab.report.columns import Column, table_of
+from paceline.lab.report.document import Column, table_of
 from paceline.lab.report.render import print_table
 from paceline.llm import LLM
 from paceline.model.loading import load_module, load_tokenizer, weight_files

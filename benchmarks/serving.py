@@ -49,8 +49,7 @@ from paceline import LLM, SamplingParams
 from paceline.engine.driver import Drive
 from paceline.lab.bench.figures import percentile
 from paceline.lab.bench.prompts import evenly, load_prompts
-from paceline.lab.report.columns import Column, milliseconds, number, table_of, times
-from paceline.lab.report.document import Report
+from paceline.lab.report.document import Column, Report, milliseconds, number, table_of, times
 from paceline.lab.report.render import print_report
 from paceline.model.loading import load_tokenizer
 from prompts import default_folder

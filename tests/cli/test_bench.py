@@ -14,8 +14,8 @@ from typer.testing import Result
 
 from paceline.cli.bench import _length_and_rule
 from paceline.cli.options import ModelOptions
-from paceline.lab.bench.methods import Method, Starter
-from paceline.lab.bench.runs import Ask, BenchEngine, TimedRun
+from paceline.lab.bench.engines import Starter
+from paceline.lab.bench.runner import Ask, BenchEngine, Method, TimedRun
 from support.command_lines import assert_one_line, paceline, refusals
 from support.made_outcomes import Fake
 from support.tiny_models import TinyPair

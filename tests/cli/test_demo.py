@@ -22,7 +22,7 @@ from paceline.engine.clock import PHASES
 from paceline.engine.driver import StepSums
 from paceline.errors import ModelLoadError
 from paceline.lab.bench.prompts import load_prompts
-from paceline.lab.certify.difference import Difference
+from paceline.lab.certify.decoding import Difference
 from paceline.lab.report.render import rich_table
 from support.command_lines import paceline
 from support.pulled_model import plant
@@ -162,7 +162,7 @@ def test_both_take_turns_on_clocks_of_their_own(
 def test_a_difference_is_shown(
     arguments: list[str], monkeypatch: pytest.MonkeyPatch, difference: Difference, word: str
 ) -> None:
-    monkeypatch.setattr("paceline.lab.certify.difference.explain", lambda *args: difference)
+    monkeypatch.setattr("paceline.lab.certify.decoding.explain", lambda *args: difference)
     result = paceline(*arguments)
     assert result.exit_code == 0, result.output
     assert ("NO" in result.stdout) == (difference is BUG)

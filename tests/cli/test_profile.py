@@ -80,9 +80,10 @@ def test_commands_of_the_page_parse() -> None:
 
 def test_interrupted(arguments: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
     """Ctrl-C while the second way of decoding is profiled: the first is shown."""
-    from paceline.lab.profiling import trace
 
-    profile, calls = trace.run, []
+    from paceline.lab.profiling import steady
+
+    profile, calls = steady.profiled, []
 
     def interrupt(*args: Any) -> Any:
         calls.append(args)
@@ -90,7 +91,7 @@ def test_interrupted(arguments: list[str], monkeypatch: pytest.MonkeyPatch) -> N
             raise KeyboardInterrupt
         return profile(*args)
 
-    monkeypatch.setattr(trace, "run", interrupt)
+    monkeypatch.setattr(steady, "profiled", interrupt)
     result = paceline(*arguments)
     assert result.exit_code == 130
     assert "interrupted" in result.stderr

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from paceline.lab.bench.methods import Starter
+from paceline.lab.bench.engines import Starter
 from support.command_lines import paceline
 from support.made_outcomes import Fake
 from support.tiny_models import TinyPair

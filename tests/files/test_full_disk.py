@@ -15,7 +15,7 @@ from typer.testing import CliRunner
 
 from paceline.cli.main import app
 from paceline.errors import WriteError
-from paceline.lab.profiling import trace
+from paceline.lab.profiling import steady
 from paceline.train.card import write_card
 from paceline.train.lm import LMTrainer
 from paceline.train.medusa import MedusaTrainConfig, MedusaTrainer
@@ -60,13 +60,13 @@ def test_for_real(kind: str, tmp_path: Path) -> None:
 def test_a_real_trace(tmp_path: Path) -> None:
     """The profiler's own library, which ends the file early and says nothing."""
     file = tmp_path / "t.json"
-    old = f'"{trace.PREFIX}'
+    old = f'"{steady.PREFIX}'
     file.write_text(old)
     with torch.profiler.profile() as recorder:
         for _ in range(50):
             torch.zeros(3)
     with small_files(2000), pytest.raises(WriteError, match=r"t\.json"):
-        trace._export(recorder, file)
+        steady._export(recorder, file)
     assert content_of(tmp_path) == {"t.json": old.encode()}
 
 

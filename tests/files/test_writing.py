@@ -363,7 +363,7 @@ FREE = {
     ("lab/quantize.py", "write_text"),
     ("lab/quantize.py", "save_pretrained"),
     ("lab/quantize.py", "save_file"),
-    ("lab/profiling/trace.py", "export_chrome_trace"),
+    ("lab/profiling/steady.py", "export_chrome_trace"),
 }
 WRITERS = {"write_text", "write_bytes", "save_file", "save_pretrained", "export_chrome_trace"}
 

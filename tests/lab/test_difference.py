@@ -7,7 +7,7 @@ import math
 import pytest
 
 from paceline.core.params import SamplingParams
-from paceline.lab.certify.difference import Difference, explain, first_difference
+from paceline.lab.certify.decoding import Difference, explain, first_difference
 from support.engine_models import adapted, reference_logits
 
 MODEL = adapted()

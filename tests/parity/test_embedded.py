@@ -2,7 +2,7 @@
 
 In bf16 the same logits come out a rounding step apart when a row is computed in another batch
 shape, so a tie may fall the other way. Each difference is re-scored: the two tokens' scores must
-tie within the rounding of the logits (`paceline.lab.certify.difference`), or the test fails.
+tie within the rounding of the logits (`paceline.lab.certify.decoding`), or the test fails.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from paceline.core.params import SamplingParams
-from paceline.lab.certify.difference import explain
+from paceline.lab.certify.decoding import explain
 from paceline.llm import LLM
 from paceline.request.completion import Completion
 

@@ -9,7 +9,7 @@ from typing import Any
 from paceline.core.params import SamplingParams
 from paceline.core.sequence import DraftCounts
 from paceline.engine.driver import StepSums
-from paceline.lab.bench.runs import Ask, BenchJob, Heat, TimedAnswer, TimedRun
+from paceline.lab.bench.runner import Ask, BenchJob, Heat, TimedAnswer, TimedRun
 
 
 def ask(*prompt: int, tokens: int = 4, temperature: float = 0.0, seed: int | None = None) -> Ask:

@@ -19,7 +19,7 @@ from paceline.draft.heads.eagle_format import save_eagle
 from paceline.draft.heads.eagle_head import EagleConfig, EagleHead
 from paceline.draft.heads.medusa_head import MedusaConfig, MedusaHeads, save_medusa
 from paceline.draft.suffix import SuffixDrafter
-from paceline.lab.profiling import trace
+from paceline.lab.profiling import steady
 from paceline.lab.report.document import Figure, Report, Text
 from paceline.lab.report.render import write
 from paceline.model.identity import ModelIdentity
@@ -106,7 +106,7 @@ class Recorder:
     """A profiler whose library ends its file early and says nothing when the disk is full."""
 
     def __init__(self, number: int) -> None:
-        self.text = json.dumps({"traceEvents": [{"name": f"{trace.PREFIX}step {number}"}] * 9})
+        self.text = json.dumps({"traceEvents": [{"name": f"{steady.PREFIX}step {number}"}] * 9})
 
     def export_chrome_trace(self, path: str) -> None:
         try:
@@ -154,8 +154,8 @@ KINDS = {
     "held-out texts": Kind(held_out, limit=10),
     "card": Kind(card),
     "token stream": Kind(token_stream),
-    "trace": Kind(lambda folder, number: trace._export(Recorder(number), folder / "t.json")),
+    "trace": Kind(lambda folder, number: steady._export(Recorder(number), folder / "t.json")),
     "packed trace": Kind(
-        lambda folder, number: trace._export(Recorder(number), folder / "t.json.gz")
+        lambda folder, number: steady._export(Recorder(number), folder / "t.json.gz")
     ),
 }

@@ -23,11 +23,8 @@ from paceline.settings.tuned import TunedProfile
 
 if TYPE_CHECKING:
     from paceline import LLM
-    from paceline.lab.bench.methods import Method
-    from paceline.lab.bench.prompts import BenchPrompt
-    from paceline.lab.bench.runner import Sweep
-    from paceline.lab.bench.runs import HeatRecord
-    from paceline.lab.bench.suites import Suite
+    from paceline.lab.bench.prompts import BenchPrompt, Suite
+    from paceline.lab.bench.runner import HeatRecord, Method, Sweep
     from paceline.lab.budget import Budget
 
 _PER_CATEGORY = 3
@@ -97,7 +94,7 @@ class BenchOptions:
                     "a public benchmark with --suite NAME"
                 )
             return None, prompts.load(_PER_CATEGORY)
-        from paceline.lab.bench.suites import load_questions, suite_of
+        from paceline.lab.bench.prompts import load_questions, suite_of
 
         suite = suite_of(self.suite)
         if (self.path is None) == (prompts.prompts is None):
@@ -154,7 +151,7 @@ def bench(
         plan = _plan(engine, source, options)
         from paceline.lab.bench.pages import report_of
         from paceline.lab.bench.result import BenchResult
-        from paceline.lab.bench.runs import HeatRecord
+        from paceline.lab.bench.runner import HeatRecord
 
     pair = replace(engine, draft=engine.resolved_draft)
     saved = run.saved(
@@ -188,7 +185,7 @@ def _plan(engine: ModelOptions, source: PromptOptions, options: BenchOptions) ->
     """Everything that can be refused before a model is loaded. Raises ConfigError, DataError."""
     if engine.max_batch_size is not None:
         raise ConfigError("bench has as many sequences together as --concurrency says; use that")
-    from paceline.lab.bench.methods import parse_methods
+    from paceline.lab.bench.engines import parse_methods
 
     length, rule = _length_and_rule(engine)
     draft = engine.resolved_draft
@@ -230,10 +227,10 @@ def _measured(
 ) -> tuple[Interruption, dict[str, Any]]:
     """Measure into ``record``: whether Ctrl-C came, and other fields of BenchResult. Raises
     PromptError if no prompt leaves room for an answer."""
-    from paceline.lab.bench.methods import Starter
+    from paceline.lab.bench.engines import Starter
     from paceline.lab.bench.prompts import fit
     from paceline.lab.bench.result import spending_of
-    from paceline.lab.bench.suites import converse
+    from paceline.lab.bench.runner import converse
 
     methods, sweep, how = plan.methods, plan.sweep, dict[str, Any]()
     fitting, left_out = fit(plan.prompts, llm, sweep.max_tokens if plan.suite is None else 1)

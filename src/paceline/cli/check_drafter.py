@@ -8,7 +8,7 @@ from dataclasses import MISSING
 from paceline.cli.options import expand
 from paceline.cli.output import JsonOptions
 from paceline.core.stages import stage
-from paceline.lab.report.columns import Column, record_of, table_of
+from paceline.lab.report.document import Column, record_of, table_of
 from paceline.model.names import EMBEDDED
 from paceline.settings import setting
 

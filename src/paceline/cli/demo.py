@@ -27,17 +27,17 @@ from paceline.cli.options import ModelOptions, expand, fetch, in_short
 from paceline.cli.output import DRAFT_STYLE, TARGET_STYLE, JsonOptions, Painter
 from paceline.core.stages import info, stage
 from paceline.errors import PacelineError
-from paceline.lab.report.columns import (
+from paceline.lab.report.document import (
     NONE_TRIED,
     UNTRIED,
     Column,
+    Table,
     number,
     record_of,
     share,
     table_of,
     times,
 )
-from paceline.lab.report.document import Table
 from paceline.model.names import DEFAULT_DRAFT, EMBEDDED, REAL, SMOLLM2, VARIABLE, pulled
 from paceline.settings import entries, setting
 
@@ -47,7 +47,7 @@ if TYPE_CHECKING:
     from paceline.draft.suffix import SuffixDrafter
     from paceline.engine.driver import Drive, StepSums
     from paceline.lab.bench.prompts import BenchPrompt
-    from paceline.lab.certify.difference import Difference
+    from paceline.lab.certify.decoding import Difference
 
 _ABOUT = (
     "SmolLM2-135M-Instruct is a real model, small enough to be here within a minute. Its weights "
@@ -141,7 +141,7 @@ def measure(
     """Decode a prompt by both in turns, on the console as it goes; ``shown``: with the text of
     ``fast``. Raises PacelineError if a request fails."""
     from paceline.engine.driver import Drive, StepSums, sequence
-    from paceline.lab.certify.difference import explain
+    from paceline.lab.certify.decoding import explain
 
     llms, ids = (plain, fast), prompt.encode(plain)
     drives = [Drive(llm.engine, [sequence(ids, params, llm.end_tokens)]) for llm in llms]

@@ -56,7 +56,7 @@ def doctor(
         raise typer.BadParameter("--run measures a draft; leave out --draft none")
     with stage(f"examining {engine.model}"):
         from paceline.lab.doctor import Severity, check_logits, examine, report
-        from paceline.lab.doctor.ahead import look_ahead
+        from paceline.lab.doctor.examination import look_ahead
         from paceline.lab.doctor.findings import by_severity
         from paceline.lab.doctor.trial import judge
 

@@ -40,7 +40,7 @@ def profile(
         os.environ.setdefault("KINETO_LOG_LEVEL", "99")
     with stage("starting"):
         from paceline.lab.profiling import runs, steady, tables
-        from paceline.lab.profiling.trace import check_path
+        from paceline.lab.profiling.steady import check_path
 
     if trace is not None:
         check_path(trace)

@@ -6,7 +6,7 @@ import typer
 
 from paceline.cli.options import expand, fetch
 from paceline.cli.output import WriteOptions
-from paceline.lab.report.columns import Column, record_of
+from paceline.lab.report.document import Column, record_of
 from paceline.model.names import PULLABLE, Pullable, megabytes, pulled
 from paceline.settings import setting
 

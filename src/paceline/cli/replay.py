@@ -42,7 +42,7 @@ class ReplayResult:
 
 def _replay(llm: LLM, receipt: dict[str, Any]) -> ReplayResult:
     """Decode a receipt's answer plainly. Raises ReceiptError on other weights or settings."""
-    from paceline.lab.certify.difference import first_difference
+    from paceline.lab.certify.decoding import first_difference
     from paceline.request.receipt import ReceiptError, sampling_of_receipt
 
     here = llm.receipts.origin

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from paceline.cli.measuring import NOT_ENOUGH, Interruption, PromptOptions, RunOptions, spending
@@ -10,6 +10,7 @@ from paceline.cli.options import TargetName, expand, load_llm
 from paceline.core.stages import info
 from paceline.errors import ConfigError
 from paceline.files.ownership import check_file
+from paceline.lab.tune import TuneOptions
 from paceline.settings import LoadSettings, setting, under
 from paceline.settings.tuned import is_profile
 
@@ -28,16 +29,6 @@ class TargetOptions(LoadSettings, TargetName):
         shown="what is at hand",
     )
     only: bool = _model(False, "Try nothing but the drafters given.")
-
-
-@dataclass(frozen=True)
-class ExpectedOptions:
-    """What is expected of the machine, and how it is tried."""
-
-    concurrency: int = setting(1, "Requests expected at once.", low=1, high=1024)
-    temperature: float = setting(0.0, "0 is greedy.", low=0.0, flags=("--temperature", "-t"))
-    max_tokens: int = setting(48, "New tokens of each prompt.", low=2)
-    rounds: int = setting(4, "Rounds of the confirmation.", low=1)
 
 
 @dataclass(frozen=True)
@@ -62,7 +53,7 @@ class TuneRun(RunOptions):
 def tune(
     target: TargetOptions,
     prompts: PromptOptions,
-    expected: ExpectedOptions,
+    options: TuneOptions,
     run: TuneRun,
 ) -> int:
     """Find the fastest drafter and settings; write them to a file for --config.
@@ -71,13 +62,12 @@ def tune(
     """
     budget = run.begin()
     chosen_prompts = prompts.load(_PER_CATEGORY)
-    from paceline.lab.tune.candidates import at_hand
-    from paceline.lab.tune.measure import TuneOptions
     from paceline.lab.tune.plan import TuningOutcome, turns
     from paceline.lab.tune.plan import tune as search
     from paceline.lab.tune.present import profile_of, report_of, tuning_record
+    from paceline.lab.tune.search import at_hand
 
-    options = TuneOptions(**vars(expected), source=prompts.prompts or "shipped prompts")
+    options = replace(options, source=prompts.prompts or options.source)
     saved = run.saved(
         "tune", target.model, chosen_prompts, target=target, prompts=prompts, **vars(options)
     )

@@ -26,8 +26,7 @@ from paceline.lab.doctor import machine
 from paceline.lab.doctor.examination import check_drafts, compose_auto, folder_of
 from paceline.lab.doctor.machine import Needs, Setting
 from paceline.lab.doctor.models import Model, describe, read_files, skeleton_of
-from paceline.lab.report.columns import Column, record_of, table_of
-from paceline.lab.report.document import Table
+from paceline.lab.report.document import Column, Table, record_of, table_of
 from paceline.lab.tune.measure import decode
 from paceline.llm import LLM
 from paceline.model.copies import quantised_copy

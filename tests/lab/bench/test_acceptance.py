@@ -7,9 +7,9 @@ import torch
 from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
 
 from paceline.core.params import SamplingParams
+from paceline.lab.bench.engines import Starter
 from paceline.lab.bench.figures import DraftFigures
-from paceline.lab.bench.methods import Method, Starter
-from paceline.lab.bench.runs import Ask
+from paceline.lab.bench.runner import Ask, Method
 from paceline.llm import LLM
 from support.engine_models import write_pair
 from support.tiny_models import SMALL

@@ -10,11 +10,17 @@ import msgspec
 import pytest
 
 from paceline.lab.bench.figures import rows
-from paceline.lab.bench.methods import Method
 from paceline.lab.bench.prompts import in_turn
 from paceline.lab.bench.result import spending_of
-from paceline.lab.bench.runner import Sweep, take_turns
-from paceline.lab.bench.runs import Ask, BenchEngine, HeatRecord, TimedRun
+from paceline.lab.bench.runner import (
+    Ask,
+    BenchEngine,
+    HeatRecord,
+    Method,
+    Sweep,
+    TimedRun,
+    take_turns,
+)
 from paceline.lab.budget import Budget
 from support.made_outcomes import Fake, heat, job
 from support.simulated_clock import Clock

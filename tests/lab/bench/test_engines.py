@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 
 from paceline.core.params import SamplingParams
-from paceline.lab.bench.methods import Method, Paceline, Starter, parse_method
-from paceline.lab.bench.runs import Ask, TimedRun
+from paceline.lab.bench.engines import Paceline, Starter, parse_method
+from paceline.lab.bench.runner import Ask, Method, TimedRun
 from paceline.llm import LLM
 from support.tiny_models import TinyPair
 

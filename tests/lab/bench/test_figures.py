@@ -5,8 +5,7 @@ from __future__ import annotations
 import pytest
 
 from paceline.lab.bench.figures import OVERALL, Spread, gaps_of, idle, percentile, rows
-from paceline.lab.bench.runner import take_turns
-from paceline.lab.bench.runs import Heat, HeatRecord, merged
+from paceline.lab.bench.runner import Heat, HeatRecord, merged, take_turns
 from support.made_outcomes import Fake, heat, job, outcome, sums
 
 

@@ -5,7 +5,8 @@ from __future__ import annotations
 import pytest
 
 from paceline.errors import ConfigError
-from paceline.lab.bench.methods import Method, parse_method, parse_methods
+from paceline.lab.bench.engines import parse_method, parse_methods
+from paceline.lab.bench.runner import Method
 
 DRAFT = "some/draft"
 

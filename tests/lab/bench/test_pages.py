@@ -8,11 +8,9 @@ from dataclasses import replace
 from rich.console import Console
 
 from paceline.lab.bench.figures import Spread, rows
-from paceline.lab.bench.methods import Method
 from paceline.lab.bench.pages import report_of
 from paceline.lab.bench.result import BenchResult, Comparison
-from paceline.lab.bench.runner import EVERYTHING
-from paceline.lab.bench.runs import BenchJob, Heat, HeatRecord
+from paceline.lab.bench.runner import EVERYTHING, BenchJob, Heat, HeatRecord, Method
 from paceline.lab.report.document import is_number
 from paceline.lab.report.render import print_report
 from support.made_outcomes import job, outcome, sums

@@ -4,9 +4,15 @@ from __future__ import annotations
 
 import pytest
 
-from paceline.lab.bench.methods import Method
-from paceline.lab.bench.runner import EVERYTHING, Sweep, take_turns, warm_up
-from paceline.lab.bench.runs import BenchEngine, HeatRecord
+from paceline.lab.bench.runner import (
+    EVERYTHING,
+    BenchEngine,
+    HeatRecord,
+    Method,
+    Sweep,
+    take_turns,
+    warm_up,
+)
 from support.made_outcomes import Fake, job
 
 PROMPTS = [("chat", [1, 2]), ("code", [3]), ("code", [4, 5, 6])]

@@ -10,9 +10,8 @@ import pytest
 
 from paceline.core.params import SamplingParams
 from paceline.errors import ConfigError
-from paceline.lab.bench.methods import Starter, parse_method
-from paceline.lab.bench.runs import Ask, TimedRun
-from paceline.lab.bench.served import EQUAL, BaselineFailedError, shares
+from paceline.lab.bench.engines import EQUAL, BaselineFailedError, Starter, parse_method, shares
+from paceline.lab.bench.runner import Ask, TimedRun
 from paceline.lab.openai_client import OpenAIClient
 from paceline.llm import LLM
 from support.planted_server import PlantedServer, served

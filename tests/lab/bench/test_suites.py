@@ -14,10 +14,18 @@ import pytest
 from paceline.core.sequence import DraftCounts
 from paceline.errors import ConfigError, DataError
 from paceline.lab.bench.figures import OVERALL, Row, rows
-from paceline.lab.bench.prompts import BenchPrompt
-from paceline.lab.bench.runner import Sweep
-from paceline.lab.bench.runs import Ask, BenchJob, Heat, HeatRecord, TimedAnswer, TimedRun, merged
-from paceline.lab.bench.suites import MULTI_TURN, SUITES, converse, load_questions, suite_of
+from paceline.lab.bench.prompts import MULTI_TURN, SUITES, BenchPrompt, load_questions, suite_of
+from paceline.lab.bench.runner import (
+    Ask,
+    BenchJob,
+    Heat,
+    HeatRecord,
+    Sweep,
+    TimedAnswer,
+    TimedRun,
+    converse,
+    merged,
+)
 from support.made_outcomes import ask, outcome
 
 

@@ -5,11 +5,18 @@ from __future__ import annotations
 import pytest
 
 from paceline.core.sequence import DraftCounts
-from paceline.lab.bench.methods import Method
 from paceline.lab.bench.result import BenchResult, Comparison, compare, idle_line, labels
-from paceline.lab.bench.runner import take_turns
-from paceline.lab.bench.runs import Ask, BenchJob, Heat, HeatRecord, TimedAnswer, TimedRun
-from paceline.lab.certify.difference import Difference
+from paceline.lab.bench.runner import (
+    Ask,
+    BenchJob,
+    Heat,
+    HeatRecord,
+    Method,
+    TimedAnswer,
+    TimedRun,
+    take_turns,
+)
+from paceline.lab.certify.decoding import Difference
 from support.made_outcomes import Fake, ask, job
 
 TIE = Difference(2, 7, 9, gap=0.01, step=0.01, on_edge=False)

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from paceline.core.tree import Draw, chain_parents
-from paceline.lab.certify.exact import Case, TooManyOutcomes, drafts, step_error
+from paceline.lab.certify.steps import Case, TooManyOutcomes, drafts, step_error
 from paceline.verify.verifier import Verifier
 
 

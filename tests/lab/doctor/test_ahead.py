@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from paceline.draft.foreign import foreign_draft
-from paceline.lab.doctor.ahead import look_ahead
+from paceline.lab.doctor.examination import look_ahead
 from paceline.lab.doctor.findings import Finding
 from paceline.lab.export import export
 

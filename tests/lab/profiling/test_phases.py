@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import pytest
 
-from paceline.lab.profiling.phases import (
+from paceline.lab.profiling.limits import (
     COMPUTE,
     LAUNCH,
     MEMORY,
@@ -14,7 +14,7 @@ from paceline.lab.profiling.phases import (
     SATURATED,
     Phase,
 )
-from paceline.lab.profiling.trace import Share
+from paceline.lab.profiling.steady import Share
 from paceline.lab.profiling.work import Work
 
 

@@ -13,7 +13,7 @@ import pytest
 
 from paceline import LLM, ConfigError, DataError, WriteError
 from paceline.control.controller import MEASURING, NOT_WORTH_IT, NOTHING_FOUND
-from paceline.lab.profiling import steady, trace
+from paceline.lab.profiling import steady
 from support.tiny_models import TinyPair
 
 PROMPTS = [[5, 6, 7], [8, 9, 10, 11]]
@@ -86,7 +86,7 @@ def test_prompts_go_round_and_must_fit() -> None:
 @pytest.mark.parametrize("suffix", [".json", ".json.gz"])
 def test_the_trace_is_json_with_phases(llm: LLM, tmp_path: Path, suffix: str) -> None:
     path = tmp_path / f"trace{suffix}"
-    _, shares = trace.run(llm, PROMPTS, 5, path)
+    _, shares = steady.profiled(llm, PROMPTS, 5, path)
     text = gzip.decompress(path.read_bytes()) if suffix.endswith("gz") else path.read_bytes()
     names = Counter(event.get("name") for event in json.loads(text)["traceEvents"])
     for phase, times in (("step", 5), ("target", 5), ("verify", 5), ("draft", 10)):
@@ -100,9 +100,9 @@ def test_the_trace_is_json_with_phases(llm: LLM, tmp_path: Path, suffix: str) ->
 
 def test_bad_trace_paths(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"end its name in \.json or \.json\.gz"):
-        trace.check_path(tmp_path / "trace.txt")
+        steady.check_path(tmp_path / "trace.txt")
     (tmp_path / "mine.json").write_text("{}")
     with pytest.raises(WriteError, match="Paceline did not write"):
-        trace.check_path(tmp_path / "mine.json")
-    trace.check_path(tmp_path / "trace.json.gz")
+        steady.check_path(tmp_path / "mine.json")
+    steady.check_path(tmp_path / "trace.json.gz")
     assert not (tmp_path / "trace.json.gz").exists()

@@ -12,8 +12,12 @@ from rich.console import Console
 
 from paceline.errors import ConfigError
 from paceline.lab.report import plots
-from paceline.lab.report.columns import (
+from paceline.lab.report.document import (
     Column,
+    Figure,
+    Report,
+    Table,
+    Text,
     milliseconds,
     number,
     record_of,
@@ -22,7 +26,6 @@ from paceline.lab.report.columns import (
     table_of,
     times,
 )
-from paceline.lab.report.document import Figure, Report, Table, Text
 from paceline.lab.report.render import as_table, print_report, print_table, write
 
 

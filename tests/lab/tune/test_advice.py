@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import replace
 
 import pytest
 
 from paceline.core.costs import TargetCosts
-from paceline.lab.bench.runs import BenchJob, Heat
-from paceline.lab.tune.advice import Advice, advise
-from paceline.lab.tune.confirm import Finalist
-from paceline.lab.tune.measure import TuneOptions
+from paceline.lab.bench.runner import BenchJob, Heat
+from paceline.lab.tune import TuneOptions
+from paceline.lab.tune.measure import Finalist
 from paceline.lab.tune.plan import TuningOutcome
+from paceline.lab.tune.present import Advice, advise
 from paceline.lab.tune.search import MeasuredMethod
 from support.made_outcomes import outcome as timed
 from support.tuning_methods import NOTHING, PLAIN, chain, target
@@ -31,7 +32,7 @@ def outcome(
     )
 
 
-def rule(advices: list[Advice], words: str) -> Advice:
+def rule(advices: Iterable[Advice], words: str) -> Advice:
     (item,) = [advice for advice in advices if words in advice.rule]
     return item
 
@@ -112,4 +113,4 @@ def test_trees_against_chains() -> None:
 
 
 def test_nothing_is_said_of_nothing() -> None:
-    assert advise(TuningOutcome(TuneOptions(), "m", 1000)) == []
+    assert not list(advise(TuningOutcome(TuneOptions(), "m", 1000)))

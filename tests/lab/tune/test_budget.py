@@ -13,12 +13,17 @@ import pytest
 from paceline import LLM
 from paceline.lab.bench.prompts import BenchPrompt
 from paceline.lab.budget import Budget
-from paceline.lab.tune.candidates import DrafterCandidate, variants
-from paceline.lab.tune.confirm import Finalist, affordable
-from paceline.lab.tune.measure import Sample, TuneOptions, fitting_sample, measure_method
+from paceline.lab.tune.measure import (
+    Finalist,
+    Sample,
+    TuneOptions,
+    affordable,
+    fitting_sample,
+    measure_method,
+)
 from paceline.lab.tune.plan import TuningOutcome, tune
 from paceline.lab.tune.present import decision, report_of, tuning_record
-from paceline.lab.tune.search import MeasuredMethod
+from paceline.lab.tune.search import DrafterCandidate, MeasuredMethod, variants
 from support.engine_models import write_pair
 from support.simulated_clock import Clock, SecondEach
 from support.tuning_methods import target

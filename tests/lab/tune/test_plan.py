@@ -11,24 +11,34 @@ import pytest
 from paceline import LLM, ConfigError, DataError, PacelineError, SamplingParams
 from paceline.engine.driver import StepSums
 from paceline.lab.bench.prompts import BenchPrompt
-from paceline.lab.bench.runs import BenchJob, Heat, HeatRecord
+from paceline.lab.bench.runner import BenchJob, Heat, HeatRecord
 from paceline.lab.budget import Budget
-from paceline.lab.tune.candidates import (
-    DrafterCandidate,
-    at_hand,
-    default_candidate,
-    hybrid_of,
-    variants,
+from paceline.lab.tune.measure import PLAIN as NO_DRAFT
+from paceline.lab.tune.measure import (
+    Confirmation,
+    Finalist,
+    Run,
+    TuneOptions,
+    affordable,
+    copied_tokens,
+    decode,
+    rounds_of,
+    unrest_of,
+    winner,
 )
-from paceline.lab.tune.confirm import PLAIN as NO_DRAFT
-from paceline.lab.tune.confirm import Confirmation, Finalist, affordable, rounds_of, winner
-from paceline.lab.tune.measure import Run, TuneOptions, copied_tokens, decode, unrest_of
 from paceline.lab.tune.plan import (
     TuningOutcome,
     choose,
     tune,
 )
 from paceline.lab.tune.present import decision, profile_of, report_of, tuning_record
+from paceline.lab.tune.search import (
+    DrafterCandidate,
+    at_hand,
+    default_candidate,
+    hybrid_of,
+    variants,
+)
 from paceline.model.names import REAL
 from paceline.settings.tuned import TunedProfile
 from support.engine_models import write_pair

@@ -10,7 +10,7 @@ from dataclasses import replace
 import pytest
 
 from paceline.core.costs import CostCurve, DrafterCosts, TargetCosts
-from paceline.lab.tune.measure import TuneOptions
+from paceline.lab.tune import TuneOptions
 from paceline.lab.tune.plan import TuningOutcome
 from paceline.lab.tune.search import MeasuredMethod, batch_sizes
 from support.tuning_methods import NOTHING, PLAIN, chain, levels_of, step, target

@@ -11,8 +11,8 @@ from typing import Any
 
 import numpy as np
 
-from paceline.lab.bench.methods import PLAIN
-from paceline.lab.bench.runs import Heat, HeatRecord, TimedAnswer, TimedRun, merged
+from paceline.lab.bench.engines import PLAIN
+from paceline.lab.bench.runner import Heat, HeatRecord, TimedAnswer, TimedRun, merged
 
 OVERALL = "overall"
 _FEWEST = 4  # prompts from which their differences tell something

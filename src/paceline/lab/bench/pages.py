@@ -8,16 +8,19 @@ from operator import attrgetter, methodcaller
 from typing import Any
 
 from paceline.engine.driver import StepSums
+from paceline.lab.bench.engines import ASPECTS, PLAIN
 from paceline.lab.bench.figures import OVERALL, DraftFigures, Row
-from paceline.lab.bench.methods import PLAIN
 from paceline.lab.bench.result import KINDS, BenchResult, labels
 from paceline.lab.bench.runner import EVERYTHING
-from paceline.lab.bench.served import ASPECTS
 from paceline.lab.report import plots
-from paceline.lab.report.columns import (
+from paceline.lab.report.document import (
     NONE_TRIED,
     UNTRIED,
     Column,
+    Figure,
+    Report,
+    Table,
+    Text,
     milliseconds,
     number,
     share,
@@ -25,7 +28,6 @@ from paceline.lab.report.columns import (
     table_of,
     times,
 )
-from paceline.lab.report.document import Figure, Report, Table, Text
 
 _NOTE = (
     "Medians over rounds, ± half of the range from the lowest to the highest. Speedup is over our "

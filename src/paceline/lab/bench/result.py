@@ -10,13 +10,12 @@ from dataclasses import asdict, dataclass, field
 from itertools import product
 from typing import Any
 
+from paceline.lab.bench.engines import PLAIN
 from paceline.lab.bench.figures import Row, idle, rows
-from paceline.lab.bench.methods import PLAIN, Length, Method
-from paceline.lab.bench.runner import CategoryPrompts, Sweep
-from paceline.lab.bench.runs import Ask, HeatRecord
-from paceline.lab.bench.suites import Suite
+from paceline.lab.bench.prompts import Suite
+from paceline.lab.bench.runner import Ask, CategoryPrompts, HeatRecord, Length, Method, Sweep
 from paceline.lab.budget import Budget, Spending
-from paceline.lab.certify.difference import Difference, explain
+from paceline.lab.certify.decoding import Difference, explain
 from paceline.lab.perplexity import TextPerplexity
 from paceline.llm import LLM
 from paceline.settings.tuned import MachineIdentity

@@ -13,7 +13,7 @@ from paceline.errors import ConfigError, PromptError
 from paceline.lab.budget import Budget
 from paceline.lab.certify.certificate import DistributionTest
 from paceline.lab.certify.chisquare import goodness
-from paceline.lab.certify.difference import first_difference
+from paceline.lab.certify.decoding import first_difference
 from paceline.lab.certify.effort import LONGEST, Effort
 from paceline.lab.openai_client import OpenAIClient, RequestRefusedError, ServerFailedError
 

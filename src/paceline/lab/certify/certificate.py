@@ -8,12 +8,9 @@ from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
 from paceline.lab.certify.chisquare import ChiSquare, holm
-from paceline.lab.certify.decoding import Start, String
-from paceline.lab.certify.difference import Difference
-from paceline.lab.certify.draws import DrawCounts
-from paceline.lab.certify.exact import ExactCheck
-from paceline.lab.report.columns import Column, record_of, table_of
-from paceline.lab.report.document import Report, Text
+from paceline.lab.certify.decoding import Difference, Start, String
+from paceline.lab.certify.steps import DrawCounts, ExactCheck
+from paceline.lab.report.document import Column, Report, Text, record_of, table_of
 
 # The least that the word CERTIFIED stands for, however little was asked for.
 LEAST_TEXTS = 2  # compared in every setting

@@ -16,9 +16,15 @@ from paceline.lab.certify.certificate import (
     too_little,
 )
 from paceline.lab.certify.effort import FEWEST, Effort
-from paceline.lab.certify.samples import PORTIONS, judge, sample, samples_fit
+from paceline.lab.certify.experiments import (
+    PORTIONS,
+    compare_texts,
+    decide_tokens,
+    judge,
+    sample,
+    samples_fit,
+)
 from paceline.lab.certify.subject import OnProgress, Subject
-from paceline.lab.certify.texts import compare_texts, decide_tokens
 from paceline.llm import LLM
 
 _ENDING = 0.1  # of the budget, kept for the tests at the end

@@ -32,9 +32,9 @@ from paceline.lab.certify.certificate import (
     as_family,
     too_little,
 )
-from paceline.lab.certify.difference import first_difference
+from paceline.lab.certify.decoding import first_difference
 from paceline.lab.openai_client import RequestRefusedError, ServerFailedError
-from paceline.lab.report.columns import Column
+from paceline.lab.report.document import Column
 
 _FAILURES = 3  # of a part, after which it is left
 _PARTS = ResultTable(

@@ -14,8 +14,8 @@ from paceline.errors import ConfigError, PacelineError, PromptError
 from paceline.lab.budget import Budget
 from paceline.lab.certify.certificate import Evidence, Problem
 from paceline.lab.certify.decoding import Start
-from paceline.lab.certify.draws import Recorder
 from paceline.lab.certify.effort import Effort
+from paceline.lab.certify.steps import Recorder
 from paceline.llm import LLM
 
 OnProgress = Callable[[str], None]  # is told what comes next

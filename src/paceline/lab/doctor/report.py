@@ -9,8 +9,18 @@ from paceline.core.costs import TargetCosts
 from paceline.lab.doctor.findings import ERROR, OK, WARNING, Finding
 from paceline.lab.doctor.trial import VERDICTS, SpeedupTrial
 from paceline.lab.report import plots
-from paceline.lab.report.columns import Column, record_of, share, table_across, table_of, times
-from paceline.lab.report.document import Figure, Report, Table, Text
+from paceline.lab.report.document import (
+    Column,
+    Figure,
+    Report,
+    Table,
+    Text,
+    record_of,
+    share,
+    table_across,
+    table_of,
+    times,
+)
 
 _FINDINGS = (
     Column("severity", " ", "severity.value"),

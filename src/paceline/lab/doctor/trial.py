@@ -14,9 +14,13 @@ from paceline.engine.driver import StepSums
 from paceline.lab.bench.prompts import load_prompts
 from paceline.lab.budget import Budget
 from paceline.lab.doctor.findings import Finding, finding
-from paceline.lab.tune.candidates import DrafterCandidate
 from paceline.lab.tune.measure import Sample, decode, measure_method, measure_plain
-from paceline.lab.tune.search import MeasuredMethod, PredictedSetting, predicted_by_measured
+from paceline.lab.tune.search import (
+    DrafterCandidate,
+    MeasuredMethod,
+    PredictedSetting,
+    predicted_by_measured,
+)
 from paceline.llm import LLM
 from paceline.model.measure import measure_target
 

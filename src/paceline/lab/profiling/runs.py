@@ -9,9 +9,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from paceline.engine.driver import StepSums
-from paceline.lab.profiling import steady, trace
-from paceline.lab.profiling.machine import MachineSpeeds, measure_machine, read_bandwidth
-from paceline.lab.profiling.phases import Phase
+from paceline.lab.profiling import steady
+from paceline.lab.profiling.limits import MachineSpeeds, Phase, measure_machine, read_bandwidth
 from paceline.lab.profiling.work import Work, WorkCounter
 from paceline.llm import LLM
 
@@ -125,7 +124,7 @@ def profile_all(
     for (name, llm), stretches, counter in zip(engines, timed, counters, strict=True):
         advance(f"{name}: profiling")
         file = trace_file if llm is engines[-1][1] else None
-        slow, shares = trace.run(llm, prompts, min(PROFILED_STEPS, steps), file)
+        slow, shares = steady.profiled(llm, prompts, min(PROFILED_STEPS, steps), file)
         result.runs.append(_assemble(name, llm, stretches, counter, slow, shares, result.machine))
 
 
@@ -135,7 +134,7 @@ def _assemble(
     stretches: Sequence[steady.Stretch],
     counter: WorkCounter,
     slow: steady.Stretch,
-    shares: dict[str, trace.Share],
+    shares: dict[str, steady.Share],
     machine: MachineSpeeds,
 ) -> RunProfile:
     """``slow`` and ``shares``: of the steps under the profiler."""
@@ -150,7 +149,7 @@ def _assemble(
     step = sum(seconds.values())
     phases = []
     for phase, taken in seconds.items():
-        share = shares.get(phase, trace.Share())
+        share = shares.get(phase, steady.Share())
         parts = share.split(taken, machine.product_seconds, slow.sums.steps)
         limits = taken / step, bandwidth, machine.peak_flops
         phases.append(Phase(phase, taken, *parts, works.get(phase, Work()), *limits))

@@ -5,10 +5,20 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from paceline.lab.profiling.phases import rate
+from paceline.lab.profiling.limits import rate
 from paceline.lab.profiling.runs import ProfileResult, RunProfile
-from paceline.lab.report.columns import Column, record_of, share, size, table_across, table_of
-from paceline.lab.report.document import Figure, Report, Table, Text
+from paceline.lab.report.document import (
+    Column,
+    Figure,
+    Report,
+    Table,
+    Text,
+    record_of,
+    share,
+    size,
+    table_across,
+    table_of,
+)
 from paceline.lab.report.plots import bars
 
 

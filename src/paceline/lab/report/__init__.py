@@ -2,7 +2,7 @@
 
 A command names its columns; screen, JSON, Markdown and HTML follow from them::
 
-    from paceline.lab.report.columns import Column, record_of, share, table_of, times
+    from paceline.lab.report.document import Column, record_of, share, table_of, times
     from paceline.lab.report.document import Report
     from paceline.lab.report.render import print_report, write
 

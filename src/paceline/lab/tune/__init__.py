@@ -1,1 +1,18 @@
 """Finding the drafter and the settings that decode fastest on this machine."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from paceline.settings import setting
+
+
+@dataclass(frozen=True)
+class TuneOptions:
+    """What is expected of the machine, and how it is tried. ``source`` names the prompts."""
+
+    concurrency: int = setting(1, "Requests expected at once.", low=1, high=1024)
+    temperature: float = setting(0.0, "0 is greedy.", low=0.0, flags=("--temperature", "-t"))
+    max_tokens: int = setting(48, "New tokens of each prompt.", low=2)
+    rounds: int = setting(4, "Rounds of the confirmation.", low=1)
+    source: str = "shipped prompts"

@@ -11,11 +11,17 @@ from paceline.core.costs import TargetCosts
 from paceline.drafters import parse_draft
 from paceline.errors import DataError, PacelineError
 from paceline.lab.bench.prompts import BenchPrompt, fit, in_turn
-from paceline.lab.bench.runs import HeatRecord
+from paceline.lab.bench.runner import HeatRecord
 from paceline.lab.budget import Budget, Spending
-from paceline.lab.tune import confirm, measure
-from paceline.lab.tune.candidates import DrafterCandidate, default_candidate, hybrid_of
-from paceline.lab.tune.search import MeasuredMethod, PredictedSetting, batch_sizes
+from paceline.lab.tune import TuneOptions, measure
+from paceline.lab.tune.search import (
+    DrafterCandidate,
+    MeasuredMethod,
+    PredictedSetting,
+    batch_sizes,
+    default_candidate,
+    hybrid_of,
+)
 from paceline.llm import LLM
 from paceline.model.identity import count_parameters
 from paceline.model.measure import measure_target
@@ -37,7 +43,7 @@ class TuningOutcome:
     that stood in the text before it. ``rounds`` of the confirmation are wanted, of ``size`` prompts
     each; ``heats`` has those done. ``spent``: seconds, in all runs."""
 
-    options: measure.TuneOptions
+    options: TuneOptions
     model: str
     parameters: int
     prompt_count: int = 0
@@ -47,7 +53,7 @@ class TuningOutcome:
     left_out: list[tuple[str, str]] = field(default_factory=list)
     unrest: float = 1.0
     copied: float = 0.0
-    finalists: list[confirm.Finalist] = field(default_factory=list)
+    finalists: list[measure.Finalist] = field(default_factory=list)
     heats: HeatRecord = field(default_factory=HeatRecord)
     not_tried: list[str] = field(default_factory=list)
     rounds: int = 0
@@ -56,7 +62,7 @@ class TuningOutcome:
     completed: Spending | None = None
 
     @classmethod
-    def start(cls, options: measure.TuneOptions, llm: LLM) -> TuningOutcome:
+    def start(cls, options: TuneOptions, llm: LLM) -> TuningOutcome:
         """Of the target that ``llm`` has loaded."""
         return cls(options, llm.target.name, count_parameters(llm.target))
 
@@ -70,17 +76,17 @@ class TuningOutcome:
         return sorted(best, key=lambda setting: setting.rate, reverse=True)
 
     @property
-    def results(self) -> list[confirm.Confirmation]:
+    def results(self) -> list[measure.Confirmation]:
         """Of the finalists, plain decoding first."""
-        return confirm.confirmations(self.finalists, self.heats)
+        return measure.confirmations(self.finalists, self.heats)
 
     @property
-    def chosen(self) -> confirm.Confirmation | None:
+    def chosen(self) -> measure.Confirmation | None:
         """Only once it is confirmed, by two rounds where as many are wanted."""
         enough = self.heats.heats and len(self.heats.heats) >= min(
-            confirm.LEAST_ROUNDS, self.rounds
+            measure.LEAST_ROUNDS, self.rounds
         )
-        return confirm.winner(self.results) if enough else None
+        return measure.winner(self.results) if enough else None
 
     def speedup_of(self, setting: PredictedSetting) -> float:
         """By plain decoding: what decoding with the method showed at its best, else predicted."""
@@ -104,7 +110,7 @@ class ShareSpentError(PacelineError):
     """Decoding was stopped, for it had used up its share of the time."""
 
 
-def turns(candidates: Sequence[DrafterCandidate], options: measure.TuneOptions) -> int:
+def turns(candidates: Sequence[DrafterCandidate], options: TuneOptions) -> int:
     """About how often ``tune`` reports progress."""
     return 10 + len(candidates) + 6 * options.rounds
 
@@ -164,7 +170,7 @@ def _encoded(llm: LLM, outcome: TuningOutcome, prompts: Sequence[BenchPrompt]) -
     return [tokens for _, tokens in fitting]
 
 
-def _sample(prompts: list[list[int]], options: measure.TuneOptions) -> measure.Sample:
+def _sample(prompts: list[list[int]], options: TuneOptions) -> measure.Sample:
     """Those decoded alone are others than those decoded together, if there are enough."""
     wide = min(max(8, options.concurrency), LARGEST_BATCH)
     together = [prompts[number % len(prompts)] for number in range(2 * wide)]
@@ -288,22 +294,22 @@ class _Tuning:
         finalists, before = choose(outcome, default), outcome.finalists
         if not before or before != finalists[: len(before)]:
             outcome.heats, outcome.rounds = HeatRecord(), options.rounds
-            outcome.finalists, outcome.size = confirm.affordable(
+            outcome.finalists, outcome.size = measure.affordable(
                 finalists, outcome.target, options, budget
             )
         elif len(outcome.heats.heats) >= outcome.rounds:
             outcome.rounds += options.rounds  # all that were wanted are there: as many again
-        jobs, repeats = confirm.rounds_of(
+        jobs, repeats = measure.rounds_of(
             self.prompts, outcome.rounds, outcome.size, options.concurrency, self.sample.params()
         )
-        confirm.confirm(
+        measure.confirm(
             self.llm, outcome.finalists, jobs, repeats, outcome.heats, self.advance, budget
         )
 
 
 def choose(
     outcome: TuningOutcome, default: DrafterCandidate | None = None
-) -> list[confirm.Finalist]:
+) -> list[measure.Finalist]:
     """Plain decoding; the ``default`` draft, adapting; the best two families, at their best length
     and adapting, first those that gain and look text up; a hybrid of the best drafter that looks
     text up and the best that runs a model, if both are predicted to gain anything."""
@@ -313,9 +319,9 @@ def choose(
 
     def adapting(
         candidate: DrafterCandidate, members: Sequence[PredictedSetting]
-    ) -> confirm.Finalist:
+    ) -> measure.Finalist:
         """Predicted by the best of its members."""
-        return confirm.Finalist(
+        return measure.Finalist(
             candidate.label,
             candidate.spec,
             "auto",
@@ -325,7 +331,7 @@ def choose(
             candidate.default,
         )
 
-    finalists = [confirm.Finalist("plain", confirm.PLAIN, 0, _DEFAULT_LENGTH)]
+    finalists = [measure.Finalist("plain", measure.PLAIN, 0, _DEFAULT_LENGTH)]
     if default is not None:
         kinds = [member.kind for member in parse_draft(default.spec).members()]
         finalists.append(adapting(default, [best[kind] for kind in kinds if kind in best]))
@@ -334,7 +340,7 @@ def choose(
         method = setting.method
         longest = _DEFAULT_LENGTH if method.costs.costless else max(_DEFAULT_LENGTH, setting.length)
         finalists += [
-            confirm.Finalist(method.label, method.spec, length, longest, setting.speedup, (method,))
+            measure.Finalist(method.label, method.spec, length, longest, setting.speedup, (method,))
             for length in (setting.length, "auto")
         ]
     gaining = [s for s in best.values() if s.speedup > 1]

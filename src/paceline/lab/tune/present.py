@@ -2,18 +2,27 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import asdict
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import asdict, dataclass
 from functools import partial
 from typing import Any
 
-from paceline.lab.report.columns import Column, number, record_of, share, table_of, times
-from paceline.lab.report.document import Figure, Report, Text
+from paceline.drafters import DRAFTERS
+from paceline.lab.report.document import (
+    Column,
+    Figure,
+    Report,
+    Text,
+    number,
+    record_of,
+    share,
+    table_of,
+    times,
+)
 from paceline.lab.report.plots import lines
-from paceline.lab.tune.advice import advise
-from paceline.lab.tune.confirm import PLAIN, Confirmation
+from paceline.lab.tune.measure import PLAIN, Confirmation
 from paceline.lab.tune.plan import CALM, TuningOutcome
-from paceline.lab.tune.search import MeasuredMethod, PredictedSetting, batch_sizes
+from paceline.lab.tune.search import MARGIN, MeasuredMethod, PredictedSetting, batch_sizes
 from paceline.llm import LLM
 from paceline.model.identity import ModelIdentity
 from paceline.settings.tuned import (
@@ -26,6 +35,88 @@ from paceline.settings.tuned import (
     PassCosts,
     TunedProfile,
 )
+
+_LONG = 4  # levels beyond which a draft is long
+_COPIES = 0.3  # share of copied tokens from which output "copies its input"
+
+
+@dataclass(frozen=True)
+class Advice:
+    """``holds``: whether the measured optimum agrees with the rule; None where it has no say."""
+
+    rule: str
+    measured: str
+    holds: bool | None
+
+
+def advise(outcome: TuningOutcome) -> Iterator[Advice]:
+    """All rules to which the outcome has something to say; none before anything was measured."""
+    settings, target = (
+        sorted(outcome.settings, key=outcome.speedup_of, reverse=True),
+        outcome.target,
+    )
+    if not settings or target is None:
+        return
+
+    def shown(*settings: PredictedSetting) -> str:
+        """``ngram 1.20x, a/draft 0.95x``."""
+        return ", ".join(f"{s.method.label} {outcome.speedup_of(s):.2f}x" for s in settings)
+
+    sized = next((s for s in settings if s.method.parameters), None)
+    if sized is not None and outcome.parameters:
+        ratio = outcome.parameters / sized.method.parameters
+        cost = sized.method.pass_ratio(target)
+        yield Advice(
+            "a draft model should be 10 to 20 times smaller than its target",
+            f"{shown(sized)}: {ratio:.1f} times smaller; a pass costs {cost:.2f} of a target step",
+            (10 <= ratio <= 20) == (outcome.speedup_of(sized) >= MARGIN),
+        )
+    low = [s for s in settings if s.method.levels.acceptance < 0.4]
+    paying = [setting for setting in low if outcome.speedup_of(setting) >= MARGIN]
+    least = min((s.method for s in settings), key=lambda method: method.levels.acceptance)
+    measured = f"the least is {least.levels.acceptance:.2f}, {least.label}"
+    measured = f"less have {shown(*(paying or low))}" if low else measured
+    rule = "acceptance below 0.4 is not worth drafting for"
+    yield Advice(rule, measured, not paying if low else None)
+    method = next((s.method for s in settings if s.method.costs.longest > _LONG), None)
+    if method is not None:
+        length, acceptance = method.best_length(target, 1).length, method.levels.acceptance
+        yield Advice(
+            "acceptance above 0.8: draft longer",
+            f"{method.label}: acceptance {acceptance:.2f}; the best length is {length} of "
+            f"{method.costs.longest} for one sequence",
+            (acceptance > 0.8) == (length > _LONG),
+        )
+    yield from _advice_on_kinds(outcome, settings, shown)
+
+
+def _advice_on_kinds(
+    outcome: TuningOutcome, settings: list[PredictedSetting], shown: Callable[..., str]
+) -> Iterator[Advice]:
+    """Lookups beside models, trees beside chains."""
+    kinds = {kind for kind, record in DRAFTERS.items() if record.looks_up}
+    lookup = next((s for s in settings if s.method.family in kinds), None)
+    model = next((s for s in settings if s.method.family not in kinds), None)
+    if lookup is not None:
+        bound = MARGIN if model is None else outcome.speedup_of(model)
+        compared = shown(*(s for s in (lookup, model) if s is not None))
+        yield Advice(
+            "output that copies its input: prompt lookup first",
+            f"{outcome.copied:.0%} of the output ends a run of four tokens seen before; {compared}",
+            (outcome.copied >= _COPIES) == (outcome.speedup_of(lookup) >= bound),
+        )
+    for family in dict.fromkeys(s.method.family for s in settings):
+        of_family = [s for s in settings if s.method.family == family]
+        chain = next((s for s in of_family if s.method.shape == "chain"), None)
+        tree = next((s for s in of_family if s.method.shape not in ("chain", "")), None)
+        if chain is not None and tree is not None:
+            yield Advice(
+                "trees are accepted further than chains",
+                f"{shown(tree, chain)}; {tree.tokens_per_step:.2f} and "
+                f"{chain.tokens_per_step:.2f} tokens a step",
+                outcome.speedup_of(tree) >= outcome.speedup_of(chain),
+            )
+
 
 _SHOWN = 4  # methods in the plot
 _BATCH = 8  # of a profile at least: requests that were not expected may join
@@ -144,8 +235,7 @@ def report_of(outcome: TuningOutcome) -> Report:
     if results and results[0].ratios:
         note = _CONFIRMATION.format(len(results[0].ratios))
         report.add("Confirmed by decoding", table_of(results, _CONFIRMED, note))
-    advice = advise(outcome)
-    if advice:
+    if advice := [*advise(outcome)]:
         report.add("Why", table_of(advice, _ADVICE))
     completed = [] if outcome.completed is None else [Text(outcome.completed.line)]
     report.add("Choice", Text(decision(outcome), warning=outcome.chosen is None), *completed)
