@@ -34,7 +34,6 @@ _HOLD = 4  # steps for which drafts of the same batch keep their lengths
 _HOLD_PLAIN = 8  # where nothing is drafted, so that nothing is learnt
 _LEARN = 4  # steps that are learnt from at once
 _YOUNG = 64  # steps after which that begins
-_PRICED = 4  # drafts after which prices are believed by which a drafter cannot pay
 _HORIZON = 256  # tokens at most over which reading a prompt is written off
 _UNREAD = 8  # unread tokens that cost next to nothing
 _MARGIN = 1.02  # by which a drafter must beat those before it: no changing about for noise
@@ -239,26 +238,12 @@ class AdaptiveController(Controller):
     def _select(
         self, batch: int, options: Sequence[list[DraftOption]], seqs: Sequence[SequenceState]
     ) -> list[DraftOption]:
-        """The options with the most goodput, or drafts to learn from.
-
-        Start-up measures one sequence best. Drafts for several are at most twice as long as the
-        longest that were seen at such a concurrency, and the first ones are exploration.
-        """
+        """The options with the most goodput, or, where that is no draft, drafts to learn from."""
         best = choose(self.cost, batch, options, self._fair)
-        names = dict.fromkeys(draft.name for draft in best if draft.length)
-        unseen: list[Hashable] = []
-        if batch > 1 and names:
-            most = {name: 2 * self.cost.longest_seen(name, batch) for name in self.cost.drafters}
-            unseen = [name for name in names if not most[name]]
-            if any(d.length > most[d.name] for d in best if d.length):
-                seen = [[d for d in ways if d.length <= most.get(d.name, 0)] for ways in options]
-                best = choose(self.cost, batch, seen, self._fair)
-        if self.budget.seconds <= 0:
+        if self.budget.seconds <= 0 or any(draft.length for draft in best):
             return best
-        models = dict.fromkeys(name for seq in seqs for name in self._models(seq))
-        explored = unseen if names else list(models)
-        for name in explored:
-            if drafts := self._exploration(name, batch, options, seqs, name in unseen):
+        for name in dict.fromkeys(name for seq in seqs for name in self._models(seq)):
+            if drafts := self._exploration(name, batch, options, seqs):
                 self._explores = True
                 return drafts
         return best
@@ -269,15 +254,14 @@ class AdaptiveController(Controller):
         batch: int,
         options: Sequence[list[DraftOption]],
         seqs: Sequence[SequenceState],
-        expected: bool,
     ) -> list[DraftOption]:
         """Drafts to learn from, if the budget pays for them should none of them be right: one level
         for each of the drafter's sequences that have nothing to be read first, or for the one that
         has least. Empty if it does not pay, or if not even drafts that are always right would gain.
-        ``expected``: the drafter is thought to gain already."""
+        """
         plain, table = self.cost.rest(batch), self.cost.table(name, batch)
         pays = any((1 + n) * table[0] > 1.02 * table[n] for n in range(1, len(table)))
-        if not pays and self.cost.draft_seen(name, batch) >= _PRICED:
+        if not pays:
             return []
         drafts: dict[int, DraftOption] = {}
         for index, (seq, ways) in enumerate(zip(seqs, options, strict=True)):
@@ -294,8 +278,6 @@ class AdaptiveController(Controller):
         reading = drafts[least].first
         drafts = {i: draft for i, draft in drafts.items() if i == least or not draft.first}
         expense = self.cost.step(batch, drafts.values()) - plain + reading
-        if expected:  # a long prompt may take more than is ever saved
-            expense = min(expense, 0.5 * self.budget.MOST * plain)
         if expense > self.budget.seconds:
             return []
         return [drafts.get(index, ways[0]) for index, ways in enumerate(options)]
@@ -345,8 +327,6 @@ class AdaptiveController(Controller):
                 ended = cost.drafters[draft.name].ends_early
                 length = min(draft.length, commit.levels) if ended else draft.length
                 levels.setdefault(draft.name, []).append(length)
-        for name, lengths in levels.items():
-            cost.see(name, batch, max(lengths))
         if step.unusual or not all(commit.scheduled == 1 and commit.tokens for commit in commits):
             return  # a step that prefills is no measure
         passes = {name: cost.passes(name, lengths) for name, lengths in levels.items()}

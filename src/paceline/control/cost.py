@@ -62,14 +62,13 @@ class CostModel:
         self.fill: dict[Hashable, float] = {}
         self._forward = lru_cache(4096)(lambda batch, nodes: target(batch, 1 + nodes))
         self._rest = Correction()
-        self._passes: dict[tuple[Hashable, int], PassPrice] = {}  # by drafter and group
+        self._passes: dict[Hashable, PassPrice] = {}
         self._reading: dict[Hashable, tuple[float, float]] = {}  # seconds and tokens of prompts
         # Looked up anew after some observations.
         self._tables: dict[tuple[Hashable, int], Sequence[float]] = {}
         self._nodes: dict[tuple[Hashable, int], Sequence[float]] = {}
         # Whether drafts might pay, and the drafts that were known then.
         self._pays: dict[tuple[Hashable, int, Hashable], tuple[float, bool]] = {}
-        self._longest: dict[tuple[Hashable, int], int] = {}  # draft seen, by drafter and group
         self._learnt = 0
         self._since_plain = _LONG_AGO  # steps since one without drafts
         self._missed: set[int] = set()  # groups whose first plain step was no measure
@@ -81,7 +80,7 @@ class CostModel:
         self.drafters[name] = costs
         self.acceptance.priors[name] = costs.prior
         self.acceptance.depth = max(self.acceptance.depth, costs.longest)
-        self.fill[name] = 1.0
+        self.fill[name], self._passes[name] = 1.0, PassPrice()
         row = max(0.0, costs.seconds(1024) - costs.seconds(1)) / 1023
         self._reading[name] = (64 * row, 64.0)  # at first what a pass grows by for a further row
 
@@ -111,14 +110,8 @@ class CostModel:
         seconds = 0.0
         for name, alone in passes.items():
             if alone:
-                price, unit = self._price(name, batch), self.drafters[name].seconds(batch)
-                seconds += price.seconds(alone, unit) if price else alone
+                seconds += self._passes[name].seconds(alone, self.drafters[name].seconds(batch))
         return self._rest.drift * seconds
-
-    def _price(self, name: Hashable, batch: int) -> PassPrice | None:
-        """That of the nearest concurrency."""
-        near = [(abs(group - group_of(batch)), group) for n, group in self._passes if n == name]
-        return self._passes[name, min(near)[1]] if near else None
 
     def step(self, batch: int, drafts: Iterable[DraftOption]) -> float:
         """A step of ``batch`` sequences with these drafts among them."""
@@ -167,16 +160,6 @@ class CostModel:
         """Seconds in which a drafter reads a token of a prompt."""
         seconds, rows = self._reading[name]
         return seconds / rows
-
-    def draft_seen(self, name: Hashable, batch: int) -> int:
-        """Steps with drafts of one level that were learnt from, at such a concurrency."""
-        nodes = self.fill[name] * self.drafters[name].among(batch).nodes[1]
-        return self._rest.seen(group_of(batch), cell_of(nodes))
-
-    def longest_seen(self, name: Hashable, batch: int) -> int:
-        """Levels of the longest draft that was seen at such a concurrency or a larger one."""
-        group, seen = group_of(batch), self._longest.items()
-        return max((n for (of, at), n in seen if of == name and at >= group), default=0)
 
     def wants_plain(self, batch: int) -> bool:
         """Whether a plain step is needed to tell drafting from the rest: the first at a new
@@ -266,20 +249,12 @@ class CostModel:
         self._rest.observe(group, cell_of(nodes), rest / self.verify(batch, nodes))
         if len(drafted) == 1:
             name = drafted[0]
-            if (name, group) not in self._passes:
-                near = self._price(name, batch) or PassPrice()
-                self._passes[name, group] = PassPrice(near.overhead, near.factor)
             # A step that was slow as a whole says nothing against its draft.
             off = rest / self.rest(batch, nodes)
             slow = self._rest.drift * (1.0 if 1 / _SLOW < off < _SLOW else off)
             unit = self.drafters[name].seconds(batch)
-            self._passes[name, group].observe(passes[name], unit, drafting / slow)
+            self._passes[name].observe(passes[name], unit, drafting / slow)
         self._age()
-
-    def see(self, name: Hashable, batch: int, length: int) -> None:
-        """Note a draft of so many levels that was made, for longest_seen()."""
-        key = name, group_of(batch)
-        self._longest[key] = max(length, self._longest.get(key, 0))
 
     def _age(self) -> None:
         self._learnt += 1
