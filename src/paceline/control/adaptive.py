@@ -13,7 +13,7 @@ from collections.abc import Hashable, Mapping, Sequence
 from typing import NamedTuple
 
 from paceline.control.acceptance import GOES_ON, expected_tokens, kind_of, levels_tried
-from paceline.control.choice import choose, fixed_length
+from paceline.control.choice import choose, longest
 from paceline.control.collapse import CollapseWatch
 from paceline.control.controller import (
     MEASURING,
@@ -47,7 +47,6 @@ class _Step(NamedTuple):
 
     made: Mapping[int, DraftOption]  # by sequence, as long as it had room for
     explores: bool
-    unusual: bool  # lengths are not as decided: a request's own, or cut at its end
     commits: Sequence[Commit]
     seconds: float
     drafting: float | None
@@ -82,8 +81,7 @@ class AdaptiveController(Controller):
         self._ids: list[int] = []
         self._choices: list[Decision] = []
         self._made: dict[int, DraftOption] = {}  # by sequence: what was decided on
-        self._room: dict[int, int] = {}  # levels that its tokens to come allow in this step
-        self._explores = self._fixed = self._measures = False
+        self._explores = self._measures = False
         self._since_passes = _WARM  # steps since a drafter ran a model
         self._seen: list[_Step] = []
         self._read: dict[int, dict[Hashable, int]] = {}  # tokens of a sequence, seen by a drafter
@@ -94,12 +92,12 @@ class AdaptiveController(Controller):
         self._step += 1
         ids = [seq.seq_id for seq in seqs]
         offers = self._lookups.worthwhile(seqs, self._may, self._step, ids == self._ids)
-        if offers or self._step >= self._until or ids != self._ids:
+        made = [(self._made.get(seq.seq_id), seq) for seq in seqs]
+        fits = all(draft is None or draft.length < seq.remaining for draft, seq in made)
+        if offers or not fits or self._step >= self._until or ids != self._ids:
             if self._explores or len(self._seen) >= (_LEARN if self._step > _YOUNG else 1):
                 self._learn_all()
             self._decide(ids, seqs, offers)
-        if self._made:  # it may be held until there is less room for it
-            self._room = {seq.seq_id: seq.remaining - 1 for seq in seqs}
         return self._choices
 
     def _members(self, seq: SequenceState) -> Sequence[Hashable]:
@@ -121,8 +119,8 @@ class AdaptiveController(Controller):
         self, ids: list[int], seqs: Sequence[SequenceState], offers: Mapping[int, Offers]
     ) -> None:
         batch, same = len(seqs), ids == self._ids
-        self._measures, self._explores = self.cost.wants_plain(batch), False
-        self._fixed = any(seq.params.draft_length is not None for seq in seqs)
+        free = all(seq.params.draft_length is None for seq in seqs if seq.params.may_draft)
+        self._measures, self._explores = free and self.cost.wants_plain(batch), False
         names = {name for seq in seqs for name in self._models(seq)}
         may = {name for name in names if self.cost.may_pay(name, batch)}
         self._choices = [Decision(0, None, NOT_ASKED)] * batch
@@ -131,19 +129,21 @@ class AdaptiveController(Controller):
         options: list[list[DraftOption]] = []
         for index, seq in enumerate(seqs):
             self._tokens_read(seq)
+            if not seq.params.may_draft:
+                continue
             asked, offered = seq.params.draft_length, offers.get(seq.seq_id, {})
-            if asked is not None and seq.params.may_draft:
-                ways = self._options(seq, batch, offered, names)
-                self._choices[index] = fixed_length(asked, ways)
-            elif seq.params.may_draft:
+            ways = self._options(seq, batch, offered, may if asked is None else names)
+            ways = [none, *ways] if asked is None else longest(asked, ways)
+            if ways:
                 undecided.append(index)
-                options.append([none, *self._options(seq, batch, offered, may)])
-        chosen = [none] * len(options)
+                options.append(ways)
+            else:
+                self._choices[index] = Decision(asked or 0)
+        chosen = [ways[0] for ways in options]
         if options and not self._measures:
             chosen = self._select(batch, options, [seqs[index] for index in undecided])
         for index, draft in zip(undecided, chosen, strict=True):
-            draftable = ids[index] in offers or bool(self._models(seqs[index]))
-            self._choices[index] = self._decision(draft, none, draftable)
+            self._choices[index] = self._decision(seqs[index], draft, none, ids[index] in offers)
         self._made = {ids[i]: d for i, d in zip(undecided, chosen, strict=True) if d.length}
         if any(draft.name in self._lookups.drafters for draft in self._made.values()):
             self._lookups.in_vain = 0
@@ -153,13 +153,16 @@ class AdaptiveController(Controller):
     def _runs_model(self, draft: DraftOption) -> bool:
         return not self.cost.drafters[draft.name].costless
 
-    def _decision(self, draft: DraftOption, none: DraftOption, draftable: bool) -> Decision:
+    def _decision(
+        self, seq: SequenceState, draft: DraftOption, none: DraftOption, offered: bool
+    ) -> Decision:
         if draft.length:
             speedup = draft.gain / draft.seconds * none.seconds
             reason = "exploration" if self._explores else ""
-            return Decision(draft.length, draft.name, reason, speedup)
-        reason = MEASURING if self._measures else NOT_WORTH_IT if draftable else NOTHING_FOUND
-        return Decision(0, None, reason)
+            return Decision(seq.params.draft_length or draft.length, draft.name, reason, speedup)
+        if self._measures:
+            return Decision(0, None, MEASURING)
+        return Decision(0, None, NOT_WORTH_IT if offered or self._models(seq) else NOTHING_FOUND)
 
     def _holds(self, same: bool) -> int:
         """Steps for which a decision stands, where no lookup finds anything: 1, 2, 4."""
@@ -202,7 +205,8 @@ class AdaptiveController(Controller):
         is learnt by ``kind``. Reading that must come first is written off over the tokens to come.
         """
         cost, costs, left = self.cost, self.cost.drafters[name], max(seq.remaining, 1)
-        lengths = lengths or range(1, 1 + min(costs.longest, max(left - 1, 1)))
+        most = min(costs.longest, max(left - 1, 1), cost.trusted(name, batch))
+        lengths = [n for n in lengths or range(1, 1 + most) if n <= most]
         expected = expected_tokens(cost.acceptance.rates(seq.seq_id, name, kind)[: lengths[-1]])
         gains = [min(gain, left) for gain in expected]  # what comes after the last token is no gain
         unread = len(seq.tokens) - 1 - self._tokens_read(seq)[name] if costs.reads else 0
@@ -294,19 +298,14 @@ class AdaptiveController(Controller):
             self._lookups.observe(commit.seq_id, commit.tokens)
         if self._explores:
             self.budget.spend(self._aftermath(batch))
-        passes = self._fixed or any(map(self._runs_model, self._made.values()))
+        passes = any(map(self._runs_model, self._made.values()))
         self._since_passes = 0 if passes else self._since_passes + 1
         if self._made:
-            made, room, unusual = self._made, self._room, self._fixed
-            if any(draft.length > room[key] for key, draft in made.items()):
-                made = {k: d._replace(length=min(d.length, room[k])) for k, d in made.items()}
-                unusual = True
-            step = _Step(made, self._explores, unusual, commits, seconds, drafting)
-            self._seen.append(step)
+            self._seen.append(_Step(self._made, self._explores, commits, seconds, drafting))
             return
         self.budget.earn(seconds, self.cost.rest(batch), batch)
         due = self._step % 4 == 0 or self._measures
-        if due and not self._fixed and all(commit.scheduled == 1 for commit in commits):
+        if due and all(commit.scheduled == 1 and not commit.drafted for commit in commits):
             self.cost.learn_plain(batch, seconds, batch == 1 and self._since_passes < _WARM)
         elif self._measures:
             self.cost.miss_plain(batch)
@@ -327,7 +326,9 @@ class AdaptiveController(Controller):
                 ended = cost.drafters[draft.name].ends_early
                 length = min(draft.length, commit.levels) if ended else draft.length
                 levels.setdefault(draft.name, []).append(length)
-        if step.unusual or not all(commit.scheduled == 1 and commit.tokens for commit in commits):
+        for name, lengths in levels.items():
+            cost.note(name, batch, max(lengths))
+        if not all(commit.scheduled == 1 and commit.tokens for commit in commits):
             return  # a step that prefills is no measure
         passes = {name: cost.passes(name, lengths) for name, lengths in levels.items()}
         nodes = sum(commit.drafted for commit in commits) / batch
@@ -366,6 +367,5 @@ class AdaptiveController(Controller):
         self._until = 0  # the same sequences may be back at once
         self._made = {key: made for key, made in self._made.items() if key != seq_id}
         self._read.pop(seq_id, None)
-        self._room.pop(seq_id, None)
         self._lookups.forget(seq_id)
         self.cost.acceptance.forget(seq_id)

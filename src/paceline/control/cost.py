@@ -69,6 +69,7 @@ class CostModel:
         self._nodes: dict[tuple[Hashable, int], Sequence[float]] = {}
         # Whether drafts might pay, and the drafts that were known then.
         self._pays: dict[tuple[Hashable, int, Hashable], tuple[float, bool]] = {}
+        self._longest: dict[tuple[Hashable, int], int] = {}  # draft made, by drafter and group
         self._learnt = 0
         self._since_plain = _LONG_AGO  # steps since one without drafts
         self._missed: set[int] = set()  # groups whose first plain step was no measure
@@ -160,6 +161,14 @@ class CostModel:
         """Seconds in which a drafter reads a token of a prompt."""
         seconds, rows = self._reading[name]
         return seconds / rows
+
+    def trusted(self, name: Hashable, batch: int) -> int:
+        """Levels of the longest drafts whose price is believed. Start-up measures one sequence
+        best; for several it is twice the longest that was made at such a concurrency or a larger
+        one."""
+        group, made = group_of(batch), self._longest.items()
+        seen = max((n for (of, at), n in made if of == name and at >= group), default=0)
+        return max(1, 2 * seen) if batch > 1 else self.drafters[name].longest
 
     def wants_plain(self, batch: int) -> bool:
         """Whether a plain step is needed to tell drafting from the rest: the first at a new
@@ -255,6 +264,11 @@ class CostModel:
             unit = self.drafters[name].seconds(batch)
             self._passes[name].observe(passes[name], unit, drafting / slow)
         self._age()
+
+    def note(self, name: Hashable, batch: int, length: int) -> None:
+        """A draft of so many levels was made."""
+        key = name, group_of(batch)
+        self._longest[key] = max(length, self._longest.get(key, 0))
 
     def _age(self) -> None:
         self._learnt += 1
