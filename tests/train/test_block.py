@@ -11,10 +11,10 @@ import torch
 
 from paceline import LLM, SamplingParams
 from paceline.train.acceptance import total
-from paceline.train.block import BlockAttention, BlockTrainer
+from paceline.train.block import BlockTrainer
 from paceline.train.configs import DFlashTrainConfig, DSparkTrainConfig
 from paceline.train.trainer import Progress
-from paceline.train.unrolled import DraftStarts
+from paceline.train.unrolled import DraftAttention, DraftStarts
 from support import training_runs
 
 train = partial(training_runs.train, BlockTrainer, eval_every=30)
@@ -79,7 +79,7 @@ def test_a_block_sees_the_text_before_it_and_itself(causal: bool) -> None:
     names = torch.eye(14)[None, None]
     context = [(torch.zeros(1, 1, 6, 14), names[:, :, :6])]
     zero = torch.zeros(1, 1, 8, 14)  # 4 blocks of 2 rows
-    attend = BlockAttention(starts, context, 2, causal)
+    attend = DraftAttention(starts, None, context, 2, causal)
     out = attend(zero, zero, names[:, :, 6:], layer=0, scaling=1.0)
     seen = [sorted(row.nonzero().flatten().tolist()) for row in out[0, :, 0]]
     assert seen[1] == [0, 6, 7] and seen[5] == [0, 1, 2, 10, 11]

@@ -15,7 +15,7 @@ from paceline.train.acceptance import total
 from paceline.train.eagle import EagleTrainConfig, EagleTrainer
 from paceline.train.reading import Observed
 from paceline.train.trainer import Progress
-from paceline.train.unrolled import DraftStarts, UnrolledAttention
+from paceline.train.unrolled import DraftAttention, DraftStarts
 from support import training_runs
 
 train = partial(training_runs.train, EagleTrainer, eval_every=30)
@@ -72,7 +72,7 @@ def test_later_steps_see_what_came_before_and_their_own_chain() -> None:
     """Values that name their row, keys that are all alike: the output counts what is seen."""
     starts = DraftStarts.of(torch.ones(1, 6, dtype=torch.bool))  # from 4 starts
 
-    def seen_in(attend: UnrolledAttention, rows: tuple[int, ...]) -> list[list[int]]:
+    def seen_in(attend: DraftAttention, rows: tuple[int, ...]) -> list[list[int]]:
         start = 0
         for count in rows:
             names = torch.eye(16)[start : start + count][None, None]
@@ -82,12 +82,12 @@ def test_later_steps_see_what_came_before_and_their_own_chain() -> None:
         torch.testing.assert_close(out[-1].max(), torch.tensor(1 / int((out[-1] > 0).sum())))
         return [sorted(row.nonzero().flatten().tolist()) for row in out]
 
-    assert seen_in(UnrolledAttention(starts), (6,)) == [[0], [0, 1], [0, 1, 2], [0, 1, 2, 3]]
+    assert seen_in(DraftAttention(starts), (6,)) == [[0], [0, 1], [0, 1, 2], [0, 1, 2, 3]]
     own = [[0, 6, 10], [0, 1, 7, 11], [0, 1, 2, 8, 12], [0, 1, 2, 3, 9, 13]]
-    assert seen_in(UnrolledAttention(starts), (6, 4, 4)) == own
+    assert seen_in(DraftAttention(starts), (6, 4, 4)) == own
     fewer, kept = starts.every(3, 0)
     assert kept.tolist() == [0, 3]
-    attend, names, zero = UnrolledAttention(starts, fewer), torch.eye(16), torch.zeros(1, 1, 6, 16)
+    attend, names, zero = DraftAttention(starts, fewer), torch.eye(16), torch.zeros(1, 1, 6, 16)
     attend(zero[:, :, :4], zero, names[None, None, :6], layer=0, scaling=1.0)
     two = zero[:, :, :2]
     out = attend(two, two, names[None, None, 6:8], layer=0, scaling=1.0)[0, :, 0]

@@ -19,7 +19,7 @@ from paceline.train.configs import DFlashTrainConfig
 from paceline.train.heads import ChainHeadTrainer
 from paceline.train.losses import falling, total_variation
 from paceline.train.reading import Observed
-from paceline.train.unrolled import DraftStarts, loss_ahead
+from paceline.train.unrolled import DraftAttention, DraftStarts, loss_ahead
 
 
 class BlockTrainer(ChainHeadTrainer):
@@ -36,34 +36,17 @@ class BlockTrainer(ChainHeadTrainer):
     def feature_layers(self) -> tuple[int, ...]:
         return self.config.feature_layers or usual_layers(self.num_layers, 3)
 
-    def check_shape(self) -> None:
-        super().check_shape()
-        self.head_config()
-
     def head_config(self) -> BlockConfig:
-        """The head's shape: the target's layer by default. Raises ConfigError."""
-        config, shape = self.config, self.shape
-        heads, tokens = shape.num_attention_heads, self.tokenizer
+        config, tokens = self.config, self.tokenizer
         masks = tokens.mask_token_id, tokens.unk_token_id, tokens.pad_token_id, tokens.eos_token_id
-        rope = getattr(shape, "rope_parameters", None) or {}
         extended = config.kind == "dspark"
         return BlockConfig(
-            hidden_size=shape.hidden_size,
-            heads=heads,
-            kv_heads=getattr(shape, "num_key_value_heads", None) or heads,
-            head_dim=getattr(shape, "head_dim", None) or shape.hidden_size // heads,
-            ffn_size=config.ffn_size or getattr(shape, "intermediate_size", 4 * shape.hidden_size),
+            **self.layer_config(config.ffn_size),
             layers=config.layers,
-            vocab_size=self.vocab_size,
-            target_layers=self.num_layers,
-            feature_layers=self.feature_layers,
             block_size=config.block_size,
             mask_token=next((token for token in masks if token is not None), 0),
-            max_positions=getattr(shape, "max_position_embeddings", config.max_positions),
             from_anchor=extended,
             causal=config.causal,
-            rope_theta=float(rope.get("rope_theta", 10000.0)),
-            rms_norm_eps=getattr(shape, "rms_norm_eps", 1e-6),
             markov_rank=config.markov_rank if extended else 0,
             confidence=extended,
             confidence_with_markov=extended and config.markov_rank > 0,
@@ -72,7 +55,8 @@ class BlockTrainer(ChainHeadTrainer):
     def new_head(self) -> BlockHead:
         """It begins with the target's last layers and norm, as far as they have the same weights,
         with the last of the features, and without a bias."""
-        config, head = self.head_config(), BlockHead(self.head_config())
+        config: BlockConfig = self.head_shape
+        head = BlockHead(config)
         size, last = config.hidden_size, self.num_layers - config.layers
         known = {
             name.removeprefix("model."): value for name, value in self.target.state_dict().items()
@@ -134,7 +118,7 @@ class BlockTrainer(ChainHeadTrainer):
         context = list(head.context(seen.features.flatten(0, 1), positions))
         within = starts.position[:, None] + 1 + torch.arange(size, device=device)
         outputs: torch.Tensor = head(
-            embeds, within.flatten(), BlockAttention(starts, context, size, config.causal)
+            embeds, within.flatten(), DraftAttention(starts, None, context, size, config.causal)
         )
         outputs = outputs.view(len(rows), size, -1)
         return outputs[:, -config.drafts :]
@@ -160,60 +144,3 @@ class BlockTrainer(ChainHeadTrainer):
 
     def write_head(self, folder: Path) -> None:
         save_block(self.head, folder)
-
-
-class BlockAttention:
-    """Attention of N blocks of ``size`` rows: over their window's context up to where they start,
-    and over themselves, with ``causal`` over the rows before. ``context``: keys and values ``[1,
-    kv_heads, B * W, d]`` by layer."""
-
-    def __init__(
-        self,
-        starts: DraftStarts,
-        context: list[tuple[torch.Tensor, torch.Tensor]],
-        size: int,
-        causal: bool = False,
-    ) -> None:
-        self._starts, self._context, self._size = starts, context, size
-        self._causal = causal
-
-    def __call__(
-        self,
-        query: torch.Tensor,
-        key: torch.Tensor,
-        value: torch.Tensor,
-        *,
-        layer: int,
-        scaling: float,
-    ) -> torch.Tensor:
-        """As ``Attend``, of ``N * size`` rows."""
-        starts, size, width = self._starts, self._size, query.shape[-1]
-        windows, heads, kv_heads = starts.windows, query.shape[1], key.shape[1]
-        q = self._table(query[0] * scaling).view(windows, kv_heads, -1, starts.longest, size, width)
-        k, v = self._table(key[0]), self._table(value[0])  # [windows, kv_heads, R, size, d]
-        before, values = (
-            part[0].view(kv_heads, windows, -1, width).transpose(0, 1)
-            for part in self._context[layer]
-        )
-        rows = q.flatten(2, 4)
-        scores = (rows @ before.transpose(-1, -2)).view(*q.shape[:-1], -1)
-        scores = scores.masked_fill_(starts.unseen.unsqueeze(4), float("-inf"))
-        within = q @ k.transpose(-1, -2)[:, :, None]
-        if self._causal:
-            ahead = torch.ones(size, size, dtype=torch.bool, device=q.device).triu(1)
-            within = within.masked_fill(ahead, float("-inf"))
-        weights = torch.cat((scores, within), -1).softmax(-1)
-        out = (weights[..., :-size].flatten(2, 4) @ values).view(q.shape)
-        out = out + weights[..., -size:] @ v[:, :, None]
-        out = out.view(windows, heads, starts.longest, size, width).permute(0, 2, 3, 1, 4)
-        blocks: torch.Tensor = out.flatten(0, 1)[starts.padded]
-        return blocks.flatten(0, 1)[None]
-
-    def _table(self, rows: torch.Tensor) -> torch.Tensor:
-        """``[heads, N * size, d]`` as ``[windows, heads, R, size, d]``, zeros where a window has
-        fewer blocks."""
-        starts, (heads, _, width) = self._starts, rows.shape
-        table = rows.new_zeros(starts.windows * starts.longest, heads, self._size, width)
-        blocks = rows.view(heads, -1, self._size, width).transpose(0, 1)
-        table = table.index_copy(0, starts.padded, blocks)
-        return table.view(starts.windows, starts.longest, *table.shape[1:]).transpose(1, 2)

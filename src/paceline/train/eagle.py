@@ -23,7 +23,7 @@ from paceline.train.configs import EagleTrainConfig as EagleTrainConfig
 from paceline.train.heads import ChainHeadTrainer
 from paceline.train.losses import falling
 from paceline.train.reading import Observed
-from paceline.train.unrolled import DraftStarts, UnrolledAttention, loss_ahead
+from paceline.train.unrolled import DraftAttention, DraftStarts, loss_ahead
 
 _FROM_TARGET = "target"  # --init
 _SMALL = 0.1
@@ -39,44 +39,28 @@ class EagleTrainer(ChainHeadTrainer):
         third = self.config.version == 3
         self.spec = "eagle3:" if third else "eagle2:"
         self.what = "An EAGLE-3 head" if third else "An EAGLE head"
+        if not third and self.config.init == _FROM_TARGET:
+            raise ConfigError("--init target is for EAGLE-3 heads; leave it out")
 
     @property
     def feature_layers(self) -> tuple[int, ...]:
         config = self.config
         return config.feature_layers or default_feature_layers(config.version, self.num_layers)
 
-    def check_shape(self) -> None:
-        super().check_shape()
-        if self.head_config().version == 1 and self.config.init == _FROM_TARGET:
-            raise ConfigError("--init target is for EAGLE-3 heads; leave it out")
-
     def head_config(self) -> EagleConfig:
-        """The head's shape, where not given the target's. Raises ConfigError."""
-        config, shape, vocab = self.config, self.shape, self.vocab_size
+        config, vocab = self.config, self.vocab_size
         count = vocab if config.version == 1 else min(config.draft_vocab_size or vocab, vocab)
-        heads = config.heads or shape.num_attention_heads
-        kv_heads = getattr(shape, "num_key_value_heads", None) or heads
-        width = getattr(shape, "head_dim", None) or shape.hidden_size // heads
-        rope = getattr(shape, "rope_parameters", None) or {}
+        sizes = self.layer_config(config.ffn_size, config.heads)
+        for name in ("kv_heads", "head_dim"):
+            sizes[name] = getattr(config, name) or sizes[name]
+        width = self.shape.hidden_size
         return EagleConfig(
-            version=config.version,
-            hidden_size=shape.hidden_size,
-            heads=heads,
-            kv_heads=config.kv_heads or (kv_heads if not config.heads else heads),
-            head_dim=config.head_dim or width,
-            ffn_size=config.ffn_size or getattr(shape, "intermediate_size", 4 * shape.hidden_size),
-            vocab_size=vocab,
-            target_hidden_size=shape.hidden_size,
-            target_layers=self.num_layers,
-            feature_layers=self.feature_layers,
-            draft_vocab_size=count,
-            max_positions=getattr(shape, "max_position_embeddings", config.max_positions),
-            rope_theta=float(rope.get("rope_theta", 10000.0)),
-            rms_norm_eps=getattr(shape, "rms_norm_eps", 1e-6),
+            config.version, target_hidden_size=width, draft_vocab_size=count, **sizes
         )
 
     def new_head(self) -> EagleHead:
-        shape, target_head = self.head_config(), self.target.get_output_embeddings()
+        shape: EagleConfig = self.head_shape
+        target_head = self.target.get_output_embeddings()
         if self.config.init not in ("", _FROM_TARGET):
             width, vocab = self.shape.hidden_size, self.vocab_size
             known = TargetShape(width, vocab, self.num_layers)
@@ -165,7 +149,7 @@ class EagleTrainer(ChainHeadTrainer):
         """
         head, (windows, width) = self.head, seen.ids.shape
         then, kept = starts.every(stride, self.step) if stride > 1 else (starts, slice(None))
-        attend = UnrolledAttention(starts, then)
+        attend = DraftAttention(starts, then)
         with torch.no_grad():
             embeds = self.target.get_input_embeddings()(seen.ids)
         embeds = F.pad(embeds[:, 1:], (0, 0, 0, 1)).flatten(0, 1)  # of the next tokens

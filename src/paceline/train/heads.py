@@ -9,6 +9,7 @@ from abc import abstractmethod
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -16,7 +17,6 @@ from torch import nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from paceline.core.stages import stage
-from paceline.errors import ConfigError
 from paceline.model.loading import load_module, load_tokenizer, resolve_dtype
 from paceline.train.acceptance import (
     AcceptanceCounts,
@@ -53,7 +53,7 @@ class HeadTrainer(DraftingTrainer):
         self.drafts_for = self.target
         self.target.requires_grad_(False)
         self.shape = self.target.config.get_text_config(decoder=True)
-        self.check_shape()
+        self.head_shape = self.head_config()  # before data is read
         streams = [self.stream_of(source) for source in self.sources]
         context = context_of(self.target, config.max_positions)
         rows = min(config.seq_len, context)  # tokens of a piece of a document
@@ -87,8 +87,13 @@ class HeadTrainer(DraftingTrainer):
         """Layers of the target whose inputs are read; num_layers is the final norm's output."""
 
     @abstractmethod
+    def head_config(self) -> Any:
+        """The head's shape, where not given the target's. Raises ConfigError if the options do not
+        fit the target."""
+
+    @abstractmethod
     def new_head(self) -> nn.Module:
-        """A head with its first weights."""
+        """A head of ``head_shape`` with its first weights."""
 
     @abstractmethod
     def loss(self, seen: Observed) -> torch.Tensor:
@@ -98,14 +103,25 @@ class HeadTrainer(DraftingTrainer):
     def write_head(self, folder: Path) -> None:
         """Write configuration and weights of the head in their public layout."""
 
-    def check_shape(self) -> None:
-        """Raise ConfigError if the options do not fit the target; before data is read."""
-        wrong = [n for n in self.feature_layers if not 0 <= n <= self.num_layers]
-        if wrong:
-            raise ConfigError(
-                f"feature layers {wrong} do not exist: the target has layers 0 to "
-                f"{self.num_layers - 1}, and {self.num_layers} means the final norm's output"
-            )
+    def layer_config(self, ffn_size: int, heads: int = 0) -> dict[str, Any]:
+        """Of a head that is a decoder layer: what its configuration shares with the target's. 0 is
+        the target's, too; with ``heads`` there are as many of keys and values."""
+        shape, rope = self.shape, getattr(self.shape, "rope_parameters", None) or {}
+        kv_heads = heads or getattr(shape, "num_key_value_heads", None)
+        heads = heads or shape.num_attention_heads
+        return {
+            "hidden_size": shape.hidden_size,
+            "heads": heads,
+            "kv_heads": kv_heads or heads,
+            "head_dim": getattr(shape, "head_dim", None) or shape.hidden_size // heads,
+            "ffn_size": ffn_size or getattr(shape, "intermediate_size", 4 * shape.hidden_size),
+            "vocab_size": self.vocab_size,
+            "target_layers": self.num_layers,
+            "feature_layers": self.feature_layers,
+            "max_positions": getattr(shape, "max_position_embeddings", self.config.max_positions),
+            "rope_theta": float(rope.get("rope_theta", 10000.0)),
+            "rms_norm_eps": getattr(shape, "rms_norm_eps", 1e-6),
+        }
 
     # -- the target ----------------------------------------------------------------------------
 

@@ -65,9 +65,9 @@ class MedusaTrainer(HeadTrainer):
     def measured_drafts(self) -> str:
         return f"trees of {self.config.nodes} nodes and at most {self.config.draft_length} levels"
 
-    def new_head(self) -> MedusaHeads:
+    def head_config(self) -> MedusaConfig:
         config = self.config
-        shape = MedusaConfig(
+        return MedusaConfig(
             hidden_size=self.shape.hidden_size,
             vocab_size=self.vocab_size,
             heads=config.heads,
@@ -75,7 +75,9 @@ class MedusaTrainer(HeadTrainer):
             shared_head=config.shared_head,
             base_model=run_name(config.target),
         )
-        heads = MedusaHeads(shape)
+
+    def new_head(self) -> MedusaHeads:
+        heads = MedusaHeads(self.head_shape)
         with torch.no_grad():  # the heads begin as copies of the target's own
             for layer in heads.vocabulary_layers():
                 layer.weight.copy_(self.lm_head.weight)

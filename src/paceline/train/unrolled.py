@@ -1,8 +1,10 @@
-"""An EAGLE head unrolled over its drafting steps (training-time test: Li et al. 2025,
-arXiv 2503.01840, section 3), from the positions of windows whose next tokens are to be learnt."""
+"""Drafts that start at positions of windows whose next tokens are to be learnt: blocks, and EAGLE
+heads unrolled over their drafting steps (training-time test: Li et al. 2025, arXiv 2503.01840,
+section 3)."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from functools import cached_property
 
 import torch
@@ -57,21 +59,29 @@ class DraftStarts:
         return self.position + count < self.width
 
 
-class UnrolledAttention:
-    """Attention of a head over windows (the first call) and then over the drafts' own steps.
+class DraftAttention:
+    """Attention of N drafts of ``size`` rows: over the committed tokens of their window up to where
+    they start, and over their own keys, with ``causal`` not over the rows behind.
 
-    Row n of step j, drafted token j of draft n, attends to the keys of step 0 up to where the draft
-    starts (the committed tokens) and to its own keys of the steps 1 to j. The first call has keys
-    and values of all rows of the windows, queries of ``starts`` only; further ones are of ``then``.
+    ``context``: keys and values of the committed tokens ``[1, kv_heads, B * W, d]`` by layer.
+    Without it they are those of the first call, whose queries are of ``starts`` and see them alone;
+    further calls are of ``then``, and see what these drafted so far.
 
     Products and a softmax in the head's dtype are, on a processor, several times as fast as torch's
     fused attention.
     """
 
-    def __init__(self, starts: DraftStarts, then: DraftStarts | None = None) -> None:
+    def __init__(
+        self,
+        starts: DraftStarts,
+        then: DraftStarts | None = None,
+        context: Sequence[tuple[torch.Tensor, torch.Tensor]] = (),
+        size: int = 1,
+        causal: bool = False,
+    ) -> None:
         self._starts, self._then = starts, then or starts
-        self._committed: tuple[torch.Tensor, torch.Tensor] | None = None
-        self._drafted: list[tuple[torch.Tensor, torch.Tensor]] = []
+        self._context, self._size, self._causal = list(context), size, causal
+        self._drafted: dict[int, list[torch.Tensor]] = {}  # keys and values by layer
 
     def __call__(
         self,
@@ -82,45 +92,47 @@ class UnrolledAttention:
         layer: int,
         scaling: float,
     ) -> torch.Tensor:
-        """As ``Attend`` of the lean forward; first over the windows, then over the drafts."""
-        heads, _, width = query.shape[1:]
-        starts, kv_heads, windows = self._starts, key.shape[1], self._starts.windows
-        q = self._table(query[0] * scaling).view(windows, kv_heads, -1, starts.longest, width)
-        if self._committed is None:
-            k, v = (
-                tensor[0].reshape(kv_heads, windows, -1, width).transpose(0, 1)
-                for tensor in (key, value)
-            )
-            self._committed, self._starts = (k, v), self._then
+        """As ``Attend``, of ``N * size`` rows."""
+        starts, size, width = self._starts, self._size, query.shape[-1]
+        windows, heads, kv_heads = starts.windows, query.shape[1], key.shape[1]
+        q = self._table(query[0] * scaling).view(windows, kv_heads, -1, starts.longest, size, width)
+        if self._context:  # [windows, kv_heads, R, rows so far, d]
+            tables = [self._table(key[0]), self._table(value[0])]
+            before = self._drafted.get(layer, [tables[0][..., :0, :]] * 2)
+            drafted = [torch.cat(pair, 3) for pair in zip(before, tables, strict=True)]
+            self._drafted[layer] = drafted
         else:
-            self._drafted.append((self._table(key[0]), self._table(value[0])))
-        out = self._over(q, starts.unseen, *self._committed)
-        out = out.view(windows, heads, starts.longest, width).transpose(1, 2)
-        return out.reshape(-1, heads, width)[starts.padded][None]
+            drafted = [q[:, :, 0, :, :0]] * 2
+            self._context, self._starts = [(key, value)], self._then
+        k, v = (
+            part[0].reshape(kv_heads, windows, -1, width).transpose(0, 1)
+            for part in self._context[layer]
+        )
+        scores = (q.flatten(2, 4) @ k.transpose(-1, -2)).view(*q.shape[:-1], -1)
+        scores = scores.masked_fill_(starts.unseen.unsqueeze(4), float("-inf"))
+        of_drafts = q.transpose(2, 3)  # heads that share keys are rows of one product
+        within = of_drafts.flatten(3, 4) @ drafted[0].transpose(-1, -2)
+        within = within.view(*of_drafts.shape[:-1], -1).transpose(2, 3)
+        if self._causal:
+            ahead = torch.ones(size, size, dtype=torch.bool, device=q.device).triu(1)
+            within = within.masked_fill(ahead, float("-inf"))
+        weights = torch.cat((scores, within), -1).softmax(-1)
+        count = scores.shape[-1]
+        out = (weights[..., :count].flatten(2, 4) @ v).view(q.shape)
+        chosen = weights[..., count:].transpose(2, 3).flatten(3, 4) @ drafted[1]
+        out = out + chosen.view(of_drafts.shape).transpose(2, 3)
+        out = out.view(windows, heads, starts.longest, size, width).permute(0, 2, 3, 1, 4)
+        rows: torch.Tensor = out.flatten(0, 1)[starts.padded]
+        return rows.flatten(0, 1)[None]
 
     def _table(self, rows: torch.Tensor) -> torch.Tensor:
-        """``[heads, N, d]`` as ``[windows, heads, R, d]``, zeros where a window has fewer."""
-        starts = self._starts
-        heads, _, width = rows.shape
-        table = rows.new_zeros(starts.windows * starts.longest, heads, width)
-        table = table.index_copy(0, starts.padded, rows.transpose(0, 1))
-        table = table.view(starts.windows, starts.longest, heads, width)
-        return table.transpose(1, 2).contiguous()
-
-    def _over(
-        self, q: torch.Tensor, unseen: torch.Tensor, k: torch.Tensor, v: torch.Tensor
-    ) -> torch.Tensor:
-        """Of ``[windows, kv_heads, group, R, d]`` over the committed tokens and, of each row, its
-        own steps so far."""
-        rows, count = q.flatten(2, 3), k.shape[2]
-        scores = (rows @ k.transpose(-1, -2)).view(*q.shape[:-1], count)
-        scores = scores.masked_fill_(unseen, float("-inf"))
-        drafted = [(q * key[:, :, None]).sum(-1, keepdim=True) for key, _ in self._drafted]
-        weights = torch.cat((scores, *drafted), -1).softmax(-1)
-        out = (weights[..., :count].flatten(2, 3) @ v).view(q.shape)
-        for index, (_, value) in enumerate(self._drafted, count):
-            out = out + weights[..., index, None] * value[:, :, None]
-        return out
+        """``[heads, N * size, d]`` as ``[windows, heads, R, size, d]``, zeros where a window has
+        fewer drafts."""
+        starts, (heads, _, width) = self._starts, rows.shape
+        table = rows.new_zeros(starts.windows * starts.longest, heads, self._size, width)
+        drafts = rows.view(heads, -1, self._size, width).transpose(0, 1)
+        table = table.index_copy(0, starts.padded, drafts)
+        return table.view(starts.windows, starts.longest, *table.shape[1:]).transpose(1, 2)
 
 
 def loss_ahead(
