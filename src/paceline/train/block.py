@@ -8,6 +8,7 @@ distribution the target accepts.
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from pathlib import Path
 
 import torch
@@ -129,18 +130,11 @@ class BlockTrainer(ChainHeadTrainer):
         bias = self.head.bias(outputs, before)
         return logits if bias is None else logits + bias
 
-    # -- drafts --------------------------------------------------------------------------------
-
-    def drafts(self, seen: Observed, length: int) -> torch.Tensor:
-        """For one text (B = 1): int64 ``[W, length]``, greedy drafts, as EagleTrainer's; -1 behind
-        the block's end."""
-        starts = DraftStarts.of(torch.ones_like(seen.learn))
+    def levels(self, seen: Observed, starts: DraftStarts, length: int) -> Iterator[torch.Tensor]:
         outputs, before = self.outputs(seen, starts), seen.ids.flatten()[starts.ahead(1)]
-        drafted = torch.full((seen.ids.shape[1], length), -1, device=seen.ids.device)
-        for j in range(min(length, outputs.shape[1])):
-            before = self.logits(outputs[:, j], before).argmax(-1)
-            drafted[starts.flat, j] = before
-        return drafted
+        for output in outputs[:, :length].unbind(1):
+            before = self.logits(output, before).argmax(-1)
+            yield before
 
     def write_head(self, folder: Path) -> None:
         save_block(self.head, folder)

@@ -162,22 +162,9 @@ class EagleTrainer(ChainHeadTrainer):
             hidden = head(embeds[then.ahead(j)], hidden, then.position + j, attend)
             yield then, hidden
 
-    # -- drafts --------------------------------------------------------------------------------
-
-    def drafts(self, seen: Observed, length: int) -> torch.Tensor:
-        """For one text (B = 1): int64 ``[W, length]``, target ids of greedy drafts.
-
-        Row t drafts from the features up to t and the text's token t + 1; column j is about
-        token t + 2 + j. What a draft says beyond the text's end is never compared.
-        """
-        head, starts = self.head, DraftStarts.of(torch.ones_like(seen.learn))
-        levels = [
-            head.to_target_ids(head.logits(hidden).argmax(-1))
-            for _, hidden in self.unrolled(seen, starts, length)
-        ]
-        drafted = torch.full((seen.ids.shape[1], length), -1, device=seen.ids.device)
-        drafted[starts.flat] = torch.stack(levels, 1)
-        return drafted
+    def levels(self, seen: Observed, starts: DraftStarts, length: int) -> Iterator[torch.Tensor]:
+        for _, hidden in self.unrolled(seen, starts, length):
+            yield self.head.to_target_ids(self.head.logits(hidden).argmax(-1))
 
     def write_head(self, folder: Path) -> None:
         save_eagle(self.head, folder)

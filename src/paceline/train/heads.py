@@ -31,6 +31,7 @@ from paceline.train.documents import Documents, Windows, dealt
 from paceline.train.losses import mixed_probs
 from paceline.train.reading import FeatureCache, NativeReader, Observed
 from paceline.train.trainer import DraftingTrainer, run_name
+from paceline.train.unrolled import DraftStarts
 
 # Not cuDNN's, which plans again for every length: a third of a step's time on an H200.
 _ATTENTION = [SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH]
@@ -245,9 +246,19 @@ class ChainHeadTrainer(HeadTrainer):
     """Trains a head that drafts chains; acceptance is counted on its greedy ones."""
 
     @abstractmethod
+    def levels(self, seen: Observed, starts: DraftStarts, length: int) -> Iterator[torch.Tensor]:
+        """Greedy drafts of at most ``length`` tokens, level by level: of each of N starts a target
+        id, int64 ``[N]``."""
+
     def drafts(self, seen: Observed, length: int) -> torch.Tensor:
-        """For one text (B = 1): int64 ``[W, length]``, target ids of greedy drafts. Row t drafts
-        from the features up to t and token t + 1; column j is about token t + 2 + j."""
+        """For one text (B = 1): int64 ``[W, length]``, target ids of greedy drafts, -1 for none.
+        Row t drafts from the features up to t and token t + 1; column j is about token t + 2 + j.
+        What a draft says beyond the text's end is never compared."""
+        starts = DraftStarts.of(torch.ones_like(seen.learn))
+        drafted = torch.full((seen.ids.shape[1], length), -1, device=seen.ids.device)
+        for j, level in enumerate(self.levels(seen, starts, length)):
+            drafted[starts.flat, j] = level
+        return drafted
 
     def acceptance_of(self, text: WrittenText) -> AcceptanceCounts:
         seen = self.seen_of(text)
