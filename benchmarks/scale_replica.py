@@ -22,7 +22,7 @@ from paceline.core.costs import CostCurve, DrafterCosts
 from paceline.core.params import SamplingParams
 from paceline.core.sequence import SequenceState
 from paceline.engine.scheduler import Scheduler, SchedulerConfig
-from paceline.lab.bench.figures import percentile
+from paceline.lab.bench.result import percentile
 from paceline.model.paged.cache import PagedCache
 from scale_costs import MOST_DRAFTED, Roofline, Rows, as_start_up_measures
 

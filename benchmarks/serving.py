@@ -47,8 +47,8 @@ import real
 from measuring import alternate, finish, machine, median_ratio, numbers
 from paceline import LLM, SamplingParams
 from paceline.engine.driver import Drive
-from paceline.lab.bench.figures import percentile
 from paceline.lab.bench.prompts import evenly, load_prompts
+from paceline.lab.bench.result import percentile
 from paceline.lab.report.document import Column, Report, milliseconds, number, table_of, times
 from paceline.lab.report.render import print_report
 from paceline.model.loading import load_tokenizer

@@ -229,8 +229,7 @@ def _measured(
     PromptError if no prompt leaves room for an answer."""
     from paceline.lab.bench.engines import Starter
     from paceline.lab.bench.prompts import fit
-    from paceline.lab.bench.result import spending_of
-    from paceline.lab.bench.runner import converse
+    from paceline.lab.bench.runner import converse, spending_of
 
     methods, sweep, how = plan.methods, plan.sweep, dict[str, Any]()
     fitting, left_out = fit(plan.prompts, llm, sweep.max_tokens if plan.suite is None else 1)

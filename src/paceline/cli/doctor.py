@@ -55,10 +55,10 @@ def doctor(
     if run and draft is None:
         raise typer.BadParameter("--run measures a draft; leave out --draft none")
     with stage(f"examining {engine.model}"):
-        from paceline.lab.doctor import Severity, check_logits, examine, report
+        from paceline.lab.doctor import Severity, check_logits, examine
         from paceline.lab.doctor.examination import look_ahead
         from paceline.lab.doctor.findings import by_severity
-        from paceline.lab.doctor.trial import judge
+        from paceline.lab.doctor.trial import judge, record, report_of
 
         settings = explicit(vars(engine), "LLM")
         findings = examine(engine.model, draft, lora=adapters.adapters, **settings)
@@ -80,5 +80,5 @@ def doctor(
             trial = _trial(engine)
             findings += judge(trial)
     about = engine.model, draft, by_severity(findings), trial
-    output.emit(report.record(*about), report.report_of(*about))
+    output.emit(record(*about), report_of(*about))
     return interrupted.code or int(wrong())

@@ -39,7 +39,7 @@ def profile(
     if not debugging():  # the profiler's library reports its starts and stops on stderr
         os.environ.setdefault("KINETO_LOG_LEVEL", "99")
     with stage("starting"):
-        from paceline.lab.profiling import runs, steady, tables
+        from paceline.lab.profiling import runs, steady
         from paceline.lab.profiling.steady import check_path
 
     if trace is not None:
@@ -60,10 +60,10 @@ def profile(
         "draft": engine.resolved_draft,
         "concurrency": concurrency,
         "prompts": names,
-        **tables.record(result),
+        **runs.record(result),
         "trace": trace if len(result.runs) == len(engines) else None,
     }
-    output.emit(record, tables.report_of(result, _setting(engine, concurrency, names, result)))
+    output.emit(record, runs.report_of(result, _setting(engine, concurrency, names, result)))
     return interrupted.code
 
 

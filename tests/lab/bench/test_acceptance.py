@@ -8,7 +8,7 @@ from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
 
 from paceline.core.params import SamplingParams
 from paceline.lab.bench.engines import Starter
-from paceline.lab.bench.figures import DraftFigures
+from paceline.lab.bench.result import DraftFigures
 from paceline.lab.bench.runner import Ask, Method
 from paceline.llm import LLM
 from support.engine_models import write_pair

@@ -9,9 +9,8 @@ from dataclasses import dataclass, field
 import msgspec
 import pytest
 
-from paceline.lab.bench.figures import rows
 from paceline.lab.bench.prompts import in_turn
-from paceline.lab.bench.result import spending_of
+from paceline.lab.bench.result import rows
 from paceline.lab.bench.runner import (
     Ask,
     BenchEngine,
@@ -19,6 +18,7 @@ from paceline.lab.bench.runner import (
     Method,
     Sweep,
     TimedRun,
+    spending_of,
     take_turns,
 )
 from paceline.lab.budget import Budget

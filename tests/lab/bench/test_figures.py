@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import pytest
 
-from paceline.lab.bench.figures import OVERALL, Spread, gaps_of, idle, percentile, rows
+from paceline.lab.bench.result import OVERALL, idle, percentile, rows
 from paceline.lab.bench.runner import Heat, HeatRecord, merged, take_turns
+from paceline.lab.report.document import Spread
 from support.made_outcomes import Fake, heat, job, outcome, sums
 
 
@@ -62,7 +63,7 @@ def test_sweeps_do_not_mix() -> None:
 def test_latencies() -> None:
     run = outcome(10.0, [(1.0, 1), (2.0, 4), (5.0, 1), (5.5, 1)])
     (row,) = rows(HeatRecord([Heat(job(), 0, {"plain": run})]))
-    assert gaps_of(run.answers[0]) == [(1.0, 4), (3.0, 1), (0.5, 1)]
+    assert run.answers[0].gaps == [(1.0, 4), (3.0, 1), (0.5, 1)]
     assert row.time_to_first_token == 1.0
     assert row.inter_token_p50 == 0.25  # of 0.25 four times, 0.5, 3
     assert row.inter_token_p99 == 3.0

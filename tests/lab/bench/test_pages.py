@@ -7,11 +7,10 @@ from dataclasses import replace
 
 from rich.console import Console
 
-from paceline.lab.bench.figures import Spread, rows
 from paceline.lab.bench.pages import report_of
-from paceline.lab.bench.result import BenchResult, Comparison
+from paceline.lab.bench.result import BenchResult, Comparison, rows
 from paceline.lab.bench.runner import EVERYTHING, BenchJob, Heat, HeatRecord, Method
-from paceline.lab.report.document import is_number
+from paceline.lab.report.document import Spread, is_number
 from paceline.lab.report.render import print_report
 from support.made_outcomes import job, outcome, sums
 

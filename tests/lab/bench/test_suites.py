@@ -13,8 +13,8 @@ import pytest
 
 from paceline.core.sequence import DraftCounts
 from paceline.errors import ConfigError, DataError
-from paceline.lab.bench.figures import OVERALL, Row, rows
 from paceline.lab.bench.prompts import MULTI_TURN, SUITES, BenchPrompt, load_questions, suite_of
+from paceline.lab.bench.result import OVERALL, Row, rows
 from paceline.lab.bench.runner import (
     Ask,
     BenchJob,

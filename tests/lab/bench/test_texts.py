@@ -5,7 +5,8 @@ from __future__ import annotations
 import pytest
 
 from paceline.core.sequence import DraftCounts
-from paceline.lab.bench.result import BenchResult, Comparison, compare, idle_line, labels
+from paceline.lab.bench.pages import labels
+from paceline.lab.bench.result import BenchResult, Comparison, compare, idle_line
 from paceline.lab.bench.runner import (
     Ask,
     BenchJob,

@@ -17,7 +17,7 @@ from paceline.lab.doctor import Finding, Severity, examine, findings
 from paceline.lab.doctor.findings import KINDS, by_severity, finding
 from paceline.lab.doctor.machine import Setting, size, weight_bytes
 from paceline.lab.doctor.models import describe, read_files
-from paceline.lab.doctor.report import record
+from paceline.lab.doctor.trial import record
 from paceline.model.backends.base import REFERENCE
 from paceline.model.backends.native.packing import PackedLinear
 from paceline.model.names import resolve

@@ -12,9 +12,8 @@ import pytest
 
 from paceline.engine.driver import StepSums
 from paceline.lab.budget import Budget
-from paceline.lab.doctor import report
 from paceline.lab.doctor.findings import Severity
-from paceline.lab.doctor.trial import LONG, SpeedupTrial, judge, run_trial
+from paceline.lab.doctor.trial import LONG, SpeedupTrial, judge, record, report_of, run_trial
 from paceline.lab.tune.measure import Run, _typical
 from support.tiny_models import TinyPair
 from support.tuning_methods import chain, step, target
@@ -89,14 +88,15 @@ def test_what_stands_in_the_way() -> None:
 def test_report_and_record() -> None:
     measured = trial(1.3)
     findings = list(judge(measured))
-    record = json.loads(json.dumps(report.record("m", "d", findings, measured)))
-    assert record["run"]["best_draft_length"] == 2
-    assert record["run"]["measured_speedup"] == 1.3
-    promised = record["run"]["predicted_speedup"]
-    assert record["run"]["predicted_by_measured"] == pytest.approx(promised / 1.3)
-    assert len(record["run"]["predicted_speedup_by_length"]) == LONG
-    assert record["errors"] == record["warnings"] == 0
-    document = report.report_of("m", "d", findings, measured)
+    about = "m", "d", findings, measured
+    made = json.loads(json.dumps(record(*about)))
+    assert made["run"]["best_draft_length"] == 2
+    assert made["run"]["measured_speedup"] == 1.3
+    promised = made["run"]["predicted_speedup"]
+    assert made["run"]["predicted_by_measured"] == pytest.approx(promised / 1.3)
+    assert len(made["run"]["predicted_speedup_by_length"]) == LONG
+    assert made["errors"] == made["warnings"] == 0
+    document = report_of(*about)
     assert [section.title for section in document.sections] == ["Measured"]
     (figure,) = document.figures()
     assert "draft length" in figure.draw()

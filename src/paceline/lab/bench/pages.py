@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Sequence
 from functools import partial
 from operator import attrgetter, methodcaller
@@ -9,8 +10,7 @@ from typing import Any
 
 from paceline.engine.driver import StepSums
 from paceline.lab.bench.engines import ASPECTS, PLAIN
-from paceline.lab.bench.figures import OVERALL, DraftFigures, Row
-from paceline.lab.bench.result import KINDS, BenchResult, labels
+from paceline.lab.bench.result import KINDS, OVERALL, BenchResult, DraftFigures, Row
 from paceline.lab.bench.runner import EVERYTHING
 from paceline.lab.report import plots
 from paceline.lab.report.document import (
@@ -313,3 +313,10 @@ class _Pages:
                 [self.label[n], *(w[aspect] for aspect in ASPECTS)] for n, w in unequal.items()
             ]
             self.report.add("What could not be made equal", Table(heads, lines, note=_UNEQUAL))
+
+
+def labels(names: Sequence[str]) -> dict[str, str]:
+    """Names for tables: folders lose their parents unless two would then be called the same."""
+    short = {name: re.sub(r"[^:+,@=]*/(?=[^/])", "", name) for name in names}
+    used = list(short.values())
+    return {name: text if used.count(text) == 1 else name for name, text in short.items()}

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
-from itertools import product
+from itertools import pairwise, product
 from operator import attrgetter
 from typing import Literal, Protocol
 
@@ -13,7 +13,7 @@ from paceline.core.params import SamplingParams
 from paceline.drafters import parse_draft
 from paceline.engine.driver import DraftCounts, StepSums
 from paceline.lab.bench.prompts import BenchPrompt, in_turn, render
-from paceline.lab.budget import Budget
+from paceline.lab.budget import Budget, Spending
 from paceline.llm import LLM
 
 Length = int | Literal["auto"]
@@ -55,6 +55,11 @@ class TimedAnswer:
     @property
     def count(self) -> int:
         return len(self.tokens) if self.written is None else self.written
+
+    @property
+    def gaps(self) -> list[tuple[float, int]]:
+        """(seconds since the delivery before, tokens delivered), from the second delivery on."""
+        return [(at - before, count) for (before, _), (at, count) in pairwise(self.arrivals)]
 
 
 @dataclass(frozen=True)
@@ -290,6 +295,17 @@ class Sweep:
             if share.seconds is not None:
                 share.reserve = _ENDING * share.left
             take_turns(todo, engines, record.rounds, record, advance, share, answer)
+
+
+def spending_of(
+    record: HeatRecord, sweep: Sweep, prompts: CategoryPrompts, budget: Budget
+) -> Spending:
+    """In turns: one prompt, or one crowd, by all methods."""
+    cells, kind = product(sweep.concurrency, sweep.temperature), "turns of all methods"
+    missing = [f"{n} at once, temperature {t:g}" for n, t in cells if not record.of(n, t)]
+    wanted = {kind: record.rounds * sweep.wanted(prompts)}
+    done = {kind: len(record.heats)}
+    return Spending(budget.seconds, record.spent, done, wanted, tuple(missing))
 
 
 def converse(

@@ -4,6 +4,7 @@ as columns, for JSON and for tables."""
 
 from __future__ import annotations
 
+import statistics
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
@@ -101,6 +102,24 @@ def size(count: float) -> str:
 
 def _same(value: Any) -> Any:
     return value
+
+
+@dataclass(frozen=True)
+class Spread:
+    """The median over rounds, the lowest and the highest."""
+
+    median: float
+    low: float
+    high: float
+
+    @classmethod
+    def of(cls, values: Sequence[float]) -> Spread:
+        return cls(statistics.median(values), min(values), max(values))
+
+    def shown(self, digits: int, unit: str = "") -> str:
+        """Half of what lies between the lowest and the highest round stands beside the median."""
+        half = (self.high - self.low) / 2
+        return f"{self.median:.{digits}f}{unit}" + (f" ±{half:.{digits}f}" if half else "")
 
 
 class Column(NamedTuple):
