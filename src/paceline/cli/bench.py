@@ -199,7 +199,7 @@ def _plan(engine: ModelOptions, source: PromptOptions, options: BenchOptions) ->
         "categories": list(dict.fromkeys(prompt.category for prompt in prompts)),
         "prompts": len(prompts),
         "price": options.price,
-        **{name: value for name, value in vars(sweep).items() if name != "limit"},
+        **vars(sweep),
         "rule": rule,
         "lossy": engine.lossy,
     }
@@ -239,8 +239,7 @@ def _measured(
             f"{llm.max_model_len} tokens with the answer; shorten them or lower --max-tokens"
         )
     if plan.suite is not None:
-        sweep = replace(sweep, limit=llm.max_model_len)
-        how["answer"] = partial(converse, llm, [prompt for prompt, _ in fitting], sweep)
+        how["answer"] = partial(converse, llm, [prompt for prompt, _ in fitting])
     rule, memory = plan.settings["rule"], engine.kv_cache_memory
     starter = Starter(llm, kv_cache_memory=memory, rule=rule, lossy=engine.lossy)
     prompts = [(prompt.category, ids) for prompt, ids in fitting]

@@ -100,10 +100,10 @@ def test_drafts_and_phases_add_up() -> None:
     ]
     heats = [Heat(job(), turn, {"plain": run}) for turn, run in enumerate(runs)]
     (row,) = rows(HeatRecord(heats))
-    assert row.drafts.drafted == 10 and row.drafts.acceptance_rate == 0.4
-    assert row.drafts.reached == (4, 1) and row.drafts.acceptance == (0.75, 1.0)
-    assert row.drafts.mean_accepted_length == 8 / 4
-    assert row.drafts.length == 10 / 4
+    assert row.drafts["drafted"] == 10 and row.drafts["acceptance_rate"] == 0.4
+    assert row.drafts["reached"] == (4, 1) and row.drafts["acceptance"] == (0.75, 1.0)
+    assert row.drafts["mean_accepted_length"] == 8 / 4
+    assert row.drafts["length"] == 10 / 4
     assert row.phases == {"draft": 0.5, "target": 1.0, "verify": 0.0, "other": 0.5}
     assert row.python == 0.25
 
@@ -112,7 +112,7 @@ def test_what_is_not_said_is_not_counted() -> None:
     both = merged([outcome(1.0, drafted=0), outcome(1.0, tells_drafted=False)])
     assert not both.tells_drafted
     (row,) = rows(HeatRecord([Heat(job(), 0, {"plain": both})]))
-    assert row.drafts.drafted is row.drafts.acceptance_rate is row.drafts.length is None
+    assert row.drafts["drafted"] is row.drafts["acceptance_rate"] is row.drafts["length"] is None
 
 
 def test_cost() -> None:

@@ -151,7 +151,7 @@ def said(one: Ask) -> str:
     return "".join(map(chr, one.prompt))
 
 
-JOB = BenchJob("STEM", 1, 0.0, 0, ())
+JOB = BenchJob("STEM", 1, 0.0, 0, (ask(1, tokens=10),))
 
 
 def question(*turns: str, earlier: tuple[tuple[str, str], ...] = ()) -> BenchPrompt:
@@ -160,28 +160,26 @@ def question(*turns: str, earlier: tuple[tuple[str, str], ...] = ()) -> BenchPro
 
 def test_an_answer_becomes_part_of_the_conversation() -> None:
     asked = question("one", "two", "three", earlier=(("system", "be"),))
-    how = Sweep(10, ignore_eos=False, limit=1000)
-    dialogue = converse(llm(), [asked], how, Echo("yes"), JOB)
+    dialogue = converse(llm(), [asked], Echo("yes"), JOB)
     assert [said(one) for one in dialogue.asks] == [
         "be\n\none",
         "be\n\none\n\nyes\n\ntwo",
         "be\n\none\n\nyes\n\ntwo\n\nyes\n\nthree",
     ]
     assert (dialogue.tokens, dialogue.seconds, dialogue.rate) == (12, 12.0, 1.0)
-    assert not dialogue.asks[0].params.ignore_eos and not dialogue.cut
+    assert not dialogue.cut
 
 
 def test_a_turn_without_room_ends_the_conversation() -> None:
-    how = Sweep(10, limit=5)
-    dialogue = converse(llm(5), [question("one", "two")], how, Echo("yes"), JOB)
+    dialogue = converse(llm(5), [question("one", "two")], Echo("yes"), JOB)
     assert [one.params.max_tokens for one in dialogue.asks] == [2] and dialogue.cut
 
 
 def test_sampled_requests_get_seeds_of_their_own() -> None:
-    how = Sweep(100, seed=5, limit=60)
-    assert how.params(0.0, 2, 10).seed is None
-    params = how.params(1.0, 2, 10)
-    assert (params.seed, params.max_tokens, params.temperature) == (7, 50, 1.0)
+    how = Sweep(100, seed=5)
+    assert how.params(0.0, 2).seed is None
+    params = how.params(1.0, 2)
+    assert (params.seed, params.max_tokens, params.temperature) == (7, 100, 1.0)
 
 
 # -- figures -------------------------------------------------------------------------------------
@@ -213,7 +211,7 @@ def answered(
 def test_mean_accepted_tokens_are_pooled_over_steps() -> None:
     def accepted(*runs: TimedRun) -> float | None:
         heats = [Heat(BenchJob("a", 1, 0.0, n, ()), 0, {"plain": r}) for n, r in enumerate(runs)]
-        return figures(HeatRecord(heats))["plain", "a"].drafts.mean_accepted_tokens
+        return figures(HeatRecord(heats))["plain", "a"].drafts["mean_accepted_tokens"]
 
     plain = dialogue((4.0, [1, 1, 1, 1]), (2.0, [1, 1]))
     assert accepted(plain) == 1.0
@@ -237,10 +235,10 @@ def test_speedup_is_the_mean_speed_by_plain_decodings() -> None:
     assert translation.heats == 2
     assert translation.mean_speedup == pytest.approx(5.0 / 1.5)
     assert translation.speedup.median == pytest.approx(6 / 2.5)  # the ratio of the sums
-    assert translation.drafts.mean_accepted_tokens == 3.0
+    assert translation.drafts["mean_accepted_tokens"] == 3.0
     whole = by_method["ngram", OVERALL]
     assert whole.mean_speedup == pytest.approx((2 + 8 + 1) / 3 / ((1 + 2 + 1) / 3))
-    assert whole.drafts.mean_accepted_tokens == (3 + 3 + 4) / (1 + 1 + 4)
+    assert whole.drafts["mean_accepted_tokens"] == (3 + 3 + 4) / (1 + 1 + 4)
     assert by_method["plain", OVERALL].mean_speedup == 1.0
     assert ("ngram", "Summarization") not in by_method  # nothing was measured of it
 

@@ -7,7 +7,7 @@ from collections import Counter
 import pytest
 import torch
 
-from paceline.lab.certify.experiments import Cells
+from paceline.lab.certify.run import Cells
 
 PROBS = torch.tensor([0.02, 0.5, 0.0, 0.3, 0.01, 0.17])
 

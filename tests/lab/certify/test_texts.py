@@ -11,8 +11,8 @@ from paceline.core.params import SamplingParams
 from paceline.core.sequence import DraftCounts
 from paceline.engine.driver import StandstillError
 from paceline.lab.certify.decoding import Difference, Start, decode, first_difference
-from paceline.lab.certify.experiments import check_texts
 from paceline.lab.certify.run import Certifier
+from paceline.lab.certify.subject import check_texts
 from paceline.llm import LLM
 from paceline.model.backends.base import NATIVE
 
@@ -59,8 +59,8 @@ def test_what_comes_after_a_tie_is_compared(
             return None
         return difference(at, 0.0 if at == 2 else second or 0.0)
 
-    monkeypatch.setattr("paceline.lab.certify.experiments.decode", faked)
-    monkeypatch.setattr("paceline.lab.certify.experiments.explain", explained)
+    monkeypatch.setattr("paceline.lab.certify.subject.decode", faked)
+    monkeypatch.setattr("paceline.lab.certify.subject.explain", explained)
     check = check_texts(subject, "greedy", "x", [(text, plain)])
     assert (len(check.ties), len(check.bugs)) == (ties, bugs)
     assert given[:2] == [(), plain[:3]]
@@ -93,7 +93,7 @@ def test_equal_rows_have_no_ties(
     ((plain, _),) = decode(llm.engine, [text], 0)
     other = (*plain[:-1], plain[-1] + 1), DraftCounts(drafted=8, accepted=4)
     at = len(plain) - 1
-    monkeypatch.setattr("paceline.lab.certify.experiments.decode", lambda *_: [other])
-    monkeypatch.setattr("paceline.lab.certify.experiments.explain", lambda *_: difference(at, 0.0))
+    monkeypatch.setattr("paceline.lab.certify.subject.decode", lambda *_: [other])
+    monkeypatch.setattr("paceline.lab.certify.subject.explain", lambda *_: difference(at, 0.0))
     check = check_texts(subject, "greedy", "x", [(text, plain)])
     assert (len(check.ties), len(check.bugs)) == (0, 1)

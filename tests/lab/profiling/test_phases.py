@@ -13,9 +13,9 @@ from paceline.lab.profiling.limits import (
     PYTHON,
     SATURATED,
     Phase,
+    Work,
 )
 from paceline.lab.profiling.steady import Share
-from paceline.lab.profiling.work import Work
 
 
 def work(size: float = 0.0, flops: float = 0.0, rows: float = 1.0, passes: float = 1.0) -> Work:

@@ -9,10 +9,9 @@ from typing import Any
 import pytest
 
 from paceline.engine.driver import StepSums
-from paceline.lab.profiling.limits import Phase
+from paceline.lab.profiling.limits import Phase, Work
 from paceline.lab.profiling.runs import RunProfile
 from paceline.lab.profiling.steady import shares
-from paceline.lab.profiling.work import Work
 
 
 def run_profile(**changes: Any) -> RunProfile:

@@ -7,7 +7,7 @@ import torch
 
 from paceline.core.batch import Span
 from paceline.core.tree import chain_parents
-from paceline.lab.profiling.work import LARGE, Work, WorkCounter
+from paceline.lab.profiling.limits import LARGE, Work, WorkCounter
 from paceline.model.paged.cache import PagedCache
 from paceline.model.target import CausalModel
 from support.engine_models import VOCAB, adapted

@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from operator import attrgetter, methodcaller
 from typing import Any
 
 from paceline.engine.driver import StepSums
 from paceline.lab.bench.engines import ASPECTS, PLAIN
-from paceline.lab.bench.result import KINDS, OVERALL, BenchResult, DraftFigures, Row
+from paceline.lab.bench.result import KINDS, OVERALL, BenchResult, Row
 from paceline.lab.bench.runner import EVERYTHING
 from paceline.lab.report import plots
 from paceline.lab.report.document import (
@@ -103,11 +103,11 @@ _PUBLISHED = (  # as on Spec-Bench's leaderboard
 )
 
 
-def _at(position: int, drafts: DraftFigures) -> str | None:
+def _at(position: int, drafts: Mapping[str, Any]) -> str | None:
     """What became of the drafts that had a token there."""
-    if position > len(drafts.reached):
+    if position > len(drafts["reached"]):
         return None
-    return f"{drafts.acceptance[position - 1]:.2f} ({drafts.reached[position - 1]})"
+    return f"{drafts['acceptance'][position - 1]:.2f} ({drafts['reached'][position - 1]})"
 
 
 def report_of(result: BenchResult) -> Report:
@@ -241,9 +241,9 @@ class _Pages:
         self.report.add("Latency", latencies, detail=True)
 
     def accepted(self, row: Row) -> str | None:
-        if row.drafts.acceptance_rate is not None:
-            return share(row.drafts.acceptance_rate)
-        return NONE_TRIED if row.drafts.drafted == 0 and row.method in self.drafting else None
+        if row.drafts["acceptance_rate"] is not None:
+            return share(row.drafts["acceptance_rate"])
+        return NONE_TRIED if row.drafts["drafted"] == 0 and row.method in self.drafting else None
 
     def categories(self, temperature: float) -> None:
         """A column for each of several categories; of a suite the tables that it publishes."""
@@ -277,10 +277,10 @@ class _Pages:
         self.report.add(title, *pivots, picture, detail=suite is None)
 
     def acceptance(self) -> None:
-        rows = {self.label[row.method]: row for row in self.main if row.drafts.reached}
+        rows = {self.label[row.method]: row for row in self.main if row.drafts["reached"]}
         if not rows:
             return
-        series = {name: list(row.drafts.acceptance) for name, row in rows.items()}
+        series = {name: list(row.drafts["acceptance"]) for name, row in rows.items()}
         positions = range(1, 1 + max(map(len, series.values())))
         columns = (Column("", f"position {n}", "drafts", partial(_at, n)) for n in positions)
         picture = Figure(

@@ -38,41 +38,6 @@ _QUANTILES = (0.025, 0.975)
 
 
 @dataclass(frozen=True)
-class DraftFigures:
-    """What drafting achieved, over all rounds.
-
-    ``acceptance[i]``: the share accepted of the ``reached[i]`` drafts that had a token to try at
-    position i. ``length``: mean tokens drafted a step; None where an engine does not say.
-    ``mean_accepted_length``: tokens a target step, the bonus token included;
-    ``mean_accepted_tokens`` without the steps that read a prompt, as Spec-Bench counts.
-    """
-
-    drafted: int | None
-    accepted: int
-    mean_accepted_length: float
-    mean_accepted_tokens: float | None
-    acceptance_rate: float | None
-    length: float | None
-    acceptance: tuple[float, ...]
-    reached: tuple[int, ...]
-
-    @classmethod
-    def of(cls, run: TimedRun) -> DraftFigures:
-        counts, steps, tells = run.counts, run.counts.target_steps, run.tells_drafted
-        first, later_steps = sum(a.arrivals[0][1] for a in run.answers), steps - len(run.answers)
-        return cls(
-            drafted=counts.drafted if tells else None,
-            accepted=counts.accepted,
-            mean_accepted_length=run.tokens_per_step,
-            mean_accepted_tokens=(run.tokens - first) / later_steps if later_steps else None,
-            acceptance_rate=counts.acceptance_rate,
-            length=counts.drafted / steps if tells and steps else None,
-            acceptance=tuple(counts.rates),
-            reached=tuple(counts.reached_at),
-        )
-
-
-@dataclass(frozen=True)
 class Row:
     """One method on one category at one concurrency and temperature. Times in seconds.
 
@@ -100,7 +65,7 @@ class Row:
     inter_token_p50: float | None
     inter_token_p99: float | None
     stall_p99: float | None
-    drafts: DraftFigures
+    drafts: dict[str, Any]
     phases: dict[str, float]
 
     @property
@@ -173,9 +138,28 @@ def _row(category: str, turns: list[list[Heat]], name: str) -> Row:
         inter_token_p50=percentile(shares, 0.50),
         inter_token_p99=percentile(shares, 0.99),
         stall_p99=percentile([gap for gap, _ in gaps], 0.99),
-        drafts=DraftFigures.of(whole),
+        drafts=_drafts(whole),
         phases={n: s / steps for n, s in whole.decoding.seconds.items()} if steps else {},
     )
+
+
+def _drafts(run: TimedRun) -> dict[str, Any]:
+    """What drafting achieved. ``acceptance[i]``: the share accepted of the ``reached[i]`` drafts
+    that had a token to try at position i. ``length``: mean tokens drafted a step; None where an
+    engine does not say. ``mean_accepted_length``: tokens a target step, the bonus token included;
+    ``mean_accepted_tokens`` without the steps that read a prompt, as Spec-Bench counts."""
+    counts, steps, tells = run.counts, run.counts.target_steps, run.tells_drafted
+    first, later_steps = sum(a.arrivals[0][1] for a in run.answers), steps - len(run.answers)
+    return {
+        "drafted": counts.drafted if tells else None,
+        "accepted": counts.accepted,
+        "mean_accepted_length": run.tokens_per_step,
+        "mean_accepted_tokens": (run.tokens - first) / later_steps if later_steps else None,
+        "acceptance_rate": counts.acceptance_rate,
+        "length": counts.drafted / steps if tells and steps else None,
+        "acceptance": tuple(counts.rates),
+        "reached": tuple(counts.reached_at),
+    }
 
 
 def _interval(turns: Sequence[Sequence[Heat]], name: str) -> tuple[float, float] | None:

@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import pairwise, product
 from operator import attrgetter
-from typing import Literal, Protocol
+from typing import Any, Literal, Protocol
 
 from paceline.core.params import SamplingParams
 from paceline.drafters import parse_draft
@@ -223,7 +223,7 @@ CategoryPrompts = Sequence[tuple[str, Sequence[int]]]  # category and token ids
 @dataclass(frozen=True)
 class Sweep:
     """Prompts at every concurrency and temperature, ``rounds`` times. ``seed``: request i gets
-    ``seed + i``; None draws freely. ``limit``: most tokens of a prompt and its answer."""
+    ``seed + i``; None draws freely."""
 
     max_tokens: int
     concurrency: Sequence[int] = (1,)
@@ -231,18 +231,12 @@ class Sweep:
     rounds: int = 1
     ignore_eos: bool = True
     seed: int | None = None
-    limit: int | None = None
 
-    def params(self, temperature: float, number: int, read: int = 0) -> SamplingParams:
-        """Of request ``number``, whose prompt has ``read`` tokens."""
-        seed = None if self.seed is None else (self.seed + number) % 2**63
-        room = self.max_tokens if self.limit is None else self.limit - read
-        return SamplingParams(
-            temperature=temperature,
-            max_tokens=min(self.max_tokens, room),
-            ignore_eos=self.ignore_eos,
-            seed=seed if temperature > 0 else None,
-        )
+    def params(self, temperature: float, number: int) -> SamplingParams:
+        """Of request ``number``."""
+        seed = None if self.seed is None or not temperature else (self.seed + number) % 2**63
+        how: Any = {"max_tokens": self.max_tokens, "ignore_eos": self.ignore_eos}
+        return SamplingParams(temperature=temperature, seed=seed, **how)
 
     def jobs(
         self, prompts: CategoryPrompts, concurrency: int, hurried: bool = False
@@ -258,11 +252,9 @@ class Sweep:
             groups = [(0, EVERYTHING, many)]
         planned = []
         for temperature, (number, category, group) in product(self.temperature, groups):
-            asks = [
-                Ask(tuple(ids), self.params(temperature, number + index, len(ids)))
-                for index, ids in enumerate(group)
-            ]
-            planned.append(BenchJob(category, concurrency, temperature, number, tuple(asks)))
+            numbered = enumerate(group, number)
+            asks = tuple(Ask(tuple(ids), self.params(temperature, n)) for n, ids in numbered)
+            planned.append(BenchJob(category, concurrency, temperature, number, asks))
         return in_turn(planned, lambda job: (job.temperature, job.category))
 
     def wanted(self, prompts: CategoryPrompts) -> int:
@@ -309,18 +301,19 @@ def spending_of(
 
 
 def converse(
-    llm: LLM, questions: Sequence[BenchPrompt], sweep: Sweep, engine: BenchEngine, job: BenchJob
+    llm: LLM, questions: Sequence[BenchPrompt], engine: BenchEngine, job: BenchJob
 ) -> TimedRun:
-    """Answer all turns of the job's question; the sweep has the ``limit`` of the model."""
-    question = questions[job.index]
+    """Answer all turns of the job's question, as far as the model's context goes."""
+    question, params = questions[job.index], job.asks[0].params
     messages = list(question.earlier)
     runs: list[TimedRun] = []
     for turn in question.turns:
         messages.append(("user", turn))
         ids = render(llm, messages)
-        if len(ids) >= llm.max_model_len:
+        room = llm.max_model_len - len(ids)
+        if room <= 0:
             break
-        ask = Ask(tuple(ids), sweep.params(job.temperature, job.index, len(ids)))
+        ask = Ask(tuple(ids), replace(params, max_tokens=min(params.max_tokens, room)))
         runs.append(replace(engine.run([ask]), asks=(ask,)))
         tokens = list(runs[-1].answers[0].tokens)
         text = llm.tokenizer.decode(tokens, skip_special_tokens=True)

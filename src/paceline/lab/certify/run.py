@@ -1,31 +1,236 @@
-"""Certifies one LLM: texts, distributions and the rule itself."""
+"""Certifies one LLM: its texts, samples beside the target's distributions (chi-square), and the
+rule itself."""
 
 from __future__ import annotations
 
+import hashlib
+from collections import Counter, defaultdict
 from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from functools import partial
 from itertools import pairwise, product, zip_longest
+from typing import cast
+
+import torch
 
 from paceline.core.params import SamplingParams
+from paceline.core.sequence import DraftCounts
+from paceline.draft.base import Drafter
 from paceline.lab.budget import Budget
 from paceline.lab.certify.certificate import (
     LEAST_PREFIXES,
     Certificate,
     DistributionTest,
+    Prefix,
     Problem,
     as_family,
     too_little,
 )
+from paceline.lab.certify.chisquare import ChiSquare, goodness, homogeneity
+from paceline.lab.certify.decoding import Scorer, Start, String, decode
 from paceline.lab.certify.effort import FEWEST, Effort
-from paceline.lab.certify.experiments import (
-    PORTIONS,
-    compare_texts,
-    decide_tokens,
-    judge,
-    sample,
-    samples_fit,
-)
-from paceline.lab.certify.subject import OnProgress, Subject
+from paceline.lab.certify.steps import enumerate_step
+from paceline.lab.certify.subject import OnProgress, Subject, compare_texts, decide_tokens
 from paceline.llm import LLM
+from paceline.model.target import CausalModel
+
+DEPTH = 3  # tokens of a sample
+_MOST_CELLS = 150
+_LEAST_EXPECTED = 5.0  # samples in a cell, the usual rule for chi-square
+_MOST_HEADS = 128  # beginnings whose next tokens are tested: those that occur most
+# Next tokens are counted by how likely they were: first, second, third, fourth or fifth, ...
+_RANKS = torch.tensor([0, 1, 2, 4, 8, 16, 64])
+# Either sample may differ from the scored distribution by what two batch shapes differ by.
+_MARGIN = 2.0
+PORTIONS = 10  # in which the samples of a prefix are drawn
+_BEYOND_BLOCK = 4  # tokens of a prefix that no full cache block shares: cheap to read again
+_FURTHER = 16  # tokens behind a prefix in which the rule may be enumerated
+_RANK = 0.75  # not the very most undecided prefix: sure ones have likelier second tokens
+
+
+def sample(subject: Subject, number: int, samples: int) -> None:
+    """Bring prefix ``number`` to so many samples, then enumerate the rule there."""
+    prefixes = subject.evidence.prefixes
+    if number >= len(prefixes):
+        run = partial(_choose_prefix, subject, number)
+        subject.do("sampling", "prefix", 1, "choosing a prefix", run)
+    if number >= len(prefixes):
+        return  # no text has been decoded to look in
+    prefix, name = prefixes[number], prefixes[number].start.name
+    while min(len(prefix.drawn), len(prefix.plain)) < samples:
+        plainly = len(prefix.plain) <= len(prefix.drawn)
+        strings, kind = (prefix.plain, "plain") if plainly else (prefix.drawn, "speculative")
+        have = len(strings)
+        size = min(-(-subject.effort.samples // PORTIONS), samples - have)
+        run = partial(_draw, subject, prefix, number, size, plainly)
+        subject.do("sampling", kind, size, f"{name}: {kind} sampling", run)
+        if len(strings) == have:
+            break  # there was no time for it, or it failed
+    run = partial(_enumerate, subject, prefix)
+    subject.do("rule", "rule", 1, f"{name}: the rule, enumerated", run, f"rule/{number}")
+
+
+def samples_fit(subject: Subject, number: int, samples: int) -> bool:
+    """Whether all of it will be done in time: a few samples would only be a weak spot."""
+    budget, known = subject.budget, subject.evidence.prefixes[number : number + 1]
+    missing = samples - sum(len(prefix.drawn) for prefix in known)
+    kinds = {"plain": missing, "speculative": missing, "rule": 1}
+    return sum((budget.estimate(kind) or 0.0) * n for kind, n in kinds.items()) < budget.left
+
+
+def _choose_prefix(subject: Subject, number: int) -> None:
+    """The beginning of a greedy text after which the target is undecided, by its entropy; a few
+    tokens behind a full cache block, as thousands of samples start there."""
+    start, evidence = subject.start(number, subject.params), subject.evidence
+    output = evidence.plain.get(f"greedy/{number}")
+    if output is None:
+        return
+    size, ends = subject.llm.engine.cache.block_size, range(len(output) + 1)
+    close = [end for end in ends if 0 < (len(start.prompt) + end) % size <= _BEYOND_BLOCK]
+    heads = [output[:end] for end in close or (len(output),)]
+    probs = Scorer(subject.llm.target, start).at_once(heads)
+    entropies = torch.special.entr(probs).sum(-1)
+    head = heads[int(entropies.argsort()[round(_RANK * (len(heads) - 1))])]
+    # Short drafts, whose bonus token is among those tested, and long ones in turn.
+    longest = subject.lengths[-1]
+    length = longest if number % 2 else min(2, longest)
+    evidence.prefixes.append(Prefix(replace(start, output=head), length))
+
+
+def _draw(subject: Subject, prefix: Prefix, number: int, size: int, plainly: bool) -> None:
+    engine, start = subject.plain if plainly else subject.llm.engine, prefix.start
+    generator = engine.verifier.generator
+    if generator is not None:
+        seed_parts = (subject.effort.seed, number, prefix.portions, plainly)
+        digest = hashlib.blake2b(repr(seed_parts).encode(), digest_size=7).digest()
+        generator.manual_seed(int.from_bytes(digest, "little"))
+    prefix.portions += 1
+    texts = _continued(subject, start, 0 if plainly else prefix.length, size, DEPTH, plainly)
+    strings = prefix.plain if plainly else prefix.drawn
+    strings += [tokens[len(start.output) :] for tokens, _ in texts]
+    prefix.drafted += sum(counts.drafted for _, counts in texts)
+
+
+def _continued(
+    subject: Subject, start: Start, length: int, samples: int, enough: int, plainly: bool = False
+) -> list[tuple[String, DraftCounts]]:
+    """So many samples of ``enough`` tokens each; drafts of ``length`` are recorded."""
+    max_tokens = len(start.output) + max(DEPTH, enough) + length + 1
+    starts = [replace(start, params=replace(start.params, max_tokens=max_tokens))] * samples
+    engine = subject.llm.engine
+    drafter, engine.drafter = engine.drafter, cast(Drafter, subject.recorder)
+    try:
+        return decode(subject.plain if plainly else engine, starts, length, enough)
+    finally:
+        engine.drafter = drafter
+
+
+def _enumerate(subject: Subject, prefix: Prefix) -> None:
+    """The step at this prefix, by enumeration, over each kind of tree that was proposed."""
+    evidence, recorder, start = subject.evidence, subject.recorder, prefix.start
+    length, omitted = min(2, subject.lengths[-1]), f"{start.name}: rule not enumerated:"
+    # A lookup may find nothing at the prefix itself, but further on in what was drawn from it.
+    for samples, enough in ((128, 1), (16, _FURTHER)):
+        recorder.watch(start.tokens)
+        _continued(subject, start, length, samples, enough)
+        if recorder.trees:
+            break
+    else:
+        evidence.notes.append(f"{omitted} nothing was drafted there")
+    trees, distributions = list(recorder.trees.values()), recorder.distributions
+    start = replace(start, output=(recorder.watched or ())[len(start.prompt) :])
+    recorder.watch(None)
+    target = Scorer(subject.llm.target, start).at_once
+    for tree in trees[:2]:
+        verifier = subject.llm.engine.verifier
+        if (check := enumerate_step(verifier, tree, distributions, target, start.name)) is None:
+            many = f"a tree of {len(tree)} nodes has too many outcomes"
+            evidence.notes.append(f"{omitted} {many}")
+            continue
+        evidence.exact.append(check)
+        if not check.passed:
+            apart = f"{check.distance:.2g} from the target's (total variation, enumerated)"
+            what = f"{start.name}: a step's distribution is {apart}"
+            evidence.problems.append(Problem("rule", what))
+
+
+@dataclass(frozen=True)
+class Cells:
+    """A cell for each of some ``groups`` of tokens, and one for all others, with their ``chances``.
+    ``slack``: the effect w² that a test allows for rounding; ``rounding``: the total variation
+    between two batch shapes."""
+
+    groups: list[int]
+    chances: list[float]
+    slack: float
+    rounding: float
+
+    @classmethod
+    def of(cls, probs: torch.Tensor, moved: torch.Tensor, samples: int) -> Cells:
+        """So likely that enough of the samples are expected in each; [vocab] in both shapes."""
+        least = max(_LEAST_EXPECTED / samples, 1 / _MOST_CELLS)
+        order = probs.argsort(descending=True, stable=True)
+        groups = order[probs[order] >= least].tolist()
+        if groups and 1 - float(probs[groups].double().sum()) < least:
+            groups.pop()  # too little is left for a cell: it takes the last of them in
+        both = [row[groups].double().tolist() for row in (probs, moved)]
+        chances, others = ([*named, max(0.0, 1 - sum(named))] for named in both)
+        pairs = list(zip(chances, others, strict=True))
+        effect = sum((a - b) ** 2 / a for a, b in pairs if a > 0)
+        return cls(groups, chances, _MARGIN**2 * effect, sum(abs(a - b) for a, b in pairs) / 2)
+
+    def counts(self, drawn: Counter[int]) -> list[int]:
+        named = [drawn[group] for group in self.groups]
+        return [*named, drawn.total() - sum(named)]
+
+    def fit(self, drawn: Counter[int]) -> ChiSquare:
+        return goodness(self.counts(drawn), self.chances, self.slack)
+
+
+def judge(model: CausalModel, prefix: Prefix) -> list[DistributionTest]:
+    """Tests of what was drawn with drafts and plainly; none where nothing is left to chance."""
+    scorer, tests = Scorer(model, prefix.start), list[DistributionTest]()
+    plain = Counter(string[0] for string in prefix.plain)
+    (probs,), (moved,) = scorer.at_once([()]), scorer.stepwise([()])
+    cells = Cells.of(probs, moved, min(len(prefix.drawn), len(prefix.plain)))
+    for length, strings in ((prefix.length, prefix.drawn), (0, prefix.plain)):
+        first = Counter(string[0] for string in strings)
+        fits = {"first token / distribution": (cells.fit(first), cells)}
+        if length:
+            same = homogeneity(cells.counts(first), cells.counts(plain), cells.slack)
+            fits["first token / plain"] = same, cells
+        fits["next tokens / distribution"] = _next_tokens(scorer, strings)
+        part, where = "sampling" if length else "plain sampling", (prefix.start.name, length)
+        for what, (outcome, used) in fits.items():
+            if outcome.df > 0:
+                about = len(strings), outcome, *where, used.rounding
+                tests.append(DistributionTest(part, what, *about))
+    return tests
+
+
+def _next_tokens(scorer: Scorer, strings: Sequence[String]) -> tuple[ChiSquare, Cells]:
+    """Test of how likely the tokens behind the first were: of all beginnings together, by their
+    ranks in the distribution behind their beginning. Which beginnings occur most depends on what
+    came before the tokens, so it favours nothing."""
+    following: defaultdict[String, Counter[int]] = defaultdict(Counter)
+    for string in strings:
+        for position in range(1, DEPTH):
+            following[string[:position]][string[position]] += 1
+    heads = sorted(following, key=lambda head: -following[head].total())[:_MOST_HEADS]
+    drawn: Counter[int] = Counter()
+    expected = torch.zeros(2, len(_RANKS) + 1, dtype=torch.float64)  # in both batch shapes
+    rows = zip(heads, scorer.at_once(heads), scorer.stepwise(heads), strict=True)
+    for head, *shapes in rows:
+        ranks = shapes[0].argsort(descending=True, stable=True).argsort()
+        groups = torch.bucketize(ranks, _RANKS)
+        for token, count in following[head].items():
+            drawn[int(groups[token])] += count
+        both = torch.stack(shapes).double() * following[head].total()
+        expected.index_add_(1, groups, both)
+    probs, moved = expected / drawn.total()
+    cells = Cells.of(probs, moved, drawn.total())
+    return cells.fit(drawn), cells
+
 
 _ENDING = 0.1  # of the budget, kept for the tests at the end
 

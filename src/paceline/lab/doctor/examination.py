@@ -47,7 +47,7 @@ _SMALLER, _SMALL_ENOUGH = 4, 10  # times smaller than the target: at least, and 
 _DEEP, _DEEPISH = 1 / 2, 1 / 4  # of the target's layers
 _TABLES = ("d2t", "t2d", "token_map")  # of a head: small, and their values decide
 
-_Checked = tuple[list[Finding], Needs]
+_Checked = Iterator[Finding | Needs]  # what is seen of a draft, and what it takes
 
 
 def examine(
@@ -125,7 +125,7 @@ def check_drafts(
     target: Model,
     setting: Setting,
     needs: Needs,
-) -> _Checked:
+) -> tuple[list[Finding], Needs]:
     """Of all, and ``needs`` with theirs; ``auto`` is what it is composed of."""
     findings: list[Finding] = []
     if any(isinstance(spec, Auto) for spec, _ in drafts):
@@ -135,10 +135,12 @@ def check_drafts(
         named = [pair for pair in drafts if not isinstance(pair[0], Auto)]
         drafts = [*((spec, folder_of(spec)) for spec, _ in composed.taken), *named]
     for number, (spec, folder) in enumerate(drafts, 1):
-        noticed, more = _check_draft(spec, folder, target, setting)
         about = "draft" if len(drafts) == 1 else f"draft {number} ({spec.kind})"
-        findings += findings_of(about, noticed)
-        needs += more
+        for seen in _check_draft(spec, folder, target, setting):
+            if isinstance(seen, Needs):
+                needs += seen
+            else:
+                findings += findings_of(about, [seen])
     return findings, needs
 
 
@@ -151,9 +153,9 @@ def compose_auto(target: Model, setting: Setting, free: int) -> Composition:
     composed = compose(Circumstances(target.name, refused, bits, weights, rounded, free, mtp))
     failed: dict[DraftSpec, str] = {}
     for spec, _ in composed.taken:
-        noticed, _ = _check_draft(spec, folder_of(spec), target, setting)
-        wrong = [one.text for one in noticed if one.severity is ERROR]
-        failed |= {spec: wrong[0]} if wrong else {}
+        for seen in _check_draft(spec, folder_of(spec), target, setting):
+            if isinstance(seen, Finding) and seen.severity is ERROR:
+                failed.setdefault(spec, seen.text)
     return composed.without(failed)
 
 
@@ -161,76 +163,71 @@ def _check_draft(
     spec: DraftSpec, files: ModelFiles | None, target: Model, setting: Setting
 ) -> _Checked:
     if files is None:
-        return _without_files(spec, target, setting)
-    if isinstance(spec, DraftModel):
-        precision = spec.quantize or setting.options.draft_quantize
-        options = replace(setting.options, draft_quantize=precision)
-        return _check_draft_model(spec, files, target, replace(setting, options=options))
-    return _check_head(spec, files, target, setting)
+        yield from _without_files(spec, target, setting)
+        return
+    # By another kind's file name there may be nothing in the folder.
+    empty = not (files.tensors or files.pickled or files.damaged or files.remote)
+    if empty or isinstance(spec, DraftModel):
+        what, kind = weights_kind((read_files(files.name) if empty else files).tensors)
+        if kind:
+            cure, name = f"Use --draft {kind}:{files.name}.", files.name
+            yield finding("draft-of-another-kind", cure=cure, name=name, what=what)
+            return
+    if not isinstance(spec, DraftModel):
+        yield from _check_head(spec, files, target, setting)
+        return
+    precision = spec.quantize or setting.options.draft_quantize
+    setting = replace(setting, options=replace(setting.options, draft_quantize=precision))
+    model, findings = _check_model(files, "draft", setting)
+    yield from findings
+    if model is not None:
+        yield from (*compare(target, model, spec.vocab), *_context(target, model))
+        yield from _size(target, model)
+        yield Needs.of_model(model, setting, setting.dtype)
 
 
 def _without_files(spec: DraftSpec, target: Model, setting: Setting) -> _Checked:
-    examined = spec.examine(target)
+    examined, bits = spec.examine(target), machine.held_bits(target, setting)
     if examined.target_in is None:
-        return list(starmap(finding, examined.notes)), Needs()
-    bits = machine.held_bits(target, setting)
-    if bits <= BITS[examined.target_in]:
-        return [finding("draft-as-target", draft=spec, bits=bits)], Needs()
-    more = machine.rounded_bytes(target, examined.target_in, setting)
-    whole = machine.weight_bytes(target, setting)
-    sizes = f"{machine.size(more)} beside the target's {machine.size(whole)}"
-    beside = f"; its matrices take {sizes}, together {(more + whole) / whole:.2f} times the target"
-    return [finding(code, text + beside, cure) for code, text, cure in examined.notes], Needs(more)
+        yield from starmap(finding, examined.notes)
+    elif bits <= BITS[examined.target_in]:
+        yield finding("draft-as-target", draft=spec, bits=bits)
+    else:
+        more = machine.rounded_bytes(target, examined.target_in, setting)
+        whole = machine.weight_bytes(target, setting)
+        sizes = f"{machine.size(more)} beside the target's {machine.size(whole)}"
+        ratio = (more + whole) / whole
+        beside = f"; its matrices take {sizes}, together {ratio:.2f} times the target"
+        yield from (finding(code, text + beside, cure) for code, text, cure in examined.notes)
+        yield Needs(more)
 
 
 def _check_head(spec: DraftSpec, files: ModelFiles, target: Model, setting: Setting) -> _Checked:
     """By the code that loads heads, without their weights."""
-    empty = not (files.tensors or files.pickled or files.damaged or files.remote)
-    if empty and (other := _another_kind(read_files(files.name))):  # by another kind's file name
-        return other, Needs()
-    findings, needs = list(check_files(files)), Needs()
+    yield from check_files(files)
     if not files.whole:
-        return findings, needs
+        return
     tensors = {
         key: tensor if key.rpartition(".")[2] in _TABLES else tensor.to("meta")
         for key, tensor in files.tensors.items()
     }
     try:
         head = spec.examine(target, Checkpoint(files.name, dict(files.config), tensors))
-        findings += starmap(finding, head.notes)
+        yield from starmap(finding, head.notes)
         counts = head.parameters, head.cache_values, head.feature_values
         weights, cached, features = (setting.width * count for count in counts)
-        needs = Needs(weights, cached, features, files.stored_bytes + weights)
+        yield Needs(weights, cached, features, files.stored_bytes + weights)
     except ModelLoadError as error:
         other_kind = "; use --draft" in str(error)
-        findings.append(refusal("draft-of-another-kind" if other_kind else "head-refused", error))
+        yield refusal("draft-of-another-kind" if other_kind else "head-refused", error)
     base_model: Any = files.config.get("base_model_name_or_path")
     if is_speculators(dict(files.config)):
         verifier = files.config.get("speculators_config", {}).get("verifier", {})
         base_model = verifier.get("name_or_path") if isinstance(verifier, Mapping) else None
     names = (target.name, base_model) if isinstance(base_model, str) and base_model else ()
     if len({name.rstrip("/").rpartition("/")[2] for name in names}) > 1:
-        findings.append(finding("head-base-differs", base=base_model, target=target.name))
-    return [*findings, *check_values(files)], needs
-
-
-def _another_kind(files: ModelFiles) -> list[Finding]:
-    """That a folder holds a head, where the spec says something else; empty if it holds none."""
-    (what, kind), name = weights_kind(files.tensors), files.name
-    cure = f"Use --draft {kind}:{name}."
-    return [finding("draft-of-another-kind", cure=cure, name=name, what=what)] if kind else []
-
-
-def _check_draft_model(
-    spec: DraftModel, files: ModelFiles, target: Model, setting: Setting
-) -> _Checked:
-    if other := _another_kind(files):
-        return other, Needs()
-    model, findings = _check_model(files, "draft", setting)
-    if model is None:
-        return findings, Needs()
-    findings += [*compare(target, model, spec.vocab), *_context(target, model)]
-    return [*findings, *_size(target, model)], Needs.of_model(model, setting, setting.dtype)
+        yield finding("head-base-differs", base=base_model, target=target.name)
+    yield from check_values(files)
 
 
 def _context(target: Model, draft: Model) -> Iterator[Finding]:

@@ -1,15 +1,205 @@
-"""What this machine can do at best, which limit holds a phase of the step up, and that in words."""
+"""What this machine can do at best, which limit holds a phase of the step up, and that in words.
+
+The bytes that a step must move and the FLOPs it does are counted operator by operator: a weight
+each time that a product reads it, keys and values as far as attention reads them, other tensors
+from 256 KiB on; smaller ones do not leave a core's cache."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass
+import math
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any
 
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 
-from paceline.lab.profiling.work import Work
+from paceline.model.backends.counters import OPERATOR, NativeWork, counted
 from paceline.model.loading import cpu_has_bf16
 from paceline.model.measure import measure
+
+LARGE = 256 * 2**10  # bytes; half of the smallest second-level cache of present servers
+
+# Position of the rows among the arguments; the weight comes behind them.
+_PRODUCTS = dict.fromkeys(("aten::mm", "aten::bmm", "aten::mv", "aten::matmul", "aten::linear"), 0)
+_PRODUCTS |= {"aten::_grouped_mm": 0, "mkldnn::_linear_pointwise": 0}
+_PRODUCTS |= {"aten::addmm": 1, "aten::baddbmm": 1}
+# What reads only as much of its first argument as it puts out, or writes only what it is given.
+_PARTIAL = frozenset(
+    {"embedding", "index_select", "index", "gather", "index_copy_", "index_put_", "scatter_"}
+)
+
+
+_ATTENTION = ("aten::scaled_dot_product_", "aten::_scaled_dot_product_")
+
+
+def is_kernel(name: str) -> bool:
+    """Whether an operator is a product or an attention: where the work of a model is."""
+    return name in _PRODUCTS or name.startswith((OPERATOR, *_ATTENTION, "aten::einsum"))
+
+
+@dataclass
+class Work:
+    """What one phase did. ``kernels``: products and attention among the ``ops``. ``weight_*``: of
+    weights whenever they are read; ``weights``: elements and bytes of the distinct ones.
+    ``cache_bytes``: of keys and values; ``other_bytes``: of other large tensors."""
+
+    ops: float = 0
+    kernels: float = 0
+    flops: float = 0
+    product_flops: float = 0
+    weight_elements: float = 0
+    weight_bytes: float = 0
+    cache_bytes: float = 0
+    other_bytes: float = 0
+    weights: dict[object, tuple[int, int]] = field(default_factory=dict)
+
+    @property
+    def bytes(self) -> float:
+        return self.weight_bytes + self.cache_bytes + self.other_bytes
+
+    @property
+    def parameters(self) -> int:
+        """Distinct weight elements that were read."""
+        return sum(elements for elements, _ in self.weights.values())
+
+    @property
+    def distinct_bytes(self) -> int:
+        return sum(size for _, size in self.weights.values())
+
+    @property
+    def rows(self) -> float:
+        """Rows of an average product; 0 without any."""
+        return self.product_flops / (2 * self.weight_elements) if self.weight_elements else 0.0
+
+    @property
+    def passes(self) -> float:
+        """How often a weight was read."""
+        return self.weight_bytes / self.distinct_bytes if self.weights else 0.0
+
+    @property
+    def weight_bits(self) -> float:
+        """Of a number of the weights as it is read, scales included."""
+        return 8 * self.distinct_bytes / self.parameters if self.weights else 0.0
+
+    def per_step(self, steps: int) -> Work:
+        """Of one of so many steps."""
+        sums = {name: value / steps for name, value in vars(self).items() if name != "weights"}
+        return Work(**sums, weights=self.weights)
+
+    def add_product(self, key: object, elements: int, size: int, flops: int) -> None:
+        """A product with a weight of ``size`` bytes."""
+        self.flops += flops
+        self.product_flops += flops
+        self.weight_elements += elements
+        self.weight_bytes += size
+        self.weights[key] = (elements, size)
+
+
+class WorkCounter(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """Adds the work of operators called in ``phase("step")`` to its innermost phase, or "other"."""
+
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.phases: dict[str, Work] = {}
+        self.steps = 0
+        self._phase = "other"
+
+    @contextmanager
+    def phase(self, name: str) -> Iterator[None]:
+        if name == "step":
+            self.steps += 1
+            with self, counted(self._native):
+                yield
+            return
+        before, self._phase = self._phase, name
+        try:
+            yield
+        finally:
+            self._phase = before
+
+    def _native(self, done: NativeWork) -> None:
+        """A call of our own kernels, which is one operator."""
+        work = self.phases.setdefault(self._phase, Work())
+        work.ops += 1
+        work.kernels += 1
+        for weight in done.products:
+            flops = 2 * weight.elements * weight.rows
+            work.add_product(weight.key, weight.elements, weight.bytes, flops)
+        work.flops += done.attention_flops
+        work.cache_bytes += done.cache_bytes
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        name = func.name().partition(".")[0]
+        if name == "aten::einsum":  # its products are seen one by one
+            with self:
+                return func.decompose(*args, **kwargs)
+        result = func(*args, **kwargs)
+        work = self.phases.setdefault(self._phase, Work())
+        work.ops += 1
+        work.kernels += is_kernel(name)
+        if name in _PRODUCTS:
+            first = _PRODUCTS[name]
+            _count_product(work, name, args[first], args[first + 1], result)
+        elif name.startswith(_ATTENTION):
+            query, key, value = args[:3]  # scores and weighted sum, two FLOPs a multiplication
+            pairs = math.prod(query.shape[:-1]) * key.shape[-2]
+            work.flops += 2 * pairs * (key.shape[-1] + value.shape[-1])
+            work.cache_bytes += key.nbytes + value.nbytes
+        elif not _is_view(func, (args, kwargs), result):
+            read, written = _tensors((args, kwargs)), _tensors(result)
+            if name.partition("::")[2] in _PARTIAL:
+                # Of what is written to, the first argument is the whole.
+                read = written = read[1:] if name.endswith("_") else written
+            work.other_bytes += _large(*read, *written)
+        return result
+
+
+def _tensors(tree: Any) -> list[torch.Tensor]:
+    return [leaf for leaf in tree_leaves(tree) if isinstance(leaf, torch.Tensor)]
+
+
+def _is_view(func: Any, arguments: Any, result: Any) -> bool:
+    """Whether nothing was moved: also a reshape or conversion that had nothing to do."""
+    if func.is_view:
+        return True
+    tensors = [result, *_tensors(arguments)]
+    if func._schema.is_mutable or not all(isinstance(t, torch.Tensor) for t in tensors):
+        return False
+    pointer, *others = (_address(tensor) for tensor in tensors)
+    return pointer is not None and pointer in others
+
+
+def _address(tensor: torch.Tensor) -> int | None:
+    """Of a tensor's memory; prepacked ones have none."""
+    strided = tensor.layout == torch.strided
+    return tensor.untyped_storage().data_ptr() if strided else None
+
+
+def _count_product(
+    work: Work, name: str, rows: torch.Tensor, weight: torch.Tensor, result: torch.Tensor
+) -> None:
+    elements = weight.numel()
+    if name == "aten::_grouped_mm":  # at most one expert for each row is read
+        elements = elements // weight.shape[0] * min(weight.shape[0], rows.shape[0])
+    # The same for every use of a weight; a prepacked one stays one object.
+    address = _address(weight)
+    key = id(weight) if address is None else (address, weight.storage_offset(), weight.shape)
+    flops = 2 * result.numel() * rows.shape[-1]
+    work.add_product(key, elements, elements * weight.dtype.itemsize, flops)
+    work.other_bytes += _large(rows, result)
+
+
+def _large(*tensors: torch.Tensor) -> int:
+    """Bytes of those that do not stay in a core's own cache."""
+    sizes = [tensor.numel() * tensor.dtype.itemsize for tensor in tensors]
+    return sum(size for size in sizes if size >= LARGE)
+
 
 _BUFFER = 256 * 2**20  # bytes, more than caches hold
 _LEAST_READ = 64 * 2**10  # bytes, below which a sum takes longer to be called than to be done

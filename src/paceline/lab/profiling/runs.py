@@ -15,11 +15,12 @@ from paceline.lab.profiling import steady
 from paceline.lab.profiling.limits import (
     MachineSpeeds,
     Phase,
+    Work,
+    WorkCounter,
     measure_machine,
     rate,
     read_bandwidth,
 )
-from paceline.lab.profiling.work import Work, WorkCounter
 from paceline.lab.report.document import (
     Column,
     Figure,

@@ -23,7 +23,7 @@ from paceline.engine.driver import Drive, DrivenStep, StepSums, sequence
 from paceline.errors import ConfigError, DataError
 from paceline.files import replace_files, telling
 from paceline.files.ownership import check_file
-from paceline.lab.profiling.work import is_kernel
+from paceline.lab.profiling.limits import is_kernel
 from paceline.llm import LLM
 
 WARM_UP = 12  # steps: kernels are chosen, and an adaptive draft length has found its place
