@@ -173,7 +173,8 @@ def bench(
         read = text.compared(llm, engine.model, engine.quantize, _READ_TOKENS)
         about["perplexities"] = [read]
     with stage("comparing the texts"):
-        result = BenchResult.of(plan.methods, plan.settings, llm, record, plan.suite, **about)
+        result = BenchResult.of(plan.methods, plan.settings, llm, record)
+        result = replace(result, suite=plan.suite, **about)
     run.emit(result.record(), report_of(result), run.details)
     complaints = result.complaints(options.allow_idle)
     for line in complaints:

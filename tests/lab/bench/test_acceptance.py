@@ -8,7 +8,7 @@ from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
 
 from paceline.core.params import SamplingParams
 from paceline.lab.bench.engines import Starter
-from paceline.lab.bench.result import DraftFigures
+from paceline.lab.bench.result import draft_figures
 from paceline.lab.bench.runner import Ask, Method
 from paceline.llm import LLM
 from support.engine_models import write_pair
@@ -71,7 +71,7 @@ def test_the_engine_accepts_what_transformers_says(tmp_path: Path) -> None:
     prompts = [[3, 9, 4, 1, 7], [7, 2], [11, 30, 5, 5, 8, 2, 19]]
     params = SamplingParams(max_tokens=16)
     engine = Starter(llm).open(Method("draft", f"model:{draft}", 4), 2)
-    measured = DraftFigures.of(engine.run([Ask(tuple(ids), params) for ids in prompts]))
+    measured = draft_figures(engine.run([Ask(tuple(ids), params) for ids in prompts]))
     models = [AutoModelForCausalLM.from_pretrained(f, dtype=torch.float32) for f in (target, draft)]
     counts, later = Walk(4), Walk(4)
     for prompt in prompts:
@@ -83,9 +83,9 @@ def test_the_engine_accepts_what_transformers_says(tmp_path: Path) -> None:
         run = next((n for n in range(min(4, len(text) - 1)) if drafts[0][n] != text[n]), 4)
         later.steps, later.committed = later.steps - 1, later.committed - run - 1
     expected = counts.summary()
-    assert measured.drafted == expected["drafted"]
-    assert measured.acceptance_rate == pytest.approx(expected["acceptance"], abs=1e-3)
+    assert measured["drafted"] == expected["drafted"]
+    assert measured["acceptance_rate"] == pytest.approx(expected["acceptance"], abs=1e-3)
     length = expected["mean_accepted_length"]
-    assert measured.mean_accepted_length == pytest.approx(length, abs=1e-3)
+    assert measured["mean_accepted_length"] == pytest.approx(length, abs=1e-3)
     length = later.summary()["mean_accepted_length"]
-    assert measured.mean_accepted_tokens == pytest.approx(length, abs=1e-3)
+    assert measured["mean_accepted_tokens"] == pytest.approx(length, abs=1e-3)

@@ -138,12 +138,12 @@ def _row(category: str, turns: list[list[Heat]], name: str) -> Row:
         inter_token_p50=percentile(shares, 0.50),
         inter_token_p99=percentile(shares, 0.99),
         stall_p99=percentile([gap for gap, _ in gaps], 0.99),
-        drafts=_drafts(whole),
+        drafts=draft_figures(whole),
         phases={n: s / steps for n, s in whole.decoding.seconds.items()} if steps else {},
     )
 
 
-def _drafts(run: TimedRun) -> dict[str, Any]:
+def draft_figures(run: TimedRun) -> dict[str, Any]:
     """What drafting achieved. ``acceptance[i]``: the share accepted of the ``reached[i]`` drafts
     that had a token to try at position i. ``length``: mean tokens drafted a step; None where an
     engine does not say. ``mean_accepted_length``: tokens a target step, the bonus token included;
@@ -288,15 +288,9 @@ class BenchResult:
 
     @classmethod
     def of(
-        cls,
-        methods: Sequence[Method],
-        settings: dict[str, Any],
-        llm: LLM,
-        record: HeatRecord,
-        suite: Suite | None,
-        **more: Any,
+        cls, methods: Sequence[Method], settings: dict[str, Any], llm: LLM, record: HeatRecord
     ) -> BenchResult:
-        """From what was measured; ``more`` are other fields."""
+        """From what was measured."""
 
         def judge(ask: Ask, left: tuple[int, ...], right: tuple[int, ...]) -> Difference | None:
             return explain(llm.target, ask.prompt, left, right, ask.params)
@@ -310,9 +304,7 @@ class BenchResult:
             rows=rows(record),
             texts=compare(record, judge, ours),
             idle=idle(record, [method.name for method in methods if method.draft]),
-            suite=suite,
             cut=sum(run.cut for heat in record.heats for run in heat.outcomes.values()),
-            **more,
         )
 
     def record(self) -> dict[str, Any]:
