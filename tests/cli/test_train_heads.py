@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import signal
 from pathlib import Path
 
 import pytest
@@ -81,9 +82,14 @@ def test_bad_input_is_one_line_and_leaves_nothing(
     assert not out.exists()
 
 
-def test_ctrl_c_saves_and_the_same_command_resumes(
-    tiny_pair: TinyPair, corpus: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize("sent", [signal.SIGINT, signal.SIGTERM], ids=lambda sent: sent.name)
+def test_a_signal_saves_and_the_same_command_resumes(
+    sent: signal.Signals,
+    tiny_pair: TinyPair,
+    corpus: str,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """In a process of its own: test_train.py."""
     command = arguments("eagle3", tiny_pair.target, corpus, tmp_path / "run")
-    assert check_interrupt(command, EagleTrainer, 6, monkeypatch) == 7
+    assert check_interrupt(command, EagleTrainer, 6, sent, monkeypatch) == 7

@@ -76,6 +76,7 @@ def test_unknown_nulls_are_as_good_as_left_out(server: Running) -> None:
     ("fields", "words"),
     [
         ({"whatever": 1}, "unknown or unsupported field 'whatever'"),
+        ({"Stop": 1}, "unknown or unsupported field 'Stop'"),  # spelt as a type of pydantic's
         ({"modalities": ["text", "audio"]}, 'modalities: answers are text; only ["text"]'),
         ({"audio": {"voice": "x"}}, "audio: answers are text; audio is not supported"),
         ({"use_beam_search": True}, "use_beam_search: beam search is not supported; sample n"),
@@ -192,6 +193,7 @@ def test_a_user_s_images_are_not_passed_over(server: Running) -> None:
             "structured_outputs.structural_tag: structural tags are not supported",
         ),
         ({"structured_outputs": {"x": 1}}, "unknown or unsupported field 'structured_outputs.x'"),
+        ({"structured_outputs": {"int": 1}}, "unsupported field 'structured_outputs.int'"),
         (
             {"prediction": {"content": [{"type": "file"}]}},
             "prediction.content: a part of type 'file' is not",

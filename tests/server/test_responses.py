@@ -229,7 +229,7 @@ def test_errors(server: Running, fields: dict[str, Any], param: str | None, word
 def test_what_has_no_effect_is_noted(server: Running) -> None:
     answer = respond(
         server,
-        include=["reasoning.encrypted_content"],
+        include=["reasoning.encrypted_content", "a\nb\x11ä"],
         reasoning={"effort": "low", "summary": "auto"},
         background=False,
         truncation="disabled",
@@ -238,8 +238,8 @@ def test_what_has_no_effect_is_noted(server: Running) -> None:
     )
     ignored = answer.headers["x-paceline-ignored"]
     assert ignored == (
-        "background, truncation, user, include=reasoning.encrypted_content, reasoning.summary, "
-        "reasoning_effort"
+        "background, truncation, user, include=reasoning.encrypted_content, include=a?b??, "
+        "reasoning.summary, reasoning_effort"
     )
     assert answer.json["metadata"] == {"a": "b"}
 

@@ -239,6 +239,8 @@ def invalid(chooser: random.Random, server: Server) -> tuple[str, bytes, set[int
     text: Any = "messages" if path == CHATS else "prompt"
     change, statuses = chooser.choice(mistakes(text, server))
     body |= change
+    if "response_format" in change:
+        body.pop("tool_choice", None)  # beside a forced call there is no text to give a form
     return path, json.dumps(body).encode("utf-8"), statuses
 
 

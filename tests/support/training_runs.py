@@ -178,7 +178,11 @@ def check_ctrl_c(arguments: list[str], word: str) -> int:
 
 
 def check_interrupt(
-    arguments: list[str], trainer: type[Trainer], at: int, monkeypatch: pytest.MonkeyPatch
+    arguments: list[str],
+    trainer: type[Trainer],
+    at: int,
+    sent: signal.Signals,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> int:
     """The same within this process: the signal comes in the middle of step ``at`` + 1."""
     kind: Any = trainer
@@ -186,7 +190,8 @@ def check_interrupt(
 
     def interrupted(self: Any) -> float:
         if self.step == at:
-            signal.raise_signal(signal.SIGINT)
+            assert signal.getsignal(sent) is not signal.SIG_DFL  # which would end the tests
+            signal.raise_signal(sent)
         loss: float = whole(self)
         return loss
 

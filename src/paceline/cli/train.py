@@ -39,7 +39,8 @@ app = typer.Typer(help="Train models for Paceline.", no_args_is_help=True)
 
 @contextmanager
 def deferred_interrupts() -> Iterator[Callable[[], bool]]:
-    """Ctrl-C between steps: the block asks whether it came. A second one stops at once."""
+    """Ctrl-C, or SIGTERM, between steps: the block asks whether it came. A second one stops at
+    once."""
     came = False
 
     def interrupt(*_: object) -> None:
@@ -49,11 +50,12 @@ def deferred_interrupts() -> Iterator[Callable[[], bool]]:
         came = True
         print("stopping after this step (Ctrl-C again: at once)", file=sys.stderr)
 
-    before = signal.signal(signal.SIGINT, interrupt)
+    before = {sent: signal.signal(sent, interrupt) for sent in (signal.SIGINT, signal.SIGTERM)}
     try:
         yield lambda: came
     finally:
-        signal.signal(signal.SIGINT, before)
+        for sent, handler in before.items():
+            signal.signal(sent, handler)
 
 
 def train_to_end(trainer: Trainer, running: RunningOptions) -> Path:

@@ -115,9 +115,13 @@ def invalid(
     location = complaint["loc"][skip:]
     if renamed and location and location[0] in renamed:
         location = (renamed[location[0]],)
-    names = [str(part) for part in location if not _TRIED.fullmatch(str(part))]
+    unknown = complaint["type"] == "extra_forbidden"
+    # The last part is then the name that a client gave, whatever it looks like.
+    tried = location[:-1] if unknown else location
+    names = [str(part) for part in tried if not _TRIED.fullmatch(str(part))]
+    names += [str(location[-1])] if unknown else []
     param = ".".join(names)
-    if complaint["type"] == "extra_forbidden":
+    if unknown:
         reason = REFUSED.get(names[-1])
         message = f"unknown or unsupported field {param!r}; leave it out"
         message = message if reason is None else f"{param}: {reason}"

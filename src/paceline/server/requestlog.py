@@ -58,7 +58,7 @@ def note(name: str) -> None:
     """A field of the request being answered is ignored."""
     exchange = _exchange.get()
     if exchange is not None and len(exchange.ignored) < _MOST_NOTES:
-        exchange.ignored[name.encode("ascii", "replace").decode()] = None  # it goes into a header
+        exchange.ignored[re.sub(r"[^ -~]", "?", name)] = None  # it goes into a header
 
 
 def request_id() -> str:

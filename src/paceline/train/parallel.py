@@ -116,7 +116,8 @@ def _join(rank: int, ranks: int, store: str) -> None:
 
 def _learn(build: Callable[[], Trainer], rank: int, ranks: int, store: str, threads: int) -> None:
     """What a further process does."""
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the first one ends us, where weights are whole
+    for sent in (signal.SIGINT, signal.SIGTERM):  # the first one ends us, where weights are whole
+        signal.signal(sent, signal.SIG_IGN)
     torch.set_num_threads(threads)
     force(lambda line: None)  # the first one has checked what is there, and alone writes
     try:

@@ -51,6 +51,11 @@ _SAME_NAMED = (
     *("presence_penalty", "frequency_penalty", "min_tokens", "stop", "stop_token_ids"),
     *("ignore_eos", "prompt_logprobs", "priority", "n", "receipt"),
 )
+# Fields that give the text a form.
+_FORMS = (
+    *("response_format", "structured_outputs"),
+    *("guided_json", "guided_regex", "guided_choice", "guided_grammar"),
+)
 
 
 @dataclass(frozen=True)
@@ -234,6 +239,11 @@ def sampling_params(
     forced tool call. ``visible``: special tokens are part of the text, as they mark calls. As in
     OpenAI and vLLM, seed -1 is no seed and top_p 0 is greedy. Raises APIError and ConfigError."""
     speculation = request.speculation or Speculation()
+    text_form = _grammar(request)
+    if grammar is not None and text_form is not None:  # beside a forced call there is no text
+        for name in _FORMS:
+            if getattr(request, name) is not None:
+                note(name)
     return SamplingParams(
         **sampling_of(request, facts.sampling),
         **{name: getattr(request, name) for name in _SAME_NAMED},
@@ -246,7 +256,7 @@ def sampling_params(
         draft_length=speculation.draft_length,
         skip_special_tokens=request.skip_special_tokens and not visible,
         skip_end_tokens=request.skip_special_tokens,
-        grammar=grammar or _grammar(request),
+        grammar=grammar or text_form,
     )
 
 

@@ -1,0 +1,20 @@
+"""The public CI installs what it asks for."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import pytest
+import yaml
+
+ROOT = Path(__file__).resolve().parents[1]
+WORKFLOW = ROOT / ".github" / "workflows" / "tests.yml"
+
+
+@pytest.mark.skipif(not WORKFLOW.exists(), reason="an sdist has no workflows")
+def test_the_oldest_versions_run_on_the_python_they_are_pinned_for() -> None:
+    said = re.search(r"Python (3\.\d+)\.$", (ROOT / "constraints-oldest.txt").read_text(), re.M)
+    steps = yaml.safe_load(WORKFLOW.read_text(encoding="utf-8"))["jobs"]["oldest"]["steps"]
+    (given,) = (step["with"]["python-version"] for step in steps if "setup-python" in str(step))
+    assert said and given == said[1]
