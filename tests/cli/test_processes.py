@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import signal
+import socket
 import subprocess
 import sys
 import threading
@@ -228,3 +229,23 @@ def test_an_end_while_loading(victim: str) -> None:
         *stages, line = errors.splitlines()
         assert all(stage.startswith(("starting", "loading")) for stage in stages)
         assert line.startswith("error: the engine process was killed by SIGKILL while it was load")
+
+
+def test_connections_beyond_the_files_allowed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """They get 503, and a line says so at the start."""
+    limited = tmp_path / "python"
+    limited.write_text(f'#!/bin/sh\nulimit -n 120\nexec "{sys.executable}" "$@"\n')
+    limited.chmod(0o755)
+    monkeypatch.setattr(sys, "executable", str(limited))
+    with ServedProcess(ARGUMENTS) as server:
+        silent = [socket.create_connection(("127.0.0.1", server.port)) for _ in range(56)]
+        assert server.ask("GET", "/health").status == 503
+        for connection in silent:
+            connection.close()
+        server.wait_for_status("/health", 200)
+        server.process.send_signal(signal.SIGTERM)
+        assert server.wait() == 0
+    said = [line for line in server.errors if "ulimit" in line]
+    assert len(said) == 1 and "allows 120 open files: of more than 56 connections" in said[0]

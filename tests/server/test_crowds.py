@@ -74,7 +74,7 @@ def test_two_thousand_connections(crowded: Running) -> None:
     _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     if hard < 2 * CONNECTIONS + 500:
         pytest.skip("too few file descriptors are allowed here")
-    run._raise_file_limit()
+    run.raise_file_limit()
     before, threads = descriptors(), threading.active_count()
     statuses: Counter[int] = Counter()
     texts: dict[int, set[str]] = {}

@@ -193,7 +193,10 @@ def test_a_user_s_images_are_not_passed_over(server: Running) -> None:
             "structured_outputs.structural_tag: structural tags are not supported",
         ),
         ({"structured_outputs": {"x": 1}}, "unknown or unsupported field 'structured_outputs.x'"),
-        ({"structured_outputs": {"int": 1}}, "unsupported field 'structured_outputs.int'"),
+        (
+            {"stream": True, "stream_options": {"int": 1}},
+            "unknown or unsupported field 'stream_opt",
+        ),
         (
             {"prediction": {"content": [{"type": "file"}]}},
             "prediction.content: a part of type 'file' is not",

@@ -36,6 +36,7 @@ log = logging.getLogger("paceline.server")
 
 STALL_SECONDS = 60
 _CLOSING_SECONDS = 5  # for clients to read complete answers
+_OTHER_FILES = 64  # that are open beside the connections
 
 
 class AddressError(PacelineError):
@@ -98,7 +99,7 @@ def run(
     """Serve until a signal, and drain. ``ended`` is called after each request. Raises AddressError,
     and EngineLostError if the engine stopped."""
     config = service.config
-    _raise_file_limit()
+    most_connections = raise_file_limit()
     try:
         listener.listen(2048)
     except OSError as error:  # taken while the model was loading
@@ -111,6 +112,7 @@ def run(
         proxy_headers=False,
         ws="none",
         lifespan="on",
+        limit_concurrency=most_connections,
         timeout_graceful_shutdown=_CLOSING_SECONDS,
     )
     warn_of_backend(service.facts)
@@ -147,15 +149,30 @@ def warn_of_backend(facts: Facts) -> None:
     )
 
 
-def _raise_file_limit() -> None:
-    """Allow as many connections as the system permits."""
+def raise_file_limit() -> int | None:
+    """Allow as many connections as the system permits. Returns how many; None: no limit is known.
+
+    Further ones get 503: out of files, the system would cut them off, and a running request fail.
+    """
     try:
         import resource
     except ImportError:  # not on this system
-        return
+        return None
     _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     with suppress(ValueError, OSError):
         resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
+    files, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if files == resource.RLIM_INFINITY:
+        return None
+    most = max(1, files - _OTHER_FILES)
+    if most < 1000:
+        log.warning(
+            "the system allows %d open files: of more than %d connections at once some get 503; "
+            "raise it with ulimit -n",
+            files,
+            most,
+        )
+    return most
 
 
 class DrainingServer(uvicorn.Server):
