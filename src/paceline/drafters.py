@@ -24,7 +24,7 @@ from paceline.draft.base import Drafter as Drafter
 from paceline.draft.base import LookupDrafter as LookupDrafter
 from paceline.draft.datastore import Datastore as Datastore
 from paceline.draft.foreign import read_foreign
-from paceline.draft.heads.dflash import DFlash as DFlash
+from paceline.draft.heads.block import DFlash as DFlash
 from paceline.draft.heads.dspark import DSpark as DSpark
 from paceline.draft.heads.eagle import Eagle as Eagle
 from paceline.draft.heads.eagle import Eagle2 as Eagle2

@@ -12,7 +12,7 @@ from typing import Any
 
 from paceline.draft.datastore import Datastore
 from paceline.draft.heads.eagle import Eagle, Eagle2, Eagle3
-from paceline.draft.heads.eagle_format import is_speculators
+from paceline.draft.heads.layouts import is_speculators
 from paceline.draft.heads.medusa import Medusa
 from paceline.draft.heads.mtp import Mtp, mtp_weights
 from paceline.draft.hybrid import Hybrid, joined

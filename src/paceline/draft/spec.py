@@ -10,7 +10,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
 from dataclasses import MISSING, Field, dataclass, field, fields, replace
 from types import NoneType
-from typing import Any, ClassVar, Literal, Protocol, TypeVar, get_args, get_origin, get_type_hints
+from typing import Any, ClassVar, Literal, TypeVar, get_args, get_origin, get_type_hints
 
 import torch
 
@@ -99,31 +99,17 @@ class Prepared:
     state_bytes: int = 0
 
 
-class Target(Protocol):
-    """What drafts are checked against; ``CausalModel`` is one. ``vocab_size`` counts logits."""
-
-    @property
-    def hidden_size(self) -> int: ...
-
-    @property
-    def vocab_size(self) -> int: ...
-
-    @property
-    def num_layers(self) -> int: ...
-
-    @property
-    def max_positions(self) -> int: ...
-
-
 @dataclass(frozen=True)
 class TargetShape:
-    """A target that is not loaded."""
+    """A target that is not loaded. ``vocab_size`` counts logits."""
 
     hidden_size: int
     vocab_size: int
     num_layers: int
     max_positions: int = 0
 
+
+Target = CausalModel | TargetShape  # what drafts are checked against
 
 # One of doctor's findings: code, text, and the cure if it is not the usual one.
 Note = tuple[str, str, str | None]

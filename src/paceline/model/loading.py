@@ -77,7 +77,7 @@ def load_module(
         options = quantization_of(config)
         if options is not None and stays_quantised(options, target):
             number = number or torch.float32
-            tensors, weights = dense_tensors(name, weight_files(Path(path)), options, number)
+            tensors, weights = dense_tensors(weight_files(Path(path)), options, number)
             del config.quantization_config  # transformers is to see a plain model
             module = _weights(name, path, config, number, attention, tensors)
             restore_quantised(name, module, weights)

@@ -14,10 +14,9 @@ from torch import nn
 
 from paceline.core.adapter import Adapter
 from paceline.errors import ConfigError, ModelLoadError
-from paceline.model.hub import first_line
 from paceline.model.quantised.weights import LinearBase
 from paceline.model.target import CausalModel
-from paceline.model.tensorfile import check_finite, read_table
+from paceline.model.tensorfile import check_finite, load_tensors, read_table
 
 MAX_RANK = 64
 _CONFIG, _WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
@@ -146,17 +145,9 @@ def _read_config(where: str, path: Path) -> Mapping[str, Any]:
 
 
 def _read_tensors(where: str, path: Path) -> dict[str, torch.Tensor]:
-    from safetensors import SafetensorError
-    from safetensors.torch import load_file
-
     if not (path / _WEIGHTS).is_file():
         raise ModelLoadError(f"{where}: {path} has no {_WEIGHTS}; save it with safetensors")
-    try:
-        return load_file(path / _WEIGHTS)
-    except (OSError, SafetensorError) as error:
-        raise ModelLoadError(
-            f"{where}: {path / _WEIGHTS} is damaged ({first_line(error)}); copy it again"
-        ) from None
+    return load_tensors(path / _WEIGHTS)
 
 
 def _pair(

@@ -12,7 +12,7 @@ import torch
 from torch import nn
 
 from paceline.core.stages import info, stage
-from paceline.errors import ConfigError, ModelLoadError
+from paceline.errors import ConfigError
 from paceline.model.quantised.convert import EIGHT_BIT_GROUP, Scheme, quantise_module
 from paceline.model.quantised.formats import is_supported, quantised_weights, tensor_suffixes
 from paceline.model.quantised.weights import (
@@ -23,6 +23,7 @@ from paceline.model.quantised.weights import (
     QuantisedWeight,
     is_plain,
 )
+from paceline.model.tensorfile import load_tensors
 
 _LIBRARIES = {"fp8": "kernels", "quanto": "optimum-quanto"}  # others have their format's name
 
@@ -47,20 +48,10 @@ def stays_quantised(options: Mapping[str, Any], device: torch.device) -> bool:
 
 
 def dense_tensors(
-    name: str, files: list[Path], options: Mapping[str, Any], dtype: torch.dtype
+    files: list[Path], options: Mapping[str, Any], dtype: torch.dtype
 ) -> tuple[dict[str, torch.Tensor], dict[str, QuantisedWeight]]:
     """A checkpoint's tensors, dequantised, and quantised weights. Raises ModelLoadError."""
-    from safetensors import SafetensorError
-    from safetensors.torch import load_file
-
-    tensors: dict[str, torch.Tensor] = {}
-    try:
-        for file in files:
-            tensors |= load_file(file)
-    except (OSError, SafetensorError) as error:
-        raise ModelLoadError(
-            f"a weights file of {name} is damaged ({error}); download or copy it again"
-        ) from None
+    tensors = {key: tensor for file in files for key, tensor in load_tensors(file).items()}
     weights = quantised_weights(options, tensors)
     packed = {f"{layer}{ending}" for layer in weights for ending in tensor_suffixes(options)}
     plain = {key: tensor for key, tensor in tensors.items() if key not in packed}

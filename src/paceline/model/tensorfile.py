@@ -105,6 +105,17 @@ def _digest(content: mmap, entry: Entry) -> str:
         return hashlib.sha256(part).hexdigest()
 
 
+def load_tensors(file: Path) -> dict[str, torch.Tensor]:
+    """A file's tensors on the CPU. Raises ModelLoadError."""
+    from safetensors import SafetensorError
+    from safetensors.torch import load_file
+
+    try:
+        return load_file(file)
+    except (OSError, SafetensorError) as error:
+        raise _damaged(file, str(error)) from None
+
+
 def as_bytes(tensors: Mapping[str, torch.Tensor]) -> tuple[bytes, dict[str, str]]:
     """The bytes of a file with checksums, and the checksums."""
     import torch

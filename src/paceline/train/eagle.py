@@ -73,7 +73,7 @@ class EagleTrainer(ChainHeadTrainer):
             return head.float()
         if shape.version == 1:
             return EagleHead(shape, target_head=target_head)
-        ids = self.frequent_tokens(shape.draft_vocab_size)
+        ids = self.frequent_tokens(shape.columns)
         head = EagleHead(shape, ids)
         with torch.no_grad():  # a start that already knows the target's token directions
             head.lm_head.weight.copy_(target_head.weight[ids])
@@ -119,7 +119,7 @@ class EagleTrainer(ChainHeadTrainer):
         if config.version == 3 and head.config.has_lm_head:
             head.lm_head.requires_grad_(self.step >= config.frozen_steps)
         learn, ids = seen.learn, None
-        if head.config.draft_vocab_size < head.config.vocab_size:  # others are never drafted
+        if head.config.reduced:  # others are never drafted
             learn = learn & head.t2d[seen.ids]
             ids = head.to_target_ids(torch.arange(len(head.d2t), device=seen.ids.device))
         probs, row_of = self.target_probs(seen, ids)

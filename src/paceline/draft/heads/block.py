@@ -8,47 +8,29 @@ grow from the block's logits without further passes.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import KW_ONLY, dataclass, replace
+from dataclasses import dataclass, replace
 from functools import lru_cache
-from typing import Any, NamedTuple
+from typing import Any, ClassVar, NamedTuple
 
 import torch
 
 from paceline.core.batch import Span
 from paceline.core.transfer import to_device
 from paceline.draft.base import Drafter
-from paceline.draft.heads.block_format import FILES, load_block, usual_layers
-from paceline.draft.heads.block_head import BlockConfig
-from paceline.draft.heads.features import FeatureDrafter
-from paceline.draft.spec import (
-    DraftContext,
-    Examined,
-    Loading,
-    Note,
-    Prepared,
-    Target,
-    TreeSpec,
-    option,
-    reduced,
-)
+from paceline.draft.heads.block_format import load_block, usual_layers
+from paceline.draft.heads.features import FeatureDrafter, HeadSpec, on_features
+from paceline.draft.spec import DraftContext, Examined, Loading, Prepared, Target
 from paceline.draft.trees.grow import Growing, Logits, Narrow, grow
 from paceline.draft.trees.levels import Levels
 from paceline.model.backends.base import BlockStep
-from paceline.model.paged.cache import bytes_per_token
+from paceline.model.paged.cache import PagedCache
 
 
 @dataclass(frozen=True)
-class BlockSpec(TreeSpec):
-    """A block drafter by folder, built-in or hub name; chains. ``layers``: layers of the target
-    whose inputs it reads, in place of its config's."""
+class BlockSpec(HeadSpec):
+    """A block drafter."""
 
     page = "block.md"
-    holds = "head"
-    weight_files = FILES
-
-    path: str = option(needs="a head")
-    _: KW_ONLY
-    layers: tuple[int, ...] | None = option(None, like="2x16x29 (layers of the target)")
 
     def drafter(self, step: BlockStep, levels: Levels) -> BlockDrafter:
         return BlockDrafter(step, levels)
@@ -57,16 +39,15 @@ class BlockSpec(TreeSpec):
         target = loading.target
         head = load_block(self.path, target, self.kind, self.layers)
         head = head.to(target.device, target.dtype).eval().requires_grad_(False)
-        step, most = target.backend.block(head, target), head.config.drafts
+        step, config = target.backend.block(head, target), head.config
 
-        def build(context: DraftContext) -> Drafter:
-            cache = context.new_cache(head.cache_shapes, target.dtype)
+        def make(context: DraftContext, cache: PagedCache) -> Drafter:
             levels = self.levels(context, cache)
-            return self.drafter(step, levels._replace(policy=replace(levels.policy, levels=most)))
+            most = replace(levels.policy, levels=config.drafts)
+            return self.drafter(step, levels._replace(policy=most))
 
-        kept = len(head.config.feature_layers) * target.hidden_size * target.dtype.itemsize
-        cached = bytes_per_token(head.cache_shapes, target.dtype)
-        return Prepared(build, cached, feature_bytes=kept)
+        shapes = [config.cache_shape] * config.layers
+        return on_features(target, shapes, len(config.feature_layers), make)
 
     def examine(self, target: Target, read: Any = None) -> Examined:
         head = load_block(read, target, self.kind, self.layers)
@@ -75,25 +56,19 @@ class BlockSpec(TreeSpec):
             f"{self.kind} of {size / 1e6:.1f}M parameters in {config.layers} layers, drafts "
             f"{config.drafts} tokens, reads inputs of layers {list(config.feature_layers)}"
         )
-        notes: list[Note] = [("head-fits", text, None)]
-        notes += self.shifted(config, target)
-        if config.reduced:
-            notes += reduced(config.columns, target)
-        features = len(config.feature_layers) * target.hidden_size
-        cached = 2 * config.layers * config.kv_heads * config.head_dim
-        return Examined(tuple(notes), size, cached, features)
+        usual = usual_layers(target.num_layers, len(config.feature_layers))
+        notes = self.shifted(config.feature_layers, usual)
+        return self.examined(text, config, size, config.layers, target, notes)
 
-    def shifted(self, config: BlockConfig, target: Target) -> list[Note]:
-        """A note if the layers are one off from those that z-lab's rule gives."""
-        usual, ids = (
-            usual_layers(target.num_layers, len(config.feature_layers)),
-            config.feature_layers,
-        )
-        if self.layers is not None or ids not in [tuple(n + s for n in usual) for s in (-1, 1)]:
-            return []
-        text = f"layers {list(ids)}, one off from the usual {list(usual)}"
-        cure = f"Try --draft {replace(self, layers=usual)} and compare with --run."
-        return [("head-layers-shifted", text, cure)]
+
+@dataclass(frozen=True)
+class DFlash(BlockSpec):
+    """A DFlash head (arXiv 2602.06036), which drafts a block's tokens side by side, as a step of
+    diffusion."""
+
+    kind = "dflash"
+    weights = "dflash"
+    examples: ClassVar[tuple[str, ...]] = ("dflash:{dflash}", "dflash:{dflash},nodes=12")
 
 
 class _Block(NamedTuple):

@@ -23,8 +23,6 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-import torch
-
 from paceline.draft.heads.block_head import BlockConfig, BlockHead
 from paceline.draft.heads.checkpoint import (
     Checkpoint,
@@ -32,16 +30,23 @@ from paceline.draft.heads.checkpoint import (
     weights_kind,
     write_checkpoint,
 )
-from paceline.draft.heads.eagle_format import is_speculators, rotary, whole
-from paceline.draft.heads.eagle_head import SIZES
+from paceline.draft.heads.layouts import (
+    FILES,
+    WEIGHTS,
+    Tensors,
+    draft_ids,
+    flat_options,
+    from_speculators,
+    is_speculators,
+    plain_names,
+    shape_of,
+    speculators_options,
+    whole,
+)
 from paceline.draft.spec import Target
 from paceline.errors import ConfigError, ModelLoadError
 
-WEIGHTS = "model.safetensors"
-FILES = (WEIGHTS, "pytorch_model.bin")
 LAYOUTS = ("z-lab", "deepspec", "speculators")
-# Copies of the target's weights and tables that follow from the config.
-_COPIES = ("rotary_emb.inv_freq", "verifier_norm.weight", "verifier_lm_head.weight")
 _CAUSAL = ("causal_head", "causal", "is_causal")
 _KINDS = {"dflash": "DFlash head", "dspark": "DSpark head"}
 
@@ -65,55 +70,24 @@ def load_block(
     file. ``source``: a name, or a checkpoint, whose values but ``d2t``'s may be on the meta device;
     then so is the head. ``feature_layers`` replace the config's. Raises ModelLoadError for missing
     or damaged files, other weights, or another target."""
-    noun = _KINDS[kind]
-    checkpoint = read_checkpoint(source, FILES, noun) if isinstance(source, str) else source
-    name = checkpoint.name
-    tensors = {key.removeprefix("model."): value for key, value in checkpoint.tensors.items()}
-    tensors = {key: value for key, value in tensors.items() if not key.endswith(_COPIES)}
+    checkpoint = read_checkpoint(source, FILES, _KINDS[kind])
+    tensors = plain_names(checkpoint)
     if weights_kind(tensors)[1] != kind:
-        raise checkpoint.another_kind(noun)
-    offsets = tensors.pop("d2t", None)
-    tensors.pop("t2d", None)
-    flat = _flat(name, checkpoint.config)
-    config = _config(checkpoint, noun, flat, tensors, target, feature_layers)
-    ids = None
-    if config.reduced:
-        count = config.columns
-        if offsets is None or offsets.shape != (count,):
-            raise ModelLoadError(
-                f"the {noun} {name} drafts {count} of {config.vocab_size} tokens, but has no d2t "
-                "of that length that says which; its files do not belong together"
-            )
-        ids = offsets.to(torch.int64) + torch.arange(count)
-        if bool((ids.diff() <= 0).any()) or ids[0] < 0 or ids[-1] >= config.vocab_size:
-            raise ModelLoadError(
-                f"d2t of the {noun} {name} does not name ascending tokens below "
-                f"{config.vocab_size}; it must hold offsets (target id = i + d2t[i])"
-            )
-    with tensors["fc.weight"].device:
-        head = BlockHead(config, ids)
-    checkpoint.check_shapes(noun, head, tensors)
-    head.load_state_dict(tensors)
-    return head.to(tensors["fc.weight"].dtype)
+        raise checkpoint.another_kind()
+    flat = _flat(checkpoint.name, checkpoint.config)
+    config = _config(checkpoint, flat, tensors, target, feature_layers)
+    ids = draft_ids(checkpoint.title, config, tensors) if config.reduced else None
+    if not config.reduced:
+        for key in ("d2t", "t2d"):
+            tensors.pop(key, None)
+    return checkpoint.filled(lambda: BlockHead(config, ids), tensors)
 
 
 def _flat(name: str, config: dict[str, Any]) -> dict[str, Any]:
     """The options of any layout as those of DeepSpec's, with layers whose inputs are read."""
     if is_speculators(config):
-        from transformers import AutoConfig
-
-        try:  # the nested config leaves out what is the default of its kind
-            layer: dict[str, Any] = AutoConfig.for_model(
-                **config["transformer_layer_config"]
-            ).to_dict()
-        except (KeyError, TypeError, ValueError) as error:
-            raise ModelLoadError(
-                f"the transformer_layer_config of {name} cannot be read ({error}); "
-                "copy config.json again"
-            ) from None
-        flat = layer | {key: value for key, value in config.items() if value is not None}
-        by_kind = config.get("speculators_model_type") == "dspark"
-        flat["sample_from_anchor"] = config.get("sample_from_anchor", by_kind)
+        by_kind = {"sample_from_anchor": config["speculators_model_type"] == "dspark"}
+        flat = by_kind | from_speculators(name, config)
         return flat | {"inputs": config.get("aux_hidden_state_layer_ids")}
     nested = config.get("dflash_config")
     flat = config | {"sample_from_anchor": not isinstance(nested, dict)}
@@ -126,64 +100,43 @@ def _flat(name: str, config: dict[str, Any]) -> dict[str, Any]:
 
 def _config(
     checkpoint: Checkpoint,
-    noun: str,
     flat: dict[str, Any],
-    tensors: dict[str, torch.Tensor],
+    tensors: Tensors,
     target: Target,
     feature_layers: tuple[int, ...] | None,
 ) -> BlockConfig:
     """The head's shape by config and tensors, checked against the target."""
-    name = checkpoint.name
-    needed = "hidden_size", "num_attention_heads", "vocab_size"
-    hidden, heads, vocab = (whole(name, flat, key) for key in needed)
-    checkpoint.check_target(noun, target, hidden, vocab, flat.get("num_target_layers"))
-    flat = {
-        "num_key_value_heads": heads,
-        "head_dim": max(1, hidden // heads),
-        "max_position_embeddings": 2048,
-        **{key: value for key, value in flat.items() if value is not None},
-    }
+    name, flat = checkpoint.name, {key: value for key, value in flat.items() if value is not None}
+    layers = list(feature_layers) if feature_layers else flat.get("inputs")
+    if layers is None:
+        count = tensors["fc.weight"].shape[-1] // whole(name, flat, "hidden_size")
+        layers = list(usual_layers(target.num_layers, count))
+    shape = shape_of(name, flat, tensors, target, layers)
+    sizes = shape["hidden_size"], shape["vocab_size"], flat.get("num_target_layers")
+    checkpoint.check_target(target, *sizes)
     if "sliding_attention" in flat.get("layer_types", ()):
-        raise ModelLoadError(f"the {noun} {name} has sliding windows, which are not supported")
+        raise ModelLoadError(f"{checkpoint.title} has sliding windows, which are not supported")
     if type(flat.get("mask_token_id")) is not int:
         raise ModelLoadError(
             f"the config.json of {name} has no mask_token_id, the token that stands for what is to "
             "be drafted; copy the file again"
         )
-    layers = list(feature_layers) if feature_layers else flat.get("inputs")
-    if layers is None:
-        count = tensors["fc.weight"].shape[-1] // hidden
-        layers = list(usual_layers(target.num_layers, count))
-    if not isinstance(layers, list) or not all(type(number) is int for number in layers):
-        raise ModelLoadError(f"the layers that {name} reads are {layers!r}, not a list of numbers")
-    theta, scaling = rotary(flat)
     first = tensors.get("markov_head.markov_w1.weight")
     logits = tensors.get("lm_head.weight")
-    try:
-        return BlockConfig(
-            **{field: whole(name, flat, key) for key, field in SIZES.items()},
-            layers=whole(name, flat, "num_hidden_layers"),
-            target_layers=target.num_layers,
-            feature_layers=tuple(layers),
-            block_size=whole(name, flat, "block_size"),
-            mask_token=flat["mask_token_id"],
-            from_anchor=bool(flat["sample_from_anchor"]),
-            causal=any(flat.get(key) for key in _CAUSAL),
-            draft_vocab_size=None if logits is None else logits.shape[0],
-            rope_theta=theta,
-            rope_scaling=scaling,
-            rms_norm_eps=float(flat.get("rms_norm_eps", 1e-6)),
-            attention_bias=any(key.endswith("q_proj.bias") for key in tensors),
-            markov_rank=0 if first is None else first.shape[-1],
-            markov_type=str(flat.get("markov_head_type", "vanilla")),
-            confidence="confidence_head.proj.weight" in tensors,
-            confidence_with_markov=first is not None
-            and bool(flat.get("confidence_head_with_markov", False)),
-            has_embedding="embed_tokens.weight" in tensors,
-            has_lm_head=logits is not None,
-        )
-    except ConfigError as error:
-        raise ModelLoadError(f"the {noun} {name} does not fit the target: {error}") from None
+    shape |= {
+        "layers": whole(name, flat, "num_hidden_layers"),
+        "block_size": whole(name, flat, "block_size"),
+        "mask_token": flat["mask_token_id"],
+        "from_anchor": bool(flat["sample_from_anchor"]),
+        "causal": any(flat.get(key) for key in _CAUSAL),
+        "draft_vocab_size": None if logits is None else logits.shape[0],
+        "markov_rank": 0 if first is None else first.shape[-1],
+        "markov_type": str(flat.get("markov_head_type", "vanilla")),
+        "confidence": "confidence_head.proj.weight" in tensors,
+        "confidence_with_markov": first is not None
+        and bool(flat.get("confidence_head_with_markov", False)),
+    }
+    return checkpoint.made(lambda: BlockConfig(**shape))
 
 
 # -- writing ---------------------------------------------------------------------------------
@@ -206,14 +159,8 @@ def save_block(
     if layout not in fits:
         instead = f"use {fits[0]!r}" if fits else "no layout can"
         raise ConfigError(f"the layout of {layout} cannot hold this head; {instead}")
-    verifier = {"name_or_path": target_name, "architectures": list(target_architectures)}
-    tensors = dict(head.state_dict())
-    if layout == "speculators" and head.draft_ids is not None:
-        tensors["d2t"] = head.draft_ids - torch.arange(config.columns)
-        known = torch.zeros(config.vocab_size, dtype=torch.bool)
-        known[head.draft_ids] = True
-        tensors["t2d"] = known
-    write_checkpoint(folder, WEIGHTS, tensors, _options(config, layout, verifier))
+    options = _options(config, layout, (target_name, target_architectures))
+    write_checkpoint(folder, WEIGHTS, dict(head.state_dict()), options)
 
 
 def layouts_of(config: BlockConfig) -> list[str]:
@@ -224,75 +171,36 @@ def layouts_of(config: BlockConfig) -> list[str]:
     return [layout for layout, fit in fits.items() if fit]
 
 
-def _layer_options(config: BlockConfig) -> dict[str, Any]:
-    return {
-        "model_type": "qwen3",
-        "num_hidden_layers": config.layers,
-        "hidden_act": "silu",
-        "rms_norm_eps": config.rms_norm_eps,
-        "rope_theta": config.rope_theta,
-        "rope_scaling": config.rope_scaling,
-        "attention_bias": config.attention_bias,
-        "tie_word_embeddings": False,
-        **{key: getattr(config, field) for key, field in SIZES.items()},
-    }
-
-
-def _options(config: BlockConfig, layout: str, verifier: dict[str, Any]) -> dict[str, Any]:
+def _options(
+    config: BlockConfig, layout: str, verifier: tuple[str | None, tuple[str, ...]]
+) -> dict[str, Any]:
     """The config.json of a layout."""
-    flat = _layer_options(config)
-    outputs = [layer - 1 for layer in config.feature_layers]
+    flat = flat_options(config, config.layers, "qwen3")
+    layers = {"target_layer_ids": [layer - 1 for layer in config.feature_layers]}
     heads = {
         "markov_rank": config.markov_rank,
         "markov_head_type": config.markov_type,
         "enable_confidence_head": config.confidence,
         "confidence_head_with_markov": config.confidence_with_markov,
     }
+    sizes = {"block_size": config.block_size, "num_target_layers": config.target_layers}
     masked = {"mask_token_id": config.mask_token}
     seen = {"is_causal": True} if config.causal else {}
     if layout == "z-lab":
-        return {
-            "architectures": ["DFlashDraftModel"],
-            **flat,
-            "block_size": config.block_size,
-            "num_target_layers": config.target_layers,
-            "dflash_config": masked
-            | {"target_layer_ids": outputs}
-            | ({"causal_head": True} if config.causal else {}),
-            **seen,
-        }
+        causal = {"causal_head": True} if config.causal else {}
+        nested = {"dflash_config": masked | layers | causal}
+        return {"architectures": ["DFlashDraftModel"], **flat, **sizes, **nested, **seen}
     if layout == "deepspec":
-        return {
-            "architectures": ["Qwen3DSparkModel"],
-            **flat,
-            **masked,
-            "block_size": config.block_size,
-            "num_target_layers": config.target_layers,
-            "num_anchors": 512,
-            "target_layer_ids": outputs,
-            **seen,
-            **heads,
-        }
+        more = {**masked, **sizes, "num_anchors": 512, **layers, **seen, **heads}
+        return {"architectures": ["Qwen3DSparkModel"], **flat, **more}
     extended = bool(config.markov_rank or config.confidence)
-    kind = "dspark" if extended else "dflash"
-    proposal = {"proposal_type": "greedy", "speculative_tokens": config.drafts}
-    proposal |= {"accept_tolerance": 0.0, "verifier_accept_k": 1}
+    kind, name = ("dspark", "DSparkDraftModel") if extended else ("dflash", "DFlashDraftModel")
     return {
-        "architectures": ["DSparkDraftModel" if extended else "DFlashDraftModel"],
-        "speculators_model_type": kind,
-        "speculators_version": "0.5.0",
-        "tie_word_embeddings": False,
+        **speculators_options(kind, name, flat, config.drafts, verifier),
         "draft_vocab_size": config.columns,
         "block_size": config.block_size,
         "aux_hidden_state_layer_ids": list(config.feature_layers),
         "sample_from_anchor": config.from_anchor,
         **masked,
-        **(heads if kind == "dspark" else {}),
-        "speculators_config": {
-            "algorithm": kind,
-            "default_proposal_method": "greedy",
-            "proposal_methods": [proposal],
-            "verifier": verifier,
-        },
-        "transformer_layer_config": flat,
+        **(heads if extended else {}),
     }

@@ -27,59 +27,29 @@ from typing import Any
 import torch
 from torch import nn
 
-from paceline.draft.heads.eagle_head import SIZES, rotate
-from paceline.errors import ConfigError
+from paceline.draft.heads.network import AttendingHead, HeadConfig, HeadLayer
 from paceline.model.backends.base import Attend
 
 MARKOV = "vanilla", "gated"
 
 
-@dataclass(frozen=True)
-class BlockConfig:
-    """Shape of a head, which is as wide as its target. ``feature_layers``: layers of the target
-    whose inputs it reads; ``target_layers`` there means the final norm's output. ``from_anchor``:
-    the anchor's row drafts, too. ``causal``: rows see none behind them. ``markov_rank``: of the
-    bias by the token before, 0 for none."""
+@dataclass(frozen=True, kw_only=True)
+class BlockConfig(HeadConfig):
+    """Shape of a head, which is as wide as its target. ``from_anchor``: the anchor's row drafts,
+    too. ``causal``: rows see none behind them. ``markov_rank``: of the bias by the token before, 0
+    for none."""
 
-    hidden_size: int
-    heads: int
-    kv_heads: int
-    head_dim: int
-    ffn_size: int
     layers: int
-    vocab_size: int
-    target_layers: int
-    feature_layers: tuple[int, ...]
     block_size: int
     mask_token: int
-    max_positions: int
     from_anchor: bool = False
     causal: bool = False
-    draft_vocab_size: int | None = None  # None: all of the target's
-    rope_theta: float = 10000.0
-    rope_scaling: dict[str, Any] | None = None
-    rms_norm_eps: float = 1e-6
-    attention_bias: bool = False
     markov_rank: int = 0
     markov_type: str = "vanilla"
     confidence: bool = False
     confidence_with_markov: bool = False
-    has_embedding: bool = False  # otherwise the target's is used
-    has_lm_head: bool = False
-
-    def __post_init__(self) -> None:
-        problem = self._problem()
-        if problem is not None:
-            raise ConfigError(problem)
 
     def _problem(self) -> str | None:
-        last = self.target_layers
-        wrong = [n for n in self.feature_layers if not 0 <= n <= last]
-        if not self.feature_layers or wrong:
-            known = f"layers 0 to {last - 1}, and {last} means the final norm's output"
-            return f"feature layers {wrong} do not exist: the target has {known}"
-        if self.heads % self.kv_heads:
-            return f"{self.heads} heads cannot share {self.kv_heads} key-value heads"
         if not 0 <= self.mask_token < self.vocab_size:
             return f"the mask token {self.mask_token} is not one of {self.vocab_size} tokens"
         if self.block_size < 2:
@@ -87,80 +57,12 @@ class BlockConfig:
         if self.markov_rank and self.markov_type not in MARKOV:
             known = " and ".join(MARKOV)
             return f"a markov head of type {self.markov_type!r} is not supported; {known} are"
-        if self.reduced and not self.has_lm_head:
-            return f"it drafts {self.draft_vocab_size} of {self.vocab_size} tokens without lm_head"
-        return None
-
-    @property
-    def reduced(self) -> bool:
-        return self.draft_vocab_size not in (None, self.vocab_size)
-
-    @property
-    def columns(self) -> int:
-        """Of the logits."""
-        return self.draft_vocab_size or self.vocab_size
+        return super()._problem()
 
     @property
     def drafts(self) -> int:
         """Tokens that a block drafts."""
         return self.block_size if self.from_anchor else self.block_size - 1
-
-
-def qwen3(config: BlockConfig) -> Any:
-    """transformers' config for its modules."""
-    from transformers import Qwen3Config
-
-    rope = {"rope_type": "default", "rope_theta": config.rope_theta, **(config.rope_scaling or {})}
-    sizes = {option: getattr(config, name) for option, name in SIZES.items()}
-    return Qwen3Config(**sizes, rope_parameters=rope)
-
-
-class _Attention(nn.Module):
-    def __init__(self, config: BlockConfig) -> None:
-        super().__init__()
-        size, width, bias = config.hidden_size, config.head_dim, config.attention_bias
-        self.width = width
-        self.q_proj = nn.Linear(size, config.heads * width, bias=bias)
-        self.k_proj = nn.Linear(size, config.kv_heads * width, bias=bias)
-        self.v_proj = nn.Linear(size, config.kv_heads * width, bias=bias)
-        self.o_proj = nn.Linear(config.heads * width, size, bias=bias)
-        self.q_norm = nn.RMSNorm(width, config.rms_norm_eps)
-        self.k_norm = nn.RMSNorm(width, config.rms_norm_eps)
-
-    def keys_values(self, x: torch.Tensor, angles: Angles) -> tuple[torch.Tensor, torch.Tensor]:
-        """Of rows ``x [T, hidden]``: ``[1, kv_heads, T, width]`` each."""
-        keys = self.k_norm(self._by_head(self.k_proj(x)))
-        values = self._by_head(self.v_proj(x))
-        return rotate(keys, *angles).transpose(0, 1)[None], values.transpose(0, 1)[None]
-
-    def forward(self, x: torch.Tensor, angles: Angles, attend: Attend, layer: int) -> torch.Tensor:
-        query = rotate(self.q_norm(self._by_head(self.q_proj(x))), *angles).transpose(0, 1)[None]
-        keys, values = self.keys_values(x, angles)
-        out = attend(query, keys, values, layer=layer, scaling=self.width**-0.5)
-        return self.o_proj(out.reshape(len(x), -1))  # type: ignore[no-any-return]
-
-    def _by_head(self, x: torch.Tensor) -> torch.Tensor:
-        return x.view(len(x), -1, self.width)
-
-
-Angles = tuple[torch.Tensor, torch.Tensor]  # cosines and sines [T, 1, width]
-
-
-class _Layer(nn.Module):
-    def __init__(self, config: BlockConfig) -> None:
-        super().__init__()
-        from transformers.models.qwen3.modeling_qwen3 import Qwen3MLP
-
-        size, eps = config.hidden_size, config.rms_norm_eps
-        self.input_layernorm = nn.RMSNorm(size, eps)
-        self.self_attn = _Attention(config)
-        self.post_attention_layernorm = nn.RMSNorm(size, eps)
-        self.mlp = Qwen3MLP(qwen3(config))
-
-    def forward(self, x: torch.Tensor, angles: Angles, attend: Attend, layer: int) -> torch.Tensor:
-        x = x + self.self_attn(self.input_layernorm(x), angles, attend, layer)
-        update: torch.Tensor = self.mlp(self.post_attention_layernorm(x))
-        return x + update
 
 
 class _Markov(nn.Module):
@@ -187,52 +89,35 @@ class _Confidence(nn.Module):
         self.proj = nn.Linear(inputs, 1)
 
 
-class BlockHead(nn.Module):
-    """Weights and forward of a head, for training and drafting. ``draft_ids``: target ids that it
-    can draft, int64, ascending; None for all."""
-
-    draft_ids: torch.Tensor | None
-    rotary: Any
+class BlockHead(AttendingHead):
+    """Weights and forward of a head, for training and drafting."""
 
     def __init__(self, config: BlockConfig, draft_ids: torch.Tensor | None = None) -> None:
-        super().__init__()
-        from transformers.models.qwen3.modeling_qwen3 import Qwen3RotaryEmbedding
-
+        super().__init__(config)
         self.config = config
         size, eps = config.hidden_size, config.rms_norm_eps
         self.fc = nn.Linear(len(config.feature_layers) * size, size, bias=False)
         self.hidden_norm = nn.RMSNorm(size, eps)
-        self.layers = nn.ModuleList([_Layer(config) for _ in range(config.layers)])
+        self.layers = nn.ModuleList(
+            HeadLayer(config, ("input_layernorm",), size, normed=True) for _ in range(config.layers)
+        )
         self.norm = nn.RMSNorm(size, eps)
-        self.embed_tokens = nn.Embedding(config.vocab_size, size) if config.has_embedding else None
         self.lm_head = nn.Linear(size, config.columns, bias=False) if config.has_lm_head else None
         self.markov_head = _Markov(config) if config.markov_rank else None
         with_markov = config.markov_rank if config.confidence_with_markov else 0
         self.confidence_head = _Confidence(size + with_markov) if config.confidence else None
-        self.register_buffer("draft_ids", draft_ids, persistent=False)
-        # Not a submodule: it would be cast to the head's dtype, but angles are float32.
-        self.__dict__["rotary"] = Qwen3RotaryEmbedding(qwen3(config))
-
-    @property
-    def cache_shapes(self) -> list[tuple[int, int, int]]:
-        """Of each layer: key-value heads, and widths of a key and a value."""
-        config = self.config
-        return [(config.kv_heads, config.head_dim, config.head_dim)] * config.layers
-
-    def angles(self, positions: torch.Tensor) -> Angles:
-        """At ``positions [T]``."""
-        like = self.norm.weight
-        if self.rotary.inv_freq.device != like.device:  # as it is no submodule
-            self.__dict__["rotary"] = self.rotary.to(like.device)
-        cos, sin = (part[0][:, None] for part in self.rotary(like, positions[None]))
-        return cos, sin
+        if config.reduced:
+            self.register_vocabulary(config, draft_ids)
+        else:
+            self.register_buffer("draft_ids", None)
 
     def context(
         self, features: torch.Tensor, positions: torch.Tensor
     ) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
         """Each layer's keys and values ``[1, kv_heads, T, width]`` of features ``[T, layers *
         hidden]`` at ``positions [T]``."""
-        fused, angles = self.hidden_norm(self.fc(features)), self.angles(positions)
+        fused = self.hidden_norm(self.fc(features))
+        angles = self.angles(positions, self.norm.weight)
         for layer in self.layers:
             attention: Any = layer.self_attn
             yield attention.keys_values(fused, angles)
@@ -241,9 +126,10 @@ class BlockHead(nn.Module):
         self, embeds: torch.Tensor, positions: torch.Tensor, attend: Attend
     ) -> torch.Tensor:
         """Rows of blocks ``[T, hidden]`` at ``positions [T]`` to normed outputs ``[T, hidden]``."""
-        angles = self.angles(positions)
+        angles = self.angles(positions, self.norm.weight)
         for number, layer in enumerate(self.layers):
-            embeds = layer(embeds, angles, attend, number)
+            attended: Any = layer.input_layernorm
+            embeds = layer(attended(embeds), embeds, angles, attend, number)
         outputs: torch.Tensor = self.norm(embeds)
         return outputs
 

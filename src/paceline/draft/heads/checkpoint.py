@@ -4,43 +4,58 @@ hub."""
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 
 from paceline.draft.spec import Target
-from paceline.errors import ModelLoadError
+from paceline.errors import ConfigError, ModelLoadError
 from paceline.files import replace_in
 from paceline.model.hub import fetched, first_line
 from paceline.model.loading import read_options
-from paceline.model.tensorfile import as_bytes, check_finite, fingerprint, read_table, verify
+from paceline.model.tensorfile import (
+    as_bytes,
+    check_finite,
+    fingerprint,
+    load_tensors,
+    read_table,
+    verify,
+)
 
+_Made = TypeVar("_Made")
+_Module = TypeVar("_Module", bound=torch.nn.Module)
 _WEIGHTS = "paceline_weights"  # in config.json: the fingerprint of the weights it belongs to
 
 
 @dataclass(frozen=True)
 class Checkpoint:
-    """``config``: config.json; ``tensors`` by their name in the file, on the CPU."""
+    """``config``: config.json; ``tensors`` by their name in the file, on the CPU; ``noun``: what is
+    wanted of it, as in "Medusa heads"."""
 
     name: str
     config: dict[str, Any]
     tensors: dict[str, torch.Tensor]
+    noun: str = ""
 
-    def another_kind(self, wanted: str) -> ModelLoadError:
-        """The error for a folder that does not hold ``wanted``."""
+    @property
+    def title(self) -> str:
+        return f"the {self.noun} {self.name}"
+
+    def another_kind(self) -> ModelLoadError:
+        """The error for a folder that does not hold what is wanted."""
         (what, kind), name = weights_kind(self.tensors), self.name
         advice = (
-            f"use --draft {kind}:{name} for that" if kind else f"give the folder of the {wanted}"
+            f"use --draft {kind}:{name} for that" if kind else f"give the folder of the {self.noun}"
         )
         if what == "a language model":
             advice = f"use --draft {name} to draft with it"
-        return ModelLoadError(f"{name} holds no {wanted} but {what}; {advice}")
+        return ModelLoadError(f"{name} holds no {self.noun} but {what}; {advice}")
 
     def check_target(
-        self, kind: str, target: Target, hidden: int, vocab: int, layers: int | None, by: str = ""
+        self, target: Target, hidden: int, vocab: int, layers: int | None, by: str = ""
     ) -> None:
         """Raise ModelLoadError if the head is for a target of other sizes; ``layers`` None: any
         depth."""
@@ -52,14 +67,23 @@ class Checkpoint:
         for size, (expected, wanted) in sizes.items():
             if expected not in (None, wanted):
                 raise ModelLoadError(
-                    f"the {kind} {self.name}{by}: made for a target with {size} {expected}, but "
+                    f"{self.title}{by}: made for a target with {size} {expected}, but "
                     f"this one has {wanted}; use one that was trained for this target"
                 )
 
-    def check_shapes(
-        self, kind: str, module: torch.nn.Module, tensors: dict[str, torch.Tensor]
-    ) -> None:
-        """Raise ModelLoadError unless the tensors are the module's weights by name and shape."""
+    def made(self, make: Callable[[], _Made]) -> _Made:
+        """What ``make`` makes; its ConfigError is a ModelLoadError that names the folder."""
+        try:
+            return make()
+        except ConfigError as error:
+            raise ModelLoadError(f"{self.title} does not fit the target: {error}") from None
+
+    def filled(self, make: Callable[[], _Module], tensors: Mapping[str, torch.Tensor]) -> _Module:
+        """The module that ``make`` makes with these tensors as its weights, in their dtype and on
+        their device. Raises ModelLoadError unless they are its weights by name and shape."""
+        weight = max(tensors.values(), key=torch.is_floating_point)  # the first one
+        with weight.device:
+            module = self.made(make)
         expected = {key: list(value.shape) for key, value in module.state_dict().items()}
         actual = {key: list(value.shape) for key, value in tensors.items()}
         for key in sorted(expected.keys() | actual.keys()):
@@ -72,30 +96,34 @@ class Checkpoint:
             else:
                 continue
             raise ModelLoadError(
-                f"the {kind} {self.name} {problem}; its config.json and weights do not belong "
-                "together"
+                f"{self.title} {problem}; its config.json and weights do not belong together"
             )
+        module.load_state_dict(tensors)
+        return module.to(weight.dtype)
 
 
-def read_checkpoint(name: str, files: Sequence[str], kind: str) -> Checkpoint:
-    """Read config.json and the first of ``files`` that exists; ``kind`` is for messages, as in
-    "Medusa heads". Pickled files may hold tensors only. Raises ModelLoadError."""
+def read_checkpoint(source: str | Checkpoint, files: Sequence[str], noun: str) -> Checkpoint:
+    """Read config.json and the first of ``files`` that exists in a folder, built-in or hub name; a
+    checkpoint is taken as it is. Pickled files may hold tensors only. Raises ModelLoadError."""
+    if isinstance(source, Checkpoint):
+        return replace(source, noun=noun)
+    name = source
     folder = Path(fetched(name))
     if not folder.is_dir():
-        raise ModelLoadError(f"folder {name} does not exist; give the folder that holds the {kind}")
+        raise ModelLoadError(f"folder {name} does not exist; give the folder that holds the {noun}")
     config_file = folder / "config.json"
     if not config_file.is_file():
         raise ModelLoadError(
-            f"folder {name} has no config.json; {kind} need one beside the weights"
+            f"folder {name} has no config.json; {noun} need one beside the weights"
         )
     config = read_options(config_file)
     for file in files:
         weights = folder / file
         if weights.is_file():
             tensors = _tensors(weights, config)
-            check_finite(tensors, f"the {kind} {name} cannot be used")
-            return Checkpoint(name, config, tensors)
-    raise ModelLoadError(f"folder {name} has no {kind}: there is no {' or '.join(files)} in it")
+            check_finite(tensors, f"the {noun} {name} cannot be used")
+            return Checkpoint(name, config, tensors, noun)
+    raise ModelLoadError(f"folder {name} has no {noun}: there is no {' or '.join(files)} in it")
 
 
 def write_checkpoint(
@@ -127,9 +155,6 @@ def weights_kind(names: Iterable[str]) -> tuple[str, str]:
 def _tensors(file: Path, config: Mapping[str, Any]) -> dict[str, torch.Tensor]:
     from pickle import UnpicklingError
 
-    from safetensors import SafetensorError
-    from safetensors.torch import load_file
-
     try:
         if file.suffix == ".safetensors":
             table = read_table(file)
@@ -138,9 +163,9 @@ def _tensors(file: Path, config: Mapping[str, Any]) -> dict[str, torch.Tensor]:
                 raise ModelLoadError(
                     f"config.json and {file} were not saved together; save or copy both again"
                 )
-            return load_file(file)
+            return load_tensors(file)
         loaded = torch.load(file, map_location="cpu", weights_only=True)
-    except (SafetensorError, UnpicklingError, RuntimeError, EOFError, OSError) as error:
+    except (UnpicklingError, RuntimeError, EOFError, OSError) as error:
         raise ModelLoadError(
             f"{file} cannot be read as weights ({first_line(error)}); download or copy it again"
         ) from None

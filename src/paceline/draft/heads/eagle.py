@@ -16,52 +16,37 @@ Drafted rows are not kept: an accepted token's true feature replaces them.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import KW_ONLY, dataclass, replace
+from dataclasses import KW_ONLY, dataclass
 from typing import Any, ClassVar
 
 import torch
 
 from paceline.core.batch import Span
 from paceline.draft.base import Drafter
-from paceline.draft.heads.eagle_format import FILES, load_eagle, stated_layers
+from paceline.draft.heads.eagle_format import load_eagle, stated_layers
 from paceline.draft.heads.eagle_head import default_feature_layers
-from paceline.draft.heads.features import FeatureDrafter
-from paceline.draft.spec import (
-    DraftContext,
-    Examined,
-    Loading,
-    Note,
-    Prepared,
-    Target,
-    TreeSpec,
-    option,
-    reduced,
-)
+from paceline.draft.heads.features import FeatureDrafter, HeadSpec, on_features
+from paceline.draft.spec import DraftContext, Examined, Loading, Note, Prepared, Target
 from paceline.draft.trees.grow import Growing, Logits, Narrow
 from paceline.draft.trees.levels import Levels
 from paceline.model.backends.base import EagleStep, Growth
-from paceline.model.paged.cache import bytes_per_token
+from paceline.model.paged.cache import PagedCache
 from paceline.model.quantised.convert import Scheme, quantise_module
 
 
 @dataclass(frozen=True)
-class Eagle(TreeSpec):
-    """An EAGLE head by folder, built-in or hub name; chains. ``layers``: layers of the target whose
-    inputs it reads, in place of its config's. ``int8``: round its weights to 8 bits where
-    the kernels run it in bfloat16."""
+class Eagle(HeadSpec):
+    """An EAGLE head. ``int8``: round its weights to 8 bits where the kernels run it in
+    bfloat16."""
 
     kind = "eagle"
     page = "eagle.md"
-    holds = "head"
     weights = "eagle"
-    weight_files = FILES
     examples: ClassVar[tuple[str, ...]] = ("eagle:{eagle},branching=4x2",)
     version: ClassVar[int] = 1
     dynamic: ClassVar[bool] = False
 
-    path: str = option(needs="a head")
     _: KW_ONLY
-    layers: tuple[int, ...] | None = option(None, like="2x16x29 (layers of the target)")
     int8: bool = True
 
     def prepare(self, loading: Loading) -> Prepared:
@@ -72,14 +57,12 @@ class Eagle(TreeSpec):
             quantise_module(head, Scheme("int8", finer=True))
         step = target.backend.eagle(head, target)
 
-        def build(context: DraftContext) -> Drafter:
+        def make(context: DraftContext, cache: PagedCache) -> Drafter:
             nodes = context.tree_nodes() if self.dynamic else 0
-            cache = context.new_cache([head.cache_shape], target.dtype)
             return EagleDrafter(step, self.levels(context, cache, nodes))
 
-        kept = len(head.config.feature_layers) * target.hidden_size * target.dtype.itemsize
-        cached = bytes_per_token([head.cache_shape], target.dtype)
-        return Prepared(build, cached, feature_bytes=kept)
+        config = head.config
+        return on_features(target, [config.cache_shape], len(config.feature_layers), make)
 
     def shape(self) -> str | None:
         return super().shape() or ("tree" if self.kind == "eagle2" else None)
@@ -90,22 +73,15 @@ class Eagle(TreeSpec):
         ids, usual = config.feature_layers, default_feature_layers(3, target.num_layers)
         reads = f"inputs of layers {list(ids)}" if self.version == 3 else "the last output"
         text = f"EAGLE-{self.version} head of {size / 1e6:.1f}M parameters, reads {reads}"
-        notes: list[Note] = [("head-fits", text, None)]
-        if self.layers is None and self.version == 3:
-            shifted = [tuple(layer + shift for layer in usual) for shift in (-1, 1)]
-            if not stated_layers(read.config):
-                notes.append(("head-layers-assumed", f"layers {list(usual)} are taken", None))
-            elif ids in shifted:
-                right = replace(self, layers=usual)
-                text = f"layers {list(ids)}, one off from the usual {list(usual)}"
-                cure = f"Try --draft {right} and compare with --run."
-                notes.append(("head-layers-shifted", text, cure))
-        notes += reduced(config.draft_vocab_size, target)
+        notes: list[Note] = []
+        if self.layers is None and self.version == 3 and not stated_layers(read.config):
+            notes.append(("head-layers-assumed", f"layers {list(usual)} are taken", None))
+        elif self.version == 3:
+            notes += self.shifted(ids, usual)
         if config.max_positions < target.max_positions:
-            text = f"the head has {config.max_positions:,} positions, the target "
-            notes.append(("head-context-short", f"{text}{target.max_positions:,}", None))
-        features = len(ids) * target.hidden_size
-        return Examined(tuple(notes), size, 2 * config.kv_heads * config.head_dim, features)
+            text_short = f"the head has {config.max_positions:,} positions, the target "
+            notes.append(("head-context-short", f"{text_short}{target.max_positions:,}", None))
+        return self.examined(text, config, size, 1, target, notes)
 
 
 @dataclass(frozen=True)
@@ -172,7 +148,7 @@ class EagleDrafter(FeatureDrafter):
 
     def _narrow(self, logits: torch.Tensor) -> Logits:
         config = self.head.config
-        if config.draft_vocab_size == config.vocab_size:
+        if not config.reduced:
             return logits
         return Narrow(logits, self.head.draft_ids, config.vocab_size)
 
@@ -180,4 +156,4 @@ class EagleDrafter(FeatureDrafter):
         config, like = self.head.config, self.cache.kv(0)[0]
         for tree in trees:
             tree.outputs = like.new_zeros(1, config.hidden_size)
-        return self._narrow(like.new_zeros(len(trees), config.draft_vocab_size))
+        return self._narrow(like.new_zeros(len(trees), config.columns))

@@ -1,9 +1,10 @@
-"""Drafters that read the target's features: what a step puts out waits until the head runs."""
+"""Heads that read the target's features, layer by layer: their options, and drafters for which
+what a step puts out waits until the head runs."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Sequence
+from dataclasses import KW_ONLY, dataclass, field, replace
 from itertools import groupby
 from typing import NamedTuple
 
@@ -12,14 +13,81 @@ import torch
 from paceline.core.batch import Commit, ModelOutput, Slice, Span
 from paceline.core.sequence import SequenceView
 from paceline.core.transfer import to_device
-from paceline.draft.base import States
+from paceline.draft.base import Drafter, States
+from paceline.draft.heads.layouts import FILES
+from paceline.draft.heads.network import HeadConfig
+from paceline.draft.spec import (
+    DraftContext,
+    Examined,
+    Note,
+    Prepared,
+    Target,
+    TreeSpec,
+    option,
+    reduced,
+)
 from paceline.draft.trees.levels import LevelDrafter, Levels
 from paceline.model.paged.blocks import OutOfBlocksError
+from paceline.model.paged.cache import LayerShape, PagedCache, bytes_per_token
+from paceline.model.target import CausalModel
 
 # Most features kept of a sequence that does not draft, and most rows of whole forwards kept for all
 # of them. Beyond it the oldest features are dropped (a little less acceptance) and the others
 # copied. The cache is sized so that these and the last step's rows fit (build.py).
 MOST_WAITING = 512
+
+
+def on_features(
+    target: CausalModel,
+    shapes: list[LayerShape],
+    layers: int,
+    make: Callable[[DraftContext, PagedCache], Drafter],
+    rope_switch: int | None = None,
+) -> Prepared:
+    """A drafter with a cache of these ``shapes``, which reads so many layers of the target."""
+
+    def build(context: DraftContext) -> Drafter:
+        return make(context, context.new_cache(shapes, target.dtype, rope_switch=rope_switch))
+
+    kept = layers * target.hidden_size * target.dtype.itemsize
+    return Prepared(build, bytes_per_token(shapes, target.dtype), feature_bytes=kept)
+
+
+@dataclass(frozen=True)
+class HeadSpec(TreeSpec):
+    """A head by folder, built-in or hub name; chains. ``layers``: layers of the target whose inputs
+    it reads, in place of its config's."""
+
+    holds = "head"
+    weight_files = FILES
+
+    path: str = option(needs="a head")
+    _: KW_ONLY
+    layers: tuple[int, ...] | None = option(None, like="2x16x29 (layers of the target)")
+
+    def examined(
+        self,
+        text: str,
+        config: HeadConfig,
+        size: int,
+        layers: int,
+        target: Target,
+        more: Sequence[Note] = (),
+    ) -> Examined:
+        """Doctor's notes on a head of ``size`` weights in so many ``layers``."""
+        notes = [("head-fits", text, None), *more, *reduced(config.columns, target)]
+        features = len(config.feature_layers) * target.hidden_size
+        return Examined(
+            tuple(notes), size, 2 * layers * config.kv_heads * config.head_dim, features
+        )
+
+    def shifted(self, ids: tuple[int, ...], usual: tuple[int, ...]) -> list[Note]:
+        """A note if the config's layers are one off from the usual ones."""
+        if self.layers is not None or ids not in [tuple(n + s for n in usual) for s in (-1, 1)]:
+            return []
+        text = f"layers {list(ids)}, one off from the usual {list(usual)}"
+        cure = f"Try --draft {replace(self, layers=usual)} and compare with --run."
+        return [("head-layers-shifted", text, cure)]
 
 
 class _Rows(NamedTuple):

@@ -145,20 +145,15 @@ def load_medusa(source: str | Checkpoint, target: Target) -> MedusaHeads:
     """Heads for ``target``, on the CPU. ``source``: a name, or a checkpoint, whose values but
     ``token_map``'s may be on the meta device; then so are the heads. Raises ModelLoadError for
     missing or damaged files, other weights, or another target."""
-    checkpoint = read_checkpoint(source, FILES, _KIND) if isinstance(source, str) else source
+    checkpoint = read_checkpoint(source, FILES, _KIND)
     tensors = _public_names(checkpoint)
     config = _config(checkpoint, tensors)
     by = f" (trained on {config.base_model})" if config.base_model else ""
     sizes = config.hidden_size, config.vocab_size, _number(checkpoint.config, _TARGET_LAYERS)
-    checkpoint.check_target(_KIND, target, *sizes, by)
-    weight = next(value for key, value in tensors.items() if key != "token_map")
-    with weight.device:
-        heads = MedusaHeads(config).to(weight.dtype)
+    checkpoint.check_target(target, *sizes, by)
     known = {"token_map", *map(str, range(config.heads))}
     kept = {key: value for key, value in tensors.items() if key.partition(".")[0] in known}
-    checkpoint.check_shapes(_KIND, heads, kept)
-    heads.load_state_dict(kept)
-    return heads
+    return checkpoint.filled(lambda: MedusaHeads(config), kept)
 
 
 def save_medusa(
@@ -193,7 +188,7 @@ def _public_names(checkpoint: Checkpoint) -> dict[str, torch.Tensor]:
         matches = ((re.fullmatch(pattern, short), name) for pattern, name in _NAMES)
         public = next((match.expand(name) for match, name in matches if match), None)
         if public is None:
-            raise checkpoint.another_kind(_KIND)
+            raise checkpoint.another_kind()
         tensors[public] = value
     blocks = 1 + max((int(key.split(".")[1]) for key in tensors if "linear" in key), default=-1)
     if not tensors.keys() - {"token_map"}:

@@ -30,6 +30,7 @@ from torch import nn
 from paceline.core.batch import Batch
 from paceline.draft.base import Drafter
 from paceline.draft.heads.eagle import EagleDrafter
+from paceline.draft.heads.features import on_features
 from paceline.draft.spec import (
     DraftContext,
     Examined,
@@ -43,7 +44,7 @@ from paceline.errors import ModelLoadError
 from paceline.model.backends.base import EagleStep
 from paceline.model.hub import fetched, first_line
 from paceline.model.loading import causal_class, quiet, weight_files
-from paceline.model.paged.cache import PagedCache, bytes_per_token
+from paceline.model.paged.cache import PagedCache
 from paceline.model.paged.segments import AttentionStep
 from paceline.model.probe import ATTENTION
 from paceline.model.target import CausalModel
@@ -81,15 +82,12 @@ class Mtp(TreeSpec):
     def prepare(self, loading: Loading) -> Prepared:
         target = loading.target
         step = MtpStep(load_mtp(self.path or target.name, target), target)
-        shapes, dtype = step.head.model.cache_shapes, target.dtype
+        shapes, switch = step.head.model.cache_shapes, step.head.model.rope_switch
 
-        def build(context: DraftContext) -> Drafter:
-            switch = step.head.model.rope_switch
-            cache = context.new_cache(shapes, dtype, rope_switch=switch)
+        def make(context: DraftContext, cache: PagedCache) -> Drafter:
             return EagleDrafter(step, self.levels(context, cache))
 
-        features = target.hidden_size * dtype.itemsize
-        return Prepared(build, bytes_per_token(shapes, dtype), feature_bytes=features)
+        return on_features(target, shapes, 1, make, switch)
 
     def examine(self, target: Target, read: Any = None) -> Examined:
         name = self.path or str(getattr(target, "name", ""))
@@ -153,9 +151,10 @@ class _MtpShape(NamedTuple):
 
     hidden_size: int
     vocab_size: int
-    draft_vocab_size: int
+    columns: int
     feature_layers: tuple[int, ...]
     max_positions: int
+    reduced: bool = False
 
 
 class MtpHead(nn.Module):

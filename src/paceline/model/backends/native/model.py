@@ -51,6 +51,7 @@ from paceline.model.backends.native.packing import (
 from paceline.model.backends.native.recognise import STATIC_ROPE, DecoderShape, describe
 from paceline.model.paged.cache import PagedCache
 from paceline.model.paged.segments import KeyValueStore
+from paceline.model.quantised.convert import children
 
 _PARTIAL_BYTES = 32 << 20  # of attention (csrc/forward.cpp)
 _LEFT_OUT = torch.empty(0, 0)  # logits
@@ -159,11 +160,8 @@ class NativeModel(Backend):
 
     def block(self, head: Any, model: Adapted) -> BlockStep:
         """Its linear products run in the kernels, packed in place; the rest are torch's."""
-        modules = [
-            (parent, name) for parent in head.modules() for name, _ in parent.named_children()
-        ]
-        for parent, name in modules:
-            if type(getattr(parent, name)) is nn.Linear:
+        for parent, name, child in children(head):
+            if type(child) is nn.Linear:
                 pack_children(parent, (name,), self.dtype)
         return super().block(head, model)
 
@@ -316,7 +314,6 @@ def _limit(model: Adapted) -> float:
 
 def unpack_modules(hf: Any) -> None:
     """Replace the packed modules of a model by plain ones."""
-    for parent in list(hf.modules()):
-        for name, child in list(parent.named_children()):
-            if isinstance(child, PackedLinear | PackedExperts):
-                setattr(parent, name, child.plain())
+    for parent, name, child in children(hf):
+        if isinstance(child, PackedLinear | PackedExperts):
+            setattr(parent, name, child.plain())
