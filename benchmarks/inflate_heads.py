@@ -35,8 +35,7 @@ from inflate import (
     wider,
     write_once,
 )
-from paceline.draft.heads.eagle_format import load_eagle, save_eagle
-from paceline.draft.heads.eagle_head import EagleConfig, EagleHead
+from paceline.draft.heads.eagle_head import EagleConfig, EagleHead, load_eagle, save_eagle
 from paceline.draft.heads.medusa_head import MedusaHeads, load_medusa, save_medusa
 from paceline.draft.spec import TargetShape
 from paceline.errors import PacelineError

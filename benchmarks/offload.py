@@ -33,8 +33,8 @@ from rich.console import Console
 
 from measuring import finish, machine
 from paceline.core.batch import Batch, ModelOutput
+from paceline.core.memory import parse_bytes
 from paceline.core.params import SamplingParams
-from paceline.core.sizes import parse_bytes
 from paceline.lab.report.document import Column, table_of
 from paceline.lab.report.render import print_table
 from paceline.llm import LLM

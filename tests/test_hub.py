@@ -18,14 +18,14 @@ from paceline.draft.heads.checkpoint import read_checkpoint
 from paceline.drafters import parse_draft
 from paceline.errors import ConfigError, ModelLoadError
 from paceline.lab.doctor.models import read_files
-from paceline.model import hub
-from paceline.model.hub import fetched
+from paceline.model import names
 from paceline.model.loading import load_module, load_tokenizer, read_config
+from paceline.model.names import fetched
 
 
 @pytest.fixture(autouse=True)
 def nothing_asked_yet() -> None:
-    hub._ask.cache_clear()
+    names._ask.cache_clear()
 
 
 @pytest.fixture

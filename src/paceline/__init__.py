@@ -32,7 +32,7 @@ if TYPE_CHECKING:
         WriteError,
     )
     from paceline.llm import LLM
-    from paceline.model.backends.registry import register_backend
+    from paceline.model.backends.base import register_backend
     from paceline.request.completion import Completion
 
 __version__ = "0.2.0"
@@ -73,7 +73,7 @@ _HOMES = {
     "Grammar": "paceline.core.params",
     "SamplingParams": "paceline.core.params",
     "TargetCosts": "paceline.core.costs",
-    "register_backend": "paceline.model.backends.registry",
+    "register_backend": "paceline.model.backends.base",
 }
 
 

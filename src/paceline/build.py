@@ -21,8 +21,8 @@ from paceline.draft.base import Drafter, LookupDrafter, NoDrafter, prefers_seeds
 from paceline.draft.heads.features import MOST_WAITING
 from paceline.draft.hybrid import HybridDrafter, Router
 from paceline.draft.origin import Origin
-from paceline.draft.predicted import Predictions
 from paceline.draft.spec import DraftContext, DraftSpec, Loading, Prepared
+from paceline.draft.text_index import Predictions
 from paceline.drafters import BLOCK_SIZE, DRAFTERS, DraftLike, prepare_all
 from paceline.engine.engine import Engine
 from paceline.engine.scheduler import Scheduler, SchedulerConfig

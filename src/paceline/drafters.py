@@ -25,7 +25,7 @@ from paceline.draft.base import LookupDrafter as LookupDrafter
 from paceline.draft.datastore import Datastore as Datastore
 from paceline.draft.foreign import read_foreign
 from paceline.draft.heads.block import DFlash as DFlash
-from paceline.draft.heads.dspark import DSpark as DSpark
+from paceline.draft.heads.block import DSpark as DSpark
 from paceline.draft.heads.eagle import Eagle as Eagle
 from paceline.draft.heads.eagle import Eagle2 as Eagle2
 from paceline.draft.heads.eagle import Eagle3 as Eagle3
@@ -39,9 +39,9 @@ from paceline.draft.model import DraftModel as DraftModel
 from paceline.draft.model import DraftTree as DraftTree
 from paceline.draft.ngram import NGram as NGram
 from paceline.draft.origin import prepare
-from paceline.draft.quantized import QuantizedDraft as QuantizedDraft
 from paceline.draft.recycling import Recycling as Recycling
 from paceline.draft.selfspec import EarlyExit as EarlyExit
+from paceline.draft.selfspec import QuantizedDraft as QuantizedDraft
 from paceline.draft.spec import DraftContext as DraftContext
 from paceline.draft.spec import DraftSpec as DraftSpec
 from paceline.draft.spec import Loading as Loading
@@ -51,7 +51,7 @@ from paceline.draft.spec import TreeSpec as TreeSpec
 from paceline.draft.spec import option as option
 from paceline.draft.suffix import Suffix as Suffix
 from paceline.errors import ConfigError
-from paceline.model.hub import is_path
+from paceline.model.names import is_path
 
 RECORDS: tuple[type[DraftSpec], ...] = (
     *(NoDraft, NGram, Suffix, Datastore, Recycling, Lookahead, EarlyExit, LayerSkip),

@@ -11,8 +11,7 @@ import torch.nn.functional as F
 from inflate import InflateError, Shape, Sizes, inflate, positions, read_shape, wider
 from inflate_heads import inflate_heads, pad_eagle, pad_medusa
 from paceline.core.params import SamplingParams
-from paceline.draft.heads.eagle_format import load_eagle, save_eagle
-from paceline.draft.heads.eagle_head import EagleConfig, EagleHead
+from paceline.draft.heads.eagle_head import EagleConfig, EagleHead, load_eagle, save_eagle
 from paceline.draft.heads.medusa_head import MedusaConfig, MedusaHeads
 from paceline.draft.spec import TargetShape
 from paceline.errors import ModelLoadError

@@ -15,7 +15,7 @@ from typer.testing import CliRunner
 from paceline import ConfigError, Grammar, SamplingParams
 from paceline.cli.generate import SamplingOptions, parse_grammar, parse_logit_bias
 from paceline.cli.options import ModelOptions, expand, set_threads
-from paceline.core.sizes import parse_bytes
+from paceline.core.memory import parse_bytes
 from paceline.settings import entry_of, setting
 from support.command_lines import paceline
 

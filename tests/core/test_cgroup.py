@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from paceline.core import cgroup, memory
+from paceline.core import memory
 
 GIB = 1 << 30
 
@@ -26,8 +26,8 @@ class Groups:
 @pytest.fixture
 def groups(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Groups:
     made = Groups(tmp_path)
-    monkeypatch.setattr(cgroup, "ROOT", made.root)
-    monkeypatch.setattr(cgroup, "_SELF", made.mine)
+    monkeypatch.setattr(memory, "CGROUPS", made.root)
+    monkeypatch.setattr(memory, "_SELF", made.mine)
     return made
 
 
@@ -37,7 +37,7 @@ def test_page_cache_counts_as_free(groups: Groups) -> None:
     used, cached = 8 * GIB - (20 << 20), 4 * GIB - (20 << 20)
     groups.write("", memory__max=str(8 * GIB), memory__current=str(used))
     groups.write("", memory__stat=f"anon {4 * GIB}\nactive_file 7\ninactive_file {cached}")
-    assert cgroup.memory_left() == 4 * GIB
+    assert memory.memory_left() == 4 * GIB
     assert memory.free_memory(torch.device("cpu")) <= 4 * GIB
 
 
@@ -45,7 +45,7 @@ def test_the_nearest_limit_of_a_nested_group(groups: Groups) -> None:
     groups.mine.write_text("0::/system.slice/paceline.service\n")
     groups.write("system.slice", memory__max=str(2 * GIB), memory__current=str(GIB))
     groups.write("system.slice/paceline.service", memory__max="max", memory__current="5")
-    assert cgroup.memory_left() == GIB
+    assert memory.memory_left() == GIB
 
 
 def test_version_1(groups: Groups) -> None:
@@ -54,11 +54,11 @@ def test_version_1(groups: Groups) -> None:
     # In a container the mount is the group itself.
     groups.write("memory", **files, memory__stat=f"total_inactive_file {GIB}")
     groups.write("cpu", cpu__cfs_quota_us="100000", cpu__cfs_period_us="100000")
-    assert cgroup.memory_left() == 2 * GIB
-    assert cgroup.processors() == 1
+    assert memory.memory_left() == 2 * GIB
+    assert memory.processors() == 1
     groups.write("memory", memory__limit_in_bytes="9223372036854771712")
     groups.write("cpu", cpu__cfs_quota_us="-1")
-    assert cgroup.memory_left() is None
+    assert memory.memory_left() is None
 
 
 @pytest.mark.parametrize(("quota", "count"), [("100000 100000", 1), ("150000 100000", 2)])
@@ -68,13 +68,13 @@ def test_processors_follow_the_quota(
     monkeypatch.setattr("os.sched_getaffinity", lambda _: set(range(64)), raising=False)
     groups.mine.write_text("0::/\n")
     groups.write("", cpu__max=quota)
-    assert cgroup.processors() == count
+    assert memory.processors() == count
     groups.write("", cpu__max="max 100000")
-    assert cgroup.processors() == 64
+    assert memory.processors() == 64
 
 
 def test_no_groups_at_all(groups: Groups) -> None:
-    assert cgroup.memory_left() is None and cgroup.processors() >= 1
+    assert memory.memory_left() is None and memory.processors() >= 1
 
 
 @pytest.mark.parametrize(("chosen", "threads"), [(None, 2), ("5", 5)])

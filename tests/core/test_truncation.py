@@ -6,7 +6,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from paceline.core.params import SamplingParams
-from paceline.core.truncation import truncated
+from paceline.core.ranking import truncated
 
 PARAMS = [
     {"top_p": 0.9},

@@ -15,9 +15,8 @@ from paceline.core.batch import Commit, ModelOutput, Plan, Slice
 from paceline.core.params import SamplingParams
 from paceline.core.sequence import SequenceState
 from paceline.draft.ngram import NGram, NGramDrafter
-from paceline.draft.predicted import Predictions
 from paceline.draft.suffix import SuffixDrafter
-from paceline.draft.text_index import TAKEN_IN, IndexedDrafter
+from paceline.draft.text_index import TAKEN_IN, IndexedDrafter, Predictions
 
 VOCAB, LONG = 500, 8 * TAKEN_IN
 OUT = ModelOutput(torch.empty(0, VOCAB))

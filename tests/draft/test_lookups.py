@@ -14,9 +14,9 @@ from paceline.core.sequence import SequenceState
 from paceline.draft.base import Guess, LookupDrafter
 from paceline.draft.lookahead import LookaheadDrafter
 from paceline.draft.ngram import NGramDrafter
-from paceline.draft.predicted import Predictions
 from paceline.draft.recycling import RecyclingDrafter
 from paceline.draft.suffix import SuffixDrafter
+from paceline.draft.text_index import Predictions
 
 VOCAB = 50
 TOKENS = [1, 2, 3, 4, 1, 2]

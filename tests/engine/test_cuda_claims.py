@@ -41,7 +41,7 @@ HOW: dict[str, Any] = {"dtype": "float32", "backend": "reference", "seed": 1, "m
 VERIFY = "verifier._verdicts"
 # Waits on top of the one, as each drafter's page says, and for numbers that have arrived by then:
 # events that a grammar's paths, a lookup on the device and the clock ask for.
-SAID = {"grow.grow", "strings.propose", "dspark._grow"}
+SAID = {"grow.grow", "strings.propose", "block._grow"}
 # And a table of hashes, sent to a device once in the process.
 ARRIVED = {"transfer.values", "clock._settle", "noise._id_hashes"}
 ON_CPU_ONLY = {"quantized"}  # rounds a model's weights when it is loaded
@@ -68,7 +68,7 @@ KEPT = {"grow.levels_of", "rules.layout_of", "rules.chain_grid"}
 KEPT |= {"rules.<genexpr>"}
 # A grammar's automaton is the host's: it must know each level that the device drafted before the
 # next, and what was drafted before the target's rows are forbidden.
-LEVELS = {"sampling.on_host": 2, "grammar_chain.extend": 2}
+LEVELS = {"sampling.on_host": 2, "policy.extend": 2}
 ROOM = 9  # blocks of 16 tokens for three requests that fill six each
 
 

@@ -17,7 +17,7 @@ import torch
 import paceline
 from paceline import LLM, Grammar, SamplingParams
 from paceline.core import transfer
-from paceline.draft.heads.dspark import DSparkDrafter
+from paceline.draft.heads.block import DSparkDrafter
 from paceline.draft.heads.eagle import EagleDrafter
 from paceline.draft.layer_skip import SwiftDrafter
 from paceline.draft.trees.levels import LevelDrafter
@@ -101,7 +101,7 @@ def said(drafter: Any) -> set[str]:
         if isinstance(drafts, LevelDrafter) and drafts._policy.nodes:
             found.add("grow.grow")  # dynamic trees, once they are grown
         if isinstance(drafts, DSparkDrafter) and drafts.ends_early:
-            found.add("dspark._grow")  # how long each chain is
+            found.add("block._grow")  # how long each chain is
         if isinstance(drafts, SwiftDrafter):
             found.add("layer_skip._scores")  # a trial, every few steps
     return found

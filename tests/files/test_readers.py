@@ -17,7 +17,7 @@ import pytest
 
 from paceline import PacelineError
 from paceline.draft.datastore import Store, write_datastore
-from paceline.draft.heads.eagle_format import load_eagle
+from paceline.draft.heads.eagle_head import load_eagle
 from paceline.draft.spec import TargetShape
 from paceline.model.gguf import read_gguf
 from paceline.model.loading import load_module

@@ -20,10 +20,9 @@ from types import ModuleType
 
 import torch
 
-from paceline.core.constraint import Constraint
 from paceline.core.params import SamplingParams
 from paceline.core.sampling import Rows, probabilities, processed
-from paceline.core.sequence import SequenceState
+from paceline.core.sequence import Constraint, SequenceState
 from paceline.core.tree import Draw, children_of
 from paceline.verify import rules as real_rules
 

@@ -12,7 +12,7 @@ import torch
 from transformers import GPT2Config, GPT2LMHeadModel
 
 from paceline import LLM, ConfigError, SamplingParams, register_backend
-from paceline.model.backends import registry
+from paceline.model.backends import base
 from paceline.model.backends.base import relative_error, trial_logits
 from paceline.model.target import CausalModel
 from support.every_drafter import SPECS
@@ -86,7 +86,7 @@ def test_what_a_backend_raises_is_one_line(monkeypatch: pytest.MonkeyPatch) -> N
     def make(model: CausalModel) -> str:
         raise KeyError("q_proj\nof layer 3")
 
-    monkeypatch.setitem(registry._registered, "broken", make)
+    monkeypatch.setitem(base._registered, "broken", make)
     with pytest.raises(ConfigError, match=r"backend 'broken' fails .*KeyError.*q_proj") as caught:
         CausalModel.load("paceline/tiny", backend="broken")
     assert "\n" not in str(caught.value)

@@ -17,7 +17,7 @@ from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, normalize
 from tokenizers.processors import TemplateProcessing
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedTokenizerFast
 
-from paceline.draft.vocabulary.shared import TokenTexts, shared_ids
+from paceline.draft.vocabulary import TokenTexts, shared_ids
 from support.engine_models import random_llama
 from support.made_tokenizers import BYTES, GEMMA, LLAMA
 from support.tiny_models import SENTENCES

@@ -7,10 +7,13 @@ from typing import Any
 
 import torch
 
-from paceline.draft.heads.block_format import save_block
-from paceline.draft.heads.block_head import BlockConfig, BlockHead
-from paceline.draft.heads.eagle_format import save_eagle
-from paceline.draft.heads.eagle_head import EagleConfig, EagleHead, default_feature_layers
+from paceline.draft.heads.block_head import BlockConfig, BlockHead, save_block
+from paceline.draft.heads.eagle_head import (
+    EagleConfig,
+    EagleHead,
+    default_feature_layers,
+    save_eagle,
+)
 from paceline.draft.trees.grow import widened
 from paceline.model.target import CausalModel
 from support.engine_models import VOCAB

@@ -13,10 +13,8 @@ import numpy as np
 import torch
 
 from paceline.core.batch import Commit
-from paceline.draft.heads.block_format import save_block
-from paceline.draft.heads.block_head import BlockConfig, BlockHead
-from paceline.draft.heads.eagle_format import save_eagle
-from paceline.draft.heads.eagle_head import EagleConfig, EagleHead
+from paceline.draft.heads.block_head import BlockConfig, BlockHead, save_block
+from paceline.draft.heads.eagle_head import EagleConfig, EagleHead, save_eagle
 from paceline.draft.heads.medusa_head import MedusaConfig, MedusaHeads, save_medusa
 from paceline.draft.suffix import SuffixDrafter
 from paceline.lab.profiling import steady

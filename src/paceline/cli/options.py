@@ -14,8 +14,8 @@ from typer.core import TyperCommand
 
 from paceline.cli.output import quiet_libraries
 from paceline.cli.progress import showing
-from paceline.core.cgroup import processors
 from paceline.core.keywords import OTHER_NAMES
+from paceline.core.memory import processors
 from paceline.core.stages import info, stage
 from paceline.draft.foreign import ForeignDraft, read_foreign
 from paceline.errors import ConfigError, PacelineError

@@ -8,12 +8,11 @@ import torch
 
 from paceline.core.noise import fresh_keys, keys_of, race
 from paceline.core.params import SamplingParams
-from paceline.core.ranking import inversion, largest, top
+from paceline.core.ranking import column, inversion, largest, top
 from paceline.core.sampling import NO_TOKEN, Rows, adjusted, greedy_tokens, probs_of_scores
 from paceline.core.sequence import SequenceView
 from paceline.core.transfer import to_device
 from paceline.core.tree import Draw
-from paceline.core.truncation import column
 
 
 def is_coupled(params: SamplingParams) -> bool:

@@ -1,21 +1,110 @@
-"""Memory of a device, and of this process."""
+"""Memory of a device and of this process, and the limits of Linux' control groups (versions 2 and
+1) on memory and processors. Imports torch only where it asks it."""
 
 from __future__ import annotations
 
 import ctypes
+import math
 import os
 import sys
+from collections.abc import Iterator, Sequence
 from functools import lru_cache
 from pathlib import Path
+from typing import TYPE_CHECKING
 
-import torch
+from paceline.errors import ConfigError
 
-from paceline.core.cgroup import memory_left, number_after, processors, words_of
+if TYPE_CHECKING:
+    import torch
+
+_UNITS = {"": 1, "K": 2**10, "M": 2**20, "G": 2**30, "T": 2**40}
+
+
+def parse_bytes(text: str) -> int:
+    """Bytes in ``512M``, ``1.5GiB``, ``2 GB`` (all powers of 1024) or a plain number. Raises
+    ConfigError."""
+    cleaned = text.strip().upper().removesuffix("B").removesuffix("I")
+    unit = cleaned[-1:] if cleaned[-1:] in _UNITS else ""
+    try:
+        size = int(float(cleaned.removesuffix(unit)) * _UNITS[unit])
+    except (ValueError, OverflowError):
+        raise ConfigError(f"{text!r} is not a size; write 512M or 2G") from None
+    if size <= 0:
+        raise ConfigError(f"{text!r} is not a size above 0")
+    return size
+
+
+CGROUPS = Path("/sys/fs/cgroup")
+_SELF = Path("/proc/self/cgroup")
+
+
+def memory_left() -> int | None:
+    """Bytes until the nearest limit of the process's groups; None without a limit. Page cache of
+    inactive files counts as free."""
+    left = []
+    for version, folder in _folders("memory"):
+        names = ("memory.max", "memory.current", "inactive_file")
+        if version == 1:
+            names = ("memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file")
+        limit, used = (number_after(words_of(folder / name)) for name in names[:2])
+        if limit is not None and used is not None and limit < 1 << 60:  # version 1's "no limit"
+            cached = number_after(words_of(folder / "memory.stat"), names[2])
+            left.append(limit - used + (cached or 0))
+    return max(0, min(left)) if left else None
+
+
+def processors() -> int:
+    """Processors the process may use: its affinity, within the quota of its groups."""
+    affinity = getattr(os, "sched_getaffinity", None)
+    count = len(affinity(0)) if affinity is not None else os.cpu_count() or 1
+    for version, folder in _folders("cpu"):
+        names = ("cpu.max",) if version == 2 else ("cpu.cfs_quota_us", "cpu.cfs_period_us")
+        words = [word for name in names for word in words_of(folder / name)]
+        quota, period = number_after(words), number_after(words[1:])
+        if quota and period:
+            count = min(count, math.ceil(quota / period))
+    return max(1, count)
+
+
+def _folders(controller: str) -> Iterator[tuple[int, Path]]:
+    """The folders of the process's group and its parents, each with its version."""
+    try:
+        lines = _SELF.read_text(encoding="utf-8").splitlines()
+    except OSError:
+        lines = []
+    for line in lines:
+        _, names, path = line.split(":", 2)
+        if names and controller not in names.split(","):
+            continue
+        version = 1 if names else 2
+        mount = CGROUPS / controller if version == 1 else CGROUPS
+        # In a container the path may be the host's while the mount is the group itself.
+        inner = mount / path.lstrip("/")
+        yield from (
+            (version, folder) for folder in (inner, *inner.parents) if mount in folder.parents
+        )
+        yield version, mount
+
+
+def words_of(file: Path) -> list[str]:
+    """The words in a file; [] if it cannot be read."""
+    try:
+        return file.read_text(encoding="ascii", errors="replace").split()
+    except OSError:
+        return []
+
+
+def number_after(words: Sequence[str], name: str | None = None) -> int | None:
+    """The number after ``name``, or the first; None if there is none."""
+    index = 0 if name is None else words.index(name) + 1 if name in words else len(words)
+    return int(words[index]) if index < len(words) and words[index].isdigit() else None
 
 
 def free_memory(device: torch.device) -> int:
     """Free bytes: of a GPU, or of main memory within the container's limit."""
     if device.type == "cuda":
+        import torch
+
         return int(torch.cuda.mem_get_info(device)[0])
     # Not MemFree: page cache is given up on demand.
     kilobytes = number_after(words_of(Path("/proc/meminfo")), "MemAvailable:")
@@ -29,6 +118,8 @@ def free_memory(device: torch.device) -> int:
 def limit_threads() -> None:
     """At most as many torch threads as the process may use processors: torch counts the machine's,
     not the container's. OMP_NUM_THREADS overrides it."""
+    import torch
+
     allowed = processors()
     if "OMP_NUM_THREADS" not in os.environ and torch.get_num_threads() > allowed:
         torch.set_num_threads(allowed)

@@ -19,11 +19,10 @@ import torch
 
 from paceline.core.batch import Span
 from paceline.core.params import SamplingParams
-from paceline.core.ranking import largest
+from paceline.core.ranking import column, largest, truncated
 from paceline.core.sequence import SequenceView
 from paceline.core.transfer import to_device, upload
 from paceline.core.tree import paths_of
-from paceline.core.truncation import column, truncated
 from paceline.errors import ConfigError
 
 # Beyond this the softmax of float32 logits is one-hot anyway.

@@ -11,24 +11,23 @@ from pathlib import Path
 from typing import Any
 
 from paceline.draft.datastore import Datastore
+from paceline.draft.heads.checkpoint import is_speculators
 from paceline.draft.heads.eagle import Eagle, Eagle2, Eagle3
-from paceline.draft.heads.layouts import is_speculators
 from paceline.draft.heads.medusa import Medusa
 from paceline.draft.heads.mtp import Mtp, mtp_weights
 from paceline.draft.hybrid import Hybrid, joined
 from paceline.draft.model import DraftModel
 from paceline.draft.ngram import NGram
 from paceline.draft.origin import prepare
-from paceline.draft.quantized import QuantizedDraft
+from paceline.draft.selfspec import QuantizedDraft
 from paceline.draft.spec import DraftSpec, Loading, Prepared
 from paceline.draft.suffix import Suffix
 from paceline.errors import ModelLoadError, PacelineError
 from paceline.kernels.compile import are_kernels_here
 from paceline.model.backends.base import REFERENCE
 from paceline.model.copies import forget_copy, quantised_copy
-from paceline.model.hub import is_path
 from paceline.model.loading import read_options
-from paceline.model.names import MADE_FOR, has_assets, resolve
+from paceline.model.names import MADE_FOR, has_assets, is_path, resolve
 from paceline.model.precision import matrix_sizes, rounded_bytes, usual_bits
 from paceline.model.target import CausalModel
 

@@ -19,15 +19,15 @@ from paceline.draft.model_drafter import ModelDrafter, ParallelDrafter, StringDr
 from paceline.draft.spec import DraftContext, Loading, Prepared, TreeSpec, option
 from paceline.draft.trees.policy import Policy
 from paceline.draft.trees.shape import Shape
-from paceline.draft.vocabulary.shared import (
+from paceline.draft.vocabulary import (
     Intersection,
     Match,
     SharedVocabulary,
     match_vocabularies,
 )
 from paceline.model.gguf import gguf_file
-from paceline.model.hub import fetched
 from paceline.model.loading import load_tokenizer
+from paceline.model.names import fetched
 from paceline.model.paged.cache import bytes_per_token
 from paceline.model.quantised.weights import BITS
 from paceline.model.target import CausalModel

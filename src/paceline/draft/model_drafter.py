@@ -16,8 +16,7 @@ from paceline.draft.base import States
 from paceline.draft.trees.grow import Growing, grow
 from paceline.draft.trees.levels import LevelDrafter, Levels
 from paceline.draft.trees.shape import merge
-from paceline.draft.vocabulary.shared import Match, SharedVocabulary
-from paceline.draft.vocabulary.strings import Shadow
+from paceline.draft.vocabulary import Match, Shadow, SharedVocabulary
 from paceline.model.backends.base import GrownTree, Growth
 from paceline.model.paged.blocks import OutOfBlocksError
 from paceline.model.paged.cache import path_moves

@@ -20,7 +20,7 @@ from paceline.core.sequence import SEQUENCE_IDS, SequenceState
 from paceline.draft.base import Drafter
 from paceline.draft.spec import DraftContext, DraftSpec, Loading, Prepared
 from paceline.errors import ModelLoadError
-from paceline.model.hub import fetched
+from paceline.model.names import fetched
 from paceline.model.precision import usual_bits
 
 # Of a card's table of acceptance (train/card.py): the first position, over all tasks.

@@ -23,7 +23,7 @@ from paceline.core.sampling import needs_logits
 from paceline.core.sequence import SequenceState
 from paceline.core.tree import TokenTree, children_of
 from paceline.draft.base import Drafter, check_trees
-from paceline.draft.predicted import Predictions
+from paceline.draft.text_index import Predictions
 from paceline.engine.clock import PhaseClock, phase
 from paceline.engine.recovery import Failure, failed, log, recovered
 from paceline.engine.scheduler import Scheduler

@@ -15,7 +15,7 @@ from typing import Any
 
 import torch
 
-from paceline.core.cgroup import processors
+from paceline.core.memory import processors
 from paceline.kernels.compile import SOURCES, NativeUnavailableError, library_file
 
 FLOAT32, BFLOAT16 = 0, 1

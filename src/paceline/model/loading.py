@@ -17,7 +17,7 @@ from paceline.model.backends.base import REFERENCE
 from paceline.model.gguf import dequantising, gguf_file, read_gguf
 from paceline.model.gguf_config import completed
 from paceline.model.gguf_weights import check_taken, keep_blocks
-from paceline.model.hub import check_hub_name, fetched, first_line, hub_message, is_path
+from paceline.model.names import check_hub_name, fetched, first_line, hub_message, is_path
 from paceline.model.precision import (
     dense_tensors,
     library_of,

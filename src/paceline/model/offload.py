@@ -19,7 +19,6 @@ from torch import nn
 from paceline.core.memory import free_memory
 from paceline.errors import ConfigError, ModelLoadError
 from paceline.files import cache_folder
-from paceline.model.hub import fetched
 from paceline.model.loading import (
     Device,
     Dtype,
@@ -30,6 +29,7 @@ from paceline.model.loading import (
     resolve_dtype,
     weight_files,
 )
+from paceline.model.names import fetched
 from paceline.model.quantised.convert import resident_parameter
 from paceline.model.tensorfile import read_table
 

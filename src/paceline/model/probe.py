@@ -20,7 +20,7 @@ from paceline.errors import UnsupportedModelError
 from paceline.model.backends.base import relative_error
 from paceline.model.backends.reference.attention import paged_attention
 from paceline.model.paged.cache import LayerShape
-from paceline.model.paged.masks import FULL, Pattern
+from paceline.model.paged.segments import FULL, Pattern
 
 ATTENTION = "paceline"
 PROBE = "paceline_probe"

@@ -15,12 +15,18 @@ from paceline.core.transfer import Staging
 from paceline.errors import ConfigError, UnsupportedModelError
 from paceline.files import FileStamp
 from paceline.kernels.compile import is_off
-from paceline.model.backends.base import NATIVE, REFERENCE, Backend, Ranks
+from paceline.model.backends.base import (
+    AUTO,
+    NATIVE,
+    REFERENCE,
+    Backend,
+    Ranks,
+    check_backend,
+    make_backend,
+)
 from paceline.model.backends.reference.backend import TorchBackend
 from paceline.model.backends.reference.recurrent import adapt_mixers
-from paceline.model.backends.registry import AUTO, check_backend, make_backend
 from paceline.model.gguf import gguf_file
-from paceline.model.hub import fetched, first_line, stamps_of
 from paceline.model.loading import (
     STATELESS,
     dtype_to_load,
@@ -29,10 +35,10 @@ from paceline.model.loading import (
     resolve_dtype,
     weight_files,
 )
+from paceline.model.names import fetched, first_line, stamps_of
 from paceline.model.offload import load_offloaded, plan_offload, refuse_with_offload
 from paceline.model.paged.cache import LayerShape, PagedCache
-from paceline.model.paged.masks import FULL, Pattern
-from paceline.model.paged.segments import DeviceBatch, KeyValueStore
+from paceline.model.paged.segments import FULL, DeviceBatch, KeyValueStore, Pattern
 from paceline.model.paged.states import StatePart, StateStore, bytes_per_state
 from paceline.model.precision import dequantise, is_quantised, quantise_loaded, quantization_of
 from paceline.model.probe import (
@@ -120,8 +126,8 @@ class CausalModel:
         float32 on others, the checkpoint's own on CUDA. ``check_values`` refuses weights that are
         NaN or infinite. ``quantize`` "int8" or "int4" rounds the weights on a CPU; "none"
         dequantises a quantised file, which else stays quantised where the kernels run.
-        ``backend``: see registry.py. ``offload`` "cpu" or "disk" leaves layers there that do not
-        fit into ``weights_memory`` bytes.
+        ``backend``: see backends/base.py. ``offload`` "cpu" or "disk" leaves layers there that do
+        not fit into ``weights_memory`` bytes.
 
         Raises ModelLoadError, UnsupportedModelError, ConfigError."""
         limit_threads()

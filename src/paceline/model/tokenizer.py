@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Protocol
 from paceline.core.stages import stage
 from paceline.errors import ModelLoadError, VocabularyMismatchError
 from paceline.model.gguf import gguf_file, mended, read_gguf
-from paceline.model.hub import fetched, first_line
+from paceline.model.names import fetched, first_line
 
 if TYPE_CHECKING:
     from tokenizers.decoders import Decoder

@@ -14,13 +14,13 @@ from paceline.errors import ConfigError, ModelLoadError
 from paceline.files import cache_folder, folder_aside, telling
 from paceline.files.ownership import check_folder, claim, is_claimed
 from paceline.model.gguf import require_gguf
-from paceline.model.hub import first_line
 from paceline.model.loading import load_module
 from paceline.model.names import (
     MARKER,
     PULLABLE,
     Pullable,
     Wheel,
+    first_line,
     megabytes,
     model_folder,
     pulled,

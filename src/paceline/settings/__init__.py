@@ -17,7 +17,7 @@ from typing import Any, get_args, get_origin, get_type_hints
 
 import msgspec
 
-from paceline.core.sizes import parse_bytes
+from paceline.core.memory import parse_bytes
 from paceline.errors import ConfigError
 
 

@@ -14,8 +14,7 @@ from pathlib import Path
 import torch
 import torch.nn.functional as F
 
-from paceline.draft.heads.block_format import save_block, usual_layers
-from paceline.draft.heads.block_head import BlockConfig, BlockHead
+from paceline.draft.heads.block_head import BlockConfig, BlockHead, save_block, usual_layers
 from paceline.train.configs import DFlashTrainConfig
 from paceline.train.heads import ChainHeadTrainer
 from paceline.train.losses import falling, total_variation

@@ -15,8 +15,13 @@ import numpy as np
 import torch
 import torch.nn.functional as F
 
-from paceline.draft.heads.eagle_format import load_eagle, save_eagle
-from paceline.draft.heads.eagle_head import EagleConfig, EagleHead, default_feature_layers
+from paceline.draft.heads.eagle_head import (
+    EagleConfig,
+    EagleHead,
+    default_feature_layers,
+    load_eagle,
+    save_eagle,
+)
 from paceline.draft.spec import TargetShape
 from paceline.errors import ConfigError
 from paceline.train.configs import EagleTrainConfig as EagleTrainConfig
@@ -55,7 +60,7 @@ class EagleTrainer(ChainHeadTrainer):
             sizes[name] = getattr(config, name) or sizes[name]
         width = self.shape.hidden_size
         return EagleConfig(
-            config.version, target_hidden_size=width, draft_vocab_size=count, **sizes
+            version=config.version, target_hidden_size=width, draft_vocab_size=count, **sizes
         )
 
     def new_head(self) -> EagleHead:

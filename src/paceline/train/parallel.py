@@ -22,7 +22,7 @@ from typing import TYPE_CHECKING
 import torch
 import torch.distributed as dist
 
-from paceline.core.cgroup import processors
+from paceline.core.memory import processors
 from paceline.core.stages import info, stage
 from paceline.errors import ConfigError, PacelineError
 from paceline.files.ownership import force

@@ -14,10 +14,14 @@ from torch import nn
 from paceline import ConfigError, ModelLoadError, SamplingParams
 from paceline.build import EngineOptions, build_engine
 from paceline.core.sequence import SequenceState
-from paceline.draft.heads.block import BlockDrafter
-from paceline.draft.heads.block_format import load_block, save_block, usual_layers
-from paceline.draft.heads.block_head import BlockConfig, BlockHead
-from paceline.draft.heads.dspark import DSparkDrafter
+from paceline.draft.heads.block import BlockDrafter, DSparkDrafter
+from paceline.draft.heads.block_head import (
+    BlockConfig,
+    BlockHead,
+    load_block,
+    save_block,
+    usual_layers,
+)
 from paceline.draft.spec import DraftContext, Prepared, TargetShape
 from paceline.draft.trees.levels import Levels
 from paceline.draft.trees.policy import Policy
@@ -111,7 +115,7 @@ def drafts_of(
             return trees
 
     def build(context: DraftContext) -> BlockDrafter:
-        cache = context.new_cache(head.cache_shapes, torch.float32)
+        cache = context.new_cache(head.config.cache_shapes, torch.float32)
         most = replace(policy, levels=head.config.drafts)
         return Recorder(
             target.backend.block(head, target), Levels("block", cache, most, context.generator)
@@ -211,7 +215,7 @@ def test_a_draft_vocabulary_is_read_and_drafted(tmp_path: Path) -> None:
         ({"block_size": 1}, "dflash", "a block of 1 drafts nothing"),
         ({"mask_token_id": VOCAB}, "dflash", "is not one of"),
         ({"target_layer_ids": [0, 2]}, "dflash", "do not exist"),
-        ({"target_layer_ids": "all"}, "dflash", "not a list of numbers"),
+        ({"target_layer_ids": "all"}, "dflash", "not a list of layer numbers"),
     ],
 )
 def test_what_does_not_fit_is_refused(

@@ -75,7 +75,7 @@ def engine_of(
             return trees
 
     def build(context: DraftContext) -> EagleDrafter:
-        cache = context.new_cache([head.cache_shape], torch.float32)
+        cache = context.new_cache(head.config.cache_shapes, torch.float32)
         step = EagleStep(head, target.hf.get_input_embeddings())
         return Recorder(step, Levels("eagle", cache, policy, context.generator))
 

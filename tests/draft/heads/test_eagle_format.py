@@ -13,8 +13,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from paceline.draft.heads.checkpoint import write_checkpoint
-from paceline.draft.heads.eagle_format import load_eagle, save_eagle
-from paceline.draft.heads.eagle_head import EagleConfig, EagleHead
+from paceline.draft.heads.eagle_head import EagleConfig, EagleHead, load_eagle, save_eagle
 from paceline.draft.spec import TargetShape
 from paceline.errors import ConfigError, ModelLoadError
 from paceline.files.ownership import MANIFEST
@@ -414,6 +413,10 @@ def test_speculators_of_another_kind(tmp_path: Path) -> None:
     path.write_text(json.dumps({k: v for k, v in config.items() if "layer_config" not in k}))
     with pytest.raises(ModelLoadError, match="no transformer_layer_config"):
         load_eagle(str(tmp_path), TARGET)
+    path.write_text(json.dumps(config | {"transformer_layer_config": {"hidden_size": "many"}}))
+    with pytest.raises(ModelLoadError, match="cannot be read") as caught:
+        load_eagle(str(tmp_path), TARGET)
+    assert "\n" not in str(caught.value)
 
 
 @pytest.mark.parametrize("config", [EAGLE1, HEADS["EAGLE-3, five layers"]])

@@ -107,7 +107,7 @@ def run(step: EagleStep, texts: Texts, dtype: torch.dtype, chunk: int) -> Found:
     """Outputs and logits of every row of both sequences, by index or path; ``chunk`` rows a step
     of both together. The trees come in two levels."""
     found: Found = [{}, {}]
-    cache = PagedCache([step.head.cache_shape], 80, 16, dtype, "cpu")
+    cache = PagedCache(step.head.config.cache_shapes, 80, 16, dtype, "cpu")
     for seq, tokens in enumerate(texts.tokens):
         cache.admit(seq, ())
         cache.reserve(seq, len(tokens) + 6)
@@ -145,7 +145,7 @@ def alone(step: EagleStep, texts: Texts, dtype: torch.dtype) -> Found:
     found: Found = [{}, {}]
     torch.set_num_threads(1)
     for seq, tokens in enumerate(texts.tokens):
-        cache = PagedCache([step.head.cache_shape], 40, 16, dtype, "cpu")
+        cache = PagedCache(step.head.config.cache_shapes, 40, 16, dtype, "cpu")
         cache.admit(0, ())
         cache.reserve(0, len(tokens) + 6)
         for at, token in enumerate(tokens):

@@ -13,16 +13,16 @@ import torch
 
 from paceline import ConfigError, VocabularyMismatchError
 from paceline.core.params import SamplingParams
-from paceline.draft.vocabulary.shared import (
+from paceline.draft.vocabulary import (
     SAMPLE,
     Intersection,
     Match,
+    Retokeniser,
     SharedVocabulary,
     TokenTexts,
     overlap,
     shared_ids,
 )
-from paceline.draft.vocabulary.strings import Retokeniser
 from paceline.llm import LLM
 from paceline.train.tokenizer import train_tokenizer
 from support.cache_invariants import check_cache

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from paceline.draft.heads.eagle_format import load_eagle, save_eagle
+from paceline.draft.heads.eagle_head import load_eagle, save_eagle
 from paceline.draft.spec import TargetShape
 from paceline.errors import ConfigError
 from paceline.lab.doctor import Severity, examine

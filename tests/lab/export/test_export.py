@@ -11,9 +11,8 @@ import pytest
 import torch
 
 from paceline.draft.foreign import read_foreign
-from paceline.draft.heads.block_format import load_block, save_block
-from paceline.draft.heads.block_head import BlockHead
-from paceline.draft.heads.eagle_format import load_eagle
+from paceline.draft.heads.block_head import BlockHead, load_block, save_block
+from paceline.draft.heads.eagle_head import load_eagle
 from paceline.draft.heads.medusa_head import MedusaConfig, MedusaHeads, load_medusa, save_medusa
 from paceline.draft.spec import TargetShape
 from paceline.errors import ConfigError

@@ -17,8 +17,7 @@ from typing import Any
 
 import pytest
 
-from paceline.draft.heads.block_format import load_block
-from paceline.draft.heads.block_head import BlockConfig
+from paceline.draft.heads.block_head import BlockConfig, load_block
 from paceline.drafters import parse_draft
 from paceline.lab.export import export
 from paceline.lab.export.speculation import shape_of

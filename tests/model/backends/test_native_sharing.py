@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from paceline.core.cgroup import processors
+from paceline.core.memory import processors
 from paceline.kernels.library import choose, library
 from paceline.model.backends.native.handle import Ropes
 
@@ -122,9 +122,9 @@ def test_scratch_does_not_grow_with_context_and_rows(threads: int) -> None:
 QUOTA = """
 import sys
 from pathlib import Path
-from paceline.core import cgroup
-cgroup.ROOT = Path(sys.argv[1])
-cgroup._SELF = cgroup.ROOT / "mine"
+from paceline.core import memory
+memory.CGROUPS = Path(sys.argv[1])
+memory._SELF = memory.CGROUPS / "mine"
 from paceline.kernels.library import library
 print(library().pl_patience(1) > 0, library().pl_patience(2))
 """

@@ -15,7 +15,7 @@ from paceline.model.backends.base import trial_logits
 from paceline.model.backends.native import model as using
 from paceline.model.backends.native.recognise import as_rms_norm, describe, unsupported_option
 from paceline.model.paged.cache import PagedCache
-from paceline.model.paged.masks import FULL
+from paceline.model.paged.segments import FULL
 from paceline.model.probe import register
 from paceline.model.target import CausalModel
 

@@ -13,8 +13,7 @@ from paceline.model.backends.reference.attention import paged_attention
 from paceline.model.paged import segments
 from paceline.model.paged.cache import PagedCache
 from paceline.model.paged.int8 import decode, encode
-from paceline.model.paged.masks import FULL, Pattern, visible
-from paceline.model.paged.segments import AttentionStep
+from paceline.model.paged.segments import FULL, AttentionStep, Pattern, visible
 
 KV_HEADS, GROUP, WIDTH, SIZE = 2, 3, 8, 16
 TREE = (-1, -1, 0, 2, 1)

@@ -23,8 +23,7 @@ import torch
 
 from paceline.core.batch import Span
 from paceline.draft.base import Drafter
-from paceline.draft.heads.eagle_format import load_eagle, stated_layers
-from paceline.draft.heads.eagle_head import default_feature_layers
+from paceline.draft.heads.eagle_head import default_feature_layers, load_eagle, stated_layers
 from paceline.draft.heads.features import FeatureDrafter, HeadSpec, on_features
 from paceline.draft.spec import DraftContext, Examined, Loading, Note, Prepared, Target
 from paceline.draft.trees.grow import Growing, Logits, Narrow
@@ -62,7 +61,7 @@ class Eagle(HeadSpec):
             return EagleDrafter(step, self.levels(context, cache, nodes))
 
         config = head.config
-        return on_features(target, [config.cache_shape], len(config.feature_layers), make)
+        return on_features(target, config.cache_shapes, len(config.feature_layers), make)
 
     def shape(self) -> str | None:
         return super().shape() or ("tree" if self.kind == "eagle2" else None)
@@ -81,7 +80,7 @@ class Eagle(HeadSpec):
         if config.max_positions < target.max_positions:
             text_short = f"the head has {config.max_positions:,} positions, the target "
             notes.append(("head-context-short", f"{text_short}{target.max_positions:,}", None))
-        return self.examined(text, config, size, 1, target, notes)
+        return self.examined(text, config, size, target, notes)
 
 
 @dataclass(frozen=True)

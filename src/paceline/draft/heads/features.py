@@ -14,8 +14,8 @@ from paceline.core.batch import Commit, ModelOutput, Slice, Span
 from paceline.core.sequence import SequenceView
 from paceline.core.transfer import to_device
 from paceline.draft.base import Drafter, States
-from paceline.draft.heads.layouts import FILES
-from paceline.draft.heads.network import HeadConfig
+from paceline.draft.heads.checkpoint import FILES
+from paceline.draft.heads.network import HeadShape
 from paceline.draft.spec import (
     DraftContext,
     Examined,
@@ -66,20 +66,13 @@ class HeadSpec(TreeSpec):
     layers: tuple[int, ...] | None = option(None, like="2x16x29 (layers of the target)")
 
     def examined(
-        self,
-        text: str,
-        config: HeadConfig,
-        size: int,
-        layers: int,
-        target: Target,
-        more: Sequence[Note] = (),
+        self, text: str, config: HeadShape, size: int, target: Target, more: Sequence[Note] = ()
     ) -> Examined:
-        """Doctor's notes on a head of ``size`` weights in so many ``layers``."""
+        """Doctor's notes on a head of ``size`` weights."""
         notes = [("head-fits", text, None), *more, *reduced(config.columns, target)]
         features = len(config.feature_layers) * target.hidden_size
-        return Examined(
-            tuple(notes), size, 2 * layers * config.kv_heads * config.head_dim, features
-        )
+        cached = 2 * config.layers * config.kv_heads * config.head_dim
+        return Examined(tuple(notes), size, cached, features)
 
     def shifted(self, ids: tuple[int, ...], usual: tuple[int, ...]) -> list[Note]:
         """A note if the config's layers are one off from the usual ones."""

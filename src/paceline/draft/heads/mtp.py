@@ -42,8 +42,8 @@ from paceline.draft.spec import (
 )
 from paceline.errors import ModelLoadError
 from paceline.model.backends.base import EagleStep
-from paceline.model.hub import fetched, first_line
 from paceline.model.loading import causal_class, quiet, weight_files
+from paceline.model.names import fetched, first_line
 from paceline.model.paged.cache import PagedCache
 from paceline.model.paged.segments import AttentionStep
 from paceline.model.probe import ATTENTION

@@ -12,7 +12,7 @@ from torch import nn
 from paceline.errors import ConfigError
 from paceline.model.backends.base import Attend
 
-# Sizes: option of config.json -> field of HeadConfig.
+# Sizes: option of config.json -> field of HeadShape.
 SIZES = {
     "hidden_size": "hidden_size",
     "intermediate_size": "ffn_size",
@@ -26,7 +26,7 @@ Angles = tuple[torch.Tensor, torch.Tensor]  # cosines and sines [T, 1, head_dim]
 
 
 @dataclass(frozen=True, kw_only=True)
-class HeadConfig:
+class HeadShape:
     """Shape of a head, in elements. ``feature_layers``: layers of the target whose inputs it reads;
     ``target_layers`` there means the final norm's output. ``vocab_size`` is the target's,
     ``draft_vocab_size`` that of the logits (None: the same). A head without an embedding or a
@@ -41,6 +41,7 @@ class HeadConfig:
     target_layers: int
     feature_layers: tuple[int, ...]
     max_positions: int
+    layers: int = 1
     draft_vocab_size: int | None = None
     rope_theta: float = 10000.0
     rope_scaling: dict[str, Any] | None = None  # rope_type and its parameters, as in transformers
@@ -86,12 +87,12 @@ class HeadConfig:
         return self.columns != self.vocab_size
 
     @property
-    def cache_shape(self) -> tuple[int, int, int]:
-        """Of a layer: key-value heads, and widths of a key and a value."""
-        return (self.kv_heads, self.head_dim, self.head_dim)
+    def cache_shapes(self) -> list[tuple[int, int, int]]:
+        """Of each layer: key-value heads, and widths of a key and a value."""
+        return [(self.kv_heads, self.head_dim, self.head_dim)] * self.layers
 
 
-def _llama(config: HeadConfig) -> Any:
+def _llama(config: HeadShape) -> Any:
     """transformers' config for its modules."""
     from transformers import LlamaConfig
 
@@ -109,7 +110,7 @@ class _Attention(nn.Module):
     """``inputs``: width of its rows. ``normed``: queries and keys are, and the output has a bias if
     the others have (Qwen3)."""
 
-    def __init__(self, config: HeadConfig, inputs: int, normed: bool) -> None:
+    def __init__(self, config: HeadShape, inputs: int, normed: bool) -> None:
         super().__init__()
         width, bias = config.head_dim, config.attention_bias
         self.width = width
@@ -145,14 +146,14 @@ class _Attention(nn.Module):
         return self.o_proj(out[0].flatten(1))  # type: ignore[no-any-return]
 
     def _by_head(self, x: torch.Tensor) -> torch.Tensor:
-        return x.unflatten(-1, (-1, self.width))
+        return x.view(len(x), x.shape[1] // self.width, self.width)
 
 
 class HeadLayer(nn.Module):
     """A decoder layer behind the norms named ``norms``, which are its own but used by the head."""
 
     def __init__(
-        self, config: HeadConfig, norms: Sequence[str], inputs: int, normed: bool = False
+        self, config: HeadShape, norms: Sequence[str], inputs: int, normed: bool = False
     ) -> None:
         super().__init__()
         from transformers.models.llama.modeling_llama import LlamaMLP
@@ -176,7 +177,7 @@ class HeadLayer(nn.Module):
         """Attention of ``x [T, inputs]`` and then the MLP, added to ``residual [T, hidden]``; with
         ``only [N]`` of those rows."""
         residual = residual if only is None else residual[only]
-        hidden = residual + self.self_attn(x, angles, attend, layer, only)
+        hidden: torch.Tensor = residual + self.self_attn(x, angles, attend, layer, only)
         update: torch.Tensor = self.mlp(self.post_attention_layernorm(hidden))
         return hidden + update
 
@@ -190,7 +191,7 @@ class AttendingHead(nn.Module):
     t2d: torch.Tensor
     rotary: Any
 
-    def __init__(self, config: HeadConfig) -> None:
+    def __init__(self, config: HeadShape) -> None:
         super().__init__()
         from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 
@@ -203,11 +204,12 @@ class AttendingHead(nn.Module):
             ) from None
         # Not a submodule: it would be cast to the head's dtype, but angles are float32.
         self.__dict__["rotary"] = rotary
-        size, own = config.hidden_size, config.has_embedding
-        self.embed_tokens = nn.Embedding(config.vocab_size, size) if own else None
+        self.embed_tokens = (
+            nn.Embedding(config.vocab_size, config.hidden_size) if config.has_embedding else None
+        )
 
     def register_vocabulary(
-        self, config: HeadConfig, draft_ids: Sequence[int] | torch.Tensor | None
+        self, config: HeadShape, draft_ids: Sequence[int] | torch.Tensor | None
     ) -> None:
         """``draft_ids`` None: the first tokens."""
         count = config.columns

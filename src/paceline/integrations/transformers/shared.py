@@ -22,7 +22,7 @@ from paceline.draft.spec import DraftSpec, Loading
 from paceline.drafters import parse_draft, prepare_one
 from paceline.engine.engine import Engine
 from paceline.errors import ConfigError, ModelLoadError
-from paceline.model.backends.registry import check_backend
+from paceline.model.backends.base import check_backend
 from paceline.model.loading import load_tokenizer
 from paceline.model.probe import ATTENTION, register
 from paceline.model.target import CausalModel

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from transformers import PreTrainedTokenizerFast
 
-from paceline.draft.vocabulary.shared import match_vocabularies
+from paceline.draft.vocabulary import match_vocabularies
 from paceline.errors import VocabularyMismatchError
 from paceline.lab.bench.prompts import evenly
 from paceline.lab.doctor.findings import NOTE, WARNING, Finding, finding, refusal

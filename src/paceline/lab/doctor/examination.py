@@ -11,8 +11,7 @@ from paceline.build import EngineOptions
 from paceline.core.memory import free_memory
 from paceline.draft.auto import Circumstances, Composition, compose
 from paceline.draft.foreign import ForeignDraft, head_config, vllm_method
-from paceline.draft.heads.checkpoint import Checkpoint, weights_kind
-from paceline.draft.heads.layouts import is_speculators
+from paceline.draft.heads.checkpoint import Checkpoint, is_speculators, weights_kind
 from paceline.draft.heads.mtp import mtp_names
 from paceline.drafters import Auto, DraftModel, DraftSpec, parse_draft
 from paceline.errors import ModelLoadError, PacelineError

@@ -22,8 +22,8 @@ from paceline.lab.doctor.findings import Finding, finding, refusal
 from paceline.lab.doctor.machine import size
 from paceline.lab.doctor.models import ModelFiles, read_files, skeleton_of
 from paceline.model.backends.base import NATIVE, REFERENCE
-from paceline.model.hub import first_line
 from paceline.model.loading import check_architecture, load_module, read_config, resolve_device
+from paceline.model.names import first_line
 from paceline.model.offload import decoder_layers
 from paceline.model.precision import quantization_of
 from paceline.model.probe import ATTENTION

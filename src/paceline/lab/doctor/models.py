@@ -23,8 +23,7 @@ from paceline.model import loading
 from paceline.model.backends.reference.recurrent import adapt_mixers
 from paceline.model.gguf import GgufFile, gguf_file, read_gguf
 from paceline.model.gguf_weights import check_taken
-from paceline.model.hub import SMALL, check_hub_name, hub_message, is_path
-from paceline.model.names import located
+from paceline.model.names import SMALL, check_hub_name, hub_message, is_path, located
 from paceline.model.paged.cache import bytes_per_token
 from paceline.model.paged.states import bytes_per_state
 from paceline.model.target import UNLIMITED_POSITIONS

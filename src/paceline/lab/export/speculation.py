@@ -12,10 +12,9 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from paceline.core.stages import stage
-from paceline.draft.heads.block_format import layouts_of, load_block, save_block
-from paceline.draft.heads.eagle_format import load_eagle, save_eagle
-from paceline.draft.heads.eagle_head import EagleHead
-from paceline.draft.heads.layouts import WEIGHTS
+from paceline.draft.heads.block_head import layouts_of, load_block, save_block
+from paceline.draft.heads.checkpoint import WEIGHTS
+from paceline.draft.heads.eagle_head import EagleHead, load_eagle, save_eagle
 from paceline.draft.heads.medusa_head import load_medusa, save_medusa
 from paceline.draft.spec import TargetShape
 from paceline.drafters import DFlash, DraftModel, DraftSpec, DSpark, Eagle, Medusa, TreeSpec

@@ -1,4 +1,5 @@
-"""The protocol of backends, which run all forwards. The defaults use torch's own modules."""
+"""The protocol of backends, which run all forwards, and backends by name. The protocol's defaults
+use torch's own modules."""
 
 from __future__ import annotations
 
@@ -6,6 +7,8 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
+from importlib import import_module
+from importlib.metadata import entry_points
 from typing import Any, Literal, Protocol
 
 import torch
@@ -16,12 +19,11 @@ from paceline.core.batch import Batch, ModelOutput, Span
 from paceline.core.params import SamplingParams
 from paceline.core.transfer import to_device
 from paceline.core.tree import TokenTree
-from paceline.errors import ConfigError
+from paceline.errors import ConfigError, PacelineError
 from paceline.files import FileStamp
 from paceline.model.backends.reference.attention import paged_attention
 from paceline.model.paged.cache import LayerShape, PagedCache
-from paceline.model.paged.masks import FULL, Pattern
-from paceline.model.paged.segments import AttentionStep, KeyValueStore
+from paceline.model.paged.segments import FULL, AttentionStep, KeyValueStore, Pattern
 
 NATIVE, REFERENCE = "native", "reference"
 
@@ -278,3 +280,67 @@ def relative_error(got: torch.Tensor, wanted: torch.Tensor) -> float:
     got, wanted = got.float(), wanted.float()
     spread = (wanted - wanted.mean(-1, keepdim=True)).norm()
     return float((got - wanted).norm() / spread.clamp_min(1e-12))
+
+
+# -- by name -----------------------------------------------------------------------------------
+# Functions ``make(model) -> Backend | str``, the string why it cannot run a model. Packages offer
+# more by entry points of the group ``paceline.backends``, programs by ``register_backend``.
+
+AUTO = "auto"
+MakeBackend = Callable[[Adapted], Backend | str]
+
+_registered: dict[str, MakeBackend] = {}
+
+
+def register_backend(name: str, make: MakeBackend) -> None:
+    """Let ``backend=name`` run models by ``make``. Raises ConfigError for names of our own."""
+    if name in (AUTO, NATIVE, REFERENCE):
+        raise ConfigError(f"there is a backend {name!r} already; use another name")
+    _registered[name] = make
+
+
+def backend_names() -> tuple[str, ...]:
+    """What ``backend=`` may be."""
+    offered = {point.name for point in entry_points(group="paceline.backends")}
+    more = sorted({*_registered, *offered} - {AUTO, NATIVE, REFERENCE})
+    return (AUTO, NATIVE, REFERENCE, *more)
+
+
+def make_backend(name: str, model: Adapted) -> Backend | str:
+    """The backend of a model, or why it cannot run it. Raises ConfigError for an unknown name, one
+    that cannot be imported, and whatever a backend of others raises."""
+    if name == NATIVE:
+        native: MakeBackend = import_module("paceline.model.backends.native.model").native_backend
+        return native(model)
+    check_backend(name)
+    try:
+        make = _registered.get(name) or _imported(name)
+        return make(model)
+    except PacelineError:
+        raise
+    except Exception as error:
+        what = " ".join(f"{type(error).__name__}: {error}".split())
+        raise ConfigError(
+            f"backend {name!r} fails with this model ({what}); use another backend, or report it "
+            "to the backend's authors"
+        ) from error
+
+
+def _imported(name: str) -> MakeBackend:
+    point = next(iter(entry_points(group="paceline.backends", name=name)), None)
+    if point is None:
+        raise ConfigError(
+            f"backend {name!r} is not made for a model; use native or one of a package"
+        )
+    try:
+        loaded: MakeBackend = point.load()
+    except Exception as error:
+        raise ConfigError(f"backend {name!r} cannot be imported ({error})") from None
+    return loaded
+
+
+def check_backend(name: str) -> None:
+    """Raises ConfigError for a name that is not known."""
+    if name not in backend_names():
+        known = ", ".join(backend_names())
+        raise ConfigError(f"backend {name!r} is not known; use one of {known}")

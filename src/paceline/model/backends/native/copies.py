@@ -24,7 +24,7 @@ from typing import Any
 
 from torch import nn
 
-from paceline.core.sizes import parse_bytes
+from paceline.core.memory import parse_bytes
 from paceline.core.stages import info, stage
 from paceline.errors import PacelineError
 from paceline.files import FileStamp, cache_folder, write_aside

@@ -18,8 +18,7 @@ from paceline.model.backends.base import REFERENCE, Backend
 from paceline.model.backends.reference.recurrent import over_states, runs_on_states
 from paceline.model.backends.reference.rows import RowPositions
 from paceline.model.paged.cache import LayerShape, PagedCache
-from paceline.model.paged.masks import Pattern
-from paceline.model.paged.segments import AttentionStep, DeviceBatch, KeyValueStore
+from paceline.model.paged.segments import AttentionStep, DeviceBatch, KeyValueStore, Pattern
 from paceline.model.paged.states import StatePart
 from paceline.model.quantised.convert import copy_beside
 

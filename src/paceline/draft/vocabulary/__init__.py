@@ -1,1 +1,0 @@
-"""Drafts in a vocabulary of their own: matched by tokens, or by the text."""
