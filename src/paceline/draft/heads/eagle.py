@@ -21,7 +21,8 @@ from typing import Any, ClassVar
 
 import torch
 
-from paceline.core.batch import Span
+from paceline.core.batch import ModelOutput, Span
+from paceline.core.sequence import SEQUENCE_IDS
 from paceline.draft.base import Drafter
 from paceline.draft.heads.eagle_head import default_feature_layers, load_eagle, stated_layers
 from paceline.draft.heads.features import FeatureDrafter, HeadSpec, on_features
@@ -150,6 +151,19 @@ class EagleDrafter(FeatureDrafter):
         if not config.reduced:
             return logits
         return Narrow(logits, self.head.draft_ids, config.vocab_size)
+
+    @torch.inference_mode()
+    def first_logits(self, tokens: Sequence[int], out: ModelOutput) -> torch.Tensor:
+        """Logits ``[n - 2, vocab]`` of the first draft behind each token of a text from the second
+        to the last but one, from the target's features of its rows; in one pass."""
+        seq_id, count = next(SEQUENCE_IDS), len(tokens) - 2
+        span = replace(Span.of(seq_id, 0, tokens[1:-1]), scored=count - 1)
+        self.cache.admit(seq_id, (), False)
+        self.cache.reserve(seq_id, count)
+        inputs = torch.cat([out.features[layer][:count] for layer in self.features], -1)
+        _, logits = self._step(self.cache.batch_of([span]), self.cache, inputs, fused=False)
+        narrow = self._narrow(logits)
+        return narrow.whole() if isinstance(narrow, Narrow) else narrow
 
     def _made_up(self, trees: Sequence[Growing]) -> Logits:
         config, like = self.head.config, self.cache.kv(0)[0]

@@ -234,6 +234,12 @@ class MedusaDrafter:
                 last = commit.position + commit.scheduled + len(commit.path) - 1
                 self._seen[commit.seq_id] = out.features[self.features[0]], row, last
 
+    @torch.inference_mode()
+    def first_logits(self, tokens: Sequence[int], out: ModelOutput) -> torch.Tensor:
+        """Logits ``[n - 2, vocab]`` of the first draft behind each token of a text from the second
+        to the last but one, from the target's last hidden states of its rows."""
+        return self.heads(out.features[self.features[0]][: len(tokens) - 2], 1)[:, 0]
+
     def warm_up(self, batch_size: int) -> None:
         """All heads on one row of each sequence, and the choice of candidates."""
         target, levels = self.target, len(self.shapes) - 1
