@@ -16,7 +16,7 @@ Drafted rows are not kept: an accepted token's true feature replaces them.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import KW_ONLY, dataclass
+from dataclasses import KW_ONLY, dataclass, replace
 from typing import Any, ClassVar
 
 import torch
