@@ -17,7 +17,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.nn.functional import silu, softplus
+from torch.nn.functional import conv1d, silu, softplus
 
 from paceline.model.paged.states import StateLevel
 
@@ -52,28 +52,61 @@ def _choosing(theirs: Callable[..., Any], ours: Callable[..., Any]) -> Callable[
 
 
 def _convolution(
-    theirs: Callable[..., Tensor], x: Tensor, states: Tensor, *args: Any, **options: Any
+    theirs: object,
+    x: Tensor,
+    states: Tensor,
+    weight: Tensor,
+    bias: Tensor | None = None,
+    activation: str | None = None,
 ) -> Tensor:
     """``x [rows, C, 1]`` behind the last inputs ``states [slots, C, kernel]``."""
+    from transformers.activations import ACT2FN
+
     windows = states.new_empty(len(x), *states.shape[1:])
     for level in _LEVELS.get():
-        window = windows[level.span] = states[level.before]
-        states[level.behind] = torch.cat((window[..., 1:], x[level.span]), -1)
-    return theirs(x, windows, *args, **options)
+        window = windows[level.span]
+        # One run of memory is faster than many; what a channel gets of the next, its input covers.
+        window.view(-1)[:-1] = states[level.before].view(-1)[1:]
+        window[..., -1:] = x[level.span]
+        states[level.behind] = window
+    out = conv1d(windows, weight[:, None], bias, groups=len(weight))
+    return out if activation is None else ACT2FN[activation](out)
 
 
 def _scaled(states: Tensor, by: Tensor) -> Iterator[tuple[slice, Tensor]]:
-    """Of each level its rows, and the states before them times ``by [rows, heads]``; what becomes
-    of these is kept in the slots behind."""
+    """Of each level its rows, and the states before them times ``by [rows, ...]``; what becomes of
+    these is kept in the slots behind, which may be those before."""
     for level in _LEVELS.get():
-        alone = isinstance(level.behind, slice)
-        state = torch.mul(
-            *(states[level.before], by[level.span, :, None, None]),
-            out=states[level.behind] if alone else None,
-        )
+        slot = states[level.behind] if isinstance(level.behind, slice) else None
+        state = torch.mul(states[level.before], by[level.span], out=slot)
         yield level.span, state
-        if not alone:
+        if slot is None:
             states[level.behind] = state
+
+
+def _mamba(
+    theirs: object,
+    states: Tensor,
+    x: Tensor,
+    dt: Tensor,
+    A: Tensor,
+    B: Tensor,
+    C: Tensor,
+    D: Tensor,
+    *,
+    dt_bias: Tensor,
+    z: Tensor | None = None,
+    **options: Any,
+) -> Tensor:
+    """``selective_state_update`` of mamba_ssm (Gu & Dao 2023, arXiv 2312.00752): ``states [slots,
+    width, N]``, ``x`` and ``dt`` ``[rows, width]``, ``B`` and ``C`` ``[rows, N]``."""
+    dt, wide = softplus(dt.float() + dt_bias)[..., None], x.float()
+    added, C = (dt * wide[..., None]) * B.float()[:, None], C.float()[:, None]
+    out = torch.empty_like(wide)
+    for rows, state in _scaled(states, (dt * A.float()).exp()):
+        out[rows] = (C[rows] @ state.add_(added[rows]).mT)[:, 0]
+    out = out + wide * D
+    return (out if z is None else out * silu(z)).to(x.dtype)
 
 
 def _mamba2(
@@ -98,7 +131,8 @@ def _mamba2(
     B, C = (part.float().repeat_interleave(group, 1) for part in (B, C))
     added, wide = dt[..., None] * B, x.float()
     out = torch.empty_like(wide)
-    for rows, state in _scaled(states, (dt * A[:, 0, 0].float()).exp()):
+    decay = (dt * A[:, 0, 0].float()).exp()[..., None, None]
+    for rows, state in _scaled(states, decay):
         state.addcmul_(wide[rows, :, :, None], added[rows, :, None])
         out[rows] = (C[rows, :, None] @ state.mT)[:, :, 0]  # 8x faster than state @ C
     out = out + wide * D
@@ -125,16 +159,20 @@ def _delta_rule(
     if use_qk_l2norm_in_kernel:
         q, k = (part * torch.rsqrt((part * part).sum(-1, True) + 1e-6) for part in (q, k))
     q, k = (part.repeat_interleave(group, 1) for part in (q / q.shape[-1] ** 0.5, k))
-    out = torch.empty_like(v)
-    for rows, state in _scaled(states, decay.exp()):
-        error = v[rows, :, None] - k[rows, :, None] @ state
-        state.addcmul_(k[rows, :, :, None], error * beta[rows, :, None, None])
-        out[rows] = (q[rows, :, None] @ state)[:, :, 0]
+    decay, beta = decay.exp()[..., None, None], beta[..., None]
+    both, errors = torch.stack((k, q), 2), torch.empty_like(v)
+    read = v.new_empty(*v.shape[:2], 2, v.shape[-1])
+    for rows, state in _scaled(states, decay):
+        read[rows] = both[rows] @ state  # once for keys and queries
+        errors[rows] = (v[rows] - read[rows, :, 0]) * beta[rows]
+        state.addcmul_(k[rows, :, :, None], errors[rows, :, None])
+    out = read[:, :, 1] + (q * k).sum(-1, True) * errors
     return out[:, None].to(query.dtype), states
 
 
 _STEPS: dict[str, Callable[..., Any]] = {
     "causal_conv1d_update": _convolution,
+    "mamba_selective_state_update": _mamba,
     "mamba2_selective_state_update": _mamba2,
     "torch_recurrent_gated_delta_rule": _delta_rule,
 }

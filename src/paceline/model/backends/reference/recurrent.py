@@ -169,8 +169,9 @@ class _Mixer(nn.Module):
         except Exception:  # whatever transformers' step says to a state too many
             return False
         expected = [torch.cat(pair) for pair in zip(parts, behind, strict=True)]
+        # By their norms: in bf16 theirs rounds more often, and small numbers are off by much.
         pairs = zip([made, *slots], [due, *expected], strict=True)
-        return all(torch.allclose(ours, theirs, 0.05, 1e-3) for ours, theirs in pairs)
+        return all(torch.dist(a.float(), b.float()) <= 0.03 * b.float().norm() for a, b in pairs)
 
 
 def _layer(name: str) -> property:
