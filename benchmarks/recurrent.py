@@ -1,10 +1,11 @@
 """Layers with states on the reference backend, on one thread, in turns, with random weights.
 
 Steps of one row and of eight (a token and a chain of seven drafts) by their products alone, of
-four layers of width 1024, three of them recurrent; and one layer of a real model's widths: bytes
+four layers of width 1024, three of them recurrent (Falcon-H1: all); and one layer of a real model's
+widths: bytes
 and milliseconds of a state for each node, and of a replay of accepted tokens from the last state.
 
-    python benchmarks/recurrent.py
+    python benchmarks/recurrent.py [KIND ...]    # such as lfm2; else all
 """
 
 from __future__ import annotations
@@ -27,15 +28,26 @@ from paceline.model.target import CausalModel
 from support.engine_models import random_recurrent
 
 ROUNDS, ROWS, CONTEXT = 30, 8, 20
-_LAYERS = ["linear_attention"] * 3 + ["full_attention"]
+_LAYERS = {"layer_types": ["linear_attention"] * 3 + ["full_attention"]}
 _MAMBA: dict[str, Any] = {"mamba_d_head": 64, "mamba_d_state": 128, "mamba_n_groups": 1}
 _MAMBA |= {"mamba_chunk_size": 256, "num_local_experts": 0}
 _DELTA = {"linear_key_head_dim": 128, "linear_value_head_dim": 128}
 WIDE: dict[str, Any] = {"hidden_size": 1024, "intermediate_size": 3072, "num_hidden_layers": 4}
 STEPS: dict[str, dict[str, Any]] = {
     "lfm2": {"layer_types": ["conv", "conv", "full_attention", "conv"]},
-    "qwen3_5_text": {"linear_num_key_heads": 8, "linear_num_value_heads": 16} | _DELTA,
-    "granitemoehybrid": {"mamba_n_heads": 32, "shared_intermediate_size": 3072} | _MAMBA,
+    "qwen3_5_text": {"linear_num_key_heads": 8, "linear_num_value_heads": 16} | _DELTA | _LAYERS,
+    "granitemoehybrid": {"mamba_n_heads": 32, "shared_intermediate_size": 3072} | _MAMBA | _LAYERS,
+    "bamba": {"mamba_n_heads": 32, "attn_layer_indices": [3]} | _MAMBA,
+    "falcon_h1": {"mamba_n_heads": 32, "mamba_d_ssm": 2048} | _MAMBA,
+    "nemotron_h": {
+        **{"layers_block_type": ["linear_attention", "mlp"] * 3 + ["full_attention", "mlp"]},
+        **{"num_hidden_layers": 8, "mamba_num_heads": 32, "mamba_head_dim": 64},
+        **{"ssm_state_size": 128, "n_groups": 8, "chunk_size": 128},
+    },
+    "jamba": {
+        **{"attn_layer_period": 4, "attn_layer_offset": 3, "num_experts": 1},
+        **{"mamba_dt_rank": 64, "mamba_d_state": 16},
+    },
 }
 REAL: dict[str, dict[str, Any]] = {  # LFM2-1.2B, Qwen3.5-4B, Granite 4-H tiny
     "lfm2": {"hidden_size": 2048, "layer_types": ["conv", "full_attention"]},
@@ -57,9 +69,8 @@ def turns(jobs: Mapping[str, Callable[[], object]]) -> dict[str, float]:
 
 
 def steps(kind: str, dtype: torch.dtype) -> dict[str, float]:
-    layers = {} if "layer_types" in STEPS[kind] else {"layer_types": _LAYERS}
     heads = {"num_attention_heads": 16, "num_key_value_heads": 4, "head_dim": 64}
-    hf = random_recurrent(kind, vocab=8192, **WIDE | heads | layers | STEPS[kind]).to(dtype)
+    hf = random_recurrent(kind, vocab=8192, **WIDE | heads | STEPS[kind]).to(dtype)
     linear = [module for module in hf.modules() if isinstance(module, torch.nn.Linear)]
     model = CausalModel(hf, kind)
     cache = model.new_cache(16, 16)
@@ -120,8 +131,9 @@ def states(kind: str) -> dict[str, float]:
 def main() -> None:
     torch.set_num_threads(1)
     made: dict[str, Any] = {}
-    for kind in STEPS:
-        made[f"{kind} states"] = states(kind)
+    for kind in sys.argv[1:] or STEPS:
+        if kind in REAL:
+            made[f"{kind} states"] = states(kind)
         for dtype in (torch.float32, torch.bfloat16):
             made[f"{kind} {dtype}"] = steps(kind, dtype)
     for name, figures in made.items():

@@ -8,8 +8,9 @@ import pytest
 import torch
 from torch import Tensor
 
+from paceline.model.backends.reference import recurrences
 from paceline.model.backends.reference.recurrences import _STEPS, at_once
-from paceline.model.paged.states import StateLevel
+from paceline.model.paged.states import StateLevel, StateStep
 
 ROWS = 8
 Made = tuple[Tensor, Tensor]  # outputs of the rows, and the slots behind
@@ -61,24 +62,40 @@ def _delta_rule(wide: int, dtype: torch.dtype) -> tuple[Tensor, Step]:
     )[0]
 
 
+@pytest.mark.parametrize("compiled", [False, True])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("make", [_convolution, _mamba, _mamba2, _delta_rule])
 @torch.inference_mode()
 def test_a_row_has_the_same_bits_beside_any_others(
-    make: Callable[[int, torch.dtype], tuple[Tensor, Step]], dtype: torch.dtype
+    make: Callable[[int, torch.dtype], tuple[Tensor, Step]],
+    dtype: torch.dtype,
+    compiled: bool,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """Two pending tokens, which share a slot, and a tree: in one call, and row by row."""
+    if not compiled:
+        monkeypatch.setattr(recurrences, "kernels", lambda: None)
+    elif recurrences.kernels() is None:
+        pytest.skip("the kernels are not built here")
     begin, step = make(256, dtype)
     parents, levels = [-1, 0, 1, 1, 2, 2, 3, 4], [[0], [1], [2, 3], [4, 5, 6], [7]]
     slots = [1, 1, 3, 4, 5, 6, 7, 8]
     before = [slots[parent] if parent >= 0 else 0 for parent in parents]
     together, apart = begin.clone(), begin.clone()
-    with at_once([_level(rows, before, slots) for rows in levels]):
+    with at_once(StateStep((), tuple(_level(rows, before, slots) for rows in levels))):
         outputs = step(torch.arange(ROWS), together)
     for row, parent in enumerate(parents):
-        with at_once([StateLevel(torch.arange(1), slice(0, 1), *_slots(parent + 1, row + 1))]):
+        level = StateLevel(torch.arange(1), slice(0, 1), *_slots(parent + 1, row + 1))
+        with at_once(StateStep((), (level,))):
             assert torch.equal(step(torch.tensor([row]), apart)[0], outputs[row])
     assert torch.equal(apart[2:], together[slots[1:]])
+    monkeypatch.setattr(recurrences, "kernels", lambda: None)
+    with at_once(StateStep((), tuple(_level(rows, before, slots) for rows in levels))):
+        again = step(torch.arange(ROWS), begin)
+    assert torch.allclose(
+        again.float(), outputs.float(), 1e-2 if dtype.itemsize == 2 else 1e-5, 1e-5
+    )
+    assert torch.allclose(begin.float(), together.float(), 1e-5, 1e-5)
 
 
 def _slots(*slots: int) -> list[slice]:

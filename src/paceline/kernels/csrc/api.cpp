@@ -317,6 +317,13 @@ int pl_repeat_product(int64_t dtype, const pl_weight* w, const void* x, int64_t 
   return outcome([&](const Kernels& k) { repeat_product(k, dtype, *w, x, rows, 0, y, threads, passes, apart); });
 }
 
+int pl_recur(const pl_recurrence* rows, int64_t threads) {
+  return outcome([&](const Kernels& k) {
+#pragma omp parallel for schedule(static) num_threads(static_cast<int>(threads))
+    for (int64_t head = 0; head < rows->heads; head++) k.recur(*rows, head);
+  });
+}
+
 void* pl_open(const pl_model* model) { return new (std::nothrow) Opened(*model); }
 
 void pl_close(void* opened) { delete static_cast<Opened*>(opened); }

@@ -3,6 +3,7 @@
 // the linker might take them for all.
 #include "attention.h"
 #include "products.h"
+#include "recurrence.h"
 #include "rounding.h"
 #include "rows.h"
 
@@ -35,4 +36,4 @@
 #define NAME "portable"
 #endif
 
-extern const Kernels TABLE = {NAME, product, attend, fold, embed, normalise, add_normalised, add_silu, choose, add_scaled, place, likeliest, greedy, give, take, round_rows};
+extern const Kernels TABLE = {NAME, product, attend, fold, embed, normalise, add_normalised, add_silu, choose, add_scaled, place, likeliest, greedy, give, take, round_rows, recur};

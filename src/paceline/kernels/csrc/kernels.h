@@ -195,6 +195,7 @@ struct Kernels {
   void (*give)(int64_t dtype, const float* x, long width, void* y);
   void (*take)(int64_t dtype, const void* x, long width, float* y);
   void (*round_rows)(const Rounding&, long first, long rows, float* scratch);
+  void (*recur)(const pl_recurrence&, long head);
 };
 
 constexpr long CHUNK = 48;  // rows of a product per pass over the weights

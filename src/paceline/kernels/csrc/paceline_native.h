@@ -182,6 +182,18 @@ int pl_product(int64_t dtype, const pl_weight* w, const void* x, int64_t rows, f
 int pl_repeat_product(int64_t dtype, const pl_weight* w, const void* x, int64_t rows, int64_t passes, int64_t apart,
                       void* y, int64_t threads);
 
+// Rows of a recurrent layer from slot to slot of its states, float32, in order; all others [rows,
+// heads, ...] in float32. Without beta Mamba-2's step: states [slots, heads, values, keys]; with it the
+// gated delta rule's: [slots, heads, keys, values]. The last one is a multiple of 32.
+typedef struct {
+  int64_t rows, heads, keys, values;
+  const int64_t *before, *behind;  // [rows]
+  const float *decay, *beta, *query, *key, *value;
+  float *states, *out;
+} pl_recurrence;
+
+int pl_recur(const pl_recurrence* rows, int64_t threads);
+
 // A model with the memory that its forwards work in; the structure is copied. NULL: no memory.
 void* pl_open(const pl_model* model);
 void pl_close(void* opened);

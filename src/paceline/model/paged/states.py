@@ -59,6 +59,16 @@ class StateStep:
     def stepped(self) -> Tensor:
         return torch.cat([level.rows for level in self.levels])
 
+    @cached_property
+    def slots(self) -> tuple[Tensor, Tensor]:
+        """Those before and behind the stepped rows, int64."""
+
+        def numbers(slots: Tensor | slice) -> Tensor:
+            return torch.arange(slots.start, slots.stop) if isinstance(slots, slice) else slots
+
+        before = [numbers(level.before) for level in self.levels]
+        return torch.cat(before), torch.cat([numbers(level.behind) for level in self.levels])
+
 
 class StateStore:
     """Slots of states, and whose they are. It starts with ``slots`` of them, and grows if a caller

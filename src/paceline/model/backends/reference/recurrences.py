@@ -9,7 +9,7 @@ rest of the mixer runs once for all rows. Elsewhere, and on other threads, trans
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
 from functools import cache, wraps
@@ -19,19 +19,22 @@ import torch
 from torch import Tensor
 from torch.nn.functional import conv1d, silu, softplus
 
-from paceline.model.paged.states import StateLevel
+from paceline.kernels.compile import NativeUnavailableError, is_built, is_off
+from paceline.kernels.library import CRecurrence, check, library, pointer
+from paceline.model.paged.states import StateStep
 
-_LEVELS: ContextVar[Sequence[StateLevel]] = ContextVar("levels", default=())
+_NO_STEP = StateStep((), ())
+_STEP: ContextVar[StateStep] = ContextVar("step", default=_NO_STEP)
 
 
 @contextmanager
-def at_once(levels: Sequence[StateLevel]) -> Iterator[None]:
-    """A context in which a mixer's forward takes the rows of all ``levels``."""
-    before = _LEVELS.set(levels)
+def at_once(step: StateStep) -> Iterator[None]:
+    """A context in which a mixer's forward takes the rows of all levels of ``step``."""
+    before = _STEP.set(step)
     try:
         yield
     finally:
-        _LEVELS.reset(before)
+        _STEP.reset(before)
 
 
 @cache
@@ -46,7 +49,11 @@ def stand_in(module: str) -> None:
 def _choosing(theirs: Callable[..., Any], ours: Callable[..., Any]) -> Callable[..., Any]:
     @wraps(theirs)
     def step(*args: Any, **options: Any) -> Any:
-        return ours(theirs, *args, **options) if _LEVELS.get() else theirs(*args, **options)
+        return (
+            ours(theirs, *args, **options)
+            if _STEP.get() is not _NO_STEP
+            else theirs(*args, **options)
+        )
 
     return step
 
@@ -63,7 +70,7 @@ def _convolution(
     from transformers.activations import ACT2FN
 
     windows = states.new_empty(len(x), *states.shape[1:])
-    for level in _LEVELS.get():
+    for level in _STEP.get().levels:
         window = windows[level.span]
         # One run of memory is faster than many; what a channel gets of the next, its input covers.
         window.view(-1)[:-1] = states[level.before].view(-1)[1:]
@@ -76,12 +83,37 @@ def _convolution(
 def _scaled(states: Tensor, by: Tensor) -> Iterator[tuple[slice, Tensor]]:
     """Of each level its rows, and the states before them times ``by [rows, ...]``; what becomes of
     these is kept in the slots behind, which may be those before."""
-    for level in _LEVELS.get():
+    for level in _STEP.get().levels:
         slot = states[level.behind] if isinstance(level.behind, slice) else None
         state = torch.mul(states[level.before], by[level.span], out=slot)
         yield level.span, state
         if slot is None:
             states[level.behind] = state
+
+
+@cache
+def kernels() -> Any:
+    """The library, where it is built already; else None, and torch makes the steps."""
+    try:
+        return library() if is_built() and not is_off() else None
+    except NativeUnavailableError:
+        return None
+
+
+def _compiled(
+    states: Tensor, query: Tensor, key: Tensor, value: Tensor, decay: Tensor, beta: Any = None
+) -> Tensor | None:
+    """Outputs of all rows by the kernels, see pl_recur; None where they do not run."""
+    if states.device.type != "cpu" or states.dtype != torch.float32 or states.shape[-1] % 32:
+        return None
+    if not states.is_contiguous() or kernels() is None:
+        return None
+    parts = [None if p is None else p.contiguous() for p in (decay, beta, query, key, value)]
+    sizes, out = (*query.shape, value.shape[-1]), torch.empty_like(value)
+    slots = _STEP.get().slots
+    struct = CRecurrence(*sizes, *map(pointer, (*slots, *parts, states, out)))
+    check(kernels().pl_recur(struct, torch.get_num_threads()))
+    return out
 
 
 def _mamba(
@@ -129,12 +161,14 @@ def _mamba2(
     dt = softplus((dt + dt_bias)[..., 0].float())
     group = x.shape[1] // B.shape[1]
     B, C = (part.float().repeat_interleave(group, 1) for part in (B, C))
-    added, wide = dt[..., None] * B, x.float()
-    out = torch.empty_like(wide)
-    decay = (dt * A[:, 0, 0].float()).exp()[..., None, None]
-    for rows, state in _scaled(states, decay):
-        state.addcmul_(wide[rows, :, :, None], added[rows, :, None])
-        out[rows] = (C[rows, :, None] @ state.mT)[:, :, 0]  # 8x faster than state @ C
+    added, wide = dt[..., None] * B, x.float().contiguous()
+    decay = (dt * A[:, 0, 0].float()).exp()
+    out = _compiled(states, C, added, wide, decay)
+    if out is None:
+        out = torch.empty_like(wide)
+        for rows, state in _scaled(states, decay[..., None, None]):
+            state.addcmul_(wide[rows, :, :, None], added[rows, :, None])
+            out[rows] = (C[rows, :, None] @ state.mT)[:, :, 0]  # 8x faster than state @ C
     out = out + wide * D
     return (out if z is None else out * silu(z)).to(x.dtype)
 
@@ -159,14 +193,16 @@ def _delta_rule(
     if use_qk_l2norm_in_kernel:
         q, k = (part * torch.rsqrt((part * part).sum(-1, True) + 1e-6) for part in (q, k))
     q, k = (part.repeat_interleave(group, 1) for part in (q / q.shape[-1] ** 0.5, k))
-    decay, beta = decay.exp()[..., None, None], beta[..., None]
-    both, errors = torch.stack((k, q), 2), torch.empty_like(v)
-    read = v.new_empty(*v.shape[:2], 2, v.shape[-1])
-    for rows, state in _scaled(states, decay):
-        read[rows] = both[rows] @ state  # once for keys and queries
-        errors[rows] = (v[rows] - read[rows, :, 0]) * beta[rows]
-        state.addcmul_(k[rows, :, :, None], errors[rows, :, None])
-    out = read[:, :, 1] + (q * k).sum(-1, True) * errors
+    v, decay = v.contiguous(), decay.exp()
+    out = _compiled(states, q, k, v, decay, beta)
+    if out is None:
+        both, errors, beta = torch.stack((k, q), 2), torch.empty_like(v), beta[..., None]
+        read = v.new_empty(*v.shape[:2], 2, v.shape[-1])
+        for rows, state in _scaled(states, decay[..., None, None]):
+            read[rows] = both[rows] @ state  # once for keys and queries
+            errors[rows] = (v[rows] - read[rows, :, 0]) * beta[rows]
+            state.addcmul_(k[rows, :, :, None], errors[rows, :, None])
+        out = read[:, :, 1] + (q * k).sum(-1, True) * errors
     return out[:, None].to(query.dtype), states
 
 

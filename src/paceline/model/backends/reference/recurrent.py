@@ -79,7 +79,7 @@ class _Mixer(nn.Module):
             for state, part in zip(states, parts, strict=True):
                 state[behind] = part[0]
         if self.at_once and step.levels:
-            with at_once(step.levels):
+            with at_once(step):
                 advance(step.stepped[:, None], states)
         for level in () if self.at_once else step.levels:
             parts = advance(level.rows[:, None], [state[level.before].clone() for state in states])
@@ -164,7 +164,7 @@ class _Mixer(nn.Module):
         level = StateLevel(torch.arange(1), slice(0, 1), slice(0, 1), slice(1, 2))
         due, behind = self.advance(hidden, [part.clone() for part in parts])
         try:
-            with at_once([level]):
+            with at_once(StateStep((), (level,))):
                 made, slots = self.advance(hidden, slots)
         except Exception:  # whatever transformers' step says to a state too many
             return False
