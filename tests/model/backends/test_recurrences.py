@@ -8,6 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from paceline.kernels.library import INSTRUCTIONS, choose, instructions
 from paceline.model.backends.reference import recurrences
 from paceline.model.backends.reference.recurrences import _STEPS, at_once
 from paceline.model.paged.states import StateLevel, StateStep
@@ -25,7 +26,7 @@ def _convolution(wide: int, dtype: torch.dtype) -> tuple[Tensor, Step]:
     x, weight = _numbers(ROWS, wide, 1).to(dtype), _numbers(wide, 4).to(dtype)
     step = _STEPS["causal_conv1d_update"]
     return _numbers(ROWS + 1, wide, 4).to(dtype), lambda rows, slots: step(
-        None, x[rows], slots, weight, None, "silu"
+        x[rows], slots, weight, None, "silu"
     )
 
 
@@ -34,7 +35,7 @@ def _mamba(wide: int, dtype: torch.dtype) -> tuple[Tensor, Step]:
     a, (b, c), d = -_numbers(wide, 16).exp(), _numbers(2, ROWS, 16).to(dtype), _numbers(wide)
     step = _STEPS["mamba_selective_state_update"]
     return _numbers(ROWS + 1, wide, 16), lambda rows, slots: step(
-        *(None, slots, x[rows], dt[rows], a, b[rows], c[rows], d), dt_bias=d, z=z[rows]
+        *(slots, x[rows], dt[rows], a, b[rows], c[rows], d), dt_bias=d, z=z[rows]
     )
 
 
@@ -44,7 +45,7 @@ def _mamba2(wide: int, dtype: torch.dtype) -> tuple[Tensor, Step]:
     (b, c), (a, bias, d) = _numbers(2, ROWS, 1, n).to(dtype), _numbers(3, heads)[..., None]
     step = _STEPS["mamba2_selective_state_update"]
     return _numbers(ROWS + 1, heads, width, n), lambda rows, slots: step(
-        *(None, slots, x[rows], dt[rows, :, None].expand(-1, -1, width)),
+        *(slots, x[rows], dt[rows, :, None].expand(-1, -1, width)),
         *(-a.exp()[..., None].expand(-1, width, n), b[rows], c[rows], d),
         dt_bias=bias.expand(-1, width),
     )
@@ -56,7 +57,7 @@ def _delta_rule(wide: int, dtype: torch.dtype) -> tuple[Tensor, Step]:
     v, (g, beta) = _numbers(ROWS, 1, heads, n).to(dtype), _numbers(2, ROWS, 1, heads)
     step = _STEPS["torch_recurrent_gated_delta_rule"]
     return _numbers(ROWS + 1, heads, n, n), lambda rows, slots: step(
-        *(None, q[rows], k[rows], v[rows]),
+        *(q[rows], k[rows], v[rows]),
         **{"g": -g[rows].exp(), "beta": beta[rows].sigmoid(), "initial_state": slots},
         use_qk_l2norm_in_kernel=True,
     )[0]
@@ -96,6 +97,24 @@ def test_a_row_has_the_same_bits_beside_any_others(
         again.float(), outputs.float(), 1e-2 if dtype.itemsize == 2 else 1e-5, 1e-5
     )
     assert torch.allclose(begin.float(), together.float(), 1e-5, 1e-5)
+
+
+@pytest.mark.parametrize("make", [_mamba2, _delta_rule])
+def test_every_instruction_set_has_the_same_bits(
+    make: Callable[[int, torch.dtype], tuple[Tensor, Step]],
+) -> None:
+    if recurrences.kernels() is None:
+        pytest.skip("the kernels are not built here")
+    begin, step = make(256, torch.float32)
+    best, made = instructions(), []
+    chain = [list(range(ROWS)), list(range(1, ROWS + 1))]
+    levels = StateStep((), tuple(_level([row], *chain) for row in range(ROWS)))
+    for name in filter(choose, INSTRUCTIONS):
+        with at_once(levels):
+            made.append((name, step(torch.arange(ROWS), states := begin.clone()), states))
+    choose(best)
+    for name, outputs, states in made:
+        assert torch.equal(outputs, made[-1][1]) and torch.equal(states, made[-1][2]), name
 
 
 def _slots(*slots: int) -> list[slice]:

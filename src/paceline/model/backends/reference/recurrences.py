@@ -2,8 +2,9 @@
 
 transformers' functions of one step take a token and a state for each sequence. Within ``at_once``
 ours stand in for them: each row comes as a sequence of its own, and the slots of a StateStore as
-the states. What depends on a state goes level by level and is written to the slots in place; the
-rest of the mixer runs once for all rows. Elsewhere, and on other threads, transformers' run.
+the states. What depends on a state goes level by level and is written to the slots in place, by
+the kernels where they are built (csrc/recurrence.h); the rest of the mixer runs once for all rows.
+Elsewhere, and on other threads, transformers' run.
 """
 
 from __future__ import annotations
@@ -49,17 +50,14 @@ def stand_in(module: str) -> None:
 def _choosing(theirs: Callable[..., Any], ours: Callable[..., Any]) -> Callable[..., Any]:
     @wraps(theirs)
     def step(*args: Any, **options: Any) -> Any:
-        return (
-            ours(theirs, *args, **options)
-            if _STEP.get() is not _NO_STEP
-            else theirs(*args, **options)
-        )
+        if _STEP.get() is _NO_STEP:
+            return theirs(*args, **options)
+        return ours(*args, **options)
 
     return step
 
 
 def _convolution(
-    theirs: object,
     x: Tensor,
     states: Tensor,
     weight: Tensor,
@@ -117,7 +115,6 @@ def _compiled(
 
 
 def _mamba(
-    theirs: object,
     states: Tensor,
     x: Tensor,
     dt: Tensor,
@@ -142,7 +139,6 @@ def _mamba(
 
 
 def _mamba2(
-    theirs: object,
     states: Tensor,
     x: Tensor,
     dt: Tensor,
@@ -174,7 +170,6 @@ def _mamba2(
 
 
 def _delta_rule(
-    theirs: object,
     query: Tensor,
     key: Tensor,
     value: Tensor,
