@@ -8,6 +8,7 @@ Biometrika 41) weighs whether drafts are rather right as often as it says, or as
 from __future__ import annotations
 
 import logging
+from collections import deque
 from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass, field
 from math import log
@@ -27,14 +28,18 @@ _HEALTHY, _COLLAPSED = 0.4, 0.1
 # The logarithm of the odds for a collapse at which it is said. No request adds more than a third:
 # one odd text proves nothing.
 _EVIDENCE = 15.0
-_DOUBT = 0.95  # share of what its card states, below which a drafter is examined
 _GIVEN_UP = 500  # tokens after which one is that has hardly drafted
 _EXAMINED, _TEXT = 8, 48  # texts at most, and tokens between looks at one
-_UNKNOWN = "measure this model and draft with paceline doctor --run"
+_RECENT = 3  # texts in which a cause is looked for
+_UNKNOWN = (
+    "its weights may be damaged or for another model: measure both with paceline doctor --run"
+)
 
 # What an examination found: whether the first drafted token is right, at many positions of a text,
 # and what is certainly wrong; "" if nothing is.
 Examination = tuple[Sequence[bool], str]
+# The tokens of a sequence, which grow, and how many of them are its prompt.
+PromptedText = tuple[Sequence[int], int]
 # A drafter's name, an adapter's, and the number of what is loaded under that name.
 WatchedKey = tuple[Hashable, str | None, int]
 
@@ -42,11 +47,11 @@ WatchedKey = tuple[Hashable, str | None, int]
 @dataclass(frozen=True)
 class Watched:
     """What is known of a drafter: the acceptance that its card states; how to examine it on a
-    sequence's text; and why it may have collapsed with such a sequence ("": not known)."""
+    sequence's text; and why it may have collapsed on such texts ("": not known)."""
 
     stated: float | None = None
     examine: Callable[[SequenceState], Examination] = lambda seq: ((), "")
-    cause: Callable[[SequenceState], str] = lambda seq: ""
+    cause: Callable[[Sequence[PromptedText]], str] = lambda texts: ""
 
 
 @dataclass
@@ -61,10 +66,13 @@ class _Compared:
     wrong: str = ""  # what is certainly wrong, and stays so
     evidence: dict[str, float] = field(default_factory=dict)
     added: dict[int, dict[str, float]] = field(default_factory=dict)
+    recent: deque[PromptedText] = field(default_factory=lambda: deque(maxlen=_RECENT))
 
-    def see(self, seq_id: int, right: bool, stated: float | None, counts: bool) -> None:
+    def see(self, seq: SequenceState, right: bool, stated: float | None, counts: bool) -> None:
         """A draft's outcome; ``counts``: it becomes part of the history."""
-        added = self.added.setdefault(seq_id, {})
+        if seq.seq_id not in self.added:
+            self.recent.append((seq.tokens, seq.prompt_length))
+        added = self.added.setdefault(seq.seq_id, {})
         history = self.usual if self.drafts >= _KNOWN else None
         for against, rate in (("its card says", stated), ("before it was", history)):
             if rate:
@@ -79,10 +87,11 @@ class _Compared:
             self.usual += (right - self.usual) / min(self.drafts, _HISTORY)
 
     def is_doubtful(self, stated: float | None, tokens: int) -> bool:
-        """Whether it is right less often than its card states, or was given up early."""
+        """Whether it is right less often than its card states, or not always without a card, or was
+        given up early."""
         if self.drafts < _LATELY:
             return tokens >= _GIVEN_UP
-        return self.lately < _DOUBT * (stated or 0.0)
+        return self.lately < (stated or 1.0)
 
 
 class CollapseWatch:
@@ -135,18 +144,18 @@ class CollapseWatch:
     ) -> None:
         stated, compared = self.drafters[key[0]].stated, self._compare(key)
         for right in outcomes:
-            compared.see(seq.seq_id, right, stated, key not in self.collapsed)
+            compared.see(seq, right, stated, key not in self.collapsed)
         compared.wrong = compared.wrong or wrong
         sure = [against for against, odds in compared.evidence.items() if odds >= _EVIDENCE]
         if sure or wrong:
-            self._collapse(key, seq, [*sure, "its card says" if stated else "before it was"][0])
+            self._collapse(key, [*sure, "its card says" if stated else "before it was"][0])
         elif key in self.collapsed and not any(compared.evidence.values()) and not compared.wrong:
             del self.collapsed[key]
 
     def _examine(self, key: WatchedKey, seq: SequenceState) -> None:
         watched, compared = self.drafters[key[0]], self._compare(key)
-        done = compared.wrong or seq.seq_id in compared.texts or len(compared.texts) >= _EXAMINED
-        if done or not compared.is_doubtful(watched.stated, self.tokens):
+        seen = seq.seq_id in compared.texts or len(compared.texts) >= _EXAMINED
+        if seen or key in self.warned or not compared.is_doubtful(watched.stated, self.tokens):
             return
         compared.texts.add(seq.seq_id)
         try:
@@ -156,7 +165,7 @@ class CollapseWatch:
             return
         self._see(key, seq, outcomes, wrong)
 
-    def _collapse(self, key: WatchedKey, seq: SequenceState, against: str) -> None:
+    def _collapse(self, key: WatchedKey, against: str) -> None:
         watched, compared = self.drafters[key[0]], self._compared[key]
         # Half of the evidence stays: one that is tried again has to prove itself.
         compared.evidence = dict.fromkeys(compared.evidence, _EVIDENCE / 2)
@@ -166,13 +175,14 @@ class CollapseWatch:
             self.warned.add(key)
             expected = compared.usual if against.startswith("before") else watched.stated or 0.0
             _log.warning(
-                "draft %s%s: acceptance has collapsed: %.0f%% of first tokens, %s %.0f%%; %s",
+                "draft %s%s: acceptance %s: %.0f%% of first tokens, %s %.0f%%; %s",
                 key[0],
                 "" if key[1] is None else f" (adapter {key[1]})",
+                "could be higher" if compared.wrong else "has collapsed",
                 100 * compared.lately,
                 against,
                 100 * expected,
-                compared.wrong or watched.cause(seq) or _UNKNOWN,
+                compared.wrong or watched.cause(compared.recent) or _UNKNOWN,
             )
 
     def forget(self, seq_id: int) -> None:

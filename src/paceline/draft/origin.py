@@ -55,35 +55,41 @@ class Origin:
         row = _STATED.search(card)
         return None if row is None else float(row[1])
 
-    def cause(self, seq: SequenceState) -> str:
-        """Why its drafts may fail on such a sequence; "" if that cannot be told."""
-        cause = self._template(seq) or self._language(seq) or self._bits()
+    def cause(self, texts: Sequence[tuple[Sequence[int], int]]) -> str:
+        """Why its drafts may fail on texts, of each the tokens and how many of them are the
+        prompt; "" if that cannot be told."""
+        cause = (
+            self._language([token for text, prompt in texts for token in text[prompt:]])
+            or self._template({token for text, prompt in texts for token in text[:prompt]})
+            or self._bits()
+        )
         return cause and f"perhaps {cause}"
 
     # -- measuring on a text ---------------------------------------------------------------------
 
     def examine(self, seq: SequenceState) -> tuple[list[bool], str]:
-        """Whether the first drafted token is right at positions of a sequence's last tokens, and
-        what is certainly wrong: it drafts better with features from the layers before or behind
-        those that it reads (ids are counted in two ways). Takes one forward of the target. With an
-        adapter, recurrent layers, or a target that several processes hold, nothing is
-        measured."""
+        """Whether the first drafted token is right at the last positions of an answer, and what is
+        certainly wrong: it drafts better with features from the layers before or behind those that
+        it reads (ids are counted in two ways). Takes one forward of the target. With an adapter,
+        recurrent layers, or a target that several processes hold, nothing is measured."""
         target, tokens = self.loading.target, list(seq.tokens[-_TEXT:])
         given = tuple(self._rebuilt().features)
         elsewhere = target.ranks is not None or seq.params.lora is not None
         if not given or len(tokens) <= _READ or elsewhere or target.state_bytes:
             return [], ""
-        shifts = (0, -1, 1) if len(given) > 1 else (0,)
+        others = (-1, 1) if len(given) > 1 else ()
+        shifts = (0, *(shift for shift in others if self._errors(shift) > -_SURE))
         choices = {shift: tuple(layer + shift for layer in given) for shift in shifts}
         layers = {s: n for s, n in choices.items() if min(n) >= 0 and max(n) <= target.num_layers}
         out = self._forward(tokens, sorted({layer for ids in layers.values() for layer in ids}))
         drafts = {shift: self._first_tokens(ids, tokens, out) for shift, ids in layers.items()}
-        outcomes = [right for right, _ in drafts[0]]
+        # A prompt is not the target's own text, of which the card speaks.
+        outcomes = [right for right, _ in drafts[0]][-seq.generated :]
         for shift in layers.keys() - {0}:
             gains = self.gains.setdefault(shift, [])
             pairs = zip(drafts[shift], drafts[0], strict=True)
             gains += [chance - usual for (_, chance), (_, usual) in pairs]
-            if len(gains) > _FEWEST and fmean(gains) > _SURE * stdev(gains) / len(gains) ** 0.5:
+            if self._errors(shift) > _SURE:
                 right = replace(self.spec, layers=layers[shift])  # type: ignore[call-arg]
                 return outcomes, (
                     f"it reads the inputs of layers {list(given)}, but sampled drafts would be "
@@ -91,6 +97,13 @@ class Origin:
                     f"numbers are one off; use --draft {right}"
                 )
         return outcomes, ""
+
+    def _errors(self, shift: int) -> float:
+        """By how many standard errors the texts' tokens are likelier with other layers."""
+        gains = self.gains.get(shift, ())
+        if len(gains) <= _FEWEST:
+            return 0.0
+        return float(fmean(gains) / max(stdev(gains) / len(gains) ** 0.5, 1e-9))
 
     def _rebuilt(self) -> Drafter:
         target = self.loading.target
@@ -138,8 +151,8 @@ class Origin:
 
     # -- what else can be told -------------------------------------------------------------------
 
-    def _template(self, seq: SequenceState) -> str:
-        """Whether the prompt lacks the marks that the target's chat template writes."""
+    def _template(self, prompts: set[int]) -> str:
+        """Whether prompts lack the marks that the target's chat template writes."""
         tokenizer = self.loading.tokenizer
         if tokenizer.chat_template is None:
             return ""
@@ -150,7 +163,7 @@ class Origin:
             return ""
         special = set(tokenizer.added_tokens_decoder) - {tokenizer.bos_token_id}
         marks = special & set(tokenizer.encode(text, add_special_tokens=False))
-        if not marks or marks & set(seq.tokens[: seq.prompt_length]):
+        if not marks or marks & prompts:
             return ""
         shown = tokenizer.decode([min(marks)])
         return (
@@ -158,21 +171,21 @@ class Origin:
             "send them as chats, or train the draft on this form"
         )
 
-    def _language(self, seq: SequenceState) -> str:
-        """Whether the text has tokens that the head cannot draft, or letters that are not Latin."""
-        drafter, tokens = self._rebuilt(), list(seq.tokens[seq.prompt_length :])
+    def _language(self, tokens: list[int]) -> str:
+        """Whether these are tokens that the head cannot draft, or letters that are not Latin."""
+        drafter = self._rebuilt()
         known = getattr(getattr(drafter, "head", None), "draft_ids", None)
         if known is not None and tokens:
             drafted = set(known.tolist())
             share = sum(token not in drafted for token in tokens) / len(tokens)
             if share > _FOREIGN:
                 return (
-                    f"{share:.0%} of this text are none of the {len(drafted):,} tokens that the "
+                    f"{share:.0%} of these texts are none of the {len(drafted):,} tokens that the "
                     "head drafts: it was trained on another language or another kind of text"
                 )
         letters = [c for c in self.loading.tokenizer.decode(tokens) if c.isalpha()]
         if letters and sum(c > "\u024f" for c in letters) > _FOREIGN * len(letters):
-            return "the text is not in Latin letters: the draft may not know its language"
+            return "the texts are not in Latin letters: the draft may not know its language"
         return ""
 
     def _bits(self) -> str:
