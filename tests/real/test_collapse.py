@@ -14,7 +14,7 @@ from safetensors.torch import load_file, save_file
 
 from paceline import LLM, SamplingParams
 from paceline.lab.bench.prompts import load_prompts
-from paceline.model.hub import fetched
+from paceline.model.names import fetched
 from support.running_server import Running, serve, service_of
 
 TOKENS = 2000  # within which a collapse is found
