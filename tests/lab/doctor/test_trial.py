@@ -14,7 +14,6 @@ from paceline.engine.driver import StepSums
 from paceline.lab.budget import Budget
 from paceline.lab.doctor.findings import Severity
 from paceline.lab.doctor.trial import LONG, SpeedupTrial, judge, record, report_of, run_trial
-from paceline.lab.tune.measure import Run, _typical
 from support.tiny_models import TinyPair
 from support.tuning_methods import chain, step, target
 
@@ -37,18 +36,6 @@ def test_drafts_that_are_looked_up() -> None:
     free = replace(method, costs=replace(method.costs, passes=(0,) * (LONG + 1)))
     assert replace(EXPLORED, method=free).draft_cost_ratio is None
     assert replace(EXPLORED, method=replace(free, levels=StepSums())).acceptance_rate is None
-
-
-def test_drafts_that_were_cut_short_cost_what_they_are() -> None:
-    """Half of the steps had room for two levels only."""
-    whole, cut = step(0.1 * LONG, nodes=LONG), step(0.1 * 2, nodes=2)
-    run = Run(1, [whole, cut] * 50, [whole] * 50, StepSums(), [])
-    typical = _typical(run, target(10_000))
-    assert typical is not None
-    method = replace(EXPLORED.method, steps=((0, step()), (LONG, typical)))
-    mixed = replace(EXPLORED, method=method)
-    assert mixed.draft_cost_ratio == pytest.approx(0.1)
-    assert mixed.best.speedup == pytest.approx(EXPLORED.best.speedup)
 
 
 def trial(measured: float, explored: SpeedupTrial = EXPLORED) -> SpeedupTrial:

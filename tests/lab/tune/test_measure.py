@@ -15,21 +15,18 @@ from paceline.lab.tune.measure import Run, Sample, _drift, _scaled, _typical, _t
 from support.tuning_methods import PLAIN, step, target
 
 
-def run(batch: int, steps: Sequence[StepSums] = (), full: Sequence[StepSums] = ()) -> Run:
-    return Run(batch, [*steps], [*full], StepSums(), [])
+def run(batch: int, steps: Sequence[StepSums] = ()) -> Run:
+    return Run(batch, [*steps], StepSums(), [])
 
 
 def test_typical_steps_leave_out_hiccups_and_half_full_batches() -> None:
     costs = target(10_000)
     steps = [step(other=0.1)] * 9 + [step(target=50.0, other=0.1)] * 3
-    typical = _typical(run(1, steps, steps), costs)
+    typical = _typical(run(1, steps), costs)
     assert typical is not None and typical.steps == typical.sequences == 9
     assert typical.whole == pytest.approx(9 * 1.1)
-    assert _typical(run(2, [step()] * 3, [step()] * 3), costs) is None
-    ends, full = [step(0.5, nodes=1)] * 5, [step(2.0, nodes=4)]
-    typical = _typical(run(1, ends + full, full), costs)
-    assert typical is not None and typical.seconds["draft"] == 2.0
-    typical = _typical(run(1, ends), costs)
+    assert _typical(run(2, [step()] * 3), costs) is None
+    typical = _typical(run(1, [step(0.5, nodes=1)] * 5), costs)
     assert typical is not None and typical.mean_seconds("draft") == 0.5
 
 

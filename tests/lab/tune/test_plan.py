@@ -191,7 +191,7 @@ def test_the_winner() -> None:
 
 def test_unrest() -> None:
     def run(seconds: Sequence[float]) -> Run:
-        return Run(1, [step(target=s) for s in seconds], [], StepSums(), [])
+        return Run(1, [step(target=s) for s in seconds], StepSums(), [])
 
     assert unrest_of(run([1.0] * 20)) == 1.0
     assert unrest_of(run([1.0] * 10 + [4.0] * 10)) == 4.0
@@ -298,7 +298,7 @@ def test_decoding_counts_what_completions_count(llm: LLM) -> None:
     assert {step.sequences for step in run.steps} == {1, 2}
     levels = run.levels
     assert 0 < levels.sequences <= sum(c.stats.target_steps for c in completions)
-    # Only those with room for the longest draft count.
+    # All have room for the longest draft.
     assert levels.drafted == 3 * levels.sequences
     assert levels.accepted_at[0] >= levels.accepted_at[1] >= levels.accepted_at[2]
     assert levels.reached[0] == levels.sequences

@@ -10,7 +10,6 @@ from statistics import median
 
 from paceline.core.costs import DrafterCosts, TargetCosts
 from paceline.core.params import SamplingParams
-from paceline.drafters import Commit
 from paceline.engine.driver import Drive, DrivenStep, StepSums, sequence
 from paceline.errors import DataError
 from paceline.lab.bench.engines import Starter
@@ -87,12 +86,11 @@ def fitting_sample(sample: Sample, target: TargetCosts, budget: Budget, candidat
 
 @dataclass(frozen=True)
 class Run:
-    """Prompts decoded ``batch`` at a time: ``steps`` that decoded only, the ``full`` ones, in which
-    all sequences had room for the longest draft, and in ``levels`` how such drafts fared."""
+    """Prompts decoded ``batch`` at a time: ``steps`` that decoded only, how drafts fared in all
+    (``levels``), and what was written."""
 
     batch: int
     steps: list[StepSums]
-    full: list[StepSums]
     levels: StepSums
     outputs: list[list[int]]
 
@@ -105,28 +103,24 @@ def decode(
     longest: int = 0,
     between: Between = lambda: None,
 ) -> Run:
-    """Decode all prompts, with drafts of ``longest`` levels. ``between`` is called after every step
-    and may raise. Raises PacelineError if a request fails."""
+    """Decode all prompts, with room for drafts of ``longest`` levels to the last token. ``between``
+    is called after every step and may raise. Raises PacelineError if a request fails."""
     stops = frozenset[int]() if params.ignore_eos else llm.end_tokens
-    drive = Drive(llm.engine, [sequence(ids, params, stops) for ids in prompts], batch)
-    drive.run(between)
-    prompt_lengths = {seq.seq_id: seq.prompt_length for seq in drive.seqs}
+    roomy = replace(params, max_tokens=params.max_tokens + longest)
+    drive = Drive(llm.engine, [sequence(ids, roomy, stops) for ids in prompts], batch)
 
-    def has_room(commit: Commit) -> bool:
-        """For more than the longest draft."""
-        generated = commit.position + commit.scheduled - prompt_lengths[commit.seq_id]
-        return params.max_tokens - max(0, generated) > longest
+    def after_step() -> None:
+        between()
+        for seq in [*drive.running.values()]:
+            if seq.generated >= params.max_tokens:
+                drive.drop(seq.seq_id)
 
-    steps, full, with_room = [], [], []
-    for step in drive.steps:
-        free = [commit for commit in step.commits if has_room(commit)]
-        going = [commit for commit in free if commit.tokens and commit.finish_reason is None]
-        with_room.append(DrivenStep(going, step.ended))
-        if step.decodes:
-            steps.append(StepSums.of([step]))
-            full += steps[-1:] if len(free) == len(step.commits) else []
-    outputs = [seq.tokens[seq.prompt_length :] for seq in drive.seqs]
-    return Run(batch, steps, full, StepSums.of(with_room), outputs)
+    drive.run(after_step)
+    steps = [StepSums.of([step]) for step in drive.steps if step.decodes]
+    going = ([c for c in s.commits if c.tokens and not c.finish_reason] for s in drive.steps)
+    levels = StepSums.of(DrivenStep(commits, 0.0) for commits in going)
+    outputs = [seq.tokens[seq.prompt_length :][: params.max_tokens] for seq in drive.seqs]
+    return Run(batch, steps, levels, outputs)
 
 
 def _runs(llm: LLM, sample: Sample, length: int, between: Between = lambda: None) -> list[Run]:
@@ -159,7 +153,7 @@ def measure_method(
     drafter = llm.engine.drafter
     timed = measure(drafter.warm_up, list(target.batches), llm.target.device)
     costs = DrafterCosts.of(drafter, LONGEST, timed)
-    # A draft must have room in the answers, or nothing is learnt of it.
+    # Of an answer that takes one step nothing is learnt.
     longest = max(1, min(costs.longest, most, sample.max_tokens // 3))
     runs = _runs(llm, sample, longest, between)
     levels = sum((run.levels for run in runs), StepSums())
@@ -209,8 +203,7 @@ def _typical_pair(runs: Sequence[Run], target: TargetCosts) -> list[StepSums]:
 def _typical(run: Run, target: TargetCosts) -> StepSums | None:
     """The faster three quarters of the steps of a full batch, by the target's forward against what
     it should take."""
-    of_batch = ([s for s in steps if s.sequences == run.batch] for steps in (run.full, run.steps))
-    chosen = next(filter(None, of_batch), [])
+    chosen = [step for step in run.steps if step.sequences == run.batch]
     chosen.sort(key=lambda s: s.seconds["target"] / target(run.batch, 1 + s.drafted / run.batch))
     return sum(chosen[1 : -(-3 * len(chosen) // 4)], chosen[0]) if chosen else None
 
