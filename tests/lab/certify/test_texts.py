@@ -12,7 +12,6 @@ from paceline.core.sequence import DraftCounts
 from paceline.engine.driver import StandstillError
 from paceline.lab.certify.decoding import Difference, Start, decode, first_difference
 from paceline.lab.certify.run import Certifier
-from paceline.lab.certify.subject import check_texts
 from paceline.llm import LLM
 from paceline.model.backends.base import NATIVE
 
@@ -61,7 +60,7 @@ def test_what_comes_after_a_tie_is_compared(
 
     monkeypatch.setattr("paceline.lab.certify.subject.decode", faked)
     monkeypatch.setattr("paceline.lab.certify.subject.explain", explained)
-    check = check_texts(subject, "greedy", "x", [(text, plain)])
+    check = subject.check_texts("greedy", "x", [(text, plain)])
     assert (len(check.ties), len(check.bugs)) == (ties, bugs)
     assert given[:2] == [(), plain[:3]]
 
@@ -95,5 +94,5 @@ def test_equal_rows_have_no_ties(
     at = len(plain) - 1
     monkeypatch.setattr("paceline.lab.certify.subject.decode", lambda *_: [other])
     monkeypatch.setattr("paceline.lab.certify.subject.explain", lambda *_: difference(at, 0.0))
-    check = check_texts(subject, "greedy", "x", [(text, plain)])
+    check = subject.check_texts("greedy", "x", [(text, plain)])
     assert (len(check.ties), len(check.bugs)) == (0, 1)

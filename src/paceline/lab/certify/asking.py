@@ -117,9 +117,8 @@ class RequestsSpentError(Exception):
 
 
 class Asking:
-    """Asks a ``server``, and a ``reference`` if there is one. ``prompts``: (name, text).
-    ``logprobs``: all that the server gave. ``bins``: tokens of its samples, by their position in
-    the distribution that it names."""
+    """Asks a ``server``, and a ``reference`` if there is one. ``prompts``: (name, text). ``bins``:
+    tokens of its samples, by their position in the distribution that it names."""
 
     def __init__(
         self,
@@ -135,7 +134,7 @@ class Asking:
         self.effort, self.budget = effort or Effort(), budget or Budget()
         self.max_tokens = min(self.effort.max_tokens, LONGEST)
         self.chance, self.sent = random.Random(self.effort.seed), 0
-        self.logprobs, self.bins = list[float](), [0] * BINS
+        self.bins = [0] * BINS
         self._greedy: dict[str, AnswerChoice] = {}
         self._taken: dict[tuple[int, int], int] = {}
 
@@ -169,8 +168,6 @@ class Asking:
                 if index == len(tried):
                     raise
         self._taken[key] = index
-        if server is self.server:
-            self.logprobs += [t.logprob for choice in choices for t in choice.tokens]
         return choices
 
     def greedy(self, prompt: str) -> AnswerChoice:

@@ -30,7 +30,7 @@ from paceline.lab.certify.chisquare import ChiSquare, goodness, homogeneity
 from paceline.lab.certify.decoding import Scorer, Start, String, decode
 from paceline.lab.certify.effort import FEWEST, Effort
 from paceline.lab.certify.steps import enumerate_step
-from paceline.lab.certify.subject import OnProgress, Subject, compare_texts, decide_tokens
+from paceline.lab.certify.subject import OnProgress, Subject
 from paceline.llm import LLM
 from paceline.model.target import CausalModel
 
@@ -46,112 +46,6 @@ PORTIONS = 10  # in which the samples of a prefix are drawn
 _BEYOND_BLOCK = 4  # tokens of a prefix that no full cache block shares: cheap to read again
 _FURTHER = 16  # tokens behind a prefix in which the rule may be enumerated
 _RANK = 0.75  # not the very most undecided prefix: sure ones have likelier second tokens
-
-
-def sample(subject: Subject, number: int, samples: int) -> None:
-    """Bring prefix ``number`` to so many samples, then enumerate the rule there."""
-    prefixes = subject.evidence.prefixes
-    if number >= len(prefixes):
-        run = partial(_choose_prefix, subject, number)
-        subject.do("sampling", "prefix", 1, "choosing a prefix", run)
-    if number >= len(prefixes):
-        return  # no text has been decoded to look in
-    prefix, name = prefixes[number], prefixes[number].start.name
-    while min(len(prefix.drawn), len(prefix.plain)) < samples:
-        plainly = len(prefix.plain) <= len(prefix.drawn)
-        strings, kind = (prefix.plain, "plain") if plainly else (prefix.drawn, "speculative")
-        have = len(strings)
-        size = min(-(-subject.effort.samples // PORTIONS), samples - have)
-        run = partial(_draw, subject, prefix, number, size, plainly)
-        subject.do("sampling", kind, size, f"{name}: {kind} sampling", run)
-        if len(strings) == have:
-            break  # there was no time for it, or it failed
-    run = partial(_enumerate, subject, prefix)
-    subject.do("rule", "rule", 1, f"{name}: the rule, enumerated", run, f"rule/{number}")
-
-
-def samples_fit(subject: Subject, number: int, samples: int) -> bool:
-    """Whether all of it will be done in time: a few samples would only be a weak spot."""
-    budget, known = subject.budget, subject.evidence.prefixes[number : number + 1]
-    missing = samples - sum(len(prefix.drawn) for prefix in known)
-    kinds = {"plain": missing, "speculative": missing, "rule": 1}
-    return sum((budget.estimate(kind) or 0.0) * n for kind, n in kinds.items()) < budget.left
-
-
-def _choose_prefix(subject: Subject, number: int) -> None:
-    """The beginning of a greedy text after which the target is undecided, by its entropy; a few
-    tokens behind a full cache block, as thousands of samples start there."""
-    start, evidence = subject.start(number, subject.params), subject.evidence
-    output = evidence.plain.get(f"greedy/{number}")
-    if output is None:
-        return
-    size, ends = subject.llm.engine.cache.block_size, range(len(output) + 1)
-    close = [end for end in ends if 0 < (len(start.prompt) + end) % size <= _BEYOND_BLOCK]
-    heads = [output[:end] for end in close or (len(output),)]
-    probs = Scorer(subject.llm.target, start).at_once(heads)
-    entropies = torch.special.entr(probs).sum(-1)
-    head = heads[int(entropies.argsort()[round(_RANK * (len(heads) - 1))])]
-    # Short drafts, whose bonus token is among those tested, and long ones in turn.
-    longest = subject.lengths[-1]
-    length = longest if number % 2 else min(2, longest)
-    evidence.prefixes.append(Prefix(replace(start, output=head), length))
-
-
-def _draw(subject: Subject, prefix: Prefix, number: int, size: int, plainly: bool) -> None:
-    engine, start = subject.plain if plainly else subject.llm.engine, prefix.start
-    generator = engine.verifier.generator
-    if generator is not None:
-        seed_parts = (subject.effort.seed, number, prefix.portions, plainly)
-        digest = hashlib.blake2b(repr(seed_parts).encode(), digest_size=7).digest()
-        generator.manual_seed(int.from_bytes(digest, "little"))
-    prefix.portions += 1
-    texts = _continued(subject, start, 0 if plainly else prefix.length, size, DEPTH, plainly)
-    strings = prefix.plain if plainly else prefix.drawn
-    strings += [tokens[len(start.output) :] for tokens, _ in texts]
-    prefix.drafted += sum(counts.drafted for _, counts in texts)
-
-
-def _continued(
-    subject: Subject, start: Start, length: int, samples: int, enough: int, plainly: bool = False
-) -> list[tuple[String, DraftCounts]]:
-    """So many samples of ``enough`` tokens each; drafts of ``length`` are recorded."""
-    max_tokens = len(start.output) + max(DEPTH, enough) + length + 1
-    starts = [replace(start, params=replace(start.params, max_tokens=max_tokens))] * samples
-    engine = subject.llm.engine
-    drafter, engine.drafter = engine.drafter, cast(Drafter, subject.recorder)
-    try:
-        return decode(subject.plain if plainly else engine, starts, length, enough)
-    finally:
-        engine.drafter = drafter
-
-
-def _enumerate(subject: Subject, prefix: Prefix) -> None:
-    """The step at this prefix, by enumeration, over each kind of tree that was proposed."""
-    evidence, recorder, start = subject.evidence, subject.recorder, prefix.start
-    length, omitted = min(2, subject.lengths[-1]), f"{start.name}: rule not enumerated:"
-    # A lookup may find nothing at the prefix itself, but further on in what was drawn from it.
-    for samples, enough in ((128, 1), (16, _FURTHER)):
-        recorder.watch(start.tokens)
-        _continued(subject, start, length, samples, enough)
-        if recorder.trees:
-            break
-    else:
-        evidence.notes.append(f"{omitted} nothing was drafted there")
-    trees, distributions = list(recorder.trees.values()), recorder.distributions
-    start = replace(start, output=(recorder.watched or ())[len(start.prompt) :])
-    recorder.watch(None)
-    target = Scorer(subject.llm.target, start).at_once
-    for tree in trees[:2]:
-        verifier = subject.llm.engine.verifier
-        if (check := enumerate_step(verifier, tree, distributions, target, start.name)) is None:
-            many = f"a tree of {len(tree)} nodes has too many outcomes"
-            evidence.notes.append(f"{omitted} {many}")
-            continue
-        evidence.exact.append(check)
-        if not check.passed:
-            apart = f"{check.distance:.2g} from the target's (total variation, enumerated)"
-            what = f"{start.name}: a step's distribution is {apart}"
-            evidence.problems.append(Problem("rule", what))
 
 
 @dataclass(frozen=True)
@@ -280,15 +174,115 @@ class Certifier(Subject):
         self.budget.reserve = _ENDING * (self.budget.seconds or 0.0)
         self.advance = advance
         with self.guarded("greedy"):
-            decide_tokens(self)
+            self.decide_tokens()
         portions = [(0, -(-self.samples * tenths // 10)) for tenths in (3, 5, 10)]
         portions += [(number, self.samples) for number in range(1, self.prefixes)]
         rounds = zip_longest(_groups(self.texts), portions if self.prefixes else ())
         for numbers, portion in rounds:
-            compare_texts(self, numbers or ())
-            if portion and (not portion[0] or samples_fit(self, *portion)):
-                sample(self, *portion)
+            self.compare_texts(numbers or ())
+            if portion and (not portion[0] or self.samples_fit(*portion)):
+                self.sample(*portion)
         self._ended = True
+
+    def sample(self, number: int, samples: int) -> None:
+        """Bring prefix ``number`` to so many samples, then enumerate the rule there."""
+        prefixes = self.evidence.prefixes
+        if number >= len(prefixes):
+            run = partial(self._choose_prefix, number)
+            self.do("sampling", "prefix", 1, "choosing a prefix", run)
+        if number >= len(prefixes):
+            return  # no text has been decoded to look in
+        prefix, name = prefixes[number], prefixes[number].start.name
+        while min(len(prefix.drawn), len(prefix.plain)) < samples:
+            plainly = len(prefix.plain) <= len(prefix.drawn)
+            strings, kind = (prefix.plain, "plain") if plainly else (prefix.drawn, "speculative")
+            have = len(strings)
+            size = min(-(-self.effort.samples // PORTIONS), samples - have)
+            run = partial(self._draw, prefix, number, size, plainly)
+            self.do("sampling", kind, size, f"{name}: {kind} sampling", run)
+            if len(strings) == have:
+                break  # there was no time for it, or it failed
+        run = partial(self._enumerate, prefix)
+        self.do("rule", "rule", 1, f"{name}: the rule, enumerated", run, f"rule/{number}")
+
+    def samples_fit(self, number: int, samples: int) -> bool:
+        """Whether all of it will be done in time: a few samples would only be a weak spot."""
+        budget, known = self.budget, self.evidence.prefixes[number : number + 1]
+        missing = samples - sum(len(prefix.drawn) for prefix in known)
+        kinds = {"plain": missing, "speculative": missing, "rule": 1}
+        return sum((budget.estimate(kind) or 0.0) * n for kind, n in kinds.items()) < budget.left
+
+    def _choose_prefix(self, number: int) -> None:
+        """The beginning of a greedy text after which the target is undecided, by its entropy; a few
+        tokens behind a full cache block, as thousands of samples start there."""
+        start, evidence = self.start(number, self.params), self.evidence
+        output = evidence.plain.get(f"greedy/{number}")
+        if output is None:
+            return
+        size, ends = self.llm.engine.cache.block_size, range(len(output) + 1)
+        close = [end for end in ends if 0 < (len(start.prompt) + end) % size <= _BEYOND_BLOCK]
+        heads = [output[:end] for end in close or (len(output),)]
+        probs = Scorer(self.llm.target, start).at_once(heads)
+        entropies = torch.special.entr(probs).sum(-1)
+        head = heads[int(entropies.argsort()[round(_RANK * (len(heads) - 1))])]
+        # Short drafts, whose bonus token is among those tested, and long ones in turn.
+        longest = self.lengths[-1]
+        length = longest if number % 2 else min(2, longest)
+        evidence.prefixes.append(Prefix(replace(start, output=head), length))
+
+    def _draw(self, prefix: Prefix, number: int, size: int, plainly: bool) -> None:
+        engine, start = self.plain if plainly else self.llm.engine, prefix.start
+        generator = engine.verifier.generator
+        if generator is not None:
+            seed_parts = (self.effort.seed, number, prefix.portions, plainly)
+            digest = hashlib.blake2b(repr(seed_parts).encode(), digest_size=7).digest()
+            generator.manual_seed(int.from_bytes(digest, "little"))
+        prefix.portions += 1
+        texts = self._continued(start, 0 if plainly else prefix.length, size, DEPTH, plainly)
+        strings = prefix.plain if plainly else prefix.drawn
+        strings += [tokens[len(start.output) :] for tokens, _ in texts]
+        prefix.drafted += sum(counts.drafted for _, counts in texts)
+
+    def _continued(
+        self, start: Start, length: int, samples: int, enough: int, plainly: bool = False
+    ) -> list[tuple[String, DraftCounts]]:
+        """So many samples of ``enough`` tokens each; drafts of ``length`` are recorded."""
+        max_tokens = len(start.output) + max(DEPTH, enough) + length + 1
+        starts = [replace(start, params=replace(start.params, max_tokens=max_tokens))] * samples
+        engine = self.llm.engine
+        drafter, engine.drafter = engine.drafter, cast(Drafter, self.recorder)
+        try:
+            return decode(self.plain if plainly else engine, starts, length, enough)
+        finally:
+            engine.drafter = drafter
+
+    def _enumerate(self, prefix: Prefix) -> None:
+        """The step at this prefix, by enumeration, over each kind of tree that was proposed."""
+        evidence, recorder, start = self.evidence, self.recorder, prefix.start
+        length, omitted = min(2, self.lengths[-1]), f"{start.name}: rule not enumerated:"
+        # A lookup may find nothing at the prefix itself, but further on in what was drawn from it.
+        for samples, enough in ((128, 1), (16, _FURTHER)):
+            recorder.watch(start.tokens)
+            self._continued(start, length, samples, enough)
+            if recorder.trees:
+                break
+        else:
+            evidence.notes.append(f"{omitted} nothing was drafted there")
+        trees, distributions = list(recorder.trees.values()), recorder.distributions
+        start = replace(start, output=(recorder.watched or ())[len(start.prompt) :])
+        recorder.watch(None)
+        target = Scorer(self.llm.target, start).at_once
+        for tree in trees[:2]:
+            verifier = self.llm.engine.verifier
+            if (check := enumerate_step(verifier, tree, distributions, target, start.name)) is None:
+                many = f"a tree of {len(tree)} nodes has too many outcomes"
+                evidence.notes.append(f"{omitted} {many}")
+                continue
+            evidence.exact.append(check)
+            if not check.passed:
+                apart = f"{check.distance:.2g} from the target's (total variation, enumerated)"
+                what = f"{start.name}: a step's distribution is {apart}"
+                evidence.problems.append(Problem("rule", what))
 
     def certificate(self) -> Certificate:
         """The verdict on the evidence so far."""

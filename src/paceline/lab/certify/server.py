@@ -50,7 +50,7 @@ _PARTS = ResultTable(
         Column("seconds", "seconds", shown="{:.1f}".format),
     ),
 )
-_FEW, _ZEROS = 10, "all logprobs are 0.0"  # so many may not be
+_FEW = 10  # tokens, of which some are not certain
 _RESCORED = 3  # positions of each text
 _SAMPLES, _DEPTH = 16, 4  # of a request, and tokens of each: the first is hardly ever drafted
 # Sampling from the whole distribution, many texts at once. Some servers cut it unless they are
@@ -115,9 +115,8 @@ def check_logprobs(asking: Asking, part: Part, prompt: str) -> Iterator[str]:
         if greedy.text:  # an answer may end at once
             part.note("the server gives no logprobs: nothing was re-scored")
         return
-    repeated = any(problem.endswith(_ZEROS) for problem in part.problems)
-    if len(asking.logprobs) >= _FEW and not any(asking.logprobs) and not repeated:
-        yield _ZEROS
+    if len(greedy.tokens) >= _FEW and not any(token.logprob for token in greedy.tokens):
+        yield "all logprobs are 0.0"
     tops = [list(token.likeliest.values()) for token in greedy.tokens]
     if any(sum(map(math.exp, top)) > 1.01 or max(top, default=0) > 1e-6 for top in tops):
         yield "chances that sum to more than 1"

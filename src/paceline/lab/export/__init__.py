@@ -1,4 +1,91 @@
-"""The same target, draft, length and rule as another engine says them."""
+"""``paceline export``: the same target, draft, length and rule as another engine says them."""
 
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+from paceline.draft.auto import made_for
+from paceline.drafters import Auto, NGram, NoDraft, parse_draft
+from paceline.errors import ConfigError
+from paceline.files import replace_in
 from paceline.lab.export.dialects import DIALECTS as DIALECTS
-from paceline.lab.export.dialects import export as export
+from paceline.lab.export.speculation import Export, note_usual
+from paceline.settings.tuned import TunedProfile
+
+_ARCHIVED = {
+    "tgi": "Text Generation Inference is archived and takes no new models; its users moved to "
+    "vllm or sglang, which can be exported to"
+}
+
+_LOST = "the other drafts of it are lost; what this one gains alone: `paceline bench --draft` it"
+
+
+def export(
+    to: str,
+    model: str,
+    draft: str | None = None,
+    *,
+    draft_length: int | str | None = None,
+    rule: str | None = None,
+    max_batch_size: int | None = None,
+    lossy: bool = False,
+    profile: str | Path | None = None,
+    out: str | Path | None = None,
+) -> Export:
+    """What engine ``to`` is told for the same speculation.
+
+    ``draft``, ``draft_length``, ``rule`` and ``max_batch_size`` as of ``LLM``; what is None comes
+    from ``profile``, a file of ``paceline tune``, else from our defaults. ``out``: a folder for the
+    files, with converted heads; None writes none. Unknown winners and "auto" become known drafts.
+
+    Raises ConfigError for what the engine has no equivalent of, ModelLoadError and WriteError.
+    """
+    if to not in DIALECTS:
+        known = ", ".join(DIALECTS)
+        raise ConfigError(_ARCHIVED.get(to.lower(), f"cannot export to {to!r}; use one of {known}"))
+    tuned = None if profile is None else TunedProfile.read(profile)
+    measured = tuned.draft if tuned is not None and draft in (None, tuned.draft.spec) else None
+    spec = parse_draft(draft if measured is None else measured.spec)
+    specs = [spec]
+    if measured is not None or isinstance(spec, Auto):  # not named by the user: runners-up will do
+        specs += [*(made_for(model) or ())[:1], *spec.members(), NGram()]
+    if isinstance(spec, NoDraft):
+        raise ConfigError("there is no draft to export; give one with --draft or --config")
+    usual = "auto" if measured is None else measured.length
+    length = usual if draft_length is None else draft_length
+    rule = rule or (tuned.engine.rule if tuned else "auto")
+    if lossy or rule == "typical":
+        what = "typical acceptance is not lossless and is not exported"
+        raise ConfigError(f"{what}; leave --lossy out")
+    batch = max_batch_size or (tuned.engine.max_batch_size if tuned else 8)
+    dialect = DIALECTS[to]
+    for chosen in specs:
+        levels = chosen.default_draft_length if isinstance(length, str) else length
+        if length == "auto" and measured is not None:
+            levels = min(levels, measured.max_length)
+        if levels < 1:
+            raise ConfigError("a draft length of 0 is plain decoding; there is nothing to export")
+        speculation = levels, length == "auto", rule, batch
+        made = Export(to, dialect.version, model, chosen, *speculation, Path(out) if out else None)
+        try:
+            dialect.fill(made)
+            break
+        except ConfigError:
+            if chosen is specs[-1]:
+                raise
+    if made.draft is not spec:
+        made.approximate(f"--draft {spec}", f"the runner-up, --draft {made.draft}", _LOST)
+    note_usual(made, dialect.trees, dialect.rules, dialect.parallel)
+    if made.out is not None:
+        _write(made, made.out)
+    return made
+
+
+def _write(made: Export, folder: Path) -> None:
+    lines = ["#!/bin/sh", f"# Made by `paceline export` for {made.version}."]
+    lines += [f"# Approximated: {approximation.line()}" for approximation in made.approximations]
+    lines += ["set -e", *made.steps, f"exec {made.command_line}", ""]
+    record = json.dumps(made.record(), indent=2) + "\n"
+    texts = {**made.files, "run.sh": "\n".join(lines), "export.json": record}
+    replace_in(folder, {name: text.encode() for name, text in texts.items()}, "the export")

@@ -334,8 +334,7 @@ def confirm(
         spec = None if finalist.spec == PLAIN else finalist.spec
         method = Method(finalist.key, spec, finalist.length)
         engines.append(Starter(llm, max_draft_length=finalist.max_length).open(method, clients))
-    halves = [Ask(a.prompt[: max(1, len(a.prompt) // 2)], a.params) for a in jobs[0].asks[:1]]
-    warm_up([BenchJob("", 1, jobs[0].temperature, 0, tuple(halves))], engines)
+    warm_up(jobs[:1], engines)
     take_turns(jobs, engines, turns, record, advance, budget)
     for engine in engines:
         engine.close()
