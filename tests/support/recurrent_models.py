@@ -5,12 +5,13 @@ from __future__ import annotations
 from typing import Any
 
 _RECURRENT_FULL = ["linear_attention", "full_attention"]
+# States end in 32 numbers, as the kernels take them; Nemotron-H's in 8, for torch.
 _MAMBA2: dict[str, Any] = {
-    **{"mamba_n_heads": 4, "mamba_d_head": 16, "mamba_d_state": 8, "mamba_n_groups": 2},
+    **{"mamba_n_heads": 4, "mamba_d_head": 16, "mamba_d_state": 32, "mamba_n_groups": 2},
     **{"mamba_chunk_size": 16, "num_hidden_layers": 2},
 }
 _DELTA: dict[str, Any] = {
-    **{"linear_key_head_dim": 8, "linear_value_head_dim": 8, "linear_num_key_heads": 2},
+    **{"linear_key_head_dim": 8, "linear_value_head_dim": 32, "linear_num_key_heads": 2},
     **{"linear_num_value_heads": 4, "num_hidden_layers": 2, "layer_types": _RECURRENT_FULL},
 }
 _EXPERTS = {"moe_intermediate_size": 16, "num_experts": 4, "num_experts_per_tok": 2}
