@@ -1,9 +1,10 @@
-"""Layers with states on the reference backend, on one thread, in turns, with random weights.
+"""Layers with states on the reference backend, on one thread, in turns, with random weights; in
+time of the processor, which other processes disturb less.
 
 Steps of one row and of eight (a token and a chain of seven drafts) by their products alone, of
 four layers of width 1024, three of them recurrent (Falcon-H1: all); and one layer of a real model's
-widths: bytes
-and milliseconds of a state for each node, and of a replay of accepted tokens from the last state.
+widths: bytes and milliseconds of a state for each node, and of a replay of accepted tokens from the
+last state.
 
     python benchmarks/recurrent.py [KIND ...]    # such as lfm2; else all
 """
@@ -58,13 +59,13 @@ REAL["qwen3_5_text"]["linear_num_value_heads"] = 32
 
 
 def turns(jobs: Mapping[str, Callable[[], object]]) -> dict[str, float]:
-    """Milliseconds of each job, the least of all rounds."""
+    """Milliseconds of the processor for each job, the least of all rounds."""
     best = dict.fromkeys(jobs, float("inf"))
     for _ in range(ROUNDS):
         for name, job in jobs.items():
-            start = time.perf_counter()
+            start = time.thread_time()
             job()
-            best[name] = min(best[name], 1e3 * (time.perf_counter() - start))
+            best[name] = min(best[name], 1e3 * (time.thread_time() - start))
     return best
 
 
