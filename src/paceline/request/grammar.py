@@ -75,7 +75,7 @@ def _compiled_text(grammar: Grammar) -> str:
 
 
 class Matcher:
-    """A sequence's state in its grammar: a ``core.constraint.Constraint``."""
+    """A sequence's state in its grammar: a ``core.sequence.Constraint``."""
 
     def __init__(self, matcher: LLMatcher, width: int) -> None:
         self._matcher, self._width = matcher, width
