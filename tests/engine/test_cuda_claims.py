@@ -60,7 +60,7 @@ COPIES = {
     **{"early_exit": (7, 1), "tree": (8, 1), "eagle": (7, 1), "tree, dynamic": (8, 2)},
     **{"layer_skip, dynamic": (7, 2), "eagle2": (8, 2), "eagle3": (8, 2)},
     **{"datastore": (2, 1), "mtp": (4, 1), "dflash": (6, 1), "dspark": (6, 2)},
-    "model, one pass": (6, 1),
+    **{"model, one pass": (6, 1), "eagle3, one pass": (7, 2)},
     "auto": (10, 2),  # lookups beside an EAGLE-3 head
 }
 # Tables that stay on the device, sent once for each shape of tree in the process.

@@ -7,8 +7,10 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 
 import numpy as np
+import torch
 
 from paceline.draft.datastore import write_datastore
+from paceline.draft.heads.checkpoint import FILES, read_checkpoint, write_checkpoint
 from paceline.drafters import DRAFTERS
 from paceline.model.loading import read_config
 from paceline.model.names import resolve
@@ -50,6 +52,15 @@ def _in_one_pass() -> str:
     return str(folder)
 
 
+def _head_in_one_pass() -> str:
+    """The embedded EAGLE-3 head as one of P-EAGLE, which it has not learnt."""
+    read = read_checkpoint(f"{TARGET}-eagle3", FILES, "head")
+    tensors = read.tensors | {"mask_hidden": torch.ones(1, read.tensors["fc.weight"].shape[1])}
+    folder = Path(_FOLDER.name) / "head-one-pass"
+    write_checkpoint(folder, FILES[0], tensors, read.config | {"ptd_token_id": 0})
+    return str(folder)
+
+
 WEIGHTS = {"target": TARGET} | {
     record.weights: f"{TARGET}-{record.weights}" for record in DRAFTERS.values()
 }
@@ -57,6 +68,7 @@ WEIGHTS["datastore"] = _datastore()
 WEIGHTS["mtp"] = write_mtp(Path(_FOLDER.name) / "mtp", read_config(TARGET, resolve(TARGET)))
 SPECS = {kind: record.examples[0].format(**WEIGHTS) for kind, record in DRAFTERS.items()} | {
     "model, one pass": f"model:{_in_one_pass()}",
+    "eagle3, one pass": f"eagle3:{_head_in_one_pass()},nodes=8,width=3",
     "tree, dynamic": "tree:paceline/tiny-draft,nodes=6",
     "layer_skip, dynamic": "layer_skip:nodes=6,window=8,interval=2",
 }

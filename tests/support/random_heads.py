@@ -86,8 +86,8 @@ def eagle_config(**changes: Any) -> EagleConfig:
     return EagleConfig(**{**shape, **target, **own, **changes})
 
 
-def random_head(target: CausalModel, version: int) -> EagleHead:
-    """Float32; logits far from uniform, so that wrong rows show."""
+def random_head(target: CausalModel, version: int, mask: int | None = None) -> EagleHead:
+    """Float32; logits far from uniform, so that wrong rows show. ``mask``: P-EAGLE's token."""
     small = 40 if version == 3 else VOCAB
     config = eagle_config(
         version=version,
@@ -97,6 +97,8 @@ def random_head(target: CausalModel, version: int) -> EagleHead:
         feature_layers=(0, 1, 2) if version == 3 else (target.num_layers,),
         draft_vocab_size=small,
         max_positions=160,
+        mask_token=mask,
+        layers=1 if mask is None else 2,
     )
     with torch.random.fork_rng():
         torch.manual_seed(version)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -10,7 +11,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from paceline import LLM, ConfigError, DataError, ModelLoadError
+from paceline import LLM, ConfigError, DataError, ModelLoadError, SamplingParams
 from paceline.train.acceptance import total
 from paceline.train.eagle import EagleTrainConfig, EagleTrainer
 from paceline.train.reading import Observed
@@ -161,6 +162,40 @@ def test_a_head_starts_as_the_last_layer_and_its_output_rows_stay_frozen(
     assert not torch.equal(head.lm_head.weight, rows)
     with pytest.raises(ConfigError, match="other sizes"):
         EagleTrainer(replace(own, ffn_size=8), tmp_path / "other", device="cpu")
+
+
+def test_a_head_learns_to_draft_in_one_pass(
+    config: EagleTrainConfig, corpus: str, tmp_path: Path
+) -> None:
+    """What later rows draft is right far more often than by chance, and as the engine drafts; a
+    head without such rows gets them."""
+    trainer = EagleTrainer(replace(config, parallel=True), tmp_path, device="cpu")
+    before = total(trainer.measure().values())
+    trainer.run(lambda _: None, eval_every=60)
+    after = total(trainer.measure().values())
+    assert after.mean_accepted_length > before.mean_accepted_length + 0.3
+    assert after.accepted[1] > 0.25 * after.reached[1] > 2 * before.accepted[1]
+    held_out = json.loads((tmp_path / "held_out.json").read_text())["texts"]
+    prompts = [text["token_ids"][: text["prompt"]] for text in held_out]
+    spec = f"eagle3:{tmp_path / 'head'},nodes=0"
+    llm = LLM(config.target, spec, dtype="float32", draft_length=config.draft_length)
+    assert llm.engine.drafter.passes(4) == 1
+    params = SamplingParams(temperature=0, max_tokens=config.held_out_tokens)
+    done = llm.generate(prompts, params)
+    assert sum(one.stats.target_steps for one in done) == pytest.approx(after.steps, rel=0.02)
+    start = replace(config, parallel=True, init=str(tmp_path / "head"), steps=1)
+    again = EagleTrainer(start, tmp_path / "again", device="cpu")
+    assert training_runs.same_weights(again.head, trainer.head)
+
+
+def test_a_head_that_drafts_by_levels_goes_on_in_one_pass(
+    finished: EagleTrainer, config: EagleTrainConfig, tmp_path: Path
+) -> None:
+    start = replace(config, parallel=True, init=str(finished.out / "head"), steps=1, held_out=2)
+    trainer = EagleTrainer(start, tmp_path, device="cpu")
+    assert torch.equal(trainer.head.fc.weight, finished.head.fc.weight)
+    trainer.train_step()
+    assert trainer.head.config.mask_token is not None
 
 
 @pytest.mark.parametrize("steps", [1, 2])

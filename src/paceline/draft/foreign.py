@@ -122,8 +122,8 @@ def vllm_method(values: Mapping[str, Any]) -> str:
     if model.startswith(_PACELINE_PROPOSERS):
         return "custom_class"
     kind = head_config(model).get("speculators_model_type")
-    named = (k for k in ("eagle3", "dflash", "dspark") if k == kind or k in model.lower())
-    return next(named, "draft_model")
+    named = (k for k in ("eagle3", "peagle", "dflash", "dspark") if k == kind or k in model.lower())
+    return next(named, "draft_model").replace("peagle", "eagle3")
 
 
 def _vllm_spec(values: Mapping[str, Any], length: int, where: str) -> str:

@@ -17,6 +17,7 @@ from paceline.core.stages import info
 from paceline.draft.base import Drafter
 from paceline.draft.model_drafter import ModelDrafter, ParallelDrafter, StringDrafter
 from paceline.draft.spec import DraftContext, Loading, Prepared, TreeSpec, option
+from paceline.draft.trees.one_pass import MASK_OPTIONS
 from paceline.draft.trees.policy import Policy
 from paceline.draft.trees.shape import Shape
 from paceline.draft.vocabulary import (
@@ -110,7 +111,7 @@ class DraftModel(TreeSpec):
     def mask_of(self, config: Any) -> int | None:
         """The token that stands for what is to be drafted in one pass; None: token by token.
         ``config``: transformers' of the model."""
-        names = ("pard_token", "ptd_token_id") if self.parallel else ()
+        names = MASK_OPTIONS if self.parallel else ()
         return next((mask for n in names if (mask := getattr(config, n, None)) is not None), None)
 
     def _load(self, loading: Loading) -> tuple[CausalModel, Match | None]:

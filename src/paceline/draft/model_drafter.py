@@ -5,16 +5,16 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from itertools import islice
-from typing import Any
 
 import torch
 
 from paceline.core.batch import Commit, ModelOutput, Plan, Slice, Span
 from paceline.core.transfer import to_device
-from paceline.core.tree import TokenTree, chain_parents, children_of, paths_of
+from paceline.core.tree import TokenTree, children_of, paths_of
 from paceline.draft.base import States
-from paceline.draft.trees.grow import Growing, grow
+from paceline.draft.trees.grow import Growing, Logits
 from paceline.draft.trees.levels import LevelDrafter, Levels
+from paceline.draft.trees.one_pass import OnePassDrafter
 from paceline.draft.trees.shape import merge
 from paceline.draft.vocabulary import Match, Shadow, SharedVocabulary
 from paceline.model.backends.base import GrownTree, Growth
@@ -83,11 +83,11 @@ class ModelDrafter(LevelDrafter):
         plain = type(self._vocabulary) is SharedVocabulary  # ids are the target's
         return self.model.backend.growth if plain else None
 
-    def _first(self, spans: Sequence[Span], trees: Sequence[Growing]) -> torch.Tensor:
+    def _first(self, spans: Sequence[Span], trees: Sequence[Growing]) -> Logits:
         logits = self.model(self.cache.batch_of(spans), self.cache).logits
         return self._vocabulary.logits(logits)
 
-    def _level(self, trees: list[Growing]) -> torch.Tensor:
+    def _level(self, trees: list[Growing]) -> Logits:
         nodes = self._vocabulary.nodes
         return self._first([tree.newest(nodes(tree.fresh)) for tree in trees], trees)
 
@@ -164,7 +164,7 @@ class ModelDrafter(LevelDrafter):
 
     def forget(self, seq_id: int) -> None:
         self._states.pop(seq_id, None)
-        self.cache.free(seq_id)
+        super().forget(seq_id)
 
     def _drop(self, state: _State) -> None:
         """Out of blocks: free the sequence's cache; it starts over when there is room."""
@@ -172,60 +172,15 @@ class ModelDrafter(LevelDrafter):
         state.cached, state.slots = 0, ()
 
 
-class ParallelDrafter(ModelDrafter):
-    """Drafts all its tokens in one pass (PARD, arXiv 2504.18583): behind the text stand tokens
-    ``mask``, and the logits after the last token and after each mask are those of the tokens to
-    draft. The next step's text overwrites the masks' rows. Trees grow from the same logits::
+class ParallelDrafter(OnePassDrafter, ModelDrafter):
+    """Drafts all its tokens in one pass with a model that is trained for it."""
 
-        rows      x_n-1    x_n      mask     mask
-        drafts             x_n+1    x_n+2    x_n+3
-    """
-
-    growth = None
-    takes_forced = False
-
-    def __init__(self, mask: int, *given: Any) -> None:
-        super().__init__(*given)
-        self._mask = mask
-        self._after: dict[int, torch.Tensor] = {}  # logits of this step by depth, by sequence
-
-    def passes(self, length: int) -> int:
-        return min(1, length)
-
-    def _room(self, length: int) -> int:
-        return max(0, self._policy.depth(length) - 1)
-
-    def _first(self, spans: Sequence[Span], trees: Sequence[Growing]) -> torch.Tensor:
-        """Run the text and its masks: logits of the first drafted token."""
-        masks = {t.item.seq.seq_id: self._room(t.item.draft_length) for t in trees}
-        masked = [
-            replace(span, parents=chain_parents(count), nodes=[self._mask] * count)
-            for span in spans
-            for count in [masks.get(span.seq_id, 0)]
-        ]
-        logits = super()._first(masked, trees)
-        parts = torch.split(logits, [1 + count for count in masks.values()]) if masks else ()
-        self._after = dict(zip(masks, parts, strict=True))
-        return self._level(list(trees)) if masks else logits
-
-    def _level(self, trees: list[Growing]) -> torch.Tensor:
-        rows = [self._after[tree.item.seq.seq_id][tree.depth] for tree in trees]
-        counts = [max(1, len(tree.fresh)) for tree in trees]
-        return torch.cat([row.expand(n, -1) for row, n in zip(rows, counts, strict=True)])
+    def _pass(self, spans: Sequence[Span]) -> torch.Tensor:
+        logits = self.model(self.cache.batch_of(spans), self.cache).logits
+        return self._vocabulary.logits(logits)
 
     def _finish(self, item: Slice, done: GrownTree) -> TokenTree:
         return super()._finish(item, replace(done, slots=()))  # no node has a cache row
-
-    def forget(self, seq_id: int) -> None:
-        self._after.pop(seq_id, None)
-        super().forget(seq_id)
-
-    @torch.inference_mode()
-    def warm_up(self, batch_size: int) -> None:
-        """A pass of some made-up sequences, and the growth of their trees."""
-        with self._made_up_trees(batch_size, self._room(2), self._policy) as trees:
-            spans = [Span.of(tree.item.seq.seq_id, tree.base - 1, [0]) for tree in trees]
-            grow(trees, self._first(spans, trees), self._level, self._generator)
 
 
 class StringDrafter(ModelDrafter):

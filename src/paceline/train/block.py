@@ -19,6 +19,7 @@ from paceline.train.configs import DFlashTrainConfig
 from paceline.train.heads import ChainHeadTrainer
 from paceline.train.losses import falling, total_variation
 from paceline.train.reading import Observed
+from paceline.train.tokenizer import mask_token
 from paceline.train.unrolled import DraftAttention, DraftStarts, loss_ahead
 
 
@@ -37,14 +38,13 @@ class BlockTrainer(ChainHeadTrainer):
         return self.config.feature_layers or usual_layers(self.num_layers, 3)
 
     def head_config(self) -> BlockConfig:
-        config, tokens = self.config, self.tokenizer
-        masks = tokens.mask_token_id, tokens.unk_token_id, tokens.pad_token_id, tokens.eos_token_id
+        config = self.config
         extended = config.kind == "dspark"
         return BlockConfig(
             **self.layer_config(config.ffn_size),
             layers=config.layers,
             block_size=config.block_size,
-            mask_token=next((token for token in masks if token is not None), 0),
+            mask_token=mask_token(self.tokenizer),
             from_anchor=extended,
             causal=config.causal,
             markov_rank=config.markov_rank if extended else 0,

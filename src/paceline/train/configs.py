@@ -130,6 +130,9 @@ class DraftConfig(HeldOutConfig, LMConfig):
     )
     tv_weight: float = _loss(0.5, "Share of total variation in the mixed loss.", low=0, high=1)
     text_weight: float = changed(LMConfig, "text_weight", 0.0, help="Share of the text itself.")
+    parallel: bool = _loss(
+        False, "Learn to draft --draft-length tokens in one pass, behind tokens of one kind (PARD)."
+    )
     hidden_size: int = changed(LMConfig, "hidden_size", 192)
     layers: int = changed(LMConfig, "layers", 2)
     heads: int = changed(LMConfig, "heads", 3)
@@ -181,6 +184,9 @@ class EagleTrainConfig(HeadConfig):
         1, "Unroll every N-th position only; all learn their first drafted token.", low=1
     )
     step_decay: float = _head(0.8, "Weight of each further step.", low=0)
+    parallel: bool = _head(
+        False, "Draft in one pass: later steps read one token and one learnt feature (P-EAGLE)."
+    )
     feature_weight: float = 1.0  # of version 1 alone, as the next one
     token_weight: float = 0.1
     feature_layers: tuple[int, ...] = _head(
@@ -209,6 +215,7 @@ class Eagle1TrainConfig(EagleTrainConfig):
     )
     feature_weight: float = _head(1.0, "Weight of the feature loss.", low=0)
     token_weight: float = _head(0.1, "Weight of the token loss.", low=0)
+    parallel: bool = False
     feature_layers: tuple[int, ...] = ()  # it has one, and drafts all tokens
     draft_vocab_size: int = 16000
 

@@ -11,7 +11,7 @@ import sys
 
 import torch
 import torch.nn.functional as F
-from transformers import PreTrainedTokenizerFast
+from transformers import PreTrainedModel, PreTrainedTokenizerFast
 
 from paceline.errors import ConfigError, VocabularyMismatchError
 from paceline.model.loading import load_tokenizer
@@ -19,6 +19,8 @@ from paceline.model.tokenizer import differences
 from paceline.train.acceptance import AcceptanceCounts, WrittenText, context_of, walk
 from paceline.train.configs import DraftConfig as DraftConfig
 from paceline.train.lm import LMTrainer
+from paceline.train.masks import MaskedRows
+from paceline.train.tokenizer import mask_token
 from paceline.train.trainer import DraftingTrainer, run_name
 
 _LOSSES = {
@@ -70,16 +72,38 @@ class DraftTrainer(DraftingTrainer, LMTrainer):
                 )
         return tokenizer
 
+    def _new_model(self) -> PreTrainedModel:
+        model = super()._new_model()
+        if self.config.parallel:
+            model.config.pard_token = mask_token(self.tokenizer)
+        return model
+
+    def masks(self, seq_len: int) -> MaskedRows | None:
+        if not self.config.parallel:
+            return None
+        dropped = torch.Generator().manual_seed(self.config.seed * 1_000_003 + self.step)
+        mask, count = self.model.config.pard_token, self.config.draft_length
+        return MaskedRows.of(mask, seq_len, count, generator=dropped)
+
     def acceptance_of(self, text: WrittenText) -> AcceptanceCounts:
         # A drafted token counts only where all before it were right, so one forward over the
         # target's own text says what the draft would have proposed there.
         ids = torch.tensor(text.token_ids, device=self.device)
+        count, first = self.config.draft_length, text.prompt - 1
+        wanted = F.pad(ids[text.prompt :], (0, count - 1), value=-1).unfold(0, count, 1)
         self.model.eval()
-        logits = self.model(input_ids=ids[None, :-1], use_cache=False).logits[0]
+        if self.config.parallel:
+            padded = F.pad(ids[None, :-1], (0, count - 1))
+            width = padded.shape[1]
+            masks = MaskedRows.of(self.model.config.pard_token, width, count, first)
+            choices = self.model(**masks.inputs(padded), use_cache=False).logits[0].argmax(-1)
+            rows = torch.cat((choices[first : first + len(wanted)], choices[width:]))
+            drafted = rows.view(count, -1).T
+        else:
+            choices = self.model(input_ids=ids[None, :-1], use_cache=False).logits[0].argmax(-1)
+            drafted = F.pad(choices[first:], (0, count - 1), value=-1).unfold(0, count, 1)
         self.model.train()
-        right = logits[text.prompt - 1 :].argmax(-1) == ids[text.prompt :]
-        beyond = F.pad(right, (0, self.config.draft_length - 1))
-        return walk(beyond.unfold(0, self.config.draft_length, 1), undrafted=0)
+        return walk((drafted == wanted) & (wanted >= 0), undrafted=0)
 
     def about(self) -> str:
         config = self.config

@@ -3,12 +3,14 @@
 EAGLE-3 (Li et al. 2025, arXiv 2503.01840): the head is unrolled over several steps and goes on from
 its own hidden states; it learns the tokens' distributions, no features. EAGLE-1 (Li et al. 2024,
 arXiv 2401.15077): it predicts the next feature (smooth L1) and, through the target's head, the next
-token's distribution.
+token's distribution. P-EAGLE (arXiv 2602.01469): an EAGLE-3 head whose further steps read one token
+and one learnt feature, and so can be one pass.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -28,6 +30,7 @@ from paceline.train.configs import EagleTrainConfig as EagleTrainConfig
 from paceline.train.heads import ChainHeadTrainer
 from paceline.train.losses import falling
 from paceline.train.reading import Observed
+from paceline.train.tokenizer import mask_token
 from paceline.train.unrolled import DraftAttention, DraftStarts, loss_ahead
 
 _FROM_TARGET = "target"  # --init
@@ -60,7 +63,11 @@ class EagleTrainer(ChainHeadTrainer):
             sizes[name] = getattr(config, name) or sizes[name]
         width = self.shape.hidden_size
         return EagleConfig(
-            version=config.version, target_hidden_size=width, draft_vocab_size=count, **sizes
+            version=config.version,
+            target_hidden_size=width,
+            draft_vocab_size=count,
+            mask_token=mask_token(self.tokenizer) if config.parallel else None,
+            **sizes,
         )
 
     def new_head(self) -> EagleHead:
@@ -75,6 +82,15 @@ class EagleTrainer(ChainHeadTrainer):
                     f"{self.config.init} reads the layers {head.config.feature_layers} of its "
                     f"target, this run {self.feature_layers}; give the same --feature-layers"
                 )
+            if head.config.layers > 1:
+                raise ConfigError(
+                    f"{self.config.init} has {head.config.layers} layers; heads of one are trained "
+                    "here: leave --init out"
+                )
+            if shape.mask_token is not None and head.config.mask_token is None:
+                parallel = replace(head.config, mask_token=shape.mask_token)
+                head, weights = EagleHead(parallel, head.draft_ids), head.state_dict()
+                head.load_state_dict(weights, strict=False)
             return head.float()
         if shape.version == 1:
             return EagleHead(shape, target_head=target_head)
@@ -149,8 +165,8 @@ class EagleTrainer(ChainHeadTrainer):
     ) -> Iterator[tuple[DraftStarts, torch.Tensor]]:
         """Of each drafting step the N drafts that take it, and the head's hidden states ``[N, d]``.
 
-        The text's own tokens stand in for drafted ones. With a ``stride`` all take the first step;
-        only every ``stride``-th position takes the others.
+        The text's own tokens stand in for drafted ones, or P-EAGLE's rows. With a ``stride`` all
+        take the first step; only every ``stride``-th position takes the others.
         """
         head, (windows, width) = self.head, seen.ids.shape
         then, kept = starts.every(stride, self.step) if stride > 1 else (starts, slice(None))
@@ -162,9 +178,14 @@ class EagleTrainer(ChainHeadTrainer):
         fused = head.fuse(seen.features.flatten(0, 1))
         hidden = head(embeds, fused, positions, attend, starts.flat)
         yield starts, hidden
-        hidden = hidden[kept]
+        hidden, mask = hidden[kept], head.config.mask_token
         for j in range(1, steps):
-            hidden = head(embeds[then.ahead(j)], hidden, then.position + j, attend)
+            words = embeds[then.ahead(j)]
+            if mask is not None:  # rows that see no later ones: as all of them in one pass
+                with torch.no_grad():
+                    words = self.target.get_input_embeddings()(torch.full_like(then.flat, mask))
+                hidden = head.fuse(head.mask_hidden).expand(len(words), -1)
+            hidden = head(words, hidden, then.position + j, attend)
             yield then, hidden
 
     def levels(self, seen: Observed, starts: DraftStarts, length: int) -> Iterator[torch.Tensor]:

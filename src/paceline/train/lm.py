@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
@@ -18,6 +19,7 @@ from paceline.train.chat import own_text
 from paceline.train.configs import LMConfig as LMConfig
 from paceline.train.data import Mixture
 from paceline.train.losses import distillation_loss, rows_that_count
+from paceline.train.masks import MaskedRows
 from paceline.train.records import Records
 from paceline.train.tokenizer import END_OF_TURN, train_tokenizer
 from paceline.train.trainer import Progress, Trainer, run_name, save_model
@@ -119,18 +121,32 @@ class LMTrainer(Trainer):
 
     # -- the loop --------------------------------------------------------------------------
 
+    def masks(self, seq_len: int) -> MaskedRows | None:
+        """Rows of masks that learn, too, at this step."""
+        return None
+
     def _eager_loss(
-        self, inputs: torch.Tensor, targets: torch.Tensor, shares: torch.Tensor
+        self,
+        inputs: torch.Tensor,
+        targets: torch.Tensor,
+        shares: torch.Tensor,
+        masks: MaskedRows | None,
     ) -> torch.Tensor:
-        """Loss of ``[rows, seq_len]`` inputs and ``[rows * seq_len]`` next tokens, each of which
-        counts for its share."""
-        logits = self.model(input_ids=inputs, use_cache=False).logits.flatten(0, 1)
+        """Loss of inputs, next tokens and their shares of it, ``[rows, seq_len]``."""
+        positions: Any = slice(None)
+        read = {"input_ids": inputs}
+        if masks is not None:
+            read, positions = masks.inputs(inputs), masks.positions
+            shares = shares * (inputs.shape[1] / len(positions))
+        logits = self.model(**read, use_cache=False).logits.flatten(0, 1)
+        targets, shares = (part[:, positions].flatten() for part in (targets, shares))
         if self.teacher is None:
             shares, logits, targets = rows_that_count(shares, logits, targets)
             losses = F.cross_entropy(logits.float(), targets, reduction="none")
             return (losses * shares).sum()
         with torch.no_grad():
-            teacher = self.teacher(input_ids=inputs, use_cache=False).logits.flatten(0, 1)
+            teacher = self.teacher(input_ids=inputs, use_cache=False).logits
+            teacher = teacher[:, positions].flatten(0, 1)
         width = min(logits.shape[1], teacher.shape[1])  # either may be padded
         shares, logits, teacher, targets = rows_that_count(
             shares, logits[:, :width], teacher[:, :width], targets
@@ -150,8 +166,8 @@ class LMTrainer(Trainer):
         starts = range(0, len(windows), size)
         for start in starts[self.rank :: self.ranks]:
             part = windows[start : start + size]
-            inputs, targets = part[:, :-1].contiguous(), part[:, 1:].reshape(-1)
-            yield self._loss(inputs, targets, shares[start : start + size].reshape(-1))
+            inputs, masks = part[:, :-1].contiguous(), self.masks(seq_len)
+            yield self._loss(inputs, part[:, 1:], shares[start : start + size], masks)
 
     @torch.no_grad()
     def evaluate(self, progress: Progress) -> None:

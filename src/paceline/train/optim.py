@@ -27,7 +27,7 @@ class MasterOptimizer:
         lr: float,
         adam_lr: float,
         weight_decay: float,
-        outer: Sequence[str] = ("embed", "lm_head"),
+        outer: Sequence[str] = ("embed", "lm_head", "mask_hidden"),
     ) -> None:
         hidden: list[nn.Parameter] = []
         rest: list[nn.Parameter] = []

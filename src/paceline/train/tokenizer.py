@@ -60,3 +60,9 @@ def train_tokenizer(texts: Iterable[str], vocab_size: int) -> PreTrainedTokenize
     )
     fast.chat_template = CHAT_TEMPLATE
     return fast
+
+
+def mask_token(tokenizer: PreTrainedTokenizerFast) -> int:
+    """The token of rows that stand for what is to be drafted in one pass."""
+    known = (getattr(tokenizer, f"{kind}_token_id") for kind in ("mask", "unk", "pad", "eos"))
+    return next((token for token in known if token is not None), 0)

@@ -13,7 +13,7 @@ from paceline.control.controller import FixedLength
 from paceline.core.params import SamplingParams
 from paceline.core.sequence import SequenceState
 from paceline.draft.heads import features
-from paceline.draft.heads.eagle import EagleDrafter
+from paceline.draft.heads.eagle import EagleDrafter, ParallelEagleDrafter
 from paceline.draft.heads.eagle_head import EagleHead
 from paceline.draft.spec import DraftContext, Prepared
 from paceline.draft.trees.levels import Levels
@@ -49,6 +49,11 @@ def reference_chain(target: CausalModel, head: EagleHead, tokens: list[int], fir
     joined = torch.cat([states[n][0] for n in head.config.feature_layers], -1)
     hidden = head.fuse(joined[first:-1])
     ids = list(tokens[first + 1 :])
+    if head.config.mask_token is not None:
+        ids += [head.config.mask_token] * (LENGTH - 1)
+        hidden = torch.cat((hidden, head.fuse(head.mask_hidden.expand(LENGTH - 1, -1))))
+        outputs = head(embed(torch.tensor(ids)), hidden, torch.arange(len(ids)), dense_attention)
+        return expanded(head, head.logits(outputs[-LENGTH:])).argmax(-1).tolist()
     drafted: list[int] = []
     for _ in range(LENGTH):
         outputs = head(embed(torch.tensor(ids)), hidden, torch.arange(len(ids)), dense_attention)
@@ -65,7 +70,9 @@ def engine_of(
     """An engine, and the list into which its drafter's (tokens, proposal, start) go."""
     seen: list[tuple[list[int], list[int], int]] = []
 
-    class Recorder(EagleDrafter):
+    mask = head.config.mask_token
+
+    class Recorder(EagleDrafter if mask is None else ParallelEagleDrafter):  # type: ignore[misc]
         def propose(self, plan):
             trees = super().propose(plan)
             for item, tree in zip(plan.slices, trees, strict=True):
@@ -77,7 +84,8 @@ def engine_of(
     def build(context: DraftContext) -> EagleDrafter:
         cache = context.new_cache(head.config.cache_shapes, torch.float32)
         step = EagleStep(head, target.hf.get_input_embeddings())
-        return Recorder(step, Levels("eagle", cache, policy, context.generator))
+        levels = Levels("eagle", cache, policy, context.generator)
+        return Recorder(step, levels) if mask is None else Recorder(mask, step, levels)
 
     given = EngineOptions(**{"draft_length": LENGTH, "prefill_chunk": 7, **options})
     return build_engine(target, Prepared(build), given, torch.Generator().manual_seed(0)), seen
@@ -100,14 +108,15 @@ def request(seq_id: int, tokens: list[int], **params: object) -> SequenceState:
 PROMPTS = [list(range(5, 25)), [3, 1, 4, 1, 5], [7] * 9 + [8]]
 
 
-@pytest.mark.parametrize("version", [1, 3])
+@pytest.mark.parametrize(("version", "mask"), [(1, None), (3, None), (3, 7)])
 @pytest.mark.parametrize("batch", [1, 3])
-def test_chains_equal_the_dense_computation(version: int, batch: int) -> None:
+def test_chains_equal_the_dense_computation(version: int, mask: int | None, batch: int) -> None:
     target = adapted(0)
-    head = random_head(target, version)
+    head = random_head(target, version, mask)
     engine, seen = engine_of(target, head, Policy(), max_batch_size=batch)
     finish(Drive(engine, [request(index, prompt) for index, prompt in enumerate(PROMPTS)]))
     assert len(seen) > 12
+    assert engine.drafter.passes(LENGTH) == (LENGTH if mask is None else 1)
     for tokens, proposal, missing in seen:
         assert missing == 0
         assert proposal == reference_chain(target, head, tokens)[: len(proposal)]

@@ -42,6 +42,8 @@ HEADS = {
     "EAGLE-3, normed residual": replace(EAGLE3, norm_before_residual=True, attention_bias=True),
     "EAGLE-3, scaled rotary": replace(EAGLE3, rope_scaling=ROPE),
     "EAGLE-3, five layers": replace(EAGLE3, feature_layers=(0, 1, 2, 4, 6)),
+    "P-EAGLE": replace(EAGLE3, mask_token=4),
+    "P-EAGLE, three layers": replace(EAGLE3, mask_token=4, layers=3),
     "EAGLE-1": EAGLE1,
     "EAGLE-1, own embedding": replace(EAGLE1, has_embedding=True, fc_bias=False),
 }
@@ -355,7 +357,7 @@ def test_the_other_version_is_named(config: EagleConfig, asked: int, tmp_path: P
     [
         ("hidden_size", None, "has no hidden_size"),
         ("intermediate_size", "many", "has 'many' for intermediate_size"),
-        ("num_hidden_layers", 2, "num_hidden_layers 2; only 1 is supported"),
+        ("num_hidden_layers", 2, "lacks the weight layers.1.input_layernorm.weight"),
         ("hidden_act", "gelu", "hidden_act 'gelu'; only 'silu'"),
         ("norm_before_fc", True, "norm_before_fc True; only False"),
         ("eagle_aux_hidden_state_layer_ids", [2, 3, 9], r"feature layers \[9\] do not exist"),
@@ -424,6 +426,28 @@ def test_what_speculators_cannot_hold_is_refused(config: EagleConfig, tmp_path: 
     with pytest.raises(ConfigError, match='write this one with layout "eagle"'):
         save_eagle(head_of(config), tmp_path / "out", "speculators")
     assert not (tmp_path / "out").exists()
+
+
+def test_p_eagle_as_others_write_it(tmp_path: Path) -> None:
+    """vLLM's other name of the token, and the placeholder of speculators, which has three sizes."""
+    head = head_of(HEADS["P-EAGLE"])
+    save_eagle(head, tmp_path, "speculators", "org/target")
+    config = json.loads((tmp_path / "config.json").read_text())
+    assert (config["speculators_model_type"], config["mask_token_id"]) == ("peagle", 4)
+    save_eagle(head, tmp_path)
+    tensors = load_file(tmp_path / "model.safetensors")
+    tensors["mask_hidden"] = tensors["mask_hidden"][None]
+    config = json.loads((tmp_path / "config.json").read_text())
+    config["pard_token"] = config.pop("ptd_token_id")
+    write_checkpoint(tmp_path, "model.safetensors", tensors, config)
+    assert_equal_heads(load_eagle(str(tmp_path), TARGET), head)
+    write_checkpoint(tmp_path, "model.safetensors", tensors, config | {"pard_token": 40})
+    with pytest.raises(ModelLoadError, match="has 40 as the token for parallel drafting"):
+        load_eagle(str(tmp_path), TARGET)
+    del tensors["mask_hidden"]
+    write_checkpoint(tmp_path, "model.safetensors", tensors, config)
+    with pytest.raises(ModelLoadError, match="lacks the weight mask_hidden"):
+        load_eagle(str(tmp_path), TARGET)
 
 
 def test_an_unknown_layout_is_refused(tmp_path: Path) -> None:

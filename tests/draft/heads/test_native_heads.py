@@ -33,6 +33,7 @@ VARIANTS: dict[str, dict[str, Any]] = {
     "eagle3, bias": {"attention_bias": True, "fc_bias": True},
     "eagle3, scaled": {"rope_scaling": {"rope_type": "linear", "factor": 4.0}},
     "eagle3, odd sizes": {**WIDER, "ffn_size": 104},
+    "eagle3, two layers": {"layers": 2},
     "eagle3, the target's head": {"has_lm_head": False, "draft_vocab_size": VOCAB},
 }
 

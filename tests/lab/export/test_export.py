@@ -20,6 +20,7 @@ from paceline.files.ownership import MANIFEST
 from paceline.lab.export import DIALECTS, export
 from paceline.lab.export.speculation import LAYERS, Export, outputs_of, shape_of
 from paceline.model.names import resolve
+from support.every_drafter import SPECS
 
 TARGET, HEAD = "paceline/tiny", "eagle3:paceline/tiny-eagle3"
 BLOCKS = ["dflash:paceline/tiny-dflash", "dspark:paceline/tiny-dspark"]
@@ -58,6 +59,17 @@ def test_a_default_that_is_not_known_becomes_the_runner_up(tmp_path: Path) -> No
 
 
 # -- heads, and how layers are counted -------------------------------------------------------------
+
+
+def test_vllm_drafts_in_one_pass_with_such_a_head(tmp_path: Path) -> None:
+    made = exported("vllm", SPECS["eagle3, one pass"], tmp_path)
+    assert made.config["method"] == "eagle3" and made.config["parallel_drafting"] is True
+    assert "a draft of one pass" not in approximated(made)
+    assert config_of(tmp_path)["speculators_model_type"] == "peagle"
+    assert load_eagle(str(tmp_path / "head"), TINY).config.mask_token == 0
+    assert "parallel_drafting" not in exported("vllm").config
+    with pytest.raises(ConfigError, match="vLLM alone runs"):
+        exported("sglang", SPECS["eagle3, one pass"])
 
 
 @pytest.mark.parametrize("draft", [HEAD, f"{HEAD},layers=3x7x10"])

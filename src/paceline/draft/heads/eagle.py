@@ -1,4 +1,4 @@
-"""EAGLE drafters: a one-layer head continues the target's features.
+"""EAGLE drafters: a head of one layer, rarely more, continues the target's features.
 
 EAGLE (Li et al. 2024, arXiv 2401.15077), EAGLE-2 (2406.16858: dynamic trees over the same weights)
 and EAGLE-3 (2503.01840: three fused layers, its own vocabulary) differ in head and policy only. The
@@ -10,7 +10,8 @@ token after it::
     row                (f0,x1) (f1,x2) ... (f_n-2, x_last) -> logits of the first drafted token
     drafted rows       (h, y1) (h', y2) ...   h: the head's own output instead of a feature
 
-Drafted rows are not kept: an accepted token's true feature replaces them.
+Drafted rows are not kept: an accepted token's true feature replaces them. A head of P-EAGLE
+(arXiv 2602.01469) drafts in one pass: its drafted rows are of one token and one learnt feature.
 """
 
 from __future__ import annotations
@@ -25,10 +26,11 @@ from paceline.core.batch import ModelOutput, Span
 from paceline.core.sequence import SEQUENCE_IDS
 from paceline.draft.base import Drafter
 from paceline.draft.heads.eagle_head import default_feature_layers, load_eagle, stated_layers
-from paceline.draft.heads.features import FeatureDrafter, HeadSpec, on_features
+from paceline.draft.heads.features import FeatureDrafter, FeatureRows, HeadSpec, on_features
 from paceline.draft.spec import DraftContext, Examined, Loading, Note, Prepared, Target
 from paceline.draft.trees.grow import Growing, Logits, Narrow
 from paceline.draft.trees.levels import Levels
+from paceline.draft.trees.one_pass import OnePassDrafter
 from paceline.model.backends.base import EagleStep, Growth
 from paceline.model.paged.cache import PagedCache
 from paceline.model.quantised.convert import Scheme, quantise_module
@@ -59,7 +61,8 @@ class Eagle(HeadSpec):
 
         def make(context: DraftContext, cache: PagedCache) -> Drafter:
             nodes = context.tree_nodes() if self.dynamic else 0
-            return EagleDrafter(step, self.levels(context, cache, nodes))
+            given, mask = (step, self.levels(context, cache, nodes)), head.config.mask_token
+            return EagleDrafter(*given) if mask is None else ParallelEagleDrafter(mask, *given)
 
         config = head.config
         return on_features(target, config.cache_shapes, len(config.feature_layers), make)
@@ -73,6 +76,7 @@ class Eagle(HeadSpec):
         ids, usual = config.feature_layers, default_feature_layers(3, target.num_layers)
         reads = f"inputs of layers {list(ids)}" if self.version == 3 else "the last output"
         text = f"EAGLE-{self.version} head of {size / 1e6:.1f}M parameters, reads {reads}"
+        text += "" if config.mask_token is None else ", drafts all tokens in one pass"
         notes: list[Note] = []
         if self.layers is None and self.version == 3 and not stated_layers(read.config):
             notes.append(("head-layers-assumed", f"layers {list(usual)} are taken", None))
@@ -170,3 +174,18 @@ class EagleDrafter(FeatureDrafter):
         for tree in trees:
             tree.outputs = like.new_zeros(1, config.hidden_size)
         return self._narrow(like.new_zeros(len(trees), config.columns))
+
+
+class ParallelEagleDrafter(OnePassDrafter, EagleDrafter):
+    """Drafts all its tokens in one pass (P-EAGLE): the rows of masks have the head's learnt
+    feature."""
+
+    def _pass(self, spans: Sequence[Span]) -> torch.Tensor:
+        return self._step(self.cache.batch_of(spans), self.cache, self._taken(spans), False)[1]
+
+    def _parts(self, span: Span) -> list[FeatureRows]:
+        parts, count = super()._parts(span) if span.pending else [], len(span.nodes)
+        if count:
+            learnt = self.head.mask_hidden.expand(count, -1).chunk(len(self.features), 1)
+            parts.append(FeatureRows(learnt, list(range(count))))
+        return parts

@@ -1,4 +1,4 @@
-"""The EAGLE head: one decoder layer that continues the target's features (the papers: eagle.py).
+"""The EAGLE head: a decoder layer, or some, that continues the target's features (see eagle.py).
 
 Row t takes the target's feature at position t and the embedding of token t + 1; its logits are for
 token t + 2. When drafting, later rows take the head's own hidden output instead of a feature.
@@ -12,7 +12,10 @@ EAGLE-3            ``midlayer.*`` (attention input 2H), ``fc.weight [H, 3 H_targ
                    d2t[i]), ``t2d`` bool, ``embed_tokens`` or else the target's
 EAGLE-1, EAGLE-2   ``fc.weight [H, 2H]``, ``layers.0.*`` without an input norm, ``embed_tokens``
                    or else the target's; the target's head makes the logits
-speculators        EAGLE-3 with its layer under ``layers.0`` and a nested config (checkpoint.py)
+P-EAGLE            EAGLE-3 with ``mask_hidden [1, 3 H_target]``, ``ptd_token_id`` (or
+                   ``pard_token``) in the config, and often plain layers ``layers.1 ...``
+speculators        EAGLE-3 with its layer under ``layers.0`` and a nested config (checkpoint.py);
+                   P-EAGLE as "peagle", with ``mask_token_id``
 =================  ====================================================================
 
 ``eagle_aux_hidden_state_layer_ids`` (also under ``eagle_config``) are layers whose INPUTS the head
@@ -47,6 +50,7 @@ from paceline.draft.heads.checkpoint import (
 )
 from paceline.draft.heads.network import AttendingHead, HeadLayer, HeadShape
 from paceline.draft.spec import Target
+from paceline.draft.trees.one_pass import MASK_OPTIONS
 from paceline.errors import ConfigError, ModelLoadError
 from paceline.model.backends.base import Attend
 
@@ -61,6 +65,7 @@ class EagleConfig(HeadShape):
     fc_bias: bool = False
     norm_before_residual: bool = False  # EAGLE-3: the residual starts behind hidden_norm
     has_lm_head: bool = True
+    mask_token: int | None = None  # P-EAGLE: of the rows that are drafted in one pass
 
     def _problem(self) -> str | None:
         narrower = self.hidden_size != self.target_hidden_size
@@ -71,6 +76,8 @@ class EagleConfig(HeadShape):
                 "EAGLE-1 continues the feature of one target layer at the target's own width; "
                 "use version 3 for several layers or another width"
             )
+        if self.version == 1 and self.layers > 1:
+            return f"EAGLE-1 has one layer, not {self.layers}"
         if self.version == 1 and self.columns < self.vocab_size:
             return "EAGLE-1 drafts with the target's head: no draft vocabulary"
         if self.version == 3 and not self.has_lm_head and narrower:
@@ -107,9 +114,15 @@ class EagleHead(AttendingHead):
             inputs = len(config.feature_layers) * config.target_hidden_size
             self.fc = nn.Linear(inputs, size, bias=config.fc_bias)
             self.midlayer = HeadLayer(config, ("input_layernorm", "hidden_norm"), 2 * size)
+            behind = range(1, config.layers)
+            self.layers: Any = nn.ModuleDict(
+                {str(n): HeadLayer(config, ("input_layernorm",), size) for n in behind}
+            )
             self.norm = nn.RMSNorm(size, config.rms_norm_eps)
             if config.has_lm_head:
                 self.lm_head = nn.Linear(size, config.columns, bias=False)
+            if config.mask_token is not None:
+                self.mask_hidden = nn.Parameter(torch.randn(1, inputs))  # those rows' feature
             self.register_vocabulary(config, draft_ids)
         else:
             self.fc = nn.Linear(2 * size, size, bias=config.fc_bias)
@@ -133,18 +146,24 @@ class EagleHead(AttendingHead):
         at ``positions [T]`` to hidden states ``[T, H]``; with ``only [N]`` those rows' ``[N, H]``.
         The output, before the final norm, is the next step's ``hidden``. Version 3 attends from
         ``[norm(embedding), norm(hidden)]``, version 1 from both fused, without a norm."""
-        angles, layer = self.angles(positions, hidden), self._layer
+        angles, (layer, *behind) = self.angles(positions, hidden), self.decoder
         if self.config.version == 3:
             normed = layer.hidden_norm(hidden)
             x = torch.cat((layer.input_layernorm(embeds), normed), -1)
             residual = normed if self.config.norm_before_residual else hidden
         else:
             x = residual = self.fc(torch.cat((embeds, hidden), -1))
-        return layer(x, residual, angles, attend, only=only)  # type: ignore[no-any-return]
+        for number, following in enumerate(behind, 1):
+            residual = layer(x, residual, angles, attend, number - 1)
+            layer, x = following, following.input_layernorm(residual)
+        return layer(x, residual, angles, attend, len(behind), only)  # type: ignore[no-any-return]
 
     @property
-    def _layer(self) -> Any:
-        return self.midlayer if self.config.version == 3 else self.layers[0]
+    def decoder(self) -> list[Any]:
+        """The layers in their order."""
+        if self.config.version == 1:
+            return list(self.layers)
+        return [self.midlayer, *self.layers.values()]
 
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:
         """``[T, H]`` to ``[T, draft_vocab]``: for the token after the embedded one."""
@@ -165,7 +184,7 @@ _KIND = "EAGLE head"
 LAYOUTS = ("eagle", "speculators")
 _LAYERS = "eagle_aux_hidden_state_layer_ids"
 _TARGET_LAYERS = "paceline_target_layers"  # no published option has the target's depth
-_ONLY = {"num_hidden_layers": 1, "hidden_act": "silu", "norm_before_fc": False}
+_ONLY = {"hidden_act": "silu", "norm_before_fc": False, "norm_output": False}
 _DRAFTED_TOKENS = 4  # proposed per step by engines that go by the config
 TargetHead = Callable[[torch.Tensor], torch.Tensor]
 
@@ -224,7 +243,9 @@ def save_eagle(
             "norm_before_residual": config.norm_before_residual,
             _LAYERS: list(config.feature_layers),
         }
+    one_pass = config.mask_token is not None
     if layout == "eagle":
+        more |= {MASK_OPTIONS[-1]: config.mask_token} if one_pass else {}
         architecture = "LlamaForCausalLMEagle3" if third else "LlamaForCausalLM"
         more |= {"architectures": [architecture], **({} if third else {"bias": config.fc_bias})}
         write_checkpoint(folder, WEIGHTS, tensors, options | more)
@@ -236,7 +257,9 @@ def save_eagle(
         )
     renamed = {key.replace("midlayer.", "layers.0."): value for key, value in tensors.items()}
     verifier = target_name, target_architectures
-    nested = speculators_options("eagle3", "Eagle3DraftModel", options, _DRAFTED_TOKENS, verifier)
+    names = ("peagle", "PEagleSpeculator") if one_pass else ("eagle3", "Eagle3DraftModel")
+    nested = speculators_options(*names, options, _DRAFTED_TOKENS, verifier)
+    more |= {"mask_token_id": config.mask_token} if one_pass else {}
     write_checkpoint(folder, WEIGHTS, renamed, nested | more)
 
 
@@ -246,6 +269,8 @@ def _public_names(checkpoint: Checkpoint) -> HeadTensors:
     tensors = plain_names(checkpoint)
     if "fc.weight" not in tensors:
         raise checkpoint.another_kind()
+    if "mask_hidden" in tensors:  # speculators: [1, 1, n]
+        tensors["mask_hidden"] = tensors["mask_hidden"].flatten()[None]
     if "layers.0.hidden_norm.weight" in tensors:
         tensors = {key.replace("layers.0.", "midlayer."): v for key, v in tensors.items()}
     if "midlayer.hidden_norm.weight" not in tensors and "d2t" not in tensors:
@@ -258,13 +283,14 @@ def _flat(name: str, config: dict[str, Any]) -> dict[str, Any]:
     if not is_speculators(config):
         return config
     kind = config["speculators_model_type"]
-    if kind != "eagle3":
+    if kind not in ("eagle3", "peagle"):
         raise ModelLoadError(
             f"{name} is a speculators checkpoint of type {kind!r}; of that format only eagle3 "
-            "can be loaded here"
+            "and peagle can be loaded here"
         )
     # vLLM takes an absent option as true; the library itself always writes it.
-    return {"norm_before_residual": True} | from_speculators(name, config)
+    flat = {"norm_before_residual": True} | from_speculators(name, config)
+    return flat | {MASK_OPTIONS[-1]: config.get("mask_token_id")}
 
 
 def _config(
@@ -292,8 +318,17 @@ def _config(
             f"{checkpoint.title} is {hidden} wide and has no embed_tokens, but the target's "
             f"embedding is {width} wide; its weights are incomplete"
         )
+    mask = next((flat[key] for key in MASK_OPTIONS if key in flat), None)
+    one_pass = mask is not None or "mask_hidden" in tensors
+    if one_pass and (type(mask) is not int or not 0 <= mask < vocab):
+        raise ModelLoadError(
+            f"the config.json of {name} has {mask!r} as the token for parallel drafting "
+            f"({MASK_OPTIONS[-1]}), which is none of {vocab}; copy the file again"
+        )
     shape |= {
         "version": version,
+        "layers": whole(name, {"num_hidden_layers": 1} | flat, "num_hidden_layers"),
+        "mask_token": mask,
         "target_hidden_size": width,
         "draft_vocab_size": vocab if version == 1 else drafted,
         "fc_bias": "fc.bias" in tensors,

@@ -83,14 +83,14 @@ class HeadSpec(TreeSpec):
         return [("head-layers-shifted", text, cure)]
 
 
-class _Rows(NamedTuple):
+class FeatureRows(NamedTuple):
     """Some rows of a forward's features, of each layer ``[T, hidden]``."""
 
     layers: tuple[torch.Tensor, ...]
     rows: list[int]
 
 
-def _joined_features(parts: Sequence[_Rows]) -> list[torch.Tensor]:
+def _joined_features(parts: Sequence[FeatureRows]) -> list[torch.Tensor]:
     """The features of some parts joined: of each layer ``[n, hidden]``."""
     picked: list[list[torch.Tensor]] = []
     for _, group in groupby(parts, key=lambda part: id(part.layers)):
@@ -116,7 +116,7 @@ class _State:
 
     start: int
     rows: list[int] = field(default_factory=list)
-    waiting: list[_Rows] = field(default_factory=list)
+    waiting: list[FeatureRows] = field(default_factory=list)
     count: int = 0
     ran: bool = False
 
@@ -132,7 +132,7 @@ class _State:
         elif position < self.end:
             rows = rows[self.end - position :]
         if rows:
-            self.waiting.append(_Rows(layers, rows))
+            self.waiting.append(FeatureRows(layers, rows))
             self.count += len(rows)
 
     def drop(self, excess: int) -> None:
@@ -145,7 +145,7 @@ class _State:
                 self.waiting.insert(0, oldest._replace(rows=oldest.rows[excess:]))
             excess = max(0, excess - len(oldest.rows))
 
-    def take(self) -> list[_Rows]:
+    def take(self) -> list[FeatureRows]:
         """All waiting features, which are about to become rows."""
         parts = self.waiting
         self.start, self.count, self.waiting = self.end, 0, []
@@ -204,8 +204,12 @@ class FeatureDrafter(LevelDrafter):
 
     def _taken(self, spans: Sequence[Span]) -> torch.Tensor:
         """The features ``[T, layers * hidden]`` that become rows in these spans."""
-        parts = [part for span in spans for part in self._states[span.seq_id].take()]
+        parts = [part for span in spans for part in self._parts(span)]
         return torch.cat(_joined_features(parts), -1)
+
+    def _parts(self, span: Span) -> list[FeatureRows]:
+        """The features of the rows of a span."""
+        return self._states[span.seq_id].take()
 
     # -- observing ---------------------------------------------------------------------------
 
@@ -236,12 +240,12 @@ class FeatureDrafter(LevelDrafter):
         for state in self._states.values():
             if state.waiting:
                 copies = tuple(layer.clone() for layer in _joined_features(state.waiting))
-                state.waiting = [_Rows(copies, list(range(state.count)))]
+                state.waiting = [FeatureRows(copies, list(range(state.count)))]
         self._whole = 0
 
     def forget(self, seq_id: int) -> None:
         self._states.pop(seq_id, None)
-        self.cache.free(seq_id)
+        super().forget(seq_id)
 
     def _drop(self, seq_id: int) -> None:
         """Out of blocks: drop this sequence's context; it goes on with later features."""

@@ -148,6 +148,14 @@ class LevelDrafter(ABC):
         ]
         return self._first(spans, trees)
 
+    def _narrow(self, logits: torch.Tensor) -> Logits:
+        """Logits ``[R, columns]`` of the model as those of the target's tokens."""
+        return logits
+
+    def forget(self, seq_id: int) -> None:
+        """Drop all state of a sequence."""
+        self.cache.free(seq_id)
+
     @abstractmethod
     def _made_up(self, trees: Sequence[Growing]) -> Logits:
         """Logits for made-up trees, which also get whatever else growing reads."""

@@ -238,7 +238,7 @@ void Forward::begin(int thread, int threads) {
 // A thread's share of rows is always the same, so that a step from row to row needs no meeting.
 void Forward::layer(long index, int thread, int threads) {
   const pl_layer& l = m_.layer[index];
-  const Rows& in = m_.hidden_norm.weight ? joined_ : normed_;
+  const Rows& in = m_.hidden_norm.weight && !index ? joined_ : normed_;
   if (&in == &normed_) normalise(l.attention_norm, x_, normed_, thread, threads);
   team_.meet();
   multiply(l.qkv, in, b_.rows, STORE, qkv_, thread, threads, 0, adapt(4 * index, in, thread, threads));

@@ -45,12 +45,12 @@ def _vllm(export: Export) -> None:
 
 def _vllm_method(export: Export) -> dict[str, Any]:
     draft = export.draft
+    parallel = {"parallel_drafting": True} if export.in_one_pass() else {}
     if isinstance(draft, DraftModel):
-        parallel = {"parallel_drafting": True} if export.in_one_pass() else {}
         return {"method": "draft_model", "model": export.draft_path} | parallel
     if isinstance(draft, Eagle):
         method, layout = ("eagle3", "speculators") if draft.version == 3 else ("eagle", "eagle")
-        return {"method": method, "model": export.write_eagle(draft, layout)}
+        return {"method": method, "model": export.write_eagle(draft, layout)} | parallel
     if isinstance(draft, Medusa):
         folder, heads = export.write_medusa(draft)
         length = min(export.length, heads)

@@ -92,7 +92,10 @@ class Export:
         return name if self.out is None else str((self.out / name).resolve())
 
     def in_one_pass(self) -> bool:
-        """Whether the draft is a model that drafts all its tokens in one pass here."""
+        """Whether the draft is a model or an EAGLE head that drafts all its tokens in one pass
+        here."""
+        if isinstance(self.draft, Eagle):
+            return eagle_of(self.draft, self.target).config.mask_token is not None
         if not isinstance(self.draft, DraftModel):
             return False
         config = read_config(self.draft.path, resolve(self.draft.path))
@@ -117,6 +120,8 @@ class Export:
     def write_eagle(self, draft: Eagle, layout: str, outputs: bool = False) -> str:
         """The folder of a converted EAGLE head, or of the head itself if nothing is written.
         ``layout`` as of ``save_eagle``; ``outputs``: layers as of SGLang."""
+        if self.engine != "vllm" and self.in_one_pass():
+            raise self.refuse("of heads that draft in one pass (P-EAGLE) vLLM alone runs any")
 
         def save(folder: Path) -> None:
             head = eagle_of(draft, self.target)

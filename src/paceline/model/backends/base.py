@@ -126,7 +126,8 @@ class EagleStep:
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Outputs ``[R, H]`` and logits ``[R, draft_vocab]`` of ``batch.logit_rows``, from features
         ``[T, layers * target_hidden]`` or, if ``fused``, earlier outputs ``[T, H]``."""
-        head, step = self.head, AttentionStep.of(batch, cache, (FULL,), device=cache.device)
+        head, layers = self.head, (FULL,) * self.head.config.layers
+        step = AttentionStep.of(batch, cache, layers, device=cache.device)
         attend, rows = partial(paged_attention, step=step), step.batch
         inputs = hidden if fused else head.fuse(hidden)
         outputs: torch.Tensor = head(self._embed(rows.input_ids), inputs, rows.positions, attend)

@@ -183,25 +183,27 @@ class NativeEagle(EagleStep):
     def __init__(self, head: Any, target: NativeModel) -> None:
         self.head, self._dtype = head, head.dtype
         config, third = head.config, head.config.version == 3
-        module: Any = head.midlayer if third else head.layers[0]
         packing = Packing()
-        layer = CLayer(
-            **packing.matrices(module, self._dtype),
-            attention_norm=packing.norm(module.input_layernorm if third else None),
-            mlp_norm=packing.norm(module.post_attention_layernorm),
-        )
+        layers = [
+            CLayer(
+                **packing.matrices(module, self._dtype),
+                attention_norm=packing.norm(getattr(module, "input_layernorm", None)),
+                mlp_norm=packing.norm(module.post_attention_layernorm),
+            )
+            for module in head.decoder
+        ]
         has_head = third and config.has_lm_head
         lm_head = pack_children(head, ("lm_head",), self._dtype) if has_head else target.lm_head
         embedding, scale = target.embedding, target.decoder.embedding_scale
         if head.embed_tokens is not None:
             embedding, scale = head.embed_tokens.weight.detach(), 1.0
-        packing.alive += (layer, embedding)
+        packing.alive += (*layers, embedding)
         model = CModel(
             dtype=DTYPES[self._dtype],
             hidden=config.hidden_size,
             vocab=lm_head.outputs,
             words=config.vocab_size,
-            layers=1,
+            layers=len(layers),
             heads=config.heads,
             kv_heads=config.kv_heads,
             head_dim=config.head_dim,
@@ -210,11 +212,11 @@ class NativeEagle(EagleStep):
             embedding_scale=scale,
             scaling=config.head_dim**-0.5,
             embedding=embedding.data_ptr(),
-            layer=(CLayer * 1)(layer),
+            layer=(CLayer * len(layers))(*layers),
             final_norm=packing.norm(head.norm if third else None),
             head=packing.weight(lm_head, None),
             fuse=packing.weight(pack_children(head, ("fc",), self._dtype)),
-            hidden_norm=packing.norm(module.hidden_norm if third else None),
+            hidden_norm=packing.norm(head.midlayer.hidden_norm if third else None),
             residual_normed=config.norm_before_residual,
         )
         self._vocabulary = lm_head.outputs

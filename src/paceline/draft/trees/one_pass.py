@@ -1,0 +1,86 @@
+"""Drafters that draft all their tokens in one pass; trees grow from its logits."""
+
+from __future__ import annotations
+
+from abc import abstractmethod
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any
+
+import torch
+
+from paceline.core.batch import Span
+from paceline.core.tree import chain_parents
+from paceline.draft.trees.grow import Growing, Logits, grow
+from paceline.draft.trees.levels import LevelDrafter
+
+# Options of a config.json, as vLLM reads them: the token of the rows behind the text.
+MASK_OPTIONS = ("pard_token", "ptd_token_id")
+
+
+class OnePassDrafter(LevelDrafter):
+    """Drafts all its tokens in one pass (PARD, arXiv 2504.18583; P-EAGLE, arXiv 2602.01469): behind
+    the text stand tokens ``mask``, and the logits after the last token and after each mask are
+    those of the tokens to draft. The next step's text overwrites the masks' rows. A base to stand
+    before that of a drafter by levels::
+
+        rows      x_n-1    x_n      mask     mask
+        drafts             x_n+1    x_n+2    x_n+3
+    """
+
+    growth = None
+    takes_forced = False
+
+    def __init__(self, mask: int, *given: Any) -> None:
+        super().__init__(*given)
+        self._mask = mask
+        self._after: dict[int, torch.Tensor] = {}  # logits of this step by depth, by sequence
+
+    def passes(self, length: int) -> int:
+        return min(1, length)
+
+    def _room(self, length: int) -> int:
+        return max(0, self._policy.depth(length) - 1)
+
+    @abstractmethod
+    def _pass(self, spans: Sequence[Span]) -> torch.Tensor:
+        """Logits ``[R, columns]`` of spans, in a vocabulary that ``_narrow`` knows."""
+
+    def _first(self, spans: Sequence[Span], trees: Sequence[Growing]) -> Logits:
+        """Run the text and its masks: logits of the first drafted token."""
+        masks = {t.item.seq.seq_id: self._room(t.item.draft_length) for t in trees}
+        return self._drafted(
+            [self._masked(span, masks.get(span.seq_id, 0)) for span in spans], trees
+        )
+
+    def _masked(self, span: Span, count: int) -> Span:
+        return replace(span, parents=chain_parents(count), nodes=[self._mask] * count)
+
+    def _drafted(self, spans: Sequence[Span], trees: Sequence[Growing]) -> Logits:
+        logits = self._pass(spans)
+        if not trees:
+            return logits
+        parts = torch.split(logits, [1 + self._room(t.item.draft_length) for t in trees])
+        ids = [tree.item.seq.seq_id for tree in trees]
+        self._after = dict(zip(ids, parts, strict=True))
+        return self._level(list(trees))
+
+    def _level(self, trees: list[Growing]) -> Logits:
+        rows = [self._after[tree.item.seq.seq_id][tree.depth] for tree in trees]
+        counts = [max(1, len(tree.fresh)) for tree in trees]
+        joined = torch.cat([row.expand(n, -1) for row, n in zip(rows, counts, strict=True)])
+        return self._narrow(joined)
+
+    def forget(self, seq_id: int) -> None:
+        self._after.pop(seq_id, None)
+        super().forget(seq_id)
+
+    @torch.inference_mode()
+    def warm_up(self, batch_size: int) -> None:
+        """A pass of some made-up sequences, and the growth of their trees."""
+        rows = 1 + self._room(2)
+        with self._made_up_trees(batch_size, rows, self._policy) as trees:
+            spans = [
+                self._masked(Span.of(tree.item.seq.seq_id, tree.base, ()), rows) for tree in trees
+            ]
+            grow(trees, self._drafted(spans, trees), self._level, self._generator)
