@@ -55,5 +55,5 @@ def _load(message: wire.LoadModel, link: Link) -> EngineLoop:
     except Exception as error:
         if debugging():
             traceback.print_exc()
-        link.send(wire.Failed(reason_of(error).encode("utf-8", "replace").decode("utf-8")))
+        link.send(wire.Lost(reason_of(error).encode("utf-8", "replace").decode("utf-8")))
         _end(1)

@@ -94,7 +94,7 @@ class Metrics:
             counter(f"adapter_{kind}_tokens", f"{text} with an adapter.", labels)
             for kind, text in _OF_ADAPTERS.items()
         ]
-        self._recent: dict[str, _Recent] = {}
+        self._recent: dict[str, dict[str, float]] = defaultdict(lambda: defaultdict(float))
         self._phases = dict.fromkeys(PHASES, 0.0)
         self._before: Tally[str] = Tally()  # sequences of the step before, by drafter
         self._preempted = 0
@@ -149,9 +149,13 @@ class Metrics:
             counts = count, commit.drafted, len(commit.path)
             for metric, more in zip(self.by_adapter, counts, strict=True):
                 metric.labels(request.seq.adapter.name, drafter).inc(more)
-        recent = self._recent.setdefault(drafter, _Recent())
-        recent.record(commit)
-        self.mean_length.labels(drafter).set(recent.mean_length)
+        # Decayed sums of the drafter's last steps.
+        recent, seen = self._recent[drafter], {"tokens": count, "steps": 1}
+        if commit.drafted:
+            seen |= {"drafted": commit.drafted, "accepted": len(commit.path)}
+        for name, more in seen.items():
+            recent[name] = _DECAY * recent[name] + more
+        self.mean_length.labels(drafter).set(recent["tokens"] / recent["steps"])
         if not commit.drafted:
             return
         self.drafts.labels(drafter).inc()
@@ -161,7 +165,7 @@ class Metrics:
             self.drafted_at.labels(drafter, position).inc()
             if position < len(commit.path):
                 self.accepted_at.labels(drafter, position).inc()
-        self.acceptance.labels(drafter).set(recent.acceptance)
+        self.acceptance.labels(drafter).set(recent["accepted"] / recent["drafted"])
 
     def _clock(self, llm: LLM, sequences: Tally[str]) -> None:
         """Seconds of the step before this one: asking for this one's would wait for a GPU."""
@@ -208,28 +212,6 @@ class Metrics:
 def _drafter_of(request: Request, drafters: tuple[str, ...]) -> str:
     """Name of a request's drafter."""
     return request.seq.params.drafter or (drafters[0] if drafters else "none")
-
-
-class _Recent:
-    """Decayed sums of the last steps."""
-
-    def __init__(self) -> None:
-        self._drafted = self._accepted = self._tokens = self._steps = 0.0
-
-    def record(self, commit: Commit) -> None:
-        if commit.drafted:
-            self._drafted = _DECAY * self._drafted + commit.drafted
-            self._accepted = _DECAY * self._accepted + len(commit.path)
-        self._tokens = _DECAY * self._tokens + len(commit.tokens)
-        self._steps = _DECAY * self._steps + 1
-
-    @property
-    def acceptance(self) -> float:
-        return self._accepted / self._drafted if self._drafted else 0.0
-
-    @property
-    def mean_length(self) -> float:
-        return self._tokens / self._steps if self._steps else 0.0
 
 
 # Our names (after paceline_) to vLLM's (after vllm:), of which there may be two.

@@ -65,7 +65,7 @@ class EngineProcess:
         if body is None:
             raise EngineLostError(f"the engine process {self.ended()} while it was loading")
         message = wire.REPLIES.decode(body)
-        if isinstance(message, wire.Failed):
+        if isinstance(message, wire.Lost):
             raise PacelineError(message.reason)
         assert isinstance(message, wire.Hello)
         self.facts = message.facts

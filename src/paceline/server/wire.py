@@ -2,7 +2,7 @@
 
     HTTP                                        engine
     LoadModel(config) ------------------------>           (two processes only)
-           <-------------------------------------- Hello(facts) | Failed
+           <-------------------------------------- Hello(facts) | Lost(reason)
     Submit(ticket, prompts, params, ...) ----->
            <-------------------------------------- Accepted(ticket) | Ended(ticket, error)
            <-------------------------------- StepEvents(events), one a step for all tickets
@@ -110,12 +110,6 @@ class Hello(WireMessage):
     facts: Facts
 
 
-class Failed(WireMessage):
-    """Loading failed."""
-
-    reason: str
-
-
 class Accepted(WireMessage):
     ticket: int
 
@@ -140,13 +134,13 @@ class Scraped(WireMessage):
 
 
 class Lost(WireMessage):
-    """The engine's thread has ended and cannot be restarted."""
+    """Loading failed, or the engine's thread has ended and cannot be restarted."""
 
     reason: str
 
 
 EngineCommand = LoadModel | Submit | Cancel | Scrape | SetAdapter
-Reply = Hello | Failed | Accepted | StepEvents | Ended | Scraped | Lost
+Reply = Hello | Accepted | StepEvents | Ended | Scraped | Lost
 
 
 def _error_fields(error: Any) -> tuple[Any, ...]:

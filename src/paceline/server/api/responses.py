@@ -230,8 +230,8 @@ class ResponseStore:
     def __init__(self) -> None:
         # By owner, the least recently used first.
         self._owners: dict[str, OrderedDict[str, bytes]] = {}
-        self._aliases: dict[tuple[str, str], str] = {}  # of owner and alias, the id
-        self._items: dict[tuple[str, str], str] = {}  # of owner and item, the response's id
+        # Ids by owner, kind of the name ("alias" or "item") and name.
+        self._ids: dict[tuple[str, str, str], str] = {}
 
     def __len__(self) -> int:
         return sum(map(len, self._owners.values()))
@@ -248,9 +248,9 @@ class ResponseStore:
             return
         name = response.shown["id"]
         self._owners.setdefault(owner, OrderedDict())[name] = text
-        self._items |= {(owner, item["id"]): name for item in response.shown["output"]}
+        self._ids |= {(owner, "item", item["id"]): name for item in response.shown["output"]}
         if response.alias is not None:
-            self._aliases[owner, response.alias] = name
+            self._ids[owner, "alias", response.alias] = name
         while (many := len(self) > MAX_RESPONSES) or self.size > MAX_BYTES:
             most = max(
                 self._owners, key=lambda owner: (len if many else _size)(self._owners[owner])
@@ -261,7 +261,7 @@ class ResponseStore:
         """The response of that id, else of that alias."""
         responses = self._owners.get(owner, OrderedDict())
         if name not in responses:
-            name = self._aliases.get((owner, name), "")
+            name = self._ids.get((owner, "alias", name), "")
         if name not in responses:
             return None
         responses.move_to_end(name)
@@ -269,15 +269,12 @@ class ResponseStore:
 
     def drop(self, owner: str, name: str) -> None:
         """Forget a stored response."""
-        gone = KeptResponse(**_value(self._owners[owner].pop(name)))
-        for item in gone.shown["output"]:
-            del self._items[owner, item["id"]]
-        if self._aliases.get((owner, gone.alias or "")) == name:
-            del self._aliases[owner, gone.alias or ""]
+        del self._owners[owner][name]
+        self._ids = {names: known for names, known in self._ids.items() if known != name}
 
     def item(self, owner: str, name: str) -> dict[str, Any] | None:
         """An output item of one of the owner's responses."""
-        response = self.get(owner, self._items.get((owner, name), ""))
+        response = self.get(owner, self._ids.get((owner, "item", name), ""))
         outputs = [] if response is None else response.shown["output"]
         return next((item for item in outputs if item["id"] == name), None)
 
