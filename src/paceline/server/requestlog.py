@@ -17,6 +17,8 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 from urllib.parse import quote
 
+from starlette.datastructures import Headers
+
 if TYPE_CHECKING:
     from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
@@ -28,7 +30,7 @@ _LONGEST_PATH = 200
 _MOST_NOTES = 32
 # Polled every few seconds: logged at level debug.
 _POLLED = frozenset({"/metrics", "/health", "/health/live", "/health/ready", "/load", "/get_load"})
-_REQUEST_ID = re.compile(rb"[\x21-\x7e]{1,128}")
+_REQUEST_ID = re.compile(r"[\x21-\x7e]{1,128}")
 
 
 @dataclass
@@ -71,11 +73,6 @@ def new_id(prefix: str) -> str:
     return f"{prefix}{uuid.uuid4().hex}"
 
 
-def header(scope: Scope, name: bytes) -> bytes | None:
-    """The first header of that (lower-case) name."""
-    return next((bytes(value) for key, value in scope["headers"] if key == name), None)
-
-
 class RequestLog:
     """Logs each request once its answer is complete and calls ``ended``."""
 
@@ -86,9 +83,8 @@ class RequestLog:
         if scope["type"] != "http":
             await self._app(scope, receive, send)
             return
-        sent = header(scope, b"x-request-id") or b""
-        known = _REQUEST_ID.fullmatch(sent)
-        exchange = Exchange(scope, sent.decode() if known else new_id("req_"))
+        sent = Headers(scope=scope).get("x-request-id", "")
+        exchange = Exchange(scope, sent if _REQUEST_ID.fullmatch(sent) else new_id("req_"))
         answered = False
 
         async def watch(message: Message) -> None:

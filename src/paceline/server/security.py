@@ -17,12 +17,12 @@ from ipaddress import ip_address
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from starlette.datastructures import Headers
 from starlette.requests import ClientDisconnect, Request
 
 from paceline.errors import ConfigError
 from paceline.server.errors import respond
 from paceline.server.failures import APIError
-from paceline.server.requestlog import header
 
 if TYPE_CHECKING:
     from starlette.types import ASGIApp, Message, Receive, Scope, Send
@@ -127,8 +127,7 @@ def exposure_warning(host: str, keys: Keys) -> str | None:
 def wrong_host(scope: Scope) -> APIError | None:
     """An error if the Host header is not a loopback name. A page elsewhere can point its own name
     at our address (DNS rebinding); a browser then lets its scripts read our answers."""
-    hosts = [value for name, value in scope["headers"] if name == b"host"]
-    if all(is_loopback(_without_port(host.decode("latin-1"))) for host in hosts):
+    if all(is_loopback(_without_port(host)) for host in Headers(scope=scope).getlist("host")):
         return None
     return APIError(
         "a server without API keys on a loopback address answers to localhost and 127.0.0.1 only; "
@@ -151,18 +150,17 @@ def owner_of(scope: Scope) -> str:
 
 def bearer(scope: Scope) -> bytes | None:
     """The key in an Authorization header, or in x-api-key (Anthropic's clients)."""
-    scheme, _, key = (header(scope, b"authorization") or b"").strip().partition(b" ")
-    if scheme.lower() == b"bearer" and key.strip():
-        return key.strip()
-    return (header(scope, b"x-api-key") or b"").strip() or None
+    headers = Headers(scope=scope)
+    scheme, _, key = headers.get("authorization", "").strip().partition(" ")
+    known = key.strip() if scheme.lower() == "bearer" else ""
+    return (known or headers.get("x-api-key", "").strip()).encode("latin-1") or None
 
 
 def wrong_type(scope: Scope) -> APIError | None:
     """An error unless a body is declared as JSON: pages of other origins can send other types."""
     if scope["method"] != "POST":
         return None
-    content_type = (header(scope, b"content-type") or b"").decode("latin-1")
-    kind = content_type.partition(";")[0].strip().lower()
+    kind = Headers(scope=scope).get("content-type", "").partition(";")[0].strip().lower()
     if kind == "application/json" or (kind.startswith("application/") and kind.endswith("+json")):
         return None
     shown = f"the content type is {kind[:80]!r}" if kind else "there is no content type"
@@ -196,8 +194,8 @@ class Gate:
             for check in self._checks:
                 if (refused := check(scope)) is not None:
                     raise refused
-            body = await self._read(Request(scope, receive))
-            body = self._unpacked(body, header(scope, b"content-encoding") or b"")
+            request = Request(scope, receive)
+            body = self._unpacked(await self._read(request), request.headers)
         except ClientDisconnect:
             return
         except APIError as error:
@@ -218,14 +216,13 @@ class Gate:
             headers={"Connection": "close"},
         )
 
-    def _unpacked(self, body: bytes, encoding: bytes) -> bytes:
+    def _unpacked(self, body: bytes, headers: Headers) -> bytes:
         """Raises APIError for what cannot be unpacked, or is too large unpacked."""
-        name = encoding.strip().lower()
-        if name in (b"", b"identity"):
+        name = headers.get("content-encoding", "").strip().lower()
+        if name in ("", "identity"):
             return body
-        if name not in (b"gzip", b"x-gzip"):
-            shown = name.decode("latin-1")[:40]
-            message = f"the content encoding is {shown!r}; send gzip, or as it is"
+        if name not in ("gzip", "x-gzip"):
+            message = f"the content encoding is {name[:40]!r}; send gzip, or as it is"
             raise APIError(message, 415, code="unsupported_encoding")
         unpacker = zlib.decompressobj(zlib.MAX_WBITS | 16)
         try:

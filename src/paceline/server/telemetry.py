@@ -8,6 +8,8 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
+from starlette.datastructures import Headers
+
 from paceline import __version__
 from paceline.errors import ConfigError
 
@@ -99,15 +101,10 @@ class Telemetry:
         from opentelemetry.propagate import extract
         from opentelemetry.trace import SpanKind, Status, StatusCode
 
-        headers = {
-            key.decode("latin-1"): value.decode("latin-1")
-            for key, value in exchange.scope["headers"]
-            if key in (b"traceparent", b"tracestate")
-        }
         began = int(exchange.began * 1e9)
         span = self._tracer.start_span(
             name,
-            context=extract(headers),
+            context=extract(Headers(scope=exchange.scope)),
             kind=SpanKind.SERVER,
             start_time=began,
             attributes={
