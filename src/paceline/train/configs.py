@@ -230,11 +230,11 @@ class DFlashTrainConfig(HeadConfig):
     layers: int = _head(1, "Layers.", low=1)
     causal: bool = _head(False, "Rows of a block see none behind them, as JetSpec's: for trees.")
     ffn_size: int = _head(0, "Width of the feed-forward part; 0: the target's.", low=0)
-    feature_layers: tuple[int, ...] = _head(
+    feature_layers: tuple[int, ...] = changed(
+        EagleTrainConfig,
+        "feature_layers",
         (),
-        "Target layers whose inputs are read; default: the third, the middle, all but 3.",
-        kind="numbers",
-        metavar="N,N,N",
+        help="Target layers whose inputs are read; default: the third, the middle, all but 3.",
     )
     stride: int = _head(4, "Blocks start at every N-th position.", low=1)
     step_decay: float = _head(0.8, "Weight of each further token.", low=0)

@@ -265,7 +265,7 @@ class ResponseStore:
         if name not in responses:
             return None
         responses.move_to_end(name)
-        return KeptResponse(**_value(responses[name]))
+        return KeptResponse(**json.loads(responses[name]))
 
     def drop(self, owner: str, name: str) -> None:
         """Forget a stored response."""
@@ -286,7 +286,3 @@ def _size(responses: OrderedDict[str, bytes]) -> int:
 def _text(value: Any) -> bytes:
     """JSON in UTF-8; a client's text may have lone surrogates."""
     return json.dumps(value, ensure_ascii=False).encode("utf-8", "surrogatepass")
-
-
-def _value(text: bytes) -> Any:
-    return json.loads(text.decode("utf-8", "surrogatepass"))
