@@ -131,21 +131,18 @@ class _Opener:
         if not talk.openings:
             raise RefusedError("it has no message of a user to answer")
         turns = self._rng.permutation(talk.openings) if self._any_turn else talk.openings[-1:]
-        turn, ids = self._first_fitting(talk, [int(turn) for turn in turns])
+        for turn in map(int, turns):
+            ids = self._writer.prompt_ids(talk, turn)
+            if len(ids) <= self._selection.max_prompt:
+                break
+        else:
+            raise RefusedError(f"it has {len(ids)} tokens, more than --max-prompt")
         later = talk.later
         if not later and self._rng.random() < self._selection.follow_ups:
             later = (FOLLOW_UPS[int(self._rng.integers(len(FOLLOW_UPS)))],)
         task = str(record.get("task", record.get("category", "")))
         talk = replace(talk, messages=talk.messages[:turn], later=later)
         return NumberedPrompt(ids, source, licence, task, talk)
-
-    def _first_fitting(self, talk: Conversation, turns: Sequence[int]) -> tuple[int, list[int]]:
-        """The first of these numbers of messages that is no longer than a prompt may be."""
-        for turn in turns:
-            ids = self._writer.prompt_ids(talk, turn)
-            if len(ids) <= self._selection.max_prompt:
-                return turn, ids
-        raise RefusedError(f"it has {len(ids)} tokens, more than --max-prompt")
 
     def _beginning(self, record: dict[str, Any]) -> list[int]:
         prompt, text = record.get("prompt"), record.get("text")
