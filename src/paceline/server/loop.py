@@ -19,6 +19,7 @@ from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import replace
+from queue import SimpleQueue
 from typing import TYPE_CHECKING
 
 from paceline.engine.recovery import Failure
@@ -90,9 +91,9 @@ class EngineLoop:
         self.metrics.watch(llm.engine, lambda: self.waiting)
         self._post = post
         self._jobs: dict[int, EngineJob] = {}  # by ticket, in the order of their arrival
-        self._wake = threading.Condition()
-        self._stopping = self._closed = False
-        self._broken: str | None = None  # why the model cannot run
+        # What wakes the engine thread: new requests (None), or why it is to end.
+        self._wakes: SimpleQueue[PacelineError | None] = SimpleQueue()
+        self._closed = threading.Lock()  # held from when clients are told of the end
         self._over = threading.Event()
         self._thread = threading.Thread(target=self._run, name="paceline-engine", daemon=True)
         # One thread: the grammar compiler's tokenizer is not thread-safe.
@@ -159,25 +160,22 @@ class EngineLoop:
                 request.whole_characters = True
                 request.seq.queued = job.arrived
             self._post(wire.Accepted(submit.ticket))  # before the events of the first step
-            with self._wake:
-                if self._closed:
-                    raise engine_lost()
-                self.llm.enqueue(requests)
-                self.metrics.queued(requests)
-                # Setting ``requests`` makes the job visible.
-                job.open, job.requests = list(requests), requests
-                self._wake.notify()
+            self.llm.enqueue(requests)
+            self.metrics.queued(requests)
+            # Setting ``requests`` makes the job visible.
+            job.open, job.requests = list(requests), requests
+            self._wakes.put(None)
+            if self._closed.locked():
+                raise engine_lost()
         except Exception as error:
             if not isinstance(error, PacelineError):
                 log.exception("a request could not be prepared", exc_info=error)
-            self._jobs.pop(job.ticket, None)
+            self._forget(job)
             self._post(wire.Ended(submit.ticket, as_api_error(error)))
 
     def stop(self, timeout: float = 10.0) -> None:
         """End the thread; cancel unfinished requests and tell their clients."""
-        with self._wake:
-            self._stopping = True
-            self._wake.notify()
+        self._wakes.put(draining("the server has shut down"))
         if self._thread.is_alive():
             self._thread.join(timeout)
         for pool in (self._hashing, self._preparing):
@@ -189,33 +187,25 @@ class EngineLoop:
 
     def _break(self, reason: str) -> None:
         """The model cannot run any more. A thread that hangs in a forward is not waited for."""
-        with self._wake:
-            self._broken = reason
-            self._wake.notify()
-        late = threading.Timer(_HANGING_SECONDS, self._close, [EngineLostError(reason)])
+        lost = EngineLostError(reason)
+        self._wakes.put(lost)
+        late = threading.Timer(_HANGING_SECONDS, self._close, [lost])
         late.daemon = True
         late.start()
 
     # -- the engine thread ----------------------------------------------------------------------
 
     def _run(self) -> None:
-        error: BaseException | None = None
         try:
             self._work()
-        except BaseException as caught:
-            # Any error: without this thread no request would end.
-            error = caught
-        self._close(error)
+        except BaseException as error:  # any: without this thread no request would end
+            self._close(error)
 
     def _work(self) -> None:
         while True:
-            with self._wake:
-                while not (self._prepared or self._stopping or self._broken):
-                    self._wake.wait()
-                if self._stopping:
-                    return
-                if self._broken is not None:
-                    raise EngineLostError(self._broken)
+            while not (self._prepared and self._wakes.empty()):
+                if (end := self._wakes.get()) is not None:
+                    raise end
             for job in self._prepared:
                 if job.outcome is not None:  # cancelled
                     self._finish(job, job.outcome)
@@ -272,24 +262,23 @@ class EngineLoop:
         self.llm.release(job.requests)
         self._jobs.pop(job.ticket, None)
 
-    def _close(self, error: BaseException | None) -> None:
-        """Tell all clients. Nothing here may stop the rest: the engine may be in any state."""
-        with self._wake:
-            if self._closed:
-                return
-            self._closed = True
-            jobs = list(self._jobs.values())
-            self._jobs.clear()
-        ending: APIError = draining("the server has shut down")
-        if error is not None:
-            self.lost, ending = Failure.of(error).message, engine_lost()
+    def _close(self, error: BaseException) -> None:
+        """Tell all clients, an APIError as it is. Nothing here may stop the rest: the engine may be
+        in any state."""
+        if not self._closed.acquire(blocking=False):
+            return
+        jobs = list(self._jobs.values())
+        self._jobs.clear()
+        ending = error if isinstance(error, APIError) else engine_lost()
+        if ending is not error:
+            self.lost = Failure.of(error).message
             planned = isinstance(error, EngineLostError)
             log.critical(
                 "the engine's thread has ended: %s", self.lost, exc_info=None if planned else error
             )
         for job in jobs:
             with suppress(Exception):
-                self._finish(job, "cancelled" if error is None else "error")
+                self._finish(job, "cancelled" if ending is error else "error")
         if self.lost is not None:  # first: no client that is told may find the server alive
             self._post(wire.Lost(self.lost))
         for job in jobs:
