@@ -74,3 +74,12 @@ def test_a_draft_takes_an_overhead_and_so_much_a_pass() -> None:
     assert price.overhead == pytest.approx(2.0, abs=0.6)
     assert price.factor == pytest.approx(1.3, abs=0.1)
     assert price.seconds(1.6, 0.1) == pytest.approx(0.2 + 0.13 * 16, rel=0.08)
+
+
+def test_the_first_draft_of_a_process_is_slow() -> None:
+    """Eight levels that took four times as long: after two more its price is right within a half."""
+    price = PassPrice()
+    for seconds in (3.2, 0.9, 0.9):
+        price.observe(0.8, 0.1, seconds)
+    assert price.seconds(0.8, 0.1) < 1.5 * 0.9
+    assert price.seconds(0.3, 0.1) < 2 * 0.4

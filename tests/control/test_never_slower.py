@@ -89,7 +89,7 @@ def test_start_up_alone_is_not_believed_for_several(truth: str, batch: int, chea
     for rate in ("fair", "of all kinds"):
         machines = [Batches(TRUTHS[truth], RATES[rate], batch, wrong=wrong, seed=n) for n in (0, 1)]
         first = statistics.mean(machine.wave(96).ratio for machine in machines)
-        assert first > (0.97 if cheap == 2 else 0.96), rate
+        assert first > (0.97 if cheap == 2 else 0.93), rate
 
 
 @pytest.mark.parametrize("rate", RATES)

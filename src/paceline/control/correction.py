@@ -109,12 +109,11 @@ class PassPrice:
 
     _NOISE = 0.1  # of a draft's seconds, relative
     _AGEING = (1e-3, 1e-5)
-    _FURTHEST = 2.0  # times the prediction, that one draft may differ; the first by its square
+    _FURTHEST = 2.0  # times the prediction, that one draft may differ
 
     def __init__(self, overhead: float = 0.0, factor: float = 1.0) -> None:
         self.overhead, self.factor = overhead, factor
         self._variances = [4.0, 0.0, 0.09]  # of the overhead, of both together, of the factor
-        self._seen = 0
 
     def seconds(self, alone: float, unit: float) -> float:
         """Of passes that took so long ``alone``, of which one takes a ``unit``."""
@@ -126,7 +125,7 @@ class PassPrice:
         a, b = a + self._AGEING[0], b + self._AGEING[1]
         first, second = a + shared * count, shared + b * count  # covariance with the seconds
         total = first + second * count + (self._NOISE * expected) ** 2
-        most = expected * self._FURTHEST ** (1 if self._seen else 2)
+        most = expected * self._FURTHEST
         off = min(max(seconds / unit, expected / self._FURTHEST), most) - expected
         overhead = self.overhead + first / total * off
         self.overhead = max(0.0, overhead)
@@ -138,4 +137,3 @@ class PassPrice:
             shared - first * second / total,
             b - second * second / total,
         ]
-        self._seen += 1
