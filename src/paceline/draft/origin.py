@@ -29,13 +29,15 @@ _TEXT, _READ = 128, 24  # last tokens of a text on which layers are compared, an
 _APART = 4  # positions from one that is drafted from to the next, where each takes a pass
 _BLOCK = 16
 _SURE, _FEWEST = 3.5, 48  # standard errors, and positions
+_HEALTHY = 0.3  # share of first tokens that are right, from which nothing else is looked for
 _FOREIGN = 0.25  # share of tokens, or of letters, from which a text is of another kind
 
 
 @dataclass(frozen=True)
 class Origin:
     """``prepared`` builds the drafter again, over another cache. ``gains``: by how much more likely
-    the examined texts' tokens are to it with features of other layers than with its layers'."""
+    the examined texts' tokens are to it with features of other layers than with its layers'; of 0,
+    which first tokens were right."""
 
     spec: DraftSpec
     loading: Loading
@@ -71,7 +73,8 @@ class Origin:
         """Whether the first drafted token is right at the last positions of an answer, and what is
         certainly wrong: it drafts better with features from the layers before or behind those that
         it reads (ids are counted in two ways). Takes one forward of the target. With an adapter,
-        recurrent layers, or a target that several processes hold, nothing is measured."""
+        recurrent layers, or a target that several processes hold, nothing is measured;
+        nor once it has shown that nothing is wrong."""
         target, tokens = self.loading.target, list(seq.tokens[-_TEXT:])
         given = tuple(self._rebuilt().features)
         elsewhere = target.ranks is not None or seq.params.lora is not None
@@ -79,12 +82,15 @@ class Origin:
             return [], ""
         others = (-1, 1) if len(given) > 1 else ()
         shifts = (0, *(shift for shift in others if self._errors(shift) > -_SURE))
+        if len(shifts) == 1 and fmean(self.gains.get(0, (0,))) > _HEALTHY:
+            return [], ""  # nothing is wrong
         choices = {shift: tuple(layer + shift for layer in given) for shift in shifts}
         layers = {s: n for s, n in choices.items() if min(n) >= 0 and max(n) <= target.num_layers}
         out = self._forward(tokens, sorted({layer for ids in layers.values() for layer in ids}))
         drafts = {shift: self._first_tokens(ids, tokens, out) for shift, ids in layers.items()}
         # A prompt is not the target's own text, of which the card speaks.
         outcomes = [right for right, _ in drafts[0]][-seq.generated :]
+        self.gains.setdefault(0, []).extend(outcomes)
         for shift in layers.keys() - {0}:
             gains = self.gains.setdefault(shift, [])
             pairs = zip(drafts[shift], drafts[0], strict=True)
