@@ -77,7 +77,7 @@ def test_a_draft_takes_an_overhead_and_so_much_a_pass() -> None:
 
 
 def test_the_first_draft_of_a_process_is_slow() -> None:
-    """Eight levels that took four times as long: after two more its price is right within a half."""
+    """Eight levels that took four times as long: after two more its price is about right."""
     price = PassPrice()
     for seconds in (3.2, 0.9, 0.9):
         price.observe(0.8, 0.1, seconds)
