@@ -109,7 +109,7 @@ def test_a_training_s_options_are_its_configuration(name: str) -> None:
     settled = {
         "draft": {"tokenizer", "vocab_size"},  # the target's
         "eagle3": {"version", "feature_weight", "token_weight"},
-        "eagle": {"version", "feature_layers", "draft_vocab_size"},
+        "eagle": {"version", "feature_layers", "draft_vocab_size", "parallel"},
     }
     assert {item.name for item in fields(table)} - set(said) == settled.get(name, set())
 

@@ -55,7 +55,7 @@ def test_layers_that_do_not_exist(copy: Copy) -> None:
         ({"paceline_target_layers": 24}, "number of layers 24"),
         ({"draft_vocab_size": 3000}, "d2t"),
         ({"intermediate_size": 700}, "mlp.down_proj.weight"),
-        ({"num_hidden_layers": 2}, "num_hidden_layers 2"),
+        ({"num_hidden_layers": 2}, "lacks the weight layers.1."),
     ],
 )
 def test_a_head_for_another_target(copy: Copy, options: dict[str, int], word: str) -> None:
