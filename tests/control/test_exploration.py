@@ -169,9 +169,9 @@ def drafts_of(batch: int) -> list[Decision]:
 
 
 def test_drafts_for_several_grow_by_doubling() -> None:
-    """However good they are expected to be; a lone one does not."""
+    """However good they are expected to be, and the first is exploration; a lone one is not."""
     first, *later = drafts_of(4)
-    assert first.length == 1
+    assert first.length == 1 and first.reason == "exploration"
     longest = 1
     for choice in later:
         assert choice.length <= 2 * longest

@@ -89,7 +89,7 @@ def test_start_up_alone_is_not_believed_for_several(truth: str, batch: int, chea
     for rate in ("fair", "of all kinds"):
         machines = [Batches(TRUTHS[truth], RATES[rate], batch, wrong=wrong, seed=n) for n in (0, 1)]
         first = statistics.mean(machine.wave(96).ratio for machine in machines)
-        assert first > (0.97 if cheap == 2 else 0.93), rate
+        assert first > (0.98 if cheap == 2 else 0.96), rate
 
 
 @pytest.mark.parametrize("rate", RATES)
@@ -113,7 +113,7 @@ def test_a_busy_machine_is_no_word_against_drafts(slow: range) -> None:
     for seed in range(3):
         machine = Batches(truth, steady(0.9), 1, seed=seed)
         later = [machine.wave(96).ratio for _ in range(10)][4:]
-        assert statistics.mean(later) > 1.1  # 1.22 where nothing is slow
+        assert statistics.mean(later) > 1.14  # 1.22 where nothing is slow
 
 
 def test_what_is_known_of_a_drafter_survives_requests() -> None:

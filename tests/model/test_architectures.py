@@ -214,21 +214,34 @@ def test_the_head_turns_final_features_into_logits(pair: tuple[CausalModel, Any]
         torch.testing.assert_close(bench.model.head(out.features[last]), out.logits)
 
 
-@pytest.mark.parametrize(
-    "name", ["llama", "llama_mha", "gemma2", "gpt_oss", "lfm2", "falcon_h1", "qwen3_next"]
-)
-def test_bfloat16(name: str) -> None:
-    """The same in bf16, within its rounding of the float32 truth: all rows, but a few where a
-    router takes another expert by it (of qwen3_next's rows 3 in 100)."""
+def in_bfloat16(name: str, texts: int) -> torch.Tensor:
+    """How alike rows of logits in bf16 are to the float32 truth (cosine), on some texts."""
     model, _ = tiny_pair(name, torch.bfloat16)
     _, reference = tiny_pair(name)
     reference.load_state_dict({k: v.float() for k, v in model.hf.state_dict().items()})
-    bench = Bench(model, reference)
-    tree = [Feed(0, 5, 1, TREE, nodes_for(TREE)), Feed(1, 10, 1)]
-    bench.run([Feed(0, 0, 5), Feed(1, 0, 10)])
-    got, expected = bench.run(tree).float(), bench.truth(tree)
-    alike = torch.nn.functional.cosine_similarity(got, expected)
-    assert alike.median() > 0.999 and (alike > 0.99).sum() >= len(alike) - (name == "qwen3_next")
+    alike = []
+    for seed in range(texts):
+        bench, rng = Bench(model, reference), random.Random(seed)
+        if seed:
+            bench.tokens = [[rng.randrange(3, VOCAB) for _ in tokens] for tokens in bench.tokens]
+        bench.run([Feed(0, 0, 5), Feed(1, 0, 10)])
+        tree = [Feed(0, 5, 1, TREE, nodes_for(TREE)), Feed(1, 10, 1)]
+        got, expected = bench.run(tree).float(), bench.truth(tree)
+        alike.append(torch.nn.functional.cosine_similarity(got, expected))
+    return torch.cat(alike)
+
+
+@pytest.mark.parametrize("name", ["llama", "llama_mha", "gemma2", "gpt_oss", "lfm2", "falcon_h1"])
+def test_bfloat16(name: str) -> None:
+    """The same in bf16, within its rounding of the float32 truth."""
+    assert in_bfloat16(name, 1).min() > 0.99
+
+
+def test_bfloat16_of_the_delta_rule() -> None:
+    """Routers, and states that are divided by their norms, enlarge a rounding in some 3 rows of
+    100, with transformers' step as with ours; all others are as near as a Llama's."""
+    alike = in_bfloat16("qwen3_next", 20)
+    assert alike.median() > 0.9995 and (alike > 0.99).float().mean() > 0.93
 
 
 def test_prefill_longer_than_a_folded_span() -> None:

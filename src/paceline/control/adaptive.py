@@ -47,6 +47,7 @@ class _Step(NamedTuple):
 
     made: Mapping[int, DraftOption]  # by sequence, as long as it had room for
     explores: bool
+    cut: bool  # some had no room left for their length
     commits: Sequence[Commit]
     seconds: float
     drafting: float | None
@@ -81,6 +82,7 @@ class AdaptiveController(Controller):
         self._ids: list[int] = []
         self._choices: list[Decision] = []
         self._made: dict[int, DraftOption] = {}  # by sequence: what was decided on
+        self._room: dict[int, int] = {}  # levels that its tokens to come allow in this step
         self._explores = self._measures = False
         self._since_passes = _WARM  # steps since a drafter ran a model
         self._seen: list[_Step] = []
@@ -92,12 +94,12 @@ class AdaptiveController(Controller):
         self._step += 1
         ids = [seq.seq_id for seq in seqs]
         offers = self._lookups.worthwhile(seqs, self._may, self._step, ids == self._ids)
-        made = [(self._made.get(seq.seq_id), seq) for seq in seqs]
-        fits = all(draft is None or draft.length < seq.remaining for draft, seq in made)
-        if offers or not fits or self._step >= self._until or ids != self._ids:
+        if offers or self._step >= self._until or ids != self._ids:
             if self._explores or len(self._seen) >= (_LEARN if self._step > _YOUNG else 1):
                 self._learn_all()
             self._decide(ids, seqs, offers)
+        if self._made:  # it may be held until there is less room for it
+            self._room = {seq.seq_id: seq.remaining - 1 for seq in seqs}
         return self._choices
 
     def _members(self, seq: SequenceState) -> Sequence[Hashable]:
@@ -205,7 +207,9 @@ class AdaptiveController(Controller):
         is learnt by ``kind``. Reading that must come first is written off over the tokens to come.
         """
         cost, costs, left = self.cost, self.cost.drafters[name], max(seq.remaining, 1)
-        most = min(costs.longest, max(left - 1, 1), cost.trusted(name, batch))
+        most = min(costs.longest, max(left - 1, 1))
+        if batch > 1:  # at most twice as long as those before
+            most = min(most, max(1, 2 * cost.longest_seen(name, batch)))
         lengths = [n for n in lengths or range(1, 1 + most) if n <= most]
         expected = expected_tokens(cost.acceptance.rates(seq.seq_id, name, kind)[: lengths[-1]])
         gains = [min(gain, left) for gain in expected]  # what comes after the last token is no gain
@@ -242,14 +246,19 @@ class AdaptiveController(Controller):
     def _select(
         self, batch: int, options: Sequence[list[DraftOption]], seqs: Sequence[SequenceState]
     ) -> list[DraftOption]:
-        """The options with the most goodput, or, where that is no draft, drafts to learn from."""
+        """The options with the most goodput, or, where that is no draft, drafts to learn from.
+        Start-up measures one sequence best: the first drafts of several are exploration."""
         best = choose(self.cost, batch, options, self._fair)
-        if self.budget.seconds <= 0 or any(draft.length for draft in best):
-            return best
-        for name in dict.fromkeys(name for seq in seqs for name in self._models(seq)):
+        names = dict.fromkeys(draft.name for draft in best if draft.length)
+        unseen = [n for n in names if batch > 1 and not self.cost.longest_seen(n, batch)]
+        models = dict.fromkeys(name for seq in seqs for name in self._models(seq))
+        for name in (unseen if names else models) if self.budget.seconds > 0 else ():
             if drafts := self._exploration(name, batch, options, seqs):
                 self._explores = True
                 return drafts
+        if unseen:
+            seen = [[d for d in ways if d.name not in unseen] or ways for ways in options]
+            best = choose(self.cost, batch, seen, self._fair)
         return best
 
     def _exploration(
@@ -301,7 +310,11 @@ class AdaptiveController(Controller):
         passes = any(map(self._runs_model, self._made.values()))
         self._since_passes = 0 if passes else self._since_passes + 1
         if self._made:
-            self._seen.append(_Step(self._made, self._explores, commits, seconds, drafting))
+            made, room = self._made, self._room
+            cut = any(draft.length > room[key] for key, draft in made.items())
+            if cut:
+                made = {k: d._replace(length=min(d.length, room[k])) for k, d in made.items()}
+            self._seen.append(_Step(made, self._explores, cut, commits, seconds, drafting))
             return
         self.budget.earn(seconds, self.cost.rest(batch), batch)
         due = self._step % 4 == 0 or self._measures
@@ -328,7 +341,7 @@ class AdaptiveController(Controller):
                 levels.setdefault(draft.name, []).append(length)
         for name, lengths in levels.items():
             cost.note(name, batch, max(lengths))
-        if not all(commit.scheduled == 1 and commit.tokens for commit in commits):
+        if step.cut or not all(commit.scheduled == 1 and commit.tokens for commit in commits):
             return  # a step that prefills is no measure
         passes = {name: cost.passes(name, lengths) for name, lengths in levels.items()}
         nodes = sum(commit.drafted for commit in commits) / batch

@@ -162,13 +162,10 @@ class CostModel:
         seconds, rows = self._reading[name]
         return seconds / rows
 
-    def trusted(self, name: Hashable, batch: int) -> int:
-        """Levels of the longest drafts whose price is believed. Start-up measures one sequence
-        best; for several it is twice the longest that was made at such a concurrency or a larger
-        one."""
+    def longest_seen(self, name: Hashable, batch: int) -> int:
+        """Levels of the longest draft that was made at such a concurrency or a larger one."""
         group, made = group_of(batch), self._longest.items()
-        seen = max((n for (of, at), n in made if of == name and at >= group), default=0)
-        return max(1, 2 * seen) if batch > 1 else self.drafters[name].longest
+        return max((n for (of, at), n in made if of == name and at >= group), default=0)
 
     def wants_plain(self, batch: int) -> bool:
         """Whether a plain step is needed to tell drafting from the rest: the first at a new
