@@ -236,12 +236,9 @@ class AdaptiveController(Controller):
         return self._read[seq.seq_id]
 
     def _aftermath(self, batch: int) -> float:
-        """Seconds that the plain steps behind a drafter's passes take longer than others in all.
-        Several sequences share what passes cost: nothing."""
-        if batch > 1:
-            return 0.0
-        coldest = _COLDEST * self.cost.rest(1)
-        return min(self.cost.coldness(1), coldest) * min(self._since_passes, _WARM)
+        """Seconds that the plain steps behind a drafter's passes take longer than others in all."""
+        coldest = _COLDEST * self.cost.rest(batch)
+        return min(self.cost.coldness(batch), coldest) * min(self._since_passes, _WARM)
 
     def _select(
         self, batch: int, options: Sequence[list[DraftOption]], seqs: Sequence[SequenceState]
@@ -319,7 +316,7 @@ class AdaptiveController(Controller):
         self.budget.earn(seconds, self.cost.rest(batch), batch)
         due = self._step % 4 == 0 or self._measures
         if due and all(commit.scheduled == 1 and not commit.drafted for commit in commits):
-            self.cost.learn_plain(batch, seconds, batch == 1 and self._since_passes < _WARM)
+            self.cost.learn_plain(batch, seconds, self._since_passes < _WARM)
         elif self._measures:
             self.cost.miss_plain(batch)
 
