@@ -377,5 +377,6 @@ class AdaptiveController(Controller):
         self._until = 0  # the same sequences may be back at once
         self._made = {key: made for key, made in self._made.items() if key != seq_id}
         self._read.pop(seq_id, None)
+        self._room.pop(seq_id, None)
         self._lookups.forget(seq_id)
         self.cost.acceptance.forget(seq_id)
