@@ -13,7 +13,7 @@ from collections.abc import Hashable, Mapping, Sequence
 from typing import NamedTuple
 
 from paceline.control.acceptance import GOES_ON, expected_tokens, kind_of, levels_tried
-from paceline.control.choice import choose, longest
+from paceline.control.choice import choose, fixed_length
 from paceline.control.collapse import CollapseWatch
 from paceline.control.controller import (
     MEASURING,
@@ -47,7 +47,7 @@ class _Step(NamedTuple):
 
     made: Mapping[int, DraftOption]  # by sequence, as long as it had room for
     explores: bool
-    cut: bool  # some had no room left for their length
+    unusual: bool  # lengths are not as decided: a request's own, or cut at its end
     commits: Sequence[Commit]
     seconds: float
     drafting: float | None
@@ -83,7 +83,7 @@ class AdaptiveController(Controller):
         self._choices: list[Decision] = []
         self._made: dict[int, DraftOption] = {}  # by sequence: what was decided on
         self._room: dict[int, int] = {}  # levels that its tokens to come allow in this step
-        self._explores = self._measures = False
+        self._explores = self._fixed = self._measures = False
         self._since_passes = _WARM  # steps since a drafter ran a model
         self._seen: list[_Step] = []
         self._read: dict[int, dict[Hashable, int]] = {}  # tokens of a sequence, seen by a drafter
@@ -121,8 +121,8 @@ class AdaptiveController(Controller):
         self, ids: list[int], seqs: Sequence[SequenceState], offers: Mapping[int, Offers]
     ) -> None:
         batch, same = len(seqs), ids == self._ids
-        free = all(seq.params.draft_length is None for seq in seqs if seq.params.may_draft)
-        self._measures, self._explores = free and self.cost.wants_plain(batch), False
+        self._measures, self._explores = self.cost.wants_plain(batch), False
+        self._fixed = any(seq.params.draft_length is not None for seq in seqs)
         names = {name for seq in seqs for name in self._models(seq)}
         may = {name for name in names if self.cost.may_pay(name, batch)}
         self._choices = [Decision(0, None, NOT_ASKED)] * batch
@@ -131,21 +131,19 @@ class AdaptiveController(Controller):
         options: list[list[DraftOption]] = []
         for index, seq in enumerate(seqs):
             self._tokens_read(seq)
-            if not seq.params.may_draft:
-                continue
             asked, offered = seq.params.draft_length, offers.get(seq.seq_id, {})
-            ways = self._options(seq, batch, offered, may if asked is None else names)
-            ways = [none, *ways] if asked is None else longest(asked, ways)
-            if ways:
+            if asked is not None and seq.params.may_draft:
+                ways = self._options(seq, batch, offered, names)
+                self._choices[index] = fixed_length(asked, ways)
+            elif seq.params.may_draft:
                 undecided.append(index)
-                options.append(ways)
-            else:
-                self._choices[index] = Decision(asked or 0)
-        chosen = [ways[0] for ways in options]
+                options.append([none, *self._options(seq, batch, offered, may)])
+        chosen = [none] * len(options)
         if options and not self._measures:
             chosen = self._select(batch, options, [seqs[index] for index in undecided])
         for index, draft in zip(undecided, chosen, strict=True):
-            self._choices[index] = self._decision(seqs[index], draft, none, ids[index] in offers)
+            draftable = ids[index] in offers or bool(self._models(seqs[index]))
+            self._choices[index] = self._decision(draft, none, draftable)
         self._made = {ids[i]: d for i, d in zip(undecided, chosen, strict=True) if d.length}
         if any(draft.name in self._lookups.drafters for draft in self._made.values()):
             self._lookups.in_vain = 0
@@ -155,16 +153,13 @@ class AdaptiveController(Controller):
     def _runs_model(self, draft: DraftOption) -> bool:
         return not self.cost.drafters[draft.name].costless
 
-    def _decision(
-        self, seq: SequenceState, draft: DraftOption, none: DraftOption, offered: bool
-    ) -> Decision:
+    def _decision(self, draft: DraftOption, none: DraftOption, draftable: bool) -> Decision:
         if draft.length:
             speedup = draft.gain / draft.seconds * none.seconds
             reason = "exploration" if self._explores else ""
-            return Decision(seq.params.draft_length or draft.length, draft.name, reason, speedup)
-        if self._measures:
-            return Decision(0, None, MEASURING)
-        return Decision(0, None, NOT_WORTH_IT if offered or self._models(seq) else NOTHING_FOUND)
+            return Decision(draft.length, draft.name, reason, speedup)
+        reason = MEASURING if self._measures else NOT_WORTH_IT if draftable else NOTHING_FOUND
+        return Decision(0, None, reason)
 
     def _holds(self, same: bool) -> int:
         """Steps for which a decision stands, where no lookup finds anything: 1, 2, 4."""
@@ -304,18 +299,19 @@ class AdaptiveController(Controller):
             self._lookups.observe(commit.seq_id, commit.tokens)
         if self._explores:
             self.budget.spend(self._aftermath(batch))
-        passes = any(map(self._runs_model, self._made.values()))
+        passes = self._fixed or any(map(self._runs_model, self._made.values()))
         self._since_passes = 0 if passes else self._since_passes + 1
         if self._made:
-            made, room = self._made, self._room
-            cut = any(draft.length > room[key] for key, draft in made.items())
-            if cut:
+            made, room, unusual = self._made, self._room, self._fixed
+            if any(draft.length > room[key] for key, draft in made.items()):
                 made = {k: d._replace(length=min(d.length, room[k])) for k, d in made.items()}
-            self._seen.append(_Step(made, self._explores, cut, commits, seconds, drafting))
+                unusual = True
+            step = _Step(made, self._explores, unusual, commits, seconds, drafting)
+            self._seen.append(step)
             return
         self.budget.earn(seconds, self.cost.rest(batch), batch)
         due = self._step % 4 == 0 or self._measures
-        if due and all(commit.scheduled == 1 and not commit.drafted for commit in commits):
+        if due and not self._fixed and all(commit.scheduled == 1 for commit in commits):
             self.cost.learn_plain(batch, seconds, self._since_passes < _WARM)
         elif self._measures:
             self.cost.miss_plain(batch)
@@ -338,7 +334,7 @@ class AdaptiveController(Controller):
                 levels.setdefault(draft.name, []).append(length)
         for name, lengths in levels.items():
             cost.note(name, batch, max(lengths))
-        if step.cut or not all(commit.scheduled == 1 and commit.tokens for commit in commits):
+        if step.unusual or not all(commit.scheduled == 1 and commit.tokens for commit in commits):
             return  # a step that prefills is no measure
         passes = {name: cost.passes(name, lengths) for name, lengths in levels.items()}
         nodes = sum(commit.drafted for commit in commits) / batch

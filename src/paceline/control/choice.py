@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from math import inf
 
+from paceline.control.controller import Decision
 from paceline.control.cost import CostModel, DraftOption
 
 HURT = 0.03  # by which a request may be slowed down for the sake of others, as expected
@@ -44,11 +45,11 @@ def choose(
     return best
 
 
-def longest(length: int, options: Sequence[DraftOption]) -> list[DraftOption]:
-    """For a request's own length: of each drafter's longest drafts up to it the one that is worth
-    most, if there is any."""
-    drafts = {draft.name: draft for draft in options if draft.length <= length}
-    return sorted(drafts.values(), key=lambda draft: draft.gain / draft.seconds)[-1:]
+def fixed_length(length: int, options: Sequence[DraftOption]) -> Decision:
+    """A request's own length: the member whose longest draft up to it is worth most."""
+    longest = {draft.name: draft for draft in options if draft.length <= length}
+    best = max(longest.values(), key=lambda draft: draft.gain / draft.seconds, default=None)
+    return Decision(length, best.name if best is not None and len(longest) > 1 else None)
 
 
 def _seconds(cost: CostModel, batch: int, drafts: Sequence[DraftOption]) -> float:
