@@ -13,6 +13,8 @@ TORCH := $(shell grep -m1 '^torch==' constraints.txt)
 
 export TOKENIZERS_PARALLELISM := false
 export HF_HUB_OFFLINE := 1
+# Whatever the shell says: the suite starts many processes, and each would compile all modules again.
+unexport PYTHONDONTWRITEBYTECODE
 
 .DEFAULT_GOAL := help
 .PHONY: help install demo test test-fast test-slow test-tables gpu-check test-oldest test-clients test-routers manifests soak check docs native-check arm-check format bench dist dist-check clean

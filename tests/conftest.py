@@ -87,12 +87,10 @@ def pytest_configure() -> None:
         signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
-# Folders whose modules share what takes long to make (a trained head, the pulled model), and the
+# Rooms whose modules share what takes long to make (a trained head, the pulled model), and the
 # longest tests: whoever is idle first takes tests from the end, and makes what they share again.
 _FIRST = ("soak", "real", "train")
-
-
-_SLOW = ("soak", "real")  # folders of which all tests are slow
+_SLOW = ("soak", "real")  # rooms of which all tests are slow
 _FOR_PROCESSORS = (
     "quantized",
     "test_native_growth",
@@ -101,21 +99,22 @@ _FOR_PROCESSORS = (
 )  # parts of tests' names
 
 
+def _room(item: pytest.Item) -> str:
+    """The first folder below tests/; of a file beside this one, its name."""
+    return item.nodeid.partition("/")[2].partition("/")[0]
+
+
 @pytest.hookimpl(tryfirst=True)  # before -m looks at the markers
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """The folders above come first; all else stays in its order."""
-    slow = [Path(__file__).parent / name for name in _SLOW]
+    """The rooms above come first; all else stays in its order."""
+    without_kernels = torch.cuda.is_available()
     for item in items:
-        if any(folder in item.path.parents for folder in slow):
+        if _room(item) in _SLOW:
             item.add_marker(pytest.mark.slow)
-        if any(name in item.nodeid for name in _FOR_PROCESSORS) and torch.cuda.is_available():
+        if without_kernels and any(name in item.nodeid for name in _FOR_PROCESSORS):
             item.add_marker(pytest.mark.skip("kernels and quantised copies are for processors"))
-    first = [Path(__file__).parent / name for name in _FIRST]
-
-    def place(item: pytest.Item) -> int:
-        return next((n for n, folder in enumerate(first) if folder in item.path.parents), 9)
-
-    items.sort(key=place)
+    order = {room: number for number, room in enumerate(_FIRST)}
+    items.sort(key=lambda item: order.get(_room(item), len(_FIRST)))
 
 
 def pytest_collection_finish() -> None:
