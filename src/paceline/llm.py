@@ -235,7 +235,7 @@ class LLM:
         self._width = max(len(self.tokenizer), 1)
         self._ids: Iterator[int] = SEQUENCE_IDS
         self._grammars = GrammarCompiler(tokenizer, self._width, self.end_tokens)
-        self._preparing = threading.Lock()  # the grammar compiler's tokenizer is not thread-safe
+        self._encoding = threading.Lock()  # the tokenizer is not thread-safe
 
     @property
     def engine(self) -> Engine:
@@ -305,7 +305,7 @@ class LLM:
 
     def render_chat(self, messages: Sequence[Message]) -> list[int]:
         """Token ids of a conversation in the model's chat format. Raises PromptError."""
-        with self._preparing:
+        with self._encoding:
             return rendered(self.tokenizer, self.target.name, messages)
 
     @property
@@ -358,16 +358,16 @@ class LLM:
         width = min(self._width, self.target.vocab_size)
         grammar, adapter = params.grammar, self.adapters.named(params.lora)
         requests = []
-        with self._preparing:
+        with self._encoding:
             tokens = encode(self.tokenizer, prompt, width, self.context_budget)
-            check_params(params, self._width, width, self.drafters)
-            stops, hidden = endings(params, self.end_tokens)
-            for index in range(params.n):
-                sample = list(tokens), len(tokens), params_of_sample(params, index)
-                seq = SequenceState(next(self._ids), *sample, stops, adapter=adapter)
-                seq.constraint = None if grammar is None else self._grammars.matcher(grammar)
-                rest = self.tokenizer, streams, self._lossy, hidden, origin
-                requests.append(Request(seq, prompt, number, index, *rest))
+        check_params(params, self._width, width, self.drafters)
+        stops, hidden = endings(params, self.end_tokens)
+        for index in range(params.n):
+            sample = list(tokens), len(tokens), params_of_sample(params, index)
+            seq = SequenceState(next(self._ids), *sample, stops, adapter=adapter)
+            seq.constraint = None if grammar is None else self._grammars.matcher(grammar)
+            rest = self.tokenizer, streams, self._lossy, hidden, origin
+            requests.append(Request(seq, prompt, number, index, *rest))
         return requests
 
     # -- the loop: for callers with a loop of their own, as a server has ------------------------

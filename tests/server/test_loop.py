@@ -15,8 +15,8 @@ from typing import Any
 import pytest
 
 from paceline import LLM
-from paceline.core.params import SamplingParams
-from paceline.errors import CacheMemoryError
+from paceline.core.params import Grammar, SamplingParams
+from paceline.errors import CacheMemoryError, GrammarError
 from paceline.server import wire
 from paceline.server.local import EngineThread
 from paceline.server.loop import EngineLoop
@@ -198,35 +198,49 @@ def test_a_request_that_an_idle_engine_refuses_late_is_told(
     assert loop.waiting == 0
 
 
-def test_a_first_receipt_holds_up_no_other_request(
-    target: LLM, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize("slow", ["receipt", "grammar", "adapter"])
+def test_what_takes_long_to_prepare_holds_up_no_other_request(
+    target: LLM, monkeypatch: pytest.MonkeyPatch, slow: str
 ) -> None:
-    """It reads all weights, and what is asked after it is prepared meanwhile."""
-    hashed = threading.Event()
+    """A first receipt reads all weights, a large grammar is compiled, an adapter is loaded."""
+    ready = threading.Event()
 
-    def hash_slowly(checkpoint: object) -> str:
-        assert hashed.wait(20)
+    def slowly(*_: Any, **__: Any) -> Any:
+        assert ready.wait(20)
+        if slow == "grammar":
+            raise GrammarError("that took long")
         return "hash"
 
-    monkeypatch.setattr("paceline.request.receipt._hash_of_files", hash_slowly)
+    llm = target.beside(max_batch_size=2)
+    monkeypatch.setattr("paceline.request.receipt._hash_of_files", slowly)
+    monkeypatch.setattr(llm._grammars, "_compiled", slowly)
+    monkeypatch.setattr(llm.adapters, "load", slowly)
     posted: queue.Queue[wire.WireMessage] = queue.Queue()
-    loop = EngineLoop(target.beside(max_batch_size=2), posted.put)
-    for ticket, receipt in ((1, True), (2, False)):
-        params = SamplingParams(max_tokens=1, receipt=receipt)
-        loop.handle(wire.Submit(ticket, [[1, 2, 3]], params, False))
+    loop = EngineLoop(llm, posted.put)
+    grammar = Grammar("regex", "a") if slow == "grammar" else None
+    params = SamplingParams(max_tokens=1, receipt=slow == "receipt", grammar=grammar)
+    submit = wire.Submit(1, [[1, 2, 3]], params, False)
+    loop.handle(wire.SetAdapter(1, "a", "folder") if slow == "adapter" else submit)
+    loop.handle(wire.Submit(2, [[1, 2, 3]], SamplingParams(max_tokens=1), False))
     loop.start()
     try:
         assert posted.get(timeout=20) == wire.Accepted(2)
         assert isinstance(posted.get(timeout=20), wire.StepEvents)
-        hashed.set()
-        assert posted.get(timeout=20) == wire.Accepted(1)
-        answer = posted.get(timeout=20)
+        ready.set()
+        first = posted.get(timeout=20)
+        answer = posted.get(timeout=20) if slow == "receipt" else None
     finally:
+        ready.set()
         loop.stop()
-    assert isinstance(answer, wire.StepEvents)
-    ((_, event),) = answer.events
-    assert event.completion is not None and event.completion.receipt is not None
-    assert event.completion.receipt["weights"] == "hash"
+    if slow == "adapter":
+        assert first == wire.Scraped(1, "")
+    elif slow == "grammar":
+        assert isinstance(first, wire.Ended) and "took long" in str(first.error)
+    else:
+        assert first == wire.Accepted(1) and isinstance(answer, wire.StepEvents)
+        ((_, event),) = answer.events
+        assert event.completion is not None and event.completion.receipt is not None
+        assert event.completion.receipt["weights"] == "hash"
 
 
 def test_an_engine_thread_lets_go_of_its_connection(target: LLM) -> None:

@@ -101,6 +101,20 @@ def test_metrics_add_up(fresh: Running) -> None:
         assert value(samples, "step_seconds_total", phase=phase, drafter="model") > 0
 
 
+def test_samples_of_a_prompt_are_no_hits_of_the_cache(fresh: Running) -> None:
+    """Else a dashboard shows more hits than prompt tokens."""
+    prompt = "Once upon a time there was a little girl named Lily who loved to play outside. " * 3
+    client = openai.OpenAI(base_url=f"{fresh.url}/v1", api_key="none", max_retries=0)
+    name = "prefix_cache_hit_tokens_total"
+    before = value(scrape(fresh), name)
+    for hit in (False, True):
+        answer = client.completions.create(model=MODEL, prompt=prompt, max_tokens=2, n=4)
+        assert answer.usage is not None and answer.usage.prompt_tokens_details is not None
+        cached = answer.usage.prompt_tokens_details.cached_tokens
+        assert value(scrape(fresh), name) - before == cached
+        assert bool(cached) == hit
+
+
 def test_the_cache_as_gateways_read_it(fresh: Running) -> None:
     """llm-d and the inference gateway estimate from its labels what a replica has cached."""
     cache = fresh.service.client.engine.llm.engine.cache

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import threading
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from functools import cached_property, lru_cache
@@ -29,17 +30,19 @@ _LAYOUT: dict[str, Any] = {
 
 
 class GrammarCompiler:
-    """Makes matchers for one tokenizer; caches compiled grammars."""
+    """Makes matchers for one tokenizer, on any thread; caches compiled grammars."""
 
     def __init__(self, tokenizer: Tokenizer, vocab_size: int, end_tokens: frozenset[int]) -> None:
         """``end_tokens`` are allowed only where a text is complete."""
         self._tokenizer, self._width = tokenizer, vocab_size
         self._ends = sorted(end_tokens)
         self._compiled = lru_cache(maxsize=64)(self._compile)
+        self._compiling = threading.Lock()
 
     def matcher(self, grammar: Grammar) -> Matcher:
         """A new matcher. Raises GrammarError if the grammar is malformed or not supported."""
-        return Matcher(self._compiled(grammar).deep_copy(), self._width)
+        with self._compiling:
+            return Matcher(self._compiled(grammar).deep_copy(), self._width)
 
     def _compile(self, grammar: Grammar) -> LLMatcher:
         from llguidance import LLMatcher

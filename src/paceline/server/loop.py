@@ -1,8 +1,7 @@
 """The engine's side of wire.py's messages: the engine thread and its jobs.
 
     handle(message)         on one thread, which never waits
-    _prepare(...)           on a second one: checks prompts, compiles grammars, queues requests
-    _hash_weights(...)      on a third one: what comes before, where a receipt is asked for
+    _prepare(...)           on three, by what takes long: nothing, a grammar, reading weights
     _run()                  on the engine thread: step, then post(StepEvents) for all jobs
 
 One thread at a time uses the engine, under its owner's lock (request/owner.py). Cancelled jobs
@@ -96,9 +95,11 @@ class EngineLoop:
         self._closed = threading.Lock()  # held from when clients are told of the end
         self._over = threading.Event()
         self._thread = threading.Thread(target=self._run, name="paceline-engine", daemon=True)
-        # One thread: the grammar compiler's tokenizer is not thread-safe.
-        self._preparing = ThreadPoolExecutor(1, "paceline-prepare")
-        self._hashing = ThreadPoolExecutor(1, "paceline-hash")
+        # A large grammar, the hash of all weights for a first receipt, or a new adapter takes
+        # seconds, and other requests do not wait for that.
+        self._preparing, self._compiling, self._reading = (
+            ThreadPoolExecutor(1, f"paceline-{name}") for name in ("prepare", "compile", "read")
+        )
         if llm.target.ranks is not None:
             llm.target.ranks.when_lost(self._break)
 
@@ -118,10 +119,9 @@ class EngineLoop:
         """Called on one thread only."""
         if isinstance(message, wire.Submit):
             job = self._jobs[message.ticket] = EngineJob(message)
-            if message.params.receipt:
-                self._hashing.submit(self._hash_weights, message, job)
-            else:
-                self._preparing.submit(self._prepare, message, job)
+            plain = self._preparing if message.params.grammar is None else self._compiling
+            pool = self._reading if message.params.receipt else plain
+            pool.submit(self._prepare, message, job)
         elif isinstance(message, wire.Cancel):
             cancelled = self._jobs.get(message.ticket)
             if cancelled is not None:
@@ -129,13 +129,8 @@ class EngineLoop:
         elif isinstance(message, wire.Scrape):
             self._post(wire.Scraped(message.number, self.metrics.render()))
         elif isinstance(message, wire.SetAdapter):
-            self._preparing.submit(self._set_adapter, message)
-
-    def _hash_weights(self, submit: wire.Submit, job: EngineJob) -> None:
-        """The first receipt reads all weights: other requests do not wait for that."""
-        with suppress(Exception):  # raised again where the request is prepared
-            _ = self.llm.receipts.origin
-        self._preparing.submit(self._prepare, submit, job)
+            pool = self._preparing if message.folder is None else self._reading
+            pool.submit(self._set_adapter, message)
 
     def _set_adapter(self, message: wire.SetAdapter) -> None:
         try:
@@ -178,7 +173,7 @@ class EngineLoop:
         self._wakes.put(draining("the server has shut down"))
         if self._thread.is_alive():
             self._thread.join(timeout)
-        for pool in (self._hashing, self._preparing):
+        for pool in (self._preparing, self._compiling, self._reading):
             pool.shutdown(wait=False, cancel_futures=True)
 
     def join(self) -> None:

@@ -66,7 +66,7 @@ class Metrics:
         text = "1; the labels (block_size and others) say how the cache is laid out."
         self.cache_config = Info("paceline_cache_config", text, registry=registry)
         self.batch = histogram("batch_size", "Sequences of a step.", buckets=_SIZES)
-        text = "Tokens of prompts that were cached already."
+        text = "Tokens of prompts that were cached already, once for all answers."
         self.prefix_hits = counter("prefix_cache_hit_tokens", text)
         text = "Sequences that gave up their cache and are read again."
         self.preemptions = counter("preemptions", text)
@@ -100,7 +100,7 @@ class Metrics:
         self._preempted = 0
         self._begun: set[int] = set()
 
-    # -- the preparing thread ------------------------------------------------------------------
+    # -- the preparing threads -----------------------------------------------------------------
 
     def queued(self, requests: Sequence[Request]) -> None:
         # The n requests of a prompt share it: it counts once.
@@ -133,7 +133,8 @@ class Metrics:
         if seq.seq_id not in self._begun:
             self._begun.add(seq.seq_id)
             self.queue_time.observe(max(0.0, seq.started - seq.queued))
-            self.prefix_hits.inc(seq.shared)
+            if request.index == 0:  # as ``prompt_tokens``
+                self.prefix_hits.inc(seq.shared)
 
     def _committed(self, request: Request, commit: Commit, drafter: str) -> None:
         arrivals = request.seq.arrivals

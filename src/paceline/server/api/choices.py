@@ -136,8 +136,11 @@ class LogprobColumns:
             "tokens": [self._name(entry.token_id) for entry in entries],
             "token_logprobs": [finite(entry.logprob) for entry in entries],
             "top_logprobs": [
-                # Of tokens with equal text the likeliest stays.
-                {self._name(token): finite(value) for token, value in reversed(entry.top)}
+                # The chosen one is always there; of tokens with equal text the likeliest stays.
+                {
+                    self._name(token): finite(value)
+                    for token, value in ((entry.token_id, entry.logprob), *reversed(entry.top))
+                }
                 for entry in entries
             ],
             "text_offset": offsets,
