@@ -4,7 +4,11 @@ from __future__ import annotations
 
 
 class PacelineError(Exception):
-    """Base of all errors raised on purpose; the CLI prints its message on one line and exits 1."""
+    """Base of all errors raised on purpose; the CLI prints its message on one line and exits 1.
+    What a damaged file says may have line ends, the message has none."""
+
+    def __str__(self) -> str:
+        return " ".join(super().__str__().splitlines())
 
 
 class ConfigError(PacelineError, ValueError):

@@ -27,7 +27,7 @@ from paceline.model.precision import (
 )
 from paceline.model.probe import ATTENTION, register
 from paceline.model.quantised.formats import check_fields
-from paceline.model.tensorfile import read_table, verify
+from paceline.model.tensorfile import TensorTable, check_sizes, read_table, verify
 from paceline.model.tokenizer import load_tokenizer as load_tokenizer
 
 Dtype = str | torch.dtype
@@ -70,10 +70,11 @@ def load_module(
             keep_blocks(gguf, read_gguf(gguf).architecture, module)
         return module.to(target)
     check_folder(name, Path(path))
-    _check_weights(name, Path(path))
+    tables = _check_weights(name, Path(path))
     with quiet():
         config = read_config(name, path) if config is None else config
         check_architecture(config)
+        check_sizes(name, config, tables)
         options = quantization_of(config)
         if options is not None and stays_quantised(options, target):
             number = number or torch.float32
@@ -189,19 +190,20 @@ def read_options(config: Path) -> dict[str, Any]:
     return options
 
 
-def _check_weights(name: str, folder: Path) -> None:
-    """Raises ModelLoadError for a folder without weights, and for damaged ones."""
+def _check_weights(name: str, folder: Path) -> list[TensorTable]:
+    """The tables of a folder's weights. Raises ModelLoadError if it has none, or damaged ones."""
     if not any(match for pattern in _WEIGHTS for match in folder.glob(pattern)):
         raise ModelLoadError(
             f"folder {name} has a config.json but no weights (*.safetensors); "
             "finish the download, or give another folder"
         )
-    total = 0
+    total, tables = 0, []
     for file in weight_files(folder):
-        table = read_table(file)
+        tables.append(read_table(file))
         total += file.stat().st_size
         if total <= _VERIFIED_BYTES:
-            verify(file, table)
+            verify(file, tables[-1])
+    return tables
 
 
 def weight_files(folder: Path) -> list[Path]:
@@ -366,7 +368,7 @@ def _weights(
             f"is missing or too old ({first_line(error)}); pip install "
             f"{library_of(quantization)}, or take another form of the model"
         ) from None
-    except (OSError, ValueError, RuntimeError, KeyError) as error:
+    except Exception as error:  # transformers raises all kinds of errors for a wrong config
         raise ModelLoadError(f"the weights of {name} cannot be read: {first_line(error)}") from None
     asks = "config.json asks for; the two files do not belong together"
     if options:

@@ -10,7 +10,7 @@ from __future__ import annotations
 import hashlib
 import json
 import struct
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from math import prod
 from mmap import ACCESS_READ, mmap
@@ -98,6 +98,22 @@ def verify(file: Path, table: TensorTable | None = None) -> bool:
             if _digest(content, entry) != table.sums[key]:
                 raise _damaged(file, f"tensor {key} does not match its checksum (SHA-256)")
     return True
+
+
+def check_sizes(name: str, config: Any, tables: Sequence[TensorTable]) -> None:
+    """Raises ModelLoadError for sizes that no model with these weights has: transformers would make
+    it first, which takes all memory, or for ever."""
+    tensors = [entry for table in tables for entry in table.entries.values()]
+    numbers = 8 * max((entry.end - entry.start for entry in tensors), default=0)
+    most = dict.fromkeys(("hidden_size", "intermediate_size", "vocab_size"), numbers)
+    text = config.get_text_config(decoder=True)
+    for key, limit in (most | {"num_hidden_layers": len(tensors)}).items():
+        value = getattr(text, key, 0)
+        if tensors and isinstance(value, int) and value > limit:
+            raise ModelLoadError(
+                f"the config.json of {name} has {value} for {key}, more than its weights hold; "
+                "the two files do not belong together"
+            )
 
 
 def _digest(content: mmap, entry: Entry) -> str:

@@ -20,7 +20,7 @@ import torch
 
 from paceline.draft.heads.network import SIZES, HeadShape
 from paceline.draft.spec import Target
-from paceline.errors import ConfigError, ModelLoadError
+from paceline.errors import ModelLoadError
 from paceline.files import replace_in
 from paceline.model.loading import read_options
 from paceline.model.names import fetched, first_line
@@ -80,19 +80,21 @@ class Checkpoint:
                 )
 
     def made(self, make: Callable[[], _Made]) -> _Made:
-        """What ``make`` makes; its ConfigError is a ModelLoadError that names the folder."""
+        """What ``make`` makes; its errors, such as torch's for sizes that cannot be, are a
+        ModelLoadError that names the folder."""
         try:
             return make()
-        except ConfigError as error:
-            raise ModelLoadError(f"{self.title} does not fit the target: {error}") from None
+        except Exception as error:
+            what = first_line(error)
+            raise ModelLoadError(f"{self.title} does not fit the target: {what}") from None
 
     def filled(self, make: Callable[[], _Module], tensors: Mapping[str, torch.Tensor]) -> _Module:
         """The module that ``make`` makes with these tensors as its weights, in their dtype and on
         their device. Raises ModelLoadError unless they are its weights by name and shape."""
         weight = max(tensors.values(), key=torch.is_floating_point)  # the first one
-        with weight.device:
-            module = self.made(make)
-        expected = {key: list(value.shape) for key, value in module.state_dict().items()}
+        with torch.device("meta"):  # sizes of a damaged config may be more than memory holds
+            weights = self.made(make).state_dict()
+        expected = {key: list(value.shape) for key, value in weights.items()}
         actual = {key: list(value.shape) for key, value in tensors.items()}
         for key in sorted(expected.keys() | actual.keys()):
             if key not in actual:
@@ -106,6 +108,8 @@ class Checkpoint:
             raise ModelLoadError(
                 f"{self.title} {problem}; its config.json and weights do not belong together"
             )
+        with weight.device:
+            module = self.made(make)
         module.load_state_dict(tensors)
         return module.to(weight.dtype)
 
@@ -254,8 +258,15 @@ def shape_of(
         raise ModelLoadError(
             f"the layers that {name} reads are {layers!r}, not a list of layer numbers"
         )
-    options = dict(flat.get("rope_parameters") or flat.get("rope_scaling") or {})  # new, old form
-    theta = float(options.pop("rope_theta", None) or flat.get("rope_theta") or 10000.0)
+    try:
+        options = dict(flat.get("rope_parameters") or flat.get("rope_scaling") or {})  # new, old
+        theta = float(options.pop("rope_theta", None) or flat.get("rope_theta") or 10000.0)
+        epsilon = float(flat.get("rms_norm_eps", 1e-6))
+    except (TypeError, ValueError) as error:
+        raise ModelLoadError(
+            f"rope_parameters, rope_theta or rms_norm_eps in the config.json of {name} cannot be "
+            f"read ({first_line(error)}); copy the file again"
+        ) from None
     kind = options.pop("type", None)
     options.setdefault("rope_type", kind or "default")
     return {
@@ -264,7 +275,7 @@ def shape_of(
         "feature_layers": tuple(layers),
         "rope_theta": theta,
         "rope_scaling": None if options["rope_type"] == "default" else options,
-        "rms_norm_eps": float(flat.get("rms_norm_eps", 1e-6)),
+        "rms_norm_eps": epsilon,
         "attention_bias": any(key.endswith("q_proj.bias") for key in tensors),
         "has_embedding": "embed_tokens.weight" in tensors,
         "has_lm_head": "lm_head.weight" in tensors,
