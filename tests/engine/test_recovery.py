@@ -253,13 +253,17 @@ def test_a_cache_that_cannot_hold_one_sequence_ends_that_one(
 
 
 @pytest.mark.parametrize("call", [1, 3])
-@pytest.mark.parametrize("stage", [*STAGES, "push", "commit"])
+@pytest.mark.parametrize("stage", [*STAGES, "push", "commit", "forget"])
 def test_an_interrupt_passes_and_the_next_step_goes_on(
     llm: LLM, alone: list[Completion], stage: str, call: int
 ) -> None:
     error = KeyboardInterrupt() if call == 1 else SystemExit(3)
     requests = prepared(llm)
-    owner = {"push": (requests[2].seq.stops, "push"), "commit": (llm.engine.cache, "commit")}
+    owner = {
+        "push": (requests[2].seq.stops, "push"),
+        "commit": (llm.engine.cache, "commit"),
+        "forget": (llm.engine.drafter, "forget"),
+    }
     place = owner[stage] if stage in owner else STAGES[stage](llm)
     fault = Fault(*place, lambda own, *_: own.calls == call, error)
     llm.enqueue(requests)

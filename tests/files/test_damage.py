@@ -13,11 +13,14 @@ from safetensors.torch import load_file, save_file
 
 from paceline import LLM, DataError, ModelLoadError, PacelineError
 from paceline.draft.heads.checkpoint import read_checkpoint, write_checkpoint
+from paceline.draft.heads.eagle_head import load_eagle
+from paceline.draft.spec import TargetShape
 from paceline.draft.suffix import Suffix, SuffixDrafter
 from paceline.lab.doctor import examine
 from paceline.model.loading import load_module, load_tokenizer
 from paceline.model.tensorfile import SUMS, as_bytes, read_table, seal, verify
 from support.damages import damages, flipped
+from support.random_heads import write_eagle
 from support.tiny_models import TinyPair
 
 TENSORS = {
@@ -203,6 +206,43 @@ def test_any_damage_to_a_models_folder(sealed: Path) -> None:
                 if file.suffix == ".safetensors":
                     assert all(torch.equal(read[key], value) for key, value in whole.items())
         file.write_bytes(before)
+
+
+@pytest.mark.parametrize(
+    ("key", "value"),
+    [("num_hidden_layers", 2**31), ("intermediate_size", 2**40), ("vocab_size", 2**62)],
+)
+def test_sizes_that_the_weights_cannot_have(sealed: Path, key: str, value: int) -> None:
+    """Transformers would make such a model before it looks at the weights."""
+    file = sealed / "config.json"
+    file.write_text(json.dumps(json.loads(file.read_text()) | {key: value}))
+    with pytest.raises(ModelLoadError, match=f"{value} for {key}, more than its weights hold"):
+        load_module(str(sealed), "float32", "cpu")
+
+
+@pytest.mark.parametrize(
+    ("key", "value"),
+    [
+        ("rope_parameters", 5),
+        ("rope_theta", "x"),
+        ("rms_norm_eps", [1]),
+        ("intermediate_size", 2**63 - 1),
+        ("intermediate_size", 2**40),
+    ],
+)
+def test_a_value_of_a_heads_config(
+    tiny_pair: TinyPair, tmp_path: Path, key: str, value: object
+) -> None:
+    folder = Path(write_eagle(tmp_path, tiny_pair.target, 1))
+    file = folder / "config.json"
+    file.write_text(json.dumps(json.loads(file.read_text()) | {key: value}))
+    with pytest.raises(ModelLoadError) as caught:
+        load_eagle(str(folder), TargetShape(32, 320, 3))
+    assert str(folder) in str(caught.value)
+
+
+def test_what_a_file_says_adds_no_line_to_a_message() -> None:
+    assert str(ModelLoadError("no key 'a\nb\u2028c'")) == "no key 'a b c'"
 
 
 # -- suffix memories -------------------------------------------------------------------------------

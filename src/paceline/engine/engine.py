@@ -89,10 +89,12 @@ class Engine:
         A sequence that fails ends with a commit that says so. Raises EngineLostError if no forward
         succeeds any more; all sequences are then dropped. A KeyboardInterrupt or the like is raised
         after the step is undone; the next step returns what had been committed."""
-        commits, self.ready = self.ready or recovered(self, self._step), []
+        commits = self.ready = self.ready or recovered(self, self._step)
         for commit in commits:
-            if commit.finish_reason is not None:
-                self.abort(commit.seq_id)
+            if commit.finish_reason is not None:  # both again if the last call was interrupted here
+                self.scheduler.remove(commit.seq_id)
+                self.forget(commit.seq_id)
+        self.ready = []
         return commits
 
     def _step(self, planned: Callable[[], Plan]) -> None:

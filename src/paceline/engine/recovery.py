@@ -131,6 +131,7 @@ def _undo(engine: Stepping) -> None:
         engine.cache.free(seq.seq_id)  # it may have been admitted in part
     for seq in engine.scheduler.running:
         engine.cache.commit(seq.seq_id, seq.tokens, seq.cached)
+    for seq in engine.scheduler.running:
         engine.forget(seq.seq_id)
 
 
