@@ -1,8 +1,9 @@
-"""The invariants of a paged cache and of its pool of blocks."""
+"""The invariants of a paged cache and of its pool of blocks, and what is kept of a sequence."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from typing import Any
 
 from paceline.model.paged.blocks import BlockPool
 from paceline.model.paged.cache import PagedCache
@@ -36,3 +37,29 @@ def check_pool(pool: BlockPool, tables: Sequence[Sequence[int]]) -> None:
     assert all(block in pool._digest for block in pool._reusable)
     shared = {block for block, count in enumerate(owners) if count > 1}
     assert shared <= pool._digest.keys(), "a block with unknown content is shared"
+
+
+def kept(things: Any, ids: set[int], path: str, seen: set[int]) -> Iterator[str]:
+    """Where objects of ours keep something by one of these sequences' ``ids``."""
+    if id(things) in seen:
+        return
+    seen.add(id(things))
+    if isinstance(things, PagedCache):
+        check_cache(things)
+        things = things._tables
+    if isinstance(things, dict):
+        if ids & things.keys():
+            yield path
+        inner = [(f"{path}[{key!r:.20}]", value) for key, value in list(things.items())[:50]]
+    elif isinstance(things, list | tuple):
+        inner = [(f"{path}[{number}]", value) for number, value in enumerate(things[:50])]
+    elif isinstance(things, set | frozenset):
+        if ids & things:
+            yield path
+        return
+    elif type(things).__module__.startswith("paceline.") and hasattr(things, "__dict__"):
+        inner = [(f"{path}.{name}", value) for name, value in vars(things).items()]
+    else:
+        return
+    for name, value in inner:
+        yield from kept(value, ids, name, seen)

@@ -91,7 +91,7 @@ class Engine:
         after the step is undone; the next step returns what had been committed."""
         commits = self.ready = self.ready or recovered(self, self._step)
         for commit in commits:
-            if commit.finish_reason is not None:  # both again if the last call was interrupted here
+            if commit.finish_reason is not None:  # again if an interrupt ended the last call
                 self.scheduler.remove(commit.seq_id)
                 self.forget(commit.seq_id)
         self.ready = []
