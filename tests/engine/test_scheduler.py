@@ -134,6 +134,16 @@ def test_what_shares_nothing_waits_for_nothing() -> None:
     assert set(advance(sched)) == {0, 1}
 
 
+def test_scored_prompts_that_keep_coming_do_not_hold_up_who_shares_their_beginning() -> None:
+    sched = scheduler(blocks=64, prefill_chunk=8)
+    sched.add(beginning(0, (1000, 30), prompt_logprobs=0))
+    sched.add(beginning(1, (1000, 20), (3000, 6)))
+    for number in range(2, 6):
+        sched.add(beginning(number, (1000, 30), prompt_logprobs=0))
+        done = advance(sched)
+    assert 1 in done and sched.by_id()[1].shared == 20
+
+
 def test_rows_of_logits_are_bounded() -> None:
     """Scored tokens of a step; what is not scored is read as ever."""
     sched = scheduler(blocks=64, prefill_chunk=8, max_scored_rows=10)

@@ -171,11 +171,13 @@ class Scheduler:
             self.running.append(seq)
 
     def _prefix_to_come(self, seq: SequenceState) -> int:
-        """Tokens of whole blocks that this sequence shares with a running one which is prefilling
-        them; 0 if none. Waiting for them lets n samples of a prompt read it once."""
+        """Tokens of whole blocks that this sequence shares with a running one, queued before it,
+        which is prefilling them; 0 if none. Waiting for them lets n samples of a prompt read it
+        once. Scored prompts pass it: waiting for those, too, might never end."""
         size = self.cache.block_size
         for other in self.running:
-            if other.num_pending > size and other.adapter is seq.adapter:
+            earlier = other.seq_id < seq.seq_id
+            if earlier and other.num_pending > size and other.adapter is seq.adapter:
                 alike = _common_length(other.tokens, seq.tokens, size)
                 # At least the last token must be computed.
                 alike = min(alike, len(seq.tokens) - 1) // size * size
