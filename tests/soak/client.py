@@ -8,7 +8,7 @@ from collections.abc import AsyncIterator
 from typing import Any
 
 HOST = "127.0.0.1"
-PATIENCE = 120.0  # seconds for any answer: a server that takes longer hangs
+PATIENCE = 120.0  # seconds for an answer; then a server must show that it works (storm.py)
 
 
 class Connection:

@@ -8,7 +8,7 @@ import json
 import random
 import re
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Coroutine
 from dataclasses import dataclass, field
 from itertools import count
 from typing import Any
@@ -22,6 +22,8 @@ from soak.requests import ClientRequest, Server, client_requests, extreme, free,
 from support.served_process import ServedProcess
 
 _HUNG_UP = (ConnectionError, EOFError, asyncio.IncompleteReadError)
+# Of the engine, after PATIENCE seconds: a full queue of the longest answers takes some 1,300.
+_MOST_STEPS = 2000
 
 
 @dataclass(frozen=True)
@@ -105,10 +107,9 @@ class Storm:
             chooser = random.Random(f"{seed}/{number}")
             (name,) = chooser.choices(list(acts), weights)
             try:
-                act = acts[name].do(self, chooser, pool, server)
-                await asyncio.wait_for(act, PATIENCE)
-            except asyncio.TimeoutError:
-                self.judge.complain(f"{name}: no answer in {PATIENCE:.0f} s")
+                await self.patiently(acts[name].do(self, chooser, pool, server))
+            except asyncio.TimeoutError as error:
+                self.judge.complain(f"{name}: no answer, and {error}")
             except _HUNG_UP as error:
                 if name not in ("hostile", "cancel"):
                     self.judge.complain(f"{name}: the server hung up ({error!r})")
@@ -117,6 +118,21 @@ class Storm:
                 self.judge.complain(f"{name}: an answer that is none ({error!r})")
             if self.judge.counts["queue full"]:
                 await asyncio.sleep(0.02)
+
+    async def patiently(self, act: Coroutine[Any, Any, None]) -> None:
+        """Wait for an act. Raises TimeoutError if it hangs: the engine no longer works, or has done
+        more than any queue of requests takes. On a loaded machine a step may take seconds."""
+        task, steps = asyncio.ensure_future(act), list[float]()
+        try:
+            while not (await asyncio.wait({task}, timeout=PATIENCE))[0]:
+                steps.append(await self.metric("batch_size_count"))
+                taken = steps[-1] - steps[0]
+                if steps[-2:-1] == steps[-1:] or taken > _MOST_STEPS:
+                    seconds = PATIENCE * len(steps)
+                    raise asyncio.TimeoutError(f"{taken:.0f} steps in the last of {seconds:.0f} s")
+            task.result()
+        finally:
+            task.cancel()
 
     # -- what clients do -----------------------------------------------------------------------
 

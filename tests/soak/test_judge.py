@@ -27,6 +27,7 @@ class Fake:
     fault: str = ""
     asked: int = 0
     running: int = 0
+    steps: int = 0
 
     async def serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         try:
@@ -35,6 +36,9 @@ class Fake:
             length = head.lower().partition("content-length: ")[2].partition("\r\n")[0] or "0"
             body = json.loads(await reader.readexactly(int(length)) or b"{}")
             status, content = self.answer(path, body)
+            if self.fault in ("hang", "slow") and self.asked == 20:
+                self.asked += 1
+                await asyncio.sleep(1.5 if self.fault == "slow" else 60)
             kind = "text/event-stream" if body.get("stream") else "application/json"
             writer.write(
                 f"HTTP/1.1 {status} X\r\nContent-Type: {kind}\r\n"
@@ -55,7 +59,9 @@ class Fake:
             return 200, json.dumps({"tokens": list(range(90))}).encode()
         if path == "/metrics":
             used = 0.25 if self.fault == "blocks" else 0
+            self.steps += self.fault == "slow"
             names = {"requests_running": 0, "requests_waiting": 0, "cache_usage_ratio": used}
+            names["batch_size_count"] = self.steps
             return 200, "".join(f"paceline_{k} {v}\n" for k, v in names.items()).encode()
         if path.startswith("/health"):
             return (503 if self.fault == "health" and path.endswith("ready") else 200), b"{}"
@@ -107,6 +113,8 @@ def findings(fault: str, monkeypatch: pytest.MonkeyPatch) -> list[str]:
         assert judge.counts["distinct answers compared"] > 20
         return judge.findings
 
+    if fault in ("hang", "slow"):
+        monkeypatch.setattr("soak.storm.PATIENCE", 0.5)
     # What a response_format asks for, the fake does not do.
     monkeypatch.setattr("soak.requests.response_format", lambda chooser: {"type": "text"})
     return asyncio.run(storm())
@@ -123,6 +131,7 @@ def findings(fault: str, monkeypatch: pytest.MonkeyPatch) -> list[str]:
         ("cut", "the server hung up"),
         ("blocks", "25.0% of the cache blocks are in use"),
         ("health", "/health/ready at the end: status 503"),
+        ("hang", "no answer, and 0 steps in the last of"),
     ],
 )
 def test_a_fault_is_found(fault: str, words: str, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -130,8 +139,12 @@ def test_a_fault_is_found(fault: str, words: str, monkeypatch: pytest.MonkeyPatc
     assert any(words in line for line in found), found
 
 
-def test_a_right_server_is_not_complained_about(monkeypatch: pytest.MonkeyPatch) -> None:
-    assert findings("", monkeypatch) == []
+@pytest.mark.parametrize("fault", ["", "slow"])
+def test_a_right_server_is_not_complained_about(
+    fault: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Nor one that is slow, as long as it works."""
+    assert findings(fault, monkeypatch) == []
 
 
 ENTRY = {"token": "a", "logprob": -1.0, "bytes": [97], "top_logprobs": [{"logprob": -1.0}]}
