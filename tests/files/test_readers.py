@@ -206,9 +206,9 @@ def limited() -> Iterator[None]:
     try:
         yield
     finally:
+        resource.setrlimit(resource.RLIMIT_AS, (soft, hard))  # first: the rest may need memory
         signal.alarm(0)
         signal.signal(signal.SIGALRM, before)
-        resource.setrlimit(resource.RLIMIT_AS, (soft, hard))
 
 
 @pytest.mark.parametrize("reader", READERS, ids=lambda reader: reader.__name__)

@@ -27,7 +27,7 @@ from paceline.model.precision import (
 )
 from paceline.model.probe import ATTENTION, register
 from paceline.model.quantised.formats import check_fields
-from paceline.model.tensorfile import TensorTable, check_sizes, read_table, verify
+from paceline.model.tensorfile import check_sizes, read_table, verify
 from paceline.model.tokenizer import load_tokenizer as load_tokenizer
 
 Dtype = str | torch.dtype
@@ -70,11 +70,11 @@ def load_module(
             keep_blocks(gguf, read_gguf(gguf).architecture, module)
         return module.to(target)
     check_folder(name, Path(path))
-    tables = _check_weights(name, Path(path))
+    sizes = _check_weights(name, Path(path))
     with quiet():
         config = read_config(name, path) if config is None else config
         check_architecture(config)
-        check_sizes(name, config, tables)
+        check_sizes(name, config, *sizes)
         options = quantization_of(config)
         if options is not None and stays_quantised(options, target):
             number = number or torch.float32
@@ -98,6 +98,7 @@ def _of_gguf(
     with quiet(), dequantising(path):
         options = read_config(name, str(path)) if config is None else config
         check_architecture(options)
+        check_sizes(name, options, len(file.names), file.parameters)
         module = _weights(name, str(path), options, dtype, attention)
     if config is None:  # else the file's other layers are left out
         check_taken(file, module)
@@ -190,20 +191,20 @@ def read_options(config: Path) -> dict[str, Any]:
     return options
 
 
-def _check_weights(name: str, folder: Path) -> list[TensorTable]:
-    """The tables of a folder's weights. Raises ModelLoadError if it has none, or damaged ones."""
+def _check_weights(name: str, folder: Path) -> tuple[int, int]:
+    """How many tensors, and at most numbers, a folder's weights are. Raises ModelLoadError."""
     if not any(match for pattern in _WEIGHTS for match in folder.glob(pattern)):
         raise ModelLoadError(
             f"folder {name} has a config.json but no weights (*.safetensors); "
             "finish the download, or give another folder"
         )
-    total, tables = 0, []
+    total = tensors = 0
     for file in weight_files(folder):
-        tables.append(read_table(file))
-        total += file.stat().st_size
+        table = read_table(file)
+        total, tensors = total + file.stat().st_size, tensors + len(table.entries)
         if total <= _VERIFIED_BYTES:
-            verify(file, tables[-1])
-    return tables
+            verify(file, table)
+    return tensors, 8 * total
 
 
 def weight_files(folder: Path) -> list[Path]:

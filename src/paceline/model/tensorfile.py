@@ -10,7 +10,7 @@ from __future__ import annotations
 import hashlib
 import json
 import struct
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 from math import prod
 from mmap import ACCESS_READ, mmap
@@ -100,19 +100,16 @@ def verify(file: Path, table: TensorTable | None = None) -> bool:
     return True
 
 
-def check_sizes(name: str, config: Any, tables: Sequence[TensorTable]) -> None:
-    """Raises ModelLoadError for sizes that no model with these weights has: transformers would make
-    it first, which takes all memory, or for ever."""
-    tensors = [entry for table in tables for entry in table.entries.values()]
-    numbers = 8 * max((entry.end - entry.start for entry in tensors), default=0)
-    most = dict.fromkeys(("hidden_size", "intermediate_size", "vocab_size"), numbers)
+def check_sizes(name: str, config: Any, tensors: int, numbers: int) -> None:
+    """Raises ModelLoadError for sizes that no model of so many ``tensors`` and ``numbers`` has:
+    transformers would make it first, which takes all memory, or for ever."""
     text = config.get_text_config(decoder=True)
-    for key, limit in (most | {"num_hidden_layers": len(tensors)}).items():
+    most = dict.fromkeys(("hidden_size", "intermediate_size", "vocab_size"), numbers)
+    for key, limit in (most | {"num_hidden_layers": tensors}).items():
         value = getattr(text, key, 0)
         if tensors and isinstance(value, int) and value > limit:
             raise ModelLoadError(
-                f"the config.json of {name} has {value} for {key}, more than its weights hold; "
-                "the two files do not belong together"
+                f"{name} states {value} for {key}, more than its weights hold; copy its files again"
             )
 
 

@@ -120,8 +120,10 @@ class EngineOwner:
 
     def _end(self, request: Request, engine: Engine) -> None:
         if request.completion is None:
-            engine.abort(request.seq.seq_id)
-            request.absorb(Commit(request.seq.seq_id, (), finish_reason="abort"))
+            seq_id = request.seq.seq_id
+            for commit in (*engine.abort(seq_id), Commit(seq_id, (), finish_reason="abort")):
+                if request.completion is None:
+                    request.absorb(commit)
 
     # -- taking steps ----------------------------------------------------------------------------
 
