@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -41,23 +42,21 @@ def target() -> LLM:
     "draft",
     ["ngram", "paceline/tiny-draft", "hybrid:suffix+ngram", "quantized", "hybrid:suffix+quantized"],
 )
-@pytest.mark.parametrize("length", [None, 6])
-@pytest.mark.parametrize("seed", [None, 3])
-def test_the_text_is_plain_decodings(
-    target: LLM, draft: str, length: int | None, seed: int | None
-) -> None:
-    """Alone, and beside requests without a grammar."""
-    sampled = {"temperature": 0.0 if seed is None else 0.9, "seed": seed, "max_tokens": 80}
-    free = SamplingParams(**sampled, draft_length=length)
-    params = SamplingParams(**sampled, draft_length=length, grammar=Grammar.json(SCHEMA))
-    expected = target.generate([PROMPT] * 3, [params, free, params])
-    json.loads(expected[0].text)
+def test_the_text_is_plain_decodings(target: LLM, draft: str) -> None:
+    """Alone, and beside requests without a grammar; greedy and seeded, of any draft length."""
     llm = target.beside(draft, max_batch_size=4)
-    asked = [params, free, params]
-    together = llm.generate([PROMPT] * 3, asked)
-    alone = [llm.generate(PROMPT, each)[0] for each in asked]
-    for drafted in (together, alone):
-        assert [c.token_ids for c in drafted] == [c.token_ids for c in expected]
+    for sampled in ({"temperature": 0.0}, {"temperature": 0.9, "seed": 3}):
+        free = SamplingParams(**sampled, max_tokens=80)
+        asked = [replace(free, grammar=Grammar.json(SCHEMA)), free]
+        expected = target.generate([PROMPT] * 2, asked)
+        json.loads(expected[0].text)
+        texts = [completion.token_ids for completion in expected]
+        for length in (None, 6):
+            params = [replace(request, draft_length=length) for request in asked]
+            together = llm.generate([PROMPT] * 3, [*params, params[0]])
+            alone = [llm.generate(PROMPT, request)[0] for request in params]
+            assert [completion.token_ids for completion in together] == [*texts, texts[0]]
+            assert [completion.token_ids for completion in alone] == texts
 
 
 def test_keys_and_brackets_take_no_step_of_their_own(target: LLM) -> None:

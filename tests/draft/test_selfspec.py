@@ -61,17 +61,25 @@ def committed_rows(engine: Engine, seq: SequenceState) -> list[torch.Tensor]:
     return [part[slots] for n in range(LAYERS) for part in cache.kv(n)]
 
 
-@pytest.mark.parametrize("params", [GREEDY, SEEDED], ids=["greedy", "seeded"])
+Plain = tuple[SamplingParams, list[SequenceState], dict[int, list[torch.Tensor]]]
+
+
+@pytest.fixture(scope="module", params=[GREEDY, SEEDED], ids=["greedy", "seeded"])
+def plain(request: pytest.FixtureRequest, model: CausalModel) -> Plain:
+    """Requests that plain decoding has answered, and the rows that it wrote for each."""
+    engine, seqs = engine_of(model, "none", 0), requests(request.param)
+    rows: dict[int, list[torch.Tensor]] = {}
+    for _ in Drive(engine, seqs):
+        rows.update({seq.seq_id: committed_rows(engine, seq) for seq in engine.scheduler.running})
+    return request.param, seqs, rows
+
+
 @pytest.mark.parametrize("spec", SPECS.values(), ids=SPECS.keys())
 def test_the_cache_holds_the_targets_own_rows_only(
-    model: CausalModel, spec: str, params: SamplingParams
+    model: CausalModel, plain: Plain, spec: str
 ) -> None:
     """After every step each committed row is what plain decoding wrote; and so is the text."""
-    plain = engine_of(model, "none", 0)
-    expected = requests(params)
-    rows: dict[int, list[torch.Tensor]] = {}
-    for _ in Drive(plain, expected):
-        rows.update({seq.seq_id: committed_rows(plain, seq) for seq in plain.scheduler.running})
+    params, expected, rows = plain
     engine, seqs = engine_of(model, spec), requests(params)
     compared = 0
     for _ in Drive(engine, seqs):

@@ -101,19 +101,17 @@ def test_requests_of_one_batch_have_their_own(llm: LLM, plain: dict[str, list[li
 
 
 @pytest.mark.parametrize("example", EXAMPLES)
-@pytest.mark.parametrize("request_name", REQUESTS)
 def test_drafted_text_is_plain_text(
     llm: LLM,
     plain: dict[str, list[list[int]]],
     folders: dict[str, str],
     tmp_path: Path,
     example: str,
-    request_name: str,
 ) -> None:
     folders = folders | {"datastore": write_texts(tmp_path, folders["target"], plain["greedy"] * 2)}
     drafted = llm.beside(example.format(**folders), draft_length=4)
-    for _ in range(2):  # with what is remembered, too
-        assert mixed(drafted, REQUESTS[request_name]) == plain[request_name]
+    for name in [*REQUESTS] * 2:  # with what is remembered, too
+        assert mixed(drafted, REQUESTS[name]) == plain[name]
     drafted.close()
 
 
