@@ -61,7 +61,7 @@ test: $(VENV)/.installed-test  ## run the tests but the slow ones (minutes; ARGS
 test-fast: $(VENV)/.installed-test  ## those of the loop: laws, core, verify, engine, draft (a minute)
 	$(PYTEST) -m "not slow" $(addprefix tests/,laws core verify engine draft) $(ARGS)
 
-test-slow: $(VENV)/.installed-test  ## the slow ones: real model, soak, claimed devices, packages
+test-slow: $(VENV)/.installed-test  ## the slow ones: real model, soak, claimed devices, packages, killed servers
 	$(PYTEST) -m slow $(ARGS)
 
 test-tables: $(VENV)/.installed-test  ## tests that depend on a model's numbers, on every instruction set and on torch

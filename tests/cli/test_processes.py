@@ -21,7 +21,10 @@ from support.served_process import ServedProcess
 MODEL = "paceline/tiny"
 ARGUMENTS = ("--draft", "none", "--threads", "1", "--dtype", "float32")
 
-pytestmark = pytest.mark.skipif(not Path("/proc/self/maps").exists(), reason="needs /proc")
+pytestmark = [
+    pytest.mark.skipif(not Path("/proc/self/maps").exists(), reason="needs /proc"),
+    pytest.mark.slow,  # nine servers are started
+]
 
 
 @pytest.fixture

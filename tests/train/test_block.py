@@ -17,6 +17,8 @@ from paceline.train.trainer import Progress
 from paceline.train.unrolled import DraftAttention, DraftStarts
 from support import training_runs
 
+pytestmark = pytest.mark.slow  # two kinds learn; those of EAGLE share the unrolled forward
+
 train = partial(training_runs.train, BlockTrainer, eval_every=30)
 KINDS = {"dflash": DFlashTrainConfig, "dspark": DSparkTrainConfig}
 
