@@ -76,6 +76,7 @@ def test_layers_one_off(
 HEALTHY = [("eagle3", 1.0), *((kind, 0.0) for kind in ("eagle", "eagle3", "medusa", "dspark"))]
 
 
+@pytest.mark.slow  # the longest texts of this room
 @pytest.mark.parametrize(("kind", "temperature"), HEALTHY)
 def test_healthy_heads(
     target: LLM, kind: str, temperature: float, caplog: pytest.LogCaptureFixture
