@@ -83,7 +83,7 @@ def main() -> None:
     parser.add_argument("--json", help="file, a line a run; the next call goes on")
     parser.add_argument("rest", nargs="*", help="arguments of the demo, behind --")
     args = parser.parse_args()
-    command = [sys.executable, "-m", "paceline.cli.main", "demo", *args.rest]
+    command = [sys.executable, "-m", "paceline", "demo", *args.rest]
     runs = read_records(args.json)
     began, longest = time.perf_counter(), 0.0
     while len(runs) < args.runs:

@@ -23,7 +23,7 @@ python=${PYTHON:-python}
 "$python" benchmarks/gpu_check.py --json "$out/check.json"
 target=$("$python" benchmarks/inflate.py paceline/tiny --preset 8b)
 draft=$("$python" benchmarks/inflate.py paceline/tiny-draft --preset 0.6b)
-"$python" -m paceline.cli.main bench --device cuda --model "$target" --draft "$draft" \
+"$python" -m paceline bench --device cuda --model "$target" --draft "$draft" \
     -m draft@4 -m draft --per-category 2 \
     --json "$@" > "$out/bench.json"
 for pair in tiny inflated; do

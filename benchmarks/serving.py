@@ -212,7 +212,7 @@ def server(kind: str, batch: int, threads: int, work: Work) -> Iterator[int]:
     """The port of a started server."""
     with socket.create_server(("127.0.0.1", 0)) as listener:
         port = listener.getsockname()[1]
-    command = [sys.executable, "-m", "paceline.cli.main", "serve", work.model]
+    command = [sys.executable, "-m", "paceline", "serve", work.model]
     command += ["--draft", work.draft]
     command += ["--port", str(port), "--max-batch-size", str(batch), "--threads", str(threads)]
     command += ["--log-level", "warning", "--served-model-name", SERVED]

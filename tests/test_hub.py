@@ -152,7 +152,7 @@ def test_requests_over_http(
     environment |= {"HF_ENDPOINT": server, "HF_HOME": str(tmp_path), "NO_PROXY": "127.0.0.1"}
     words = ["generate", "Once", "--model", "paceline/tiny", "--draft", draft]
     done = subprocess.run(
-        [sys.executable, "-c", "from paceline.cli.main import main; main()", *words],
+        [sys.executable, "-c", "from paceline.__main__ import main; main()", *words],
         env=environment,
         capture_output=True,
         text=True,

@@ -67,6 +67,8 @@ def room_of(words: Sequence[str]) -> str:
 
 
 def part_of(path: Path) -> str:
+    if path.stem == "__main__":
+        return "cli"  # its front door
     return room_of(path.relative_to(SOURCE).with_suffix("").parts)
 
 

@@ -66,7 +66,7 @@ class Terminal:
 
     def __init__(self) -> None:
         self.leader, follower = pty.openpty()
-        command = [sys.executable, "-m", "paceline.cli.main", "chat", *BASE]
+        command = [sys.executable, "-m", "paceline", "chat", *BASE]
         environment = os.environ | {"TERM": "xterm", "COLUMNS": "80", "LINES": "40"}
         self.process = subprocess.Popen(
             [*command, "--max-tokens", "900", "--ignore-eos", "--backend", "reference"],

@@ -12,12 +12,12 @@ from pathlib import Path
 import pytest
 
 from paceline import PacelineError, __version__
-from paceline.cli import main
+from paceline.__main__ import main
 from paceline.kernels.compile import origin
 from support.command_lines import assert_one_line, paceline, refusals
 from support.tiny_models import TinyPair
 
-COMMAND = [sys.executable, "-m", "paceline.cli.main"]
+COMMAND = [sys.executable, "-m", "paceline"]
 
 PLAIN = ("--draft", "none")
 
@@ -25,6 +25,17 @@ PLAIN = ("--draft", "none")
 def test_missing_model_folder(tmp_path: Path) -> None:
     missing = str(tmp_path / "nowhere")
     assert_one_line(paceline("generate", "hi", "--model", missing), "nowhere", "does not exist")
+
+
+def test_prompts_are_looked_at_before_anything_is_loaded() -> None:
+    missing = ("--model", "/nowhere/at/all")
+    assert_one_line(paceline("generate", "", *missing), "prompt is empty")
+    assert_one_line(paceline("generate", "caf\udce9", *missing), "prompt is not UTF-8")
+
+
+def test_names_of_built_in_models_are_suggested() -> None:
+    result = paceline("generate", "hi", "--model", "paceline/smolm2")
+    assert_one_line(result, "did you mean paceline/smollm2?")
 
 
 def test_folder_without_weights(tiny_pair: TinyPair, tmp_path: Path) -> None:
@@ -208,9 +219,9 @@ def test_interrupt_while_the_program_starts(
     def interrupt() -> None:
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(main, "app", interrupt)
+    monkeypatch.setattr("paceline.cli.main.app", interrupt)
     with pytest.raises(SystemExit) as end:
-        main.main()
+        main()
     assert end.value.code == 130
     assert capsys.readouterr().err == "interrupted\n"
 

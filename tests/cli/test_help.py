@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import os
+import subprocess
+import sys
 from collections.abc import Iterator
 from typing import Any
 
@@ -28,6 +31,18 @@ def test_help_fits_a_screen(words: tuple[str, ...]) -> None:
         whole = paceline(*words, "--help-all", COLUMNS="80")
         assert whole.exit_code == 0
         assert len(whole.stdout.splitlines()) > len(short.stdout.splitlines())
+
+
+def test_switches_show_no_type() -> None:
+    assert "<bool>" not in paceline("generate", "--help").stdout
+    assert "<bool>" not in paceline("--help").stdout
+
+
+def test_a_narrow_terminal_cuts_no_words() -> None:
+    command = [sys.executable, "-m", "paceline", "chat", "--help"]
+    narrow = dict(os.environ, COLUMNS="40")
+    printed = subprocess.run(command, env=narrow, capture_output=True, text=True, check=True).stdout
+    assert "--temperature" in printed and "\N{HORIZONTAL ELLIPSIS}" not in printed
 
 
 def test_other_names_lead_to_ours() -> None:

@@ -200,7 +200,7 @@ def test_ctrl_c_in_a_terminal() -> None:
 
 
 def starting(*arguments: str) -> subprocess.Popen[str]:
-    command = [sys.executable, "-m", "paceline.cli.main", "serve", "--port", "0", *arguments]
+    command = [sys.executable, "-m", "paceline", "serve", "--port", "0", *arguments]
     return subprocess.Popen(
         command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, start_new_session=True
     )

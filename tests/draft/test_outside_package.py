@@ -69,7 +69,7 @@ def test_its_entry_point_is_found_in_python_and_by_the_command_line(
     words = ["generate", LINES, "--model", "paceline/tiny", "--max-tokens", "12"]
     plain = CliRunner().invoke(app, words)
     assert plain.exit_code == 0 and plain.stdout
-    both = f"{USE}\nfrom paceline.cli.main import main; main()"
+    both = f"{USE}\nfrom paceline.__main__ import main; main()"
     assert run(["-c", both, *words, "--draft", "repeat:longest=4"], installed) == plain.stdout
 
 

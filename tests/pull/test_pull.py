@@ -362,7 +362,7 @@ def test_from_the_hub(
 
 
 def paceline(*arguments: str) -> subprocess.CompletedProcess[str]:
-    command = [sys.executable, "-m", "paceline.cli.main", *arguments]
+    command = [sys.executable, "-m", "paceline", *arguments]
     return subprocess.run(command, capture_output=True, text=True, timeout=120)
 
 

@@ -80,7 +80,8 @@ def test_unknown_nulls_are_as_good_as_left_out(server: Running) -> None:
         ({"modalities": ["text", "audio"]}, 'modalities: answers are text; only ["text"]'),
         ({"audio": {"voice": "x"}}, "audio: answers are text; audio is not supported"),
         ({"use_beam_search": True}, "use_beam_search: beam search is not supported; sample n"),
-        ({"length_penalty": 2.0}, "unknown or unsupported field 'length_penalty'"),
+        ({"length_penalty": 2.0}, "unknown or unsupported field 'length_penalty'; leave it out"),
+        ({"max_token": 3}, "unknown or unsupported field 'max_token'; did you mean max_tokens?"),
         ({"bad_words": ["x"]}, "bad_words: words cannot be banned; use logit_bias"),
     ],
 )

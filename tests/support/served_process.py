@@ -38,7 +38,7 @@ class ServedProcess:
         env: Mapping[str, str] | None = None,
         start_new_session: bool = False,
     ) -> None:
-        command = [sys.executable, "-m", "paceline.cli.main", "serve", "--port", "0", *arguments]
+        command = [sys.executable, "-m", "paceline", "serve", "--port", "0", *arguments]
         self.process = subprocess.Popen(
             command,
             stdout=subprocess.PIPE,

@@ -164,7 +164,7 @@ def options(**values: Any) -> list[str]:
 
 def check_ctrl_c(arguments: list[str], word: str) -> int:
     """Ctrl-C when a line has this word saves, and the same command goes on; the step of it."""
-    command = [sys.executable, "-m", "paceline.cli.main", *arguments]
+    command = [sys.executable, "-m", "paceline", *arguments]
     command += ["--steps=1000000", "--eval-every=5"]
     with subprocess.Popen(command, stderr=subprocess.PIPE, text=True) as process:
         assert process.stderr

@@ -15,7 +15,8 @@ from rich.console import Console
 from paceline import Grammar, SamplingParams
 from paceline.cli.options import ModelOptions, expand
 from paceline.cli.output import completion_record, print_json, stream_to, summary
-from paceline.errors import ConfigError
+from paceline.core.params import EMPTY_PROMPT
+from paceline.errors import ConfigError, PromptError
 from paceline.request.defaults import SamplingDefaults
 from paceline.settings import AdapterSettings, setting, under
 
@@ -142,7 +143,13 @@ def opened(
 
 
 def read(prompt: str) -> str:
-    return sys.stdin.read() if prompt == "-" else prompt
+    """A prompt, or for - what stands on standard input. Raises PromptError."""
+    try:
+        text = sys.stdin.read() if prompt == "-" else prompt
+        text.encode()  # bytes that are no UTF-8 may have come through as half surrogate pairs
+    except UnicodeError:
+        raise PromptError("a prompt is not UTF-8 text; save or convert it as UTF-8") from None
+    return text
 
 
 @expand
@@ -158,6 +165,8 @@ def generate(
 ) -> bool:
     """Continue one or several prompts."""
     texts = list(map(read, prompts))
+    if not chat and not all(texts):
+        raise PromptError(EMPTY_PROMPT)
     llm, params = opened(engine, adapters, sampling)
     inputs: list[str] | list[list[int]] = texts
     if chat:

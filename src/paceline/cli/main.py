@@ -6,6 +6,7 @@ import os
 import re
 import sys
 from importlib import metadata
+from shutil import get_terminal_size
 from typing import Annotated, Any
 
 import typer
@@ -21,7 +22,7 @@ from paceline.cli.demo import demo
 from paceline.cli.doctor import doctor
 from paceline.cli.export import export
 from paceline.cli.generate import generate
-from paceline.cli.options import Command
+from paceline.cli.options import Command, switches_take_nothing
 from paceline.cli.output import debugging, reason_of
 from paceline.cli.profile import profile
 from paceline.cli.pull import pull
@@ -33,6 +34,8 @@ from paceline.cli.train import app as train
 from paceline.cli.tune import tune
 from paceline.kernels.compile import are_kernels_here, origin
 
+_LEAST_COLUMNS = 60
+
 
 def _failed(message: str, code: int) -> typer.Exit:
     """One line on stderr, whatever the message held."""
@@ -42,6 +45,10 @@ def _failed(message: str, code: int) -> typer.Exit:
 
 class CommandGroup(TyperGroup):
     """Turns every way to fail into one line and an exit code: 1 error, 2 usage, 130 Ctrl-C."""
+
+    def format_help(self, ctx: Any, formatter: Any) -> None:
+        switches_take_nothing(self.get_params(ctx))
+        super().format_help(ctx, formatter)
 
     def invoke(self, ctx: Any) -> Any:
         try:
@@ -64,7 +71,8 @@ app = typer.Typer(
     no_args_is_help=True,
     add_completion=False,
     pretty_exceptions_enable=False,
-    rich_markup_mode="rich",
+    # Tables of options need room; without them Click wraps its own text to any width.
+    rich_markup_mode="rich" if get_terminal_size().columns >= _LEAST_COLUMNS else None,
     context_settings={"help_option_names": ["-h", "--help"]},
 )
 
@@ -112,16 +120,4 @@ for command in (*_COMMANDS, recommend, quantize, export, check_drafter):
     app.command(command.__name__.replace("_", "-"), cls=Command)(command)
 app.add_typer(train, name="train")
 app.add_typer(datastore, name="datastore")
-
-
-def main() -> None:
-    """Entry point of the ``paceline`` script."""
-    try:
-        app()
-    except KeyboardInterrupt:  # outside a command: while Typer itself starts or ends
-        print("interrupted", file=sys.stderr)
-        sys.exit(130)
-
-
-if __name__ == "__main__":
-    main()
+main = app  # what scripts call that an earlier checkout installed

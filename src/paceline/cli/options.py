@@ -60,6 +60,13 @@ _COMMON = frozenset(
 )
 
 
+def switches_take_nothing(params: Sequence[Any]) -> None:
+    """Typer shows a type behind switches, too, as if a value were to follow."""
+    for item in params:
+        if getattr(item, "is_flag", False):
+            item.metavar = ""
+
+
 class Command(TyperCommand):
     """A command that also takes the names of other places and engines (core/keywords.py): a model
     by position or by --model, --drafter for --draft, --tensor-parallel-size ..."""
@@ -73,6 +80,10 @@ class Command(TyperCommand):
         if taken == ["model"] and "--model" in words:
             words.remove("--model")  # it has no flag here
         return super().parse_args(ctx, words)
+
+    def format_help(self, ctx: Any, formatter: Any) -> None:
+        switches_take_nothing(self.get_params(ctx))
+        super().format_help(ctx, formatter)
 
     @staticmethod
     def _ours(word: str, known: set[str]) -> str:

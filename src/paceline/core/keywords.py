@@ -80,7 +80,7 @@ def _advice(name: str, known: Iterable[str]) -> str:
     return did_you_mean(name, known, f"it knows {', '.join(known)}")
 
 
-def did_you_mean(name: str, known: Iterable[str], otherwise: str) -> str:
-    """The nearest of the ``known`` names as advice; ``otherwise`` where none is near."""
-    near = get_close_matches(name, known, 1)
+def did_you_mean(name: str, known: Iterable[str], otherwise: str, likeness: float = 0.6) -> str:
+    """The nearest of the ``known`` names as advice; ``otherwise`` where none is as like."""
+    near = get_close_matches(name, known, 1, likeness)
     return f"did you mean {near[0]}?" if near else otherwise

@@ -19,6 +19,7 @@ MAX_LOGIT_BIAS = 100.0
 # Every piece of text is searched for every stop string.
 MAX_STOPS = 16
 MAX_STOP_LENGTH = 1000  # characters
+EMPTY_PROMPT = "a prompt is empty; give at least one token of text"
 
 
 def _require(condition: bool, message: str) -> None:

@@ -176,7 +176,7 @@ def _problem(target: Circumstances) -> str:
     if target.bits < 8:
         return f"the target is held in {target.bits} bits"
     if target.weight_bytes < _LEAST_BYTES:
-        return f"the target's {target.weight_bytes / _MIB:,.0f} MiB are read in no time"
+        return f"the target's {target.weight_bytes / _MIB:,.0f} MiB lie in the processor's caches"
     if target.copy_bytes * _MEMORY_PARTS > target.free_bytes:
         need, free = target.copy_bytes / _MIB, target.free_bytes / _MIB
         return f"it takes {need:,.0f} MiB of {free:,.0f} MiB that are free"

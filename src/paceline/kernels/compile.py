@@ -100,7 +100,9 @@ def library_file() -> Path:
     except NativeUnavailableError:
         raise
     except (OSError, PacelineError) as error:
-        raise NativeUnavailableError(f"the kernels cannot be built ({error})") from None
+        raise NativeUnavailableError(
+            f"the kernels cannot be built ({error}; PACELINE_CACHE=FOLDER names another folder)"
+        ) from None
     return file
 
 

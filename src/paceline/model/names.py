@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
 
+from paceline.core.keywords import did_you_mean
 from paceline.core.stages import stage
 from paceline.errors import ModelLoadError
 from paceline.files import FileStamp, cache_folder
@@ -160,9 +161,8 @@ def resolve(name: str) -> str:
     if name not in BUILT_IN and not has_assets(name):
         known = [*BUILT_IN, *(other for other in FOR_SMOLLM2 if has_assets(other))]
         known += [other.full_name for other in PULLABLE.values()]
-        raise ModelLoadError(
-            f"there is no built-in model {name!r}; the built-in ones are {', '.join(known)}"
-        )
+        advice = did_you_mean(name, known, f"the built-in ones are {', '.join(known)}")
+        raise ModelLoadError(f"there is no built-in model {name!r}; {advice}")
     if not has_assets(name):
         raise ModelLoadError(
             f"the weights of {name} are not part of this installation; "

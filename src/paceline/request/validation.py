@@ -6,7 +6,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from paceline.core.params import SamplingParams, is_unicode, is_whole, shown
+from paceline.core.params import EMPTY_PROMPT, SamplingParams, is_unicode, is_whole, shown
 from paceline.errors import ConfigError, PromptError
 from paceline.model.tokenizer import Tokenizer
 
@@ -113,7 +113,7 @@ def encode(
     else:
         tokens = list(prompt)
     if not prompt or not tokens:
-        raise PromptError("a prompt is empty; give at least one token of text")
+        raise PromptError(EMPTY_PROMPT)
     if not all(is_whole(token) and 0 <= token < width for token in tokens):
         raise PromptError(f"a prompt has ids outside the vocabulary (0 to {width - 1})")
     refused = context_budget.refusal(len(tokens))

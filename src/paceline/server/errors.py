@@ -11,10 +11,15 @@ from fastapi.exceptions import RequestValidationError
 from fastapi.responses import JSONResponse
 from pydantic import BaseModel
 from starlette.exceptions import HTTPException
+from starlette.routing import Route
 
+from paceline.core.keywords import did_you_mean
 from paceline.server.failures import APIError, as_api_error
-from paceline.server.fields import REFUSED
+from paceline.server.fields import REFUSED, known_fields
 from paceline.server.requestlog import request_id
+
+# Of a name that is suggested, by difflib: a slip of the finger, not another thing (length_penalty).
+_LIKE = 0.8
 
 
 class ErrorDetails(BaseModel):
@@ -83,6 +88,10 @@ async def on_http_error(request: Request, error: Exception) -> JSONResponse:
     assert isinstance(error, HTTPException)
     code = {404: "not_found", 405: "method_not_allowed"}.get(error.status_code)
     message = f"{request.method} {request.url.path}: {error.detail}"
+    if error.status_code == 404:
+        paths = [route.path for route in request.app.routes if isinstance(route, Route)]
+        lists = "GET /docs lists what there is"
+        message += f"; {did_you_mean(request.url.path, paths, lists, _LIKE)}"
     response = respond(APIError(message, error.status_code, code=code), request.url.path)
     response.headers.update(error.headers or {})
     return response
@@ -123,7 +132,8 @@ def invalid(
     param = ".".join(names)
     if unknown:
         reason = REFUSED.get(names[-1])
-        message = f"unknown or unsupported field {param!r}; leave it out"
+        advice = did_you_mean(names[-1], known_fields(), "leave it out", _LIKE)
+        message = f"unknown or unsupported field {param!r}; {advice}"
         message = message if reason is None else f"{param}: {reason}"
         return APIError(message, param=param, code="unknown_field")
     if complaint["type"] == "json_invalid":

@@ -109,6 +109,16 @@ def _fields(kind: type[Body]) -> dict[str, bool]:
     }
 
 
+@cache
+def known_fields() -> set[str]:
+    """The names of all fields of all requests and their parts, for suggestions."""
+
+    def of(kind: type[Body]) -> set[str]:
+        return set(_fields(kind)).union(*map(of, kind.__subclasses__()))
+
+    return of(Body)
+
+
 # Types of parts that are text, and of a model's thoughts that are sent back.
 _TEXTS = ("text", "input_text", "output_text", "summary_text", "reasoning_text", "refusal")
 THOUGHTS = ("thinking", "redacted_thinking", "reasoning")

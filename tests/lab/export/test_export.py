@@ -15,7 +15,7 @@ from paceline.draft.heads.block_head import BlockHead, load_block, save_block
 from paceline.draft.heads.eagle_head import load_eagle
 from paceline.draft.heads.medusa_head import MedusaConfig, MedusaHeads, load_medusa, save_medusa
 from paceline.draft.spec import TargetShape
-from paceline.errors import ConfigError
+from paceline.errors import ConfigError, WriteError
 from paceline.files.ownership import MANIFEST
 from paceline.lab.export import DIALECTS, export
 from paceline.lab.export.speculation import LAYERS, Export, outputs_of, shape_of
@@ -46,6 +46,17 @@ def test_sizes_are_read_without_the_weights() -> None:
 
 
 # -- what the user did not name ------------------------------------------------------------------
+
+
+def test_a_full_disk_is_no_reason_for_another_draft(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def full(self: Export, save: object) -> str:
+        raise WriteError("no space")
+
+    monkeypatch.setattr(Export, "_write_head", full)
+    with pytest.raises(WriteError, match="no space"):
+        exported("vllm", "auto", out=tmp_path / "x")
 
 
 def test_a_default_that_is_not_known_becomes_the_runner_up(tmp_path: Path) -> None:

@@ -7,7 +7,7 @@ from pathlib import Path
 
 from paceline.draft.auto import made_for
 from paceline.drafters import Auto, NGram, NoDraft, parse_draft
-from paceline.errors import ConfigError
+from paceline.errors import ConfigError, WriteError
 from paceline.files import replace_in
 from paceline.lab.export.dialects import DIALECTS as DIALECTS
 from paceline.lab.export.speculation import Export, note_usual
@@ -71,8 +71,8 @@ def export(
         try:
             dialect.fill(made)
             break
-        except ConfigError:
-            if chosen is specs[-1]:
+        except ConfigError as error:
+            if chosen is specs[-1] or isinstance(error, WriteError):
                 raise
     if made.draft is not spec:
         made.approximate(f"--draft {spec}", f"the runner-up, --draft {made.draft}", _LOST)

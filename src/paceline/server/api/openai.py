@@ -14,7 +14,7 @@ from fastapi import FastAPI
 from fastapi import Request as HTTPRequest
 from fastapi.responses import Response
 
-from paceline.core.params import TokenLogprob
+from paceline.core.params import EMPTY_PROMPT, TokenLogprob
 from paceline.request.completion import Completion, StreamEvent
 from paceline.server.api.chat import Dialogue, sampling_params
 from paceline.server.api.choices import (
@@ -167,7 +167,7 @@ async def _prompt(service: Service, body: CompletionRequest, prompt: str | list[
         await service.encode(prompt, body.add_special_tokens) if isinstance(prompt, str) else prompt
     )
     if not prompt or not ids:
-        raise APIError("a prompt is empty; give at least one token of text", param="prompt")
+        raise APIError(EMPTY_PROMPT, param="prompt")
     if body.suffix:
         return await asyncio.to_thread(infill, service.tokenizer, ids, body.suffix)
     return ids
