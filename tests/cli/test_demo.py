@@ -23,7 +23,7 @@ from paceline.engine.driver import StepSums
 from paceline.errors import ModelLoadError
 from paceline.lab.bench.prompts import load_prompts
 from paceline.lab.certify.decoding import Difference
-from paceline.lab.report.render import rich_table
+from paceline.lab.report.render import print_table, rich_table
 from support.command_lines import paceline
 from support.pulled_model import plant
 from support.tiny_models import TinyPair
@@ -64,6 +64,13 @@ def test_figures() -> None:
 def test_no_draft_is_not_an_acceptance_of_zero() -> None:
     assert unaided(100, 6.0, 4.0).counts.acceptance_rate is None
     assert unaided(100, 6.0, 4.0, 9).counts.acceptance_rate == 0
+
+
+def test_the_table_fits_a_usual_terminal() -> None:
+    out = io.StringIO()
+    items = [measurement("summary")]
+    print_table(_table([items, items], "auto"), Console(file=out, width=80))
+    assert out.getvalue().count("prompt  ") == 1
 
 
 def test_a_scene_without_drafts_says_so_in_the_table() -> None:

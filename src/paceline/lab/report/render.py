@@ -93,7 +93,8 @@ def rich_table(table: Table) -> RichTable:
     shown.title, shown.caption = table.title or None, table.note or None
     shown.title_justify = shown.caption_justify = "left"
     for index, (heading, numbers) in enumerate(zip(table.columns, _of_numbers(table), strict=True)):
-        widest = max(len(show(cell)) for cell in (heading, *(row[index] for row in table.rows)))
+        cells = [show(cell) for cell in (heading, *(row[index] for row in table.rows))]
+        widest = max(len(line) for cell in cells for line in cell.split("\n"))
         short = widest <= _SHORT
         shown.add_column(
             heading,
