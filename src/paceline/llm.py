@@ -18,7 +18,7 @@ from paceline.core.sequence import SEQUENCE_IDS, SequenceState
 from paceline.core.stages import stage
 from paceline.draft.base import vocabulary_of
 from paceline.draft.foreign import foreign_draft
-from paceline.drafters import BLOCK_SIZE, DraftLike
+from paceline.drafters import BLOCK_SIZE, DraftLike, parse_draft
 from paceline.errors import ConfigError
 from paceline.model.backends.base import Ranks
 from paceline.model.loading import load_tokenizer
@@ -161,6 +161,9 @@ class LLM:
         follows = tuned is not None and draft in (DEFAULT_DRAFT, (DEFAULT_DRAFT,), tuned.draft.spec)
         settings = tuned.settings(follows, given["lossy"]) if tuned else {}
         options = EngineOptions(**settings | given, controller=controller)
+        for spec in draft if isinstance(draft, (list, tuple)) else (draft,):
+            if isinstance(spec, str):
+                parse_draft(spec)  # what is misspelt is said before anything is loaded
         with stage(f"loading {model}"):
             target = load_target(model, options)
         self._ranks = target.ranks

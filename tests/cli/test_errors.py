@@ -27,9 +27,13 @@ def test_missing_model_folder(tmp_path: Path) -> None:
     assert_one_line(paceline("generate", "hi", "--model", missing), "nowhere", "does not exist")
 
 
-def test_prompts_are_looked_at_before_anything_is_loaded() -> None:
+def test_prompts_and_draft_are_looked_at_before_anything_is_loaded() -> None:
     missing = ("--model", "/nowhere/at/all")
     assert_one_line(paceline("generate", "", *missing), "prompt is empty")
+    assert_one_line(
+        paceline("generate", "hi", "--draft", "ngramm", *missing), "did you mean ngram?"
+    )
+    assert_one_line(paceline("generate", "hi", "--draft", "ngram:x=3", *missing), "no option x")
     assert_one_line(paceline("generate", "caf\udce9", *missing), "prompt is not UTF-8")
 
 
