@@ -9,7 +9,9 @@ from __future__ import annotations
 
 import copy
 import random
+import re
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -42,22 +44,20 @@ _REFUSED = {
         "mamba mamba2 qwen4_exp qwen4_exp_text rwkv xlstm"
     ),
     "do not go through the attention interface": (
-        "big_bird biogpt bloom blt codegen cpmant falcon git gpt_neo gpt_neox_japanese gptj "
-        "megatron-bert mpt openai-gpt reformer rembert roformer stablelm trocr xglm xlm xlnet"
+        "big_bird bloom blt codegen cpmant falcon git gpt_neo gpt_neox_japanese gptj "
+        "megatron-bert mpt openai-gpt reformer rembert roformer trocr xglm xlm xlnet"
     ),
-    "did not go through the attention interface": (
-        "diffllama hrm_text minimax mllama recurrent_gemma zamba2"
-    ),
+    "did not go through the attention interface": "minimax mllama recurrent_gemma",
+    "more than once through the attention interface": "diffllama hrm_text zamba2",
     "a recurrence that returns more than hidden states": "zaya",
     "gives attention a position_bias": "inkling2_text inkling_text",
-    "does not pass keyword arguments on": "nemotron",
     "numbers positions from its padding token": (
         "camembert data2vec-text roberta roberta-prelayernorm xlm-roberta xlm-roberta-xl xmod"
     ),
     "makes the attention mask from the text": "doge",
     "mask is a table of the tokens": "gemma4_unified",
     "attention is bidirectional": "gemma3_text:embedding",
-    "has no window, but its cache|does not pass keyword arguments on": "moshi",
+    "has no window, but its cache": "moshi",
 }
 REFUSED = {case: reason for reason, names in _REFUSED.items() for case in names.split()}
 # What no tiny model of can be made of the class's default.
@@ -216,3 +216,18 @@ def test_each_name_is_that_of_a_case() -> None:
     new = {"dots3_note", "dots3_note_text", "inkling2_text"}
     new |= {"internlm3", "iquestcoder", "recurrent_gemma"}
     assert {*REFUSED, *KERNELS, *UNBUILT, *WHOLE} - {*cases()} <= new
+
+
+def test_the_documentation_lists_what_is_tested() -> None:
+    """Of the types that this transformers has; a row that is none of three gives a refusal."""
+    page = Path(__file__).parents[2] / "docs" / "get-started" / "models.md"
+    section = page.read_text(encoding="utf-8").partition("## Architectures\n")[2]
+    rows = re.findall(r"^\| (.+?) \| (.+) \|$", section.partition("\n## ")[0], re.M)
+    listed = {what: {*re.findall(r"`([\w-]+)`", names)} & {*kinds()} for what, names in rows}
+    refused = {*kinds()} & {*REFUSED}
+    native = {*kinds()} & {*KERNELS}
+    unbuilt = {*kinds()} & {*UNBUILT}
+    assert listed.pop("native kernels") == native
+    assert listed.pop("torch") == {*kinds()} - native - refused - unbuilt
+    assert listed.pop("not tested") == unbuilt
+    assert set().union(*listed.values()) == refused

@@ -162,7 +162,6 @@ UNSUPPORTED: list[tuple[str, str, dict[str, Any]]] = [
     ("BloomConfig", "attention interface", {}),
     ("MptConfig", "attention interface", {}),
     ("GPTJConfig", "attention interface", {}),
-    ("StableLmConfig", "attention interface", {}),
     ("MambaConfig", "linear_attention|recurrent", {}),
     ("Mamba2Config", "linear_attention|recurrent", {}),
     ("RwkvConfig", "recurrent", {}),
@@ -223,6 +222,14 @@ def test_a_layer_without_the_interface_is_found(monkeypatch: pytest.MonkeyPatch)
 
     with pytest.raises(UnsupportedModelError, match=r"layers \[1\] of 2 did not go through"):
         CausalModel(_patched(monkeypatch, "model.layers.1.self_attn", bypass), "bypass")
+
+
+def test_a_forward_that_fails_is_one_line(monkeypatch: pytest.MonkeyPatch) -> None:
+    def fails(original: Any, *_: Any, **options: Any) -> Any:
+        return options["token_type_ids"]
+
+    with pytest.raises(UnsupportedModelError, match=r"LlamaForCausalLM cannot run .*another arch"):
+        CausalModel(_patched(monkeypatch, "model.layers.1.mlp", fails), "failing")
 
 
 def test_unknown_feature() -> None:

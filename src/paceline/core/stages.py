@@ -8,8 +8,10 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from contextvars import ContextVar
+
+from paceline.core.bound import bound
 
 
 class Stage:
@@ -69,11 +71,6 @@ def is_heard() -> bool:
     return _listener.get() is not _NOBODY
 
 
-@contextmanager
-def listening(listener: Listener) -> Iterator[None]:
+def listening(listener: Listener) -> AbstractContextManager[None]:
     """Stages of this block are shown by ``listener``."""
-    token = _listener.set(listener)
-    try:
-        yield
-    finally:
-        _listener.reset(token)
+    return bound(_listener, listener)

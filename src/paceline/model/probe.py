@@ -8,6 +8,7 @@ guessed from the configuration, and layers that call neither function are notice
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from contextvars import ContextVar
 from dataclasses import replace
 from functools import lru_cache
 from typing import Any, NamedTuple
@@ -18,7 +19,7 @@ from torch import Tensor
 from paceline.core.batch import Batch, Span
 from paceline.errors import UnsupportedModelError
 from paceline.model.backends.base import relative_error
-from paceline.model.backends.reference.attention import paged_attention
+from paceline.model.backends.reference.attention import STEP, paged_attention
 from paceline.model.paged.cache import LayerShape
 from paceline.model.paged.segments import FULL, Pattern
 
@@ -38,11 +39,7 @@ class AttentionCall(NamedTuple):
     pattern: Pattern
 
 
-class AttentionProbe:
-    """The calls of one forward. Not a list itself: accelerate would copy it on the way."""
-
-    def __init__(self) -> None:
-        self.calls: list[AttentionCall] = []
+CALLS: ContextVar[list[AttentionCall]] = ContextVar("probed_calls")
 
 
 def probe_batch(lasts: Sequence[int], context: int = 0, switch: int | None = None) -> Batch:
@@ -77,7 +74,7 @@ def verify(model: Any, exact: bool) -> None:
             raise UnsupportedModelError(
                 f"{type(model.hf).__name__}: a layer keeps state outside its keys and values "
                 "(recurrent, convolutional, position-blind or shared by all sequences of a "
-                "batch), which cannot be rolled back"
+                "batch), which cannot be rolled back; use another architecture"
             )
 
 
@@ -96,7 +93,7 @@ def _attention(
 ) -> tuple[Tensor, None]:
     scaling = options.get("scaling")
     scaling = query.shape[-1] ** -0.5 if scaling is None else scaling
-    step, softcap, sinks = options["paceline_step"], options.get("softcap"), options.get("s_aux")
+    step, softcap, sinks = STEP.get(), options.get("softcap"), options.get("s_aux")
     out = paged_attention(query, key, value, module.layer_idx, step, scaling, softcap, sinks)
     return out, None
 
@@ -104,16 +101,17 @@ def _attention(
 def _probing_attention(
     module: Any, query: Tensor, key: Tensor, value: Tensor, attention_mask: Any, **options: Any
 ) -> tuple[Tensor, None]:
-    probe = options.get("paceline_step")
     kind = type(module).__name__
-    if not isinstance(probe, AttentionProbe):
-        raise UnsupportedModelError(f"{kind} does not pass keyword arguments on to attention")
     layer = getattr(module, "layer_idx", None)
     if not isinstance(layer, int):
-        raise UnsupportedModelError(f"{kind} does not know which layer it is in (no layer_idx)")
+        raise UnsupportedModelError(
+            f"{kind} does not know which layer it is in (no layer_idx); use another architecture"
+        )
     for name in ("position_bias", "head_mask", "block_mask", "indexer"):
         if options.get(name) is not None:
-            raise UnsupportedModelError(f"{kind} gives attention a {name}, which is not supported")
+            raise UnsupportedModelError(
+                f"{kind} gives attention a {name}, which is not supported; use another architecture"
+            )
     if attention_mask is not None and attention_mask.dtype != torch.int64:
         raise UnsupportedModelError(
             f"{kind} makes the attention mask from the text itself, which is not supported; "
@@ -121,7 +119,7 @@ def _probing_attention(
         )
     shape = key.shape[1], key.shape[-1], value.shape[-1]
     pattern = _pattern(attention_mask, options.get("sliding_window"))
-    probe.calls.append(AttentionCall(layer, module, shape, pattern))
+    CALLS.get().append(AttentionCall(layer, module, shape, pattern))
     group = query.shape[1] // value.shape[1]
     return value.repeat_interleave(group, 1).transpose(1, 2).contiguous(), None
 
@@ -131,7 +129,9 @@ def _pattern(mask: Tensor | None, window: int | None) -> Pattern:
         return Pattern(window=window)
     code = int(mask.flatten()[0].item())
     if code == _BOTH_WAYS:
-        raise UnsupportedModelError("attention is bidirectional; only causal models can be decoded")
+        raise UnsupportedModelError(
+            "attention is bidirectional, so it is no model to decode with; use a causal one"
+        )
     if code == 0:
         return FULL
     return Pattern(window=code) if code > 0 else Pattern(chunk=-code)
@@ -174,7 +174,9 @@ def _code(mask_function: Callable[..., Any], chunk: int | None) -> int:
         return windows[0]
     if chunk and all(first(query) == query // chunk * chunk for query in (_FAR, _FAR + chunk + 1)):
         return -chunk
-    raise UnsupportedModelError("a layer's attention mask is neither full, a window nor chunks")
+    raise UnsupportedModelError(
+        "a layer's attention mask is neither full, a window nor chunks; use another architecture"
+    )
 
 
 def refuse_stateful_positions(hf: Any, patterns: Sequence[Pattern]) -> None:

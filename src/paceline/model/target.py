@@ -9,6 +9,7 @@ from typing import Any, Literal
 import torch
 
 from paceline.core.batch import Batch, ModelOutput
+from paceline.core.bound import bound
 from paceline.core.memory import free_memory, limit_threads
 from paceline.core.stages import info, warn
 from paceline.core.transfer import Staging
@@ -43,8 +44,9 @@ from paceline.model.paged.states import StatePart, StateStore, bytes_per_state
 from paceline.model.precision import dequantise, is_quantised, quantise_loaded, quantization_of
 from paceline.model.probe import (
     ATTENTION,
+    CALLS,
     PROBE,
-    AttentionProbe,
+    AttentionCall,
     probe_batch,
     refuse_stateful_positions,
     register,
@@ -85,7 +87,7 @@ class CausalModel:
         self.note = ""  # what the user should know about how it was loaded
         self.checkpoint: tuple[FileStamp, ...] = ()  # files that it was loaded from, as of then
         self.ranks: Ranks | None = None  # processes that share the weights
-        with _naming_the_format(hf, name):
+        with _naming_the_cause(hf, name):
             self.vocab_size = self._probe()
         verify(self, exact=self.dtype == torch.float32 and not is_quantised(hf))
 
@@ -255,15 +257,16 @@ class CausalModel:
     def _probe(self) -> int:
         """Find shapes and patterns of all layers; returns the number of logits."""
         register()
-        probe = AttentionProbe()
+        calls: list[AttentionCall] = []
         self.hf.set_attn_implementation(PROBE)
         try:
             batch = DeviceBatch.of(probe_batch((1,)), Staging(self.device))
-            logits = self.reference.run(batch, probe)
+            with bound(CALLS, calls):
+                logits = self.reference.run(batch)
         finally:
             self.hf.set_attn_implementation(ATTENTION)
         kind = type(self.hf).__name__
-        calls = sorted(probe.calls, key=lambda call: call.layer)
+        calls.sort(key=lambda call: call.layer)
         layers = [call.layer for call in calls]
         states = adapt_mixers(self.hf, self.num_layers)
         types = getattr(self.hf.config.get_text_config(decoder=True), "layer_types", None) or []
@@ -275,10 +278,12 @@ class CausalModel:
             or len(layers) > len({*layers})
         ):
             missing = sorted({*range(self.num_layers)} - {*layers} - without)
-            what = f"layers {missing}" if missing else "some layers more than once"
+            what = f"layers {missing} of {self.num_layers} did not go through"
+            if not missing:
+                what = "some layers went more than once through"
             raise UnsupportedModelError(
-                f"{kind}: {what} of {self.num_layers} did not go through the attention interface "
-                "of transformers, so their state cannot be paged; use another architecture"
+                f"{kind}: {what} the attention interface of transformers, so their state cannot be "
+                "paged; use another architecture"
             )
         known = {FULL: FULL}  # equal ones are one object, see AttentionStep
         made = {call.layer: call for call in calls}
@@ -294,16 +299,19 @@ class CausalModel:
 
 
 @contextmanager
-def _naming_the_format(hf: Any, name: str) -> Iterator[None]:
-    """A quantisation library's errors in the first forward become an UnsupportedModelError."""
+def _naming_the_cause(hf: Any, name: str) -> Iterator[None]:
+    """Errors of the first forward become an UnsupportedModelError."""
     options = quantization_of(hf.config)
     try:
         yield
-    except (UnsupportedModelError, MemoryError):
+    except (UnsupportedModelError, MemoryError, torch.OutOfMemoryError):
         raise
     except Exception as error:
         if options is None:
-            raise
+            raise UnsupportedModelError(
+                f"{type(hf).__name__} cannot run a batch of several texts in one row "
+                f"({first_line(error)}); use another architecture"
+            ) from error
         raise UnsupportedModelError(
             f"{name} is quantised in the format {options.get('quant_method')}, whose library "
             f"cannot run it here ({first_line(error)}); take another form of the model"

@@ -28,6 +28,7 @@ import torch
 from torch import nn
 
 from paceline.core.batch import Batch
+from paceline.core.bound import bound
 from paceline.draft.base import Drafter
 from paceline.draft.heads.eagle import EagleDrafter
 from paceline.draft.heads.features import on_features
@@ -42,6 +43,7 @@ from paceline.draft.spec import (
 )
 from paceline.errors import ModelLoadError
 from paceline.model.backends.base import EagleStep
+from paceline.model.backends.reference.attention import STEP
 from paceline.model.loading import causal_class, quiet, weight_files
 from paceline.model.names import fetched, first_line
 from paceline.model.paged.cache import PagedCache
@@ -176,12 +178,11 @@ class MtpHead(nn.Module):
         ``[T, H]``, which the target's head turns into logits."""
         parts = self.enorm(embeds), self.hnorm(hidden)
         inputs = self.eh_proj(torch.cat(parts[::-1] if self._hidden_first else parts, -1))
-        with self.model.reference.rows.of(step.batch):
+        with self.model.reference.rows.of(step.batch), bound(STEP, step):
             out = self._decoder(
                 inputs_embeds=inputs[None],
                 position_ids=step.batch.positions[None],
                 use_cache=False,
-                paceline_step=step,
             )
         return out.last_hidden_state[0]  # type: ignore[no-any-return]
 

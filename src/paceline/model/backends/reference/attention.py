@@ -16,12 +16,17 @@ with expanded keys 626. A cache in 8 bits is decoded for each segment.
 
 from __future__ import annotations
 
+from contextvars import ContextVar
+
 import torch
 from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 
 from paceline.model.paged.int8 import INT8, decode, encode
 from paceline.model.paged.segments import AttentionSegment, AttentionStep
+
+# Of the forward that runs. Not an argument of it: not every layer passes those on.
+STEP: ContextVar[AttentionStep] = ContextVar("attention_step")
 
 
 def paged_attention(

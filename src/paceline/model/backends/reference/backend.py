@@ -13,8 +13,10 @@ import torch
 
 from paceline.core.adapter import Adapter, AdapterRun
 from paceline.core.batch import Batch, ModelOutput, Span
+from paceline.core.bound import bound
 from paceline.errors import ConfigError, UnsupportedModelError
 from paceline.model.backends.base import REFERENCE, Backend
+from paceline.model.backends.reference.attention import STEP
 from paceline.model.backends.reference.recurrent import over_states, runs_on_states
 from paceline.model.backends.reference.rows import RowPositions
 from paceline.model.paged.cache import LayerShape, PagedCache
@@ -56,8 +58,9 @@ class TorchBackend(Backend):
                 self.rows.of(step.batch),
                 adapting(self.hf, batch.adapter_runs, head),
                 over_states(batch, cache),
+                bound(STEP, step),
             ):
-                outputs = self.run(step.batch, step)
+                outputs = self.run(step.batch)
             captured = self._captured or {}
         finally:
             self._captured = None
@@ -71,8 +74,8 @@ class TorchBackend(Backend):
                     "without adapters; merge it into the model (peft's merge_and_unload)"
                 )
 
-    def run(self, batch: DeviceBatch, step: Any) -> torch.Tensor:
-        """The modules' forward, which passes ``step`` to every call of attention."""
+    def run(self, batch: DeviceBatch) -> torch.Tensor:
+        """The modules' forward."""
         rows = batch.logit_rows
         keep: dict[str, Any] = {}
         if rows is not None and self._keeps_rows:
@@ -81,7 +84,6 @@ class TorchBackend(Backend):
             input_ids=batch.input_ids[None],
             position_ids=batch.positions[None],
             use_cache=False,
-            paceline_step=step,
             **keep,
         )
         logits: torch.Tensor = out.logits[0]

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager
 from contextvars import ContextVar
 from functools import cache, wraps
 from typing import Any
@@ -20,6 +20,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import conv1d, silu, softplus
 
+from paceline.core.bound import bound
 from paceline.kernels.compile import NativeUnavailableError, is_built, is_off
 from paceline.kernels.library import CRecurrence, check, library, pointer
 from paceline.model.paged.states import StateStep
@@ -28,14 +29,9 @@ _NO_STEP = StateStep((), ())
 _STEP: ContextVar[StateStep] = ContextVar("step", default=_NO_STEP)
 
 
-@contextmanager
-def at_once(step: StateStep) -> Iterator[None]:
+def at_once(step: StateStep) -> AbstractContextManager[None]:
     """A context in which a mixer's forward takes the rows of all levels of ``step``."""
-    before = _STEP.set(step)
-    try:
-        yield
-    finally:
-        _STEP.reset(before)
+    return bound(_STEP, step)
 
 
 @cache

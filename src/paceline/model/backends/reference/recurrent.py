@@ -11,8 +11,8 @@ that their weights are read once. Outside ``over_states`` it does what it did.
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from contextvars import ContextVar
 from typing import Any
 
@@ -20,6 +20,7 @@ import torch
 from torch import Tensor, nn
 
 from paceline.core.batch import Batch
+from paceline.core.bound import bound
 from paceline.errors import UnsupportedModelError
 from paceline.model.backends.reference.recurrences import at_once, stand_in
 from paceline.model.paged.segments import KeyValueStore
@@ -62,11 +63,8 @@ class _Mixer(nn.Module):
         def advance(rows: Tensor, parts: list[Tensor]) -> list[Tensor]:
             """The states behind ``rows [B, n]``."""
             ready = {name: values[rows] for name, values in projected.items()}
-            before = _READY.set(ready | {self.last: None})
-            try:
+            with bound(_READY, ready | {self.last: None}):
                 some, parts = self.advance(hidden_states[0, rows], parts)
-            finally:
-                _READY.reset(before)
             order.append(rows.flatten())
             made.append(some.flatten(0, 1))
             return parts
@@ -205,17 +203,11 @@ def adapt_mixers(hf: Any, layers: int) -> list[list[StatePart]]:
     return parts
 
 
-@contextmanager
-def over_states(batch: Batch, cache: KeyValueStore) -> Iterator[None]:
+def over_states(batch: Batch, cache: KeyValueStore) -> AbstractContextManager[None]:
     """A context in which the mixers run this batch."""
     if cache.states is None:
-        yield
-        return
-    before = _RUNNING.set((cache.states, cache.states.route(batch, cache.block_size)))
-    try:
-        yield
-    finally:
-        _RUNNING.reset(before)
+        return nullcontext()
+    return bound(_RUNNING, (cache.states, cache.states.route(batch, cache.block_size)))
 
 
 def runs_on_states(hf: Any, name: str) -> bool:

@@ -12,8 +12,7 @@ The corrections are hooks, which do nothing outside ``RowPositions.of``.
 from __future__ import annotations
 
 import inspect
-from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, nullcontext
 from contextvars import ContextVar
 from dataclasses import dataclass
 from functools import partial
@@ -22,6 +21,7 @@ from weakref import WeakSet
 
 import torch
 
+from paceline.core.bound import bound
 from paceline.errors import UnsupportedModelError
 from paceline.model.backends.reference.recurrent import cache_name
 from paceline.model.paged.segments import DeviceBatch
@@ -49,7 +49,8 @@ class RowPositions:
         if len(set(rotated.values())) > 1:
             raise UnsupportedModelError(
                 f"{type(hf).__name__}: its layers change their rotary embeddings at different "
-                f"lengths ({sorted(set(rotated.values()))}); only one such length is supported"
+                f"lengths ({sorted(set(rotated.values()))}); only one such length is supported, "
+                "use another model"
             )
         self._needed = bool(rotated or scaled)
         for module in {*rotated, *scaled} - {*_HOOKED}:
@@ -60,17 +61,11 @@ class RowPositions:
                 module.register_forward_pre_hook(_count_by_row, with_kwargs=True)
             _HOOKED.add(module)
 
-    @contextmanager
-    def of(self, batch: DeviceBatch) -> Iterator[None]:
+    def of(self, batch: DeviceBatch) -> AbstractContextManager[None]:
         """A context in which the model runs this batch."""
         if not self._needed:
-            yield
-            return
-        before = _ROWS.set(_Rows(batch.positions, self._long(batch)))
-        try:
-            yield
-        finally:
-            _ROWS.reset(before)
+            return nullcontext()
+        return bound(_ROWS, _Rows(batch.positions, self._long(batch)))
 
     def _long(self, batch: DeviceBatch) -> torch.Tensor | None:
         if self.switch is None:
@@ -103,7 +98,7 @@ def _switch_of(module: Any, max_positions: int) -> int | None:
     if len(switches) > 1:
         raise UnsupportedModelError(
             f"{type(module).__name__}: only some kinds of layers change their rotary embedding "
-            "with the length, which is not supported"
+            "with the length, which is not supported; use another model"
         )
     return switches.pop() if switches else None
 
