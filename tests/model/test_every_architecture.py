@@ -7,6 +7,7 @@ transformers is tested by itself, and fails here if it is neither.
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import random
 import re
@@ -26,8 +27,9 @@ from paceline.drafters import parse_draft, prepare_one
 from paceline.engine.driver import Drive, sequence
 from paceline.errors import UnsupportedModelError
 from paceline.model.backends.base import NATIVE, REFERENCE
+from paceline.model.copies import LayerView, quantised_copy
 from paceline.model.loading import causal_class, check_architecture
-from paceline.model.probe import ATTENTION, register
+from paceline.model.probe import ATTENTION, probe_batch, register
 from paceline.model.target import CausalModel
 
 NEW = 12  # tokens
@@ -181,6 +183,14 @@ def check(prompt: list[int], answer: Answer, wanted: list[int], rows: torch.Tens
         assert error < TOLERANCE, f"logits behind token {index} are {float(error):.1e} off"
 
 
+def check_views(target: CausalModel) -> None:
+    """Each layer can be left out, or is refused, whatever was left out before."""
+    for layer in range(target.num_layers):
+        rest = [n for n in range(target.num_layers) if n != layer]
+        with contextlib.suppress(UnsupportedModelError), torch.inference_mode():
+            LayerView(target, rest)(probe_batch((1,)), target.new_cache(1, 2))
+
+
 @pytest.mark.parametrize("case", list(cases()))
 def test_equal_or_refused(case: str) -> None:
     kind = case.partition(":")[0]
@@ -209,6 +219,8 @@ def test_equal_or_refused(case: str) -> None:
         if target.backend.name == backend:
             for prompt, answer, truth in zip(prompts(), together(target), wanted, strict=True):
                 check(prompt, answer, *truth)
+            quantised_copy(target, "int4")
+            check_views(target)
 
 
 def test_each_name_is_that_of_a_case() -> None:

@@ -7,9 +7,16 @@ from types import MethodType
 from typing import Any
 
 import pytest
+import tiny_architectures as architectures
 import torch
 from random_models import COMMON, SPECS, VOCAB, tiny_pair
-from transformers import LlamaConfig, LlamaForCausalLM, Qwen3Config, Qwen3ForCausalLM
+from transformers import (
+    AutoModelForCausalLM,
+    LlamaConfig,
+    LlamaForCausalLM,
+    Qwen3Config,
+    Qwen3ForCausalLM,
+)
 
 from paceline.core.batch import Batch, Span
 from paceline.errors import ConfigError, UnsupportedModelError
@@ -87,6 +94,18 @@ def test_every_architecture_without_one_layer(name: str) -> None:
         assert (wanted - whole).abs().max() > 1e-2  # it does make a difference
         assert storages(view.backend.hf) <= storages(model.hf)
     assert_close(logits_of(LayerView(model, [0, 1])), whole)  # the model is as it was
+
+
+def test_layers_whose_keys_others_read_stay() -> None:
+    """Gemma 3n and 4: layers 2 and 3 attend to the keys of 0 and 1."""
+    config = architectures.tiny_config("gemma3n_text:E2B")
+    register()
+    hf = AutoModelForCausalLM.from_config(config, attn_implementation="paceline")
+    model = CausalModel(hf, "shared")
+    assert logits_of(LayerView(model, [0, 1, 3])).isfinite().all()
+    with pytest.raises(UnsupportedModelError, match=r"keys of layers \[1\], so these cannot"):
+        LayerView(model, [0, 2, 3])
+    assert logits_of(LayerView(model, [0])).isfinite().all()
 
 
 def six_layers(kind: str = "llama") -> Any:

@@ -69,6 +69,7 @@ class LayerSkip(TreeSpec):
         choice = skippable(target.num_layers)
         if not choice:
             raise self.refuse("the target has one layer, which it needs")
+        _without(whole, choice)  # raises where one of them cannot be left out
         count = min(len(choice), max(1, round(self.ratio * target.num_layers)))
 
         def build(context: DraftContext) -> Drafter:

@@ -96,7 +96,9 @@ def quantise_module(
     head = hf.get_output_embeddings() if hasattr(hf, "get_output_embeddings") else None
     codes: dict[str, Code] = {}
     for name, module in hf.named_modules():
-        if not isinstance(module, nn.Linear | LinearBase):
+        # A linear layer with a forward of its own is none: routers of Llama 4 and PhiMoE.
+        plain = isinstance(module, nn.Linear) and type(module).forward is nn.Linear.forward
+        if not plain and not isinstance(module, LinearBase):
             continue
         code = scheme.code_of(module.in_features, module is head)
         if code is not None:

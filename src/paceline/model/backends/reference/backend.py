@@ -110,11 +110,18 @@ class TorchBackend(Backend):
     def without(self, skipped: frozenset[int]) -> TorchBackend:
         """A view of the same modules in which skipped layers return their input. Raises
         UnsupportedModelError if the first call's trial shows that layers cannot be left out, or
-        where layers have states, of which one call would run some and the next others."""
+        where layers have states, of which one call would run some and the next others, or attend to
+        the keys of a skipped one."""
         if any(self.states):
             raise UnsupportedModelError(
                 f"{type(self.hf).__name__} has recurrent layers, so it cannot draft with a part of "
                 "itself; use another drafter"
+            )
+        lent = self._sharing("store_full_length_kv") & skipped
+        if lent and self._sharing("is_kv_shared_layer") - skipped:
+            raise UnsupportedModelError(
+                f"{type(self.hf).__name__}: others attend to the keys of layers {sorted(lent)}, so "
+                "these cannot be left out; use another drafter"
             )
         if self._in_tuples is None:
             self._in_tuples = self._layers_in_tuples()
@@ -124,6 +131,11 @@ class TorchBackend(Backend):
                 self._in_tuples = None
                 raise
         return self._view(skipped)
+
+    def _sharing(self, role: str) -> set[int]:
+        """Layers whose attention has this flag (Gemma 3n and 4)."""
+        attention = (getattr(self.layer(n), "self_attn", None) for n in range(len(self.shapes)))
+        return {n for n, module in enumerate(attention) if getattr(module, role, False)}
 
     def _view(self, skipped: frozenset[int]) -> TorchBackend:
         """Copies the modules above a skipped layer; lists keep their length, for their indices."""
