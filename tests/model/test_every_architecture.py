@@ -49,8 +49,8 @@ _REFUSED = {
         "big_bird bloom blt codegen cpmant falcon git gpt_neo gpt_neox_japanese gptj "
         "megatron-bert mpt openai-gpt reformer rembert roformer trocr xglm xlm xlnet"
     ),
-    "did not go through the attention interface": "minimax mllama recurrent_gemma",
-    "more than once through the attention interface": "diffllama hrm_text zamba2",
+    "did not go through the attention interface": "hrm_text minimax mllama recurrent_gemma",
+    "more than once through the attention interface": "diffllama zamba2",
     "a recurrence that returns more than hidden states": "zaya",
     "gives attention a position_bias": "inkling2_text inkling_text",
     "numbers positions from its padding token": (

@@ -37,8 +37,7 @@ _DTYPES |= {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16
 _WEIGHTS = ("*.safetensors", "pytorch_model*.bin", "*.safetensors.index.json")
 _VERIFIED_BYTES = 1 << 30  # checksums of more take seconds; paceline doctor compares those
 STATELESS = {"mlp", "moe", "dummy"}  # kinds of layers without a cache
-# Their attention goes through the interface, as hybrids' does, but their classes do not say so.
-_UNSAID = {"biogpt", "stablelm"}
+_UNSAID = {"biogpt", "stablelm"}  # their attention uses the interface, but no class says so
 _BOTH = {"hybrid", "hybrid_sliding"}  # attention and a recurrence
 _ATTENTION_LAYERS = {"full_attention", "sliding_attention", "chunked_attention", "attention"}
 _ATTENTION_LAYERS |= _BOTH
@@ -310,9 +309,7 @@ def check_architecture(config: Any) -> None:
         )
     model = causal_class(config)
     if model is None:
-        raise UnsupportedModelError(
-            f"{kind} is not a causal language model of transformers; use one that is"
-        )
+        raise UnsupportedModelError(f"{kind} is not a causal language model; use one that is")
     kinds = {*_layer_kinds(config)}
     recurrent = bool(kinds & _RECURRENT_LAYERS and kinds & _ATTENTION_LAYERS)
     known = _ATTENTION_LAYERS | STATELESS | (_RECURRENT_LAYERS if recurrent else set())
@@ -323,8 +320,7 @@ def check_architecture(config: Any) -> None:
             f"{kind} has {layers}, whose state cannot be rolled back when draft tokens are "
             "rejected; use a model that has attention layers"
         )
-    says_so = getattr(model, "_supports_attention_backend", False)
-    if not (says_so or recurrent or kind in _UNSAID):
+    if not (getattr(model, "_supports_attention_backend", False) or recurrent or kind in _UNSAID):
         raise UnsupportedModelError(
             f"the attention layers of {kind} do not go through the attention interface of "
             "transformers, so their keys and values cannot be paged; use another architecture"

@@ -123,10 +123,12 @@ class TorchBackend(Backend):
                 f"{type(self.hf).__name__}: others attend to the keys of layers {sorted(lent)}, so "
                 "these cannot be left out; use another drafter"
             )
+        if not skipped:
+            return self.on(self.hf)
         if self._in_tuples is None:
             self._in_tuples = self._layers_in_tuples()
             try:
-                self._check_view(skipped or frozenset((0,)))
+                self._check_view(skipped)
             except UnsupportedModelError:
                 self._in_tuples = None
                 raise
@@ -206,13 +208,13 @@ class TorchBackend(Backend):
         return module
 
     def name_layers(self, attention: Sequence[torch.nn.Module]) -> None:
-        """Of attention modules: a layer is the innermost list entry that holds one. Layers without
-        attention stand beside the first that has it."""
+        """Of attention modules: a layer is the innermost list entry that holds one (LongCat's holds
+        a list of two). Layers without attention stand beside the first that has it."""
         names = {module: name.split(".") for name, module in self.hf.named_modules()}
         self.layer_names = []
         for module in attention:
             parts = names[module]
-            end = max(i for i, part in enumerate(parts) if part.isdigit())
+            end = max(i for i, part in enumerate(parts[:-1]) if part.isdigit())
             self.layer_names.append(".".join(parts[: end + 1]))
         if len(attention) < len(self.shapes):
             stack = self.layer_names[0].rpartition(".")[0]
