@@ -1,4 +1,4 @@
-"""The public CI installs what it asks for."""
+"""The public CI installs what it asks for, and the package what it needs."""
 
 from __future__ import annotations
 
@@ -18,3 +18,9 @@ def test_the_oldest_versions_run_on_the_python_they_are_pinned_for() -> None:
     steps = yaml.safe_load(WORKFLOW.read_text(encoding="utf-8"))["jobs"]["oldest"]["steps"]
     (given,) = (step["with"]["python-version"] for step in steps if "setup-python" in str(step))
     assert said and given == said[1]
+
+
+def test_what_the_doctor_asks_transformers_for_needs_no_extra() -> None:
+    """It builds a model without memory, and transformers then insists on accelerate."""
+    packaging = (ROOT / "pyproject.toml").read_text(encoding="utf-8")
+    assert '"accelerate>=' in packaging.partition("[project.optional-dependencies]")[0]

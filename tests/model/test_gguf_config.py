@@ -20,7 +20,6 @@ from support.made_gguf import (
 )
 
 gguf = pytest.importorskip("gguf")
-pytest.importorskip("accelerate")
 
 PROMPT = [(7 * n * n + 11) % 250 + 4 for n in range(150)]  # longer than every "original" below
 HALF = WIDTH // 2

@@ -22,7 +22,6 @@ from paceline.model.offload import plan_offload
 from paceline.model.quantised.weights import QuantisedLinear
 from paceline.model.target import CausalModel
 
-pytest.importorskip("accelerate")
 try:
     library()
     KERNELS = True

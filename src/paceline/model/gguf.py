@@ -1,7 +1,7 @@
 """GGUF files, llama.cpp's format: read by transformers and dequantised, refused in one line.
 
 The metadata is read first, so that a file that cannot be loaded is refused before its weights are
-read. Needs the extra ``paceline[gguf]``: the package ``gguf`` and accelerate.
+read. Needs the extra ``paceline[gguf]``: the package ``gguf``.
 """
 
 from __future__ import annotations
@@ -59,13 +59,12 @@ def gguf_file(name: str) -> Path | None:
 
 def require_gguf(purpose: str) -> None:
     """Raises ModelLoadError where the extra is not installed."""
-    for package in ("gguf", "accelerate"):
-        try:
-            importlib.import_module(package)
-        except ImportError:
-            raise ModelLoadError(
-                f"the package {package} is needed {purpose}; run `pip install 'paceline[gguf]'`"
-            ) from None
+    try:
+        importlib.import_module("gguf")
+    except ImportError:
+        raise ModelLoadError(
+            f"the package gguf is needed {purpose}; run `pip install 'paceline[gguf]'`"
+        ) from None
 
 
 @dataclass(frozen=True)

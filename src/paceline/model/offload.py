@@ -5,7 +5,6 @@ out of the checkpoint, in its dtype."""
 
 from __future__ import annotations
 
-import importlib.util
 import logging
 import tempfile
 from collections.abc import Iterator
@@ -129,8 +128,6 @@ def plan_offload(
 
 def _offloadable(name: str, offload: str, device: torch.device) -> tuple[Any, list[Path]]:
     asked = f"offload={offload!r}"
-    if importlib.util.find_spec("accelerate") is None:
-        raise ConfigError(f"{asked} needs accelerate; pip install 'paceline[offload]'")
     if offload == "cpu" and device.type == "cpu":
         raise ConfigError(
             f"{asked} on a processor: the weights are in its memory already; use disk for those "

@@ -18,7 +18,6 @@ from paceline.model.target import CausalModel
 from support.made_gguf import write_gguf
 
 gguf = pytest.importorskip("gguf")
-pytest.importorskip("accelerate")
 
 KINDS = ("Q8_0", "Q4_0", "Q4_1", "Q4_K", "Q6_K")
 HALVES = {"Q8_0": (0,), "Q4_0": (0,), "Q4_1": (0, 2), "Q4_K": (0, 2), "Q6_K": (208,)}
