@@ -26,7 +26,7 @@ from placed import Placed, verifier_error
 
 from paceline.core.sequence import SequenceState
 from paceline.core.tree import TokenTree, chain_parents
-from paceline.verify import rules
+from paceline.verify import rules, verifier
 from paceline.verify.verifier import method_of
 from support.spans import judged
 
@@ -192,9 +192,17 @@ VERIFIED = {
 }
 
 
-@pytest.mark.parametrize("name", ["plain", "top_p", "penalties", "min_tokens", "logits_processors"])
+ALL_KINDS = ("plain", "top_p", "penalties", "min_tokens", "logits_processors")
+
+
+@pytest.mark.parametrize(
+    ("name", "kernels"),
+    [*((name, True) for name in ALL_KINDS), ("plain", False), ("top_p", False)],
+)
 @pytest.mark.parametrize("case", VERIFIED.values(), ids=VERIFIED.keys())
-def test_verifier_follows_the_distribution(case, name):
+def test_verifier_follows_the_distribution(case, name, kernels, monkeypatch):
+    if not kernels:
+        monkeypatch.setattr(verifier, "can_decide", lambda *_: False)
     drafter, depth, rule, method = case
     setting = Setting.random(3, PARAMS[name], seed=3)
     assert verifier_error(setting, drafter, depth, Placed(rule), method) < 1e-6

@@ -114,7 +114,8 @@ VERIFIER_MUTATIONS = {
 
 
 @pytest.mark.parametrize("mutation", VERIFIER_MUTATIONS.values(), ids=VERIFIER_MUTATIONS.keys())
-def test_mutated_verifier_is_caught(mutation):
+def test_mutated_verifier_is_caught(mutation, monkeypatch):
+    monkeypatch.setattr(verifier, "can_decide", lambda *_: False)
     setting = Setting.random(3, PLAIN)
     chain = sampled_chain(2)
     assert verifier_error(setting, chain, 2, Placed("block"), "block") < EXACT

@@ -73,9 +73,10 @@ def batch(generator, **extra):
     return torch.cat(parts), checks
 
 
-def as_walked(verdict):
-    """With the choices of the rows that the walk came through alone: others may be left out."""
-    rows = (0, *(node + 1 for node in verdict.path))
+def as_walked(verdict, matched=True):
+    """With the choices of the rows that the walk came through alone: others may be left out, and
+    where nodes decide, those of all rows but the last."""
+    rows = (0, *(node + 1 for node in verdict.path)) if matched else (len(verdict.path),)
     return replace(verdict, choices=tuple(verdict.choices[row] for row in rows))
 
 
@@ -96,8 +97,8 @@ def test_each_request_of_a_mixed_batch_as_if_alone(rule, seed):
         decides = verifier_module.method_of(check, rule) != "match"
         deciding = uniforms[node : node + len(check.tree)] if decides else uniforms[:0]
         verifier.placed = torch.cat((uniforms[own], deciding))
-        alone = verifier(logits[own], [judged(check.seq, 0, check.tree)])
-        assert list(map(as_walked, alone)) == [as_walked(verdict)]
+        (alone,) = verifier(logits[own], [judged(check.seq, 0, check.tree)])
+        assert as_walked(alone, not decides) == as_walked(verdict, not decides)
         node += len(check.tree)
     assert sum(len(verdict.path) for verdict in together) > 2
 
@@ -140,9 +141,12 @@ def test_rows_beside_the_path_have_no_distribution_made(monkeypatch):
         looked.append(len(scores))
         return probs_of(scores, params)
 
+    tree = TokenTree(tokens, BRANCHING)
+    (quick,) = Verifier()(logits, [judged(seq, 0, tree)])
+    monkeypatch.setattr(verifier_module, "can_decide", lambda *_: False)
     monkeypatch.setattr(verifier_module, "probs_of_scores", counted)
-    (verdict,) = Verifier()(logits, [judged(seq, 0, TokenTree(tokens, BRANCHING))])
-    assert verdict.path == (0,) and looked == [1, 1]
+    (verdict,) = Verifier()(logits, [judged(seq, 0, tree)])
+    assert verdict.path == (0,) and looked == [1, 1] and quick == verdict
     assert verdict.choices == (*whole.choices[:2], 0, 0, 0, 0)
     assert all(choice >= 0 for choice in whole.choices)
 

@@ -47,7 +47,7 @@ _LIMIT = 300  # seconds for one compilation
 _COMMON = (
     *(
         (name, f"{name}.cpp", ())
-        for name in ("api", "forward", "experts", "grow", "medusa", "lookup", "amx_trial")
+        for name in ("api", "forward", "experts", "grow", "draws", "medusa", "lookup", "amx_trial")
     ),
     ("portable", "kernels.cpp", ()),
     ("quantised_portable", "quantised.cpp", ()),

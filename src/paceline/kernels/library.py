@@ -62,7 +62,7 @@ _STRUCTURES: list[Any] = [
     for definition in re.findall(r"typedef struct {([^}]*)} (\w+);", _HEADER)
 ]
 CWeight, CNorm, CLayer, CModel, CMedusa, CSpan = _STRUCTURES[:6]
-CPair, CRun, CBatch, CTree, CGrowth, CRecurrence, CLookup = _STRUCTURES[6:]
+CPair, CRun, CBatch, CTree, CGrowth, CRecurrence, CVerdict, CLookup = _STRUCTURES[6:]
 
 
 def declare(loaded: Any) -> None:

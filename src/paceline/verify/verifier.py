@@ -36,6 +36,7 @@ from paceline.core.sampling import (
 from paceline.core.transfer import to_device
 from paceline.core.tree import Draw, children_of
 from paceline.errors import ConfigError
+from paceline.verify.kernels import Decided, can_decide, decide
 from paceline.verify.logprobs import StepLogprobs
 from paceline.verify.rules import RuleProbabilities, aligned, block, siblings
 
@@ -129,7 +130,37 @@ class Verifier:
                 self._verdict(s, Judged(s.tree.host_tokens(), greedy[s.logit_row : s.end_row]))
                 for s in spans
             ]
-        return self._judged(logits, spans) if spans else []
+        if not spans:
+            return []
+        if not self.lossy and all(self._is_quick(span, logits, greedy) for span in spans):
+            return self._quick(logits, spans, greedy or ())
+        return self._judged(logits, spans)
+
+    # -- deciding in the kernels ----------------------------------------------------------------
+
+    def _is_quick(self, span: Span, logits: torch.Tensor, greedy: Sequence[int] | None) -> bool:
+        if span.seq.params.greedy:
+            return greedy is not None and not needs_logits([span.seq])
+        return method_of(span, self.rule) != "siblings" and can_decide(span, logits)
+
+    def _quick(
+        self, logits: torch.Tensor, spans: Sequence[Span], greedy: Sequence[int]
+    ) -> list[Verdict]:
+        rows = sum(span.judged_rows for span in spans)
+        blocks = [method_of(span, self.rule) == "block" for span in spans]
+        nodes = rows - len(spans) if any(blocks) else 0
+        drawn = any(draws_unseeded(span.seq.params) for span in spans)
+        uniforms = self.uniforms(rows + nodes, logits.device) if drawn else None
+        verdicts, row = list[Verdict](), 0
+        for number, (span, is_block) in enumerate(zip(spans, blocks, strict=True)):
+            if span.seq.params.greedy:
+                decided: Decided = greedy[span.logit_row : span.end_row], ()
+            else:
+                node = rows + row - number
+                decided = decide(span, logits, uniforms, row, node if is_block else None)
+            verdicts.append(self._verdict(span, Judged(span.tree.host_tokens(), *decided)))
+            row += span.judged_rows
+        return verdicts
 
     @torch.inference_mode()
     def _judged(self, logits: torch.Tensor, spans: Sequence[Span]) -> list[Verdict]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import math
 import weakref
+from collections import Counter
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +14,9 @@ import torch
 
 from paceline import LLM, SamplingParams
 from paceline.core.draws import GREEDY_SHARPNESS
-from paceline.core.tree import TokenTree, is_chain
+from paceline.core.sampling import Rows, probabilities
+from paceline.core.sequence import SequenceView
+from paceline.core.tree import Draw, TokenTree, is_chain
 from paceline.draft.selfspec import SelfDrafter
 from paceline.draft.trees.levels import LevelDrafter
 from paceline.model.backends.base import GrownTree, WantedTree
@@ -164,9 +167,10 @@ def test_what_is_sampled_without_a_seed_is_given_one_where_that_is_cheaper(
     ]
     assert watched.calls and watched.trees
     assert texts[0] != texts[1]
-    watched.calls = 0
-    generate(folders, "model:{draft}", 3, temperature=1.0)  # chains are drawn
-    assert not watched.calls
+    assert all(tree.draw is Draw.POINT for tree in watched.trees)
+    watched.trees.clear()
+    generate(folders, "model:{draft}", 3, temperature=1.0)
+    assert all(tree.draw is Draw.IID for tree in watched.trees), "chains are drawn"
 
 
 def test_no_tree_is_written_beyond_its_table(folders: dict[str, str]) -> None:
@@ -215,7 +219,7 @@ def test_a_chain_ends_behind_a_path_that_is_too_unlikely(
 def test_a_draft_by_the_target_is_one_call(
     folders: dict[str, str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Its first pass included. What is sampled without a seed is drawn: that is accepted more."""
+    """Its first pass included."""
     watched, passes = Watched(monkeypatch, True), 0
     call = LayerView.__call__
 
@@ -226,13 +230,48 @@ def test_a_draft_by_the_target_is_one_call(
 
     monkeypatch.setattr(LayerView, "__call__", counted)
     monkeypatch.setattr(LevelDrafter, "warm_up", lambda *_: None)
-    for params in ({}, {"temperature": 1.0, "seed": 1}):
+    for params in ({}, {"temperature": 1.0, "seed": 1}, {"temperature": 1.0}):
         watched.calls = 0
         generate(folders, "quantized:int8", 5, **params)
         assert watched.calls and not passes
-    watched.calls = 0
-    generate(folders, "quantized:int8", 5, temperature=1.0)
-    assert passes and not watched.calls
+
+
+@pytest.mark.parametrize("narrow", [False, True])
+def test_a_drawn_chain_is_drawn_from_its_q(folders: dict[str, str], narrow: bool) -> None:
+    """And that is the model's distribution, truncated as asked for; tokens by their number."""
+    model = CausalModel.load(folders["draft"], torch.float32, "cpu", backend="native")
+    cache = PagedCache(model.cache_shapes, 4, 16, torch.float32, "cpu")
+    cache.admit(0, ())
+    cache.reserve(0, 32)
+    params = SamplingParams(temperature=0.8, top_k=6, top_p=0.9)
+    generator = torch.Generator().manual_seed(1)
+    columns = model.vocab_size // 2 if narrow else model.vocab_size
+    logits = 2 * torch.randn(1, columns, generator=generator)
+    ids = torch.arange(columns) * 2 if narrow else None
+    seen = Counter[int]()
+    for drawn in torch.randint(1 << 62, (2000,), generator=generator).tolist():
+        wanted = WantedTree(3, 1, 3, 8, cache.blocks_of(0), params, 8, drawn=drawn)
+        (grown,) = model.backend.growth(cache, [wanted], logits, ids)  # type: ignore[union-attr]
+        assert grown.tree.draw is Draw.IID and is_chain(grown.tree.parents)
+        q, tokens = grown.tree.q, grown.tree.tokens
+        assert q is not None and torch.all(q.gather(1, tokens.unsqueeze(1)) > 0)
+        assert torch.allclose(q.sum(1), torch.ones(3), atol=1e-5)
+        seen[int(tokens[0])] += 1
+    view = SequenceView(0, [1], 1, params)
+    expected = probabilities(logits, Rows((view,), (0,)))[0]
+    found = q[0] if ids is None else q[0][ids]
+    assert torch.allclose(found, expected, atol=1e-6)
+    possible = [(int(column), share) for column, share in enumerate(expected.tolist()) if share]
+    statistic = sum(
+        (seen[column * 2 if narrow else column] - 2000 * share) ** 2 / (2000 * share)
+        for column, share in possible
+    )
+    assert len(possible) > 2 and statistic < 30  # five degrees of freedom at most: once in 1e5
+    again = [
+        model.backend.growth(cache, [wanted], logits, ids)[0]  # type: ignore[union-attr]
+        for _ in range(2)
+    ]
+    assert torch.equal(again[0].tree.tokens, again[1].tree.tokens)
 
 
 def test_growth_does_not_keep_a_model_alive(folders: dict[str, str]) -> None:

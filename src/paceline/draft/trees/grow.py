@@ -278,8 +278,7 @@ class StaticTree(Growing):
     def plain_size(self) -> tuple[int, int, int] | None:
         shape, depth = self.shape, self.shape.depth
         chain = is_chain(shape.parents) and not any(shape.ranks)
-        plain = chain and self._draw is Draw.POINT and is_plain(self.item.seq)
-        return (depth, 1, depth) if plain else None
+        return (depth, 1, depth) if chain and is_plain(self.item.seq) else None
 
     def extend(self, tokens: torch.Tensor, weights: torch.Tensor | None) -> bool:
         level = self._plan[len(self._tokens)]

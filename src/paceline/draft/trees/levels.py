@@ -10,6 +10,7 @@ from typing import NamedTuple
 import torch
 
 from paceline.core.batch import Batch, Plan, Slice, Span
+from paceline.core.draws import draws_unseeded
 from paceline.core.params import SamplingParams
 from paceline.core.sequence import SequenceView
 from paceline.core.tree import TokenTree
@@ -87,13 +88,16 @@ class LevelDrafter(ABC):
             return None
         wanted = []
         for tree, size in zip(trees, sizes, strict=True):
-            seq = tree.item.seq
+            seq, drawn = tree.item.seq, None
+            if tree.samples and draws_unseeded(seq.params):
+                drawn = int(torch.randint(1 << 62, (), generator=self._generator))
             table, least = self.cache.blocks_of(seq.seq_id), self._least(seq)
             wanted.append(
                 WantedTree(
                     *(*size, tree.base, table, seq.params, len(seq.tokens)),
-                    least=least,
+                    least=least if drawn is None else 0.0,
                     adapter=seq.adapter if self.adapts else None,
+                    drawn=drawn,
                 )
             )
         ids = logits.ids if isinstance(logits, Narrow) else None

@@ -4,6 +4,7 @@
 #include <stdexcept>
 
 #include "amx_trial.h"
+#include "draws.h"
 #include "forward.h"
 #if defined(__aarch64__) && defined(__APPLE__)
 #include <sys/sysctl.h>
@@ -336,6 +337,10 @@ int pl_forward(void* opened, const pl_batch* batch) {
 int pl_grow(void* opened, const pl_growth* growth) {
   Opened* own = static_cast<Opened*>(opened);
   return outcome([&](const Kernels& k) { own->growth.run(own->forward, k, quantised_of(&k), *growth); });
+}
+
+int pl_decide(const pl_verdict* verdict) {
+  return outcome([&](const Kernels& k) { decide(k, *verdict); });
 }
 
 int pl_medusa_logits(const pl_medusa* heads, const void* x, int64_t rows, int64_t count, void* logits, int64_t threads) {

@@ -4,35 +4,20 @@
 #include <algorithm>
 #include <cmath>
 #include <cstring>
-#include <utility>
 
+#include "draws.h"
 #include "forward.h"
+#include "noise.h"
 
 namespace {
 
 constexpr float NEVER = -INFINITY;
-constexpr float LEAST = -14.0f;  // of a sampled row's log-probabilities: what is less likely hardly ever wins a race
-
-// core/noise.py, bit for bit up to the logarithm: splitmix64, and Exp(1) noise of a key and an id.
-uint64_t stirred(uint64_t x) {
-  x = (x ^ (x >> 30)) * 0xBF58476D1CE4E5B9ull;
-  x = (x ^ (x >> 27)) * 0x94D049BB133111EBull;
-  return x ^ (x >> 31);
-}
-
-uint64_t splitmix(uint64_t x) { return stirred(x + 0x9E3779B97F4A7C15ull); }
-
-float noise(uint64_t key, int64_t id) {
-  uint64_t x = (splitmix(static_cast<uint64_t>(id) * 0x9E3779B97F4A7C15ull) ^ key) * 0xBF58476D1CE4E5B9ull;
-  x = (x ^ static_cast<uint64_t>(static_cast<int64_t>(x) >> 32)) * 0x94D049BB133111EBull;
-  float v = static_cast<float>(static_cast<int64_t>(x & (~0ull >> 1))) * 0x1p-63f;
-  return -std::log1p(-std::min(std::max(v, 0x1p-63f), 1.0f - 0x1p-24f));
-}
 
 // One tree: candidates, of which some are expanded, level by level.
 struct Tree {
-  explicit Tree(const pl_tree& wanted) : want(wanted) {}
+  Tree(const pl_tree& wanted, long n) : want(wanted), index(n) {}
   pl_tree want;
+  long index;  // among all
   std::vector<int32_t> token, below;  // of each candidate; the expanded node that it stands below, or -1
   std::vector<float> score;           // log-probability of its path
   std::vector<int32_t> place, parent;  // of each expanded node: its candidate, and its parent's number
@@ -57,7 +42,7 @@ struct Tree {
     return order;
   }
 
-  void finish(const pl_growth& g, long index) const {
+  void finish(const pl_growth& g) const {
     std::vector<int32_t> node(token.size(), -1), slot(token.size(), -1);
     for (long e = 0; e < expanded(); e++) slot[place[e]] = static_cast<int32_t>(e);
     int32_t count = 0;
@@ -74,54 +59,36 @@ struct Tree {
   }
 };
 
-float number(int64_t dtype, const char* row, long place) {
-  if (dtype == PL_FLOAT32) return reinterpret_cast<const float*>(row)[place];
-  uint32_t bits = static_cast<uint32_t>(reinterpret_cast<const uint16_t*>(row)[place]) << 16;
-  float x;
-  memcpy(&x, &bits, sizeof x);
-  return x;
-}
-
-// The `count` likeliest tokens of a sampled request's row and their log-probabilities, after
-// truncation; with a seed those of winning the race that the verifier will run.
-void sample(const pl_tree& want, const pl_growth& g, int64_t dtype, const char* row, int64_t position, long count,
-            int32_t* places, float* values) {
-  using Found = std::pair<float, int32_t>;
-  auto better = [](const Found& a, const Found& b) { return a.first > b.first || (a.first == b.first && a.second < b.second); };
-  std::vector<Found> found;
-  float first = NEVER, kept = 0.0f, sum = 0.0f;
-  for (long c = 0; c < g.columns; c++) first = std::max(first, number(dtype, row, c));
-  float least = std::max(LEAST, std::log(want.min_p));
-  for (long c = 0; c < g.columns; c++) {
-    float x = want.sharpness * (number(dtype, row, c) - first);
-    if (x >= least) found.push_back({x, static_cast<int32_t>(c)});
-  }
-  if (want.top_p < 1.0f || want.top_k < static_cast<int64_t>(found.size())) {
-    std::sort(found.begin(), found.end(), better);
-    found.resize(std::min<size_t>(found.size(), static_cast<size_t>(want.top_k)));
-    for (const Found& f : found) kept += std::exp(f.first);
-    size_t n = 0;
-    while (n < found.size() && sum < want.top_p * kept) sum += std::exp(found[n++].first);
-    found.resize(n);
-  }
+// The `count` likeliest tokens of a sampled request's row and their log-probabilities, after truncation;
+// with a seed those of winning the race that the verifier will run. Drawn: one, and its distribution into q.
+void sample(const Kernels& k, const pl_tree& want, const pl_growth& g, const LogitRow& row, int64_t position, long count,
+            int32_t* places, float* values, float* q) {
+  Law law;
+  std::fill(places, places + count, 0);
+  std::fill(values, values + count, NEVER);
+  if (!law_of(k, row, {want.sharpness, want.top_p, want.min_p, want.top_k}, &law)) return;
   uint64_t key = splitmix(want.seed ^ static_cast<uint64_t>(position));
-  if (want.sampled == 2)
-    for (Found& f : found) f.first -= std::log(noise(key, g.ids ? g.ids[f.second] : f.second));
-  long some = std::min<long>(count, static_cast<long>(found.size()));
-  std::partial_sort(found.begin(), found.begin() + some, found.end(), better);
-  sum = 0.0f;
-  for (const Found& f : found) sum += std::exp(f.first);
-  for (long c = 0; c < count; c++) places[c] = c < some ? found[c].second : 0, values[c] = c < some ? found[c].first - std::log(sum) : NEVER;
+  if (want.sampled == 2) return raced(k, row, law, key, g.ids, count, places, values);
+  if (want.sampled == 1) {
+    k.likeliest(row.dtype, row.x, row.width, count, 0.0f, places, values);
+    for (long n = 0; n < count; n++) values[n] = static_cast<float>(std::log(chance(law, row, places[n])));
+    return;
+  }
+  std::vector<float> narrow(g.ids ? static_cast<size_t>(row.width) : 0);
+  float* into = g.ids ? narrow.data() : q;
+  places[0] = static_cast<int32_t>(drawn(k, row, law, 1.0, nullptr, 0, static_cast<double>(splitmix(key) >> 11) * 0x1p-53, into));
+  values[0] = static_cast<float>(std::log(chance(law, row, places[0])));
+  for (long c = 0; g.ids && c < row.width; c++) q[g.ids[c]] = into[c];
 }
 
 // The candidates below each tree's newest nodes, from the logits after them.
 void add_candidates(const Kernels& k, const pl_model& m, const pl_growth& g, const std::vector<Tree*>& trees,
                     const char* logits, long stride, long level) {
   long width = 1;
-  std::vector<const pl_tree*> of;  // each row
+  std::vector<const Tree*> of;  // each row
   for (const Tree* t : trees) {
     width = std::max<long>(width, t->want.width);
-    of.insert(of.end(), static_cast<size_t>(t->rows), &t->want);
+    of.insert(of.end(), static_cast<size_t>(t->rows), t);
   }
   width = std::min<long>(width, g.columns);
   long rows = static_cast<long>(of.size()), bytes = stride * (m.dtype == PL_BFLOAT16 ? 2 : 4);
@@ -129,13 +96,14 @@ void add_candidates(const Kernels& k, const pl_model& m, const pl_growth& g, con
   std::vector<float> values(places.size());
 #pragma omp parallel for schedule(static) num_threads(static_cast<int>(g.threads))
   for (long r = 0; r < rows; r++) {
-    const pl_tree& want = *of[r];
+    const pl_tree& want = of[r]->want;
     int32_t* place = &places[r * width];
     float* value = &values[r * width];
     const char* row = logits + r * bytes;
     long count = std::min<long>(want.width, width);
     if (want.sampled) {
-      sample(want, g, m.dtype, row, want.position + level - 1, count, place, value);
+      float* q = g.q ? g.q + ((of[r]->index) * g.most + level - 1) * g.q_width : nullptr;
+      sample(k, want, g, {m.dtype, row, g.columns}, want.position + level - 1, count, place, value, q);
       continue;
     }
     // A chain has no choice: what it scores says where it ends.
@@ -166,7 +134,8 @@ void Growth::run(Forward& forward, const Kernels& k, const Quantised& quantised,
   std::lock_guard<std::mutex> alone(busy_);
   const pl_model& m = forward.model();
   long size = m.dtype == PL_BFLOAT16 ? 2 : 4, state = m.hidden * size;
-  std::vector<Tree> all(g.tree, g.tree + g.trees);
+  std::vector<Tree> all;
+  for (long n = 0; n < g.trees; n++) all.emplace_back(g.tree[n], n);
   std::vector<Tree*> trees;
   for (Tree& tree : all) tree.row = static_cast<long>(trees.size()), trees.push_back(&tree);
   if (g.first) forward.run(k, quantised, *g.first);
@@ -227,5 +196,5 @@ void Growth::run(Forward& forward, const Kernels& k, const Quantised& quantised,
     logits = logits_.data();
     trees = further;
   }
-  for (long n = 0; n < g.trees; n++) all[n].finish(g, n);
+  for (const Tree& tree : all) tree.finish(g);
 }

@@ -6,6 +6,7 @@
 #include "recurrence.h"
 #include "rounding.h"
 #include "rows.h"
+#include "stretches.h"
 
 #if defined(PACELINE_AMX)
 #include "products_amx.h"
@@ -36,4 +37,4 @@
 #define NAME "portable"
 #endif
 
-extern const Kernels TABLE = {NAME, product, attend, fold, embed, normalise, add_normalised, add_silu, choose, add_scaled, place, likeliest, greedy, give, take, round_rows, recur};
+extern const Kernels TABLE = {NAME, product, attend, fold, embed, normalise, add_normalised, add_silu, choose, add_scaled, place, likeliest, greedy, weigh, contend, collect, give, take, round_rows, recur};

@@ -172,6 +172,13 @@ inline long rounding_scratch(const Rounding& r) {
   return round_up(rounded_rows(r) * (r.columns / r.group), 16) * (r.group + 2);
 }
 
+// The distribution of a row of logits: of those that are at least `cut`, e^(sharpness * (logit - first)) by their sum, `mass`.
+struct Law {
+  float sharpness, first, cut;
+  double mass;
+};
+constexpr long STRETCH = 64;  // logits of a row that are looked at together
+
 struct Kernels {
   const char* name;
   void (*product)(const Product&, long part, long parts, float* scratch);
@@ -192,6 +199,15 @@ struct Kernels {
   float (*likeliest)(int64_t dtype, const void* x, long width, long count, float sharpness, int32_t* places, float* values);
   // See pl_batch.
   int32_t (*greedy)(int64_t dtype, const void* x, long width);
+  // Of a stretch of a row, or a shorter one: weights e^(...) * scale, less those of `less`, but none below
+  // zero, into y; returns their sum. Neither `less` nor y need be there.
+  float (*weigh)(int64_t dtype, const void* x, long width, const Law&, float scale, const float* less, float* y);
+  // Those that may win a race against e^-best, as noise under `key` of ids[n], or of `id` and those behind
+  // it; returns how many. `rest`: unless NULL, the sum of weight by noise of the others is added, to 1e-3.
+  long (*contend)(int64_t dtype, const void* x, long width, const Law&, float best, uint64_t key, const int64_t* ids,
+                  int64_t id, int32_t* places, float* rest);
+  // How many of a row are at least `cut`; these into y, where that is not NULL.
+  long (*collect)(int64_t dtype, const void* x, long width, float cut, float* y);
   void (*give)(int64_t dtype, const float* x, long width, void* y);
   void (*take)(int64_t dtype, const void* x, long width, float* y);
   void (*round_rows)(const Rounding&, long first, long rows, float* scratch);

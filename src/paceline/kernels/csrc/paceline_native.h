@@ -121,7 +121,7 @@ typedef struct {
 typedef struct {
   int32_t depth, width, nodes;
   int32_t base, table;  // rows of the cache in front of the nodes; where its block table begins
-  int32_t sampled;  // 0: greedy; 1: truncated as asked for; 2: and by the noise of seed and position
+  int32_t sampled;  // 0: greedy; 1: truncated as asked for; 2: and by the noise of seed and position; 3: drawn
   int32_t top_k;
   float sharpness;  // what is scored is softmax(sharpness * logits)
   float top_p, min_p, least;
@@ -149,6 +149,8 @@ typedef struct {
   int64_t most;
   int32_t *tokens, *parents, *slots, *counts;
   float* scores;
+  float* q;  // of drawn chains, [trees, most, q_width], zero before: the distributions of their tokens
+  int64_t q_width;
 } pl_growth;
 
 const char* pl_instructions(void);  // of the kernels in use
@@ -202,6 +204,27 @@ int pl_grow(void* opened, const pl_growth* growth);  // the same
 
 // Logits [rows, count, vocab] of the first `count` heads, from x [rows, width]; both in dtype.
 int pl_medusa_logits(const pl_medusa* heads, const void* x, int64_t rows, int64_t count, void* logits, int64_t threads);
+
+// What follows the rows of a sampled draft: row 0 the committed text, row n + 1 node n. choices [rows]:
+// the token after each row that is looked at, -1 if that is no distribution: by the noise of the seed
+// (hashed once) and the position, row 0's, or by uniforms. Without q: rows from the root down, as long as
+// a choice is among the children; `all`: each row. With q [rows - 1, q_width], from which a chain was
+// drawn: block verification, which says which nodes are accepted. uniforms: of each row, for its choice; thresholds: of each node.
+typedef struct {
+  int64_t dtype, rows, width, stride, top_k, all, threads;
+  const void* logits;
+  float sharpness, top_p, min_p;
+  const int32_t *tokens, *parents;
+  int64_t position;
+  uint64_t seed;
+  const double *uniforms, *thresholds;  // NULL with a seed, and without q
+  const float* q;
+  int64_t q_width;
+  int32_t* choices;
+  uint8_t* accepted;
+} pl_verdict;
+
+int pl_decide(const pl_verdict* verdict);  // 0, or 1: no memory
 
 // An index of texts (lookup.cpp), and what it is asked for: lengths of the strings that it knows,
 // ascending; `first` and `stop`: places of a text at which a continuation may begin. The others are of

@@ -61,7 +61,8 @@ class WantedTree:
     """A tree below a committed token; the cache has ``base`` rows before its nodes. ``width``:
     candidates after an expanded node, and expanded nodes of a level; the ``nodes`` likeliest stay.
     A width of 1 is a chain, which ends behind the first token whose path is less probable than
-    ``least``. ``position``: index of its first token, on which seeded noise depends."""
+    ``least``. ``position``: index of its first token, on which seeded noise depends. ``drawn``: the
+    seed of a chain's draws, without one of the request's (Draw.IID)."""
 
     depth: int
     width: int
@@ -72,6 +73,7 @@ class WantedTree:
     position: int
     least: float = 0.0
     adapter: Adapter | None = None
+    drawn: int | None = None
 
 
 @dataclass(frozen=True)

@@ -23,7 +23,7 @@ import torch
 from paceline.core.batch import Batch
 from paceline.core.draws import GREEDY_SHARPNESS
 from paceline.core.noise import splitmix64
-from paceline.core.tree import TokenTree
+from paceline.core.tree import Draw, TokenTree
 from paceline.kernels.library import CBatch, CGrowth, CSpan, CTree, check, library, pointer
 from paceline.model.backends.base import GrownTree, WantedTree
 from paceline.model.backends.counters import NativeWork, count_work, traced
@@ -119,6 +119,10 @@ class ModelHandle:
         most = max(tree.nodes for tree in wanted)
         nodes = torch.empty(3, len(wanted), most, dtype=torch.int32)  # tokens, parents, slots
         scores = torch.empty(len(wanted), most)
+        q = None
+        if any(tree.drawn is not None for tree in wanted):
+            width = logits.shape[1] if ids is None else int(ids[-1]) + 1
+            q = torch.zeros(len(wanted), most, width)
         counts = torch.zeros(len(wanted), dtype=torch.int32)
         logits = logits if logits.stride(1) == 1 else logits.contiguous()
         outputs = None if outputs is None else outputs.contiguous()
@@ -152,12 +156,14 @@ class ModelHandle:
             slots=nodes[2].data_ptr(),
             counts=counts.data_ptr(),
             scores=scores.data_ptr(),
+            q=pointer(q),
+            q_width=0 if q is None else q.shape[2],
         )
         with traced(name):
             check(library().pl_grow(self._handle, growth))
         for spans, rows in _forwards(first, wanted, counts.tolist(), logits.shape[1]):
             count_work(partial(self._work, spans, cache, rows, skipped))
-        return _read_trees(nodes, scores, counts.tolist())
+        return _read_trees(wanted, nodes, scores, q, counts.tolist())
 
     def _trees_of(self, wanted: Sequence[WantedTree], size: int) -> tuple[Any, array[int]]:
         """An array of CTree, and the trees' block tables in one array. Raises IndexError."""
@@ -170,14 +176,14 @@ class ModelHandle:
             sharpness = GREEDY_SHARPNESS if greedy else min(1e6, 1 / params.temperature)
             trees[i] = CTree(
                 *(tree.depth, tree.width, tree.nodes, tree.base, len(tables)),
-                sampled=0 if greedy else 1 if params.seed is None else 2,
+                sampled=_mode(tree),
                 top_k=params.top_k if params.top_k > 0 else _ALL,
                 sharpness=sharpness,
                 top_p=params.top_p,
                 min_p=params.min_p,
                 least=math.log(tree.least) if tree.least > 0 else -math.inf,
                 position=tree.position,
-                seed=splitmix64(params.seed or 0),
+                seed=splitmix64(params.seed or tree.drawn or 0),
                 pair=tree.adapter and self._adapters and self._adapters.of(tree.adapter),
             )
             tables.extend(tree.table)
@@ -266,12 +272,27 @@ def _address(struct: Any) -> int | None:
     return None if struct is None else ctypes.addressof(struct)
 
 
-def _read_trees(nodes: torch.Tensor, scores: torch.Tensor, counts: list[int]) -> list[GrownTree]:
-    """``nodes``: tokens, parents and slots of every tree [3, trees, most]."""
+def _mode(tree: WantedTree) -> int:
+    """CTree's ``sampled``."""
+    if tree.params.greedy:
+        return 0
+    return 2 if tree.params.seed is not None else 1 if tree.drawn is None else 3
+
+
+def _read_trees(
+    wanted: Sequence[WantedTree],
+    nodes: torch.Tensor,
+    scores: torch.Tensor,
+    q: torch.Tensor | None,
+    counts: list[int],
+) -> list[GrownTree]:
+    """``nodes``: tokens, parents and slots of every tree [3, trees, most]; ``q``: the distributions
+    of the drawn ones [trees, most, width]."""
     tokens, (_, parents, slots), logs = nodes[0].to(torch.int64), nodes.tolist(), scores.tolist()
     trees = []
     for i, n in enumerate(counts):
-        tree = TokenTree(tokens[i, :n], tuple(parents[i][:n]))
+        drawn = () if q is None or wanted[i].drawn is None else (Draw.IID, q[i, :n])
+        tree = TokenTree(tokens[i, :n], tuple(parents[i][:n]), *drawn)
         trees.append(GrownTree(tree, tuple(slots[i][:n]), tuple(logs[i][:n])))
     return trees
 
