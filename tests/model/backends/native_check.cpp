@@ -293,6 +293,32 @@ void medusa(int64_t dtype, int64_t width, int64_t blocks, bool shared) {
   }
 }
 
+// What follows a draft of three: the same choices whatever the instruction set, and from every draw.
+std::vector<int32_t> decisions(int64_t dtype, int64_t width) {
+  const int64_t rows = 4, narrow = width - 3;
+  Bytes logits = numbers(dtype, rows * width);
+  std::vector<float> q(static_cast<size_t>(3 * narrow), 1.0f / static_cast<float>(narrow));
+  std::vector<int32_t> tokens{0, 1, 2}, parents{-1, 0, 1}, found;
+  std::vector<double> uniforms{0.1, 0.6, 0.3, 0.999}, thresholds{0.2, 0.1, 0.9};
+  for (int64_t kind = 0; kind < 4; kind++)
+    for (float top_p : {1.0f, 0.7f}) {
+      std::vector<int32_t> choices(4);
+      std::vector<uint8_t> accepted(3);
+      pl_verdict v{};
+      v.dtype = dtype, v.rows = rows, v.width = v.stride = width, v.top_k = top_p < 1 ? 9 : 1 << 30, v.all = kind == 3;
+      v.threads = 3, v.logits = logits.data(), v.sharpness = 2, v.top_p = top_p, v.min_p = top_p < 1 ? 0.01f : 0;
+      v.tokens = tokens.data(), v.parents = parents.data(), v.position = 5, v.seed = 77;
+      if (kind) v.uniforms = uniforms.data();
+      if (kind == 2) v.q = q.data(), v.q_width = narrow, v.thresholds = thresholds.data();
+      v.choices = choices.data(), v.accepted = accepted.data();
+      if (pl_decide(&v)) printf("no memory\n"), exit(1);
+      for (int32_t token : choices) expect(token >= 0 && token < width, "a choice");
+      found.insert(found.end(), choices.begin(), choices.end());
+      found.insert(found.end(), accepted.begin(), accepted.end());
+    }
+  return found;
+}
+
 }  // namespace
 
 int main() {
@@ -310,6 +336,7 @@ int main() {
   for (const Sizes& size : all) {
     Model m(size);
     std::vector<Bytes> first;
+    std::vector<int32_t> decided;
     unsigned seed = rng();
     for (const char* name : {"portable", "avx2", "avx512", "amx", "dpbf16", "neon", "i8mm"}) {
       if (pl_choose(name)) continue;
@@ -318,6 +345,9 @@ int main() {
       if (first.empty()) first = truth;
       growth(m);
       medusa(size.dtype, size.hidden, size.ffn % 3, size.gemma);
+      std::vector<int32_t> choices = decisions(size.dtype, 3 * size.hidden + 1);
+      if (decided.empty()) decided = choices;
+      expect(choices == decided, "what is decided");
       expect(truth == first || !strcmp(name, "dpbf16"), "this instruction set");
     }
   }
