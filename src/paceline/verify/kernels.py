@@ -10,6 +10,7 @@ from collections.abc import Sequence
 
 import torch
 
+from paceline.core import transfer
 from paceline.core.batch import Span
 from paceline.core.draws import draws_unseeded
 from paceline.core.noise import splitmix64
@@ -29,7 +30,7 @@ def can_decide(span: Span, logits: torch.Tensor) -> bool:
     params = span.seq.params
     return (
         not params.greedy
-        and logits.device.type == "cpu"
+        and not transfer.has_separate_memory(logits.device)
         and logits.dtype in DTYPES
         and logits.stride(1) == 1
         and params.logprobs is None
