@@ -121,8 +121,7 @@ class ModelHandle:
         scores = torch.empty(len(wanted), most)
         q = None
         if any(tree.drawn is not None for tree in wanted):
-            width = logits.shape[1] if ids is None else int(ids[-1]) + 1
-            q = torch.zeros(len(wanted), most, width)
+            q = torch.zeros(len(wanted), most, _width(logits, ids))
         counts = torch.zeros(len(wanted), dtype=torch.int32)
         logits = logits if logits.stride(1) == 1 else logits.contiguous()
         outputs = None if outputs is None else outputs.contiguous()
@@ -270,6 +269,11 @@ def _spans_of(batch: Batch) -> Spans:
 
 def _address(struct: Any) -> int | None:
     return None if struct is None else ctypes.addressof(struct)
+
+
+def _width(logits: torch.Tensor, ids: torch.Tensor | None) -> int:
+    """Tokens that a distribution of these columns is over."""
+    return logits.shape[1] if ids is None else int(ids[-1]) + 1
 
 
 def _mode(tree: WantedTree) -> int:
