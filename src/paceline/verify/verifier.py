@@ -119,6 +119,10 @@ class Verifier:
             raise ConfigError(f"rule is {rule!r}; use one of {', '.join(RULES)}")
         self.rule = rule
         self.generator = generator
+        usual, kind = Verifier, type(self)
+        self._decides_as_usual = (  # the kernels know no other way
+            kind._decide is usual._decide and kind.rule_probabilities is usual.rule_probabilities
+        )
 
     def __call__(
         self, logits: torch.Tensor, spans: Sequence[Span], greedy: Sequence[int] | None = None
@@ -132,7 +136,7 @@ class Verifier:
             ]
         if not spans:
             return []
-        if not self.lossy and all(self._is_quick(span, logits, greedy) for span in spans):
+        if self._decides_as_usual and all(self._is_quick(s, logits, greedy) for s in spans):
             return self._quick(logits, spans, greedy or ())
         return self._judged(logits, spans)
 

@@ -155,6 +155,7 @@ def test_an_ignored_seed(llm: LLM, prompts: Named, monkeypatch: pytest.MonkeyPat
     def unseeded(distributions: torch.Tensor, rows: Rows) -> torch.Tensor:
         return pick(distributions, torch.rand(len(distributions), generator=generator))
 
+    monkeypatch.setattr("paceline.verify.verifier.can_decide", lambda *_: False)
     monkeypatch.setattr("paceline.verify.verifier.coupled_choice", unseeded)
     assert parts(outcome(llm, prompts)) == {"seeded"}
 
