@@ -41,7 +41,8 @@ from paceline.files.ownership import (
 _ADVICE = (
     ({errno.ENOSPC, errno.EDQUOT, errno.EFBIG}, "make room there or choose another place"),
     ({errno.EACCES, errno.EPERM, errno.EROFS}, "choose a place that may be written to"),
-    ({errno.ENOENT, errno.ENOTDIR}, "create the folder first"),
+    ({errno.ENOENT}, "create the folder first"),
+    ({errno.ENOTDIR}, "a part of its path is a file: choose another place"),
 )
 _ELSEWHERE = "choose another place"
 _KEY = "Records of Paceline with the options\n"  # the first line of a key
