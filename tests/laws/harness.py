@@ -228,6 +228,29 @@ def sampled_chain(length: int) -> Drafter:
     return sampled_tree([1] * length, Draw.IID)
 
 
+def ending_chain(length: int, least: float) -> Drafter:
+    """A drawn chain that ends behind the first token whose path is less probable than ``least``."""
+    whole = sampled_chain(length)
+
+    def propose(table: torch.Tensor) -> list[Drafts]:
+        (drafts,) = whole(table)
+        assert drafts.q is not None
+        chances = drafts.q.gather(2, drafts.tokens.unsqueeze(2)).squeeze(2).cumprod(1)
+        ends = torch.where(chances < least, torch.arange(1, length + 1), length).amin(1)
+        shorter = []
+        for end in ends.unique().tolist():
+            rows: dict[tuple[int, ...], list[int]] = {}
+            for row in (ends == end).nonzero().squeeze(1).tolist():
+                rows.setdefault(tuple(drafts.tokens[row, :end].tolist()), []).append(row)
+            firsts = torch.tensor([same[0] for same in rows.values()])
+            weights = torch.stack([drafts.weights[same].sum() for same in rows.values()])
+            tokens, q = drafts.tokens[firsts, :end], drafts.q[firsts, :end]
+            shorter.append(Drafts(drafts.parents[:end], Draw.IID, tokens, weights, drafts.vocab, q))
+        return shorter
+
+    return propose
+
+
 # --- one step: emissions -------------------------------------------------------------------------
 
 

@@ -161,7 +161,9 @@ def block(
 
     With P_0 = 1 and P_i = min(1, P_{i-1} p(x_i) / q(x_i)), and p, q the distributions after node i,
     Z_i = sum max(0, P_i p - q): node i is accepted with h_i = Z_i / (Z_i + 1 - P_i), the last one
-    with P_g. The stop distribution after node i is norm(max(0, P_i p - q)), after the last one p.
+    with P_g. Then at least i tokens are accepted with chance P_i, whatever stands behind it: what
+    was drawn may say where a chain ends. The stop distribution after node i is norm(max(0, P_i p -
+    q)), after the last one p.
     """
     parent_rows = layout_of(shapes, p.device).parent_rows
     grid = chain_grid(shapes, p.device)

@@ -95,7 +95,7 @@ class LevelDrafter(ABC):
             wanted.append(
                 WantedTree(
                     *(*size, tree.base, table, seq.params, len(seq.tokens)),
-                    least=least if drawn is None else 0.0,
+                    least=least,
                     adapter=seq.adapter if self.adapts else None,
                     drawn=drawn,
                 )

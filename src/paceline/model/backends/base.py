@@ -61,8 +61,9 @@ class WantedTree:
     """A tree below a committed token; the cache has ``base`` rows before its nodes. ``width``:
     candidates after an expanded node, and expanded nodes of a level; the ``nodes`` likeliest stay.
     A width of 1 is a chain, which ends behind the first token whose path is less probable than
-    ``least``. ``position``: index of its first token, on which seeded noise depends. ``drawn``: the
-    seed of a chain's draws, without one of the request's (Draw.IID)."""
+    ``least``: what was drawn may say where a chain ends, but not drop what it ends with.
+    ``position``: index of its first token, on which seeded noise depends. ``drawn``: the seed of a
+    chain's draws, where the request has none (Draw.IID)."""
 
     depth: int
     width: int
