@@ -40,6 +40,8 @@ def damaged(name: str, folder: Path) -> Path:
 
 def tokens_until_collapse(llm: LLM, most: int = TOKENS, temperature: float = 0.0) -> int | None:
     prompts = [prompt.encode(llm) for prompt in load_prompts(per_category=4)]
+    if most == TOKENS:
+        prompts *= 2  # as much text as it may take
     params = SamplingParams(max_tokens=64, ignore_eos=True, temperature=temperature)
     for start in range(0, len(prompts), 4):
         llm.generate(prompts[start : start + 4], params)
