@@ -9,7 +9,8 @@ no seed, IID chain                       block verification, or the token rule
 no seed, siblings without replacement    the residual rule, sibling by sibling
 =======================================  =========================================================
 
-Decisions are made on the device; one transfer brings them to the host, where trees are walked.
+Decisions are made on the device; one transfer brings them to the host, where trees are walked. On a
+processor the kernels make them where they can (kernels.py).
 """
 
 from __future__ import annotations

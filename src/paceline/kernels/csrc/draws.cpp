@@ -26,10 +26,9 @@ double weight(const Law& law, float x) {
   return x >= law.cut ? std::exp(static_cast<double>(law.sharpness) * (static_cast<double>(x) - law.first)) : 0.0;
 }
 
-double total(const Kernels& k, const LogitRow& row, const Law& law) {
-  double sum = 0;
-  for (long i = 0; i < row.width; i += STRETCH) sum += k.weigh(row.dtype, row.at(i), stretch(row, i), law, 1.0f, nullptr, nullptr);
-  return sum;
+void weigh_all(const Kernels& k, const LogitRow& row, Law* law) {
+  law->mass = 1;
+  law->mass = mass_of(k, row, *law, 1.0, nullptr, 0, nullptr, nullptr);
 }
 
 // As mass_of, of the stretch from i on.
@@ -68,7 +67,7 @@ void truncate(const Kernels& k, const LogitRow& row, const Sampling& how, Law* l
     law->cut = how.top_p < 1.0f ? std::max(cut, head[n - 1]) : cut;
     break;
   }
-  law->mass = total(k, row, *law);
+  weigh_all(k, row, law);
 }
 
 // A draft's rows of logits, in turn.
@@ -170,7 +169,7 @@ bool law_of(const Kernels& k, const LogitRow& row, const Sampling& how, Law* law
   if (best < 0) return false;
   *law = {how.sharpness, row[best], NEVER, 0};
   if (how.min_p > 0) law->cut = law->first + std::log(how.min_p) / how.sharpness;
-  law->mass = total(k, row, *law);
+  weigh_all(k, row, law);
   if (how.top_p < 1.0f || how.top_k < row.width) truncate(k, row, how, law);
   return true;
 }

@@ -1,5 +1,5 @@
-// Drafts grown to their end in one call: for greedy and seeded requests what draft/trees/grow.py
-// does, a forward a level, without a word of Python between the levels. And where the next level of a
+// Drafts grown to their end in one call: for requests that only sample and truncate what
+// draft/trees/grow.py does, a forward a level, without a word of Python between the levels. And where the next level of a
 // chain no longer pays, it ends: drafts are matched, or verified by rules for which a chain may end by
 // what was drawn so far (tests/laws), so that where they end moves no distribution.
 #include <algorithm>

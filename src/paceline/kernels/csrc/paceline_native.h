@@ -149,7 +149,7 @@ typedef struct {
   int64_t most;
   int32_t *tokens, *parents, *slots, *counts;
   float* scores;
-  float* q;  // of drawn chains, [trees, most, q_width], zero before: the distributions of their tokens
+  float* q;  // of drawn chains, [trees, most, q_width], with ids zero before: the distributions of their tokens
   int64_t q_width;
 } pl_growth;
 
@@ -209,7 +209,8 @@ int pl_medusa_logits(const pl_medusa* heads, const void* x, int64_t rows, int64_
 // the token after each row that is looked at, -1 if that is no distribution: by the noise of the seed
 // (hashed once) and the position, row 0's, or by uniforms. Without q: rows from the root down, as long as
 // a choice is among the children; `all`: each row. With q [rows - 1, q_width], from which a chain was
-// drawn: block verification, which says which nodes are accepted. uniforms: of each row, for its choice; thresholds: of each node.
+// drawn: block verification, which says which nodes are accepted. uniforms: of each row, for its choice;
+// thresholds: of each node.
 typedef struct {
   int64_t dtype, rows, width, stride, top_k, all, threads;
   const void* logits;

@@ -1,9 +1,8 @@
 """A model or a head that the library has open: forwards (csrc/forward.cpp) and whole drafts
 (csrc/grow.cpp).
 
-``grow`` makes what draft/trees/grow.py makes, up to ties and the last bits of scores; for sampled
-requests without tokens a millionth as likely as a row's likeliest. A chain may end earlier, behind
-a token whose path is too unlikely for another forward.
+``grow`` makes what draft/trees/grow.py makes, up to ties and the last bits of scores. A chain may
+end earlier, behind a token whose path is too unlikely for another forward.
 """
 
 from __future__ import annotations
@@ -121,7 +120,7 @@ class ModelHandle:
         scores = torch.empty(len(wanted), most)
         q = None
         if any(tree.drawn is not None for tree in wanted):
-            q = torch.zeros(len(wanted), most, _width(logits, ids))
+            q = _room_for_q(len(wanted), most, logits, ids)
         counts = torch.zeros(len(wanted), dtype=torch.int32)
         logits = logits if logits.stride(1) == 1 else logits.contiguous()
         outputs = None if outputs is None else outputs.contiguous()
@@ -271,9 +270,13 @@ def _address(struct: Any) -> int | None:
     return None if struct is None else ctypes.addressof(struct)
 
 
-def _width(logits: torch.Tensor, ids: torch.Tensor | None) -> int:
-    """Tokens that a distribution of these columns is over."""
-    return logits.shape[1] if ids is None else int(ids[-1]) + 1
+def _room_for_q(
+    trees: int, most: int, logits: torch.Tensor, ids: torch.Tensor | None
+) -> torch.Tensor:
+    """[trees, most, tokens] for distributions over the columns' tokens; others are never drawn."""
+    if ids is None:
+        return torch.empty(trees, most, logits.shape[1])
+    return torch.zeros(trees, most, int(ids[-1]) + 1)
 
 
 def _mode(tree: WantedTree) -> int:
