@@ -15,12 +15,18 @@ from random_models import COMMON, tiny_config, tiny_pair
 from transformers import AutoModelForCausalLM
 
 from paceline.core.batch import Batch, Span
-from paceline.errors import ConfigError, ModelLoadError, UnsupportedModelError
+from paceline.errors import (
+    CacheMemoryError,
+    ConfigError,
+    ModelLoadError,
+    UnsupportedModelError,
+)
 from paceline.model.loading import check_architecture, cpu_has_bf16, resolve_device, resolve_dtype
 from paceline.model.names import resolve
 from paceline.model.paged.cache import PagedCache
 from paceline.model.probe import register
 from paceline.model.target import CausalModel
+from paceline.model.tokenizer import load_tokenizer
 
 
 @pytest.fixture
@@ -140,6 +146,16 @@ def test_hub_name_while_offline(monkeypatch: pytest.MonkeyPatch) -> None:
     fails(ModelLoadError, "nobody/no-such-model", "no local folder", "hub")
 
 
+@pytest.mark.parametrize("kind", ["llama", "qwen3", "gemma2"])
+def test_a_folder_without_a_tokenizer(tmp_path: Path, kind: str) -> None:
+    """Of some kinds transformers makes one of nothing, which knows a few special tokens."""
+    tiny_config(kind).save_pretrained(tmp_path)
+    with pytest.raises(ModelLoadError) as caught:
+        load_tokenizer(str(tmp_path))
+    wanted = f"no tokenizer in {tmp_path}; put tokenizer.json beside the weights"
+    assert str(caught.value) == wanted
+
+
 def test_loading_is_silent(folder: Path, capfd: pytest.CaptureFixture[str]) -> None:
     CausalModel.load(str(folder), dtype="float32", device="cpu")
     out, err = capfd.readouterr()
@@ -230,6 +246,33 @@ def test_a_forward_that_fails_is_one_line(monkeypatch: pytest.MonkeyPatch) -> No
 
     with pytest.raises(UnsupportedModelError, match=r"LlamaForCausalLM cannot run .*another arch"):
         CausalModel(_patched(monkeypatch, "model.layers.1.mlp", fails), "failing")
+
+
+@pytest.mark.parametrize(
+    "error",
+    [
+        torch.OutOfMemoryError("CUDA out of memory"),
+        RuntimeError("DefaultCPUAllocator: can't allocate memory: you tried to allocate 9 bytes"),
+        OSError("the disk of the offloaded layers is gone"),
+        CacheMemoryError("planted"),
+    ],
+)
+def test_what_is_not_the_architectures_fault_is_not_laid_on_it(
+    monkeypatch: pytest.MonkeyPatch, error: Exception
+) -> None:
+    def fails(*_: Any, **__: Any) -> Any:
+        raise error
+
+    with pytest.raises(type(error)) as caught:
+        CausalModel(_patched(monkeypatch, "model.layers.1.mlp", fails), "failing")
+    assert caught.value is error
+
+
+def test_an_error_of_our_own_code_stays_what_it_is(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The planted one is met within paceline.model.probe, below the modules of transformers."""
+    monkeypatch.setattr("paceline.model.probe.AttentionCall", None)
+    with pytest.raises(TypeError, match="NoneType"):
+        CausalModel(_patched(monkeypatch, "model.layers.1.mlp", lambda mlp, x: mlp(x)), "bug")
 
 
 def test_unknown_feature() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import traceback
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any, Literal
@@ -13,7 +14,7 @@ from paceline.core.bound import bound
 from paceline.core.memory import free_memory, limit_threads
 from paceline.core.stages import info, warn
 from paceline.core.transfer import Staging
-from paceline.errors import ConfigError, UnsupportedModelError
+from paceline.errors import ConfigError, PacelineError, UnsupportedModelError
 from paceline.files import FileStamp
 from paceline.kernels.compile import is_off
 from paceline.model.backends.base import (
@@ -300,17 +301,23 @@ class CausalModel:
 
 @contextmanager
 def _naming_the_cause(hf: Any, name: str) -> Iterator[None]:
-    """Errors of the first forward become an UnsupportedModelError."""
+    """What the modules of a library raise in the first forward becomes an UnsupportedModelError.
+    Errors that no other architecture would avoid (memory, files, our own code) stay as they are."""
     options = quantization_of(hf.config)
     try:
         yield
-    except (UnsupportedModelError, MemoryError, torch.OutOfMemoryError):
+    except (PacelineError, MemoryError, torch.OutOfMemoryError, OSError):
         raise
     except Exception as error:
+        frames = [frame for frame, _ in traceback.walk_tb(error.__traceback__)]
+        packages = [frame.f_globals["__name__"].partition(".")[0] for frame in frames]
+        ours = next(name for name in reversed(packages) if name != "torch") == "paceline"
+        if ours or "DefaultCPUAllocator" in str(error):
+            raise
         if options is None:
             raise UnsupportedModelError(
                 f"{type(hf).__name__} cannot run a batch of several texts in one row "
-                f"({first_line(error)}); use another architecture"
+                f"({type(error).__name__}: {first_line(error)}); use another architecture"
             ) from error
         raise UnsupportedModelError(
             f"{name} is quantised in the format {options.get('quant_method')}, whose library "
