@@ -80,6 +80,8 @@ def test_an_8b_model_by_its_headers(headers: Path) -> None:
     for size, weights in zip(sizes, (14.96, 19.4, 8.2, 5.6), strict=True):
         assert weights + cache < size < weights + cache + 2.5  # this process is counted
     assert answer["best"] == "auto" and "quantized" in answer["notes"][0]
+    rates = [forms[name]["tokens_per_second"] for name in ("4 bits", "auto")]
+    assert f"{rates[0] / rates[1]:.1f} times as fast as auto" in answer["notes"][-1]
     assert answer["lines"] == [
         f"paceline chat --model {headers}",
         f"paceline serve {headers}",

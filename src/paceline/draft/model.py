@@ -27,14 +27,13 @@ from paceline.draft.vocabulary import (
     match_vocabularies,
 )
 from paceline.model.gguf import gguf_file
-from paceline.model.loading import load_tokenizer
 from paceline.model.names import fetched
 from paceline.model.paged.cache import bytes_per_token
 from paceline.model.quantised.weights import BITS
 from paceline.model.target import CausalModel
+from paceline.model.tokenizer import TOKENIZER_FILES, load_tokenizer
 
 _Model = TypeVar("_Model", bound="DraftModel")
-_TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json", "vocab.txt")
 
 
 @dataclass(frozen=True)
@@ -129,7 +128,7 @@ class DraftModel(TreeSpec):
         if draft.note:
             info(f"the draft: {draft.note}")
         folder = Path(fetched(self.path))
-        names_one = any((folder / name).is_file() for name in _TOKENIZER_FILES)
+        names_one = any((folder / name).is_file() for name in TOKENIZER_FILES)
         if not folder.is_dir() or gguf_file(str(folder)) or names_one:
             draft_tokenizer = load_tokenizer(self.path)
         else:

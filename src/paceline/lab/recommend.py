@@ -112,7 +112,7 @@ class Recommendation:
             if form.precision and form.memory <= self.memory < form.loading:
                 notes.append(f"{form.name}: round it on a larger machine: {write} {form.precision}")
             if best is not None and form.fits and form.rate > best.rate:
-                times = f"{form.rate / best.rate:.1f} times as fast"
+                times = f"{form.rate / best.rate:.1f} times as fast as {best.name}"
                 notes.append(f"{form.name}: {times}, but the text of rounded weights:{form.flags}")
         if best is None:
             notes.append("nothing fits: use --offload disk, or a GGUF file of the model in 4 bits")

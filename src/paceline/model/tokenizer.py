@@ -20,6 +20,7 @@ if TYPE_CHECKING:
 else:
     Tokenizer = object  # a name for annotations: transformers is not loaded for it
 
+TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json", "vocab.txt")
 _BYTE_TOKEN = re.compile(r"<0x([+0-9A-Fa-f][0-9A-Fa-f])>")  # as Rust reads numbers
 _BEFORE, _AFTER = "0", "1"  # tokens around the one that is spelt
 
@@ -36,15 +37,20 @@ def load_tokenizer(name: str) -> PreTrainedTokenizerFast:
         tokenizer = AutoTokenizer.from_pretrained(path)
     except BaseException as error:  # the tokenizers library raises nothing more precise
         _only_of_the_library(error)
-        raise ModelLoadError(
-            f"no tokenizer in {name}: {first_line(error)}; put tokenizer.json beside the weights"
-        ) from None
+        listed = "instantiate the backend tokenizer" in str(error)  # goes on with all ways to do so
+        raise _absent(name, "" if listed else f": {first_line(error)}") from None
+    if len(tokenizer) <= len({*tokenizer.all_special_tokens}):  # Qwen's class makes one of nothing
+        raise _absent(name)
     if not isinstance(tokenizer, PreTrainedTokenizerFast):
         raise ModelLoadError(
             f"the tokenizer of {name} is not a fast one (tokenizer.json); "
             "convert it with transformers' convert_slow_tokenizer and save it there"
         )
     return tokenizer
+
+
+def _absent(name: str, why: str = "") -> ModelLoadError:
+    return ModelLoadError(f"no tokenizer in {name}{why}; put tokenizer.json beside the weights")
 
 
 def _only_of_the_library(error: BaseException) -> None:

@@ -28,12 +28,12 @@ from paceline.model.paged.cache import bytes_per_token
 from paceline.model.paged.states import bytes_per_state
 from paceline.model.target import UNLIMITED_POSITIONS
 from paceline.model.tensorfile import verify
+from paceline.model.tokenizer import TOKENIZER_FILES
 
 _TIE = (
     'If the model ties its embeddings, write "tie_word_embeddings": true into config.json; '
     "otherwise copy the weights again."
 )
-_TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json", "vocab.txt")
 # By their names on the hub; of all others only the number of bytes matters.
 _DTYPES = {"F64": torch.float64, "F32": torch.float32, "F16": torch.float16}
 _DTYPES |= {"BF16": torch.bfloat16, "I64": torch.int64, "I32": torch.int32}
@@ -218,7 +218,7 @@ def describe(files: ModelFiles, about: str) -> tuple[Model | None, list[Finding]
     if foreign:
         findings.append(finding("remote-code", cure="Nothing to do.", severity=NOTE))
     tokenizer = None
-    if files.gguf is None and not files.has(*_TOKENIZER_FILES):
+    if files.gguf is None and not files.has(*TOKENIZER_FILES):
         severity = ERROR if about == "target" else NOTE
         findings.append(finding("tokenizer-absent", name=files.name, severity=severity))
     else:
