@@ -11,6 +11,7 @@ import runpy
 import subprocess
 import sys
 from importlib.util import find_spec
+from io import StringIO
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -38,6 +39,8 @@ SCRIPTS = {
     "certify_another_engine.py": (r"sampling +[1-9].+CERTIFIED", "", None),
     "lm_eval_over_http.py": (r"--draft auto: \d+% right.+--draft none: \d+% right", "", "lm_eval"),
 }
+WITH_A_SERVER = {"openai_client.py", "certify_another_engine.py", "lm_eval_over_http.py"}
+REGISTERS = {"my_drafter.py", "custom_backend.py"}  # for the whole process
 # By notebook: what stands in it, so that a test takes seconds, and what it prints.
 NOTEBOOKS = {
     "rag_with_lookups.ipynb": ({}, r"suffix\+ngram, again +144 tokens in +\d\d forwards"),
@@ -77,17 +80,29 @@ def test_every_example_is_run_here() -> None:
     assert not [name for name in (*SCRIPTS, *NOTEBOOKS) if f"]({name})" not in page]
 
 
-@pytest.mark.parametrize("name", SCRIPTS)
-def test_script(name: str) -> None:
+@pytest.mark.parametrize(
+    "name",
+    [pytest.param(n, marks=pytest.mark.slow if n in WITH_A_SERVER else ()) for n in SCRIPTS],
+)
+def test_script(
+    name: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
     expected, said, package = SCRIPTS[name]
     if package is not None and find_spec(package) is None:
         pytest.skip(f"{package} is not installed; the first lines of {name} say how")
-    printed = as_a_user([f"examples/{name}"], said)
+    if name in WITH_A_SERVER | REGISTERS:
+        printed = as_a_user([f"examples/{name}"], said)
+    else:  # torch is loaded here already
+        monkeypatch.setattr(sys, "argv", [name])
+        monkeypatch.setattr(sys, "stdin", StringIO(said))
+        printed = run(name, capsys)
     assert re.search(expected, printed, re.S), printed
 
 
-@pytest.mark.parametrize("name", NOTEBOOKS)
-def test_notebook(name: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    "name", ["rag_with_lookups.ipynb", pytest.param("train_a_head.ipynb", marks=pytest.mark.slow)]
+)
+def test_notebook(name: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """Its code cells in one process, one after the other; a line of the shell that fails fails it.
     The text that it prints on stderr belongs to what it says, as in a notebook."""
     changes, expected = NOTEBOOKS[name]
@@ -108,7 +123,7 @@ def test_notebook(name: str, tmp_path: Path) -> None:
         text = text.replace(before, after)
     script = tmp_path / "notebook.py"
     script.write_text(text, encoding="utf-8")
-    printed = as_a_user(["-u", str(script)])
+    printed = as_a_user(["-u", str(script)]) if "subprocess.run(" in text else run(script, capsys)
     assert re.search(expected, printed, re.S), printed
 
 
@@ -128,7 +143,7 @@ def plain() -> LLM:
     return LLM(TARGET, draft="none", dtype="float32", draft_length=0)
 
 
-def run(name: str, capsys: pytest.CaptureFixture[str]) -> str:
+def run(name: str | Path, capsys: pytest.CaptureFixture[str]) -> str:
     runpy.run_path(str(EXAMPLES / name), run_name="__main__")
     return capsys.readouterr().out
 

@@ -78,6 +78,7 @@ def test_a_server_answers_and_drains(tmp_path: Path) -> None:
         assert PROMPT not in log and "Traceback" not in log
 
 
+@pytest.mark.slow  # a server more
 def test_keys_from_the_environment_and_a_second_signal() -> None:
     env = {"PACELINE_API_KEYS": "sk-a,sk-b"}
     arguments = ["--draft", "none", "--threads", "1", "--cors-origin", "https://chat.example"]

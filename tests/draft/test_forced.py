@@ -38,19 +38,29 @@ def target() -> LLM:
     return LLM("paceline/tiny", draft="none", dtype="float32")
 
 
+@pytest.fixture(scope="module")
+def expected(target: LLM) -> list[tuple[list[SamplingParams], list[list[int]]]]:
+    """A request with a grammar and one without, greedy and seeded, and their plain texts."""
+    found = []
+    for sampled in ({"temperature": 0.0}, {"temperature": 0.9, "seed": 3}):
+        free = SamplingParams(**sampled, max_tokens=24)
+        asked = [replace(free, max_tokens=80, grammar=Grammar.json(SCHEMA)), free]
+        done = target.generate([PROMPT] * 2, asked)
+        json.loads(done[0].text)
+        found.append((asked, [completion.token_ids for completion in done]))
+    return found
+
+
 @pytest.mark.parametrize(
     "draft",
     ["ngram", "paceline/tiny-draft", "hybrid:suffix+ngram", "quantized", "hybrid:suffix+quantized"],
 )
-def test_the_text_is_plain_decodings(target: LLM, draft: str) -> None:
+def test_the_text_is_plain_decodings(
+    target: LLM, expected: list[tuple[list[SamplingParams], list[list[int]]]], draft: str
+) -> None:
     """Alone, and beside requests without a grammar; greedy and seeded, of any draft length."""
     llm = target.beside(draft, max_batch_size=4)
-    for sampled in ({"temperature": 0.0}, {"temperature": 0.9, "seed": 3}):
-        free = SamplingParams(**sampled, max_tokens=80)
-        asked = [replace(free, grammar=Grammar.json(SCHEMA)), free]
-        expected = target.generate([PROMPT] * 2, asked)
-        json.loads(expected[0].text)
-        texts = [completion.token_ids for completion in expected]
+    for asked, texts in expected:
         for length in (None, 6):
             params = [replace(request, draft_length=length) for request in asked]
             together = llm.generate([PROMPT] * 3, [*params, params[0]])

@@ -30,6 +30,11 @@ def plain() -> LLM:
     return LLM("paceline/tiny", draft="none", dtype="float32", prefix_sharing=False)
 
 
+@pytest.fixture(scope="module")
+def expected(plain: LLM) -> list[list[int]]:
+    return [list(one.token_ids) for one in plain.generate(PROMPTS, PARAMS)]
+
+
 def tight(plain: LLM, spec: str | list[str], length: int | str = 4) -> LLM:
     """Ten blocks for three sequences that grow to six each."""
     llm = plain.beside(spec, draft_length=length, max_batch_size=3, prefix_sharing=False)
@@ -105,11 +110,10 @@ def decode(llm: LLM) -> tuple[list[list[int]], set[str]]:
 
 
 @pytest.mark.parametrize("name", [*SPECS, "hybrid of a model", "a list"])
-def test_the_same_text_and_nothing_stale(plain: LLM, name: str) -> None:
+def test_the_same_text_and_nothing_stale(plain: LLM, expected: list[list[int]], name: str) -> None:
     spec = {"hybrid of a model": HYBRID, "a list": [SPECS["model"], "ngram"]}.get(name) or SPECS[
         name
     ]
-    expected = [list(c.token_ids) for c in plain.generate(PROMPTS, PARAMS)]
     llm = tight(plain, spec)
     texts, stale = decode(llm)
     given = [len(llm.tokenizer.encode(prompt)) for prompt in PROMPTS]
@@ -140,7 +144,7 @@ def test_the_controller_begins_anew_with_every_drafter(plain: LLM, team: bool) -
     assert not stale and any(commit.drafted for commit in drafted)
 
 
-def test_the_engine_asks_the_drafter_that_it_has_now(plain: LLM) -> None:
+def test_the_engine_asks_the_drafter_that_it_has_now(plain: LLM, expected: list[list[int]]) -> None:
     """Another one may be put in its place: blocks are reserved for its drafts, it is told who has
     been preempted, and predictions leave it where it is."""
 
@@ -162,7 +166,6 @@ def test_the_engine_asks_the_drafter_that_it_has_now(plain: LLM) -> None:
         def forget(self, seq_id: int) -> None:
             self.forgotten.append(seq_id)
 
-    expected = [list(c.token_ids) for c in plain.generate(PROMPTS, PARAMS)]
     llm = tight(plain, "ngram", 1)
     other = llm.engine.drafter = Wide()
     told = replace(PARAMS, prediction=tuple(expected[0]))

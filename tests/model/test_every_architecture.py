@@ -2,7 +2,9 @@
 
 Three requests in one batch, prompts in chunks, n-gram drafts, shared blocks, both backends; the
 library generates them one by one. Equal, or refused with the reason: a model type that is new in
-transformers is tested by itself, and fails here if it is neither.
+transformers is tested by itself, and fails here if it is neither. Those of the native kernels, a
+model for each way to attend and one for each reason are tested with every change, all with the slow
+ones.
 """
 
 from __future__ import annotations
@@ -80,6 +82,16 @@ KERNELS = {
     *("gemma2:27B", "gemma3_text:4B", "llama:3.1", "llama:linear", "llama:yarn", "llama:biased"),
     *("llama:tied", "mistral:0.3", "mixtral:window", "qwen2:yarn", "qwen2:window", "qwen3:yarn"),
 }
+
+
+# What torch runs: learnt and partly rotated positions, one latent for all keys, sinks,
+# windows, chunks, shared keys, experts, and every recurrence.
+ON_TORCH = {
+    *("gpt2", "opt", "gpt_neox", "phi", "stablelm", "cohere2", "deepseek_v3", "gpt_oss"),
+    *("gemma3n_text", "gemma4_text", "llama4_text", "qwen3_moe", "bamba", "jamba", "lfm2"),
+    *("qwen3_next", "llama:dynamic", "phi3:4-mini"),
+}
+OFTEN = KERNELS | ON_TORCH | {names.split()[0] for names in _REFUSED.values()} | {*UNBUILT}
 
 
 @dataclass
@@ -191,7 +203,10 @@ def check_views(target: CausalModel) -> None:
             LayerView(target, rest)(probe_batch((1,)), target.new_cache(1, 2))
 
 
-@pytest.mark.parametrize("case", list(cases()))
+@pytest.mark.parametrize(
+    "case",
+    [pytest.param(c, marks=() if c in OFTEN else pytest.mark.slow) for c in cases()],
+)
 def test_equal_or_refused(case: str) -> None:
     kind = case.partition(":")[0]
     if kind in UNBUILT:
@@ -227,7 +242,7 @@ def test_each_name_is_that_of_a_case() -> None:
     """Of the lists, but for types that only transformers 5.23 has."""
     new = {"dots3_note", "dots3_note_text", "inkling2_text"}
     new |= {"internlm3", "iquestcoder", "recurrent_gemma"}
-    assert {*REFUSED, *KERNELS, *UNBUILT, *WHOLE} - {*cases()} <= new
+    assert {*REFUSED, *OFTEN, *WHOLE} - {*cases()} <= new
 
 
 def test_the_documentation_lists_what_is_tested() -> None:

@@ -21,10 +21,12 @@ PROMPTS = [
     "The cat sat on the mat. The cat sat on the mat. The cat",
     "Once upon a time, there was a little fox who lived in the woods. " * 4,
 ]
+TOKENS = 16
+GREEDY = SamplingParams(max_tokens=TOKENS, ignore_eos=True)
 REQUESTS = {
-    "greedy": SamplingParams(max_tokens=24, ignore_eos=True),
-    "seeded": SamplingParams(max_tokens=24, temperature=1.0, seed=4, ignore_eos=True),
-    "top-p": SamplingParams(max_tokens=24, temperature=0.8, top_p=0.9, seed=5, ignore_eos=True),
+    "greedy": GREEDY,
+    "seeded": replace(GREEDY, temperature=1.0, seed=4),
+    "top-p": replace(GREEDY, temperature=0.8, top_p=0.9, seed=5),
 }
 # Longer drafts, and the length that adapts itself.
 MORE = {
@@ -41,7 +43,7 @@ def dtype(request: pytest.FixtureRequest) -> str:
     return name
 
 
-def texts(llm: LLM, part: slice = slice(None), tokens: int = 24) -> dict[str, list[list[int]]]:
+def texts(llm: LLM, part: slice = slice(None), tokens: int = TOKENS) -> dict[str, list[list[int]]]:
     found: dict[str, list[Completion]] = {}
     for name, params in REQUESTS.items():
         found[name] = llm.generate(PROMPTS[part], replace(params, max_tokens=tokens))
@@ -153,4 +155,4 @@ def test_chunks_and_preemption(alone: LLM, plain: dict[str, list[list[int]]]) ->
     found = texts(llm, tokens=40)  # shorter ones are promised all that they may need
     assert scheduler.preemptions > 0
     llm.close()
-    assert {name: [own[:24] for own in many] for name, many in found.items()} == plain
+    assert {name: [own[:TOKENS] for own in many] for name, many in found.items()} == plain

@@ -5,7 +5,6 @@ from __future__ import annotations
 import hashlib
 import json
 import shutil
-import subprocess
 import sys
 import zipfile
 from dataclasses import replace
@@ -30,6 +29,7 @@ from paceline.model.names import (
 )
 from paceline.pull import pull
 from paceline.pull import run as running
+from support.command_lines import assert_one_line, paceline
 from support.made_gguf import write_gguf
 
 pytest.importorskip("gguf")
@@ -361,11 +361,6 @@ def test_from_the_hub(
 # -- the command -------------------------------------------------------------------------------
 
 
-def paceline(*arguments: str) -> subprocess.CompletedProcess[str]:
-    command = [sys.executable, "-m", "paceline", *arguments]
-    return subprocess.run(command, capture_output=True, text=True, timeout=120)
-
-
 def test_the_real_table() -> None:
     """What everybody gets: known hashes, and an exact requirement."""
     assert SMOLLM2.wheel is not None
@@ -391,7 +386,4 @@ def test_the_command_refuses_in_one_line() -> None:
         (("generate", "hi", "--model", "paceline/smollm2"), "run `paceline pull smollm2`"),
         (("generate", "hi", "--model", "paceline/smollm9"), "paceline/smollm2"),
     ):
-        done = paceline(*arguments)
-        assert done.returncode == 1 and done.stdout == ""
-        (line,) = [line for line in done.stderr.splitlines() if not line.startswith("starting")]
-        assert line.startswith("error: ") and words in line
+        assert_one_line(paceline(*arguments), words)

@@ -16,6 +16,7 @@ FEATURES = set(CPUINFO.read_text().split() if CPUINFO.exists() else ())  # none 
 EMULATED = ("-include", str(HERE / "emulated_tiles.h"))
 
 
+@pytest.mark.slow  # the kernels are built anew
 @pytest.mark.skipif(
     not {"avx512_vnni", "avx512f"} <= FEATURES,
     reason="the instructions beside the tiles are AVX512's, which this processor has not",
