@@ -15,6 +15,7 @@ from fastapi import FastAPI
 from fastapi.exceptions import RequestValidationError
 from fastapi.middleware.cors import CORSMiddleware
 from fastapi.responses import HTMLResponse, JSONResponse, Response
+from jinja2 import Environment
 from prometheus_client.exposition import CONTENT_TYPE_LATEST
 from starlette.exceptions import HTTPException
 
@@ -24,7 +25,6 @@ from paceline.server.api import adapters, anthropic, openai, responses, tokens
 from paceline.server.config import ServeConfig
 from paceline.server.errors import RESPONSES, on_error, on_http_error, on_invalid
 from paceline.server.failures import APIError
-from paceline.server.reference import reference
 from paceline.server.requestlog import Exchange, RequestLog
 from paceline.server.security import Gate, Keys, wrong_host, wrong_type
 from paceline.server.service import Service
@@ -45,7 +45,7 @@ def create_app(
         yield
         await service.client.stop()
 
-    # FastAPI's documentation pages load scripts from elsewhere; ours is at /docs (reference.py).
+    # FastAPI's documentation pages load scripts from elsewhere; ours is at /docs.
     app = FastAPI(
         title="Paceline",
         version=__version__,
@@ -106,14 +106,17 @@ def _add_models(app: FastAPI, service: Service) -> None:
 
 
 def _add_state(app: FastAPI, service: Service) -> None:
+    def status(good: bool, yes: str, no: str) -> Response:
+        return JSONResponse({"status": yes if good else no}, 200 if good else 503)
+
     @app.get("/health")
     @app.get("/health/live")
     async def live() -> Response:
-        return _status(service.client.alive, "ok", "the engine has stopped")
+        return status(service.client.alive, "ok", "the engine has stopped")
 
     @app.get("/health/ready")
     async def ready() -> Response:
-        return _status(service.client.ready, "ready", "not ready: starting or shutting down")
+        return status(service.client.ready, "ready", "not ready: starting or shutting down")
 
     @app.get("/load")
     @app.get("/get_load", include_in_schema=False)  # for SGLang's routers
@@ -148,14 +151,14 @@ def _add_state(app: FastAPI, service: Service) -> None:
         }
 
 
-def _status(good: bool, yes: str, no: str) -> Response:
-    return JSONResponse({"status": yes if good else no}, 200 if good else 503)
-
-
 def _add_page(app: FastAPI) -> None:
     """The page at ``/`` and the reference at ``/docs``, with policies that let them load nothing
     else."""
-    text = Path(__file__).with_name("page.html").read_text(encoding="utf-8")
+    text, reference = (
+        Path(__file__).with_name(name).read_text(encoding="utf-8")
+        for name in ("page.html", "reference.html")
+    )
+    template = Environment(autoescape=True).from_string(reference)
 
     def shown(text: str) -> HTMLResponse:
         headers = {
@@ -172,20 +175,19 @@ def _add_page(app: FastAPI) -> None:
 
     @app.get("/docs", response_class=HTMLResponse, include_in_schema=False)
     async def docs() -> HTMLResponse:
-        return shown(reference(app.openapi()))
+        return shown(template.render(api=app.openapi()))
 
 
 def policy(page: str) -> str:
     """Allows the page's own script and style, by hash, and connections to this server only."""
     script, style = (
-        " ".join(f"'{_digest(part)}'" for part in re.findall(f"<{tag}>(.*?)</{tag}>", page, re.S))
+        " ".join(
+            f"'sha256-{base64.b64encode(sha256(part.encode()).digest()).decode()}'"
+            for part in re.findall(f"<{tag}>(.*?)</{tag}>", page, re.S)
+        )
         for tag in ("script", "style")
     )
     return (
         f"default-src 'none'; script-src {script}; style-src {style}; connect-src 'self'; "
         "img-src data:; base-uri 'none'; form-action 'none'; frame-ancestors 'none'"
     )
-
-
-def _digest(text: str) -> str:
-    return "sha256-" + base64.b64encode(sha256(text.encode()).digest()).decode()
