@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 from typing import Any
 
 import msgspec
@@ -26,49 +25,37 @@ _INFO_FIELDS = (
 
 
 def add_routes(app: FastAPI, service: Service) -> None:
-    # On a worker thread, encoding included: a long text takes seconds.
+    # No coroutines, so on worker threads, encoding included: a long text takes seconds.
+    tokenizer = service.tokenizer
 
     @app.post("/tokenize")
-    async def tokenize(body: TokenizeRequest) -> Response:
+    def tokenize(body: TokenizeRequest) -> Response:
         service.check_model(body.model)
-        return await asyncio.to_thread(_tokens_of, service, body)
+        if body.messages is not None:
+            opens = body.add_generation_prompt
+            ids = render(tokenizer, body.messages, body.tools or (), opens=opens)
+        else:
+            check_text(body.prompt or "", "prompt")
+            ids = list(tokenizer.encode(body.prompt, add_special_tokens=body.add_special_tokens))
+        answer = {"count": len(ids), "max_model_len": service.max_model_len, "tokens": ids}
+        if body.return_token_strs:
+            answer["token_strs"] = tokenizer.convert_ids_to_tokens(ids)
+        return _json(answer)
 
     @app.post("/detokenize")
-    async def detokenize(body: DetokenizeRequest) -> Response:
+    def detokenize(body: DetokenizeRequest) -> Response:
         service.check_model(body.model)
-        return await asyncio.to_thread(_text_of, service, body.tokens)
+        count = len(tokenizer)
+        for token in body.tokens:
+            if not 0 <= token < count:
+                problem = f"token {token} is not in the vocabulary (0 to {count - 1})"
+                raise APIError(problem, param="tokens")
+        return _json({"prompt": str(tokenizer.decode(body.tokens))})
 
     @app.get("/tokenizer_info")
-    async def tokenizer_info() -> Response:
-        tokenizer = service.tokenizer
+    def tokenizer_info() -> Response:
         special = {name: getattr(tokenizer, name, None) for name in _INFO_FIELDS}
         return _json({"tokenizer_class": type(tokenizer).__name__, **special})
-
-
-def _tokens_of(service: Service, body: TokenizeRequest) -> Response:
-    tokenizer = service.tokenizer
-    if body.messages is not None:
-        ids = render(tokenizer, body.messages, body.tools or (), opens=body.add_generation_prompt)
-    else:
-        check_text(body.prompt or "", "prompt")
-        ids = list(tokenizer.encode(body.prompt, add_special_tokens=body.add_special_tokens))
-    answer: dict[str, Any] = {
-        "count": len(ids),
-        "max_model_len": service.max_model_len,
-        "tokens": ids,
-    }
-    if body.return_token_strs:
-        answer["token_strs"] = tokenizer.convert_ids_to_tokens(ids)
-    return _json(answer)
-
-
-def _text_of(service: Service, tokens: list[int]) -> Response:
-    tokenizer = service.tokenizer
-    count = len(tokenizer)
-    wrong = next((token for token in tokens if not 0 <= token < count), None)
-    if wrong is not None:
-        raise APIError(f"token {wrong} is not in the vocabulary (0 to {count - 1})", param="tokens")
-    return _json({"prompt": str(tokenizer.decode(tokens))})
 
 
 def _json(answer: dict[str, Any]) -> Response:
