@@ -26,7 +26,7 @@ from paceline.errors import EngineLostError, PacelineError
 from paceline.request.completion import StreamEvent
 from paceline.server import wire
 from paceline.server.failures import APIError, as_api_error, draining, engine_lost, request_failed
-from paceline.server.metrics import Metrics, VllmNames
+from paceline.server.metrics import Metrics
 
 if TYPE_CHECKING:
     from paceline.llm import LLM
@@ -77,16 +77,14 @@ class EngineJob:
 
 class EngineLoop:
     """Runs an ``LLM`` on its own thread; start it once. ``post`` sends a message to the clients, on
-    several threads. ``alias_of``: metrics also have vLLM's names, for the model of this name."""
+    several threads. ``alias_of``: see ``Metrics``."""
 
     def __init__(
         self, llm: LLM, post: Callable[[wire.WireMessage], None], alias_of: str | None = None
     ) -> None:
         self.llm = llm
         self.lost: str | None = None  # why the thread ended unasked
-        self.metrics = Metrics()
-        if alias_of is not None:
-            self.metrics.registry.register(VllmNames(self.metrics.registry, alias_of))
+        self.metrics = Metrics(alias_of)
         self.metrics.watch(llm.engine, lambda: self.waiting)
         self._post = post
         self._jobs: dict[int, EngineJob] = {}  # by ticket, in the order of their arrival

@@ -37,11 +37,14 @@ _DECAY = 0.995  # a step, of the gauges' sums: about the last two hundred
 
 
 class Metrics:
-    """The metrics of one ``EngineLoop``, in its own registry."""
+    """The metrics of one ``EngineLoop``, in its own registry. ``alias_of``: also under vLLM's
+    names, for the model of this name."""
 
-    def __init__(self) -> None:
-        self.registry = CollectorRegistry()
-        registry = self.registry
+    def __init__(self, alias_of: str | None = None) -> None:
+        registry = self.registry = CollectorRegistry()
+        self._rendered: list[Collector] = [registry]
+        if alias_of is not None:
+            self._rendered.append(VllmNames(registry, alias_of))
         counter = partial(Counter, namespace="paceline", registry=registry)
         gauge = partial(Gauge, namespace="paceline", registry=registry)
         histogram = partial(Histogram, namespace="paceline", registry=registry)
@@ -207,7 +210,7 @@ class Metrics:
         for key in [*((name, None, 0) for name in self._watch.drafters), *self._watch.warned]:
             name, adapter, _ = key
             self.collapsed.labels(name, adapter or "").set(key in self._watch.collapsed)
-        return generate_latest(self.registry).decode()
+        return b"".join(map(generate_latest, self._rendered)).decode()
 
 
 def _drafter_of(request: Request, drafters: tuple[str, ...]) -> str:
@@ -246,16 +249,10 @@ class VllmNames(Collector):
     """A registry's metrics by vLLM's names, labelled ``model_name``, summed over drafters."""
 
     def __init__(self, registry: CollectorRegistry, model: str) -> None:
-        self._registry, self._model, self._reading = registry, model, False
+        self._registry, self._model = registry, model
 
     def collect(self) -> Iterable[Metric]:
-        if self._reading:  # called by the registry itself
-            return []
-        self._reading = True
-        try:
-            metrics = {metric.name: metric for metric in self._registry.collect()}
-        finally:
-            self._reading = False
+        metrics = {metric.name: metric for metric in self._registry.collect()}
         return [
             self._renamed(metrics[f"paceline_{ours}"], f"paceline_{ours}", f"vllm:{theirs}")
             for ours, names in VLLM_NAMES.items()
