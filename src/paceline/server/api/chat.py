@@ -87,13 +87,13 @@ class Dialogue:
 
     def reader(self) -> AnswerStream:
         """A reader of one choice's text."""
-        tools, choice = self.body.shown_tools, self.body.choice
+        tools, choice = self.body.shown_tools, self.body.tool_choice
         if not tools:
             return TextAnswer()
         if choice in (None, "auto"):
             parallel = self.body.parallel_tool_calls is not False and not self.body.functions
             return PossibleCall(tools, parallel)
-        return ForcedCall(self.body.callable_names)
+        return ForcedCall(list(self.body.callable_tools))
 
 
 _INSTRUCTION = (

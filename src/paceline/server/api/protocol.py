@@ -276,36 +276,31 @@ class ChatRequest(Generation):
             raise ValueError("max_tokens and max_completion_tokens differ; give one")
         if self.functions and self.tools:
             raise ValueError("functions and tools say the same; give tools")
-        if self.choice not in (None, "none", "auto") and not self.offered:
-            raise ValueError("tool_choice needs tools")
-        if isinstance(self.choice, NamedTool):
-            names = [tool.function.name for tool in self.offered]
-            if self.choice.function.name not in names:
-                raise ValueError("tool_choice names a function that is not among the tools")
-        return self
-
-    @property
-    def offered(self) -> list[Tool]:
-        """The tools; ``functions`` is their old name."""
-        return self.tools or [Tool(type="function", function=f) for f in self.functions or ()]
-
-    @property
-    def choice(self) -> Literal["none", "auto", "required"] | NamedTool | None:
+        # ``functions`` and ``function_call`` are the old names.
+        self.tools = self.tools or [Tool(type="function", function=f) for f in self.functions or ()]
         if isinstance(self.function_call, NamedFunction):
-            return NamedTool(type="function", function=self.function_call)
-        return self.tool_choice or self.function_call
+            self.tool_choice = NamedTool(type="function", function=self.function_call)
+        else:
+            self.tool_choice = self.tool_choice or self.function_call
+        if self.tool_choice not in (None, "none", "auto") and not self.tools:
+            raise ValueError("tool_choice needs tools")
+        if isinstance(self.tool_choice, NamedTool) and not self.callable_tools:
+            raise ValueError("tool_choice names a function that is not among the tools")
+        return self
 
     @property
     def shown_tools(self) -> list[Tool]:
         """Tools that the model sees and may call."""
-        return [] if self.choice == "none" else self.offered
+        return [] if self.tool_choice == "none" else self.tools or []
 
     @property
-    def callable_names(self) -> list[str]:
-        """Functions that a forced call may call."""
-        if isinstance(self.choice, NamedTool):
-            return [self.choice.function.name]
-        return [tool.function.name for tool in self.offered]
+    def callable_tools(self) -> dict[str, FunctionDefinition]:
+        """Functions that a forced call may call, by name."""
+        functions = {tool.function.name: tool.function for tool in self.tools or ()}
+        if isinstance(self.tool_choice, NamedTool):
+            name = self.tool_choice.function.name
+            return {name: functions[name]} if name in functions else {}
+        return functions
 
     @property
     def continues(self) -> bool:

@@ -293,17 +293,13 @@ class PossibleCall:
 
 def forced_grammar(request: ChatRequest) -> Grammar | None:
     """The grammar of a request that must call one function or any; None otherwise."""
-    if request.choice in (None, "none", "auto"):
+    if request.tool_choice in (None, "none", "auto"):
         return None
-    names = request.callable_names
-    tools = [tool for tool in request.offered if tool.function.name in names]
+    functions = request.callable_tools.items()
     schema: dict[str, Any] = {
-        "$defs": {
-            name: _moved(tool.function.parameters, f"#/$defs/{name}")
-            for name, tool in zip(names, tools, strict=True)
-        }
+        "$defs": {name: _moved(f.parameters, f"#/$defs/{name}") for name, f in functions}
     }
-    calls = [_call_schema(name) for name in names]
+    calls = [_call_schema(name) for name, _ in functions]
     schema |= calls[0] if len(calls) == 1 else {"anyOf": calls}
     return Grammar("json", json.dumps(schema))
 
