@@ -171,14 +171,12 @@ def _unknown(section: str, name: str) -> str:
     homes = {entry.name: f"[{entry.key.section}] {entry.name}" for entry in keys()}
     if not section:
         homes |= {other: f"[{other}]" for other in SECTIONS}
-    near = get_close_matches(name, homes, 1)
-    if near:
+    there = [entry.name for entry in keys() if entry.key.section == section]
+    advice = (
+        f"there are {', '.join(there)}" if section else f"the sections are {', '.join(SECTIONS)}"
+    )
+    if near := get_close_matches(name, homes, 1):
         advice = f"did you mean {homes[near[0]]}?"
-    elif section:
-        there = [entry.name for entry in keys() if entry.key.section == section]
-        advice = f"there are {', '.join(there)}"
-    else:
-        advice = f"the sections are {', '.join(SECTIONS)}"
     return f"unknown key {f'[{section}] {name}' if section else name}; {advice}"
 
 

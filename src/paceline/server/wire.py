@@ -21,7 +21,7 @@ from __future__ import annotations
 import asyncio
 import socket
 import struct
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import msgspec
 
@@ -143,13 +143,10 @@ EngineCommand = LoadModel | Submit | Cancel | Scrape | SetAdapter
 Reply = Hello | Accepted | StepEvents | Ended | Scraped | Lost
 
 
-def _error_fields(error: Any) -> tuple[Any, ...]:
-    """The arguments of an ``APIError``, the only type that msgspec does not know."""
-    assert isinstance(error, APIError)
-    return str(error), error.status, error.kind, error.param, error.code, error.headers
-
-
-_ENCODER = msgspec.msgpack.Encoder(enc_hook=_error_fields)
+# An ``APIError``, the only type that msgspec does not know, is sent as its arguments.
+_ENCODER = msgspec.msgpack.Encoder(
+    enc_hook=lambda e: (str(e), e.status, e.kind, e.param, e.code, e.headers)
+)
 REQUESTS: msgspec.msgpack.Decoder[EngineCommand] = msgspec.msgpack.Decoder(EngineCommand)
 REPLIES: msgspec.msgpack.Decoder[Reply] = msgspec.msgpack.Decoder(
     Reply, dec_hook=lambda kind, fields: kind(*fields)

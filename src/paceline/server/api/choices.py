@@ -56,22 +56,17 @@ def visible_logprobs(tokenizer: Tokenizer, event: StreamEvent) -> list[TokenLogp
     return entries[:-1] if ended else entries
 
 
-def token_record(tokenizer: Tokenizer, entry: TokenLogprob) -> dict[str, Any]:
-    """A token and its alternatives, as in chats."""
-    return {
-        **_token(tokenizer, entry.token_id, entry.logprob),
-        "top_logprobs": [_token(tokenizer, token, value) for token, value in entry.top],
-    }
-
-
 def token_records(tokenizer: Tokenizer, event: StreamEvent) -> list[dict[str, Any]]:
-    """Records of the event's tokens that are part of the text."""
-    return [token_record(tokenizer, entry) for entry in visible_logprobs(tokenizer, event)]
+    """The event's tokens that are part of the text, with their alternatives, as in chats."""
 
+    def record(token: int, logprob: float) -> dict[str, Any]:
+        spelt = Spelling.of(tokenizer).bytes_of(token)
+        return {"token": _shown(spelt), "logprob": finite(logprob), "bytes": list(spelt)}
 
-def _token(tokenizer: Tokenizer, token: int, logprob: float) -> dict[str, Any]:
-    spelt = Spelling.of(tokenizer).bytes_of(token)
-    return {"token": _shown(spelt), "logprob": finite(logprob), "bytes": list(spelt)}
+    return [
+        record(entry.token_id, entry.logprob) | {"top_logprobs": [record(*e) for e in entry.top]}
+        for entry in visible_logprobs(tokenizer, event)
+    ]
 
 
 def _shown(spelt: bytes) -> str:
