@@ -55,10 +55,9 @@ def test_alpha(model: CausalModel, folder: Path, config: dict[str, Any], scale: 
     before = load_file(folder / "adapter_model.safetensors")[f"{QUERY}B.weight"]
     configured(folder, **config)
     adapter = read_adapter("one", str(folder), model)
-    _, b = adapter.pairs["model.layers.0.self_attn.q_proj"]
-    assert torch.allclose(b, scale * before) and adapter.rank == 4
+    a, b = adapter.pairs["model.layers.0.self_attn.q_proj"]
+    assert torch.allclose(b, scale * before) and len(a) == 4
     assert len(adapter.pairs) == 2 * 7 + 1
-    assert adapter.nbytes == sum(4 * (a.numel() + b.numel()) for a, b in adapter.pairs.values())
 
 
 @pytest.mark.parametrize(

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from paceline.core.params import TokenLogprob
 from paceline.request.completion import StreamEvent
 from paceline.request.text import TextStream
-from paceline.server.api.choices import LogprobColumns, Origins, token_record
+from paceline.server.api.choices import LogprobColumns, Origins, token_records
 from support.made_tokenizers import KINDS, decode, tokens_of
 
 LLAMA, GPT = KINDS["llama"], KINDS["byte level"]
@@ -69,6 +69,10 @@ def test_offsets_inside_a_character() -> None:
 
 
 def test_tokens_have_their_own_bytes() -> None:
+    def token_record(tokenizer: Any, entry: TokenLogprob) -> dict[str, Any]:
+        event = StreamEvent(0, 0, "", [entry.token_id], [False], logprobs=[entry])
+        return token_records(tokenizer, event)[0]
+
     half = GPT.get_vocab()["ä½"]
     record = token_record(GPT, TokenLogprob(half, -1.0, ((half, -1.0),)))
     assert (record["token"], record["bytes"]) == ("\\xe4\\xbd", [0xE4, 0xBD])

@@ -28,15 +28,6 @@ class Adapter:
     pairs: Mapping[str, tuple[torch.Tensor, torch.Tensor]]
     number: int = field(default_factory=lambda: next(_NUMBERS))
 
-    @property
-    def rank(self) -> int:
-        """The highest of all modules."""
-        return max(a.shape[0] for a, _ in self.pairs.values())
-
-    @property
-    def nbytes(self) -> int:
-        return sum(a.nbytes + b.nbytes for a, b in self.pairs.values())
-
 
 class ByAdapter(Generic[_Kept]):
     """What is kept of requests without an adapter, and of those with each: dropped with it."""

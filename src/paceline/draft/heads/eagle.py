@@ -112,6 +112,7 @@ class EagleDrafter(FeatureDrafter):
     """Drafts with an EAGLE head."""
 
     _ahead = 1
+    _step: EagleStep
 
     def __init__(self, step: EagleStep, levels: Levels) -> None:
         self.head = step.head
