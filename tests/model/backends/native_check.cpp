@@ -11,6 +11,7 @@
 #include <cstring>
 #include <memory>
 #include <random>
+#include <string>
 #include <vector>
 
 #include "paceline_native.h"
@@ -333,13 +334,16 @@ int main() {
       // Windows across blocks: one of several, and a narrow one.
       {PL_BFLOAT16, 40, 4, 2, 8, 56, 300, false, 0, 0, false, 600}, {PL_FLOAT32, 33, 3, 1, 24, 47, 40, true, 0, 0, true, 290},
   };
+  std::string checked;
   for (const Sizes& size : all) {
     Model m(size);
+    checked.clear();
     std::vector<Bytes> first;
     std::vector<int32_t> decided;
     unsigned seed = rng();
     for (const char* name : {"portable", "avx2", "avx512", "amx", "dpbf16", "neon", "i8mm"}) {
       if (pl_choose(name)) continue;
+      checked += std::string(" ") + name;
       rng.seed(seed);
       std::vector<Bytes> truth = run(m);
       if (first.empty()) first = truth;
@@ -351,6 +355,6 @@ int main() {
       expect(truth == first || !strcmp(name, "dpbf16"), "this instruction set");
     }
   }
-  printf("the kernels: the same bits, and nothing for the sanitizers\n");
+  printf("the kernels%s: the same bits, and nothing for the sanitizers\n", checked.c_str());
   return 0;
 }
