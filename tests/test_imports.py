@@ -345,7 +345,9 @@ def test_importing_the_package_loads_nothing_heavy() -> None:
 
 
 def test_a_model_adapter_loads_no_command_line() -> None:
-    assert not modules_after("import paceline.llm") & {"typer", "matplotlib", "fastapi", "ray"}
+    """Nor transformers before there is a model."""
+    others = {"typer", "matplotlib", "fastapi", "ray", "transformers"}
+    assert not modules_after("import paceline.llm, paceline.model.target") & others
 
 
 def test_docstrings_can_be_written_as_bytes() -> None:

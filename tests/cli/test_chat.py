@@ -104,6 +104,7 @@ def terminal() -> Iterator[Terminal]:
     os.close(made.leader)
 
 
+@pytest.mark.slow  # a process is interrupted
 def test_at_a_terminal(terminal: Terminal) -> None:
     terminal.until("you> ")
     terminal.type("Tell me a long story\r")

@@ -38,6 +38,7 @@ def test_a_run_ends_with_a_json_line_and_a_card(corpus: str, tmp_path: Path) -> 
     assert "resuming at step 3 of 4" in again.stderr
 
 
+@pytest.mark.slow  # a process is interrupted
 def test_ctrl_c_saves_and_the_same_command_resumes(corpus: str, tmp_path: Path) -> None:
     out = tmp_path / "run"
     arguments = ["train", "lm", "--data", corpus, "--valid", corpus, "--out", str(out), *SIZES]

@@ -57,12 +57,14 @@ print(llm.generate("Once upon a time")[0].finish_reason)
 """
 
 
+@pytest.mark.slow  # a built image
 def test_the_kernels_are_found_without_a_compiler(built: Path, tmp_path: Path) -> None:
     done = run([sys.executable, "-c", ASK], **clean(tmp_path, built))
     assert done.returncode == 0, done.stderr
     assert done.stdout.startswith("native ("), done.stdout + done.stderr
 
 
+@pytest.mark.slow
 def test_an_image_without_them_says_what_it_lacks(tmp_path: Path) -> None:
     done = run([sys.executable, "-c", ASK], **clean(tmp_path, tmp_path / "none"))
     assert done.stdout.startswith("reference (no g++ is there)"), done.stdout + done.stderr

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import json
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -166,11 +164,6 @@ def test_names() -> None:
     assert resolve("meta-llama/Llama-3.2-1B") == "meta-llama/Llama-3.2-1B"
     with pytest.raises(ModelLoadError, match="paceline/tiny"):
         resolve("paceline/huge")
-
-
-def test_import_is_light() -> None:
-    code = "import sys, paceline.model.target; assert 'transformers' not in sys.modules"
-    subprocess.run([sys.executable, "-c", code], check=True)
 
 
 UNSUPPORTED: list[tuple[str, str, dict[str, Any]]] = [

@@ -317,6 +317,7 @@ def test_a_model_without_a_plan_is_refused(tmp_path: Path) -> None:
         LLM(folder, draft="none", tensor_parallel=2)
 
 
+@pytest.mark.slow  # a server is killed
 def test_a_server_ends_with_its_ranks(tmp_path: Path) -> None:
     """Idle: nothing but the rank's own end says so."""
     target, draft = write_pair(tmp_path)
