@@ -75,6 +75,7 @@ def test_the_number_while_training_is_the_engines(finished: DraftTrainer, target
     assert as_the_engine(finished, target, passes=4).accepted[0] > 20
 
 
+@pytest.mark.slow  # it learns
 def test_a_draft_learns_to_draft_in_one_pass(
     config: DraftConfig, target: str, tmp_path: Path
 ) -> None:

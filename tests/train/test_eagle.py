@@ -164,6 +164,7 @@ def test_a_head_starts_as_the_last_layer_and_its_output_rows_stay_frozen(
         EagleTrainer(replace(own, ffn_size=8), tmp_path / "other", device="cpu")
 
 
+@pytest.mark.slow  # it learns
 def test_a_head_learns_to_draft_in_one_pass(
     config: EagleTrainConfig, corpus: str, tmp_path: Path
 ) -> None:
