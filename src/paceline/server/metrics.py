@@ -42,9 +42,7 @@ class Metrics:
 
     def __init__(self, alias_of: str | None = None) -> None:
         registry = self.registry = CollectorRegistry()
-        self._rendered: list[Collector] = [registry]
-        if alias_of is not None:
-            self._rendered.append(VllmNames(registry, alias_of))
+        self._alias_of = alias_of
         counter = partial(Counter, namespace="paceline", registry=registry)
         gauge = partial(Gauge, namespace="paceline", registry=registry)
         histogram = partial(Histogram, namespace="paceline", registry=registry)
@@ -210,7 +208,10 @@ class Metrics:
         for key in [*((name, None, 0) for name in self._watch.drafters), *self._watch.warned]:
             name, adapter, _ = key
             self.collapsed.labels(name, adapter or "").set(key in self._watch.collapsed)
-        return b"".join(map(generate_latest, self._rendered)).decode()
+        rendered: list[Collector] = [self.registry]
+        if self._alias_of is not None:
+            rendered.append(VllmNames(self.registry, self._alias_of))
+        return b"".join(map(generate_latest, rendered)).decode()
 
 
 def _drafter_of(request: Request, drafters: tuple[str, ...]) -> str:
