@@ -40,12 +40,6 @@ NGRAM = {"speculative_algorithm": "NGRAM"}
             None,
         ),
         ({"method": "suffix"}, "suffix:max_depth=24,factor=1.0,min_prob=0.1", 4, None),
-        (
-            {"method": "custom_class", "model": "paceline.integrations.vllm.HybridProposer"},
-            "hybrid:suffix+ngram",
-            4,
-            None,
-        ),
     ],
 )
 def test_vllm(found: dict[str, Any], spec: str, length: int, rule: str | None) -> None:
@@ -116,7 +110,7 @@ def test_sglang(found: dict[str, Any], spec: str, length: int) -> None:
         ({"speculative_algorithm": "UNO"}, "UNO"),
         (
             {"method": "custom_class", "model": "other.Proposer", "num_speculative_tokens": 2},
-            "not ours",
+            "custom_class",
         ),
         ({"draft": "x"}, "neither"),
     ],

@@ -16,13 +16,11 @@ from typing import Any
 from paceline.errors import ConfigError
 
 _LAYERS = "eagle_aux_hidden_state_layer_ids"
-_PROPOSERS = {"Suffix": "suffix", "NGram": "ngram", "Hybrid": "hybrid:suffix+ngram"}
 _WITH_MODEL = {  # vLLM's methods, as our specs
     **{"eagle": "eagle:{},nodes=0", "eagle3": "eagle3:{},nodes=0"},
     **{"draft_model": "model:{}", "medusa": "medusa:{},tree=chain"},
     **{"dflash": "dflash:{}", "dspark": "dspark:{}"},
 }
-_PACELINE_PROPOSERS = "paceline.integrations.vllm."
 _GENERIC = f"paceline can read methods {', '.join(_WITH_MODEL)}, ngram and suffix"
 
 
@@ -119,8 +117,6 @@ def vllm_method(values: Mapping[str, Any]) -> str:
         return str(method)
     if model in ("ngram", "[ngram]", "suffix"):
         return model.strip("[]")
-    if model.startswith(_PACELINE_PROPOSERS):
-        return "custom_class"
     kind = head_config(model).get("speculators_model_type")
     named = (k for k in ("eagle3", "peagle", "dflash", "dspark") if k == kind or k in model.lower())
     return next(named, "draft_model").replace("peagle", "eagle3")
@@ -146,13 +142,6 @@ def _vllm_spec(values: Mapping[str, Any], length: int, where: str) -> str:
             f"min_prob={values.get('suffix_decoding_min_token_prob', 0.1)}"
             + ("" if kept else ",global=off")
         )
-    if method == "custom_class":
-        proposer = (
-            str(values.get("model", "")).removeprefix(_PACELINE_PROPOSERS).removesuffix("Proposer")
-        )
-        if proposer in _PROPOSERS:
-            return _PROPOSERS[proposer]
-        raise ConfigError(f"{where} names the proposer {values.get('model')!r}, which is not ours")
     raise ConfigError(f"{where} has vLLM's method {method!r}; {_GENERIC}")
 
 

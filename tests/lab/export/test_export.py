@@ -204,8 +204,6 @@ def test_vllm_look_ups() -> None:
     suffix = exported("vllm", "suffix:max_depth=30,global=off").config
     assert suffix["suffix_decoding_max_tree_depth"] == 30
     assert suffix["suffix_decoding_max_cached_requests"] == 0
-    hybrid = exported("vllm", "hybrid:suffix+ngram")
-    assert hybrid.config["model"] == "paceline.integrations.vllm.HybridProposer"
 
 
 def test_block_drafters_draft_at_most_a_block() -> None:

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from paceline.drafters import DFlash, DraftModel, DSpark, Eagle, Hybrid, Medusa, NGram, Suffix
+from paceline.drafters import DFlash, DraftModel, DSpark, Eagle, Medusa, NGram, Suffix
 from paceline.lab.export.speculation import FEWER_MATCHES, Export, eagle_of, outputs_of
 from paceline.model.gguf import gguf_file
 
@@ -71,14 +71,7 @@ def _vllm_method(export: Export) -> dict[str, Any]:
             export.approximate(what, instead, FEWER_MATCHES)
         limits = {"prompt_lookup_min": draft.min, "prompt_lookup_max": draft.max}
         return {"method": "ngram", **limits}
-    if isinstance(draft, Hybrid) and {type(part) for part in draft.parts} <= {NGram, Suffix}:
-        instead = "paceline.integrations.vllm, which must be installed beside vLLM"
-        cost = "chains only; an interface that vLLM calls experimental"
-        export.approximate("the hybrid of lookups", instead, cost)
-        proposer = "paceline.integrations.vllm.HybridProposer"
-        return {"method": "custom_class", "model": proposer}
-    known = "eagle3, dflash, dspark, medusa, a draft model, ngram, suffix or hybrid:suffix+ngram"
-    raise export.refuse(f"export {known}")
+    raise export.refuse("export eagle3, dflash, dspark, medusa, a draft model, ngram or suffix")
 
 
 def _sglang(export: Export) -> None:
