@@ -76,7 +76,7 @@ def test_a_fall_from_its_own_level(caplog: pytest.LogCaptureFixture) -> None:
     took = run(watch, 0.03, 1000, first=1)
     assert took is not None and took < 200
     (line,) = lines(caplog)
-    assert "before it was 6" in line and "paceline doctor --run" in line
+    assert "before it was 6" in line and "paceline bench" in line
 
 
 @pytest.mark.parametrize("stated", [0.84, 0.5, 0.2])

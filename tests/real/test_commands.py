@@ -123,15 +123,12 @@ def test_tune(model: str, prompts: str, tmp_path: Path, monkeypatch: pytest.Monk
     assert TunedProfile.read(out).model.vocab_size == 49_152
 
 
-def test_doctor_measures(model: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("paceline.lab.doctor.trial.SECONDS", 2.0)
-    monkeypatch.setattr("paceline.lab.doctor.trial._PROMPT_TOKENS", 24)
-    found = record("doctor", "--model", model, "--draft", "ngram:min=1", "--run")
+def test_doctor(model: str) -> None:
+    found = record("doctor", "--model", model, "--draft", "ngram:min=1")
     codes = {item["code"] for item in found["findings"] if item["about"] == "target"}
     assert {"architecture-supported", "weights-complete"} <= codes
     wrong = {"chat-template-foreign", "turn-end-ignored", "end-tokens-differ", "vocabulary-padded"}
     assert not codes & wrong
-    assert found["run"]["measured_speedup"] > 0
 
 
 def test_profile(model: str, prompts: str) -> None:

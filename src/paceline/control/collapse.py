@@ -31,9 +31,7 @@ _EVIDENCE = 15.0
 _GIVEN_UP = 500  # tokens after which one is that has hardly drafted
 _EXAMINED, _TEXT = 8, 48  # texts at most, and tokens between looks at one
 _RECENT = 3  # texts in which a cause is looked for
-_UNKNOWN = (
-    "its weights may be damaged or for another model: measure both with paceline doctor --run"
-)
+_UNKNOWN = "its weights may be damaged or for another model: measure both with paceline bench"
 
 # What an examination found: whether the first drafted token is right, at many positions of a text,
 # and what is certainly wrong; "" if nothing is.

@@ -14,10 +14,9 @@ import pytest
 from paceline.build import EngineOptions
 from paceline.errors import ConfigError, ModelLoadError
 from paceline.lab.doctor import Finding, Severity, examine, findings
-from paceline.lab.doctor.findings import KINDS, by_severity, finding
+from paceline.lab.doctor.findings import KINDS, by_severity, finding, record
 from paceline.lab.doctor.machine import Setting, size, weight_bytes
 from paceline.lab.doctor.models import describe, read_files
-from paceline.lab.doctor.trial import record
 from paceline.model.backends.base import REFERENCE
 from paceline.model.backends.native.packing import PackedLinear
 from paceline.model.names import resolve
@@ -305,7 +304,7 @@ def test_the_worst_comes_first(copy: Copy) -> None:
 
 def test_findings_as_records() -> None:
     item = finding("tensors-missing", "a weight is missing")
-    (stored,) = json.loads(json.dumps(record("m", "d", [item], None)))["findings"]
+    (stored,) = json.loads(json.dumps(record("m", "d", [item])))["findings"]
     assert stored["severity"] == "error"
     assert stored["cure"] == KINDS["tensors-missing"].cure
     assert finding("tensors-missing", "it", "Do so.").cure == "Do so."

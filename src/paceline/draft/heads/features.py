@@ -79,7 +79,7 @@ class HeadSpec(TreeSpec):
         if self.layers is not None or ids not in [tuple(n + s for n in usual) for s in (-1, 1)]:
             return []
         text = f"layers {list(ids)}, one off from the usual {list(usual)}"
-        cure = f"Try --draft {replace(self, layers=usual)} and compare with --run."
+        cure = f"Try --draft {replace(self, layers=usual)} and compare with paceline bench."
         return [("head-layers-shifted", text, cure)]
 
 

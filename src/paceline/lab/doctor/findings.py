@@ -3,10 +3,13 @@ which docs/guides/doctor.md repeats. A check names the kind and gives the values
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from enum import Enum
 from pathlib import Path
+from typing import Any
+
+from paceline.lab.report.document import Column, Report, Table, Text, record_of, table_of
 
 
 class Severity(str, Enum):
@@ -97,3 +100,35 @@ def by_severity(findings: Iterable[Finding]) -> list[Finding]:
     """The worst first; those of one severity in the order of ``KINDS``."""
     severities, codes = list(Severity), list(KINDS)
     return sorted(findings, key=lambda f: (severities.index(f.severity), codes.index(f.code)))
+
+
+_COLUMNS = (
+    Column("severity", " ", "severity.value"),
+    Column("about", "about"),
+    Column("found", "found", "text"),
+    *(Column(key, key) for key in ("consequence", "cure")),
+    Column("code"),
+)
+
+
+def record(target: str, draft: str | None, findings: Sequence[Finding]) -> dict[str, Any]:
+    return {
+        "model": target,
+        "draft": draft,
+        "errors": sum(item.severity is ERROR for item in findings),
+        "warnings": sum(item.severity is WARNING for item in findings),
+        "findings": [record_of(item, _COLUMNS) for item in findings],
+    }
+
+
+def report_of(target: str, draft: str | None, findings: Sequence[Finding]) -> Report:
+    """What to look at first, then what is in order."""
+    document = Report(f"{target} with {draft or 'no draft'}")
+    if bad := [item for item in findings if item.severity is not OK]:
+        errors, warnings = (sum(f.severity is s for f in bad) for s in (ERROR, WARNING))
+        counts = f"{errors} error{'s' * (errors != 1)}, {warnings} warning{'s' * (warnings != 1)}"
+        document.add("Findings", table_of(bad, _COLUMNS), Text(counts, warning=errors > 0))
+    if fine := [item for item in findings if item.severity is OK]:
+        rows = [(item.about, item.text) for item in fine]
+        document.add("In order", Table(("about", "found"), rows))
+    return document

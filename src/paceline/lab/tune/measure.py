@@ -51,7 +51,6 @@ class Sample:
     wide: int
     max_tokens: int
     temperature: float
-    ignore_eos: bool = False
 
     def params(self, length: int | None = None) -> SamplingParams:
         """Greedy, or sampled as users mostly do: without a seed."""
@@ -59,7 +58,6 @@ class Sample:
             temperature=self.temperature,
             max_tokens=self.max_tokens,
             draft_length=length,
-            ignore_eos=self.ignore_eos,
         )
 
     def brief(self) -> Sample:
@@ -131,10 +129,10 @@ def _runs(llm: LLM, sample: Sample, length: int, between: Between = lambda: None
 
 
 def measure_plain(
-    llm: LLM, target: TargetCosts, sample: Sample, between: Between = lambda: None
+    llm: LLM, target: TargetCosts, sample: Sample
 ) -> tuple[MeasuredMethod, list[Run]]:
     """Plain decoding as a method without drafts, and its runs. Raises DataError."""
-    runs = _runs(llm, sample, 0, between)
+    runs = _runs(llm, sample, 0)
     steps = tuple((0, step) for step in _typical_pair(runs, target))
     return MeasuredMethod("plain", "none", "none", "", steps=steps), runs
 
@@ -146,15 +144,14 @@ def measure_method(
     plain: MeasuredMethod,
     sample: Sample,
     between: Between = lambda: None,
-    most: int = 2 * LONGEST,
 ) -> MeasuredMethod:
-    """Acceptance and costs of the drafter of ``llm``, which is idle; drafts have up to ``most``
-    levels. Raises DataError, and what ``between`` raises."""
+    """Acceptance and costs of the drafter of ``llm``, which is idle. Raises DataError, and what
+    ``between`` raises."""
     drafter = llm.engine.drafter
     timed = measure(drafter.warm_up, list(target.batches), llm.target.device)
     costs = DrafterCosts.of(drafter, LONGEST, timed)
     # Of an answer that takes one step nothing is learnt.
-    longest = max(1, min(costs.longest, most, sample.max_tokens // 3))
+    longest = max(1, min(costs.longest, sample.max_tokens // 3))
     runs = _runs(llm, sample, longest, between)
     levels = sum((run.levels for run in runs), StepSums())
     fill = levels.drafted / max(1, levels.sequences * costs.nodes[longest])
