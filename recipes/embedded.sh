@@ -25,7 +25,8 @@ for item in stories=30 math_synthetic=20 math=5 code=22 chat=23; do
 done
 
 # 1. The target: deep and narrow.
-paceline train lm "${corpus[@]}" "${valid[@]}" --out "$out/target" --compile --loss-on all \
+here=$(dirname "$0")
+python "$here/embedded_target.py" "${corpus[@]}" --out "$out/target" --compile --loss-on all \
   --steps "${STEPS:-1150}" "$@"
 
 # 2. Text that the target writes itself: greedy (also past the ends of texts) and sampled.
@@ -41,10 +42,10 @@ write sampled --temperature 0.8 --seed 2
 
 # 3. The draft: two layers, first taught by the text, then distilled from the target.
 draft=(--hidden-size 192 --layers 2 --heads 3 --kv-heads 3 --ffn-size 512)
-paceline train lm "${corpus[@]}" "${valid[@]}" --tokenizer "$out/target/model" "${draft[@]}" \
+python "$here/embedded_target.py" "${corpus[@]}" --tokenizer "$out/target/model" "${draft[@]}" \
   --out "$out/draft-text" --compile --loss-on all --steps "${TEXT_STEPS:-500}" "$@"
-paceline train lm "${corpus[@]}" "${valid[@]}" --teacher "$out/target/model" \
-  --init "$out/draft-text/model" --argmax-weight 0.3 --text-weight 0 "${draft[@]}" \
+paceline train draft "${corpus[@]}" "${valid[@]}" --target "$out/target/model" \
+  --draft "$out/draft-text/model" --argmax-weight 0.3 "${draft[@]}" \
   --data "$out/written-greedy.jsonl=60" --data "$out/written-greedy-on.jsonl=60" \
   --data "$out/written-sampled.jsonl=40" \
   --out "$out/draft" --compile --steps "${DRAFT_STEPS:-900}" "$@"

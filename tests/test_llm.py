@@ -357,7 +357,7 @@ def test_a_prompt_longer_than_the_cache_is_refused(random_pair: tuple[str, str])
 
 
 def test_another_vocabulary_is_translated(random_pair: tuple[str, str], tmp_path: Path) -> None:
-    from paceline.train.tokenizer import train_tokenizer
+    from embedded_target import train_tokenizer
 
     other = train_tokenizer(["Ein ganz anderer Text mit anderen Wörtern."], 300)
     foreign = tmp_path / "foreign"

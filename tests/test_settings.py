@@ -25,7 +25,6 @@ from paceline.verify.verifier import RULES
 
 COMMANDS: Any = typer.main.get_command(app)
 TRAININGS = {
-    "lm": configs.LMConfig,
     "draft": configs.DraftConfig,
     "eagle3": configs.EagleTrainConfig,
     "eagle": configs.Eagle1TrainConfig,

@@ -11,13 +11,13 @@ from typing import Any
 
 import pytest
 
+from embedded_target import train_tokenizer
 from paceline import DataError, SamplingParams
 from paceline.cli.sample import AnswerWriter
 from paceline.train.configs import PromptSelection
 from paceline.train.data import encode_stream
 from paceline.train.prompts import FOLLOW_UPS, NumberedPrompt, prompts_of
 from paceline.train.records import Source
-from paceline.train.tokenizer import train_tokenizer
 from support.tiny_models import SENTENCES
 
 TOKENIZER = train_tokenizer(SENTENCES, 320)

@@ -140,7 +140,7 @@ def test_engine_options_out_of_range(tiny_pair: TinyPair, flags: list[str], word
         ["generate", "hi", "--draft-length", "65"],
         ["generate", "hi", "--logit-bias", "x"],
         ["demo", "--draft", "none"],
-        ["train", "lm"],
+        ["train", "draft"],
         ["sing"],
     ],
     ids=" ".join,
@@ -154,7 +154,7 @@ def test_usage_errors(arguments: list[str]) -> None:
 
 def test_training_data_is_missing(tmp_path: Path) -> None:
     result = paceline(
-        "train", "lm", "--data", str(tmp_path / "no.jsonl"), "--out", str(tmp_path / "o")
+        "train", "draft", "--data", str(tmp_path / "no.jsonl"), "--out", str(tmp_path / "o")
     )
     assert_one_line(result, "no.jsonl", "does not exist")
 

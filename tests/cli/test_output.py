@@ -14,7 +14,7 @@ from paceline.cli.output import DRAFT_STYLE, TARGET_STYLE, Painter
 
 @pytest.fixture(scope="module")
 def tokenizer() -> Any:
-    from paceline.train.tokenizer import train_tokenizer
+    from embedded_target import train_tokenizer
 
     return train_tokenizer(["Lily went to the garden and the garden was big."] * 3, 300)
 

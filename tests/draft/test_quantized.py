@@ -9,6 +9,7 @@ import pytest
 import torch
 from torch import nn
 
+from embedded_target import train_tokenizer
 from paceline import LLM, SamplingParams
 from paceline.draft.selfspec import SelfDrafter
 from paceline.draft.spec import Loading
@@ -19,7 +20,6 @@ from paceline.model.copies import quantised_copy
 from paceline.model.precision import matrix_sizes, quantise_loaded, usual_bits
 from paceline.model.quantised.weights import QuantisedLinear
 from paceline.model.target import CausalModel
-from paceline.train.tokenizer import train_tokenizer
 from support.engine_models import adapted, random_llama, reference_logits
 from support.tiny_models import SENTENCES, write_tiny_model
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
+from embedded_target import train_tokenizer
 from paceline.build import EngineOptions, build_engine, seeded_generator
 from paceline.core.batch import Batch, Commit, ModelOutput, Span
 from paceline.core.params import SamplingParams
@@ -18,7 +19,6 @@ from paceline.engine.engine import Engine
 from paceline.errors import ConfigError
 from paceline.model.copies import LayerView
 from paceline.model.target import CausalModel
-from paceline.train.tokenizer import train_tokenizer
 from support.cache_invariants import check_cache
 from support.engine_models import VOCAB, adapted, random_llama, reference_logits
 from support.tiny_models import SENTENCES

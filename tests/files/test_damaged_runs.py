@@ -14,12 +14,12 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
+from embedded_target import TargetTrainer
 from paceline import ConfigError
 from paceline.model.tensorfile import verify
 from paceline.train.acceptance import written_texts
 from paceline.train.checkpoint import previous, read_state, write_state
 from paceline.train.documents import Windows
-from paceline.train.lm import LMTrainer
 from paceline.train.reading import FeatureCache, Observed
 from support.damages import damages
 from support.training_runs import smallest_run, write_words
@@ -30,7 +30,7 @@ from support.training_runs import smallest_run, write_words
 def state(step: int) -> dict[str, Any]:
     tensor = torch.arange(8.0) + step
     return {
-        "kind": "LMTrainer",
+        "kind": "TargetTrainer",
         "config": {"lr": 0.1, "data": ("x",)},
         "optimizers": [{"masters": [tensor], "optimizers": [{"state": {0: tensor + 2}}]}],
         "step": step,
@@ -112,8 +112,8 @@ def corpus(tmp_path_factory: pytest.TempPathFactory) -> str:
     return write_words(tmp_path_factory.mktemp("corpus") / "toy.jsonl")
 
 
-def new_trainer(corpus: str, out: Path) -> LMTrainer:
-    return LMTrainer(smallest_run(corpus), out, device="cpu")
+def new_trainer(corpus: str, out: Path) -> TargetTrainer:
+    return TargetTrainer(smallest_run(corpus), out, device="cpu")
 
 
 def test_a_run_goes_on_from_the_checkpoint_before(corpus: str, tmp_path: Path) -> None:

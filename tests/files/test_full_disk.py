@@ -13,11 +13,11 @@ import pytest
 import torch
 from typer.testing import CliRunner
 
+from embedded_target import TargetTrainer
 from paceline.cli.main import app
 from paceline.errors import WriteError
 from paceline.lab.profiling import steady
 from paceline.train.card import write_card
-from paceline.train.lm import LMTrainer
 from paceline.train.medusa import MedusaTrainConfig, MedusaTrainer
 from support.full_disk import PLACES, content_of, full_disk, small_files
 from support.training_runs import SHORTEST, SMALLEST, options, smallest_run, write_words
@@ -79,12 +79,12 @@ def corpus(tmp_path_factory: pytest.TempPathFactory) -> str:
 
 
 @pytest.fixture
-def trainer(corpus: str, tmp_path: Path) -> LMTrainer:
-    return LMTrainer(smallest_run(corpus), tmp_path / "run", device="cpu")
+def trainer(corpus: str, tmp_path: Path) -> TargetTrainer:
+    return TargetTrainer(smallest_run(corpus), tmp_path / "run", device="cpu")
 
 
 @pytest.mark.parametrize("fault", [*PLACES, "real"])
-def test_a_checkpoint(trainer: LMTrainer, fault: str) -> None:
+def test_a_checkpoint(trainer: TargetTrainer, fault: str) -> None:
     def write(number: int) -> None:
         trainer.step = number
         trainer.save_checkpoint()
@@ -94,7 +94,7 @@ def test_a_checkpoint(trainer: LMTrainer, fault: str) -> None:
 
 
 @pytest.mark.parametrize("fault", ["fsync", "replace", "real"])
-def test_a_trained_model(trainer: LMTrainer, fault: str) -> None:
+def test_a_trained_model(trainer: TargetTrainer, fault: str) -> None:
     def write(number: int) -> None:
         with torch.no_grad():
             next(trainer.learner.parameters()).add_(number)
@@ -103,33 +103,33 @@ def test_a_trained_model(trainer: LMTrainer, fault: str) -> None:
     check(trainer.out, write, lambda: small_files(9999) if fault == "real" else full_disk(fault))
 
 
-def test_a_card_beside_a_trained_model(trainer: LMTrainer) -> None:
+def test_a_card_beside_a_trained_model(trainer: TargetTrainer) -> None:
     trainer.write_result()
     check(trainer.out, lambda n: write_card(trainer, str(n)), lambda: full_disk("write"))
 
 
 def test_the_tokenizer_that_a_run_begins_with(corpus: str, tmp_path: Path) -> None:
     with small_files(3000), pytest.raises(WriteError, match="the tokenizer"):
-        LMTrainer(smallest_run(corpus), tmp_path / "run", device="cpu")
+        TargetTrainer(smallest_run(corpus), tmp_path / "run", device="cpu")
     assert content_of(tmp_path) == {}
-    LMTrainer(smallest_run(corpus), tmp_path / "run", device="cpu")
+    TargetTrainer(smallest_run(corpus), tmp_path / "run", device="cpu")
 
 
 def test_a_run_ends_in_one_line_and_goes_on_from_the_old_checkpoint(
-    trainer: LMTrainer, corpus: str
+    trainer: TargetTrainer, corpus: str
 ) -> None:
     trainer.train_step()
     trainer.save_checkpoint()
     with small_files(9999), pytest.raises(WriteError, match="cannot write the checkpoint"):
         trainer.run(save_seconds=0)
-    again = LMTrainer(smallest_run(corpus), trainer.out, device="cpu")
+    again = TargetTrainer(smallest_run(corpus), trainer.out, device="cpu")
     assert again.step == 1
     again.run()
     assert not list(trainer.out.glob("*previous*")), "a finished run needs one state"
 
 
 def test_heads_and_the_target_that_they_were_trained_with(
-    trainer: LMTrainer, corpus: str, tmp_path: Path
+    trainer: TargetTrainer, corpus: str, tmp_path: Path
 ) -> None:
     """Medusa-2 writes two folders that belong together."""
     target = trainer.write_result()
@@ -156,9 +156,9 @@ def test_heads_and_the_target_that_they_were_trained_with(
 
 
 def test_the_command_line_says_it_in_one_line(corpus: str, tmp_path: Path) -> None:
-    out, sizes = tmp_path / "run", options(vocab_size=280, **SMALLEST, **SHORTEST)
-    command = ["train", "lm", "--data", corpus, "--out", str(out), "--steps=2", *sizes]
-    with small_files(30_000):  # room for the tokenizer, not for a checkpoint
+    out, sizes = tmp_path / "run", options(**SMALLEST, **SHORTEST)
+    command = ["train", "draft", "--data", corpus, "--out", str(out), "--steps=2", *sizes]
+    with small_files(30_000):  # room for the tokens, not for a checkpoint
         result = CliRunner().invoke(app, command)
     assert result.exit_code == 1
     assert "Traceback" not in result.output

@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 from typer.testing import CliRunner
 
+from embedded_target import TargetTrainer
 from paceline.cli.main import app
 from paceline.cli.measuring import SavedRun
 from paceline.errors import WriteError
@@ -19,7 +20,7 @@ from paceline.kernels import compile as kernels
 from paceline.lab.export import export
 from paceline.model.names import SMOLLM2, model_folder
 from paceline.pull.run import pull
-from paceline.train.lm import LMTrainer
+from paceline.train.draft import DraftTrainer
 from support.full_disk import content_of
 from support.training_runs import smallest_run, write_words
 from support.written_kinds import KINDS
@@ -176,7 +177,7 @@ def no_loading(monkeypatch: pytest.MonkeyPatch) -> None:
 
     monkeypatch.setattr("paceline.lab.quantize.load_module", loads)
     monkeypatch.setattr("paceline.cli.options.load_llm", loads)
-    monkeypatch.setattr(LMTrainer, "prepare", loads)
+    monkeypatch.setattr(DraftTrainer, "prepare", loads)
 
 
 @pytest.mark.usefixtures("no_loading")
@@ -184,7 +185,7 @@ def no_loading(monkeypatch: pytest.MonkeyPatch) -> None:
     "command",
     [
         "quantize paceline/tiny --to int8 --out {}",
-        "train lm --data corpus.jsonl --out {}/.. --steps 2",
+        "train draft --data corpus.jsonl --out {}/.. --steps 2",
         "bench --model paceline/tiny --report {}/thesis.md",
         "tune --model paceline/tiny --out {}/thesis.md --force --report {}/thesis.md",
         "certify --model paceline/tiny --report {}/thesis.md",
@@ -230,14 +231,14 @@ def test_a_trained_model_and_its_card(tmp_path: Path) -> None:
     from paceline.train.card import write_card
 
     corpus = write_words(tmp_path / "toy.jsonl")
-    trainer = LMTrainer(smallest_run(corpus), tmp_path / "run", device="cpu")
+    trainer = TargetTrainer(smallest_run(corpus), tmp_path / "run", device="cpu")
     trainer.run()
-    card = write_card(trainer, "paceline train lm")
-    LMTrainer(smallest_run(corpus), tmp_path / "run", device="cpu").write_result()
-    write_card(trainer, "paceline train lm")
+    card = write_card(trainer, "train it")
+    TargetTrainer(smallest_run(corpus), tmp_path / "run", device="cpu").write_result()
+    write_card(trainer, "train it")
     card.write_text("mine")
     with pytest.raises(WriteError, match=r"README\.md"):
-        LMTrainer(smallest_run(corpus), tmp_path / "run", device="cpu")
+        TargetTrainer(smallest_run(corpus), tmp_path / "run", device="cpu")
     with pytest.raises(WriteError, match=r"README\.md"):
         trainer.write_result()
     assert card.read_text() == "mine"

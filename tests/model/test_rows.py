@@ -93,7 +93,7 @@ def prompts() -> list[list[int]]:
 
 @pytest.fixture(scope="module")
 def saved(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], str]:
-    from paceline.train.tokenizer import train_tokenizer
+    from embedded_target import train_tokenizer
 
     tokenizer = train_tokenizer(SENTENCES, 320)
     root = tmp_path_factory.mktemp("rows")

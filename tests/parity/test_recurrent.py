@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from embedded_target import train_tokenizer
 from paceline.core.batch import Batch, Span
 from paceline.core.params import SamplingParams
 from paceline.errors import ConfigError
@@ -17,7 +18,6 @@ from paceline.model.backends.reference.recurrent import _Mixer
 from paceline.model.paged.blocks import OutOfBlocksError
 from paceline.model.target import CausalModel
 from paceline.request.completion import Completion
-from paceline.train.tokenizer import train_tokenizer
 from support.cache_invariants import check_cache
 from support.engine_models import random_llama, random_recurrent
 from support.faults import STAGES, Fault

@@ -79,7 +79,7 @@ def reference_logits(model: CausalModel, tokens: list[int]) -> torch.Tensor:
 
 def write_pair(root: Path, noise: float = 0.15) -> tuple[str, str]:
     """Folders of a random target and of the same model with noise, with a shared tokenizer."""
-    from paceline.train.tokenizer import train_tokenizer
+    from embedded_target import train_tokenizer
 
     tokenizer = train_tokenizer(SENTENCES, 320)
     folders = []

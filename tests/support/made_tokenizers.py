@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from tokenizers import AddedToken, Regex, Tokenizer, decoders, models
 from transformers import PreTrainedTokenizerFast
 
-from paceline.train.tokenizer import train_tokenizer
+from embedded_target import train_tokenizer
 from support.tiny_models import SENTENCES
 
 TOKENIZER = train_tokenizer(SENTENCES, 320)

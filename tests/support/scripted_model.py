@@ -30,7 +30,7 @@ _NOISE = np.random.default_rng(2).integers(-3, 4, (2, 61, 32)).astype(np.float32
 
 def write_scripted(root: Path) -> tuple[str, str]:
     """Folders of a target and of a draft that is often right, with a shared tokenizer."""
-    from paceline.train.tokenizer import train_tokenizer
+    from embedded_target import train_tokenizer
 
     tokenizer = train_tokenizer(SENTENCES, 320)
     size = len(tokenizer)

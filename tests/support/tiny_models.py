@@ -26,7 +26,7 @@ def write_tiny_model(
     import torch
     from transformers import LlamaConfig, LlamaForCausalLM
 
-    from paceline.train.tokenizer import train_tokenizer
+    from embedded_target import train_tokenizer
 
     tokenizer = train_tokenizer(sentences, 320)
     heads = {"num_attention_heads": 2, "num_key_value_heads": 1}

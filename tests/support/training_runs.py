@@ -16,10 +16,10 @@ import pytest
 import torch
 from typer.testing import CliRunner
 
+from embedded_target import TargetConfig, TargetTrainer
 from paceline import LLM, SamplingParams
 from paceline.cli.main import app
 from paceline.train.acceptance import AcceptanceCounts, total
-from paceline.train.lm import LMConfig, LMTrainer
 from paceline.train.trainer import Progress
 
 PEOPLE = ("Lily", "Tom", "the cat", "a little dog", "the old man", "my friend")
@@ -67,18 +67,18 @@ def write_words(path: Path) -> str:
     return write_records(path, (" ".join(rng.choices(words, k=20)) for _ in range(40)))
 
 
-def smallest_run(corpus: str, **changes: Any) -> LMConfig:
+def smallest_run(corpus: str, **changes: Any) -> TargetConfig:
     """Four steps of the smallest model."""
     sizes = {**SMALLEST, **SHORTEST, "vocab_size": 280, "steps": 4}
-    return LMConfig(data=(corpus,), **{**sizes, **changes})
+    return TargetConfig(data=(corpus,), **{**sizes, **changes})
 
 
 def talking_target(corpus: str, out: Path, **changes: Any) -> str:
     """The folder of a target that has learnt the stories in a few seconds."""
     sizes = {**TALKING, "vocab_size": 320, "seq_len": 48, "long_every": 0, "steps": 60}
     rows = {"batch_tokens": 768, "micro_tokens": changes.get("batch_tokens", 768)}
-    config = LMConfig(data=(corpus,), **{**sizes, **rows, **changes})
-    return str(LMTrainer(config, out, device="cpu").run(eval_every=100))
+    config = TargetConfig(data=(corpus,), **{**sizes, **rows, **changes})
+    return str(TargetTrainer(config, out, device="cpu").run(eval_every=100))
 
 
 def train(

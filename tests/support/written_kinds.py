@@ -137,7 +137,7 @@ def card(folder: Path, number: int) -> None:
     config = SimpleNamespace(exclude_licenses=(), batch_tokens=8)
     run: Any = SimpleNamespace(config=config, out=folder, result="", sources=[], history=[])
     run.step, run.about = number, lambda: "x" * 99
-    write_card(run, "paceline train lm")
+    write_card(run, "train it")
 
 
 KINDS = {

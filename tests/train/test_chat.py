@@ -10,12 +10,11 @@ import pytest
 from tokenizers import Tokenizer
 from transformers import PreTrainedTokenizerFast
 
+from embedded_target import TargetConfig, train_tokenizer
 from paceline import ConfigError, DataError
 from paceline.train.chat import ChatWriter, Conversation, conversation_of
-from paceline.train.configs import LMConfig
 from paceline.train.data import encode_stream
 from paceline.train.records import RefusedError
-from paceline.train.tokenizer import train_tokenizer
 from support.heard_stages import heard
 from support.tiny_models import SENTENCES
 
@@ -237,7 +236,7 @@ def test_loss_on_all_and_the_weights_of_messages(tmp_path: Path) -> None:
     assert runs == ["three<|end|>", "plain"]
     assert learnt(OURS, file, "all") == (whole, [whole])
     with pytest.raises(ConfigError, match="--loss-on is 'user'; use one of assistant, all"):
-        LMConfig(data=(str(file),), loss_on="user")
+        TargetConfig(data=(str(file),), loss_on="user")
 
 
 def test_a_token_that_begins_in_the_prompt_is_not_learnt(tmp_path: Path) -> None:

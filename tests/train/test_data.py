@@ -11,13 +11,12 @@ import pytest
 from tokenizers import Tokenizer
 from transformers import PreTrainedTokenizerFast
 
+from embedded_target import own_text, train_tokenizer
 from paceline import DataError
-from paceline.train.chat import own_text
 from paceline.train.configs import PromptSelection
 from paceline.train.data import Mixture, Stream, encode_stream
 from paceline.train.prompts import prompts_of
 from paceline.train.records import Records, Source
-from paceline.train.tokenizer import train_tokenizer
 from support.heard_stages import heard
 
 TOKENIZER = train_tokenizer(["one two three four"], 262)

@@ -167,7 +167,6 @@ def test_target_and_draft_of_other_architectures(config: DraftConfig, tmp_path: 
     """Both GPT-2, with padded logits; windows stay within the shorter context."""
     from transformers import AutoTokenizer, GPT2Config, GPT2LMHeadModel
 
-    assert config.teacher is not None
     tokenizer = AutoTokenizer.from_pretrained(config.teacher)
     folders = []
     for name, width, context in (("target", 330, 96), ("draft", 324, 48)):
@@ -240,7 +239,6 @@ def test_a_mixture_of_losses() -> None:
 
 def test_options_that_make_no_sense(config: DraftConfig, tmp_path: Path) -> None:
     wrong = {
-        "--target": {"teacher": None},
         "kl, tv, mixed": {"loss": "mse"},
         "--tv-weight": {"tv_weight": 1.5},
         "--heads": {"heads": 3},

@@ -7,11 +7,11 @@ from pathlib import Path
 
 import pytest
 
+from embedded_target import train_tokenizer
 from paceline.errors import DataError
 from paceline.train.configs import PromptSelection
 from paceline.train.prompts import NumberedPrompt, prompts_of_file
 from paceline.train.records import Source
-from paceline.train.tokenizer import train_tokenizer
 from support.tiny_models import SENTENCES
 
 TOKENIZER = train_tokenizer(SENTENCES, 320)

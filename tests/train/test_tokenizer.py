@@ -9,8 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from paceline.train.chat import own_text
-from paceline.train.tokenizer import END_OF_TEXT, SPECIAL_TOKENS, train_tokenizer
+from embedded_target import END_OF_TEXT, SPECIAL_TOKENS, own_text, train_tokenizer
 from support.tiny_models import SENTENCES
 
 

@@ -1,4 +1,4 @@
-"""``paceline train``: language models, drafts and heads, from their configurations."""
+"""``paceline train``: drafts and heads, from their configurations."""
 
 from __future__ import annotations
 
@@ -19,14 +19,13 @@ from paceline.cli.options import Command, expand, set_threads
 from paceline.cli.output import WriteOptions, print_json
 from paceline.cli.sample import sample
 from paceline.core.stages import info, stage
-from paceline.settings import changed, setting
+from paceline.settings import setting
 from paceline.train.configs import (
     DFlashTrainConfig,
     DraftConfig,
     DSparkTrainConfig,
     Eagle1TrainConfig,
     EagleTrainConfig,
-    LMConfig,
     MedusaTrainConfig,
     TrainConfig,
 )
@@ -74,15 +73,11 @@ def train_to_end(trainer: Trainer, running: RunningOptions) -> Path:
 
         def on_progress(progress: Progress) -> None:
             nonlocal mean
-            parts, losses = progress.acceptance, progress.validation
-            if parts:
+            if parts := progress.acceptance:
                 length = total(parts.values()).mean_accepted_length
                 mean = f"{length:.2f} tokens per target step"
                 files = (f"{name} {part.mean_accepted_length:.2f}" for name, part in parts.items())
                 info(f"step {progress.step}: {mean} ({', '.join(files)})")
-            elif losses:
-                files = (f"{name} {loss:.3f}" for name, loss in losses.items())
-                info(f"step {progress.step}: validation {'  '.join(files)}")
             speed = f"{progress.tokens_per_second:,.0f} tokens/s"
             doing.advance(1, ", ".join(filter(None, (f"loss {progress.loss:.3f}", speed, mean))))
             if interrupted():
@@ -114,14 +109,7 @@ class RunningOptions(WriteOptions):
     save_seconds: float = setting(300.0, "Between checkpoints.", low=0)
 
 
-@dataclass(frozen=True)
-class LongRunningOptions(RunningOptions):
-    """Of a whole model, which learns more slowly than a draft."""
-
-    eval_every: int = changed(RunningOptions, "eval_every", 250)
-
-
-def _train(config: TrainConfig, running: RunningOptions) -> None:
+def train(config: TrainConfig, running: RunningOptions) -> None:
     """Train to the end or to Ctrl-C, and write the result and its card."""
     set_threads(running.threads)
     from paceline.train.acceptance import total
@@ -129,7 +117,7 @@ def _train(config: TrainConfig, running: RunningOptions) -> None:
     from paceline.train.parallel import together
 
     module, _, name = config.trainer.partition(":")
-    kind = getattr(import_module(f"paceline.train.{module}"), name)
+    kind = getattr(import_module(module), name)
     trainer: Trainer = kind(config, running.out, running.device, running.compiled)
     with together(trainer, running.processes, running.threads):
         folder = train_to_end(trainer, running)
@@ -139,35 +127,34 @@ def _train(config: TrainConfig, running: RunningOptions) -> None:
         use = "" if trainer.spec is None else f"; use it with --draft {trainer.spec}{folder}"
         info(f"{trainer.noun} written to {folder}{use}")
         return
-    last = trainer.history[-1] if trainer.history else {"loss": None, trainer.measured: {}}
+    last = trainer.history[-1] if trainer.history else {"loss": None, "acceptance": {}}
+    counts = counts_of(last).values()
     record: dict[str, Any] = {
         trainer.result: str(folder),
         "card": str(card),
         "steps": trainer.step,
         "parameters": sum(parameter.numel() for parameter in trainer.learner.parameters()),
         "loss": last["loss"],
+        "mean_accepted_length": total(counts).mean_accepted_length if counts else None,
+        "acceptance": last["acceptance"],
+        "config": asdict(config),
     }
-    if trainer.measured == "acceptance":
-        counts = counts_of(last).values()
-        record["mean_accepted_length"] = total(counts).mean_accepted_length if counts else None
-    print_json({**record, trainer.measured: last[trainer.measured], "config": asdict(config)})
+    print_json(record)
 
 
 def _add(name: str, config: type[TrainConfig]) -> None:
     """Add ``paceline train NAME``."""
 
     def command(config: Any, running: Any) -> None:
-        _train(config, running)
+        train(config, running)
 
-    running = LongRunningOptions if name == "lm" else RunningOptions
-    command.__annotations__ = {"config": config, "running": running}
+    command.__annotations__ = {"config": config, "running": RunningOptions}
     command.__doc__ = (
         f"{getdoc(config)}\n\nRun the same command again to resume from OUT/checkpoint.pt."
     )
     app.command(name, cls=Command)(expand(command))
 
 
-_add("lm", LMConfig)
 _add("draft", DraftConfig)
 _add("eagle3", EagleTrainConfig)
 _add("dflash", DFlashTrainConfig)

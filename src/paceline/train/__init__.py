@@ -1,1 +1,1 @@
-"""Training of tokenizers, small language models and their drafts."""
+"""Training of drafts and heads for a target."""

@@ -19,7 +19,6 @@ from paceline.train.configs import DFlashTrainConfig
 from paceline.train.heads import ChainHeadTrainer
 from paceline.train.losses import falling, total_variation
 from paceline.train.reading import Observed
-from paceline.train.tokenizer import mask_token
 from paceline.train.unrolled import DraftAttention, DraftStarts, loss_ahead
 
 
@@ -44,7 +43,7 @@ class BlockTrainer(ChainHeadTrainer):
             **self.layer_config(config.ffn_size),
             layers=config.layers,
             block_size=config.block_size,
-            mask_token=mask_token(self.tokenizer),
+            mask_token=self.mask_token,
             from_anchor=extended,
             causal=config.causal,
             markov_rank=config.markov_rank if extended else 0,

@@ -12,7 +12,7 @@ import msgspec
 from paceline.files import replace_in
 from paceline.train.acceptance import AcceptanceCounts, total
 from paceline.train.records import Records, Source
-from paceline.train.trainer import DraftingTrainer, Trainer
+from paceline.train.trainer import Trainer
 
 _LOSSES = 12  # rows of the table of losses
 _NOTHING = "Nothing was measured."
@@ -65,13 +65,8 @@ def _acceptance_table(entry: dict[str, Any]) -> str:
 
 
 def _figures(trainer: Trainer) -> list[str]:
-    """Losses and, of what drafts, acceptance: paragraphs and tables."""
-    last = trainer.history[-1] if trainer.history else {}
-    if not isinstance(trainer, DraftingTrainer):
-        losses = ((name, f"{loss:.3f}") for name, loss in last.get("validation", {}).items())
-        table = _table("| Validation file | Nats per token |", "|---|---|", losses)
-        return ["## Losses", table if last.get("validation") else _NOTHING]
-    config = trainer.config
+    """Losses and acceptance: paragraphs and tables."""
+    last, config = trainer.history[-1] if trainer.history else {}, trainer.config
     return [
         "## Losses",
         _loss_table(trainer.history) if last else _NOTHING,

@@ -15,7 +15,6 @@ from typing import Any
 from transformers import PreTrainedTokenizerFast
 
 from paceline.train.records import RefusedError, unicode_text
-from paceline.train.tokenizer import END_OF_TURN
 
 ChatMessages = list[dict[str, Any]]
 
@@ -243,17 +242,3 @@ class ChatWriter:
             if start >= 0:
                 return start, start + len(words)
         raise RefusedError("the chat template rewrites an answer so that it is not found again")
-
-
-def own_text(record: dict[str, Any]) -> str:
-    """A record in our own chat format, for a tokenizer that is yet to be trained; "" for what
-    cannot be written so."""
-    try:
-        talk = conversation_of(record)
-    except RefusedError:
-        return ""
-    if talk is None:
-        text = record.get("text")
-        return text if isinstance(text, str) else ""
-    turns = (f"<|{m['role']}|>{m['content']}{END_OF_TURN}" for m in talk.messages)
-    return "".join(turns)

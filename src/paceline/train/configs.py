@@ -21,7 +21,7 @@ _prompts, _answers = under("Prompts"), under("Answers")
 
 @dataclass(frozen=True)
 class TrainConfig:
-    """What every training is told."""
+    """What every training is told, of what drafts for a target."""
 
     trainer: ClassVar[str]  # MODULE:CLASS, which loads torch
 
@@ -31,7 +31,7 @@ class TrainConfig:
         "For a draft, best is what the target wrote itself (paceline train sample).",
         metavar="FILE[=WEIGHT]",
     )
-    valid: tuple[str, ...] = _data((), "Validation data.", metavar="FILE")
+    valid: tuple[str, ...] = _data((), "Openings for the held-out acceptance.", metavar="FILE")
     exclude_licenses: tuple[str, ...] = _data(
         ("CC-BY-SA",),
         "Leave out records whose license contains this.",
@@ -59,6 +59,9 @@ class TrainConfig:
         low=0,
         high=1,
     )
+    draft_length: int = _held_out(4, "Tokens of a draft.", low=1)
+    held_out: int = _held_out(8, "Openings of each --valid file.", low=1)
+    held_out_tokens: int = _held_out(96, "Tokens written from each.", low=2)
 
     def __post_init__(self) -> None:
         """Raises ConfigError for a value that is no choice or out of range."""
@@ -73,45 +76,12 @@ _general = partial(changed, TrainConfig)
 
 
 @dataclass(frozen=True)
-class HeldOutConfig(TrainConfig):
-    """What is trained for a target, and measured on texts that the target wrote."""
-
-    valid: tuple[str, ...] = _general("valid", (), help="Openings for the held-out acceptance.")
-    draft_length: int = _held_out(4, "Tokens of a draft.", low=1)
-    held_out: int = _held_out(8, "Openings of each --valid file.", low=1)
-    held_out_tokens: int = _held_out(96, "Tokens written from each.", low=2)
-
-
-@dataclass(frozen=True)
-class LMConfig(TrainConfig):
-    """Train a small Llama-architecture model, or distil a draft (--teacher). The model goes to
-    OUT/model.
-
-    When other programs use the processor too, OMP_WAIT_POLICY=passive in the environment keeps
-    waiting threads from spinning.
-    """
-
-    trainer = "lm:LMTrainer"
-
-    tokenizer: str | None = _data(None, "Use the tokenizer of this folder.")
-    teacher: str | None = _data(None, "Distil from this model; use its tokenizer.")
-    init: str | None = _data(None, "Start from the weights of this folder; its shape counts.")
-    text_weight: float = _loss(0.1, "Share of the text itself in distillation.", low=0, high=1)
-    vocab_size: int = _shape(4096, "Tokens of a new tokenizer.", low=1)
-    hidden_size: int = _shape(256, "Width.", low=1)
-    layers: int = _shape(12, "Depth.", low=1)
-    heads: int = _shape(4, "Attention heads.", low=1)
-    kv_heads: int = _shape(2, "Key and value heads.", low=1)
-    ffn_size: int = _shape(768, "Width of the feed-forward part.", low=1)
-
-
-@dataclass(frozen=True)
-class DraftConfig(HeldOutConfig, LMConfig):
+class DraftConfig(TrainConfig):
     """Distil a draft model for a target; the result goes to OUT/model."""
 
-    trainer = "draft:DraftTrainer"
+    trainer = "paceline.train.draft:DraftTrainer"
 
-    teacher: str | None = _data(
+    teacher: str = _data(
         EMBEDDED, "The model to draft for; it stays as it is.", flags=("--target",)
     )
     init: str | None = _data(
@@ -120,8 +90,6 @@ class DraftConfig(HeldOutConfig, LMConfig):
         flags=("--draft",),
         shown="a new one of the shape below",
     )
-    tokenizer: str | None = None  # this and the next are the target's
-    vocab_size: int = 4096
     loss: str = _loss(
         "kl",
         "kl: learns fast. tv: total variation, the chance of rejection itself; best to finish "
@@ -129,19 +97,19 @@ class DraftConfig(HeldOutConfig, LMConfig):
         choices=("kl", "tv", "mixed"),
     )
     tv_weight: float = _loss(0.5, "Share of total variation in the mixed loss.", low=0, high=1)
-    text_weight: float = changed(LMConfig, "text_weight", 0.0, help="Share of the text itself.")
+    text_weight: float = _loss(0.0, "Share of the text itself.", low=0, high=1)
     parallel: bool = _loss(
         False, "Learn to draft --draft-length tokens in one pass, behind tokens of one kind (PARD)."
     )
-    hidden_size: int = changed(LMConfig, "hidden_size", 192)
-    layers: int = changed(LMConfig, "layers", 2)
-    heads: int = changed(LMConfig, "heads", 3)
-    kv_heads: int = changed(LMConfig, "kv_heads", 3)
-    ffn_size: int = changed(LMConfig, "ffn_size", 512)
+    hidden_size: int = _shape(192, "Width.", low=1)
+    layers: int = _shape(2, "Depth.", low=1)
+    heads: int = _shape(3, "Attention heads.", low=1)
+    kv_heads: int = _shape(3, "Key and value heads.", low=1)
+    ffn_size: int = _shape(512, "Width of the feed-forward part.", low=1)
 
 
 @dataclass(frozen=True)
-class HeadConfig(HeldOutConfig):
+class HeadConfig(TrainConfig):
     """Heads of any kind on a frozen target."""
 
     target: str = _data(EMBEDDED, "The model to draft for; it stays as it is.")
@@ -172,7 +140,7 @@ class HeadConfig(HeldOutConfig):
 class EagleTrainConfig(HeadConfig):
     """Train an EAGLE-3 head: three layers' features, unrolled as in drafting."""
 
-    trainer = "eagle:EagleTrainer"
+    trainer = "paceline.train.eagle:EagleTrainer"
     version: int = 3
     init: str = _head("", "Go on from this head; 'target': from its last layer.", metavar="FOLDER")
     frozen_steps: int = _head(0, "Steps in which lm_head stays the target's rows.", low=0)
@@ -224,7 +192,7 @@ class Eagle1TrainConfig(EagleTrainConfig):
 class DFlashTrainConfig(HeadConfig):
     """Train a DFlash head: a few layers that draft a block of tokens in one pass."""
 
-    trainer = "block:BlockTrainer"
+    trainer = "paceline.train.block:BlockTrainer"
     kind: str = "dflash"
     block_size: int = _head(8, "Rows of a block; the first is the last committed token.", low=2)
     layers: int = _head(1, "Layers.", low=1)
@@ -260,7 +228,7 @@ class DSparkTrainConfig(DFlashTrainConfig):
 class MedusaTrainConfig(HeadConfig):
     """Train Medusa heads: several tokens ahead from the target's last hidden state."""
 
-    trainer = "medusa:MedusaTrainer"
+    trainer = "paceline.train.medusa:MedusaTrainer"
 
     heads: int = _heads(4, "Heads: tokens drafted ahead.", low=1)
     layers: int = _heads(1, "Residual blocks of each.", low=0)

@@ -30,7 +30,6 @@ from paceline.train.configs import EagleTrainConfig as EagleTrainConfig
 from paceline.train.heads import ChainHeadTrainer
 from paceline.train.losses import falling
 from paceline.train.reading import Observed
-from paceline.train.tokenizer import mask_token
 from paceline.train.unrolled import DraftAttention, DraftStarts, loss_ahead
 
 _FROM_TARGET = "target"  # --init
@@ -66,7 +65,7 @@ class EagleTrainer(ChainHeadTrainer):
             version=config.version,
             target_hidden_size=width,
             draft_vocab_size=count,
-            mask_token=mask_token(self.tokenizer) if config.parallel else None,
+            mask_token=self.mask_token if config.parallel else None,
             **sizes,
         )
 

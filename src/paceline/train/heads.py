@@ -30,14 +30,14 @@ from paceline.train.configs import HeadConfig
 from paceline.train.documents import Documents, Windows, dealt
 from paceline.train.losses import mixed_probs
 from paceline.train.reading import FeatureCache, NativeReader, Observed
-from paceline.train.trainer import DraftingTrainer, run_name
+from paceline.train.trainer import Trainer, run_name
 from paceline.train.unrolled import DraftStarts
 
 # Not cuDNN's, which plans again for every length: a third of a step's time on an H200.
 _ATTENTION = [SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH]
 
 
-class HeadTrainer(DraftingTrainer):
+class HeadTrainer(Trainer):
     """Trains a head, which lies in ``out/head`` in the end."""
 
     config: HeadConfig

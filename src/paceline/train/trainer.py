@@ -22,7 +22,7 @@ from paceline.model.loading import resolve_device, weight_files
 from paceline.model.tensorfile import seal
 from paceline.train.acceptance import AcceptanceCounts, WrittenText, total, written_texts
 from paceline.train.checkpoint import previous, read_state, write_state
-from paceline.train.configs import HeldOutConfig, TrainConfig
+from paceline.train.configs import TrainConfig
 from paceline.train.data import Stream, token_stream
 from paceline.train.optim import MasterOptimizer, add_up
 from paceline.train.records import Source
@@ -53,24 +53,23 @@ def run_name(model: str) -> str:
 
 @dataclass
 class Progress:
-    """After a step; the last two only when measured."""
+    """After a step; ``acceptance``, by validation file, only when measured."""
 
     step: int
     loss: float
     tokens_per_second: float
-    validation: dict[str, float] = field(default_factory=dict)  # nats per token, by file
-    acceptance: dict[str, AcceptanceCounts] = field(default_factory=dict)  # of a draft, by file
+    acceptance: dict[str, AcceptanceCounts] = field(default_factory=dict)
 
     @property
     def entry(self) -> dict[str, Any]:
         """What the history of a run keeps of it: plain values."""
         acceptance = {name: counts.to_dict() for name, counts in self.acceptance.items()}
-        figures = {"step": self.step, "loss": self.loss, "validation": self.validation}
-        return {**figures, "acceptance": acceptance}
+        return {"step": self.step, "loss": self.loss, "acceptance": acceptance}
 
 
 class Trainer(ABC):
-    """One resumable run. The folder ``out`` holds checkpoint.pt, token streams and the result.
+    """One resumable run of what drafts for a target. The folder ``out`` holds checkpoint.pt, token
+    streams and the result. It is measured on texts that the target wrote.
 
     Raises PacelineError, before anything but token streams is written, for models, data or options
     that cannot be used.
@@ -78,14 +77,14 @@ class Trainer(ABC):
 
     result = "model"  # where the result goes, below ``out``
     noun = "model"  # what it is
-    spec: str | None = None  # what stands before its folder in ``--draft``; None: it is no draft
-    measured = "validation"  # which of the history's measurements tells how good it is
+    spec: str | None = ""  # what stands before its folder in ``--draft``; None: it is no draft
     alone = ""  # why only one process can train it; empty if several can
     rank, ranks = 0, 1  # of the processes that train it together: see train/parallel.py
 
     # ``prepare`` makes these.
     learner: nn.Module  # what is trained, and written in the end
     tokenizer: PreTrainedTokenizerFast
+    drafts_for: PreTrainedModel  # the target
 
     def __init__(
         self, config: TrainConfig, out: Path, device: str = "auto", compiled: bool = False
@@ -124,8 +123,9 @@ class Trainer(ABC):
         """Apply the gradients of a step, at ``scale`` times the peak rates."""
         self.optimizers[0].step(scale)
 
-    def evaluate(self, progress: Progress) -> None:  # noqa: B027
-        """Measure on held-out data into ``progress``."""
+    @abstractmethod
+    def acceptance_of(self, text: WrittenText) -> AcceptanceCounts:
+        """What the target would take of drafts for one of its texts."""
 
     @abstractmethod
     def write_result(self) -> Path:
@@ -144,6 +144,13 @@ class Trainer(ABC):
         config = self.config
         rates = share * config.lr, share * config.adam_lr
         return MasterOptimizer(model, *rates, config.weight_decay, **how)
+
+    @property
+    def mask_token(self) -> int:
+        """The token of rows that stand for what is to be drafted in one pass."""
+        kinds = ("mask", "unk", "pad", "eos")
+        known = (getattr(self.tokenizer, f"{kind}_token_id") for kind in kinds)
+        return next((token for token in known if token is not None), 0)
 
     def stream_of(self, source: Source) -> Stream:
         """The tokens of a file of the run, which has its ``tokenizer`` by then."""
@@ -210,7 +217,7 @@ class Trainer(ABC):
             speed = self.config.batch_tokens / (time.monotonic() - start)
             progress = Progress(self.step, loss, speed)
             if self.step % eval_every == 0 or self.step == self.config.steps:
-                self.evaluate(progress)
+                progress.acceptance = self.measure()
                 self.history.append(progress.entry)
             on_progress(progress)
             if time.monotonic() - saved > save_seconds:
@@ -221,27 +228,12 @@ class Trainer(ABC):
         previous(self.checkpoint).unlink(missing_ok=True)
         return folder
 
-
-class DraftingTrainer(Trainer):
-    """Trains what drafts for a target, and measures it on texts that the target wrote."""
-
-    config: HeldOutConfig
-    spec = ""
-    measured = "acceptance"
-    drafts_for: PreTrainedModel  # the target; ``prepare`` loads it
+    # -- held-out acceptance -----------------------------------------------------------------------
 
     @property
     def measured_drafts(self) -> str:
         """What held-out acceptance is measured with, for the model card."""
         return f"drafts of {self.config.draft_length} tokens"
-
-    @abstractmethod
-    def acceptance_of(self, text: WrittenText) -> AcceptanceCounts:
-        """What the target would take of drafts for one of its texts."""
-
-    def evaluate(self, progress: Progress) -> None:
-        super().evaluate(progress)
-        progress.acceptance = self.measure()
 
     @torch.no_grad()
     def measure(self) -> dict[str, AcceptanceCounts]:

@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 
+from embedded_target import train_tokenizer
 from paceline import ConfigError, VocabularyMismatchError
 from paceline.core.params import SamplingParams
 from paceline.draft.vocabulary import (
@@ -24,7 +25,6 @@ from paceline.draft.vocabulary import (
     shared_ids,
 )
 from paceline.llm import LLM
-from paceline.train.tokenizer import train_tokenizer
 from support.cache_invariants import check_cache
 from support.engine_models import (
     check_one_distribution,
