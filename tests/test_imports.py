@@ -47,7 +47,6 @@ STRANGERS = [{"draft", "verify"}, {"control", "verify"}, {"engine", "train"}]
 FOREIGN = {
     "typer": {"cli"},
     "rich": {"cli", "request", "lab/report"},
-    "matplotlib": {"lab/report"},
     "fastapi": {"server"},
     "ray": {"distributed"},
 }
@@ -346,7 +345,7 @@ def test_importing_the_package_loads_nothing_heavy() -> None:
 
 def test_a_model_adapter_loads_no_command_line() -> None:
     """Nor transformers before there is a model."""
-    others = {"typer", "matplotlib", "fastapi", "ray", "transformers"}
+    others = {"typer", "fastapi", "ray", "transformers"}
     assert not modules_after("import paceline.llm, paceline.model.target") & others
 
 

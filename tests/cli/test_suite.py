@@ -67,7 +67,6 @@ def test_spec_bench_in_full(tiny_pair: TinyPair, questions: Path, tmp_path: Path
     head = "| method | Multi-turn Conversation | Translation | Summarization | Question Answering"
     assert head in text and "overall |" in text and "#Mean accepted tokens" in text
     assert "turn by turn, batch 1" in text and "the bonus token is counted" in text
-    assert (tmp_path / "suite-speedup.svg").is_file()
 
 
 def fakes(monkeypatch: pytest.MonkeyPatch, **engines: Fake) -> None:

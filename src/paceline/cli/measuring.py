@@ -64,7 +64,7 @@ class PromptOptions:
 class ReportOptions(WriteOptions):
     """Where the result goes besides the terminal. Raises ConfigError on a bad report's name."""
 
-    report: str | None = _output(None, "Also write a report with plots, an .html or .md file.")
+    report: str | None = _output(None, "Also write a report, an .html or .md file.")
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -78,8 +78,8 @@ class ReportOptions(WriteOptions):
         else:
             print_report(report, Console(), details)
         if self.report is not None:
-            written = write(report, self.report)
-            info(f"report: {', '.join(map(str, written))}")
+            write(report, self.report)
+            info(f"report: {self.report}")
 
 
 @dataclass(frozen=True)

@@ -10,6 +10,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -42,6 +43,8 @@ class DraftTrainer(Trainer):
 
     config: DraftConfig
     noun = "draft"
+    model: PreTrainedModel
+    long_len: int  # tokens of a long window
 
     def check(self) -> None:
         config = self.config
@@ -151,7 +154,8 @@ class DraftTrainer(Trainer):
         masks: MaskedRows | None,
     ) -> torch.Tensor:
         """Loss of inputs, next tokens and their shares of it, ``[rows, seq_len]``."""
-        config, positions, read = self.config, slice(None), {"input_ids": inputs}
+        config, read = self.config, {"input_ids": inputs}
+        positions: Any = slice(None)
         if masks is not None:
             read, positions = masks.inputs(inputs), masks.positions
             shares = shares * (inputs.shape[1] / len(positions))

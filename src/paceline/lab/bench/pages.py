@@ -1,23 +1,21 @@
-"""A benchmark's result as one report: the verdict, tables for the terminal, plots for files."""
+"""A benchmark's result as one report: the verdict, then tables."""
 
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from functools import partial
-from operator import attrgetter, methodcaller
+from operator import methodcaller
 from typing import Any
 
 from paceline.engine.driver import StepSums
-from paceline.lab.bench.engines import ASPECTS, PLAIN
+from paceline.lab.bench.engines import ASPECTS
 from paceline.lab.bench.result import KINDS, OVERALL, BenchResult, Row
 from paceline.lab.bench.runner import EVERYTHING
-from paceline.lab.report import plots
 from paceline.lab.report.document import (
     NONE_TRIED,
     UNTRIED,
     Column,
-    Figure,
     Report,
     Table,
     Text,
@@ -91,7 +89,7 @@ _SWEPT = (
     Column("", "temperature", "temperature", "{:g}".format),
 )
 _DRAFTED = Column("", "drafted a step", "drafts.length", number)
-# Tables with a column for each category; the first is drawn, too.
+# Tables with a column for each category.
 _BY_CATEGORY: tuple[tuple[Column, str], ...] = (
     (Column("", "", "speedup.median", times), "Speedup."),
     (_LENGTH, "Tokens a target step."),
@@ -158,15 +156,11 @@ class _Pages:
         several = [c for c in _SWEPT if len({c.value(row) for row in rows}) > 1]
         return [*several, self.method]
 
-    def grid(
-        self, rows: Sequence[Row], points: Sequence[Any], at: str, value: Callable[[Row], Any]
-    ) -> dict[str, list[Any]]:
-        """The ``value`` of every method's rows where ``at`` is each of ``points``; None where there
-        is none."""
-        key = attrgetter("method", at)
-        known = {key(row): value(row) for row in rows}
-        names = dict.fromkeys(row.method for row in rows)
-        return {self.label[name]: [known.get((name, x)) for x in points] for name in names}
+    def by_category(self, rows: Sequence[Row], names: Sequence[str], column: Column) -> list[Any]:
+        """A line for every method, with a cell for each category that it has a row of."""
+        cells = {(row.method, row.category): column.cell(row) for row in rows}
+        methods = dict.fromkeys(row.method for row in rows)
+        return [[self.label[m], *(cells.get((m, name)) for name in names)] for m in methods]
 
     def verdict(self) -> None:
         """The fastest drafter that drafted and wrote the right text, at the fewest clients and the
@@ -219,24 +213,17 @@ class _Pages:
 
     def methods(self) -> None:
         """All methods at every number of clients and temperature."""
-        price, note, figures = self.result.price, _NOTE, list[Figure]()
+        price, note = self.result.price, _NOTE
         swept = self.swept(self.totals)
         columns = [*swept, *_SPEEDS, self.tried]
         if price is not None:
             note += f" Cost: of a million tokens, at {price:g} a machine hour."
             columns.append(Column("", "cost", "", lambda r: f"{r.cost_per_million(price):.3g}"))
-        clients = sorted({float(row.concurrency) for row in self.totals})
-        if len(clients) > 1:
+        if len({row.concurrency for row in self.totals}) > 1:
             note += _CLIENTS
-            rows = [row for row in self.totals if row.temperature == self.temperatures[0]]
-            series = self.grid(rows, clients, "concurrency", attrgetter("tokens_per_second.median"))
-            draw = partial(
-                plots.lines, clients, series, "requests in flight", "tokens/s", log_x=True
-            )
-            figures.append(Figure("tokens/s against concurrency", draw, "concurrency"))
         if NONE_TRIED in map(self.accepted, self.totals):
             note += f" {UNTRIED}"
-        self.report.add("Methods", table_of(self.totals, columns, note), *figures)
+        self.report.add("Methods", table_of(self.totals, columns, note))
         latencies = table_of(self.totals, [*swept, *_LATENCIES], _LATENCY)
         self.report.add("Latency", latencies, detail=True)
 
@@ -255,41 +242,24 @@ class _Pages:
             title, tables, names = suite.title, _PUBLISHED, [*questions]
         elif len(single) < 2:
             return
-        several = len(self.temperatures) > 1
-        if several or temperature or suite is not None:
+        if len(self.temperatures) > 1 or temperature or suite is not None:
             title += f" at temperature {temperature:g}"
         amounts = "; ".join(f"{name} {count}" for name, count in questions.items())
+        heads = ["method", *names]
         pivots = [
-            Table(
-                ["method", *names],
-                [[n, *r] for n, r in self.grid(rows, names, "category", column.cell).items()],
-                note=note.format(amounts),
-            )
+            Table(heads, self.by_category(rows, names, column), note=note.format(amounts))
             for column, note in tables
         ]
-        series = self.grid(rows, single, "category", tables[0][0].value)
-        series.pop(self.label[PLAIN], None)
-        picture = Figure(
-            f"Speedup over plain decoding, by category, temperature {temperature:g}",
-            partial(plots.bars, single, series, "speedup", baseline=1.0),
-            f"speedup-t{temperature:g}" if several else "speedup",
-        )
-        self.report.add(title, *pivots, picture, detail=suite is None)
+        self.report.add(title, *pivots, detail=suite is None)
 
     def acceptance(self) -> None:
         rows = {self.label[row.method]: row for row in self.main if row.drafts["reached"]}
         if not rows:
             return
-        series = {name: list(row.drafts["acceptance"]) for name, row in rows.items()}
-        positions = range(1, 1 + max(map(len, series.values())))
+        positions = range(1, 1 + max(len(row.drafts["acceptance"]) for row in rows.values()))
         columns = (Column("", f"position {n}", "drafts", partial(_at, n)) for n in positions)
-        picture = Figure(
-            "Acceptance by position in the draft, conditional",
-            partial(plots.lines, positions, series, "position", "accepted"),
-            "acceptance",
-        )
         table = table_across("", rows, [_DRAFTED, self.tried, *columns], _ACCEPTANCE)
-        self.report.add("Acceptance by position", table, picture, detail=True)
+        self.report.add("Acceptance by position", table, detail=True)
 
     def steps(self) -> None:
         first = self.temperatures[0]

@@ -23,7 +23,6 @@ from paceline.lab.profiling.limits import (
 )
 from paceline.lab.report.document import (
     Column,
-    Figure,
     Report,
     Table,
     Text,
@@ -33,7 +32,6 @@ from paceline.lab.report.document import (
     table_across,
     table_of,
 )
-from paceline.lab.report.plots import bars
 from paceline.llm import LLM
 
 PROFILED_STEPS = 20  # give the shares to a per cent
@@ -257,16 +255,8 @@ def report_of(result: ProfileResult, setting: str) -> Report:
         return report
     runs = {run.name: run for run in result.runs}
     if runs:
-        phases = {
-            of_runs[0].name: [1e3 * phase.seconds for phase in of_runs]
-            for of_runs in zip(*(run.phases for run in result.runs), strict=True)
-        }
         note = f"{setting} Medians of rounds in turn, without the profiler."
-        title = "Time of a step by phase"
-        picture = Figure(
-            title, lambda: bars(list(runs), phases, "ms a step", stacked=True), "phases"
-        )
-        report.add("Steps", table_across("", runs, _RUN[:5], note), picture)
+        report.add("Steps", table_across("", runs, _RUN[:5], note))
     for name, run in runs.items():
         report.add(f"Limits: {name}", *_limits(run))
     note = (

@@ -1,4 +1,4 @@
-"""The parts of a report: sections of tables, paragraphs and figures. A command builds one
+"""The parts of a report: sections of tables and paragraphs. A command builds one
 ``Report``, prints it and, if asked, writes it to a file (render.py). What is measured is said once,
 as columns, for JSON and for tables."""
 
@@ -33,16 +33,7 @@ class Text:
     warning: bool = False
 
 
-@dataclass(frozen=True)
-class Figure:
-    """A picture, drawn when a file is written: ``draw()`` gives an SVG document (see plots.py)."""
-
-    title: str
-    draw: Callable[[], str]
-    name: str  # of its file beside a Markdown report, without suffix
-
-
-Block = Table | Text | Figure
+Block = Table | Text
 
 
 @dataclass
@@ -63,9 +54,6 @@ class Report:
 
     def add(self, title: str, *blocks: Block, detail: bool = False) -> None:
         self.sections.append(Section(title, list(blocks), detail))
-
-    def figures(self) -> list[Figure]:
-        return [b for section in self.sections for b in section.blocks if isinstance(b, Figure)]
 
 
 def show(cell: Cell) -> str:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Sequence
 from html import escape
 from pathlib import Path
@@ -16,7 +15,7 @@ from rich.text import Text as RichText
 from paceline.errors import ConfigError
 from paceline.files import replace_files, telling
 from paceline.files.ownership import check_file, is_signed, signed
-from paceline.lab.report.document import Block, Figure, Report, Table, Text, is_number, show
+from paceline.lab.report.document import Block, Report, Table, is_number, show
 
 _SHORT = 24  # characters of a column that stays on one line
 _UNLIMITED = 10_000  # characters: wider than any table
@@ -30,32 +29,24 @@ def check_path(path: str | Path) -> None:
     check_file(path, "the report", is_signed)
 
 
-def write(report: Report, path: str | Path) -> list[Path]:
-    """Write ``.md`` (figures as SVG files beside it) or ``.html`` (all in one file). Returns the
-    files written: all of them, or none. Raises ConfigError on another suffix, WriteError if the
-    folder is not writable."""
+def write(report: Report, path: str | Path) -> None:
+    """Write ``.md`` or ``.html``. Raises ConfigError on another suffix, WriteError if the folder is
+    not writable."""
     check_path(path)
     path = Path(path)
-    if path.suffix == ".html":
-        texts = {path: as_html(report)}
-    else:
-        texts = {path: as_markdown(report, path)}
-        texts |= {figure_path(path, figure): figure.draw() for figure in report.figures()}
+    text = as_html(report) if path.suffix == ".html" else as_markdown(report)
     with telling("the report", path):
         path.parent.mkdir(parents=True, exist_ok=True)
-    contents = {file: signed(text).encode("utf-8") for file, text in texts.items()}
-    replace_files(contents, "the report", is_signed)
-    return list(texts)
+    replace_files({path: signed(text).encode("utf-8")}, "the report", is_signed)
 
 
 def print_report(report: Report, console: Console, details: bool = True) -> None:
-    """All sections, or those that are no ``detail``; figures are for files and left out here."""
+    """All sections, or those that are no ``detail``."""
     for section in report.sections:
-        blocks = [block for block in section.blocks if not isinstance(block, Figure)]
-        if not blocks or (section.detail and not details):
+        if section.detail and not details:
             continue
         console.rule(RichText(section.title, style="bold"), align="left")
-        for block in blocks:
+        for block in section.blocks:
             if isinstance(block, Table):
                 print_table(block, console)
             else:
@@ -114,19 +105,13 @@ def _of_numbers(table: Table) -> list[bool]:
     return [bool(cells) and all(map(is_number, cells)) for cells in filled]
 
 
-def figure_path(report: Path, figure: Figure) -> Path:
-    return report.with_name(f"{report.stem}-{figure.name}.svg")
-
-
-def as_markdown(report: Report, path: Path) -> str:
-    """The whole document; ``path`` is where it will lie."""
+def as_markdown(report: Report) -> str:
+    """The whole document."""
 
     def block_as_markdown(block: Block) -> str:
         if isinstance(block, Table):
             return as_table(block)
-        if isinstance(block, Text):
-            return f"**{block.text}**" if block.warning else block.text
-        return f"![{block.title}]({figure_path(path, block).name})"
+        return f"**{block.text}**" if block.warning else block.text
 
     parts = [f"# {report.title}"]
     for section in report.sections:
@@ -150,7 +135,7 @@ def as_table(table: Table) -> str:
 
 
 def as_html(report: Report) -> str:
-    """The whole document: no outside requests, figures inside as SVG."""
+    """The whole document, without outside requests."""
     title = escape(report.title)
     style = Path(__file__).with_name("report.css").read_text(encoding="utf-8")
     viewport = '<meta name="viewport" content="width=device-width, initial-scale=1">'
@@ -166,14 +151,8 @@ def as_html(report: Report) -> str:
 def _block_as_html(block: Block) -> str:
     if isinstance(block, Table):
         return _table_as_html(block)
-    if isinstance(block, Text):
-        kind = ' class="warning"' if block.warning else ""
-        return f"<p{kind}>{escape(block.text)}</p>"
-    # Only the element itself: an XML declaration or doctype is not for the middle of a page. Ids
-    # get the figure's name, or the clip paths of one picture would be those of another.
-    svg = re.sub(r"^.*?(?=<svg)", "", block.draw(), count=1, flags=re.DOTALL)
-    svg = re.sub(r'(\bid="|url\(#|href="#)', rf"\g<1>{block.name}-", svg)
-    return f"<figure>{svg}<figcaption>{escape(block.title)}</figcaption></figure>"
+    kind = ' class="warning"' if block.warning else ""
+    return f"<p{kind}>{escape(block.text)}</p>"
 
 
 def _table_as_html(table: Table) -> str:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass
 from functools import partial
 from typing import Any
@@ -10,7 +10,6 @@ from typing import Any
 from paceline.drafters import DRAFTERS
 from paceline.lab.report.document import (
     Column,
-    Figure,
     Report,
     Text,
     number,
@@ -19,10 +18,9 @@ from paceline.lab.report.document import (
     table_of,
     times,
 )
-from paceline.lab.report.plots import lines
 from paceline.lab.tune.measure import PLAIN, Confirmation
 from paceline.lab.tune.plan import CALM, TuningOutcome
-from paceline.lab.tune.search import MARGIN, MeasuredMethod, PredictedSetting, batch_sizes
+from paceline.lab.tune.search import MARGIN, MeasuredMethod, PredictedSetting
 from paceline.llm import LLM
 from paceline.model.identity import ModelIdentity
 from paceline.settings.tuned import (
@@ -118,7 +116,6 @@ def _advice_on_kinds(
             )
 
 
-_SHOWN = 4  # methods in the plot
 _BATCH = 8  # of a profile at least: requests that were not expected may join
 _BUSY = (
     "The machine was busy: plain steps took up to {:.1f} times the fastest. Do not trust these "
@@ -239,24 +236,7 @@ def report_of(outcome: TuningOutcome) -> Report:
         report.add("Why", table_of(advice, _ADVICE))
     completed = [] if outcome.completed is None else [Text(outcome.completed.line)]
     report.add("Choice", Text(decision(outcome), warning=outcome.chosen is None), *completed)
-    if settings:
-        report.add("Pictures", _figure(outcome, settings))
     return report
-
-
-def _figure(outcome: TuningOutcome, settings: Sequence[PredictedSetting]) -> Figure:
-    """Of the best method of each of the fastest kinds."""
-    assert outcome.target is not None
-    sizes = batch_sizes(outcome.options.concurrency, outcome.largest_batch)
-    best = {setting.method.family: setting.method for setting in reversed(settings)}
-    gains: dict[str, list[float | None]] = {"plain": [1.0] * len(sizes)}
-    for method in list(best.values())[: -_SHOWN - 1 : -1]:
-        gains[method.label] = [method.best_length(outcome.target, n).speedup for n in sizes]
-    return Figure(
-        "Predicted speedup against concurrency",
-        lambda: lines(sizes, gains, "sequences at once", "tokens/s by plain", log_x=True),
-        "speedup",
-    )
 
 
 def tuning_record(outcome: TuningOutcome) -> dict[str, Any]:
