@@ -29,6 +29,6 @@ def doctor(engine: ModelOptions, adapters: AdapterSettings, output: ReportOption
             how = {"device": engine.device, "backend": engine.backend}
             findings.append(check_logits(engine.model, **how))
     about = engine.model, draft, by_severity(findings)
-    found = record(*about)
-    output.emit(found, report_of(*about))
-    return interrupted.code or int(found["errors"] > 0)
+    examined = record(*about)
+    output.emit(examined, report_of(*about))
+    return interrupted.code or int(examined["errors"] > 0)

@@ -268,7 +268,7 @@ def test_an_interrupted_outcome_says_what_it_has() -> None:
     assert decision(outcome).startswith("Not confirmed: look at length 8")
     assert tuning_record(outcome)["confirmed"] is False
     titles = [section.title for section in report_of(outcome).sections]
-    assert titles == ["Search", "Why", "Choice", "Pictures"]
+    assert titles == ["Search", "Why", "Choice"]
     empty = TuningOutcome(TuneOptions(), "m", 9)
     assert decision(empty) == "Nothing was measured to the end."
     assert tuning_record(empty)["search"] == []
