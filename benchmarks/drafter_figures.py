@@ -166,7 +166,7 @@ def as_report(records: Sequence[Record]) -> Report:
     return report
 
 
-_MACHINE = "{cpu}, {threads} threads, torch {torch}, transformers {transformers}"
+_MACHINE = "{processor}, {threads} threads, torch {torch}, transformers {transformers}"
 _NOTE = "By plain decoding; in brackets the worst set, or batch."
 _BEST = "The best of plain decoding and the chosen lengths, in all and within each set."
 _OF_BEST = (

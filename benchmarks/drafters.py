@@ -50,7 +50,6 @@ from drafter_figures import PLAIN, as_report, brief, ratios
 from measuring import (
     OtherLoad,
     append_record,
-    machine,
     numbers,
     read_records,
     rotated,
@@ -59,6 +58,7 @@ from measuring import (
 from paceline.core.params import SamplingParams
 from paceline.errors import PacelineError
 from paceline.lab.bench.prompts import evenly
+from paceline.lab.bench.result import machine_of
 from paceline.lab.report.render import print_report, write
 from paceline.llm import LLM
 from prompts import ALL_SUITES, at_hand, default_folder, load_suites
@@ -241,11 +241,11 @@ class Bench:
         )
         of_set = -(-(first + later) // len(self.args.sets))
         limit = self.base.target.max_positions - self.args.tokens - 32
-        spread = {name: evenly(ids, of_set) for name, ids in self._sets(limit).items()}
+        where, is_real = (self.args.prompts_dir, self.args.sets), self.args.pair == real.NAME
+        suites = load_suites(*where, self.base, limit, chat=is_real)
+        spread = {name: evenly(ids, of_set) for name, ids in suites.items()}
         turns = zip_longest(*([(name, ids) for ids in some] for name, some in spread.items()))
         chosen = [pair for turn in turns for pair in turn if pair is not None]
-        if not chosen:
-            raise SystemExit(f"error: no prompt fits into {limit} tokens")
         everything = [
             Prompt(number, *pair)
             for number, pair in enumerate(islice(cycle(chosen), first + later))
@@ -256,17 +256,6 @@ class Bench:
             "later": everything[first:],
             "again": everything[:again],
         }
-
-    def _sets(self, limit: int) -> dict[str, list[list[int]]]:
-        """{set: prompts of at most ``limit`` tokens}; the real model's all as a user's message."""
-        folder, names = self.args.prompts_dir, self.args.sets
-        if self.args.pair == real.NAME:
-
-            def render(text: str) -> list[int]:
-                return self.base.render_chat([{"role": "user", "content": text}])
-
-            return real.load_sets(folder, names, render, limit)
-        return load_suites(folder, names, self.base.tokenizer, limit)
 
     def engines(self, cell: Cell) -> Iterator[WaveEngine]:
         """Plain decoding and LLMs without any history."""
@@ -311,7 +300,7 @@ class Bench:
         record = {
             "cell": cell.key,
             "settings": self.settings,
-            "machine": machine(self.base),
+            "machine": machine_of(self.base),
             "startup": round(startup, 1),
             "others": None if cores is None else round(cores, 2),
             "waves": waves,

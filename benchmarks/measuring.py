@@ -1,4 +1,4 @@
-"""What the benchmarks share: the machine, turns, a quiet machine, files of records, the last line.
+"""What the benchmarks share: turns, a quiet machine, files of records, the last line.
 
 A figure is a median over rounds in which all engines take turns, so that a machine that slows down
 slows all of them; who begins changes from turn to turn.
@@ -14,19 +14,10 @@ from pathlib import Path
 from statistics import median
 from typing import Any, TypeVar
 
-from paceline.lab.bench.result import machine_of
-from paceline.llm import LLM
-
 Element = TypeVar("Element")
 Name = TypeVar("Name", bound=Hashable)
 _STAT = Path("/proc/stat")
 QUIET = 0.15  # cores that others may keep busy
-
-
-def machine(llm: LLM) -> dict[str, Any]:
-    """What the figures were measured on."""
-    about = machine_of(llm)
-    return about | {"cpu": about["processor"]}
 
 
 def numbers(text: str) -> list[int]:

@@ -31,10 +31,11 @@ os.environ.setdefault("HF_HUB_OFFLINE", "1")
 import torch
 from rich.console import Console
 
-from measuring import finish, machine
+from measuring import finish
 from paceline.core.batch import Batch, ModelOutput
 from paceline.core.memory import parse_bytes
 from paceline.core.params import SamplingParams
+from paceline.lab.bench.result import machine_of
 from paceline.lab.report.document import Column, table_of
 from paceline.lab.report.render import print_table
 from paceline.llm import LLM
@@ -160,7 +161,7 @@ def main() -> None:
     print(*plain.notes, sep="\n")
     columns = [Column(key, key.replace("_", " "), shown=str) for key in rows[0]]
     print_table(table_of(rows, columns), Console())
-    finish({"machine": machine(plain), "length": options.length, "rows": rows}, options.json)
+    finish({"machine": machine_of(plain), "length": options.length, "rows": rows}, options.json)
 
 
 if __name__ == "__main__":

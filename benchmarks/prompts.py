@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-import json
 import sys
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
-from paceline.lab.bench.prompts import load_prompts
+from paceline.errors import DataError
+from paceline.lab.bench.prompts import BenchPrompt, load_prompts
+from paceline.llm import LLM
 
 ALL_SUITES = ("stories", "arith", "chat", "stdlib", "summ")
 
@@ -33,20 +34,23 @@ def default_folder() -> Path:
     return Path(__file__).resolve().parents[2] / "shared" / "data" / "prompts"
 
 
-def read_texts(folder: str | Path, suite: str) -> list[tuple[str, str]]:
-    """(format, first turn) of every record; shipped prompts where the file is missing."""
-    category = PARTS.get(suite, (suite, None))[1]
-    path = _file(folder, suite)
-    if not path.is_file():
-        if suite not in SHIPPED:
-            raise SystemExit(f"error: no {path}, and no shipped prompts for {suite!r}")
-        shipped = load_prompts(None, [SHIPPED[suite]])
-        return [("chat" if prompt.chat else "completion", prompt.text) for prompt in shipped]
-    records = [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
-    chosen = [r for r in records if category is None or r["category"] == category]
-    if not chosen:
-        raise SystemExit(f"error: {path} has no prompts of {suite}")
-    return [(r["format"], r["turns"][0]) for r in chosen]
+def read_suites(folder: str | Path, names: Sequence[str]) -> dict[str, list[BenchPrompt]]:
+    """{suite: its prompts}, shipped ones where its file is missing; no text twice, as some drafters
+    remember what they saw. Raises SystemExit with one line if there is neither."""
+    seen: set[str] = set()
+    suites = {}
+    for name in names:
+        path, category = _file(folder, name), PARTS.get(name, (name, None))[1]
+        if not path.is_file() and name not in SHIPPED:
+            raise SystemExit(f"error: no {path}, and no shipped prompts for {name!r}")
+        source = (path, category) if path.is_file() else (None, SHIPPED[name])
+        try:
+            prompts = load_prompts(source[0], [source[1]] if source[1] else [])
+        except DataError as error:
+            raise SystemExit(f"error: {error}") from None
+        suites[name] = [prompt for prompt in prompts if prompt.text not in seen]
+        seen |= {prompt.text for prompt in prompts}
+    return suites
 
 
 def at_hand(folder: str | Path, suites: Sequence[str]) -> list[str]:
@@ -63,25 +67,17 @@ def _file(folder: str | Path, suite: str) -> Path:
     return Path(folder) / f"{PARTS.get(suite, (suite, None))[0]}.jsonl"
 
 
-def encode(tokenizer: Any, form: str, text: str) -> list[int]:
-    """Token ids of a prompt: chats through the chat template, completions as they are."""
-    if form == "chat" and tokenizer.chat_template:
-        rendered = tokenizer.apply_chat_template(
-            [{"role": "user", "content": text}], tokenize=False, add_generation_prompt=True
-        )
-        return list(tokenizer(rendered, add_special_tokens=False).input_ids)
-    return list(tokenizer(text).input_ids)
-
-
 def load_suites(
-    folder: str | Path, names: Sequence[str], tokenizer: Any, limit: int
+    folder: str | Path, names: Sequence[str], llm: LLM, limit: int, chat: bool = False
 ) -> dict[str, list[list[int]]]:
-    """{suite: token ids of its prompts}, those longer than `limit` tokens left out."""
-    return {
-        name: [
-            ids
-            for form, text in read_texts(folder, name)
-            if len(ids := encode(tokenizer, form, text)) <= limit
-        ]
-        for name in names
-    }
+    """{suite: token ids of its prompts}, with ``chat`` all as a user's message. Those longer than
+    ``limit`` tokens are left out, with one line. Raises SystemExit if none is left."""
+    suites = {}
+    for name, prompts in read_suites(folder, names).items():
+        encoded = [replace(one, chat=chat or one.chat).encode(llm) for one in prompts]
+        suites[name] = [ids for ids in encoded if len(ids) <= limit]
+        if not suites[name]:
+            raise SystemExit(f"error: no prompt of {name} fits into {limit} tokens")
+        if left := len(encoded) - len(suites[name]):
+            print(f"{name}: {left} of {len(encoded)} prompts are too long", file=sys.stderr)
+    return suites

@@ -12,7 +12,6 @@ import hashlib
 import json
 import shutil
 import sys
-from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import torch
@@ -20,7 +19,6 @@ from safetensors.torch import load_file, save_file
 
 import inflate
 from paceline.files import cache_folder, folder_aside
-from prompts import read_texts
 
 NAME = "smollm2"
 TARGET = "paceline/smollm2"
@@ -100,33 +98,6 @@ def find(kind: str, given: str | None) -> str | None:
             raise SystemExit(f"error: --{kind}: {error}") from None
         print(f"left out {kind}: {DRAFTS[kind]} is not here", file=sys.stderr)
         return None
-
-
-def texts(folder: str | Path, sets: Sequence[str]) -> dict[str, list[str]]:
-    """{set: what the user says first}; no text twice, as some drafters remember what they saw."""
-    set_of: dict[str, str] = {}
-    for name in sets:
-        for _, text in read_texts(folder, name):
-            set_of.setdefault(text, name)
-    return {name: [text for text in set_of if set_of[text] == name] for name in sets}
-
-
-def load_sets(
-    folder: str | Path, sets: Sequence[str], render: Callable[[str], list[int]], limit: int
-) -> dict[str, list[list[int]]]:
-    """{set: all prompts as token ids}, through the chat template, also the beginnings of functions.
-
-    Prompts longer than ``limit`` are left out, with one line. Raises SystemExit if none is left.
-    """
-    result = {}
-    for name, said in texts(folder, sets).items():
-        rendered = [render(text) for text in said]
-        result[name] = [ids for ids in rendered if len(ids) <= limit]
-        if not result[name]:
-            raise SystemExit(f"error: no prompt of {name} fits into {limit} tokens")
-        if left := len(rendered) - len(result[name]):
-            print(f"{name}: {left} of {len(rendered)} prompts are too long", file=sys.stderr)
-    return result
 
 
 def add_weights(parser: argparse.ArgumentParser) -> None:

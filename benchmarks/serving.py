@@ -44,15 +44,15 @@ from rich.console import Console
 from rich.progress import track
 
 import real
-from measuring import alternate, finish, machine, median_ratio, numbers
+from measuring import alternate, finish, median_ratio, numbers
 from paceline import LLM, SamplingParams
 from paceline.engine.driver import Drive
 from paceline.lab.bench.prompts import evenly, load_prompts
-from paceline.lab.bench.result import percentile
+from paceline.lab.bench.result import machine_of, percentile
 from paceline.lab.report.document import Column, Report, milliseconds, number, table_of, times
 from paceline.lab.report.render import print_report
 from paceline.model.loading import load_tokenizer
-from prompts import default_folder
+from prompts import default_folder, read_suites
 
 SERVED = "bench"  # the model's name over HTTP
 WAYS = ("auto", "off")  # with the default drafter, and without any
@@ -134,11 +134,13 @@ def work_of(args: argparse.Namespace) -> Work:
     texts = [
         str(
             tokenizer.apply_chat_template(
-                [{"role": "user", "content": text}], tokenize=False, add_generation_prompt=True
+                [{"role": "user", "content": prompt.text}],
+                tokenize=False,
+                add_generation_prompt=True,
             )
         )
-        for said in real.texts(args.prompts_dir, names).values()
-        for text in evenly(said, per_kind)
+        for prompts in read_suites(args.prompts_dir, names).values()
+        for prompt in evenly(prompts, per_kind)
     ]
     eagle3 = None if args.draft else real.find("eagle3", None)
     draft = args.draft or (f"eagle3:{eagle3}" if eagle3 else "ngram")
@@ -379,7 +381,7 @@ def main() -> None:
     report.add("Serving", *tables)
     print_report(report, Console(width=max(100, Console().width)))
     record = {"speeds": speeds, "latencies": latencies, "threads": args.threads}
-    finish(record | {"machine": machine(llm)}, args.json)
+    finish(record | {"machine": machine_of(llm)}, args.json)
 
 
 if __name__ == "__main__":

@@ -36,7 +36,7 @@ def wave(sets: str, seconds: dict[str, float], name: str = "first") -> dict[str,
 
 def record(*waves: dict[str, Any], cell: str = "b1/greedy", **settings: Any) -> dict[str, Any]:
     usual = {"pair": "tiny", "weights": "pulled", "form": "bf16", "native": "auto", "tokens": 10}
-    about = {"cpu": "a processor", "threads": 1, "torch": "2", "transformers": "5"}
+    about = {"processor": "a processor", "threads": 1, "torch": "2", "transformers": "5"}
     return {"cell": cell, "settings": usual | settings, "machine": about, "waves": [*waves]}
 
 
@@ -132,7 +132,7 @@ def test_the_whole_script_and_going_on(
     assert "adaptive / best" in table.read_text()
     held = file.read_text()
     waves, about = (json.loads(held)[key] for key in ("waves", "machine"))
-    assert about["device"] == "cpu" and about["threads"] >= 1 and about["cpu"]
+    assert about["device"] == "cpu" and about["threads"] >= 1 and about["processor"]
     assert all(own["tokens"] == 16 and own["same"] == 2 for own in waves[0]["by"].values())
     assert waves[0]["by"]["ngram@0"]["drafted"] == 0
 

@@ -8,59 +8,64 @@ import pytest
 
 import real
 from paceline.lab.bench.prompts import evenly
-from prompts import ALL_SUITES, SHIPPED, encode, load_suites, read_texts
+from prompts import ALL_SUITES, SHIPPED, load_suites, read_suites
 from support.real_prompts import write_prompts
+
+
+class Bytes:
+    """Stands for an LLM: a token a byte, chats in U: and A:."""
+
+    chat_template = "there is one"
+
+    @property
+    def tokenizer(self) -> Any:
+        return self
+
+    def __call__(self, text: str) -> dict[str, list[int]]:
+        return {"input_ids": list(text.encode())}
+
+    def render_chat(self, messages: list[dict[str, str]]) -> list[int]:
+        return list(f"U:{messages[0]['content']}A:".encode())
+
+
+LLM: Any = Bytes()
+
+
+def write(folder: Path, *records: dict[str, Any]) -> None:
+    lines = [json.dumps(record) + "\n" for record in records]
+    (folder / "arith.jsonl").write_text("".join(lines))
 
 
 def test_prompts(tmp_path: Path) -> None:
     assert set(SHIPPED) == set(ALL_SUITES)
-    assert {form for form, _ in read_texts(tmp_path, "arith")} == {"chat"}
-    record = {"id": "x", "format": "completion", "turns": ["first", "second"]}
-    (tmp_path / "arith.jsonl").write_text(json.dumps(record) + "\n")
-    assert read_texts(tmp_path, "arith") == [("completion", "first")]
+    assert all(prompt.chat for prompt in read_suites(tmp_path, ["arith"])["arith"])
+    write(tmp_path, {"id": "x", "format": "completion", "turns": ["first", "second"]})
+    (prompt,) = read_suites(tmp_path, ["arith"])["arith"]
+    assert (prompt.chat, prompt.text) == (False, "first")
     assert evenly(list(range(10)), 3) == [0, 3, 6]
     assert evenly(list(range(3)), None) == evenly(list(range(3)), 9) == [0, 1, 2]
 
 
-def byte_tokenizer() -> Any:
-    from tokenizers import Tokenizer, decoders, models, pre_tokenizers
-    from transformers import PreTrainedTokenizerFast
-
-    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
-    vocab = {"<|end|>": 0} | {letter: i + 1 for i, letter in enumerate(alphabet)}
-    core = Tokenizer(models.BPE(vocab=vocab, merges=[]))
-    core.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
-    core.decoder = decoders.ByteLevel()
-    tokenizer = PreTrainedTokenizerFast(tokenizer_object=core, eos_token="<|end|>")
-    tokenizer.chat_template = "U:{{ messages[0]['content'] }}A:"
-    return tokenizer
-
-
-def test_chats_go_through_the_template(tmp_path: Path) -> None:
-    tokenizer = byte_tokenizer()
-    assert tokenizer.decode(encode(tokenizer, "chat", "hi")) == "U:hiA:"
-    assert tokenizer.decode(encode(tokenizer, "completion", "hi")) == "hi"
+def test_chats_go_through_the_template(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     texts = ("What is 345 + 278?", "What is 345 + 278 + 4567?")
-    lines = [json.dumps({"format": "chat", "turns": [text]}) for text in texts]
-    (tmp_path / "arith.jsonl").write_text("\n".join(lines) + "\n")
-    suites = load_suites(tmp_path, ["arith"], tokenizer, 25)
-    assert [len(ids) for ids in suites["arith"]] == [22]  # the other is longer
+    write(tmp_path, *({"format": "chat", "turns": [text]} for text in texts))
+    suites = load_suites(tmp_path, ["arith"], LLM, 25)
+    assert bytes(suites["arith"][0]) == b"U:What is 345 + 278?A:"
+    assert len(suites["arith"]) == 1  # the other is longer
+    assert "arith: 1 of 2 prompts are too long" in capsys.readouterr().err
+    with pytest.raises(SystemExit, match="no prompt of arith fits into 3 tokens"):
+        load_suites(tmp_path, ["arith"], LLM, 3)
+    write(tmp_path, {"format": "completion", "turns": ["hi"]})
+    assert bytes(load_suites(tmp_path, ["arith"], LLM, 9)["arith"][0]) == b"hi"
+    assert bytes(load_suites(tmp_path, ["arith"], LLM, 9, chat=True)["arith"][0]) == b"U:hiA:"
 
 
-def test_no_prompt_of_the_real_model_comes_twice(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_no_prompt_of_the_real_model_comes_twice(tmp_path: Path) -> None:
     folder = str(write_prompts(tmp_path))
-    texts = real.texts(folder, real.SETS)
-    assert set(texts) == set(real.SETS)
-    everything = [text for by_set in texts.values() for text in by_set]
+    suites = read_suites(folder, real.SETS)
+    assert set(suites) == set(real.SETS)
+    everything = [prompt.text for prompts in suites.values() for prompt in prompts]
     assert len(everything) == len(set(everything)) == 4 * len(real.SETS)
-    alone = real.texts(folder, ["math_reasoning"])
-    assert len(alone["math_reasoning"]) == 5
-    with pytest.raises(SystemExit, match="no prompt of gsm8k fits into 3 tokens"):
-        real.load_sets(folder, ["gsm8k"], lambda text: [0] * 4, 3)
-    sizes = iter((2, 9, 2, 2))
-    real.load_sets(folder, ["gsm8k"], lambda text: [0] * next(sizes), 3)
-    assert "gsm8k: 1 of 4 prompts are too long" in capsys.readouterr().err
+    assert len(read_suites(folder, ["math_reasoning"])["math_reasoning"]) == 5
     with pytest.raises(SystemExit, match="no shipped prompts for 'alpaca'"):
-        real.texts(folder, ["alpaca"])
+        read_suites(folder, ["alpaca"])
