@@ -66,7 +66,7 @@ def test_logits_that_differ_are_an_error(monkeypatch: pytest.MonkeyPatch) -> Non
 
 
 def test_ctrl_c_leaves_the_findings(monkeypatch: pytest.MonkeyPatch) -> None:
-    def interrupted(*arguments: Any) -> None:
+    def interrupted(*arguments: Any, **options: Any) -> None:
         raise KeyboardInterrupt
 
     monkeypatch.setattr("paceline.lab.doctor.check_logits", interrupted)
