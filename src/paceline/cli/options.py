@@ -17,7 +17,7 @@ from paceline.cli.progress import showing
 from paceline.core.keywords import OTHER_NAMES
 from paceline.core.memory import processors
 from paceline.core.stages import info, stage
-from paceline.draft.foreign import ForeignDraft, read_foreign
+from paceline.draft.foreign import read_foreign
 from paceline.errors import ConfigError, PacelineError
 from paceline.model.names import (
     DEFAULT_DRAFT,
@@ -292,16 +292,14 @@ class _PairNames(TargetName):
 class ModelOptions(EngineSettings, _PairNames):
     """What is loaded and how it runs."""
 
-    foreign: ForeignDraft | None = None  # what the draft was read from; no option
-
     def __post_init__(self) -> None:
         super().__post_init__()
         if self.draft is None or not self.draft.startswith("@"):
             return
         foreign = read_foreign(self.draft[1:])
         length = foreign.length if self.draft_length is None else self.draft_length
-        values = {"foreign": foreign, "draft": foreign.spec, "draft_length": length}
-        values["rule"] = self.rule or foreign.rule
+        rule = self.rule or foreign.rule
+        values = {"draft": foreign.spec, "draft_length": length, "rule": rule}
         for name, value in values.items():
             object.__setattr__(self, name, value)
 

@@ -36,10 +36,8 @@ def quantize(
 
     The layout is that of compressed-tensors, which transformers loads, too, and vLLM but for int4.
     """
-    from paceline.lab.quantize import QuantizeOptions
     from paceline.lab.quantize import quantize as run
     from paceline.model.quantised.convert import scheme_named
 
-    options = QuantizeOptions(scheme_named(to, group, head), calibrate, tokens, evaluate, seed)
-    report = run(model, out, options)
+    report = run(model, out, scheme_named(to, group, head), calibrate, tokens, evaluate, seed)
     output.show(report.record(), report.table())

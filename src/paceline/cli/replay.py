@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from dataclasses import MISSING, dataclass, replace
+from dataclasses import MISSING, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -20,28 +20,10 @@ NOT_COMPARABLE = 3
 _SHOWN_TOKENS = 8  # of either text, from where they part
 
 
-@dataclass(frozen=True)
-class ReplayResult:
-    """``parts``: index of the first token that differs, None if none does; ``expected`` and ``got``
-    are the texts from there on."""
-
-    tokens: int
-    parts: int | None = None
-    expected: str = ""
-    got: str = ""
-
-    @property
-    def line(self) -> str:
-        if self.parts is None:
-            return f"same text, bit for bit ({self.tokens} tokens)"
-        return (
-            f"parts at token {self.parts + 1} of {self.tokens}: {self.expected!r} in the receipt, "
-            f"{self.got!r} decoded here"
-        )
-
-
-def _replay(llm: LLM, receipt: dict[str, Any]) -> ReplayResult:
-    """Decode a receipt's answer plainly. Raises ReceiptError on other weights or settings."""
+def _replay(llm: LLM, receipt: dict[str, Any]) -> tuple[dict[str, Any], str]:
+    """Decode a receipt's answer plainly: the outcome as JSON (``parts``: index of the first token
+    that differs, None if none does; ``expected`` and ``got``: the texts from there on), and as a
+    line. Raises ReceiptError on other weights or settings."""
     from paceline.lab.certify.decoding import first_difference
     from paceline.request.receipt import ReceiptError, sampling_of_receipt
 
@@ -68,11 +50,15 @@ def _replay(llm: LLM, receipt: dict[str, Any]) -> ReplayResult:
         least = min(params.min_tokens, len(tokens))
         params = replace(params, max_tokens=len(tokens), min_tokens=least)
     got = llm.generate([receipt["prompt"]], params)[0].token_ids
-    if (parts := first_difference(tokens, got)) is None:
-        return ReplayResult(len(tokens))
-    end = parts + _SHOWN_TOKENS
-    texts = [str(llm.tokenizer.decode(ids[parts:end])) for ids in (tokens, got)]
-    return ReplayResult(len(tokens), parts, *texts)
+    parts, line = first_difference(tokens, got), f"same text, bit for bit ({len(tokens)} tokens)"
+    expected = decoded = ""
+    if parts is not None:
+        end = parts + _SHOWN_TOKENS
+        expected, decoded = (str(llm.tokenizer.decode(ids[parts:end])) for ids in (tokens, got))
+        where = f"parts at token {parts + 1} of {len(tokens)}"
+        line = f"{where}: {expected!r} in the receipt, {decoded!r} decoded here"
+    about = {"same": parts is None, "tokens": len(tokens), "parts": parts}
+    return {**about, "expected": expected, "got": decoded}, line
 
 
 @expand
@@ -105,12 +91,12 @@ def replay(
             raise ReceiptError(f"the receipt's model: {error}") from None
         for record in receipts:
             with stage("decoding again"):
-                result = _replay(llm, record)
-            parted |= result.parts is not None
+                outcome, line = _replay(llm, record)
+            parted |= not outcome["same"]
             if as_json:
-                print_json({"same": result.parts is None, **vars(result)})
+                print_json(outcome)
             else:
-                print(result.line)
+                print(line)
     except ReceiptError as error:
         print(f"error: {error}", file=sys.stderr)
         return NOT_COMPARABLE

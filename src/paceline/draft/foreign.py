@@ -26,14 +26,12 @@ _GENERIC = f"paceline can read methods {', '.join(_WITH_MODEL)}, ngram and suffi
 
 @dataclass(frozen=True)
 class ForeignDraft:
-    """``spec`` is ours, ``length`` in levels, ``rule`` None if not given; ``values`` the engine's
-    options."""
+    """``spec`` is ours, ``length`` in levels, ``rule`` None if not given."""
 
     engine: str
     spec: str
     length: int | None
     rule: str | None
-    values: Mapping[str, Any]
 
 
 def read_foreign(path: str | Path) -> ForeignDraft:
@@ -86,7 +84,7 @@ def _model(values: Mapping[str, Any], key: str, where: str) -> str:
     return model
 
 
-def head_config(model: str) -> Mapping[str, Any]:
+def _head_config(model: str) -> Mapping[str, Any]:
     """The config.json of a local folder; {} if it cannot be read."""
     try:
         config = json.loads((Path(model).expanduser() / "config.json").read_text(encoding="utf-8"))
@@ -107,26 +105,26 @@ def _vllm(values: Mapping[str, Any], where: str) -> ForeignDraft:
             "use standard or block"
         )
     rule = "token" if sampling == "standard" else sampling
-    return ForeignDraft("vllm", _vllm_spec(values, length, where), length, rule, values)
+    return ForeignDraft("vllm", _vllm_spec(values, length, where), length, rule)
 
 
-def vllm_method(values: Mapping[str, Any]) -> str:
+def _vllm_method(values: Mapping[str, Any]) -> str:
     """The method, or vLLM's guess where none is named."""
     method, model = values.get("method"), str(values.get("model", ""))
     if method:
         return str(method)
     if model in ("ngram", "[ngram]", "suffix"):
         return model.strip("[]")
-    kind = head_config(model).get("speculators_model_type")
+    kind = _head_config(model).get("speculators_model_type")
     named = (k for k in ("eagle3", "peagle", "dflash", "dspark") if k == kind or k in model.lower())
     return next(named, "draft_model").replace("peagle", "eagle3")
 
 
 def _vllm_spec(values: Mapping[str, Any], length: int, where: str) -> str:
-    method = vllm_method(values)
+    method = _vllm_method(values)
     if method in _WITH_MODEL:
         model = _model(values, "model", where)
-        alone = method == "draft_model" and "pard_token" in head_config(model)
+        alone = method == "draft_model" and "pard_token" in _head_config(model)
         off = ",parallel=off" if alone and not values.get("parallel_drafting") else ""
         return _WITH_MODEL[method].format(model) + off
     if method in ("ngram", "ngram_gpu"):
@@ -158,7 +156,7 @@ def _sglang(values: Mapping[str, Any], where: str) -> ForeignDraft:
     nodes = _whole(values, "speculative_num_draft_tokens", where, 9) - 1  # without the root
     nodes = max(1, nodes)
     if algorithm == "NGRAM":
-        return ForeignDraft("sglang", f"ngram:length={nodes}", nodes, None, values)
+        return ForeignDraft("sglang", f"ngram:length={nodes}", nodes, None)
     kinds = {"EAGLE3": "eagle3", "EAGLE": "eagle", "STANDALONE": "model"}
     kinds |= {"DFLASH": "dflash", "DSPARK": "dspark"}
     if algorithm not in kinds:
@@ -173,7 +171,7 @@ def _sglang(values: Mapping[str, Any], where: str) -> ForeignDraft:
         given = [(f"speculative_{key}", root) for key, root in sizes.items()]
         lengths = [_whole(values, key, where) - root for key, root in given if key in values]
         length = max(1, *lengths) if lengths else None  # None: the head's block
-        return ForeignDraft("sglang", f"{kind}:{model}", length, rule, values)
+        return ForeignDraft("sglang", f"{kind}:{model}", length, rule)
     steps = _whole(values, "speculative_num_steps", where)
     width = _whole(values, "speculative_eagle_topk", where, 1)
     shape = "nodes=0" if width == 1 else f"nodes={nodes},width={width}"
@@ -182,12 +180,12 @@ def _sglang(values: Mapping[str, Any], where: str) -> ForeignDraft:
     layers = _inputs(model) if kind == "eagle3" else ""
     if values.get("speculative_use_rejection_sampling"):
         rule = "token"
-    return ForeignDraft("sglang", f"{kind}:{model},{shape}{layers}", steps, rule, values)
+    return ForeignDraft("sglang", f"{kind}:{model},{shape}{layers}", steps, rule)
 
 
 def _inputs(model: str) -> str:
     """The layers of a head numbered by outputs, as SGLang does, as inputs: one more."""
-    nested = head_config(model).get("eagle_config")
+    nested = _head_config(model).get("eagle_config")
     ids = nested.get(_LAYERS) if isinstance(nested, dict) else None
     if not isinstance(ids, list) or not all(type(number) is int for number in ids):
         return ""

@@ -26,18 +26,6 @@ from paceline.model.target import CausalModel
 
 
 @dataclass(frozen=True)
-class QuantizeOptions:
-    """``calibrate``: text that GPTQ rounds by, or None for nearest rounding; ``tokens`` of it are
-    read. ``evaluate``: text for the perplexity, else the calibration file's other documents."""
-
-    scheme: Scheme
-    calibrate: Path | None = None
-    tokens: int = 32_768
-    evaluate: Path | None = None
-    seed: int = 0
-
-
-@dataclass(frozen=True)
 class QuantizeReport:
     """What was written where. ``kind`` names the rounding, ``text`` what was evaluated on."""
 
@@ -90,27 +78,37 @@ class QuantizeReport:
         }
 
 
-def quantize(name: str, out: Path, options: QuantizeOptions) -> QuantizeReport:
+def quantize(
+    name: str,
+    out: Path,
+    scheme: Scheme,
+    calibrate: Path | None = None,
+    tokens: int = 32_768,
+    evaluate: Path | None = None,
+    seed: int = 0,
+) -> QuantizeReport:
     """Quantise the model ``name``, on the CPU and in float32, and write it to the folder ``out``.
-    Raises PacelineError: an unknown model, one that is quantised already, text without use, a
-    folder that cannot be written or holds files that Paceline did not write."""
+    ``calibrate``: text that GPTQ rounds by, or None for nearest rounding; ``tokens`` of it are
+    read. ``evaluate``: text for the perplexity, else the calibration file's other documents. Raises
+    PacelineError: an unknown model, one that is quantised already, text without use, a folder that
+    cannot be written or holds files that Paceline did not write."""
     check_folder(out, "the quantised model")  # before the minutes of work
     with stage(f"loading {name}"):
         hf = load_module(name, torch.float32, "cpu", attention="sdpa")
         tokenizer = load_tokenizer(name)
     if is_quantised(hf) or quantization_of(hf.config) is not None:
         raise ConfigError(f"{name} is quantised already; give the model it was made from")
-    texts, read = _texts(tokenizer, options)
+    texts, read = _texts(tokenizer, calibrate, tokens, evaluate, seed)
     before = _perplexity(hf, name, texts)
-    rounded = quantise_module(hf, options.scheme, read)
+    rounded = quantise_module(hf, scheme, read)
     if not rounded.layers:
         raise ConfigError(f"{name} has no linear layer that divides into groups of 32 inputs")
     after = _perplexity(hf, name, texts)
     kind = "nearest" if read is None else "GPTQ"
-    text = (options.evaluate or options.calibrate or Path("shipped")).name
-    report = QuantizeReport(name, str(out), options.scheme, kind, text, before, after, rounded)
+    text = (evaluate or calibrate or Path("shipped")).name
+    report = QuantizeReport(name, str(out), scheme, kind, text, before, after, rounded)
     with stage(f"writing {out}"), folder_aside(out, "the quantised model") as folder:
-        _write(hf, tokenizer, folder, options.scheme)
+        _write(hf, tokenizer, folder, scheme)
         (folder / "README.md").write_text(card(report), encoding="utf-8")
     if rounded.left:
         info(f"{len(rounded.left)} layers do not divide into groups and stay as they are")
@@ -118,16 +116,15 @@ def quantize(name: str, out: Path, options: QuantizeOptions) -> QuantizeReport:
 
 
 def _texts(
-    tokenizer: Any, options: QuantizeOptions
+    tokenizer: Any, file: Path | None, tokens: int, evaluate: Path | None, seed: int
 ) -> tuple[list[list[int]], list[list[int]] | None]:
-    file, seed = options.calibrate, options.seed
-    if options.evaluate is not None:
-        evaluated = read_windows(options.evaluate, tokenizer, EVALUATED)
-        read = None if file is None else read_windows(file, tokenizer, options.tokens, seed=seed)
+    if evaluate is not None:
+        evaluated = read_windows(evaluate, tokenizer, EVALUATED)
+        read = None if file is None else read_windows(file, tokenizer, tokens, seed=seed)
         return evaluated, read
     if file is None:
         return shipped_windows(tokenizer, EVALUATED), None
-    wanted = options.tokens + EVALUATED
+    wanted = tokens + EVALUATED
     windows = read_windows(file, tokenizer, wanted, seed=seed)
     if len(windows) < 2:
         why = "which cannot both be rounded by and evaluated on"

@@ -18,7 +18,7 @@ from paceline.errors import (
     PacelineError,
     UnsupportedModelError,
 )
-from paceline.lab.quantize import QuantizeOptions, quantize
+from paceline.lab.quantize import quantize
 from paceline.model.loading import load_module, load_tokenizer
 from paceline.model.precision import quantise_loaded
 from paceline.model.quantised.convert import Scheme, scheme_named
@@ -61,9 +61,8 @@ def test_what_was_written_is_read_again(
     plain_folder: Path, tmp_path: Path, text: Path, precision: str, calibrated: bool
 ) -> None:
     out = tmp_path / "out"
-    scheme = scheme_named(precision)
-    options = QuantizeOptions(scheme, text if calibrated else None, tokens=600)
-    report = quantize(str(plain_folder), out, options)
+    scheme, file = scheme_named(precision), text if calibrated else None
+    report = quantize(str(plain_folder), out, scheme, file, tokens=600)
     assert report.kind == ("GPTQ" if calibrated else "nearest")
     assert report.rounded.layers == 14
     assert abs(report.loss) < (0.01 if precision == "int8" else 0.15)
@@ -90,7 +89,7 @@ def test_what_was_written_is_read_again(
 
 def test_int4_is_one_model_written_or_made_when_loaded(plain_folder: Path, tmp_path: Path) -> None:
     """The very codes, scales and offsets of ``--quantize int4``, and their arithmetic."""
-    quantize(str(plain_folder), tmp_path / "four", QuantizeOptions(scheme_named("int4")))
+    quantize(str(plain_folder), tmp_path / "four", scheme_named("int4"))
     written = layers(load_module(str(tmp_path / "four"), "float32", "cpu"))
     made = layers(quantise_loaded("x", load_module(str(plain_folder), "float32", "cpu"), "int4"))
     assert len(written) == len(made) - 1  # the head is left as it is
@@ -110,7 +109,7 @@ def test_the_library_of_the_layout_reads_the_same_numbers(
 
     for precision in ("int8", "int4", "w4a16"):
         out = tmp_path / precision
-        quantize(str(plain_folder), out, QuantizeOptions(scheme_named(precision)))
+        quantize(str(plain_folder), out, scheme_named(precision))
         ours = layers(load_module(str(out), "float32", "cpu"))
         theirs = AutoModelForCausalLM.from_pretrained(
             out, quantization_config=CompressedTensorsConfig(dequantize=True), dtype=torch.float32
@@ -132,7 +131,7 @@ def test_the_engine_writes_the_text_of_the_quantised_model(
     from paceline import LLM, SamplingParams
 
     out = tmp_path / "four"
-    quantize(str(plain_folder), out, QuantizeOptions(Scheme("int4", head="int8")))
+    quantize(str(plain_folder), out, Scheme("int4", head="int8"))
     params = SamplingParams(max_tokens=24, ignore_eos=True)
     plain = LLM(str(out), draft="none", dtype="float32", device="cpu", backend="reference")
     ids = [5, 9, 7, 5, 9, 7, 5, 9]
@@ -303,7 +302,7 @@ def test_a_truncated_file_is_refused_by_the_tensor_that_is_cut(
 def test_layers_of_several_precisions_side_by_side(plain_folder: Path, tmp_path: Path) -> None:
     """As mixed recipes write them: the values in 8 bits, the rest of a layer in 4."""
     out = tmp_path / "mixed"
-    quantize(str(plain_folder), out, QuantizeOptions(Scheme("int4", zero="none")))
+    quantize(str(plain_folder), out, Scheme("int4", zero="none"))
     file = out / "model.safetensors"
     tensors, plain = load_file(file), load_file(plain_folder / "model.safetensors")
     wanted = {}
@@ -413,9 +412,9 @@ def test_a_librarys_modules_that_fail_are_one_line(plain_folder: Path) -> None:
 
 def test_quantising_twice_is_refused(plain_folder: Path, tmp_path: Path) -> None:
     out = tmp_path / "eight"
-    quantize(str(plain_folder), out, QuantizeOptions(Scheme("int8")))
+    quantize(str(plain_folder), out, Scheme("int8"))
     with pytest.raises(ConfigError, match="quantised already"):
-        quantize(str(out), tmp_path / "again", QuantizeOptions(Scheme("int4")))
+        quantize(str(out), tmp_path / "again", Scheme("int4"))
     with pytest.raises(ConfigError, match="quantised already"):
         CausalModel.load(str(out), device="cpu", quantize="int4")
 

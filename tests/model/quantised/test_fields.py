@@ -12,7 +12,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from paceline.errors import UnsupportedModelError
-from paceline.lab.quantize import QuantizeOptions, quantize
+from paceline.lab.quantize import quantize
 from paceline.model.loading import load_module
 from paceline.model.quantised.convert import Scheme
 from paceline.model.quantised.formats import is_supported
@@ -56,7 +56,7 @@ def test_fields_without_which_weights_are_another_model_are_named(
 ) -> None:
     """Also on devices where the format's library would read them: it passes over them, too."""
     out = tmp_path / "four"
-    quantize(str(plain_folder), out, QuantizeOptions(Scheme("int4")))
+    quantize(str(plain_folder), out, Scheme("int4"))
     with_fields(out, change)
     with pytest.raises(UnsupportedModelError, match=f"sets {place}.*; take a checkpoint"):
         load_module(str(out), "float32", device)
@@ -65,7 +65,7 @@ def test_fields_without_which_weights_are_another_model_are_named(
 def test_fields_that_say_nothing_are_no_reason(plain_folder: Path, tmp_path: Path) -> None:
     """As published checkpoints have them."""
     out = tmp_path / "four"
-    quantize(str(plain_folder), out, QuantizeOptions(Scheme("int4")))
+    quantize(str(plain_folder), out, Scheme("int4"))
 
     def change(config: dict[str, Any]) -> None:
         config |= {
@@ -86,7 +86,7 @@ def test_an_order_of_inputs_is_refused_in_this_layout_too(
     plain_folder: Path, tmp_path: Path
 ) -> None:
     out = tmp_path / "four"
-    quantize(str(plain_folder), out, QuantizeOptions(Scheme("int4")))
+    quantize(str(plain_folder), out, Scheme("int4"))
     tensors = load_file(out / "model.safetensors")
     tensors[f"{LAYER}.weight_g_idx"] = torch.arange(64).flip(0).to(torch.int32) // 32
     save_file(tensors, out / "model.safetensors", metadata={"format": "pt"})

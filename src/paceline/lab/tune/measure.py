@@ -27,7 +27,7 @@ from paceline.lab.bench.runner import (
 )
 from paceline.lab.budget import Budget
 from paceline.lab.tune import TuneOptions
-from paceline.lab.tune.search import MARGIN, DrafterCandidate, MeasuredMethod, predicted_by_measured
+from paceline.lab.tune.search import MARGIN, DrafterCandidate, MeasuredMethod
 from paceline.llm import LLM
 from paceline.model.identity import count_parameters
 from paceline.model.measure import measure
@@ -221,13 +221,13 @@ def copied_share(sample: Sample, runs: Sequence[Run]) -> float:
     return copied / (sum(map(len, outputs)) or 1)
 
 
-def copied_tokens(prompt: Sequence[int], output: Sequence[int], width: int = 4) -> int:
-    """Tokens of the output that end a run of ``width`` tokens seen earlier in the text."""
+def copied_tokens(prompt: Sequence[int], output: Sequence[int]) -> int:
+    """Tokens of the output that end a run of four tokens seen earlier in the text."""
     text = [*prompt, *output]
     seen: set[tuple[int, ...]] = set()
     copied = 0
-    for end in range(width, len(text) + 1):
-        run = tuple(text[end - width : end])
+    for end in range(4, len(text) + 1):
+        run = tuple(text[end - 4 : end])
         copied += end > len(prompt) and run in seen
         seen.add(run)
     return copied
@@ -286,8 +286,9 @@ class Confirmation:
 
     @property
     def predicted_by_measured(self) -> float | None:
-        predicted = self.finalist.predicted
-        return predicted and predicted_by_measured(predicted, self.decoding_speedup)
+        """How many times what was measured was predicted; 1.1 promises 10 % too much."""
+        predicted, speedup = self.finalist.predicted, self.decoding_speedup
+        return predicted and (predicted / speedup if speedup else 0.0)
 
 
 def confirmations(finalists: Sequence[Finalist], record: HeatRecord) -> list[Confirmation]:

@@ -177,11 +177,6 @@ class PredictedSetting:
     speedup: float
 
 
-def predicted_by_measured(predicted: float, measured: float) -> float:
-    """How many times what was measured was predicted; 1.1 promises 10 % too much."""
-    return predicted / measured if measured else 0.0
-
-
 def batch_sizes(concurrency: int, largest: int) -> list[int]:
     """1, 2, 4 ... up to ``largest`` and to the concurrency, which is one of them."""
     powers = [1 << n for n in range(16) if 1 << n <= max(concurrency, largest)]
