@@ -56,6 +56,7 @@ from measuring import (
     wait_until_quiet,
 )
 from paceline.core.params import SamplingParams
+from paceline.engine.driver import Drive
 from paceline.errors import PacelineError
 from paceline.lab.bench.prompts import evenly
 from paceline.lab.bench.result import machine_of
@@ -63,7 +64,7 @@ from paceline.lab.report.render import print_report, write
 from paceline.llm import LLM
 from prompts import ALL_SUITES, at_hand, default_folder, load_suites
 from rows import Weights, specs_of, weights_of, write_useless
-from waves import Run, WaveEngine, together
+from waves import WaveEngine, texts_of, together
 
 FORMS = {"bf16": ("bfloat16", None), "float32": ("float32", None)} | {
     bits: ("bfloat16", bits) for bits in ("int8", "int4")
@@ -321,8 +322,8 @@ class Bench:
         """What all do with some prompts at once, in an order that rotates."""
         order = rotated(everyone, number)
         params = [cell.params(prompt.index, self.args.tokens) for prompt in wave]
-        runs = together(order, [prompt.ids for prompt in wave], params)
-        by_name = {one.name: run for one, run in zip(order, runs, strict=True)}
+        drives = together(order, [prompt.ids for prompt in wave], params)
+        by_name = {one.name: drive for one, drive in zip(order, drives, strict=True)}
         return {
             "pass": name,
             "sets": [prompt.set for prompt in wave],
@@ -330,10 +331,20 @@ class Bench:
         }
 
 
-def _counts(run: Run, plain: Run) -> dict[str, Any]:
-    """``same``: how many of its texts are those of plain decoding."""
-    same = sum(a == b for a, b in zip(run.texts, plain.texts, strict=True))
-    return {**{key: value for key, value in vars(run).items() if key != "texts"}, "same": same}
+def _counts(drive: Drive, plain: Drive) -> dict[str, Any]:
+    """What one engine did with a wave, in wall seconds, prefill included. ``steps`` of the target,
+    of all sequences; ``drafting``: those that drafted anything; ``same``: how many of its texts are
+    those of plain decoding."""
+    counts = drive.counts
+    return {
+        "tokens": drive.tokens,
+        "seconds": drive.seconds,
+        "drafted": counts.drafted,
+        "accepted": counts.accepted,
+        "steps": counts.target_steps,
+        "drafting": sum(commit.drafted > 0 for step in drive.steps for commit in step.commits),
+        "same": sum(a == b for a, b in zip(texts_of(drive), texts_of(plain), strict=True)),
+    }
 
 
 def main() -> None:

@@ -13,19 +13,6 @@ if TYPE_CHECKING:
     from paceline.llm import LLM
 
 
-@dataclass
-class Run:
-    """What one engine did with a wave of requests. Seconds are wall time, prefill included."""
-
-    tokens: int
-    seconds: float
-    drafted: int
-    accepted: int
-    steps: int  # target steps, of all sequences
-    drafting: int  # of them, those that drafted anything
-    texts: list[tuple[int, ...]]
-
-
 @dataclass(frozen=True)
 class WaveEngine:
     """An LLM under a name. ``ends`` are tokens that end a request before its limit."""
@@ -40,11 +27,11 @@ def together(
     prompts: Sequence[list[int]],
     params: Sequence[SamplingParams],
     turn: float = 0.1,
-) -> list[Run]:
+) -> list[Drive]:
     """All of ``prompts`` at once by every engine; they take turns of ``turn`` seconds.
 
     Each has a clock of its own. So the machine's moods meet all of them alike: where runs one after
-    another differ by 10 % for no reason, these differ by 1 %.
+    another differ by 10 % for no reason, these differ by 1 %. Returns how each went, closed.
     """
     requests = [*zip(prompts, params, strict=True)]
     drives = [
@@ -60,16 +47,8 @@ def together(
     finally:
         for drive in drives:
             drive.close()
-    return [_run_of(drive) for drive in drives]
+    return drives
 
 
-def _run_of(drive: Drive) -> Run:
-    return Run(
-        tokens=drive.tokens,
-        seconds=drive.seconds,
-        drafted=drive.counts.drafted,
-        accepted=drive.counts.accepted,
-        steps=drive.counts.target_steps,
-        drafting=sum(commit.drafted > 0 for step in drive.steps for commit in step.commits),
-        texts=[tuple(seq.tokens[seq.prompt_length :]) for seq in drive.seqs],
-    )
+def texts_of(drive: Drive) -> list[tuple[int, ...]]:
+    return [tuple(seq.tokens[seq.prompt_length :]) for seq in drive.seqs]

@@ -17,7 +17,7 @@ from prompts import ALL_SUITES, SHIPPED, at_hand
 from rows import Weights, skip_option, specs_of, weights_of
 from support.engine_models import write_pair
 from support.random_heads import write_eagle
-from waves import WaveEngine, together
+from waves import WaveEngine, texts_of, together
 
 Start = Callable[..., tuple[Any, str, Any]]
 
@@ -192,13 +192,15 @@ def test_every_cell_starts_without_any_history(pair: tuple[str, str]) -> None:
     prompts = [prompt.ids for prompt in bench.prompts(cell)["first"][:2]]
     params = [cell.params(n, 12) for n in range(2)]
     first = [one for one in bench.engines(cell) if one.name.endswith("@4")]
-    drafted = [(run.drafted, run.accepted) for run in together(first, prompts, params)]
+    drafted = [
+        (run.counts.drafted, run.counts.accepted) for run in together(first, prompts, params)
+    ]
     anew = [one for one in bench.engines(cell) if one.name.endswith("@4")]
     for old, new in zip(first, anew, strict=True):
         assert old.llm.engine.drafter is not new.llm.engine.drafter
         assert old.llm.engine.controller is not new.llm.engine.controller
     again = together(anew, prompts, params)
-    assert [(run.drafted, run.accepted) for run in again] == drafted
+    assert [(run.counts.drafted, run.counts.accepted) for run in again] == drafted
 
 
 def test_seeded_requests_say_the_same_whatever_drafts(pair: tuple[str, str]) -> None:
@@ -209,18 +211,20 @@ def test_seeded_requests_say_the_same_whatever_drafts(pair: tuple[str, str]) -> 
         WaveEngine("draft", llm.beside(f"model:{pair[1]}", draft_length=2)),
     ]
     plain, fast = together(both, [[3, 4, 5], [6, 7]], [cell.params(n, 9) for n in (5, 6)])
-    assert plain.texts == fast.texts and fast.drafted > 0
-    assert plain.tokens == 18 and plain.steps == 18 and plain.drafting == 0
+    counts = drafters._counts(fast, plain)
+    assert counts["same"] == 2 and counts["drafted"] > 0
+    counts = drafters._counts(plain, plain)
+    assert counts["tokens"] == 18 and counts["steps"] == 18 and counts["drafting"] == 0
 
 
 def test_answers_end_where_the_engine_says(pair: tuple[str, str]) -> None:
     llm = LLM(pair[0], draft="none", dtype="float32", prefix_sharing=False)
     prompts, params = [[3, 4, 5], [6, 7]], [SamplingParams(max_tokens=12, ignore_eos=True)] * 2
     (whole,) = together([WaveEngine("a", llm)], prompts, params)
-    stop = whole.texts[0][5]
+    stop = texts_of(whole)[0][5]
     (ended,) = together([WaveEngine("a", llm, frozenset([stop]))], prompts, params)
-    expected = [text.index(stop) + 1 if stop in text else 12 for text in whole.texts]
-    assert [len(text) for text in ended.texts] == expected
+    expected = [text.index(stop) + 1 if stop in text else 12 for text in texts_of(whole)]
+    assert [len(text) for text in texts_of(ended)] == expected
     assert ended.tokens == sum(expected) < 24
 
 
