@@ -143,7 +143,7 @@ class TargetTrainer(DraftTrainer):
 @expand
 def main(config: TargetConfig, running: RunningOptions) -> None:
     """Train a small Llama from text."""
-    train(config, running)
+    train(config, running, "embedded_target.py")
 
 
 if __name__ == "__main__":

@@ -109,8 +109,9 @@ class RunningOptions(WriteOptions):
     save_seconds: float = setting(300.0, "Between checkpoints.", low=0)
 
 
-def train(config: TrainConfig, running: RunningOptions) -> None:
-    """Train to the end or to Ctrl-C, and write the result and its card."""
+def train(config: TrainConfig, running: RunningOptions, program: str = "paceline") -> None:
+    """Train to the end or to Ctrl-C, and write the result and its card, which says how ``program``
+    was called."""
     set_threads(running.threads)
     from paceline.train.acceptance import total
     from paceline.train.card import counts_of, write_card
@@ -122,7 +123,7 @@ def train(config: TrainConfig, running: RunningOptions) -> None:
     with together(trainer, running.processes, running.threads):
         folder = train_to_end(trainer, running)
     with stage("writing the model card"):
-        card = write_card(trainer, shlex.join(["paceline", *sys.argv[1:]]))
+        card = write_card(trainer, shlex.join([program, *sys.argv[1:]]))
     if not running.as_json:
         use = "" if trainer.spec is None else f"; use it with --draft {trainer.spec}{folder}"
         info(f"{trainer.noun} written to {folder}{use}")
