@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import dataclass
+from itertools import chain
 from typing import Any
 
 import torch
@@ -109,10 +110,8 @@ class TargetTrainer(DraftTrainer):
         own = folder if (folder / "tokenizer.json").is_file() else self.config.tokenizer
         if own is None:
             with stage(f"training a tokenizer of {self.config.vocab_size:,} tokens"):
-                found = (Records(s.path, self.config.exclude_licenses) for s in self.sources)
-                texts = (
-                    text for records in found for record in records if (text := own_text(record))
-                )
+                files = (Records(s.path, self.config.exclude_licenses) for s in self.sources)
+                texts = filter(None, map(own_text, chain.from_iterable(files)))
                 tokenizer = train_tokenizer(texts, self.config.vocab_size)
             with folder_aside(folder, "the tokenizer") as partial:
                 tokenizer.save_pretrained(partial)
@@ -134,9 +133,8 @@ class TargetTrainer(DraftTrainer):
 
     def about(self) -> str:
         return (
-            f"A Llama-architecture language model with {self.model.num_parameters():,} parameters, "
-            "trained by Paceline from the text of the files below. It is small: it shows and tests "
-            "speculative decoding. Its statements are often wrong."
+            f"A Llama of {self.model.num_parameters():,} parameters, trained by Paceline from the "
+            "text of the files below. It tests decoding; its statements are often wrong."
         )
 
 
