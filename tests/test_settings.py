@@ -106,7 +106,6 @@ def test_a_training_s_options_are_its_configuration(name: str) -> None:
         told = tuple(own[field].default) if isinstance(default, tuple) else own[field].default
         assert own[field].required or told == default
     settled = {
-        "draft": {"tokenizer", "vocab_size"},  # the target's
         "eagle3": {"version", "feature_weight", "token_weight"},
         "eagle": {"version", "feature_layers", "draft_vocab_size", "parallel"},
     }
