@@ -82,7 +82,7 @@ def test_a_fall_from_its_own_level(caplog: pytest.LogCaptureFixture) -> None:
 @pytest.mark.parametrize("stated", [0.84, 0.5, 0.2])
 def test_healthy_ones_are_left_alone(stated: float) -> None:
     """Tasks by turns, of which some have half of the usual rate, and sampled ones."""
-    for seed in range(20):
+    for seed in range(10):
         watch = watch_of(stated)
         for task in range(30):
             share = (1.0, 0.5, 0.8, 0.4, 1.1)[task % 5]

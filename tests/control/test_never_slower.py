@@ -8,6 +8,9 @@ from __future__ import annotations
 
 import random
 import statistics
+from collections.abc import Iterable
+from itertools import product
+from typing import Any
 
 import pytest
 
@@ -63,17 +66,26 @@ def ratios(
     return [statistics.mean(column) for column in zip(*runs, strict=True)]
 
 
-@pytest.mark.parametrize("batch", [1, 4, 8])
-@pytest.mark.parametrize("rate", RATES)
-@pytest.mark.parametrize("truth", TRUTHS)
+def every_pair(*values: Iterable[Any]) -> list[Any]:
+    """Cases of three values: each two of them meet with every change, each three in slow tests."""
+    return [
+        pytest.param(*case, marks=() if sum(places) % 3 == 0 else pytest.mark.slow)
+        for places, case in (
+            zip(*numbered, strict=True) for numbered in product(*map(enumerate, values))
+        )
+    ]
+
+
+@pytest.mark.parametrize(("truth", "rate", "batch"), every_pair(TRUTHS, RATES, (1, 4, 8)))
 def test_from_the_first_request_on(truth: str, rate: str, batch: int) -> None:
     found = ratios(TRUTHS[truth], RATES[rate], batch, RIGHT)
     assert found[0] > 0.95 and statistics.mean(found) > 0.96
 
 
-@pytest.mark.parametrize("wrong", [CHEAP, DEAR, SLOW], ids=["cheap", "dear", "slow"])
-@pytest.mark.parametrize("rate", RATES)
-@pytest.mark.parametrize("truth", ["a head", "rows are dear", "a lookup, rows are dear"])
+@pytest.mark.parametrize(
+    ("truth", "rate", "wrong"),
+    every_pair(("a head", "rows are dear", "a lookup, rows are dear"), RATES, (CHEAP, DEAR, SLOW)),
+)
 def test_where_start_up_was_wrong_by_two(
     truth: str, rate: str, wrong: tuple[float, float, float]
 ) -> None:
@@ -146,9 +158,9 @@ TEAMS = {
 }
 
 
-@pytest.mark.parametrize("mistaken", [0.5, 1.0, 2.0])
-@pytest.mark.parametrize("batch", [1, 4, 8])
-@pytest.mark.parametrize("team", TEAMS)
+@pytest.mark.parametrize(
+    ("team", "batch", "mistaken"), every_pair(TEAMS, (1, 4, 8), (0.5, 1.0, 2.0))
+)
 def test_a_hybrid_is_never_slower(team: str, batch: int, mistaken: float) -> None:
     members = [
         Guesser(str(number), always(chance), seconds, seed=number)
