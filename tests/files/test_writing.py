@@ -355,7 +355,6 @@ SOURCE = Path(__file__).resolve().parents[2] / "src" / "paceline"
 FREE = {
     ("files/ownership.py", "write_text"),  # the manifest of a folder that is just being made
     ("train/trainer.py", "save_pretrained"),
-    ("model/tensorfile.py", "open"),
     ("pull/run.py", "write_text"),
     ("pull/run.py", "save_pretrained"),
     ("pull/wheel.py", "open"),  # the output of pip, in a folder that goes away

@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from paceline.errors import ModelLoadError
+from paceline.files import replace_files
 
 if TYPE_CHECKING:
     import torch
@@ -129,8 +130,10 @@ def load_tensors(file: Path) -> dict[str, torch.Tensor]:
         raise _damaged(file, str(error)) from None
 
 
-def as_bytes(tensors: Mapping[str, torch.Tensor]) -> tuple[bytes, dict[str, str]]:
-    """The bytes of a file with checksums, and the checksums."""
+def as_bytes(
+    tensors: Mapping[str, torch.Tensor], metadata: Mapping[str, str] | None = None
+) -> tuple[bytes, dict[str, str]]:
+    """The bytes of a file with checksums and more ``metadata``, and the checksums."""
     import torch
     from safetensors.torch import save
 
@@ -139,7 +142,8 @@ def as_bytes(tensors: Mapping[str, torch.Tensor]) -> tuple[bytes, dict[str, str]
         key: hashlib.sha256(value.reshape(-1).view(torch.uint8).numpy().data).hexdigest()
         for key, value in plain.items()
     }
-    return save(plain, metadata={"format": "pt", SUMS: json.dumps(sums, sort_keys=True)}), sums
+    marks = {"format": "pt", **(metadata or {}), SUMS: json.dumps(sums, sort_keys=True)}
+    return save(plain, metadata=marks), sums
 
 
 def fingerprint(sums: Mapping[str, str]) -> str:
@@ -149,21 +153,12 @@ def fingerprint(sums: Mapping[str, str]) -> str:
 
 def seal(file: Path) -> None:
     """Add checksums to a file of another library by writing it anew; nobody may read it yet."""
-    table = read_table(file)
-    with file.open("rb") as stream, mmap(stream.fileno(), 0, access=ACCESS_READ) as content:
-        length = struct.unpack("<Q", content[:8])[0]
-        head = json.loads(content[8 : 8 + length])
-        sums = {key: _digest(content, entry) for key, entry in table.entries.items()}
-        metadata = head.get("__metadata__") or {}
-        head["__metadata__"] = metadata | {SUMS: json.dumps(sums, sort_keys=True)}
-        text = json.dumps(head).encode()
-        text += b" " * (-len(text) % 8)  # tensors begin at multiples of eight bytes
-        sealed = file.with_name(f"{file.name}.sealed")
-        with sealed.open("wb") as out:
-            out.write(struct.pack("<Q", len(text)) + text)
-            with memoryview(content) as view, view[8 + length :] as tensors:
-                out.write(tensors)
-    sealed.replace(file)
+    from safetensors import safe_open
+
+    with safe_open(file, framework="pt") as opened:
+        metadata = opened.metadata() or {}
+    content, _ = as_bytes(load_tensors(file), metadata)
+    replace_files({file: content}, "the weights", None)
 
 
 def check_finite(tensors: Mapping[str, torch.Tensor], what: str) -> None:
