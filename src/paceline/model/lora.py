@@ -85,7 +85,7 @@ def read_adapter(name: str, folder: str, model: CausalModel) -> Adapter:
     be served."""
     where, path = f"the adapter {name}", Path(folder).expanduser()
     config = _read_config(where, path)
-    tensors = _read_tensors(where, path)
+    tensors = load_tensors(path / _WEIGHTS)
     check_finite(tensors, where)
     parts: dict[str, dict[str, torch.Tensor]] = {}
     for key, tensor in tensors.items():
@@ -109,8 +109,6 @@ def adapter_size(name: str, folder: str) -> tuple[int, int]:
     ConfigError."""
     path = Path(folder).expanduser()
     _read_config(f"the adapter {name}", path)
-    if not (path / _WEIGHTS).is_file():
-        raise ModelLoadError(f"the adapter {name}: {path} has no {_WEIGHTS}")
     shapes = {key: entry.shape for key, entry in read_table(path / _WEIGHTS).entries.items()}
     ranks = (shape[0] for key, shape in shapes.items() if key.endswith("lora_A.weight"))
     return sum(map(math.prod, shapes.values())), max(ranks, default=0)
@@ -128,6 +126,8 @@ def _read_config(where: str, path: Path) -> Mapping[str, Any]:
         config = None
     if not isinstance(config, dict) or config.get("peft_type") != "LORA":
         raise ConfigError(f"{where}: {path / _CONFIG} is not of a LoRA adapter (peft_type LORA)")
+    if not (path / _WEIGHTS).is_file():
+        raise ModelLoadError(f"{where}: {path} has no {_WEIGHTS}; save it with safetensors")
     for option, neutral in _NEUTRAL.items():
         value = config.get(option)
         if value is not None and value not in neutral:
@@ -142,12 +142,6 @@ def _read_config(where: str, path: Path) -> Mapping[str, Any]:
             "convert it (peft's path_initial_model_for_weight_conversion)"
         )
     return config
-
-
-def _read_tensors(where: str, path: Path) -> dict[str, torch.Tensor]:
-    if not (path / _WEIGHTS).is_file():
-        raise ModelLoadError(f"{where}: {path} has no {_WEIGHTS}; save it with safetensors")
-    return load_tensors(path / _WEIGHTS)
 
 
 def _pair(
@@ -176,7 +170,12 @@ def _pair(
             f"{sizes[0]} and {sizes[1]} there: it was trained for another model"
         )
     try:
-        alpha = float(_of_pattern(config.get("alpha_pattern"), module, config.get("lora_alpha", 8)))
+        alphas = [  # peft takes the first pattern that the name ends with
+            value
+            for pattern, value in (config.get("alpha_pattern") or {}).items()
+            if re.match(rf"(.*\.)?({pattern})$", module)
+        ]
+        alpha = float(alphas[0] if alphas else config.get("lora_alpha", 8))
     except (AttributeError, OverflowError, TypeError, ValueError, re.error):
         alpha = math.nan
     scale = alpha / (math.sqrt(rank) if config.get("use_rslora") else rank)
@@ -187,12 +186,6 @@ def _pair(
             f"{model.dtype} does not hold; correct {_CONFIG}"
         )
     return a.to(model.device, model.dtype).contiguous(), scaled.contiguous()
-
-
-def _of_pattern(pattern: Mapping[str, float] | None, module: str, default: float) -> float:
-    """peft's rule: the first pattern that the name ends with."""
-    values = (v for key, v in (pattern or {}).items() if re.match(rf"(.*\.)?({key})$", module))
-    return next(values, default)
 
 
 def _sizes_of(name: str, hf: Any) -> tuple[int, int] | None:
