@@ -13,7 +13,7 @@ from collections.abc import Hashable, Mapping, Sequence
 from typing import NamedTuple
 
 from paceline.control.acceptance import GOES_ON, expected_tokens, kind_of, levels_tried
-from paceline.control.choice import choose, fixed_length
+from paceline.control.choice import choose, fixed_length, pays
 from paceline.control.collapse import CollapseWatch
 from paceline.control.controller import (
     MEASURING,
@@ -38,6 +38,7 @@ _HORIZON = 256  # tokens at most over which reading a prompt is written off
 _UNREAD = 8  # unread tokens that cost next to nothing
 _MARGIN = 1.02  # by which a drafter must beat those before it: no changing about for noise
 _WARM = 16  # plain steps after passes, from which the target's weights are in the caches again
+_DOUBT = 4.0  # times what is foreseen, that first drafts of several sequences may add
 _COLDEST = 0.12  # by which those before are longer, on average, at most
 _LENGTHS = (1, 2, 3, 4, 6, 8, 12, 16, 24)  # at which what a lookup found may be cut
 
@@ -183,12 +184,16 @@ class AdaptiveController(Controller):
                 most = min(len(nodes) - 1, self.cost.drafters[name].longest)
                 lengths = [*(n for n in _LENGTHS if n < most), most]
                 drafts = self.drafts(seq, name, batch, kind, lengths)
-                drafts = [draft._replace(nodes=nodes[draft.length]) for draft in drafts]
+                drafts = [self._found(draft, nodes[draft.length], batch) for draft in drafts]
             else:
                 continue
             margin = _MARGIN**index
             options += [draft._replace(seconds=draft.seconds * margin) for draft in drafts]
         return options
+
+    def _found(self, draft: DraftOption, nodes: int, batch: int) -> DraftOption:
+        """A lookup's draft of so many nodes: what was found is rarely a full tree."""
+        return draft._replace(nodes=nodes, seconds=self.cost.rest(batch, nodes) / batch)
 
     def drafts(
         self,
@@ -239,10 +244,18 @@ class AdaptiveController(Controller):
         self, batch: int, options: Sequence[list[DraftOption]], seqs: Sequence[SequenceState]
     ) -> list[DraftOption]:
         """The options with the most goodput, or, where that is no draft, drafts to learn from.
-        Start-up measures one sequence best: the first drafts of several are exploration."""
+        Start-up measures one sequence best: the first drafts of several are exploration, but for a
+        lookup's that pay even if they take some times as long as foreseen."""
         best = choose(self.cost, batch, options, self._fair)
         names = dict.fromkeys(draft.name for draft in best if draft.length)
         unseen = [n for n in names if batch > 1 and not self.cost.longest_seen(n, batch)]
+        if unseen and not any(map(self._runs_model, (draft for draft in best if draft.length))):
+            first = [
+                next((d for d in ways if d.length and d.name == draft.name), draft)
+                for ways, draft in zip(options, best, strict=True)
+            ]
+            if pays(self.cost, batch, first, _DOUBT, self._fair):
+                return first
         models = dict.fromkeys(name for seq in seqs for name in self._models(seq))
         for name in (unseen if names else models) if self.budget.seconds > 0 else ():
             if drafts := self._exploration(name, batch, options, seqs):

@@ -29,7 +29,7 @@ def choose(
         return [max(options[0], key=lambda draft: draft.gain / draft.seconds)]
 
     def score(drafts: Sequence[DraftOption]) -> float:
-        return (_mean_time if fair else _time_per_token)(cost, batch, drafts)
+        return _score(cost, batch, drafts, fair)
 
     best = [ways[0] for ways in options]
     least = WORTH * score(best)
@@ -39,9 +39,12 @@ def choose(
         if (seconds := score(alike)) < least:
             best, least = alike, seconds
     for without in (None, *(sorted(names, key=str) if len(names) > 1 else ())):
-        apart = _apart([[o for o in ways if not o.length or o.name != without] for ways in options])
-        if (seconds := score(apart)) < least:
-            best, least = apart, seconds
+        left = [[o for o in ways if not o.length or o.name != without] for ways in options]
+        fastest = [max(ways, key=lambda draft: draft.gain / draft.seconds) for ways in left]
+        for start in ([ways[0] for ways in left], fastest):
+            apart = _apart(left, start)
+            if (seconds := score(apart)) < least:
+                best, least = apart, seconds
     return best
 
 
@@ -52,34 +55,44 @@ def fixed_length(length: int, options: Sequence[DraftOption]) -> Decision:
     return Decision(length, best.name if best is not None and len(longest) > 1 else None)
 
 
-def _seconds(cost: CostModel, batch: int, drafts: Sequence[DraftOption]) -> float:
-    return cost.step(batch, drafts) + sum(draft.reading for draft in drafts)
+def pays(
+    cost: CostModel, batch: int, drafts: Sequence[DraftOption], doubt: float, fair: bool = True
+) -> bool:
+    """Whether drafts pay that add ``doubt`` times as much to a step as is foreseen."""
+    none = [DraftOption(None, 0, 0.0, 1.0, 0.0)] * len(drafts)
+    return _score(cost, batch, drafts, fair, doubt) < WORTH * _score(cost, batch, none, fair)
 
 
-def _mean_time(cost: CostModel, batch: int, drafts: Sequence[DraftOption]) -> float:
-    """Seconds of a token, summed over the sequences; infinite if any is slowed down."""
-    seconds = _seconds(cost, batch, drafts)
+def _score(
+    cost: CostModel,
+    batch: int,
+    drafts: Sequence[DraftOption],
+    fair: bool,
+    doubt: float = 1.0,
+) -> float:
+    """Seconds of a token, summed over the sequences, infinite if any is slowed down. Not ``fair``:
+    seconds by tokens of the whole batch."""
+    plain = cost.rest(batch)
+    seconds = plain + doubt * (cost.step(batch, drafts) - plain)
+    seconds += sum(draft.reading for draft in drafts)
+    if not fair:
+        return seconds / (sum(draft.gain for draft in drafts) + batch - len(drafts))
     # Others in the batch gain nothing.
     least = min(draft.gain for draft in drafts) if len(drafts) == batch else 1.0
-    if any(draft.length for draft in drafts) and seconds > (1 + HURT) * cost.rest(batch) * least:
+    if any(draft.length for draft in drafts) and seconds > (1 + HURT) * plain * least:
         return inf
     return seconds * sum(1 / draft.gain for draft in drafts)
 
 
-def _time_per_token(cost: CostModel, batch: int, drafts: Sequence[DraftOption]) -> float:
-    """Seconds by tokens of the whole batch."""
-    tokens = sum(draft.gain for draft in drafts) + batch - len(drafts)
-    return _seconds(cost, batch, drafts) / tokens
-
-
-def _apart(options: Sequence[Sequence[DraftOption]]) -> list[DraftOption]:
-    """The best draft of each sequence, given the time that a step takes.
+def _apart(
+    options: Sequence[Sequence[DraftOption]], chosen: list[DraftOption]
+) -> list[DraftOption]:
+    """The best draft of each sequence, given the time that a step takes; begun with some choice.
 
     The product of the step's time and the sum of the times per token is bounded by its tangent, so
     that sequences decide by themselves (majorisation; Hunter and Lange 2004); twice, as the step
-    then takes another time.
+    then takes another time. Where it ends depends on where it begins.
     """
-    chosen = [ways[0] for ways in options]
     for _ in range(2):
         seconds = sum(draft.seconds for draft in chosen)
         needed = sum(1 / draft.gain for draft in chosen)

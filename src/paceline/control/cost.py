@@ -20,6 +20,7 @@ from paceline.core.costs import DrafterCosts, TargetCosts
 
 _LONG_AGO, _LATELY = 256, 64  # steps
 _FRESH = 16  # observations after which prices are looked up anew
+_MOVED, _CONFIRMED = 1.1, 4  # times what they were then, at so many observations: so before
 _SLOW = 1.3  # times what is known, from which a step tells of the machine
 _ROWS = 4096  # tokens read, about which the time of one is averaged
 
@@ -64,7 +65,10 @@ class CostModel:
         self._rest = Correction()
         self._passes: dict[Hashable, PassPrice] = {}
         self._reading: dict[Hashable, tuple[float, float]] = {}  # seconds and tokens of prompts
-        # Looked up anew after some observations.
+        # Looked up anew after some observations; corrections of the rest when they were, and
+        # observations since which they are others.
+        self._priced: dict[tuple[int, int], float] = {}
+        self._moved = 0
         self._tables: dict[tuple[Hashable, int], Sequence[float]] = {}
         self._nodes: dict[tuple[Hashable, int], Sequence[float]] = {}
         # Whether drafts might pay, and the drafts that were known then.
@@ -195,7 +199,10 @@ class CostModel:
         everyone = self.acceptance.everyone(name, kind)
         seen, pays = self._pays.get((name, batch, kind), (-1.0, False))
         if seen != everyone.seen:
-            table, gains = self.table(name, batch), expected_tokens(everyone.rates())
+            gains = expected_tokens(everyone.rates())
+            table = self.table(name, batch)
+            if self.drafters[name].costless:  # what is found is rarely a full tree
+                table = [self.rest(batch, n) / batch for n in range(len(table))]
             pays = any(gains[n] * table[0] > table[n] for n in range(1, len(table)))
             self._pays[name, batch, kind] = everyone.seen, pays
         return pays
@@ -224,7 +231,7 @@ class CostModel:
         self._since_plain = 0
         cell = COLD if cold else 0
         self._rest.observe(group_of(batch), cell, seconds / self.verify(batch, 0.0))
-        self._age()
+        self._age(group_of(batch), cell)
 
     def miss_plain(self, batch: int) -> None:
         """A plain step was made to be measured, but it prefilled, or a request drafted."""
@@ -260,16 +267,23 @@ class CostModel:
             slow = self._rest.drift * (1.0 if 1 / _SLOW < off < _SLOW else off)
             unit = self.drafters[name].seconds(batch)
             self._passes[name].observe(passes[name], unit, drafting / slow)
-        self._age()
+        self._age(group, cell_of(nodes))
 
     def note(self, name: Hashable, batch: int, length: int) -> None:
         """A draft of so many levels was made."""
         key = name, group_of(batch)
         self._longest[key] = max(length, self._longest.get(key, 0))
 
-    def _age(self) -> None:
+    def _age(self, group: int, cell: int) -> None:
+        """Prices are looked up anew now and then, and where they have changed, but by a hiccup or
+        with the machine's drift, which changes all alike."""
         self._learnt += 1
-        if self._learnt % _FRESH == 0:
+        factor = self._rest.factor(group, cell) / self._rest.drift
+        before = self._priced.setdefault((group, cell), factor)
+        self._moved = 0 if before / _MOVED < factor < before * _MOVED else self._moved + 1
+        if self._moved == _CONFIRMED or self._learnt % _FRESH == 0:
+            self._moved = 0
+            self._priced.clear()
             self._tables.clear()
             self._nodes.clear()
             self._pays.clear()
