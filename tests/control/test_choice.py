@@ -65,6 +65,21 @@ def test_no_other_lengths_are_much_better() -> None:
     assert max(worse) < 1.15 and statistics.mean(worse) < 1.03
 
 
+def test_longer_drafts_are_found_beside_another_drafter() -> None:
+    """From no drafts the search ended at one level: a step of 25.3 for 3 tokens is better than one
+    of 18 for 2, but not while the others draft one."""
+    target = TargetCosts((8,), (CostCurve((1, 2, 3), (16.0, 18.1, 25.3)),))
+    lookup, dear = (DrafterCosts((0, 1, 2), (0, n, 2 * n), CostCurve((1,), (9.0,))) for n in (0, 1))
+    known = CostModel(target, {"lookup": lookup, "dear": dear})
+    ways = [
+        DraftOption(None, 0, 0.0, 1.0, 2.0),
+        DraftOption("lookup", 1, 1, 2.0, 18.1 / 8),
+        DraftOption("lookup", 2, 2, 3.0, 25.3 / 8),
+        DraftOption("dear", 1, 1, 1.95, 27.1 / 8),
+    ]
+    assert [(d.name, d.length) for d in choose(known, 8, [ways] * 8)] == [("lookup", 2)] * 8
+
+
 def test_alone_the_ratio_decides() -> None:
     known = prices(slope=0.05, draft=0.1)
     (own,) = options(known, [0.8])

@@ -181,6 +181,18 @@ def test_drafts_for_several_grow_by_doubling() -> None:
     assert alone.length > 1 and not alone.reason
 
 
+def test_texts_that_are_known_are_drafted_for_several_at_once(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Eight answers that a lookup knows whole waited for the budget: a 64th of a step."""
+    monkeypatch.setattr("support.simulated_time.TOKEN", 0.03)
+    suffix = Sure("suffix", always(None))
+    machine = Machine(suffix)
+    machine.together(16, 8)
+    suffix.chance, suffix.match = always(1.0), 32
+    assert machine.together(96, 8) > 3.2
+
+
 def learnt(seconds: float) -> AdaptiveController:
     costs_of_target = TargetCosts((1, 64), (CostCurve((1, 101), (1.0, 2.0)),) * 2)
     model = DrafterCosts(LENGTHS, LENGTHS, CostCurve((1,), (seconds,)))

@@ -38,7 +38,7 @@ _HORIZON = 256  # tokens at most over which reading a prompt is written off
 _UNREAD = 8  # unread tokens that cost next to nothing
 _MARGIN = 1.02  # by which a drafter must beat those before it: no changing about for noise
 _WARM = 16  # plain steps after passes, from which the target's weights are in the caches again
-_DOUBT = 4.0  # times what is foreseen, that first drafts of several sequences may add
+_DOUBT = 2.0  # times what is foreseen, that first drafts of several sequences may add
 _COLDEST = 0.12  # by which those before are longer, on average, at most
 _LENGTHS = (1, 2, 3, 4, 6, 8, 12, 16, 24)  # at which what a lookup found may be cut
 
