@@ -16,6 +16,7 @@ _READ_ALONG = 16  # pending tokens; more are a prompt
 _DEEPEST = 24  # levels that are asked for
 _IN_VAIN = 8  # steps without anything found that might pay, from which lookups are asked
 _RARELY = 4  # only in one of so many steps
+_LONG_IN_VAIN = 32  # from which in one of twice as many, for several sequences
 
 
 class _Followed:
@@ -62,7 +63,8 @@ class LookupFollower:
         the sequences are those of the last step."""
         batch = len(seqs)
         self.in_vain = self.in_vain + 1 if same or batch > 1 else 0
-        rarely = self.in_vain > _IN_VAIN and step % max(_RARELY, batch // 2)
+        wait = max(_RARELY, batch // 2) << (batch > 1 and self.in_vain > _LONG_IN_VAIN)
+        rarely = self.in_vain > _IN_VAIN and step % wait
         rarely = rarely and all(seq.constraint is None for seq in seqs)  # what is forced pays
         if rarely or not self.drafters:
             return {}
