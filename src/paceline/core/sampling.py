@@ -325,14 +325,11 @@ def greedy_tokens(logits: torch.Tensor, rows: Rows) -> torch.Tensor:
     if not constrained or logits.is_cuda or not all(map(_is_unbiased, distinct)):
         return greedy_choice(adjusted(logits, rows))
     choices = greedy_choice(logits)
-    paths = rows.known
-    if paths is None:
-        paths = tuple(map(tuple, [()] * len(rows) if rows.paths is None else rows.paths.tolist()))
-    texts = zip(rows.seqs, rows.depths, paths, choices.tolist(), strict=True)
+    texts = zip(rows.seqs, rows.depths, rows.on_host, choices.tolist(), strict=True)
     refused = [
         row
         for row, (seq, depth, path, token) in enumerate(texts)
-        if seq.constraint is not None and not seq.constraint.permits(path[:depth], token)
+        if seq.constraint is not None and not seq.constraint.permits(tuple(path[:depth]), token)
     ]
     if refused:
         index = to_device(refused, logits.device)

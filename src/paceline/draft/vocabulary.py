@@ -20,7 +20,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
-from typing import Literal
+from typing import Literal, Protocol
 
 import torch
 
@@ -29,13 +29,23 @@ from paceline.core.params import SamplingParams
 from paceline.core.sequence import SequenceView
 from paceline.core.transfer import to_device
 from paceline.errors import ConfigError, VocabularyMismatchError
-from paceline.model.tokenizer import Named, Tokenizer, TokenSpeller, check_embeddings, differences
+from paceline.model.tokenizer import Tokenizer, TokenSpeller, differences
 
 METHODS = ("auto", "intersection", "string")
 ENOUGH = 0.5  # from here on token by token: measured, see docs/contributing/decisions.md
 
 # What users ask of models: a story, a question with an answer, numbers, code, other languages.
 SAMPLE = Path(__file__).parents[1] / "assets" / "vocabulary_sample.txt"
+
+
+class Named(Protocol):
+    """A loaded model or its description; ``vocab_size`` is the width of its logits."""
+
+    @property
+    def name(self) -> str: ...
+
+    @property
+    def vocab_size(self) -> int: ...
 
 
 class SharedVocabulary:
@@ -187,7 +197,11 @@ def match_vocabularies(
         raise ConfigError(f"vocab is {method!r}; use one of {', '.join(METHODS)}")
     differing = differences(tokenizer, draft_tokenizer)
     if not differing and method == "auto":
-        check_embeddings(draft, len(tokenizer.get_vocab()))
+        if draft.vocab_size < (count := len(tokenizer.get_vocab())):
+            raise VocabularyMismatchError(
+                f"draft {draft.name} has only {draft.vocab_size} embeddings for {count} tokens; "
+                "use a draft of the same family"
+            )
         return None
     ours, theirs = TokenTexts(tokenizer), TokenTexts(draft_tokenizer)
     pairs = {

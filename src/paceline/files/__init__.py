@@ -107,16 +107,14 @@ def write_cached(file: Path, folder: Path, what: str) -> Iterator[IO[bytes]]:
         yield sink
 
 
-def replace_files(
-    contents: Mapping[Path, bytes], what: str, proof: Proof | None, durable: bool = True
-) -> None:
+def replace_files(contents: Mapping[Path, bytes], what: str, proof: Proof | None) -> None:
     """Write several files in order, all or none. Arguments and errors as of ``write_aside``."""
     for path in contents:
         check_file(path, what, proof)
     with ExitStack() as stack:
         asides = [stack.enter_context(_Aside(path)) for path in contents]
         for aside, (path, content) in zip(asides, contents.items(), strict=True):
-            with telling(what, path), aside.open(durable) as sink:
+            with telling(what, path), aside.open(True) as sink:
                 sink.write(content)
         # All are on the disk now. If a renaming fails, those done before are undone.
         for number, aside in enumerate(asides):
@@ -223,7 +221,10 @@ class LongRecord:
                     f"{self.partial} holds records of a command with other options; run that one "
                     "to go on with it, delete the file, or choose another place"
                 )
-            replace_text(self._key_file, self._key, "the key of the records", _is_key)
+            replace_text(
+                *(self._key_file, self._key, "the key of the records"),
+                proof=lambda file: file.read_text("utf-8").startswith(_KEY),
+            )
             self._file = self.partial.open("ab", buffering=0)
             sizes = [len(line.encode("utf-8")) for line in self.kept()]
             self.lines, self._whole = len(sizes), sum(sizes)
@@ -265,10 +266,6 @@ class LongRecord:
             raise KeyboardInterrupt(
                 f"interrupted{self._left}: run the same command again to go on"
             ) from None
-
-
-def _is_key(file: Path) -> bool:
-    return file.read_text("utf-8").startswith(_KEY)
 
 
 class _Sink(io.RawIOBase):

@@ -159,8 +159,8 @@ def resolve(name: str) -> str:
             raise NotPulledError(entry)
         return str(folder)
     if name not in BUILT_IN and not has_assets(name):
-        known = [*BUILT_IN, *(other for other in FOR_SMOLLM2 if has_assets(other))]
-        known += [other.full_name for other in PULLABLE.values()]
+        shipped = filter(has_assets, FOR_SMOLLM2)
+        known = [*BUILT_IN, *shipped, *(other.full_name for other in PULLABLE.values())]
         advice = did_you_mean(name, known, f"the built-in ones are {', '.join(known)}")
         raise ModelLoadError(f"there is no built-in model {name!r}; {advice}")
     if not has_assets(name):

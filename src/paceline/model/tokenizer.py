@@ -5,10 +5,10 @@ from __future__ import annotations
 import re
 from functools import lru_cache
 from pathlib import Path
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING
 
 from paceline.core.stages import stage
-from paceline.errors import ModelLoadError, VocabularyMismatchError
+from paceline.errors import ModelLoadError
 from paceline.model.gguf import gguf_file, mended, read_gguf
 from paceline.model.names import fetched, first_line
 
@@ -80,16 +80,6 @@ def _of_gguf(path: Path) -> PreTrainedTokenizerFast:
     return tokenizer
 
 
-class Named(Protocol):
-    """A loaded model or its description; ``vocab_size`` is the width of its logits."""
-
-    @property
-    def name(self) -> str: ...
-
-    @property
-    def vocab_size(self) -> int: ...
-
-
 def differences(
     tokenizer: PreTrainedTokenizerFast, draft_tokenizer: PreTrainedTokenizerFast
 ) -> str:
@@ -103,15 +93,6 @@ def differences(
         f"id {i}: target {ours.get(i)!r}, draft {theirs.get(i)!r}" for i in differing[:3]
     )
     return f"{len(differing)} of {len(ours)} vocabulary entries ({shown})"
-
-
-def check_embeddings(draft: Named, tokens: int) -> None:
-    """Raise VocabularyMismatchError if the draft lacks embeddings for the ``tokens`` it shares."""
-    if draft.vocab_size < tokens:
-        raise VocabularyMismatchError(
-            f"draft {draft.name} has only {draft.vocab_size} embeddings for {tokens} tokens; "
-            "use a draft of the same family"
-        )
 
 
 class TokenSpeller:

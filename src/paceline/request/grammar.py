@@ -96,7 +96,9 @@ class Matcher:
     def allowed(self, path: tuple[int, ...]) -> torch.Tensor | None:
         # Cached: drafter and verifier need the same rows.
         if path not in self._known:
-            self._known[path] = self._mask_after(path)
+            with self._after(path) as matcher:
+                bits = None if matcher is None else matcher.compute_bitmask()
+            self._known[path] = None if bits is None else _unpacked(bits, self._width)
         return self._known[path]
 
     def permits(self, path: tuple[int, ...], token: int) -> bool:
@@ -113,10 +115,6 @@ class Matcher:
             tokens = [] if matcher is None else matcher.compute_ff_tokens()
         # A tokenizer may have more tokens than the target has logits.
         return list(takewhile(lambda token: token < self._width, tokens))
-
-    def _mask_after(self, path: tuple[int, ...]) -> torch.Tensor | None:
-        with self._after(path) as matcher:
-            return None if matcher is None else _unpacked(matcher.compute_bitmask(), self._width)
 
     @contextmanager
     def _after(self, path: tuple[int, ...]) -> Iterator[LLMatcher | None]:

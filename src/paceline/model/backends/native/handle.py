@@ -172,9 +172,10 @@ class ModelHandle:
             params, greedy = tree.params, tree.params.greedy
             # A softmax is one-hot beyond 1e6.
             sharpness = GREEDY_SHARPNESS if greedy else min(1e6, 1 / params.temperature)
+            seeded = params.seed is not None
             trees[i] = CTree(
                 *(tree.depth, tree.width, tree.nodes, tree.base, len(tables)),
-                sampled=_mode(tree),
+                sampled=0 if greedy else 2 if seeded else 1 if tree.drawn is None else 3,
                 top_k=params.top_k if params.top_k > 0 else _ALL,
                 sharpness=sharpness,
                 top_p=params.top_p,
@@ -277,13 +278,6 @@ def _room_for_q(
     if ids is None:
         return torch.empty(trees, most, logits.shape[1])
     return torch.zeros(trees, most, int(ids[-1]) + 1)
-
-
-def _mode(tree: WantedTree) -> int:
-    """CTree's ``sampled``."""
-    if tree.params.greedy:
-        return 0
-    return 2 if tree.params.seed is not None else 1 if tree.drawn is None else 3
 
 
 def _read_trees(
