@@ -27,7 +27,7 @@ from paceline.draft.base import Drafter
 from paceline.draft.heads.block_head import load_block, usual_layers
 from paceline.draft.heads.features import FeatureDrafter, HeadSpec, on_features
 from paceline.draft.spec import DraftContext, Examined, Loading, Prepared, Target, option
-from paceline.draft.trees.grow import Growing, Logits, Narrow, grow
+from paceline.draft.trees.grow import Growing, Logits, grow
 from paceline.draft.trees.levels import Levels
 from paceline.model.backends.base import BlockStep, GrownTree
 from paceline.model.paged.cache import PagedCache
@@ -90,10 +90,7 @@ class BlockDrafter(FeatureDrafter):
     """Drafts with the head of ``step``."""
 
     def __init__(self, step: BlockStep, levels: Levels) -> None:
-        self.head = step.head
-        config = self.head.config
-        super().__init__(levels, config.max_positions, config.feature_layers)
-        self._step = step
+        super().__init__(step, levels)
         self._blocks: dict[int, _Block] = {}  # of this step, by sequence
 
     def passes(self, length: int) -> int:
@@ -131,24 +128,18 @@ class BlockDrafter(FeatureDrafter):
             tree.item.seq.seq_id: _Block(*block)
             for tree, *block in zip(trees, outputs, logits, lasts[:, None], strict=True)
         }
-        return self._rows([(tree, 0) for tree in trees])
+        return self._level(list(trees))
 
     def _level(self, trees: list[Growing]) -> Logits:
-        return self._rows([(tree, tree.depth) for tree in trees])
-
-    def _rows(self, wanted: Sequence[tuple[Growing, int]]) -> Logits:
-        """Logits after the newest nodes, which have the given depths."""
+        """Logits after the newest nodes."""
         parts = []
-        for tree, depth in wanted:
-            block = self._blocks[tree.item.seq.seq_id]
+        for tree in trees:
+            block, depth = self._blocks[tree.item.seq.seq_id], tree.depth
             before = tree.fresh if depth else block.last
             bias = self.head.bias(block.outputs[depth].expand(len(before), -1), before)
             logits = block.logits[depth]
             parts.append(logits.expand(len(before), -1) if bias is None else logits + bias)
-        joined = torch.cat(parts)
-        if not self.head.config.reduced:
-            return joined
-        return Narrow(joined, self.head.draft_ids, self.head.config.vocab_size)
+        return self._narrow(torch.cat(parts))
 
     def _made_up(self, trees: Sequence[Growing]) -> Logits:
         return self._run(trees)  # not needed, as ``warm_up`` runs a block

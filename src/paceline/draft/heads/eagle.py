@@ -29,7 +29,6 @@ from paceline.draft.heads.eagle_head import default_feature_layers, load_eagle, 
 from paceline.draft.heads.features import FeatureDrafter, FeatureRows, HeadSpec, on_features
 from paceline.draft.spec import DraftContext, Examined, Loading, Note, Prepared, Target
 from paceline.draft.trees.grow import Growing, Logits, Narrow
-from paceline.draft.trees.levels import Levels
 from paceline.draft.trees.one_pass import OnePassDrafter
 from paceline.model.backends.base import EagleStep, Growth
 from paceline.model.paged.cache import PagedCache
@@ -114,12 +113,6 @@ class EagleDrafter(FeatureDrafter):
     _ahead = 1
     _step: EagleStep
 
-    def __init__(self, step: EagleStep, levels: Levels) -> None:
-        self.head = step.head
-        config = self.head.config
-        super().__init__(levels, config.max_positions, config.feature_layers)
-        self._step = step
-
     @property
     def growth(self) -> Growth | None:
         return self._step.growth
@@ -135,8 +128,7 @@ class EagleDrafter(FeatureDrafter):
             assert tree.outputs is not None
             above = tree.above
             inputs.append(tree.outputs if above is None else tree.outputs.index_select(0, above))
-        joined = torch.cat(inputs) if len(inputs) > 1 else inputs[0]
-        return self._run([tree.newest() for tree in trees], trees, joined, fused=True)
+        return self._run([tree.newest() for tree in trees], trees, torch.cat(inputs), fused=True)
 
     def _run(
         self, spans: Sequence[Span], trees: Sequence[Growing], inputs: torch.Tensor, fused: bool
@@ -150,12 +142,6 @@ class EagleDrafter(FeatureDrafter):
         for tree, part in zip(trees, torch.split(outputs, counts), strict=True):
             tree.outputs = part
         return self._narrow(logits)
-
-    def _narrow(self, logits: torch.Tensor) -> Logits:
-        config = self.head.config
-        if not config.reduced:
-            return logits
-        return Narrow(logits, self.head.draft_ids, config.vocab_size)
 
     @torch.inference_mode()
     def first_logits(self, tokens: Sequence[int], out: ModelOutput) -> torch.Tensor:

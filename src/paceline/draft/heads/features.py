@@ -6,7 +6,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import KW_ONLY, dataclass, field, replace
 from itertools import groupby
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 
@@ -26,6 +26,7 @@ from paceline.draft.spec import (
     option,
     reduced,
 )
+from paceline.draft.trees.grow import Logits, Narrow
 from paceline.draft.trees.levels import LevelDrafter, Levels
 from paceline.model.paged.blocks import OutOfBlocksError
 from paceline.model.paged.cache import LayerShape, PagedCache, bytes_per_token
@@ -161,9 +162,11 @@ class FeatureDrafter(LevelDrafter):
     follows = True  # prompts, chunk by chunk
     _ahead = 0  # a row's token is so many positions behind that of its feature
 
-    def __init__(self, levels: Levels, max_positions: int, features: tuple[int, ...]) -> None:
-        super().__init__(levels, max_positions)
-        self.features = features
+    def __init__(self, step: Any, levels: Levels) -> None:
+        """``step`` runs the head: an EagleStep or a BlockStep."""
+        config = step.head.config
+        super().__init__(levels, config.max_positions)
+        self.head, self._step, self.features = step.head, step, config.feature_layers
         self._states: States[_State] = States()
         self._whole = 0  # most rows of forwards that waiting features keep alive
 
@@ -210,6 +213,10 @@ class FeatureDrafter(LevelDrafter):
     def _parts(self, span: Span) -> list[FeatureRows]:
         """The features of the rows of a span."""
         return self._states[span.seq_id].take()
+
+    def _narrow(self, logits: torch.Tensor) -> Logits:
+        config = self.head.config
+        return Narrow(logits, self.head.draft_ids, config.vocab_size) if config.reduced else logits
 
     # -- observing ---------------------------------------------------------------------------
 

@@ -93,9 +93,7 @@ class Mtp(TreeSpec):
 
     def examine(self, target: Target, read: Any = None) -> Examined:
         name = self.path or str(getattr(target, "name", ""))
-        weights = list(mtp_weights(name, target.num_layers))
-        if not weights:
-            raise _none(name, target.num_layers)
+        weights = _found(name, target.num_layers)
         bytes_ = sum(weight.entry.end - weight.entry.start for weight in weights)
         return self.noted("head-fits", f"an MTP layer of {bytes_ / 1e6:,.1f} MB in {name}")
 
@@ -141,8 +139,11 @@ def mtp_name(key: str, layers: int) -> str | None:
     return None if rest in _COPIES else _PART.get(rest, f"{_BLOCK}{rest}")
 
 
-def _none(model: str, layers: int) -> ModelLoadError:
-    return ModelLoadError(
+def _found(model: str, layers: int) -> list[MtpWeight]:
+    """``mtp_weights``, which must be some. Raises ModelLoadError."""
+    if weights := list(mtp_weights(model, layers)):
+        return weights
+    raise ModelLoadError(
         f"{model} has no MTP layer: its files hold neither mtp.* nor model.layers.{layers}.*; "
         "name a checkpoint that has one (mtp:PATH), or another draft"
     )
@@ -212,9 +213,7 @@ def load_mtp(name: str, target: CausalModel) -> MtpHead:
     ModelLoadError, and UnsupportedModelError for a layer with state beside keys and values."""
     from safetensors import safe_open
 
-    weights = list(mtp_weights(name, target.num_layers))
-    if not weights:
-        raise _none(name, target.num_layers)
+    weights = _found(name, target.num_layers)
     if packed := next((w for w in weights if w.entry.dtype not in _FLOATS), None):
         raise ModelLoadError(
             f"the MTP layer of {name} is quantised ({packed.key} is {packed.entry.dtype}), which "
