@@ -17,7 +17,6 @@ from paceline import LLM, Grammar, SamplingParams
 from paceline.core.transfer import Arrival
 from paceline.model.target import CausalModel
 from paceline.parallel import shared
-from paceline.parallel.group import Order
 from paceline.parallel.worker import Follower
 from support.claimed_cuda import Claimed, Devices, MixedDevicesError, claimed_devices
 from support.every_drafter import SPECS
@@ -224,10 +223,10 @@ class ClaimedRanks:
 
     together = loading
 
-    def broadcast(self, order: Order) -> None:
-        self.told[order.method] += 1
-        self._orders.append(pickle.loads(pickle.dumps(order)))
-        if order.method != "forward" or not sum(order.arguments[1].sizes):
+    def broadcast(self, method: str, *arguments: Any) -> None:
+        self.told[method] += 1
+        self._orders.append(pickle.loads(pickle.dumps((method, arguments))))
+        if method != "forward" or not sum(arguments[1].sizes):
             self._follow()
 
     def share(self, numbers: torch.Tensor) -> torch.Tensor:
@@ -242,7 +241,7 @@ class ClaimedRanks:
 
     def _follow(self) -> None:
         assert self.follower is not None
-        self._orders.append(Order("stop"))
+        self._orders.append(("stop", ()))
         self.follower.run()
 
     def receive(self) -> Any:

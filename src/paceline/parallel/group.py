@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from datetime import timedelta
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -20,13 +20,6 @@ from paceline.core.memory import free_memory
 # -- orders of rank 0 to the other ranks ----------------------------------------------------------
 # Plain data, sent over the CPU group. Tokens of a batch that only rank 0's device knows, which were
 # just drafted, follow as one tensor over the device group, so that rank 0 does not wait for them.
-
-
-class Order(NamedTuple):
-    """A method of ``Follower`` (worker.py) that all ranks run together, or ``stop``."""
-
-    method: str
-    arguments: tuple[Any, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -92,14 +85,16 @@ class RankGroup:
             )
             self._control = dist.new_group(backend="gloo", timeout=_FOREVER)
 
-    def broadcast(self, order: Order) -> None:
-        """From rank 0 to all others."""
-        dist.broadcast_object_list([order], src=0, group=self._control)
+    def broadcast(self, method: str, *arguments: Any) -> None:
+        """Order from rank 0 that the others call this method of ``Follower`` (worker.py), or
+        ``stop``."""
+        dist.broadcast_object_list([method, arguments], src=0, group=self._control)
 
-    def receive(self) -> Order:
-        received: list[Any] = [None]
+    def receive(self) -> tuple[str, tuple[Any, ...]]:
+        """The next order: method and arguments."""
+        received: list[Any] = [None, None]
         dist.broadcast_object_list(received, src=0, group=self._control)
-        return Order(*received[0])
+        return received[0], received[1]
 
     def share(self, numbers: torch.Tensor) -> torch.Tensor:
         """Copy rank 0's ``numbers`` into those of all ranks."""

@@ -31,7 +31,7 @@ from paceline.errors import (
 )
 from paceline.model.loading import load_module, plain_config
 from paceline.model.target import CausalModel
-from paceline.parallel.group import Order, RankGroup, rank_environment
+from paceline.parallel.group import RankGroup, rank_environment
 
 _HEADS = ("q_proj", "k_proj", "v_proj")  # cut by columns between heads
 # No modules of the working directory.
@@ -209,7 +209,7 @@ class RankProcesses:
         self._closed.set()
         if self.lost is None and self._group is not None:
             with suppress(Exception):
-                self._group.broadcast(Order("stop"))
+                self._group.broadcast("stop")
         for process in self.processes:
             process.end()
         if self._group is not None:

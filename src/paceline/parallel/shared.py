@@ -7,7 +7,7 @@ import itertools
 import weakref
 from collections.abc import Callable, Sequence
 from functools import partial
-from typing import Any, Literal, NoReturn
+from typing import Literal, NoReturn
 
 import torch
 from torch import nn
@@ -20,7 +20,7 @@ from paceline.model.loading import resolve_device
 from paceline.model.paged.cache import PagedCache
 from paceline.model.paged.segments import KeyValueStore
 from paceline.model.target import CausalModel
-from paceline.parallel.group import BatchOrder, Order, whole_parameters
+from paceline.parallel.group import BatchOrder, whole_parameters
 from paceline.parallel.processes import RankProcesses, check_shareable, load_part
 
 
@@ -73,7 +73,7 @@ class SharedForward(Backend):
     def __call__(self, batch: Batch, cache: KeyValueStore) -> ModelOutput:
         with self.ranks.together():
             order, numbers = BatchOrder.of(batch)
-            self._tell("forward", self._number(cache), order)
+            self.ranks.group.broadcast("forward", self._number(cache), order)
             if numbers is not None:
                 self.ranks.group.share(numbers)
             return self._model(batch, cache)
@@ -98,7 +98,7 @@ class SharedForward(Backend):
         if side not in self._whole:
             module = getattr(self._model.hf, f"get_{side}_embeddings")()
             with self.ranks.together():
-                self._tell("gather", side)
+                self.ranks.group.broadcast("gather", side)
                 whole = whole_parameters(module)
             copied = copy.copy(module)
             copied.__dict__.pop("forward", None)  # the one that sums over ranks
@@ -110,25 +110,24 @@ class SharedForward(Backend):
 
     def free_memory(self) -> int:
         with self.ranks.together():
-            self._tell("free_memory")
+            self.ranks.group.broadcast("free_memory")
             return self.ranks.group.least_memory()
 
     def when_lost(self, callback: Callable[[str], None]) -> None:
         self.ranks.when_lost(callback)
 
-    def _tell(self, method: str, *arguments: Any) -> None:
-        self.ranks.group.broadcast(Order(method, arguments))
-
     def _number(self, cache: KeyValueStore) -> int:
         """The number of a cache's counterparts, which are made if there are none."""
         assert isinstance(cache, PagedCache)
         while self._dropped:
-            self._tell("drop", self._dropped.pop())
+            self.ranks.group.broadcast("drop", self._dropped.pop())
         if cache not in self._numbers:
             number = self._numbers[cache] = next(self._count)
             cache.moved = partial(_move, weakref.ref(self), weakref.ref(cache))
             weakref.finalize(cache, self._dropped.append, number).atexit = False
-            self._tell("make", number, cache.num_blocks, cache.block_size, cache.dtype)
+            self.ranks.group.broadcast(
+                "make", number, cache.num_blocks, cache.block_size, cache.dtype
+            )
         return self._numbers[cache]
 
 
@@ -140,4 +139,4 @@ def _move(
     shared, cache = shared_ref(), cache_ref()
     if shared is not None and cache is not None:
         with shared.ranks.together():
-            shared._tell("move", shared._number(cache), tuple(slots))
+            shared.ranks.group.broadcast("move", shared._number(cache), tuple(slots))

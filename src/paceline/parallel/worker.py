@@ -69,8 +69,8 @@ class Follower:
 
     @torch.inference_mode()
     def run(self) -> None:
-        while (order := self._group.receive()).method != "stop":
-            getattr(self, order.method)(*order.arguments)
+        while (order := self._group.receive())[0] != "stop":
+            getattr(self, order[0])(*order[1])
         self._group.leave()
 
     def make(self, cache: int, blocks: int, block_size: int, dtype: torch.dtype) -> None:
