@@ -4,8 +4,8 @@ steps. Which of them drafts in a step is the controller's choice."""
 
 from __future__ import annotations
 
-import re
 from collections.abc import Iterator
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -282,14 +282,11 @@ def _bases(folder: Path, config: dict[str, Any]) -> Iterator[str]:
     for base_name in (verifier.get("name_or_path"), config.get("base_model_name_or_path")):
         if isinstance(base_name, str):
             yield base_name
-    try:
-        card = (folder / "README.md").read_text(encoding="utf-8", errors="replace")
-    except OSError:
-        return
-    head = card.split("\n---", 1)[0] if card.startswith("---") else ""
-    match = re.search(r"^base_model:\s*((?:\s*-\s*\S+\n?)+|\S+)", head, re.M)
-    if match is not None:
-        yield from re.findall(r"[^\s\"'-]\S*[^\s\"']", match[1])
+    from huggingface_hub import metadata_load
+
+    with suppress(Exception):  # no card, or whatever its YAML leads to
+        named = (metadata_load(folder / "README.md") or {}).get("base_model") or []
+        yield from [named] if isinstance(named, str) else map(str, named)
 
 
 def _is_same(model: str, base: str) -> bool:
