@@ -3,7 +3,7 @@
 A step is drafting (the passes of a drafter) and the rest: the target's forward over its sequences
 and their draft nodes, the host's work, and looking something up. Both are predicted from forwards
 measured alone, and corrected by every step since (correction.py). The controller asks while it
-decodes; ``tune``, ``bench`` and ``doctor`` make a model of what they have measured.
+decodes; ``tune`` and ``bench`` make a model of what they have measured.
 """
 
 from __future__ import annotations
