@@ -39,7 +39,7 @@ class Priced:
         rows = len(batch.input_ids)  # type: ignore[attr-defined]
         self.rows.append(rows)
         self.clock.now += self.price(rows)
-        return SimpleNamespace(logits=torch.zeros(1, 1))
+        return SimpleNamespace(logits=torch.zeros(1, 1), greedy=None)
 
 
 def measured(monkeypatch: pytest.MonkeyPatch, price: CostCurve, most: int) -> tuple[Priced, float]:
