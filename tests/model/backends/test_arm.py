@@ -77,14 +77,19 @@ def test_products_rows_and_rounding_have_the_portable_bits(
     assert run(programs / "tables", processor) == (0, f"{tables} give the same bits\n")
 
 
+def ran(processor: str) -> str:
+    """Of whole forwards; the sums of whole numbers are no table of kernels."""
+    return "the kernels " + PROCESSORS[processor].replace(" dotprod", "")
+
+
 @pytest.mark.parametrize("processor", PROCESSORS)
 def test_forwards_have_the_portable_bits(programs: Path, processor: str) -> None:
     code, said = run(programs / "forwards", processor)
-    assert (code, said.partition(":")[0]) == (0, "the kernels")
+    assert (code, said.partition(":")[0]) == (0, ran(processor))
 
 
 def test_sanitizers_find_nothing(tmp_path: Path) -> None:
     folder = built(tmp_path, ("-O1", *SANITIZERS))
     assert run(folder / "tables", "max") == (0, f"{PROCESSORS['max']} give the same bits\n")
     code, said = run(folder / "forwards", "max")
-    assert (code, said.partition(":")[0]) == (0, "the kernels"), said
+    assert (code, said.partition(":")[0]) == (0, ran("max")), said
