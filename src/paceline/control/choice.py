@@ -40,8 +40,10 @@ def choose(
             best, least = alike, seconds
     for without in (None, *(sorted(names, key=str) if len(names) > 1 else ())):
         left = [[o for o in ways if not o.length or o.name != without] for ways in options]
-        fastest = [max(ways, key=lambda draft: draft.gain / draft.seconds) for ways in left]
-        for start in ([ways[0] for ways in left], fastest):
+        starts = [[ways[0] for ways in left]]
+        if without is None:
+            starts.append([max(ways, key=lambda o: o.gain / o.seconds) for ways in left])
+        for start in starts:
             apart = _apart(left, start)
             if (seconds := score(apart)) < least:
                 best, least = apart, seconds
