@@ -20,7 +20,7 @@ from paceline.core.costs import DrafterCosts, TargetCosts
 
 _LONG_AGO, _LATELY = 256, 64  # steps
 _FRESH = 16  # observations after which prices are looked up anew
-_MOVED, _CONFIRMED = 1.1, 4  # times what they were then, at so many observations: so before
+_MOVED, _CONFIRMED = 1.1, 4  # and earlier, if they have changed by this in as many in a row
 _SLOW = 1.3  # times what is known, from which a step tells of the machine
 _ROWS = 4096  # tokens read, about which the time of one is averaged
 
@@ -136,11 +136,11 @@ class CostModel:
         """A sequence's part of the step, by draft length, if all draft alike."""
         table = self._tables.get((name, batch))
         if table is None:
-            fill = self.fill[name]
-            options = (
-                DraftOption(name, n, fill * m, 1, 0)
-                for n, m in enumerate(self.drafters[name].among(batch).nodes)
-            )
+            drafter, fill = self.drafters[name].among(batch), self.fill[name]
+            most = enumerate(drafter.nodes)
+            # What a lookup finds is rarely a full tree.
+            nodes = (n if drafter.costless else fill * m for n, m in most)
+            options = (DraftOption(name, n, count, 1, 0) for n, count in enumerate(nodes))
             full = [self.step(batch, [option] * batch) / batch for option in options]
             table = self._tables[name, batch] = self._ended(name, full)
         return table
@@ -199,10 +199,7 @@ class CostModel:
         everyone = self.acceptance.everyone(name, kind)
         seen, pays = self._pays.get((name, batch, kind), (-1.0, False))
         if seen != everyone.seen:
-            gains = expected_tokens(everyone.rates())
-            table = self.table(name, batch)
-            if self.drafters[name].costless:  # what is found is rarely a full tree
-                table = [self.rest(batch, n) / batch for n in range(len(table))]
+            table, gains = self.table(name, batch), expected_tokens(everyone.rates())
             pays = any(gains[n] * table[0] > table[n] for n in range(1, len(table)))
             self._pays[name, batch, kind] = everyone.seen, pays
         return pays
