@@ -8,7 +8,7 @@
 #
 # Every stage resumes where it was cut off when the same command is run again. MODEL is the target,
 # PROMPTS how many questions it is asked, TOKENS how long it may answer, SHARDS how many processes
-# answer and train side by side (one a core; 1 on a GPU); EAGLE_STEPS, MEDUSA_STEPS and DRAFT_STEPS
+# answer side by side (one a core; 1 on a GPU); EAGLE_STEPS, MEDUSA_STEPS and DRAFT_STEPS
 # set the length of the training. VALID is a folder of held-out prompts (mt_bench.jsonl
 # and others), if there is one.
 #
@@ -99,17 +99,15 @@ for set in mt_bench gsm8k humaneval spec_bench; do
 done
 
 # 3. What drafts. Every place learns its first drafted token; every third one goes on to the fourth.
-together=(--processes "$shards")
-[ "$shards" -gt 1 ] && together+=(--threads 1)
-start paceline train eagle3 "${own[@]}" "${together[@]}" --draft-vocab-size 12288 --seq-len 1024 --long-every 0 \
+start paceline train eagle3 "${own[@]}" --draft-vocab-size 12288 --seq-len 1024 --long-every 0 \
   --batch-tokens 4000 --micro-tokens 1200 --cache-features --lr 0.003 --adam-lr 0.0009 --warmup 30 \
   --ttt-steps 4 --ttt-stride 3 --steps "${EAGLE_STEPS:-5000}" ${EAGLE_INIT:+--init "$EAGLE_INIT"} \
   --out "$out/eagle3" "$@"
 finish
-start paceline train medusa "${own[@]}" "${together[@]}" --heads 4 --layers 1 --shared-head --seq-len 896 --long-every 0 \
+start paceline train medusa "${own[@]}" --heads 4 --layers 1 --shared-head --seq-len 896 --long-every 0 \
   --out "$out/medusa" --steps "${MEDUSA_STEPS:-500}" "$@"
 finish
-start paceline train draft "${own[@]}" "${together[@]}" --hidden-size 192 --layers 2 --heads 3 --kv-heads 3 \
+start paceline train draft "${own[@]}" --hidden-size 192 --layers 2 --heads 3 --kv-heads 3 \
   --ffn-size 512 --argmax-weight 0.3 --seq-len 512 --batch-tokens 4096 --max-positions 2048 \
   --out "$out/draft" --steps "${DRAFT_STEPS:-1000}" "$@"
 finish

@@ -57,6 +57,15 @@ def test_other_names_lead_to_ours() -> None:
     assert refused.exit_code == 2 and "kv_cache_memory" in refused.output
 
 
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [(["train", "eagle3", "--processes", "2"], "there is no --processes; one process trains")],
+)
+def test_options_that_are_gone_say_what_to_do(arguments: list[str], words: str) -> None:
+    refused = paceline(*arguments, COLUMNS="200")
+    assert refused.exit_code == 2 and words in refused.output
+
+
 def test_a_model_by_position_where_it_is_the_only_one() -> None:
     done = paceline("doctor", "paceline/tiny", "--draft", "none", "--json")
     assert '"model": "paceline/tiny"' in done.stdout or "paceline/tiny" in done.stdout

@@ -237,7 +237,7 @@ def test_cached_features_are_those_of_the_target(config: EagleTrainConfig, tmp_p
     trainer = EagleTrainer(own, tmp_path, device="cpu")
     cache = trainer._cache
     assert cache is not None
-    for windows in trainer._batch(0)[0]:
+    for windows in trainer._batch(0):
         first, again = cache.look(windows), cache.look(windows)
         streamed = trainer.observe_windows(windows)
         real = torch.arange(windows.ids.shape[1]) < torch.tensor(windows.lengths)[:, None]
@@ -256,7 +256,7 @@ def test_cached_features_are_those_of_the_target(config: EagleTrainConfig, tmp_p
     beside.mkdir()
     (beside / "features").symlink_to(tmp_path / "features")
     others = EagleTrainer(replace(own, feature_layers=layers), beside, device="cpu")
-    windows = others._batch(0)[0][0]
+    windows = others._batch(0)[0]
     assert others._cache is not None
     features = others._cache.look(windows).features[0, :4]
     expected = others.observe_windows(windows).features[0, :4]
@@ -272,7 +272,7 @@ def test_now_and_then_documents_are_joined_also_where_single_ones_may_be_as_long
 ) -> None:
     own = replace(config, seq_len=64, max_positions=64, long_every=3)
     trainer = EagleTrainer(own, tmp_path, device="cpu")
-    batches = [trainer._batch(step)[0] for step in range(6)]
+    batches = [trainer._batch(step) for step in range(6)]
     assert [all(len(part.lengths) == 1 for part in parts) for parts in batches] == [
         False,
         False,

@@ -48,6 +48,8 @@ _model = under("Model")
 
 # -- tables as options -----------------------------------------------------------------------------
 
+# Options that commands had once, and what to do without them.
+_GONE = {"--processes": "one process trains; give it --threads, or a GPU by --device cuda"}
 # What --help shows of a command with more than so many options; --help-all shows them all.
 _MANY = 12
 _COMMON = frozenset(
@@ -90,7 +92,7 @@ class Command(TyperCommand):
         name, equals, value = word.partition("=")
         if not name.startswith("--") or name in known:
             return word
-        ours = OTHER_NAMES.get(name[2:].replace("-", "_"), "")
+        ours = _GONE.get(name) or OTHER_NAMES.get(name[2:].replace("-", "_"), "")
         if " " in ours:
             raise typer.BadParameter(f"there is no {name}; {ours}")
         if flag(ours) not in known:

@@ -100,11 +100,6 @@ class RunningOptions(WriteOptions):
         False, "torch.compile (needs a C++ compiler).", flags=("--compile/--no-compile",)
     )
     threads: int | None = setting(None, "Processor threads; 1 beside other work.", low=1, shown="")
-    processes: int = setting(
-        1,
-        "On a processor: so many train together, one a core at best; each holds the target.",
-        low=1,
-    )
     eval_every: int = setting(100, "Steps between measurements.", low=1)
     save_seconds: float = setting(300.0, "Between checkpoints.", low=0)
 
@@ -115,13 +110,11 @@ def train(config: TrainConfig, running: RunningOptions, program: str = "paceline
     set_threads(running.threads)
     from paceline.train.acceptance import total
     from paceline.train.card import counts_of, write_card
-    from paceline.train.parallel import together
 
     module, _, name = config.trainer.partition(":")
     kind = getattr(import_module(module), name)
     trainer: Trainer = kind(config, running.out, running.device, running.compiled)
-    with together(trainer, running.processes, running.threads):
-        folder = train_to_end(trainer, running)
+    folder = train_to_end(trainer, running)
     with stage("writing the model card"):
         card = write_card(trainer, shlex.join([program, *sys.argv[1:]]))
     if not running.as_json:

@@ -6,10 +6,9 @@ none that decoding meets.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
-from typing import TypeVar
 
 import numpy as np
 import torch
@@ -18,7 +17,6 @@ from torch.nn.utils.rnn import pad_sequence
 from paceline.errors import DataError
 from paceline.train.data import Stream
 
-_T = TypeVar("_T")
 SHORTEST = 4  # tokens: with fewer there is nowhere to draft from
 
 
@@ -129,14 +127,3 @@ class Documents:
             for rows in (ids, learn)
         )
         return Windows(padded, to_learn, tuple(map(len, ids)))
-
-
-def dealt(items: Sequence[_T], tokens: Callable[[_T], int], ranks: int) -> list[list[_T]]:
-    """The items of a batch by rank, so that each has about as many tokens."""
-    shares: list[list[_T]] = [[] for _ in range(ranks)]
-    loads = [0] * ranks
-    for item in sorted(items, key=tokens, reverse=True):
-        least = loads.index(min(loads))
-        shares[least].append(item)
-        loads[least] += tokens(item)
-    return shares

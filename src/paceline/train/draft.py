@@ -181,8 +181,7 @@ class DraftTrainer(Trainer):
         shares = torch.from_numpy(learn).to(self.device)[:, 1:].float()
         shares /= shares.sum().clamp(min=1)
         size = max(1, config.micro_tokens // seq_len)
-        starts = range(0, len(windows), size)
-        for start in starts[self.rank :: self.ranks]:
+        for start in range(0, len(windows), size):
             part = windows[start : start + size]
             inputs, masks = part[:, :-1].contiguous(), self._masks(seq_len)
             yield self._loss(inputs, part[:, 1:], shares[start : start + size], masks)

@@ -27,7 +27,7 @@ from paceline.train.acceptance import (
     walk,
 )
 from paceline.train.configs import HeadConfig
-from paceline.train.documents import Documents, Windows, dealt
+from paceline.train.documents import Documents, Windows
 from paceline.train.losses import mixed_probs
 from paceline.train.reading import FeatureCache, NativeReader, Observed
 from paceline.train.trainer import Trainer, run_name
@@ -200,20 +200,18 @@ class HeadTrainer(Trainer):
 
     # -- the loop ------------------------------------------------------------------------------
 
-    def _batch(self, step: int) -> list[list[Windows]]:
-        """The windows of a step by rank, in parts that one forward takes."""
+    def _batch(self, step: int) -> list[Windows]:
+        """The windows of a step, in parts that one forward takes."""
         config, documents = self.config, self.documents
         numbers = documents.batch(step, config.batch_tokens)
         if self.is_long(step):
-            joined = documents.joined(numbers, self.long_rows)
-            return dealt(joined, lambda windows: windows.ids.numel(), self.ranks)
-        shares = dealt(numbers, documents.tokens, self.ranks)
-        return [documents.windows(part, config.micro_tokens) for part in shares]
+            return documents.joined(numbers, self.long_rows)
+        return documents.windows(numbers, config.micro_tokens)
 
     def losses(self) -> Iterator[torch.Tensor]:
-        shares = self._batch(self.step)
-        drafts = sum(part.drafts for parts in shares for part in parts)
-        for part in shares[self.rank]:
+        parts = self._batch(self.step)
+        drafts = sum(part.drafts for part in parts)
+        for part in parts:
             kept = None if self.is_long(self.step) else self._cache  # joined ones do not come again
             seen = self.observe_windows(part) if kept is None else kept.look(part)
             yield self.loss(seen) * (part.drafts / drafts)

@@ -44,7 +44,6 @@ class MedusaTrainer(HeadTrainer):
         self.what = "Medusa heads"
         if config.joint:
             self.what, self.target_from = "Medusa-2 heads", config.joint_after
-            self.alone = "Medusa-2 trains the target, too, in one process only"
             check_folder(self.out / "model", "the model")
             if config.cache_features:
                 raise ConfigError(

@@ -1,5 +1,4 @@
-"""Muon for matrices and AdamW for the rest, on float32 masters of low-precision weights; and the
-sums of gradients over processes."""
+"""Muon for matrices and AdamW for the rest, on float32 masters of low-precision weights."""
 
 from __future__ import annotations
 
@@ -7,7 +6,6 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import nn
 
 _MAX_NORM = 1.0  # of all gradients together
@@ -76,14 +74,3 @@ class MasterOptimizer:
                 parameter.copy_(master)
         for (optimizer, _), saved in zip(self._optimizers, state["optimizers"], strict=True):
             optimizer.load_state_dict(saved)
-
-
-def add_up(parameters: Sequence[nn.Parameter], loss: float) -> float:
-    """Sum gradients (a rank may have none) and loss over all ranks, in place; returns the loss."""
-    parts = [torch.zeros_like(p) if p.grad is None else p.grad for p in parameters]
-    flat = torch.cat([*(part.flatten().float() for part in parts), torch.tensor([loss])])
-    dist.all_reduce(flat)
-    *sums, loss_sum = torch.split(flat, [*(p.numel() for p in parameters), 1])
-    for parameter, gradient in zip(parameters, sums, strict=True):
-        parameter.grad = gradient.view_as(parameter).to(parameter.dtype)
-    return float(loss_sum)

@@ -24,7 +24,7 @@ from paceline.train.acceptance import AcceptanceCounts, WrittenText, total, writ
 from paceline.train.checkpoint import previous, read_state, write_state
 from paceline.train.configs import TrainConfig
 from paceline.train.data import Stream, token_stream
-from paceline.train.optim import MasterOptimizer, add_up
+from paceline.train.optim import MasterOptimizer
 from paceline.train.records import Source
 
 
@@ -78,8 +78,6 @@ class Trainer(ABC):
     result = "model"  # where the result goes, below ``out``
     noun = "model"  # what it is
     spec: str | None = ""  # what stands before its folder in ``--draft``; None: it is no draft
-    alone = ""  # why only one process can train it; empty if several can
-    rank, ranks = 0, 1  # of the processes that train it together: see train/parallel.py
 
     # ``prepare`` makes these.
     learner: nn.Module  # what is trained, and written in the end
@@ -117,7 +115,7 @@ class Trainer(ABC):
 
     @abstractmethod
     def losses(self) -> Iterator[torch.Tensor]:
-        """This process's share of the step's mean loss in parts, one forward each."""
+        """The step's mean loss in parts, one forward each."""
 
     def update(self, scale: float) -> None:
         """Apply the gradients of a step, at ``scale`` times the peak rates."""
@@ -197,8 +195,6 @@ class Trainer(ABC):
         for loss in self.losses():
             loss.backward()  # type: ignore[no-untyped-call]
             total_loss += float(loss.detach())
-        if self.ranks > 1:
-            total_loss = add_up(list(self.learner.parameters()), total_loss)
         self.update(learning_rate_scale(self.step, self.config.steps, self.config.warmup))
         self.step += 1
         return total_loss
