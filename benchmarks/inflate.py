@@ -13,7 +13,8 @@ by memory. An inflated pair has the cost of a real model and the acceptance of a
     the rest       small random normals, exact in bf16, so that nothing can be skipped or compressed
 
     python benchmarks/inflate.py MODEL --preset target           # about 400M, into the cache folder
-    python benchmarks/inflate.py MODEL --hidden 1152 --layers 24 --ffn 3072 --out DIR
+    python benchmarks/inflate.py MODEL --preset 8b --out DIR
+
 Heads that read a model's hidden states are inflated by inflate_heads.py.
 """
 
@@ -24,7 +25,6 @@ import hashlib
 import json
 import math
 import shutil
-import sys
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass
@@ -43,7 +43,6 @@ from paceline.model.names import resolve as named
 
 FORMAT = 4  # part of the fingerprint: raise it when the files written here change
 MARKER = "inflated.mark"
-_SIZES = ("hidden", "layers", "ffn")
 NOISE = 0.02  # standard deviation of the new weights
 
 
@@ -101,7 +100,7 @@ def wider(small: Shape, sizes: Sizes) -> Shape:
     ratio = small.heads // small.kv_heads
     heads = max(small.heads, sizes.hidden // small.head_dim // ratio * ratio)
     big = Shape(sizes.hidden, sizes.layers, sizes.ffn, heads, heads // ratio, small.head_dim)
-    for name in _SIZES:
+    for name in ("hidden", "layers", "ffn"):
         if getattr(big, name) < getattr(small, name):
             raise InflateError(
                 f"{name} {getattr(big, name)} is smaller than the source's {getattr(small, name)}; "
@@ -300,26 +299,15 @@ def _write_sidecars(
     )
 
 
-def parse(arguments: list[str]) -> tuple[str, Sizes, str | None]:
-    """Read the command line into (model, sizes, out)."""
-    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
-    parser.add_argument("model", help="folder of a small Llama checkpoint, or paceline/tiny")
-    parser.add_argument("--preset", choices=sorted(PRESETS), help="sizes to start from")
-    for name in _SIZES:
-        parser.add_argument(f"--{name}", type=int)
-    parser.add_argument("--out", help="folder to write; default: the cache folder")
-    args = parser.parse_args(arguments)
-    wanted = asdict(PRESETS[args.preset]) if args.preset else {}
-    wanted |= {name: value for name in _SIZES if (value := getattr(args, name))}
-    if missing := [name for name in _SIZES if name not in wanted]:
-        parser.error(f"give --preset, or also --{' --'.join(missing)}")
-    return args.model, Sizes(**wanted), args.out
-
-
 def main() -> None:
     """Inflate as the command line says and print the folder."""
+    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
+    parser.add_argument("model", help="folder of a small Llama checkpoint, or paceline/tiny")
+    parser.add_argument("--preset", choices=sorted(PRESETS), required=True)
+    parser.add_argument("--out", help="folder to write; default: the cache folder")
+    args = parser.parse_args()
     try:
-        print(inflate(*parse(sys.argv[1:])))
+        print(inflate(args.model, PRESETS[args.preset], args.out))
     except (InflateError, PacelineError, OSError) as error:
         raise SystemExit(f"error: {error}") from None
 

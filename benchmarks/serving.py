@@ -4,13 +4,12 @@ A server (`paceline serve`) and one `LLM` in this process, over the same pair, t
 one idles. `--processes both` measures a server of two processes and one of a single process
 (`--single-process`) in the same turns. Every cell is a closed loop: N clients, each sending its
 next request when one is answered, all with the same prompts, token counts and batch limit. Every
-request streams and writes exactly `--max-tokens` tokens, greedily (`--pairs smollm2`: until the
-model ends its answer, if that is before).
+request streams and writes exactly `--max-tokens` tokens, greedily.
 
     python benchmarks/serving.py
     python benchmarks/serving.py --quick --json serving.json
     python benchmarks/serving.py --processes both --concurrency 16
-    python benchmarks/serving.py --pairs smollm2 --concurrency 1,4,16
+    python benchmarks/serving.py --target paceline/smollm2 --draft auto --concurrency 1,4,16
 
 Throughput rounds read streams as raw bytes. Latencies come from one more round in which every chunk
 says which tokens it holds: time to first token is from sending a request to its first chunk with
@@ -43,16 +42,13 @@ os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 from rich.console import Console
 from rich.progress import track
 
-import real
 from measuring import alternate, finish, median_ratio, numbers
 from paceline import LLM, SamplingParams
 from paceline.engine.driver import Drive
-from paceline.lab.bench.prompts import evenly, load_prompts
+from paceline.lab.bench.prompts import load_prompts
 from paceline.lab.bench.result import machine_of, percentile
 from paceline.lab.report.document import Column, Report, milliseconds, number, table_of, times
 from paceline.lab.report.render import print_report
-from paceline.model.loading import load_tokenizer
-from prompts import default_folder, read_suites
 
 SERVED = "bench"  # the model's name over HTTP
 WAYS = ("auto", "off")  # with the default drafter, and without any
@@ -84,19 +80,16 @@ LATENCIES = (
 
 @dataclass(frozen=True)
 class Work:
-    """Prompts, and the tokens that each is answered with: exactly ``max_tokens``, or with ``ends``
-    as many as plain decoding writes until the model ends its answer (``counted``: all of them)."""
+    """Prompts, and how many tokens each is answered with."""
 
     prompts: list[str]
     max_tokens: int
-    model: str = "paceline/tiny"
-    draft: str = "paceline/tiny-draft"
-    ends: bool = False
-    counted: int | None = None
+    model: str
+    draft: str
 
     @property
     def tokens(self) -> int:
-        return len(self.prompts) * self.max_tokens if self.counted is None else self.counted
+        return len(self.prompts) * self.max_tokens
 
     def body(self, prompt: str, way: str, tokens: bool) -> bytes:
         return json.dumps(
@@ -105,46 +98,17 @@ class Work:
                 "prompt": prompt,
                 "max_tokens": self.max_tokens,
                 "temperature": 0,
-                "ignore_eos": not self.ends,
+                "ignore_eos": True,
                 "stream": True,
                 "speculation": {"method": way, "tokens": tokens},
             }
         ).encode()
 
 
-def counted(llm: LLM, work: Work) -> Work:
-    """The work with the number of tokens of its greedy answers; all write the same."""
-    if not work.ends:
-        return work
-    params = SamplingParams(max_tokens=work.max_tokens, temperature=0.0, drafter="none")
-    answers = llm.generate(work.prompts, params)
-    return replace(work, counted=sum(len(answer.token_ids) for answer in answers))
-
-
 def work_of(args: argparse.Namespace) -> Work:
     """What is served: prompts of eight kinds, and the models."""
-    per_kind = 2 if args.quick else 4
-    if args.pairs != real.NAME:
-        texts = [prompt.text for prompt in load_prompts(per_category=per_kind)]
-        pair = args.target or "paceline/tiny", args.draft or "paceline/tiny-draft"
-        return Work(texts, args.max_tokens, *pair)
-    folder = str(real.target_folder(args.target))
-    tokenizer = load_tokenizer(folder)
-    names = args.suites.split(",") if args.suites else real.SETS
-    texts = [
-        str(
-            tokenizer.apply_chat_template(
-                [{"role": "user", "content": prompt.text}],
-                tokenize=False,
-                add_generation_prompt=True,
-            )
-        )
-        for prompts in read_suites(args.prompts_dir, names).values()
-        for prompt in evenly(prompts, per_kind)
-    ]
-    eagle3 = None if args.draft else real.find("eagle3", None)
-    draft = args.draft or (f"eagle3:{eagle3}" if eagle3 else "ngram")
-    return Work(texts, args.max_tokens, folder, draft, ends=True)
+    texts = [prompt.text for prompt in load_prompts(per_category=2 if args.quick else 4)]
+    return Work(texts, args.max_tokens, args.target, args.draft)
 
 
 # -- over HTTP ---------------------------------------------------------------------------------
@@ -244,7 +208,7 @@ def directly(llm: LLM, count: int, work: Work, way: str) -> float:
     """Seconds of the same closed loop around the engine, tokenising included."""
     drafter = None if way == "auto" else "none"
     params = SamplingParams(
-        max_tokens=work.max_tokens, ignore_eos=not work.ends, drafter=drafter, temperature=0.0
+        max_tokens=work.max_tokens, ignore_eos=True, drafter=drafter, temperature=0.0
     )
     start = time.perf_counter()
     prepared = [llm.prepare(prompt, params, streams=False)[0] for prompt in work.prompts]
@@ -304,7 +268,6 @@ def measure(args: argparse.Namespace, llm: LLM, work: Work) -> list[Cell]:
     cells = [Cell(count) for count in args.concurrency]
     limit = max(args.concurrency)
     kinds = KINDS[args.processes]
-    work = counted(llm, work)
     with ExitStack() as stack:
         ports = {
             kind: stack.enter_context(server(kind, limit, args.threads, work)) for kind in kinds
@@ -341,11 +304,8 @@ def parse(arguments: list[str]) -> argparse.Namespace:
     add("--max-tokens", type=int)
     add("--concurrency", type=numbers, default=[1, 4, 16], help="as in 1,4,16")
     add("--threads", type=int, default=1, help="of the model, here and in servers")
-    add("--pairs", choices=["tiny", real.NAME], default="tiny")
-    add("--target", help=f"default: paceline/tiny, or {real.TARGET}")
-    add("--draft", help="any spec; default: the draft model, or the EAGLE-3 head")
-    add("--prompts-dir", default=str(default_folder()), help=f"of {real.NAME}")
-    add("--suites", help=f"of {real.NAME}; default: all of them")
+    add("--target", default="paceline/tiny")
+    add("--draft", default="paceline/tiny-draft", help="any spec")
     add("--processes", choices=tuple(KINDS), default="two", help="of the server")
     add("--json", help="file to write the JSON object to")
     args = parser.parse_args(arguments)
@@ -367,9 +327,8 @@ def main() -> None:
     cells = measure(args, llm, work)
     speeds = [row for cell in cells for row in cell.speeds()]
     latencies = [row for cell in cells for row in cell.times()]
-    most = "at most " if work.ends else ""
     note = (
-        f"{len(work.prompts)} prompts of eight kinds, {most}{work.max_tokens} tokens each, greedy; "
+        f"{len(work.prompts)} prompts of eight kinds, {work.max_tokens} tokens each, greedy; "
         f"medians of {args.rounds} interleaved rounds; {args.threads} thread(s) for the model. "
         "Above 0.95 of the bare engine's the server costs less than a twentieth."
     )

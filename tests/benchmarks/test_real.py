@@ -1,6 +1,5 @@
 """The scripts with ``--pairs smollm2``: with a tiny target, and with the real one where it is."""
 
-import json
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -11,8 +10,6 @@ from safetensors.torch import load_file
 
 import drafters
 import real
-import serving
-from paceline import LLM
 from support.random_heads import write_eagle
 from support.real_prompts import write_prompts
 
@@ -45,19 +42,6 @@ def test_drafters(folders: dict[str, str], start: Start) -> None:
     assert all({*own["first"]} == {"plain", "ngram", "eagle3"} for own in cells.values())
     args = drafters.parse(["--pairs", "smollm2"])
     assert args.sets == [*real.SETS] and "quantized" in args.drafters
-
-
-def test_serving_counts_the_tokens_of_answers_that_end(folders: dict[str, str]) -> None:
-    arguments = ["--pairs", "smollm2", *line(folders, "target", "prompts-dir"), "--draft", "ngram"]
-    work = serving.work_of(serving.parse([*arguments, "--suites", FEW, "--max-tokens", "6"]))
-    assert len(work.prompts) == 8 and work.ends and work.draft == "ngram"
-    assert json.loads(work.body("x", "off", False))["ignore_eos"] is False
-    llm = LLM(work.model, draft="ngram", dtype="float32")
-    free = serving.counted(llm, serving.Work(work.prompts, 6, work.model))
-    assert free.tokens == 8 * 6
-    assert serving.counted(llm, work).tokens <= 8 * 6
-    llm.end_tokens = frozenset(range(10_000))
-    assert serving.counted(llm, work).tokens == 8
 
 
 def test_the_real_model_in_quick_form(start: Start, tmp_path: Path) -> None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+
 import pytest
 
 serving = pytest.importorskip("serving")
@@ -34,3 +36,11 @@ def test_bad_options(capsys: pytest.CaptureFixture[str]) -> None:
     assert "invalid numbers value: '1,x'" in capsys.readouterr().err
     assert serving.parse(["--quick"]).rounds == 2
     assert serving.parse([]).concurrency == [1, 4, 16]
+
+
+def test_the_work_is_the_shipped_prompts_with_as_many_tokens_each() -> None:
+    work = serving.work_of(serving.parse(["--quick", "--draft", "ngram", "--max-tokens", "6"]))
+    assert (work.model, work.draft) == ("paceline/tiny", "ngram")
+    assert len(work.prompts) == 16 and work.tokens == 96
+    body = json.loads(work.body("x", "off", False))
+    assert body["ignore_eos"] and body["speculation"] == {"method": "off", "tokens": False}
