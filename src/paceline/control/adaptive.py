@@ -9,7 +9,7 @@ Sources: HedgeSpec (arXiv 2510.20064), TapOut (2511.02017), BanditSpec (2505.151
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Mapping, Sequence
+from collections.abc import Collection, Hashable, Iterable, Mapping, Sequence
 from typing import NamedTuple
 
 from paceline.control.acceptance import GOES_ON, expected_tokens, kind_of, levels_tried
@@ -40,7 +40,7 @@ _MARGIN = 1.02  # by which a drafter must beat those before it: no changing abou
 _WARM = 16  # plain steps after passes, from which the target's weights are in the caches again
 _DOUBT = 2.0  # times what is foreseen, that first drafts of several sequences may add
 _COLDEST = 0.12  # by which those before are longer, on average, at most
-_LENGTHS = (1, 2, 3, 4, 6, 8, 12, 16, 24)  # at which what a lookup found may be cut
+_LENGTHS = (1, 2, 3, 4, 6, 8, 12, 16, 24)  # of several sequences' drafts, and what a lookup found
 
 
 class _Step(NamedTuple):
@@ -80,6 +80,7 @@ class AdaptiveController(Controller):
         self._lookups = LookupFollower(lookups or {}, cost)
         self._step = 0
         self._until, self._hold = 0, 1  # the step of the next decision; steps that the last holds
+        self._plain_until = 0  # the step up to which no model's draft pays
         self._ids: list[int] = []
         self._choices: list[Decision] = []
         self._made: dict[int, DraftOption] = {}  # by sequence: what was decided on
@@ -124,7 +125,8 @@ class AdaptiveController(Controller):
         batch, same = len(seqs), ids == self._ids
         self._measures, self._explores = self.cost.wants_plain(batch), False
         self._fixed = any(seq.params.draft_length is not None for seq in seqs)
-        names = {name for seq in seqs for name in self._models(seq)}
+        models = self._fixed or not same or self._step >= self._plain_until
+        names = dict.fromkeys(name for seq in seqs for name in self._models(seq) if models)
         may = {name for name in names if self.cost.may_pay(name, batch)}
         self._choices = [Decision(0, None, NOT_ASKED)] * batch
         none = DraftOption(None, 0, 0.0, 1.0, self.cost.rest(batch) / batch)
@@ -141,7 +143,7 @@ class AdaptiveController(Controller):
                 options.append([none, *self._options(seq, batch, offered, may)])
         chosen = [none] * len(options)
         if options and not self._measures:
-            chosen = self._select(batch, options, [seqs[index] for index in undecided])
+            chosen = self._select(batch, options, [seqs[index] for index in undecided], names)
         for index, draft in zip(undecided, chosen, strict=True):
             draftable = ids[index] in offers or bool(self._models(seqs[index]))
             self._choices[index] = self._decision(draft, none, draftable)
@@ -149,7 +151,10 @@ class AdaptiveController(Controller):
         if any(draft.name in self._lookups.drafters for draft in self._made.values()):
             self._lookups.in_vain = 0
         self._hold = self._holds(same)
-        self._until, self._ids = self._step + self._hold, ids
+        if models and not self._made and not self._measures:
+            self._plain_until = self._step + self._hold
+        plain = not self._made and not self._measures and self._plain_until > self._step
+        self._until, self._ids = self._plain_until if plain else self._step + self._hold, ids
 
     def _runs_model(self, draft: DraftOption) -> bool:
         return not self.cost.drafters[draft.name].costless
@@ -171,7 +176,7 @@ class AdaptiveController(Controller):
         return min(2 * self._hold, _HOLD) if same else 1
 
     def _options(
-        self, seq: SequenceState, batch: int, offers: Offers, may: set[Hashable]
+        self, seq: SequenceState, batch: int, offers: Offers, may: Collection[Hashable]
     ) -> list[DraftOption]:
         """Drafts of every length of models that ``may`` draft, and what lookups found, cut at some
         lengths."""
@@ -210,7 +215,8 @@ class AdaptiveController(Controller):
         most = min(costs.longest, max(left - 1, 1))
         if batch > 1:  # at most twice as long as those before
             most = min(most, max(1, 2 * cost.longest_seen(name, batch)))
-        lengths = [n for n in lengths or range(1, 1 + most) if n <= most]
+        every = range(1, 1 + most) if batch == 1 else _LENGTHS
+        lengths = [n for n in lengths or every if n <= most]
         expected = expected_tokens(cost.acceptance.rates(seq.seq_id, name, kind)[: lengths[-1]])
         gains = [min(gain, left) for gain in expected]  # what comes after the last token is no gain
         unread = len(seq.tokens) - 1 - self._tokens_read(seq)[name] if costs.reads else 0
@@ -218,12 +224,11 @@ class AdaptiveController(Controller):
         if not costs.costless:
             first += self._aftermath(batch) / batch
         seconds, nodes = cost.table(name, batch), cost.nodes(name, batch)
-        now = cost.rest(batch) / (batch * seconds[0])  # the table is some steps old
         fill, tokens = cost.fill[name], min(left, _HORIZON)
         options: list[DraftOption] = []
         for n in lengths:
             reading = first * gains[n] / tokens
-            part = now * seconds[n] + reading
+            part = seconds[n] + reading
             options.append(DraftOption(name, n, fill * nodes[n], gains[n], part, reading, first))
         return options
 
@@ -241,7 +246,11 @@ class AdaptiveController(Controller):
         return min(self.cost.coldness(batch), coldest) * min(self._since_passes, _WARM)
 
     def _select(
-        self, batch: int, options: Sequence[list[DraftOption]], seqs: Sequence[SequenceState]
+        self,
+        batch: int,
+        options: Sequence[list[DraftOption]],
+        seqs: Sequence[SequenceState],
+        models: Iterable[Hashable],
     ) -> list[DraftOption]:
         """The options with the most goodput, or, where that is no draft, drafts to learn from.
         Start-up measures one sequence best: the first drafts of several are exploration, but for a
@@ -256,7 +265,6 @@ class AdaptiveController(Controller):
             ]
             if pays(self.cost, batch, first, _DOUBT, self._fair):
                 return first
-        models = dict.fromkeys(name for seq in seqs for name in self._models(seq))
         for name in (unseen if names else models) if self.budget.seconds > 0 else ():
             if drafts := self._exploration(name, batch, options, seqs):
                 self._explores = True
@@ -383,7 +391,7 @@ class AdaptiveController(Controller):
 
     def forget(self, seq_id: int) -> None:
         self._learn_all()
-        self._until = 0  # the same sequences may be back at once
+        self._until = self._plain_until = 0  # the same sequences may be back at once
         self._made = {key: made for key, made in self._made.items() if key != seq_id}
         self._read.pop(seq_id, None)
         self._room.pop(seq_id, None)

@@ -90,7 +90,7 @@ class Correction:
             part.variance += part.ageing
         bound = _HICCUP if parts[0].seen or parts[1].seen else _FIRST
         surprise = log(max(ratio, 1e-6)) - sum(part.value for part in parts)
-        surprise = min(max(surprise, -bound), bound)
+        surprise = min(max(surprise, -_FIRST), bound)  # nothing makes a step faster than it is
         total = _NOISE + sum(part.variance for part in parts)
         for part in parts:
             share = part.variance / total

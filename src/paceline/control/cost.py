@@ -19,8 +19,7 @@ from paceline.control.correction import COLD, Correction, PassPrice, cell_of
 from paceline.core.costs import DrafterCosts, TargetCosts
 
 _LONG_AGO, _LATELY = 256, 64  # steps
-_FRESH = 16  # observations after which prices are looked up anew
-_MOVED, _CONFIRMED = 1.1, 4  # and earlier, if they have changed by this in as many in a row
+_FRESH = 16  # observations after which it is judged anew what drafts look like and who might pay
 _SLOW = 1.3  # times what is known, from which a step tells of the machine
 _ROWS = 4096  # tokens read, about which the time of one is averaged
 
@@ -40,6 +39,15 @@ class DraftOption(NamedTuple):
     seconds: float
     reading: float = 0.0
     first: float = 0.0
+
+
+class _Alike(NamedTuple):
+    """Drafts of every length if all sequences draft alike: nodes of each, the forward and the
+    passes as measured alone."""
+
+    nodes: Sequence[float]
+    verify: Sequence[float]
+    passes: Sequence[float]
 
 
 def group_of(batch: int) -> int:
@@ -65,11 +73,8 @@ class CostModel:
         self._rest = Correction()
         self._passes: dict[Hashable, PassPrice] = {}
         self._reading: dict[Hashable, tuple[float, float]] = {}  # seconds and tokens of prompts
-        # Looked up anew after some observations; corrections of the rest when they were, and
-        # observations since which they are others.
-        self._priced: dict[tuple[int, int], float] = {}
-        self._moved = 0
-        self._tables: dict[tuple[Hashable, int], Sequence[float]] = {}
+        self._tables: dict[tuple[Hashable, int], Sequence[float]] = {}  # until more is learnt
+        self._alike: dict[tuple[Hashable, int], _Alike] = {}
         self._nodes: dict[tuple[Hashable, int], Sequence[float]] = {}
         # Whether drafts might pay, and the drafts that were known then.
         self._pays: dict[tuple[Hashable, int, Hashable], tuple[float, bool]] = {}
@@ -136,14 +141,33 @@ class CostModel:
         """A sequence's part of the step, by draft length, if all draft alike."""
         table = self._tables.get((name, batch))
         if table is None:
-            drafter, fill = self.drafters[name].among(batch), self.fill[name]
-            most = enumerate(drafter.nodes)
-            # What a lookup finds is rarely a full tree.
-            nodes = (n if drafter.costless else fill * m for n, m in most)
-            options = (DraftOption(name, n, count, 1, 0) for n, count in enumerate(nodes))
-            full = [self.step(batch, [option] * batch) / batch for option in options]
-            table = self._tables[name, batch] = self._ended(name, full)
+            nodes, verify, passes = self._drafts_alike(name, batch)
+            group, unit = group_of(batch), self.drafters[name].seconds(batch)
+            price, drift = self._passes[name], self._rest.drift
+            full = [
+                (alone * self._rest.factor(group, cell_of(count)))
+                + (drift * price.seconds(seconds, unit) if seconds else 0.0)
+                for count, alone, seconds in zip(nodes, verify, passes, strict=True)
+            ]
+            table = [seconds / batch for seconds in self._ended(name, full)]
+            self._tables[name, batch] = table
         return table
+
+    def _drafts_alike(self, name: Hashable, batch: int) -> _Alike:
+        alike = self._alike.get((name, batch))
+        if alike is None:
+            drafter = self.drafters[name].among(batch)
+            # What a lookup finds is rarely a full tree.
+            nodes = enumerate(drafter.nodes)
+            counts = [n if drafter.costless else self.fill[name] * most for n, most in nodes]
+            levels = list(range(len(counts)))
+            if drafter.ends_early:  # its levels are those that are expected
+                levels = [min(n, max(1, round(count))) for n, count in enumerate(counts)]
+            one = 0.0 if drafter.costless else drafter.seconds(batch)
+            passes = [one * drafter.passes[n] for n in levels]
+            verify = [self.verify(batch, count) for count in counts]
+            alike = self._alike[name, batch] = _Alike(counts, verify, passes)
+        return alike
 
     def nodes(self, name: Hashable, batch: int) -> Sequence[float]:
         """Nodes by draft length, where all levels are full that a draft is expected to have."""
@@ -228,7 +252,7 @@ class CostModel:
         self._since_plain = 0
         cell = COLD if cold else 0
         self._rest.observe(group_of(batch), cell, seconds / self.verify(batch, 0.0))
-        self._age(group_of(batch), cell)
+        self._age()
 
     def miss_plain(self, batch: int) -> None:
         """A plain step was made to be measured, but it prefilled, or a request drafted."""
@@ -261,26 +285,20 @@ class CostModel:
             name = drafted[0]
             # A step that was slow as a whole says nothing against its draft.
             off = rest / self.rest(batch, nodes)
-            slow = self._rest.drift * (1.0 if 1 / _SLOW < off < _SLOW else off)
+            slow = self._rest.drift * (off if off > _SLOW else 1.0)
             unit = self.drafters[name].seconds(batch)
             self._passes[name].observe(passes[name], unit, drafting / slow)
-        self._age(group, cell_of(nodes))
+        self._age()
 
     def note(self, name: Hashable, batch: int, length: int) -> None:
         """A draft of so many levels was made."""
         key = name, group_of(batch)
         self._longest[key] = max(length, self._longest.get(key, 0))
 
-    def _age(self, group: int, cell: int) -> None:
-        """Prices are looked up anew now and then, and where they have changed, but by a hiccup or
-        with the machine's drift, which changes all alike."""
+    def _age(self) -> None:
         self._learnt += 1
-        factor = self._rest.factor(group, cell) / self._rest.drift
-        before = self._priced.setdefault((group, cell), factor)
-        self._moved = 0 if before / _MOVED < factor < before * _MOVED else self._moved + 1
-        if self._moved == _CONFIRMED or self._learnt % _FRESH == 0:
-            self._moved = 0
-            self._priced.clear()
-            self._tables.clear()
+        self._tables.clear()
+        if self._learnt <= _FRESH or self._learnt % _FRESH == 0:
+            self._alike.clear()
             self._nodes.clear()
             self._pays.clear()

@@ -14,9 +14,10 @@ from paceline.draft.base import LookupDrafter, Offer
 Offers = Mapping[Hashable, Offer]  # by lookup
 _READ_ALONG = 16  # pending tokens; more are a prompt
 _DEEPEST = 24  # levels that are asked for
-_IN_VAIN = 8  # steps without anything found that might pay, from which lookups are asked
-_RARELY = 4  # only in one of so many steps
-_LONG_IN_VAIN = 32  # from which in one of twice as many, for several sequences
+# Steps without anything found that might pay, from which lookups are asked only in one of so many
+# steps; for several sequences sooner, and in one of twice as many after some more.
+_IN_VAIN, _RARELY = 8, 4
+_IN_VAIN_TOGETHER, _LONG_IN_VAIN = 4, 32
 
 
 class _Followed:
@@ -63,8 +64,9 @@ class LookupFollower:
         the sequences are those of the last step."""
         batch = len(seqs)
         self.in_vain = self.in_vain + 1 if same or batch > 1 else 0
-        wait = max(_RARELY, batch // 2) << (batch > 1 and self.in_vain > _LONG_IN_VAIN)
-        rarely = self.in_vain > _IN_VAIN and step % wait
+        wait = max(_RARELY, batch) << (batch > 1 and self.in_vain > _LONG_IN_VAIN)
+        asked = _IN_VAIN if batch == 1 else _IN_VAIN_TOGETHER
+        rarely = same and self.in_vain > asked and step % wait
         rarely = rarely and all(seq.constraint is None for seq in seqs)  # what is forced pays
         if rarely or not self.drafters:
             return {}
