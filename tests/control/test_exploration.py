@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from itertools import product, takewhile
+from itertools import count, product, takewhile
 from random import Random
+from statistics import mean
 
 import pytest
 
@@ -16,7 +17,7 @@ from paceline.core.batch import Commit, Slice
 from paceline.core.costs import CostCurve, DrafterCosts, TargetCosts
 from paceline.core.params import SamplingParams
 from paceline.core.sequence import SequenceState
-from paceline.draft.base import Guess
+from paceline.draft.base import Guess, LookupDrafter, Offer
 from paceline.draft.hybrid import HybridDrafter
 from support.simulated_batch import Batches, Truth, steady
 from support.simulated_time import REST, STEP, TOKEN, Guesser, Machine, always, costs
@@ -92,7 +93,8 @@ def test_members_in_vain_lock_nobody_out() -> None:
             machine.decode(96, number)
         suffix.chance, suffix.match = always(1.0), 32
         speeds.append(machine.decode(480, 9) / PLAIN)
-    assert min(speeds) > 0.9 * max(speeds) and min(speeds) > 5
+    # A hiccup may make the longest drafts look dear: 12 levels instead of 16, once in 50.
+    assert mean(speeds) > 0.97 * max(speeds) and min(speeds) > 10
 
 
 @pytest.mark.parametrize("share", [0.001, 0.02, 0.05])
@@ -279,3 +281,26 @@ def test_a_draft_that_is_cut_short_counts_as_it_was_made() -> None:
         passes = control.cost.passes("model", [length])
         assert control.cost.drafting(1, {"model": passes}) == pytest.approx(passes, rel=0.04)
     assert control.cost.fill["model"] > 0.97
+
+
+@pytest.mark.parametrize("batch", [1, 8])
+def test_lookups_that_win_less_than_asking_takes_are_asked_in_one_of_some_steps(
+    batch: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Every question takes a tenth of a step: 0.9 of plain decoding where nothing is found."""
+    clock = count(step=0.1 * (STEP + REST))
+    monkeypatch.setattr("paceline.control.following.perf_counter", lambda: next(clock))
+    lookup = Sure("lookup", always(None))
+    machine = Machine(HybridDrafter([lookup], "cpu"))
+    asked = 0
+
+    def look(slices: Sequence[Slice]) -> list[Offer | None]:
+        nonlocal asked
+        asked += 1
+        return LookupDrafter.lookup(lookup, slices)
+
+    monkeypatch.setattr(lookup, "lookup", look)
+    machine.together(256, batch)
+    assert asked < 80
+    lookup.chance, lookup.match = always(1.0), 32
+    assert machine.together(480, batch) > (3 if batch == 1 else 1.5)

@@ -148,8 +148,6 @@ class AdaptiveController(Controller):
             draftable = ids[index] in offers or bool(self._models(seqs[index]))
             self._choices[index] = self._decision(draft, none, draftable)
         self._made = {ids[i]: d for i, d in zip(undecided, chosen, strict=True) if d.length}
-        if any(draft.name in self._lookups.drafters for draft in self._made.values()):
-            self._lookups.in_vain = 0
         self._hold = self._holds(same)
         if models and not self._made and not self._measures:
             self._plain_until = self._step + self._hold
@@ -323,6 +321,7 @@ class AdaptiveController(Controller):
         passes = self._fixed or any(map(self._runs_model, self._made.values()))
         self._since_passes = 0 if passes else self._since_passes + 1
         if self._made:
+            self._lookups.earn(commits, self._made, seconds)
             made, room, unusual = self._made, self._room, self._fixed
             if any(draft.length > room[key] for key, draft in made.items()):
                 made = {k: d._replace(length=min(d.length, room[k])) for k, d in made.items()}

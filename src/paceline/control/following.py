@@ -4,20 +4,24 @@ Liu et al. 2025, arXiv 2510.20064)."""
 from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Mapping, Sequence
+from time import perf_counter
 
 from paceline.control.acceptance import kind_of
-from paceline.control.cost import CostModel
-from paceline.core.batch import Slice
+from paceline.control.cost import CostModel, DraftOption
+from paceline.core.batch import Commit, Slice
 from paceline.core.sequence import SequenceState
 from paceline.draft.base import LookupDrafter, Offer
 
 Offers = Mapping[Hashable, Offer]  # by lookup
 _READ_ALONG = 16  # pending tokens; more are a prompt
 _DEEPEST = 24  # levels that are asked for
-# Steps without anything found that might pay, from which lookups are asked only in one of so many
-# steps; for several sequences sooner, and in one of twice as many after some more.
-_IN_VAIN, _RARELY = 8, 4
-_IN_VAIN_TOGETHER, _LONG_IN_VAIN = 4, 32
+_RARELY = 4  # where asking does not pay, only in one of so many steps
+_CREDIT, _DEBT = (
+    1.0,
+    4.0,
+)  # plain steps that asking may have lost, and that must be won back at most
+_KEPT = 0.995  # of the balance, from one question to the next
+_DEAREST = 0.25  # plain steps that one question is thought to take at most: not what a pause took
 
 
 class _Followed:
@@ -49,7 +53,8 @@ class LookupFollower:
 
     def __init__(self, drafters: Mapping[Hashable, LookupDrafter], cost: CostModel) -> None:
         self.drafters, self._cost = dict(drafters), cost
-        self.in_vain = 0  # steps since anything was found that might pay
+        # What drafts of lookups won, less what asking took, in plain steps; the last one won.
+        self._balance, self._won = _CREDIT, False
         self._followed: dict[int, dict[Hashable, _Followed]] = {}
 
     def worthwhile(
@@ -59,26 +64,33 @@ class LookupFollower:
         step: int,
         same: bool,
     ) -> dict[int, Offers]:
-        """What is found that might pay. Where nothing did for some steps, lookups are asked less
-        often; for several, where nothing of it was drafted: asking takes time for each. ``same``:
-        the sequences are those of the last step."""
+        """What is found that might pay. Where drafts of lookups have won less than asking took,
+        they are asked less often. ``same``: the sequences are those of the last step."""
         batch = len(seqs)
-        self.in_vain = self.in_vain + 1 if same or batch > 1 else 0
-        wait = max(_RARELY, batch) << (batch > 1 and self.in_vain > _LONG_IN_VAIN)
-        asked = _IN_VAIN if batch == 1 else _IN_VAIN_TOGETHER
-        rarely = same and self.in_vain > asked and step % wait
+        rarely = same and self._balance < 0 and not self._won and step % max(_RARELY, batch)
         rarely = rarely and all(seq.constraint is None for seq in seqs)  # what is forced pays
         if rarely or not self.drafters:
             return {}
+        began = perf_counter()
         worth: dict[int, Offers] = {}
         for seq_id, offers in self.lookup(seqs, may).items():
             kinds = {name: kind_of(offer.confidence) for name, offer in offers.items()}
             pay = {n: o for n, o in offers.items() if self._cost.may_pay(n, batch, kinds[n])}
             if pay:
                 worth[seq_id] = pay
-        if worth and batch == 1:
-            self.in_vain = 0
+        took = (perf_counter() - began) / self._cost.rest(batch)
+        self._balance, self._won = _KEPT * self._balance - min(took, _DEAREST), False
         return worth
+
+    def earn(
+        self, commits: Sequence[Commit], made: Mapping[int, DraftOption], seconds: float
+    ) -> None:
+        """A step took so long, with drafts ``made`` by sequence."""
+        plain = self._cost.rest(len(commits))
+        drafted = [c for c in commits if c.seq_id in made and made[c.seq_id].name in self.drafters]
+        if drafted:
+            won = sum(len(commit.tokens) - seconds / plain for commit in drafted) / len(commits)
+            self._balance, self._won = min(max(self._balance + won, -_DEBT), _CREDIT), won > 0
 
     def lookup(
         self, seqs: Sequence[SequenceState], may: Callable[[SequenceState, Hashable], bool]
