@@ -1,17 +1,8 @@
-"""Commands under test keep their measurements to themselves, and say nothing for 20 seconds."""
+"""Commands under test say nothing for 20 seconds."""
 
 from __future__ import annotations
 
-from pathlib import Path
-
 import pytest
-
-
-@pytest.fixture(autouse=True)
-def runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    folder = tmp_path / "runs"
-    monkeypatch.setattr("paceline.cli.measuring.runs_folder", lambda: folder)
-    return folder
 
 
 @pytest.fixture(autouse=True)

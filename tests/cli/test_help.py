@@ -59,7 +59,12 @@ def test_other_names_lead_to_ours() -> None:
 
 @pytest.mark.parametrize(
     ("arguments", "words"),
-    [(["train", "eagle3", "--processes", "2"], "there is no --processes; one process trains")],
+    [
+        (["train", "eagle3", "--processes", "2"], "there is no --processes; one process trains"),
+        (["certify", "--continue"], "there is no --continue; give the run more --seconds"),
+        (["tune", "--state", "x"], "there is no --state; give the run more --seconds"),
+        (["bench", "--suite", "gsm8k", "x"], "there is no --suite; measure the file: --prompts"),
+    ],
 )
 def test_options_that_are_gone_say_what_to_do(arguments: list[str], words: str) -> None:
     refused = paceline(*arguments, COLUMNS="200")

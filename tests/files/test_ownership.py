@@ -12,7 +12,6 @@ from typer.testing import CliRunner
 
 from embedded_target import TargetTrainer
 from paceline.cli.main import app
-from paceline.cli.measuring import SavedRun
 from paceline.errors import WriteError
 from paceline.files import folder_aside
 from paceline.files.ownership import MANIFEST, claim, force, is_claimed, is_signed, signed
@@ -44,16 +43,10 @@ def exported(folder: Path, number: int) -> None:
     export("openvino", "paceline/tiny", "ngram", draft_length=number, out=folder / "out")
 
 
-def saved_run(folder: Path, number: int) -> None:
-    saved = SavedRun("bench", folder / "run.json", {"number": number}, required=True)
-    saved.keep([number])
-
-
 WRITERS: dict[str, Callable[[Path, int], Any]] = {
     **{name: kind.write for name, kind in KINDS.items()},
     "model": model,
     "export": exported,
-    "measurements": saved_run,
 }
 
 
@@ -192,7 +185,6 @@ def no_loading(monkeypatch: pytest.MonkeyPatch) -> None:
         "doctor --model paceline/tiny --report {}/thesis.md",
         "profile --model paceline/tiny --report {}/thesis.md",
         "profile --model paceline/tiny --trace {}/thesis.json",
-        "bench --model paceline/tiny --state {}/thesis.json",
     ],
 )
 def test_commands_refuse_before_the_work(

@@ -64,21 +64,18 @@ def run(*words: str) -> dict[str, Any]:
     return measured
 
 
-def test_bench_and_certify_tell_it(tiny_pair: TinyPair, text: Path, tmp_path: Path) -> None:
+def test_bench_and_certify_tell_it(tiny_pair: TinyPair, text: Path) -> None:
     model = ["--model", tiny_pair.target, "--dtype", "float32", "--draft", "none"]
     few = ["--per-category", "1", "--category", "code", "--max-tokens", "8", "--allow-idle"]
-    state = ["--state", str(tmp_path / "state")]
     options = [*model, "--quantize", "int8", "--perplexity", str(text)]
-    (measured,) = run("bench", *options, *few, "--rounds", "1", "--seconds", "0", *state)[
-        "perplexity"
-    ]
+    (measured,) = run("bench", *options, *few, "--rounds", "1", "--seconds", "0")["perplexity"]
     assert measured["quantised"] and measured["original_model"] == tiny_pair.target
     assert measured["rise"] == pytest.approx(
         measured["target"]["perplexity"] / measured["original"]["perplexity"] - 1
     )
     less = ["--texts", "1", "--prefixes", "1", "--samples", "100", "--max-tokens", "8"]
     draft = ["--model", tiny_pair.target, "--dtype", "float32", "--draft", "ngram"]
-    told = run("certify", *draft, "--quantize", "int4", *less, *state[:1], str(tmp_path / "other"))
+    told = run("certify", *draft, "--quantize", "int4", *less)
     assert told["perplexity"]["quantised"] and told["perplexity"]["text"] == "the shipped prompts"
     assert told["perplexity"]["original_model"] == tiny_pair.target
 

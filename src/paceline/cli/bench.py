@@ -1,4 +1,4 @@
-"""``paceline bench``: plain decoding against any methods, on any prompts or a public benchmark."""
+"""``paceline bench``: plain decoding against any methods, on any prompts."""
 
 from __future__ import annotations
 
@@ -23,26 +23,20 @@ from paceline.settings.tuned import TunedProfile
 
 if TYPE_CHECKING:
     from paceline import LLM
-    from paceline.lab.bench.prompts import BenchPrompt, Suite
+    from paceline.lab.bench.prompts import BenchPrompt
     from paceline.lab.bench.runner import HeatRecord, Method, Sweep
     from paceline.lab.budget import Budget
 
 _PER_CATEGORY = 3
 _READ_TOKENS = 4096  # of a text for its perplexity
-_SECONDS = 120.0
-_prompts, _measuring = under("Prompts"), under("Measuring")
+_measuring = under("Measuring")
 _numbers = partial(_measuring, kind="numbers", metavar="N,N")
 
 
 @dataclass(frozen=True)
 class BenchOptions:
-    """What is compared. A suite is measured as its tables are published: batch 1, answers of up to
-    1024 tokens that end where the model ends them, once."""
+    """What is compared."""
 
-    suite: str | None = _prompts(
-        None, "spec-bench, mt-bench, gsm8k or humaneval: decode PATH as it does, print its table."
-    )
-    path: str | None = _prompts(None, "The suite's file of questions.", flags=("PATH",), shown="")
     method: tuple[str, ...] = _measuring(
         (),
         "plain, draft (what --draft names), any draft spec, perhaps with a length (ngram@5, "
@@ -58,8 +52,8 @@ class BenchOptions:
     temperature: tuple[float, ...] = _numbers(
         (0.0,), "As in 0,0.7,1.", flags=("--temperature", "-t"), shown="0", low=0, high=100
     )
-    max_tokens: int | None = _measuring(None, "Tokens a request.", low=1, shown="64, suites 1024")
-    rounds: int | None = _measuring(None, "Timed rounds, for medians.", low=1, shown="3, suites 1")
+    max_tokens: int = _measuring(64, "Tokens a request.", low=1)
+    rounds: int = _measuring(3, "Timed rounds, for medians.", low=1)
     stop_at_eos: bool = _measuring(False, "End texts where the model does, not at one length.")
     seed: int | None = _measuring(None, "Makes sampled texts comparable.", low=0)
     price: float | None = _measuring(None, "Of a machine hour: adds the cost of a million tokens.")
@@ -71,49 +65,21 @@ class BenchOptions:
 
         if self.price is not None and not 0 < self.price < float("inf"):
             raise ConfigError(f"--price is {self.price:g}; give a machine hour's price above 0")
-        if self.suite is not None and self.concurrency != (1,):
-            raise ConfigError(
-                f"--suite {self.suite} has batch 1, as published; leave out --concurrency, "
-                "or measure the file with --prompts"
-            )
         return Sweep(
-            self.max_tokens or (64 if self.suite is None else 1024),
+            self.max_tokens,
             sorted(set(self.concurrency)),
             list(dict.fromkeys(self.temperature)),
-            self.rounds or (3 if self.suite is None else 1),
-            ignore_eos=self.suite is None and not self.stop_at_eos,
+            self.rounds,
+            ignore_eos=not self.stop_at_eos,
             seed=0 if self.seed is None and rule == "coupled" else self.seed,
         )
-
-    def questions(self, prompts: PromptOptions) -> tuple[Suite | None, list[BenchPrompt]]:
-        """What is decoded. Raises ConfigError, DataError."""
-        if self.suite is None:
-            if self.path is not None:
-                raise ConfigError(
-                    f"what is {self.path}? Its prompts are measured with --prompts {self.path}, "
-                    "a public benchmark with --suite NAME"
-                )
-            return None, prompts.load(_PER_CATEGORY)
-        from paceline.lab.bench.prompts import load_questions, suite_of
-
-        suite = suite_of(self.suite)
-        if (self.path is None) == (prompts.prompts is None):
-            raise ConfigError(
-                f"--suite {suite.name} needs the file of its questions: "
-                f"paceline bench --suite {suite.name} PATH"
-            )
-        file = self.path or prompts.prompts
-        assert file is not None
-        return suite, load_questions(suite, file, prompts.category, prompts.per_category)
 
 
 @dataclass(frozen=True)
 class BenchRun(RunOptions):
-    """Two minutes, if nobody says otherwise; a suite is measured whole."""
+    """Two minutes, if nobody says otherwise."""
 
-    seconds: float | None = changed(  # type: ignore[assignment]
-        RunOptions, "seconds", None, shown="120; of a suite 0"
-    )
+    seconds: float = changed(RunOptions, "seconds", 120.0)
     details: bool = under("Output")(
         False, "Also print latencies, categories, acceptance by position and time per step."
     )
@@ -125,7 +91,6 @@ class _Plan:
 
     methods: list[Method]
     sweep: Sweep
-    suite: Suite | None
     prompts: list[BenchPrompt]
     settings: dict[str, Any]
 
@@ -143,8 +108,6 @@ def bench(
     Exit status 1 if a text is not plain decoding's or a method speculated in vain, 3 if the time
     was not enough to measure anything.
     """
-    if run.seconds is None:
-        run = replace(run, seconds=_SECONDS if options.suite is None else 0.0)
     budget = run.begin()
     text.check()
     with stage("starting"):
@@ -153,15 +116,10 @@ def bench(
         from paceline.lab.bench.result import BenchResult
         from paceline.lab.bench.runner import HeatRecord
 
-    pair = replace(engine, draft=engine.resolved_draft)
-    saved = run.saved(
-        "bench", engine.model, plan.prompts, engine=pair, source=source, options=options
-    )
     # It decodes nothing itself, so a small cache will do; every method gets one of its own.
     llm = replace(engine, max_batch_size=1, kv_cache_memory=None).open(None)
-    record = saved.measurements(HeatRecord, llm.target, timed=True) or HeatRecord()
+    record = HeatRecord()
     interrupted, about = _measured(engine, plan, llm, record, budget)
-    saved.keep(record)
     if not record.heats:
         if not interrupted.code:
             info(
@@ -174,7 +132,7 @@ def bench(
         about["perplexities"] = [read]
     with stage("comparing the texts"):
         result = BenchResult.of(plan.methods, plan.settings, llm, record)
-        result = replace(result, suite=plan.suite, **about)
+        result = replace(result, **about)
     run.emit(result.record(), report_of(result), run.details)
     complaints = result.complaints(options.allow_idle)
     for line in complaints:
@@ -193,10 +151,10 @@ def _plan(engine: ModelOptions, source: PromptOptions, options: BenchOptions) ->
     sweep = options.sweep(rule)
     names = options.method or _default_methods(engine.model, draft)
     methods = parse_methods(names, draft, length, list(dict.fromkeys(options.lengths or ())))
-    suite, prompts = options.questions(source)
+    prompts = source.load(_PER_CATEGORY)
     settings = {
         "model": engine.model,
-        "source": options.path or source.prompts or "the shipped set",
+        "source": source.prompts or "the shipped set",
         "categories": list(dict.fromkeys(prompt.category for prompt in prompts)),
         "prompts": len(prompts),
         "price": options.price,
@@ -204,7 +162,7 @@ def _plan(engine: ModelOptions, source: PromptOptions, options: BenchOptions) ->
         "rule": rule,
         "lossy": engine.lossy,
     }
-    return _Plan(methods, sweep, suite, prompts, settings)
+    return _Plan(methods, sweep, prompts, settings)
 
 
 def _length_and_rule(engine: ModelOptions) -> tuple[Any, str]:
@@ -230,26 +188,21 @@ def _measured(
     PromptError if no prompt leaves room for an answer."""
     from paceline.lab.bench.engines import Starter
     from paceline.lab.bench.prompts import fit
-    from paceline.lab.bench.runner import converse, spending_of
+    from paceline.lab.bench.runner import spending_of
 
-    methods, sweep, how = plan.methods, plan.sweep, dict[str, Any]()
-    fitting, left_out = fit(plan.prompts, llm, sweep.max_tokens if plan.suite is None else 1)
+    methods, sweep = plan.methods, plan.sweep
+    fitting, left_out = fit(plan.prompts, llm, sweep.max_tokens)
     if not fitting:
         raise PromptError(
             f"all {len(left_out)} prompts are too long: {llm.target.name} sees "
             f"{llm.max_model_len} tokens with the answer; shorten them or lower --max-tokens"
         )
-    if plan.suite is not None:
-        how["answer"] = partial(converse, llm, [prompt for prompt, _ in fitting])
     rule, memory = plan.settings["rule"], engine.kv_cache_memory
     starter = Starter(llm, kv_cache_memory=memory, rule=rule, lossy=engine.lossy)
     prompts = [(prompt.category, ids) for prompt, ids in fitting]
-    if len(record.heats) >= record.rounds * sweep.wanted(prompts):
-        record.rounds += sweep.rounds  # all that was wanted is there: as much again
     runs = sweep.rounds * sweep.wanted(prompts) * len(methods)
     with Interruption() as interrupted, spending("measuring", budget, runs) as note:
-        sweep.run(prompts, methods, starter.open, record, note, budget, **how)
-    record.spent += budget.spent
+        sweep.run(prompts, methods, starter.open, record, note, budget)
     return interrupted, {
         "left_out": [prompt.name for prompt in left_out],
         "price": plan.settings["price"],

@@ -139,29 +139,17 @@ def certify(
     engine = ModelOptions(**pair)
     _check(engine)
     params, chosen = sampling.params(), _prompts(prompts, effort.texts)
-    saved = run.saved(
-        *("certify", engine.model, chosen),
-        engine=replace(engine, draft=engine.resolved_draft),
-        prompts=prompts,
-        sampling=sampling,
-        options=effort,
-    )
     batch = max(_LEAST_BATCH, engine.max_batch_size or 0)
     llm = replace(engine, max_batch_size=batch).open(engine.resolved_draft)
-    from paceline.lab.certify.certificate import Evidence
     from paceline.lab.certify.run import Certifier
 
-    evidence = saved.measurements(Evidence, llm.target)
     encoded = [(prompt.name, prompt.encode(llm)) for prompt in chosen]
-    certifier = Certifier(llm, encoded, params, effort, budget=budget, evidence=evidence)
+    certifier = Certifier(llm, encoded, params, effort, budget=budget)
     interrupted = _run(certifier)
-    saved.keep(certifier.evidence)  # before anything else can go wrong
     with stage("judging what was drawn"):
         certificate = certifier.certificate()
     report = certificate.report()
     perplexity = None if interrupted.code else _perplexity(text, engine, llm, report)
-    certifier.evidence.verdicts += 1
-    saved.keep(certifier.evidence)
     given = {entry.name: getattr(params, entry.name) for entry in _DISTRIBUTION}
     run.emit({**certificate.record(), "sampling": given, "perplexity": perplexity}, report)
     return interrupted.code or _code(certificate)
@@ -178,12 +166,10 @@ def _check(engine: ModelOptions) -> None:
 
 
 def _prompts(options: PromptOptions, count: int) -> list[BenchPrompt]:
-    """``count`` of them, evenly spread; behind them those that runs which go on may take."""
+    """``count`` of them, evenly spread."""
     from paceline.lab.bench.prompts import evenly
 
-    chosen = evenly(options.load(1 if options.prompts is None else count), count)
-    more = options.load(options.per_category)
-    return [*chosen, *(prompt for prompt in more if prompt not in chosen)]
+    return evenly(options.load(1 if options.prompts is None else count), count)
 
 
 def _perplexity(

@@ -49,7 +49,12 @@ _model = under("Model")
 # -- tables as options -----------------------------------------------------------------------------
 
 # Options that commands had once, and what to do without them.
-_GONE = {"--processes": "one process trains; give it --threads, or a GPU by --device cuda"}
+_GONE = {
+    "--processes": "one process trains; give it --threads, or a GPU by --device cuda",
+    "--continue": "give the run more --seconds, or 0 for all",
+    "--state": "give the run more --seconds, or 0 for all",
+    "--suite": "measure the file: --prompts FILE --max-tokens 1024 --stop-at-eos --rounds 1",
+}
 # What --help shows of a command with more than so many options; --help-all shows them all.
 _MANY = 12
 _COMMON = frozenset(

@@ -68,17 +68,12 @@ def tune(
     from paceline.lab.tune.search import at_hand
 
     options = replace(options, source=prompts.prompts or options.source)
-    saved = run.saved(
-        "tune", target.model, chosen_prompts, target=target, prompts=prompts, **vars(options)
-    )
     candidates = at_hand(target.model, target.draft, target.only)
     llm = load_llm(target, target.model, "none", max_batch_size=1)
-    outcome = saved.measurements(TuningOutcome, llm.target, timed=True)
-    outcome = outcome or TuningOutcome.start(options, llm)
+    outcome = TuningOutcome.start(options, llm)
     pieces = turns(candidates, options)
     with Interruption() as interrupted, spending("tuning", budget, pieces) as advance:
         search(llm, candidates, chosen_prompts, outcome, advance, budget)
-    saved.keep(outcome)
     confirmed = outcome.chosen is not None
     record = {**tuning_record(outcome), "profile": run.out if confirmed else None}
     run.emit(record, report_of(outcome))

@@ -59,8 +59,8 @@ class Budget:
 
 @dataclass(frozen=True)
 class Spending:
-    """``seconds``: the budget, None without; ``spent``: in all runs that went into the figures.
-    ``done`` and ``wanted``: so many of each kind of work; ``missing``: what was not begun."""
+    """``seconds``: the budget, None without; ``spent``: in all. ``done`` and ``wanted``: so many of
+    each kind of work; ``missing``: what was not begun."""
 
     seconds: float | None
     spent: float
@@ -75,5 +75,5 @@ class Spending:
         if self.missing:
             line += f" Not measured: {', '.join(self.missing)}."
         if self.missing or self.done != self.wanted:
-            line += " --continue goes on."
+            line += " More --seconds measure the rest."
         return line

@@ -4,17 +4,13 @@ from __future__ import annotations
 
 import pytest
 
-from paceline.core.sequence import DraftCounts
 from paceline.lab.bench.pages import labels
 from paceline.lab.bench.result import BenchResult, Comparison, compare, idle_line
 from paceline.lab.bench.runner import (
     Ask,
     BenchJob,
-    Heat,
     HeatRecord,
     Method,
-    TimedAnswer,
-    TimedRun,
     take_turns,
 )
 from paceline.lab.certify.decoding import Difference
@@ -58,16 +54,6 @@ def test_unseeded_samples_are_not_compared() -> None:
     assert compare(contest([free]), judge, ["same", "liar"]).counts == {}
     compared = compare(contest([seeded]), judge, ["same", "liar"])
     assert compared.counts == {"same": {"identical": 1}, "liar": {"different": 1}}
-
-
-def test_turns_that_were_asked_differently_are_not_compared() -> None:
-    def talk(*tokens: int) -> TimedRun:
-        """Two turns; the second prompt has the first answer in it."""
-        answers = [TimedAnswer(tokens, ((1.0, len(tokens)),))] * 2
-        return TimedRun(answers, 2.0, DraftCounts(2), asks=(ask(1), ask(1, *tokens)))
-
-    heat = Heat(job(), 0, {"plain": talk(5, 6, 7, 8), "tie": talk(5, 6, 9, 8)})
-    assert compare(HeatRecord([heat]), judge).counts == {"tie": {"near tie": 1}}
 
 
 def result(texts: Comparison, *methods: Method, idle: dict[str, str] | None = None) -> BenchResult:

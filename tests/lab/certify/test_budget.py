@@ -1,18 +1,15 @@
-"""A certification that ends early: in a fair order, with an honest verdict, and gone on from."""
+"""A certification that ends early: in a fair order, with an honest verdict."""
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 
-import msgspec
 import pytest
 import torch
 
 from paceline.core.batch import Batch
 from paceline.core.params import SamplingParams
-from paceline.lab.certify.certificate import Evidence
 from paceline.lab.certify.decoding import Scorer, Start
 from paceline.lab.certify.effort import Effort
 from paceline.lab.certify.run import Certifier
@@ -57,12 +54,11 @@ def ended_after(
     llm: LLM,
     prompts: Named,
     seconds: float,
-    evidence: Evidence | None = None,
     effort: Effort = SMALL,
 ) -> tuple[Certifier, list[str]]:
     """A run in which every piece of work takes a second; and what it said."""
     budget = SecondEach(seconds)
-    certifier = Certifier(llm, prompts, None, effort, budget=budget, evidence=evidence)
+    certifier = Certifier(llm, prompts, None, effort, budget=budget)
     certifier.evidence.tokens = effort.max_tokens
     said: list[str] = []
     certifier.run(said.append)
@@ -143,7 +139,7 @@ def test_enough_is_certified_and_says_what_it_could_have_seen(llm: LLM, prompts:
     last = certificate.report().sections[-1]
     lines = [block.text for block in last.blocks]  # type: ignore[union-attr]
     assert any("1 of 2 prefixes" in text and "smallest bias" in text for text in lines)
-    assert any("--continue goes on" in text for text in lines)
+    assert any("more --seconds test the rest" in text for text in lines)
 
 
 def test_a_prefix_is_begun_if_all_of_it_fits(llm: LLM, prompts: Named) -> None:
@@ -163,53 +159,6 @@ def test_without_an_end_everything_is_tested(llm: LLM, prompts: Named) -> None:
     assert certificate.facts["budget"]["samples"] == 2 * 600
 
 
-# -- going on -------------------------------------------------------------------------------------
-
-
-def through_a_file(evidence: Evidence) -> Evidence:
-    text = json.dumps(msgspec.to_builtins(evidence, str_keys=True))
-    return msgspec.convert(json.loads(text), Evidence, strict=False)
-
-
-def test_a_later_run_adds_what_is_missing_and_repeats_nothing(llm: LLM, prompts: Named) -> None:
-    first, said = ended_after(llm, prompts, 12)
-    level = first.certificate().alpha
-    first.evidence.verdicts += 1
-    kept = through_a_file(first.evidence)
-    assert kept == first.evidence
-    second = Certifier(llm, prompts, None, SMALL, evidence=kept)
-    more: list[str] = []
-    second.run(more.append)
-    certificate = second.certificate()
-    assert certificate.lossless and certificate.facts["complete"]
-    assert certificate.alpha == level / 2  # whoever looks again has less to spend
-    assert certificate.facts["budget"]["verdicts"] == 2
-    every = said + more
-    for kind in ("plain decoding", "draft length 1", "draft length 2, alone", "mixed batch"):
-        assert sum(kind in what for what in every) == 4, kind  # two texts, greedy and seeded
-    assert sum("enumerated" in what for what in every) == 2
-
-
-def test_where_all_was_there_as_much_again_is_wanted(llm: LLM, prompts: Named) -> None:
-    effort = Effort(texts=1, max_tokens=16, prefixes=1, samples=200)
-    first = Certifier(llm, prompts, None, effort)
-    first.run()
-    before = first.certificate()
-    second = Certifier(llm, prompts, None, effort, evidence=through_a_file(first.evidence))
-    second.run()
-    after = second.certificate()
-    assert (before.facts["budget"]["texts"], after.facts["budget"]["texts"]) == (1, 2)
-    assert (before.facts["budget"]["samples"], after.facts["budget"]["samples"]) == (200, 400)
-    assert after.facts["smallest_bias"] < before.facts["smallest_bias"]
-    assert all(
-        b.tokens == 2 * a.tokens
-        for a, b in zip(before.rows("texts"), after.rows("texts"), strict=True)
-    )
-    (prefix,) = second.evidence.prefixes
-    assert prefix.drawn[:200] == first.evidence.prefixes[0].drawn
-    assert prefix.drawn[200:] != prefix.drawn[:200]  # other random numbers
-
-
 def test_an_interruption_leaves_whole_pieces(
     llm: LLM, prompts: Named, interrupt_at: InterruptAt
 ) -> None:
@@ -218,27 +167,6 @@ def test_an_interruption_leaves_whole_pieces(
         certifier.run(interrupt_at(6))
     assert len(certifier.evidence.done) == 5
     assert certifier.certificate().verdict.startswith("NOT CERTIFIED: interrupted")
-    again = Certifier(llm, prompts, None, SMALL, evidence=through_a_file(certifier.evidence))
-    again.run()
-    assert again.certificate().lossless
-
-
-def test_a_bug_of_the_first_run_is_not_forgotten(
-    llm: LLM, prompts: Named, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def shifted(seq_id: int, base: int, path: Sequence[int]) -> list[tuple[int, int, int]]:
-        return [(seq_id, base + node - 1, base + rank) for rank, node in enumerate(path)]
-
-    monkeypatch.setattr("paceline.engine.engine.path_moves", shifted)
-    first, _ = ended_after(llm, prompts, 8.5)
-    assert first.certificate().problems
-    monkeypatch.undo()
-    again = Certifier(llm, prompts, None, SMALL, evidence=through_a_file(first.evidence))
-    again.run()
-    assert again.certificate().verdict.startswith("NOT LOSSLESS: ")
-
-
-# -- scoring --------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("given", [3, 16, 17, 40])

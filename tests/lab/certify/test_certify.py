@@ -9,7 +9,7 @@ import pytest
 
 from paceline.core.params import SamplingParams
 from paceline.errors import ConfigError, PromptError
-from paceline.lab.certify.certificate import Evidence, Prefix
+from paceline.lab.certify.certificate import Prefix
 from paceline.lab.certify.decoding import Start
 from paceline.lab.certify.effort import Effort
 from paceline.lab.certify.run import Certifier, certify
@@ -61,10 +61,9 @@ def test_the_rule_is_enumerated_where_a_look_up_finds_something(llm: LLM) -> Non
     """It was "not enumerated" where nothing was drafted at the prefix itself."""
     tokens = tuple(range(20, 60))  # no token comes twice
     ngram = llm.beside("ngram:min=1", draft_length=2, max_batch_size=64, seed=1)
-    evidence = Evidence(prefixes=[Prefix(Start(tokens, SamplingParams(temperature=1.0)), 2)])
-    certifier = Certifier(
-        ngram, [("new", tokens)], None, replace(SMALL, texts=1), evidence=evidence
-    )
+    certifier = Certifier(ngram, [("new", tokens)], None, replace(SMALL, texts=1))
+    evidence = certifier.evidence
+    evidence.prefixes.append(Prefix(Start(tokens, SamplingParams(temperature=1.0)), 2))
     certifier.run()
     assert evidence.exact and not [note for note in evidence.notes if "not enumerated" in note]
     assert all(check.passed and check.draw == "point" for check in evidence.exact)

@@ -203,7 +203,8 @@ def synthetic() -> TuningOutcome:
     fast = chain(0.7, 0.0, label="look")
     fast = replace(fast, costs=replace(fast.costs, passes=(0,) * 9))
     methods = [a, replace(a, label="a tree", shape="2x2x1"), fast, chain(0.2, 0.9, label="bad")]
-    return TuningOutcome(TuneOptions(4), "m", 9, target=target(1000), plain=PLAIN, methods=methods)
+    options = TuneOptions(4, rounds=1)
+    return TuningOutcome(options, "m", 9, target=target(1000), plain=PLAIN, methods=methods)
 
 
 def test_finalists_are_the_best_of_two_families_and_a_hybrid() -> None:
@@ -250,14 +251,14 @@ def test_what_was_confirmed_beats_what_was_predicted() -> None:
     outcome.finalists = [finalists[0], *finalists[2:4]]
     confirm_by_hand(outcome, (1.0, 0.7, 0.92))
     shown = f"(a, length {finalists[3].length} 0.92x, look, length auto 0.70x)"
-    outcome.rounds = 3
+    outcome.options = replace(outcome.options, rounds=3)
     assert decision(outcome) == (
         "Not confirmed: after 1 of 3 rounds no draft is advised, all were slower than plain "
-        f"decoding {shown}. --continue adds rounds."
+        f"decoding {shown}. Give more --seconds."
     )
-    outcome.rounds = 1
+    outcome.options = replace(outcome.options, rounds=1)
     assert decision(outcome) == f"Plain decoding: all drafts were slower {shown}."
-    outcome.rounds, outcome.heats = 3, HeatRecord()
+    outcome.options, outcome.heats = replace(outcome.options, rounds=3), HeatRecord()
     confirm_by_hand(outcome, (1.0, 1.3, 0.92))
     assert "rounds by plain decoding: look, length auto 1.30x, a, length" in decision(outcome)
 

@@ -40,11 +40,6 @@ _CLIENTS = (
     " Of several clients each sends its next request when one is answered; prompts are repeated to "
     "occupy all of them, which flatters drafters that remember."
 )
-_SUITE = (
-    "Speedup: mean over the questions of tokens a second, by that of our own plain decoding; "
-    "prompts included. #Mean accepted tokens: tokens a target step, the bonus token counted (plain "
-    "decoding has 1.00), without the steps that read a prompt."
-)
 _ACCEPTANCE = (
     "Conditional: of the drafts that had a token at this position, all before it accepted, the "
     "share whose token was accepted; in brackets how many drafts that were, over all rounds."
@@ -94,11 +89,6 @@ _BY_CATEGORY: tuple[tuple[Column, str], ...] = (
     (Column("", "", "speedup.median", times), "Speedup."),
     (_LENGTH, "Tokens a target step."),
 )
-_PUBLISHED = (  # as on Spec-Bench's leaderboard
-    (Column("", "", "mean_speedup", times), _SUITE),
-    (Column("", "", "drafts.mean_accepted_tokens", number), "#Mean accepted tokens."),
-    (_RATE, "Tokens/s. Questions: {}"),
-)
 
 
 def _at(position: int, drafts: Mapping[str, Any]) -> str | None:
@@ -115,8 +105,7 @@ def report_of(result: BenchResult) -> Report:
         pages.verdict()
     pages.run()
     if result.rows:
-        if result.suite is None:
-            pages.methods()
+        pages.methods()
         for temperature in pages.temperatures:
             pages.categories(temperature)
         pages.acceptance()
@@ -134,8 +123,7 @@ class _Pages:
     """One method a section; all read the same rows."""
 
     def __init__(self, result: BenchResult) -> None:
-        title = "Benchmark" if result.suite is None else result.suite.title
-        self.report = Report(f"{title} of {result.model}")
+        self.report = Report(f"Benchmark of {result.model}")
         self.result, self.rows = result, result.rows
         self.drafting = {method.name for method in result.methods if method.draft}
         self.label = labels([method.name for method in result.methods])
@@ -191,8 +179,6 @@ class _Pages:
             f"{result.amount()} from {settings['source']}; at most {settings['max_tokens']} tokens "
             f"an answer; the methods take turns, {rounds} {'round' if rounds == 1 else 'rounds'}"
         )
-        if result.suite is not None:
-            how += "; turn by turn, batch 1; the bonus token is counted"
         warnings = [line + "." for line in result.complaints()]
         if result.interrupted:
             warnings.append("Interrupted: these are the figures of what was complete.")
@@ -200,8 +186,6 @@ class _Pages:
         lines = [f"{name}: {spec}." for name, spec in drafts.items() if spec not in (None, name)]
         if result.left_out:
             lines.append(f"Left out, as too long for the model: {', '.join(result.left_out)}.")
-        if result.cut:
-            lines.append(f"{result.cut} conversations ended early: the context had no more room.")
         if settings.get("lossy"):
             lines.append("Typical acceptance: sampled text is not the target's own.")
         self.report.add(
@@ -233,24 +217,20 @@ class _Pages:
         return NONE_TRIED if row.drafts["drafted"] == 0 and row.method in self.drafting else None
 
     def categories(self, temperature: float) -> None:
-        """A column for each of several categories; of a suite the tables that it publishes."""
-        suite, rows = self.result.suite, self.at(self.rows, temperature)
-        questions = {row.category: row.heats for row in rows}
-        single = [name for name in questions if name not in (OVERALL, EVERYTHING)]
-        title, tables, names = "By category", _BY_CATEGORY, single
-        if suite is not None:
-            title, tables, names = suite.title, _PUBLISHED, [*questions]
-        elif len(single) < 2:
+        """A column for each of several categories."""
+        rows = self.at(self.rows, temperature)
+        categories = dict.fromkeys(row.category for row in rows)
+        names = [name for name in categories if name not in (OVERALL, EVERYTHING)]
+        if len(names) < 2:
             return
-        if len(self.temperatures) > 1 or temperature or suite is not None:
+        title = "By category"
+        if len(self.temperatures) > 1 or temperature:
             title += f" at temperature {temperature:g}"
-        amounts = "; ".join(f"{name} {count}" for name, count in questions.items())
-        heads = ["method", *names]
         pivots = [
-            Table(heads, self.by_category(rows, names, column), note=note.format(amounts))
-            for column, note in tables
+            Table(["method", *names], self.by_category(rows, names, column), note=note)
+            for column, note in _BY_CATEGORY
         ]
-        self.report.add(title, *pivots, detail=suite is None)
+        self.report.add(title, *pivots, detail=True)
 
     def acceptance(self) -> None:
         rows = {self.label[row.method]: row for row in self.main if row.drafts["reached"]}

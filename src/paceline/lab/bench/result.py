@@ -14,7 +14,6 @@ from typing import Any
 import numpy as np
 
 from paceline.lab.bench.engines import PLAIN
-from paceline.lab.bench.prompts import Suite
 from paceline.lab.bench.runner import (
     Ask,
     Heat,
@@ -238,21 +237,20 @@ Judge = Callable[[Ask, tuple[int, ...], tuple[int, ...]], Difference | None]
 
 
 def compare(record: HeatRecord, judge: Judge, sampled: Collection[str] = ()) -> Comparison:
-    """Every distinct pair of texts once, of requests that both were asked alike: greedy ones, and
-    with a seed those of the ``sampled`` methods, which draw as plain decoding does."""
+    """Every distinct pair of texts once, of greedy requests, and with a seed those of the
+    ``sampled`` methods, which draw as plain decoding does."""
     counts: dict[str, Counter[str]] = defaultdict(Counter)
     partings: list[MethodDivergence] = []
     seen: set[tuple[object, ...]] = set()
     for heat in record.heats:
         job, plain = heat.job, heat.outcomes[PLAIN]
         for name, run in heat.outcomes.items():
-            requests = zip(plain.asks or job.asks, run.asks or job.asks, strict=False)
-            for number, (ask, other) in enumerate(requests):
+            for number, ask in enumerate(job.asks):
                 params = ask.params
                 left, right = plain.answers[number].tokens, run.answers[number].tokens
                 key = (name, ask.prompt, params.temperature, params.seed, left, right)
                 determined = params.greedy or (params.seed is not None and name in sampled)
-                if name == PLAIN or ask != other or not determined or key in seen:
+                if name == PLAIN or not determined or key in seen:
                     continue
                 seen.add(key)
                 difference = None if left == right else judge(ask, left, right)
@@ -267,8 +265,7 @@ def compare(record: HeatRecord, judge: Judge, sampled: Collection[str] = ()) -> 
 @dataclass(frozen=True)
 class BenchResult:
     """``idle``: what methods lacked that speculated in vain. ``unequal``: what could not be made
-    equal, of other engines. ``left_out``: prompts too long for the model. ``cut``: conversations
-    whose later turns found no room in the context."""
+    equal, of other engines. ``left_out``: prompts too long for the model."""
 
     model: str
     machine: dict[str, Any]
@@ -277,8 +274,6 @@ class BenchResult:
     rows: Sequence[Row]
     texts: Comparison
     idle: dict[str, str]
-    suite: Suite | None = None
-    cut: int = 0
     left_out: Sequence[str] = ()
     price: float | None = None
     interrupted: bool = False
@@ -304,7 +299,6 @@ class BenchResult:
             rows=rows(record),
             texts=compare(record, judge, ours),
             idle=idle(record, [method.name for method in methods if method.draft]),
-            cut=sum(run.cut for heat in record.heats for run in heat.outcomes.values()),
         )
 
     def record(self) -> dict[str, Any]:
@@ -312,7 +306,6 @@ class BenchResult:
         texts, names = self.texts, ("model", "interrupted", "machine", "settings", "idle")
         return {
             **{name: getattr(self, name) for name in names},
-            "suite": self.suite and self.suite.name,
             "methods": [asdict(method) for method in self.methods],
             "figures": [row.record(self.price) for row in self.rows],
             "texts": {"counts": texts.counts, "partings": [p.record() for p in texts.partings]},
@@ -320,7 +313,6 @@ class BenchResult:
             "perplexity": [perplexity.record() for perplexity in self.perplexities],
             "bugs": self.bugs(),
             "prompts_left_out": list(self.left_out),
-            "conversations_cut": self.cut,
             "budget": self.spending and asdict(self.spending),
         }
 

@@ -6,15 +6,13 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import pairwise, product
-from operator import attrgetter
 from typing import Any, Literal, Protocol
 
 from paceline.core.params import SamplingParams
 from paceline.drafters import parse_draft
 from paceline.engine.driver import DraftCounts, StepSums
-from paceline.lab.bench.prompts import BenchPrompt, in_turn, render
+from paceline.lab.bench.prompts import in_turn
 from paceline.lab.budget import Budget, Spending
-from paceline.llm import LLM
 
 Length = int | Literal["auto"]
 
@@ -67,16 +65,13 @@ class TimedRun:
     """One timed run over some requests, answers in their order. Times in seconds.
 
     ``counts`` of all requests; ``tells_drafted``: the engine says how many tokens were drafted.
-    ``decoding`` sums the steps in which nobody read a prompt. Of a conversation ``asks`` are its
-    turns; ``cut``: later turns had no room in the context.
+    ``decoding`` sums the steps in which nobody read a prompt.
     """
 
     answers: Sequence[TimedAnswer]
     seconds: float
     counts: DraftCounts
     decoding: StepSums = field(default_factory=StepSums)
-    asks: tuple[Ask, ...] = ()
-    cut: bool = False
     tells_drafted: bool = True
 
     @property
@@ -101,8 +96,6 @@ def merged(runs: Sequence[TimedRun]) -> TimedRun:
         seconds=sum(run.seconds for run in runs),
         counts=sum((run.counts for run in runs), DraftCounts()),
         decoding=sum((run.decoding for run in runs), StepSums()),
-        asks=tuple(ask for run in runs for ask in run.asks),
-        cut=any(run.cut for run in runs),
         tells_drafted=all(run.tells_drafted for run in runs),
     )
 
@@ -147,16 +140,9 @@ class Heat:
 
 @dataclass
 class HeatRecord:
-    """The heats whose last engine is done. ``rounds`` are wanted, ``spent`` seconds went into it;
-    both grow if a later run goes on from it."""
+    """The heats whose last engine is done."""
 
     heats: list[Heat] = field(default_factory=list)
-    rounds: int = 0
-    spent: float = 0.0
-
-    def has(self, job: BenchJob, turn: int) -> bool:
-        key = attrgetter("category", "concurrency", "temperature", "index")
-        return any((heat.turn, key(heat.job)) == (turn, key(job)) for heat in self.heats)
 
     def of(self, concurrency: int, temperature: float) -> list[Heat]:
         """The heats at one concurrency and temperature."""
@@ -169,7 +155,6 @@ _WARM_TOKENS = 16
 _ENDING = 0.15  # of a budget, for what is measured and judged once all have run
 _WAVES = 2  # requests that each of several clients sends at least
 OnProgress = Callable[[str], None]  # is told what runs next
-OnJob = Callable[[BenchEngine, BenchJob], TimedRun]  # how an engine does a job
 
 
 def warm_up(todo: Sequence[BenchJob], engines: Sequence[BenchEngine]) -> None:
@@ -191,21 +176,18 @@ def take_turns(
     record: HeatRecord,
     advance: OnProgress = lambda what: None,
     budget: Budget | None = None,
-    answer: OnJob = lambda engine, job: engine.run(job.asks),
 ) -> None:
     """Let all do every job, of one concurrency, ``rounds`` times; fills the record heat by heat. In
-    a heat the engines run in rotating order. Heats that the record has are not run again. The
-    budget may end the first round at any heat; a later one is begun only if it fits.
-    ``advance(what)`` is called before every run. KeyboardInterrupt passes through."""
+    a heat the engines run in rotating order. The budget may end the first round at any heat; a
+    later one is begun only if it fits. ``advance(what)`` is called before every run.
+    KeyboardInterrupt passes through."""
     budget, kind = budget or Budget(), f"requests, {todo[0].concurrency} at once"
     for turn in range(rounds):
-        left = [(index, job) for index, job in enumerate(todo) if not record.has(job, turn)]
-        if turn and not budget.fits(kind, sum(len(job.asks) for _, job in left)):
+        if turn and not budget.fits(kind, sum(len(job.asks) for job in todo)):
             break
-        if left:
-            for engine in engines:
-                engine.refresh()
-        for index, job in left:
+        for engine in engines:
+            engine.refresh()
+        for index, job in enumerate(todo):
             if not budget.fits(kind, len(job.asks)):
                 break
             shift = (turn + index) % len(engines)
@@ -213,7 +195,7 @@ def take_turns(
             with budget.piece(kind, len(job.asks)):
                 for engine in [*engines[shift:], *engines[:shift]]:
                     advance(f"{job.category}: {engine.name}")
-                    outcomes[engine.name] = answer(engine, job)
+                    outcomes[engine.name] = engine.run(job.asks)
             record.heats.append(Heat(job, turn, {e.name: outcomes[e.name] for e in engines}))
 
 
@@ -269,12 +251,10 @@ class Sweep:
         record: HeatRecord,
         advance: OnProgress = lambda what: None,
         budget: Budget | None = None,
-        answer: OnJob = lambda engine, job: engine.run(job.asks),
     ) -> None:
         """Measure into ``record``. ``start(method, clients)`` makes an engine. Every concurrency
         has the same share of the budget. Raises what ``start`` raises."""
         budget = budget or Budget()
-        record.rounds = max(record.rounds, self.rounds)
         for index, concurrency in enumerate(self.concurrency):
             share = budget.part(1 / (len(self.concurrency) - index))
             engines = []
@@ -286,7 +266,7 @@ class Sweep:
             warm_up(todo, engines)
             if share.seconds is not None:
                 share.reserve = _ENDING * share.left
-            take_turns(todo, engines, record.rounds, record, advance, share, answer)
+            take_turns(todo, engines, self.rounds, record, advance, share)
 
 
 def spending_of(
@@ -295,27 +275,6 @@ def spending_of(
     """In turns: one prompt, or one crowd, by all methods."""
     cells, kind = product(sweep.concurrency, sweep.temperature), "turns of all methods"
     missing = [f"{n} at once, temperature {t:g}" for n, t in cells if not record.of(n, t)]
-    wanted = {kind: record.rounds * sweep.wanted(prompts)}
+    wanted = {kind: sweep.rounds * sweep.wanted(prompts)}
     done = {kind: len(record.heats)}
-    return Spending(budget.seconds, record.spent, done, wanted, tuple(missing))
-
-
-def converse(
-    llm: LLM, questions: Sequence[BenchPrompt], engine: BenchEngine, job: BenchJob
-) -> TimedRun:
-    """Answer all turns of the job's question, as far as the model's context goes."""
-    question, params = questions[job.index], job.asks[0].params
-    messages = list(question.earlier)
-    runs: list[TimedRun] = []
-    for turn in question.turns:
-        messages.append(("user", turn))
-        ids = render(llm, messages)
-        room = llm.max_model_len - len(ids)
-        if room <= 0:
-            break
-        ask = Ask(tuple(ids), replace(params, max_tokens=min(params.max_tokens, room)))
-        runs.append(replace(engine.run([ask]), asks=(ask,)))
-        tokens = list(runs[-1].answers[0].tokens)
-        text = llm.tokenizer.decode(tokens, skip_special_tokens=True)
-        messages.append(("assistant", str(text).strip()))
-    return replace(merged(runs), cut=len(runs) < len(question.turns))
+    return Spending(budget.seconds, budget.spent, done, wanted, tuple(missing))

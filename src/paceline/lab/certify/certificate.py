@@ -1,4 +1,4 @@
-"""What a certification has seen, as data that a later run goes on from, and its certificate."""
+"""What a certification has seen, and its certificate."""
 
 from __future__ import annotations
 
@@ -227,13 +227,9 @@ class Prefix:
 @dataclass
 class Evidence:
     """``done``: the pieces of work that are in it, by name. ``plain``: plain decoding's texts.
-    ``tranche``: how many times over the effort is wanted by now. ``verdicts`` were given on it.
     ``tokens`` of each text; 0 until that is decided. ``draws``: the drafter's."""
 
-    tranche: int = 1
     tokens: int = 0
-    verdicts: int = 0
-    spent: float = 0.0
     plain: dict[str, String] = field(default_factory=dict)
     done: list[str] = field(default_factory=list)
     checks: list[TextCheck] = field(default_factory=list)

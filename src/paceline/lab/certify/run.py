@@ -166,7 +166,7 @@ class Certifier(Subject):
         """How often ``run`` calls ``advance`` at most."""
         of_text, batches = 1 + len(self.alone), len(_groups(self.texts))
         comparing = len(self.kinds) * (self.texts * of_text + batches)
-        return comparing + self.prefixes * (2 * PORTIONS * self.evidence.tranche + 2)
+        return comparing + self.prefixes * (2 * PORTIONS + 2)
 
     def run(self, advance: OnProgress = lambda what: None) -> None:
         """Test as much as the budget allows: round by round a few more texts under all settings,
@@ -287,8 +287,7 @@ class Certifier(Subject):
     def certificate(self) -> Certificate:
         """The verdict on the evidence so far."""
         llm, evidence, amounts = self.llm, self.evidence, self.amounts()
-        # However often somebody goes on, a lossless engine fails with 2 alpha at most.
-        alpha = self.effort.alpha / 2**evidence.verdicts
+        alpha = self.effort.alpha
         tests = as_family(self._tests(), alpha)
         problems = [*evidence.problems]
         if evidence.draws.impossible:
@@ -364,7 +363,7 @@ class Certifier(Subject):
             line += ", {prefixes} of {prefixes_wanted} prefixes"
             line += ", {samples} of {samples_wanted} samples"
         if not self.complete:
-            line += "; --continue goes on"
+            line += "; more --seconds test the rest"
         if bias is not None:
             line += f"; the smallest bias that it could have seen is {bias:.1%}"
         return line.format(**self.amounts())

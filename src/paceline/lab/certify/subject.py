@@ -38,12 +38,10 @@ class Subject:
     """What every part of a certification is given: who answers, what is asked, for how long.
 
     ``llm`` drafts, at ``lengths`` and, if it adapts, at its own; ``plain`` decodes the same target
-    without drafts. ``prompts``: (name, token ids); those beyond the effort's number of texts are
-    for later runs. ``kinds``: the parameters of each kind of text. ``alone``: draft lengths of
-    texts decoded one by one, by setting, None for the adaptive one; ``mixed``: the setting of texts
-    in a batch. ``evidence``: what earlier runs with the same arguments have seen; it is added to,
-    and if it has all that was wanted, as much again is wanted. ``advance`` is told what comes next.
-    Nothing more is done for the parts that are ``broken``.
+    without drafts. ``prompts``: (name, token ids). ``kinds``: the parameters of each kind of text.
+    ``alone``: draft lengths of texts decoded one by one, by setting, None for the adaptive one;
+    ``mixed``: the setting of texts in a batch. ``evidence`` is what was seen, ``advance`` is told
+    what comes next. Nothing more is done for the parts that are ``broken``.
     """
 
     def __init__(
@@ -54,7 +52,6 @@ class Subject:
         effort: Effort | None = None,
         *,
         budget: Budget | None = None,
-        evidence: Evidence | None = None,
     ) -> None:
         self.llm, self.effort, self.budget = llm, effort or Effort(), budget or Budget()
         self.lengths, adapts = _lengths_of(llm)
@@ -78,22 +75,20 @@ class Subject:
         # Prefixes wanted; none if only greedy decoding is tested.
         most = min(self.effort.prefixes, self.effort.texts, len(self.prompts))
         self.prefixes = 0 if asked.greedy else most
-        self.evidence = evidence or Evidence()
+        self.evidence = Evidence()
         self.recorder = Recorder(llm.engine.drafter, self.evidence.draws, self.effort.seed)
         self.advance: OnProgress = lambda what: None
         self.broken: set[str] = set()
-        self._before = self.evidence.spent
-        self.evidence.tranche += self.complete
 
     @property
     def texts(self) -> int:
-        """Texts wanted by now. Prompts are not repeated within one run."""
-        return self.evidence.tranche * min(self.effort.texts, len(self.prompts))
+        """Texts wanted. Prompts are not repeated."""
+        return min(self.effort.texts, len(self.prompts))
 
     @property
     def samples(self) -> int:
-        """Samples wanted by now at each prefix."""
-        return self.evidence.tranche * self.effort.samples
+        """Samples wanted at each prefix."""
+        return self.effort.samples
 
     def start(self, number: int, params: SamplingParams) -> Start:
         name, prompt = self.prompts[number % len(self.prompts)]
@@ -102,10 +97,9 @@ class Subject:
     def amounts(self) -> dict[str, Any]:
         """What the time was spent on, of how much that is wanted: JSON's "budget"."""
         evidence, drawn = self.evidence, [len(prefix.drawn) for prefix in self.evidence.prefixes]
-        evidence.spent = self._before + self.budget.spent
         return {
             "seconds": self.budget.seconds,
-            "spent": evidence.spent,
+            "spent": self.budget.spent,
             "tokens": evidence.tokens or self.effort.max_tokens,
             "texts": self.compared(range(self.texts)),
             "texts_wanted": self.texts,
@@ -113,12 +107,11 @@ class Subject:
             "prefixes_wanted": self.prefixes,
             "samples": sum(min(count, self.samples) for count in drawn),
             "samples_wanted": self.prefixes * self.samples,
-            "verdicts": evidence.verdicts + 1,
         }
 
     @property
     def complete(self) -> bool:
-        """Whether all texts and prefixes that are wanted by now are there."""
+        """Whether all texts and prefixes that are wanted are there."""
         amounts = self.amounts()
         return all(amounts[what] >= amounts[f"{what}_wanted"] for what in ("texts", "prefixes"))
 

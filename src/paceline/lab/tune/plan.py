@@ -41,7 +41,7 @@ class TuningOutcome:
     """All that was measured so far. ``left_out``: what, and why; ``not_tried``: candidates that had
     no time. ``unrest``: slow plain steps by the fastest. ``copied``: share of plain decoding's text
     that stood in the text before it. ``rounds`` of the confirmation are wanted, of ``size`` prompts
-    each; ``heats`` has those done. ``spent``: seconds, in all runs."""
+    each; ``heats`` has those done."""
 
     options: TuneOptions
     model: str
@@ -56,9 +56,7 @@ class TuningOutcome:
     finalists: list[measure.Finalist] = field(default_factory=list)
     heats: HeatRecord = field(default_factory=HeatRecord)
     not_tried: list[str] = field(default_factory=list)
-    rounds: int = 0
     size: int = 0
-    spent: float = 0.0
     completed: Spending | None = None
 
     @classmethod
@@ -83,9 +81,8 @@ class TuningOutcome:
     @property
     def chosen(self) -> measure.Confirmation | None:
         """Only once it is confirmed, by two rounds where as many are wanted."""
-        enough = self.heats.heats and len(self.heats.heats) >= min(
-            measure.LEAST_ROUNDS, self.rounds
-        )
+        wanted = min(measure.LEAST_ROUNDS, self.options.rounds)
+        enough = self.heats.heats and len(self.heats.heats) >= wanted
         return measure.winner(self.results) if enough else None
 
     def speedup_of(self, setting: PredictedSetting) -> float:
@@ -100,10 +97,6 @@ class TuningOutcome:
     @property
     def largest_batch(self) -> int:
         return max(LARGEST_BATCH, self.options.concurrency)
-
-    def leave_out(self, what: str, why: str) -> None:
-        if (what, why) not in self.left_out:
-            self.left_out.append((what, why))
 
 
 class ShareSpentError(PacelineError):
@@ -123,7 +116,7 @@ def tune(
     advance: Callable[[str], None],
     budget: Budget | None = None,
 ) -> None:
-    """Fill ``outcome``, or add to it. ``llm`` is idle; ``advance`` is told what comes next. Raises
+    """Fill ``outcome``. ``llm`` is idle; ``advance`` is told what comes next. Raises
     DataError if no prompt leaves room for the answers, and what a requested candidate raises when
     it loads."""
     encoded = _encoded(llm, outcome, prompts)
@@ -135,7 +128,6 @@ def tune(
     ordered = in_turn(measured, lambda candidate: candidate.family)
     for spec in {c.spec.partition(",")[0]: c.spec for c in ordered if c.requested}.values():
         run.beside(spec).close()  # what does not load is said before minutes pass
-    before = outcome.spent
     try:
         if default is not None:
             default = run.composed(default)
@@ -143,13 +135,12 @@ def tune(
         run.measure_candidates(ordered)
         run.confirm(default)
     finally:
-        outcome.spent = before + run.budget.spent
         done, rounds = len(ordered) - len(outcome.not_tried), f"rounds of {outcome.size} prompts"
         outcome.completed = Spending(
             run.budget.seconds,
-            outcome.spent,
+            run.budget.spent,
             {"drafters": done, rounds: len(outcome.heats.heats)},
-            {"drafters": len(ordered), rounds: outcome.rounds or outcome.options.rounds},
+            {"drafters": len(ordered), rounds: outcome.options.rounds},
             tuple(outcome.not_tried),
         )
 
@@ -166,7 +157,7 @@ def _encoded(llm: LLM, outcome: TuningOutcome, prompts: Sequence[BenchPrompt]) -
         )
     outcome.prompt_count = len(fitting)
     for prompt in left_out:
-        outcome.leave_out(prompt.name, "too long for the model")
+        outcome.left_out.append((prompt.name, "too long for the model"))
     return [tokens for _, tokens in fitting]
 
 
@@ -201,7 +192,7 @@ class _Tuning:
         except PacelineError as error:
             if candidate.requested:
                 raise
-            self.outcome.leave_out(candidate.label, str(error))
+            self.outcome.left_out.append((candidate.label, str(error)))
             return None
 
     def composed(self, default: DrafterCandidate) -> DrafterCandidate | None:
@@ -218,14 +209,12 @@ class _Tuning:
         outcome = self.outcome
         self.advance("measuring the target")
         largest = self.beside(None, outcome.largest_batch)
-        if outcome.target is None:
-            outcome.target = self.target_costs(largest)
+        outcome.target = self.target_costs(largest)
         self.sample = measure.fitting_sample(self.sample, outcome.target, self.budget, candidates)
-        if outcome.plain is None:
-            self.advance("measuring plain decoding")
-            outcome.plain, runs = measure.measure_plain(largest, outcome.target, self.sample)
-            outcome.unrest = measure.unrest_of(runs[0])
-            outcome.copied = measure.copied_share(self.sample, runs)
+        self.advance("measuring plain decoding")
+        outcome.plain, runs = measure.measure_plain(largest, outcome.target, self.sample)
+        outcome.unrest = measure.unrest_of(runs[0])
+        outcome.copied = measure.copied_share(self.sample, runs)
         largest.close()
 
     def target_costs(self, llm: LLM) -> TargetCosts:
@@ -246,17 +235,14 @@ class _Tuning:
         """Each whole or not at all, until their share of the time is spent. One that takes more
         than its own is stopped."""
         outcome = self.outcome
-        known = {m.spec for m in outcome.methods} | {what for what, _ in outcome.left_out}
-        outcome.not_tried = []
         share = self.budget.part(measure.CANDIDATE_SHARE)
         whole = share.left
-        new = [c for c in candidates if c.spec not in known and c.label not in known]
-        for number, candidate in enumerate(new):
+        for number, candidate in enumerate(candidates):
             if not share.fits("candidate"):
                 outcome.not_tried.append(candidate.label)
                 continue
             self.advance(f"measuring {candidate.label}")
-            part = 1 / (len(new) - number)
+            part = 1 / (len(candidates) - number)
             if share.seconds is not None:
                 part = min(1.0, max(part, _MOST_SHARE * whole / share.left))
             try:
@@ -285,22 +271,17 @@ class _Tuning:
         if any(method.levels.reached):
             outcome.methods.append(method)
         else:
-            outcome.leave_out(candidate.label, "it proposed nothing for these prompts")
+            outcome.left_out.append((candidate.label, "it proposed nothing for these prompts"))
 
     def confirm(self, default: DrafterCandidate | None) -> None:
-        """Rounds of the best settings; those of other finalists than before begin anew."""
+        """Rounds of the best settings."""
         outcome, options, budget = self.outcome, self.outcome.options, self.budget
         assert outcome.target is not None
-        finalists, before = choose(outcome, default), outcome.finalists
-        if not before or before != finalists[: len(before)]:
-            outcome.heats, outcome.rounds = HeatRecord(), options.rounds
-            outcome.finalists, outcome.size = measure.affordable(
-                finalists, outcome.target, options, budget
-            )
-        elif len(outcome.heats.heats) >= outcome.rounds:
-            outcome.rounds += options.rounds  # all that were wanted are there: as many again
+        outcome.finalists, outcome.size = measure.affordable(
+            choose(outcome, default), outcome.target, options, budget
+        )
         jobs, repeats = measure.rounds_of(
-            self.prompts, outcome.rounds, outcome.size, options.concurrency, self.sample.params()
+            self.prompts, options.rounds, outcome.size, options.concurrency, self.sample.params()
         )
         measure.confirm(
             self.llm, outcome.finalists, jobs, repeats, outcome.heats, self.advance, budget

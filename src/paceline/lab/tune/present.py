@@ -204,8 +204,8 @@ def decision(outcome: TuningOutcome) -> str:
         advice = f"by plain decoding: {shown}"
         if slower:
             advice = f"no draft is advised, all were slower than plain decoding ({shown})"
-        done = f"after {len(drafting[0].ratios)} of {outcome.rounds} rounds"
-        return f"Not confirmed: {done} {advice}. --continue adds rounds."
+        done = f"after {len(drafting[0].ratios)} of {outcome.options.rounds} rounds"
+        return f"Not confirmed: {done} {advice}. Give more --seconds."
     if outcome.settings:
         best = outcome.settings[0]
         return (
