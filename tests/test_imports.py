@@ -164,7 +164,7 @@ PUBLIC_ONLY: dict[str, set[str]] = {
         "verify/verifier",
     },
     "lab/budget": set(),
-    "lab/perplexity": {"core/batch", "model/precision", "model/target", "train/data"},
+    "lab/perplexity": {"core/batch", "model/target", "train/data"},
     "lab/quantize": {
         "model/loading",
         "model/precision",

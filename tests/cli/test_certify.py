@@ -74,7 +74,6 @@ def test_ctrl_c_shows_what_there_is(arguments: list[str], monkeypatch: pytest.Mo
         (["--lossy"], 1, "error: --lossy (typical acceptance) is not lossless by design"),
         (["--samples", "3"], 2, "equal to 100"),
         (["--temperature", "-1"], 1, "error: temperature is -1.0; it must be from 0"),
-        (["--perplexity", "missing"], 1, "error: --perplexity: there is no file missing"),
         (["--report", "r.pdf"], 1, "error: report 'r.pdf': end its name in .md or .html"),
     ],
 )
@@ -101,6 +100,4 @@ def test_a_server_behind_a_url() -> None:
     assert_one_line(result, "no server answers at http://127.0.0.1:9/v1/models")
     result = paceline("certify", "--url", other, "--draft", "ngram")
     assert_one_line(result, "--draft is for an engine of this machine")
-    result = paceline("certify", "--url", other, "--perplexity", "missing")
-    assert_one_line(result, "--perplexity is for an engine of this machine")
     assert paceline("certify", "--against", other).exit_code == 2

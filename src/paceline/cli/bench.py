@@ -9,7 +9,6 @@ from typing import TYPE_CHECKING, Any
 from paceline.cli.measuring import (
     NOT_ENOUGH,
     Interruption,
-    PerplexityOptions,
     PromptOptions,
     RunOptions,
     spending,
@@ -28,7 +27,6 @@ if TYPE_CHECKING:
     from paceline.lab.budget import Budget
 
 _PER_CATEGORY = 3
-_READ_TOKENS = 4096  # of a text for its perplexity
 _measuring = under("Measuring")
 _numbers = partial(_measuring, kind="numbers", metavar="N,N")
 
@@ -100,7 +98,6 @@ def bench(
     engine: ModelOptions,
     source: PromptOptions,
     options: BenchOptions,
-    text: PerplexityOptions,
     run: BenchRun,
 ) -> int:
     """Measure plain decoding against other methods: speed, latency, acceptance, same text.
@@ -109,7 +106,6 @@ def bench(
     was not enough to measure anything.
     """
     budget = run.begin()
-    text.check()
     with stage("starting"):
         plan = _plan(engine, source, options)
         from paceline.lab.bench.pages import report_of
@@ -127,9 +123,6 @@ def bench(
                 "must be loaded and answer a prompt; give more --seconds, or fewer methods"
             )
         return interrupted.code or NOT_ENOUGH
-    if text.perplexity is not None and not interrupted.code:
-        read = text.compared(llm, engine.model, engine.quantize, _READ_TOKENS)
-        about["perplexities"] = [read]
     with stage("comparing the texts"):
         result = BenchResult.of(plan.methods, plan.settings, llm, record)
         result = replace(result, **about)

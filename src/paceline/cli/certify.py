@@ -13,7 +13,6 @@ from paceline.cli.generate import DistributionOptions
 from paceline.cli.measuring import (
     NOT_ENOUGH,
     Interruption,
-    PerplexityOptions,
     PromptOptions,
     ReportOptions,
     RunOptions,
@@ -24,12 +23,11 @@ from paceline.core.stages import stage
 from paceline.errors import ConfigError
 from paceline.lab.budget import Budget
 from paceline.lab.certify.effort import Effort
-from paceline.lab.report.document import Report, Text
+from paceline.lab.report.document import Text
 from paceline.request.defaults import SamplingDefaults
 from paceline.settings import TableEntry, entries, under
 
 if TYPE_CHECKING:
-    from paceline import LLM
     from paceline.lab.bench.prompts import BenchPrompt
     from paceline.lab.certify.certificate import Certificate
     from paceline.lab.certify.run import Certifier
@@ -37,7 +35,6 @@ if TYPE_CHECKING:
 
 _server = under("A server by its answers")
 _LEAST_BATCH = 32  # samples are drawn in batches; smaller ones would only take longer
-_READ_TOKENS = 1024  # of a text for the target's perplexity
 _RELATIVE = (
     "Lossless is meant with respect to the target as it was loaded, which is quantised: its text "
     "is not that of the model it was made of."
@@ -111,7 +108,6 @@ def certify(
     prompts: PromptOptions,
     sampling: Annotated[DistributionOptions, _DISTRIBUTION],
     effort: Effort,
-    text: PerplexityOptions,
     run: RunOptions,
     url: str | None = _server(
         None,
@@ -135,13 +131,13 @@ def certify(
         return _certify_server(context, url, against, pair["model"], prompts, effort, run, budget)
     if against is not None:
         raise typer.BadParameter("--against goes with --url")
-    text.check()
     engine = ModelOptions(**pair)
     _check(engine)
     params, chosen = sampling.params(), _prompts(prompts, effort.texts)
     batch = max(_LEAST_BATCH, engine.max_batch_size or 0)
     llm = replace(engine, max_batch_size=batch).open(engine.resolved_draft)
     from paceline.lab.certify.run import Certifier
+    from paceline.model.precision import is_few
 
     encoded = [(prompt.name, prompt.encode(llm)) for prompt in chosen]
     certifier = Certifier(llm, encoded, params, effort, budget=budget)
@@ -149,9 +145,11 @@ def certify(
     with stage("judging what was drawn"):
         certificate = certifier.certificate()
     report = certificate.report()
-    perplexity = None if interrupted.code else _perplexity(text, engine, llm, report)
+    plain = llm.target.cache_dtype == llm.target.dtype and not is_few(llm.target.hf)
+    if not plain:
+        report.add("A quantised target", Text(_RELATIVE))
     given = {entry.name: getattr(params, entry.name) for entry in _DISTRIBUTION}
-    run.emit({**certificate.record(), "sampling": given, "perplexity": perplexity}, report)
+    run.emit({**certificate.record(), "sampling": given}, report)
     return interrupted.code or _code(certificate)
 
 
@@ -170,19 +168,3 @@ def _prompts(options: PromptOptions, count: int) -> list[BenchPrompt]:
     from paceline.lab.bench.prompts import evenly
 
     return evenly(options.load(1 if options.prompts is None else count), count)
-
-
-def _perplexity(
-    text: PerplexityOptions, engine: ModelOptions, llm: LLM, report: Report
-) -> dict[str, Any] | None:
-    """Of a target with quantised weights or cache, by which everything was judged; or if asked.
-    Also added to the report."""
-    from paceline.model.precision import is_few
-
-    plain = llm.target.cache_dtype == llm.target.dtype and not is_few(llm.target.hf)
-    if text.perplexity is None and plain:
-        return None
-    read = text.compared(llm, engine.model, engine.quantize, _READ_TOKENS)
-    lines = [_RELATIVE, read.line] if read.quantised else [read.line]
-    report.add("Perplexity of the target", *map(Text, lines))
-    return read.record()

@@ -5,14 +5,12 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from rich.console import Console
 
 from paceline.cli.output import WriteOptions, print_json
 from paceline.core.stages import info, stage
-from paceline.errors import DataError
 from paceline.lab.budget import Budget
 from paceline.lab.report.document import Report
 from paceline.lab.report.render import check_path, print_report, write
@@ -20,8 +18,6 @@ from paceline.settings import under
 
 if TYPE_CHECKING:
     from paceline.lab.bench.prompts import BenchPrompt
-    from paceline.lab.perplexity import TextPerplexity
-    from paceline.llm import LLM
 
 NOT_ENOUGH = 3  # exit status: nothing is wrong, but the budget was too small to say anything
 _prompts, _output, _budget = map(under, ("Prompts", "Output", "Budget"))
@@ -68,34 +64,6 @@ class ReportOptions(WriteOptions):
         if self.report is not None:
             write(report, self.report)
             info(f"report: {self.report}")
-
-
-@dataclass(frozen=True)
-class PerplexityOptions:
-    """What quantising cost."""
-
-    perplexity: str | None = _prompts(
-        None, "JSONL of texts or chats: tell the target's perplexity on them, and its original's."
-    )
-    original: str | None = _prompts(
-        None,
-        "What --model was quantised from.",
-        shown="--model with --quantize or --kv-cache-dtype",
-    )
-
-    def check(self) -> None:
-        """Raises DataError on a file that is not there."""
-        if self.perplexity is not None and not Path(self.perplexity).is_file():
-            raise DataError(f"--perplexity: there is no file {self.perplexity}; give one of texts")
-
-    def compared(self, llm: LLM, model: str, quantize: str | None, tokens: int) -> TextPerplexity:
-        """Of a loaded target; on the shipped prompts if no file is named."""
-        from paceline.lab.perplexity import beside_original
-
-        file = None if self.perplexity is None else Path(self.perplexity)
-        plain = quantize is None and llm.target.cache_dtype == llm.target.dtype
-        original = self.original or (None if plain else model)
-        return beside_original(llm.target, llm.tokenizer, file, original, tokens)
 
 
 @dataclass(frozen=True)

@@ -53,6 +53,7 @@ _GONE = {
     "--processes": "one process trains; give it --threads, or a GPU by --device cuda",
     "--continue": "give the run more --seconds, or 0 for all",
     "--state": "give the run more --seconds, or 0 for all",
+    "--perplexity": "paceline quantize --evaluate FILE says what rounding costs",
     "--suite": "measure the file: --prompts FILE --max-tokens 1024 --stop-at-eos --rounds 1",
 }
 # What --help shows of a command with more than so many options; --help-all shows them all.

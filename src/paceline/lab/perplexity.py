@@ -16,7 +16,6 @@ from paceline.core.batch import Span
 from paceline.core.stages import stage
 from paceline.errors import DataError
 from paceline.lab.bench.prompts import load_prompts
-from paceline.model.precision import is_few
 from paceline.model.target import CausalModel
 from paceline.train.data import encode_stream
 
@@ -94,60 +93,3 @@ def perplexity(model: CausalModel, windows: Sequence[Sequence[int]]) -> Perplexi
             cache.free(0)
             progress.advance()
     return Perplexity(tokens, nats)
-
-
-@dataclass(frozen=True)
-class TextPerplexity:
-    """A target's on one text, and that of the model it was quantised from where that is known."""
-
-    text: str
-    model: str
-    measured: Perplexity
-    quantised: bool
-    original: str | None = None
-    theirs: Perplexity | None = None
-
-    @property
-    def rise(self) -> float | None:
-        return None if self.theirs is None else self.measured.value / self.theirs.value - 1
-
-    @property
-    def line(self) -> str:
-        tokens = f"{self.measured.tokens:,} tokens of {self.text}"
-        line = f"perplexity {self.measured.value:.2f} on {tokens}"
-        if self.theirs is not None:
-            theirs = f"{self.theirs.value:.2f} ({self.rise:+.1%})"
-            return f"{line}; the original, {self.original}, has {theirs}"
-        missing = "; name the model it was made of by --original" if self.quantised else ""
-        return line + missing
-
-    def record(self) -> dict[str, Any]:
-        return {
-            **{key: getattr(self, key) for key in ("text", "model", "quantised", "rise")},
-            "target": self.measured.record(),
-            "original": None if self.theirs is None else self.theirs.record(),
-            "original_model": self.original,
-        }
-
-
-def beside_original(
-    target: CausalModel,
-    tokenizer: PreTrainedTokenizerFast,
-    file: Path | None,
-    original: str | None,
-    most_tokens: int = EVALUATED,
-) -> TextPerplexity:
-    """Of a target on ``file`` (None: the shipped prompts), and of ``original`` in the same dtype,
-    loaded for this. Raises DataError, and what loading a model raises."""
-    if file is None:
-        windows, text = shipped_windows(tokenizer, most_tokens), "the shipped prompts"
-    else:
-        windows, text = read_windows(file, tokenizer, most_tokens), file.name
-    longest = target.max_positions
-    windows = [part for ids in windows if len(part := ids[:longest]) > 1]
-    whole, theirs = perplexity(target, windows), None
-    if original is not None:
-        with stage(f"loading {original}, the original"):
-            beside = CausalModel.load(original, target.dtype, str(target.device))
-        theirs = perplexity(beside, windows)
-    return TextPerplexity(text, target.name, whole, is_few(target.hf), original, theirs)

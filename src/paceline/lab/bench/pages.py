@@ -111,9 +111,6 @@ def report_of(result: BenchResult) -> Report:
         pages.acceptance()
         pages.steps()
     pages.texts()
-    if result.perplexities:
-        lines = [Text(perplexity.line) for perplexity in result.perplexities]
-        pages.report.add("Perplexity of the target", *lines)
     if result.spending is not None:
         pages.report.add("Time", Text(result.spending.line))
     return pages.report

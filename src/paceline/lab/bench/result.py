@@ -25,7 +25,6 @@ from paceline.lab.bench.runner import (
 )
 from paceline.lab.budget import Spending
 from paceline.lab.certify.decoding import Difference, explain
-from paceline.lab.perplexity import TextPerplexity
 from paceline.lab.report.document import Spread
 from paceline.llm import LLM
 from paceline.settings.tuned import MachineIdentity
@@ -279,7 +278,6 @@ class BenchResult:
     interrupted: bool = False
     spending: Spending | None = None
     unequal: Mapping[str, Mapping[str, str]] = field(default_factory=dict)
-    perplexities: Sequence[TextPerplexity] = ()
 
     @classmethod
     def of(
@@ -310,7 +308,6 @@ class BenchResult:
             "figures": [row.record(self.price) for row in self.rows],
             "texts": {"counts": texts.counts, "partings": [p.record() for p in texts.partings]},
             "unequal": {name: dict(words) for name, words in self.unequal.items()},
-            "perplexity": [perplexity.record() for perplexity in self.perplexities],
             "bugs": self.bugs(),
             "prompts_left_out": list(self.left_out),
             "budget": self.spending and asdict(self.spending),
