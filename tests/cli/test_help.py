@@ -63,6 +63,7 @@ def test_other_names_lead_to_ours() -> None:
         (["train", "eagle3", "--processes", "2"], "there is no --processes; one process trains"),
         (["certify", "--continue"], "there is no --continue; give the run more --seconds"),
         (["tune", "--state", "x"], "there is no --state; give the run more --seconds"),
+        (["demo", "--pull"], "there is no --pull; paceline pull smollm2 fetches"),
         (["certify", "--perplexity", "x"], "there is no --perplexity; paceline quantize"),
         (["bench", "--suite", "gsm8k", "x"], "there is no --suite; measure the file: --prompts"),
     ],

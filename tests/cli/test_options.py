@@ -13,9 +13,9 @@ import typer
 from typer.testing import CliRunner
 
 from paceline import ConfigError, Grammar, SamplingParams
-from paceline.cli.generate import SamplingOptions, parse_grammar, parse_logit_bias
 from paceline.cli.options import ModelOptions, expand, set_threads
 from paceline.core.memory import parse_bytes
+from paceline.request.options import SamplingOptions, parse_grammar, parse_logit_bias
 from paceline.settings import entry_of, setting
 from support.command_lines import paceline
 
@@ -60,7 +60,7 @@ def test_texts_without_a_meaning(kind: str, text: str) -> None:
 def test_logit_bias_pairs() -> None:
     assert parse_logit_bias(["3=-1.5", "7=2"]) == {3: -1.5, 7: 2.0}
     for bad in ("3", "x=1", "3=y", "="):
-        with pytest.raises(typer.BadParameter):
+        with pytest.raises(ConfigError):
             parse_logit_bias([bad])
 
 

@@ -12,12 +12,11 @@ import time
 import pytest
 from rich.console import Console
 
-from paceline.cli import progress
 from paceline.cli.measuring import spending
-from paceline.cli.progress import showing
 from paceline.core.stages import info, is_heard, stage
 from paceline.lab.budget import Budget
-from paceline.request.progress import OpenStage, bars, duration
+from paceline.request import progress
+from paceline.request.progress import OpenStage, bars, duration, showing
 from support.simulated_clock import Clock
 
 

@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 
 from paceline import LLM
-from paceline.cli import progress
+from paceline.request import progress
 from support.command_lines import paceline
 from support.tiny_models import SENTENCES, TinyPair
 

@@ -10,13 +10,13 @@ from typer.testing import CliRunner
 
 from paceline.cli.main import app
 from paceline.cli.options import ModelOptions
-from paceline.cli.progress import showing
 from paceline.cli.tune import TargetOptions
 from paceline.files import cache_folder
 from paceline.lab.tune import search
 from paceline.lab.tune.search import at_hand
 from paceline.model import names
 from paceline.model.names import EMBEDDED, REAL, default_drafts, default_model
+from paceline.request.progress import showing
 from paceline.server.config import ServeConfig
 from support import real_model
 from support.pulled_model import plant

@@ -3,19 +3,18 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from paceline.cli.measuring import (
     NOT_ENOUGH,
     Interruption,
-    PromptOptions,
     RunOptions,
     spending,
 )
 from paceline.cli.options import ModelOptions, expand
 from paceline.core.stages import info, stage
 from paceline.errors import ConfigError, PromptError
+from paceline.lab.bench import BenchOptions, PromptOptions
 from paceline.model.names import DEFAULT_DRAFT, default_drafts
 from paceline.settings import changed, under
 from paceline.settings.tuned import TunedProfile
@@ -27,50 +26,6 @@ if TYPE_CHECKING:
     from paceline.lab.budget import Budget
 
 _PER_CATEGORY = 3
-_measuring = under("Measuring")
-_numbers = partial(_measuring, kind="numbers", metavar="N,N")
-
-
-@dataclass(frozen=True)
-class BenchOptions:
-    """What is compared."""
-
-    method: tuple[str, ...] = _measuring(
-        (),
-        "plain, draft (what --draft names), any draft spec, perhaps with a length (ngram@5, "
-        "eagle3:PATH@auto); another engine's server: url:http://HOST:PORT. "
-        "Plain decoding always takes part.",
-        flags=("--method", "-m"),
-        shown="draft and ngram, and the EAGLE-3 head of the built-in model",
-    )
-    lengths: tuple[int, ...] | None = _numbers(
-        None, "Run drafters that name no length at each of these, as in 1,2,4,8.", low=1, high=64
-    )
-    concurrency: tuple[int, ...] = _numbers((1,), "Requests in flight, as in 1,2,4,8.", low=1)
-    temperature: tuple[float, ...] = _numbers(
-        (0.0,), "As in 0,0.7,1.", flags=("--temperature", "-t"), shown="0", low=0, high=100
-    )
-    max_tokens: int = _measuring(64, "Tokens a request.", low=1)
-    rounds: int = _measuring(3, "Timed rounds, for medians.", low=1)
-    stop_at_eos: bool = _measuring(False, "End texts where the model does, not at one length.")
-    seed: int | None = _measuring(None, "Makes sampled texts comparable.", low=0)
-    price: float | None = _measuring(None, "Of a machine hour: adds the cost of a million tokens.")
-    allow_idle: bool = _measuring(False, "Do not fail if a method drafted nothing of use.")
-
-    def sweep(self, rule: str) -> Sweep:
-        """The rule "coupled" needs a seed. Raises ConfigError on a value that makes no sense."""
-        from paceline.lab.bench.runner import Sweep
-
-        if self.price is not None and not 0 < self.price < float("inf"):
-            raise ConfigError(f"--price is {self.price:g}; give a machine hour's price above 0")
-        return Sweep(
-            self.max_tokens,
-            sorted(set(self.concurrency)),
-            list(dict.fromkeys(self.temperature)),
-            self.rounds,
-            ignore_eos=not self.stop_at_eos,
-            seed=0 if self.seed is None and rule == "coupled" else self.seed,
-        )
 
 
 @dataclass(frozen=True)

@@ -9,11 +9,9 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from paceline.cli.generate import DistributionOptions
 from paceline.cli.measuring import (
     NOT_ENOUGH,
     Interruption,
-    PromptOptions,
     ReportOptions,
     RunOptions,
     spending,
@@ -21,10 +19,12 @@ from paceline.cli.measuring import (
 from paceline.cli.options import ModelOptions, expand
 from paceline.core.stages import stage
 from paceline.errors import ConfigError
+from paceline.lab.bench import PromptOptions
 from paceline.lab.budget import Budget
 from paceline.lab.certify.effort import Effort
 from paceline.lab.report.document import Text
 from paceline.request.defaults import SamplingDefaults
+from paceline.request.options import DistributionOptions
 from paceline.settings import TableEntry, entries, under
 
 if TYPE_CHECKING:

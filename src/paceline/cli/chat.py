@@ -16,13 +16,14 @@ from rich.console import Console
 from rich.live import Live
 from rich.markdown import Markdown
 
-from paceline.cli.generate import OutputOptions, SamplingOptions, note, opened, read, run
+from paceline.cli.generate import OutputOptions, note, opened, read, run
 from paceline.cli.options import ModelOptions, expand
 from paceline.cli.output import summary
 from paceline.core.keywords import did_you_mean
 from paceline.core.stages import info
 from paceline.errors import ConfigError, PacelineError
 from paceline.files import replace_text
+from paceline.request.options import SamplingOptions
 from paceline.settings import AdapterSettings, entries, explicit, setting
 
 if TYPE_CHECKING:

@@ -6,14 +6,7 @@ the same machine, and drawing costs neither of them anything.
 
 from __future__ import annotations
 
-import os
-from collections import Counter
-from collections.abc import Sequence
-from dataclasses import asdict, dataclass, replace
-from functools import reduce
-from operator import add
-from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING
 
 import typer
 from rich import table as rich_tables
@@ -23,29 +16,18 @@ from rich.progress_bar import ProgressBar
 from rich.text import Text
 
 from paceline import SamplingParams
-from paceline.cli.options import ModelOptions, expand, fetch, in_short
+from paceline.cli.options import ModelOptions, expand
 from paceline.cli.output import DRAFT_STYLE, TARGET_STYLE, JsonOptions, Painter
-from paceline.core.stages import info, stage
+from paceline.core.stages import stage
 from paceline.errors import PacelineError
-from paceline.lab.report.document import (
-    NONE_TRIED,
-    UNTRIED,
-    Column,
-    Table,
-    number,
-    record_of,
-    share,
-    table_of,
-    times,
-)
-from paceline.model.names import DEFAULT_DRAFT, EMBEDDED, REAL, SMOLLM2, VARIABLE, pulled
-from paceline.settings import entries, setting
+from paceline.lab.demo import Measurement, demo_record, demo_table, prompts_for, with_memory
+from paceline.lab.report.document import times
+from paceline.model.names import DEFAULT_DRAFT, EMBEDDED, REAL
+from paceline.settings import setting
 
 if TYPE_CHECKING:
     from paceline import LLM
-    from paceline.core.sequence import DraftCounts
-    from paceline.draft.suffix import SuffixDrafter
-    from paceline.engine.driver import Drive, StepSums
+    from paceline.engine.driver import Drive
     from paceline.lab.bench.prompts import BenchPrompt
     from paceline.lab.certify.decoding import Difference
 
@@ -53,78 +35,7 @@ _ABOUT = (
     "SmolLM2-135M-Instruct is a real model, small enough to be here within a minute. Its weights "
     "were made from 4-bit ones, so its 4-bit form drafts better for it than for most models."
 )
-_PROMPTS = Path(__file__).with_name("demo_prompts")  # for a real model, and for the built-in toy
 _TURN = 0.05  # seconds
-_LEAST_CONTEXT = 2048  # tokens that a model must see to be asked the real questions
-
-
-# -- figures ---------------------------------------------------------------------------------------
-
-
-@dataclass(frozen=True)
-class Measurement:
-    """One prompt, decoded greedily by the target alone and with its draft.
-
-    Behind a near tie the answers may end at different lengths: the speedup is of tokens a second.
-    """
-
-    name: str
-    plain: StepSums
-    fast: StepSums
-    counts: DraftCounts  # of ``fast``
-    difference: Difference | None  # where the two texts part, None if they are identical
-
-    @property
-    def speedup(self) -> float:
-        return self.fast.rate / self.plain.rate
-
-    @property
-    def mean_accepted_length(self) -> float:
-        return self.fast.tokens / self.counts.target_steps if self.counts.target_steps else 0.0
-
-    @property
-    def in_words(self) -> str:
-        """How much of the text was drafted, and by whom."""
-        counts = self.counts
-        if not counts.accepted:
-            reasons = Counter(counts.not_drafted).most_common(1)
-            return f"No draft was of use{''.join(f': {reason}' for reason, _ in reasons)}."
-        drafters = Counter(counts.by_drafter).most_common()
-        by = ", ".join(f"{accepted} by {name}" for name, accepted in drafters if accepted)
-        return f"{counts.accepted} of {self.fast.tokens} tokens were drafted{by and ': ' + by}."
-
-
-def total(measurements: Sequence[Measurement]) -> Measurement:
-    """All prompts as one; it has a difference if any has, a tie only if there is nothing worse."""
-    differences = [m.difference for m in measurements if m.difference is not None]
-    worst = min(differences, key=lambda difference: difference.is_tie, default=None)
-    plain, fast, counts = zip(*((m.plain, m.fast, m.counts) for m in measurements), strict=True)
-    return Measurement("total", reduce(add, plain), reduce(add, fast), reduce(add, counts), worst)
-
-
-def _acceptance(counts: DraftCounts) -> str:
-    return NONE_TRIED if counts.acceptance_rate is None else share(counts.acceptance_rate)
-
-
-def _identical(measured: Measurement) -> str:
-    difference = measured.difference
-    return "yes" if difference is None else "but a tie" if difference.is_tie else "NO"
-
-
-_rate = "{:.0f}".format
-_FIGURES = (
-    Column("name", "prompt"),
-    Column("tokens", "tokens", "fast.tokens"),
-    Column("plain_tokens_per_second", "plain\ntok/s", "plain.rate", _rate),
-    Column("speculative_tokens_per_second", "spec.\ntok/s", "fast.rate", _rate),
-    Column("speedup", "speedup", shown=times),
-    Column("acceptance_rate", "accept.\nrate", "counts", _acceptance, lambda c: c.acceptance_rate),
-    Column("mean_accepted_length", "accepted\nlength", shown=number),
-    Column("drafters", path="counts.by_drafter"),
-    Column("not_drafted", path="counts.not_drafted"),
-    Column("identical", "identical", "", _identical, lambda m: m.difference is None),
-    Column("difference", stored=lambda d: d and {**asdict(d), "is_tie": d.is_tie}),
-)
 
 
 # -- the race --------------------------------------------------------------------------------------
@@ -218,69 +129,13 @@ def _difference_in_words(
 # -- the show --------------------------------------------------------------------------------------
 
 
-def prompts_for(model: str, llm: LLM) -> list[BenchPrompt]:
-    """Questions that the model can take; those of a chat only where it has a chat template."""
-    from paceline.lab.bench.prompts import load_prompts
-
-    chats = llm.tokenizer.chat_template is not None
-    real = chats and model != EMBEDDED and llm.max_model_len >= _LEAST_CONTEXT
-    prompts = load_prompts(_PROMPTS / ("real.jsonl" if real else "toy.jsonl"))
-    return [prompt for prompt in prompts if chats or not prompt.chat]
-
-
-def _with_memory(llm: LLM) -> list[SuffixDrafter]:
-    """The drafters that look into answers of earlier requests."""
-    from paceline.draft.base import with_members
-    from paceline.draft.suffix import SuffixDrafter
-
-    members = with_members(llm.engine.drafter)
-    return [member for member in members if isinstance(member, SuffixDrafter)]
-
-
-def _table(groups: Sequence[Sequence[Measurement]], draft: str) -> Table:
-    """All prompts as they were asked first and, where that makes a difference, again."""
-    silent = any(item.counts.acceptance_rate is None for group in groups for item in group)
-    first, *repeated = ([*group, total(group)] for group in groups)
-    again = [replace(item, name=f"{item.name} again") for group in repeated for item in group]
-    return table_of(
-        [*first, *again],
-        _FIGURES,
-        "Time of whole requests, prompts included; the two take turns every 0.05 s. "
-        "Accepted length: tokens per target step."
-        + (" Again: the same prompts, of which the drafter remembers the answers." if again else "")
-        + (f" {UNTRIED}" if silent else ""),
-        f"Greedy decoding, plain and with --draft {draft}",
-    )
-
-
-def _record(groups: Sequence[Sequence[Measurement]], draft: str) -> dict[str, Any]:
-    first, *again = (
-        record_of(total(group), _FIGURES[1:])
-        | {"prompts": [record_of(item, _FIGURES) for item in group]}
-        for group in groups
-    )
-    return {"draft": draft, **first} | ({"repeated": again[0]} if again else {})
-
-
-def _fetch_real() -> None:
-    info(f"{in_short(SMOLLM2)} Fetching it, once.")
-    try:
-        fetch(SMOLLM2.name)
-    except PacelineError as error:
-        info(f"not fetched: {error}")
-
-
 @expand
 def demo(
     output: JsonOptions,
-    pair: Annotated[dict[str, Any], entries(ModelOptions, "command")],
+    options: ModelOptions,
     max_tokens: int = setting(120, "Tokens a prompt.", low=1),
-    pull: bool = setting(False, f"Fetch {REAL} first if it is not here."),
 ) -> None:
     """Decode some prompts plainly and speculatively side by side, and compare text and speed."""
-    if pull and not (pair["model"] or os.environ.get(VARIABLE)) and pulled(SMOLLM2) is None:
-        _fetch_real()
-    options = ModelOptions(**pair)  # chooses a model by what is here
     draft = options.resolved_draft
     if draft is None:
         raise typer.BadParameter(
@@ -295,7 +150,7 @@ def demo(
         plain = options.plain_beside(speculative)
         for llm in (plain, speculative):  # kernels, buffers, lazy imports
             llm.generate([[1, 2, 3, 4]], SamplingParams(max_tokens=8, ignore_eos=True))
-    memories = _with_memory(speculative)
+    memories = with_memory(speculative)
     for memory in memories:
         memory.clear()
     words = "Accepted draft tokens are ", ("green", DRAFT_STYLE), ", the target's own are "
@@ -313,6 +168,6 @@ def demo(
                 console.print(Text(prompt.text, style="dim"), soft_wrap=True)
             shown = not (again or output.as_json)
             groups[-1].append(measure(console, plain, speculative, prompt, params, shown))
-    output.show(_record(groups, draft), _table(groups, draft))
+    output.show(demo_record(groups, draft), demo_table(groups, draft))
     following = "paceline pull smollm2" if options.model == EMBEDDED else "paceline chat"
     console.print(Text.assemble("Try next: ", (following, "bold")))

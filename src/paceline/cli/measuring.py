@@ -1,11 +1,11 @@
-"""What the measuring commands share: prompts, reports, Ctrl-C and budgets."""
+"""What the measuring commands share: reports, Ctrl-C and budgets."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from rich.console import Console
 
@@ -16,32 +16,10 @@ from paceline.lab.report.document import Report
 from paceline.lab.report.render import check_path, print_report, write
 from paceline.settings import under
 
-if TYPE_CHECKING:
-    from paceline.lab.bench.prompts import BenchPrompt
-
 NOT_ENOUGH = 3  # exit status: nothing is wrong, but the budget was too small to say anything
-_prompts, _output, _budget = map(under, ("Prompts", "Output", "Budget"))
+_output, _budget = under("Output"), under("Budget")
 
 # -- options ---------------------------------------------------------------------------------------
-
-
-@dataclass(frozen=True)
-class PromptOptions:
-    """Which prompts are decoded."""
-
-    prompts: str | None = _prompts(
-        None,
-        "JSONL (Spec-Bench, MT-Bench, HumanEval, GSM8K or our own layout) or plain text.",
-        shown="the shipped set",
-    )
-    category: tuple[str, ...] = _prompts((), "Only this category.", shown="all")
-    per_category: int | None = _prompts(None, "So many prompts of each category.", low=1)
-
-    def load(self, per_category: int | None = None) -> list[BenchPrompt]:
-        """``per_category`` is the command's own default. Raises DataError."""
-        from paceline.lab.bench.prompts import load_prompts
-
-        return load_prompts(self.prompts, self.category, self.per_category or per_category)
 
 
 @dataclass(frozen=True)

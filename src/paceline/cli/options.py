@@ -13,7 +13,6 @@ from rich.markup import escape
 from typer.core import TyperCommand
 
 from paceline.cli.output import quiet_libraries
-from paceline.cli.progress import showing
 from paceline.core.keywords import OTHER_NAMES
 from paceline.core.memory import processors
 from paceline.core.stages import info, stage
@@ -28,6 +27,7 @@ from paceline.model.names import (
     megabytes,
     resolve,
 )
+from paceline.request.progress import showing
 from paceline.settings import (
     EngineSettings,
     LoadSettings,
@@ -53,6 +53,7 @@ _GONE = {
     "--processes": "one process trains; give it --threads, or a GPU by --device cuda",
     "--continue": "give the run more --seconds, or 0 for all",
     "--state": "give the run more --seconds, or 0 for all",
+    "--pull": "paceline pull smollm2 fetches the real model",
     "--perplexity": "paceline quantize --evaluate FILE says what rounding costs",
     "--suite": "measure the file: --prompts FILE --max-tokens 1024 --stop-at-eos --rounds 1",
 }

@@ -6,11 +6,12 @@ import os
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
-from paceline.cli.measuring import Interruption, PromptOptions, ReportOptions, spending
+from paceline.cli.measuring import Interruption, ReportOptions, spending
 from paceline.cli.options import ModelOptions, expand
 from paceline.cli.output import debugging
 from paceline.core.stages import stage
 from paceline.errors import ConfigError
+from paceline.lab.bench import PromptOptions
 from paceline.lab.budget import Budget
 from paceline.settings import setting
 

@@ -5,11 +5,12 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from paceline.cli.measuring import NOT_ENOUGH, Interruption, PromptOptions, RunOptions, spending
+from paceline.cli.measuring import NOT_ENOUGH, Interruption, RunOptions, spending
 from paceline.cli.options import TargetName, expand, load_llm
 from paceline.core.stages import info
 from paceline.errors import ConfigError
 from paceline.files.ownership import check_file
+from paceline.lab.bench import PromptOptions
 from paceline.lab.tune import TuneOptions
 from paceline.settings import LoadSettings, setting, under
 from paceline.settings.tuned import is_profile

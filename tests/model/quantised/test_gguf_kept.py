@@ -105,7 +105,7 @@ def test_what_only_the_reference_runs_is_dequantised(
 def test_types_that_cannot_be_kept_are_said(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    from paceline.cli.progress import showing
+    from paceline.request.progress import showing
 
     path = tmp_path / "model.gguf"
     write_gguf(path, quantisation="Q5_0")

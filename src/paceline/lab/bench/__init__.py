@@ -1,1 +1,78 @@
 """Measuring decoding: prompts, engines, rounds, figures."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import partial
+from typing import TYPE_CHECKING
+
+from paceline.errors import ConfigError
+from paceline.settings import under
+
+if TYPE_CHECKING:
+    from paceline.lab.bench.prompts import BenchPrompt
+    from paceline.lab.bench.runner import Sweep
+
+_prompts, _measuring = under("Prompts"), under("Measuring")
+_numbers = partial(_measuring, kind="numbers", metavar="N,N")
+
+
+@dataclass(frozen=True)
+class PromptOptions:
+    """Which prompts are decoded."""
+
+    prompts: str | None = _prompts(
+        None,
+        "JSONL (Spec-Bench, MT-Bench, HumanEval, GSM8K or our own layout) or plain text.",
+        shown="the shipped set",
+    )
+    category: tuple[str, ...] = _prompts((), "Only this category.", shown="all")
+    per_category: int | None = _prompts(None, "So many prompts of each category.", low=1)
+
+    def load(self, per_category: int | None = None) -> list[BenchPrompt]:
+        """``per_category`` is the command's own default. Raises DataError."""
+        from paceline.lab.bench.prompts import load_prompts
+
+        return load_prompts(self.prompts, self.category, self.per_category or per_category)
+
+
+@dataclass(frozen=True)
+class BenchOptions:
+    """What is compared."""
+
+    method: tuple[str, ...] = _measuring(
+        (),
+        "plain, draft (what --draft names), any draft spec, perhaps with a length (ngram@5, "
+        "eagle3:PATH@auto); another engine's server: url:http://HOST:PORT. "
+        "Plain decoding always takes part.",
+        flags=("--method", "-m"),
+        shown="draft and ngram, and the EAGLE-3 head of the built-in model",
+    )
+    lengths: tuple[int, ...] | None = _numbers(
+        None, "Run drafters that name no length at each of these, as in 1,2,4,8.", low=1, high=64
+    )
+    concurrency: tuple[int, ...] = _numbers((1,), "Requests in flight, as in 1,2,4,8.", low=1)
+    temperature: tuple[float, ...] = _numbers(
+        (0.0,), "As in 0,0.7,1.", flags=("--temperature", "-t"), shown="0", low=0, high=100
+    )
+    max_tokens: int = _measuring(64, "Tokens a request.", low=1)
+    rounds: int = _measuring(3, "Timed rounds, for medians.", low=1)
+    stop_at_eos: bool = _measuring(False, "End texts where the model does, not at one length.")
+    seed: int | None = _measuring(None, "Makes sampled texts comparable.", low=0)
+    price: float | None = _measuring(None, "Of a machine hour: adds the cost of a million tokens.")
+    allow_idle: bool = _measuring(False, "Do not fail if a method drafted nothing of use.")
+
+    def sweep(self, rule: str) -> Sweep:
+        """The rule "coupled" needs a seed. Raises ConfigError on a value that makes no sense."""
+        from paceline.lab.bench.runner import Sweep
+
+        if self.price is not None and not 0 < self.price < float("inf"):
+            raise ConfigError(f"--price is {self.price:g}; give a machine hour's price above 0")
+        return Sweep(
+            self.max_tokens,
+            sorted(set(self.concurrency)),
+            list(dict.fromkeys(self.temperature)),
+            self.rounds,
+            ignore_eos=not self.stop_at_eos,
+            seed=0 if self.seed is None and rule == "coupled" else self.seed,
+        )
