@@ -165,6 +165,8 @@ PUBLIC_ONLY: dict[str, set[str]] = {
     },
     "lab/budget": set(),
     "lab/perplexity": {"core/batch", "model/target", "train/data"},
+    "lab/demo": {"core/sequence", "draft/base", "draft/suffix", "model/names"},
+    "lab/replay": {"request/receipt"},
     "lab/quantize": {
         "model/loading",
         "model/precision",
