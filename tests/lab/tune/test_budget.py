@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -177,11 +176,3 @@ def test_rounds_shrink_until_two_of_them_fit() -> None:
     ):
         finalists, size = affordable(six, costs, TuneOptions(), Budget(seconds, Clock()))
         assert (len(finalists), size) == expected
-
-
-def test_rounds_of_other_finalists_are_not_mixed(llm: LLM, folders: tuple[str, str]) -> None:
-    outcome, _ = run(llm, folders, None)
-    before = list(outcome.heats.heats)
-    outcome.finalists = [replace(finalist, label="old") for finalist in outcome.finalists]
-    after, _ = run(llm, folders, None, outcome)
-    assert after.heats.heats and not any(heat in before for heat in after.heats.heats)
