@@ -104,6 +104,41 @@ def test_the_same_as_torch(
     assert same >= total - 1
 
 
+ADJUSTED: dict[str, dict[str, Any]] = {
+    "penalty": {"frequency_penalty": 0.5, "repetition_penalty": 1.2},
+    "bias": {"logit_bias": {3: 4.0, 5: -100.0}},
+    "min_tokens": {"min_tokens": 4},
+    "greedy penalty": {"frequency_penalty": 2.0, "temperature": 0.0, "seed": None},
+}
+
+
+@pytest.mark.parametrize("apart", range(3))
+@pytest.mark.parametrize("seeded", [False, True])
+@pytest.mark.parametrize("name", ADJUSTED)
+def test_adjusted_rows_are_decided_in_the_kernels(
+    kernels: None, name: str, seeded: bool, apart: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """One request with a bias, penalties or min_tokens sent all rows of a step to torch."""
+    generator = torch.Generator().manual_seed(apart)
+    same = total = 0
+    for seed in range(24):
+        params = {"temperature": 1.0, **({"seed": seed} if seeded else {})}
+        logits, spans = spans_of(generator, 130, params, torch.float32)
+        adjusted = SamplingParams(**{**params, **ADJUSTED[name]})
+        seq = SequenceState(1, [1, 2, 3, 3], 2, adjusted, frozenset({4}))
+        spans[apart] = judged(seq, spans[apart].logit_row, spans[apart].tree)
+        verifier = Told()
+        verifier.told = torch.rand(64, dtype=torch.float64, generator=generator)
+        slow = decided(verifier, logits, spans, False)
+        with monkeypatch.context() as patch:
+            patch.setattr(Verifier, "_judged", None)
+            verdicts = verifier(logits, spans, logits.argmax(-1).tolist())
+        quick = [(v.path, v.tokens, v.error) for v in verdicts]
+        same += sum(one == other for one, other in zip(quick, slow, strict=True))
+        total += len(spans)
+    assert same >= total - 1
+
+
 @pytest.mark.parametrize("name", PARAMS)
 def test_every_share_of_the_uniforms_is_a_tokens_probability(kernels: None, name: str) -> None:
     """Plain decoding, by uniforms that lie evenly."""

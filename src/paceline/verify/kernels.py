@@ -14,7 +14,6 @@ from paceline.core import transfer
 from paceline.core.batch import Span
 from paceline.core.draws import draws_unseeded
 from paceline.core.noise import splitmix64
-from paceline.core.sampling import is_plain
 from paceline.kernels.library import DTYPES, CVerdict, check, pointer
 from paceline.kernels.lookup import functions
 
@@ -24,37 +23,40 @@ _ALL = 1 << 30  # more than any vocabulary has
 Decided = tuple[Sequence[int], Sequence[int]]
 
 
-def can_decide(span: Span, logits: torch.Tensor) -> bool:
-    """Whether ``decide`` does what the verifier does: temperature and truncation alone change the
-    distributions."""
+def can_follow(span: Span, logits: torch.Tensor) -> bool:
+    """Whether a span can be judged beside those that ``decide`` decides."""
     params = span.seq.params
     return (
-        not params.greedy
-        and not transfer.has_separate_memory(logits.device)
-        and logits.dtype in DTYPES
-        and logits.stride(1) == 1
+        not transfer.has_separate_memory(logits.device)
         and params.logprobs is None
         and not params.logits_processors
-        and is_plain(span.seq)
+    )
+
+
+def can_decide(span: Span, logits: torch.Tensor) -> bool:
+    """Whether ``decide`` does what the verifier does for a span that is sampled."""
+    return (
+        can_follow(span, logits)
+        and logits.dtype in DTYPES
+        and logits.stride(1) == 1
         and functions() is not None
     )
 
 
 def decide(
-    span: Span, logits: torch.Tensor, uniforms: torch.Tensor | None, row: int, node: int | None
+    span: Span, part: torch.Tensor, uniforms: torch.Tensor | None, row: int, node: int | None
 ) -> Decided:
-    """``logits`` [R, V]: the step's. ``uniforms`` float64: from ``row`` on those of the span's rows
-    and from ``node`` on those of its nodes, which block verification decides on; None: rows are
-    matched."""
+    """``part`` [rows, V]: the span's logits, after bias, penalties and grammars. ``uniforms``
+    float64: from ``row`` on those of the span's rows and from ``node`` on those of its nodes, which
+    block verification decides on; None: rows are matched."""
     native, params, tree, rows = functions(), span.seq.params, span.tree, span.judged_rows
     assert native is not None
-    part = logits[span.logit_row : span.end_row]
     tokens, parents = array("i", tree.host_tokens()), array("i", tree.parents)
     choices, accepted = array("i", bytes(4 * rows)), array("B", bytes(rows))
     q = None if tree.q is None or node is None else tree.q.contiguous()
     drawn = uniforms if draws_unseeded(params) else None
     verdict = CVerdict(
-        dtype=DTYPES[logits.dtype],
+        dtype=DTYPES[part.dtype],
         rows=rows,
         width=part.shape[1],
         stride=part.stride(0),

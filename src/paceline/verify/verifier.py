@@ -30,6 +30,7 @@ from paceline.core.sampling import (
     adjusted,
     greedy_choice,
     greedy_tokens,
+    is_plain,
     needs_logits,
     probs_of_scores,
     processed,
@@ -37,7 +38,7 @@ from paceline.core.sampling import (
 from paceline.core.transfer import to_device
 from paceline.core.tree import Draw, children_of
 from paceline.errors import ConfigError
-from paceline.verify.kernels import Decided, can_decide, decide
+from paceline.verify.kernels import can_decide, can_follow, decide
 from paceline.verify.logprobs import StepLogprobs
 from paceline.verify.rules import RuleProbabilities, aligned, block, siblings
 
@@ -145,7 +146,7 @@ class Verifier:
 
     def _is_quick(self, span: Span, logits: torch.Tensor, greedy: Sequence[int] | None) -> bool:
         if span.seq.params.greedy:
-            return greedy is not None and not needs_logits([span.seq])
+            return greedy is not None and can_follow(span, logits)
         return method_of(span, self.rule) != "siblings" and can_decide(span, logits)
 
     def _quick(
@@ -156,13 +157,20 @@ class Verifier:
         nodes = rows - len(spans) if any(blocks) else 0
         drawn = any(draws_unseeded(span.seq.params) for span in spans)
         uniforms = self.uniforms(rows + nodes, logits.device) if drawn else None
-        verdicts, row = list[Verdict](), 0
+        scores = _adjusted_rows(logits, [span for span in spans if not is_plain(span.seq)])
+        verdicts, row, adjusted_row = list[Verdict](), 0, 0
         for number, (span, is_block) in enumerate(zip(spans, blocks, strict=True)):
-            if span.seq.params.greedy:
-                decided: Decided = greedy[span.logit_row : span.end_row], ()
-            else:
+            part = logits[span.logit_row : span.end_row]
+            if not is_plain(span.seq):
+                part = scores[adjusted_row : adjusted_row + span.judged_rows]
+                adjusted_row += span.judged_rows
+            if not span.seq.params.greedy:
                 node = rows + row - number
-                decided = decide(span, logits, uniforms, row, node if is_block else None)
+                decided = decide(span, part, uniforms, row, node if is_block else None)
+            elif is_plain(span.seq):
+                decided = greedy[span.logit_row : span.end_row], ()
+            else:
+                decided = greedy_choice(part).tolist(), ()
             verdicts.append(self._verdict(span, Judged(span.tree.host_tokens(), *decided)))
             row += span.judged_rows
         return verdicts
@@ -343,6 +351,12 @@ def _without_nan(probs: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor | None
     if probs.device.type == "cpu" and bool(sound.all()):  # no synchronisation here
         return probs, None
     return torch.where(sound.unsqueeze(1), probs, 1.0 / probs.shape[1]), sound
+
+
+@torch.inference_mode()
+def _adjusted_rows(logits: torch.Tensor, spans: Sequence[Span]) -> torch.Tensor:
+    """float32: the spans' rows after bias, penalties and grammars."""
+    return adjusted(_rows_of(logits, spans), Rows.of(spans)) if spans else logits[:0]
 
 
 def _rows_of(logits: torch.Tensor, spans: Sequence[Span]) -> torch.Tensor:
