@@ -5,6 +5,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import replace
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -107,6 +108,11 @@ def saved(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], str]:
     return folder
 
 
+@cache
+def expected(folder: str, kind: str) -> list[list[int]]:
+    return [alone(folder, kind, prompt) for prompt in prompts()]
+
+
 def alone(folder: str, kind: str, prompt: list[int]) -> list[int]:
     """What transformers generates from one prompt."""
     model = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
@@ -131,7 +137,6 @@ def test_texts_of_a_batch_are_those_of_transformers_one_by_one(
     """Below the length at which rotations change, across it and above it; in chunks, with
     shared prefixes, and once more from the cache."""
     folder = saved(kind)
-    expected = [alone(folder, kind, prompt) for prompt in prompts()]
     spec = f"model:{folder}" if draft == "self" else draft
     options: dict[str, Any] = {} if spec is None else {"draft_length": 5}
     llm = LLM(folder, spec, dtype="float32", max_batch_size=6, **options)
@@ -139,7 +144,8 @@ def test_texts_of_a_batch_are_those_of_transformers_one_by_one(
         llm.engine.scheduler.config, prefill_chunk=20, max_step_tokens=70
     )
     for _ in range(2):
-        assert [c.token_ids for c in llm.generate(prompts(), PARAMS)] == expected
+        found = llm.generate(prompts(), PARAMS)
+        assert [c.token_ids for c in found] == expected(folder, kind)
     check_cache(llm.engine.cache)
     llm.close()
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 
@@ -97,21 +98,36 @@ def test_few_samples_are_not_enough_however_well_they_fit(
     assert not certificate.lossless
 
 
-def test_texts_that_no_setting_finished_certify_nothing(llm: LLM, prompts: Named) -> None:
-    """It said CERTIFIED beside "0 of 8 texts": each setting had seen some other text."""
-    certifier, _ = ended_after(llm, prompts, 50)
+@pytest.fixture(scope="module")
+def whole(loaded: LLM, prompts: Named) -> tuple[Certifier, list[str]]:
+    """A run without an end, and what it said."""
+    certifier = Certifier(loaded, prompts, None, SMALL)
+    said: list[str] = []
+    certifier.run(said.append)
+    return certifier, said
+
+
+@pytest.fixture
+def complete(whole: tuple[Certifier, list[str]]) -> Certifier:
+    """The same with evidence of its own, which a test may take from."""
+    certifier = copy.copy(whole[0])
+    certifier.evidence = copy.deepcopy(certifier.evidence)
     assert certifier.certificate().lossless
+    return certifier
+
+
+def test_texts_that_no_setting_finished_certify_nothing(complete: Certifier) -> None:
+    """It said CERTIFIED beside "0 of 8 texts": each setting had seen some other text."""
+    certifier = complete
     for number in range(certifier.texts):
         certifier.evidence.done.remove(f"greedy/{number}")
     certificate = certifier.certificate()
     assert certificate.verdict.startswith("NOT ENOUGH: whole texts compared: 0, not 2")
 
 
-def test_no_whole_prefix_and_no_rule_certify_nothing(llm: LLM, prompts: Named) -> None:
+def test_no_whole_prefix_and_no_rule_certify_nothing(complete: Certifier) -> None:
     """It said CERTIFIED beside "0 of 4 prefixes" and "0 of 8000 samples"."""
-    certifier = Certifier(llm, prompts, None, SMALL)
-    certifier.run()
-    assert certifier.certificate().lossless
+    certifier = complete
     exact, prefixes = [*certifier.evidence.exact], [*certifier.evidence.prefixes]
     certifier.evidence.exact.clear()
     assert "the rule was not enumerated" in certifier.certificate().verdict
@@ -148,10 +164,8 @@ def test_a_prefix_is_begun_if_all_of_it_fits(llm: LLM, prompts: Named) -> None:
     assert certifier.certificate().facts["complete"]
 
 
-def test_without_an_end_everything_is_tested(llm: LLM, prompts: Named) -> None:
-    certifier = Certifier(llm, prompts, None, SMALL)
-    said: list[str] = []
-    certifier.run(said.append)
+def test_without_an_end_everything_is_tested(whole: tuple[Certifier, list[str]]) -> None:
+    certifier, said = whole
     assert len(said) == certifier.pieces
     certificate = certifier.certificate()
     assert certificate.facts["complete"] and certificate.lossless

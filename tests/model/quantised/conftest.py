@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import shutil
 from pathlib import Path
 
 import pytest
 import torch
 from transformers import AutoModelForCausalLM, LlamaConfig
 
+from paceline.lab.quantize import quantize
 from paceline.model.loading import load_tokenizer
+from paceline.model.quantised.convert import scheme_named
 
 
 @pytest.fixture(scope="session")
@@ -31,3 +34,18 @@ def plain_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     AutoModelForCausalLM.from_config(config).save_pretrained(folder)
     tokenizer.save_pretrained(folder)
     return folder
+
+
+@pytest.fixture(scope="session")
+def written(plain_folder: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    """The model as ``paceline quantize`` writes it, by precision; nobody writes into it."""
+    root = tmp_path_factory.mktemp("written")
+    for precision in ("int8", "int4", "w4a16"):
+        quantize(str(plain_folder), root / precision, scheme_named(precision))
+    return {folder.name: folder for folder in root.iterdir()}
+
+
+@pytest.fixture
+def four(written: dict[str, Path], tmp_path: Path) -> Path:
+    """A copy of the one in 4 bits, to change."""
+    return shutil.copytree(written["int4"], tmp_path / "four")

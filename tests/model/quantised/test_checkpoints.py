@@ -87,13 +87,14 @@ def test_what_was_written_is_read_again(
     assert ("vLLM and transformers load" in card) == (precision != "int4")
 
 
-def test_int4_is_one_model_written_or_made_when_loaded(plain_folder: Path, tmp_path: Path) -> None:
+def test_int4_is_one_model_written_or_made_when_loaded(
+    plain_folder: Path, written: dict[str, Path]
+) -> None:
     """The very codes, scales and offsets of ``--quantize int4``, and their arithmetic."""
-    quantize(str(plain_folder), tmp_path / "four", scheme_named("int4"))
-    written = layers(load_module(str(tmp_path / "four"), "float32", "cpu"))
+    read = layers(load_module(str(written["int4"]), "float32", "cpu"))
     made = layers(quantise_loaded("x", load_module(str(plain_folder), "float32", "cpu"), "int4"))
-    assert len(written) == len(made) - 1  # the head is left as it is
-    for name, module in written.items():
+    assert len(read) == len(made) - 1  # the head is left as it is
+    for name, module in read.items():
         one, other = module.quantised, made[name].quantised
         assert (one.bits, one.from_zero) == (other.bits, other.from_zero) == (4, True)
         assert one.offsets is not None and other.offsets is not None
@@ -101,15 +102,11 @@ def test_int4_is_one_model_written_or_made_when_loaded(plain_folder: Path, tmp_p
         assert torch.equal(one.offsets, other.offsets), name
 
 
-def test_the_library_of_the_layout_reads_the_same_numbers(
-    plain_folder: Path, tmp_path: Path
-) -> None:
+def test_the_library_of_the_layout_reads_the_same_numbers(written: dict[str, Path]) -> None:
     pytest.importorskip("compressed_tensors")
     from transformers import AutoModelForCausalLM, CompressedTensorsConfig
 
-    for precision in ("int8", "int4", "w4a16"):
-        out = tmp_path / precision
-        quantize(str(plain_folder), out, scheme_named(precision))
+    for precision, out in written.items():
         ours = layers(load_module(str(out), "float32", "cpu"))
         theirs = AutoModelForCausalLM.from_pretrained(
             out, quantization_config=CompressedTensorsConfig(dequantize=True), dtype=torch.float32
@@ -410,9 +407,8 @@ def test_a_librarys_modules_that_fail_are_one_line(plain_folder: Path) -> None:
         CausalModel(module, "some model")
 
 
-def test_quantising_twice_is_refused(plain_folder: Path, tmp_path: Path) -> None:
-    out = tmp_path / "eight"
-    quantize(str(plain_folder), out, Scheme("int8"))
+def test_quantising_twice_is_refused(written: dict[str, Path], tmp_path: Path) -> None:
+    out = written["int8"]
     with pytest.raises(ConfigError, match="quantised already"):
         quantize(str(out), tmp_path / "again", Scheme("int4"))
     with pytest.raises(ConfigError, match="quantised already"):

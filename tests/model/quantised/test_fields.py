@@ -12,9 +12,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from paceline.errors import UnsupportedModelError
-from paceline.lab.quantize import quantize
 from paceline.model.loading import load_module
-from paceline.model.quantised.convert import Scheme
 from paceline.model.quantised.formats import is_supported
 from paceline.model.quantised.weights import QuantisedLinear
 
@@ -48,24 +46,19 @@ def with_fields(folder: Path, change: Callable[[dict[str, Any]], None]) -> None:
 )
 @pytest.mark.parametrize("device", ["cpu", "meta"])
 def test_fields_without_which_weights_are_another_model_are_named(
-    plain_folder: Path,
-    tmp_path: Path,
+    four: Path,
     place: str,
     change: Callable[[dict[str, Any]], None],
     device: str,
 ) -> None:
     """Also on devices where the format's library would read them: it passes over them, too."""
-    out = tmp_path / "four"
-    quantize(str(plain_folder), out, Scheme("int4"))
-    with_fields(out, change)
+    with_fields(four, change)
     with pytest.raises(UnsupportedModelError, match=f"sets {place}.*; take a checkpoint"):
-        load_module(str(out), "float32", device)
+        load_module(str(four), "float32", device)
 
 
-def test_fields_that_say_nothing_are_no_reason(plain_folder: Path, tmp_path: Path) -> None:
+def test_fields_that_say_nothing_are_no_reason(four: Path) -> None:
     """As published checkpoints have them."""
-    out = tmp_path / "four"
-    quantize(str(plain_folder), out, Scheme("int4"))
 
     def change(config: dict[str, Any]) -> None:
         config |= {
@@ -77,21 +70,17 @@ def test_fields_that_say_nothing_are_no_reason(plain_folder: Path, tmp_path: Pat
         }
         config["config_groups"]["group_0"]["weights"]["observer_kwargs"] = {}
 
-    with_fields(out, change)
-    modules = load_module(str(out), "float32", "cpu").modules()
+    with_fields(four, change)
+    modules = load_module(str(four), "float32", "cpu").modules()
     assert sum(isinstance(module, QuantisedLinear) for module in modules) == 14
 
 
-def test_an_order_of_inputs_is_refused_in_this_layout_too(
-    plain_folder: Path, tmp_path: Path
-) -> None:
-    out = tmp_path / "four"
-    quantize(str(plain_folder), out, Scheme("int4"))
-    tensors = load_file(out / "model.safetensors")
+def test_an_order_of_inputs_is_refused_in_this_layout_too(four: Path) -> None:
+    tensors = load_file(four / "model.safetensors")
     tensors[f"{LAYER}.weight_g_idx"] = torch.arange(64).flip(0).to(torch.int32) // 32
-    save_file(tensors, out / "model.safetensors", metadata={"format": "pt"})
+    save_file(tensors, four / "model.safetensors", metadata={"format": "pt"})
     with pytest.raises(UnsupportedModelError, match=f"{LAYER} has its inputs in an order"):
-        load_module(str(out), "float32", "cpu")
+        load_module(str(four), "float32", "cpu")
 
 
 @pytest.mark.parametrize(
