@@ -19,6 +19,7 @@ import pytest
 
 from paceline import LLM, SamplingParams
 from paceline.drafters import DraftModel
+from paceline.model.backends import base
 from paceline.model.target import CausalModel
 from paceline.model.tokenizer import load_tokenizer
 from support.planted_server import PlantedServer, served
@@ -40,7 +41,6 @@ SCRIPTS = {
     "lm_eval_over_http.py": (r"--draft auto: \d+% right.+--draft none: \d+% right", "", "lm_eval"),
 }
 WITH_A_SERVER = {"openai_client.py", "certify_another_engine.py", "lm_eval_over_http.py"}
-REGISTERS = {"my_drafter.py", "custom_backend.py"}  # for the whole process
 # By notebook: what stands in it, so that a test takes seconds, and what it prints.
 NOTEBOOKS = {
     "rag_with_lookups.ipynb": ({}, r"suffix\+ngram, again +144 tokens in +\d\d forwards"),
@@ -90,9 +90,10 @@ def test_script(
     expected, said, package = SCRIPTS[name]
     if package is not None and find_spec(package) is None:
         pytest.skip(f"{package} is not installed; the first lines of {name} say how")
-    if name in WITH_A_SERVER | REGISTERS:
+    if name in WITH_A_SERVER:
         printed = as_a_user([f"examples/{name}"], said)
     else:  # torch is loaded here already
+        monkeypatch.setattr(base, "_registered", {})  # what it registers ends with it
         monkeypatch.setattr(sys, "argv", [name])
         monkeypatch.setattr(sys, "stdin", StringIO(said))
         printed = run(name, capsys)

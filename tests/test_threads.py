@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import gc
-import subprocess
-import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -26,7 +24,6 @@ from paceline import (
     SamplingParams,
 )
 from support.cache_invariants import check_cache
-from support.served_process import START_SECONDS
 
 THREADS = 32
 TEXTS = ("Once upon a time", "def factorial(n):", "Nina has 36 pencils", "How do I copy a folder")
@@ -98,10 +95,9 @@ def test_each_thread_gets_the_answer_that_it_gets_alone(llm: LLM) -> None:
         return streamed(number) if number % 3 == 0 else answers(llm.generate(*asked(number)))
 
     steps = llm.engine.steps
-    for _ in range(2):
-        assert in_threads(work) == alone
+    assert in_threads(work) == alone
     together = llm.engine.steps - steps
-    assert together < sum(len(one[0]) for own in alone for one in own), "not batched"
+    assert 2 * together < sum(len(one[0]) for own in alone for one in own), "not batched"
 
 
 def test_coroutines_and_threads_share_the_steps(llm: LLM) -> None:
@@ -362,55 +358,3 @@ def test_the_event_loop_goes_on(llm: LLM) -> None:
         return ticks
 
     assert asyncio.run(main()) > 10
-
-
-def test_a_context_of_its_own() -> None:
-    async def main() -> None:
-        async with AsyncLLM(
-            "paceline/tiny", draft="none", dtype="float32", max_batch_size=2
-        ) as own:
-            (one,) = await own.chat(
-                [{"role": "user", "content": "Hi"}], SamplingParams(max_tokens=4)
-            )
-            assert one.token_ids
-            with pytest.raises(PromptError, match="empty"):
-                await own.generate("")
-            stream = own.stream("")
-            with pytest.raises(PromptError, match="empty"):
-                await anext(stream)
-            waiting = asyncio.create_task(own.generate(TEXTS[0], LONG))
-            await asyncio.sleep(0.05)
-        with pytest.raises(PacelineError, match="has been closed"):
-            await waiting
-        with pytest.raises(PacelineError, match="has been closed"):
-            await own.generate("x")
-
-    asyncio.run(main())
-
-
-ENDS = """
-import atexit, threading, asyncio
-# Called last of all, so after whatever the package does at the end.
-atexit.register(lambda: print("unfinished:", any(r.completion is None for r in waiting.values())))
-from paceline import LLM, AsyncLLM, SamplingParams
-llm = LLM("paceline/tiny", draft="none", dtype="float32")
-long = SamplingParams(max_tokens=1500, ignore_eos=True)
-threads = [threading.Thread(target=llm.generate, args=("x", long), daemon=True) for _ in range(3)]
-[thread.start() for thread in threads]
-stream = llm.stream("y", long)
-next(stream)
-waiting = llm.owner.requests
-async def main():
-    task = asyncio.create_task(AsyncLLM.over(llm).generate("z", long))
-    await asyncio.sleep(0.05)
-asyncio.run(main())
-print("over", flush=True)
-"""
-
-
-def test_a_process_ends_whoever_still_waits() -> None:
-    """However long a busy machine takes to load torch: texts would go on, and a hang has no end."""
-    command = [sys.executable, "-c", ENDS]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=START_SECONDS)
-    assert (done.returncode, done.stderr) == (0, "")
-    assert done.stdout == "over\nunfinished: True\n"

@@ -4,10 +4,9 @@ from __future__ import annotations
 
 import io
 import re
-import subprocess
-import sys
 import threading
 import time
+from typing import Any
 
 import pytest
 from rich.console import Console
@@ -15,8 +14,10 @@ from rich.console import Console
 from paceline.cli.measuring import spending
 from paceline.core.stages import info, is_heard, stage
 from paceline.lab.budget import Budget
+from paceline.model.target import CausalModel
 from paceline.request import progress
 from paceline.request.progress import OpenStage, bars, duration, showing
+from support.command_lines import paceline
 from support.simulated_clock import Clock
 
 
@@ -275,22 +276,17 @@ def test_durations(seconds: float, text: str) -> None:
 
 # -- a command ------------------------------------------------------------------------------------
 
-_SLOW = """
-import time, torch
-from paceline.cli.main import app
-from paceline.model.target import CausalModel
-load = CausalModel.load
-def slow(*arguments, **options):
-    time.sleep(2.5)
-    return load(*arguments, **options)
-CausalModel.load = slow
-app(["generate", "Once", "--draft", "none", "--max-tokens", "2"])
-"""
 
+def test_a_piped_command_says_what_it_waits_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    load = CausalModel.load
 
-def test_a_piped_command_says_what_it_waits_for() -> None:
-    done = subprocess.run([sys.executable, "-c", _SLOW], capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr
+    def slow(*arguments: Any, **options: Any) -> CausalModel:
+        time.sleep(0.5)
+        return load(*arguments, **options)
+
+    monkeypatch.setattr(CausalModel, "load", slow)
+    done = paceline("generate", "Once", "--draft", "none", "--max-tokens", "2")
+    assert done.exit_code == 0, done.stderr
     assert re.match(r"(starting|loading paceline/tiny)(: \d+ s so far| \.\.\.)", done.stderr)
     assert re.search(r"^loading paceline/tiny(: \d+ s so far| \.\.\.)$", done.stderr, re.M)
     assert "loading" not in done.stdout

@@ -150,9 +150,13 @@ def test_bad_config_keys(tmp_path: Path) -> None:
     assert_one_line(result, str(path), "[limits] max_queu", "did you mean [limits] max_queue?")
 
 
-def test_a_missing_model(tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    "ways", [["--single-process"], pytest.param([], marks=pytest.mark.slow)], ids=["one", "two"]
+)
+def test_a_missing_model(tmp_path: Path, ways: list[str]) -> None:
+    """Two processes start torch once more, only to say it."""
     missing = str(tmp_path / "nowhere")
-    assert_one_line(run(missing, "--port", "0"), "nowhere", "does not exist")
+    assert_one_line(run(missing, "--port", "0", *ways), "nowhere", "does not exist")
 
 
 @pytest.mark.usefixtures("no_models")

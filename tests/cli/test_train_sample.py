@@ -76,6 +76,7 @@ def test_the_end_token_is_written(tiny_pair: TinyPair, prompts: str, tmp_path: P
     assert all(record["ids"][-1] in llm.end_tokens for record in ended)
 
 
+@pytest.mark.slow  # a process that is killed
 def test_a_killed_run_goes_on(tiny_pair: TinyPair, prompts: str, tmp_path: Path) -> None:
     out = tmp_path / "answers.jsonl"
     partial = tmp_path / "answers.jsonl.partial"

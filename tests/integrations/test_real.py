@@ -10,6 +10,8 @@ import torch
 from paceline.integrations.transformers import generate
 from support import real_model
 
+pytestmark = pytest.mark.slow  # as all of tests/real
+
 DRAFTS = ("eagle3:paceline/smollm2-eagle3", "hybrid:suffix+ngram")
 
 

@@ -108,6 +108,7 @@ print(most)
 """
 
 
+@pytest.mark.slow  # 96 rows behind 32,768 tokens
 @pytest.mark.parametrize("threads", [16])
 def test_scratch_does_not_grow_with_context_and_rows(threads: int) -> None:
     """Partial results of all blocks would take 104 MB of this small shape (1.1 GB of
