@@ -152,8 +152,8 @@ def smollm(size: int = 49_152) -> PreTrainedTokenizerFast:
     return _fast(core, "<|im_start|>", "<|im_end|>", CHATML)
 
 
-def wide(size: int = 200_000) -> PreTrainedTokenizerFast:
-    """200,000 tokens as of Llama 3, Qwen and o200k: another way to split, words taken whole."""
+def wide(size: int = 128_000) -> PreTrainedTokenizerFast:
+    """128,000 tokens as of Llama 3, Qwen and o200k: another way to split, words taken whole."""
     splits = pre_tokenizers.Sequence(
         [
             pre_tokenizers.Split(_GPT, "isolated"),
