@@ -223,10 +223,10 @@ def test_the_draft_vocabulary_is_the_most_frequent_tokens(finished: EagleTrainer
 def test_a_resumed_run_ends_with_the_same_weights(
     config: EagleTrainConfig, tmp_path: Path, cached: bool
 ) -> None:
-    short = replace(config, steps=12, cache_features=cached, held_out=2)
+    short = replace(config, steps=8, cache_features=cached, held_out=2)
     whole = train(short, tmp_path / "whole")
     again = training_runs.resumed(
-        lambda: EagleTrainer(short, tmp_path / "cut", device="cpu"), 5, eval_every=30
+        lambda: EagleTrainer(short, tmp_path / "cut", device="cpu"), 3, eval_every=30
     )
     assert training_runs.same_weights(whole.head, again.head)
     assert again.history == whole.history
