@@ -14,6 +14,7 @@ from typing import Any
 import pytest
 import torch
 
+from paceline.core.costs import CostCurve
 from paceline.files import cache_folder
 from support.tiny_models import TinyPair, write_tiny_model
 
@@ -30,25 +31,28 @@ os.environ["PACELINE_MODEL"] = "paceline/tiny"
 
 
 @pytest.fixture(scope="session", autouse=True)
-def one_round() -> Iterator[None]:
-    """Start-up measures everything that it measures, but each step once.
+def few_prices() -> Iterator[None]:
+    """Start-up measures the ends of each curve, once, for one sequence and for all.
 
-    Precise prices took seconds of every engine whose draft length adapts. Which lengths it chooses
-    is tested with prices that are given; tests of measuring itself take ``__wrapped__``.
+    All that it measures took half a second of every engine whose draft length adapts. Which
+    lengths it chooses is tested with prices that are given; tests of measuring itself take
+    ``__wrapped__``.
     """
     from paceline.model import measure as measuring
 
     real = measuring.measure
 
     @wraps(real)
-    def once(
+    def ends(
         run: Callable[[int], None], counts: Sequence[int], device: Any, *_: object, **__: object
-    ) -> Any:
-        return real(run, counts, device, rounds=1, budget=0.0)
+    ) -> CostCurve:
+        found = real(run, sorted({counts[0], counts[-1]}), device, rounds=1, budget=0.0)
+        return CostCurve(tuple(counts), tuple(map(found, counts)))
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("paceline.model.measure.measure", once)
-        patch.setattr("paceline.build.measure", once)
+        patch.setattr("paceline.model.measure.measure", ends)
+        patch.setattr("paceline.build.measure", ends)
+        patch.setattr("paceline.build._MEASURING", 0.0)
         yield
 
 
