@@ -45,6 +45,20 @@ def load(folder: Path) -> dict[str, torch.Tensor]:
     return read_checkpoint(str(folder), ("head.safetensors",), "test head").tensors
 
 
+def test_the_same_tensors_are_the_same_bytes(tmp_path: Path) -> None:
+    """Receipts hash files, and the metadata lay in another order every other time."""
+    tensors = {"b": torch.ones(3), "a": torch.arange(4, dtype=torch.int8)}
+    more = {"made by": 'h\u00e4nd "quoted"\n', "z": "1"}
+    first, sums = as_bytes(tensors, more)
+    assert all(as_bytes(tensors, more)[0] == first for _ in range(20))
+    file = tmp_path / "w.safetensors"
+    file.write_bytes(first)
+    with safe_open(file, framework="pt") as opened:
+        assert opened.metadata() == {"format": "pt", **more, SUMS: json.dumps(sums, sort_keys=True)}
+        assert torch.equal(opened.get_tensor("a"), tensors["a"])
+    assert verify(file)
+
+
 def test_what_is_saved_is_read_back_and_others_read_it_too(head: Path) -> None:
     for read in (load(head), load_file(head / "head.safetensors")):
         assert read.keys() == TENSORS.keys()

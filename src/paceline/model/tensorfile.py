@@ -133,7 +133,8 @@ def load_tensors(file: Path) -> dict[str, torch.Tensor]:
 def as_bytes(
     tensors: Mapping[str, torch.Tensor], metadata: Mapping[str, str] | None = None
 ) -> tuple[bytes, dict[str, str]]:
-    """The bytes of a file with checksums and more ``metadata``, and the checksums."""
+    """The bytes of a file with checksums and more ``metadata``, and the checksums. The same tensors
+    are the same bytes, which receipts hash: safetensors writes its metadata in random order."""
     import torch
     from safetensors.torch import save
 
@@ -143,7 +144,12 @@ def as_bytes(
         for key, value in plain.items()
     }
     marks = {"format": "pt", **(metadata or {}), SUMS: json.dumps(sums, sort_keys=True)}
-    return save(plain, metadata=marks), sums
+    content = save(plain, metadata=marks)
+    start = 8 + int.from_bytes(content[:8], "little")
+    header = json.loads(content[8:start])
+    header["__metadata__"] = dict(sorted(marks.items()))
+    text = json.dumps(header, separators=(",", ":"), ensure_ascii=False).encode()
+    return b"".join((content[:8], text.ljust(start - 8), memoryview(content)[start:])), sums
 
 
 def fingerprint(sums: Mapping[str, str]) -> str:
