@@ -23,6 +23,7 @@ from paceline.lab.tune.measure import (
     copied_tokens,
     decode,
     rounds_of,
+    unrest_between,
     unrest_of,
     winner,
 )
@@ -196,6 +197,26 @@ def test_unrest() -> None:
     assert unrest_of(run([1.0] * 20)) == 1.0
     assert unrest_of(run([1.0] * 10 + [4.0] * 10)) == 4.0
     assert unrest_of(run([])) == 1.0
+
+
+def test_a_round_in_which_the_machine_stood_still() -> None:
+    """The table had 2 tokens a second against 10, and the choice 1.97x: one was of all rounds
+    together, the other their median. Nor was it said that the machine had been busy."""
+    outcome = synthetic()
+    outcome.finalists = choose(outcome)[:2]
+    for ratios in ((1.0, 0.05), (0.5, 2.0)):
+        confirm_by_hand(outcome, ratios)
+    outcome.rounds = 2
+    plain, drafting = outcome.results
+    assert (plain.rate, drafting.rate) == (3.0, 4.1)  # of 4 and 2, of 0.2 and 8 tokens a second
+    assert drafting.speedup == pytest.approx((0.05 + 4.0) / 2)
+    assert "look, length 8: 4 tokens/s against 3, 2.0" in decision(outcome)
+    heats = [
+        Heat(BenchJob("", 1, 0.0, 0, ()), turn, {"plain": timed(1.0, decoding=steps)})
+        for turn, steps in enumerate(StepSums(2, 2, 2, seconds={"target": s}) for s in (1.0, 4.0))
+    ]
+    assert unrest_between(HeatRecord(heats)) == 4.0
+    assert unrest_between(HeatRecord()) == 1.0
 
 
 def synthetic() -> TuningOutcome:

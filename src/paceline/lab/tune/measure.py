@@ -267,13 +267,19 @@ class Finalist:
 
 @dataclass(frozen=True)
 class Confirmation:
-    """What a finalist took in all rounds; a ratio is its rate by plain's in that round.
-    ``plain_rate``: of plain decoding once the prompts are read."""
+    """What a finalist took in all rounds; a ratio is its rate by plain's in that round, of
+    ``decoding_ratios`` once the prompts are read. ``rates``: tokens a second by round."""
 
     finalist: Finalist
     run: TimedRun
     ratios: tuple[float, ...]
-    plain_rate: float = 0.0
+    decoding_ratios: tuple[float, ...] = ()
+    rates: tuple[float, ...] = ()
+
+    @property
+    def rate(self) -> float:
+        """Median, as the speedups are: one slow round moves none of them."""
+        return median(self.rates) if self.rates else 0.0
 
     @property
     def speedup(self) -> float:
@@ -282,7 +288,7 @@ class Confirmation:
     @property
     def decoding_speedup(self) -> float:
         """Once the prompts are read: what the model predicts."""
-        return self.run.decoding.rate / self.plain_rate if self.plain_rate else 0.0
+        return median(self.decoding_ratios) if self.decoding_ratios else 0.0
 
     @property
     def predicted_by_measured(self) -> float | None:
@@ -293,12 +299,22 @@ class Confirmation:
 
 def confirmations(finalists: Sequence[Finalist], record: HeatRecord) -> list[Confirmation]:
     """Of each finalist, plain decoding being the first of them."""
-    runs = [[heat.outcomes[finalist.key] for heat in record.heats] for finalist in finalists]
-    ratios = [[a.rate / b.rate for a, b in zip(of, runs[0], strict=True)] for of in runs]
-    return [
-        Confirmation(finalist, merged(of), tuple(by_plain), merged(runs[0]).decoding.rate)
-        for finalist, of, by_plain in zip(finalists, runs, ratios, strict=True)
-    ]
+    plain, results = [heat.outcomes["plain"] for heat in record.heats], []
+    for finalist in finalists:
+        runs = [heat.outcomes[finalist.key] for heat in record.heats]
+        ratios = tuple(a.rate / b.rate for a, b in zip(runs, plain, strict=True))
+        steps = [(a.decoding.rate, b.decoding.rate) for a, b in zip(runs, plain, strict=True)]
+        decoding = tuple(a / b for a, b in steps if b)
+        rates = tuple(run.rate for run in runs)
+        results.append(Confirmation(finalist, merged(runs), ratios, decoding, rates))
+    return results
+
+
+def unrest_between(record: HeatRecord) -> float:
+    """Plain decoding's steps in the slowest round, by those in the fastest."""
+    rates = [heat.outcomes["plain"].decoding.rate for heat in record.heats]
+    slowest = min(rates, default=0.0)
+    return max(rates) / slowest if slowest else 1.0
 
 
 def rounds_of(

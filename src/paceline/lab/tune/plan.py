@@ -39,9 +39,9 @@ _MOST_SHARE = 1 / 3  # of the drafters' time, for any one of them
 @dataclass
 class TuningOutcome:
     """All that was measured so far. ``left_out``: what, and why; ``not_tried``: candidates that had
-    no time. ``unrest``: slow plain steps by the fastest. ``copied``: share of plain decoding's text
-    that stood in the text before it. ``rounds`` of the confirmation are wanted, of ``size`` prompts
-    each; ``heats`` has those done."""
+    no time. ``unrest``: slow plain steps by the fastest, within the measurement or from round to
+    round. ``copied``: share of plain decoding's text that stood in the text before it. ``rounds``
+    of the confirmation are wanted, of ``size`` prompts each; ``heats`` has those done."""
 
     options: TuneOptions
     model: str
@@ -286,6 +286,7 @@ class _Tuning:
         measure.confirm(
             self.llm, outcome.finalists, jobs, repeats, outcome.heats, self.advance, budget
         )
+        outcome.unrest = max(outcome.unrest, measure.unrest_between(outcome.heats))
 
 
 def choose(

@@ -126,9 +126,9 @@ _PREDICTED = (
     "the largest batch that gains, sought to {0.largest_batch}. {0.prompt_count} prompts at hand."
 )
 _CONFIRMATION = (
-    "All by plain decoding. predicted and decoding: without reading prompts. whole: with it, the "
-    "median of {} rounds in turns; it decides. pred./meas.: predicted by decoding. Length auto is "
-    "taken unless a fixed one beats it by 3 %."
+    "Medians of {} rounds in turns, speeds by plain decoding. predicted and decoding: without "
+    "reading prompts. whole: with it; it decides. pred./meas.: predicted by decoding. Length auto "
+    "is taken unless a fixed one beats it by 3 %."
 )
 _ADVICE = (
     Column("rule", "rule of the field"),
@@ -171,7 +171,7 @@ _CONFIRMED = (
     Column("finalist", "finalist", "finalist.name"),
     Column("spec", "", "finalist.spec"),
     Column("draft_length", "", "finalist.length"),
-    Column("tokens_per_second", "tok/s", "run.rate", _rounded),
+    Column("tokens_per_second", "tok/s", "rate", _rounded),
     Column("tokens_per_step", "tok/step", "run.tokens_per_step", number),
     Column("drafted", "", "run.counts.drafted"),
     Column("predicted_speedup", "predicted", "finalist.predicted", times),
@@ -191,10 +191,9 @@ def decision(outcome: TuningOutcome) -> str:
     drafting.sort(key=lambda result: -result.speedup)
     shown = ", ".join(f"{r.finalist.name} {r.speedup:.2f}x" for r in drafting)
     if chosen is not None and chosen.finalist != results[0].finalist:
-        run, plain = chosen.run, results[0].run
         return (
-            f"{chosen.finalist.name}: {run.rate:.0f} tokens/s against {plain.rate:.0f}, "
-            f"{chosen.speedup:.2f}x plain decoding, {run.tokens_per_step:.2f} tokens a step."
+            f"{chosen.finalist.name}: {chosen.rate:.0f} tokens/s against {results[0].rate:.0f}, "
+            f"{chosen.speedup:.2f}x plain decoding, {chosen.run.tokens_per_step:.2f} tokens a step."
         )
     slower = bool(drafting) and drafting[0].speedup < 1
     if chosen is not None:
@@ -290,8 +289,8 @@ def profile_of(outcome: TuningOutcome, llm: LLM) -> TunedProfile:
             temperature=options.temperature,
             prompts=options.source,
             prompt_count=outcome.prompt_count,
-            plain_tokens_per_second=round(outcome.results[0].run.rate, 1),
-            tokens_per_second=round(chosen.run.rate, 1),
+            plain_tokens_per_second=round(outcome.results[0].rate, 1),
+            tokens_per_second=round(chosen.rate, 1),
             speedup=round(chosen.speedup, 3),
             predicted_speedup=round(finalist.predicted or 0.0, 3),
             tokens_per_step=round(chosen.run.tokens_per_step, 3),
