@@ -60,7 +60,8 @@ def test_what_one_writes_for_vllm() -> None:
         ({"lora_modules": ["sql=adapters/sql"]}, "lora is .*give adapters as"),
         ({"speculative_config": {"method": "warp"}}, "num_speculative_tokens"),
         ({"max_model_len": 10**6, "draft": None}, "sees"),
-        ({"qwertz": 1}, "it knows"),
+        ({"threads": 1}, "OMP_NUM_THREADS"),
+        ({"qwertz": 1}, "it knows model, draft"),
     ],
 )
 def test_what_an_llm_refuses(keywords: dict[str, Any], words: str) -> None:

@@ -29,7 +29,9 @@ OTHER_NAMES = {
     "gpu_memory_utilization": 'bound the cache by kv_cache_memory="2G"',
     "cpu_offload_gb": 'use offload="cpu" and weights_memory="8G", what stays on the device',
     "n_gpu_layers": 'use device="cuda", and offload="cpu" if the weights do not fit',
-    "n_threads": "set OMP_NUM_THREADS, or call torch.set_num_threads(N)",
+    **dict.fromkeys(
+        ("n_threads", "threads"), "set OMP_NUM_THREADS, or call torch.set_num_threads(N)"
+    ),
     "pipeline_parallel_size": "use tensor_parallel=N: processes share each layer",
     "tokenizer": "the tokenizer is the one in the model's folder; put it there",
     "trust_remote_code": "no code of a checkpoint is run; leave it out",
@@ -55,7 +57,7 @@ def forgiving(what: str) -> Callable[[Callable[_P, _T]], Callable[_P, _T]]:
     ConfigError for a keyword that it does not know, with the nearest that it does."""
 
     def decorate(function: Callable[_P, _T]) -> Callable[_P, _T]:
-        known = signature(function).parameters
+        known = [name for name in signature(function).parameters if name != "self"]
 
         @wraps(function)
         def call(*args: _P.args, **keywords: _P.kwargs) -> _T:

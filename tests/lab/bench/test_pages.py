@@ -91,7 +91,7 @@ def test_a_draft_that_does_not_pay_is_not_advised() -> None:
     heat = one_heat(job())
     heat.outcomes["model:a/quick@2"] = outcome(8.0, drafted=4, accepted=2)
     text = shown(replace(result(job()), rows=rows(HeatRecord([heat]))))
-    assert "use no draft: the best, model:quick@2, reaches 0.50x, 0.50 to 0.50" in text
+    assert "use no draft: the best, model:quick@2, reaches 0.50x, by plain" in text
 
 
 def test_sweeps_have_their_tables() -> None:
