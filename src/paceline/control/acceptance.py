@@ -25,6 +25,7 @@ MATCHED = {
     16: (0.93, 0.93, 0.95),
     32: (0.95, 0.97),
 }
+_KINDS = [max(least for least in MATCHED if least <= match) for match in range(max(MATCHED) + 1)]
 GOES_ON = "goes on"  # the kind of an estimate that says how often a draft has one level more
 _DECAY, _WEIGHT = 0.998, 4.0  # of a draft seen before the last one; a prior's, in drafts
 _ALIKE = 3.0  # times the weight of a prior: what a level is thought to be by the one before
@@ -34,7 +35,7 @@ _KNOWN = 1e9  # drafts after which nothing is to be learnt any more
 
 def kind_of(confidence: int) -> int:
     """The entry of ``MATCHED`` for a match of such a length."""
-    return max(least for least in MATCHED if least <= max(confidence, 0))
+    return _KINDS[min(max(confidence, 0), len(_KINDS) - 1)]
 
 
 def expected_tokens(rates: Sequence[float]) -> list[float]:

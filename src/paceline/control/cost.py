@@ -21,6 +21,7 @@ from paceline.core.costs import DrafterCosts, TargetCosts
 _LONG_AGO, _LATELY = 256, 64  # steps
 _FRESH = 16  # observations after which it is judged anew what drafts look like and who might pay
 _SLOW = 1.3  # times what is known, from which a step tells of the machine
+_HOPELESS = 0.01  # chance of a level from which no longer draft is thought to pay
 _ROWS = 4096  # tokens read, about which the time of one is averaged
 
 
@@ -223,8 +224,13 @@ class CostModel:
         everyone = self.acceptance.everyone(name, kind)
         seen, pays = self._pays.get((name, batch, kind), (-1.0, False))
         if seen != everyone.seen:
-            table, gains = self.table(name, batch), expected_tokens(everyone.rates())
-            pays = any(gains[n] * table[0] > table[n] for n in range(1, len(table)))
+            table, gain, chance, pays = self.table(name, batch), 1.0, 1.0, False
+            for rate, seconds in zip(everyone.rates(), table[1:], strict=False):
+                chance *= rate
+                gain += chance
+                pays = gain * table[0] > seconds
+                if pays or chance < _HOPELESS:
+                    break
             self._pays[name, batch, kind] = everyone.seen, pays
         return pays
 

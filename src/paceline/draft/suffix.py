@@ -93,6 +93,11 @@ class Memory:
         self.waiting: deque[Sequence[int]] = deque()
         self._entering: Sequence[int] = ()  # the output that is indexed in part
 
+    @property
+    def waits(self) -> bool:
+        """Whether there are outputs to be indexed."""
+        return bool(self._entering or self.waiting)
+
     def add(self, text: Sequence[int]) -> None:
         """An output to be indexed. Drops those that would not stay, where no step drafts and so
         none is indexed."""
@@ -105,7 +110,7 @@ class Memory:
     def take_in(self, most: float = math.inf) -> None:
         """Index up to ``most`` waiting tokens; drop the oldest outputs that no longer fit."""
         index, capacity = self.index, self._capacity
-        while most > 0 and (self._entering or self.waiting):
+        while most > 0 and self.waits:
             self._entering = self._entering or self.waiting.popleft()
             if len(self._entering) > capacity:
                 self._entering = ()
@@ -171,9 +176,10 @@ class SuffixDrafter(IndexedDrafter):
     def take_in(self, slices: Sequence[Slice]) -> None:
         for item in slices:
             self.states.of(item.seq, self.begin)
-        drafting = {item.seq.adapter for item in slices if item.draft_length and item.decodes}
-        for adapter in drafting:
-            self.memory(adapter).take_in(TAKEN_IN)
+        for item in slices:
+            memory = self._texts[item.seq.seq_id][1]
+            if memory.waits and item.draft_length and item.decodes:
+                memory.take_in(TAKEN_IN)
         super().take_in(slices)
 
     def _open(self) -> TextIndex:

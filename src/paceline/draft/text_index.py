@@ -23,7 +23,7 @@ import numpy as np
 from paceline.core.batch import Plan, Slice
 from paceline.core.sequence import SequenceView
 from paceline.core.tree import TokenTree
-from paceline.draft.base import Drafter, Guess, LookupDrafter, States, takes_forced
+from paceline.draft.base import Drafter, Guess, LookupDrafter, Offer, States, takes_forced
 from paceline.draft.trees.shape import merge
 from paceline.kernels.lookup import Draft, Ids, Lookup, NativeTextIndex, functions
 
@@ -266,6 +266,12 @@ class Predictions(LookupDrafter):
             return False
         asked = item.drafter in (None, self.name) and (params.prediction or constraint)
         return bool(item.draft_length and asked)
+
+    def lookup(self, slices: Sequence[Slice]) -> list[Offer | None]:
+        if not any(item.seq.params.prediction or item.seq.constraint for item in slices):
+            self._offered = {}
+            return [None] * len(slices)
+        return super().lookup(slices)
 
     def guess(self, item: Slice) -> Guess:
         """What is forced, else how the prediction goes on if the end of the text occurs in it."""
