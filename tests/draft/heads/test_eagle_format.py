@@ -358,6 +358,7 @@ def test_the_other_version_is_named(config: EagleConfig, asked: int, tmp_path: P
         ("hidden_size", None, "has no hidden_size"),
         ("intermediate_size", "many", "has 'many' for intermediate_size"),
         ("num_hidden_layers", 2, "lacks the weight layers.1.input_layernorm.weight"),
+        ("num_hidden_layers", 2**31, "has 2147483648 num_hidden_layers, but its weights are"),
         ("hidden_act", "gelu", "hidden_act 'gelu'; only 'silu'"),
         ("norm_before_fc", True, "norm_before_fc True; only False"),
         ("eagle_aux_hidden_state_layer_ids", [2, 3, 9], r"feature layers \[9\] do not exist"),

@@ -52,6 +52,7 @@ from paceline.draft.heads.checkpoint import (
     flat_options,
     from_speculators,
     is_speculators,
+    layers_of,
     plain_names,
     read_checkpoint,
     shape_of,
@@ -263,7 +264,7 @@ def _config(
     first = tensors.get("markov_head.markov_w1.weight")
     logits = tensors.get("lm_head.weight")
     shape |= {
-        "layers": whole(name, flat, "num_hidden_layers"),
+        "layers": layers_of(checkpoint, flat),
         "block_size": whole(name, flat, "block_size"),
         "mask_token": flat["mask_token_id"],
         "from_anchor": bool(flat["sample_from_anchor"]),

@@ -242,6 +242,18 @@ def whole(name: str, flat: dict[str, Any], key: str) -> int:
     return value
 
 
+def layers_of(checkpoint: Checkpoint, flat: dict[str, Any]) -> int:
+    """The head's layers, each of which has at least one weight."""
+    name, count = checkpoint.name, len(checkpoint.tensors)
+    layers = whole(name, flat, "num_hidden_layers")
+    if layers > count:
+        raise ModelLoadError(
+            f"the config.json of {name} has {layers} num_hidden_layers, but its weights are "
+            f"{count} tensors; copy both files again"
+        )
+    return layers
+
+
 def shape_of(
     name: str, flat: dict[str, Any], tensors: HeadTensors, target: Target, layers: Any
 ) -> dict[str, Any]:

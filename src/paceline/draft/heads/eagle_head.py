@@ -41,6 +41,7 @@ from paceline.draft.heads.checkpoint import (
     flat_options,
     from_speculators,
     is_speculators,
+    layers_of,
     plain_names,
     read_checkpoint,
     shape_of,
@@ -327,7 +328,7 @@ def _config(
         )
     shape |= {
         "version": version,
-        "layers": whole(name, {"num_hidden_layers": 1} | flat, "num_hidden_layers"),
+        "layers": layers_of(checkpoint, {"num_hidden_layers": 1} | flat),
         "mask_token": mask,
         "target_hidden_size": width,
         "draft_vocab_size": vocab if version == 1 else drafted,

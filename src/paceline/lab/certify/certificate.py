@@ -168,8 +168,8 @@ class Certificate:
                 report.add(table.title, table_of(table.rows, table.columns, table.note))
         lines = [Text(note) for note in self.notes]
         lines += [Text(f"{item.part}: {item.what}", warning=True) for item in self.problems[1:]]
-        said = self.completed in self.verdict
-        lines += [] if said else [Text(f"{self.completed}.")]
+        mentioned = self.completed in self.verdict
+        lines += [] if mentioned else [Text(f"{self.completed}.")]
         lines.append(Text(self.verdict, warning=not self.lossless))
         report.add("Verdict", *lines)
         return report
