@@ -20,6 +20,9 @@ from support.encoding_tokenizers import MAKERS, UNUSUAL, write_model, write_tran
 PADDING = {"smollm": 64, "wide": 64}
 # Byte-level and with byte fallback: the two ways that a draft's text is read back.
 TRANSLATED = ("smollm", "llama2")
+KINDS = [
+    pytest.param(name, marks=() if name in TRANSLATED else pytest.mark.slow) for name in MAKERS
+]
 OTHERS = dict(zip(MAKERS, [*list(MAKERS)[2:], *list(MAKERS)[:2]], strict=True))
 TEXT = "The quick brown fox jumps over the lazy dog, and the dog does not mind: 12 + 30 is 42."
 ODD = f"Früh — {UNUSUAL}\n\n\tdef f(x):  return 'x'   # 🙂🙂"
@@ -240,6 +243,7 @@ CONSTRAINED = {
 }
 
 
+@pytest.mark.parametrize("kind", KINDS, indirect=True)
 def test_grammars_with_drafts(kind: Kind) -> None:
     prompts: list[str | list[int]] = [TEXT] * len(CONSTRAINED)
     expected = kind.llm.generate(prompts, list(CONSTRAINED.values()))
@@ -253,6 +257,7 @@ def test_grammars_with_drafts(kind: Kind) -> None:
         llm.close()
 
 
+@pytest.mark.parametrize("kind", KINDS, indirect=True)
 def test_a_draft_of_another_kind(kind: Kind) -> None:
     for way in ("intersection", "string") if kind.name in TRANSLATED else ("intersection",):
         llm = kind.llm.beside(f"model:{kind.other},vocab={way}", draft_length=4)

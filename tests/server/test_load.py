@@ -146,6 +146,7 @@ def settle(server: Running) -> None:
         time.sleep(0.02)
 
 
+@pytest.mark.slow
 def test_storm(busy: Running, target: LLM) -> None:
     tally = asyncio.run(storm(busy))
     assert tally.failed == []
