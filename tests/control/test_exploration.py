@@ -304,3 +304,31 @@ def test_lookups_that_win_less_than_asking_takes_are_asked_in_one_of_some_steps(
     assert asked < 80
     lookup.chance, lookup.match = always(1.0), 32
     assert machine.together(480, batch) > (3 if batch == 1 else 1.5)
+
+
+def test_where_one_of_several_ends_a_plain_decision_stands() -> None:
+    """Each end of 16 had all others judged and looked up again: 4 ms of a step of 20."""
+    machine = Machine(HybridDrafter([Guesser("head", always(0.0), 0.9)], "cpu"))
+    machine.together(64, 8)
+    controller, judged = machine.controller, 0
+    decide = controller._decide
+
+    def counted(*given: object) -> None:
+        nonlocal judged
+        judged += 1
+        decide(*given)  # type: ignore[arg-type]
+
+    controller._decide = counted  # type: ignore[method-assign]
+    params = [SamplingParams(max_tokens=20 + n) for n in range(8)]
+    seqs = [SequenceState(100 + n, [1, 2, 3], 3, params[n]) for n in range(8)]
+    for _ in range(28):
+        controller.lengths(seqs)
+        controller.observe([committed(seq, 0, 0) for seq in seqs], 2.0)
+        for seq in [seq for seq in seqs if seq.remaining <= 0]:
+            controller.forget(seq.seq_id)
+            seqs.remove(seq)
+    assert judged <= 8
+    back = SequenceState(107, [1, 2, 3], 3, params[7])
+    before = judged
+    controller.lengths([back])
+    assert judged == before + 1

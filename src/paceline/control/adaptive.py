@@ -206,9 +206,8 @@ class AdaptiveController(Controller):
         kind: Hashable = None,
         lengths: Sequence[int] | None = None,
     ) -> list[DraftOption]:
-        """What a drafter may draft for a sequence, of all lengths from 1 on by default; acceptance
-        is learnt by ``kind``. Reading that must come first is written off over the tokens to come.
-        """
+        """What a drafter may draft for a sequence, of all lengths by default; acceptance is learnt
+        by ``kind``. Reading that must come first is written off over the tokens to come."""
         cost, costs, left = self.cost, self.cost.drafters[name], max(seq.remaining, 1)
         most = min(costs.longest, max(left - 1, 1))
         if batch > 1:  # at most twice as long as those before
@@ -390,7 +389,10 @@ class AdaptiveController(Controller):
 
     def forget(self, seq_id: int) -> None:
         self._learn_all()
-        self._until = self._plain_until = 0  # the same sequences may be back at once
+        if seq_id in self._ids:  # a plain decision for the others stands
+            del self._choices[self._ids.index(seq_id)]
+            self._ids.remove(seq_id)
+        self._until = 0 if self._made else self._until
         self._made = {key: made for key, made in self._made.items() if key != seq_id}
         self._read.pop(seq_id, None)
         self._room.pop(seq_id, None)
