@@ -321,7 +321,7 @@ def test_where_one_of_several_ends_a_plain_decision_stands() -> None:
     controller._decide = counted  # type: ignore[method-assign]
     params = [SamplingParams(max_tokens=20 + n) for n in range(8)]
     seqs = [SequenceState(100 + n, [1, 2, 3], 3, params[n]) for n in range(8)]
-    for _ in range(28):
+    while seqs:
         controller.lengths(seqs)
         controller.observe([committed(seq, 0, 0) for seq in seqs], 2.0)
         for seq in [seq for seq in seqs if seq.remaining <= 0]:
