@@ -128,7 +128,7 @@ class AdaptiveController(Controller):
         models = self._fixed or not same or self._step >= self._plain_until
         names = dict.fromkeys(name for seq in seqs for name in self._models(seq) if models)
         may = {name for name in names if self.cost.may_pay(name, batch)}
-        self._choices = [Decision(0, None, NOT_ASKED)] * batch
+        self._ids, self._choices = ids, [Decision(0, None, NOT_ASKED)] * batch
         none = DraftOption(None, 0, 0.0, 1.0, self.cost.rest(batch) / batch)
         undecided: list[int] = []
         options: list[list[DraftOption]] = []
@@ -152,7 +152,7 @@ class AdaptiveController(Controller):
         if models and not self._made and not self._measures:
             self._plain_until = self._step + self._hold
         plain = not self._made and not self._measures and self._plain_until > self._step
-        self._until, self._ids = self._plain_until if plain else self._step + self._hold, ids
+        self._until = self._plain_until if plain else self._step + self._hold
 
     def _runs_model(self, draft: DraftOption) -> bool:
         return not self.cost.drafters[draft.name].costless

@@ -20,6 +20,7 @@ from math import exp, log
 _NOISE = 0.1**2  # of one step
 _HICCUP = log(1.5)  # by which one step may differ from what is known
 _FIRST = log(4.0)  # and the very first
+_BUSY = log(6.0)  # no price is that wrong: from there on a step tells of the machine alone
 _DRIFT = 0.01**2  # by which the machine may change in a step
 _AGEING = 1e-6  # by which groups and cells may
 _UNKNOWN = 0.3**2  # variance before anything was seen
@@ -90,8 +91,10 @@ class Correction:
             part.variance += part.ageing
         bound = _HICCUP if parts[0].seen or parts[1].seen else _FIRST
         surprise = log(max(ratio, 1e-6)) - sum(part.value for part in parts)
-        surprise = min(max(surprise, -_FIRST), bound)  # nothing makes a step faster than it is
         total = _NOISE + sum(part.variance for part in parts)
+        if surprise > _BUSY:
+            parts, bound = parts[:1], _HICCUP
+        surprise = min(max(surprise, -_FIRST), bound)  # nothing makes a step faster than it is
         for part in parts:
             share = part.variance / total
             part.value += share * surprise
