@@ -38,7 +38,7 @@ from paceline.core.sampling import (
 from paceline.core.transfer import to_device
 from paceline.core.tree import Draw, children_of
 from paceline.errors import ConfigError
-from paceline.verify.kernels import can_decide, can_follow, decide
+from paceline.verify.kernels import Decided, can_decide, can_follow, decide
 from paceline.verify.logprobs import StepLogprobs
 from paceline.verify.rules import RuleProbabilities, aligned, block, siblings
 
@@ -157,20 +157,20 @@ class Verifier:
         nodes = rows - len(spans) if any(blocks) else 0
         drawn = any(draws_unseeded(span.seq.params) for span in spans)
         uniforms = self.uniforms(rows + nodes, logits.device) if drawn else None
-        scores = _adjusted_rows(logits, [span for span in spans if not is_plain(span.seq)])
-        verdicts, row, adjusted_row = list[Verdict](), 0, 0
+        others = [span for span in spans if not is_plain(span.seq)]
+        scores = iter(_adjusted_rows(logits, others) if others else ())
+        verdicts, row = list[Verdict](), 0
         for number, (span, is_block) in enumerate(zip(spans, blocks, strict=True)):
-            part = logits[span.logit_row : span.end_row]
-            if not is_plain(span.seq):
-                part = scores[adjusted_row : adjusted_row + span.judged_rows]
-                adjusted_row += span.judged_rows
-            if not span.seq.params.greedy:
-                node = rows + row - number
-                decided = decide(span, part, uniforms, row, node if is_block else None)
-            elif is_plain(span.seq):
-                decided = greedy[span.logit_row : span.end_row], ()
+            plain = is_plain(span.seq)
+            if span.seq.params.greedy and plain:
+                decided: Decided = greedy[span.logit_row : span.end_row], ()
             else:
-                decided = greedy_choice(part).tolist(), ()
+                part = logits[span.logit_row : span.end_row] if plain else next(scores)
+                node = rows + row - number
+                if span.seq.params.greedy:
+                    decided = greedy_choice(part).tolist(), ()
+                else:
+                    decided = decide(span, part, uniforms, row, node if is_block else None)
             verdicts.append(self._verdict(span, Judged(span.tree.host_tokens(), *decided)))
             row += span.judged_rows
         return verdicts
@@ -354,9 +354,10 @@ def _without_nan(probs: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor | None
 
 
 @torch.inference_mode()
-def _adjusted_rows(logits: torch.Tensor, spans: Sequence[Span]) -> torch.Tensor:
-    """float32: the spans' rows after bias, penalties and grammars."""
-    return adjusted(_rows_of(logits, spans), Rows.of(spans)) if spans else logits[:0]
+def _adjusted_rows(logits: torch.Tensor, spans: Sequence[Span]) -> tuple[torch.Tensor, ...]:
+    """float32 [rows, V] of each span: its rows after bias, penalties and grammars."""
+    scores = adjusted(_rows_of(logits, spans), Rows.of(spans))
+    return torch.split(scores, [span.judged_rows for span in spans])
 
 
 def _rows_of(logits: torch.Tensor, spans: Sequence[Span]) -> torch.Tensor:
