@@ -50,7 +50,8 @@ $(VENV)/.installed-dist: $(VENV)/.installed
 install: $(VENV)/.installed  ## create .venv and install the pinned versions
 
 demo: $(VENV)/.installed  ## watch plain and speculative decoding of a real model (fetched once, 93 MB)
-	@$(BIN)/paceline demo --pull $(ARGS)
+	-@$(BIN)/paceline pull smollm2
+	@$(BIN)/paceline demo $(ARGS)
 
 # WORKERS processes, a thread each.
 PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q -n $(WORKERS) --dist worksteal

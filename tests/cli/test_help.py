@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import os
+import re
 import subprocess
 import sys
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -76,3 +78,13 @@ def test_options_that_are_gone_say_what_to_do(arguments: list[str], words: str) 
 def test_a_model_by_position_where_it_is_the_only_one() -> None:
     done = paceline("doctor", "paceline/tiny", "--draft", "none", "--json")
     assert '"model": "paceline/tiny"' in done.stdout or "paceline/tiny" in done.stdout
+
+
+def test_the_makefiles_commands_exist() -> None:
+    """``make demo`` once named an option that was gone."""
+    lines = (Path(__file__).resolve().parents[2] / "Makefile").read_text(encoding="utf-8")
+    found = re.findall(r"\$\(BIN\)/paceline ([a-z-]+)([^\n&|;]*)", lines)
+    assert {"demo", "pull"} <= {command for command, _ in found}
+    for command, rest in found:
+        known = paceline(command, "--help-all", COLUMNS="200").output
+        assert all(flag in known for flag in re.findall(r"--[a-z-]+", rest)), (command, rest)
