@@ -95,12 +95,22 @@ def pytest_configure() -> None:
 # longest tests: whoever is idle first takes tests from the end, and makes what they share again.
 _FIRST = ("soak", "real", "train")
 _SLOW = ("soak", "real")  # rooms of which all tests are slow
+# Parts of the names of tests that need the kernels, numpy's backend, copies in fewer bits, or a
+# device that is only claimed.
 _FOR_PROCESSORS = (
     "quantized",
-    "test_native_growth",
+    "[native",
+    "test_native",
     "test_frequent",
     "test_forced",
-)  # parts of tests' names
+    "test_third_backend",
+    "test_offload",
+    "test_kept",
+    "test_events",
+    "test_other_precisions",
+    "test_gguf.py::test_doctor",
+    "test_a_grammar_follows_the_draft",
+)
 
 
 def _room(item: pytest.Item) -> str:

@@ -14,6 +14,7 @@ import copy
 import random
 import re
 from dataclasses import dataclass, field
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -210,6 +211,8 @@ def check_views(target: CausalModel) -> None:
 def test_equal_or_refused(case: str) -> None:
     kind = case.partition(":")[0]
     if kind in UNBUILT:
+        if UNBUILT[kind] == "timm" and find_spec("timm"):
+            pytest.skip("timm is installed, so the model can be built; its images were never run")
         with pytest.raises(Exception, match=UNBUILT[kind]):
             check_architecture(kinds()[kind]())
             random_model(tiny_config(case))
