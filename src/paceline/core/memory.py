@@ -134,6 +134,16 @@ def trim() -> None:
 
 
 def held_memory() -> int | None:
-    """Bytes of main memory that this process uses; None if unknown."""
-    kilobytes = number_after(words_of(Path("/proc/self/status")), "VmRSS:")
-    return None if kilobytes is None else kilobytes * 1024
+    """Bytes of main memory that this process uses; None if unknown. Without mapped weight files:
+    how many of their pages one touch maps is up to the kernel's page cache."""
+    try:
+        lines = Path("/proc/self/smaps").read_text(encoding="utf-8", errors="replace").splitlines()
+    except OSError:
+        return None
+    kilobytes, counted = 0, True
+    for line in lines:
+        if line.startswith("Rss:"):
+            kilobytes += int(line.split()[1]) if counted else 0
+        elif not line.endswith("kB"):
+            counted = not line.endswith((".safetensors", ".gguf"))
+    return kilobytes * 1024

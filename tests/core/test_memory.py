@@ -1,0 +1,38 @@
+"""What a process holds: pages of mapped weight files are the kernel's, and not counted."""
+
+from __future__ import annotations
+
+import mmap
+import sys
+from pathlib import Path
+
+import pytest
+
+from paceline.core.memory import held_memory
+
+_SIZE = 64 << 20
+
+
+@pytest.mark.skipif(not sys.platform.startswith("linux"), reason="read from /proc")
+@pytest.mark.parametrize(
+    ("name", "counted"), [("model.safetensors", False), ("a.gguf", False), ("text.bin", True)]
+)
+def test_mapped_weights_are_not_held(tmp_path: Path, name: str, counted: bool) -> None:
+    """The doctor's peak had what its own look at a checkpoint had mapped, twice."""
+    file = tmp_path / name
+    file.write_bytes(bytes(_SIZE))
+    before = held_memory()
+    with file.open("rb") as stream, mmap.mmap(stream.fileno(), 0, access=mmap.ACCESS_READ) as pages:
+        assert not any(pages[:: mmap.PAGESIZE])  # touches all
+        after = held_memory()
+    assert before is not None and after is not None
+    assert (after - before > 0.9 * _SIZE) is counted
+
+
+@pytest.mark.skipif(not sys.platform.startswith("linux"), reason="read from /proc")
+def test_own_memory_is_held() -> None:
+    before = held_memory()
+    content = bytearray(b"1") * _SIZE
+    after = held_memory()
+    assert before is not None and after is not None and len(content) == _SIZE
+    assert after - before > 0.9 * _SIZE
