@@ -73,7 +73,7 @@ def test_plain_decoding_takes_no_more_memory_than_the_engine(llm: LLM, prompts: 
     """Its cache was a share of all that was free: 6 s to fill with zeros beside SmolLM2."""
     small = llm.beside("ngram", max_batch_size=8, draft_length=2, kv_cache_memory=2 << 20)
     certifier = Certifier(small, prompts, None, SMALL)
-    assert certifier.plain.cache.num_blocks == small.engine.cache.num_blocks
+    assert certifier.plain.cache.num_blocks <= small.engine.cache.num_blocks
 
 
 def test_greedy_only(llm: LLM, prompts: Named) -> None:

@@ -10,10 +10,10 @@ import pytest
 from paceline import LLM
 from paceline.lab.bench.prompts import BenchPrompt
 from paceline.lab.budget import Budget
+from paceline.lab.tune import TuneOptions
 from paceline.lab.tune.measure import (
     Finalist,
     Sample,
-    TuneOptions,
     affordable,
     fitting_sample,
     measure_method,

@@ -13,25 +13,20 @@ from paceline.engine.driver import StepSums
 from paceline.lab.bench.prompts import BenchPrompt
 from paceline.lab.bench.runner import BenchJob, Heat, HeatRecord
 from paceline.lab.budget import Budget
+from paceline.lab.tune import TuneOptions
 from paceline.lab.tune.measure import PLAIN as NO_DRAFT
 from paceline.lab.tune.measure import (
     Confirmation,
     Finalist,
     Run,
-    TuneOptions,
     affordable,
-    copied_tokens,
+    confirm,
     decode,
     rounds_of,
     unrest_between,
-    unrest_of,
     winner,
 )
-from paceline.lab.tune.plan import (
-    TuningOutcome,
-    choose,
-    tune,
-)
+from paceline.lab.tune.plan import TuningOutcome, choose, copied_tokens, tune, unrest_of
 from paceline.lab.tune.present import decision, profile_of, report_of, tuning_record
 from paceline.lab.tune.search import (
     DrafterCandidate,
@@ -190,6 +185,56 @@ def test_the_winner() -> None:
     assert winner([plain]) is plain
 
 
+def test_what_rounds_disagree_on_is_not_chosen() -> None:
+    """Two rounds, 0.05x and 4x, chose a draft; the mean of both was 2x."""
+    plain, default = entry(of_spec(NO_DRAFT, 0), [1.0, 1.0], 0), of_spec("usual", "auto")
+    wild = entry(of_spec("a", 4), [0.05, 4.0])
+    usual = entry(replace(default, default=True), [1.2, 1.3])
+    assert winner([plain, wild]) is plain
+    assert winner([plain, wild, usual]) is usual
+    assert winner([plain, entry(of_spec("a", 4), [1.1, 4.0]), usual]) is usual  # once slower
+    steady = entry(of_spec("a", 4), [1.5, 1.6])
+    assert winner([plain, steady, usual]) is steady
+
+
+@pytest.mark.parametrize(
+    ("rates", "rounds"),
+    [
+        ([2.0, 2.1], 2),  # both say the same
+        ([0.1, 4.0, 2.0, 2.0], 4),  # no more than as many again
+        ([2.0, 5.0, 2.0, 2.0], 4),  # faster, but by how much?
+        ([0.9, 0.8], 2),
+        ([0.05, 1.9, 0.9, 0.9], 4),  # slower, or faster?
+    ],
+)
+def test_rounds_that_disagree_are_followed_by_more(
+    rates: list[float], rounds: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    finalists, record = [Finalist("plain", NO_DRAFT, 0, 8), of_spec("ngram", 4)], HeatRecord()
+
+    class Engine:
+        def __init__(self, name: str) -> None:
+            self.name, self.rounds = name, 0
+
+        def refresh(self) -> None: ...
+        def close(self) -> None: ...
+
+        def run(self, asks: Sequence[object]) -> object:
+            self.rounds += 1
+            drafts = self.name != "plain"
+            return timed(
+                1 / rates[self.rounds - 2] if drafts and self.rounds > 1 else 1.0, drafted=9
+            )
+
+    monkeypatch.setattr(
+        "paceline.lab.tune.measure.Starter.open", lambda self, method, clients: Engine(method.name)
+    )
+    monkeypatch.setattr("paceline.lab.tune.measure.Starter.__init__", lambda *a, **k: None)
+    jobs, _ = rounds_of([[1]], 1, 1, 1, SamplingParams(max_tokens=4))
+    confirm(None, finalists, jobs, 2, record, lambda what: None, Budget())  # type: ignore[arg-type]
+    assert len(record.heats) == rounds
+
+
 def test_unrest() -> None:
     def run(seconds: Sequence[float]) -> Run:
         return Run(1, [step(target=s) for s in seconds], StepSums(), [])
@@ -204,13 +249,13 @@ def test_a_round_in_which_the_machine_stood_still() -> None:
     together, the other their median. Nor was it said that the machine had been busy."""
     outcome = synthetic()
     outcome.finalists = choose(outcome)[:2]
-    for ratios in ((1.0, 0.05), (0.5, 2.0)):
+    for ratios in ((1.0, 1.05), (0.5, 2.0)):
         confirm_by_hand(outcome, ratios)
     outcome.rounds = 2
     plain, drafting = outcome.results
-    assert (plain.rate, drafting.rate) == (3.0, 4.1)  # of 4 and 2, of 0.2 and 8 tokens a second
-    assert drafting.speedup == pytest.approx((0.05 + 4.0) / 2)
-    assert "look, length 8: 4 tokens/s against 3, 2.0" in decision(outcome)
+    assert (plain.rate, drafting.rate) == (3.0, 6.1)  # of 4 and 2, of 4.2 and 8 tokens a second
+    assert drafting.speedup == pytest.approx((1.05 + 4.0) / 2)
+    assert "look, length 8: 6 tokens/s against 3, 2.5" in decision(outcome)
     heats = [
         Heat(BenchJob("", 1, 0.0, 0, ()), turn, {"plain": timed(1.0, decoding=steps)})
         for turn, steps in enumerate(StepSums(2, 2, 2, seconds={"target": s}) for s in (1.0, 4.0))

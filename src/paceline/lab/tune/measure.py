@@ -205,38 +205,13 @@ def _typical(run: Run, target: TargetCosts) -> StepSums | None:
     return sum(chosen[1 : -(-3 * len(chosen) // 4)], chosen[0]) if chosen else None
 
 
-def unrest_of(run: Run) -> float:
-    """The target seconds that nine of ten steps stay below, by the fastest tenth's."""
-    seconds = sorted(step.seconds["target"] for step in run.steps)
-    if len(seconds) < 10:
-        return 1.0
-    return seconds[9 * len(seconds) // 10] / seconds[len(seconds) // 10]
-
-
-def copied_share(sample: Sample, runs: Sequence[Run]) -> float:
-    """Share of the generated tokens that end a run of four that stood in the text before."""
-    outputs = [output for run in runs for output in run.outputs]
-    pairs = zip([*sample.alone, *sample.together], outputs, strict=True)
-    copied = sum(copied_tokens(prompt, output) for prompt, output in pairs)
-    return copied / (sum(map(len, outputs)) or 1)
-
-
-def copied_tokens(prompt: Sequence[int], output: Sequence[int]) -> int:
-    """Tokens of the output that end a run of four tokens seen earlier in the text."""
-    text = [*prompt, *output]
-    seen: set[tuple[int, ...]] = set()
-    copied = 0
-    for end in range(4, len(text) + 1):
-        run = tuple(text[end - 4 : end])
-        copied += end > len(prompt) and run in seen
-        seen.add(run)
-    return copied
-
-
 AUTO_MARGIN = 1.03  # by which a fixed length must beat the adaptive one, which follows the load
 PLAIN = "none"
 FEW = 3  # finalists at least: plain decoding, and the best drafter at both lengths
 LEAST_ROUNDS = 2
+_MORE = 2  # times the rounds wanted, at most, where they disagree
+_MOST_OF = 0.75  # of the rounds in which the faster of two must be so
+CALM = 1.5  # slow by fast beyond which figures are worth little
 _SIZES = (8, 4, 2, 1)  # prompts of a round
 _SLOWER = 1.15  # whole steps than the target's forwards in them
 
@@ -342,7 +317,8 @@ def confirm(
     advance: Callable[[str], None],
     budget: Budget,
 ) -> None:
-    """All do the jobs in turn, as often as the budget lets them; fills ``record``."""
+    """All do the jobs in turn, as often as the budget lets them, and again where rounds disagree
+    on who wins or by how much; fills ``record``."""
     engines, clients = list[BenchEngine](), jobs[0].concurrency
     for finalist in finalists:
         spec = None if finalist.spec == PLAIN else finalist.spec
@@ -350,27 +326,54 @@ def confirm(
         engines.append(Starter(llm, max_draft_length=finalist.max_length).open(method, clients))
     warm_up(jobs[:1], engines)
     take_turns(jobs, engines, turns, record, advance, budget)
+    for _ in range((_MORE - 1) * turns):
+        done = len(record.heats)
+        if done and agrees(confirmations(finalists, record)):
+            break
+        take_turns(jobs, engines, 1, record, advance, budget)
+        if len(record.heats) == done:
+            break  # there was no time
     for engine in engines:
         engine.close()
 
 
 def winner(results: Sequence[Confirmation]) -> Confirmation:
-    """The fastest by median that drafted; plain decoding unless it is beaten clearly. Preferred if
-    hardly slower: the default draft, which has what other text may need, then the adaptive length
-    of the same drafter."""
+    """The fastest by median that drafted; plain decoding unless it is beaten clearly and in most
+    rounds. Preferred if hardly slower: the default draft, which has what other text may need, also
+    where rounds disagree on which of the two is faster; then the adaptive length of the same
+    drafter."""
     plain = results[0]
-    drafting = [result for result in results[1:] if result.run.counts.drafted]
+    drafted = [result for result in results[1:] if result.run.counts.drafted]
+    drafting = [result for result in drafted if _mostly_faster(result, plain)]
     best = max(drafting, key=lambda result: result.speedup, default=plain)
     if best is plain or best.speedup < MARGIN:
         return plain
+
+    def is_near(result: Confirmation) -> bool:
+        unsure = result.finalist.default and not _mostly_faster(best, result)
+        return unsure or result.speedup * AUTO_MARGIN >= best.speedup
 
     def preference(result: Confirmation) -> tuple[bool, bool, float]:
         finalist = result.finalist
         adapts = (finalist.spec, finalist.length) == (best.finalist.spec, "auto")
         return finalist.default, adapts, result.speedup
 
-    near = [result for result in drafting if result.speedup * AUTO_MARGIN >= best.speedup]
-    return max(near, key=preference)
+    return max(filter(is_near, drafting), key=preference)
+
+
+def agrees(results: Sequence[Confirmation]) -> bool:
+    """Whether most rounds say the same of plain decoding and of what drafts fastest by median, and
+    the winner's speedups are close to each other."""
+    (plain, *others), chosen = results, winner(results)
+    drafted = [result for result in others if result.run.counts.drafted]
+    best = max(drafted, key=lambda result: result.speedup, default=chosen)
+    clear = best is plain or _mostly_faster(best, plain) or _mostly_faster(plain, best)
+    return clear and max(chosen.ratios) <= CALM * min(chosen.ratios)
+
+
+def _mostly_faster(one: Confirmation, other: Confirmation) -> bool:
+    wins = [a > b for a, b in zip(one.ratios, other.ratios, strict=False)]
+    return sum(wins) >= _MOST_OF * len(wins)
 
 
 def affordable(

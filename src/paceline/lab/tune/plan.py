@@ -27,7 +27,6 @@ from paceline.model.identity import count_parameters
 from paceline.model.measure import measure_target
 
 LARGEST_BATCH = 32  # to which break-even is sought
-CALM = 1.5  # unrest beyond which figures are worth little
 _DEFAULT_LENGTH = 8  # of the adaptive length
 _ALONE = 4  # prompts decoded one at a time
 _TARGET_SHARE = 0.2  # of the budget, for forwards of the target alone
@@ -136,11 +135,12 @@ def tune(
         run.confirm(default)
     finally:
         done, rounds = len(ordered) - len(outcome.not_tried), f"rounds of {outcome.size} prompts"
+        heats = len(outcome.heats.heats)
         outcome.completed = Spending(
             run.budget.seconds,
             run.budget.spent,
-            {"drafters": done, rounds: len(outcome.heats.heats)},
-            {"drafters": len(ordered), rounds: outcome.options.rounds},
+            {"drafters": done, rounds: heats},
+            {"drafters": len(ordered), rounds: max(outcome.options.rounds, heats)},
             tuple(outcome.not_tried),
         )
 
@@ -213,8 +213,8 @@ class _Tuning:
         self.sample = measure.fitting_sample(self.sample, outcome.target, self.budget, candidates)
         self.advance("measuring plain decoding")
         outcome.plain, runs = measure.measure_plain(largest, outcome.target, self.sample)
-        outcome.unrest = measure.unrest_of(runs[0])
-        outcome.copied = measure.copied_share(self.sample, runs)
+        outcome.unrest = unrest_of(runs[0])
+        outcome.copied = copied_share(self.sample, runs)
         largest.close()
 
     def target_costs(self, llm: LLM) -> TargetCosts:
@@ -287,6 +287,34 @@ class _Tuning:
             self.llm, outcome.finalists, jobs, repeats, outcome.heats, self.advance, budget
         )
         outcome.unrest = max(outcome.unrest, measure.unrest_between(outcome.heats))
+
+
+def unrest_of(run: measure.Run) -> float:
+    """The target seconds that nine of ten steps stay below, by the fastest tenth's."""
+    seconds = sorted(step.seconds["target"] for step in run.steps)
+    if len(seconds) < 10:
+        return 1.0
+    return seconds[9 * len(seconds) // 10] / seconds[len(seconds) // 10]
+
+
+def copied_share(sample: measure.Sample, runs: Sequence[measure.Run]) -> float:
+    """Share of the generated tokens that end a run of four that stood in the text before."""
+    outputs = [output for run in runs for output in run.outputs]
+    pairs = zip([*sample.alone, *sample.together], outputs, strict=True)
+    copied = sum(copied_tokens(prompt, output) for prompt, output in pairs)
+    return copied / (sum(map(len, outputs)) or 1)
+
+
+def copied_tokens(prompt: Sequence[int], output: Sequence[int]) -> int:
+    """Tokens of the output that end a run of four tokens seen earlier in the text."""
+    text = [*prompt, *output]
+    seen: set[tuple[int, ...]] = set()
+    copied = 0
+    for end in range(4, len(text) + 1):
+        run = tuple(text[end - 4 : end])
+        copied += end > len(prompt) and run in seen
+        seen.add(run)
+    return copied
 
 
 def choose(

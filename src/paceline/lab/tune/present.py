@@ -18,8 +18,8 @@ from paceline.lab.report.document import (
     table_of,
     times,
 )
-from paceline.lab.tune.measure import PLAIN, Confirmation
-from paceline.lab.tune.plan import CALM, TuningOutcome
+from paceline.lab.tune.measure import CALM, PLAIN, Confirmation
+from paceline.lab.tune.plan import TuningOutcome
 from paceline.lab.tune.search import MARGIN, MeasuredMethod, PredictedSetting
 from paceline.llm import LLM
 from paceline.model.identity import ModelIdentity
