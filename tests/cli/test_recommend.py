@@ -13,6 +13,7 @@ import pytest
 from transformers import LlamaConfig
 
 from paceline.core.costs import CostCurve
+from paceline.core.stages import Listener, Stage, listening, stage
 from paceline.lab import recommend as lab
 from paceline.lab.doctor.models import skeleton_of
 from support.command_lines import assert_one_line, paceline
@@ -62,6 +63,27 @@ def record(*arguments: str) -> dict[str, Any]:
     assert result.exit_code == 0, result.output
     made: dict[str, Any] = json.loads(result.stdout)
     return made
+
+
+def test_only_what_was_asked_for_is_shown(
+    headers: Path, monkeypatch: pytest.MonkeyPatch, priced: None
+) -> None:
+    """It said that it loaded paceline/tiny, which nobody had asked for."""
+    seen = []
+
+    class Heard(Listener):
+        def begin(self, what: str, total: float | None, unit: str) -> Stage:
+            seen.append(what)
+            return super().begin(what, total, unit)
+
+    def added() -> float:
+        with stage("loading paceline/tiny"):
+            return _ADDED
+
+    monkeypatch.setattr(lab, "_added", added)
+    with listening(Heard()):
+        lab.recommend(str(headers), 40 * _GIB)
+    assert seen == ["measuring this machine"]
 
 
 @pytest.mark.usefixtures("priced")

@@ -18,7 +18,7 @@ from paceline.control.cost import CostModel
 from paceline.core.costs import CostCurve, DrafterCosts, TargetCosts
 from paceline.core.memory import free_memory, held_memory, limit_threads
 from paceline.core.params import SamplingParams
-from paceline.core.stages import stage
+from paceline.core.stages import Listener, listening, stage
 from paceline.draft.auto import Composition
 from paceline.draft.spec import DraftSpec
 from paceline.errors import UnsupportedModelError
@@ -150,7 +150,8 @@ def recommend(name: str, memory: int | None = None) -> Recommendation:
     composed = compose_auto(model, setting, budget - process - plain.weights)
     drafts = [(spec, folder_of(spec)) for spec, _ in composed.taken]
     _, drafted = check_drafts(drafts, model, setting, plain)
-    with stage("measuring this machine"):
+    # Of the made-up model and of the toy, on which it is measured, nothing is shown.
+    with stage("measuring this machine"), listening(Listener()):
         sample, added = _sample(model, setting.loaded), _added()
         prices = {8 * setting.width: _price(sample, None)}
         prices |= {bits: _price(sample, precision) for precision, bits in BITS.items()}
