@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import pytest
@@ -11,8 +11,9 @@ import torch
 
 from paceline import LLM, ConfigError, SamplingParams
 from paceline.core.batch import Plan, Slice
+from paceline.core.tree import depths_of
 from paceline.drafters import Draw, LookupDrafter, TokenTree
-from paceline.lab.laws import _WAYS, drafters_of, laws
+from paceline.lab.laws import _WAYS, Law, drafters_of, laws
 from support.command_lines import paceline
 from support.every_drafter import TARGET
 
@@ -81,6 +82,22 @@ def test_a_drafter_that_keeps_the_laws(monkeypatch: pytest.MonkeyPatch) -> None:
     said = json.loads(done.stdout)
     assert [law for law in said["laws"] if law["broken"]] == []
     assert done.exit_code == 0 and said["holds"] and len(said["laws"]) == 8
+
+
+def test_errors_at_one_place_show_one_traceback(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Seven laws, and three of them had it again for another node of the tree."""
+
+    def broken(drafter: str, make: object, model: str) -> Iterator[Law]:
+        for node in (1, 4, 3):
+            try:
+                depths_of((node,))
+            except ConfigError as error:
+                yield Law(drafter, str(node), str(error), error)
+
+    monkeypatch.setattr("paceline.lab.laws.laws", broken)
+    done = paceline("check-drafter", f"{__name__}:Again")
+    assert done.exit_code == 1 and done.stderr.count("Traceback") == 1
+    assert "node 0 has parent 1" in done.stderr and "has parent 3" in done.stdout
 
 
 @pytest.mark.parametrize(

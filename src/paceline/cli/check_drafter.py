@@ -28,7 +28,7 @@ def check_drafter(
     """Run the laws on a drafter of your own, and say which it breaks.
 
     Trees are well-formed, text and distribution are plain decoding's, and nothing is kept of what
-    has ended. The first traceback of each kind is shown.
+    has ended. Of errors raised at one place the first traceback is shown.
     """
     from paceline.lab.laws import Law, drafters_of, laws
 
@@ -37,7 +37,8 @@ def check_drafter(
         with stage(f"checking {name}"):
             rows += laws(name, make, model)
     broken = [law for law in rows if law.broken]
-    raised = {str(law.error): law.error for law in broken if law.error is not None}
+    errors = [law.error for law in reversed(broken) if law.error is not None]
+    raised = {str(traceback.extract_tb(error.__traceback__)[-1]): error for error in errors}
     for error in () if output.as_json else raised.values():
         traceback.print_exception(error)
     record = {"holds": not broken, "laws": [record_of(row, _LAWS) for row in rows]}
