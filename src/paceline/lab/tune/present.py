@@ -126,7 +126,7 @@ _PREDICTED = (
     "the largest batch that gains, sought to {0.largest_batch}. {0.prompt_count} prompts at hand."
 )
 _CONFIRMATION = (
-    "Medians of {} rounds in turns, speeds by plain decoding. predicted and decoding: without "
+    "Medians of rounds in turns ({} done), speeds by plain decoding. predicted, decoding: without "
     "reading prompts. whole: with it; it decides. pred./meas.: predicted by decoding. Length auto "
     "is taken unless a fixed one beats it by 3 %."
 )
