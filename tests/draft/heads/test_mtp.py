@@ -36,6 +36,13 @@ KINDS: dict[str, tuple[str, dict[str, Any]]] = {
     "glm4_moe": ("Glm4MoeConfig", EXPERTS | {"head_dim": 8, "use_qk_norm": True}),
     "qwen3": ("Qwen3Config", {"head_dim": 8}),
     "llama": ("LlamaConfig", {}),
+    "qwen3_next": (
+        "Qwen3NextConfig",
+        {"num_hidden_layers": 4, "num_key_value_heads": 2, "head_dim": 8, "num_experts": 4}
+        | {"num_experts_per_tok": 2, "moe_intermediate_size": 16}
+        | {"shared_expert_intermediate_size": 16, "linear_num_key_heads": 2}
+        | {"linear_num_value_heads": 4, "linear_key_head_dim": 8, "linear_value_head_dim": 8},
+    ),
 }
 CASES = [("deepseek_v3", "deepseek"), ("glm4_moe", "deepseek"), ("qwen3", "qwen3_next")]
 CASES += [("qwen3", "mimo"), ("llama", "deepseek")]
@@ -89,10 +96,13 @@ def test_outputs_are_the_papers(tmp_path: Path, kind: str, layout: str) -> None:
             torch.testing.assert_close(logits, target.head(found))
 
 
-@pytest.mark.parametrize("kind", ["deepseek_v3", "glm4_moe"])
-def test_a_checkpoint_drafts_for_itself(tmp_path: Path, kind: str) -> None:
+@pytest.mark.parametrize(
+    ("kind", "layout"),
+    [("deepseek_v3", "deepseek"), ("glm4_moe", "deepseek"), ("qwen3_next", "qwen3_next")],
+)
+def test_a_checkpoint_drafts_for_itself(tmp_path: Path, kind: str, layout: str) -> None:
     config = config_of(kind)
-    folder = write_mtp(tmp_path / "model", config, whole=True)
+    folder = write_mtp(tmp_path / "model", config, layout, whole=True)
     from paceline.model.tokenizer import load_tokenizer
 
     load_tokenizer("paceline/tiny").save_pretrained(folder)
