@@ -9,6 +9,7 @@ import os
 import sys
 from collections.abc import Iterator, Sequence
 from functools import lru_cache
+from itertools import pairwise
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -136,14 +137,9 @@ def trim() -> None:
 def held_memory() -> int | None:
     """Bytes of main memory that this process uses; None if unknown. Without mapped weight files:
     how many of their pages one touch maps is up to the kernel's page cache."""
-    try:
-        lines = Path("/proc/self/smaps").read_text(encoding="utf-8", errors="replace").splitlines()
-    except OSError:
-        return None
-    kilobytes, counted = 0, True
-    for line in lines:
-        if line.startswith("Rss:"):
-            kilobytes += int(line.split()[1]) if counted else 0
-        elif not line.endswith("kB"):
-            counted = not line.endswith((".safetensors", ".gguf"))
-    return kilobytes * 1024
+    words, pages, weights = words_of(Path("/proc/self/smaps")), 0, False
+    for word, number in pairwise(words):
+        weights = weights or word.endswith((".safetensors", ".gguf"))
+        if word == "Rss:":  # of the mapping whose file was named before
+            pages, weights = pages + (0 if weights else int(number)), False
+    return pages * 1024 if words else None
