@@ -27,7 +27,7 @@ from paceline.lab.tune.measure import (
     winner,
 )
 from paceline.lab.tune.plan import TuningOutcome, choose, copied_tokens, tune, unrest_of
-from paceline.lab.tune.present import decision, profile_of, report_of, tuning_record
+from paceline.lab.tune.present import _predicted, decision, profile_of, report_of, tuning_record
 from paceline.lab.tune.search import (
     DrafterCandidate,
     at_hand,
@@ -327,6 +327,14 @@ def test_what_was_confirmed_beats_what_was_predicted() -> None:
     outcome.options, outcome.heats = replace(outcome.options, rounds=3), HeatRecord()
     confirm_by_hand(outcome, (1.0, 1.3, 0.92))
     assert "rounds by plain decoding: look, length auto 1.30x, a, length" in decision(outcome)
+
+
+def test_wrong_predictions_do_not_stand_beside_what_was_measured() -> None:
+    for measured, shown in ((1.5, "1.60x"), (0.8, "")):
+        finalist = replace(of_spec("a", 4), predicted=1.6)
+        result = Confirmation(finalist, timed(1.0, drafted=9), (measured,), (measured,))
+        assert _predicted(result) == shown
+    assert _predicted(entry(of_spec("a", 4), [1.5])) == ""  # no step without prompts
 
 
 def test_an_interrupted_outcome_says_what_it_has() -> None:

@@ -35,6 +35,7 @@ from paceline.settings.tuned import (
 )
 
 _LONG = 4  # levels beyond which a draft is long
+_AGREES = 0.15  # how far off a prediction may be that is shown beside what was measured
 _COPIES = 0.3  # share of copied tokens from which output "copies its input"
 
 
@@ -127,8 +128,8 @@ _PREDICTED = (
 )
 _CONFIRMATION = (
     "Medians of rounds in turns ({} done), speeds by plain decoding. predicted, decoding: without "
-    "reading prompts. whole: with it; it decides. pred./meas.: predicted by decoding. Length auto "
-    "is taken unless a fixed one beats it by 3 %."
+    "reading prompts; the former only where they agree within 15 %. whole: with it; it decides. "
+    "Length auto is taken unless a fixed one beats it by 3 %."
 )
 _ADVICE = (
     Column("rule", "rule of the field"),
@@ -167,6 +168,12 @@ def _whole(result: Confirmation) -> str:
     return times(result.speedup) if drafted else "never drafted"
 
 
+def _predicted(result: Confirmation) -> str:
+    """Nothing where it was wrong."""
+    off = result.predicted_by_measured
+    return times(result.finalist.predicted) if off and abs(off - 1) <= _AGREES else ""
+
+
 _CONFIRMED = (
     Column("finalist", "finalist", "finalist.name"),
     Column("spec", "", "finalist.spec"),
@@ -174,12 +181,13 @@ _CONFIRMED = (
     Column("tokens_per_second", "tok/s", "rate", _rounded),
     Column("tokens_per_step", "tok/step", "run.tokens_per_step", number),
     Column("drafted", "", "run.counts.drafted"),
-    Column("predicted_speedup", "predicted", "finalist.predicted", times),
+    Column("predicted_speedup", "", "finalist.predicted"),
+    Column("", "predicted", "", _predicted),
     Column("", "decoding", "decoding_speedup", times),
     Column("decoding_tokens_per_second", "", "run.decoding.rate"),
     Column("speedup", "", "speedup"),
     Column("", "whole", "", _whole),
-    Column("predicted_by_measured", "pred./meas.", shown=number),
+    Column("predicted_by_measured", ""),
     Column("ratios", "spread", shown=lambda ratios: f"{min(ratios):.2f} to {max(ratios):.2f}"),
 )
 
