@@ -30,7 +30,6 @@ GOES_ON = "goes on"  # the kind of an estimate that says how often a draft has o
 _DECAY, _WEIGHT = 0.998, 4.0  # of a draft seen before the last one; a prior's, in drafts
 _ALIKE = 3.0  # times the weight of a prior: what a level is thought to be by the one before
 _SEQUENCE_DECAY, _SEQUENCE_WEIGHT = 0.97, 6.0  # the same of one sequence's drafts
-_KNOWN = 1e9  # drafts after which nothing is to be learnt any more
 
 
 def kind_of(confidence: int) -> int:
@@ -84,13 +83,6 @@ class AcceptanceEstimate:
         for level in range(since, min(reached, self.depth)):
             self._reached[level] = _DECAY * self._reached[level] + 1.0
             self._accepted[level] = _DECAY * self._accepted[level] + (level < accepted)
-
-    def know(self, rates: Sequence[float]) -> None:
-        """These are the rates; nothing is accepted at levels beyond them."""
-        self._rates = None
-        self._reached = [_KNOWN] * self.depth
-        won = [_KNOWN * rate for rate in rates[: self.depth]]
-        self._accepted = won + [0.0] * (self.depth - len(won))
 
     @property
     def seen(self) -> float:

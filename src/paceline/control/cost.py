@@ -234,10 +234,6 @@ class CostModel:
             self._pays[name, batch, kind] = everyone.seen, pays
         return pays
 
-    def tokens(self, name: Hashable, length: int) -> float:
-        """Expected in a step with drafts of so many levels, the target's own token included."""
-        return expected_tokens(self.acceptance.everyone(name).rates())[length]
-
     # -- learning ----------------------------------------------------------------------------------
 
     def record_fill(self, name: Hashable, batch: int, nodes: int, length: int) -> None:

@@ -14,6 +14,7 @@ from typing import Any
 import torch
 
 from paceline.build import EngineOptions
+from paceline.control.acceptance import expected_tokens
 from paceline.control.cost import CostModel
 from paceline.core.costs import CostCurve, DrafterCosts, TargetCosts
 from paceline.core.memory import free_memory, held_memory, limit_threads
@@ -261,4 +262,5 @@ def _drafted(spec: DraftSpec, step: CostCurve, passes: CostCurve) -> float:
     lengths = tuple(range(spec.deepest + 1))
     costs = DrafterCosts(lengths, lengths, passes, prior=spec.acceptance)
     cost = CostModel(TargetCosts((1,), (step,)), {spec.kind: costs})
-    return max(cost.tokens(spec.kind, n) / cost.table(spec.kind, 1)[n] for n in lengths)
+    tokens = expected_tokens(cost.acceptance.everyone(spec.kind).rates())
+    return max(tokens[n] / cost.table(spec.kind, 1)[n] for n in lengths)

@@ -6,7 +6,6 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from functools import lru_cache
-from itertools import pairwise
 
 from paceline.control.cost import CostModel
 from paceline.core.costs import CostCurve, DrafterCosts, TargetCosts
@@ -123,7 +122,7 @@ class MeasuredMethod(DrafterCandidate):
     def predict(self, target: TargetCosts, length: int, batch: int) -> PredictedSetting:
         """If all sequences draft so many levels; 0 is plain decoding."""
         cost, name = cost_of(self, target), self.spec
-        tokens, seconds = cost.tokens(name, length), batch * cost.table(name, batch)[length]
+        tokens, seconds = 1 + sum(self.survival[:length]), batch * cost.table(name, batch)[length]
         drafting = seconds - cost.rest(batch, self.costs.nodes[length])
         rate = batch * tokens / seconds
         speedup = rate * cost.rest(batch) / batch
@@ -145,11 +144,8 @@ class MeasuredMethod(DrafterCandidate):
 
 @lru_cache(maxsize=256)
 def cost_of(method: MeasuredMethod, target: TargetCosts) -> CostModel:
-    """What steps with a method take and gain; it is known by its spec."""
+    """What steps with a method take; it is known by its spec."""
     name, cost = method.spec, CostModel(target, {method.spec: method.costs})
-    chances = (1.0, *method.survival)
-    rates = [after / before if before else 0.0 for before, after in pairwise(chances)]
-    cost.acceptance.everyone(name).know(rates)
     for length, step in method.steps * _REPEATED:
         batch, seconds = step.sequences // step.steps, step.whole / step.steps
         if length:
