@@ -46,9 +46,9 @@ _LENGTHS = (1, 2, 3, 4, 6, 8, 12, 16, 24)  # of several sequences' drafts, and w
 class _Step(NamedTuple):
     """A step with drafts that is yet to be learnt from."""
 
-    made: Mapping[int, DraftOption]  # by sequence, as long as it had room for
+    made: Mapping[int, DraftOption]  # by sequence
     explores: bool
-    unusual: bool  # lengths are not as decided: a request's own, or cut at its end
+    fixed: bool  # a request's own length was among them
     commits: Sequence[Commit]
     seconds: float
     drafting: float | None
@@ -84,7 +84,6 @@ class AdaptiveController(Controller):
         self._ids: list[int] = []
         self._choices: list[Decision] = []
         self._made: dict[int, DraftOption] = {}  # by sequence: what was decided on
-        self._room: dict[int, int] = {}  # levels that its tokens to come allow in this step
         self._explores = self._fixed = self._measures = False
         self._since_passes = _WARM  # steps since a drafter ran a model
         self._seen: list[_Step] = []
@@ -96,13 +95,19 @@ class AdaptiveController(Controller):
         self._step += 1
         ids = [seq.seq_id for seq in seqs]
         offers = self._lookups.worthwhile(seqs, self._may, self._step, ids == self._ids)
-        if offers or self._step >= self._until or ids != self._ids:
+        stands = ids == self._ids and self._step < self._until and self._have_room(seqs)
+        if offers or not stands:
             if self._explores or len(self._seen) >= (_LEARN if self._step > _YOUNG else 1):
                 self._learn_all()
             self._decide(ids, seqs, offers)
-        if self._made:  # it may be held until there is less room for it
-            self._room = {seq.seq_id: seq.remaining - 1 for seq in seqs}
         return self._choices
+
+    def _have_room(self, seqs: Sequence[SequenceState]) -> bool:
+        """Whether the drafts that are held leave a token of each sequence to the target."""
+        made = self._made
+        return not made or all(
+            made[seq.seq_id].length < seq.remaining for seq in seqs if seq.seq_id in made
+        )
 
     def _members(self, seq: SequenceState) -> Sequence[Hashable]:
         """Who may draft for it. In a hybrid none that has collapsed; one drafter alone, beside
@@ -208,12 +213,14 @@ class AdaptiveController(Controller):
     ) -> list[DraftOption]:
         """What a drafter may draft for a sequence, of all lengths by default; acceptance is learnt
         by ``kind``. Reading that must come first is written off over the tokens to come."""
-        cost, costs, left = self.cost, self.cost.drafters[name], max(seq.remaining, 1)
-        most = min(costs.longest, max(left - 1, 1))
+        cost, costs, left = self.cost, self.cost.drafters[name], seq.remaining
+        most = min(costs.longest, left - 1)
         if batch > 1:  # at most twice as long as those before
             most = min(most, max(1, 2 * cost.longest_seen(name, batch)))
         every = range(1, 1 + most) if batch == 1 else _LENGTHS
         lengths = [n for n in lengths or every if n <= most]
+        if not lengths:
+            return []
         expected = expected_tokens(cost.acceptance.rates(seq.seq_id, name, kind)[: lengths[-1]])
         gains = [min(gain, left) for gain in expected]  # what comes after the last token is no gain
         unread = len(seq.tokens) - 1 - self._tokens_read(seq)[name] if costs.reads else 0
@@ -321,11 +328,7 @@ class AdaptiveController(Controller):
         self._since_passes = 0 if passes else self._since_passes + 1
         if self._made:
             self._lookups.earn(commits, self._made, seconds)
-            made, room, unusual = self._made, self._room, self._fixed
-            if any(draft.length > room[key] for key, draft in made.items()):
-                made = {k: d._replace(length=min(d.length, room[k])) for k, d in made.items()}
-                unusual = True
-            step = _Step(made, self._explores, unusual, commits, seconds, drafting)
+            step = _Step(self._made, self._explores, self._fixed, commits, seconds, drafting)
             self._seen.append(step)
             return
         self.budget.earn(seconds, self.cost.rest(batch), batch)
@@ -353,7 +356,7 @@ class AdaptiveController(Controller):
                 levels.setdefault(draft.name, []).append(length)
         for name, lengths in levels.items():
             cost.note(name, batch, max(lengths))
-        if step.unusual or not all(commit.scheduled == 1 and commit.tokens for commit in commits):
+        if step.fixed or not all(commit.scheduled == 1 and commit.tokens for commit in commits):
             return  # a step that prefills is no measure
         passes = {name: cost.passes(name, lengths) for name, lengths in levels.items()}
         nodes = sum(commit.drafted for commit in commits) / batch
@@ -395,6 +398,5 @@ class AdaptiveController(Controller):
         self._until = 0 if self._made else self._until
         self._made = {key: made for key, made in self._made.items() if key != seq_id}
         self._read.pop(seq_id, None)
-        self._room.pop(seq_id, None)
         self._lookups.forget(seq_id)
         self.cost.acceptance.forget(seq_id)
