@@ -16,12 +16,7 @@ Offers = Mapping[Hashable, Offer]  # by lookup
 _READ_ALONG = 16  # pending tokens; more are a prompt
 _DEEPEST = 24  # levels that are asked for
 _RARELY = 4  # where asking does not pay, only in one of so many steps
-_CREDIT, _DEBT = (
-    1.0,
-    4.0,
-)  # plain steps that asking may have lost, and that must be won back at most
-_KEPT = 0.995  # of the balance, from one question to the next
-_DEAREST = 0.25  # plain steps that one question is thought to take at most: not what a pause took
+_BOUND = 1.0  # plain steps that asking may lose, and that must be won back, at most
 
 
 class _Followed:
@@ -53,8 +48,7 @@ class LookupFollower:
 
     def __init__(self, drafters: Mapping[Hashable, LookupDrafter], cost: CostModel) -> None:
         self.drafters, self._cost = dict(drafters), cost
-        # What drafts of lookups won, less what asking took, in plain steps; the last one won.
-        self._balance, self._won = _CREDIT, False
+        self._balance = _BOUND  # what drafts of lookups won, less what asking took, in plain steps
         self._followed: dict[int, dict[Hashable, _Followed]] = {}
 
     def worthwhile(
@@ -67,7 +61,7 @@ class LookupFollower:
         """What is found that might pay. Where drafts of lookups have won less than asking took,
         they are asked less often. ``same``: the sequences are those of the last step."""
         batch = len(seqs)
-        rarely = same and self._balance < 0 and not self._won and step % max(_RARELY, batch)
+        rarely = same and self._balance < 0 and step % max(_RARELY, batch)
         rarely = rarely and all(seq.constraint is None for seq in seqs)  # what is forced pays
         if rarely or not self.drafters:
             return {}
@@ -78,9 +72,11 @@ class LookupFollower:
             pay = {n: o for n, o in offers.items() if self._cost.may_pay(n, batch, kinds[n])}
             if pay:
                 worth[seq_id] = pay
-        took = (perf_counter() - began) / self._cost.rest(batch)
-        self._balance, self._won = _KEPT * self._balance - min(took, _DEAREST), False
+        self._add(-(perf_counter() - began) / self._cost.rest(batch))
         return worth
+
+    def _add(self, won: float) -> None:
+        self._balance = min(max(self._balance + won, -_BOUND), _BOUND)
 
     def earn(
         self, commits: Sequence[Commit], made: Mapping[int, DraftOption], seconds: float
@@ -89,8 +85,7 @@ class LookupFollower:
         plain = self._cost.rest(len(commits))
         drafted = [c for c in commits if c.seq_id in made and made[c.seq_id].name in self.drafters]
         if drafted:
-            won = sum(len(commit.tokens) - seconds / plain for commit in drafted) / len(commits)
-            self._balance, self._won = min(max(self._balance + won, -_DEBT), _CREDIT), won > 0
+            self._add(sum(len(c.tokens) - seconds / plain for c in drafted) / len(commits))
 
     def lookup(
         self, seqs: Sequence[SequenceState], may: Callable[[SequenceState, Hashable], bool]
