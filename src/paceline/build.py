@@ -13,11 +13,11 @@ from typing import Any
 import torch
 
 from paceline.control.adaptive import AdaptiveController
-from paceline.control.collapse import CollapseWatch, Watched
 from paceline.control.controller import Controller, FixedLength, LoggedController
 from paceline.control.cost import CostModel
 from paceline.core.costs import CostCurve, DrafterCosts, TargetCosts
 from paceline.draft.base import Drafter, LookupDrafter, NoDrafter, prefers_seeds
+from paceline.draft.collapse import CollapseWatch, Watched
 from paceline.draft.heads.features import MOST_WAITING
 from paceline.draft.hybrid import HybridDrafter, Router
 from paceline.draft.origin import Origin

@@ -14,7 +14,6 @@ from typing import NamedTuple
 
 from paceline.control.acceptance import GOES_ON, expected_tokens, kind_of, levels_tried
 from paceline.control.choice import choose, fixed_length, pays
-from paceline.control.collapse import CollapseWatch
 from paceline.control.controller import (
     MEASURING,
     NOT_ASKED,
@@ -29,6 +28,7 @@ from paceline.control.following import LookupFollower, Offers
 from paceline.core.batch import Commit
 from paceline.core.sequence import SequenceState
 from paceline.draft.base import LookupDrafter
+from paceline.draft.collapse import CollapseWatch
 
 _HOLD = 4  # steps for which drafts of the same batch keep their lengths
 _HOLD_PLAIN = 8  # where nothing is drafted, so that nothing is learnt

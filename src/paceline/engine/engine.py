@@ -14,7 +14,6 @@ from dataclasses import dataclass, replace
 
 import torch
 
-from paceline.control.collapse import CollapseWatch
 from paceline.control.controller import NO_DRAFT, PLAIN, Controller, Decision
 from paceline.core.batch import Batch, Commit, ModelOutput, Plan, Span, Verdict
 from paceline.core.draws import draws_unseeded
@@ -23,6 +22,7 @@ from paceline.core.sampling import needs_logits
 from paceline.core.sequence import SequenceState
 from paceline.core.tree import TokenTree, children_of
 from paceline.draft.base import Drafter, check_trees
+from paceline.draft.collapse import CollapseWatch
 from paceline.draft.text_index import Predictions
 from paceline.engine.clock import PhaseClock, phase
 from paceline.engine.recovery import Failure, failed, log, recovered

@@ -9,13 +9,13 @@ from typing import Any
 import pytest
 
 from paceline.control.adaptive import AdaptiveController
-from paceline.control.collapse import CollapseWatch, Watched
 from paceline.control.cost import CostModel
 from paceline.core.adapter import Adapter
 from paceline.core.batch import Commit
 from paceline.core.costs import CostCurve, DrafterCosts, TargetCosts
 from paceline.core.params import SamplingParams
 from paceline.core.sequence import SequenceState
+from paceline.draft.collapse import CollapseWatch, Watched
 
 KEY = ("head", None, 0)
 
