@@ -38,15 +38,11 @@ def choose(
         alike = [ways[min(index, len(ways) - 1)] for ways in options]
         if (seconds := score(alike)) < least:
             best, least = alike, seconds
-    for without in (None, *(sorted(names, key=str) if len(names) > 1 else ())):
-        left = [[o for o in ways if not o.length or o.name != without] for ways in options]
-        starts = [[ways[0] for ways in left]]
-        if without is None:
-            starts.append([max(ways, key=lambda o: o.gain / o.seconds) for ways in left])
-        for start in starts:
-            apart = _apart(left, start)
-            if (seconds := score(apart)) < least:
-                best, least = apart, seconds
+    fastest = [max(ways, key=lambda o: o.gain / o.seconds) for ways in options]
+    for start in ([ways[0] for ways in options], fastest):
+        apart = _apart(options, start)
+        if (seconds := score(apart)) < least:
+            best, least = apart, seconds
     return best
 
 
@@ -66,11 +62,7 @@ def pays(
 
 
 def _score(
-    cost: CostModel,
-    batch: int,
-    drafts: Sequence[DraftOption],
-    fair: bool,
-    doubt: float = 1.0,
+    cost: CostModel, batch: int, drafts: Sequence[DraftOption], fair: bool, doubt: float = 1.0
 ) -> float:
     """Seconds of a token, summed over the sequences, infinite if any is slowed down. Not ``fair``:
     seconds by tokens of the whole batch."""
