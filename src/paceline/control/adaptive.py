@@ -36,10 +36,8 @@ _LEARN = 4  # steps that are learnt from at once
 _YOUNG = 64  # steps after which that begins
 _HORIZON = 256  # tokens at most over which reading a prompt is written off
 _UNREAD = 8  # unread tokens that cost next to nothing
-_MARGIN = 1.02  # by which a drafter must beat those before it: no changing about for noise
 _WARM = 16  # plain steps after passes, from which the target's weights are in the caches again
 _DOUBT = 2.0  # times what is foreseen, that first drafts of several sequences may add
-_COLDEST = 0.12  # by which those before are longer, on average, at most
 _LENGTHS = (1, 2, 3, 4, 6, 8, 12, 16, 24)  # of several sequences' drafts, and what a lookup found
 
 
@@ -184,7 +182,7 @@ class AdaptiveController(Controller):
         """Drafts of every length of models that ``may`` draft, and what lookups found, cut at some
         lengths."""
         options: list[DraftOption] = []
-        for index, name in enumerate(self._members(seq)):
+        for name in self._members(seq):
             if name in may:
                 drafts = self.drafts(seq, name, batch)
             elif name in offers:
@@ -195,8 +193,7 @@ class AdaptiveController(Controller):
                 drafts = [self._found(draft, nodes[draft.length], batch) for draft in drafts]
             else:
                 continue
-            margin = _MARGIN**index
-            options += [draft._replace(seconds=draft.seconds * margin) for draft in drafts]
+            options += drafts
         return options
 
     def _found(self, draft: DraftOption, nodes: int, batch: int) -> DraftOption:
@@ -246,8 +243,7 @@ class AdaptiveController(Controller):
 
     def _aftermath(self, batch: int) -> float:
         """Seconds that the plain steps behind a drafter's passes take longer than others in all."""
-        coldest = _COLDEST * self.cost.rest(batch)
-        return min(self.cost.coldness(batch), coldest) * min(self._since_passes, _WARM)
+        return self.cost.coldness(batch) * min(self._since_passes, _WARM)
 
     def _select(
         self,
