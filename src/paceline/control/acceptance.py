@@ -84,11 +84,6 @@ class AcceptanceEstimate:
             self._reached[level] = _DECAY * self._reached[level] + 1.0
             self._accepted[level] = _DECAY * self._accepted[level] + (level < accepted)
 
-    @property
-    def seen(self) -> float:
-        """Drafts that it knows of, those long past counting less."""
-        return self._reached[0] if self.depth else 0.0
-
     def rates(self) -> list[float]:
         if self._rates is None:
             rates: list[float] = []

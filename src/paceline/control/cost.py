@@ -19,9 +19,9 @@ from paceline.control.correction import COLD, Correction, PassPrice, cell_of
 from paceline.core.costs import DrafterCosts, TargetCosts
 
 _LONG_AGO, _LATELY = 256, 64  # steps
-_FRESH = 16  # observations after which it is judged anew what drafts look like and who might pay
+_FRESH = 16  # observations after which it is judged anew what drafts look like
 _SLOW = 1.3  # times what is known, from which a step tells of the machine
-_HOPELESS = 0.01  # chance of a level from which no longer draft is thought to pay
+_SURELY = 1.1  # times a step with drafts, from which a plain one is not slower for noise alone
 _ROWS = 4096  # tokens read, about which the time of one is averaged
 
 
@@ -43,10 +43,11 @@ class DraftOption(NamedTuple):
 
 
 class _Alike(NamedTuple):
-    """Drafts of every length if all sequences draft alike: nodes of each, the forward and the
-    passes as measured alone."""
+    """Drafts of every length if all sequences draft alike: most nodes of each, those that are
+    verified, the forward and the passes as measured alone."""
 
     nodes: Sequence[float]
+    verified: Sequence[float]
     verify: Sequence[float]
     passes: Sequence[float]
 
@@ -76,9 +77,7 @@ class CostModel:
         self._reading: dict[Hashable, tuple[float, float]] = {}  # seconds and tokens of prompts
         self._tables: dict[tuple[Hashable, int], Sequence[float]] = {}  # until more is learnt
         self._alike: dict[tuple[Hashable, int], _Alike] = {}
-        self._nodes: dict[tuple[Hashable, int], Sequence[float]] = {}
-        # Whether drafts might pay, and the drafts that were known then.
-        self._pays: dict[tuple[Hashable, int, Hashable], tuple[float, bool]] = {}
+        self._pays: dict[tuple[Hashable, int, Hashable], bool] = {}  # until more is learnt
         self._longest: dict[tuple[Hashable, int], int] = {}  # draft made, by drafter and group
         self._learnt = 0
         self._since_plain = _LONG_AGO  # steps since one without drafts
@@ -142,49 +141,41 @@ class CostModel:
         """A sequence's part of the step, by draft length, if all draft alike."""
         table = self._tables.get((name, batch))
         if table is None:
-            nodes, verify, passes = self._drafts_alike(name, batch)
-            group, unit = group_of(batch), self.drafters[name].seconds(batch)
-            price, drift = self._passes[name], self._rest.drift
-            full = [
-                (alone * self._rest.factor(group, cell_of(count)))
-                + (drift * price.seconds(seconds, unit) if seconds else 0.0)
-                for count, alone, seconds in zip(nodes, verify, passes, strict=True)
+            alike, unit = self._drafts_alike(name, batch), self.drafters[name].seconds(batch)
+            group, price, drift = group_of(batch), self._passes[name], self._rest.drift
+            table = self._tables[name, batch] = [
+                (verify * self._rest.factor(group, cell_of(nodes)) / batch)
+                + (drift * price.seconds(passes, unit) / batch if passes else 0.0)
+                for nodes, verify, passes in zip(
+                    alike.verified, alike.verify, alike.passes, strict=True
+                )
             ]
-            table = [seconds / batch for seconds in self._ended(name, full)]
-            self._tables[name, batch] = table
         return table
+
+    def nodes(self, name: Hashable, batch: int) -> Sequence[float]:
+        """Nodes by draft length, where all levels are full that a draft is expected to have."""
+        return self._drafts_alike(name, batch).nodes
 
     def _drafts_alike(self, name: Hashable, batch: int) -> _Alike:
         alike = self._alike.get((name, batch))
         if alike is None:
             drafter = self.drafters[name].among(batch)
+            nodes: Sequence[float] = drafter.nodes
+            passes: Sequence[float] = drafter.passes
+            if drafter.ends_early:  # as of the levels that are expected
+                more = self.acceptance.everyone(name, GOES_ON).rates()
+                levels = [tokens - 1 for tokens in expected_tokens(more[: len(nodes) - 1])]
+                nodes, passes = (
+                    interp(levels, range(len(full)), full).tolist() for full in (nodes, passes)
+                )
             # What a lookup finds is rarely a full tree.
-            nodes = enumerate(drafter.nodes)
-            counts = [n if drafter.costless else self.fill[name] * most for n, most in nodes]
-            levels = list(range(len(counts)))
-            if drafter.ends_early:  # its levels are those that are expected
-                levels = [min(n, max(1, round(count))) for n, count in enumerate(counts)]
-            one = 0.0 if drafter.costless else drafter.seconds(batch)
-            passes = [one * drafter.passes[n] for n in levels]
-            verify = [self.verify(batch, count) for count in counts]
-            alike = self._alike[name, batch] = _Alike(counts, verify, passes)
+            fill = self.fill[name]
+            verified = range(len(nodes)) if drafter.costless else [fill * n for n in nodes]
+            verify = [self.verify(batch, count) for count in verified]
+            one = drafter.seconds(batch)
+            alike = _Alike(nodes, verified, verify, [one * count for count in passes])
+            self._alike[name, batch] = alike
         return alike
-
-    def nodes(self, name: Hashable, batch: int) -> Sequence[float]:
-        """Nodes by draft length, where all levels are full that a draft is expected to have."""
-        table = self._nodes.get((name, batch))
-        if table is None:
-            nodes = self.drafters[name].among(batch).nodes
-            table = self._nodes[name, batch] = self._ended(name, nodes)
-        return table
-
-    def _ended(self, name: Hashable, values: Sequence[float]) -> Sequence[float]:
-        """Of drafts that have so many levels, those of drafts that may end before."""
-        if not self.drafters[name].ends_early:
-            return values
-        more = self.acceptance.everyone(name, GOES_ON).rates()
-        reached = [levels - 1 for levels in expected_tokens(more[: len(values) - 1])]
-        return list(map(float, interp(reached, range(len(values)), values)))
 
     def reading(self, name: Hashable) -> float:
         """Seconds in which a drafter reads a token of a prompt."""
@@ -221,18 +212,13 @@ class CostModel:
         Where no draft is worth its part of a step in which all draft alike, none gains anything in
         any batch: the passes are shared there, and rows cost as much.
         """
-        everyone = self.acceptance.everyone(name, kind)
-        seen, pays = self._pays.get((name, batch, kind), (-1.0, False))
-        if seen != everyone.seen:
-            table, gain, chance, pays = self.table(name, batch), 1.0, 1.0, False
-            for rate, seconds in zip(everyone.rates(), table[1:], strict=False):
-                chance *= rate
-                gain += chance
-                pays = gain * table[0] > seconds
-                if pays or chance < _HOPELESS:
-                    break
-            self._pays[name, batch, kind] = everyone.seen, pays
-        return pays
+        key = name, batch, kind
+        if key not in self._pays:
+            table = self.table(name, batch)
+            gains = expected_tokens(self.acceptance.everyone(name, kind).rates())
+            by_length = zip(gains[1:], table[1:], strict=False)
+            self._pays[key] = any(gain * table[0] > seconds for gain, seconds in by_length)
+        return self._pays[key]
 
     # -- learning ----------------------------------------------------------------------------------
 
@@ -283,6 +269,8 @@ class CostModel:
         drafted = [name for name, alone in passes.items() if alone]
         rest = seconds - drafting if drafted else seconds
         self._rest.observe(group, cell_of(nodes), rest / self.verify(batch, nodes))
+        if self.rest(batch) > _SURELY * rest:  # more rows take no less: it is thought too slow
+            self._rest.observe(group, 0, rest / self.verify(batch, 0.0))
         if len(drafted) == 1:
             name = drafted[0]
             # A step that was slow as a whole says nothing against its draft.
@@ -300,7 +288,6 @@ class CostModel:
     def _age(self) -> None:
         self._learnt += 1
         self._tables.clear()
+        self._pays.clear()
         if self._learnt <= _FRESH or self._learnt % _FRESH == 0:
             self._alike.clear()
-            self._nodes.clear()
-            self._pays.clear()
