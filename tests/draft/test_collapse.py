@@ -135,6 +135,9 @@ def test_a_doubt_is_examined_and_only_what_is_certain_is_said(
     assert run(watch_of(0.8, examine=examine("")), 0.6, 3000) is None
     assert 1 <= len(asked) == len(set(asked)) <= 8
     asked.clear()
+    assert run(watch_of(0.5, examine=examine("")), 0.6, 3000) is None
+    assert asked  # one without a doubt, too, in the end
+    asked.clear()
     took = run(watch_of(0.8, examine=examine("the layers are one off")), 0.6, 3000)
     assert took is not None and len(asked) == 1
     assert lines(caplog)[-1].endswith("its card says 80%; the layers are one off")

@@ -105,6 +105,44 @@ def test_a_drafter_takes_them_into_its_chain(
     assert passes[-1] < 0.7 * done.stats.drafted_tokens
 
 
+@pytest.mark.parametrize("sampled", [{}, {"temperature": 1.0}, {"temperature": 1.0, "seed": 3}])
+@pytest.mark.parametrize("draft", ["quantized", "paceline/tiny-draft"])
+def test_chains_end_with_the_text(target: LLM, draft: str, sampled: dict[str, Any]) -> None:
+    """Nothing is drafted behind its end, be that forced or one of several."""
+    llm = target.beside(draft, draft_length=16, seed=0)
+    for pattern in ("(ab|cde)", "(one|two) of three"):
+        params = SamplingParams(max_tokens=40, grammar=Grammar("regex", pattern), **sampled)
+        for done in llm.generate([PROMPT] * 3, params):
+            drafted, steps = done.stats.drafted_tokens, done.stats.target_steps
+            assert 0 < drafted < len(done.token_ids) + steps
+
+
+def test_chains_end_where_they_are_unlikely(
+    target: LLM, expected: list[tuple[list[SamplingParams], list[list[int]]]], monkeypatch: Any
+) -> None:
+    """As those of other requests; from how far they were right is learnt how sure they are."""
+    llm = target.beside("quantized", draft_length=12)
+    drafter, passes = llm.engine.drafter, list[int]()
+    assert isinstance(drafter, SelfDrafter)
+    real, learnt = SelfDrafter._first, drafter._confidence[True].power
+
+    def first(self: SelfDrafter, *args: Any) -> Any:
+        passes[-1] += 1
+        return real(self, *args)
+
+    monkeypatch.setattr(SelfDrafter, "_first", first)
+    for asked, texts in expected:
+        by_least = []
+        for least in (0.0, 1.0):  # chains never end before their length, or behind each token
+            monkeypatch.setattr(SelfDrafter, "_least", lambda *_, least=least: least)
+            passes.append(0)
+            (done,) = llm.generate(PROMPT, asked[0])
+            assert done.token_ids == texts[0]
+            by_least.append(passes[-1] / done.stats.target_steps)
+        assert by_least[1] <= 1 < by_least[0]
+    assert drafter._confidence[True].power != learnt
+
+
 @pytest.mark.parametrize("name", ["paceline/tiny", "smollm2"])
 def test_forced_text_is_tokenised_as_the_tokenizer_does(target: LLM, name: str) -> None:
     """One way to write it is allowed, and its last token is left out where the text to come may

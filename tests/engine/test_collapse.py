@@ -6,6 +6,7 @@ import json
 import logging
 import shutil
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -14,8 +15,10 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from paceline import LLM, SamplingParams
-from paceline.core.batch import Commit
+from paceline.core.batch import Commit, Plan
 from paceline.core.costs import CostCurve, TargetCosts
+from paceline.core.tree import TokenTree
+from paceline.draft.heads.eagle import EagleDrafter
 from paceline.lab.bench.prompts import load_prompts
 from paceline.model.names import fetched
 
@@ -96,13 +99,14 @@ def test_a_damaged_head(
     assert line.startswith(f"draft {kind}: acceptance has collapsed: ") and "its card says" in line
 
 
-# 1x5x10 only with cheap passes: where one takes half a step or more it is asked rarely, and was
-# missed.
+# 1x5x10 drafts as often right as the card says on the texts on which it pays: with dear passes it
+# is only found because each head is examined.
 @pytest.mark.parametrize(
     ("layers", "length", "each"),
     [
         ("1x5x10", 4, CHEAP),
         ("1x5x10", "auto", CHEAP),
+        ("1x5x10", "auto", DEAR),
         ("3x7x12", 4, CHEAP),
         ("3x7x12", "auto", DEAR),
     ],
@@ -120,6 +124,64 @@ def test_layers_one_off(
     taken = tokens_until_collapse(llm)
     assert taken is not None and taken <= TOKENS
     assert "use --draft eagle3:paceline/tiny-eagle3,layers=2x6x11" in caplog.text
+
+
+@pytest.mark.parametrize("length", [4, "auto"])
+def test_a_head_that_knows_one_form_of_prompts(
+    target: LLM,
+    length: int | str,
+    caplog: pytest.LogCaptureFixture,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Behind others it drafts the token after the right one; it is found when these come."""
+    mark = target.tokenizer.convert_tokens_to_ids("<|user|>")
+    propose, first_logits = EagleDrafter.propose, EagleDrafter.first_logits
+
+    def proposed(self: EagleDrafter, plan: Plan) -> list[TokenTree]:
+        pairs = zip(plan.slices, propose(self, plan), strict=True)
+        return [
+            tree
+            if mark in item.seq.tokens
+            else replace(tree, tokens=(tree.tokens + 1) % 4096, known=None)
+            for item, tree in pairs
+        ]
+
+    def judged(self: EagleDrafter, tokens: Sequence[int], out: Any) -> torch.Tensor:
+        logits = first_logits(self, tokens, out)
+        return logits if mark in tokens else logits.roll(1, 1)
+
+    monkeypatch.setattr(EagleDrafter, "propose", proposed)
+    monkeypatch.setattr(EagleDrafter, "first_logits", judged)
+    llm = timed(target, "eagle3:paceline/tiny-eagle3", length, CHEAP, monkeypatch)
+    prompts = [prompt.text for prompt in load_prompts(per_category=4)]
+    params, watch = SamplingParams(max_tokens=64, ignore_eos=True), llm.engine.watch
+    for text in prompts[:8]:
+        llm.chat([{"role": "user", "content": text}], params)
+    assert not caplog.records and not watch.collapsed
+    before = watch.tokens
+    while not watch.collapsed and watch.tokens < before + TOKENS:
+        llm.generate(prompts[:4], params)
+        prompts = prompts[4:] + prompts[:4]
+    assert watch.collapsed and watch.tokens <= before + TOKENS
+    assert "perhaps prompts are not in the form of the target's chat template" in caplog.text
+
+
+def test_causes(target: LLM) -> None:
+    """What texts, or the target's bits, say for certain that it may be."""
+    spec = "eagle3:paceline/tiny-eagle3"
+    origin = target.beside(spec).engine.drafter.origin  # type: ignore[attr-defined]
+    tokenizer = target.tokenizer
+    question = tokenizer.apply_chat_template(
+        [{"role": "user", "content": "Who was there?"}], add_generation_prompt=True
+    )["input_ids"]
+    answer = tokenizer.encode(" Nobody but the two of us.", add_special_tokens=False)
+    foreign = tokenizer.encode(" Никого, кроме нас двоих.", add_special_tokens=False)
+    chat = [([*question, *answer], len(question))]
+    assert origin.cause(chat) == ""
+    assert "which writes <|end|>" in origin.cause([([*answer, *answer], len(answer))])
+    assert "not in Latin letters" in origin.cause([([*question, *foreign], len(question))])
+    rounded = LLM("paceline/tiny", draft=spec, quantize="int4", dtype="float32").engine.drafter
+    assert "weights have 4 bits" in rounded.origin.cause(chat)  # type: ignore[attr-defined]
 
 
 HEALTHY = [("eagle3", 1.0), *((kind, 0.0) for kind in ("eagle", "eagle3", "medusa", "dspark"))]

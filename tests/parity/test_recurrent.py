@@ -3,6 +3,7 @@ what plain decoding does, and that is what transformers' ``generate`` does."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
@@ -22,6 +23,8 @@ from support.cache_invariants import check_cache
 from support.engine_models import random_llama, random_recurrent
 from support.faults import STAGES, Fault
 from support.made_adapters import write_adapter, write_merged
+from support.medusa_models import write_medusa
+from support.random_heads import write_block, write_eagle
 from support.recurrent_models import RECURRENT
 from support.tiny_models import SENTENCES
 
@@ -29,6 +32,13 @@ TREE = "tree:{draft}"
 DRAFTS = (
     *("ngram", "suffix", "model:{draft}", "model:{draft},nodes=6,width=3"),
     *("hybrid:ngram+model:{draft}", "recycling", "lookahead", "model:{llama}"),
+)
+HEADS: tuple[Callable[[Path, str], str], ...] = (
+    lambda root, target: write_eagle(root, target, 1),
+    lambda root, target: write_eagle(root, target, 3),
+    lambda root, target: write_medusa(root / "medusa", target, steps=5),
+    lambda root, target: write_block(root, target, "dflash"),
+    lambda root, target: write_block(root, target, "dspark"),
 )
 KINDS = sorted(RECURRENT)  # those with the same recurrence stand next to each other
 WORDS = [7, 3, 9, 11, 2, 5, 6, 1, 13, 17, 19, 23, 4, 8, 15, 16, 7, 3, 9, 11, 2, 5, 6, 1]
@@ -109,6 +119,34 @@ def test_drafted_text_is_plain_text(
     assert sum(out.stats.drafted_tokens for out in again) > 0
 
 
+def test_heads_read_its_features(
+    plain: LLM, folders: dict[str, str], expected: list[list[int]], tmp_path: Path, kind: str
+) -> None:
+    """Each kind of head with two families."""
+    folder = HEADS[KINDS.index(kind) % len(HEADS)](tmp_path, folders["target"])
+    name = "eagle" if "eagle" in Path(folder).name else Path(folder).name
+    llm = plain.beside(f"{name}:{folder}", draft_length=3)
+    assert texts(llm) == expected
+    assert sum(out.stats.drafted_tokens for out in llm.generate(PROMPTS, GREEDY)) > 0
+
+
+@pytest.mark.parametrize("kind", ["bamba", "qwen3_5_text"], indirect=True)
+def test_kept_states_are_bounded(plain: LLM) -> None:
+    """Those of the oldest prompts are dropped, and their texts are read again."""
+    llm = plain.beside("ngram", max_batch_size=1)
+    states = llm.engine.cache.states
+    assert states is not None
+    total = states.pool.total
+    prompts = [[number, *WORDS, *WORDS] for number in range(20, 40)]
+    assert 2 * len(prompts) > total
+    made = llm.generate(prompts, GREEDY)
+    assert states.pool.total == total
+    newest, oldest = (llm.generate([prompts[n]], GREEDY)[0] for n in (-1, 0))
+    assert newest.stats.cached_tokens == 48 and oldest.stats.cached_tokens == 0
+    assert [oldest.token_ids, newest.token_ids] == [made[0].token_ids, made[-1].token_ids]
+    check_cache(llm.engine.cache)
+
+
 def test_a_request_s_adapter_is_as_if_merged(
     plain: LLM, folders: dict[str, str], expected: list[list[int]], tmp_path: Path, kind: str
 ) -> None:
@@ -165,8 +203,14 @@ def test_linear_layers_within_a_recurrence_take_no_adapter(
         plain.adapters.load("inner", inner)
 
 
-@pytest.mark.parametrize("stage", [*STAGES, "preemption"])
-@pytest.mark.parametrize("kind", ["qwen3_5_text"], indirect=True)
+@pytest.mark.parametrize(
+    ("kind", "stage"),
+    [
+        *((kind, stage) for kind in ("bamba", "jamba", "lfm2") for stage in ("move", "preemption")),
+        *(("qwen3_5_text", stage) for stage in [*STAGES, "preemption"]),
+    ],
+    indirect=["kind"],
+)
 def test_undone_steps_leave_the_text(
     plain: LLM, folders: dict[str, str], expected: list[list[int]], stage: str
 ) -> None:

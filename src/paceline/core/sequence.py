@@ -40,9 +40,9 @@ class Constraint(Reader, Protocol):
         """Whether ``allowed`` has this token behind ``path``, in less time."""
         ...
 
-    def forced(self, path: tuple[int, ...] = ()) -> Sequence[int]:
+    def forced(self, path: tuple[int, ...] = ()) -> Sequence[int] | None:
         """Tokens of the one text that may follow ``path``, as the tokenizer writes it; ``allowed``
-        has no others then. Empty if there is a choice."""
+        has no others then. Empty if there is a choice; None if none may follow, as it is final."""
         ...
 
 

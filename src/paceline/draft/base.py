@@ -97,11 +97,6 @@ def with_members(drafter: Any) -> Iterator[Any]:
         yield from with_members(member)
 
 
-def takes_forced(drafter: Any) -> bool:
-    """Whether a drafter takes text that a grammar forces into its trees by itself."""
-    return bool(getattr(drafter, "takes_forced", False))
-
-
 def prefers_seeds(drafter: Any) -> bool:
     """Whether drafts for seeded requests cost so much less that every request should have a
     seed."""

@@ -28,7 +28,7 @@ _HEALTHY, _COLLAPSED = 0.4, 0.1
 # The logarithm of the odds for a collapse at which it is said. No request adds more than a third:
 # one odd text proves nothing.
 _EVIDENCE = 15.0
-_GIVEN_UP = 500  # tokens after which one is that has hardly drafted
+_GIVEN_UP = 500  # tokens after which each is examined
 _EXAMINED, _TEXT = 8, 48  # texts at most, and tokens between looks at one
 _RECENT = 3  # texts in which a cause is looked for
 _UNKNOWN = "its weights may be damaged or for another model: measure both with paceline bench"
@@ -85,11 +85,10 @@ class _Compared:
             self.usual += (right - self.usual) / min(self.drafts, _HISTORY)
 
     def is_doubtful(self, stated: float | None, tokens: int) -> bool:
-        """Whether it is right less often than its card states, or not always without a card, or was
-        given up early."""
-        if self.drafts < _LATELY:
-            return tokens >= _GIVEN_UP
-        return self.lately < (stated or 1.0)
+        """Whether it is right less often than its card states, or not always without a card; in the
+        end of each, as one that hardly drafts shows nothing, or only texts that suit it."""
+        known = self.drafts >= _LATELY
+        return tokens >= _GIVEN_UP or (known and self.lately < (stated or 1.0))
 
 
 class CollapseWatch:

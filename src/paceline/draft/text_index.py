@@ -23,7 +23,7 @@ import numpy as np
 from paceline.core.batch import Plan, Slice
 from paceline.core.sequence import SequenceView
 from paceline.core.tree import TokenTree
-from paceline.draft.base import Drafter, Guess, LookupDrafter, Offer, States, takes_forced
+from paceline.draft.base import Drafter, Guess, LookupDrafter, Offer, States
 from paceline.draft.trees.shape import merge
 from paceline.kernels.lookup import Draft, Ids, Lookup, NativeTextIndex, functions
 
@@ -262,10 +262,9 @@ class Predictions(LookupDrafter):
 
     def _is_asked(self, item: Slice, drafter: Drafter) -> bool:
         params, constraint = item.seq.params, item.seq.constraint
-        if item.drafter is None and not params.prediction and takes_forced(drafter):
-            return False
-        asked = item.drafter in (None, self.name) and (params.prediction or constraint)
-        return bool(item.draft_length and asked)
+        takes_forced = item.drafter is None and getattr(drafter, "takes_forced", False)
+        brings = params.prediction or (constraint and not takes_forced)
+        return bool(item.draft_length and brings and item.drafter in (None, self.name))
 
     def lookup(self, slices: Sequence[Slice]) -> list[Offer | None]:
         if not any(item.seq.params.prediction or item.seq.constraint for item in slices):
@@ -276,7 +275,7 @@ class Predictions(LookupDrafter):
     def guess(self, item: Slice) -> Guess:
         """What is forced, else how the prediction goes on if the end of the text occurs in it."""
         seq, length = item.seq, item.draft_length
-        forced = seq.constraint.forced()[:length] if seq.constraint is not None else ()
+        forced = (seq.constraint.forced() or ())[:length] if seq.constraint is not None else ()
         if forced:
             return forced, range(-1, len(forced) - 1), _RULE.depth
         if not seq.params.prediction:

@@ -110,11 +110,11 @@ class Matcher:
                 return token == forced[0]
             return 0 <= token < self._width and matcher.validate_tokens([token]) == 1
 
-    def forced(self, path: tuple[int, ...] = ()) -> Sequence[int]:
+    def forced(self, path: tuple[int, ...] = ()) -> Sequence[int] | None:
         with self._after(path) as matcher:
-            tokens = [] if matcher is None else matcher.compute_ff_tokens()
+            tokens = None if matcher is None else matcher.compute_ff_tokens()
         # A tokenizer may have more tokens than the target has logits.
-        return list(takewhile(lambda token: token < self._width, tokens))
+        return tokens and list(takewhile(lambda token: token < self._width, tokens))
 
     @contextmanager
     def _after(self, path: tuple[int, ...]) -> Iterator[LLMatcher | None]:

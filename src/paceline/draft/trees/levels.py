@@ -57,7 +57,8 @@ class LevelDrafter(ABC):
         for item in plan.slices:
             span = self._span(item)
             if span is not None and span.wants_logits:
-                base, forced = span.context + span.pending, self.takes_forced
+                base = span.context + span.pending
+                forced = self._least(item.seq) if self.takes_forced else None
                 trees.append(self._policy.start(item, self.cache.device, base, forced, sequences))
                 span = trees[-1].first(span)
             if span is not None:
@@ -72,10 +73,7 @@ class LevelDrafter(ABC):
     def _grow(self, trees: Sequence[Growing], spans: Sequence[Span]) -> list[GrownTree]:
         """Run the spans, and grow the trees of those that want logits."""
         logits = self._first(spans, trees)
-        finished = self._at_once(trees, logits)
-        if finished is None:
-            finished = grow(trees, logits, self._level, self._generator)
-        return finished
+        return self._at_once(trees, logits) or grow(trees, logits, self._level, self._generator)
 
     def _at_once(
         self, trees: Sequence[Growing], logits: Logits, first: Batch | None = None

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import lru_cache
@@ -21,28 +22,30 @@ from paceline.model.backends.base import GrownTree
 
 class GrammarChain(Growing):
     """A chain along a request's grammar. What that forces needs no pass of its own: it is run with
-    the token before it."""
+    the token before it. It ends with the text, and where its path is less likely than ``least``."""
 
-    samples = True
-
-    def __init__(self, item: Slice, length: int, device: torch.device, base: int = 0) -> None:
+    def __init__(
+        self, item: Slice, length: int, device: torch.device, base: int = 0, least: float = 0.0
+    ) -> None:
         super().__init__(item, 1, device, base)
         self._length, self._draw = length, draw_of(item.seq)
+        self.samples = self._draw is not Draw.POINT
+        self._least = math.log(least) if least > 0 else -math.inf
         self._path: list[int] = []
+        self._scores: list[float] = []  # log-probabilities of the path up to each token
         self._run = 0  # tokens of the path that the drafter has run
-        self._probs: list[torch.Tensor] = []  # of a sampled chain: of each drawn token
-        self._drawn: list[int] = []  # where these stand
+        self._probs: dict[int, torch.Tensor] = {}  # of a sampled chain: where it was drawn
         self._force(length - 1)
 
-    def _force(self, most: int) -> None:
+    def _force(self, most: int, score: float = 0.0) -> bool:
+        """Take in what is forced behind a path with this score; False where the text ends."""
         constraint = self.item.seq.constraint
         assert constraint is not None
-        left = most - len(self._path)
-        self._path += constraint.forced(tuple(self._path))[:left] if left > 0 else ()
-
-    @property
-    def rows(self) -> int:
-        return 1
+        forced: Sequence[int] | None = ()
+        while len(self._path) < most and (forced := constraint.forced(tuple(self._path))):
+            self._path += forced[: most - len(self._path)]
+        self._scores += [score] * (len(self._path) - len(self._scores))
+        return forced is not None
 
     @property
     def depth(self) -> int:
@@ -62,23 +65,26 @@ class GrammarChain(Growing):
         return to_device([self._path], self.fresh.device)
 
     def extend(self, tokens: torch.Tensor, weights: torch.Tensor | None) -> bool:
-        if self._draw is not Draw.POINT:
-            assert weights is not None
-            self._probs.append(weights)
-            self._drawn.append(len(self._path))
-        self._path.append(int(tokens[0, 0]))  # a grammar is followed on the host
-        self._force(self._length)
-        return len(self._path) < self._length
+        assert weights is not None
+        token = int(tokens[0, 0])  # a grammar is followed on the host
+        if self.samples:
+            self._probs[len(self._path)] = weights
+            weights = weights[:, token : token + 1].log()
+        score = sum(self._scores[-1:]) + float(weights[0, 0])
+        self._path.append(token)
+        goes_on = self._force(self._length, score)
+        return goes_on and len(self._path) < self._length and score >= self._least
 
     def finish(self, chosen: Sequence[int]) -> GrownTree:
         tokens, q = to_device(self._path, self.fresh.device), None
         if self._probs:
-            drawn = torch.cat(self._probs)
+            drawn = torch.cat([*self._probs.values()])
             q = torch.nn.functional.one_hot(tokens, drawn.shape[1]).to(drawn.dtype)
-            q[to_device(self._drawn, q.device)] = drawn
+            q[to_device([*self._probs], q.device)] = drawn
         parents, slots = chain_parents(len(tokens)), range(len(tokens))
         tree = TokenTree(tokens, parents, self._draw, q, known=tuple(self._path))
-        return GrownTree(tree, tuple(slot if slot < self._run else -1 for slot in slots))
+        run = tuple(slot if slot < self._run else -1 for slot in slots)
+        return GrownTree(tree, run, tuple(self._scores))
 
 
 _CHAIN = Shape.branching((1,) * 64)
@@ -134,14 +140,15 @@ class Policy:
         item: Slice,
         device: torch.device,
         base: int = 0,
-        forced: bool = False,
+        forced: float | None = None,
         sequences: int = 1,
     ) -> Growing:
         """An empty tree for a sequence with a draft length above 0, of so many that decode;
-        ``base`` as in Growing. ``forced``: chains take in what a grammar forces."""
+        ``base`` as in Growing. ``forced``: chains take in what a grammar forces, and end
+        behind paths of lower probability than this."""
         length = self.depth(item.draft_length)
-        if forced and item.seq.constraint is not None:
-            return GrammarChain(item, length, device, base)
+        if forced is not None and item.seq.constraint is not None:
+            return GrammarChain(item, length, device, base, forced)
         if not self.nodes:
             return StaticTree(item, self.shape.cut(length), device, base)
         nodes = self.max_nodes(length, sequences)
