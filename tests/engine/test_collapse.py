@@ -179,7 +179,10 @@ def test_causes(target: LLM) -> None:
     chat = [([*question, *answer], len(question))]
     assert origin.cause(chat) == ""
     assert "which writes <|end|>" in origin.cause([([*answer, *answer], len(answer))])
-    assert "not in Latin letters" in origin.cause([([*question, *foreign], len(question))])
+    assert "trained on another language" in origin.cause([([*question, *foreign], len(question))])
+    whole = target.beside("eagle:paceline/tiny-eagle").engine.drafter
+    cause = whole.origin.cause([([*question, *foreign], len(question))])  # type: ignore[attr-defined]
+    assert "not in Latin letters" in cause  # of a head that drafts all tokens
     rounded = LLM("paceline/tiny", draft=spec, quantize="int4", dtype="float32").engine.drafter
     assert "weights have 4 bits" in rounded.origin.cause(chat)  # type: ignore[attr-defined]
 

@@ -32,7 +32,7 @@ TOKENS = [(7 * i + 3) % VOCAB for i in range(13)]
 def logits_of(view: LayerView, tokens: list[int] = TOKENS) -> torch.Tensor:
     """A prompt, then two tokens, through the paged cache: logits of all rows."""
     model = view.model
-    cache = PagedCache(model.cache_shapes, 4, 4, model.dtype, "cpu")
+    cache = model.new_cache(4, 4)
     first = len(tokens) - 2
     parts = []
     for start, stop in ((0, first), (first, len(tokens))):
@@ -66,34 +66,29 @@ def with_layers_passing(reference: Any, model: CausalModel, skipped: set[int]) -
             hook.remove()
 
 
-def assert_close(got: torch.Tensor, wanted: torch.Tensor) -> None:
+def assert_close(got: torch.Tensor, wanted: torch.Tensor, most: float = 1e-4) -> None:
     assert got.shape == wanted.shape
-    assert (got - wanted).abs().max() < 1e-4 * max(1.0, float(wanted.abs().max()))
+    assert (got - wanted).abs().max() < most * max(1.0, float(wanted.abs().max()))
 
 
 def storages(module: torch.nn.Module) -> set[int]:
     return {p.data_ptr() for p in (*module.parameters(), *module.buffers())}
 
 
-@pytest.mark.parametrize("name", sorted(RECURRENT))
-def test_recurrent_layers_are_not_left_out(name: str) -> None:
-    model, _ = tiny_pair(name)
-    with pytest.raises(UnsupportedModelError, match="a part of itself"):
-        LayerView(model, [0])
-
-
-@pytest.mark.parametrize("name", sorted(SPECS.keys() - RECURRENT.keys()))
-def test_every_architecture_without_one_layer(name: str) -> None:
+@pytest.mark.parametrize("name", sorted(SPECS))
+def test_every_architecture_without_some_layers(name: str) -> None:
     model, reference = tiny_pair(name)
-    whole = logits_of(LayerView(model, [0, 1]))
-    assert_close(whole, with_layers_passing(reference, model, set()))
+    layers = range(model.num_layers)
+    most = 2e-3 if name in RECURRENT else 1e-4  # chunks and steps of states
+    whole = logits_of(LayerView(model, layers))
+    assert_close(whole, with_layers_passing(reference, model, set()), most)
     for kept in (0, 1):
         view = LayerView(model, [kept])
-        wanted = with_layers_passing(reference, model, {1 - kept})
-        assert_close(logits_of(view), wanted)
+        wanted = with_layers_passing(reference, model, {*layers} - {kept})
+        assert_close(logits_of(view), wanted, most)
         assert (wanted - whole).abs().max() > 1e-2  # it does make a difference
         assert storages(view.backend.hf) <= storages(model.hf)
-    assert_close(logits_of(LayerView(model, [0, 1])), whole)  # the model is as it was
+    assert_close(logits_of(LayerView(model, layers)), whole)  # the model is as it was
 
 
 def test_layers_whose_keys_others_read_stay() -> None:

@@ -192,7 +192,8 @@ class SelfDrafter(LevelDrafter):
         if not item.decodes or item.scheduled > _MOST_PENDING or not self._policy.depth(length):
             return None
         try:
-            self.cache.reserve(seq.seq_id, len(seq.tokens) + self._policy.max_expanded(length))
+            nodes = self._policy.max_expanded(length)
+            self.cache.reserve(seq.seq_id, len(seq.tokens) + nodes, nodes)
         except OutOfBlocksError:
             return None
         return Span.of(seq.seq_id, seq.cached, seq.pending, adapter=seq.adapter)

@@ -117,7 +117,8 @@ class StateStore:
         for _, _, slot in taken:
             self.pool.retain(slot)
         for seq, target, slot in taken:
-            self._put(seq, target, slot)
+            self._drop(seq, target)
+            self._slots[seq][target] = slot
 
     def register(self, seq_id: int, index: int, digest: bytes) -> None:
         """Let a full block's state be found, if the step has made it."""
@@ -200,17 +201,16 @@ class StateStore:
         return self.zero
 
     def _new(self, seq_id: int, index: int) -> int:
+        self._drop(seq_id, index)  # of a draft by the target, or of a step that was undone
         if not self.pool.available:
             self._grow()
-        slot = self.pool.allocate(1)[0]
-        self._put(seq_id, index, slot)
+        slot = self._slots[seq_id][index] = self.pool.allocate(1)[0]
         return slot
 
-    def _put(self, seq_id: int, index: int, slot: int) -> None:
-        slots = self._slots.setdefault(seq_id, {})
-        if index in slots:
-            self.pool.release(slots[index])
-        slots[index] = slot
+    def _drop(self, seq_id: int, index: int) -> None:
+        slot = self._slots.setdefault(seq_id, {}).pop(index, None)
+        if slot is not None:
+            self.pool.release(slot)
 
     def _grow(self) -> None:
         self._layers = [[torch.cat((t, torch.zeros_like(t))) for t in ts] for ts in self._layers]

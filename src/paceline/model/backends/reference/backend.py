@@ -45,7 +45,8 @@ class TorchBackend(Backend):
         self._keeps_rows = "logits_to_keep" in inspect.signature(hf.forward).parameters
         self._captured: dict[int, torch.Tensor] | None = None
         self._hooked: set[int] = set()
-        self._in_tuples: set[int] | None = None  # layers that return tuples; None: unknown yet
+        # Layers that return tuples, and of how many parts; None: unknown yet.
+        self._in_tuples: dict[int, int] | None = None
 
     def __call__(self, batch: Batch, cache: KeyValueStore) -> ModelOutput:
         step = AttentionStep.of(batch, cache, self.patterns, self.hf.device)
@@ -110,13 +111,7 @@ class TorchBackend(Backend):
     def without(self, skipped: frozenset[int]) -> TorchBackend:
         """A view of the same modules in which skipped layers return their input. Raises
         UnsupportedModelError if the first call's trial shows that layers cannot be left out, or
-        where layers have states, of which one call would run some and the next others, or attend to
-        the keys of a skipped one."""
-        if any(self.states):
-            raise UnsupportedModelError(
-                f"{type(self.hf).__name__} has recurrent layers, so it cannot draft with a part of "
-                "itself; use another drafter"
-            )
+        attend to the keys of a skipped one."""
         lent = self._sharing("store_full_length_kv") & skipped
         if lent and self._sharing("is_kv_shared_layer") - skipped:
             raise UnsupportedModelError(
@@ -141,22 +136,22 @@ class TorchBackend(Backend):
 
     def _view(self, skipped: frozenset[int]) -> TorchBackend:
         """Copies the modules above a skipped layer; lists keep their length, for their indices."""
-        in_tuples = self._in_tuples or set()
+        in_tuples = self._in_tuples or {}
         above, passing = set[torch.nn.Module](), dict[torch.nn.Module, Any]()
         for layer in skipped:
-            passing[self.layer(layer)] = _passing(self.layer(layer), layer in in_tuples)
+            passing[self.layer(layer)] = _passing(self.layer(layer), in_tuples.get(layer, 0))
             parts = self.layer_names[layer].split(".")
             above |= {self.hf.get_submodule(".".join(parts[:end])) for end in range(len(parts))}
         return self.on(copy_beside(self.hf, lambda m: passing.get(m, None if m in above else m)))
 
-    def _layers_in_tuples(self) -> set[int]:
+    def _layers_in_tuples(self) -> dict[int, int]:
         """Layers that return a tuple. Raises UnsupportedModelError for more than hidden states."""
-        in_tuples: set[int] = set()
+        in_tuples: dict[int, int] = {}
 
         def note(layer: int, output: Any) -> None:
             tensors = [output]
             if isinstance(output, tuple):
-                in_tuples.add(layer)
+                in_tuples[layer] = len(output)
                 tensors = [part for part in output if isinstance(part, torch.Tensor)]
             if len(tensors) != 1 or not isinstance(tensors[0], torch.Tensor):
                 raise UnsupportedModelError(
@@ -179,7 +174,7 @@ class TorchBackend(Backend):
         """Raises UnsupportedModelError if other layers run, as a patched ``forward`` might."""
         cache = _TrialCache(self)
         logits = self._view(skipped)(_TRIAL, cache).logits
-        layers = [n for n in range(len(self.shapes)) if n not in skipped]
+        layers = [n for n, shape in enumerate(self.shapes) if any(shape) and n not in skipped]
         if cache.layers != layers or not logits.isfinite().all():
             raise UnsupportedModelError(
                 f"{type(self.hf).__name__}: asked to run layers {layers} it ran {cache.layers}; "
@@ -221,12 +216,13 @@ class TorchBackend(Backend):
             self.layer_names = [f"{stack}.{layer}" for layer in range(len(self.shapes))]
 
 
-def _passing(layer: Any, in_tuple: bool) -> Any:
-    """A layer that returns its input, with the attributes that models read."""
+def _passing(layer: Any, parts: int) -> Any:
+    """A layer that returns its input, as the first of so many parts, or alone for 0; with the
+    attributes that models read."""
 
     def forward(*args: Any, **kwargs: Any) -> Any:
         hidden = args[0] if args else kwargs["hidden_states"]
-        return (hidden,) if in_tuple else hidden
+        return (hidden, *(None,) * (parts - 1)) if parts else hidden
 
     copied = copy.copy(layer)
     copied.forward = forward
