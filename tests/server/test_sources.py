@@ -60,9 +60,10 @@ def answer(server: Running, path: str, text: str, **fields: Any) -> Any:
 
 @pytest.mark.parametrize("text", [RESULT, f"<think>{RESULT}</think>{RESULT}"])
 def test_messages_sent_back(server: Running, accepted: list[int], text: str) -> None:
-    """Tool results and earlier answers, also where the model thinks."""
+    """Tool results, earlier answers and the system's text, also where the model thinks."""
     earlier = [QUESTION, {"role": "assistant", "content": RESULT}, QUESTION]
-    for messages in (TOLD, earlier):
+    system = [{"role": "system", "content": RESULT}, QUESTION]
+    for messages in (TOLD, earlier, system):
         accepted.clear()
         said = answer(server, "/v1/chat/completions", text, messages=messages)
         assert RESULT in said["choices"][0]["message"]["content"]
